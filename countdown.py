@@ -1,0 +1,374 @@
+"""The Countdown task: combine a few numbers with + - * / so that they make a target.
+
+A task is a module with five functions that main.py calls: `load_examples`, `generate_prompt`,
+`reward_function`, `extract_answer` and `parse_question`. To add a task, copy this file. An example
+is a row such as {"nums": [3, 7, 25], "target": 46}; here 25 + 3 * 7 solves it.
+
+The graders never run the model's text as code, never raise, and take time linear in its length.
+"""
+
+import glob
+import hashlib
+import operator
+import random
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+if TYPE_CHECKING:  # datasets takes a second to import, so it is imported where rows are loaded
+    from datasets import Dataset
+
+# Data: where questions come from, and which of them are never trained on
+
+FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+SOURCES = "give generated, a .jsonl, .json, .csv or .parquet file, or a hub dataset id (owner/name)"
+EXAMPLE_ROW = '{"nums": [3, 7, 25], "target": 46}'
+HELD_OUT_SHARE = 1 / 8
+MAX_GENERATED = 20_000
+MAX_TRIES = 20_000  # draws in a row without a new question, after which there are taken to be none
+
+
+def load_examples(
+    source: str,
+    split: str,
+    *,
+    num_examples: int | None,
+    seed: int = 0,
+    min_numbers: Annotated[
+        int, Field(ge=1, description="Fewest numbers of a generated question.")
+    ] = 3,
+    max_numbers: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="Most numbers of a generated question; each more makes it much harder.",
+        ),
+    ] = 4,
+    min_number: Annotated[
+        int, Field(ge=1, description="Smallest number of a generated question.")
+    ] = 1,
+    max_number: Annotated[
+        int, Field(ge=1, description="Largest number of a generated question.")
+    ] = 25,
+    min_target: Annotated[
+        int, Field(ge=1, description="Smallest target of a generated question.")
+    ] = 10,
+    max_target: Annotated[
+        int, Field(ge=1, description="Largest target of a generated question.")
+    ] = 99,
+    held_out: bool = True,
+    exclude: Iterable[dict] = (),
+) -> "Dataset":
+    """Questions of one split, "train" or "validation", as rows {nums: list[int], target: int}.
+
+    `source` is "generated", a local file or a hub dataset id. The ranges are for generated
+    questions; from a file or the hub come at most `num_examples` rows, drawn by `seed`. None means
+    all rows there, and as many generated questions as there are up to MAX_GENERATED.
+    A question is in "validation" if and only if `is_held_out` says so, whatever the source;
+    `held_out=False` takes every row of a file or hub dataset (an evaluation file of your own), and
+    `exclude` lists questions to leave out, so that training can still avoid that file's.
+    Raises ValueError, one line with the fix in it.
+    """
+    if split not in ("train", "validation"):
+        raise ValueError(f"split must be train or validation, not {split!r}")
+    if num_examples is not None and num_examples < 1:
+        raise ValueError(f"num_examples {num_examples}: choose at least 1")
+    excluded = {question_key(row) for row in exclude}
+    if source == "generated":
+        rows = generate_questions(
+            split,
+            num_examples,
+            seed=seed,
+            numbers=(min_numbers, max_numbers),
+            number=(min_number, max_number),
+            target=(min_target, max_target),
+            excluded=excluded,
+        )
+    else:
+        rows = [row for row in read_questions(source) if question_key(row) not in excluded]
+        if held_out:
+            rows = [row for row in rows if is_held_out(row) == (split == "validation")]
+        if not rows:
+            raise ValueError(f"{source}: no question left for {split}; give a file with more rows")
+        if num_examples is not None and num_examples < len(rows):
+            rows = random.Random(seed).sample(rows, num_examples)
+
+    from datasets import Dataset
+
+    return Dataset.from_list(rows)
+
+
+def question_key(example: dict) -> str:
+    """The question whatever the order of its numbers: equal keys are the same question."""
+    return f"{sorted(example['nums'])} {example['target']}"
+
+
+def is_held_out(example: dict) -> bool:
+    """True for the fixed 1 in 8 of all questions that are for validation, never for training."""
+    digest = hashlib.sha256(question_key(example).encode()).digest()
+    return digest[0] < 256 * HELD_OUT_SHARE
+
+
+def generate_questions(
+    split: str,
+    num_examples: int | None,
+    *,
+    seed: int,
+    numbers: tuple[int, int],
+    number: tuple[int, int],
+    target: tuple[int, int],
+    excluded: set[str],
+) -> list[dict]:
+    """Different solvable questions, the same for the same seed on every machine.
+
+    `numbers`, `number` and `target` are (min, max). How many numbers a question has is uniform; a
+    count without a new question left is given up. ValueError where that leaves too few questions.
+    """
+    for name, (low, high) in {"numbers": numbers, "number": number, "target": target}.items():
+        if not 1 <= low <= high <= 10**6:
+            raise ValueError(
+                f"min_{name} {low}, max_{name} {high}: choose 1 <= min <= max <= 10**6"
+            )
+    rng = random.Random(f"countdown {split} {seed}")
+    counts = list(range(numbers[0], numbers[1] + 1))
+    seen, rows = set(excluded), []
+    while counts and len(rows) < (num_examples or MAX_GENERATED):
+        count = rng.choice(counts)
+        for _ in range(MAX_TRIES):
+            nums = [rng.randint(*number) for _ in range(count)]
+            value = combine_at_random(nums, limit=number[1] * target[1], rng=rng)
+            row = {"nums": nums, "target": value}
+            key = question_key(row)
+            is_new = target[0] <= value <= target[1] and key not in seen
+            if is_new and is_held_out(row) == (split == "validation"):
+                seen.add(key)
+                rows.append(row)
+                break
+        else:
+            counts.remove(count)
+    if not rows or len(rows) < (num_examples or 0):
+        raise ValueError(
+            f"num_examples {num_examples}: only {len(rows)} different {split} questions were "
+            "found in these ranges; ask for fewer, or widen the ranges of numbers and targets"
+        )
+    return rows
+
+
+def combine_at_random(nums: list[int], *, limit: int, rng: random.Random) -> int:
+    """A value that `nums` can make: random pairs are combined until one value is left.
+
+    Every value on the way is a positive integer, and no product is above `limit`.
+    """
+    values = list(nums)
+    while len(values) > 1:
+        rng.shuffle(values)
+        small, large = sorted((values.pop(), values.pop()))
+        results = [large + small]
+        if large * small <= limit:
+            results.append(large * small)
+        if large > small:
+            results.append(large - small)
+        if large % small == 0:
+            results.append(large // small)
+        values.append(rng.choice(results))
+    return values[0]
+
+
+def read_questions(source: str) -> list[dict]:
+    """Every row of a local file, or of a hub dataset's train split, checked."""
+    table = load_table(source)
+    missing = sorted({"nums", "target"} - set(table.column_names))
+    if missing:
+        raise ValueError(
+            f"{source}: no column {' and '.join(missing)} among {', '.join(table.column_names)}; "
+            f"rows must look like {EXAMPLE_ROW}"
+        )
+    columns = table.select_columns(["nums", "target"]).to_dict()
+    rows = []
+    for nums, target in zip(columns["nums"], columns["target"], strict=True):
+        try:
+            rows.append(parse_row(nums, target))
+        except ValueError as error:
+            raise ValueError(
+                f"{source}, row {len(rows) + 1}: {error}; rows must look like {EXAMPLE_ROW}"
+            ) from error
+    return rows
+
+
+def load_table(source: str) -> "Dataset":
+    """The file or hub dataset as it is; ValueError where there is none."""
+    import datasets
+
+    path = Path(source)
+    file_format = FILE_FORMATS.get(path.suffix.lower())
+    if file_format and not path.is_file():
+        raise ValueError(f"{source}: no such file; {SOURCES}")
+    if not file_format and (path.exists() or source.count("/") != 1):
+        raise ValueError(f"{source}: unknown kind of source; {SOURCES}")
+    try:
+        if file_format:
+            return datasets.load_dataset(file_format, data_files=glob.escape(source), split="train")
+        return datasets.load_dataset(source, split="train")
+    except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
+        reason = str(error.__cause__ or error).strip().split("\n")[0] or "it is empty"
+        raise ValueError(f"{source}: cannot be loaded ({reason}); {SOURCES}") from error
+
+
+def parse_row(nums: object, target: object) -> dict:
+    """A checked row; text such as "[3, 7, 25]" or "3 7 25" (CSV) is read as its integers."""
+    if isinstance(nums, str) and set(nums) <= set("0123456789, []"):
+        nums = [int(number) for number in nums.strip("[] ").replace(",", " ").split()]
+    if isinstance(target, str) and re.fullmatch("-?[0-9]+", target.strip()):
+        target = int(target)
+    if not isinstance(nums, list) or not nums or any(type(n) is not int or n < 0 for n in nums):
+        raise ValueError(f"nums is {nums!r:.60}, not a list of integers >= 0")
+    if type(target) is not int:
+        raise ValueError(f"target is {target!r:.60}, not an integer")
+    return {"nums": nums, "target": target}
+
+
+def parse_question(text: str) -> dict:
+    """The example in a line typed by a person, such as "numbers: 3 7 25, target: 46"."""
+    pattern = r"\s*numbers?\s*:?([0-9, \[\]]+)[.;]?\s*target\s*:?\s*(-?[0-9]+)\s*"
+    match = re.fullmatch(pattern, text, re.IGNORECASE)
+    if match:
+        with suppress(ValueError):
+            return parse_row(*match.groups())
+    raise ValueError('write the question like this: "numbers: 3 7 25, target: 46"')
+
+
+# Prompt
+
+QUESTION = (
+    "Use the numbers {nums}, each exactly once, with + - * / and parentheses, to make {target}."
+    " Reason inside <think> </think> tags, then write only the expression inside"
+    " <answer> </answer> tags on the next line, for example <answer>(1 + 2) * 4</answer>."
+)
+ASSISTANT_PREFIX = "Let me solve this step by step.\n<think>"
+
+
+def generate_prompt(example: dict) -> list[dict]:
+    """Chat messages that pose the question; the last one is the completion's beginning."""
+    question = QUESTION.format(nums=example["nums"], target=example["target"])
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": ASSISTANT_PREFIX},
+    ]
+
+
+# Reward
+
+REWARD_PARTS = ("format", "answer")  # `answer` equal to 1.0 means solved
+MAX_ANSWER_CHARS = 1_000
+MAX_DIGITS = 20
+ANSWER_CHARS = frozenset("0123456789+-*/() ")
+PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "negate": 3}
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+
+
+def reward_function(completion: str, example: dict) -> dict[str, float]:
+    """The parts of the reward, each in [0, 1]; the config's `task.reward_weights` weighs them."""
+    nums, target = example["nums"], example["target"]
+    return {
+        "format": format_reward_function(completion),
+        "answer": answer_reward_function(completion, nums=nums, target=target),
+    }
+
+
+def format_reward_function(completion: str) -> float:
+    r"""1.0 where "<think>" + completion matches ^<think>.*?</think>\n<answer>.*?</answer>$.
+
+    Else 0.1 for a think block plus 0.5 for an answer block. The prompt ends with <think>, so it is
+    not in the completion. Written with plain searches: the regex is quadratic on repeated tags.
+    """
+    text = completion.removesuffix("\n")  # `$` also matches before a newline that ends the text
+    if "</think>\n<answer>" in completion and text.endswith("</answer>"):
+        return 1.0
+    has_think_block = "</think>" in completion
+    has_answer_block = find_answer(completion) is not None
+    return 0.1 * has_think_block + 0.5 * has_answer_block
+
+
+def answer_reward_function(completion: str, *, nums: list[int], target: int) -> float:
+    """1.0 if the first answer block uses each of `nums` once and equals `target`, else 0.0."""
+    try:
+        tokens = tokenize(find_answer(completion) or "")
+        numbers = [int(token) for token in tokens if token.isdigit()]
+        solved = sorted(numbers) == sorted(nums) and evaluate(tokens) == target
+    except (ValueError, ZeroDivisionError):
+        return 0.0
+    return 1.0 if solved else 0.0
+
+
+def extract_answer(completion: str, example: dict | None = None) -> str | None:
+    """The first answer block without its spaces, what majority votes count; None for no answer."""
+    answer = find_answer(completion)
+    if answer is None or len(answer) > MAX_ANSWER_CHARS:
+        return None
+    return "".join(answer.split()) or None
+
+
+def find_answer(completion: str) -> str | None:
+    """The text between the first <answer> and the first </answer> after it."""
+    _, opening, rest = completion.partition("<answer>")
+    answer, closing, _ = rest.partition("</answer>")
+    return answer if opening and closing else None
+
+
+def tokenize(answer: str) -> list[str]:
+    """Numbers, operators and parentheses; ValueError for anything but these and spaces.
+
+    Numbers are ASCII digits, at most MAX_DIGITS of them, without leading zeros: int() would take
+    other digits too, and refuses long ones.
+    """
+    if len(answer) > MAX_ANSWER_CHARS or not ANSWER_CHARS.issuperset(answer):
+        raise ValueError("too long, or a character that no expression has")
+    tokens = re.findall(r"[0-9]+|[-+*/()]", answer)
+    if any(len(token) > MAX_DIGITS or re.match("0[0-9]", token) for token in tokens):
+        raise ValueError("a number with too many digits or a leading zero")
+    return tokens
+
+
+def evaluate(tokens: list[str]) -> Fraction:
+    """The exact value, by Dijkstra's shunting-yard; needs no recursion, so nesting has no limit.
+
+    Raises ValueError where the expression is malformed, ZeroDivisionError where it divides by zero.
+    """
+    values: list[Fraction] = []
+    pending: list[str] = []  # operators and "(" whose right-hand side is still being read
+    expects_value = True
+    for token in tokens:
+        if expects_value and token.isdigit():
+            values.append(Fraction(token))
+            expects_value = False
+        elif expects_value and token in ("(", "-"):
+            pending.append("negate" if token == "-" else "(")
+        elif not expects_value and token in OPERATIONS:
+            apply_pending(pending, values, min_precedence=PRECEDENCE[token])
+            pending.append(token)
+            expects_value = True
+        elif not expects_value and token == ")":
+            apply_pending(pending, values, min_precedence=1)
+            if not pending:
+                raise ValueError(") without (")
+            pending.pop()
+        else:
+            raise ValueError(f"{token} cannot stand here")
+    if expects_value:
+        raise ValueError("a number is missing at the end")
+    apply_pending(pending, values, min_precedence=1)
+    if pending:
+        raise ValueError("( without )")
+    return values.pop()
+
+
+def apply_pending(pending: list[str], values: list[Fraction], *, min_precedence: int) -> None:
+    """Applies the operators on top of `pending` that bind at least so tightly, down to a "("."""
+    while pending and PRECEDENCE.get(pending[-1], 0) >= min_precedence:
+        name, right = pending.pop(), values.pop()
+        values.append(-right if name == "negate" else OPERATIONS[name](values.pop(), right))

@@ -1,0 +1,95 @@
+"""Questions: loaded through their task, as prompts, in an endless order."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+import countdown
+from config import Config, options_for
+from policy import render_prompt
+
+if TYPE_CHECKING:  # datasets takes a second to import, so tasks import it where rows are loaded
+    from datasets import Dataset
+
+Say = Callable[[str], None]
+
+TASKS = {"countdown": countdown}
+
+
+def load_questions(
+    config: Config, *, tokenizer: PreTrainedTokenizerFast, context: int | None, say: Say
+) -> tuple["Dataset", "Dataset"]:
+    """The task's training and validation questions whose prompts leave room for a completion.
+
+    `context` is the most tokens that the model can see, None for no limit; `say` is told how many
+    questions are dropped. Raises ValueError where a source cannot be used.
+    """
+    task, settings = TASKS[config.task.name], config.task
+    options = options_for(task.load_examples, config)
+    # from one source the task holds some questions out; a validation source of its own is used whole
+    held_out = settings.train == settings.eval
+    validation = task.load_examples(
+        settings.eval,
+        "validation",
+        num_examples=config.validation.num_examples,
+        seed=0,  # the same ones for every seed, so that runs can be compared
+        held_out=held_out,
+        **options,
+    )
+    train = task.load_examples(
+        settings.train,
+        "train",
+        num_examples=None,
+        seed=config.training.seed,
+        held_out=held_out,
+        exclude=validation,
+        **options,
+    )
+    room = None if context is None else context - config.training.max_new_gen_tokens
+    fitting = {}
+    for split, questions in {"training": train, "validation": validation}.items():
+        prompts = encode_prompts(list(questions), config=config, tokenizer=tokenizer)
+        fits = [i for i, ids in enumerate(prompts) if room is None or len(ids) <= room]
+        if not fits:
+            raise ValueError(
+                f"training.max_new_gen_tokens = {config.training.max_new_gen_tokens}: no {split} "
+                f"prompt leaves room for it in the model's context of {context} tokens, lower it"
+            )
+        if len(fits) < len(prompts):
+            say(
+                f"{len(prompts) - len(fits)} of {len(prompts)} {split} questions are too long: dropped"
+            )
+        fitting[split] = questions.select(fits)
+    return fitting["training"], fitting["validation"]
+
+
+def encode_prompts(
+    examples: list[dict], *, config: Config, tokenizer: PreTrainedTokenizerFast
+) -> list[list[int]]:
+    """Token ids of each question's prompt."""
+    task = TASKS[config.task.name]
+    options = options_for(task.generate_prompt, config)
+    texts = [
+        render_prompt(task.generate_prompt(example, **options), tokenizer) for example in examples
+    ]
+    # a chat template writes the special tokens itself
+    return tokenizer(texts, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
+
+
+class QuestionStream:
+    """Seeded permutations of the questions, one per epoch, one after the other without end."""
+
+    def __init__(self, questions: "Dataset", seed: int):
+        self.questions = questions
+        self.seed = seed
+        self.epoch = -1
+        self.order = np.empty(0, dtype=np.int64)
+
+    def __getitem__(self, position: int) -> dict:
+        epoch, index = divmod(position, len(self.questions))
+        if epoch != self.epoch:
+            rng = np.random.default_rng([self.seed, epoch])
+            self.epoch, self.order = epoch, rng.permutation(len(self.questions))
+        return self.questions[int(self.order[index])]

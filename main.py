@@ -1,0 +1,808 @@
+"""Teach a language model to reason by reinforcement learning: GRPO and SIL in one script.
+
+    torchrun --nproc-per-node=2 main.py                                 # the default, on a laptop
+    torchrun --nproc-per-node=4 main.py --config configs/countdown-qwen2.5-3b.yaml
+    python main.py training.num_steps=5 training.learning_rate=1e-4     # any key, on one process
+
+A step of the algorithm (`run_training`):
+
+    1. take N questions and sample n completions of each: the groups
+    2. score every completion with a rule: the reward
+    3. grpo: advantage = reward - mean reward of its group (GRPO, arXiv:2402.03300, without the
+       division by the standard deviation: Dr. GRPO, arXiv:2503.20783)
+       sil:  advantage = 1 for the k best of each group, which are imitated; the rest is dropped
+    4. loss = -sum of advantage * log-probability over all completion tokens, divided by a constant
+    5. one AdamW step on that loss: what was better than its group's mean becomes more likely
+
+There is no critic, no reference model and, with one update per batch, no ratio and no clipping.
+
+Shapes: N questions, G (or n) completions each, B rows, P longest prompt, T completion tokens, V
+vocabulary. Masks are bool, True = keep.
+"""
+
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from checkpoint import (
+    SaveOnExit,
+    list_checkpoints,
+    load_optimizer_state,
+    load_state,
+    load_weights,
+    newest_whole,
+    save_checkpoint,
+    save_model,
+)
+from config import (
+    Config,
+    ConfigError,
+    check_same_run,
+    check_world,
+    differences,
+    dump,
+    flatten,
+    load_config,
+    options_for,
+    run_name,
+)
+from data import TASKS, QuestionStream, encode_prompts, load_questions
+from distributed import World, init_world, no_sync, settle_buckets, tell_optimizer
+from logger import Logger
+from metrics import Clock, metric_columns, peak_memory_gb, reduce_means, solve_rates, versions
+from policy import Policy, load_policy
+from sampler import Completion, left_pad, sample_completions
+
+if TYPE_CHECKING:  # datasets takes a second to import
+    from datasets import Dataset
+
+# Rollouts
+
+
+@dataclass
+class Trajectory:
+    """One completion of one question: what was sampled, what it earned, what it teaches."""
+
+    prompt_ids: list[int]
+    completion: Completion
+    text: str  # the completion without its end-of-sequence token
+    reward_parts: dict[str, float]
+    reward: float
+    advantage: float = 0.0
+    in_batch: bool = True  # counts in the loss's denominator; sil leaves out all but the k best
+
+    @property
+    def is_solved(self) -> bool:
+        return self.reward_parts["answer"] == 1.0
+
+
+TRAINING, VALIDATION = 0, 1  # first word of a seed: random numbers of the two never meet
+
+
+def sample_trajectories(
+    policy: Policy,
+    examples: list[dict],
+    seeds: list[tuple[int, ...]],
+    *,
+    num_samples: int,
+    temperature: float,
+    config: Config,
+    logger: Logger,
+    clock: "Clock",
+) -> list[list[Trajectory]]:
+    """Sample and score a group of completions for each question, with randomness from its seed."""
+    task, tokenizer = TASKS[config.task.name], policy.tokenizer
+    prompts = encode_prompts(examples, config=config, tokenizer=tokenizer)
+    params = replace(policy.params, temperature=temperature)
+    policy.sampler.eval()
+    with clock("rollout"), logger.progress(len(seeds) * num_samples, "rollout", "seq") as bar:
+        groups = sample_completions(
+            policy.sampler,
+            prompts,
+            seeds,
+            num_samples=num_samples,
+            params=params,
+            backend=policy.backend,
+            max_batch_tokens=policy.max_batch_tokens,
+            on_progress=bar.update,
+        )
+    with clock("reward"):
+        options, weights = options_for(task.reward_function, config), config.task.reward_weights
+        trajectories = []
+        for example, prompt_ids, group in zip(examples, prompts, groups, strict=True):
+            texts = [completion_text(completion, tokenizer) for completion in group]
+            parts = [task.reward_function(text, example, **options) for text in texts]
+            rewards = [sum(weights[name] * part[name] for name in weights) for part in parts]
+            fields = zip(group, texts, parts, rewards, strict=True)
+            trajectories.append([Trajectory(prompt_ids, *values) for values in fields])
+    return trajectories
+
+
+def completion_text(completion: Completion, tokenizer: PreTrainedTokenizerFast) -> str:
+    """What the model wrote, without the end-of-sequence token."""
+    ids = completion.token_ids if completion.truncated else completion.token_ids[:-1]
+    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+# The learning signal: pure functions of tensors
+
+
+def grpo_advantages(rewards: torch.Tensor, *, divide_by_std: bool) -> torch.Tensor:
+    """How much better each completion is than the mean of its group; (N, G) to (N, G).
+
+    GRPO (arXiv:2402.03300) divides by the group's standard deviation (here with n - 1, plus 1e-4);
+    Dr. GRPO (arXiv:2503.20783) does not, since that weighs very easy and very hard questions more.
+    """
+    advantages = rewards - rewards.mean(dim=1, keepdim=True)
+    if divide_by_std:
+        advantages = advantages / (rewards.std(dim=1, keepdim=True) + 1e-4)
+    return advantages.masked_fill(is_equal_group(rewards)[:, None], 0.0)
+
+
+def k_best_mask(rewards: torch.Tensor, *, k: int) -> torch.Tensor:
+    """True for the k highest rewards of each group (N, n); ties go to the lower sample index."""
+    order = rewards.argsort(dim=1, descending=True, stable=True)
+    return torch.zeros_like(rewards, dtype=torch.bool).scatter(1, order[:, :k], True)
+
+
+def is_equal_group(rewards: torch.Tensor) -> torch.Tensor:
+    """True for the groups (N,) of rewards (N, G) in which no completion is better than another."""
+    return rewards.amax(dim=1) == rewards.amin(dim=1)  # exact: a mean or std of equals may round
+
+
+def assign_advantages(groups: list[list[Trajectory]], config: Config) -> torch.Tensor:
+    """Set each trajectory's advantage and whether it is in the batch; returns rewards (N, n)."""
+    training = config.training
+    rewards = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
+    if training.learning_type == "grpo":
+        in_batch = torch.ones_like(rewards, dtype=torch.bool)
+        advantages = grpo_advantages(rewards, divide_by_std=training.advantage == "zscore")
+    else:
+        in_batch = k_best_mask(rewards, k=training.k_best_of_n[0])
+        # any k of a group of equals would do, so imitating them teaches nothing on average
+        advantages = (in_batch & ~is_equal_group(rewards)[:, None]).double()
+    for i, group in enumerate(groups):
+        for j, trajectory in enumerate(group):
+            trajectory.advantage = advantages[i, j].item()
+            trajectory.in_batch = bool(in_batch[i, j])
+    return rewards
+
+
+def token_weights(
+    completion_mask: torch.Tensor,
+    *,
+    normalization: str,
+    num_rows: float,
+    num_tokens: float,
+    max_new_gen_tokens: int,
+) -> torch.Tensor:
+    """What each token counts for in the loss, (B, T) to (B, T); 0 where the mask is False.
+
+    `num_rows` and `num_tokens` are those of the whole batch over all ranks, so that the gradient
+    depends neither on the number of ranks nor on the size of a micro-batch. dr_grpo is that of
+    arXiv:2503.20783, token of DAPO (arXiv:2503.14476), sequence of GRPO (arXiv:2402.03300), sum of
+    plain REINFORCE.
+    """
+    mask = completion_mask.float()
+    if normalization == "dr_grpo":
+        return mask / (num_rows * max_new_gen_tokens)
+    if normalization == "token":
+        return mask / num_tokens
+    if normalization == "sequence":
+        return mask / (num_rows * mask.sum(dim=1, keepdim=True).clamp(min=1))
+    return mask / num_rows
+
+
+def policy_token_loss(
+    log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    old_log_probs: torch.Tensor | None,
+    clip_eps: float,
+    clip_eps_high: float,
+) -> torch.Tensor:
+    """Loss of each token, (B, T), from log_probs (B, T) and advantages (B,).
+
+    -A log pi (REINFORCE) for the one update of fresh rollouts. With `old_log_probs`, those of the
+    policy that sampled, -min(ratio A, clip(ratio) A) (PPO, arXiv:1707.06347, equation 7), whose
+    gradient is the same while the ratio is 1.
+    """
+    advantages = advantages[:, None]  # (B, 1)
+    if old_log_probs is None:
+        return -advantages * log_probs
+    ratio = (log_probs - old_log_probs).exp()  # (B, T)
+    clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps_high)
+    return -torch.min(ratio * advantages, clipped * advantages)
+
+
+# The update
+
+
+@dataclass
+class MicroBatch:
+    """Rows that go through the model together, prompts padded left and completions right."""
+
+    input_ids: torch.Tensor  # (B, P + T)
+    mask: torch.Tensor  # (B, P + T)
+    completion_mask: torch.Tensor  # (B, T), True up to and including the first EOS
+    advantages: torch.Tensor  # (B,)
+    weights: torch.Tensor  # (B, T)
+    sampler_log_probs: torch.Tensor  # (B, T)
+    old_log_probs: torch.Tensor | None = None  # (B, T), set by the first of several iterations
+
+
+def update_policy(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    groups: list[list[Trajectory]],
+    *,
+    config: Config,
+    world: World,
+    logger: Logger,
+    before_change: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, float], dict[str, tuple[float, float]], bool]:
+    """One step's update; returns metrics, more as (sum, count) of this rank, and if it was skipped.
+
+    `before_change` is called when the gradient is there and the weights are about to change.
+
+    Rows whose advantage is 0 have no gradient and are left out. If that leaves none on any rank
+    nothing is updated: AdamW would move the weights even with a gradient of 0. A step whose
+    gradient is not finite is skipped.
+    """
+    training = config.training
+    batch = [t for group in groups for t in group if t.in_batch]
+    rows = [t for t in batch if t.advantage != 0.0]
+    num_tokens = sum(len(t.completion.token_ids) for t in batch)
+    totals = world.sum([len(batch), num_tokens, len(rows)])
+    num_rows, num_tokens, num_trainable = totals.tolist()
+    if num_trainable == 0:
+        return {}, {}, False
+    if not rows:  # the other ranks wait for this one's gradient
+        rows = [replace(batch[0], advantage=0.0)]
+    micro_batches = [
+        make_micro_batch(some, policy, config, world, num_rows=num_rows, num_tokens=num_tokens)
+        for some in pack_rows(rows, training.micro_batch_tokens)
+    ]
+
+    policy.model.train()
+    metrics, sums, skipped = {}, UpdateSums(), False
+    with logger.progress(len(micro_batches) * training.num_iterations, "update", "batch") as bar:
+        for _ in range(training.num_iterations):
+            optimizer.zero_grad()
+            loss = 0.0
+            for micro_batch in micro_batches:
+                is_last = micro_batch is micro_batches[-1]
+                with contextlib.nullcontext() if is_last else no_sync(policy.scorer):
+                    loss += accumulate_gradient(policy, micro_batch, config, sums)
+                bar.update(1)
+            grad_norm = nn.utils.clip_grad_norm_(policy.model.parameters(), training.max_grad_norm)
+            loss = world.sum([loss / world.size]).item()
+            metrics = {"train/loss": loss, "train/grad_norm": grad_norm.item()}
+            if not (math.isfinite(loss) and math.isfinite(metrics["train/grad_norm"])):
+                skipped = True
+                break
+            before_change()
+            optimizer.step()
+    optimizer.zero_grad()
+    policy.refresh_sampler()
+    return metrics, sums.as_metrics(), skipped
+
+
+@dataclass
+class UpdateSums:
+    """What the update's passes show about the tokens they score."""
+
+    num_tokens: float = 0.0
+    num_clipped: float = 0.0
+    num_first_tokens: float = 0.0
+    mismatch: float = 0.0
+
+    def as_metrics(self) -> dict[str, tuple[float, float]]:
+        return {
+            "train/clip_frac": (self.num_clipped, self.num_tokens),
+            "train/sampler_mismatch": (self.mismatch, self.num_first_tokens),
+        }
+
+
+def accumulate_gradient(
+    policy: Policy, batch: MicroBatch, config: Config, sums: UpdateSums
+) -> float:
+    """Add a micro-batch's gradient to the weights'; returns its loss."""
+    training = config.training
+    eps, eps_high = training.clip_eps, training.clip_eps_high or training.clip_eps
+    log_probs = policy.scorer(
+        batch.input_ids,
+        batch.mask,
+        num_tokens=batch.completion_mask.shape[1],
+        temperature=policy.params.temperature,
+    )  # (B, T)
+    token_loss = policy_token_loss(
+        log_probs,
+        batch.advantages,
+        old_log_probs=batch.old_log_probs,
+        clip_eps=eps,
+        clip_eps_high=eps_high,
+    )
+    loss = (batch.weights * token_loss).sum()
+    loss.backward()
+
+    log_probs, mask = log_probs.detach(), batch.completion_mask
+    sums.num_tokens += mask.sum().item()
+    if batch.old_log_probs is None:  # the first pass: these weights sampled the batch
+        sums.num_first_tokens += mask.sum().item()
+        sums.mismatch += (log_probs - batch.sampler_log_probs).abs()[mask].sum().item()
+        if training.num_iterations > 1:
+            batch.old_log_probs = log_probs
+    else:
+        ratio, up = (log_probs - batch.old_log_probs).exp(), batch.advantages[:, None] > 0
+        is_clipped = torch.where(up, ratio > 1 + eps_high, ratio < 1 - eps)
+        sums.num_clipped += is_clipped[mask].sum().item()
+    return loss.item()
+
+
+def pack_rows(rows: list[Trajectory], max_tokens: int) -> Iterator[list[Trajectory]]:
+    """Rows in order of length, in batches of rows x (longest prompt + completion) <= max_tokens."""
+    batch: list[Trajectory] = []
+    longest_prompt = longest_completion = 0
+    for row in sorted(rows, key=lambda t: len(t.prompt_ids) + len(t.completion.token_ids)):
+        prompt = max(longest_prompt, len(row.prompt_ids))
+        completion = max(longest_completion, len(row.completion.token_ids))
+        if batch and (len(batch) + 1) * (prompt + completion) > max_tokens:
+            yield batch
+            batch, prompt, completion = [], len(row.prompt_ids), len(row.completion.token_ids)
+        longest_prompt, longest_completion = prompt, completion
+        batch.append(row)
+    yield batch
+
+
+def make_micro_batch(
+    rows: list[Trajectory],
+    policy: Policy,
+    config: Config,
+    world: World,
+    *,
+    num_rows: float,
+    num_tokens: float,
+) -> MicroBatch:
+    """Tensors on this rank's device; the counts are those of the whole batch over all ranks."""
+    training, device, pad_id = config.training, world.device, policy.params.pad_id
+    prompt_ids, prompt_mask = left_pad([t.prompt_ids for t in rows], pad_id, device)  # (B, P)
+    completions = [t.completion for t in rows]
+    completion_ids = right_pad([c.token_ids for c in completions], pad_id).to(device)  # (B, T)
+    lengths = torch.tensor([len(c.token_ids) for c in completions], device=device)
+    columns = torch.arange(completion_ids.shape[1], device=device)
+    completion_mask = columns < lengths[:, None]  # (B, T)
+    weights = token_weights(
+        completion_mask,
+        normalization=training.loss_normalization,
+        num_rows=num_rows,
+        num_tokens=num_tokens,
+        max_new_gen_tokens=training.max_new_gen_tokens,
+    )
+    if training.skip_truncated:
+        truncated = torch.tensor([c.truncated for c in completions], device=device)
+        weights = weights.masked_fill(truncated[:, None], 0.0)
+    return MicroBatch(
+        input_ids=torch.cat([prompt_ids, completion_ids], dim=1),
+        mask=torch.cat([prompt_mask, completion_mask], dim=1),
+        completion_mask=completion_mask,
+        advantages=torch.tensor([t.advantage for t in rows], device=device, dtype=torch.float32),
+        weights=weights * world.size,  # DDP averages over the ranks, the loss is a sum
+        sampler_log_probs=right_pad([c.log_probs for c in completions], 0.0).to(device),
+    )
+
+
+def right_pad(sequences: list, value: float) -> torch.Tensor:
+    """Sequences as one tensor (B, longest), padded on the right."""
+    tensors = [torch.as_tensor(sequence) for sequence in sequences]
+    return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
+
+
+def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """AdamW over all trainable weights; weight decay on the matrices only."""
+    training = config.training
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    is_cuda = parameters[0].device.type == "cuda"
+    return torch.optim.AdamW(groups, lr=training.learning_rate, fused=is_cuda)
+
+
+def learning_rate_at(step: int, config: Config) -> float:
+    """The learning rate of step 1, 2, ..., num_steps."""
+    training = config.training
+    warmup = min(1.0, step / max(1, training.warmup_steps))
+    progress = (step - 1) / training.num_steps
+    decay = {
+        "constant": 1.0,
+        "linear": 1 - progress,
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+    }[training.lr_schedule]
+    return training.learning_rate * warmup * decay
+
+
+# Metrics: sums and counts over all ranks, then one division; never a mean of rank means
+
+
+def rollout_sums(
+    groups: list[list[Trajectory]], rewards: torch.Tensor
+) -> dict[str, tuple[float, float]]:
+    """What this rank's rollouts show, as (sum, count)."""
+    rows = [t for group in groups for t in group]
+    batch = [t for t in rows if t.in_batch]
+    num_tokens = sum(len(t.completion.token_ids) for t in rows)
+    equal = is_equal_group(rewards)
+    sums = {
+        "train/reward": (sum(t.reward for t in rows), len(rows)),
+        "train/reward_std": (rewards.std(dim=1).sum().item(), len(groups)),
+        "train/solved": (sum(t.is_solved for t in rows), len(rows)),
+        "train/advantage_abs": (sum(abs(t.advantage) for t in batch), len(batch)),
+        "train/entropy": (sum(float(t.completion.entropies.sum()) for t in rows), num_tokens),
+        "train/completion_tokens": (num_tokens, len(rows)),
+        "train/truncated_frac": (sum(t.completion.truncated for t in rows), len(rows)),
+        "train/zero_advantage_frac": (equal.sum().item(), len(groups)),
+    }
+    if "format" in rows[0].reward_parts:
+        sums["train/format"] = (sum(t.reward_parts["format"] for t in rows), len(rows))
+    return sums
+
+
+# Evaluation
+
+
+def evaluate(
+    policy: Policy, questions, *, config: Config, world: World, logger: Logger
+) -> tuple[dict[str, float], list[dict]]:
+    """Metrics over all validation questions, each answered on one rank, and the first samples.
+
+    Every question has its own fixed randomness, so evaluating changes nothing in training, and two
+    evaluations differ by the policy alone.
+    """
+    validation, num_samples = config.validation, config.validation.best_of_n
+    mine = range(world.rank, len(questions), world.size)
+    groups = sample_trajectories(
+        policy,
+        [questions[i] for i in mine],
+        [(VALIDATION, i) for i in mine],
+        num_samples=num_samples,
+        temperature=validation.temperature,
+        config=config,
+        logger=logger,
+        clock=Clock(),
+    )
+    solved = np.zeros((len(questions), num_samples))
+    for i, group in zip(mine, groups, strict=True):
+        solved[i] = [t.is_solved for t in group]
+    solved = world.sum(solved).numpy()  # (questions, samples), whole on every rank
+    rows = [t for group in groups for t in group]
+    lengths = {
+        "eval/completion_tokens": (sum(len(t.completion.token_ids) for t in rows), len(rows)),
+        "eval/truncated_frac": (sum(t.completion.truncated for t in rows), len(rows)),
+    }
+    metrics = solve_rates(solved, validation.pass_k) | reduce_means(lengths, world)
+    return metrics, [describe(group[0], policy) for group in groups[: config.logging.samples]]
+
+
+def describe(trajectory: Trajectory, policy: Policy) -> dict:
+    """A sample as samples.jsonl keeps it."""
+    return {
+        "prompt": policy.tokenizer.decode(trajectory.prompt_ids),
+        "completion": trajectory.text,
+        "reward": trajectory.reward,
+        "reward_parts": trajectory.reward_parts,
+        "truncated": trajectory.completion.truncated,
+    }
+
+
+# The run
+
+
+@dataclass
+class State:
+    """Where a run is: what a checkpoint holds beside the weights and the optimizer."""
+
+    step: int = 0
+    position: int = 0  # training questions drawn so far, over all ranks
+    first: float | None = None  # eval/pass@1 before training
+    last: float | None = None
+    best: float | None = None  # the highest, the earliest on ties
+    best_step: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    row: dict[str, float] = field(default_factory=dict)  # metrics of this step, not yet recorded
+    is_recorded: bool = False
+
+
+@dataclass
+class Run:
+    """Everything a run needs, loaded and checked before anything is written."""
+
+    config: Config
+    world: World
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    train_questions: QuestionStream
+    validation_questions: "Dataset"
+    folder: Path
+    console: Logger
+    state: State = field(default_factory=State)
+    is_resumed: bool = False
+
+
+def prepare_run(config: Config) -> Run:
+    """Load what the config names. Raises ValueError or OSError where it cannot be used."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    world, notes = init_world()
+    console = Logger(rank=world.rank)
+    for line in [*notes, *differences(config)]:
+        console.info(line)
+    policy = load_policy(config, device=world.device, num_ranks=world.size, say=console.info)
+    context = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
+    train_questions, validation_questions = load_questions(
+        config, tokenizer=policy.tokenizer, context=context, say=console.info
+    )
+    if len(validation_questions) < world.size:
+        raise ValueError(f"{len(validation_questions)} validation questions for {world.size} ranks")
+    run = Run(
+        config=config,
+        world=world,
+        policy=policy,
+        optimizer=make_optimizer(policy.model, config),
+        train_questions=QuestionStream(train_questions, config.training.seed),
+        validation_questions=validation_questions,
+        folder=Path(config.run.dir) / run_name(config),
+        console=console,
+    )
+    resume(run)
+    settle_buckets(policy.scorer, world.device)
+    return run
+
+
+def run_training(run: Run) -> None:
+    """The whole algorithm: sample, score, compare, learn; measure and save now and then."""
+    state, num_steps = run.state, run.config.training.num_steps
+    logger = open_logger(run)
+    with SaveOnExit(lambda: save_state(run), is_main=run.world.is_main) as guard:
+        while True:
+            if not state.is_recorded:
+                measured, samples = evaluate_if_due(run, logger)
+                guard.begin_change()
+                record(run, measured, samples, logger)
+                guard.end_change()
+            if state.step >= num_steps:
+                break
+            stop_if_diverged(run)
+            take_step(run, logger, guard)
+    logger.info(summary(run))
+    logger.close()
+
+
+def take_step(run: Run, logger: Logger, guard: SaveOnExit) -> None:
+    """Sample, score, compare, learn. The state then holds the step's metrics, to be recorded."""
+    config, state, clock = run.config, run.state, Clock()
+    with clock("step"):
+        examples, seeds = next_questions(run)
+        groups = sample_trajectories(
+            run.policy,
+            examples,
+            seeds,
+            num_samples=config.training.k_best_of_n[1],
+            temperature=config.sampling.temperature,
+            config=config,
+            logger=logger,
+            clock=clock,
+        )
+        rewards = assign_advantages(groups, config)
+        learning_rate = learning_rate_at(state.step + 1, config)
+        for parameters in run.optimizer.param_groups:
+            parameters["lr"] = learning_rate
+        with clock("update"):
+            metrics, sums, is_skipped = update_policy(
+                run.policy,
+                run.optimizer,
+                groups,
+                config=config,
+                world=run.world,
+                logger=logger,
+                before_change=guard.begin_change,
+            )
+    metrics |= reduce_means(rollout_sums(groups, rewards) | sums, run.world)
+    metrics |= {"train/lr": learning_rate} | speed(run, metrics, clock)
+
+    guard.begin_change()
+    state.step += 1
+    state.position += len(examples) * run.world.size
+    state.skipped_steps += is_skipped
+    state.skipped_in_a_row = state.skipped_in_a_row + 1 if is_skipped else 0
+    state.row = metrics | {"train/skipped_steps": state.skipped_steps}
+    state.is_recorded = False
+    guard.end_change()
+    logger.print_step(state.step, config.training.num_steps, state.row)
+
+
+def next_questions(run: Run) -> tuple[list[dict], list[tuple[int, ...]]]:
+    """This rank's slice of the next questions, and what names the randomness of each."""
+    per_rank = run.config.training.num_samples_per_step
+    first = run.state.position + run.world.rank * per_rank
+    positions = range(first, first + per_rank)
+    seeds = [(TRAINING, run.config.training.seed, position) for position in positions]
+    return [run.train_questions[position] for position in positions], seeds
+
+
+def speed(run: Run, metrics: dict[str, float], clock: Clock) -> dict[str, float]:
+    """How long the step's phases took on rank 0, tokens sampled per second, and memory held."""
+    times, training = clock.read(), run.config.training
+    num_rows = training.num_samples_per_step * training.k_best_of_n[1] * run.world.size
+    num_tokens = metrics["train/completion_tokens"] * num_rows
+    return times | {
+        "perf/tokens_per_s": num_tokens / times["time/step_s"],
+        "perf/peak_memory_gb": peak_memory_gb(run.world.device),
+    }
+
+
+def evaluate_if_due(run: Run, logger: Logger) -> tuple[dict[str, float], list[dict]]:
+    """Metrics and samples of an evaluation at the start, every so many steps and at the end."""
+    config, step = run.config, run.state.step
+    if step % config.validation.every != 0 and step != config.training.num_steps:
+        return {}, []
+    clock = Clock()
+    with clock("eval"):
+        metrics, samples = evaluate(
+            run.policy, run.validation_questions, config=config, world=run.world, logger=logger
+        )
+    return metrics | clock.read(), samples
+
+
+def record(run: Run, measured: dict[str, float], samples: list[dict], logger: Logger) -> None:
+    """Keep the best model, write the step's row, then save a checkpoint where one is due."""
+    config, state = run.config, run.state
+    if measured:
+        logger.print_evaluation(state.step, measured, samples)
+        logger.log_samples(state.step, samples)
+        state.last = measured["eval/pass@1"]
+        state.first = state.last if state.step == 0 else state.first
+        if state.best is None or state.last > state.best:
+            state.best, state.best_step = state.last, state.step
+            if run.world.is_main:
+                save_model(run.policy.model, run.policy.tokenizer, run.folder / "best")
+    logger.log_metrics(state.step, state.row | measured)
+    state.row, state.is_recorded = {}, True
+    is_last = state.step == config.training.num_steps
+    if is_last or (state.step > 0 and state.step % config.checkpoint.every == 0):
+        save_state(run)
+
+
+def stop_if_diverged(run: Run) -> None:
+    """Raise FloatingPointError after too many steps in a row that could not be taken."""
+    if run.state.skipped_in_a_row >= run.config.training.max_skipped_steps:
+        raise FloatingPointError(
+            f"loss or gradient not finite in {run.state.skipped_in_a_row} steps in a row: lower "
+            f"training.learning_rate; the best model is in {run.folder / 'best'}"
+        )
+
+
+def summary(run: Run) -> str:
+    """What came of the run, and where it is."""
+    state, best = run.state, run.folder / "best"
+    return (
+        f"pass@1 {state.first:.3f} at the start, {state.last:.3f} after step {state.step}; best "
+        f"{state.best:.3f} at step {state.best_step}, chosen on these same validation questions\n"
+        f"the best model: {best}\n"
+        f'load it: AutoModelForCausalLM.from_pretrained("{best}")\n'
+        "train on: the same command with a larger training.num_steps"
+    )
+
+
+# Checkpoints
+
+
+def save_state(run: Run) -> None:
+    """Save everything that goes on, on rank 0; a full disk leaves the checkpoint before."""
+    if not run.world.is_main:
+        return
+    state = {
+        "state": asdict(run.state),
+        "num_ranks": run.world.size,
+        "config": flatten(run.config),
+    }
+    try:
+        save_checkpoint(
+            run.folder / "checkpoints",
+            state,
+            step=run.state.step,
+            model=run.policy.model,
+            tokenizer=run.policy.tokenizer,
+            optimizer=run.optimizer,
+            keep=run.config.checkpoint.keep,
+        )
+    except OSError as error:
+        run.console.warning(
+            f"no checkpoint at step {run.state.step} ({error}): the one before is kept; free some "
+            "space, or lower checkpoint.keep"
+        )
+
+
+def resume(run: Run) -> None:
+    """Go on from the newest whole checkpoint, if there is one: rank 0 reads, the others are told.
+
+    Raises ValueError where that checkpoint belongs to another configuration.
+    """
+    world, config, root = run.world, run.config, run.folder / "checkpoints"
+    if config.checkpoint.resume == "never":
+        if list_checkpoints(root):
+            raise ValueError(f"{root} holds checkpoints: set run.name to start another run")
+        return
+    checkpoint = newest_whole(root, run.console.warning) if world.is_main else None
+    saved = world.tell(load_state(checkpoint) if checkpoint else None)
+    if saved is None:
+        return
+    check_same_run(saved["config"], config)
+    if saved["num_ranks"] != world.size:
+        run.console.warning(
+            f"the run had {saved['num_ranks']} ranks and goes on with {world.size}: "
+            "not bit for bit the same"
+        )
+    if checkpoint:
+        load_weights(checkpoint, run.policy.model)
+        run.optimizer.load_state_dict(load_optimizer_state(checkpoint))
+    for parameter in run.policy.model.parameters():
+        world.tell_tensor(parameter.data)
+    tell_optimizer(world, run.optimizer)
+    run.policy.refresh_sampler()
+    run.state, run.is_resumed = State(**saved["state"]), True
+    run.console.info(f"resumed after step {run.state.step}")
+
+
+def open_logger(run: Run) -> Logger:
+    """The run's folder with its resolved config, and the files that its metrics go to."""
+    config, state = run.config, run.state
+    if run.world.is_main:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        text = f"# {versions()}\n{dump(config)}"
+        (run.folder / "config.yaml").write_text(text, encoding="utf-8")
+    last_recorded = state.step if state.is_recorded else state.step - 1
+    return Logger(
+        rank=run.world.rank,
+        do_mlflow=config.logging.mlflow,
+        run_dir=run.folder,
+        config=config.model_dump(),
+        experiment=config.logging.experiment,
+        run_name=run_name(config),
+        columns=metric_columns(config),
+        resume_step=last_recorded if run.is_resumed else None,
+    )
+
+
+def main() -> None:
+    """Do what the command line asks for; a user's mistake is one line and status 2."""
+    try:
+        config = load_config(sys.argv[1:], tasks=TASKS)
+        check_world(config, int(os.environ.get("WORLD_SIZE", 1)))
+        run = prepare_run(config)
+    except (ValueError, OSError) as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            lines = error.lines if isinstance(error, ConfigError) else [str(error)]
+            print("\n".join(f"error: {line}" for line in lines), file=sys.stderr)
+        sys.exit(2)
+    run_training(run)
+    if run.world.size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""The policy: a Hugging Face model and tokenizer, loaded with care, that samples and that scores.
+
+Shapes: B rows, P longest prompt, T completion tokens, V vocabulary. Masks are bool, True = keep.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import cached_file
+
+from config import Config
+from sampler import SamplingParams, position_ids, supports_grouped
+
+
+@dataclass
+class Policy:
+    """The model that is trained, as it scores completions and as it samples them."""
+
+    model: nn.Module  # fp32 weights, the ones that the optimizer steps
+    scorer: nn.Module  # CompletionScorer of it, wrapped in DDP if there are several ranks
+    sampler: nn.Module  # the model itself, or on CUDA a bf16 copy of it
+    tokenizer: PreTrainedTokenizerFast
+    params: SamplingParams  # of training samples
+    backend: str
+    max_batch_tokens: int
+
+    def refresh_sampler(self) -> None:
+        """Copy the trained weights into the sampler, in place."""
+        if self.sampler is self.model:
+            return
+        with torch.no_grad():
+            copies = [*self.sampler.parameters(), *self.sampler.buffers()]
+            for copied, trained in zip(
+                copies, [*self.model.parameters(), *self.model.buffers()], strict=True
+            ):
+                copied.copy_(trained)
+
+
+class CompletionScorer(nn.Module):
+    """log pi of completions. A module, since DDP synchronises what goes through its forward."""
+
+    def __init__(self, model: nn.Module, compute_dtype: torch.dtype):
+        super().__init__()
+        self.model = model
+        self.compute_dtype = compute_dtype
+
+    def forward(
+        self, input_ids: torch.Tensor, mask: torch.Tensor, *, num_tokens: int, temperature: float
+    ) -> torch.Tensor:
+        """Log-probabilities (B, T) of the last T = num_tokens columns of input_ids (B, P + T).
+
+        `mask` (B, P + T) is False on padding, which may be on both sides.
+        """
+        with torch.autocast(
+            input_ids.device.type,
+            dtype=torch.bfloat16,
+            enabled=self.compute_dtype == torch.bfloat16,
+        ):
+            logits = self.model(
+                input_ids=input_ids,
+                attention_mask=mask,
+                position_ids=position_ids(mask),
+                use_cache=False,
+                logits_to_keep=num_tokens + 1,
+            ).logits[:, :-1]  # (B, T, V): the logits at a position predict the token after it
+        return token_log_probs(logits, input_ids[:, -num_tokens:], temperature=temperature)
+
+
+def token_log_probs(
+    logits: torch.Tensor, token_ids: torch.Tensor, *, temperature: float
+) -> torch.Tensor:
+    """log softmax(logits / temperature) of the given tokens; (B, T, V) and (B, T) to (B, T)."""
+    logits = logits.float() / temperature
+    chosen = logits.gather(-1, token_ids[..., None])[..., 0]
+    return chosen - logits.logsumexp(dim=-1)
+
+
+def load_policy(
+    config: Config, *, device: torch.device, num_ranks: int, say: Callable[[str], None]
+) -> Policy:
+    """The policy on this rank's device; `say` is told what a user should know about it.
+
+    Raises ValueError or OSError where the model cannot be used.
+    """
+    settings, sampling, training = config.model, config.sampling, config.training
+    tokenizer = load_tokenizer(config, say)
+    model, eos_ids = load_model(config, tokenizer)
+    model.to(device)
+
+    compute_dtype = choose_compute_dtype(settings.compute_dtype, device)
+    scorer: nn.Module = CompletionScorer(model, compute_dtype)
+    if num_ranks > 1:
+        device_ids = [device.index] if device.type == "cuda" else None
+        scorer = DistributedDataParallel(scorer, device_ids, gradient_as_bucket_view=True)
+    sampler = model
+    if device.type == "cuda" and compute_dtype == torch.bfloat16:
+        sampler = bf16_copy(model)
+
+    backend = sampling.backend
+    if backend == "grouped" and not supports_grouped(sampler.eval()):
+        say("this model's cache cannot be shared by a group: sampling.backend=generate")
+        backend = "generate"
+    if sampling.top_p < 1 or sampling.top_k > 0:
+        say(
+            "sampling.top_p or top_k is on: completions are drawn from a truncated distribution, "
+            "but scored under the whole one, so the gradient is biased"
+        )
+    params = SamplingParams(
+        max_new_tokens=training.max_new_gen_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        eos_ids=eos_ids,
+        pad_id=tokenizer.pad_token_id,
+    )
+    return Policy(model, scorer, sampler, tokenizer, params, backend, sampling.max_batch_tokens)
+
+
+def bf16_copy(model: nn.Module) -> nn.Module:
+    """A copy with bf16 weights and the buffers as they are, for sampling.
+
+    Rotary frequencies rounded to bf16 would turn far positions by the wrong angle.
+    """
+    copied = copy.deepcopy(model).requires_grad_(False).eval()
+    for parameter in copied.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return copied
+
+
+def load_model(config: Config, tokenizer: PreTrainedTokenizerFast) -> tuple[nn.Module, tuple]:
+    """The model with fp32 weights, and the ids that end a completion."""
+    settings = config.model
+    source = {
+        "revision": settings.revision,
+        "trust_remote_code": settings.trust_remote_code,
+    }
+    model_config = AutoConfig.from_pretrained(settings.name, **source)
+    for key, value in model_config.to_dict().items():
+        if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
+            setattr(model_config, key, 0.0)  # else the scored policy is not the sampled one
+    model = AutoModelForCausalLM.from_pretrained(
+        settings.name,
+        config=model_config,
+        dtype=torch.float32,  # the masters: small updates are lost in bf16
+        attn_implementation=settings.attn_implementation,
+        **source,
+    )
+    declared = [tokenizer.eos_token_id, model.generation_config.eos_token_id]
+    declared.append(model_config.get_text_config().eos_token_id)
+    eos_ids = {i for ids in declared for i in (ids if isinstance(ids, list) else [ids])} - {None}
+    if not eos_ids:
+        raise ValueError(f"{settings.name}: neither tokenizer nor model says which token ends text")
+    # transformers fills what a generation config leaves open from the model's own: empty it
+    model.generation_config = GenerationConfig(
+        eos_token_id=sorted(eos_ids), pad_token_id=tokenizer.pad_token_id
+    )
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model, tuple(sorted(eos_ids))
+
+
+def choose_compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """bf16 where it is fast, else fp32, unless the config names one."""
+    if name == "auto":
+        fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if fast else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+TOKENIZER_PROBE = "Use [3, 17, 255] to make 46.\n<think>12 * 3 = 36, don't</think>\n\n  été"
+
+
+def load_tokenizer(config: Config, say: Callable[[str], None]) -> PreTrainedTokenizerFast:
+    """The model's tokenizer, checked against its own tokenizer.json.
+
+    AutoTokenizer can silently replace the pre-tokenizer by that of the model's family.
+    """
+    settings = config.model
+    tokenizer = AutoTokenizer.from_pretrained(
+        settings.name, revision=settings.revision, trust_remote_code=settings.trust_remote_code
+    )
+    file = cached_file(
+        settings.name,
+        "tokenizer.json",
+        revision=settings.revision,
+        _raise_exceptions_for_missing_entries=False,
+    )
+    if file is not None:
+        expected = Tokenizer.from_file(file).encode(TOKENIZER_PROBE, add_special_tokens=False).ids
+        if tokenizer.encode(TOKENIZER_PROBE, add_special_tokens=False) != expected:
+            say("AutoTokenizer changes this model's tokens: PreTrainedTokenizerFast is used")
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(
+                settings.name, revision=settings.revision
+            )
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f"{settings.name}: its tokenizer has neither a pad nor an eos token")
+        say("the tokenizer has no pad token: its eos token is used")
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.chat_template is None:
+        say("the tokenizer has no chat template: the prompt is plain text")
+    return tokenizer
+
+
+# From a chat to text
+
+
+def render_prompt(messages: list[dict], tokenizer: PreTrainedTokenizerFast) -> str:
+    """The chat as text; a last assistant message is the beginning of the completion."""
+    if tokenizer.chat_template is None:
+        return plain_text(messages)
+    prefix = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
+    chat = messages[:-1] if prefix else messages
+    # the prefix is appended here, since some templates rewrite what an assistant says
+    return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) + prefix
+
+
+def plain_text(messages: list[dict]) -> str:
+    """The chat for a model without a chat template."""
+    return "\n".join(message["content"] for message in messages)

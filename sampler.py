@@ -1,0 +1,340 @@
+"""How completions are generated: the one hot loop apart from the update.
+
+Every completion is drawn by inverse transform sampling from its own row of uniform random numbers,
+which depend only on the question's seed. So a question gets the same completions whatever the batch
+it is in, the number of ranks, or what was sampled before; nothing has to be saved to resume.
+
+Shapes: N questions, G completions each, B rows in the batch, P longest prompt, T new tokens, V
+vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+Seed = Sequence[int]  # integers that name a question's random numbers, such as (seed, position)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What a completion is drawn from, and when it ends."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float  # 1 is off
+    top_k: int  # 0 is off
+    eos_ids: tuple[int, ...]
+    pad_id: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was sampled after one prompt."""
+
+    token_ids: list[int]  # up to and including the first EOS
+    log_probs: np.ndarray  # (T,), of each token under softmax(logits / temperature), untruncated
+    entropies: np.ndarray  # (T,), of that distribution, in nats
+    truncated: bool  # ended by the length limit instead of an EOS
+
+
+def sample_completions(
+    model: torch.nn.Module,
+    prompts: list[list[int]],
+    seeds: list[Seed],
+    *,
+    num_samples: int,
+    params: SamplingParams,
+    backend: str,
+    max_batch_tokens: int,
+    on_progress: Callable[[int], None],
+) -> list[list[Completion]]:
+    """`num_samples` completions of each prompt, in the prompts' order.
+
+    Questions are decoded together, longest prompts first, as long as rows x (longest prompt + new
+    tokens) stays within `max_batch_tokens`. `on_progress` gets the number of completions done.
+    """
+    decode = {"grouped": decode_grouped, "generate": decode_with_generate}[backend]
+    groups: list[list[Completion]] = [[] for _ in prompts]
+    by_length = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    while by_length:
+        row_tokens = len(prompts[by_length[0]]) + params.max_new_tokens
+        num_questions = max(1, max_batch_tokens // (row_tokens * num_samples))
+        batch, by_length = by_length[:num_questions], by_length[num_questions:]
+        rows = decode(
+            model,
+            [prompts[i] for i in batch],
+            [seeds[i] for i in batch],
+            num_samples=num_samples,
+            params=params,
+        )
+        for j, i in enumerate(batch):
+            groups[i] = rows[j * num_samples : (j + 1) * num_samples]
+        on_progress(len(rows))
+    return groups
+
+
+# Drawing one token
+
+
+def sample_tokens(
+    logits: torch.Tensor, uniforms: torch.Tensor, *, temperature: float, top_p: float, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens drawn from softmax(logits / temperature), their log-probabilities and the entropies.
+
+    logits (B, V), uniforms (B,) in [0, 1); returns three tensors (B,). Top-k and top-p restrict
+    what is drawn; log-probability and entropy (in nats) stay those of the whole distribution.
+    """
+    log_probs = F.log_softmax(logits.float() / temperature, dim=-1)  # (B, V)
+    probs = log_probs.exp()
+    entropies = -torch.special.xlogy(probs, probs).sum(dim=-1)  # 0 log 0 is 0
+    cdf = keep_likeliest(probs, top_p=top_p, top_k=top_k).cumsum(dim=-1)
+    total = cdf[:, -1]  # not exactly 1, hence the scaling; below it there is always a token
+    threshold = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    tokens = torch.searchsorted(
+        cdf, threshold[:, None], right=True
+    )  # (B, 1), never of probability 0
+    return tokens[:, 0], log_probs.gather(-1, tokens)[:, 0], entropies
+
+
+def keep_likeliest(probs: torch.Tensor, *, top_p: float, top_k: int) -> torch.Tensor:
+    """Probabilities (B, V) with those outside the top k, then outside the top p, set to 0.
+
+    The top p are the fewest likeliest tokens whose sum, after top-k, reaches the share p
+    (nucleus sampling, arXiv:1904.09751).
+    """
+    if 0 < top_k < probs.shape[-1]:
+        kth = probs.topk(top_k, dim=-1).values[:, -1:]
+        probs = probs.masked_fill(probs < kth, 0.0)
+    if top_p < 1:
+        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(dim=-1) - ordered  # mass of the likelier tokens
+        ordered = ordered.masked_fill(before >= top_p * ordered.sum(dim=-1, keepdim=True), 0.0)
+        probs = torch.zeros_like(probs).scatter(-1, order, ordered)
+    return probs
+
+
+# Backend `grouped`: each prompt is read once, and its cache is shared by its completions
+
+
+@torch.inference_mode()
+def decode_grouped(
+    model: torch.nn.Module,
+    prompts: list[list[int]],
+    seeds: list[Seed],
+    *,
+    num_samples: int,
+    params: SamplingParams,
+) -> list[Completion]:
+    """Completions (N * G, question by question) by a decode loop over the model's own forward."""
+    device, num_rows = model.device, len(prompts) * num_samples
+    uniforms = draw_uniforms(seeds, num_samples, params.max_new_tokens).to(device)  # (B, T)
+    eos_ids = torch.tensor(params.eos_ids, device=device)
+    record = Record(num_rows, params, device)
+
+    prompt_ids, prompt_mask = left_pad(prompts, params.pad_id, device)  # (N, P)
+    output = forward_cached(model, prompt_ids, prompt_mask, cache=None)
+    cache = output.past_key_values
+    cache.batch_repeat_interleave(num_samples)
+    mask = prompt_mask.repeat_interleave(num_samples, dim=0)  # (B, P + t)
+    logits = output.logits[:, -1].repeat_interleave(num_samples, dim=0)  # (B, V)
+    rows = torch.arange(num_rows, device=device)  # which completion each row of the batch is
+    active = torch.ones(num_rows, dtype=torch.bool, device=device)
+
+    for t in range(params.max_new_tokens):
+        tokens, log_probs, entropies = sample_tokens(
+            logits,
+            uniforms[rows, t],
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+        )
+        record.write(rows[active], t, tokens[active], log_probs[active], entropies[active])
+        active &= ~torch.isin(tokens, eos_ids)
+        num_active = int(active.sum())
+        if num_active == 0 or t == params.max_new_tokens - 1:
+            break
+        if num_active <= 0.85 * len(
+            rows
+        ):  # fewer rows cost less, but dropping them copies the cache
+            kept = active.nonzero()[:, 0]
+            cache.batch_select_indices(kept)
+            rows, mask, tokens, active = rows[kept], mask[kept], tokens[kept], active[kept]
+        mask = F.pad(mask, (0, 1), value=True)
+        output = forward_cached(model, tokens[:, None], mask, cache=cache)
+        logits = output.logits[:, -1]
+    return record.completions()
+
+
+def forward_cached(model, input_ids: torch.Tensor, mask: torch.Tensor, *, cache):
+    """The model's output for the last columns of `mask`, (B, columns so far), using its cache."""
+    positions = position_ids(mask)[:, -input_ids.shape[1] :]
+    return model(
+        input_ids=input_ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+
+
+def position_ids(mask: torch.Tensor) -> torch.Tensor:
+    """Positions (B, T) that count kept tokens only, so that padding on the left shifts nothing."""
+    return (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+
+
+def left_pad(
+    sequences: list[list[int]], pad_id: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask (True = a token), both (B, longest), padded on the left."""
+    longest = max(len(ids) for ids in sequences)
+    ids = torch.tensor([[pad_id] * (longest - len(s)) + s for s in sequences])
+    mask = torch.tensor([[False] * (longest - len(s)) + [True] * len(s) for s in sequences])
+    return ids.to(device), mask.to(device)
+
+
+def draw_uniforms(seeds: list[Seed], num_samples: int, length: int) -> torch.Tensor:
+    """Uniform random numbers in [0, 1), (N * G, T), each question's from its own seed."""
+    shape = (num_samples, length)
+    blocks = [np.random.default_rng(list(seed)).random(shape, dtype=np.float32) for seed in seeds]
+    return torch.from_numpy(np.concatenate(blocks))
+
+
+class Record:
+    """Sampled tokens with their log-probabilities and entropies, written column by column."""
+
+    def __init__(self, num_rows: int, params: SamplingParams, device: torch.device):
+        shape = (num_rows, params.max_new_tokens)
+        self.params = params
+        self.tokens = torch.full(shape, params.pad_id, device=device)  # (B, T)
+        self.log_probs = torch.zeros(shape, device=device)
+        self.entropies = torch.zeros(shape, device=device)
+        self.lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
+
+    def write(self, rows, t: int, tokens, log_probs, entropies) -> None:
+        self.tokens[rows, t] = tokens
+        self.log_probs[rows, t] = log_probs
+        self.entropies[rows, t] = entropies
+        self.lengths[rows] = t + 1
+
+    def completions(self) -> list[Completion]:
+        tokens, lengths = self.tokens.tolist(), self.lengths.tolist()
+        log_probs, entropies = self.log_probs.cpu().numpy(), self.entropies.cpu().numpy()
+        return [
+            Completion(
+                token_ids=ids[:length],
+                log_probs=log_probs[row, :length],
+                entropies=entropies[row, :length],
+                truncated=ids[length - 1] not in self.params.eos_ids,
+            )
+            for row, (ids, length) in enumerate(zip(tokens, lengths, strict=True))
+        ]
+
+
+@torch.inference_mode()
+def supports_grouped(model: torch.nn.Module) -> bool:
+    """Whether the model's cache can be repeated and selected without changing what it computes.
+
+    A short made-up prompt is decoded through the repeated and selected cache, and compared with one
+    plain forward; models with a recurrent state fail in one way or another.
+    """
+    ids = torch.arange(1, 7, device=model.device)[None] % model.config.vocab_size  # (1, 6)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    expected = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0, -1]
+    try:
+        cache = forward_cached(model, ids[:, :4], mask[:, :4], cache=None).past_key_values
+        cache.batch_repeat_interleave(3)
+        forward_cached(model, ids[:, 4:5].expand(3, 1), mask[:, :5].expand(3, 5), cache=cache)
+        cache.batch_select_indices(torch.tensor([0, 2], device=model.device))
+        last = forward_cached(model, ids[:, 5:].expand(2, 1), mask.expand(2, 6), cache=cache)
+    except (AttributeError, NotImplementedError, TypeError, ValueError, RuntimeError):
+        return False
+    tolerance = 1e-3 if expected.dtype == torch.float32 else 0.1
+    difference = (last.logits[1, -1].float() - expected.float()).abs().max()
+    return bool(difference <= tolerance * expected.float().abs().max().clamp(min=1.0))
+
+
+# Backend `generate`: the plain reference, works for every model
+
+
+def get_generation_config(params: SamplingParams, *, num_samples: int) -> GenerationConfig:
+    """A fresh generation config: nothing of the hub's leaks into sampling.
+
+    Every field that could change the distribution is set, since transformers fills a field left
+    None from the model's own generation config.
+    """
+    return GenerationConfig(
+        do_sample=True,
+        max_new_tokens=params.max_new_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=0.0,
+        typical_p=1.0,
+        epsilon_cutoff=0.0,
+        eta_cutoff=0.0,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        num_beams=1,
+        num_return_sequences=num_samples,
+        eos_token_id=list(params.eos_ids),
+        pad_token_id=params.pad_id,
+    )
+
+
+@torch.inference_mode()
+def decode_with_generate(
+    model: torch.nn.Module,
+    prompts: list[list[int]],
+    seeds: list[Seed],
+    *,
+    num_samples: int,
+    params: SamplingParams,
+) -> list[Completion]:
+    """Completions (N * G, question by question) by `model.generate`."""
+    device, num_rows = model.device, len(prompts) * num_samples
+    prompt_ids, prompt_mask = left_pad(prompts, params.pad_id, device)  # (N, P)
+    recorder = RecordingProcessor(Record(num_rows, params, device), prompt_ids.shape[1])
+    words = [word for seed in seeds for word in seed]
+    batch_seed = int(np.random.SeedSequence(words).generate_state(1)[0])
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(batch_seed)
+        sequences = model.generate(
+            prompt_ids,
+            attention_mask=prompt_mask,
+            generation_config=get_generation_config(params, num_samples=num_samples),
+            logits_processor=LogitsProcessorList([recorder]),
+        )
+    recorder.take(sequences)
+    return recorder.record.completions()
+
+
+class RecordingProcessor(LogitsProcessor):
+    """Leaves the logits as they are and notes what `generate` then draws from them."""
+
+    def __init__(self, record: Record, prompt_length: int):
+        self.record = record
+        self.prompt_length = prompt_length
+        self.active = torch.ones_like(record.lengths, dtype=torch.bool)  # (B,)
+        self.log_probs: torch.Tensor | None = None  # (B, V), of the token that comes next
+        self.eos_ids = torch.tensor(record.params.eos_ids, device=record.tokens.device)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.take(input_ids)
+        self.log_probs = F.log_softmax(scores.float() / self.record.params.temperature, dim=-1)
+        return scores
+
+    def take(self, input_ids: torch.Tensor) -> None:
+        """Note the last tokens of input_ids (B, P + t), drawn from the log_probs kept before."""
+        t = input_ids.shape[1] - self.prompt_length - 1
+        if t < 0 or self.log_probs is None:
+            return
+        tokens, rows = input_ids[:, -1], self.active.nonzero()[:, 0]
+        entropies = -(self.log_probs.exp() * self.log_probs).nan_to_num().sum(dim=-1)
+        chosen = self.log_probs.gather(-1, tokens[:, None])[:, 0]
+        self.record.write(rows, t, tokens[rows], chosen[rows], entropies[rows])
+        self.active &= ~torch.isin(tokens, self.eos_ids)
