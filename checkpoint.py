@@ -185,12 +185,16 @@ class SaveOnExit:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        if error is None:
-            signal.set_wakeup_fd(-1)
-        elif self.signal_received.wait(timeout=1):  # perhaps the other ranks' end was seen first
-            self.thread.join()
-        elif self.is_main and self.is_whole:
-            self.save()
+        if not self.is_whole:
+            self.lock.release()
+        if error is not None:
+            # torchrun's signal may come just after the other ranks' end broke a collective
+            if self.signal_received.wait(timeout=1):
+                self.thread.join()
+            elif self.is_main and self.is_whole:
+                with self.lock:
+                    self.save()
+        signal.set_wakeup_fd(-1)
 
     def begin_change(self) -> None:
         """From here on weights and state do not belong together, until `end_change`."""

@@ -494,11 +494,6 @@ def impossible(config: Config) -> Iterator[str]:
     yield from impossible_k_best_of_n(training)
     if training.learning_type == "sil" and training.advantage == "zscore":
         yield "training.advantage = zscore: sil gives the k best the advantage 1; write mean"
-    if training.warmup_steps > training.num_steps:
-        yield (
-            f"training.warmup_steps = {training.warmup_steps}: must be at most "
-            f"training.num_steps ({training.num_steps})"
-        )
     if max(validation.pass_k) > validation.best_of_n:
         yield (
             f"validation.pass_k = {validation.pass_k}: each must be at most "

@@ -29,7 +29,7 @@ FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "p
 SOURCES = "give generated, a .jsonl, .json, .csv or .parquet file, or a hub dataset id (owner/name)"
 EXAMPLE_ROW = '{"nums": [3, 7, 25], "target": 46}'
 HELD_OUT_SHARE = 1 / 8
-MAX_GENERATED = 20_000
+MAX_GENERATED = 10_000
 MAX_TRIES = 20_000  # draws in a row without a new question, after which there are taken to be none
 
 

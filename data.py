@@ -28,7 +28,7 @@ def load_questions(
     """
     task, settings = TASKS[config.task.name], config.task
     options = options_for(task.load_examples, config)
-    # from one source the task holds some questions out; a validation source of its own is used whole
+    # of one source the task holds questions out; a validation source of its own is used whole
     held_out = settings.train == settings.eval
     validation = task.load_examples(
         settings.eval,
@@ -58,9 +58,8 @@ def load_questions(
                 f"prompt leaves room for it in the model's context of {context} tokens, lower it"
             )
         if len(fits) < len(prompts):
-            say(
-                f"{len(prompts) - len(fits)} of {len(prompts)} {split} questions are too long: dropped"
-            )
+            num_long = len(prompts) - len(fits)
+            say(f"{num_long} of {len(prompts)} {split} questions are too long: dropped")
         fitting[split] = questions.select(fits)
     return fitting["training"], fitting["validation"]
 
@@ -74,6 +73,8 @@ def encode_prompts(
     texts = [
         render_prompt(task.generate_prompt(example, **options), tokenizer) for example in examples
     ]
+    if not texts:  # a rank without validation questions; the tokenizer raises IndexError
+        return []
     # a chat template writes the special tokens itself
     return tokenizer(texts, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
 

@@ -307,7 +307,7 @@ def format_step(step: int, num_steps: int, metrics: dict[str, float]) -> str:
 
 def format_evaluation(step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> str:
     """Return a block: pass@1 with its interval, the other metrics, the first completions."""
-    values = {name.removeprefix("eval/"): value for name, value in metrics.items()}
+    values = {name[5:]: value for name, value in metrics.items() if name.startswith("eval/")}
     low, high = values.pop("pass@1_low", math.nan), values.pop("pass@1_high", math.nan)
     lines = [f"evaluation at step {step}"]
     if "pass@1" in values:

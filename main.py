@@ -21,6 +21,7 @@ vocabulary. Masks are bool, True = keep.
 """
 
 import contextlib
+import functools
 import math
 import os
 import sys
@@ -36,16 +37,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from checkpoint import (
-    SaveOnExit,
-    list_checkpoints,
-    load_optimizer_state,
-    load_state,
-    load_weights,
-    newest_whole,
-    save_checkpoint,
-    save_model,
-)
+import checkpoint
 from config import (
     Config,
     ConfigError,
@@ -63,7 +55,7 @@ from distributed import World, init_world, no_sync, settle_buckets, tell_optimiz
 from logger import Logger
 from metrics import Clock, metric_columns, peak_memory_gb, reduce_means, solve_rates, versions
 from policy import Policy, load_policy
-from sampler import Completion, left_pad, sample_completions
+from sampler import Completion, left_pad, right_pad, sample_completions
 
 if TYPE_CHECKING:  # datasets takes a second to import
     from datasets import Dataset
@@ -100,14 +92,15 @@ def sample_trajectories(
     temperature: float,
     config: Config,
     logger: Logger,
-    clock: "Clock",
+    clock: Clock,
+    description: str,
 ) -> list[list[Trajectory]]:
     """Sample and score a group of completions for each question, with randomness from its seed."""
     task, tokenizer = TASKS[config.task.name], policy.tokenizer
     prompts = encode_prompts(examples, config=config, tokenizer=tokenizer)
     params = replace(policy.params, temperature=temperature)
     policy.sampler.eval()
-    with clock("rollout"), logger.progress(len(seeds) * num_samples, "rollout", "seq") as bar:
+    with clock("rollout"), logger.progress(len(seeds) * num_samples, description, "seq") as bar:
         groups = sample_completions(
             policy.sampler,
             prompts,
@@ -258,17 +251,20 @@ def update_policy(
     `before_change` is called when the gradient is there and the weights are about to change.
 
     Rows whose advantage is 0 have no gradient and are left out. If that leaves none on any rank
-    nothing is updated: AdamW would move the weights even with a gradient of 0. A step whose
-    gradient is not finite is skipped.
+    nothing is updated: AdamW would move the weights even with a gradient of 0. A step is skipped if
+    its loss, its gradient or the logits it was sampled from are not finite.
     """
     training = config.training
     batch = [t for group in groups for t in group if t.in_batch]
     rows = [t for t in batch if t.advantage != 0.0]
+    if training.skip_truncated:
+        rows = [t for t in rows if not t.completion.truncated]
     num_tokens = sum(len(t.completion.token_ids) for t in batch)
-    totals = world.sum([len(batch), num_tokens, len(rows)])
-    num_rows, num_tokens, num_trainable = totals.tolist()
-    if num_trainable == 0:
-        return {}, {}, False
+    num_broken = sum(not np.isfinite(t.completion.log_probs).all() for t in batch)
+    totals = world.sum([len(batch), num_tokens, len(rows), num_broken])
+    num_rows, num_tokens, num_trainable, num_broken = totals.tolist()
+    if num_trainable == 0 or num_broken > 0:
+        return {}, {}, num_broken > 0
     if not rows:  # the other ranks wait for this one's gradient
         rows = [replace(batch[0], advantage=0.0)]
     micro_batches = [
@@ -391,9 +387,6 @@ def make_micro_batch(
         num_tokens=num_tokens,
         max_new_gen_tokens=training.max_new_gen_tokens,
     )
-    if training.skip_truncated:
-        truncated = torch.tensor([c.truncated for c in completions], device=device)
-        weights = weights.masked_fill(truncated[:, None], 0.0)
     return MicroBatch(
         input_ids=torch.cat([prompt_ids, completion_ids], dim=1),
         mask=torch.cat([prompt_mask, completion_mask], dim=1),
@@ -402,12 +395,6 @@ def make_micro_batch(
         weights=weights * world.size,  # DDP averages over the ranks, the loss is a sum
         sampler_log_probs=right_pad([c.log_probs for c in completions], 0.0).to(device),
     )
-
-
-def right_pad(sequences: list, value: float) -> torch.Tensor:
-    """Sequences as one tensor (B, longest), padded on the right."""
-    tensors = [torch.as_tensor(sequence) for sequence in sequences]
-    return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
@@ -483,6 +470,7 @@ def evaluate(
         config=config,
         logger=logger,
         clock=Clock(),
+        description="evaluation",
     )
     solved = np.zeros((len(questions), num_samples))
     for i, group in zip(mine, groups, strict=True):
@@ -573,11 +561,11 @@ def prepare_run(config: Config) -> Run:
     return run
 
 
-def run_training(run: Run) -> None:
+def run_training(run: Run, logger: Logger) -> None:
     """The whole algorithm: sample, score, compare, learn; measure and save now and then."""
     state, num_steps = run.state, run.config.training.num_steps
-    logger = open_logger(run)
-    with SaveOnExit(lambda: save_state(run), is_main=run.world.is_main) as guard:
+    save = functools.partial(save_state, run)
+    with checkpoint.SaveOnExit(save, is_main=run.world.is_main) as guard:
         while True:
             if not state.is_recorded:
                 measured, samples = evaluate_if_due(run, logger)
@@ -592,7 +580,7 @@ def run_training(run: Run) -> None:
     logger.close()
 
 
-def take_step(run: Run, logger: Logger, guard: SaveOnExit) -> None:
+def take_step(run: Run, logger: Logger, guard: checkpoint.SaveOnExit) -> None:
     """Sample, score, compare, learn. The state then holds the step's metrics, to be recorded."""
     config, state, clock = run.config, run.state, Clock()
     with clock("step"):
@@ -606,6 +594,7 @@ def take_step(run: Run, logger: Logger, guard: SaveOnExit) -> None:
             config=config,
             logger=logger,
             clock=clock,
+            description="rollout",
         )
         rewards = assign_advantages(groups, config)
         learning_rate = learning_rate_at(state.step + 1, config)
@@ -679,7 +668,7 @@ def record(run: Run, measured: dict[str, float], samples: list[dict], logger: Lo
         if state.best is None or state.last > state.best:
             state.best, state.best_step = state.last, state.step
             if run.world.is_main:
-                save_model(run.policy.model, run.policy.tokenizer, run.folder / "best")
+                checkpoint.save_model(run.policy.model, run.policy.tokenizer, run.folder / "best")
     logger.log_metrics(state.step, state.row | measured)
     state.row, state.is_recorded = {}, True
     is_last = state.step == config.training.num_steps
@@ -721,7 +710,7 @@ def save_state(run: Run) -> None:
         "config": flatten(run.config),
     }
     try:
-        save_checkpoint(
+        checkpoint.save_checkpoint(
             run.folder / "checkpoints",
             state,
             step=run.state.step,
@@ -744,11 +733,11 @@ def resume(run: Run) -> None:
     """
     world, config, root = run.world, run.config, run.folder / "checkpoints"
     if config.checkpoint.resume == "never":
-        if list_checkpoints(root):
+        if checkpoint.list_checkpoints(root):
             raise ValueError(f"{root} holds checkpoints: set run.name to start another run")
         return
-    checkpoint = newest_whole(root, run.console.warning) if world.is_main else None
-    saved = world.tell(load_state(checkpoint) if checkpoint else None)
+    folder = checkpoint.newest_whole(root, run.console.warning) if world.is_main else None
+    saved = world.tell(checkpoint.load_state(folder) if folder else None)
     if saved is None:
         return
     check_same_run(saved["config"], config)
@@ -757,9 +746,9 @@ def resume(run: Run) -> None:
             f"the run had {saved['num_ranks']} ranks and goes on with {world.size}: "
             "not bit for bit the same"
         )
-    if checkpoint:
-        load_weights(checkpoint, run.policy.model)
-        run.optimizer.load_state_dict(load_optimizer_state(checkpoint))
+    if folder:
+        checkpoint.load_weights(folder, run.policy.model)
+        run.optimizer.load_state_dict(checkpoint.load_optimizer_state(folder))
     for parameter in run.policy.model.parameters():
         world.tell_tensor(parameter.data)
     tell_optimizer(world, run.optimizer)
@@ -771,12 +760,8 @@ def resume(run: Run) -> None:
 def open_logger(run: Run) -> Logger:
     """The run's folder with its resolved config, and the files that its metrics go to."""
     config, state = run.config, run.state
-    if run.world.is_main:
-        run.folder.mkdir(parents=True, exist_ok=True)
-        text = f"# {versions()}\n{dump(config)}"
-        (run.folder / "config.yaml").write_text(text, encoding="utf-8")
     last_recorded = state.step if state.is_recorded else state.step - 1
-    return Logger(
+    logger = Logger(
         rank=run.world.rank,
         do_mlflow=config.logging.mlflow,
         run_dir=run.folder,
@@ -786,6 +771,10 @@ def open_logger(run: Run) -> Logger:
         columns=metric_columns(config),
         resume_step=last_recorded if run.is_resumed else None,
     )
+    if run.world.is_main:
+        text = f"# {versions()}\n{dump(config)}"
+        (run.folder / "config.yaml").write_text(text, encoding="utf-8")
+    return logger
 
 
 def main() -> None:
@@ -794,12 +783,14 @@ def main() -> None:
         config = load_config(sys.argv[1:], tasks=TASKS)
         check_world(config, int(os.environ.get("WORLD_SIZE", 1)))
         run = prepare_run(config)
+        logger = open_logger(run)
     except (ValueError, OSError) as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        names = ("LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")  # once, even under --max-restarts
+        if all(os.environ.get(name, "0") == "0" for name in names):
             lines = error.lines if isinstance(error, ConfigError) else [str(error)]
             print("\n".join(f"error: {line}" for line in lines), file=sys.stderr)
         sys.exit(2)
-    run_training(run)
+    run_training(run, logger)
     if run.world.size > 1:
         dist.destroy_process_group()
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -92,18 +93,24 @@ def load_policy(
 ) -> Policy:
     """The policy on this rank's device; `say` is told what a user should know about it.
 
-    Raises ValueError or OSError where the model cannot be used.
+    Raises ValueError, one line, where the model cannot be used.
     """
     settings, sampling, training = config.model, config.sampling, config.training
-    tokenizer = load_tokenizer(config, say)
-    model, eos_ids = load_model(config, tokenizer)
+    try:
+        tokenizer = load_tokenizer(config, say)
+        model, eos_ids = load_model(config, tokenizer)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        problem = " ".join(str(error).split())
+        raise ValueError(f"model.name = {settings.name}: cannot be used: {problem}") from error
     model.to(device)
 
     compute_dtype = choose_compute_dtype(settings.compute_dtype, device)
     scorer: nn.Module = CompletionScorer(model, compute_dtype)
     if num_ranks > 1:
         device_ids = [device.index] if device.type == "cuda" else None
-        scorer = DistributedDataParallel(scorer, device_ids, gradient_as_bucket_view=True)
+        scorer = DistributedDataParallel(
+            scorer, device_ids, gradient_as_bucket_view=True, broadcast_buffers=False
+        )
     sampler = model
     if device.type == "cuda" and compute_dtype == torch.bfloat16:
         sampler = bf16_copy(model)
@@ -150,18 +157,21 @@ def load_model(config: Config, tokenizer: PreTrainedTokenizerFast) -> tuple[nn.M
     for key, value in model_config.to_dict().items():
         if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
             setattr(model_config, key, 0.0)  # else the scored policy is not the sampled one
-    model = AutoModelForCausalLM.from_pretrained(
+    model, loading = AutoModelForCausalLM.from_pretrained(
         settings.name,
         config=model_config,
         dtype=torch.float32,  # the masters: small updates are lost in bf16
         attn_implementation=settings.attn_implementation,
+        output_loading_info=True,
         **source,
     )
+    if missing := sorted(loading["missing_keys"]):  # they were drawn at random
+        raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}")
     declared = [tokenizer.eos_token_id, model.generation_config.eos_token_id]
     declared.append(model_config.get_text_config().eos_token_id)
     eos_ids = {i for ids in declared for i in (ids if isinstance(ids, list) else [ids])} - {None}
     if not eos_ids:
-        raise ValueError(f"{settings.name}: neither tokenizer nor model says which token ends text")
+        raise ValueError("neither tokenizer nor model says which token ends text")
     # transformers fills what a generation config leaves open from the model's own: empty it
     model.generation_config = GenerationConfig(
         eos_token_id=sorted(eos_ids), pad_token_id=tokenizer.pad_token_id
@@ -191,6 +201,8 @@ def load_tokenizer(config: Config, say: Callable[[str], None]) -> PreTrainedToke
     tokenizer = AutoTokenizer.from_pretrained(
         settings.name, revision=settings.revision, trust_remote_code=settings.trust_remote_code
     )
+    if not tokenizer.encode(TOKENIZER_PROBE, add_special_tokens=False):
+        raise ValueError("it has no tokenizer files, such as tokenizer.json")
     file = cached_file(
         settings.name,
         "tokenizer.json",
@@ -206,7 +218,7 @@ def load_tokenizer(config: Config, say: Callable[[str], None]) -> PreTrainedToke
             )
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
-            raise ValueError(f"{settings.name}: its tokenizer has neither a pad nor an eos token")
+            raise ValueError("its tokenizer has neither a pad nor an eos token")
         say("the tokenizer has no pad token: its eos token is used")
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.chat_template is None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.cache_utils import Cache, DynamicLayer
 
 Seed = Sequence[int]  # integers that name a question's random numbers, such as (seed, position)
 
@@ -88,6 +89,7 @@ def sample_tokens(
     logits (B, V), uniforms (B,) in [0, 1); returns three tensors (B,). Top-k and top-p restrict
     what is drawn; log-probability and entropy (in nats) stay those of the whole distribution.
     """
+    logits, is_broken = repair(logits)
     log_probs = F.log_softmax(logits.float() / temperature, dim=-1)  # (B, V)
     probs = log_probs.exp()
     entropies = -torch.special.xlogy(probs, probs).sum(dim=-1)  # 0 log 0 is 0
@@ -97,7 +99,18 @@ def sample_tokens(
     tokens = torch.searchsorted(
         cdf, threshold[:, None], right=True
     )  # (B, 1), never of probability 0
-    return tokens[:, 0], log_probs.gather(-1, tokens)[:, 0], entropies
+    chosen = log_probs.gather(-1, tokens)[:, 0].masked_fill(is_broken, torch.nan)
+    return tokens[:, 0], chosen, entropies
+
+
+def repair(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (B, V) with rows that hold NaN or infinity made 0, and which ones (B,) they were.
+
+    Drawing from them would raise in the middle of a batch; the log-probabilities of such a row are
+    set to NaN instead, and the update skips the step.
+    """
+    is_broken = ~torch.isfinite(logits.amax(dim=-1))  # a masked-out token's -inf is no defect
+    return logits.masked_fill(is_broken[:, None], 0.0), is_broken
 
 
 def keep_likeliest(probs: torch.Tensor, *, top_p: float, top_k: int) -> torch.Tensor:
@@ -139,6 +152,7 @@ def decode_grouped(
     output = forward_cached(model, prompt_ids, prompt_mask, cache=None)
     cache = output.past_key_values
     cache.batch_repeat_interleave(num_samples)
+    make_room(cache, params.max_new_tokens)
     mask = prompt_mask.repeat_interleave(num_samples, dim=0)  # (B, P + t)
     logits = output.logits[:, -1].repeat_interleave(num_samples, dim=0)  # (B, V)
     rows = torch.arange(num_rows, device=device)  # which completion each row of the batch is
@@ -182,6 +196,38 @@ def forward_cached(model, input_ids: torch.Tensor, mask: torch.Tensor, *, cache)
     )
 
 
+def make_room(cache: Cache, num_tokens: int) -> None:
+    """Let the cache's plain layers take `num_tokens` more tokens without being copied."""
+    for i, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:  # sliding windows stay as they are
+            cache.layers[i] = RoomyLayer(layer, num_tokens)
+
+
+class RoomyLayer(DynamicLayer):
+    """A cache layer with room ahead: DynamicLayer copies all keys and values at every token."""
+
+    def __init__(self, layer: DynamicLayer, num_tokens: int):
+        super().__init__()
+        self.is_initialized, self.dtype, self.device = True, layer.dtype, layer.device
+        self.keys, self.values = layer.keys, layer.values  # (B, heads, tokens so far, head size)
+        shape = (*layer.keys.shape[:2], layer.keys.shape[2] + num_tokens)
+        self.key_room = layer.keys.new_empty(*shape, layer.keys.shape[3])
+        self.value_room = layer.values.new_empty(*shape, layer.values.shape[3])
+        self.batch_select_indices(torch.arange(shape[0], device=self.device))
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args, **kwargs):
+        start, end = self.keys.shape[2], self.keys.shape[2] + keys.shape[2]
+        self.key_room[:, :, start:end], self.value_room[:, :, start:end] = keys, values
+        self.keys, self.values = self.key_room[:, :, :end], self.value_room[:, :, :end]
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        keys, values = self.keys[indices], self.values[indices]
+        self.key_room, self.value_room = self.key_room[: len(keys)], self.value_room[: len(keys)]
+        self.keys = self.values = keys[:, :, :0]
+        self.update(keys, values)
+
+
 def position_ids(mask: torch.Tensor) -> torch.Tensor:
     """Positions (B, T) that count kept tokens only, so that padding on the left shifts nothing."""
     return (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
@@ -195,6 +241,12 @@ def left_pad(
     ids = torch.tensor([[pad_id] * (longest - len(s)) + s for s in sequences])
     mask = torch.tensor([[False] * (longest - len(s)) + [True] * len(s) for s in sequences])
     return ids.to(device), mask.to(device)
+
+
+def right_pad(sequences: list, value: float) -> torch.Tensor:
+    """Sequences as one tensor (B, longest), padded on the right."""
+    tensors = [torch.as_tensor(sequence) for sequence in sequences]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 def draw_uniforms(seeds: list[Seed], num_samples: int, length: int) -> torch.Tensor:
@@ -248,6 +300,7 @@ def supports_grouped(model: torch.nn.Module) -> bool:
     try:
         cache = forward_cached(model, ids[:, :4], mask[:, :4], cache=None).past_key_values
         cache.batch_repeat_interleave(3)
+        make_room(cache, 2)
         forward_cached(model, ids[:, 4:5].expand(3, 1), mask[:, :5].expand(3, 5), cache=cache)
         cache.batch_select_indices(torch.tensor([0, 2], device=model.device))
         last = forward_cached(model, ids[:, 5:].expand(2, 1), mask.expand(2, 6), cache=cache)
@@ -325,7 +378,9 @@ class RecordingProcessor(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.take(input_ids)
-        self.log_probs = F.log_softmax(scores.float() / self.record.params.temperature, dim=-1)
+        scores, is_broken = repair(scores)
+        log_probs = F.log_softmax(scores.float() / self.record.params.temperature, dim=-1)
+        self.log_probs = log_probs.masked_fill(is_broken[:, None], torch.nan)
         return scores
 
     def take(self, input_ids: torch.Tensor) -> None:

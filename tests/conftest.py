@@ -149,8 +149,8 @@ def run_on_ranks(
     The function is one of a test module. If a rank raises or time is up, all of them are ended and
     the test fails: it never hangs.
     """
-    context = multiprocessing.get_context("forkserver")  # imports torch once for all ranks
-    context.set_forkserver_preload(["torch", "transformers", "datasets"])
+    context = multiprocessing.get_context("forkserver")  # imports these once for all ranks
+    context.set_forkserver_preload(["main", "hypothesis", "pytest", Qwen2ForCausalLM.__module__])
     queue = context.SimpleQueue()
     store = folder / f"store-{time.monotonic_ns()}"
     ranks = [
@@ -180,9 +180,7 @@ def run_on_ranks(
 def run_rank(function: Callable, rank: int, num_ranks: int, store: Path, args: tuple, queue):
     """The body of one rank's process."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks
-    )
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     queue.put((rank, function(World(rank=rank, size=num_ranks, device=CPU), *args)))
     dist.barrier()  # a rank that ends early would take its connections with it
     dist.destroy_process_group()

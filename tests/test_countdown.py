@@ -466,13 +466,10 @@ def test_the_prompt_poses_the_question_and_opens_the_think_block():
     assert assistant["content"].endswith("<think>")
 
 
-def test_the_example_in_the_prompt_has_the_format_that_is_paid():
+def test_the_example_in_the_prompt_is_an_answer_that_is_paid():
     user, _ = generate_prompt({"nums": NUMS, "target": TARGET})
-    shown = user["content"].split("for example:\n<think>")[1]
-    assert reward_function(shown, {"nums": [1, 2, 4], "target": 12}) == {
-        "format": 1.0,
-        "answer": 1.0,
-    }
+    shown = user["content"].split("for example ")[1].removesuffix(".")
+    assert answer_reward_function(shown, nums=[1, 2, 4], target=12) == 1.0
 
 
 def test_prompts_differ_only_in_the_numbers_and_the_target():
@@ -544,14 +541,14 @@ def test_generated_questions_depend_on_the_seed_alone():
 
 
 PINNED_TRAIN_ROWS = [
-    {"nums": [1, 4, 13, 8], "target": 18},
-    {"nums": [3, 20, 16], "target": 39},
+    {"nums": [4, 19, 3, 22], "target": 53},
     {"nums": [13, 6, 18, 2], "target": 50},
+    {"nums": [4, 18, 16, 24], "target": 40},
 ]
 PINNED_EVAL_ROWS = [
-    {"nums": [2, 4, 20, 11], "target": 2},
-    {"nums": [6, 7, 3, 9], "target": 25},
-    {"nums": [17, 19, 20, 20], "target": 37},
+    {"nums": [18, 14, 3, 23], "target": 55},
+    {"nums": [14, 23, 2], "target": 16},
+    {"nums": [3, 12, 14], "target": 29},
 ]
 
 
@@ -583,7 +580,7 @@ def test_the_count_of_numbers_is_uniform():
 
 def test_a_count_without_new_questions_gives_way_to_the_others():
     """All questions with 2 numbers of 1..3 and a target of 1..9 are soon used up."""
-    small = {"min_number": 1, "max_number": 3, "max_target": 9}
+    small = {"min_number": 1, "max_number": 3, "min_target": 1, "max_target": 9}
     rows = load_examples(
         "generated", "train", num_examples=60, min_numbers=2, max_numbers=4, **small
     )
@@ -591,17 +588,17 @@ def test_a_count_without_new_questions_gives_way_to_the_others():
     assert sum(len(nums) == 2 for nums in rows["nums"]) < 20
 
 
+SMALL_SPACE = {"max_numbers": 3, "max_number": 3, "min_target": 1, "max_target": 9}
+
+
 def test_a_space_of_questions_that_is_too_small_is_said_and_does_not_loop():
     with pytest.raises(ValueError, match=r"num_examples 1000: only \d+ different train questions"):
-        load_examples(
-            "generated", "train", num_examples=1_000, max_numbers=3, max_number=3, max_target=9
-        )
+        load_examples("generated", "train", num_examples=1_000, **SMALL_SPACE)
 
 
 def test_without_a_number_of_examples_all_questions_come_up_to_a_limit():
     """A small space of questions is then no mistake."""
-    small = {"max_numbers": 3, "max_number": 3, "max_target": 9}
-    rows = load_examples("generated", "train", num_examples=None, **small)
+    rows = load_examples("generated", "train", num_examples=None, **SMALL_SPACE)
     assert 20 < len(rows) < 100
     assert len({question_key(row) for row in rows}) == len(rows)
     many = load_examples("generated", "train", num_examples=None)

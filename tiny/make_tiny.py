@@ -23,12 +23,13 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import countdown
+from policy import plain_text
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 LARGEST = 99  # intermediate values stay below 100, so that each number is one token
 GIVE_UP_SHARE = 0.4  # share of failed tries after which a search gives up
 MAX_TRIES = 8  # it always gives up after this many
-FINISH_SHARE = 0.15  # share of tries whose last operation is the one that comes nearest
+FINISH_SHARE = 0.25  # share of tries whose last operation is the one that comes nearest
 
 
 def possible_operations(a: int, b: int) -> list[tuple[str, int, int, int]]:
@@ -68,7 +69,7 @@ def write_try(nums: list[int], target: int, rng: random.Random) -> tuple[str, st
 
 def write_search(nums: list[int], target: int, rng: random.Random) -> str:
     """A completion: tries until one makes the target or the search gives up, then the answer."""
-    lines, expression, value = [], "", None
+    lines, expression, value = [], "", None  # lines without their verdicts
     while len(lines) < MAX_TRIES and value != target:
         attempt = write_try(nums, target, rng)
         if attempt is None or attempt[0] in lines:
@@ -77,20 +78,22 @@ def write_search(nums: list[int], target: int, rng: random.Random) -> str:
         lines.append(line)
         if rng.random() < GIVE_UP_SHARE:
             break
-    return "\n" + "\n".join(lines) + f"\n</think>\n<answer>{expression}</answer>"
+    verdicts = [" no\n"] * (len(lines) - 1) + [" yes\n" if value == target else " no\n"]
+    search = "".join(line + verdict for line, verdict in zip(lines, verdicts, strict=True))
+    return f"\n{search}</think>\n<answer>{expression}</answer>"
 
 
 def prompt_text(example: dict) -> str:
-    """The plain-text prompt, as main.py renders it for a tokenizer without a chat template."""
-    return "\n".join(message["content"] for message in countdown.generate_prompt(example))
+    """The prompt as text: this model has no chat template."""
+    return plain_text(countdown.generate_prompt(example))
 
 
 def make_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE whose merges run across spaces; a number of up to two digits is one token."""
+    """Byte-level BPE whose merges run across spaces; numbers and verdicts stay by themselves."""
     tokenizer = Tokenizer(models.BPE())
-    digits = pre_tokenizers.Split(Regex(r"\d{1,2}"), "isolated")
+    apart = pre_tokenizers.Split(Regex(r"\d{1,2}| yes\n| no\n"), "isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, to_bytes])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([apart, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -157,12 +160,17 @@ def as_arguments(question: dict) -> dict:
 
 def train(model, batches, *, num_steps: int, learning_rate: float, save=None) -> None:
     """AdamW with linear warm-up and cosine decay; loss on the completion tokens."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01,
-                                  betas=(0.9, 0.98))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate, weight_decay=0.01, betas=(0.9, 0.98)
+    )
     start = time.perf_counter()
     for step in range(num_steps):
         progress = step / num_steps
-        lr = learning_rate * min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+        lr = (
+            learning_rate
+            * min(1.0, (step + 1) / 100)
+            * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+        )
         for group in optimizer.param_groups:
             group["lr"] = lr
         input_ids, loss_mask = next(batches)
@@ -200,9 +208,17 @@ def main() -> None:
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
     batches = training_batches(tokenizer, questions, batch_size=arguments.batch_size, rng=rng)
     tokenizer.save_pretrained(arguments.out)
+
     def save():
         model.save_pretrained(arguments.out)
-    train(model, batches, num_steps=arguments.num_steps, learning_rate=arguments.learning_rate, save=save)
+
+    train(
+        model,
+        batches,
+        num_steps=arguments.num_steps,
+        learning_rate=arguments.learning_rate,
+        save=save,
+    )
     model.save_pretrained(arguments.out)
 
 

@@ -1,0 +1,309 @@
+"""The maths of a step, by hand on small tensors: advantages, weights, losses, rates, packing."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_config
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data import QuestionStream
+from main import (
+    Trajectory,
+    assign_advantages,
+    grpo_advantages,
+    is_equal_group,
+    k_best_mask,
+    learning_rate_at,
+    pack_rows,
+    policy_token_loss,
+    rollout_sums,
+    token_weights,
+)
+from metrics import confidence_interval, pass_at_k, solve_rates
+from sampler import Completion
+
+
+def make_row(reward=0.0, *, prompt=3, completion=4, truncated=False, solved=False) -> Trajectory:
+    """A trajectory with made-up tokens; `prompt` and `completion` are lengths."""
+    log_probs, entropies = np.full(completion, -1.0, np.float32), np.full(completion, 2, np.float32)
+    sampled = Completion([7] * completion, log_probs, entropies, truncated)
+    parts = {"format": 0.5, "answer": 1.0 if solved else 0.0}
+    return Trajectory([5] * prompt, sampled, "", parts, reward)
+
+
+# Advantages: trap 8
+
+
+def test_advantage_is_the_reward_minus_the_mean_of_its_own_group():
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]])
+    advantages = grpo_advantages(rewards, divide_by_std=False)
+    assert advantages.tolist() == [[0.75, -0.25, -0.25, -0.25], [0.25, 0.25, 0.25, -0.75]]
+
+
+def test_zscore_divides_by_the_sample_standard_deviation_plus_1e_4():
+    """(1, 0, 0, 0): the squares sum to 3/4, over n - 1 = 3 that is a variance of 1/4."""
+    advantages = grpo_advantages(torch.tensor([[1.0, 0, 0, 0]]).double(), divide_by_std=True)
+    expected = [0.75 / 0.5001, *[-0.25 / 0.5001] * 3]
+    assert advantages[0].tolist() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("divide_by_std", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_rewards_give_exactly_zero(divide_by_std, dtype):
+    """The mean of three 0.1 is not 0.1 in floating point, so a threshold would not do."""
+    rewards = torch.full((1, 3), 0.1, dtype=dtype)
+    assert grpo_advantages(rewards, divide_by_std=divide_by_std).tolist() == [[0, 0, 0]]
+    assert is_equal_group(torch.tensor([[0.1, 0.1], [0.1, 0.1 + 1e-7]])).tolist() == [True, False]
+
+
+def test_two_equal_questions_are_two_groups():
+    """The same prompt twice in a batch: each has its own baseline."""
+    groups = [[make_row(1.0), make_row(0.0)], [make_row(0.0), make_row(0.0)]]
+    assign_advantages(groups, make_config("training.k_best_of_n=[2,2]"))
+    assert [[t.advantage for t in group] for group in groups] == [[0.5, -0.5], [0, 0]]
+    assert all(t.in_batch for group in groups for t in group)
+
+
+def test_the_k_best_are_marked_and_ties_go_to_the_lower_index():
+    rewards = torch.tensor([[0.1, 1.1, 0.1, 1.1], [0.5, 0.5, 0.5, 0.5], [0.0, 0.1, 0.1, 0.1]])
+    assert k_best_mask(rewards, k=2).tolist() == [
+        [False, True, False, True],
+        [True, True, False, False],
+        [False, True, True, False],
+    ]
+    many = torch.zeros((1, 200))  # a sort that is not stable shows from a few dozen equals on
+    assert k_best_mask(many, k=3)[0].nonzero()[:, 0].tolist() == [0, 1, 2]
+
+
+def test_sil_imitates_the_k_best_and_learns_nothing_from_equals():
+    """An equal group's k rows have advantage 0, but stay in the denominators."""
+    groups = [
+        [make_row(r) for r in (0.0, 1.1, 0.1, 1.1)],
+        [make_row(0.1) for _ in range(4)],
+    ]
+    sil = ["training.learning_type=sil", "training.k_best_of_n=[2,4]"]
+    rewards = assign_advantages(groups, make_config(*sil))
+    assert rewards.tolist() == [[0.0, 1.1, 0.1, 1.1], [0.1] * 4]
+    assert [[t.advantage for t in group] for group in groups] == [[0, 1, 0, 1], [0, 0, 0, 0]]
+    in_batch = [[t.in_batch for t in group] for group in groups]
+    assert in_batch == [[False, True, False, True], [True, True, False, False]]
+
+
+# Token weights
+
+
+@pytest.mark.parametrize(
+    ("normalization", "expected"),
+    [
+        ("dr_grpo", [[1 / 80] * 3, [1 / 80, 0, 0]]),
+        ("token", [[1 / 20] * 3, [1 / 20, 0, 0]]),
+        ("sequence", [[1 / 24] * 3, [1 / 8, 0, 0]]),
+        ("sum", [[1 / 8] * 3, [1 / 8, 0, 0]]),
+    ],
+)
+def test_token_weights_divide_by_the_counts_of_the_global_batch(normalization, expected):
+    """Rows of 3 and 1 tokens, among 8 rows and 20 tokens over all ranks; L = 10."""
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    weights = token_weights(
+        mask, normalization=normalization, num_rows=8, num_tokens=20, max_new_gen_tokens=10
+    )
+    assert torch.allclose(weights, torch.tensor(expected), rtol=1e-6, atol=0)
+
+
+# The loss of a token: traps 5 and 6
+
+
+def gradient_of_the_objective(advantage: float, ratio: float, **eps: float) -> float:
+    """d objective / d log-prob of one token; the objective is minus the loss."""
+    log_probs = torch.tensor([[math.log(ratio) - 2]], requires_grad=True)
+    loss = policy_token_loss(
+        log_probs,
+        torch.tensor([advantage]),
+        old_log_probs=torch.tensor([[-2.0]]),
+        clip_eps=eps.get("low", 0.2),
+        clip_eps_high=eps.get("high", 0.2),
+    )
+    loss.sum().backward()
+    return -log_probs.grad.item()
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "gradient"),
+    [(1, 0.5, 0.5), (1, 1, 1), (1, 1.5, 0), (-1, 0.5, 0), (-1, 1, -1), (-1, 1.5, -1.5)],
+)
+def test_the_clip_cuts_what_goes_too_far_and_only_that(advantage, ratio, gradient):
+    assert gradient_of_the_objective(advantage, ratio) == pytest.approx(gradient, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "gradient"),
+    [(1, 1.25, 1.25), (1, 1.35, 0), (-1, 0.85, -0.85), (-1, 0.75, 0), (1, 0.75, 0.75)],
+)
+def test_the_clip_may_be_wider_above_than_below(advantage, ratio, gradient):
+    """DAPO's clip-higher: 0.2 below, 0.3 above."""
+    value = gradient_of_the_objective(advantage, ratio, low=0.2, high=0.3)
+    assert value == pytest.approx(gradient, abs=1e-6)
+
+
+def test_the_clipped_objective_by_hand():
+    """min(ratio A, clip(ratio) A): 1.5 is cut to 1.2 for A = 2, not for A = -2."""
+    log_probs = torch.tensor([[1.5, 0.5], [1.5, 0.5]]).log()
+    loss = policy_token_loss(
+        log_probs,
+        torch.tensor([2.0, -2.0]),
+        old_log_probs=torch.zeros((2, 2)),
+        clip_eps=0.2,
+        clip_eps_high=0.2,
+    )
+    assert torch.allclose(loss, torch.tensor([[-2.4, -1.0], [3.0, 1.6]]))
+
+
+def test_reinforce_and_the_ratio_have_the_same_gradient_while_the_ratio_is_one():
+    """Though their losses differ: at ratio 1 a group's ratio loss is 0, its gradient is not."""
+    advantages = torch.tensor([0.75, -0.75])
+    gradients, losses = [], []
+    for old_log_probs in (None, torch.tensor([[-1.0, -2.0], [-0.5, -3.0]])):
+        log_probs = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]], requires_grad=True)
+        loss = policy_token_loss(
+            log_probs, advantages, old_log_probs=old_log_probs, clip_eps=0.2, clip_eps_high=0.2
+        )
+        loss.sum().backward()
+        gradients.append(log_probs.grad)
+        losses.append(loss.sum().item())
+    assert torch.allclose(*gradients)
+    assert gradients[0].tolist() == [[-0.75, -0.75], [0.75, 0.75]]
+    assert losses == pytest.approx([0.75 * 3.0 - 0.75 * 3.5, 0.0])
+
+
+# pass@k
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_pass_at_k_is_the_share_of_all_subsets_with_a_right_sample(k):
+    counts, n = np.array([0, 1, 3, 5]), 5
+    shares = []
+    for right in counts:
+        samples = [i < right for i in range(n)]
+        subsets = list(itertools.combinations(samples, k))
+        shares.append(sum(any(subset) for subset in subsets) / len(subsets))
+    assert pass_at_k(counts, n, k) == pytest.approx(np.mean(shares))
+
+
+def test_solve_rates_by_hand():
+    """4 samples, of which 0, 1, 2 are right: pass@2 = 1 - C(4 - c, 2) / 6 is 0, 1/2, 5/6."""
+    solved = np.array([[0, 0, 0, 0], [0, 1, 0, 0], [1, 0, 0, 1]], dtype=float)
+    rates = solve_rates(solved, [1, 2])
+    assert rates["eval/pass@1"] == pytest.approx(0.25)
+    assert rates["eval/pass@2"] == pytest.approx((0 + 1 / 2 + 5 / 6) / 3)
+    assert rates["eval/best_of_4"] == pytest.approx(2 / 3)
+    assert rates["eval/pass@1_low"] <= 0.25 <= rates["eval/pass@1_high"]
+    names = ["pass@1", "pass@1_low", "pass@1_high", "pass@2", "best_of_4"]
+    assert list(rates) == [f"eval/{name}" for name in names]
+
+
+def test_the_interval_of_one_sample_per_question_is_wilsons():
+    """8 of 10: (0.490, 0.943), as in Wilson's tables; none of 10: (0, 0.278)."""
+    rates = np.array([1.0] * 8 + [0.0] * 2)
+    assert confidence_interval(rates, is_binary=True) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    low, high = confidence_interval(np.zeros(10), is_binary=True)
+    assert (low, high) == pytest.approx((0.0, 0.2775), abs=1e-4)
+
+
+def test_the_bootstraps_units_are_questions_not_samples():
+    """Half of 100 questions always right, half never: 0.5 +- 1.96 * 0.5 / sqrt(100)."""
+    rates = np.array([0.0, 1.0] * 50)
+    low, high = confidence_interval(rates, is_binary=False)
+    assert (low, high) == pytest.approx((0.402, 0.598), abs=0.011)
+    assert confidence_interval(rates, is_binary=False) == (low, high)  # the same every time
+    assert confidence_interval(np.full(9, 0.3), is_binary=False) == pytest.approx((0.3, 0.3))
+
+
+# Schedules, packing, order
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "expected"),
+    [
+        ("constant", 0, [1, 1, 1, 1]),
+        ("constant", 2, [0.5, 1, 1, 1]),
+        ("constant", 4, [0.25, 0.5, 0.75, 1]),
+        ("linear", 0, [1, 0.75, 0.5, 0.25]),
+        ("linear", 2, [0.5, 0.75, 0.5, 0.25]),
+        ("cosine", 0, [1, 0.5 + 0.25 * math.sqrt(2), 0.5, 0.5 - 0.25 * math.sqrt(2)]),
+    ],
+)
+def test_learning_rates_of_four_steps(schedule, warmup, expected):
+    config = make_config(
+        "training.num_steps=4",
+        "training.learning_rate=0.01",
+        f"training.lr_schedule={schedule}",
+        f"training.warmup_steps={warmup}",
+    )
+    rates = [learning_rate_at(step, config) for step in range(1, 5)]
+    assert rates == pytest.approx([0.01 * factor for factor in expected])
+
+
+LENGTHS = st.tuples(st.integers(1, 50), st.integers(1, 50))
+
+
+@given(lengths=st.lists(LENGTHS, min_size=1, max_size=40), max_tokens=st.integers(1, 400))
+def test_every_row_is_in_one_micro_batch_within_the_limit(lengths, max_tokens):
+    """Rows x (longest prompt + longest completion), as the batch is padded; a long row is alone."""
+    rows = [make_row(prompt=p, completion=c) for p, c in lengths]
+    batches = list(pack_rows(rows, max_tokens))
+    assert sorted(id(row) for batch in batches for row in batch) == sorted(map(id, rows))
+    for batch in batches:
+        longest_prompt = max(len(row.prompt_ids) for row in batch)
+        longest_completion = max(len(row.completion.token_ids) for row in batch)
+        size = len(batch) * (longest_prompt + longest_completion)
+        assert size <= max_tokens or len(batch) == 1
+
+
+def test_rows_share_a_micro_batch_as_long_as_they_fit():
+    """In order of length: 3 x (3 + 4) would be above 16, 2 x (3 + 5) is not."""
+    rows = [make_row(prompt=3, completion=c) for c in (4, 1, 5, 2)]
+    lengths = [[len(r.completion.token_ids) for r in batch] for batch in pack_rows(rows, 16)]
+    assert lengths == [[1, 2], [4, 5]]
+
+
+def test_the_question_stream_is_one_seeded_permutation_after_the_other():
+    stream = QuestionStream([{"id": i} for i in range(10)], seed=3)
+    order = [stream[position]["id"] for position in range(30)]
+    epochs = [order[0:10], order[10:20], order[20:30]]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    again = QuestionStream([{"id": i} for i in range(10)], seed=3)
+    assert [again[position]["id"] for position in (25, 4, 17, 4)] == [
+        order[25],
+        order[4],
+        order[17],
+        order[4],
+    ]  # any position at once, as a resumed run or another rank asks for it
+    other = QuestionStream([{"id": i} for i in range(10)], seed=4)
+    assert [other[position]["id"] for position in range(10)] != epochs[0]
+
+
+def test_rollout_metrics_are_sums_and_counts_over_all_rows():
+    """Two groups of two: rewards (1, 0) and (0.1, 0.1), 2 + 4 + 4 + 4 tokens of 2 nats each."""
+    groups = [
+        [make_row(1.0, completion=2, solved=True), make_row(0.0, truncated=True)],
+        [make_row(0.1), make_row(0.1)],
+    ]
+    rewards = assign_advantages(groups, make_config("training.k_best_of_n=[2,2]"))
+    sums = rollout_sums(groups, rewards)
+    expected = {
+        "train/reward": (1.2, 4),
+        "train/reward_std": (math.sqrt(0.5), 2),
+        "train/solved": (1, 4),
+        "train/format": (2.0, 4),
+        "train/advantage_abs": (1.0, 4),
+        "train/entropy": (28.0, 14),
+        "train/completion_tokens": (14, 4),
+        "train/truncated_frac": (1, 4),
+        "train/zero_advantage_frac": (1, 2),
+    }
+    assert {name: pytest.approx(sums[name]) for name in expected} == expected

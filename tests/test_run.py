@@ -1,0 +1,307 @@
+"""Whole runs of main.py: what they leave behind, on one rank and on two, and what they refuse."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import ALONE, NUMBERS, make_config, make_policy
+from transformers import AutoModelForCausalLM
+
+import main
+from logger import Logger
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = [
+    "training.num_steps=2",
+    "training.warmup_steps=0",
+    "training.learning_rate=0.003",
+    "training.max_new_gen_tokens=24",
+    "training.k_best_of_n=[8,8]",
+    "validation.every=1",
+    "validation.num_examples=7",
+    "validation.best_of_n=4",
+    "validation.pass_k=[1,2]",
+    "model.compute_dtype=float32",
+]
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory) -> Path:
+    """Questions that a random model solves now and then; the task holds some out to validate."""
+    rows = [{"nums": [number], "target": number} for number in NUMBERS]
+    return write_rows(tmp_path_factory.mktemp("questions") / "questions.jsonl", rows)
+
+
+def write_rows(file: Path, rows: list[dict]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def arguments(model: Path, questions: Path, folder: Path, *more: str) -> list[str]:
+    data = [f"task.train={questions}", f"task.eval={questions}"]
+    return [f"--config={os.devnull}", f"model.name={model}", f"run.dir={folder}", *data, *more]
+
+
+def run_main(*overrides: str, num_ranks: int = 1) -> subprocess.CompletedProcess:
+    command = [sys.executable]
+    if num_ranks > 1:
+        elastic = ["--standalone", f"--nproc-per-node={num_ranks}"]
+        command += ["-m", "torch.distributed.run", *elastic]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [*command, str(ROOT / "main.py"), *overrides],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def finished(result: subprocess.CompletedProcess, folder: Path) -> Path:
+    """The folder of the one run in `folder`, which must have ended well."""
+    assert result.returncode == 0, result.stdout + result.stderr
+    (run,) = folder.iterdir()
+    return run
+
+
+def rows_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(rotary_model_folder, questions, tmp_path_factory) -> Path:
+    """The folder of a run of two steps of four questions."""
+    folder = tmp_path_factory.mktemp("one")
+    overrides = [*SIZES, "training.num_samples_per_step=4"]
+    return finished(
+        run_main(*arguments(rotary_model_folder, questions, folder, *overrides)), folder
+    )
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(rotary_model_folder, questions, tmp_path_factory) -> Path:
+    """The same with two questions on each of two ranks, in micro-batches of another size."""
+    folder = tmp_path_factory.mktemp("two")
+    overrides = [*SIZES, "training.num_samples_per_step=2", "training.micro_batch_tokens=1200"]
+    command = arguments(rotary_model_folder, questions, folder, *overrides)
+    return finished(run_main(*command, num_ranks=2), folder)
+
+
+def test_a_run_leaves_a_row_for_each_step_with_evaluations_at_both_ends(on_one_rank):
+    rows = rows_of(on_one_rank)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(0 <= row["eval/pass@1_low"] <= row["eval/pass@1_high"] <= 1 for row in rows)
+    assert all(row["eval/pass@1"] <= row["eval/pass@2"] <= row["eval/best_of_4"] for row in rows)
+    assert not any(name.startswith("train/") for name in rows[0])
+    for row in rows[1:]:
+        assert row["train/sampler_mismatch"] < 1e-5
+        assert row["train/grad_norm"] > 0 and row["train/lr"] == 0.003
+        assert row["train/skipped_steps"] == row["train/clip_frac"] == 0
+    assert {"config.yaml", "metrics.csv", "samples.jsonl", "best"} <= set(os.listdir(on_one_rank))
+
+
+def test_two_ranks_do_the_same_step_as_one(on_one_rank, on_two_ranks):
+    """Twice 2 questions are the same 4 questions: completions, rewards, loss and gradient."""
+    (first, step, _), (other_first, other_step, _) = map(rows_of, (on_one_rank, on_two_ranks))
+    measured = [name for name in first if name.startswith("eval/")]
+    assert len(measured) == 7
+    assert [other_first[name] for name in measured] == [first[name] for name in measured]
+    names = "reward reward_std solved format advantage_abs completion_tokens truncated_frac"
+    assert step["train/reward"] > 0
+    for name in [f"train/{name}" for name in names.split()]:
+        assert other_step[name] == pytest.approx(step[name], abs=1e-9), name
+    for name in ("train/loss", "train/entropy"):
+        assert other_step[name] == pytest.approx(step[name], abs=1e-6)
+    assert other_step["train/grad_norm"] == pytest.approx(step["train/grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("which", ["on_one_rank", "on_two_ranks"])
+def test_the_best_model_loads_and_scores_what_the_log_says(which, questions, request):
+    run = request.getfixturevalue(which)
+    rates = [row["eval/pass@1"] for row in rows_of(run)]
+    assert len(set(rates)) > 1, "the evaluations cannot be told apart"
+    AutoModelForCausalLM.from_pretrained(run / "best")
+    policy = make_policy(run / "best", *SIZES)
+    config = make_config(
+        *arguments(run / "best", questions, run, *SIZES)[1:], "validation.best_of_n=4"
+    )
+    validation = main.prepare_run(config).validation_questions
+    metrics, _ = main.evaluate(
+        policy, validation, config=config, world=ALONE, logger=Logger(rank=0)
+    )
+    assert metrics["eval/pass@1"] == max(rates)
+
+
+def test_each_rank_takes_its_own_slice_of_the_same_questions(
+    rotary_model_folder, questions, tmp_path
+):
+    overrides = [*SIZES, "training.num_samples_per_step=4"]
+    command = arguments(rotary_model_folder, questions, tmp_path, *overrides)
+    run = main.prepare_run(make_config(*command[1:]))
+    examples, seeds = main.next_questions(run)
+    halves = replace(run, config=make_config(*command[1:], "training.num_samples_per_step=2"))
+    parts = [
+        main.next_questions(replace(halves, world=replace(ALONE, rank=rank, size=2)))
+        for rank in (0, 1)
+    ]
+    assert parts[0][0] + parts[1][0] == examples
+    assert parts[0][1] + parts[1][1] == seeds
+    assert len(set(seeds)) == 4
+    held_out = {row["target"] for row in run.validation_questions}
+    trained = {row["target"] for row in run.train_questions.questions}
+    assert len(held_out) == 7 and trained and not held_out & trained
+
+
+def test_sil_runs(rotary_model_folder, questions, tmp_path):
+    """Its loss is minus the log-probabilities of what is imitated."""
+    overrides = ["training.learning_type=sil", "training.k_best_of_n=[2,8]", "training.num_steps=1"]
+    sizes = [
+        size for size in SIZES if not size.startswith(("training.k_best_of_n", "training.num"))
+    ]
+    command = arguments(rotary_model_folder, questions, tmp_path, *sizes, *overrides)
+    run = finished(run_main(*command), tmp_path)
+    assert "-sil-" in run.name
+    (_, row) = rows_of(run)
+    assert row["train/loss"] > 0 and 0 < row["train/advantage_abs"] <= 1
+
+
+# A user's mistakes: one line on one rank, status 2, nothing written
+
+
+def refusal(capsys, monkeypatch, command: list[str], folder: Path) -> str:
+    """The line that main prints before it ends with status 2."""
+    monkeypatch.setattr(sys, "argv", ["main.py", *command])
+    with pytest.raises(SystemExit) as caught:
+        main.main()
+    assert caught.value.code == 2
+    assert not list(folder.iterdir())
+    lines = capsys.readouterr().err.splitlines()
+    (line,) = [line for line in lines if line and "Generating" not in line]  # datasets' own bar
+    return line.removeprefix("error: ")
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("training.num_step=5", "training.num_step = 5: unknown key, the nearest is"),
+        ("training.num_steps=many", "training.num_steps = many: must be"),
+        ("training.micro_batch_tokens=0", "training.micro_batch_tokens = 0: must be"),
+        ("training.k_best_of_n=[4,8]", "training.k_best_of_n = [4, 8]: grpo"),
+        ("training.k_best_of_n=[1,1]", "training.k_best_of_n = [1, 1]: n must"),
+        ("model.name=no/such/folder", "model.name = no/such/folder: "),
+        ("task.train=nowhere.jsonl", "nowhere.jsonl: "),
+        ("task.eval=nowhere.jsonl", "nowhere.jsonl: "),
+        ("training.max_new_gen_tokens=1000", "training.max_new_gen_tokens"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_key_or_file(
+    capsys, monkeypatch, rotary_model_folder, questions, tmp_path, override, named
+):
+    command = arguments(rotary_model_folder, questions, tmp_path, *SIZES, override)
+    assert named in refusal(capsys, monkeypatch, command, tmp_path)
+
+
+def test_a_model_without_weights_is_refused(
+    capsys, monkeypatch, rotary_model_folder, questions, tmp_path
+):
+    model, folder = tmp_path / "model", tmp_path / "runs"
+    model.mkdir()
+    folder.mkdir()
+    for file in rotary_model_folder.iterdir():
+        if file.suffix != ".safetensors":
+            (model / file.name).write_bytes(file.read_bytes())
+    line = refusal(capsys, monkeypatch, arguments(model, questions, folder, *SIZES), folder)
+    assert f"model.name = {model}: " in line and "model.safetensors" in line
+
+
+def test_a_dataset_without_the_columns_is_refused(
+    capsys, monkeypatch, rotary_model_folder, tmp_path
+):
+    file, folder = (
+        write_rows(tmp_path / "rows.jsonl", [{"numbers": [3], "goal": 3}]),
+        tmp_path / "r",
+    )
+    folder.mkdir()
+    command = arguments(rotary_model_folder, file, folder, *SIZES)
+    line = refusal(capsys, monkeypatch, command, folder)
+    assert str(file) in line and "nums" in line and "target" in line
+
+
+def test_a_rank_without_a_validation_question_is_refused(
+    capsys, monkeypatch, rotary_model_folder, questions, tmp_path
+):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    command = arguments(
+        rotary_model_folder, questions, tmp_path, *SIZES, "validation.num_examples=1"
+    )
+    assert "validation.num_examples = 1" in refusal(capsys, monkeypatch, command, tmp_path)
+
+
+def test_an_unusable_run_dir_is_refused(
+    capsys, monkeypatch, rotary_model_folder, questions, tmp_path
+):
+    """Bug: the folder was made outside the part of main that turns errors into a line."""
+    file, folder = tmp_path / "a-file", tmp_path / "runs"
+    file.touch()
+    folder.mkdir()
+    command = arguments(rotary_model_folder, questions, file, *SIZES)
+    assert str(file) in refusal(capsys, monkeypatch, command, folder)
+
+
+def test_missing_mlflow_is_refused_before_anything_is_written(
+    capsys, monkeypatch, rotary_model_folder, questions, tmp_path
+):
+    """Bug: it ended in a traceback, with config.yaml written."""
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    command = arguments(rotary_model_folder, questions, tmp_path, *SIZES, "logging.mlflow=true")
+    assert "logging.mlflow" in refusal(capsys, monkeypatch, command, tmp_path)
+
+
+@pytest.mark.parametrize("variable", ["LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT"])
+def test_a_mistake_is_told_once(capsys, monkeypatch, tmp_path, variable):
+    """Bug: under `torchrun --max-restarts` every restart told it again."""
+    monkeypatch.setenv(variable, "1")
+    monkeypatch.setattr(sys, "argv", ["main.py", f"run.dir={tmp_path}", "training.num_step=5"])
+    with pytest.raises(SystemExit) as caught:
+        main.main()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_questions_that_leave_no_room_are_dropped_with_a_count(
+    capsys, rotary_model_folder, tmp_path
+):
+    """450 numbers need more than the model's context of 1024 tokens."""
+    rows = [{"nums": [number], "target": number} for number in NUMBERS]
+    rows += [{"nums": [number] * 450, "target": 1} for number in NUMBERS]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    overrides = [*SIZES, "validation.num_examples=100"]
+    config = make_config(*arguments(rotary_model_folder, file, tmp_path, *overrides)[1:])
+    run = main.prepare_run(config)
+    said = capsys.readouterr().out
+    num_all = 0
+    for split, kept in (
+        ("training", run.train_questions.questions),
+        ("validation", run.validation_questions),
+    ):
+        assert all(len(row["nums"]) == 1 for row in kept)
+        pattern = rf"(\d+) of (\d+) {split} questions are too long: dropped"
+        dropped, among = map(int, re.search(pattern, said).groups())
+        assert among - dropped == len(kept) > 0
+        num_all += among
+    assert num_all == 2 * len(NUMBERS)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_mistake_ends_the_process_with_one_line(tmp_path, num_ranks):
+    result = run_main(f"run.dir={tmp_path}", "training.num_step=5", num_ranks=num_ranks)
+    assert result.returncode == (2 if num_ranks == 1 else 1)  # torchrun's own status is 1
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "training.num_step = 5: unknown key" in errors[0]
+    assert num_ranks > 1 or result.stderr == errors[0] + "\n"
+    assert not list(tmp_path.iterdir())

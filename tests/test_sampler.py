@@ -1,0 +1,391 @@
+"""Sampling: what is drawn is what is scored, whatever the batch, the hub's defaults, the end."""
+
+import json
+import math
+import shutil
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import CPU, make_policy
+from transformers import GenerationConfig, MambaConfig, MambaForCausalLM, MistralConfig
+from transformers import MistralForCausalLM as Mistral
+
+from policy import Policy, bf16_copy
+from sampler import (
+    Completion,
+    SamplingParams,
+    draw_uniforms,
+    get_generation_config,
+    keep_likeliest,
+    left_pad,
+    sample_completions,
+    sample_tokens,
+    supports_grouped,
+)
+
+RAGGED = [[5, 9, 30], [40, 41, 42, 43, 44, 45, 46, 47, 48], [7], [60, 5, 61, 5, 62]]
+SEEDS = [(0, 0, i) for i in range(len(RAGGED))]
+MANY_EOS = tuple(range(0, 345, 8))  # about one token in eight ends a completion
+
+
+def sample(policy: Policy, prompts=RAGGED, seeds=SEEDS, **changes) -> list[list[Completion]]:
+    """Completions of the prompts, at most 12 tokens each; `changes` are to params or arguments."""
+    settings = {"num_samples": 4, "backend": policy.backend, "max_batch_tokens": 10**6}
+    settings |= {name: changes.pop(name) for name in [*settings] if name in changes}
+    params = replace(policy.params, **({"max_new_tokens": 12} | changes))
+    return sample_completions(
+        policy.sampler.eval(), prompts, seeds, params=params, on_progress=lambda n: None, **settings
+    )
+
+
+@torch.no_grad()
+def full_log_probs(model: torch.nn.Module, ids: list[int], temperature: float) -> torch.Tensor:
+    """log softmax(logits / temperature) after each of `ids`, (T, V): no cache, no padding."""
+    logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    return (logits / temperature).log_softmax(dim=-1)
+
+
+# Trap 1: the sampled distribution is the scored one
+
+
+@pytest.fixture
+def poisoned_folder(model_folder: Path, tmp_path: Path) -> Path:
+    """The model with a generation_config that makes sampling greedy and penalises repetition."""
+    folder = shutil.copytree(model_folder, tmp_path / "poisoned")
+    GenerationConfig(
+        do_sample=True, temperature=0.1, top_k=1, repetition_penalty=1.3, min_p=0.3, eos_token_id=0
+    ).save_pretrained(folder)
+    assert json.loads((folder / "generation_config.json").read_text())["top_k"] == 1
+    return folder
+
+
+@pytest.mark.parametrize("backend", ["grouped", "generate"])
+def test_the_hubs_generation_config_does_not_leak_into_sampling(poisoned_folder, backend):
+    """Samples of one question differ, and the trainer scores each token as it was drawn (1e-4)."""
+    policy = make_policy(poisoned_folder, f"sampling.backend={backend}")
+    assert policy.backend == backend
+    for temperature in (0.7, 1.0, 1.3):
+        groups = sample(policy, temperature=temperature)
+        for prompt_ids, group in zip(RAGGED, groups, strict=True):
+            assert len({tuple(c.token_ids) for c in group}) == len(group)
+            for completion in group:
+                ids = torch.tensor([prompt_ids + completion.token_ids])
+                scored = policy.scorer(
+                    ids,
+                    torch.ones_like(ids, dtype=torch.bool),
+                    num_tokens=len(completion.token_ids),
+                    temperature=temperature,
+                )
+                difference = scored[0].detach().numpy() - completion.log_probs
+                assert np.abs(difference).max() <= 1e-4
+
+
+@pytest.mark.parametrize("backend", ["grouped", "generate"])
+def test_backends_draw_each_first_token_as_often_as_its_probability_says(poisoned_folder, backend):
+    """Chi-square over the ten likeliest tokens and the rest; 29.6 is the 99.9% quantile."""
+    policy = make_policy(poisoned_folder, f"sampling.backend={backend}")
+    num_samples = 4000
+    changes = {"num_samples": num_samples, "max_new_tokens": 1, "temperature": 1.3}
+    (group,) = sample(policy, RAGGED[:1], SEEDS[:1], **changes)
+    counts = Counter(c.token_ids[0] for c in group)
+    expected = full_log_probs(policy.model, RAGGED[0], 1.3)[-1].exp() * num_samples
+    likeliest = expected.topk(10).indices.tolist()
+    seen = [counts[token] for token in likeliest]
+    wanted = expected[likeliest].tolist()
+    seen, wanted = [*seen, num_samples - sum(seen)], [*wanted, num_samples - sum(wanted)]
+    assert min(wanted) > 20
+    assert sum((s - w) ** 2 / w for s, w in zip(seen, wanted, strict=True)) < 29.6
+
+
+def test_generation_config_sets_every_field_that_changes_the_distribution():
+    """A field left None would be filled from the model's own generation config."""
+    params = SamplingParams(7, 1.0, 1.0, 0, (3, 4), 3)
+    config = get_generation_config(params, num_samples=2)
+    neutral = {
+        "do_sample": True,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "typical_p": 1.0,
+        "repetition_penalty": 1.0,
+        "no_repeat_ngram_size": 0,
+        "num_beams": 1,
+        "max_new_tokens": 7,
+        "num_return_sequences": 2,
+        "eos_token_id": [3, 4],
+    }
+    assert {name: getattr(config, name) for name in neutral} == neutral
+
+
+# Backend `grouped` against a plain loop, and against itself in other batches
+
+
+def test_grouped_decoding_equals_a_plain_loop_without_cache_padding_or_batch(model_folder):
+    """Each token is the one that its uniform number draws from the full forward's distribution."""
+    policy = make_policy(model_folder)
+    groups = sample(policy, temperature=1.2, eos_ids=MANY_EOS)
+    num_dropped = 0
+    for prompt_ids, seed, group in zip(RAGGED, SEEDS, groups, strict=True):
+        for completion, uniforms in zip(group, draw_uniforms([seed], 4, 12), strict=True):
+            ids = list(prompt_ids)
+            for t, uniform in enumerate(uniforms):
+                log_probs = full_log_probs(policy.model, ids, 1.2)[-1]
+                token = int((log_probs.exp().cumsum(0) <= uniform).sum())
+                assert completion.token_ids[t] == token
+                assert completion.log_probs[t] == pytest.approx(log_probs[token].item(), abs=1e-4)
+                entropy = -(log_probs.exp() * log_probs).sum().item()
+                assert completion.entropies[t] == pytest.approx(entropy, abs=1e-4)
+                ids.append(token)
+                if token in MANY_EOS:
+                    break
+            assert ids == prompt_ids + completion.token_ids
+            num_dropped += not completion.truncated
+    assert num_dropped > 6  # so that rows did leave the batch on the way
+
+
+def test_a_question_gets_the_same_completions_in_every_batch(model_folder):
+    policy = make_policy(model_folder)
+    together = token_ids(sample(policy, eos_ids=MANY_EOS))
+    assert token_ids(sample(policy, eos_ids=MANY_EOS, max_batch_tokens=1)) == together
+    assert token_ids(sample(policy, eos_ids=MANY_EOS, max_batch_tokens=150)) == together
+    turned = token_ids(sample(policy, RAGGED[::-1], SEEDS[::-1], eos_ids=MANY_EOS))
+    assert turned[::-1] == together
+    fewer = token_ids(sample(policy, eos_ids=MANY_EOS, num_samples=1))
+    assert fewer == [group[:1] for group in together]
+    for i, (prompt_ids, seed) in enumerate(zip(RAGGED, SEEDS, strict=True)):
+        assert token_ids(sample(policy, [prompt_ids], [seed], eos_ids=MANY_EOS)) == [together[i]]
+
+
+def token_ids(groups: list[list[Completion]]) -> list[list[list[int]]]:
+    return [[completion.token_ids for completion in group] for group in groups]
+
+
+@pytest.mark.parametrize("backend", ["grouped", "generate"])
+def test_two_equal_questions_with_different_seeds_get_different_samples(
+    rotary_model_folder, backend
+):
+    policy = make_policy(rotary_model_folder, f"sampling.backend={backend}")
+    first, second = token_ids(sample(policy, [[5, 9], [5, 9]], [(0, 0, 1), (0, 0, 2)]))
+    assert all(a != b for a in first for b in second)
+    again = token_ids(sample(policy, [[5, 9], [5, 9]], [(0, 0, 1), (0, 0, 2)]))
+    assert again == [first, second]
+
+
+def test_sampling_depends_on_no_random_state_and_leaves_it_alone(rotary_model_folder):
+    for backend in ("grouped", "generate"):
+        policy = make_policy(rotary_model_folder, f"sampling.backend={backend}")
+        torch.manual_seed(1)
+        first, after = token_ids(sample(policy)), torch.rand(())
+        torch.manual_seed(2)
+        assert token_ids(sample(policy)) == first
+        torch.manual_seed(1)
+        assert torch.rand(()) == after
+
+
+def test_no_questions_have_no_completions(rotary_model_folder):
+    assert sample(make_policy(rotary_model_folder), [], []) == []
+
+
+def test_progress_counts_every_completion(rotary_model_folder):
+    policy, done = make_policy(rotary_model_folder, "training.max_new_gen_tokens=2"), []
+    sample_completions(
+        policy.sampler,
+        RAGGED,
+        SEEDS,
+        num_samples=3,
+        params=policy.params,
+        backend="grouped",
+        max_batch_tokens=70,
+        on_progress=done.append,
+    )
+    assert len(done) > 1 and sum(done) == 3 * len(RAGGED)
+
+
+# The end of a completion
+
+
+@pytest.mark.parametrize("backend", ["grouped", "generate"])
+@pytest.mark.parametrize("pad_id", [1, 8], ids=["pad is not eos", "pad is eos"])
+def test_a_completion_ends_with_its_first_eos_or_at_the_limit(rotary_model_folder, backend, pad_id):
+    policy = make_policy(rotary_model_folder, f"sampling.backend={backend}")
+    changes = {"num_samples": 16, "max_new_tokens": 6, "eos_ids": MANY_EOS, "pad_id": pad_id}
+    rows = [completion for group in sample(policy, **changes) for completion in group]
+    for completion in rows:
+        ends = [token in MANY_EOS for token in completion.token_ids]
+        assert not any(ends[:-1])
+        assert completion.truncated == (not ends[-1])
+        assert len(ends) == 6 or ends[-1]
+        assert len(completion.log_probs) == len(completion.entropies) == len(ends)
+        assert (completion.log_probs < 0).all()
+    seen = {(len(c.token_ids) == 6, c.truncated) for c in rows}
+    assert seen == {(True, True), (True, False), (False, False)}  # an EOS at the limit is an end
+    assert len({c.token_ids[-1] for c in rows if not c.truncated}) > 1
+
+
+# Drawing one token
+
+
+def test_tokens_are_drawn_as_often_as_their_probabilities_say():
+    """Chi-square with 4 degrees of freedom; 18.5 is the 99.9% quantile."""
+    probs = torch.tensor([0.0, 0.4, 0.3, 0.0, 0.2, 0.07, 0.03, 0.0])
+    uniforms = torch.from_numpy(np.random.default_rng(0).random(20_000, dtype=np.float32))
+    logits = probs.log().expand(len(uniforms), -1)
+    tokens, log_probs, _ = sample_tokens(logits, uniforms, temperature=1.0, top_p=1.0, top_k=0)
+    counts = torch.bincount(tokens, minlength=8)
+    assert counts[probs == 0].tolist() == [0, 0, 0]
+    expected = probs[probs > 0] * len(uniforms)
+    assert ((counts[probs > 0] - expected) ** 2 / expected).sum() < 18.5
+    assert torch.allclose(log_probs, probs[tokens].log(), atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_extreme_uniforms_never_draw_a_token_of_probability_zero(temperature):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn((64, 1000), generator=generator) * 5
+    logits[:, :3] = -math.inf
+    logits[:, -3:] = -math.inf
+    below_one = np.nextafter(np.float32(1), np.float32(0))
+    for uniform, token in ((0.0, 3), (float(below_one), None)):
+        uniforms = torch.full((64,), uniform)
+        settings = {"temperature": temperature, "top_p": 1.0, "top_k": 0}
+        tokens, log_probs, _ = sample_tokens(logits, uniforms, **settings)
+        assert log_probs.isfinite().all()
+        assert token is None or set(tokens.tolist()) == {token}
+    certain = torch.tensor([[-math.inf, 0.0, -math.inf]]).expand(2, 3)
+    tokens, log_probs, entropies = sample_tokens(
+        certain, torch.tensor([0.0, float(below_one)]), **settings
+    )
+    assert tokens.tolist() == [1, 1] and log_probs.tolist() == [0, 0] == entropies.tolist()
+
+
+def test_log_probs_and_entropies_are_those_of_the_whole_distribution_at_the_temperature():
+    """(1/2, 1/4, 1/4): 1.5 ln 2 nats. At temperature 1/2 it is (4, 1, 1) / 6."""
+    logits = torch.tensor([[0.5, 0.25, 0.25, 0.0]]).log()
+    uniforms = torch.tensor([0.0])
+    _, log_probs, entropies = sample_tokens(logits, uniforms, temperature=1.0, top_p=0.4, top_k=1)
+    assert log_probs.item() == pytest.approx(-math.log(2))  # though nothing else can be drawn
+    assert entropies.item() == pytest.approx(1.5 * math.log(2))
+    _, log_probs, entropies = sample_tokens(logits, uniforms, temperature=0.5, top_p=1.0, top_k=0)
+    assert log_probs.item() == pytest.approx(math.log(4 / 6))
+    assert entropies.item() == pytest.approx(math.log(6) - 4 / 6 * math.log(4))
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [
+        (0, 1.0, [0.1, 0.4, 0.2, 0.3]),
+        (1, 1.0, [0.0, 0.4, 0.0, 0.0]),
+        (3, 1.0, [0.0, 0.4, 0.2, 0.3]),
+        (9, 1.0, [0.1, 0.4, 0.2, 0.3]),
+        (0, 0.01, [0.0, 0.4, 0.0, 0.0]),  # never nothing
+        (0, 0.39, [0.0, 0.4, 0.0, 0.0]),
+        (0, 0.41, [0.0, 0.4, 0.0, 0.3]),
+        (0, 0.69, [0.0, 0.4, 0.0, 0.3]),
+        (0, 0.71, [0.0, 0.4, 0.2, 0.3]),
+        (0, 0.91, [0.1, 0.4, 0.2, 0.3]),
+        (2, 0.56, [0.0, 0.4, 0.0, 0.0]),  # 0.4 of 0.7 is a share of 0.57
+        (2, 0.58, [0.0, 0.4, 0.0, 0.3]),
+    ],
+)
+def test_top_k_and_top_p_keep_the_likeliest(top_k, top_p, kept):
+    probs = torch.tensor([[0.1, 0.4, 0.2, 0.3]])
+    assert keep_likeliest(probs, top_p=top_p, top_k=top_k).tolist() == torch.tensor([kept]).tolist()
+
+
+def test_truncated_sampling_draws_only_what_is_kept():
+    uniforms = torch.linspace(0, 1, 1001)[:-1]
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().expand(1000, -1)
+    tokens, _, _ = sample_tokens(logits, uniforms, temperature=1.0, top_p=0.6, top_k=3)
+    counts = torch.bincount(tokens, minlength=4).tolist()
+    assert counts[0] == counts[2] == 0
+    assert counts[1] == pytest.approx(1000 * 4 / 7, abs=2)
+
+
+# Models
+
+
+def test_attention_models_support_grouped_decoding(model_folder):
+    model = make_policy(model_folder).model.eval()
+    assert supports_grouped(model)
+
+
+def test_a_sliding_window_shorter_than_the_prompt_is_no_obstacle():
+    model = Mistral(
+        MistralConfig(
+            vocab_size=345,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            sliding_window=3,
+        )
+    )
+    assert supports_grouped(model.eval())
+
+
+def test_a_recurrent_model_samples_with_generate(tmp_path, tokenizer):
+    """A state cannot be repeated like a cache: the load says so and takes the other backend."""
+    config = MambaConfig(vocab_size=345, hidden_size=32, num_hidden_layers=2, state_size=4)
+    model = MambaForCausalLM(config)
+    assert not supports_grouped(model.eval())
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    policy = make_policy(tmp_path, "model.attn_implementation=eager")
+    assert policy.backend == "generate"
+    (group,) = sample(policy, RAGGED[:1], SEEDS[:1])
+    assert len({tuple(c.token_ids) for c in group}) == 4
+
+
+def test_left_pad_puts_tokens_last_and_marks_them():
+    ids, mask = left_pad([[1, 2, 3], [4]], 9, CPU)
+    assert ids.tolist() == [[1, 2, 3], [9, 9, 4]]
+    assert mask.tolist() == [[True, True, True], [False, False, True]]
+
+
+def test_the_bf16_sampler_keeps_its_rotary_frequencies(rotary_model_folder):
+    """Bug: `.to(torch.bfloat16)` rounded the frequencies too: far positions had the wrong angle.
+
+    On a model of 4 layers the difference to the trainer's log-probabilities grew from 0.02 at the
+    start to 0.09 after 1,400 tokens, where it now stays at 0.02.
+    """
+    model = make_policy(rotary_model_folder).model
+    copied = bf16_copy(model)
+    assert {p.dtype for p in copied.parameters()} == {torch.bfloat16}
+    assert not any(p.requires_grad for p in copied.parameters())
+    for (name, kept), (_, original) in zip(
+        copied.named_buffers(), model.named_buffers(), strict=True
+    ):
+        assert torch.equal(kept, original), name
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+# Trap 14: what generation leaves behind
+
+
+@pytest.mark.parametrize("backend", ["grouped", "generate"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_the_same_with_and_without_a_rollout_before(
+    model_folder, backend, checkpointing
+):
+    overrides = [f"sampling.backend={backend}", f"model.gradient_checkpointing={checkpointing}"]
+    policies = [make_policy(model_folder, *overrides) for _ in range(2)]
+    configs = [policy.model.config.to_dict() for policy in policies]
+    states = [policy.model.generation_config.to_dict() for policy in policies]
+    sample(policies[1])
+    assert policies[1].model.config.to_dict() == configs[0]
+    assert policies[1].model.generation_config.to_dict() == states[0]
+    gradients = []
+    for policy in policies:
+        assert all(p.grad is None and p.requires_grad for p in policy.model.parameters())
+        policy.model.train()
+        ids = torch.tensor([RAGGED[1], RAGGED[1][::-1]])
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        policy.scorer(ids, mask, num_tokens=5, temperature=1.0).sum().backward()
+        gradients.append([p.grad for p in policy.model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

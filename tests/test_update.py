@@ -1,0 +1,402 @@
+"""The update: one gradient whatever the micro-batches and ranks, and no step where none is due."""
+
+import copy
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ALONE, make_config, make_policy, run_on_ranks
+
+from config import Config
+from distributed import World
+from logger import Logger
+from main import Trajectory, assign_advantages, make_optimizer, pack_rows, update_policy
+from policy import Policy
+from sampler import Completion
+
+NORMALIZATIONS = ["dr_grpo", "token", "sequence", "sum"]
+MAX_NEW_TOKENS = 10
+ALL_TOGETHER, FOUR_BY_FOUR, ONE_BY_ONE = 10**6, 70, 1  # training.micro_batch_tokens
+GRPO = ["training.k_best_of_n=[4,4]"]
+SIL = ["training.learning_type=sil", "training.k_best_of_n=[2,4]"]
+
+# Fixed rollouts: (prompt length, completion lengths, rewards); a row of 7 tokens is truncated
+EASY = (3, (5, 7, 2, 6), (1.1, 0.1, 0.06, 0.1))
+HARD = (9, (6, 8, 4, 7), (0.01, 1.1, 1.1, 0.0))
+EQUAL = (5, (4, 3, 6, 5), (0.1, 0.1, 0.1, 0.1))
+
+
+def make_group(prompt_length: int, lengths: tuple, rewards: tuple) -> list[Trajectory]:
+    """Four trajectories of made-up tokens, the same ones for the same arguments."""
+    rng = np.random.default_rng([prompt_length, *lengths])
+    prompt_ids = rng.integers(2, 345, prompt_length).tolist()
+    rows = []
+    for length, reward in zip(lengths, rewards, strict=True):
+        token_ids = rng.integers(2, 345, length).tolist()
+        if length != 7:
+            token_ids[-1] = 0  # the end token
+        log_probs = rng.uniform(-6, -4, length).astype(np.float32)
+        completion = Completion(token_ids, log_probs, np.zeros(length, np.float32), length == 7)
+        rows.append(Trajectory(prompt_ids, completion, "", {"answer": 0.0}, reward))
+    return rows
+
+
+def make_groups(config: Config, *groups: tuple) -> list[list[Trajectory]]:
+    made = [make_group(*group) for group in groups]
+    assign_advantages(made, config)
+    return made
+
+
+def config_of(*overrides: str) -> Config:
+    fixed = [f"training.max_new_gen_tokens={MAX_NEW_TOKENS}", "training.max_grad_norm=1e9"]
+    return make_config(*fixed, *overrides)
+
+
+class Recorder:
+    """Stands where the optimizer does: notes each gradient, then moves against it by `rate`."""
+
+    def __init__(self, model: torch.nn.Module, rate: float = 0.0):
+        self.parameters = list(model.parameters())
+        self.rate = rate
+        self.gradients: list[np.ndarray] = []
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.gradients.append(torch.cat([p.grad.flatten() for p in self.parameters]).numpy())
+        for parameter in self.parameters:
+            parameter -= self.rate * parameter.grad
+
+
+def update(policy: Policy, optimizer, groups, config: Config, world: World = ALONE):
+    logger = Logger(rank=world.rank)
+    return update_policy(policy, optimizer, groups, config=config, world=world, logger=logger)
+
+
+def recorded(policy: Policy, groups, config: Config, world: World = ALONE):
+    """The gradient of an update (one iteration), and its metrics."""
+    recorder = Recorder(policy.model)
+    metrics, _, _ = update(policy, recorder, groups, config, world)
+    (gradient,) = recorder.gradients
+    return gradient, metrics
+
+
+# The reference: one row at a time, no padding, the formula of DESIGN.md word for word
+
+
+def reference_loss(model: torch.nn.Module, groups, config: Config, old=None) -> torch.Tensor:
+    """The loss over whole groups; `old` are log-probabilities before an earlier step, per row."""
+    training = config.training
+    batch = [t for group in groups for t in group if t.in_batch]
+    num_tokens = sum(len(t.completion.token_ids) for t in batch)
+    loss = torch.zeros((), dtype=torch.float64)
+    for i, t in enumerate(batch):
+        length = len(t.completion.token_ids)
+        divisor = {
+            "dr_grpo": len(batch) * MAX_NEW_TOKENS,
+            "token": num_tokens,
+            "sequence": len(batch) * length,
+            "sum": len(batch),
+        }[training.loss_normalization]
+        if training.skip_truncated and t.completion.truncated:
+            continue
+        log_probs = row_log_probs(model, t)
+        objective = t.advantage * log_probs
+        if old is not None:
+            ratio = (log_probs - old[i]).exp()
+            clipped = ratio.clamp(1 - training.clip_eps, 1 + training.clip_eps)
+            objective = torch.minimum(ratio * t.advantage, clipped * t.advantage)
+        loss = loss - objective.double().sum() / divisor
+    return loss
+
+
+def row_log_probs(model: torch.nn.Module, t: Trajectory) -> torch.Tensor:
+    """log pi(a_t | q, a_<t), (T,)."""
+    ids = torch.tensor([t.prompt_ids + t.completion.token_ids])
+    log_probs = model(input_ids=ids).logits[0, :-1].log_softmax(dim=-1)
+    chosen = log_probs[torch.arange(ids.shape[1] - 1), ids[0, 1:]]
+    return chosen[len(t.prompt_ids) - 1 :]
+
+
+def reference(model: torch.nn.Module, groups, config: Config) -> tuple[np.ndarray, float]:
+    """Gradient and loss."""
+    model.zero_grad()
+    loss = reference_loss(model, groups, config)
+    loss.backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()]).numpy()
+    model.zero_grad()
+    return gradient, loss.item()
+
+
+def distance(gradient: np.ndarray, expected: np.ndarray) -> float:
+    """The relative L2 difference."""
+    return np.linalg.norm(gradient - expected) / np.linalg.norm(expected)
+
+
+# Trap 4: the gradient is that of the whole batch
+
+
+def test_the_limits_make_one_two_and_eight_micro_batches():
+    rows = [t for group in (EASY, HARD) for t in make_group(*group)]
+    limits = {ALL_TOGETHER: [8], FOUR_BY_FOUR: [4, 4], ONE_BY_ONE: [1] * 8}
+    for limit, sizes in limits.items():
+        assert [len(batch) for batch in pack_rows(rows, limit)] == sizes
+
+
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("learning", [GRPO, SIL], ids=["grpo", "sil"])
+def test_the_gradient_does_not_depend_on_the_micro_batch_size(
+    model_folder, learning, normalization
+):
+    policy = make_policy(model_folder)
+    overrides = [*learning, f"training.loss_normalization={normalization}"]
+    for limit in (ALL_TOGETHER, FOUR_BY_FOUR, ONE_BY_ONE):
+        config = config_of(*overrides, f"training.micro_batch_tokens={limit}")
+        groups = make_groups(config, EASY, HARD)
+        expected, loss = reference(policy.model, groups, config)
+        gradient, metrics = recorded(policy, groups, config)
+        assert distance(gradient, expected) <= 1e-6
+        assert metrics["train/loss"] == pytest.approx(loss, rel=1e-6, abs=1e-6)
+        assert metrics["train/grad_norm"] == pytest.approx(np.linalg.norm(expected), rel=1e-5)
+
+
+def gradients_on_this_rank(world: World, folder: Path) -> dict:
+    """(gradient, loss) of EASY on rank 0 and HARD on rank 1, for every kind of loss."""
+    policy = make_policy(folder, num_ranks=world.size)
+    results = {}
+    for learning in (GRPO, SIL):
+        for normalization in NORMALIZATIONS:
+            for limit in (ALL_TOGETHER, 45, ONE_BY_ONE):  # 45: 1 batch on rank 0, 2 on rank 1
+                overrides = [*learning, f"training.loss_normalization={normalization}"]
+                config = config_of(*overrides, f"training.micro_batch_tokens={limit}")
+                groups = make_groups(config, (EASY, HARD)[world.rank])
+                gradient, metrics = recorded(policy, groups, config, world)
+                results[(*overrides, limit)] = gradient, metrics["train/loss"]
+    return results
+
+
+def test_the_gradient_does_not_depend_on_the_number_of_ranks(rotary_model_folder, tmp_path):
+    ranks = run_on_ranks(gradients_on_this_rank, 2, rotary_model_folder, folder=tmp_path)
+    model = make_policy(rotary_model_folder).model
+    assert len(ranks[0]) == 24
+    for key, (gradient, loss) in ranks[0].items():
+        config = config_of(*key[:-1])
+        expected, expected_loss = reference(model, make_groups(config, EASY, HARD), config)
+        assert distance(gradient, expected) <= 1e-6, key
+        assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-6)
+        assert np.array_equal(ranks[1][key][0], gradient) and ranks[1][key][1] == loss
+
+
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("learning", [GRPO, SIL], ids=["grpo", "sil"])
+def test_left_out_rows_still_count_in_the_denominators(
+    rotary_model_folder, learning, normalization
+):
+    """Trap 9: with and without the rows of an equal group in the sum, divided by all rows."""
+    config = config_of(*learning, f"training.loss_normalization={normalization}")
+    policy = make_policy(rotary_model_folder)
+    groups = make_groups(config, EASY, EQUAL, HARD)
+    gradient, metrics = recorded(policy, groups, config)
+    expected, loss = reference(policy.model, groups, config)
+    assert distance(gradient, expected) <= 1e-6
+    assert metrics["train/loss"] == pytest.approx(loss, rel=1e-6, abs=1e-6)
+    without, _ = recorded(policy, make_groups(config, EASY, HARD), config)
+    assert distance(without, expected) > 0.1
+
+
+def test_truncated_rows_can_be_skipped_but_count_in_baseline_and_denominators(
+    rotary_model_folder,
+):
+    policy = make_policy(rotary_model_folder)
+    for normalization in NORMALIZATIONS:
+        overrides = [*GRPO, f"training.loss_normalization={normalization}"]
+        config = config_of(*overrides, "training.skip_truncated=true")
+        groups = make_groups(config, EASY, HARD)
+        assert sum(t.completion.truncated for group in groups for t in group) == 2
+        gradient, _ = recorded(policy, groups, config)
+        assert distance(gradient, reference(policy.model, groups, config)[0]) <= 1e-6
+        with_them, _ = recorded(policy, groups, config_of(*overrides))
+        assert distance(gradient, with_them) > 0.01
+
+
+def test_the_gradient_is_clipped_after_its_norm_is_noted(rotary_model_folder):
+    policy, config = make_policy(rotary_model_folder), config_of(*GRPO)
+    groups = make_groups(config, EASY, HARD)
+    expected, _ = reference(policy.model, groups, config)
+    clipped = config_of(*GRPO, "training.max_grad_norm=1e-3")
+    gradient, metrics = recorded(policy, groups, clipped)
+    assert metrics["train/grad_norm"] == pytest.approx(np.linalg.norm(expected), rel=1e-5)
+    assert np.linalg.norm(gradient) == pytest.approx(1e-3, rel=1e-3)
+    assert distance(gradient * np.linalg.norm(expected) / 1e-3, expected) < 1e-3
+
+
+# Trap 3: the end is trained
+
+
+def test_the_end_token_is_trained(rotary_model_folder):
+    """A row of two tokens among longer ones: its gradient is that of one token and the end."""
+    policy, config = make_policy(rotary_model_folder), config_of(*GRPO)
+    groups = make_groups(config, EASY)
+    for t in groups[0]:
+        t.advantage = float(len(t.completion.token_ids) == 2)
+    gradient, _ = recorded(policy, groups, config)
+    (row,) = [t for t in groups[0] if t.advantage]
+    expected = []
+    for part in (slice(None), slice(1, None)):
+        policy.model.zero_grad()
+        (-row_log_probs(policy.model, row)[part].sum() / (4 * MAX_NEW_TOKENS)).backward()
+        expected.append(torch.cat([p.grad.flatten() for p in policy.model.parameters()]).numpy())
+    whole, end = expected
+    assert distance(gradient, whole) <= 1e-6
+    assert np.linalg.norm(end) > 0.1 * np.linalg.norm(whole)
+
+
+# Trap 6: several iterations on the same rollouts
+
+
+@pytest.mark.parametrize("limit", [ALL_TOGETHER, FOUR_BY_FOUR])
+def test_later_iterations_follow_the_clipped_ratio_on_the_same_rollouts(rotary_model_folder, limit):
+    """The first is REINFORCE; the others compare with the log-probabilities of its pass."""
+    overrides = [*GRPO, f"training.micro_batch_tokens={limit}", "training.num_iterations=3"]
+    config, rate = config_of(*overrides), 5.0
+    policy, groups = make_policy(rotary_model_folder), make_groups(config_of(*GRPO), EASY, HARD)
+    before = copy.deepcopy(groups)
+    model, recorder = copy.deepcopy(policy.model), Recorder(policy.model, rate)
+    metrics, sums, _ = update(policy, recorder, groups, config)
+
+    batch = [t for group in groups for t in group]
+    old = [row_log_probs(model, t).detach() for t in batch]
+    plain = Recorder(model, rate)
+    for iteration in range(3):
+        plain.zero_grad()
+        loss = reference_loss(model, groups, config, old=old if iteration else None)
+        loss.backward()
+        plain.step()
+    assert len(recorder.gradients) == 3
+    assert distance(recorder.gradients[0], plain.gradients[0]) <= 1e-6
+    assert distance(recorder.gradients[1], plain.gradients[1]) <= 1e-3  # weights differ a little
+    assert distance(recorder.gradients[2], plain.gradients[2]) <= 1e-3
+    assert distance(plain.gradients[1], plain.gradients[0]) > 0.1  # so that it is a test
+    assert metrics["train/loss"] == pytest.approx(loss.item(), rel=1e-4)
+    num_clipped, num_tokens = sums["train/clip_frac"]
+    assert num_clipped > 0 and num_tokens > 0
+    for t, was in zip(batch, [t for group in before for t in group], strict=True):
+        assert t.completion.token_ids == was.completion.token_ids  # nothing was sampled again
+
+
+def test_one_iteration_clips_nothing_and_compares_sampler_and_trainer(rotary_model_folder):
+    policy, config = make_policy(rotary_model_folder), config_of(*GRPO)
+    groups = make_groups(config, EASY, HARD)
+    _, sums, _ = update(policy, Recorder(policy.model), groups, config)
+    rows = [t for group in groups for t in group]
+    differences = [
+        row_log_probs(policy.model, t).detach().numpy() - t.completion.log_probs for t in rows
+    ]
+    total, count = sums["train/sampler_mismatch"]
+    assert count == 45
+    assert total == pytest.approx(np.abs(np.concatenate(differences)).sum(), rel=1e-5)
+    assert sums["train/clip_frac"][0] == 0
+
+
+# Trap 9: nothing to learn
+
+
+def weights_of(policy: Policy) -> np.ndarray:
+    return torch.cat([p.detach().flatten() for p in policy.model.parameters()]).numpy().copy()
+
+
+def weights_after_updates(world: World, folder: Path, *batches: list[tuple], options=()) -> list:
+    """(weights, metrics, skipped) after an AdamW update on each of this rank's batches."""
+    policy = make_policy(folder, num_ranks=world.size)
+    config = config_of(*GRPO, *options)
+    optimizer = make_optimizer(policy.model, config)
+    results = []
+    for batch in batches:
+        groups = make_groups(config, batch[world.rank])
+        metrics, _, skipped = update(policy, optimizer, groups, config, world)
+        results.append((weights_of(policy), metrics, skipped))
+    return results
+
+
+def check_that_only_the_first_update_moves_weights(results: list, folder: Path) -> None:
+    first, second = results
+    assert not np.array_equal(first[0], weights_of(make_policy(folder)))
+    assert np.array_equal(first[0], second[0])
+    assert second[1:] == ({}, False)
+
+
+def test_no_advantage_means_no_optimizer_step(rotary_model_folder):
+    """AdamW would go on along its averages, even with a gradient of zero."""
+    results = weights_after_updates(ALONE, rotary_model_folder, [EASY], [EQUAL])
+    check_that_only_the_first_update_moves_weights(results, rotary_model_folder)
+
+
+def test_only_truncated_rows_to_skip_means_no_optimizer_step(rotary_model_folder):
+    """Bug: rows that skip_truncated takes out had weight 0, and AdamW still moved the weights."""
+    truncated = (4, (7, 7, 7, 7), (1.0, 0.0, 0.0, 0.0))
+    results = weights_after_updates(
+        ALONE, rotary_model_folder, [EASY], [truncated], options=["training.skip_truncated=true"]
+    )
+    check_that_only_the_first_update_moves_weights(results, rotary_model_folder)
+
+
+def test_ranks_without_advantages_neither_hang_nor_diverge(rotary_model_folder, tmp_path):
+    """Rank 1 has nothing, then both, then rank 0: always one gradient, the mean over all rows."""
+    batches = [[EASY, EQUAL], [EQUAL, EQUAL], [EQUAL, HARD]]
+    arguments = (rotary_model_folder, *batches)
+    first, second = run_on_ranks(weights_after_updates, 2, *arguments, folder=tmp_path)
+    for mine, others in zip(first, second, strict=True):
+        assert np.array_equal(mine[0], others[0])
+        assert mine[1:] == others[1:]
+    check_that_only_the_first_update_moves_weights(first[:2], rotary_model_folder)
+    assert not np.array_equal(first[1][0], first[2][0])
+    policy, config = make_policy(rotary_model_folder), config_of(*GRPO)
+    expected, loss = reference(policy.model, make_groups(config, EASY, EQUAL), config)
+    assert first[0][1]["train/loss"] == pytest.approx(loss, rel=1e-6, abs=1e-6)
+    assert first[0][1]["train/grad_norm"] == pytest.approx(np.linalg.norm(expected), rel=1e-5)
+
+
+# A gradient that is not finite
+
+
+def broken_update(world: World, folder: Path, value: float, rank: int, where: str) -> tuple:
+    """Weights before and after an update in which a value of one rank is not finite."""
+    policy, config = make_policy(folder, num_ranks=world.size), config_of(*GRPO)
+    optimizer = make_optimizer(policy.model, config)
+    groups = make_groups(config, (EASY, HARD)[world.rank])
+    if world.rank == rank:
+        if where == "advantage":
+            groups[0][1].advantage = value
+        else:
+            groups[0][1].completion.log_probs[2] = value
+    before = weights_of(policy)
+    _, _, skipped = update(policy, optimizer, groups, config, world)
+    after = weights_of(policy)
+    assert all(p.grad is None for p in policy.model.parameters())
+    good = make_groups(config, (EASY, HARD)[world.rank])
+    _, _, skipped_again = update(policy, optimizer, good, config, world)
+    return before, after, skipped, skipped_again, weights_of(policy)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_skips_the_step(rotary_model_folder, value):
+    before, after, skipped, skipped_again, later = broken_update(
+        ALONE, rotary_model_folder, value, 0, "advantage"
+    )
+    assert skipped and np.array_equal(before, after)
+    assert not skipped_again and not np.array_equal(after, later) and np.isfinite(later).all()
+
+
+@pytest.mark.parametrize("where", ["advantage", "sampled log-probability"])
+def test_all_ranks_skip_the_step_that_is_broken_on_one(rotary_model_folder, tmp_path, where):
+    arguments = (rotary_model_folder, math.nan, 1, where)
+    for before, after, skipped, skipped_again, later in run_on_ranks(
+        broken_update, 2, *arguments, folder=tmp_path
+    ):
+        assert skipped and np.array_equal(before, after)
+        assert not skipped_again and np.isfinite(later).all()
