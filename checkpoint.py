@@ -179,8 +179,10 @@ class SaveOnExit:
         self.pipe, write_end = os.pipe()
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end)  # written to even while the main thread is stuck in C code
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)
+        self.handlers = {
+            number: signal.signal(number, lambda *_: None)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
         self.thread.start()
         return self
 
@@ -195,6 +197,8 @@ class SaveOnExit:
                 with self.lock:
                     self.save()
         signal.set_wakeup_fd(-1)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
 
     def begin_change(self) -> None:
         """From here on weights and state do not belong together, until `end_change`."""

@@ -149,7 +149,7 @@ class Training(Section):
     """grpo trains on all samples, each weighted by how much better than the mean of its group it
     was; sil (self-improvement learning) imitates the best ones."""
 
-    num_steps: PositiveInt = 60
+    num_steps: PositiveInt = 80
     """Steps of the run."""
 
     num_samples_per_step: PositiveInt = 16
@@ -159,7 +159,7 @@ class Training(Section):
     """[k, n]: n completions are sampled per question and the k best are trained on. grpo trains
     on all of them (k = n); sil needs k < n, such as [2, 32]."""
 
-    max_new_gen_tokens: PositiveInt = 112
+    max_new_gen_tokens: PositiveInt = 128
     """Longest completion, in tokens; a longer one is cut off and usually earns nothing."""
 
     micro_batch_tokens: PositiveInt = 16_384
@@ -167,15 +167,15 @@ class Training(Section):
     row goes alone. The gradient does not depend on it; lower it when the update runs out of
     memory."""
 
-    learning_rate: PositiveFloat = 3.0e-4
+    learning_rate: PositiveFloat = 2.0e-4
     """AdamW's learning rate after the warm-up. Higher learns faster until the model collapses;
     big models need far less (about 1e-6 for 3 billion weights)."""
 
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up: constant, or falling to 0 at the last step in a line or
-    along a cosine."""
+    """Learning rate after the warm-up: constant, or falling in a line or along a cosine to 0,
+    which it would reach one step after the last."""
 
-    warmup_steps: NonNegativeInt = 5
+    warmup_steps: NonNegativeInt = 10
     """Steps over which the learning rate rises in a line to its full value, while AdamW's
     averages settle; 0 is off."""
 

@@ -54,7 +54,7 @@ def load_examples(
     ] = 1,
     max_number: Annotated[
         int, Field(ge=1, description="Largest number of a generated question.")
-    ] = 25,
+    ] = 50,
     min_target: Annotated[
         int, Field(ge=1, description="Smallest target of a generated question.")
     ] = 10,
@@ -204,6 +204,7 @@ def load_table(source: str) -> "Dataset":
     """The file or hub dataset as it is; ValueError where there is none."""
     import datasets
 
+    datasets.disable_progress_bars()  # they would fill a log file
     path = Path(source)
     file_format = FILE_FORMATS.get(path.suffix.lower())
     if file_format and not path.is_file():

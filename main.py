@@ -260,7 +260,7 @@ def update_policy(
     if training.skip_truncated:
         rows = [t for t in rows if not t.completion.truncated]
     num_tokens = sum(len(t.completion.token_ids) for t in batch)
-    num_broken = sum(not np.isfinite(t.completion.log_probs).all() for t in batch)
+    num_broken = sum(not np.isfinite(t.completion.log_probs).all() for g in groups for t in g)
     totals = world.sum([len(batch), num_tokens, len(rows), num_broken])
     num_rows, num_tokens, num_trainable, num_broken = totals.tolist()
     if num_trainable == 0 or num_broken > 0:

@@ -4,6 +4,7 @@ Shapes: B rows, P longest prompt, T completion tokens, V vocabulary. Masks are b
 """
 
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -108,9 +109,7 @@ def load_policy(
     scorer: nn.Module = CompletionScorer(model, compute_dtype)
     if num_ranks > 1:
         device_ids = [device.index] if device.type == "cuda" else None
-        scorer = DistributedDataParallel(
-            scorer, device_ids, gradient_as_bucket_view=True, broadcast_buffers=False
-        )
+        scorer = DistributedDataParallel(scorer, device_ids, gradient_as_bucket_view=True)
     sampler = model
     if device.type == "cuda" and compute_dtype == torch.bfloat16:
         sampler = bf16_copy(model)
@@ -177,7 +176,9 @@ def load_model(config: Config, tokenizer: PreTrainedTokenizerFast) -> tuple[nn.M
         eos_token_id=sorted(eos_ids), pad_token_id=tokenizer.pad_token_id
     )
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        with warnings.catch_warnings():  # transformers 5.23 renames it, 5.17 knows this name alone
+            warnings.simplefilter("ignore", FutureWarning)
+            model.gradient_checkpointing_enable({"use_reentrant": False})
     return model, tuple(sorted(eos_ids))
 
 

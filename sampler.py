@@ -133,7 +133,7 @@ def keep_likeliest(probs: torch.Tensor, *, top_p: float, top_k: int) -> torch.Te
 # Backend `grouped`: each prompt is read once, and its cache is shared by its completions
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def decode_grouped(
     model: torch.nn.Module,
     prompts: list[list[int]],
@@ -287,7 +287,7 @@ class Record:
         ]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def supports_grouped(model: torch.nn.Module) -> bool:
     """Whether the model's cache can be repeated and selected without changing what it computes.
 
@@ -339,7 +339,7 @@ def get_generation_config(params: SamplingParams, *, num_samples: int) -> Genera
     )
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def decode_with_generate(
     model: torch.nn.Module,
     prompts: list[list[int]],

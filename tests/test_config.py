@@ -250,8 +250,8 @@ def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(override, li
         ),
         (["validation.pass_k=[1, 1]"], "validation.pass_k = [1, 1]: write each k once"),
         (
-            ["task.min_number=30"],
-            "task.min_number = 30: must be at most task.max_number (25)",
+            ["task.min_number=60"],
+            "task.min_number = 60: must be at most task.max_number (50)",
         ),
         (
             ["task.reward_weights={format: 0, answer: 0}"],

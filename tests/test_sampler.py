@@ -54,10 +54,16 @@ def full_log_probs(model: torch.nn.Module, ids: list[int], temperature: float) -
 
 @pytest.fixture
 def poisoned_folder(model_folder: Path, tmp_path: Path) -> Path:
-    """The model with a generation_config that makes sampling greedy and penalises repetition."""
+    """The model with a generation_config that makes sampling greedy and forbids half the tokens."""
     folder = shutil.copytree(model_folder, tmp_path / "poisoned")
     GenerationConfig(
-        do_sample=True, temperature=0.1, top_k=1, repetition_penalty=1.3, min_p=0.3, eos_token_id=0
+        do_sample=True,
+        temperature=0.1,
+        top_k=1,
+        repetition_penalty=1.3,
+        min_p=0.3,
+        suppress_tokens=list(range(2, 345, 2)),  # a field that nobody thinks of
+        eos_token_id=0,
     ).save_pretrained(folder)
     assert json.loads((folder / "generation_config.json").read_text())["top_k"] == 1
     return folder
@@ -304,6 +310,32 @@ def test_truncated_sampling_draws_only_what_is_kept():
     counts = torch.bincount(tokens, minlength=4).tolist()
     assert counts[0] == counts[2] == 0
     assert counts[1] == pytest.approx(1000 * 4 / 7, abs=2)
+
+
+# Trap 16: logits that are not finite
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_row_of_broken_logits_gets_a_log_probability_of_nan_and_harms_no_other(value):
+    """Bug: the draw was out of range, which raised, and on a GPU ended the process."""
+    logits = torch.randn((3, 50), generator=torch.Generator().manual_seed(0))
+    uniforms = torch.tensor([0.2, 0.5, 0.9])
+    settings = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    expected = sample_tokens(logits, uniforms, **settings)
+    broken = logits.clone()
+    broken[1, 7] = value
+    tokens, log_probs, entropies = sample_tokens(broken, uniforms, **settings)
+    for result, whole in zip((tokens, log_probs, entropies), expected, strict=True):
+        assert torch.equal(result[[0, 2]], whole[[0, 2]])
+    assert 0 <= tokens[1] < 50 and log_probs[1].isnan()
+
+
+@pytest.mark.parametrize("backend", ["grouped", "generate"])
+def test_a_broken_model_samples_without_an_exception(rotary_model_folder, backend):
+    policy = make_policy(rotary_model_folder, f"sampling.backend={backend}")
+    next(policy.model.parameters()).data.fill_(math.nan)
+    completions = [completion for group in sample(policy) for completion in group]
+    assert all(np.isnan(completion.log_probs).all() for completion in completions)
 
 
 # Models
