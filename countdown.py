@@ -18,7 +18,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 if TYPE_CHECKING:  # datasets takes a second to import, so it is imported where rows are loaded
     from datasets import Dataset
@@ -40,26 +40,22 @@ def load_examples(
     num_examples: int | None,
     seed: int = 0,
     min_numbers: Annotated[
-        int, Field(ge=1, description="Fewest numbers of a generated question.")
+        PositiveInt, Field(description="Generated questions: fewest numbers.")
     ] = 3,
     max_numbers: Annotated[
-        int,
-        Field(
-            ge=1,
-            description="Most numbers of a generated question; each more makes it much harder.",
-        ),
+        PositiveInt, Field(description="Generated questions: most numbers.")
     ] = 4,
     min_number: Annotated[
-        int, Field(ge=1, description="Smallest number of a generated question.")
+        PositiveInt, Field(description="Generated questions: smallest number.")
     ] = 1,
     max_number: Annotated[
-        int, Field(ge=1, description="Largest number of a generated question.")
+        PositiveInt, Field(description="Generated questions: largest number.")
     ] = 50,
     min_target: Annotated[
-        int, Field(ge=1, description="Smallest target of a generated question.")
+        PositiveInt, Field(description="Generated questions: smallest target.")
     ] = 10,
     max_target: Annotated[
-        int, Field(ge=1, description="Largest target of a generated question.")
+        PositiveInt, Field(description="Generated questions: largest target.")
     ] = 99,
     held_out: bool = True,
     exclude: Iterable[dict] = (),
@@ -93,14 +89,22 @@ def load_examples(
         rows = [row for row in read_questions(source) if question_key(row) not in excluded]
         if held_out:
             rows = [row for row in rows if is_held_out(row) == (split == "validation")]
-        if not rows:
-            raise ValueError(f"{source}: no question left for {split}; give a file with more rows")
-        if num_examples is not None and num_examples < len(rows):
-            rows = random.Random(seed).sample(rows, num_examples)
+        rows = choose_rows(rows, split, num_examples, seed=seed, source=source)
 
     from datasets import Dataset
 
     return Dataset.from_list(rows)
+
+
+def choose_rows(
+    rows: list[dict], split: str, num_examples: int | None, *, seed: int, source: str
+) -> list[dict]:
+    """All rows, or `num_examples` of them drawn by `seed`; ValueError where there are none."""
+    if not rows:
+        raise ValueError(f"{source}: no question left for {split}; give a file with more rows")
+    if num_examples is None or num_examples >= len(rows):
+        return rows
+    return random.Random(seed).sample(rows, num_examples)
 
 
 def question_key(example: dict) -> str:

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node=4 main.py --config configs/countdown-qwen2.5-3b.yaml
     python main.py training.num_steps=5 training.learning_rate=1e-4     # any key, on one process
 
-A step of the algorithm (`run_training`):
+A step of the algorithm (`take_step`):
 
     1. take N questions and sample n completions of each: the groups
     2. score every completion with a rule: the reward
@@ -54,6 +54,7 @@ from data import TASKS, QuestionStream, encode_prompts, load_questions
 from distributed import World, init_world, no_sync, settle_buckets, tell_optimizer
 from logger import Logger
 from metrics import Clock, metric_columns, peak_memory_gb, reduce_means, solve_rates, versions
+from optimizer import learning_rate_at, make_optimizer
 from policy import Policy, load_policy
 from sampler import Completion, left_pad, right_pad, sample_completions
 
@@ -272,28 +273,22 @@ def update_policy(
         for some in pack_rows(rows, training.micro_batch_tokens)
     ]
 
-    policy.model.train()
-    metrics, sums, skipped = {}, UpdateSums(), False
+    metrics, sums, is_skipped = {}, UpdateSums(), False
     with logger.progress(len(micro_batches) * training.num_iterations, "update", "batch") as bar:
         for _ in range(training.num_iterations):
             optimizer.zero_grad()
-            loss = 0.0
-            for micro_batch in micro_batches:
-                is_last = micro_batch is micro_batches[-1]
-                with contextlib.nullcontext() if is_last else no_sync(policy.scorer):
-                    loss += accumulate_gradient(policy, micro_batch, config, sums)
-                bar.update(1)
+            loss = compute_gradient(policy, micro_batches, config, sums, bar.update)
             grad_norm = nn.utils.clip_grad_norm_(policy.model.parameters(), training.max_grad_norm)
-            loss = world.sum([loss / world.size]).item()
+            loss = world.sum([loss / world.size]).item()  # undoes the factor in the weights
             metrics = {"train/loss": loss, "train/grad_norm": grad_norm.item()}
-            if not (math.isfinite(loss) and math.isfinite(metrics["train/grad_norm"])):
-                skipped = True
+            is_skipped = not all(math.isfinite(value) for value in metrics.values())
+            if is_skipped:
                 break
             before_change()
             optimizer.step()
     optimizer.zero_grad()
     policy.refresh_sampler()
-    return metrics, sums.as_metrics(), skipped
+    return metrics, sums.as_metrics(), is_skipped
 
 
 @dataclass
@@ -312,10 +307,28 @@ class UpdateSums:
         }
 
 
+def compute_gradient(
+    policy: Policy,
+    micro_batches: list[MicroBatch],
+    config: Config,
+    sums: UpdateSums,
+    on_progress: Callable[[int], None],
+) -> float:
+    """Add up the micro-batches' gradients, at the last over the ranks too; returns the loss."""
+    policy.model.train()
+    loss = 0.0
+    for micro_batch in micro_batches:
+        is_last = micro_batch is micro_batches[-1]
+        with contextlib.nullcontext() if is_last else no_sync(policy.scorer):
+            loss += accumulate_gradient(policy, micro_batch, config, sums)
+        on_progress(1)
+    return loss
+
+
 def accumulate_gradient(
     policy: Policy, batch: MicroBatch, config: Config, sums: UpdateSums
 ) -> float:
-    """Add a micro-batch's gradient to the weights'; returns its loss."""
+    """Add one micro-batch's gradient to the weights'; returns its loss."""
     training = config.training
     eps, eps_high = training.clip_eps, training.clip_eps_high or training.clip_eps
     log_probs = policy.scorer(
@@ -395,31 +408,6 @@ def make_micro_batch(
         weights=weights * world.size,  # DDP averages over the ranks, the loss is a sum
         sampler_log_probs=right_pad([c.log_probs for c in completions], 0.0).to(device),
     )
-
-
-def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """AdamW over all trainable weights; weight decay on the matrices only."""
-    training = config.training
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    is_cuda = parameters[0].device.type == "cuda"
-    return torch.optim.AdamW(groups, lr=training.learning_rate, fused=is_cuda)
-
-
-def learning_rate_at(step: int, config: Config) -> float:
-    """The learning rate of step 1, 2, ..., num_steps."""
-    training = config.training
-    warmup = min(1.0, step / max(1, training.warmup_steps))
-    progress = (step - 1) / training.num_steps
-    decay = {
-        "constant": 1.0,
-        "linear": 1 - progress,
-        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-    }[training.lr_schedule]
-    return training.learning_rate * warmup * decay
 
 
 # Metrics: sums and counts over all ranks, then one division; never a mean of rank means

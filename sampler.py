@@ -94,11 +94,9 @@ def sample_tokens(
     probs = log_probs.exp()
     entropies = -torch.special.xlogy(probs, probs).sum(dim=-1)  # 0 log 0 is 0
     cdf = keep_likeliest(probs, top_p=top_p, top_k=top_k).cumsum(dim=-1)
-    total = cdf[:, -1]  # not exactly 1, hence the scaling; below it there is always a token
-    threshold = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
-    tokens = torch.searchsorted(
-        cdf, threshold[:, None], right=True
-    )  # (B, 1), never of probability 0
+    # the sum is not exactly 1; uniforms are at most 1 - 2**-24, so the threshold stays below it
+    threshold = uniforms * cdf[:, -1]
+    tokens = torch.searchsorted(cdf, threshold[:, None], right=True)  # (B, 1), never one of mass 0
     chosen = log_probs.gather(-1, tokens)[:, 0].masked_fill(is_broken, torch.nan)
     return tokens[:, 0], chosen, entropies
 

@@ -541,14 +541,14 @@ def test_generated_questions_depend_on_the_seed_alone():
 
 
 PINNED_TRAIN_ROWS = [
-    {"nums": [4, 19, 3, 22], "target": 53},
-    {"nums": [13, 6, 18, 2], "target": 50},
-    {"nums": [4, 18, 16, 24], "target": 40},
+    {"nums": [47, 44, 7, 24], "target": 20},
+    {"nums": [4, 30, 8, 8], "target": 24},
+    {"nums": [17, 39, 37], "target": 93},
 ]
 PINNED_EVAL_ROWS = [
-    {"nums": [18, 14, 3, 23], "target": 55},
-    {"nums": [14, 23, 2], "target": 16},
-    {"nums": [3, 12, 14], "target": 29},
+    {"nums": [39, 7, 48, 1], "target": 16},
+    {"nums": [21, 16, 49, 33], "target": 87},
+    {"nums": [11, 4, 45, 6], "target": 54},
 ]
 
 
