@@ -29,9 +29,10 @@ from transformers import AutoModelForCausalLM
 def save_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary folder, put that on disk for good, then name it `folder`.
 
-    A kill at any instant leaves the old folder or the new one. Raises OSError, with the old folder
-    in place and the temporary one removed, where the disk is full.
+    A kill at any instant leaves the old folder (see `mend`) or the new one. Raises OSError, with
+    the old folder in place and the temporary one removed, where the disk is full.
     """
+    mend(folder)
     temporary = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -39,9 +40,9 @@ def save_folder(folder: Path, write: Callable[[Path], None]) -> None:
         write(temporary)
         for path in [*temporary.rglob("*"), temporary]:
             sync(path)
-    except OSError:
+    except Exception as error:  # for a full disk torch, safetensors and tokenizers each have one
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        raise OSError(f"{folder} could not be written: {error}") from error
     old = folder.with_name(f"{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -49,6 +50,13 @@ def save_folder(folder: Path, write: Callable[[Path], None]) -> None:
     temporary.rename(folder)
     sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def mend(folder: Path) -> None:
+    """Give the old folder its name back, if a kill fell between the two renames."""
+    old = folder.with_name(f"{folder.name}.old")
+    if old.exists() and not folder.exists():
+        old.rename(folder)
 
 
 def sync(path: Path) -> None:

@@ -28,7 +28,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -57,9 +56,6 @@ from metrics import Clock, metric_columns, peak_memory_gb, reduce_means, solve_r
 from optimizer import learning_rate_at, make_optimizer
 from policy import Policy, load_policy
 from sampler import Completion, left_pad, right_pad, sample_completions
-
-if TYPE_CHECKING:  # datasets takes a second to import
-    from datasets import Dataset
 
 # Rollouts
 
@@ -440,7 +436,7 @@ def rollout_sums(
 
 
 def evaluate(
-    policy: Policy, questions, *, config: Config, world: World, logger: Logger
+    policy: Policy, questions: list[dict], *, config: Config, world: World, logger: Logger
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics over all validation questions, each answered on one rank, and the first samples.
 
@@ -512,7 +508,7 @@ class Run:
     policy: Policy
     optimizer: torch.optim.Optimizer
     train_questions: QuestionStream
-    validation_questions: "Dataset"
+    validation_questions: list[dict]
     folder: Path
     console: Logger
     state: State = field(default_factory=State)
@@ -540,7 +536,7 @@ def prepare_run(config: Config) -> Run:
         policy=policy,
         optimizer=make_optimizer(policy.model, config),
         train_questions=QuestionStream(train_questions, config.training.seed),
-        validation_questions=validation_questions,
+        validation_questions=validation_questions.to_list(),
         folder=Path(config.run.dir) / run_name(config),
         console=console,
     )
@@ -655,8 +651,8 @@ def record(run: Run, measured: dict[str, float], samples: list[dict], logger: Lo
         state.first = state.last if state.step == 0 else state.first
         if state.best is None or state.last > state.best:
             state.best, state.best_step = state.last, state.step
-            if run.world.is_main:
-                checkpoint.save_model(run.policy.model, run.policy.tokenizer, run.folder / "best")
+            model, tokenizer, best = run.policy.model, run.policy.tokenizer, run.folder / "best"
+            save_on_main(run, lambda: checkpoint.save_model(model, tokenizer, best))
     logger.log_metrics(state.step, state.row | measured)
     state.row, state.is_recorded = {}, True
     is_last = state.step == config.training.num_steps
@@ -689,28 +685,35 @@ def summary(run: Run) -> str:
 
 
 def save_state(run: Run) -> None:
-    """Save everything that goes on, on rank 0; a full disk leaves the checkpoint before."""
-    if not run.world.is_main:
-        return
+    """Save everything that goes on."""
     state = {
         "state": asdict(run.state),
         "num_ranks": run.world.size,
         "config": flatten(run.config),
     }
+    save = functools.partial(
+        checkpoint.save_checkpoint,
+        run.folder / "checkpoints",
+        state,
+        step=run.state.step,
+        model=run.policy.model,
+        tokenizer=run.policy.tokenizer,
+        optimizer=run.optimizer,
+        keep=run.config.checkpoint.keep,
+    )
+    save_on_main(run, save)
+
+
+def save_on_main(run: Run, save: Callable[[], None]) -> None:
+    """Save on rank 0; a full disk leaves what was saved before, and the run goes on."""
+    if not run.world.is_main:
+        return
     try:
-        checkpoint.save_checkpoint(
-            run.folder / "checkpoints",
-            state,
-            step=run.state.step,
-            model=run.policy.model,
-            tokenizer=run.policy.tokenizer,
-            optimizer=run.optimizer,
-            keep=run.config.checkpoint.keep,
-        )
+        save()
     except OSError as error:
         run.console.warning(
-            f"no checkpoint at step {run.state.step} ({error}): the one before is kept; free some "
-            "space, or lower checkpoint.keep"
+            f"nothing saved at step {run.state.step}, what was saved before is kept: {error}; free "
+            "some space, or lower checkpoint.keep"
         )
 
 
@@ -760,6 +763,7 @@ def open_logger(run: Run) -> Logger:
         resume_step=last_recorded if run.is_resumed else None,
     )
     if run.world.is_main:
+        checkpoint.mend(run.folder / "best")
         text = f"# {versions()}\n{dump(config)}"
         (run.folder / "config.yaml").write_text(text, encoding="utf-8")
     return logger
@@ -778,7 +782,13 @@ def main() -> None:
             lines = error.lines if isinstance(error, ConfigError) else [str(error)]
             print("\n".join(f"error: {line}" for line in lines), file=sys.stderr)
         sys.exit(2)
-    run_training(run, logger)
+    try:
+        run_training(run, logger)
+    except torch.OutOfMemoryError as error:
+        raise RuntimeError(
+            "out of GPU memory: lower sampling.max_batch_tokens if it was sampling, else "
+            "training.micro_batch_tokens, or set model.gradient_checkpointing=true"
+        ) from error
     if run.world.size > 1:
         dist.destroy_process_group()
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -159,6 +160,23 @@ def test_a_full_disk_leaves_the_folder_that_was_there(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
+def test_a_full_disk_is_said_and_the_run_goes_on(tmp_path, rotary_model_folder):
+    """Played by a limit on the size of files, below that of the weights."""
+    done = subprocess.run(
+        command(tmp_path, rotary_model_folder, "training.num_steps=2"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("nothing saved at step") >= 3  # best/ at 0, checkpoints at 1 and 2
+    assert "checkpoint.keep" in done.stdout
+    assert len((tmp_path / "x/metrics.jsonl").read_text().splitlines()) == 3
+    assert not list((tmp_path / "x/checkpoints").iterdir())
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, rotary_model_folder):
     train(tmp_path, rotary_model_folder, "training.num_steps=2")
     root, said = tmp_path / "x/checkpoints", []
@@ -169,3 +187,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, rota
     weights.write_bytes(damaged)
     assert checkpoint.newest_whole(root, said.append) == root / "step-000001"
     assert len(said) == 1 and "step-000002" in said[0]
+
+
+def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
+    folder = tmp_path / "best"
+    checkpoint.save_folder(folder, lambda new: (new / "weights").write_text("old"))
+    folder.rename(tmp_path / "best.old")
+    checkpoint.mend(folder)
+    assert (folder / "weights").read_text() == "old"
