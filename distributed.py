@@ -26,7 +26,7 @@ class World:
 
     def sum(self, values: list[float] | np.ndarray | torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in float64 on the CPU."""
-        total = torch.as_tensor(values).to("cpu", torch.float64, copy=True)
+        total = torch.as_tensor(values, dtype=torch.float64, device="cpu").clone()
         if self.size > 1:
             dist.all_reduce(total)
         return total

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import make_config
+from conftest import ALONE, make_config
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -307,3 +307,10 @@ def test_rollout_metrics_are_sums_and_counts_over_all_rows():
         "train/zero_advantage_frac": (1, 2),
     }
     assert {name: pytest.approx(sums[name]) for name in expected} == expected
+
+
+def test_sums_over_ranks_are_exact_in_float64_and_leave_the_caller_its_values():
+    """A list of floats went through float32 once: rewards differed from the ninth digit on."""
+    values = torch.tensor([0.1], dtype=torch.float64)
+    assert ALONE.sum([0.1, 2**24 + 1]).tolist() == [0.1, 2**24 + 1]
+    assert ALONE.sum(values).data_ptr() != values.data_ptr()
