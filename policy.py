@@ -7,6 +7,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
@@ -97,6 +98,12 @@ def load_policy(
     Raises ValueError, one line, where the model cannot be used.
     """
     settings, sampling, training = config.model, config.sampling, config.training
+    is_path = settings.name.startswith((".", "/", "~")) or settings.name.count("/") > 1
+    if is_path and not Path(settings.name).is_dir():
+        raise ValueError(
+            f"model.name = {settings.name}: no such folder; give a folder with a model in it, or "
+            "a hub id (owner/name)"
+        )
     try:
         tokenizer = load_tokenizer(config, say)
         model, eos_ids = load_model(config, tokenizer)

@@ -344,3 +344,9 @@ def test_the_same_tokenizer_is_loaded_from_a_saved_policy(rotary_model_folder, t
     text = "Use the numbers [12, 345]\n<answer>7</answer>"
     assert again.encode(text) == policy.tokenizer.encode(text)
     assert again.get_vocab() == policy.tokenizer.get_vocab()
+
+
+@pytest.mark.parametrize("name", ["/nowhere", "./nowhere", "runs/x/nowhere"])
+def test_a_folder_that_is_not_there_is_said_and_not_looked_up_on_the_hub(name):
+    with pytest.raises(ValueError, match=f"^model.name = {name}: no such folder; give a folder"):
+        load_policy(make_config(f"model.name={name}"), device=CPU, num_ranks=1, say=print)
