@@ -215,6 +215,10 @@ class Training(Section):
     max_skipped_steps: PositiveInt = 10
     """Stop after this many steps in a row whose loss or gradient was not finite."""
 
+    stop_on_collapse: bool = False
+    """Stop where the model has collapsed: over the last steps it solves half of what it solved at
+    its best, its entropy is near 0, or most completions are cut off. A warning is given anyway."""
+
     seed: int = Field(0, ge=0, lt=2**32)
     """Seed of the data, their order and the samples; another seed is another run."""
 
@@ -534,7 +538,8 @@ def check_world(config: Config, world_size: int) -> None:
 
 def check_same_run(saved: dict[str, Any], config: Config) -> None:
     """Raises ConfigError where keys of a run to be resumed (`flatten`ed) differ that must not."""
-    free = ("training.num_steps", "validation.every", "checkpoint.", "logging.", "run.")
+    free = ("training.num_steps", "training.stop_on_collapse", "validation.every")
+    free += ("checkpoint.", "logging.", "run.")
     changed = [
         f"{key} = {show(value)}, but the run was started with {show(saved.get(key))}"
         for key, value in flatten(config).items()

@@ -21,40 +21,30 @@ vocabulary. Masks are bool, True = keep.
 """
 
 import contextlib
+import errno
 import functools
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedTokenizerFast
-from transformers.utils import logging as transformers_logging
 
-import checkpoint
-from config import (
-    Config,
-    ConfigError,
-    check_same_run,
-    check_world,
-    differences,
-    dump,
-    flatten,
-    load_config,
-    options_for,
-    run_name,
-)
-from data import TASKS, QuestionStream, encode_prompts, load_questions
-from distributed import World, init_world, no_sync, settle_buckets, tell_optimizer
+from checkpoint import SaveOnExit
+from config import Config, ConfigError, check_world, load_config, options_for
+from data import TASKS, encode_prompts
+from distributed import World, no_sync
 from logger import Logger
-from metrics import Clock, metric_columns, peak_memory_gb, reduce_means, solve_rates, versions
-from optimizer import learning_rate_at, make_optimizer
-from policy import Policy, load_policy
+from metrics import Clock, peak_memory_gb, reduce_means, solve_rates
+from optimizer import learning_rate_at
+from policy import Policy
+from run import Run, open_logger, prepare_run, save_best, save_state, summary
 from sampler import Completion, left_pad, right_pad, sample_completions
 
 # Rollouts
@@ -483,80 +473,18 @@ def describe(trajectory: Trajectory, policy: Policy) -> dict:
 # The run
 
 
-@dataclass
-class State:
-    """Where a run is: what a checkpoint holds beside the weights and the optimizer."""
-
-    step: int = 0
-    position: int = 0  # training questions drawn so far, over all ranks
-    first: float | None = None  # eval/pass@1 before training
-    last: float | None = None
-    best: float | None = None  # the highest, the earliest on ties
-    best_step: int = 0
-    skipped_steps: int = 0
-    skipped_in_a_row: int = 0
-    row: dict[str, float] = field(default_factory=dict)  # metrics of this step, not yet recorded
-    is_recorded: bool = False
-
-
-@dataclass
-class Run:
-    """Everything a run needs, loaded and checked before anything is written."""
-
-    config: Config
-    world: World
-    policy: Policy
-    optimizer: torch.optim.Optimizer
-    train_questions: QuestionStream
-    validation_questions: list[dict]
-    folder: Path
-    console: Logger
-    state: State = field(default_factory=State)
-    is_resumed: bool = False
-
-
-def prepare_run(config: Config) -> Run:
-    """Load what the config names. Raises ValueError or OSError where it cannot be used."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    world, notes = init_world()
-    console = Logger(rank=world.rank)
-    for line in [*notes, *differences(config)]:
-        console.info(line)
-    policy = load_policy(config, device=world.device, num_ranks=world.size, say=console.info)
-    context = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
-    train_questions, validation_questions = load_questions(
-        config, tokenizer=policy.tokenizer, context=context, say=console.info
-    )
-    if len(validation_questions) < world.size:
-        raise ValueError(f"{len(validation_questions)} validation questions for {world.size} ranks")
-    run = Run(
-        config=config,
-        world=world,
-        policy=policy,
-        optimizer=make_optimizer(policy.model, config),
-        train_questions=QuestionStream(train_questions, config.training.seed),
-        validation_questions=validation_questions.to_list(),
-        folder=Path(config.run.dir) / run_name(config),
-        console=console,
-    )
-    resume(run)
-    settle_buckets(policy.scorer, world.device)
-    return run
-
-
 def run_training(run: Run, logger: Logger) -> None:
     """The whole algorithm: sample, score, compare, learn; measure and save now and then."""
-    state, num_steps = run.state, run.config.training.num_steps
+    state = run.state
     save = functools.partial(save_state, run)
-    with checkpoint.SaveOnExit(save, is_main=run.world.is_main) as guard:
+    with SaveOnExit(save, is_main=run.world.is_main) as guard:
         while True:
             if not state.is_recorded:
                 measured, samples = evaluate_if_due(run, logger)
                 guard.begin_change()
                 record(run, measured, samples, logger)
                 guard.end_change()
-            if state.step >= num_steps:
+            if run.is_over:
                 break
             stop_if_diverged(run)
             take_step(run, logger, guard)
@@ -564,7 +492,7 @@ def run_training(run: Run, logger: Logger) -> None:
     logger.close()
 
 
-def take_step(run: Run, logger: Logger, guard: checkpoint.SaveOnExit) -> None:
+def take_step(run: Run, logger: Logger, guard: SaveOnExit) -> None:
     """Sample, score, compare, learn. The state then holds the step's metrics, to be recorded."""
     config, state, clock = run.config, run.state, Clock()
     with clock("step"):
@@ -598,14 +526,12 @@ def take_step(run: Run, logger: Logger, guard: checkpoint.SaveOnExit) -> None:
     metrics |= {"train/lr": learning_rate} | speed(run, metrics, clock)
 
     guard.begin_change()
-    state.step += 1
-    state.position += len(examples) * run.world.size
-    state.skipped_steps += is_skipped
-    state.skipped_in_a_row = state.skipped_in_a_row + 1 if is_skipped else 0
-    state.row = metrics | {"train/skipped_steps": state.skipped_steps}
-    state.is_recorded = False
+    num_questions = len(examples) * run.world.size
+    new_signs = state.advance(metrics, num_questions=num_questions, is_skipped=is_skipped)
     guard.end_change()
     logger.print_step(state.step, config.training.num_steps, state.row)
+    for sign in new_signs:
+        logger.warning(f"the model may be collapsing: {sign} (mean of the last steps)")
 
 
 def next_questions(run: Run) -> tuple[list[dict], list[tuple[int, ...]]]:
@@ -631,7 +557,7 @@ def speed(run: Run, metrics: dict[str, float], clock: Clock) -> dict[str, float]
 def evaluate_if_due(run: Run, logger: Logger) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of an evaluation at the start, every so many steps and at the end."""
     config, step = run.config, run.state.step
-    if step % config.validation.every != 0 and step != config.training.num_steps:
+    if step % config.validation.every != 0 and not run.is_over:
         return {}, []
     clock = Clock()
     with clock("eval"):
@@ -649,14 +575,12 @@ def record(run: Run, measured: dict[str, float], samples: list[dict], logger: Lo
         logger.log_samples(state.step, samples)
         state.last = measured["eval/pass@1"]
         state.first = state.last if state.step == 0 else state.first
-        if state.best is None or state.last > state.best:
+        is_best = state.best is None or state.last > state.best
+        if is_best and save_best(run):
             state.best, state.best_step = state.last, state.step
-            model, tokenizer, best = run.policy.model, run.policy.tokenizer, run.folder / "best"
-            save_on_main(run, lambda: checkpoint.save_model(model, tokenizer, best))
     logger.log_metrics(state.step, state.row | measured)
     state.row, state.is_recorded = {}, True
-    is_last = state.step == config.training.num_steps
-    if is_last or (state.step > 0 and state.step % config.checkpoint.every == 0):
+    if run.is_over or (state.step > 0 and state.step % config.checkpoint.every == 0):
         save_state(run)
 
 
@@ -669,106 +593,6 @@ def stop_if_diverged(run: Run) -> None:
         )
 
 
-def summary(run: Run) -> str:
-    """What came of the run, and where it is."""
-    state, best = run.state, run.folder / "best"
-    return (
-        f"pass@1 {state.first:.3f} at the start, {state.last:.3f} after step {state.step}; best "
-        f"{state.best:.3f} at step {state.best_step}, chosen on these same validation questions\n"
-        f"the best model: {best}\n"
-        f'load it: AutoModelForCausalLM.from_pretrained("{best}")\n'
-        "train on: the same command with a larger training.num_steps"
-    )
-
-
-# Checkpoints
-
-
-def save_state(run: Run) -> None:
-    """Save everything that goes on."""
-    state = {
-        "state": asdict(run.state),
-        "num_ranks": run.world.size,
-        "config": flatten(run.config),
-    }
-    save = functools.partial(
-        checkpoint.save_checkpoint,
-        run.folder / "checkpoints",
-        state,
-        step=run.state.step,
-        model=run.policy.model,
-        tokenizer=run.policy.tokenizer,
-        optimizer=run.optimizer,
-        keep=run.config.checkpoint.keep,
-    )
-    save_on_main(run, save)
-
-
-def save_on_main(run: Run, save: Callable[[], None]) -> None:
-    """Save on rank 0; a full disk leaves what was saved before, and the run goes on."""
-    if not run.world.is_main:
-        return
-    try:
-        save()
-    except OSError as error:
-        run.console.warning(
-            f"nothing saved at step {run.state.step}, what was saved before is kept: {error}; free "
-            "some space, or lower checkpoint.keep"
-        )
-
-
-def resume(run: Run) -> None:
-    """Go on from the newest whole checkpoint, if there is one: rank 0 reads, the others are told.
-
-    Raises ValueError where that checkpoint belongs to another configuration.
-    """
-    world, config, root = run.world, run.config, run.folder / "checkpoints"
-    if config.checkpoint.resume == "never":
-        if checkpoint.list_checkpoints(root):
-            raise ValueError(f"{root} holds checkpoints: set run.name to start another run")
-        return
-    folder = checkpoint.newest_whole(root, run.console.warning) if world.is_main else None
-    saved = world.tell(checkpoint.load_state(folder) if folder else None)
-    if saved is None:
-        return
-    check_same_run(saved["config"], config)
-    if saved["num_ranks"] != world.size:
-        run.console.warning(
-            f"the run had {saved['num_ranks']} ranks and goes on with {world.size}: "
-            "not bit for bit the same"
-        )
-    if folder:
-        checkpoint.load_weights(folder, run.policy.model)
-        run.optimizer.load_state_dict(checkpoint.load_optimizer_state(folder))
-    for parameter in run.policy.model.parameters():
-        world.tell_tensor(parameter.data)
-    tell_optimizer(world, run.optimizer)
-    run.policy.refresh_sampler()
-    run.state, run.is_resumed = State(**saved["state"]), True
-    run.console.info(f"resumed after step {run.state.step}")
-
-
-def open_logger(run: Run) -> Logger:
-    """The run's folder with its resolved config, and the files that its metrics go to."""
-    config, state = run.config, run.state
-    last_recorded = state.step if state.is_recorded else state.step - 1
-    logger = Logger(
-        rank=run.world.rank,
-        do_mlflow=config.logging.mlflow,
-        run_dir=run.folder,
-        config=config.model_dump(),
-        experiment=config.logging.experiment,
-        run_name=run_name(config),
-        columns=metric_columns(config),
-        resume_step=last_recorded if run.is_resumed else None,
-    )
-    if run.world.is_main:
-        checkpoint.mend(run.folder / "best")
-        text = f"# {versions()}\n{dump(config)}"
-        (run.folder / "config.yaml").write_text(text, encoding="utf-8")
-    return logger
-
-
 def main() -> None:
     """Do what the command line asks for; a user's mistake is one line and status 2."""
     try:
@@ -777,10 +601,7 @@ def main() -> None:
         run = prepare_run(config)
         logger = open_logger(run)
     except (ValueError, OSError) as error:
-        names = ("LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")  # once, even under --max-restarts
-        if all(os.environ.get(name, "0") == "0" for name in names):
-            lines = error.lines if isinstance(error, ConfigError) else [str(error)]
-            print("\n".join(f"error: {line}" for line in lines), file=sys.stderr)
+        tell_once(error)
         sys.exit(2)
     try:
         run_training(run, logger)
@@ -789,8 +610,29 @@ def main() -> None:
             "out of GPU memory: lower sampling.max_batch_tokens if it was sampling, else "
             "training.micro_batch_tokens, or set model.gradient_checkpointing=true"
         ) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise RuntimeError(
+            f"{run.folder}: the disk is full: free some space and give the same command again, it "
+            "goes on from the last checkpoint"
+        ) from error
     if run.world.size > 1:
         dist.destroy_process_group()
+
+
+def tell_once(error: ValueError | OSError) -> None:
+    """Print a user's mistake on one rank, and not again at a restart."""
+    is_config = isinstance(error, ConfigError)
+    rank, restarts = (
+        int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+    )
+    if restarts > 0 or (is_config and rank > 0):
+        return
+    if rank > 0:  # if rank 0 has met it too, torchrun ends this process before it speaks
+        time.sleep(3)
+    lines = error.lines if is_config else [str(error)]
+    print("\n".join(f"error: {line}" for line in lines), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,8 @@ def metric_columns(config: Config) -> list[str]:
     validation = config.validation
     train = (
         "loss reward reward_std solved format advantage_abs entropy clip_frac grad_norm lr "
-        "completion_tokens truncated_frac zero_advantage_frac skipped_steps sampler_mismatch"
+        "completion_tokens truncated_frac zero_advantage_frac skipped_steps collapsed "
+        "sampler_mismatch"
     )
     evaluation = ["pass@1", "pass@1_low", "pass@1_high"]
     evaluation += [f"pass@{k}" for k in validation.pass_k if k != 1]

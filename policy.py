@@ -19,11 +19,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedTokenizerFast,
 )
 from transformers.utils import cached_file
 
 from config import Config
+from estimate import check_memory
 from sampler import SamplingParams, position_ids, supports_grouped
 
 
@@ -104,23 +106,23 @@ def load_policy(
             f"model.name = {settings.name}: no such folder; give a folder with a model in it, or "
             "a hub id (owner/name)"
         )
+    compute_dtype = choose_compute_dtype(settings.compute_dtype, device)
+    samples_copy = device.type == "cuda" and compute_dtype == torch.bfloat16
     try:
         tokenizer = load_tokenizer(config, say)
-        model, eos_ids = load_model(config, tokenizer)
+        model_config = load_model_config(config)
+        check_memory(model_config, config, device=device, samples_copy=samples_copy)
+        model, eos_ids = load_model(model_config, config, tokenizer)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         problem = " ".join(str(error).split())
         raise ValueError(f"model.name = {settings.name}: cannot be used: {problem}") from error
     model.to(device)
 
-    compute_dtype = choose_compute_dtype(settings.compute_dtype, device)
     scorer: nn.Module = CompletionScorer(model, compute_dtype)
     if num_ranks > 1:
         device_ids = [device.index] if device.type == "cuda" else None
         scorer = DistributedDataParallel(scorer, device_ids, gradient_as_bucket_view=True)
-    sampler = model
-    if device.type == "cuda" and compute_dtype == torch.bfloat16:
-        sampler = bf16_copy(model)
-
+    sampler = bf16_copy(model) if samples_copy else model
     backend = sampling.backend
     if backend == "grouped" and not supports_grouped(sampler.eval()):
         say("this model's cache cannot be shared by a group: sampling.backend=generate")
@@ -152,24 +154,31 @@ def bf16_copy(model: nn.Module) -> nn.Module:
     return copied
 
 
-def load_model(config: Config, tokenizer: PreTrainedTokenizerFast) -> tuple[nn.Module, tuple]:
-    """The model with fp32 weights, and the ids that end a completion."""
+def load_model_config(config: Config) -> PretrainedConfig:
+    """The model's own config, without dropout: else the scored policy is not the sampled one."""
     settings = config.model
-    source = {
-        "revision": settings.revision,
-        "trust_remote_code": settings.trust_remote_code,
-    }
-    model_config = AutoConfig.from_pretrained(settings.name, **source)
+    model_config = AutoConfig.from_pretrained(
+        settings.name, revision=settings.revision, trust_remote_code=settings.trust_remote_code
+    )
     for key, value in model_config.to_dict().items():
         if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
-            setattr(model_config, key, 0.0)  # else the scored policy is not the sampled one
+            setattr(model_config, key, 0.0)
+    return model_config
+
+
+def load_model(
+    model_config: PretrainedConfig, config: Config, tokenizer: PreTrainedTokenizerFast
+) -> tuple[nn.Module, tuple]:
+    """The model with fp32 weights, and the ids that end a completion."""
+    settings = config.model
     model, loading = AutoModelForCausalLM.from_pretrained(
         settings.name,
         config=model_config,
         dtype=torch.float32,  # the masters: small updates are lost in bf16
         attn_implementation=settings.attn_implementation,
         output_loading_info=True,
-        **source,
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
     )
     if missing := sorted(loading["missing_keys"]):  # they were drawn at random
         raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}")

@@ -173,6 +173,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on(tmp_path, rotary_model_folder):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("nothing saved at step") >= 3  # best/ at 0, checkpoints at 1 and 2
     assert "checkpoint.keep" in done.stdout
+    assert "no model could be saved in" in done.stdout  # the summary claims nothing else
     assert len((tmp_path / "x/metrics.jsonl").read_text().splitlines()) == 3
     assert not list((tmp_path / "x/checkpoints").iterdir())
 

@@ -1,0 +1,98 @@
+"""Whether a run fits, told before anything big is loaded or written.
+
+What is counted is the least that a run needs: activations come on top, what cannot be known counts
+0. So no run is refused that would fit. 1 GB is 10^9 bytes.
+"""
+
+import math
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from config import Config
+
+WEIGHT, GRADIENT, ADAMW, COPY = 4, 4, 8, 2  # bytes for each weight; the copy, in bf16, samples
+
+
+def count_weights(model_config: PretrainedConfig, *, trust_remote_code: bool) -> int:
+    """How many weights a model has, without making them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            model_config, trust_remote_code=trust_remote_code, dtype=torch.float32
+        )
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def cache_bytes(model_config: PretrainedConfig, config: Config, *, bytes_per_number: int) -> int:
+    """Keys and values of the completions that are decoded together, without their prompts'."""
+    text, training = model_config.get_text_config(), config.training
+    heads = getattr(text, "num_attention_heads", 0)
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    head_size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
+    token = 2 * getattr(text, "num_hidden_layers", 0) * key_heads * head_size * bytes_per_number
+    group = training.k_best_of_n[1] * training.max_new_gen_tokens  # decoded together in any case
+    tokens = min(group * training.num_samples_per_step, config.sampling.max_batch_tokens)
+    return token * max(group, tokens)
+
+
+def check_memory(
+    model_config: PretrainedConfig, config: Config, *, device: torch.device, samples_copy: bool
+) -> None:
+    """Raises ValueError, with what would fit, where this rank's device is too small for the run."""
+    num_weights = count_weights(model_config, trust_remote_code=config.model.trust_remote_code)
+    per_weight = WEIGHT + ADAMW + GRADIENT + COPY * samples_copy
+    cache = cache_bytes(model_config, config, bytes_per_number=2 if samples_copy else 4)
+    needed = num_weights * (per_weight - GRADIENT) + max(num_weights * GRADIENT, cache)
+    available, place = memory_for_a_rank(device)
+    if needed <= available:
+        return
+    fits = f"a model of at most {available / per_weight / 1e9:.1f} billion weights would fit"
+    if num_weights * per_weight <= available:
+        lower = "sampling.max_batch_tokens, training.k_best_of_n or training.max_new_gen_tokens"
+        fits = f"lower {lower}"
+    raise ValueError(
+        f"it does not fit: {num_weights / 1e9:.2f} billion weights take {gb(num_weights * WEIGHT)},"
+        f" their gradients {gb(num_weights * GRADIENT)}, AdamW {gb(num_weights * ADAMW)}, the copy "
+        f"that samples {gb(num_weights * COPY * samples_copy)}, the cache while sampling "
+        f"{gb(cache)}; {place} has {gb(available)}: {fits}"
+    )
+
+
+def memory_for_a_rank(device: torch.device) -> tuple[float, str]:
+    """Bytes that are free on this rank's GPU, or its share of the machine's memory."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0], "the GPU"
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total / num_ranks, f"each of {num_ranks} processes" if num_ranks > 1 else "the machine"
+
+
+def check_disk(folder: Path, config: Config, *, num_weights: int) -> None:
+    """Raises ValueError, with what would fit, where the disk is too small for the run's folder."""
+    one, best = num_weights * (WEIGHT + ADAMW), num_weights * WEIGHT
+    here = sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
+    room = shutil.disk_usage(existing_parent(folder)).free + here
+    # the new one of each is written before an old one is removed
+    needed = (config.checkpoint.keep + 1) * one + 2 * best
+    if needed <= room:
+        return
+    keep = math.floor((room - 2 * best) / one) - 1
+    fits = f"checkpoint.keep={keep} would fit" if keep > 0 else "give run.dir a larger disk"
+    raise ValueError(
+        f"run.dir = {config.run.dir}: the disk is too small: {config.checkpoint.keep + 1} "
+        f"checkpoints of {gb(one)} (one while it is written) and twice best/ of {gb(best)} need "
+        f"{gb(needed)}, there is room for {gb(room)}: {fits}"
+    )
+
+
+def existing_parent(folder: Path) -> Path:
+    """The nearest folder that is there already."""
+    folder = folder.absolute()
+    return next(path for path in [folder, *folder.parents] if path.exists())
+
+
+def gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.1f} GB"

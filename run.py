@@ -1,0 +1,233 @@
+"""The life of a run: prepared, begun or resumed, saved, summed up.
+
+What a run learns is in main.py; here is what it consists of, and how nothing of it gets lost.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+import checkpoint
+from collapse import mean_of_last, signs_of_collapse
+from config import Config, check_same_run, differences, dump, flatten, run_name
+from data import QuestionStream, load_questions
+from distributed import World, init_world, settle_buckets, tell_optimizer
+from estimate import check_disk
+from logger import Logger
+from metrics import metric_columns, versions
+from optimizer import make_optimizer
+from policy import Policy, load_policy
+
+
+@dataclass
+class State:
+    """Where a run is: what a checkpoint holds beside the weights and the optimizer."""
+
+    step: int = 0
+    position: int = 0  # training questions drawn so far, over all ranks
+    first: float | None = None  # eval/pass@1 before training
+    last: float | None = None
+    best: float | None = None  # that of best/: the highest, the earliest on ties
+    best_step: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    recent: list[list[float]] = field(default_factory=list)  # see collapse.py
+    best_solved: float = 0.0  # the highest mean of train/solved over the last steps
+    signs: dict[str, str] = field(default_factory=dict)  # of a collapse
+    row: dict[str, float] = field(default_factory=dict)  # metrics of this step, not yet recorded
+    is_recorded: bool = False
+
+    def advance(
+        self, metrics: dict[str, float], *, num_questions: int, is_skipped: bool
+    ) -> list[str]:
+        """Count a step, and keep its metrics to be recorded; returns new signs of a collapse."""
+        self.step += 1
+        self.position += num_questions
+        self.skipped_steps += is_skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if is_skipped else 0
+        self.recent, means = mean_of_last(self.recent, metrics, num_questions=num_questions)
+        before, self.signs = self.signs, {}
+        if means:
+            self.best_solved = max(self.best_solved, means["train/solved"])
+            self.signs = signs_of_collapse(means, best_solved=self.best_solved)
+        self.row = metrics | {
+            "train/skipped_steps": self.skipped_steps,
+            "train/collapsed": float(bool(self.signs)),
+        }
+        self.is_recorded = False
+        return [text for name, text in self.signs.items() if name not in before]
+
+
+@dataclass
+class Run:
+    """Everything a run needs, loaded and checked before anything is written."""
+
+    config: Config
+    world: World
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    train_questions: QuestionStream
+    validation_questions: list[dict]
+    folder: Path
+    console: Logger
+    state: State = field(default_factory=State)
+    is_resumed: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """All steps are done, or the model has collapsed and the config says to stop there."""
+        training = self.config.training
+        has_collapsed = training.stop_on_collapse and bool(self.state.signs)
+        return self.state.step >= training.num_steps or has_collapsed
+
+
+def prepare_run(config: Config) -> Run:
+    """Load what the config names. Raises ValueError or OSError where it cannot be used."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    world, notes = init_world()
+    console = Logger(rank=world.rank)
+    for line in [*notes, *differences(config)]:
+        console.info(line)
+    policy = load_policy(config, device=world.device, num_ranks=world.size, say=console.info)
+    context = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
+    train_questions, validation_questions = load_questions(
+        config, tokenizer=policy.tokenizer, context=context, say=console.info
+    )
+    if len(validation_questions) < world.size:
+        raise ValueError(f"{len(validation_questions)} validation questions for {world.size} ranks")
+    run = Run(
+        config=config,
+        world=world,
+        policy=policy,
+        optimizer=make_optimizer(policy.model, config),
+        train_questions=QuestionStream(train_questions, config.training.seed),
+        validation_questions=validation_questions.to_list(),
+        folder=Path(config.run.dir) / run_name(config),
+        console=console,
+    )
+    if world.is_main:
+        num_weights = sum(parameter.numel() for parameter in policy.model.parameters())
+        check_disk(run.folder, config, num_weights=num_weights)
+    resume(run)
+    settle_buckets(policy.scorer, world.device)
+    return run
+
+
+def resume(run: Run) -> None:
+    """Go on from the newest whole checkpoint, if there is one: rank 0 reads, the others are told.
+
+    Raises ValueError where that checkpoint belongs to another configuration.
+    """
+    world, config, root = run.world, run.config, run.folder / "checkpoints"
+    if config.checkpoint.resume == "never":
+        if checkpoint.list_checkpoints(root):
+            raise ValueError(f"{root} holds checkpoints: set run.name to start another run")
+        return
+    folder = checkpoint.newest_whole(root, run.console.warning) if world.is_main else None
+    saved = world.tell(checkpoint.load_state(folder) if folder else None)
+    if saved is None:
+        return
+    check_same_run(saved["config"], config)
+    if saved["num_ranks"] != world.size:
+        run.console.warning(
+            f"the run had {saved['num_ranks']} ranks and goes on with {world.size}: "
+            "not bit for bit the same"
+        )
+    if folder:
+        checkpoint.load_weights(folder, run.policy.model)
+        run.optimizer.load_state_dict(checkpoint.load_optimizer_state(folder))
+    for parameter in run.policy.model.parameters():
+        world.tell_tensor(parameter.data)
+    tell_optimizer(world, run.optimizer)
+    run.policy.refresh_sampler()
+    run.state, run.is_resumed = State(**saved["state"]), True
+    run.console.info(f"resumed after step {run.state.step}")
+
+
+def open_logger(run: Run) -> Logger:
+    """The run's folder with its resolved config, and the files that its metrics go to."""
+    config, state = run.config, run.state
+    last_recorded = state.step if state.is_recorded else state.step - 1
+    logger = Logger(
+        rank=run.world.rank,
+        do_mlflow=config.logging.mlflow,
+        run_dir=run.folder,
+        config=config.model_dump(),
+        experiment=config.logging.experiment,
+        run_name=run_name(config),
+        columns=metric_columns(config),
+        resume_step=last_recorded if run.is_resumed else None,
+    )
+    if run.world.is_main:
+        checkpoint.mend(run.folder / "best")
+        text = f"# {versions()}\n{dump(config)}"
+        (run.folder / "config.yaml").write_text(text, encoding="utf-8")
+    return logger
+
+
+def save_best(run: Run) -> bool:
+    """Save the model in best/; False where that was not possible."""
+    best = functools.partial(checkpoint.save_model, run.policy.model, run.policy.tokenizer)
+    return save_on_main(run, functools.partial(best, run.folder / "best"))
+
+
+def save_state(run: Run) -> None:
+    """Save everything that goes on."""
+    state = {
+        "state": asdict(run.state),
+        "num_ranks": run.world.size,
+        "config": flatten(run.config),
+    }
+    save = functools.partial(
+        checkpoint.save_checkpoint,
+        run.folder / "checkpoints",
+        state,
+        step=run.state.step,
+        model=run.policy.model,
+        tokenizer=run.policy.tokenizer,
+        optimizer=run.optimizer,
+        keep=run.config.checkpoint.keep,
+    )
+    save_on_main(run, save)
+
+
+def save_on_main(run: Run, save: Callable[[], None]) -> bool:
+    """Save on rank 0; a full disk leaves what was saved before, and the run goes on.
+
+    Returns False where nothing could be saved; the other ranks take it that all is well.
+    """
+    if not run.world.is_main:
+        return True
+    try:
+        save()
+        return True
+    except OSError as error:
+        run.console.warning(
+            f"nothing saved at step {run.state.step}, what was saved before is kept: {error}; free "
+            "some space, or lower checkpoint.keep"
+        )
+        return False
+
+
+def summary(run: Run) -> str:
+    """What came of the run, and where it is."""
+    state, best = run.state, run.folder / "best"
+    scores = f"pass@1 {state.first:.3f} at the start, {state.last:.3f} after step {state.step}"
+    if state.best is None:
+        return f"{scores}; no model could be saved in {best}"
+    lines = [
+        f"{scores}; best {state.best:.3f} at step {state.best_step}, chosen on these same "
+        "validation questions",
+        f"the best model: {best}",
+        f'load it: AutoModelForCausalLM.from_pretrained("{best}")',
+        "train on: the same command with a larger training.num_steps",
+    ]
+    if state.step < run.config.training.num_steps:
+        signs = ", ".join(state.signs.values())
+        lines[-1] = f"stopped, since the model has collapsed: {signs}"
+    return "\n".join(lines)
