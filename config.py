@@ -169,6 +169,10 @@ class Training(Section):
     row goes alone. The gradient does not depend on it; lower it when the update runs out of
     memory."""
 
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw keeps two float32 averages per weight; adamw_8bit (package bitsandbytes) keeps them in
+    8 bits, 6 bytes less per weight."""
+
     learning_rate: PositiveFloat = 2.0e-4
     """AdamW's learning rate after the warm-up. Higher learns faster until the model collapses;
     big models need far less (about 1e-6 for 3 billion weights)."""
@@ -207,6 +211,11 @@ class Training(Section):
     clip_eps_high: PositiveFloat | None = None
     """How far the probability ratio may rise above 1; null is clip_eps. Higher lets unlikely
     tokens grow faster."""
+
+    tis_clip: PositiveFloat | None = None
+    """Weigh each token by how much likelier the trained policy makes it than the sampler did, at
+    most by this (truncated importance sampling; 2 is usual); null is off. It corrects for
+    `train/sampler_mismatch`, which bf16 sampling makes large."""
 
     skip_truncated: bool = False
     """Do not train on completions that were cut off at max_new_gen_tokens; they still count in

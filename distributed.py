@@ -71,15 +71,24 @@ def tell_optimizer(world: World, optimizer: torch.optim.Optimizer) -> None:
     """Rank 0's averages on every rank, where there may be no file to read them from."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     layout = [
-        {name: (value.shape, value.dtype, value.device.type) for name, value in state.items()}
-        for state in (optimizer.state[p] for p in parameters)
+        {name: describe(value) for name, value in optimizer.state[p].items()} for p in parameters
     ]
-    for parameter, names in zip(parameters, world.tell(layout), strict=True):
+    for parameter, described in zip(parameters, world.tell(layout), strict=True):
         state = optimizer.state[parameter]
-        for name, (shape, dtype, kind) in names.items():
-            device = "cpu" if kind == "cpu" else parameter.device
-            state.setdefault(name, torch.empty(shape, dtype=dtype, device=device))
-            world.tell_tensor(state[name])
+        for name, what in described.items():
+            if isinstance(what, tuple):
+                shape, dtype, kind = what
+                device = "cpu" if kind == "cpu" else parameter.device
+                state.setdefault(name, torch.empty(shape, dtype=dtype, device=device))
+                world.tell_tensor(state[name])
+            else:
+                state[name] = what
+
+
+def describe(value: object) -> object:
+    """What it takes to make room for a tensor; any other value is itself."""
+    is_tensor = isinstance(value, torch.Tensor)
+    return (value.shape, value.dtype, value.device.type) if is_tensor else value
 
 
 def no_sync(scorer: nn.Module):

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from config import Config
 
-WEIGHT, GRADIENT, ADAMW, COPY = 4, 4, 8, 2  # bytes for each weight; the copy, in bf16, samples
+WEIGHT, GRADIENT, COPY = 4, 4, 2  # bytes for each weight; the copy, in bf16, samples
+AVERAGES = {"adamw": 8, "adamw_8bit": 2}
 
 
 def count_weights(model_config: PretrainedConfig, *, trust_remote_code: bool) -> int:
@@ -43,7 +44,8 @@ def check_memory(
 ) -> None:
     """Raises ValueError, with what would fit, where this rank's device is too small for the run."""
     num_weights = count_weights(model_config, trust_remote_code=config.model.trust_remote_code)
-    per_weight = WEIGHT + ADAMW + GRADIENT + COPY * samples_copy
+    averages = AVERAGES[config.training.optimizer]
+    per_weight = WEIGHT + averages + GRADIENT + COPY * samples_copy
     cache = cache_bytes(model_config, config, bytes_per_number=2 if samples_copy else 4)
     needed = num_weights * (per_weight - GRADIENT) + max(num_weights * GRADIENT, cache)
     available, place = memory_for_a_rank(device)
@@ -53,12 +55,15 @@ def check_memory(
     if num_weights * per_weight <= available:
         lower = "sampling.max_batch_tokens, training.k_best_of_n or training.max_new_gen_tokens"
         fits = f"lower {lower}"
-    raise ValueError(
-        f"it does not fit: {num_weights / 1e9:.2f} billion weights take {gb(num_weights * WEIGHT)},"
-        f" their gradients {gb(num_weights * GRADIENT)}, AdamW {gb(num_weights * ADAMW)}, the copy "
-        f"that samples {gb(num_weights * COPY * samples_copy)}, the cache while sampling "
-        f"{gb(cache)}; {place} has {gb(available)}: {fits}"
-    )
+    parts = {
+        f"{num_weights / 1e9:.2f} billion weights": WEIGHT * num_weights,
+        "their gradients": GRADIENT * num_weights,
+        "the optimizer": averages * num_weights,
+        "the copy that samples": COPY * num_weights * samples_copy,
+        "the cache while sampling": cache,
+    }
+    listed = ", ".join(f"{what} {gb(size)}" for what, size in parts.items() if size)
+    raise ValueError(f"it does not fit: {listed}; {place} has {gb(available)}: {fits}")
 
 
 def memory_for_a_rank(device: torch.device) -> tuple[float, str]:
@@ -72,7 +77,8 @@ def memory_for_a_rank(device: torch.device) -> tuple[float, str]:
 
 def check_disk(folder: Path, config: Config, *, num_weights: int) -> None:
     """Raises ValueError, with what would fit, where the disk is too small for the run's folder."""
-    one, best = num_weights * (WEIGHT + ADAMW), num_weights * WEIGHT
+    averages = AVERAGES[config.training.optimizer]
+    one, best = num_weights * (WEIGHT + averages), num_weights * WEIGHT
     here = sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
     room = shutil.disk_usage(existing_parent(folder)).free + here
     # the new one of each is written before an old one is removed

@@ -207,6 +207,17 @@ def policy_token_loss(
     return -torch.min(ratio * advantages, clipped * advantages)
 
 
+def truncated_importance(
+    log_probs: torch.Tensor, sampler_log_probs: torch.Tensor, *, clip: float
+) -> torch.Tensor:
+    """min(pi / pi_sampler, clip) of each token, (B, T): corrects for a sampler of less precision.
+
+    Truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training").
+    """
+    return (log_probs - sampler_log_probs).exp().clamp(max=clip)
+
+
 # The update
 
 
@@ -323,6 +334,10 @@ def accumulate_gradient(
         num_tokens=batch.completion_mask.shape[1],
         temperature=policy.params.temperature,
     )  # (B, T)
+    if training.tis_clip is not None and batch.old_log_probs is None:
+        batch.weights = batch.weights * truncated_importance(
+            log_probs.detach(), batch.sampler_log_probs, clip=training.tis_clip
+        )
     token_loss = policy_token_loss(
         log_probs,
         batch.advantages,

@@ -12,7 +12,8 @@ from conftest import ALONE, make_config, make_policy, run_on_ranks
 from config import Config
 from distributed import World
 from logger import Logger
-from main import Trajectory, assign_advantages, make_optimizer, pack_rows, update_policy
+from main import Trajectory, assign_advantages, pack_rows, update_policy
+from optimizer import make_optimizer
 from policy import Policy
 from sampler import Completion
 
@@ -301,6 +302,45 @@ def test_one_iteration_clips_nothing_and_compares_sampler_and_trainer(rotary_mod
     assert count == 45
     assert total == pytest.approx(np.abs(np.concatenate(differences)).sum(), rel=1e-5)
     assert sums["train/clip_frac"][0] == 0
+
+
+@pytest.mark.parametrize("num_iterations", [1, 2])
+def test_tokens_are_weighed_by_the_truncated_importance_ratio(rotary_model_folder, num_iterations):
+    """The ratio is that of the first pass: what sampled the batch does not change later."""
+    clip, rate = 1.5, 5.0
+    iterations = f"training.num_iterations={num_iterations}"
+    config = config_of(*GRPO, f"training.tis_clip={clip}", iterations)
+    policy, groups = make_policy(rotary_model_folder), make_groups(config, EASY, HARD)
+    batch = [t for group in groups for t in group]
+    with torch.no_grad():  # sampled by a policy that differs a little
+        for t in batch:
+            noise = np.random.default_rng(len(t.prompt_ids)).normal(
+                0, 1, len(t.completion.token_ids)
+            )
+            t.completion.log_probs[:] = row_log_probs(policy.model, t).numpy() + noise
+    model, recorder = copy.deepcopy(policy.model), Recorder(policy.model, rate)
+    update(policy, recorder, groups, config)
+
+    plain, old, ratios = Recorder(model, rate), [], []
+    for t in batch:
+        old.append(row_log_probs(model, t).detach())
+        ratios.append((old[-1] - torch.from_numpy(t.completion.log_probs)).exp().clamp(max=clip))
+    assert any((ratio == clip).any() for ratio in ratios)
+    assert any((ratio < 0.8).any() for ratio in ratios)
+    for iteration in range(num_iterations):
+        plain.zero_grad()
+        loss = torch.zeros((), dtype=torch.float64)
+        for t, was, ratio in zip(batch, old, ratios, strict=True):
+            log_probs = row_log_probs(model, t)
+            objective = t.advantage * log_probs
+            if iteration:
+                moved = (log_probs - was).exp()
+                objective = torch.minimum(moved * t.advantage, moved.clamp(0.8, 1.2) * t.advantage)
+            loss = loss - (ratio * objective).double().sum() / (len(batch) * MAX_NEW_TOKENS)
+        loss.backward()
+        plain.step()
+    assert distance(recorder.gradients[0], plain.gradients[0]) <= 1e-6
+    assert distance(recorder.gradients[-1], plain.gradients[-1]) <= 1e-3
 
 
 # Trap 9: nothing to learn
