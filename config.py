@@ -123,9 +123,10 @@ class Task(Section):
 class Sampling(Section):
     """How completions are sampled during training and evaluation."""
 
-    backend: Literal["grouped", "generate"] = "grouped"
+    backend: Literal["grouped", "generate", "continuous"] = "grouped"
     """How tokens are generated: grouped reads each prompt once for all its samples and drops rows
-    as they end; generate is transformers' own loop, slower, for any model."""
+    as they end; generate is transformers' own loop, slower, for any model; continuous is its
+    continuous batching, for GPUs."""
 
     temperature: PositiveFloat = 1.0
     """Temperature of training samples, and of the log-probabilities trained on. Higher explores
@@ -139,9 +140,9 @@ class Sampling(Section):
     """Sample from this many most likely tokens; 0 is off. Above 0 the sampled distribution is no
     longer the one that is trained."""
 
-    max_batch_tokens: PositiveInt = 131_072
-    """Tokens decoded at once: rows times (longest prompt + new tokens). Lower it when sampling
-    runs out of memory; higher is faster on a GPU."""
+    max_batch_tokens: PositiveInt | None = None
+    """Tokens decoded at once: rows times (longest prompt + new tokens). null is what fits into the
+    GPU's free memory, 131072 on a CPU. Lower it when sampling runs out of memory."""
 
 
 class Training(Section):
@@ -509,6 +510,11 @@ def impossible(config: Config) -> Iterator[str]:
     yield from impossible_k_best_of_n(training)
     if training.learning_type == "sil" and training.advantage == "zscore":
         yield "training.advantage = zscore: sil gives the k best the advantage 1; write mean"
+    if config.sampling.backend == "continuous" and truncates(config.sampling):
+        yield (
+            "sampling.backend = continuous: gives no log-probabilities of the whole distribution "
+            "where sampling.top_p or top_k is on; write grouped"
+        )
     if max(validation.pass_k) > validation.best_of_n:
         yield (
             f"validation.pass_k = {validation.pass_k}: each must be at most "
@@ -522,6 +528,11 @@ def impossible(config: Config) -> Iterator[str]:
         high = low.replace("min_", "max_", 1)
         if low.startswith("min_") and high in task and task[low] > task[high]:
             yield f"task.{low} = {task[low]}: must be at most task.{high} ({task[high]})"
+
+
+def truncates(sampling: Sampling) -> bool:
+    """Whether completions are drawn from less than the whole distribution."""
+    return sampling.top_p < 1 or sampling.top_k > 0
 
 
 def impossible_k_best_of_n(training: Training) -> Iterator[str]:

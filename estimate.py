@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from config import Config
+from sampler import cache_bytes_per_token
 
 WEIGHT, GRADIENT, COPY = 4, 4, 2  # bytes for each weight; the copy, in bf16, samples
 AVERAGES = {"adamw": 8, "adamw_8bit": 2}
@@ -30,13 +31,10 @@ def count_weights(model_config: PretrainedConfig, *, trust_remote_code: bool) ->
 def cache_bytes(model_config: PretrainedConfig, config: Config, *, bytes_per_number: int) -> int:
     """Keys and values of the completions that are decoded together, without their prompts'."""
     text, training = model_config.get_text_config(), config.training
-    heads = getattr(text, "num_attention_heads", 0)
-    key_heads = getattr(text, "num_key_value_heads", None) or heads
-    head_size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
-    token = 2 * getattr(text, "num_hidden_layers", 0) * key_heads * head_size * bytes_per_number
+    token = cache_bytes_per_token(text, bytes_per_number=bytes_per_number)
     group = training.k_best_of_n[1] * training.max_new_gen_tokens  # decoded together in any case
-    tokens = min(group * training.num_samples_per_step, config.sampling.max_batch_tokens)
-    return token * max(group, tokens)
+    most = config.sampling.max_batch_tokens or group
+    return token * max(group, min(group * training.num_samples_per_step, most))
 
 
 def check_memory(

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from config import Config
+from config import Config, truncates
 from estimate import check_memory
 from sampler import SamplingParams, position_ids, supports_grouped
 
@@ -39,7 +39,7 @@ class Policy:
     tokenizer: PreTrainedTokenizerFast
     params: SamplingParams  # of training samples
     backend: str
-    max_batch_tokens: int
+    max_batch_tokens: int | None  # None is what fits
 
     def refresh_sampler(self) -> None:
         """Copy the trained weights into the sampler, in place."""
@@ -127,7 +127,7 @@ def load_policy(
     if backend == "grouped" and not supports_grouped(sampler.eval()):
         say("this model's cache cannot be shared by a group: sampling.backend=generate")
         backend = "generate"
-    if sampling.top_p < 1 or sampling.top_k > 0:
+    if truncates(sampling):
         say(
             "sampling.top_p or top_k is on: completions are drawn from a truncated distribution, "
             "but scored under the whole one, so the gradient is biased"

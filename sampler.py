@@ -8,14 +8,24 @@ Shapes: N questions, G completions each, B rows in the batch, P longest prompt, 
 vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PretrainedConfig,
+)
 from transformers.cache_utils import Cache, DynamicLayer
+
+logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)  # warns of what is off
 
 Seed = Sequence[int]  # integers that name a question's random numbers, such as (seed, position)
 
@@ -50,20 +60,22 @@ def sample_completions(
     num_samples: int,
     params: SamplingParams,
     backend: str,
-    max_batch_tokens: int,
+    max_batch_tokens: int | None,
     on_progress: Callable[[int], None],
 ) -> list[list[Completion]]:
     """`num_samples` completions of each prompt, in the prompts' order.
 
     Questions are decoded together, longest prompts first, as long as rows x (longest prompt + new
-    tokens) stays within `max_batch_tokens`. `on_progress` gets the number of completions done.
+    tokens) stays within `max_batch_tokens`; None is what fits into the GPU's memory. `on_progress`
+    gets the number of completions done.
     """
-    decode = {"grouped": decode_grouped, "generate": decode_with_generate}[backend]
+    decode = BACKENDS[backend]
     groups: list[list[Completion]] = [[] for _ in prompts]
     by_length = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     while by_length:
         row_tokens = len(prompts[by_length[0]]) + params.max_new_tokens
-        num_questions = max(1, max_batch_tokens // (row_tokens * num_samples))
+        num_rows = (max_batch_tokens or tokens_that_fit(model, row_tokens)) // row_tokens
+        num_questions = max(1, num_rows // num_samples)
         batch, by_length = by_length[:num_questions], by_length[num_questions:]
         rows = decode(
             model,
@@ -76,6 +88,27 @@ def sample_completions(
             groups[i] = rows[j * num_samples : (j + 1) * num_samples]
         on_progress(len(rows))
     return groups
+
+
+def tokens_that_fit(model: torch.nn.Module, row_tokens: int) -> int:
+    """How many tokens can be decoded at once in rows of `row_tokens`: measured on a GPU."""
+    device = model.device
+    if device.type != "cuda":
+        return 131_072
+    reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + reserved
+    config = model.config.get_text_config()
+    cache = row_tokens * cache_bytes_per_token(config, bytes_per_number=model.dtype.itemsize)
+    drawing = 6 * 4 * config.vocab_size  # fp32 logits and what `sample_tokens` makes of them
+    return int(0.8 * free / (cache + drawing)) * row_tokens
+
+
+def cache_bytes_per_token(config: PretrainedConfig, *, bytes_per_number: int) -> int:
+    """Keys and values of one token in all layers; 0 where a text model's config does not tell."""
+    heads = getattr(config, "num_attention_heads", 0)
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    return 2 * getattr(config, "num_hidden_layers", 0) * key_heads * head_size * bytes_per_number
 
 
 # Drawing one token
@@ -350,10 +383,7 @@ def decode_with_generate(
     device, num_rows = model.device, len(prompts) * num_samples
     prompt_ids, prompt_mask = left_pad(prompts, params.pad_id, device)  # (N, P)
     recorder = RecordingProcessor(Record(num_rows, params, device), prompt_ids.shape[1])
-    words = [word for seed in seeds for word in seed]
-    batch_seed = int(np.random.SeedSequence(words).generate_state(1)[0])
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(batch_seed)
+    with seeded(seeds, device):
         sequences = model.generate(
             prompt_ids,
             attention_mask=prompt_mask,
@@ -362,6 +392,16 @@ def decode_with_generate(
         )
     recorder.take(sequences)
     return recorder.record.completions()
+
+
+@contextlib.contextmanager
+def seeded(seeds: list[Seed], device: torch.device) -> Iterator[int]:
+    """Torch's random numbers follow from the questions' seeds, and are put back afterwards."""
+    words = [word for seed in seeds for word in seed]
+    batch_seed = int(np.random.SeedSequence(words).generate_state(1)[0])
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(batch_seed)
+        yield batch_seed
 
 
 class RecordingProcessor(LogitsProcessor):
@@ -391,3 +431,54 @@ class RecordingProcessor(LogitsProcessor):
         chosen = self.log_probs.gather(-1, tokens[:, None])[:, 0]
         self.record.write(rows, t, tokens[rows], chosen[rows], entropies[rows])
         self.active &= ~torch.isin(tokens, self.eos_ids)
+
+
+# Backend `continuous`: transformers' own continuous batching, made for GPUs
+
+
+@torch.no_grad()
+def decode_continuous(
+    model: torch.nn.Module,
+    prompts: list[list[int]],
+    seeds: list[Seed],
+    *,
+    num_samples: int,
+    params: SamplingParams,
+) -> list[Completion]:
+    """Completions (N * G, question by question) by `model.generate_batch`.
+
+    The entropy of a token is estimated by minus its log-probability, whose mean it is. Raises
+    RuntimeError where transformers gives up on a request.
+    """
+    settings = ContinuousBatchingConfig(return_logprobs=True)
+    if model.device.type == "cpu":  # else the cache takes most of the machine's memory
+        row_tokens = max(map(len, prompts)) + params.max_new_tokens
+        settings.page_size, settings.max_batch_tokens = 16, 4096
+        settings.num_blocks = len(prompts) * num_samples * (row_tokens // 16 + 1)
+    with seeded(seeds, model.device) as settings.seed:
+        outputs = model.generate_batch(
+            prompts,
+            generation_config=get_generation_config(params, num_samples=num_samples),
+            continuous_batching_config=settings,
+        ).values()
+    problems = {output.error for output in outputs} - {None}
+    if problems or len(outputs) < len(prompts) * num_samples:
+        raise RuntimeError(
+            f"generate_batch failed: {', '.join(problems) or 'requests are missing'}"
+        )
+    return [
+        Completion(
+            token_ids=output.generated_tokens,
+            log_probs=np.array(output.logprobs, dtype=np.float32),
+            entropies=-np.array(output.logprobs, dtype=np.float32),
+            truncated=output.generated_tokens[-1] not in params.eos_ids,
+        )
+        for output in outputs
+    ]
+
+
+BACKENDS = {
+    "grouped": decode_grouped,
+    "generate": decode_with_generate,
+    "continuous": decode_continuous,
+}

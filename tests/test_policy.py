@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data import encode_prompts
-from main import make_optimizer
+from optimizer import make_optimizer
 from policy import load_policy, load_tokenizer, plain_text, render_prompt, token_log_probs
 from sampler import left_pad
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import main
 from distributed import World
 from logger import Logger
+from run import prepare_run
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = [
@@ -128,7 +129,7 @@ def test_the_best_model_loads_and_scores_what_the_log_says(which, questions, req
     assert len(set(rates)) > 1, "the evaluations cannot be told apart"
     AutoModelForCausalLM.from_pretrained(run / "best")
     config = make_config(*arguments(run / "best", questions, run, *SIZES)[1:])
-    again = main.prepare_run(config)
+    again = prepare_run(config)
     metrics, _ = main.evaluate(
         again.policy,
         again.validation_questions,
@@ -144,7 +145,7 @@ def test_each_rank_takes_its_own_slice_of_the_same_questions(
 ):
     overrides = [*SIZES, "training.num_samples_per_step=4"]
     command = arguments(rotary_model_folder, questions, tmp_path, *overrides)
-    run = main.prepare_run(make_config(*command[1:]))
+    run = prepare_run(make_config(*command[1:]))
     examples, seeds = main.next_questions(run)
     halves = replace(run, config=make_config(*command[1:], "training.num_samples_per_step=2"))
     parts = [
@@ -306,7 +307,7 @@ def test_questions_that_leave_no_room_are_dropped_with_a_count(
     file = write_rows(tmp_path / "rows.jsonl", rows)
     overrides = [*SIZES, "validation.num_examples=100"]
     config = make_config(*arguments(rotary_model_folder, file, tmp_path, *overrides)[1:])
-    run = main.prepare_run(config)
+    run = prepare_run(config)
     said = capsys.readouterr().out
     num_all = 0
     for split, kept in (

@@ -69,7 +69,7 @@ def poisoned_folder(model_folder: Path, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("backend", ["grouped", "generate"])
+@pytest.mark.parametrize("backend", ["grouped", "generate", "continuous"])
 def test_the_hubs_generation_config_does_not_leak_into_sampling(poisoned_folder, backend):
     """Samples of one question differ, and the trainer scores each token as it was drawn (1e-4)."""
     policy = make_policy(poisoned_folder, f"sampling.backend={backend}")
@@ -90,7 +90,7 @@ def test_the_hubs_generation_config_does_not_leak_into_sampling(poisoned_folder,
                 assert np.abs(difference).max() <= 1e-4
 
 
-@pytest.mark.parametrize("backend", ["grouped", "generate"])
+@pytest.mark.parametrize("backend", ["grouped", "generate", "continuous"])
 def test_backends_draw_each_first_token_as_often_as_its_probability_says(poisoned_folder, backend):
     """Chi-square over the ten likeliest tokens and the rest; 29.6 is the 99.9% quantile."""
     policy = make_policy(poisoned_folder, f"sampling.backend={backend}")
@@ -171,7 +171,7 @@ def token_ids(groups: list[list[Completion]]) -> list[list[list[int]]]:
     return [[completion.token_ids for completion in group] for group in groups]
 
 
-@pytest.mark.parametrize("backend", ["grouped", "generate"])
+@pytest.mark.parametrize("backend", ["grouped", "generate", "continuous"])
 def test_two_equal_questions_with_different_seeds_get_different_samples(
     rotary_model_folder, backend
 ):
@@ -183,7 +183,7 @@ def test_two_equal_questions_with_different_seeds_get_different_samples(
 
 
 def test_sampling_depends_on_no_random_state_and_leaves_it_alone(rotary_model_folder):
-    for backend in ("grouped", "generate"):
+    for backend in ("grouped", "generate", "continuous"):
         policy = make_policy(rotary_model_folder, f"sampling.backend={backend}")
         torch.manual_seed(1)
         first, after = token_ids(sample(policy)), torch.rand(())
@@ -215,7 +215,7 @@ def test_progress_counts_every_completion(rotary_model_folder):
 # The end of a completion
 
 
-@pytest.mark.parametrize("backend", ["grouped", "generate"])
+@pytest.mark.parametrize("backend", ["grouped", "generate", "continuous"])
 @pytest.mark.parametrize("pad_id", [1, 8], ids=["pad is not eos", "pad is eos"])
 def test_a_completion_ends_with_its_first_eos_or_at_the_limit(rotary_model_folder, backend, pad_id):
     policy = make_policy(rotary_model_folder, f"sampling.backend={backend}")
@@ -400,7 +400,7 @@ def test_the_bf16_sampler_keeps_its_rotary_frequencies(rotary_model_folder):
 # Trap 14: what generation leaves behind
 
 
-@pytest.mark.parametrize("backend", ["grouped", "generate"])
+@pytest.mark.parametrize("backend", ["grouped", "generate", "continuous"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_are_the_same_with_and_without_a_rollout_before(
     model_folder, backend, checkpointing
