@@ -123,10 +123,7 @@ def load_policy(
         device_ids = [device.index] if device.type == "cuda" else None
         scorer = DistributedDataParallel(scorer, device_ids, gradient_as_bucket_view=True)
     sampler = bf16_copy(model) if samples_copy else model
-    backend = sampling.backend
-    if backend == "grouped" and not supports_grouped(sampler.eval()):
-        say("this model's cache cannot be shared by a group: sampling.backend=generate")
-        backend = "generate"
+    backend = choose_backend(sampling.backend, sampler.eval(), say)
     if truncates(sampling):
         say(
             "sampling.top_p or top_k is on: completions are drawn from a truncated distribution, "
@@ -141,6 +138,20 @@ def load_policy(
         pad_id=tokenizer.pad_token_id,
     )
     return Policy(model, scorer, sampler, tokenizer, params, backend, sampling.max_batch_tokens)
+
+
+def choose_backend(name: str, sampler: nn.Module, say: Callable[[str], None]) -> str:
+    """The backend asked for, or what this model supports in its place."""
+    if name != "grouped":
+        return name
+    if not supports_grouped(sampler):
+        say("this model's cache cannot be shared by a group: sampling.backend=generate")
+        return "generate"
+    if next(sampler.parameters()).device.type == "cuda":
+        if supports_grouped(sampler, capture=True):
+            return "captured"
+        say("this model's decode step cannot be captured in a CUDA graph: sampling is slower")
+    return name
 
 
 def bf16_copy(model: nn.Module) -> nn.Module:

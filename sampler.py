@@ -9,6 +9,7 @@ vocabulary.
 """
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -172,91 +173,152 @@ def decode_grouped(
     *,
     num_samples: int,
     params: SamplingParams,
+    capture: bool = False,
 ) -> list[Completion]:
-    """Completions (N * G, question by question) by a decode loop over the model's own forward."""
-    device, num_rows = model.device, len(prompts) * num_samples
-    uniforms = draw_uniforms(seeds, num_samples, params.max_new_tokens).to(device)  # (B, T)
-    eos_ids = torch.tensor(params.eos_ids, device=device)
-    record = Record(num_rows, params, device)
+    """Completions (N * G, question by question) by a decode loop over the model's own forward.
 
-    prompt_ids, prompt_mask = left_pad(prompts, params.pad_id, device)  # (N, P)
-    output = forward_cached(model, prompt_ids, prompt_mask, cache=None)
-    cache = output.past_key_values
-    cache.batch_repeat_interleave(num_samples)
-    make_room(cache, params.max_new_tokens)
-    mask = prompt_mask.repeat_interleave(num_samples, dim=0)  # (B, P + t)
-    logits = output.logits[:, -1].repeat_interleave(num_samples, dim=0)  # (B, V)
-    rows = torch.arange(num_rows, device=device)  # which completion each row of the batch is
-    active = torch.ones(num_rows, dtype=torch.bool, device=device)
-
-    for t in range(params.max_new_tokens):
-        tokens, log_probs, entropies = sample_tokens(
-            logits,
-            uniforms[rows, t],
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-        )
-        record.write(rows[active], t, tokens[active], log_probs[active], entropies[active])
-        active &= ~torch.isin(tokens, eos_ids)
-        num_active = int(active.sum())
-        if num_active == 0 or t == params.max_new_tokens - 1:
-            break
-        if num_active <= 0.85 * len(
-            rows
-        ):  # fewer rows cost less, but dropping them copies the cache
-            kept = active.nonzero()[:, 0]
-            cache.batch_select_indices(kept)
-            rows, mask, tokens, active = rows[kept], mask[kept], tokens[kept], active[kept]
-        mask = F.pad(mask, (0, 1), value=True)
-        output = forward_cached(model, tokens[:, None], mask, cache=cache)
-        logits = output.logits[:, -1]
-    return record.completions()
+    With `capture` the steps are replayed from CUDA graphs: to launch one takes longer than to
+    compute it. A graph holds for one shape, so the batch changes its shape in leaps.
+    """
+    uniforms = draw_uniforms(seeds, num_samples, params.max_new_tokens).to(model.device)  # (B, T)
+    prompt_ids, prompt_mask = left_pad(prompts, params.pad_id, model.device)  # (N, P)
+    output = read_prompts(model, prompt_ids, prompt_mask)
+    batch = Batch(model, output.past_key_values, prompt_mask, uniforms, params)
+    batch.draw(output.logits[:, -1].repeat_interleave(num_samples, dim=0))
+    every, leap = (16, 256) if capture else (1, 1)
+    step, last_shape = batch.step, None
+    for t in range(1, params.max_new_tokens):
+        if t % every == 0 or t == 1:
+            num_active = int(batch.active.sum())
+            if num_active == 0:
+                break
+            if num_active <= 0.85 * len(batch.rows):  # fewer cost less, dropping copies the cache
+                batch.keep(batch.active.nonzero()[:, 0])
+        shape = (len(batch.rows), batch.make_visible(prompt_ids.shape[1] + t + 1, leap))
+        if capture and shape == last_shape and step == batch.step:
+            step = captured(batch.step)  # its first step, taken plainly, has warmed it up
+        elif shape != last_shape:
+            step, last_shape = batch.step, shape
+        step()
+    return batch.record.completions()
 
 
-def forward_cached(model, input_ids: torch.Tensor, mask: torch.Tensor, *, cache):
-    """The model's output for the last columns of `mask`, (B, columns so far), using its cache."""
-    positions = position_ids(mask)[:, -input_ids.shape[1] :]
+def read_prompts(model: torch.nn.Module, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor):
+    """The model's output for prompts (N, P): a cache, and the logits of what comes next."""
     return model(
-        input_ids=input_ids,
-        attention_mask=mask,
-        position_ids=positions,
-        past_key_values=cache,
+        input_ids=prompt_ids,
+        attention_mask=prompt_mask,
+        position_ids=position_ids(prompt_mask),
         use_cache=True,
         logits_to_keep=1,
     )
 
 
-def make_room(cache: Cache, num_tokens: int) -> None:
-    """Let the cache's plain layers take `num_tokens` more tokens without being copied."""
-    for i, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer:  # sliding windows stay as they are
-            cache.layers[i] = RoomyLayer(layer, num_tokens)
+class Batch:
+    """Rows that are decoded together. A step changes tensors in place, none of them in shape."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        cache: Cache,
+        prompt_mask: torch.Tensor,
+        uniforms: torch.Tensor,
+        params: SamplingParams,
+    ):
+        """`cache` and `prompt_mask` (N, P) are the prompts', `uniforms` (B, T) the rows'."""
+        device, num_rows = model.device, len(uniforms)
+        self.model, self.cache, self.uniforms, self.params = model, cache, uniforms, params
+        num_samples, num_columns = num_rows // len(prompt_mask), prompt_mask.shape[1]
+        cache.batch_repeat_interleave(num_samples)
+        mask = F.pad(prompt_mask, (0, uniforms.shape[1]), value=False)
+        self.mask = mask.repeat_interleave(num_samples, dim=0)  # (B, P + T)
+        self.positions = self.mask.sum(dim=1, keepdim=True) - 1  # (B, 1)
+        self.tokens = torch.zeros_like(self.positions)  # (B, 1), the last ones
+        self.rows = torch.arange(num_rows, device=device)  # which completion each row is
+        self.active = torch.ones(num_rows, dtype=torch.bool, device=device)
+        self.t = torch.full((1,), -1, device=device)
+        self.column = torch.full((1,), num_columns - 1, device=device)  # the last one in use
+        self.eos_ids = torch.tensor(params.eos_ids, device=device)
+        self.record = Record(num_rows, params, device)
+        # sliding windows and the like keep their own layers, which move, and make their own masks
+        self.is_plain = all(type(layer) is DynamicLayer for layer in cache.layers)
+        if self.is_plain:
+            cache.layers[:] = [RoomyLayer(layer, self.mask, self.column) for layer in cache.layers]
+
+    def draw(self, logits: torch.Tensor) -> None:
+        """Draw and note the next token of each row from logits (B, V)."""
+        self.t += 1
+        tokens, log_probs, entropies = sample_tokens(
+            logits,
+            self.uniforms.index_select(1, self.t)[:, 0],
+            temperature=self.params.temperature,
+            top_p=self.params.top_p,
+            top_k=self.params.top_k,
+        )
+        self.record.write(self.rows, self.t, self.active, tokens, log_probs, entropies)
+        self.active &= (tokens[:, None] != self.eos_ids).all(dim=1)
+        self.tokens.copy_(tokens[:, None])
+
+    def step(self) -> None:
+        """One more token for each row."""
+        self.column += 1
+        self.positions += 1
+        self.mask.index_fill_(1, self.column, True)
+        mask = self.mask[:, : self.num_visible]
+        output = self.model(
+            input_ids=self.tokens,
+            attention_mask=mask[:, None, None] if self.is_plain else mask,
+            position_ids=self.positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self.draw(output.logits[:, -1])
+
+    def make_visible(self, num_columns: int, leap: int) -> int:
+        """Let attention see so many columns or, in leaps, some more that are masked out."""
+        if self.is_plain:
+            num_columns = min(-(-num_columns // leap) * leap, self.mask.shape[1])
+            for layer in self.cache.layers:
+                layer.num_visible = num_columns
+        self.num_visible = num_columns
+        return num_columns
+
+    def keep(self, indices: torch.Tensor) -> None:
+        """Go on with some of the rows."""
+        self.cache.batch_select_indices(indices)
+        for name in ("mask", "positions", "tokens", "rows", "active", "uniforms"):
+            setattr(self, name, getattr(self, name)[indices])
 
 
 class RoomyLayer(DynamicLayer):
     """A cache layer with room ahead: DynamicLayer copies all keys and values at every token."""
 
-    def __init__(self, layer: DynamicLayer, num_tokens: int):
+    def __init__(self, layer: DynamicLayer, mask: torch.Tensor, column: torch.Tensor):
+        """Room for the columns of mask (B, P + T); `column` (1,) says where the next token goes."""
         super().__init__()
         self.is_initialized, self.dtype, self.device = True, layer.dtype, layer.device
-        self.keys, self.values = layer.keys, layer.values  # (B, heads, tokens so far, head size)
-        shape = (*layer.keys.shape[:2], layer.keys.shape[2] + num_tokens)
-        self.key_room = layer.keys.new_empty(*shape, layer.keys.shape[3])
-        self.value_room = layer.values.new_empty(*shape, layer.values.shape[3])
-        self.batch_select_indices(torch.arange(shape[0], device=self.device))
+        self.column, self.num_visible = column, mask.shape[1]
+        room = (0, 0, 0, mask.shape[1] - layer.keys.shape[2])
+        self.keys = F.pad(layer.keys, room)  # (B, heads, P + T, head size)
+        self.values = F.pad(layer.values, room)
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args, **kwargs):
-        start, end = self.keys.shape[2], self.keys.shape[2] + keys.shape[2]
-        self.key_room[:, :, start:end], self.value_room[:, :, start:end] = keys, values
-        self.keys, self.values = self.key_room[:, :, :end], self.value_room[:, :, :end]
-        return self.keys, self.values
+        self.keys.index_copy_(2, self.column, keys)
+        self.values.index_copy_(2, self.column, values)
+        return self.keys[:, :, : self.num_visible], self.values[:, :, : self.num_visible]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        keys, values = self.keys[indices], self.values[indices]
-        self.key_room, self.value_room = self.key_room[: len(keys)], self.value_room[: len(keys)]
-        self.keys = self.values = keys[:, :, :0]
-        self.update(keys, values)
+        self.keys, self.values = self.keys[indices], self.values[indices]
+
+
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """The step as a CUDA graph. Raises RuntimeError where it asks the GPU for a result."""
+    graph = torch.cuda.CUDAGraph()
+    # NCCL has a thread that asks for results while this one captures
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    return graph.replay
 
 
 def position_ids(mask: torch.Tensor) -> torch.Tensor:
@@ -298,11 +360,13 @@ class Record:
         self.entropies = torch.zeros(shape, device=device)
         self.lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
 
-    def write(self, rows, t: int, tokens, log_probs, entropies) -> None:
-        self.tokens[rows, t] = tokens
-        self.log_probs[rows, t] = log_probs
-        self.entropies[rows, t] = entropies
-        self.lengths[rows] = t + 1
+    def write(self, rows, t, active, tokens, log_probs, entropies) -> None:
+        """Column t (1,) of the given rows (B,); what is not active gets nothing new."""
+        index = (rows, t.expand_as(rows))
+        self.tokens.index_put_(index, tokens.where(active, self.params.pad_id))
+        self.log_probs.index_put_(index, log_probs.where(active, 0.0))
+        self.entropies.index_put_(index, entropies.where(active, 0.0))
+        self.lengths.index_add_(0, rows, active.long())
 
     def completions(self) -> list[Completion]:
         tokens, lengths = self.tokens.tolist(), self.lengths.tolist()
@@ -319,27 +383,38 @@ class Record:
 
 
 @torch.no_grad()
-def supports_grouped(model: torch.nn.Module) -> bool:
+def supports_grouped(model: torch.nn.Module, *, capture: bool = False) -> bool:
     """Whether the model's cache can be repeated and selected without changing what it computes.
 
-    A short made-up prompt is decoded through the repeated and selected cache, and compared with one
-    plain forward; models with a recurrent state fail in one way or another.
+    A few tokens are decoded after a short made-up prompt, and their log-probabilities compared with
+    one plain forward; models with a recurrent state fail in one way or another.
     """
-    ids = torch.arange(1, 7, device=model.device)[None] % model.config.vocab_size  # (1, 6)
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    expected = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0, -1]
+    prompt_ids = torch.arange(1, 5, device=model.device)[None] % model.config.vocab_size  # (1, 4)
+    mask = torch.ones_like(prompt_ids, dtype=torch.bool)
+    params = SamplingParams(5, temperature=1.0, top_p=1.0, top_k=0, eos_ids=(), pad_id=0)
+    uniforms = draw_uniforms([(0,)], 3, params.max_new_tokens).to(model.device)
     try:
-        cache = forward_cached(model, ids[:, :4], mask[:, :4], cache=None).past_key_values
-        cache.batch_repeat_interleave(3)
-        make_room(cache, 2)
-        forward_cached(model, ids[:, 4:5].expand(3, 1), mask[:, :5].expand(3, 5), cache=cache)
-        cache.batch_select_indices(torch.tensor([0, 2], device=model.device))
-        last = forward_cached(model, ids[:, 5:].expand(2, 1), mask.expand(2, 6), cache=cache)
+        output = read_prompts(model, prompt_ids, mask)
+        batch = Batch(model, output.past_key_values, mask, uniforms, params)
+        batch.draw(output.logits[:, -1].expand(3, -1))
+        batch.make_visible(6, leap=1)
+        batch.step()
+        batch.keep(torch.tensor([0, 2], device=model.device))
+        batch.make_visible(7, leap=256 if capture else 1)
+        batch.step()
+        step = captured(batch.step) if capture else batch.step
+        for num_columns in (8, 9):
+            batch.make_visible(num_columns, leap=256 if capture else 1)
+            step()
     except (AttributeError, NotImplementedError, TypeError, ValueError, RuntimeError):
         return False
-    tolerance = 1e-3 if expected.dtype == torch.float32 else 0.1
-    difference = (last.logits[1, -1].float() - expected.float()).abs().max()
-    return bool(difference <= tolerance * expected.float().abs().max().clamp(min=1.0))
+    tokens = batch.record.tokens[2:]  # (1, 5)
+    logits = model(input_ids=torch.cat([prompt_ids, tokens], dim=1), use_cache=False).logits
+    logits = logits[0, -6:-1].float()  # (5, V)
+    expected = logits.log_softmax(dim=-1).gather(-1, tokens[0, :, None])[:, 0]
+    tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
+    difference = (batch.record.log_probs[2] - expected).abs().max()
+    return bool(difference <= tolerance * logits.abs().max().clamp(min=1.0))
 
 
 # Backend `generate`: the plain reference, works for every model
@@ -411,6 +486,7 @@ class RecordingProcessor(LogitsProcessor):
         self.record = record
         self.prompt_length = prompt_length
         self.active = torch.ones_like(record.lengths, dtype=torch.bool)  # (B,)
+        self.rows = torch.arange(len(record.lengths), device=record.lengths.device)
         self.log_probs: torch.Tensor | None = None  # (B, V), of the token that comes next
         self.eos_ids = torch.tensor(record.params.eos_ids, device=record.tokens.device)
 
@@ -426,10 +502,14 @@ class RecordingProcessor(LogitsProcessor):
         t = input_ids.shape[1] - self.prompt_length - 1
         if t < 0 or self.log_probs is None:
             return
-        tokens, rows = input_ids[:, -1], self.active.nonzero()[:, 0]
+        tokens = input_ids[:, -1]
         entropies = -(self.log_probs.exp() * self.log_probs).nan_to_num().sum(dim=-1)
         chosen = self.log_probs.gather(-1, tokens[:, None])[:, 0]
-        self.record.write(rows, t, tokens[rows], chosen[rows], entropies[rows])
+        rows, t = (
+            torch.arange(len(tokens), device=tokens.device),
+            torch.tensor([t], device=tokens.device),
+        )
+        self.record.write(rows, t, self.active, tokens, chosen, entropies)
         self.active &= ~torch.isin(tokens, self.eos_ids)
 
 
@@ -479,6 +559,7 @@ def decode_continuous(
 
 BACKENDS = {
     "grouped": decode_grouped,
+    "captured": functools.partial(decode_grouped, capture=True),  # grouped, on a GPU
     "generate": decode_with_generate,
     "continuous": decode_continuous,
 }

@@ -14,6 +14,7 @@ from conftest import CPU, make_policy
 from transformers import GenerationConfig, MambaConfig, MambaForCausalLM, MistralConfig
 from transformers import MistralForCausalLM as Mistral
 
+import sampler
 from policy import Policy, bf16_copy
 from sampler import (
     Completion,
@@ -165,6 +166,31 @@ def test_a_question_gets_the_same_completions_in_every_batch(model_folder):
     assert fewer == [group[:1] for group in together]
     for i, (prompt_ids, seed) in enumerate(zip(RAGGED, SEEDS, strict=True)):
         assert token_ids(sample(policy, [prompt_ids], [seed], eos_ids=MANY_EOS)) == [together[i]]
+
+
+def test_steps_of_fixed_shape_draw_the_same_tokens(model_folder, monkeypatch):
+    """What CUDA graphs replay, taken here step by step: rows leave late, attention sees masks."""
+    monkeypatch.setattr(sampler, "captured", lambda step: step)
+    policy = make_policy(model_folder)
+    settings = {"eos_ids": tuple(range(0, 345, 75)), "max_new_tokens": 290}
+    plain = sample(policy, **settings)
+    lengths = [len(c.token_ids) for group in plain for c in group]
+    assert min(lengths) < 16 and max(lengths) > 256  # more than one leap, and rows that leave
+    fixed = sample(policy, **settings, backend="captured")
+    assert token_ids(fixed) == token_ids(plain)
+    for group, other in zip(plain, fixed, strict=True):
+        for c, d in zip(group, other, strict=True):
+            assert c.truncated == d.truncated
+            np.testing.assert_allclose(c.log_probs, d.log_probs, atol=1e-4)
+
+
+def test_a_step_that_would_not_replay_is_not_captured(rotary_model_folder, monkeypatch):
+    """A graph that repeats its first step's result is found out by the probe."""
+    model = make_policy(rotary_model_folder).sampler.eval()
+    monkeypatch.setattr(sampler, "captured", lambda step: step)
+    assert supports_grouped(model, capture=True)
+    monkeypatch.setattr(sampler, "captured", lambda step: lambda: None)
+    assert not supports_grouped(model, capture=True)
 
 
 def token_ids(groups: list[list[Completion]]) -> list[list[list[int]]]:
