@@ -26,6 +26,7 @@ from transformers.utils import cached_file
 
 from config import Config, truncates
 from estimate import check_memory
+from head import head_log_probs
 from sampler import SamplingParams, position_ids, supports_grouped
 
 
@@ -56,31 +57,51 @@ class Policy:
 class CompletionScorer(nn.Module):
     """log pi of completions. A module, since DDP synchronises what goes through its forward."""
 
-    def __init__(self, model: nn.Module, compute_dtype: torch.dtype):
+    def __init__(self, model: nn.Module, compute_dtype: torch.dtype, *, lean: bool):
         super().__init__()
         self.model = model
         self.compute_dtype = compute_dtype
+        self.lean = lean  # never hold all logits: for the models of `supports_lean`
 
     def forward(
         self, input_ids: torch.Tensor, mask: torch.Tensor, *, num_tokens: int, temperature: float
     ) -> torch.Tensor:
         """Log-probabilities (B, T) of the last T = num_tokens columns of input_ids (B, P + T).
 
-        `mask` (B, P + T) is False on padding, which may be on both sides.
+        `mask` (B, P + T) is False on padding, which may be on both sides; it scores 0.
         """
+        inputs = model_inputs(input_ids, mask)
+        token_ids, is_kept = input_ids[:, -num_tokens:], mask[:, -num_tokens:]  # (B, T)
         with torch.autocast(
             input_ids.device.type,
             dtype=torch.bfloat16,
             enabled=self.compute_dtype == torch.bfloat16,
-        ):
-            logits = self.model(
-                input_ids=input_ids,
-                attention_mask=mask,
-                position_ids=position_ids(mask),
-                use_cache=False,
-                logits_to_keep=num_tokens + 1,
-            ).logits[:, :-1]  # (B, T, V): the logits at a position predict the token after it
-        return token_log_probs(logits, input_ids[:, -num_tokens:], temperature=temperature)
+        ):  # what the model gives at a position predicts the token after it
+            if self.lean:
+                hidden = self.model.base_model(**inputs).last_hidden_state
+                hidden = hidden[:, -num_tokens - 1 : -1]  # (B, T, H)
+            else:
+                logits = self.model(**inputs, logits_to_keep=num_tokens + 1).logits[:, :-1]
+        if not self.lean:
+            log_probs = token_log_probs(logits, token_ids, temperature=temperature)
+            return log_probs.masked_fill(~is_kept, 0.0)
+        log_probs = head_log_probs(
+            hidden[is_kept].to(self.compute_dtype),
+            self.model.get_output_embeddings(),
+            token_ids[is_kept],
+            temperature=temperature,
+        )
+        return log_probs.new_zeros(is_kept.shape).masked_scatter(is_kept, log_probs)
+
+
+def model_inputs(input_ids: torch.Tensor, mask: torch.Tensor) -> dict:
+    """What a model is called with, for a forward over whole rows."""
+    return {
+        "input_ids": input_ids,
+        "attention_mask": mask,
+        "position_ids": position_ids(mask),
+        "use_cache": False,
+    }
 
 
 def token_log_probs(
@@ -90,6 +111,29 @@ def token_log_probs(
     logits = logits.float() / temperature
     chosen = logits.gather(-1, token_ids[..., None])[..., 0]
     return chosen - logits.logsumexp(dim=-1)
+
+
+@torch.no_grad()
+def supports_lean(model: nn.Module) -> bool:
+    """Whether the logits are exactly those of a plain linear head on the last hidden states.
+
+    They are not where a model caps or scales them, or adapts its head. A cap hardly changes small
+    logits, such as those of a model not trained yet, so that nothing but rounding may differ on a
+    short made-up input.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:  # a quantised or adapted one computes something else
+        return False
+    ids = torch.arange(1, 7, device=model.device)[None] % head.out_features  # (1, 6)
+    inputs = model_inputs(ids, torch.ones_like(ids, dtype=torch.bool))
+    expected = model(**inputs).logits
+    try:
+        logits = head(model.base_model(**inputs).last_hidden_state)
+    except (AttributeError, NotImplementedError, TypeError, ValueError, RuntimeError):
+        return False
+    if logits.shape != expected.shape:
+        return False
+    return bool((logits - expected).abs().max() <= 1e-6 * expected.abs().max())
 
 
 def load_policy(
@@ -118,7 +162,10 @@ def load_policy(
         raise ValueError(f"model.name = {settings.name}: cannot be used: {problem}") from error
     model.to(device)
 
-    scorer: nn.Module = CompletionScorer(model, compute_dtype)
+    lean = supports_lean(model)
+    if not lean:
+        say("this model's logits are more than head(hidden): the update holds all of them at once")
+    scorer: nn.Module = CompletionScorer(model, compute_dtype, lean=lean)
     if num_ranks > 1:
         device_ids = [device.index] if device.type == "cuda" else None
         scorer = DistributedDataParallel(scorer, device_ids, gradient_as_bucket_view=True)

@@ -1,0 +1,49 @@
+"""What the benchmarks share: the script's modules, timing in turns, and tables."""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the script's modules
+
+
+def in_turns(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each call: all functions once, then all again, so that drift hits them alike.
+
+    Each is called once before, to warm up.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for turn in range(repeats + 1):
+        for name, function in functions.items():
+            elapsed_s = time_once(function)
+            if turn > 0:
+                seconds[name].append(elapsed_s)
+    return seconds
+
+
+def time_once(function: Callable[[], object]) -> float:
+    """Seconds of one call, until the GPU is done where there is one."""
+    synchronize()
+    start = time.perf_counter()
+    function()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """The first column is left-aligned, the others right-aligned."""
+    cells = [list(headers), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
+    for row in cells:
+        padded = [row[0].ljust(widths[0])]
+        padded += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        print("  ".join(padded).rstrip())
+    print(flush=True)

@@ -1,0 +1,349 @@
+"""Sampling speed: `grouped` against transformers, how its cost grows, and two ranks.
+
+    python benchmarks/rollouts.py             # everything that this machine can run
+    python benchmarks/rollouts.py --quick     # the smallest sizes: does it run?
+
+On the embedded model in fp32: tokens per second beside `model.generate` called as users would
+(`--continuous` adds `generate_batch`, which is meant for GPUs); seconds as questions, samples and
+length double twice; completions per second on two ranks of one thread each. On a GPU also models of
+the shape of Qwen2.5-0.5B and 3B with random weights in bf16, whose completions end at random
+lengths as in real runs, beside what the GPU's memory bandwidth allows.
+"""
+
+import argparse
+import functools
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import torch
+from common import in_turns, print_table  # first: it finds the script's modules
+from torch import multiprocessing, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from config import load_config
+from countdown import load_examples
+from data import TASKS, encode_prompts
+from policy import load_policy
+from sampler import SamplingParams, get_generation_config, left_pad, sample_completions
+
+TINY = Path(__file__).parents[1] / "tiny"
+NO_EOS = (-1,)  # an id that no token has
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is sampled at a time."""
+
+    questions: int = 32
+    samples: int = 16
+    max_new_tokens: int = 112
+
+
+@dataclass
+class Workload:
+    """A model with its prompts, and the functions that sample from it."""
+
+    model: nn.Module
+    prompts: list[list[int]]
+    params: SamplingParams
+    num_samples: int
+    position: int = 0  # of the next question: every call draws other completions
+
+    def grouped(self) -> list[int]:
+        """Lengths of the completions, by our decode loop."""
+        seeds = [(0, self.position + i) for i in range(len(self.prompts))]
+        self.position += len(seeds)
+        groups = sample_completions(
+            self.model,
+            self.prompts,
+            seeds,
+            num_samples=self.num_samples,
+            params=self.params,
+            backend="grouped",
+            max_batch_tokens=2**20,
+            on_progress=lambda n: None,
+        )
+        return [len(completion.token_ids) for group in groups for completion in group]
+
+    def generate(self) -> list[int]:
+        """Lengths of the completions, by `model.generate` on all questions together."""
+        ids, mask = left_pad(self.prompts, self.params.pad_id, self.model.device)
+        config = get_generation_config(self.params, num_samples=self.num_samples)
+        sequences = self.model.generate(ids, attention_mask=mask, generation_config=config)
+        completions = sequences[:, ids.shape[1] :]
+        eos_ids = torch.tensor(self.params.eos_ids, device=ids.device)
+        ended = torch.isin(completions, eos_ids).cumsum(dim=1) > 0
+        lengths = (~ended).sum(dim=1) + 1  # the EOS belongs to the completion
+        return lengths.clamp(max=self.params.max_new_tokens).tolist()
+
+    def continuous(self) -> list[int]:
+        """Lengths of the completions, by transformers' continuous batching."""
+        config = get_generation_config(self.params, num_samples=1)
+        prompts = [prompt for prompt in self.prompts for _ in range(self.num_samples)]
+        with torch.no_grad():
+            outputs = self.model.generate_batch(prompts, generation_config=config)
+        return [len(output.generated_tokens) for output in outputs.values()]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the smallest sizes, once")
+    parser.add_argument("--continuous", action="store_true", help="time generate_batch on CPUs too")
+    parser.add_argument("--repeats", type=int, default=5, help="calls of each function")
+    options = parser.parse_args(arguments)
+    repeats = 1 if options.quick else options.repeats
+    size = Size(2, 2, 4) if options.quick else Size()
+    base = Size(1, 2, 4) if options.quick else Size(16, 8, 28)
+
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if has_gpu else "cpu")
+    print(f"torch {torch.__version__}, {device}, {torch.get_num_threads()} CPU threads\n")
+    compare_backends(load_tiny(size, device), repeats, continuous=options.continuous or has_gpu)
+    show_growth(base, repeats, device)
+    compare_ranks(size, repeats)
+    for name in QWEN_SHAPES:
+        if has_gpu and not options.quick:
+            measure_on_gpu(name, repeats)
+        else:
+            print(f"{name}-shaped model on a GPU: not measured")
+
+
+def load_tiny(size: Size, device: torch.device) -> Workload:
+    """The embedded model and generated questions."""
+    transformers_logging.disable_progress_bar()
+    overrides = [f"model.name={TINY}", f"training.max_new_gen_tokens={size.max_new_tokens}"]
+    overrides.append("model.compute_dtype=float32")
+    config = load_config(["--config", os.devnull, *overrides], tasks=TASKS)
+    policy = load_policy(config, device=device, num_ranks=1, say=lambda line: None)
+    questions = load_examples("generated", "train", num_examples=size.questions).to_list()
+    prompts = encode_prompts(questions, config=config, tokenizer=policy.tokenizer)
+    return Workload(policy.sampler.eval(), prompts, policy.params, size.samples)
+
+
+# Backends
+
+
+def compare_backends(
+    workload: Workload, repeats: int, *, continuous: bool
+) -> dict[str, tuple[list[int], float]]:
+    """Print tokens per second; returns each backend's last lengths and its tokens per second."""
+    backends = {"grouped": workload.grouped, "model.generate": workload.generate}
+    if continuous:
+        backends["generate_batch"] = workload.continuous
+    lengths: dict[str, list[list[int]]] = {name: [] for name in backends}
+    seconds = in_turns(
+        {
+            name: functools.partial(note, function, lengths[name])
+            for name, function in backends.items()
+        },
+        repeats,
+    )
+    speeds, table = {}, []
+    for name, calls in lengths.items():
+        calls = calls[-repeats:]  # without the warm-up
+        rates = [sum(call) / s for call, s in zip(calls, seconds[name], strict=True)]
+        speeds[name] = statistics.median(rates)
+        median = statistics.median(seconds[name])
+        mean_length = statistics.mean(map(statistics.mean, calls))
+        table.append([name, f"{median:.2f}", f"{mean_length:.1f}", f"{speeds[name]:.0f}"])
+    for row, name in zip(table, speeds, strict=True):
+        row.append(f"{speeds[name] / speeds['model.generate']:.2f}")
+    print_table(["", "seconds", "mean tokens", "tokens per second", "times generate"], table)
+    return {name: (lengths[name][-1], speeds[name]) for name in backends}
+
+
+def note(function: Callable[[], list[int]], results: list[list[int]]) -> None:
+    results.append(function())
+
+
+# Growth
+
+
+def show_growth(base: Size, repeats: int, device: torch.device) -> None:
+    """Print the seconds of 1, 2 and 4 times as many questions, samples and tokens."""
+    tiny = load_tiny(replace(base, questions=4 * base.questions), device)
+    factors, fields = (1, 2, 4), ("questions", "samples", "max_new_tokens")
+    functions = {
+        f"{field} {factor}": resized(
+            tiny, replace(base, **{field: factor * getattr(base, field)})
+        ).grouped
+        for field in fields
+        for factor in factors
+    }
+    seconds = in_turns(functions, repeats)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    table = []
+    for field in fields:
+        times = [medians[f"{field} {factor}"] for factor in factors]
+        row = [getattr(base, field), *(f"{time_s:.3f} s" for time_s in times)]
+        table.append([field, *row, f"{times[2] / times[0]:.2f}"])
+    print_table(["", "base", "1x", "2x", "4x", "4x / 1x"], table)
+
+
+def resized(workload: Workload, size: Size) -> Workload:
+    """The first questions of a workload, every completion of which is as long as it may be."""
+    params = replace(workload.params, max_new_tokens=size.max_new_tokens, eos_ids=NO_EOS)
+    prompts = workload.prompts[: size.questions]
+    return replace(workload, prompts=prompts, params=params, num_samples=size.samples)
+
+
+# Ranks
+
+
+def compare_ranks(size: Size, repeats: int) -> None:
+    """Print completions per second of one rank and of two, each with its own questions."""
+    if torch.cuda.device_count() == 1:
+        print("two ranks: not measured, there is one GPU\n")
+        return
+    context = multiprocessing.get_context("spawn")
+    pipes, ranks = [], []
+    for rank in range(2):
+        ours, theirs = context.Pipe()
+        ranks.append(context.Process(target=serve_rank, args=(rank, size, theirs), daemon=True))
+        ranks[-1].start()
+        pipes.append(ours)
+    seconds = in_turns(
+        {
+            "1 rank": functools.partial(sample_on, pipes[:1]),
+            "2 ranks": functools.partial(sample_on, pipes),
+        },
+        repeats,
+    )
+    for pipe, rank in zip(pipes, ranks, strict=True):
+        pipe.send(False)
+        rank.join()
+    num_completions = size.questions * size.samples
+    rates = {
+        name: num_ranks * num_completions / statistics.median(seconds[name])
+        for num_ranks, name in enumerate(seconds, start=1)
+    }
+    print_table(
+        ["one thread each", "completions per second", "times one rank"],
+        [[name, f"{rate:.0f}", f"{rate / rates['1 rank']:.2f}"] for name, rate in rates.items()],
+    )
+
+
+def serve_rank(rank: int, size: Size, pipe: Connection) -> None:
+    """A process that samples whenever it is told to, until it is told no more."""
+    torch.set_num_threads(1)
+    has_gpu = torch.cuda.is_available()
+    workload = load_tiny(size, torch.device("cuda", rank) if has_gpu else torch.device("cpu"))
+    while pipe.recv():
+        workload.position = 0  # the same completions on both: equal work
+        pipe.send(sum(workload.grouped()))
+
+
+def sample_on(pipes: list[Connection]) -> None:
+    """All of these ranks sample at the same time."""
+    for pipe in pipes:
+        pipe.send(True)
+    for pipe in pipes:
+        pipe.recv()
+
+
+# Larger models, on a GPU
+
+QWEN_SHAPES = {
+    "Qwen2.5-0.5B": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    },
+    "Qwen2.5-3B": {
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+    },
+}
+PROMPT_TOKENS, MEAN_LENGTH, MAX_LENGTH = 128, 400, 1024
+
+
+def measure_on_gpu(name: str, repeats: int) -> None:
+    """Print tokens per second of a model with random weights, and the bound on them."""
+    device = torch.device("cuda")
+    config = Qwen2Config(
+        vocab_size=151936, tie_word_embeddings=True, rope_theta=1e6, **QWEN_SHAPES[name]
+    )
+    config.eos_token_id, config.pad_token_id = 1, 0
+    with torch.device(device):
+        model = Qwen2ForCausalLM(config).to(torch.bfloat16).eval()
+    workload = random_workload(model, Size(max_new_tokens=MAX_LENGTH))
+    print(f"{name}-shaped, bf16, {torch.cuda.get_device_name()}")
+    measured = compare_backends(workload, repeats, continuous=True)
+    lengths, speed = measured["grouped"]
+    bound = bandwidth_bound(model, lengths, copy_bandwidth(device))
+    print(f"memory bandwidth allows {bound:.0f} tokens per second; grouped: {speed / bound:.0%}\n")
+
+
+def random_workload(model: nn.Module, size: Size) -> Workload:
+    """Prompts of random tokens, for completions that end as `end_rates` says."""
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(2, model.config.vocab_size, (size.questions, PROMPT_TOKENS)).tolist()
+    rates = end_rates(size.max_new_tokens).to(model.device)
+    end_at_random = functools.partial(force_ends, rates=rates, eos_id=1)
+    model.register_forward_hook(end_at_random, with_kwargs=True)
+    params = SamplingParams(size.max_new_tokens, 1.0, 1.0, 0, eos_ids=(1,), pad_id=0)
+    return Workload(model, prompts, params, size.samples)
+
+
+def end_rates(max_length: int) -> torch.Tensor:
+    """How probably a completion ends at its token 0, 1, ..., given that it got there.
+
+    Lengths are log-normal, as those of reasoning models are about, with a mean of MEAN_LENGTH.
+    """
+    spread = 0.6
+    centre = math.log(MEAN_LENGTH) - spread**2 / 2
+    lengths = np.random.default_rng(0).lognormal(centre, spread, 100_000).astype(int)
+    counts = torch.bincount(torch.from_numpy(lengths).clamp(1, max_length + 1))
+    num_reached = counts.flip(0).cumsum(0).flip(0)
+    return (counts / num_reached)[1 : max_length + 1].float()
+
+
+def force_ends(model, args, kwargs: dict, output, *, rates: torch.Tensor, eos_id: int):
+    """Forward hook: the next token is EOS with the rate of its place, and never else.
+
+    It works on positions alone, so that all three backends draw from the same distribution.
+    """
+    positions, kept = kwargs["position_ids"], kwargs.get("logits_to_keep", 0)
+    kept = slice(-kept, None) if isinstance(kept, int) else kept
+    places = (positions[:, kept] - (PROMPT_TOKENS - 1)).clamp(0, len(rates) - 1)
+    ends = torch.rand(places.shape, device=places.device) < rates[places]
+    output.logits[..., eos_id] = torch.where(ends, 1e4, -torch.inf).to(output.logits.dtype)
+    return output
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second that a large copy reads and writes."""
+    source = torch.empty(2**30, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    (seconds,) = in_turns({"copy": lambda: target.copy_(source)}, 5).values()
+    return 2 * source.nbytes / statistics.median(seconds)
+
+
+def bandwidth_bound(model: nn.Module, lengths: list[int], bytes_per_s: float) -> float:
+    """Tokens per second if decoding cost no more than reading weights and cache once a token."""
+    config = model.config
+    head_size = config.hidden_size // config.num_attention_heads
+    cache_bytes = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_size
+    weight_bytes = sum(p.nbytes for p in model.parameters())
+    cached = sum(length * PROMPT_TOKENS + length * (length + 1) / 2 for length in lengths)
+    num_bytes = max(lengths) * weight_bytes + cached * cache_bytes
+    return sum(lengths) * bytes_per_s / num_bytes
+
+
+if __name__ == "__main__":
+    start = time.perf_counter()
+    main()
+    print(f"{time.perf_counter() - start:.0f} s in all")

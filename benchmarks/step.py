@@ -1,0 +1,277 @@
+"""A whole GRPO step, rollout to update: this repository's against TRL's GRPOTrainer, in turns.
+
+    pip install trl==1.16.0
+    python benchmarks/step.py     # of several GPUs show it one: CUDA_VISIBLE_DEVICES=0
+
+One process, so the same threads; the same model (tiny/, fp32), questions, reward, loss (Dr.
+GRPO: no KL, no division by the standard deviation) and optimizer; TRL samples with
+`model.generate`, without vLLM. First both compute the gradient of the same rollouts, which must
+agree; then their steps alternate, TRL's first. At a learning rate of 1e-6 the models hardly
+change, so that their completions stay equally long.
+"""
+
+import argparse
+import copy
+import functools
+import os
+import statistics
+import tempfile
+import time
+
+import torch
+from common import print_table, synchronize  # first: it finds the script's modules
+from datasets import Dataset
+from transformers import PrinterCallback, TrainerCallback
+
+from checkpoint import SaveOnExit
+from config import load_config, options_for
+from countdown import generate_prompt, reward_function
+from data import TASKS
+from logger import Logger
+from main import (
+    Run,
+    Trajectory,
+    assign_advantages,
+    next_questions,
+    prepare_run,
+    sample_trajectories,
+    take_step,
+    update_policy,
+)
+from metrics import Clock
+from policy import render_prompt
+
+try:
+    from trl import GRPOConfig, GRPOTrainer
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install trl==1.16.0") from None
+
+QUESTIONS, SAMPLES, MAX_NEW_TOKENS, LEARNING_RATE = 32, 16, 112, 1e-6
+ROWS = QUESTIONS * SAMPLES
+FORMAT_WEIGHT = 0.1
+QUIET = Logger(rank=1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=5, help="steps of each, after one to warm up")
+    parser.add_argument("--trl-micro-batch", type=int, default=64, help="rows, divides 512")
+    parser.add_argument("--micro-batch-tokens", type=int, default=4096, help="of our update")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run = load_run(folder, options)
+        turns = Turns(run)
+        trainer = make_trainer(run, folder, options, turns)
+        check_gradient(run, trainer)
+        trainer.train()
+    print_results(trainer, turns)
+
+
+def load_run(folder: str, options: argparse.Namespace) -> Run:
+    """Our side: the default run with the sizes above."""
+    overrides = [
+        f"run.dir={folder}",
+        "model.compute_dtype=float32",
+        f"task.reward_weights={{format: {FORMAT_WEIGHT}, answer: 1.0}}",
+        f"training.num_steps={options.steps + 1}",
+        f"training.micro_batch_tokens={options.micro_batch_tokens}",
+        f"training.num_samples_per_step={QUESTIONS}",
+        f"training.k_best_of_n=[{SAMPLES},{SAMPLES}]",
+        f"training.max_new_gen_tokens={MAX_NEW_TOKENS}",
+        f"training.learning_rate={LEARNING_RATE}",
+        "training.warmup_steps=0",
+        "validation.num_examples=1",
+    ]
+    return prepare_run(load_config(["--config", os.devnull, *overrides], tasks=TASKS))
+
+
+def make_trainer(run: Run, folder: str, options: argparse.Namespace, turns: "Turns") -> GRPOTrainer:
+    """TRL's side: a copy of the model, the same questions in the same order."""
+    is_cuda = run.world.device.type == "cuda"
+    num_questions = QUESTIONS * (options.steps + 1)
+    examples = [run.train_questions[position] for position in range(num_questions)]
+    trainer = GRPOTrainer(
+        model=copy.deepcopy(run.policy.model),
+        processing_class=run.policy.tokenizer,
+        reward_funcs=reward,
+        train_dataset=Dataset.from_list([as_trl_row(example, run) for example in examples]),
+        callbacks=[turns],
+        args=GRPOConfig(
+            output_dir=folder,
+            max_steps=options.steps + 1,
+            per_device_train_batch_size=options.trl_micro_batch,
+            gradient_accumulation_steps=ROWS // options.trl_micro_batch,
+            num_generations=SAMPLES,
+            max_completion_length=MAX_NEW_TOKENS,
+            temperature=run.config.sampling.temperature,
+            top_p=1.0,
+            top_k=0,
+            loss_type="dr_grpo",
+            scale_rewards="none",
+            beta=0.0,
+            num_iterations=1,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            weight_decay=run.config.training.weight_decay,
+            max_grad_norm=run.config.training.max_grad_norm,
+            shuffle_dataset=False,
+            gradient_checkpointing=False,  # on by default; it costs time
+            bf16=False,
+            use_cpu=not is_cuda,
+            report_to="none",
+            logging_strategy="no",
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def as_trl_row(example: dict, run: Run) -> dict:
+    messages = generate_prompt(example, **options_for(generate_prompt, run.config))
+    return example | {"prompt": render_prompt(messages, run.policy.tokenizer)}
+
+
+def reward(completions: list[str], nums: list, target: list, **others: object) -> list[float]:
+    """The reward of our run, as TRL calls it."""
+    parts = [
+        reward_function(text, {"nums": numbers, "target": goal})
+        for text, numbers, goal in zip(completions, nums, target, strict=True)
+    ]
+    return [FORMAT_WEIGHT * part["format"] + part["answer"] for part in parts]
+
+
+# The same rollouts give the same gradient
+
+
+def check_gradient(run: Run, trainer: GRPOTrainer) -> None:
+    """Print how the two gradients of one batch of rollouts compare; stop unless they agree."""
+    ours, groups = our_gradient(run)
+    theirs = trl_gradient(trainer, run, groups)
+    cosine = torch.nn.functional.cosine_similarity(ours, theirs, dim=0).item()
+    ratio = (ours.norm() / theirs.norm()).item()
+    print(f"gradient of the same rollouts: cosine {cosine:.7f}, ratio of the norms {ratio:.7f}")
+    assert cosine > 0.999, "the two do not compute the same gradient"
+    assert abs(ratio - 1) < 0.001, "the two gradients differ in length"
+
+
+def our_gradient(run: Run) -> tuple[torch.Tensor, list[list[Trajectory]]]:
+    """The gradient that our update would step along, and the rollouts it is of."""
+    examples, seeds = next_questions(run)
+    groups = sample_trajectories(
+        run.policy,
+        examples,
+        seeds,
+        num_samples=SAMPLES,
+        temperature=run.config.sampling.temperature,
+        config=run.config,
+        logger=QUIET,
+        clock=Clock(),
+        description="",
+    )
+    assign_advantages(groups, run.config)
+    gradients: list[torch.Tensor] = []
+    update_policy(
+        run.policy,
+        torch.optim.SGD(run.policy.model.parameters(), lr=0.0),
+        groups,
+        config=run.config,
+        world=run.world,
+        logger=QUIET,
+        before_change=lambda: gradients.append(flat_gradient(run.policy.model)),
+    )
+    return gradients[0], groups
+
+
+def trl_gradient(trainer: GRPOTrainer, run: Run, groups: list[list[Trajectory]]) -> torch.Tensor:
+    """TRL's gradient of these rollouts: its own rewards, advantages and loss of our tokens."""
+    rows = [trainer.train_dataset[i] for i in range(QUESTIONS) for _ in range(SAMPLES)]
+    prompts, *_ = trainer._tokenize_prompts([row["prompt"] for row in rows])
+    assert prompts == [t.prompt_ids for group in groups for t in group], "other prompts"
+    trainer.model.train()
+    trainer.rollout_func = functools.partial(replay, groups)  # instead of sampling
+    inputs = trainer._generate_and_score_completions(rows)
+    trainer.rollout_func = None
+    trainer.current_gradient_accumulation_steps = 1  # all rows at once
+    trainer.compute_loss(trainer.model, inputs).backward()
+    gradient = flat_gradient(trainer.model)
+    trainer.model.zero_grad()
+    trainer._metrics["train"].clear()  # the check is no step
+    return gradient
+
+
+def replay(groups: list[list[Trajectory]], prompts: list, trainer: GRPOTrainer) -> dict:
+    rows = [t for group in groups for t in group]
+    return {
+        "prompt_ids": [t.prompt_ids for t in rows],
+        "completion_ids": [t.completion.token_ids for t in rows],
+        "logprobs": None,
+    }
+
+
+def flat_gradient(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten().double() for p in model.parameters()])
+
+
+# Steps in turns
+
+
+class Turns(TrainerCallback):
+    """Times each of TRL's steps (without the reading of its data), then takes and times ours."""
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.guard = SaveOnExit(lambda: None, is_main=False)
+        self.trl_s: list[float] = []
+        self.our_s: list[float] = []
+        self.our_rows: list[dict[str, float]] = []
+
+    def on_step_begin(self, *args: object, **kwargs: object) -> None:
+        self.start = now()
+
+    def on_step_end(self, *args: object, **kwargs: object) -> None:
+        end = now()
+        self.trl_s.append(end - self.start)
+        take_step(self.run, QUIET, self.guard)
+        self.our_s.append(now() - end)
+        self.our_rows.append(self.run.state.row)
+
+
+def now() -> float:
+    synchronize()
+    return time.perf_counter()
+
+
+def print_results(trainer: GRPOTrainer, turns: Turns) -> None:
+    """Median times without each one's first step, which warms up; means over all steps."""
+    theirs = trainer.state.log_history[-1]
+    names = ("train/completion_tokens", "train/reward")
+    tokens, score = (statistics.mean(row[name] for row in turns.our_rows) for name in names)
+    median = statistics.median(turns.our_s[1:])
+    table = [
+        ("TRL", turns.trl_s[1:], float(theirs["completions/mean_length"]), float(theirs["reward"])),
+        ("plain-grpo", turns.our_s[1:], tokens, score),
+    ]
+    print(f"{torch.get_num_threads()} threads, {turns.run.world.device}, {ROWS} rows a step\n")
+    print_table(
+        ["", "seconds a step", "range", "times ours", "tokens a completion", "reward"],
+        [
+            [
+                name,
+                f"{statistics.median(seconds):.2f}",
+                f"{min(seconds):.2f} to {max(seconds):.2f}",
+                f"{statistics.median(seconds) / median:.2f}",
+                f"{mean_length:.1f}",
+                f"{mean_reward:.3f}",
+            ]
+            for name, seconds, mean_length, mean_reward in table
+        ],
+    )
+    for phase in ("rollout", "update"):
+        seconds = [row[f"time/{phase}_s"] for row in turns.our_rows[1:]]
+        print(f"ours, {phase}: {statistics.median(seconds):.2f} s")
+
+
+if __name__ == "__main__":
+    main()
