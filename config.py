@@ -265,7 +265,7 @@ class Checkpoint(Section):
 
     keep: PositiveInt = 2
     """Newest checkpoints that are kept; each holds the weights and AdamW's two averages, 12 bytes
-    per weight."""
+    per weight. From 2 on, a good one is among them even after a step that ruined the weights."""
 
     resume: Literal["auto", "never"] = "auto"
     """auto goes on from the newest whole checkpoint of the run of this name; never refuses to

@@ -64,7 +64,7 @@ class Trajectory:
 
     @property
     def is_solved(self) -> bool:
-        return self.reward_parts["answer"] == 1.0
+        return self.reward_parts["answer"] == 1.0 and not self.completion.is_broken
 
 
 TRAINING, VALIDATION = 0, 1  # first word of a seed: random numbers of the two never meet
@@ -258,7 +258,7 @@ def update_policy(
     if training.skip_truncated:
         rows = [t for t in rows if not t.completion.truncated]
     num_tokens = sum(len(t.completion.token_ids) for t in batch)
-    num_broken = sum(not np.isfinite(t.completion.log_probs).all() for g in groups for t in g)
+    num_broken = sum(t.completion.is_broken for group in groups for t in group)
     totals = world.sum([len(batch), num_tokens, len(rows), num_broken])
     num_rows, num_tokens, num_trainable, num_broken = totals.tolist()
     if num_trainable == 0 or num_broken > 0:

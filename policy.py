@@ -157,6 +157,7 @@ def load_policy(
         model_config = load_model_config(config)
         check_memory(model_config, config, device=device, samples_copy=samples_copy)
         model, eos_ids = load_model(model_config, config, tokenizer)
+        check_vocabulary(model, tokenizer)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         problem = " ".join(str(error).split())
         raise ValueError(f"model.name = {settings.name}: cannot be used: {problem}") from error
@@ -299,6 +300,25 @@ def load_tokenizer(config: Config, say: Callable[[str], None]) -> PreTrainedToke
     if tokenizer.chat_template is None:
         say("the tokenizer has no chat template: the prompt is plain text")
     return tokenizer
+
+
+def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raise ValueError if the tokenizer can give an id that the model has no embedding for.
+
+    The other way round is common and does no harm: Qwen2.5 has 271 embeddings without a token.
+    Special tokens that no prompt has may lie beyond too, as Gemma 3's for images does.
+    """
+    chat = [{"role": "user", "content": TOKENIZER_PROBE}]
+    used = set(tokenizer.encode(render_prompt(chat, tokenizer), add_special_tokens=True))
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    unused = special - used - {tokenizer.pad_token_id}
+    largest = max(set(tokenizer.get_vocab().values()) - unused)
+    num_embeddings = len(model.get_input_embeddings().weight)
+    if largest >= num_embeddings:
+        raise ValueError(
+            f"its tokenizer gives ids up to {largest}, but it has {num_embeddings} embeddings; "
+            "give a tokenizer that belongs to it"
+        )
 
 
 # From a chat to text

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers.utils import logging as transformers_logging
 
 import checkpoint
@@ -177,7 +178,12 @@ def save_best(run: Run) -> bool:
 
 
 def save_state(run: Run) -> None:
-    """Save everything that goes on."""
+    """Save everything that goes on, unless that could only push out a good checkpoint."""
+    if not is_worth_saving(run):
+        run.console.warning(
+            f"nothing new and finite to save at step {run.state.step}: what was saved before stays"
+        )
+        return
     state = {
         "state": asdict(run.state),
         "num_ranks": run.world.size,
@@ -194,6 +200,20 @@ def save_state(run: Run) -> None:
         keep=run.config.checkpoint.keep,
     )
     save_on_main(run, save)
+
+
+def is_worth_saving(run: Run) -> bool:
+    """Whether there are weights to save: finite ones that are not in the newest checkpoint yet.
+
+    Skipped steps leave the weights as they are, ruined perhaps by the last step that was taken.
+    They are saved once at most, so with checkpoint.keep=2 the checkpoint before them stays.
+    """
+    last_taken = run.state.step - run.state.skipped_in_a_row
+    newest = checkpoint.list_checkpoints(run.folder / "checkpoints")[:1]
+    if run.state.skipped_in_a_row > 0 and any(int(p.name[5:]) >= last_taken for p in newest):
+        return False
+    # the norm is infinite for some finite weights too, far beyond those that any logits come of
+    return bool(nn.utils.get_total_norm(run.policy.model.parameters()).isfinite())
 
 
 def save_on_main(run: Run, save: Callable[[], None]) -> bool:

@@ -52,6 +52,11 @@ class Completion:
     entropies: np.ndarray  # (T,), of that distribution, in nats
     truncated: bool  # ended by the length limit instead of an EOS
 
+    @property
+    def is_broken(self) -> bool:
+        """Drawn from logits that were not finite: what came is noise (see `repair`)."""
+        return not np.isfinite(self.log_probs).all()
+
 
 def sample_completions(
     model: torch.nn.Module,
@@ -123,8 +128,8 @@ def sample_tokens(
     logits (B, V), uniforms (B,) in [0, 1); returns three tensors (B,). Top-k and top-p restrict
     what is drawn; log-probability and entropy (in nats) stay those of the whole distribution.
     """
-    logits, is_broken = repair(logits)
-    log_probs = F.log_softmax(logits.float() / temperature, dim=-1)  # (B, V)
+    logits, is_broken = repair(logits.float() / temperature)
+    log_probs = F.log_softmax(logits, dim=-1)  # (B, V)
     probs = log_probs.exp()
     entropies = -torch.special.xlogy(probs, probs).sum(dim=-1)  # 0 log 0 is 0
     cdf = keep_likeliest(probs, top_p=top_p, top_k=top_k).cumsum(dim=-1)
@@ -492,10 +497,10 @@ class RecordingProcessor(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.take(input_ids)
-        scores, is_broken = repair(scores)
-        log_probs = F.log_softmax(scores.float() / self.record.params.temperature, dim=-1)
+        logits, is_broken = repair(scores.float() / self.record.params.temperature)
+        log_probs = F.log_softmax(logits, dim=-1)
         self.log_probs = log_probs.masked_fill(is_broken[:, None], torch.nan)
-        return scores
+        return scores.masked_fill(is_broken[:, None], 0.0)
 
     def take(self, input_ids: torch.Tensor) -> None:
         """Note the last tokens of input_ids (B, P + t), drawn from the log_probs kept before."""

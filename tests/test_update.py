@@ -12,7 +12,14 @@ from conftest import ALONE, make_config, make_policy, run_on_ranks
 from config import Config
 from distributed import World
 from logger import Logger
-from main import Trajectory, assign_advantages, pack_rows, update_policy
+from main import (
+    Trajectory,
+    assign_advantages,
+    pack_rows,
+    sample_trajectories,
+    update_policy,
+)
+from metrics import Clock
 from optimizer import make_optimizer
 from policy import Policy
 from sampler import Completion
@@ -27,6 +34,7 @@ SIL = ["training.learning_type=sil", "training.k_best_of_n=[2,4]"]
 EASY = (3, (5, 7, 2, 6), (1.1, 0.1, 0.06, 0.1))
 HARD = (9, (6, 8, 4, 7), (0.01, 1.1, 1.1, 0.0))
 EQUAL = (5, (4, 3, 6, 5), (0.1, 0.1, 0.1, 0.1))
+LONG = (40, (9, 10, 8, 9), (0.0, 1.1, 0.1, 1.1))
 
 
 def make_group(prompt_length: int, lengths: tuple, rewards: tuple) -> list[Trajectory]:
@@ -140,6 +148,36 @@ def distance(gradient: np.ndarray, expected: np.ndarray) -> float:
 
 
 # Trap 4: the gradient is that of the whole batch
+
+
+def updates_of_unlike_ranks(world: World, folder: Path) -> tuple[list[np.ndarray], float]:
+    """Gradients of three iterations, and the last loss; rank 1 has six micro-batches, rank 0 one.
+
+    A group of rank 0 is short, those of rank 1 are longer, more and cut in other places.
+    """
+    policy = make_policy(folder, num_ranks=world.size)
+    limit = (ALL_TOGETHER, 45)[world.rank]
+    overrides = ["training.num_iterations=3", f"training.micro_batch_tokens={limit}"]
+    config = config_of(*GRPO, *overrides)
+    groups = make_groups(config, *([EASY], [HARD, EQUAL, LONG])[world.rank])
+    rows = [t for group in groups for t in group if t.advantage]
+    assert len(list(pack_rows(rows, limit))) == (1, 6)[world.rank]
+    recorder = Recorder(policy.model, rate=1.0)
+    metrics, _, _ = update(policy, recorder, groups, config, world)
+    return recorder.gradients, metrics["train/loss"]
+
+
+def test_a_rank_with_more_and_longer_rows_holds_up_no_other(rotary_model_folder, tmp_path):
+    """Trap 10: each rank has its own number of micro-batches, and all meet once an iteration."""
+    first, second = run_on_ranks(
+        updates_of_unlike_ranks, 2, rotary_model_folder, folder=tmp_path, timeout_s=60
+    )
+    assert len(first[0]) == len(second[0]) == 3 and first[1] == second[1]
+    assert all(np.array_equal(a, b) for a, b in zip(first[0], second[0], strict=True))
+    config, model = config_of(*GRPO), make_policy(rotary_model_folder).model
+    expected, _ = reference(model, make_groups(config, EASY, HARD, EQUAL, LONG), config)
+    assert distance(first[0][0], expected) <= 1e-6
+    assert distance(first[0][1], expected) > 1e-3
 
 
 def test_the_limits_make_one_two_and_eight_micro_batches():
@@ -399,6 +437,54 @@ def test_ranks_without_advantages_neither_hang_nor_diverge(rotary_model_folder, 
     expected, loss = reference(policy.model, make_groups(config, EASY, EQUAL), config)
     assert first[0][1]["train/loss"] == pytest.approx(loss, rel=1e-6, abs=1e-6)
     assert first[0][1]["train/grad_norm"] == pytest.approx(np.linalg.norm(expected), rel=1e-5)
+
+
+# Trap 14: what a rollout leaves behind
+
+
+@pytest.mark.parametrize("backend", ["grouped", "generate"])
+def test_an_update_after_a_rollout_is_the_one_without(rotary_model_folder, backend):
+    """Sampling needs eval mode, in which gradient checkpointing is silently off."""
+    overrides = ["model.gradient_checkpointing=true", f"sampling.backend={backend}"]
+    overrides += ["training.max_new_gen_tokens=10"]
+    config, results = config_of(*GRPO), []
+    for do_rollout in (False, True):
+        policy = make_policy(rotary_model_folder, *overrides)
+        passes, layer = [], policy.model.model.layers[0].mlp
+        if do_rollout:
+            sample_some(policy, config)
+        layer.register_forward_pre_hook(lambda module, args, passes=passes: passes.append(1))
+        gradient, metrics = recorded(policy, make_groups(config, EASY, HARD), config)
+        left = {
+            "passes": len(passes),
+            "training": {module.training for module in policy.model.modules()},
+            "dtypes": {p.dtype for p in policy.model.parameters()},
+            "trainable": {p.requires_grad for p in policy.model.parameters()},
+            "attention": policy.model.config._attn_implementation,
+            "config": policy.model.config.to_dict(),
+            "generation": policy.model.generation_config.to_dict(),
+        }
+        results.append((gradient.tolist(), metrics, left))
+    assert results[0] == results[1]
+    assert left["passes"] == 2  # forward, and once more in the backward pass
+    assert left["training"] == left["trainable"] == {True}
+    assert left["dtypes"] == {torch.float32} and left["attention"] == "sdpa"
+
+
+def sample_some(policy: Policy, config: Config) -> None:
+    """Trajectories of two questions, as a step or an evaluation samples them."""
+    groups = sample_trajectories(
+        policy,
+        [{"nums": [3], "target": 3}, {"nums": [3] * 20, "target": 4}],
+        [(0, 1), (0, 2)],
+        num_samples=4,
+        temperature=1.3,
+        config=config,
+        logger=Logger(rank=0),
+        clock=Clock(),
+        description="rollout",
+    )
+    assert [len(group) for group in groups] == [4, 4]
 
 
 # A gradient that is not finite
