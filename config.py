@@ -165,10 +165,10 @@ class Training(Section):
     max_new_gen_tokens: PositiveInt = 128
     """Longest completion, in tokens; a longer one is cut off and usually earns nothing."""
 
-    micro_batch_tokens: PositiveInt = 16_384
+    micro_batch_tokens: PositiveInt = 8_192
     """Tokens per forward and backward pass: rows times (longest prompt + completion); a longer
     row goes alone. The gradient does not depend on it; lower it when the update runs out of
-    memory."""
+    memory, raise it on a big GPU."""
 
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """adamw keeps two float32 averages per weight; adamw_8bit (package bitsandbytes) keeps them in

@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 from config import load_config
 from countdown import load_examples
 from data import TASKS, encode_prompts
-from policy import load_policy
+from policy import choose_backend, load_policy
 from sampler import SamplingParams, get_generation_config, left_pad, sample_completions
 
 TINY = Path(__file__).parents[1] / "tiny"
@@ -55,6 +55,7 @@ class Workload:
     prompts: list[list[int]]
     params: SamplingParams
     num_samples: int
+    backend: str  # ours on this device: grouped, or grouped with its steps captured
     position: int = 0  # of the next question: every call draws other completions
 
     def grouped(self) -> list[int]:
@@ -67,8 +68,8 @@ class Workload:
             seeds,
             num_samples=self.num_samples,
             params=self.params,
-            backend="grouped",
-            max_batch_tokens=2**20,
+            backend=self.backend,
+            max_batch_tokens=None if self.model.device.type == "cuda" else 2**20,
             on_progress=lambda n: None,
         )
         return [len(completion.token_ids) for group in groups for completion in group]
@@ -86,10 +87,9 @@ class Workload:
 
     def continuous(self) -> list[int]:
         """Lengths of the completions, by transformers' continuous batching."""
-        config = get_generation_config(self.params, num_samples=1)
-        prompts = [prompt for prompt in self.prompts for _ in range(self.num_samples)]
+        config = get_generation_config(self.params, num_samples=self.num_samples)
         with torch.no_grad():
-            outputs = self.model.generate_batch(prompts, generation_config=config)
+            outputs = self.model.generate_batch(self.prompts, generation_config=config)
         return [len(output.generated_tokens) for output in outputs.values()]
 
 
@@ -125,7 +125,8 @@ def load_tiny(size: Size, device: torch.device) -> Workload:
     policy = load_policy(config, device=device, num_ranks=1, say=lambda line: None)
     questions = load_examples("generated", "train", num_examples=size.questions).to_list()
     prompts = encode_prompts(questions, config=config, tokenizer=policy.tokenizer)
-    return Workload(policy.sampler.eval(), prompts, policy.params, size.samples)
+    model = policy.sampler.eval()
+    return Workload(model, prompts, policy.params, size.samples, policy.backend)
 
 
 # Backends
@@ -273,12 +274,7 @@ PROMPT_TOKENS, MEAN_LENGTH, MAX_LENGTH = 128, 400, 1024
 def measure_on_gpu(name: str, repeats: int) -> None:
     """Print tokens per second of a model with random weights, and the bound on them."""
     device = torch.device("cuda")
-    config = Qwen2Config(
-        vocab_size=151936, tie_word_embeddings=True, rope_theta=1e6, **QWEN_SHAPES[name]
-    )
-    config.eos_token_id, config.pad_token_id = 1, 0
-    with torch.device(device):
-        model = Qwen2ForCausalLM(config).to(torch.bfloat16).eval()
+    model = random_model(QWEN_SHAPES[name], device).to(torch.bfloat16).eval()
     workload = random_workload(model, Size(max_new_tokens=MAX_LENGTH))
     print(f"{name}-shaped, bf16, {torch.cuda.get_device_name()}")
     measured = compare_backends(workload, repeats, continuous=True)
@@ -287,15 +283,24 @@ def measure_on_gpu(name: str, repeats: int) -> None:
     print(f"memory bandwidth allows {bound:.0f} tokens per second; grouped: {speed / bound:.0%}\n")
 
 
+def random_model(shape: dict[str, int], device: torch.device) -> nn.Module:
+    """A Qwen2 of that shape, with random weights in fp32."""
+    config = Qwen2Config(vocab_size=151936, tie_word_embeddings=True, rope_theta=1e6, **shape)
+    config.eos_token_id, config.pad_token_id = 1, 0
+    with torch.device(device):
+        return Qwen2ForCausalLM(config)
+
+
 def random_workload(model: nn.Module, size: Size) -> Workload:
     """Prompts of random tokens, for completions that end as `end_rates` says."""
+    backend = choose_backend("grouped", model, print)
     rng = np.random.default_rng(0)
     prompts = rng.integers(2, model.config.vocab_size, (size.questions, PROMPT_TOKENS)).tolist()
     rates = end_rates(size.max_new_tokens).to(model.device)
     end_at_random = functools.partial(force_ends, rates=rates, eos_id=1)
     model.register_forward_hook(end_at_random, with_kwargs=True)
     params = SamplingParams(size.max_new_tokens, 1.0, 1.0, 0, eos_ids=(1,), pad_id=0)
-    return Workload(model, prompts, params, size.samples)
+    return Workload(model, prompts, params, size.samples, backend)
 
 
 def end_rates(max_length: int) -> torch.Tensor:

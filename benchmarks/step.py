@@ -29,17 +29,16 @@ from countdown import generate_prompt, reward_function
 from data import TASKS
 from logger import Logger
 from main import (
-    Run,
     Trajectory,
     assign_advantages,
     next_questions,
-    prepare_run,
     sample_trajectories,
     take_step,
     update_policy,
 )
 from metrics import Clock
 from policy import render_prompt
+from run import Run, prepare_run
 
 try:
     from trl import GRPOConfig, GRPOTrainer
@@ -56,7 +55,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=5, help="steps of each, after one to warm up")
     parser.add_argument("--trl-micro-batch", type=int, default=64, help="rows, divides 512")
-    parser.add_argument("--micro-batch-tokens", type=int, default=4096, help="of our update")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = load_run(folder, options)
@@ -74,7 +72,6 @@ def load_run(folder: str, options: argparse.Namespace) -> Run:
         "model.compute_dtype=float32",
         f"task.reward_weights={{format: {FORMAT_WEIGHT}, answer: 1.0}}",
         f"training.num_steps={options.steps + 1}",
-        f"training.micro_batch_tokens={options.micro_batch_tokens}",
         f"training.num_samples_per_step={QUESTIONS}",
         f"training.k_best_of_n=[{SAMPLES},{SAMPLES}]",
         f"training.max_new_gen_tokens={MAX_NEW_TOKENS}",

@@ -8,16 +8,26 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_rollouts_benchmark_runs_on_the_smallest_sizes():
-    """Every table is printed, and what needs a GPU says that it was not measured."""
+def run_quickly(script: str) -> str:
+    """What it prints on the smallest sizes."""
     result = subprocess.run(
-        [sys.executable, "benchmarks/rollouts.py", "--quick"],
+        [sys.executable, f"benchmarks/{script}", "--quick"],
         cwd=ROOT,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
+        timeout=120,
     )
     assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_rollouts_benchmark_prints_every_table_and_what_was_not_measured():
+    output = run_quickly("rollouts.py")
     for name in ("grouped", "model.generate", "questions", "samples", "max_new_tokens", "2 ranks"):
-        assert any(line.startswith(name) for line in result.stdout.splitlines()), name
-    assert result.stdout.count("not measured") == 2
+        assert any(line.startswith(name) for line in output.splitlines()), name
+    assert output.count("not measured") == 2
+
+
+def test_a_step_of_the_published_setting_is_timed():
+    assert "3B step" in run_quickly("step_3b.py")

@@ -1,0 +1,117 @@
+"""A whole step of the published setting on one GPU: 3B weights, 32 questions x 16 samples.
+
+    python benchmarks/step_3b.py             # needs a GPU of 80 GB
+    python benchmarks/step_3b.py --quick     # a toy on any device: does it run?
+
+Qwen2.5-3B's shape with random weights, the settings of configs/countdown-qwen2.5-3b.yaml. Rewards
+are drawn at random; completions end at random lengths, log-normal with a mean of 400 and at most
+1024 tokens. Aim: 40 s a step, in less than 80 GB.
+"""
+
+import argparse
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from common import in_turns, print_table  # first: it finds the script's modules
+from rollouts import QWEN_SHAPES, Size, random_model, random_workload
+
+from config import Config, load_config
+from data import TASKS
+from distributed import World
+from logger import Logger
+from main import Trajectory, assign_advantages, update_policy
+from metrics import peak_memory_gb
+from optimizer import make_optimizer
+from policy import CompletionScorer, Policy, bf16_copy
+from sampler import sample_completions
+
+RECIPE = Path(__file__).parents[1] / "configs/countdown-qwen2.5-3b.yaml"
+TOY = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+class Step:
+    """Rollout and update of one policy, again and again."""
+
+    def __init__(self, shape: dict[str, int], size: Size, device: torch.device, config: Config):
+        self.config, self.world = config, World(rank=0, size=1, device=device)
+        model = random_model(shape, device)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.workload = random_workload(bf16_copy(model), size)
+        scorer = CompletionScorer(model, torch.bfloat16, lean=True)
+        params, backend = self.workload.params, self.workload.backend
+        self.policy = Policy(model, scorer, self.workload.model, None, params, backend, None)
+        self.optimizer = make_optimizer(model, config)
+        self.num_steps = 0
+
+    def rollout(self) -> None:
+        """Completions with random rewards."""
+        self.num_steps += 1
+        prompts = self.workload.prompts
+        groups = sample_completions(
+            self.policy.sampler,
+            prompts,
+            [(self.num_steps, i) for i in range(len(prompts))],
+            num_samples=self.workload.num_samples,
+            params=self.policy.params,
+            backend=self.policy.backend,
+            max_batch_tokens=None,
+            on_progress=lambda n: None,
+        )
+        rng = np.random.default_rng(self.num_steps)
+        self.groups = [
+            [Trajectory(prompt, c, "", {}, float(rng.integers(2))) for c in group]
+            for prompt, group in zip(prompts, groups, strict=True)
+        ]
+        assign_advantages(self.groups, self.config)
+
+    def update(self) -> None:
+        update_policy(
+            self.policy,
+            self.optimizer,
+            self.groups,
+            config=self.config,
+            world=self.world,
+            logger=Logger(rank=1),
+        )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a toy, once")
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not options.quick:
+        print("no GPU: not measured")
+        return
+    config = load_config(["--config", str(RECIPE)], tasks=TASKS)
+    shape, size = QWEN_SHAPES["Qwen2.5-3B"], Size(max_new_tokens=1024)
+    if options.quick:
+        shape, size = TOY, Size(2, 2, 4)
+    step = Step(shape, size, device, config)
+    phases = {"rollout": step.rollout, "update": step.update}
+    seconds = in_turns(phases, repeats=1 if options.quick else 3)
+    medians = {name: median(values) for name, values in seconds.items()}
+    lengths = [len(t.completion.token_ids) for group in step.groups for t in group]
+    print_table(
+        ["", "rollout s", "update s", "step s", "mean tokens", "peak GB"],
+        [
+            [
+                "3B step",
+                *(f"{value:.1f}" for value in (*medians.values(), sum(medians.values()))),
+                f"{np.mean(lengths):.0f}",
+                f"{peak_memory_gb(device):.1f}",
+            ]
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
