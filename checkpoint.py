@@ -106,7 +106,8 @@ def save_checkpoint(
     link.symlink_to(folder.name)
     link.replace(root / "last")
     sync(root)
-    for old in list_checkpoints(root)[keep:]:
+    killed = [*root.glob("step-*.tmp"), *root.glob("step-*.old")]  # half of a save each
+    for old in [*list_checkpoints(root)[keep:], *killed]:
         shutil.rmtree(old)
 
 
@@ -137,6 +138,8 @@ def list_checkpoints(root: Path) -> list[Path]:
 
 def newest_whole(root: Path, warn: Callable[[str], None]) -> Path | None:
     """The newest checkpoint whose files are all as they were written; damaged ones are named."""
+    for old in root.glob("step-*.old"):
+        mend(old.with_suffix(""))
     for folder in list_checkpoints(root):
         try:
             listed = json.loads((folder / "training_state" / "files.json").read_text())

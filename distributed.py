@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import time
+import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -63,8 +65,31 @@ def init_world() -> tuple[World, list[str]]:
             notes.append("several processes cannot share Apple's GPU: running on the CPU")
     if size > 1:  # numbers and texts travel by gloo, gradients on GPUs by NCCL
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+        timeout = timedelta(minutes=30)
+        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        store = dist.PrefixStore(agree_on_start(store, rank, size), store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return World(rank, size, device), notes
+
+
+def agree_on_start(store: dist.Store, rank: int, size: int) -> str:
+    """A name that the ranks of this start share, and no earlier start had.
+
+    `torchrun --max-restarts` gives every start the same store (pytorch issue 135712). Under the
+    same name gloo and NCCL would find in it the addresses of ranks that are gone, and hang. Its
+    count of restarts is no such name: it can differ between nodes.
+    """
+    name = uuid.uuid4().hex  # rank 0's is the start's, another's tells it from its predecessors
+    if rank > 0:
+        store.set(f"rank-{rank}", name)
+        start = store.get(f"start-of-{name}").decode()
+        store.set(f"{start}-has-{rank}", "")
+        return start
+    for other in range(1, size):
+        while not store.check([f"{name}-has-{other}"]):  # until it is not its predecessor's
+            store.set(f"start-of-{store.get(f'rank-{other}').decode()}", name)
+            time.sleep(0.01)
+    return name
 
 
 def tell_optimizer(world: World, optimizer: torch.optim.Optimizer) -> None:

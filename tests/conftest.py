@@ -159,6 +159,14 @@ def make_policy(folder: Path, *overrides: str, num_ranks: int = 1) -> Policy:
 # Ranks
 
 
+def forkserver() -> multiprocessing.context.BaseContext:
+    """Makes processes by forking one that has imported all that the tests need."""
+    context = multiprocessing.get_context("forkserver")
+    libraries = ("datasets", "torch.distributed.run", "hypothesis", "pytest")
+    context.set_forkserver_preload(["main", *libraries, Qwen2ForCausalLM.__module__])
+    return context
+
+
 def run_on_ranks(
     function: Callable[..., Any], num_ranks: int, *args: Any, folder: Path, timeout_s: float = 90
 ) -> list[Any]:
@@ -167,8 +175,7 @@ def run_on_ranks(
     The function is one of a test module. If a rank raises or time is up, all of them are ended and
     the test fails: it never hangs.
     """
-    context = multiprocessing.get_context("forkserver")  # imports these once for all ranks
-    context.set_forkserver_preload(["main", "hypothesis", "pytest", Qwen2ForCausalLM.__module__])
+    context = forkserver()
     queue = context.SimpleQueue()
     store = folder / f"store-{time.monotonic_ns()}"
     ranks = [

@@ -1,76 +1,18 @@
 """Checkpoints: whole or not there, and a run that goes on from one as if nothing had happened."""
 
 import errno
-import json
-import os
 import resource
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from conftest import make_policy
+from runs import ENVIRONMENT, ROOT, assert_same, command, train
 
 import checkpoint
-
-ROOT = Path(__file__).resolve().parent.parent
-SHORT_RUN = (
-    "--config",
-    os.devnull,
-    "training.num_samples_per_step=2",
-    "training.k_best_of_n=[8, 8]",
-    "training.max_new_gen_tokens=16",
-    "training.learning_rate=1e-3",
-    "validation.num_examples=4",
-    "validation.best_of_n=2",
-    "validation.pass_k=[1, 2]",
-    "validation.every=2",
-    "checkpoint.every=1",
-)
-
-
-def command(folder: Path, model: Path, *overrides: str, num_ranks: int = 1) -> list[str]:
-    launcher = [sys.executable]
-    if num_ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    settings = [f"model.name={model}", f"run.dir={folder}", "run.name=x", *overrides]
-    return [*launcher, "main.py", *SHORT_RUN, *settings]
-
-
-def train(folder: Path, model: Path, *overrides: str, num_ranks: int = 1) -> str:
-    """Output of a run that ends well."""
-    done = subprocess.run(
-        command(folder, model, *overrides, num_ranks=num_ranks),
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def what_is_left(folder: Path) -> tuple[dict, list[dict], str]:
-    """Weights, metrics but times, samples: what a resumed run must have in common."""
-    model = AutoModelForCausalLM.from_pretrained(folder / "x/checkpoints/last")
-    rows = [json.loads(line) for line in (folder / "x/metrics.jsonl").read_text().splitlines()]
-    rows = [
-        {name: row[name] for name in row if not name.startswith(("time/", "perf/"))} for row in rows
-    ]
-    return model.state_dict(), rows, (folder / "x/samples.jsonl").read_text()
-
-
-def assert_same(one: Path, other: Path) -> None:
-    weights, rows, samples = what_is_left(one)
-    other_weights, other_rows, other_samples = what_is_left(other)
-    assert [row["step"] for row in rows] == list(range(len(rows)))
-    assert rows == other_rows
-    assert samples == other_samples
-    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
 @pytest.fixture(scope="session")
@@ -98,7 +40,7 @@ def stop_after_step_2(arguments: list[str], number: signal.Signals) -> int:
     process = subprocess.Popen(
         arguments,
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -196,3 +138,20 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
     folder.rename(tmp_path / "best.old")
     checkpoint.mend(folder)
     assert (folder / "weights").read_text() == "old"
+
+
+def test_what_a_killed_save_left_goes_with_the_next(tmp_path, rotary_model_folder):
+    """Bug: it stayed for ever where no later save had the same step, as after a signal."""
+    policy = make_policy(rotary_model_folder)
+    for name in ("step-000003.tmp", "step-000003.old", "step-000002"):
+        (tmp_path / name).mkdir()
+    checkpoint.save_checkpoint(
+        tmp_path,
+        {},
+        step=4,
+        model=policy.model,
+        tokenizer=policy.tokenizer,
+        optimizer=torch.optim.AdamW(policy.model.parameters()),
+        keep=1,
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "step-000004"]

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from test_checkpoint import train
+from runs import train
 
 from collapse import WATCHED, mean_of_last, signs_of_collapse
 from run import State

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from conftest import make_config, make_policy, run_on_ranks
-from test_checkpoint import assert_same, train
+from runs import assert_same, train
 
 from distributed import World, tell_optimizer
 from optimizer import make_optimizer

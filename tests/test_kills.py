@@ -1,0 +1,161 @@
+"""Runs that are killed, again and again and at every file event, and go on as if unharmed."""
+
+import itertools
+import json
+import random
+import signal
+import statistics
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from runs import assert_same, train_forked, write_questions
+
+import checkpoint
+
+pytestmark = pytest.mark.slow
+
+FAST_LEARNING = ("training.warmup_steps=0", "training.learning_rate=3e-3")
+BETTER_AT_STEP_2 = (  # a model that is better there than before, so that best/ is replaced
+    "training.learning_rate=3e-2",
+    "training.seed=1",
+    "validation.every=1",
+    "validation.num_examples=8",
+    "validation.best_of_n=4",
+)
+PHASES = {  # by what is on the main thread's stack, the first that is
+    "save": ("checkpoint.py", "logger.py"),
+    "rollout": ("sampler.py",),
+    "update": ("policy.py", "torch/optim", "torch/autograd"),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> list[str]:
+    questions = write_questions(tmp_path_factory.mktemp("questions") / "questions.jsonl")
+    return [f"task.train={questions}", f"task.eval={questions}", *FAST_LEARNING]
+
+
+def phase(output: str) -> str:
+    """Where the run was when it was killed."""
+    lines = output.rpartition("(most recent call first):\n")[2].split("\n")
+    stack = "".join(itertools.takewhile(lambda line: line.startswith("  File"), lines))
+    return next((name for name in PHASES if any(f in stack for f in PHASES[name])), "between")
+
+
+def draw_faults(number: int, step_s: float, victims: list[str]) -> list[dict]:
+    """Kills in the second step of each start: one half anywhere in it, the other in its record."""
+    chance = random.Random(0)
+    faults = []
+    for i in range(number):
+        moment = {"events": chance.randint(1, 60)}
+        if chance.random() < 0.5:
+            moment = {"delay_s": chance.random() * 1.2 * step_s}
+        faults.append({"do": victims[i % len(victims)], "saves": 1} | moment)
+    return faults
+
+
+def kill_again_and_again(
+    folder: Path, model: Path, *overrides: str, num_ranks: int, number: int, victims: list[str]
+) -> Counter:
+    """Assert that a run killed so often ends as the unbroken one; the phases it was killed in."""
+    whole, parts = folder / "whole", folder / "parts"
+    overrides = (*overrides, f"training.num_steps={2 * number + 1}")  # a start takes two at most
+    status, output = train_forked(whole, model, *overrides, num_ranks=num_ranks)
+    assert status == 0, output
+    rows = map(json.loads, (whole / "x/metrics.jsonl").read_text().splitlines())
+    step_s = statistics.median(row["time/step_s"] for row in rows if row["step"] > 0)
+    phases = Counter()
+    for fault in draw_faults(number, step_s, victims):
+        status, output = train_forked(parts, model, *overrides, num_ranks=num_ranks, fault=fault)
+        if num_ranks == 1 or fault["do"] == "kill all":
+            assert status == -signal.SIGKILL, output
+        else:
+            assert status == 1 and "SIGKILL" in output, output
+        phases[phase(output)] += 1
+    status, output = train_forked(parts, model, *overrides, num_ranks=num_ranks)
+    assert status == 0 and "resumed after step" in output, output
+    assert_same(whole, parts)
+    return phases
+
+
+@pytest.mark.timeout(240)
+def test_a_run_killed_20_times_ends_as_the_unbroken_one(tmp_path, rotary_model_folder, data):
+    phases = kill_again_and_again(
+        tmp_path, rotary_model_folder, *data, num_ranks=1, number=20, victims=["kill"]
+    )
+    assert min(phases[name] for name in PHASES) > 0, phases
+
+
+@pytest.mark.timeout(240)
+def test_two_ranks_killed_8_times_end_as_the_unbroken_ones(tmp_path, rotary_model_folder, data):
+    """One rank at a time, whose torchrun ends the other, or both and torchrun with them."""
+    victims = ["kill", "kill other", "kill all"]
+    kill_again_and_again(
+        tmp_path, rotary_model_folder, *data, num_ranks=2, number=8, victims=victims
+    )
+
+
+def steps_resumed_from(copies: list[Path]) -> list[int]:
+    """For each copy of a run's folder the step of its newest checkpoint, which must be whole."""
+    steps, said = [], []
+    for copy in copies:
+        folder = checkpoint.newest_whole(copy / "x/checkpoints", said.append)
+        assert folder is not None and said == [], copy
+        steps.append(checkpoint.load_state(folder)["state"]["step"])
+    return steps
+
+
+def outline(copy: Path) -> set[tuple[Path, int]]:
+    """The names of folders, the names and sizes of files that are appended to."""
+    paths = [*copy.glob("x/*"), *copy.glob("x/checkpoints/*")]
+    return {(p.relative_to(copy), p.stat().st_size if p.is_file() else 0) for p in paths}
+
+
+@pytest.mark.timeout(240)
+def test_a_kill_at_any_file_event_of_a_step_costs_no_more_than_that_step(
+    tmp_path, rotary_model_folder, data
+):
+    """A kill leaves what is on the disk at that moment: a copy of it is made before each event.
+
+    From the checkpoint of step 1 on, over evaluation, best/, rows and checkpoint of step 2.
+    """
+    whole, parts, root = tmp_path / "whole", tmp_path / "parts", tmp_path / "copies"
+    model, settings = rotary_model_folder, [*data, *BETTER_AT_STEP_2]
+    status, output = train_forked(whole, model, *settings, "training.num_steps=3")
+    assert status == 0, output
+    fault = {"do": "copy", "to": str(root), "saves": 1, "events": 1}
+    status, output = train_forked(parts, model, *settings, "training.num_steps=2", fault=fault)
+    assert status == 0, output
+
+    copies = sorted(root.iterdir())
+    steps = steps_resumed_from(copies)
+    assert steps == sorted(steps) and set(steps) == {1, 2}
+    bests = [checkpoint.describe_files(folder / "x/best") for folder in (copies[0], parts)]
+    assert bests[0] != bests[1], "best/ has not been replaced"
+    resumed = [b for a, b in itertools.pairwise(copies) if outline(a) != outline(b)]
+    assert len(resumed) > 10
+    unnamed = [copy for copy in copies if not (copy / "x/best").exists()]
+    assert unnamed and set(unnamed) <= set(resumed)
+    for copy in copies:
+        if copy in unnamed:  # a start that has no step to take
+            status, output = train_forked(copy, model, *settings, "training.num_steps=1")
+            assert status == 0, output
+        assert checkpoint.describe_files(copy / "x/best") in bests
+    for copy in resumed:
+        status, output = train_forked(copy, model, *settings, "training.num_steps=3")
+        assert status == 0 and "resumed after step" in output, output
+        assert_same(whole, copy)
+
+
+def test_a_kill_while_the_same_step_is_saved_again_leaves_its_checkpoint(
+    tmp_path, rotary_model_folder, data
+):
+    """Bug: a signal saves the last step again, and a kill between the two renames lost it."""
+    root, settings = tmp_path / "copies", [*data, "checkpoint.keep=1", "training.num_steps=9"]
+    fault = {"do": "stop and copy", "to": str(root), "saves": 2, "events": 1}
+    status, output = train_forked(tmp_path / "run", rotary_model_folder, *settings, fault=fault)
+    assert status == 128 + signal.SIGTERM, output
+    copies = sorted(root.iterdir())
+    assert any((copy / "x/checkpoints/step-000002.old").exists() for copy in copies)
+    assert set(steps_resumed_from(copies)) == {2}
