@@ -6,7 +6,6 @@ import json
 import os
 import runpy
 import signal
-import subprocess
 import sys
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -51,20 +50,6 @@ def program(folder: Path, model: Path, *overrides: str, fault: dict | None = Non
         "run.name=x",
         *overrides,
     ]
-
-
-def train(folder: Path, model: Path, *overrides: str, num_ranks: int = 1) -> str:
-    """Output of a run that ends well."""
-    done = subprocess.run(
-        command(folder, model, *overrides, num_ranks=num_ranks),
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 # Runs in a fork of a process that has imported everything: a start takes a second, not ten
@@ -115,6 +100,13 @@ def train_forked(
     arguments = program(folder, model, *overrides, fault=fault)
     (status,) = finish(start(arguments, *options, log=folder / "log"))
     return status, (folder / "log").read_text(errors="replace")
+
+
+def train(folder: Path, model: Path, *overrides: str, num_ranks: int = 1) -> str:
+    """Output of a run that ends well."""
+    status, output = train_forked(folder, model, *overrides, num_ranks=num_ranks)
+    assert status == 0, output
+    return output
 
 
 # What is left of a run

@@ -19,7 +19,8 @@ def test_weights_are_counted_without_being_made(model_folder):
 def test_the_cache_holds_what_is_decoded_together(rotary_model_folder, absolute_model_folder):
     """Two layers of keys and values: two heads of eight numbers, and four of eight."""
     sizes = "training.k_best_of_n=[8,8]", "training.max_new_gen_tokens=100"
-    config = make_config("training.num_samples_per_step=4", *sizes)
+    all_four = "training.num_samples_per_step=4", "sampling.max_batch_tokens=131072"
+    config = make_config(*all_four, *sizes)
     rotary = AutoConfig.from_pretrained(rotary_model_folder)
     absolute = AutoConfig.from_pretrained(absolute_model_folder)
     assert cache_bytes(rotary, config, bytes_per_number=4) == 4 * 8 * 100 * (2 * 2 * 2 * 8 * 4)
@@ -27,6 +28,8 @@ def test_the_cache_holds_what_is_decoded_together(rotary_model_folder, absolute_
     lower = make_config("sampling.max_batch_tokens=1000", *sizes)
     one_group = 8 * 100 * (2 * 2 * 2 * 8 * 4)
     assert cache_bytes(rotary, lower, bytes_per_number=4) == max(one_group, 1000 * 256)
+    as_fits = make_config(*sizes)  # a group is decoded together in any case
+    assert cache_bytes(rotary, as_fits, bytes_per_number=4) == one_group
 
 
 def big_model(folder, rotary_model_folder, **sizes):
