@@ -9,13 +9,14 @@ The fault is JSON: what is to be done, on which rank, and when.
     {"do": "stop and copy", ...}    the same, after a SIGTERM
     ... "saves": 2, "events": 7     at the 7th file event from the moment the 2nd checkpoint of
                                     this process is there; the events are those of rank 0
-    ... "saves": 2, "delay_s": 0.1  so long after that moment
+    ... "saves": 2, "delay_s": 0.1  so long after that moment, or with "in": ["sampler.py"] after
+                                    the main thread is next in one of these files
     a kill comes at the latest when the next checkpoint is there
     {"do": "raise", "rank": 1, "calls": 40}  RuntimeError in that call of the reward function
 
-Only the first start under `torchrun --max-restarts` has it; at the others rank 0 is late, so that
-rank 1 finds in torchrun's store what rank 0 of the first start left. run.dir/struck is made just
-before the fault.
+Under `torchrun --max-restarts` the first start has it, or with "starts": 3 the first three. After a
+restart rank 0 is late, so that rank 1 finds in torchrun's store what the rank 0 before it left.
+run.dir/struck is made just before the fault.
 """
 
 import faulthandler
@@ -29,6 +30,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,12 +67,18 @@ class Striker:
             if self.fault["do"] == "stop and copy":
                 os.kill(os.getpid(), signal.SIGTERM)
             if "delay_s" in self.fault:
-                threading.Timer(self.fault["delay_s"], self.strike).start()
+                threading.Thread(target=self.wait, daemon=True).start()
         elif self.saves > self.fault["saves"] and self.fault["do"].startswith("kill"):
             self.strike()
 
+    def wait(self) -> None:
+        while "in" in self.fault and not is_main_thread_in(self.fault["in"]):
+            time.sleep(0.001)
+        time.sleep(self.fault["delay_s"])
+        self.strike()
+
     def strike(self) -> None:
-        if self.is_busy:  # struck by the timer and by an event
+        if self.is_busy:  # struck after a time and by an event
             return
         self.is_busy = True
         if self.fault["do"].endswith("copy"):
@@ -86,6 +94,12 @@ class Striker:
         os.kill(int((self.folder / f"pid-{victim}").read_text()), signal.SIGKILL)
 
 
+def is_main_thread_in(files: list[str]) -> bool:
+    frame = sys._current_frames()[threading.main_thread().ident]
+    stack = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(frame)]
+    return any(file in name for file in files for name in stack)
+
+
 def fail_at_call(number: int, calls: itertools.count, function, folder: Path, *arguments):
     """The function, which raises at one of its calls."""
     if next(calls) == number:
@@ -98,13 +112,12 @@ def main() -> None:
     fault, arguments = json.loads(sys.argv[1]), sys.argv[2:]
     sys.argv = ["main.py", *arguments]
     sys.path.insert(0, str(ROOT))
-    rank, starts = (
-        int(os.environ.get(f"{name}", 0)) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT")
-    )
+    rank = int(os.environ.get("RANK", 0))
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     (given,) = (a.partition("=")[2] for a in arguments if a.startswith("run.dir="))
     folder = Path(given)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
-    if rank == fault.get("rank", 0) and starts == 0:
+    if rank == fault.get("rank", 0) and restarts < fault.get("starts", 1):
         if fault["do"] == "raise":
             import countdown
 
@@ -113,8 +126,8 @@ def main() -> None:
             )
         else:
             sys.addaudithook(Striker(fault, folder))
-    if rank == 0 and starts > 0:
-        time.sleep(2)
+    if rank == 0 and restarts > 0:
+        time.sleep(1)
     runpy.run_path(str(ROOT / "main.py"), run_name="__main__")
 
 

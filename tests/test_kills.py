@@ -44,14 +44,18 @@ def phase(output: str) -> str:
 
 
 def draw_faults(number: int, step_s: float, victims: list[str]) -> list[dict]:
-    """Kills in the second step of each start: one half anywhere in it, the other in its record."""
+    """Kills in the second step of each start, from its rollout, its update or its record on."""
     chance = random.Random(0)
     faults = []
     for i in range(number):
-        moment = {"events": chance.randint(1, 60)}
-        if chance.random() < 0.5:
-            moment = {"delay_s": chance.random() * 1.2 * step_s}
-        faults.append({"do": victims[i % len(victims)], "saves": 1} | moment)
+        delay_s = chance.random() * step_s / 5 * (i > 2)  # the first of each falls just there
+        moments = [
+            {"in": PHASES["rollout"], "delay_s": delay_s},
+            {"in": PHASES["update"], "delay_s": delay_s},
+            {"events": chance.randint(1, 60)},
+        ]
+        victim = victims[(i + i // 3) % len(victims)]
+        faults.append({"do": victim, "saves": 1} | moments[i % 3])
     return faults
 
 
