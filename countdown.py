@@ -7,28 +7,23 @@ is a row such as {"nums": [3, 7, 25], "target": 46}; here 25 + 3 * 7 solves it.
 The graders never run the model's text as code, never raise, and take time linear in its length.
 """
 
-import glob
-import hashlib
-import operator
 import random
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from fractions import Fraction
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, PositiveInt
+
+from calculator import value_of
+from sources import FILE_OR_HUB, check_request, choose_rows, is_key_held_out, load_table
 
 if TYPE_CHECKING:  # datasets takes a second to import, so it is imported where rows are loaded
     from datasets import Dataset
 
 # Data: where questions come from, and which of them are never trained on
 
-FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-SOURCES = "give generated, a .jsonl, .json, .csv or .parquet file, or a hub dataset id (owner/name)"
 EXAMPLE_ROW = '{"nums": [3, 7, 25], "target": 46}'
-HELD_OUT_SHARE = 1 / 8
 MAX_GENERATED = 10_000
 MAX_TRIES = 20_000  # draws in a row without a new question, after which there are taken to be none
 
@@ -70,10 +65,7 @@ def load_examples(
     `exclude` lists questions to leave out, so that training can still avoid that file's.
     Raises ValueError, one line with the fix in it.
     """
-    if split not in ("train", "validation"):
-        raise ValueError(f"split must be train or validation, not {split!r}")
-    if num_examples is not None and num_examples < 1:
-        raise ValueError(f"num_examples {num_examples}: choose at least 1")
+    check_request(split, num_examples)
     excluded = {question_key(row) for row in exclude}
     if source == "generated":
         rows = generate_questions(
@@ -96,17 +88,6 @@ def load_examples(
     return Dataset.from_list(rows)
 
 
-def choose_rows(
-    rows: list[dict], split: str, num_examples: int | None, *, seed: int, source: str
-) -> list[dict]:
-    """All rows, or `num_examples` of them drawn by `seed`; ValueError where there are none."""
-    if not rows:
-        raise ValueError(f"{source}: no question left for {split}; give a file with more rows")
-    if num_examples is None or num_examples >= len(rows):
-        return rows
-    return random.Random(seed).sample(rows, num_examples)
-
-
 def question_key(example: dict) -> str:
     """The question whatever the order of its numbers: equal keys are the same question."""
     return f"{sorted(example['nums'])} {example['target']}"
@@ -114,8 +95,7 @@ def question_key(example: dict) -> str:
 
 def is_held_out(example: dict) -> bool:
     """True for the fixed 1 in 8 of all questions that are for validation, never for training."""
-    digest = hashlib.sha256(question_key(example).encode()).digest()
-    return digest[0] < 256 * HELD_OUT_SHARE
+    return is_key_held_out(question_key(example))
 
 
 def generate_questions(
@@ -185,7 +165,7 @@ def combine_at_random(nums: list[int], *, limit: int, rng: random.Random) -> int
 
 def read_questions(source: str) -> list[dict]:
     """Every row of a local file, or of a hub dataset's train split, checked."""
-    table = load_table(source)
+    table = load_table(source, choices=f"generated, {FILE_OR_HUB}")
     missing = sorted({"nums", "target"} - set(table.column_names))
     if missing:
         raise ValueError(
@@ -202,26 +182,6 @@ def read_questions(source: str) -> list[dict]:
                 f"{source}, row {len(rows) + 1}: {error}; rows must look like {EXAMPLE_ROW}"
             ) from error
     return rows
-
-
-def load_table(source: str) -> "Dataset":
-    """The file or hub dataset as it is; ValueError where there is none."""
-    import datasets
-
-    datasets.disable_progress_bars()  # they would fill a log file
-    path = Path(source)
-    file_format = FILE_FORMATS.get(path.suffix.lower())
-    if file_format and not path.is_file():
-        raise ValueError(f"{source}: no such file; {SOURCES}")
-    if not file_format and (path.exists() or source.count("/") != 1):
-        raise ValueError(f"{source}: unknown kind of source; {SOURCES}")
-    try:
-        if file_format:
-            return datasets.load_dataset(file_format, data_files=glob.escape(source), split="train")
-        return datasets.load_dataset(source, split="train")
-    except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
-        reason = str(error.__cause__ or error).strip().split("\n")[0] or "it is empty"
-        raise ValueError(f"{source}: cannot be loaded ({reason}); {SOURCES}") from error
 
 
 def parse_row(nums: object, target: object) -> dict:
@@ -272,8 +232,6 @@ REWARD_PARTS = ("format", "answer")  # `answer` equal to 1.0 means solved
 MAX_ANSWER_CHARS = 1_000
 MAX_DIGITS = 20
 ANSWER_CHARS = frozenset("0123456789+-*/() ")
-PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "negate": 3}
-OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
 def reward_function(completion: str, example: dict) -> dict[str, float]:
@@ -304,7 +262,7 @@ def answer_reward_function(completion: str, *, nums: list[int], target: int) -> 
     try:
         tokens = tokenize(find_answer(completion) or "")
         numbers = [int(token) for token in tokens if token.isdigit()]
-        solved = sorted(numbers) == sorted(nums) and evaluate(tokens) == target
+        solved = sorted(numbers) == sorted(nums) and value_of(tokens) == target
     except (ValueError, ZeroDivisionError):
         return 0.0
     return 1.0 if solved else 0.0
@@ -337,43 +295,3 @@ def tokenize(answer: str) -> list[str]:
     if any(len(token) > MAX_DIGITS or re.match("0[0-9]", token) for token in tokens):
         raise ValueError("a number with too many digits or a leading zero")
     return tokens
-
-
-def evaluate(tokens: list[str]) -> Fraction:
-    """The exact value, by Dijkstra's shunting-yard; needs no recursion, so nesting has no limit.
-
-    Raises ValueError where the expression is malformed, ZeroDivisionError where it divides by zero.
-    """
-    values: list[Fraction] = []
-    pending: list[str] = []  # operators and "(" whose right-hand side is still being read
-    expects_value = True
-    for token in tokens:
-        if expects_value and token.isdigit():
-            values.append(Fraction(token))
-            expects_value = False
-        elif expects_value and token in ("(", "-"):
-            pending.append("negate" if token == "-" else "(")
-        elif not expects_value and token in OPERATIONS:
-            apply_pending(pending, values, min_precedence=PRECEDENCE[token])
-            pending.append(token)
-            expects_value = True
-        elif not expects_value and token == ")":
-            apply_pending(pending, values, min_precedence=1)
-            if not pending:
-                raise ValueError(") without (")
-            pending.pop()
-        else:
-            raise ValueError(f"{token} cannot stand here")
-    if expects_value:
-        raise ValueError("a number is missing at the end")
-    apply_pending(pending, values, min_precedence=1)
-    if pending:
-        raise ValueError("( without )")
-    return values.pop()
-
-
-def apply_pending(pending: list[str], values: list[Fraction], *, min_precedence: int) -> None:
-    """Applies the operators on top of `pending` that bind at least so tightly, down to a "("."""
-    while pending and PRECEDENCE.get(pending[-1], 0) >= min_precedence:
-        name, right = pending.pop(), values.pop()
-        values.append(-right if name == "negate" else OPERATIONS[name](values.pop(), right))

@@ -7,6 +7,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 import countdown
+import gsm8k
 from config import Config, options_for
 from policy import render_prompt
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:  # datasets takes a second to import, so tasks import it where
 
 Say = Callable[[str], None]
 
-TASKS = {"countdown": countdown}
+TASKS = {"countdown": countdown, "gsm8k": gsm8k}
 
 
 def load_questions(

@@ -12,6 +12,7 @@ import yaml
 from pydantic import Field
 
 import countdown
+import gsm8k
 from config import (
     Config,
     ConfigError,
@@ -27,7 +28,7 @@ from config import (
 )
 
 ROOT = Path(__file__).parent.parent
-TASKS = {"countdown": countdown}
+TASKS = {"countdown": countdown, "gsm8k": gsm8k}
 
 
 def load(*arguments):
@@ -185,6 +186,8 @@ def test_a_configuration_cannot_be_changed_after_it_was_checked():
         ("training.learning_rate=0", "training.learning_rate = 0: must be a number > 0"),
         ("training.micro_batch_tokens=0", "micro_batch_tokens = 0: must be an integer > 0"),
         ("training.num_iterations=0", "num_iterations = 0: must be an integer > 0"),
+        ("training.muon_learning_rate=0", "muon_learning_rate = 0: must be a number > 0"),
+        ("training.kl_coef=-0.1", "training.kl_coef = -0.1: must be a number >= 0"),
         ("training.learning_type=ppo", "learning_type = ppo: must be one of grpo, sil"),
         ("training.k_best_of_n=16", "k_best_of_n = 16: must be a list of 2, each an integer > 0"),
         ("training.k_best_of_n=[16]", "= [16]: must be a list of 2, each an integer > 0"),
@@ -221,6 +224,11 @@ def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(override, li
             ["training.k_best_of_n=[2, 16]"],
             "training.k_best_of_n = [2, 16]: grpo trains on all n; write [16, 16], "
             "or training.learning_type=sil",
+        ),
+        (
+            ["training.embedding_learning_rate=1e-3"],
+            "training.embedding_learning_rate = 0.001: adamw has one learning rate; write null, or "
+            "training.optimizer=muon",
         ),
         (
             ["training.k_best_of_n=[1, 1]"],

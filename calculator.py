@@ -1,0 +1,86 @@
+"""Exact arithmetic with + - * / and parentheses, over fractions: no eval, no floats, no recursion.
+
+`evaluate` is the calculator tool; Countdown's grader uses `value_of`.
+"""
+
+import operator
+import re
+from fractions import Fraction
+
+MAX_CHARS = 200  # bounds the time and the numbers: without powers no result is much longer
+MAX_RESULT_CHARS = 32
+MAX_DECIMALS = 12
+CHARS = frozenset("0123456789.,+-*/() ")
+DIGITS = frozenset("0123456789")
+# digits, or groups of three with commas, and decimals; \d would also take other scripts' digits
+WHOLE = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3}){1,30}|[0-9]{1,100})"
+NUMBER = rf"(?:{WHOLE}(?:\.[0-9]{{1,100}})?|\.[0-9]{{1,100}})"
+PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "negate": 3}
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+
+
+def evaluate(expression: str) -> str | None:
+    """The exact result of an expression such as "(1.5 + 2) / 4", as text: "0.875".
+
+    None for what is no expression of at most MAX_CHARS characters, and for a result that needs more
+    than MAX_DECIMALS decimals or MAX_RESULT_CHARS characters, such as 1 / 3. Never raises.
+    """
+    if len(expression) > MAX_CHARS or not CHARS.issuperset(expression):
+        return None
+    try:
+        value = value_of(re.findall(rf"{NUMBER}|[-+*/().,]", expression))
+    except (ValueError, ZeroDivisionError):
+        return None
+    return decimal_text(value)
+
+
+def decimal_text(value: Fraction) -> str | None:
+    """The value as a decimal number without needless zeros; None if it is too long."""
+    scaled = value * 10**MAX_DECIMALS
+    if scaled.denominator != 1:
+        return None
+    digits = str(abs(scaled.numerator)).rjust(MAX_DECIMALS + 1, "0")
+    whole, decimals = digits[:-MAX_DECIMALS], digits[-MAX_DECIMALS:].rstrip("0")
+    text = "-" * (value < 0) + whole + "." * bool(decimals) + decimals
+    return text if len(text) <= MAX_RESULT_CHARS else None
+
+
+def value_of(tokens: list[str]) -> Fraction:
+    """The exact value, by Dijkstra's shunting-yard; needs no recursion, so nesting has no limit.
+
+    A token is a NUMBER, an operator or a parenthesis; any other one is malformed. Raises ValueError
+    where the expression is malformed, ZeroDivisionError where it divides by zero.
+    """
+    values: list[Fraction] = []
+    pending: list[str] = []  # operators and "(" whose right-hand side is still being read
+    expects_value = True
+    for token in tokens:
+        if expects_value and token[-1] in DIGITS:
+            values.append(Fraction(token.replace(",", "")))
+            expects_value = False
+        elif expects_value and token in ("(", "-"):
+            pending.append("negate" if token == "-" else "(")
+        elif not expects_value and token in OPERATIONS:
+            apply_pending(pending, values, min_precedence=PRECEDENCE[token])
+            pending.append(token)
+            expects_value = True
+        elif not expects_value and token == ")":
+            apply_pending(pending, values, min_precedence=1)
+            if not pending:
+                raise ValueError(") without (")
+            pending.pop()
+        else:
+            raise ValueError(f"{token} cannot stand here")
+    if expects_value:
+        raise ValueError("a number is missing at the end")
+    apply_pending(pending, values, min_precedence=1)
+    if pending:
+        raise ValueError("( without )")
+    return values.pop()
+
+
+def apply_pending(pending: list[str], values: list[Fraction], *, min_precedence: int) -> None:
+    """Applies the operators on top of `pending` that bind at least so tightly, down to a "("."""
+    while pending and PRECEDENCE.get(pending[-1], 0) >= min_precedence:
+        name, right = pending.pop(), values.pop()
+        values.append(-right if name == "negate" else OPERATIONS[name](values.pop(), right))
