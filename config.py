@@ -170,13 +170,22 @@ class Training(Section):
     row goes alone. The gradient does not depend on it; lower it when the update runs out of
     memory, raise it on a big GPU."""
 
-    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
     """adamw keeps two float32 averages per weight; adamw_8bit (package bitsandbytes) keeps them in
-    8 bits, 6 bytes less per weight."""
+    8 bits, 6 bytes less per weight. muon steps the matrices of the blocks by Muon, with one
+    average, and embeddings, head and vectors by AdamW."""
 
     learning_rate: PositiveFloat = 2.0e-4
     """AdamW's learning rate after the warm-up. Higher learns faster until the model collapses;
     big models need far less (about 1e-6 for 3 billion weights)."""
+
+    muon_learning_rate: PositiveFloat = 1.0e-3
+    """Learning rate of the matrices that muon steps, on the same schedule. A step changes each
+    direction of a matrix by about this much, whatever the gradient's size."""
+
+    embedding_learning_rate: PositiveFloat | None = None
+    """For muon, AdamW's learning rate of the embeddings (of the head too where they are the same),
+    on the same schedule; null is learning_rate."""
 
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: constant, or falling in a line or along a cosine to 0,
@@ -187,7 +196,7 @@ class Training(Section):
     averages settle; 0 is off."""
 
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's decoupled weight decay, per step and unit of learning rate; 0 is off."""
+    """Decoupled weight decay, per step and unit of learning rate; 0 is off."""
 
     max_grad_norm: PositiveFloat = 1.0
     """Gradients of a larger norm are scaled down to it. Lower is safer and slower."""
@@ -200,6 +209,11 @@ class Training(Section):
     """What the loss is divided by: dr_grpo, rows times max_new_gen_tokens (no length bias);
     token, all completion tokens; sequence, each row's own length and then the rows (favours short
     right and long wrong answers); sum, the rows."""
+
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of the KL penalty, which holds the policy near the model that the run started from;
+    0 is off and costs nothing, 0.001 to 0.04 is usual. Above 0 a frozen copy of that model is kept
+    in memory, it scores every batch too, and completions without an advantage are in the update."""
 
     num_iterations: PositiveInt = 1
     """Updates made from the same rollouts. Above 1 the step learns more from each sample, with
@@ -510,6 +524,11 @@ def impossible(config: Config) -> Iterator[str]:
     yield from impossible_k_best_of_n(training)
     if training.learning_type == "sil" and training.advantage == "zscore":
         yield "training.advantage = zscore: sil gives the k best the advantage 1; write mean"
+    if training.embedding_learning_rate is not None and training.optimizer != "muon":
+        yield (
+            f"training.embedding_learning_rate = {show(training.embedding_learning_rate)}: "
+            f"{training.optimizer} has one learning rate; write null, or training.optimizer=muon"
+        )
     if config.sampling.backend == "continuous" and truncates(config.sampling):
         yield (
             "sampling.backend = continuous: gives no log-probabilities of the whole distribution "

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from config import Config
 from sampler import cache_bytes_per_token
 
-WEIGHT, GRADIENT, COPY = 4, 4, 2  # bytes for each weight; the copy, in bf16, samples
-AVERAGES = {"adamw": 8, "adamw_8bit": 2}
+WEIGHT, GRADIENT, COPY = 4, 4, 2  # bytes for each weight; copies are in bf16
+AVERAGES = {"adamw": 8, "adamw_8bit": 2, "muon": 4}  # muon has a second one of some weights
 
 
 def count_weights(model_config: PretrainedConfig, *, trust_remote_code: bool) -> int:
@@ -43,7 +43,8 @@ def check_memory(
     """Raises ValueError, with what would fit, where this rank's device is too small for the run."""
     num_weights = count_weights(model_config, trust_remote_code=config.model.trust_remote_code)
     averages = AVERAGES[config.training.optimizer]
-    per_weight = WEIGHT + averages + GRADIENT + COPY * samples_copy
+    reference = (COPY if samples_copy else WEIGHT) * (config.training.kl_coef > 0)
+    per_weight = WEIGHT + averages + GRADIENT + COPY * samples_copy + reference
     cache = cache_bytes(model_config, config, bytes_per_number=2 if samples_copy else 4)
     needed = num_weights * (per_weight - GRADIENT) + max(num_weights * GRADIENT, cache)
     available, place = memory_for_a_rank(device)
@@ -58,6 +59,7 @@ def check_memory(
         "their gradients": GRADIENT * num_weights,
         "the optimizer": averages * num_weights,
         "the copy that samples": COPY * num_weights * samples_copy,
+        "the reference": reference * num_weights,
         "the cache while sampling": cache,
     }
     listed = ", ".join(f"{what} {gb(size)}" for what, size in parts.items() if size)

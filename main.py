@@ -12,9 +12,10 @@ A step of the algorithm (`take_step`):
        division by the standard deviation: Dr. GRPO, arXiv:2503.20783)
        sil:  advantage = 1 for the k best of each group, which are imitated; the rest is dropped
     4. loss = -sum of advantage * log-probability over all completion tokens, divided by a constant
-    5. one AdamW step on that loss: what was better than its group's mean becomes more likely
+    5. one optimizer step on that loss: what was better than its group's mean becomes more likely
 
-There is no critic, no reference model and, with one update per batch, no ratio and no clipping.
+There is no critic and, with one update per batch, no ratio and no clipping. A penalty for moving
+away from the model that the run began with (`training.kl_coef`) is off unless asked for.
 
 Shapes: N questions, G (or n) completions each, B rows, P longest prompt, T completion tokens, V
 vocabulary. Masks are bool, True = keep.
@@ -42,7 +43,7 @@ from data import TASKS, encode_prompts
 from distributed import World, no_sync
 from logger import Logger
 from metrics import Clock, peak_memory_gb, reduce_means, solve_rates
-from optimizer import learning_rate_at
+from optimizer import learning_rate_at, set_learning_rate
 from policy import Policy
 from run import Run, open_logger, prepare_run, save_best, save_state, summary
 from sampler import Completion, left_pad, right_pad, sample_completions
@@ -207,6 +208,20 @@ def policy_token_loss(
     return -torch.min(ratio * advantages, clipped * advantages)
 
 
+KL_LOG_RATIO_LIMIT = 10.0  # its exponential is 22,026; an unlimited one overflows
+
+
+def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+    """Estimate of KL(policy, reference) at each token; (B, T) and (B, T) to (B, T).
+
+    k3 (Schulman 2020, http://joschu.net/blog/kl-approx.html): 0 where the two agree, else above.
+    The log-ratio is limited once for both terms; limited in the exponential alone, the gradient of
+    a token far from the reference would push it further away.
+    """
+    log_ratio = (ref_log_probs - log_probs).clamp(-KL_LOG_RATIO_LIMIT, KL_LOG_RATIO_LIMIT)
+    return log_ratio.expm1() - log_ratio  # exp(x) - x - 1, which would round to below 0 near 0
+
+
 def truncated_importance(
     log_probs: torch.Tensor, sampler_log_probs: torch.Tensor, *, clip: float
 ) -> torch.Tensor:
@@ -232,6 +247,7 @@ class MicroBatch:
     weights: torch.Tensor  # (B, T)
     sampler_log_probs: torch.Tensor  # (B, T)
     old_log_probs: torch.Tensor | None = None  # (B, T), set by the first of several iterations
+    ref_log_probs: torch.Tensor | None = None  # (B, T), set by the first if there is a KL penalty
 
 
 def update_policy(
@@ -248,13 +264,13 @@ def update_policy(
 
     `before_change` is called when the gradient is there and the weights are about to change.
 
-    Rows whose advantage is 0 have no gradient and are left out. If that leaves none on any rank
-    nothing is updated: AdamW would move the weights even with a gradient of 0. A step is skipped if
-    its loss, its gradient or the logits it was sampled from are not finite.
+    Without a KL penalty rows whose advantage is 0 have no gradient and are left out. If that leaves
+    none on any rank nothing is updated: AdamW would move the weights even with a gradient of 0. A
+    step is skipped if its loss, its gradient or the logits it was sampled from are not finite.
     """
     training = config.training
     batch = [t for group in groups for t in group if t.in_batch]
-    rows = [t for t in batch if t.advantage != 0.0]
+    rows = [t for t in batch if t.advantage != 0.0 or training.kl_coef > 0]
     if training.skip_truncated:
         rows = [t for t in rows if not t.completion.truncated]
     num_tokens = sum(len(t.completion.token_ids) for t in batch)
@@ -263,12 +279,15 @@ def update_policy(
     num_rows, num_tokens, num_trainable, num_broken = totals.tolist()
     if num_trainable == 0 or num_broken > 0:
         return {}, {}, num_broken > 0
-    if not rows:  # the other ranks wait for this one's gradient
+    is_idle = not rows  # the other ranks wait for this one's gradient
+    if is_idle:
         rows = [replace(batch[0], advantage=0.0)]
     micro_batches = [
         make_micro_batch(some, policy, config, world, num_rows=num_rows, num_tokens=num_tokens)
         for some in pack_rows(rows, training.micro_batch_tokens)
     ]
+    if is_idle:
+        micro_batches[0].weights.zero_()
 
     metrics, sums, is_skipped = {}, UpdateSums(), False
     with logger.progress(len(micro_batches) * training.num_iterations, "update", "batch") as bar:
@@ -296,11 +315,14 @@ class UpdateSums:
     num_clipped: float = 0.0
     num_first_tokens: float = 0.0
     mismatch: float = 0.0
+    kl: float = 0.0
+    num_kl_tokens: float = 0.0
 
     def as_metrics(self) -> dict[str, tuple[float, float]]:
         return {
             "train/clip_frac": (self.num_clipped, self.num_tokens),
             "train/sampler_mismatch": (self.mismatch, self.num_first_tokens),
+            "train/kl": (self.kl, self.num_kl_tokens),
         }
 
 
@@ -328,12 +350,7 @@ def accumulate_gradient(
     """Add one micro-batch's gradient to the weights'; returns its loss."""
     training = config.training
     eps, eps_high = training.clip_eps, training.clip_eps_high or training.clip_eps
-    log_probs = policy.scorer(
-        batch.input_ids,
-        batch.mask,
-        num_tokens=batch.completion_mask.shape[1],
-        temperature=policy.params.temperature,
-    )  # (B, T)
+    log_probs = score(policy.scorer, batch, policy.params.temperature)  # (B, T)
     if training.tis_clip is not None and batch.old_log_probs is None:
         batch.weights = batch.weights * truncated_importance(
             log_probs.detach(), batch.sampler_log_probs, clip=training.tis_clip
@@ -345,6 +362,8 @@ def accumulate_gradient(
         clip_eps=eps,
         clip_eps_high=eps_high,
     )
+    if training.kl_coef > 0:
+        token_loss = token_loss + training.kl_coef * kl_to_reference(policy, batch, log_probs, sums)
     loss = (batch.weights * token_loss).sum()
     loss.backward()
 
@@ -360,6 +379,26 @@ def accumulate_gradient(
         is_clipped = torch.where(up, ratio > 1 + eps_high, ratio < 1 - eps)
         sums.num_clipped += is_clipped[mask].sum().item()
     return loss.item()
+
+
+def kl_to_reference(
+    policy: Policy, batch: MicroBatch, log_probs: torch.Tensor, sums: UpdateSums
+) -> torch.Tensor:
+    """The KL penalty of each token, (B, T); the reference scores a batch at its first pass."""
+    if batch.ref_log_probs is not None:
+        return kl_penalty(log_probs, batch.ref_log_probs)
+    with torch.no_grad():
+        batch.ref_log_probs = score(policy.reference, batch, policy.params.temperature)
+    kl, mask = kl_penalty(log_probs, batch.ref_log_probs), batch.weights > 0
+    sums.kl += kl.detach()[mask].sum().item()
+    sums.num_kl_tokens += mask.sum().item()
+    return kl
+
+
+def score(scorer: nn.Module, batch: MicroBatch, temperature: float) -> torch.Tensor:
+    """log pi of the batch's completions, (B, T)."""
+    num_tokens = batch.completion_mask.shape[1]
+    return scorer(batch.input_ids, batch.mask, num_tokens=num_tokens, temperature=temperature)
 
 
 def pack_rows(rows: list[Trajectory], max_tokens: int) -> Iterator[list[Trajectory]]:
@@ -525,8 +564,7 @@ def take_step(run: Run, logger: Logger, guard: SaveOnExit) -> None:
         )
         rewards = assign_advantages(groups, config)
         learning_rate = learning_rate_at(state.step + 1, config)
-        for parameters in run.optimizer.param_groups:
-            parameters["lr"] = learning_rate
+        set_learning_rate(run.optimizer, learning_rate)
         with clock("update"):
             metrics, sums, is_skipped = update_policy(
                 run.policy,

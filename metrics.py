@@ -57,6 +57,8 @@ def metric_columns(config: Config) -> list[str]:
         "completion_tokens truncated_frac zero_advantage_frac skipped_steps collapsed "
         "sampler_mismatch"
     )
+    if config.training.kl_coef > 0:
+        train += " kl"
     evaluation = ["pass@1", "pass@1_low", "pass@1_high"]
     evaluation += [f"pass@{k}" for k in validation.pass_k if k != 1]
     evaluation += [f"best_of_{validation.best_of_n}", "completion_tokens", "truncated_frac"]

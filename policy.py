@@ -41,6 +41,7 @@ class Policy:
     params: SamplingParams  # of training samples
     backend: str
     max_batch_tokens: int | None  # None is what fits
+    reference: nn.Module | None = None  # scores as `scorer` does, for the KL penalty
 
     def refresh_sampler(self) -> None:
         """Copy the trained weights into the sampler, in place."""
@@ -167,6 +168,10 @@ def load_policy(
     if not lean:
         say("this model's logits are more than head(hidden): the update holds all of them at once")
     scorer: nn.Module = CompletionScorer(model, compute_dtype, lean=lean)
+    reference = None
+    if training.kl_coef > 0:  # before a checkpoint's weights are loaded: it stays model.name
+        copied = bf16_copy(model) if samples_copy else frozen_copy(model)
+        reference = CompletionScorer(copied, compute_dtype, lean=lean)
     if num_ranks > 1:
         device_ids = [device.index] if device.type == "cuda" else None
         scorer = DistributedDataParallel(scorer, device_ids, gradient_as_bucket_view=True)
@@ -185,7 +190,9 @@ def load_policy(
         eos_ids=eos_ids,
         pad_id=tokenizer.pad_token_id,
     )
-    return Policy(model, scorer, sampler, tokenizer, params, backend, sampling.max_batch_tokens)
+    return Policy(
+        model, scorer, sampler, tokenizer, params, backend, sampling.max_batch_tokens, reference
+    )
 
 
 def choose_backend(name: str, sampler: nn.Module, say: Callable[[str], None]) -> str:
@@ -202,12 +209,17 @@ def choose_backend(name: str, sampler: nn.Module, say: Callable[[str], None]) ->
     return name
 
 
+def frozen_copy(model: nn.Module) -> nn.Module:
+    """A copy that is not trained."""
+    return copy.deepcopy(model).requires_grad_(False).eval()
+
+
 def bf16_copy(model: nn.Module) -> nn.Module:
-    """A copy with bf16 weights and the buffers as they are, for sampling.
+    """A frozen copy with bf16 weights and the buffers as they are.
 
     Rotary frequencies rounded to bf16 would turn far positions by the wrong angle.
     """
-    copied = copy.deepcopy(model).requires_grad_(False).eval()
+    copied = frozen_copy(model)
     for parameter in copied.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     return copied

@@ -17,6 +17,7 @@ from main import (
     grpo_advantages,
     is_equal_group,
     k_best_mask,
+    kl_penalty,
     learning_rate_at,
     pack_rows,
     policy_token_loss,
@@ -177,6 +178,39 @@ def test_reinforce_and_the_ratio_have_the_same_gradient_while_the_ratio_is_one()
     assert torch.allclose(*gradients)
     assert gradients[0].tolist() == [[-0.75, -0.75], [0.75, 0.75]]
     assert losses == pytest.approx([0.75 * 3.0 - 0.75 * 3.5, 0.0])
+
+
+# The KL penalty: trap 7
+
+
+def test_the_kl_penalty_by_hand():
+    """k3 = exp(x) - x - 1 at x = ref - current: 0 at 0, e - 2 at 1, 1/e at -1."""
+    log_probs = torch.tensor([[-2.0, -2.0, -2.0]], requires_grad=True)
+    kl = kl_penalty(log_probs, torch.tensor([[-2.0, -1.0, -3.0]]))
+    assert kl[0].tolist() == pytest.approx([0, math.e - 2, 1 / math.e], rel=1e-6)
+    kl.sum().backward()  # 1 - exp(x): rise where the reference is higher, fall where it is lower
+    assert log_probs.grad[0].tolist() == pytest.approx([0, 1 - math.e, 1 - 1 / math.e], rel=1e-6)
+
+
+@pytest.mark.parametrize("log_ratio", [-1e4, -100.0, -11.0, 11.0, 100.0, 1e4])
+def test_the_kl_penalty_of_a_token_far_from_the_reference_is_finite(log_ratio):
+    """exp(100) is infinite in float32; and no gradient drives the token further away."""
+    log_probs = torch.tensor([[-1.0 - log_ratio]], requires_grad=True)
+    kl = kl_penalty(log_probs, torch.tensor([[-1.0]]))
+    kl.sum().backward()
+    assert kl.isfinite().all() and kl.item() > 8
+    assert log_probs.grad.isfinite().all() and log_probs.grad.item() * log_ratio <= 0
+
+
+def test_the_kl_penalty_is_never_below_zero_and_zero_at_the_reference():
+    """exp(x) - x - 1 in float32 rounds to -6e-8 at some small x."""
+    small = torch.logspace(-12, 1, 20_001)
+    log_ratios = torch.cat([small, -small, torch.zeros(1)])
+    kl = kl_penalty(torch.full_like(log_ratios, 0.0), log_ratios)
+    assert (kl >= 0).all() and kl[-1] == 0
+    exact = torch.expm1(log_ratios.double()) - log_ratios.double()
+    assert torch.allclose(kl.double(), exact, rtol=1e-3, atol=1e-9)
+    assert kl_penalty(log_ratios, log_ratios).count_nonzero() == 0
 
 
 # pass@k

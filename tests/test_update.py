@@ -98,8 +98,13 @@ def recorded(policy: Policy, groups, config: Config, world: World = ALONE):
 # The reference: one row at a time, no padding, the formula of DESIGN.md word for word
 
 
-def reference_loss(model: torch.nn.Module, groups, config: Config, old=None) -> torch.Tensor:
-    """The loss over whole groups; `old` are log-probabilities before an earlier step, per row."""
+def reference_loss(
+    model: torch.nn.Module, groups, config: Config, *, old=None, ref=None
+) -> torch.Tensor:
+    """The loss over whole groups.
+
+    `old` are log-probabilities before an earlier step, `ref` those of the reference, per row.
+    """
     training = config.training
     batch = [t for group in groups for t in group if t.in_batch]
     num_tokens = sum(len(t.completion.token_ids) for t in batch)
@@ -120,6 +125,9 @@ def reference_loss(model: torch.nn.Module, groups, config: Config, old=None) -> 
             ratio = (log_probs - old[i]).exp()
             clipped = ratio.clamp(1 - training.clip_eps, 1 + training.clip_eps)
             objective = torch.minimum(ratio * t.advantage, clipped * t.advantage)
+        if ref is not None:
+            k3 = (ref[i] - log_probs).exp() - (ref[i] - log_probs) - 1
+            objective = objective - training.kl_coef * k3
         loss = loss - objective.double().sum() / divisor
     return loss
 
@@ -132,10 +140,10 @@ def row_log_probs(model: torch.nn.Module, t: Trajectory) -> torch.Tensor:
     return chosen[len(t.prompt_ids) - 1 :]
 
 
-def reference(model: torch.nn.Module, groups, config: Config) -> tuple[np.ndarray, float]:
+def reference(model: torch.nn.Module, groups, config: Config, ref=None) -> tuple[np.ndarray, float]:
     """Gradient and loss."""
     model.zero_grad()
-    loss = reference_loss(model, groups, config)
+    loss = reference_loss(model, groups, config, ref=ref)
     loss.backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()]).numpy()
     model.zero_grad()
