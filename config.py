@@ -303,6 +303,11 @@ class Logging(Section):
 class Config(Section):
     """A whole configuration; `schema` adds the options of a task to its task section."""
 
+    mode: Literal["train", "evaluate"] = "train"
+    """What to do: train the model, or evaluate it as it is, on the validation questions, by all
+    that `validation` asks for, majority votes and greedy completions. An evaluation goes to a
+    folder eval-<time> of its own in the run's folder."""
+
     run: Run = Run()
     model: Model = Model()
     task: Task = Task()
@@ -577,12 +582,12 @@ def check_world(config: Config, world_size: int) -> None:
 
 def check_same_run(saved: dict[str, Any], config: Config) -> None:
     """Raises ConfigError where keys of a run to be resumed (`flatten`ed) differ that must not."""
-    free = ("training.num_steps", "training.stop_on_collapse", "validation.every")
-    free += ("checkpoint.", "logging.", "run.")
+    free = ("mode", "training.num_steps", "training.stop_on_collapse", "validation.every")
+    free_sections = ("checkpoint.", "logging.", "run.")
     changed = [
         f"{key} = {show(value)}, but the run was started with {show(saved.get(key))}"
         for key, value in flatten(config).items()
-        if not key.startswith(free) and saved.get(key) != value
+        if key not in free and not key.startswith(free_sections) and saved.get(key) != value
     ]
     if changed:
         fix = f"restore it to continue {run_name(config)}, or set run.name for another run"
@@ -621,6 +626,7 @@ def dump(config: Config, *, comments: bool = False) -> str:
             lines += ["", f"# {title}", f"{section}:"] if comments else [f"{section}:"]
         indent = "  " if section else ""
         if comments:
+            lines += [] if section else [""]
             lines += wrap(meaning(known[key]), indent=indent + "# ")
         lines.append(f"{indent}{name}: {show(value)}")
     return "\n".join(lines) + "\n"

@@ -21,17 +21,19 @@ TASKS = {"countdown": countdown, "gsm8k": gsm8k}
 
 def load_questions(
     config: Config, *, tokenizer: PreTrainedTokenizerFast, context: int | None, say: Say
-) -> tuple["Dataset", "Dataset"]:
-    """The task's training and validation questions whose prompts leave room for a completion.
+) -> dict[str, "Dataset"]:
+    """The task's questions whose prompts leave room for a completion: validation, and training.
 
-    `context` is the most tokens that the model can see, None for no limit; `say` is told how many
-    questions are dropped. Raises ValueError where a source cannot be used.
+    There are no training questions where nothing is trained. `context` is the most tokens that the
+    model can see, None for no limit; `say` is told how many questions are dropped. Raises
+    ValueError where a source cannot be used.
     """
     task, settings = TASKS[config.task.name], config.task
     options = options_for(task.load_examples, config)
     # of one source the task holds questions out; a validation source of its own is used whole
     held_out = settings.train == settings.eval
-    validation = task.load_examples(
+    loaded = {}
+    loaded["validation"] = task.load_examples(
         settings.eval,
         "validation",
         num_examples=config.validation.num_examples,
@@ -39,18 +41,19 @@ def load_questions(
         held_out=held_out,
         **options,
     )
-    train = task.load_examples(
-        settings.train,
-        "train",
-        num_examples=None,
-        seed=config.training.seed,
-        held_out=held_out,
-        exclude=validation,
-        **options,
-    )
+    if config.mode == "train":
+        loaded["training"] = task.load_examples(
+            settings.train,
+            "train",
+            num_examples=None,
+            seed=config.training.seed,
+            held_out=held_out,
+            exclude=loaded["validation"],
+            **options,
+        )
     room = None if context is None else context - config.training.max_new_gen_tokens
     fitting = {}
-    for split, questions in {"training": train, "validation": validation}.items():
+    for split, questions in loaded.items():
         prompts = encode_prompts(list(questions), config=config, tokenizer=tokenizer)
         fits = [i for i, ids in enumerate(prompts) if room is None or len(ids) <= room]
         if not fits:
@@ -62,7 +65,7 @@ def load_questions(
             num_long = len(prompts) - len(fits)
             say(f"{num_long} of {len(prompts)} {split} questions are too long: dropped")
         fitting[split] = questions.select(fits)
-    return fitting["training"], fitting["validation"]
+    return fitting
 
 
 def encode_prompts(

@@ -32,9 +32,14 @@ def cache_bytes(model_config: PretrainedConfig, config: Config, *, bytes_per_num
     """Keys and values of the completions that are decoded together, without their prompts'."""
     text, training = model_config.get_text_config(), config.training
     token = cache_bytes_per_token(text, bytes_per_number=bytes_per_number)
-    group = training.k_best_of_n[1] * training.max_new_gen_tokens  # decoded together in any case
+    num_samples, num_questions = training.k_best_of_n[1], training.num_samples_per_step
+    if config.mode == "evaluate":
+        num_ranks = int(os.environ.get("WORLD_SIZE", 1))
+        num_samples = config.validation.best_of_n
+        num_questions = config.validation.num_examples // num_ranks
+    group = num_samples * training.max_new_gen_tokens  # decoded together in any case
     most = config.sampling.max_batch_tokens or group
-    return token * max(group, min(group * training.num_samples_per_step, most))
+    return token * max(group, min(group * num_questions, most))
 
 
 def check_memory(
@@ -42,21 +47,24 @@ def check_memory(
 ) -> None:
     """Raises ValueError, with what would fit, where this rank's device is too small for the run."""
     num_weights = count_weights(model_config, trust_remote_code=config.model.trust_remote_code)
-    averages = AVERAGES[config.training.optimizer]
-    reference = (COPY if samples_copy else WEIGHT) * (config.training.kl_coef > 0)
-    per_weight = WEIGHT + averages + GRADIENT + COPY * samples_copy + reference
+    is_training = config.mode == "train"
+    averages = AVERAGES[config.training.optimizer] * is_training
+    gradient = GRADIENT * is_training
+    has_reference = is_training and config.training.kl_coef > 0
+    reference = (COPY if samples_copy else WEIGHT) * has_reference
+    per_weight = WEIGHT + averages + gradient + COPY * samples_copy + reference
     cache = cache_bytes(model_config, config, bytes_per_number=2 if samples_copy else 4)
-    needed = num_weights * (per_weight - GRADIENT) + max(num_weights * GRADIENT, cache)
+    needed = num_weights * (per_weight - gradient) + max(num_weights * gradient, cache)
     available, place = memory_for_a_rank(device)
     if needed <= available:
         return
     fits = f"a model of at most {available / per_weight / 1e9:.1f} billion weights would fit"
     if num_weights * per_weight <= available:
-        lower = "sampling.max_batch_tokens, training.k_best_of_n or training.max_new_gen_tokens"
-        fits = f"lower {lower}"
+        num_samples = "training.k_best_of_n" if is_training else "validation.best_of_n"
+        fits = f"lower sampling.max_batch_tokens, {num_samples} or training.max_new_gen_tokens"
     parts = {
         f"{num_weights / 1e9:.2f} billion weights": WEIGHT * num_weights,
-        "their gradients": GRADIENT * num_weights,
+        "their gradients": gradient * num_weights,
         "the optimizer": averages * num_weights,
         "the copy that samples": COPY * num_weights * samples_copy,
         "the reference": reference * num_weights,

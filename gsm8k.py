@@ -281,6 +281,11 @@ def lenient_answer(completion: str) -> str | None:
     return normal_form(last) if last else None
 
 
+def is_lenient_solved(completion: str, example: dict) -> bool:
+    """Whether the last number of the text, wherever it stands, is the right one."""
+    return lenient_answer(completion) == extract_answer(example["answer"])
+
+
 def normal_form(match: re.Match[str]) -> str:
     """The number without plus, commas and needless zeros: +1,800.50 is 1800.5, -0.0 is 0."""
     whole, _, decimals = match["number"].replace(",", "").partition(".")

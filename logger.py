@@ -117,10 +117,10 @@ class Logger:
         self.info(format_step(step, num_steps, metrics))
 
     def print_evaluation(
-        self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]
+        self, title: str, metrics: dict[str, float], samples: list[dict[str, Any]]
     ) -> None:
         """Print an evaluation's metrics and its first three completions with their rewards."""
-        self.info(format_evaluation(step, metrics, samples))
+        self.info(format_evaluation(title, metrics, samples))
 
     def close(self, status: str = "FINISHED") -> None:
         """End the MLflow run as FINISHED, FAILED or KILLED."""
@@ -305,14 +305,14 @@ def format_step(step: int, num_steps: int, metrics: dict[str, float]) -> str:
     return "  ".join(parts)
 
 
-def format_evaluation(step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> str:
-    """Return a block: pass@1 with its interval, the other metrics, the first completions."""
+def format_evaluation(title: str, metrics: dict[str, float], samples: list[dict[str, Any]]) -> str:
+    """Return a block: shares with their intervals, the other metrics, the first completions."""
     values = {name[5:]: value for name, value in metrics.items() if name.startswith("eval/")}
-    low, high = values.pop("pass@1_low", math.nan), values.pop("pass@1_high", math.nan)
-    lines = [f"evaluation at step {step}"]
-    if "pass@1" in values:
+    lines = [title]
+    for name in [name for name in values if f"{name}_low" in values]:
+        low, high = values.pop(f"{name}_low"), values.pop(f"{name}_high")
         interval = f"(95% interval {low:.3f} to {high:.3f})"
-        lines.append(f"  pass@1 {values.pop('pass@1'):.3f}  {interval}")
+        lines.append(f"  {name} {values.pop(name):.3f}  {interval}")
     if values:  # shares with three decimals, numbers of tokens with one
         shown = (f"{name} {value:.{1 if value >= 10 else 3}f}" for name, value in values.items())
         lines.append("  " + "  ".join(shown))

@@ -31,7 +31,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -41,6 +40,13 @@ from checkpoint import SaveOnExit
 from config import Config, ConfigError, check_world, load_config, options_for
 from data import TASKS, encode_prompts
 from distributed import World, no_sync
+from evaluation import (
+    Evaluation,
+    open_folder,
+    prepare_evaluation,
+    save_results,
+    single_answer_metrics,
+)
 from logger import Logger
 from metrics import Clock, peak_memory_gb, reduce_means, solve_rates
 from optimizer import learning_rate_at, set_learning_rate
@@ -482,35 +488,67 @@ def rollout_sums(
 def evaluate(
     policy: Policy, questions: list[dict], *, config: Config, world: World, logger: Logger
 ) -> tuple[dict[str, float], list[dict]]:
-    """Metrics over all validation questions, each answered on one rank, and the first samples.
+    """Metrics over all validation questions, each answered on one rank, and the first samples."""
+    groups = answer_questions(
+        policy,
+        questions,
+        num_samples=config.validation.best_of_n,
+        temperature=config.validation.temperature,
+        config=config,
+        world=world,
+        logger=logger,
+    )
+    metrics = group_metrics(groups, num_questions=len(questions), config=config, world=world)
+    return metrics, describe_first(groups, policy, config)
+
+
+def answer_questions(
+    policy: Policy,
+    questions: list[dict],
+    *,
+    num_samples: int,
+    temperature: float,
+    config: Config,
+    world: World,
+    logger: Logger,
+) -> list[list[Trajectory]]:
+    """Completions of this rank's share of the validation questions: rank, rank + size and so on.
 
     Every question has its own fixed randomness, so evaluating changes nothing in training, and two
     evaluations differ by the policy alone.
     """
-    validation, num_samples = config.validation, config.validation.best_of_n
     mine = range(world.rank, len(questions), world.size)
-    groups = sample_trajectories(
+    return sample_trajectories(
         policy,
         [questions[i] for i in mine],
         [(VALIDATION, i) for i in mine],
         num_samples=num_samples,
-        temperature=validation.temperature,
+        temperature=temperature,
         config=config,
         logger=logger,
         clock=Clock(),
-        description="evaluation",
+        description="evaluation" if temperature > 0 else "greedy",
     )
-    solved = np.zeros((len(questions), num_samples))
-    for i, group in zip(mine, groups, strict=True):
-        solved[i] = [t.is_solved for t in group]
-    solved = world.sum(solved).numpy()  # (questions, samples), whole on every rank
+
+
+def group_metrics(
+    groups: list[list[Trajectory]], *, num_questions: int, config: Config, world: World
+) -> dict[str, float]:
+    """pass@k, lengths and truncated share over all questions, from this rank's groups."""
+    validation = config.validation
+    solved = [[t.is_solved for t in group] for group in groups]
+    solved = world.gather_rows(solved, shape=(num_questions, validation.best_of_n))
     rows = [t for group in groups for t in group]
     lengths = {
         "eval/completion_tokens": (sum(len(t.completion.token_ids) for t in rows), len(rows)),
         "eval/truncated_frac": (sum(t.completion.truncated for t in rows), len(rows)),
     }
-    metrics = solve_rates(solved, validation.pass_k) | reduce_means(lengths, world)
-    return metrics, [describe(group[0], policy) for group in groups[: config.logging.samples]]
+    return solve_rates(solved, validation.pass_k) | reduce_means(lengths, world)
+
+
+def describe_first(groups: list[list[Trajectory]], policy: Policy, config: Config) -> list[dict]:
+    """The first completion of some questions, as the log shows them."""
+    return [describe(group[0], policy) for group in groups[: config.logging.samples]]
 
 
 def describe(trajectory: Trajectory, policy: Policy) -> dict:
@@ -624,7 +662,7 @@ def record(run: Run, measured: dict[str, float], samples: list[dict], logger: Lo
     """Keep the best model, write the step's row, then save a checkpoint where one is due."""
     config, state = run.config, run.state
     if measured:
-        logger.print_evaluation(state.step, measured, samples)
+        logger.print_evaluation(f"evaluation at step {state.step}", measured, samples)
         logger.log_samples(state.step, samples)
         state.last = measured["eval/pass@1"]
         state.first = state.last if state.step == 0 else state.first
@@ -646,18 +684,42 @@ def stop_if_diverged(run: Run) -> None:
         )
 
 
+def run_evaluation(evaluation: Evaluation, logger: Logger) -> None:
+    """Measure a model as it is: as training would, and by majority votes and greedy completions."""
+    config, world, questions = evaluation.config, evaluation.world, evaluation.questions
+    settings = {"config": config, "world": world, "logger": logger}
+    answer = functools.partial(answer_questions, evaluation.policy, questions, **settings)
+    clock, validation = Clock(), config.validation
+    with clock("eval"):
+        groups = answer(num_samples=validation.best_of_n, temperature=validation.temperature)
+        greedy = answer(num_samples=1, temperature=0.0)
+    metrics = group_metrics(groups, num_questions=len(questions), config=config, world=world)
+    metrics |= single_answer_metrics(evaluation, groups, greedy) | clock.read()
+    samples = describe_first(groups, evaluation.policy, config)
+    logger.print_evaluation(f"evaluation of {config.model.name}", metrics, samples)
+    save_results(evaluation, metrics, samples)
+    logger.info(f"written to {evaluation.folder}")
+
+
+MODES = {  # what each loads and checks, which files it opens, what it does
+    "train": (prepare_run, open_logger, run_training),
+    "evaluate": (prepare_evaluation, open_folder, run_evaluation),
+}
+
+
 def main() -> None:
     """Do what the command line asks for; a user's mistake is one line and status 2."""
     try:
         config = load_config(sys.argv[1:], tasks=TASKS)
         check_world(config, int(os.environ.get("WORLD_SIZE", 1)))
-        run = prepare_run(config)
-        logger = open_logger(run)
+        prepare, open_files, do = MODES[config.mode]
+        run = prepare(config)
+        logger = open_files(run)
     except (ValueError, OSError) as error:
         tell_once(error)
         sys.exit(2)
     try:
-        run_training(run, logger)
+        do(run, logger)
     except torch.OutOfMemoryError as error:
         raise RuntimeError(
             "out of GPU memory: lower sampling.max_batch_tokens if it was sampling, else "

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +81,25 @@ def solve_rates(solved: np.ndarray, pass_k: list[int]) -> dict[str, float]:
     rates |= {f"eval/pass@{k}": pass_at_k(counts, num_samples, k) for k in pass_k if k != 1}
     rates[f"eval/best_of_{num_samples}"] = pass_at_k(counts, num_samples, num_samples)
     return {name: float(rate) for name, rate in rates.items()}
+
+
+def single_rate(name: str, solved: np.ndarray) -> dict[str, float]:
+    """Share of right answers and its 95% interval, from one per question (questions,) of 0, 1."""
+    low, high = confidence_interval(solved, is_binary=True)
+    rates = {name: float(solved.mean()), f"{name}_low": low, f"{name}_high": high}
+    return {f"eval/{key}": rate for key, rate in rates.items()}
+
+
+def majority_sample(answers: list[str | None]) -> int | None:
+    """The earliest sample that gave the most frequent answer; None where no sample has one.
+
+    Of answers that are as frequent, the one given earliest wins.
+    """
+    counts = Counter(answer for answer in answers if answer is not None)
+    if not counts:
+        return None
+    ((answer, _),) = counts.most_common(1)  # in the order first met, where counts are equal
+    return answers.index(answer)
 
 
 def pass_at_k(counts: np.ndarray, n: int, k: int) -> float:

@@ -35,7 +35,7 @@ class Policy:
     """The model that is trained, as it scores completions and as it samples them."""
 
     model: nn.Module  # fp32 weights, the ones that the optimizer steps
-    scorer: nn.Module  # CompletionScorer of it, wrapped in DDP if there are several ranks
+    scorer: nn.Module | None  # CompletionScorer of it, in DDP on several ranks; None: no training
     sampler: nn.Module  # the model itself, or on CUDA a bf16 copy of it
     tokenizer: PreTrainedTokenizerFast
     params: SamplingParams  # of training samples
@@ -164,20 +164,20 @@ def load_policy(
         raise ValueError(f"model.name = {settings.name}: cannot be used: {problem}") from error
     model.to(device)
 
-    lean = supports_lean(model)
-    if not lean:
-        say("this model's logits are more than head(hidden): the update holds all of them at once")
-    scorer: nn.Module = CompletionScorer(model, compute_dtype, lean=lean)
-    reference = None
-    if training.kl_coef > 0:  # before a checkpoint's weights are loaded: it stays model.name
+    is_training = config.mode == "train"
+    scorer = reference = None
+    if is_training:
+        lean = supports_lean(model)
+        if not lean:
+            say("this model's logits are more than head(hidden): the update holds all at once")
+        scorer = make_scorer(model, compute_dtype, lean=lean, num_ranks=num_ranks)
+    if is_training and training.kl_coef > 0:
+        # before a checkpoint's weights are loaded: it stays model.name
         copied = bf16_copy(model) if samples_copy else frozen_copy(model)
         reference = CompletionScorer(copied, compute_dtype, lean=lean)
-    if num_ranks > 1:
-        device_ids = [device.index] if device.type == "cuda" else None
-        scorer = DistributedDataParallel(scorer, device_ids, gradient_as_bucket_view=True)
     sampler = bf16_copy(model) if samples_copy else model
     backend = choose_backend(sampling.backend, sampler.eval(), say)
-    if truncates(sampling):
+    if truncates(sampling) and is_training:
         say(
             "sampling.top_p or top_k is on: completions are drawn from a truncated distribution, "
             "but scored under the whole one, so the gradient is biased"
@@ -193,6 +193,17 @@ def load_policy(
     return Policy(
         model, scorer, sampler, tokenizer, params, backend, sampling.max_batch_tokens, reference
     )
+
+
+def make_scorer(
+    model: nn.Module, compute_dtype: torch.dtype, *, lean: bool, num_ranks: int
+) -> nn.Module:
+    """What the update calls: the model as it scores completions, with its gradients averaged."""
+    scorer = CompletionScorer(model, compute_dtype, lean=lean)
+    if num_ranks == 1:
+        return scorer
+    device_ids = [model.device.index] if model.device.type == "cuda" else None
+    return DistributedDataParallel(scorer, device_ids, gradient_as_bucket_view=True)
 
 
 def choose_backend(name: str, sampler: nn.Module, say: Callable[[str], None]) -> str:

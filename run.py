@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,6 +23,9 @@ from logger import Logger
 from metrics import metric_columns, versions
 from optimizer import make_optimizer
 from policy import Policy, load_policy
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 @dataclass
@@ -64,17 +68,23 @@ class State:
 
 
 @dataclass
-class Run:
-    """Everything a run needs, loaded and checked before anything is written."""
+class Session:
+    """What every mode needs, loaded and checked before anything is written."""
 
     config: Config
     world: World
     policy: Policy
+    folder: Path
+    console: Logger
+
+
+@dataclass
+class Run(Session):
+    """Everything a training run needs."""
+
     optimizer: torch.optim.Optimizer
     train_questions: QuestionStream
     validation_questions: list[dict]
-    folder: Path
-    console: Logger
     state: State = field(default_factory=State)
     is_resumed: bool = False
 
@@ -86,8 +96,8 @@ class Run:
         return self.state.step >= training.num_steps or has_collapsed
 
 
-def prepare_run(config: Config) -> Run:
-    """Load what the config names. Raises ValueError or OSError where it cannot be used."""
+def open_session(config: Config) -> Session:
+    """Join the other ranks and load the model. Raises ValueError or OSError where it cannot be."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     world, notes = init_world()
@@ -95,27 +105,38 @@ def prepare_run(config: Config) -> Run:
     for line in [*notes, *differences(config)]:
         console.info(line)
     policy = load_policy(config, device=world.device, num_ranks=world.size, say=console.info)
+    folder = Path(config.run.dir) / run_name(config)
+    return Session(config, world, policy, folder, console)
+
+
+def questions_for(session: Session) -> dict[str, "Dataset"]:
+    """The mode's questions. Raises ValueError where they cannot be used, or are too few."""
+    policy, num_ranks = session.policy, session.world.size
     context = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
-    train_questions, validation_questions = load_questions(
-        config, tokenizer=policy.tokenizer, context=context, say=console.info
+    questions = load_questions(
+        session.config, tokenizer=policy.tokenizer, context=context, say=session.console.info
     )
-    if len(validation_questions) < world.size:
-        raise ValueError(f"{len(validation_questions)} validation questions for {world.size} ranks")
+    if len(questions["validation"]) < num_ranks:
+        num_questions = len(questions["validation"])
+        raise ValueError(f"{num_questions} validation questions for {num_ranks} ranks")
+    return questions
+
+
+def prepare_run(config: Config) -> Run:
+    """Load what the config names. Raises ValueError or OSError where it cannot be used."""
+    session = open_session(config)
+    questions, model = questions_for(session), session.policy.model
     run = Run(
-        config=config,
-        world=world,
-        policy=policy,
-        optimizer=make_optimizer(policy.model, config),
-        train_questions=QuestionStream(train_questions, config.training.seed),
-        validation_questions=validation_questions.to_list(),
-        folder=Path(config.run.dir) / run_name(config),
-        console=console,
+        **vars(session),
+        optimizer=make_optimizer(model, config),
+        train_questions=QuestionStream(questions["training"], config.training.seed),
+        validation_questions=questions["validation"].to_list(),
     )
-    if world.is_main:
-        num_weights = sum(parameter.numel() for parameter in policy.model.parameters())
+    if run.world.is_main:
+        num_weights = sum(parameter.numel() for parameter in model.parameters())
         check_disk(run.folder, config, num_weights=num_weights)
     resume(run)
-    settle_buckets(policy.scorer, world.device)
+    settle_buckets(run.policy.scorer, run.world.device)
     return run
 
 
@@ -166,9 +187,14 @@ def open_logger(run: Run) -> Logger:
     )
     if run.world.is_main:
         checkpoint.mend(run.folder / "best")
-        text = f"# {versions()}\n{dump(config)}"
-        (run.folder / "config.yaml").write_text(text, encoding="utf-8")
+        write_config(run.folder, config)
     return logger
+
+
+def write_config(folder: Path, config: Config) -> None:
+    """Every setting, with the versions used."""
+    text = f"# {versions()}\n{dump(config)}"
+    (folder / "config.yaml").write_text(text, encoding="utf-8")
 
 
 def save_best(run: Run) -> bool:

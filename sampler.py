@@ -36,7 +36,7 @@ class SamplingParams:
     """What a completion is drawn from, and when it ends."""
 
     max_new_tokens: int
-    temperature: float
+    temperature: float  # 0 is greedy: always the likeliest token, scored at temperature 1
     top_p: float  # 1 is off
     top_k: int  # 0 is off
     eos_ids: tuple[int, ...]
@@ -127,15 +127,19 @@ def sample_tokens(
 
     logits (B, V), uniforms (B,) in [0, 1); returns three tensors (B,). Top-k and top-p restrict
     what is drawn; log-probability and entropy (in nats) stay those of the whole distribution.
+    Temperature 0 takes the likeliest token, the first of equals, and scores it at temperature 1.
     """
-    logits, is_broken = repair(logits.float() / temperature)
+    logits, is_broken = repair(logits.float() / (temperature or 1.0))
     log_probs = F.log_softmax(logits, dim=-1)  # (B, V)
     probs = log_probs.exp()
     entropies = -torch.special.xlogy(probs, probs).sum(dim=-1)  # 0 log 0 is 0
-    cdf = keep_likeliest(probs, top_p=top_p, top_k=top_k).cumsum(dim=-1)
-    # the sum is not exactly 1; uniforms are at most 1 - 2**-24, so the threshold stays below it
-    threshold = uniforms * cdf[:, -1]
-    tokens = torch.searchsorted(cdf, threshold[:, None], right=True)  # (B, 1), never one of mass 0
+    if temperature == 0:
+        tokens = logits.argmax(dim=-1, keepdim=True)  # (B, 1)
+    else:
+        cdf = keep_likeliest(probs, top_p=top_p, top_k=top_k).cumsum(dim=-1)
+        # the sum is not exactly 1; uniforms are at most 1 - 2**-24: the threshold stays below it
+        threshold = uniforms * cdf[:, -1]
+        tokens = torch.searchsorted(cdf, threshold[:, None], right=True)  # never one of mass 0
     chosen = log_probs.gather(-1, tokens)[:, 0].masked_fill(is_broken, torch.nan)
     return tokens[:, 0], chosen, entropies
 
@@ -432,9 +436,9 @@ def get_generation_config(params: SamplingParams, *, num_samples: int) -> Genera
     None from the model's own generation config.
     """
     return GenerationConfig(
-        do_sample=True,
+        do_sample=params.temperature > 0,
         max_new_tokens=params.max_new_tokens,
-        temperature=params.temperature,
+        temperature=params.temperature or 1.0,
         top_p=params.top_p,
         top_k=params.top_k,
         min_p=0.0,
@@ -497,7 +501,7 @@ class RecordingProcessor(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.take(input_ids)
-        logits, is_broken = repair(scores.float() / self.record.params.temperature)
+        logits, is_broken = repair(scores.float() / (self.record.params.temperature or 1.0))
         log_probs = F.log_softmax(logits, dim=-1)
         self.log_probs = log_probs.masked_fill(is_broken[:, None], torch.nan)
         return scores.masked_fill(is_broken[:, None], 0.0)

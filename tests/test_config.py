@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Literal
+from typing import Annotated
 
 import pytest
 import yaml
@@ -410,14 +410,18 @@ def test_every_key_has_a_description():
 
 
 def test_a_key_may_stand_outside_all_sections(tmp_path):
-    class WithMode(Config):
-        mode: Literal["train", "evaluate"] = "train"
-        """What to do."""
-
-    config = WithMode(mode="evaluate")
-    assert flatten(config)["mode"] == "evaluate"
-    assert known_keys(WithMode)["mode"]["description"] == "What to do."
-    assert "\n# What to do.\nmode: evaluate\n" in dump(config, comments=True)
+    config = load("mode=evaluate")
+    assert config.mode == flatten(config)["mode"] == "evaluate"
+    assert known_keys(Config)["mode"]["description"].startswith("What to do:")
+    assert dump(config, comments=True).startswith("\n# What to do:")
+    for comments in (False, True):
+        assert load(file_with(tmp_path, dump(config, comments=comments))) == config
+    assert differences(config) == ["mode: evaluate (default train)"]
+    assert line_of("mode=trian") == "mode = trian: must be one of train, evaluate"
+    assert (
+        line_of("mod=train")
+        == "mod = train: unknown key, the nearest is mode; --help lists the keys"
+    )
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])

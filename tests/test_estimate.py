@@ -6,6 +6,7 @@ import pytest
 from conftest import CPU, make_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import estimate
 from estimate import cache_bytes, check_disk, check_memory, count_weights, existing_parent
 from policy import load_policy
 
@@ -62,6 +63,28 @@ def test_a_cache_that_cannot_fit_names_the_keys_to_lower(rotary_model_folder):
     config = make_config(*sizes, "training.k_best_of_n=[1000,1000]")
     with pytest.raises(ValueError, match=r"lower sampling\.max_batch_tokens, training\.k_best"):
         check_memory(model_config, config, device=CPU, samples_copy=False)
+
+
+def test_an_evaluation_needs_neither_gradients_nor_averages(rotary_model_folder, monkeypatch):
+    """4 bytes per weight and the cache of validation samples, where training needs 16 and its."""
+    model_config = AutoConfig.from_pretrained(rotary_model_folder)
+    num_weights = count_weights(model_config, trust_remote_code=False)
+    sizes = ["training.k_best_of_n=[2, 2]", "validation.best_of_n=8", "validation.num_examples=6"]
+    sizes += ["training.max_new_gen_tokens=100", "sampling.max_batch_tokens=131072"]
+    training, evaluating = make_config(*sizes), make_config(*sizes, "mode=evaluate")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    cache = 3 * 8 * 100 * (2 * 2 * 2 * 8 * 4)  # of half the questions
+    assert cache_bytes(model_config, evaluating, bytes_per_number=4) == cache
+    for available, fits in ((4 * num_weights + cache, True), (4 * num_weights + cache - 1, False)):
+        monkeypatch.setattr(estimate, "memory_for_a_rank", lambda device, n=available: (n, "here"))
+        if fits:
+            check_memory(model_config, evaluating, device=CPU, samples_copy=False)
+            continue
+        with pytest.raises(ValueError, match=r"lower sampling\.max_batch_tokens, validation\.best"):
+            check_memory(model_config, evaluating, device=CPU, samples_copy=False)
+    monkeypatch.setattr(estimate, "memory_for_a_rank", lambda device: (8 * num_weights, "here"))
+    with pytest.raises(ValueError, match="their gradients"):
+        check_memory(model_config, training, device=CPU, samples_copy=False)
 
 
 def test_each_process_has_its_share_of_the_memory(rotary_model_folder, monkeypatch):

@@ -179,7 +179,7 @@ def test_other_ranks_write_and_print_nothing(
     log.log_metrics(1, {"train/loss": 1.0})
     log.log_samples(1, [SAMPLE])
     log.print_step(1, 10, {})
-    log.print_evaluation(1, {}, [])
+    log.print_evaluation("evaluation", {}, [])
     log.close()
     assert capfd.readouterr() == ("", "")
     assert list(tmp_path.iterdir()) == []
@@ -304,7 +304,8 @@ def test_an_evaluation_shows_the_interval_and_three_completions_with_their_rewar
         "eval/completion_tokens": 312.44,
     }
     long = SAMPLE | {"completion": "a" * 700 + "<answer>1</answer>"}
-    lines = format_evaluation(10, metrics, [SAMPLE, long, SAMPLE, SAMPLE]).split("\n")
+    samples = [SAMPLE, long, SAMPLE, SAMPLE]
+    lines = format_evaluation("evaluation at step 10", metrics, samples).split("\n")
     assert lines[:6] == [
         "evaluation at step 10",
         "  pass@1 0.431  (95% interval 0.400 to 0.462)",

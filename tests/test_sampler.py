@@ -194,6 +194,37 @@ def test_a_step_that_would_not_replay_is_not_captured(rotary_model_folder, monke
     assert not supports_grouped(model, capture=True)
 
 
+@pytest.mark.parametrize("backend", ["grouped", "generate", "continuous"])
+def test_temperature_0_takes_the_likeliest_tokens_and_scores_them_at_1(model_folder, backend):
+    """Whatever the seed, and though top-p would draw from several tokens."""
+    policy = make_policy(model_folder, f"sampling.backend={backend}")
+    settings = {"num_samples": 1, "temperature": 0.0, "top_p": 0.9, "eos_ids": MANY_EOS}
+    groups = sample(policy, **settings)
+    for prompt_ids, (completion,) in zip(RAGGED, groups, strict=True):
+        ids = list(prompt_ids)
+        for token, log_prob in zip(completion.token_ids, completion.log_probs, strict=True):
+            expected = full_log_probs(policy.model, ids, 1.0)[-1]
+            assert token == int(expected.argmax())
+            assert log_prob == pytest.approx(expected[token].item(), abs=1e-4)
+            ids.append(token)
+        assert completion.truncated == (ids[-1] not in MANY_EOS)
+    assert {c.truncated for (c,) in groups} == {True, False}
+    others = [(1, 1, i) for i in range(len(RAGGED))]
+    assert token_ids(sample(policy, seeds=others, **settings)) == token_ids(groups)
+
+
+def test_of_tokens_that_are_equally_likely_the_greedy_one_is_the_first():
+    """Softmax of ln (1, 3, 3, 1) is (1, 3, 3, 1) / 8."""
+    logits = torch.tensor([[1.0, 3.0, 3.0, 1.0], [3.0, 1.0, 1.0, 3.0]]).log()
+    uniforms = torch.tensor([0.99, 0.99])
+    settings = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+    tokens, log_probs, entropies = sample_tokens(logits, uniforms, **settings)
+    assert tokens.tolist() == [1, 0]
+    assert log_probs.tolist() == pytest.approx([math.log(3 / 8)] * 2)
+    expected = 0.75 * math.log(8 / 3) + 0.25 * math.log(8)
+    assert entropies.tolist() == pytest.approx([expected] * 2)
+
+
 def token_ids(groups: list[list[Completion]]) -> list[list[list[int]]]:
     return [[completion.token_ids for completion in group] for group in groups]
 
