@@ -1,11 +1,13 @@
 """Exact arithmetic with + - * / and parentheses, over fractions: no eval, no floats, no recursion.
 
-`evaluate` is the calculator tool; Countdown's grader uses `value_of`.
+`Calculator` is the tool that completions use; Countdown's grader uses `value_of`.
 """
 
 import operator
 import re
 from fractions import Fraction
+
+from transformers import PreTrainedTokenizerFast
 
 MAX_CHARS = 200  # bounds the time and the numbers: without powers no result is much longer
 MAX_RESULT_CHARS = 32
@@ -17,6 +19,29 @@ WHOLE = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3}){1,30}|[0-9]{1,100})"
 NUMBER = rf"(?:{WHOLE}(?:\.[0-9]{{1,100}})?|\.[0-9]{{1,100}})"
 PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "negate": 3}
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+
+
+class Calculator:
+    """Writes the result and >> where a completion says <<12*3=, as GSM8K's solutions do.
+
+    A tool as in "Training Verifiers to Solve Math Word Problems" (arXiv:2110.14168, appendix C).
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+        self.tokenizer = tokenizer
+        ids = sorted(tokenizer.get_vocab().values())
+        texts = tokenizer.batch_decode([[i] for i in ids])
+        self.asking_ids = [i for i, text in zip(ids, texts, strict=True) if text.endswith("=")]
+
+    def complete(self, token_ids: list[int]) -> list[int]:
+        """Ids of the result and >>, for ids that end in <<expression=; else none."""
+        # a token has one of the expression's characters at least
+        text = self.tokenizer.decode(token_ids[-MAX_CHARS - 3 :])
+        _, opening, expression = text.rpartition("<<")
+        result = evaluate(expression.removesuffix("=")) if opening else None
+        if result is None:
+            return []
+        return self.tokenizer.encode(f"{result}>>", add_special_tokens=False)
 
 
 def evaluate(expression: str) -> str | None:

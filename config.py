@@ -144,6 +144,10 @@ class Sampling(Section):
     """Tokens decoded at once: rows times (longest prompt + new tokens). null is what fits into the
     GPU's free memory, 131072 on a CPU. Lower it when sampling runs out of memory."""
 
+    calculator: bool = False
+    """A calculator tool: where a completion says <<12*3= the exact result and >> are written for
+    it, as in GSM8K's solutions. They count in its length and are not trained on."""
+
 
 class Training(Section):
     """The learning algorithm; a step is one batch of rollouts and the update made from it."""
@@ -157,6 +161,10 @@ class Training(Section):
 
     num_samples_per_step: PositiveInt = 16
     """Questions per step on each rank. More make the gradient less noisy and the step longer."""
+
+    num_samples_per_step_global: PositiveInt | None = None
+    """Questions per step over all ranks, which the number of ranks must divide. Another number of
+    ranks then takes the same steps; null is num_samples_per_step on each."""
 
     k_best_of_n: list[PositiveInt] = Field([16, 16], min_length=2, max_length=2)
     """[k, n]: n completions are sampled per question and the k best are trained on. grpo trains
@@ -539,6 +547,11 @@ def impossible(config: Config) -> Iterator[str]:
             "sampling.backend = continuous: gives no log-probabilities of the whole distribution "
             "where sampling.top_p or top_k is on; write grouped"
         )
+    if config.sampling.backend == "continuous" and config.sampling.calculator:
+        yield (
+            "sampling.backend = continuous: no calculator can write into what it samples; write "
+            "grouped, or sampling.calculator=false"
+        )
     if max(validation.pass_k) > validation.best_of_n:
         yield (
             f"validation.pass_k = {validation.pass_k}: each must be at most "
@@ -573,11 +586,18 @@ def impossible_k_best_of_n(training: Training) -> Iterator[str]:
 
 
 def check_world(config: Config, world_size: int) -> None:
-    """Raises ConfigError where a rank would have nothing to do."""
+    """Raises ConfigError where a rank would have nothing to do, or another share than others."""
     num_examples = config.validation.num_examples
+    num_questions = config.training.num_samples_per_step_global
+    lines = []
     if num_examples < world_size:
         key = f"validation.num_examples = {num_examples}"
-        raise ConfigError([f"{key}: must be at least {world_size}, one for each rank"])
+        lines.append(f"{key}: must be at least {world_size}, one for each rank")
+    if num_questions is not None and num_questions % world_size != 0:
+        key = f"training.num_samples_per_step_global = {num_questions}"
+        lines.append(f"{key}: must be a multiple of {world_size}, the number of ranks")
+    if lines:
+        raise ConfigError(lines)
 
 
 def check_same_run(saved: dict[str, Any], config: Config) -> None:

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from config import Config
+
 
 @dataclass(frozen=True)
 class World:
@@ -50,6 +52,14 @@ class World:
         """Overwrite the tensor by rank 0's."""
         if self.size > 1:
             dist.broadcast(tensor, src=0)
+
+
+def questions_per_rank(config: Config, num_ranks: int) -> int:
+    """Training questions of a step on each rank."""
+    training = config.training
+    if training.num_samples_per_step_global is None:
+        return training.num_samples_per_step
+    return training.num_samples_per_step_global // num_ranks  # `check_world`: it is a multiple
 
 
 def init_world() -> tuple[World, list[str]]:

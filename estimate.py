@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from config import Config
+from distributed import questions_per_rank
 from sampler import cache_bytes_per_token
 
 WEIGHT, GRADIENT, COPY = 4, 4, 2  # bytes for each weight; copies are in bf16
@@ -32,9 +33,9 @@ def cache_bytes(model_config: PretrainedConfig, config: Config, *, bytes_per_num
     """Keys and values of the completions that are decoded together, without their prompts'."""
     text, training = model_config.get_text_config(), config.training
     token = cache_bytes_per_token(text, bytes_per_number=bytes_per_number)
-    num_samples, num_questions = training.k_best_of_n[1], training.num_samples_per_step
+    num_ranks = int(os.environ.get("WORLD_SIZE", 1))
+    num_samples, num_questions = training.k_best_of_n[1], questions_per_rank(config, num_ranks)
     if config.mode == "evaluate":
-        num_ranks = int(os.environ.get("WORLD_SIZE", 1))
         num_samples = config.validation.best_of_n
         num_questions = config.validation.num_examples // num_ranks
     group = num_samples * training.max_new_gen_tokens  # decoded together in any case

@@ -39,7 +39,7 @@ from transformers import PreTrainedTokenizerFast
 from checkpoint import SaveOnExit
 from config import Config, ConfigError, check_world, load_config, options_for
 from data import TASKS, encode_prompts
-from distributed import World, no_sync
+from distributed import World, no_sync, questions_per_rank
 from evaluation import (
     Evaluation,
     open_folder,
@@ -248,7 +248,7 @@ class MicroBatch:
 
     input_ids: torch.Tensor  # (B, P + T)
     mask: torch.Tensor  # (B, P + T)
-    completion_mask: torch.Tensor  # (B, T), True up to and including the first EOS
+    completion_mask: torch.Tensor  # (B, T), True for what was sampled, the first EOS too
     advantages: torch.Tensor  # (B,)
     weights: torch.Tensor  # (B, T)
     sampler_log_probs: torch.Tensor  # (B, T)
@@ -279,7 +279,7 @@ def update_policy(
     rows = [t for t in batch if t.advantage != 0.0 or training.kl_coef > 0]
     if training.skip_truncated:
         rows = [t for t in rows if not t.completion.truncated]
-    num_tokens = sum(len(t.completion.token_ids) for t in batch)
+    num_tokens = sum(t.completion.num_sampled for t in batch)
     num_broken = sum(t.completion.is_broken for group in groups for t in group)
     totals = world.sum([len(batch), num_tokens, len(rows), num_broken])
     num_rows, num_tokens, num_trainable, num_broken = totals.tolist()
@@ -438,7 +438,9 @@ def make_micro_batch(
     completion_ids = right_pad([c.token_ids for c in completions], pad_id).to(device)  # (B, T)
     lengths = torch.tensor([len(c.token_ids) for c in completions], device=device)
     columns = torch.arange(completion_ids.shape[1], device=device)
-    completion_mask = columns < lengths[:, None]  # (B, T)
+    is_token = columns < lengths[:, None]  # (B, T)
+    # what the calculator wrote is read as the prompt is, and not trained on
+    completion_mask = ~right_pad([c.is_inserted for c in completions], True).to(device)  # (B, T)
     weights = token_weights(
         completion_mask,
         normalization=training.loss_normalization,
@@ -448,7 +450,7 @@ def make_micro_batch(
     )
     return MicroBatch(
         input_ids=torch.cat([prompt_ids, completion_ids], dim=1),
-        mask=torch.cat([prompt_mask, completion_mask], dim=1),
+        mask=torch.cat([prompt_mask, is_token], dim=1),
         completion_mask=completion_mask,
         advantages=torch.tensor([t.advantage for t in rows], device=device, dtype=torch.float32),
         weights=weights * world.size,  # DDP averages over the ranks, the loss is a sum
@@ -466,13 +468,14 @@ def rollout_sums(
     rows = [t for group in groups for t in group]
     batch = [t for t in rows if t.in_batch]
     num_tokens = sum(len(t.completion.token_ids) for t in rows)
+    num_sampled = sum(t.completion.num_sampled for t in rows)
     equal = is_equal_group(rewards)
     sums = {
         "train/reward": (sum(t.reward for t in rows), len(rows)),
         "train/reward_std": (rewards.std(dim=1).sum().item(), len(groups)),
         "train/solved": (sum(t.is_solved for t in rows), len(rows)),
         "train/advantage_abs": (sum(abs(t.advantage) for t in batch), len(batch)),
-        "train/entropy": (sum(float(t.completion.entropies.sum()) for t in rows), num_tokens),
+        "train/entropy": (sum(float(t.completion.entropies.sum()) for t in rows), num_sampled),
         "train/completion_tokens": (num_tokens, len(rows)),
         "train/truncated_frac": (sum(t.completion.truncated for t in rows), len(rows)),
         "train/zero_advantage_frac": (equal.sum().item(), len(groups)),
@@ -627,7 +630,7 @@ def take_step(run: Run, logger: Logger, guard: SaveOnExit) -> None:
 
 def next_questions(run: Run) -> tuple[list[dict], list[tuple[int, ...]]]:
     """This rank's slice of the next questions, and what names the randomness of each."""
-    per_rank = run.config.training.num_samples_per_step
+    per_rank = questions_per_rank(run.config, run.world.size)
     first = run.state.position + run.world.rank * per_rank
     positions = range(first, first + per_rank)
     seeds = [(TRAINING, run.config.training.seed, position) for position in positions]
@@ -636,8 +639,9 @@ def next_questions(run: Run) -> tuple[list[dict], list[tuple[int, ...]]]:
 
 def speed(run: Run, metrics: dict[str, float], clock: Clock) -> dict[str, float]:
     """How long the step's phases took on rank 0, tokens sampled per second, and memory held."""
-    times, training = clock.read(), run.config.training
-    num_rows = training.num_samples_per_step * training.k_best_of_n[1] * run.world.size
+    times, num_ranks = clock.read(), run.world.size
+    num_questions = questions_per_rank(run.config, num_ranks) * num_ranks
+    num_rows = num_questions * run.config.training.k_best_of_n[1]
     num_tokens = metrics["train/completion_tokens"] * num_rows
     return times | {
         "perf/tokens_per_s": num_tokens / times["time/step_s"],

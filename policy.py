@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
+from calculator import Calculator
 from config import Config, truncates
 from estimate import check_memory
 from head import head_log_probs
@@ -176,7 +177,8 @@ def load_policy(
         copied = bf16_copy(model) if samples_copy else frozen_copy(model)
         reference = CompletionScorer(copied, compute_dtype, lean=lean)
     sampler = bf16_copy(model) if samples_copy else model
-    backend = choose_backend(sampling.backend, sampler.eval(), say)
+    calculator = Calculator(tokenizer) if sampling.calculator else None
+    backend = choose_backend(sampling.backend, sampler.eval(), say, can_capture=not calculator)
     if truncates(sampling) and is_training:
         say(
             "sampling.top_p or top_k is on: completions are drawn from a truncated distribution, "
@@ -189,6 +191,7 @@ def load_policy(
         top_k=sampling.top_k,
         eos_ids=eos_ids,
         pad_id=tokenizer.pad_token_id,
+        calculator=calculator,
     )
     return Policy(
         model, scorer, sampler, tokenizer, params, backend, sampling.max_batch_tokens, reference
@@ -206,14 +209,19 @@ def make_scorer(
     return DistributedDataParallel(scorer, device_ids, gradient_as_bucket_view=True)
 
 
-def choose_backend(name: str, sampler: nn.Module, say: Callable[[str], None]) -> str:
-    """The backend asked for, or what this model supports in its place."""
+def choose_backend(
+    name: str, sampler: nn.Module, say: Callable[[str], None], *, can_capture: bool = True
+) -> str:
+    """The backend asked for, or what this model supports in its place.
+
+    Steps that a calculator looks at cannot be captured.
+    """
     if name != "grouped":
         return name
     if not supports_grouped(sampler):
         say("this model's cache cannot be shared by a group: sampling.backend=generate")
         return "generate"
-    if next(sampler.parameters()).device.type == "cuda":
+    if next(sampler.parameters()).device.type == "cuda" and can_capture:
         if supports_grouped(sampler, capture=True):
             return "captured"
         say("this model's decode step cannot be captured in a CUDA graph: sampling is slower")

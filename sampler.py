@@ -26,6 +26,8 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, DynamicLayer
 
+from calculator import Calculator
+
 logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)  # warns of what is off
 
 Seed = Sequence[int]  # integers that name a question's random numbers, such as (seed, position)
@@ -41,6 +43,7 @@ class SamplingParams:
     top_k: int  # 0 is off
     eos_ids: tuple[int, ...]
     pad_id: int
+    calculator: Calculator | None = None  # writes the result where a completion asks for it
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,12 @@ class Completion:
     log_probs: np.ndarray  # (T,), of each token under softmax(logits / temperature), untruncated
     entropies: np.ndarray  # (T,), of that distribution, in nats
     truncated: bool  # ended by the length limit instead of an EOS
+    is_inserted: np.ndarray  # (T,), True for the calculator's tokens, whose two numbers are 0
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the model chose itself."""
+        return len(self.token_ids) - int(self.is_inserted.sum())
 
     @property
     def is_broken(self) -> bool:
@@ -264,7 +273,7 @@ class Batch:
             top_p=self.params.top_p,
             top_k=self.params.top_k,
         )
-        self.record.write(self.rows, self.t, self.active, tokens, log_probs, entropies)
+        tokens = self.record.write(self.rows, self.t, self.active, tokens, log_probs, entropies)
         self.active &= (tokens[:, None] != self.eos_ids).all(dim=1)
         self.tokens.copy_(tokens[:, None])
 
@@ -368,24 +377,48 @@ class Record:
         self.log_probs = torch.zeros(shape, device=device)
         self.entropies = torch.zeros(shape, device=device)
         self.lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
+        # what the calculator has written ahead; -1 where the model writes
+        self.inserts = torch.full(shape, -1, device=device)  # (B, T)
+        asking_ids = params.calculator.asking_ids if params.calculator else []
+        self.asking_ids = torch.tensor(asking_ids, device=device)
 
-    def write(self, rows, t, active, tokens, log_probs, entropies) -> None:
-        """Column t (1,) of the given rows (B,); what is not active gets nothing new."""
+    def write(self, rows, t, active, tokens, log_probs, entropies) -> torch.Tensor:
+        """Column t (1,) of the given rows (B,); what is not active gets nothing new.
+
+        Returns the tokens (B,) that stand there: the calculator's go before the sampled ones.
+        """
         index = (rows, t.expand_as(rows))
+        is_kept = active
+        if self.params.calculator is not None:
+            inserts = self.inserts[index]
+            tokens, is_kept = tokens.where(inserts < 0, inserts), active & (inserts < 0)
         self.tokens.index_put_(index, tokens.where(active, self.params.pad_id))
-        self.log_probs.index_put_(index, log_probs.where(active, 0.0))
-        self.entropies.index_put_(index, entropies.where(active, 0.0))
+        self.log_probs.index_put_(index, log_probs.where(is_kept, 0.0))
+        self.entropies.index_put_(index, entropies.where(is_kept, 0.0))
         self.lengths.index_add_(0, rows, active.long())
+        if self.params.calculator is not None:
+            self.calculate(rows[active & torch.isin(tokens, self.asking_ids)].tolist())
+        return tokens
+
+    def calculate(self, rows: list[int]) -> None:
+        """Write ahead the results that these rows ask for, as far as there is room for them."""
+        for row in rows:
+            length = int(self.lengths[row])
+            result_ids = self.params.calculator.complete(self.tokens[row, :length].tolist())
+            room = self.inserts[row, length : length + len(result_ids)]
+            room.copy_(torch.tensor(result_ids[: len(room)], dtype=torch.long))
 
     def completions(self) -> list[Completion]:
         tokens, lengths = self.tokens.tolist(), self.lengths.tolist()
         log_probs, entropies = self.log_probs.cpu().numpy(), self.entropies.cpu().numpy()
+        is_inserted = (self.inserts >= 0).cpu().numpy()
         return [
             Completion(
                 token_ids=ids[:length],
                 log_probs=log_probs[row, :length],
                 entropies=entropies[row, :length],
                 truncated=ids[length - 1] not in self.params.eos_ids,
+                is_inserted=is_inserted[row, :length],
             )
             for row, (ids, length) in enumerate(zip(tokens, lengths, strict=True))
         ]
@@ -489,7 +522,7 @@ def seeded(seeds: list[Seed], device: torch.device) -> Iterator[int]:
 
 
 class RecordingProcessor(LogitsProcessor):
-    """Leaves the logits as they are and notes what `generate` then draws from them."""
+    """Notes what `generate` draws from the logits, and leaves it only what the calculator wrote."""
 
     def __init__(self, record: Record, prompt_length: int):
         self.record = record
@@ -504,7 +537,12 @@ class RecordingProcessor(LogitsProcessor):
         logits, is_broken = repair(scores.float() / (self.record.params.temperature or 1.0))
         log_probs = F.log_softmax(logits, dim=-1)
         self.log_probs = log_probs.masked_fill(is_broken[:, None], torch.nan)
-        return scores.masked_fill(is_broken[:, None], 0.0)
+        scores = scores.masked_fill(is_broken[:, None], 0.0)
+        if self.record.params.calculator is None:
+            return scores
+        inserts = self.record.inserts[:, input_ids.shape[1] - self.prompt_length, None]  # (B, 1)
+        only = torch.full_like(scores, -torch.inf).scatter(1, inserts.clamp(min=0), 0.0)
+        return scores.where(inserts < 0, only)
 
     def take(self, input_ids: torch.Tensor) -> None:
         """Note the last tokens of input_ids (B, P + t), drawn from the log_probs kept before."""
@@ -561,6 +599,7 @@ def decode_continuous(
             log_probs=np.array(output.logprobs, dtype=np.float32),
             entropies=-np.array(output.logprobs, dtype=np.float32),
             truncated=output.generated_tokens[-1] not in params.eos_ids,
+            is_inserted=np.zeros(len(output.generated_tokens), dtype=bool),
         )
         for output in outputs
     ]

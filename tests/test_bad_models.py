@@ -566,7 +566,7 @@ def test_noise_from_a_broken_model_solves_nothing_and_is_never_the_best(
 def test_a_completion_of_nan_log_probabilities_is_broken():
     finite, broken = np.array([-1.0, -2.0], np.float32), np.array([-1.0, math.nan], np.float32)
     for log_probs, expected in ((finite, False), (broken, True)):
-        completion = Completion([7, 8], log_probs, finite, truncated=True)
+        completion = Completion([7, 8], log_probs, finite, True, is_inserted=np.zeros(2, bool))
         assert completion.is_broken is expected
         row = main.Trajectory([5], completion, "", {"answer": 1.0}, 1.0)
         assert row.is_solved is not expected

@@ -26,6 +26,7 @@ from config import (
     run_name,
     schema,
 )
+from distributed import questions_per_rank
 
 ROOT = Path(__file__).parent.parent
 TASKS = {"countdown": countdown, "gsm8k": gsm8k}
@@ -342,6 +343,19 @@ def test_a_rank_without_a_validation_question_is_refused():
         check_world(config, 4)
     assert caught.value.lines == [
         "validation.num_examples = 3: must be at least 4, one for each rank"
+    ]
+
+
+def test_questions_that_the_ranks_cannot_share_evenly_are_refused():
+    config = load("training.num_samples_per_step_global=6")
+    for num_ranks in (1, 2, 3, 6):
+        check_world(config, num_ranks)
+        assert questions_per_rank(config, num_ranks) * num_ranks == 6
+    assert questions_per_rank(load("training.num_samples_per_step=5"), 4) == 5
+    with pytest.raises(ConfigError) as caught:
+        check_world(config, 4)
+    assert caught.value.lines == [
+        "training.num_samples_per_step_global = 6: must be a multiple of 4, the number of ranks"
     ]
 
 

@@ -201,7 +201,7 @@ def test_the_majority_is_the_earliest_sample_with_the_most_frequent_answer(answe
 
 def answered(text: str, *, solved: bool, broken: bool = False) -> main.Trajectory:
     log_probs = np.array([np.nan if broken else -1.0])
-    completion = Completion([7], log_probs, np.zeros(1), truncated=False)
+    completion = Completion([7], log_probs, np.zeros(1), False, is_inserted=np.zeros(1, bool))
     return main.Trajectory([5], completion, text, {"answer": float(solved)}, 0.0)
 
 

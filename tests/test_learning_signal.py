@@ -31,7 +31,8 @@ from sampler import Completion
 def make_row(reward=0.0, *, prompt=3, completion=4, truncated=False, solved=False) -> Trajectory:
     """A trajectory with made-up tokens; `prompt` and `completion` are lengths."""
     log_probs, entropies = np.full(completion, -1.0, np.float32), np.full(completion, 2, np.float32)
-    sampled = Completion([7] * completion, log_probs, entropies, truncated)
+    nothing = np.zeros(completion, bool)
+    sampled = Completion([7] * completion, log_probs, entropies, truncated, is_inserted=nothing)
     parts = {"format": 0.5, "answer": 1.0 if solved else 0.0}
     return Trajectory([5] * prompt, sampled, "", parts, reward)
 

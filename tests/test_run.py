@@ -87,10 +87,10 @@ def on_one_rank(rotary_model_folder, questions, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def on_two_ranks(rotary_model_folder, questions, tmp_path_factory) -> Path:
-    """The same with two questions on each of two ranks, in micro-batches of another size."""
+    """The same on two ranks, which share the four questions, in micro-batches of another size."""
     folder = tmp_path_factory.mktemp("two")
-    overrides = [*SIZES, "training.num_samples_per_step=2", "training.micro_batch_tokens=1200"]
-    command = arguments(rotary_model_folder, questions, folder, *overrides)
+    overrides = ["training.num_samples_per_step_global=4", "training.micro_batch_tokens=1200"]
+    command = arguments(rotary_model_folder, questions, folder, *SIZES, *overrides)
     return finished(run_main(*command, num_ranks=2), folder)
 
 
@@ -140,14 +140,17 @@ def test_the_best_model_loads_and_scores_what_the_log_says(which, questions, req
     assert metrics["eval/pass@1"] == max(rates)
 
 
+@pytest.mark.parametrize(
+    "shared", ["training.num_samples_per_step=2", "training.num_samples_per_step_global=4"]
+)
 def test_each_rank_takes_its_own_slice_of_the_same_questions(
-    rotary_model_folder, questions, tmp_path
+    shared, rotary_model_folder, questions, tmp_path
 ):
     overrides = [*SIZES, "training.num_samples_per_step=4"]
     command = arguments(rotary_model_folder, questions, tmp_path, *overrides)
     run = prepare_run(make_config(*command[1:]))
     examples, seeds = main.next_questions(run)
-    halves = replace(run, config=make_config(*command[1:], "training.num_samples_per_step=2"))
+    halves = replace(run, config=make_config(*command[1:], shared))
     parts = [
         main.next_questions(replace(halves, world=replace(ALONE, rank=rank, size=2)))
         for rank in (0, 1)

@@ -47,7 +47,13 @@ def make_group(prompt_length: int, lengths: tuple, rewards: tuple) -> list[Traje
         if length != 7:
             token_ids[-1] = 0  # the end token
         log_probs = rng.uniform(-6, -4, length).astype(np.float32)
-        completion = Completion(token_ids, log_probs, np.zeros(length, np.float32), length == 7)
+        completion = Completion(
+            token_ids,
+            log_probs,
+            entropies=np.zeros(length, np.float32),
+            truncated=length == 7,
+            is_inserted=np.zeros(length, bool),
+        )
         rows.append(Trajectory(prompt_ids, completion, "", {"answer": 0.0}, reward))
     return rows
 
