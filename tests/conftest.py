@@ -9,6 +9,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that asks the hub fails at once
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+os.environ["OMP_NUM_THREADS"] = "1"  # several test processes with several threads stall each other
 
 import pytest
 import torch
