@@ -381,8 +381,9 @@ def accumulate_gradient(
         if training.num_iterations > 1:
             batch.old_log_probs = log_probs
     else:
-        ratio, up = (log_probs - batch.old_log_probs).exp(), batch.advantages[:, None] > 0
-        is_clipped = torch.where(up, ratio > 1 + eps_high, ratio < 1 - eps)
+        ratio, advantages = (log_probs - batch.old_log_probs).exp(), batch.advantages[:, None]
+        too_high, too_low = ratio > 1 + eps_high, ratio < 1 - eps
+        is_clipped = (too_high & (advantages > 0)) | (too_low & (advantages < 0))
         sums.num_clipped += is_clipped[mask].sum().item()
     return loss.item()
 
