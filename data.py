@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 import countdown
 import gsm8k
+import math500
 from config import Config, options_for
 from policy import render_prompt
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:  # datasets takes a second to import, so tasks import it where
 
 Say = Callable[[str], None]
 
-TASKS = {"countdown": countdown, "gsm8k": gsm8k}
+TASKS = {"countdown": countdown, "gsm8k": gsm8k, "math500": math500}
 
 
 def load_questions(
@@ -74,13 +75,13 @@ def encode_prompts(
     """Token ids of each question's prompt."""
     task = TASKS[config.task.name]
     options = options_for(task.generate_prompt, config)
-    texts = [
-        render_prompt(task.generate_prompt(example, **options), tokenizer) for example in examples
-    ]
-    if not texts:  # a rank without validation questions; the tokenizer raises IndexError
+    prompts = [task.generate_prompt(example, **options) for example in examples]
+    if not prompts:  # a rank without validation questions; the tokenizer raises IndexError
         return []
+    texts = [render_prompt(prompt, tokenizer) for prompt in prompts]
     # a chat template writes the special tokens itself
-    return tokenizer(texts, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
+    is_chat = tokenizer.chat_template is not None and not isinstance(prompts[0], str)
+    return tokenizer(texts, add_special_tokens=not is_chat)["input_ids"]
 
 
 class QuestionStream:

@@ -481,8 +481,9 @@ def rollout_sums(
         "train/truncated_frac": (sum(t.completion.truncated for t in rows), len(rows)),
         "train/zero_advantage_frac": (equal.sum().item(), len(groups)),
     }
-    if "format" in rows[0].reward_parts:
-        sums["train/format"] = (sum(t.reward_parts["format"] for t in rows), len(rows))
+    for part, name in {"format": "format", "timeout": "reward_timeouts"}.items():
+        if part in rows[0].reward_parts:
+            sums[f"train/{name}"] = (sum(t.reward_parts[part] for t in rows), len(rows))
     return sums
 
 

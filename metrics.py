@@ -56,7 +56,7 @@ def metric_columns(config: Config) -> list[str]:
     train = (
         "loss reward reward_std solved format advantage_abs entropy clip_frac grad_norm lr "
         "completion_tokens truncated_frac zero_advantage_frac skipped_steps collapsed "
-        "sampler_mismatch"
+        "reward_timeouts sampler_mismatch"
     )
     if config.training.kl_coef > 0:
         train += " kl"

@@ -355,8 +355,13 @@ def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerFast) -> No
 # From a chat to text
 
 
-def render_prompt(messages: list[dict], tokenizer: PreTrainedTokenizerFast) -> str:
-    """The chat as text; a last assistant message is the beginning of the completion."""
+def render_prompt(messages: list[dict] | str, tokenizer: PreTrainedTokenizerFast) -> str:
+    """The chat as text; a last assistant message is the beginning of the completion.
+
+    A plain text stays as it is: base models have a chat template too, which they were not taught.
+    """
+    if isinstance(messages, str):
+        return messages
     if tokenizer.chat_template is None:
         return plain_text(messages)
     prefix = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""

@@ -13,6 +13,7 @@ from pydantic import Field
 
 import countdown
 import gsm8k
+import math500
 from config import (
     Config,
     ConfigError,
@@ -29,7 +30,7 @@ from config import (
 from distributed import questions_per_rank
 
 ROOT = Path(__file__).parent.parent
-TASKS = {"countdown": countdown, "gsm8k": gsm8k}
+TASKS = {"countdown": countdown, "gsm8k": gsm8k, "math500": math500}
 
 
 def load(*arguments):

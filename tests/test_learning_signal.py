@@ -24,7 +24,7 @@ from main import (
     rollout_sums,
     token_weights,
 )
-from metrics import confidence_interval, pass_at_k, solve_rates
+from metrics import confidence_interval, metric_columns, pass_at_k, solve_rates
 from sampler import Completion
 
 
@@ -342,6 +342,18 @@ def test_rollout_metrics_are_sums_and_counts_over_all_rows():
         "train/zero_advantage_frac": (1, 2),
     }
     assert {name: pytest.approx(sums[name]) for name in expected} == expected
+
+
+def test_the_share_of_answers_whose_grading_was_stopped_is_a_metric_where_a_task_counts_it():
+    rows = [make_row(1.0), make_row(0.0)]
+    rewards = torch.tensor([[1.0, 0.0]])
+    assert "train/reward_timeouts" not in rollout_sums([rows], rewards)
+    for row, timeout in zip(rows, (0.0, 1.0), strict=True):
+        row.reward_parts = {"answer": 0.0, "timeout": timeout}
+    sums = rollout_sums([rows], rewards)
+    assert sums["train/reward_timeouts"] == (1.0, 2)
+    assert "train/format" not in sums
+    assert "train/reward_timeouts" in metric_columns(make_config())
 
 
 def test_sums_over_ranks_are_exact_in_float64_and_leave_the_caller_its_values():
