@@ -254,7 +254,7 @@ def test_the_recipe_keeps_the_conventions_of_its_source():
     training, sampling = config.training, config.sampling
     assert (config.task.name, config.task.grader_timeout_s) == ("math500", 5.0)
     assert config.task.reward_weights == {"answer": 1.0, "timeout": 0.0}
-    assert (training.num_samples_per_step, training.k_best_of_n) == (1, [8, 8])
+    assert (training.num_samples_per_step_global, training.k_best_of_n) == (1, [8, 8])
     assert (training.max_new_gen_tokens, training.num_steps) == (512, 50)
     assert (sampling.temperature, sampling.top_p) == (0.8, 0.9)
     assert (training.advantage, training.loss_normalization) == ("zscore", "sum")
