@@ -391,8 +391,10 @@ def load_config(arguments: list[str], *, tasks: Tasks) -> Config:
         if os.environ.get("RANK", "0") == "0":
             print(help_text(tasks), end="")
         raise SystemExit(0)
+    pairs = parse_overrides(overrides)
+    content = without_other_task(read_file(options.config), pairs)
     given: dict[str, Any] = {}
-    for key, value in [*read_file(options.config).items(), *parse_overrides(overrides)]:
+    for key, value in [*content.items(), *pairs]:
         given = merge(given, nest(key, value))
     return validate(given, tasks=tasks)
 
@@ -459,6 +461,15 @@ def parse_overrides(overrides: list[str]) -> list[tuple[str, Any]]:
     if lines:
         raise ConfigError(lines)
     return pairs
+
+
+def without_other_task(content: dict[str, Any], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A file's content without the options of its task, where an override names another task."""
+    section, names = content.get("task"), [value for key, value in pairs if key == "task.name"]
+    if not names or not isinstance(section, dict) or section.get("name") == names[-1]:
+        return content
+    shared = Task.model_fields.keys() - {"reward_weights"}
+    return content | {"task": {key: section[key] for key in section if key in shared}}
 
 
 def nest(key: str, value: Any) -> dict[str, Any]:

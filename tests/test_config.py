@@ -347,6 +347,22 @@ def test_a_rank_without_a_validation_question_is_refused():
     ]
 
 
+def test_an_override_to_another_task_leaves_the_files_options_of_its_own_task():
+    """`task.name=gsm8k` with config.yaml was refused for Countdown's keys, which nobody typed."""
+    file = ["--config", str(ROOT / "config.yaml")]
+    config = load_config([*file, "task.name=gsm8k", "task.train=a.jsonl"], tasks=TASKS)
+    assert (config.task.name, config.task.train, config.task.eval) == (
+        "gsm8k",
+        "a.jsonl",
+        "generated",
+    )
+    assert config.task.reward_weights == load("task.name=gsm8k").task.reward_weights
+    with pytest.raises(ConfigError, match=r"task\.max_numbers = 5: unknown key of task gsm8k"):
+        load_config([*file, "task.name=gsm8k", "task.max_numbers=5"], tasks=TASKS)
+    same = load_config([*file, "task.name=countdown", "task.max_numbers=5"], tasks=TASKS)
+    assert same.task.max_numbers == 5
+
+
 def test_questions_that_the_ranks_cannot_share_evenly_are_refused():
     config = load("training.num_samples_per_step_global=6")
     for num_ranks in (1, 2, 3, 6):
