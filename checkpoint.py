@@ -3,7 +3,7 @@
     checkpoints/step-000010/     model and tokenizer, as `from_pretrained` loads them
         training_state/          state.json, optimizer.pt, files.json (size and hash of each file)
     checkpoints/last             link to the newest
-    best/                        model and tokenizer
+    best/                        model, tokenizer and model card
 
 Loading runs no code: weights are safetensors, the optimizer is read with `weights_only=True`.
 """
@@ -68,12 +68,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def save_model(model: nn.Module, tokenizer, folder: Path) -> None:
-    """Write model and tokenizer so that `AutoModelForCausalLM.from_pretrained` loads them."""
+def save_model(model: nn.Module, tokenizer, card: str, folder: Path) -> None:
+    """Write model, tokenizer and card so that `AutoModelForCausalLM.from_pretrained` loads them."""
 
     def write(temporary: Path) -> None:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
+        (temporary / "README.md").write_text(card, encoding="utf-8")  # over one that peft writes
 
     save_folder(folder, write)
 

@@ -311,10 +311,11 @@ class Logging(Section):
 class Config(Section):
     """A whole configuration; `schema` adds the options of a task to its task section."""
 
-    mode: Literal["train", "evaluate"] = "train"
-    """What to do: train the model, or evaluate it as it is, on the validation questions, by all
-    that `validation` asks for, majority votes and greedy completions. An evaluation goes to a
-    folder eval-<time> of its own in the run's folder."""
+    mode: Literal["train", "evaluate", "sample"] = "train"
+    """What to do: train the model; evaluate it as it is, on the validation questions, by all that
+    `validation` asks for, majority votes and greedy completions, into a folder eval-<time> of its
+    own in the run's folder; or sample an answer to each question typed or piped in, on one
+    process."""
 
     run: Run = Run()
     model: Model = Model()
@@ -598,6 +599,9 @@ def impossible_k_best_of_n(training: Training) -> Iterator[str]:
 
 def check_world(config: Config, world_size: int) -> None:
     """Raises ConfigError where a rank would have nothing to do, or another share than others."""
+    if config.mode == "sample" and world_size > 1:
+        fix = "one process talks with you: python main.py mode=sample"
+        raise ConfigError([f"mode = sample: {world_size} ranks, but {fix}"])
     num_examples = config.validation.num_examples
     num_questions = config.training.num_samples_per_step_global
     lines = []
@@ -670,13 +674,23 @@ def help_text(tasks: Tasks) -> str:
         "",
         "FILE sets keys (config.yaml if not given); overrides come last and are read as YAML.",
     ]
-    for full_schema in map(schema, tasks.values()):
-        defaults = flatten(full_schema())
-        for key, field in known_keys(full_schema).items():
-            head = f"{key} = {show(defaults[key])}  ({allowed(field)})"
+    described = {name: describe_keys(schema(task)) for name, task in tasks.items()}
+    for name, keys in described.items():
+        for key, (default, kind, text) in keys.items():
+            is_shared = all(other.get(key) == keys[key] for other in described.values())
+            head = f"{key} = {default}  ({kind if is_shared else f'{kind}; task {name}'})"
             if head not in lines:
-                lines += ["", head, *wrap(meaning(field), indent="    ")]
+                lines += ["", head, *wrap(text, indent="    ")]
     return "\n".join(lines) + "\n"
+
+
+def describe_keys(full_schema: type[Config]) -> dict[str, tuple[str, str, str]]:
+    """Of every key its default, what is allowed, and its meaning."""
+    defaults = flatten(full_schema())
+    return {
+        key: (show(defaults[key]), allowed(field), meaning(field))
+        for key, field in known_keys(full_schema).items()
+    }
 
 
 def known_keys(full_schema: type[Config]) -> dict[str, dict]:

@@ -1,4 +1,4 @@
-"""Questions: loaded through their task, as prompts, in an endless order."""
+"""Questions: loaded through their task, as prompts, in an endless order; completions as text."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ import gsm8k
 import math500
 from config import Config, options_for
 from policy import render_prompt
+from sampler import Completion
 
 if TYPE_CHECKING:  # datasets takes a second to import, so tasks import it where rows are loaded
     from datasets import Dataset
@@ -73,15 +74,28 @@ def encode_prompts(
     examples: list[dict], *, config: Config, tokenizer: PreTrainedTokenizerFast
 ) -> list[list[int]]:
     """Token ids of each question's prompt."""
+    texts, adds_special_tokens = render_prompts(examples, config=config, tokenizer=tokenizer)
+    if not texts:  # a rank without validation questions; the tokenizer raises IndexError
+        return []
+    return tokenizer(texts, add_special_tokens=adds_special_tokens)["input_ids"]
+
+
+def render_prompts(
+    examples: list[dict], *, config: Config, tokenizer: PreTrainedTokenizerFast
+) -> tuple[list[str], bool]:
+    """The text of each question's prompt, and whether the tokenizer adds special tokens to it."""
     task = TASKS[config.task.name]
     options = options_for(task.generate_prompt, config)
     prompts = [task.generate_prompt(example, **options) for example in examples]
-    if not prompts:  # a rank without validation questions; the tokenizer raises IndexError
-        return []
-    texts = [render_prompt(prompt, tokenizer) for prompt in prompts]
     # a chat template writes the special tokens itself
-    is_chat = tokenizer.chat_template is not None and not isinstance(prompts[0], str)
-    return tokenizer(texts, add_special_tokens=not is_chat)["input_ids"]
+    is_chat = tokenizer.chat_template is not None and not any(isinstance(p, str) for p in prompts)
+    return [render_prompt(prompt, tokenizer) for prompt in prompts], not is_chat
+
+
+def completion_text(completion: Completion, tokenizer: PreTrainedTokenizerFast) -> str:
+    """What the model wrote, without the end-of-sequence token."""
+    ids = completion.token_ids if completion.truncated else completion.token_ids[:-1]
+    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 
 class QuestionStream:

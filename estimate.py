@@ -38,6 +38,8 @@ def cache_bytes(model_config: PretrainedConfig, config: Config, *, bytes_per_num
     if config.mode == "evaluate":
         num_samples = config.validation.best_of_n
         num_questions = config.validation.num_examples // num_ranks
+    elif config.mode == "sample":
+        num_samples = num_questions = 1
     group = num_samples * training.max_new_gen_tokens  # decoded together in any case
     most = config.sampling.max_batch_tokens or group
     return token * max(group, min(group * num_questions, most))

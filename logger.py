@@ -34,6 +34,7 @@ MLFLOW_ENVIRONMENT = {
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",  # else two lines tell that a new database gets its tables
 }
 MLFLOW_SLOW_S = 20.0  # all ranks wait while rank 0 logs, so a call that takes longer is the last
 
@@ -61,13 +62,15 @@ class Logger:
         config: dict[str, Any] | None = None,
         experiment: str = "plain-grpo",
         run_name: str = "",
+        description: str = "",
         columns: Sequence[str] = (),
         resume_step: int | None = None,
     ) -> None:
         """Start the files of `run_dir` (None: no files) anew, or cut them back to `resume_step`.
 
-        `columns` are the metrics that may be logged. Raises ValueError if MLflow is wanted but not
-        installed, or if the metrics.csv of a resumed run has other columns.
+        `columns` are the metrics that may be logged; `description` is Markdown, for MLflow. Raises
+        ValueError if MLflow is wanted but not installed, or if the metrics.csv of a resumed run has
+        other columns.
         """
         self.is_main = rank == 0
         self.sinks: list[RunFiles | MlflowRun] = []  # stays empty on the other ranks
@@ -78,7 +81,8 @@ class Logger:
             self.sinks.append(RunFiles(run_dir, columns, resume_step))
         if mlflow is not None:
             run = MlflowRun(mlflow, run_dir, warn=self.warning)
-            run.start(config=config or {}, experiment=experiment, run_name=run_name)
+            tags = {"mlflow.note.content": description}  # MLflow's name for it
+            run.start(config=config or {}, experiment=experiment, run_name=run_name, tags=tags)
             self.sinks.append(run)
 
     def info(self, text: str) -> None:
@@ -111,6 +115,11 @@ class Logger:
         """Append samples, each with prompt, completion, reward, reward_parts and any other key."""
         for sink in self.sinks:
             sink.log_samples(step, samples)
+
+    def log_artifact(self, path: Path) -> None:
+        """Show a file of the run's folder, such as a picture, wherever else the run is shown."""
+        for sink in self.sinks:
+            sink.log_artifact(path)
 
     def print_step(self, step: int, num_steps: int, metrics: dict[str, float]) -> None:
         """Print a training step's line."""
@@ -163,6 +172,9 @@ class RunFiles:
         lines = [json_line({"step": step, **sample}) for sample in samples]
         append_durably(self.samples_jsonl, "".join(lines))
 
+    def log_artifact(self, path: Path) -> None:
+        """It is in the folder already."""
+
     def close(self, status: str) -> None:
         """Every row is on disk already."""
 
@@ -182,9 +194,11 @@ class MlflowRun:
         self.is_on = True
         self.last_step = -1
 
-    def start(self, *, config: dict[str, Any], experiment: str, run_name: str) -> None:
+    def start(
+        self, *, config: dict[str, Any], experiment: str, run_name: str, tags: dict[str, str]
+    ) -> None:
         """Continue the MLflow run that the run's folder names, else create one."""
-        self._attempt(self._start, config, experiment, run_name)
+        self._attempt(self._start, config, experiment, run_name, tags)
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         if step > self.last_step:
@@ -193,6 +207,9 @@ class MlflowRun:
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         if step > self.last_step and samples:
             self._attempt(self._send_samples, step, samples)
+
+    def log_artifact(self, path: Path) -> None:
+        self._attempt(self._send_artifact, path)
 
     def close(self, status: str) -> None:
         self._attempt(self._end, status)
@@ -216,22 +233,27 @@ class MlflowRun:
                 f"MLflow is off until the run ends, the run's own files go on: {reason[:300]}"
             )
 
-    def _start(self, config: dict[str, Any], experiment: str, run_name: str) -> None:
+    def _start(
+        self, config: dict[str, Any], experiment: str, run_name: str, tags: dict[str, str]
+    ) -> None:
         self.client = self.mlflow.MlflowClient()
         if self.id_file is not None and self.id_file.exists():
             self._continue(self.id_file.read_text().strip())
         else:
-            self._create(config, experiment, run_name)
+            self._create(config, experiment, run_name, tags)
 
     def _continue(self, run_id: str) -> None:
         self.run_id = run_id
         self.last_step = int(self.client.get_run(run_id).data.tags.get("last_step", -1))
         self.client.update_run(run_id, status="RUNNING")
 
-    def _create(self, config: dict[str, Any], experiment: str, run_name: str) -> None:
+    def _create(
+        self, config: dict[str, Any], experiment: str, run_name: str, tags: dict[str, str]
+    ) -> None:
         known = self.client.get_experiment_by_name(experiment)
         experiment_id = known.experiment_id if known else self.client.create_experiment(experiment)
-        self.run_id = self.client.create_run(experiment_id, run_name=run_name or None).info.run_id
+        run = self.client.create_run(experiment_id, run_name=run_name or None, tags=tags)
+        self.run_id = run.info.run_id
         params = [
             self.mlflow.entities.Param(mlflow_name(key), printable(str(value)))
             for key, value in flatten(config).items()
@@ -254,10 +276,13 @@ class MlflowRun:
         self.client.log_batch(self.run_id, metrics=points, tags=tags, synchronous=True)
 
     def _send_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        rows = [flatten({"step": step, **sample}) for sample in samples]
+        rows = [flatten({"step": step, **sample}, separator="/") for sample in samples]
         names = dict.fromkeys(name for row in rows for name in row)
         table = {name: [table_cell(row.get(name)) for row in rows] for name in names}
         self.client.log_table(self.run_id, table, "samples.json")  # adds to the earlier steps' rows
+
+    def _send_artifact(self, path: Path) -> None:
+        self.client.log_artifact(self.run_id, str(path))
 
     def _end(self, status: str) -> None:
         self.client.set_terminated(self.run_id, status)
@@ -283,12 +308,15 @@ def mlflow_name(name: str) -> str:
     return re.sub(r"[^\w./ -]", "_", name.replace("@", "_at_"))
 
 
-def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(nested: dict[str, Any], prefix: str = "", *, separator: str = ".") -> dict[str, Any]:
     """Return the leaves of nested dicts under dotted keys: {"a": {"b": 1}} becomes {"a.b": 1}."""
     flat: dict[str, Any] = {}
     for key, value in nested.items():
         name = f"{prefix}{key}"
-        flat |= flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{name}{separator}", separator=separator)
+        else:
+            flat[name] = value
     return flat
 
 
@@ -306,21 +334,30 @@ def format_step(step: int, num_steps: int, metrics: dict[str, float]) -> str:
 
 
 def format_evaluation(title: str, metrics: dict[str, float], samples: list[dict[str, Any]]) -> str:
-    """Return a block: shares with their intervals, the other metrics, the first completions."""
+    """Return a table of the metrics, shares with their intervals, and the first completions."""
     values = {name[5:]: value for name, value in metrics.items() if name.startswith("eval/")}
+    shown = [name for name in values if not name.endswith(("_low", "_high"))]
+    width = max(map(len, shown), default=0)
     lines = [title]
-    for name in [name for name in values if f"{name}_low" in values]:
-        low, high = values.pop(f"{name}_low"), values.pop(f"{name}_high")
-        interval = f"(95% interval {low:.3f} to {high:.3f})"
-        lines.append(f"  {name} {values.pop(name):.3f}  {interval}")
-    if values:  # shares with three decimals, numbers of tokens with one
-        shown = (f"{name} {value:.{1 if value >= 10 else 3}f}" for name, value in values.items())
-        lines.append("  " + "  ".join(shown))
+    for name in shown:  # shares with three decimals, numbers of tokens with one
+        decimals = 1 if values[name] > 1 else 3
+        line = f"  {name:<{width}} {values[name]:7.{decimals}f}"
+        if f"{name}_low" in values:
+            low, high = values[f"{name}_low"], values[f"{name}_high"]
+            line += f"  (95% interval {low:.3f} to {high:.3f})"
+        lines.append(line)
     for number, sample in enumerate(samples[:3], start=1):
-        parts = "  ".join(f"{name} {value:.2f}" for name, value in sample["reward_parts"].items())
-        lines.append(f"  completion {number}  reward {sample['reward']:.2f}  ({parts})")
-        lines += [f"    {line}" for line in shorten(sample["completion"]).split("\n")]
+        score = format_reward(sample["reward"], sample["reward_parts"])
+        lines.append(f"  completion {number}  {score}")
+        lines += [f"    > {line}" for line in shorten(sample["prompt"].strip()).split("\n")]
+        lines += [f"    {line}" for line in shorten(sample["completion"].strip("\n")).split("\n")]
     return "\n".join(lines)
+
+
+def format_reward(reward: float, parts: dict[str, float]) -> str:
+    """Return a completion's reward and what it is made of."""
+    shown = "  ".join(f"{name} {value:.2f}" for name, value in parts.items())
+    return f"reward {reward:.2f}  ({shown})"
 
 
 def shorten(text: str, max_characters: int = 600) -> str:

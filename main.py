@@ -34,11 +34,11 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedTokenizerFast
 
+from chat import answer_lines, open_console
 from checkpoint import SaveOnExit
 from config import Config, ConfigError, check_world, load_config, options_for
-from data import TASKS, encode_prompts
+from data import TASKS, completion_text, encode_prompts
 from distributed import World, no_sync, questions_per_rank
 from evaluation import (
     Evaluation,
@@ -51,7 +51,7 @@ from logger import Logger
 from metrics import Clock, peak_memory_gb, reduce_means, solve_rates
 from optimizer import learning_rate_at, set_learning_rate
 from policy import Policy
-from run import Run, open_logger, prepare_run, save_best, save_state, summary
+from run import Run, open_logger, open_session, prepare_run, save_best, save_state, summary
 from sampler import Completion, left_pad, right_pad, sample_completions
 
 # Rollouts
@@ -115,12 +115,6 @@ def sample_trajectories(
             fields = zip(group, texts, parts, rewards, strict=True)
             trajectories.append([Trajectory(prompt_ids, *values) for values in fields])
     return trajectories
-
-
-def completion_text(completion: Completion, tokenizer: PreTrainedTokenizerFast) -> str:
-    """What the model wrote, without the end-of-sequence token."""
-    ids = completion.token_ids if completion.truncated else completion.token_ids[:-1]
-    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 
 # The learning signal: pure functions of tensors
@@ -671,9 +665,11 @@ def record(run: Run, measured: dict[str, float], samples: list[dict], logger: Lo
         logger.print_evaluation(f"evaluation at step {state.step}", measured, samples)
         logger.log_samples(state.step, samples)
         state.last = measured["eval/pass@1"]
-        state.first = state.last if state.step == 0 else state.first
+        if state.step == 0:
+            state.first = state.last
+            state.first_interval = [measured[f"eval/pass@1_{end}"] for end in ("low", "high")]
         is_best = state.best is None or state.last > state.best
-        if is_best and save_best(run):
+        if is_best and save_best(run, measured):
             state.best, state.best_step = state.last, state.step
     logger.log_metrics(state.step, state.row | measured)
     state.row, state.is_recorded = {}, True
@@ -710,6 +706,7 @@ def run_evaluation(evaluation: Evaluation, logger: Logger) -> None:
 MODES = {  # what each loads and checks, which files it opens, what it does
     "train": (prepare_run, open_logger, run_training),
     "evaluate": (prepare_evaluation, open_folder, run_evaluation),
+    "sample": (open_session, open_console, answer_lines),
 }
 
 

@@ -364,10 +364,17 @@ def render_prompt(messages: list[dict] | str, tokenizer: PreTrainedTokenizerFast
         return messages
     if tokenizer.chat_template is None:
         return plain_text(messages)
-    prefix = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
+    prefix = beginning(messages)
     chat = messages[:-1] if prefix else messages
     # the prefix is appended here, since some templates rewrite what an assistant says
     return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) + prefix
+
+
+def beginning(messages: list[dict] | str) -> str:
+    """How the completion begins, where the prompt says it already."""
+    if isinstance(messages, str) or messages[-1]["role"] != "assistant":
+        return ""
+    return messages[-1]["content"]
 
 
 def plain_text(messages: list[dict]) -> str:

@@ -14,9 +14,10 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 import checkpoint
+from card import model_card
 from collapse import mean_of_last, signs_of_collapse
 from config import Config, check_same_run, differences, dump, flatten, run_name
-from data import QuestionStream, load_questions
+from data import QuestionStream, load_questions, render_prompts
 from distributed import World, init_world, settle_buckets, tell_optimizer
 from estimate import check_disk
 from logger import Logger
@@ -35,6 +36,7 @@ class State:
     step: int = 0
     position: int = 0  # training questions drawn so far, over all ranks
     first: float | None = None  # eval/pass@1 before training
+    first_interval: list[float] = field(default_factory=list)  # its 95% interval
     last: float | None = None
     best: float | None = None  # that of best/: the highest, the earliest on ties
     best_step: int = 0
@@ -109,12 +111,19 @@ def open_session(config: Config) -> Session:
     return Session(config, world, policy, folder, console)
 
 
+def context_length(policy: Policy) -> int | None:
+    """The most tokens that the model can see, None for no limit."""
+    return getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
+
+
 def questions_for(session: Session) -> dict[str, "Dataset"]:
     """The mode's questions. Raises ValueError where they cannot be used, or are too few."""
     policy, num_ranks = session.policy, session.world.size
-    context = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
     questions = load_questions(
-        session.config, tokenizer=policy.tokenizer, context=context, say=session.console.info
+        session.config,
+        tokenizer=policy.tokenizer,
+        context=context_length(policy),
+        say=session.console.info,
     )
     if len(questions["validation"]) < num_ranks:
         num_questions = len(questions["validation"])
@@ -134,6 +143,8 @@ def prepare_run(config: Config) -> Run:
     )
     if run.world.is_main:
         num_weights = sum(parameter.numel() for parameter in model.parameters())
+        place = f"{run.world.size} x {run.world.device.type}"
+        run.console.info(f"{num_weights:,} weights, on {place}; results in {run.folder}")
         check_disk(run.folder, config, num_weights=num_weights)
     resume(run)
     settle_buckets(run.policy.scorer, run.world.device)
@@ -182,6 +193,7 @@ def open_logger(run: Run) -> Logger:
         config=config.model_dump(),
         experiment=config.logging.experiment,
         run_name=run_name(config),
+        description="\n".join(f"- {line}" for line in differences(config)),
         columns=metric_columns(config),
         resume_step=last_recorded if run.is_resumed else None,
     )
@@ -197,9 +209,24 @@ def write_config(folder: Path, config: Config) -> None:
     (folder / "config.yaml").write_text(text, encoding="utf-8")
 
 
-def save_best(run: Run) -> bool:
-    """Save the model in best/; False where that was not possible."""
-    best = functools.partial(checkpoint.save_model, run.policy.model, run.policy.tokenizer)
+def save_best(run: Run, measured: dict[str, float]) -> bool:
+    """Save the model in best/ with its card; False where that was not possible."""
+    model, tokenizer, config = run.policy.model, run.policy.tokenizer, run.config
+    (prompt,), adds_special_tokens = render_prompts(
+        run.validation_questions[:1], config=config, tokenizer=tokenizer
+    )
+    card = model_card(
+        config,
+        step=run.state.step,
+        world=run.world,
+        num_questions=len(run.validation_questions),
+        prompt=prompt,
+        tokenizer=tokenizer,
+        adds_special_tokens=adds_special_tokens,
+        before=[run.state.first, *run.state.first_interval],
+        after=measured,
+    )
+    best = functools.partial(checkpoint.save_model, model, tokenizer, card)
     return save_on_main(run, functools.partial(best, run.folder / "best"))
 
 
@@ -270,8 +297,10 @@ def summary(run: Run) -> str:
         f"{scores}; best {state.best:.3f} at step {state.best_step}, chosen on these same "
         "validation questions",
         f"the best model: {best}",
-        f'load it: AutoModelForCausalLM.from_pretrained("{best}")',
-        "train on: the same command with a larger training.num_steps",
+        f'load it:        AutoModelForCausalLM.from_pretrained("{best}")',
+        f"ask it:         python main.py --config {run.folder / 'config.yaml'} mode=sample "
+        f"model.name={best}",
+        "train on:       the same command with a larger training.num_steps",
     ]
     if state.step < run.config.training.num_steps:
         signs = ", ".join(state.signs.values())

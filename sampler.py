@@ -25,6 +25,7 @@ from transformers import (
     PretrainedConfig,
 )
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.generation.streamers import BaseStreamer
 
 from calculator import Calculator
 
@@ -495,8 +496,12 @@ def decode_with_generate(
     *,
     num_samples: int,
     params: SamplingParams,
+    streamer: BaseStreamer | None = None,
 ) -> list[Completion]:
-    """Completions (N * G, question by question) by `model.generate`."""
+    """Completions (N * G, question by question) by `model.generate`.
+
+    `streamer` gets the tokens of the one completion as they come.
+    """
     device, num_rows = model.device, len(prompts) * num_samples
     prompt_ids, prompt_mask = left_pad(prompts, params.pad_id, device)  # (N, P)
     recorder = RecordingProcessor(Record(num_rows, params, device), prompt_ids.shape[1])
@@ -506,6 +511,7 @@ def decode_with_generate(
             attention_mask=prompt_mask,
             generation_config=get_generation_config(params, num_samples=num_samples),
             logits_processor=LogitsProcessorList([recorder]),
+            streamer=streamer,
         )
     recorder.take(sequences)
     return recorder.record.completions()

@@ -448,7 +448,7 @@ def test_a_key_may_stand_outside_all_sections(tmp_path):
     for comments in (False, True):
         assert load(file_with(tmp_path, dump(config, comments=comments))) == config
     assert differences(config) == ["mode: evaluate (default train)"]
-    assert line_of("mode=trian") == "mode = trian: must be one of train, evaluate"
+    assert line_of("mode=trian") == "mode = trian: must be one of train, evaluate, sample"
     assert (
         line_of("mod=train")
         == "mod = train: unknown key, the nearest is mode; --help lists the keys"
@@ -464,7 +464,10 @@ def test_help_lists_every_key_with_default_type_and_meaning(flag, capsys):
     for key in [*flatten(schema(countdown)()), "task.tolerance"]:
         assert re.search(rf"^{re.escape(key)} = .*  \(.+\)\n    \S", text, re.MULTILINE), key
     assert "  (an integer > 0)\n    Steps of the run." in text
-    assert "task.tolerance = 0.5  (a number >= 0)\n    How far off an answer may be." in text
+    assert (
+        "task.tolerance = 0.5  (a number >= 0; task guessing)\n    How far off an answer may be."
+        in text
+    )
 
 
 def test_help_is_printed_on_one_rank(capsys, monkeypatch):

@@ -75,6 +75,8 @@ def test_an_evaluation_needs_neither_gradients_nor_averages(rotary_model_folder,
     monkeypatch.setenv("WORLD_SIZE", "2")
     cache = 3 * 8 * 100 * (2 * 2 * 2 * 8 * 4)  # of half the questions
     assert cache_bytes(model_config, evaluating, bytes_per_number=4) == cache
+    sampling = make_config(*sizes, "mode=sample")
+    assert cache_bytes(model_config, sampling, bytes_per_number=4) == cache / (3 * 8)  # one row
     for available, fits in ((4 * num_weights + cache, True), (4 * num_weights + cache - 1, False)):
         monkeypatch.setattr(estimate, "memory_for_a_rank", lambda device, n=available: (n, "here"))
         if fits:

@@ -100,8 +100,8 @@ def test_the_table_shows_each_share_with_its_interval(evaluated):
     measured = figures(folder)
     for name in ("pass@1", "majority", "greedy"):
         rate, low, high = (measured[f"eval/{name}{end}"] for end in ("", "_low", "_high"))
-        assert f"\n  {name} {rate:.3f}  (95% interval {low:.3f} to {high:.3f})\n" in output
-    assert f"best_of_4 {measured['eval/best_of_4']:.3f}" in output
+        assert f"\n  {name:<17}   {rate:.3f}  (95% interval {low:.3f} to {high:.3f})\n" in output
+    assert f"\n  {'best_of_4':<17}   {measured['eval/best_of_4']:.3f}\n" in output
 
 
 def test_two_ranks_give_the_figures_of_one(evaluated, tmp_path):

@@ -306,15 +306,17 @@ def test_an_evaluation_shows_the_interval_and_three_completions_with_their_rewar
     long = SAMPLE | {"completion": "a" * 700 + "<answer>1</answer>"}
     samples = [SAMPLE, long, SAMPLE, SAMPLE]
     lines = format_evaluation("evaluation at step 10", metrics, samples).split("\n")
-    assert lines[:6] == [
+    assert lines[:8] == [
         "evaluation at step 10",
-        "  pass@1 0.431  (95% interval 0.400 to 0.462)",
-        "  pass@8 0.750  completion_tokens 312.4",
+        "  pass@1              0.431  (95% interval 0.400 to 0.462)",
+        "  pass@8              0.750",
+        "  completion_tokens   312.4",
         "  completion 1  reward 1.10  (format 1.00  answer 1.00)",
+        "    > numbers: 3 7 25, target: 46",
         "    <think>25 + 7 * 3</think>",
         "    <answer>25 + 7 * 3</answer>",
     ]
-    assert lines[7:10] == [
+    assert lines[10:13] == [
         "    " + "a" * 400,
         "    [... 118 characters ...]",
         "    " + "a" * 182 + "<answer>1</answer>",
@@ -338,12 +340,16 @@ def test_mlflow_shows_parameters_metrics_the_config_and_the_samples(
         config=config,
         experiment="countdown",
         run_name="first",
+        description="- seed: 1",
         columns=COLUMNS,
     )
     log.log_metrics(0, {"eval/pass@1": 0.25})
     log.log_metrics(1, {"train/loss": 0.5, "train/reward": float("nan"), "eval/pass@1": 0.5})
     log.log_samples(0, [SAMPLE])
     log.log_samples(1, [SAMPLE | {"completion": "half \ud83d, NUL \0"}, SAMPLE])
+    picture = tmp_path / "curves.png"
+    picture.write_bytes(b"a picture")
+    log.log_artifact(picture)
     log.close()
     assert capfd.readouterr() == ("", "")
 
@@ -351,6 +357,7 @@ def test_mlflow_shows_parameters_metrics_the_config_and_the_samples(
     run = client.get_run((tmp_path / "run/mlflow_run_id").read_text().strip())
     assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
     assert client.get_experiment(run.info.experiment_id).name == "countdown"
+    assert run.data.tags["mlflow.note.content"] == "- seed: 1"  # the UI's description
     assert run.data.params["training.learning_rate"] == "0.0001"
     assert run.data.params["training.k_best_of_n"] == "[8, 8]"
     assert run.data.params["run.name"] == "数"
@@ -360,10 +367,12 @@ def test_mlflow_shows_parameters_metrics_the_config_and_the_samples(
     assert run.data.metrics == {"train/loss": 0.5, "eval/pass_at_1": 0.5}
     folder = client.download_artifacts(run.info.run_id, "", str(tmp_path))
     assert logger.yaml.safe_load(Path(folder, "config.yaml").read_text()) == config
+    assert Path(folder, "curves.png").read_bytes() == b"a picture"
     table = client.load_table(run.info.experiment_id, "samples.json", [run.info.run_id])
     assert table["step"].tolist() == [0, 1, 1]
     assert table["completion"].tolist()[1] == "half \\ud83d, NUL \\x00"
-    assert table["reward_parts.answer"].tolist() == [1.0, 1.0, 1.0]
+    assert table["reward_parts/answer"].tolist() == [1.0, 1.0, 1.0]
+    assert not any("." in name for name in table.columns)  # the UI shows such columns empty
     assert json.loads(run.data.tags["mlflow.loggedArtifacts"])[0]["type"] == "table"  # the UI shows
 
 
