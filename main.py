@@ -51,7 +51,16 @@ from logger import Logger
 from metrics import Clock, peak_memory_gb, reduce_means, solve_rates
 from optimizer import learning_rate_at, set_learning_rate
 from policy import Policy
-from run import Run, open_logger, open_session, prepare_run, save_best, save_state, summary
+from run import (
+    Run,
+    open_logger,
+    open_session,
+    prepare_run,
+    save_best,
+    save_state,
+    show_curves,
+    summary,
+)
 from sampler import Completion, left_pad, right_pad, sample_completions
 
 # Rollouts
@@ -580,6 +589,7 @@ def run_training(run: Run, logger: Logger) -> None:
             stop_if_diverged(run)
             take_step(run, logger, guard)
     logger.info(summary(run))
+    show_curves(run, logger)
     logger.close()
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 import checkpoint
+import plot
 from card import model_card
 from collapse import mean_of_last, signs_of_collapse
 from config import Config, check_same_run, differences, dump, flatten, run_name
@@ -285,6 +286,17 @@ def save_on_main(run: Run, save: Callable[[], None]) -> bool:
             "some space, or lower checkpoint.keep"
         )
         return False
+
+
+def show_curves(run: Run, logger: Logger) -> None:
+    """Draw the run's curves in its folder and show them in MLflow, where that is on."""
+    if not (run.world.is_main and run.config.logging.mlflow):
+        return
+    try:
+        picture, _ = plot.draw([run.folder], run.folder / "curves")
+        logger.log_artifact(picture)
+    except ValueError as error:
+        run.console.warning(f"the curves are not drawn: {error}")
 
 
 def summary(run: Run) -> str:

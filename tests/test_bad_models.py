@@ -370,7 +370,7 @@ def test_bytes_that_make_no_text_are_scored_shown_and_kept(
     rotary_model_folder, tokenizer, tmp_path, train, monkeypatch
 ):
     """Half characters become the replacement character everywhere, in MLflow too."""
-    pytest.importorskip("mlflow")
+    mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     monkeypatch.chdir(tmp_path)  # MLflow keeps artifacts beside
     halves = [i for i in range(2, len(tokenizer)) if tokenizer.decode([i]) == "\ufffd"]
@@ -380,6 +380,8 @@ def test_bytes_that_make_no_text_are_scored_shown_and_kept(
     assert all("\ufffd" in sample["completion"] for sample in samples_of(run))
     assert "\ufffd" in output and "warning" not in output
     assert rows_of(run)[1]["train/reward"] == 0
+    shown = mlflow.MlflowClient().list_artifacts((run / "mlflow_run_id").read_text().strip())
+    assert {"config.yaml", "curves.png", "samples.json"} <= {file.path for file in shown}
 
 
 def test_tags_control_codes_and_endless_lines_harm_neither_console_nor_files(
