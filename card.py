@@ -7,7 +7,7 @@ card, wherever their folders are.
 from collections.abc import Iterator
 from pathlib import Path
 
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedTokenizerFast
 
 from config import Config, flatten, run_name, show
@@ -129,6 +129,13 @@ def model_card(
             "top_k": sampling.top_k,
         },
     )
+
+
+def merged_card(card: str) -> str:
+    """The card of an adapter as that of the plain model into which it has been merged."""
+    merged = ModelCard(card)
+    merged.data.library_name = "transformers"
+    return str(merged).replace(KINDS["peft"], KINDS["transformers"])
 
 
 def metadata(

@@ -92,14 +92,15 @@ def answer(example: dict, prompt_ids: list[int], session: Session, *, number: in
     task = TASKS[config.task.name]
     prompt = task.generate_prompt(example, **options_for(task.generate_prompt, config))
     say(beginning(prompt))  # it stands in the prompt
-    (completion,) = decode_with_generate(
-        policy.sampler,
-        [prompt_ids],
-        [(TYPED, config.training.seed, number)],
-        num_samples=1,
-        params=policy.params,
-        streamer=Stream(policy.tokenizer, policy.params.eos_ids),
-    )
+    with policy.autocast():
+        (completion,) = decode_with_generate(
+            policy.sampler,
+            [prompt_ids],
+            [(TYPED, config.training.seed, number)],
+            num_samples=1,
+            params=policy.params,
+            streamer=Stream(policy.tokenizer, policy.params.eos_ids),
+        )
     return completion
 
 

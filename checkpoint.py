@@ -5,6 +5,7 @@
     checkpoints/last             link to the newest
     best/                        model, tokenizer and model card
 
+Of a model with an adapter only the adapter is saved, with the name of its base.
 Loading runs no code: weights are safetensors, the optimizer is read with `weights_only=True`.
 """
 
@@ -22,6 +23,8 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
+
+from adapter import load_adapter_weights
 
 # Writing
 
@@ -158,7 +161,10 @@ def load_state(folder: Path) -> dict:
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
-    """Overwrite the model's weights by those of a checkpoint."""
+    """Overwrite the model's weights, or those of its adapter, by those of a checkpoint."""
+    if (folder / "adapter_config.json").exists():
+        load_adapter_weights(model, folder)
+        return
     saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.load_state_dict(saved.state_dict())
 

@@ -73,6 +73,14 @@ class Run(Section):
     """Folder that holds the folders of all runs."""
 
 
+class Lora(Section):
+    """A low-rank adapter (arXiv:2106.09685)."""
+
+    r: PositiveInt = 8
+    alpha: PositiveInt = 32
+    dropout: float = Field(0.0, ge=0, lt=1)
+
+
 class Model(Section):
     """The model that is trained."""
 
@@ -96,6 +104,16 @@ class Model(Section):
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them: the memory of the
     update falls a lot, its time rises by about a third."""
+
+    lora: Lora | None = None
+    """null trains all weights. {r: 8, alpha: 32, dropout: 0.0} leaves them as they are and trains
+    an adapter (package peft): alpha / r times a product of two matrices of rank r, added to every
+    linear layer of the blocks. Dropout acts in the update alone, anew at every pass: above 0 the
+    scored policy is not the sampled one, and with num_iterations the ratios are never quite 1."""
+
+    load_in_4bit: bool = False
+    """Keep the weights below the adapter in 4 bits (NF4 with double quantisation, package
+    bitsandbytes): a quarter of the memory of bfloat16, a little less exact."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model; only for authors you trust."""
@@ -221,7 +239,8 @@ class Training(Section):
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL penalty, which holds the policy near the model that the run started from;
     0 is off and costs nothing, 0.001 to 0.04 is usual. Above 0 a frozen copy of that model is kept
-    in memory, it scores every batch too, and completions without an advantage are in the update."""
+    in memory (with model.lora it is the model with the adapter off), it scores every batch too, and
+    completions without an advantage are in the update."""
 
     num_iterations: PositiveInt = 1
     """Updates made from the same rollouts. Above 1 the step learns more from each sample, with
@@ -308,6 +327,18 @@ class Logging(Section):
     """Completions printed and kept in samples.jsonl at each evaluation."""
 
 
+class Export(Section):
+    """What is made of best/ after the last step; a finished run started again makes it too."""
+
+    merge: bool = False
+    """Add the adapter of best/ to a bfloat16 copy of its base model, and save that as a plain model
+    in merged/, which loads without peft."""
+
+    push_to_hub: str | None = Field(None, pattern=r"^[\w.-]+/[\w.-]+$")
+    """Hub id (user/name) to upload merged/ to, or best/ where nothing is merged; needs a token
+    (`hf auth login`, or HF_TOKEN). A repository that is not there yet is made a private one."""
+
+
 class Config(Section):
     """A whole configuration; `schema` adds the options of a task to its task section."""
 
@@ -325,7 +356,10 @@ class Config(Section):
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
+    export: Export = Export()
 
+
+SECTIONS = {name for name, value in Config() if isinstance(value, Section)}
 
 # The task's own options
 
@@ -396,7 +430,8 @@ def load_config(arguments: list[str], *, tasks: Tasks) -> Config:
     content = without_other_task(read_file(options.config), pairs)
     given: dict[str, Any] = {}
     for key, value in [*content.items(), *pairs]:
-        given = merge(given, nest(key, value))
+        if value is not None or key not in SECTIONS:  # an empty section sets nothing
+            given = merge(given, nest(key, value))
     return validate(given, tasks=tasks)
 
 
@@ -481,9 +516,7 @@ def nest(key: str, value: Any) -> dict[str, Any]:
 
 
 def merge(base: Any, new: Any) -> Any:
-    """`base` with what `new` sets, mapping by mapping; an empty section (null) sets nothing."""
-    if isinstance(base, dict) and new is None:
-        return base
+    """`base` with what `new` sets, mapping by mapping."""
     if isinstance(base, dict) and isinstance(new, dict):
         return base | {key: merge(base.get(key), value) for key, value in new.items()}
     return new
@@ -547,6 +580,8 @@ def impossible(config: Config) -> Iterator[str]:
     """A line for each combination of values that cannot work."""
     training, validation, task = config.training, config.validation, config.task.model_dump()
     yield from impossible_k_best_of_n(training)
+    if config.mode == "train":
+        yield from impossible_adapter(config)
     if training.learning_type == "sil" and training.advantage == "zscore":
         yield "training.advantage = zscore: sil gives the k best the advantage 1; write mean"
     if training.embedding_learning_rate is not None and training.optimizer != "muon":
@@ -597,6 +632,24 @@ def impossible_k_best_of_n(training: Training) -> Iterator[str]:
         yield f"{key}: sil learns by leaving out all but the k best; write k < n, such as [2, 32]"
 
 
+def impossible_adapter(config: Config) -> Iterator[str]:
+    if config.model.lora is None and config.model.load_in_4bit:
+        yield (
+            "model.load_in_4bit = true: weights in 4 bits cannot be trained; write false, or set "
+            "model.lora='{r: 8}' to train an adapter on them"
+        )
+    if config.model.lora is None and config.export.merge:
+        yield (
+            "export.merge = true: there is no adapter to merge, and best/ is a plain model; write "
+            "false, or set model.lora"
+        )
+    if config.model.lora is not None and config.training.optimizer == "muon":
+        yield (
+            "training.optimizer = muon: is for whole matrices, model.lora trains factors of them; "
+            "write adamw"
+        )
+
+
 def check_world(config: Config, world_size: int) -> None:
     """Raises ConfigError where a rank would have nothing to do, or another share than others."""
     if config.mode == "sample" and world_size > 1:
@@ -618,11 +671,12 @@ def check_world(config: Config, world_size: int) -> None:
 def check_same_run(saved: dict[str, Any], config: Config) -> None:
     """Raises ConfigError where keys of a run to be resumed (`flatten`ed) differ that must not."""
     free = ("mode", "training.num_steps", "training.stop_on_collapse", "validation.every")
-    free_sections = ("checkpoint.", "logging.", "run.")
+    free_sections = ("checkpoint.", "export.", "logging.", "run.")
+    saved = flatten(type(config)()) | saved  # keys that came later had their defaults
     changed = [
-        f"{key} = {show(value)}, but the run was started with {show(saved.get(key))}"
+        f"{key} = {show(value)}, but the run was started with {show(saved[key])}"
         for key, value in flatten(config).items()
-        if key not in free and not key.startswith(free_sections) and saved.get(key) != value
+        if key not in free and not key.startswith(free_sections) and saved[key] != value
     ]
     if changed:
         fix = f"restore it to continue {run_name(config)}, or set run.name for another run"
@@ -698,12 +752,21 @@ def known_keys(full_schema: type[Config]) -> dict[str, dict]:
     document = full_schema.model_json_schema()
     known = {}
     for name, field in document["properties"].items():
-        if "$ref" in field:
-            section = document["$defs"][field["$ref"].removeprefix("#/$defs/")]
-            known |= {f"{name}.{key}": field for key, field in section["properties"].items()}
+        field = resolve(field, document)
+        if name in SECTIONS:
+            keys = field["properties"].items()
+            known |= {f"{name}.{key}": resolve(field, document) for key, field in keys}
         else:
             known[name] = field
     return known
+
+
+def resolve(field: dict, document: dict) -> dict:
+    """A JSON schema with the models that it refers to in their place."""
+    if "$ref" in field:
+        return document["$defs"][field["$ref"].removeprefix("#/$defs/")]
+    choices = [resolve(choice, document) for choice in field.get("anyOf", [])]
+    return field | {"anyOf": choices} if choices else field
 
 
 def flatten(config: Config) -> dict[str, Any]:
@@ -734,6 +797,9 @@ def allowed(field: dict) -> str:
     if field["type"] == "array":
         length = f" of {field['minItems']}" if "maxItems" in field else ""
         return f"a list{length}, each {allowed(field['items'])}"
+    if "properties" in field:
+        keys = (f"{key} ({allowed(value)})" for key, value in field["properties"].items())
+        return "a mapping of " + ", ".join(keys)
     if field["type"] == "object":
         names = ", ".join(field.get("propertyNames", {}).get("enum", ["names"]))
         return f"a mapping from {names} to {allowed(field['additionalProperties'])}"

@@ -47,6 +47,7 @@ from evaluation import (
     save_results,
     single_answer_metrics,
 )
+from export import ExportError, export
 from logger import Logger
 from metrics import Clock, peak_memory_gb, reduce_means, solve_rates
 from optimizer import learning_rate_at, set_learning_rate
@@ -61,7 +62,7 @@ from run import (
     show_curves,
     summary,
 )
-from sampler import Completion, left_pad, right_pad, sample_completions
+from sampler import Completion, left_pad, right_pad, sample_completions, seeded
 
 # Rollouts
 
@@ -103,7 +104,12 @@ def sample_trajectories(
     prompts = encode_prompts(examples, config=config, tokenizer=tokenizer)
     params = replace(policy.params, temperature=temperature)
     policy.sampler.eval()
-    with clock("rollout"), logger.progress(len(seeds) * num_samples, description, "seq") as bar:
+    num_rows = len(seeds) * num_samples
+    with (
+        clock("rollout"),
+        policy.autocast(),
+        logger.progress(num_rows, description, "seq") as bar,
+    ):
         groups = sample_completions(
             policy.sampler,
             prompts,
@@ -612,7 +618,7 @@ def take_step(run: Run, logger: Logger, guard: SaveOnExit) -> None:
         rewards = assign_advantages(groups, config)
         learning_rate = learning_rate_at(state.step + 1, config)
         set_learning_rate(run.optimizer, learning_rate)
-        with clock("update"):
+        with clock("update"), seeded(seeds, run.world.device):  # random is an adapter's dropout
             metrics, sums, is_skipped = update_policy(
                 run.policy,
                 run.optimizer,
@@ -733,6 +739,13 @@ def main() -> None:
         sys.exit(2)
     try:
         do(run, logger)
+        if run.world.size > 1:
+            dist.destroy_process_group()
+        if config.mode == "train":
+            export(run)
+    except ExportError as error:
+        tell_once(error)
+        sys.exit(2)
     except torch.OutOfMemoryError as error:
         raise RuntimeError(
             "out of GPU memory: lower sampling.max_batch_tokens if it was sampling, else "
@@ -745,8 +758,6 @@ def main() -> None:
             f"{run.folder}: the disk is full: free some space and give the same command again, it "
             "goes on from the last checkpoint"
         ) from error
-    if run.world.size > 1:
-        dist.destroy_process_group()
 
 
 def tell_once(error: ValueError | OSError) -> None:

@@ -1,12 +1,12 @@
 """The optimizer and its learning rate."""
 
 import math
-from types import ModuleType
 
 import torch
 from torch import nn
 
 from config import Config
+from packages import import_package
 
 
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
@@ -30,7 +30,8 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     groups = [group for group in groups if group["params"]]
     is_cuda = next(model.parameters()).device.type == "cuda"
     if training.optimizer == "adamw_8bit":
-        return import_bitsandbytes().optim.AdamW8bit(groups, lr=rate)
+        bitsandbytes = import_package("bitsandbytes", key="training.optimizer = adamw_8bit")
+        return bitsandbytes.optim.AdamW8bit(groups, lr=rate)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=rate, fused=is_cuda)
     if matrices:
         group = {"params": matrices, "lr_scale": training.muon_learning_rate / rate}
@@ -76,17 +77,6 @@ class Together(torch.optim.Optimizer):
     def step(self) -> None:
         for one in self.optimizers:
             one.step()
-
-
-def import_bitsandbytes() -> ModuleType:
-    try:
-        import bitsandbytes
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            "training.optimizer = adamw_8bit: needs a package: pip install bitsandbytes, or write "
-            "adamw"
-        ) from error
-    return bitsandbytes
 
 
 def learning_rate_at(step: int, config: Config) -> float:

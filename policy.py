@@ -3,9 +3,11 @@
 Shapes: B rows, P longest prompt, T completion tokens, V vocabulary. Masks are bool, True = keep.
 """
 
+import contextlib
 import copy
+import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +20,22 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
 )
 from transformers.utils import cached_file
 
+from adapter import (
+    add_adapter,
+    find_base,
+    in_4bit,
+    keep_layout,
+    load_adapter,
+    lora_config,
+    score_without_adapter,
+)
 from calculator import Calculator
 from config import Config, truncates
 from estimate import check_memory
@@ -35,14 +47,18 @@ from sampler import SamplingParams, position_ids, supports_grouped
 class Policy:
     """The model that is trained, as it scores completions and as it samples them."""
 
-    model: nn.Module  # fp32 weights, the ones that the optimizer steps
+    model: nn.Module  # the weights that the optimizer steps are fp32
     scorer: nn.Module | None  # CompletionScorer of it, in DDP on several ranks; None: no training
     sampler: nn.Module  # the model itself, or on CUDA a bf16 copy of it
     tokenizer: PreTrainedTokenizerFast
     params: SamplingParams  # of training samples
     backend: str
     max_batch_tokens: int | None  # None is what fits
-    reference: nn.Module | None = None  # scores as `scorer` does, for the KL penalty
+    reference: Callable[..., torch.Tensor] | None = None  # scores as `scorer`, for the KL penalty
+
+    def autocast(self) -> torch.autocast:
+        """For sampling: an adapter on bf16 weights then computes what it does in the scorer."""
+        return autocast(self.model.device, self.model.dtype)
 
     def refresh_sampler(self) -> None:
         """Copy the trained weights into the sampler, in place."""
@@ -74,11 +90,8 @@ class CompletionScorer(nn.Module):
         """
         inputs = model_inputs(input_ids, mask)
         token_ids, is_kept = input_ids[:, -num_tokens:], mask[:, -num_tokens:]  # (B, T)
-        with torch.autocast(
-            input_ids.device.type,
-            dtype=torch.bfloat16,
-            enabled=self.compute_dtype == torch.bfloat16,
-        ):  # what the model gives at a position predicts the token after it
+        with autocast(input_ids.device, self.compute_dtype):
+            # what the model gives at a position predicts the token after it
             if self.lean:
                 hidden = self.model.base_model(**inputs).last_hidden_state
                 hidden = hidden[:, -num_tokens - 1 : -1]  # (B, T, H)
@@ -94,6 +107,11 @@ class CompletionScorer(nn.Module):
             temperature=temperature,
         )
         return log_probs.new_zeros(is_kept.shape).masked_scatter(is_kept, log_probs)
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    """Matrices are multiplied in bf16, whatever the weights are; fp32 leaves all as it is."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
 
 
 def model_inputs(input_ids: torch.Tensor, mask: torch.Tensor) -> dict:
@@ -145,45 +163,28 @@ def load_policy(
 
     Raises ValueError, one line, where the model cannot be used.
     """
-    settings, sampling, training = config.model, config.sampling, config.training
-    is_path = settings.name.startswith((".", "/", "~")) or settings.name.count("/") > 1
-    if is_path and not Path(settings.name).is_dir():
-        raise ValueError(
-            f"model.name = {settings.name}: no such folder; give a folder with a model in it, or "
-            "a hub id (owner/name)"
-        )
-    compute_dtype = choose_compute_dtype(settings.compute_dtype, device)
-    samples_copy = device.type == "cuda" and compute_dtype == torch.bfloat16
-    try:
-        tokenizer = load_tokenizer(config, say)
-        model_config = load_model_config(config)
-        check_memory(model_config, config, device=device, samples_copy=samples_copy)
-        model, eos_ids = load_model(model_config, config, tokenizer)
-        check_vocabulary(model, tokenizer)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        problem = " ".join(str(error).split())
-        raise ValueError(f"model.name = {settings.name}: cannot be used: {problem}") from error
-    model.to(device)
-
-    is_training = config.mode == "train"
+    sampling, training, is_training = config.sampling, config.training, config.mode == "train"
+    compute_dtype = choose_compute_dtype(config.model.compute_dtype, device)
+    model, tokenizer, eos_ids = load_model_and_tokenizer(
+        config, device=device, compute_dtype=compute_dtype, say=say
+    )
+    samples_copy = samples_a_copy(device, weight_dtype=model.dtype, compute_dtype=compute_dtype)
     scorer = reference = None
     if is_training:
         lean = supports_lean(model)
         if not lean:
             say("this model's logits are more than head(hidden): the update holds all at once")
-        scorer = make_scorer(model, compute_dtype, lean=lean, num_ranks=num_ranks)
-    if is_training and training.kl_coef > 0:
-        # before a checkpoint's weights are loaded: it stays model.name
-        copied = bf16_copy(model) if samples_copy else frozen_copy(model)
-        reference = CompletionScorer(copied, compute_dtype, lean=lean)
-    sampler = bf16_copy(model) if samples_copy else model
-    calculator = Calculator(tokenizer) if sampling.calculator else None
-    backend = choose_backend(sampling.backend, sampler.eval(), say, can_capture=not calculator)
+        scorer = CompletionScorer(model, compute_dtype, lean=lean)
+        if training.kl_coef > 0:  # before a checkpoint's weights are loaded: it stays model.name
+            reference = make_reference(config, scorer, in_bf16=samples_copy)
+        if num_ranks > 1:
+            scorer = with_averaged_gradients(scorer, device)
     if truncates(sampling) and is_training:
         say(
             "sampling.top_p or top_k is on: completions are drawn from a truncated distribution, "
             "but scored under the whole one, so the gradient is biased"
         )
+    calculator = Calculator(tokenizer) if sampling.calculator else None
     params = SamplingParams(
         max_new_tokens=training.max_new_gen_tokens,
         temperature=sampling.temperature,
@@ -193,19 +194,91 @@ def load_policy(
         pad_id=tokenizer.pad_token_id,
         calculator=calculator,
     )
+    sampler = bf16_copy(model) if samples_copy else model
+    with autocast(device, model.dtype):
+        can_capture = calculator is None
+        backend = choose_backend(sampling.backend, sampler.eval(), say, can_capture=can_capture)
     return Policy(
         model, scorer, sampler, tokenizer, params, backend, sampling.max_batch_tokens, reference
     )
 
 
-def make_scorer(
-    model: nn.Module, compute_dtype: torch.dtype, *, lean: bool, num_ranks: int
-) -> nn.Module:
-    """What the update calls: the model as it scores completions, with its gradients averaged."""
-    scorer = CompletionScorer(model, compute_dtype, lean=lean)
-    if num_ranks == 1:
-        return scorer
-    device_ids = [model.device.index] if model.device.type == "cuda" else None
+def load_model_and_tokenizer(
+    config: Config,
+    *,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    say: Callable[[str], None],
+) -> tuple[nn.Module, PreTrainedTokenizerFast, tuple[int, ...]]:
+    """The model on the device, with its adapter if it has one; tokenizer; ids that end a text."""
+    settings, is_training = config.model, config.mode == "train"
+    is_path = settings.name.startswith((".", "/", "~")) or settings.name.count("/") > 1
+    if is_path and not Path(settings.name).is_dir():
+        raise ValueError(
+            f"model.name = {settings.name}: no such folder; give a folder with a model in it, or "
+            "a hub id (owner/name)"
+        )
+    lora = lora_config(config) if is_training and settings.lora is not None else None
+    quantization = in_4bit(device, compute_dtype) if settings.load_in_4bit else None
+    with one_line_errors(settings.name):
+        base = find_base(settings)
+        if base is not None and is_training:
+            raise ValueError(
+                "it is an adapter: to train it further, start its run again with a larger "
+                "training.num_steps; to train on from it, merge it (export.merge=true)"
+            )
+        config = config.model_copy(update={"model": base or settings})
+        tokenizer = load_tokenizer(config, say)
+        model_config = load_model_config(config)
+        is_frozen = lora is not None or base is not None or quantization is not None
+        dtype = compute_dtype if is_frozen else torch.float32  # small updates are lost in bf16
+        samples_copy = samples_a_copy(device, weight_dtype=dtype, compute_dtype=compute_dtype)
+        check_memory(
+            model_config, config, device=device, samples_copy=samples_copy, weight_dtype=dtype
+        )
+        model, eos_ids = load_model(
+            model_config, config, tokenizer, dtype=dtype, quantization=quantization, device=device
+        )
+        check_vocabulary(model, tokenizer)
+        if base is not None:
+            load_adapter(model, settings)
+    if lora is not None:
+        add_adapter(model, lora, seed=config.training.seed)
+        num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        say(f"LoRA: {num_trained:,} weights are trained, all others stay as they are")
+    return model, tokenizer, eos_ids
+
+
+@contextlib.contextmanager
+def one_line_errors(name: str) -> Iterator[None]:
+    """What loading a model raises, as a ValueError of one line that names the model."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        problem = " ".join(str(error).split())
+        raise ValueError(f"model.name = {name}: cannot be used: {problem}") from error
+
+
+def samples_a_copy(
+    device: torch.device, *, weight_dtype: torch.dtype, compute_dtype: torch.dtype
+) -> bool:
+    """Whether a copy of the weights in the compute dtype samples: one that is cast only once."""
+    return device.type == "cuda" and weight_dtype != compute_dtype
+
+
+def make_reference(
+    config: Config, scorer: CompletionScorer, *, in_bf16: bool
+) -> Callable[..., torch.Tensor]:
+    """Scores as the model does that the run starts from: with the adapter off, or a frozen copy."""
+    if config.model.lora is not None:
+        return functools.partial(score_without_adapter, scorer)
+    copied = bf16_copy(scorer.model) if in_bf16 else frozen_copy(scorer.model)
+    return CompletionScorer(copied, scorer.compute_dtype, lean=scorer.lean)
+
+
+def with_averaged_gradients(scorer: CompletionScorer, device: torch.device) -> nn.Module:
+    """The scorer in DDP, for several ranks."""
+    device_ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(scorer, device_ids, gradient_as_bucket_view=True)
 
 
@@ -250,28 +323,46 @@ def load_model_config(config: Config) -> PretrainedConfig:
     model_config = AutoConfig.from_pretrained(
         settings.name, revision=settings.revision, trust_remote_code=settings.trust_remote_code
     )
-    for key, value in model_config.to_dict().items():
+    saved = model_config.to_dict()
+    if config.mode == "train" and saved.get("quantization_config"):
+        raise ValueError(
+            "its weights are quantised; give the model that it was made from, with "
+            "model.load_in_4bit=true if you like"
+        )
+    for key, value in saved.items():
         if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
             setattr(model_config, key, 0.0)
     return model_config
 
 
 def load_model(
-    model_config: PretrainedConfig, config: Config, tokenizer: PreTrainedTokenizerFast
-) -> tuple[nn.Module, tuple]:
-    """The model with fp32 weights, and the ids that end a completion."""
+    model_config: PretrainedConfig,
+    config: Config,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    dtype: torch.dtype,
+    quantization: BitsAndBytesConfig | None,
+    device: torch.device,
+) -> tuple[nn.Module, tuple[int, ...]]:
+    """The model on the device, and the ids that end a completion."""
     settings = config.model
+    quantized = {"quantization_config": quantization, "device_map": {"": device}}
     model, loading = AutoModelForCausalLM.from_pretrained(
         settings.name,
         config=model_config,
-        dtype=torch.float32,  # the masters: small updates are lost in bf16
+        dtype=dtype,
         attn_implementation=settings.attn_implementation,
         output_loading_info=True,
         revision=settings.revision,
         trust_remote_code=settings.trust_remote_code,
+        **(quantized if quantization is not None else {}),
     )
     if missing := sorted(loading["missing_keys"]):  # they were drawn at random
         raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}")
+    if quantization is None:
+        model.to(device)
+    else:
+        keep_layout(model)
     declared = [tokenizer.eos_token_id, model.generation_config.eos_token_id]
     declared.append(model_config.get_text_config().eos_token_id)
     eos_ids = {i for ids in declared for i in (ids if isinstance(ids, list) else [ids])} - {None}

@@ -92,6 +92,11 @@ class Run(Session):
     is_resumed: bool = False
 
     @property
+    def trained_weights(self) -> list[nn.Parameter]:
+        """All that the optimizer steps."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
     def is_over(self) -> bool:
         """All steps are done, or the model has collapsed and the config says to stop there."""
         training = self.config.training
@@ -143,10 +148,11 @@ def prepare_run(config: Config) -> Run:
         validation_questions=questions["validation"].to_list(),
     )
     if run.world.is_main:
-        num_weights = sum(parameter.numel() for parameter in model.parameters())
         place = f"{run.world.size} x {run.world.device.type}"
-        run.console.info(f"{num_weights:,} weights, on {place}; results in {run.folder}")
-        check_disk(run.folder, config, num_weights=num_weights)
+        run.console.info(f"{model.num_parameters():,} weights, on {place}; results in {run.folder}")
+        num_trained = sum(parameter.numel() for parameter in run.trained_weights)
+        num_merged = model.num_parameters() if config.export.merge else 0
+        check_disk(run.folder, config, num_weights=num_trained, num_merged=num_merged)
     resume(run)
     settle_buckets(run.policy.scorer, run.world.device)
     return run
@@ -175,7 +181,7 @@ def resume(run: Run) -> None:
     if folder:
         checkpoint.load_weights(folder, run.policy.model)
         run.optimizer.load_state_dict(checkpoint.load_optimizer_state(folder))
-    for parameter in run.policy.model.parameters():
+    for parameter in run.trained_weights:
         world.tell_tensor(parameter.data)
     tell_optimizer(world, run.optimizer)
     run.policy.refresh_sampler()
@@ -226,6 +232,7 @@ def save_best(run: Run, measured: dict[str, float]) -> bool:
         adds_special_tokens=adds_special_tokens,
         before=[run.state.first, *run.state.first_interval],
         after=measured,
+        library="transformers" if config.model.lora is None else "peft",
     )
     best = functools.partial(checkpoint.save_model, model, tokenizer, card)
     return save_on_main(run, functools.partial(best, run.folder / "best"))
@@ -267,7 +274,7 @@ def is_worth_saving(run: Run) -> bool:
     if run.state.skipped_in_a_row > 0 and any(int(p.name[5:]) >= last_taken for p in newest):
         return False
     # the norm is infinite for some finite weights too, far beyond those that any logits come of
-    return bool(nn.utils.get_total_norm(run.policy.model.parameters()).isfinite())
+    return bool(nn.utils.get_total_norm(run.trained_weights).isfinite())
 
 
 def save_on_main(run: Run, save: Callable[[], None]) -> bool:
@@ -305,11 +312,12 @@ def summary(run: Run) -> str:
     scores = f"pass@1 {state.first:.3f} at the start, {state.last:.3f} after step {state.step}"
     if state.best is None:
         return f"{scores}; no model could be saved in {best}"
+    needs = ", with peft" if run.config.model.lora is not None else ""
     lines = [
         f"{scores}; best {state.best:.3f} at step {state.best_step}, chosen on these same "
         "validation questions",
         f"the best model: {best}",
-        f'load it:        AutoModelForCausalLM.from_pretrained("{best}")',
+        f'load it:        AutoModelForCausalLM.from_pretrained("{best}"){needs}',
         f"ask it:         python main.py --config {run.folder / 'config.yaml'} mode=sample "
         f"model.name={best}",
         "train on:       the same command with a larger training.num_steps",

@@ -163,7 +163,14 @@ def make_policy(folder: Path, *overrides: str, num_ranks: int = 1) -> Policy:
 def forkserver() -> multiprocessing.context.BaseContext:
     """Makes processes by forking one that has imported all that the tests need."""
     context = multiprocessing.get_context("forkserver")
-    libraries = ("datasets", "torch.distributed.run", "hypothesis", "pytest")
+    libraries = (
+        "datasets",
+        "peft",
+        "bitsandbytes",
+        "torch.distributed.run",
+        "hypothesis",
+        "pytest",
+    )
     context.set_forkserver_preload(["main", *libraries, Qwen2ForCausalLM.__module__])
     return context
 

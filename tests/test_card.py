@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from card import model_card
+from card import merged_card, model_card
 from config import load_config
 from data import TASKS, encode_prompts
 
@@ -136,3 +136,14 @@ def test_the_code_in_the_card_asks_the_model_as_training_did(finished, monkeypat
     (prompt_ids,) = encode_prompts([example], config=config, tokenizer=policy.tokenizer)
     assert names["inputs"]["input_ids"].tolist() == [prompt_ids]
     assert capsys.readouterr().out.strip()
+
+
+def test_a_merged_model_has_the_adapters_card_as_a_plain_model():
+    adapter = card_of(*HUB, "model.lora.r=4", library="peft")
+    merged = ModelCard(merged_card(adapter))
+    assert (ModelCard(adapter).data.library_name, merged.data.library_name) == (
+        "peft",
+        "transformers",
+    )
+    assert "An adapter" in adapter and "An adapter" not in merged.text
+    assert merged.data.eval_results == ModelCard(adapter).data.eval_results

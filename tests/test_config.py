@@ -124,6 +124,18 @@ def test_one_reward_weight_can_be_set_alone():
     assert weights == {"format": 0.5, "answer": 1.0}
 
 
+def test_a_mapping_that_is_off_can_be_set_in_part_and_switched_off_again(tmp_path):
+    assert load().model.lora is None
+    assert load("model.lora.r=4").model.lora.model_dump() == {"r": 4, "alpha": 32, "dropout": 0.0}
+    file = file_with(tmp_path, "model: {lora: {r: 16, alpha: 8}}")
+    assert load(file, "model.lora.r=2").model.lora.alpha == 8
+    assert load(file, "model.lora=null").model.lora is None
+    assert differences(load(file)) == ["model.lora: {r: 16, alpha: 8, dropout: 0.0} (default null)"]
+    for comments in (False, True):
+        text = dump(load("model.lora.dropout=0.1"), comments=comments)
+        assert load(file_with(tmp_path, text)).model.lora.dropout == 0.1
+
+
 def test_the_options_of_a_task_are_keys_of_its_section():
     config = load("task.max_target=100")
     assert config.task.max_target == 100
@@ -211,6 +223,12 @@ def test_a_configuration_cannot_be_changed_after_it_was_checked():
         ("task=3", "task = 3: is a section, set its keys, such as task."),
         ("task.max_target=big", "task.max_target = big: must be an integer"),
         ("task.seed=3", "unknown key of task countdown, the nearest is training.seed"),
+        ("task.reward_weights=", "task.reward_weights = null: must be a mapping from"),
+        ("model.lora=8", "model.lora = 8: must be a mapping of r (an integer > 0), alpha"),
+        ("model.lora.r=0", "model.lora = {r: 0}: must be a mapping of r (an integer > 0), alpha"),
+        ("model.lora.rank=8", "dropout (a number >= 0 and < 1) or null"),
+        ("model.lora_r=8", "unknown key, the nearest is model.lora;"),
+        ("export.push_to_hub=nobody", "export.push_to_hub = nobody: must be text matching"),
         ("task.reward_weights=1", "task.reward_weights = 1: must be a mapping from"),
         ("task.reward_weights.answer=x", "task.reward_weights = {format: 0.1, answer: x}: must be"),
     ],
@@ -231,6 +249,21 @@ def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(override, li
             ["training.embedding_learning_rate=1e-3"],
             "training.embedding_learning_rate = 0.001: adamw has one learning rate; write null, or "
             "training.optimizer=muon",
+        ),
+        (
+            ["model.load_in_4bit=true"],
+            "model.load_in_4bit = true: weights in 4 bits cannot be trained; write false, or set "
+            "model.lora='{r: 8}' to train an adapter on them",
+        ),
+        (
+            ["export.merge=true"],
+            "export.merge = true: there is no adapter to merge, and best/ is a plain model; write "
+            "false, or set model.lora",
+        ),
+        (
+            ["model.lora.r=8", "training.optimizer=muon"],
+            "training.optimizer = muon: is for whole matrices, model.lora trains factors of them; "
+            "write adamw",
         ),
         (
             ["training.k_best_of_n=[1, 1]"],
@@ -271,6 +304,10 @@ def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(override, li
 )
 def test_an_impossible_combination_is_one_line_with_the_fix(overrides, line):
     assert line_of(*overrides) == line
+
+
+def test_what_is_for_training_is_not_asked_of_an_evaluation():
+    load("mode=evaluate", "model.load_in_4bit=true", "export.merge=true")
 
 
 def test_every_mistake_has_its_line():

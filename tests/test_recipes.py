@@ -58,7 +58,7 @@ def test_a_recipe_trains_saves_and_evaluates(recipe, rotary_model_folder, tmp_pa
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(math.isfinite(row["train/reward"]) for row in rows[1:])
-    AutoModelForCausalLM.from_pretrained(folder / "best")
+    AutoModelForCausalLM.from_pretrained(folder / "best")  # an adapter too
     (measured,) = folder.glob("eval-*/metrics.json")
     best = max(row["eval/pass@1"] for row in rows)
     metrics = json.loads(measured.read_text())
