@@ -19,7 +19,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from config import options_for
-from data import TASKS, completion_text, encode_prompts
+from data import TASKS, completion_text, encode_prompts, reward_parts
 from logger import Logger, format_reward, printable
 from policy import beginning
 from run import Session, context_length
@@ -113,7 +113,7 @@ def judge(completion: Completion, example: dict, session: Session) -> str:
         extracted = task.extract_answer(text, **options_for(task.extract_answer, config))
         notes = [f"its answer is read as {extracted or 'none'}; no reward without the right one"]
     else:
-        parts = task.reward_function(text, example, **options_for(task.reward_function, config))
+        (parts,) = reward_parts([completion], [text], example, config)
         reward = sum(weights[name] * parts[name] for name in weights)
         notes = [format_reward(reward, parts)]
     if completion.truncated:

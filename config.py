@@ -365,7 +365,7 @@ SECTIONS = {name for name, value in Config() if isinstance(value, Section)}
 
 Tasks = dict[str, ModuleType]
 TASK_FUNCTIONS = ("load_examples", "generate_prompt", "reward_function", "extract_answer")
-PASSED_BY_MAIN = {"num_examples", "seed", "held_out", "exclude"}
+PASSED_BY_MAIN = {"num_examples", "seed", "held_out", "exclude", "num_tokens"}
 
 
 @functools.cache

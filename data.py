@@ -1,5 +1,6 @@
 """Questions: loaded through their task, as prompts, in an endless order; completions as text."""
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -96,6 +97,19 @@ def completion_text(completion: Completion, tokenizer: PreTrainedTokenizerFast) 
     """What the model wrote, without the end-of-sequence token."""
     ids = completion.token_ids if completion.truncated else completion.token_ids[:-1]
     return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def reward_parts(
+    group: list[Completion], texts: list[str], example: dict, config: Config
+) -> list[dict[str, float]]:
+    """What the task gives for each text; its reward function may ask for `num_tokens` too."""
+    function = TASKS[config.task.name].reward_function
+    options = options_for(function, config)
+    if "num_tokens" not in inspect.signature(function).parameters:
+        return [function(text, example, **options) for text in texts]
+    lengths = [len(completion.token_ids) for completion in group]
+    pairs = zip(texts, lengths, strict=True)
+    return [function(text, example, num_tokens=length, **options) for text, length in pairs]
 
 
 class QuestionStream:

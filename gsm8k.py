@@ -44,11 +44,11 @@ Grading = Annotated[
         "official is the published regex on text behind ####, so that published numbers compare."
     ),
 ]
-MaxWords = Annotated[
+MaxTokens = Annotated[
     PositiveInt | None,
     Field(
-        description="Reward part `length` is -0.5 for a completion of more words than this; null "
-        "is off. Words stand between white space; an English one is about 1.3 tokens."
+        description="Reward part `length` is -0.5 for a completion of more tokens than this; null "
+        "is off."
     ),
 ]
 
@@ -171,10 +171,12 @@ def reward_function(
     *,
     prompt_style: PromptStyle = "plain",
     grading: Grading = "exact",
-    max_words: MaxWords = None,
+    max_tokens: MaxTokens = None,
+    num_tokens: int = 0,
 ) -> dict[str, float]:
     """The parts of the reward; a part that the style does not have is 0.
 
+    `num_tokens` is the completion's length.
     plain: answer 0 or 1. tags: format -1 or 1, answer 0 or 1, ending -0.5 or 0, integer -1 or 1.
     """
     parts = dict.fromkeys(REWARD_PARTS, 0.0)
@@ -182,7 +184,7 @@ def reward_function(
         parts["format"] = format_reward_function(completion)
         parts["ending"] = ending_reward_function(completion)
         parts["integer"] = integer_reward_function(completion)
-    if max_words is not None and len(completion.split(maxsplit=max_words)) > max_words:
+    if max_tokens is not None and num_tokens > max_tokens:
         parts["length"] = -0.5
     predicted = extract_answer(completion, prompt_style=prompt_style, grading=grading)
     gold = extract_answer(example["answer"], grading=grading)

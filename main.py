@@ -37,8 +37,8 @@ from torch import nn
 
 from chat import answer_lines, open_console
 from checkpoint import SaveOnExit
-from config import Config, ConfigError, check_world, load_config, options_for
-from data import TASKS, completion_text, encode_prompts
+from config import Config, ConfigError, check_world, load_config
+from data import TASKS, completion_text, encode_prompts, reward_parts
 from distributed import World, no_sync, questions_per_rank
 from evaluation import (
     Evaluation,
@@ -100,7 +100,7 @@ def sample_trajectories(
     description: str,
 ) -> list[list[Trajectory]]:
     """Sample and score a group of completions for each question, with randomness from its seed."""
-    task, tokenizer = TASKS[config.task.name], policy.tokenizer
+    tokenizer = policy.tokenizer
     prompts = encode_prompts(examples, config=config, tokenizer=tokenizer)
     params = replace(policy.params, temperature=temperature)
     policy.sampler.eval()
@@ -121,11 +121,10 @@ def sample_trajectories(
             on_progress=bar.update,
         )
     with clock("reward"):
-        options, weights = options_for(task.reward_function, config), config.task.reward_weights
-        trajectories = []
+        weights, trajectories = config.task.reward_weights, []
         for example, prompt_ids, group in zip(examples, prompts, groups, strict=True):
             texts = [completion_text(completion, tokenizer) for completion in group]
-            parts = [task.reward_function(text, example, **options) for text in texts]
+            parts = reward_parts(group, texts, example, config)
             rewards = [sum(weights[name] * part[name] for name in weights) for part in parts]
             fields = zip(group, texts, parts, rewards, strict=True)
             trajectories.append([Trajectory(prompt_ids, *values) for values in fields])

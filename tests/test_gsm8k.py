@@ -8,10 +8,11 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from conftest import make_config
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data import TASKS
+from data import TASKS, reward_parts
 from gsm8k import (
     HUB_ID,
     MAX_MARKS,
@@ -25,6 +26,7 @@ from gsm8k import (
     parse_question,
     reward_function,
 )
+from sampler import Completion
 
 MILLION = 1_000_000
 ROW = {"question": "What is 2 * 9?", "answer": "2 * 9 = <<2*9=18>>18\n#### 18"}
@@ -318,13 +320,22 @@ def test_tags_pay_for_format_ending_integer_and_answer(completion, form, ending,
 
 
 @pytest.mark.parametrize("style", ["plain", "tags"])
-def test_only_more_words_than_allowed_cost_something(style: str):
-    def length(completion: str, **options: int) -> float:
-        return reward_function(completion, ROW, prompt_style=style, **options)["length"]
+def test_only_more_tokens_than_allowed_cost_something(style: str):
+    def length(**options: int) -> float:
+        return reward_function("18", ROW, prompt_style=style, **options)["length"]
 
-    assert length("one two three ", max_words=3) == 0.0
-    assert length("one two\nthree  four", max_words=3) == -0.5
-    assert length("word " * 5_000) == 0.0
+    assert length(max_tokens=3, num_tokens=3) == 0.0
+    assert length(max_tokens=3, num_tokens=4) == -0.5
+    assert length(num_tokens=5_000) == 0.0
+
+
+def test_a_reward_function_that_asks_for_the_number_of_tokens_gets_it():
+    config = make_config("task.name=gsm8k", "task.max_tokens=3")
+    group = [Completion(ids, None, None, False, None) for ids in ([1, 2, 3], [1, 2, 3, 4])]
+    parts = reward_parts(group, ["18", "18"], ROW, config)
+    assert [part["length"] for part in parts] == [0.0, -0.5]
+    example, nothing = {"nums": [1, 2], "target": 3}, {"format": 0.0, "answer": 0.0}
+    assert reward_parts(group, ["", ""], example, make_config()) == [nothing, nothing]
 
 
 def test_an_example_without_a_gold_answer_is_never_solved():
@@ -356,7 +367,7 @@ STYLES = [("plain", "exact"), ("plain", "official"), ("tags", "exact")]
 @example("<answer>\udcff</answer>")
 def test_any_text_gets_a_reward_of_the_allowed_set(text: str):
     for style, grading in STYLES:
-        parts = reward_function(text, ROW, prompt_style=style, grading=grading, max_words=5)
+        parts = reward_function(text, ROW, prompt_style=style, grading=grading, max_tokens=5)
         assert tuple(parts) == REWARD_PARTS
         assert parts["answer"] in (0.0, 1.0) and parts["length"] in (0.0, -0.5)
         assert parts["format"] in (-1.0, 0.0, 1.0) and parts["integer"] in (-1.0, 0.0, 1.0)
@@ -402,7 +413,7 @@ def cpu_seconds(text: str, *, repeats: int) -> float:
         best = float("inf")
         for _ in range(repeats):
             start = time.process_time()
-            reward_function(text, ROW, prompt_style=style, grading=grading, max_words=10_000)
+            reward_function(text, ROW, prompt_style=style, grading=grading)
             extract_answer(text, prompt_style=style, grading=grading)
             lenient_answer(text)
             best = min(best, time.process_time() - start)

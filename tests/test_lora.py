@@ -450,7 +450,8 @@ def test_the_recipe_runs_on_a_cpu(tmp_path, rotary_model_folder):
             real = Path(os.environ["GRPO_TEST_DATA"], "gsm8k", f"{split}.jsonl")
             lines = real.read_text().splitlines()[:40]
         files[split].write_text("\n".join(lines))
-    recipe = ["--config", "configs/gsm8k-lora.yaml", "training.num_steps=2", "task.max_words=2"]
+    recipe = ["--config", "configs/gsm8k-lora.yaml", "training.num_steps=2"]
+    recipe += ["task.max_tokens=100", "training.max_new_gen_tokens=128"]  # some end in time
     recipe += [f"task.train={files['train']}", f"task.eval={files['test']}"]
     train(tmp_path, rotary_model_folder, *recipe)
     assert (tmp_path / "x/best/adapter_config.json").exists()
