@@ -99,6 +99,7 @@ def answer(example: dict, prompt_ids: list[int], session: Session, *, number: in
             [(TYPED, config.training.seed, number)],
             num_samples=1,
             params=policy.params,
+            on_progress=lambda _: None,
             streamer=Stream(policy.tokenizer, policy.params.eos_ids),
         )
     return completion

@@ -99,10 +99,10 @@ def sample_completions(
             [seeds[i] for i in batch],
             num_samples=num_samples,
             params=params,
+            on_progress=on_progress,
         )
         for j, i in enumerate(batch):
             groups[i] = rows[j * num_samples : (j + 1) * num_samples]
-        on_progress(len(rows))
     return groups
 
 
@@ -192,6 +192,7 @@ def decode_grouped(
     *,
     num_samples: int,
     params: SamplingParams,
+    on_progress: Callable[[int], None],
     capture: bool = False,
 ) -> list[Completion]:
     """Completions (N * G, question by question) by a decode loop over the model's own forward.
@@ -206,9 +207,12 @@ def decode_grouped(
     batch.draw(output.logits[:, -1].repeat_interleave(num_samples, dim=0))
     every, leap = (16, 256) if capture else (1, 1)
     step, last_shape = batch.step, None
+    num_unfinished = len(batch.rows)
     for t in range(1, params.max_new_tokens):
         if t % every == 0 or t == 1:
             num_active = int(batch.active.sum())
+            on_progress(num_unfinished - num_active)
+            num_unfinished = num_active
             if num_active == 0:
                 break
             if num_active <= 0.85 * len(batch.rows):  # fewer cost less, dropping copies the cache
@@ -219,6 +223,7 @@ def decode_grouped(
         elif shape != last_shape:
             step, last_shape = batch.step, shape
         step()
+    on_progress(num_unfinished)
     return batch.record.completions()
 
 
@@ -496,6 +501,7 @@ def decode_with_generate(
     *,
     num_samples: int,
     params: SamplingParams,
+    on_progress: Callable[[int], None],
     streamer: BaseStreamer | None = None,
 ) -> list[Completion]:
     """Completions (N * G, question by question) by `model.generate`.
@@ -514,6 +520,7 @@ def decode_with_generate(
             streamer=streamer,
         )
     recorder.take(sequences)
+    on_progress(num_rows)
     return recorder.record.completions()
 
 
@@ -577,6 +584,7 @@ def decode_continuous(
     *,
     num_samples: int,
     params: SamplingParams,
+    on_progress: Callable[[int], None],
 ) -> list[Completion]:
     """Completions (N * G, question by question) by `model.generate_batch`.
 
@@ -599,6 +607,7 @@ def decode_continuous(
         raise RuntimeError(
             f"generate_batch failed: {', '.join(problems) or 'requests are missing'}"
         )
+    on_progress(len(outputs))
     return [
         Completion(
             token_ids=output.generated_tokens,

@@ -255,19 +255,25 @@ def test_no_questions_have_no_completions(rotary_model_folder):
     assert sample(make_policy(rotary_model_folder), [], []) == []
 
 
-def test_progress_counts_every_completion(rotary_model_folder):
-    policy, done = make_policy(rotary_model_folder, "training.max_new_gen_tokens=2"), []
-    sample_completions(
-        policy.sampler,
-        RAGGED,
-        SEEDS,
-        num_samples=3,
-        params=policy.params,
-        backend="grouped",
-        max_batch_tokens=70,
-        on_progress=done.append,
-    )
-    assert len(done) > 1 and sum(done) == 3 * len(RAGGED)
+@pytest.mark.parametrize("backend", ["grouped", "generate", "continuous"])
+def test_progress_counts_every_completion(rotary_model_folder, backend):
+    """Within a batch too, for the default backend: the bar stood at 0 until a batch had ended."""
+    policy, done = make_policy(rotary_model_folder, f"sampling.backend={backend}"), []
+    params = replace(policy.params, max_new_tokens=12, eos_ids=MANY_EOS)
+    for max_batch_tokens in (70, 10**6):
+        sample_completions(
+            policy.sampler,
+            RAGGED,
+            SEEDS,
+            num_samples=3,
+            params=params,
+            backend=backend,
+            max_batch_tokens=max_batch_tokens,
+            on_progress=done.append,
+        )
+    assert sum(done) == 2 * 3 * len(RAGGED) and min(done) >= 0
+    if backend == "grouped":
+        assert len([n for n in done[-13:] if n > 0]) > 2
 
 
 # The end of a completion
