@@ -44,6 +44,7 @@ def test_every_file_and_recipe_that_the_readme_names_is_there():
     words = {word.strip("`()[],.;:") for line in README for word in line.split()}
     named = {word for word in words if word.startswith("configs/") or word.endswith(".py")}
     assert len(named) > 8
+    named -= {"tv.py", "configs/tv.yaml"}  # the reader's own
     assert [word for word in sorted(named) if not (ROOT / word).exists()] == []
 
 
