@@ -278,32 +278,16 @@ def update_policy(
 
     `before_change` is called when the gradient is there and the weights are about to change.
 
-    Without a KL penalty rows whose advantage is 0 have no gradient and are left out. If that leaves
-    none on any rank nothing is updated: AdamW would move the weights even with a gradient of 0. A
-    step is skipped if its loss, its gradient or the logits it was sampled from are not finite.
+    A step is skipped if its loss, its gradient or the logits it was sampled from are not finite. If
+    there is no lesson on any rank nothing is updated: AdamW would move the weights even with a
+    gradient of 0.
     """
-    training = config.training
-    batch = [t for group in groups for t in group if t.in_batch]
-    rows = [t for t in batch if t.advantage != 0.0 or training.kl_coef > 0]
-    if training.skip_truncated:
-        rows = [t for t in rows if not t.completion.truncated]
-    num_tokens = sum(t.completion.num_sampled for t in batch)
+    training, sums = config.training, UpdateSums()
     num_broken = sum(t.completion.is_broken for group in groups for t in group)
-    totals = world.sum([len(batch), num_tokens, len(rows), num_broken])
-    num_rows, num_tokens, num_trainable, num_broken = totals.tolist()
-    if num_trainable == 0 or num_broken > 0:
-        return {}, {}, num_broken > 0
-    is_idle = not rows  # the other ranks wait for this one's gradient
-    if is_idle:
-        rows = [replace(batch[0], advantage=0.0)]
-    micro_batches = [
-        make_micro_batch(some, policy, config, world, num_rows=num_rows, num_tokens=num_tokens)
-        for some in pack_rows(rows, training.micro_batch_tokens)
-    ]
-    if is_idle:
-        micro_batches[0].weights.zero_()
-
-    metrics, sums, is_skipped = {}, UpdateSums(), False
+    is_skipped = world.sum([num_broken]).item() > 0
+    micro_batches = [] if is_skipped else make_micro_batches(groups, policy, config, world)
+    if not micro_batches:
+        return {}, {}, is_skipped
     with logger.progress(len(micro_batches) * training.num_iterations, "update", "batch") as bar:
         for _ in range(training.num_iterations):
             optimizer.zero_grad()
@@ -414,6 +398,34 @@ def score(scorer: nn.Module, batch: MicroBatch, temperature: float) -> torch.Ten
     """log pi of the batch's completions, (B, T)."""
     num_tokens = batch.completion_mask.shape[1]
     return scorer(batch.input_ids, batch.mask, num_tokens=num_tokens, temperature=temperature)
+
+
+def make_micro_batches(
+    groups: list[list[Trajectory]], policy: Policy, config: Config, world: World
+) -> list[MicroBatch]:
+    """The rows of this rank that teach something; empty where there are none on any rank.
+
+    Without a KL penalty rows whose advantage is 0 have no gradient: they are counted and left out.
+    """
+    training = config.training
+    batch = [t for group in groups for t in group if t.in_batch]
+    rows = [t for t in batch if t.advantage != 0.0 or training.kl_coef > 0]
+    if training.skip_truncated:
+        rows = [t for t in rows if not t.completion.truncated]
+    counts = [len(batch), sum(t.completion.num_sampled for t in batch), len(rows)]
+    num_rows, num_tokens, num_trainable = world.sum(counts).tolist()
+    if num_trainable == 0:
+        return []
+    is_idle = not rows  # the other ranks wait for this one's gradient
+    if is_idle:
+        rows = [replace(batch[0], advantage=0.0)]
+    micro_batches = [
+        make_micro_batch(some, policy, config, world, num_rows=num_rows, num_tokens=num_tokens)
+        for some in pack_rows(rows, training.micro_batch_tokens)
+    ]
+    if is_idle:
+        micro_batches[0].weights.zero_()
+    return micro_batches
 
 
 def pack_rows(rows: list[Trajectory], max_tokens: int) -> Iterator[list[Trajectory]]:
