@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field, PositiveInt
 
 from calculator import value_of
-from sources import FILE_OR_HUB, check_request, choose_rows, is_key_held_out, load_table
+from sources import FILE_OR_HUB, check_request, choose_rows, is_key_held_out, load_table, read_rows
 
 if TYPE_CHECKING:  # datasets takes a second to import, so it is imported where rows are loaded
     from datasets import Dataset
@@ -166,22 +166,7 @@ def combine_at_random(nums: list[int], *, limit: int, rng: random.Random) -> int
 def read_questions(source: str) -> list[dict]:
     """Every row of a local file, or of a hub dataset's train split, checked."""
     table = load_table(source, choices=f"generated, {FILE_OR_HUB}")
-    missing = sorted({"nums", "target"} - set(table.column_names))
-    if missing:
-        raise ValueError(
-            f"{source}: no column {' and '.join(missing)} among {', '.join(table.column_names)}; "
-            f"rows must look like {EXAMPLE_ROW}"
-        )
-    columns = table.select_columns(["nums", "target"]).to_dict()
-    rows = []
-    for nums, target in zip(columns["nums"], columns["target"], strict=True):
-        try:
-            rows.append(parse_row(nums, target))
-        except ValueError as error:
-            raise ValueError(
-                f"{source}, row {len(rows) + 1}: {error}; rows must look like {EXAMPLE_ROW}"
-            ) from error
-    return rows
+    return read_rows(table, ("nums", "target"), parse_row, source=source, example_row=EXAMPLE_ROW)
 
 
 def parse_row(nums: object, target: object) -> dict:

@@ -23,6 +23,7 @@ from sources import (
     is_file,
     is_key_held_out,
     load_table,
+    read_rows,
 )
 
 if TYPE_CHECKING:  # datasets takes a second to import, so it is imported where rows are loaded
@@ -105,22 +106,9 @@ def read_questions(source: str, split: str) -> list[dict]:
         hub_config="main" if source == HUB_ID else None,
         hub_split=HUB_SPLITS[split],
     )
-    missing = sorted({"question", "answer"} - set(table.column_names))
-    if missing:
-        raise ValueError(
-            f"{source}: no column {' and '.join(missing)} among {', '.join(table.column_names)}; "
-            f"rows must look like {EXAMPLE_ROW}"
-        )
-    columns = table.select_columns(["question", "answer"]).to_dict()
-    rows = []
-    for question, answer in zip(columns["question"], columns["answer"], strict=True):
-        try:
-            rows.append(parse_row(question, answer))
-        except ValueError as error:
-            raise ValueError(
-                f"{source}, row {len(rows) + 1}: {error}; rows must look like {EXAMPLE_ROW}"
-            ) from error
-    return rows
+    return read_rows(
+        table, ("question", "answer"), parse_row, source=source, example_row=EXAMPLE_ROW
+    )
 
 
 def parse_row(question: object, answer: object) -> dict:

@@ -12,7 +12,7 @@ from pydantic import Field, PositiveFloat
 
 from grader import grade, last_boxed, normal_answer
 from grader_worker import require_math_verify
-from sources import check_request, choose_rows, is_key_held_out, load_table
+from sources import check_request, choose_rows, is_key_held_out, load_table, read_rows
 
 if TYPE_CHECKING:  # datasets takes a second to import, so it is imported where rows are loaded
     from datasets import Dataset
@@ -70,22 +70,9 @@ def is_held_out(example: dict) -> bool:
 def read_questions(source: str, *, hub_split: str) -> list[dict]:
     """Every row of a local file or of a split of a hub dataset, checked."""
     table = load_table(source, hub_split=hub_split)
-    missing = sorted({"problem", "answer"} - set(table.column_names))
-    if missing:
-        raise ValueError(
-            f"{source}: no column {' and '.join(missing)} among {', '.join(table.column_names)}; "
-            f"rows must look like {EXAMPLE_ROW}"
-        )
-    columns = table.select_columns(["problem", "answer"]).to_dict()
-    rows = []
-    for problem, answer in zip(columns["problem"], columns["answer"], strict=True):
-        try:
-            rows.append(parse_row(problem, answer))
-        except ValueError as error:
-            raise ValueError(
-                f"{source}, row {len(rows) + 1}: {error}; rows must look like {EXAMPLE_ROW}"
-            ) from error
-    return rows
+    return read_rows(
+        table, ("problem", "answer"), parse_row, source=source, example_row=EXAMPLE_ROW
+    )
 
 
 def parse_row(problem: object, answer: object) -> dict:

@@ -3,6 +3,7 @@
 import glob
 import hashlib
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,36 @@ def load_table(
     except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
         reason = str(error.__cause__ or error).strip().split("\n")[0] or "it is empty"
         raise ValueError(f"{source}: cannot be loaded ({reason}); give {choices}") from error
+
+
+def read_rows(
+    table: "Dataset",
+    names: tuple[str, str],
+    parse_row: Callable[[object, object], dict],
+    *,
+    source: str,
+    example_row: str,
+) -> list[dict]:
+    """`parse_row` of the two columns called `names`, row by row.
+
+    Raises ValueError, which shows a good row, for a missing column or where `parse_row` does.
+    """
+    missing = sorted(set(names) - set(table.column_names))
+    if missing:
+        raise ValueError(
+            f"{source}: no column {' and '.join(missing)} among {', '.join(table.column_names)}; "
+            f"rows must look like {example_row}"
+        )
+    columns = table.select_columns(list(names)).to_dict()
+    rows = []
+    for values in zip(*(columns[name] for name in names), strict=True):
+        try:
+            rows.append(parse_row(*values))
+        except ValueError as error:
+            raise ValueError(
+                f"{source}, row {len(rows) + 1}: {error}; rows must look like {example_row}"
+            ) from error
+    return rows
 
 
 def is_key_held_out(key: str) -> bool:
