@@ -76,12 +76,13 @@ def check_memory(
     trust = {"trust_remote_code": settings.trust_remote_code}
     num_weights = num_trained = count_weights(model_config, **trust)
     weights = num_weights * weight_dtype.itemsize
-    if settings.load_in_4bit:
-        num_in_4bit = sum(shape.numel() for shape in linear_layers(model_config, **trust))
-        weights -= num_in_4bit * (weight_dtype.itemsize - IN_4BIT)
     has_adapter = is_training and settings.lora is not None
+    adapted = linear_layers(model_config, **trust) if has_adapter or settings.load_in_4bit else []
+    if settings.load_in_4bit:
+        num_in_4bit = sum(shape.numel() for shape in adapted)
+        weights -= num_in_4bit * (weight_dtype.itemsize - IN_4BIT)
     if has_adapter:
-        num_trained = settings.lora.r * sum(map(sum, linear_layers(model_config, **trust)))
+        num_trained = settings.lora.r * sum(map(sum, adapted))
         weights += WEIGHT * num_trained
     has_reference = is_training and config.training.kl_coef > 0 and not has_adapter
     parts = {
