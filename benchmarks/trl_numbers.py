@@ -3,9 +3,10 @@
     pip install trl==1.16.0
     python benchmarks/trl_numbers.py     # seconds, on a CPU
 
-TRL's own code takes the inputs below: its advantages of given rewards, and its loss, clip and KL
-metrics of given log-probabilities, which stand where a model's would. Prints inputs and figures as
-the literals that the test keeps. All is float64 but the advantages, which TRL keeps in float32.
+TRL's own code takes the inputs of trl_inputs.py: its advantages of given rewards, and its loss,
+clip and KL metrics of given log-probabilities, which stand where a model's would. Prints the
+figures as the literals that the test keeps. All is float64 but the advantages, which TRL keeps in
+float32.
 """
 
 import tempfile
@@ -14,39 +15,23 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from trl_inputs import (
+    CLIP_EPS,
+    CLIP_EPS_HIGH,
+    KL_COEF,
+    LENGTHS,
+    LOG_PROBS,
+    MAX_NEW_TOKENS,
+    OLD_LOG_PROBS,
+    REF_LOG_PROBS,
+    REWARDS,
+    ROW_ADVANTAGES,
+)
 
 try:
     from trl import GRPOConfig, GRPOTrainer
 except ImportError as error:
     raise SystemExit(f"{error}: pip install trl==1.16.0") from None
-
-# Groups of four. The last one is of equals whose mean is exact: of four times 0.1 it is not, and
-# TRL then divides a rounding error by 1e-4, where ours are exactly 0.
-REWARDS = [[1.1, 0.1, 0.0, 0.1], [1.1, 1.1, 1.1, 0.0], [0.3, 0.7, 0.2, 0.9], [0.5, 0.5, 0.5, 0.5]]
-
-# Four completions of 5, 3, 1 and 4 tokens. Each sign of the advantage meets ratios below, in and
-# above the range, and one between 1.2 and 1.28. What stands in the padding must not count.
-ROW_ADVANTAGES = [1.5, -0.75, 0.0, -2.0]
-LENGTHS = [5, 3, 1, 4]
-LOG_PROBS = [
-    [-0.5, -1.2, -2.0, -0.3, -3.1],
-    [-1.0, -0.4, -2.5, -9.0, -9.0],
-    [-1.7, -9.0, -9.0, -9.0, -9.0],
-    [-0.2, -1.9, -0.8, -2.2, -9.0],
-]
-OLD_LOG_PROBS = [
-    [-1.0, -1.4, -1.5, -0.3, -3.0],
-    [-0.5, -0.9, -2.7, -1.0, -1.0],
-    [-1.2, -1.0, -1.0, -1.0, -1.0],
-    [-0.2, -1.6, -1.4, -2.1, -1.0],
-]
-REF_LOG_PROBS = [
-    [-0.7, -1.2, -2.9, -0.2, -2.4],
-    [-1.6, -0.3, -2.5, -5.0, -5.0],
-    [-0.8, -5.0, -5.0, -5.0, -5.0],
-    [-0.1, -3.0, -0.8, -2.0, -5.0],
-]
-CLIP_EPS, CLIP_EPS_HIGH, KL_COEF, MAX_NEW_TOKENS = 0.2, 0.28, 0.1, 6
 
 
 def main() -> None:
@@ -59,7 +44,6 @@ def main() -> None:
     with_kl = {kind: loss_and_gradient(trainer, mask, kind, KL_COEF) for kind in loss_types}
     _, _, metrics = with_kl["grpo"]
     _, first_gradient, _ = loss_and_gradient(trainer, mask, "dr_grpo", 0.0, is_first=True)
-    inputs = {name: value for name, value in globals().items() if name.isupper()}
     figures = {
         "TRL_ADVANTAGES": {scale: advantages(trainer, scale) for scale in ("none", "group")},
         "TRL_TOKEN_LOSS": token_loss,
@@ -72,7 +56,7 @@ def main() -> None:
         "TRL_CLIP_FRAC": metrics["clip_ratio/region_mean"],
         "TRL_KL": metrics["kl"],
     }
-    for name, value in (inputs | figures).items():
+    for name, value in figures.items():
         print(f"{name} = {rounded(value)!r}")
 
 

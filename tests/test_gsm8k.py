@@ -11,6 +11,7 @@ import pytest
 from conftest import make_config
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from timing import assert_linear
 
 from data import TASKS, reward_parts
 from gsm8k import (
@@ -431,12 +432,7 @@ def test_a_million_characters_of_garbage_take_less_than_100_ms(name: str):
 
 @pytest.mark.parametrize("unit", ["#### $", "#### 1/2 ", "$", "1", "1 ", ",000", "a", "<answer>"])
 def test_time_grows_linearly_with_the_text(unit: str):
-    n = MILLION // len(unit)
-    for _attempt in range(3):
-        once, twice = (cpu_seconds(f"#### 1{unit * k}/2", repeats=3) for k in (n, 2 * n))
-        if twice < 3 * once or twice < 0.001:
-            return
-    pytest.fail(f"{once:.4f} s became {twice:.4f} s for twice the text")
+    assert_linear(lambda k: cpu_seconds(f"#### 1{unit * k}/2", repeats=3), MILLION // len(unit))
 
 
 # The prompt

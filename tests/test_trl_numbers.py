@@ -1,6 +1,7 @@
 """Advantages, loss, gradient, clip and KL are those that TRL's GRPOTrainer computes.
 
-The inputs and TRL's figures below are what this printed with trl 1.16.0 and torch 2.13.0:
+TRL's figures below are what this printed with trl 1.16.0 and torch 2.13.0, for the inputs of
+benchmarks/trl_inputs.py:
 
     python benchmarks/trl_numbers.py
 
@@ -20,6 +21,18 @@ import pytest
 import torch
 from conftest import make_config
 
+from benchmarks.trl_inputs import (
+    CLIP_EPS,
+    CLIP_EPS_HIGH,
+    KL_COEF,
+    LENGTHS,
+    LOG_PROBS,
+    MAX_NEW_TOKENS,
+    OLD_LOG_PROBS,
+    REF_LOG_PROBS,
+    REWARDS,
+    ROW_ADVANTAGES,
+)
 from main import (
     MicroBatch,
     UpdateSums,
@@ -32,34 +45,6 @@ from main import (
 
 TOLERANCE = {"rtol": 0, "atol": 1e-6}
 NORMALIZATIONS = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "dr_grpo"}
-
-# Inputs
-
-REWARDS = [[1.1, 0.1, 0.0, 0.1], [1.1, 1.1, 1.1, 0.0], [0.3, 0.7, 0.2, 0.9], [0.5, 0.5, 0.5, 0.5]]
-ROW_ADVANTAGES = [1.5, -0.75, 0.0, -2.0]
-LENGTHS = [5, 3, 1, 4]
-LOG_PROBS = [
-    [-0.5, -1.2, -2.0, -0.3, -3.1],
-    [-1.0, -0.4, -2.5, -9.0, -9.0],
-    [-1.7, -9.0, -9.0, -9.0, -9.0],
-    [-0.2, -1.9, -0.8, -2.2, -9.0],
-]
-OLD_LOG_PROBS = [
-    [-1.0, -1.4, -1.5, -0.3, -3.0],
-    [-0.5, -0.9, -2.7, -1.0, -1.0],
-    [-1.2, -1.0, -1.0, -1.0, -1.0],
-    [-0.2, -1.6, -1.4, -2.1, -1.0],
-]
-REF_LOG_PROBS = [
-    [-0.7, -1.2, -2.9, -0.2, -2.4],
-    [-1.6, -0.3, -2.5, -5.0, -5.0],
-    [-0.8, -5.0, -5.0, -5.0, -5.0],
-    [-0.1, -3.0, -0.8, -2.0, -5.0],
-]
-CLIP_EPS = 0.2
-CLIP_EPS_HIGH = 0.28
-KL_COEF = 0.1
-MAX_NEW_TOKENS = 6
 
 # TRL's figures
 
