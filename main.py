@@ -777,10 +777,12 @@ def tell_once(error: ValueError | OSError) -> None:
     rank, restarts = (
         int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
     )
-    if restarts > 0 or (is_config and rank > 0):
+    if restarts > 0:
         return
-    if rank > 0:  # if rank 0 has met it too, torchrun ends this process before it speaks
+    if rank > 0:  # torchrun ends all ranks with the first one: rank 0 speaks and ends before
         time.sleep(3)
+        if is_config:
+            return
     lines = error.lines if is_config else [str(error)]
     print("\n".join(f"error: {line}" for line in lines), file=sys.stderr)
 
