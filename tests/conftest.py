@@ -1,4 +1,11 @@
-"""What the tests share: tiny random models with their tokenizers, configurations, ranks."""
+"""What the tests share: tiny random models with their tokenizers, configurations, ranks.
+
+The tests must pass whatever these variables are:
+
+    GRPO_TEST_SEED     0, a number that shifts the seeds of all weights, data and samples
+    GRPO_TEST_THREADS  1, the threads of each process
+    GRPO_TEST_DATA     the folder of real files, which some tests read; they skip without
+"""
 
 import multiprocessing
 import os
@@ -9,11 +16,13 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that asks the hub fails at once
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-os.environ["OMP_NUM_THREADS"] = "1"  # several test processes with several threads stall each other
+# by default 1: several test processes with several threads stall each other
+os.environ["OMP_NUM_THREADS"] = os.environ.get("GRPO_TEST_THREADS", "1")
 
 import pytest
 import torch
 import torch.distributed as dist
+from graded import in_fp64
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     GPT2Config,
@@ -33,8 +42,15 @@ transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 
 CPU = torch.device("cpu")
+NUM_THREADS = int(os.environ["OMP_NUM_THREADS"])
+SEED_SHIFT = int(os.environ.get("GRPO_TEST_SEED", "0"))
 ALONE = World(rank=0, size=1, device=CPU)
 NUMBERS = range(1, 65)  # "use [n] to make n" is solved by a single token: <answer>n</answer>
+
+
+def seed(n: int = 0) -> int:
+    """A seed for weights, data or sampling; GRPO_TEST_SEED shifts all of them, so luck shows."""
+    return n + SEED_SHIFT
 
 
 # Skipping
@@ -135,9 +151,9 @@ def model_folder(request, rotary_model_folder, absolute_model_folder) -> Path:
 
 
 def save_random(model_class: type, config, tokenizer, folder: Path) -> Path:
-    """Save a model with the random weights of seed 0, and its tokenizer."""
+    """Save a model with random weights, and its tokenizer."""
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.manual_seed(seed())
         model = model_class(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -152,9 +168,15 @@ def make_config(*overrides: str) -> Config:
     return load_config(["--config", os.devnull, *overrides], tasks=TASKS)
 
 
-def make_policy(folder: Path, *overrides: str, num_ranks: int = 1) -> Policy:
-    config = make_config(f"model.name={folder}", *overrides)
-    return load_policy(config, device=CPU, num_ranks=num_ranks, say=lambda line: None)
+def make_policy(
+    folder: Path, *overrides: str, num_ranks: int = 1, is_exact: bool = False
+) -> Policy:
+    """The policy of a folder; the exact one computes in fp64, see `graded.in_fp64`."""
+    config = make_config(f"model.name={folder}", f"training.seed={seed()}", *overrides)
+    with pytest.MonkeyPatch.context() as patch:
+        if is_exact:
+            in_fp64(patch)
+        return load_policy(config, device=CPU, num_ranks=num_ranks, say=lambda line: None)
 
 
 # Ranks
@@ -212,7 +234,7 @@ def run_on_ranks(
 
 def run_rank(function: Callable, rank: int, num_ranks: int, store: Path, args: tuple, queue):
     """The body of one rank's process."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(NUM_THREADS)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     queue.put((rank, function(World(rank=rank, size=num_ranks, device=CPU), *args)))
     dist.barrier()  # a rank that ends early would take its connections with it

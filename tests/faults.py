@@ -13,6 +13,7 @@ The fault is JSON: what is to be done, on which rank, and when.
                                     the main thread is next in one of these files
     a kill comes at the latest when the next checkpoint is there
     {"do": "raise", "rank": 1, "calls": 40}  RuntimeError in that call of the reward function
+    {"grading": {...}, ...}         options of graded.py, whose rewards the run has
 
 Under `torchrun --max-restarts` the first start has it, or with "starts": 3 the first three. After a
 restart rank 0 is late, so that rank 1 finds in torchrun's store what the rank 0 before it left.
@@ -24,7 +25,6 @@ import functools
 import itertools
 import json
 import os
-import runpy
 import shutil
 import signal
 import sys
@@ -33,7 +33,13 @@ import time
 import traceback
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import graded
+
+import countdown
+import main as program
+
 FILE_EVENTS = {
     *("open", "os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir", "shutil.rmtree")
 }
@@ -111,7 +117,7 @@ def fail_at_call(number: int, calls: itertools.count, function, folder: Path, *a
 def main() -> None:
     fault, arguments = json.loads(sys.argv[1]), sys.argv[2:]
     sys.argv = ["main.py", *arguments]
-    sys.path.insert(0, str(ROOT))
+    graded.install(fault.get("grading", {}))
     rank = int(os.environ.get("RANK", 0))
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     (given,) = (a.partition("=")[2] for a in arguments if a.startswith("run.dir="))
@@ -119,8 +125,6 @@ def main() -> None:
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     if rank == fault.get("rank", 0) and restarts < fault.get("starts", 1):
         if fault["do"] == "raise":
-            import countdown
-
             countdown.reward_function = functools.partial(
                 fail_at_call, fault["calls"], itertools.count(1), countdown.reward_function, folder
             )
@@ -128,7 +132,7 @@ def main() -> None:
             sys.addaudithook(Striker(fault, folder))
     if rank == 0 and restarts > 0:
         time.sleep(1)
-    runpy.run_path(str(ROOT / "main.py"), run_name="__main__")
+    program.main()
 
 
 if __name__ == "__main__":

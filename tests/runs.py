@@ -11,14 +11,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
-from conftest import NUMBERS, forkserver
+from conftest import NUM_THREADS, NUMBERS, forkserver, seed
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": str(NUM_THREADS), "CUDA_VISIBLE_DEVICES": ""}
 SHORT_RUN = (
     "--config",
     os.devnull,
+    f"training.seed={seed()}",
     "training.num_samples_per_step=2",
     "training.k_best_of_n=[8, 8]",
     "training.max_new_gen_tokens=16",
@@ -39,9 +40,21 @@ def command(folder: Path, model: Path, *overrides: str, num_ranks: int = 1) -> l
     return [*launcher, *program(folder, model, *overrides)]
 
 
-def program(folder: Path, model: Path, *overrides: str, fault: dict | None = None) -> list[str]:
-    """main.py and what it takes, with a fault if there is one (see faults.py)."""
-    script = ["main.py"] if fault is None else ["tests/faults.py", json.dumps(fault)]
+def program(
+    folder: Path,
+    model: Path,
+    *overrides: str,
+    fault: dict | None = None,
+    grading: dict | None = None,
+) -> list[str]:
+    """main.py and what it takes, its rewards by text (see graded.py).
+
+    `grading` are options of graded.py. There is a fault if one is given (see faults.py).
+    """
+    options = grading or {}
+    script = ["tests/graded.py", json.dumps(options)]
+    if fault is not None:
+        script = ["tests/faults.py", json.dumps(fault | {"grading": options})]
     return [
         *script,
         *SHORT_RUN,
@@ -67,7 +80,7 @@ def run_program(arguments: list[str], torchrun: tuple[str, ...], log: Path) -> N
     os.setsid()
     os.chdir(ROOT)
     os.environ.update(ENVIRONMENT)
-    torch.set_num_threads(1)
+    torch.set_num_threads(NUM_THREADS)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -92,19 +105,30 @@ def finish(*processes: BaseProcess, timeout_s: float = 90) -> list[int | None]:
 
 
 def train_forked(
-    folder: Path, model: Path, *overrides: str, num_ranks: int = 1, fault: dict | None = None
+    folder: Path,
+    model: Path,
+    *overrides: str,
+    num_ranks: int = 1,
+    fault: dict | None = None,
+    grading: dict | None = None,
 ) -> tuple[int | None, str]:
     """Exit status and output."""
     folder.mkdir(exist_ok=True)
     options = ["--standalone", f"--nproc-per-node={num_ranks}"] if num_ranks > 1 else []
-    arguments = program(folder, model, *overrides, fault=fault)
+    arguments = program(folder, model, *overrides, fault=fault, grading=grading)
     (status,) = finish(start(arguments, *options, log=folder / "log"))
     return status, (folder / "log").read_text(errors="replace")
 
 
-def train(folder: Path, model: Path, *overrides: str, num_ranks: int = 1) -> str:
+def train(
+    folder: Path,
+    model: Path,
+    *overrides: str,
+    num_ranks: int = 1,
+    grading: dict | None = None,
+) -> str:
     """Output of a run that ends well."""
-    status, output = train_forked(folder, model, *overrides, num_ranks=num_ranks)
+    status, output = train_forked(folder, model, *overrides, num_ranks=num_ranks, grading=grading)
     assert status == 0, output
     return output
 
@@ -113,7 +137,7 @@ def train(folder: Path, model: Path, *overrides: str, num_ranks: int = 1) -> str
 
 
 def write_questions(file: Path) -> Path:
-    """Questions that a random model solves now and then."""
+    """Questions of prompts that are of about one length."""
     rows = [{"nums": [number], "target": number} for number in NUMBERS]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file

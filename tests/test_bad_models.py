@@ -14,7 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ALONE, NUMBERS, make_config, make_policy, run_on_ranks, train_tokenizer
+from conftest import (
+    ALONE,
+    NUMBERS,
+    make_config,
+    make_policy,
+    run_on_ranks,
+    seed,
+    train_tokenizer,
+)
+from graded import by_text, grade_by_text
+from runs import ENVIRONMENT
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import countdown
@@ -28,6 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MAX_NEW_TOKENS = 12
 SIZES = [
     "run.name=x",
+    f"training.seed={seed()}",
     "training.num_steps=2",
     "training.warmup_steps=0",
     "training.learning_rate=0.003",
@@ -64,7 +75,7 @@ def write_model(
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     rows = num_embeddings or len(tokenizer or model.get_input_embeddings().weight)
     with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(0)
+        torch.manual_seed(seed())
         model.resize_token_embeddings(rows, mean_resizing=False)
         model.get_input_embeddings().weight[:, 0] = 100.0
         model.get_output_embeddings().weight[:, 0] = torch.zeros(rows)
@@ -85,7 +96,7 @@ def change_json(file: Path, changes: dict) -> None:
 
 @pytest.fixture(scope="module")
 def answers(tokenizer) -> dict[int, float]:
-    """A leaning to answers and the end of thinking, so that the completions' rewards differ."""
+    """A leaning to answers and the end of thinking."""
     texts = [f"<answer>{n}</answer>" for n in NUMBERS]
     leanings = dict.fromkeys(tokenizer.convert_tokens_to_ids(texts), 0.4)
     return leanings | {tokenizer.convert_tokens_to_ids("</think>\n"): 0.7}
@@ -119,6 +130,12 @@ def train(monkeypatch, capsys, questions, tmp_path) -> Callable[..., tuple[Path,
     return run
 
 
+@pytest.fixture
+def graded(monkeypatch) -> None:
+    """Rewards that differ wherever texts do."""
+    grade_by_text(monkeypatch)
+
+
 def rows_of(run: Path) -> list[dict]:
     """The rows of a run's metrics, all of which must be finite."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -146,7 +163,7 @@ def sample(policy: Policy, prompts: list[list[int]], *, num_samples: int) -> lis
     groups = sample_completions(
         policy.sampler.eval(),
         prompts,
-        [(0, i) for i in range(len(prompts))],
+        [(seed(), i) for i in range(len(prompts))],
         num_samples=num_samples,
         params=policy.params,
         backend=policy.backend,
@@ -194,6 +211,7 @@ def test_tokenizer_model_and_generation_config_may_name_different_ends(
         text = main.completion_text(completion, policy.tokenizer)
         written = len(completion.token_ids) - (not completion.truncated)
         assert text == policy.tokenizer.decode(completion.token_ids[:written])
+    # each of the three is a third of all ends, so that one is missing with a chance of 1e-14
     assert {c.token_ids[-1] for c in completions} >= set(ends)
     check_micro_batch(policy, completions)
 
@@ -203,7 +221,7 @@ def test_tokenizer_model_and_generation_config_may_name_different_ends(
 
 
 def test_an_end_that_is_also_the_padding_changes_nothing(
-    rotary_model_folder, tmp_path, train, answers
+    rotary_model_folder, tmp_path, train, answers, graded
 ):
     """The first end is in, the rest is out; the run is the one with a padding token of its own."""
     leanings = answers | {0: OFTEN}
@@ -214,6 +232,7 @@ def test_an_end_that_is_also_the_padding_changes_nothing(
         assert policy.params.pad_id == (1 if name == "own" else 0)
         completions = sample(policy, [[5, 9], [40, 41, 42, 43]], num_samples=20)
         assert {completion.token_ids.count(0) for completion in completions} <= {0, 1}
+        # one token in four is an end, so that lengths differ whatever is sampled
         assert len({len(completion.token_ids) for completion in completions}) > 3
         check_micro_batch(policy, completions)
         run, _ = train(model, f"run.name={name}")
@@ -221,6 +240,7 @@ def test_an_end_that_is_also_the_padding_changes_nothing(
     (own_rows, own_samples), (rows, samples) = runs
     assert samples == own_samples
     for own, row in zip(own_rows, rows, strict=True):
+        # what is masked weighs exactly 0; sums over other padding may round in another order
         kept = [name for name in own if not name.startswith(("time/", "perf/"))]
         assert [row[name] for name in kept] == pytest.approx([own[name] for name in kept], abs=1e-6)
     assert own_rows[1]["train/grad_norm"] > 0
@@ -249,19 +269,27 @@ def test_a_run_whose_completions_are_all_empty_goes_on_and_learns_nothing(
 
 @pytest.mark.parametrize("normalization", ["token", "sequence"])
 def test_some_empty_completions_among_others_are_trained_like_any(
-    rotary_model_folder, tmp_path, train, answers, normalization
+    rotary_model_folder, tmp_path, train, answers, graded, monkeypatch, normalization
 ):
+    """Of 128 completions a step six in ten are empty: none and all have no chance to speak of."""
     model = write_model(rotary_model_folder, tmp_path / "model", answers | {0: 1.3})
-    more = [f"training.loss_normalization={normalization}", "logging.samples=100"]
-    run, _ = train(model, *more, "validation.num_examples=7")
-    texts = [sample["completion"] for sample in samples_of(run)]
-    assert "" in texts and any(texts)
+    more = [f"training.loss_normalization={normalization}", "training.k_best_of_n=[32,32]"]
+    texts, assign_advantages = [], main.assign_advantages
+
+    def note_and_assign(groups, config):
+        texts.append([row.text for group in groups for row in group])
+        return assign_advantages(groups, config)
+
+    monkeypatch.setattr(main, "assign_advantages", note_and_assign)
+    run, _ = train(model, *more)
+    assert [len(step) for step in texts] == [128, 128]
+    assert all("" in step and any(step) for step in texts)
     assert all(row["train/grad_norm"] > 0 for row in rows_of(run)[1:])
     assert not torch.equal(weights_of(run / "checkpoints/last"), weights_of(model))
 
 
 def test_completions_that_never_end_are_cut_off_and_counted(
-    rotary_model_folder, tmp_path, train, answers
+    rotary_model_folder, tmp_path, train, answers, graded
 ):
     model = write_model(rotary_model_folder, tmp_path / "model", answers | {0: NEVER})
     run, _ = train(model)
@@ -274,7 +302,7 @@ def test_completions_that_never_end_are_cut_off_and_counted(
 
 
 def test_a_run_that_skips_truncated_rows_goes_on_when_all_are_truncated(
-    rotary_model_folder, tmp_path, train, answers
+    rotary_model_folder, tmp_path, train, answers, graded
 ):
     model = write_model(rotary_model_folder, tmp_path / "model", answers | {0: NEVER})
     run, _ = train(model, "training.skip_truncated=true")
@@ -307,10 +335,11 @@ def test_a_model_may_have_more_embeddings_than_its_tokenizer_has_tokens(
 
 
 def test_ids_without_a_token_are_left_out_of_the_text_only(
-    rotary_model_folder, tokenizer, tmp_path, train, answers
+    rotary_model_folder, tokenizer, tmp_path, train, answers, graded
 ):
+    """They are a fifth of all tokens, so that 96 tokens have some, and no 12 are only those."""
     rows = len(tokenizer) + 27
-    leanings = answers | dict.fromkeys(range(len(tokenizer), rows), 0.4)
+    leanings = answers | dict.fromkeys(range(len(tokenizer), rows), 0.4) | {0: NEVER}
     model = write_model(rotary_model_folder, tmp_path / "model", leanings, num_embeddings=rows)
     run, _ = train(model)
     assert all(row["train/grad_norm"] > 0 for row in rows_of(run)[1:])
@@ -398,6 +427,7 @@ def test_tags_control_codes_and_endless_lines_harm_neither_console_nor_files(
     more = ["training.max_new_gen_tokens=36", "logging.samples=7", "validation.num_examples=7"]
     run, output = train(model, *more)
     texts = [sample["completion"] for sample in samples_of(run)]
+    # 504 tokens: each of the others is one in 23, and a text of 36 has 8 or 9 of the long one
     assert max(map(len, texts)) > 100_000
     for token in wild:
         assert any(token in text for text in texts), token
@@ -414,7 +444,7 @@ def test_tags_control_codes_and_endless_lines_harm_neither_console_nor_files(
 
 
 def test_a_chat_template_that_says_nothing_leaves_the_completions_beginning(
-    rotary_model_folder, tmp_path, train, answers
+    rotary_model_folder, tmp_path, train, answers, graded
 ):
     """The shortest prompt there is: all questions look alike, and their rewards still differ."""
     model = write_model(rotary_model_folder, tmp_path / "model", answers)
@@ -433,16 +463,18 @@ def question_of(prompt: str) -> dict:
 def evaluate_on_this_rank(world: World, model: Path, limit: int) -> tuple[dict, list[dict]]:
     """Metrics and this rank's samples of ten questions with prompts of very different lengths."""
     overrides = [*SIZES, f"sampling.max_batch_tokens={limit}", "logging.samples=100"]
-    policy = make_policy(model, *overrides, num_ranks=world.size)
-    lengths = random.Random(0).sample(range(1, 90, 9), 10)
+    policy = make_policy(model, *overrides, num_ranks=world.size, is_exact=True)
+    lengths = random.Random(seed()).sample(range(1, 90, 9), 10)
     asked = [{"nums": [n + 1] * length, "target": n + 1} for n, length in enumerate(lengths)]
-    metrics, samples = main.evaluate(
-        policy,
-        asked,
-        config=make_config(*overrides),
-        world=world,
-        logger=Logger(rank=world.rank),
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        grade_by_text(patch)
+        metrics, samples = main.evaluate(
+            policy,
+            asked,
+            config=make_config(*overrides),
+            world=world,
+            logger=Logger(rank=world.rank),
+        )
     assert [question_of(s["prompt"]) for s in samples] == asked[world.rank :: world.size]
     return metrics, samples
 
@@ -450,12 +482,15 @@ def evaluate_on_this_rank(world: World, model: Path, limit: int) -> tuple[dict, 
 def test_every_reward_is_that_of_its_own_question_after_sorting_and_sharding(
     rotary_model_folder, tmp_path, answers
 ):
-    """Trap 8: prompts are sorted by length to be sampled; order, and so rewards, must survive."""
+    """Trap 8: prompts are sorted by length to be sampled; order, and so rewards, must survive.
+
+    The same text earns another reward for another question.
+    """
     model = write_model(rotary_model_folder, tmp_path / "model", answers)
     metrics, samples = evaluate_on_this_rank(ALONE, model, 10**6)
     assert len({s["completion"] for s in samples}) == 10
     for s in samples:
-        scored = countdown.reward_function(s["completion"], question_of(s["prompt"]))
+        scored = by_text(countdown.reward_function)(s["completion"], question_of(s["prompt"]))
         assert s["reward_parts"] == scored
     for limit in (1, 1500):
         assert evaluate_on_this_rank(ALONE, model, limit) == (metrics, samples)
@@ -474,8 +509,8 @@ def test_a_model_that_goes_nan_ends_the_run_with_the_key_to_change(
     overrides += ["training.max_skipped_steps=3"]
     command = arguments(rotary_model_folder, questions, tmp_path, *overrides)
     result = subprocess.run(
-        [sys.executable, ROOT / "main.py", *command],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        [sys.executable, ROOT / "tests/graded.py", "{}", *command],
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=120,
@@ -499,7 +534,7 @@ def learning_rate_until(step: int, rate: float) -> Callable[..., float]:
     ids=["too large to save", "finite"],
 )
 def test_the_last_good_checkpoint_is_kept_when_the_model_goes_nan(
-    rotary_model_folder, tmp_path, train, answers, monkeypatch, rate, keep, num_left
+    rotary_model_folder, tmp_path, train, answers, graded, monkeypatch, rate, keep, num_left
 ):
     """Bug: each skipped step saved the ruined weights again, until no good checkpoint was left.
 
@@ -527,7 +562,7 @@ def test_the_last_good_checkpoint_is_kept_when_the_model_goes_nan(
 
 
 def test_a_single_skipped_step_costs_no_checkpoint(
-    rotary_model_folder, tmp_path, train, answers, monkeypatch
+    rotary_model_folder, tmp_path, train, answers, graded, monkeypatch
 ):
     """The weights from before it are saved at the next occasion, skipped or not."""
     model = write_model(rotary_model_folder, tmp_path / "model", answers)
@@ -560,6 +595,7 @@ def test_noise_from_a_broken_model_solves_nothing_and_is_never_the_best(
     run, _ = train(model, *overrides)
     first, *rows = rows_of(run)
     assert first["eval/pass@1"] == 0
+    # its rewards differ by the end of thinking, which three of four completions have
     assert rows[0]["train/grad_norm"] > 0 and rows[1]["train/skipped_steps"] == 1
     assert all(row["eval/pass@1"] == row["train/solved"] == 0 for row in rows)
     assert torch.equal(weights_of(run / "best"), weights_of(model))

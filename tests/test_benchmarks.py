@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from conftest import NUM_THREADS
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -13,7 +15,7 @@ def run_quickly(script: str) -> str:
     result = subprocess.run(
         [sys.executable, f"benchmarks/{script}", "--quick"],
         cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(NUM_THREADS)},
         capture_output=True,
         text=True,
         timeout=120,

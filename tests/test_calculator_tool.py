@@ -1,12 +1,13 @@
 """The calculator in a completion: what it writes, and that none of it is trained on."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import make_config, make_policy, save_random
+from conftest import make_config, make_policy, save_random, seed
 from test_update import make_groups, recorded
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -15,7 +16,7 @@ from main import completion_text, rollout_sums
 from policy import Policy
 from sampler import Completion, sample_completions
 
-# The model below knows which characters may follow which; "<<12*3=" comes in a quarter of its
+# The model below knows which characters may follow which; "<<12*3=" comes in half of its
 # completions, and behind "=" it has an opinion of its own: x
 FOLLOWS = {
     "?": "<",
@@ -28,7 +29,7 @@ FOLLOWS = {
     ">": ">.",
     "x": ".",
 }
-NUM_SAMPLES = 32
+NUM_SAMPLES = 200
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def sample(folder: Path, *overrides: str, **changes) -> tuple[Policy, list[str],
     ((*group,),) = sample_completions(
         policy.sampler.eval(),
         [prompt],
-        [(0,)],
+        [(seed(),)],
         num_samples=NUM_SAMPLES,
         params=params,
         backend=policy.backend,
@@ -88,7 +89,8 @@ def test_the_result_is_written_where_a_completion_asks_for_it_and_nowhere_else(
 ):
     policy, texts, group = sample(calculating_folder, f"sampling.backend={backend}")
     asking = [text for text in texts if "<<12*3=" in text]
-    assert 3 <= len(asking) <= NUM_SAMPLES - 3
+    standard_error = math.sqrt(NUM_SAMPLES / 4)
+    assert abs(len(asking) - NUM_SAMPLES / 2) < 5 * standard_error
     assert all(text.partition("=")[2].startswith("36>>") for text in asking)
     others = set(texts) - set(asking)
     assert others == {"<12*3=x."}
@@ -127,7 +129,7 @@ def test_a_result_counts_in_the_length_and_is_cut_off_by_the_limit(calculating_f
     """<<12*3= has 7 tokens, so that 9 leave room for two of the four of 36>>."""
     _, texts, group = sample(calculating_folder, max_new_tokens=9)
     cut = [c for text, c in zip(texts, group, strict=True) if text == "<<12*3=36"]
-    assert cut
+    assert cut  # a quarter of them are such: none with a chance of 1e-25
     for completion in cut:
         assert completion.truncated and len(completion.token_ids) == 9
         assert completion.is_inserted.tolist() == [False] * 7 + [True] * 2
@@ -194,6 +196,7 @@ def test_the_gradient_is_that_of_the_sampled_tokens_alone(
     loss.backward()
     expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     difference = torch.from_numpy(gradient) - expected
+    # some hundred operations of fp32, which round by 6e-8 each, and rows that cancel in part
     assert difference.norm() <= 1e-5 * expected.norm()
 
 

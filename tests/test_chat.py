@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import make_config
+from conftest import make_config, seed
 from runs import ENVIRONMENT, ROOT
 
 import chat
@@ -16,6 +16,7 @@ import countdown
 import gsm8k
 from config import ConfigError, check_world
 from data import completion_text
+from logger import printable
 from run import Session, open_session
 from sampler import Completion
 
@@ -28,7 +29,10 @@ def session(tmp_path) -> Session:
 
 
 def session_of(*overrides: str) -> Session:
-    return open_session(make_config("mode=sample", f"model.name={ROOT / 'tiny'}", *overrides))
+    """Hot enough that no two of its answers, of about 60 tokens, are ever the same."""
+    settings = ["sampling.temperature=2", "training.max_new_gen_tokens=64"]
+    settings += [f"training.seed={seed()}", f"model.name={ROOT / 'tiny'}"]
+    return open_session(make_config("mode=sample", *settings, *overrides))
 
 
 def ask(session: Session, *lines: str, monkeypatch, capsys) -> tuple[int, str, str]:
@@ -44,32 +48,38 @@ def ask(session: Session, *lines: str, monkeypatch, capsys) -> tuple[int, str, s
     return status, *capsys.readouterr()
 
 
-def blocks(output: str) -> list[str]:
-    return output.strip().split("\n\n")
-
-
 def test_piped_questions_are_answered_scored_and_repeat_exactly(session, monkeypatch, capsys):
     """Whatever is asked before, and whatever torch's own random numbers are."""
-    pipe = {"monkeypatch": monkeypatch, "capsys": capsys}
+    pipe, sampled = {"monkeypatch": monkeypatch, "capsys": capsys}, []
+    judge = chat.judge
+
+    def note_and_judge(completion: Completion, *arguments) -> str:
+        sampled.append(completion)
+        return judge(completion, *arguments)
+
+    monkeypatch.setattr(chat, "judge", note_and_judge)
     status, output, errors = ask(session, QUESTION, "", QUESTION, **pipe)
-    first, second = blocks(output)
     assert (status, errors) == (0, "")
-    assert first != second  # one question twice is two samples
-    for block in (first, second):
-        assert block.startswith(f"> {QUESTION}\nLet me solve this step by step.\n<think>\n")
-        *_, answer, score = block.split("\n")
-        parts = countdown.reward_function(
-            block.partition("<think>")[2].removesuffix(f"\n{score}"),
-            {"nums": [3, 7, 25], "target": 46},
-        )
-        assert answer.endswith("</answer>")
+    blocks = []
+    for completion in sampled:
+        text = completion_text(completion, session.policy.tokenizer)
+        parts = countdown.reward_function(text, {"nums": [3, 7, 25], "target": 46})
         reward = 0.1 * parts["format"] + parts["answer"]
         shown = f"format {parts['format']:.2f}  answer {parts['answer']:.2f}"
-        assert score == f"reward {reward:.2f}  ({shown})"
-    torch.manual_seed(5)
-    assert ask(session, "numbers: 1 2, target: 3", QUESTION, **pipe)[1].endswith(f"{second}\n\n")
-    other = session_of("training.seed=1")
-    assert blocks(ask(other, QUESTION, **pipe)[1]) != [first]
+        blocks.append(
+            f"> {QUESTION}\nLet me solve this step by step.\n<think>{printable(text)}\n"
+            f"reward {reward:.2f}  ({shown})"
+            + "; cut off at training.max_new_gen_tokens"
+            * completion.truncated
+        )
+    first, second = blocks
+    assert output == f"{first}\n\n{second}\n\n"
+    assert first != second  # one question twice is two samples
+    torch.manual_seed(seed(5))
+    again = ask(session, "numbers: 1 2, target: 3", QUESTION, **pipe)[1]
+    assert again.endswith(f"{second}\n\n")
+    other = session_of(f"training.seed={seed(1)}")
+    assert ask(other, QUESTION, **pipe)[1] != f"{first}\n\n"
 
 
 def test_what_streams_is_what_is_scored(session, monkeypatch, capsys):

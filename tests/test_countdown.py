@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import random
 import re
 import time
@@ -9,6 +10,7 @@ from fractions import Fraction
 from itertools import combinations
 
 import pytest
+from conftest import seed
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from timing import assert_linear
@@ -495,7 +497,7 @@ def solutions_exist(values: list[Fraction], target: int) -> bool:
 
 def test_every_generated_question_has_a_solution():
     for split in ("train", "validation"):
-        for row in load_examples("generated", split, num_examples=100, seed=5):
+        for row in load_examples("generated", split, num_examples=100, seed=seed(5)):
             assert solutions_exist([Fraction(n) for n in row["nums"]], row["target"]), row
 
 
@@ -505,13 +507,13 @@ def test_the_brute_force_solver_knows_impossible_questions():
 
 def test_train_and_validation_never_overlap_whatever_seed_and_size():
     keys = {"train": set(), "validation": set()}
-    for split, seed, num_examples in [
+    for split, n, num_examples in [
         ("train", 0, 3_000),
         ("train", 1, 500),
         ("validation", 0, 1_000),
         ("validation", 7, 300),
     ]:
-        rows = load_examples("generated", split, num_examples=num_examples, seed=seed)
+        rows = load_examples("generated", split, num_examples=num_examples, seed=seed(n))
         keys[split] |= {question_key(row) for row in rows}
     assert not keys["train"] & keys["validation"]
 
@@ -568,10 +570,14 @@ def test_generated_questions_respect_their_ranges_and_do_not_repeat(data: st.Dat
 
 
 def test_the_count_of_numbers_is_uniform():
-    rows = load_examples("generated", "train", num_examples=3_000, min_numbers=3, max_numbers=5)
-    counts = [len(nums) for nums in rows["nums"]]
-    for count in (3, 4, 5):
-        assert counts.count(count) / len(counts) == pytest.approx(1 / 3, abs=0.04)
+    counts = range(3, 6)
+    ranges = {"min_numbers": counts[0], "max_numbers": counts[-1]}
+    rows = load_examples("generated", "train", num_examples=4_000, seed=seed(), **ranges)
+    found = [len(nums) for nums in rows["nums"]]
+    standard_error = math.sqrt(1 / 3 * 2 / 3 / len(rows))  # 0.007
+    for count in counts:
+        share = found.count(count) / len(rows)
+        assert share == pytest.approx(1 / 3, abs=5 * standard_error)
 
 
 def test_a_count_without_new_questions_gives_way_to_the_others():
@@ -688,10 +694,10 @@ def test_a_folder_with_brackets_in_its_name_is_no_pattern(tmp_path):
 
 def test_some_rows_of_a_file_are_drawn_by_the_seed(tmp_path):
     source = write_file(tmp_path, "jsonl", ROWS)
-    rows = load_examples(source, "train", num_examples=10, seed=3).to_list()
+    rows = load_examples(source, "train", num_examples=10, seed=seed(3)).to_list()
     assert len(rows) == 10
-    assert rows == load_examples(source, "train", num_examples=10, seed=3).to_list()
-    assert rows != load_examples(source, "train", num_examples=10, seed=4).to_list()
+    assert rows == load_examples(source, "train", num_examples=10, seed=seed(3)).to_list()
+    assert rows != load_examples(source, "train", num_examples=10, seed=seed(4)).to_list()
     assert len(load_examples(source, "train", num_examples=1_000)) < len(ROWS)  # at most
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ALONE, make_config, make_policy, run_on_ranks
+from conftest import ALONE, make_config, make_policy, run_on_ranks, seed
+from graded import in_fp64
 from runs import ROOT, train, train_forked
 
 import countdown
@@ -21,8 +22,10 @@ from logger import Logger
 from metrics import majority_sample
 from sampler import Completion
 
-TINY = ROOT / "tiny"  # solves some questions, so that every figure says something
+TINY = ROOT / "tiny"  # gives answers to vote on
+EXACT = {"is_exact": True}  # so that one rank and two sample the same
 SIZES = [
+    f"training.seed={seed()}",
     "training.num_steps=1",
     "training.learning_rate=1e-3",
     "training.warmup_steps=0",
@@ -39,7 +42,7 @@ SIZES = [
 def trained(tmp_path_factory) -> Path:
     """The folder of run x, of one step."""
     folder = tmp_path_factory.mktemp("trained")
-    train(folder, TINY, *SIZES)
+    train(folder, TINY, *SIZES, grading=EXACT)
     return folder
 
 
@@ -47,7 +50,7 @@ def trained(tmp_path_factory) -> Path:
 def evaluated(trained) -> tuple[Path, str, dict[str, bytes]]:
     """An evaluation of best/ under the run's name, its output, and the run's files before it."""
     before = files_of(trained / "x")
-    output = train(trained, trained / "x/best", *SIZES, "mode=evaluate")
+    output = train(trained, trained / "x/best", *SIZES, "mode=evaluate", grading=EXACT)
     (folder,) = (trained / "x").glob("eval-*")
     return folder, output, before
 
@@ -106,7 +109,8 @@ def test_the_table_shows_each_share_with_its_interval(evaluated):
 
 def test_two_ranks_give_the_figures_of_one(evaluated, tmp_path):
     config = load_config(["--config", str(evaluated[0] / "config.yaml")], tasks=TASKS)
-    output = train(tmp_path, Path(config.model.name), *SIZES, "mode=evaluate", num_ranks=2)
+    model, how = Path(config.model.name), {"num_ranks": 2, "grading": EXACT}
+    output = train(tmp_path, model, *SIZES, "mode=evaluate", **how)
     (folder,) = (tmp_path / "x").iterdir()
     assert figures(folder) == figures(evaluated[0])
     assert output.count("written to") == 1
@@ -159,24 +163,32 @@ def test_ranks_that_evaluate_are_not_wrapped_for_training(tmp_path):
 # Greedy
 
 
-def test_the_greedy_figure_is_that_of_the_likeliest_tokens(tmp_path):
-    """Step by step, without cache, padding or batch; top-k and the seed have no say."""
+def test_the_greedy_figure_is_that_of_the_likeliest_tokens(tmp_path, monkeypatch):
+    """Step by step, without cache, padding or batch; top-k and the seed have no say.
+
+    Solved is what writes these tokens for every second question, and nothing else, so that votes
+    would have to agree with all of them to give this figure too.
+    """
+    in_fp64(monkeypatch)
     evaluation = evaluation_of(tmp_path, "sampling.top_k=3", "validation.best_of_n=8")
     model, tokenizer = evaluation.policy.model, evaluation.policy.tokenizer
     prompts = encode_prompts(evaluation.questions, config=evaluation.config, tokenizer=tokenizer)
-    solved = []
-    for prompt_ids, question in zip(prompts, evaluation.questions, strict=True):
+    likeliest = []
+    for prompt_ids in prompts:
         ids = list(prompt_ids)
         while len(ids) < len(prompt_ids) + 64 and ids[-1] != tokenizer.eos_token_id:
             with torch.no_grad():
                 ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        text = tokenizer.decode(ids[len(prompt_ids) :], skip_special_tokens=True)
-        solved.append(countdown.reward_function(text, question)["answer"])
-    assert 0 < np.mean(solved) < 1
+        likeliest.append(tokenizer.decode(ids[len(prompt_ids) :], skip_special_tokens=True))
+    wanted = dict(zip(map(str, list(evaluation.questions)[::2]), likeliest[::2], strict=True))
+
+    def is_wanted(completion: str, example: dict) -> dict[str, float]:
+        return {"format": 0.0, "answer": float(completion == wanted.get(str(example)))}
+
+    monkeypatch.setattr(countdown, "reward_function", is_wanted)
     for _ in range(2):
         main.run_evaluation(evaluation, main.open_folder(evaluation))
-        measured = figures(evaluation.folder)
-        assert measured["eval/greedy"] == np.mean(solved) != measured["eval/majority"]
+        assert figures(evaluation.folder)["eval/greedy"] == 5 / 9
         evaluation.folder = tmp_path / "again"
 
 

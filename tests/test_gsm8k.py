@@ -8,7 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from conftest import make_config
+from conftest import make_config, seed
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from timing import assert_linear
@@ -495,7 +495,7 @@ def test_excluded_questions_are_left_out_however_they_are_spaced(tmp_path):
 def test_some_rows_are_drawn_by_the_seed(tmp_path):
     source = write_file(tmp_path, ROWS)
     first, again, other = (
-        load_examples(source, "train", num_examples=10, seed=seed).to_list() for seed in (1, 1, 2)
+        load_examples(source, "train", num_examples=10, seed=seed(n)).to_list() for n in (1, 1, 2)
     )
     assert len(first) == 10
     assert first == again != other

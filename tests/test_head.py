@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_policy, save_random
+from conftest import make_policy, save_random, seed
 from test_policy import COMPLETIONS, PROMPTS, load, score
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -30,7 +30,7 @@ def made_up(
     dtype: torch.dtype, *, bias: bool = True
 ) -> tuple[torch.Tensor, nn.Linear, torch.Tensor]:
     """Hidden states (M, H), a head and token ids (M,), the first and the last token among them."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed())
     hidden = torch.randn(M, H, dtype=dtype, requires_grad=True)
     linear = nn.Linear(H, V, bias=bias, dtype=dtype)
     return hidden, linear, torch.tensor([0, V - 1, 4, 5, 5])

@@ -1,5 +1,6 @@
 """Runs that are killed, again and again and at every file event, and go on as if unharmed."""
 
+import functools
 import itertools
 import json
 import random
@@ -9,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from conftest import seed
 from runs import assert_same, train_forked, write_questions
 
 import checkpoint
@@ -16,13 +18,8 @@ import checkpoint
 pytestmark = pytest.mark.slow
 
 FAST_LEARNING = ("training.warmup_steps=0", "training.learning_rate=3e-3")
-BETTER_AT_STEP_2 = (  # a model that is better there than before, so that best/ is replaced
-    "training.learning_rate=3e-2",
-    "training.seed=1",
-    "validation.every=1",
-    "validation.num_examples=8",
-    "validation.best_of_n=4",
-)
+EVALUATIONS = ("validation.every=1", "validation.num_examples=8", "validation.best_of_n=4")
+BETTER_AT_STEP_2 = {"rates": [0.1, 0.1, 0.3, 0.2]}  # than before, so that best/ is replaced
 PHASES = {  # by what is on the main thread's stack, the first that is
     "save": ("checkpoint.py", "logger.py"),
     "rollout": ("sampler.py",),
@@ -45,7 +42,7 @@ def phase(output: str) -> str:
 
 def draw_faults(number: int, step_s: float, victims: list[str]) -> list[dict]:
     """Kills in the second step of each start, from its rollout, its update or its record on."""
-    chance = random.Random(0)
+    chance = random.Random(seed())
     faults = []
     for i in range(number):
         delay_s = chance.random() * step_s / 5 * (i > 2)  # the first of each falls just there
@@ -125,11 +122,12 @@ def test_a_kill_at_any_file_event_of_a_step_costs_no_more_than_that_step(
     From the checkpoint of step 1 on, over evaluation, best/, rows and checkpoint of step 2.
     """
     whole, parts, root = tmp_path / "whole", tmp_path / "parts", tmp_path / "copies"
-    model, settings = rotary_model_folder, [*data, *BETTER_AT_STEP_2]
-    status, output = train_forked(whole, model, *settings, "training.num_steps=3")
+    model, settings = rotary_model_folder, [*data, *EVALUATIONS]
+    run = functools.partial(train_forked, grading=BETTER_AT_STEP_2)
+    status, output = run(whole, model, *settings, "training.num_steps=3")
     assert status == 0, output
     fault = {"do": "copy", "to": str(root), "saves": 1, "events": 1}
-    status, output = train_forked(parts, model, *settings, "training.num_steps=2", fault=fault)
+    status, output = run(parts, model, *settings, "training.num_steps=2", fault=fault)
     assert status == 0, output
 
     copies = sorted(root.iterdir())
@@ -143,11 +141,11 @@ def test_a_kill_at_any_file_event_of_a_step_costs_no_more_than_that_step(
     assert unnamed and set(unnamed) <= set(resumed)
     for copy in copies:
         if copy in unnamed:  # a start that has no step to take
-            status, output = train_forked(copy, model, *settings, "training.num_steps=1")
+            status, output = run(copy, model, *settings, "training.num_steps=1")
             assert status == 0, output
         assert checkpoint.describe_files(copy / "x/best") in bests
     for copy in resumed:
-        status, output = train_forked(copy, model, *settings, "training.num_steps=3")
+        status, output = run(copy, model, *settings, "training.num_steps=3")
         assert status == 0 and "resumed after step" in output, output
         assert_same(whole, copy)
 

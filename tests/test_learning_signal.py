@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import ALONE, make_config
+from conftest import ALONE, make_config, seed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -306,19 +306,19 @@ def test_rows_share_a_micro_batch_as_long_as_they_fit():
 
 
 def test_the_question_stream_is_one_seeded_permutation_after_the_other():
-    stream = QuestionStream([{"id": i} for i in range(10)], seed=3)
+    stream = QuestionStream([{"id": i} for i in range(10)], seed=seed(3))
     order = [stream[position]["id"] for position in range(30)]
     epochs = [order[0:10], order[10:20], order[20:30]]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
-    again = QuestionStream([{"id": i} for i in range(10)], seed=3)
+    again = QuestionStream([{"id": i} for i in range(10)], seed=seed(3))
     assert [again[position]["id"] for position in (25, 4, 17, 4)] == [
         order[25],
         order[4],
         order[17],
         order[4],
     ]  # any position at once, as a resumed run or another rank asks for it
-    other = QuestionStream([{"id": i} for i in range(10)], seed=4)
+    other = QuestionStream([{"id": i} for i in range(10)], seed=seed(4))
     assert [other[position]["id"] for position in range(10)] != epochs[0]
 
 

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
+from conftest import seed
+from graded import grade_by_text
 from transformers import AutoModelForCausalLM
 
 import main
@@ -21,7 +23,8 @@ ROWS = {
     "gsm8k": [{"question": f"{n} and {n}?", "answer": f"#### {2 * n}"} for n in range(1, 41)],
     "math500": [{"problem": f"${n} + {n}$?", "answer": str(2 * n)} for n in range(1, 41)],
 }
-SMALL = [  # sizes alone: what a recipe teaches and how stays as it is
+SMALL = [  # sizes and the seed: what a recipe teaches and how stays as it is
+    f"training.seed={seed()}",
     "training.num_steps=2",
     "training.k_best_of_n=[4, 4]",
     "training.max_new_gen_tokens=8",
@@ -30,6 +33,11 @@ SMALL = [  # sizes alone: what a recipe teaches and how stays as it is
     "checkpoint.every=1",
     "logging.samples=1",
 ]
+
+
+@pytest.fixture(autouse=True)
+def rewards_that_differ(monkeypatch) -> None:
+    grade_by_text(monkeypatch)
 
 
 def load(recipe: Path, *overrides: str):
@@ -58,6 +66,7 @@ def test_a_recipe_trains_saves_and_evaluates(recipe, rotary_model_folder, tmp_pa
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(math.isfinite(row["train/reward"]) for row in rows[1:])
+    assert all(row["train/grad_norm"] > 0 for row in rows[1:])
     AutoModelForCausalLM.from_pretrained(folder / "best")  # an adapter too
     (measured,) = folder.glob("eval-*/metrics.json")
     best = max(row["eval/pass@1"] for row in rows)

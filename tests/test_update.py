@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ALONE, make_config, make_policy, run_on_ranks
+from conftest import ALONE, make_config, make_policy, run_on_ranks, seed
 
 from config import Config
 from distributed import World
@@ -39,7 +39,7 @@ LONG = (40, (9, 10, 8, 9), (0.0, 1.1, 0.1, 1.1))
 
 def make_group(prompt_length: int, lengths: tuple, rewards: tuple) -> list[Trajectory]:
     """Four trajectories of made-up tokens, the same ones for the same arguments."""
-    rng = np.random.default_rng([prompt_length, *lengths])
+    rng = np.random.default_rng([seed(), prompt_length, *lengths])
     prompt_ids = rng.integers(2, 345, prompt_length).tolist()
     rows = []
     for length, reward in zip(lengths, rewards, strict=True):
@@ -157,7 +157,11 @@ def reference(model: torch.nn.Module, groups, config: Config, ref=None) -> tuple
 
 
 def distance(gradient: np.ndarray, expected: np.ndarray) -> float:
-    """The relative L2 difference."""
+    """The relative L2 difference.
+
+    Where it is to be below 1e-6, models are in fp64. What is left then is the rounding of weights
+    and advantages to fp32, once each, which is 6e-8 at most: the sums of a loss add to it.
+    """
     return np.linalg.norm(gradient - expected) / np.linalg.norm(expected)
 
 
@@ -169,7 +173,7 @@ def updates_of_unlike_ranks(world: World, folder: Path) -> tuple[list[np.ndarray
 
     A group of rank 0 is short, those of rank 1 are longer, more and cut in other places.
     """
-    policy = make_policy(folder, num_ranks=world.size)
+    policy = make_policy(folder, num_ranks=world.size, is_exact=True)
     limit = (ALL_TOGETHER, 45)[world.rank]
     overrides = ["training.num_iterations=3", f"training.micro_batch_tokens={limit}"]
     config = config_of(*GRPO, *overrides)
@@ -188,7 +192,7 @@ def test_a_rank_with_more_and_longer_rows_holds_up_no_other(rotary_model_folder,
     )
     assert len(first[0]) == len(second[0]) == 3 and first[1] == second[1]
     assert all(np.array_equal(a, b) for a, b in zip(first[0], second[0], strict=True))
-    config, model = config_of(*GRPO), make_policy(rotary_model_folder).model
+    config, model = config_of(*GRPO), make_policy(rotary_model_folder, is_exact=True).model
     expected, _ = reference(model, make_groups(config, EASY, HARD, EQUAL, LONG), config)
     assert distance(first[0][0], expected) <= 1e-6
     assert distance(first[0][1], expected) > 1e-3
@@ -206,7 +210,7 @@ def test_the_limits_make_one_two_and_eight_micro_batches():
 def test_the_gradient_does_not_depend_on_the_micro_batch_size(
     model_folder, learning, normalization
 ):
-    policy = make_policy(model_folder)
+    policy = make_policy(model_folder, is_exact=True)
     overrides = [*learning, f"training.loss_normalization={normalization}"]
     for limit in (ALL_TOGETHER, FOUR_BY_FOUR, ONE_BY_ONE):
         config = config_of(*overrides, f"training.micro_batch_tokens={limit}")
@@ -220,7 +224,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batch_size(
 
 def gradients_on_this_rank(world: World, folder: Path) -> dict:
     """(gradient, loss) of EASY on rank 0 and HARD on rank 1, for every kind of loss."""
-    policy = make_policy(folder, num_ranks=world.size)
+    policy = make_policy(folder, num_ranks=world.size, is_exact=True)
     results = {}
     for learning in (GRPO, SIL):
         for normalization in NORMALIZATIONS:
@@ -235,7 +239,7 @@ def gradients_on_this_rank(world: World, folder: Path) -> dict:
 
 def test_the_gradient_does_not_depend_on_the_number_of_ranks(rotary_model_folder, tmp_path):
     ranks = run_on_ranks(gradients_on_this_rank, 2, rotary_model_folder, folder=tmp_path)
-    model = make_policy(rotary_model_folder).model
+    model = make_policy(rotary_model_folder, is_exact=True).model
     assert len(ranks[0]) == 24
     for key, (gradient, loss) in ranks[0].items():
         config = config_of(*key[:-1])
@@ -252,7 +256,7 @@ def test_left_out_rows_still_count_in_the_denominators(
 ):
     """Trap 9: with and without the rows of an equal group in the sum, divided by all rows."""
     config = config_of(*learning, f"training.loss_normalization={normalization}")
-    policy = make_policy(rotary_model_folder)
+    policy = make_policy(rotary_model_folder, is_exact=True)
     groups = make_groups(config, EASY, EQUAL, HARD)
     gradient, metrics = recorded(policy, groups, config)
     expected, loss = reference(policy.model, groups, config)
@@ -265,7 +269,7 @@ def test_left_out_rows_still_count_in_the_denominators(
 def test_truncated_rows_can_be_skipped_but_count_in_baseline_and_denominators(
     rotary_model_folder,
 ):
-    policy = make_policy(rotary_model_folder)
+    policy = make_policy(rotary_model_folder, is_exact=True)
     for normalization in NORMALIZATIONS:
         overrides = [*GRPO, f"training.loss_normalization={normalization}"]
         config = config_of(*overrides, "training.skip_truncated=true")
@@ -278,7 +282,7 @@ def test_truncated_rows_can_be_skipped_but_count_in_baseline_and_denominators(
 
 
 def test_the_gradient_is_clipped_after_its_norm_is_noted(rotary_model_folder):
-    policy, config = make_policy(rotary_model_folder), config_of(*GRPO)
+    policy, config = make_policy(rotary_model_folder, is_exact=True), config_of(*GRPO)
     groups = make_groups(config, EASY, HARD)
     expected, _ = reference(policy.model, groups, config)
     clipped = config_of(*GRPO, "training.max_grad_norm=1e-3")
@@ -293,7 +297,7 @@ def test_the_gradient_is_clipped_after_its_norm_is_noted(rotary_model_folder):
 
 def test_the_end_token_is_trained(rotary_model_folder):
     """A row of two tokens among longer ones: its gradient is that of one token and the end."""
-    policy, config = make_policy(rotary_model_folder), config_of(*GRPO)
+    policy, config = make_policy(rotary_model_folder, is_exact=True), config_of(*GRPO)
     groups = make_groups(config, EASY)
     for t in groups[0]:
         t.advantage = float(len(t.completion.token_ids) == 2)
@@ -317,7 +321,8 @@ def test_later_iterations_follow_the_clipped_ratio_on_the_same_rollouts(rotary_m
     """The first is REINFORCE; the others compare with the log-probabilities of its pass."""
     overrides = [*GRPO, f"training.micro_batch_tokens={limit}", "training.num_iterations=3"]
     config, rate = config_of(*overrides), 5.0
-    policy, groups = make_policy(rotary_model_folder), make_groups(config_of(*GRPO), EASY, HARD)
+    policy = make_policy(rotary_model_folder, is_exact=True)
+    groups = make_groups(config_of(*GRPO), EASY, HARD)
     before = copy.deepcopy(groups)
     model, recorder = copy.deepcopy(policy.model), Recorder(policy.model, rate)
     metrics, sums, _ = update(policy, recorder, groups, config)
@@ -343,7 +348,7 @@ def test_later_iterations_follow_the_clipped_ratio_on_the_same_rollouts(rotary_m
 
 
 def test_one_iteration_clips_nothing_and_compares_sampler_and_trainer(rotary_model_folder):
-    policy, config = make_policy(rotary_model_folder), config_of(*GRPO)
+    policy, config = make_policy(rotary_model_folder, is_exact=True), config_of(*GRPO)
     groups = make_groups(config, EASY, HARD)
     _, sums, _ = update(policy, Recorder(policy.model), groups, config)
     rows = [t for group in groups for t in group]
@@ -362,13 +367,13 @@ def test_tokens_are_weighed_by_the_truncated_importance_ratio(rotary_model_folde
     clip, rate = 1.5, 5.0
     iterations = f"training.num_iterations={num_iterations}"
     config = config_of(*GRPO, f"training.tis_clip={clip}", iterations)
-    policy, groups = make_policy(rotary_model_folder), make_groups(config, EASY, HARD)
+    policy = make_policy(rotary_model_folder, is_exact=True)
+    groups = make_groups(config, EASY, HARD)
     batch = [t for group in groups for t in group]
     with torch.no_grad():  # sampled by a policy that differs a little
         for t in batch:
-            noise = np.random.default_rng(len(t.prompt_ids)).normal(
-                0, 1, len(t.completion.token_ids)
-            )
+            rng = np.random.default_rng([seed(), len(t.prompt_ids)])
+            noise = rng.normal(0, 1, len(t.completion.token_ids))
             t.completion.log_probs[:] = row_log_probs(policy.model, t).numpy() + noise
     model, recorder = copy.deepcopy(policy.model), Recorder(policy.model, rate)
     update(policy, recorder, groups, config)
@@ -404,7 +409,7 @@ def weights_of(policy: Policy) -> np.ndarray:
 
 def weights_after_updates(world: World, folder: Path, *batches: list[tuple], options=()) -> list:
     """(weights, metrics, skipped) after an AdamW update on each of this rank's batches."""
-    policy = make_policy(folder, num_ranks=world.size)
+    policy = make_policy(folder, num_ranks=world.size, is_exact=True)
     config = config_of(*GRPO, *options)
     optimizer = make_optimizer(policy.model, config)
     results = []
@@ -417,7 +422,7 @@ def weights_after_updates(world: World, folder: Path, *batches: list[tuple], opt
 
 def check_that_only_the_first_update_moves_weights(results: list, folder: Path) -> None:
     first, second = results
-    assert not np.array_equal(first[0], weights_of(make_policy(folder)))
+    assert not np.array_equal(first[0], weights_of(make_policy(folder, is_exact=True)))
     assert np.array_equal(first[0], second[0])
     assert second[1:] == ({}, False)
 
@@ -447,7 +452,7 @@ def test_ranks_without_advantages_neither_hang_nor_diverge(rotary_model_folder, 
         assert mine[1:] == others[1:]
     check_that_only_the_first_update_moves_weights(first[:2], rotary_model_folder)
     assert not np.array_equal(first[1][0], first[2][0])
-    policy, config = make_policy(rotary_model_folder), config_of(*GRPO)
+    policy, config = make_policy(rotary_model_folder, is_exact=True), config_of(*GRPO)
     expected, loss = reference(policy.model, make_groups(config, EASY, EQUAL), config)
     assert first[0][1]["train/loss"] == pytest.approx(loss, rel=1e-6, abs=1e-6)
     assert first[0][1]["train/grad_norm"] == pytest.approx(np.linalg.norm(expected), rel=1e-5)
@@ -490,7 +495,7 @@ def sample_some(policy: Policy, config: Config) -> None:
     groups = sample_trajectories(
         policy,
         [{"nums": [3], "target": 3}, {"nums": [3] * 20, "target": 4}],
-        [(0, 1), (0, 2)],
+        [(seed(), 1), (seed(), 2)],
         num_samples=4,
         temperature=1.3,
         config=config,
