@@ -1,135 +1,128 @@
-"""The Countdown task: combine a few numbers with + - * / so that they make a target.
+"""Countdown, the default task: combine a few numbers with + - * / so that they make a target.
 
-A task is a module with five functions that main.py calls: `load_examples`, `generate_prompt`,
-`reward_function`, `extract_answer` and `parse_question`. To add a task, copy this file. An example
-is a row such as {"nums": [3, 7, 25], "target": 46}; here 25 + 3 * 7 solves it.
+An example is a row such as {"nums": [3, 7, 25], "target": 46}; here 25 + 3 * 7 solves it.
 
-The graders never run the model's text as code, never raise, and take time linear in its length.
+A task of your own is one new file. Copy this one to tv.py in the folder where you run main.py,
+change it, and set task.name=tv; there is nothing to register. main.py looks for these names in it,
+and calls the functions with the arguments that they have here:
+
+    Options           the task's own keys in the config; leave the class out if there are none
+    load_examples     the questions, a list of dicts; what is in a dict is the task's own matter
+    generate_prompt   a question as chat messages, or as plain text for a base model
+    REWARD_PARTS      the names of the parts of the reward; task.reward_weights weighs them
+    reward_function   what a completion earns in each part; `answer` equal to 1.0 means solved
+    extract_answer    the answer in a normal form, so that majority votes can count equal answers
+    parse_question    optional: the example in a line that a person types into tools.chat
+
+tasks/gsm8k.py shows one more function that is optional, is_lenient_solved.
+
+A model can write anything. So a grader must never run its text as code, must never raise, and must
+be fast: it takes time linear in the length of the text.
 """
 
 import random
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
-from calculator import value_of
-from sources import FILE_OR_HUB, check_request, choose_rows, is_key_held_out, load_table, read_rows
+from engine.calculator import value_of
+from engine.config import Section
+from engine.data import FILE_OR_HUB, check_request, is_in_split, load_rows
 
-if TYPE_CHECKING:  # datasets takes a second to import, so it is imported where rows are loaded
-    from datasets import Dataset
 
-# Data: where questions come from, and which of them are never trained on
+class Options(Section):
+    """Countdown's own keys in the config's `task` section; the text below each key explains it."""
 
-EXAMPLE_ROW = '{"nums": [3, 7, 25], "target": 46}'
+    min_numbers: PositiveInt = 3
+    """The fewest numbers of a generated question."""
+
+    max_numbers: PositiveInt = 4
+    """The most numbers of a generated question."""
+
+    min_number: PositiveInt = 1
+    """The smallest number that a generated question may use."""
+
+    max_number: PositiveInt = 50
+    """The largest number that a generated question may use."""
+
+    min_target: PositiveInt = 10
+    """The smallest target of a generated question."""
+
+    max_target: PositiveInt = 99
+    """The largest target of a generated question."""
+
+
+# Data
+
+EXAMPLE_ROW = {"nums": [3, 7, 25], "target": 46}
 MAX_GENERATED = 10_000
-MAX_TRIES = 20_000  # draws in a row without a new question, after which there are taken to be none
+MAX_TRIES = 20_000  # after so many draws without a new question there are taken to be no more
 
 
 def load_examples(
     source: str,
     split: str,
     *,
+    options: Options,
     num_examples: int | None,
-    seed: int = 0,
-    min_numbers: Annotated[
-        PositiveInt, Field(description="Generated questions: fewest numbers.")
-    ] = 3,
-    max_numbers: Annotated[
-        PositiveInt, Field(description="Generated questions: most numbers.")
-    ] = 4,
-    min_number: Annotated[
-        PositiveInt, Field(description="Generated questions: smallest number.")
-    ] = 1,
-    max_number: Annotated[
-        PositiveInt, Field(description="Generated questions: largest number.")
-    ] = 50,
-    min_target: Annotated[
-        PositiveInt, Field(description="Generated questions: smallest target.")
-    ] = 10,
-    max_target: Annotated[
-        PositiveInt, Field(description="Generated questions: largest target.")
-    ] = 99,
-    held_out: bool = True,
-    exclude: Iterable[dict] = (),
-) -> "Dataset":
+    seed: int,
+    held_out: bool,
+    exclude: Iterable[dict],
+) -> list[dict]:
     """Questions of one split, "train" or "validation", as rows {nums: list[int], target: int}.
 
-    `source` is "generated", a local file or a hub dataset id. The ranges are for generated
-    questions; from a file or the hub come at most `num_examples` rows, drawn by `seed`. None means
-    all rows there, and as many generated questions as there are up to MAX_GENERATED.
-    A question is in "validation" if and only if `is_held_out` says so, whatever the source;
-    `held_out=False` takes every row of a file or hub dataset (an evaluation file of your own), and
-    `exclude` lists questions to leave out, so that training can still avoid that file's.
-    Raises ValueError, one line with the fix in it.
+    `source` is "generated", a local file or a hub dataset id. `num_examples` questions are drawn by
+    `seed`; None takes all of a file, and MAX_GENERATED generated ones if there are so many. With
+    `held_out` both splits share the source, so that no question may be in both; generated questions
+    are always shared in this way. `exclude` lists questions to leave out. Raises ValueError, one
+    line with the fix in it.
     """
-    check_request(split, num_examples)
-    excluded = {question_key(row) for row in exclude}
     if source == "generated":
-        rows = generate_questions(
-            split,
-            num_examples,
-            seed=seed,
-            numbers=(min_numbers, max_numbers),
-            number=(min_number, max_number),
-            target=(min_target, max_target),
-            excluded=excluded,
+        return generate_questions(
+            split, options=options, num_examples=num_examples, seed=seed, exclude=exclude
         )
-    else:
-        rows = [row for row in read_questions(source) if question_key(row) not in excluded]
-        if held_out:
-            rows = [row for row in rows if is_held_out(row) == (split == "validation")]
-        rows = choose_rows(rows, split, num_examples, seed=seed, source=source)
-
-    from datasets import Dataset
-
-    return Dataset.from_list(rows)
+    return load_rows(
+        source,
+        split,
+        example_row=EXAMPLE_ROW,
+        parse_row=parse_row,
+        question_key=question_key,
+        num_examples=num_examples,
+        seed=seed,
+        held_out=held_out,
+        exclude=exclude,
+        choices=f"generated, {FILE_OR_HUB}",
+    )
 
 
 def question_key(example: dict) -> str:
-    """The question whatever the order of its numbers: equal keys are the same question."""
+    """Equal for equal questions, whatever the order of their numbers."""
     return f"{sorted(example['nums'])} {example['target']}"
 
 
-def is_held_out(example: dict) -> bool:
-    """True for the fixed 1 in 8 of all questions that are for validation, never for training."""
-    return is_key_held_out(question_key(example))
-
-
 def generate_questions(
-    split: str,
-    num_examples: int | None,
-    *,
-    seed: int,
-    numbers: tuple[int, int],
-    number: tuple[int, int],
-    target: tuple[int, int],
-    excluded: set[str],
+    split: str, *, options: Options, num_examples: int | None, seed: int, exclude: Iterable[dict]
 ) -> list[dict]:
     """Different solvable questions, the same for the same seed on every machine.
 
-    `numbers`, `number` and `target` are (min, max). How many numbers a question has is uniform; a
-    count without a new question left is given up. ValueError where that leaves too few questions.
+    Every count of numbers is equally likely, until no new question with so many numbers is found.
+    Raises ValueError for impossible ranges and for ranges that hold too few questions.
     """
-    for name, (low, high) in {"numbers": numbers, "number": number, "target": target}.items():
-        if not 1 <= low <= high <= 10**6:
-            raise ValueError(
-                f"min_{name} {low}, max_{name} {high}: choose 1 <= min <= max <= 10**6"
-            )
+    check_request(split, num_examples)
+    check_ranges(options)
     rng = random.Random(f"countdown {split} {seed}")
-    counts = list(range(numbers[0], numbers[1] + 1))
-    seen, rows = set(excluded), []
+    counts = list(range(options.min_numbers, options.max_numbers + 1))
+    seen = {question_key(row) for row in exclude}
+    rows: list[dict] = []
     while counts and len(rows) < (num_examples or MAX_GENERATED):
         count = rng.choice(counts)
         for _ in range(MAX_TRIES):
-            nums = [rng.randint(*number) for _ in range(count)]
-            value = combine_at_random(nums, limit=number[1] * target[1], rng=rng)
-            row = {"nums": nums, "target": value}
+            row = draw_question(count, options=options, rng=rng)
             key = question_key(row)
-            is_new = target[0] <= value <= target[1] and key not in seen
-            if is_new and is_held_out(row) == (split == "validation"):
+            is_in_range = options.min_target <= row["target"] <= options.max_target
+            if is_in_range and key not in seen and is_in_split(key, split):
                 seen.add(key)
                 rows.append(row)
                 break
@@ -143,34 +136,45 @@ def generate_questions(
     return rows
 
 
-def combine_at_random(nums: list[int], *, limit: int, rng: random.Random) -> int:
-    """A value that `nums` can make: random pairs are combined until one value is left.
+def check_ranges(options: Options) -> None:
+    """Raise ValueError for a range that is empty or goes beyond a million."""
+    for name in ("numbers", "number", "target"):
+        low, high = getattr(options, f"min_{name}"), getattr(options, f"max_{name}")
+        if not 1 <= low <= high <= 10**6:
+            raise ValueError(
+                f"min_{name} {low}, max_{name} {high}: choose 1 <= min <= max <= 10**6"
+            )
 
-    Every value on the way is a positive integer, and no product is above `limit`.
+
+def draw_question(count: int, *, options: Options, rng: random.Random) -> dict:
+    """`count` random numbers and a target that they can make; it may lie outside its range.
+
+    Random pairs of values are combined until one value is left, the target. Every value on the way
+    is a positive integer, and products stay small enough to come back into the range.
     """
+    nums = [rng.randint(options.min_number, options.max_number) for _ in range(count)]
+    max_product = options.max_number * options.max_target
     values = list(nums)
     while len(values) > 1:
         rng.shuffle(values)
         small, large = sorted((values.pop(), values.pop()))
         results = [large + small]
-        if large * small <= limit:
+        if large * small <= max_product:
             results.append(large * small)
         if large > small:
             results.append(large - small)
         if large % small == 0:
             results.append(large // small)
         values.append(rng.choice(results))
-    return values[0]
+    return {"nums": nums, "target": values[0]}
 
 
-def read_questions(source: str) -> list[dict]:
-    """Every row of a local file, or of a hub dataset's train split, checked."""
-    table = load_table(source, choices=f"generated, {FILE_OR_HUB}")
-    return read_rows(table, ("nums", "target"), parse_row, source=source, example_row=EXAMPLE_ROW)
+def parse_row(row: dict) -> dict:
+    """The example in a file's row; text such as "[3, 7, 25]" or "3 7 25" (CSV) is also read.
 
-
-def parse_row(nums: object, target: object) -> dict:
-    """A checked row; text such as "[3, 7, 25]" or "3 7 25" (CSV) is read as its integers."""
+    Raises ValueError that says what is wrong with the row.
+    """
+    nums, target = row["nums"], row["target"]
     if isinstance(nums, str) and set(nums) <= set("0123456789, []"):
         nums = [int(number) for number in nums.strip("[] ").replace(",", " ").split()]
     if isinstance(target, str) and re.fullmatch("-?[0-9]+", target.strip()):
@@ -188,7 +192,7 @@ def parse_question(text: str) -> dict:
     match = re.fullmatch(pattern, text, re.IGNORECASE)
     if match:
         with suppress(ValueError):
-            return parse_row(*match.groups())
+            return parse_row({"nums": match[1], "target": match[2]})
     raise ValueError('write the question like this: "numbers: 3 7 25, target: 46"')
 
 
@@ -202,8 +206,8 @@ QUESTION = (
 ASSISTANT_PREFIX = "Let me solve this step by step.\n<think>"
 
 
-def generate_prompt(example: dict) -> list[dict]:
-    """Chat messages that pose the question; the last one is the completion's beginning."""
+def generate_prompt(example: dict, *, options: Options) -> list[dict]:
+    """Chat messages that pose the question; the model continues the last one."""
     question = QUESTION.format(nums=example["nums"], target=example["target"])
     return [
         {"role": "user", "content": question},
@@ -213,26 +217,27 @@ def generate_prompt(example: dict) -> list[dict]:
 
 # Reward
 
-REWARD_PARTS = ("format", "answer")  # `answer` equal to 1.0 means solved
-MAX_ANSWER_CHARS = 1_000
-MAX_DIGITS = 20
-ANSWER_CHARS = frozenset("0123456789+-*/() ")
+REWARD_PARTS = ("format", "answer")
 
 
-def reward_function(completion: str, example: dict) -> dict[str, float]:
-    """The parts of the reward, each in [0, 1]; the config's `task.reward_weights` weighs them."""
-    nums, target = example["nums"], example["target"]
+def reward_function(
+    completion: str, example: dict, *, options: Options, num_tokens: int
+) -> dict[str, float]:
+    """The parts of the reward, each in [0, 1]; `num_tokens` is the completion's length."""
     return {
         "format": format_reward_function(completion),
-        "answer": answer_reward_function(completion, nums=nums, target=target),
+        "answer": answer_reward_function(
+            completion, nums=example["nums"], target=example["target"]
+        ),
     }
 
 
 def format_reward_function(completion: str) -> float:
-    r"""1.0 where "<think>" + completion matches ^<think>.*?</think>\n<answer>.*?</answer>$.
+    r"""1.0 if "<think>" + completion matches ^<think>.*?</think>\n<answer>.*?</answer>$.
 
-    Else 0.1 for a think block plus 0.5 for an answer block. The prompt ends with <think>, so it is
-    not in the completion. Written with plain searches: the regex is quadratic on repeated tags.
+    Else 0.1 for a think block plus 0.5 for an answer block. The completion lacks the opening
+    <think>, because the prompt ends with it. The regex itself would take quadratic time on repeated
+    tags, so plain searches stand in for it.
     """
     text = completion.removesuffix("\n")  # `$` also matches before a newline that ends the text
     if "</think>\n<answer>" in completion and text.endswith("</answer>"):
@@ -253,8 +258,15 @@ def answer_reward_function(completion: str, *, nums: list[int], target: int) -> 
     return 1.0 if solved else 0.0
 
 
-def extract_answer(completion: str, example: dict | None = None) -> str | None:
-    """The first answer block without its spaces, what majority votes count; None for no answer."""
+# Reading answers
+
+MAX_ANSWER_CHARS = 1_000
+MAX_DIGITS = 20
+ANSWER_CHARS = frozenset("0123456789+-*/() ")
+
+
+def extract_answer(completion: str, example: dict, *, options: Options) -> str | None:
+    """The first answer block without its spaces, or None; majority votes count these."""
     answer = find_answer(completion)
     if answer is None or len(answer) > MAX_ANSWER_CHARS:
         return None
@@ -269,10 +281,10 @@ def find_answer(completion: str) -> str | None:
 
 
 def tokenize(answer: str) -> list[str]:
-    """Numbers, operators and parentheses; ValueError for anything but these and spaces.
+    """The numbers, operators and parentheses of an expression; ValueError if it has anything else.
 
-    Numbers are ASCII digits, at most MAX_DIGITS of them, without leading zeros: int() would take
-    other digits too, and refuses long ones.
+    Numbers are ASCII digits, at most MAX_DIGITS of them and without leading zeros, since int() also
+    takes the digits of other scripts, and refuses very long numbers.
     """
     if len(answer) > MAX_ANSWER_CHARS or not ANSWER_CHARS.issuperset(answer):
         raise ValueError("too long, or a character that no expression has")

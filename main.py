@@ -4,9 +4,9 @@
     torchrun --nproc-per-node=4 main.py --config configs/countdown-qwen2.5-3b.yaml
     python main.py training.num_steps=5 training.learning_rate=1e-4     # any key, on one process
 
-A step of the algorithm (`take_step`):
+One step of the algorithm (`run_training` is the loop):
 
-    1. take N questions and sample n completions of each: the groups
+    1. take N questions and sample G completions of each: the groups
     2. score every completion with a rule: the reward
     3. grpo: advantage = reward - mean reward of its group (GRPO, arXiv:2402.03300, without the
        division by the standard deviation: Dr. GRPO, arXiv:2503.20783)
@@ -17,52 +17,264 @@ A step of the algorithm (`take_step`):
 There is no critic and, with one update per batch, no ratio and no clipping. A penalty for moving
 away from the model that the run began with (`training.kl_coef`) is off unless asked for.
 
-Shapes: N questions, G (or n) completions each, B rows, P longest prompt, T completion tokens, V
+This file is all of training and generation. What it rests on is in engine/, one idea a file; the
+default task is countdown.py; config.yaml explains the settings.
+
+Shapes: N questions, G completions each, B rows, P longest prompt, T completion tokens, V
 vocabulary. Masks are bool, True = keep.
 """
 
 import contextlib
-import errno
 import functools
 import math
-import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging as transformers_logging
 
-from chat import answer_lines, open_console
-from checkpoint import SaveOnExit
-from config import Config, ConfigError, check_world, load_config
-from data import TASKS, completion_text, encode_prompts, reward_parts
-from distributed import World, no_sync, questions_per_rank
-from evaluation import (
-    Evaluation,
-    open_folder,
-    prepare_evaluation,
-    save_results,
-    single_answer_metrics,
+from engine.calculator import Calculator
+from engine.config import (
+    Config,
+    check_world,
+    differences,
+    load_config,
+    load_task,
+    run_name,
+    truncates,
 )
-from export import ExportError, export
-from logger import Logger
-from metrics import Clock, peak_memory_gb, reduce_means, solve_rates
-from optimizer import learning_rate_at, set_learning_rate
-from policy import Policy
-from run import (
+from engine.data import QuestionStream, completion_text, encode_prompts, load_questions
+from engine.distributed import World, init_world, settle_ddp_buckets
+from engine.export import export
+from engine.head import CompletionScorer, supports_chunked_head
+from engine.metrics import (
+    Clock,
+    majority_sample,
+    peak_memory_gb,
+    reduce_means,
+    single_rate,
+    solve_rates,
+)
+from engine.model import (
+    Policy,
+    choose_backend,
+    choose_compute_dtype,
+    load_model_and_tokenizer,
+    make_reference,
+    make_sampler,
+)
+from engine.optimizer import learning_rate_at, make_optimizer, set_learning_rate
+from engine.run import (
     Run,
-    open_logger,
-    open_session,
-    prepare_run,
+    check_room,
+    crashes_name_the_fix,
+    finish,
+    mistakes_cost_one_line,
+    open_files,
+    resume,
     save_best,
-    save_state,
-    show_curves,
-    summary,
+    save_checkpoint,
+    save_evaluation,
+    stop,
 )
-from sampler import Completion, left_pad, right_pad, sample_completions, seeded
+from engine.sampler import (
+    Completion,
+    RecordingProcessor,
+    SamplingParams,
+    Seed,
+    decode_grouped,
+    left_pad,
+    right_pad,
+    sample_in_batches,
+    seeded,
+)
+from logger import Logger
+
+
+def main() -> None:
+    """Do what the command line asks for; a user's mistake costs one line and exit status 2."""
+    with mistakes_cost_one_line():
+        run = load_run(load_config(sys.argv[1:]))
+    with crashes_name_the_fix(run.folder):
+        exit_status = run_training(run) if run.config.mode == "train" else run_evaluation(run)
+        run.policy.scorer = None  # frees DDP, which must not outlive the process group
+        run.world.leave()
+        if run.config.mode == "train" and exit_status == 0:
+            export(run)  # what the config asks to be made of best/
+    sys.exit(exit_status)
+
+
+def load_run(config: Config) -> Run:
+    """Load what the config names on this rank; a run that was interrupted is resumed.
+
+    Raises ValueError or OSError, one line with the fix, where something cannot be used.
+    """
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    is_training = config.mode == "train"
+    world, notes = init_world()  # which of torchrun's ranks this is, and its device
+    check_world(config, world.size)
+    logger = Logger(rank=world.rank, do_mlflow=config.logging.mlflow and is_training)
+    for line in [*notes, *differences(config)]:
+        logger.info(line)
+    policy, task = load_policy(config, world, logger), load_task(config.task.name)
+    questions = load_questions(
+        task,
+        config,
+        tokenizer=policy.tokenizer,
+        context=policy.context_length,
+        log=logger.info,
+    )
+    num_validation = len(questions["validation"])
+    if num_validation < world.size:
+        raise ValueError(f"{num_validation} validation questions for {world.size} ranks")
+    folder = Path(config.run.dir) / run_name(config)
+    run = Run(config, world, logger, folder, task, policy, questions["validation"])
+    if is_training:
+        run.train_questions = QuestionStream(questions["training"], config.training.seed)
+        run.optimizer = make_optimizer(policy.model, config)
+        check_room(run)
+        resume(run)
+        settle_ddp_buckets(policy.scorer, world.device)
+        open_files(run)
+    return run
+
+
+def load_policy(config: Config, world: World, logger: Logger) -> Policy:
+    """The model on this rank's device: one that is trained and scores, and one that samples.
+
+    The trained weights are fp32 and their arithmetic is bf16 on a GPU (`compute_dtype`), fp32 on a
+    CPU. On a GPU a bf16 copy samples, refreshed after each optimizer step.
+    """
+    training, sampling, device = config.training, config.sampling, world.device
+    compute_dtype = choose_compute_dtype(config.model.compute_dtype, device)
+    model, tokenizer, eos_ids = load_model_and_tokenizer(
+        config, device=device, compute_dtype=compute_dtype, log=logger.info
+    )
+    sampler = make_sampler(model, compute_dtype)
+    scorer = reference = None
+    if config.mode == "train":
+        chunked = supports_chunked_head(model)
+        if not chunked:
+            logger.info(
+                "this model's logits are more than head(hidden): the update holds all at once"
+            )
+        scorer = CompletionScorer(model, compute_dtype, chunked=chunked)
+        if training.kl_coef > 0:  # before a checkpoint is loaded: the reference stays model.name
+            reference = make_reference(config, scorer, in_bf16=sampler is not model)
+        if world.size > 1:
+            # Each rank has the whole model; DDP averages their gradients in the backward pass.
+            device_ids = [device.index] if device.type == "cuda" else None
+            scorer = DistributedDataParallel(scorer, device_ids, gradient_as_bucket_view=True)
+        if truncates(sampling):
+            logger.info(
+                "sampling.top_p or top_k is on: completions are drawn from a truncated "
+                "distribution, but scored under the whole one, so the gradient is biased"
+            )
+    params = SamplingParams(
+        max_new_tokens=training.max_new_gen_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        eos_ids=eos_ids,
+        pad_id=tokenizer.pad_token_id,
+        calculator=Calculator(tokenizer) if sampling.calculator else None,
+    )
+    policy = Policy(model, scorer, sampler, tokenizer, params, sampling.backend, reference)
+    with policy.autocast():
+        can_capture = params.calculator is None
+        policy.backend = choose_backend(
+            sampling.backend, sampler, logger.info, can_capture=can_capture
+        )
+    return policy
+
+
+# The run
+
+TRAINING, VALIDATION = 0, 1  # first word of a seed: the random numbers of the two never meet
+
+
+def run_training(run: Run) -> int:
+    """The whole algorithm, in one loop; returns the exit status.
+
+    A step's row of metrics waits in `state.row` for the evaluation that may belong to it. A signal
+    between the two leaves the evaluation to the resumed run.
+    """
+    config, world, state, logger = run.config, run.world, run.state, run.logger
+    training = config.training
+    questions_per_rank = config.questions_per_rank(world.size)
+    questions_per_step = questions_per_rank * world.size
+    world.catch_signals()  # SIGTERM and SIGINT set world.should_stop, on all ranks at once
+    while True:
+        if state.row is not None:
+            # Evaluate at the start, every so many steps and at the end; keep the best model.
+            measured = {}
+            if state.step % config.validation.every == 0 or run.is_over:
+                measured, samples = evaluate(run)
+                logger.print_evaluation(f"evaluation at step {state.step}", measured, samples)
+                logger.log_samples(state.step, samples)
+                state.note_evaluation(measured)
+                is_best = state.best is None or state.last > state.best
+                if is_best and save_best(run, measured):
+                    state.best, state.best_step = state.last, state.step
+            # Record, then save: a checkpoint never knows a step that the files lack.
+            logger.log_metrics(state.step, state.row | measured)
+            state.row = None
+            is_due = state.step > 0 and state.step % config.checkpoint.every == 0
+            if run.is_over or is_due:
+                save_checkpoint(run)
+        if run.is_over or world.should_stop:
+            break
+        if state.skipped_in_a_row >= training.max_skipped_steps:
+            raise FloatingPointError(
+                f"loss or gradient not finite in {state.skipped_in_a_row} steps in a row: lower "
+                f"training.learning_rate; the best model is in {run.folder / 'best'}"
+            )
+
+        clock = Clock()
+        with clock("step"):
+            # Sample and score: each rank takes its slice of the next questions of the stream.
+            first = state.position + world.rank * questions_per_rank
+            positions = range(first, first + questions_per_rank)
+            seeds = [(TRAINING, training.seed, position) for position in positions]
+            groups = sample_trajectories(
+                run,
+                [run.train_questions[position] for position in positions],
+                seeds,
+                num_samples=training.group_size,
+                temperature=config.sampling.temperature,
+                clock=clock,
+                description="rollout",
+            )
+            # Compare the completions of each group, then update.
+            rewards = assign_advantages(groups, config)  # (N, G)
+            learning_rate = learning_rate_at(state.step + 1, config)
+            set_learning_rate(run.optimizer, learning_rate)
+            # LoRA dropout is the only randomness here; its seed lets a resumed run repeat it.
+            with clock("update"), seeded(seeds, world.device):
+                metrics, sums, is_skipped = update_policy(run, groups)
+        metrics |= reduce_means(rollout_sums(groups, rewards) | sums, world)
+        metrics |= {"train/lr": learning_rate} | clock.read()
+        num_tokens = metrics["train/completion_tokens"] * questions_per_step * training.group_size
+        metrics["perf/tokens_per_s"] = num_tokens / metrics["time/step_s"]
+        metrics["perf/peak_memory_gb"] = peak_memory_gb(world.device)
+        new_signs = state.advance(metrics, num_questions=questions_per_step, is_skipped=is_skipped)
+        logger.print_step(state.step, training.num_steps, state.row)
+        for sign in new_signs:
+            logger.warning(f"the model may be collapsing: {sign} (mean of the last steps)")
+        if world.should_stop:
+            break
+    if not run.is_over or state.row is not None:
+        return stop(run)
+    finish(run)
+    return 0
+
 
 # Rollouts
 
@@ -84,51 +296,123 @@ class Trajectory:
         return self.reward_parts["answer"] == 1.0 and not self.completion.is_broken
 
 
-TRAINING, VALIDATION = 0, 1  # first word of a seed: random numbers of the two never meet
-
-
 def sample_trajectories(
-    policy: Policy,
+    run: Run,
     examples: list[dict],
-    seeds: list[tuple[int, ...]],
+    seeds: list[Seed],
     *,
     num_samples: int,
     temperature: float,
-    config: Config,
-    logger: Logger,
     clock: Clock,
     description: str,
 ) -> list[list[Trajectory]]:
-    """Sample and score a group of completions for each question, with randomness from its seed."""
-    tokenizer = policy.tokenizer
-    prompts = encode_prompts(examples, config=config, tokenizer=tokenizer)
-    params = replace(policy.params, temperature=temperature)
+    """Sample and score a group of completions for each question.
+
+    The random numbers of a question follow from its seed alone, whatever the batch that it is in,
+    the rank, or what was sampled before.
+    """
+    policy = run.policy
+    prompts = encode_prompts(
+        examples, task=run.task, options=run.config.task, tokenizer=policy.tokenizer
+    )
+    decode = {
+        "generate": decode_with_generate,  # below: transformers' own loop
+        "grouped": decode_grouped,  # reads each prompt once, drops rows as they end
+        "captured": functools.partial(decode_grouped, capture=True),  # the same in CUDA graphs
+    }[policy.backend]
     policy.sampler.eval()
-    num_rows = len(seeds) * num_samples
+    num_rows = len(examples) * num_samples
     with (
         clock("rollout"),
         policy.autocast(),
-        logger.progress(num_rows, description, "seq") as bar,
+        run.logger.progress(num_rows, description, "seq") as bar,
     ):
-        groups = sample_completions(
+        groups = sample_in_batches(
             policy.sampler,
             prompts,
             seeds,
+            decode=decode,
             num_samples=num_samples,
-            params=params,
-            backend=policy.backend,
-            max_batch_tokens=policy.max_batch_tokens,
+            params=replace(policy.params, temperature=temperature),
+            max_batch_tokens=run.config.sampling.max_batch_tokens,
             on_progress=bar.update,
         )
     with clock("reward"):
-        weights, trajectories = config.task.reward_weights, []
-        for example, prompt_ids, group in zip(examples, prompts, groups, strict=True):
-            texts = [completion_text(completion, tokenizer) for completion in group]
-            parts = reward_parts(group, texts, example, config)
-            rewards = [sum(weights[name] * part[name] for name in weights) for part in parts]
-            fields = zip(group, texts, parts, rewards, strict=True)
-            trajectories.append([Trajectory(prompt_ids, *values) for values in fields])
+        return [
+            score_group(run, example, prompt_ids, group)
+            for example, prompt_ids, group in zip(examples, prompts, groups, strict=True)
+        ]
+
+
+def score_group(
+    run: Run, example: dict, prompt_ids: list[int], group: list[Completion]
+) -> list[Trajectory]:
+    """The completions of one question as text, with what the task's rule pays for them."""
+    options, trajectories = run.config.task, []
+    for completion in group:
+        text = completion_text(completion, run.policy.tokenizer)
+        num_tokens = len(completion.token_ids)
+        parts = run.task.reward_function(text, example, options=options, num_tokens=num_tokens)
+        reward = sum(weight * parts[name] for name, weight in options.reward_weights.items())
+        trajectories.append(Trajectory(prompt_ids, completion, text, parts, reward))
     return trajectories
+
+
+def get_generation_config(params: SamplingParams, *, num_samples: int) -> GenerationConfig:
+    """A fresh generation config: nothing of the hub's leaks into sampling.
+
+    Every field that could change the distribution is set, since transformers fills a field left
+    None from the model's own generation config.
+    """
+    return GenerationConfig(
+        do_sample=params.temperature > 0,
+        max_new_tokens=params.max_new_tokens,
+        temperature=params.temperature or 1.0,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=0.0,
+        typical_p=1.0,
+        epsilon_cutoff=0.0,
+        eta_cutoff=0.0,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        num_beams=1,
+        num_return_sequences=num_samples,
+        eos_token_id=list(params.eos_ids),
+        pad_token_id=params.pad_id,
+    )
+
+
+@torch.no_grad()
+def decode_with_generate(
+    model: nn.Module,
+    prompts: list[list[int]],
+    seeds: list[Seed],
+    *,
+    num_samples: int,
+    params: SamplingParams,
+    on_progress: Callable[[int], None],
+    streamer: BaseStreamer | None = None,
+) -> list[Completion]:
+    """The plain path: completions (N * G, question by question) by `model.generate`, for any model.
+
+    The recorder takes down each sampled token's log-probability under softmax(logits /
+    temperature), and puts in the calculator's tokens. `streamer` gets tokens as they come.
+    """
+    prompt_ids, prompt_mask = left_pad(prompts, params.pad_id, model.device)  # (N, P)
+    num_rows = len(prompts) * num_samples
+    recorder = RecordingProcessor(num_rows, params, model.device)
+    with seeded(seeds, model.device):
+        sequences = model.generate(
+            prompt_ids,
+            attention_mask=prompt_mask,
+            generation_config=get_generation_config(params, num_samples=num_samples),
+            logits_processor=LogitsProcessorList([recorder]),
+            streamer=streamer,
+        )  # (N * G, P + T)
+    recorder.take(sequences)
+    on_progress(num_rows)
+    return recorder.completions()
 
 
 # The learning signal: pure functions of tensors
@@ -155,24 +439,6 @@ def k_best_mask(rewards: torch.Tensor, *, k: int) -> torch.Tensor:
 def is_equal_group(rewards: torch.Tensor) -> torch.Tensor:
     """True for the groups (N,) of rewards (N, G) in which no completion is better than another."""
     return rewards.amax(dim=1) == rewards.amin(dim=1)  # exact: a mean or std of equals may round
-
-
-def assign_advantages(groups: list[list[Trajectory]], config: Config) -> torch.Tensor:
-    """Set each trajectory's advantage and whether it is in the batch; returns rewards (N, n)."""
-    training = config.training
-    rewards = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
-    if training.learning_type == "grpo":
-        in_batch = torch.ones_like(rewards, dtype=torch.bool)
-        advantages = grpo_advantages(rewards, divide_by_std=training.advantage == "zscore")
-    else:
-        in_batch = k_best_mask(rewards, k=training.k_best_of_n[0])
-        # any k of a group of equals would do, so imitating them teaches nothing on average
-        advantages = (in_batch & ~is_equal_group(rewards)[:, None]).double()
-    for i, group in enumerate(groups):
-        for j, trajectory in enumerate(group):
-            trajectory.advantage = advantages[i, j].item()
-            trajectory.in_batch = bool(in_batch[i, j])
-    return rewards
 
 
 def token_weights(
@@ -247,6 +513,24 @@ def truncated_importance(
     return (log_probs - sampler_log_probs).exp().clamp(max=clip)
 
 
+def assign_advantages(groups: list[list[Trajectory]], config: Config) -> torch.Tensor:
+    """Set each trajectory's advantage and whether it is in the batch; returns rewards (N, n)."""
+    training = config.training
+    rewards = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
+    if training.learning_type == "grpo":
+        in_batch = torch.ones_like(rewards, dtype=torch.bool)
+        advantages = grpo_advantages(rewards, divide_by_std=training.advantage == "zscore")
+    else:
+        in_batch = k_best_mask(rewards, k=training.k_best_of_n[0])
+        # any k of a group of equals would do, so imitating them teaches nothing on average
+        advantages = (in_batch & ~is_equal_group(rewards)[:, None]).double()
+    for i, group in enumerate(groups):
+        for j, trajectory in enumerate(group):
+            trajectory.advantage = advantages[i, j].item()
+            trajectory.in_batch = bool(in_batch[i, j])
+    return rewards
+
+
 # The update
 
 
@@ -262,47 +546,6 @@ class MicroBatch:
     sampler_log_probs: torch.Tensor  # (B, T)
     old_log_probs: torch.Tensor | None = None  # (B, T), set by the first of several iterations
     ref_log_probs: torch.Tensor | None = None  # (B, T), set by the first if there is a KL penalty
-
-
-def update_policy(
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    groups: list[list[Trajectory]],
-    *,
-    config: Config,
-    world: World,
-    logger: Logger,
-    before_change: Callable[[], None] = lambda: None,
-) -> tuple[dict[str, float], dict[str, tuple[float, float]], bool]:
-    """One step's update; returns metrics, more as (sum, count) of this rank, and if it was skipped.
-
-    `before_change` is called when the gradient is there and the weights are about to change.
-
-    A step is skipped if its loss, its gradient or the logits it was sampled from are not finite. If
-    there is no lesson on any rank nothing is updated: AdamW would move the weights even with a
-    gradient of 0.
-    """
-    training, sums = config.training, UpdateSums()
-    num_broken = sum(t.completion.is_broken for group in groups for t in group)
-    is_skipped = world.sum([num_broken]).item() > 0
-    micro_batches = [] if is_skipped else make_micro_batches(groups, policy, config, world)
-    if not micro_batches:
-        return {}, {}, is_skipped
-    with logger.progress(len(micro_batches) * training.num_iterations, "update", "batch") as bar:
-        for _ in range(training.num_iterations):
-            optimizer.zero_grad()
-            loss = compute_gradient(policy, micro_batches, config, sums, bar.update)
-            grad_norm = nn.utils.clip_grad_norm_(policy.model.parameters(), training.max_grad_norm)
-            loss = world.sum([loss / world.size]).item()  # undoes the factor in the weights
-            metrics = {"train/loss": loss, "train/grad_norm": grad_norm.item()}
-            is_skipped = not all(math.isfinite(value) for value in metrics.values())
-            if is_skipped:
-                break
-            before_change()
-            optimizer.step()
-    optimizer.zero_grad()
-    policy.refresh_sampler()
-    return metrics, sums.as_metrics(), is_skipped
 
 
 @dataclass
@@ -324,29 +567,51 @@ class UpdateSums:
         }
 
 
-def compute_gradient(
-    policy: Policy,
-    micro_batches: list[MicroBatch],
-    config: Config,
-    sums: UpdateSums,
-    on_progress: Callable[[int], None],
-) -> float:
-    """Add up the micro-batches' gradients, at the last over the ranks too; returns the loss."""
+def update_policy(
+    run: Run, groups: list[list[Trajectory]]
+) -> tuple[dict[str, float], dict[str, tuple[float, float]], bool]:
+    """One step's update; returns metrics, more as (sum, count) of this rank, and if it was skipped.
+
+    A step is skipped if its loss, its gradient or the logits it was sampled from are not finite. If
+    there is no lesson on any rank nothing is updated: AdamW would move the weights even with a
+    gradient of 0.
+    """
+    training, world, policy, optimizer = run.config.training, run.world, run.policy, run.optimizer
+    num_broken = sum(t.completion.is_broken for group in groups for t in group)
+    is_skipped = world.sum([num_broken]).item() > 0
+    micro_batches = [] if is_skipped else make_micro_batches(run, groups)
+    if not micro_batches:
+        return {}, {}, is_skipped
     policy.model.train()
-    loss = 0.0
-    for micro_batch in micro_batches:
-        is_last = micro_batch is micro_batches[-1]
-        with contextlib.nullcontext() if is_last else no_sync(policy.scorer):
-            loss += accumulate_gradient(policy, micro_batch, config, sums)
-        on_progress(1)
-    return loss
+    sums, num_passes = UpdateSums(), len(micro_batches) * training.num_iterations
+    with run.logger.progress(num_passes, "update", "batch") as bar:
+        for _ in range(training.num_iterations):
+            optimizer.zero_grad()
+            loss = 0.0
+            for micro_batch in micro_batches:
+                # DDP sums gradients over the ranks in backward(); once, at the last micro-batch,
+                # is enough, since gradients add up on each rank until then.
+                is_last = micro_batch is micro_batches[-1]
+                alone = world.size == 1 or is_last
+                with contextlib.nullcontext() if alone else policy.scorer.no_sync():
+                    loss += accumulate_gradient(run, micro_batch, sums)
+                bar.update(1)
+            grad_norm = nn.utils.clip_grad_norm_(policy.model.parameters(), training.max_grad_norm)
+            # The weights carry world.size because DDP averages over the ranks.
+            loss = world.sum([loss / world.size]).item()
+            metrics = {"train/loss": loss, "train/grad_norm": grad_norm.item()}
+            is_skipped = not all(math.isfinite(value) for value in metrics.values())
+            if is_skipped:
+                break
+            optimizer.step()
+    optimizer.zero_grad()
+    policy.refresh_sampler()
+    return metrics, sums.as_metrics(), is_skipped
 
 
-def accumulate_gradient(
-    policy: Policy, batch: MicroBatch, config: Config, sums: UpdateSums
-) -> float:
+def accumulate_gradient(run: Run, batch: MicroBatch, sums: UpdateSums) -> float:
     """Add one micro-batch's gradient to the weights'; returns its loss."""
-    training = config.training
+    training, policy = run.config.training, run.policy
     eps, eps_high = training.clip_eps, training.clip_eps_high or training.clip_eps
     log_probs = score(policy.scorer, batch, policy.params.temperature)  # (B, T)
     if training.tis_clip is not None and batch.old_log_probs is None:
@@ -359,7 +624,7 @@ def accumulate_gradient(
         old_log_probs=batch.old_log_probs,
         clip_eps=eps,
         clip_eps_high=eps_high,
-    )
+    )  # (B, T)
     if training.kl_coef > 0:
         token_loss = token_loss + training.kl_coef * kl_to_reference(policy, batch, log_probs, sums)
     loss = (batch.weights * token_loss).sum()
@@ -395,19 +660,17 @@ def kl_to_reference(
 
 
 def score(scorer: nn.Module, batch: MicroBatch, temperature: float) -> torch.Tensor:
-    """log pi of the batch's completions, (B, T)."""
+    """log pi of the batch's completions at the temperature that sampled them, (B, T)."""
     num_tokens = batch.completion_mask.shape[1]
     return scorer(batch.input_ids, batch.mask, num_tokens=num_tokens, temperature=temperature)
 
 
-def make_micro_batches(
-    groups: list[list[Trajectory]], policy: Policy, config: Config, world: World
-) -> list[MicroBatch]:
+def make_micro_batches(run: Run, groups: list[list[Trajectory]]) -> list[MicroBatch]:
     """The rows of this rank that teach something; empty where there are none on any rank.
 
     Without a KL penalty rows whose advantage is 0 have no gradient: they are counted and left out.
     """
-    training = config.training
+    training, world = run.config.training, run.world
     batch = [t for group in groups for t in group if t.in_batch]
     rows = [t for t in batch if t.advantage != 0.0 or training.kl_coef > 0]
     if training.skip_truncated:
@@ -416,11 +679,11 @@ def make_micro_batches(
     num_rows, num_tokens, num_trainable = world.sum(counts).tolist()
     if num_trainable == 0:
         return []
-    is_idle = not rows  # the other ranks wait for this one's gradient
+    is_idle = not rows  # the other ranks wait for this one's gradient: one row of weight 0
     if is_idle:
         rows = [replace(batch[0], advantage=0.0)]
     micro_batches = [
-        make_micro_batch(some, policy, config, world, num_rows=num_rows, num_tokens=num_tokens)
+        make_micro_batch(some, run, num_rows=num_rows, num_tokens=num_tokens)
         for some in pack_rows(rows, training.micro_batch_tokens)
     ]
     if is_idle:
@@ -444,18 +707,12 @@ def pack_rows(rows: list[Trajectory], max_tokens: int) -> Iterator[list[Trajecto
 
 
 def make_micro_batch(
-    rows: list[Trajectory],
-    policy: Policy,
-    config: Config,
-    world: World,
-    *,
-    num_rows: float,
-    num_tokens: float,
+    rows: list[Trajectory], run: Run, *, num_rows: float, num_tokens: float
 ) -> MicroBatch:
     """Tensors on this rank's device; the counts are those of the whole batch over all ranks."""
-    training, device, pad_id = config.training, world.device, policy.params.pad_id
+    training, world, pad_id = run.config.training, run.world, run.policy.params.pad_id
+    device, completions = world.device, [t.completion for t in rows]
     prompt_ids, prompt_mask = left_pad([t.prompt_ids for t in rows], pad_id, device)  # (B, P)
-    completions = [t.completion for t in rows]
     completion_ids = right_pad([c.token_ids for c in completions], pad_id).to(device)  # (B, T)
     lengths = torch.tensor([len(c.token_ids) for c in completions], device=device)
     columns = torch.arange(completion_ids.shape[1], device=device)
@@ -479,13 +736,10 @@ def make_micro_batch(
     )
 
 
-# Metrics: sums and counts over all ranks, then one division; never a mean of rank means
-
-
 def rollout_sums(
     groups: list[list[Trajectory]], rewards: torch.Tensor
 ) -> dict[str, tuple[float, float]]:
-    """What this rank's rollouts show, as (sum, count)."""
+    """What this rank's rollouts show, as (sum, count): summed over the ranks, then divided."""
     rows = [t for group in groups for t in group]
     batch = [t for t in rows if t.in_batch]
     num_tokens = sum(len(t.completion.token_ids) for t in rows)
@@ -510,281 +764,113 @@ def rollout_sums(
 # Evaluation
 
 
-def evaluate(
-    policy: Policy, questions: list[dict], *, config: Config, world: World, logger: Logger
-) -> tuple[dict[str, float], list[dict]]:
+def evaluate(run: Run) -> tuple[dict[str, float], list[dict]]:
     """Metrics over all validation questions, each answered on one rank, and the first samples."""
-    groups = answer_questions(
-        policy,
-        questions,
-        num_samples=config.validation.best_of_n,
-        temperature=config.validation.temperature,
-        config=config,
-        world=world,
-        logger=logger,
-    )
-    metrics = group_metrics(groups, num_questions=len(questions), config=config, world=world)
-    return metrics, describe_first(groups, policy, config)
+    validation, clock = run.config.validation, Clock()
+    with clock("eval"):
+        groups = answer_questions(
+            run, num_samples=validation.best_of_n, temperature=validation.temperature
+        )
+        metrics = group_metrics(run, groups)
+    return metrics | clock.read(), first_samples(run, groups)
 
 
-def answer_questions(
-    policy: Policy,
-    questions: list[dict],
-    *,
-    num_samples: int,
-    temperature: float,
-    config: Config,
-    world: World,
-    logger: Logger,
-) -> list[list[Trajectory]]:
+def answer_questions(run: Run, *, num_samples: int, temperature: float) -> list[list[Trajectory]]:
     """Completions of this rank's share of the validation questions: rank, rank + size and so on.
 
     Every question has its own fixed randomness, so evaluating changes nothing in training, and two
     evaluations differ by the policy alone.
     """
-    mine = range(world.rank, len(questions), world.size)
+    mine = range(run.world.rank, len(run.validation_questions), run.world.size)
     return sample_trajectories(
-        policy,
-        [questions[i] for i in mine],
+        run,
+        [run.validation_questions[i] for i in mine],
         [(VALIDATION, i) for i in mine],
         num_samples=num_samples,
         temperature=temperature,
-        config=config,
-        logger=logger,
         clock=Clock(),
         description="evaluation" if temperature > 0 else "greedy",
     )
 
 
-def group_metrics(
-    groups: list[list[Trajectory]], *, num_questions: int, config: Config, world: World
-) -> dict[str, float]:
+def group_metrics(run: Run, groups: list[list[Trajectory]]) -> dict[str, float]:
     """pass@k, lengths and truncated share over all questions, from this rank's groups."""
-    validation = config.validation
+    validation, num_questions = run.config.validation, len(run.validation_questions)
     solved = [[t.is_solved for t in group] for group in groups]
-    solved = world.gather_rows(solved, shape=(num_questions, validation.best_of_n))
+    solved = run.world.gather_rows(solved, shape=(num_questions, validation.best_of_n))
     rows = [t for group in groups for t in group]
     lengths = {
         "eval/completion_tokens": (sum(len(t.completion.token_ids) for t in rows), len(rows)),
         "eval/truncated_frac": (sum(t.completion.truncated for t in rows), len(rows)),
     }
-    return solve_rates(solved, validation.pass_k) | reduce_means(lengths, world)
+    return solve_rates(solved, validation.pass_k) | reduce_means(lengths, run.world)
 
 
-def describe_first(groups: list[list[Trajectory]], policy: Policy, config: Config) -> list[dict]:
-    """The first completion of some questions, as the log shows them."""
-    return [describe(group[0], policy) for group in groups[: config.logging.samples]]
+def first_samples(run: Run, groups: list[list[Trajectory]]) -> list[dict]:
+    """The first completion of some questions, as samples.jsonl keeps them."""
+    return [
+        {
+            "prompt": run.policy.tokenizer.decode(trajectory.prompt_ids),
+            "completion": trajectory.text,
+            "reward": trajectory.reward,
+            "reward_parts": trajectory.reward_parts,
+            "truncated": trajectory.completion.truncated,
+        }
+        for trajectory, *_ in groups[: run.config.logging.samples]
+    ]
 
 
-def describe(trajectory: Trajectory, policy: Policy) -> dict:
-    """A sample as samples.jsonl keeps it."""
-    return {
-        "prompt": policy.tokenizer.decode(trajectory.prompt_ids),
-        "completion": trajectory.text,
-        "reward": trajectory.reward,
-        "reward_parts": trajectory.reward_parts,
-        "truncated": trajectory.completion.truncated,
-    }
-
-
-# The run
-
-
-def run_training(run: Run, logger: Logger) -> None:
-    """The whole algorithm: sample, score, compare, learn; measure and save now and then."""
-    state = run.state
-    save = functools.partial(save_state, run)
-    with SaveOnExit(save, is_main=run.world.is_main) as guard:
-        while True:
-            if not state.is_recorded:
-                measured, samples = evaluate_if_due(run, logger)
-                guard.begin_change()
-                record(run, measured, samples, logger)
-                guard.end_change()
-            if run.is_over:
-                break
-            stop_if_diverged(run)
-            take_step(run, logger, guard)
-    logger.info(summary(run))
-    show_curves(run, logger)
-    logger.close()
-
-
-def take_step(run: Run, logger: Logger, guard: SaveOnExit) -> None:
-    """Sample, score, compare, learn. The state then holds the step's metrics, to be recorded."""
-    config, state, clock = run.config, run.state, Clock()
-    with clock("step"):
-        examples, seeds = next_questions(run)
-        groups = sample_trajectories(
-            run.policy,
-            examples,
-            seeds,
-            num_samples=config.training.k_best_of_n[1],
-            temperature=config.sampling.temperature,
-            config=config,
-            logger=logger,
-            clock=clock,
-            description="rollout",
-        )
-        rewards = assign_advantages(groups, config)
-        learning_rate = learning_rate_at(state.step + 1, config)
-        set_learning_rate(run.optimizer, learning_rate)
-        with clock("update"), seeded(seeds, run.world.device):  # random is an adapter's dropout
-            metrics, sums, is_skipped = update_policy(
-                run.policy,
-                run.optimizer,
-                groups,
-                config=config,
-                world=run.world,
-                logger=logger,
-                before_change=guard.begin_change,
-            )
-    metrics |= reduce_means(rollout_sums(groups, rewards) | sums, run.world)
-    metrics |= {"train/lr": learning_rate} | speed(run, metrics, clock)
-
-    guard.begin_change()
-    num_questions = len(examples) * run.world.size
-    new_signs = state.advance(metrics, num_questions=num_questions, is_skipped=is_skipped)
-    guard.end_change()
-    logger.print_step(state.step, config.training.num_steps, state.row)
-    for sign in new_signs:
-        logger.warning(f"the model may be collapsing: {sign} (mean of the last steps)")
-
-
-def next_questions(run: Run) -> tuple[list[dict], list[tuple[int, ...]]]:
-    """This rank's slice of the next questions, and what names the randomness of each."""
-    per_rank = questions_per_rank(run.config, run.world.size)
-    first = run.state.position + run.world.rank * per_rank
-    positions = range(first, first + per_rank)
-    seeds = [(TRAINING, run.config.training.seed, position) for position in positions]
-    return [run.train_questions[position] for position in positions], seeds
-
-
-def speed(run: Run, metrics: dict[str, float], clock: Clock) -> dict[str, float]:
-    """How long the step's phases took on rank 0, tokens sampled per second, and memory held."""
-    times, num_ranks = clock.read(), run.world.size
-    num_questions = questions_per_rank(run.config, num_ranks) * num_ranks
-    num_rows = num_questions * run.config.training.k_best_of_n[1]
-    num_tokens = metrics["train/completion_tokens"] * num_rows
-    return times | {
-        "perf/tokens_per_s": num_tokens / times["time/step_s"],
-        "perf/peak_memory_gb": peak_memory_gb(run.world.device),
-    }
-
-
-def evaluate_if_due(run: Run, logger: Logger) -> tuple[dict[str, float], list[dict]]:
-    """Metrics and samples of an evaluation at the start, every so many steps and at the end."""
-    config, step = run.config, run.state.step
-    if step % config.validation.every != 0 and not run.is_over:
-        return {}, []
-    clock = Clock()
-    with clock("eval"):
-        metrics, samples = evaluate(
-            run.policy, run.validation_questions, config=config, world=run.world, logger=logger
-        )
-    return metrics | clock.read(), samples
-
-
-def record(run: Run, measured: dict[str, float], samples: list[dict], logger: Logger) -> None:
-    """Keep the best model, write the step's row, then save a checkpoint where one is due."""
-    config, state = run.config, run.state
-    if measured:
-        logger.print_evaluation(f"evaluation at step {state.step}", measured, samples)
-        logger.log_samples(state.step, samples)
-        state.last = measured["eval/pass@1"]
-        if state.step == 0:
-            state.first = state.last
-            state.first_interval = [measured[f"eval/pass@1_{end}"] for end in ("low", "high")]
-        is_best = state.best is None or state.last > state.best
-        if is_best and save_best(run, measured):
-            state.best, state.best_step = state.last, state.step
-    logger.log_metrics(state.step, state.row | measured)
-    state.row, state.is_recorded = {}, True
-    if run.is_over or (state.step > 0 and state.step % config.checkpoint.every == 0):
-        save_state(run)
-
-
-def stop_if_diverged(run: Run) -> None:
-    """Raise FloatingPointError after too many steps in a row that could not be taken."""
-    if run.state.skipped_in_a_row >= run.config.training.max_skipped_steps:
-        raise FloatingPointError(
-            f"loss or gradient not finite in {run.state.skipped_in_a_row} steps in a row: lower "
-            f"training.learning_rate; the best model is in {run.folder / 'best'}"
-        )
-
-
-def run_evaluation(evaluation: Evaluation, logger: Logger) -> None:
+def run_evaluation(run: Run) -> int:
     """Measure a model as it is: as training would, and by majority votes and greedy completions."""
-    config, world, questions = evaluation.config, evaluation.world, evaluation.questions
-    settings = {"config": config, "world": world, "logger": logger}
-    answer = functools.partial(answer_questions, evaluation.policy, questions, **settings)
-    clock, validation = Clock(), config.validation
+    validation, clock = run.config.validation, Clock()
     with clock("eval"):
-        groups = answer(num_samples=validation.best_of_n, temperature=validation.temperature)
-        greedy = answer(num_samples=1, temperature=0.0)
-    metrics = group_metrics(groups, num_questions=len(questions), config=config, world=world)
-    metrics |= single_answer_metrics(evaluation, groups, greedy) | clock.read()
-    samples = describe_first(groups, evaluation.policy, config)
-    logger.print_evaluation(f"evaluation of {config.model.name}", metrics, samples)
-    save_results(evaluation, metrics, samples)
-    logger.info(f"written to {evaluation.folder}")
+        groups = answer_questions(
+            run, num_samples=validation.best_of_n, temperature=validation.temperature
+        )
+        greedy = answer_questions(run, num_samples=1, temperature=0.0)
+    metrics = group_metrics(run, groups) | single_answer_metrics(run, groups, greedy) | clock.read()
+    samples = first_samples(run, groups)
+    run.logger.print_evaluation(f"evaluation of {run.config.model.name}", metrics, samples)
+    save_evaluation(run, metrics, samples)
+    return 0
 
 
-MODES = {  # what each loads and checks, which files it opens, what it does
-    "train": (prepare_run, open_logger, run_training),
-    "evaluate": (prepare_evaluation, open_folder, run_evaluation),
-    "sample": (open_session, open_console, answer_lines),
-}
+def single_answer_metrics(
+    run: Run, groups: list[list[Trajectory]], greedy: list[list[Trajectory]]
+) -> dict[str, float]:
+    """Rates of one answer per question, with Wilson's interval: what the group votes for, greedy.
+
+    Where the task has `is_lenient_solved`, a reading that forgives the form, it stands beside the
+    strict one. `groups` and `greedy` are those of this rank's questions.
+    """
+    task, world, questions = run.task, run.world, run.validation_questions
+    mine = questions[world.rank :: world.size]
+    answers = [trajectory for (trajectory,) in greedy]
+    solved = {
+        "majority": [is_majority_solved(run, *pair) for pair in zip(groups, mine, strict=True)],
+        "greedy": [t.is_solved for t in answers],
+    }
+    if hasattr(task, "is_lenient_solved"):
+        solved["strict"] = solved["greedy"]
+        solved["lenient"] = [
+            not t.completion.is_broken
+            and task.is_lenient_solved(t.text, example, options=run.config.task)
+            for t, example in zip(answers, mine, strict=True)
+        ]
+    rows = list(zip(*solved.values(), strict=True))
+    table = world.gather_rows(rows, shape=(len(questions), len(solved)))
+    metrics = {}
+    for name, column in zip(solved, table.T, strict=True):
+        metrics |= single_rate(name, column)
+    return metrics
 
 
-def main() -> None:
-    """Do what the command line asks for; a user's mistake is one line and status 2."""
-    try:
-        config = load_config(sys.argv[1:], tasks=TASKS)
-        check_world(config, int(os.environ.get("WORLD_SIZE", 1)))
-        prepare, open_files, do = MODES[config.mode]
-        run = prepare(config)
-        logger = open_files(run)
-    except (ValueError, OSError) as error:
-        tell_once(error)
-        sys.exit(2)
-    try:
-        do(run, logger)
-        if run.world.size > 1:
-            dist.destroy_process_group()
-        if config.mode == "train":
-            export(run)
-    except ExportError as error:
-        tell_once(error)
-        sys.exit(2)
-    except torch.OutOfMemoryError as error:
-        raise RuntimeError(
-            "out of GPU memory: lower sampling.max_batch_tokens if it was sampling, else "
-            "training.micro_batch_tokens, or set model.gradient_checkpointing=true"
-        ) from error
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise RuntimeError(
-            f"{run.folder}: the disk is full: free some space and give the same command again, it "
-            "goes on from the last checkpoint"
-        ) from error
-
-
-def tell_once(error: ValueError | OSError) -> None:
-    """Print a user's mistake on one rank, and not again at a restart."""
-    is_config = isinstance(error, ConfigError)
-    rank, restarts = (
-        int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
-    )
-    if restarts > 0:
-        return
-    if rank > 0:  # torchrun ends all ranks with the first one: rank 0 speaks and ends before
-        time.sleep(3)
-        if is_config:
-            return
-    lines = error.lines if is_config else [str(error)]
-    print("\n".join(f"error: {line}" for line in lines), file=sys.stderr)
+def is_majority_solved(run: Run, group: list[Trajectory], example: dict) -> bool:
+    """Whether the answer that most of the group's completions give solves the question."""
+    options = run.config.task
+    answers = [run.task.extract_answer(t.text, example, options=options) for t in group]
+    chosen = majority_sample(answers)
+    return chosen is not None and group[chosen].is_solved
 
 
 if __name__ == "__main__":

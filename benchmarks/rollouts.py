@@ -28,11 +28,13 @@ from torch import multiprocessing, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from config import load_config
-from countdown import load_examples
-from data import TASKS, encode_prompts
-from policy import choose_backend, load_policy
-from sampler import SamplingParams, get_generation_config, left_pad, sample_completions
+from engine.config import load_config, load_task
+from engine.data import encode_prompts
+from engine.distributed import World
+from engine.model import choose_backend
+from engine.sampler import SamplingParams, decode_grouped, left_pad, sample_in_batches
+from logger import Logger
+from main import get_generation_config, load_policy
 
 TINY = Path(__file__).parents[1] / "tiny"
 NO_EOS = (-1,)  # an id that no token has
@@ -62,13 +64,13 @@ class Workload:
         """Lengths of the completions, by our decode loop."""
         seeds = [(0, self.position + i) for i in range(len(self.prompts))]
         self.position += len(seeds)
-        groups = sample_completions(
+        groups = sample_in_batches(
             self.model,
             self.prompts,
             seeds,
+            decode=functools.partial(decode_grouped, capture=self.backend == "captured"),
             num_samples=self.num_samples,
             params=self.params,
-            backend=self.backend,
             max_batch_tokens=None if self.model.device.type == "cuda" else 2**20,
             on_progress=lambda n: None,
         )
@@ -121,10 +123,19 @@ def load_tiny(size: Size, device: torch.device) -> Workload:
     transformers_logging.disable_progress_bar()
     overrides = [f"model.name={TINY}", f"training.max_new_gen_tokens={size.max_new_tokens}"]
     overrides.append("model.compute_dtype=float32")
-    config = load_config(["--config", os.devnull, *overrides], tasks=TASKS)
-    policy = load_policy(config, device=device, num_ranks=1, say=lambda line: None)
-    questions = load_examples("generated", "train", num_examples=size.questions).to_list()
-    prompts = encode_prompts(questions, config=config, tokenizer=policy.tokenizer)
+    config = load_config(["--config", os.devnull, *overrides])
+    policy = load_policy(config, World(rank=0, size=1, device=device), Logger(rank=1))
+    task, options = load_task(config.task.name), config.task
+    questions = task.load_examples(
+        "generated",
+        "train",
+        options=options,
+        num_examples=size.questions,
+        seed=0,
+        held_out=True,
+        exclude=[],
+    )
+    prompts = encode_prompts(questions, task=task, options=options, tokenizer=policy.tokenizer)
     model = policy.sampler.eval()
     return Workload(model, prompts, policy.params, size.samples, policy.backend)
 
@@ -293,7 +304,7 @@ def random_model(shape: dict[str, int], device: torch.device) -> nn.Module:
 
 def random_workload(model: nn.Module, size: Size) -> Workload:
     """Prompts of random tokens, for completions that end as `end_rates` says."""
-    backend = choose_backend("grouped", model, print)
+    backend = choose_backend("grouped", model, print, can_capture=True)
     rng = np.random.default_rng(0)
     prompts = rng.integers(2, model.config.vocab_size, (size.questions, PROMPT_TOKENS)).tolist()
     rates = end_rates(size.max_new_tokens).to(model.device)

@@ -12,6 +12,7 @@ change, so that their completions stay equally long.
 
 import argparse
 import copy
+import dataclasses
 import functools
 import os
 import statistics
@@ -23,22 +24,14 @@ from common import print_table, synchronize  # first: it finds the script's modu
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 
-from checkpoint import SaveOnExit
-from config import load_config, options_for
-from countdown import generate_prompt, reward_function
-from data import TASKS
+import main as program
+from countdown import Options, reward_function
+from engine.config import load_config
+from engine.data import render_prompts
+from engine.metrics import Clock, reduce_means
+from engine.run import Run
 from logger import Logger
-from main import (
-    Trajectory,
-    assign_advantages,
-    next_questions,
-    sample_trajectories,
-    take_step,
-    update_policy,
-)
-from metrics import Clock
-from policy import render_prompt
-from run import Run, prepare_run
+from main import Trajectory, assign_advantages, rollout_sums, sample_trajectories, update_policy
 
 try:
     from trl import GRPOConfig, GRPOTrainer
@@ -48,7 +41,6 @@ except ImportError as error:
 QUESTIONS, SAMPLES, MAX_NEW_TOKENS, LEARNING_RATE = 32, 16, 112, 1e-6
 ROWS = QUESTIONS * SAMPLES
 FORMAT_WEIGHT = 0.1
-QUIET = Logger(rank=1)
 
 
 def main() -> None:
@@ -66,7 +58,7 @@ def main() -> None:
 
 
 def load_run(folder: str, options: argparse.Namespace) -> Run:
-    """Our side: the default run with the sizes above."""
+    """Our side: the default run with the sizes above, silent from here on."""
     overrides = [
         f"run.dir={folder}",
         "model.compute_dtype=float32",
@@ -79,7 +71,9 @@ def load_run(folder: str, options: argparse.Namespace) -> Run:
         "training.warmup_steps=0",
         "validation.num_examples=1",
     ]
-    return prepare_run(load_config(["--config", os.devnull, *overrides], tasks=TASKS))
+    run = program.load_run(load_config(["--config", os.devnull, *overrides]))
+    run.logger = Logger(rank=1)
+    return run
 
 
 def make_trainer(run: Run, folder: str, options: argparse.Namespace, turns: "Turns") -> GRPOTrainer:
@@ -126,14 +120,16 @@ def make_trainer(run: Run, folder: str, options: argparse.Namespace, turns: "Tur
 
 
 def as_trl_row(example: dict, run: Run) -> dict:
-    messages = generate_prompt(example, **options_for(generate_prompt, run.config))
-    return example | {"prompt": render_prompt(messages, run.policy.tokenizer)}
+    (prompt,), _ = render_prompts(
+        [example], task=run.task, options=run.config.task, tokenizer=run.policy.tokenizer
+    )
+    return example | {"prompt": prompt}
 
 
 def reward(completions: list[str], nums: list, target: list, **others: object) -> list[float]:
     """The reward of our run, as TRL calls it."""
     parts = [
-        reward_function(text, {"nums": numbers, "target": goal})
+        reward_function(text, {"nums": numbers, "target": goal}, options=Options(), num_tokens=0)
         for text, numbers, goal in zip(completions, nums, target, strict=True)
     ]
     return [FORMAT_WEIGHT * part["format"] + part["answer"] for part in parts]
@@ -155,30 +151,29 @@ def check_gradient(run: Run, trainer: GRPOTrainer) -> None:
 
 def our_gradient(run: Run) -> tuple[torch.Tensor, list[list[Trajectory]]]:
     """The gradient that our update would step along, and the rollouts it is of."""
-    examples, seeds = next_questions(run)
-    groups = sample_trajectories(
-        run.policy,
-        examples,
-        seeds,
-        num_samples=SAMPLES,
-        temperature=run.config.sampling.temperature,
-        config=run.config,
-        logger=QUIET,
-        clock=Clock(),
-        description="",
-    )
+    groups = roll_out(run, Clock())
     assign_advantages(groups, run.config)
     gradients: list[torch.Tensor] = []
-    update_policy(
-        run.policy,
-        torch.optim.SGD(run.policy.model.parameters(), lr=0.0),
-        groups,
-        config=run.config,
-        world=run.world,
-        logger=QUIET,
-        before_change=lambda: gradients.append(flat_gradient(run.policy.model)),
+    optimizer = torch.optim.SGD(run.policy.model.parameters(), lr=0.0)
+    optimizer.register_step_pre_hook(
+        lambda *args: gradients.append(flat_gradient(run.policy.model))
     )
+    update_policy(dataclasses.replace(run, optimizer=optimizer), groups)
     return gradients[0], groups
+
+
+def roll_out(run: Run, clock: Clock) -> list[list[Trajectory]]:
+    """The groups of the next questions."""
+    positions = range(run.state.position, run.state.position + QUESTIONS)
+    return sample_trajectories(
+        run,
+        [run.train_questions[position] for position in positions],
+        [(program.TRAINING, run.config.training.seed, position) for position in positions],
+        num_samples=SAMPLES,
+        temperature=run.config.sampling.temperature,
+        clock=clock,
+        description="",
+    )
 
 
 def trl_gradient(trainer: GRPOTrainer, run: Run, groups: list[list[Trajectory]]) -> torch.Tensor:
@@ -219,7 +214,6 @@ class Turns(TrainerCallback):
 
     def __init__(self, run: Run):
         self.run = run
-        self.guard = SaveOnExit(lambda: None, is_main=False)
         self.trl_s: list[float] = []
         self.our_s: list[float] = []
         self.our_rows: list[dict[str, float]] = []
@@ -230,9 +224,20 @@ class Turns(TrainerCallback):
     def on_step_end(self, *args: object, **kwargs: object) -> None:
         end = now()
         self.trl_s.append(end - self.start)
-        take_step(self.run, QUIET, self.guard)
+        row = take_step(self.run)
         self.our_s.append(now() - end)
-        self.our_rows.append(self.run.state.row)
+        self.our_rows.append(row)
+
+
+def take_step(run: Run) -> dict[str, float]:
+    """One step as main.py takes it, without evaluation and files; returns its metrics."""
+    clock = Clock()
+    groups = roll_out(run, clock)
+    rewards = assign_advantages(groups, run.config)
+    with clock("update"):
+        update_policy(run, groups)
+    run.state.position += QUESTIONS
+    return reduce_means(rollout_sums(groups, rewards), run.world) | clock.read()
 
 
 def now() -> float:

@@ -9,6 +9,7 @@ are drawn at random; completions end at random lengths, log-normal with a mean o
 """
 
 import argparse
+import functools
 from pathlib import Path
 from statistics import median
 
@@ -17,15 +18,16 @@ import torch
 from common import in_turns, print_table  # first: it finds the script's modules
 from rollouts import QWEN_SHAPES, Size, random_model, random_workload
 
-from config import Config, load_config
-from data import TASKS
-from distributed import World
+from engine.config import Config, load_config, load_task
+from engine.distributed import World
+from engine.head import CompletionScorer
+from engine.metrics import peak_memory_gb
+from engine.model import Policy, bf16_copy
+from engine.optimizer import make_optimizer
+from engine.run import Run
+from engine.sampler import decode_grouped, sample_in_batches
 from logger import Logger
 from main import Trajectory, assign_advantages, update_policy
-from metrics import peak_memory_gb
-from optimizer import make_optimizer
-from policy import CompletionScorer, Policy, bf16_copy
-from sampler import sample_completions
 
 RECIPE = Path(__file__).parents[1] / "configs/countdown-qwen2.5-3b.yaml"
 TOY = {
@@ -41,27 +43,28 @@ class Step:
     """Rollout and update of one policy, again and again."""
 
     def __init__(self, shape: dict[str, int], size: Size, device: torch.device, config: Config):
-        self.config, self.world = config, World(rank=0, size=1, device=device)
         model = random_model(shape, device)
         model.gradient_checkpointing_enable({"use_reentrant": False})
         self.workload = random_workload(bf16_copy(model), size)
-        scorer = CompletionScorer(model, torch.bfloat16, lean=True)
+        scorer = CompletionScorer(model, torch.bfloat16, chunked=True)
         params, backend = self.workload.params, self.workload.backend
-        self.policy = Policy(model, scorer, self.workload.model, None, params, backend, None)
-        self.optimizer = make_optimizer(model, config)
+        policy = Policy(model, scorer, self.workload.model, None, params, backend)
+        world, task = World(rank=0, size=1, device=device), load_task(config.task.name)
+        self.run = Run(config, world, Logger(rank=1), Path(), task, policy, [])
+        self.run.optimizer = make_optimizer(model, config)
         self.num_steps = 0
 
     def rollout(self) -> None:
         """Completions with random rewards."""
         self.num_steps += 1
-        prompts = self.workload.prompts
-        groups = sample_completions(
-            self.policy.sampler,
+        prompts, policy = self.workload.prompts, self.run.policy
+        groups = sample_in_batches(
+            policy.sampler,
             prompts,
             [(self.num_steps, i) for i in range(len(prompts))],
+            decode=functools.partial(decode_grouped, capture=policy.backend == "captured"),
             num_samples=self.workload.num_samples,
-            params=self.policy.params,
-            backend=self.policy.backend,
+            params=policy.params,
             max_batch_tokens=None,
             on_progress=lambda n: None,
         )
@@ -70,17 +73,10 @@ class Step:
             [Trajectory(prompt, c, "", {}, float(rng.integers(2))) for c in group]
             for prompt, group in zip(prompts, groups, strict=True)
         ]
-        assign_advantages(self.groups, self.config)
+        assign_advantages(self.groups, self.run.config)
 
     def update(self) -> None:
-        update_policy(
-            self.policy,
-            self.optimizer,
-            self.groups,
-            config=self.config,
-            world=self.world,
-            logger=Logger(rank=1),
-        )
+        update_policy(self.run, self.groups)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -91,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
     if device.type == "cpu" and not options.quick:
         print("no GPU: not measured")
         return
-    config = load_config(["--config", str(RECIPE)], tasks=TASKS)
+    config = load_config(["--config", str(RECIPE)])
     shape, size = QWEN_SHAPES["Qwen2.5-3B"], Size(max_new_tokens=1024)
     if options.quick:
         shape, size = TOY, Size(2, 2, 4)

@@ -2,9 +2,9 @@
 
     python benchmarks/update.py     # on the CPU about 7 minutes; with a GPU, on that
 
-naive holds all logits, as `policy.token_log_probs` has them from a model; checkpoint does so for
-256 tokens at a time and computes them again for the gradient; ours is `head.head_log_probs`. Head
-and loss of Qwen2.5-0.5B: hidden size 896, vocabulary 151,936; fp32 on the CPU, bf16 on a GPU.
+naive holds all logits, as `head.token_log_probs` has them from a model; checkpoint does so for 256
+tokens at a time and computes them again for the gradient; ours is `head.head_log_probs`. Head and
+loss of Qwen2.5-0.5B: hidden size 896, vocabulary 151,936; fp32 on the CPU, bf16 on a GPU.
 """
 
 import multiprocessing
@@ -18,9 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from head import head_log_probs
-from metrics import peak_memory_gb
-from policy import CompletionScorer, token_log_probs
+from engine.head import CompletionScorer, head_log_probs, token_log_probs
+from engine.metrics import peak_memory_gb
 
 HIDDEN, VOCABULARY, TEMPERATURE = 896, 151_936, 1.0
 MEASURED_TOKENS, REPEATS = (512, 2048, 8192), 3
@@ -157,9 +156,9 @@ class WholePass:
             self.input_ids = torch.randint(VOCABULARY, (8, 1024))
         self.mask = torch.ones_like(self.input_ids, dtype=torch.bool)
 
-    def run(self, *, lean: bool) -> None:
+    def run(self, *, chunked: bool) -> None:
         self.model.zero_grad()
-        scorer = CompletionScorer(self.model, DTYPE, lean=lean)
+        scorer = CompletionScorer(self.model, DTYPE, chunked=chunked)
         scorer(self.input_ids, self.mask, num_tokens=768, temperature=TEMPERATURE).sum().backward()
 
 
@@ -168,7 +167,10 @@ def print_whole_passes() -> None:
     rate, rows = matmul_flops(), []
     for name, shape in SHAPES.items():
         whole = WholePass(shape)
-        methods = {"naive": partial(whole.run, lean=False), "ours": partial(whole.run, lean=True)}
+        methods = {
+            "naive": partial(whole.run, chunked=False),
+            "ours": partial(whole.run, chunked=True),
+        }
         flops = 6 * sum(p.numel() for p in whole.model.parameters()) * whole.input_ids.numel()
         for method, seconds in in_turns(methods, REPEATS).items():
             share = flops / median(seconds) / rate

@@ -6,7 +6,7 @@ operations line by line, the last one of a try often well chosen, the others at 
 makes the target. Most searches give up after one try and answer with that. So the model learns to
 calculate, to compare with the target and to write a well-formed answer; what is left for
 reinforcement learning is to search on and to choose better. No validation question is ever in the
-training data (`countdown.is_held_out`).
+training data (`data.is_in_split`).
 """
 
 import argparse
@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import countdown
-from policy import plain_text
+from engine.data import plain_text
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 LARGEST = 99  # intermediate values stay below 100, so that each number is one token
@@ -84,7 +84,7 @@ def write_search(nums: list[int], target: int, rng: random.Random) -> str:
 
 def prompt_text(example: dict) -> str:
     """The prompt as text: this model has no chat template."""
-    return plain_text(countdown.generate_prompt(example))
+    return plain_text(countdown.generate_prompt(example, options=countdown.Options()))
 
 
 def make_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -189,8 +189,14 @@ def main() -> None:
     torch.manual_seed(0)
     rng = random.Random(0)
     questions = countdown.load_examples(
-        "generated", "train", num_examples=arguments.num_questions, seed=1
-    ).to_list()
+        "generated",
+        "train",
+        options=countdown.Options(),
+        num_examples=arguments.num_questions,
+        seed=1,
+        held_out=True,
+        exclude=[],
+    )
     texts = [prompt_text(question) for question in questions[:2000]]
     texts += [write_search(**question, rng=rng) for question in questions[:2000]]
     tokenizer = make_tokenizer(texts, vocab_size=2000)

@@ -1,0 +1,112 @@
+"""Exact arithmetic with + - * / and parentheses: no eval, no rounding, no recursion.
+
+`Calculator` is the tool that completions use; Countdown's grader uses `value_of`.
+"""
+
+import operator
+import re
+from fractions import Fraction
+
+from transformers import PreTrainedTokenizerFast
+
+MAX_CHARS = 200  # bounds the time and the results: without powers none is much longer than this
+MAX_RESULT_CHARS = 32
+MAX_DECIMALS = 12
+CHARS = frozenset("0123456789.,+-*/() ")
+DIGITS = frozenset("0123456789")
+# Digits, perhaps in groups of three with commas, and decimals. \d would take any script's digits.
+WHOLE = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3}){1,30}|[0-9]{1,100})"
+NUMBER = rf"(?:{WHOLE}(?:\.[0-9]{{1,100}})?|\.[0-9]{{1,100}})"
+PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "negate": 3}
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+
+
+class Calculator:
+    """Writes the result and >> behind a completion that says <<12*3=, as GSM8K's solutions do.
+
+    The tool of "Training Verifiers to Solve Math Word Problems" (arXiv:2110.14168, appendix C).
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+        self.tokenizer = tokenizer
+        ids = sorted(tokenizer.get_vocab().values())
+        texts = tokenizer.batch_decode([[i] for i in ids])
+        self.asking_ids = [i for i, text in zip(ids, texts, strict=True) if text.endswith("=")]
+
+    def complete(self, token_ids: list[int]) -> list[int]:
+        """The ids of the result and >>, if `token_ids` end in <<expression=; else no ids."""
+        # Each token of an expression holds at least one character, so these hold the longest one.
+        text = self.tokenizer.decode(token_ids[-MAX_CHARS - 3 :])
+        _, opening, expression = text.rpartition("<<")
+        result = evaluate(expression.removesuffix("=")) if opening else None
+        if result is None:
+            return []
+        return self.tokenizer.encode(f"{result}>>", add_special_tokens=False)
+
+
+def evaluate(expression: str) -> str | None:
+    """The exact result of an expression as text, such as "0.875" for "(1.5 + 2) / 4".
+
+    None for a text that is no expression or is longer than MAX_CHARS, and for a result that needs
+    more than MAX_DECIMALS decimals, such as 1 / 3, or MAX_RESULT_CHARS characters. Never raises.
+    """
+    if len(expression) > MAX_CHARS or not CHARS.issuperset(expression):
+        return None
+    try:
+        value = value_of(re.findall(rf"{NUMBER}|[-+*/().,]", expression))
+    except (ValueError, ZeroDivisionError):
+        return None
+    return decimal_text(value)
+
+
+def decimal_text(value: Fraction) -> str | None:
+    """The value as a decimal number without needless zeros; None if that would be too long."""
+    scaled = value * 10**MAX_DECIMALS
+    if scaled.denominator != 1:
+        return None
+    digits = str(abs(scaled.numerator)).rjust(MAX_DECIMALS + 1, "0")
+    whole, decimals = digits[:-MAX_DECIMALS], digits[-MAX_DECIMALS:].rstrip("0")
+    text = "-" * (value < 0) + whole + "." * bool(decimals) + decimals
+    return text if len(text) <= MAX_RESULT_CHARS else None
+
+
+def value_of(tokens: list[str]) -> Fraction:
+    """The exact value of an expression, given as its numbers, operators and parentheses.
+
+    This is Dijkstra's shunting-yard algorithm. It needs no recursion, so parentheses may be nested
+    to any depth. Raises ValueError if the expression is malformed, ZeroDivisionError if it divides
+    by zero.
+    """
+    values: list[Fraction] = []
+    pending: list[str] = []  # each operator and "(" whose right-hand side is not complete
+    expects_value = True
+    for token in tokens:
+        if expects_value and token[-1] in DIGITS:
+            values.append(Fraction(token.replace(",", "")))
+            expects_value = False
+        elif expects_value and token in ("(", "-"):
+            pending.append("negate" if token == "-" else "(")
+        elif not expects_value and token in OPERATIONS:
+            apply_pending(pending, values, min_precedence=PRECEDENCE[token])
+            pending.append(token)
+            expects_value = True
+        elif not expects_value and token == ")":
+            apply_pending(pending, values, min_precedence=1)
+            if not pending:
+                raise ValueError(") without (")
+            pending.pop()
+        else:
+            raise ValueError(f"{token} cannot stand here")
+    if expects_value:
+        raise ValueError("a number is missing at the end")
+    apply_pending(pending, values, min_precedence=1)
+    if pending:
+        raise ValueError("( without )")
+    return values.pop()
+
+
+def apply_pending(pending: list[str], values: list[Fraction], *, min_precedence: int) -> None:
+    """Apply the last pending operators, back to a "(" or to one of less than `min_precedence`."""
+    while pending and PRECEDENCE.get(pending[-1], 0) >= min_precedence:
+        name, right = pending.pop(), values.pop()
+        values.append(-right if name == "negate" else OPERATIONS[name](values.pop(), right))

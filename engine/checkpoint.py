@@ -1,0 +1,184 @@
+"""Saving and loading the folders of a run, so that a kill at any moment loses no saved work.
+
+    checkpoints/step-000010/     the model and its tokenizer, as `from_pretrained` loads them
+        training_state/          state.json, optimizer.pt, files.json (size and hash of each file)
+    checkpoints/last             a link to the newest checkpoint
+    best/                        the model, its tokenizer and its model card
+
+With LoRA only the adapter is saved, with the name of its base model. Loading runs no code from
+these files: weights are safetensors, and the optimizer is read with `weights_only=True`.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from engine.lora import load_adapter_weights
+
+LARGEST_HASHED_FILE = 1_000_000  # bytes; hashing all weights would make every start slow
+
+# Writing
+
+
+@contextlib.contextmanager
+def save_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder to write into, then put it in the place of `folder`.
+
+    A kill at any moment leaves the old folder (see `mend`) or the new one, because the new files
+    are on the disk itself before anything is renamed. Raises OSError if writing fails, as on a full
+    disk: then the temporary folder is removed, and the old folder stays.
+    """
+    mend(folder)
+    temporary, old = (folder.with_name(f"{folder.name}.{end}") for end in ("tmp", "old"))
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for path in [*temporary.rglob("*"), temporary]:
+            sync(path)
+    except Exception as error:  # each library has its own exception for a full disk
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(f"{folder} could not be written: {error}") from error
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    temporary.rename(folder)
+    sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def mend(folder: Path) -> None:
+    """Give the old folder its name back, if a kill came between the two renames."""
+    old = folder.with_name(f"{folder.name}.old")
+    if old.exists() and not folder.exists():
+        old.rename(folder)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def save_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, card: str, folder: Path
+) -> None:
+    """Write the model, its tokenizer and its model card, as `from_pretrained` loads them."""
+    with save_folder(folder) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        (temporary / "README.md").write_text(card, encoding="utf-8")  # peft has written one too
+
+
+def save_checkpoint(
+    root: Path,
+    state: dict,
+    *,
+    step: int,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    optimizer: torch.optim.Optimizer,
+    keep: int,
+) -> None:
+    """Write step-<step> below `root`, link `last` to it, and remove all but the `keep` newest."""
+    with save_folder(root / f"step-{step:06d}") as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        inner = temporary / "training_state"
+        inner.mkdir()
+        torch.save(optimizer.state_dict(), inner / "optimizer.pt")
+        (inner / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+        (inner / "files.json").write_text(json.dumps(describe_files(temporary)), encoding="utf-8")
+    link = root / "last.tmp"
+    link.unlink(missing_ok=True)
+    link.symlink_to(f"step-{step:06d}")
+    link.replace(root / "last")
+    sync(root)
+    left_by_kills = [*root.glob("step-*.tmp"), *root.glob("step-*.old")]
+    for folder in [*list_checkpoints(root)[keep:], *left_by_kills]:
+        shutil.rmtree(folder)
+
+
+def describe_files(folder: Path) -> dict[str, list]:
+    """[size, SHA-256] of each file in a checkpoint but files.json; None for a large file's hash."""
+    described = {}
+    for file in sorted(folder.rglob("*")):
+        if file.is_file() and file.name != "files.json":
+            size = file.stat().st_size
+            digest = sha256(file) if size <= LARGEST_HASHED_FILE else None
+            described[str(file.relative_to(folder))] = [size, digest]
+    return described
+
+
+def sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+# Reading
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """The folders of checkpoints, newest first."""
+    return sorted((p for p in root.glob("step-*") if p.name[5:].isdigit()), reverse=True)
+
+
+def newest_whole(root: Path, warn: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint for which `is_whole` holds; `warn` is given a line for each other."""
+    for old in root.glob("step-*.old"):
+        mend(old.with_suffix(""))
+    for folder in list_checkpoints(root):
+        if is_whole(folder):
+            return folder
+        warn(f"{folder} is damaged: the one before it is used")
+    return None
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether each file of a checkpoint has its size, each small one its hash, too.
+
+    Weights are large, so the headers of their files are read instead: they say where each tensor
+    lies, which must fill the file exactly. Changed bits inside a tensor are not noticed.
+    """
+    try:
+        listed = json.loads((folder / "training_state" / "files.json").read_text())
+        for name, (size, digest) in listed.items():
+            file = folder / name
+            if file.stat().st_size != size or (digest and digest != sha256(file)):
+                return False
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt"):  # raises if header and size do not fit
+                    pass
+    except (OSError, ValueError, SafetensorError):
+        return False
+    return True
+
+
+def load_state(folder: Path) -> dict:
+    """The state that `save_checkpoint` was given."""
+    return json.loads((folder / "training_state" / "state.json").read_text(encoding="utf-8"))
+
+
+def load_weights(folder: Path, model: PreTrainedModel) -> None:
+    """Overwrite the model's weights, or those of its adapter, with a checkpoint's."""
+    if (folder / "adapter_config.json").exists():
+        load_adapter_weights(model, folder)
+    else:
+        saved = type(model).from_pretrained(folder, dtype=model.dtype)
+        model.load_state_dict(saved.state_dict())
+
+
+def load_optimizer_state(folder: Path) -> dict:
+    """The optimizer's state_dict."""
+    file = folder / "training_state" / "optimizer.pt"
+    return torch.load(file, map_location="cpu", weights_only=True)

@@ -1,0 +1,648 @@
+"""The configuration of a run: what every key may be, and how a user's values are read and checked.
+
+A value comes from the schema below, which holds each key's type, limits and default, then from a
+YAML file, then from the command line. config.yaml explains every key.
+
+To add a key, write one line here and the same key with its explanation in config.yaml, and read it
+somewhere. A task adds its own keys to the task section by a class `Options` in its module.
+"""
+
+import argparse
+import difflib
+import functools
+import importlib
+import importlib.util
+import operator
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    create_model,
+)
+
+ROOT = Path(__file__).resolve().parent.parent  # the checkout
+
+# The schema
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """What all sections share: no unknown keys, no silent conversion ("3" is not 3), read-only."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class RunSettings(Section):
+    name: str | None = Field(None, pattern=r"^\w[\w.+=@-]*$")
+    dir: Text = "runs"
+
+
+class LoraSettings(Section):
+    r: PositiveInt = 8
+    alpha: PositiveInt = 32
+    dropout: float = Field(0.0, ge=0, lt=1)
+
+
+class ModelSettings(Section):
+    name: Text = "tiny"
+    revision: str | None = None
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    attn_implementation: Text = "sdpa"
+    gradient_checkpointing: bool = False
+    lora: LoraSettings | None = None
+    load_in_4bit: bool = False
+    trust_remote_code: bool = False
+
+
+class TaskSettings(Section):
+    name: Text = "countdown"
+    train: Text = "generated"
+    eval: Text = "generated"
+    reward_weights: dict[str, float] = {"format": 0.1, "answer": 1.0}
+
+
+class SamplingSettings(Section):
+    backend: Literal["grouped", "generate"] = "grouped"
+    temperature: PositiveFloat = 1.0
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: NonNegativeInt = 0
+    max_batch_tokens: PositiveInt | None = None
+    calculator: bool = False
+
+
+class TrainingSettings(Section):
+    learning_type: Literal["grpo", "sil"] = "grpo"
+    num_steps: PositiveInt = 80
+    num_samples_per_step: PositiveInt = 16
+    num_samples_per_step_global: PositiveInt | None = None
+    k_best_of_n: list[PositiveInt] = Field([16, 16], min_length=2, max_length=2)
+    max_new_gen_tokens: PositiveInt = 128
+    micro_batch_tokens: PositiveInt = 8_192
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    learning_rate: PositiveFloat = 2.0e-4
+    muon_learning_rate: PositiveFloat = 1.0e-3
+    embedding_learning_rate: PositiveFloat | None = None
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 10
+    weight_decay: NonNegativeFloat = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+    advantage: Literal["mean", "zscore"] = "mean"
+    loss_normalization: Literal["dr_grpo", "token", "sequence", "sum"] = "dr_grpo"
+    kl_coef: NonNegativeFloat = 0.0
+    num_iterations: PositiveInt = 1
+    clip_eps: float = Field(0.2, gt=0, lt=1)
+    clip_eps_high: PositiveFloat | None = None
+    tis_clip: PositiveFloat | None = None
+    skip_truncated: bool = False
+    max_skipped_steps: PositiveInt = 10
+    stop_on_collapse: bool = False
+    seed: int = Field(0, ge=0, lt=2**32)
+
+    @property
+    def num_kept(self) -> int:
+        """Completions of a question that are trained on."""
+        return self.k_best_of_n[0]
+
+    @property
+    def group_size(self) -> int:
+        """Completions that are sampled for a question."""
+        return self.k_best_of_n[1]
+
+
+class ValidationSettings(Section):
+    every: PositiveInt = 20
+    num_examples: PositiveInt = 512
+    best_of_n: PositiveInt = 8
+    pass_k: list[PositiveInt] = Field([1, 8], min_length=1)
+    temperature: PositiveFloat = 1.0
+
+
+class CheckpointSettings(Section):
+    every: PositiveInt = 20
+    keep: PositiveInt = 2
+    resume: Literal["auto", "never"] = "auto"
+
+
+class LoggingSettings(Section):
+    mlflow: bool = False
+    experiment: Text = "plain-grpo"
+    samples: NonNegativeInt = 3
+
+
+class ExportSettings(Section):
+    merge: bool = False
+    push_to_hub: str | None = Field(None, pattern=r"^[\w.-]+/[\w.-]+$")
+
+
+class Config(Section):
+    """A whole configuration; `schema` makes the one whose task section has a task's own keys."""
+
+    mode: Literal["train", "evaluate"] = "train"
+    run: RunSettings = RunSettings()
+    model: ModelSettings = ModelSettings()
+    task: TaskSettings = TaskSettings()
+    sampling: SamplingSettings = SamplingSettings()
+    training: TrainingSettings = TrainingSettings()
+    validation: ValidationSettings = ValidationSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    logging: LoggingSettings = LoggingSettings()
+    export: ExportSettings = ExportSettings()
+
+    def questions_per_rank(self, num_ranks: int) -> int:
+        """Training questions of a step on each rank; `check_world` makes sure that they divide."""
+        if self.training.num_samples_per_step_global is None:
+            return self.training.num_samples_per_step
+        return self.training.num_samples_per_step_global // num_ranks
+
+
+SECTIONS = [name for name, value in Config() if isinstance(value, Section)]
+
+
+class ConfigError(ValueError):
+    """A user's mistake; each of `lines` names the key or the file, and the fix."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
+
+
+# Modules that the configuration names
+
+
+def load_task(name: str) -> ModuleType:
+    """The module of a task: tasks/<name>.py, countdown.py, or <name>.py in the current folder.
+
+    Raises ConfigError where there is no such file, or where a task lacks something in it.
+    """
+    file = Path.cwd() / f"{name}.py"
+    if file.stem == name and (ROOT / "tasks" / file.name).is_file():
+        module = importlib.import_module(f"tasks.{name}")
+    elif name == "countdown":
+        module = importlib.import_module("countdown")
+    elif file.stem == name and file.is_file():
+        module = import_file(file)
+    else:
+        choices = f"{', '.join(built_in_tasks())}, or the name of a .py file in {Path.cwd()}"
+        raise ConfigError([f"task.name = {show(name):.80}: must be one of {choices}"])
+    if problems := list(problems_of_task(module)):
+        raise ConfigError([f"{module.__file__}: {problem}" for problem in problems])
+    return module
+
+
+@functools.cache
+def import_file(path: Path) -> ModuleType:
+    """The module in a file, under a name that cannot be taken for another module's."""
+    spec = importlib.util.spec_from_file_location(f"user_task_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # pickle and dataclasses look modules up by their names
+    spec.loader.exec_module(module)
+    return module
+
+
+def built_in_tasks() -> list[str]:
+    """The names of the tasks in the checkout; other files in tasks/ have no reward_function."""
+    paths = [ROOT / "countdown.py", *sorted(ROOT.glob("tasks/*.py"))]
+    return [path.stem for path in paths if "\ndef reward_function(" in path.read_text("utf-8")]
+
+
+def problems_of_task(module: ModuleType) -> Iterator[str]:
+    """A line for each thing that is missing or wrong in a task's module."""
+    functions = ("load_examples", "generate_prompt", "reward_function", "extract_answer")
+    for name in ("REWARD_PARTS", *functions):
+        if not hasattr(module, name):
+            yield f"a task must define {name}; countdown.py shows how"
+    if not isinstance(getattr(module, "REWARD_PARTS", ()), tuple):
+        yield 'REWARD_PARTS must be a tuple of names, such as ("answer",)'
+    options = getattr(module, "Options", Section)
+    if not issubclass(options, Section):
+        yield "Options must inherit from Section in engine/config.py"
+        return
+    for key, field in options.model_fields.items():
+        if field.is_required() or key in TaskSettings.model_fields:
+            shared = ", ".join(TaskSettings.model_fields)
+            yield f"Options.{key} needs a default, and a name other than {shared}"
+
+
+@functools.cache
+def schema(task: ModuleType) -> type[Config]:
+    """Config with the task's own keys and the parts of its reward in the task section."""
+    weights = TaskSettings().reward_weights
+    defaults = {part: weights.get(part, 0.0) for part in task.REWARD_PARTS}
+    settings = create_model(
+        "TaskSettings",
+        __base__=(task.Options, TaskSettings) if hasattr(task, "Options") else TaskSettings,
+        reward_weights=(dict[Literal[task.REWARD_PARTS], float], defaults),
+    )
+    return create_model("Config", __base__=Config, task=(settings, settings()))
+
+
+def import_package(name: str, *, key: str) -> ModuleType:
+    """The package that pip calls `name`, for a key of the config that alone needs it.
+
+    Raises ValueError with the command that installs the version which pyproject.toml pins.
+    """
+    try:
+        return importlib.import_module(name.replace("-", "_"))
+    except ModuleNotFoundError as error:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+        pins = [pin for extra in project["optional-dependencies"].values() for pin in extra]
+        pin = next(pin for pin in pins if pin.startswith(f"{name}=="))
+        raise ValueError(f"{key}: needs a package: pip install {pin}") from error
+
+
+# Reading: the schema's defaults, then the file, then the overrides
+
+
+def load_config(arguments: list[str], *, default_file: Path = ROOT / "config.yaml") -> Config:
+    """The configuration that `[--config FILE] [section.key=value ...]` asks for.
+
+    Raises ConfigError for a user's mistake. With --help it prints every key, on one rank, and ends.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", default=default_file)
+    parser.add_argument("-h", "--help", action="store_true")
+    try:
+        options, overrides = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError([str(error)]) from error
+    if options.help:
+        if os.environ.get("RANK", "0") == "0":
+            print(help_text(overrides))
+        raise SystemExit(0)
+    from_file = nest(read_file(options.config).items())
+    from_command_line = nest(map(parse_override, overrides))
+    return validate(merge(without_other_task(from_file, from_command_line), from_command_line))
+
+
+class Loader(yaml.SafeLoader):
+    """YAML as people expect it: 1e-5 is a number, a key is text, and none is given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
+        names = [key.value for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                problem = f"the key {name} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return {str(key): value for key, value in super().construct_mapping(node, deep).items()}
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes what Loader reads, so the text "1e-5" goes in quotes."""
+
+
+for yaml_class in (Loader, Dumper):
+    yaml_class.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+        list("-+.0123456789"),
+    )
+
+
+def parse_yaml(text: str, *, origin: str | Path) -> Any:
+    """The value that YAML text stands for; `origin` says in an error where the text is from."""
+    try:
+        return yaml.load(text, Loader=Loader)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date in month 13
+        problem = " ".join(str(error).split())
+        raise ConfigError([f"{origin}: cannot be read as YAML: {problem}"]) from error
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file; an empty file is an empty mapping."""
+    try:
+        text = Path(path).read_text("utf-8")
+    except OSError as error:
+        raise ConfigError([f"{path}: {error.strerror}; give --config a YAML file"]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{path}: is not text; give --config a YAML file"]) from error
+    content = parse_yaml(text, origin=path)
+    if content is not None and not isinstance(content, dict):
+        raise ConfigError([f"{path}: must hold sections of keys, as config.yaml does"])
+    return content or {}
+
+
+def parse_override(override: str) -> tuple[str, Any]:
+    """The dotted key and the value of "training.num_steps=60"."""
+    key, equals, text = override.partition("=")
+    if not equals:
+        example = "section.key=value, for example training.num_steps=60"
+        raise ConfigError([f"{override}: write {example}; --help lists the keys"])
+    return key, parse_yaml(text, origin=override)
+
+
+def nest(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """{"training": {"seed": 1}} for "training.seed" and 1; later pairs win."""
+    nested: dict[str, Any] = {}
+    for key, value in pairs:
+        if value is None and key in SECTIONS:
+            continue  # an empty section sets nothing
+        for name in reversed(key.split(".")):
+            value = {name: value}
+        nested = merge(nested, value)
+    return nested
+
+
+def merge(base: Any, new: Any) -> Any:
+    """`base` with what `new` sets, mapping by mapping."""
+    if isinstance(base, dict) and isinstance(new, dict):
+        return base | {key: merge(base.get(key), value) for key, value in new.items()}
+    return new
+
+
+def without_other_task(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """The file's values, less those for its own task where an override names another one."""
+    task = values.get("task")
+    if not isinstance(task, dict) or task_name(values) == task_name(merge(values, overrides)):
+        return values
+    shared = TaskSettings.model_fields.keys() - {"reward_weights"}
+    return values | {"task": {key: task[key] for key in task if key in shared}}
+
+
+def task_name(values: dict[str, Any]) -> Any:
+    """The name of the task that unchecked values ask for."""
+    task, default = values.get("task"), TaskSettings().name
+    return task.get("name", default) if isinstance(task, dict) else default
+
+
+# Checking
+
+
+def validate(values: dict[str, Any]) -> Config:
+    """The Config of these values and the defaults; ConfigError with a line for each mistake."""
+    full_schema = schema(load_task(task_name(values)))
+    values = merge(full_schema().model_dump(), values)
+    try:
+        config = full_schema.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error, known=known_keys(full_schema), values=values)) from error
+    if lines := list(impossible(config)):
+        raise ConfigError(lines)
+    return config
+
+
+def explain(error: ValidationError, *, known: dict[str, str], values: dict) -> list[str]:
+    """One line for each key that pydantic rejects: its value and what is allowed."""
+    lines = []
+    for detail in error.errors():
+        path = detail["loc"][:2]
+        key, value = ".".join(path), functools.reduce(operator.getitem, path, values)
+        if detail["type"] == "value_error":  # a validator in a task's Options raised it
+            problem = str(detail["ctx"]["error"])
+        elif key in known:
+            problem = f"must be {known[key]}"
+            if known[key].startswith("text") and not isinstance(value, str):
+                problem += f"; in quotes it is text, as in {key}='\"12\"'"
+        elif key in SECTIONS:
+            example = next(name for name in known if name.startswith(f"{key}."))
+            problem = f"is a section, set its keys, such as {example}"
+        else:
+            place = f" of task {values['task']['name']}" if path[0] == "task" else ""
+            is_section = len(path) == 1 and isinstance(value, dict)
+            hint = nearest(key, SECTIONS if is_section else known)
+            problem = f"unknown key{place}{hint}; --help lists the keys"
+        lines.append(f"{key} = {show(value):.80}: {problem}")
+    return list(dict.fromkeys(lines))
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    """A hint that names the known key most like `key`, empty where none is like it."""
+    best = max(known, key=functools.partial(likeness, key))
+    return f", the nearest is {best}" if likeness(key, best) > 1.2 else ""
+
+
+def likeness(key: str, other: str) -> float:
+    """From 0 to 2: how alike two dotted keys are as a whole, and in their last names."""
+    pairs = ((key, other), (key.split(".")[-1], other.split(".")[-1]))
+    return sum(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
+
+
+def known_keys(full_schema: type[Config]) -> dict[str, str]:
+    """What is allowed for every key, in words, by the key's dotted name."""
+    document = full_schema.model_json_schema()
+    definitions, known = document["$defs"], {}
+    for name, value in full_schema():
+        if isinstance(value, Section):
+            keys = definitions[type(value).__name__]["properties"].items()
+            known |= {f"{name}.{key}": allowed(field, definitions) for key, field in keys}
+        else:
+            known[name] = allowed(document["properties"][name], definitions)
+    return known
+
+
+LIMITS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+TYPES = {
+    "integer": "an integer",
+    "number": "a number",
+    "string": "text",
+    "boolean": "true or false",
+    "object": "a mapping",
+}
+
+
+def allowed(field: dict, definitions: dict) -> str:
+    """What a field's JSON schema allows, in words such as "an integer > 0"."""
+    if "$ref" in field:
+        field = definitions[field["$ref"].removeprefix("#/$defs/")]
+    if "anyOf" in field:
+        return " or ".join(allowed(choice, definitions) for choice in field["anyOf"])
+    if "const" in field:
+        return str(field["const"])
+    if "enum" in field:
+        return "one of " + ", ".join(map(str, field["enum"]))
+    if "properties" in field:
+        keys = field["properties"].items()
+        return "a mapping of " + ", ".join(f"{k} ({allowed(v, definitions)})" for k, v in keys)
+    if "propertyNames" in field:
+        names = allowed(field["propertyNames"], definitions).removeprefix("one of ")
+        return f"a mapping from {names} to {allowed(field['additionalProperties'], definitions)}"
+    if "items" in field:
+        length = f" of {field['minItems']}" if "maxItems" in field else ""
+        return f"a list{length}, each {allowed(field['items'], definitions)}"
+    kind = TYPES.get(field.get("type"), field.get("type", "any value"))
+    limits = " and ".join(f"{sign} {field[name]}" for name, sign in LIMITS.items() if name in field)
+    pattern = f"matching {field['pattern']}" if "pattern" in field else ""
+    not_empty = "that is not empty" if "minLength" in field else ""
+    return " ".join(filter(None, [kind, limits, pattern, not_empty]))
+
+
+def impossible(config: Config) -> Iterator[str]:
+    """A line for each combination of values that cannot work."""
+    validation, task = config.validation, config.task.model_dump()
+    yield from impossible_training(config.training)
+    if config.mode == "train":
+        yield from impossible_adapter(config)
+    if max(validation.pass_k) > validation.best_of_n:
+        most = f"validation.best_of_n ({validation.best_of_n})"
+        yield f"validation.pass_k = {validation.pass_k}: each must be at most {most}"
+    if len(set(validation.pass_k)) < len(validation.pass_k):
+        yield f"validation.pass_k = {validation.pass_k}: write each k once"
+    if not any(task["reward_weights"].values()):
+        yield f"task.reward_weights = {show(task['reward_weights'])}: one must not be 0"
+    for low in task:
+        high = low.replace("min_", "max_", 1)
+        limits = task[low], task.get(high)
+        if low.startswith("min_") and None not in limits and limits[0] > limits[1]:
+            yield f"task.{low} = {limits[0]}: must be at most task.{high} ({limits[1]})"
+
+
+def impossible_training(training: TrainingSettings) -> Iterator[str]:
+    (k, n), learning_type = training.k_best_of_n, training.learning_type
+    key, rate = f"training.k_best_of_n = [{k}, {n}]", training.embedding_learning_rate
+    if n < 2:
+        yield f"{key}: n must be at least 2, since a sample is judged by its group"
+    elif k > n:
+        yield f"{key}: the k best of n cannot be more than n; write [{n}, {n}]"
+    elif learning_type == "grpo" and k < n:
+        yield f"{key}: grpo trains on all n; write [{n}, {n}], or training.learning_type=sil"
+    elif learning_type == "sil" and k == n:
+        yield f"{key}: sil learns by leaving out all but the k best; write k < n, such as [2, 32]"
+    if learning_type == "sil" and training.advantage == "zscore":
+        yield "training.advantage = zscore: sil gives the k best the advantage 1; write mean"
+    if rate is not None and training.optimizer != "muon":
+        fix = "write null, or training.optimizer=muon"
+        yield f"training.embedding_learning_rate = {show(rate)}: only muon has one; {fix}"
+
+
+def impossible_adapter(config: Config) -> Iterator[str]:
+    if config.model.lora is None and config.model.load_in_4bit:
+        problem = "weights in 4 bits cannot be trained"
+        yield f"model.load_in_4bit = true: {problem}; write false, or set model.lora='{{r: 8}}'"
+    if config.model.lora is None and config.export.merge:
+        yield "export.merge = true: there is no adapter to merge; write false, or set model.lora"
+    if config.model.lora is not None and config.training.optimizer == "muon":
+        yield "training.optimizer = muon: cannot train the factors of model.lora; write adamw"
+
+
+def check_world(config: Config, num_ranks: int) -> None:
+    """Raises ConfigError where a rank would have nothing to do, or another share than others."""
+    num_examples = config.validation.num_examples
+    num_questions = config.training.num_samples_per_step_global
+    lines = []
+    if num_examples < num_ranks:
+        key = f"validation.num_examples = {num_examples}"
+        lines.append(f"{key}: must be at least {num_ranks}, one for each rank")
+    if num_questions is not None and num_questions % num_ranks != 0:
+        key = f"training.num_samples_per_step_global = {num_questions}"
+        lines.append(f"{key}: must be a multiple of {num_ranks}, the number of ranks")
+    if lines:
+        raise ConfigError(lines)
+
+
+# The keys whose values may be others when a run goes on; all others make it another run.
+FREE_KEYS = ("mode", "training.num_steps", "training.stop_on_collapse", "validation.every")
+FREE_SECTIONS = ("checkpoint.", "export.", "logging.", "run.")
+
+
+def check_same_run(saved: dict[str, Any], config: Config) -> None:
+    """Raises ConfigError where keys that may not change differ from a run's `dotted_values`."""
+    saved = dotted_values(type(config)()) | saved  # keys that came later had their defaults
+    changed = [
+        f"{key} = {show(value)}, but the run was started with {show(saved[key])}"
+        for key, value in dotted_values(config).items()
+        if key not in FREE_KEYS and not key.startswith(FREE_SECTIONS) and saved[key] != value
+    ]
+    if changed:
+        fix = f"restore it to continue {run_name(config)}, or set run.name for another run"
+        raise ConfigError([f"{line}: {fix}" for line in changed])
+
+
+def truncates(sampling: SamplingSettings) -> bool:
+    """Whether completions are drawn from less than the whole distribution."""
+    return sampling.top_p < 1 or sampling.top_k > 0
+
+
+# Writing
+
+
+def run_name(config: Config) -> str:
+    """The name of the run's folder; by default switching grpo to sil makes another run."""
+    model = os.path.basename(os.path.abspath(config.model.name))
+    training = config.training
+    default = f"{config.task.name}-{model}-{training.learning_type}-s{training.seed}"
+    return config.run.name or default
+
+
+def dotted_values(config: Config) -> dict[str, Any]:
+    """The value of every key, by its dotted name."""
+    values: dict[str, Any] = {}
+    for name, value in config.model_dump().items():
+        if name in SECTIONS:
+            values |= {f"{name}.{key}": value[key] for key in value}
+        else:
+            values[name] = value
+    return values
+
+
+def differences(config: Config) -> list[str]:
+    """A line such as "training.num_steps: 5 (default 80)" for each key not at its default."""
+    defaults = dotted_values(type(config)())
+    return [
+        f"{key}: {show(value)} (default {show(defaults[key])})"
+        for key, value in dotted_values(config).items()
+        if value != defaults[key]
+    ]
+
+
+def dump(config: Config) -> str:
+    """The whole configuration as YAML, which loads to the same one."""
+    lines = []
+    for name, value in config.model_dump().items():
+        if name in SECTIONS:
+            lines += [f"{name}:", *(f"  {key}: {show(value[key])}" for key in value)]
+        else:
+            lines.append(f"{name}: {show(value)}")
+    return "\n".join(lines) + "\n"
+
+
+USAGE = """\
+usage: torchrun --nproc-per-node=2 main.py [--config FILE] [section.key=value ...]
+
+FILE sets keys (config.yaml if not given); overrides come last and are read as YAML. These are the
+keys, their defaults and what they may be; config.yaml explains them, a task's module its own.
+"""
+
+
+def help_text(overrides: list[str]) -> str:
+    """Usage, and a line for each key of the built-in tasks and of the one that is asked for."""
+    asked = [text.removeprefix("task.name=") for text in overrides if text.startswith("task.name=")]
+    lines = [USAGE, *describe(Config)]
+    for name in dict.fromkeys(built_in_tasks() + asked):
+        own_lines = [line for line in describe(schema(load_task(name))) if line not in lines]
+        lines += [f"{line} (task {name})" for line in own_lines]
+    return "\n".join(lines)
+
+
+def describe(full_schema: type[Config]) -> list[str]:
+    """A line for each key: its default and what is allowed."""
+    defaults = dotted_values(full_schema())
+    known = known_keys(full_schema)
+    return [f"{key} = {show(defaults[key])}: {known[key]}" for key in known]
+
+
+def show(value: Any) -> str:
+    """The value as YAML on one line."""
+    text = yaml.dump(
+        value,
+        Dumper=Dumper,
+        default_flow_style=True,
+        width=float("inf"),
+        allow_unicode=True,
+        sort_keys=False,
+    )
+    return text.removesuffix("...\n").strip()

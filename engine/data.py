@@ -1,0 +1,262 @@
+"""Questions: where a task's rows come from, which are held out, and how they become prompts."""
+
+import glob
+import hashlib
+import json
+import math
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from engine.config import Config, Section
+from engine.sampler import Completion
+
+if TYPE_CHECKING:  # importing datasets takes a second, so only load_table does it
+    from datasets import Dataset
+
+# A run's questions
+
+
+def load_questions(
+    task: ModuleType,
+    config: Config,
+    *,
+    tokenizer: PreTrainedTokenizerFast,
+    context: int | None,
+    log: Callable[[str], None],
+) -> dict[str, list[dict]]:
+    """The questions of the run by split: "validation", and "training" if the run trains.
+
+    `context` is the number of tokens that the model can see, None for no limit. A question whose
+    prompt leaves too little room for a completion is dropped, and `log` gets the number of those.
+    Raises ValueError for a source that cannot be used, and for a split without any question left.
+    """
+    settings = config.task
+    # The task divides a source that serves both splits; two different sources are used whole.
+    held_out = settings.train == settings.eval
+    questions = {}
+    questions["validation"] = task.load_examples(
+        settings.eval,
+        "validation",
+        options=settings,
+        num_examples=config.validation.num_examples,
+        seed=0,  # the same questions for every training.seed, so that runs can be compared
+        held_out=held_out,
+        exclude=[],
+    )
+    if config.mode == "train":
+        questions["training"] = task.load_examples(
+            settings.train,
+            "train",
+            options=settings,
+            num_examples=None,
+            seed=config.training.seed,
+            held_out=held_out,
+            exclude=questions["validation"],
+        )
+    max_new_tokens = config.training.max_new_gen_tokens
+    room = math.inf if context is None else context - max_new_tokens
+    for split, examples in questions.items():
+        prompts = encode_prompts(examples, task=task, options=settings, tokenizer=tokenizer)
+        fitting = [row for row, ids in zip(examples, prompts, strict=True) if len(ids) <= room]
+        if not fitting:
+            raise ValueError(
+                f"training.max_new_gen_tokens = {max_new_tokens}: no {split} prompt leaves room "
+                f"for it in the model's context of {context} tokens, lower it"
+            )
+        if num_long := len(examples) - len(fitting):
+            log(f"{num_long} of {len(examples)} {split} questions are too long: dropped")
+        questions[split] = fitting
+    return questions
+
+
+class QuestionStream:
+    """The questions without end: each epoch is a new permutation of them, drawn from the seed."""
+
+    def __init__(self, questions: list[dict], seed: int):
+        self.questions = questions
+        self.seed = seed
+        self.epoch = -1
+        self.order = np.empty(0, dtype=np.int64)
+
+    def __getitem__(self, position: int) -> dict:
+        epoch, index = divmod(position, len(self.questions))
+        if epoch != self.epoch:
+            rng = np.random.default_rng([self.seed, epoch])
+            self.epoch, self.order = epoch, rng.permutation(len(self.questions))
+        return self.questions[self.order[index]]
+
+
+# Rows: what the tasks' load_examples have in common
+
+FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id (owner/name)"
+
+
+def load_rows(
+    source: str,
+    split: str,
+    *,
+    example_row: dict,
+    parse_row: Callable[[dict], dict],
+    question_key: Callable[[dict], str],
+    num_examples: int | None,
+    seed: int,
+    held_out: bool,
+    exclude: Iterable[dict],
+    choices: str = FILE_OR_HUB,
+    hub_config: str | None = None,
+    hub_split: str = "train",
+) -> list[dict]:
+    """The questions of one split ("train" or "validation") in a local file or a hub dataset.
+
+    `example_row` is a good row: the source must have its columns, and error messages show it.
+    `parse_row` makes an example of a row's values in these columns, or raises ValueError.
+    `question_key` names an example; two examples of one key are the same question. Questions in
+    `exclude` are left out. With `held_out`, 1 in 8 questions is for validation and the others are
+    for training; without it, all are taken. `num_examples` of the rest are drawn by `seed`; None
+    takes them all.
+    `choices` names the task's sources in error messages. `hub_config` and `hub_split` say which
+    part of a hub dataset to load. Raises ValueError, one line with the source and the fix in it.
+    """
+    check_request(split, num_examples)
+    table = load_table(source, choices=choices, hub_config=hub_config, hub_split=hub_split)
+    rows = read_rows(table, source=source, example_row=example_row, parse_row=parse_row)
+    excluded = {question_key(row) for row in exclude}
+    rows = [row for row in rows if question_key(row) not in excluded]
+    if held_out:
+        rows = [row for row in rows if is_in_split(question_key(row), split)]
+    if not rows:
+        raise ValueError(f"{source}: no question left for {split}; give a file with more rows")
+    if num_examples is None or num_examples >= len(rows):
+        return rows
+    return random.Random(seed).sample(rows, num_examples)
+
+
+def check_request(split: str, num_examples: int | None) -> None:
+    """Raise ValueError for a split or a number of examples that no source can give."""
+    if split not in ("train", "validation"):
+        raise ValueError(f"split must be train or validation, not {split!r}")
+    if num_examples is not None and num_examples < 1:
+        raise ValueError(f"num_examples {num_examples}: choose at least 1")
+
+
+def is_in_split(key: str, split: str) -> bool:
+    """Whether the question belongs to the split, where the splits share one source.
+
+    A hash of its key decides, so that a question is never in both splits, whatever the seed, the
+    number of questions or the order of a file. 1 question in 8 is for validation.
+    """
+    is_held_out = hashlib.sha256(key.encode()).digest()[0] < 256 / 8
+    return is_held_out == (split == "validation")
+
+
+def is_file(source: str) -> bool:
+    """Whether `source` is named like a file that can be loaded; it need not exist."""
+    return Path(source).suffix.lower() in FILE_FORMATS
+
+
+def load_table(source: str, *, choices: str, hub_config: str | None, hub_split: str) -> "Dataset":
+    """The file, or this part of the hub dataset, as it is; ValueError if it cannot be loaded."""
+    import datasets
+
+    datasets.disable_progress_bars()  # they would fill a log file
+    path = Path(source)
+    if is_file(source) and not path.is_file():
+        raise ValueError(f"{source}: no such file; give {choices}")
+    if not is_file(source) and (path.exists() or source.count("/") != 1):
+        raise ValueError(f"{source}: unknown kind of source; give {choices}")
+    try:
+        if is_file(source):
+            file_format = FILE_FORMATS[path.suffix.lower()]
+            return datasets.load_dataset(file_format, data_files=glob.escape(source), split="train")
+        return datasets.load_dataset(source, hub_config, split=hub_split)
+    except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
+        reason = str(error.__cause__ or error).strip().split("\n")[0] or "it is empty"
+        raise ValueError(f"{source}: cannot be loaded ({reason}); give {choices}") from error
+
+
+def read_rows(
+    table: "Dataset", *, source: str, example_row: dict, parse_row: Callable[[dict], dict]
+) -> list[dict]:
+    """Each row of the table as an example; ValueError for a missing column and for a bad row."""
+    columns, shown = list(example_row), json.dumps(example_row)
+    if missing := sorted(set(columns) - set(table.column_names)):
+        raise ValueError(
+            f"{source}: no column {' and '.join(missing)} among {', '.join(table.column_names)}; "
+            f"rows must look like {shown}"
+        )
+    rows = []
+    for number, row in enumerate(table.select_columns(columns).to_list(), start=1):
+        try:
+            rows.append(parse_row(row))
+        except ValueError as error:
+            message = f"{source}, row {number}: {error}; rows must look like {shown}"
+            raise ValueError(message) from error
+    return rows
+
+
+# Prompts: from an example to text to tokens
+
+
+def encode_prompts(
+    examples: list[dict], *, task: ModuleType, options: Section, tokenizer: PreTrainedTokenizerFast
+) -> list[list[int]]:
+    """The token ids of each question's prompt."""
+    texts, adds_special_tokens = render_prompts(
+        examples, task=task, options=options, tokenizer=tokenizer
+    )
+    if not texts:  # a rank without validation questions; the tokenizer would raise IndexError
+        return []
+    return tokenizer(texts, add_special_tokens=adds_special_tokens)["input_ids"]
+
+
+def render_prompts(
+    examples: list[dict], *, task: ModuleType, options: Section, tokenizer: PreTrainedTokenizerFast
+) -> tuple[list[str], bool]:
+    """The text of each question's prompt, and whether the tokenizer must add special tokens to it.
+
+    It must not where a chat template has been used, because the template has written them already.
+    """
+    prompts = [task.generate_prompt(example, options=options) for example in examples]
+    is_chat = tokenizer.chat_template is not None and not any(isinstance(p, str) for p in prompts)
+    return [render_prompt(prompt, tokenizer) for prompt in prompts], not is_chat
+
+
+def render_prompt(messages: list[dict] | str, tokenizer: PreTrainedTokenizerFast) -> str:
+    """The chat as text, which the model continues; a last assistant message stays open.
+
+    A plain text stays as it is, even if the tokenizer has a chat template: the tokenizers of many
+    base models have one, although these models have never seen a chat.
+    """
+    if isinstance(messages, str):
+        return messages
+    if tokenizer.chat_template is None:
+        return plain_text(messages)
+    prefix = assistant_prefix(messages)
+    chat = messages[:-1] if prefix else messages
+    # The prefix is appended by hand, since some templates rewrite what an assistant says.
+    return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) + prefix
+
+
+def assistant_prefix(messages: list[dict] | str) -> str:
+    """The beginning of the answer that the prompt already contains; "" if it contains none."""
+    if isinstance(messages, str) or messages[-1]["role"] != "assistant":
+        return ""
+    return messages[-1]["content"]
+
+
+def plain_text(messages: list[dict]) -> str:
+    """The chat as text for a tokenizer without a chat template."""
+    return "\n".join(message["content"] for message in messages)
+
+
+def completion_text(completion: Completion, tokenizer: PreTrainedTokenizerFast) -> str:
+    """What the model wrote, without the end-of-sequence token."""
+    ids = completion.token_ids if completion.truncated else completion.token_ids[:-1]
+    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)

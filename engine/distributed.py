@@ -1,0 +1,175 @@
+"""Several processes as one: who is there, sums over all of them, and what rank 0 broadcasts."""
+
+import os
+import signal
+import time
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+@dataclass
+class World:
+    """This process among those that torchrun started; alone if it started none."""
+
+    rank: int
+    size: int
+    device: torch.device
+    stop_signal: int = 0  # the first SIGTERM or SIGINT that this rank was sent, 0 for none
+    stop_signal_at_s: float = 0.0
+    should_stop: bool = False  # a rank was sent one: the same on all ranks, as of the last sum
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: list[float] | np.ndarray | torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in float64 on the CPU.
+
+        One more number travels along: whether a rank was sent a signal. So all ranks learn of it at
+        the same sum, and stop at the same place.
+        """
+        values = torch.as_tensor(values, dtype=torch.float64, device="cpu")
+        is_told = torch.tensor([float(self.stop_signal > 0)], dtype=torch.float64)
+        total = torch.cat([values.flatten(), is_told])
+        if self.size > 1:
+            dist.all_reduce(total)
+        self.should_stop = bool(total[-1] > 0)
+        return total[:-1].view(values.shape)
+
+    def gather_rows(self, mine: list, *, shape: tuple[int, int]) -> np.ndarray:
+        """A table of numbers on every rank; this rank has its rows rank, rank + size and so on."""
+        table = np.zeros(shape)
+        table[self.rank :: self.size] = np.reshape(mine, (-1, shape[1]))  # there may be none
+        return self.sum(table).numpy()
+
+    def broadcast(self, value: object) -> object:
+        """Rank 0's value, on every rank."""
+        box = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def broadcast_tensor(self, tensor: torch.Tensor) -> None:
+        """Overwrite the tensor with rank 0's."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=0)
+
+    def broadcast_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give every rank rank 0's averages; the other ranks may have no file to read them from."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        states = [optimizer.state[parameter] for parameter in parameters]
+        layouts = [{name: layout_of(value) for name, value in state.items()} for state in states]
+        layouts = self.broadcast(layouts)
+        for parameter, state, layout in zip(parameters, states, layouts, strict=True):
+            for name, described in layout.items():
+                if not isinstance(described, tuple):
+                    state[name] = described
+                    continue
+                shape, dtype, device_type = described
+                device = "cpu" if device_type == "cpu" else parameter.device
+                state.setdefault(name, torch.empty(shape, dtype=dtype, device=device))
+                self.broadcast_tensor(state[name])
+
+    def catch_signals(self) -> None:
+        """From here on SIGTERM and SIGINT set a flag, which the next sum shows to all ranks."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.note_signal)
+
+    def note_signal(self, number: int, frame: object) -> None:
+        """Keep the first signal; a second Ctrl-C ends this process at once.
+
+        Under torchrun one Ctrl-C comes twice: from the terminal and, a moment later, from torchrun.
+        """
+        now_s = time.monotonic()
+        is_interrupt = number == self.stop_signal == signal.SIGINT
+        if is_interrupt and now_s - self.stop_signal_at_s > 1:
+            os._exit(128 + number)
+        if self.stop_signal == 0:
+            self.stop_signal, self.stop_signal_at_s = number, now_s
+
+    def leave(self) -> None:
+        """Wait for the other ranks, then leave the process group; signals end the process again.
+
+        A rank that ends early would make torchrun end the others, rank 0 while it is saving. DDP
+        must be freed before: as the group's last owner it would join gloo's threads with Python's
+        lock in hand, for which one of them may be waiting.
+        """
+        if self.size > 1:
+            self.sum([0.0])
+            dist.destroy_process_group()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def layout_of(value: object) -> object:
+    """What it takes to make room for a tensor; any other value is itself."""
+    is_tensor = isinstance(value, torch.Tensor)
+    return (value.shape, value.dtype, value.device.type) if is_tensor else value
+
+
+def init_world() -> tuple[World, list[str]]:
+    """Join the process group and choose the device; also lines for the log about that choice."""
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device, notes = torch.device("cpu"), []
+    num_gpus = torch.cuda.device_count()
+    if num_gpus >= local_size:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    elif num_gpus > 0:
+        notes.append(f"{local_size} processes but {num_gpus} GPUs: running on the CPU")
+    elif torch.backends.mps.is_available():
+        if local_size == 1:
+            device = torch.device("mps")
+        else:
+            notes.append("several processes cannot share Apple's GPU: running on the CPU")
+    if size > 1:  # numbers and texts travel by gloo, gradients on GPUs by NCCL
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        timeout = timedelta(minutes=30)
+        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        store = dist.PrefixStore(agree_on_start(store, rank, size), store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    return World(rank, size, device), notes
+
+
+def agree_on_start(store: dist.Store, rank: int, size: int) -> str:
+    """A name that the ranks of this start share, and that no earlier start had.
+
+    `torchrun --max-restarts` gives every start the same store (pytorch issue 135712). Under the
+    same names gloo and NCCL would find in it the addresses of ranks that are gone, and hang.
+    torchrun's count of restarts is no such name, since it can differ between nodes.
+
+    Rank 0's uuid names the start. Each other rank shows a uuid of its own, so that rank 0 can see
+    whether an entry in the store is this rank's or was left over from a killed start.
+    """
+    name = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"rank-{rank}", name)
+        start = store.get(f"start-of-{name}").decode()  # waits until rank 0 has answered this uuid
+        store.set(f"{start}-has-{rank}", "")
+        return start
+    for other in range(1, size):
+        while not store.check([f"{name}-has-{other}"]):  # the uuid read may be a predecessor's
+            store.set(f"start-of-{store.get(f'rank-{other}').decode()}", name)
+            time.sleep(0.01)
+    return name
+
+
+def settle_ddp_buckets(scorer: nn.Module, device: torch.device) -> None:
+    """Run one backward pass without effect, so that DDP puts its buckets in their final order.
+
+    DDP orders them by the first backward pass that it sees, and sums gradients in that order. With
+    3 ranks or more a resumed run would otherwise differ from an unbroken one in its first step.
+    """
+    ids = torch.zeros((1, 2), dtype=torch.long, device=device)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    log_probs = scorer(ids, mask, num_tokens=1, temperature=1.0)
+    (0.0 * log_probs.sum()).backward()
+    scorer.zero_grad()

@@ -1,0 +1,132 @@
+"""Whether a run fits into memory and onto the disk, checked before anything big is loaded.
+
+Only what a run cannot do without is counted: activations are left out, and so is a cache whose
+shape the model's config does not tell. No run that would fit is refused. 1 GB is 10^9 bytes.
+"""
+
+import math
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from engine.config import Config
+from engine.sampler import cache_bytes_per_token
+
+FP32, BF16, NF4 = 4, 2, 0.5  # bytes per weight; the scales that NF4 adds are not counted
+AVERAGES = {"adamw": 8, "adamw_8bit": 2, "muon": 4}  # bytes per weight that an optimizer keeps
+
+
+def check_memory(
+    model_config: PretrainedConfig,
+    config: Config,
+    *,
+    device: torch.device,
+    samples_copy: bool,
+    weight_dtype: torch.dtype = torch.float32,
+) -> None:
+    """Raises ValueError, saying what would fit, if this rank's device is too small for the run.
+
+    `weight_dtype` is that of the model's own weights (an adapter's are fp32); `samples_copy` says
+    whether a bf16 copy of the weights does the sampling.
+    """
+    is_training = config.mode == "train"
+    lora = config.model.lora if is_training else None
+    trust_remote_code = config.model.trust_remote_code
+    with torch.device("meta"):  # shapes alone, which take no memory
+        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
+    linear_layers = [layer for layer in model.modules() if isinstance(layer, (nn.Linear, Conv1D))]
+    head = model.get_output_embeddings()  # neither adapted by LoRA nor kept in 4 bits
+    shapes = [layer.weight.shape for layer in linear_layers if layer is not head]
+    num_weights = num_trained = count_weights(model)
+    weights = num_weights * weight_dtype.itemsize
+    if config.model.load_in_4bit:
+        weights -= (weight_dtype.itemsize - NF4) * sum(map(math.prod, shapes))
+    if lora:  # two matrices for each layer: r times its inputs, and r times its outputs
+        num_trained = lora.r * sum(map(sum, shapes))
+        weights += FP32 * num_trained
+    has_reference = is_training and config.training.kl_coef > 0 and not lora
+    parts = {
+        f"{num_weights / 1e9:.2f} billion weights": weights,
+        "their gradients": FP32 * num_trained * is_training,
+        "the optimizer": AVERAGES[config.training.optimizer] * num_trained * is_training,
+        "the copy that samples": BF16 * num_weights * samples_copy,
+        "the reference": (BF16 if samples_copy else FP32) * num_weights * has_reference,
+    }
+    itemsize = BF16 if samples_copy else weight_dtype.itemsize
+    cache = cache_bytes(model_config, config, bytes_per_number=itemsize)
+    without_cache, gradients = sum(parts.values()), parts["their gradients"]
+    available, place = memory_for_a_rank(device)
+    # gradients and cache are never there at the same time
+    if without_cache - gradients + max(gradients, cache) <= available:
+        return
+    would_fit = num_weights * available / without_cache
+    fix = f"a model of at most {would_fit / 1e9:.1f} billion weights would fit"
+    if without_cache <= available:
+        num_samples = "training.k_best_of_n" if is_training else "validation.best_of_n"
+        fix = f"lower sampling.max_batch_tokens, {num_samples} or training.max_new_gen_tokens"
+    parts["the cache while sampling"] = cache
+    listed = ", ".join(f"{what} {gb(size)}" for what, size in parts.items() if size)
+    raise ValueError(f"it does not fit: {listed}; {place} has {gb(available)}: {fix}")
+
+
+def count_weights(model: nn.Module) -> int:
+    """Shared weights, such as tied embeddings, count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def cache_bytes(model_config: PretrainedConfig, config: Config, *, bytes_per_number: int) -> int:
+    """Bytes of keys and values for the completions that are decoded together, without prompts."""
+    num_ranks = int(os.environ.get("WORLD_SIZE", 1))
+    num_questions, num_samples = config.questions_per_rank(num_ranks), config.training.group_size
+    if config.mode == "evaluate":
+        num_questions = config.validation.num_examples // num_ranks
+        num_samples = config.validation.best_of_n
+    group = num_samples * config.training.max_new_gen_tokens  # the least that is decoded together
+    num_tokens = min(group * num_questions, config.sampling.max_batch_tokens or group)
+    text = model_config.get_text_config()
+    return max(group, num_tokens) * cache_bytes_per_token(text, bytes_per_number=bytes_per_number)
+
+
+def memory_for_a_rank(device: torch.device) -> tuple[float, str]:
+    """Bytes that are free on this rank's GPU, or this rank's share of the machine's memory."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0], "the GPU"
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total / num_ranks, f"each of {num_ranks} processes" if num_ranks > 1 else "the machine"
+
+
+def check_disk(folder: Path, config: Config, *, num_weights: int, num_merged: int = 0) -> None:
+    """Raises ValueError, saying what would fit, if the disk is too small for the run's `folder`.
+
+    `num_weights` counts the trained weights, `num_merged` those of the model that export.merge
+    makes. What the run has saved already counts as room: a resumed run overwrites it.
+    """
+    keep, best, merged = config.checkpoint.keep, FP32 * num_weights, BF16 * num_merged
+    checkpoint = best + AVERAGES[config.training.optimizer] * num_weights
+    saved = sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    room = shutil.disk_usage(there).free + saved
+    rest = 2 * (best + merged)  # the new one is written before the old one is removed
+    needed = (keep + 1) * checkpoint + rest
+    if needed <= room:
+        return
+    would_fit = math.floor((room - rest) / checkpoint) - 1
+    fix = (
+        f"checkpoint.keep={would_fit} would fit" if would_fit > 0 else "give run.dir a larger disk"
+    )
+    and_merged = f" and merged/ of {gb(merged)}" if merged else ""
+    raise ValueError(
+        f"run.dir = {config.run.dir}: the disk is too small: {keep + 1} checkpoints of "
+        f"{gb(checkpoint)} (one while it is written) and twice best/ of {gb(best)}{and_merged} "
+        f"need {gb(needed)}, there is room for {gb(room)}: {fix}"
+    )
+
+
+def gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.1f} GB"

@@ -1,0 +1,296 @@
+"""What is made of the best model: its model card, a merged model, a copy on the hub.
+
+A model card is the README.md beside a model: metadata that the hub reads, then text for people. It
+follows from the config and the run's figures alone, so equal runs in different folders have equal
+cards.
+"""
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, get_token
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from engine.checkpoint import save_model
+from engine.config import Config, dotted_values, import_package, run_name, show
+from engine.data import is_file
+from engine.distributed import World
+from engine.lora import base_of
+
+if TYPE_CHECKING:  # engine/run.py imports this file
+    from engine.run import Run, State
+
+# The model card
+
+PASS_AT_1 = ("eval/pass@1", "eval/pass@1_low", "eval/pass@1_high")  # with its interval
+IN_EVERY_RECIPE = (  # even where they are the defaults
+    "training.learning_type",
+    "training.k_best_of_n",
+    "training.num_samples_per_step",
+    "training.max_new_gen_tokens",
+    "training.learning_rate",
+    "training.advantage",
+    "training.loss_normalization",
+    "training.seed",
+    "sampling.temperature",
+)
+NAMED_IN_THE_TEXT = ("model.name", "task.name", "task.train", "task.eval")
+METHODS = {
+    "grpo": "GRPO (arXiv:2402.03300)",
+    "sil": "SIL (self-improvement learning), imitation of the best of several completions",
+}
+KINDS = {"transformers": "A fine-tuned copy of", "peft": "An adapter (for the package peft) of"}
+CARD = """\
+---
+{metadata}
+---
+
+# {metadata.model_name}
+
+{kind} {base}, trained by reinforcement learning on {config.task.name}: {method}.
+Made by plain-grpo.
+
+## Scores
+
+| | pass@1 | 95% interval |
+|---|---|---|
+{scores}
+
+{num_questions} validation questions, {config.validation.best_of_n} samples each,
+temperature {config.validation.temperature}. This model is the best of its run so far on these same
+questions, so its score is a little too good.
+
+Also measured of it: {other_scores}.
+
+## Data
+
+Training questions: {train}. Validation questions, none of which is trained on: {eval}.
+What a completion earns follows from rules; its parts are weighted by {reward_weights}.
+
+## Recipe
+
+Steps taken: {state.step}, on {world.size} x {world.device.type}. The
+settings that matter most, and all others that differ from plain-grpo's defaults:
+
+```
+{recipe}
+```
+
+## How to use it
+
+The prompt is that of a validation question, as in training:
+
+```python
+from transformers import AutoModelForCausalLM, {tokenizer_class}
+
+folder = "."  # the folder of this file, or its id on the hub
+tokenizer = {tokenizer_class}.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder)
+prompt = {prompt!r}
+inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens={add_special_tokens})
+output = model.generate(
+    **inputs,
+    max_new_tokens={config.training.max_new_gen_tokens},
+    do_sample=True,
+    temperature={config.validation.temperature},
+    top_p={config.sampling.top_p},
+    top_k={config.sampling.top_k},
+)
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+```
+
+The licence is that of {base}.
+"""
+
+
+def model_card(
+    config: Config,
+    *,
+    state: "State",
+    world: World,
+    num_questions: int,
+    prompt: str,
+    add_special_tokens: bool,
+    tokenizer: PreTrainedTokenizerFast,
+    measured: dict[str, float],
+) -> str:
+    """The card of the model after `state.step` steps.
+
+    `measured` holds its metrics on the `num_questions` validation questions. `prompt` is the prompt
+    of one of them; `add_special_tokens` says whether the tokenizer adds special tokens to it.
+    """
+    data = metadata(config, num_questions=num_questions, measured=measured)
+    rates = [measured[key] for key in PASS_AT_1]
+    rows = [score_row("this model, before training", *rates)]
+    if state.step > 0:
+        rows = [
+            score_row("before training", state.first, *state.first_interval),
+            score_row(f"this model, after step {state.step}", *rates),
+        ]
+    others = [
+        f"{key.removeprefix('eval/')} {value:.3f}"
+        for key, value in measured.items()
+        if key.startswith("eval/") and key not in PASS_AT_1
+    ]
+    # AutoTokenizer can give other ids than the plain class that read the prompts in training.
+    is_plain = type(tokenizer) is PreTrainedTokenizerFast
+    return CARD.format(
+        metadata=data,
+        kind=KINDS[data.library_name],
+        base=describe_base(config.model.name),
+        config=config,
+        method=METHODS[config.training.learning_type],
+        scores="\n".join(rows),
+        num_questions=num_questions,
+        other_scores=", ".join(others),
+        train=describe_source(config.task.train),
+        eval=describe_source(config.task.eval),
+        reward_weights=show(config.task.reward_weights),
+        state=state,
+        world=world,
+        recipe="\n".join(recipe(config)),
+        tokenizer_class="PreTrainedTokenizerFast" if is_plain else "AutoTokenizer",
+        prompt=prompt,
+        add_special_tokens=add_special_tokens,
+    )
+
+
+def metadata(config: Config, *, num_questions: int, measured: dict[str, float]) -> ModelCardData:
+    """What the hub reads. It refuses a base or data that are no ids on the hub: they are left out.
+
+    So is the licence, since it is that of the base.
+    """
+    task, validation = config.task, config.validation
+    rate, low, high = (measured[key] for key in PASS_AT_1)
+    result = EvalResult(
+        task_type="text-generation",
+        dataset_type=task.eval if is_on_hub(task.eval) else task.name,
+        dataset_name=f"{task.name}, {num_questions} validation questions",
+        metric_type="pass@1",
+        metric_name=f"pass@1, 95% interval {low:.3f} to {high:.3f}",
+        metric_value=round(rate, 4),
+        metric_args={
+            "samples_per_question": validation.best_of_n,
+            "temperature": validation.temperature,
+        },
+    )
+    return ModelCardData(
+        model_name=run_name(config),
+        base_model=None if Path(config.model.name).is_dir() else config.model.name,
+        datasets=[task.train] if is_on_hub(task.train) else None,
+        library_name="transformers" if config.model.lora is None else "peft",
+        pipeline_tag="text-generation",
+        tags=["reinforcement-learning", config.training.learning_type, task.name, "plain-grpo"],
+        eval_results=[result],
+    )
+
+
+def score_row(name: str, rate: float, *interval: float) -> str:
+    return f"| {name} | {rate:.3f} | {' to '.join(f'{end:.3f}' for end in interval)} |"
+
+
+def recipe(config: Config) -> list[str]:
+    """A line for each setting that decides what the model becomes, unless it is a minor default."""
+    defaults = dotted_values(type(config)())
+    return [
+        f"{key}: {show(value)}"
+        for key, value in dotted_values(config).items()
+        if key.startswith(("model.", "task.", "sampling.", "training."))
+        and (key in IN_EVERY_RECIPE or value != defaults[key])
+        and key not in NAMED_IN_THE_TEXT
+    ]
+
+
+def describe_base(name: str) -> str:
+    """The model that the run began with; a folder by its last part, since paths are private."""
+    if Path(name).is_dir():
+        return f"`{Path(name).resolve().name}` (a local model)"
+    return f"[{name}](https://huggingface.co/{name})"
+
+
+def describe_source(name: str) -> str:
+    """Where questions come from; a file by its last part."""
+    if is_file(name):
+        return f"`{Path(name).name}` (a local file)"
+    if is_on_hub(name):
+        return f"[{name}](https://huggingface.co/datasets/{name})"
+    return f"{name} by the task"
+
+
+def is_on_hub(source: str) -> bool:
+    return source.count("/") == 1 and not is_file(source)
+
+
+def merged_card(card: str) -> str:
+    """The card of an adapter, made into that of the plain model into which it is merged."""
+    merged = ModelCard(card)
+    merged.data.library_name = "transformers"
+    return str(merged).replace(KINDS["peft"], KINDS["transformers"])
+
+
+# After the run
+
+
+class ExportError(ValueError):
+    """The run is saved, but what the config's export section asks for could not be done."""
+
+
+def export(run: "Run") -> None:
+    """Do on rank 0 what the config's export section asks for; the other ranks need not wait.
+
+    Raises ExportError, one line, where that is not possible.
+    """
+    settings, best = run.config.export, run.folder / "best"
+    if not run.world.is_main or not (settings.merge or settings.push_to_hub):
+        return
+    if run.state.best is None:
+        raise ExportError(f"export: no model could be saved in {best}")
+    exported = best
+    if settings.merge:
+        exported = run.folder / "merged"
+        merge(best, exported, run)
+        run.logger.info(f"the best model, merged: {exported}")
+    if settings.push_to_hub:
+        push(exported, settings.push_to_hub)
+        run.logger.info(f"uploaded to https://huggingface.co/{settings.push_to_hub}")
+
+
+def merge(adapter: Path, folder: Path, run: "Run") -> None:
+    """Add the adapter to its base model in bf16, and save that as a plain model.
+
+    The base is loaded anew: where it was trained on in 4 bits, rounding has changed its weights.
+    """
+    peft = import_package("peft", key="export.merge = true")
+    name, revision = base_of(adapter)
+    try:
+        base = AutoModelForCausalLM.from_pretrained(
+            name,
+            revision=revision,
+            dtype=torch.bfloat16,
+            trust_remote_code=run.config.model.trust_remote_code,
+        )
+        with warnings.catch_warnings():  # peft uses a name that transformers will drop
+            warnings.simplefilter("ignore", FutureWarning)
+            merged = peft.PeftModel.from_pretrained(base, adapter).merge_and_unload()
+        card = merged_card((adapter / "README.md").read_text(encoding="utf-8"))
+        save_model(merged, run.policy.tokenizer, card, folder)
+    except OSError as error:
+        problem = " ".join(str(error).split())
+        raise ExportError(f"export.merge = true: {problem}; the adapter is in {adapter}") from error
+
+
+def push(folder: Path, repository: str) -> None:
+    """Upload the folder to the hub, into a new private repository if there is none of that name."""
+    key = f"export.push_to_hub = {repository}"
+    again = f"then give the same command again; the model is in {folder}"
+    if get_token() is None:
+        raise ExportError(f"{key}: there is no token: `hf auth login` or set HF_TOKEN, {again}")
+    hub = HfApi()
+    try:
+        hub.create_repo(repository, private=True, exist_ok=True)
+        hub.upload_folder(repo_id=repository, folder_path=folder)
+    except Exception as error:  # of the network, the hub, or a token that may not write there
+        problem = " ".join(str(error).split())
+        raise ExportError(f"{key}: {problem}; {again}") from error

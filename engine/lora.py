@@ -1,0 +1,127 @@
+"""LoRA: train a small adapter on a model whose own weights stay as they are, in 4 bits if wanted.
+
+The adapter is put into the model's linear layers, so the model stays one of transformers': it
+samples, scores and saves as before. With the adapter switched off it is the model that the run
+started from.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import BitsAndBytesConfig
+from transformers.utils import find_adapter_config_file
+
+from engine.config import Config, ModelSettings, import_package
+
+if TYPE_CHECKING:  # a package that may be missing
+    from peft import LoraConfig
+
+
+def find_base(settings: ModelSettings) -> ModelSettings | None:
+    """The settings of the base model, where model.name is an adapter; None where it is none.
+
+    Raises ValueError where peft is missing.
+    """
+    file = find_adapter_config_file(settings.name, revision=settings.revision)
+    if file is None:
+        return None
+    import_package("peft", key="it is an adapter")
+    base, revision = base_of(Path(file).parent)
+    return settings.model_copy(update={"name": base, "revision": revision})
+
+
+def base_of(adapter: Path) -> tuple[str, str | None]:
+    """Name and revision of the model that a saved adapter belongs to."""
+    saved = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    return saved["base_model_name_or_path"], saved.get("revision")
+
+
+def quantization_config(device: torch.device, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
+    """Keep all linear layers but the head in 4 bits (QLoRA, arXiv:2305.14314).
+
+    Raises ValueError where bitsandbytes is missing or does not support the device.
+    """
+    bitsandbytes = import_package("bitsandbytes", key="model.load_in_4bit = true")
+    if device.type not in bitsandbytes.supported_torch_devices:
+        raise ValueError(
+            f"model.load_in_4bit = true: bitsandbytes does not support {device.type}; write false"
+        )
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute_dtype,
+    )
+
+
+def keep_4bit_layout(model: nn.Module) -> None:
+    """Stop bitsandbytes from packing 4-bit weights anew when the model first samples.
+
+    It does so on CPUs that have AVX-512 for bf16, and no gradient passes through packed weights.
+    """
+    bitsandbytes = import_package("bitsandbytes", key="model.load_in_4bit = true")
+    for module in model.modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+
+
+def lora_config(config: Config) -> "LoraConfig":
+    """The adapter that the config asks for. Raises ValueError where peft is missing."""
+    peft, lora = import_package("peft", key="model.lora"), config.model.lora
+    return peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+        revision=config.model.revision,
+    )
+
+
+def add_adapter(model: nn.Module, described: "LoraConfig", *, seed: int) -> None:
+    """Freeze the model and give each linear layer but the head an adapter B A with fp32 weights.
+
+    B starts at zero, so the model is unchanged; A is drawn from the seed.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model.add_adapter(described)
+    if os.path.isdir(model.name_or_path):  # the adapter may later be loaded from another folder
+        described.base_model_name_or_path = os.path.abspath(model.name_or_path)
+    cast_adapter_to_fp32(model)
+
+
+def load_adapter(model: nn.Module, settings: ModelSettings) -> None:
+    """Put a saved adapter into its base model, to sample from it."""
+    model.load_adapter(settings.name, adapter_kwargs={"revision": settings.revision})
+    cast_adapter_to_fp32(model)
+
+
+def cast_adapter_to_fp32(model: nn.Module) -> None:
+    """Give the adapter fp32 weights, whatever the dtype of the layers that it is added to."""
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data.float()
+
+
+def load_adapter_weights(model: nn.Module, folder: Path) -> None:
+    """Overwrite the weights of the model's adapter with saved ones."""
+    peft = import_package("peft", key="model.lora")
+    saved = load_file(folder / "adapter_model.safetensors")
+    weights = {key.removeprefix("base_model.model."): value for key, value in saved.items()}
+    unexpected = peft.set_peft_model_state_dict(model, weights).unexpected_keys
+    assert not unexpected, f"{folder} holds weights of another model: {unexpected}"
+
+
+def score_without_adapter(scorer: nn.Module, *args, **kwargs) -> torch.Tensor:
+    """What `scorer`, a CompletionScorer, gives with the adapter switched off."""
+    scorer.model.disable_adapters()
+    try:
+        return scorer(*args, **kwargs)
+    finally:
+        scorer.model.enable_adapters()

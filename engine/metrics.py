@@ -1,0 +1,179 @@
+"""How things are measured: time, memory, pass@k with its interval, and signs of a collapse."""
+
+import contextlib
+import math
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import transformers
+
+from engine.config import ROOT, Config
+from engine.distributed import World
+
+TRAIN_METRICS = (
+    "loss reward reward_std solved format advantage_abs entropy clip_frac grad_norm lr "
+    "completion_tokens truncated_frac zero_advantage_frac skipped_steps collapsed "
+    "reward_timeouts sampler_mismatch"
+)
+
+# A collapsed policy gives the same few answers, or rambles until it is cut off. More steps seldom
+# bring it back, and on rented hardware they cost money. The signs of it are looked for in the means
+# of these metrics over the last steps.
+WATCHED = ("train/solved", "train/entropy", "train/truncated_frac")
+MIN_STEPS, MIN_QUESTIONS = 10, 160  # window length; a shorter window is too noisy to judge
+LEAST_FALL = 0.05  # of the share solved: where little was solved, half of it is noise
+LOW_ENTROPY = 0.01  # nats per token: the policy has nothing left to choose between
+
+
+class Clock:
+    """Seconds spent in each phase since the last reading: `with clock("rollout"): ...`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def read(self) -> dict[str, float]:
+        seconds, self.seconds = self.seconds, {}
+        return {f"time/{phase}_s": value for phase, value in seconds.items()}
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """The most memory this rank has held so far, in 10^9 bytes: the GPU's, or the process's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def reduce_means(sums: dict[str, tuple[float, float]], world: World) -> dict[str, float]:
+    """Means over all ranks of (sum, count) pairs; a metric whose count is 0 is left out."""
+    totals = world.sum(list(sums.values())).tolist()
+    return {name: total / count for name, (total, count) in zip(sums, totals, strict=True) if count}
+
+
+def metric_columns(config: Config) -> list[str]:
+    """Every metric that this run can log, in the order of the CSV's columns."""
+    validation = config.validation
+    evaluation = ["pass@1", "pass@1_low", "pass@1_high"]
+    evaluation += [f"pass@{k}" for k in validation.pass_k if k != 1]
+    evaluation += [f"best_of_{validation.best_of_n}", "completion_tokens", "truncated_frac"]
+    return [
+        *(f"train/{name}" for name in TRAIN_METRICS.split()),
+        *(["train/kl"] if config.training.kl_coef > 0 else []),
+        *(f"eval/{name}" for name in evaluation),
+        *(f"time/{name}_s" for name in ("rollout", "reward", "update", "eval", "step")),
+        *("perf/tokens_per_s", "perf/peak_memory_gb"),
+    ]
+
+
+def solve_rates(solved: np.ndarray, pass_k: list[int]) -> dict[str, float]:
+    """pass@k, with the 95% interval of pass@1, from solved (questions, samples) of 0 and 1."""
+    num_samples = solved.shape[1]
+    counts = solved.sum(axis=1).astype(int)
+    low, high = confidence_interval(solved.mean(axis=1), is_binary=num_samples == 1)
+    rates = {"eval/pass@1": solved.mean(), "eval/pass@1_low": low, "eval/pass@1_high": high}
+    rates |= {f"eval/pass@{k}": pass_at_k(counts, num_samples, k) for k in pass_k if k != 1}
+    rates[f"eval/best_of_{num_samples}"] = pass_at_k(counts, num_samples, num_samples)
+    return {name: float(rate) for name, rate in rates.items()}
+
+
+def single_rate(name: str, solved: np.ndarray) -> dict[str, float]:
+    """Share of right answers and its 95% interval, where each question (questions,) has one."""
+    low, high = confidence_interval(solved, is_binary=True)
+    rates = {name: float(solved.mean()), f"{name}_low": low, f"{name}_high": high}
+    return {f"eval/{key}": rate for key, rate in rates.items()}
+
+
+def majority_sample(answers: list[str | None]) -> int | None:
+    """The earliest sample that gave the most frequent answer; None where no sample has an answer.
+
+    Where several answers are the most frequent, the one given earliest wins.
+    """
+    counts = Counter(answer for answer in answers if answer is not None)
+    if not counts:
+        return None
+    ((answer, _),) = counts.most_common(1)  # in the order first met, where counts are equal
+    return answers.index(answer)
+
+
+def pass_at_k(counts: np.ndarray, n: int, k: int) -> float:
+    """Unbiased chance that one of k samples is right, if `counts` of n are, for each question.
+
+    1 - C(n - c, k) / C(n, k), the mean over the questions (arXiv:2107.03374, equation 1).
+    """
+    return float(np.mean([1 - math.comb(n - c, k) / math.comb(n, k) for c in counts.tolist()]))
+
+
+def confidence_interval(rates: np.ndarray, *, is_binary: bool) -> tuple[float, float]:
+    """95% interval of the mean of `rates` (questions,), each the share of its right samples.
+
+    The units are questions, since the samples of one question are alike: Wilson's interval for one
+    sample per question, else a bootstrap over the questions.
+    """
+    n, mean = len(rates), float(rates.mean())
+    if is_binary:
+        z = 1.96
+        centre = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
+        half = z / (1 + z**2 / n) * math.sqrt(mean * (1 - mean) / n + z**2 / (4 * n**2))
+        return centre - half, centre + half
+    resampled = np.random.default_rng(0).choice(rates, size=(2000, n)).mean(axis=1)
+    low, high = np.quantile(resampled, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def mean_of_last(
+    recent: list[list[float]], metrics: dict[str, float], *, num_questions: int
+) -> tuple[list[list[float]], dict[str, float]]:
+    """The watched metrics of the last steps, with those of this step added, and their means.
+
+    `num_questions` is the number of questions in a step. The means are empty until the window of
+    steps is full.
+    """
+    num_steps = max(MIN_STEPS, math.ceil(MIN_QUESTIONS / num_questions))
+    recent = [*recent, [metrics[name] for name in WATCHED]][-num_steps:]
+    if len(recent) < num_steps:
+        return recent, {}
+    sums = map(sum, zip(*recent, strict=True))
+    return recent, {name: total / num_steps for name, total in zip(WATCHED, sums, strict=True)}
+
+
+def signs_of_collapse(means: dict[str, float], *, best_solved: float) -> dict[str, str]:
+    """The signs of a collapse in the means over the last steps: each metric with a description.
+
+    `best_solved` is the highest mean of train/solved that the run has had.
+    """
+    solved, entropy, truncated = (means[name] for name in WATCHED)
+    signs = {}
+    if solved < best_solved / 2 and solved < best_solved - LEAST_FALL:
+        signs["train/solved"] = f"solved fell from {best_solved:.3f} to {solved:.3f}"
+    if entropy < LOW_ENTROPY:
+        signs["train/entropy"] = f"the entropy is {entropy:.4f}"
+    if truncated > 0.5:
+        signs["train/truncated_frac"] = f"{truncated:.0%} of completions are cut off"
+    return signs
+
+
+def versions() -> str:
+    """What a run was made with: the revision of this code, Python, torch and transformers."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        revision = result.stdout.strip() or "unknown"
+    except OSError:
+        revision = "unknown"  # no git here
+    return (
+        f"plain-grpo {revision}, Python {platform.python_version()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}"
+    )

@@ -1,0 +1,332 @@
+"""Models and tokenizers from Hugging Face, loaded with care: nothing of the hub's settings leaks.
+
+dtype       trained weights are fp32, since a small update is lost in bf16
+dropout     is 0: otherwise the scored policy is not the sampled one
+generation  the model's own generation config is emptied, but for the ids that end a text
+tokenizer   gives the ids of its tokenizer.json, and none that the model has no embedding for
+"""
+
+import contextlib
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from tokenizers import Tokenizer
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import cached_file
+
+from engine.config import Config
+from engine.data import render_prompt
+from engine.estimate import check_memory
+from engine.head import CompletionScorer, autocast
+from engine.lora import (
+    add_adapter,
+    find_base,
+    keep_4bit_layout,
+    load_adapter,
+    lora_config,
+    quantization_config,
+    score_without_adapter,
+)
+from engine.sampler import SamplingParams, supports_grouped
+
+Log = Callable[[str], None]
+
+
+@dataclass
+class Policy:
+    """The model that is trained, as it scores completions and as it samples them."""
+
+    model: nn.Module  # the weights that the optimizer steps are fp32
+    scorer: nn.Module | None  # CompletionScorer of it, in DDP on several ranks; None: no training
+    sampler: nn.Module  # the model itself or, on CUDA, a bf16 copy of it
+    tokenizer: PreTrainedTokenizerFast
+    params: SamplingParams  # of training samples
+    backend: str  # how completions are sampled: generate, grouped or captured
+    reference: Callable[..., torch.Tensor] | None = None  # scores like `scorer`; for the KL penalty
+
+    @property
+    def context_length(self) -> int | None:
+        """The most tokens that the model can see; None for no limit."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    def autocast(self) -> torch.autocast:
+        """For sampling: an adapter on bf16 weights then computes what it does in the scorer."""
+        return autocast(self.model.device, self.model.dtype)
+
+    @torch.no_grad()
+    def refresh_sampler(self) -> None:
+        """Copy the trained weights into the sampler, in place."""
+        if self.sampler is self.model:
+            return
+        copies = [*self.sampler.parameters(), *self.sampler.buffers()]
+        trained = [*self.model.parameters(), *self.model.buffers()]
+        for copied, weights in zip(copies, trained, strict=True):
+            copied.copy_(weights)
+
+
+# The model
+
+
+def load_model_and_tokenizer(
+    config: Config, *, device: torch.device, compute_dtype: torch.dtype, log: Log
+) -> tuple[nn.Module, PreTrainedTokenizerFast, tuple[int, ...]]:
+    """The model on the device, with its adapter if it has one; its tokenizer; ids that end a text.
+
+    Raises ValueError, one line, where the model cannot be used.
+    """
+    settings, is_training = config.model, config.mode == "train"
+    is_path = settings.name.startswith((".", "/", "~")) or settings.name.count("/") > 1
+    if is_path and not Path(settings.name).is_dir():
+        raise ValueError(
+            f"model.name = {settings.name}: no such folder; give a folder with a model in it, or "
+            "a hub id (owner/name)"
+        )
+    lora = lora_config(config) if is_training and settings.lora is not None else None
+    quantization = quantization_config(device, compute_dtype) if settings.load_in_4bit else None
+    with one_line_errors(settings.name):
+        base = find_base(settings)
+        if base is not None and is_training:
+            raise ValueError(
+                "it is an adapter: to train it further, start its run again with a larger "
+                "training.num_steps; to train on from it, merge it (export.merge=true)"
+            )
+        config = config.model_copy(update={"model": base or settings})
+        tokenizer = load_tokenizer(config, log)
+        model_config = load_model_config(config)
+        is_frozen = lora is not None or base is not None or quantization is not None
+        dtype = compute_dtype if is_frozen else torch.float32
+        copies = samples_a_copy(device, weight_dtype=dtype, compute_dtype=compute_dtype)
+        check_memory(model_config, config, device=device, samples_copy=copies, weight_dtype=dtype)
+        model, eos_ids = load_model(
+            model_config, config, tokenizer, dtype=dtype, quantization=quantization, device=device
+        )
+        check_vocabulary(model, tokenizer)
+        if base is not None:
+            load_adapter(model, settings)
+    if lora is not None:
+        add_adapter(model, lora, seed=config.training.seed)
+        num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        log(f"LoRA: {num_trained:,} weights are trained, all others stay as they are")
+    return model, tokenizer, eos_ids
+
+
+@contextlib.contextmanager
+def one_line_errors(name: str) -> Iterator[None]:
+    """What loading a model raises, as a ValueError of one line that names the model."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        problem = " ".join(str(error).split())
+        raise ValueError(f"model.name = {name}: cannot be used: {problem}") from error
+
+
+def load_model_config(config: Config) -> PretrainedConfig:
+    """The model's own config, without dropout."""
+    settings = config.model
+    model_config = AutoConfig.from_pretrained(
+        settings.name, revision=settings.revision, trust_remote_code=settings.trust_remote_code
+    )
+    saved = model_config.to_dict()
+    if config.mode == "train" and saved.get("quantization_config"):
+        raise ValueError(
+            "its weights are quantised; give the model that it was made from, with "
+            "model.load_in_4bit=true if you like"
+        )
+    for key, value in saved.items():
+        if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
+            setattr(model_config, key, 0.0)
+    return model_config
+
+
+def load_model(
+    model_config: PretrainedConfig,
+    config: Config,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    dtype: torch.dtype,
+    quantization: BitsAndBytesConfig | None,
+    device: torch.device,
+) -> tuple[nn.Module, tuple[int, ...]]:
+    """The model on the device, and the ids that end a completion."""
+    settings = config.model
+    quantized = {"quantization_config": quantization, "device_map": {"": device}}
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        settings.name,
+        config=model_config,
+        dtype=dtype,  # always given: the default "auto" is the dtype of the files
+        attn_implementation=settings.attn_implementation,
+        output_loading_info=True,
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+        **(quantized if quantization is not None else {}),
+    )
+    if missing := sorted(loading["missing_keys"]):  # transformers draws them at random
+        raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}")
+    if quantization is None:
+        model.to(device)
+    else:
+        keep_4bit_layout(model)
+    eos_ids = find_eos_ids(model, tokenizer)
+    # transformers fills what a generation config leaves open from the model's own: empty it
+    model.generation_config = GenerationConfig(
+        eos_token_id=list(eos_ids), pad_token_id=tokenizer.pad_token_id
+    )
+    if settings.gradient_checkpointing:
+        with warnings.catch_warnings():  # transformers 5.23 renames it, 5.17 knows this name alone
+            warnings.simplefilter("ignore", FutureWarning)
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model, eos_ids
+
+
+def find_eos_ids(model: nn.Module, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
+    """The ids that end a text, by the tokenizer, the generation config or the model's config."""
+    declared = [tokenizer.eos_token_id, model.generation_config.eos_token_id]
+    declared.append(model.config.get_text_config().eos_token_id)
+    eos_ids = {i for ids in declared for i in (ids if isinstance(ids, list) else [ids])} - {None}
+    if not eos_ids:
+        raise ValueError("neither tokenizer nor model says which token ends text")
+    return tuple(sorted(eos_ids))
+
+
+# Precision, and copies of the model
+
+
+def choose_compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """bf16 where it is fast and fp32 elsewhere, unless the config names one."""
+    if name == "auto":
+        fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if fast else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def samples_a_copy(
+    device: torch.device, *, weight_dtype: torch.dtype, compute_dtype: torch.dtype
+) -> bool:
+    """Whether sampling needs a copy of the weights in the compute dtype.
+
+    It does on a GPU: otherwise autocast would cast all weights anew for every token.
+    """
+    return device.type == "cuda" and weight_dtype != compute_dtype
+
+
+def make_sampler(model: nn.Module, compute_dtype: torch.dtype) -> nn.Module:
+    """What samples: the model itself or, where `samples_a_copy`, a bf16 copy of it."""
+    has_copy = samples_a_copy(model.device, weight_dtype=model.dtype, compute_dtype=compute_dtype)
+    return (bf16_copy(model) if has_copy else model).eval()
+
+
+def frozen_copy(model: nn.Module) -> nn.Module:
+    """A copy that is not trained."""
+    return copy.deepcopy(model).requires_grad_(False).eval()
+
+
+def bf16_copy(model: nn.Module) -> nn.Module:
+    """A frozen copy with bf16 weights and the buffers as they are.
+
+    Rotary frequencies rounded to bf16 would turn far positions by the wrong angle.
+    """
+    copied = frozen_copy(model)
+    for parameter in copied.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return copied
+
+
+def make_reference(
+    config: Config, scorer: CompletionScorer, *, in_bf16: bool
+) -> Callable[..., torch.Tensor]:
+    """Scores as the model that the run starts from: with the adapter off, or from a frozen copy."""
+    if config.model.lora is not None:
+        return functools.partial(score_without_adapter, scorer)
+    copied = bf16_copy(scorer.model) if in_bf16 else frozen_copy(scorer.model)
+    return CompletionScorer(copied, scorer.compute_dtype, chunked=scorer.chunked)
+
+
+def choose_backend(name: str, sampler: nn.Module, log: Log, *, can_capture: bool) -> str:
+    """The backend asked for, or what this model supports in its place.
+
+    A GPU captures the decode step of `grouped` in CUDA graphs, unless a calculator has to look at
+    every token (`can_capture` is False).
+    """
+    if name == "generate":
+        return name
+    if not supports_grouped(sampler):
+        log("this model's cache cannot be shared by a group: sampling.backend=generate")
+        return "generate"
+    if sampler.device.type == "cuda" and can_capture:
+        if supports_grouped(sampler, capture=True):
+            return "captured"
+        log("this model's decode step cannot be captured in a CUDA graph: sampling is slower")
+    return name
+
+
+# The tokenizer
+
+TOKENIZER_PROBE = "Use [3, 17, 255] to make 46.\n<think>12 * 3 = 36, don't</think>\n\n  été"
+
+
+def load_tokenizer(config: Config, log: Log) -> PreTrainedTokenizerFast:
+    """The model's tokenizer, checked against its own tokenizer.json.
+
+    AutoTokenizer can silently replace the pre-tokenizer by that of the model's family.
+    """
+    settings = config.model
+    tokenizer = AutoTokenizer.from_pretrained(
+        settings.name, revision=settings.revision, trust_remote_code=settings.trust_remote_code
+    )
+    if not tokenizer.encode(TOKENIZER_PROBE, add_special_tokens=False):
+        raise ValueError("it has no tokenizer files, such as tokenizer.json")
+    file = cached_file(
+        settings.name,
+        "tokenizer.json",
+        revision=settings.revision,
+        _raise_exceptions_for_missing_entries=False,
+    )
+    if file is not None:
+        expected = Tokenizer.from_file(file).encode(TOKENIZER_PROBE, add_special_tokens=False).ids
+        if tokenizer.encode(TOKENIZER_PROBE, add_special_tokens=False) != expected:
+            log("AutoTokenizer changes this model's tokens: PreTrainedTokenizerFast is used")
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(
+                settings.name, revision=settings.revision
+            )
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError("its tokenizer has neither a pad nor an eos token")
+        log("the tokenizer has no pad token: its eos token is used")
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.chat_template is None:
+        log("the tokenizer has no chat template: the prompt is plain text")
+    return tokenizer
+
+
+def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raise ValueError if the tokenizer can give an id that the model has no embedding for.
+
+    More embeddings than tokens do no harm: Qwen2.5 has 271 embeddings without a token. Special
+    tokens that no prompt contains may lie beyond the embeddings, such as Gemma 3's for images.
+    """
+    chat = [{"role": "user", "content": TOKENIZER_PROBE}]
+    used = set(tokenizer.encode(render_prompt(chat, tokenizer), add_special_tokens=True))
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    unused = special - used - {tokenizer.pad_token_id}
+    largest = max(set(tokenizer.get_vocab().values()) - unused)
+    num_embeddings = len(model.get_input_embeddings().weight)
+    if largest >= num_embeddings:
+        raise ValueError(
+            f"its tokenizer gives ids up to {largest}, but it has {num_embeddings} embeddings; "
+            "give a tokenizer that belongs to it"
+        )

@@ -1,0 +1,373 @@
+"""The life of a run: what it consists of, how it is resumed, saved and summed up.
+
+What a run learns is in main.py; here nothing of it gets lost.
+"""
+
+import contextlib
+import errno
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from engine import checkpoint
+from engine.config import (
+    ROOT,
+    Config,
+    ConfigError,
+    check_same_run,
+    differences,
+    dotted_values,
+    dump,
+    run_name,
+)
+from engine.data import QuestionStream, render_prompts
+from engine.distributed import World
+from engine.estimate import check_disk
+from engine.export import ExportError, model_card
+from engine.metrics import mean_of_last, metric_columns, signs_of_collapse, versions
+from engine.model import Policy
+from logger import Logger, json_line, without_nan, write_atomically
+
+
+@dataclass
+class State:
+    """Where a run is: what a checkpoint holds beside the weights and the optimizer."""
+
+    step: int = 0
+    position: int = 0  # training questions drawn so far, over all ranks
+    first: float | None = None  # eval/pass@1 before training
+    first_interval: list[float] = field(default_factory=list)  # its 95% interval
+    last: float | None = None
+    best: float | None = None  # that of best/: the highest, the earliest on ties
+    best_step: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    recent: list[list[float]] = field(default_factory=list)  # see metrics.mean_of_last
+    best_solved: float = 0.0  # the highest mean of train/solved over the last steps
+    signs: dict[str, str] = field(default_factory=dict)  # of a collapse: metric and description
+    row: dict[str, float] | None = field(default_factory=dict)  # this step's, until it is recorded
+
+    def advance(
+        self, metrics: dict[str, float], *, num_questions: int, is_skipped: bool
+    ) -> list[str]:
+        """Count a step and keep its metrics to be recorded; returns new signs of a collapse."""
+        self.step += 1
+        self.position += num_questions
+        self.skipped_steps += is_skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if is_skipped else 0
+        self.recent, means = mean_of_last(self.recent, metrics, num_questions=num_questions)
+        before, self.signs = self.signs, {}
+        if means:
+            self.best_solved = max(self.best_solved, means["train/solved"])
+            self.signs = signs_of_collapse(means, best_solved=self.best_solved)
+        self.row = metrics | {
+            "train/skipped_steps": self.skipped_steps,
+            "train/collapsed": float(bool(self.signs)),
+        }
+        return [text for name, text in self.signs.items() if name not in before]
+
+    def note_evaluation(self, measured: dict[str, float]) -> None:
+        """Keep pass@1 for the summary, and the one before training with its interval."""
+        self.last = measured["eval/pass@1"]
+        if self.step == 0:
+            self.first = self.last
+            self.first_interval = [measured[f"eval/pass@1_{end}"] for end in ("low", "high")]
+
+
+@dataclass
+class Run:
+    """Everything that training needs; an evaluation has no optimizer and no training questions."""
+
+    config: Config
+    world: World
+    logger: Logger
+    folder: Path
+    task: ModuleType
+    policy: Policy
+    validation_questions: list[dict]
+    train_questions: QuestionStream | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    state: State = field(default_factory=State)
+    is_resumed: bool = False
+
+    @property
+    def trained_weights(self) -> list[nn.Parameter]:
+        """All that the optimizer steps."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def is_over(self) -> bool:
+        """All steps are done, or the model has collapsed and the config says to stop there."""
+        training = self.config.training
+        has_collapsed = training.stop_on_collapse and bool(self.state.signs)
+        return self.state.step >= training.num_steps or has_collapsed
+
+
+# Beginning
+
+
+def check_room(run: Run) -> None:
+    """Log where the run is; raise ValueError where the disk is too small for its folder."""
+    num_weights, world = run.policy.model.num_parameters(), run.world
+    place = f"{world.size} x {world.device.type}"
+    run.logger.info(f"{num_weights:,} weights, on {place}; results in {run.folder}")
+    if world.is_main:
+        num_trained = sum(parameter.numel() for parameter in run.trained_weights)
+        num_merged = num_weights if run.config.export.merge else 0
+        check_disk(run.folder, run.config, num_weights=num_trained, num_merged=num_merged)
+
+
+def resume(run: Run) -> None:
+    """Go on from the newest whole checkpoint, if there is one: rank 0 reads it and broadcasts.
+
+    Raises ValueError where that checkpoint belongs to another configuration.
+    """
+    world, config, root = run.world, run.config, run.folder / "checkpoints"
+    if config.checkpoint.resume == "never":
+        if checkpoint.list_checkpoints(root):
+            raise ValueError(f"{root} holds checkpoints: set run.name to start another run")
+        return
+    folder = checkpoint.newest_whole(root, run.logger.warning) if world.is_main else None
+    saved = world.broadcast(checkpoint.load_state(folder) if folder else None)
+    if saved is None:
+        return
+    check_same_run(saved["config"], config)
+    if saved["num_ranks"] != world.size:
+        run.logger.warning(
+            f"the run had {saved['num_ranks']} ranks and goes on with {world.size}: "
+            "not bit for bit the same"
+        )
+    if folder:
+        checkpoint.load_weights(folder, run.policy.model)
+        run.optimizer.load_state_dict(checkpoint.load_optimizer_state(folder))
+    for parameter in run.trained_weights:
+        world.broadcast_tensor(parameter.data)
+    world.broadcast_optimizer(run.optimizer)
+    run.policy.refresh_sampler()
+    run.state, run.is_resumed = State(**saved["state"]), True
+    run.logger.info(f"resumed after step {run.state.step}")
+
+
+def open_files(run: Run) -> None:
+    """Make the run's folder with its resolved config, and start the files of its metrics."""
+    config, state = run.config, run.state
+    last_recorded = state.step if state.row is None else state.step - 1
+    run.logger.open(
+        run.folder,
+        config_text=dump(config),
+        params=dotted_values(config),
+        columns=metric_columns(config),
+        resume_step=last_recorded if run.is_resumed else None,
+        experiment=config.logging.experiment,
+        run_name=run_name(config),
+        description="\n".join(f"- {line}" for line in differences(config)),
+    )
+    if run.world.is_main:
+        checkpoint.mend(run.folder / "best")
+        write_config(run.folder, config)
+
+
+def write_config(folder: Path, config: Config) -> None:
+    """Write every setting, with the versions used."""
+    text = f"# {versions()}\n{dump(config)}"
+    (folder / "config.yaml").write_text(text, encoding="utf-8")
+
+
+# Saving
+
+
+def save_best(run: Run, measured: dict[str, float]) -> bool:
+    """Save the model in best/ with its card; False where that was not possible."""
+    tokenizer, config = run.policy.tokenizer, run.config
+    (prompt,), add_special_tokens = render_prompts(
+        run.validation_questions[:1], task=run.task, options=config.task, tokenizer=tokenizer
+    )
+    card = model_card(
+        config,
+        state=run.state,
+        world=run.world,
+        num_questions=len(run.validation_questions),
+        prompt=prompt,
+        add_special_tokens=add_special_tokens,
+        tokenizer=tokenizer,
+        measured=measured,
+    )
+    folder = run.folder / "best"
+    save = functools.partial(checkpoint.save_model, run.policy.model, tokenizer, card, folder)
+    return save_on_main(run, save)
+
+
+def save_checkpoint(run: Run) -> None:
+    """Save all that a resumed run needs, unless that could only push out a good checkpoint."""
+    if not is_worth_saving(run):
+        run.logger.warning(
+            f"nothing new and finite to save at step {run.state.step}: what was saved before stays"
+        )
+        return
+    state = {
+        "state": asdict(run.state),
+        "num_ranks": run.world.size,
+        "config": dotted_values(run.config),
+    }
+    save = functools.partial(
+        checkpoint.save_checkpoint,
+        run.folder / "checkpoints",
+        state,
+        step=run.state.step,
+        model=run.policy.model,
+        tokenizer=run.policy.tokenizer,
+        optimizer=run.optimizer,
+        keep=run.config.checkpoint.keep,
+    )
+    save_on_main(run, save)
+
+
+def is_worth_saving(run: Run) -> bool:
+    """Whether there are weights to save: finite ones that are not in the newest checkpoint yet.
+
+    Skipped steps leave the weights as they are, perhaps ruined by the last step that was taken.
+    Saving them once at most keeps the checkpoint before them, with checkpoint.keep=2.
+    """
+    last_taken = run.state.step - run.state.skipped_in_a_row
+    newest = checkpoint.list_checkpoints(run.folder / "checkpoints")[:1]
+    if run.state.skipped_in_a_row > 0 and any(int(p.name[5:]) >= last_taken for p in newest):
+        return False
+    # The norm can overflow for finite weights, but only for ones far too large for usable logits.
+    return bool(nn.utils.get_total_norm(run.trained_weights).isfinite())
+
+
+def save_on_main(run: Run, save: Callable[[], None]) -> bool:
+    """Save on rank 0; a full disk leaves what was saved before, and the run goes on.
+
+    Returns False where nothing could be saved; the other ranks assume that all is well.
+    """
+    if not run.world.is_main:
+        return True
+    try:
+        save()
+        return True
+    except OSError as error:
+        run.logger.warning(
+            f"nothing saved at step {run.state.step}, what was saved before is kept: {error}; free "
+            "some space, or lower checkpoint.keep"
+        )
+        return False
+
+
+# Ending
+
+
+def stop(run: Run) -> int:
+    """Save after a signal, between two steps; returns the exit status that the signal asks for."""
+    save_checkpoint(run)
+    run.logger.info(f"stopped by a signal after step {run.state.step}")
+    run.logger.close("KILLED")
+    return 128 + (run.world.stop_signal or 15)  # SIGTERM, where another rank was sent the signal
+
+
+def finish(run: Run) -> None:
+    """Log what came of the run, and show its curves in MLflow, where that is on."""
+    run.logger.info(summary(run))
+    if run.world.is_main and run.config.logging.mlflow:
+        out = run.folder / "curves"
+        command = [sys.executable, "-m", "tools.plot", str(run.folder.absolute())]
+        command += ["--out", str(out.absolute())]
+        drawn = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if drawn.returncode == 0:
+            run.logger.log_artifact(out.with_suffix(".png"))
+        else:
+            problem = drawn.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
+            run.logger.warning(f"the curves are not drawn: {problem}")
+    run.logger.close()
+
+
+def save_evaluation(run: Run, metrics: dict[str, float], samples: list[dict]) -> None:
+    """Write what mode=evaluate has measured to eval-<time>/ in the run's folder, on rank 0.
+
+    It holds config.yaml, metrics.json and samples.jsonl; the run's own files stay.
+    """
+    if not run.world.is_main:
+        return
+    folder = run.folder / f"eval-{datetime.now():%Y%m%d-%H%M%S-%f}"
+    folder.mkdir(parents=True)
+    write_config(folder, run.config)
+    write_atomically(folder / "samples.jsonl", "".join(map(json_line, samples)))
+    text = json.dumps(without_nan(metrics), allow_nan=False, indent=1) + "\n"
+    write_atomically(folder / "metrics.json", text)
+    run.logger.info(f"written to {folder}")
+
+
+def summary(run: Run) -> str:
+    """What came of the run, and where it is."""
+    state, best = run.state, run.folder / "best"
+    scores = f"pass@1 {state.first:.3f} at the start, {state.last:.3f} after step {state.step}"
+    if state.best is None:
+        return f"{scores}; no model could be saved in {best}"
+    needs = ", with peft" if run.config.model.lora is not None else ""
+    lines = [
+        f"{scores}; best {state.best:.3f} at step {state.best_step}, chosen on these same "
+        "validation questions",
+        f"the best model: {best}",
+        f'load it:        AutoModelForCausalLM.from_pretrained("{best}"){needs}',
+        f"ask it:         python -m tools.chat {best}",
+        "train on:       the same command with a larger training.num_steps",
+    ]
+    if state.step < run.config.training.num_steps:
+        signs = ", ".join(state.signs.values())
+        lines[-1] = f"stopped, since the model has collapsed: {signs}"
+    return "\n".join(lines)
+
+
+# What a user sees when something goes wrong
+
+
+@contextlib.contextmanager
+def mistakes_cost_one_line() -> Iterator[None]:
+    """A user's mistake: print it on one rank, not again at a restart, and exit with status 2."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        is_config = isinstance(error, ConfigError)
+        rank, restarts = (
+            int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+        )
+        if restarts == 0 and rank > 0:
+            # torchrun ends all ranks with the first: give rank 0 time to print the same mistake.
+            time.sleep(3)
+        if restarts == 0 and (rank == 0 or not is_config):
+            lines = error.lines if is_config else [str(error)]
+            print("\n".join(f"error: {line}" for line in lines), file=sys.stderr)
+        sys.exit(2)
+
+
+@contextlib.contextmanager
+def crashes_name_the_fix(folder: Path) -> Iterator[None]:
+    """While a run goes on: a full disk and an out of memory say what to do, below the traceback."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RuntimeError(
+            "out of GPU memory: lower sampling.max_batch_tokens if it was sampling, else "
+            "training.micro_batch_tokens, or set model.gradient_checkpointing=true"
+        ) from error
+    except ExportError as error:
+        with mistakes_cost_one_line():
+            raise error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise RuntimeError(
+            f"{folder}: the disk is full: free some space and give the same command again, it "
+            "goes on from the last checkpoint"
+        ) from error

@@ -1,0 +1,466 @@
+"""How completions are sampled: the hot loop of a run.
+
+A token is drawn by inverse transform sampling: a uniform random number in [0, 1) picks the first
+token at which the cumulative probability exceeds it. These numbers come from the question's own
+seed alone. So a question gets the same completions in any batch and on any number of ranks, and a
+resumed run needs no saved random state.
+
+Shapes: N questions, G completions of each, B rows (N * G, fewer once some have ended), P longest
+prompt, T new tokens, V vocabulary. Masks are bool, True = keep.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LogitsProcessor, PretrainedConfig
+from transformers.cache_utils import DynamicLayer
+
+from engine.calculator import Calculator
+
+Seed = Sequence[int]  # integers that name a question's random numbers, such as (seed, position)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """The distribution that completions are drawn from, and when a completion ends."""
+
+    max_new_tokens: int
+    temperature: float  # 0 is greedy: always the likeliest token, scored at temperature 1
+    top_p: float  # 1 is off
+    top_k: int  # 0 is off
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    calculator: Calculator | None = None  # writes the result where a completion asks for it
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One completion as it was sampled, of T tokens."""
+
+    token_ids: list[int]  # up to and including the first EOS
+    log_probs: np.ndarray  # (T,), of each token under softmax(logits / temperature), untruncated
+    entropies: np.ndarray  # (T,), of that distribution, in nats
+    truncated: bool  # ended by the length limit instead of an EOS
+    is_inserted: np.ndarray  # (T,), True for the calculator's tokens, whose two numbers are 0
+
+    @property
+    def num_sampled(self) -> int:
+        """The number of tokens that the model chose itself."""
+        return len(self.token_ids) - int(self.is_inserted.sum())
+
+    @property
+    def is_broken(self) -> bool:
+        """True if some logits were not finite: the tokens drawn from them are noise."""
+        return not np.isfinite(self.log_probs).all()
+
+
+def draw_uniforms(seeds: list[Seed], *, num_samples: int, length: int) -> Tensor:
+    """Uniform random numbers in [0, 1), (N * G, length), each question's from its own seed."""
+    shape = (num_samples, length)
+    blocks = [np.random.default_rng(list(seed)).random(shape, dtype=np.float32) for seed in seeds]
+    return torch.from_numpy(np.concatenate(blocks))
+
+
+def sample_tokens(
+    logits: Tensor, uniforms: Tensor, *, temperature: float, top_p: float, top_k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw one token per row from softmax(logits / temperature).
+
+    logits (B, V) and uniforms (B,) give tokens, log-probabilities and entropies in nats, (B,) each.
+    Top-k and top-p only restrict what is drawn: the two numbers are those of the whole
+    distribution. Temperature 0 takes the first of the likeliest tokens and scores it at 1.
+    """
+    logits, is_broken = repair(logits.float() / (temperature or 1.0))
+    log_probs = F.log_softmax(logits, dim=-1)  # (B, V)
+    probs = log_probs.exp()
+    entropies = -torch.special.xlogy(probs, probs).sum(dim=-1)  # xlogy, since 0 log 0 is 0
+    if temperature == 0:
+        tokens = logits.argmax(dim=-1, keepdim=True)  # (B, 1)
+    else:
+        cdf = keep_likeliest(probs, top_p=top_p, top_k=top_k).cumsum(dim=-1)  # (B, V)
+        # The cdf does not end at exactly 1; uniforms of at most 1 - 2**-24 stay below its end.
+        threshold = uniforms * cdf[:, -1]
+        tokens = torch.searchsorted(cdf, threshold[:, None], right=True)  # never one of mass 0
+    chosen = log_probs.gather(-1, tokens)[:, 0].masked_fill(is_broken, torch.nan)
+    return tokens[:, 0], chosen, entropies
+
+
+def repair(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Set rows of logits (B, V) that hold NaN or infinity to 0, and tell which they were (B,).
+
+    Drawing from such a row would raise. Its token gets a log-probability of NaN instead, which
+    tells the update to skip the step.
+    """
+    is_broken = ~torch.isfinite(logits.amax(dim=-1))  # -inf is no defect: it masks a token out
+    return logits.masked_fill(is_broken[:, None], 0.0), is_broken
+
+
+def keep_likeliest(probs: Tensor, *, top_p: float, top_k: int) -> Tensor:
+    """Set the probabilities (B, V) outside the top k, then those outside the top p, to 0."""
+    if 0 < top_k < probs.shape[-1]:
+        kth = probs.topk(top_k, dim=-1).values[:, -1:]  # (B, 1)
+        probs = probs.masked_fill(probs < kth, 0.0)
+    if top_p < 1:  # nucleus sampling, arXiv:1904.09751: the fewest tokens with a share p of the sum
+        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(dim=-1) - ordered  # the mass of all likelier tokens
+        ordered = ordered.masked_fill(before >= top_p * ordered.sum(dim=-1, keepdim=True), 0.0)
+        probs = torch.zeros_like(probs).scatter(-1, order, ordered)
+    return probs
+
+
+@torch.no_grad()
+def decode_grouped(
+    model: nn.Module,
+    prompts: list[list[int]],
+    seeds: list[Seed],
+    *,
+    num_samples: int,
+    params: SamplingParams,
+    on_progress: Callable[[int], None],
+    capture: bool = False,
+) -> list[Completion]:
+    """Sample `num_samples` completions of each prompt: N * G of them, question by question.
+
+    Each prompt is read once, and its completions continue from copies of its cache. `on_progress`
+    is told how many more completions have ended. For `capture` see `CapturedBatch`.
+    """
+    uniforms = draw_uniforms(seeds, num_samples=num_samples, length=params.max_new_tokens)  # (B, T)
+    batch_class = CapturedBatch if capture else DecodeBatch
+    batch = batch_class(model, prompts, uniforms, params)
+    num_unfinished, longest = len(uniforms), max(map(len, prompts))
+    for t in range(1, params.max_new_tokens):
+        if t == 1 or t % batch.steps_per_check == 0:
+            active = batch.record.active
+            num_active = int(active.sum())
+            on_progress(num_unfinished - num_active)
+            num_unfinished = num_active
+            if num_active == 0:
+                break
+            if num_active <= 0.85 * len(active):  # not at every end, since it copies the cache
+                batch.keep(active.nonzero()[:, 0])
+        batch.step(longest + t + 1)  # the prompts and all tokens up to the one that is drawn now
+    on_progress(num_unfinished)
+    return batch.record.completions()
+
+
+class DecodeBatch:
+    """Rows that are decoded together: each step draws one more token of every row.
+
+    The prompts fill the first P columns, padded on the left; each step fills the next column. It
+    changes tensors in place and none of them in shape; only `keep` makes new ones.
+    """
+
+    steps_per_check = 1  # steps from one look at which rows have ended to the next
+
+    def __init__(
+        self, model: nn.Module, prompts: list[list[int]], uniforms: Tensor, params: SamplingParams
+    ):
+        """Read the prompts and draw the first token of each row; `uniforms` are (B, T)."""
+        self.model, self.cache, self.uniforms = model, None, uniforms.to(model.device)
+        self.record = Record(len(uniforms), params, model.device)
+        prompt_ids, prompt_mask = left_pad(prompts, params.pad_id, model.device)  # (N, P)
+        logits = self.read(prompt_ids, prompt_mask, position_ids(prompt_mask))  # (N, V)
+        num_samples, longest = len(uniforms) // len(prompts), prompt_ids.shape[1]
+        self.cache.batch_repeat_interleave(num_samples)
+        mask = F.pad(prompt_mask, (0, params.max_new_tokens), value=False)
+        self.mask = mask.repeat_interleave(num_samples, dim=0)  # (B, P + T)
+        self.positions = self.mask.sum(dim=1, keepdim=True) - 1  # (B, 1), of the last token read
+        self.tokens = torch.zeros_like(self.positions)  # (B, 1), the last ones drawn
+        self.column = torch.full((1,), longest - 1, device=model.device)  # the last one filled
+        # Other layers, such as those of sliding windows, move their tensors: they stay as they are.
+        self.has_roomy_layers = all(type(layer) is DynamicLayer for layer in self.cache.layers)
+        if self.has_roomy_layers:
+            room = (self.mask.shape[1], self.column)
+            self.cache.layers[:] = [RoomyLayer(layer, *room) for layer in self.cache.layers]
+        self.draw(logits.repeat_interleave(num_samples, dim=0))
+
+    def step(self, num_columns: int) -> None:
+        """Read the last tokens and draw the next; attention sees the first `num_columns`."""
+        self.column += 1
+        self.positions += 1
+        self.mask.index_fill_(1, self.column, True)
+        mask = self.mask[:, :num_columns]
+        if self.has_roomy_layers:
+            mask = mask[:, None, None]
+            for layer in self.cache.layers:
+                layer.num_visible = num_columns
+        self.draw(self.read(self.tokens, mask, self.positions))
+
+    def read(self, token_ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        """Let the model read tokens into its cache; return the logits of what follows (B, V)."""
+        output = self.model(
+            input_ids=token_ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self.cache = output.past_key_values
+        return output.logits[:, -1]
+
+    def draw(self, logits: Tensor) -> None:
+        """Draw and record the next token of each row from logits (B, V)."""
+        params, uniforms = self.record.params, self.uniforms.index_select(1, self.record.t)[:, 0]
+        drawn = sample_tokens(
+            logits, uniforms, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k
+        )
+        self.tokens.copy_(self.record.write(*drawn)[:, None])
+
+    def keep(self, indices: Tensor) -> None:
+        """Go on with these rows only."""
+        record = self.record
+        record.rows, record.active = record.rows[indices], record.active[indices]
+        self.mask, self.positions = self.mask[indices], self.positions[indices]
+        self.tokens, self.uniforms = self.tokens[indices], self.uniforms[indices]
+        self.cache.batch_select_indices(indices)
+
+
+class RoomyLayer(DynamicLayer):
+    """A cache layer with empty columns ahead: DynamicLayer copies everything to append a token."""
+
+    def __init__(self, layer: DynamicLayer, num_columns: int, column: Tensor):
+        """Make room for `num_columns`; the tensor `column` (1,) says where a token is written."""
+        super().__init__()
+        self.is_initialized, self.dtype, self.device = True, layer.dtype, layer.device
+        self.column, self.num_visible = column, num_columns
+        padding = (0, 0, 0, num_columns - layer.keys.shape[2])
+        self.keys, self.values = F.pad(layer.keys, padding), F.pad(layer.values, padding)
+
+    def update(self, keys: Tensor, values: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Write one token's keys and values (B, heads, 1, head size); return all visible ones."""
+        self.keys.index_copy_(2, self.column, keys)
+        self.values.index_copy_(2, self.column, values)
+        return self.keys[:, :, : self.num_visible], self.values[:, :, : self.num_visible]
+
+
+class CapturedBatch(DecodeBatch):
+    """A batch whose steps are replayed from CUDA graphs.
+
+    With one token per row, Python takes longer to launch the model's kernels than the GPU takes to
+    run them; a graph launches all of them at once. It repeats the same kernels on the same tensors,
+    so it serves one shape only, and shapes change rarely here: attention sees columns in leaps of
+    256, and rows are dropped at every 16th step at most. The first step of a shape runs as usual,
+    so that the GPU's libraries set up what they need; the second one is captured.
+    """
+
+    steps_per_check = 16
+    shape: tuple[int, int] | None = None  # rows and visible columns of the last step
+    replay: Callable[[], None] | None = None  # runs the graph of this shape, if there is one yet
+
+    def step(self, num_columns: int) -> None:
+        if not self.has_roomy_layers:
+            raise ValueError("the tensors of this cache move, so a step cannot be replayed")
+        num_columns = min(-(-num_columns // 256) * 256, self.mask.shape[1])
+        if self.shape != (len(self.tokens), num_columns):
+            self.shape, self.replay = (len(self.tokens), num_columns), None
+            super().step(num_columns)
+        else:
+            self.replay = self.replay or self.capture(num_columns)
+            self.replay()
+
+    def capture(self, num_columns: int) -> Callable[[], None]:
+        """A function that replays one step. Raises RuntimeError if a step waits for the GPU."""
+        graph = torch.cuda.CUDAGraph()
+        # By default a capture forbids other threads to query the GPU, but one of NCCL's does.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            super().step(num_columns)
+        return graph.replay
+
+
+@torch.no_grad()
+def supports_grouped(model: nn.Module, *, capture: bool = False) -> bool:
+    """Whether `decode_grouped` computes the same log-probabilities as one plain forward.
+
+    A few tokens are decoded after a short made-up prompt, and a row is dropped on the way. Models
+    with a recurrent state fail by an exception or by other numbers.
+    """
+    prompt = torch.arange(1, 5, device=model.device) % model.config.vocab_size  # (4,)
+    params = SamplingParams(5, temperature=1.0, top_p=1.0, top_k=0, eos_ids=(), pad_id=0)
+    uniforms = draw_uniforms([(0,)], num_samples=3, length=params.max_new_tokens)
+    try:
+        batch_class = CapturedBatch if capture else DecodeBatch
+        batch = batch_class(model, [prompt.tolist()], uniforms, params)
+        batch.step(6)
+        batch.keep(torch.tensor([0, 2], device=model.device))
+        for num_columns in (7, 8, 9):  # with `capture` as usual, captured, replayed once more
+            batch.step(num_columns)
+    except (AttributeError, NotImplementedError, TypeError, ValueError, RuntimeError):
+        return False
+    ids = torch.cat([prompt, batch.record.tokens[2]])  # (9,), of a row that has stayed
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, 3:-1].float()  # (5, V)
+    expected = logits.log_softmax(dim=-1).gather(-1, ids[4:, None])[:, 0]
+    tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
+    difference = (batch.record.log_probs[2] - expected).abs().max()
+    return bool(difference <= tolerance * logits.abs().max().clamp(min=1.0))
+
+
+def sample_in_batches(
+    model: nn.Module,
+    prompts: list[list[int]],
+    seeds: list[Seed],
+    *,
+    decode: Callable[..., list[Completion]],
+    num_samples: int,
+    params: SamplingParams,
+    max_batch_tokens: int | None,
+    on_progress: Callable[[int], None],
+) -> list[list[Completion]]:
+    """Sample `num_samples` completions of each prompt: one list per prompt, in their order.
+
+    `decode` is `decode_grouped` or the like. It gets questions together, longest prompts first, as
+    long as rows * (longest prompt + new tokens) <= `max_batch_tokens`; None is what the GPU holds.
+    """
+    decode_batch = functools.partial(
+        decode, model, num_samples=num_samples, params=params, on_progress=on_progress
+    )
+    groups: list[list[Completion]] = [[] for _ in prompts]
+    by_length = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    while by_length:
+        row_tokens = len(prompts[by_length[0]]) + params.max_new_tokens
+        num_rows = (max_batch_tokens or tokens_that_fit(model, row_tokens)) // row_tokens
+        num_questions = max(1, num_rows // num_samples)
+        batch, by_length = by_length[:num_questions], by_length[num_questions:]
+        completions = decode_batch([prompts[i] for i in batch], [seeds[i] for i in batch])
+        for j, i in enumerate(batch):
+            groups[i] = completions[j * num_samples : (j + 1) * num_samples]
+    return groups
+
+
+def tokens_that_fit(model: nn.Module, row_tokens: int) -> int:
+    """How many tokens can be decoded at once, in rows of `row_tokens`, with the memory now free."""
+    device = model.device
+    if device.type != "cuda":
+        return 131_072
+    reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + reserved
+    config = model.config.get_text_config()
+    cache = row_tokens * cache_bytes_per_token(config, bytes_per_number=model.dtype.itemsize)
+    drawing = 6 * 4 * config.vocab_size  # fp32 logits and what `sample_tokens` makes of them
+    return int(0.8 * free / (cache + drawing)) * row_tokens
+
+
+def cache_bytes_per_token(config: PretrainedConfig, *, bytes_per_number: int) -> int:
+    """Bytes of one token's keys and values in all layers; 0 if the config does not tell."""
+    heads = getattr(config, "num_attention_heads", 0)
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    return 2 * getattr(config, "num_hidden_layers", 0) * key_heads * head_size * bytes_per_number
+
+
+class Record:
+    """Sampled tokens with log-probabilities and entropies (B, T); b rows are still written."""
+
+    def __init__(self, num_rows: int, params: SamplingParams, device: torch.device):
+        shape, calculator = (num_rows, params.max_new_tokens), params.calculator
+        self.params = params
+        self.tokens = torch.full(shape, params.pad_id, device=device)  # (B, T)
+        self.log_probs, self.entropies = torch.zeros((2, *shape), device=device)  # (B, T) each
+        # What the calculator has written ahead of the model; -1 where the model writes itself.
+        self.inserts = torch.full(shape, -1, device=device)  # (B, T)
+        self.lengths = torch.zeros(num_rows, dtype=torch.long, device=device)  # (B,)
+        self.t = torch.zeros(1, dtype=torch.long, device=device)  # the column to be written next
+        self.rows = torch.arange(num_rows, device=device)  # (b,), those that are written
+        self.active = torch.ones_like(self.rows, dtype=torch.bool)  # (b,), which have not ended
+        self.eos_ids = torch.tensor(params.eos_ids, device=device)
+        self.asking_ids = torch.tensor(calculator.asking_ids if calculator else [], device=device)
+
+    def write(self, tokens: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
+        """Write drawn tokens (b,), or the calculator's in their place; return what is written."""
+        index, is_drawn = (self.rows, self.t.expand_as(self.rows)), self.active
+        if self.params.calculator is not None:
+            inserts = self.inserts[index]
+            tokens, is_drawn = tokens.where(inserts < 0, inserts), is_drawn & (inserts < 0)
+        self.tokens.index_put_(index, tokens.where(self.active, self.params.pad_id))
+        self.log_probs.index_put_(index, log_probs.where(is_drawn, 0.0))
+        self.entropies.index_put_(index, entropies.where(is_drawn, 0.0))
+        self.lengths.index_add_(0, self.rows, self.active.long())
+        if self.params.calculator is not None:
+            self.calculate(self.rows[self.active & torch.isin(tokens, self.asking_ids)].tolist())
+        self.active &= (tokens[:, None] != self.eos_ids).all(dim=1)
+        self.t += 1
+        return tokens
+
+    def calculate(self, rows: list[int]) -> None:
+        """Write ahead the results that these rows ask for, as far as there is room for them."""
+        for row in rows:
+            length = int(self.lengths[row])
+            result_ids = self.params.calculator.complete(self.tokens[row, :length].tolist())
+            room = self.inserts[row, length : length + len(result_ids)]
+            room.copy_(torch.tensor(result_ids[: len(room)], dtype=torch.long))
+
+    def completions(self) -> list[Completion]:
+        """The completions of all rows, each cut to its own length."""
+        numbers = [x.cpu().numpy() for x in (self.log_probs, self.entropies, self.inserts >= 0)]
+        tokens, completions = self.tokens.tolist(), []
+        for row, length in enumerate(self.lengths.tolist()):
+            log_probs, entropies, is_inserted = (x[row, :length] for x in numbers)
+            ids = tokens[row][:length]
+            truncated = ids[-1] not in self.params.eos_ids
+            completions.append(Completion(ids, log_probs, entropies, truncated, is_inserted))
+        return completions
+
+
+class RecordingProcessor(Record, LogitsProcessor):
+    """A record of what `model.generate` draws, which is made to draw the calculator's tokens.
+
+    `generate` calls it before each draw, and it sees only then what was drawn before. After the
+    last draw, call `take` with the finished sequences.
+    """
+
+    next_log_probs: Tensor | None = None  # (B, V), of the tokens that are drawn next
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The logits (B, V) to draw from, for tokens (B, P + t) and the model's logits (B, V)."""
+        self.take(input_ids)
+        logits, is_broken = repair(scores.float() / (self.params.temperature or 1.0))
+        log_probs = F.log_softmax(logits, dim=-1)
+        self.next_log_probs = log_probs.masked_fill(is_broken[:, None], torch.nan)
+        scores = scores.masked_fill(is_broken[:, None], 0.0)
+        if self.params.calculator is None:
+            return scores
+        inserts = self.inserts.index_select(1, self.t)  # (B, 1)
+        only = torch.full_like(scores, -torch.inf).scatter(1, inserts.clamp(min=0), 0.0)
+        return scores.where(inserts < 0, only)
+
+    def take(self, input_ids: Tensor) -> None:
+        """Write the last tokens of input_ids (B, P + t), which were drawn since the last call."""
+        if self.next_log_probs is None:
+            return
+        log_probs, tokens = self.next_log_probs, input_ids[:, -1]
+        entropies = -(log_probs.exp() * log_probs).nan_to_num().sum(dim=-1)
+        self.write(tokens, log_probs.gather(-1, tokens[:, None])[:, 0], entropies)
+
+
+@contextlib.contextmanager
+def seeded(seeds: list[Seed], device: torch.device) -> Iterator[None]:
+    """Let torch's random numbers follow from the seeds, and put their state back afterwards."""
+    words = [word for seed in seeds for word in seed]
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
+        yield
+
+
+def position_ids(mask: Tensor) -> Tensor:
+    """Positions (B, T) that count kept tokens only, so that padding on the left shifts nothing."""
+    return (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+
+
+def left_pad(rows: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids and mask (True = a token), both (B, longest), padded on the left."""
+    longest = max(len(row) for row in rows)
+    ids = torch.tensor([[pad_id] * (longest - len(row)) + row for row in rows])
+    mask = torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in rows])
+    return ids.to(device), mask.to(device)
+
+
+def right_pad(sequences: list, value: float) -> Tensor:
+    """Sequences as one tensor (B, longest), padded on the right."""
+    tensors = [torch.as_tensor(sequence) for sequence in sequences]
+    return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)

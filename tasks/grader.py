@@ -1,0 +1,388 @@
+r"""Whether a boxed answer equals the gold answer: exact layers first, math-verify last.
+
+`grade` goes through these layers in order, and each may answer for good:
+
+    1. the last \boxed{...} with balanced braces; without one the answer is wrong
+    2. the same text after light normalisation: spaces, \dfrac, $, units, thousands, a leading x =
+    3. two numeric literals: exact fractions decide
+    4. words decide as text; of tuples, intervals, sets and matrices each entry is graded by itself
+    5. guards: what is too long or too big, and what math-verify is known to get wrong, is wrong
+    6. math-verify, in a worker process that can be killed (grader_worker.py)
+
+Nothing here runs the model's text as code.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from tasks.grader_worker import WORKER, OutOfPatience, WorkerLost
+
+MAX_ANSWER_CHARS = 1_000
+MAX_DEPTH = 20  # brackets in brackets; a real answer has 3 or 4
+MAX_ENTRIES = 36  # of a tuple, set or matrix
+MAX_LEAF_CHARS = 300  # of one entry that math-verify is asked about
+CACHE_SIZE = 4_096
+
+Check = Callable[[str, str], bool]  # math-verify's opinion on (gold, prediction)
+
+
+@dataclass(frozen=True)
+class Grade:
+    is_correct: bool
+    timed_out: bool = False  # math-verify gave no answer in time; the prediction counts as wrong
+
+
+def grade(completion: str, gold: str, *, timeout_s: float) -> Grade:
+    """Whether the last boxed answer is mathematically equal to `gold`, in at most `timeout_s`."""
+    prediction = last_boxed(completion)
+    try:
+        return Grade(False) if prediction is None else grade_answer(prediction, gold, timeout_s)
+    except OutOfPatience:
+        return Grade(False, timed_out=True)
+
+
+@functools.lru_cache(CACHE_SIZE)
+def grade_answer(prediction: str, gold: str, timeout_s: float) -> Grade:
+    """The grade of a boxed text.
+
+    Time-outs are remembered too: the samples of a question often agree, and then cost one time-out.
+    """
+    check = functools.partial(WORKER.ask, deadline=WORKER.clock() + timeout_s)
+    try:
+        return Grade(is_equal(normalise(gold), normalise(prediction), check))
+    except WorkerLost:
+        return Grade(False, timed_out=True)
+
+
+def normal_answer(boxed: str) -> str:
+    r"""One text for answers that layers 2 and 3 find equal: 0.50, \frac12 and x = 1/2 are 1/2."""
+    text = normalise(boxed)
+    value = text if is_too_complex(text) else take_apart(text)[1]
+    number = literal(value)
+    return value if number is None else str(number)
+
+
+def is_equal(gold: str, prediction: str, check: Check) -> bool:
+    """Layers 2 to 6 on normalised texts; `check` is layer 6."""
+    if gold == prediction or is_too_complex(gold) or is_too_complex(prediction):
+        return gold == prediction != ""
+    (g_name, g, g_unit), (p_name, p, p_unit) = take_apart(gold), take_apart(prediction)
+    if (g_name and p_name and g_name != p_name) or (g_unit and p_unit and g_unit != p_unit):
+        return False
+    if g == p:
+        return g != ""
+    numbers = literal(g), literal(p)
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    if WORDS.fullmatch(g) or WORDS.fullmatch(p):
+        return words_of(g) == words_of(p) != ""
+    parts = entries(g), entries(p)
+    if parts != (None, None):
+        return None not in parts and same_entries(*parts, check)
+    if "=" in g + p:  # a whole equation: what looked like a name is a part of it
+        g, p = gold, prediction
+    return is_safe(g, p) and check(g, p)
+
+
+# Layer 1: the box
+
+BOX = "\\boxed{"
+BRACE = re.compile(r"\\[{}]|\\\\(?!boxed)|[{}]")  # \{ is a sign, \\ a new line, { a brace
+
+
+def last_boxed(completion: str) -> str | None:
+    r"""The text in the last \boxed{...} whose braces are balanced; None for none.
+
+    A box that the end of the text cuts off does not count; one of more than MAX_ANSWER_CHARS is no
+    answer, and neither are those before it. So only boxes near the end are tried: linear time.
+    """
+    end = len(completion)
+    while (end := completion.rfind(BOX, 0, end)) >= 0:
+        start, depth = end + len(BOX), 1
+        window = completion[start : start + MAX_ANSWER_CHARS + 1]
+        for brace in BRACE.finditer(window):
+            depth += (brace.group() == "{") - (brace.group() == "}")
+            if depth == 0:
+                return window[: brace.start()]
+        if start + len(window) < len(completion):
+            return None
+    return None
+
+
+# Layer 2: light normalisation
+
+SPELLINGS = {  # one spelling for what LaTeX and people spell in many ways
+    "": r"$ \( \) \[ \] \displaystyle \left \right \big \Big \bigg \Bigg \bigl \bigr \Bigl \Bigr",
+    " ": r"\, \; \: \! \> \quad \qquad \thinspace",
+    "\\frac": r"\dfrac \tfrac \cfrac",
+    "\\times": "\\cdot \u00d7 \u00b7",
+    "^{\\circ}": "\\degree \u00b0",
+    **{"\\leq": r"\le", "\\geq": r"\ge", "<": r"\lt", ">": r"\gt", "\\{": r"\lbrace"},
+    **{"\\}": r"\rbrace", "\\pi": "\u03c0", "\\infty": "\u221e", "\\cup": "\u222a"},
+    **{"-": "\u2212", "^{2}": "\u00b2", "^{3}": "\u00b3"},
+}
+SYNONYMS = {name: spelling for spelling, names in SPELLINGS.items() for name in names.split()}
+SYNONYMS["\\ "] = " "
+TOKEN = re.compile(
+    r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm|hbox) ?\{(?P<words>(?:[^{}\\]|\\.)*)\}"
+    r"|\\sqrt ?\[[^]{]*\]|\\[a-zA-Z]+|\\.|."
+)
+NUM_ARGUMENTS = {"^": 1, "_": 1, "\\sqrt": 1, "\\frac": 2, "\\binom": 2}
+THOUSANDS_MARK = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,|\\!,|,\\,) ?(?=[0-9]{3}(?![0-9]))")
+THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?!,?[0-9])")
+BETWEEN_ANSWERS = re.compile(r"(?<=[ {])(?:and|or)(?=[ }])")
+
+
+def normalise(text: str) -> str:
+    r"""One spelling for what LaTeX and people spell in many ways; it reads any text.
+
+    `\dfrac 12` and `$\frac{1}{2}$` both become `\frac{1}{2}`; `10,\!080` and `10,080` become
+    10080, but (10,080) is a pair. Spaces stay between numbers alone, since 1 2 is not 12.
+    """
+    text = THOUSANDS_MARK.sub("", re.sub(r"[\s~]+", " ", text))
+    if not re.search(r"[(\[]|\\\{|\\lbrace", text):
+        text = THOUSANDS.sub(lambda number: number.group().replace(",", ""), text)
+    text = BETWEEN_ANSWERS.sub(",", text)
+    tokens = map(usual_token, TOKEN.finditer(text))
+    return read_group(tokens, depth=0).strip(" ;,").removesuffix(".")
+
+
+def usual_token(token: re.Match[str]) -> str:
+    r"""The token's usual name. A `\text{...}` of a comma alone is that comma, of a dot nothing."""
+    words = token["words"]
+    if words is None:
+        return SYNONYMS.get(token[0], token[0].replace(" ", "") or " ")
+    words = words.strip()
+    if not words.strip(" ."):
+        return ""
+    return f"\\text{{{words}}}" if words.strip(" ,") else ","
+
+
+def read_group(tokens: Iterator[str], *, depth: int) -> str:
+    """The tokens as text, up to the brace that closes the group."""
+    written, has_gap = "", False
+    for token in tokens:
+        if token == "}" and depth > 0:
+            break
+        if token == " ":
+            has_gap = True
+        elif token:
+            piece = read_piece(token, tokens, depth=depth)
+            between_digits = has_gap and written[-1:].isdigit() and piece[:1].isdigit()
+            after_command = piece[:1].isalpha() and re.search(r"\\[a-zA-Z]+$", written)
+            written += (" " if between_digits or after_command else "") + piece
+            has_gap = False
+    return written
+
+
+def read_piece(token: str, tokens: Iterator[str], *, depth: int) -> str:
+    r"""A token with its arguments in braces, such as `^{2}` for `^2`."""
+    if depth > MAX_DEPTH:  # what nests deeper is too complex to be read
+        return token
+    if token == "{":
+        return "{" + read_group(tokens, depth=depth + 1) + "}"
+    for _ in range(NUM_ARGUMENTS.get(token.partition("[")[0], 0)):
+        argument = next((each for each in tokens if each.strip()), "")
+        argument = read_piece(argument, tokens, depth=depth + 1)
+        token += argument if argument.startswith("{") else "{" + argument + "}"
+    return token
+
+
+# Layer 2, continued: names and units, which may be left out of an answer
+
+NAME = re.compile(
+    r"([a-zA-Z](?:_\{[^{}]*\})?(?:\([a-z]\))?|\([a-z](?:,[a-z])+\)|\\text\{[^{}]*\})"
+    r"(?:=|\\in(?![a-zA-Z]) ?)([^=]+)"
+)
+UNIT_SIGNS = {r"^\\\$(.+)$": "dollar", r"^(.+)\^\{\\circ\}$": "degree", r"^(.+)\\%$": "percent"}
+UNIT = re.compile(r"(.*[^\s=(,])(?:\\text\{([a-zA-Z ./]+)\}|(?<=[0-9}])([a-z]{2,}))(\^\{[23]\})?")
+UNIT_SPELLINGS = (  # also behind 5x; behind a number any words are its unit, but ...
+    "degree cent dollar percent inch/in/inche foot/ft/feet yard mile meter/m centimeter/cm "
+    "millimeter/mm kilometer/km gram kilogram/kg pound ounce liter gallon second/sec minute/min "
+    "hour/h day week month year unit mph radian ^{2}/square/sq ^{3}/cubic"
+)
+UNITS = {name: unit.split("/")[0] for unit in UNIT_SPELLINGS.split() for name in unit.split("/")}
+CHANGING_WORDS = (
+    "and or not no than more less fewer at least most about if to of mod modulo base times dozen "
+    "hundred thousand million billion trillion k half squared cubed factorial pi"
+)
+
+
+def take_apart(text: str) -> tuple[str, str, str]:
+    """Name, value and unit: x, 5 and centimeter for x = 5 cm; name and unit may be empty."""
+    match = NAME.fullmatch(text)
+    name, value = match.groups() if match else ("", text)
+    value, unit = split_unit(value)
+    value = value.strip()
+    while value.startswith("(") and encloses(value) and len(split_list(value[1:-1])) == 1:
+        value = value[1:-1]  # (x) is x, but (x, y) is a pair
+    return name, value, unit
+
+
+def split_unit(value: str) -> tuple[str, str]:
+    """The value and its unit: one name for inches^{2} and square inches, empty for none."""
+    for pattern, unit in UNIT_SIGNS.items():
+        value = re.sub(pattern, rf"\1\\text{{{unit}}}", value)
+    match = UNIT.fullmatch(value)
+    if match is None:
+        return value, ""
+    number, text, plain, power = match.groups(default="")
+    words = f"{text}{plain} {power}".lower().replace(".", "").split()
+    singular = ["second" if word == "s" else word.removesuffix("s") for word in words]
+    units = sorted((UNITS.get(word, word) for word in singular), key=lambda unit: unit[:1] == "^")
+    unit = " ".join(units)
+    is_known = UNITS.keys() >= {*units} and not unit.startswith("^")
+    is_changing = not {*words, *units}.isdisjoint(CHANGING_WORDS.split())
+    is_noun = text and not is_changing and literal(number) is not None
+    return (number, unit) if is_known or is_noun else (value, "")
+
+
+# Layer 3: numbers
+
+FRACTION = re.compile(r"\\frac\{(-?[0-9]+)\}\{(-?[0-9]+)\}(?![0-9])")
+LITERAL = re.compile(
+    r"(?P<sign>[-+]?)(?:(?:(?P<whole>[0-9]+) (?=[0-9]))? ?(?P<top>-?[0-9]+)/(?P<bottom>-?[0-9]+)"
+    r"|(?P<decimal>(?=\.?[0-9]|\.\\o)[0-9]*(?P<point>\.[0-9]*)?)"
+    r"(?(point)(?:\\overline\{(?P<repeated>[0-9]+)\})?)"
+    r"(?:\\times10\^\{(?P<power>[-+]?[0-9]{1,3})\})?)"
+)
+
+
+def literal(value: str) -> Fraction | None:
+    """The exact value of a fraction, mixed number or decimal, maybe recurring or times 10^n."""
+    match = LITERAL.fullmatch(FRACTION.sub(r" \1/\2", value))
+    if match is None or int(match["bottom"] or 1) == 0:
+        return None
+    part = match.groupdict(default="0")
+    if match["top"]:
+        number = int(part["whole"]) + Fraction(int(part["top"]), int(part["bottom"]))
+    else:
+        recurring = Fraction(int(part["repeated"]), 10 ** len(part["repeated"]) - 1)
+        recurring /= 10 ** (len(part["point"]) - 1)
+        number = (Fraction(f"0{part['decimal']}") + recurring) * Fraction(10) ** int(part["power"])
+    return -number if part["sign"] == "-" else number
+
+
+# Layer 4: words, and answers of several entries
+
+WORDS = re.compile(r"\\text\{([^{}]*)\}")
+MATRIX = re.compile(
+    r"[(\[]?\\begin\{([pbv]?matrix|array)\}(?:\{[lcr|]*\})?((?:(?!\\begin).)*)\\end\{\1\}[)\]]?"
+)
+TUPLE = re.compile(r"(\(|\[|\\langle(?![a-zA-Z]))(.*)(\)|\]|\\rangle)")
+BRACKET = re.compile(
+    r"(?P<opening>[(\[{]|\\\{|\\langle(?![a-zA-Z])|\\begin\{[a-z]*\})"
+    r"|(?P<closing>[)\]}]|\\\}|\\rangle(?![a-zA-Z])|\\end\{[a-z]*\})|\\[a-zA-Z]+|\\.|,"
+)
+
+
+def words_of(value: str) -> str:
+    r"""Words whatever their case: `\text{(B)}` and B are the same choice."""
+    return WORDS.sub(r"\1", value).strip("() .").casefold()
+
+
+def entries(value: str) -> tuple[str, list[str]] | None:
+    """Kind and parts of a matrix, union, tuple, interval or set; None where it is one thing.
+
+    The kind of a tuple or interval is its brackets, that of a matrix has its shape.
+    """
+    if match := MATRIX.fullmatch(value):
+        rows = match[2].removesuffix("\\\\")
+        kind = "determinant" if match[1] == "vmatrix" else "matrix"
+        return kind + re.sub(r"(&|\\\\)|.", r"\1", rows), re.split(r"&|\\\\", rows)
+    if len(parts := split_list(value, separator="\\cup")) > 1:
+        return "union", parts
+    if (match := TUPLE.fullmatch(value)) and encloses(value):
+        brackets = (match[1] + match[3]).replace("\\langle\\rangle", "()")
+        return brackets, split_list(match[2])
+    is_set = value.startswith("\\{") and encloses(value)
+    parts = split_list(value[2:-2] if is_set else value)
+    if is_set or len(parts) > 1 or value.count("\\pm") == 1:
+        return "set", [each for part in parts for each in both_signs(part)]
+    return None
+
+
+def both_signs(value: str) -> list[str]:
+    r"""The two answers of one with a single `\pm`."""
+    if value.count("\\pm") != 1:
+        return [value]
+    return [re.sub(r"\\pm ?", sign, value).removeprefix("+") for sign in "+-"]
+
+
+def same_entries(
+    gold: tuple[str, list[str]], prediction: tuple[str, list[str]], check: Check
+) -> bool:
+    """Each entry has its equal: anywhere in a set or union, else at its place."""
+    (kind, values), (other_kind, left) = gold, prediction
+    if kind != other_kind or not len(values) == len(left) <= MAX_ENTRIES:
+        return False
+    if kind not in ("set", "union"):
+        return all(is_equal(*pair, check) for pair in zip(values, left, strict=True))
+    for value in values:
+        candidates = sorted(left, key=value.__ne__)  # itself first
+        match = next((entry for entry in candidates if is_equal(value, entry, check)), None)
+        if match is None:
+            return False
+        left.remove(match)
+    return True
+
+
+def split_list(value: str, *, separator: str = ",") -> list[str]:
+    """The parts between separators that stand in no bracket."""
+    parts, start = [], 0
+    for token, depth in nesting(value):
+        if token.group() == separator and depth == 0:
+            parts.append(value[start : token.start()].strip())
+            start = token.end()
+    return [part for part in [*parts, value[start:].strip()] if part]
+
+
+def encloses(value: str) -> bool:
+    """Whether the bracket that opens the text is closed by the one that ends it."""
+    return next((token.end() for token, depth in nesting(value) if depth <= 0), 0) == len(value)
+
+
+def is_too_complex(value: str) -> bool:
+    """Longer or nested deeper than any answer; taking it apart would take long."""
+    depths = (depth for _, depth in nesting(value))
+    return len(value) > 2 * MAX_ANSWER_CHARS or max(depths, default=0) > MAX_DEPTH
+
+
+def nesting(value: str) -> Iterator[tuple[re.Match[str], int]]:
+    """Brackets, commas and commands in order, with how many brackets are open behind each."""
+    depth = 0
+    for token in BRACKET.finditer(value):
+        depth += (token.lastgroup == "opening") - (token.lastgroup == "closing")
+        yield token, depth
+
+
+# Layer 5: guards
+
+UNSAFE = re.compile(
+    r"\^\{[^{}]*\^|\^\{[^{}]*\{[^{}]*\^|\*\*"  # towers of powers
+    r"|\^\{?[-+(]*[0-9.]{5,}|[0-9]{60,}"  # exponents and numbers of many digits
+    r"|[0-9]{4,}\)*!|[)}!]\s*!|\\binom\{[^{}]*[0-9]{4,}"  # big factorials
+    r"|\\(?:sum|prod|o?i+nt|lim|neq?|not|approx|sim|simeq|text|[lc]?dots|pm|mp)(?![a-zA-Z])"
+    r"|[0-9] +[0-9]|[)}][0-9]"  # juxtaposed integers, which math-verify adds
+    r"|[0-9]_|^-?[0-9A-Z.]+_\{[^}]*\}$"  # number bases
+    r"|['\"?:;&@#`]|\\prime|\\[bp]?mod(?![a-zA-Z])|\.\.|\\\\"  # what it passes over
+)
+CONSTANT_EQUATION = re.compile(
+    r"(?=.*=)(?:[^a-zA-Z\\]|\\(?:frac|sqrt|times|binom|pi)(?![a-zA-Z]))*"
+)
+LETTER = re.compile(r"\\[a-zA-Z]+|([a-zA-Z])")  # but for those in the name of a command
+
+
+def is_safe(gold: str, prediction: str) -> bool:
+    """Whether math-verify may be asked, and its answer be trusted."""
+    for value in (gold, prediction):
+        if not (0 < len(value) <= MAX_LEAF_CHARS and value.isascii()) or UNSAFE.search(value):
+            return False
+    if CONSTANT_EQUATION.fullmatch(prediction) and not CONSTANT_EQUATION.fullmatch(gold):
+        return False  # of 3 = 7 math-verify would take the 7
+    # math-verify takes letters that the gold answer lacks for a unit, and R for r
+    letters = set(LETTER.findall(prediction.rpartition("=")[2])) - {"", "e", "i"}
+    return letters.issubset(LETTER.findall(gold))

@@ -1,0 +1,195 @@
+r"""math-verify in a process of its own, which can be killed whenever an answer takes too long.
+
+The trainer's side is the class Worker; run as a script, this file is the process. It is a new
+program, never a fork of the trainer, which may hold a GPU and a network of ranks; it ends when its
+stdin does, so with the trainer. A request is a line of JSON and so is its reply:
+
+    {"id": 7, "gold": "a+b", "prediction": "b+a", "limit_s": 6}
+    {"id": 7, "equal": true}
+"""
+
+import json
+import math
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+STARTUP_S = 60.0  # importing SymPy takes a second, on a busy disk many
+MAX_LOST_S = 120.0  # of waiting in vain, before no more questions are asked for a while
+FORGIVEN_AFTER = 10.0  # seconds, for each second lost
+MEMORY_BYTES = 2 * 1024**3
+MAX_REPLY_BYTES = 65_536
+
+# The trainer's side
+
+
+class WorkerLost(Exception):
+    """The worker did not answer in time, died, or answered nonsense; another takes its place."""
+
+
+class OutOfPatience(Exception):
+    """The worker was not even asked, since too much time was lost on it lately.
+
+    256 answers that all hang would hold a step up for 20 minutes; the other ranks wait for it, and
+    give up after 30.
+    """
+
+
+class Worker:
+    """A process that answers one question at a time, started when the first one is asked."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.command = command
+        self.process: subprocess.Popen | None = None
+        self.last_id = 0  # 0 as long as the process has not said that it is ready
+        self.unread = b""
+        self.startup_s = 0.0
+        self.forgiven_at = 0.0  # when all the time that was lost is forgiven
+
+    def clock(self) -> float:
+        """The time in seconds, which stands still while a worker starts: no answer is to blame."""
+        return time.monotonic() - self.startup_s
+
+    def ask(self, gold: str, prediction: str, *, deadline: float) -> bool:
+        """math-verify's opinion; raises WorkerLost where there is none by `deadline` on the clock.
+
+        Texts must be short, so that a request fits into the pipe even if nobody reads it.
+        """
+        asked_at = time.monotonic()
+        if self.forgiven_at - asked_at >= MAX_LOST_S * FORGIVEN_AFTER:
+            raise OutOfPatience
+        try:
+            self.await_start()
+            self.last_id += 1
+            request = {"id": self.last_id, "gold": gold, "prediction": prediction}
+            request["limit_s"] = max(0, math.ceil(deadline - self.clock())) + 1
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            return self.read_reply(deadline)
+        except (OSError, EOFError, ValueError) as error:  # TimeoutError is an OSError
+            with suppress(OSError):  # the next question tries again
+                self.start()  # so that another one gets ready while the caller goes on
+            lost_s = time.monotonic() - asked_at
+            self.forgiven_at = max(asked_at, self.forgiven_at) + lost_s * FORGIVEN_AFTER
+            raise WorkerLost(f"{type(error).__name__}: {error}") from error
+
+    def await_start(self) -> None:
+        """Wait for the first line of a new worker, the reply to no question; it stops the clock."""
+        if self.process is None or self.process.poll() is not None:
+            self.start()
+        if self.last_id == 0:
+            waiting_since = time.monotonic()
+            self.read_reply(self.clock() + STARTUP_S)
+            self.startup_s += time.monotonic() - waiting_since
+
+    def start(self) -> None:
+        """Start a worker, in place of the one that may still be there."""
+        self.stop()
+        self.last_id, self.unread = 0, b""
+        self.process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,  # ctrl-C is for the training process
+            env=os.environ
+            | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
+        )
+
+    def stop(self) -> None:
+        if self.process is not None:
+            with self.process as process:  # closes its pipes and waits for its end
+                process.kill()
+            self.process = None
+
+    def read_reply(self, deadline: float) -> bool:
+        """The answer to the last request: a reply with another id is an error, never an answer."""
+        poll = select.poll()
+        poll.register(self.process.stdout, select.POLLIN)
+        while b"\n" not in self.unread:
+            if not poll.poll(max(0, math.ceil(1_000 * (deadline - self.clock())))):
+                raise TimeoutError("no reply in time")
+            chunk = self.process.stdout.read(MAX_REPLY_BYTES)
+            if not chunk or len(self.unread) > MAX_REPLY_BYTES:
+                raise EOFError("the worker has ended, or never ends its line")
+            self.unread += chunk
+        line, _, self.unread = self.unread.partition(b"\n")
+        match json.loads(line):
+            case {"id": self.last_id, "equal": bool(is_equal)}:
+                return is_equal
+        raise ValueError(f"not the reply to request {self.last_id}")
+
+
+# One for each rank. -P keeps this folder, where a task may be called random.py, out of sys.path;
+# -B keeps it from writing files, which its limits forbid.
+WORKER = Worker([sys.executable, "-P", "-B", os.path.abspath(__file__)])
+
+
+# The worker's side
+
+
+def serve() -> None:
+    """Answer requests, a line each, until stdin ends."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever a library prints is no reply
+    import math_verify  # noqa: F401  (slow, so that the first request need not wait for it)
+
+    with suppress(ValueError, OSError):  # macOS does not limit memory
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    print(json.dumps({"id": 0, "equal": False}), file=replies, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        signal.alarm(request["limit_s"])  # ends this process, should the trainer be gone
+        is_equal = math_verify_equal(request["gold"], request["prediction"])
+        signal.alarm(0)
+        print(json.dumps({"id": request["id"], "equal": is_equal}), file=replies, flush=True)
+
+
+def math_verify_equal(gold: str, prediction: str) -> bool:
+    """math-verify's opinion, with a True between constants checked again, since it rounds.
+
+    Its LaTeX parser alone: the one for plain expressions would run them as Python.
+    """
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    options = {
+        "extraction_config": [LatexExtractionConfig(boxed_match_priority=0)],
+        "fallback_mode": "no_fallback",
+        "extraction_mode": "first_match",
+        "parsing_timeout": None,  # its alarm would cancel ours
+    }
+    try:
+        parsed = [parse(f"\\boxed{{{text}}}", **options) for text in (gold, prediction)]
+        is_equal = all(parsed) and verify(*parsed, timeout_seconds=None)
+        return is_equal and is_same_constant(parsed[0][0], parsed[1][0])
+    except Exception:
+        return False
+
+
+def is_same_constant(gold: object, prediction: object) -> bool:
+    """False for two constants that differ, by however little; True for what is no constant.
+
+    Exact where the difference is rational, else to 1e-12.
+    """
+    from sympy import Expr
+
+    if not (isinstance(gold, Expr) and isinstance(prediction, Expr)):
+        return True
+    if gold == prediction or gold.free_symbols or prediction.free_symbols:
+        return True
+    difference = (gold - prediction).doit()
+    if difference.is_Rational:
+        return difference == 0
+    scale = abs(gold.evalf(30))
+    return bool(abs(difference.evalf(30)) <= 1e-12 * (min(1, scale) or 1))
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,252 @@
+"""GSM8K: grade-school word problems whose answer is a number.
+
+An example is a row of openai/gsm8k, {"question": "...", "answer": "... #### 18"}: the gold number
+stands behind the mark ####. `task.prompt_style` chooses between two conventions of asking and
+grading.
+
+The graders never run the model's text as code, never raise, and take time linear in its length.
+"""
+
+import re
+from collections.abc import Iterable
+from itertools import islice
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from engine.calculator import NUMBER
+from engine.config import Section
+from engine.data import FILE_OR_HUB, is_file, load_rows
+
+
+class Options(Section):
+    """GSM8K's own keys in the config's `task` section."""
+
+    prompt_style: Literal["plain", "tags"] = "plain"
+    """What is asked for. plain poses the bare question and reads the number behind ####; tags asks
+    for a <thinking> and an <answer> block, reads the answer block, and grades the layout too."""
+
+    grading: Literal["exact", "official"] = "exact"
+    """How the number is read. exact reads it as a person would: $18.00 is 18, and 1/2 is not 1.
+    official is the published regex for the text behind ####; it allows comparisons with published
+    results."""
+
+    max_tokens: PositiveInt | None = None
+    """A completion of more tokens than this gets -0.5 in the reward part `length`; null is off."""
+
+
+# Data
+
+HUB_ID = "openai/gsm8k"
+EXAMPLE_ROW = {
+    "question": "How many is a dozen and a half?",
+    "answer": "12 + 6 = 18 #### 18",
+}
+
+
+def load_examples(
+    source: str,
+    split: str,
+    *,
+    options: Options,
+    num_examples: int | None,
+    seed: int,
+    held_out: bool,
+    exclude: Iterable[dict],
+) -> list[dict]:
+    """Questions of one split, "train" or "validation", as rows {question: str, answer: str}.
+
+    A hub dataset has splits of its own, train and test. A local file is divided if `held_out` says
+    so. `num_examples` rows are drawn by `seed`, None takes all; none of them is in `exclude`.
+    Raises ValueError, one line with the fix in it.
+    """
+    return load_rows(
+        source,
+        split,
+        example_row=EXAMPLE_ROW,
+        parse_row=parse_row,
+        question_key=question_key,
+        num_examples=num_examples,
+        seed=seed,
+        held_out=held_out and is_file(source),
+        exclude=exclude,
+        choices=f"{HUB_ID}, {FILE_OR_HUB}",
+        hub_config="main" if source == HUB_ID else None,
+        hub_split="test" if split == "validation" else "train",
+    )
+
+
+def question_key(example: dict) -> str:
+    """Equal for equal questions, whatever their capitals and extra spaces."""
+    return " ".join(example["question"].lower().split())
+
+
+def parse_row(row: dict) -> dict:
+    """The example in a row; an answer that is only a number, such as 18 or "18", gets its mark.
+
+    Raises ValueError that says what is wrong with the row.
+    """
+    question, answer = row["question"], row["answer"]
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError(f"question is {question!r:.60}, not a text")
+    text = str(answer) if type(answer) in (str, int) else ""
+    marked = text if MARK in text else f"{MARK} {text}"
+    if marked_answer(marked) is None:
+        raise ValueError(f"answer is {answer!r:.60}, without a number behind {MARK}")
+    return {"question": question, "answer": marked}
+
+
+def parse_question(text: str) -> dict:
+    """The example in a text typed by a person; its answer may follow behind ####."""
+    question, mark, answer = text.partition(MARK)
+    if not question.strip() or (mark and marked_answer(text) is None):
+        raise ValueError('write the question, and if you like "#### 18" with its answer behind it')
+    return {"question": question.strip(), "answer": mark + answer}
+
+
+# Prompt
+
+SYSTEM_PROMPT = (
+    "Solve the problem of the user. Answer in this layout, and write nothing after it:\n"
+    "<thinking>\nyour reasoning, step by step\n</thinking>\n"
+    "<answer>\nthe answer, a whole number and nothing else\n</answer>"
+)
+
+
+def generate_prompt(example: dict, *, options: Options) -> list[dict]:
+    """Chat messages that pose the question."""
+    messages = [{"role": "user", "content": example["question"]}]
+    if options.prompt_style == "tags":
+        messages.insert(0, {"role": "system", "content": SYSTEM_PROMPT})
+    return messages
+
+
+# Reward
+
+REWARD_PARTS = ("format", "answer", "ending", "integer", "length")
+TAGS = ("<thinking>", "</thinking>", "<answer>", "</answer>")
+
+
+def reward_function(
+    completion: str, example: dict, *, options: Options, num_tokens: int
+) -> dict[str, float]:
+    """The parts of the reward; `num_tokens` is the completion's length.
+
+    `answer` is 0 or 1, `length` -0.5 or 0. In style tags `format` and `integer` are -1 or 1, and
+    `ending` is -0.5 or 0; in style plain these three are 0.
+    """
+    parts = dict.fromkeys(REWARD_PARTS, 0.0)
+    if options.prompt_style == "tags":
+        parts["format"] = format_reward_function(completion)
+        parts["ending"] = ending_reward_function(completion)
+        parts["integer"] = integer_reward_function(completion)
+    if options.max_tokens is not None and num_tokens > options.max_tokens:
+        parts["length"] = -0.5
+    read_gold = official_answer if options.grading == "official" else marked_answer
+    gold = read_gold(example["answer"])
+    predicted = extract_answer(completion, example, options=options)
+    parts["answer"] = 1.0 if predicted is not None and predicted == gold else 0.0
+    return parts
+
+
+def format_reward_function(completion: str) -> float:
+    """1.0 for a thinking block and then an answer block with only white space around, else -1.0.
+
+    Each tag must come exactly once. Another part pays for what follows the answer block.
+    """
+    if any(completion.count(tag) != 1 for tag in TAGS):
+        return -1.0
+    before, _, rest = completion.partition("<thinking>")
+    _, _, rest = rest.partition("</thinking>")
+    between, opening, rest = rest.partition("<answer>")
+    is_well_formed = opening and "</answer>" in rest and not before.strip() and not between.strip()
+    return 1.0 if is_well_formed else -1.0
+
+
+def ending_reward_function(completion: str) -> float:
+    """-0.5 if anything but white space follows the first </answer>, else 0.0."""
+    return -0.5 if completion.partition("</answer>")[2].strip() else 0.0
+
+
+def integer_reward_function(completion: str) -> float:
+    """1.0 if the answer block holds an integer and nothing else, else -1.0."""
+    answer = (find_answer(completion) or "").strip()
+    return 1.0 if "." not in answer and re.fullmatch(f"-?{NUMBER}", answer) else -1.0
+
+
+def is_lenient_solved(completion: str, example: dict, *, options: Options) -> bool:
+    """Whether the last number of the text, wherever it stands, is the right one."""
+    return lenient_answer(completion) == marked_answer(example["answer"])
+
+
+# Reading answers: the repeats in the regexes are bounded, so that every match takes little time
+
+MARK = "####"
+MINUS = "\N{MINUS SIGN}"
+NUMERIC = r"[\d¹²³⁰⁴-⁹¼-¾⅐-⅞]"  # digits of any script, powers and fractions
+# What may stand before a number: $18, **18**, (18), = 18, \boxed{18}
+OPENING = r"""[\s$€£¥₹*_`"'(\[{:=\\]{0,20}(?:boxed\{[\s$*\\]{0,20})?"""
+# What must not come behind it, since the number would then be a part of something else
+NOT_CONTINUED = rf"""(?!(?:
+      [^\w\r\n(\[.\#<]{{0,20}}         # 1/2  3:30  7,8,9  18-20  3 * 6  10^3  1 000
+    | [._]                             # 18.5.3  1_000
+    | [A-Za-z]{{1,20}}[-+]?            # 1e3  1e-3  0x12  3x4
+    | [^\S\r\n]{{0,20}}(?:and|or|to|[xX])[^\w\r\n]{{0,20}}  # 2 and 1/2  18 or 20  3 x 4
+    | [^\S\r\n]{{0,20}}\\(?:[dt]?frac\{{|times[ ]?|cdot[ ]?|div[ ]?)
+    ){NUMERIC})"""
+SIGNED = rf"(?P<sign>[-+{MINUS}]?)\\?[$€£¥₹]?(?P<number>{NUMBER}){NOT_CONTINUED}"
+ANSWER = re.compile(OPENING + SIGNED, re.VERBOSE)  # for the beginning of a text, or behind a mark
+ANY_NUMBER = re.compile(rf"(?<![\w.])(?<![0-9][-,:/^'* ])(?<![0-9][eE][-+]){SIGNED}", re.VERBOSE)
+OFFICIAL_ANSWER = re.compile(r"#### (\-?[0-9\.\,]+)")  # openai/grade-school-math, dataset.py
+MAX_MARKS = 1_000
+MAX_TAIL_CHARS = 10_000
+
+
+def extract_answer(completion: str, example: dict, *, options: Options) -> str | None:
+    """The answer in a normal form, which majority votes count; None if there is none.
+
+    With exact grading, two answers are the same number if and only if they are the same text.
+    """
+    if options.grading == "official":
+        return official_answer(completion)
+    if options.prompt_style == "tags":
+        match = ANSWER.match(find_answer(completion) or "")
+        return normal_form(match) if match else None
+    return marked_answer(completion)
+
+
+def official_answer(text: str) -> str | None:
+    """What the published code reads, quirks included: 1/2 is 1, and $18 is nothing."""
+    match = OFFICIAL_ANSWER.search(text)
+    return match.group(1).strip().replace(",", "") if match else None
+
+
+def marked_answer(text: str) -> str | None:
+    """The number behind the first #### that a number follows; MAX_MARKS of them are tried."""
+    for mark in islice(re.finditer(f"{MARK}(?!#)", text), MAX_MARKS):
+        if match := ANSWER.match(text, mark.end()):
+            return normal_form(match)
+    return None
+
+
+def find_answer(completion: str) -> str | None:
+    """The text between the first <answer> and the first </answer> after it."""
+    _, opening, rest = completion.partition("<answer>")
+    answer, closing, _ = rest.partition("</answer>")
+    return answer if opening and closing else None
+
+
+def lenient_answer(completion: str) -> str | None:
+    """The last number in the text's last MAX_TAIL_CHARS characters, wherever it stands."""
+    last = None
+    for match in ANY_NUMBER.finditer(completion, max(0, len(completion) - MAX_TAIL_CHARS)):
+        last = match
+    return normal_form(last) if last else None
+
+
+def normal_form(match: re.Match[str]) -> str:
+    """The number without plus, commas and needless zeros: +1,800.50 is 1800.5, -0.0 is 0."""
+    whole, _, decimals = match["number"].replace(",", "").partition(".")
+    whole, decimals = whole.lstrip("0") or "0", decimals.rstrip("0")
+    text = f"{whole}.{decimals}" if decimals else whole
+    return f"-{text}" if match["sign"] in ("-", MINUS) and text != "0" else text

@@ -1,0 +1,130 @@
+r"""MATH: competition problems whose answer stands in \boxed{}.
+
+An example is a row such as {"problem": "What is $1+1$?", "answer": "2"}. tasks/grader.py decides
+whether an answer is right; it needs the package math-verify.
+"""
+
+import re
+from collections.abc import Iterable
+
+from pydantic import PositiveFloat
+
+from engine.config import Section, import_package
+from engine.data import load_rows
+from tasks.grader import grade, last_boxed, normal_answer
+
+
+class Options(Section):
+    """MATH's own key in the config's `task` section."""
+
+    grader_timeout_s: PositiveFloat = 5.0
+    """The longest time in seconds for grading one answer; an answer that takes longer is wrong."""
+
+
+# Data
+
+EXAMPLE_ROW = {"problem": "What is $1+1$?", "answer": "2"}
+
+
+def load_examples(
+    source: str,
+    split: str,
+    *,
+    options: Options,
+    num_examples: int | None,
+    seed: int,
+    held_out: bool,
+    exclude: Iterable[dict],
+) -> list[dict]:
+    """Questions of one split, "train" or "validation", as rows {problem: str, answer: str}.
+
+    With `held_out` a local file, or the split train of a hub dataset, is divided. Without it a file
+    is taken whole, and of a hub dataset comes its split train or, for validation, test.
+    `num_examples` rows are drawn by `seed`, None takes all; none of them is in `exclude`. Raises
+    ValueError, one line with the fix in it.
+    """
+    import_package("math-verify", key="task.name = math500")
+    return load_rows(
+        source,
+        split,
+        example_row=EXAMPLE_ROW,
+        parse_row=parse_row,
+        question_key=question_key,
+        num_examples=num_examples,
+        seed=seed,
+        held_out=held_out,
+        exclude=exclude,
+        hub_split="test" if split == "validation" and not held_out else "train",
+    )
+
+
+def question_key(example: dict) -> str:
+    r"""The letters, digits and signs of the problem: equal for equal questions.
+
+    Spaces, capitals, `$`, \dfrac for \frac, \left and \right make no difference.
+    """
+    text = re.sub(r"\\[dt]frac", r"\\frac", example["problem"].casefold())
+    text = re.sub(r"\\(?:left|right|displaystyle)(?![a-z])", "", text)
+    return "".join(char for char in text if char.isalnum() or char in "+-*/^=<>")
+
+
+def parse_row(row: dict) -> dict:
+    """The example in a row, whose answer may also be a number.
+
+    Raises ValueError that says what is wrong with the row.
+    """
+    problem, answer = row["problem"], row["answer"]
+    text = str(answer) if type(answer) in (str, int, float) else ""
+    if not isinstance(problem, str) or not problem.strip():
+        raise ValueError(f"problem is {problem!r:.60}, not a text")
+    if not text.strip() or text == "nan":
+        raise ValueError(f"answer is {answer!r:.60}, not an answer")
+    return {"problem": problem, "answer": text}
+
+
+def parse_question(text: str) -> dict:
+    """The example in a problem typed by a person; its answer is not known."""
+    if not text.strip():
+        raise ValueError("write a problem, for example: What is $1+1$?")
+    return {"problem": text.strip(), "answer": ""}
+
+
+# Prompt
+
+PROMPT = r"""You solve math problems.
+Reason step by step, then write the final result on a line of its own, as \boxed{{ANSWER}}.
+
+Question:
+{problem}
+
+Answer:"""
+
+
+def generate_prompt(example: dict, *, options: Options) -> str:
+    """The problem as plain text, not a chat, since base models are to continue it."""
+    return PROMPT.format(problem=example["problem"])
+
+
+# Reward
+
+REWARD_PARTS = ("answer", "timeout")
+
+
+def reward_function(
+    completion: str, example: dict, *, options: Options, num_tokens: int
+) -> dict[str, float]:
+    """`answer` is 1.0 if the last boxed answer equals the gold one, else 0.0.
+
+    `timeout` is 1.0 if the grader had to be stopped; it is a measurement, whose weight is 0.
+    """
+    result = grade(completion, example["answer"], timeout_s=options.grader_timeout_s)
+    return {"answer": float(result.is_correct), "timeout": float(result.timed_out)}
+
+
+# Reading answers
+
+
+def extract_answer(completion: str, example: dict, *, options: Options) -> str | None:
+    """The last boxed answer in a normal form, which majority votes count; None if there is none."""
+    boxed = last_boxed(completion)
+    return None if boxed is None else normal_answer(boxed) or None

@@ -1,0 +1,227 @@
+"""The head's log-probabilities without all logits: the same numbers in less memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import alone, make_config, make_policy, save_random, seed
+from reference import COMPLETIONS, PROMPTS, score
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+import main
+from engine import head
+from engine.head import CompletionScorer, head_log_probs, token_log_probs
+from engine.model import Policy
+from logger import Logger
+
+M, H, V = 5, 3, 11
+COLUMNS = (1, 4, 11, 50)  # a block's; 4 does not divide 11, and the last two make one block
+
+
+@pytest.fixture(params=[0, 4 * M * 8, 10**9], ids=["none", "some", "all"])
+def kept_bytes(request, monkeypatch) -> None:
+    """No logits wait for the backward pass, or eight columns, or all."""
+    monkeypatch.setattr(head, "KEPT_BYTES", request.param)
+
+
+def set_columns(monkeypatch, columns: int) -> None:
+    monkeypatch.setattr(head, "CPU_BLOCK_BYTES", 4 * M * columns)
+
+
+def made_up(
+    dtype: torch.dtype, *, bias: bool = True
+) -> tuple[torch.Tensor, nn.Linear, torch.Tensor]:
+    """Hidden states (M, H), a head and token ids (M,), the first and the last token among them."""
+    torch.manual_seed(seed())
+    hidden = torch.randn(M, H, dtype=dtype, requires_grad=True)
+    linear = nn.Linear(H, V, bias=bias, dtype=dtype)
+    return hidden, linear, torch.tensor([0, V - 1, 4, 5, 5])
+
+
+def naive(hidden, linear, token_ids, *, temperature):
+    log_probs = (linear(hidden) / temperature).log_softmax(dim=-1)
+    return log_probs[torch.arange(len(token_ids)), token_ids]
+
+
+# The function
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_its_gradient_is_that_of_finite_differences(monkeypatch, kept_bytes, columns, temperature):
+    set_columns(monkeypatch, columns)
+    hidden, linear, token_ids = made_up(torch.float64)
+
+    def function(hidden, weight, bias):
+        return head.HeadLogProbs.apply(hidden, weight, bias, token_ids, temperature)
+
+    assert torch.autograd.gradcheck(function, (hidden, linear.weight, linear.bias))
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_it_is_log_softmax_for_any_loss(monkeypatch, kept_bytes, columns, temperature, bias):
+    """A loss that is not linear, such as a ratio's, and logits far from 0."""
+    set_columns(monkeypatch, columns)
+    hidden, linear, token_ids = made_up(torch.float32, bias=bias)
+    hidden = (10 * hidden.detach()).requires_grad_()
+    inputs, results = [hidden, *linear.parameters()], []
+    for function in (head_log_probs, naive):
+        log_probs = function(hidden, linear, token_ids, temperature=temperature)
+        loss = (log_probs / 10).exp().sum()
+        results.append([log_probs, *torch.autograd.grad(loss, inputs)])
+    for ours, expected in zip(*results, strict=True):
+        assert (ours - expected).norm() <= 2e-6 * expected.norm()
+
+
+def test_what_needs_no_gradient_gets_none(monkeypatch):
+    """As with adapters, where the head's weight is frozen."""
+    set_columns(monkeypatch, 4)
+    hidden, linear, token_ids = made_up(torch.float32)
+    expected = torch.autograd.grad(naive(hidden, linear, token_ids, temperature=1.0).sum(), hidden)
+    linear.requires_grad_(False)
+    head_log_probs(hidden, linear, token_ids, temperature=1.0).sum().backward()
+    assert linear.weight.grad is None and linear.bias.grad is None
+    assert torch.allclose(hidden.grad, expected[0], atol=1e-6)
+    linear.requires_grad_(True)
+    head_log_probs(hidden.detach(), linear, token_ids, temperature=1.0).sum().backward()
+    assert linear.weight.grad is not None
+
+
+def test_it_never_holds_all_logits(monkeypatch):
+    """All tensors alive at once count, gradients too; naive, all logits are there several times."""
+    num_tokens, hidden_size, vocabulary = 512, 32, 20_000
+    kept, block = 2**23, 2**20
+    monkeypatch.setattr(head, "KEPT_BYTES", kept)
+    monkeypatch.setattr(head, "CPU_BLOCK_BYTES", block)
+    hidden = torch.randn(num_tokens, hidden_size, requires_grad=True)
+    linear = nn.Linear(hidden_size, vocabulary, bias=False)
+    token_ids = torch.randint(vocabulary, (num_tokens,))
+    gradients = linear.weight.nbytes + 4 * hidden.nbytes
+    bound = gradients + kept + 6 * block
+    all_logits = 4 * num_tokens * vocabulary
+    assert bound < all_logits / 2
+
+    def peak(function) -> int:
+        linear.weight.grad = hidden.grad = None
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            function(hidden, linear, token_ids, temperature=1.0).sum().backward()
+        return peak_bytes(profiler)
+
+    assert peak(head_log_probs) < bound
+    assert peak(naive) > 2 * all_logits
+
+
+def peak_bytes(profiler: profile) -> int:
+    """The most that tensors held at once of what was allocated while profiling."""
+    events = profiler.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    held = torch.tensor([change for _, change in sorted(changes)]).cumsum(dim=0)
+    return int(held.max())
+
+
+# The scorer
+
+
+def scored(policy: Policy, *, chunked: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities (B, T), and the gradient of a loss that is not linear in them."""
+    policy.scorer = CompletionScorer(policy.model, policy.scorer.compute_dtype, chunked=chunked)
+    policy.model.train().zero_grad()
+    log_probs, mask = score(policy, PROMPTS, COMPLETIONS, temperature=0.7)
+    (log_probs[mask] / 10).exp().sum().backward()
+    return log_probs.detach(), torch.cat([p.grad.flatten() for p in policy.model.parameters()])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_chunked_scorer_equals_the_plain_one(monkeypatch, model_folder, checkpointing):
+    """Separate and tied embeddings; ten columns a block, some of them kept."""
+    policy = make_policy(model_folder, f"model.gradient_checkpointing={checkpointing}")
+    assert policy.scorer.chunked
+    num_tokens = sum(len(ids) for ids in COMPLETIONS)
+    monkeypatch.setattr(head, "CPU_BLOCK_BYTES", 4 * num_tokens * 10)
+    monkeypatch.setattr(head, "KEPT_BYTES", 4 * num_tokens * 55)
+    log_probs, gradient = scored(policy, chunked=True)
+    expected, expected_gradient = scored(policy, chunked=False)
+    assert torch.allclose(log_probs, expected, atol=1e-5)
+    assert (gradient - expected_gradient).norm() <= 1e-6 * expected_gradient.norm()
+
+
+def test_in_bf16_the_chunked_and_the_plain_scorer_round_alike(monkeypatch, model_folder):
+    """Both round the same logits to bf16, so that log-probabilities agree as in fp32.
+
+    Gradients differ by what is rounded on the way, to 2**-8 in each of many matrices, and are
+    equally far from the one of fp32.
+    """
+    policy = make_policy(model_folder, "model.compute_dtype=bfloat16")
+    monkeypatch.setattr(head, "CPU_BLOCK_BYTES", 4 * 11 * 10)
+    log_probs, gradient = scored(policy, chunked=True)
+    expected, expected_gradient = scored(policy, chunked=False)
+    assert log_probs.dtype == gradient.dtype == torch.float32
+    assert torch.allclose(log_probs, expected, atol=1e-5)
+    _, exact = scored(make_policy(model_folder), chunked=False)
+    assert (gradient - expected_gradient).norm() <= 2**-6 * expected_gradient.norm()
+    assert (gradient - exact).norm() <= 1.25 * (expected_gradient - exact).norm()
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_padding_scores_0_and_has_no_gradient(model_folder, chunked):
+    policy = make_policy(model_folder)
+    policy.scorer = CompletionScorer(policy.model, torch.float32, chunked=chunked)
+    log_probs, mask = score(policy, PROMPTS, COMPLETIONS)
+    assert not mask.all() and (log_probs[~mask] == 0).all() and (log_probs[mask] < 0).all()
+    log_probs[~mask].sum().backward()
+    assert all((p.grad == 0).all() for p in policy.model.parameters())
+
+
+# The choice between the two
+
+
+def load(folder: Path, capsys) -> tuple[Policy, list[str]]:
+    """The policy of a Gemma 2, and the lines that loading it logs."""
+    # Gemma 2 has no other attention.
+    config = make_config(f"model.name={folder}", "model.attn_implementation=eager")
+    policy = main.load_policy(config, alone(), Logger(rank=0))
+    return policy, capsys.readouterr().out.splitlines()
+
+
+def gemma2_folder(tokenizer, folder: Path, **settings) -> Path:
+    config = Gemma2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+        **settings,
+    )
+    return save_random(Gemma2ForCausalLM, config, tokenizer, folder)
+
+
+@pytest.mark.parametrize("initializer_range", [0.02, 0.2])
+def test_capped_logits_are_scored_by_the_plain_path_and_that_is_logged(
+    tokenizer, tmp_path, capsys, initializer_range
+):
+    """Gemma 2 caps logits at 30, which hardly changes those of a model not trained yet."""
+    folder = gemma2_folder(tokenizer, tmp_path, initializer_range=initializer_range)
+    policy, lines = load(folder, capsys)
+    assert not policy.scorer.chunked
+    assert any("logits are more than head(hidden)" in line for line in lines)
+    log_probs, mask = score(policy, PROMPTS, COMPLETIONS)
+    ids = torch.tensor([PROMPTS[0] + COMPLETIONS[0]])
+    logits = policy.model(input_ids=ids).logits[:, len(PROMPTS[0]) - 1 : -1]
+    expected = token_log_probs(logits, torch.tensor([COMPLETIONS[0]]), temperature=1.0)
+    assert torch.allclose(log_probs[0, mask[0]], expected[0], atol=1e-5)
+
+
+def test_the_same_model_without_a_cap_is_scored_by_the_chunked_head(tokenizer, tmp_path, capsys):
+    folder = gemma2_folder(tokenizer, tmp_path, final_logit_softcapping=None)
+    policy, lines = load(folder, capsys)
+    assert policy.scorer.chunked
+    assert not any("head(hidden)" in line for line in lines)

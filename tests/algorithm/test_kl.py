@@ -1,0 +1,211 @@
+"""The KL penalty in the update: its gradient, the rows it is for, and that it is free when off."""
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness import CPU, assert_same, make_config, make_policy, run_on_ranks, seed, train
+from reference import (
+    ALL_TOGETHER,
+    EASY,
+    EQUAL,
+    FOUR_BY_FOUR,
+    GRPO,
+    HARD,
+    NORMALIZATIONS,
+    ONE_BY_ONE,
+    ROUNDING,
+    SIL,
+    TRUNCATED,
+    Recorder,
+    config_of,
+    distance,
+    make_groups,
+    recorded,
+    reference,
+    reference_loss,
+    row_log_probs,
+    update,
+)
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine import estimate
+from engine.distributed import World
+from engine.metrics import metric_columns
+from engine.model import Policy
+
+KL = "training.kl_coef=0.5"
+
+
+def make_moved_policy(folder: Path, *, world: World | None = None) -> Policy:
+    """A policy that has gone some way from its reference, the same one each time."""
+    policy = make_policy(folder, KL, world=world, is_exact=True)
+    generator = torch.Generator().manual_seed(seed())
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return policy
+
+
+def ref_log_probs(folder: Path, groups) -> list[torch.Tensor]:
+    """What the model in the folder gives each row of the batch, one at a time."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    batch = [t for group in groups for t in group if t.in_batch]
+    return [row_log_probs(model, t).detach() for t in batch]
+
+
+def mean_kl(model: torch.nn.Module, groups, ref: list[torch.Tensor]) -> float:
+    """Mean over the batch's tokens."""
+    batch = [t for group in groups for t in group if t.in_batch]
+    log_ratios = [r - row_log_probs(model, t).detach() for t, r in zip(batch, ref, strict=True)]
+    return torch.cat([x.exp() - x - 1 for x in log_ratios]).mean().item()
+
+
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("learning", [GRPO, SIL], ids=["grpo", "sil"])
+def test_the_gradient_is_that_of_all_rows_for_any_micro_batch_size(
+    model_folder, learning, normalization
+):
+    """Rows without an advantage are in it; those that sil dropped are not."""
+    policy = make_moved_policy(model_folder)
+    overrides = [*learning, KL, f"training.loss_normalization={normalization}"]
+    groups = make_groups(config_of(*overrides), EASY, EQUAL, HARD)
+    ref = ref_log_probs(model_folder, groups)
+    expected, loss = reference(policy.model, groups, config_of(*overrides), ref)
+    without, _ = reference(policy.model, groups, config_of(*overrides))
+    assert distance(without, expected) > 0.1
+    for limit in (ALL_TOGETHER, FOUR_BY_FOUR, ONE_BY_ONE):
+        config = config_of(*overrides, f"training.micro_batch_tokens={limit}")
+        recorder = Recorder(policy.model)
+        metrics, sums, _ = update(policy, recorder, groups, config)
+        assert distance(recorder.gradients[0], expected) <= ROUNDING
+        assert metrics["train/loss"] == pytest.approx(loss, rel=1e-6, abs=1e-6)
+        total, count = sums["train/kl"]
+        assert count == sum(len(row) for row in ref)
+        assert total / count == pytest.approx(mean_kl(policy.model, groups, ref), rel=1e-5)
+
+
+def updates_on_this_rank(world: World, folder: Path, *pairs: tuple) -> list[tuple]:
+    """(gradient, loss, sum and count of the KL) for each pair of groups, one on each rank."""
+    results = []
+    policy = make_moved_policy(folder, world=world)
+    for pair, *options in pairs:
+        config = config_of(*GRPO, KL, *options)
+        recorder = Recorder(policy.model)
+        groups = make_groups(config, pair[world.rank])
+        metrics, sums, _ = update(policy, recorder, groups, config, world)
+        results.append((recorder.gradients[0], metrics["train/loss"], sums["train/kl"]))
+    return results
+
+
+def test_the_gradient_does_not_depend_on_the_number_of_ranks(rotary_model_folder, tmp_path):
+    """In the last pair rank 1 has nothing to train on: the row it runs along must weigh nothing."""
+    one_by_one = "training.micro_batch_tokens=1"
+    pairs = [
+        ((EASY, HARD),),
+        ((EASY, EQUAL), one_by_one),
+        ((EASY, TRUNCATED), "training.skip_truncated=true"),
+    ]
+    arguments = (rotary_model_folder, *pairs)
+    first, second = run_on_ranks(updates_on_this_rank, 2, *arguments, folder=tmp_path)
+    model = make_moved_policy(rotary_model_folder).model
+    for (pair, *options), mine, others in zip(pairs, first, second, strict=True):
+        config = config_of(*GRPO, KL, *options)
+        groups = make_groups(config, *pair)
+        expected, loss = reference(
+            model, groups, config, ref_log_probs(rotary_model_folder, groups)
+        )
+        assert distance(mine[0], expected) <= ROUNDING
+        assert np.array_equal(mine[0], others[0])
+        assert mine[1] == others[1] == pytest.approx(loss, rel=1e-6, abs=1e-6)
+    assert second[-1][2] == (0, 0)
+
+
+def test_the_reference_scores_a_batch_once_for_all_iterations(rotary_model_folder):
+    overrides = [*GRPO, KL, f"training.micro_batch_tokens={FOUR_BY_FOUR}"]
+    config, rate = config_of(*overrides, "training.num_iterations=3"), 1.0
+    policy = make_moved_policy(rotary_model_folder)
+    groups = make_groups(config, EASY, HARD)
+    model, recorder, passes = copy.deepcopy(policy.model), Recorder(policy.model, rate), []
+    policy.reference.register_forward_hook(lambda *args: passes.append(torch.is_grad_enabled()))
+    before = [p.clone() for p in policy.reference.parameters()]
+    _, sums, _ = update(policy, recorder, groups, config)
+    assert passes == [False, False]
+    assert all(map(torch.equal, before, policy.reference.parameters()))
+    assert not any(p.requires_grad for p in policy.reference.parameters())
+
+    ref, plain = ref_log_probs(rotary_model_folder, groups), Recorder(model, rate)
+    old = [row_log_probs(model, t).detach() for group in groups for t in group]
+    first_kl = mean_kl(model, groups, ref)
+    for iteration in range(3):
+        plain.zero_grad()
+        reference_loss(model, groups, config, old=old if iteration else None, ref=ref).backward()
+        plain.step()
+    assert distance(recorder.gradients[0], plain.gradients[0]) <= ROUNDING
+    assert distance(recorder.gradients[2], plain.gradients[2]) <= 1e-3  # weights differ a little
+    assert distance(plain.gradients[2], plain.gradients[0]) > 0.01
+    total, count = sums["train/kl"]
+    assert total / count == pytest.approx(first_kl, rel=1e-5)
+
+
+def test_a_batch_without_advantages_is_drawn_back_to_the_reference(rotary_model_folder):
+    policy, config = make_moved_policy(rotary_model_folder), config_of(*GRPO, KL)
+    groups = make_groups(config, EQUAL)
+    ref = ref_log_probs(rotary_model_folder, groups)
+    before = mean_kl(policy.model, groups, ref)
+    update(policy, Recorder(policy.model, rate=0.1), groups, config)
+    assert 0 < mean_kl(policy.model, groups, ref) < 0.9 * before
+
+
+def test_at_the_reference_the_gradient_is_that_without_a_penalty(model_folder):
+    policy, config = make_policy(model_folder, KL, is_exact=True), config_of(*GRPO, KL)
+    recorder, groups = Recorder(policy.model), make_groups(config, EASY, EQUAL, HARD)
+    _, sums, _ = update(policy, recorder, groups, config)
+    expected, _ = recorded(policy, groups, config_of(*GRPO))
+    assert distance(recorder.gradients[0], expected) <= ROUNDING
+    assert sums["train/kl"][0] == pytest.approx(0, abs=1e-9) and sums["train/kl"][1] == 63
+
+
+def test_without_a_penalty_there_is_no_reference_and_no_metric(rotary_model_folder):
+    policy, config = make_policy(rotary_model_folder), config_of(*GRPO)
+    assert policy.reference is None
+    _, sums, _ = update(policy, Recorder(policy.model), make_groups(config, EASY), config)
+    assert sums["train/kl"] == (0, 0)  # a metric that counts nothing is left out
+    assert "train/kl" not in metric_columns(config)
+    assert "train/kl" in metric_columns(config_of(*GRPO, KL))
+
+
+@pytest.mark.parametrize(
+    ("samples_copy", "options", "needed", "reason"),
+    [
+        (False, (), 16e9, "fit"),
+        (False, (KL,), 20e9, "the reference 4.0 GB"),
+        (True, (), 18e9, "fit"),
+        (True, (KL,), 20e9, "the reference 2.0 GB"),
+    ],
+)
+def test_the_reference_is_in_the_estimate_of_memory(
+    rotary_model_folder, monkeypatch, samples_copy, options, needed, reason
+):
+    """Of a billion weights: 4 bytes each beside 16, and 2 beside 18 where the copies are bf16."""
+    model_config = AutoConfig.from_pretrained(rotary_model_folder)
+    monkeypatch.setattr(estimate, "count_weights", lambda model: 10**9)
+    arguments = model_config, make_config(*options)
+    monkeypatch.setattr(estimate, "memory_for_a_rank", lambda device: (needed, "it"))
+    estimate.check_memory(*arguments, device=CPU, samples_copy=samples_copy)
+    monkeypatch.setattr(estimate, "memory_for_a_rank", lambda device: (needed - 1, "it"))
+    with pytest.raises(ValueError, match=reason):
+        estimate.check_memory(*arguments, device=CPU, samples_copy=samples_copy)
+
+
+def test_a_run_in_two_parts_keeps_the_reference_of_its_start(tmp_path, rotary_model_folder):
+    """And not the weights that it goes on from."""
+    overrides = [KL, "training.num_iterations=2"]
+    train(tmp_path / "whole", rotary_model_folder, *overrides, "training.num_steps=4")
+    train(tmp_path / "parts", rotary_model_folder, *overrides, "training.num_steps=2")
+    train(tmp_path / "parts", rotary_model_folder, *overrides, "training.num_steps=4")
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+    last = (tmp_path / "parts/x/metrics.jsonl").read_text().splitlines()[-1]
+    assert '"train/kl": ' in last and '"train/kl": 0.0,' not in last

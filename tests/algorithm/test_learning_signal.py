@@ -1,0 +1,272 @@
+"""The maths of a step, by hand on small tensors: advantages, weights and losses of tokens, metrics.
+
+How these become one gradient is in test_update.py, the KL penalty's part of it in test_kl.py.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from harness import alone, make_config
+
+from engine.metrics import metric_columns
+from engine.sampler import Completion
+from main import (
+    Trajectory,
+    assign_advantages,
+    grpo_advantages,
+    is_equal_group,
+    k_best_mask,
+    kl_penalty,
+    policy_token_loss,
+    rollout_sums,
+    token_weights,
+    truncated_importance,
+)
+
+
+def make_row(
+    reward: float, *, num_tokens: int = 4, truncated: bool = False, solved: bool = False
+) -> Trajectory:
+    """A trajectory of made-up tokens, each drawn where the entropy was 2 nats."""
+    completion = Completion(
+        token_ids=[7] * num_tokens,
+        log_probs=np.full(num_tokens, -1.0, np.float32),
+        entropies=np.full(num_tokens, 2.0, np.float32),
+        truncated=truncated,
+        is_inserted=np.zeros(num_tokens, bool),
+    )
+    parts = {"format": 0.5, "answer": 1.0 if solved else 0.0}
+    return Trajectory([5, 5, 5], completion, "", parts, reward)
+
+
+def make_rows(*rewards: float) -> list[Trajectory]:
+    return [make_row(reward) for reward in rewards]
+
+
+# Advantages
+
+
+def test_advantage_is_the_reward_minus_the_mean_of_its_own_group():
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]])
+    advantages = grpo_advantages(rewards, divide_by_std=False)
+    assert advantages.tolist() == [[0.75, -0.25, -0.25, -0.25], [0.25, 0.25, 0.25, -0.75]]
+
+
+def test_zscore_divides_by_the_sample_standard_deviation_plus_1e_4():
+    """(1, 0, 0, 0): the squares sum to 3/4, over n - 1 = 3 that is a variance of 1/4."""
+    expected = [0.75 / 0.5001, *[-0.25 / 0.5001] * 3]
+    group = make_rows(1.0, 0.0, 0.0, 0.0)
+    assign_advantages([group], make_config("training.advantage=zscore"))
+    assert [t.advantage for t in group] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("divide_by_std", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_rewards_give_exactly_zero(divide_by_std, dtype):
+    """The mean of three 0.1 is not 0.1 in floating point, so a threshold would not do."""
+    rewards = torch.full((1, 3), 0.1, dtype=dtype)
+    assert grpo_advantages(rewards, divide_by_std=divide_by_std).tolist() == [[0, 0, 0]]
+    assert is_equal_group(torch.tensor([[0.1, 0.1], [0.1, 0.1 + 1e-7]])).tolist() == [True, False]
+
+
+def test_two_equal_questions_are_two_groups():
+    """The same prompt twice in a batch: each has its own baseline."""
+    groups = [make_rows(1.0, 0.0), make_rows(0.0, 0.0)]
+    assign_advantages(groups, make_config("training.k_best_of_n=[2,2]"))
+    assert [[t.advantage for t in group] for group in groups] == [[0.5, -0.5], [0, 0]]
+    assert all(t.in_batch for group in groups for t in group)
+
+
+def test_the_k_best_are_marked_and_ties_go_to_the_lower_index():
+    rewards = torch.tensor([[0.1, 1.1, 0.1, 1.1], [0.5, 0.5, 0.5, 0.5], [0.0, 0.1, 0.1, 0.1]])
+    assert k_best_mask(rewards, k=2).tolist() == [
+        [False, True, False, True],
+        [True, True, False, False],
+        [False, True, True, False],
+    ]
+    many = torch.zeros((1, 200))  # a sort that is not stable shows from a few dozen equals on
+    assert k_best_mask(many, k=3)[0].nonzero()[:, 0].tolist() == [0, 1, 2]
+
+
+def test_sil_imitates_the_k_best_and_learns_nothing_from_equals():
+    """An equal group's k rows have advantage 0, but stay in the denominators."""
+    groups = [make_rows(0.0, 1.1, 0.1, 1.1), make_rows(0.1, 0.1, 0.1, 0.1)]
+    sil = ["training.learning_type=sil", "training.k_best_of_n=[2,4]"]
+    rewards = assign_advantages(groups, make_config(*sil))
+    assert rewards.tolist() == [[0.0, 1.1, 0.1, 1.1], [0.1] * 4]
+    assert [[t.advantage for t in group] for group in groups] == [[0, 1, 0, 1], [0, 0, 0, 0]]
+    in_batch = [[t.in_batch for t in group] for group in groups]
+    assert in_batch == [[False, True, False, True], [True, True, False, False]]
+
+
+# What a token counts for
+
+
+@pytest.mark.parametrize(
+    ("normalization", "expected"),
+    [
+        ("dr_grpo", [[1 / 80] * 3, [1 / 80, 0, 0]]),
+        ("token", [[1 / 20] * 3, [1 / 20, 0, 0]]),
+        ("sequence", [[1 / 24] * 3, [1 / 8, 0, 0]]),
+        ("sum", [[1 / 8] * 3, [1 / 8, 0, 0]]),
+    ],
+)
+def test_token_weights_divide_by_the_counts_of_the_global_batch(normalization, expected):
+    """Rows of 3 and 1 tokens, among 8 rows and 20 tokens over all ranks; at most 10 new tokens."""
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    weights = token_weights(
+        mask, normalization=normalization, num_rows=8, num_tokens=20, max_new_gen_tokens=10
+    )
+    assert torch.allclose(weights, torch.tensor(expected), rtol=1e-6, atol=0)
+
+
+def test_the_importance_of_a_token_is_its_ratio_to_the_sampler_up_to_a_limit():
+    """Twice, half and four times as likely as when it was sampled."""
+    log_probs, sampler_log_probs = torch.tensor([[0.8, 0.1, 0.4], [0.4, 0.2, 0.1]]).log()[:, None]
+    ratios = truncated_importance(log_probs, sampler_log_probs, clip=3.0)
+    assert torch.allclose(ratios, torch.tensor([[2.0, 0.5, 3.0]]))
+
+
+# The loss of a token
+
+
+def gradient_of_the_objective(
+    advantage: float, ratio: float, *, eps: float = 0.2, eps_high: float = 0.2
+) -> float:
+    """d objective / d log-prob of one token; the objective is minus the loss."""
+    log_probs = torch.tensor([[math.log(ratio) - 2]], requires_grad=True)
+    loss = policy_token_loss(
+        log_probs,
+        torch.tensor([advantage]),
+        old_log_probs=torch.tensor([[-2.0]]),
+        clip_eps=eps,
+        clip_eps_high=eps_high,
+    )
+    loss.sum().backward()
+    return -log_probs.grad.item()
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "gradient"),
+    [(1, 0.5, 0.5), (1, 1, 1), (1, 1.5, 0), (-1, 0.5, 0), (-1, 1, -1), (-1, 1.5, -1.5)],
+)
+def test_the_clip_cuts_what_goes_too_far_and_only_that(advantage, ratio, gradient):
+    assert gradient_of_the_objective(advantage, ratio) == pytest.approx(gradient, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "gradient"),
+    [(1, 1.25, 1.25), (1, 1.35, 0), (-1, 0.85, -0.85), (-1, 0.75, 0), (1, 0.75, 0.75)],
+)
+def test_the_clip_may_be_wider_above_than_below(advantage, ratio, gradient):
+    """DAPO's clip-higher: 0.2 below, 0.3 above."""
+    value = gradient_of_the_objective(advantage, ratio, eps_high=0.3)
+    assert value == pytest.approx(gradient, abs=1e-6)
+
+
+def test_the_clipped_objective_by_hand():
+    """min(ratio A, clip(ratio) A): 1.5 is cut to 1.2 for A = 2, not for A = -2."""
+    log_probs = torch.tensor([[1.5, 0.5], [1.5, 0.5]]).log()
+    loss = policy_token_loss(
+        log_probs,
+        torch.tensor([2.0, -2.0]),
+        old_log_probs=torch.zeros((2, 2)),
+        clip_eps=0.2,
+        clip_eps_high=0.2,
+    )
+    assert torch.allclose(loss, torch.tensor([[-2.4, -1.0], [3.0, 1.6]]))
+
+
+def test_reinforce_and_the_ratio_have_the_same_gradient_while_the_ratio_is_one():
+    """Though their losses differ: at ratio 1 a group's ratio loss is 0, its gradient is not."""
+    advantages = torch.tensor([0.75, -0.75])
+    gradients, losses = [], []
+    for old_log_probs in (None, torch.tensor([[-1.0, -2.0], [-0.5, -3.0]])):
+        log_probs = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]], requires_grad=True)
+        loss = policy_token_loss(
+            log_probs, advantages, old_log_probs=old_log_probs, clip_eps=0.2, clip_eps_high=0.2
+        )
+        loss.sum().backward()
+        gradients.append(log_probs.grad)
+        losses.append(loss.sum().item())
+    assert torch.allclose(*gradients)
+    assert gradients[0].tolist() == [[-0.75, -0.75], [0.75, 0.75]]
+    assert losses == pytest.approx([0.75 * 3.0 - 0.75 * 3.5, 0.0])
+
+
+# The KL penalty of a token
+
+
+def test_the_kl_penalty_by_hand():
+    """k3 = exp(x) - x - 1 at x = ref - current: 0 at 0, e - 2 at 1, 1/e at -1."""
+    log_probs = torch.tensor([[-2.0, -2.0, -2.0]], requires_grad=True)
+    kl = kl_penalty(log_probs, torch.tensor([[-2.0, -1.0, -3.0]]))
+    assert kl[0].tolist() == pytest.approx([0, math.e - 2, 1 / math.e], rel=1e-6)
+    kl.sum().backward()  # 1 - exp(x): rise where the reference is higher, fall where it is lower
+    assert log_probs.grad[0].tolist() == pytest.approx([0, 1 - math.e, 1 - 1 / math.e], rel=1e-6)
+
+
+@pytest.mark.parametrize("log_ratio", [-1e4, -100.0, -11.0, 11.0, 100.0, 1e4])
+def test_the_kl_penalty_of_a_token_far_from_the_reference_is_finite(log_ratio):
+    """exp(100) is infinite in float32; and no gradient drives the token further away."""
+    log_probs = torch.tensor([[-1.0 - log_ratio]], requires_grad=True)
+    kl = kl_penalty(log_probs, torch.tensor([[-1.0]]))
+    kl.sum().backward()
+    assert kl.isfinite().all() and kl.item() > 8
+    assert log_probs.grad.isfinite().all() and log_probs.grad.item() * log_ratio <= 0
+
+
+def test_the_kl_penalty_is_never_below_zero_and_zero_at_the_reference():
+    """exp(x) - x - 1 in float32 rounds to -6e-8 at some small x."""
+    small = torch.logspace(-12, 1, 20_001)
+    log_ratios = torch.cat([small, -small, torch.zeros(1)])
+    kl = kl_penalty(torch.full_like(log_ratios, 0.0), log_ratios)
+    assert (kl >= 0).all() and kl[-1] == 0
+    exact = torch.expm1(log_ratios.double()) - log_ratios.double()
+    assert torch.allclose(kl.double(), exact, rtol=1e-3, atol=1e-9)
+    assert kl_penalty(log_ratios, log_ratios).count_nonzero() == 0
+
+
+# What a step logs of its rollouts
+
+
+def test_rollout_metrics_are_sums_and_counts_over_all_rows():
+    """Two groups of two: rewards (1, 0) and (0.1, 0.1), 2 + 4 + 4 + 4 tokens of 2 nats each."""
+    groups = [
+        [make_row(1.0, num_tokens=2, solved=True), make_row(0.0, truncated=True)],
+        make_rows(0.1, 0.1),
+    ]
+    rewards = assign_advantages(groups, make_config("training.k_best_of_n=[2,2]"))
+    sums = rollout_sums(groups, rewards)
+    expected = {
+        "train/reward": (1.2, 4),
+        "train/reward_std": (math.sqrt(0.5), 2),
+        "train/solved": (1, 4),
+        "train/format": (2.0, 4),
+        "train/advantage_abs": (1.0, 4),
+        "train/entropy": (28.0, 14),
+        "train/completion_tokens": (14, 4),
+        "train/truncated_frac": (1, 4),
+        "train/zero_advantage_frac": (1, 2),
+    }
+    assert {name: pytest.approx(sums[name]) for name in expected} == expected
+
+
+def test_the_share_of_answers_whose_grading_was_stopped_is_a_metric_where_a_task_counts_it():
+    rows, rewards = make_rows(1.0, 0.0), torch.tensor([[1.0, 0.0]])
+    assert "train/reward_timeouts" not in rollout_sums([rows], rewards)
+    for row, timeout in zip(rows, (0.0, 1.0), strict=True):
+        row.reward_parts = {"answer": 0.0, "timeout": timeout}
+    sums = rollout_sums([rows], rewards)
+    assert sums["train/reward_timeouts"] == (1.0, 2)
+    assert "train/format" not in sums
+    assert "train/reward_timeouts" in metric_columns(make_config())
+
+
+def test_sums_over_ranks_are_exact_in_float64_and_leave_the_caller_its_values():
+    """A list of floats went through float32 once: rewards differed from the ninth digit on."""
+    values = torch.tensor([0.1], dtype=torch.float64)
+    assert alone().sum([0.1, 2**24 + 1]).tolist() == [0.1, 2**24 + 1]
+    assert alone().sum(values).data_ptr() != values.data_ptr()

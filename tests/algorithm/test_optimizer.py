@@ -1,0 +1,209 @@
+"""The optimizers: what they keep, and that a run with either goes on where it was."""
+
+import io
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import (
+    assert_same,
+    make_config,
+    make_policy,
+    run_on_ranks,
+    seed,
+    train,
+    write_questions,
+)
+
+from engine.distributed import World
+from engine.model import Policy
+from engine.optimizer import learning_rate_at, make_optimizer, set_learning_rate
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "expected"),
+    [
+        ("constant", 0, [1, 1, 1, 1]),
+        ("constant", 2, [0.5, 1, 1, 1]),
+        ("constant", 4, [0.25, 0.5, 0.75, 1]),
+        ("linear", 0, [1, 0.75, 0.5, 0.25]),
+        ("linear", 2, [0.5, 0.75, 0.5, 0.25]),
+        ("cosine", 0, [1, 0.5 + 0.25 * math.sqrt(2), 0.5, 0.5 - 0.25 * math.sqrt(2)]),
+    ],
+)
+def test_learning_rates_of_four_steps(schedule, warmup, expected):
+    config = make_config(
+        "training.num_steps=4",
+        "training.learning_rate=0.01",
+        f"training.lr_schedule={schedule}",
+        f"training.warmup_steps={warmup}",
+    )
+    rates = [learning_rate_at(step, config) for step in range(1, 5)]
+    assert rates == pytest.approx([0.01 * factor for factor in expected])
+
+
+# AdamW with averages of 8 bits
+
+
+def test_adamw_8bit_moves_the_weights_as_adamw_does(rotary_model_folder):
+    """Each step is near lr in size; averages of 8 bits may be off by a few percent."""
+    moved = {}
+    for name in ("adamw", "adamw_8bit"):
+        policy = make_policy(rotary_model_folder)
+        weight = policy.model.get_input_embeddings().weight
+        before = weight.detach().clone()
+        optimizer = make_optimizer(policy.model, make_config(f"training.optimizer={name}"))
+        for step in range(3):
+            generator = torch.Generator().manual_seed(seed(step))
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.grad = 0.5 + noise
+            optimizer.step()
+        moved[name] = (weight.detach() - before).flatten()
+    assert moved["adamw"].abs().max() > 1e-4
+    assert torch.corrcoef(torch.stack(list(moved.values())))[0, 1] > 0.99
+
+
+def test_adamw_8bit_keeps_big_matrices_in_8_bits(rotary_model_folder):
+    policy = make_policy(rotary_model_folder)
+    optimizer = make_optimizer(policy.model, make_config("training.optimizer=adamw_8bit"))
+    weight = policy.model.get_input_embeddings().weight
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert optimizer.state[weight]["state1"].dtype == torch.uint8
+    assert weight.dtype == torch.float32
+
+
+def test_a_run_with_adamw_8bit_in_two_parts_is_the_unbroken_one(tmp_path, rotary_model_folder):
+    option, model = "training.optimizer=adamw_8bit", rotary_model_folder
+    train(tmp_path / "whole", model, option, "training.num_steps=4")
+    train(tmp_path / "parts", model, option, "training.num_steps=2")
+    train(tmp_path / "parts", model, option, "training.num_steps=4")
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+
+
+# Muon for the matrices of the blocks, AdamW for all else
+
+MUON = [
+    "training.optimizer=muon",
+    "training.learning_rate=1e-3",
+    "training.muon_learning_rate=2e-2",
+    "training.embedding_learning_rate=5e-3",
+]
+
+
+def step_with_muon(policy: Policy, *, learning_rate: float | None) -> dict[str, torch.Tensor]:
+    """How one step moves each parameter, on the same random gradients each time."""
+    generator = torch.Generator().manual_seed(seed())
+    optimizer = make_optimizer(policy.model, make_config(*MUON))
+    if learning_rate is not None:
+        set_learning_rate(optimizer, learning_rate)
+    parameters = dict(policy.model.named_parameters())
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    for p in parameters.values():
+        p.grad = torch.randn(p.shape, generator=generator)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in parameters.values())
+    return {name: p.detach() - before[name] for name, p in parameters.items()}
+
+
+@pytest.mark.parametrize("factor", [None, 0.25])
+def test_muon_steps_the_blocks_matrices_and_adamw_the_rest_each_at_its_own_rate(
+    model_folder, factor
+):
+    """AdamW's first step has the size of its rate everywhere. Muon's is a matrix whose singular
+    values are near its rate times sqrt(max(1, rows / columns)). GPT-2's head is its embedding."""
+    learning_rate = None if factor is None else 1e-3 * factor
+    factor = factor or 1.0
+    moved = step_with_muon(make_policy(model_folder), learning_rate=learning_rate)
+    in_blocks = [name for name in moved if ".layers." in name or ".h." in name]
+    matrices = [name for name in in_blocks if moved[name].ndim == 2]
+    assert len(matrices) in (2 * 7, 2 * 4) and len(matrices) < len(in_blocks) < len(moved)
+    for name, move in moved.items():
+        if name in matrices:
+            rows, columns = move.shape
+            sizes = torch.linalg.svdvals(move) / (factor * 2e-2 * max(1, rows / columns) ** 0.5)
+            assert 0.5 < sizes.median() < 1.3 and sizes.max() < 1.4, name
+        else:
+            rate = 5e-3 if any(part in name for part in ("embed_tokens", "wte", "wpe")) else 1e-3
+            assert torch.allclose(move.abs(), torch.tensor(factor * rate), rtol=1e-3), name
+
+
+def test_weight_decay_with_muon_is_on_all_but_the_vectors(model_folder):
+    policy = make_policy(model_folder)
+    optimizer = make_optimizer(policy.model, make_config(*MUON, "training.weight_decay=0.1"))
+    groups = optimizer.param_groups
+    decays = [(id(p), group["weight_decay"]) for group in groups for p in group["params"]]
+    expected = [(id(p), 0.1 if p.ndim >= 2 else 0.0) for p in policy.model.parameters()]
+    assert sorted(decays) == sorted(expected)
+
+
+def test_muon_goes_on_from_its_saved_state(rotary_model_folder):
+    """A state_dict that went through a file, in another process's optimizer: the same next step."""
+    results = []
+    for is_loaded in (False, True):
+        policy = make_policy(rotary_model_folder)
+        optimizer = make_optimizer(policy.model, make_config(*MUON))
+        for step in range(3):
+            if is_loaded and step == 2:
+                file = io.BytesIO()
+                torch.save(optimizer.state_dict(), file)
+                file.seek(0)
+                optimizer = make_optimizer(policy.model, make_config(*MUON))
+                optimizer.load_state_dict(torch.load(file, weights_only=True))
+            set_learning_rate(optimizer, 1e-3 / (step + 1))
+            generator = torch.Generator().manual_seed(seed(step))
+            for p in policy.model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator)
+            optimizer.step()
+        results.append([p.detach() for p in policy.model.parameters()])
+    assert all(map(torch.equal, *results))
+
+
+def test_a_run_with_muon_in_two_parts_is_the_unbroken_one(tmp_path, rotary_model_folder):
+    """On two ranks, of which one reads the checkpoint; the rates rise with each step."""
+    questions = write_questions(tmp_path / "questions.jsonl")
+    options = [*MUON, f"task.train={questions}", f"task.eval={questions}"]
+    for folder, num_steps in (("whole", 4), ("parts", 2), ("parts", 4)):
+        steps = f"training.num_steps={num_steps}"
+        train(tmp_path / folder, rotary_model_folder, *options, steps, num_ranks=2)
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+    lines = (tmp_path / "parts/x/metrics.jsonl").read_text().splitlines()
+    _, *rows = map(json.loads, lines)
+    assert [row["train/lr"] for row in rows] == pytest.approx([1e-4, 2e-4, 3e-4, 4e-4])
+    assert all(row["train/grad_norm"] > 0 for row in rows)  # else nothing is to be kept
+
+
+# What both have in common
+
+
+def broadcast_state(world: World, folder: Path, option: str) -> list[dict]:
+    """The optimizer's state on this rank after rank 0, which alone has one, has broadcast it."""
+    policy = make_policy(folder)
+    optimizer = make_optimizer(policy.model, make_config(option))
+    if world.is_main:
+        for parameter in policy.model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+        optimizer.step()
+    world.broadcast_optimizer(optimizer)
+    return [
+        {name: torch.as_tensor(value).tolist() for name, value in optimizer.state[p].items()}
+        for p in policy.model.parameters()
+    ]
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "muon"])
+def test_rank_0_broadcasts_its_averages(rotary_model_folder, tmp_path, name):
+    option = f"training.optimizer={name}"
+    first, second = run_on_ranks(broadcast_state, 2, rotary_model_folder, option, folder=tmp_path)
+    assert first == second and all(first)
+
+
+def test_a_missing_package_is_named(rotary_model_folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    config = make_config("training.optimizer=adamw_8bit")
+    with pytest.raises(ValueError, match="pip install bitsandbytes"):
+        make_optimizer(make_policy(rotary_model_folder).model, config)

@@ -1,0 +1,73 @@
+"""The embedded model: what it is, and that the default run is about it."""
+
+import json
+
+import torch
+from harness import ROOT, alone, make_config, make_policy, make_run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import countdown
+from engine.data import load_questions, render_prompts
+from logger import Logger
+from main import evaluate, load_policy
+
+TINY = ROOT / "tiny"
+
+
+def test_the_embedded_model_is_small_and_loads_as_any_other():
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    assert model.num_parameters() < 3_000_000
+    assert sum(path.stat().st_size for path in TINY.iterdir() if path.is_file()) < 8_000_000
+    assert model.dtype == torch.float32
+
+
+def test_its_tokenizer_survives_auto_tokenizer_and_makes_short_prompts():
+    """AutoTokenizer replaces the pre-tokenizer of some model types: then a prompt has 200."""
+    tokenizer, question = (
+        AutoTokenizer.from_pretrained(TINY),
+        {"nums": [3, 7, 25, 12], "target": 46},
+    )
+    (prompt,), _ = render_prompts(
+        [question], task=countdown, options=make_config().task, tokenizer=tokenizer
+    )
+    assert len(tokenizer(prompt)["input_ids"]) <= 40
+    for text in (prompt, "3 * 7 = 21, 21 + 25 = 46 yes\n", "Übung \U0001f600\t 123456 \\x00"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_it_loads_without_a_note_on_changed_tokens(capsys):
+    load_policy(make_config(f"model.name={TINY}"), alone(), Logger(rank=0))
+    notes = capsys.readouterr().out.splitlines()
+    assert notes == ["the tokenizer has no chat template: the prompt is plain text"]
+
+
+def test_it_solves_some_questions_not_most():
+    """The default run starts between 0.15 and 0.45; here on its first 256 questions.
+
+    Its README measured 0.237 on twice as many, which is five standard errors inside.
+    """
+    measured, low, high = 0.237, 0.15, 0.45
+    config, policy = make_config("validation.num_examples=256"), make_policy(TINY)
+    questions = load_questions(
+        countdown, config, tokenizer=policy.tokenizer, context=policy.context_length, log=print
+    )
+    metrics, _ = evaluate(make_run(policy, config, questions=questions["validation"]))
+    interval = metrics["eval/pass@1_high"] - metrics["eval/pass@1_low"]
+    standard_error = interval / (2 * 1.96)
+    assert 5 * standard_error < min(measured - low, high - measured)
+    assert low < metrics["eval/pass@1"] < high
+    assert abs(metrics["eval/pass@1"] - measured) < 5 * standard_error
+
+
+def test_its_files_are_plain():
+    names = {path.name for path in TINY.iterdir() if path.is_file()}
+    assert names == {
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "make_tiny.py",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert json.loads((TINY / "config.json").read_text())["model_type"] == "qwen3"

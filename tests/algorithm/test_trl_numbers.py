@@ -1,0 +1,244 @@
+"""Advantages, loss, gradient, clip and KL are those that TRL's GRPOTrainer computes.
+
+TRL's figures below are what this printed with trl 1.16.0 and torch 2.13.0, for the inputs of
+benchmarks/trl_inputs.py:
+
+    python benchmarks/trl_numbers.py
+
+The conventions differ in places, where the inputs are such that both are defined alike:
+
+- All rows are one micro-batch on one rank. Of several, TRL averages the losses (dapo: as ours, it
+  divides by the tokens of all), so that here bnpo and dapo are the same.
+- TRL multiplies the KL by the ratio (`use_bias_correction_kl`) unless told not to, as here. GRPO
+  (arXiv:2402.03300, equations 3 and 4) does not.
+- TRL's shares and means are of all rows' tokens. Ours leave out rows whose advantage is 0, unless
+  there is a KL penalty, as here.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import make_config
+
+from benchmarks.trl_inputs import (
+    CLIP_EPS,
+    CLIP_EPS_HIGH,
+    KL_COEF,
+    LENGTHS,
+    LOG_PROBS,
+    MAX_NEW_TOKENS,
+    OLD_LOG_PROBS,
+    REF_LOG_PROBS,
+    REWARDS,
+    ROW_ADVANTAGES,
+)
+from main import (
+    MicroBatch,
+    UpdateSums,
+    accumulate_gradient,
+    grpo_advantages,
+    kl_penalty,
+    policy_token_loss,
+    token_weights,
+)
+
+TOLERANCE = {"rtol": 0, "atol": 1e-6}
+NORMALIZATIONS = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "dr_grpo"}
+
+# TRL's figures
+
+TRL_ADVANTAGES = {
+    "none": [
+        [0.774999976, -0.225000024, -0.325000018, -0.225000024],
+        [0.274999976, 0.274999976, 0.274999976, -0.825000048],
+        [-0.224999964, 0.175000012, -0.324999988, 0.375],
+        [0.0, 0.0, 0.0, 0.0],
+    ],
+    "group": [
+        [1.493507147, -0.433598906, -0.626309514, -0.433598906],
+        [0.499909043, 0.499909043, 0.499909043, -1.499727368],
+        [-0.680778742, 0.529494703, -0.983347237, 1.134631515],
+        [0.0, 0.0, 0.0, 0.0],
+    ],
+}
+TRL_TOKEN_LOSS = [
+    [-1.92, -1.832104137, -0.90979599, -1.5, -1.357256127],
+    [0.6, 1.236540953, 0.916052069, 0.0, 0.0],
+    [0.0, 0.0, 0.0, 0.0, 0.0],
+    [2.0, 1.6, 3.644237601, 1.809674836, 0.0],
+]
+TRL_TOKEN_KL = [
+    [0.018730753, 0.0, 0.30656966, 0.005170918, 0.313752707],
+    [0.148811636, 0.005170918, 0.0, 0.0, 0.0],
+    [0.559603111, 0.0, 0.0, 0.0, 0.0],
+    [0.005170918, 0.432871084, 0.0, 0.021402758, 0.0],
+]
+TRL_FIRST_GRADIENT = [
+    [-0.0625, -0.0625, -0.0625, -0.0625, -0.0625],
+    [0.03125, 0.03125, 0.03125, 0.0, 0.0],
+    [0.0, 0.0, 0.0, 0.0, 0.0],
+    [0.083333333, 0.083333333, 0.083333333, 0.083333333, 0.0],
+]
+TRL_LOSS = {"grpo": 0.419294466, "bnpo": 0.329796093, "dapo": 0.329796093, "dr_grpo": 0.17863955}
+TRL_GRADIENT = {
+    "grpo": [
+        [0.0, -0.091605207, -0.045489799, -0.075, -0.067862806],
+        [0.0, 0.103045079, 0.076337672, 0.0, 0.0],
+        [0.0, 0.0, 0.0, 0.0, 0.0],
+        [0.125, 0.0, 0.22776485, 0.113104677, 0.0],
+    ],
+    "bnpo": [
+        [0.0, -0.140931087, -0.069984307, -0.115384615, -0.104404317],
+        [0.0, 0.095118535, 0.070465544, 0.0, 0.0],
+        [0.0, 0.0, 0.0, 0.0, 0.0],
+        [0.153846154, 0.0, 0.280325969, 0.139205757, 0.0],
+    ],
+    "dapo": [
+        [0.0, -0.140931087, -0.069984307, -0.115384615, -0.104404317],
+        [0.0, 0.095118535, 0.070465544, 0.0, 0.0],
+        [0.0, 0.0, 0.0, 0.0, 0.0],
+        [0.153846154, 0.0, 0.280325969, 0.139205757, 0.0],
+    ],
+    "dr_grpo": [
+        [0.0, -0.076337672, -0.037908166, -0.0625, -0.056552339],
+        [0.0, 0.05152254, 0.038168836, 0.0, 0.0],
+        [0.0, 0.0, 0.0, 0.0, 0.0],
+        [0.083333333, 0.0, 0.151843233, 0.075403118, 0.0],
+    ],
+}
+TRL_LOSS_WITH_KL = {
+    "grpo": 0.440660382,
+    "bnpo": 0.343774973,
+    "dapo": 0.343774973,
+    "dr_grpo": 0.186211444,
+}
+TRL_GRADIENT_WITH_KL = {
+    "grpo": [
+        [0.000906346, -0.091605207, -0.042522648, -0.075525855, -0.07293157],
+        [0.003759903, 0.102168655, 0.076337672, 0.0, 0.0],
+        [-0.036490078, 0.0, 0.0, 0.0, 0.0],
+        [0.124342682, 0.004169556, 0.22776485, 0.11172091, 0.0],
+    ],
+    "bnpo": [
+        [0.001394379, -0.140931087, -0.065419458, -0.116193622, -0.112202415],
+        [0.00347068, 0.094309528, 0.070465544, 0.0, 0.0],
+        [-0.011227716, 0.0, 0.0, 0.0, 0.0],
+        [0.153037147, 0.005131761, 0.280325969, 0.137502658, 0.0],
+    ],
+    "dapo": [
+        [0.001394379, -0.140931087, -0.065419458, -0.116193622, -0.112202415],
+        [0.00347068, 0.094309528, 0.070465544, 0.0, 0.0],
+        [-0.011227716, 0.0, 0.0, 0.0, 0.0],
+        [0.153037147, 0.005131761, 0.280325969, 0.137502658, 0.0],
+    ],
+    "dr_grpo": [
+        [0.000755289, -0.076337672, -0.03543554, -0.062938212, -0.060776308],
+        [0.001879952, 0.051084328, 0.038168836, 0.0, 0.0],
+        [-0.00608168, 0.0, 0.0, 0.0, 0.0],
+        [0.082895121, 0.002779704, 0.151843233, 0.074480607, 0.0],
+    ],
+}
+TRL_CLIP_FRAC = 0.230769232
+TRL_KL = 0.139788805
+
+MASK = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
+
+
+def make_batch(normalization: str, *, is_first: bool = False) -> MicroBatch:
+    """`is_first`: this policy sampled the batch, and the reference has not scored it yet."""
+    return MicroBatch(
+        input_ids=torch.zeros(4, 6, dtype=torch.long),
+        mask=torch.ones(4, 6, dtype=torch.bool),
+        completion_mask=MASK,
+        advantages=torch.tensor(ROW_ADVANTAGES),
+        weights=token_weights(
+            MASK,
+            normalization=normalization,
+            num_rows=4,
+            num_tokens=sum(LENGTHS),
+            max_new_gen_tokens=MAX_NEW_TOKENS,
+        ),
+        sampler_log_probs=torch.tensor(OLD_LOG_PROBS),
+        old_log_probs=None if is_first else torch.tensor(OLD_LOG_PROBS),
+        ref_log_probs=None if is_first else torch.tensor(REF_LOG_PROBS),
+    )
+
+
+def loss_and_gradient(
+    batch: MicroBatch, *, kl_coef: float
+) -> tuple[float, torch.Tensor, dict[str, tuple[float, float]]]:
+    """What the update computes where a policy and its reference give these log-probabilities."""
+    log_probs = torch.tensor(LOG_PROBS, requires_grad=True)
+    policy = SimpleNamespace(
+        scorer=lambda *_, **__: log_probs,
+        reference=lambda *_, **__: torch.tensor(REF_LOG_PROBS),
+        params=SimpleNamespace(temperature=1.0),
+    )
+    config = make_config(
+        f"training.clip_eps={CLIP_EPS}",
+        f"training.clip_eps_high={CLIP_EPS_HIGH}",
+        f"training.kl_coef={kl_coef}",
+    )
+    sums = UpdateSums()
+    loss = accumulate_gradient(SimpleNamespace(config=config, policy=policy), batch, sums)
+    return loss, log_probs.grad, sums.as_metrics()
+
+
+def assert_close(ours: torch.Tensor, figures: list[list[float]]) -> None:
+    torch.testing.assert_close(ours.double(), torch.tensor(figures).double(), **TOLERANCE)
+
+
+@pytest.mark.parametrize(("scale", "divide_by_std"), [("none", False), ("group", True)])
+def test_the_advantages_are_those_of_trl(scale, divide_by_std):
+    rewards = torch.tensor(REWARDS, dtype=torch.float64)
+    assert_close(grpo_advantages(rewards, divide_by_std=divide_by_std), TRL_ADVANTAGES[scale])
+
+
+def test_the_loss_of_each_token_is_that_of_trl():
+    loss = policy_token_loss(
+        torch.tensor(LOG_PROBS),
+        torch.tensor(ROW_ADVANTAGES),
+        old_log_probs=torch.tensor(OLD_LOG_PROBS),
+        clip_eps=CLIP_EPS,
+        clip_eps_high=CLIP_EPS_HIGH,
+    )
+    assert_close(loss * MASK, TRL_TOKEN_LOSS)
+
+
+def test_the_kl_of_each_token_is_that_of_trl():
+    kl = kl_penalty(torch.tensor(LOG_PROBS), torch.tensor(REF_LOG_PROBS))
+    assert_close(kl * MASK, TRL_TOKEN_KL)
+
+
+@pytest.mark.parametrize("loss_type", NORMALIZATIONS)
+@pytest.mark.parametrize(
+    ("kl_coef", "losses", "gradients"),
+    [(0.0, TRL_LOSS, TRL_GRADIENT), (KL_COEF, TRL_LOSS_WITH_KL, TRL_GRADIENT_WITH_KL)],
+    ids=["without a penalty", "with a penalty"],
+)
+def test_loss_and_gradient_are_those_of_trl(loss_type, kl_coef, losses, gradients):
+    batch = make_batch(NORMALIZATIONS[loss_type])
+    loss, gradient, _ = loss_and_gradient(batch, kl_coef=kl_coef)
+    assert loss == pytest.approx(losses[loss_type], rel=0, abs=1e-6)
+    assert_close(gradient, gradients[loss_type])
+
+
+def test_the_first_update_of_a_batch_has_the_gradient_without_a_ratio():
+    """TRL's ratio is 1 there; its loss is another, since ours is plain REINFORCE's."""
+    _, gradient, _ = loss_and_gradient(make_batch("dr_grpo", is_first=True), kl_coef=0.0)
+    assert_close(gradient, TRL_FIRST_GRADIENT)
+
+
+def test_the_share_of_clipped_tokens_is_that_of_trl():
+    """A token without an advantage counted as clipped where its ratio was low; it cannot be."""
+    _, _, metrics = loss_and_gradient(make_batch("dr_grpo"), kl_coef=KL_COEF)
+    num_clipped, num_tokens = metrics["train/clip_frac"]
+    assert num_clipped == 3
+    assert num_clipped / num_tokens == pytest.approx(TRL_CLIP_FRAC, rel=0, abs=1e-6)
+
+
+def test_the_mean_kl_is_that_of_trl():
+    _, _, metrics = loss_and_gradient(make_batch("dr_grpo", is_first=True), kl_coef=KL_COEF)
+    kl, num_tokens = metrics["train/kl"]
+    assert kl / num_tokens == pytest.approx(TRL_KL, rel=0, abs=1e-6)

@@ -1,0 +1,454 @@
+"""What the tests share: seeds, tiny random models, configurations, ranks, whole runs."""
+
+import contextlib
+import csv
+import functools
+import hashlib
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2ForCausalLM,
+)
+
+import engine.model
+import main
+from engine.config import Config, load_config, load_task
+from engine.distributed import World
+from engine.model import Policy
+from engine.optimizer import make_optimizer
+from engine.run import Run
+from engine.sampler import Completion, decode_grouped, sample_in_batches
+from logger import Logger
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
+NUM_THREADS = int(os.environ.get("GRPO_TEST_THREADS", "1"))
+SEED_SHIFT = int(os.environ.get("GRPO_TEST_SEED", "0"))
+ENVIRONMENT = os.environ | {
+    "OMP_NUM_THREADS": str(NUM_THREADS),
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONPATH": str(ROOT),
+}
+USERS_ENVIRONMENT = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
+NUMBERS = range(1, 65)  # the tokenizer has one token for each <answer>n</answer>
+REWARDED_TASKS = ("countdown", "gsm8k", "math500")
+
+
+def alone() -> World:
+    """A process that has no other ranks."""
+    return World(rank=0, size=1, device=CPU)
+
+
+def seed(n: int = 0) -> int:
+    """A seed for weights, data or sampling; GRPO_TEST_SEED shifts all of them, so luck shows."""
+    return n + SEED_SHIFT
+
+
+def assert_linear(cpu_seconds: Callable[[int], float], n: int) -> None:
+    """Fails unless, in one of three attempts, twice `n` takes less than three times as long."""
+    for _attempt in range(3):
+        once, twice = (cpu_seconds(k) for k in (n, 2 * n))
+        if twice < 3 * once or twice < 0.001:
+            return
+    pytest.fail(f"{once:.4f} s became {twice:.4f} s for twice the text")
+
+
+# Tiny models
+
+
+def train_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of about 350 tokens, with an end and a padding token.
+
+    It splits digits from words in a way of its own (no Qwen's or Llama's), and has one token for
+    each answer `<answer>n</answer>`.
+    """
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"[0-9]+|[^0-9]+"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280,
+        special_tokens=["<|end|>", "<|pad|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(["Use the numbers to make 12", "each number exactly once"], trainer)
+    core.add_tokens(["</think>\n", *(f"<answer>{number}</answer>" for number in NUMBERS)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|end|>", pad_token="<|pad|>", model_max_length=1024
+    )
+
+
+def save_random(
+    model_class: type, config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, folder: Path
+) -> Path:
+    """Save a model with random weights, and its tokenizer."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed())
+        model = model_class(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def change_json(file: Path, **changes) -> None:
+    """Set keys of a JSON file; None removes one."""
+    content = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+
+# Configurations, policies, runs
+
+
+def make_config(*overrides: str) -> Config:
+    """The schema's defaults with `section.key=value` overrides; config.yaml has no part in it."""
+    return load_config(["--config", os.devnull, *overrides])
+
+
+def make_policy(
+    folder: Path, *overrides: str, world: World | None = None, is_exact: bool = False
+) -> Policy:
+    """The policy of a folder; an exact one computes in fp64, see `in_fp64`."""
+    config = make_config(f"model.name={folder}", f"training.seed={seed()}", *overrides)
+    with pytest.MonkeyPatch.context() as patch:
+        if is_exact:
+            in_fp64(patch)
+        return main.load_policy(config, world or alone(), Logger(rank=1))
+
+
+def make_run(
+    policy: Policy,
+    config: Config,
+    *,
+    world: World | None = None,
+    optimizer: object = None,
+    questions: list[dict] | None = None,
+) -> Run:
+    """A run without a folder. The optimizer is the config's, unless another is given."""
+    run = Run(
+        config=config,
+        world=world or alone(),
+        logger=Logger(rank=1),
+        folder=Path("no-folder"),
+        task=load_task(config.task.name),
+        policy=policy,
+        validation_questions=questions or [],
+    )
+    run.optimizer = optimizer or make_optimizer(policy.model, config)
+    return run
+
+
+def sample(
+    policy: Policy, prompts: list[list[int]], *, num_samples: int, **changes
+) -> list[list[Completion]]:
+    """Completions of each prompt by the policy's own backend; `changes` are to its parameters."""
+    decode = {"generate": main.decode_with_generate, "grouped": decode_grouped}[policy.backend]
+    return sample_in_batches(
+        policy.sampler.eval(),
+        prompts,
+        [(seed(), i) for i in range(len(prompts))],
+        decode=decode,
+        num_samples=num_samples,
+        params=replace(policy.params, **changes),
+        max_batch_tokens=None,
+        on_progress=lambda num_ended: None,
+    )
+
+
+# Rewards by construction
+
+
+def by_text(reward_function: Callable[..., dict]) -> Callable[..., dict]:
+    """The task's reward function, with another answer (and format, if it has one).
+
+    What a random model writes depends on the last bits of its matrix products, which differ between
+    processors, numbers of threads and versions of libraries. So no test may need some completions
+    to be better than others by luck. Here each reward follows from a digest of the question and the
+    text: texts that differ earn different rewards, and half of all texts count as solved.
+    """
+
+    @functools.wraps(reward_function)
+    def graded(completion: str, example: dict, **settings) -> dict[str, float]:
+        question = json.dumps(example, sort_keys=True)
+        digest = hashlib.sha256(f"{question} {completion}".encode()).digest()
+        share = int.from_bytes(digest[:6]) / 2**48  # [0, 1)
+        parts = reward_function(completion, example, **settings)
+        parts |= {"format": share} if "format" in parts else {}
+        return parts | {"answer": 1.0 if share < 0.5 else share - 0.5}
+
+    return graded
+
+
+def grade_by_text(patch: pytest.MonkeyPatch) -> None:
+    """Every task's rewards are by text from here on."""
+    for name in REWARDED_TASKS:
+        task = load_task(name)
+        patch.setattr(task, "reward_function", by_text(task.reward_function))
+
+
+def set_rates(patch: pytest.MonkeyPatch, rates: list[float]) -> None:
+    """The logged pass@1 of each step's evaluation is that of the list."""
+    evaluate = main.evaluate
+
+    def with_rate(run: Run):
+        metrics, samples = evaluate(run)
+        return metrics | {"eval/pass@1": rates[run.state.step]}, samples
+
+    patch.setattr(main, "evaluate", with_rate)
+
+
+def in_fp64(patch: pytest.MonkeyPatch) -> None:
+    """Models are loaded, run and saved in fp64; 4 bits cannot be.
+
+    For tests that compare what is sampled in batches of different shapes: a uniform number falls
+    between two shapes' thresholds of a token with a chance of 1e-5 in fp32, which is too much for
+    thousands of tokens, and of less than 1e-12 in fp64. And for tests that compare gradients, whose
+    rounding in fp32 is as large as what they allow.
+    """
+    load_model, add_adapter = engine.model.load_model, engine.model.add_adapter
+
+    def load_in_fp64(*arguments, **settings):
+        return load_model(*arguments, **settings | {"dtype": torch.double})
+
+    def add_in_fp64(model, *arguments, **settings):
+        add_adapter(model, *arguments, **settings)
+        model.double()
+
+    patch.setattr(engine.model, "load_model", load_in_fp64)
+    patch.setattr(engine.model, "add_adapter", add_in_fp64)
+    for module in (engine.model, main):
+        patch.setattr(module, "choose_compute_dtype", lambda name, device: torch.float64)
+
+
+def install_grading(options: dict) -> None:
+    """For the rest of this process: rewards by text, and what the options ask for.
+
+    {"rates": [0.1, 0.3]}      eval/pass@1 at step 0, at step 1 and so on
+    {"is_exact": true}         weights and arithmetic in fp64: see `in_fp64`
+    """
+    patch = pytest.MonkeyPatch()
+    grade_by_text(patch)
+    if "rates" in options:
+        set_rates(patch, options["rates"])
+    if options.get("is_exact"):
+        in_fp64(patch)
+
+
+# Ranks
+
+
+def forkserver() -> multiprocessing.context.BaseContext:
+    """Makes processes by forking one that has imported all that the tests need."""
+    context = multiprocessing.get_context("forkserver")
+    libraries = ("datasets", "peft", "bitsandbytes", "torch.distributed.run", "hypothesis")
+    context.set_forkserver_preload(["main", "pytest", *libraries, Qwen2ForCausalLM.__module__])
+    return context
+
+
+def run_on_ranks(
+    function: Callable[..., Any], num_ranks: int, *args: Any, folder: Path, timeout_s: float = 90
+) -> list[Any]:
+    """What `function(world, *args)` returns on each of `num_ranks` gloo ranks.
+
+    The function is one of a test module. If a rank raises or time is up, all of them are ended and
+    the test fails: it never hangs.
+    """
+    context = forkserver()
+    queue = context.SimpleQueue()
+    store = folder / f"store-{time.monotonic_ns()}"
+    ranks = [
+        context.Process(
+            target=run_rank, args=(function, rank, num_ranks, store, args, queue), daemon=True
+        )
+        for rank in range(num_ranks)
+    ]
+    for rank in ranks:
+        rank.start()
+    deadline = time.monotonic() + timeout_s
+    results: dict[int, Any] = {}
+    while len(results) < num_ranks and time.monotonic() < deadline:
+        while not queue.empty():
+            rank, value = queue.get()
+            results[rank] = value
+        if any(rank.exitcode not in (None, 0) for rank in ranks):
+            break
+        time.sleep(0.02)
+    for rank in ranks:
+        rank.join(timeout=5 if len(results) == num_ranks else 0)
+        rank.kill()
+    assert len(results) == num_ranks, f"only ranks {sorted(results)} finished"
+    return [results[rank] for rank in range(num_ranks)]
+
+
+def run_rank(function: Callable, rank: int, num_ranks: int, store: Path, args: tuple, queue):
+    """The body of one rank's process."""
+    torch.set_num_threads(NUM_THREADS)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    queue.put((rank, function(World(rank=rank, size=num_ranks, device=CPU), *args)))
+    dist.barrier()  # a rank that ends early would take its connections with it
+    dist.destroy_process_group()
+
+
+# Whole runs of main.py, in a fork of a process that has imported everything: a start takes a
+# second, not ten
+
+SHORT_RUN = (
+    "--config",
+    os.devnull,
+    f"training.seed={seed()}",
+    "training.num_samples_per_step=2",
+    "training.k_best_of_n=[8, 8]",
+    "training.max_new_gen_tokens=16",
+    "training.learning_rate=1e-3",
+    "validation.num_examples=4",
+    "validation.best_of_n=2",
+    "validation.pass_k=[1, 2]",
+    "validation.every=2",
+    "checkpoint.every=1",
+)
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
+
+
+def arguments(folder: Path, model: Path, *overrides: str) -> list[str]:
+    """What main.py is given for run `folder`/x."""
+    return [*SHORT_RUN, f"model.name={model}", f"run.dir={folder}", "run.name=x", *overrides]
+
+
+def program(
+    folder: Path,
+    model: Path,
+    *overrides: str,
+    fault: dict | None = None,
+    grading: dict | None = None,
+) -> list[str]:
+    """main.py and its arguments, with rewards by text and perhaps a fault (see launcher.py)."""
+    plan = {"fault": fault, "grading": grading or {}}
+    return ["tests/launcher.py", json.dumps(plan), *arguments(folder, model, *overrides)]
+
+
+def command(folder: Path, model: Path, *overrides: str, num_ranks: int = 1) -> list[str]:
+    """The same as a command line, for a process that imports everything itself."""
+    launcher = [sys.executable]
+    if num_ranks > 1:
+        launcher += [*TORCHRUN, f"--nproc-per-node={num_ranks}"]
+    return [*launcher, *program(folder, model, *overrides)]
+
+
+def start(arguments: list[str], *torchrun: str, log: Path) -> BaseProcess:
+    """A process of its own that runs the program, under torchrun if that is given options."""
+    process = forkserver().Process(target=run_program, args=(arguments, torchrun, log))
+    process.start()
+    return process
+
+
+def run_program(arguments: list[str], torchrun: tuple[str, ...], log: Path) -> None:
+    """The body of that process, and of a group: torchrun's workers are forks of it."""
+    os.setsid()
+    os.chdir(ROOT)
+    os.environ.update(ENVIRONMENT)
+    torch.set_num_threads(NUM_THREADS)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    if torchrun:
+        sys.argv = ["torchrun", *torchrun, "--run-path", "--start-method=fork", *arguments]
+        runpy.run_module("torch.distributed.run", run_name="__main__")
+    else:
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def finish(*processes: BaseProcess, timeout_s: float = 90) -> list[int | None]:
+    """Exit statuses, None where time was up; nothing of the processes' groups is left running."""
+    try:
+        for process in processes:
+            process.join(timeout_s)
+        return [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def train_forked(
+    folder: Path,
+    model: Path,
+    *overrides: str,
+    num_ranks: int = 1,
+    fault: dict | None = None,
+    grading: dict | None = None,
+) -> tuple[int | None, str]:
+    """Exit status and output."""
+    folder.mkdir(exist_ok=True)
+    options = ["--standalone", f"--nproc-per-node={num_ranks}"] if num_ranks > 1 else []
+    arguments = program(folder, model, *overrides, fault=fault, grading=grading)
+    (status,) = finish(start(arguments, *options, log=folder / "log"))
+    return status, (folder / "log").read_text(errors="replace")
+
+
+def train(folder: Path, model: Path, *overrides: str, **how) -> str:
+    """Output of a run that ends well; `how` is that of `train_forked`."""
+    status, output = train_forked(folder, model, *overrides, **how)
+    assert status == 0, output
+    return output
+
+
+# What is left of a run
+
+
+def write_questions(file: Path) -> Path:
+    """Questions whose prompts are of about one length."""
+    rows = [{"nums": [number], "target": number} for number in NUMBERS]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def without_times(row: dict) -> dict:
+    return {name: row[name] for name in row if not name.startswith(("time/", "perf/"))}
+
+
+def what_is_left(folder: Path) -> tuple[dict, list[dict], list[dict], str]:
+    """Weights, metrics but times, samples: what a resumed run must have in common."""
+    run = folder / "x"
+    weights = {}
+    for name in ("checkpoints/last", "best"):
+        model = AutoModelForCausalLM.from_pretrained(run / name)
+        weights |= {f"{name}: {key}": value for key, value in model.state_dict().items()}
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    rows = [without_times(json.loads(line)) for line in lines]
+    with (run / "metrics.csv").open(newline="") as file:
+        cells = [without_times(row) for row in csv.DictReader(file)]
+    return weights, rows, cells, (run / "samples.jsonl").read_text()
+
+
+def assert_same(one: Path, other: Path) -> None:
+    weights, rows, cells, samples = what_is_left(one)
+    other_weights, other_rows, other_cells, other_samples = what_is_left(other)
+    assert [row["step"] for row in other_rows] == list(range(len(other_rows)))
+    assert [int(row["step"]) for row in other_cells] == list(range(len(other_rows)))
+    assert rows == other_rows
+    assert cells == other_cells
+    assert samples == other_samples
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)

@@ -1,0 +1,146 @@
+"""main.py with rewards by construction and perhaps a fault: `python launcher.py PLAN ARGUMENTS`.
+
+The arguments are main.py's. The plan is JSON: {"grading": {...}, "fault": {...} or null}; the
+grading is that of `harness.install_grading`. The fault says what is to be done, on which rank, and
+when.
+
+    {"do": "kill", ...}             SIGKILL this rank
+    {"do": "kill other", ...}       of two ranks, the other
+    {"do": "kill all", ...}         the process group: torchrun, if the ranks are its forks, too
+    {"do": "terminate", ...}        the same three with SIGTERM, or with "interrupt" SIGINT
+    {"do": "copy", "to": ..., ...}  copy the run's folder, at each file event from there on
+    ... "saves": 2, "events": 7     at the 7th file event from the moment the 2nd checkpoint of
+                                    this process is there, with 0 from the start; the events are
+                                    those of rank 0
+    ... "saves": 2, "delay_s": 0.1  so long after that moment, or with "in": ["sampler.py"] after
+                                    the main thread is next in one of these files
+    a kill comes at the latest when the next checkpoint is there
+    {"do": "raise", "rank": 1, "calls": 40}  RuntimeError in that call of the reward function
+
+Under `torchrun --max-restarts` the first start has it, or with "starts": 3 the first three. After a
+restart rank 0 is late, so that rank 1 finds in torchrun's store what the rank 0 before it left.
+run.dir/struck is made just before the fault.
+"""
+
+import faulthandler
+import functools
+import itertools
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from harness import install_grading
+
+import countdown
+import main as program
+
+FILE_EVENTS = {
+    *("open", "os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir", "shutil.rmtree")
+}
+
+SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
+
+
+class Striker:
+    """An audit hook that waits for the moment, and strikes."""
+
+    def __init__(self, fault: dict, folder: Path) -> None:
+        self.fault = fault
+        self.folder = folder
+        self.saves = self.events = 0
+        self.is_busy = False
+
+    def __call__(self, event: str, arguments: tuple) -> None:
+        if event not in FILE_EVENTS or self.is_busy:
+            return
+        paths = [str(argument) for argument in arguments[:2]]
+        if event == "open" and not paths[0].startswith(str(self.folder)):
+            return
+        if event == "os.rename" and paths[1].endswith("/checkpoints/last"):
+            self.saves += 1
+            self.see_checkpoint()
+        if self.saves >= self.fault["saves"] and "events" in self.fault:
+            self.events += 1
+            if self.events >= self.fault["events"]:
+                self.strike()
+
+    def see_checkpoint(self) -> None:
+        if self.saves == self.fault["saves"]:
+            if "delay_s" in self.fault:
+                threading.Thread(target=self.wait, daemon=True).start()
+        elif self.saves > self.fault["saves"] and self.fault["do"].startswith("kill"):
+            self.strike()
+
+    def wait(self) -> None:
+        while "in" in self.fault and not is_main_thread_in(self.fault["in"]):
+            time.sleep(0.001)
+        time.sleep(self.fault["delay_s"])
+        self.strike()
+
+    def strike(self) -> None:
+        if self.is_busy:  # struck after a time and by an event
+            return
+        self.is_busy = True
+        verb, _, victim = self.fault["do"].partition(" ")
+        if verb == "copy":
+            copy = Path(self.fault["to"]) / f"{self.events:04d}" / "x"
+            shutil.copytree(self.folder / "x", copy, symlinks=True)
+            self.is_busy = False
+            return
+        (self.folder / "struck").touch()
+        faulthandler.dump_traceback()  # where it was
+        if victim == "all":
+            os.killpg(0, SIGNALS[verb])
+        else:
+            rank = 1 if victim == "other" else 0
+            os.kill(int((self.folder / f"pid-{rank}").read_text()), SIGNALS[verb])
+
+
+def is_main_thread_in(files: list[str]) -> bool:
+    frame = sys._current_frames()[threading.main_thread().ident]
+    stack = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(frame)]
+    return any(file in name for file in files for name in stack)
+
+
+def fail_at_call(number: int, calls: itertools.count, function, folder: Path, *texts, **settings):
+    """The function, which raises at one of its calls."""
+    if next(calls) == number:
+        (folder / "struck").touch()
+        raise RuntimeError("the reward function fails here")
+    return function(*texts, **settings)
+
+
+def main() -> None:
+    plan, arguments = json.loads(sys.argv[1]), sys.argv[2:]
+    sys.argv = ["main.py", *arguments]
+    install_grading(plan["grading"])
+    if plan["fault"]:
+        install_fault(plan["fault"], arguments)
+    program.main()
+
+
+def install_fault(fault: dict, arguments: list[str]) -> None:
+    rank = int(os.environ.get("RANK", 0))
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    (given,) = (a.partition("=")[2] for a in arguments if a.startswith("run.dir="))
+    folder = Path(given)
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    if rank == fault.get("rank", 0) and restarts < fault.get("starts", 1):
+        if fault["do"] == "raise":
+            countdown.reward_function = functools.partial(
+                fail_at_call, fault["calls"], itertools.count(1), countdown.reward_function, folder
+            )
+        else:
+            sys.addaudithook(Striker(fault, folder))
+    if rank == 0 and restarts > 0:
+        time.sleep(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""Checkpoints: whole or not there, and a run that goes on from one as if nothing had happened."""
+
+import errno
+import json
+import multiprocessing
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from harness import ENVIRONMENT, ROOT, assert_same, command, train
+from transformers import AutoModelForCausalLM
+
+from engine import checkpoint
+
+# Whole runs
+
+
+@pytest.fixture(scope="session")
+def whole_run(tmp_path_factory, rotary_model_folder) -> Path:
+    """Five steps on one rank without a break."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(folder, rotary_model_folder, "training.num_steps=5")
+    return folder
+
+
+def test_a_run_in_two_parts_is_bit_for_bit_the_unbroken_one(
+    tmp_path, rotary_model_folder, whole_run
+):
+    train(tmp_path, rotary_model_folder, "training.num_steps=2", "validation.every=2")
+    output = train(tmp_path, rotary_model_folder, "training.num_steps=5")
+    assert "resumed after step 2" in output
+    assert_same(whole_run, tmp_path)
+    again = train(tmp_path, rotary_model_folder, "training.num_steps=5")
+    assert "pass@1" in again and "step 1/5" not in again
+    assert_same(whole_run, tmp_path)
+
+
+def stop_after_step_2(arguments: list[str], number: signal.Signals) -> int:
+    """Exit status of a run that gets a signal during its third step or the evaluation before."""
+    process = subprocess.Popen(
+        arguments,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    for line in process.stdout:
+        if line.startswith("step 2/5"):
+            time.sleep(0.05)
+            process.send_signal(number)
+            break
+    process.communicate(timeout=90)
+    return process.returncode
+
+
+def test_two_ranks_stopped_through_torchrun_go_on_as_if_nothing_had_happened(
+    tmp_path, rotary_model_folder
+):
+    model, steps = rotary_model_folder, "training.num_steps=5"
+    train(tmp_path / "whole", model, steps, num_ranks=2)
+    arguments = command(tmp_path / "parts", model, steps, num_ranks=2)
+    assert stop_after_step_2(arguments, signal.SIGTERM) != 0
+    assert "resumed after step" in train(tmp_path / "parts", model, steps, num_ranks=2)
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
+)
+def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_happened(
+    tmp_path, rotary_model_folder, whole_run, number, status
+):
+    steps = "training.num_steps=5"
+    arguments = command(tmp_path, rotary_model_folder, steps)
+    assert stop_after_step_2(arguments, number) == status
+    train(tmp_path, rotary_model_folder, steps)
+    assert_same(whole_run, tmp_path)
+
+
+def test_another_setting_is_named_and_stops_the_resumed_run(tmp_path, rotary_model_folder):
+    train(tmp_path, rotary_model_folder, "training.num_steps=1")
+    changed = command(
+        tmp_path, rotary_model_folder, "training.num_steps=2", "training.learning_rate=0.5"
+    )
+    done = subprocess.run(
+        changed, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "training.learning_rate = 0.5" in done.stderr and "run.name" in done.stderr
+
+
+def test_a_full_disk_is_logged_and_the_run_goes_on(tmp_path, rotary_model_folder):
+    """Played by a limit on the size of files, below that of the weights."""
+    done = subprocess.run(
+        command(tmp_path, rotary_model_folder, "training.num_steps=2"),
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("nothing saved at step") >= 3  # best/ at 0, checkpoints at 1 and 2
+    assert "checkpoint.keep" in done.stdout
+    assert "no model could be saved in" in done.stdout  # the summary claims nothing else
+    assert len((tmp_path / "x/metrics.jsonl").read_text().splitlines()) == 3
+    assert not list((tmp_path / "x/checkpoints").iterdir())
+
+
+# A folder is there whole, or not at all
+
+
+FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+
+
+class CopyBeforeEvents:
+    """An audit hook that copies `root` before each event that touches a file."""
+
+    def __init__(self, root: Path, copies: Path) -> None:
+        self.root = root
+        self.copies = copies
+        self.is_copying = False
+
+    def __call__(self, event: str, arguments: tuple) -> None:
+        if event in FILE_EVENTS and not self.is_copying:
+            self.is_copying = True
+            shutil.copytree(self.root, self.copies / f"{len(list(self.copies.iterdir())):03d}")
+            self.is_copying = False
+
+
+def save_best(root: Path, text: str, copies: Path | None = None) -> None:
+    """Of two files; `copies` gets the state of the disk before each file event."""
+    if copies is not None:
+        sys.addaudithook(CopyBeforeEvents(root, copies))
+    with checkpoint.save_folder(root / "best") as temporary:
+        for name in ("config", "weights"):
+            (temporary / name).write_text(text)
+
+
+def test_a_full_disk_leaves_the_folder_that_was_there(tmp_path):
+    save_best(tmp_path, "old")
+    with (
+        pytest.raises(OSError, match=r"best could not be written: .*No space left"),
+        checkpoint.save_folder(tmp_path / "best") as temporary,
+    ):
+        (temporary / "weights").write_text("n")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert (tmp_path / "best/weights").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+@pytest.mark.parametrize("name", ["best", "best.old"])
+def test_a_kill_at_any_file_event_leaves_the_old_or_the_new_folder(tmp_path, name):
+    """A kill leaves what is on the disk at that moment: a copy of it is made before each event.
+
+    Another kill may have come between the two renames of the save before, and left best.old.
+    """
+    root, copies = tmp_path / "root", tmp_path / "copies"
+    copies.mkdir()
+    save_best(root, "old")
+    (root / "best").rename(root / name)
+    # an audit hook stays for good, so it gets a process of its own
+    process = multiprocessing.get_context("fork").Process(
+        target=save_best, args=(root, "new", copies)
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    seen, is_between_renames = [], False
+    for copy in sorted(copies.iterdir()):
+        is_between_renames |= not (copy / "best").exists()
+        checkpoint.mend(copy / "best")
+        (text,) = {(copy / "best" / name).read_text() for name in ("config", "weights")}
+        seen.append(text)
+        save_best(copy, "next")  # whatever the kill has left does no harm
+        assert [path.name for path in copy.iterdir()] == ["best"]
+    assert seen == sorted(seen, reverse=True) and set(seen) == {"old", "new"}
+    assert is_between_renames and len(seen) > 10
+
+
+def save_checkpoint(root: Path, model_folder: Path, tokenizer, *, step: int) -> Path:
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.tensor([[2, 3]])).logits.sum().backward()
+    optimizer.step()
+    state = {"state": {"step": step}}
+    checkpoint.save_checkpoint(
+        root, state, step=step, model=model, tokenizer=tokenizer, optimizer=optimizer, keep=2
+    )
+    return root / f"step-{step:06d}"
+
+
+def test_what_a_killed_save_left_goes_with_the_next(tmp_path, rotary_model_folder, tokenizer):
+    """Bug: it stayed for ever where no later save had the same step, as after a signal."""
+    for name in ("step-000003.tmp", "step-000003.old", "step-000001", "step-000002"):
+        (tmp_path / name).mkdir()
+    save_checkpoint(tmp_path, rotary_model_folder, tokenizer, step=4)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["last", "step-000002", "step-000004"]
+    assert (tmp_path / "last").resolve() == tmp_path / "step-000004"
+
+
+def test_a_checkpoint_gives_back_weights_optimizer_and_state(
+    tmp_path, rotary_model_folder, tokenizer
+):
+    model = AutoModelForCausalLM.from_pretrained(rotary_model_folder)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.tensor([[2, 3]])).logits.sum().backward()
+    optimizer.step()
+    folder, state = tmp_path / "step-000001", {"state": {"step": 1}}
+    checkpoint.save_checkpoint(
+        tmp_path, state, step=1, model=model, tokenizer=tokenizer, optimizer=optimizer, keep=1
+    )
+    other = AutoModelForCausalLM.from_pretrained(rotary_model_folder)
+    checkpoint.load_weights(folder, other)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    saved = checkpoint.load_optimizer_state(folder)["state"]
+    for index, values in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(values[name], saved[index][name]) for name in values)
+    assert checkpoint.load_state(folder) == state
+
+
+# Damage is noticed
+
+
+@pytest.fixture
+def two_checkpoints(tmp_path, rotary_model_folder, tokenizer) -> Path:
+    """Of steps 1 and 2."""
+    for step in (1, 2):
+        save_checkpoint(tmp_path, rotary_model_folder, tokenizer, step=step)
+    return tmp_path
+
+
+def flip_last_bit(file: Path) -> None:
+    damaged = bytearray(file.read_bytes())
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(two_checkpoints):
+    warnings = []
+    flip_last_bit(two_checkpoints / "step-000002/model.safetensors")
+    newest = checkpoint.newest_whole(two_checkpoints, warnings.append)
+    assert newest == two_checkpoints / "step-000001"
+    assert len(warnings) == 1 and "step-000002" in warnings[0]
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def fill_with_zeros(file: Path) -> None:
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+def move_a_tensor(file: Path) -> None:
+    content = file.read_bytes()
+    start = content.index(b'"data_offsets":[0,')
+    file.write_bytes(content[:start] + content[start:].replace(b"[0,", b"[1,", 1))
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (Path.unlink, "config.json"),
+        (Path.unlink, "training_state/files.json"),
+        (cut, "training_state/files.json"),
+        (cut, "training_state/optimizer.pt"),
+        (cut, "model.safetensors"),
+        (flip_last_bit, "training_state/state.json"),
+        (fill_with_zeros, "model.safetensors"),
+        (move_a_tensor, "model.safetensors"),
+    ],
+)
+def test_large_files_are_checked_by_size_and_header(
+    two_checkpoints, rotary_model_folder, tokenizer, monkeypatch, damage, name
+):
+    monkeypatch.setattr(checkpoint, "LARGEST_HASHED_FILE", 100_000)  # the weights have 163,200
+    folder = save_checkpoint(two_checkpoints, rotary_model_folder, tokenizer, step=3)
+    listed = json.loads((folder / "training_state/files.json").read_text())
+    large = {file for file, (_, digest) in listed.items() if digest is None}
+    assert large == {"model.safetensors", "training_state/optimizer.pt"}
+    warnings = []
+    assert checkpoint.newest_whole(two_checkpoints, warnings.append) == folder and not warnings
+    damage(folder / name)
+    newest = checkpoint.newest_whole(two_checkpoints, warnings.append)
+    assert newest == two_checkpoints / "step-000002" and len(warnings) == 1
+
+
+def test_a_file_that_others_have_put_there_is_no_damage(two_checkpoints):
+    (two_checkpoints / "step-000002/.DS_Store").write_text("")
+    warnings = []
+    newest = checkpoint.newest_whole(two_checkpoints, warnings.append)
+    assert newest == two_checkpoints / "step-000002" and not warnings
+
+
+def test_a_checkpoint_killed_between_its_two_renames_is_found(two_checkpoints):
+    """Saving the same step again moves the old folder away for a moment."""
+    folder = two_checkpoints / "step-000002"
+    shutil.copytree(folder, two_checkpoints / "step-000002.tmp")
+    folder.rename(two_checkpoints / "step-000002.old")
+    assert checkpoint.newest_whole(two_checkpoints, pytest.fail) == folder

@@ -1,0 +1,92 @@
+"""The watch for a collapse: what counts as one, what is left alone, and a run that stops."""
+
+import json
+
+import pytest
+from harness import train
+
+from engine.metrics import WATCHED, mean_of_last, signs_of_collapse
+from engine.run import State
+
+HEALTHY = {"train/solved": 0.6, "train/entropy": 0.3, "train/truncated_frac": 0.1}
+
+
+def signs_after(steps: list[dict], *, num_questions: int = 16) -> list[list[str]]:
+    """The names of the signs after each of the steps."""
+    state, signs = State(), []
+    for metrics in steps:
+        state.advance(HEALTHY | metrics, num_questions=num_questions, is_skipped=False)
+        assert state.row["train/collapsed"] == bool(state.signs)
+        signs.append(list(state.signs))
+    return signs
+
+
+@pytest.mark.parametrize(("num_questions", "expected"), [(16, 10), (32, 10), (8, 20), (1, 160)])
+def test_means_are_over_ten_steps_or_160_questions_whichever_is_more(num_questions, expected):
+    recent, num_steps, means = [], 0, {}
+    while not means:
+        num_steps += 1
+        metrics = dict.fromkeys(WATCHED, num_steps)
+        recent, means = mean_of_last(recent, metrics, num_questions=num_questions)
+    assert num_steps == expected
+    assert means == dict.fromkeys(WATCHED, (expected + 1) / 2)
+    metrics = dict.fromkeys(WATCHED, num_steps + 1)
+    recent, means = mean_of_last(recent, metrics, num_questions=num_questions)
+    assert len(recent) == expected and means["train/solved"] == (expected + 3) / 2
+
+
+@pytest.mark.parametrize(
+    ("best", "means", "expected"),
+    [
+        (0.6, {}, []),
+        (0.6, {"train/solved": 0.31}, []),
+        (0.6, {"train/solved": 0.29}, ["train/solved"]),
+        (0.06, {"train/solved": 0.02}, []),  # half of very little is noise
+        (0.06, {"train/solved": 0.0}, ["train/solved"]),
+        (0.6, {"train/entropy": 0.009}, ["train/entropy"]),
+        (0.6, {"train/truncated_frac": 0.51}, ["train/truncated_frac"]),
+        (0.9, dict.fromkeys(WATCHED, 0.0), ["train/solved", "train/entropy"]),
+    ],
+)
+def test_signs_of_a_collapse(best, means, expected):
+    assert list(signs_of_collapse(HEALTHY | means, best_solved=best)) == expected
+
+
+def test_nothing_is_judged_before_the_means_are_full():
+    signs = signs_after([{"train/truncated_frac": 1.0}] * 10)
+    assert signs == [[]] * 9 + [["train/truncated_frac"]]
+
+
+def test_a_single_bad_step_is_no_collapse():
+    assert not any(signs_after([{}] * 15 + [{"train/solved": 0.0}] + [{}] * 15))
+
+
+def test_a_fall_is_seen_and_a_recovery_too():
+    signs = signs_after([{}] * 12 + [{"train/solved": 0.0}] * 10 + [{}] * 10)
+    assert signs[16] == [] and signs[17] == ["train/solved"] and signs[-1] == []
+
+
+def test_a_sign_is_reported_once_while_it_lasts():
+    state, reported = State(), []
+    for solved in [0.6] * 10 + [0.0] * 20:
+        metrics = HEALTHY | {"train/solved": solved}
+        reported += state.advance(metrics, num_questions=16, is_skipped=False)
+    assert reported == ["solved fell from 0.600 to 0.240"]
+
+
+def test_a_collapsed_run_stops_where_the_config_says_so(rotary_model_folder, tmp_path):
+    """A random model goes on writing until it is cut off, which counts from step 10 on."""
+    settings = ["training.num_samples_per_step=16", "training.max_new_gen_tokens=2"]
+    settings += ["training.num_steps=12"]
+    stop, model = "training.stop_on_collapse=true", rotary_model_folder
+    output = train(tmp_path, model, *settings, stop)
+    assert "warning: the model may be collapsing" in output
+    assert "after step 10; best" in output and "stopped, since the model has collapsed" in output
+    rows = [json.loads(line) for line in (tmp_path / "x/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(11))
+    assert [row.get("train/collapsed") for row in rows] == [None, *[0.0] * 9, 1.0]
+    assert "eval/pass@1" in rows[-1] and (tmp_path / "x/best").is_dir()
+    again = train(tmp_path, model, *settings, stop)
+    assert "stopped, since the model has collapsed" in again and "step 11/12" not in again
+    going_on = train(tmp_path, model, *settings)
+    assert "resumed after step 10" in going_on and "after step 12; best" in going_on

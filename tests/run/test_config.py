@@ -1,0 +1,639 @@
+"""The configuration: what is read, what is refused and in which words, what is written."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from engine.config import (
+    ROOT,
+    Config,
+    ConfigError,
+    check_same_run,
+    check_world,
+    differences,
+    dotted_values,
+    dump,
+    import_package,
+    known_keys,
+    load_config,
+    load_task,
+    run_name,
+    show,
+)
+
+GUESSING = """
+from typing import Annotated
+
+from pydantic import Field, PositiveInt, field_validator, model_validator
+
+from engine.config import Section
+
+
+class Options(Section):
+    tolerance: Annotated[float, Field(ge=0)] = 0.5
+    low: int | None = None
+    min_digits: PositiveInt = 1
+    max_digits: PositiveInt | None = None
+
+    @field_validator("low")
+    @classmethod
+    def check_low(cls, low):
+        if low == 13:
+            raise ValueError("must not be 13")
+        return low
+
+    @model_validator(mode="after")
+    def check_both(self):
+        if self.tolerance > (self.low or 10):
+            raise ValueError("tolerance must be at most low")
+        return self
+
+
+REWARD_PARTS = ("answer", "length")
+
+
+def load_examples(source, split, *, options, num_examples, seed, held_out, exclude): ...
+def generate_prompt(example, *, options): ...
+def reward_function(completion, example, *, options, num_tokens): ...
+def extract_answer(completion, example, *, options): ...
+"""
+
+
+def load(*arguments):
+    return load_config(list(arguments))
+
+
+def lines_of(*arguments):
+    """The lines of the ConfigError that the arguments raise."""
+    with pytest.raises(ConfigError) as caught:
+        load(*arguments)
+    assert all("\n" not in line for line in caught.value.lines)
+    return caught.value.lines
+
+
+def line_of(*arguments):
+    (line,) = lines_of(*arguments)
+    return line
+
+
+def file_with(folder, text):
+    path = folder / "some.yaml"
+    path.write_text(text, encoding="utf-8")
+    return f"--config={path}"
+
+
+@pytest.fixture
+def guessing(tmp_path, monkeypatch):
+    """A folder in which the user's own task `guessing` is, and from which main.py is run."""
+    (tmp_path / "guessing.py").write_text(GUESSING)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# What is read
+
+
+def test_without_arguments_every_key_has_its_default():
+    config = load()
+    assert config == type(config)()
+    assert differences(config) == []
+
+
+def test_later_overrides_win_over_earlier_ones_and_these_over_the_file(tmp_path):
+    file = file_with(tmp_path, "training: {num_steps: 30, seed: 7, warmup_steps: 2}")
+    config = load(file, "training.num_steps=40", "training.num_steps=50")
+    assert config.training.num_steps == 50
+    assert config.training.seed == 7
+    assert config.training.num_samples_per_step == Config().training.num_samples_per_step
+
+
+@pytest.mark.parametrize("text", ["1e-5", "1E-5", "1.0e-5", "0.00001", "10e-6", "+1e-05", ".1e-4"])
+def test_a_number_in_scientific_notation_is_a_number(text, tmp_path):
+    """PyYAML reads 1e-5 as text, so that a learning rate became a string."""
+    assert load(f"training.learning_rate={text}").training.learning_rate == pytest.approx(1e-5)
+    file = file_with(tmp_path, f"training: {{learning_rate: {text}}}")
+    assert load(file).training.learning_rate == pytest.approx(1e-5)
+
+
+def test_an_integer_is_accepted_for_a_number():
+    temperature = load("sampling.temperature=2").sampling.temperature
+    assert temperature == 2.0 and isinstance(temperature, float)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing yet", "training:\nlogging:\n"])
+def test_an_empty_file_or_section_sets_nothing(text, tmp_path):
+    assert load(file_with(tmp_path, text)) == load()
+
+
+def test_a_key_in_a_file_may_be_dotted(tmp_path):
+    assert load(file_with(tmp_path, "training.seed: 5")).training.seed == 5
+
+
+def test_one_reward_weight_can_be_set_alone():
+    weights = load("task.reward_weights.format=0.5").task.reward_weights
+    assert weights == {"format": 0.5, "answer": 1.0}
+
+
+def test_a_mapping_that_is_off_can_be_set_in_part_and_switched_off_again(tmp_path):
+    assert load().model.lora is None
+    assert load("model.lora.r=4").model.lora.model_dump() == {"r": 4, "alpha": 32, "dropout": 0.0}
+    file = file_with(tmp_path, "model: {lora: {r: 16, alpha: 8}}")
+    assert load(file, "model.lora.r=2").model.lora.alpha == 8
+    assert load(file, "model.lora=null").model.lora is None
+    assert differences(load(file)) == ["model.lora: {r: 16, alpha: 8, dropout: 0.0} (default null)"]
+    text = dump(load("model.lora.dropout=0.1"))
+    assert load(file_with(tmp_path, text)).model.lora.dropout == 0.1
+
+
+def test_the_options_of_a_task_are_keys_of_its_section():
+    config = load("task.max_target=100")
+    assert isinstance(config.task, load_task("countdown").Options)
+    assert config.task.max_target == 100 and config.task.min_target == 10
+
+
+def test_the_questions_of_a_step_and_the_completions_of_a_question_have_words_of_their_own():
+    training = load("training.learning_type=sil", "training.k_best_of_n=[2, 32]").training
+    assert (training.num_kept, training.group_size) == (2, 32)
+
+
+# Tasks
+
+
+def test_a_task_of_ones_own_is_a_file_in_the_current_folder(guessing):
+    config = load("task.name=guessing", "task.tolerance=1", "task.reward_weights.length=-0.5")
+    assert (config.task.tolerance, config.task.low) == (1.0, None)
+    assert config.task.reward_weights == {"answer": 1.0, "length": -0.5}
+    assert not hasattr(config.task, "max_target")
+    module = load_task("guessing")
+    assert module is load_task("guessing") and module.__file__ == str(guessing / "guessing.py")
+
+
+def test_a_task_without_options_has_the_keys_that_all_tasks_have(guessing):
+    text = GUESSING[GUESSING.index("REWARD_PARTS") :].replace('("answer", "length")', '("answer",)')
+    (guessing / "bare.py").write_text(text)
+    config = load("task.name=bare")
+    assert set(config.task.model_dump()) == {"name", "train", "eval", "reward_weights"}
+    line = "task.reward_weights = {answer: x}: must be a mapping from answer to a number"
+    assert line_of("task.name=bare", "task.reward_weights.answer=x") == line
+
+
+def test_a_task_of_ones_own_may_have_the_name_of_another_module(guessing):
+    """`math` is in the standard library, `statistics` too and imported already, `main` is ours."""
+    import math
+    import statistics
+
+    for name in ("math", "statistics", "main"):
+        (guessing / f"{name}.py").write_text(GUESSING)
+        assert load(f"task.name={name}", "task.tolerance=2").task.tolerance == 2.0
+        assert load_task(name).REWARD_PARTS == ("answer", "length")
+    assert sys.modules["math"] is math and sys.modules["statistics"] is statistics
+
+
+def test_annotations_of_a_tasks_options_may_be_text(guessing):
+    """`from __future__ import annotations` turns every annotation of a module into text."""
+    (guessing / "late.py").write_text("from __future__ import annotations\n" + GUESSING)
+    assert load("task.name=late", "task.low=3").task.low == 3
+    assert "an integer or null" in line_of("task.name=late", "task.low=x")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("def extract_answer", "def extract", "a task must define extract_answer; countdown.py sh"),
+        ('REWARD_PARTS = ("answer", "length")', "", "a task must define REWARD_PARTS"),
+        ('("answer", "length")', '("answer")', "REWARD_PARTS must be a tuple of names, such as"),
+        ("Options(Section)", "Options", "Options must inherit from Section in engine/config.py"),
+        ("low: int | None = None", "low: int", "Options.low needs a default, and a name other"),
+        ("low: int", "train: int", "Options.train needs a default, and a name other than name, tr"),
+    ],
+)
+def test_a_module_that_is_not_a_task_is_one_line(old, new, line, guessing):
+    text = GUESSING.replace(old, new).replace('field_validator("low")', 'field_validator("*")')
+    (guessing / "wrong.py").write_text(text)
+    assert line_of("task.name=wrong").startswith(f"{guessing / 'wrong.py'}: {line}")
+
+
+@pytest.mark.parametrize("name", ["chess", "[1]", "../guessing", "guessing.py", "''", "24", "null"])
+def test_a_task_that_is_not_there_is_one_line_with_the_ones_that_are(name, guessing):
+    line = line_of(f"task.name={name}")
+    assert line.startswith(f"task.name = {name}: must be one of countdown, gsm8k, math500, or the ")
+    assert line.endswith(f"the name of a .py file in {guessing}")
+
+
+def test_a_tasks_own_validators_speak_in_one_line(guessing):
+    own = "task.name=guessing"
+    assert line_of(own, "task.low=13") == "task.low = 13: must not be 13"
+    line = line_of(own, "task.low=1", "task.tolerance=2")
+    assert line.startswith("task = {name: guessing, ")
+    assert line.endswith(": tolerance must be at most low")
+
+
+def test_a_configuration_cannot_be_changed_after_it_was_checked():
+    with pytest.raises(ValueError, match="frozen"):
+        load().training.num_steps = 3
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("training.num_step=5", "training.num_step = 5: unknown key, the nearest"),
+        ("sampling.learning_rate=1", "unknown key, the nearest is training.learning_rate"),
+        ("num_steps=5", "num_steps = 5: unknown key, the nearest is training.num_steps"),
+        ("--num_steps=5", "--num_steps = 5: unknown key, the nearest is training.num_steps"),
+        ("trainig.seed=5", "trainig = {seed: 5}: unknown key, the nearest is training;"),
+        ("task.max_numbr=5", "unknown key of task countdown, the nearest is task.max_number"),
+        ("zzz=5", "zzz = 5: unknown key; --help lists the keys"),
+        ("training.seed='3'", "training.seed = '3': must be an integer >= 0"),
+        ("training.seed=true", "training.seed = true: must be an integer >= 0"),
+        ("training.seed=1.0", "training.seed = 1.0: must be an integer >= 0"),
+        ("training.seed=-1", "training.seed = -1: must be an integer >= 0"),
+        ("training.num_steps=", "training.num_steps = null: must be an integer > 0"),
+        ("training.num_steps.x=3", "training.num_steps = {x: 3}: must be an integer > 0"),
+        ("training.learning_rate=true", "training.learning_rate = true: must be a number > 0"),
+        ("training.learning_rate='1e-5'", "training.learning_rate = '1e-5': must be a number > 0"),
+        ("training.learning_rate=.nan", "training.learning_rate = .nan: must be a number > 0"),
+        ("training.learning_rate=1e999", "training.learning_rate = .inf: must be a number > 0"),
+        ("training.learning_rate=0", "training.learning_rate = 0: must be a number > 0"),
+        ("training.micro_batch_tokens=0", "micro_batch_tokens = 0: must be an integer > 0"),
+        ("training.num_iterations=0", "num_iterations = 0: must be an integer > 0"),
+        ("training.muon_learning_rate=0", "muon_learning_rate = 0: must be a number > 0"),
+        ("training.kl_coef=-0.1", "training.kl_coef = -0.1: must be a number >= 0"),
+        ("training.learning_type=ppo", "learning_type = ppo: must be one of grpo, sil"),
+        ("training.k_best_of_n=16", "k_best_of_n = 16: must be a list of 2, each an integer > 0"),
+        ("training.k_best_of_n=[16]", "= [16]: must be a list of 2, each an integer > 0"),
+        ("training.k_best_of_n=[0, 16]", "= [0, 16]: must be a list of 2, each an integer > 0"),
+        ("training.clip_eps_high=x", "clip_eps_high = x: must be a number > 0 or null"),
+        ("sampling.top_p=0", "sampling.top_p = 0: must be a number > 0 and <= 1"),
+        ("sampling.top_p=1.1", "sampling.top_p = 1.1: must be a number > 0 and <= 1"),
+        ("sampling.top_k=-1", "sampling.top_k = -1: must be an integer >= 0"),
+        ("sampling.temperature=0", "sampling.temperature = 0: must be a number > 0"),
+        ("validation.pass_k=[]", "validation.pass_k = []: must be a list, each an integer > 0"),
+        ("logging.mlflow=1", "logging.mlflow = 1: must be true or false"),
+        ("logging=3", "logging = 3: is a section, set its keys, such as logging."),
+        ("model.name=12", "in quotes it is text, as in model.name="),
+        ("model.name=''", "model.name = '': must be text that is not empty"),
+        ("run.name=a/b", "run.name = a/b: must be text matching"),
+        ("run.name=..", "run.name = ..: must be text matching"),
+        ("task=3", "task = 3: is a section, set its keys, such as task."),
+        ("task.max_target=big", "task.max_target = big: must be an integer"),
+        ("task.seed=3", "unknown key of task countdown, the nearest is training.seed"),
+        ("task.reward_weights=", "task.reward_weights = null: must be a mapping from"),
+        ("model.lora=8", "model.lora = 8: must be a mapping of r (an integer > 0), alpha"),
+        ("model.lora.r=0", "model.lora = {r: 0}: must be a mapping of r (an integer > 0), alpha"),
+        ("model.lora.rank=8", "dropout (a number >= 0 and < 1) or null"),
+        ("model.lora_r=8", "unknown key, the nearest is model.lora;"),
+        ("export.push_to_hub=nobody", "export.push_to_hub = nobody: must be text matching"),
+        ("task.reward_weights=1", "task.reward_weights = 1: must be a mapping from"),
+        ("task.reward_weights.answer=x", "task.reward_weights = {format: 0.1, answer: x}: must be"),
+    ],
+)
+def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(override, line):
+    assert line in line_of(override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ["training.k_best_of_n=[2, 16]"],
+            "training.k_best_of_n = [2, 16]: grpo trains on all n; write [16, 16], "
+            "or training.learning_type=sil",
+        ),
+        (
+            ["training.embedding_learning_rate=1e-3"],
+            "training.embedding_learning_rate = 0.001: only muon has one; write null, or "
+            "training.optimizer=muon",
+        ),
+        (
+            ["model.load_in_4bit=true"],
+            "model.load_in_4bit = true: weights in 4 bits cannot be trained; write false, or set "
+            "model.lora='{r: 8}'",
+        ),
+        (
+            ["export.merge=true"],
+            "export.merge = true: there is no adapter to merge; write false, or set model.lora",
+        ),
+        (
+            ["model.lora.r=8", "training.optimizer=muon"],
+            "training.optimizer = muon: cannot train the factors of model.lora; write adamw",
+        ),
+        (
+            ["training.k_best_of_n=[1, 1]"],
+            "training.k_best_of_n = [1, 1]: n must be at least 2, since a sample is judged by its "
+            "group",
+        ),
+        (
+            ["training.k_best_of_n=[8, 4]", "training.learning_type=sil"],
+            "training.k_best_of_n = [8, 4]: the k best of n cannot be more than n; write [4, 4]",
+        ),
+        (
+            ["training.k_best_of_n=[16, 16]", "training.learning_type=sil"],
+            "training.k_best_of_n = [16, 16]: sil learns by leaving out all but the k best; write "
+            "k < n, such as [2, 32]",
+        ),
+        (
+            [
+                "training.learning_type=sil",
+                "training.k_best_of_n=[2, 4]",
+                "training.advantage=zscore",
+            ],
+            "training.advantage = zscore: sil gives the k best the advantage 1; write mean",
+        ),
+        (
+            ["validation.best_of_n=4", "validation.pass_k=[1, 8]"],
+            "validation.pass_k = [1, 8]: each must be at most validation.best_of_n (4)",
+        ),
+        (["validation.pass_k=[1, 1]"], "validation.pass_k = [1, 1]: write each k once"),
+        (
+            ["task.min_number=60"],
+            "task.min_number = 60: must be at most task.max_number (50)",
+        ),
+        (
+            ["task.reward_weights={format: 0, answer: 0}"],
+            "task.reward_weights = {format: 0.0, answer: 0.0}: one must not be 0",
+        ),
+    ],
+)
+def test_an_impossible_combination_is_one_line_with_the_fix(overrides, line):
+    assert line_of(*overrides) == line
+
+
+def test_what_is_for_training_is_not_asked_of_an_evaluation():
+    load("mode=evaluate", "model.load_in_4bit=true", "export.merge=true")
+
+
+def test_every_mistake_has_its_line():
+    lines = lines_of("training.seed=x", "sampling.top_p=7", "zzz=1", "task.min_target=1.5")
+    assert len(lines) == 4
+    lines = lines_of("training.k_best_of_n=[1, 2]", "validation.best_of_n=1")
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("task.reward_weights.format=1", "must be a mapping from answer, length to a number"),
+        ("task.tolerance=-1", "task.tolerance = -1: must be a number >= 0"),
+        ("task.max_target=9", "task.max_target = 9: unknown key of task guessing; --help lists"),
+    ],
+)
+def test_options_and_parts_of_another_task_are_checked(override, line, guessing):
+    assert line in line_of(file_with(guessing, "task: {name: guessing}"), override)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["training.num_steps"], "training.num_steps: write section.key=value, for example"),
+        (["--verbose"], "--verbose: write section.key=value, for example training.num_steps=60"),
+        (["training.k_best_of_n=[1,"], "training.k_best_of_n=[1,: cannot be read as YAML: "),
+        (["run.name=2024-13-45"], "run.name=2024-13-45: cannot be read as YAML: month must be in"),
+        (["--config"], "argument --config: expected one argument"),
+        (["--config", "missing.yaml"], "missing.yaml: No such file or directory; give --config a"),
+        (["--config", str(ROOT)], "Is a directory; give --config a YAML file"),
+    ],
+)
+def test_an_argument_that_cannot_be_read_is_one_line(arguments, line):
+    assert line in line_of(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("training: [", "some.yaml: cannot be read as YAML: while parsing"),
+        ("training: {seed: 1, seed: 2}", "the key seed is given twice"),
+        ("training: {seed: 1}\nlogging: {}\ntraining: {}", "the key training is given twice"),
+        ("- training", "some.yaml: must hold sections of keys"),
+        ("just text", "some.yaml: must hold sections of keys"),
+        ("0", "some.yaml: must hold sections of keys"),
+        ("a: !!python/object:os.system {}", "cannot be read as YAML: could not determine"),
+        ("training: {1: 2}", "training.1 = 2: unknown key"),
+        ("null: 2", "None = 2: unknown key"),
+        ("training: {a.b: 2}", "training.a.b = 2: unknown key"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_line(text, line, tmp_path):
+    assert line in line_of(file_with(tmp_path, text))
+
+
+def test_a_file_that_is_not_text_is_one_line(tmp_path):
+    (tmp_path / "model.bin").write_bytes(b"\xff\xfe\x00\x93")
+    line = "model.bin: is not text; give --config a YAML file"
+    assert line_of("--config", str(tmp_path / "model.bin")).endswith(line)
+
+
+def test_a_long_value_is_shortened_in_its_line():
+    assert len(line_of(f"training.seed={'9' * 5_000}x")) < 200
+
+
+def test_a_rank_without_a_validation_question_is_refused():
+    config = load("validation.num_examples=3")
+    check_world(config, 3)
+    with pytest.raises(ConfigError) as caught:
+        check_world(config, 4)
+    assert caught.value.lines == [
+        "validation.num_examples = 3: must be at least 4, one for each rank"
+    ]
+
+
+def test_an_override_to_another_task_leaves_the_files_options_of_its_own_task(tmp_path):
+    """`task.name=gsm8k` with config.yaml was refused for Countdown's keys, which nobody typed."""
+    file = file_with(
+        tmp_path, "task: {eval: b.jsonl, max_numbers: 4, reward_weights: {format: 0.5}}"
+    )
+    task = load(file, "task.name=gsm8k", "task.train=a.jsonl").task
+    assert (task.name, task.train, task.eval) == ("gsm8k", "a.jsonl", "b.jsonl")
+    assert task.reward_weights == load("task.name=gsm8k").task.reward_weights
+    assert line_of(file, "task.name=gsm8k", "task.max_numbers=5").startswith(
+        "task.max_numbers = 5: unknown key of task gsm8k"
+    )
+    same = load(file, "task.name=countdown", "task.max_number=60").task
+    assert (same.max_numbers, same.max_number, same.reward_weights["format"]) == (4, 60, 0.5)
+
+
+def test_questions_that_the_ranks_cannot_share_evenly_are_refused():
+    config = load("training.num_samples_per_step_global=6")
+    for num_ranks in (1, 2, 3, 6):
+        check_world(config, num_ranks)
+        assert config.questions_per_rank(num_ranks) * num_ranks == 6
+    assert load("training.num_samples_per_step=5").questions_per_rank(4) == 5
+    with pytest.raises(ConfigError) as caught:
+        check_world(config, 4)
+    assert caught.value.lines == [
+        "training.num_samples_per_step_global = 6: must be a multiple of 4, the number of ranks"
+    ]
+
+
+def test_a_run_goes_on_with_other_keys_than_those_that_shape_what_it_learns():
+    saved = dotted_values(load("model.name=a"))
+    free = ["mode=evaluate", "training.num_steps=7", "validation.every=3", "checkpoint.keep=1"]
+    free += ["run.dir=b", "logging.samples=0", "export.push_to_hub=a/b"]
+    check_same_run(saved, load("model.name=a", "training.stop_on_collapse=true", *free))
+    with pytest.raises(ConfigError) as caught:
+        check_same_run(saved, load("model.name=b", "task.max_target=98"))
+    fix = "restore it to continue countdown-b-grpo-s0, or set run.name for another run"
+    assert caught.value.lines == [
+        f"model.name = b, but the run was started with a: {fix}",
+        f"task.max_target = 98, but the run was started with 99: {fix}",
+    ]
+
+
+def test_a_run_of_before_a_key_was_there_had_its_default():
+    """A checkpoint of before there were modes goes on."""
+    saved = dotted_values(load())
+    del saved["mode"], saved["training.tis_clip"]
+    check_same_run(saved, load())
+    with pytest.raises(ConfigError, match=r"^training\.tis_clip = 2\.0, but .* with null"):
+        check_same_run(saved, load("training.tis_clip=2"))
+
+
+@pytest.mark.parametrize("package", ["peft", "bitsandbytes", "math-verify", "matplotlib"])
+def test_a_missing_package_is_named_with_what_installs_it(package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
+    with pytest.raises(ValueError, match=rf"^a\.b: needs a package: pip install {package}==\d"):
+        import_package(package, key="a.b")
+
+
+def test_a_package_that_is_there_is_imported_by_the_name_that_pip_has_for_it():
+    assert import_package("typing-extensions", key="a.b").__name__ == "typing_extensions"
+
+
+# What is written
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ([], "countdown-tiny-grpo-s0"),
+        (["model.name=Qwen/Qwen2.5-3B", "training.seed=3"], "countdown-Qwen2.5-3B-grpo-s3"),
+        (["model.name=some/folder/"], "countdown-folder-grpo-s0"),
+        (
+            ["training.learning_type=sil", "training.k_best_of_n=[2, 32]"],
+            "countdown-tiny-sil-s0",
+        ),
+        (["run.name=mine"], "mine"),
+    ],
+)
+def test_the_name_of_a_run_tells_runs_apart(overrides, name):
+    assert run_name(load(*overrides)) == name
+
+
+def test_each_key_that_differs_from_its_default_is_listed_with_both_values():
+    default = Config().training.learning_rate
+    assert differences(load("training.learning_rate=1e-5", "task.max_target=88")) == [
+        "task.max_target: 88 (default 99)",
+        f"training.learning_rate: 1.0e-05 (default {default})",
+    ]
+
+
+@pytest.mark.parametrize("name", ["1e-5", "no", "null", "007", "2024-01-01", "grün", "a"])
+def test_a_written_configuration_loads_to_the_same_one(name, tmp_path):
+    overrides = [
+        f'run.name="{name}"',
+        "training.learning_rate=1e-5",
+        "training.clip_eps_high=0.28",
+        "validation.pass_k=[1, 2, 4]",
+        "task.reward_weights.format=0",
+        "task.max_target=99",
+        'model.name="a: b # c"',
+        r'model.revision="line\nbreak \" and \u00e9"',
+    ]
+    config = load(*overrides)
+    assert config.run.name == name
+    assert load(file_with(tmp_path, dump(config))) == config
+    plain = yaml.safe_load(dump(config))
+    assert plain["run"]["name"] == name and plain["training"]["learning_rate"] == 1e-5
+
+
+def test_config_yaml_holds_every_key_with_its_default_and_its_explanation():
+    """A task's own keys are explained in its module."""
+    text = (ROOT / "config.yaml").read_text()
+    content, defaults = yaml.safe_load(text), Config()
+    assert list(content) == list(defaults.model_dump())
+    for name, default in defaults.model_dump().items():
+        assert show(content[name]) == show(default)  # 1 is not 1.0, and the order is the same
+    lines = text.splitlines()
+    for i, line in enumerate(lines):
+        if match := re.match("( *)\\w+:", line):
+            assert re.match(f"{match[1]}# \\S", lines[i - 1]), f"{line}: has no explanation"
+
+
+def test_every_default_is_a_value_that_the_schema_accepts():
+    for name in ("countdown", "gsm8k", "math500"):
+        default = type(load(f"task.name={name}"))()
+        assert type(default).model_validate(default.model_dump()) == default
+
+
+def test_a_key_may_stand_outside_all_sections(tmp_path):
+    config = load("mode=evaluate")
+    assert config.mode == dotted_values(config)["mode"] == "evaluate"
+    assert dump(config).startswith("mode: evaluate\nrun:\n")
+    assert load(file_with(tmp_path, dump(config))) == config
+    assert differences(config) == ["mode: evaluate (default train)"]
+    assert line_of("mode=trian") == "mode = trian: must be one of train, evaluate"
+    line = "mod = train: unknown key, the nearest is mode; --help lists the keys"
+    assert line_of("mod=train") == line
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_is_a_line_for_each_key_with_its_default_and_what_is_allowed(flag, capsys, guessing):
+    with pytest.raises(SystemExit) as caught:
+        load("training.num_step", flag, "task.name=guessing")
+    assert caught.value.code == 0
+    usage, explanation, keys = capsys.readouterr().out.split("\n\n")
+    assert usage.startswith("usage: ") and explanation.startswith("FILE sets keys (config.yaml if")
+    lines = keys.splitlines()
+    assert "training.num_steps = 80: an integer > 0" in lines
+    assert "model.revision = null: text or null" in lines
+    assert "task.max_target = 99: an integer > 0 (task countdown)" in lines
+    assert "task.max_tokens = null: an integer > 0 or null (task gsm8k)" in lines
+    assert "task.tolerance = 0.5: a number >= 0 (task guessing)" in lines
+    for name in ("countdown", "gsm8k", "math500", "guessing"):
+        for key in dotted_values(load(f"task.name={name}")):
+            assert any(line.startswith(f"{key} = ") for line in lines), key
+    assert len(set(lines)) == len(lines)
+
+
+def test_help_is_printed_on_one_rank(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        load("--help")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.yaml")), ids=lambda path: path.name)
+def test_a_recipe_loads_and_holds_only_what_differs(path):
+    config = load("--config", str(path))
+    values, defaults = dotted_values(config), dotted_values(type(config)())
+    recipe = yaml.safe_load(path.read_text())
+    named = {f"{section}.{key}" for section, keys in recipe.items() for key in keys}
+    same = {key for key in named if values[key] == defaults[key]}
+    assert same <= {"training.k_best_of_n"}, "spelled out for the reader, all else differs"
+    for word in ("command", "hardware", "time", "result"):
+        assert re.search(rf"^#   {word} ", path.read_text(), re.MULTILINE), word
+    assert f"--config configs/{path.name}" in path.read_text()
+
+
+def test_every_key_is_read_somewhere():
+    sources = [*ROOT.glob("*.py"), *ROOT.glob("engine/*.py")]
+    text = "\n".join(path.read_text() for path in sources if path.name != "config.py")
+    text += " ".join(re.findall(r"self\.[\w.]+", (ROOT / "engine/config.py").read_text()))
+    unread = [
+        key for key in known_keys(Config) if not re.search(rf"\.{key.split('.')[-1]}\b", text)
+    ]
+    assert unread == []
+
+
+def test_reading_the_configuration_imports_none_of_the_heavy_libraries():
+    check = (
+        "import engine.config, sys; print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
+    )
+    command = [sys.executable, "-c", check]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"

@@ -1,0 +1,153 @@
+"""A run that cannot fit is refused at its start, with what would fit; one that can fit is not."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import CPU, make_config
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine import estimate
+from engine.estimate import cache_bytes, check_disk, check_memory, count_weights
+from engine.model import load_model_and_tokenizer
+
+ROTARY_TOKEN = 2 * 2 * 2 * 8  # numbers in the cache: two layers, keys and values, two heads of 8
+
+
+def test_the_cache_holds_what_is_decoded_together(rotary_model_folder, absolute_model_folder):
+    """The absolute model has four heads of eight numbers."""
+    rotary = AutoConfig.from_pretrained(rotary_model_folder)
+    absolute = AutoConfig.from_pretrained(absolute_model_folder)
+    sizes = "training.k_best_of_n=[8,8]", "training.max_new_gen_tokens=100"
+    all_four = "training.num_samples_per_step=4", "sampling.max_batch_tokens=131072"
+    config = make_config(*all_four, *sizes)
+    assert cache_bytes(rotary, config, bytes_per_number=4) == 4 * 8 * 100 * ROTARY_TOKEN * 4
+    assert cache_bytes(absolute, config, bytes_per_number=2) == 4 * 8 * 100 * 2 * ROTARY_TOKEN * 2
+    limited = make_config("sampling.max_batch_tokens=1000", *sizes)
+    assert cache_bytes(rotary, limited, bytes_per_number=4) == 1000 * ROTARY_TOKEN * 4
+    for lower in ("sampling.max_batch_tokens=10", "sampling.max_batch_tokens=null"):
+        config = make_config(lower, *sizes)  # a group is decoded together in any case
+        assert cache_bytes(rotary, config, bytes_per_number=4) == 8 * 100 * ROTARY_TOKEN * 4
+
+
+def test_a_model_that_cannot_fit_is_refused_before_its_weights_are_read(
+    rotary_model_folder, tmp_path
+):
+    """4 x 10^11 weights take 6.4 TB with their gradients and AdamW's averages."""
+    folder = shutil.copytree(rotary_model_folder, tmp_path / "big")
+    (folder / "model.safetensors").write_bytes(b"not read")
+    big = AutoConfig.from_pretrained(folder)
+    big.update({"hidden_size": 100_000, "intermediate_size": 1_000_000, "num_attention_heads": 100})
+    big.save_pretrained(folder)
+    config = make_config(f"model.name={folder}")
+    with pytest.raises(ValueError, match=r"cannot be used: it does not fit: \d+\.") as caught:
+        load_model_and_tokenizer(config, device=CPU, compute_dtype=torch.float32, log=print)
+    line = str(caught.value)
+    assert "\n" not in line and str(folder) in line
+    assert "billion weights would fit" in line
+
+
+def test_a_cache_that_cannot_fit_names_the_keys_to_lower(rotary_model_folder):
+    model_config = AutoConfig.from_pretrained(rotary_model_folder)
+    sizes = "training.max_new_gen_tokens=1000000", "sampling.max_batch_tokens=1000000000000"
+    config = make_config(*sizes, "training.k_best_of_n=[1000,1000]")
+    with pytest.raises(ValueError, match=r"lower sampling\.max_batch_tokens, training\.k_best"):
+        check_memory(model_config, config, device=CPU, samples_copy=False)
+
+
+def test_weights_are_counted_once_where_they_are_shared(model_folder):
+    """The absolute model's head is its embeddings."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    tied = {parameter.data_ptr(): parameter.numel() for parameter in model.parameters()}
+    assert count_weights(model) == sum(tied.values())
+
+
+def test_an_evaluation_needs_neither_gradients_nor_averages(rotary_model_folder, monkeypatch):
+    """4 bytes for each of 40,800 weights, and the cache of the validation samples."""
+    model_config = AutoConfig.from_pretrained(rotary_model_folder)
+    sizes = ["training.k_best_of_n=[2, 2]", "validation.best_of_n=8", "validation.num_examples=6"]
+    sizes += ["training.max_new_gen_tokens=100", "sampling.max_batch_tokens=131072"]
+    evaluating = make_config(*sizes, "mode=evaluate")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    cache = 3 * 8 * 100 * ROTARY_TOKEN * 4  # of half the questions
+    assert cache_bytes(model_config, evaluating, bytes_per_number=4) == cache
+    needed = 4 * 40_800 + cache
+    monkeypatch.setattr(estimate, "memory_for_a_rank", lambda device: (needed, "here"))
+    check_memory(model_config, evaluating, device=CPU, samples_copy=False)
+    monkeypatch.setattr(estimate, "memory_for_a_rank", lambda device: (needed - 1, "here"))
+    with pytest.raises(ValueError, match=r"lower sampling\.max_batch_tokens, validation\.best"):
+        check_memory(model_config, evaluating, device=CPU, samples_copy=False)
+
+
+def test_training_needs_gradients_and_averages_but_never_gradients_beside_a_cache(
+    rotary_model_folder, monkeypatch
+):
+    """16 bytes for each of 40,800 weights; a cache as large as the gradients adds nothing."""
+    model_config = AutoConfig.from_pretrained(rotary_model_folder)
+    small, large = 4 * 40_800 // (ROTARY_TOKEN * 4), 10_000  # tokens
+    for num_tokens, needed in (
+        (small, 16 * 40_800),
+        (large, 12 * 40_800 + large * ROTARY_TOKEN * 4),
+    ):
+        sizes = "training.k_best_of_n=[2, 2]", f"training.max_new_gen_tokens={num_tokens // 2}"
+        config = make_config(*sizes, "training.num_samples_per_step=1")
+        monkeypatch.setattr(estimate, "memory_for_a_rank", lambda device, n=needed: (n, "here"))
+        check_memory(model_config, config, device=CPU, samples_copy=False)
+        monkeypatch.setattr(estimate, "memory_for_a_rank", lambda device, n=needed: (n - 1, "here"))
+        with pytest.raises(ValueError, match="their gradients"):
+            check_memory(model_config, config, device=CPU, samples_copy=False)
+
+
+def test_each_process_has_its_share_of_the_memory(rotary_model_folder, monkeypatch):
+    model_config, config = AutoConfig.from_pretrained(rotary_model_folder), make_config()
+    check_memory(model_config, config, device=CPU, samples_copy=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000000")
+    with pytest.raises(ValueError, match=r"each of 1000000 processes has"):
+        check_memory(model_config, config, device=CPU, samples_copy=False)
+
+
+@pytest.fixture
+def disk(monkeypatch) -> list[Path]:
+    """A disk with 68,000 free bytes; returns the folders for which it is asked."""
+    asked = []
+
+    def disk_usage(folder: Path) -> SimpleNamespace:
+        asked.append(folder)
+        return SimpleNamespace(free=68_000)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    return asked
+
+
+def test_a_disk_that_is_too_small_is_refused_with_what_would_fit(tmp_path, disk):
+    """12 bytes per weight for each of keep + 1 checkpoints, and 4 for each of two best/."""
+    four, five, many = (make_config(f"checkpoint.keep={keep}") for keep in (4, 5, 100))
+    check_disk(tmp_path, four, num_weights=1000)  # 5 * 12,000 + 2 * 4,000
+    for config in (five, many):
+        with pytest.raises(ValueError, match=r"checkpoint\.keep=4 would fit"):
+            check_disk(tmp_path, config, num_weights=1000)
+    with pytest.raises(ValueError, match=r"checkpoint\.keep=3 would fit"):
+        check_disk(tmp_path, four, num_weights=1001)
+    with pytest.raises(ValueError, match=r"twice best/ of 0\.0 GB and merged/ of 0\.0 GB need"):
+        check_disk(tmp_path, four, num_weights=1000, num_merged=1)
+    with pytest.raises(ValueError, match=r"give run\.dir a larger disk"):
+        check_disk(tmp_path, four, num_weights=3000)
+
+
+def test_the_disk_is_that_of_the_nearest_folder_that_is_there(tmp_path, disk, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path / "a/b", Path("a/b"), tmp_path):
+        check_disk(folder, make_config(), num_weights=1)
+    assert disk == [tmp_path] * 3
+
+
+def test_what_the_run_has_saved_already_counts_as_room(tmp_path, disk):
+    """A run that fills its disk must be able to go on."""
+    config = make_config("checkpoint.keep=4")
+    with pytest.raises(ValueError, match="the disk is too small"):
+        check_disk(tmp_path / "x", config, num_weights=1100)
+    (tmp_path / "x/best").mkdir(parents=True)
+    (tmp_path / "x/best/model.safetensors").write_bytes(bytes(6_800))
+    check_disk(tmp_path / "x", config, num_weights=1100)

@@ -1,0 +1,296 @@
+"""mode=evaluate: a model is measured as training measures it, and leaves its run as it was."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness import (
+    ROOT,
+    alone,
+    arguments,
+    in_fp64,
+    make_config,
+    make_policy,
+    make_run,
+    run_on_ranks,
+    seed,
+    train,
+    train_forked,
+)
+
+import countdown
+import main
+from engine.config import load_config
+from engine.data import encode_prompts
+from engine.distributed import World
+from engine.metrics import majority_sample
+from engine.run import Run
+from engine.sampler import Completion
+
+TINY = ROOT / "tiny"  # gives answers to vote on
+EXACT = {"is_exact": True}  # so that one rank and two sample the same
+SIZES = [
+    f"training.seed={seed()}",
+    "training.num_steps=1",
+    "training.warmup_steps=0",
+    "training.max_new_gen_tokens=64",
+    "validation.num_examples=9",
+    "validation.best_of_n=4",
+    "validation.every=1",
+    "logging.samples=2",
+]
+EVALUATE = [*SIZES, "mode=evaluate"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """The folder of run x, of one step."""
+    folder = tmp_path_factory.mktemp("trained")
+    train(folder, TINY, *SIZES, grading=EXACT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def evaluated(trained) -> tuple[Path, str, dict[str, bytes]]:
+    """An evaluation of best/ under the run's name, its output, and the run's files before it."""
+    before = files_of(trained / "x")
+    output = train(trained, trained / "x/best", *EVALUATE, grading=EXACT)
+    (folder,) = (trained / "x").glob("eval-*")
+    return folder, output, before
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def figures(folder: Path) -> dict[str, float]:
+    metrics = json.loads((folder / "metrics.json").read_text())
+    return {name: value for name, value in metrics.items() if name.startswith("eval/")}
+
+
+def best_row(trained: Path) -> dict:
+    """What training logged of best/: the highest pass@1, the earliest on ties."""
+    rows = [json.loads(line) for line in (trained / "x/metrics.jsonl").read_text().splitlines()]
+    return max(rows, key=lambda row: row["eval/pass@1"])
+
+
+# Whole runs
+
+
+def test_an_evaluation_leaves_three_files_and_the_run_as_it_was(evaluated, trained):
+    folder, output, before = evaluated
+    after = files_of(trained / "x")
+    assert {name: after[name] for name in after if not name.startswith("eval-")} == before
+    assert "metrics.jsonl" in before and "best/model.safetensors" in before
+    assert set(files_of(folder)) == {"config.yaml", "metrics.json", "samples.jsonl"}
+    config = load_config(["--config", str(folder / "config.yaml")])
+    assert config.mode == "evaluate" and config.model.name == str(trained / "x/best")
+    assert output.endswith(f"written to {folder}\n")
+
+
+def test_an_evaluation_measures_what_training_measured_of_the_same_model(evaluated, trained):
+    measured, logged = figures(evaluated[0]), best_row(trained)
+    logged_figures = {name: value for name, value in logged.items() if name.startswith("eval/")}
+    assert len(logged_figures) == 7 and 0 < logged["eval/pass@1"] < 1
+    assert measured.items() >= logged_figures.items()
+    more = {f"eval/{name}{end}" for name in ("majority", "greedy") for end in ("", "_low", "_high")}
+    assert set(measured) == {*logged_figures, *more}
+    samples = [json.loads(line) for line in (trained / "x/samples.jsonl").read_text().splitlines()]
+    lines = (evaluated[0] / "samples.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert {"step": logged["step"], **json.loads(line)} in samples
+
+
+def test_the_table_shows_each_share_with_its_interval(evaluated):
+    folder, output, _ = evaluated
+    measured = figures(folder)
+    for name in ("pass@1", "majority", "greedy"):
+        rate, low, high = (measured[f"eval/{name}{end}"] for end in ("", "_low", "_high"))
+        assert f"\n  {name:<17}   {rate:.3f}  (95% interval {low:.3f} to {high:.3f})\n" in output
+    assert f"\n  {'best_of_4':<17}   {measured['eval/best_of_4']:.3f}\n" in output
+
+
+def test_two_ranks_give_the_figures_of_one(evaluated, trained, tmp_path):
+    output = train(tmp_path, trained / "x/best", *EVALUATE, num_ranks=2, grading=EXACT)
+    (folder,) = (tmp_path / "x").iterdir()
+    assert figures(folder) == figures(evaluated[0])
+    assert output.count("written to") == 1
+
+
+def test_an_evaluation_that_cannot_be_written_has_shown_its_figures(tmp_path):
+    (tmp_path / "x").touch()
+    status, output = train_forked(tmp_path, TINY, *EVALUATE)
+    assert status == 1
+    assert "pass@1" in output and "greedy" in output and str(tmp_path / "x") in output
+
+
+# Only what an evaluation needs
+
+
+def load_evaluation(folder: Path, *overrides: str) -> Run:
+    return main.load_run(load_config(arguments(folder, TINY, *EVALUATE, *overrides)))
+
+
+def fail(*args, **options):
+    raise AssertionError("only training needs this")
+
+
+def test_nothing_that_only_training_needs_is_loaded_or_made(tmp_path, monkeypatch, capsys):
+    only_training = "QuestionStream make_optimizer check_room resume settle_ddp_buckets open_files"
+    for name in only_training.split():
+        monkeypatch.setattr(main, name, fail)
+    nowhere, file = tmp_path / "nowhere.jsonl", tmp_path / "questions.jsonl"
+    file.write_text('{"nums": [3, 4], "target": 7}\n')
+    data = [f"task.train={nowhere}", f"task.eval={file}"]
+    run = load_evaluation(tmp_path / "runs", *data, "sampling.top_k=5")
+    assert run.validation_questions == [{"nums": [3, 4], "target": 7}]
+    assert main.run_evaluation(run) == 0
+    assert run.policy.scorer is None
+    assert all(parameter.grad is None for parameter in run.policy.model.parameters())
+    assert "gradient" not in capsys.readouterr().out
+
+
+def scorers(world: World) -> list[str]:
+    policies = [make_policy(TINY, f"mode={mode}", world=world) for mode in ("train", "evaluate")]
+    return [type(policy.scorer).__name__ for policy in policies]
+
+
+def test_ranks_that_evaluate_are_not_wrapped_for_training(tmp_path):
+    expected = ["DistributedDataParallel", "NoneType"]
+    assert run_on_ranks(scorers, 2, folder=tmp_path) == [expected] * 2
+
+
+# Greedy
+
+
+def test_the_greedy_figure_is_that_of_the_likeliest_tokens(tmp_path, monkeypatch):
+    """Step by step, without cache, padding or batch; top-k and the seed have no say.
+
+    Solved is what writes these tokens for every second question, and nothing else, so that votes
+    would have to agree with all of them to give this figure too.
+    """
+    in_fp64(monkeypatch)
+    run = load_evaluation(tmp_path, "sampling.top_k=3", "validation.best_of_n=8")
+    model, tokenizer, questions = run.policy.model, run.policy.tokenizer, run.validation_questions
+    prompts = encode_prompts(questions, task=run.task, options=run.config.task, tokenizer=tokenizer)
+    likeliest = []
+    for prompt_ids in prompts:
+        ids = list(prompt_ids)
+        while len(ids) < len(prompt_ids) + 64 and ids[-1] != tokenizer.eos_token_id:
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        likeliest.append(tokenizer.decode(ids[len(prompt_ids) :], skip_special_tokens=True))
+    wanted = dict(zip(map(str, questions[::2]), likeliest[::2], strict=True))
+
+    def is_wanted(completion: str, example: dict, **settings) -> dict[str, float]:
+        return {"format": 0.0, "answer": float(completion == wanted.get(str(example)))}
+
+    monkeypatch.setattr(countdown, "reward_function", is_wanted)
+    for _ in range(2):
+        main.run_evaluation(run)
+        (folder,) = run.folder.iterdir()
+        assert figures(folder)["eval/greedy"] == 5 / 9
+        run.folder = tmp_path / "again"
+
+
+# Votes
+
+
+@pytest.mark.parametrize(
+    ("answers", "chosen"),
+    [
+        (["1", "2", "2"], 1),
+        (["2", "1", "2", "1"], 0),  # of equals the one given earliest
+        ([None, "3", "1", "1", "3"], 1),
+        ([None, None, None, "5"], 3),  # no answer is no vote
+        (["4"], 0),
+        ([None, None], None),
+        ([], None),
+    ],
+)
+def test_the_majority_is_the_earliest_sample_with_the_most_frequent_answer(answers, chosen):
+    assert majority_sample(answers) == chosen
+
+
+def answered(text: str, *, solved: bool, broken: bool = False) -> main.Trajectory:
+    log_probs = np.array([np.nan if broken else -1.0])
+    completion = Completion([7], log_probs, np.zeros(1), False, is_inserted=np.zeros(1, bool))
+    return main.Trajectory([5], completion, text, {"answer": float(solved)}, 0.0)
+
+
+def vote(*numbers: int, right: int) -> list[main.Trajectory]:
+    """A group that answers so; 0 is no answer."""
+    texts = [f"<answer>{number}</answer>" if number else "" for number in numbers]
+    return [answered(text, solved=n == right) for text, n in zip(texts, numbers, strict=True)]
+
+
+GROUPS = [
+    vote(1, 2, 2, right=2),  # the majority is right, though the first is not
+    vote(1, 2, 2, right=1),  # wrong, though one sample is right
+    vote(3, 1, 0, right=3),  # a tie
+    vote(1, 3, 0, right=3),
+    vote(0, 0, 0, right=3),
+]
+GREEDY = [
+    [answered("first", solved=True)],
+    [answered("lenient: 1", solved=False)],
+    [answered("no", solved=False)],
+    [answered("lenient: 3", solved=True, broken=True)],  # noise
+    [answered("lenient: 3", solved=False)],  # the answer to another question
+]
+QUESTIONS = [{"target": target} for target in range(5)]
+
+
+def by_hand(world: World) -> dict[str, float]:
+    share = slice(world.rank, None, world.size)
+    config = make_config("mode=evaluate")
+    run = make_run(None, config, world=world, optimizer=object(), questions=QUESTIONS)
+    return main.single_answer_metrics(run, GROUPS[share], GREEDY[share])
+
+
+def test_votes_and_greedy_answers_by_hand(tmp_path):
+    """2 and 1 of 5 questions, with Wilson's intervals; the same from two ranks, and from seven."""
+    metrics = by_hand(alone())
+    expected = {
+        "eval/majority": (0.4, 0.1176, 0.7693),
+        "eval/greedy": (0.2, 0.0362, 0.6245),
+    }
+    for name, rates in expected.items():
+        found = [metrics.pop(name + end) for end in ("", "_low", "_high")]
+        assert found == pytest.approx(rates, abs=1e-4), name
+    assert metrics == {}
+    for num_ranks in (2, 7):  # of which two have no question
+        ranks = run_on_ranks(by_hand, num_ranks, folder=tmp_path)
+        assert ranks == [by_hand(alone())] * num_ranks
+
+
+def is_lenient_solved(completion: str, example: dict, **settings) -> bool:
+    return completion in ("first", f"lenient: {example['target']}")
+
+
+def leniently(world: World) -> dict[str, float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(countdown, "is_lenient_solved", is_lenient_solved, raising=False)
+        return by_hand(world)
+
+
+def test_a_lenient_reading_stands_beside_the_strict_one_where_the_task_has_one(tmp_path):
+    metrics = leniently(alone())
+    assert metrics["eval/strict"] == metrics["eval/greedy"] == 0.2
+    assert metrics["eval/lenient"] == 0.4
+    assert metrics["eval/lenient_low"] == pytest.approx(0.1176, abs=1e-4)
+    assert run_on_ranks(leniently, 2, folder=tmp_path) == [metrics] * 2
+
+
+def whole_table(world: World) -> list[list[float]]:
+    rows = [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
+    return world.gather_rows(rows[world.rank :: world.size], shape=(5, 2)).tolist()
+
+
+def test_each_row_keeps_its_place_in_the_table(tmp_path):
+    expected = [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
+    assert whole_table(alone()) == expected
+    assert run_on_ranks(whole_table, 2, folder=tmp_path) == [expected] * 2

@@ -1,0 +1,185 @@
+"""Runs that are killed, again and again and at every file event, and go on as if unharmed."""
+
+import itertools
+import json
+import random
+import signal
+import statistics
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from harness import assert_same, seed, train, train_forked, write_questions
+
+from engine import checkpoint
+
+pytestmark = pytest.mark.slow
+
+FAST_LEARNING = ("training.warmup_steps=0", "training.learning_rate=3e-3")
+EVALUATIONS = ("validation.every=1", "validation.num_examples=8", "validation.best_of_n=4")
+BETTER_AT_STEP_2 = {"rates": [0.1, 0.1, 0.3, 0.2]}  # than before, so that best/ is replaced
+PHASES = {  # by what is on the main thread's stack, the first that is
+    "save": ("checkpoint.py", "logger.py"),
+    "rollout": ("sampler.py",),
+    "update": ("head.py", "torch/optim", "torch/autograd"),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> list[str]:
+    questions = write_questions(tmp_path_factory.mktemp("questions") / "questions.jsonl")
+    return [f"task.train={questions}", f"task.eval={questions}", *FAST_LEARNING]
+
+
+# After a time
+
+
+def phase(output: str) -> str:
+    """Where the run was when it was killed."""
+    lines = output.rpartition("(most recent call first):\n")[2].split("\n")
+    stack = "".join(itertools.takewhile(lambda line: line.startswith("  File"), lines))
+    return next((name for name in PHASES if any(f in stack for f in PHASES[name])), "between")
+
+
+def draw_faults(number: int, step_s: float, victims: list[str]) -> list[dict]:
+    """Kills in the second step of each start, from its rollout, its update or its record on."""
+    chance = random.Random(seed())
+    faults = []
+    for i in range(number):
+        delay_s = chance.random() * step_s / 5 * (i > 2)  # the first of each falls just there
+        moments = [
+            {"in": PHASES["rollout"], "delay_s": delay_s},
+            {"in": PHASES["update"], "delay_s": delay_s},
+            {"events": chance.randint(1, 60)},
+        ]
+        victim = victims[(i + i // 3) % len(victims)]
+        faults.append({"do": victim, "saves": 1} | moments[i % 3])
+    return faults
+
+
+def kill_again_and_again(
+    folder: Path, model: Path, *overrides: str, num_ranks: int, number: int, victims: list[str]
+) -> Counter:
+    """Assert that a run killed so often ends as the unbroken one; the phases it was killed in."""
+    whole, parts = folder / "whole", folder / "parts"
+    overrides = (*overrides, f"training.num_steps={2 * number + 1}")  # a start takes two at most
+    train(whole, model, *overrides, num_ranks=num_ranks)
+    rows = map(json.loads, (whole / "x/metrics.jsonl").read_text().splitlines())
+    step_s = statistics.median(row["time/step_s"] for row in rows if row["step"] > 0)
+    phases = Counter()
+    for fault in draw_faults(number, step_s, victims):
+        status, output = train_forked(parts, model, *overrides, num_ranks=num_ranks, fault=fault)
+        if num_ranks == 1 or fault["do"] == "kill all":
+            assert status == -signal.SIGKILL, output
+        else:
+            assert status == 1 and "SIGKILL" in output, output
+        phases[phase(output)] += 1
+    assert "resumed after step" in train(parts, model, *overrides, num_ranks=num_ranks)
+    assert_same(whole, parts)
+    return phases
+
+
+@pytest.mark.timeout(240)
+def test_a_run_killed_20_times_ends_as_the_unbroken_one(tmp_path, rotary_model_folder, data):
+    phases = kill_again_and_again(
+        tmp_path, rotary_model_folder, *data, num_ranks=1, number=20, victims=["kill"]
+    )
+    assert min(phases[name] for name in PHASES) > 0, phases
+
+
+@pytest.mark.timeout(240)
+def test_two_ranks_killed_8_times_end_as_the_unbroken_ones(tmp_path, rotary_model_folder, data):
+    """One rank at a time, whose torchrun ends the other, or both and torchrun with them."""
+    victims = ["kill", "kill other", "kill all"]
+    kill_again_and_again(
+        tmp_path, rotary_model_folder, *data, num_ranks=2, number=8, victims=victims
+    )
+
+
+# At every file event: a kill leaves what is on the disk at that moment, so a copy of it is made
+# before each event
+
+
+def steps_resumed_from(copies: list[Path]) -> list[int]:
+    """For each copy of a run's folder the step of its newest checkpoint, which must be whole."""
+    steps, warnings = [], []
+    for copy in copies:
+        folder = checkpoint.newest_whole(copy / "x/checkpoints", warnings.append)
+        assert folder is not None and warnings == [], copy
+        steps.append(checkpoint.load_state(folder)["state"]["step"])
+    return steps
+
+
+def outline(copy: Path) -> set[tuple[Path, int]]:
+    """The names of folders, the names and sizes of files that are appended to."""
+    paths = [*copy.glob("x/*"), *copy.glob("x/checkpoints/*")]
+    return {(p.relative_to(copy), p.stat().st_size if p.is_file() else 0) for p in paths}
+
+
+def run(folder: Path, model: Path, *overrides: str, **how) -> str:
+    return train(folder, model, *EVALUATIONS, *overrides, grading=BETTER_AT_STEP_2, **how)
+
+
+def copies_of(folder: Path, model: Path, *overrides: str, saves: int) -> list[Path]:
+    """The run's folder before each file event, from its checkpoint of this number on."""
+    copies = folder.with_name("copies")
+    fault = {"do": "copy", "to": str(copies), "saves": saves, "events": 1}
+    run(folder, model, *overrides, fault=fault)
+    return sorted(copies.iterdir())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, rotary_model_folder, data) -> Path:
+    """Three steps without a break."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(folder, rotary_model_folder, *data, "training.num_steps=3")
+    return folder
+
+
+def assert_each_goes_on(copies: list[Path], whole: Path, model: Path, *overrides: str) -> None:
+    """Each copy that is not as the one before it ends as the unbroken run."""
+    pairs = itertools.pairwise(copies)
+    copies = [copy for before, copy in pairs if outline(before) != outline(copy)]
+    assert len(copies) > 10
+    for copy in copies:
+        assert "resumed after step" in run(copy, model, *overrides, "training.num_steps=3")
+        assert_same(whole, copy)
+
+
+@pytest.mark.timeout(240)
+def test_a_kill_at_any_file_event_of_a_step_costs_no_more_than_that_step(
+    tmp_path, rotary_model_folder, data, whole
+):
+    """From the checkpoint of step 1 on, over evaluation, best/, rows and checkpoint of step 2."""
+    parts, model = tmp_path / "parts", rotary_model_folder
+    copies = copies_of(parts, model, *data, "training.num_steps=2", saves=1)
+    steps = steps_resumed_from(copies)
+    assert steps == sorted(steps) and set(steps) == {1, 2}
+    bests = [checkpoint.describe_files(folder / "x/best") for folder in (copies[0], parts)]
+    assert bests[0] != bests[1], "best/ has not been replaced"
+    unnamed = [copy for copy in copies if not (copy / "x/best").exists()]
+    assert unnamed
+    for copy in unnamed:  # a start that has no step to take
+        run(copy, model, *data, "training.num_steps=1")
+    assert all(checkpoint.describe_files(copy / "x/best") in bests for copy in copies)
+    assert_each_goes_on(copies, whole, model, *data)
+
+
+@pytest.mark.timeout(240)
+def test_a_kill_while_the_same_step_is_saved_again_leaves_its_checkpoint(
+    tmp_path, rotary_model_folder, data, whole
+):
+    """Bug: a kill between the two renames of the folder lost it.
+
+    A step that a signal has saved is saved again when the resumed run has evaluated it.
+    """
+    parts, model = tmp_path / "parts", rotary_model_folder
+    settings = (*EVALUATIONS, *data, "training.num_steps=3")
+    fault = {"do": "terminate", "saves": 1, "events": 1}
+    grading = BETTER_AT_STEP_2
+    status, output = train_forked(parts, model, *settings, fault=fault, grading=grading)
+    assert status == 128 + signal.SIGTERM, output
+    copies = copies_of(parts, model, *data, "training.num_steps=2", saves=0)
+    assert any((copy / "x/checkpoints/step-000002.old").exists() for copy in copies)
+    assert set(steps_resumed_from(copies)) == {2}
+    assert_each_goes_on(copies, whole, model, *data)

@@ -1,0 +1,529 @@
+"""The logger: files that survive a kill, a readable terminal, an MLflow that cannot hurt a run."""
+
+import contextlib
+import csv
+import fcntl
+import json
+import os
+import pty
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+import logger
+from logger import Logger, import_mlflow
+
+pytestmark = pytest.mark.timeout(120)
+
+ROOT = Path(logger.__file__).parent
+COLUMNS = ["train/loss", "train/reward", "eval/pass@1"]
+FILES = ("metrics.jsonl", "metrics.csv", "samples.jsonl")
+SAMPLE = {
+    "prompt": "numbers: 3 7 25, target: 46",
+    "completion": "<think>25 + 7 * 3</think>\n<answer>25 + 7 * 3</answer>",
+    "reward": 1.1,
+    "reward_parts": {"format": 1.0, "answer": 1.0},
+}
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path, monkeypatch) -> Iterator[None]:
+    """Give each test a folder without .env, and take back what a Logger put into os.environ."""
+    before = dict(os.environ)
+    monkeypatch.chdir(tmp_path)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def start(folder: Path, *, rank: int = 0, do_mlflow: bool = False, **options) -> Logger:
+    """A logger whose files are open, and its MLflow run too, if wanted."""
+    log = Logger(rank=rank, do_mlflow=do_mlflow)
+    defaults = {"config_text": "", "params": {}, "columns": COLUMNS, "resume_step": None}
+    names = {"experiment": "plain-grpo", "run_name": "test", "description": ""}
+    log.open(folder, **(defaults | names | options))
+    return log
+
+
+def log_steps(log: Logger, steps: range) -> None:
+    for step in steps:
+        log.log_metrics(step, {"train/loss": -0.1 * step, "train/reward": 0.1 * step})
+        log.log_samples(step, [SAMPLE])
+
+
+def jsonl(path: Path) -> list[dict]:
+    """Read strictly: NaN and Infinity, which Python alone accepts, are errors."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
+
+
+def csv_rows(path: Path) -> list[dict]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def logged_steps(folder: Path) -> tuple[list[int], ...]:
+    """The steps in metrics.jsonl, metrics.csv and samples.jsonl."""
+    tables = jsonl(folder / FILES[0]), csv_rows(folder / FILES[1]), jsonl(folder / FILES[2])
+    return tuple([int(row["step"]) for row in rows] for rows in tables)
+
+
+# Files
+
+
+def test_a_step_is_a_json_line_and_a_csv_row_under_fixed_columns(tmp_path):
+    log = start(tmp_path / "runs/a")
+    log.log_metrics(0, {"eval/pass@1": 0.25})
+    log.log_metrics(1, {"train/reward": 1 / 3, "train/loss": -2})
+    assert (tmp_path / "runs/a/metrics.jsonl").read_text().splitlines() == [
+        '{"step": 0, "eval/pass@1": 0.25}',
+        '{"step": 1, "train/reward": 0.3333333333333333, "train/loss": -2.0}',
+    ]
+    assert (tmp_path / "runs/a/metrics.csv").read_text().splitlines() == [
+        "step,train/loss,train/reward,eval/pass@1",
+        "0,,,0.25",
+        "1,-2.0,0.3333333333333333,",
+    ]
+
+
+def test_a_metric_without_a_column_is_named_and_nothing_is_written(tmp_path):
+    log = start(tmp_path)
+    with pytest.raises(AssertionError, match="train/typo"):
+        log.log_metrics(1, {"train/loss": 1.0, "train/typo": 2.0})
+    assert logged_steps(tmp_path) == ([], [], [])
+
+
+def test_values_that_are_not_finite_are_null_in_json_and_named_in_csv(tmp_path):
+    log = start(tmp_path)
+    log.log_metrics(1, {"train/loss": float("nan"), "train/reward": float("-inf")})
+    log.log_samples(1, [SAMPLE | {"reward": float("nan"), "seen": (float("inf"), 2, Path("a"))}])
+    assert jsonl(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "train/loss": None, "train/reward": None}
+    ]
+    assert csv_rows(tmp_path / "metrics.csv") == [
+        {"step": "1", "train/loss": "nan", "train/reward": "-inf", "eval/pass@1": ""}
+    ]
+    sample = jsonl(tmp_path / "samples.jsonl")[0]
+    assert sample["reward"] is None and sample["seen"] == [None, 2, "a"]
+
+
+def test_any_text_survives_in_the_samples_file(tmp_path):
+    text = 'half a character \ud83d, NUL \0, é, 数, \u2028, quote ", NaN, newline \n'
+    start(tmp_path).log_samples(3, [SAMPLE | {"completion": text}])
+    assert (tmp_path / "samples.jsonl").read_bytes().isascii()
+    assert jsonl(tmp_path / "samples.jsonl") == [{"step": 3, **SAMPLE, "completion": text}]
+
+
+def test_other_ranks_write_and_print_nothing(tmp_path, capfd):
+    log = start(tmp_path / "run", rank=1, do_mlflow=True)
+    log.info("hello")
+    log.warning("careful")
+    with log.progress(10, "rollouts", "rows") as bar:
+        bar.update(10)
+    log_steps(log, range(1, 2))
+    log.print_step(1, 10, {})
+    log.print_evaluation("evaluation", {}, [])
+    log.close()
+    assert capfd.readouterr() == ("", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_logger_that_is_not_open_prints_but_writes_nothing(tmp_path, capfd):
+    log = Logger(rank=0, do_mlflow=True)
+    log.info("hello")
+    log_steps(log, range(1, 2))
+    log.log_artifact(tmp_path / "curves.png")
+    log.close("FAILED")
+    assert capfd.readouterr() == ("hello\n", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+# Resume
+
+
+def test_a_new_run_starts_its_files_anew(tmp_path):
+    log_steps(start(tmp_path), range(1, 4))
+    log_steps(start(tmp_path), range(1, 2))
+    assert logged_steps(tmp_path) == ([1], [1], [1])
+
+
+def test_a_resumed_run_has_neither_a_gap_nor_a_doubled_step(tmp_path):
+    unbroken, resumed = tmp_path / "unbroken", tmp_path / "resumed"
+    log_steps(start(unbroken), range(1, 13))
+    log_steps(start(resumed), range(1, 12))
+    for name, half_a_row in zip(FILES, ('{"step": 1', "1", "{"), strict=True):
+        with (resumed / name).open("a") as file:  # killed while writing
+            file.write(half_a_row)
+    log = start(resumed, resume_step=9)
+    assert logged_steps(resumed) == (list(range(1, 10)),) * 3
+    log_steps(log, range(10, 13))
+    for name in FILES:
+        assert (resumed / name).read_bytes() == (unbroken / name).read_bytes()
+
+
+def test_a_run_killed_before_its_first_row_can_be_resumed(tmp_path):
+    (tmp_path / "metrics.csv").write_text("step,trai")
+    log_steps(start(tmp_path, resume_step=0), range(1, 3))
+    assert logged_steps(tmp_path) == ([1, 2], [1, 2], [1, 2])
+
+
+def test_a_resumed_run_with_other_columns_is_refused_and_its_files_are_kept(tmp_path):
+    log_steps(start(tmp_path), range(1, 4))
+    with pytest.raises(ValueError, match=r"metrics\.csv.*run\.name"):
+        start(tmp_path, columns=[*COLUMNS, "eval/pass@4"], resume_step=1)
+    assert logged_steps(tmp_path) == ([1, 2, 3],) * 3
+
+
+# The terminal
+
+
+def run_python(code: str, **options: object) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=True, **options)
+
+
+DRAW_BAR = """
+import time
+from logger import Logger
+log = Logger(rank=0)
+with log.progress(30, "rollouts", "rows") as bar:
+    for row in range(30):
+        bar.update(1)
+        time.sleep(0.02)
+        if row == 20:
+            log.info("a line in between")
+"""
+
+
+def test_bars_do_not_flood_a_file(tmp_path):
+    with (tmp_path / "log.txt").open("wb") as file:
+        run_python(DRAW_BAR, stdout=file, stderr=file)
+    assert (tmp_path / "log.txt").read_text() == "a line in between\n"
+
+
+def test_a_bar_on_a_terminal_shows_its_eta_and_vanishes():
+    reader, terminal = pty.openpty()
+    try:
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        run_python(DRAW_BAR, stdout=terminal, stderr=terminal)
+        seen = os.read(reader, 1 << 16).decode()
+    finally:
+        os.close(terminal)
+        os.close(reader)
+    assert "rollouts" in seen and "rows/s]" in seen and "<00:00" in seen
+    assert "\ra line in between\r\n" in seen
+    assert seen.split("\r")[-2].strip() == ""  # the bar's line is blank in the end
+
+
+def test_printing_never_raises_and_never_obeys_control_codes():
+    code = r'from logger import Logger; Logger(rank=0).warning("\ud800 \0 é \x1b[2J \r\n\tend")'
+    done = run_python(code, stdout=subprocess.PIPE, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.stdout == b"warning: \\ud800 \\x00 \\xe9 \\x1b[2J \\r\n\tend\n"
+
+
+def test_step_lines_are_aligned_and_a_missing_metric_is_a_dash(capsys):
+    metrics = {
+        "train/reward": 0.5123,
+        "train/solved": 0.25,
+        "train/completion_tokens": 87.4,
+        "train/entropy": 1.25,
+        "train/grad_norm": 0.5,
+        "train/lr": 1e-4,
+        "time/step_s": 2.34,
+    }
+    Logger(rank=0).print_step(7, 200, metrics)
+    Logger(rank=0).print_step(123, 200, {"train/reward": -1.0, "train/lr": 0.0})
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == (
+        "step   7/200  reward  0.512  solved 0.250  length    87  entropy 1.250"
+        "  grad norm  0.500  lr 1.0e-04  seconds    2.3"
+    )
+    assert "reward -1.000  solved     -  length     -" in second
+    assert len(first) == len(second)
+
+
+def test_an_evaluation_shows_the_interval_and_three_completions_with_their_rewards(capsys):
+    metrics = {
+        "eval/pass@1": 0.431,
+        "eval/pass@1_low": 0.4,
+        "eval/pass@1_high": 0.462,
+        "eval/pass@8": 0.75,
+        "eval/completion_tokens": 312.44,
+        "time/eval_s": 2.0,
+    }
+    long = SAMPLE | {"completion": "a" * 700 + "<answer>1</answer>"}
+    Logger(rank=0).print_evaluation(
+        "evaluation at step 10", metrics, [SAMPLE, long, SAMPLE, SAMPLE]
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:8] == [
+        "evaluation at step 10",
+        "  pass@1              0.431  (95% interval 0.400 to 0.462)",
+        "  pass@8              0.750",
+        "  completion_tokens   312.4",
+        "  completion 1  reward 1.10  (format 1.00  answer 1.00)",
+        "    > numbers: 3 7 25, target: 46",
+        "    <think>25 + 7 * 3</think>",
+        "    <answer>25 + 7 * 3</answer>",
+    ]
+    assert lines[10:13] == [
+        "    " + "a" * 400,
+        "    [... 118 characters ...]",
+        "    " + "a" * 182 + "<answer>1</answer>",
+    ]
+    assert sum(line.startswith("  completion ") for line in lines) == 3
+
+
+# MLflow
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@contextlib.contextmanager
+def mlflow_server(folder: Path) -> Iterator[tuple[str, subprocess.Popen]]:
+    """Run a real `mlflow server` on loopback with a SQLite store; yield its address and process."""
+    port = free_port()
+    address = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--workers", "1"]
+    command += ["--port", str(port), "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
+    command += ["--artifacts-destination", str(folder / "artifacts")]
+    light = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    with (folder / "server.log").open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=os.environ | light,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # its workers are killed with it
+        )
+    try:
+        wait_until_healthy(address, process, folder / "server.log")
+        yield address, process
+    finally:
+        kill_group(process)
+
+
+def wait_until_healthy(address: str, process: subprocess.Popen, log: Path) -> None:
+    deadline_s = time.monotonic() + 90
+    while time.monotonic() < deadline_s and process.poll() is None:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5):
+            return
+        time.sleep(0.1)
+    pytest.fail(f"mlflow server did not start:\n{log.read_text()}")
+
+
+def kill_group(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def module_server(tmp_path_factory) -> Iterator[str]:
+    with mlflow_server(tmp_path_factory.mktemp("mlflow")) as (address, _):
+        yield address
+
+
+@pytest.fixture
+def client(module_server, monkeypatch) -> object:
+    """A client of the server that loggers send to."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", module_server)
+    return import_mlflow().MlflowClient(module_server)
+
+
+def test_mlflow_shows_parameters_metrics_the_config_and_the_samples(client, tmp_path, capfd):
+    params = {"training.learning_rate": 1e-4, "training.k_best_of_n": [8, 8], "run.name": "数"}
+    params |= {"model.lora": {"r": 8}, "task.prompt": "half \ud83d"}
+    params |= {f"task.key_{i}": i for i in range(120)}  # more than MLflow takes at once
+    log = start(
+        tmp_path / "run",
+        do_mlflow=True,
+        config_text="training:\n  learning_rate: 1e-4\n",
+        params=params,
+        experiment="countdown",
+        run_name="first",
+        description="- seed: 1",
+    )
+    log.log_metrics(0, {"eval/pass@1": 0.25})
+    log.log_metrics(1, {"train/loss": 0.5, "train/reward": float("nan"), "eval/pass@1": 0.5})
+    log.log_samples(0, [SAMPLE])
+    log.log_samples(1, [SAMPLE | {"completion": "half \ud83d, NUL \0"}, SAMPLE])
+    picture = tmp_path / "curves.png"
+    picture.write_bytes(b"a picture")
+    log.log_artifact(picture)
+    log.close()
+    assert capfd.readouterr() == ("", "")
+
+    run = client.get_run((tmp_path / "run/mlflow_run_id").read_text().strip())
+    assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
+    assert client.get_experiment(run.info.experiment_id).name == "countdown"
+    assert run.data.tags["mlflow.note.content"] == "- seed: 1"  # the UI's description
+    assert len(run.data.params) == len(params)
+    assert run.data.params["training.learning_rate"] == "0.0001"
+    assert run.data.params["training.k_best_of_n"] == "[8, 8]"
+    assert run.data.params["run.name"] == "数"
+    assert run.data.params["model.lora.r"] == "8"
+    assert run.data.params["task.prompt"] == "half \\ud83d"
+    assert run.data.params["task.key_119"] == "119"
+    history = client.get_metric_history(run.info.run_id, "eval/pass_at_1")
+    assert [(point.step, point.value) for point in history] == [(0, 0.25), (1, 0.5)]
+    assert run.data.metrics == {"train/loss": 0.5, "eval/pass_at_1": 0.5}
+    folder = client.download_artifacts(run.info.run_id, "", str(tmp_path))
+    assert Path(folder, "config.yaml").read_text() == "training:\n  learning_rate: 1e-4\n"
+    assert Path(folder, "curves.png").read_bytes() == b"a picture"
+    table = client.load_table(run.info.experiment_id, "samples.json", [run.info.run_id])
+    assert table["step"].tolist() == [0, 1, 1]
+    assert table["completion"].tolist()[1] == "half \\ud83d, NUL \\x00"
+    assert table["reward_parts/answer"].tolist() == [1.0, 1.0, 1.0]
+    assert not any("." in name for name in table.columns)  # the UI shows such columns empty
+    assert json.loads(run.data.tags["mlflow.loggedArtifacts"])[0]["type"] == "table"  # the UI shows
+
+
+def test_a_resumed_run_continues_its_mlflow_run_and_doubles_no_step(client, tmp_path):
+    log_steps(start(tmp_path, do_mlflow=True, params={"num_steps": 4}), range(1, 4))  # killed
+    run_id = (tmp_path / "mlflow_run_id").read_text().strip()
+    log = start(tmp_path, do_mlflow=True, params={"num_steps": 5}, resume_step=2)
+    log_steps(log, range(3, 6))
+    log.close("KILLED")
+    run = client.get_run(run_id)
+    history = client.get_metric_history(run_id, "train/loss")
+    assert [point.step for point in history] == [1, 2, 3, 4, 5]
+    assert (run.info.status, run.data.params) == ("KILLED", {"num_steps": "4"})
+    table = client.load_table(run.info.experiment_id, "samples.json", [run_id])
+    assert table["step"].tolist() == [1, 2, 3, 4, 5]
+
+    log_steps(start(tmp_path, do_mlflow=True), range(1, 2))
+    assert (tmp_path / "mlflow_run_id").read_text().strip() != run_id
+
+
+def check_one_warning(folder: Path, capfd: pytest.CaptureFixture[str], reason: str) -> None:
+    """Three steps were logged: MLflow's failure is one line, and no row is missing."""
+    out, err = capfd.readouterr()
+    assert out.count("warning:") == 1 and len(out.splitlines()) == 1 and err == ""
+    assert out.startswith("warning: MLflow is off until the run ends, the run's own files go on: ")
+    assert reason in out and "secret" not in out
+    assert logged_steps(folder) == ([1, 2, 3],) * 3
+
+
+def test_a_server_that_is_down_costs_one_warning_and_no_row(tmp_path, monkeypatch, capfd):
+    import_mlflow()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:secret@127.0.0.1:{free_port()}")
+    started_s = time.monotonic()
+    log = start(tmp_path, do_mlflow=True)
+    log_steps(log, range(1, 4))
+    log.close()
+    assert time.monotonic() - started_s < 20
+    check_one_warning(tmp_path, capfd, "Connection refused")
+    assert not (tmp_path / "mlflow_run_id").exists()
+
+
+def test_a_server_killed_in_mid_run_costs_one_warning_and_no_row(tmp_path, monkeypatch, capfd):
+    with mlflow_server(tmp_path) as (address, process):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        log = start(tmp_path / "run", do_mlflow=True)
+        log_steps(log, range(1, 2))
+        assert capfd.readouterr() == ("", "")
+        kill_group(process)
+        started_s = time.monotonic()
+        log_steps(log, range(2, 4))
+        log.close()
+        assert time.monotonic() - started_s < 20
+    check_one_warning(tmp_path / "run", capfd, "Connection refused")
+
+
+class Overloaded(BaseHTTPRequestHandler):
+    """A proxy that asks to come back in an hour."""
+
+    def do_GET(self) -> None:
+        self.send_response(503)
+        self.send_header("Retry-After", "3600")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        """Keep the test's output empty."""
+
+
+@contextlib.contextmanager
+def silent_server() -> Iterator[str]:
+    with socket.socket() as listener:  # the kernel accepts the connection; nobody reads from it
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def overloaded_server() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Overloaded) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("make_server", "reason"), [(silent_server, "timed out"), (overloaded_server, "503")]
+)
+def test_a_server_that_keeps_the_run_waiting_is_given_up_in_seconds(
+    make_server, reason, tmp_path, monkeypatch, capfd
+):
+    """MLflow alone waits 8 x 120 s for the first, and an hour at a time for the second."""
+    import_mlflow()
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")  # the user's setting wins
+    with make_server() as address:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        started_s = time.monotonic()
+        log = start(tmp_path, do_mlflow=True)
+        log_steps(log, range(1, 4))
+        log.close()
+        assert time.monotonic() - started_s < 10
+    check_one_warning(tmp_path, capfd, reason)
+
+
+def test_the_default_limits_bound_a_request_to_half_a_minute():
+    limits = logger.MLFLOW_ENVIRONMENT
+    num_tries = 1 + int(limits["MLFLOW_HTTP_REQUEST_MAX_RETRIES"])
+    assert num_tries * int(limits["MLFLOW_HTTP_REQUEST_TIMEOUT"]) <= 30
+
+
+def test_a_call_that_is_slow_is_the_last(client, tmp_path, monkeypatch, capfd):
+    log = start(tmp_path, do_mlflow=True)
+    monkeypatch.setattr(logger, "MLFLOW_SLOW_S", 0.0)
+    log_steps(log, range(1, 4))
+    check_one_warning(tmp_path, capfd, "a call took 0 s")
+
+
+def test_env_file_sets_mlflow_up_and_the_environment_wins(tmp_path, monkeypatch):
+    for name in (*logger.MLFLOW_ENVIRONMENT, "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "real")
+    (tmp_path / ".env").write_text(
+        "MLFLOW_TRACKING_URI=http://127.0.0.1:1\n"
+        "MLFLOW_TRACKING_USERNAME=file\n"
+        "MLFLOW_HTTP_REQUEST_TIMEOUT=77\n"
+    )
+    assert import_mlflow().get_tracking_uri() == "http://127.0.0.1:1"
+    assert os.environ["MLFLOW_TRACKING_USERNAME"] == "real"
+    assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "77"
+    assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "1"
+
+
+@pytest.mark.parametrize("name", ["mlflow", "dotenv"])
+def test_a_missing_package_is_named_with_its_pip_command_at_once(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)  # what an import finds if it is not installed
+    with pytest.raises(ValueError, match=f"package {name}: pip install mlflow python-dotenv"):
+        Logger(rank=0, do_mlflow=True)

@@ -1,0 +1,566 @@
+"""LoRA: an adapter is trained and nothing else; switched off, merged, in 4 bits, saved, resumed."""
+
+import json
+import math
+import os
+import shutil
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import peft
+import pytest
+import torch
+from harness import (
+    CPU,
+    ROOT,
+    assert_same,
+    grade_by_text,
+    make_config,
+    make_policy,
+    make_run,
+    run_on_ranks,
+    seed,
+    train,
+    train_forked,
+    what_is_left,
+    write_questions,
+)
+from reference import (
+    ALL_TOGETHER,
+    EASY,
+    EQUAL,
+    GRPO,
+    HARD,
+    ONE_BY_ONE,
+    Recorder,
+    config_of,
+    distance,
+    make_groups,
+    reference_loss,
+    row_log_probs,
+    score,
+    update,
+)
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import main
+from engine.distributed import World
+from engine.estimate import check_disk, check_memory
+from engine.export import ExportError, export
+from engine.head import CompletionScorer
+from engine.lora import quantization_config
+from engine.metrics import Clock
+from engine.model import Policy
+from engine.optimizer import make_optimizer
+
+LORA = "model.lora={r: 4, alpha: 8}"
+IN_4BIT = "model.load_in_4bit=true"
+KL = "training.kl_coef=0.5"
+KINDS = {"fp32": [LORA], "4 bits": [LORA, IN_4BIT]}
+
+
+@pytest.fixture(params=list(KINDS))
+def kind(request) -> list[str]:
+    """An adapter on weights in fp32, and in 4 bits."""
+    return KINDS[request.param]
+
+
+def trained(model: nn.Module) -> nn.ParameterList:
+    return nn.ParameterList(p for p in model.parameters() if p.requires_grad)
+
+
+# Of a gradient in fp32, where 4 bits cannot be in fp64: some hundred operations, each of which
+# rounds by up to 6e-8, and losses whose gradients cancel in part. Mistakes make 1e-3 and more.
+FP32_ROUNDING = 1e-5
+
+
+def make_moved_policy(
+    folder: Path, *overrides: str, world: World | None = None, is_exact: bool = False
+) -> Policy:
+    """A policy whose adapter does something, the same each time."""
+    policy = make_policy(folder, *overrides, world=world, is_exact=is_exact)
+    generator = torch.Generator().manual_seed(seed())
+    with torch.no_grad():
+        for parameter in trained(policy.model):
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return policy
+
+
+def gradient(policy: Policy, groups, config, world: World | None = None) -> np.ndarray:
+    recorder = Recorder(trained(policy.model))
+    update(policy, recorder, groups, config, world)
+    return recorder.gradients[0]
+
+
+def sample(policy: Policy, config, *, num_samples: int = 4) -> list[main.Trajectory]:
+    examples = [{"nums": [n], "target": n} for n in (3, 17)]
+    groups = main.sample_trajectories(
+        make_run(policy, config),
+        examples,
+        [(0, seed(), 0), (0, seed(), 1)],
+        num_samples=num_samples,
+        temperature=config.sampling.temperature,
+        clock=Clock(),
+        description="",
+    )
+    return [trajectory for group in groups for trajectory in group]
+
+
+# What is trained
+
+
+def test_each_linear_layer_but_the_head_has_an_adapter_in_fp32(model_folder):
+    policy = make_policy(model_folder, LORA, "model.compute_dtype=bfloat16")
+    plain = AutoModelForCausalLM.from_pretrained(model_folder)
+    head = plain.get_output_embeddings()
+    kinds = ("Linear", "Conv1D")
+    linear = {n for n, m in plain.named_modules() if type(m).__name__ in kinds and m is not head}
+    assert len(linear) in (14, 8)
+    parameters = dict(policy.model.named_parameters())
+    names = {name for name, p in parameters.items() if p.requires_grad}
+    assert names == {f"{name}.lora_{ab}.default.weight" for name in linear for ab in "AB"}
+    assert {parameters[name].dtype for name in names} == {torch.float32}
+    assert {p.dtype for name, p in parameters.items() if name not in names} == {torch.bfloat16}
+
+
+def test_the_base_stays_bit_for_bit_and_the_adapter_moves(rotary_model_folder, kind):
+    config = config_of(*GRPO, *kind, KL, "training.num_iterations=2", "training.weight_decay=0.1")
+    policy = make_policy(rotary_model_folder, *kind, KL)
+    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    optimizer = make_optimizer(policy.model, config)
+    assert sum(map(len, (g["params"] for g in optimizer.param_groups))) == 28
+    for _ in range(2):
+        sample(policy, config)
+        update(policy, optimizer, make_groups(config, EASY, HARD), config)
+    moved = {n for n, p in policy.model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == {name for name in before if ".lora_" in name}
+
+
+def test_the_adapter_starts_from_the_seed_and_changes_nothing(rotary_model_folder):
+    state = torch.get_rng_state()
+    policies = [
+        make_policy(rotary_model_folder, LORA, f"training.seed={seed(n)}") for n in (0, 0, 1)
+    ]
+    assert torch.equal(torch.get_rng_state(), state)
+    one, same, other = (torch.cat([p.flatten() for p in trained(p.model)]) for p in policies)
+    assert torch.equal(one, same) and not torch.equal(one, other)
+    row = make_groups(config_of(*GRPO), EASY)[0][0]
+    plain = make_policy(rotary_model_folder).model
+    assert torch.equal(row_log_probs(policies[0].model, row), row_log_probs(plain, row))
+
+
+# The gradient
+
+
+def test_the_gradient_is_that_of_all_rows_for_any_micro_batch_size(model_folder, kind):
+    is_exact = kind == KINDS["fp32"]
+    policy = make_moved_policy(model_folder, *kind, KL, is_exact=is_exact)
+    assert policy.scorer.chunked
+    config = config_of(*GRPO, *kind, KL)
+    groups = make_groups(config, EASY, EQUAL, HARD)
+    start = make_policy(model_folder, "mode=evaluate", *kind[1:], is_exact=is_exact).model
+    ref = [row_log_probs(start, t).detach() for group in groups for t in group]
+    reference_loss(policy.model, groups, config, ref=ref).backward()
+    expected = torch.cat([p.grad.flatten() for p in trained(policy.model)]).numpy()
+    for limit, chunked in ((ALL_TOGETHER, True), (ONE_BY_ONE, True), (ALL_TOGETHER, False)):
+        config = config_of(*GRPO, *kind, KL, f"training.micro_batch_tokens={limit}")
+        policy.scorer.chunked = chunked
+        sample(policy, config)  # leaves nothing behind that a gradient would notice
+        tolerance = 2e-6 if is_exact else FP32_ROUNDING  # plain, the softmax is in fp32
+        assert distance(gradient(policy, groups, config), expected) <= tolerance
+
+
+def test_gradient_checkpointing_changes_no_gradient(rotary_model_folder, kind):
+    config = config_of(*GRPO, *kind, KL)
+    groups = make_groups(config, EASY, HARD)
+    plain, again = (
+        gradient(make_moved_policy(rotary_model_folder, *kind, KL, *more), groups, config)
+        for more in ([], ["model.gradient_checkpointing=true"])
+    )
+    assert distance(again, plain) <= 1e-6  # the same operations, and not a hundred others
+
+
+def gradient_on_this_rank(world: World, folder: Path, kind: list[str]) -> np.ndarray:
+    config = config_of(*GRPO, *kind, KL)
+    policy = make_moved_policy(folder, *kind, KL, world=world)
+    return gradient(policy, make_groups(config, (EASY, HARD)[world.rank]), config, world)
+
+
+def test_two_ranks_have_the_gradient_of_one(rotary_model_folder, tmp_path):
+    kind = KINDS["4 bits"]
+    first, second = run_on_ranks(
+        gradient_on_this_rank, 2, rotary_model_folder, kind, folder=tmp_path
+    )
+    config = config_of(*GRPO, *kind, KL)
+    alone = make_moved_policy(rotary_model_folder, *kind, KL)
+    assert np.array_equal(first, second)
+    expected = gradient(alone, make_groups(config, EASY, HARD), config)
+    assert distance(first, expected) <= FP32_ROUNDING
+
+
+def test_dropout_acts_in_the_update_alone(rotary_model_folder):
+    dropout = "model.lora={r: 4, alpha: 8, dropout: 0.5}"
+    config = config_of(*GRPO, KL)
+    groups = make_groups(config, EASY)
+    policy = make_moved_policy(rotary_model_folder, dropout, KL)
+    plain = make_moved_policy(rotary_model_folder, LORA, KL)
+    first, second = (gradient(policy, groups, config) for _ in range(2))
+    assert distance(first, second) > 0.1
+    tokens = [[t.completion.token_ids for t in sample(p, config)] for p in (policy, plain)]
+    assert tokens[0] == tokens[1]
+    batch = torch.arange(2, 12)[None], torch.ones((1, 10), dtype=torch.bool)
+    policy.model.train()
+    ref = [p.reference(*batch, num_tokens=5, temperature=1.0) for p in (policy, plain)]
+    assert torch.equal(*ref)
+
+
+# The reference
+
+
+def test_the_reference_is_the_model_that_the_run_started_from(model_folder, kind):
+    policy = make_moved_policy(model_folder, *kind, KL)
+    start = make_policy(model_folder, "mode=evaluate", *kind[1:]).model
+    row = make_groups(config_of(*GRPO), EASY)[0][0]
+    ids = torch.tensor([row.prompt_ids + row.completion.token_ids])
+    batch, how = (ids, torch.ones_like(ids, dtype=torch.bool)), {"temperature": 1.0}
+    how["num_tokens"] = len(row.completion.token_ids)
+    on = policy.scorer(*batch, **how)
+    ref = policy.reference(*batch, **how)
+    scorer = CompletionScorer(start, torch.float32, chunked=True)
+    assert torch.equal(ref, scorer(*batch, **how))
+    assert (on - ref).abs().max() > 0.01
+    assert torch.equal(policy.scorer(*batch, **how), on)
+
+
+def test_an_error_leaves_the_adapter_on(rotary_model_folder):
+    policy = make_moved_policy(rotary_model_folder, LORA, KL)
+    seen = []
+    policy.scorer.register_forward_pre_hook(lambda *_: seen.append(len(trained(policy.model))))
+    with pytest.raises(TypeError):
+        policy.reference("no ids")
+    assert seen == [0]
+    row = make_groups(config_of(*GRPO), EASY)[0][0]
+    plain = make_policy(rotary_model_folder).model
+    assert not torch.equal(row_log_probs(policy.model, row), row_log_probs(plain, row))
+    assert len(trained(policy.model)) == 28
+
+
+def test_the_kl_is_0_at_the_start_and_counts_later(rotary_model_folder, kind):
+    config = config_of(*GRPO, KL)
+    groups = make_groups(config, EASY, HARD)
+    at_start, later = (
+        make(rotary_model_folder, *kind, KL) for make in (make_policy, make_moved_policy)
+    )
+    for policy, is_moved in ((at_start, False), (later, True)):
+        _, sums, _ = update(policy, Recorder(trained(policy.model)), groups, config)
+        assert (sums["train/kl"][0] > 0.01) == is_moved
+        assert is_moved or sums["train/kl"][0] == 0.0
+        penalised = gradient(policy, groups, config)
+        free = gradient(policy, groups, config_of(*GRPO))
+        assert (distance(penalised, free) > 0.01) == is_moved
+
+
+# Sampling
+
+
+@pytest.mark.parametrize("backend", ["grouped", "generate"])
+def test_the_model_with_its_adapter_samples_what_it_scores(rotary_model_folder, kind, backend):
+    overrides = [*kind, f"sampling.backend={backend}", "sampling.temperature=0.7"]
+    config = config_of(*overrides)
+    policy = make_moved_policy(rotary_model_folder, *overrides, "training.max_new_gen_tokens=10")
+    assert policy.sampler is policy.model and policy.backend == backend
+    assert mismatches(policy, config).max() <= 1e-4  # in fp32, sums of other lengths
+
+
+def mismatches(policy: Policy, config, *, num_samples: int = 4) -> np.ndarray:
+    """How far each sampled token's log-probability is from the scorer's."""
+    found = []
+    rows = sample(policy, config, num_samples=num_samples)
+    assert len({tuple(t.completion.token_ids) for t in rows}) > num_samples
+    policy.model.train()
+    for t in rows:
+        log_probs, _ = score(policy, [t.prompt_ids], [t.completion.token_ids], temperature=0.7)
+        found.append(np.abs(log_probs[0].detach().numpy() - t.completion.log_probs))
+    return np.concatenate(found)
+
+
+def test_in_bf16_it_samples_in_the_arithmetic_of_the_scorer(rotary_model_folder):
+    """Sums of other lengths round some tokens otherwise, but not most of them."""
+    overrides = [LORA, "model.compute_dtype=bfloat16", "sampling.temperature=0.7"]
+    config = config_of(*overrides)
+    policy = make_moved_policy(rotary_model_folder, *overrides, "training.max_new_gen_tokens=10")
+    assert policy.model.dtype == torch.bfloat16 and policy.backend == "grouped"
+    same = mismatches(policy, config, num_samples=16)
+    policy.autocast = lambda: torch.autocast("cpu", enabled=False)
+    other = mismatches(policy, config, num_samples=16)
+    margin = 5 * math.sqrt(0.25 / min(len(same), len(other)))  # five standard errors of a share
+    assert np.mean(same > 1e-3) + margin < 0.5 < np.mean(other > 1e-3) - margin
+
+
+# 4 bits
+
+
+def test_4_bit_weights_are_nf4_with_double_quantisation(rotary_model_folder):
+    import bitsandbytes
+
+    model = make_policy(rotary_model_folder, LORA, IN_4BIT).model
+    layers = [m for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
+    assert len(layers) == 14
+    for layer in layers:
+        state = layer.weight.quant_state
+        assert (state.quant_type, state.nested) == ("nf4", True)
+        assert layer.compute_dtype == torch.float32  # model.compute_dtype on a CPU
+        assert layer.support_avx512bf16_for_cpu is False
+    in_bf16 = make_policy(rotary_model_folder, LORA, IN_4BIT, "model.compute_dtype=bfloat16").model
+    layers = [m for m in in_bf16.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
+    assert {layer.compute_dtype for layer in layers} == {torch.bfloat16}
+
+
+def test_a_device_without_4_bits_is_refused():
+    with pytest.raises(ValueError, match=r"^model\.load_in_4bit = true: bitsandbytes does not sup"):
+        quantization_config(torch.device("meta"), torch.float32)
+
+
+# Whole runs
+
+
+def test_a_run_in_two_parts_is_bit_for_bit_the_unbroken_one(tmp_path, rotary_model_folder):
+    """On two ranks, in 4 bits, with dropout: its random numbers follow from a step's questions."""
+    questions = write_questions(tmp_path / "questions.jsonl")
+    overrides = [*KINDS["4 bits"], "model.lora.dropout=0.1", KL, "training.num_iterations=2"]
+    overrides += [f"task.train={questions}", f"task.eval={questions}", "validation.every=1"]
+    for folder, num_steps in (("whole", 2), ("parts", 1), ("parts", 2)):
+        steps = f"training.num_steps={num_steps}"
+        train(tmp_path / folder, rotary_model_folder, *overrides, steps, num_ranks=2)
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+    weights, *_ = what_is_left(tmp_path / "whole")
+    adapter = [value for name, value in weights.items() if "last" in name and "lora_B" in name]
+    assert len(adapter) == 14 and all(value.abs().max() > 0 for value in adapter)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, rotary_model_folder) -> tuple[Path, str]:
+    """The folder of a run in 4 bits that merges and cannot push, and its output.
+
+    It is best after step 2, so that best/ is neither the base nor the last model.
+    """
+    folder = tmp_path_factory.mktemp("finished")
+    questions = write_questions(folder / "questions.jsonl")
+    status, output = train_forked(
+        folder,
+        Path(os.path.relpath(rotary_model_folder, ROOT)),
+        *KINDS["4 bits"],
+        f"task.train={questions}",
+        f"task.eval={questions}",
+        "training.num_steps=4",
+        "training.warmup_steps=0",
+        "training.learning_rate=0.03",
+        "training.num_samples_per_step=8",
+        "validation.num_examples=16",
+        "validation.best_of_n=16",
+        "export.merge=true",
+        "export.push_to_hub=nobody/nothing",
+        grading={"rates": [0.1, 0.0, 0.4, 0.0, 0.3]},
+    )
+    assert status == 2, output
+    return folder / "x", output
+
+
+def test_what_cannot_be_pushed_is_said_once_all_is_saved(finished):
+    folder, output = finished
+    (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: export.push_to_hub = nobody/nothing: ")
+    assert line.endswith(f"then give the same command again; the model is in {folder / 'merged'}")
+    assert f"the best model, merged: {folder / 'merged'}" in output
+    assert (folder / "checkpoints/step-000004/training_state/optimizer.pt").exists()
+    assert "Traceback" not in output
+
+
+def test_best_is_an_adapter_that_loads_from_anywhere(
+    finished, rotary_model_folder, tmp_path, monkeypatch
+):
+    best = finished[0] / "best"
+    saved = json.loads((best / "adapter_config.json").read_text())
+    assert Path(saved["base_model_name_or_path"]) == rotary_model_folder
+    assert not (best / "model.safetensors").exists()
+    monkeypatch.chdir(tmp_path)
+    ids = torch.arange(2, 12)[None]
+    plain = AutoModelForCausalLM.from_pretrained(rotary_model_folder, dtype=torch.float32)
+    before = plain(ids).logits
+    by_transformers = AutoModelForCausalLM.from_pretrained(best, dtype=torch.float32)(ids).logits
+    by_peft = peft.PeftModel.from_pretrained(plain, best)(ids).logits
+    assert torch.allclose(by_transformers, by_peft, atol=1e-5)
+    assert (by_peft - before).abs().max() > 0.01
+
+
+def test_merged_is_the_base_in_bf16_plus_the_adapter(finished, rotary_model_folder):
+    """The base as it is on disk, not as it was in 4 bits."""
+    folder, _ = finished
+    settings = json.loads((folder / "merged/config.json").read_text())
+    assert settings["dtype"] == "bfloat16" and "quantization_config" not in settings
+    assert not (folder / "merged/adapter_config.json").exists()  # transformers asks peft for none
+    merged = AutoModelForCausalLM.from_pretrained(folder / "merged").state_dict()
+    base = AutoModelForCausalLM.from_pretrained(rotary_model_folder, dtype=torch.bfloat16)
+    adapter = AutoModelForCausalLM.from_pretrained(folder / "best").state_dict()
+    assert merged.keys() == base.state_dict().keys()
+    num_adapted = 0
+    for name, value in base.state_dict().items():
+        layer = name.removesuffix(".weight")
+        if f"{layer}.lora_A.default.weight" in adapter:
+            a, b = (adapter[f"{layer}.lora_{ab}.default.weight"].float() for ab in "AB")
+            exact = value.float() + 8 / 4 * (b @ a)
+            assert (merged[name].float() - value.float()).abs().max() > 0.001
+            assert torch.allclose(merged[name].float(), exact, rtol=2**-8, atol=1e-6)
+            num_adapted += 1
+        else:
+            assert torch.equal(merged[name], value)
+    assert num_adapted == 14
+
+
+def test_an_adapter_is_evaluated_on_its_base(finished, tmp_path, monkeypatch):
+    """With the configuration of the run it writes and solves what the log says of its step."""
+    folder, _ = finished
+    logged = {0: [], 2: [], 4: []}
+    for line in (folder / "samples.jsonl").read_text().splitlines():
+        sample = json.loads(line)
+        logged[sample.pop("step")].append(sample)
+    assert logged[0] != logged[2] != logged[4] != logged[0]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    figures = {name: value for name, value in json.loads(lines[2]).items() if "eval/" in name}
+    assert figures.pop("eval/pass@1") == 0.4  # as given
+    assert len(figures) == 6
+    grade_by_text(monkeypatch)
+    overrides = [f"--config={folder / 'config.yaml'}", "mode=evaluate"]
+    overrides += [f"model.name={folder / 'best'}", f"run.dir={tmp_path}"]
+    run = main.load_run(make_config(*overrides))
+    assert main.run_evaluation(run) == 0
+    (written,) = (tmp_path / "x").glob("eval-*")
+    measured = json.loads((written / "metrics.json").read_text())
+    assert measured.items() >= figures.items()
+    lines = (written / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == logged[2]
+    assert len(trained(run.policy.model)) == 0
+    assert {p.dtype for p in run.policy.model.parameters()} == {torch.uint8, torch.float32}
+
+
+def test_a_finished_run_exports_when_it_is_started_again(
+    finished, rotary_model_folder, tmp_path, monkeypatch
+):
+    folder = shutil.copytree(finished[0], tmp_path / "x")
+    shutil.rmtree(folder / "merged")
+    monkeypatch.chdir(ROOT)  # model.name is relative to it
+    overrides = [f"--config={folder / 'config.yaml'}", f"run.dir={tmp_path}"]
+    run = main.load_run(make_config(*overrides, "export.push_to_hub=null"))
+    assert run.is_over
+    export(run)
+    for name in ("model.safetensors", "tokenizer.json"):
+        before, after = (f / "merged" / name for f in (finished[0], folder))
+        assert before.read_bytes() == after.read_bytes()
+
+    run.config = make_config(*overrides, "export.merge=false", "export.push_to_hub=a/b")
+    monkeypatch.setattr("engine.export.get_token", lambda: None)
+    with pytest.raises(ExportError, match=r"there is no token: `hf auth login` .* is in .*/x/best"):
+        export(run)
+    monkeypatch.setattr("engine.export.get_token", lambda: "some token")
+    with pytest.raises(ExportError, match="offline"):
+        export(run)
+    run.state.best = None
+    with pytest.raises(ExportError, match="no model could be saved"):
+        export(run)
+
+
+ROWS = [
+    {"question": f"What is {n} plus {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"}
+    for n in range(1, 40)
+]
+
+
+def test_the_recipe_runs_on_a_cpu(tmp_path, rotary_model_folder):
+    files = {}
+    for split in ("train", "test"):
+        files[split] = tmp_path / f"{split}.jsonl"
+        lines = [json.dumps(row) for row in ROWS]
+        if "GRPO_TEST_DATA" in os.environ:
+            real = Path(os.environ["GRPO_TEST_DATA"], "gsm8k", f"{split}.jsonl")
+            lines = real.read_text().splitlines()[:40]
+        files[split].write_text("\n".join(lines))
+    recipe = ["--config", "configs/gsm8k-lora.yaml", "training.num_steps=2"]
+    recipe += ["task.max_tokens=100", "training.max_new_gen_tokens=128"]  # some end in time
+    recipe += [f"task.train={files['train']}", f"task.eval={files['test']}"]
+    train(tmp_path, rotary_model_folder, *recipe)
+    assert (tmp_path / "x/best/adapter_config.json").exists()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "x/merged")
+    last = json.loads((tmp_path / "x/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["train/kl"] > 0 and last["train/grad_norm"] > 0
+    assert last["train/sampler_mismatch"] < 1e-4
+
+
+# Whether it fits
+
+
+def test_an_adapter_needs_far_less_memory(rotary_model_folder, monkeypatch):
+    """40,800 weights, of which the 14 adapted matrices hold 18,432; r times their sides is 4,096.
+
+    Each trained weight takes 4 bytes, 4 for its gradient and 8 for AdamW; the others take 4 or 2,
+    or half a byte in the matrices. The reference takes nothing.
+    """
+    model_config = AutoConfig.from_pretrained(rotary_model_folder)
+    monkeypatch.setattr("engine.estimate.cache_bytes", lambda *args, **kwargs: 0)
+    evaluating, bf16 = ("mode=evaluate", IN_4BIT), torch.bfloat16
+    cases = [
+        ((LORA,), torch.float32, 40_800 * 4 + 4_096 * 16),
+        ((LORA,), bf16, 40_800 * 2 + 4_096 * 16),
+        ((LORA, IN_4BIT), bf16, 22_368 * 2 + 18_432 / 2 + 4_096 * 16),
+        (evaluating, bf16, 22_368 * 2 + 18_432 / 2),
+    ]
+    for overrides, dtype, needed in cases:
+        config = make_config(*overrides, KL)
+        settings = {"device": CPU, "samples_copy": False, "weight_dtype": dtype}
+        for num_bytes in (needed, needed - 1):
+            available = (num_bytes, "it")
+            monkeypatch.setattr("engine.estimate.memory_for_a_rank", lambda _, a=available: a)
+            refused = pytest.raises(ValueError, match="it does not fit")
+            with nullcontext() if num_bytes == needed else refused:
+                check_memory(model_config, config, **settings)
+
+
+def test_the_merged_model_is_in_the_estimate_of_the_disk(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    check_disk(tmp_path, make_config(), num_weights=10, num_merged=1000)
+    with pytest.raises(ValueError, match=r"and merged/ of \d+\.\d GB need"):
+        check_disk(tmp_path, make_config(), num_weights=10, num_merged=math.ceil(free / 4))
+
+
+# A user's mistakes: one line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "package"), [([LORA], "peft"), ([LORA, IN_4BIT], "bitsandbytes")]
+)
+def test_a_missing_package_is_named_with_what_installs_it(
+    rotary_model_folder, monkeypatch, overrides, package
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    key = {"peft": "model.lora", "bitsandbytes": "model.load_in_4bit = true"}[package]
+    with pytest.raises(ValueError, match=rf"^{key}: needs a package: pip install {package}==\d"):
+        make_policy(rotary_model_folder, *overrides)
+
+
+def test_an_adapter_is_not_trained_on_and_says_what_to_do(finished):
+    best = finished[0] / "best"
+    with pytest.raises(ValueError, match=r"it is an adapter: .* merge it") as caught:
+        make_policy(best, LORA)
+    assert str(caught.value).startswith(f"model.name = {best}: ")
+
+
+def test_a_base_that_is_quantised_already_is_refused(rotary_model_folder, tmp_path):
+    """Else the adapter would be merged into 4 bits."""
+    folder = shutil.copytree(rotary_model_folder, tmp_path / "quantised")
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="its weights are quantised; give the model"):
+        make_policy(folder, LORA)

@@ -1,0 +1,340 @@
+"""Whole runs of main.py: what they leave behind, on one rank and on two, and what they refuse."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from harness import (
+    ENVIRONMENT,
+    NUMBERS,
+    ROOT,
+    TORCHRUN,
+    alone,
+    arguments,
+    grade_by_text,
+    in_fp64,
+    make_config,
+    make_policy,
+    make_run,
+    run_on_ranks,
+    seed,
+    train,
+    train_forked,
+    write_questions,
+)
+
+import main
+from engine.config import load_config
+from engine.distributed import World
+from engine.run import Run
+
+SIZES = [
+    f"training.seed={seed()}",
+    "training.num_steps=2",
+    "logging.samples=7",
+    "training.warmup_steps=0",
+    "training.learning_rate=0.003",
+    "training.max_new_gen_tokens=24",
+    "validation.every=1",
+    "validation.num_examples=7",
+    "validation.best_of_n=4",
+    "validation.pass_k=[1, 2]",
+    "model.compute_dtype=float32",
+]
+EXACT = {"is_exact": True}  # so that one rank and two sample the same
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> list[str]:
+    """Questions of which the task holds some out to validate."""
+    questions = write_questions(tmp_path_factory.mktemp("questions") / "questions.jsonl")
+    return [f"task.train={questions}", f"task.eval={questions}"]
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(rotary_model_folder, data, tmp_path_factory) -> Path:
+    """The folder of a run of two steps of four questions."""
+    folder = tmp_path_factory.mktemp("one")
+    settings = [*SIZES, *data, "training.num_samples_per_step=4"]
+    train(folder, rotary_model_folder, *settings, grading=EXACT)
+    return folder / "x"
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(rotary_model_folder, data, tmp_path_factory) -> Path:
+    """The same on two ranks, which share the four questions, in micro-batches of another size."""
+    folder = tmp_path_factory.mktemp("two")
+    shared = ["training.num_samples_per_step_global=4", "training.micro_batch_tokens=1200"]
+    train(folder, rotary_model_folder, *SIZES, *data, *shared, num_ranks=2, grading=EXACT)
+    return folder / "x"
+
+
+def load_run(folder: Path, model: Path, *overrides: str) -> Run:
+    return main.load_run(load_config(arguments(folder, model, *SIZES, *overrides)))
+
+
+def rows_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_a_row_for_each_step_with_evaluations_at_both_ends(on_one_rank):
+    rows = rows_of(on_one_rank)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(0 <= row["eval/pass@1_low"] <= row["eval/pass@1_high"] <= 1 for row in rows)
+    assert all(row["eval/pass@1"] <= row["eval/pass@2"] <= row["eval/best_of_4"] for row in rows)
+    assert not any(name.startswith("train/") for name in rows[0])
+    for row in rows[1:]:
+        assert row["train/sampler_mismatch"] < 1e-5
+        assert row["train/grad_norm"] > 0 and row["train/lr"] == 0.003
+        assert row["train/skipped_steps"] == row["train/clip_frac"] == 0
+    assert {"config.yaml", "metrics.csv", "samples.jsonl", "best"} <= set(os.listdir(on_one_rank))
+
+
+def test_two_ranks_do_the_same_step_as_one(on_one_rank, on_two_ranks):
+    """Twice 2 questions are the same 4 questions: completions, rewards, loss and gradient.
+
+    Sums over the same numbers in another order differ by the rounding of fp64, some 1e-15.
+    """
+    (first, step, _), (other_first, other_step, _) = map(rows_of, (on_one_rank, on_two_ranks))
+    measured = [name for name in first if name.startswith("eval/")]
+    assert len(measured) == 7
+    assert [other_first[name] for name in measured] == [first[name] for name in measured]
+    names = "reward reward_std solved format advantage_abs completion_tokens truncated_frac"
+    assert step["train/reward"] > 0
+    for name in [f"train/{name}" for name in names.split()]:
+        assert other_step[name] == pytest.approx(step[name], abs=1e-9), name
+    for name in ("train/loss", "train/entropy"):  # what is kept of a token is in fp32, to 6e-8
+        assert other_step[name] == pytest.approx(step[name], abs=1e-6)
+    assert other_step["train/grad_norm"] == pytest.approx(step["train/grad_norm"], rel=1e-6)
+
+
+@pytest.mark.parametrize(("which", "stride"), [("on_one_rank", 1), ("on_two_ranks", 2)])
+def test_the_best_model_loads_and_scores_what_the_log_says(
+    which, stride, data, tmp_path, request, monkeypatch
+):
+    """It writes what the model wrote at the step of the highest pass@1, and at no other step.
+
+    Of two ranks, the first logs its own samples: every second one.
+    """
+    run = request.getfixturevalue(which)
+    best = max(rows_of(run), key=lambda row: row["eval/pass@1"])  # of equals the earliest
+    logged = [[], [], []]
+    for line in (run / "samples.jsonl").read_text().splitlines():
+        sample = json.loads(line)
+        logged[sample.pop("step")].append(sample)
+    assert logged[0] != logged[1] != logged[2] != logged[0], "they cannot be told apart"
+    grade_by_text(monkeypatch)
+    in_fp64(monkeypatch)
+    metrics, samples = main.evaluate(load_run(tmp_path, run / "best", *data, "mode=evaluate"))
+    del metrics["time/eval_s"]
+    assert metrics.items() <= best.items() and len(metrics) == 7
+    assert samples[::stride] == logged[best["step"]]
+
+
+class RolloutSeen(Exception):
+    """Its arguments are the questions and the seeds of a rollout."""
+
+
+def see_rollout(run: Run, examples: list[dict], seeds: list, **settings) -> None:
+    raise RolloutSeen(examples, seeds)
+
+
+def questions_of_step(run: Run) -> tuple[list[dict], list]:
+    """The questions and the seeds that `run_training` gives this rank in its first step."""
+    run.state.row = None  # the evaluation before training is done
+    with pytest.raises(RolloutSeen) as seen:
+        main.run_training(run)
+    return seen.value.args
+
+
+@pytest.mark.parametrize(
+    "shared", ["training.num_samples_per_step=2", "training.num_samples_per_step_global=4"]
+)
+def test_each_rank_takes_its_own_slice_of_the_same_questions(
+    shared, rotary_model_folder, data, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(main, "sample_trajectories", see_rollout)
+    run = load_run(tmp_path, rotary_model_folder, *data, "training.num_samples_per_step=4")
+    examples, seeds = questions_of_step(run)
+    run.config = load_config(arguments(tmp_path, rotary_model_folder, *SIZES, shared))
+    (first, first_seeds), (second, second_seeds) = [
+        questions_of_step(replace(run, world=replace(alone(), rank=rank, size=2)))
+        for rank in (0, 1)
+    ]
+    assert first + second == examples and first_seeds + second_seeds == seeds
+    assert len(set(seeds)) == len(first) + len(second) == 4
+    held_out = {row["target"] for row in run.validation_questions}
+    trained = {row["target"] for row in run.train_questions.questions}
+    assert len(held_out) == 7 and trained and not held_out & trained
+
+
+def test_sil_runs_and_of_equal_models_the_earliest_is_the_best(rotary_model_folder, data, tmp_path):
+    settings = ["training.learning_type=sil", "training.k_best_of_n=[2,8]", "training.num_steps=1"]
+    rates = {"rates": [0.5, 0.5]}
+    output = train(tmp_path, rotary_model_folder, *SIZES, *data, *settings, grading=rates)
+    first, last = rows_of(tmp_path / "x")
+    assert last["train/loss"] > 0  # minus log-probabilities of what is imitated
+    assert 0 < last["train/advantage_abs"] <= 1
+    assert last["train/sampler_mismatch"] < 1e-5  # log-probabilities of about 6, in fp32
+    assert first["eval/pass@1"] == last["eval/pass@1"] == 0.5
+    assert re.search(r"best 0\.500 at step 0\b", output)
+
+
+def evaluate_a_single_question(world: World, model: Path) -> dict[str, float]:
+    policy = make_policy(model, "mode=evaluate", *SIZES, world=world)
+    questions = [{"nums": [3], "target": 3}]
+    run = make_run(
+        policy, make_config(*SIZES), world=world, optimizer=object(), questions=questions
+    )
+    metrics, _ = main.evaluate(run)
+    return {name: value for name, value in metrics.items() if name.startswith("eval/")}
+
+
+def test_a_rank_without_a_question_waits_for_the_others(rotary_model_folder, tmp_path):
+    """Bug: too long questions are dropped after the check that each rank has one; this crashed."""
+    expected = evaluate_a_single_question(alone(), rotary_model_folder)
+    ranks = run_on_ranks(evaluate_a_single_question, 2, rotary_model_folder, folder=tmp_path)
+    assert ranks == [expected] * 2 and expected["eval/completion_tokens"] > 0
+
+
+# A user's mistakes: one line on one rank, status 2, nothing written
+
+
+def refusal(capsys, monkeypatch, folder: Path, model: Path, *overrides: str) -> str:
+    """The line that main prints before it ends with status 2."""
+    folder.mkdir(exist_ok=True)
+    monkeypatch.setattr(sys, "argv", ["main.py", *arguments(folder, model, *SIZES, *overrides)])
+    with pytest.raises(SystemExit) as caught:
+        main.main()
+    assert caught.value.code == 2
+    assert not list(folder.iterdir())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    return line.removeprefix("error: ")
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("training.num_step=5", "training.num_step = 5: unknown key, the nearest is"),
+        ("training.num_steps=many", "training.num_steps = many: must be"),
+        ("training.micro_batch_tokens=0", "training.micro_batch_tokens = 0: must be"),
+        ("training.k_best_of_n=[4,8]", "training.k_best_of_n = [4, 8]: grpo"),
+        ("training.k_best_of_n=[1,1]", "training.k_best_of_n = [1, 1]: n must"),
+        ("model.name=no/such/folder", "model.name = no/such/folder: "),
+        ("task.train=nowhere.jsonl", "nowhere.jsonl: "),
+        ("task.eval=nowhere.jsonl", "nowhere.jsonl: "),
+        ("training.max_new_gen_tokens=1000", "training.max_new_gen_tokens"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_key_or_file(
+    capsys, monkeypatch, rotary_model_folder, data, tmp_path, override, named
+):
+    line = refusal(capsys, monkeypatch, tmp_path, rotary_model_folder, *data, override)
+    assert named in line
+
+
+def test_a_model_without_weights_is_refused(
+    capsys, monkeypatch, rotary_model_folder, data, tmp_path
+):
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in rotary_model_folder.iterdir():
+        if file.suffix != ".safetensors":
+            (model / file.name).write_bytes(file.read_bytes())
+    line = refusal(capsys, monkeypatch, tmp_path / "runs", model, *data)
+    assert f"model.name = {model}: " in line and "model.safetensors" in line
+
+
+def test_a_dataset_without_the_columns_is_refused(
+    capsys, monkeypatch, rotary_model_folder, tmp_path
+):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"numbers": [3], "goal": 3}\n')
+    settings = [f"task.train={file}", f"task.eval={file}"]
+    line = refusal(capsys, monkeypatch, tmp_path / "runs", rotary_model_folder, *settings)
+    assert str(file) in line and "nums" in line and "target" in line
+
+
+def test_an_unusable_run_dir_is_refused(capsys, monkeypatch, rotary_model_folder, data, tmp_path):
+    """Bug: the folder was made outside the part of main that turns errors into a line."""
+    file = tmp_path / "a-file"
+    file.touch()
+    settings = [*data, f"run.dir={file}"]
+    line = refusal(capsys, monkeypatch, tmp_path / "runs", rotary_model_folder, *settings)
+    assert str(file) in line
+
+
+def test_missing_mlflow_is_refused_before_anything_is_written(
+    capsys, monkeypatch, rotary_model_folder, data, tmp_path
+):
+    """Bug: it ended in a traceback, with config.yaml written."""
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    settings = [*data, "logging.mlflow=true"]
+    line = refusal(capsys, monkeypatch, tmp_path, rotary_model_folder, *settings)
+    assert "logging.mlflow" in line
+
+
+@pytest.mark.parametrize("variable", ["LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT"])
+def test_a_mistake_is_printed_once(capsys, monkeypatch, tmp_path, variable):
+    """Bug: under `torchrun --max-restarts` every restart printed it again."""
+    monkeypatch.setenv(variable, "1")
+    monkeypatch.setattr(sys, "argv", ["main.py", f"run.dir={tmp_path}", "training.num_step=5"])
+    with pytest.raises(SystemExit) as caught:
+        main.main()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_questions_that_leave_no_room_are_dropped_with_a_count(
+    capsys, rotary_model_folder, tmp_path
+):
+    """450 numbers need more than the model's context of 1024 tokens."""
+    file = write_questions(tmp_path / "rows.jsonl")
+    long_rows = [{"nums": [number] * 450, "target": 1} for number in NUMBERS]
+    file.write_text(file.read_text() + "".join(json.dumps(row) + "\n" for row in long_rows))
+    settings = [f"task.train={file}", f"task.eval={file}", "validation.num_examples=100"]
+    run = load_run(tmp_path, rotary_model_folder, *settings)
+    output = capsys.readouterr().out
+    num_all = 0
+    for split, kept in (
+        ("training", run.train_questions.questions),
+        ("validation", run.validation_questions),
+    ):
+        assert all(len(row["nums"]) == 1 for row in kept)
+        pattern = rf"(\d+) of (\d+) {split} questions are too long: dropped"
+        dropped, among = map(int, re.search(pattern, output).groups())
+        assert among - dropped == len(kept) > 0
+        num_all += among
+    assert num_all == 2 * len(NUMBERS)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_mistake_ends_the_process_with_one_line(tmp_path, num_ranks):
+    torchrun = [*TORCHRUN, f"--nproc-per-node={num_ranks}"] if num_ranks > 1 else []
+    result = subprocess.run(
+        [sys.executable, *torchrun, "main.py", f"run.dir={tmp_path}", "training.num_step=5"],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == (2 if num_ranks == 1 else 1)  # torchrun's own status is 1
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "training.num_step = 5: unknown key" in errors[0]
+    assert num_ranks > 1 or result.stderr == errors[0] + "\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_without_a_validation_question_is_refused(rotary_model_folder, data, tmp_path):
+    settings = [*SIZES, *data, "validation.num_examples=1"]
+    status, output = train_forked(tmp_path, rotary_model_folder, *settings, num_ranks=2)
+    assert status == 1
+    assert output.count("error: validation.num_examples = 1: must be at least 2") == 1
+    assert not (tmp_path / "x").exists()

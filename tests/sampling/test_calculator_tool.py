@@ -1,0 +1,194 @@
+"""The calculator in a completion: what it writes, and that none of it is trained on."""
+
+import math
+from pathlib import Path
+
+import harness
+import numpy as np
+import pytest
+import torch
+from harness import make_policy
+from reference import (
+    ALL_TOGETHER,
+    GRPO,
+    MAX_NEW_TOKENS,
+    NORMALIZATIONS,
+    ONE_BY_ONE,
+    config_of,
+    make_groups,
+    recorded,
+    row_log_probs,
+)
+from transformers import Qwen2ForCausalLM
+
+from engine.data import completion_text
+from engine.model import Policy
+from engine.sampler import Completion
+from main import Trajectory, rollout_sums
+
+# Which characters may follow which, each as likely as the others. So a completion is <12*3=x. or,
+# in one case of two, has "<<12*3=" with one < or more before it, to which the calculator replies.
+FOLLOWS = {
+    "?": "<",
+    "<": "<1",
+    "1": "2",
+    "2": "*",
+    "*": "3",
+    "3": "=",
+    "=": "x",  # the model's own opinion of the result
+    ">": ">.",
+    "x": ".",
+}
+NUM_SAMPLES = 200
+LONGEST = 60  # tokens: fifty times < in a row do not occur
+
+each_backend = pytest.mark.parametrize("backend", ["grouped", "generate"])
+
+
+@pytest.fixture(scope="module")
+def calculating_folder(rotary_model_folder, tokenizer, tmp_path_factory) -> Path:
+    """A model whose next token depends on the last one alone; "." is followed by the end."""
+    folder = tmp_path_factory.mktemp("calculating")
+    model = Qwen2ForCausalLM.from_pretrained(rotary_model_folder)
+    ids = {character: tokenizer.encode(character)[0] for character in [*FOLLOWS, "."]}
+    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" not in name:
+                weight.zero_()
+        for i, (character, followers) in enumerate((FOLLOWS | {".": ""}).items()):
+            embeddings[ids[character], i] = 1.0
+            for follower in [ids[f] for f in followers] or [tokenizer.eos_token_id]:
+                head[follower, i] = 5.0  # times the norm's sqrt(32): a logit of 28, others have 0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def sample(
+    folder: Path, *overrides: str, max_new_tokens: int = LONGEST
+) -> tuple[Policy, list[str], list[Completion]]:
+    policy = make_policy(folder, "sampling.calculator=true", *overrides)
+    prompts = [policy.tokenizer.encode("?")]
+    (group,) = harness.sample(
+        policy, prompts, num_samples=NUM_SAMPLES, max_new_tokens=max_new_tokens
+    )
+    return policy, [completion_text(c, policy.tokenizer) for c in group], group
+
+
+@each_backend
+def test_the_result_is_written_where_a_completion_asks_for_it_and_nowhere_else(
+    calculating_folder, backend
+):
+    policy, texts, group = sample(calculating_folder, f"sampling.backend={backend}")
+    asking = [text for text in texts if "<<12*3=" in text]
+    standard_error = math.sqrt(NUM_SAMPLES / 4)
+    assert abs(len(asking) - NUM_SAMPLES / 2) < 5 * standard_error
+    assert all(text.partition("=")[2].startswith("36>>") for text in asking)
+    assert set(texts) - set(asking) == {"<12*3=x."}
+    for text, completion in zip(texts, group, strict=True):
+        inserted = np.array(completion.token_ids)[completion.is_inserted]
+        assert policy.tokenizer.decode(inserted) == ("36>>" if text in asking else "")
+        assert completion.num_sampled == len(completion.token_ids) - len(inserted)
+
+
+@each_backend
+def test_sampled_tokens_are_scored_as_drawn_and_inserted_ones_have_no_numbers(
+    calculating_folder, backend
+):
+    policy, _, group = sample(calculating_folder, f"sampling.backend={backend}")
+    prompt = policy.tokenizer.encode("?")
+    assert any(completion.is_inserted.any() for completion in group)
+    for completion in group:
+        ids = torch.tensor([prompt + completion.token_ids])
+        mask, length = torch.ones_like(ids, dtype=torch.bool), len(completion.token_ids)
+        scored = policy.scorer(ids, mask, num_tokens=length, temperature=1.0)[0].detach().numpy()
+        is_inserted = completion.is_inserted
+        assert np.abs(scored - completion.log_probs)[~is_inserted].max() <= 1e-4
+        assert not completion.log_probs[is_inserted].any()
+        assert not completion.entropies[is_inserted].any()
+
+
+def test_what_does_not_ask_is_sampled_as_without_a_calculator(calculating_folder):
+    _, with_tool, _ = sample(calculating_folder)
+    _, without, group = sample(calculating_folder, "sampling.calculator=false")
+    assert not any(completion.is_inserted.any() for completion in group)
+    for text, plain in zip(with_tool, without, strict=True):
+        assert text.partition("=")[0] == plain.partition("=")[0]
+        assert text == plain or "<<12*3=36>>" in text
+
+
+def test_a_result_counts_in_the_length_and_is_cut_off_by_the_limit(calculating_folder):
+    """<<12*3= has 7 tokens, so that 9 leave room for two of the four of 36>>."""
+    _, texts, group = sample(calculating_folder, max_new_tokens=9)
+    cut = [c for text, c in zip(texts, group, strict=True) if text == "<<12*3=36"]
+    assert cut  # a quarter of all: none with a chance of 1e-25
+    for completion in cut:
+        assert completion.truncated and len(completion.token_ids) == 9
+        assert completion.is_inserted.tolist() == [False] * 7 + [True] * 2
+
+
+def test_what_cannot_be_calculated_is_left_to_the_model(calculating_folder):
+    calculator = make_policy(calculating_folder, "sampling.calculator=true").params.calculator
+    encode = calculator.tokenizer.encode
+    for text in ("<<1/3=", "<<1/0=", "<<2**3=", "<<=", "12*3=", "<<12*3=36>> 5=", "<<1=1="):
+        assert calculator.complete(encode(text)) == []
+    assert calculator.complete(encode("<<1=2>> then <<1/8=")) == encode("0.125>>")
+    assert calculator.complete(encode("x" * 5000 + "<<" + "1+" * 90 + "1=")) == encode("91>>")
+
+
+def test_a_long_answer_without_an_opening_costs_little(calculating_folder):
+    calculator = make_policy(calculating_folder, "sampling.calculator=true").params.calculator
+    assert calculator.complete(calculator.tokenizer.encode("9" * 10**5 + "=")) == []
+
+
+# Training
+
+
+def insert(groups: list[list[Trajectory]], columns: slice) -> list[list[Trajectory]]:
+    """The groups, with some of their tokens marked as the calculator's."""
+    for row in (row for group in groups for row in group):
+        row.completion.is_inserted[columns] = True
+        row.completion.log_probs[columns] = 0.0
+    return groups
+
+
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("limit", [ONE_BY_ONE, ALL_TOGETHER])
+def test_the_gradient_is_that_of_the_sampled_tokens_alone(
+    rotary_model_folder, normalization, limit
+):
+    """Compared with a sum over the sampled tokens, divided by their number where that counts."""
+    config = config_of(
+        *GRPO,
+        f"training.loss_normalization={normalization}",
+        f"training.micro_batch_tokens={limit}",
+    )
+    groups = insert(make_groups(config, (3, (5, 7, 6, 6), (1.1, 0.1, 0.06, 0.1))), slice(1, 4))
+    policy = make_policy(rotary_model_folder, is_exact=True)
+    gradient, _ = recorded(policy, groups, config)
+
+    (rows,) = groups
+    sampled = [[0, *range(4, len(row.completion.token_ids))] for row in rows]
+    model, loss = make_policy(rotary_model_folder, is_exact=True).model, 0.0
+    for row, columns in zip(rows, sampled, strict=True):
+        divisor = {
+            "dr_grpo": len(rows) * MAX_NEW_TOKENS,
+            "token": sum(map(len, sampled)),
+            "sequence": len(rows) * len(columns),
+            "sum": len(rows),
+        }[normalization]
+        loss = loss - row.advantage * row_log_probs(model, row)[columns].sum() / divisor
+    loss.backward()
+    expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    difference = torch.from_numpy(gradient) - expected
+    assert difference.norm() <= 1e-6 * expected.norm()  # advantages and weights are fp32
+
+
+def test_entropy_is_a_mean_over_sampled_tokens_and_length_counts_all():
+    groups = insert(make_groups(config_of(*GRPO), (3, (4, 4, 4, 4), (1, 0, 0, 0))), slice(1, 3))
+    for row in groups[0]:
+        row.completion.entropies[[0, 3]] = 2.0
+    sums = rollout_sums(groups, torch.tensor([[1.0, 0, 0, 0]]))
+    assert sums["train/entropy"] == (16.0, 8)
+    assert sums["train/completion_tokens"] == (16, 4)

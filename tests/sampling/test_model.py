@@ -1,0 +1,291 @@
+"""The policy: what it scores, and how it is loaded from folders with surprises in them."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from harness import alone, change_json, make_config, make_policy
+from reference import COMPLETIONS, PROMPTS, score
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+import main
+from engine.head import token_log_probs
+from engine.model import Policy, load_tokenizer
+from engine.optimizer import make_optimizer
+from logger import Logger
+
+# What the policy scores: the shift by one, padding, positions, the end
+
+
+def gradient_of(policy: Policy) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in policy.model.parameters()])
+
+
+def test_log_probs_of_tokens_by_hand():
+    """softmax(log 1, log 2, log 5) = (1, 2, 5) / 8; at temperature 1/2 (1, 4, 25) / 30."""
+    logits = torch.tensor([[[1.0, 2.0, 5.0], [2.0, 2.0, 4.0]]]).log()  # (1, 2, 3)
+    ids = torch.tensor([[2, 0]])
+    whole = token_log_probs(logits, ids, temperature=1.0).exp()
+    assert whole.flatten().tolist() == pytest.approx([5 / 8, 2 / 8])
+    sharper = token_log_probs(logits, ids, temperature=0.5).exp()
+    assert sharper.flatten().tolist() == pytest.approx([25 / 30, 4 / 24])
+
+
+def test_log_probs_are_computed_in_fp32_from_bf16_logits():
+    logits = torch.zeros((1, 1, 1000), dtype=torch.bfloat16)
+    log_probs = token_log_probs(logits, torch.tensor([[3]]), temperature=1.0)
+    assert log_probs.dtype == torch.float32
+    assert log_probs.item() == pytest.approx(-math.log(1000), abs=1e-5)
+
+
+def test_padded_and_batched_log_probs_equal_those_of_each_row_alone(model_folder):
+    """Each row alone has no padding and no position ids; its logits are shifted here by hand."""
+    policy = make_policy(model_folder)
+    log_probs, mask = score(policy, PROMPTS, COMPLETIONS, temperature=0.7)
+    for row, (prompt_ids, token_ids) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        ids = torch.tensor([prompt_ids + token_ids])
+        logits = policy.model(input_ids=ids).logits[0] / 0.7
+        expected = logits.log_softmax(dim=-1)[torch.arange(ids.shape[1] - 1), ids[0, 1:]]
+        assert torch.allclose(log_probs[row, mask[row]], expected[-len(token_ids) :], atol=1e-5)
+
+
+def test_the_padding_token_and_what_stands_after_the_end_change_nothing(model_folder):
+    policy = make_policy(model_folder)
+    results = []
+    for pad_id, after_end in ((1, 1), (0, 0), (77, 200)):
+        policy.model.zero_grad()
+        log_probs, mask = score(policy, PROMPTS, COMPLETIONS, pad_id=pad_id, after_end=after_end)
+        log_probs[mask].sum().backward()
+        results.append((log_probs[mask].detach(), gradient_of(policy)))
+    for log_probs, gradient in results[1:]:
+        assert torch.allclose(log_probs, results[0][0], atol=1e-6)
+        assert (gradient - results[0][1]).norm() <= 1e-6 * gradient.norm()
+        assert gradient.isfinite().all()
+
+
+# Loading the model: precision, dropout, ends
+
+
+@pytest.fixture
+def bf16_folder(absolute_model_folder: Path, tmp_path: Path) -> Path:
+    """The GPT-2, whose embeddings are tied, with its weights saved in bf16."""
+    folder = shutil.copytree(absolute_model_folder, tmp_path / "bf16")
+    model = AutoModelForCausalLM.from_pretrained(folder).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    return folder
+
+
+def test_weights_and_adamw_moments_are_fp32_though_the_folder_holds_bf16(bf16_folder):
+    """At a learning rate of 1e-6 bf16 weights would stay where they are; over 99% of these move."""
+    learning_rate = "training.learning_rate=1e-6"
+    policy = make_policy(bf16_folder, learning_rate)
+    parameters = list(policy.model.parameters())
+    assert {p.dtype for p in parameters} == {torch.float32}
+    before = [p.detach().clone() for p in parameters]
+    optimizer = make_optimizer(policy.model, make_config(learning_rate))
+    log_probs, mask = score(policy, PROMPTS, COMPLETIONS)
+    log_probs[mask].sum().backward()
+    optimizer.step()
+    moments = [optimizer.state[p][name] for p in parameters for name in ("exp_avg", "exp_avg_sq")]
+    assert {moment.dtype for moment in moments} == {torch.float32}
+    used = [p.grad != 0 for p in parameters]  # positions beyond the rows have no gradient
+    moved = sum(
+        (p[u] != old[u]).sum().item() for p, old, u in zip(parameters, before, used, strict=True)
+    )
+    assert moved > 0.99 * sum(u.sum().item() for u in used) > 30_000
+
+
+def test_bf16_compute_leaves_the_weights_and_their_gradients_in_fp32(rotary_model_folder):
+    policy = make_policy(rotary_model_folder, "model.compute_dtype=bfloat16")
+    log_probs, mask = score(policy, PROMPTS, COMPLETIONS)
+    log_probs[mask].sum().backward()
+    assert log_probs.dtype == torch.float32
+    assert {p.dtype for p in policy.model.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in policy.model.parameters()} == {torch.float32}
+    exact, _ = score(make_policy(rotary_model_folder), PROMPTS, COMPLETIONS)
+    assert 1e-5 < (log_probs - exact)[mask].abs().max() < 0.5
+
+
+def test_weight_decay_is_on_matrices_only_and_every_weight_is_in_the_optimizer(model_folder):
+    config = make_config("training.weight_decay=0.1")
+    policy = make_policy(model_folder)
+    groups = make_optimizer(policy.model, config).param_groups
+    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    expected = {id(p): 0.1 if p.ndim >= 2 else 0.0 for p in policy.model.parameters()}
+    assert decay == expected
+
+
+def test_the_dropout_in_a_folders_config_is_off(model_folder):
+    """Otherwise the scored policy is not the sampled one, and no two scores are the same."""
+    saved = json.loads((model_folder / "config.json").read_text())
+    assert 0.1 in (saved.get("attention_dropout"), saved.get("resid_pdrop"))
+    policy = make_policy(model_folder)
+    policy.model.train()
+    first, mask = score(policy, PROMPTS, COMPLETIONS)
+    second, _ = score(policy, PROMPTS, COMPLETIONS)
+    assert torch.equal(first, second)
+    policy.model.eval()
+    assert torch.allclose(score(policy, PROMPTS, COMPLETIONS)[0][mask], first[mask], atol=1e-6)
+
+
+def test_every_declared_end_token_ends_a_completion(rotary_model_folder, tmp_path):
+    """Chat models end a turn with another token than a text; both are in generation_config."""
+    folder = shutil.copytree(rotary_model_folder, tmp_path / "copy")
+    change_json(folder / "generation_config.json", eos_token_id=[7, 12])
+    assert make_policy(folder).params.eos_ids == (0, 7, 12)
+
+
+def test_gradient_checkpointing_changes_no_gradient(model_folder):
+    gradients = []
+    for checkpointing in (False, True):
+        policy = make_policy(model_folder, f"model.gradient_checkpointing={checkpointing}")
+        policy.model.train()
+        log_probs, mask = score(policy, PROMPTS, COMPLETIONS)
+        log_probs[mask].sum().backward()
+        gradients.append(gradient_of(policy))
+    assert (gradients[0] - gradients[1]).norm() <= 1e-6 * gradients[0].norm()
+
+
+# Loading the tokenizer
+
+
+def load(folder: Path, capsys) -> tuple[PreTrainedTokenizerFast, list[str]]:
+    """The policy's tokenizer, and the lines that loading the policy logs."""
+    config = make_config(f"model.name={folder}")
+    policy = main.load_policy(config, alone(), Logger(rank=0))
+    assert policy.params.pad_id == policy.tokenizer.pad_token_id
+    return policy.tokenizer, capsys.readouterr().out.splitlines()
+
+
+def copy_of(folder: Path, tmp_path: Path, **tokenizer_settings) -> Path:
+    """A copy of a model's folder with these changes to its tokenizer_config.json."""
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    change_json(copied / "tokenizer_config.json", **tokenizer_settings)
+    return copied
+
+
+def test_tokens_are_those_of_tokenizer_json(rotary_model_folder, capsys):
+    """AutoTokenizer replaces the pre-tokenizer of a qwen2 folder by the family's own."""
+    text = "Use the numbers [12, 345] to make 12.\n<think> é"
+    expected = Tokenizer.from_file(str(rotary_model_folder / "tokenizer.json")).encode(text).ids
+    replaced = AutoTokenizer.from_pretrained(rotary_model_folder)
+    assert replaced.encode(text) != expected  # or this test would show nothing
+    tokenizer, lines = load(rotary_model_folder, capsys)
+    assert tokenizer.encode(text) == expected
+    assert tokenizer.decode(expected) == text
+    assert any("AutoTokenizer changes this model's tokens" in line for line in lines)
+
+
+def test_a_tokenizer_that_is_loaded_as_it_is_needs_no_message(
+    absolute_model_folder, tokenizer, capsys
+):
+    loaded, lines = load(absolute_model_folder, capsys)
+    assert loaded.encode("Use 12 é") == tokenizer.encode("Use 12 é")
+    assert lines == ["the tokenizer has no chat template: the prompt is plain text"]
+
+
+def test_a_replaced_tokenizer_keeps_its_chat_template_and_special_tokens(
+    rotary_model_folder, tmp_path, capsys
+):
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    folder = copy_of(rotary_model_folder, tmp_path)
+    (folder / "chat_template.jinja").write_text(template)
+    tokenizer, lines = load(folder, capsys)
+    assert len(lines) == 1 and "AutoTokenizer" in lines[0]
+    assert tokenizer.chat_template == template
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1)
+
+
+def test_a_missing_pad_token_is_replaced_by_eos_with_a_message(
+    absolute_model_folder, tmp_path, capsys
+):
+    folder = copy_of(absolute_model_folder, tmp_path, pad_token=None)
+    tokenizer, lines = load(folder, capsys)
+    assert tokenizer.pad_token_id == 0
+    assert any("no pad token: its eos token is used" in line for line in lines)
+
+
+def test_the_same_tokenizer_is_loaded_from_a_saved_policy(rotary_model_folder, tmp_path):
+    """best/ goes through the same check, so its tokens are those that were trained."""
+    policy = make_policy(rotary_model_folder)
+    policy.model.save_pretrained(tmp_path)
+    policy.tokenizer.save_pretrained(tmp_path)
+    again = load_tokenizer(make_config(f"model.name={tmp_path}"), lambda line: None)
+    text = "Use the numbers [12, 345]\n<answer>7</answer>"
+    assert again.encode(text) == policy.tokenizer.encode(text)
+    assert again.get_vocab() == policy.tokenizer.get_vocab()
+
+
+# A user's mistakes: one useful line, which main prints
+
+
+def mistake(folder: Path | str, *overrides: str) -> str:
+    """The one line in the error that loading raises."""
+    with pytest.raises(ValueError) as caught:
+        make_policy(folder, *overrides)
+    line = str(caught.value)
+    assert line.startswith(f"model.name = {folder}: ") and "\n" not in line
+    return line
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [["model.safetensors"], ["config.json"], ["tokenizer.json", "tokenizer_config.json"]],
+)
+def test_a_folder_that_lacks_a_file_is_refused(rotary_model_folder, tmp_path, missing):
+    """Bug: without tokenizer files AutoTokenizer made one that turns every text into nothing."""
+    folder = copy_of(rotary_model_folder, tmp_path)
+    for name in missing:
+        (folder / name).unlink()
+    assert missing[0] in mistake(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_broken_file_is_refused(rotary_model_folder, tmp_path, name):
+    """Bug: half a weights file ended in a traceback: SafetensorError is not a ValueError."""
+    folder = copy_of(rotary_model_folder, tmp_path)
+    whole = (folder / name).read_bytes()
+    (folder / name).write_bytes(whole[: len(whole) // 2])
+    mistake(folder)
+
+
+@pytest.mark.parametrize("name", ["/nowhere", "./nowhere", "runs/x/nowhere"])
+def test_a_folder_that_is_not_there_is_not_looked_up_on_the_hub(name):
+    assert f"model.name = {name}: no such folder; give a folder" in mistake(name)
+
+
+def test_an_unknown_hub_id_is_refused():
+    """Bug: transformers' message had two lines, and did not name the model."""
+    mistake("nobody/no-such-model")
+
+
+def test_a_folder_that_lacks_some_weights_is_refused(rotary_model_folder, tmp_path):
+    """Bug: transformers draws them at random and only warns, so the run trained on noise."""
+    folder = copy_of(rotary_model_folder, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    kept = {k: v for k, v in model.state_dict().items() if "layers.1.mlp.up_proj" not in k}
+    model.save_pretrained(folder, state_dict=kept)
+    assert "layers.1.mlp.up_proj" in mistake(folder)
+
+
+def test_a_tokenizer_without_pad_and_eos_is_refused(absolute_model_folder, tmp_path):
+    folder = copy_of(absolute_model_folder, tmp_path, pad_token=None, eos_token=None)
+    assert "neither a pad nor an eos token" in mistake(folder)
+
+
+def test_a_model_without_any_end_token_is_refused(absolute_model_folder, tmp_path):
+    folder = copy_of(absolute_model_folder, tmp_path, eos_token=None)
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((folder / name).read_text()) | {"eos_token_id": None}
+        (folder / name).write_text(json.dumps(settings))
+    assert "which token ends text" in mistake(folder)
+
+
+def test_an_unknown_attention_kernel_is_refused(rotary_model_folder):
+    line = mistake(rotary_model_folder, "model.attn_implementation=no_such_kernel")
+    assert "attn_implementation" in line

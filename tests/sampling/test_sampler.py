@@ -1,0 +1,566 @@
+"""Sampling: what is drawn is what is scored, whatever the batch, the hub's defaults, the end."""
+
+import functools
+import json
+import math
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness import CPU, make_policy, seed
+from transformers import (
+    GenerationConfig,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from engine.model import Policy, bf16_copy
+from engine.sampler import (
+    CapturedBatch,
+    Completion,
+    DecodeBatch,
+    SamplingParams,
+    decode_grouped,
+    draw_uniforms,
+    keep_likeliest,
+    left_pad,
+    sample_in_batches,
+    sample_tokens,
+    supports_grouped,
+)
+from main import decode_with_generate, get_generation_config
+
+RAGGED = [[5, 9, 30], [40, 41, 42, 43, 44, 45, 46, 47, 48], [7], [60, 5, 61, 5, 62]]
+SEEDS = [(seed(), 0, i) for i in range(len(RAGGED))]
+MANY_EOS = tuple(range(0, 345, 8))  # about one token in eight ends a completion
+DECODE = {"grouped": decode_grouped, "generate": decode_with_generate}
+
+each_backend = pytest.mark.parametrize("backend", DECODE)
+
+
+def sample(
+    policy: Policy,
+    prompts: list[list[int]] = RAGGED,
+    seeds: list[tuple[int, ...]] = SEEDS,
+    *,
+    decode: Callable[..., list[Completion]] | None = None,
+    num_samples: int = 4,
+    max_batch_tokens: int = 10**6,
+    **changes,
+) -> list[list[Completion]]:
+    """Completions of the prompts, at most 12 tokens each; `changes` are to the parameters."""
+    return sample_in_batches(
+        policy.sampler.eval(),
+        prompts,
+        seeds,
+        decode=decode or DECODE[policy.backend],
+        num_samples=num_samples,
+        params=replace(policy.params, **({"max_new_tokens": 12} | changes)),
+        max_batch_tokens=max_batch_tokens,
+        on_progress=lambda num_ended: None,
+    )
+
+
+def token_ids(groups: list[list[Completion]]) -> list[list[list[int]]]:
+    return [[completion.token_ids for completion in group] for group in groups]
+
+
+@torch.no_grad()
+def full_log_probs(model: torch.nn.Module, ids: list[int], temperature: float) -> torch.Tensor:
+    """log softmax(logits / temperature) after each of `ids`, (T, V): no cache, no padding."""
+    logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    return (logits / temperature).log_softmax(dim=-1)
+
+
+# The sampled distribution is the scored one
+
+
+@pytest.fixture
+def poisoned_folder(model_folder: Path, tmp_path: Path) -> Path:
+    """The model with a generation_config that makes sampling greedy and forbids half the tokens."""
+    folder = shutil.copytree(model_folder, tmp_path / "poisoned")
+    GenerationConfig(
+        do_sample=True,
+        temperature=0.1,
+        top_k=1,
+        repetition_penalty=1.3,
+        min_p=0.3,
+        suppress_tokens=list(range(2, 345, 2)),  # a field that nobody thinks of
+        eos_token_id=0,
+    ).save_pretrained(folder)
+    assert json.loads((folder / "generation_config.json").read_text())["top_k"] == 1
+    return folder
+
+
+@each_backend
+def test_the_hubs_generation_config_does_not_leak_into_sampling(poisoned_folder, backend):
+    """Samples of one question differ, and the trainer scores each token as it was drawn.
+
+    To 1e-4: log-probabilities of fp32, down to -20, differ by the rounding of some 100 operations.
+    """
+    policy = make_policy(poisoned_folder, f"sampling.backend={backend}")
+    assert policy.backend == backend
+    for temperature in (0.7, 1.0, 1.3):
+        groups = sample(policy, temperature=temperature)
+        for prompt_ids, group in zip(RAGGED, groups, strict=True):
+            assert len({tuple(c.token_ids) for c in group}) == len(group)
+            for completion in group:
+                ids = torch.tensor([prompt_ids + completion.token_ids])
+                scored = policy.scorer(
+                    ids,
+                    torch.ones_like(ids, dtype=torch.bool),
+                    num_tokens=len(completion.token_ids),
+                    temperature=temperature,
+                )
+                difference = scored[0].detach().numpy() - completion.log_probs
+                assert np.abs(difference).max() <= 1e-4
+
+
+@each_backend
+def test_backends_draw_each_first_token_as_often_as_its_probability_says(poisoned_folder, backend):
+    """The ten likeliest tokens and the rest, each within five standard errors."""
+    policy = make_policy(poisoned_folder, f"sampling.backend={backend}")
+    num_samples = 4000
+    changes = {"num_samples": num_samples, "max_new_tokens": 1, "temperature": 1.3}
+    (group,) = sample(policy, RAGGED[:1], SEEDS[:1], **changes)
+    counts = Counter(c.token_ids[0] for c in group)
+    expected = full_log_probs(policy.model, RAGGED[0], 1.3)[-1].exp() * num_samples
+    likeliest = expected.topk(10).indices.tolist()
+    seen = [counts[token] for token in likeliest]
+    wanted = expected[likeliest].tolist()
+    seen, wanted = [*seen, num_samples - sum(seen)], [*wanted, num_samples - sum(wanted)]
+    assert min(wanted) > 20  # so that counts are nearly normal
+    for count, mean in zip(seen, wanted, strict=True):
+        standard_error = math.sqrt(mean * (1 - mean / num_samples))
+        assert abs(count - mean) < 5 * standard_error
+
+
+def test_generation_config_sets_every_field_that_changes_the_distribution():
+    """A field left None would be filled from the model's own generation config."""
+    params = SamplingParams(7, 1.0, 1.0, 0, (3, 4), 3)
+    config = get_generation_config(params, num_samples=2)
+    neutral = {
+        "do_sample": True,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "typical_p": 1.0,
+        "repetition_penalty": 1.0,
+        "no_repeat_ngram_size": 0,
+        "num_beams": 1,
+        "max_new_tokens": 7,
+        "num_return_sequences": 2,
+        "eos_token_id": [3, 4],
+    }
+    assert {name: getattr(config, name) for name in neutral} == neutral
+
+
+# Backend `grouped` against a plain loop, and against itself in other batches
+
+
+def test_grouped_decoding_equals_a_plain_loop_without_cache_padding_or_batch(model_folder):
+    """Each token is the one that its uniform number draws from the full forward's distribution.
+
+    Its thresholds are sums of 345 probabilities, each of which fp32 rounds by up to 2**-24 of the
+    sum. Log-probabilities and entropies differ as above.
+    """
+    policy = make_policy(model_folder)
+    groups = sample(policy, temperature=1.2, eos_ids=MANY_EOS, num_samples=16)
+    num_dropped = 0
+    for prompt_ids, words, group in zip(RAGGED, SEEDS, groups, strict=True):
+        uniforms = draw_uniforms([words], num_samples=16, length=12)
+        for completion, row_uniforms in zip(group, uniforms, strict=True):
+            ids = list(prompt_ids)
+            for t, uniform in enumerate(row_uniforms):
+                log_probs = full_log_probs(policy.model, ids, 1.2)[-1]
+                token = completion.token_ids[t]
+                cdf = log_probs.double().exp().cumsum(0)
+                assert cdf[token] - log_probs[token].exp() <= uniform + 345 * 2**-24
+                assert uniform <= cdf[token] + 345 * 2**-24
+                assert completion.log_probs[t] == pytest.approx(log_probs[token].item(), abs=1e-4)
+                entropy = -(log_probs.exp() * log_probs).sum().item()
+                assert completion.entropies[t] == pytest.approx(entropy, abs=1e-4)
+                ids.append(token)
+                if token in MANY_EOS:
+                    break
+            assert ids == prompt_ids + completion.token_ids
+            num_dropped += not completion.truncated
+    # rows did leave the batch on the way: of 64 about four in five, as each has 12 chances in 8
+    assert num_dropped > 6
+
+
+def test_a_question_gets_the_same_completions_in_every_batch(model_folder):
+    policy = make_policy(model_folder, is_exact=True)
+    together = token_ids(sample(policy, eos_ids=MANY_EOS))
+    assert token_ids(sample(policy, eos_ids=MANY_EOS, max_batch_tokens=1)) == together
+    assert token_ids(sample(policy, eos_ids=MANY_EOS, max_batch_tokens=150)) == together
+    turned = token_ids(sample(policy, RAGGED[::-1], SEEDS[::-1], eos_ids=MANY_EOS))
+    assert turned[::-1] == together
+    fewer = token_ids(sample(policy, eos_ids=MANY_EOS, num_samples=1))
+    assert fewer == [group[:1] for group in together]
+    for i, (prompt_ids, words) in enumerate(zip(RAGGED, SEEDS, strict=True)):
+        assert token_ids(sample(policy, [prompt_ids], [words], eos_ids=MANY_EOS)) == [together[i]]
+
+
+@pytest.fixture
+def replays_run_the_step(monkeypatch) -> None:
+    """This machine has no CUDA graphs: where one would be replayed, its step is run."""
+
+    def capture(batch: CapturedBatch, num_columns: int) -> Callable[[], None]:
+        return functools.partial(DecodeBatch.step, batch, num_columns)
+
+    monkeypatch.setattr(CapturedBatch, "capture", capture)
+
+
+def test_steps_of_fixed_shape_draw_the_same_tokens(model_folder, replays_run_the_step):
+    """What CUDA graphs replay: rows leave late, and attention sees columns that are masked out."""
+    policy = make_policy(model_folder, is_exact=True)
+    prompts, seeds = [*RAGGED, list(range(2, 240))], [*SEEDS, (seed(), 0, 99)]
+    settings = {"eos_ids": tuple(range(0, 345, 20)), "max_new_tokens": 40, "num_samples": 16}
+    plain = sample(policy, prompts, seeds, **settings)
+    lengths = [len(c.token_ids) for group in plain for c in group]
+    assert min(lengths) < 16 and max(lengths) > 256 - 238  # attention leaps, and rows leave
+    captured = functools.partial(decode_grouped, capture=True)
+    fixed = sample(policy, prompts, seeds, decode=captured, **settings)
+    assert token_ids(fixed) == token_ids(plain)
+    for group, other in zip(plain, fixed, strict=True):
+        for c, d in zip(group, other, strict=True):
+            assert c.truncated == d.truncated
+            np.testing.assert_allclose(c.log_probs, d.log_probs, atol=1e-4)
+
+
+def test_steps_that_can_be_replayed_are_captured(rotary_model_folder, replays_run_the_step):
+    assert supports_grouped(make_policy(rotary_model_folder).sampler.eval(), capture=True)
+
+
+def test_a_step_that_would_not_replay_is_not_captured(rotary_model_folder, monkeypatch):
+    """A graph that repeats its first step's result is found out by the probe."""
+    monkeypatch.setattr(CapturedBatch, "capture", lambda batch, num_columns: lambda: None)
+    assert not supports_grouped(make_policy(rotary_model_folder).sampler.eval(), capture=True)
+
+
+@each_backend
+def test_temperature_0_takes_the_likeliest_tokens_and_scores_them_at_1(model_folder, backend):
+    """Whatever the seed, and though top-p would draw from several tokens.
+
+    Without an end all are cut off; what comes fourth in each is then made an end.
+    """
+    policy = make_policy(model_folder, f"sampling.backend={backend}", is_exact=True)
+    settings = {"num_samples": 1, "temperature": 0.0, "top_p": 0.9}
+    others = [(seed(), 1, i) for i in range(len(RAGGED))]
+    eos_ids, is_cut_off = (), True
+    for _ in range(2):
+        groups = sample(policy, eos_ids=eos_ids, **settings)
+        for prompt_ids, (completion,) in zip(RAGGED, groups, strict=True):
+            ids = list(prompt_ids)
+            for token, log_prob in zip(completion.token_ids, completion.log_probs, strict=True):
+                expected = full_log_probs(policy.model, ids, 1.0)[-1]
+                assert token == int(expected.argmax())
+                # kept in fp32, in which log-probabilities down to -20 are rounded by 1e-6
+                assert log_prob == pytest.approx(expected[token].item(), abs=1e-4)
+                ids.append(token)
+            assert completion.truncated == is_cut_off
+            assert len(completion.token_ids) == 12 if is_cut_off else ids[-1] in eos_ids
+        other_groups = sample(policy, seeds=others, eos_ids=eos_ids, **settings)
+        assert token_ids(other_groups) == token_ids(groups)
+        if is_cut_off:
+            eos_ids, is_cut_off = tuple({c.token_ids[3] for (c,) in groups}), False
+
+
+def test_of_tokens_that_are_equally_likely_the_greedy_one_is_the_first():
+    """Softmax of ln (1, 3, 3, 1) is (1, 3, 3, 1) / 8."""
+    logits = torch.tensor([[1.0, 3.0, 3.0, 1.0], [3.0, 1.0, 1.0, 3.0]]).log()
+    uniforms = torch.tensor([0.99, 0.99])
+    settings = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+    tokens, log_probs, entropies = sample_tokens(logits, uniforms, **settings)
+    assert tokens.tolist() == [1, 0]
+    assert log_probs.tolist() == pytest.approx([math.log(3 / 8)] * 2)
+    expected = 0.75 * math.log(8 / 3) + 0.25 * math.log(8)
+    assert entropies.tolist() == pytest.approx([expected] * 2)
+
+
+@each_backend
+def test_two_equal_questions_with_different_seeds_get_different_samples(
+    rotary_model_folder, backend
+):
+    policy = make_policy(rotary_model_folder, f"sampling.backend={backend}")
+    first, second = token_ids(sample(policy, [[5, 9], [5, 9]], [(seed(), 0, 1), (seed(), 0, 2)]))
+    assert all(a != b for a in first for b in second)
+    again = token_ids(sample(policy, [[5, 9], [5, 9]], [(seed(), 0, 1), (seed(), 0, 2)]))
+    assert again == [first, second]
+
+
+def test_sampling_depends_on_no_random_state_and_leaves_it_alone(rotary_model_folder):
+    for backend in DECODE:
+        policy = make_policy(rotary_model_folder, f"sampling.backend={backend}")
+        torch.manual_seed(seed(1))
+        first, after = token_ids(sample(policy)), torch.rand(())
+        torch.manual_seed(seed(2))
+        assert token_ids(sample(policy)) == first
+        torch.manual_seed(seed(1))
+        assert torch.rand(()) == after
+
+
+def test_no_questions_have_no_completions(rotary_model_folder):
+    assert sample(make_policy(rotary_model_folder), [], []) == []
+
+
+@each_backend
+def test_progress_counts_every_completion(rotary_model_folder, backend):
+    """Within a batch too, for the default backend: the bar stood at 0 until a batch had ended."""
+    policy = make_policy(rotary_model_folder, f"sampling.backend={backend}")
+    params = replace(policy.params, max_new_tokens=12)
+    if backend == "grouped":
+        params = replace(params, eos_ids=MANY_EOS)
+    for max_batch_tokens in (70, 10**6):
+        done: list[int] = []
+        groups = sample_in_batches(
+            policy.sampler,
+            RAGGED,
+            SEEDS,
+            decode=DECODE[backend],
+            num_samples=4,
+            params=params,
+            max_batch_tokens=max_batch_tokens,
+            on_progress=done.append,
+        )
+        assert sum(done) == 4 * 4 and min(done) >= 0
+    if backend == "grouped":  # of one batch: with each token those that it ended
+        lengths = sorted(len(c.token_ids) for group in groups for c in group)
+        assert [n for n in done if n > 0] == list(Counter(lengths).values())
+
+
+@each_backend
+@pytest.mark.parametrize("pad_id", [1, 8], ids=["pad is not eos", "pad is eos"])
+def test_a_completion_ends_with_its_first_eos_or_at_the_limit(rotary_model_folder, backend, pad_id):
+    policy = make_policy(rotary_model_folder, f"sampling.backend={backend}")
+    changes = {"num_samples": 100, "max_new_tokens": 6, "eos_ids": MANY_EOS, "pad_id": pad_id}
+    rows = [completion for group in sample(policy, **changes) for completion in group]
+    for completion in rows:
+        ends = [token in MANY_EOS for token in completion.token_ids]
+        assert not any(ends[:-1])
+        assert completion.truncated == (not ends[-1])
+        assert len(ends) == 6 or ends[-1]
+        assert len(completion.log_probs) == len(completion.entropies) == len(ends)
+        assert (completion.log_probs < 0).all()
+    seen = {(len(c.token_ids) == 6, c.truncated) for c in rows}
+    # an EOS at the limit is an end, which is that of about one in fifteen of 400
+    assert seen == {(True, True), (True, False), (False, False)}
+    assert len({c.token_ids[-1] for c in rows if not c.truncated}) > 1
+
+
+# Drawing one token
+
+
+def test_tokens_are_drawn_as_often_as_their_probabilities_say():
+    """Each within five standard errors."""
+    probs = torch.tensor([0.0, 0.4, 0.3, 0.0, 0.2, 0.07, 0.03, 0.0])
+    uniforms = torch.from_numpy(np.random.default_rng(seed()).random(20_000, dtype=np.float32))
+    logits = probs.log().expand(len(uniforms), -1)
+    tokens, log_probs, _ = sample_tokens(logits, uniforms, temperature=1.0, top_p=1.0, top_k=0)
+    counts = torch.bincount(tokens, minlength=8)
+    assert counts[probs == 0].tolist() == [0, 0, 0]
+    standard_errors = (len(uniforms) * probs * (1 - probs)).sqrt()
+    assert ((counts - len(uniforms) * probs).abs() <= 5 * standard_errors).all()
+    assert torch.allclose(log_probs, probs[tokens].log(), atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_extreme_uniforms_never_draw_a_token_of_probability_zero(temperature):
+    generator = torch.Generator().manual_seed(seed())
+    logits = torch.randn((64, 1000), generator=generator) * 5
+    logits[:, :3] = -math.inf
+    logits[:, -3:] = -math.inf
+    below_one = np.nextafter(np.float32(1), np.float32(0))
+    for uniform, token in ((0.0, 3), (float(below_one), None)):
+        uniforms = torch.full((64,), uniform)
+        settings = {"temperature": temperature, "top_p": 1.0, "top_k": 0}
+        tokens, log_probs, _ = sample_tokens(logits, uniforms, **settings)
+        assert log_probs.isfinite().all()
+        assert token is None or set(tokens.tolist()) == {token}
+    certain = torch.tensor([[-math.inf, 0.0, -math.inf]]).expand(2, 3)
+    tokens, log_probs, entropies = sample_tokens(
+        certain, torch.tensor([0.0, float(below_one)]), **settings
+    )
+    assert tokens.tolist() == [1, 1] and log_probs.tolist() == [0, 0] == entropies.tolist()
+
+
+def test_log_probs_and_entropies_are_those_of_the_whole_distribution_at_the_temperature():
+    """(1/2, 1/4, 1/4): 1.5 ln 2 nats. At temperature 1/2 it is (4, 1, 1) / 6."""
+    logits = torch.tensor([[0.5, 0.25, 0.25, 0.0]]).log()
+    uniforms = torch.tensor([0.0])
+    _, log_probs, entropies = sample_tokens(logits, uniforms, temperature=1.0, top_p=0.4, top_k=1)
+    assert log_probs.item() == pytest.approx(-math.log(2))  # though nothing else can be drawn
+    assert entropies.item() == pytest.approx(1.5 * math.log(2))
+    _, log_probs, entropies = sample_tokens(logits, uniforms, temperature=0.5, top_p=1.0, top_k=0)
+    assert log_probs.item() == pytest.approx(math.log(4 / 6))
+    assert entropies.item() == pytest.approx(math.log(6) - 4 / 6 * math.log(4))
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [
+        (0, 1.0, [0.1, 0.4, 0.2, 0.3]),
+        (1, 1.0, [0.0, 0.4, 0.0, 0.0]),
+        (3, 1.0, [0.0, 0.4, 0.2, 0.3]),
+        (9, 1.0, [0.1, 0.4, 0.2, 0.3]),
+        (0, 0.01, [0.0, 0.4, 0.0, 0.0]),  # never nothing
+        (0, 0.39, [0.0, 0.4, 0.0, 0.0]),
+        (0, 0.41, [0.0, 0.4, 0.0, 0.3]),
+        (0, 0.69, [0.0, 0.4, 0.0, 0.3]),
+        (0, 0.71, [0.0, 0.4, 0.2, 0.3]),
+        (0, 0.91, [0.1, 0.4, 0.2, 0.3]),
+        (2, 0.56, [0.0, 0.4, 0.0, 0.0]),  # 0.4 of 0.7 is a share of 0.57
+        (2, 0.58, [0.0, 0.4, 0.0, 0.3]),
+    ],
+)
+def test_top_k_and_top_p_keep_the_likeliest(top_k, top_p, kept):
+    probs = torch.tensor([[0.1, 0.4, 0.2, 0.3]])
+    assert keep_likeliest(probs, top_p=top_p, top_k=top_k).tolist() == torch.tensor([kept]).tolist()
+
+
+def test_truncated_sampling_draws_only_what_is_kept():
+    uniforms = torch.linspace(0, 1, 1001)[:-1]
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().expand(1000, -1)
+    tokens, _, _ = sample_tokens(logits, uniforms, temperature=1.0, top_p=0.6, top_k=3)
+    counts = torch.bincount(tokens, minlength=4).tolist()
+    assert counts[0] == counts[2] == 0
+    assert counts[1] == pytest.approx(1000 * 4 / 7, abs=2)
+
+
+# Logits that are not finite
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_row_of_broken_logits_gets_a_log_probability_of_nan_and_harms_no_other(value):
+    """Bug: the draw was out of range, which raised, and on a GPU ended the process."""
+    logits = torch.randn((3, 50), generator=torch.Generator().manual_seed(seed()))
+    uniforms = torch.tensor([0.2, 0.5, 0.9])
+    settings = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    expected = sample_tokens(logits, uniforms, **settings)
+    broken = logits.clone()
+    broken[1, 7] = value
+    tokens, log_probs, entropies = sample_tokens(broken, uniforms, **settings)
+    for result, whole in zip((tokens, log_probs, entropies), expected, strict=True):
+        assert torch.equal(result[[0, 2]], whole[[0, 2]])
+    assert 0 <= tokens[1] < 50 and log_probs[1].isnan()
+
+
+@each_backend
+def test_finite_logits_may_overflow_at_a_low_temperature(rotary_model_folder, backend):
+    """Bug: 3e38 / 0.7 is infinite, which was checked before the division: the draw raised."""
+    policy = make_policy(rotary_model_folder, f"sampling.backend={backend}")
+    with torch.no_grad():
+        policy.model.lm_head.weight *= 1e37
+    assert policy.model(torch.tensor([RAGGED[0]])).logits.isfinite().all()
+    completions = [c for group in sample(policy, temperature=0.01) for c in group]
+    assert len(completions) == 4 * len(RAGGED) and all(c.is_broken for c in completions)
+    assert all(0 <= token < 345 for c in completions for token in c.token_ids)
+
+
+@each_backend
+def test_a_broken_model_samples_without_an_exception(rotary_model_folder, backend):
+    policy = make_policy(rotary_model_folder, f"sampling.backend={backend}")
+    next(policy.model.parameters()).data.fill_(math.nan)
+    completions = [completion for group in sample(policy) for completion in group]
+    assert all(np.isnan(completion.log_probs).all() for completion in completions)
+
+
+# Models
+
+
+def test_attention_models_support_grouped_decoding(model_folder):
+    model = make_policy(model_folder).model.eval()
+    assert supports_grouped(model)
+
+
+def test_a_sliding_window_shorter_than_the_prompt_is_only_an_obstacle_to_capture(
+    replays_run_the_step,
+):
+    """Its layers move their tensors, so that a graph would read and write where nothing is."""
+    config = MistralConfig(
+        vocab_size=345,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=3,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed())
+        model = MistralForCausalLM(config)
+    assert supports_grouped(model.eval())
+    assert not supports_grouped(model.eval(), capture=True)
+
+
+def test_a_recurrent_model_samples_with_generate(tmp_path, tokenizer):
+    """A state cannot be repeated like a cache: the load says so and takes the other backend."""
+    config = MambaConfig(vocab_size=345, hidden_size=32, num_hidden_layers=2, state_size=4)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed())
+        model = MambaForCausalLM(config)
+    assert not supports_grouped(model.eval())
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    policy = make_policy(tmp_path, "model.attn_implementation=eager")
+    assert policy.backend == "generate"
+    (group,) = sample(policy, RAGGED[:1], SEEDS[:1])
+    assert len({tuple(c.token_ids) for c in group}) == 4
+
+
+def test_left_pad_puts_tokens_last_and_marks_them():
+    ids, mask = left_pad([[1, 2, 3], [4]], 9, CPU)
+    assert ids.tolist() == [[1, 2, 3], [9, 9, 4]]
+    assert mask.tolist() == [[True, True, True], [False, False, True]]
+
+
+def test_the_bf16_sampler_keeps_its_rotary_frequencies(rotary_model_folder):
+    """Bug: `.to(torch.bfloat16)` rounded the frequencies too: far positions had the wrong angle.
+
+    On a model of 4 layers the difference to the trainer's log-probabilities grew from 0.02 at the
+    start to 0.09 after 1,400 tokens, where it now stays at 0.02.
+    """
+    model = make_policy(rotary_model_folder).model
+    copied = bf16_copy(model)
+    assert {p.dtype for p in copied.parameters()} == {torch.bfloat16}
+    assert not any(p.requires_grad for p in copied.parameters())
+    for (name, kept), (_, original) in zip(
+        copied.named_buffers(), model.named_buffers(), strict=True
+    ):
+        assert torch.equal(kept, original), name
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+# What generation leaves behind
+
+
+@each_backend
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_the_same_with_and_without_a_rollout_before(
+    model_folder, backend, checkpointing
+):
+    overrides = [f"sampling.backend={backend}", f"model.gradient_checkpointing={checkpointing}"]
+    policies = [make_policy(model_folder, *overrides) for _ in range(2)]
+    configs = [policy.model.config.to_dict() for policy in policies]
+    states = [policy.model.generation_config.to_dict() for policy in policies]
+    sample(policies[1])
+    assert policies[1].model.config.to_dict() == configs[0]
+    assert policies[1].model.generation_config.to_dict() == states[0]
+    gradients = []
+    for policy in policies:
+        assert all(p.grad is None and p.requires_grad for p in policy.model.parameters())
+        policy.model.train()
+        ids = torch.tensor([RAGGED[1], RAGGED[1][::-1]])
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        policy.scorer(ids, mask, num_tokens=5, temperature=1.0).sum().backward()
+        gradients.append([p.grad for p in policy.model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

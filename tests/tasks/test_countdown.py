@@ -1,0 +1,653 @@
+"""The Countdown task: what its graders pay for, and which questions it trains on."""
+
+import ast
+import math
+import random
+import re
+import time
+from fractions import Fraction
+from itertools import combinations
+
+import pytest
+from harness import assert_linear, seed
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import countdown
+from countdown import (
+    Options,
+    answer_reward_function,
+    format_reward_function,
+    parse_question,
+    question_key,
+)
+from engine.data import is_in_split
+
+NUMS, TARGET = [3, 7, 25], 46  # 25 + 3 * 7
+EXAMPLE = {"nums": NUMS, "target": TARGET}
+MILLION = 1_000_000
+
+
+def answer_block(expression: str) -> str:
+    return f"so it works.</think>\n<answer>{expression}</answer>"
+
+
+def score(expression: str, nums: list[int], target: int | Fraction) -> float:
+    return answer_reward_function(answer_block(expression), nums=nums, target=target)
+
+
+def reward(completion: str, example_row: dict = EXAMPLE) -> dict[str, float]:
+    return countdown.reward_function(completion, example_row, options=Options(), num_tokens=0)
+
+
+def extract_answer(completion: str) -> str | None:
+    return countdown.extract_answer(completion, EXAMPLE, options=Options())
+
+
+def prompt(example_row: dict = EXAMPLE) -> list[dict]:
+    return countdown.generate_prompt(example_row, options=Options())
+
+
+def generate(
+    split: str,
+    num_examples: int | None,
+    *,
+    with_seed: int = 0,
+    exclude: list[dict] = (),
+    **options: int,
+) -> list[dict]:
+    return countdown.load_examples(
+        "generated",
+        split,
+        options=Options(**options),
+        num_examples=num_examples,
+        seed=with_seed,
+        held_out=True,
+        exclude=exclude,
+    )
+
+
+# The format reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("thought</think>\n<answer>1 + 2</answer>", 1.0),
+        ("</think>\n<answer></answer>", 1.0),
+        ("several\nlines</think>\n<answer>1\n+ 2</answer>", 1.0),
+        ("a</think>\n<answer>1</answer>\n", 1.0),  # $ matches before one last newline
+        ("a</think> b</think>\n<answer>1</answer> c</answer>", 1.0),  # .*? reaches further
+        ("a</think>\n<answer>1</answer>\n\n", 0.6),
+        ("a</think>\n<answer>1</answer> I am done", 0.6),
+        ("a</think><answer>1</answer>", 0.6),
+        ("a</think>\r\n<answer>1</answer>", 0.6),
+        ("<answer>1</answer></think>", 0.6),
+        ("a</think>\n<answer>1", 0.1),
+        ("a</think>\n</answer><answer>", 0.1),
+        ("<answer>1</answer>", 0.5),
+        ("<ANSWER>1</ANSWER></THINK>", 0.0),
+        ("thinking goes on and on", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_format_reward_is_whole_for_the_whole_layout_and_part_for_a_block(
+    completion: str, reward: float
+):
+    assert format_reward_function(completion) == pytest.approx(reward, abs=1e-12)
+
+
+def format_reward_by_regex(completion: str) -> float:
+    text = "<think>" + completion
+    if re.match(r"^<think>.*?</think>\n<answer>.*?</answer>$", text, re.DOTALL):
+        return 1.0
+    has_think_block = re.search(r"<think>.*?</think>", text, re.DOTALL) is not None
+    has_answer_block = re.search(r"<answer>.*?</answer>", text, re.DOTALL) is not None
+    return 0.1 * has_think_block + 0.5 * has_answer_block
+
+
+PIECES = ["<think>", "</think>", "<answer>", "</answer>", "\n", "x", " ", "<", "</", "\r", ">", "1"]
+BRIDGED = [*PIECES, "</think>\n<answer>", "</answer>\n"]
+
+
+@settings(max_examples=1_000, deadline=None)
+@given(st.lists(st.sampled_from(BRIDGED), max_size=14).map("".join))
+def test_format_reward_agrees_with_the_regex_it_replaces(completion: str):
+    assert format_reward_function(completion) == format_reward_by_regex(completion)
+
+
+# The answer reward
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "25 + 3 * 7",
+        "25+3*7",
+        "  7 *3 +   25 ",
+        "((25)) + (3 * (7))",
+        "25 - -3 * 7",
+        "25 - (-(3 * 7))",
+        "-3 * -7 + 25",
+        "--25 + 3 * 7",
+        "(" * 300 + "25 + 3 * 7" + ")" * 300,
+        "-" * 400 + "25 + 3 * 7",
+    ],
+)
+def test_right_answers_are_paid(expression: str):
+    assert score(expression, NUMS, TARGET) == 1.0
+
+
+def test_values_are_exact_and_not_rounded():
+    assert score("8 / (3 - 8 / 3)", [3, 3, 8, 8], 24) == 1.0  # floats give 23.99999999999999
+    assert score("100000000000000000 + 1 - 1 / 3", [100000000000000000, 1, 1, 3], 10**17) == 0.0
+    assert score("7 / 2", [2, 7], 3) == score("7 / 2", [2, 7], 4) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("expression", "nums", "target"),
+    [
+        ("2 ** 3", [2, 3], 8),
+        ("2 * * 3", [2, 3], 8),
+        ("7 // 2", [2, 7], 3),
+        ("7 / / 2", [2, 7], 3),
+        ("99**98**97", [97, 98, 99], 1),
+        ("1.5*4", [1, 4, 5], 6),
+        ("1.5*4", [1, 5, 4], 20),
+        ("1.0 + 2", [0, 1, 2], 3),
+        ("1e2", [1, 2], 100),
+        ("1_0 + 2", [2, 10], 12),
+        ("0x3 + 2", [0, 2, 3], 5),
+        ("1,2", [1, 2], 3),
+        ("1 2", [1, 2], 12),
+        ("1 2", [12], 12),
+        ("2(3)", [2, 3], 6),
+        ("(2)(3)", [2, 3], 6),
+        ("2 + 3 = 5", [2, 3], 5),
+        ("+2 + 3", [2, 3], 5),
+        ("2 + 3\n", [2, 3], 5),
+        ("2\t+ 3", [2, 3], 5),
+        ("2 \u00d7 3", [2, 3], 6),
+        ("2 \u2212 3", [2, 3], -1),
+        ("\u0662 + 3", [2, 3], 5),
+        ("\uff12 + 3", [2, 3], 5),
+        ("\u00b2 + 3", [2, 3], 5),
+        ("02 + 3", [2, 3], 5),
+        ("00 + 3", [0, 3], 3),
+        ("1" * 21, [int("1" * 21)], int("1" * 21)),
+        ("2 + 3 / 0", [0, 2, 3], 2),
+        ("3 / (2 - 2)", [2, 2, 3], 0),
+        ("(2 + 3", [2, 3], 5),
+        ("2 + 3)", [2, 3], 5),
+        ("2) + (3", [2, 3], 5),
+        ("2 + 3 +", [2, 3], 5),
+        ("* 2 + 3", [2, 3], 5),
+        ("2 3 +", [2, 3], 5),
+        ("2 -", [2], 2),
+        ("()", [], 0),
+        ("() 2 + 3", [2, 3], 5),
+        ("2 () + 3", [2, 3], 5),
+        ("", [], 0),
+        ("   ", [], 0),
+        ("5", [2, 3], 5),
+        ("2 + 3 + 5 - 5", [2, 3], 5),
+        ("2 + 2 + 3 - 2", [2, 3], 5),
+        ("sum([2, 3])", [2, 3], 5),
+        ("__import__('os').getpid()", [2, 3], 5),
+        ("2 + 3" + " " * 1_000, [2, 3], 5),
+    ],
+)
+def test_wrong_or_malformed_answers_are_not_paid(expression: str, nums: list[int], target: int):
+    assert score(expression, nums, target) == 0.0
+
+
+def test_only_the_first_answer_block_counts():
+    right, wrong = "<answer>25 + 3 * 7</answer>", "<answer>25 + 3 + 7</answer>"
+    assert answer_reward_function(right + wrong, nums=NUMS, target=TARGET) == 1.0
+    assert answer_reward_function(wrong + right, nums=NUMS, target=TARGET) == 0.0
+    assert answer_reward_function("</answer>" + right, nums=NUMS, target=TARGET) == 1.0
+    assert answer_reward_function("<answer>" + right, nums=NUMS, target=TARGET) == 0.0
+    assert answer_reward_function(right + " and more", nums=NUMS, target=TARGET) == 1.0
+    assert answer_reward_function("<answer>25 + 3 * 7", nums=NUMS, target=TARGET) == 0.0
+    assert answer_reward_function("25 + 3 * 7", nums=NUMS, target=TARGET) == 0.0
+
+
+def test_reward_function_names_both_parts():
+    assert reward(answer_block("25 + 3 * 7")) == {"format": 1.0, "answer": 1.0}
+    assert reward("<answer>25 + 3 * 7</answer>") == {"format": 0.5, "answer": 1.0}
+    assert tuple(reward("")) == countdown.REWARD_PARTS
+
+
+# Properties: a random expression carries its text, its numbers and its exact value
+
+Expression = tuple[str, list[int], Fraction]
+
+
+def combine(left: Expression, right: Expression, operation: str, space: str) -> Expression:
+    values = {
+        "+": left[2] + right[2],
+        "-": left[2] - right[2],
+        "*": left[2] * right[2],
+        "/": left[2] / right[2] if right[2] else Fraction(0),
+    }
+    if operation == "/" and right[2] == 0:
+        operation = "+"
+    text = f"({left[0]}){space}{operation}{space}({right[0]})"
+    return text, left[1] + right[1], values[operation]
+
+
+leaves = st.integers(0, 99).map(lambda n: (str(n), [n], Fraction(n)))
+spaces = st.sampled_from(["", " ", "  "])
+expressions = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.builds(combine, inner, inner, st.sampled_from("+-*/"), spaces),
+        inner.map(lambda e: (f"-({e[0]})", e[1], -e[2])),
+        inner.map(lambda e: (f"({e[0]})", e[1], e[2])),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(expressions)
+def test_every_expression_with_the_right_value_is_paid(expression: Expression):
+    text, nums, value = expression
+    assert score(text, nums, value) == 1.0
+
+
+@settings(max_examples=300, deadline=None)
+@given(expressions, st.data())
+def test_a_wrong_value_or_a_wrong_number_is_never_paid(expression: Expression, data: st.DataObject):
+    text, nums, value = expression
+    i = data.draw(st.integers(0, len(nums) - 1))
+    assert score(text, nums, value + 1) == 0.0
+    assert score(text, nums, value - 1) == 0.0
+    assert score(text, [*nums[:i], nums[i] + 1, *nums[i + 1 :]], value) == 0.0
+    assert score(text, nums[:i] + nums[i + 1 :], value) == 0.0
+    assert score(text, [*nums, nums[i]], value) == 0.0
+
+
+@settings(max_examples=300, deadline=None)
+@given(expressions, st.randoms(use_true_random=False))
+def test_order_of_numbers_spaces_and_redundant_brackets_do_not_matter(
+    expression: Expression, rng: random.Random
+):
+    text, nums, value = expression
+    shuffled = rng.sample(nums, len(nums))
+    spaced = re.sub(r"[0-9]+|.", lambda m: m.group() + " " * rng.randrange(3), text)
+    bracketed = re.sub(r"[0-9]+", lambda m: f"(({m.group()}))", text)
+    for variant in (text, spaced, bracketed, f"({text})"):
+        assert score(variant, shuffled, value) == 1.0
+        assert score(variant, shuffled, value + 1) == 0.0
+
+
+def value_by_ast(text: str) -> Fraction | None:
+    """An independent oracle: Python's own parser, then exact arithmetic on four operators."""
+    try:
+        return fold(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return None
+
+
+def fold(node: ast.AST) -> Fraction:
+    match node:
+        case ast.Constant(value=int() as value):
+            return Fraction(value)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -fold(operand)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return fold(left) + fold(right)
+        case ast.BinOp(left=left, op=ast.Sub(), right=right):
+            return fold(left) - fold(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return fold(left) * fold(right)
+        case ast.BinOp(left=left, op=ast.Div(), right=right):
+            return fold(left) / fold(right)
+    raise ValueError(f"not in the grammar: {ast.dump(node)}")
+
+
+MORSELS = ["0", "1", "2", "7", "25", "10", "+", "-", "*", "/", "(", ")", " "]
+
+
+@settings(max_examples=2_000, deadline=None)
+@given(st.lists(st.sampled_from(MORSELS), max_size=12).map("".join))
+@example("2-3-4*5/6/7")
+@example("2/-3*4")
+@example("--2---3")
+@example("2" * 20)
+@example("2" * 21)
+def test_an_independent_oracle_agrees_on_random_strings(text: str):
+    nums = [int(number) for number in re.findall("[0-9]+", text)]
+    is_no_number = re.search(r"(?<![0-9])0[0-9]|[0-9]{21}", text)  # 007, or too many digits
+    value = None if is_no_number else value_by_ast(text)
+    if value is None:
+        assert all(score(text, nums, target) == 0.0 for target in range(-30, 60))
+    else:
+        assert score(text, nums, value) == 1.0
+        assert score(text, nums, value + Fraction(1, 10**9)) == 0.0
+
+
+@settings(max_examples=1_000, deadline=None)
+@given(
+    st.permutations(["25", "3", "7"]),
+    st.sampled_from(["{} {} {} {} {}", "({} {} {}) {} {}", "{} {} ({} {} {})", "{} {} {} {} -{}"]),
+    st.lists(st.sampled_from(["+", "-", "*", "/", "**", "//", "."]), min_size=2, max_size=2),
+)
+def test_near_misses_are_paid_only_for_the_right_value(
+    nums: list[str], shape: str, operators: list[str]
+):
+    text = shape.format(nums[0], operators[0], nums[1], operators[1], nums[2])
+    assert score(text, NUMS, TARGET) == float(value_by_ast(text) == TARGET)
+
+
+# Properties: any text at all is graded, fast
+
+any_text = st.lists(
+    st.one_of(
+        st.sampled_from([*BRIDGED, "25", "3", "7", "+", "*", "(", ")", "\0", "\ud800", "\u0663"]),
+        st.text(st.characters(), max_size=5),
+    ),
+    max_size=30,
+).map("".join)
+
+
+@settings(max_examples=1_000, deadline=None)
+@given(any_text, st.lists(st.integers(0, 99), max_size=4), st.integers(-9, 99))
+@example("\0", [], 0)
+@example("<answer>\ud800\udfff</answer>", [3], 3)
+@example("<answer>\udcff", [3], 3)
+def test_any_text_gets_a_reward_of_the_allowed_set(text: str, nums: list[int], target: int):
+    start = time.process_time()
+    rewards = reward(text, {"nums": nums, "target": target})
+    assert time.process_time() - start < 0.1
+    assert rewards["format"] in (0.0, 0.1, 0.5, 0.6, 1.0)
+    assert rewards["answer"] in (0.0, 1.0)
+    assert extract_answer(text) is None or extract_answer(text) in "".join(text.split())
+
+
+GARBAGE = {
+    "letters": "x" * MILLION,
+    "nul": "\0" * MILLION,
+    "surrogates": "\ud800" * MILLION,
+    "astral": "\U0001f600" * MILLION,
+    "unclosed think": "<think>" * (MILLION // 7),
+    "closed thinks": "</think>" * (MILLION // 8),
+    "unclosed answers": "<answer>" * (MILLION // 8),
+    "closed answers": "</answer>" * (MILLION // 9),
+    "bridges": "</think>\n<answer>" * (MILLION // 17),
+    "almost bridges": "</think>\n<answer" * (MILLION // 16),
+    "many answers": "<answer>1</answer>" * (MILLION // 18),
+    "opening angles": "<" * MILLION,
+    "newlines": "\n" * MILLION,
+    "digits": answer_block("1" * MILLION),
+    "zeros": answer_block("0" * MILLION),
+    "brackets": answer_block("(" * (MILLION // 2) + "3" + ")" * (MILLION // 2)),
+    "10,000 nested": answer_block("(" * 10_000 + "25 + 3 * 7" + ")" * 10_000),
+    "minuses": answer_block("-" * MILLION + "3"),
+    "powers": answer_block("9**" * (MILLION // 3) + "9"),
+    "spaces": answer_block(" " * MILLION),
+    "a late answer": "x" * MILLION + answer_block("1"),
+    "an early answer": answer_block("1") + "x" * MILLION,
+}
+
+
+def cpu_seconds(text: str, *, repeats: int) -> float:
+    """The best of `repeats`, so that other work on the machine does not count."""
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.process_time()
+        reward(text)
+        extract_answer(text)
+        best = min(best, time.process_time() - start)
+    return best
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_a_million_characters_of_garbage_take_less_than_100_ms(name: str):
+    assert reward(GARBAGE[name])["answer"] == 0.0
+    assert cpu_seconds(GARBAGE[name], repeats=3) < 0.1
+
+
+@pytest.mark.parametrize(
+    "unit", ["<think>", "</think>", "<answer>", "</answer>", "</think>\n<answer>", "<", "(", "1"]
+)
+def test_time_grows_linearly_with_the_text(unit: str):
+    """A lazy regex over repeated unclosed tags needed 23 s for 22,000 of them."""
+    assert_linear(lambda k: cpu_seconds(unit * k, repeats=7), 2 * MILLION // len(unit))
+
+
+def test_the_longest_expressions_take_less_than_100_ms():
+    """At the cap of 1,000 characters, with every number given, so that all of it is evaluated."""
+    number = "9" * countdown.MAX_DIGITS
+    for operation in "+-*/":
+        text = operation.join([number] * (countdown.MAX_ANSWER_CHARS // (len(number) + 1)))
+        nums = [int(number)] * (text.count(operation) + 1)
+        start = time.process_time()
+        score(text, nums, 1)
+        assert time.process_time() - start < 0.1
+    fractions = "+".join(f"1/{n}" for n in range(2, 190))
+    nums = [1] * 188 + list(range(2, 190))
+    start = time.process_time()
+    assert score(fractions, nums, 1) == 0.0
+    assert time.process_time() - start < 0.1
+
+
+# Answers and questions as text
+
+
+def test_extract_answer_is_the_first_block_without_spaces():
+    assert extract_answer(answer_block(" 25 + 3\n* 7 ")) == "25+3*7"
+    assert extract_answer(answer_block("1") + answer_block("2")) == "1"
+    assert extract_answer("25 + 3 * 7") is None
+    assert extract_answer("<answer>25") is None
+    assert extract_answer(answer_block(" ")) is None
+    assert extract_answer(answer_block("1" * 1_001)) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "numbers: 3 7 25, target: 46",
+        "numbers: 3, 7, 25, target: 46",
+        "Numbers: [3, 7, 25]; Target: 46\n",
+        "number 3 7 25 target 46",
+    ],
+)
+def test_a_typed_question_is_understood(text: str):
+    assert parse_question(text) == EXAMPLE
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "3 7 25",
+        "numbers: 3 7 25",
+        "target: 46",
+        "numbers: , target: 46",
+        "numbers: 3 7.5, target: 46",
+        "numbers: 3 7 x, target: 46",
+        "numbers: 3 7 25, target: 4.6",
+        "numbers: 3 [] 7, target: 4",
+        "numbers: 3 7 25, target: 46, please",
+        "numbers: " + "9" * 5_000 + ", target: 4",
+        "numbers: 3 7, target: " + "9" * 5_000,
+    ],
+)
+def test_a_question_that_is_not_understood_is_answered_with_an_example(text: str):
+    with pytest.raises(ValueError, match="numbers: 3 7 25, target: 46"):
+        parse_question(text)
+
+
+def test_the_prompt_poses_the_question_and_opens_the_think_block():
+    user, assistant = prompt()
+    assert user["role"] == "user"
+    assert "[3, 7, 25]" in user["content"]
+    assert "make 46." in user["content"]
+    assert assistant["role"] == "assistant"
+    assert assistant["content"].endswith("<think>")
+
+
+def test_the_example_in_the_prompt_is_an_answer_that_is_paid():
+    user, _ = prompt()
+    shown = user["content"].split("for example ")[1].removesuffix(".")
+    assert answer_reward_function(shown, nums=[1, 2, 4], target=12) == 1.0
+
+
+def test_prompts_differ_only_in_the_numbers_and_the_target():
+    """A small tokenizer can then hold each fixed chunk as one token."""
+    chunks = re.split(r"\{nums\}|\{target\}", countdown.QUESTION)
+    assert len(chunks) == 3
+    text = prompt({"nums": [1, 2], "target": 3})[0]["content"]
+    assert text == f"{chunks[0]}[1, 2]{chunks[1]}3{chunks[2]}"
+
+
+# Generated questions
+
+
+def solutions_exist(values: list[Fraction], target: int) -> bool:
+    """Brute force: every pair, every operation."""
+    if len(values) == 1:
+        return values[0] == target
+    for i, j in combinations(range(len(values)), 2):
+        a, b = values[i], values[j]
+        rest = [v for k, v in enumerate(values) if k not in (i, j)]
+        results = {a + b, a * b, a - b, b - a}
+        results |= {x / y for x, y in ((a, b), (b, a)) if y}
+        if any(solutions_exist([*rest, result], target) for result in results):
+            return True
+    return False
+
+
+def test_every_generated_question_has_a_solution():
+    for split in ("train", "validation"):
+        for row in generate(split, 100, with_seed=seed(5)):
+            assert solutions_exist([Fraction(n) for n in row["nums"]], row["target"]), row
+
+
+def test_the_brute_force_solver_knows_impossible_questions():
+    assert not solutions_exist([Fraction(1), Fraction(1), Fraction(1)], 60)
+
+
+def test_train_and_validation_never_overlap_whatever_seed_and_size():
+    keys = {"train": set(), "validation": set()}
+    for split, n, num_examples in [
+        ("train", 0, 3_000),
+        ("train", 1, 500),
+        ("validation", 0, 1_000),
+        ("validation", 7, 300),
+    ]:
+        rows = generate(split, num_examples, with_seed=seed(n))
+        keys[split] |= {question_key(row) for row in rows}
+    assert not keys["train"] & keys["validation"]
+
+
+def test_questions_are_held_out_whatever_the_order_of_their_numbers():
+    for row in generate("validation", 100):
+        turned_round = {"nums": row["nums"][::-1], "target": row["target"]}
+        assert is_in_split(question_key(turned_round), "validation")
+
+
+def test_generated_questions_depend_on_the_seed_alone():
+    """Pinned: other rows would make published results impossible to repeat."""
+    rows = generate("train", 20)
+    assert rows[:3] == PINNED_TRAIN_ROWS
+    assert generate("validation", 3) == PINNED_EVAL_ROWS
+    assert rows == generate("train", 20)
+    assert rows[:10] == generate("train", 10)
+    assert rows != generate("train", 20, with_seed=1)
+
+
+PINNED_TRAIN_ROWS = [
+    {"nums": [47, 44, 7, 24], "target": 20},
+    {"nums": [4, 30, 8, 8], "target": 24},
+    {"nums": [17, 39, 37], "target": 93},
+]
+PINNED_EVAL_ROWS = [
+    {"nums": [39, 7, 48, 1], "target": 16},
+    {"nums": [21, 16, 49, 33], "target": 87},
+    {"nums": [11, 4, 45, 6], "target": 54},
+]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_generated_questions_respect_their_ranges_and_do_not_repeat(data: st.DataObject):
+    ranges = {}
+    for name, lows, widths in [
+        ("numbers", st.integers(2, 5), st.integers(0, 2)),
+        ("number", st.integers(1, 20), st.integers(10, 80)),
+        ("target", st.integers(1, 40), st.integers(50, 900)),
+    ]:
+        ranges[f"min_{name}"] = data.draw(lows)
+        ranges[f"max_{name}"] = ranges[f"min_{name}"] + data.draw(widths)
+    rows = generate("train", 10, **ranges)
+    assert len({question_key(row) for row in rows}) == 10
+    for row in rows:
+        assert ranges["min_numbers"] <= len(row["nums"]) <= ranges["max_numbers"]
+        assert all(ranges["min_number"] <= n <= ranges["max_number"] for n in row["nums"])
+        assert ranges["min_target"] <= row["target"] <= ranges["max_target"]
+
+
+def test_the_count_of_numbers_is_uniform():
+    rows = generate("train", 4_000, with_seed=seed(), min_numbers=3, max_numbers=5)
+    counts = [len(row["nums"]) for row in rows]
+    standard_error = math.sqrt(1 / 3 * 2 / 3 / len(rows))  # 0.007
+    for count in (3, 4, 5):
+        assert counts.count(count) / len(rows) == pytest.approx(1 / 3, abs=5 * standard_error)
+
+
+def test_a_count_without_new_questions_gives_way_to_the_others():
+    """All questions with 2 numbers of 1..3 and a target of 1..9 are soon used up."""
+    small = {"min_number": 1, "max_number": 3, "min_target": 1, "max_target": 9}
+    rows = generate("train", 60, min_numbers=2, max_numbers=4, **small)
+    assert len({question_key(row) for row in rows}) == 60
+    assert sum(len(row["nums"]) == 2 for row in rows) < 20
+
+
+SMALL_SPACE = {"max_numbers": 3, "max_number": 3, "min_target": 1, "max_target": 9}
+
+
+def test_a_space_of_questions_that_is_too_small_is_said_and_does_not_loop():
+    with pytest.raises(ValueError, match=r"num_examples 1000: only \d+ different train questions"):
+        generate("train", 1_000, **SMALL_SPACE)
+
+
+def test_without_a_number_of_examples_all_questions_come_up_to_a_limit():
+    """A small space of questions is then no mistake."""
+    rows = generate("train", None, **SMALL_SPACE)
+    assert 20 < len(rows) < 100
+    assert len({question_key(row) for row in rows}) == len(rows)
+    many = generate("train", None)
+    assert len(many) == countdown.MAX_GENERATED
+    assert many[:10] == generate("train", 10)[:10]
+
+
+def test_ten_thousand_questions_take_about_a_second():
+    start = time.process_time()
+    assert len(generate("train", 10_000)) == 10_000
+    assert time.process_time() - start < 3
+
+
+def test_excluded_questions_are_not_generated():
+    seen = generate("train", 20)
+    unseen = generate("train", 50, exclude=seen)
+    assert len(unseen) == 50
+    assert not {question_key(row) for row in seen} & {question_key(row) for row in unseen}
+
+
+@pytest.mark.parametrize(
+    ("num_examples", "options", "message"),
+    [
+        (None, {"max_number": 1, "min_target": 50}, "only 0 different train"),
+        (0, {}, "num_examples 0: choose at least 1"),
+        (5, {"min_numbers": 4, "max_numbers": 3}, "min_numbers 4, max_numbers 3"),
+        (5, {"max_target": 10**30}, "max_target 10"),
+        (5, {"min_number": 0}, "min_number\n"),  # refused by the schema
+        (5, {"min_target": -1}, "min_target\n"),
+    ],
+)
+def test_impossible_options_are_named(num_examples: int | None, options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        generate("train", num_examples, **options)

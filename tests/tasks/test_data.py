@@ -1,0 +1,492 @@
+"""Questions: what every task loads from files and the hub, and how examples become prompts."""
+
+import copy
+import csv
+import json
+import re
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+from harness import make_config, seed
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from engine.config import load_task
+from engine.data import (
+    QuestionStream,
+    assistant_prefix,
+    encode_prompts,
+    is_in_split,
+    load_questions,
+    plain_text,
+    render_prompt,
+    render_prompts,
+)
+from tasks.gsm8k import HUB_ID
+
+ROWS = {
+    "countdown": [{"nums": [n, 7, 25], "target": 46 + n} for n in range(80)],
+    "gsm8k": [
+        {"question": f"What is {n} + {n}?", "answer": f"So\n#### {2 * n}"} for n in range(80)
+    ],
+    "math500": [{"problem": f"What is ${n} + 1$?", "answer": str(n + 1)} for n in range(80)],
+}
+every_task = pytest.mark.parametrize("name", ROWS)
+
+
+@pytest.fixture(autouse=True)
+def dataset_cache_in_a_temporary_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def load(
+    name: str,
+    source: str | Path,
+    split: str = "train",
+    *,
+    num_examples: int | None = None,
+    with_seed: int = 0,
+    held_out: bool = True,
+    exclude: list[dict] = (),
+) -> list[dict]:
+    task = load_task(name)
+    return task.load_examples(
+        str(source),
+        split,
+        options=task.Options(),
+        num_examples=num_examples,
+        seed=with_seed,
+        held_out=held_out,
+        exclude=exclude,
+    )
+
+
+def write_file(path: Path, rows: list[dict]) -> Path:
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    return path
+
+
+# Files
+
+
+@every_task
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+def test_a_file_is_divided_without_overlap_unless_it_is_used_whole(tmp_path, name, suffix: str):
+    source = write_file(tmp_path / f"rows{suffix}", [{**row, "level": 3} for row in ROWS[name]])
+    whole = load(name, source, "validation", held_out=False)
+    train, validation = load(name, source, "train"), load(name, source, "validation")
+    assert whole == ROWS[name]
+    assert [row for row in whole if row not in validation] == train
+    assert [row for row in whole if row not in train] == validation
+    assert 0 < len(validation) < len(train)
+
+
+def test_one_question_in_eight_is_held_out_and_never_trained_on():
+    """Pinned: others would mix the training and validation questions of published results."""
+    keys = [f"question {n}" for n in range(4_000)]
+    held_out = [key for key in keys if is_in_split(key, "validation")]
+    assert len(held_out) == 542 == pytest.approx(len(keys) / 8, rel=0.1)
+    assert held_out[:3] == ["question 1", "question 11", "question 49"]
+    assert [key for key in keys if not is_in_split(key, "train")] == held_out
+
+
+@every_task
+def test_some_rows_of_a_file_are_drawn_by_the_seed(tmp_path, name):
+    source = write_file(tmp_path / "rows.jsonl", ROWS[name])
+    rows = load(name, source, num_examples=10, with_seed=seed(3))
+    assert len(rows) == 10
+    assert rows == load(name, source, num_examples=10, with_seed=seed(3))
+    assert rows != load(name, source, num_examples=10, with_seed=seed(4))
+    assert load(name, source, num_examples=1_000) == load(name, source)  # at most
+
+
+@pytest.mark.parametrize(
+    ("name", "respelled"),  # the fourth of the rows
+    [
+        ("countdown", {"nums": [25, 3, 7], "target": 49}),
+        ("gsm8k", {"question": " what IS  3 + 3?\n", "answer": "#### 7"}),
+        ("math500", {"problem": "WHAT is  3+1?", "answer": "0"}),
+    ],
+)
+def test_excluded_questions_are_left_out_however_they_are_spelled(tmp_path, name, respelled: dict):
+    source = write_file(tmp_path / "rows.jsonl", ROWS[name])
+    rows = load(name, source, held_out=False, exclude=[respelled])
+    assert rows == [*ROWS[name][:3], *ROWS[name][4:]]
+    source = write_file(tmp_path / "more.jsonl", [respelled, *ROWS[name]])
+    assert load(name, source, held_out=False, exclude=ROWS[name][:20]) == ROWS[name][20:]
+
+
+def test_a_folder_with_brackets_in_its_name_is_no_pattern(tmp_path):
+    (tmp_path / "run[1]*").mkdir()
+    source = write_file(tmp_path / "run[1]*" / "rows.jsonl", ROWS["countdown"])
+    assert load("countdown", source, held_out=False) == ROWS["countdown"]
+
+
+def test_numbers_in_a_csv_file_may_be_separated_by_spaces(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("id,nums,target\na,3 7 25,46\nb,[1 2 3],6\n")
+    rows = [{"nums": [3, 7, 25], "target": 46}, {"nums": [1, 2, 3], "target": 6}]
+    assert load("countdown", path, held_out=False) == rows
+
+
+# The hub
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "split", "held_out", "asked"),
+    [
+        ("countdown", "own/rows", "train", True, ("own/rows", None, "train")),
+        ("countdown", "own/rows", "validation", True, ("own/rows", None, "train")),
+        ("countdown", "own/rows", "validation", False, ("own/rows", None, "train")),
+        ("gsm8k", HUB_ID, "train", True, (HUB_ID, "main", "train")),
+        ("gsm8k", HUB_ID, "validation", True, (HUB_ID, "main", "test")),
+        ("gsm8k", "own/rows", "validation", False, ("own/rows", None, "test")),
+        ("math500", "own/rows", "train", False, ("own/rows", None, "train")),
+        ("math500", "own/rows", "validation", False, ("own/rows", None, "test")),
+        ("math500", "own/rows", "train", True, ("own/rows", None, "train")),
+        ("math500", "own/rows", "validation", True, ("own/rows", None, "train")),
+    ],
+)
+def test_each_task_asks_the_hub_for_its_part(
+    monkeypatch, name, source: str, split: str, held_out: bool, asked: tuple
+):
+    """GSM8K's own splits are kept; a source of MATH or Countdown that serves both is divided."""
+    requests = []
+
+    def load_dataset(source: str, config: str | None, *, split: str) -> datasets.Dataset:
+        requests.append((source, config, split))
+        return datasets.Dataset.from_list(ROWS[name])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    rows = load(name, source, split, held_out=held_out)
+    assert requests == [asked]
+    is_divided = held_out and name != "gsm8k"
+    assert (rows == ROWS[name]) == (not is_divided)
+
+
+# Mistakes: one line with the source and the fix
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix", "content", "message"),
+    [
+        ("countdown", "jsonl", '{"numbers": [1], "target": 3}', "no column nums among numbers, t"),
+        ("countdown", "jsonl", '{"nums": [1], "goal": 3}', "no column target among nums, goal"),
+        ("countdown", "csv", "a,b\n1,2\n", "no column nums and target among a, b; rows must look"),
+        ("countdown", "jsonl", '{"nums": [1, 2.5], "target": 3}', "row 1: nums is [1.0, 2.5]"),
+        ("countdown", "jsonl", '{"nums": [1, 2], "target": 3.5}', "row 1: target is 3.5"),
+        (
+            "countdown",
+            "jsonl",
+            '{"nums": [1, 2], "target": 3}\n{"nums": [], "target": 3}',
+            "row 2: nums is [], not a list of integers >= 0; rows must look like "
+            '{"nums": [3, 7, 25], "target": 46}',
+        ),
+        ("countdown", "jsonl", '{"nums": [1, -2], "target": 3}', "row 1: nums is [1, -2]"),
+        ("countdown", "jsonl", '{"nums": null, "target": 3}', "row 1: nums is None"),
+        ("countdown", "jsonl", '{"nums": [1, 2], "target": true}', "row 1: target is True"),
+        ("countdown", "csv", "nums,target\n3 x,5\n", "row 1: nums is '3 x'"),
+        ("countdown", "csv", "nums,target\n3 4,5\n3 4,\n", "row 1: target is 5.0"),
+        ("countdown", "csv", 'nums,target\n"__import__(""os"")",5\n', "row 1: nums is"),
+        ("countdown", "jsonl", '{"nums": [1, 2], "target"', "cannot be loaded"),
+        ("countdown", "jsonl", "", "cannot be loaded"),
+        ("countdown", "csv", "", "cannot be loaded"),
+        ("countdown", "parquet", "no parquet", "cannot be loaded"),
+        ("countdown", "txt", "3 7 25", "unknown kind of source"),
+        (
+            "gsm8k",
+            "jsonl",
+            '{"problem": "a", "answer": "#### 1"}',
+            "no column question among problem, answer; rows must look like "
+            '{"question": "How many is a dozen and a half?", "answer": "12 + 6 = 18 #### 18"}',
+        ),
+        ("gsm8k", "jsonl", '{"a": 1}', "no column answer and question among a"),
+        ("gsm8k", "jsonl", '{"question": "", "answer": "#### 1"}', "row 1: question is ''"),
+        ("gsm8k", "jsonl", '{"question": null, "answer": "#### 1"}', "row 1: question is None"),
+        (
+            "gsm8k",
+            "jsonl",
+            '{"question": "a", "answer": "#### x"}',
+            "row 1: answer is '#### x', without a number",
+        ),
+        ("gsm8k", "jsonl", '{"question": "a", "answer": "one"}', "row 1: answer is 'one'"),
+        ("gsm8k", "jsonl", '{"question": "a", "answer": 1.5}', "row 1: answer is 1.5"),
+        (
+            "gsm8k",
+            "jsonl",
+            '{"question": "a", "answer": "1"}\n{"question": "b"}',
+            "row 2: answer is None",
+        ),
+        ("gsm8k", "jsonl", '{"question": "a", "answer', "cannot be loaded"),
+        ("gsm8k", "jsonl", "", "cannot be loaded"),
+        (
+            "math500",
+            "json",
+            '[{"question": "1+1?", "answer": "2"}]',
+            "no column problem among question, answer; rows must look like "
+            '{"problem": "What is $1+1$?", "answer": "2"}',
+        ),
+        ("math500", "json", '[{"problem": "1?", "b": "2"}]', "no column answer among problem, b"),
+        ("math500", "json", '[{"problem": " ", "answer": "2"}]', "row 1: problem is ' ', not a t"),
+        ("math500", "json", '[{"problem": 5, "answer": "2"}]', "row 1: problem is 5, not a text"),
+        (
+            "math500",
+            "jsonl",
+            '{"problem": "a", "answer": "2"}\n{"problem": "b", "answer": ""}',
+            "row 2: answer is ''",
+        ),
+        ("math500", "json", '[{"problem": "1?", "answer": null}]', "row 1: answer is None, not an"),
+        ("math500", "json", '[{"problem": "1?", "answer": true}]', "row 1: answer is True, not an"),
+        ("math500", "json", "[]", "cannot be loaded"),
+        ("math500", "json", "{", "cannot be loaded"),
+    ],
+)
+def test_a_bad_file_is_named_in_one_line(tmp_path, name, suffix: str, content: str, message: str):
+    path = tmp_path / f"rows.{suffix}"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        load(name, path)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+
+
+FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id (owner/name)"
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "problem", "choices"),
+    [
+        ("countdown", "none.jsonl", "no such file", f"generated, {FILE_OR_HUB}"),
+        ("countdown", "genrated", "unknown kind of source", f"generated, {FILE_OR_HUB}"),
+        ("gsm8k", "generated", "unknown kind of source", f"{HUB_ID}, {FILE_OR_HUB}"),
+        ("gsm8k", "none.jsonl", "no such file", f"{HUB_ID}, {FILE_OR_HUB}"),
+        ("gsm8k", "nobody/nothing", "cannot be loaded", f"{HUB_ID}, {FILE_OR_HUB}"),  # no network
+        ("math500", "generated", "unknown kind of source", FILE_OR_HUB),
+        ("math500", "none.json", "no such file", FILE_OR_HUB),
+    ],
+)
+def test_a_source_that_cannot_be_used_is_named_in_one_line(name, source, problem, choices):
+    with pytest.raises(ValueError, match=f"^{source}: {problem}") as caught:
+        load(name, source)
+    assert str(caught.value).endswith(f"; give {choices}")
+    assert "\n" not in str(caught.value)
+
+
+@every_task
+def test_a_file_that_leaves_no_question_is_named(tmp_path, name):
+    source = write_file(tmp_path / "rows.jsonl", ROWS[name])
+    one = write_file(tmp_path / "one.jsonl", load(name, source, num_examples=1))
+    with pytest.raises(ValueError, match=r"one\.jsonl: no question left for validation"):
+        load(name, one, "validation")
+    with pytest.raises(ValueError, match=r"rows\.jsonl: no question left for train"):
+        load(name, source, held_out=False, exclude=ROWS[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("countdown", "generated"),
+        ("countdown", "rows.json"),
+        ("gsm8k", "rows.json"),
+        ("math500", "rows.json"),
+    ],
+)
+def test_an_impossible_request_is_named(name, source: str):
+    with pytest.raises(ValueError, match="split must be train or validation, not 'test'"):
+        load(name, source, "test", num_examples=5)
+    with pytest.raises(ValueError, match="num_examples 0: choose at least 1"):
+        load(name, source, num_examples=0)
+
+
+def test_a_missing_math_verify_is_named_when_the_questions_are_loaded(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ValueError, match=r"name = math500.*pip install math-verify") as caught:
+        load("math500", "none.json")
+    assert "\n" not in str(caught.value)
+
+
+# A run's questions
+
+
+def questions_for(
+    *overrides: str, tokenizer: PreTrainedTokenizerFast, context: int | None = None
+) -> tuple[dict[str, list[dict]], list[str]]:
+    """The questions of a run, and what it logs about them."""
+    config = make_config(*overrides)
+    logged = []
+    questions = load_questions(
+        load_task(config.task.name),
+        config,
+        tokenizer=tokenizer,
+        context=context,
+        log=logged.append,
+    )
+    return questions, logged
+
+
+@every_task
+def test_a_run_trains_on_no_question_of_its_evaluation_file(tmp_path, tokenizer, name):
+    train = write_file(tmp_path / "train.json", ROWS[name])
+    evaluation = write_file(tmp_path / "eval.json", ROWS[name][30:40])
+    questions, _ = questions_for(
+        f"task.name={name}", f"task.train={train}", f"task.eval={evaluation}", tokenizer=tokenizer
+    )
+    assert questions["validation"] == ROWS[name][30:40]
+    assert questions["training"] == ROWS[name][:30] + ROWS[name][40:]
+
+
+@every_task
+def test_one_source_for_both_splits_is_divided(tmp_path, tokenizer, name):
+    source = write_file(tmp_path / "rows.json", ROWS[name])
+    questions, _ = questions_for(
+        f"task.name={name}", f"task.train={source}", f"task.eval={source}", tokenizer=tokenizer
+    )
+    assert questions["validation"] == load(name, source, "validation")
+    assert questions["training"] == load(name, source, "train")
+
+
+def test_the_validation_questions_are_the_same_for_every_seed_and_mode(tokenizer):
+    first, _ = questions_for("validation.num_examples=20", tokenizer=tokenizer)
+    other, _ = questions_for(
+        "validation.num_examples=20", "training.seed=1", "mode=evaluate", tokenizer=tokenizer
+    )
+    assert len(first["validation"]) == 20
+    assert other == {"validation": first["validation"]}
+
+
+def test_questions_that_leave_no_room_are_dropped_with_a_count(tmp_path, tokenizer):
+    rows = [*ROWS["countdown"], *({"nums": [n] * 450, "target": 1} for n in range(40))]
+    train = write_file(tmp_path / "train.json", rows)
+    evaluation = write_file(tmp_path / "eval.json", ROWS["countdown"][:10] + rows[-2:])
+    overrides = [f"task.train={train}", f"task.eval={evaluation}"]
+    questions, logged = questions_for(*overrides, tokenizer=tokenizer, context=1024)
+    assert questions["validation"] == ROWS["countdown"][:10]
+    assert questions["training"] == ROWS["countdown"][10:]
+    assert logged == [
+        "2 of 12 validation questions are too long: dropped",
+        "38 of 108 training questions are too long: dropped",
+    ]
+    whole, logged = questions_for(*overrides, tokenizer=tokenizer, context=None)
+    assert len(whole["training"]) == 108 and not logged
+
+
+def test_a_question_may_leave_exactly_the_room_that_a_completion_needs(tmp_path, tokenizer):
+    task, rows = load_task("gsm8k"), ROWS["gsm8k"][:1]
+    source = write_file(tmp_path / "rows.json", rows)
+    overrides = ["task.name=gsm8k", f"task.train={HUB_ID}", f"task.eval={source}", "mode=evaluate"]
+    overrides += ["task.prompt_style=tags", "training.max_new_gen_tokens=50"]
+    options = task.Options(prompt_style="tags")  # these prompts are longer than the default's
+    (ids,) = encode_prompts(rows, task=task, options=options, tokenizer=tokenizer)
+    questions, _ = questions_for(*overrides, tokenizer=tokenizer, context=len(ids) + 50)
+    assert questions["validation"] == rows
+    with pytest.raises(ValueError, match=r"new_gen_tokens = 50: no validation prompt"):
+        questions_for(*overrides, tokenizer=tokenizer, context=len(ids) + 49)
+
+
+def test_the_question_stream_is_one_seeded_permutation_after_the_other():
+    stream = QuestionStream([{"id": i} for i in range(10)], seed=3)
+    order = [stream[position]["id"] for position in range(30)]
+    epochs = [order[0:10], order[10:20], order[20:30]]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    again = QuestionStream([{"id": i} for i in range(10)], seed=3)
+    jumps = [25, 4, 17, 4]  # as a resumed run or another rank asks
+    assert [again[position]["id"] for position in jumps] == [order[i] for i in jumps]
+    other = QuestionStream([{"id": i} for i in range(10)], seed=4)
+    assert [other[position]["id"] for position in range(10)] != epochs[0]
+
+
+# Prompts
+
+CHAT = [
+    {"role": "user", "content": "Make 24."},
+    {"role": "assistant", "content": "Let me see.\n<think>"},
+]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</{{ m.role }}>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def with_template(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    copied = copy.deepcopy(tokenizer)
+    copied.chat_template = CHAT_TEMPLATE
+    return copied
+
+
+def test_a_chat_template_renders_the_chat_and_leaves_the_assistants_beginning_open(tokenizer):
+    templated = with_template(tokenizer)
+    assert render_prompt(CHAT, templated) == (
+        "<user>Make 24.</user>\n<assistant>Let me see.\n<think>"
+    )
+    assert render_prompt(CHAT[:1], templated) == "<user>Make 24.</user>\n<assistant>"
+
+
+def test_without_a_chat_template_the_prompt_is_plain_text(tokenizer):
+    assert render_prompt(CHAT, tokenizer) == plain_text(CHAT) == "Make 24.\nLet me see.\n<think>"
+
+
+def test_a_plain_text_stays_as_it_is_even_with_a_chat_template(tokenizer):
+    """The tokenizers of base models have one too."""
+    task, (example, *_) = load_task("math500"), ROWS["math500"]
+    for one in (tokenizer, with_template(tokenizer)):
+        (ids,) = encode_prompts([example], task=task, options=task.Options(), tokenizer=one)
+        assert one.decode(ids) == task.generate_prompt(example, options=task.Options())
+
+
+def test_the_assistants_beginning_is_what_the_prompt_already_says():
+    assert assistant_prefix(CHAT) == "Let me see.\n<think>"
+    assert assistant_prefix(CHAT[:1]) == assistant_prefix("Make 24.") == ""
+
+
+def test_encoded_prompts_are_the_tokens_of_the_rendered_text(tokenizer):
+    task, examples = load_task("countdown"), ROWS["countdown"][:2]
+    for one in (tokenizer, with_template(tokenizer)):
+        texts, _ = render_prompts(examples, task=task, options=task.Options(), tokenizer=one)
+        encoded = encode_prompts(examples, task=task, options=task.Options(), tokenizer=one)
+        assert [one.decode(ids) for ids in encoded] == texts
+        assert all(text.endswith("<think>") for text in texts) and "make 46." in texts[0]
+
+
+def test_only_a_prompt_without_a_template_gets_the_tokenizers_special_tokens(tokenizer):
+    """A template writes them itself; they would come twice."""
+    tokenizer = copy.deepcopy(tokenizer)
+    beginning = (tokenizer.eos_token, tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{tokenizer.eos_token} $A", special_tokens=[beginning]
+    )
+    templated = with_template(tokenizer)
+    for name, one, is_added in [
+        ("countdown", tokenizer, True),
+        ("countdown", templated, False),
+        ("math500", templated, True),  # a plain text
+    ]:
+        task, examples = load_task(name), ROWS[name][:1]
+        (ids,) = encode_prompts(examples, task=task, options=task.Options(), tokenizer=one)
+        assert (ids[0] == tokenizer.eos_token_id) == is_added
+
+
+def test_a_task_gets_its_options_when_it_makes_a_prompt(tokenizer):
+    task, (example, *_) = load_task("gsm8k"), ROWS["gsm8k"]
+    (text,), _ = render_prompts(
+        [example], task=task, options=task.Options(prompt_style="tags"), tokenizer=tokenizer
+    )
+    assert text.startswith("Solve the problem of the user.")
+
+
+def test_no_questions_make_no_prompts(tokenizer):
+    """Bug: the tokenizer raises IndexError for an empty list, where a rank had no question."""
+    task = load_task("countdown")
+    assert encode_prompts([], task=task, options=task.Options(), tokenizer=tokenizer) == []

@@ -1,0 +1,513 @@
+"""The GSM8K task: which numbers it reads, what its graders pay for, and what it asks."""
+
+import json
+import os
+import re
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from harness import assert_linear
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from engine.config import load_task
+from tasks import gsm8k
+from tasks.gsm8k import (
+    MAX_MARKS,
+    MAX_TAIL_CHARS,
+    REWARD_PARTS,
+    Options,
+    is_lenient_solved,
+    lenient_answer,
+    parse_question,
+    parse_row,
+)
+
+MILLION = 1_000_000
+ROW = {"question": "What is 2 * 9?", "answer": "2 * 9 = <<2*9=18>>18\n#### 18"}
+MINUS = "\N{MINUS SIGN}"
+
+
+def answer_block(answer: str) -> str:
+    return f"<thinking>\n2 * 9\n</thinking>\n<answer>\n{answer}\n</answer>"
+
+
+def extract_answer(completion: str, **options: str) -> str | None:
+    return gsm8k.extract_answer(completion, ROW, options=Options(**options))
+
+
+def reward(
+    completion: str, example_row: dict = ROW, *, num_tokens: int = 0, **options: str | int
+) -> dict[str, float]:
+    return gsm8k.reward_function(
+        completion, example_row, options=Options(**options), num_tokens=num_tokens
+    )
+
+
+def solved(completion: str, gold: str, **options: str) -> float:
+    return reward(completion, {"question": "?", "answer": f"#### {gold}"}, **options)["answer"]
+
+
+# Numbers as a person reads them
+
+SAME_AS_18 = [
+    "18",
+    "$18",
+    "18$",
+    "**18**",
+    "*18*.",
+    "_18_",
+    "`18`",
+    "18.",
+    "18.0",
+    "$18.00",
+    "018",
+    "+18",
+    "18 eggs",
+    "18 eggs.",
+    "18%",
+    "18 %",
+    "18km",
+    "18th",
+    "18-year-old",
+    "$18/hour",
+    "$18 / hour",
+    "(18)",
+    '"18"',
+    "= 18",
+    "€18",
+    r"\$18",
+    "$18$",
+    r"\boxed{18}",
+    r"$\boxed{18}$",
+    "\n18",
+    "18\n19",
+    "18. That is all",
+    "18, that is all",
+    "18: that is all",
+    "18 (2 * 9)",
+    "18.0 [2 * 9]",
+    "18 and that is all",
+    "18 #### 20",
+    "18<|end|>",
+    "18 个",
+]
+NO_NUMBERS = [
+    "",
+    "x",
+    "1/2",
+    "1 / 2",
+    "1e3",
+    "1E+3",
+    "1e-3",
+    "3:30",
+    "7,8,9",
+    "7, 8, 9",
+    "7; 8",
+    "1 000",
+    "1_000",
+    "1,00",
+    "12,34",
+    "1,0000",
+    "1234,567",
+    "0,500",
+    "1.000,50",
+    "18.5.3",
+    "10^3",
+    "10**3",
+    "10\N{SUPERSCRIPT TWO}",
+    "18\N{VULGAR FRACTION ONE HALF}",
+    "18 \N{VULGAR FRACTION ONE HALF}",
+    "18 1/2",
+    "2 and 1/2",
+    "18 or 20",
+    "18-20",
+    "18\N{EN DASH}20",
+    "18 to 20",
+    "18 + 2",
+    "3 * 6 = 18",
+    "3 x 6",
+    "3x6",
+    r"3 \times 6",
+    r"18\frac{1}{2}",
+    "0x12",
+    "5'3",
+    "1\u0662",
+    "\u0661\u0668",
+    "\N{FULLWIDTH DIGIT ONE}",
+    "- 18",
+    "--18",
+    "eighteen",
+    "Answer 18",
+]
+
+
+@pytest.mark.parametrize("text", SAME_AS_18)
+def test_what_surrounds_a_number_does_not_matter(text: str):
+    for completion, style in [(f"so\n#### {text}", "plain"), (answer_block(text), "tags")]:
+        assert extract_answer(completion, prompt_style=style) == "18"
+        assert solved(completion, "18", prompt_style=style) == 1.0
+        assert solved(completion, "19", prompt_style=style) == 0.0
+
+
+@pytest.mark.parametrize("text", NO_NUMBERS)
+def test_what_is_no_number_is_no_answer(text: str):
+    golds = {"1", "18", "1000", "0", *re.findall("[0-9]+", text)}
+    for completion, style in [(f"so\n#### {text}", "plain"), (answer_block(text), "tags")]:
+        assert extract_answer(completion, prompt_style=style) is None
+        assert all(solved(completion, gold, prompt_style=style) == 0.0 for gold in golds)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("#### Answer\n#### 18", "18"),
+        ("#### 1/2 of it\n#### 18", "18"),
+        ("#### 18\n#### 19", "18"),
+        ("##### 18", "18"),
+        ("####18", "18"),
+        ("#### -18", "-18"),
+        ("#### -$18", "-18"),
+        ("#### $-18", "-18"),
+        (f"#### {MINUS}18", "-18"),
+        ("#### -0.0", "0"),
+        ("#### .50", "0.5"),
+        ("#### 1,234,567.250", "1234567.25"),
+        ("#### " + "9" * 100, "9" * 100),
+        ("#### " + "9" * 101, None),
+        ("#### x\n" * (MAX_MARKS - 1) + "#### 18", "18"),
+        ("#### x\n" * MAX_MARKS + "#### 18", None),
+        ("### 18", None),
+        ("18", None),
+        ("", None),
+    ],
+)
+def test_the_number_behind_the_first_mark_that_one_follows_is_the_answer(completion, answer):
+    assert extract_answer(completion) == answer
+
+
+def test_numbers_are_compared_exactly():
+    assert solved("#### 9007199254740993", "9007199254740992") == 0.0  # equal as floats
+    assert solved("#### 0.1000000000000000055", "0.1") == 0.0
+    assert solved("#### 18.0000000000000000001", "18") == 0.0
+    assert solved("#### 18.0000000000000000000", "18") == 1.0
+
+
+whole = st.integers(-(10**12), 10**12)
+decimals = st.sampled_from(["", "0", "5", "25", "50", "000", "0001"])
+
+
+def render(number: int, decimals: str, *, with_commas: bool) -> str:
+    digits = f"{abs(number):,}" if with_commas else str(abs(number))
+    return f"{'-' * (number < 0)}{digits}{'.' * bool(decimals)}{decimals}"
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    whole,
+    decimals,
+    st.booleans(),
+    st.sampled_from(["{}", "${}", "**{}**", "{} eggs", "{}.", "**${}.**", "{}%", r"\boxed{{{}}}"]),
+    st.sampled_from([("so\n#### ", "\n", "plain"), ("<answer>", "</answer>", "tags")]),
+)
+def test_every_rendering_of_a_number_is_that_number_and_no_other(
+    number: int, decimals: str, with_commas: bool, decoration: str, place: tuple[str, str, str]
+):
+    before, after, style = place
+    plain = render(number, decimals, with_commas=False)
+    text = decoration.format(render(number, decimals, with_commas=with_commas))
+    completion = f"{before}{text}{after}"
+    answer = extract_answer(completion, prompt_style=style)
+    assert Fraction(answer) == Fraction(plain)
+    assert solved(completion, plain, prompt_style=style) == 1.0
+    for other in (f"{number + 1}", f"{plain.partition('.')[0]}.125", f"{number}0"):
+        if Fraction(other) != Fraction(plain):
+            assert solved(completion, other, prompt_style=style) == 0.0
+    assert lenient_answer(f"It takes 7 days.\n{text}") == answer
+
+
+@settings(max_examples=300, deadline=None)
+@given(whole, decimals, whole, decimals)
+@example(0, "", 0, "000")
+@example(18, "5", 18, "50")
+def test_answers_are_the_same_text_if_and_only_if_they_are_the_same_number(a, a_part, b, b_part):
+    texts = [render(a, a_part, with_commas=True), render(b, b_part, with_commas=False)]
+    first, second = (extract_answer(f"#### {text}") for text in texts)
+    values = [Fraction(text.replace(",", "")) for text in texts]
+    assert (first == second) == (values[0] == values[1])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 999), st.sampled_from("/:^*=+-\u00d7\u00f7\u2044'"), st.integers(0, 999))
+def test_two_joined_numbers_are_never_read_as_one_of_them(a: int, joiner: str, b: int):
+    for text in (f"{a}{joiner}{b}", f"{a} {joiner} {b}", f"{a},{b:02d}", f"{a}e{b}"):
+        if not re.fullmatch("[1-9][0-9]{0,2},[0-9]{3}", text):
+            assert extract_answer(f"#### {text}") is None
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("#### 18", "18"),
+        ("#### 1,800", "1800"),
+        ("#### -5", "-5"),
+        ("#### 1/2", "1"),
+        ("#### 7,8,9", "789"),
+        ("#### 18.", "18."),
+        ("#### 18.0", "18.0"),
+        ("#### .,", "."),
+        ("#### ,", ""),
+        ("#### $18", None),
+        ("####18", None),
+        ("#### \u0661", None),
+    ],
+)
+def test_official_grading_is_the_published_regex_with_its_quirks(completion: str, answer):
+    assert extract_answer(completion, grading="official") == answer
+    assert solved(completion, "18", grading="official") == float(answer == "18")
+    assert solved(completion, "18.0", grading="official") == float(answer == "18.0")
+
+
+def test_the_lenient_answer_is_the_last_number():
+    assert lenient_answer("It is 3 * 6 = $18.00, I think.") == "18"
+    assert lenient_answer("Then 1/2 of 36 at 3:30, or 1e-3") == "36"
+    assert lenient_answer("#### 18\nor was it -20?") == "-20"
+    assert lenient_answer("from 20-18") is None
+    assert lenient_answer("x18, v2.0, 1 000") is None
+    assert lenient_answer("none") is None
+    assert lenient_answer("18" + " " * (MAX_TAIL_CHARS - 1)) is None
+    assert lenient_answer("18" + " " * (MAX_TAIL_CHARS - 2)) == "18"
+    assert is_lenient_solved("So it is 18.", ROW, options=Options(grading="official"))
+    assert not is_lenient_solved("So it is 18, not 19.", ROW, options=Options())
+
+
+# The reward
+
+
+def test_plain_pays_for_the_answer_alone():
+    assert reward("#### 18") == dict.fromkeys(REWARD_PARTS, 0.0) | {"answer": 1.0}
+    assert reward("#### 19") == dict.fromkeys(REWARD_PARTS, 0.0)
+    assert reward("") == dict.fromkeys(REWARD_PARTS, 0.0)
+    assert reward(answer_block("18"))["answer"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "form", "ending", "integer", "answer"),
+    [
+        (answer_block("18"), 1.0, 0.0, 1.0, 1.0),
+        (answer_block("18") + "\n", 1.0, 0.0, 1.0, 1.0),
+        ("<thinking>a</thinking><answer>1,800</answer>", 1.0, 0.0, 1.0, 0.0),
+        ("<thinking>a</thinking>\n<answer>-18</answer>", 1.0, 0.0, 1.0, 0.0),
+        (answer_block("$18"), 1.0, 0.0, -1.0, 1.0),
+        (answer_block("18.0"), 1.0, 0.0, -1.0, 1.0),
+        (answer_block("1/2"), 1.0, 0.0, -1.0, 0.0),
+        (answer_block(""), 1.0, 0.0, -1.0, 0.0),
+        (answer_block("18") + " Done.", 1.0, -0.5, 1.0, 1.0),
+        ("Sure! " + answer_block("18"), -1.0, 0.0, 1.0, 1.0),
+        ("<thinking>a</thinking> so <answer>18</answer>", -1.0, 0.0, 1.0, 1.0),
+        ("<thinking>a<answer>18</answer></thinking>", -1.0, -0.5, 1.0, 1.0),
+        ("<answer>18</answer><thinking>a</thinking>", -1.0, -0.5, 1.0, 1.0),
+        ("<answer>18</answer>", -1.0, 0.0, 1.0, 1.0),
+        ("<thinking>a</thinking></answer><answer>18", -1.0, -0.5, -1.0, 0.0),
+        ("<thinking></answer></thinking><answer>18", -1.0, -0.5, -1.0, 0.0),
+        (answer_block("18") + answer_block("19"), -1.0, -0.5, 1.0, 1.0),
+        (answer_block("19") + answer_block("18"), -1.0, -0.5, 1.0, 0.0),
+        ("<thinking>a</thinking><answer>18", -1.0, 0.0, -1.0, 0.0),
+        ("#### 18", -1.0, 0.0, -1.0, 0.0),
+        ("", -1.0, 0.0, -1.0, 0.0),
+    ],
+)
+def test_tags_pay_for_format_ending_integer_and_answer(completion, form, ending, integer, answer):
+    parts = reward(completion, prompt_style="tags")
+    assert parts == {
+        "format": form,
+        "answer": answer,
+        "ending": ending,
+        "integer": integer,
+        "length": 0.0,
+    }
+
+
+@pytest.mark.parametrize("style", ["plain", "tags"])
+def test_only_more_tokens_than_allowed_cost_something(style: str):
+    def length(**options: int) -> float:
+        return reward("18", prompt_style=style, **options)["length"]
+
+    assert length(max_tokens=3, num_tokens=3) == 0.0
+    assert length(max_tokens=3, num_tokens=4) == -0.5
+    assert length(num_tokens=5_000) == 0.0
+
+
+def test_an_example_without_a_gold_answer_is_never_solved():
+    for completion in ("", "#### 18", "####"):
+        for grading in ("exact", "official"):
+            row = parse_question("What is 2 * 9?")
+            assert reward(completion, row, grading=grading)["answer"] == 0.0
+
+
+# Properties: any text at all is graded, fast
+
+PIECES = "#### | $|18|,|000|1/2|.|-|e3|**|\\boxed{|<thinking>|</thinking>|<answer>|</answer>|\n"
+any_text = st.lists(
+    st.one_of(
+        st.sampled_from(
+            [*PIECES.split("|"), "\0", "\ud800", "\u0663", "\N{SUPERSCRIPT TWO}", MINUS]
+        ),
+        st.text(st.characters(), max_size=5),
+    ),
+    max_size=20,
+).map("".join)
+STYLES = [("plain", "exact"), ("plain", "official"), ("tags", "exact")]
+
+
+@settings(max_examples=500, deadline=None)
+@given(any_text)
+@example("\0")
+@example("#### \ud800")
+@example("<answer>\udcff</answer>")
+def test_any_text_gets_a_reward_of_the_allowed_set(text: str):
+    for style, grading in STYLES:
+        parts = reward(text, prompt_style=style, grading=grading, max_tokens=5)
+        assert tuple(parts) == REWARD_PARTS
+        assert parts["answer"] in (0.0, 1.0) and parts["length"] in (0.0, -0.5)
+        assert parts["format"] in (-1.0, 0.0, 1.0) and parts["integer"] in (-1.0, 0.0, 1.0)
+        assert parts["ending"] in (0.0, -0.5)
+        answer = extract_answer(text, prompt_style=style, grading=grading)
+        assert answer is None or re.fullmatch(r"-?[0-9.]*", answer)
+    assert lenient_answer(text) is None or re.fullmatch(
+        r"-?[0-9]+(\.[0-9]+)?", lenient_answer(text)
+    )
+
+
+UNITS = {
+    "letters": "x",
+    "nul": "\0",
+    "surrogates": "\ud800",
+    "marks": "####",
+    "marks and spaces": "#### ",
+    "marks and dollars": "#### $",
+    "marks and fractions": "#### 1/2 ",
+    "marks and lists": "#### 7, 8 ",
+    "marks and words": "#### 1a",
+    "boxes": "\\boxed{",
+    "dollars": "$",
+    "minuses": "-",
+    "digits": "1",
+    "thousands": ",000",
+    "fractions": "1/2 ",
+    "numbers": "1 ",
+    "spaces": " ",
+    "words": "a ",
+    "thinking": "<thinking>",
+    "opened answers": "<answer>",
+    "closed answers": "</answer>",
+    "answers": "<answer>1/2</answer>",
+}
+FRAMES = ["{}", "#### {}", "#### 1{}", "#### 1{}/2", "<answer>{}</answer>", "<answer>1{}2</answer>"]
+
+
+def cpu_seconds(text: str, *, repeats: int) -> float:
+    """The slowest style's best of `repeats`, so that other work on the machine does not count."""
+    slowest = 0.0
+    for style, grading in STYLES:
+        best = float("inf")
+        for _ in range(repeats):
+            start = time.process_time()
+            reward(text, prompt_style=style, grading=grading)
+            extract_answer(text, prompt_style=style, grading=grading)
+            lenient_answer(text)
+            best = min(best, time.process_time() - start)
+        slowest = max(slowest, best)
+    return slowest
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_a_million_characters_of_garbage_take_less_than_100_ms(name: str):
+    for frame in FRAMES:
+        text = frame.format(UNITS[name] * (MILLION // len(UNITS[name])))
+        seconds = cpu_seconds(text, repeats=1)
+        assert seconds < 0.1 or cpu_seconds(text, repeats=5) < 0.1, frame
+
+
+@pytest.mark.parametrize("unit", ["#### $", "#### 1/2 ", "$", "1", "1 ", ",000", "a", "<answer>"])
+def test_time_grows_linearly_with_the_text(unit: str):
+    assert_linear(lambda k: cpu_seconds(f"#### 1{unit * k}/2", repeats=3), MILLION // len(unit))
+
+
+# The prompt
+
+
+def test_plain_asks_the_bare_question():
+    messages = gsm8k.generate_prompt(ROW, options=Options())
+    assert messages == [{"role": "user", "content": "What is 2 * 9?"}]
+
+
+def test_tags_are_asked_for_in_a_layout_that_is_paid_in_full():
+    system, user = gsm8k.generate_prompt(ROW, options=Options(prompt_style="tags"))
+    assert user == {"role": "user", "content": "What is 2 * 9?"}
+    assert system["role"] == "system"
+    layout = system["content"].partition(":\n")[2]
+    completion = layout.replace("the answer, a whole number and nothing else", "18")
+    assert completion != layout
+    parts = reward(completion, prompt_style="tags")
+    assert sum(parts.values()) == 3.0
+
+
+# Questions
+
+
+@pytest.mark.parametrize("answer", ["1,800", 1800, "2 * 900 #### 1800"])
+def test_an_answer_in_a_file_may_be_only_the_number(answer: str | int):
+    row = parse_row({"question": "What is 900 * 2?", "answer": answer})
+    for grading in ("exact", "official"):
+        assert reward("#### 1800", row, grading=grading)["answer"] == 1.0
+
+
+def test_a_typed_question_may_bring_its_answer():
+    assert parse_question(" What is 2 * 9?\n") == {"question": "What is 2 * 9?", "answer": ""}
+    row = parse_question("What is 2 * 9? #### 18")
+    assert row["question"] == "What is 2 * 9?"
+    assert reward("#### 18", row)["answer"] == 1.0
+    for text in ("", " \n", "#### 18", "What? #### x"):
+        with pytest.raises(ValueError, match="write the question"):
+            parse_question(text)
+
+
+def test_the_task_can_be_chosen():
+    assert load_task("gsm8k") is gsm8k
+
+
+# The real rows
+
+
+@pytest.mark.parametrize(("name", "num_rows"), [("train", 7473), ("test", 1319)])
+def test_the_gold_answers_of_all_real_rows_are_paid(
+    name: str, num_rows: int, tmp_path, monkeypatch
+):
+    if "GRPO_TEST_DATA" not in os.environ:
+        pytest.skip("GRPO_TEST_DATA is not set to the folder of the real files")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    source = Path(os.environ["GRPO_TEST_DATA"], "gsm8k", f"{name}.jsonl")
+    rows = gsm8k.load_examples(
+        str(source),
+        "train",
+        options=Options(),
+        num_examples=None,
+        seed=0,
+        held_out=False,
+        exclude=[],
+    )
+    assert rows == [json.loads(line) for line in source.read_text().splitlines()]
+    assert len(rows) == num_rows
+    for row in rows:
+        gold = extract_answer(row["answer"], grading="official")
+        assert extract_answer(row["answer"]) == gold == str(int(gold))
+        assert lenient_answer(row["answer"]) == gold
+        for grading in ("exact", "official"):
+            assert reward(row["answer"], row, grading=grading)["answer"] == 1.0
+            assert reward("", row, grading=grading)["answer"] == 0.0
+            wrong = f"#### {int(gold) + 1}"
+            assert reward(wrong, row, grading=grading)["answer"] == 0.0
+        assert sum(reward(answer_block(gold), row, prompt_style="tags").values()) == 3.0

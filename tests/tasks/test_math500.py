@@ -1,0 +1,225 @@
+r"""The MATH task: what it asks, what it pays for, and the recipe that trains on it."""
+
+import copy
+import json
+import os
+from pathlib import Path
+
+import pytest
+from harness import finish, make_config, save_random, seed, start
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from engine.config import ROOT, load_config
+from tasks import math500
+from tasks.grader import Grade
+from tasks.math500 import Options, parse_question, parse_row, question_key
+
+EXAMPLE = {"problem": r"What is $\frac{1}{2} + \frac{1}{3}$?", "answer": r"\frac{5}{6}"}
+
+
+def reward(completion: str, example: dict = EXAMPLE, *, options: Options) -> dict[str, float]:
+    return math500.reward_function(completion, example, options=options, num_tokens=0)
+
+
+# Reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        (r"So it is $\boxed{\frac{5}{6}}$.", 1.0),
+        (r"\boxed{\frac{2}{3}}, no: \boxed{5/6}", 1.0),
+        (r"\boxed{\dfrac{10}{12}}", 1.0),
+        (r"\boxed{x = \frac56}", 1.0),
+        (r"\boxed{\frac{1}{2} + \frac{1}{3}}", 1.0),
+        (r"\boxed{5/6}, no: \boxed{\frac{2}{3}}", 0.0),
+        (r"\boxed{0.8333}", 0.0),
+        (r"\boxed{-\frac{5}{6}}", 0.0),
+        (r"\boxed{9^{9^{9^9}}}", 0.0),
+        (r"\boxed{\frac{5}{6}", 0.0),
+        (r"\frac{5}{6}", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_only_the_last_box_is_paid_and_only_for_the_gold_value(completion: str, answer: float):
+    parts = reward(completion, options=Options(grader_timeout_s=30.0))
+    assert parts == {"answer": answer, "timeout": 0.0}
+    assert tuple(parts) == math500.REWARD_PARTS
+
+
+def test_a_time_out_is_counted_and_earns_nothing(monkeypatch):
+    limits = []
+
+    def stopped(completion: str, gold: str, *, timeout_s: float) -> Grade:
+        limits.append(timeout_s)
+        return Grade(False, timed_out=True)
+
+    monkeypatch.setattr(math500, "grade", stopped)
+    assert reward("x", options=Options()) == {"answer": 0.0, "timeout": 1.0}
+    config = make_config("task.name=math500", "task.train=a/b", "task.grader_timeout_s=2.5")
+    assert config.task.reward_weights == {"answer": 1.0, "timeout": 0.0}
+    reward("x", options=config.task)
+    assert limits == [5.0, 2.5]
+
+
+def test_extract_answer_is_the_last_box_in_a_normal_form():
+    for completion, answer in [
+        (r"\boxed{1} \boxed{\dfrac{10}{12}}", "5/6"),
+        (r"\boxed{x=0.50}", "1/2"),
+        (r"\boxed{ }", None),
+        (r"\boxed{1", None),
+        ("5", None),
+    ]:
+        assert math500.extract_answer(completion, EXAMPLE, options=Options()) == answer
+
+
+# Prompt
+
+
+def test_the_prompt_poses_the_problem_and_asks_for_a_box():
+    prompt = math500.generate_prompt(EXAMPLE, options=Options())
+    assert EXAMPLE["problem"] in prompt
+    assert r"\boxed{ANSWER}" in prompt
+    assert prompt.endswith("Answer:")
+    braces = {"problem": r"Is $\{x\} = {0}$?", "answer": "0"}
+    assert braces["problem"] in math500.generate_prompt(braces, options=Options())
+
+
+def test_a_typed_problem_becomes_an_example_that_no_answer_solves():
+    example = parse_question(" What is $1+1$?\n")
+    assert example == {"problem": "What is $1+1$?", "answer": ""}
+    assert reward(r"\boxed{}", example, options=Options())["answer"] == 0.0
+    with pytest.raises(ValueError, match="write a problem, for example"):
+        parse_question(" \n")
+
+
+# Rows
+
+
+@pytest.mark.parametrize(
+    ("problem", "other", "same"),
+    [
+        ("What is $1 + 1$?", "what  is 1+1 ?", True),
+        (r"Find $\frac{1}{2}$.", r"Find $\dfrac{1}{2}$", True),
+        (r"Is $\left(1, 2\right)$ it?", "Is $(1,2)$ it?", True),
+        ("What is $1 + 1$?", "What is $1 - 1$?", False),
+        ("What is $1 + 1$?", "What is $1 + 11$?", False),
+        ("Is $x < 1$?", "Is $x > 1$?", False),
+        (r"Find $\leftarrow$", r"Find $\arrow$", False),
+    ],
+)
+def test_a_problem_is_known_again_however_it_is_set(problem: str, other: str, same: bool):
+    assert (question_key({"problem": problem}) == question_key({"problem": other})) == same
+
+
+def test_answers_may_be_numbers():
+    row = {"problem": "What is $1 + 1$?", "answer": 2}
+    assert parse_row(row) == {"problem": "What is $1 + 1$?", "answer": "2"}
+
+
+# The recipe
+
+RECIPE = ROOT / "configs" / "math-rlvr.yaml"
+
+
+def test_the_recipe_keeps_the_conventions_of_its_source():
+    config = load_config(["--config", str(RECIPE)])
+    training, sampling = config.training, config.sampling
+    assert (config.task.name, config.task.grader_timeout_s) == ("math500", 5.0)
+    assert config.task.reward_weights == {"answer": 1.0, "timeout": 0.0}
+    assert (training.num_samples_per_step_global, training.k_best_of_n) == (1, [8, 8])
+    assert (training.max_new_gen_tokens, training.num_steps) == (512, 50)
+    assert (sampling.temperature, sampling.top_p) == (0.8, 0.9)
+    assert (training.advantage, training.loss_normalization) == ("zscore", "sum")
+    assert (training.max_grad_norm, training.learning_rate) == (1.0, 1e-5)
+
+
+@pytest.fixture(scope="module")
+def boxing_model_folder(tmp_path_factory, tokenizer) -> Path:
+    """A random model, 64 of whose tokens are boxed answers; of 32 of them the value is 2 sqrt 2."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens([rf"\boxed{{{' ' * n}\sqrt{{8}}}}" for n in range(32)])
+    tokenizer.add_tokens([rf"\boxed{{{n}}}" for n in range(32)])
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_embd=32,
+        n_layer=1,
+        n_head=2,
+        n_positions=2048,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return save_random(GPT2LMHeadModel, config, tokenizer, tmp_path_factory.mktemp("boxing"))
+
+
+def write_file(path: Path, rows: list[dict]) -> Path:
+    path.write_text(json.dumps(rows))
+    return path
+
+
+def train(folder: Path, model: Path, **sources: Path) -> list[dict]:
+    """The metrics of two steps of the recipe."""
+    overrides = {
+        "model.name": model,
+        "run.dir": folder,
+        "run.name": "x",
+        "training.seed": seed(),
+        "training.num_steps": 2,
+        "training.num_samples_per_step_global": 16,
+        "training.max_new_gen_tokens": 16,
+        "validation.every": 1,
+        "validation.num_examples": 4,
+    }
+    overrides |= {f"task.{key}": source for key, source in sources.items()}
+    arguments = ["main.py", "--config", str(RECIPE)]
+    arguments += [f"{key}={value}" for key, value in overrides.items()]
+    (status,) = finish(start(arguments, log=folder / "log"))
+    assert status == 0, (folder / "log").read_text()
+    return [json.loads(line) for line in (folder / "x/metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_recipe_runs_on_local_files_and_pays_for_equal_values(tmp_path, boxing_model_folder):
+    rows = [{"problem": f"What is $\\sqrt{{8}}$? {n}", "answer": r"2\sqrt{2}"} for n in range(40)]
+    metrics = train(
+        tmp_path,
+        boxing_model_folder,
+        train=write_file(tmp_path / "train.json", rows[:30]),
+        eval=write_file(tmp_path / "eval.json", rows[30:]),
+    )
+    assert [row["step"] for row in metrics] == [0, 1, 2]
+    for row in metrics[1:]:
+        # Of 128 completions about half are right; none or all would be a chance of about 2**-128.
+        assert 0 < row["train/solved"] == row["train/reward"] < 1
+        assert row["train/reward_timeouts"] == 0
+        assert row["train/grad_norm"] > 0
+    assert any(row["eval/pass@1"] > 0 for row in metrics)
+
+
+@pytest.fixture
+def real_file() -> Path:
+    if "GRPO_TEST_DATA" not in os.environ:
+        pytest.skip("GRPO_TEST_DATA is not set to the folder of the real files")
+    return Path(os.environ["GRPO_TEST_DATA"], "math500", "test.json")
+
+
+def test_the_recipe_runs_on_real_problems(tmp_path, boxing_model_folder, real_file):
+    rows = json.loads(real_file.read_text())
+    source = write_file(tmp_path / "train.json", rows[:40])
+    metrics = train(tmp_path, boxing_model_folder, train=source, eval=real_file)
+    assert [row["step"] for row in metrics] == [0, 1, 2]
+    assert metrics[1]["train/reward_timeouts"] == 0
+
+
+def test_the_real_evaluation_file_loads_whole(tmp_path, monkeypatch, real_file):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    loading = {"options": Options(), "seed": 0, "held_out": False}
+    rows = math500.load_examples(
+        str(real_file), "validation", num_examples=500, exclude=[], **loading
+    )
+    assert len({question_key(row) for row in rows}) == 500
+    for row in rows:
+        assert reward(f"\\boxed{{{row['answer']}}}", row, options=Options())["answer"] == 1.0
+        assert reward("", row, options=Options())["answer"] == 0.0
+    with pytest.raises(ValueError, match="no question left for train"):
+        math500.load_examples(str(real_file), "train", num_examples=None, exclude=rows, **loading)

@@ -1,0 +1,202 @@
+"""tools/chat.py: questions from a person, answered as they stream, scored, nothing written."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from harness import CPU, ENVIRONMENT, ROOT, seed
+
+import countdown
+from engine.config import ConfigError
+from engine.data import completion_text
+from engine.distributed import World
+from engine.run import Run
+from engine.sampler import Completion
+from logger import printable
+from main import Trajectory, score_group
+from tools import chat
+
+QUESTION = "numbers: 3 7 25, target: 46"
+# Hot enough that no two of its answers, of about 60 tokens, are ever the same.
+SETTINGS = ["sampling.temperature=2", "training.max_new_gen_tokens=64", f"training.seed={seed()}"]
+TINY = [str(ROOT / "tiny"), *SETTINGS]
+
+
+@pytest.fixture
+def ask(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
+    """A function that pipes in lines; it returns exit status, the output from the first on, errors.
+
+    It may be given keys of the configuration, too.
+    """
+
+    def ask_lines(*lines: str, overrides: tuple[str, ...] = ()) -> tuple[int, str, str]:
+        piped = io.BytesIO("".join(f"{line}\n" for line in lines).encode())
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(piped))
+        monkeypatch.setattr(sys, "argv", ["chat.py", *TINY, *overrides])
+        capsys.readouterr()
+        status = 0
+        try:
+            chat.main()
+        except SystemExit as end:
+            status = end.code
+        output, errors = capsys.readouterr()
+        loading, _, answers = output.partition("the prompt is plain text\n")
+        assert loading.count("\n") == 0, loading
+        return status, answers, errors
+
+    return ask_lines
+
+
+def load_tiny(*overrides: str) -> Run:
+    return chat.load_chat(chat.chat_config([*TINY, *overrides]))
+
+
+# Answers
+
+
+def test_piped_questions_are_answered_scored_and_repeat_exactly(ask, monkeypatch):
+    """Whatever is asked before, and whatever torch's own random numbers are."""
+    judged, judge = [], chat.judge
+
+    def note_and_judge(run: Run, example: dict, trajectory: Trajectory) -> str:
+        judged.append((run, trajectory.completion))
+        return judge(run, example, trajectory)
+
+    monkeypatch.setattr(chat, "judge", note_and_judge)
+    status, output, errors = ask(QUESTION, "", QUESTION)
+    assert (status, errors) == (0, "")
+    blocks = []
+    for run, completion in judged:
+        text = completion_text(completion, run.policy.tokenizer)
+        example = {"nums": [3, 7, 25], "target": 46}
+        parts = countdown.reward_function(text, example, options=run.config.task, num_tokens=0)
+        reward = 0.1 * parts["format"] + parts["answer"]
+        shown = f"format {parts['format']:.2f}  answer {parts['answer']:.2f}"
+        blocks.append(
+            f"> {QUESTION}\nLet me solve this step by step.\n<think>{printable(text)}\n"
+            f"reward {reward:.2f}  ({shown})"
+            + "; cut off at training.max_new_gen_tokens"
+            * completion.truncated
+        )
+    first, second = blocks
+    assert output == f"{first}\n\n{second}\n\n"
+    assert first != second  # one question twice is two samples
+    torch.manual_seed(seed(5))
+    assert ask("numbers: 1 2, target: 3", QUESTION)[1].endswith(f"{second}\n\n")
+    assert ask(QUESTION, overrides=(f"training.seed={seed(1)}",))[1] != f"{first}\n\n"
+
+
+def test_what_streams_is_what_is_scored(monkeypatch):
+    """Token by token, without the end; a character of several tokens comes as a whole."""
+    run, pieces = load_tiny(), []
+    tokenizer, eos_ids = run.policy.tokenizer, run.policy.params.eos_ids
+    text = "é 数\n</think>\n  <answer>3 * 7</answer>"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    monkeypatch.setattr(chat, "show", pieces.append)
+    stream = chat.Stream(run)
+    stream.put(torch.tensor([tokenizer.encode(QUESTION)]))
+    for token in [*ids, eos_ids[0]]:
+        stream.put(torch.tensor([token]))
+    stream.end()
+    completion = Completion([*ids, eos_ids[0]], None, None, False, is_inserted=None)
+    assert "".join(pieces) == completion_text(completion, tokenizer) + "\n"
+    assert len([piece for piece in pieces if piece]) > 5
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
+
+
+def test_without_the_right_answer_the_answer_is_read_and_not_judged():
+    run = load_tiny("task.name=gsm8k", "task.reward_weights={answer: 1.0}")
+    ids = run.policy.tokenizer.encode("so #### 1", add_special_tokens=False)
+    completion = Completion(ids, torch.zeros(1).numpy(), None, True, is_inserted=None)
+    judged = []
+    for line in ("How many?", "How many? #### 1"):
+        example, prompt_ids = chat.read_question(run, line)
+        (trajectory,) = score_group(run, example, prompt_ids, [completion])
+        judged.append(chat.judge(run, example, trajectory))
+    unknown, known = judged
+    cut_off = "; cut off at training.max_new_gen_tokens"
+    assert unknown == f"its answer is read as 1; no reward without the right one{cut_off}"
+    assert known.startswith("reward 1.00  (format 0.00  answer 1.0") and known.endswith(cut_off)
+
+
+# How it begins and ends
+
+
+def test_the_settings_are_those_given_or_of_the_models_run_or_of_the_folder(tmp_path, monkeypatch):
+    """Keys of the command line, and the model that is asked, come before all three."""
+    for number, file in enumerate(("given.yaml", "runs/x/config.yaml", "config.yaml"), start=1):
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"mode: train\nmodel: {{name: other}}\ntraining: {{seed: {number}}}\n")
+    for folder in ("runs/x/best", "runs/x/checkpoints/step-000004", "models/of/others"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    cases = [
+        ("runs/x/best", "--config given.yaml training.num_steps=3", 1),
+        ("runs/x/best", "", 2),
+        (f"{tmp_path}/runs/x/best/", "", 2),
+        ("runs/x/checkpoints/step-000004", "", 2),
+        ("runs/x/best", "model.name=third mode=train", 2),
+        ("runs/x/best", "training.seed=4", 4),
+        ("owner/name", "", 3),
+        ("models/of/others", "", 3),
+    ]
+    for model, others, expected in cases:
+        config = chat.chat_config([model, *others.split()])
+        assert (config.training.seed, config.model.name) == (expected, model), (model, others)
+        assert config.mode == "evaluate"
+
+
+def test_a_line_that_is_no_question_costs_a_line_and_the_status(ask):
+    status, output, errors = ask("what?", QUESTION)
+    assert status == 2 and errors == f'error: write the question like this: "{QUESTION}"\n'
+    assert output.startswith(f"> what?\n> {QUESTION}\n") and "reward" in output
+    numbers = " ".join(["12345678"] * 200)
+    status, _, errors = ask(f"numbers: {numbers}, target: 4")
+    assert status == 2 and len(errors.splitlines()) == 1 and "context of" in errors
+
+
+def test_what_cannot_be_asked_is_refused_in_one_line(monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"^2 ranks: one process"):
+        patch.setattr(chat, "init_world", lambda: (World(rank=0, size=2, device=CPU), []))
+        load_tiny()
+    monkeypatch.delattr(countdown, "parse_question")
+    with pytest.raises(ConfigError, match=r"^task\.name = countdown: it has no parse_question"):
+        load_tiny()
+
+
+def test_ctrl_c_ends_quietly(ask, monkeypatch):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat, "read_lines", interrupted)
+    assert ask() == (130, "\n", "")
+
+
+def test_the_command_answers_a_pipe_and_writes_nothing(tmp_path):
+    """Its reader may leave early, as `head` does."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tools.chat", str(ROOT / "tiny")],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.stdin.write(f"{QUESTION}\n" * 50)
+    process.stdin.flush()
+    for line in process.stdout:
+        if line.startswith("reward "):
+            break
+    process.stdout.close()
+    process.stdin.close()
+    assert process.wait(timeout=60) == -signal.SIGPIPE
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,205 @@
+"""The curves that are drawn: which runs are one, where they lie, and what their bands are."""
+
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tools import plot
+from tools.plot import caption, curve_of, draw, group_seeds, main, make_figure, read_table
+
+COLUMNS = (
+    "step,train/reward,train/entropy,eval/pass@1,eval/pass@1_low,eval/pass@1_high,eval/best_of_4,"
+    "time/eval_s,time/step_s"
+)
+
+
+def write_run(file: Path, rewards: list, rates: dict[int, float], *, step_s: float = 60) -> Path:
+    """A run of one reward for each step, evaluated in 30 s at the steps in `rates`."""
+    lines = [COLUMNS]
+    for step in range(len(rewards) + 1):
+        trained = [rewards[step - 1], 0.5] if step else ["", ""]
+        rate = rates.get(step)
+        measured = ["", "", "", ""] if rate is None else [rate, rate - 0.1, rate + 0.2, rate * 2]
+        seconds = ["" if rate is None else 30, step_s if step else ""]
+        lines.append(",".join(map(str, [step, *trained, *measured, *seconds])))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    return write_run(tmp_path / "solo.csv", [1, 2, 3, 4], {0: 0.2, 2: 0.4, 4: 0.3})
+
+
+def same(values: np.ndarray, expected: list[float]) -> bool:
+    return values.tolist() == pytest.approx(expected, nan_ok=True)
+
+
+# What there is to draw
+
+
+def test_a_folder_and_a_file_of_any_name_are_runs(tmp_path):
+    folder = write_run(tmp_path / "runs/countdown-s0/metrics.csv", [1], {}).parent
+    file = write_run(tmp_path / "countdown-s1.csv", [1], {})
+    names = [read_table(path).name for path in (folder, folder / "metrics.csv", file)]
+    assert names == ["countdown-s0", "countdown-s0", "countdown-s1"]
+
+
+def test_runs_that_differ_in_their_seed_are_one_curve_and_others_keep_their_names(tmp_path):
+    names = ["a-sil-s3", "a-s0", "a-s12", "a", "b-s1", "a-s1x"]
+    groups = group_seeds([read_table(write_run(tmp_path / f"{n}.csv", [1], {})) for n in names])
+    assert {name: [table.name for table in tables] for name, tables in groups.items()} == {
+        "a-sil-s3": ["a-sil-s3"],
+        "a (2 seeds)": ["a-s0", "a-s12"],
+        "a": ["a"],
+        "b-s1": ["b-s1"],
+        "a-s1x": ["a-s1x"],
+    }
+
+
+def test_minutes_add_up_steps_and_evaluations(run):
+    """Half a minute for each evaluation, the one before the first step too, one for each step."""
+    steps, minutes, *_ = curve_of([read_table(run)], "eval/pass@1", window=1)
+    assert same(steps, [0, 2, 4]) and same(minutes, [0.5, 3.0, 5.5])
+    assert same(curve_of([read_table(run)], "train/reward", window=1)[1], [1.5, 3, 4, 5.5])
+
+
+def test_the_band_of_a_single_run_is_the_interval_of_its_pass_at_1(run):
+    *_, mean, low, high = curve_of([read_table(run)], "eval/pass@1", window=1)
+    assert same(mean, [0.2, 0.4, 0.3])
+    assert same(low, [0.1, 0.3, 0.2]) and same(high, [0.4, 0.6, 0.5])
+    *_, mean, low, high = curve_of([read_table(run)], plot.BEST_OF, window=1)
+    assert same(mean, [0.4, 0.8, 0.6])
+    assert same(low, [math.nan] * 3) and same(high, [math.nan] * 3)
+
+
+def test_the_band_of_several_seeds_is_from_the_lowest_to_the_highest(tmp_path):
+    """Minutes are a mean too. The third seed has come to step 1 only, so the curve ends there."""
+    first = read_table(write_run(tmp_path / "a-s0.csv", [1, 5], {0: 0.2, 2: 0.5}))
+    second = read_table(write_run(tmp_path / "a-s1.csv", [3, 6], {0: 0.4, 2: 0.8}, step_s=180))
+    third = read_table(write_run(tmp_path / "a-s2.csv", [8], {0: 0.3}))
+    steps, minutes, mean, low, high = curve_of([first, second], "eval/pass@1", window=1)
+    assert same(steps, [0, 2]) and same(minutes, [0.5, (3.0 + 7.0) / 2])
+    assert same(mean, [0.3, 0.65]) and same(low, [0.2, 0.5]) and same(high, [0.4, 0.8])
+    steps, _, mean, low, high = curve_of([first, second, third], "train/reward", window=1)
+    assert same(steps, [1]) and same(mean, [4]) and same(low, [1]) and same(high, [8])
+
+
+@pytest.mark.parametrize(
+    ("window", "means"), [(1, [1, 2, 6, 7]), (2, [1, 1.5, 4, 6.5]), (3, [1, 1.5, 3, 5])]
+)
+def test_training_curves_are_the_mean_of_the_last_steps(tmp_path, window, means):
+    table = read_table(write_run(tmp_path / "a.csv", [1, 2, 6, 7], {}))
+    steps, _, mean, *_ = curve_of([table], "train/reward", window=window)
+    assert same(steps, [1, 2, 3, 4]) and same(mean, means)
+
+
+def test_what_is_not_a_number_or_was_never_measured_is_left_out(tmp_path):
+    table = read_table(write_run(tmp_path / "a.csv", ["nan", 2, "inf", 4], {}))
+    steps, _, mean, *_ = curve_of([table], "train/reward", window=2)
+    assert same(steps, [2, 4]) and same(mean, [2, 3])
+    for metric in ("eval/pass@1", "train/no_such_metric"):
+        assert curve_of([table], metric, window=5).shape == (5, 0)
+
+
+def test_a_row_that_is_being_written_waits(run):
+    whole = read_table(run).columns["step"]
+    run.write_text(run.read_text() + "5,0.1")
+    assert same(read_table(run).columns["step"], whole.tolist())
+
+
+def test_the_caption_says_what_is_smoothed_and_what_the_bands_are(tmp_path):
+    tables = [read_table(write_run(tmp_path / f"{n}.csv", [1], {})) for n in ("a-s0", "a-s1", "b")]
+    both = caption(group_seeds(tables), window=5)
+    assert "lowest to highest seed" in both and "95% interval" in both
+    assert "mean of the last 5 steps" in both
+    single = caption(group_seeds(tables[2:]), window=1)
+    assert "seed" not in single and "training completions, not smoothed" in single
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no column step"),
+        ("step,time/step_s,time/eval_s\n", "no rows yet"),
+        ("step,time/step_s,time/eval_s\n0,", "no rows yet"),
+        ("step,time/eval_s\n0,1\n", "no column time/step_s"),
+        ("step,time/step_s,time/eval_s\n0,,1\n1,two,\n", "'two'"),
+        ("step,time/step_s,time/eval_s\n0,,1\n1,2\n", "line 3 has not 3 cells"),
+        ("step,time/step_s,time/eval_s\n1,,1\n1,2,\n", "steps do not ascend"),
+    ],
+)
+def test_a_file_without_curves_is_one_line_that_names_it(tmp_path, text, message):
+    file = tmp_path / "metrics.csv"
+    file.write_text(text)
+    with pytest.raises(ValueError) as caught:
+        read_table(file)
+    line = str(caught.value)
+    assert line.startswith(f"{file}: ") and message in line and "\n" not in line
+
+
+def test_two_runs_of_one_name_are_refused(run):
+    with pytest.raises(ValueError, match="two runs are named solo: rename"):
+        group_seeds([read_table(run), read_table(run)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(["none.csv"], "none.csv"), (["--smooth=0", "a"], "at least 1")]
+)
+def test_a_mistake_on_the_command_line_is_one_line(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plot.py", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    line = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert line.startswith("error: ") and message in line and line.count("\n") == 1
+
+
+def test_without_matplotlib_it_says_what_to_install(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match=r"^tools\.plot: .*pip install matplotlib=="):
+        draw([run], run.with_name("curves"))
+
+
+# The files
+
+
+def test_the_same_metrics_give_the_same_two_files(run, tmp_path):
+    """A dot in the name is no suffix, and folders are made."""
+    files = draw([run], tmp_path / "one/v1.5")
+    assert files == [tmp_path / "one/v1.5.png", tmp_path / "one/v1.5.svg"]
+    again = draw([run], tmp_path / "two/v1.5")
+    assert [file.read_bytes() for file in files] == [file.read_bytes() for file in again]
+    assert files[0].read_bytes().startswith(b"\x89PNG")
+    svg = files[1].read_text()
+    assert svg.startswith("<?xml") and "<dc:date>" not in svg
+
+
+def test_every_metric_of_every_group_is_drawn_over_steps_and_over_minutes(run, tmp_path):
+    seeds = [write_run(tmp_path / f"a-s{i}.csv", [i, i + 1], {0: 0.1, 2: 0.5}) for i in range(2)]
+    figure = make_figure(group_seeds([read_table(path) for path in [*seeds, run]]), window=1)
+    drawn = [axes.get_lines() for axes in figure.axes]
+    assert [len(lines) for lines in drawn] == [2] * 12
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a (2 seeds)", "solo"]
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles[::2][:3] == ["pass@1", "best of 4", "reward"]
+    reward_over_steps, reward_over_minutes = drawn[4], drawn[5]
+    assert same(reward_over_steps[0].get_ydata(), [0.5, 1.5])
+    assert same(reward_over_steps[1].get_xdata(), [1, 2, 3, 4])
+    assert same(reward_over_minutes[1].get_xdata(), [1.5, 3, 4, 5.5])
+    styles = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in drawn[0]}
+    assert len(styles) == 2
+    assert all(axes.get_ylim()[0] == 0 for axes in figure.axes[:6])
+
+
+def test_a_reward_below_zero_is_seen(tmp_path):
+    table = read_table(write_run(tmp_path / "a.csv", [-1, -0.5], {}))
+    low, high = make_figure({"a": [table]}, window=1).axes[4].get_ylim()
+    assert low < -1 and high >= 0

@@ -1,0 +1,169 @@
+"""Ask a model questions, typed or piped in: answers stream as they are sampled, then are scored.
+
+    python -m tools.chat runs/x/best
+    echo "numbers: 3 7 25, target: 46" | python -m tools.chat runs/x/best sampling.temperature=0.7
+
+The settings are those of --config FILE, else of the run that the model lies in, else of config.yaml
+in the current folder. A line is a question as the task's `parse_question` reads it. Its answer is
+sampled as in training, with random numbers that follow from training.seed and the number of the
+question, so the same questions get the same answers. Nothing is written.
+
+The end of the input ends it with status 0, Ctrl-C with 130. A line that is no question costs a line
+on stderr; where lines are piped in, the status is then 2 in the end.
+"""
+
+import argparse
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import TextStreamer
+from transformers.utils import logging as transformers_logging
+
+from engine.config import Config, ConfigError, load_config, load_task
+from engine.data import assistant_prefix, encode_prompts
+from engine.distributed import init_world
+from engine.run import Run, mistakes_cost_one_line
+from logger import Logger, format_reward, printable
+from main import Trajectory, decode_with_generate, load_policy, score_group
+
+TYPED = 2  # first word of a seed, beside main.py's TRAINING and VALIDATION
+
+
+def main() -> None:
+    """Answer each line of the standard input until it ends, or Ctrl-C does."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may have seen enough
+    with mistakes_cost_one_line():
+        run = load_chat(chat_config(sys.argv[1:]))
+    num_answered, num_refused = 0, 0
+    try:
+        for line in read_lines():
+            try:
+                example, prompt_ids = read_question(run, line)
+            except ValueError as error:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+                num_refused += 1
+            else:
+                show(f"{judge(run, example, answer(run, example, prompt_ids, num_answered))}\n\n")
+                num_answered += 1
+    except KeyboardInterrupt:
+        print(flush=True)
+        raise SystemExit(128 + signal.SIGINT) from None
+    if num_refused > 0 and not sys.stdin.isatty():
+        raise SystemExit(2)
+
+
+def chat_config(arguments: list[str]) -> Config:
+    """The configuration that the command line asks for."""
+    parser = argparse.ArgumentParser("python -m tools.chat", description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="a folder such as runs/x/best, or a hub id")
+    parser.add_argument("--config", help="a YAML file; default: that of the model's run")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    options = parser.parse_intermixed_args(arguments)
+    model = Path(options.model)
+    of_run = [folder / "config.yaml" for folder in model.absolute().parents[:2] if model.is_dir()]
+    files = [options.config, *filter(Path.is_file, of_run), "config.yaml"]
+    file = next(str(file) for file in files if file is not None)
+    mode = ["mode=evaluate", f"model.name={options.model}"]
+    return load_config(["--config", file, *options.overrides, *mode])
+
+
+def load_chat(config: Config) -> Run:
+    """The model, the task and what else an answer takes; there are no questions yet."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    world, _ = init_world()
+    if world.size > 1:
+        raise ConfigError([f"{world.size} ranks: one process talks with you"])
+    logger, task = Logger(rank=0), load_task(config.task.name)
+    if not hasattr(task, "parse_question"):
+        raise ConfigError([f"task.name = {config.task.name}: it has no parse_question"])
+    return Run(config, world, logger, Path(), task, load_policy(config, world, logger), [])
+
+
+def read_lines() -> Iterator[str]:
+    """The lines that are not empty, asked for on a terminal, else shown as if they were typed."""
+    sys.stdin.reconfigure(errors="replace")
+    is_terminal = sys.stdin.isatty()
+    while True:
+        try:
+            line = input("> " if is_terminal else "").strip()
+        except EOFError:
+            if is_terminal:  # Ctrl-D leaves the cursor behind the prompt
+                print()
+            return
+        if line:
+            if not is_terminal:
+                show(f"> {line}\n")
+            yield line
+
+
+def read_question(run: Run, line: str) -> tuple[dict, list[int]]:
+    """The example in a line, and its prompt. Raises ValueError where there is none, or too long."""
+    example, policy = run.task.parse_question(line), run.policy
+    (prompt_ids,) = encode_prompts(
+        [example], task=run.task, options=run.config.task, tokenizer=policy.tokenizer
+    )
+    context, num_new = policy.context_length, policy.params.max_new_tokens
+    if context is not None and len(prompt_ids) + num_new > context:
+        raise ValueError(
+            f"{len(prompt_ids)} prompt tokens and training.max_new_gen_tokens = {num_new} are more "
+            f"than the model's context of {context}: ask a shorter question, or lower it"
+        )
+    return example, prompt_ids
+
+
+def answer(run: Run, example: dict, prompt_ids: list[int], number: int) -> Trajectory:
+    """Sample an answer to the question of this number, print it while it comes, and score it."""
+    show(assistant_prefix(run.task.generate_prompt(example, options=run.config.task)))
+    with run.policy.autocast():
+        group = decode_with_generate(
+            run.policy.sampler,
+            [prompt_ids],
+            [(TYPED, run.config.training.seed, number)],
+            num_samples=1,
+            params=run.policy.params,
+            on_progress=lambda _: None,
+            streamer=Stream(run),
+        )
+    (trajectory,) = score_group(run, example, prompt_ids, group)
+    return trajectory
+
+
+def judge(run: Run, example: dict, trajectory: Trajectory) -> str:
+    """The reward and its parts or, where the right answer is not known, the answer as it reads."""
+    notes = [format_reward(trajectory.reward, trajectory.reward_parts)]
+    if example.get("answer") == "":  # tasks leave it empty where only a question was typed
+        read = run.task.extract_answer(trajectory.text, example, options=run.config.task)
+        notes = [f"its answer is read as {read or 'none'}; no reward without the right one"]
+    if trajectory.completion.truncated:
+        notes.append("cut off at training.max_new_gen_tokens")
+    if trajectory.completion.is_broken:
+        notes.append("noise: the model's logits were not finite")
+    return "; ".join(notes)
+
+
+def show(text: str) -> None:
+    """Print without a newline, at once, in whatever encoding stdout has."""
+    print(printable(text, encoding=sys.stdout.encoding or "utf-8"), end="", flush=True)
+
+
+class Stream(TextStreamer):
+    """Prints a completion, without the token that ends it, while `model.generate` makes it."""
+
+    def __init__(self, run: Run):
+        tokenizer = run.policy.tokenizer
+        super().__init__(tokenizer, skip_prompt=True, clean_up_tokenization_spaces=False)
+        self.eos_ids = torch.tensor(run.policy.params.eos_ids)
+
+    def put(self, value: torch.Tensor) -> None:
+        super().put(value[~torch.isin(value, self.eos_ids)])
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        show(text + "\n" * stream_end)
+
+
+if __name__ == "__main__":
+    main()

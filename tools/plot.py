@@ -1,0 +1,221 @@
+"""Draw the curves of runs: how well they solve and how they train, over steps and over minutes.
+
+    python -m tools.plot runs/a runs/b                          # writes curves.png and curves.svg
+    python -m tools.plot results/*.csv --out results/curves --smooth 1
+
+Takes runs' folders, or their metrics.csv under any name. Runs whose names differ only in the seed
+at the end (-s0, -s1) are one curve, which ends where the shortest of them ends: the mean over the
+seeds, in a band from the lowest to the highest. The band of a single run is the 95% interval of its
+pass@1. Minutes are those of steps and evaluations, without loading before and saving between them.
+"""
+
+import argparse
+import functools
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.config import import_package
+
+BEST_OF = "eval/best_of_"  # the column's name goes on with the number of samples
+PANELS = (  # metric, title, label of the y-axis
+    ("eval/pass@1", "pass@1", "share of samples"),
+    (BEST_OF, "best of {n}", "share of questions"),
+    ("train/reward", "reward", "mean per completion"),
+    ("train/completion_tokens", "length of completions", "tokens"),
+    ("train/entropy", "entropy", "nats per token"),
+    ("train/zero_advantage_frac", "zero-advantage groups", "share of groups"),
+)
+# Okabe and Ito's colours, which the colour-blind can tell apart; dashes and markers for print
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
+MARKERS = ("o", "s", "^", "D", "v")
+STYLE = {
+    "font.size": 8.5,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e4e4e4",
+    "legend.frameon": False,
+    "legend.fontsize": 10,
+    "svg.hashsalt": "plain-grpo",  # else the same curves are another file each time
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), "#888888"),
+    **dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), "black"),
+}
+
+
+@dataclass
+class Table:
+    """A run's metrics.csv: for each column an array (rows,), NaN where a cell is empty."""
+
+    name: str
+    columns: dict[str, np.ndarray]
+
+    def column(self, name: str) -> np.ndarray:
+        return self.columns.get(name, np.full(len(self.columns["step"]), np.nan))
+
+
+def read_table(path: Path) -> Table:
+    """Read a run's folder or .csv file; raises OSError or ValueError, which names the file."""
+    file = path / "metrics.csv" if path.is_dir() else path
+    text = file.read_text(encoding="utf-8", errors="replace")
+    whole_lines = text[: text.rfind("\n") + 1].splitlines()  # the last may be half written
+    header, *rows = [line.split(",") for line in whole_lines] or [[]]
+    missing = {"step", "time/step_s", "time/eval_s"} - set(header)
+    if missing:
+        raise ValueError(f"{file}: no column {', '.join(sorted(missing))}: not a run's metrics.csv")
+    if not rows:
+        raise ValueError(f"{file}: no rows yet")
+    for number, row in enumerate(rows, start=2):
+        if len(row) != len(header):
+            raise ValueError(f"{file}: line {number} has not {len(header)} cells")
+    try:
+        values = np.array([[float(cell or "nan") for cell in row] for row in rows])
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    columns = dict(zip(header, values.T, strict=True))
+    if not (np.diff(columns["step"]) > 0).all():
+        raise ValueError(f"{file}: steps do not ascend")
+    return Table(file.absolute().parent.name if file.name == "metrics.csv" else file.stem, columns)
+
+
+def group_seeds(tables: list[Table]) -> dict[str, list[Table]]:
+    """Tables by the name of their curve; raises ValueError if two tables have the same name."""
+    groups: dict[tuple[str, int], list[Table]] = {}  # keys: name without seed, 1 if it had one
+    for table in tables:
+        group = groups.setdefault(re.subn(r"-s\d+$", "", table.name), [])
+        if table.name in [other.name for other in group]:
+            raise ValueError(f"two runs are named {table.name}: rename one of them")
+        group.append(table)
+    return {
+        group[0].name if len(group) == 1 else f"{name} ({len(group)} seeds)": group
+        for (name, _), group in groups.items()
+    }
+
+
+def curve_of(tables: list[Table], metric: str, *, window: int) -> np.ndarray:
+    """The mean over the tables at the steps where all have measured the metric; (5, points).
+
+    Its rows are steps, minutes, mean, low and high; low and high are NaN where there is no band.
+    """
+    curves = [points(table, metric, window=window) for table in tables]
+    common = functools.reduce(np.intersect1d, [curve[0] for curve in curves])
+    stacked = np.stack([curve[:, np.isin(curve[0], common)] for curve in curves])
+    mean = stacked.mean(axis=0)
+    if len(tables) > 1:  # the band is from the lowest to the highest seed
+        mean[3:] = stacked[:, 2].min(axis=0), stacked[:, 2].max(axis=0)
+    return mean
+
+
+def points(table: Table, metric: str, *, window: int) -> np.ndarray:
+    """One table's curve, with the rows of `curve_of`, at the steps where the metric was measured.
+
+    The mean is the running mean: over each value and up to window - 1 values before it.
+    """
+    if metric == BEST_OF:
+        metric = next((name for name in table.columns if name.startswith(BEST_OF)), BEST_OF)
+    seconds = np.nan_to_num([table.column("time/step_s"), table.column("time/eval_s")]).sum(axis=0)
+    rows = [table.column(metric + end) for end in ("", "_low", "_high")]
+    curve = np.stack([table.column("step"), seconds.cumsum() / 60, *rows])
+    curve = curve[:, np.isfinite(rows[0])]
+    curve[2] = [curve[2, max(0, i + 1 - window) : i + 1].mean() for i in range(curve.shape[1])]
+    return curve
+
+
+def caption(groups: dict[str, list[Table]], *, window: int) -> str:
+    """What the lines and bands are, and what has been smoothed."""
+    sizes = [len(group) for group in groups.values()]
+    seeds = "Lines: mean of the seeds; bands: lowest to highest seed." if max(sizes) > 1 else ""
+    single = "Band of pass@1 of a single run: its 95% interval." if min(sizes) == 1 else ""
+    smoothing = f"mean of the last {window} steps" if window > 1 else "not smoothed"
+    training = f"reward and below: training completions, {smoothing}."
+    evaluation = "pass@1 and best of n: validation questions, not smoothed;"
+    return f"{' '.join(filter(None, [seeds, single]))}\n{evaluation} {training}"
+
+
+def draw(paths: list[Path], out: Path, *, window: int = 5) -> list[Path]:
+    """Draw the runs in `paths` to `out`.png and `out`.svg; the same metrics give the same files.
+
+    Raises OSError or ValueError for files without curves, or without matplotlib.
+    """
+    if window < 1:
+        raise ValueError(f"--smooth {window}: it must be at least 1, which does not smooth")
+    import_package("matplotlib", key="tools.plot")  # if it is missing, this says how to install it
+    from matplotlib import style
+
+    groups = group_seeds([read_table(path) for path in paths])
+    out = out.with_suffix("") if out.suffix in (".png", ".svg") else out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    png, svg = (out.with_name(f"{out.name}.{kind}") for kind in ("png", "svg"))
+    with style.context(STYLE, after_reset=True):
+        figure = make_figure(groups, window=window)
+        figure.savefig(png, dpi=200)
+        figure.savefig(svg, metadata={"Date": None})
+    return [png, svg]
+
+
+def make_figure(groups: dict[str, list[Table]], *, window: int) -> Any:
+    """Six panels, each over steps on the left and over minutes on the right."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6.6), layout="constrained")  # inches: 900 pixels on a page
+    widths = (1, 1, 0.06, 1, 1)  # the middle column keeps the panels apart
+    grid = figure.subplots(3, 5, sharex="col", gridspec_kw={"width_ratios": widths})
+    names = {name for group in groups.values() for table in group for name in table.columns}
+    counts = sorted(name.removeprefix(BEST_OF) for name in names if name.startswith(BEST_OF))
+    for axes in grid[:, 2]:
+        axes.remove()
+    pairs = grid[:, [0, 1, 3, 4]].reshape(6, 2)
+    for (left, right), (metric, title, label) in zip(pairs, PANELS, strict=True):
+        left.set(title=title.format(n="/".join(counts) or "n"), ylabel=label)
+        right.sharey(left)
+        right.tick_params(labelleft=False)
+        for i, group in enumerate(groups.values()):
+            curve = curve_of(group, metric, window=window if metric.startswith("train/") else 1)
+            draw_curve(left, i, curve[0], curve)
+            draw_curve(right, i, curve[1], curve)
+    for axes, x in zip(pairs[-2:].flat, ("steps", "minutes") * 2, strict=True):
+        axes.set_xlabel(x)
+    figure.align_ylabels()
+    lines = pairs[0, 0].get_lines()
+    figure.legend(lines, list(groups), loc="outside upper center", ncols=2, handlelength=4)
+    figure.supxlabel(caption(groups, window=window), size=8, color="#444444", x=0.01, ha="left")
+    return figure
+
+
+def draw_curve(axes: Any, i: int, x: np.ndarray, curve: np.ndarray) -> None:
+    """Draw the curve with its band over `x`, in the i-th colour, dashes and marker."""
+    _, _, mean, low, high = curve
+    color, dashes, marker = (styles[i % len(styles)] for styles in (COLORS, DASHES, MARKERS))
+    axes.update_datalim([(0, 0)])  # both axes begin at 0
+    axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
+    line_style = {"color": color, "linestyle": dashes, "marker": marker, "markersize": 3.5}
+    every = max(1, len(x) // 8)
+    (line,) = axes.plot(x, mean, markevery=every, linewidth=1.5, **line_style)
+    line.sticky_edges.y.append(0)  # no margin below a 0
+
+
+def main() -> None:
+    description = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m tools.plot", description=description)
+    parser.add_argument("paths", nargs="+", type=Path, help="runs' folders or .csv files")
+    parser.add_argument("--out", type=Path, default=Path("curves"), help="without .png and .svg")
+    parser.add_argument("--smooth", type=int, default=5, help="steps in the training curves' mean")
+    options = parser.parse_args()
+    try:
+        files = draw(options.paths, options.out, window=options.smooth)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(f"written: {', '.join(map(str, files))}")
+
+
+if __name__ == "__main__":
+    main()
