@@ -25,7 +25,6 @@ import main
 from engine.config import load_config
 from engine.data import encode_prompts
 from engine.distributed import World
-from engine.metrics import majority_sample
 from engine.run import Run
 from engine.sampler import Completion
 
@@ -197,22 +196,6 @@ def test_the_greedy_figure_is_that_of_the_likeliest_tokens(tmp_path, monkeypatch
 
 
 # Votes
-
-
-@pytest.mark.parametrize(
-    ("answers", "chosen"),
-    [
-        (["1", "2", "2"], 1),
-        (["2", "1", "2", "1"], 0),  # of equals the one given earliest
-        ([None, "3", "1", "1", "3"], 1),
-        ([None, None, None, "5"], 3),  # no answer is no vote
-        (["4"], 0),
-        ([None, None], None),
-        ([], None),
-    ],
-)
-def test_the_majority_is_the_earliest_sample_with_the_most_frequent_answer(answers, chosen):
-    assert majority_sample(answers) == chosen
 
 
 def answered(text: str, *, solved: bool, broken: bool = False) -> main.Trajectory:

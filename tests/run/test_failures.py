@@ -70,6 +70,11 @@ def two_ranks(tmp_path_factory, rotary_model_folder, settings) -> Path:
     return folder
 
 
+@pytest.fixture
+def model(rotary_model_folder) -> Path:
+    return rotary_model_folder
+
+
 def load_run(folder: Path, model: Path, *overrides: str) -> Run:
     return main.load_run(load_config(arguments(folder, model, *overrides)))
 
@@ -101,51 +106,33 @@ def call_first(
 
 
 @pytest.mark.parametrize(
-    ("number", "place", "step", "saved", "is_waiting"),
+    ("number", "place", "step", "saved", "is_waiting", "status"),
     [
-        (TERM, "evaluate", 0, 0, False),  # before the first step
-        (INT, "sample_trajectories", 1, 2, True),  # of the second step, whose evaluation is due
-        (TERM, "update_policy", 1, 2, True),
-        (INT, "evaluate", 2, 2, False),
-        (TERM, "save_best", 0, 1, True),
-        (INT, "update_policy", 3, 4, True),  # of the last step
+        (TERM, "evaluate", 0, 0, False, 143),  # before the first step
+        (TERM, "save_best", 0, 1, True, 143),
+        (INT, "sample_trajectories", 1, 2, True, 130),  # of the second, whose evaluation is due
+        (TERM, "update_policy", 1, 2, True, 143),
+        (INT, "evaluate", 2, 2, False, 130),
+        (TERM, "update_policy", 3, 4, True, 143),  # of the last step
+        (INT, "evaluate", 4, 4, False, 0),  # when all is done
     ],
 )
 def test_a_signal_saves_the_step_and_the_run_goes_on_bit_for_bit(
-    number,
-    place,
-    step,
-    saved,
-    is_waiting,
-    tmp_path,
-    rotary_model_folder,
-    settings,
-    one_rank,
-    monkeypatch,
+    number, place, step, saved, is_waiting, status, tmp_path, model, settings, one_rank, monkeypatch
 ):
     """A step's row waits in the checkpoint if the signal came before its evaluation."""
     grade_by_text(monkeypatch)
     overrides = [*settings, FOUR, "checkpoint.every=100"]
     with monkeypatch.context() as patch:
         call_first(patch, place, step=step, then=signal.raise_signal, argument=number)
-        status = main.run_training(load_run(tmp_path, rotary_model_folder, *overrides))
-    assert status == 128 + number
+        assert main.run_training(load_run(tmp_path, model, *overrides)) == status
     state = last_state(tmp_path)
     assert state["step"] == saved and (state["row"] is not None) == is_waiting
     assert num_rows(tmp_path) == saved + 1 - is_waiting
-    again = load_run(tmp_path, rotary_model_folder, *overrides)
+    again = load_run(tmp_path, model, *overrides)
     assert again.is_resumed and again.state.step == saved
     assert main.run_training(again) == 0
     assert_same(one_rank, tmp_path)
-
-
-def test_a_signal_after_the_last_step_lets_the_run_end(
-    tmp_path, rotary_model_folder, settings, monkeypatch
-):
-    call_first(monkeypatch, "evaluate", step=1, then=signal.raise_signal, argument=TERM)
-    run = load_run(tmp_path, rotary_model_folder, *settings, "training.num_steps=1")
-    assert main.run_training(run) == 0
-    assert last_state(tmp_path)["step"] == 1 and last_state(tmp_path)["row"] is None
 
 
 def send_signals(times_s: list[float], numbers: list[int]) -> None:
@@ -202,35 +189,29 @@ def test_all_ranks_learn_of_a_signal_to_one_in_the_next_sum(tmp_path):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("fault", ["terminate", "terminate other", "terminate all"])
-def test_two_ranks_stop_together_and_go_on_bit_for_bit(
-    fault, tmp_path, rotary_model_folder, settings, two_ranks
-):
+def test_two_ranks_stop_together_and_go_on_bit_for_bit(fault, tmp_path, model, settings, two_ranks):
     """Only rank 0, only rank 1, or both and torchrun, which passes it on to them, get it."""
     overrides = [*settings, SEVEN, "checkpoint.every=2"]
     plan = {"do": fault, "saves": 1, "events": 1}  # while step 2 is saved
-    status, output = train_forked(
-        tmp_path, rotary_model_folder, *overrides, num_ranks=2, fault=plan
-    )
+    status, output = train_forked(tmp_path, model, *overrides, num_ranks=2, fault=plan)
     assert status == 1, output  # torchrun's own
     assert output.count("stopped by a signal after step 3") == 1, output
     assert set(re.findall(r"exitcode: +(\S+)\)", output)) <= {"143"}, output
     assert last_state(tmp_path)["step"] == 3
-    output = train(tmp_path, rotary_model_folder, *overrides, num_ranks=2)
+    output = train(tmp_path, model, *overrides, num_ranks=2)
     assert "resumed after step 3" in output
     assert_same(two_ranks, tmp_path)
 
 
 @pytest.mark.timeout(240)
-def test_one_ctrl_c_under_torchrun_saves_the_run(tmp_path, rotary_model_folder, settings):
+def test_one_ctrl_c_under_torchrun_saves_the_run(tmp_path, model, settings):
     """It comes twice: to the whole group, and once more from torchrun.
 
     A machine that is too busy for a second between the two may have another two attempts.
     """
     fault = {"do": "interrupt all", "saves": 1, "events": 1}
     for _attempt in range(3):
-        status, output = train_forked(
-            tmp_path, rotary_model_folder, *settings, LONG, num_ranks=2, fault=fault
-        )
+        status, output = train_forked(tmp_path, model, *settings, LONG, num_ranks=2, fault=fault)
         assert status == 1, output
         if saved := re.findall(r"stopped by a signal after step (\d+)", output):
             assert saved == [str(last_state(tmp_path)["step"])]
@@ -246,47 +227,35 @@ def raise_error(text: str) -> None:
 
 
 def test_an_exception_leaves_the_last_checkpoint_and_the_run_goes_on_bit_for_bit(
-    tmp_path, rotary_model_folder, settings, one_rank, monkeypatch
+    tmp_path, model, settings, one_rank, monkeypatch
 ):
     grade_by_text(monkeypatch)
     overrides = [*settings, FOUR, "checkpoint.every=2"]
     with monkeypatch.context() as patch:
         call_first(patch, "update_policy", step=3, then=raise_error, argument="it fails here")
         with pytest.raises(RuntimeError, match="it fails here"):
-            main.run_training(load_run(tmp_path, rotary_model_folder, *overrides))
+            main.run_training(load_run(tmp_path, model, *overrides))
     assert last_state(tmp_path)["step"] == 2 and num_rows(tmp_path) == 4
-    again = load_run(tmp_path, rotary_model_folder, *overrides)
+    again = load_run(tmp_path, model, *overrides)
     assert again.state.step == 2
     assert main.run_training(again) == 0
     assert_same(one_rank, tmp_path)
 
 
-def test_ddp_is_freed_before_the_process_group(
-    tmp_path, rotary_model_folder, settings, monkeypatch
-):
-    """Bug: freed after it, DDP waited for a thread of gloo's, and this for Python's lock.
+def test_ddp_is_freed_before_the_process_group(tmp_path, model, settings, monkeypatch):
+    """Bug: freed after it, DDP waited for a thread of gloo's, and this one for Python's lock.
 
     One run of ten on two ranks never ended.
     """
-    scorers, is_freed = [], []
-    load_run, leave = main.load_run, World.leave
-
-    def load_and_watch(config) -> Run:
-        run = load_run(config)
-        scorers.append(weakref.ref(run.policy.scorer))
-        return run
-
-    def look_and_leave(world: World) -> None:
-        is_freed.append(scorers[0]() is None)
-        leave(world)
-
-    monkeypatch.setattr(main, "load_run", load_and_watch)
-    monkeypatch.setattr(World, "leave", look_and_leave)
-    given = arguments(tmp_path, rotary_model_folder, *settings, "training.num_steps=1")
-    monkeypatch.setattr(sys, "argv", ["main.py", *given])
+    seen = []
+    monkeypatch.setattr(
+        main, "run_training", lambda run: seen.append(weakref.ref(run.policy.scorer)) or 0
+    )
+    monkeypatch.setattr(World, "leave", lambda world: seen.append(seen[0]() is None))
+    monkeypatch.setattr(sys, "argv", ["main.py", *arguments(tmp_path, model, *settings)])
     with pytest.raises(SystemExit) as caught:
         main.main()
-    assert caught.value.code == 0 and is_freed == [True]
+    assert caught.value.code == 0 and seen[1:] == [True]
 
 
 def torchrun(folder: Path, arguments: list[str]) -> tuple[int, str]:
@@ -328,30 +297,24 @@ def end(pid: int, folder: Path) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_an_exception_on_one_rank_ends_all_with_its_traceback(
-    tmp_path, rotary_model_folder, settings, two_ranks
-):
+def test_an_exception_on_one_rank_ends_all_with_its_traceback(tmp_path, model, settings, two_ranks):
     """In the third step: 4 completions are validated and 16 are sampled, then 16, 4 and 16."""
     fault = {"do": "raise", "rank": 1, "calls": 50}
     overrides = [*settings, SEVEN, "checkpoint.every=2"]
-    status, errors = torchrun(
-        tmp_path, program(tmp_path, rotary_model_folder, *overrides, fault=fault)
-    )
+    status, errors = torchrun(tmp_path, program(tmp_path, model, *overrides, fault=fault))
     assert status != 0
     assert "RuntimeError: the reward function fails here" in errors
     assert "in sample_trajectories" in errors
-    output = train(tmp_path, rotary_model_folder, *overrides, num_ranks=2)
+    output = train(tmp_path, model, *overrides, num_ranks=2)
     assert "resumed after step 2" in output
     assert_same(two_ranks, tmp_path)
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("victim", ["kill", "kill other"])
-def test_a_rank_that_dies_ends_the_others(tmp_path, rotary_model_folder, settings, victim):
+def test_a_rank_that_dies_ends_the_others(tmp_path, model, settings, victim):
     fault = {"do": victim, "saves": 2, "delay_s": 0.1}
-    status, errors = torchrun(
-        tmp_path, program(tmp_path, rotary_model_folder, *settings, LONG, fault=fault)
-    )
+    status, errors = torchrun(tmp_path, program(tmp_path, model, *settings, LONG, fault=fault))
     assert status != 0
     assert "Signal 9 (SIGKILL)" in errors
 
@@ -376,17 +339,16 @@ def test_a_restart_has_a_name_that_its_ranks_share_and_no_earlier_start_had():
 
 
 @pytest.mark.timeout(240)
-def test_torchrun_restarts_a_run_whose_rank_was_killed(
-    tmp_path, rotary_model_folder, settings, two_ranks
-):
+def test_torchrun_restarts_a_run_whose_rank_was_killed(tmp_path, model, settings, two_ranks):
     """Bug: new ranks found the old ones' addresses in torchrun's store; half of the starts hung."""
     fault = {"do": "kill other", "saves": 1, "delay_s": 0.1, "starts": 3}
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=3"]
-    started = program(tmp_path, rotary_model_folder, *settings, SEVEN, fault=fault)
+    started = program(tmp_path, model, *settings, SEVEN, fault=fault)
     (status,) = finish(start(started, *options, log=tmp_path / "log"))
     output = (tmp_path / "log").read_text(errors="replace")
     assert status == 0, output
-    assert re.findall(r"failed \(exitcode: (\S+)\)", output) == ["-9"] * 3
+    # torchrun names the killed rank, or the other one if that has failed in the meantime
+    assert len(re.findall(r"failed \(exitcode: (-9|1)\)", output)) == 3, output
     assert "resumed after step" in output
     assert_same(two_ranks, tmp_path)
 
@@ -414,14 +376,14 @@ def train_on_two_nodes(folders: list[Path], model: Path, *overrides: str) -> Non
 
 @pytest.mark.timeout(240)
 def test_two_nodes_without_a_shared_disk_train_and_resume_as_two_ranks_of_one(
-    tmp_path, rotary_model_folder, settings, two_ranks
+    tmp_path, model, settings, two_ranks
 ):
     """Only rank 0 has the checkpoint: it decides where to go on, and broadcasts that."""
     folders = [tmp_path / "first", tmp_path / "second"]
     for folder in folders:
         folder.mkdir()
-    train_on_two_nodes(folders, rotary_model_folder, *settings, "training.num_steps=2")
-    train_on_two_nodes(folders, rotary_model_folder, *settings, SEVEN)
+    train_on_two_nodes(folders, model, *settings, "training.num_steps=2")
+    train_on_two_nodes(folders, model, *settings, SEVEN)
     assert "resumed after step 2" in (folders[0] / "log").read_text()
     assert_same(two_ranks, folders[0] / "runs")
     assert not (folders[1] / "runs").exists()

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -28,6 +29,7 @@ from harness import (
     write_questions,
 )
 
+import engine.run
 import main
 from engine.config import load_config
 from engine.distributed import World
@@ -46,6 +48,7 @@ SIZES = [
     "validation.pass_k=[1, 2]",
     "model.compute_dtype=float32",
 ]
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 EXACT = {"is_exact": True}  # so that one rank and two sample the same
 
 
@@ -205,90 +208,69 @@ def test_a_rank_without_a_question_waits_for_the_others(rotary_model_folder, tmp
 # A user's mistakes: one line on one rank, status 2, nothing written
 
 
-def refusal(capsys, monkeypatch, folder: Path, model: Path, *overrides: str) -> str:
-    """The line that main prints before it ends with status 2."""
-    folder.mkdir(exist_ok=True)
-    monkeypatch.setattr(sys, "argv", ["main.py", *arguments(folder, model, *SIZES, *overrides)])
-    with pytest.raises(SystemExit) as caught:
-        main.main()
-    assert caught.value.code == 2
-    assert not list(folder.iterdir())
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    return line.removeprefix("error: ")
+@pytest.fixture
+def broken(tmp_path, rotary_model_folder) -> Path:
+    """A folder with a model that lacks its weights, and rows that lack the task's columns."""
+    folder = tmp_path / "broken"
+    model = shutil.copytree(rotary_model_folder, folder / "model")
+    (model / "model.safetensors").unlink()
+    (folder / "rows.jsonl").write_text('{"numbers": [3], "goal": 3}\n')
+    return folder
 
 
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("training.num_step=5", "training.num_step = 5: unknown key, the nearest is"),
-        ("training.num_steps=many", "training.num_steps = many: must be"),
-        ("training.micro_batch_tokens=0", "training.micro_batch_tokens = 0: must be"),
-        ("training.k_best_of_n=[4,8]", "training.k_best_of_n = [4, 8]: grpo"),
-        ("training.k_best_of_n=[1,1]", "training.k_best_of_n = [1, 1]: n must"),
-        ("model.name=no/such/folder", "model.name = no/such/folder: "),
-        ("task.train=nowhere.jsonl", "nowhere.jsonl: "),
-        ("task.eval=nowhere.jsonl", "nowhere.jsonl: "),
-        ("training.max_new_gen_tokens=1000", "training.max_new_gen_tokens"),
+        ("training.num_step=5", ["training.num_step = 5: unknown key, the nearest is"]),
+        ("training.num_steps=many", ["training.num_steps = many: must be"]),
+        ("training.micro_batch_tokens=0", ["training.micro_batch_tokens = 0: must be"]),
+        ("training.k_best_of_n=[4,8]", ["training.k_best_of_n = [4, 8]: grpo"]),
+        ("training.k_best_of_n=[1,1]", ["training.k_best_of_n = [1, 1]: n must"]),
+        ("training.max_new_gen_tokens=1000", ["training.max_new_gen_tokens"]),
+        ("model.name=no/such/folder", ["model.name = no/such/folder: "]),
+        ("model.name=BROKEN/model", ["model.name = BROKEN/model: ", "model.safetensors"]),
+        ("task.train=nowhere.jsonl", ["nowhere.jsonl: "]),
+        ("task.eval=nowhere.jsonl", ["nowhere.jsonl: "]),
+        ("task.eval=BROKEN/rows.jsonl", ["BROKEN/rows.jsonl: ", "nums", "target"]),
+        # Bug: the folder was made outside the part of main that turns errors into a line
+        ("run.dir=BROKEN/rows.jsonl", ["BROKEN/rows.jsonl"]),
+        # Bug: it ended in a traceback, with config.yaml written
+        ("logging.mlflow=true", ["logging.mlflow", "mlflow"]),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_key_or_file(
-    capsys, monkeypatch, rotary_model_folder, data, tmp_path, override, named
+    capsys, monkeypatch, rotary_model_folder, data, broken, tmp_path, override, named
 ):
-    line = refusal(capsys, monkeypatch, tmp_path, rotary_model_folder, *data, override)
-    assert named in line
-
-
-def test_a_model_without_weights_is_refused(
-    capsys, monkeypatch, rotary_model_folder, data, tmp_path
-):
-    model = tmp_path / "model"
-    model.mkdir()
-    for file in rotary_model_folder.iterdir():
-        if file.suffix != ".safetensors":
-            (model / file.name).write_bytes(file.read_bytes())
-    line = refusal(capsys, monkeypatch, tmp_path / "runs", model, *data)
-    assert f"model.name = {model}: " in line and "model.safetensors" in line
-
-
-def test_a_dataset_without_the_columns_is_refused(
-    capsys, monkeypatch, rotary_model_folder, tmp_path
-):
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"numbers": [3], "goal": 3}\n')
-    settings = [f"task.train={file}", f"task.eval={file}"]
-    line = refusal(capsys, monkeypatch, tmp_path / "runs", rotary_model_folder, *settings)
-    assert str(file) in line and "nums" in line and "target" in line
-
-
-def test_an_unusable_run_dir_is_refused(capsys, monkeypatch, rotary_model_folder, data, tmp_path):
-    """Bug: the folder was made outside the part of main that turns errors into a line."""
-    file = tmp_path / "a-file"
-    file.touch()
-    settings = [*data, f"run.dir={file}"]
-    line = refusal(capsys, monkeypatch, tmp_path / "runs", rotary_model_folder, *settings)
-    assert str(file) in line
-
-
-def test_missing_mlflow_is_refused_before_anything_is_written(
-    capsys, monkeypatch, rotary_model_folder, data, tmp_path
-):
-    """Bug: it ended in a traceback, with config.yaml written."""
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    settings = [*data, "logging.mlflow=true"]
-    line = refusal(capsys, monkeypatch, tmp_path, rotary_model_folder, *settings)
-    assert "logging.mlflow" in line
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    override = override.replace("BROKEN", str(broken))
+    given = arguments(folder, rotary_model_folder, *SIZES, *data, override)
+    monkeypatch.setattr(sys, "argv", ["main.py", *given])
+    with pytest.raises(SystemExit) as caught:
+        main.main()
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert all(part.replace("BROKEN", str(broken)) in line for part in named), line
+    assert not list(folder.iterdir())
 
 
-@pytest.mark.parametrize("variable", ["LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT"])
-def test_a_mistake_is_printed_once(capsys, monkeypatch, tmp_path, variable):
-    """Bug: under `torchrun --max-restarts` every restart printed it again."""
+@pytest.mark.parametrize(("variable", "waits_s"), [("LOCAL_RANK", [3]), (RESTARTS, [])])
+def test_a_mistake_is_printed_once(capsys, monkeypatch, tmp_path, variable, waits_s):
+    """Bug: under `torchrun --max-restarts` every restart printed it again.
+
+    Bug: torchrun ends all ranks with the first one, so another rank has to wait for rank 0.
+    """
+    waited_s = []
+    monkeypatch.setattr(engine.run.time, "sleep", waited_s.append)
     monkeypatch.setenv(variable, "1")
     monkeypatch.setattr(sys, "argv", ["main.py", f"run.dir={tmp_path}", "training.num_step=5"])
     with pytest.raises(SystemExit) as caught:
         main.main()
     assert caught.value.code == 2
     assert capsys.readouterr().err == ""
+    assert waited_s == waits_s
 
 
 def test_questions_that_leave_no_room_are_dropped_with_a_count(
