@@ -51,7 +51,6 @@ from engine.config import (
 )
 from engine.data import QuestionStream, completion_text, encode_prompts, load_questions
 from engine.distributed import World, init_world, settle_ddp_buckets
-from engine.export import export
 from engine.head import CompletionScorer, supports_chunked_head
 from engine.metrics import (
     Clock,
@@ -74,6 +73,7 @@ from engine.run import (
     Run,
     check_room,
     crashes_name_the_fix,
+    export,
     finish,
     mistakes_cost_one_line,
     open_files,

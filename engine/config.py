@@ -194,7 +194,7 @@ def load_task(name: str) -> ModuleType:
     if file.stem == name and (ROOT / "tasks" / file.name).is_file():
         module = importlib.import_module(f"tasks.{name}")
     elif name == "countdown":
-        module = importlib.import_module("countdown")
+        module = importlib.import_module(name)
     elif file.stem == name and file.is_file():
         module = import_file(file)
     else:

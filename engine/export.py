@@ -7,7 +7,6 @@ cards.
 
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, get_token
@@ -18,9 +17,6 @@ from engine.config import Config, dotted_values, import_package, run_name, show
 from engine.data import is_file
 from engine.distributed import World
 from engine.lora import base_of
-
-if TYPE_CHECKING:  # engine/run.py imports this file
-    from engine.run import Run, State
 
 # The model card
 
@@ -71,7 +67,7 @@ What a completion earns follows from rules; its parts are weighted by {reward_we
 
 ## Recipe
 
-Steps taken: {state.step}, on {world.size} x {world.device.type}. The
+Steps taken: {step}, on {world.size} x {world.device.type}. The
 settings that matter most, and all others that differ from plain-grpo's defaults:
 
 ```
@@ -108,7 +104,8 @@ The licence is that of {base}.
 def model_card(
     config: Config,
     *,
-    state: "State",
+    step: int,
+    before: list[float],
     world: World,
     num_questions: int,
     prompt: str,
@@ -116,18 +113,19 @@ def model_card(
     tokenizer: PreTrainedTokenizerFast,
     measured: dict[str, float],
 ) -> str:
-    """The card of the model after `state.step` steps.
+    """The card of the model after `step` steps.
 
-    `measured` holds its metrics on the `num_questions` validation questions. `prompt` is the prompt
-    of one of them; `add_special_tokens` says whether the tokenizer adds special tokens to it.
+    `before` is pass@1 without training and its interval, `measured` holds this model's metrics,
+    both on the `num_questions` validation questions. `prompt` is that of one of them, and
+    `add_special_tokens` says whether the tokenizer adds special tokens to it.
     """
     data = metadata(config, num_questions=num_questions, measured=measured)
     rates = [measured[key] for key in PASS_AT_1]
     rows = [score_row("this model, before training", *rates)]
-    if state.step > 0:
+    if step > 0:
         rows = [
-            score_row("before training", state.first, *state.first_interval),
-            score_row(f"this model, after step {state.step}", *rates),
+            score_row("before training", *before),
+            score_row(f"this model, after step {step}", *rates),
         ]
     others = [
         f"{key.removeprefix('eval/')} {value:.3f}"
@@ -148,7 +146,7 @@ def model_card(
         train=describe_source(config.task.train),
         eval=describe_source(config.task.eval),
         reward_weights=show(config.task.reward_weights),
-        state=state,
+        step=step,
         world=world,
         recipe="\n".join(recipe(config)),
         tokenizer_class="PreTrainedTokenizerFast" if is_plain else "AutoTokenizer",
@@ -237,27 +235,9 @@ class ExportError(ValueError):
     """The run is saved, but what the config's export section asks for could not be done."""
 
 
-def export(run: "Run") -> None:
-    """Do on rank 0 what the config's export section asks for; the other ranks need not wait.
-
-    Raises ExportError, one line, where that is not possible.
-    """
-    settings, best = run.config.export, run.folder / "best"
-    if not run.world.is_main or not (settings.merge or settings.push_to_hub):
-        return
-    if run.state.best is None:
-        raise ExportError(f"export: no model could be saved in {best}")
-    exported = best
-    if settings.merge:
-        exported = run.folder / "merged"
-        merge(best, exported, run)
-        run.logger.info(f"the best model, merged: {exported}")
-    if settings.push_to_hub:
-        push(exported, settings.push_to_hub)
-        run.logger.info(f"uploaded to https://huggingface.co/{settings.push_to_hub}")
-
-
-def merge(adapter: Path, folder: Path, run: "Run") -> None:
+def merge(
+    adapter: Path, folder: Path, tokenizer: PreTrainedTokenizerFast, *, trust_remote_code: bool
+) -> None:
     """Add the adapter to its base model in bf16, and save that as a plain model.
 
     The base is loaded anew: where it was trained on in 4 bits, rounding has changed its weights.
@@ -269,13 +249,13 @@ def merge(adapter: Path, folder: Path, run: "Run") -> None:
             name,
             revision=revision,
             dtype=torch.bfloat16,
-            trust_remote_code=run.config.model.trust_remote_code,
+            trust_remote_code=trust_remote_code,
         )
         with warnings.catch_warnings():  # peft uses a name that transformers will drop
             warnings.simplefilter("ignore", FutureWarning)
             merged = peft.PeftModel.from_pretrained(base, adapter).merge_and_unload()
         card = merged_card((adapter / "README.md").read_text(encoding="utf-8"))
-        save_model(merged, run.policy.tokenizer, card, folder)
+        save_model(merged, tokenizer, card, folder)
     except OSError as error:
         problem = " ".join(str(error).split())
         raise ExportError(f"export.merge = true: {problem}; the adapter is in {adapter}") from error

@@ -34,7 +34,7 @@ from engine.config import (
 from engine.data import QuestionStream, render_prompts
 from engine.distributed import World
 from engine.estimate import check_disk
-from engine.export import ExportError, model_card
+from engine.export import ExportError, merge, model_card, push
 from engine.metrics import mean_of_last, metric_columns, signs_of_collapse, versions
 from engine.model import Policy
 from logger import Logger, json_line, without_nan, write_atomically
@@ -195,7 +195,8 @@ def save_best(run: Run, measured: dict[str, float]) -> bool:
     )
     card = model_card(
         config,
-        state=run.state,
+        step=run.state.step,
+        before=[run.state.first, *run.state.first_interval],
         world=run.world,
         num_questions=len(run.validation_questions),
         prompt=prompt,
@@ -290,6 +291,27 @@ def finish(run: Run) -> None:
             problem = drawn.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
             run.logger.warning(f"the curves are not drawn: {problem}")
     run.logger.close()
+
+
+def export(run: Run) -> None:
+    """Do on rank 0 what the config's export section asks for; the other ranks need not wait.
+
+    Raises ExportError, one line, where that is not possible.
+    """
+    settings, best = run.config.export, run.folder / "best"
+    if not run.world.is_main or not (settings.merge or settings.push_to_hub):
+        return
+    if run.state.best is None:
+        raise ExportError(f"export: no model could be saved in {best}")
+    exported = best
+    if settings.merge:
+        exported = run.folder / "merged"
+        trust = run.config.model.trust_remote_code
+        merge(best, exported, run.policy.tokenizer, trust_remote_code=trust)
+        run.logger.info(f"the best model, merged: {exported}")
+    if settings.push_to_hub:
+        push(exported, settings.push_to_hub)
+        run.logger.info(f"uploaded to https://huggingface.co/{settings.push_to_hub}")
 
 
 def save_evaluation(run: Run, metrics: dict[str, float], samples: list[dict]) -> None:

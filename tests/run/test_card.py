@@ -18,8 +18,8 @@ from engine.checkpoint import save_model
 from engine.config import load_task
 from engine.data import encode_prompts, render_prompts
 from engine.distributed import World
-from engine.export import ExportError, export, merged_card, model_card
-from engine.run import State
+from engine.export import ExportError, merged_card, model_card
+from engine.run import State, export
 
 MEASURED = {
     "eval/pass@1": 0.67912,
@@ -35,7 +35,8 @@ HUB = ("model.name=Qwen/Qwen2.5-0.5B", "task.name=gsm8k", "task.train=openai/gsm
 
 def card_of(*overrides: str, step: int = 5, interval: tuple = (0.1, 0.3), **options) -> str:
     settings = {
-        "state": State(step=step, first=0.2, first_interval=list(interval)),
+        "step": step,
+        "before": [0.2, *interval],
         "world": alone(),
         "num_questions": 500,
         "prompt": "?",

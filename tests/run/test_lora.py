@@ -49,12 +49,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import main
 from engine.distributed import World
 from engine.estimate import check_disk, check_memory
-from engine.export import ExportError, export
+from engine.export import ExportError
 from engine.head import CompletionScorer
 from engine.lora import quantization_config
 from engine.metrics import Clock
 from engine.model import Policy
 from engine.optimizer import make_optimizer
+from engine.run import export
 
 LORA = "model.lora={r: 4, alpha: 8}"
 IN_4BIT = "model.load_in_4bit=true"
