@@ -74,6 +74,7 @@ def test_a_sign_is_reported_once_while_it_lasts():
     assert reported == ["solved fell from 0.600 to 0.240"]
 
 
+@pytest.mark.slow
 def test_a_collapsed_run_stops_where_the_config_says_so(rotary_model_folder, tmp_path):
     """A random model goes on writing until it is cut off, which counts from step 10 on."""
     settings = ["training.num_samples_per_step=16", "training.max_new_gen_tokens=2"]

@@ -432,6 +432,7 @@ def test_a_server_that_is_down_costs_one_warning_and_no_row(tmp_path, monkeypatc
     assert not (tmp_path / "mlflow_run_id").exists()
 
 
+@pytest.mark.slow
 def test_a_server_killed_in_mid_run_costs_one_warning_and_no_row(tmp_path, monkeypatch, capfd):
     with mlflow_server(tmp_path) as (address, process):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)

@@ -78,6 +78,7 @@ def clone(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_command_that_needs_no_gpu_works_as_printed(clone):
     """In their order, from a copy of the repository; runs are made small by keys at the end."""
     lines = [line for block in blocks("sh") for line in block.splitlines()]

@@ -3,7 +3,10 @@
 import subprocess
 import sys
 
+import pytest
 from harness import ROOT, USERS_ENVIRONMENT
+
+pytestmark = pytest.mark.slow
 
 
 def run_quickly(script: str) -> str:
