@@ -115,8 +115,6 @@ def load_run(config: Config) -> Run:
 
     Raises ValueError or OSError, one line with the fix, where something cannot be used.
     """
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
     is_training = config.mode == "train"
     world, notes = init_world()  # which of torchrun's ranks this is, and its device
     check_world(config, world.size)
@@ -152,6 +150,8 @@ def load_policy(config: Config, world: World, logger: Logger) -> Policy:
     The trained weights are fp32 and their arithmetic is bf16 on a GPU (`compute_dtype`), fp32 on a
     CPU. On a GPU a bf16 copy samples, refreshed after each optimizer step.
     """
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     training, sampling, device = config.training, config.sampling, world.device
     compute_dtype = choose_compute_dtype(config.model.compute_dtype, device)
     model, tokenizer, eos_ids = load_model_and_tokenizer(

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 from transformers import TextStreamer
-from transformers.utils import logging as transformers_logging
 
 from engine.config import Config, ConfigError, load_config, load_task
 from engine.data import assistant_prefix, encode_prompts
@@ -72,8 +71,6 @@ def chat_config(arguments: list[str]) -> Config:
 
 def load_chat(config: Config) -> Run:
     """The model, the task and what else an answer takes; there are no questions yet."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
     world, _ = init_world()
     if world.size > 1:
         raise ConfigError([f"{world.size} ranks: one process talks with you"])
