@@ -210,17 +210,18 @@ def run_training(run: Run) -> int:
     training = config.training
     questions_per_rank = config.questions_per_rank(world.size)
     questions_per_step = questions_per_rank * world.size
-    world.catch_signals()  # SIGTERM and SIGINT set world.should_stop, on all ranks at once
+    world.catch_signals()  # a signal to end sets world.should_stop, on all ranks at once
+    is_saved = True
     while True:
         if state.row is not None:
             # Evaluate at the start, every so many steps and at the end; keep the best model.
             measured = {}
             if state.step % config.validation.every == 0 or run.is_over:
-                measured, samples = evaluate(run)
+                measured, samples, is_broken = evaluate(run)
                 logger.print_evaluation(f"evaluation at step {state.step}", measured, samples)
                 logger.log_samples(state.step, samples)
                 state.note_evaluation(measured)
-                is_best = state.best is None or state.last > state.best
+                is_best = not is_broken and (state.best is None or state.last > state.best)
                 if is_best and save_best(run, measured):
                     state.best, state.best_step = state.last, state.step
             # Record, then save: a checkpoint never knows a step that the files lack.
@@ -228,7 +229,7 @@ def run_training(run: Run) -> int:
             state.row = None
             is_due = state.step > 0 and state.step % config.checkpoint.every == 0
             if run.is_over or is_due:
-                save_checkpoint(run)
+                is_saved = save_checkpoint(run)
         if run.is_over or world.should_stop:
             break
         if state.skipped_in_a_row >= training.max_skipped_steps:
@@ -273,7 +274,7 @@ def run_training(run: Run) -> int:
     if not run.is_over or state.row is not None:
         return stop(run)
     finish(run)
-    return 0
+    return 0 if is_saved else 1
 
 
 # Rollouts
@@ -764,15 +765,26 @@ def rollout_sums(
 # Evaluation
 
 
-def evaluate(run: Run) -> tuple[dict[str, float], list[dict]]:
-    """Metrics over all validation questions, each answered on one rank, and the first samples."""
+def evaluate(run: Run) -> tuple[dict[str, float], list[dict], bool]:
+    """Metrics over all validation questions, each answered on one rank, and the first samples.
+
+    Also whether the model is broken: then logits were not finite, and the scores mean nothing.
+    """
     validation, clock = run.config.validation, Clock()
     with clock("eval"):
         groups = answer_questions(
             run, num_samples=validation.best_of_n, temperature=validation.temperature
         )
         metrics = group_metrics(run, groups)
-    return metrics | clock.read(), first_samples(run, groups)
+    return metrics | clock.read(), first_samples(run, groups), has_broken(run, groups)
+
+
+def has_broken(run: Run, groups: list[list[Trajectory]]) -> bool:
+    """Whether any rank sampled from logits that were not finite; says so if it did."""
+    num_broken = run.world.sum([sum(t.completion.is_broken for group in groups for t in group)])
+    if num_broken > 0:
+        run.logger.warning(f"{int(num_broken)} completions ended at logits that were not finite")
+    return bool(num_broken > 0)
 
 
 def answer_questions(run: Run, *, num_samples: int, temperature: float) -> list[list[Trajectory]]:
@@ -821,7 +833,10 @@ def first_samples(run: Run, groups: list[list[Trajectory]]) -> list[dict]:
 
 
 def run_evaluation(run: Run) -> int:
-    """Measure a model as it is: as training would, and by majority votes and greedy completions."""
+    """Measure a model as it is: as training would, and by majority votes and greedy completions.
+
+    Returns the exit status, 2 if the model's logits are not finite.
+    """
     validation, clock = run.config.validation, Clock()
     with clock("eval"):
         groups = answer_questions(
@@ -832,7 +847,7 @@ def run_evaluation(run: Run) -> int:
     samples = first_samples(run, groups)
     run.logger.print_evaluation(f"evaluation of {run.config.model.name}", metrics, samples)
     save_evaluation(run, metrics, samples)
-    return 0
+    return 2 if has_broken(run, groups) else 0
 
 
 def single_answer_metrics(

@@ -4,18 +4,24 @@
         training_state/          state.json, optimizer.pt, files.json (size and hash of each file)
     checkpoints/last             a link to the newest checkpoint
     best/                        the model, its tokenizer and its model card
+    has_checkpoints              a file that appears with the first checkpoint
+    lock                         locked by the process that trains here
 
 With LoRA only the adapter is saved, with the name of its base model. Loading runs no code from
 these files: weights are safetensors, and the optimizer is read with `weights_only=True`.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +30,73 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from engine.lora import load_adapter_weights
 
 LARGEST_HASHED_FILE = 1_000_000  # bytes; hashing all weights would make every start slow
+MARKER = "has_checkpoints"
+# What a run writes into its folder; metrics.jsonl, which shows that a run was here, moves last.
+RESULTS = (
+    "best",
+    "best.old",
+    "best.tmp",
+    "checkpoints",
+    "config.yaml",
+    "metrics.csv",
+    "mlflow_run_id",
+    "samples.jsonl",
+    "metrics.jsonl",
+)
+
+# Whose folder it is
+
+
+def lock_folder(folder: Path, warn: Callable[[str], None]) -> TextIO:
+    """Lock a run's folder for as long as the file stays open, at most until this process ends.
+
+    The lock is the operating system's (flock; Linux passes it on to NFS). Raises ValueError that
+    names the process which holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / "lock").open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise ValueError(
+            f"{folder}: {file.read()} trains there now: wait until it ends, or set run.name to "
+            "start another run"
+        ) from None
+    except OSError as error:
+        warn(f"{folder} cannot be locked ({error.strerror}): do not start this run twice at once")
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file
+
+
+def find_start(folder: Path, *, may_resume: bool, warn: Callable[[str], None]) -> Path | None:
+    """The checkpoint that a run goes on from, or None if it begins; then nothing is in its way.
+
+    What a run left that was killed before its first checkpoint is moved aside. Raises ValueError,
+    one line with the fix, where results would be overwritten.
+    """
+    root = folder / "checkpoints"
+    mend(folder / "best")
+    newest = newest_whole(root, warn)
+    if newest is not None and may_resume:
+        return newest
+    fix = "set run.name to start another run, or move this folder away"
+    if (folder / MARKER).exists() or list_checkpoints(root):
+        why = "no whole checkpoint to go on from" if may_resume else "checkpoint.resume is never"
+        raise ValueError(f"{folder} holds the results of a run, and {why}: {fix}")
+    if (folder / "metrics.jsonl").exists():
+        aside = folder / f"killed-{datetime.now():%Y%m%d-%H%M%S-%f}"
+        aside.mkdir()
+        for name in RESULTS:
+            if (folder / name).exists():
+                (folder / name).rename(aside / name)
+        warn(f"this run was killed before its first checkpoint and begins again; see {aside}")
+    elif (folder / "config.yaml").exists():
+        raise ValueError(f"{folder} holds a config.yaml, but no run: {fix}")
+    return None
+
 
 # Writing
 
@@ -91,7 +164,7 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     keep: int,
 ) -> None:
-    """Write step-<step> below `root`, link `last` to it, and remove all but the `keep` newest."""
+    """Write step-<step> below `root`, link `last` to it, and keep the `keep` newest whole ones."""
     with save_folder(root / f"step-{step:06d}") as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
@@ -100,14 +173,27 @@ def save_checkpoint(
         torch.save(optimizer.state_dict(), inner / "optimizer.pt")
         (inner / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
         (inner / "files.json").write_text(json.dumps(describe_files(temporary)), encoding="utf-8")
-    link = root / "last.tmp"
-    link.unlink(missing_ok=True)
-    link.symlink_to(f"step-{step:06d}")
-    link.replace(root / "last")
+    (root.parent / MARKER).touch()
+    with contextlib.suppress(OSError):  # `last` is for people, and some file systems have no links
+        link_last(root, f"step-{step:06d}")
     sync(root)
+    whole = [folder for folder in list_checkpoints(root) if is_whole(folder)]
     left_by_kills = [*root.glob("step-*.tmp"), *root.glob("step-*.old")]
-    for folder in [*list_checkpoints(root)[keep:], *left_by_kills]:
-        shutil.rmtree(folder)
+    for folder in [*whole[keep:], *left_by_kills]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def link_last(root: Path, target: str) -> None:
+    """Make `last` a link to the folder of that name; a real folder `last` is a copy of an old one.
+
+    Copying a run with `cp -rL`, or by way of a cloud, makes such folders of links.
+    """
+    last, link = root / "last", root / "last.tmp"
+    link.unlink(missing_ok=True)
+    link.symlink_to(target)
+    if last.is_dir() and not last.is_symlink():
+        shutil.rmtree(last)
+    link.replace(last)
 
 
 def describe_files(folder: Path) -> dict[str, list]:
@@ -130,17 +216,24 @@ def sha256(file: Path) -> str:
 
 def list_checkpoints(root: Path) -> list[Path]:
     """The folders of checkpoints, newest first."""
-    return sorted((p for p in root.glob("step-*") if p.name[5:].isdigit()), reverse=True)
+    folders = [path for path in root.glob("step-*") if path.name[5:].isdecimal() and path.is_dir()]
+    return sorted(folders, key=step_of, reverse=True)
 
 
-def newest_whole(root: Path, warn: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint for which `is_whole` holds; `warn` is given a line for each other."""
+def step_of(folder: Path) -> int:
+    """The step after which a checkpoint was saved."""
+    return int(folder.name[5:])
+
+
+def newest_whole(root: Path, warn: Callable[[str], None] | None = None) -> Path | None:
+    """The newest checkpoint for which `is_whole` holds; newer ones are named in a warning."""
     for old in root.glob("step-*.old"):
         mend(old.with_suffix(""))
     for folder in list_checkpoints(root):
         if is_whole(folder):
             return folder
-        warn(f"{folder} is damaged: the one before it is used")
+        if warn:
+            warn(f"{folder} is damaged and not used")
     return None
 
 

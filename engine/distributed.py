@@ -4,13 +4,17 @@ import os
 import signal
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -20,7 +24,7 @@ class World:
     rank: int
     size: int
     device: torch.device
-    stop_signal: int = 0  # the first SIGTERM or SIGINT that this rank was sent, 0 for none
+    stop_signal: int = 0  # the first of SIGTERM, SIGINT, SIGHUP that this rank got, 0 for none
     stop_signal_at_s: float = 0.0
     should_stop: bool = False  # a rank was sent one: the same on all ranks, as of the last sum
 
@@ -55,6 +59,22 @@ class World:
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
+    def on_main(self, function: Callable[[], T]) -> T:
+        """Call it on rank 0 alone: every rank returns its value, or raises its error.
+
+        A ValueError or OSError there, a user's mistake, is a ValueError here.
+        """
+        value = problem = None
+        if self.is_main:
+            try:
+                value = function()
+            except (ValueError, OSError) as error:
+                problem = str(error)
+        value, problem = self.broadcast((value, problem))
+        if problem is not None:
+            raise ValueError(problem)
+        return value
+
     def broadcast_tensor(self, tensor: torch.Tensor) -> None:
         """Overwrite the tensor with rank 0's."""
         if self.size > 1:
@@ -77,9 +97,13 @@ class World:
                 self.broadcast_tensor(state[name])
 
     def catch_signals(self) -> None:
-        """From here on SIGTERM and SIGINT set a flag, which the next sum shows to all ranks."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.note_signal)
+        """From here on a signal to end sets a flag, which the next sum shows to all ranks.
+
+        SIGHUP comes when a terminal is closed or a connection is lost; `nohup` makes it ignored.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self.note_signal)
 
     def note_signal(self, number: int, frame: object) -> None:
         """Keep the first signal; a second Ctrl-C ends this process at once.
@@ -103,7 +127,9 @@ class World:
         if self.size > 1:
             self.sum([0.0])
             dist.destroy_process_group()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == self.note_signal:
+                signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -114,10 +140,11 @@ def layout_of(value: object) -> object:
 
 
 def init_world() -> tuple[World, list[str]]:
-    """Join the process group and choose the device; also lines for the log about that choice."""
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    """Join the process group and choose the device; also lines for the log about that choice.
+
+    Raises ValueError for environment variables that torchrun would not set.
+    """
+    rank, size, local_rank, local_size = read_environment()
     device, notes = torch.device("cpu"), []
     num_gpus = torch.cuda.device_count()
     if num_gpus >= local_size:
@@ -137,6 +164,21 @@ def init_world() -> tuple[World, list[str]]:
         store = dist.PrefixStore(agree_on_start(store, rank, size), store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return World(rank, size, device), notes
+
+
+def read_environment() -> tuple[int, int, int, int]:
+    """torchrun's RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; those of one rank without it.
+
+    Raises ValueError for values that torchrun would not set.
+    """
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    values = {name: os.environ.get(name, default) for name, default in defaults.items()}
+    if all(value.isdecimal() for value in values.values()):
+        rank, size, local_rank, local_size = map(int, values.values())
+        if rank < size and local_rank < local_size <= size:
+            return rank, size, local_rank, local_size
+    found = ", ".join(f"{name}={value}" for name, value in values.items())
+    raise ValueError(f"{found}: start with torchrun, which sets these, or unset them all")
 
 
 def agree_on_start(store: dist.Store, rank: int, size: int) -> str:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import ModuleType
+from typing import TextIO
 
 import torch
 from torch import nn
@@ -100,6 +101,7 @@ class Run:
     optimizer: torch.optim.Optimizer | None = None
     state: State = field(default_factory=State)
     is_resumed: bool = False
+    lock: TextIO | None = None  # holds the folder while it is open
 
     @property
     def trained_weights(self) -> list[nn.Parameter]:
@@ -131,15 +133,11 @@ def check_room(run: Run) -> None:
 def resume(run: Run) -> None:
     """Go on from the newest whole checkpoint, if there is one: rank 0 reads it and broadcasts.
 
-    Raises ValueError where that checkpoint belongs to another configuration.
+    Raises ValueError where that checkpoint belongs to another configuration, and where the folder
+    is another process's or holds results that would be overwritten.
     """
-    world, config, root = run.world, run.config, run.folder / "checkpoints"
-    if config.checkpoint.resume == "never":
-        if checkpoint.list_checkpoints(root):
-            raise ValueError(f"{root} holds checkpoints: set run.name to start another run")
-        return
-    folder = checkpoint.newest_whole(root, run.logger.warning) if world.is_main else None
-    saved = world.broadcast(checkpoint.load_state(folder) if folder else None)
+    world, config = run.world, run.config
+    folder, saved = world.on_main(functools.partial(find_saved, run))
     if saved is None:
         return
     check_same_run(saved["config"], config)
@@ -148,7 +146,7 @@ def resume(run: Run) -> None:
             f"the run had {saved['num_ranks']} ranks and goes on with {world.size}: "
             "not bit for bit the same"
         )
-    if folder:
+    if world.is_main:
         checkpoint.load_weights(folder, run.policy.model)
         run.optimizer.load_state_dict(checkpoint.load_optimizer_state(folder))
     for parameter in run.trained_weights:
@@ -157,6 +155,25 @@ def resume(run: Run) -> None:
     run.policy.refresh_sampler()
     run.state, run.is_resumed = State(**saved["state"]), True
     run.logger.info(f"resumed after step {run.state.step}")
+
+
+def find_saved(run: Run) -> tuple[Path | None, dict | None]:
+    """Lock the run's folder; the checkpoint to go on from and what it saved of the run's state."""
+    warn, may_resume = run.logger.warning, run.config.checkpoint.resume == "auto"
+    run.lock = checkpoint.lock_folder(run.folder, warn)
+    folder = checkpoint.find_start(run.folder, may_resume=may_resume, warn=warn)
+    if folder is None:
+        return None, None
+    saved, best = checkpoint.load_state(folder), run.folder / "best"
+    if saved["state"].keys() != asdict(run.state).keys():
+        raise ValueError(
+            f"{folder} was saved by another version of this program: go on with that one, or set "
+            "run.name to start another run"
+        )
+    if saved["state"]["best"] is not None and not best.is_dir():
+        warn(f"{best} is gone: the best model from here on will be saved there")
+        saved["state"]["best"] = None
+    return folder, saved
 
 
 def open_files(run: Run) -> None:
@@ -174,7 +191,6 @@ def open_files(run: Run) -> None:
         description="\n".join(f"- {line}" for line in differences(config)),
     )
     if run.world.is_main:
-        checkpoint.mend(run.folder / "best")
         write_config(run.folder, config)
 
 
@@ -209,13 +225,24 @@ def save_best(run: Run, measured: dict[str, float]) -> bool:
     return save_on_main(run, save)
 
 
-def save_checkpoint(run: Run) -> None:
-    """Save all that a resumed run needs, unless that could only push out a good checkpoint."""
-    if not is_worth_saving(run):
+def save_checkpoint(run: Run) -> bool:
+    """Save all that a resumed run needs; False where nothing could be saved.
+
+    Skipped steps leave the weights as they are, perhaps ruined by the last step that was taken.
+    They are saved once at most: so with checkpoint.keep=2 the checkpoint before them stays.
+    """
+    newest = checkpoint.newest_whole(run.folder / "checkpoints")
+    last_taken = run.state.step - run.state.skipped_in_a_row
+    if run.state.skipped_in_a_row > 0 and newest and checkpoint.step_of(newest) >= last_taken:
+        run.logger.info("all steps since the newest checkpoint were skipped: nothing new to save")
+        return True
+    # The norm can overflow for finite weights, but only for ones far too large for usable logits.
+    if not nn.utils.get_total_norm(run.trained_weights).isfinite():
         run.logger.warning(
-            f"nothing new and finite to save at step {run.state.step}: what was saved before stays"
+            f"nothing saved at step {run.state.step}, since the weights are not finite: what was "
+            "saved before stays"
         )
-        return
+        return False
     state = {
         "state": asdict(run.state),
         "num_ranks": run.world.size,
@@ -231,21 +258,7 @@ def save_checkpoint(run: Run) -> None:
         optimizer=run.optimizer,
         keep=run.config.checkpoint.keep,
     )
-    save_on_main(run, save)
-
-
-def is_worth_saving(run: Run) -> bool:
-    """Whether there are weights to save: finite ones that are not in the newest checkpoint yet.
-
-    Skipped steps leave the weights as they are, perhaps ruined by the last step that was taken.
-    Saving them once at most keeps the checkpoint before them, with checkpoint.keep=2.
-    """
-    last_taken = run.state.step - run.state.skipped_in_a_row
-    newest = checkpoint.list_checkpoints(run.folder / "checkpoints")[:1]
-    if run.state.skipped_in_a_row > 0 and any(int(p.name[5:]) >= last_taken for p in newest):
-        return False
-    # The norm can overflow for finite weights, but only for ones far too large for usable logits.
-    return bool(nn.utils.get_total_norm(run.trained_weights).isfinite())
+    return save_on_main(run, save)
 
 
 def save_on_main(run: Run, save: Callable[[], None]) -> bool:
@@ -271,9 +284,12 @@ def save_on_main(run: Run, save: Callable[[], None]) -> bool:
 
 def stop(run: Run) -> int:
     """Save after a signal, between two steps; returns the exit status that the signal asks for."""
-    save_checkpoint(run)
-    run.logger.info(f"stopped by a signal after step {run.state.step}")
+    is_saved = save_checkpoint(run)
     run.logger.close("KILLED")
+    what = "all is saved" if is_saved else "only what was saved before is there"
+    run.logger.info(
+        f"stopped by a signal after step {run.state.step}; {what}; go on with the same command"
+    )
     return 128 + (run.world.stop_signal or 15)  # SIGTERM, where another rank was sent the signal
 
 
@@ -361,13 +377,14 @@ def mistakes_cost_one_line() -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         is_config = isinstance(error, ConfigError)
-        rank, restarts = (
-            int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+        is_first_rank, is_first_start = (
+            os.environ.get(name, "0") == "0"
+            for name in ("LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
         )
-        if restarts == 0 and rank > 0:
+        if is_first_start and not is_first_rank:
             # torchrun ends all ranks with the first: give rank 0 time to print the same mistake.
             time.sleep(3)
-        if restarts == 0 and (rank == 0 or not is_config):
+        if is_first_start and (is_first_rank or not is_config):
             lines = error.lines if is_config else [str(error)]
             print("\n".join(f"error: {line}" for line in lines), file=sys.stderr)
         sys.exit(2)
