@@ -359,6 +359,14 @@ def score_group(
     return trajectories
 
 
+def has_broken(run: Run, groups: list[list[Trajectory]]) -> bool:
+    """Whether any rank sampled from logits that were not finite; says so if it did."""
+    num_broken = run.world.sum([sum(t.completion.is_broken for group in groups for t in group)])
+    if num_broken > 0:
+        run.logger.warning(f"{int(num_broken)} completions ended at logits that were not finite")
+    return bool(num_broken > 0)
+
+
 def get_generation_config(params: SamplingParams, *, num_samples: int) -> GenerationConfig:
     """A fresh generation config: nothing of the hub's leaks into sampling.
 
@@ -578,8 +586,7 @@ def update_policy(
     gradient of 0.
     """
     training, world, policy, optimizer = run.config.training, run.world, run.policy, run.optimizer
-    num_broken = sum(t.completion.is_broken for group in groups for t in group)
-    is_skipped = world.sum([num_broken]).item() > 0
+    is_skipped = has_broken(run, groups)
     micro_batches = [] if is_skipped else make_micro_batches(run, groups)
     if not micro_batches:
         return {}, {}, is_skipped
@@ -777,14 +784,6 @@ def evaluate(run: Run) -> tuple[dict[str, float], list[dict], bool]:
         )
         metrics = group_metrics(run, groups)
     return metrics | clock.read(), first_samples(run, groups), has_broken(run, groups)
-
-
-def has_broken(run: Run, groups: list[list[Trajectory]]) -> bool:
-    """Whether any rank sampled from logits that were not finite; says so if it did."""
-    num_broken = run.world.sum([sum(t.completion.is_broken for group in groups for t in group)])
-    if num_broken > 0:
-        run.logger.warning(f"{int(num_broken)} completions ended at logits that were not finite")
-    return bool(num_broken > 0)
 
 
 def answer_questions(run: Run, *, num_samples: int, temperature: float) -> list[list[Trajectory]]:

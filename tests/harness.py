@@ -213,8 +213,8 @@ def set_rates(patch: pytest.MonkeyPatch, rates: list[float]) -> None:
     evaluate = main.evaluate
 
     def with_rate(run: Run):
-        metrics, samples = evaluate(run)
-        return metrics | {"eval/pass@1": rates[run.state.step]}, samples
+        metrics, *others = evaluate(run)
+        return metrics | {"eval/pass@1": rates[run.state.step]}, *others
 
     patch.setattr(main, "evaluate", with_rate)
 
