@@ -24,34 +24,45 @@ import random
 import re
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Annotated, Self
 
-from pydantic import PositiveInt
+from pydantic import Field, model_validator
 
 from engine.calculator import value_of
 from engine.config import Section
 from engine.data import FILE_OR_HUB, check_request, is_in_split, load_rows
 
+Number = Annotated[int, Field(ge=1, le=1_000_000)]
+
 
 class Options(Section):
     """Countdown's own keys in the config's `task` section; the text below each key explains it."""
 
-    min_numbers: PositiveInt = 3
+    min_numbers: Number = 3
     """The fewest numbers of a generated question."""
 
-    max_numbers: PositiveInt = 4
+    max_numbers: Number = 4
     """The most numbers of a generated question."""
 
-    min_number: PositiveInt = 1
+    min_number: Number = 1
     """The smallest number that a generated question may use."""
 
-    max_number: PositiveInt = 50
+    max_number: Number = 50
     """The largest number that a generated question may use."""
 
-    min_target: PositiveInt = 10
+    min_target: Number = 10
     """The smallest target of a generated question."""
 
-    max_target: PositiveInt = 99
+    max_target: Number = 99
     """The largest target of a generated question."""
+
+    @model_validator(mode="after")
+    def check_ranges(self) -> Self:
+        for name in ("numbers", "number", "target"):
+            low, high = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
+            if low > high:
+                raise ValueError(f"min_{name} = {low} must be at most max_{name} ({high})")
+        return self
 
 
 # Data
@@ -111,7 +122,6 @@ def generate_questions(
     Raises ValueError for impossible ranges and for ranges that hold too few questions.
     """
     check_request(split, num_examples)
-    check_ranges(options)
     rng = random.Random(f"countdown {split} {seed}")
     counts = list(range(options.min_numbers, options.max_numbers + 1))
     seen = {question_key(row) for row in exclude}
@@ -134,16 +144,6 @@ def generate_questions(
             "found in these ranges; ask for fewer, or widen the ranges of numbers and targets"
         )
     return rows
-
-
-def check_ranges(options: Options) -> None:
-    """Raise ValueError for a range that is empty or goes beyond a million."""
-    for name in ("numbers", "number", "target"):
-        low, high = getattr(options, f"min_{name}"), getattr(options, f"max_{name}")
-        if not 1 <= low <= high <= 10**6:
-            raise ValueError(
-                f"min_{name} {low}, max_{name} {high}: choose 1 <= min <= max <= 10**6"
-            )
 
 
 def draw_question(count: int, *, options: Options, rng: random.Random) -> dict:

@@ -1,10 +1,10 @@
 """The configuration of a run: what every key may be, and how a user's values are read and checked.
 
-A value comes from the schema below, which holds each key's type, limits and default, then from a
-YAML file, then from the command line. config.yaml explains every key.
+Each key begins with its default in the schema below; a YAML file may set it, and the command line
+after that. The schema also holds the types and limits; config.yaml explains every key.
 
-To add a key, write one line here and the same key with its explanation in config.yaml, and read it
-somewhere. A task adds its own keys to the task section by a class `Options` in its module.
+To add a key, write one line here, and the same key with its explanation in config.yaml. A task adds
+keys of its own to the task section by a class `Options` in its module.
 """
 
 import argparse
@@ -115,11 +115,6 @@ class TrainingSettings(Section):
     seed: int = Field(0, ge=0, lt=2**32)
 
     @property
-    def num_kept(self) -> int:
-        """Completions of a question that are trained on."""
-        return self.k_best_of_n[0]
-
-    @property
     def group_size(self) -> int:
         """Completions that are sampled for a question."""
         return self.k_best_of_n[1]
@@ -186,23 +181,28 @@ class ConfigError(ValueError):
 
 
 def load_task(name: str) -> ModuleType:
-    """The module of a task: tasks/<name>.py, countdown.py, or <name>.py in the current folder.
+    """The module of a task: one of the checkout, or <name>.py in the current folder.
 
-    Raises ConfigError where there is no such file, or where a task lacks something in it.
+    Raises ConfigError if there is no such file, or if the module is not a whole task.
     """
-    file = Path.cwd() / f"{name}.py"
-    if file.stem == name and (ROOT / "tasks" / file.name).is_file():
-        module = importlib.import_module(f"tasks.{name}")
-    elif name == "countdown":
-        module = importlib.import_module(name)
-    elif file.stem == name and file.is_file():
-        module = import_file(file)
+    own_file = Path.cwd() / f"{name}.py"
+    if name in built_in_tasks():
+        module = importlib.import_module(name if name == "countdown" else f"tasks.{name}")
+    elif own_file.stem == name and own_file.is_file():
+        module = import_file(own_file)
     else:
         choices = f"{', '.join(built_in_tasks())}, or the name of a .py file in {Path.cwd()}"
         raise ConfigError([f"task.name = {show(name):.80}: must be one of {choices}"])
     if problems := list(problems_of_task(module)):
         raise ConfigError([f"{module.__file__}: {problem}" for problem in problems])
     return module
+
+
+@functools.cache
+def built_in_tasks() -> list[str]:
+    """The names of the tasks in the checkout; other files in tasks/ have no reward_function."""
+    paths = [ROOT / "countdown.py", *sorted(ROOT.glob("tasks/*.py"))]
+    return [path.stem for path in paths if "\ndef reward_function(" in path.read_text("utf-8")]
 
 
 @functools.cache
@@ -213,12 +213,6 @@ def import_file(path: Path) -> ModuleType:
     sys.modules[spec.name] = module  # pickle and dataclasses look modules up by their names
     spec.loader.exec_module(module)
     return module
-
-
-def built_in_tasks() -> list[str]:
-    """The names of the tasks in the checkout; other files in tasks/ have no reward_function."""
-    paths = [ROOT / "countdown.py", *sorted(ROOT.glob("tasks/*.py"))]
-    return [path.stem for path in paths if "\ndef reward_function(" in path.read_text("utf-8")]
 
 
 def problems_of_task(module: ModuleType) -> Iterator[str]:
@@ -314,8 +308,8 @@ for yaml_class in (Loader, Dumper):
     )
 
 
-def parse_yaml(text: str, *, origin: str | Path) -> Any:
-    """The value that YAML text stands for; `origin` says in an error where the text is from."""
+def parse_yaml(text: str | bytes, *, origin: str | Path) -> Any:
+    """The value that YAML text stands for; errors name its `origin`."""
     try:
         return yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date in month 13
@@ -326,12 +320,9 @@ def parse_yaml(text: str, *, origin: str | Path) -> Any:
 def read_file(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file; an empty file is an empty mapping."""
     try:
-        text = Path(path).read_text("utf-8")
+        content = parse_yaml(Path(path).read_bytes(), origin=path)
     except OSError as error:
         raise ConfigError([f"{path}: {error.strerror}; give --config a YAML file"]) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError([f"{path}: is not text; give --config a YAML file"]) from error
-    content = parse_yaml(text, origin=path)
     if content is not None and not isinstance(content, dict):
         raise ConfigError([f"{path}: must hold sections of keys, as config.yaml does"])
     return content or {}
@@ -384,7 +375,10 @@ def task_name(values: dict[str, Any]) -> Any:
 
 
 def validate(values: dict[str, Any]) -> Config:
-    """The Config of these values and the defaults; ConfigError with a line for each mistake."""
+    """The configuration of these values and, for all other keys, the defaults.
+
+    Raises ConfigError with a line for each mistake.
+    """
     full_schema = schema(load_task(task_name(values)))
     values = merge(full_schema().model_dump(), values)
     try:
@@ -413,23 +407,21 @@ def explain(error: ValidationError, *, known: dict[str, str], values: dict) -> l
             problem = f"is a section, set its keys, such as {example}"
         else:
             place = f" of task {values['task']['name']}" if path[0] == "task" else ""
-            is_section = len(path) == 1 and isinstance(value, dict)
-            hint = nearest(key, SECTIONS if is_section else known)
+            hint = nearest(key, [*SECTIONS, *known])
             problem = f"unknown key{place}{hint}; --help lists the keys"
-        lines.append(f"{key} = {show(value):.80}: {problem}")
+        is_about_several_keys = key == "task" and detail["type"] == "value_error"
+        subject = key if is_about_several_keys else f"{key} = {show(value):.80}"
+        lines.append(f"{subject}: {problem}")
     return list(dict.fromkeys(lines))
 
 
-def nearest(key: str, known: Iterable[str]) -> str:
-    """A hint that names the known key most like `key`, empty where none is like it."""
-    best = max(known, key=functools.partial(likeness, key))
-    return f", the nearest is {best}" if likeness(key, best) > 1.2 else ""
-
-
-def likeness(key: str, other: str) -> float:
-    """From 0 to 2: how alike two dotted keys are as a whole, and in their last names."""
-    pairs = ((key, other), (key.split(".")[-1], other.split(".")[-1]))
-    return sum(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
+def nearest(key: str, known: list[str]) -> str:
+    """A hint at the known key that is spelt most like `key`, or whose last name is."""
+    by_name = {other.split(".")[-1]: other for other in known}
+    close = functools.partial(difflib.get_close_matches, n=1, cutoff=0.8)
+    for match in close(key, known) or close(key.split(".")[-1], by_name):
+        return f", the nearest is {by_name.get(match, match)}"
+    return ""
 
 
 def known_keys(full_schema: type[Config]) -> dict[str, str]:
@@ -445,7 +437,14 @@ def known_keys(full_schema: type[Config]) -> dict[str, str]:
     return known
 
 
-LIMITS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+LIMITS = {
+    "exclusiveMinimum": "> {}",
+    "minimum": ">= {}",
+    "exclusiveMaximum": "< {}",
+    "maximum": "<= {}",
+    "pattern": "matching {}",
+    "minLength": "that is not empty",
+}
 TYPES = {
     "integer": "an integer",
     "number": "a number",
@@ -461,7 +460,7 @@ def allowed(field: dict, definitions: dict) -> str:
         field = definitions[field["$ref"].removeprefix("#/$defs/")]
     if "anyOf" in field:
         return " or ".join(allowed(choice, definitions) for choice in field["anyOf"])
-    if "const" in field:
+    if "const" in field:  # a choice of one
         return str(field["const"])
     if "enum" in field:
         return "one of " + ", ".join(map(str, field["enum"]))
@@ -475,62 +474,49 @@ def allowed(field: dict, definitions: dict) -> str:
         length = f" of {field['minItems']}" if "maxItems" in field else ""
         return f"a list{length}, each {allowed(field['items'], definitions)}"
     kind = TYPES.get(field.get("type"), field.get("type", "any value"))
-    limits = " and ".join(f"{sign} {field[name]}" for name, sign in LIMITS.items() if name in field)
-    pattern = f"matching {field['pattern']}" if "pattern" in field else ""
-    not_empty = "that is not empty" if "minLength" in field else ""
-    return " ".join(filter(None, [kind, limits, pattern, not_empty]))
+    limits = [text.format(field[name]) for name, text in LIMITS.items() if name in field]
+    return f"{kind} {' and '.join(limits)}".strip()
 
 
 def impossible(config: Config) -> Iterator[str]:
-    """A line for each combination of values that cannot work."""
-    validation, task = config.validation, config.task.model_dump()
-    yield from impossible_training(config.training)
-    if config.mode == "train":
-        yield from impossible_adapter(config)
-    if max(validation.pass_k) > validation.best_of_n:
-        most = f"validation.best_of_n ({validation.best_of_n})"
-        yield f"validation.pass_k = {validation.pass_k}: each must be at most {most}"
-    if len(set(validation.pass_k)) < len(validation.pass_k):
-        yield f"validation.pass_k = {validation.pass_k}: write each k once"
-    if not any(task["reward_weights"].values()):
-        yield f"task.reward_weights = {show(task['reward_weights'])}: one must not be 0"
-    for low in task:
-        high = low.replace("min_", "max_", 1)
-        limits = task[low], task.get(high)
-        if low.startswith("min_") and None not in limits and limits[0] > limits[1]:
-            yield f"task.{low} = {limits[0]}: must be at most task.{high} ({limits[1]})"
-
-
-def impossible_training(training: TrainingSettings) -> Iterator[str]:
-    (k, n), learning_type = training.k_best_of_n, training.learning_type
-    key, rate = f"training.k_best_of_n = [{k}, {n}]", training.embedding_learning_rate
+    """A line with the fix for each combination of values that cannot work."""
+    model, training, validation = config.model, config.training, config.validation
+    (k, n), is_sil = training.k_best_of_n, training.learning_type == "sil"
+    key = f"training.k_best_of_n = [{k}, {n}]"
     if n < 2:
         yield f"{key}: n must be at least 2, since a sample is judged by its group"
     elif k > n:
         yield f"{key}: the k best of n cannot be more than n; write [{n}, {n}]"
-    elif learning_type == "grpo" and k < n:
+    elif k < n and not is_sil:
         yield f"{key}: grpo trains on all n; write [{n}, {n}], or training.learning_type=sil"
-    elif learning_type == "sil" and k == n:
+    elif k == n and is_sil:
         yield f"{key}: sil learns by leaving out all but the k best; write k < n, such as [2, 32]"
-    if learning_type == "sil" and training.advantage == "zscore":
+    if is_sil and training.advantage == "zscore":
         yield "training.advantage = zscore: sil gives the k best the advantage 1; write mean"
-    if rate is not None and training.optimizer != "muon":
-        fix = "write null, or training.optimizer=muon"
-        yield f"training.embedding_learning_rate = {show(rate)}: only muon has one; {fix}"
-
-
-def impossible_adapter(config: Config) -> Iterator[str]:
-    if config.model.lora is None and config.model.load_in_4bit:
-        problem = "weights in 4 bits cannot be trained"
-        yield f"model.load_in_4bit = true: {problem}; write false, or set model.lora='{{r: 8}}'"
-    if config.model.lora is None and config.export.merge:
-        yield "export.merge = true: there is no adapter to merge; write false, or set model.lora"
-    if config.model.lora is not None and config.training.optimizer == "muon":
+    if training.embedding_learning_rate is not None and training.optimizer != "muon":
+        key = f"training.embedding_learning_rate = {show(training.embedding_learning_rate)}"
+        yield f"{key}: only muon has one; write null, or training.optimizer=muon"
+    if config.mode == "train" and model.lora is None:
+        if model.load_in_4bit:
+            key = "model.load_in_4bit = true"
+            fix = "write false, or set model.lora='{r: 8}'"
+            yield f"{key}: weights in 4 bits cannot be trained; {fix}"
+        if config.export.merge:
+            key = "export.merge = true"
+            yield f"{key}: there is no adapter to merge; write false, or set model.lora"
+    elif config.mode == "train" and training.optimizer == "muon":
         yield "training.optimizer = muon: cannot train the factors of model.lora; write adamw"
+    key = f"validation.pass_k = {validation.pass_k}"
+    if max(validation.pass_k) > validation.best_of_n:
+        yield f"{key}: each must be at most validation.best_of_n ({validation.best_of_n})"
+    if len(set(validation.pass_k)) < len(validation.pass_k):
+        yield f"{key}: write each k once"
+    if not any(config.task.reward_weights.values()):
+        yield f"task.reward_weights = {show(config.task.reward_weights)}: one must not be 0"
 
 
 def check_world(config: Config, num_ranks: int) -> None:
-    """Raises ConfigError where a rank would have nothing to do, or another share than others."""
+    """Raises ConfigError if a rank would get no validation question, or more than its share."""
     num_examples = config.validation.num_examples
     num_questions = config.training.num_samples_per_step_global
     lines = []
@@ -544,14 +530,14 @@ def check_world(config: Config, num_ranks: int) -> None:
         raise ConfigError(lines)
 
 
-# The keys whose values may be others when a run goes on; all others make it another run.
+# A run may go on with other values of these keys. Another value of any other key is another run.
 FREE_KEYS = ("mode", "training.num_steps", "training.stop_on_collapse", "validation.every")
 FREE_SECTIONS = ("checkpoint.", "export.", "logging.", "run.")
 
 
 def check_same_run(saved: dict[str, Any], config: Config) -> None:
-    """Raises ConfigError where keys that may not change differ from a run's `dotted_values`."""
-    saved = dotted_values(type(config)()) | saved  # keys that came later had their defaults
+    """Raises ConfigError if keys that must not change differ from the saved run's dotted values."""
+    saved = dotted_values(type(config)()) | saved  # a run older than a key had the key's default
     changed = [
         f"{key} = {show(value)}, but the run was started with {show(saved[key])}"
         for key, value in dotted_values(config).items()
@@ -601,13 +587,7 @@ def differences(config: Config) -> list[str]:
 
 def dump(config: Config) -> str:
     """The whole configuration as YAML, which loads to the same one."""
-    lines = []
-    for name, value in config.model_dump().items():
-        if name in SECTIONS:
-            lines += [f"{name}:", *(f"  {key}: {show(value[key])}" for key in value)]
-        else:
-            lines.append(f"{name}: {show(value)}")
-    return "\n".join(lines) + "\n"
+    return yaml.dump(config.model_dump(), Dumper=Dumper, allow_unicode=True, sort_keys=False)
 
 
 USAGE = """\
@@ -630,8 +610,7 @@ def help_text(overrides: list[str]) -> str:
 
 def describe(full_schema: type[Config]) -> list[str]:
     """A line for each key: its default and what is allowed."""
-    defaults = dotted_values(full_schema())
-    known = known_keys(full_schema)
+    defaults, known = dotted_values(full_schema()), known_keys(full_schema)
     return [f"{key} = {show(defaults[key])}: {known[key]}" for key in known]
 
 

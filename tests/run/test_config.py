@@ -27,7 +27,7 @@ from engine.config import (
 GUESSING = """
 from typing import Annotated
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from engine.config import Section
 
@@ -35,8 +35,6 @@ from engine.config import Section
 class Options(Section):
     tolerance: Annotated[float, Field(ge=0)] = 0.5
     low: int | None = None
-    min_digits: PositiveInt = 1
-    max_digits: PositiveInt | None = None
 
     @field_validator("low")
     @classmethod
@@ -66,22 +64,23 @@ def load(*arguments):
     return load_config(list(arguments))
 
 
-def lines_of(*arguments):
-    """The lines of the ConfigError that the arguments raise."""
+def lines_raised(function, *arguments):
+    """The lines of the ConfigError that the function raises."""
     with pytest.raises(ConfigError) as caught:
-        load(*arguments)
+        function(*arguments)
     assert all("\n" not in line for line in caught.value.lines)
     return caught.value.lines
 
 
 def line_of(*arguments):
-    (line,) = lines_of(*arguments)
+    """The only line of the error that the command line raises."""
+    (line,) = lines_raised(load, *arguments)
     return line
 
 
 def file_with(folder, text):
     path = folder / "some.yaml"
-    path.write_text(text, encoding="utf-8")
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return f"--config={path}"
 
 
@@ -111,11 +110,9 @@ def test_later_overrides_win_over_earlier_ones_and_these_over_the_file(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["1e-5", "1E-5", "1.0e-5", "0.00001", "10e-6", "+1e-05", ".1e-4"])
-def test_a_number_in_scientific_notation_is_a_number(text, tmp_path):
+def test_a_number_in_scientific_notation_is_a_number(text):
     """PyYAML reads 1e-5 as text, so that a learning rate became a string."""
     assert load(f"training.learning_rate={text}").training.learning_rate == pytest.approx(1e-5)
-    file = file_with(tmp_path, f"training: {{learning_rate: {text}}}")
-    assert load(file).training.learning_rate == pytest.approx(1e-5)
 
 
 def test_an_integer_is_accepted_for_a_number():
@@ -152,11 +149,6 @@ def test_the_options_of_a_task_are_keys_of_its_section():
     config = load("task.max_target=100")
     assert isinstance(config.task, load_task("countdown").Options)
     assert config.task.max_target == 100 and config.task.min_target == 10
-
-
-def test_the_questions_of_a_step_and_the_completions_of_a_question_have_words_of_their_own():
-    training = load("training.learning_type=sil", "training.k_best_of_n=[2, 32]").training
-    assert (training.num_kept, training.group_size) == (2, 32)
 
 
 # Tasks
@@ -227,8 +219,7 @@ def test_a_tasks_own_validators_speak_in_one_line(guessing):
     own = "task.name=guessing"
     assert line_of(own, "task.low=13") == "task.low = 13: must not be 13"
     line = line_of(own, "task.low=1", "task.tolerance=2")
-    assert line.startswith("task = {name: guessing, ")
-    assert line.endswith(": tolerance must be at most low")
+    assert line == "task: tolerance must be at most low"
 
 
 def test_a_configuration_cannot_be_changed_after_it_was_checked():
@@ -238,6 +229,8 @@ def test_a_configuration_cannot_be_changed_after_it_was_checked():
 
 # What is refused
 
+SIL = "training.learning_type=sil training.k_best_of_n=[2,4]"
+
 
 @pytest.mark.parametrize(
     ("override", "line"),
@@ -245,9 +238,11 @@ def test_a_configuration_cannot_be_changed_after_it_was_checked():
         ("training.num_step=5", "training.num_step = 5: unknown key, the nearest"),
         ("sampling.learning_rate=1", "unknown key, the nearest is training.learning_rate"),
         ("num_steps=5", "num_steps = 5: unknown key, the nearest is training.num_steps"),
+        ("num_step=5", "num_step = 5: unknown key, the nearest is training.num_steps"),
         ("--num_steps=5", "--num_steps = 5: unknown key, the nearest is training.num_steps"),
         ("trainig.seed=5", "trainig = {seed: 5}: unknown key, the nearest is training;"),
         ("task.max_numbr=5", "unknown key of task countdown, the nearest is task.max_number"),
+        ("mod=train", "mod = train: unknown key, the nearest is mode; --help lists the keys"),
         ("zzz=5", "zzz = 5: unknown key; --help lists the keys"),
         ("training.seed='3'", "training.seed = '3': must be an integer >= 0"),
         ("training.seed=true", "training.seed = true: must be an integer >= 0"),
@@ -281,7 +276,7 @@ def test_a_configuration_cannot_be_changed_after_it_was_checked():
         ("run.name=a/b", "run.name = a/b: must be text matching"),
         ("run.name=..", "run.name = ..: must be text matching"),
         ("task=3", "task = 3: is a section, set its keys, such as task."),
-        ("task.max_target=big", "task.max_target = big: must be an integer"),
+        ("task.max_target=big", "task.max_target = big: must be an integer >= 1 and <= 1000000"),
         ("task.seed=3", "unknown key of task countdown, the nearest is training.seed"),
         ("task.reward_weights=", "task.reward_weights = null: must be a mapping from"),
         ("model.lora=8", "model.lora = 8: must be a mapping of r (an integer > 0), alpha"),
@@ -298,70 +293,30 @@ def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(override, li
 
 
 @pytest.mark.parametrize(
-    ("overrides", "line"),
+    ("others", "value", "end"),
     [
-        (
-            ["training.k_best_of_n=[2, 16]"],
-            "training.k_best_of_n = [2, 16]: grpo trains on all n; write [16, 16], "
-            "or training.learning_type=sil",
-        ),
-        (
-            ["training.embedding_learning_rate=1e-3"],
-            "training.embedding_learning_rate = 0.001: only muon has one; write null, or "
-            "training.optimizer=muon",
-        ),
-        (
-            ["model.load_in_4bit=true"],
-            "model.load_in_4bit = true: weights in 4 bits cannot be trained; write false, or set "
-            "model.lora='{r: 8}'",
-        ),
-        (
-            ["export.merge=true"],
-            "export.merge = true: there is no adapter to merge; write false, or set model.lora",
-        ),
-        (
-            ["model.lora.r=8", "training.optimizer=muon"],
-            "training.optimizer = muon: cannot train the factors of model.lora; write adamw",
-        ),
-        (
-            ["training.k_best_of_n=[1, 1]"],
-            "training.k_best_of_n = [1, 1]: n must be at least 2, since a sample is judged by its "
-            "group",
-        ),
-        (
-            ["training.k_best_of_n=[8, 4]", "training.learning_type=sil"],
-            "training.k_best_of_n = [8, 4]: the k best of n cannot be more than n; write [4, 4]",
-        ),
-        (
-            ["training.k_best_of_n=[16, 16]", "training.learning_type=sil"],
-            "training.k_best_of_n = [16, 16]: sil learns by leaving out all but the k best; write "
-            "k < n, such as [2, 32]",
-        ),
-        (
-            [
-                "training.learning_type=sil",
-                "training.k_best_of_n=[2, 4]",
-                "training.advantage=zscore",
-            ],
-            "training.advantage = zscore: sil gives the k best the advantage 1; write mean",
-        ),
-        (
-            ["validation.best_of_n=4", "validation.pass_k=[1, 8]"],
-            "validation.pass_k = [1, 8]: each must be at most validation.best_of_n (4)",
-        ),
-        (["validation.pass_k=[1, 1]"], "validation.pass_k = [1, 1]: write each k once"),
-        (
-            ["task.min_number=60"],
-            "task.min_number = 60: must be at most task.max_number (50)",
-        ),
-        (
-            ["task.reward_weights={format: 0, answer: 0}"],
-            "task.reward_weights = {format: 0.0, answer: 0.0}: one must not be 0",
-        ),
+        ("", "training.k_best_of_n = [1, 1]", "at least 2, since a sample is judged by its group"),
+        ("", "training.k_best_of_n = [8, 4]", "k best of n cannot be more than n; write [4, 4]"),
+        ("", "training.k_best_of_n = [2, 16]", "write [16, 16], or training.learning_type=sil"),
+        (SIL, "training.k_best_of_n = [8, 8]", "all but the k best; write k < n, such as [2, 32]"),
+        (SIL, "training.advantage = zscore", "sil gives the k best the advantage 1; write mean"),
+        ("", "training.embedding_learning_rate = 0.001", "write null, or training.optimizer=muon"),
+        ("", "model.load_in_4bit = true", "write false, or set model.lora='{r: 8}'"),
+        ("", "export.merge = true", "there is no adapter to merge; write false, or set model.lora"),
+        ("model.lora.r=8", "training.optimizer = muon", "the factors of model.lora; write adamw"),
+        ("validation.best_of_n=4", "validation.pass_k = [8]", "most validation.best_of_n (4)"),
+        ("", "validation.pass_k = [1, 1]", ": write each k once"),
+        ("", "task.reward_weights = {format: 0.0, answer: 0.0}", ": one must not be 0"),
     ],
 )
-def test_an_impossible_combination_is_one_line_with_the_fix(overrides, line):
-    assert line_of(*overrides) == line
+def test_an_impossible_combination_is_one_line_with_the_fix(others, value, end):
+    line = line_of(*others.split(), value.replace(" = ", "="))
+    assert line.startswith(f"{value}: ") and line.endswith(end)
+
+
+def test_a_range_whose_ends_are_the_wrong_way_round_is_named():
+    line = "task: min_number = 60 must be at most max_number (50)"
+    assert line_of("task.min_number=60") == line
 
 
 def test_what_is_for_training_is_not_asked_of_an_evaluation():
@@ -369,10 +324,10 @@ def test_what_is_for_training_is_not_asked_of_an_evaluation():
 
 
 def test_every_mistake_has_its_line():
-    lines = lines_of("training.seed=x", "sampling.top_p=7", "zzz=1", "task.min_target=1.5")
-    assert len(lines) == 4
-    lines = lines_of("training.k_best_of_n=[1, 2]", "validation.best_of_n=1")
-    assert len(lines) == 2
+    wrong = ["training.seed=x", "sampling.top_p=7", "zzz=1", "task.min_target=1.5"]
+    assert len(lines_raised(load, *wrong)) == 4
+    impossible = ["training.k_best_of_n=[1, 2]", "validation.best_of_n=1"]
+    assert len(lines_raised(load, *impossible)) == 2
 
 
 @pytest.mark.parametrize(
@@ -416,30 +371,34 @@ def test_an_argument_that_cannot_be_read_is_one_line(arguments, line):
         ("training: {1: 2}", "training.1 = 2: unknown key"),
         ("null: 2", "None = 2: unknown key"),
         ("training: {a.b: 2}", "training.a.b = 2: unknown key"),
+        (b"\x80\x04\x95", "some.yaml: cannot be read as YAML: "),  # not text
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_line(text, line, tmp_path):
     assert line in line_of(file_with(tmp_path, text))
 
 
-def test_a_file_that_is_not_text_is_one_line(tmp_path):
-    (tmp_path / "model.bin").write_bytes(b"\xff\xfe\x00\x93")
-    line = "model.bin: is not text; give --config a YAML file"
-    assert line_of("--config", str(tmp_path / "model.bin")).endswith(line)
-
-
 def test_a_long_value_is_shortened_in_its_line():
     assert len(line_of(f"training.seed={'9' * 5_000}x")) < 200
 
 
-def test_a_rank_without_a_validation_question_is_refused():
-    config = load("validation.num_examples=3")
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("validation.num_examples = 3", "must be at least 4, one for each rank"),
+        ("training.num_samples_per_step_global = 6", "must be a multiple of 4, the number of"),
+    ],
+)
+def test_ranks_without_their_share_of_the_questions_are_refused(value, problem):
+    config = load(value.replace(" = ", "="))
     check_world(config, 3)
-    with pytest.raises(ConfigError) as caught:
-        check_world(config, 4)
-    assert caught.value.lines == [
-        "validation.num_examples = 3: must be at least 4, one for each rank"
-    ]
+    (line,) = lines_raised(check_world, config, 4)
+    assert line.startswith(f"{value}: {problem}")
+
+
+def test_the_questions_of_a_step_are_given_for_each_rank_or_for_all_together():
+    assert load("training.num_samples_per_step=5").questions_per_rank(4) == 5
+    assert load("training.num_samples_per_step_global=6").questions_per_rank(3) == 2
 
 
 def test_an_override_to_another_task_leaves_the_files_options_of_its_own_task(tmp_path):
@@ -457,28 +416,13 @@ def test_an_override_to_another_task_leaves_the_files_options_of_its_own_task(tm
     assert (same.max_numbers, same.max_number, same.reward_weights["format"]) == (4, 60, 0.5)
 
 
-def test_questions_that_the_ranks_cannot_share_evenly_are_refused():
-    config = load("training.num_samples_per_step_global=6")
-    for num_ranks in (1, 2, 3, 6):
-        check_world(config, num_ranks)
-        assert config.questions_per_rank(num_ranks) * num_ranks == 6
-    assert load("training.num_samples_per_step=5").questions_per_rank(4) == 5
-    with pytest.raises(ConfigError) as caught:
-        check_world(config, 4)
-    assert caught.value.lines == [
-        "training.num_samples_per_step_global = 6: must be a multiple of 4, the number of ranks"
-    ]
-
-
 def test_a_run_goes_on_with_other_keys_than_those_that_shape_what_it_learns():
     saved = dotted_values(load("model.name=a"))
     free = ["mode=evaluate", "training.num_steps=7", "validation.every=3", "checkpoint.keep=1"]
     free += ["run.dir=b", "logging.samples=0", "export.push_to_hub=a/b"]
     check_same_run(saved, load("model.name=a", "training.stop_on_collapse=true", *free))
-    with pytest.raises(ConfigError) as caught:
-        check_same_run(saved, load("model.name=b", "task.max_target=98"))
     fix = "restore it to continue countdown-b-grpo-s0, or set run.name for another run"
-    assert caught.value.lines == [
+    assert lines_raised(check_same_run, saved, load("model.name=b", "task.max_target=98")) == [
         f"model.name = b, but the run was started with a: {fix}",
         f"task.max_target = 98, but the run was started with 99: {fix}",
     ]
@@ -513,10 +457,7 @@ def test_a_package_that_is_there_is_imported_by_the_name_that_pip_has_for_it():
         ([], "countdown-tiny-grpo-s0"),
         (["model.name=Qwen/Qwen2.5-3B", "training.seed=3"], "countdown-Qwen2.5-3B-grpo-s3"),
         (["model.name=some/folder/"], "countdown-folder-grpo-s0"),
-        (
-            ["training.learning_type=sil", "training.k_best_of_n=[2, 32]"],
-            "countdown-tiny-sil-s0",
-        ),
+        (SIL.split(), "countdown-tiny-sil-s0"),
         (["run.name=mine"], "mine"),
     ],
 )
@@ -577,21 +518,18 @@ def test_a_key_may_stand_outside_all_sections(tmp_path):
     assert load(file_with(tmp_path, dump(config))) == config
     assert differences(config) == ["mode: evaluate (default train)"]
     assert line_of("mode=trian") == "mode = trian: must be one of train, evaluate"
-    line = "mod = train: unknown key, the nearest is mode; --help lists the keys"
-    assert line_of("mod=train") == line
 
 
-@pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_is_a_line_for_each_key_with_its_default_and_what_is_allowed(flag, capsys, guessing):
+def test_help_is_a_line_for_each_key_with_its_default_and_what_is_allowed(capsys, guessing):
     with pytest.raises(SystemExit) as caught:
-        load("training.num_step", flag, "task.name=guessing")
+        load("training.num_step", "--help", "task.name=guessing")
     assert caught.value.code == 0
     usage, explanation, keys = capsys.readouterr().out.split("\n\n")
     assert usage.startswith("usage: ") and explanation.startswith("FILE sets keys (config.yaml if")
     lines = keys.splitlines()
     assert "training.num_steps = 80: an integer > 0" in lines
     assert "model.revision = null: text or null" in lines
-    assert "task.max_target = 99: an integer > 0 (task countdown)" in lines
+    assert "task.max_target = 99: an integer >= 1 and <= 1000000 (task countdown)" in lines
     assert "task.max_tokens = null: an integer > 0 or null (task gsm8k)" in lines
     assert "task.tolerance = 0.5: a number >= 0 (task guessing)" in lines
     for name in ("countdown", "gsm8k", "math500", "guessing"):
@@ -635,5 +573,4 @@ def test_reading_the_configuration_imports_none_of_the_heavy_libraries():
         "import engine.config, sys; print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
     )
     command = [sys.executable, "-c", check]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "set()"
+    assert subprocess.check_output(command, cwd=ROOT, text=True).strip() == "set()"

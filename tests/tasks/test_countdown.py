@@ -2,6 +2,7 @@
 
 import ast
 import math
+import operator
 import random
 import re
 import time
@@ -203,13 +204,10 @@ def test_wrong_or_malformed_answers_are_not_paid(expression: str, nums: list[int
 
 def test_only_the_first_answer_block_counts():
     right, wrong = "<answer>25 + 3 * 7</answer>", "<answer>25 + 3 + 7</answer>"
-    assert answer_reward_function(right + wrong, nums=NUMS, target=TARGET) == 1.0
-    assert answer_reward_function(wrong + right, nums=NUMS, target=TARGET) == 0.0
-    assert answer_reward_function("</answer>" + right, nums=NUMS, target=TARGET) == 1.0
-    assert answer_reward_function("<answer>" + right, nums=NUMS, target=TARGET) == 0.0
-    assert answer_reward_function(right + " and more", nums=NUMS, target=TARGET) == 1.0
-    assert answer_reward_function("<answer>25 + 3 * 7", nums=NUMS, target=TARGET) == 0.0
-    assert answer_reward_function("25 + 3 * 7", nums=NUMS, target=TARGET) == 0.0
+    for text in (right + wrong, "</answer>" + right, right + " and more"):
+        assert reward(text)["answer"] == 1.0
+    for text in (wrong + right, "<answer>" + right, "<answer>25 + 3 * 7", "25 + 3 * 7"):
+        assert reward(text)["answer"] == 0.0
 
 
 def test_reward_function_names_both_parts():
@@ -223,17 +221,14 @@ def test_reward_function_names_both_parts():
 Expression = tuple[str, list[int], Fraction]
 
 
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+
+
 def combine(left: Expression, right: Expression, operation: str, space: str) -> Expression:
-    values = {
-        "+": left[2] + right[2],
-        "-": left[2] - right[2],
-        "*": left[2] * right[2],
-        "/": left[2] / right[2] if right[2] else Fraction(0),
-    }
     if operation == "/" and right[2] == 0:
         operation = "+"
     text = f"({left[0]}){space}{operation}{space}({right[0]})"
-    return text, left[1] + right[1], values[operation]
+    return text, left[1] + right[1], OPERATORS[operation](left[2], right[2])
 
 
 leaves = st.integers(0, 99).map(lambda n: (str(n), [n], Fraction(n)))
@@ -250,13 +245,6 @@ expressions = st.recursive(
 
 
 @settings(max_examples=300, deadline=None)
-@given(expressions)
-def test_every_expression_with_the_right_value_is_paid(expression: Expression):
-    text, nums, value = expression
-    assert score(text, nums, value) == 1.0
-
-
-@settings(max_examples=300, deadline=None)
 @given(expressions, st.data())
 def test_a_wrong_value_or_a_wrong_number_is_never_paid(expression: Expression, data: st.DataObject):
     text, nums, value = expression
@@ -270,7 +258,7 @@ def test_a_wrong_value_or_a_wrong_number_is_never_paid(expression: Expression, d
 
 @settings(max_examples=300, deadline=None)
 @given(expressions, st.randoms(use_true_random=False))
-def test_order_of_numbers_spaces_and_redundant_brackets_do_not_matter(
+def test_the_right_value_is_paid_whatever_the_order_of_numbers_the_spaces_and_extra_brackets(
     expression: Expression, rng: random.Random
 ):
     text, nums, value = expression
@@ -290,20 +278,17 @@ def value_by_ast(text: str) -> Fraction | None:
         return None
 
 
+AST_OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+
+
 def fold(node: ast.AST) -> Fraction:
     match node:
         case ast.Constant(value=int() as value):
             return Fraction(value)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -fold(operand)
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return fold(left) + fold(right)
-        case ast.BinOp(left=left, op=ast.Sub(), right=right):
-            return fold(left) - fold(right)
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            return fold(left) * fold(right)
-        case ast.BinOp(left=left, op=ast.Div(), right=right):
-            return fold(left) / fold(right)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in AST_OPERATORS:
+            return OPERATORS[AST_OPERATORS[type(op)]](fold(left), fold(right))
     raise ValueError(f"not in the grammar: {ast.dump(node)}")
 
 
@@ -326,19 +311,6 @@ def test_an_independent_oracle_agrees_on_random_strings(text: str):
     else:
         assert score(text, nums, value) == 1.0
         assert score(text, nums, value + Fraction(1, 10**9)) == 0.0
-
-
-@settings(max_examples=1_000, deadline=None)
-@given(
-    st.permutations(["25", "3", "7"]),
-    st.sampled_from(["{} {} {} {} {}", "({} {} {}) {} {}", "{} {} ({} {} {})", "{} {} {} {} -{}"]),
-    st.lists(st.sampled_from(["+", "-", "*", "/", "**", "//", "."]), min_size=2, max_size=2),
-)
-def test_near_misses_are_paid_only_for_the_right_value(
-    nums: list[str], shape: str, operators: list[str]
-):
-    text = shape.format(nums[0], operators[0], nums[1], operators[1], nums[2])
-    assert score(text, NUMS, TARGET) == float(value_by_ast(text) == TARGET)
 
 
 # Properties: any text at all is graded, fast
@@ -439,10 +411,8 @@ def test_the_longest_expressions_take_less_than_100_ms():
 def test_extract_answer_is_the_first_block_without_spaces():
     assert extract_answer(answer_block(" 25 + 3\n* 7 ")) == "25+3*7"
     assert extract_answer(answer_block("1") + answer_block("2")) == "1"
-    assert extract_answer("25 + 3 * 7") is None
-    assert extract_answer("<answer>25") is None
-    assert extract_answer(answer_block(" ")) is None
-    assert extract_answer(answer_block("1" * 1_001)) is None
+    for text in ("25 + 3 * 7", "<answer>25", answer_block(" "), answer_block("1" * 1_001)):
+        assert extract_answer(text) is None
 
 
 @pytest.mark.parametrize(
@@ -482,10 +452,8 @@ def test_a_question_that_is_not_understood_is_answered_with_an_example(text: str
 
 def test_the_prompt_poses_the_question_and_opens_the_think_block():
     user, assistant = prompt()
-    assert user["role"] == "user"
-    assert "[3, 7, 25]" in user["content"]
-    assert "make 46." in user["content"]
-    assert assistant["role"] == "assistant"
+    assert (user["role"], assistant["role"]) == ("user", "assistant")
+    assert "[3, 7, 25]" in user["content"] and "make 46." in user["content"]
     assert assistant["content"].endswith("<think>")
 
 
@@ -609,11 +577,6 @@ def test_a_count_without_new_questions_gives_way_to_the_others():
 SMALL_SPACE = {"max_numbers": 3, "max_number": 3, "min_target": 1, "max_target": 9}
 
 
-def test_a_space_of_questions_that_is_too_small_is_said_and_does_not_loop():
-    with pytest.raises(ValueError, match=r"num_examples 1000: only \d+ different train questions"):
-        generate("train", 1_000, **SMALL_SPACE)
-
-
 def test_without_a_number_of_examples_all_questions_come_up_to_a_limit():
     """A small space of questions is then no mistake."""
     rows = generate("train", None, **SMALL_SPACE)
@@ -640,14 +603,18 @@ def test_excluded_questions_are_not_generated():
 @pytest.mark.parametrize(
     ("num_examples", "options", "message"),
     [
+        (1_000, SMALL_SPACE, r"num_examples 1000: only \d+ different train questions"),
         (None, {"max_number": 1, "min_target": 50}, "only 0 different train"),
         (0, {}, "num_examples 0: choose at least 1"),
-        (5, {"min_numbers": 4, "max_numbers": 3}, "min_numbers 4, max_numbers 3"),
-        (5, {"max_target": 10**30}, "max_target 10"),
-        (5, {"min_number": 0}, "min_number\n"),  # refused by the schema
+        (5, {"min_numbers": 4, "max_numbers": 3}, r"min_numbers = 4 must be at most max_numbers"),
+        (5, {"min_number": 60}, r"min_number = 60 must be at most max_number \(50\)"),
+        (5, {"max_target": 10**30}, "max_target\n"),  # refused by the schema
+        (5, {"min_number": 0}, "min_number\n"),
         (5, {"min_target": -1}, "min_target\n"),
     ],
 )
-def test_impossible_options_are_named(num_examples: int | None, options: dict, message: str):
+def test_impossible_requests_are_named_and_do_not_loop(
+    num_examples: int | None, options: dict, message: str
+):
     with pytest.raises(ValueError, match=message):
         generate("train", num_examples, **options)
