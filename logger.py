@@ -7,11 +7,12 @@ Every rank makes a `Logger` and calls it in the same way; only rank 0 prints and
     samples.jsonl    one sample per line: step, prompt, completion, reward, reward_parts
     mlflow_run_id    the MLflow run that a resumed run continues
 
-A row is on disk when `log_metrics` returns, so a checkpoint that is saved after it never knows a
-step that the files lack. A killed run leaves rows after its last checkpoint, perhaps half a row at
-the end; when the run is resumed, these are cut off.
+A row is on disk when `log_metrics` returns, so the files hold every step of a checkpoint that is
+saved after it. A killed run leaves rows of later steps than its last checkpoint, and perhaps half a
+row at the end; these are cut off when the run is resumed.
 """
 
+import itertools
 import json
 import math
 import os
@@ -25,8 +26,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-# Set unless the environment or .env sets them: MLflow's own defaults (7 retries of 120 s each, and
-# sleeps as long as a Retry-After header asks for) would stop the training for many minutes.
+# Used where the environment and .env say nothing. MLflow's own defaults would stop the training for
+# many minutes: it tries 8 times for 120 s, and sleeps as long as a Retry-After header asks for.
 MLFLOW_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -36,7 +37,7 @@ MLFLOW_ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",  # else it prints two lines about a new database
 }
-MLFLOW_SLOW_S = 20.0  # all ranks wait while rank 0 logs, so a call that takes longer is the last
+MLFLOW_SLOW_S = 20.0  # all ranks wait while rank 0 logs: after a slower call MLflow is given up
 
 STEP_FIELDS = (  # label, metric, width, format
     ("reward", "train/reward", 6, ".3f"),
@@ -47,42 +48,34 @@ STEP_FIELDS = (  # label, metric, width, format
     ("lr", "train/lr", 7, ".1e"),
     ("seconds", "time/step_s", 6, ".1f"),
 )
-ROW_STEP = re.compile(r'(?:\{"step": ?)?(\d+)')  # how a row of each of the three files starts
+ROW_STEP = re.compile(r'(?:\{"step": ?)?(\d+)')  # the start of a row in each of the three files
 
 
 class Logger:
-    """Where a run's numbers and texts go. It prints at once; `open` starts the files and MLflow."""
+    """Prints a run's numbers and texts and, once it is open, writes them to files and to MLflow.
+
+    Raises ValueError if MLflow is wanted but not installed.
+    """
 
     def __init__(self, *, rank: int, do_mlflow: bool = False) -> None:
-        """Raises ValueError if MLflow is wanted but not installed."""
         self.is_main = rank == 0
-        self.folder: Path | None = None  # stays None on the other ranks
+        self.folder: Path | None = None  # None until `open`, and always on the other ranks
         self.columns: list[str] = []
         self.mlflow = MlflowRun(import_mlflow()) if do_mlflow and self.is_main else None
 
     def open(
-        self,
-        folder: Path,
-        *,
-        config_text: str,
-        params: dict[str, Any],
-        columns: Sequence[str],
-        resume_step: int | None,
-        experiment: str,
-        run_name: str,
-        description: str,
+        self, folder: Path, *, columns: Sequence[str], resume_step: int | None, **shown: Any
     ) -> None:
         """Start the files in the run's folder anew, or cut them back to `resume_step`.
 
-        `columns` are the metrics that may be logged. MLflow shows the rest: `config_text` as
-        config.yaml, `params` as parameters and `description` (Markdown) above them. Raises
-        ValueError if the metrics.csv of a resumed run has other columns.
+        `columns` are the metrics that may be logged; `shown` are the arguments of
+        `MlflowRun.start`. Raises ValueError if the metrics.csv of a resumed run has other columns.
         """
         if not self.is_main:
             return
         start_files(folder, columns, resume_step=resume_step)
         self.folder, self.columns = folder, list(columns)
-        self._send(MlflowRun.start, folder, config_text, params, experiment, run_name, description)
+        self._send(MlflowRun.start, folder, **shown)
 
     def info(self, text: str) -> None:
         """Print without tearing a progress bar, on rank 0, in whatever encoding stdout has."""
@@ -91,15 +84,12 @@ class Logger:
             sys.stdout.flush()  # else a log file shows the line minutes later
 
     def warning(self, text: str) -> None:
-        """Print as a warning."""
         self.info(f"warning: {text}")
 
     def progress(self, total: int, description: str, unit: str) -> tqdm:
-        """Return a bar with an ETA (`update(n)`, `close()`, `with`), drawn on terminals only."""
-        off = None if self.is_main else True  # None: drawn unless stderr is a file
-        return tqdm(
-            total=total, desc=description, unit=unit, leave=False, dynamic_ncols=True, disable=off
-        )
+        """Return a bar with an ETA; rank 0 draws it, and only where stderr is a terminal."""
+        looks = {"desc": description, "unit": unit, "leave": False, "dynamic_ncols": True}
+        return tqdm(total=total, disable=None if self.is_main else True, **looks)
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Append one row to metrics.jsonl and metrics.csv; the names must be among the columns."""
@@ -114,7 +104,7 @@ class Logger:
         self._send(MlflowRun.log_metrics, step, row)
 
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        """Append samples, each with prompt, completion, reward, reward_parts and any other key."""
+        """Append samples: dictionaries with prompt, completion, reward, reward_parts and others."""
         if self.folder is None:
             return
         lines = [json_line({"step": step, **sample}) for sample in samples]
@@ -137,22 +127,19 @@ class Logger:
         self, title: str, metrics: dict[str, float], samples: list[dict[str, Any]]
     ) -> None:
         """Print an evaluation's metrics and its first three completions with their rewards."""
-        values = {name[5:]: value for name, value in metrics.items() if name.startswith("eval/")}
-        shown = [name for name in values if not name.endswith(("_low", "_high"))]
-        width = max(map(len, shown), default=0)
-        lines = [title]
-        for name in shown:
-            decimals = 1 if values[name] > 1 else 3  # numbers of tokens with one, rates with three
-            line = f"  {name:<{width}} {values[name]:7.{decimals}f}"
-            if f"{name}_low" in values:
-                low, high = values[f"{name}_low"], values[f"{name}_high"]
-                line += f"  (95% interval {low:.3f} to {high:.3f})"
-            lines.append(line)
+        names = [name.removeprefix("eval/") for name in metrics if name.startswith("eval/")]
+        names = [name for name in names if not name.endswith(("_low", "_high"))]
+        lines, width = [title], max(map(len, names), default=0)
+        for name in names:
+            value, low, high = (metrics.get(f"eval/{name}{end}") for end in ("", "_low", "_high"))
+            decimals = 1 if value > 1 else 3  # numbers of tokens with one, rates with three
+            interval = "" if low is None else f"  (95% interval {low:.3f} to {high:.3f})"
+            lines.append(f"  {name:<{width}} {value:7.{decimals}f}{interval}")
         for number, sample in enumerate(samples[:3], start=1):
-            score = format_reward(sample["reward"], sample["reward_parts"])
-            lines.append(f"  completion {number}  {score}")
-            prompt, completion = sample["prompt"].strip(), sample["completion"].strip("\n")
-            lines += [f"    > {line}" for line in shorten(prompt).split("\n")]
+            reward = format_reward(sample["reward"], sample["reward_parts"])
+            lines.append(f"  completion {number}  {reward}")
+            lines += [f"    > {line}" for line in shorten(sample["prompt"].strip()).split("\n")]
+            completion = sample["completion"].strip("\n")
             lines += [f"    {line}" for line in shorten(completion).split("\n")]
         self.info("\n".join(lines))
 
@@ -161,13 +148,13 @@ class Logger:
         self._send(MlflowRun.end, status)
         self.mlflow = None
 
-    def _send(self, call: Callable[..., None], *args: Any) -> None:
+    def _send(self, call: Callable[..., None], *args: Any, **options: Any) -> None:
         """Make one call to MLflow; if it fails or is slow, warn, and make no further call."""
         if self.mlflow is None or self.folder is None:
             return
         started_s = time.monotonic()
         try:
-            call(self.mlflow, *args)
+            call(self.mlflow, *args, **options)
             elapsed_s = time.monotonic() - started_s
             if elapsed_s > MLFLOW_SLOW_S:
                 raise TimeoutError(f"a call took {elapsed_s:.0f} s")
@@ -183,9 +170,9 @@ class Logger:
 class MlflowRun:
     """The run in MLflow. Any of its methods may raise or take long; see `Logger._send`.
 
-    MLflow rejects some characters in names: `eval/pass@1` is `eval/pass_at_1` there. It cannot take
-    points back, so a resumed run sends only the steps that its MLflow run lacks; the MLflow run's
-    tag `last_step` says which.
+    MLflow rejects some characters in names: `eval/pass@1` is `eval/pass_at_1` there. It cannot
+    delete points, so a resumed run sends only the steps that its MLflow run lacks: those after the
+    one in the tag `last_step`.
     """
 
     def __init__(self, mlflow: ModuleType) -> None:
@@ -195,31 +182,35 @@ class MlflowRun:
     def start(
         self,
         folder: Path,
-        config_text: str,
-        params: dict[str, Any],
+        *,
         experiment: str,
         run_name: str,
         description: str,
+        params: dict[str, Any],
+        config_text: str,
     ) -> None:
-        """Continue the MLflow run that the file mlflow_run_id names, else create one."""
-        client = self.client = self.mlflow.MlflowClient()
+        """Continue the MLflow run that the file mlflow_run_id names, else create one.
+
+        MLflow shows `params` as the run's parameters, `config_text` as its file config.yaml, and
+        `description` (Markdown) above them.
+        """
+        self.client = self.mlflow.MlflowClient()
         id_file = folder / "mlflow_run_id"
         if id_file.exists():
             self.run_id = id_file.read_text().strip()
-            self.last_step = int(client.get_run(self.run_id).data.tags.get("last_step", -1))
-            client.update_run(self.run_id, status="RUNNING")
+            tags = self.client.get_run(self.run_id).data.tags
+            self.last_step = int(tags.get("last_step", -1))
+            self.client.update_run(self.run_id, status="RUNNING")
             return
-        known = client.get_experiment_by_name(experiment)
-        experiment_id = known.experiment_id if known else client.create_experiment(experiment)
+        experiment_id = self.mlflow.set_experiment(experiment).experiment_id
         tags = {"mlflow.note.content": description}  # MLflow's name for it
-        run = client.create_run(experiment_id, run_name=run_name, tags=tags)
+        run = self.client.create_run(experiment_id, run_name=run_name, tags=tags)
         self.run_id = run.info.run_id
-        values = [
-            self.mlflow.entities.Param(mlflow_name(key), str(value))
-            for key, value in unnest(params, separator=".").items()
-        ]
-        client.log_batch(self.run_id, params=values, synchronous=True)
-        client.log_text(self.run_id, config_text, "config.yaml")
+        new_param = self.mlflow.entities.Param
+        flat = unnest(params, separator=".")
+        values = [new_param(mlflow_name(name), str(value)) for name, value in flat.items()]
+        self.client.log_batch(self.run_id, params=values)
+        self.client.log_text(self.run_id, config_text, "config.yaml")
         write_atomically(id_file, self.run_id + "\n")
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
@@ -232,7 +223,7 @@ class MlflowRun:
             if math.isfinite(value)  # MLflow would draw infinity as 1.8e308
         ]
         tags = [entities.RunTag("last_step", str(step))]
-        self.client.log_batch(self.run_id, metrics=points, tags=tags, synchronous=True)
+        self.client.log_batch(self.run_id, metrics=points, tags=tags)
 
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         if step <= self.last_step or not samples:
@@ -250,7 +241,7 @@ class MlflowRun:
 
 
 def import_mlflow() -> ModuleType:
-    """Import MLflow, set up by environment variables, which win over `.env` in this folder."""
+    """Import MLflow; .env in the current folder sets what the environment leaves unset."""
     try:
         import dotenv
 
@@ -296,7 +287,7 @@ def shorten(text: str, max_characters: int = 600) -> str:
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:
-    """Return `text` with escapes for control codes and for what `encoding` lacks (surrogates)."""
+    """Return `text` with escapes for control codes and for characters that `encoding` lacks."""
     visible = (c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
     return "".join(visible).encode(encoding, "backslashreplace").decode(encoding)
 
@@ -324,18 +315,17 @@ def start_files(folder: Path, columns: Sequence[str], *, resume_step: int | None
     kept["metrics.csv"] = kept["metrics.csv"] or header
     if not kept["metrics.csv"].startswith(header):
         fix = "give the run another run.name, or undo the change of the config"
-        raise ValueError(f"{folder / 'metrics.csv'} has not the columns of this config: {fix}")
+        raise ValueError(f"{folder / 'metrics.csv'} has other columns than this config: {fix}")
     for name, text in kept.items():
         write_atomically(folder / name, text)
 
 
 def rows_until(resume_step: int, path: Path) -> str:
-    """Return the file's whole lines (the header too) without the rows after `resume_step`."""
+    """Return the header and the rows up to `resume_step`, without a line that is half written."""
     whole_lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    rows = [(line, ROW_STEP.match(line)) for line in whole_lines]  # the header does not match
-    return "".join(
-        f"{line}\n" for line, step in rows if step is None or int(step[1]) <= resume_step
-    )
+    steps = [ROW_STEP.match(line) for line in whole_lines]  # None for the header
+    kept = [step is None or int(step[1]) <= resume_step for step in steps]
+    return "".join(f"{line}\n" for line in itertools.compress(whole_lines, kept))
 
 
 def append_durably(path: Path, text: str) -> None:

@@ -1,7 +1,7 @@
 """Saving and loading the folders of a run, so that a kill at any moment loses no saved work.
 
     checkpoints/step-000010/     the model and its tokenizer, as `from_pretrained` loads them
-        training_state/          state.json, optimizer.pt, files.json (size and hash of each file)
+        training_state/          state.json, optimizer.pt, files.json (see describe_files)
     checkpoints/last             a link to the newest checkpoint
     best/                        the model, its tokenizer and its model card
     has_checkpoints              a file that appears with the first checkpoint
@@ -106,8 +106,8 @@ def save_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder to write into, then put it in the place of `folder`.
 
     A kill at any moment leaves the old folder (see `mend`) or the new one, because the new files
-    are on the disk itself before anything is renamed. Raises OSError if writing fails, as on a full
-    disk: then the temporary folder is removed, and the old folder stays.
+    are on the disk itself before anything is renamed. If writing fails, as on a full disk, the old
+    folder stays, the temporary one is removed, and OSError is raised.
     """
     mend(folder)
     temporary, old = (folder.with_name(f"{folder.name}.{end}") for end in ("tmp", "old"))
@@ -197,7 +197,7 @@ def link_last(root: Path, target: str) -> None:
 
 
 def describe_files(folder: Path) -> dict[str, list]:
-    """[size, SHA-256] of each file in a checkpoint but files.json; None for a large file's hash."""
+    """[size, SHA-256] of each file but files.json itself; of a large file the hash is None."""
     described = {}
     for file in sorted(folder.rglob("*")):
         if file.is_file() and file.name != "files.json":
@@ -238,10 +238,10 @@ def newest_whole(root: Path, warn: Callable[[str], None] | None = None) -> Path 
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether each file of a checkpoint has its size, each small one its hash, too.
+    """Whether each file of a checkpoint has the size, and each small file the hash, that it had.
 
-    Weights are large, so the headers of their files are read instead: they say where each tensor
-    lies, which must fill the file exactly. Changed bits inside a tensor are not noticed.
+    Weights are too large to hash, so the headers of their files are read instead: the tensors that
+    a header lists must fill the file exactly. Changed bits inside a tensor are not noticed.
     """
     try:
         listed = json.loads((folder / "training_state" / "files.json").read_text())
@@ -250,8 +250,8 @@ def is_whole(folder: Path) -> bool:
             if file.stat().st_size != size or (digest and digest != sha256(file)):
                 return False
             if file.suffix == ".safetensors":
-                with safe_open(file, framework="pt"):  # raises if header and size do not fit
-                    pass
+                with safe_open(file, framework="pt"):
+                    pass  # it has opened, so its header and its size agree
     except (OSError, ValueError, SafetensorError):
         return False
     return True

@@ -1,8 +1,7 @@
 """What is made of the best model: its model card, a merged model, a copy on the hub.
 
 A model card is the README.md beside a model: metadata that the hub reads, then text for people. It
-follows from the config and the run's figures alone, so equal runs in different folders have equal
-cards.
+names no folder of this machine, so equal runs in different folders have equal cards.
 """
 
 import warnings
@@ -20,19 +19,13 @@ from engine.lora import base_of
 
 # The model card
 
-PASS_AT_1 = ("eval/pass@1", "eval/pass@1_low", "eval/pass@1_high")  # with its interval
-IN_EVERY_RECIPE = (  # even where they are the defaults
-    "training.learning_type",
-    "training.k_best_of_n",
-    "training.num_samples_per_step",
-    "training.max_new_gen_tokens",
-    "training.learning_rate",
-    "training.advantage",
-    "training.loss_normalization",
-    "training.seed",
-    "sampling.temperature",
+PASS_AT_1 = ("eval/pass@1", "eval/pass@1_low", "eval/pass@1_high")  # with its 95% interval
+IN_EVERY_RECIPE = (  # listed even where they are the defaults
+    *("training.learning_type", "training.k_best_of_n", "training.num_samples_per_step"),
+    *("training.max_new_gen_tokens", "training.learning_rate", "training.advantage"),
+    *("training.loss_normalization", "training.seed", "sampling.temperature"),
 )
-NAMED_IN_THE_TEXT = ("model.name", "task.name", "task.train", "task.eval")
+IN_THE_TEXT = ("model.name", "task.name", "task.train", "task.eval")  # so not in the recipe
 METHODS = {
     "grpo": "GRPO (arXiv:2402.03300)",
     "sil": "SIL (self-improvement learning), imitation of the best of several completions",
@@ -115,18 +108,20 @@ def model_card(
 ) -> str:
     """The card of the model after `step` steps.
 
-    `before` is pass@1 without training and its interval, `measured` holds this model's metrics,
-    both on the `num_questions` validation questions. `prompt` is that of one of them, and
-    `add_special_tokens` says whether the tokenizer adds special tokens to it.
+    `before` is pass@1 without training, then the ends of its interval; `measured` holds this
+    model's metrics. Both were measured on `num_questions` validation questions. `prompt` is that of
+    one of them, and `add_special_tokens` says whether the tokenizer adds special tokens to it.
     """
     data = metadata(config, num_questions=num_questions, measured=measured)
-    rates = [measured[key] for key in PASS_AT_1]
-    rows = [score_row("this model, before training", *rates)]
+    after = [measured[key] for key in PASS_AT_1]
     if step > 0:
-        rows = [
-            score_row("before training", *before),
-            score_row(f"this model, after step {step}", *rates),
-        ]
+        scores = {"before training": before, f"this model, after step {step}": after}
+    else:
+        scores = {"this model, before training": after}
+    rows = [
+        f"| {name} | {rate:.3f} | {low:.3f} to {high:.3f} |"
+        for name, (rate, low, high) in scores.items()
+    ]
     others = [
         f"{key.removeprefix('eval/')} {value:.3f}"
         for key, value in measured.items()
@@ -156,9 +151,9 @@ def model_card(
 
 
 def metadata(config: Config, *, num_questions: int, measured: dict[str, float]) -> ModelCardData:
-    """What the hub reads. It refuses a base or data that are no ids on the hub: they are left out.
+    """What the hub reads. It refuses a base or data that are not on the hub: they are left out.
 
-    So is the licence, since it is that of the base.
+    The licence is left out, too, because it is that of the base.
     """
     task, validation = config.task, config.validation
     rate, low, high = (measured[key] for key in PASS_AT_1)
@@ -185,19 +180,15 @@ def metadata(config: Config, *, num_questions: int, measured: dict[str, float]) 
     )
 
 
-def score_row(name: str, rate: float, *interval: float) -> str:
-    return f"| {name} | {rate:.3f} | {' to '.join(f'{end:.3f}' for end in interval)} |"
-
-
 def recipe(config: Config) -> list[str]:
-    """A line for each setting that decides what the model becomes, unless it is a minor default."""
+    """A line for each setting that shapes the model and is important or not at its default."""
     defaults = dotted_values(type(config)())
     return [
         f"{key}: {show(value)}"
         for key, value in dotted_values(config).items()
         if key.startswith(("model.", "task.", "sampling.", "training."))
         and (key in IN_EVERY_RECIPE or value != defaults[key])
-        and key not in NAMED_IN_THE_TEXT
+        and key not in IN_THE_TEXT
     ]
 
 
@@ -209,7 +200,7 @@ def describe_base(name: str) -> str:
 
 
 def describe_source(name: str) -> str:
-    """Where questions come from; a file by its last part."""
+    """Where questions come from; a file by its last part, since paths are private."""
     if is_file(name):
         return f"`{Path(name).name}` (a local file)"
     if is_on_hub(name):
@@ -222,7 +213,7 @@ def is_on_hub(source: str) -> bool:
 
 
 def merged_card(card: str) -> str:
-    """The card of an adapter, made into that of the plain model into which it is merged."""
+    """The card of the plain model that is made by merging the adapter with this card."""
     merged = ModelCard(card)
     merged.data.library_name = "transformers"
     return str(merged).replace(KINDS["peft"], KINDS["transformers"])
@@ -232,26 +223,23 @@ def merged_card(card: str) -> str:
 
 
 class ExportError(ValueError):
-    """The run is saved, but what the config's export section asks for could not be done."""
+    """The run is saved, but what the config's export section asks for was not possible."""
 
 
 def merge(
     adapter: Path, folder: Path, tokenizer: PreTrainedTokenizerFast, *, trust_remote_code: bool
 ) -> None:
-    """Add the adapter to its base model in bf16, and save that as a plain model.
+    """Add the adapter to its base model in bf16, and save the sum as a plain model.
 
-    The base is loaded anew: where it was trained on in 4 bits, rounding has changed its weights.
+    The base is loaded anew, because rounding to 4 bits may have changed the weights in memory.
     """
     peft = import_package("peft", key="export.merge = true")
     name, revision = base_of(adapter)
     try:
         base = AutoModelForCausalLM.from_pretrained(
-            name,
-            revision=revision,
-            dtype=torch.bfloat16,
-            trust_remote_code=trust_remote_code,
+            name, revision=revision, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
         )
-        with warnings.catch_warnings():  # peft uses a name that transformers will drop
+        with warnings.catch_warnings():  # peft uses a name that transformers will remove
             warnings.simplefilter("ignore", FutureWarning)
             merged = peft.PeftModel.from_pretrained(base, adapter).merge_and_unload()
         card = merged_card((adapter / "README.md").read_text(encoding="utf-8"))
@@ -271,6 +259,6 @@ def push(folder: Path, repository: str) -> None:
     try:
         hub.create_repo(repository, private=True, exist_ok=True)
         hub.upload_folder(repo_id=repository, folder_path=folder)
-    except Exception as error:  # of the network, the hub, or a token that may not write there
+    except Exception as error:  # the network, the hub, or a token without the right to write
         problem = " ".join(str(error).split())
         raise ExportError(f"{key}: {problem}; {again}") from error

@@ -3,14 +3,15 @@
     python -m tools.plot runs/a runs/b                          # writes curves.png and curves.svg
     python -m tools.plot results/*.csv --out results/curves --smooth 1
 
-Takes runs' folders, or their metrics.csv under any name. Runs whose names differ only in the seed
-at the end (-s0, -s1) are one curve, which ends where the shortest of them ends: the mean over the
-seeds, in a band from the lowest to the highest. The band of a single run is the 95% interval of its
-pass@1. Minutes are those of steps and evaluations, without loading before and saving between them.
+A run is given as its folder or as its metrics.csv, which may have any name. Runs whose names differ
+only in the seed at the end (-s0, -s1) share a curve: the mean over the seeds, in a band from the
+lowest to the highest seed, up to the end of the shortest run. The band of a single run is the 95%
+interval of its pass@1. Minutes count steps and evaluations, but neither loading nor saving.
 """
 
 import argparse
 import functools
+import io
 import re
 import sys
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 
 from engine.config import import_package
 
@@ -34,6 +36,11 @@ PANELS = (  # metric, title, label of the y-axis
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v")
+CAPTION = (
+    "Lines: mean of the seeds. Bands: lowest to highest seed; of a single run the 95% interval of "
+    "its pass@1.\npass@1 and best of n: validation questions. Reward and below: training "
+    "completions, "
+)
 STYLE = {
     "font.size": 8.5,
     "axes.titlesize": 10,
@@ -44,7 +51,7 @@ STYLE = {
     "grid.color": "#e4e4e4",
     "legend.frameon": False,
     "legend.fontsize": 10,
-    "svg.hashsalt": "plain-grpo",  # else the same curves are another file each time
+    "svg.hashsalt": "plain-grpo",  # else the same curves give another file each time
     **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
     **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), "#888888"),
     **dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), "black"),
@@ -53,42 +60,36 @@ STYLE = {
 
 @dataclass
 class Table:
-    """A run's metrics.csv: for each column an array (rows,), NaN where a cell is empty."""
+    """A run's name and its metrics.csv, with NaN for empty cells."""
 
     name: str
-    columns: dict[str, np.ndarray]
-
-    def column(self, name: str) -> np.ndarray:
-        return self.columns.get(name, np.full(len(self.columns["step"]), np.nan))
+    rows: pandas.DataFrame
 
 
 def read_table(path: Path) -> Table:
     """Read a run's folder or .csv file; raises OSError or ValueError, which names the file."""
     file = path / "metrics.csv" if path.is_dir() else path
     text = file.read_text(encoding="utf-8", errors="replace")
-    whole_lines = text[: text.rfind("\n") + 1].splitlines()  # the last may be half written
-    header, *rows = [line.split(",") for line in whole_lines] or [[]]
-    missing = {"step", "time/step_s", "time/eval_s"} - set(header)
+    whole_lines = text[: text.rfind("\n") + 1]  # the last may be half written
+    missing = {"step", "time/step_s", "time/eval_s"} - set(text.split("\n")[0].split(","))
     if missing:
         raise ValueError(f"{file}: no column {', '.join(sorted(missing))}: not a run's metrics.csv")
-    if not rows:
-        raise ValueError(f"{file}: no rows yet")
-    for number, row in enumerate(rows, start=2):
-        if len(row) != len(header):
-            raise ValueError(f"{file}: line {number} has not {len(header)} cells")
+    if len({line.count(",") for line in whole_lines.splitlines()}) > 1:
+        raise ValueError(f"{file}: a line has more or fewer cells than the others")
     try:
-        values = np.array([[float(cell or "nan") for cell in row] for row in rows])
+        rows = pandas.read_csv(io.StringIO(whole_lines)).astype(float)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
-    columns = dict(zip(header, values.T, strict=True))
-    if not (np.diff(columns["step"]) > 0).all():
+    if rows.empty:
+        raise ValueError(f"{file}: no rows yet")
+    if not (np.diff(rows["step"]) > 0).all():
         raise ValueError(f"{file}: steps do not ascend")
-    return Table(file.absolute().parent.name if file.name == "metrics.csv" else file.stem, columns)
+    return Table(file.absolute().parent.name if file.name == "metrics.csv" else file.stem, rows)
 
 
 def group_seeds(tables: list[Table]) -> dict[str, list[Table]]:
-    """Tables by the name of their curve; raises ValueError if two tables have the same name."""
-    groups: dict[tuple[str, int], list[Table]] = {}  # keys: name without seed, 1 if it had one
+    """The tables of each curve, by its name; raises ValueError if two tables have the same name."""
+    groups: dict[tuple[str, int], list[Table]] = {}  # key: name without seed, 1 if it had a seed
     for table in tables:
         group = groups.setdefault(re.subn(r"-s\d+$", "", table.name), [])
         if table.name in [other.name for other in group]:
@@ -103,7 +104,7 @@ def group_seeds(tables: list[Table]) -> dict[str, list[Table]]:
 def curve_of(tables: list[Table], metric: str, *, window: int) -> np.ndarray:
     """The mean over the tables at the steps where all have measured the metric; (5, points).
 
-    Its rows are steps, minutes, mean, low and high; low and high are NaN where there is no band.
+    The five rows are steps, minutes, mean, low and high, the last two NaN where there is no band.
     """
     curves = [points(table, metric, window=window) for table in tables]
     common = functools.reduce(np.intersect1d, [curve[0] for curve in curves])
@@ -115,29 +116,18 @@ def curve_of(tables: list[Table], metric: str, *, window: int) -> np.ndarray:
 
 
 def points(table: Table, metric: str, *, window: int) -> np.ndarray:
-    """One table's curve, with the rows of `curve_of`, at the steps where the metric was measured.
+    """One table's curve, in the rows of `curve_of`, at the steps where the metric was measured.
 
-    The mean is the running mean: over each value and up to window - 1 values before it.
+    The mean is over each value and the `window - 1` values before it, as far as there are any.
     """
     if metric == BEST_OF:
-        metric = next((name for name in table.columns if name.startswith(BEST_OF)), BEST_OF)
-    seconds = np.nan_to_num([table.column("time/step_s"), table.column("time/eval_s")]).sum(axis=0)
-    rows = [table.column(metric + end) for end in ("", "_low", "_high")]
-    curve = np.stack([table.column("step"), seconds.cumsum() / 60, *rows])
-    curve = curve[:, np.isfinite(rows[0])]
-    curve[2] = [curve[2, max(0, i + 1 - window) : i + 1].mean() for i in range(curve.shape[1])]
-    return curve
-
-
-def caption(groups: dict[str, list[Table]], *, window: int) -> str:
-    """What the lines and bands are, and what has been smoothed."""
-    sizes = [len(group) for group in groups.values()]
-    seeds = "Lines: mean of the seeds; bands: lowest to highest seed." if max(sizes) > 1 else ""
-    single = "Band of pass@1 of a single run: its 95% interval." if min(sizes) == 1 else ""
-    smoothing = f"mean of the last {window} steps" if window > 1 else "not smoothed"
-    training = f"reward and below: training completions, {smoothing}."
-    evaluation = "pass@1 and best of n: validation questions, not smoothed;"
-    return f"{' '.join(filter(None, [seeds, single]))}\n{evaluation} {training}"
+        metric = next((name for name in table.rows if name.startswith(BEST_OF)), BEST_OF)
+    seconds = table.rows[["time/step_s", "time/eval_s"]].sum(axis=1)
+    rows = table.rows.assign(minutes=seconds.cumsum() / 60)
+    rows = rows.reindex(columns=["step", "minutes", metric, f"{metric}_low", f"{metric}_high"])
+    rows = rows[np.isfinite(rows[metric])]
+    rows[metric] = rows[metric].rolling(window, min_periods=1).mean()
+    return rows.to_numpy().T
 
 
 def draw(paths: list[Path], out: Path, *, window: int = 5) -> list[Path]:
@@ -168,7 +158,7 @@ def make_figure(groups: dict[str, list[Table]], *, window: int) -> Any:
     figure = Figure(figsize=(9, 6.6), layout="constrained")  # inches: 900 pixels on a page
     widths = (1, 1, 0.06, 1, 1)  # the middle column keeps the panels apart
     grid = figure.subplots(3, 5, sharex="col", gridspec_kw={"width_ratios": widths})
-    names = {name for group in groups.values() for table in group for name in table.columns}
+    names = {name for group in groups.values() for table in group for name in table.rows}
     counts = sorted(name.removeprefix(BEST_OF) for name in names if name.startswith(BEST_OF))
     for axes in grid[:, 2]:
         axes.remove()
@@ -186,7 +176,8 @@ def make_figure(groups: dict[str, list[Table]], *, window: int) -> Any:
     figure.align_ylabels()
     lines = pairs[0, 0].get_lines()
     figure.legend(lines, list(groups), loc="outside upper center", ncols=2, handlelength=4)
-    figure.supxlabel(caption(groups, window=window), size=8, color="#444444", x=0.01, ha="left")
+    smoothing = f"mean of the last {window} steps." if window > 1 else "not smoothed."
+    figure.supxlabel(CAPTION + smoothing, size=8, color="#444444", x=0.01, ha="left")
     return figure
 
 

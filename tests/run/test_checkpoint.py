@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import ENVIRONMENT, ROOT, assert_same, command, train
+from harness import ENVIRONMENT, ROOT, assert_same, command, train, train_forked
 from transformers import AutoModelForCausalLM
 
 from engine import checkpoint
@@ -41,59 +41,36 @@ def test_a_run_in_two_parts_is_bit_for_bit_the_unbroken_one(
     assert_same(whole_run, tmp_path)
 
 
-def stop_after_step_2(arguments: list[str], number: signal.Signals) -> int:
-    """Exit status of a run that gets a signal during its third step or the evaluation before."""
-    process = subprocess.Popen(
-        arguments,
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    for line in process.stdout:
-        if line.startswith("step 2/5"):
-            time.sleep(0.05)
-            process.send_signal(number)
-            break
-    process.communicate(timeout=90)
-    return process.returncode
-
-
-def test_two_ranks_stopped_through_torchrun_go_on_as_if_nothing_had_happened(
-    tmp_path, rotary_model_folder
-):
-    model, steps = rotary_model_folder, "training.num_steps=5"
-    train(tmp_path / "whole", model, steps, num_ranks=2)
-    arguments = command(tmp_path / "parts", model, steps, num_ranks=2)
-    assert stop_after_step_2(arguments, signal.SIGTERM) != 0
-    assert "resumed after step" in train(tmp_path / "parts", model, steps, num_ranks=2)
-    assert_same(tmp_path / "whole", tmp_path / "parts")
-
-
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
 )
 def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_happened(
     tmp_path, rotary_model_folder, whole_run, number, status
 ):
+    """The signal comes in its third step, or in the evaluation before."""
     steps = "training.num_steps=5"
-    arguments = command(tmp_path, rotary_model_folder, steps)
-    assert stop_after_step_2(arguments, number) == status
+    process = subprocess.Popen(
+        command(tmp_path, rotary_model_folder, steps),
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    next(line for line in process.stdout if line.startswith("step 2/5"))
+    time.sleep(0.05)
+    process.send_signal(number)
+    process.communicate(timeout=90)
+    assert process.returncode == status
     train(tmp_path, rotary_model_folder, steps)
     assert_same(whole_run, tmp_path)
 
 
 def test_another_setting_is_named_and_stops_the_resumed_run(tmp_path, rotary_model_folder):
     train(tmp_path, rotary_model_folder, "training.num_steps=1")
-    changed = command(
-        tmp_path, rotary_model_folder, "training.num_steps=2", "training.learning_rate=0.5"
-    )
-    done = subprocess.run(
-        changed, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 2
-    assert "training.learning_rate = 0.5" in done.stderr and "run.name" in done.stderr
+    changed = ["training.num_steps=2", "training.learning_rate=0.5"]
+    status, output = train_forked(tmp_path, rotary_model_folder, *changed)
+    assert status == 2
+    assert "training.learning_rate = 0.5" in output and "run.name" in output
 
 
 def test_a_full_disk_is_logged_and_the_run_goes_on(tmp_path, rotary_model_folder):
@@ -125,9 +102,7 @@ class CopyBeforeEvents:
     """An audit hook that copies `root` before each event that touches a file."""
 
     def __init__(self, root: Path, copies: Path) -> None:
-        self.root = root
-        self.copies = copies
-        self.is_copying = False
+        self.root, self.copies, self.is_copying = root, copies, False
 
     def __call__(self, event: str, arguments: tuple) -> None:
         if event in FILE_EVENTS and not self.is_copying:
@@ -137,7 +112,7 @@ class CopyBeforeEvents:
 
 
 def save_best(root: Path, text: str, copies: Path | None = None) -> None:
-    """Of two files; `copies` gets the state of the disk before each file event."""
+    """Save two files as best/; `copies` gets a copy of `root` before each file event."""
     if copies is not None:
         sys.addaudithook(CopyBeforeEvents(root, copies))
     with checkpoint.save_folder(root / "best") as temporary:
@@ -167,10 +142,9 @@ def test_a_kill_at_any_file_event_leaves_the_old_or_the_new_folder(tmp_path, nam
     copies.mkdir()
     save_best(root, "old")
     (root / "best").rename(root / name)
-    # an audit hook stays for good, so it gets a process of its own
-    process = multiprocessing.get_context("fork").Process(
-        target=save_best, args=(root, "new", copies)
-    )
+    # In a process of its own, because an audit hook cannot be removed.
+    arguments = (root, "new", copies)
+    process = multiprocessing.get_context("fork").Process(target=save_best, args=arguments)
     process.start()
     process.join(60)
     assert process.exitcode == 0
@@ -186,71 +160,56 @@ def test_a_kill_at_any_file_event_leaves_the_old_or_the_new_folder(tmp_path, nam
     assert is_between_renames and len(seen) > 10
 
 
-def save_checkpoint(root: Path, model_folder: Path, tokenizer, *, step: int) -> Path:
-    model = AutoModelForCausalLM.from_pretrained(model_folder)
+@pytest.fixture
+def parts(rotary_model_folder, tokenizer) -> dict:
+    """A model with its tokenizer, and an optimizer that has taken a step."""
+    model = AutoModelForCausalLM.from_pretrained(rotary_model_folder)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.tensor([[2, 3]])).logits.sum().backward()
     optimizer.step()
-    state = {"state": {"step": step}}
-    checkpoint.save_checkpoint(
-        root, state, step=step, model=model, tokenizer=tokenizer, optimizer=optimizer, keep=2
-    )
+    return {"model": model, "tokenizer": tokenizer, "optimizer": optimizer}
+
+
+def save(root: Path, parts: dict, *, step: int) -> Path:
+    checkpoint.save_checkpoint(root, {"state": {"step": step}}, step=step, keep=2, **parts)
     return root / f"step-{step:06d}"
 
 
-def test_what_a_killed_save_left_goes_with_the_next(tmp_path, rotary_model_folder, tokenizer):
+def test_what_a_killed_save_left_goes_with_the_next(tmp_path, parts):
     """Bug: it stayed for ever where no later save had the same step, as after a signal."""
     for name in ("step-000003.tmp", "step-000003.old", "step-000001", "step-000002"):
         (tmp_path / name).mkdir()
-    save_checkpoint(tmp_path, rotary_model_folder, tokenizer, step=4)
+    save(tmp_path, parts, step=4)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["last", "step-000002", "step-000004"]
     assert (tmp_path / "last").resolve() == tmp_path / "step-000004"
 
 
-def test_a_checkpoint_gives_back_weights_optimizer_and_state(
-    tmp_path, rotary_model_folder, tokenizer
-):
+def test_a_checkpoint_gives_back_weights_optimizer_and_state(tmp_path, rotary_model_folder, parts):
+    folder = save(tmp_path, parts, step=1)
     model = AutoModelForCausalLM.from_pretrained(rotary_model_folder)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.tensor([[2, 3]])).logits.sum().backward()
-    optimizer.step()
-    folder, state = tmp_path / "step-000001", {"state": {"step": 1}}
-    checkpoint.save_checkpoint(
-        tmp_path, state, step=1, model=model, tokenizer=tokenizer, optimizer=optimizer, keep=1
-    )
-    other = AutoModelForCausalLM.from_pretrained(rotary_model_folder)
-    checkpoint.load_weights(folder, other)
-    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    checkpoint.load_weights(folder, model)
+    assert all(map(torch.equal, parts["model"].parameters(), model.parameters()))
     saved = checkpoint.load_optimizer_state(folder)["state"]
-    for index, values in optimizer.state_dict()["state"].items():
+    for index, values in parts["optimizer"].state_dict()["state"].items():
         assert all(torch.equal(values[name], saved[index][name]) for name in values)
-    assert checkpoint.load_state(folder) == state
+    assert checkpoint.load_state(folder) == {"state": {"step": 1}}
 
 
 # Damage is noticed
 
 
 @pytest.fixture
-def two_checkpoints(tmp_path, rotary_model_folder, tokenizer) -> Path:
-    """Of steps 1 and 2."""
+def two_checkpoints(tmp_path, parts) -> Path:
+    """The folder of the checkpoints of steps 1 and 2."""
     for step in (1, 2):
-        save_checkpoint(tmp_path, rotary_model_folder, tokenizer, step=step)
+        save(tmp_path, parts, step=step)
     return tmp_path
 
 
 def flip_last_bit(file: Path) -> None:
-    damaged = bytearray(file.read_bytes())
-    damaged[-1] ^= 1
-    file.write_bytes(damaged)
-
-
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(two_checkpoints):
-    warnings = []
-    flip_last_bit(two_checkpoints / "step-000002/model.safetensors")
-    newest = checkpoint.newest_whole(two_checkpoints, warnings.append)
-    assert newest == two_checkpoints / "step-000001"
-    assert len(warnings) == 1 and "step-000002" in warnings[0]
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
 def cut(file: Path) -> None:
@@ -280,26 +239,27 @@ def move_a_tensor(file: Path) -> None:
         (move_a_tensor, "model.safetensors"),
     ],
 )
-def test_large_files_are_checked_by_size_and_header(
-    two_checkpoints, rotary_model_folder, tokenizer, monkeypatch, damage, name
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+    two_checkpoints, parts, monkeypatch, damage, name
 ):
+    """A large file is checked by its size and its header, a small one by its hash, too."""
     monkeypatch.setattr(checkpoint, "LARGEST_HASHED_FILE", 100_000)  # the weights have 163,200
-    folder = save_checkpoint(two_checkpoints, rotary_model_folder, tokenizer, step=3)
+    folder = save(two_checkpoints, parts, step=3)
     listed = json.loads((folder / "training_state/files.json").read_text())
     large = {file for file, (_, digest) in listed.items() if digest is None}
     assert large == {"model.safetensors", "training_state/optimizer.pt"}
-    warnings = []
-    assert checkpoint.newest_whole(two_checkpoints, warnings.append) == folder and not warnings
+    assert checkpoint.newest_whole(two_checkpoints, pytest.fail) == folder
     damage(folder / name)
+    warnings = []
     newest = checkpoint.newest_whole(two_checkpoints, warnings.append)
-    assert newest == two_checkpoints / "step-000002" and len(warnings) == 1
+    assert newest == two_checkpoints / "step-000002"
+    assert len(warnings) == 1 and "step-000003" in warnings[0]
 
 
 def test_a_file_that_others_have_put_there_is_no_damage(two_checkpoints):
-    (two_checkpoints / "step-000002/.DS_Store").write_text("")
-    warnings = []
-    newest = checkpoint.newest_whole(two_checkpoints, warnings.append)
-    assert newest == two_checkpoints / "step-000002" and not warnings
+    folder = two_checkpoints / "step-000002"
+    (folder / ".DS_Store").write_text("")
+    assert checkpoint.newest_whole(two_checkpoints, pytest.fail) == folder
 
 
 def test_a_checkpoint_killed_between_its_two_renames_is_found(two_checkpoints):

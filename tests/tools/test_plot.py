@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tools import plot
-from tools.plot import caption, curve_of, draw, group_seeds, main, make_figure, read_table
+from tools.plot import curve_of, draw, group_seeds, main, make_figure, read_table
 
 COLUMNS = (
     "step,train/reward,train/entropy,eval/pass@1,eval/pass@1_low,eval/pass@1_high,eval/best_of_4,"
@@ -16,11 +16,13 @@ COLUMNS = (
 )
 
 
-def write_run(file: Path, rewards: list, rates: dict[int, float], *, step_s: float = 60) -> Path:
+def write_run(
+    file: Path, rewards: list, rates: dict[int, float] | None = None, *, step_s: float = 60
+) -> Path:
     """A run of one reward for each step, evaluated in 30 s at the steps in `rates`."""
-    lines = [COLUMNS]
-    for step in range(len(rewards) + 1):
-        trained = [rewards[step - 1], 0.5] if step else ["", ""]
+    lines, rates = [COLUMNS], rates or {}
+    for step, reward in enumerate(["", *rewards]):
+        trained = [reward, 0.5 if step else ""]
         rate = rates.get(step)
         measured = ["", "", "", ""] if rate is None else [rate, rate - 0.1, rate + 0.2, rate * 2]
         seconds = ["" if rate is None else 30, step_s if step else ""]
@@ -43,15 +45,15 @@ def same(values: np.ndarray, expected: list[float]) -> bool:
 
 
 def test_a_folder_and_a_file_of_any_name_are_runs(tmp_path):
-    folder = write_run(tmp_path / "runs/countdown-s0/metrics.csv", [1], {}).parent
-    file = write_run(tmp_path / "countdown-s1.csv", [1], {})
+    folder = write_run(tmp_path / "runs/countdown-s0/metrics.csv", [1]).parent
+    file = write_run(tmp_path / "countdown-s1.csv", [1])
     names = [read_table(path).name for path in (folder, folder / "metrics.csv", file)]
     assert names == ["countdown-s0", "countdown-s0", "countdown-s1"]
 
 
 def test_runs_that_differ_in_their_seed_are_one_curve_and_others_keep_their_names(tmp_path):
     names = ["a-sil-s3", "a-s0", "a-s12", "a", "b-s1", "a-s1x"]
-    groups = group_seeds([read_table(write_run(tmp_path / f"{n}.csv", [1], {})) for n in names])
+    groups = group_seeds([read_table(write_run(tmp_path / f"{n}.csv", [1])) for n in names])
     assert {name: [table.name for table in tables] for name, tables in groups.items()} == {
         "a-sil-s3": ["a-sil-s3"],
         "a (2 seeds)": ["a-s0", "a-s12"],
@@ -93,13 +95,13 @@ def test_the_band_of_several_seeds_is_from_the_lowest_to_the_highest(tmp_path):
     ("window", "means"), [(1, [1, 2, 6, 7]), (2, [1, 1.5, 4, 6.5]), (3, [1, 1.5, 3, 5])]
 )
 def test_training_curves_are_the_mean_of_the_last_steps(tmp_path, window, means):
-    table = read_table(write_run(tmp_path / "a.csv", [1, 2, 6, 7], {}))
+    table = read_table(write_run(tmp_path / "a.csv", [1, 2, 6, 7]))
     steps, _, mean, *_ = curve_of([table], "train/reward", window=window)
     assert same(steps, [1, 2, 3, 4]) and same(mean, means)
 
 
 def test_what_is_not_a_number_or_was_never_measured_is_left_out(tmp_path):
-    table = read_table(write_run(tmp_path / "a.csv", ["nan", 2, "inf", 4], {}))
+    table = read_table(write_run(tmp_path / "a.csv", ["nan", 2, "inf", 4]))
     steps, _, mean, *_ = curve_of([table], "train/reward", window=2)
     assert same(steps, [2, 4]) and same(mean, [2, 3])
     for metric in ("eval/pass@1", "train/no_such_metric"):
@@ -107,18 +109,9 @@ def test_what_is_not_a_number_or_was_never_measured_is_left_out(tmp_path):
 
 
 def test_a_row_that_is_being_written_waits(run):
-    whole = read_table(run).columns["step"]
+    whole = read_table(run).rows
     run.write_text(run.read_text() + "5,0.1")
-    assert same(read_table(run).columns["step"], whole.tolist())
-
-
-def test_the_caption_says_what_is_smoothed_and_what_the_bands_are(tmp_path):
-    tables = [read_table(write_run(tmp_path / f"{n}.csv", [1], {})) for n in ("a-s0", "a-s1", "b")]
-    both = caption(group_seeds(tables), window=5)
-    assert "lowest to highest seed" in both and "95% interval" in both
-    assert "mean of the last 5 steps" in both
-    single = caption(group_seeds(tables[2:]), window=1)
-    assert "seed" not in single and "training completions, not smoothed" in single
+    assert read_table(run).rows.equals(whole)
 
 
 # Mistakes
@@ -132,7 +125,7 @@ def test_the_caption_says_what_is_smoothed_and_what_the_bands_are(tmp_path):
         ("step,time/step_s,time/eval_s\n0,", "no rows yet"),
         ("step,time/eval_s\n0,1\n", "no column time/step_s"),
         ("step,time/step_s,time/eval_s\n0,,1\n1,two,\n", "'two'"),
-        ("step,time/step_s,time/eval_s\n0,,1\n1,2\n", "line 3 has not 3 cells"),
+        ("step,time/step_s,time/eval_s\n0,,1\n1,2\n", "a line has more or fewer cells"),
         ("step,time/step_s,time/eval_s\n1,,1\n1,2,\n", "steps do not ascend"),
     ],
 )
@@ -185,6 +178,7 @@ def test_the_same_metrics_give_the_same_two_files(run, tmp_path):
 def test_every_metric_of_every_group_is_drawn_over_steps_and_over_minutes(run, tmp_path):
     seeds = [write_run(tmp_path / f"a-s{i}.csv", [i, i + 1], {0: 0.1, 2: 0.5}) for i in range(2)]
     figure = make_figure(group_seeds([read_table(path) for path in [*seeds, run]]), window=1)
+    assert figure.get_supxlabel().endswith("training completions, not smoothed.")
     drawn = [axes.get_lines() for axes in figure.axes]
     assert [len(lines) for lines in drawn] == [2] * 12
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a (2 seeds)", "solo"]
@@ -200,6 +194,6 @@ def test_every_metric_of_every_group_is_drawn_over_steps_and_over_minutes(run, t
 
 
 def test_a_reward_below_zero_is_seen(tmp_path):
-    table = read_table(write_run(tmp_path / "a.csv", [-1, -0.5], {}))
+    table = read_table(write_run(tmp_path / "a.csv", [-1, -0.5]))
     low, high = make_figure({"a": [table]}, window=1).axes[4].get_ylim()
     assert low < -1 and high >= 0
