@@ -189,7 +189,10 @@ def sample_and_check(policy: Policy, *, num_samples: int) -> list[Completion]:
 def test_tokenizer_model_and_generation_config_may_name_different_ends(
     make_answering, train, backend
 ):
-    """Each of the three ends a completion, and is trained with it."""
+    """Each of the three ends a completion, and is trained with it.
+
+    Chat models end a turn with another token than a text.
+    """
     ends = (0, 7, 12)
     model = make_answering(dict.fromkeys(ends, OFTEN))
     change_json(model / "generation_config.json", eos_token_id=[7])
