@@ -132,10 +132,12 @@ def test_muon_steps_the_blocks_matrices_and_adamw_the_rest_each_at_its_own_rate(
             assert torch.allclose(move.abs(), torch.tensor(factor * rate), rtol=1e-3), name
 
 
-def test_weight_decay_with_muon_is_on_all_but_the_vectors(model_folder):
+@pytest.mark.parametrize("optimizer", [[], MUON], ids=["adamw", "muon"])
+def test_weight_decay_is_on_all_but_the_vectors(model_folder, optimizer):
+    """And every weight is in the optimizer, once."""
     policy = make_policy(model_folder)
-    optimizer = make_optimizer(policy.model, make_config(*MUON, "training.weight_decay=0.1"))
-    groups = optimizer.param_groups
+    config = make_config(*optimizer, "training.weight_decay=0.1")
+    groups = make_optimizer(policy.model, config).param_groups
     decays = [(id(p), group["weight_decay"]) for group in groups for p in group["params"]]
     expected = [(id(p), 0.1 if p.ndim >= 2 else 0.0) for p in policy.model.parameters()]
     assert sorted(decays) == sorted(expected)

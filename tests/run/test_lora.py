@@ -5,7 +5,6 @@ import math
 import os
 import shutil
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from harness import (
     CPU,
     ROOT,
     assert_same,
+    change_json,
     grade_by_text,
     make_config,
     make_policy,
@@ -48,7 +48,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import main
 from engine.distributed import World
-from engine.estimate import check_disk, check_memory
+from engine.estimate import check_memory
 from engine.export import ExportError
 from engine.head import CompletionScorer
 from engine.lora import quantization_config
@@ -224,12 +224,9 @@ def test_dropout_acts_in_the_update_alone(rotary_model_folder):
 def test_the_reference_is_the_model_that_the_run_started_from(model_folder, kind):
     policy = make_moved_policy(model_folder, *kind, KL)
     start = make_policy(model_folder, "mode=evaluate", *kind[1:]).model
-    row = make_groups(config_of(*GRPO), EASY)[0][0]
-    ids = torch.tensor([row.prompt_ids + row.completion.token_ids])
-    batch, how = (ids, torch.ones_like(ids, dtype=torch.bool)), {"temperature": 1.0}
-    how["num_tokens"] = len(row.completion.token_ids)
-    on = policy.scorer(*batch, **how)
-    ref = policy.reference(*batch, **how)
+    ids = torch.arange(2, 12)[None]
+    batch, how = (ids, torch.ones_like(ids).bool()), {"num_tokens": 5, "temperature": 1.0}
+    on, ref = policy.scorer(*batch, **how), policy.reference(*batch, **how)
     scorer = CompletionScorer(start, torch.float32, chunked=True)
     assert torch.equal(ref, scorer(*batch, **how))
     assert (on - ref).abs().max() > 0.01
@@ -304,20 +301,18 @@ def test_in_bf16_it_samples_in_the_arithmetic_of_the_scorer(rotary_model_folder)
 # 4 bits
 
 
-def test_4_bit_weights_are_nf4_with_double_quantisation(rotary_model_folder):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_4_bit_weights_are_nf4_with_double_quantisation(rotary_model_folder, dtype):
     import bitsandbytes
 
-    model = make_policy(rotary_model_folder, LORA, IN_4BIT).model
+    model = make_policy(rotary_model_folder, LORA, IN_4BIT, f"model.compute_dtype={dtype}").model
     layers = [m for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
     assert len(layers) == 14
     for layer in layers:
         state = layer.weight.quant_state
         assert (state.quant_type, state.nested) == ("nf4", True)
-        assert layer.compute_dtype == torch.float32  # model.compute_dtype on a CPU
+        assert layer.compute_dtype == getattr(torch, dtype)
         assert layer.support_avx512bf16_for_cpu is False
-    in_bf16 = make_policy(rotary_model_folder, LORA, IN_4BIT, "model.compute_dtype=bfloat16").model
-    layers = [m for m in in_bf16.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
-    assert {layer.compute_dtype for layer in layers} == {torch.bfloat16}
 
 
 def test_a_device_without_4_bits_is_refused():
@@ -350,22 +345,14 @@ def finished(tmp_path_factory, rotary_model_folder) -> tuple[Path, str]:
     """
     folder = tmp_path_factory.mktemp("finished")
     questions = write_questions(folder / "questions.jsonl")
-    status, output = train_forked(
-        folder,
-        Path(os.path.relpath(rotary_model_folder, ROOT)),
-        *KINDS["4 bits"],
-        f"task.train={questions}",
-        f"task.eval={questions}",
-        "training.num_steps=4",
-        "training.warmup_steps=0",
-        "training.learning_rate=0.03",
-        "training.num_samples_per_step=8",
-        "validation.num_examples=16",
-        "validation.best_of_n=16",
-        "export.merge=true",
-        "export.push_to_hub=nobody/nothing",
-        grading={"rates": [0.1, 0.0, 0.4, 0.0, 0.3]},
-    )
+    model = Path(os.path.relpath(rotary_model_folder, ROOT))
+    overrides = [*KINDS["4 bits"], f"task.train={questions}", f"task.eval={questions}"]
+    overrides += ["training.num_steps=4", "training.warmup_steps=0", "training.learning_rate=0.03"]
+    overrides += ["training.num_samples_per_step=8", "validation.num_examples=16"]
+    overrides += ["validation.best_of_n=16", "export.merge=true"]
+    overrides += ["export.push_to_hub=nobody/nothing"]
+    grading = {"rates": [0.1, 0.0, 0.4, 0.0, 0.3]}
+    status, output = train_forked(folder, model, *overrides, grading=grading)
     assert status == 2, output
     return folder / "x", output
 
@@ -473,24 +460,13 @@ def test_a_finished_run_exports_when_it_is_started_again(
         export(run)
 
 
-ROWS = [
-    {"question": f"What is {n} plus {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"}
-    for n in range(1, 40)
-]
-
-
 def test_the_recipe_runs_on_a_cpu(tmp_path, rotary_model_folder):
-    files = {}
-    for split in ("train", "test"):
-        files[split] = tmp_path / f"{split}.jsonl"
-        lines = [json.dumps(row) for row in ROWS]
-        if "GRPO_TEST_DATA" in os.environ:
-            real = Path(os.environ["GRPO_TEST_DATA"], "gsm8k", f"{split}.jsonl")
-            lines = real.read_text().splitlines()[:40]
-        files[split].write_text("\n".join(lines))
+    questions = [{"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"} for n in range(40)]
+    file = tmp_path / "questions.jsonl"
+    file.write_text("\n".join(map(json.dumps, questions)))
     recipe = ["--config", "configs/gsm8k-lora.yaml", "training.num_steps=2"]
     recipe += ["task.max_tokens=100", "training.max_new_gen_tokens=128"]  # some end in time
-    recipe += [f"task.train={files['train']}", f"task.eval={files['test']}"]
+    recipe += [f"task.train={file}", f"task.eval={file}"]
     train(tmp_path, rotary_model_folder, *recipe)
     assert (tmp_path / "x/best/adapter_config.json").exists()
     AutoModelForCausalLM.from_pretrained(tmp_path / "x/merged")
@@ -517,22 +493,16 @@ def test_an_adapter_needs_far_less_memory(rotary_model_folder, monkeypatch):
         ((LORA, IN_4BIT), bf16, 22_368 * 2 + 18_432 / 2 + 4_096 * 16),
         (evaluating, bf16, 22_368 * 2 + 18_432 / 2),
     ]
+    available: list[int] = []
+    monkeypatch.setattr("engine.estimate.memory_for_a_rank", lambda _: (available[-1], "it"))
     for overrides, dtype, needed in cases:
         config = make_config(*overrides, KL)
         settings = {"device": CPU, "samples_copy": False, "weight_dtype": dtype}
-        for num_bytes in (needed, needed - 1):
-            available = (num_bytes, "it")
-            monkeypatch.setattr("engine.estimate.memory_for_a_rank", lambda _, a=available: a)
-            refused = pytest.raises(ValueError, match="it does not fit")
-            with nullcontext() if num_bytes == needed else refused:
-                check_memory(model_config, config, **settings)
-
-
-def test_the_merged_model_is_in_the_estimate_of_the_disk(tmp_path):
-    free = shutil.disk_usage(tmp_path).free
-    check_disk(tmp_path, make_config(), num_weights=10, num_merged=1000)
-    with pytest.raises(ValueError, match=r"and merged/ of \d+\.\d GB need"):
-        check_disk(tmp_path, make_config(), num_weights=10, num_merged=math.ceil(free / 4))
+        available.append(needed)
+        check_memory(model_config, config, **settings)
+        available.append(needed - 1)
+        with pytest.raises(ValueError, match="it does not fit"):
+            check_memory(model_config, config, **settings)
 
 
 # A user's mistakes: one line
@@ -560,8 +530,7 @@ def test_an_adapter_is_not_trained_on_and_says_what_to_do(finished):
 def test_a_base_that_is_quantised_already_is_refused(rotary_model_folder, tmp_path):
     """Else the adapter would be merged into 4 bits."""
     folder = shutil.copytree(rotary_model_folder, tmp_path / "quantised")
-    settings = json.loads((folder / "config.json").read_text())
-    settings["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (folder / "config.json").write_text(json.dumps(settings))
+    quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    change_json(folder / "config.json", quantization_config=quantization)
     with pytest.raises(ValueError, match="its weights are quantised; give the model"):
         make_policy(folder, LORA)

@@ -26,7 +26,6 @@ from harness import (
     run_on_ranks,
     sample,
     seed,
-    train_forked,
     train_tokenizer,
 )
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -58,9 +57,10 @@ PROMPTS = [[5, 9], [40, 41, 42, 43]]
 
 def write_model(
     source: Path,
-    folder: Path,
+    parent: Path,
     biases: dict[int, float],
     *,
+    name: str = "model",
     tokenizer: PreTrainedTokenizerFast | None = None,
     num_embeddings: int | None = None,
     **settings,
@@ -70,7 +70,7 @@ def write_model(
     The first number of every embedding is made large, so that the output weights of the first
     hidden unit act as a bias. `settings` go into tokenizer_config.json.
     """
-    shutil.copytree(source, folder)
+    folder = shutil.copytree(source, parent / name)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     rows = num_embeddings or len(tokenizer or model.get_input_embeddings().weight)
     with torch.random.fork_rng(), torch.no_grad():
@@ -90,7 +90,7 @@ def write_model(
 @pytest.fixture
 def make_model(rotary_model_folder, tmp_path) -> Callable[..., Path]:
     """`make_model(biases, ...)` is the folder of a model that `write_model` writes."""
-    return functools.partial(write_model, rotary_model_folder, tmp_path / "model")
+    return functools.partial(write_model, rotary_model_folder, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +99,12 @@ def answers(tokenizer) -> dict[int, float]:
     texts = [f"<answer>{n}</answer>" for n in NUMBERS]
     biases = dict.fromkeys(tokenizer.convert_tokens_to_ids(texts), 0.4)
     return biases | {tokenizer.convert_tokens_to_ids("</think>\n"): 0.7}
+
+
+@pytest.fixture
+def make_answering(make_model, answers) -> Callable[..., Path]:
+    """`make_answering(biases, ...)` is the same for a model that prefers answers besides."""
+    return lambda biases=None, **how: make_model(answers | (biases or {}), **how)
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +118,16 @@ def settings(tmp_path_factory) -> list[str]:
 
 @pytest.fixture
 def train(monkeypatch, capsys, settings, tmp_path) -> Callable[..., tuple[Path, str]]:
-    """Whole runs in this process: `train(model, *overrides)` is a run's folder and its output."""
+    """Whole runs in this process: `train(model, *overrides)` is a run's folder and its output.
 
-    def run(model: Path, *overrides: str, status: int = 0) -> tuple[Path, str]:
+    With `by_text` rewards differ wherever texts do.
+    """
+
+    def run(
+        model: Path, *overrides: str, by_text: bool = False, status: int = 0
+    ) -> tuple[Path, str]:
+        if by_text:
+            grade_by_text(monkeypatch)
         command = harness.arguments(tmp_path / "runs", model, *settings, *overrides)
         monkeypatch.setattr(sys, "argv", ["main.py", *command])
         with pytest.raises(SystemExit) as ended:
@@ -124,12 +137,6 @@ def train(monkeypatch, capsys, settings, tmp_path) -> Callable[..., tuple[Path, 
         return tmp_path / "runs/x", errors if status else output
 
     return run
-
-
-@pytest.fixture
-def graded(monkeypatch) -> None:
-    """Rewards that differ wherever texts do."""
-    grade_by_text(monkeypatch)
 
 
 def rows_of(run: Path) -> list[dict]:
@@ -180,11 +187,14 @@ def sample_and_check(policy: Policy, *, num_samples: int) -> list[Completion]:
 
 @pytest.mark.parametrize("backend", ["grouped", "generate"])
 def test_tokenizer_model_and_generation_config_may_name_different_ends(
-    make_model, train, answers, backend
+    make_answering, train, backend
 ):
-    """Each of the three ends a completion, and is trained with it."""
+    """Each of the three ends a completion, and is trained with it.
+
+    Chat models end a turn with another token than a text.
+    """
     ends = (0, 7, 12)
-    model = make_model(answers | dict.fromkeys(ends, OFTEN))
+    model = make_answering(dict.fromkeys(ends, OFTEN))
     change_json(model / "generation_config.json", eos_token_id=[7])
     change_json(model / "config.json", eos_token_id=12)
 
@@ -204,21 +214,18 @@ def test_tokenizer_model_and_generation_config_may_name_different_ends(
     assert all(row["train/truncated_frac"] < 0.5 for row in rows_of(run)[1:])
 
 
-def test_an_end_that_is_also_the_padding_changes_nothing(
-    rotary_model_folder, tmp_path, train, answers, graded
-):
+def test_an_end_that_is_also_the_padding_changes_nothing(make_answering, train):
     """The first end counts and what follows does not, as with a padding token of its own."""
     runs = []
     for name, changes in (("own", {}), ("shared", {"pad_token": None})):
-        biases = answers | {0: OFTEN}
-        model = write_model(rotary_model_folder, tmp_path / name, biases, **changes)
+        model = make_answering({0: OFTEN}, name=name, **changes)
         policy = make_policy(model, LENGTH)
         assert policy.params.pad_id == (1 if name == "own" else 0)
         completions = sample_and_check(policy, num_samples=20)
         assert {completion.token_ids.count(0) for completion in completions} <= {0, 1}
         # one token in four is an end, so that lengths differ whatever is sampled
         assert len({len(completion.token_ids) for completion in completions}) > 3
-        run, _ = train(model, f"run.name={name}")
+        run, _ = train(model, f"run.name={name}", by_text=True)
         runs.append((rows_of(run.parent / name), samples_of(run.parent / name)))
     (own_rows, own_samples), (rows, samples) = runs
     assert samples == own_samples
@@ -255,10 +262,10 @@ def test_a_run_whose_completions_are_all_empty_goes_on_and_learns_nothing(
 
 @pytest.mark.parametrize("normalization", ["token", "sequence"])
 def test_some_empty_completions_among_others_are_trained_like_any(
-    make_model, train, answers, graded, monkeypatch, normalization
+    make_answering, train, monkeypatch, normalization
 ):
     """Of 128 completions a step six in ten are empty: none and all have no chance to speak of."""
-    model = make_model(answers | {0: 1.3})
+    model = make_answering({0: 1.3})
     texts, assign_advantages = [], main.assign_advantages
 
     def note_and_assign(groups, config):
@@ -267,7 +274,7 @@ def test_some_empty_completions_among_others_are_trained_like_any(
 
     monkeypatch.setattr(main, "assign_advantages", note_and_assign)
     more = [f"training.loss_normalization={normalization}", "training.k_best_of_n=[32,32]"]
-    run, _ = train(model, *more)
+    run, _ = train(model, *more, by_text=True)
     assert [len(step) for step in texts] == [128, 128]
     assert all("" in step and any(step) for step in texts)
     assert all(row["train/grad_norm"] > 0 for row in rows_of(run)[1:])
@@ -276,11 +283,11 @@ def test_some_empty_completions_among_others_are_trained_like_any(
 
 @pytest.mark.parametrize("skips", [False, True])
 def test_completions_that_never_end_are_cut_off_counted_and_skipped_if_wanted(
-    make_model, train, answers, graded, skips
+    make_answering, train, skips
 ):
     """A run goes on without an update where it skips all; this counts as no skipped step."""
-    model = make_model(answers | {0: NEVER})
-    run, _ = train(model, f"training.skip_truncated={skips}")
+    model = make_answering({0: NEVER})
+    run, _ = train(model, f"training.skip_truncated={skips}", by_text=True)
     first, *rows = rows_of(run)
     assert first["eval/truncated_frac"] == 1
     for row in rows:
@@ -296,38 +303,32 @@ def test_completions_that_never_end_are_cut_off_counted_and_skipped_if_wanted(
 
 
 def test_a_model_may_have_more_embeddings_than_its_tokenizer_has_tokens(
-    make_model, tokenizer, train
+    make_answering, tokenizer, train
 ):
-    """Qwen2.5 has 151,936 for 151,665. An id without a token has no text, but is trained."""
+    """Qwen2.5 has 151,936 for 151,665. An id without a token has no text, but is trained.
+
+    Here such ids are a fifth of all tokens, so that 96 tokens have some, and no 12 are only those.
+    """
     known, rows = len(tokenizer), len(tokenizer) + 27
-    model = make_model(dict.fromkeys(range(known, rows), ALWAYS), num_embeddings=rows)
-    policy = make_policy(model, LENGTH)
-    completions = sample_and_check(policy, num_samples=4)
-    assert {known <= token < rows for c in completions for token in c.token_ids} == {True}
-    assert {completion_text(c, policy.tokenizer) for c in completions} == {""}
-
-    run, _ = train(model)
-    assert {sample["completion"] for sample in samples_of(run)} == {""}
-    for row in rows_of(run)[1:]:
-        assert row["train/completion_tokens"] == MAX_NEW_TOKENS and row["train/reward"] == 0
-
-
-def test_ids_without_a_token_are_left_out_of_the_text_only(
-    make_model, tokenizer, train, answers, graded
-):
-    """They are a fifth of all tokens, so that 96 tokens have some, and no 12 are only those."""
-    known, rows = len(tokenizer), len(tokenizer) + 27
-    biases = answers | dict.fromkeys(range(known, rows), 0.4) | {0: NEVER}
-    run, _ = train(make_model(biases, num_embeddings=rows))
+    biases = dict.fromkeys(range(known, rows), 0.4) | {0: NEVER}
+    run, _ = train(make_answering(biases, num_embeddings=rows), by_text=True)
     assert all(row["train/grad_norm"] > 0 for row in rows_of(run)[1:])
     assert len(AutoModelForCausalLM.from_pretrained(run / "best").lm_head.weight) == rows
     policy = make_policy(run / "best", LENGTH)
-    (completions,) = sample(policy, PROMPTS[:1], num_samples=8)
+    completions = sample_and_check(policy, num_samples=4)
     assert any(token >= known for c in completions for token in c.token_ids)
     for completion in completions:
         with_text = [token for token in completion.token_ids if 0 < token < known]
         expected = policy.tokenizer.decode(with_text)
         assert completion_text(completion, policy.tokenizer) == expected != ""
+
+
+def test_a_run_whose_completions_have_no_text_at_all_goes_on(make_model, tokenizer, train):
+    known, rows = len(tokenizer), len(tokenizer) + 27
+    run, _ = train(make_model(dict.fromkeys(range(known, rows), ALWAYS), num_embeddings=rows))
+    assert {sample["completion"] for sample in samples_of(run)} == {""}
+    for row in rows_of(run)[1:]:
+        assert row["train/completion_tokens"] == MAX_NEW_TOKENS and row["train/reward"] == 0
 
 
 @pytest.mark.parametrize("what", ["token", "padding"])
@@ -363,22 +364,14 @@ def test_a_special_token_that_no_prompt_has_may_lie_beyond_the_embeddings(make_m
 # Texts
 
 
-def test_bytes_that_make_no_text_are_scored_shown_and_kept(
-    make_model, tokenizer, tmp_path, train, monkeypatch
-):
-    """Half characters become the replacement character everywhere, in MLflow too."""
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
-    monkeypatch.chdir(tmp_path)  # MLflow keeps artifacts beside
+def test_bytes_that_make_no_text_are_scored_shown_and_kept(make_model, tokenizer, train):
+    """Half characters become the replacement character everywhere."""
     halves = [i for i in range(2, len(tokenizer)) if tokenizer.decode([i]) == "\ufffd"]
     assert len(halves) > 100
-    model = make_model(dict.fromkeys(halves, ALWAYS))
-    run, output = train(model, "logging.mlflow=true", "training.num_steps=1")
+    run, output = train(make_model(dict.fromkeys(halves, ALWAYS)), "training.num_steps=1")
     assert all("\ufffd" in sample["completion"] for sample in samples_of(run))
     assert "\ufffd" in output and "warning" not in output
     assert rows_of(run)[1]["train/reward"] == 0
-    shown = mlflow.MlflowClient().list_artifacts((run / "mlflow_run_id").read_text().strip())
-    assert {"config.yaml", "curves.png", "samples.json"} <= {file.path for file in shown}
 
 
 def test_tags_control_codes_and_endless_lines_harm_neither_console_nor_files(make_model, train):
@@ -412,13 +405,11 @@ def reward_parts(reward_function: Callable, completion: str, example: dict) -> d
 # Prompts
 
 
-def test_a_chat_template_that_says_nothing_leaves_the_completions_beginning(
-    make_model, train, answers, graded
-):
+def test_a_chat_template_that_says_nothing_leaves_the_completions_beginning(make_answering, train):
     """The shortest prompt there is: all questions look alike, and their rewards still differ."""
-    model = make_model(answers)
+    model = make_answering()
     (model / "chat_template.jinja").write_text("{{ '' }}")
-    run, _ = train(model)
+    run, _ = train(model, by_text=True)
     assert {sample["prompt"] for sample in samples_of(run)} == {countdown.ASSISTANT_PREFIX}
     assert all(row["train/grad_norm"] > 0 for row in rows_of(run)[1:])
 
@@ -445,13 +436,13 @@ def evaluate_on_this_rank(world: World, model: Path, limit: int) -> tuple[dict, 
 
 
 def test_every_reward_is_that_of_its_own_question_after_sorting_and_sharding(
-    make_model, tmp_path, answers
+    make_answering, tmp_path
 ):
     """Prompts are sorted by length to be sampled; their order, and so the rewards, must survive.
 
     The same text earns another reward for another question.
     """
-    model = make_model(answers)
+    model = make_answering()
     metrics, samples = evaluate_on_this_rank(alone(), model, 10**6)
     assert len({s["completion"] for s in samples}) == 10
     graded = by_text(countdown.reward_function)
@@ -467,20 +458,6 @@ def test_every_reward_is_that_of_its_own_question_after_sorting_and_sharding(
 # A model that goes NaN
 
 
-def test_a_model_that_goes_nan_ends_the_run_with_the_key_to_change(
-    rotary_model_folder, tmp_path, settings
-):
-    overrides = ["training.learning_rate=1e30", "training.num_steps=20"]
-    overrides += ["training.max_skipped_steps=3"]
-    status, output = train_forked(tmp_path, rotary_model_folder, *settings, *overrides)
-    assert status == 1
-    message = output.splitlines()[-1]
-    assert "3 steps in a row" in message and "training.learning_rate" in message
-    run = tmp_path / "x"
-    assert [row["train/skipped_steps"] for row in rows_of(run)[1:]] == [0, 1, 2, 3]
-    assert gives_finite_logits(run / "best")
-
-
 def learning_rate_until(step: int, rate: float) -> Callable[..., float]:
     """A schedule whose learning rate is usable up to a step, and ruins the model after it."""
     return lambda at, config: 0.003 if at <= step else rate
@@ -491,21 +468,24 @@ def learning_rate_until(step: int, rate: float) -> Callable[..., float]:
     [(1e30, 1, 1), (1e14, 2, 2)],
     ids=["too large to save", "finite"],
 )
-def test_the_last_good_checkpoint_is_kept_when_the_model_goes_nan(
-    make_model, tmp_path, train, answers, graded, monkeypatch, rate, keep, num_left
+def test_a_model_that_goes_nan_ends_the_run_and_the_last_good_checkpoint_is_kept(
+    make_answering, tmp_path, train, monkeypatch, rate, keep, num_left
 ):
     """Bug: each skipped step saved the ruined weights again, until no good checkpoint was left.
 
     1e30 leaves weights that are not worth saving. Those of 1e14 are finite, but give no gradient,
     which shows a step later: they are saved once, beside the good ones.
     """
-    model = make_model(answers)
+    model = make_answering()
     overrides = [f"checkpoint.keep={keep}", "validation.every=100"]
     overrides += ["training.max_skipped_steps=3", "training.num_steps=20"]
     monkeypatch.setattr(main, "learning_rate_at", learning_rate_until(3, rate))
     with pytest.raises(FloatingPointError, match=r"3 steps in a row.*training\.learning_rate"):
-        train(model, *overrides)
-    checkpoints = tmp_path / "runs/x/checkpoints"
+        train(model, *overrides, by_text=True)
+    run = tmp_path / "runs/x"
+    assert [row["train/skipped_steps"] for row in rows_of(run)[1:]] == [0, 0, 0, 0, 1, 2, 3]
+    assert gives_finite_logits(run / "best")
+    checkpoints = run / "checkpoints"
     left = sorted(path.name for path in checkpoints.iterdir() if path.name != "last")
     assert len(left) == num_left and "step-000003" in left
     assert gives_finite_logits(checkpoints / "step-000003")
@@ -514,12 +494,13 @@ def test_the_last_good_checkpoint_is_kept_when_the_model_goes_nan(
     if rate == 1e30:
         assert (checkpoints / "last").resolve().name == "step-000003"
         monkeypatch.setattr(main, "learning_rate_at", learning_rate_until(20, rate))
-        run, output = train(model, *overrides, "training.num_steps=4")  # it can go on from there
+        overrides += ["training.num_steps=4"]  # it can go on from there
+        run, output = train(model, *overrides, by_text=True)
         assert "resumed after step 3" in output
         assert [row["step"] for row in rows_of(run)] == list(range(5))
 
 
-def test_a_single_skipped_step_costs_no_checkpoint(make_model, train, answers, graded, monkeypatch):
+def test_a_single_skipped_step_costs_no_checkpoint(make_answering, train, monkeypatch):
     """The weights from before it are saved at the next occasion, skipped or not."""
     accumulate_gradient = main.accumulate_gradient
 
@@ -529,7 +510,7 @@ def test_a_single_skipped_step_costs_no_checkpoint(make_model, train, answers, g
 
     monkeypatch.setattr(main, "accumulate_gradient", fails_in_step_four)
     overrides = ["checkpoint.every=2", "training.num_steps=4", "validation.every=100"]
-    run, _ = train(make_model(answers), *overrides)
+    run, _ = train(make_answering(), *overrides, by_text=True)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["train/skipped_steps"] for row in rows[1:]] == [0, 0, 0, 1]
     last, before = run / "checkpoints/last", run / "checkpoints/step-000002"

@@ -93,11 +93,9 @@ def test_weights_and_adamw_moments_are_fp32_though_the_folder_holds_bf16(bf16_fo
     optimizer.step()
     moments = [optimizer.state[p][name] for p in parameters for name in ("exp_avg", "exp_avg_sq")]
     assert {moment.dtype for moment in moments} == {torch.float32}
-    used = [p.grad != 0 for p in parameters]  # positions beyond the rows have no gradient
-    moved = sum(
-        (p[u] != old[u]).sum().item() for p, old, u in zip(parameters, before, used, strict=True)
-    )
-    assert moved > 0.99 * sum(u.sum().item() for u in used) > 30_000
+    used = torch.cat([(p.grad != 0).flatten() for p in parameters])  # others: unused positions
+    has_moved = [(p != old).flatten() for p, old in zip(parameters, before, strict=True)]
+    assert torch.cat(has_moved)[used].sum() > 0.99 * used.sum() > 30_000
 
 
 def test_bf16_compute_leaves_the_weights_and_their_gradients_in_fp32(rotary_model_folder):
@@ -111,15 +109,6 @@ def test_bf16_compute_leaves_the_weights_and_their_gradients_in_fp32(rotary_mode
     assert 1e-5 < (log_probs - exact)[mask].abs().max() < 0.5
 
 
-def test_weight_decay_is_on_matrices_only_and_every_weight_is_in_the_optimizer(model_folder):
-    config = make_config("training.weight_decay=0.1")
-    policy = make_policy(model_folder)
-    groups = make_optimizer(policy.model, config).param_groups
-    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
-    expected = {id(p): 0.1 if p.ndim >= 2 else 0.0 for p in policy.model.parameters()}
-    assert decay == expected
-
-
 def test_the_dropout_in_a_folders_config_is_off(model_folder):
     """Otherwise the scored policy is not the sampled one, and no two scores are the same."""
     saved = json.loads((model_folder / "config.json").read_text())
@@ -131,13 +120,6 @@ def test_the_dropout_in_a_folders_config_is_off(model_folder):
     assert torch.equal(first, second)
     policy.model.eval()
     assert torch.allclose(score(policy, PROMPTS, COMPLETIONS)[0][mask], first[mask], atol=1e-6)
-
-
-def test_every_declared_end_token_ends_a_completion(rotary_model_folder, tmp_path):
-    """Chat models end a turn with another token than a text; both are in generation_config."""
-    folder = shutil.copytree(rotary_model_folder, tmp_path / "copy")
-    change_json(folder / "generation_config.json", eos_token_id=[7, 12])
-    assert make_policy(folder).params.eos_ids == (0, 7, 12)
 
 
 def test_gradient_checkpointing_changes_no_gradient(model_folder):
@@ -225,7 +207,7 @@ def test_the_same_tokenizer_is_loaded_from_a_saved_policy(rotary_model_folder, t
 
 
 def mistake(folder: Path | str, *overrides: str) -> str:
-    """The one line in the error that loading raises."""
+    """The error that loading raises: one line that names the model."""
     with pytest.raises(ValueError) as caught:
         make_policy(folder, *overrides)
     line = str(caught.value)
@@ -287,5 +269,5 @@ def test_a_model_without_any_end_token_is_refused(absolute_model_folder, tmp_pat
 
 
 def test_an_unknown_attention_kernel_is_refused(rotary_model_folder):
-    line = mistake(rotary_model_folder, "model.attn_implementation=no_such_kernel")
-    assert "attn_implementation" in line
+    overrides = ["model.attn_implementation=no_such_kernel"]
+    assert "attn_implementation" in mistake(rotary_model_folder, *overrides)

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import CPU, make_policy, seed
+from harness import CPU, make_policy, save_random, seed
+from reference import score
 from transformers import (
     GenerationConfig,
     MambaConfig,
@@ -39,6 +40,8 @@ from main import decode_with_generate, get_generation_config
 
 RAGGED = [[5, 9, 30], [40, 41, 42, 43, 44, 45, 46, 47, 48], [7], [60, 5, 61, 5, 62]]
 SEEDS = [(seed(), 0, i) for i in range(len(RAGGED))]
+BELOW_ONE = 1 - 2**-24  # the largest number below 1 in fp32
+UNTRUNCATED = {"top_p": 1.0, "top_k": 0}
 MANY_EOS = tuple(range(0, 345, 8))  # about one token in eight ends a completion
 DECODE = {"grouped": decode_grouped, "generate": decode_with_generate}
 
@@ -53,6 +56,7 @@ def sample(
     decode: Callable[..., list[Completion]] | None = None,
     num_samples: int = 4,
     max_batch_tokens: int = 10**6,
+    on_progress: Callable[[int], None] = lambda num_ended: None,
     **changes,
 ) -> list[list[Completion]]:
     """Completions of the prompts, at most 12 tokens each; `changes` are to the parameters."""
@@ -64,7 +68,7 @@ def sample(
         num_samples=num_samples,
         params=replace(policy.params, **({"max_new_tokens": 12} | changes)),
         max_batch_tokens=max_batch_tokens,
-        on_progress=lambda num_ended: None,
+        on_progress=on_progress,
     )
 
 
@@ -112,13 +116,8 @@ def test_the_hubs_generation_config_does_not_leak_into_sampling(poisoned_folder,
         for prompt_ids, group in zip(RAGGED, groups, strict=True):
             assert len({tuple(c.token_ids) for c in group}) == len(group)
             for completion in group:
-                ids = torch.tensor([prompt_ids + completion.token_ids])
-                scored = policy.scorer(
-                    ids,
-                    torch.ones_like(ids, dtype=torch.bool),
-                    num_tokens=len(completion.token_ids),
-                    temperature=temperature,
-                )
+                rows = [prompt_ids], [completion.token_ids]
+                scored, _ = score(policy, *rows, temperature=temperature)
                 difference = scored[0].detach().numpy() - completion.log_probs
                 assert np.abs(difference).max() <= 1e-4
 
@@ -279,8 +278,7 @@ def test_of_tokens_that_are_equally_likely_the_greedy_one_is_the_first():
     """Softmax of ln (1, 3, 3, 1) is (1, 3, 3, 1) / 8."""
     logits = torch.tensor([[1.0, 3.0, 3.0, 1.0], [3.0, 1.0, 1.0, 3.0]]).log()
     uniforms = torch.tensor([0.99, 0.99])
-    settings = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
-    tokens, log_probs, entropies = sample_tokens(logits, uniforms, **settings)
+    tokens, log_probs, entropies = sample_tokens(logits, uniforms, temperature=0.0, **UNTRUNCATED)
     assert tokens.tolist() == [1, 0]
     assert log_probs.tolist() == pytest.approx([math.log(3 / 8)] * 2)
     expected = 0.75 * math.log(8 / 3) + 0.25 * math.log(8)
@@ -294,19 +292,17 @@ def test_two_equal_questions_with_different_seeds_get_different_samples(
     policy = make_policy(rotary_model_folder, f"sampling.backend={backend}")
     first, second = token_ids(sample(policy, [[5, 9], [5, 9]], [(seed(), 0, 1), (seed(), 0, 2)]))
     assert all(a != b for a in first for b in second)
-    again = token_ids(sample(policy, [[5, 9], [5, 9]], [(seed(), 0, 1), (seed(), 0, 2)]))
-    assert again == [first, second]
 
 
-def test_sampling_depends_on_no_random_state_and_leaves_it_alone(rotary_model_folder):
-    for backend in DECODE:
-        policy = make_policy(rotary_model_folder, f"sampling.backend={backend}")
-        torch.manual_seed(seed(1))
-        first, after = token_ids(sample(policy)), torch.rand(())
-        torch.manual_seed(seed(2))
-        assert token_ids(sample(policy)) == first
-        torch.manual_seed(seed(1))
-        assert torch.rand(()) == after
+@each_backend
+def test_sampling_depends_on_no_random_state_and_leaves_it_alone(rotary_model_folder, backend):
+    policy = make_policy(rotary_model_folder, f"sampling.backend={backend}")
+    torch.manual_seed(seed(1))
+    first, after = token_ids(sample(policy)), torch.rand(())
+    torch.manual_seed(seed(2))
+    assert token_ids(sample(policy)) == first
+    torch.manual_seed(seed(1))
+    assert torch.rand(()) == after
 
 
 def test_no_questions_have_no_completions(rotary_model_folder):
@@ -317,21 +313,10 @@ def test_no_questions_have_no_completions(rotary_model_folder):
 def test_progress_counts_every_completion(rotary_model_folder, backend):
     """Within a batch too, for the default backend: the bar stood at 0 until a batch had ended."""
     policy = make_policy(rotary_model_folder, f"sampling.backend={backend}")
-    params = replace(policy.params, max_new_tokens=12)
-    if backend == "grouped":
-        params = replace(params, eos_ids=MANY_EOS)
     for max_batch_tokens in (70, 10**6):
         done: list[int] = []
-        groups = sample_in_batches(
-            policy.sampler,
-            RAGGED,
-            SEEDS,
-            decode=DECODE[backend],
-            num_samples=4,
-            params=params,
-            max_batch_tokens=max_batch_tokens,
-            on_progress=done.append,
-        )
+        settings = {"max_batch_tokens": max_batch_tokens, "on_progress": done.append}
+        groups = sample(policy, eos_ids=MANY_EOS, **settings)
         assert sum(done) == 4 * 4 and min(done) >= 0
     if backend == "grouped":  # of one batch: with each token those that it ended
         lengths = sorted(len(c.token_ids) for group in groups for c in group)
@@ -365,7 +350,7 @@ def test_tokens_are_drawn_as_often_as_their_probabilities_say():
     probs = torch.tensor([0.0, 0.4, 0.3, 0.0, 0.2, 0.07, 0.03, 0.0])
     uniforms = torch.from_numpy(np.random.default_rng(seed()).random(20_000, dtype=np.float32))
     logits = probs.log().expand(len(uniforms), -1)
-    tokens, log_probs, _ = sample_tokens(logits, uniforms, temperature=1.0, top_p=1.0, top_k=0)
+    tokens, log_probs, _ = sample_tokens(logits, uniforms, temperature=1.0, **UNTRUNCATED)
     counts = torch.bincount(tokens, minlength=8)
     assert counts[probs == 0].tolist() == [0, 0, 0]
     standard_errors = (len(uniforms) * probs * (1 - probs)).sqrt()
@@ -379,17 +364,19 @@ def test_extreme_uniforms_never_draw_a_token_of_probability_zero(temperature):
     logits = torch.randn((64, 1000), generator=generator) * 5
     logits[:, :3] = -math.inf
     logits[:, -3:] = -math.inf
-    below_one = np.nextafter(np.float32(1), np.float32(0))
-    for uniform, token in ((0.0, 3), (float(below_one), None)):
+    for uniform, first_tokens in ((0.0, {3}), (BELOW_ONE, None)):
         uniforms = torch.full((64,), uniform)
-        settings = {"temperature": temperature, "top_p": 1.0, "top_k": 0}
-        tokens, log_probs, _ = sample_tokens(logits, uniforms, **settings)
+        tokens, log_probs, _ = sample_tokens(
+            logits, uniforms, temperature=temperature, **UNTRUNCATED
+        )
         assert log_probs.isfinite().all()
-        assert token is None or set(tokens.tolist()) == {token}
-    certain = torch.tensor([[-math.inf, 0.0, -math.inf]]).expand(2, 3)
-    tokens, log_probs, entropies = sample_tokens(
-        certain, torch.tensor([0.0, float(below_one)]), **settings
-    )
+        assert first_tokens is None or set(tokens.tolist()) == first_tokens
+
+
+def test_a_certain_token_is_drawn_by_any_uniform_and_has_no_entropy():
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf]]).expand(2, 3)
+    uniforms = torch.tensor([0.0, BELOW_ONE])
+    tokens, log_probs, entropies = sample_tokens(logits, uniforms, temperature=1.0, **UNTRUNCATED)
     assert tokens.tolist() == [1, 1] and log_probs.tolist() == [0, 0] == entropies.tolist()
 
 
@@ -444,13 +431,13 @@ def test_a_row_of_broken_logits_gets_a_log_probability_of_nan_and_harms_no_other
     """Bug: the draw was out of range, which raised, and on a GPU ended the process."""
     logits = torch.randn((3, 50), generator=torch.Generator().manual_seed(seed()))
     uniforms = torch.tensor([0.2, 0.5, 0.9])
-    settings = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-    expected = sample_tokens(logits, uniforms, **settings)
+    expected = sample_tokens(logits, uniforms, temperature=1.0, **UNTRUNCATED)
     broken = logits.clone()
     broken[1, 7] = value
-    tokens, log_probs, entropies = sample_tokens(broken, uniforms, **settings)
-    for result, whole in zip((tokens, log_probs, entropies), expected, strict=True):
+    results = sample_tokens(broken, uniforms, temperature=1.0, **UNTRUNCATED)
+    for result, whole in zip(results, expected, strict=True):
         assert torch.equal(result[[0, 2]], whole[[0, 2]])
+    tokens, log_probs, _ = results
     assert 0 <= tokens[1] < 50 and log_probs[1].isnan()
 
 
@@ -466,24 +453,11 @@ def test_finite_logits_may_overflow_at_a_low_temperature(rotary_model_folder, ba
     assert all(0 <= token < 345 for c in completions for token in c.token_ids)
 
 
-@each_backend
-def test_a_broken_model_samples_without_an_exception(rotary_model_folder, backend):
-    policy = make_policy(rotary_model_folder, f"sampling.backend={backend}")
-    next(policy.model.parameters()).data.fill_(math.nan)
-    completions = [completion for group in sample(policy) for completion in group]
-    assert all(np.isnan(completion.log_probs).all() for completion in completions)
-
-
 # Models
 
 
-def test_attention_models_support_grouped_decoding(model_folder):
-    model = make_policy(model_folder).model.eval()
-    assert supports_grouped(model)
-
-
 def test_a_sliding_window_shorter_than_the_prompt_is_only_an_obstacle_to_capture(
-    replays_run_the_step,
+    tokenizer, tmp_path, replays_run_the_step
 ):
     """Its layers move their tensors, so that a graph would read and write where nothing is."""
     config = MistralConfig(
@@ -495,23 +469,17 @@ def test_a_sliding_window_shorter_than_the_prompt_is_only_an_obstacle_to_capture
         num_key_value_heads=2,
         sliding_window=3,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed())
-        model = MistralForCausalLM(config)
-    assert supports_grouped(model.eval())
-    assert not supports_grouped(model.eval(), capture=True)
+    policy = make_policy(save_random(MistralForCausalLM, config, tokenizer, tmp_path))
+    assert supports_grouped(policy.sampler)
+    assert not supports_grouped(policy.sampler, capture=True)
 
 
 def test_a_recurrent_model_samples_with_generate(tmp_path, tokenizer):
     """A state cannot be repeated like a cache: the load says so and takes the other backend."""
     config = MambaConfig(vocab_size=345, hidden_size=32, num_hidden_layers=2, state_size=4)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed())
-        model = MambaForCausalLM(config)
-    assert not supports_grouped(model.eval())
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    policy = make_policy(tmp_path, "model.attn_implementation=eager")
+    folder = save_random(MambaForCausalLM, config, tokenizer, tmp_path)
+    policy = make_policy(folder, "model.attn_implementation=eager")
+    assert not supports_grouped(policy.sampler)
     assert policy.backend == "generate"
     (group,) = sample(policy, RAGGED[:1], SEEDS[:1])
     assert len({tuple(c.token_ids) for c in group}) == 4
@@ -533,34 +501,6 @@ def test_the_bf16_sampler_keeps_its_rotary_frequencies(rotary_model_folder):
     copied = bf16_copy(model)
     assert {p.dtype for p in copied.parameters()} == {torch.bfloat16}
     assert not any(p.requires_grad for p in copied.parameters())
-    for (name, kept), (_, original) in zip(
-        copied.named_buffers(), model.named_buffers(), strict=True
-    ):
-        assert torch.equal(kept, original), name
+    buffers = zip(copied.buffers(), model.buffers(), strict=True)
+    assert all(torch.equal(kept, original) for kept, original in buffers)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
-# What generation leaves behind
-
-
-@each_backend
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_are_the_same_with_and_without_a_rollout_before(
-    model_folder, backend, checkpointing
-):
-    overrides = [f"sampling.backend={backend}", f"model.gradient_checkpointing={checkpointing}"]
-    policies = [make_policy(model_folder, *overrides) for _ in range(2)]
-    configs = [policy.model.config.to_dict() for policy in policies]
-    states = [policy.model.generation_config.to_dict() for policy in policies]
-    sample(policies[1])
-    assert policies[1].model.config.to_dict() == configs[0]
-    assert policies[1].model.generation_config.to_dict() == states[0]
-    gradients = []
-    for policy in policies:
-        assert all(p.grad is None and p.requires_grad for p in policy.model.parameters())
-        policy.model.train()
-        ids = torch.tensor([RAGGED[1], RAGGED[1][::-1]])
-        mask = torch.ones_like(ids, dtype=torch.bool)
-        policy.scorer(ids, mask, num_tokens=5, temperature=1.0).sum().backward()
-        gradients.append([p.grad for p in policy.model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

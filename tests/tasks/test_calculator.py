@@ -49,46 +49,12 @@ def test_results_are_exact_and_without_needless_zeros(expression: str, result: s
 @pytest.mark.parametrize(
     "expression",
     [
-        "",
-        " ",
-        "1/3",
-        "1/10000000000000",
-        "1/0",
-        "1/(2-2)",
-        "2**3",
-        "7//2",
-        "7%2",
-        "2^3",
-        "1e3",
-        "1_0",
-        "2+",
-        "+2",
-        "*2",
-        "2 3",
-        "2(3)",
-        "(2)(3)",
-        "()",
-        "(2",
-        "2)",
-        "1.2.3",
-        "1.",
-        ".",
-        ",",
-        "1,2",
-        "1,00",
-        "1,000,00",
-        "0,500",
-        "12*3=",
-        "\u0662+1",
-        "\u00b2",
-        "2\u00d73",
-        "2\n+3",
-        "1\0",
-        "\ud800",
-        "x",
-        "__import__('os')",
-        "9" * 20 + "*" + "9" * 20,
-        "1" + "+1" * (MAX_CHARS // 2),
+        *("", " ", "2+", "+2", "*2", "2 3", "2(3)", "(2)(3)", "()", "(2", "2)", "12*3="),
+        *("1/3", "1/10000000000000", "1/0", "1/(2-2)"),
+        *("2**3", "7//2", "7%2", "2^3", "2\u00d73", "x", "__import__('os')"),
+        *("1e3", "1_0", "1.2.3", "1.", ".", ",", "1,2", "1,00", "1,000,00", "0,500"),
+        *("\u0662+1", "\u00b2", "2\n+3", "1\0", "\ud800"),
+        *("9" * 20 + "*" + "9" * 20, "1" + "+1" * (MAX_CHARS // 2)),
         "(" * 100_000 + "1" + ")" * 100_000,
     ],
 )
@@ -130,14 +96,11 @@ def test_an_independent_oracle_agrees_on_random_expressions(expression: str):
         assert re.fullmatch(r"-?(0|[1-9][0-9]*)(\.[0-9]*[1-9])?", result)
 
 
-any_text = st.one_of(
-    st.text(st.characters(), max_size=20),
-    st.text(st.sampled_from(sorted(CHARS)), max_size=MAX_CHARS + 1),
-)
+calculations = st.text(st.sampled_from(sorted(CHARS)), max_size=MAX_CHARS + 1)
 
 
 @settings(max_examples=500, deadline=None)
-@given(any_text)
+@given(st.text(st.characters(), max_size=20) | calculations)
 def test_any_text_gets_a_number_or_nothing_in_no_time(text: str):
     start = time.process_time()
     result = evaluate(text)

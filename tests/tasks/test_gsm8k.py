@@ -12,7 +12,6 @@ from harness import assert_linear
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.config import load_task
 from tasks import gsm8k
 from tasks.gsm8k import (
     MAX_MARKS,
@@ -34,6 +33,11 @@ def answer_block(answer: str) -> str:
     return f"<thinking>\n2 * 9\n</thinking>\n<answer>\n{answer}\n</answer>"
 
 
+def in_both_styles(answer: str) -> dict[str, str]:
+    """For each prompt style a completion with this answer."""
+    return {"plain": f"so\n#### {answer}", "tags": answer_block(answer)}
+
+
 def extract_answer(completion: str, **options: str) -> str | None:
     return gsm8k.extract_answer(completion, ROW, options=Options(**options))
 
@@ -53,100 +57,29 @@ def solved(completion: str, gold: str, **options: str) -> float:
 # Numbers as a person reads them
 
 SAME_AS_18 = [
-    "18",
-    "$18",
-    "18$",
-    "**18**",
-    "*18*.",
-    "_18_",
-    "`18`",
-    "18.",
-    "18.0",
-    "$18.00",
-    "018",
-    "+18",
-    "18 eggs",
-    "18 eggs.",
-    "18%",
-    "18 %",
-    "18km",
-    "18th",
-    "18-year-old",
-    "$18/hour",
-    "$18 / hour",
-    "(18)",
-    '"18"',
-    "= 18",
-    "€18",
-    r"\$18",
-    "$18$",
-    r"\boxed{18}",
-    r"$\boxed{18}$",
-    "\n18",
-    "18\n19",
-    "18. That is all",
-    "18, that is all",
-    "18: that is all",
-    "18 (2 * 9)",
-    "18.0 [2 * 9]",
-    "18 and that is all",
-    "18 #### 20",
-    "18<|end|>",
-    "18 个",
+    *("18", "18.", "18.0", "018", "+18", "\n18", "18\n19"),
+    *("$18", "18$", "$18$", "$18.00", r"\$18", "€18", "= 18", "(18)", '"18"'),
+    *("**18**", "*18*.", "_18_", "`18`", r"\boxed{18}", r"$\boxed{18}$", "18<|end|>"),
+    *("18 eggs", "18 eggs.", "18%", "18 %", "18km", "18th", "18-year-old"),
+    *("$18/hour", "$18 / hour"),
+    *("18. That is all", "18, that is all", "18: that is all", "18 and that is all", "18 个"),
+    *("18 (2 * 9)", "18.0 [2 * 9]", "18 #### 20"),
 ]
 NO_NUMBERS = [
-    "",
-    "x",
-    "1/2",
-    "1 / 2",
-    "1e3",
-    "1E+3",
-    "1e-3",
-    "3:30",
-    "7,8,9",
-    "7, 8, 9",
-    "7; 8",
-    "1 000",
-    "1_000",
-    "1,00",
-    "12,34",
-    "1,0000",
-    "1234,567",
-    "0,500",
-    "1.000,50",
-    "18.5.3",
-    "10^3",
-    "10**3",
-    "10\N{SUPERSCRIPT TWO}",
-    "18\N{VULGAR FRACTION ONE HALF}",
-    "18 \N{VULGAR FRACTION ONE HALF}",
-    "18 1/2",
-    "2 and 1/2",
-    "18 or 20",
-    "18-20",
-    "18\N{EN DASH}20",
-    "18 to 20",
-    "18 + 2",
-    "3 * 6 = 18",
-    "3 x 6",
-    "3x6",
-    r"3 \times 6",
-    r"18\frac{1}{2}",
-    "0x12",
-    "5'3",
-    "1\u0662",
-    "\u0661\u0668",
-    "\N{FULLWIDTH DIGIT ONE}",
-    "- 18",
-    "--18",
-    "eighteen",
-    "Answer 18",
+    *("", "x", "eighteen", "Answer 18", "- 18", "--18"),
+    *("1/2", "1 / 2", "18 1/2", "2 and 1/2", r"18\frac{1}{2}"),  # fractions
+    *("18\N{VULGAR FRACTION ONE HALF}", "18 \N{VULGAR FRACTION ONE HALF}"),
+    *("1e3", "1E+3", "1e-3", "10^3", "10**3", "10\N{SUPERSCRIPT TWO}", "0x12"),  # powers
+    *("7,8,9", "7, 8, 9", "7; 8", "18 or 20", "18-20", "18\N{EN DASH}20", "18 to 20"),  # several
+    *("3:30", "5'3", "18.5.3", "18 + 2", "3 * 6 = 18", "3 x 6", "3x6", r"3 \times 6"),
+    *("1 000", "1_000", "1,00", "12,34", "1,0000", "1234,567", "0,500", "1.000,50"),  # thousands
+    *("1\u0662", "\u0661\u0668", "\N{FULLWIDTH DIGIT ONE}"),  # digits of other scripts
 ]
 
 
 @pytest.mark.parametrize("text", SAME_AS_18)
 def test_what_surrounds_a_number_does_not_matter(text: str):
-    for completion, style in [(f"so\n#### {text}", "plain"), (answer_block(text), "tags")]:
+    for style, completion in in_both_styles(text).items():
         assert extract_answer(completion, prompt_style=style) == "18"
         assert solved(completion, "18", prompt_style=style) == 1.0
         assert solved(completion, "19", prompt_style=style) == 0.0
@@ -155,7 +88,7 @@ def test_what_surrounds_a_number_does_not_matter(text: str):
 @pytest.mark.parametrize("text", NO_NUMBERS)
 def test_what_is_no_number_is_no_answer(text: str):
     golds = {"1", "18", "1000", "0", *re.findall("[0-9]+", text)}
-    for completion, style in [(f"so\n#### {text}", "plain"), (answer_block(text), "tags")]:
+    for style, completion in in_both_styles(text).items():
         assert extract_answer(completion, prompt_style=style) is None
         assert all(solved(completion, gold, prompt_style=style) == 0.0 for gold in golds)
 
@@ -210,15 +143,14 @@ def render(number: int, decimals: str, *, with_commas: bool) -> str:
     decimals,
     st.booleans(),
     st.sampled_from(["{}", "${}", "**{}**", "{} eggs", "{}.", "**${}.**", "{}%", r"\boxed{{{}}}"]),
-    st.sampled_from([("so\n#### ", "\n", "plain"), ("<answer>", "</answer>", "tags")]),
+    st.sampled_from(["plain", "tags"]),
 )
 def test_every_rendering_of_a_number_is_that_number_and_no_other(
-    number: int, decimals: str, with_commas: bool, decoration: str, place: tuple[str, str, str]
+    number: int, decimals: str, with_commas: bool, decoration: str, style: str
 ):
-    before, after, style = place
     plain = render(number, decimals, with_commas=False)
     text = decoration.format(render(number, decimals, with_commas=with_commas))
-    completion = f"{before}{text}{after}"
+    completion = in_both_styles(text)[style]
     answer = extract_answer(completion, prompt_style=style)
     assert Fraction(answer) == Fraction(plain)
     assert solved(completion, plain, prompt_style=style) == 1.0
@@ -321,13 +253,8 @@ def test_plain_pays_for_the_answer_alone():
 )
 def test_tags_pay_for_format_ending_integer_and_answer(completion, form, ending, integer, answer):
     parts = reward(completion, prompt_style="tags")
-    assert parts == {
-        "format": form,
-        "answer": answer,
-        "ending": ending,
-        "integer": integer,
-        "length": 0.0,
-    }
+    expected = {"format": form, "answer": answer, "ending": ending, "integer": integer}
+    assert parts == expected | {"length": 0.0}
 
 
 @pytest.mark.parametrize("style", ["plain", "tags"])
@@ -349,16 +276,13 @@ def test_an_example_without_a_gold_answer_is_never_solved():
 
 # Properties: any text at all is graded, fast
 
-PIECES = "#### | $|18|,|000|1/2|.|-|e3|**|\\boxed{|<thinking>|</thinking>|<answer>|</answer>|\n"
-any_text = st.lists(
-    st.one_of(
-        st.sampled_from(
-            [*PIECES.split("|"), "\0", "\ud800", "\u0663", "\N{SUPERSCRIPT TWO}", MINUS]
-        ),
-        st.text(st.characters(), max_size=5),
-    ),
-    max_size=20,
-).map("".join)
+PIECES = [
+    *("#### ", " $", "18", ",", "000", "1/2", ".", "-", MINUS, "e3", "**", "\\boxed{", "\n"),
+    *("<thinking>", "</thinking>", "<answer>", "</answer>"),
+    *("\0", "\ud800", "\u0663", "\N{SUPERSCRIPT TWO}"),
+]
+piece = st.sampled_from(PIECES) | st.text(st.characters(), max_size=5)
+any_text = st.lists(piece, max_size=20).map("".join)
 STYLES = [("plain", "exact"), ("plain", "official"), ("tags", "exact")]
 
 
@@ -376,35 +300,15 @@ def test_any_text_gets_a_reward_of_the_allowed_set(text: str):
         assert parts["ending"] in (0.0, -0.5)
         answer = extract_answer(text, prompt_style=style, grading=grading)
         assert answer is None or re.fullmatch(r"-?[0-9.]*", answer)
-    assert lenient_answer(text) is None or re.fullmatch(
-        r"-?[0-9]+(\.[0-9]+)?", lenient_answer(text)
-    )
+    lenient = lenient_answer(text)
+    assert lenient is None or re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", lenient)
 
 
-UNITS = {
-    "letters": "x",
-    "nul": "\0",
-    "surrogates": "\ud800",
-    "marks": "####",
-    "marks and spaces": "#### ",
-    "marks and dollars": "#### $",
-    "marks and fractions": "#### 1/2 ",
-    "marks and lists": "#### 7, 8 ",
-    "marks and words": "#### 1a",
-    "boxes": "\\boxed{",
-    "dollars": "$",
-    "minuses": "-",
-    "digits": "1",
-    "thousands": ",000",
-    "fractions": "1/2 ",
-    "numbers": "1 ",
-    "spaces": " ",
-    "words": "a ",
-    "thinking": "<thinking>",
-    "opened answers": "<answer>",
-    "closed answers": "</answer>",
-    "answers": "<answer>1/2</answer>",
-}
+UNITS = [
+    *("x", "\0", "\ud800", " ", "a ", "$", "-", "1", "1 ", ",000", "1/2 ", "\\boxed{"),
+    *("####", "#### ", "#### $", "#### 1/2 ", "#### 7, 8 ", "#### 1a"),
+    *("<thinking>", "<answer>", "</answer>", "<answer>1/2</answer>"),
+]
 FRAMES = ["{}", "#### {}", "#### 1{}", "#### 1{}/2", "<answer>{}</answer>", "<answer>1{}2</answer>"]
 
 
@@ -423,10 +327,10 @@ def cpu_seconds(text: str, *, repeats: int) -> float:
     return slowest
 
 
-@pytest.mark.parametrize("name", UNITS)
-def test_a_million_characters_of_garbage_take_less_than_100_ms(name: str):
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_million_characters_of_garbage_take_less_than_100_ms(unit: str):
     for frame in FRAMES:
-        text = frame.format(UNITS[name] * (MILLION // len(UNITS[name])))
+        text = frame.format(unit * (MILLION // len(unit)))
         seconds = cpu_seconds(text, repeats=1)
         assert seconds < 0.1 or cpu_seconds(text, repeats=5) < 0.1, frame
 
@@ -475,10 +379,6 @@ def test_a_typed_question_may_bring_its_answer():
             parse_question(text)
 
 
-def test_the_task_can_be_chosen():
-    assert load_task("gsm8k") is gsm8k
-
-
 # The real rows
 
 
@@ -490,15 +390,8 @@ def test_the_gold_answers_of_all_real_rows_are_paid(
         pytest.skip("GRPO_TEST_DATA is not set to the folder of the real files")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     source = Path(os.environ["GRPO_TEST_DATA"], "gsm8k", f"{name}.jsonl")
-    rows = gsm8k.load_examples(
-        str(source),
-        "train",
-        options=Options(),
-        num_examples=None,
-        seed=0,
-        held_out=False,
-        exclude=[],
-    )
+    loading = {"num_examples": None, "seed": 0, "held_out": False, "exclude": []}
+    rows = gsm8k.load_examples(str(source), "train", options=Options(), **loading)
     assert rows == [json.loads(line) for line in source.read_text().splitlines()]
     assert len(rows) == num_rows
     for row in rows:

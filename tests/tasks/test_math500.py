@@ -29,14 +29,9 @@ def reward(completion: str, example: dict = EXAMPLE, *, options: Options) -> dic
     [
         (r"So it is $\boxed{\frac{5}{6}}$.", 1.0),
         (r"\boxed{\frac{2}{3}}, no: \boxed{5/6}", 1.0),
-        (r"\boxed{\dfrac{10}{12}}", 1.0),
-        (r"\boxed{x = \frac56}", 1.0),
         (r"\boxed{\frac{1}{2} + \frac{1}{3}}", 1.0),
         (r"\boxed{5/6}, no: \boxed{\frac{2}{3}}", 0.0),
         (r"\boxed{0.8333}", 0.0),
-        (r"\boxed{-\frac{5}{6}}", 0.0),
-        (r"\boxed{9^{9^{9^9}}}", 0.0),
-        (r"\boxed{\frac{5}{6}", 0.0),
         (r"\frac{5}{6}", 0.0),
         ("", 0.0),
     ],
@@ -63,13 +58,9 @@ def test_a_time_out_is_counted_and_earns_nothing(monkeypatch):
 
 
 def test_extract_answer_is_the_last_box_in_a_normal_form():
-    for completion, answer in [
-        (r"\boxed{1} \boxed{\dfrac{10}{12}}", "5/6"),
-        (r"\boxed{x=0.50}", "1/2"),
-        (r"\boxed{ }", None),
-        (r"\boxed{1", None),
-        ("5", None),
-    ]:
+    answers = {r"\boxed{1} \boxed{\dfrac{10}{12}}": "5/6", r"\boxed{x=0.50}": "1/2"}
+    answers |= dict.fromkeys([r"\boxed{ }", r"\boxed{1", "5"])  # None
+    for completion, answer in answers.items():
         assert math500.extract_answer(completion, EXAMPLE, options=Options()) == answer
 
 
@@ -153,27 +144,14 @@ def boxing_model_folder(tmp_path_factory, tokenizer) -> Path:
     return save_random(GPT2LMHeadModel, config, tokenizer, tmp_path_factory.mktemp("boxing"))
 
 
-def write_file(path: Path, rows: list[dict]) -> Path:
-    path.write_text(json.dumps(rows))
-    return path
-
-
 def train(folder: Path, model: Path, **sources: Path) -> list[dict]:
     """The metrics of two steps of the recipe."""
-    overrides = {
-        "model.name": model,
-        "run.dir": folder,
-        "run.name": "x",
-        "training.seed": seed(),
-        "training.num_steps": 2,
-        "training.num_samples_per_step_global": 16,
-        "training.max_new_gen_tokens": 16,
-        "validation.every": 1,
-        "validation.num_examples": 4,
-    }
-    overrides |= {f"task.{key}": source for key, source in sources.items()}
-    arguments = ["main.py", "--config", str(RECIPE)]
-    arguments += [f"{key}={value}" for key, value in overrides.items()]
+    overrides = [f"model.name={model}", f"run.dir={folder}", "run.name=x"]
+    overrides += [f"training.seed={seed()}", "training.num_steps=2"]
+    overrides += ["training.num_samples_per_step_global=16", "training.max_new_gen_tokens=16"]
+    overrides += ["validation.every=1", "validation.num_examples=4"]
+    overrides += [f"task.{key}={source}" for key, source in sources.items()]
+    arguments = ["main.py", "--config", str(RECIPE), *overrides]
     (status,) = finish(start(arguments, log=folder / "log"))
     assert status == 0, (folder / "log").read_text()
     return [json.loads(line) for line in (folder / "x/metrics.jsonl").read_text().splitlines()]
@@ -181,12 +159,10 @@ def train(folder: Path, model: Path, **sources: Path) -> list[dict]:
 
 def test_the_recipe_runs_on_local_files_and_pays_for_equal_values(tmp_path, boxing_model_folder):
     rows = [{"problem": f"What is $\\sqrt{{8}}$? {n}", "answer": r"2\sqrt{2}"} for n in range(40)]
-    metrics = train(
-        tmp_path,
-        boxing_model_folder,
-        train=write_file(tmp_path / "train.json", rows[:30]),
-        eval=write_file(tmp_path / "eval.json", rows[30:]),
-    )
+    sources = {"train": tmp_path / "train.json", "eval": tmp_path / "eval.json"}
+    sources["train"].write_text(json.dumps(rows[:30]))
+    sources["eval"].write_text(json.dumps(rows[30:]))
+    metrics = train(tmp_path, boxing_model_folder, **sources)
     assert [row["step"] for row in metrics] == [0, 1, 2]
     for row in metrics[1:]:
         # Of 128 completions about half are right; none or all would be a chance of about 2**-128.
@@ -205,7 +181,8 @@ def real_file() -> Path:
 
 def test_the_recipe_runs_on_real_problems(tmp_path, boxing_model_folder, real_file):
     rows = json.loads(real_file.read_text())
-    source = write_file(tmp_path / "train.json", rows[:40])
+    source = tmp_path / "train.json"
+    source.write_text(json.dumps(rows[:40]))
     metrics = train(tmp_path, boxing_model_folder, train=source, eval=real_file)
     assert [row["step"] for row in metrics] == [0, 1, 2]
     assert metrics[1]["train/reward_timeouts"] == 0
