@@ -41,7 +41,7 @@ class Options(Section):
     min_numbers: Number = 3
     """The fewest numbers of a generated question."""
 
-    max_numbers: Number = 4
+    max_numbers: int = Field(4, ge=1, le=10)
     """The most numbers of a generated question."""
 
     min_number: Number = 1

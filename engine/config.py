@@ -24,10 +24,10 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -40,6 +40,11 @@ ROOT = Path(__file__).resolve().parent.parent  # the checkout
 # The schema
 
 Text = Annotated[str, Field(min_length=1)]
+PathText = Annotated[Text, AfterValidator(os.path.expanduser)]  # a file, a folder or a hub id
+# Limits that no sensible run comes near: a slip of the keyboard must not start endless work.
+Count = Annotated[int, Field(gt=0, le=1_000_000)]
+Rate = Annotated[float, Field(gt=0, le=10)]
+Temperature = Annotated[float, Field(ge=0.01, le=100)]  # logits / 0.01 are still finite
 
 
 class Section(BaseModel):
@@ -50,17 +55,17 @@ class Section(BaseModel):
 
 class RunSettings(Section):
     name: str | None = Field(None, pattern=r"^\w[\w.+=@-]*$")
-    dir: Text = "runs"
+    dir: PathText = "runs"
 
 
 class LoraSettings(Section):
-    r: PositiveInt = 8
-    alpha: PositiveInt = 32
+    r: int = Field(8, gt=0, le=4096)
+    alpha: Count = 32
     dropout: float = Field(0.0, ge=0, lt=1)
 
 
 class ModelSettings(Section):
-    name: Text = "tiny"
+    name: PathText = "tiny"
     revision: str | None = None
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attn_implementation: Text = "sdpa"
@@ -72,15 +77,15 @@ class ModelSettings(Section):
 
 class TaskSettings(Section):
     name: Text = "countdown"
-    train: Text = "generated"
-    eval: Text = "generated"
+    train: PathText = "generated"
+    eval: PathText = "generated"
     reward_weights: dict[str, float] = {"format": 0.1, "answer": 1.0}
 
 
 class SamplingSettings(Section):
     backend: Literal["grouped", "generate"] = "grouped"
-    temperature: PositiveFloat = 1.0
-    top_p: float = Field(1.0, gt=0, le=1)
+    temperature: Temperature = 1.0
+    top_p: float = Field(1.0, ge=1e-6, le=1)
     top_k: NonNegativeInt = 0
     max_batch_tokens: PositiveInt | None = None
     calculator: bool = False
@@ -89,23 +94,23 @@ class SamplingSettings(Section):
 class TrainingSettings(Section):
     learning_type: Literal["grpo", "sil"] = "grpo"
     num_steps: PositiveInt = 80
-    num_samples_per_step: PositiveInt = 16
-    num_samples_per_step_global: PositiveInt | None = None
-    k_best_of_n: list[PositiveInt] = Field([16, 16], min_length=2, max_length=2)
-    max_new_gen_tokens: PositiveInt = 128
+    num_samples_per_step: Count = 16
+    num_samples_per_step_global: Count | None = None
+    k_best_of_n: list[Count] = Field([16, 16], min_length=2, max_length=2)
+    max_new_gen_tokens: Count = 128
     micro_batch_tokens: PositiveInt = 8_192
     optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
-    learning_rate: PositiveFloat = 2.0e-4
-    muon_learning_rate: PositiveFloat = 1.0e-3
-    embedding_learning_rate: PositiveFloat | None = None
+    learning_rate: Rate = 2.0e-4
+    muon_learning_rate: Rate = 1.0e-3
+    embedding_learning_rate: Rate | None = None
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 10
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: float = Field(0.0, ge=0, le=10)
     max_grad_norm: PositiveFloat = 1.0
     advantage: Literal["mean", "zscore"] = "mean"
     loss_normalization: Literal["dr_grpo", "token", "sequence", "sum"] = "dr_grpo"
-    kl_coef: NonNegativeFloat = 0.0
-    num_iterations: PositiveInt = 1
+    kl_coef: float = Field(0.0, ge=0, le=1000)
+    num_iterations: Count = 1
     clip_eps: float = Field(0.2, gt=0, lt=1)
     clip_eps_high: PositiveFloat | None = None
     tis_clip: PositiveFloat | None = None
@@ -122,10 +127,10 @@ class TrainingSettings(Section):
 
 class ValidationSettings(Section):
     every: PositiveInt = 20
-    num_examples: PositiveInt = 512
-    best_of_n: PositiveInt = 8
-    pass_k: list[PositiveInt] = Field([1, 8], min_length=1)
-    temperature: PositiveFloat = 1.0
+    num_examples: Count = 512
+    best_of_n: Count = 8
+    pass_k: list[Count] = Field([1, 8], min_length=1)
+    temperature: Temperature = 1.0
 
 
 class CheckpointSettings(Section):
@@ -269,7 +274,7 @@ def load_config(arguments: list[str], *, default_file: Path = ROOT / "config.yam
     Raises ConfigError for a user's mistake. With --help it prints every key, on one rank, and ends.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config", default=default_file)
+    parser.add_argument("--config", action="append")
     parser.add_argument("-h", "--help", action="store_true")
     try:
         options, overrides = parser.parse_known_args(arguments)
@@ -279,7 +284,10 @@ def load_config(arguments: list[str], *, default_file: Path = ROOT / "config.yam
         if os.environ.get("RANK", "0") == "0":
             print(help_text(overrides))
         raise SystemExit(0)
-    from_file = nest(read_file(options.config).items())
+    files = options.config or [default_file]
+    if len(files) > 1:
+        raise ConfigError([f"--config {' '.join(files)}: give one file; keys can follow it"])
+    from_file = nest(read_file(Path(files[0]).expanduser()).items())
     from_command_line = nest(map(parse_override, overrides))
     return validate(merge(without_other_task(from_file, from_command_line), from_command_line))
 
@@ -312,6 +320,8 @@ def parse_yaml(text: str | bytes, *, origin: str | Path) -> Any:
     """The value that YAML text stands for; errors name its `origin`."""
     try:
         return yaml.load(text, Loader=Loader)
+    except RecursionError as error:
+        raise ConfigError([f"{origin}: cannot be read as YAML: nested too deeply"]) from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date in month 13
         problem = " ".join(str(error).split())
         raise ConfigError([f"{origin}: cannot be read as YAML: {problem}"]) from error
@@ -338,11 +348,15 @@ def parse_override(override: str) -> tuple[str, Any]:
 
 
 def nest(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """{"training": {"seed": 1}} for "training.seed" and 1; later pairs win."""
+    """{"training": {"seed": 1}} for "training.seed" and 1; the later of two equal keys wins.
+
+    Raises ConfigError for a section and one of its keys.
+    """
     nested: dict[str, Any] = {}
+    pairs = [pair for pair in pairs if pair[1] is not None or pair[0] not in SECTIONS]  # empty ones
     for key, value in pairs:
-        if value is None and key in SECTIONS:
-            continue  # an empty section sets nothing
+        if inner := next((name for name, _ in pairs if name.startswith(f"{key}.")), None):
+            raise ConfigError([f"{key}: {inner} is given beside it; write it inside {key}"])
         for name in reversed(key.split(".")):
             value = {name: value}
         nested = merge(nested, value)
@@ -478,9 +492,29 @@ def allowed(field: dict, definitions: dict) -> str:
     return f"{kind} {' and '.join(limits)}".strip()
 
 
+LARGEST_NUM_COMPLETIONS = 10_000_000  # of a step or an evaluation
+
+
 def impossible(config: Config) -> Iterator[str]:
     """A line with the fix for each combination of values that cannot work."""
-    model, training, validation = config.model, config.training, config.validation
+    if config.mode == "train":
+        yield from impossible_training(config)
+    validation = config.validation
+    key = f"validation.pass_k = {validation.pass_k}"
+    if max(validation.pass_k) > validation.best_of_n:
+        yield f"{key}: each must be at most validation.best_of_n ({validation.best_of_n})"
+    if len(set(validation.pass_k)) < len(validation.pass_k):
+        yield f"{key}: write each k once"
+    if validation.num_examples * validation.best_of_n > LARGEST_NUM_COMPLETIONS:
+        key = f"validation.num_examples = {validation.num_examples}"
+        yield f"{key}: times best_of_n more than {LARGEST_NUM_COMPLETIONS:,} completions; lower one"
+    if not any(config.task.reward_weights.values()):
+        yield f"task.reward_weights = {show(config.task.reward_weights)}: one must not be 0"
+
+
+def impossible_training(config: Config) -> Iterator[str]:
+    """The same for what only training needs."""
+    model, training = config.model, config.training
     (k, n), is_sil = training.k_best_of_n, training.learning_type == "sil"
     key = f"training.k_best_of_n = [{k}, {n}]"
     if n < 2:
@@ -491,39 +525,31 @@ def impossible(config: Config) -> Iterator[str]:
         yield f"{key}: grpo trains on all n; write [{n}, {n}], or training.learning_type=sil"
     elif k == n and is_sil:
         yield f"{key}: sil learns by leaving out all but the k best; write k < n, such as [2, 32]"
+    if config.questions_per_rank(1) * n > LARGEST_NUM_COMPLETIONS:
+        yield f"{key}: a step of more than {LARGEST_NUM_COMPLETIONS:,} completions; lower n"
     if is_sil and training.advantage == "zscore":
         yield "training.advantage = zscore: sil gives the k best the advantage 1; write mean"
     if training.embedding_learning_rate is not None and training.optimizer != "muon":
         key = f"training.embedding_learning_rate = {show(training.embedding_learning_rate)}"
         yield f"{key}: only muon has one; write null, or training.optimizer=muon"
-    if config.mode == "train" and model.lora is None:
-        if model.load_in_4bit:
-            key = "model.load_in_4bit = true"
-            fix = "write false, or set model.lora='{r: 8}'"
-            yield f"{key}: weights in 4 bits cannot be trained; {fix}"
-        if config.export.merge:
-            key = "export.merge = true"
-            yield f"{key}: there is no adapter to merge; write false, or set model.lora"
-    elif config.mode == "train" and training.optimizer == "muon":
+    if model.lora is not None and training.optimizer == "muon":
         yield "training.optimizer = muon: cannot train the factors of model.lora; write adamw"
-    key = f"validation.pass_k = {validation.pass_k}"
-    if max(validation.pass_k) > validation.best_of_n:
-        yield f"{key}: each must be at most validation.best_of_n ({validation.best_of_n})"
-    if len(set(validation.pass_k)) < len(validation.pass_k):
-        yield f"{key}: write each k once"
-    if not any(config.task.reward_weights.values()):
-        yield f"task.reward_weights = {show(config.task.reward_weights)}: one must not be 0"
+    if model.lora is None and model.load_in_4bit:
+        key, fix = "model.load_in_4bit = true", "write false, or set model.lora='{r: 8}'"
+        yield f"{key}: weights in 4 bits cannot be trained; {fix}"
+    if model.lora is None and config.export.merge:
+        yield "export.merge = true: there is no adapter to merge; write false, or set model.lora"
 
 
 def check_world(config: Config, num_ranks: int) -> None:
     """Raises ConfigError if a rank would get no validation question, or more than its share."""
     num_examples = config.validation.num_examples
     num_questions = config.training.num_samples_per_step_global
-    lines = []
+    is_training, lines = config.mode == "train", []
     if num_examples < num_ranks:
         key = f"validation.num_examples = {num_examples}"
         lines.append(f"{key}: must be at least {num_ranks}, one for each rank")
-    if num_questions is not None and num_questions % num_ranks != 0:
+    if is_training and num_questions is not None and num_questions % num_ranks != 0:
         key = f"training.num_samples_per_step_global = {num_questions}"
         lines.append(f"{key}: must be a multiple of {num_ranks}, the number of ranks")
     if lines:
