@@ -38,27 +38,19 @@ def load_questions(
     """
     settings = config.task
     # The task divides a source that serves both splits; two different sources are used whole.
-    held_out = settings.train == settings.eval
-    questions = {}
-    questions["validation"] = task.load_examples(
+    request = {"options": settings, "held_out": settings.train == settings.eval}
+    validation = task.load_examples(
         settings.eval,
         "validation",
-        options=settings,
         num_examples=config.validation.num_examples,
         seed=0,  # the same questions for every training.seed, so that runs can be compared
-        held_out=held_out,
         exclude=[],
+        **request,
     )
+    questions = {"validation": validation}
     if config.mode == "train":
-        questions["training"] = task.load_examples(
-            settings.train,
-            "train",
-            options=settings,
-            num_examples=None,
-            seed=config.training.seed,
-            held_out=held_out,
-            exclude=questions["validation"],
-        )
+        request |= {"num_examples": None, "seed": config.training.seed, "exclude": validation}
+        questions["training"] = task.load_examples(settings.train, "train", **request)
     max_new_tokens = config.training.max_new_gen_tokens
     room = math.inf if context is None else context - max_new_tokens
     for split, examples in questions.items():
@@ -116,15 +108,13 @@ def load_rows(
     """The questions of one split ("train" or "validation") in a local file or a hub dataset.
 
     `example_row` is a good row: the source must have its columns, and error messages show it.
-    `parse_row` makes an example of a row's values in these columns, or raises ValueError.
-    `question_key` names an example; two examples of one key are the same question. Questions in
-    `exclude` are left out. With `held_out`, 1 in 8 questions is for validation and the others are
-    for training; without it, all are taken. `num_examples` of the rest are drawn by `seed`; None
-    takes them all.
-    `choices` names the task's sources in error messages. `hub_config` and `hub_split` say which
-    part of a hub dataset to load. Raises ValueError, one line with the source and the fix in it.
+    `parse_row` makes an example of a row's values in these columns, or raises ValueError. Two
+    examples of the same `question_key` are the same question; those in `exclude` are left out.
+    With `held_out`, 1 in 8 questions is for validation and the others are for training; without
+    it, all are taken. `num_examples` of the rest are drawn by `seed`; None takes them all.
+    `hub_config` and `hub_split` say which part of a hub dataset to load, `choices` names the task's
+    sources in error messages. Raises ValueError, one line with the source and the fix in it.
     """
-    check_request(split, num_examples)
     table = load_table(source, choices=choices, hub_config=hub_config, hub_split=hub_split)
     rows = read_rows(table, source=source, example_row=example_row, parse_row=parse_row)
     excluded = {question_key(row) for row in exclude}
@@ -138,20 +128,13 @@ def load_rows(
     return random.Random(seed).sample(rows, num_examples)
 
 
-def check_request(split: str, num_examples: int | None) -> None:
-    """Raise ValueError for a split or a number of examples that no source can give."""
-    if split not in ("train", "validation"):
-        raise ValueError(f"split must be train or validation, not {split!r}")
-    if num_examples is not None and num_examples < 1:
-        raise ValueError(f"num_examples {num_examples}: choose at least 1")
-
-
 def is_in_split(key: str, split: str) -> bool:
     """Whether the question belongs to the split, where the splits share one source.
 
     A hash of its key decides, so that a question is never in both splits, whatever the seed, the
     number of questions or the order of a file. 1 question in 8 is for validation.
     """
+    assert split in ("train", "validation"), split
     is_held_out = hashlib.sha256(key.encode()).digest()[0] < 256 / 8
     return is_held_out == (split == "validation")
 
@@ -187,17 +170,15 @@ def read_rows(
     """Each row of the table as an example; ValueError for a missing column and for a bad row."""
     columns, shown = list(example_row), json.dumps(example_row)
     if missing := sorted(set(columns) - set(table.column_names)):
-        raise ValueError(
-            f"{source}: no column {' and '.join(missing)} among {', '.join(table.column_names)}; "
-            f"rows must look like {shown}"
-        )
+        problem = f"no column {' and '.join(missing)} among {', '.join(table.column_names)}"
+        raise ValueError(f"{source}: {problem}; rows must look like {shown}")
     rows = []
     for number, row in enumerate(table.select_columns(columns).to_list(), start=1):
         try:
             rows.append(parse_row(row))
         except ValueError as error:
-            message = f"{source}, row {number}: {error}; rows must look like {shown}"
-            raise ValueError(message) from error
+            line = f"{source}, row {number}: {error}; rows must look like {shown}"
+            raise ValueError(line) from error
     return rows
 
 

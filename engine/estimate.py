@@ -1,7 +1,7 @@
 """Whether a run fits into memory and onto the disk, checked before anything big is loaded.
 
-Only what a run cannot do without is counted: activations are left out, and so is a cache whose
-shape the model's config does not tell. No run that would fit is refused. 1 GB is 10^9 bytes.
+Only what a run cannot do without is counted, so that no run that would fit is refused: activations
+are left out, and so is a cache whose shape the model's config does not tell. 1 GB is 10^9 bytes.
 """
 
 import math
@@ -36,13 +36,13 @@ def check_memory(
     """
     is_training = config.mode == "train"
     lora = config.model.lora if is_training else None
-    trust_remote_code = config.model.trust_remote_code
+    code = {"trust_remote_code": config.model.trust_remote_code}
     with torch.device("meta"):  # shapes alone, which take no memory
-        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
-    linear_layers = [layer for layer in model.modules() if isinstance(layer, (nn.Linear, Conv1D))]
+        model = AutoModelForCausalLM.from_config(model_config, **code)
     head = model.get_output_embeddings()  # neither adapted by LoRA nor kept in 4 bits
-    shapes = [layer.weight.shape for layer in linear_layers if layer is not head]
-    num_weights = num_trained = count_weights(model)
+    layers = [layer for layer in model.modules() if isinstance(layer, (nn.Linear, Conv1D))]
+    shapes = [layer.weight.shape for layer in layers if layer is not head]
+    num_weights = num_trained = model.num_parameters()  # tied embeddings count once
     weights = num_weights * weight_dtype.itemsize
     if config.model.load_in_4bit:
         weights -= (weight_dtype.itemsize - NF4) * sum(map(math.prod, shapes))
@@ -57,9 +57,9 @@ def check_memory(
         "the copy that samples": BF16 * num_weights * samples_copy,
         "the reference": (BF16 if samples_copy else FP32) * num_weights * has_reference,
     }
+    without_cache, gradients = sum(parts.values()), parts["their gradients"]
     itemsize = BF16 if samples_copy else weight_dtype.itemsize
     cache = cache_bytes(model_config, config, bytes_per_number=itemsize)
-    without_cache, gradients = sum(parts.values()), parts["their gradients"]
     available, place = memory_for_a_rank(device)
     # gradients and cache are never there at the same time
     if without_cache - gradients + max(gradients, cache) <= available:
@@ -72,11 +72,6 @@ def check_memory(
     parts["the cache while sampling"] = cache
     listed = ", ".join(f"{what} {gb(size)}" for what, size in parts.items() if size)
     raise ValueError(f"it does not fit: {listed}; {place} has {gb(available)}: {fix}")
-
-
-def count_weights(model: nn.Module) -> int:
-    """Shared weights, such as tied embeddings, count once."""
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def cache_bytes(model_config: PretrainedConfig, config: Config, *, bytes_per_number: int) -> int:
@@ -107,22 +102,21 @@ def check_disk(folder: Path, config: Config, *, num_weights: int, num_merged: in
     `num_weights` counts the trained weights, `num_merged` those of the model that export.merge
     makes. What the run has saved already counts as room: a resumed run overwrites it.
     """
-    keep, best, merged = config.checkpoint.keep, FP32 * num_weights, BF16 * num_merged
-    checkpoint = best + AVERAGES[config.training.optimizer] * num_weights
+    checkpoint = (FP32 + AVERAGES[config.training.optimizer]) * num_weights
+    best, merged = FP32 * num_weights, BF16 * num_merged
+    num_checkpoints = config.checkpoint.keep + 1  # one more while it is written
+    rest = 2 * (best + merged)  # the new one is written before the old one is removed
+    needed = num_checkpoints * checkpoint + rest
     saved = sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     room = shutil.disk_usage(there).free + saved
-    rest = 2 * (best + merged)  # the new one is written before the old one is removed
-    needed = (keep + 1) * checkpoint + rest
     if needed <= room:
         return
-    would_fit = math.floor((room - rest) / checkpoint) - 1
-    fix = (
-        f"checkpoint.keep={would_fit} would fit" if would_fit > 0 else "give run.dir a larger disk"
-    )
+    keep = math.floor((room - rest) / checkpoint) - 1
+    fix = f"checkpoint.keep={keep} would fit" if keep > 0 else "give run.dir a larger disk"
     and_merged = f" and merged/ of {gb(merged)}" if merged else ""
     raise ValueError(
-        f"run.dir = {config.run.dir}: the disk is too small: {keep + 1} checkpoints of "
+        f"run.dir = {config.run.dir}: the disk is too small: {num_checkpoints} checkpoints of "
         f"{gb(checkpoint)} (one while it is written) and twice best/ of {gb(best)}{and_merged} "
         f"need {gb(needed)}, there is room for {gb(room)}: {fix}"
     )

@@ -198,7 +198,7 @@ def test_the_reference_is_in_the_estimate_of_memory(
 ):
     """Of a billion weights: 4 bytes each beside 16, and 2 beside 18 where the copies are bf16."""
     model_config = AutoConfig.from_pretrained(rotary_model_folder)
-    monkeypatch.setattr(estimate, "count_weights", lambda model: 10**9)
+    monkeypatch.setattr("transformers.PreTrainedModel.num_parameters", lambda model: 10**9)
     arguments = model_config, make_config(*options)
     monkeypatch.setattr(estimate, "memory_for_a_rank", lambda device: (needed, "it"))
     estimate.check_memory(*arguments, device=CPU, samples_copy=samples_copy)

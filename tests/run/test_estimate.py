@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness import CPU, make_config
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from engine import estimate
-from engine.estimate import cache_bytes, check_disk, check_memory, count_weights
+from engine.estimate import cache_bytes, check_disk, check_memory
 from engine.model import load_model_and_tokenizer
 
 ROTARY_TOKEN = 2 * 2 * 2 * 8  # numbers in the cache: two layers, keys and values, two heads of 8
@@ -45,8 +45,7 @@ def test_a_model_that_cannot_fit_is_refused_before_its_weights_are_read(
     with pytest.raises(ValueError, match=r"cannot be used: it does not fit: \d+\.") as caught:
         load_model_and_tokenizer(config, device=CPU, compute_dtype=torch.float32, log=print)
     line = str(caught.value)
-    assert "\n" not in line and str(folder) in line
-    assert "billion weights would fit" in line
+    assert "\n" not in line and str(folder) in line and "billion weights would fit" in line
 
 
 def test_a_cache_that_cannot_fit_names_the_keys_to_lower(rotary_model_folder):
@@ -57,47 +56,47 @@ def test_a_cache_that_cannot_fit_names_the_keys_to_lower(rotary_model_folder):
         check_memory(model_config, config, device=CPU, samples_copy=False)
 
 
-def test_weights_are_counted_once_where_they_are_shared(model_folder):
-    """The absolute model's head is its embeddings."""
-    model = AutoModelForCausalLM.from_pretrained(model_folder)
-    tied = {parameter.data_ptr(): parameter.numel() for parameter in model.parameters()}
-    assert count_weights(model) == sum(tied.values())
+def assert_needs(num_bytes: int, model_folder: Path, *overrides: str, match: str) -> None:
+    """The run fits into so many bytes, and is refused with `match` where there is one less."""
+    model_config, config = AutoConfig.from_pretrained(model_folder), make_config(*overrides)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(estimate, "memory_for_a_rank", lambda device: (num_bytes, "here"))
+        check_memory(model_config, config, device=CPU, samples_copy=False)
+        patch.setattr(estimate, "memory_for_a_rank", lambda device: (num_bytes - 1, "here"))
+        with pytest.raises(ValueError, match=match):
+            check_memory(model_config, config, device=CPU, samples_copy=False)
 
 
 def test_an_evaluation_needs_neither_gradients_nor_averages(rotary_model_folder, monkeypatch):
-    """4 bytes for each of 40,800 weights, and the cache of the validation samples."""
-    model_config = AutoConfig.from_pretrained(rotary_model_folder)
-    sizes = ["training.k_best_of_n=[2, 2]", "validation.best_of_n=8", "validation.num_examples=6"]
-    sizes += ["training.max_new_gen_tokens=100", "sampling.max_batch_tokens=131072"]
-    evaluating = make_config(*sizes, "mode=evaluate")
+    """4 bytes for each of 40,800 weights, and the cache of the samples of half the questions."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    cache = 3 * 8 * 100 * ROTARY_TOKEN * 4  # of half the questions
-    assert cache_bytes(model_config, evaluating, bytes_per_number=4) == cache
-    needed = 4 * 40_800 + cache
-    monkeypatch.setattr(estimate, "memory_for_a_rank", lambda device: (needed, "here"))
-    check_memory(model_config, evaluating, device=CPU, samples_copy=False)
-    monkeypatch.setattr(estimate, "memory_for_a_rank", lambda device: (needed - 1, "here"))
-    with pytest.raises(ValueError, match=r"lower sampling\.max_batch_tokens, validation\.best"):
-        check_memory(model_config, evaluating, device=CPU, samples_copy=False)
+    assert_needs(
+        4 * 40_800 + 3 * 8 * 100 * ROTARY_TOKEN * 4,
+        rotary_model_folder,
+        "mode=evaluate",
+        "training.k_best_of_n=[2, 2]",
+        "training.max_new_gen_tokens=100",
+        "validation.best_of_n=8",
+        "validation.num_examples=6",
+        "sampling.max_batch_tokens=131072",
+        match=r"lower sampling\.max_batch_tokens, validation\.best",
+    )
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "num_bytes"),
+    [
+        (4 * 40_800 // (ROTARY_TOKEN * 4), 16 * 40_800),  # a cache as large as the gradients
+        (10_000, 12 * 40_800 + 10_000 * ROTARY_TOKEN * 4),
+    ],
+)
 def test_training_needs_gradients_and_averages_but_never_gradients_beside_a_cache(
-    rotary_model_folder, monkeypatch
+    rotary_model_folder, num_tokens, num_bytes
 ):
-    """16 bytes for each of 40,800 weights; a cache as large as the gradients adds nothing."""
-    model_config = AutoConfig.from_pretrained(rotary_model_folder)
-    small, large = 4 * 40_800 // (ROTARY_TOKEN * 4), 10_000  # tokens
-    for num_tokens, needed in (
-        (small, 16 * 40_800),
-        (large, 12 * 40_800 + large * ROTARY_TOKEN * 4),
-    ):
-        sizes = "training.k_best_of_n=[2, 2]", f"training.max_new_gen_tokens={num_tokens // 2}"
-        config = make_config(*sizes, "training.num_samples_per_step=1")
-        monkeypatch.setattr(estimate, "memory_for_a_rank", lambda device, n=needed: (n, "here"))
-        check_memory(model_config, config, device=CPU, samples_copy=False)
-        monkeypatch.setattr(estimate, "memory_for_a_rank", lambda device, n=needed: (n - 1, "here"))
-        with pytest.raises(ValueError, match="their gradients"):
-            check_memory(model_config, config, device=CPU, samples_copy=False)
+    """Each of 40,800 weights takes 4 bytes, 4 for its gradient and 8 for AdamW's averages."""
+    sizes = "training.k_best_of_n=[2, 2]", f"training.max_new_gen_tokens={num_tokens // 2}"
+    one_question = "training.num_samples_per_step=1"
+    assert_needs(num_bytes, rotary_model_folder, *sizes, one_question, match="their gradients")
 
 
 def test_each_process_has_its_share_of_the_memory(rotary_model_folder, monkeypatch):

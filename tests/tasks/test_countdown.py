@@ -605,7 +605,6 @@ def test_excluded_questions_are_not_generated():
     [
         (1_000, SMALL_SPACE, r"num_examples 1000: only \d+ different train questions"),
         (None, {"max_number": 1, "min_target": 50}, "only 0 different train"),
-        (0, {}, "num_examples 0: choose at least 1"),
         (5, {"min_numbers": 4, "max_numbers": 3}, r"min_numbers = 4 must be at most max_numbers"),
         (5, {"min_number": 60}, r"min_number = 60 must be at most max_number \(50\)"),
         (5, {"max_target": 10**30}, "max_target\n"),  # refused by the schema

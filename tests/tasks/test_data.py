@@ -3,7 +3,6 @@
 import copy
 import csv
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -100,6 +99,8 @@ def test_one_question_in_eight_is_held_out_and_never_trained_on():
     assert len(held_out) == 542 == pytest.approx(len(keys) / 8, rel=0.1)
     assert held_out[:3] == ["question 1", "question 11", "question 49"]
     assert [key for key in keys if not is_in_split(key, "train")] == held_out
+    with pytest.raises(AssertionError, match="test"):
+        is_in_split("question 1", "test")
 
 
 @every_task
@@ -179,87 +180,71 @@ def test_each_task_asks_the_hub_for_its_part(
 # Mistakes: one line with the source and the fix
 
 
+def refusal(name: str, source: str | Path, split: str = "train", **settings) -> str:
+    """The line of the ValueError for a source that cannot be used."""
+    with pytest.raises(ValueError) as caught:
+        load(name, source, split, **settings)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize(
-    ("name", "suffix", "content", "message"),
+    ("name", "row", "message"),
     [
-        ("countdown", "jsonl", '{"numbers": [1], "target": 3}', "no column nums among numbers, t"),
-        ("countdown", "jsonl", '{"nums": [1], "goal": 3}', "no column target among nums, goal"),
-        ("countdown", "csv", "a,b\n1,2\n", "no column nums and target among a, b; rows must look"),
-        ("countdown", "jsonl", '{"nums": [1, 2.5], "target": 3}', "row 1: nums is [1.0, 2.5]"),
-        ("countdown", "jsonl", '{"nums": [1, 2], "target": 3.5}', "row 1: target is 3.5"),
-        (
-            "countdown",
-            "jsonl",
-            '{"nums": [1, 2], "target": 3}\n{"nums": [], "target": 3}',
-            "row 2: nums is [], not a list of integers >= 0; rows must look like "
-            '{"nums": [3, 7, 25], "target": 46}',
-        ),
-        ("countdown", "jsonl", '{"nums": [1, -2], "target": 3}', "row 1: nums is [1, -2]"),
-        ("countdown", "jsonl", '{"nums": null, "target": 3}', "row 1: nums is None"),
-        ("countdown", "jsonl", '{"nums": [1, 2], "target": true}', "row 1: target is True"),
-        ("countdown", "csv", "nums,target\n3 x,5\n", "row 1: nums is '3 x'"),
-        ("countdown", "csv", "nums,target\n3 4,5\n3 4,\n", "row 1: target is 5.0"),
-        ("countdown", "csv", 'nums,target\n"__import__(""os"")",5\n', "row 1: nums is"),
-        ("countdown", "jsonl", '{"nums": [1, 2], "target"', "cannot be loaded"),
-        ("countdown", "jsonl", "", "cannot be loaded"),
-        ("countdown", "csv", "", "cannot be loaded"),
-        ("countdown", "parquet", "no parquet", "cannot be loaded"),
-        ("countdown", "txt", "3 7 25", "unknown kind of source"),
-        (
-            "gsm8k",
-            "jsonl",
-            '{"problem": "a", "answer": "#### 1"}',
-            "no column question among problem, answer; rows must look like "
-            '{"question": "How many is a dozen and a half?", "answer": "12 + 6 = 18 #### 18"}',
-        ),
-        ("gsm8k", "jsonl", '{"a": 1}', "no column answer and question among a"),
-        ("gsm8k", "jsonl", '{"question": "", "answer": "#### 1"}', "row 1: question is ''"),
-        ("gsm8k", "jsonl", '{"question": null, "answer": "#### 1"}', "row 1: question is None"),
-        (
-            "gsm8k",
-            "jsonl",
-            '{"question": "a", "answer": "#### x"}',
-            "row 1: answer is '#### x', without a number",
-        ),
-        ("gsm8k", "jsonl", '{"question": "a", "answer": "one"}', "row 1: answer is 'one'"),
-        ("gsm8k", "jsonl", '{"question": "a", "answer": 1.5}', "row 1: answer is 1.5"),
-        (
-            "gsm8k",
-            "jsonl",
-            '{"question": "a", "answer": "1"}\n{"question": "b"}',
-            "row 2: answer is None",
-        ),
-        ("gsm8k", "jsonl", '{"question": "a", "answer', "cannot be loaded"),
-        ("gsm8k", "jsonl", "", "cannot be loaded"),
-        (
-            "math500",
-            "json",
-            '[{"question": "1+1?", "answer": "2"}]',
-            "no column problem among question, answer; rows must look like "
-            '{"problem": "What is $1+1$?", "answer": "2"}',
-        ),
-        ("math500", "json", '[{"problem": "1?", "b": "2"}]', "no column answer among problem, b"),
-        ("math500", "json", '[{"problem": " ", "answer": "2"}]', "row 1: problem is ' ', not a t"),
-        ("math500", "json", '[{"problem": 5, "answer": "2"}]', "row 1: problem is 5, not a text"),
-        (
-            "math500",
-            "jsonl",
-            '{"problem": "a", "answer": "2"}\n{"problem": "b", "answer": ""}',
-            "row 2: answer is ''",
-        ),
-        ("math500", "json", '[{"problem": "1?", "answer": null}]', "row 1: answer is None, not an"),
-        ("math500", "json", '[{"problem": "1?", "answer": true}]', "row 1: answer is True, not an"),
-        ("math500", "json", "[]", "cannot be loaded"),
-        ("math500", "json", "{", "cannot be loaded"),
+        ("countdown", {"numbers": [1], "target": 3}, "no column nums among numbers, target"),
+        ("countdown", {"nums": [1], "goal": 3}, "no column target among nums, goal"),
+        ("countdown", {"a": 1, "b": 2}, "no column nums and target among a, b"),
+        ("countdown", {"nums": [1, 2.5], "target": 3}, "row 1: nums is [1.0, 2.5], not a list of"),
+        ("countdown", {"nums": [1, -2], "target": 3}, "row 1: nums is [1, -2], not a list of"),
+        ("countdown", {"nums": [], "target": 3}, "row 1: nums is [], not a list of integers >= 0"),
+        ("countdown", {"nums": None, "target": 3}, "row 1: nums is None"),
+        ("countdown", {"nums": "3 x", "target": 5}, "row 1: nums is '3 x'"),
+        ("countdown", {"nums": '__import__("os")', "target": 5}, "row 1: nums is '__import__("),
+        ("countdown", {"nums": [1, 2], "target": 3.5}, "row 1: target is 3.5, not an integer"),
+        ("countdown", {"nums": [1, 2], "target": 5.0}, "row 1: target is 5.0"),
+        ("countdown", {"nums": [1, 2], "target": True}, "row 1: target is True"),
+        ("gsm8k", {"problem": "a", "answer": "#### 1"}, "no column question among problem, answer"),
+        ("gsm8k", {"a": 1}, "no column answer and question among a"),
+        ("gsm8k", {"question": "", "answer": "#### 1"}, "row 1: question is '', not a text"),
+        ("gsm8k", {"question": None, "answer": "#### 1"}, "row 1: question is None"),
+        ("gsm8k", {"question": "a", "answer": "#### x"}, "row 1: answer is '#### x', without a n"),
+        ("gsm8k", {"question": "a", "answer": "one"}, "row 1: answer is 'one'"),
+        ("gsm8k", {"question": "a", "answer": 1.5}, "row 1: answer is 1.5"),
+        ("gsm8k", {"question": "a", "answer": None}, "row 1: answer is None"),
+        ("math500", {"question": "1?", "answer": "2"}, "no column problem among question, answer"),
+        ("math500", {"problem": "1?", "b": "2"}, "no column answer among problem, b"),
+        ("math500", {"problem": " ", "answer": "2"}, "row 1: problem is ' ', not a text"),
+        ("math500", {"problem": 5, "answer": "2"}, "row 1: problem is 5, not a text"),
+        ("math500", {"problem": "1?", "answer": ""}, "row 1: answer is '', not an answer"),
+        ("math500", {"problem": "1?", "answer": None}, "row 1: answer is None, not an answer"),
+        ("math500", {"problem": "1?", "answer": True}, "row 1: answer is True, not an answer"),
     ],
 )
-def test_a_bad_file_is_named_in_one_line(tmp_path, name, suffix: str, content: str, message: str):
+def test_a_bad_row_is_named_in_one_line_beside_a_good_one(tmp_path, name, row, message):
+    source = write_file(tmp_path / "rows.jsonl", [row])
+    line, good_row = refusal(name, source), json.dumps(load_task(name).EXAMPLE_ROW)
+    assert line.startswith((f"{source}, {message}", f"{source}: {message}"))
+    assert line.endswith(f"; rows must look like {good_row}")
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content", "message"),
+    [
+        ("jsonl", '{"nums": [1, 2], "target": 3}\n{"nums": [], "target": 3}', "row 2: nums is []"),
+        ("csv", "nums,target\n3 4,5\n3 4,\n", "row 1: target is 5.0"),  # the gap makes floats
+        ("jsonl", '{"nums": [1, 2], "target"', "cannot be loaded"),
+        ("jsonl", "", "cannot be loaded"),
+        ("json", "[]", "cannot be loaded"),
+        ("csv", "", "cannot be loaded"),
+        ("parquet", "no parquet", "cannot be loaded"),
+        ("txt", "3 7 25", "unknown kind of source"),
+    ],
+)
+def test_a_bad_file_is_named_in_one_line(tmp_path, suffix: str, content: str, message: str):
     path = tmp_path / f"rows.{suffix}"
     path.write_text(content)
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        load(name, path)
-    assert str(caught.value).startswith(str(path))
-    assert "\n" not in str(caught.value)
+    line = refusal("countdown", path)
+    assert line.startswith((f"{path}, {message}", f"{path}: {message}"))
 
 
 FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id (owner/name)"
@@ -278,43 +263,23 @@ FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id (owne
     ],
 )
 def test_a_source_that_cannot_be_used_is_named_in_one_line(name, source, problem, choices):
-    with pytest.raises(ValueError, match=f"^{source}: {problem}") as caught:
-        load(name, source)
-    assert str(caught.value).endswith(f"; give {choices}")
-    assert "\n" not in str(caught.value)
+    line = refusal(name, source)
+    assert line.startswith(f"{source}: {problem}") and line.endswith(f"; give {choices}")
 
 
 @every_task
 def test_a_file_that_leaves_no_question_is_named(tmp_path, name):
     source = write_file(tmp_path / "rows.jsonl", ROWS[name])
     one = write_file(tmp_path / "one.jsonl", load(name, source, num_examples=1))
-    with pytest.raises(ValueError, match=r"one\.jsonl: no question left for validation"):
-        load(name, one, "validation")
-    with pytest.raises(ValueError, match=r"rows\.jsonl: no question left for train"):
-        load(name, source, held_out=False, exclude=ROWS[name])
-
-
-@pytest.mark.parametrize(
-    ("name", "source"),
-    [
-        ("countdown", "generated"),
-        ("countdown", "rows.json"),
-        ("gsm8k", "rows.json"),
-        ("math500", "rows.json"),
-    ],
-)
-def test_an_impossible_request_is_named(name, source: str):
-    with pytest.raises(ValueError, match="split must be train or validation, not 'test'"):
-        load(name, source, "test", num_examples=5)
-    with pytest.raises(ValueError, match="num_examples 0: choose at least 1"):
-        load(name, source, num_examples=0)
+    assert f"{one}: no question left for validation" in refusal(name, one, "validation")
+    nothing_left = refusal(name, source, held_out=False, exclude=ROWS[name])
+    assert f"{source}: no question left for train" in nothing_left
 
 
 def test_a_missing_math_verify_is_named_when_the_questions_are_loaded(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ValueError, match=r"name = math500.*pip install math-verify") as caught:
-        load("math500", "none.json")
-    assert "\n" not in str(caught.value)
+    line = refusal("math500", "none.json")
+    assert line.startswith("task.name = math500: needs a package: pip install math-verify==")
 
 
 # A run's questions
@@ -396,15 +361,15 @@ def test_a_question_may_leave_exactly_the_room_that_a_completion_needs(tmp_path,
 
 
 def test_the_question_stream_is_one_seeded_permutation_after_the_other():
-    stream = QuestionStream([{"id": i} for i in range(10)], seed=3)
+    rows = [{"id": i} for i in range(10)]
+    stream, again = QuestionStream(rows, seed(3)), QuestionStream(rows, seed(3))
     order = [stream[position]["id"] for position in range(30)]
     epochs = [order[0:10], order[10:20], order[20:30]]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
-    again = QuestionStream([{"id": i} for i in range(10)], seed=3)
     jumps = [25, 4, 17, 4]  # as a resumed run or another rank asks
     assert [again[position]["id"] for position in jumps] == [order[i] for i in jumps]
-    other = QuestionStream([{"id": i} for i in range(10)], seed=4)
+    other = QuestionStream(rows, seed(4))
     assert [other[position]["id"] for position in range(10)] != epochs[0]
 
 
