@@ -1,7 +1,4 @@
-"""The life of a run: what it consists of, how it is resumed, saved and summed up.
-
-What a run learns is in main.py; here nothing of it gets lost.
-"""
+"""What a run consists of, and how it is resumed, saved and summed up; main.py is how it learns."""
 
 import contextlib
 import errno
@@ -48,20 +45,20 @@ class State:
     position: int = 0  # training questions drawn so far, over all ranks
     first: float | None = None  # eval/pass@1 before training
     first_interval: list[float] = field(default_factory=list)  # its 95% interval
-    last: float | None = None
-    best: float | None = None  # that of best/: the highest, the earliest on ties
+    last: float | None = None  # eval/pass@1 at the last evaluation
+    best: float | None = None  # eval/pass@1 of the model in best/
     best_step: int = 0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     recent: list[list[float]] = field(default_factory=list)  # see metrics.mean_of_last
     best_solved: float = 0.0  # the highest mean of train/solved over the last steps
     signs: dict[str, str] = field(default_factory=dict)  # of a collapse: metric and description
-    row: dict[str, float] | None = field(default_factory=dict)  # this step's, until it is recorded
+    row: dict[str, float] | None = field(default_factory=dict)  # this step's metrics until recorded
 
     def advance(
         self, metrics: dict[str, float], *, num_questions: int, is_skipped: bool
     ) -> list[str]:
-        """Count a step and keep its metrics to be recorded; returns new signs of a collapse."""
+        """Count a step and keep its metrics until recorded; returns new signs of a collapse."""
         self.step += 1
         self.position += num_questions
         self.skipped_steps += is_skipped
@@ -103,12 +100,12 @@ class Run:
 
     @property
     def trained_weights(self) -> list[nn.Parameter]:
-        """All that the optimizer steps."""
+        """The parameters that the optimizer updates."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     @property
     def is_over(self) -> bool:
-        """All steps are done, or the model has collapsed and the config says to stop there."""
+        """Whether all steps are done, or the model has collapsed and the config says to stop."""
         training = self.config.training
         has_collapsed = training.stop_on_collapse and bool(self.state.signs)
         return self.state.step >= training.num_steps or has_collapsed
@@ -118,7 +115,7 @@ class Run:
 
 
 def check_room(run: Run) -> None:
-    """Log where the run is; raise ValueError where the disk is too small for its folder."""
+    """Log on what the run computes and where it writes; ValueError if the disk is too small."""
     num_weights, world = run.policy.model.num_parameters(), run.world
     place = f"{world.size} x {world.device.type}"
     run.logger.info(f"{num_weights:,} weights, on {place}; results in {run.folder}")
@@ -129,9 +126,9 @@ def check_room(run: Run) -> None:
 
 
 def resume(run: Run) -> None:
-    """Go on from the newest whole checkpoint, if there is one: rank 0 reads it and broadcasts.
+    """Go on from the newest whole checkpoint, if there is one; rank 0 reads and broadcasts it.
 
-    Raises ValueError where that checkpoint belongs to another configuration.
+    Raises ValueError if the checkpoint is that of another configuration.
     """
     world, config, root = run.world, run.config, run.folder / "checkpoints"
     if config.checkpoint.resume == "never":
@@ -160,7 +157,7 @@ def resume(run: Run) -> None:
 
 
 def open_files(run: Run) -> None:
-    """Make the run's folder with its resolved config, and start the files of its metrics."""
+    """Make the run's folder, write its resolved config, and start the files of its metrics."""
     config, state = run.config, run.state
     last_recorded = state.step if state.row is None else state.step - 1
     run.logger.open(
@@ -179,7 +176,7 @@ def open_files(run: Run) -> None:
 
 
 def write_config(folder: Path, config: Config) -> None:
-    """Write every setting, with the versions used."""
+    """Write every setting to config.yaml, below the versions in use."""
     text = f"# {versions()}\n{dump(config)}"
     (folder / "config.yaml").write_text(text, encoding="utf-8")
 
@@ -188,7 +185,7 @@ def write_config(folder: Path, config: Config) -> None:
 
 
 def save_best(run: Run, measured: dict[str, float]) -> bool:
-    """Save the model in best/ with its card; False where that was not possible."""
+    """Save the model in best/ with its card; returns False if that was not possible."""
     tokenizer, config = run.policy.tokenizer, run.config
     (prompt,), add_special_tokens = render_prompts(
         run.validation_questions[:1], task=run.task, options=config.task, tokenizer=tokenizer
@@ -210,7 +207,7 @@ def save_best(run: Run, measured: dict[str, float]) -> bool:
 
 
 def save_checkpoint(run: Run) -> None:
-    """Save all that a resumed run needs, unless that could only push out a good checkpoint."""
+    """Save all that a resumed run needs, unless it would only replace a better checkpoint."""
     if not is_worth_saving(run):
         run.logger.warning(
             f"nothing new and finite to save at step {run.state.step}: what was saved before stays"
@@ -237,8 +234,8 @@ def save_checkpoint(run: Run) -> None:
 def is_worth_saving(run: Run) -> bool:
     """Whether there are weights to save: finite ones that are not in the newest checkpoint yet.
 
-    Skipped steps leave the weights as they are, perhaps ruined by the last step that was taken.
-    Saving them once at most keeps the checkpoint before them, with checkpoint.keep=2.
+    Skipped steps leave the weights as they are, and the last step that was taken may have ruined
+    them. They are saved once at most, so that checkpoint.keep=2 keeps an earlier checkpoint, too.
     """
     last_taken = run.state.step - run.state.skipped_in_a_row
     newest = checkpoint.list_checkpoints(run.folder / "checkpoints")[:1]
@@ -249,9 +246,9 @@ def is_worth_saving(run: Run) -> bool:
 
 
 def save_on_main(run: Run, save: Callable[[], None]) -> bool:
-    """Save on rank 0; a full disk leaves what was saved before, and the run goes on.
+    """Save on rank 0; if the disk is full, warn, keep what was saved before, and go on.
 
-    Returns False where nothing could be saved; the other ranks assume that all is well.
+    Returns False if nothing could be saved. The other ranks return True: they cannot know.
     """
     if not run.world.is_main:
         return True
@@ -270,15 +267,15 @@ def save_on_main(run: Run, save: Callable[[], None]) -> bool:
 
 
 def stop(run: Run) -> int:
-    """Save after a signal, between two steps; returns the exit status that the signal asks for."""
+    """Save after a signal, between two steps; returns the signal's exit status, such as 143."""
     save_checkpoint(run)
     run.logger.info(f"stopped by a signal after step {run.state.step}")
     run.logger.close("KILLED")
-    return 128 + (run.world.stop_signal or 15)  # SIGTERM, where another rank was sent the signal
+    return 128 + (run.world.stop_signal or 15)  # as for SIGTERM if only another rank got a signal
 
 
 def finish(run: Run) -> None:
-    """Log what came of the run, and show its curves in MLflow, where that is on."""
+    """Log the summary of the run and, if MLflow is on, show the run's curves there."""
     run.logger.info(summary(run))
     if run.world.is_main and run.config.logging.mlflow:
         out = run.folder / "curves"
@@ -296,7 +293,7 @@ def finish(run: Run) -> None:
 def export(run: Run) -> None:
     """Do on rank 0 what the config's export section asks for; the other ranks need not wait.
 
-    Raises ExportError, one line, where that is not possible.
+    Raises ExportError, whose message is one line, if that is not possible.
     """
     settings, best = run.config.export, run.folder / "best"
     if not run.world.is_main or not (settings.merge or settings.push_to_hub):
@@ -317,7 +314,7 @@ def export(run: Run) -> None:
 def save_evaluation(run: Run, metrics: dict[str, float], samples: list[dict]) -> None:
     """Write what mode=evaluate has measured to eval-<time>/ in the run's folder, on rank 0.
 
-    It holds config.yaml, metrics.json and samples.jsonl; the run's own files stay.
+    The new folder holds config.yaml, metrics.json and samples.jsonl; the run's own files stay.
     """
     if not run.world.is_main:
         return
@@ -331,7 +328,7 @@ def save_evaluation(run: Run, metrics: dict[str, float], samples: list[dict]) ->
 
 
 def summary(run: Run) -> str:
-    """What came of the run, and where it is."""
+    """How well the first, the last and the best model solve, and what can be done with the best."""
     state, best = run.state, run.folder / "best"
     scores = f"pass@1 {state.first:.3f} at the start, {state.last:.3f} after step {state.step}"
     if state.best is None:
@@ -356,7 +353,7 @@ def summary(run: Run) -> str:
 
 @contextlib.contextmanager
 def mistakes_cost_one_line() -> Iterator[None]:
-    """A user's mistake: print it on one rank, not again at a restart, and exit with status 2."""
+    """Print a user's mistake on one rank, and not again at a restart; exit with status 2."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -365,7 +362,7 @@ def mistakes_cost_one_line() -> Iterator[None]:
             int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
         )
         if restarts == 0 and rank > 0:
-            # torchrun ends all ranks with the first: give rank 0 time to print the same mistake.
+            # torchrun ends all ranks when one ends: give rank 0 time to print the same mistake.
             time.sleep(3)
         if restarts == 0 and (rank == 0 or not is_config):
             lines = error.lines if is_config else [str(error)]
@@ -375,7 +372,7 @@ def mistakes_cost_one_line() -> Iterator[None]:
 
 @contextlib.contextmanager
 def crashes_name_the_fix(folder: Path) -> Iterator[None]:
-    """While a run goes on: a full disk and an out of memory say what to do, below the traceback."""
+    """Where memory or the disk is full, say below the traceback what to do about it."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -14,6 +14,7 @@ from harness import (
     make_config,
     make_policy,
     make_run,
+    read_jsonl,
     run_on_ranks,
     seed,
     train,
@@ -71,8 +72,7 @@ def figures(folder: Path) -> dict[str, float]:
 
 def best_row(trained: Path) -> dict:
     """What training logged of best/: the highest pass@1, the earliest on ties."""
-    rows = [json.loads(line) for line in (trained / "x/metrics.jsonl").read_text().splitlines()]
-    return max(rows, key=lambda row: row["eval/pass@1"])
+    return max(read_jsonl(trained / "x/metrics.jsonl"), key=lambda row: row["eval/pass@1"])
 
 
 # Whole runs
@@ -100,11 +100,10 @@ def test_an_evaluation_measures_what_training_measured_of_the_same_model(evaluat
     assert measured.items() >= logged_figures.items()
     more = {f"eval/{name}{end}" for name in ("majority", "greedy") for end in ("", "_low", "_high")}
     assert set(measured) == {*logged_figures, *more}
-    samples = [json.loads(line) for line in (trained / "x/samples.jsonl").read_text().splitlines()]
-    lines = (evaluated[0] / "samples.jsonl").read_text().splitlines()
-    assert len(lines) == 2
-    for line in lines:
-        assert {"step": logged["step"], **json.loads(line)} in samples
+    samples = read_jsonl(evaluated[0] / "samples.jsonl")
+    assert len(samples) == 2
+    for sample in samples:
+        assert {"step": logged["step"], **sample} in read_jsonl(trained / "x/samples.jsonl")
 
 
 def test_two_ranks_give_the_figures_of_one(evaluated, trained, tmp_path):

@@ -32,7 +32,6 @@ from harness import (
     start,
     train,
     train_forked,
-    write_questions,
 )
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -48,9 +47,7 @@ TERM, INT = signal.SIGTERM, signal.SIGINT
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory) -> list[str]:
-    questions = write_questions(tmp_path_factory.mktemp("questions") / "questions.jsonl")
-    data = [f"task.train={questions}", f"task.eval={questions}"]
+def settings(data) -> list[str]:
     return [*data, "training.warmup_steps=0", "training.learning_rate=3e-3"]
 
 

@@ -22,6 +22,7 @@ from harness import (
     make_config,
     make_policy,
     make_run,
+    read_jsonl,
     run_on_ranks,
     seed,
     train,
@@ -53,13 +54,6 @@ EXACT = {"is_exact": True}  # so that one rank and two sample the same
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> list[str]:
-    """Questions of which the task holds some out to validate."""
-    questions = write_questions(tmp_path_factory.mktemp("questions") / "questions.jsonl")
-    return [f"task.train={questions}", f"task.eval={questions}"]
-
-
-@pytest.fixture(scope="module")
 def on_one_rank(rotary_model_folder, data, tmp_path_factory) -> Path:
     """The folder of a run of two steps of four questions."""
     folder = tmp_path_factory.mktemp("one")
@@ -82,7 +76,7 @@ def load_run(folder: Path, model: Path, *overrides: str) -> Run:
 
 
 def rows_of(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return read_jsonl(run / "metrics.jsonl")
 
 
 def test_a_run_leaves_a_row_for_each_step_with_evaluations_at_both_ends(on_one_rank):
@@ -127,8 +121,7 @@ def test_the_best_model_loads_and_scores_what_the_log_says(
     run = request.getfixturevalue(which)
     best = max(rows_of(run), key=lambda row: row["eval/pass@1"])  # of equals the earliest
     logged = [[], [], []]
-    for line in (run / "samples.jsonl").read_text().splitlines():
-        sample = json.loads(line)
+    for sample in read_jsonl(run / "samples.jsonl"):
         logged[sample.pop("step")].append(sample)
     assert logged[0] != logged[1] != logged[2] != logged[0], "they cannot be told apart"
     grade_by_text(monkeypatch)
