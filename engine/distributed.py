@@ -1,4 +1,4 @@
-"""Several processes as one: who is there, sums over all of them, and what rank 0 broadcasts."""
+"""What the processes of a run do together: sum numbers, broadcast rank 0's, and stop at signals."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ class World:
     device: torch.device
     stop_signal: int = 0  # the first of SIGTERM, SIGINT, SIGHUP that this rank got, 0 for none
     stop_signal_at_s: float = 0.0
-    should_stop: bool = False  # a rank was sent one: the same on all ranks, as of the last sum
+    should_stop: bool = False  # whether any rank had got one at the last sum; equal on all ranks
 
     @property
     def is_main(self) -> bool:
@@ -35,21 +35,21 @@ class World:
     def sum(self, values: list[float] | np.ndarray | torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in float64 on the CPU.
 
-        One more number travels along: whether a rank was sent a signal. So all ranks learn of it at
+        One more number is summed: how many ranks got a signal. So all ranks learn of a signal at
         the same sum, and stop at the same place.
         """
         values = torch.as_tensor(values, dtype=torch.float64, device="cpu")
-        is_told = torch.tensor([float(self.stop_signal > 0)], dtype=torch.float64)
-        total = torch.cat([values.flatten(), is_told])
+        got_signal = torch.tensor([float(self.stop_signal > 0)], dtype=torch.float64)
+        total = torch.cat([values.flatten(), got_signal])
         if self.size > 1:
             dist.all_reduce(total)
         self.should_stop = bool(total[-1] > 0)
         return total[:-1].view(values.shape)
 
     def gather_rows(self, mine: list, *, shape: tuple[int, int]) -> np.ndarray:
-        """A table of numbers on every rank; this rank has its rows rank, rank + size and so on."""
+        """The whole table on every rank; `mine` are its rows rank, rank + size and so on."""
         table = np.zeros(shape)
-        table[self.rank :: self.size] = np.reshape(mine, (-1, shape[1]))  # there may be none
+        table[self.rank :: self.size] = np.reshape(mine, (-1, shape[1]))  # `mine` may be empty
         return self.sum(table).numpy()
 
     def broadcast(self, value: object) -> object:
@@ -81,7 +81,7 @@ class World:
             dist.broadcast(tensor, src=0)
 
     def broadcast_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give every rank rank 0's averages; the other ranks may have no file to read them from."""
+        """Give every rank the averages of rank 0, which alone may have the checkpoint's files."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         states = [optimizer.state[parameter] for parameter in parameters]
         layouts = [{name: layout_of(value) for name, value in state.items()} for state in states]
@@ -118,11 +118,11 @@ class World:
             self.stop_signal, self.stop_signal_at_s = number, now_s
 
     def leave(self) -> None:
-        """Wait for the other ranks, then leave the process group; signals end the process again.
+        """Wait for the other ranks and leave the process group; signals then end the process again.
 
-        A rank that ends early would make torchrun end the others, rank 0 while it is saving. DDP
-        must be freed before: as the group's last owner it would join gloo's threads with Python's
-        lock in hand, for which one of them may be waiting.
+        Without the wait, torchrun could end a rank that is still saving because another has left.
+        DDP must be freed before. Otherwise freeing it would free the process group, which waits for
+        gloo's threads while it holds Python's lock, and one of them may be waiting for that lock.
         """
         if self.size > 1:
             self.sum([0.0])
@@ -134,7 +134,7 @@ class World:
 
 
 def layout_of(value: object) -> object:
-    """What it takes to make room for a tensor; any other value is itself."""
+    """A tensor's shape, dtype and type of device, to make an empty one; other values unchanged."""
     is_tensor = isinstance(value, torch.Tensor)
     return (value.shape, value.dtype, value.device.type) if is_tensor else value
 
@@ -184,9 +184,9 @@ def read_environment() -> tuple[int, int, int, int]:
 def agree_on_start(store: dist.Store, rank: int, size: int) -> str:
     """A name that the ranks of this start share, and that no earlier start had.
 
-    `torchrun --max-restarts` gives every start the same store (pytorch issue 135712). Under the
-    same names gloo and NCCL would find in it the addresses of ranks that are gone, and hang.
-    torchrun's count of restarts is no such name, since it can differ between nodes.
+    `torchrun --max-restarts` gives every start the same store (pytorch issue 135712). Without a
+    name of their own, gloo and NCCL would find the addresses of killed ranks in it, and hang.
+    torchrun's count of restarts will not do, since it can differ between nodes.
 
     Rank 0's uuid names the start. Each other rank shows a uuid of its own, so that rank 0 can see
     whether an entry in the store is this rank's or was left over from a killed start.
@@ -198,7 +198,7 @@ def agree_on_start(store: dist.Store, rank: int, size: int) -> str:
         store.set(f"{start}-has-{rank}", "")
         return start
     for other in range(1, size):
-        while not store.check([f"{name}-has-{other}"]):  # the uuid read may be a predecessor's
+        while not store.check([f"{name}-has-{other}"]):  # the uuid read may be of a killed start
             store.set(f"start-of-{store.get(f'rank-{other}').decode()}", name)
             time.sleep(0.01)
     return name

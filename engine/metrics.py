@@ -24,11 +24,11 @@ TRAIN_METRICS = (
 )
 
 # A collapsed policy gives the same few answers, or rambles until it is cut off. More steps seldom
-# bring it back, and on rented hardware they cost money. The signs of it are looked for in the means
-# of these metrics over the last steps.
+# bring it back, and on rented hardware they cost money. The means of these metrics over the last
+# steps show it.
 WATCHED = ("train/solved", "train/entropy", "train/truncated_frac")
 MIN_STEPS, MIN_QUESTIONS = 10, 160  # window length; a shorter window is too noisy to judge
-LEAST_FALL = 0.05  # of the share solved: where little was solved, half of it is noise
+LEAST_FALL = 0.05  # of train/solved; a smaller fall can be noise, where little was ever solved
 LOW_ENTROPY = 0.01  # nats per token: the policy has nothing left to choose between
 
 
@@ -90,28 +90,29 @@ def solve_rates(solved: np.ndarray, pass_k: list[int]) -> dict[str, float]:
 
 
 def single_rate(name: str, solved: np.ndarray) -> dict[str, float]:
-    """Share of right answers and its 95% interval, where each question (questions,) has one."""
+    """Share of right answers and its 95% interval, from `solved` (questions,), one answer each."""
     low, high = confidence_interval(solved, is_binary=True)
     rates = {name: float(solved.mean()), f"{name}_low": low, f"{name}_high": high}
     return {f"eval/{key}": rate for key, rate in rates.items()}
 
 
 def majority_sample(answers: list[str | None]) -> int | None:
-    """The earliest sample that gave the most frequent answer; None where no sample has an answer.
+    """The first sample with the most frequent answer; None where no sample has an answer.
 
-    Where several answers are the most frequent, the one given earliest wins.
+    Of equally frequent answers, the one that was given first wins.
     """
     counts = Counter(answer for answer in answers if answer is not None)
     if not counts:
         return None
-    ((answer, _),) = counts.most_common(1)  # in the order first met, where counts are equal
+    ((answer, _),) = counts.most_common(1)  # of equal counts, the one that was met first
     return answers.index(answer)
 
 
 def pass_at_k(counts: np.ndarray, n: int, k: int) -> float:
-    """Unbiased chance that one of k samples is right, if `counts` of n are, for each question.
+    """Unbiased estimate of the chance that at least one of k samples is right.
 
-    1 - C(n - c, k) / C(n, k), the mean over the questions (arXiv:2107.03374, equation 1).
+    `counts` says how many of each question's n samples are right. The estimate is the mean of
+    1 - C(n - c, k) / C(n, k) over the questions (arXiv:2107.03374, equation 1).
     """
     return float(np.mean([1 - math.comb(n - c, k) / math.comb(n, k) for c in counts.tolist()]))
 
@@ -136,10 +137,10 @@ def confidence_interval(rates: np.ndarray, *, is_binary: bool) -> tuple[float, f
 def mean_of_last(
     recent: list[list[float]], metrics: dict[str, float], *, num_questions: int
 ) -> tuple[list[list[float]], dict[str, float]]:
-    """The watched metrics of the last steps, with those of this step added, and their means.
+    """Add this step's watched metrics to those of the last steps; returns these and their means.
 
-    `num_questions` is the number of questions in a step. The means are empty until the window of
-    steps is full.
+    The window has at least MIN_STEPS steps and MIN_QUESTIONS questions, of which a step has
+    `num_questions`. The means are empty until it is full.
     """
     num_steps = max(MIN_STEPS, math.ceil(MIN_QUESTIONS / num_questions))
     recent = [*recent, [metrics[name] for name in WATCHED]][-num_steps:]
@@ -150,7 +151,7 @@ def mean_of_last(
 
 
 def signs_of_collapse(means: dict[str, float], *, best_solved: float) -> dict[str, str]:
-    """The signs of a collapse in the means over the last steps: each metric with a description.
+    """The signs of a collapse in the means over the last steps: a description for each metric.
 
     `best_solved` is the highest mean of train/solved that the run has had.
     """

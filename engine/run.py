@@ -1,7 +1,4 @@
-"""The life of a run: what it consists of, how it is resumed, saved and summed up.
-
-What a run learns is in main.py; here nothing of it gets lost.
-"""
+"""What a run consists of, and how it is resumed, saved and summed up; main.py is how it learns."""
 
 import contextlib
 import errno
@@ -49,20 +46,20 @@ class State:
     position: int = 0  # training questions drawn so far, over all ranks
     first: float | None = None  # eval/pass@1 before training
     first_interval: list[float] = field(default_factory=list)  # its 95% interval
-    last: float | None = None
-    best: float | None = None  # that of best/: the highest, the earliest on ties
+    last: float | None = None  # eval/pass@1 at the last evaluation
+    best: float | None = None  # eval/pass@1 of the model in best/
     best_step: int = 0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     recent: list[list[float]] = field(default_factory=list)  # see metrics.mean_of_last
     best_solved: float = 0.0  # the highest mean of train/solved over the last steps
     signs: dict[str, str] = field(default_factory=dict)  # of a collapse: metric and description
-    row: dict[str, float] | None = field(default_factory=dict)  # this step's, until it is recorded
+    row: dict[str, float] | None = field(default_factory=dict)  # this step's metrics until recorded
 
     def advance(
         self, metrics: dict[str, float], *, num_questions: int, is_skipped: bool
     ) -> list[str]:
-        """Count a step and keep its metrics to be recorded; returns new signs of a collapse."""
+        """Count a step and keep its metrics until recorded; returns new signs of a collapse."""
         self.step += 1
         self.position += num_questions
         self.skipped_steps += is_skipped
@@ -105,12 +102,12 @@ class Run:
 
     @property
     def trained_weights(self) -> list[nn.Parameter]:
-        """All that the optimizer steps."""
+        """The parameters that the optimizer updates."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     @property
     def is_over(self) -> bool:
-        """All steps are done, or the model has collapsed and the config says to stop there."""
+        """Whether all steps are done, or the model has collapsed and the config says to stop."""
         training = self.config.training
         has_collapsed = training.stop_on_collapse and bool(self.state.signs)
         return self.state.step >= training.num_steps or has_collapsed
@@ -120,7 +117,7 @@ class Run:
 
 
 def check_room(run: Run) -> None:
-    """Log where the run is; raise ValueError where the disk is too small for its folder."""
+    """Log on what the run computes and where it writes; ValueError if the disk is too small."""
     num_weights, world = run.policy.model.num_parameters(), run.world
     place = f"{world.size} x {world.device.type}"
     run.logger.info(f"{num_weights:,} weights, on {place}; results in {run.folder}")
@@ -131,7 +128,7 @@ def check_room(run: Run) -> None:
 
 
 def resume(run: Run) -> None:
-    """Go on from the newest whole checkpoint, if there is one: rank 0 reads it and broadcasts.
+    """Go on from the newest whole checkpoint, if there is one; rank 0 reads and broadcasts it.
 
     Raises ValueError where that checkpoint belongs to another configuration, and where the folder
     is another process's or holds results that would be overwritten.
@@ -177,7 +174,7 @@ def find_saved(run: Run) -> tuple[Path | None, dict | None]:
 
 
 def open_files(run: Run) -> None:
-    """Make the run's folder with its resolved config, and start the files of its metrics."""
+    """Make the run's folder, write its resolved config, and start the files of its metrics."""
     config, state = run.config, run.state
     last_recorded = state.step if state.row is None else state.step - 1
     run.logger.open(
@@ -195,7 +192,7 @@ def open_files(run: Run) -> None:
 
 
 def write_config(folder: Path, config: Config) -> None:
-    """Write every setting, with the versions used."""
+    """Write every setting to config.yaml, below the versions in use."""
     text = f"# {versions()}\n{dump(config)}"
     (folder / "config.yaml").write_text(text, encoding="utf-8")
 
@@ -204,7 +201,7 @@ def write_config(folder: Path, config: Config) -> None:
 
 
 def save_best(run: Run, measured: dict[str, float]) -> bool:
-    """Save the model in best/ with its card; False where that was not possible."""
+    """Save the model in best/ with its card; returns False if that was not possible."""
     tokenizer, config = run.policy.tokenizer, run.config
     (prompt,), add_special_tokens = render_prompts(
         run.validation_questions[:1], task=run.task, options=config.task, tokenizer=tokenizer
@@ -262,9 +259,9 @@ def save_checkpoint(run: Run) -> bool:
 
 
 def save_on_main(run: Run, save: Callable[[], None]) -> bool:
-    """Save on rank 0; a full disk leaves what was saved before, and the run goes on.
+    """Save on rank 0; if the disk is full, warn, keep what was saved before, and go on.
 
-    Returns False where nothing could be saved; the other ranks assume that all is well.
+    Returns False if nothing could be saved. The other ranks return True: they cannot know.
     """
     if not run.world.is_main:
         return True
@@ -294,7 +291,7 @@ def stop(run: Run) -> int:
 
 
 def finish(run: Run) -> None:
-    """Log what came of the run, and show its curves in MLflow, where that is on."""
+    """Log the summary of the run and, if MLflow is on, show the run's curves there."""
     run.logger.info(summary(run))
     if run.world.is_main and run.config.logging.mlflow:
         out = run.folder / "curves"
@@ -312,7 +309,7 @@ def finish(run: Run) -> None:
 def export(run: Run) -> None:
     """Do on rank 0 what the config's export section asks for; the other ranks need not wait.
 
-    Raises ExportError, one line, where that is not possible.
+    Raises ExportError, whose message is one line, if that is not possible.
     """
     settings, best = run.config.export, run.folder / "best"
     if not run.world.is_main or not (settings.merge or settings.push_to_hub):
@@ -333,7 +330,7 @@ def export(run: Run) -> None:
 def save_evaluation(run: Run, metrics: dict[str, float], samples: list[dict]) -> None:
     """Write what mode=evaluate has measured to eval-<time>/ in the run's folder, on rank 0.
 
-    It holds config.yaml, metrics.json and samples.jsonl; the run's own files stay.
+    The new folder holds config.yaml, metrics.json and samples.jsonl; the run's own files stay.
     """
     if not run.world.is_main:
         return
@@ -347,7 +344,7 @@ def save_evaluation(run: Run, metrics: dict[str, float], samples: list[dict]) ->
 
 
 def summary(run: Run) -> str:
-    """What came of the run, and where it is."""
+    """How well the first, the last and the best model solve, and what can be done with the best."""
     state, best = run.state, run.folder / "best"
     scores = f"pass@1 {state.first:.3f} at the start, {state.last:.3f} after step {state.step}"
     if state.best is None:
@@ -372,7 +369,7 @@ def summary(run: Run) -> str:
 
 @contextlib.contextmanager
 def mistakes_cost_one_line() -> Iterator[None]:
-    """A user's mistake: print it on one rank, not again at a restart, and exit with status 2."""
+    """Print a user's mistake on one rank, and not again at a restart; exit with status 2."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -392,7 +389,7 @@ def mistakes_cost_one_line() -> Iterator[None]:
 
 @contextlib.contextmanager
 def crashes_name_the_fix(folder: Path) -> Iterator[None]:
-    """While a run goes on: a full disk and an out of memory say what to do, below the traceback."""
+    """Where memory or the disk is full, say below the traceback what to do about it."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -11,7 +11,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ["OMP_NUM_THREADS"] = os.environ.get("GRPO_TEST_THREADS", "1")
 
 import pytest
-from harness import save_random, train_tokenizer
+from harness import save_random, train_tokenizer, write_questions
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -91,6 +91,13 @@ def absolute_model_folder(tmp_path_factory, tokenizer) -> Path:
         pad_token_id=tokenizer.pad_token_id,
     )
     return save_random(GPT2LMHeadModel, config, tokenizer, tmp_path_factory.mktemp("absolute"))
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> list[str]:
+    """Overrides that name questions for the task, which holds some of them out to validate."""
+    questions = write_questions(tmp_path_factory.mktemp("questions") / "questions.jsonl")
+    return [f"task.train={questions}", f"task.eval={questions}"]
 
 
 @pytest.fixture(params=["rotary", "absolute"])

@@ -425,6 +425,11 @@ def write_questions(file: Path) -> Path:
     return file
 
 
+def read_jsonl(file: Path) -> list[dict]:
+    """The objects in a .jsonl file; NaN and Infinity, which Python alone accepts, are errors."""
+    return [json.loads(line, parse_constant=pytest.fail) for line in file.read_text().splitlines()]
+
+
 def without_times(row: dict) -> dict:
     return {name: row[name] for name in row if not name.startswith(("time/", "perf/"))}
 
@@ -436,8 +441,7 @@ def what_is_left(folder: Path) -> tuple[dict, list[dict], list[dict], str]:
     for name in ("checkpoints/last", "best"):
         model = AutoModelForCausalLM.from_pretrained(run / name)
         weights |= {f"{name}: {key}": value for key, value in model.state_dict().items()}
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    rows = [without_times(json.loads(line)) for line in lines]
+    rows = [without_times(row) for row in read_jsonl(run / "metrics.jsonl")]
     with (run / "metrics.csv").open(newline="") as file:
         cells = [without_times(row) for row in csv.DictReader(file)]
     return weights, rows, cells, (run / "samples.jsonl").read_text()

@@ -4,12 +4,12 @@
     echo "numbers: 3 7 25, target: 46" | python -m tools.chat runs/x/best sampling.temperature=0.7
 
 The settings are those of --config FILE, else of the run that the model lies in, else of config.yaml
-in the current folder. A line is a question as the task's `parse_question` reads it. Its answer is
-sampled as in training, with random numbers that follow from training.seed and the number of the
-question, so the same questions get the same answers. Nothing is written.
+in the current folder. Each line is a question, in the form that the task's `parse_question` reads.
+Answers are sampled as in training. Their random numbers follow from training.seed and the number of
+the question, so the same questions in the same order get the same answers. Nothing is written.
 
-The end of the input ends it with status 0, Ctrl-C with 130. A line that is no question costs a line
-on stderr; where lines are piped in, the status is then 2 in the end.
+The exit status is 0 at the end of the input and 130 after Ctrl-C. A line that is no question gets a
+line on stderr; if the lines were piped in, the exit status is then 2.
 """
 
 import argparse
@@ -32,26 +32,24 @@ TYPED = 2  # first word of a seed, beside main.py's TRAINING and VALIDATION
 
 
 def main() -> None:
-    """Answer each line of the standard input until it ends, or Ctrl-C does."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may have seen enough
+    """Answer each line of the standard input."""
+    for number in (signal.SIGINT, signal.SIGPIPE):  # Ctrl-C; a reader such as `head` that has left
+        signal.signal(number, signal.SIG_DFL)
     with mistakes_cost_one_line():
         run = load_chat(chat_config(sys.argv[1:]))
-    num_answered, num_refused = 0, 0
-    try:
-        for line in read_lines():
-            try:
-                example, prompt_ids = read_question(run, line)
-            except ValueError as error:
-                print(f"error: {error}", file=sys.stderr, flush=True)
-                num_refused += 1
-            else:
-                show(f"{judge(run, example, answer(run, example, prompt_ids, num_answered))}\n\n")
-                num_answered += 1
-    except KeyboardInterrupt:
-        print(flush=True)
-        raise SystemExit(128 + signal.SIGINT) from None
+    num_answered = num_refused = 0
+    for line in read_lines():
+        try:
+            example, prompt_ids = read_question(run, line)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            num_refused += 1
+            continue
+        trajectory = answer(run, example, prompt_ids, num_answered)
+        show(f"{judge(run, example, trajectory)}\n\n")
+        num_answered += 1
     if num_refused > 0 and not sys.stdin.isatty():
-        raise SystemExit(2)
+        sys.exit(2)
 
 
 def chat_config(arguments: list[str]) -> Config:
@@ -70,10 +68,10 @@ def chat_config(arguments: list[str]) -> Config:
 
 
 def load_chat(config: Config) -> Run:
-    """The model, the task and what else an answer takes; there are no questions yet."""
+    """A run with the model and the task, but without questions and without a folder."""
     world, _ = init_world()
     if world.size > 1:
-        raise ConfigError([f"{world.size} ranks: one process talks with you"])
+        raise ConfigError([f"{world.size} ranks: start one process only, without torchrun"])
     logger, task = Logger(rank=0), load_task(config.task.name)
     if not hasattr(task, "parse_question"):
         raise ConfigError([f"task.name = {config.task.name}: it has no parse_question"])
@@ -81,15 +79,15 @@ def load_chat(config: Config) -> Run:
 
 
 def read_lines() -> Iterator[str]:
-    """The lines that are not empty, asked for on a terminal, else shown as if they were typed."""
+    """The lines that are not empty. Lines that are piped in are shown as if they were typed."""
     sys.stdin.reconfigure(errors="replace")
     is_terminal = sys.stdin.isatty()
     while True:
         try:
             line = input("> " if is_terminal else "").strip()
         except EOFError:
-            if is_terminal:  # Ctrl-D leaves the cursor behind the prompt
-                print()
+            if is_terminal:
+                print()  # Ctrl-D leaves the cursor behind the prompt
             return
         if line:
             if not is_terminal:
@@ -98,7 +96,7 @@ def read_lines() -> Iterator[str]:
 
 
 def read_question(run: Run, line: str) -> tuple[dict, list[int]]:
-    """The example in a line, and its prompt. Raises ValueError where there is none, or too long."""
+    """The example in a line, and its prompt; ValueError if there is none or it is too long."""
     example, policy = run.task.parse_question(line), run.policy
     (prompt_ids,) = encode_prompts(
         [example], task=run.task, options=run.config.task, tokenizer=policy.tokenizer
@@ -107,13 +105,13 @@ def read_question(run: Run, line: str) -> tuple[dict, list[int]]:
     if context is not None and len(prompt_ids) + num_new > context:
         raise ValueError(
             f"{len(prompt_ids)} prompt tokens and training.max_new_gen_tokens = {num_new} are more "
-            f"than the model's context of {context}: ask a shorter question, or lower it"
+            f"than the model's context of {context}: ask a shorter question, or lower the setting"
         )
     return example, prompt_ids
 
 
 def answer(run: Run, example: dict, prompt_ids: list[int], number: int) -> Trajectory:
-    """Sample an answer to the question of this number, print it while it comes, and score it."""
+    """Sample an answer, printing it token by token, and score it; `number` counts questions."""
     show(assistant_prefix(run.task.generate_prompt(example, options=run.config.task)))
     with run.policy.autocast():
         group = decode_with_generate(
@@ -130,7 +128,7 @@ def answer(run: Run, example: dict, prompt_ids: list[int], number: int) -> Traje
 
 
 def judge(run: Run, example: dict, trajectory: Trajectory) -> str:
-    """The reward and its parts or, where the right answer is not known, the answer as it reads."""
+    """The reward with its parts; where the right answer is unknown, how the task reads this one."""
     notes = [format_reward(trajectory.reward, trajectory.reward_parts)]
     if example.get("answer") == "":  # tasks leave it empty where only a question was typed
         read = run.task.extract_answer(trajectory.text, example, options=run.config.task)

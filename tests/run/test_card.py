@@ -1,13 +1,12 @@
 """The model card of best/: metadata that the hub takes, the run's figures, code that runs."""
 
-import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import CPU, alone, make_config, train
+from harness import CPU, alone, make_config, read_jsonl, train
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 from tokenizers import Tokenizer
@@ -133,8 +132,8 @@ def test_a_run_tells_the_figures_of_its_best_step_and_how_to_ask_the_model(
     settings += ["validation.num_examples=8", "validation.best_of_n=8", "validation.every=1"]
     better = {"rates": [0.25, 0.5]}
     output = train(tmp_path, rotary_model_folder, *settings, grading=better)
-    rows = [json.loads(line) for line in (tmp_path / "x/metrics.jsonl").read_text().splitlines()]
-    low, high = (rows[1][f"eval/pass@1_{end}"] for end in ("low", "high"))
+    _, row = read_jsonl(tmp_path / "x/metrics.jsonl")
+    low, high = row["eval/pass@1_low"], row["eval/pass@1_high"]
     card = (tmp_path / "x/best/README.md").read_text()
     assert f"| this model, after step 1 | 0.500 | {low:.3f} to {high:.3f} |" in card
     assert "| before training | 0.250 |" in card

@@ -14,6 +14,7 @@ from harness import (
     make_config,
     make_policy,
     make_run,
+    read_jsonl,
     run_on_ranks,
     seed,
     train,
@@ -71,14 +72,15 @@ def figures(folder: Path) -> dict[str, float]:
 
 def best_row(trained: Path) -> dict:
     """What training logged of best/: the highest pass@1, the earliest on ties."""
-    rows = [json.loads(line) for line in (trained / "x/metrics.jsonl").read_text().splitlines()]
-    return max(rows, key=lambda row: row["eval/pass@1"])
+    return max(read_jsonl(trained / "x/metrics.jsonl"), key=lambda row: row["eval/pass@1"])
 
 
 # Whole runs
 
 
-def test_an_evaluation_leaves_three_files_and_the_run_as_it_was(evaluated, trained):
+def test_an_evaluation_prints_and_writes_its_figures_and_leaves_the_run_as_it_was(
+    evaluated, trained
+):
     folder, output, before = evaluated
     after = files_of(trained / "x")
     assert {name: after[name] for name in after if not name.startswith("eval-")} == before
@@ -86,7 +88,9 @@ def test_an_evaluation_leaves_three_files_and_the_run_as_it_was(evaluated, train
     assert set(files_of(folder)) == {"config.yaml", "metrics.json", "samples.jsonl"}
     config = load_config(["--config", str(folder / "config.yaml")])
     assert config.mode == "evaluate" and config.model.name == str(trained / "x/best")
-    assert output.endswith(f"written to {folder}\n")
+    rate, low, high = (figures(folder)[f"eval/majority{end}"] for end in ("", "_low", "_high"))
+    shown = f"\n  majority            {rate:.3f}  (95% interval {low:.3f} to {high:.3f})\n"
+    assert shown in output and output.endswith(f"written to {folder}\n")
 
 
 def test_an_evaluation_measures_what_training_measured_of_the_same_model(evaluated, trained):
@@ -96,20 +100,10 @@ def test_an_evaluation_measures_what_training_measured_of_the_same_model(evaluat
     assert measured.items() >= logged_figures.items()
     more = {f"eval/{name}{end}" for name in ("majority", "greedy") for end in ("", "_low", "_high")}
     assert set(measured) == {*logged_figures, *more}
-    samples = [json.loads(line) for line in (trained / "x/samples.jsonl").read_text().splitlines()]
-    lines = (evaluated[0] / "samples.jsonl").read_text().splitlines()
-    assert len(lines) == 2
-    for line in lines:
-        assert {"step": logged["step"], **json.loads(line)} in samples
-
-
-def test_the_table_shows_each_share_with_its_interval(evaluated):
-    folder, output, _ = evaluated
-    measured = figures(folder)
-    for name in ("pass@1", "majority", "greedy"):
-        rate, low, high = (measured[f"eval/{name}{end}"] for end in ("", "_low", "_high"))
-        assert f"\n  {name:<17}   {rate:.3f}  (95% interval {low:.3f} to {high:.3f})\n" in output
-    assert f"\n  {'best_of_4':<17}   {measured['eval/best_of_4']:.3f}\n" in output
+    samples = read_jsonl(evaluated[0] / "samples.jsonl")
+    assert len(samples) == 2
+    for sample in samples:
+        assert {"step": logged["step"], **sample} in read_jsonl(trained / "x/samples.jsonl")
 
 
 def test_two_ranks_give_the_figures_of_one(evaluated, trained, tmp_path):

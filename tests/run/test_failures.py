@@ -32,7 +32,6 @@ from harness import (
     start,
     train,
     train_forked,
-    write_questions,
 )
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -48,9 +47,7 @@ TERM, INT = signal.SIGTERM, signal.SIGINT
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory) -> list[str]:
-    questions = write_questions(tmp_path_factory.mktemp("questions") / "questions.jsonl")
-    data = [f"task.train={questions}", f"task.eval={questions}"]
+def settings(data) -> list[str]:
     return [*data, "training.warmup_steps=0", "training.learning_rate=3e-3"]
 
 
@@ -259,8 +256,8 @@ def test_ddp_is_freed_before_the_process_group(tmp_path, model, settings, monkey
 
 
 def torchrun(folder: Path, arguments: list[str]) -> tuple[int, str]:
-    """Exit status and stderr; asserts that 60 s after the fault no rank was left, of its own."""
-    process = subprocess.Popen(
+    """Exit status and stderr of two ranks, none of which may be left 60 s after the fault."""
+    with subprocess.Popen(
         [sys.executable, *TORCHRUN, "--nproc-per-node=2", *arguments],
         cwd=ROOT,
         env=ENVIRONMENT,
@@ -269,31 +266,26 @@ def torchrun(folder: Path, arguments: list[str]) -> tuple[int, str]:
         text=True,
         errors="replace",
         start_new_session=True,
-    )
-    try:
-        _, errors = process.communicate(timeout=110)
-        took_s = time.time() - (folder / "struck").stat().st_mtime
-        assert took_s < 60
-        assert "forcefully exiting" not in errors  # what torchrun does to a rank that hangs
-        assert not [file for file in folder.glob("pid-*") if is_running(int(file.read_text()))]
-        return process.returncode, errors
-    finally:
-        end(process.pid, folder)
+    ) as process:
+        try:
+            _, errors = process.communicate(timeout=110)
+            assert time.time() - (folder / "struck").stat().st_mtime < 60
+            assert "forcefully exiting" not in errors  # what torchrun does to a rank that hangs
+            ranks = [int(file.read_text()) for file in folder.glob("pid-*")]
+            assert not any(kill_group(rank) for rank in ranks)
+            return process.returncode, errors
+        finally:  # each rank has a session of its own
+            for file in folder.glob("pid-*"):
+                kill_group(int(file.read_text()))
+            kill_group(process.pid)
 
 
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def end(pid: int, folder: Path) -> None:
-    """Kill what may be left of a torchrun: each of its ranks has a session of its own."""
-    for group in [pid, *(int(file.read_text()) for file in folder.glob("pid-*"))]:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+def kill_group(pid: int) -> bool:
+    """Kill the process group that a process leads; returns whether there was one."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+        return True
+    return False
 
 
 @pytest.mark.timeout(180)
@@ -390,20 +382,10 @@ def test_two_nodes_without_a_shared_disk_train_and_resume_as_two_ranks_of_one(
 
 
 @pytest.fixture
-def two_bucket_model(tmp_path, tokenizer) -> Path:
-    """A random Qwen2 of 5 MB: gradients beyond the first MB are in a second bucket of DDP's."""
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+def two_bucket_model(tmp_path, tokenizer, rotary_model_folder) -> Path:
+    """A random Qwen2 of 5 MB: DDP puts the gradients beyond the first MB into a second bucket."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.02}
+    config = Qwen2Config.from_pretrained(rotary_model_folder, **sizes)
     return save_random(Qwen2ForCausalLM, config, tokenizer, tmp_path / "model")
 
 

@@ -1,7 +1,6 @@
 """Runs that are killed, again and again and at every file event, and go on as if unharmed."""
 
 import itertools
-import json
 import random
 import signal
 import statistics
@@ -9,13 +8,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from harness import assert_same, seed, train, train_forked, write_questions
+from harness import assert_same, read_jsonl, seed, train, train_forked
 
 from engine import checkpoint
 
 pytestmark = pytest.mark.slow
 
-FAST_LEARNING = ("training.warmup_steps=0", "training.learning_rate=3e-3")
 EVALUATIONS = ("validation.every=1", "validation.num_examples=8", "validation.best_of_n=4")
 BETTER_AT_STEP_2 = {"rates": [0.1, 0.1, 0.3, 0.2]}  # than before, so that best/ is replaced
 PHASES = {  # by what is on the main thread's stack, the first that is
@@ -26,9 +24,8 @@ PHASES = {  # by what is on the main thread's stack, the first that is
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> list[str]:
-    questions = write_questions(tmp_path_factory.mktemp("questions") / "questions.jsonl")
-    return [f"task.train={questions}", f"task.eval={questions}", *FAST_LEARNING]
+def settings(data) -> list[str]:
+    return [*data, "training.warmup_steps=0", "training.learning_rate=3e-3"]
 
 
 # After a time
@@ -64,7 +61,7 @@ def kill_again_and_again(
     whole, parts = folder / "whole", folder / "parts"
     overrides = (*overrides, f"training.num_steps={2 * number + 1}")  # a start takes two at most
     train(whole, model, *overrides, num_ranks=num_ranks)
-    rows = map(json.loads, (whole / "x/metrics.jsonl").read_text().splitlines())
+    rows = read_jsonl(whole / "x/metrics.jsonl")
     step_s = statistics.median(row["time/step_s"] for row in rows if row["step"] > 0)
     phases = Counter()
     for fault in draw_faults(number, step_s, victims):
@@ -80,19 +77,19 @@ def kill_again_and_again(
 
 
 @pytest.mark.timeout(240)
-def test_a_run_killed_20_times_ends_as_the_unbroken_one(tmp_path, rotary_model_folder, data):
+def test_a_run_killed_20_times_ends_as_the_unbroken_one(tmp_path, rotary_model_folder, settings):
     phases = kill_again_and_again(
-        tmp_path, rotary_model_folder, *data, num_ranks=1, number=20, victims=["kill"]
+        tmp_path, rotary_model_folder, *settings, num_ranks=1, number=20, victims=["kill"]
     )
     assert min(phases[name] for name in PHASES) > 0, phases
 
 
 @pytest.mark.timeout(240)
-def test_two_ranks_killed_8_times_end_as_the_unbroken_ones(tmp_path, rotary_model_folder, data):
+def test_two_ranks_killed_8_times_end_as_the_unbroken_ones(tmp_path, rotary_model_folder, settings):
     """One rank at a time, whose torchrun ends the other, or both and torchrun with them."""
     victims = ["kill", "kill other", "kill all"]
     kill_again_and_again(
-        tmp_path, rotary_model_folder, *data, num_ranks=2, number=8, victims=victims
+        tmp_path, rotary_model_folder, *settings, num_ranks=2, number=8, victims=victims
     )
 
 
@@ -129,10 +126,10 @@ def copies_of(folder: Path, model: Path, *overrides: str, saves: int) -> list[Pa
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, rotary_model_folder, data) -> Path:
+def whole(tmp_path_factory, rotary_model_folder, settings) -> Path:
     """Three steps without a break."""
     folder = tmp_path_factory.mktemp("whole")
-    run(folder, rotary_model_folder, *data, "training.num_steps=3")
+    run(folder, rotary_model_folder, *settings, "training.num_steps=3")
     return folder
 
 
@@ -148,11 +145,11 @@ def assert_each_goes_on(copies: list[Path], whole: Path, model: Path, *overrides
 
 @pytest.mark.timeout(240)
 def test_a_kill_at_any_file_event_of_a_step_costs_no_more_than_that_step(
-    tmp_path, rotary_model_folder, data, whole
+    tmp_path, rotary_model_folder, settings, whole
 ):
     """From the checkpoint of step 1 on, over evaluation, best/, rows and checkpoint of step 2."""
     parts, model = tmp_path / "parts", rotary_model_folder
-    copies = copies_of(parts, model, *data, "training.num_steps=2", saves=1)
+    copies = copies_of(parts, model, *settings, "training.num_steps=2", saves=1)
     steps = steps_resumed_from(copies)
     assert steps == sorted(steps) and set(steps) == {1, 2}
     bests = [checkpoint.describe_files(folder / "x/best") for folder in (copies[0], parts)]
@@ -160,26 +157,26 @@ def test_a_kill_at_any_file_event_of_a_step_costs_no_more_than_that_step(
     unnamed = [copy for copy in copies if not (copy / "x/best").exists()]
     assert unnamed
     for copy in unnamed:  # a start that has no step to take
-        run(copy, model, *data, "training.num_steps=1")
+        run(copy, model, *settings, "training.num_steps=1")
     assert all(checkpoint.describe_files(copy / "x/best") in bests for copy in copies)
-    assert_each_goes_on(copies, whole, model, *data)
+    assert_each_goes_on(copies, whole, model, *settings)
 
 
 @pytest.mark.timeout(240)
 def test_a_kill_while_the_same_step_is_saved_again_leaves_its_checkpoint(
-    tmp_path, rotary_model_folder, data, whole
+    tmp_path, rotary_model_folder, settings, whole
 ):
     """Bug: a kill between the two renames of the folder lost it.
 
     A step that a signal has saved is saved again when the resumed run has evaluated it.
     """
     parts, model = tmp_path / "parts", rotary_model_folder
-    settings = (*EVALUATIONS, *data, "training.num_steps=3")
+    overrides = (*EVALUATIONS, *settings, "training.num_steps=3")
     fault = {"do": "terminate", "saves": 1, "events": 1}
     grading = BETTER_AT_STEP_2
-    status, output = train_forked(parts, model, *settings, fault=fault, grading=grading)
+    status, output = train_forked(parts, model, *overrides, fault=fault, grading=grading)
     assert status == 128 + signal.SIGTERM, output
-    copies = copies_of(parts, model, *data, "training.num_steps=2", saves=0)
+    copies = copies_of(parts, model, *settings, "training.num_steps=2", saves=0)
     assert any((copy / "x/checkpoints/step-000002.old").exists() for copy in copies)
     assert set(steps_resumed_from(copies)) == {2}
-    assert_each_goes_on(copies, whole, model, *data)
+    assert_each_goes_on(copies, whole, model, *settings)

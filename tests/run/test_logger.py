@@ -19,9 +19,10 @@ from collections.abc import Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from harness import ROOT
+from harness import ROOT, read_jsonl
 
 import logger
 from logger import Logger, import_mlflow
@@ -41,11 +42,9 @@ SAMPLE = {
 @pytest.fixture(autouse=True)
 def environment(tmp_path, monkeypatch) -> Iterator[None]:
     """Give each test a folder without .env, and take back what a Logger put into os.environ."""
-    before = dict(os.environ)
     monkeypatch.chdir(tmp_path)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+    with mock.patch.dict(os.environ):
+        yield
 
 
 def start(folder: Path, *, rank: int = 0, do_mlflow: bool = False, **options) -> Logger:
@@ -63,20 +62,11 @@ def log_steps(log: Logger, steps: range) -> None:
         log.log_samples(step, [SAMPLE])
 
 
-def jsonl(path: Path) -> list[dict]:
-    """Read strictly: NaN and Infinity, which Python alone accepts, are errors."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
-
-
-def csv_rows(path: Path) -> list[dict]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 def logged_steps(folder: Path) -> tuple[list[int], ...]:
     """The steps in metrics.jsonl, metrics.csv and samples.jsonl."""
-    tables = jsonl(folder / FILES[0]), csv_rows(folder / FILES[1]), jsonl(folder / FILES[2])
+    jsonl, table, samples = (folder / name for name in FILES)
+    with table.open(newline="") as file:
+        tables = read_jsonl(jsonl), list(csv.DictReader(file)), read_jsonl(samples)
     return tuple([int(row["step"]) for row in rows] for rows in tables)
 
 
@@ -109,13 +99,9 @@ def test_values_that_are_not_finite_are_null_in_json_and_named_in_csv(tmp_path):
     log = start(tmp_path)
     log.log_metrics(1, {"train/loss": float("nan"), "train/reward": float("-inf")})
     log.log_samples(1, [SAMPLE | {"reward": float("nan"), "seen": (float("inf"), 2, Path("a"))}])
-    assert jsonl(tmp_path / "metrics.jsonl") == [
-        {"step": 1, "train/loss": None, "train/reward": None}
-    ]
-    assert csv_rows(tmp_path / "metrics.csv") == [
-        {"step": "1", "train/loss": "nan", "train/reward": "-inf", "eval/pass@1": ""}
-    ]
-    sample = jsonl(tmp_path / "samples.jsonl")[0]
+    (row,), (sample,) = (read_jsonl(tmp_path / f"{name}.jsonl") for name in ("metrics", "samples"))
+    assert row == {"step": 1, "train/loss": None, "train/reward": None}
+    assert (tmp_path / "metrics.csv").read_text().splitlines()[1] == "1,nan,-inf,"
     assert sample["reward"] is None and sample["seen"] == [None, 2, "a"]
 
 
@@ -123,7 +109,7 @@ def test_any_text_survives_in_the_samples_file(tmp_path):
     text = 'half a character \ud83d, NUL \0, é, 数, \u2028, quote ", NaN, newline \n'
     start(tmp_path).log_samples(3, [SAMPLE | {"completion": text}])
     assert (tmp_path / "samples.jsonl").read_bytes().isascii()
-    assert jsonl(tmp_path / "samples.jsonl") == [{"step": 3, **SAMPLE, "completion": text}]
+    assert read_jsonl(tmp_path / "samples.jsonl") == [{"step": 3, **SAMPLE, "completion": text}]
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path, capfd):

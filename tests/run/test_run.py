@@ -22,6 +22,7 @@ from harness import (
     make_config,
     make_policy,
     make_run,
+    read_jsonl,
     run_on_ranks,
     seed,
     train,
@@ -53,13 +54,6 @@ EXACT = {"is_exact": True}  # so that one rank and two sample the same
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> list[str]:
-    """Questions of which the task holds some out to validate."""
-    questions = write_questions(tmp_path_factory.mktemp("questions") / "questions.jsonl")
-    return [f"task.train={questions}", f"task.eval={questions}"]
-
-
-@pytest.fixture(scope="module")
 def on_one_rank(rotary_model_folder, data, tmp_path_factory) -> Path:
     """The folder of a run of two steps of four questions."""
     folder = tmp_path_factory.mktemp("one")
@@ -82,7 +76,7 @@ def load_run(folder: Path, model: Path, *overrides: str) -> Run:
 
 
 def rows_of(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return read_jsonl(run / "metrics.jsonl")
 
 
 def test_a_run_leaves_a_row_for_each_step_with_evaluations_at_both_ends(on_one_rank):
@@ -127,8 +121,7 @@ def test_the_best_model_loads_and_scores_what_the_log_says(
     run = request.getfixturevalue(which)
     best = max(rows_of(run), key=lambda row: row["eval/pass@1"])  # of equals the earliest
     logged = [[], [], []]
-    for line in (run / "samples.jsonl").read_text().splitlines():
-        sample = json.loads(line)
+    for sample in read_jsonl(run / "samples.jsonl"):
         logged[sample.pop("step")].append(sample)
     assert logged[0] != logged[1] != logged[2] != logged[0], "they cannot be told apart"
     grade_by_text(monkeypatch)
@@ -190,11 +183,8 @@ def test_sil_runs_and_of_equal_models_the_earliest_is_the_best(rotary_model_fold
 
 def evaluate_a_single_question(world: World, model: Path) -> dict[str, float]:
     policy = make_policy(model, "mode=evaluate", *SIZES, world=world)
-    questions = [{"nums": [3], "target": 3}]
-    run = make_run(
-        policy, make_config(*SIZES), world=world, optimizer=object(), questions=questions
-    )
-    metrics, _ = main.evaluate(run)
+    alike = {"world": world, "optimizer": object(), "questions": [{"nums": [3], "target": 3}]}
+    metrics, _ = main.evaluate(make_run(policy, make_config(*SIZES), **alike))
     return {name: value for name, value in metrics.items() if name.startswith("eval/")}
 
 
@@ -222,10 +212,6 @@ def broken(tmp_path, rotary_model_folder) -> Path:
     ("override", "named"),
     [
         ("training.num_step=5", ["training.num_step = 5: unknown key, the nearest is"]),
-        ("training.num_steps=many", ["training.num_steps = many: must be"]),
-        ("training.micro_batch_tokens=0", ["training.micro_batch_tokens = 0: must be"]),
-        ("training.k_best_of_n=[4,8]", ["training.k_best_of_n = [4, 8]: grpo"]),
-        ("training.k_best_of_n=[1,1]", ["training.k_best_of_n = [1, 1]: n must"]),
         ("training.max_new_gen_tokens=1000", ["training.max_new_gen_tokens"]),
         ("model.name=no/such/folder", ["model.name = no/such/folder: "]),
         ("model.name=BROKEN/model", ["model.name = BROKEN/model: ", "model.safetensors"]),
@@ -283,15 +269,13 @@ def test_questions_that_leave_no_room_are_dropped_with_a_count(
     settings = [f"task.train={file}", f"task.eval={file}", "validation.num_examples=100"]
     run = load_run(tmp_path, rotary_model_folder, *settings)
     output = capsys.readouterr().out
+    kept = {"training": run.train_questions.questions, "validation": run.validation_questions}
     num_all = 0
-    for split, kept in (
-        ("training", run.train_questions.questions),
-        ("validation", run.validation_questions),
-    ):
-        assert all(len(row["nums"]) == 1 for row in kept)
+    for split, rows in kept.items():
+        assert all(len(row["nums"]) == 1 for row in rows)
         pattern = rf"(\d+) of (\d+) {split} questions are too long: dropped"
         dropped, among = map(int, re.search(pattern, output).groups())
-        assert among - dropped == len(kept) > 0
+        assert among - dropped == len(rows) > 0
         num_all += among
     assert num_all == 2 * len(NUMBERS)
 
@@ -299,14 +283,8 @@ def test_questions_that_leave_no_room_are_dropped_with_a_count(
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_mistake_ends_the_process_with_one_line(tmp_path, num_ranks):
     torchrun = [*TORCHRUN, f"--nproc-per-node={num_ranks}"] if num_ranks > 1 else []
-    result = subprocess.run(
-        [sys.executable, *torchrun, "main.py", f"run.dir={tmp_path}", "training.num_step=5"],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, *torchrun, "main.py", f"run.dir={tmp_path}", "training.num_step=5"]
+    result = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert result.returncode == (2 if num_ranks == 1 else 1)  # torchrun's own status is 1
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "training.num_step = 5: unknown key" in errors[0]

@@ -162,7 +162,10 @@ def test_a_line_that_is_no_question_costs_a_line_and_the_status(ask):
 
 
 def test_what_cannot_be_asked_is_refused_in_one_line(monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"^2 ranks: one process"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ConfigError, match=r"^2 ranks: start one process"),
+    ):
         patch.setattr(chat, "init_world", lambda: (World(rank=0, size=2, device=CPU), []))
         load_tiny()
     monkeypatch.delattr(countdown, "parse_question")
@@ -170,33 +173,19 @@ def test_what_cannot_be_asked_is_refused_in_one_line(monkeypatch):
         load_tiny()
 
 
-def test_ctrl_c_ends_quietly(ask, monkeypatch):
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(chat, "read_lines", interrupted)
-    assert ask() == (130, "\n", "")
-
-
-def test_the_command_answers_a_pipe_and_writes_nothing(tmp_path):
-    """Its reader may leave early, as `head` does."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tools.chat", str(ROOT / "tiny")],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    process.stdin.write(f"{QUESTION}\n" * 50)
-    process.stdin.flush()
-    for line in process.stdout:
-        if line.startswith("reward "):
-            break
-    process.stdout.close()
-    process.stdin.close()
-    assert process.wait(timeout=60) == -signal.SIGPIPE
-    assert process.stderr.read() == ""
-    process.stderr.close()
+@pytest.mark.parametrize("number", [signal.SIGPIPE, signal.SIGINT])
+def test_the_command_answers_a_pipe_writes_nothing_and_ends_quietly(tmp_path, number):
+    """Where its reader leaves early, as `head` does, and at Ctrl-C; shells call the latter 130."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command = [sys.executable, "-m", "tools.chat", str(ROOT / "tiny")]
+    with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, text=True, **pipes) as process:
+        process.stdin.write(f"{QUESTION}\n" * 50)
+        process.stdin.flush()
+        next(line for line in process.stdout if line.startswith("reward "))
+        if number == signal.SIGPIPE:
+            process.stdout.close()
+        else:
+            process.send_signal(number)
+        assert process.wait(timeout=60) == -number
+        assert process.stderr.read() == ""
     assert os.listdir(tmp_path) == []
