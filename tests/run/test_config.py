@@ -269,6 +269,15 @@ SIL = "training.learning_type=sil training.k_best_of_n=[2,4]"
         ("sampling.top_k=-1", "sampling.top_k = -1: must be an integer >= 0"),
         ("sampling.temperature=0", "sampling.temperature = 0: must be a number >= 0.01"),
         ("validation.pass_k=[]", "validation.pass_k = []: must be a list, each an integer > 0"),
+        # slips of the keyboard that would start endless work, or leave nothing to compute with
+        ("validation.num_examples=1000000000000", "an integer > 0 and <= 1000000"),
+        ("validation.best_of_n=1000000000", "an integer > 0 and <= 1000000"),
+        ("training.num_samples_per_step=1000000000", "an integer > 0 and <= 1000000"),
+        ("training.max_new_gen_tokens=1000000000", "an integer > 0 and <= 1000000"),
+        ("task.max_numbers=100", "task.max_numbers = 100: must be an integer >= 1 and <= 10"),
+        ("sampling.temperature=1e-300", "must be a number >= 0.01 and <= 100"),
+        ("sampling.top_p=1e-46", "must be a number >= 1e-06 and <= 1"),
+        ("training.learning_rate=1e38", "must be a number > 0 and <= 10"),
         ("logging.mlflow=1", "logging.mlflow = 1: must be true or false"),
         ("logging=3", "logging = 3: is a section, set its keys, such as logging."),
         ("model.name=12", "in quotes it is text, as in model.name="),
@@ -279,8 +288,14 @@ SIL = "training.learning_type=sil training.k_best_of_n=[2,4]"
         ("task.max_target=big", "task.max_target = big: must be an integer >= 1 and <= 1000000"),
         ("task.seed=3", "unknown key of task countdown, the nearest is training.seed"),
         ("task.reward_weights=", "task.reward_weights = null: must be a mapping from"),
-        ("model.lora=8", "model.lora = 8: must be a mapping of r (an integer > 0 and <= 4096), alpha"),
-        ("model.lora.r=0", "model.lora = {r: 0}: must be a mapping of r (an integer > 0 and <= 4096), alpha"),
+        (
+            "model.lora=8",
+            "model.lora = 8: must be a mapping of r (an integer > 0 and <= 4096), alpha",
+        ),
+        (
+            "model.lora.r=0",
+            "model.lora = {r: 0}: must be a mapping of r (an integer > 0 and <= 4096), alpha",
+        ),
         ("model.lora.rank=8", "dropout (a number >= 0 and < 1) or null"),
         ("model.lora_r=8", "unknown key, the nearest is model.lora;"),
         ("export.push_to_hub=nobody", "export.push_to_hub = nobody: must be text matching"),
@@ -304,6 +319,8 @@ def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(override, li
         ("", "model.load_in_4bit = true", "write false, or set model.lora='{r: 8}'"),
         ("", "export.merge = true", "there is no adapter to merge; write false, or set model.lora"),
         ("model.lora.r=8", "training.optimizer = muon", "the factors of model.lora; write adamw"),
+        ("", "training.k_best_of_n = [999999, 999999]", "than 10,000,000 completions; lower n"),
+        ("validation.best_of_n=1000", "validation.num_examples = 20000", "completions; lower one"),
         ("validation.best_of_n=4", "validation.pass_k = [8]", "most validation.best_of_n (4)"),
         ("", "validation.pass_k = [1, 1]", ": write each k once"),
         ("", "task.reward_weights = {format: 0.0, answer: 0.0}", ": one must not be 0"),
@@ -320,7 +337,10 @@ def test_a_range_whose_ends_are_the_wrong_way_round_is_named():
 
 
 def test_what_is_for_training_is_not_asked_of_an_evaluation():
-    load("mode=evaluate", "model.load_in_4bit=true", "export.merge=true")
+    wrong = ["model.load_in_4bit=true", "export.merge=true", "training.k_best_of_n=[1, 1]"]
+    wrong.append("training.num_samples_per_step_global=3")
+    check_world(load("mode=evaluate", *wrong), 2)
+    assert len(lines_raised(load, *wrong)) == 3
 
 
 def test_every_mistake_has_its_line():
@@ -349,6 +369,9 @@ def test_options_and_parts_of_another_task_are_checked(override, line, guessing)
         (["--verbose"], "--verbose: write section.key=value, for example training.num_steps=60"),
         (["training.k_best_of_n=[1,"], "training.k_best_of_n=[1,: cannot be read as YAML: "),
         (["run.name=2024-13-45"], "run.name=2024-13-45: cannot be read as YAML: month must be in"),
+        (["training.seed=" + "[" * 5_000], "cannot be read as YAML: nested too deeply"),
+        (["training={seed: 1}", "training.seed=2"], "training: training.seed is given beside it"),
+        (["--config", "a.yaml", "--config", "b.yaml"], "--config a.yaml b.yaml: give one file"),
         (["--config"], "argument --config: expected one argument"),
         (["--config", "missing.yaml"], "missing.yaml: No such file or directory; give --config a"),
         (["--config", str(ROOT)], "Is a directory; give --config a YAML file"),
@@ -376,6 +399,14 @@ def test_an_argument_that_cannot_be_read_is_one_line(arguments, line):
 )
 def test_a_file_that_cannot_be_read_is_one_line(text, line, tmp_path):
     assert line in line_of(file_with(tmp_path, text))
+
+
+def test_a_tilde_is_the_home_folder_in_every_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my.yaml").write_text("run: {dir: ~/runs}\ntask: {train: ~/a.jsonl}")
+    config = load("--config", "~/my.yaml", "model.name=~/model", "task.eval=~/b.jsonl")
+    paths = (config.run.dir, config.task.train, config.model.name, config.task.eval)
+    assert paths == tuple(f"{tmp_path}/{name}" for name in ("runs", "a.jsonl", "model", "b.jsonl"))
 
 
 def test_a_long_value_is_shortened_in_its_line():
