@@ -252,7 +252,7 @@ def schema(task: ModuleType) -> type[Config]:
 
 
 def import_package(name: str, *, key: str) -> ModuleType:
-    """The package that pip calls `name`, for a key of the config that alone needs it.
+    """The package that pip calls `name`, which only runs with this `key` of the config need.
 
     Raises ValueError with the command that installs the version which pyproject.toml pins.
     """
@@ -293,7 +293,7 @@ def load_config(arguments: list[str], *, default_file: Path = ROOT / "config.yam
 
 
 class Loader(yaml.SafeLoader):
-    """YAML as people expect it: 1e-5 is a number, a key is text, and none is given twice."""
+    """YAML as people expect it: 1e-5 is a number, a key is text, a key given twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
         names = [key.value for key, _ in node.value]
@@ -348,7 +348,7 @@ def parse_override(override: str) -> tuple[str, Any]:
 
 
 def nest(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """{"training": {"seed": 1}} for "training.seed" and 1; the later of two equal keys wins.
+    """Values by section: {"training": {"seed": 1}} for "training.seed" and 1; the later pair wins.
 
     Raises ConfigError for a section and one of its keys.
     """
@@ -364,14 +364,14 @@ def nest(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def merge(base: Any, new: Any) -> Any:
-    """`base` with what `new` sets, mapping by mapping."""
+    """`new` in place of `base`; of two mappings, a mapping with the keys of both."""
     if isinstance(base, dict) and isinstance(new, dict):
         return base | {key: merge(base.get(key), value) for key, value in new.items()}
     return new
 
 
 def without_other_task(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """The file's values, less those for its own task where an override names another one."""
+    """The file's values, without those for its task if the command line names another task."""
     task = values.get("task")
     if not isinstance(task, dict) or task_name(values) == task_name(merge(values, overrides)):
         return values
@@ -380,7 +380,7 @@ def without_other_task(values: dict[str, Any], overrides: dict[str, Any]) -> dic
 
 
 def task_name(values: dict[str, Any]) -> Any:
-    """The name of the task that unchecked values ask for."""
+    """The name of the task that the values ask for, before they are checked."""
     task, default = values.get("task"), TaskSettings().name
     return task.get("name", default) if isinstance(task, dict) else default
 

@@ -286,18 +286,12 @@ def test_a_missing_math_verify_is_named_when_the_questions_are_loaded(monkeypatc
 
 
 def questions_for(
-    *overrides: str, tokenizer: PreTrainedTokenizerFast, context: int | None = None
+    tokenizer: PreTrainedTokenizerFast, *overrides: str, context: int | None = None
 ) -> tuple[dict[str, list[dict]], list[str]]:
     """The questions of a run, and what it logs about them."""
-    config = make_config(*overrides)
-    logged = []
-    questions = load_questions(
-        load_task(config.task.name),
-        config,
-        tokenizer=tokenizer,
-        context=context,
-        log=logged.append,
-    )
+    config, logged = make_config(*overrides), []
+    task, log = load_task(config.task.name), logged.append
+    questions = load_questions(task, config, tokenizer=tokenizer, context=context, log=log)
     return questions, logged
 
 
@@ -305,9 +299,8 @@ def questions_for(
 def test_a_run_trains_on_no_question_of_its_evaluation_file(tmp_path, tokenizer, name):
     train = write_file(tmp_path / "train.json", ROWS[name])
     evaluation = write_file(tmp_path / "eval.json", ROWS[name][30:40])
-    questions, _ = questions_for(
-        f"task.name={name}", f"task.train={train}", f"task.eval={evaluation}", tokenizer=tokenizer
-    )
+    sources = f"task.train={train}", f"task.eval={evaluation}"
+    questions, _ = questions_for(tokenizer, f"task.name={name}", *sources)
     assert questions["validation"] == ROWS[name][30:40]
     assert questions["training"] == ROWS[name][:30] + ROWS[name][40:]
 
@@ -315,18 +308,16 @@ def test_a_run_trains_on_no_question_of_its_evaluation_file(tmp_path, tokenizer,
 @every_task
 def test_one_source_for_both_splits_is_divided(tmp_path, tokenizer, name):
     source = write_file(tmp_path / "rows.json", ROWS[name])
-    questions, _ = questions_for(
-        f"task.name={name}", f"task.train={source}", f"task.eval={source}", tokenizer=tokenizer
-    )
+    sources = f"task.train={source}", f"task.eval={source}"
+    questions, _ = questions_for(tokenizer, f"task.name={name}", *sources)
     assert questions["validation"] == load(name, source, "validation")
     assert questions["training"] == load(name, source, "train")
 
 
 def test_the_validation_questions_are_the_same_for_every_seed_and_mode(tokenizer):
-    first, _ = questions_for("validation.num_examples=20", tokenizer=tokenizer)
-    other, _ = questions_for(
-        "validation.num_examples=20", "training.seed=1", "mode=evaluate", tokenizer=tokenizer
-    )
+    twenty = "validation.num_examples=20"
+    first, _ = questions_for(tokenizer, twenty)
+    other, _ = questions_for(tokenizer, twenty, "training.seed=1", "mode=evaluate")
     assert len(first["validation"]) == 20
     assert other == {"validation": first["validation"]}
 
@@ -336,14 +327,14 @@ def test_questions_that_leave_no_room_are_dropped_with_a_count(tmp_path, tokeniz
     train = write_file(tmp_path / "train.json", rows)
     evaluation = write_file(tmp_path / "eval.json", ROWS["countdown"][:10] + rows[-2:])
     overrides = [f"task.train={train}", f"task.eval={evaluation}"]
-    questions, logged = questions_for(*overrides, tokenizer=tokenizer, context=1024)
+    questions, logged = questions_for(tokenizer, *overrides, context=1024)
     assert questions["validation"] == ROWS["countdown"][:10]
     assert questions["training"] == ROWS["countdown"][10:]
     assert logged == [
         "2 of 12 validation questions are too long: dropped",
         "38 of 108 training questions are too long: dropped",
     ]
-    whole, logged = questions_for(*overrides, tokenizer=tokenizer, context=None)
+    whole, logged = questions_for(tokenizer, *overrides, context=None)
     assert len(whole["training"]) == 108 and not logged
 
 
@@ -354,10 +345,10 @@ def test_a_question_may_leave_exactly_the_room_that_a_completion_needs(tmp_path,
     overrides += ["task.prompt_style=tags", "training.max_new_gen_tokens=50"]
     options = task.Options(prompt_style="tags")  # these prompts are longer than the default's
     (ids,) = encode_prompts(rows, task=task, options=options, tokenizer=tokenizer)
-    questions, _ = questions_for(*overrides, tokenizer=tokenizer, context=len(ids) + 50)
+    questions, _ = questions_for(tokenizer, *overrides, context=len(ids) + 50)
     assert questions["validation"] == rows
     with pytest.raises(ValueError, match=r"new_gen_tokens = 50: no validation prompt"):
-        questions_for(*overrides, tokenizer=tokenizer, context=len(ids) + 49)
+        questions_for(tokenizer, *overrides, context=len(ids) + 49)
 
 
 def test_the_question_stream_is_one_seeded_permutation_after_the_other():
@@ -385,30 +376,36 @@ CHAT_TEMPLATE = (
 )
 
 
-def with_template(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+@pytest.fixture
+def templated(tokenizer) -> PreTrainedTokenizerFast:
+    """The same tokenizer with a chat template."""
     copied = copy.deepcopy(tokenizer)
     copied.chat_template = CHAT_TEMPLATE
     return copied
 
 
-def test_a_chat_template_renders_the_chat_and_leaves_the_assistants_beginning_open(tokenizer):
-    templated = with_template(tokenizer)
-    assert render_prompt(CHAT, templated) == (
-        "<user>Make 24.</user>\n<assistant>Let me see.\n<think>"
-    )
-    assert render_prompt(CHAT[:1], templated) == "<user>Make 24.</user>\n<assistant>"
+def of_task(name: str, **options: str) -> dict:
+    """The task and its options, as arguments."""
+    task = load_task(name)
+    return {"task": task, "options": task.Options(**options)}
+
+
+def test_a_chat_template_renders_the_chat_and_leaves_the_assistants_beginning_open(templated):
+    question = "<user>Make 24.</user>\n<assistant>"
+    assert render_prompt(CHAT, templated) == question + "Let me see.\n<think>"
+    assert render_prompt(CHAT[:1], templated) == question
 
 
 def test_without_a_chat_template_the_prompt_is_plain_text(tokenizer):
     assert render_prompt(CHAT, tokenizer) == plain_text(CHAT) == "Make 24.\nLet me see.\n<think>"
 
 
-def test_a_plain_text_stays_as_it_is_even_with_a_chat_template(tokenizer):
+def test_a_plain_text_stays_as_it_is_even_with_a_chat_template(tokenizer, templated):
     """The tokenizers of base models have one too."""
-    task, (example, *_) = load_task("math500"), ROWS["math500"]
-    for one in (tokenizer, with_template(tokenizer)):
-        (ids,) = encode_prompts([example], task=task, options=task.Options(), tokenizer=one)
-        assert one.decode(ids) == task.generate_prompt(example, options=task.Options())
+    math, (example, *_) = of_task("math500"), ROWS["math500"]
+    for one in (tokenizer, templated):
+        (ids,) = encode_prompts([example], tokenizer=one, **math)
+        assert one.decode(ids) == math["task"].generate_prompt(example, options=math["options"])
 
 
 def test_the_assistants_beginning_is_what_the_prompt_already_says():
@@ -416,42 +413,41 @@ def test_the_assistants_beginning_is_what_the_prompt_already_says():
     assert assistant_prefix(CHAT[:1]) == assistant_prefix("Make 24.") == ""
 
 
-def test_encoded_prompts_are_the_tokens_of_the_rendered_text(tokenizer):
-    task, examples = load_task("countdown"), ROWS["countdown"][:2]
-    for one in (tokenizer, with_template(tokenizer)):
-        texts, _ = render_prompts(examples, task=task, options=task.Options(), tokenizer=one)
-        encoded = encode_prompts(examples, task=task, options=task.Options(), tokenizer=one)
-        assert [one.decode(ids) for ids in encoded] == texts
+def test_encoded_prompts_are_the_tokens_of_the_rendered_text(tokenizer, templated):
+    for one in (tokenizer, templated):
+        arguments = {"examples": ROWS["countdown"][:2], "tokenizer": one, **of_task("countdown")}
+        texts, _ = render_prompts(**arguments)
+        assert [one.decode(ids) for ids in encode_prompts(**arguments)] == texts
         assert all(text.endswith("<think>") for text in texts) and "make 46." in texts[0]
 
 
-def test_only_a_prompt_without_a_template_gets_the_tokenizers_special_tokens(tokenizer):
+@pytest.mark.parametrize(
+    ("name", "has_template", "is_added"),
+    [
+        ("countdown", False, True),
+        ("countdown", True, False),
+        ("math500", True, True),  # a plain text
+    ],
+)
+def test_only_a_prompt_without_a_template_gets_the_tokenizers_special_tokens(
+    templated, name, has_template, is_added
+):
     """A template writes them itself; they would come twice."""
-    tokenizer = copy.deepcopy(tokenizer)
-    beginning = (tokenizer.eos_token, tokenizer.eos_token_id)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"{tokenizer.eos_token} $A", special_tokens=[beginning]
+    end = templated.eos_token
+    templated.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{end} $A", special_tokens=[(end, templated.eos_token_id)]
     )
-    templated = with_template(tokenizer)
-    for name, one, is_added in [
-        ("countdown", tokenizer, True),
-        ("countdown", templated, False),
-        ("math500", templated, True),  # a plain text
-    ]:
-        task, examples = load_task(name), ROWS[name][:1]
-        (ids,) = encode_prompts(examples, task=task, options=task.Options(), tokenizer=one)
-        assert (ids[0] == tokenizer.eos_token_id) == is_added
+    templated.chat_template = CHAT_TEMPLATE if has_template else None
+    (ids,) = encode_prompts(ROWS[name][:1], tokenizer=templated, **of_task(name))
+    assert (ids[0] == templated.eos_token_id) == is_added
 
 
 def test_a_task_gets_its_options_when_it_makes_a_prompt(tokenizer):
-    task, (example, *_) = load_task("gsm8k"), ROWS["gsm8k"]
-    (text,), _ = render_prompts(
-        [example], task=task, options=task.Options(prompt_style="tags"), tokenizer=tokenizer
-    )
+    with_tags = of_task("gsm8k", prompt_style="tags")
+    (text,), _ = render_prompts(ROWS["gsm8k"][:1], tokenizer=tokenizer, **with_tags)
     assert text.startswith("Solve the problem of the user.")
 
 
 def test_no_questions_make_no_prompts(tokenizer):
     """Bug: the tokenizer raises IndexError for an empty list, where a rank had no question."""
-    task = load_task("countdown")
-    assert encode_prompts([], task=task, options=task.Options(), tokenizer=tokenizer) == []
+    assert encode_prompts([], tokenizer=tokenizer, **of_task("countdown")) == []
