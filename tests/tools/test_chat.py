@@ -29,10 +29,7 @@ TINY = [str(ROOT / "tiny"), *SETTINGS]
 
 @pytest.fixture
 def ask(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
-    """A function that pipes in lines; it returns exit status, the output from the first on, errors.
-
-    It may be given keys of the configuration, too.
-    """
+    """A function that pipes lines in; returns the exit status, what follows loading, and stderr."""
 
     def ask_lines(*lines: str, overrides: tuple[str, ...] = ()) -> tuple[int, str, str]:
         piped = io.BytesIO("".join(f"{line}\n" for line in lines).encode())
@@ -45,9 +42,7 @@ def ask(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
         except SystemExit as end:
             status = end.code
         output, errors = capsys.readouterr()
-        loading, _, answers = output.partition("the prompt is plain text\n")
-        assert loading.count("\n") == 0, loading
-        return status, answers, errors
+        return status, output.partition("the prompt is plain text\n")[2], errors
 
     return ask_lines
 
@@ -61,34 +56,22 @@ def load_tiny(*overrides: str) -> Run:
 
 def test_piped_questions_are_answered_scored_and_repeat_exactly(ask, monkeypatch):
     """Whatever is asked before, and whatever torch's own random numbers are."""
-    judged, judge = [], chat.judge
+    blocks, judge = [], chat.judge
 
     def note_and_judge(run: Run, example: dict, trajectory: Trajectory) -> str:
-        judged.append((run, trajectory.completion))
-        return judge(run, example, trajectory)
+        verdict, text = judge(run, example, trajectory), printable(trajectory.text)
+        answer = f"Let me solve this step by step.\n<think>{text}"
+        blocks.append(f"> {QUESTION}\n{answer}\n{verdict}\n\n")
+        return verdict
 
     monkeypatch.setattr(chat, "judge", note_and_judge)
-    status, output, errors = ask(QUESTION, "", QUESTION)
-    assert (status, errors) == (0, "")
-    blocks = []
-    for run, completion in judged:
-        text = completion_text(completion, run.policy.tokenizer)
-        example = {"nums": [3, 7, 25], "target": 46}
-        parts = countdown.reward_function(text, example, options=run.config.task, num_tokens=0)
-        reward = 0.1 * parts["format"] + parts["answer"]
-        shown = f"format {parts['format']:.2f}  answer {parts['answer']:.2f}"
-        blocks.append(
-            f"> {QUESTION}\nLet me solve this step by step.\n<think>{printable(text)}\n"
-            f"reward {reward:.2f}  ({shown})"
-            + "; cut off at training.max_new_gen_tokens"
-            * completion.truncated
-        )
+    asked = ask(QUESTION, "", QUESTION)
+    assert asked == (0, "".join(blocks), "")
     first, second = blocks
-    assert output == f"{first}\n\n{second}\n\n"
     assert first != second  # one question twice is two samples
     torch.manual_seed(seed(5))
-    assert ask("numbers: 1 2, target: 3", QUESTION)[1].endswith(f"{second}\n\n")
-    assert ask(QUESTION, overrides=(f"training.seed={seed(1)}",))[1] != f"{first}\n\n"
+    assert ask("numbers: 1 2, target: 3", QUESTION)[1].endswith(second)
+    assert ask(QUESTION, overrides=(f"training.seed={seed(1)}",))[1] != first
 
 
 def test_what_streams_is_what_is_scored(monkeypatch):

@@ -92,18 +92,22 @@ def test_the_band_of_several_seeds_is_from_the_lowest_to_the_highest(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("window", "means"), [(1, [1, 2, 6, 7]), (2, [1, 1.5, 4, 6.5]), (3, [1, 1.5, 3, 5])]
+    ("rewards", "window", "steps", "means"),
+    [
+        ([1, 2, 6, 7], 1, [1, 2, 3, 4], [1, 2, 6, 7]),
+        ([1, 2, 6, 7], 2, [1, 2, 3, 4], [1, 1.5, 4, 6.5]),
+        ([1, 2, 6, 7], 3, [1, 2, 3, 4], [1, 1.5, 3, 5]),
+        (["nan", 2, "inf", 4], 2, [2, 4], [2, 3]),  # what is not finite is left out
+    ],
 )
-def test_training_curves_are_the_mean_of_the_last_steps(tmp_path, window, means):
-    table = read_table(write_run(tmp_path / "a.csv", [1, 2, 6, 7]))
-    steps, _, mean, *_ = curve_of([table], "train/reward", window=window)
-    assert same(steps, [1, 2, 3, 4]) and same(mean, means)
+def test_training_curves_are_the_mean_of_the_last_steps(tmp_path, rewards, window, steps, means):
+    table = read_table(write_run(tmp_path / "a.csv", rewards))
+    curve = curve_of([table], "train/reward", window=window)
+    assert same(curve[0], steps) and same(curve[2], means)
 
 
-def test_what_is_not_a_number_or_was_never_measured_is_left_out(tmp_path):
-    table = read_table(write_run(tmp_path / "a.csv", ["nan", 2, "inf", 4]))
-    steps, _, mean, *_ = curve_of([table], "train/reward", window=2)
-    assert same(steps, [2, 4]) and same(mean, [2, 3])
+def test_a_metric_that_was_never_measured_has_no_points(tmp_path):
+    table = read_table(write_run(tmp_path / "a.csv", [1, 2]))
     for metric in ("eval/pass@1", "train/no_such_metric"):
         assert curve_of([table], metric, window=5).shape == (5, 0)
 
