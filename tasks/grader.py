@@ -48,7 +48,8 @@ def grade(completion: str, gold: str, *, timeout_s: float) -> Grade:
 def grade_answer(prediction: str, gold: str, timeout_s: float) -> Grade:
     """The grade of a boxed text.
 
-    Time-outs are remembered too: the samples of a question often agree, and then cost one time-out.
+    A time-out is remembered too: several samples of a question often give the same answer, which
+    then costs only one time-out.
     """
     check = functools.partial(WORKER.ask, deadline=WORKER.clock() + timeout_s)
     try:
@@ -82,7 +83,7 @@ def is_equal(gold: str, prediction: str, check: Check) -> bool:
     parts = entries(g), entries(p)
     if parts != (None, None):
         return None not in parts and same_entries(*parts, check)
-    if "=" in g + p:  # a whole equation: what looked like a name is a part of it
+    if "=" in g + p:  # whole equations: what `take_apart` took for a name is a part of them
         g, p = gold, prediction
     return is_safe(g, p) and check(g, p)
 
@@ -96,8 +97,8 @@ BRACE = re.compile(r"\\[{}]|\\\\(?!boxed)|[{}]")  # \{ is a sign, \\ a new line,
 def last_boxed(completion: str) -> str | None:
     r"""The text in the last \boxed{...} whose braces are balanced; None for none.
 
-    A box that the end of the text cuts off does not count; one of more than MAX_ANSWER_CHARS is no
-    answer, and neither are those before it. So only boxes near the end are tried: linear time.
+    A box that the end of the text cuts off is passed over. If the last box holds more than
+    MAX_ANSWER_CHARS, there is no answer. So only boxes near the end are tried: linear time.
     """
     end = len(completion)
     while (end := completion.rfind(BOX, 0, end)) >= 0:
@@ -137,10 +138,10 @@ BETWEEN_ANSWERS = re.compile(r"(?<=[ {])(?:and|or)(?=[ }])")
 
 
 def normalise(text: str) -> str:
-    r"""One spelling for what LaTeX and people spell in many ways; it reads any text.
+    r"""The usual spelling of any text.
 
     `\dfrac 12` and `$\frac{1}{2}$` both become `\frac{1}{2}`; `10,\!080` and `10,080` become
-    10080, but (10,080) is a pair. Spaces stay between numbers alone, since 1 2 is not 12.
+    10080, but (10,080) is a pair. Spaces stay only between numbers, since 1 2 is not 12.
     """
     text = THOUSANDS_MARK.sub("", re.sub(r"[\s~]+", " ", text))
     if not re.search(r"[(\[]|\\\{|\\lbrace", text):
@@ -151,7 +152,7 @@ def normalise(text: str) -> str:
 
 
 def usual_token(token: re.Match[str]) -> str:
-    r"""The token's usual name. A `\text{...}` of a comma alone is that comma, of a dot nothing."""
+    r"""The usual spelling of a token; a `\text{...}` that holds only a comma is that comma."""
     words = token["words"]
     if words is None:
         return SYNONYMS.get(token[0], token[0].replace(" ", "") or " ")
@@ -180,7 +181,7 @@ def read_group(tokens: Iterator[str], *, depth: int) -> str:
 
 def read_piece(token: str, tokens: Iterator[str], *, depth: int) -> str:
     r"""A token with its arguments in braces, such as `^{2}` for `^2`."""
-    if depth > MAX_DEPTH:  # what nests deeper is too complex to be read
+    if depth > MAX_DEPTH:  # left as it is, since `is_too_complex` refuses it
         return token
     if token == "{":
         return "{" + read_group(tokens, depth=depth + 1) + "}"
@@ -199,7 +200,9 @@ NAME = re.compile(
 )
 UNIT_SIGNS = {r"^\\\$(.+)$": "dollar", r"^(.+)\^\{\\circ\}$": "degree", r"^(.+)\\%$": "percent"}
 UNIT = re.compile(r"(.*[^\s=(,])(?:\\text\{([a-zA-Z ./]+)\}|(?<=[0-9}])([a-z]{2,}))(\^\{[23]\})?")
-UNIT_SPELLINGS = (  # also behind 5x; behind a number any words are its unit, but ...
+# These are units behind any value, such as 5x cm. Behind a number any other words are its unit
+# too, such as 12 students, unless they are CHANGING_WORDS.
+UNIT_SPELLINGS = (
     "degree cent dollar percent inch/in/inche foot/ft/feet yard mile meter/m centimeter/cm "
     "millimeter/mm kilometer/km gram kilogram/kg pound ounce liter gallon second/sec minute/min "
     "hour/h day week month year unit mph radian ^{2}/square/sq ^{3}/cubic"
@@ -212,7 +215,7 @@ CHANGING_WORDS = (
 
 
 def take_apart(text: str) -> tuple[str, str, str]:
-    """Name, value and unit: x, 5 and centimeter for x = 5 cm; name and unit may be empty."""
+    """Name, value and unit: x, 5 and centimeter for x = 5 cm. An empty name or unit is none."""
     match = NAME.fullmatch(text)
     name, value = match.groups() if match else ("", text)
     value, unit = split_unit(value)
@@ -223,7 +226,7 @@ def take_apart(text: str) -> tuple[str, str, str]:
 
 
 def split_unit(value: str) -> tuple[str, str]:
-    """The value and its unit: one name for inches^{2} and square inches, empty for none."""
+    """The value and its unit, which has one name for inches^{2} and square inches; "" for none."""
     for pattern, unit in UNIT_SIGNS.items():
         value = re.sub(pattern, rf"\1\\text{{{unit}}}", value)
     match = UNIT.fullmatch(value)
@@ -280,14 +283,15 @@ BRACKET = re.compile(
 
 
 def words_of(value: str) -> str:
-    r"""Words whatever their case: `\text{(B)}` and B are the same choice."""
+    r"""The words in lower case, without brackets: `\text{(B)}` and B are the same choice."""
     return WORDS.sub(r"\1", value).strip("() .").casefold()
 
 
 def entries(value: str) -> tuple[str, list[str]] | None:
-    """Kind and parts of a matrix, union, tuple, interval or set; None where it is one thing.
+    """Kind and entries of a matrix, union, tuple, interval or set; None for any other answer.
 
-    The kind of a tuple or interval is its brackets, that of a matrix has its shape.
+    Only answers of one kind can be equal. So the kind of a tuple or interval is its brackets, and
+    the kind of a matrix tells its shape.
     """
     if match := MATRIX.fullmatch(value):
         rows = match[2].removesuffix("\\\\")
@@ -346,13 +350,13 @@ def encloses(value: str) -> bool:
 
 
 def is_too_complex(value: str) -> bool:
-    """Longer or nested deeper than any answer; taking it apart would take long."""
+    """Whether it is longer or nested deeper than any answer, so that grading it would take long."""
     depths = (depth for _, depth in nesting(value))
     return len(value) > 2 * MAX_ANSWER_CHARS or max(depths, default=0) > MAX_DEPTH
 
 
 def nesting(value: str) -> Iterator[tuple[re.Match[str], int]]:
-    """Brackets, commas and commands in order, with how many brackets are open behind each."""
+    """Each bracket, comma and command in order, with the number of brackets open after it."""
     depth = 0
     for token in BRACKET.finditer(value):
         depth += (token.lastgroup == "opening") - (token.lastgroup == "closing")
@@ -368,7 +372,7 @@ UNSAFE = re.compile(
     r"|\\(?:sum|prod|o?i+nt|lim|neq?|not|approx|sim|simeq|text|[lc]?dots|pm|mp)(?![a-zA-Z])"
     r"|[0-9] +[0-9]|[)}][0-9]"  # juxtaposed integers, which math-verify adds
     r"|[0-9]_|^-?[0-9A-Z.]+_\{[^}]*\}$"  # number bases
-    r"|['\"?:;&@#`]|\\prime|\\[bp]?mod(?![a-zA-Z])|\.\.|\\\\"  # what it passes over
+    r"|['\"?:;&@#`]|\\prime|\\[bp]?mod(?![a-zA-Z])|\.\.|\\\\"  # what math-verify passes over
 )
 CONSTANT_EQUATION = re.compile(
     r"(?=.*=)(?:[^a-zA-Z\\]|\\(?:frac|sqrt|times|binom|pi)(?![a-zA-Z]))*"

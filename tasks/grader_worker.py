@@ -1,8 +1,8 @@
 r"""math-verify in a process of its own, which can be killed whenever an answer takes too long.
 
-The trainer's side is the class Worker; run as a script, this file is the process. It is a new
-program, never a fork of the trainer, which may hold a GPU and a network of ranks; it ends when its
-stdin does, so with the trainer. A request is a line of JSON and so is its reply:
+The trainer's side is the class Worker; run as a script, this file is the process. It is no fork of
+the trainer, which may hold a GPU and connections to other ranks. It ends when its stdin is closed,
+so it does not outlive the trainer. A request is a line of JSON, and so is its reply:
 
     {"id": 7, "gold": "a+b", "prediction": "b+a", "limit_s": 6}
     {"id": 7, "equal": true}
@@ -19,9 +19,9 @@ import sys
 import time
 from contextlib import suppress
 
-STARTUP_S = 60.0  # importing SymPy takes a second, on a busy disk many
-MAX_LOST_S = 120.0  # of waiting in vain, before no more questions are asked for a while
-FORGIVEN_AFTER = 10.0  # seconds, for each second lost
+STARTUP_S = 60.0  # a worker may take so long to start: importing SymPy is slow on a busy disk
+MAX_LOST_S = 120.0  # after so many seconds of waiting in vain no question is asked for a while
+FORGIVEN_AFTER = 10.0  # seconds after which one lost second no longer counts
 MEMORY_BYTES = 2 * 1024**3
 MAX_REPLY_BYTES = 65_536
 
@@ -33,9 +33,9 @@ class WorkerLost(Exception):
 
 
 class OutOfPatience(Exception):
-    """The worker was not even asked, since too much time was lost on it lately.
+    """The worker was not even asked, because too much time was lost on it lately.
 
-    256 answers that all hang would hold a step up for 20 minutes; the other ranks wait for it, and
+    256 answers that all hang would hold a step up for 20 minutes, while the other ranks wait; they
     give up after 30.
     """
 
@@ -52,13 +52,14 @@ class Worker:
         self.forgiven_at = 0.0  # when all the time that was lost is forgiven
 
     def clock(self) -> float:
-        """The time in seconds, which stands still while a worker starts: no answer is to blame."""
+        """The time in seconds. It stands still while a worker starts: no answer is to blame."""
         return time.monotonic() - self.startup_s
 
     def ask(self, gold: str, prediction: str, *, deadline: float) -> bool:
-        """math-verify's opinion; raises WorkerLost where there is none by `deadline` on the clock.
+        """Whether math-verify finds the two equal, told by `deadline` on the clock.
 
-        Texts must be short, so that a request fits into the pipe even if nobody reads it.
+        Raises WorkerLost or OutOfPatience otherwise. Texts must be short, so that a request fits
+        into the pipe even if nobody reads it.
         """
         asked_at = time.monotonic()
         if self.forgiven_at - asked_at >= MAX_LOST_S * FORGIVEN_AFTER:
@@ -78,7 +79,7 @@ class Worker:
             raise WorkerLost(f"{type(error).__name__}: {error}") from error
 
     def await_start(self) -> None:
-        """Wait for the first line of a new worker, the reply to no question; it stops the clock."""
+        """Start a worker if none is alive, and wait for its first line: it is ready."""
         if self.process is None or self.process.poll() is not None:
             self.start()
         if self.last_id == 0:
@@ -87,7 +88,7 @@ class Worker:
             self.startup_s += time.monotonic() - waiting_since
 
     def start(self) -> None:
-        """Start a worker, in place of the one that may still be there."""
+        """Start a worker; one that is still there is killed."""
         self.stop()
         self.last_id, self.unread = 0, b""
         self.process = subprocess.Popen(

@@ -1,8 +1,7 @@
 """GSM8K: grade-school word problems whose answer is a number.
 
 An example is a row of openai/gsm8k, {"question": "...", "answer": "... #### 18"}: the gold number
-stands behind the mark ####. `task.prompt_style` chooses between two conventions of asking and
-grading.
+stands behind the mark ####. `task.prompt_style` chooses between two ways of asking and grading.
 
 The graders never run the model's text as code, never raise, and take time linear in its length.
 """
@@ -38,10 +37,7 @@ class Options(Section):
 # Data
 
 HUB_ID = "openai/gsm8k"
-EXAMPLE_ROW = {
-    "question": "How many is a dozen and a half?",
-    "answer": "12 + 6 = 18 #### 18",
-}
+EXAMPLE_ROW = {"question": "How many is a dozen and a half?", "answer": "12 + 6 = 18 #### 18"}
 
 
 def load_examples(
@@ -56,8 +52,8 @@ def load_examples(
 ) -> list[dict]:
     """Questions of one split, "train" or "validation", as rows {question: str, answer: str}.
 
-    A hub dataset has splits of its own, train and test. A local file is divided if `held_out` says
-    so. `num_examples` rows are drawn by `seed`, None takes all; none of them is in `exclude`.
+    With `held_out` a local file is divided between the two splits; a hub dataset has its own, train
+    and test. `num_examples` rows are drawn by `seed`, None takes all; none of them is in `exclude`.
     Raises ValueError, one line with the fix in it.
     """
     return load_rows(
@@ -82,7 +78,7 @@ def question_key(example: dict) -> str:
 
 
 def parse_row(row: dict) -> dict:
-    """The example in a row; an answer that is only a number, such as 18 or "18", gets its mark.
+    """The example in a row. An answer that is only a number, such as 18 or "18", becomes #### 18.
 
     Raises ValueError that says what is wrong with the row.
     """
@@ -125,6 +121,7 @@ def generate_prompt(example: dict, *, options: Options) -> list[dict]:
 
 REWARD_PARTS = ("format", "answer", "ending", "integer", "length")
 TAGS = ("<thinking>", "</thinking>", "<answer>", "</answer>")
+LAYOUT = re.compile(r"\s*<thinking>.*</thinking>\s*<answer>.*</answer>", re.DOTALL)
 
 
 def reward_function(
@@ -150,17 +147,13 @@ def reward_function(
 
 
 def format_reward_function(completion: str) -> float:
-    """1.0 for a thinking block and then an answer block with only white space around, else -1.0.
+    """1.0 for a thinking block and then an answer block, else -1.0.
 
-    Each tag must come exactly once. Another part pays for what follows the answer block.
+    Each tag must come exactly once, and only white space may stand before and between the blocks.
+    What follows the answer block is the matter of `ending_reward_function`.
     """
-    if any(completion.count(tag) != 1 for tag in TAGS):
-        return -1.0
-    before, _, rest = completion.partition("<thinking>")
-    _, _, rest = rest.partition("</thinking>")
-    between, opening, rest = rest.partition("<answer>")
-    is_well_formed = opening and "</answer>" in rest and not before.strip() and not between.strip()
-    return 1.0 if is_well_formed else -1.0
+    comes_once = all(completion.count(tag) == 1 for tag in TAGS)
+    return 1.0 if comes_once and LAYOUT.match(completion) else -1.0
 
 
 def ending_reward_function(completion: str) -> float:
@@ -179,7 +172,7 @@ def is_lenient_solved(completion: str, example: dict, *, options: Options) -> bo
     return lenient_answer(completion) == marked_answer(example["answer"])
 
 
-# Reading answers: the repeats in the regexes are bounded, so that every match takes little time
+# Reading answers. Each repeat in these regexes is bounded, so that no text takes long to match.
 
 MARK = "####"
 MINUS = "\N{MINUS SIGN}"
@@ -238,10 +231,8 @@ def find_answer(completion: str) -> str | None:
 
 def lenient_answer(completion: str) -> str | None:
     """The last number in the text's last MAX_TAIL_CHARS characters, wherever it stands."""
-    last = None
-    for match in ANY_NUMBER.finditer(completion, max(0, len(completion) - MAX_TAIL_CHARS)):
-        last = match
-    return normal_form(last) if last else None
+    matches = list(ANY_NUMBER.finditer(completion, max(0, len(completion) - MAX_TAIL_CHARS)))
+    return normal_form(matches[-1]) if matches else None
 
 
 def normal_form(match: re.Match[str]) -> str:
