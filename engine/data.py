@@ -1,23 +1,21 @@
 """Questions: where a task's rows come from, which are held out, and how they become prompts."""
 
+import csv
 import glob
 import hashlib
+import io
 import json
 import math
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from engine.config import Config, Section
 from engine.sampler import Completion
-
-if TYPE_CHECKING:  # importing datasets takes a second, so only load_table does it
-    from datasets import Dataset
 
 # A run's questions
 
@@ -86,7 +84,7 @@ class QuestionStream:
 
 # Rows: what the tasks' load_examples have in common
 
-FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+FILE_FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id (owner/name)"
 
 
@@ -115,7 +113,13 @@ def load_rows(
     `hub_config` and `hub_split` say which part of a hub dataset to load, `choices` names the task's
     sources in error messages. Raises ValueError, one line with the source and the fix in it.
     """
-    table = load_table(source, choices=choices, hub_config=hub_config, hub_split=hub_split)
+    table = load_table(
+        source,
+        columns=list(example_row),
+        choices=choices,
+        hub_config=hub_config,
+        hub_split=hub_split,
+    )
     rows = read_rows(table, source=source, example_row=example_row, parse_row=parse_row)
     excluded = {question_key(row) for row in exclude}
     rows = [row for row in rows if question_key(row) not in excluded]
@@ -144,9 +148,14 @@ def is_file(source: str) -> bool:
     return Path(source).suffix.lower() in FILE_FORMATS
 
 
-def load_table(source: str, *, choices: str, hub_config: str | None, hub_split: str) -> "Dataset":
-    """The file, or this part of the hub dataset, as it is; ValueError if it cannot be loaded."""
-    import datasets
+def load_table(
+    source: str, *, columns: list[str], choices: str, hub_config: str | None, hub_split: str
+) -> list[dict]:
+    """The rows of the file, or these columns of this part of the hub dataset, as they are.
+
+    Raises ValueError for a source that cannot be loaded.
+    """
+    import datasets  # takes a second, so only where it is needed
 
     datasets.disable_progress_bars()  # they would fill a log file
     path = Path(source)
@@ -155,28 +164,61 @@ def load_table(source: str, *, choices: str, hub_config: str | None, hub_split: 
     if not is_file(source) and (path.exists() or source.count("/") != 1):
         raise ValueError(f"{source}: unknown kind of source; give {choices}")
     try:
+        if is_file(source) and path.suffix.lower() != ".parquet":
+            return read_text_file(path)
         if is_file(source):
-            file_format = FILE_FORMATS[path.suffix.lower()]
-            return datasets.load_dataset(file_format, data_files=glob.escape(source), split="train")
-        return datasets.load_dataset(source, hub_config, split=hub_split)
-    except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
-        reason = str(error.__cause__ or error).strip().split("\n")[0] or "it is empty"
+            table = datasets.load_dataset("parquet", data_files=glob.escape(source), split="train")
+        else:
+            table = datasets.load_dataset(source, hub_config, split=hub_split)
+    except (OSError, ValueError, csv.Error, datasets.exceptions.DatasetsError) as error:
+        reason = str(error.__cause__ or error).strip().split("\n")[0]
         raise ValueError(f"{source}: cannot be loaded ({reason}); give {choices}") from error
+    shared = [name for name in columns if name in table.column_names]
+    return table.select_columns(shared or table.column_names).to_list()
+
+
+def read_text_file(path: Path) -> list[dict]:
+    """The rows of a .csv, .json or .jsonl file; a CSV file's numbers are text.
+
+    `datasets` would guess one type for all values of a column: a single cell that does not fit
+    changes the others, or stops it without the row's number.
+    """
+    text = path.read_text("utf-8-sig")
+    if path.suffix.lower() == ".csv":
+        rows = list(csv.DictReader(io.StringIO(text, newline="")))
+    elif text.lstrip().startswith("["):
+        rows = json.loads(text)
+    else:
+        lines = [line for line in text.split("\n") if line.strip()]
+        rows = [parse_line(line, number) for number, line in enumerate(lines, start=1)]
+    if not rows:
+        raise ValueError("it is empty")
+    return rows
+
+
+def parse_line(line: str, number: int) -> object:
+    """The value in a line of a .jsonl file; ValueError with the number of its row."""
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"row {number}: {error}") from None
 
 
 def read_rows(
-    table: "Dataset", *, source: str, example_row: dict, parse_row: Callable[[dict], dict]
+    table: list[dict], *, source: str, example_row: dict, parse_row: Callable[[dict], dict]
 ) -> list[dict]:
-    """Each row of the table as an example; ValueError for a missing column and for a bad row."""
-    columns, shown = list(example_row), json.dumps(example_row)
-    if missing := sorted(set(columns) - set(table.column_names)):
-        problem = f"no column {' and '.join(missing)} among {', '.join(table.column_names)}"
-        raise ValueError(f"{source}: {problem}; rows must look like {shown}")
+    """Each row of the table as an example; ValueError for the first row that cannot be one."""
     rows = []
-    for number, row in enumerate(table.select_columns(columns).to_list(), start=1):
+    for number, row in enumerate(table, start=1):
         try:
-            rows.append(parse_row(row))
+            if not isinstance(row, dict):
+                raise ValueError("it has no columns")
+            if missing := sorted(example_row.keys() - row.keys()):
+                found = ", ".join(map(str, row))
+                raise ValueError(f"no column {' and '.join(missing)} among {found}")
+            rows.append(parse_row({name: row[name] for name in example_row}))
         except ValueError as error:
+            shown = json.dumps(example_row)
             line = f"{source}, row {number}: {error}; rows must look like {shown}"
             raise ValueError(line) from error
     return rows

@@ -179,6 +179,8 @@ def test_each_task_asks_the_hub_for_its_part(
 
 # Mistakes: one line with the source and the fix
 
+GOOD = '{"nums": [1, 2], "target": 3}'
+
 
 def refusal(name: str, source: str | Path, split: str = "train", **settings) -> str:
     """The line of the ValueError for a source that cannot be used."""
@@ -191,10 +193,10 @@ def refusal(name: str, source: str | Path, split: str = "train", **settings) -> 
 @pytest.mark.parametrize(
     ("name", "row", "message"),
     [
-        ("countdown", {"numbers": [1], "target": 3}, "no column nums among numbers, target"),
-        ("countdown", {"nums": [1], "goal": 3}, "no column target among nums, goal"),
-        ("countdown", {"a": 1, "b": 2}, "no column nums and target among a, b"),
-        ("countdown", {"nums": [1, 2.5], "target": 3}, "row 1: nums is [1.0, 2.5], not a list of"),
+        ("countdown", {"numbers": [1], "target": 3}, "row 1: no column nums among numbers, target"),
+        ("countdown", {"nums": [1], "goal": 3}, "row 1: no column target among nums, goal"),
+        ("countdown", {"a": 1, "b": 2}, "row 1: no column nums and target among a, b"),
+        ("countdown", {"nums": [1, 2.5], "target": 3}, "row 1: nums is [1, 2.5], not a list of"),
         ("countdown", {"nums": [1, -2], "target": 3}, "row 1: nums is [1, -2], not a list of"),
         ("countdown", {"nums": [], "target": 3}, "row 1: nums is [], not a list of integers >= 0"),
         ("countdown", {"nums": None, "target": 3}, "row 1: nums is None"),
@@ -203,16 +205,24 @@ def refusal(name: str, source: str | Path, split: str = "train", **settings) -> 
         ("countdown", {"nums": [1, 2], "target": 3.5}, "row 1: target is 3.5, not an integer"),
         ("countdown", {"nums": [1, 2], "target": 5.0}, "row 1: target is 5.0"),
         ("countdown", {"nums": [1, 2], "target": True}, "row 1: target is True"),
-        ("gsm8k", {"problem": "a", "answer": "#### 1"}, "no column question among problem, answer"),
-        ("gsm8k", {"a": 1}, "no column answer and question among a"),
+        (
+            "gsm8k",
+            {"problem": "a", "answer": "#### 1"},
+            "row 1: no column question among",
+        ),
+        ("gsm8k", {"a": 1}, "row 1: no column answer and question among a"),
         ("gsm8k", {"question": "", "answer": "#### 1"}, "row 1: question is '', not a text"),
         ("gsm8k", {"question": None, "answer": "#### 1"}, "row 1: question is None"),
         ("gsm8k", {"question": "a", "answer": "#### x"}, "row 1: answer is '#### x', without a n"),
         ("gsm8k", {"question": "a", "answer": "one"}, "row 1: answer is 'one'"),
         ("gsm8k", {"question": "a", "answer": 1.5}, "row 1: answer is 1.5"),
         ("gsm8k", {"question": "a", "answer": None}, "row 1: answer is None"),
-        ("math500", {"question": "1?", "answer": "2"}, "no column problem among question, answer"),
-        ("math500", {"problem": "1?", "b": "2"}, "no column answer among problem, b"),
+        (
+            "math500",
+            {"question": "1?", "answer": "2"},
+            "row 1: no column problem among",
+        ),
+        ("math500", {"problem": "1?", "b": "2"}, "row 1: no column answer among problem, b"),
         ("math500", {"problem": " ", "answer": "2"}, "row 1: problem is ' ', not a text"),
         ("math500", {"problem": 5, "answer": "2"}, "row 1: problem is 5, not a text"),
         ("math500", {"problem": "1?", "answer": ""}, "row 1: answer is '', not an answer"),
@@ -231,7 +241,15 @@ def test_a_bad_row_is_named_in_one_line_beside_a_good_one(tmp_path, name, row, m
     ("suffix", "content", "message"),
     [
         ("jsonl", '{"nums": [1, 2], "target": 3}\n{"nums": [], "target": 3}', "row 2: nums is []"),
-        ("csv", "nums,target\n3 4,5\n3 4,\n", "row 1: target is 5.0"),  # the gap makes floats
+        # Bug: one cell that did not fit changed the type of its column, and row 1 was blamed
+        ("csv", "nums,target\n3 4,5\n3 4,\n", "row 2: target is ''"),
+        ("csv", "nums,target\n3 4,5\n3 4,6\n3 4,1.5e1", "row 3: target is '1.5e1'"),
+        ("csv", "nums,target\n3 4,5\n3 4", "row 2: target is None"),
+        ("jsonl", f'{GOOD}\n{GOOD}\n{{"nums": [1], "target": "x"}}', "row 3: target is 'x'"),
+        ("jsonl", f'{GOOD}\n{{"nums": [1]}}', "row 2: no column target among nums"),
+        ("jsonl", f"{GOOD}\n7", "row 2: it has no columns"),
+        ("jsonl", f"{GOOD}\n{GOOD[:9]}", "cannot be loaded (row 2: "),
+        ("csv", b"nums,target\n3 4,\xff\n", "cannot be loaded ('utf-8' codec can't decode"),
         ("jsonl", '{"nums": [1, 2], "target"', "cannot be loaded"),
         ("jsonl", "", "cannot be loaded"),
         ("json", "[]", "cannot be loaded"),
@@ -240,9 +258,9 @@ def test_a_bad_row_is_named_in_one_line_beside_a_good_one(tmp_path, name, row, m
         ("txt", "3 7 25", "unknown kind of source"),
     ],
 )
-def test_a_bad_file_is_named_in_one_line(tmp_path, suffix: str, content: str, message: str):
+def test_a_bad_file_is_named_in_one_line(tmp_path, suffix: str, content: str | bytes, message: str):
     path = tmp_path / f"rows.{suffix}"
-    path.write_text(content)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
     line = refusal("countdown", path)
     assert line.startswith((f"{path}, {message}", f"{path}: {message}"))
 
