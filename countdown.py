@@ -7,7 +7,7 @@ change it, and set task.name=tv; there is nothing to register. main.py looks for
 and calls the functions with the arguments that they have here:
 
     Options           the task's own keys in the config; leave the class out if there are none
-    load_examples     the questions, a list of dicts; what is in a dict is the task's own matter
+    load_examples     the questions, a list of dicts; a dict holds whatever the task needs
     generate_prompt   a question as chat messages, or as plain text for a base model
     REWARD_PARTS      the names of the parts of the reward; task.reward_weights weighs them
     reward_function   what a completion earns in each part; `answer` equal to 1.0 means solved
@@ -69,7 +69,7 @@ class Options(Section):
 
 EXAMPLE_ROW = {"nums": [3, 7, 25], "target": 46}
 MAX_GENERATED = 10_000
-MAX_TRIES = 20_000  # after so many draws without a new question there are taken to be no more
+MAX_TRIES = 20_000  # after so many draws without a new question, there is taken to be none left
 
 
 def load_examples(
@@ -85,9 +85,9 @@ def load_examples(
     """Questions of one split, "train" or "validation", as rows {nums: list[int], target: int}.
 
     `source` is "generated", a local file or a hub dataset id. `num_examples` questions are drawn by
-    `seed`; None takes all of a file, and MAX_GENERATED generated ones if there are so many. With
-    `held_out` both splits share the source, so that no question may be in both; generated questions
-    are always shared in this way. `exclude` lists questions to leave out. Raises ValueError, one
+    `seed`; None takes all of a file, and MAX_GENERATED generated ones if there are so many.
+    `held_out` says that both splits have the same source, which is then divided between them;
+    generated questions always are. `exclude` lists questions to leave out. Raises ValueError, one
     line with the fix in it.
     """
     if source == "generated":
@@ -223,12 +223,8 @@ def reward_function(
     completion: str, example: dict, *, options: Options, num_tokens: int
 ) -> dict[str, float]:
     """The parts of the reward, each in [0, 1]; `num_tokens` is the completion's length."""
-    return {
-        "format": format_reward_function(completion),
-        "answer": answer_reward_function(
-            completion, nums=example["nums"], target=example["target"]
-        ),
-    }
+    answer = answer_reward_function(completion, nums=example["nums"], target=example["target"])
+    return {"format": format_reward_function(completion), "answer": answer}
 
 
 def format_reward_function(completion: str) -> float:

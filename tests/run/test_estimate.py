@@ -17,19 +17,16 @@ ROTARY_TOKEN = 2 * 2 * 2 * 8  # numbers in the cache: two layers, keys and value
 
 
 def test_the_cache_holds_what_is_decoded_together(rotary_model_folder, absolute_model_folder):
-    """The absolute model has four heads of eight numbers."""
+    """The absolute model has four heads of eight numbers, twice as many, of half the bytes each."""
     rotary = AutoConfig.from_pretrained(rotary_model_folder)
     absolute = AutoConfig.from_pretrained(absolute_model_folder)
     sizes = "training.k_best_of_n=[8,8]", "training.max_new_gen_tokens=100"
-    all_four = "training.num_samples_per_step=4", "sampling.max_batch_tokens=131072"
-    config = make_config(*all_four, *sizes)
-    assert cache_bytes(rotary, config, bytes_per_number=4) == 4 * 8 * 100 * ROTARY_TOKEN * 4
-    assert cache_bytes(absolute, config, bytes_per_number=2) == 4 * 8 * 100 * 2 * ROTARY_TOKEN * 2
-    limited = make_config("sampling.max_batch_tokens=1000", *sizes)
-    assert cache_bytes(rotary, limited, bytes_per_number=4) == 1000 * ROTARY_TOKEN * 4
-    for lower in ("sampling.max_batch_tokens=10", "sampling.max_batch_tokens=null"):
-        config = make_config(lower, *sizes)  # a group is decoded together in any case
-        assert cache_bytes(rotary, config, bytes_per_number=4) == 8 * 100 * ROTARY_TOKEN * 4
+    group = 8 * 100  # tokens, which are decoded together in any case
+    for limit, num_tokens in ((131072, 4 * group), (1000, 1000), (10, group), ("null", group)):
+        limits = "training.num_samples_per_step=4", f"sampling.max_batch_tokens={limit}"
+        config = make_config(*limits, *sizes)
+        assert cache_bytes(rotary, config, bytes_per_number=4) == num_tokens * ROTARY_TOKEN * 4
+        assert cache_bytes(absolute, config, bytes_per_number=2) == num_tokens * ROTARY_TOKEN * 4
 
 
 def test_a_model_that_cannot_fit_is_refused_before_its_weights_are_read(
@@ -110,13 +107,8 @@ def test_each_process_has_its_share_of_the_memory(rotary_model_folder, monkeypat
 @pytest.fixture
 def disk(monkeypatch) -> list[Path]:
     """A disk with 68,000 free bytes; returns the folders for which it is asked."""
-    asked = []
-
-    def disk_usage(folder: Path) -> SimpleNamespace:
-        asked.append(folder)
-        return SimpleNamespace(free=68_000)
-
-    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    asked, usage = [], SimpleNamespace(free=68_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: asked.append(folder) or usage)
     return asked
 
 
