@@ -209,7 +209,7 @@ class MlflowRun:
         new_param = self.mlflow.entities.Param
         flat = unnest(params, separator=".")
         values = [new_param(mlflow_name(name), str(value)) for name, value in flat.items()]
-        self.client.log_batch(self.run_id, params=values)
+        self.client.log_batch(self.run_id, params=values, synchronous=True)
         self.client.log_text(self.run_id, config_text, "config.yaml")
         write_atomically(id_file, self.run_id + "\n")
 
@@ -223,7 +223,7 @@ class MlflowRun:
             if math.isfinite(value)  # MLflow would draw infinity as 1.8e308
         ]
         tags = [entities.RunTag("last_step", str(step))]
-        self.client.log_batch(self.run_id, metrics=points, tags=tags)
+        self.client.log_batch(self.run_id, metrics=points, tags=tags, synchronous=True)
 
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         if step <= self.last_step or not samples:

@@ -54,7 +54,7 @@ def trained(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def evaluated(trained) -> tuple[Path, str, dict[str, bytes]]:
-    """An evaluation of best/ under the run's name, its output, and the run's files before it."""
+    """The folder of an evaluation of best/, its output, and the files of the run before it."""
     before = files_of(trained / "x")
     output = train(trained, trained / "x/best", *EVALUATE, grading=EXACT)
     (folder,) = (trained / "x").glob("eval-*")
@@ -160,10 +160,10 @@ def test_ranks_that_evaluate_are_not_wrapped_for_training(tmp_path):
 
 
 def test_the_greedy_figure_is_that_of_the_likeliest_tokens(tmp_path, monkeypatch):
-    """Step by step, without cache, padding or batch; top-k and the seed have no say.
+    """They are found here one by one, without cache, padding or batch; top-k must not matter.
 
-    Solved is what writes these tokens for every second question, and nothing else, so that votes
-    would have to agree with all of them to give this figure too.
+    A completion is solved if it consists of these tokens and answers one of every second question.
+    A majority vote would give the same figure only if it agreed with all of them.
     """
     in_fp64(monkeypatch)
     run = load_evaluation(tmp_path, "sampling.top_k=3", "validation.best_of_n=8")

@@ -133,7 +133,7 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_bit_for_bit(
 
 
 def send_signals(times_s: list[float], numbers: list[int]) -> None:
-    """The body of a process that gets these signals at these times; ends with the one it kept."""
+    """Get these signals at these times; the exit status of the process is the one it has kept."""
     world, clock = alone(), iter(times_s)
     engine.distributed.time = SimpleNamespace(monotonic=lambda: next(clock))
     world.catch_signals()
@@ -187,7 +187,7 @@ def test_all_ranks_learn_of_a_signal_to_one_in_the_next_sum(tmp_path):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("fault", ["terminate", "terminate other", "terminate all"])
 def test_two_ranks_stop_together_and_go_on_bit_for_bit(fault, tmp_path, model, settings, two_ranks):
-    """Only rank 0, only rank 1, or both and torchrun, which passes it on to them, get it."""
+    """SIGTERM goes to rank 0, to rank 1, or to both and to torchrun, which passes it on to them."""
     overrides = [*settings, SEVEN, "checkpoint.every=2"]
     plan = {"do": fault, "saves": 1, "events": 1}  # while step 2 is saved
     status, output = train_forked(tmp_path, model, *overrides, num_ranks=2, fault=plan)
@@ -202,9 +202,10 @@ def test_two_ranks_stop_together_and_go_on_bit_for_bit(fault, tmp_path, model, s
 
 @pytest.mark.timeout(240)
 def test_one_ctrl_c_under_torchrun_saves_the_run(tmp_path, model, settings):
-    """It comes twice: to the whole group, and once more from torchrun.
+    """Each rank gets it twice: as one of the terminal's process group, and from torchrun.
 
-    A machine that is too busy for a second between the two may have another two attempts.
+    More than a second between the two counts as a second Ctrl-C. On a machine that is too busy that
+    can happen, so there are three attempts.
     """
     fault = {"do": "interrupt all", "saves": 1, "events": 1}
     for _attempt in range(3):
@@ -240,9 +241,9 @@ def test_an_exception_leaves_the_last_checkpoint_and_the_run_goes_on_bit_for_bit
 
 
 def test_ddp_is_freed_before_the_process_group(tmp_path, model, settings, monkeypatch):
-    """Bug: freed after it, DDP waited for a thread of gloo's, and this one for Python's lock.
+    """Bug: freed after it, DDP waited for a thread of gloo's, which waited for Python's lock.
 
-    One run of ten on two ranks never ended.
+    One in ten runs on two ranks never ended.
     """
     seen = []
     monkeypatch.setattr(
@@ -316,7 +317,7 @@ def test_a_rank_that_dies_ends_the_others(tmp_path, model, settings, victim):
 
 @pytest.mark.timeout(60)
 def test_a_restart_has_a_name_that_its_ranks_share_and_no_earlier_start_had():
-    """Bug: see below. Here each rank in turn is late, and first finds what the last start left."""
+    """Each rank in turn is late. The others then find only what the start before has left."""
     store, names = dist.HashStore(), []
     store.set_timeout(timedelta(seconds=20))
     with ThreadPoolExecutor() as pool:

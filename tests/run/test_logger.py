@@ -397,7 +397,7 @@ def test_a_server_killed_in_mid_run_costs_one_warning_and_no_row(tmp_path, monke
 
 
 class Overloaded(BaseHTTPRequestHandler):
-    """A proxy that asks to come back in an hour."""
+    """A server that asks its clients to come back in an hour."""
 
     def do_GET(self) -> None:
         self.send_response(503)
@@ -438,7 +438,10 @@ def overloaded_port() -> Iterator[int]:
 def test_a_server_that_is_down_costs_one_warning_and_no_row(
     open_port, reason, tmp_path, monkeypatch, capfd
 ):
-    """Seconds, too: MLflow alone waits 8 x 120 s for a silent server, and the hour it is told."""
+    """It costs seconds only, whichever way it is down: refusing, silent or overloaded.
+
+    MLflow's own defaults wait 8 x 120 s for a silent one, and an hour for an overloaded one.
+    """
     import_mlflow()
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
     with open_port() as port:

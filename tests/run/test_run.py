@@ -114,16 +114,16 @@ def test_two_ranks_do_the_same_step_as_one(on_one_rank, on_two_ranks):
 def test_the_best_model_loads_and_scores_what_the_log_says(
     which, stride, data, tmp_path, request, monkeypatch
 ):
-    """It writes what the model wrote at the step of the highest pass@1, and at no other step.
+    """It gives the completions that were logged at the step of the highest pass@1.
 
-    Of two ranks, the first logs its own samples: every second one.
+    Of two ranks, rank 0 logs its own samples, which are every second one.
     """
     run = request.getfixturevalue(which)
     best = max(rows_of(run), key=lambda row: row["eval/pass@1"])  # of equals the earliest
     logged = [[], [], []]
     for sample in read_jsonl(run / "samples.jsonl"):
         logged[sample.pop("step")].append(sample)
-    assert logged[0] != logged[1] != logged[2] != logged[0], "they cannot be told apart"
+    assert logged[0] != logged[1] != logged[2] != logged[0], "the steps' samples are alike"
     grade_by_text(monkeypatch)
     in_fp64(monkeypatch)
     metrics, samples = main.evaluate(load_run(tmp_path, run / "best", *data, "mode=evaluate"))
@@ -211,16 +211,15 @@ def broken(tmp_path, rotary_model_folder) -> Path:
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("training.num_step=5", ["training.num_step = 5: unknown key, the nearest is"]),
         ("training.max_new_gen_tokens=1000", ["training.max_new_gen_tokens"]),
         ("model.name=no/such/folder", ["model.name = no/such/folder: "]),
         ("model.name=BROKEN/model", ["model.name = BROKEN/model: ", "model.safetensors"]),
         ("task.train=nowhere.jsonl", ["nowhere.jsonl: "]),
         ("task.eval=nowhere.jsonl", ["nowhere.jsonl: "]),
         ("task.eval=BROKEN/rows.jsonl", ["BROKEN/rows.jsonl: ", "nums", "target"]),
-        # Bug: the folder was made outside the part of main that turns errors into a line
+        # Bug: the error was raised outside the part of main that turns errors into a line.
         ("run.dir=BROKEN/rows.jsonl", ["BROKEN/rows.jsonl"]),
-        # Bug: it ended in a traceback, with config.yaml written
+        # Bug: the run ended in a traceback, after it had written config.yaml.
         ("logging.mlflow=true", ["logging.mlflow", "mlflow"]),
     ],
 )
