@@ -1,4 +1,4 @@
-"""LoRA: an adapter is trained and nothing else; switched off, merged, in 4 bits, saved, resumed."""
+"""LoRA: only the adapter is trained; it is switched off, merged, put on 4 bits, saved, resumed."""
 
 import json
 import math
@@ -63,18 +63,18 @@ KL = "training.kl_coef=0.5"
 KINDS = {"fp32": [LORA], "4 bits": [LORA, IN_4BIT]}
 
 
-@pytest.fixture(params=list(KINDS))
+@pytest.fixture(params=KINDS.values(), ids=KINDS)
 def kind(request) -> list[str]:
     """An adapter on weights in fp32, and in 4 bits."""
-    return KINDS[request.param]
+    return request.param
 
 
 def trained(model: nn.Module) -> nn.ParameterList:
     return nn.ParameterList(p for p in model.parameters() if p.requires_grad)
 
 
-# Of a gradient in fp32, where 4 bits cannot be in fp64: some hundred operations, each of which
-# rounds by up to 6e-8, and losses whose gradients cancel in part. Mistakes make 1e-3 and more.
+# Models in 4 bits cannot compute in fp64, so that their gradients are compared in fp32: some
+# hundred operations round by up to 6e-8 each, and gradients cancel in part. A mistake makes 1e-3.
 FP32_ROUNDING = 1e-5
 
 

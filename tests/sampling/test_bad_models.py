@@ -103,7 +103,7 @@ def answers(tokenizer) -> dict[int, float]:
 
 @pytest.fixture
 def make_answering(make_model, answers) -> Callable[..., Path]:
-    """`make_answering(biases, ...)` is the same for a model that prefers answers besides."""
+    """`make_answering(biases, ...)` is such a folder too; its model also prefers answers."""
     return lambda biases=None, **how: make_model(answers | (biases or {}), **how)
 
 
