@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from transformers import PreTrainedTokenizerFast
 
-MAX_CHARS = 200  # bounds the time and the results: without powers none is much longer than this
+MAX_CHARS = 200  # of an expression; it bounds the result too, since there are no powers
 MAX_RESULT_CHARS = 32
 MAX_DECIMALS = 12
 CHARS = frozenset("0123456789.,+-*/() ")
@@ -106,7 +106,7 @@ def value_of(tokens: list[str]) -> Fraction:
 
 
 def apply_pending(pending: list[str], values: list[Fraction], *, min_precedence: int) -> None:
-    """Apply the last pending operators, back to a "(" or to one of less than `min_precedence`."""
+    """Apply the last pending operators, back to a "(" or one below `min_precedence`."""
     while pending and PRECEDENCE.get(pending[-1], 0) >= min_precedence:
         name, right = pending.pop(), values.pop()
         values.append(-right if name == "negate" else OPERATIONS[name](values.pop(), right))

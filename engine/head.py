@@ -29,7 +29,7 @@ KEPT_BYTES = 2**29  # of logits kept for the backward pass; the others are compu
 
 
 class CompletionScorer(nn.Module):
-    """log pi of completions. It is a module because DDP synchronises what its forward computes."""
+    """log pi of completions. It is an nn.Module because DDP wraps the forward of a module."""
 
     def __init__(self, model: nn.Module, compute_dtype: torch.dtype, *, chunked: bool):
         """With `chunked` no tensor holds all logits; `supports_chunked_head` must allow it."""
@@ -137,7 +137,7 @@ class HeadLogProbs(torch.autograd.Function):
         token_ids: Tensor,
         temperature: float,
     ) -> Tensor:
-        """log pi = z of the token itself - log sum exp z, both gathered block by block."""
+        """log pi = z of the token itself - log sum exp z; both are summed up block by block."""
         chosen = torch.zeros(len(hidden), dtype=softmax_dtype(hidden), device=hidden.device)  # (M,)
         log_sum = torch.full_like(chosen, -torch.inf)  # log sum exp z over the blocks so far
         ctx.temperature = temperature
@@ -182,7 +182,7 @@ class HeadLogProbs(torch.autograd.Function):
 
 
 def vocabulary_blocks(weight: Tensor, hidden: Tensor) -> Iterator[slice]:
-    """Slices of the vocabulary; the fp32 logits of all M tokens in one slice make up a block."""
+    """Slices of the vocabulary, each so wide that the fp32 logits of all M tokens fill a block."""
     num_bytes = CPU_BLOCK_BYTES if hidden.device.type == "cpu" else GPU_BLOCK_BYTES
     width = max(1, num_bytes // (4 * max(1, len(hidden))))
     for start in range(0, len(weight), width):

@@ -1,8 +1,7 @@
 """LoRA: train a small adapter on a model whose own weights stay as they are, in 4 bits if wanted.
 
-The adapter is put into the model's linear layers, so the model stays one of transformers': it
-samples, scores and saves as before. With the adapter switched off it is the model that the run
-started from.
+The adapter is put into the linear layers of the transformers model, which samples, scores and saves
+as before. With the adapter switched off it is the model that the run started from.
 """
 
 import json
@@ -23,9 +22,9 @@ if TYPE_CHECKING:  # a package that may be missing
 
 
 def find_base(settings: ModelSettings) -> ModelSettings | None:
-    """The settings of the base model, where model.name is an adapter; None where it is none.
+    """The settings of the base model if model.name is an adapter, else None.
 
-    Raises ValueError where peft is missing.
+    Raises ValueError if peft is missing.
     """
     file = find_adapter_config_file(settings.name, revision=settings.revision)
     if file is None:
@@ -36,7 +35,7 @@ def find_base(settings: ModelSettings) -> ModelSettings | None:
 
 
 def base_of(adapter: Path) -> tuple[str, str | None]:
-    """Name and revision of the model that a saved adapter belongs to."""
+    """Name and revision of the base model of a saved adapter."""
     saved = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     return saved["base_model_name_or_path"], saved.get("revision")
 
@@ -44,7 +43,7 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
 def quantization_config(device: torch.device, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
     """Keep all linear layers but the head in 4 bits (QLoRA, arXiv:2305.14314).
 
-    Raises ValueError where bitsandbytes is missing or does not support the device.
+    Raises ValueError if bitsandbytes is missing or does not support the device.
     """
     bitsandbytes = import_package("bitsandbytes", key="model.load_in_4bit = true")
     if device.type not in bitsandbytes.supported_torch_devices:
@@ -71,7 +70,7 @@ def keep_4bit_layout(model: nn.Module) -> None:
 
 
 def lora_config(config: Config) -> "LoraConfig":
-    """The adapter that the config asks for. Raises ValueError where peft is missing."""
+    """The adapter that the config asks for. Raises ValueError if peft is missing."""
     peft, lora = import_package("peft", key="model.lora"), config.model.lora
     return peft.LoraConfig(
         r=lora.r,
@@ -119,7 +118,7 @@ def load_adapter_weights(model: nn.Module, folder: Path) -> None:
 
 
 def score_without_adapter(scorer: nn.Module, *args, **kwargs) -> torch.Tensor:
-    """What `scorer`, a CompletionScorer, gives with the adapter switched off."""
+    """What a CompletionScorer computes with the adapter switched off."""
     scorer.model.disable_adapters()
     try:
         return scorer(*args, **kwargs)

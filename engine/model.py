@@ -52,12 +52,12 @@ class Policy:
     """The model that is trained, as it scores completions and as it samples them."""
 
     model: nn.Module  # the weights that the optimizer steps are fp32
-    scorer: nn.Module | None  # CompletionScorer of it, in DDP on several ranks; None: no training
+    scorer: nn.Module | None  # a CompletionScorer, in DDP on several ranks; None: not trained
     sampler: nn.Module  # the model itself or, on CUDA, a bf16 copy of it
     tokenizer: PreTrainedTokenizerFast
-    params: SamplingParams  # of training samples
+    params: SamplingParams  # for the samples that are trained on
     backend: str  # how completions are sampled: generate, grouped or captured
-    reference: Callable[..., torch.Tensor] | None = None  # scores like `scorer`; for the KL penalty
+    reference: Callable[..., torch.Tensor] | None = None  # scores too; None: no KL penalty
 
     @property
     def context_length(self) -> int | None:
@@ -65,7 +65,7 @@ class Policy:
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     def autocast(self) -> torch.autocast:
-        """For sampling: an adapter on bf16 weights then computes what it does in the scorer."""
+        """For sampling: a model with an adapter then computes in the same dtype as its scorer."""
         return autocast(self.model.device, self.model.dtype)
 
     @torch.no_grad()
@@ -87,7 +87,7 @@ def load_model_and_tokenizer(
 ) -> tuple[nn.Module, PreTrainedTokenizerFast, tuple[int, ...]]:
     """The model on the device, with its adapter if it has one; its tokenizer; ids that end a text.
 
-    Raises ValueError, one line, where the model cannot be used.
+    Raises ValueError of one line if the model cannot be used.
     """
     settings, is_training = config.model, config.mode == "train"
     is_path = settings.name.startswith((".", "/", "~")) or settings.name.count("/") > 1
@@ -127,7 +127,7 @@ def load_model_and_tokenizer(
 
 @contextlib.contextmanager
 def one_line_errors(name: str) -> Iterator[None]:
-    """What loading a model raises, as a ValueError of one line that names the model."""
+    """Turn what loading a model raises into a ValueError of one line that names the model."""
     try:
         yield
     except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -164,7 +164,7 @@ def load_model(
 ) -> tuple[nn.Module, tuple[int, ...]]:
     """The model on the device, and the ids that end a completion."""
     settings = config.model
-    quantized = {"quantization_config": quantization, "device_map": {"": device}}
+    in_4bit = {"quantization_config": quantization, "device_map": {"": device}}
     model, loading = AutoModelForCausalLM.from_pretrained(
         settings.name,
         config=model_config,
@@ -173,7 +173,7 @@ def load_model(
         output_loading_info=True,
         revision=settings.revision,
         trust_remote_code=settings.trust_remote_code,
-        **(quantized if quantization is not None else {}),
+        **(in_4bit if quantization is not None else {}),
     )
     if missing := sorted(loading["missing_keys"]):  # transformers draws them at random
         raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}")
@@ -225,7 +225,7 @@ def samples_a_copy(
 
 
 def make_sampler(model: nn.Module, compute_dtype: torch.dtype) -> nn.Module:
-    """What samples: the model itself or, where `samples_a_copy`, a bf16 copy of it."""
+    """The model that samples: the model itself or, if `samples_a_copy`, a bf16 copy of it."""
     has_copy = samples_a_copy(model.device, weight_dtype=model.dtype, compute_dtype=compute_dtype)
     return (bf16_copy(model) if has_copy else model).eval()
 
@@ -249,7 +249,7 @@ def bf16_copy(model: nn.Module) -> nn.Module:
 def make_reference(
     config: Config, scorer: CompletionScorer, *, in_bf16: bool
 ) -> Callable[..., torch.Tensor]:
-    """Scores as the model that the run starts from: with the adapter off, or from a frozen copy."""
+    """A scorer by the model that the run starts from: the adapter is off, or a copy is frozen."""
     if config.model.lora is not None:
         return functools.partial(score_without_adapter, scorer)
     copied = bf16_copy(scorer.model) if in_bf16 else frozen_copy(scorer.model)
@@ -257,10 +257,10 @@ def make_reference(
 
 
 def choose_backend(name: str, sampler: nn.Module, log: Log, *, can_capture: bool) -> str:
-    """The backend asked for, or what this model supports in its place.
+    """The backend asked for or, if this model does not support it, another one.
 
-    A GPU captures the decode step of `grouped` in CUDA graphs, unless a calculator has to look at
-    every token (`can_capture` is False).
+    On a GPU the decode step of `grouped` is captured in CUDA graphs, unless a calculator has to
+    look at every token (`can_capture` is False).
     """
     if name == "generate":
         return name
@@ -284,25 +284,21 @@ def load_tokenizer(config: Config, log: Log) -> PreTrainedTokenizerFast:
 
     AutoTokenizer can silently replace the pre-tokenizer by that of the model's family.
     """
-    settings = config.model
+    name, revision = config.model.name, config.model.revision
     tokenizer = AutoTokenizer.from_pretrained(
-        settings.name, revision=settings.revision, trust_remote_code=settings.trust_remote_code
+        name, revision=revision, trust_remote_code=config.model.trust_remote_code
     )
-    if not tokenizer.encode(TOKENIZER_PROBE, add_special_tokens=False):
+    ids = tokenizer.encode(TOKENIZER_PROBE, add_special_tokens=False)
+    if not ids:
         raise ValueError("it has no tokenizer files, such as tokenizer.json")
     file = cached_file(
-        settings.name,
-        "tokenizer.json",
-        revision=settings.revision,
-        _raise_exceptions_for_missing_entries=False,
+        name, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False
     )
     if file is not None:
-        expected = Tokenizer.from_file(file).encode(TOKENIZER_PROBE, add_special_tokens=False).ids
-        if tokenizer.encode(TOKENIZER_PROBE, add_special_tokens=False) != expected:
+        expected = Tokenizer.from_file(file).encode(TOKENIZER_PROBE, add_special_tokens=False)
+        if ids != expected.ids:
             log("AutoTokenizer changes this model's tokens: PreTrainedTokenizerFast is used")
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(
-                settings.name, revision=settings.revision
-            )
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(name, revision=revision)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ValueError("its tokenizer has neither a pad nor an eos token")
@@ -316,8 +312,8 @@ def load_tokenizer(config: Config, log: Log) -> PreTrainedTokenizerFast:
 def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
     """Raise ValueError if the tokenizer can give an id that the model has no embedding for.
 
-    More embeddings than tokens do no harm: Qwen2.5 has 271 embeddings without a token. Special
-    tokens that no prompt contains may lie beyond the embeddings, such as Gemma 3's for images.
+    More embeddings than tokens do no harm: Qwen2.5 has 271 embeddings without a token. A special
+    token that no prompt contains, such as Gemma 3's for images, may have no embedding.
     """
     chat = [{"role": "user", "content": TOKENIZER_PROBE}]
     used = set(tokenizer.encode(render_prompt(chat, tokenizer), add_special_tokens=True))

@@ -9,11 +9,11 @@ from engine.config import Config, import_package
 
 
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """Steps all trainable weights: by AdamW, or the matrices of the blocks by Muon.
+    """AdamW for all trainable weights, or Muon for the blocks' matrices and AdamW for the rest.
 
     Weight decay is on matrices and embeddings only. A group's `lr_scale` is its learning rate as a
-    multiple of the one that the schedule gives. Raises ValueError where the package for 8-bit
-    averages is missing.
+    multiple of the one that the schedule gives. Raises ValueError if the package for 8-bit averages
+    is missing.
     """
     training, rate = config.training, config.training.learning_rate
     matrices, embeddings = split_matrices(model) if training.optimizer == "muon" else ([], [])
@@ -40,9 +40,9 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 
 
 def split_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The trainable matrices within the blocks, which Muon is for, and the embeddings.
+    """The trainable matrices within the blocks, which Muon steps, and the embeddings.
 
-    An embedding that is the output head too is an embedding; a head of its own is neither.
+    An output head that shares the embedding's weight is an embedding; any other is neither.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
@@ -55,7 +55,7 @@ def split_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parame
 
 
 class Together(torch.optim.Optimizer):
-    """Several optimizers, each of its own parameters, as one with all their groups and states."""
+    """Several optimizers that look like one: it has all their groups and their state."""
 
     def __init__(self, *optimizers: torch.optim.Optimizer):
         self.optimizers = optimizers
@@ -63,7 +63,7 @@ class Together(torch.optim.Optimizer):
         self.share()
 
     def share(self) -> None:
-        """Let each optimizer work on its part of these groups, and on this state."""
+        """Let each optimizer work on its part of the common groups and on the common state."""
         groups = iter(self.param_groups)
         for one in self.optimizers:
             one.param_groups = [next(groups) for _ in one.param_groups]

@@ -92,10 +92,10 @@ def sample_tokens(
 
 
 def repair(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Set rows of logits (B, V) that hold NaN or infinity to 0, and tell which they were (B,).
+    """Set rows of logits (B, V) that hold NaN or infinity to 0; return a mask of them too (B,).
 
-    Drawing from such a row would raise. Its token gets a log-probability of NaN instead, which
-    tells the update to skip the step.
+    Drawing from such a row would raise. Its token gets a log-probability of NaN instead, because of
+    which the update skips the step.
     """
     is_broken = ~torch.isfinite(logits.amax(dim=-1))  # -inf is no defect: it masks a token out
     return logits.masked_fill(is_broken[:, None], 0.0), is_broken
@@ -173,7 +173,7 @@ class DecodeBatch:
         self.positions = self.mask.sum(dim=1, keepdim=True) - 1  # (B, 1), of the last token read
         self.tokens = torch.zeros_like(self.positions)  # (B, 1), the last ones drawn
         self.column = torch.full((1,), longest - 1, device=model.device)  # the last one filled
-        # Other layers, such as those of sliding windows, move their tensors: they stay as they are.
+        # Other layers, such as those of sliding windows, move their tensors: they get no room.
         self.has_roomy_layers = all(type(layer) is DynamicLayer for layer in self.cache.layers)
         if self.has_roomy_layers:
             room = (self.mask.shape[1], self.column)
@@ -355,7 +355,7 @@ def cache_bytes_per_token(config: PretrainedConfig, *, bytes_per_number: int) ->
 
 
 class Record:
-    """Sampled tokens with log-probabilities and entropies (B, T); b rows are still written."""
+    """The tokens of all B rows with log-probabilities and entropies; b rows are still decoded."""
 
     def __init__(self, num_rows: int, params: SamplingParams, device: torch.device):
         shape, calculator = (num_rows, params.max_new_tokens), params.calculator
@@ -366,8 +366,8 @@ class Record:
         self.inserts = torch.full(shape, -1, device=device)  # (B, T)
         self.lengths = torch.zeros(num_rows, dtype=torch.long, device=device)  # (B,)
         self.t = torch.zeros(1, dtype=torch.long, device=device)  # the column to be written next
-        self.rows = torch.arange(num_rows, device=device)  # (b,), those that are written
-        self.active = torch.ones_like(self.rows, dtype=torch.bool)  # (b,), which have not ended
+        self.rows = torch.arange(num_rows, device=device)  # (b,), those that are still decoded
+        self.active = torch.ones_like(self.rows, dtype=torch.bool)  # (b,), False once ended
         self.eos_ids = torch.tensor(params.eos_ids, device=device)
         self.asking_ids = torch.tensor(calculator.asking_ids if calculator else [], device=device)
 
@@ -388,7 +388,7 @@ class Record:
         return tokens
 
     def calculate(self, rows: list[int]) -> None:
-        """Write ahead the results that these rows ask for, as far as there is room for them."""
+        """Set the tokens of the results that these rows ask for, to be written in later steps."""
         for row in rows:
             length = int(self.lengths[row])
             result_ids = self.params.calculator.complete(self.tokens[row, :length].tolist())
@@ -408,9 +408,9 @@ class Record:
 
 
 class RecordingProcessor(Record, LogitsProcessor):
-    """A record of what `model.generate` draws, which is made to draw the calculator's tokens.
+    """Records what `model.generate` draws, and makes it draw the calculator's tokens.
 
-    `generate` calls it before each draw, and it sees only then what was drawn before. After the
+    `generate` calls it before each draw; only then does it see what was drawn before. After the
     last draw, call `take` with the finished sequences.
     """
 

@@ -6,9 +6,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from harness import make_config
+from harness import CPU, alone, make_config
 
-from engine.distributed import World
 from engine.metrics import (
     Clock,
     confidence_interval,
@@ -21,8 +20,6 @@ from engine.metrics import (
     solve_rates,
     versions,
 )
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
@@ -90,8 +87,7 @@ def test_the_majority_is_the_earliest_sample_with_the_most_frequent_answer(answe
 
 def test_means_are_sums_over_counts_and_what_counts_nothing_is_left_out():
     sums = {"train/reward": (3.0, 4), "train/kl": (0.0, 0), "train/loss": (-1.0, 2)}
-    world = World(rank=0, size=1, device=CPU)
-    assert reduce_means(sums, world) == {"train/reward": 0.75, "train/loss": -0.5}
+    assert reduce_means(sums, alone()) == {"train/reward": 0.75, "train/loss": -0.5}
 
 
 def test_a_clock_adds_up_a_phase_and_starts_anew_when_it_is_read():

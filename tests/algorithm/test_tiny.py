@@ -23,13 +23,9 @@ def test_the_embedded_model_is_small_and_loads_as_any_other():
 
 def test_its_tokenizer_survives_auto_tokenizer_and_makes_short_prompts():
     """AutoTokenizer replaces the pre-tokenizer of some model types: then a prompt has 200."""
-    tokenizer, question = (
-        AutoTokenizer.from_pretrained(TINY),
-        {"nums": [3, 7, 25, 12], "target": 46},
-    )
-    (prompt,), _ = render_prompts(
-        [question], task=countdown, options=make_config().task, tokenizer=tokenizer
-    )
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    rendering = {"task": countdown, "options": make_config().task, "tokenizer": tokenizer}
+    (prompt,), _ = render_prompts([{"nums": [3, 7, 25, 12], "target": 46}], **rendering)
     assert len(tokenizer(prompt)["input_ids"]) <= 40
     for text in (prompt, "3 * 7 = 21, 21 + 25 = 46 yes\n", "Übung \U0001f600\t 123456 \\x00"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
@@ -61,13 +57,7 @@ def test_it_solves_some_questions_not_most():
 
 def test_its_files_are_plain():
     names = {path.name for path in TINY.iterdir() if path.is_file()}
-    assert names == {
-        "README.md",
-        "config.json",
-        "generation_config.json",
-        "make_tiny.py",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
+    weights = {"config.json", "generation_config.json", "model.safetensors"}
+    tokenizer = {"tokenizer.json", "tokenizer_config.json"}
+    assert names == {"README.md", "make_tiny.py"} | weights | tokenizer
     assert json.loads((TINY / "config.json").read_text())["model_type"] == "qwen3"

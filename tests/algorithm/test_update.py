@@ -338,18 +338,18 @@ def check_that_only_the_first_update_moves_weights(results: list, folder: Path) 
     assert second[1:] == ({}, False)
 
 
-def test_no_advantage_means_no_optimizer_step(rotary_model_folder):
-    """AdamW would go on along its averages, even with a gradient of zero."""
-    results = weights_after_updates(alone(), rotary_model_folder, [EASY], [EQUAL])
-    check_that_only_the_first_update_moves_weights(results, rotary_model_folder)
+@pytest.mark.parametrize(
+    ("group", "options"),
+    [(EQUAL, []), (TRUNCATED, ["training.skip_truncated=true"])],
+    ids=["equal rewards", "truncated rows that are skipped"],
+)
+def test_no_advantage_means_no_optimizer_step(rotary_model_folder, group, options):
+    """AdamW would go on along its averages, even with a gradient of zero.
 
-
-def test_only_truncated_rows_to_skip_means_no_optimizer_step(rotary_model_folder):
-    """Bug: rows that skip_truncated takes out had weight 0, and AdamW still moved the weights."""
-    options = ["training.skip_truncated=true"]
-    results = weights_after_updates(
-        alone(), rotary_model_folder, [EASY], [TRUNCATED], options=options
-    )
+    Bug: rows that skip_truncated takes out had weight 0, and AdamW still moved the weights.
+    """
+    batches = [EASY], [group]
+    results = weights_after_updates(alone(), rotary_model_folder, *batches, options=options)
     check_that_only_the_first_update_moves_weights(results, rotary_model_folder)
 
 

@@ -1,4 +1,4 @@
-"""LoRA: an adapter is trained and nothing else; switched off, merged, in 4 bits, saved, resumed."""
+"""LoRA: only the adapter is trained; it is switched off, merged, put on 4 bits, saved, resumed."""
 
 import json
 import math
@@ -63,18 +63,18 @@ KL = "training.kl_coef=0.5"
 KINDS = {"fp32": [LORA], "4 bits": [LORA, IN_4BIT]}
 
 
-@pytest.fixture(params=list(KINDS))
+@pytest.fixture(params=KINDS.values(), ids=KINDS)
 def kind(request) -> list[str]:
     """An adapter on weights in fp32, and in 4 bits."""
-    return KINDS[request.param]
+    return request.param
 
 
 def trained(model: nn.Module) -> nn.ParameterList:
     return nn.ParameterList(p for p in model.parameters() if p.requires_grad)
 
 
-# Of a gradient in fp32, where 4 bits cannot be in fp64: some hundred operations, each of which
-# rounds by up to 6e-8, and losses whose gradients cancel in part. Mistakes make 1e-3 and more.
+# Models in 4 bits cannot compute in fp64, so that their gradients are compared in fp32: some
+# hundred operations round by up to 6e-8 each, and gradients cancel in part. A mistake makes 1e-3.
 FP32_ROUNDING = 1e-5
 
 
@@ -286,7 +286,8 @@ def mismatches(policy: Policy, config, *, num_samples: int = 4) -> np.ndarray:
 
 
 def test_in_bf16_it_samples_in_the_arithmetic_of_the_scorer(rotary_model_folder):
-    """Sums of other lengths round some tokens otherwise, but not most of them."""
+    """Decoding sums over other lengths than scoring does, which rounds some tokens otherwise, but
+    not most of them."""
     overrides = [LORA, "model.compute_dtype=bfloat16", "sampling.temperature=0.7"]
     config = config_of(*overrides)
     policy = make_moved_policy(rotary_model_folder, *overrides, "training.max_new_gen_tokens=10")
@@ -479,7 +480,7 @@ def test_the_recipe_runs_on_a_cpu(tmp_path, rotary_model_folder):
 
 
 def test_an_adapter_needs_far_less_memory(rotary_model_folder, monkeypatch):
-    """40,800 weights, of which the 14 adapted matrices hold 18,432; r times their sides is 4,096.
+    """Of 40,800 weights the 14 adapted matrices hold 18,432; the adapter adds 4,096.
 
     Each trained weight takes 4 bytes, 4 for its gradient and 8 for AdamW; the others take 4 or 2,
     or half a byte in the matrices. The reference takes nothing.

@@ -103,7 +103,7 @@ def answers(tokenizer) -> dict[int, float]:
 
 @pytest.fixture
 def make_answering(make_model, answers) -> Callable[..., Path]:
-    """`make_answering(biases, ...)` is the same for a model that prefers answers besides."""
+    """`make_answering(biases, ...)` is such a folder too; its model also prefers answers."""
     return lambda biases=None, **how: make_model(answers | (biases or {}), **how)
 
 
@@ -264,7 +264,7 @@ def test_a_run_whose_completions_are_all_empty_goes_on_and_learns_nothing(
 def test_some_empty_completions_among_others_are_trained_like_any(
     make_answering, train, monkeypatch, normalization
 ):
-    """Of 128 completions a step six in ten are empty: none and all have no chance to speak of."""
+    """Six in ten of a step's 128 completions are empty: certainly some, and certainly not all."""
     model = make_answering({0: 1.3})
     texts, assign_advantages = [], main.assign_advantages
 
@@ -385,7 +385,7 @@ def test_tags_control_codes_and_endless_lines_harm_neither_console_nor_files(mak
     more = ["training.max_new_gen_tokens=36", "logging.samples=7", "validation.num_examples=7"]
     run, output = train(make_model(biases, tokenizer=tokenizer), *more)
     texts = [sample["completion"] for sample in samples_of(run)]
-    # 504 tokens: each of the others is one in 23, and a text of 36 has 8 or 9 of the long one
+    # of 504 tokens each of the others is one in 23; a text of 36 has the long one 8 or 9 times
     assert max(map(len, texts)) > 100_000
     for token in wild:
         assert any(token in text for text in texts), token

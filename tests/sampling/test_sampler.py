@@ -192,7 +192,7 @@ def test_grouped_decoding_equals_a_plain_loop_without_cache_padding_or_batch(mod
                     break
             assert ids == prompt_ids + completion.token_ids
             num_dropped += not completion.truncated
-    # rows did leave the batch on the way: of 64 about four in five, as each has 12 chances in 8
+    # rows did leave the batch on the way: about four in five of 64, as one token in 8 is an end
     assert num_dropped > 6
 
 
@@ -248,9 +248,10 @@ def test_a_step_that_would_not_replay_is_not_captured(rotary_model_folder, monke
 
 @each_backend
 def test_temperature_0_takes_the_likeliest_tokens_and_scores_them_at_1(model_folder, backend):
-    """Whatever the seed, and though top-p would draw from several tokens.
+    """Whatever the seed, and though top-p would leave several tokens to draw from.
 
-    Without an end all are cut off; what comes fourth in each is then made an end.
+    In the first round no token is an end, so that all completions are cut off. In the second the
+    fourth token of each completion is one.
     """
     policy = make_policy(model_folder, f"sampling.backend={backend}", is_exact=True)
     settings = {"num_samples": 1, "temperature": 0.0, "top_p": 0.9}
@@ -337,7 +338,7 @@ def test_a_completion_ends_with_its_first_eos_or_at_the_limit(rotary_model_folde
         assert len(completion.log_probs) == len(completion.entropies) == len(ends)
         assert (completion.log_probs < 0).all()
     seen = {(len(c.token_ids) == 6, c.truncated) for c in rows}
-    # an EOS at the limit is an end, which is that of about one in fifteen of 400
+    # an EOS exactly at the limit is an end too; about one in fifteen of 400 completions has one
     assert seen == {(True, True), (True, False), (False, False)}
     assert len({c.token_ids[-1] for c in rows if not c.truncated}) > 1
 

@@ -41,7 +41,7 @@ def fresh_cache() -> Iterator[None]:
     grader.grade_answer.cache_clear()
 
 
-# The real one
+# The real worker
 
 
 def test_a_hanging_worker_is_killed_counted_once_and_replaced():
@@ -108,7 +108,7 @@ def test_it_runs_as_a_module_and_needs_none_of_ours():
     assert not {"engine", "torch", "sympy", "math_verify"} & set(result.stdout.split())
 
 
-# Others that behave as one might
+# Programs that behave as a worker might
 
 READY = """
 import json, os, sys, time
@@ -132,8 +132,8 @@ FAKES = {
     "an endless line": 'for line in sys.stdin: print("x" * 10**6, end="", flush=True)',
     "an end": "sys.exit(1)",
     "silence": "for line in sys.stdin: pass",
-    "a closed ear": "os.close(0); time.sleep(60)",
-    "an ear that does not listen": "time.sleep(60)",
+    "a closed stdin": "os.close(0); time.sleep(60)",
+    "a stdin that is never read": "time.sleep(60)",
 }
 
 
