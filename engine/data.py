@@ -49,6 +49,11 @@ def load_questions(
     if config.mode == "train":
         request |= {"num_examples": None, "seed": config.training.seed, "exclude": validation}
         questions["training"] = task.load_examples(settings.train, "train", **request)
+    prompt = task.generate_prompt(questions["validation"][0], options=settings)
+    if tokenizer.chat_template and not isinstance(prompt, str) and prompt[0]["role"] == "system":
+        folded = fold_system(prompt)
+        if render_prompt(prompt, tokenizer) == render_prompt(folded, tokenizer):
+            log("the chat template takes no system message: it is put before the question")
     max_new_tokens = config.training.max_new_gen_tokens
     room = math.inf if context is None else context - max_new_tokens
     for split, examples in questions.items():
@@ -264,7 +269,32 @@ def render_prompt(messages: list[dict] | str, tokenizer: PreTrainedTokenizerFast
     prefix = assistant_prefix(messages)
     chat = messages[:-1] if prefix else messages
     # The prefix is appended by hand, since some templates rewrite what an assistant says.
-    return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) + prefix
+    return apply_template(chat, tokenizer) + prefix
+
+
+def apply_template(chat: list[dict], tokenizer: PreTrainedTokenizerFast) -> str:
+    """The chat in the tokenizer's template, up to where the assistant speaks.
+
+    Some templates, such as Gemma 2's, refuse a system message, and others leave it out: then it
+    goes before the user's message. Raises ValueError for a template that fails.
+    """
+    has_system = chat[0]["role"] == "system"
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program, which may raise anything
+        if not has_system:
+            name = tokenizer.name_or_path
+            raise ValueError(f"the chat template of {name} fails: {error}") from error
+    else:
+        if not has_system or chat[0]["content"].strip() in text:
+            return text
+    return apply_template(fold_system(chat), tokenizer)
+
+
+def fold_system(chat: list[dict]) -> list[dict]:
+    """The chat with its system message at the beginning of the user's message."""
+    system, user, *others = chat
+    return [user | {"content": f"{system['content']}\n\n{user['content']}"}, *others]
 
 
 def assistant_prefix(messages: list[dict] | str) -> str:

@@ -414,6 +414,38 @@ def test_a_chat_template_renders_the_chat_and_leaves_the_assistants_beginning_op
     assert render_prompt(CHAT[:1], templated) == question
 
 
+SYSTEM_CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello."}]
+
+
+@pytest.mark.parametrize(
+    "start_of_template",
+    [
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}",
+        "{% set messages = messages | rejectattr('role', 'equalto', 'system') | list %}",
+    ],
+)
+def test_a_system_message_that_a_template_refuses_or_drops_goes_before_the_question(
+    tmp_path, templated, start_of_template
+):
+    """As Gemma 2's refuses it, and others leave it out without a word."""
+    own = "<user>Be brief.\n\nHello.</user>\n<assistant>"
+    assert render_prompt(SYSTEM_CHAT, templated) != own  # it has a place of its own
+    templated.chat_template = start_of_template + CHAT_TEMPLATE
+    assert render_prompt(SYSTEM_CHAT, templated) == own
+    source = write_file(tmp_path / "rows.jsonl", ROWS["gsm8k"])
+    task = ["task.name=gsm8k", f"task.train={source}", f"task.eval={source}"]
+    for style, is_said in (("plain", False), ("tags", True)):
+        _, logged = questions_for(templated, *task, f"task.prompt_style={style}")
+        assert any("takes no system message" in line for line in logged) == is_said
+
+
+def test_a_chat_template_that_fails_is_named_in_one_line(templated):
+    templated.chat_template = "{{ messages[0].nothing.at_all }}"
+    templated.name_or_path = "some/model"
+    with pytest.raises(ValueError, match=r"^the chat template of some/model fails: .*nothing"):
+        render_prompt(CHAT, templated)
+
+
 def test_without_a_chat_template_the_prompt_is_plain_text(tokenizer):
     assert render_prompt(CHAT, tokenizer) == plain_text(CHAT) == "Make 24.\nLet me see.\n<think>"
 
