@@ -152,7 +152,7 @@ def normalise(text: str) -> str:
 
 
 def usual_token(token: re.Match[str]) -> str:
-    r"""The usual spelling of a token. A `\text{...}` of a comma is a comma, of dots it is nothing."""
+    r"""The usual spelling of a token; a `\text{...}` of a comma is that comma, of dots nothing."""
     words = token["words"]
     if words is None:
         return SYNONYMS.get(token[0], token[0].replace(" ", "") or " ")
