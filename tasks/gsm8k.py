@@ -6,6 +6,7 @@ stands behind the mark ####. `task.prompt_style` chooses between two ways of ask
 The graders never run the model's text as code, never raise, and take time linear in its length.
 """
 
+import functools
 import re
 from collections.abc import Iterable
 from itertools import islice
@@ -60,7 +61,7 @@ def load_examples(
         source,
         split,
         example_row=EXAMPLE_ROW,
-        parse_row=parse_row,
+        parse_row=functools.partial(parse_row, options=options),
         question_key=question_key,
         num_examples=num_examples,
         seed=seed,
@@ -77,7 +78,7 @@ def question_key(example: dict) -> str:
     return " ".join(example["question"].lower().split())
 
 
-def parse_row(row: dict) -> dict:
+def parse_row(row: dict, *, options: Options) -> dict:
     """The example in a row. An answer that is only a number, such as 18 or "18", becomes #### 18.
 
     Raises ValueError that says what is wrong with the row.
@@ -89,6 +90,8 @@ def parse_row(row: dict) -> dict:
     marked = text if MARK in text else f"{MARK} {text}"
     if marked_answer(marked) is None:
         raise ValueError(f"answer is {answer!r:.60}, without a number behind {MARK}")
+    if options.grading == "official" and official_answer(marked) is None:
+        raise ValueError(f'answer is {answer!r:.60}; official grading needs "{MARK} 18", one space')
     return {"question": question, "answer": marked}
 
 
@@ -179,15 +182,24 @@ MINUS = "\N{MINUS SIGN}"
 NUMERIC = r"[\d¹²³⁰⁴-⁹¼-¾⅐-⅞]"  # digits of any script, powers and fractions
 # What may stand before a number: $18, **18**, (18), = 18, \boxed{18}
 OPENING = r"""[\s$€£¥₹*_`"'(\[{:=\\]{0,20}(?:boxed\{[\s$*\\]{0,20})?"""
+# Words and signs behind it that make another number of it
+NOT_CHANGED = r"""(?!
+      !  | [kKMB](?![A-Za-z]) | [^\S\r\n]{1,20}[kK](?![A-Za-z])  # 5!  5k  5 k
+    | [^\S\r\n]{0,20}-?(?i:
+          (?:hundred|thousand|million|billion|trillion|dozen|squared|cubed|hal(?:f|ves)|thirds?)\b
+        | and[ ](?:a|an|one|two|three)[ ](?:hal|third|quarter|fourth|fifth|sixth|eighth|tenth)
+        | (?:%|percent|per[ ]cent)[ ]of\b
+    ))"""
 # What must not come behind it, since the number would then be a part of something else
 NOT_CONTINUED = rf"""(?!(?:
       [^\w\r\n(\[.\#<]{{0,20}}         # 1/2  3:30  7,8,9  18-20  3 * 6  10^3  1 000
-    | [._]                             # 18.5.3  1_000
+    | _ | \.{{1,20}}                    # 18.5.3  1_000  5..7
     | [A-Za-z]{{1,20}}[-+]?            # 1e3  1e-3  0x12  3x4
+    | [^\S\r\n]{{1,20}}[eE][-+]?       # 5 e5
     | [^\S\r\n]{{0,20}}(?:and|or|to|[xX])[^\w\r\n]{{0,20}}  # 2 and 1/2  18 or 20  3 x 4
     | [^\S\r\n]{{0,20}}\\(?:[dt]?frac\{{|times[ ]?|cdot[ ]?|div[ ]?)
     ){NUMERIC})"""
-SIGNED = rf"(?P<sign>[-+{MINUS}]?)\\?[$€£¥₹]?(?P<number>{NUMBER}){NOT_CONTINUED}"
+SIGNED = rf"(?P<sign>[-+{MINUS}]?)\\?[$€£¥₹]?(?P<number>{NUMBER}){NOT_CHANGED}{NOT_CONTINUED}"
 ANSWER = re.compile(OPENING + SIGNED, re.VERBOSE)  # for the beginning of a text, or behind a mark
 ANY_NUMBER = re.compile(rf"(?<![\w.])(?<![0-9][-,:/^'* ])(?<![0-9][eE][-+]){SIGNED}", re.VERBOSE)
 OFFICIAL_ANSWER = re.compile(r"#### (\-?[0-9\.\,]+)")  # openai/grade-school-math, dataset.py

@@ -60,6 +60,7 @@ SAME_AS_18 = [
     *("18", "18.", "18.0", "018", "+18", "\n18", "18\n19"),
     *("$18", "18$", "$18$", "$18.00", r"\$18", "€18", "= 18", "(18)", '"18"'),
     *("**18**", "*18*.", "_18_", "`18`", r"\boxed{18}", r"$\boxed{18}$", "18<|end|>"),
+    *("18 kg", "18 meters", "18 kids", "18 halfway", "18 ... yes"),
     *("18 eggs", "18 eggs.", "18%", "18 %", "18km", "18th", "18-year-old"),
     *("$18/hour", "$18 / hour"),
     *("18. That is all", "18, that is all", "18: that is all", "18 and that is all", "18 个"),
@@ -73,6 +74,9 @@ NO_NUMBERS = [
     *("7,8,9", "7, 8, 9", "7; 8", "18 or 20", "18-20", "18\N{EN DASH}20", "18 to 20"),  # several
     *("3:30", "5'3", "18.5.3", "18 + 2", "3 * 6 = 18", "3 x 6", "3x6", r"3 \times 6"),
     *("1 000", "1_000", "1,00", "12,34", "1,0000", "1234,567", "0,500", "1.000,50"),  # thousands
+    *("5 million", "5 Thousand", "5-thousand", "5 dozen", "5k", "5 k", "5K", "5M"),  # multiplied
+    *("5!", "5 squared", "5 and a half", "5 and three quarters", "5 half", "5 thirds"),
+    *("5 e5", "5 E-5", "5..7", "5...7", "5 % of 50", "5% of 50", "5 percent of 50"),
     *("1\u0662", "\u0661\u0668", "\N{FULLWIDTH DIGIT ONE}"),  # digits of other scripts
 ]
 
@@ -364,9 +368,18 @@ def test_tags_are_asked_for_in_a_layout_that_is_paid_in_full():
 
 @pytest.mark.parametrize("answer", ["1,800", 1800, "2 * 900 #### 1800"])
 def test_an_answer_in_a_file_may_be_only_the_number(answer: str | int):
-    row = parse_row({"question": "What is 900 * 2?", "answer": answer})
     for grading in ("exact", "official"):
+        options = Options(grading=grading)
+        row = parse_row({"question": "What is 900 * 2?", "answer": answer}, options=options)
         assert reward("#### 1800", row, grading=grading)["answer"] == 1.0
+
+
+def test_a_row_that_no_completion_can_earn_is_refused():
+    """The published regex wants one space behind the mark, in the gold answer too."""
+    row = {"question": "What is 2 + 3?", "answer": "2 + 3 = 5\n####5"}
+    assert solved("#### 5", parse_row(row, options=Options())["answer"][-1]) == 1.0
+    with pytest.raises(ValueError, match='official grading needs "#### 18", one space'):
+        parse_row(row, options=Options(grading="official"))
 
 
 def test_a_typed_question_may_bring_its_answer():
