@@ -350,17 +350,26 @@ def parse_override(override: str) -> tuple[str, Any]:
 def nest(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Values by section: {"training": {"seed": 1}} for "training.seed" and 1; the later pair wins.
 
-    Raises ConfigError for a section and one of its keys.
+    Raises ConfigError for a key that is given beside a section that sets it too.
     """
     nested: dict[str, Any] = {}
     pairs = [pair for pair in pairs if pair[1] is not None or pair[0] not in SECTIONS]  # empty ones
     for key, value in pairs:
-        if inner := next((name for name, _ in pairs if name.startswith(f"{key}.")), None):
-            raise ConfigError([f"{key}: {inner} is given beside it; write it inside {key}"])
+        for other, _ in pairs:
+            if other.startswith(f"{key}.") and sets(value, other.removeprefix(f"{key}.")):
+                raise ConfigError([f"{key}: {other} is given beside it; leave one of the two out"])
         for name in reversed(key.split(".")):
             value = {name: value}
         nested = merge(nested, value)
     return nested
+
+
+def sets(value: Any, path: str) -> bool:
+    """Whether a section's value decides on the key at this dotted path inside it."""
+    name, _, rest = path.partition(".")
+    if not isinstance(value, dict):
+        return True
+    return name in value and (not rest or sets(value[name], rest))
 
 
 def merge(base: Any, new: Any) -> Any:

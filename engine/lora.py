@@ -96,8 +96,13 @@ def add_adapter(model: nn.Module, described: "LoraConfig", *, seed: int) -> None
 
 
 def load_adapter(model: nn.Module, settings: ModelSettings) -> None:
-    """Put a saved adapter into its base model, to sample from it."""
-    model.load_adapter(settings.name, adapter_kwargs={"revision": settings.revision})
+    """Put a saved adapter into its base model, to sample from it.
+
+    Raises ValueError if the files do not hold the adapter of this model, whole.
+    """
+    loading = model.load_adapter(settings.name, adapter_kwargs={"revision": settings.revision})
+    if wrong := sorted(loading.missing_keys | loading.unexpected_keys):
+        raise ValueError(f"the adapter does not fit its base model, as at {wrong[0]}")
     cast_adapter_to_fp32(model)
 
 

@@ -8,6 +8,7 @@ tokenizer   gives the ids of its tokenizer.json, and none that the model has no 
 
 import contextlib
 import copy
+import difflib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import nn
 from transformers import (
@@ -27,9 +27,10 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerFast,
 )
+from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import cached_file
 
-from engine.config import Config
+from engine.config import ROOT, Config
 from engine.data import render_prompt
 from engine.estimate import check_memory
 from engine.head import CompletionScorer, autocast
@@ -90,16 +91,13 @@ def load_model_and_tokenizer(
     Raises ValueError of one line if the model cannot be used.
     """
     settings, is_training = config.model, config.mode == "train"
-    is_path = settings.name.startswith((".", "/", "~")) or settings.name.count("/") > 1
-    if is_path and not Path(settings.name).is_dir():
-        raise ValueError(
-            f"model.name = {settings.name}: no such folder; give a folder with a model in it, or "
-            "a hub id (owner/name)"
-        )
     lora = lora_config(config) if is_training and settings.lora is not None else None
     quantization = quantization_config(device, compute_dtype) if settings.load_in_4bit else None
     with one_line_errors(settings.name):
+        check_folder(settings.name)
         base = find_base(settings)
+        if base is not None and base.name.startswith("/") and not Path(base.name).is_dir():
+            raise ValueError(f"its base model {base.name}: {no_such_folder(base.name)}")
         if base is not None and is_training:
             raise ValueError(
                 "it is an adapter: to train it further, start its run again with a larger "
@@ -113,9 +111,16 @@ def load_model_and_tokenizer(
         copies = samples_a_copy(device, weight_dtype=dtype, compute_dtype=compute_dtype)
         check_memory(model_config, config, device=device, samples_copy=copies, weight_dtype=dtype)
         model, eos_ids = load_model(
-            model_config, config, tokenizer, dtype=dtype, quantization=quantization, device=device
+            model_config,
+            config,
+            tokenizer,
+            dtype=dtype,
+            quantization=quantization,
+            device=device,
+            log=log,
         )
         check_vocabulary(model, tokenizer)
+        check_causal(model)
         if base is not None:
             load_adapter(model, settings)
     if lora is not None:
@@ -127,12 +132,56 @@ def load_model_and_tokenizer(
 
 @contextlib.contextmanager
 def one_line_errors(name: str) -> Iterator[None]:
-    """Turn what loading a model raises into a ValueError of one line that names the model."""
+    """Turn what loading a model raises into a ValueError of one line that names the model.
+
+    A file that is wrong can make transformers raise anything.
+    """
     try:
         yield
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
         problem = " ".join(str(error).split())
+        if not isinstance(error, (OSError, ValueError, ImportError)):
+            problem = f"{type(error).__name__}: {problem}"
+        if isinstance(error, OSError) and not Path(name).exists():
+            problem = f"{no_such_folder(name)}; and from the hub: {problem}"
         raise ValueError(f"model.name = {name}: cannot be used: {problem}") from error
+
+
+LFS_POINTER = b"version https://git-lfs"  # how a file begins that git has not fetched yet
+
+
+def check_folder(name: str) -> None:
+    """Raise ValueError if `name` is a path, not a hub id, and there is no model at it."""
+    path = Path(name)
+    if not path.exists():
+        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+        if is_path or ("/" in name and path.parent.is_dir()):
+            raise ValueError(no_such_folder(name))
+        return
+    if not path.is_dir():
+        raise ValueError("it is a file; give the folder that the model is in")
+    if not any((path / file).exists() for file in ("config.json", "adapter_config.json")):
+        if (path / "best").is_dir():
+            raise ValueError(f"it is the folder of a run; its best model is {path / 'best'}")
+        raise ValueError("there is no config.json in this folder, so no model")
+    for file in path.iterdir():
+        if file.is_file() and file.open("rb").read(len(LFS_POINTER)) == LFS_POINTER:
+            raise ValueError(f"{file.name} is only a pointer; fetch the file with `git lfs pull`")
+
+
+def no_such_folder(name: str) -> str:
+    """What is wrong with a path at which there is nothing, with the folder most like it."""
+    path = Path(name)
+    there = next(folder for folder in path.absolute().parents if folder.is_dir())
+    wanted = path.absolute().relative_to(there).parts[0]
+    names = [folder.name for folder in there.iterdir() if folder.is_dir()]
+    close = difflib.get_close_matches(wanted, names, n=1)
+    nearest = [there / close[0]] if close else []
+    nearest += [ROOT / name] if (ROOT / name).is_dir() else []
+    hint = f", the nearest is {nearest[0]}" if nearest else ""
+    return f"no such folder in {there}{hint}"
 
 
 def load_model_config(config: Config) -> PretrainedConfig:
@@ -142,11 +191,14 @@ def load_model_config(config: Config) -> PretrainedConfig:
         settings.name, revision=settings.revision, trust_remote_code=settings.trust_remote_code
     )
     saved = model_config.to_dict()
-    if config.mode == "train" and saved.get("quantization_config"):
+    quantized = saved.get("quantization_config")
+    if config.mode == "train" and quantized:
         raise ValueError(
             "its weights are quantised; give the model that it was made from, with "
             "model.load_in_4bit=true if you like"
         )
+    if quantized and not AutoHfQuantizer.supports_quant_method(quantized):
+        raise ValueError(f"unknown quantisation: {quantized}")
     for key, value in saved.items():
         if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
             setattr(model_config, key, 0.0)
@@ -161,6 +213,7 @@ def load_model(
     dtype: torch.dtype,
     quantization: BitsAndBytesConfig | None,
     device: torch.device,
+    log: Log,
 ) -> tuple[nn.Module, tuple[int, ...]]:
     """The model on the device, and the ids that end a completion."""
     settings = config.model
@@ -177,6 +230,11 @@ def load_model(
     )
     if missing := sorted(loading["missing_keys"]):  # transformers draws them at random
         raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}")
+    if unused := sorted(loading["unexpected_keys"]):
+        log(
+            f"warning: {len(unused)} weights in the model's files are ignored, such as "
+            f"{unused[0]}: its config.json describes a model without them"
+        )
     if quantization is None:
         model.to(device)
     else:
@@ -201,6 +259,16 @@ def find_eos_ids(model: nn.Module, tokenizer: PreTrainedTokenizerFast) -> tuple[
     if not eos_ids:
         raise ValueError("neither tokenizer nor model says which token ends text")
     return tuple(sorted(eos_ids))
+
+
+@torch.no_grad()
+def check_causal(model: nn.Module) -> None:
+    """Raise ValueError if the model sees tokens that come later, as BERT and other encoders do."""
+    ids = torch.tensor([[0, 1, 2, 3], [0, 1, 3, 2]], device=model.device)
+    with autocast(model.device, model.dtype):
+        one, other = model.eval()(input_ids=ids).logits[:, :2].float()
+    if not torch.allclose(one, other, rtol=1e-3, atol=1e-3, equal_nan=True):
+        raise ValueError("it sees the tokens that come later, so it cannot write text: an encoder")
 
 
 # Precision, and copies of the model

@@ -43,7 +43,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.fixture(autouse=True)
 def own_signal_handlers() -> Iterator[None]:
     """A run in this process leaves its handlers; Ctrl-C shall end pytest as ever."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
     handlers = [signal.getsignal(number) for number in numbers]
     yield
     for number, handler in zip(numbers, handlers, strict=True):

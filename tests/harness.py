@@ -11,7 +11,7 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -48,6 +48,7 @@ ENVIRONMENT = os.environ | {
     "PYTHONPATH": str(ROOT),
 }
 USERS_ENVIRONMENT = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
+NO_FILE = f"--config={os.devnull}"
 NUMBERS = range(1, 65)  # the tokenizer has one token for each <answer>n</answer>
 REWARDED_TASKS = ("countdown", "gsm8k", "math500")
 
@@ -124,7 +125,12 @@ def change_json(file: Path, **changes) -> None:
 
 def make_config(*overrides: str) -> Config:
     """The schema's defaults with `section.key=value` overrides; config.yaml has no part in it."""
-    return load_config(["--config", os.devnull, *overrides])
+    return load_config([*no_file(overrides), *overrides])
+
+
+def no_file(overrides: Sequence[str]) -> list[str]:
+    """What keeps config.yaml out, unless the overrides name a file themselves."""
+    return [] if any(text.startswith("--config") for text in overrides) else [NO_FILE]
 
 
 def make_policy(
@@ -315,8 +321,6 @@ def run_rank(function: Callable, rank: int, num_ranks: int, store: Path, args: t
 # second, not ten
 
 SHORT_RUN = (
-    "--config",
-    os.devnull,
     f"training.seed={seed()}",
     "training.num_samples_per_step=2",
     "training.k_best_of_n=[8, 8]",
@@ -333,7 +337,8 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 
 def arguments(folder: Path, model: Path, *overrides: str) -> list[str]:
     """What main.py is given for run `folder`/x."""
-    return [*SHORT_RUN, f"model.name={model}", f"run.dir={folder}", "run.name=x", *overrides]
+    settings = [*no_file(overrides), *SHORT_RUN]
+    return [*settings, f"model.name={model}", f"run.dir={folder}", "run.name=x", *overrides]
 
 
 def program(

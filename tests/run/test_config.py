@@ -371,6 +371,7 @@ def test_options_and_parts_of_another_task_are_checked(override, line, guessing)
         (["run.name=2024-13-45"], "run.name=2024-13-45: cannot be read as YAML: month must be in"),
         (["training.seed=" + "[" * 5_000], "cannot be read as YAML: nested too deeply"),
         (["training={seed: 1}", "training.seed=2"], "training: training.seed is given beside it"),
+        (["model.lora=null", "model.lora.r=8"], "model.lora: model.lora.r is given beside it"),
         (["--config", "a.yaml", "--config", "b.yaml"], "--config a.yaml b.yaml: give one file"),
         (["--config"], "argument --config: expected one argument"),
         (["--config", "missing.yaml"], "missing.yaml: No such file or directory; give --config a"),
@@ -399,6 +400,11 @@ def test_an_argument_that_cannot_be_read_is_one_line(arguments, line):
 )
 def test_a_file_that_cannot_be_read_is_one_line(text, line, tmp_path):
     assert line in line_of(file_with(tmp_path, text))
+
+
+def test_a_section_and_another_of_its_keys_may_be_given():
+    lora = load("model.lora={r: 4}", "model.lora.alpha=8").model.lora
+    assert (lora.r, lora.alpha) == (4, 8)
 
 
 def test_a_tilde_is_the_home_folder_in_every_path(tmp_path, monkeypatch):

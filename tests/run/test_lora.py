@@ -43,6 +43,7 @@ from reference import (
     score,
     update,
 )
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -433,6 +434,34 @@ def test_an_adapter_is_evaluated_on_its_base(finished, tmp_path, monkeypatch):
     assert [json.loads(line) for line in lines] == logged[2]
     assert len(trained(run.policy.model)) == 0
     assert {p.dtype for p in run.policy.model.parameters()} == {torch.uint8, torch.float32}
+
+
+def drop_a_layer(adapter: Path) -> None:
+    file = adapter / "adapter_model.safetensors"
+    weights = load_file(file)
+    save_file({name: weights[name] for name in weights if "layers.1.mlp.up" not in name}, file)
+
+
+def move_the_base(adapter: Path) -> None:
+    change_json(adapter / "adapter_config.json", base_model_name_or_path="/moved/away")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (drop_a_layer, "the adapter does not fit its base model, as at model.layers.1.mlp.up_proj"),
+        (move_the_base, "its base model /moved/away: no such folder in /"),
+    ],
+)
+def test_an_adapter_that_has_no_whole_base_is_refused(finished, tmp_path, spoil, problem):
+    """Bug: the weights that it lacked were drawn at random, without a word."""
+    adapter = Path(shutil.copytree(finished[0] / "best", tmp_path / "adapter"))
+    spoil(adapter)
+    overrides = [f"--config={finished[0] / 'config.yaml'}", "mode=evaluate"]
+    with pytest.raises(ValueError) as caught:
+        main.load_run(make_config(*overrides, f"model.name={adapter}", f"run.dir={tmp_path}"))
+    line = str(caught.value)
+    assert line.startswith(f"model.name = {adapter}: ") and problem in line
 
 
 def test_a_finished_run_exports_when_it_is_started_again(

@@ -1,5 +1,6 @@
 """The policy: what it scores, and how it is loaded from folders with surprises in them."""
 
+import functools
 import json
 import math
 import shutil
@@ -7,14 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import alone, change_json, make_config, make_policy
+from harness import ROOT, alone, change_json, make_config, make_policy, seed
 from reference import COMPLETIONS, PROMPTS, score
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertLMHeadModel,
+    PreTrainedTokenizerFast,
+)
 
 import main
 from engine.head import token_log_probs
-from engine.model import Policy, load_tokenizer
+from engine.model import Policy, load_model_and_tokenizer, load_tokenizer
 from engine.optimizer import make_optimizer
 from logger import Logger
 
@@ -236,9 +243,30 @@ def test_a_broken_file_is_refused(rotary_model_folder, tmp_path, name):
     mistake(folder)
 
 
-@pytest.mark.parametrize("name", ["/nowhere", "./nowhere", "runs/x/nowhere"])
-def test_a_folder_that_is_not_there_is_not_looked_up_on_the_hub(name):
-    assert f"model.name = {name}: no such folder; give a folder" in mistake(name)
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("/nowhere", "no such folder in /"),
+        ("./nowhere", "no such folder in {here}"),
+        ("mdels/mine", "no such folder in {here}, the nearest is {here}/models; and from the hub"),
+        ("models/mime", "no such folder in {here}/models, the nearest is {here}/models/mine"),
+        ("runs/x/bst", "no such folder in {here}/runs/x, the nearest is {here}/runs/x/best"),
+        ("modles", "no such folder in {here}, the nearest is {here}/models; and from the hub: "),
+        ("tiny", f"no such folder in {{here}}, the nearest is {ROOT}/tiny; and from the hub: "),
+        ("runs/x", "it is the folder of a run; its best model is runs/x/best"),
+        ("models", "there is no config.json in this folder"),
+        ("a.txt", "it is a file"),
+    ],
+)
+def test_a_path_without_a_model_is_named_with_what_is_near(tmp_path, monkeypatch, name, problem):
+    """Bug: a slip in a path ended in a message about a connection to the hub."""
+    for folder in ("models/mine", "runs/x/best"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "a.txt").write_text("")
+    monkeypatch.chdir(tmp_path)
+    line = mistake(name)
+    assert line.startswith(f"model.name = {name}: cannot be used: {problem.format(here=tmp_path)}")
+    assert ("connect" in line) == ("hub" in problem)
 
 
 def test_an_unknown_hub_id_is_refused():
@@ -271,3 +299,71 @@ def test_a_model_without_any_end_token_is_refused(absolute_model_folder, tmp_pat
 def test_an_unknown_attention_kernel_is_refused(rotary_model_folder):
     overrides = ["model.attn_implementation=no_such_kernel"]
     assert "attn_implementation" in mistake(rotary_model_folder, *overrides)
+
+
+def save_encoder(folder: Path) -> None:
+    """A random BERT, which sees the words behind a word, in place of the model."""
+    config = BertConfig(
+        vocab_size=AutoModelForCausalLM.from_pretrained(folder).config.vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        initializer_range=0.5,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed())
+        BertLMHeadModel(config).save_pretrained(folder)
+
+
+def change_config(folder: Path, **changes) -> None:
+    change_json(folder / "config.json", **changes)
+
+
+def write_pointer(folder: Path) -> None:
+    """What git leaves where it has not fetched a large file."""
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 5\n"
+    (folder / "model.safetensors").write_text(pointer)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (save_encoder, "it sees the tokens that come later"),
+        (write_pointer, "model.safetensors is only a pointer; fetch the file with `git lfs pull`"),
+        (functools.partial(change_config, hidden_size=64), "size"),
+        (functools.partial(change_config, hidden_size="x"), "cannot be used: "),
+        (functools.partial(change_config, num_attention_heads=0), "cannot be used: "),
+        (functools.partial(change_config, num_hidden_layers=-1), "cannot be used: "),
+        (functools.partial(change_config, vocab_size=None), "cannot be used: "),
+        (functools.partial(change_config, quantization_config={"quant_method": "x"}), "quanti"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["train", "evaluate"])
+def test_a_model_that_is_none_or_does_not_fit_its_config_is_refused(
+    rotary_model_folder, tmp_path, spoil, problem, mode
+):
+    """Bugs: an encoder was trained as it was; the others ended in tracebacks."""
+    folder = copy_of(rotary_model_folder, tmp_path)
+    spoil(folder)
+    assert problem in mistake(folder, f"mode={mode}")
+
+
+def test_weights_that_the_config_leaves_out_are_named(rotary_model_folder, tmp_path):
+    """Bug: a config.json with fewer layers than the files made another model without a word."""
+    folder = copy_of(rotary_model_folder, tmp_path)
+    change_json(folder / "config.json", num_hidden_layers=1, layer_types=["full_attention"])
+    lines = []
+    load_model_and_tokenizer(
+        make_config(f"model.name={folder}"),
+        device=torch.device("cpu"),
+        compute_dtype=torch.float32,
+        log=lines.append,
+    )
+    (line,) = [line for line in lines if "ignored" in line]
+    assert "warning: 12 weights" in line and "layers.1." in line
+
+
+def test_a_missing_package_for_attention_is_named(rotary_model_folder):
+    line = mistake(rotary_model_folder, "model.attn_implementation=flash_attention_2")
+    assert "flash_attn" in line or "FlashAttention2" in line
