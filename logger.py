@@ -12,6 +12,7 @@ saved after it. A killed run leaves rows of later steps than its last checkpoint
 row at the end; these are cut off when the run is resumed.
 """
 
+import io
 import itertools
 import json
 import math
@@ -79,7 +80,7 @@ class Logger:
 
     def info(self, text: str) -> None:
         """Print without tearing a progress bar, on rank 0, in whatever encoding stdout has."""
-        if self.is_main:
+        if self.is_main and sys.stdout is not None:  # a daemon may have closed it
             tqdm.write(printable(text, encoding=sys.stdout.encoding or "utf-8"), file=sys.stdout)
             sys.stdout.flush()  # else a log file shows the line minutes later
 
@@ -89,7 +90,8 @@ class Logger:
     def progress(self, total: int, description: str, unit: str) -> tqdm:
         """Return a bar with an ETA; rank 0 draws it, and only where stderr is a terminal."""
         looks = {"desc": description, "unit": unit, "leave": False, "dynamic_ncols": True}
-        return tqdm(total=total, disable=None if self.is_main else True, **looks)
+        is_shown = self.is_main and sys.stderr is not None
+        return tqdm(total=total, disable=None if is_shown else True, **looks)
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Append one row to metrics.jsonl and metrics.csv; the names must be among the columns."""
@@ -245,7 +247,8 @@ def import_mlflow() -> ModuleType:
     try:
         import dotenv
 
-        dotenv.load_dotenv(".env")
+        if Path(".env").exists():
+            dotenv.load_dotenv(stream=io.StringIO(read_text(Path(".env"))))
         for name, value in MLFLOW_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         import mlflow
@@ -322,10 +325,18 @@ def start_files(folder: Path, columns: Sequence[str], *, resume_step: int | None
 
 def rows_until(resume_step: int, path: Path) -> str:
     """Return the header and the rows up to `resume_step`, without a line that is half written."""
-    whole_lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    whole_lines = read_text(path).split("\n")[:-1] if path.exists() else []
     steps = [ROW_STEP.match(line) for line in whole_lines]  # None for the header
     kept = [step is None or int(step[1]) <= resume_step for step in steps]
     return "".join(f"{line}\n" for line in itertools.compress(whole_lines, kept))
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a UTF-8 file; raises ValueError that names the file if it is another."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 text ({error}); save it as UTF-8") from error
 
 
 def append_durably(path: Path, text: str) -> None:

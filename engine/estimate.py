@@ -70,8 +70,8 @@ def check_memory(
         num_samples = "training.k_best_of_n" if is_training else "validation.best_of_n"
         fix = f"lower sampling.max_batch_tokens, {num_samples} or training.max_new_gen_tokens"
     parts["the cache while sampling"] = cache
-    listed = ", ".join(f"{what} {gb(size)}" for what, size in parts.items() if size)
-    raise ValueError(f"it does not fit: {listed}; {place} has {gb(available)}: {fix}")
+    listed = ", ".join(f"{what} {size(part)}" for what, part in parts.items() if part)
+    raise ValueError(f"it does not fit: {listed}; {place} has {size(available)}: {fix}")
 
 
 def cache_bytes(model_config: PretrainedConfig, config: Config, *, bytes_per_number: int) -> int:
@@ -114,13 +114,17 @@ def check_disk(folder: Path, config: Config, *, num_weights: int, num_merged: in
         return
     keep = math.floor((room - rest) / checkpoint) - 1
     fix = f"checkpoint.keep={keep} would fit" if keep > 0 else "give run.dir a larger disk"
-    and_merged = f" and merged/ of {gb(merged)}" if merged else ""
+    and_merged = f" and merged/ of {size(merged)}" if merged else ""
     raise ValueError(
         f"run.dir = {config.run.dir}: the disk is too small: {num_checkpoints} checkpoints of "
-        f"{gb(checkpoint)} (one while it is written) and twice best/ of {gb(best)}{and_merged} "
-        f"need {gb(needed)}, there is room for {gb(room)}: {fix}"
+        f"{size(checkpoint)} (one while it is written) and twice best/ of {size(best)}{and_merged} "
+        f"need {size(needed)}, there is room for {size(room)}: {fix}"
     )
 
 
-def gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.1f} GB"
+def size(num_bytes: float) -> str:
+    """In a unit of which there is at least one: 12.0 GB, 3.4 MB, 5 bytes."""
+    for unit, factor in {"GB": 1e9, "MB": 1e6, "KB": 1e3}.items():
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes:.0f} bytes"

@@ -5,6 +5,7 @@ import errno
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -372,6 +373,10 @@ def mistakes_cost_one_line() -> Iterator[None]:
     """Print a user's mistake on one rank, and not again at a restart; exit with status 2."""
     try:
         yield
+    except KeyboardInterrupt:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("stopped by Ctrl-C before the start: nothing was changed", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     except (ValueError, OSError) as error:
         is_config = isinstance(error, ConfigError)
         is_first_rank, is_first_start = (

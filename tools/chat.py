@@ -59,7 +59,7 @@ def chat_config(arguments: list[str]) -> Config:
     parser.add_argument("--config", help="a YAML file; default: that of the model's run")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_intermixed_args(arguments)
-    model = Path(options.model)
+    model = Path(options.model).expanduser()
     of_run = [folder / "config.yaml" for folder in model.absolute().parents[:2] if model.is_dir()]
     files = [options.config, *filter(Path.is_file, of_run), "config.yaml"]
     file = next(str(file) for file in files if file is not None)
@@ -80,6 +80,8 @@ def load_chat(config: Config) -> Run:
 
 def read_lines() -> Iterator[str]:
     """The lines that are not empty. Lines that are piped in are shown as if they were typed."""
+    if sys.stdin is None:  # it was closed before the start
+        return
     sys.stdin.reconfigure(errors="replace")
     is_terminal = sys.stdin.isatty()
     while True:

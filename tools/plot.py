@@ -201,7 +201,8 @@ def main() -> None:
     parser.add_argument("--smooth", type=int, default=5, help="steps in the training curves' mean")
     options = parser.parse_args()
     try:
-        files = draw(options.paths, options.out, window=options.smooth)
+        paths = [path.expanduser() for path in options.paths]
+        files = draw(paths, options.out.expanduser(), window=options.smooth)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -121,7 +121,7 @@ def test_a_disk_that_is_too_small_is_refused_with_what_would_fit(tmp_path, disk)
             check_disk(tmp_path, config, num_weights=1000)
     with pytest.raises(ValueError, match=r"checkpoint\.keep=3 would fit"):
         check_disk(tmp_path, four, num_weights=1001)
-    with pytest.raises(ValueError, match=r"twice best/ of 0\.0 GB and merged/ of 0\.0 GB need"):
+    with pytest.raises(ValueError, match=r"twice best/ of 4\.0 KB and merged/ of 2 bytes need"):
         check_disk(tmp_path, four, num_weights=1000, num_merged=1)
     with pytest.raises(ValueError, match=r"give run\.dir a larger disk"):
         check_disk(tmp_path, four, num_weights=3000)

@@ -73,6 +73,38 @@ def logged_steps(folder: Path) -> tuple[list[int], ...]:
 # Files
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_a_resumed_run_that_is_not_utf_8_is_named(tmp_path, name):
+    """As a spreadsheet may save metrics.csv; the traceback did not say which file it was."""
+    log_steps(start(tmp_path), range(2))
+    (tmp_path / name).write_bytes(b"\xff\xfe" + (tmp_path / name).read_bytes())
+    with pytest.raises(ValueError, match=f"{name}: is not UTF-8 text"):
+        start(tmp_path, resume_step=1)
+
+
+@pytest.mark.parametrize(("old", "new"), [(",", ";"), ("step", "\ufeffstep")])
+def test_a_table_that_a_spreadsheet_has_saved_is_named(tmp_path, old, new):
+    log_steps(start(tmp_path), range(2))
+    table = tmp_path / "metrics.csv"
+    table.write_bytes(table.read_text().replace(old, new).encode())
+    with pytest.raises(ValueError, match=r"metrics\.csv has other columns than this config"):
+        start(tmp_path, resume_step=1)
+
+
+def test_an_env_file_that_is_not_utf_8_is_named(tmp_path):
+    (tmp_path / ".env").write_bytes(b"MLFLOW_TRACKING_URI=\xff")
+    with pytest.raises(ValueError, match=r"\.env: is not UTF-8 text"):
+        start(tmp_path, do_mlflow=True)
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_closed_terminal_stops_nothing(tmp_path, monkeypatch, closed):
+    monkeypatch.setattr(sys, closed, None)
+    log = start(tmp_path)
+    log.info("hello")
+    log.progress(3, "rollout", "seq").update(1)
+
+
 def test_a_step_is_a_json_line_and_a_csv_row_under_fixed_columns(tmp_path):
     log = start(tmp_path / "runs/a")
     log.log_metrics(0, {"eval/pass@1": 0.25})
