@@ -47,7 +47,7 @@ def test_it_solves_some_questions_not_most():
     questions = load_questions(
         countdown, config, tokenizer=policy.tokenizer, context=policy.context_length, log=print
     )
-    metrics, _ = evaluate(make_run(policy, config, questions=questions["validation"]))
+    metrics, *_ = evaluate(make_run(policy, config, questions=questions["validation"]))
     interval = metrics["eval/pass@1_high"] - metrics["eval/pass@1_low"]
     standard_error = interval / (2 * 1.96)
     assert 5 * standard_error < min(measured - low, high - measured)

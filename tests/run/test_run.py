@@ -126,7 +126,7 @@ def test_the_best_model_loads_and_scores_what_the_log_says(
     assert logged[0] != logged[1] != logged[2] != logged[0], "the steps' samples are alike"
     grade_by_text(monkeypatch)
     in_fp64(monkeypatch)
-    metrics, samples = main.evaluate(load_run(tmp_path, run / "best", *data, "mode=evaluate"))
+    metrics, samples, _ = main.evaluate(load_run(tmp_path, run / "best", *data, "mode=evaluate"))
     del metrics["time/eval_s"]
     assert metrics.items() <= best.items() and len(metrics) == 7
     assert samples[::stride] == logged[best["step"]]
@@ -184,7 +184,7 @@ def test_sil_runs_and_of_equal_models_the_earliest_is_the_best(rotary_model_fold
 def evaluate_a_single_question(world: World, model: Path) -> dict[str, float]:
     policy = make_policy(model, "mode=evaluate", *SIZES, world=world)
     alike = {"world": world, "optimizer": object(), "questions": [{"nums": [3], "target": 3}]}
-    metrics, _ = main.evaluate(make_run(policy, make_config(*SIZES), **alike))
+    metrics, *_ = main.evaluate(make_run(policy, make_config(*SIZES), **alike))
     return {name: value for name, value in metrics.items() if name.startswith("eval/")}
 
 
@@ -216,7 +216,7 @@ def broken(tmp_path, rotary_model_folder) -> Path:
         ("model.name=BROKEN/model", ["model.name = BROKEN/model: ", "model.safetensors"]),
         ("task.train=nowhere.jsonl", ["nowhere.jsonl: "]),
         ("task.eval=nowhere.jsonl", ["nowhere.jsonl: "]),
-        ("task.eval=BROKEN/rows.jsonl", ["BROKEN/rows.jsonl: ", "nums", "target"]),
+        ("task.eval=BROKEN/rows.jsonl", ["BROKEN/rows.jsonl, row 1: ", "nums", "target"]),
         # Bug: the error was raised outside the part of main that turns errors into a line.
         ("run.dir=BROKEN/rows.jsonl", ["BROKEN/rows.jsonl"]),
         # Bug: the run ended in a traceback, after it had written config.yaml.

@@ -134,7 +134,7 @@ def train(monkeypatch, capsys, settings, tmp_path) -> Callable[..., tuple[Path, 
             main.main()
         output, errors = capsys.readouterr()
         assert ended.value.code == status, errors
-        return tmp_path / "runs/x", errors if status else output
+        return tmp_path / "runs/x", output + errors
 
     return run
 
@@ -429,7 +429,7 @@ def evaluate_on_this_rank(world: World, model: Path, limit: int) -> tuple[dict, 
     run = make_run(policy, make_config(*overrides), world=world, questions=asked)
     with pytest.MonkeyPatch.context() as patch:
         grade_by_text(patch)
-        metrics, samples = main.evaluate(run)
+        metrics, samples, _ = main.evaluate(run)
     assert [question_of(s["prompt"]) for s in samples] == asked[world.rank :: world.size]
     del metrics["time/eval_s"]
     return metrics, samples
@@ -518,18 +518,31 @@ def test_a_single_skipped_step_costs_no_checkpoint(make_answering, train, monkey
     assert not torch.equal(weights_of(last), weights_of(before))
 
 
-def test_noise_from_a_broken_model_solves_nothing_and_is_never_the_best(make_model, train, answers):
+def test_noise_from_a_broken_model_solves_nothing_and_is_never_the_best(
+    make_model, train, answers, monkeypatch
+):
     """Bug: logits of NaN are sampled as if all were 0; by luck that solved more than the model did,
     and best/ was overwritten by weights that are not finite."""
     model = make_model(dict.fromkeys(answers, NEVER) | {list(answers)[-1]: 0.7})
-    overrides = ["training.learning_rate=1e30", "validation.best_of_n=64", "validation.every=1"]
-    run, _ = train(model, *overrides, "training.k_best_of_n=[32,32]")
+    monkeypatch.setattr(main, "learning_rate_at", lambda step, config: 1e30)
+    overrides = ["validation.best_of_n=64", "validation.every=1", "training.k_best_of_n=[32,32]"]
+    run, _ = train(model, *overrides, status=1)  # there was nothing to save at the end
     first, *rows = rows_of(run)
     assert first["eval/pass@1"] == 0
     # its rewards differ by the end of thinking, which three of four completions have
     assert rows[0]["train/grad_norm"] > 0 and rows[1]["train/skipped_steps"] == 1
     assert all(row["eval/pass@1"] == row["train/solved"] == 0 for row in rows)
     assert torch.equal(weights_of(run / "best"), weights_of(model))
+
+
+def test_an_evaluation_of_a_model_whose_logits_are_nan_says_so_and_fails(make_model, train):
+    folder = make_model({})
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.fill_(math.nan)
+    model.save_pretrained(folder)
+    _, output = train(folder, "mode=evaluate", status=2)
+    assert "completions ended at logits that were not finite" in output
 
 
 @pytest.mark.parametrize(("log_prob", "is_broken"), [(-2.0, False), (math.nan, True)])
