@@ -51,10 +51,14 @@ def lock_folder(folder: Path, warn: Callable[[str], None]) -> TextIO:
     """Lock a run's folder for as long as the file stays open, at most until this process ends.
 
     The lock is the operating system's (flock; Linux passes it on to NFS). Raises ValueError that
-    names the process which holds it.
+    names the process which holds it, or says why the folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / "lock").open("a+", encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("a+", encoding="utf-8")
+    except OSError as error:
+        fix = "give another run.dir"
+        raise ValueError(f"{folder} cannot be written ({error.strerror}); {fix}") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -44,6 +44,7 @@ PathText = Annotated[Text, AfterValidator(os.path.expanduser)]  # a file, a fold
 # Limits that no sensible run comes near: a slip of the keyboard must not start endless work.
 Count = Annotated[int, Field(gt=0, le=1_000_000)]
 Rate = Annotated[float, Field(gt=0, le=10)]
+Weight = Annotated[float, Field(ge=-1_000_000, le=1_000_000)]
 Temperature = Annotated[float, Field(ge=0.01, le=100)]  # logits / 0.01 are still finite
 
 
@@ -79,7 +80,7 @@ class TaskSettings(Section):
     name: Text = "countdown"
     train: PathText = "generated"
     eval: PathText = "generated"
-    reward_weights: dict[str, float] = {"format": 0.1, "answer": 1.0}
+    reward_weights: dict[str, Weight] = {"format": 0.1, "answer": 1.0}
 
 
 class SamplingSettings(Section):
@@ -246,7 +247,7 @@ def schema(task: ModuleType) -> type[Config]:
     settings = create_model(
         "TaskSettings",
         __base__=(task.Options, TaskSettings) if hasattr(task, "Options") else TaskSettings,
-        reward_weights=(dict[Literal[task.REWARD_PARTS], float], defaults),
+        reward_weights=(dict[Literal[task.REWARD_PARTS], Weight], defaults),
     )
     return create_model("Config", __base__=Config, task=(settings, settings()))
 
