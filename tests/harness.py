@@ -164,7 +164,11 @@ def sample(
     policy: Policy, prompts: list[list[int]], *, num_samples: int, **changes
 ) -> list[list[Completion]]:
     """Completions of each prompt by the policy's own backend; `changes` are to its parameters."""
-    decode = {"generate": main.decode_with_generate, "grouped": decode_grouped}[policy.backend]
+    decode = {
+        "generate": main.decode_with_generate,
+        "grouped": decode_grouped,
+        "captured": functools.partial(decode_grouped, capture=True),
+    }[policy.backend]
     return sample_in_batches(
         policy.sampler.eval(),
         prompts,
