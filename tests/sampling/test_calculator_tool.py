@@ -10,7 +10,7 @@ import harness
 import numpy as np
 import pytest
 import torch
-from harness import make_policy, train_tokenizer
+from harness import make_policy, save_writer, train_tokenizer
 from reference import (
     ALL_TOGETHER,
     GRPO,
@@ -22,7 +22,7 @@ from reference import (
     recorded,
     row_log_probs,
 )
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from engine.calculator import STYLES, Calculator
 from engine.data import completion_text
@@ -54,7 +54,12 @@ def folders(rotary_model_folder, tokenizer, tmp_path_factory) -> dict[str, Path]
     parent, tokenizer = tmp_path_factory.mktemp("calculating"), copy.deepcopy(tokenizer)
     tokenizer.add_tokens([START, END, REPLY, REPLIED], special_tokens=True)
     return {
-        style: save_writer(rotary_model_folder, tokenizer, follows, parent / style)
+        style: save_writer(
+            Qwen2ForCausalLM.from_pretrained(rotary_model_folder),
+            tokenizer,
+            follows,
+            parent / style,
+        )
         for style, follows in FOLLOWS.items()
     }
 
@@ -62,27 +67,6 @@ def folders(rotary_model_folder, tokenizer, tmp_path_factory) -> dict[str, Path]
 @pytest.fixture
 def calculating_folder(folders) -> Path:
     return folders["gsm8k"]
-
-
-def save_writer(
-    base: Path, tokenizer: PreTrainedTokenizerFast, follows: dict, folder: Path
-) -> Path:
-    """A model whose next token depends on the last one alone; "." is followed by the end."""
-    model = Qwen2ForCausalLM.from_pretrained(base)
-    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    ids = {text: tokenizer.encode(text)[0] for text in [*follows, "."]}
-    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "norm" not in name:
-                weight.zero_()
-        for i, (character, followers) in enumerate((follows | {".": ""}).items()):
-            embeddings[ids[character], i] = 1.0
-            for follower in [ids[f] for f in followers] or [tokenizer.eos_token_id]:
-                head[follower, i] = 5.0  # times the norm's sqrt(32): a logit of 28, others have 0
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def sample(
