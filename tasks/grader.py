@@ -137,6 +137,7 @@ NUM_ARGUMENTS = {"^": 1, "_": 1, "\\sqrt": 1, "\\frac": 2, "\\binom": 2}
 THOUSANDS_MARK = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,|\\!,|,\\,) ?(?=[0-9]{3}(?![0-9]))")
 THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?!,?[0-9])")
 BETWEEN_ANSWERS = re.compile(r"(?<=[ {])(?:and|or)(?=[ }])")
+# 3*sqrt(13) and \log_2 8 are LaTeX with a \times, braces or brackets left out
 PLAIN_PRODUCT = re.compile(r"(?<=[\w)}]) ?\* ?(?=[\w(\\.])")
 PLAIN_ROOT = re.compile(r"(?<![a-zA-Z\\])sqrt ?\(([^()]*)\)")
 LOG_OF_NUMBER = re.compile(r"(\\log_\{[^{}]*\})([0-9]+)(?=[-+=)},]|$)")
