@@ -184,14 +184,11 @@ def load_policy(config: Config, world: World, logger: Logger) -> Policy:
         top_k=sampling.top_k,
         eos_ids=eos_ids,
         pad_id=tokenizer.pad_token_id,
-        calculator=Calculator(tokenizer) if sampling.calculator else None,
+        calculator=Calculator(tokenizer, sampling.calculator) if sampling.calculator else None,
     )
     policy = Policy(model, scorer, sampler, tokenizer, params, sampling.backend, reference)
     with policy.autocast():
-        can_capture = params.calculator is None
-        policy.backend = choose_backend(
-            sampling.backend, sampler, logger.info, can_capture=can_capture
-        )
+        policy.backend = choose_backend(sampling.backend, sampler, logger.info)
     return policy
 
 

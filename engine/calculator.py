@@ -21,27 +21,43 @@ PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "negate": 3}
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
-class Calculator:
-    """Writes the result and >> behind a completion that says <<12*3=, as GSM8K's solutions do.
+# What stands before an expression, what asks for its result, and what is then written
+STYLES = {
+    "gsm8k": ("<<", "=", "{}>>"),
+    "nanochat": ("<|python_start|>", "<|python_end|>", "<|output_start|>{}<|output_end|>"),
+}
 
-    The tool of "Training Verifiers to Solve Math Word Problems" (arXiv:2110.14168, appendix C).
+
+class Calculator:
+    """Writes the result into a completion that asks for it, in one of the STYLES.
+
+    gsm8k is the tool of "Training Verifiers to Solve Math Word Problems" (arXiv:2110.14168,
+    appendix C); nanochat's markers are special tokens of its models. Raises ValueError if the
+    tokenizer lacks one of them.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, style: str):
         self.tokenizer = tokenizer
-        ids = sorted(tokenizer.get_vocab().values())
+        self.opening, self.closing, self.reply = STYLES[style]
+        vocabulary = tokenizer.get_vocab()
+        for token in re.findall(r"<\|\w+\|>", "".join(STYLES[style])):
+            if token not in vocabulary:
+                problem = f"this tokenizer has no token {token}; write gsm8k, or null for none"
+                raise ValueError(f"sampling.calculator = {style}: {problem}")
+        ids = sorted(vocabulary.values())
         texts = tokenizer.batch_decode([[i] for i in ids])
-        self.asking_ids = [i for i, text in zip(ids, texts, strict=True) if text.endswith("=")]
+        asks = [text.endswith(self.closing) for text in texts]
+        self.asking_ids = [i for i, is_asking in zip(ids, asks, strict=True) if is_asking]
 
     def complete(self, token_ids: list[int]) -> list[int]:
-        """The ids of the result and >>, if `token_ids` end in <<expression=; else no ids."""
+        """The ids of what is written if `token_ids` end in a request for a result; else no ids."""
         # Each token of an expression holds at least one character, so these hold the longest one.
         text = self.tokenizer.decode(token_ids[-MAX_CHARS - 3 :])
-        _, opening, expression = text.rpartition("<<")
-        result = evaluate(expression.removesuffix("=")) if opening else None
+        _, opening, expression = text.rpartition(self.opening)
+        result = evaluate(expression.removesuffix(self.closing)) if opening else None
         if result is None:
             return []
-        return self.tokenizer.encode(f"{result}>>", add_special_tokens=False)
+        return self.tokenizer.encode(self.reply.format(result), add_special_tokens=False)
 
 
 def evaluate(expression: str) -> str | None:

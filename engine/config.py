@@ -89,7 +89,7 @@ class SamplingSettings(Section):
     top_p: float = Field(1.0, ge=1e-6, le=1)
     top_k: NonNegativeInt = 0
     max_batch_tokens: PositiveInt | None = None
-    calculator: bool = False
+    calculator: Literal["gsm8k", "nanochat"] | None = None
 
 
 class TrainingSettings(Section):

@@ -324,18 +324,17 @@ def make_reference(
     return CompletionScorer(copied, scorer.compute_dtype, chunked=scorer.chunked)
 
 
-def choose_backend(name: str, sampler: nn.Module, log: Log, *, can_capture: bool) -> str:
+def choose_backend(name: str, sampler: nn.Module, log: Log) -> str:
     """The backend asked for or, if this model does not support it, another one.
 
-    On a GPU the decode step of `grouped` is captured in CUDA graphs, unless a calculator has to
-    look at every token (`can_capture` is False).
+    On a GPU the decode step of `grouped` is captured in CUDA graphs.
     """
     if name == "generate":
         return name
     if not supports_grouped(sampler):
         log("this model's cache cannot be shared by a group: sampling.backend=generate")
         return "generate"
-    if sampler.device.type == "cuda" and can_capture:
+    if sampler.device.type == "cuda":
         if supports_grouped(sampler, capture=True):
             return "captured"
         log("this model's decode step cannot be captured in a CUDA graph: sampling is slower")

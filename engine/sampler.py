@@ -135,6 +135,7 @@ def decode_grouped(
     batch = batch_class(model, prompts, uniforms, params)
     num_unfinished, longest = len(uniforms), max(map(len, prompts))
     for t in range(1, params.max_new_tokens):
+        batch.record.calculate(batch.tokens[:, 0])
         if t == 1 or t % batch.steps_per_check == 0:
             active = batch.record.active
             num_active = int(active.sum())
@@ -381,15 +382,18 @@ class Record:
         self.log_probs.index_put_(index, log_probs.where(is_drawn, 0.0))
         self.entropies.index_put_(index, entropies.where(is_drawn, 0.0))
         self.lengths.index_add_(0, self.rows, self.active.long())
-        if self.params.calculator is not None:
-            self.calculate(self.rows[self.active & torch.isin(tokens, self.asking_ids)].tolist())
         self.active &= (tokens[:, None] != self.eos_ids).all(dim=1)
         self.t += 1
         return tokens
 
-    def calculate(self, rows: list[int]) -> None:
-        """Set the tokens of the results that these rows ask for, to be written in later steps."""
-        for row in rows:
+    def calculate(self, tokens: Tensor) -> None:
+        """Where a row's last token (b,) asks for a result, set the tokens that are written next.
+
+        This waits for the GPU, so it is no part of a step, which may be captured.
+        """
+        if self.params.calculator is None:
+            return
+        for row in self.rows[self.active & torch.isin(tokens, self.asking_ids)].tolist():
             length = int(self.lengths[row])
             result_ids = self.params.calculator.complete(self.tokens[row, :length].tolist())
             room = self.inserts[row, length : length + len(result_ids)]
@@ -436,6 +440,7 @@ class RecordingProcessor(Record, LogitsProcessor):
         log_probs, tokens = self.next_log_probs, input_ids[:, -1]
         entropies = -(log_probs.exp() * log_probs).nan_to_num().sum(dim=-1)
         self.write(tokens, log_probs.gather(-1, tokens[:, None])[:, 0], entropies)
+        self.calculate(tokens)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 
 from tasks.grader_worker import WORKER, OutOfPatience, WorkerLost
 
@@ -100,6 +101,7 @@ def last_boxed(completion: str) -> str | None:
     A box that the end of the text cuts off is passed over. If the last box holds more than
     MAX_ANSWER_CHARS, there is no answer. So only boxes near the end are tried: linear time.
     """
+    completion = completion.replace("\\boxed {", BOX)
     end = len(completion)
     while (end := completion.rfind(BOX, 0, end)) >= 0:
         start, depth = end + len(BOX), 1
@@ -120,7 +122,7 @@ SPELLINGS = {  # one spelling for what LaTeX and people spell in many ways
     " ": r"\, \; \: \! \> \quad \qquad \thinspace",
     "\\frac": r"\dfrac \tfrac \cfrac",
     "\\times": "\\cdot \u00d7 \u00b7",
-    "^{\\circ}": "\\degree \u00b0",
+    **{"^{\\circ}": "\\degree \u00b0", "\\%": "%"},
     **{"\\leq": r"\le", "\\geq": r"\ge", "<": r"\lt", ">": r"\gt", "\\{": r"\lbrace"},
     **{"\\}": r"\rbrace", "\\pi": "\u03c0", "\\infty": "\u221e", "\\cup": "\u222a"},
     **{"-": "\u2212", "^{2}": "\u00b2", "^{3}": "\u00b3"},
@@ -135,6 +137,14 @@ NUM_ARGUMENTS = {"^": 1, "_": 1, "\\sqrt": 1, "\\frac": 2, "\\binom": 2}
 THOUSANDS_MARK = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,|\\!,|,\\,) ?(?=[0-9]{3}(?![0-9]))")
 THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?!,?[0-9])")
 BETWEEN_ANSWERS = re.compile(r"(?<=[ {])(?:and|or)(?=[ }])")
+# 3*sqrt(13) and \log_2 8 are LaTeX with a \times, braces or brackets left out
+PLAIN_PRODUCT = re.compile(r"(?<=[\w)}]) ?\* ?(?=[\w(\\.])")
+PLAIN_ROOT = re.compile(r"(?<![a-zA-Z\\])sqrt ?\(([^()]*)\)")
+LOG_OF_NUMBER = re.compile(r"(\\log_\{[^{}]*\})([0-9]+)(?=[-+=)},]|$)")
+TOWER = re.compile(  # of three or four small numbers
+    r"(?<![\w.)}\]])(?<![_^]\{)[0-9]{1,2}\^\{[0-9]{1,2}\^\{[0-9]{1,2}(?:\^\{[0-9]{1,2}\})?\}\}"
+    r"(?![\w.!^({\\])"
+)
 
 
 def normalise(text: str) -> str:
@@ -143,12 +153,39 @@ def normalise(text: str) -> str:
     `\dfrac 12` and `$\frac{1}{2}$` both become `\frac{1}{2}`; `10,\!080` and `10,080` become
     10080, but (10,080) is a pair. Spaces stay only between numbers, since 1 2 is not 12.
     """
-    text = THOUSANDS_MARK.sub("", re.sub(r"[\s~]+", " ", text))
+    text = without_outer_groups(re.sub(r"[\s~]+", " ", text))
+    text = PLAIN_PRODUCT.sub(r"\\times ", PLAIN_ROOT.sub(r"\\sqrt{\1}", text))
+    text = THOUSANDS_MARK.sub("", text)
     if not re.search(r"[(\[]|\\\{|\\lbrace", text):
         text = THOUSANDS.sub(lambda number: number.group().replace(",", ""), text)
     text = BETWEEN_ANSWERS.sub(",", text)
     tokens = map(usual_token, TOKEN.finditer(text))
-    return read_group(tokens, depth=0).strip(" ;,").removesuffix(".")
+    text = read_group(tokens, depth=0).strip(" ;,").removesuffix(".")
+    return TOWER.sub(tower_value, LOG_OF_NUMBER.sub(r"\1(\2)", text))
+
+
+def without_outer_groups(text: str) -> str:
+    """The text without the braces around all of it, at any depth: 7 for {{{7}}}. Linear time."""
+    signs = [(b.group() == "{") - (b.group() == "}") for b in BRACE.finditer(text)]
+    depths = list(accumulate(sign for sign in signs if sign != 0))  # after each brace
+    rest = text.rstrip("}")
+    num_closed = len(text) - len(rest) - rest.endswith("\\")  # the } of \} is a sign
+    num_opened = len(text) - len(text.lstrip("{"))
+    if not depths or depths[-1] != 0 or num_opened == 0:
+        return text
+    within = depths[num_opened - 1 : len(depths) - num_closed]
+    num_groups = min(num_opened, num_closed, *within)
+    return text[num_groups : len(text) - num_groups]
+
+
+def tower_value(tower: re.Match[str]) -> str:
+    """The number that a tower of powers stands for; from 10^6 on the tower, which is refused."""
+    *bases, value = map(int, re.findall("[0-9]+", tower[0]))
+    for base in reversed(bases):
+        if value > 20 or base**value >= 10**6:
+            return tower[0]
+        value = base**value
+    return str(value)
 
 
 def usual_token(token: re.Match[str]) -> str:

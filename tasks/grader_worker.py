@@ -156,9 +156,11 @@ def serve() -> None:
 def math_verify_equal(gold: str, prediction: str) -> bool:
     """math-verify's opinion, with a True between constants checked again, since it rounds.
 
-    Its LaTeX parser alone: the one for plain expressions would run them as Python.
+    It takes i for a variable; here i is the imaginary unit. Its LaTeX parser is used alone: the one
+    for plain expressions would run them as Python.
     """
     from math_verify import LatexExtractionConfig, parse, verify
+    from sympy import Basic, I, MatrixBase
 
     options = {
         "extraction_config": [LatexExtractionConfig(boxed_match_priority=0)],
@@ -168,6 +170,10 @@ def math_verify_equal(gold: str, prediction: str) -> bool:
     }
     try:
         parsed = [parse(f"\\boxed{{{text}}}", **options) for text in (gold, prediction)]
+        for answer in parsed:
+            if answer and isinstance(answer[0], Basic | MatrixBase):
+                units = [s for s in answer[0].free_symbols if s.name == "i"]
+                answer[0] = answer[0].subs(dict.fromkeys(units, I))
         is_equal = all(parsed) and verify(*parsed, timeout_seconds=None)
         return is_equal and is_same_constant(parsed[0][0], parsed[1][0])
     except Exception:

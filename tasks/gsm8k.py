@@ -26,6 +26,12 @@ class Options(Section):
     """What is asked for. plain poses the bare question and reads the number behind ####; tags asks
     for a <thinking> and an <answer> block, reads the answer block, and grades the layout too."""
 
+    tag_grading: Literal["lenient", "strict"] = "lenient"
+    """How style tags is graded. lenient forgives white space between the blocks. strict wants a
+    newline behind each opening tag and before each closing one, one newline between the blocks, and
+    nothing else in the text. It pays -0.5 for the ending if </answer> is missing too, takes digits
+    with a sign for an integer, but no commas, and reads <ANSWER> as <answer>."""
+
     grading: Literal["exact", "official"] = "exact"
     """How the number is read. exact reads it as a person would: $18.00 is 18, and 1/2 is not 1.
     official is the published regex for the text behind ####; it allows comparisons with published
@@ -125,6 +131,7 @@ def generate_prompt(example: dict, *, options: Options) -> list[dict]:
 REWARD_PARTS = ("format", "answer", "ending", "integer", "length")
 TAGS = ("<thinking>", "</thinking>", "<answer>", "</answer>")
 LAYOUT = re.compile(r"\s*<thinking>.*</thinking>\s*<answer>.*</answer>", re.DOTALL)
+STRICT_LAYOUT = ("<thinking>\n", "\n</thinking>\n<answer>\n", "\n</answer>")
 
 
 def reward_function(
@@ -137,9 +144,10 @@ def reward_function(
     """
     parts = dict.fromkeys(REWARD_PARTS, 0.0)
     if options.prompt_style == "tags":
-        parts["format"] = format_reward_function(completion)
-        parts["ending"] = ending_reward_function(completion)
-        parts["integer"] = integer_reward_function(completion)
+        is_strict = options.tag_grading == "strict"
+        parts["format"] = format_reward_function(completion, is_strict=is_strict)
+        parts["ending"] = ending_reward_function(completion, is_strict=is_strict)
+        parts["integer"] = integer_reward_function(completion, is_strict=is_strict)
     if options.max_tokens is not None and num_tokens > options.max_tokens:
         parts["length"] = -0.5
     read_gold = official_answer if options.grading == "official" else marked_answer
@@ -149,24 +157,35 @@ def reward_function(
     return parts
 
 
-def format_reward_function(completion: str) -> float:
+def format_reward_function(completion: str, *, is_strict: bool) -> float:
     """1.0 for a thinking block and then an answer block, else -1.0.
 
-    Each tag must come exactly once, and only white space may stand before and between the blocks.
-    What follows the answer block is the matter of `ending_reward_function`.
+    Lenient: each tag must come exactly once, and only white space may stand before and between the
+    blocks; what follows them is the matter of `ending_reward_function`. Strict: the whole text is
+    the STRICT_LAYOUT with any text in its two gaps.
     """
+    if is_strict:
+        start, middle, end = STRICT_LAYOUT
+        is_framed = completion.startswith(start) and completion.endswith(end)
+        return 1.0 if is_framed and middle in completion[len(start) : -len(end)] else -1.0
     comes_once = all(completion.count(tag) == 1 for tag in TAGS)
     return 1.0 if comes_once and LAYOUT.match(completion) else -1.0
 
 
-def ending_reward_function(completion: str) -> float:
-    """-0.5 if anything but white space follows the first </answer>, else 0.0."""
-    return -0.5 if completion.partition("</answer>")[2].strip() else 0.0
+def ending_reward_function(completion: str, *, is_strict: bool) -> float:
+    """-0.5 if anything but white space follows the first </answer>, else 0.0.
+
+    Strict: -0.5 without an </answer> too.
+    """
+    _, closing, rest = completion.partition("</answer>")
+    return -0.5 if rest.strip() or (is_strict and not closing) else 0.0
 
 
-def integer_reward_function(completion: str) -> float:
+def integer_reward_function(completion: str, *, is_strict: bool) -> float:
     """1.0 if the answer block holds an integer and nothing else, else -1.0."""
-    answer = (find_answer(completion) or "").strip()
+    answer = (find_answer(completion, in_any_case=is_strict) or "").strip()
+    if is_strict:
+        return 1.0 if re.fullmatch("[-+]?[0-9]+", answer) else -1.0
     return 1.0 if "." not in answer and re.fullmatch(f"-?{NUMBER}", answer) else -1.0
 
 
@@ -215,7 +234,8 @@ def extract_answer(completion: str, example: dict, *, options: Options) -> str |
     if options.grading == "official":
         return official_answer(completion)
     if options.prompt_style == "tags":
-        match = ANSWER.match(find_answer(completion) or "")
+        answer = find_answer(completion, in_any_case=options.tag_grading == "strict")
+        match = ANSWER.match(answer or "")
         return normal_form(match) if match else None
     return marked_answer(completion)
 
@@ -234,11 +254,14 @@ def marked_answer(text: str) -> str | None:
     return None
 
 
-def find_answer(completion: str) -> str | None:
+def find_answer(completion: str, *, in_any_case: bool) -> str | None:
     """The text between the first <answer> and the first </answer> after it."""
-    _, opening, rest = completion.partition("<answer>")
-    answer, closing, _ = rest.partition("</answer>")
-    return answer if opening and closing else None
+    flags = re.ASCII | (re.IGNORECASE if in_any_case else 0)
+    if opening := re.search("<answer>", completion, flags):
+        completion = completion[opening.end() :]
+        if closing := re.search("</answer>", completion, flags):
+            return completion[: closing.start()]
+    return None
 
 
 def lenient_answer(completion: str) -> str | None:

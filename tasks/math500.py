@@ -92,7 +92,7 @@ def parse_question(text: str) -> dict:
 # Prompt
 
 PROMPT = r"""You solve math problems.
-Reason step by step, then write the final result on a line of its own, as \boxed{{ANSWER}}.
+Write the final result on a line of its own, as \boxed{{ANSWER}}.
 
 Question:
 {problem}

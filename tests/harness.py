@@ -24,6 +24,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import (
     AutoModelForCausalLM,
     PretrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2ForCausalLM,
 )
@@ -114,6 +115,32 @@ def save_random(
     return folder
 
 
+def save_writer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    follows: dict[str, str | list[str]],
+    folder: Path,
+) -> Path:
+    """Save a model whose next token is one of those that `follows` gives for the last token.
+
+    Each is as likely as the others; "." is followed by the end. The hidden size must be 32.
+    """
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    ids = {text: tokenizer.encode(text)[0] for text in [*follows, "."]}
+    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" not in name:
+                weight.zero_()
+        for i, (text, followers) in enumerate((follows | {".": ""}).items()):
+            embeddings[ids[text], i] = 1.0
+            for follower in [tokenizer.encode(f)[0] for f in followers] or [tokenizer.eos_token_id]:
+                head[follower, i] = 5.0  # times the norm's sqrt(32): a logit of 28, others have 0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def change_json(file: Path, **changes) -> None:
     """Set keys of a JSON file; None removes one."""
     content = json.loads(file.read_text()) | changes
@@ -170,7 +197,11 @@ def sample(
     policy: Policy, prompts: list[list[int]], *, num_samples: int, **changes
 ) -> list[list[Completion]]:
     """Completions of each prompt by the policy's own backend; `changes` are to its parameters."""
-    decode = {"generate": main.decode_with_generate, "grouped": decode_grouped}[policy.backend]
+    decode = {
+        "generate": main.decode_with_generate,
+        "grouped": decode_grouped,
+        "captured": functools.partial(decode_grouped, capture=True),
+    }[policy.backend]
     return sample_in_batches(
         policy.sampler.eval(),
         prompts,

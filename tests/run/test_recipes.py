@@ -1,16 +1,23 @@
 """Every recipe in configs/ runs from end to end, on a tiny random model and a few local rows."""
 
+import copy
 import json
 import math
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from harness import ROOT, grade_by_text, seed
-from transformers import AutoModelForCausalLM
+import torch
+from harness import ROOT, alone, grade_by_text, sample, save_random, save_writer, seed
+from transformers import AutoModelForCausalLM, NanoChatConfig, NanoChatForCausalLM
 
 import main
 from engine.config import Config, load_config
+from engine.data import completion_text, encode_prompts
+from engine.optimizer import make_optimizer
+from logger import Logger
+from tasks import gsm8k
 
 REAL_FILES = {"gsm8k": "gsm8k/test.jsonl", "math500": "math500/test.json"}
 ROWS = {
@@ -18,11 +25,15 @@ ROWS = {
     "gsm8k": [{"question": f"{n} and {n}?", "answer": f"#### {2 * n}"} for n in range(1, 41)],
     "math500": [{"problem": f"${n} + {n}$?", "answer": str(2 * n)} for n in range(1, 41)],
 }
-SMALL = [  # sizes and the seed: what a recipe teaches and how stays as it is
+# Sizes and the seed: what a recipe teaches and how stays as it is. A step teaches nothing if all of
+# its completions are solved, which for 32 of them is a chance of 2^-32.
+SMALL = [
     f"training.seed={seed()}",
     "training.num_steps=2",
-    "training.k_best_of_n=[4, 4]",
+    "training.num_samples_per_step_global=4",
+    "training.k_best_of_n=[8, 8]",
     "training.max_new_gen_tokens=8",
+    "validation.max_new_gen_tokens=8",
     "validation.num_examples=4",
     "validation.every=1",
     "checkpoint.every=1",
@@ -39,6 +50,54 @@ RECIPES = sorted(ROOT.glob("configs/*.yaml"))
 WITH_FILES = [recipe for recipe in RECIPES if load(recipe).task.name in REAL_FILES]
 
 
+NANOCHAT = ROOT / "configs/gsm8k-chat-rl.yaml"
+NANOCHAT_TOKENS = ["<|bos|>", "<|python_start|>", "<|python_end|>", "<|output_start|>"]
+NANOCHAT_TOKENS += ["<|output_end|>", "<|user_start|>", "<|user_end|>"]
+NANOCHAT_TOKENS += ["<|assistant_start|>", "<|assistant_end|>"]
+NANOCHAT_TEMPLATE = """<|bos|>{%- for message in messages -%}
+{{ '<|' + message.role + '_start|>' + message.content + '<|' + message.role + '_end|>' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant_start|>{%- endif -%}"""
+
+
+@pytest.fixture(scope="module")
+def nanochat_tokenizer(tokenizer):
+    """With nanochat's special tokens and chats; its end token is another than that of a turn."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens(NANOCHAT_TOKENS, special_tokens=True)
+    tokenizer.chat_template = NANOCHAT_TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def nanochat_config(nanochat_tokenizer) -> NanoChatConfig:
+    """Its logits are capped at 15; most of them are far from 0, so that the cap shows."""
+    return NanoChatConfig(
+        vocab_size=len(nanochat_tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=1024,
+        initializer_range=0.5,
+        bos_token_id=None,
+        eos_token_id=nanochat_tokenizer.eos_token_id,
+        pad_token_id=nanochat_tokenizer.pad_token_id,
+    )
+
+
+@pytest.fixture(scope="module")
+def nanochat_folder(nanochat_config, nanochat_tokenizer, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("nanochat")
+    return save_random(NanoChatForCausalLM, nanochat_config, nanochat_tokenizer, folder)
+
+
+@pytest.fixture
+def folders(rotary_model_folder, nanochat_folder) -> dict[Path, Path]:
+    """The model that stands in for each recipe's own."""
+    return dict.fromkeys(RECIPES, rotary_model_folder) | {NANOCHAT: nanochat_folder}
+
+
 @pytest.fixture(autouse=True)
 def rewards_that_differ(monkeypatch) -> None:
     grade_by_text(monkeypatch)
@@ -50,36 +109,80 @@ def run_recipe(recipe: Path, model: Path, rows: list[dict], folder: Path) -> Pat
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
     small = [f"task.train={questions}", f"task.eval={questions}", f"run.dir={folder}", *SMALL]
     if load(recipe).training.learning_type == "sil":
-        small.append("training.k_best_of_n=[2, 4]")
+        small.append("training.k_best_of_n=[2, 8]")
     run = main.load_run(load(recipe, f"model.name={model}", *small))
+    trained = {name: p for name, p in run.policy.model.named_parameters() if p.requires_grad}
+    before = {name: p.detach().clone() for name, p in trained.items()}
     assert main.run_training(run) == 0
+    assert before and not any(torch.equal(p, before[name]) for name, p in trained.items())
     best = [f"model.name={run.folder / 'best'}", "mode=evaluate"]
     assert main.run_evaluation(main.load_run(load(recipe, *small, *best))) == 0
     return run.folder
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_trains_saves_and_evaluates(recipe, rotary_model_folder, tmp_path):
+def test_a_recipe_trains_saves_and_evaluates(recipe, folders, tmp_path):
+    """The rewards differ by construction, so every weight that is trained moves."""
     task = load(recipe).task.name
-    folder = run_recipe(recipe, rotary_model_folder, ROWS[task], tmp_path)
+    folder = run_recipe(recipe, folders[recipe], ROWS[task], tmp_path)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(math.isfinite(row["train/reward"]) for row in rows[1:])
     assert all(row["train/grad_norm"] > 0 for row in rows[1:])
+    assert all(row["train/sampler_mismatch"] < 1e-4 for row in rows[1:])  # fp32 on a CPU
     AutoModelForCausalLM.from_pretrained(folder / "best")  # an adapter too
     (measured,) = folder.glob("eval-*/metrics.json")
-    best = max(row["eval/pass@1"] for row in rows)
-    metrics = json.loads(measured.read_text())
-    assert metrics["eval/pass@1"] == best
+    metrics, best_metric = json.loads(measured.read_text()), load(recipe).validation.best_metric
+    assert metrics[best_metric] == max(row[best_metric] for row in rows)
     assert {"eval/greedy", "eval/majority"} <= set(metrics)
 
 
 @pytest.mark.parametrize("recipe", WITH_FILES, ids=lambda path: path.stem)
-def test_a_recipe_runs_on_rows_of_the_real_files(recipe, rotary_model_folder, tmp_path):
+def test_a_recipe_runs_on_rows_of_the_real_files(recipe, folders, tmp_path):
     task = load(recipe).task.name
     if "GRPO_TEST_DATA" not in os.environ:
         pytest.skip("needs GRPO_TEST_DATA")
     text = (Path(os.environ["GRPO_TEST_DATA"]) / REAL_FILES[task]).read_text()
     real = json.loads(text) if text[0] == "[" else [json.loads(line) for line in text.splitlines()]
-    folder = run_recipe(recipe, rotary_model_folder, real[:40], tmp_path)
+    folder = run_recipe(recipe, folders[recipe], real[:40], tmp_path)
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_nanochats_model_gets_its_tools_answer_and_ends_with_its_turn(
+    nanochat_config, nanochat_tokenizer, tmp_path
+):
+    """It is made to call the tool and to end its turn; greedy samples leave nothing to chance."""
+    writes = ["<|assistant_start|>", "<|python_start|>", *"12*3", "<|python_end|>"]
+    follows = {token: [follower] for token, follower in pairwise(writes)}
+    follows["<|output_end|>"] = ["<|assistant_end|>"]
+    model = NanoChatForCausalLM(nanochat_config)
+    folder = save_writer(model, nanochat_tokenizer, follows, tmp_path / "writer")
+    config = load(NANOCHAT, f"model.name={folder}")
+    policy = main.load_policy(config, alone(), Logger(rank=1))
+    encode = policy.tokenizer.encode
+    ends = [id_ for token in ("<|assistant_end|>", "<|bos|>") for id_ in encode(token)]
+    assert set(ends) < set(policy.params.eos_ids)
+    prompts = encode_prompts(
+        ROWS["gsm8k"][:1], task=gsm8k, options=config.task, tokenizer=policy.tokenizer
+    )
+    ((completion,),) = sample(policy, prompts, num_samples=1, max_new_tokens=20, temperature=0.0)
+    reply = "<|output_start|>36<|output_end|>"
+    assert completion_text(completion, policy.tokenizer) == f"{''.join(writes[1:])}{reply}"
+    assert completion.token_ids[-1] == ends[0]
+    inserted = [
+        i for i, is_it in zip(completion.token_ids, completion.is_inserted, strict=True) if is_it
+    ]
+    assert inserted == encode(reply)
+
+
+def test_nanochats_logits_are_capped_and_its_optimizer_is_its_sources(nanochat_folder):
+    """Muon for the blocks' matrices; AdamW's averages for embeddings and head are its own."""
+    config = load(NANOCHAT, f"model.name={nanochat_folder}")
+    policy = main.load_policy(config, alone(), Logger(rank=1))
+    assert not policy.scorer.chunked  # the head alone would score as if there were no cap
+    *adamw, muon = make_optimizer(policy.model, config).param_groups
+    assert len(muon["params"]) == 2 * 6
+    assert (muon["momentum"], muon["nesterov"], muon["ns_steps"]) == (0.95, True, 5)
+    assert {(group["eps"], *group["betas"]) for group in adamw} == {(1e-10, 0.8, 0.95)}
+    assert [group["lr"] for group in (*adamw, muon)] == pytest.approx([1.225e-4, 6.124e-3, 1e-3])
+    assert all(group["weight_decay"] == 0 for group in (*adamw, muon))

@@ -1,13 +1,16 @@
 """The calculator in a completion: what it writes, and that none of it is trained on."""
 
+import copy
+import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import harness
 import numpy as np
 import pytest
 import torch
-from harness import make_policy
+from harness import make_policy, save_writer, train_tokenizer
 from reference import (
     ALL_TOGETHER,
     GRPO,
@@ -21,54 +24,56 @@ from reference import (
 )
 from transformers import Qwen2ForCausalLM
 
+from engine.calculator import STYLES, Calculator
 from engine.data import completion_text
 from engine.model import Policy
-from engine.sampler import Completion
+from engine.sampler import CapturedBatch, Completion, DecodeBatch
 from main import Trajectory, rollout_sums
 
-# Which characters may follow which, each as likely as the others. So a completion is <12*3=x. or,
-# in one case of two, has "<<12*3=" with one < or more before it, to which the calculator replies.
+START, END, REPLY, REPLIED = (*STYLES["nanochat"][:2], "<|output_start|>", "<|output_end|>")
+# Which tokens may follow which, each as likely as the others. In one case of two a completion asks
+# for the result, to which the calculator replies: "<<12*3=", with one < or more before it, or
+# "<|python_start|>12*3<|python_end|>". Else it is "<12*3=x." or "12*3<|python_end|>x.".
+SUM = {"1": "2", "2": "*", "*": "3", "x": "."}  # x is the model's own opinion of the result
 FOLLOWS = {
-    "?": "<",
-    "<": "<1",
-    "1": "2",
-    "2": "*",
-    "*": "3",
-    "3": "=",
-    "=": "x",  # the model's own opinion of the result
-    ">": ">.",
-    "x": ".",
+    "gsm8k": SUM | {"?": "<", "<": "<1", "3": "=", "=": "x", ">": ">."},
+    "nanochat": SUM | {"?": [START, "1"], START: "1", "3": [END], END: "x", REPLIED: "."},
 }
+ASKING = {"gsm8k": ("<<12*3=", "36>>"), "nanochat": (f"{START}12*3{END}", f"{REPLY}36{REPLIED}")}
+NOT_ASKING = {"gsm8k": "<12*3=x.", "nanochat": f"12*3{END}x."}
 NUM_SAMPLES = 200
 LONGEST = 60  # tokens: fifty times < in a row do not occur
 
-each_backend = pytest.mark.parametrize("backend", ["grouped", "generate"])
+each_backend = pytest.mark.parametrize("backend", ["grouped", "generate", "captured"])
+each_style = pytest.mark.parametrize("style", STYLES)
 
 
 @pytest.fixture(scope="module")
-def calculating_folder(rotary_model_folder, tokenizer, tmp_path_factory) -> Path:
-    """A model whose next token depends on the last one alone; "." is followed by the end."""
-    folder = tmp_path_factory.mktemp("calculating")
-    model = Qwen2ForCausalLM.from_pretrained(rotary_model_folder)
-    ids = {character: tokenizer.encode(character)[0] for character in [*FOLLOWS, "."]}
-    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "norm" not in name:
-                weight.zero_()
-        for i, (character, followers) in enumerate((FOLLOWS | {".": ""}).items()):
-            embeddings[ids[character], i] = 1.0
-            for follower in [ids[f] for f in followers] or [tokenizer.eos_token_id]:
-                head[follower, i] = 5.0  # times the norm's sqrt(32): a logit of 28, others have 0
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+def folders(rotary_model_folder, tokenizer, tmp_path_factory) -> dict[str, Path]:
+    """For each style a model that writes in it."""
+    parent, tokenizer = tmp_path_factory.mktemp("calculating"), copy.deepcopy(tokenizer)
+    tokenizer.add_tokens([START, END, REPLY, REPLIED], special_tokens=True)
+    return {
+        style: save_writer(
+            Qwen2ForCausalLM.from_pretrained(rotary_model_folder),
+            tokenizer,
+            follows,
+            parent / style,
+        )
+        for style, follows in FOLLOWS.items()
+    }
+
+
+@pytest.fixture
+def calculating_folder(folders) -> Path:
+    return folders["gsm8k"]
 
 
 def sample(
-    folder: Path, *overrides: str, max_new_tokens: int = LONGEST
+    folder: Path, *overrides: str, backend: str = "grouped", max_new_tokens: int = LONGEST
 ) -> tuple[Policy, list[str], list[Completion]]:
-    policy = make_policy(folder, "sampling.calculator=true", *overrides)
+    policy = make_policy(folder, "sampling.calculator=gsm8k", *overrides)
+    policy.backend = backend
     prompts = [policy.tokenizer.encode("?")]
     (group,) = harness.sample(
         policy, prompts, num_samples=NUM_SAMPLES, max_new_tokens=max_new_tokens
@@ -76,19 +81,32 @@ def sample(
     return policy, [completion_text(c, policy.tokenizer) for c in group], group
 
 
+@pytest.fixture(autouse=True)
+def replays_run_the_step(monkeypatch) -> None:
+    """This machine has no CUDA graphs: where one would be replayed, its step is run."""
+
+    def capture(batch: CapturedBatch, num_columns: int) -> Callable[[], None]:
+        return functools.partial(DecodeBatch.step, batch, num_columns)
+
+    monkeypatch.setattr(CapturedBatch, "capture", capture)
+
+
+@each_style
 @each_backend
 def test_the_result_is_written_where_a_completion_asks_for_it_and_nowhere_else(
-    calculating_folder, backend
+    folders, backend, style
 ):
-    policy, texts, group = sample(calculating_folder, f"sampling.backend={backend}")
-    asking = [text for text in texts if "<<12*3=" in text]
+    """With CUDA graphs too: results are looked up between the steps, which are captured."""
+    policy, texts, group = sample(folders[style], f"sampling.calculator={style}", backend=backend)
+    question, reply = ASKING[style]
+    asking = [text for text in texts if question in text]
     standard_error = math.sqrt(NUM_SAMPLES / 4)
     assert abs(len(asking) - NUM_SAMPLES / 2) < 5 * standard_error
-    assert all(text.partition("=")[2].startswith("36>>") for text in asking)
-    assert set(texts) - set(asking) == {"<12*3=x."}
+    assert all(text.partition(question)[2].startswith(reply) for text in asking)
+    assert set(texts) - set(asking) == {NOT_ASKING[style]}
     for text, completion in zip(texts, group, strict=True):
         inserted = np.array(completion.token_ids)[completion.is_inserted]
-        assert policy.tokenizer.decode(inserted) == ("36>>" if text in asking else "")
+        assert policy.tokenizer.decode(inserted) == (reply if text in asking else "")
         assert completion.num_sampled == len(completion.token_ids) - len(inserted)
 
 
@@ -96,7 +114,7 @@ def test_the_result_is_written_where_a_completion_asks_for_it_and_nowhere_else(
 def test_sampled_tokens_are_scored_as_drawn_and_inserted_ones_have_no_numbers(
     calculating_folder, backend
 ):
-    policy, _, group = sample(calculating_folder, f"sampling.backend={backend}")
+    policy, _, group = sample(calculating_folder, backend=backend)
     prompt = policy.tokenizer.encode("?")
     assert any(completion.is_inserted.any() for completion in group)
     for completion in group:
@@ -111,7 +129,7 @@ def test_sampled_tokens_are_scored_as_drawn_and_inserted_ones_have_no_numbers(
 
 def test_what_does_not_ask_is_sampled_as_without_a_calculator(calculating_folder):
     _, with_tool, _ = sample(calculating_folder)
-    _, without, group = sample(calculating_folder, "sampling.calculator=false")
+    _, without, group = sample(calculating_folder, "sampling.calculator=null")
     assert not any(completion.is_inserted.any() for completion in group)
     for text, plain in zip(with_tool, without, strict=True):
         assert text.partition("=")[0] == plain.partition("=")[0]
@@ -129,7 +147,7 @@ def test_a_result_counts_in_the_length_and_is_cut_off_by_the_limit(calculating_f
 
 
 def test_what_cannot_be_calculated_is_left_to_the_model(calculating_folder):
-    calculator = make_policy(calculating_folder, "sampling.calculator=true").params.calculator
+    calculator = make_policy(calculating_folder, "sampling.calculator=gsm8k").params.calculator
     encode = calculator.tokenizer.encode
     for text in ("<<1/3=", "<<1/0=", "<<2**3=", "<<=", "12*3=", "<<12*3=36>> 5=", "<<1=1="):
         assert calculator.complete(encode(text)) == []
@@ -138,8 +156,21 @@ def test_what_cannot_be_calculated_is_left_to_the_model(calculating_folder):
 
 
 def test_a_long_answer_without_an_opening_costs_little(calculating_folder):
-    calculator = make_policy(calculating_folder, "sampling.calculator=true").params.calculator
+    calculator = make_policy(calculating_folder, "sampling.calculator=gsm8k").params.calculator
     assert calculator.complete(calculator.tokenizer.encode("9" * 10**5 + "=")) == []
+
+
+def test_nanochats_calculator_answers_the_last_expression_between_its_tokens(folders):
+    policy = make_policy(folders["nanochat"], "sampling.calculator=nanochat")
+    calculator, encode = policy.params.calculator, policy.tokenizer.encode
+    for text in (f"12*3{END}", f"{START}{END}", f"{START}1/3{END}", f"{START}1{END} 2{END}"):
+        assert calculator.complete(encode(text)) == []
+    assert calculator.complete(encode(f"{START}1{START}3/4{END}")) == encode(
+        f"{REPLY}0.75{REPLIED}"
+    )
+    assert calculator.asking_ids == encode(END)
+    with pytest.raises(ValueError, match=r"no token <\|python_start\|>; write gsm8k"):
+        Calculator(train_tokenizer(), "nanochat")
 
 
 # Training

@@ -261,6 +261,40 @@ def test_tags_pay_for_format_ending_integer_and_answer(completion, form, ending,
     assert parts == expected | {"length": 0.0}
 
 
+STRICT = "<thinking>\na\n</thinking>\n<answer>\n{}\n</answer>"
+
+
+@pytest.mark.parametrize(
+    ("completion", "form", "ending", "integer", "answer"),
+    [
+        (STRICT.format("18"), 1.0, 0.0, 1.0, 1.0),
+        (STRICT.format("+18"), 1.0, 0.0, 1.0, 1.0),
+        (STRICT.format("-18"), 1.0, 0.0, 1.0, 0.0),
+        (STRICT.format("1,800"), 1.0, 0.0, -1.0, 0.0),
+        (STRICT.format("$18"), 1.0, 0.0, -1.0, 1.0),
+        (STRICT.format(""), 1.0, 0.0, -1.0, 0.0),
+        (STRICT.format("\u0661"), 1.0, 0.0, -1.0, 0.0),
+        (STRICT.format("18") + "\n", -1.0, 0.0, 1.0, 1.0),
+        (STRICT.format("18") + " Done.", -1.0, -0.5, 1.0, 1.0),
+        (" " + STRICT.format("18"), -1.0, 0.0, 1.0, 1.0),
+        (STRICT.format("18").replace("\n<answer>", "\n\n<answer>"), -1.0, 0.0, 1.0, 1.0),
+        ("<thinking>a</thinking>\n<answer>18</answer>", -1.0, 0.0, 1.0, 1.0),
+        ("<thinking>\n</thinking>\n<answer>\n</answer>", -1.0, 0.0, -1.0, 0.0),
+        (STRICT.format("18").upper(), -1.0, -0.5, 1.0, 1.0),
+        ("<Answer>18</ANSWER>", -1.0, -0.5, 1.0, 1.0),
+        ("<thinking>\na\n</thinking>\n<answer>\n18", -1.0, -0.5, -1.0, 0.0),
+        ("", -1.0, -0.5, -1.0, 0.0),
+    ],
+)
+def test_strict_tags_want_each_newline_and_the_closing_tag(
+    completion, form, ending, integer, answer
+):
+    """The four rewards of the run that configs/gsm8k-lora.yaml repeats."""
+    parts = reward(completion, prompt_style="tags", tag_grading="strict")
+    expected = {"format": form, "answer": answer, "ending": ending, "integer": integer}
+    assert parts == expected | {"length": 0.0}
+
+
 @pytest.mark.parametrize("style", ["plain", "tags"])
 def test_only_more_tokens_than_allowed_cost_something(style: str):
     def length(**options: int) -> float:
@@ -282,12 +316,17 @@ def test_an_example_without_a_gold_answer_is_never_solved():
 
 PIECES = [
     *("#### ", " $", "18", ",", "000", "1/2", ".", "-", MINUS, "e3", "**", "\\boxed{", "\n"),
-    *("<thinking>", "</thinking>", "<answer>", "</answer>"),
+    *("<thinking>", "</thinking>", "<answer>", "</answer>", "</ANSWER>"),
     *("\0", "\ud800", "\u0663", "\N{SUPERSCRIPT TWO}"),
 ]
 piece = st.sampled_from(PIECES) | st.text(st.characters(), max_size=5)
 any_text = st.lists(piece, max_size=20).map("".join)
-STYLES = [("plain", "exact"), ("plain", "official"), ("tags", "exact")]
+STYLES = [
+    {"prompt_style": "plain"},
+    {"prompt_style": "plain", "grading": "official"},
+    {"prompt_style": "tags"},
+    {"prompt_style": "tags", "tag_grading": "strict"},
+]
 
 
 @settings(max_examples=500, deadline=None)
@@ -296,13 +335,13 @@ STYLES = [("plain", "exact"), ("plain", "official"), ("tags", "exact")]
 @example("#### \ud800")
 @example("<answer>\udcff</answer>")
 def test_any_text_gets_a_reward_of_the_allowed_set(text: str):
-    for style, grading in STYLES:
-        parts = reward(text, prompt_style=style, grading=grading, max_tokens=5)
+    for style in STYLES:
+        parts = reward(text, **style, max_tokens=5)
         assert tuple(parts) == REWARD_PARTS
         assert parts["answer"] in (0.0, 1.0) and parts["length"] in (0.0, -0.5)
         assert parts["format"] in (-1.0, 0.0, 1.0) and parts["integer"] in (-1.0, 0.0, 1.0)
         assert parts["ending"] in (0.0, -0.5)
-        answer = extract_answer(text, prompt_style=style, grading=grading)
+        answer = extract_answer(text, **style)
         assert answer is None or re.fullmatch(r"-?[0-9.]*", answer)
     lenient = lenient_answer(text)
     assert lenient is None or re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", lenient)
@@ -319,12 +358,12 @@ FRAMES = ["{}", "#### {}", "#### 1{}", "#### 1{}/2", "<answer>{}</answer>", "<an
 def cpu_seconds(text: str, *, repeats: int) -> float:
     """The slowest style's best of `repeats`, so that other work on the machine does not count."""
     slowest = 0.0
-    for style, grading in STYLES:
+    for style in STYLES:
         best = float("inf")
         for _ in range(repeats):
             start = time.process_time()
-            reward(text, prompt_style=style, grading=grading)
-            extract_answer(text, prompt_style=style, grading=grading)
+            reward(text, **style)
+            extract_answer(text, **style)
             lenient_answer(text)
             best = min(best, time.process_time() - start)
         slowest = max(slowest, best)
@@ -359,8 +398,9 @@ def test_tags_are_asked_for_in_a_layout_that_is_paid_in_full():
     layout = system["content"].partition(":\n")[2]
     completion = layout.replace("the answer, a whole number and nothing else", "18")
     assert completion != layout
-    parts = reward(completion, prompt_style="tags")
-    assert sum(parts.values()) == 3.0
+    for grading in ("lenient", "strict"):
+        parts = reward(completion, prompt_style="tags", tag_grading=grading)
+        assert sum(parts.values()) == 3.0
 
 
 # Questions
