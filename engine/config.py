@@ -87,6 +87,7 @@ class SamplingSettings(Section):
     temperature: Temperature = 1.0
     top_p: float = Field(1.0, ge=1e-6, le=1)
     top_k: NonNegativeInt = 0
+    stop: list[Text] = []
     max_batch_tokens: PositiveInt | None = None
     calculator: bool = False
 

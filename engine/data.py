@@ -291,6 +291,27 @@ def apply_template(chat: list[dict], tokenizer: PreTrainedTokenizerFast) -> str:
     return apply_template(fold_system(chat), tokenizer)
 
 
+MADE_UP_TURN = "A made-up turn."
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerFast) -> int | None:
+    """The special token that the chat template writes after what an assistant says, if it has one.
+
+    None too for a template that cannot write an assistant's turn.
+    """
+    if tokenizer.chat_template is None:
+        return None
+    chat = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": MADE_UP_TURN}]
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+    except Exception:  # a template is a program, which may raise anything
+        return None
+    _, _, after = text.partition(MADE_UP_TURN)
+    (first,) = tokenizer.encode(after.lstrip(), add_special_tokens=False)[:1] or [None]
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return first if first in special else None
+
+
 def fold_system(chat: list[dict]) -> list[dict]:
     """The chat with its system message at the beginning of the user's message."""
     system, user, *others = chat

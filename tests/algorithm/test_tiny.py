@@ -34,7 +34,10 @@ def test_its_tokenizer_survives_auto_tokenizer_and_makes_short_prompts():
 def test_it_loads_without_a_note_on_changed_tokens(capsys):
     load_policy(make_config(f"model.name={TINY}"), alone(), Logger(rank=0))
     notes = capsys.readouterr().out.splitlines()
-    assert notes == ["the tokenizer has no chat template: the prompt is plain text"]
+    assert notes == [
+        "the tokenizer has no chat template: the prompt is plain text",
+        "a completion ends at <|end|>",
+    ]
 
 
 def test_it_solves_some_questions_not_most():
