@@ -64,6 +64,11 @@ class Policy:
         """The most tokens that the model can see; None for no limit."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
+    @property
+    def end_tokens(self) -> str:
+        """The tokens at which a completion ends, in words; None is an id without a token."""
+        return " or ".join(map(str, self.tokenizer.convert_ids_to_tokens(self.params.eos_ids)))
+
     def autocast(self) -> torch.autocast:
         """For sampling: a model with an adapter then computes in the same dtype as its scorer."""
         return autocast(self.model.device, self.model.dtype)
@@ -116,8 +121,6 @@ def load_model_and_tokenizer(
             model_config, config, tokenizer, dtype=dtype, quantization=quantization, device=device
         )
         check_vocabulary(model, tokenizer)
-        ends = map(str, tokenizer.convert_ids_to_tokens(eos_ids))  # None: an id without a token
-        log(f"a completion ends at {' or '.join(ends)}")
         if base is not None:
             load_adapter(model, settings)
     if lora is not None:

@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -103,7 +104,7 @@ def sample(policy: Policy, config, *, num_samples: int = 4) -> list[main.Traject
         examples,
         [(0, seed(), 0), (0, seed(), 1)],
         num_samples=num_samples,
-        temperature=config.sampling.temperature,
+        params=replace(policy.params, temperature=config.sampling.temperature),
         clock=Clock(),
         description="",
     )

@@ -126,7 +126,7 @@ def test_the_best_model_loads_and_scores_what_the_log_says(
     assert logged[0] != logged[1] != logged[2] != logged[0], "the steps' samples are alike"
     grade_by_text(monkeypatch)
     in_fp64(monkeypatch)
-    metrics, samples = main.evaluate(load_run(tmp_path, run / "best", *data, "mode=evaluate"))
+    metrics, samples, _ = main.evaluate(load_run(tmp_path, run / "best", *data, "mode=evaluate"))
     del metrics["time/eval_s"]
     assert metrics.items() <= best.items() and len(metrics) == 7
     assert samples[::stride] == logged[best["step"]]
@@ -184,7 +184,7 @@ def test_sil_runs_and_of_equal_models_the_earliest_is_the_best(rotary_model_fold
 def evaluate_a_single_question(world: World, model: Path) -> dict[str, float]:
     policy = make_policy(model, "mode=evaluate", *SIZES, world=world)
     alike = {"world": world, "optimizer": object(), "questions": [{"nums": [3], "target": 3}]}
-    metrics, _ = main.evaluate(make_run(policy, make_config(*SIZES), **alike))
+    metrics, *_ = main.evaluate(make_run(policy, make_config(*SIZES), **alike))
     return {name: value for name, value in metrics.items() if name.startswith("eval/")}
 
 
@@ -268,15 +268,17 @@ def test_questions_that_leave_no_room_are_dropped_with_a_count(
     settings = [f"task.train={file}", f"task.eval={file}", "validation.num_examples=100"]
     run = load_run(tmp_path, rotary_model_folder, *settings)
     output = capsys.readouterr().out
-    kept = {"training": run.train_questions.questions, "validation": run.validation_questions}
-    num_all = 0
-    for split, rows in kept.items():
-        assert all(len(row["nums"]) == 1 for row in rows)
-        pattern = rf"(\d+) of (\d+) {split} questions are too long: dropped"
-        dropped, among = map(int, re.search(pattern, output).groups())
-        assert among - dropped == len(rows) > 0
-        num_all += among
-    assert num_all == 2 * len(NUMBERS)
+    rows = run.validation_questions
+    assert all(len(row["nums"]) == 1 for row in rows)
+    pattern = r"(\d+) of (\d+) validation questions are too long: dropped"
+    dropped, among = map(int, re.search(pattern, output).groups())
+    assert among - dropped == len(rows) > 0
+    num_training = 2 * len(NUMBERS) - among
+    taken, _ = run.train_questions.take(0, num_training)
+    assert all(len(row["nums"]) == 1 for _, row in taken)
+    pattern = r"skipped so far since they are too long: (\d+) of (\d+) training questions"
+    *_, (skipped, of) = re.findall(pattern, output + capsys.readouterr().out)
+    assert 0 < int(skipped) <= len(NUMBERS) - dropped and int(of) == num_training
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -429,7 +429,7 @@ def evaluate_on_this_rank(world: World, model: Path, limit: int) -> tuple[dict, 
     run = make_run(policy, make_config(*overrides), world=world, questions=asked)
     with pytest.MonkeyPatch.context() as patch:
         grade_by_text(patch)
-        metrics, samples = main.evaluate(run)
+        metrics, samples, _ = main.evaluate(run)
     assert [question_of(s["prompt"]) for s in samples] == asked[world.rank :: world.size]
     del metrics["time/eval_s"]
     return metrics, samples

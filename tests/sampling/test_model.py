@@ -178,10 +178,7 @@ def test_a_tokenizer_that_is_loaded_as_it_is_needs_no_message(
 ):
     loaded, lines = load(absolute_model_folder, capsys)
     assert loaded.encode("Use 12 é") == tokenizer.encode("Use 12 é")
-    assert lines == [
-        "the tokenizer has no chat template: the prompt is plain text",
-        "a completion ends at <|end|>",
-    ]
+    assert lines == ["the tokenizer has no chat template: the prompt is plain text"]
 
 
 def test_a_replaced_tokenizer_keeps_its_chat_template_and_special_tokens(
@@ -191,7 +188,7 @@ def test_a_replaced_tokenizer_keeps_its_chat_template_and_special_tokens(
     folder = copy_of(rotary_model_folder, tmp_path)
     (folder / "chat_template.jinja").write_text(template)
     tokenizer, lines = load(folder, capsys)
-    assert len(lines) == 2 and "AutoTokenizer" in lines[0]
+    assert len(lines) == 1 and "AutoTokenizer" in lines[0]
     assert tokenizer.chat_template == template
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1)
 
@@ -246,7 +243,7 @@ def written(policy: Policy, text: str) -> str:
     return completion_text(completion, policy.tokenizer)
 
 
-def test_a_completion_ends_where_the_chat_template_ends_a_turn(chat_folder, capsys):
+def test_a_completion_ends_where_the_chat_template_ends_a_turn(chat_folder):
     """Bug: Qwen2.5-3B closes its answer with <|im_end|>, and went on to the length limit."""
     policy = make_policy(chat_folder)
     assert policy.params.eos_ids == tuple(policy.tokenizer.encode("<|end|><|im_end|>"))
@@ -255,8 +252,7 @@ def test_a_completion_ends_where_the_chat_template_ends_a_turn(chat_folder, caps
     assert text == answer
     assert countdown.format_reward_function(text) == 1.0
     assert written(policy, f"{answer}<|end|>More") == answer
-    _, lines = load(chat_folder, capsys)
-    assert lines[-1] == "a completion ends at <|end|> or <|im_end|>"
+    assert policy.end_tokens == "<|end|> or <|im_end|>"
 
 
 @pytest.mark.parametrize(
