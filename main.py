@@ -871,7 +871,7 @@ def single_answer_metrics(
     rows = list(zip(*solved.values(), strict=True))
     table = world.gather_rows(rows, shape=(len(questions), len(solved)))
     num_tokens = sum(len(t.completion.token_ids) for t in answers)
-    metrics = reduce_means({"eval/greedy_completion_tokens": (num_tokens, len(answers))}, world)
+    metrics = reduce_means({"eval/greedy_tokens": (num_tokens, len(answers))}, world)
     for name, column in zip(solved, table.T, strict=True):
         metrics |= single_rate(name, column)
     return metrics

@@ -353,15 +353,14 @@ def export(run: Run) -> None:
         return
     if run.state.best is None:
         raise ExportError(f"export: no model could be saved in {best}")
-    exported, tokenizer = best, run.policy.tokenizer
-    trust = run.config.model.trust_remote_code
+    exported, trust = best, run.config.model.trust_remote_code
     if settings.merge:
         exported = run.folder / "merged"
-        merge(best, exported, tokenizer, trust_remote_code=trust)
+        merge(best, exported, run.policy.tokenizer, trust_remote_code=trust)
         run.logger.info(f"the best model, merged: {exported}")
     if settings.save_4bit:
         small = run.folder / "merged-4bit"
-        save_in_4bit(exported, small, tokenizer, trust_remote_code=trust)
+        save_in_4bit(exported, small, run.policy.tokenizer, trust_remote_code=trust)
         run.logger.info(f"the best model, in 4 bits: {small}")
     if settings.push_to_hub:
         push(exported, settings.push_to_hub, private=settings.private)

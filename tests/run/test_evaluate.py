@@ -99,7 +99,7 @@ def test_an_evaluation_measures_what_training_measured_of_the_same_model(evaluat
     assert len(logged_figures) == 7 and 0 < logged["eval/pass@1"] < 1
     assert measured.items() >= logged_figures.items()
     more = {f"eval/{name}{end}" for name in ("majority", "greedy") for end in ("", "_low", "_high")}
-    assert set(measured) == {*logged_figures, *more, "eval/greedy_completion_tokens"}
+    assert set(measured) == {*logged_figures, *more, "eval/greedy_tokens"}
     samples = read_jsonl(evaluated[0] / "samples.jsonl")
     assert len(samples) == 2
     for sample in samples:
@@ -242,7 +242,7 @@ def test_votes_and_greedy_answers_by_hand(tmp_path):
     for name, rates in expected.items():
         found = [metrics.pop(name + end) for end in ("", "_low", "_high")]
         assert found == pytest.approx(rates, abs=1e-4), name
-    assert metrics == {"eval/greedy_completion_tokens": 6 / 5}
+    assert metrics == {"eval/greedy_tokens": 6 / 5}
     for num_ranks in (2, 7):  # of which two have no question
         ranks = run_on_ranks(by_hand, num_ranks, folder=tmp_path)
         assert ranks == [by_hand(alone())] * num_ranks
