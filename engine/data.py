@@ -150,14 +150,11 @@ class QuestionStream:
         while len(taken) < count:
             walked = [(p, self.index_at(p)) for p in range(position, position + count - len(taken))]
             fits = self.fits([self.questions[index] for _, index in walked])
-            taken += [
-                (p, self.questions[index])
-                for (p, index), fit in zip(walked, fits, strict=True)
-                if fit
-            ]
-            self.too_long |= {
-                index for (_, index), fit in zip(walked, fits, strict=True) if not fit
-            }
+            for (p, index), fit in zip(walked, fits, strict=True):
+                if fit:
+                    taken.append((p, self.questions[index]))
+                else:
+                    self.too_long.add(index)
             if len(self.too_long) == len(self.questions):
                 raise ValueError(self.fits.refusal("training", "training"))
             position += len(walked)
