@@ -4,7 +4,7 @@ Every rank makes a `Logger` and calls it in the same way; only rank 0 prints and
 
     metrics.jsonl    one object per step; a value that is not finite is null (JSON has no NaN)
     metrics.csv      the same in fixed columns; a metric that is missing at a step is an empty cell
-    samples.jsonl    one sample per line: step, prompt, completion, reward, reward_parts
+    samples.jsonl    one sample per line: step, prompt, completion, reward, gold answer and others
     mlflow_run_id    the MLflow run that a resumed run continues
 
 A row is on disk when `log_metrics` returns, so the files hold every step of a checkpoint that is
@@ -107,7 +107,7 @@ class Logger:
 
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         """Append samples: dictionaries with prompt, completion, reward, reward_parts and others."""
-        if self.folder is None:
+        if self.folder is None or not samples:
             return
         lines = [json_line({"step": step, **sample}) for sample in samples]
         append_durably(self.folder / "samples.jsonl", "".join(lines))
@@ -137,12 +137,19 @@ class Logger:
             decimals = 1 if value > 1 else 3  # numbers of tokens with one, rates with three
             interval = "" if low is None else f"  (95% interval {low:.3f} to {high:.3f})"
             lines.append(f"  {name:<{width}} {value:7.{decimals}f}{interval}")
+        self.print_samples("\n".join(lines), samples)
+
+    def print_samples(self, title: str, samples: list[dict[str, Any]]) -> None:
+        """Print the first three completions with their rewards, the gold answers and those read."""
+        lines = [title]
         for number, sample in enumerate(samples[:3], start=1):
             reward = format_reward(sample["reward"], sample["reward_parts"])
             lines.append(f"  completion {number}  {reward}")
             lines += [f"    > {line}" for line in shorten(sample["prompt"].strip()).split("\n")]
             completion = sample["completion"].strip("\n")
             lines += [f"    {line}" for line in shorten(completion).split("\n")]
+            gold = str(sample["gold"]).rpartition("\n")[2]  # a solution ends with its answer
+            lines.append(f"    read: {sample['answer']}  gold: {gold}")
         self.info("\n".join(lines))
 
     def close(self, status: str = "FINISHED") -> None:

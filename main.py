@@ -49,7 +49,7 @@ from engine.config import (
     run_name,
     truncates,
 )
-from engine.data import QuestionStream, completion_text, encode_prompts, load_questions
+from engine.data import completion_text, encode_prompts, load_questions
 from engine.distributed import World, init_world, settle_ddp_buckets
 from engine.head import CompletionScorer, supports_chunked_head
 from engine.metrics import (
@@ -75,6 +75,7 @@ from engine.run import (
     crashes_name_the_fix,
     export,
     finish,
+    first_samples,
     mistakes_cost_one_line,
     open_files,
     resume,
@@ -82,6 +83,7 @@ from engine.run import (
     save_checkpoint,
     save_evaluation,
     stop,
+    validation_samples,
 )
 from engine.sampler import (
     Completion,
@@ -122,20 +124,21 @@ def load_run(config: Config) -> Run:
     for line in [*notes, *differences(config)]:
         logger.info(line)
     policy, task = load_policy(config, world, logger), load_task(config.task.name)
-    questions = load_questions(
+    logger.info(f"a completion ends at {policy.end_tokens}")
+    validation, training = load_questions(
         task,
         config,
         tokenizer=policy.tokenizer,
         context=policy.context_length,
         log=logger.info,
     )
-    num_validation = len(questions["validation"])
-    if num_validation < world.size:
-        raise ValueError(f"{num_validation} validation questions for {world.size} ranks")
+    if len(validation) < world.size:
+        raise ValueError(f"{len(validation)} validation questions for {world.size} ranks")
+    if is_training:  # epochs become steps
+        config = config.with_num_steps(len(training.questions), world.size)
     folder = Path(config.run.dir) / run_name(config)
-    run = Run(config, world, logger, folder, task, policy, questions["validation"])
+    run = Run(config, world, logger, folder, task, policy, validation, training)
     if is_training:
-        run.train_questions = QuestionStream(questions["training"], config.training.seed)
         run.optimizer = make_optimizer(policy.model, config)
         check_room(run)
         resume(run)
@@ -212,18 +215,18 @@ def run_training(run: Run) -> int:
     while True:
         if state.row is not None:
             # Evaluate at the start, every so many steps and at the end; keep the best model.
-            measured = {}
+            measured, samples = {}, []
             if state.step % config.validation.every == 0 or run.is_over:
                 measured, samples, is_broken = evaluate(run)
                 logger.print_evaluation(f"evaluation at step {state.step}", measured, samples)
-                logger.log_samples(state.step, samples)
-                state.note_evaluation(measured)
+                state.note_evaluation(measured, best_metric=config.validation.best_metric)
                 is_best = not is_broken and (state.best is None or state.last > state.best)
                 if is_best and save_best(run, measured):
                     state.best, state.best_step = state.last, state.step
             # Record, then save: a checkpoint never knows a step that the files lack.
+            logger.log_samples(state.step, state.samples + samples)
             logger.log_metrics(state.step, state.row | measured)
-            state.row = None
+            state.row, state.samples = None, []
             is_due = state.step > 0 and state.step % config.checkpoint.every == 0
             if run.is_over or is_due:
                 is_saved = save_checkpoint(run)
@@ -238,15 +241,15 @@ def run_training(run: Run) -> int:
         clock = Clock()
         with clock("step"):
             # Sample and score: each rank takes its slice of the next questions of the stream.
-            first = state.position + world.rank * questions_per_rank
-            positions = range(first, first + questions_per_rank)
-            seeds = [(TRAINING, training.seed, position) for position in positions]
+            drawn, end = run.train_questions.take(state.position, questions_per_step)
+            mine = drawn[world.rank * questions_per_rank :][:questions_per_rank]
+            seeds = [(TRAINING, training.seed, position) for position, _ in mine]
             groups = sample_trajectories(
                 run,
-                [run.train_questions[position] for position in positions],
+                [question for _, question in mine],
                 seeds,
                 num_samples=training.group_size,
-                temperature=config.sampling.temperature,
+                params=run.policy.params,
                 clock=clock,
                 description="rollout",
             )
@@ -263,7 +266,12 @@ def run_training(run: Run) -> int:
         metrics["perf/tokens_per_s"] = num_tokens / metrics["time/step_s"]
         metrics["perf/peak_memory_gb"] = peak_memory_gb(world.device)
         new_signs = state.advance(metrics, num_questions=questions_per_step, is_skipped=is_skipped)
+        state.position = end
         logger.print_step(state.step, training.num_steps, state.row)
+        samples_every = config.logging.train_samples_every
+        if samples_every > 0 and state.step % samples_every == 0:
+            state.samples = first_samples(run, groups, [row for _, row in mine], split="train")
+            logger.print_samples(f"training completions of step {state.step}", state.samples)
         for sign in new_signs:
             logger.warning(f"the model may be collapsing: {sign} (mean of the last steps)")
         if world.should_stop:
@@ -300,7 +308,7 @@ def sample_trajectories(
     seeds: list[Seed],
     *,
     num_samples: int,
-    temperature: float,
+    params: SamplingParams,
     clock: Clock,
     description: str,
 ) -> list[list[Trajectory]]:
@@ -331,7 +339,7 @@ def sample_trajectories(
             seeds,
             decode=decode,
             num_samples=num_samples,
-            params=replace(policy.params, temperature=temperature),
+            params=params,
             max_batch_tokens=run.config.sampling.max_batch_tokens,
             on_progress=bar.update,
         )
@@ -780,7 +788,7 @@ def evaluate(run: Run) -> tuple[dict[str, float], list[dict], bool]:
             run, num_samples=validation.best_of_n, temperature=validation.temperature
         )
         metrics = group_metrics(run, groups)
-    return metrics | clock.read(), first_samples(run, groups), has_broken(run, groups)
+    return metrics | clock.read(), validation_samples(run, groups), has_broken(run, groups)
 
 
 def answer_questions(run: Run, *, num_samples: int, temperature: float) -> list[list[Trajectory]]:
@@ -790,12 +798,13 @@ def answer_questions(run: Run, *, num_samples: int, temperature: float) -> list[
     evaluations differ by the policy alone.
     """
     mine = range(run.world.rank, len(run.validation_questions), run.world.size)
+    max_new_tokens = run.config.max_validation_tokens
     return sample_trajectories(
         run,
         [run.validation_questions[i] for i in mine],
         [(VALIDATION, i) for i in mine],
         num_samples=num_samples,
-        temperature=temperature,
+        params=replace(run.policy.params, temperature=temperature, max_new_tokens=max_new_tokens),
         clock=Clock(),
         description="evaluation" if temperature > 0 else "greedy",
     )
@@ -814,20 +823,6 @@ def group_metrics(run: Run, groups: list[list[Trajectory]]) -> dict[str, float]:
     return solve_rates(solved, validation.pass_k) | reduce_means(lengths, run.world)
 
 
-def first_samples(run: Run, groups: list[list[Trajectory]]) -> list[dict]:
-    """The first completion of some questions, as samples.jsonl keeps them."""
-    return [
-        {
-            "prompt": run.policy.tokenizer.decode(trajectory.prompt_ids),
-            "completion": trajectory.text,
-            "reward": trajectory.reward,
-            "reward_parts": trajectory.reward_parts,
-            "truncated": trajectory.completion.truncated,
-        }
-        for trajectory, *_ in groups[: run.config.logging.samples]
-    ]
-
-
 def run_evaluation(run: Run) -> int:
     """Measure a model as it is: as training would, and by majority votes and greedy completions.
 
@@ -838,9 +833,10 @@ def run_evaluation(run: Run) -> int:
         groups = answer_questions(
             run, num_samples=validation.best_of_n, temperature=validation.temperature
         )
-        greedy = answer_questions(run, num_samples=1, temperature=0.0)
+        is_greedy = validation.temperature == 0
+        greedy = groups if is_greedy else answer_questions(run, num_samples=1, temperature=0.0)
     metrics = group_metrics(run, groups) | single_answer_metrics(run, groups, greedy) | clock.read()
-    samples = first_samples(run, groups)
+    samples = validation_samples(run, groups)
     run.logger.print_evaluation(f"evaluation of {run.config.model.name}", metrics, samples)
     save_evaluation(run, metrics, samples)
     return 2 if has_broken(run, groups) else 0
@@ -851,8 +847,9 @@ def single_answer_metrics(
 ) -> dict[str, float]:
     """Rates of one answer per question, with Wilson's interval: what the group votes for, greedy.
 
-    Where the task has `is_lenient_solved`, a reading that forgives the form, it stands beside the
-    strict one. `groups` and `greedy` are those of this rank's questions.
+    The mean length of the greedy answers stands beside them; so does, where the task has
+    `is_lenient_solved`, a reading that forgives the form. `groups` and `greedy` are those of this
+    rank's questions.
     """
     task, world, questions = run.task, run.world, run.validation_questions
     mine = questions[world.rank :: world.size]
@@ -870,7 +867,8 @@ def single_answer_metrics(
         ]
     rows = list(zip(*solved.values(), strict=True))
     table = world.gather_rows(rows, shape=(len(questions), len(solved)))
-    metrics = {}
+    num_tokens = sum(len(t.completion.token_ids) for t in answers)
+    metrics = reduce_means({"eval/greedy_tokens": (num_tokens, len(answers))}, world)
     for name, column in zip(solved, table.T, strict=True):
         metrics |= single_rate(name, column)
     return metrics

@@ -80,12 +80,12 @@ def make_trainer(run: Run, folder: str, options: argparse.Namespace, turns: "Tur
     """TRL's side: a copy of the model, the same questions in the same order."""
     is_cuda = run.world.device.type == "cuda"
     num_questions = QUESTIONS * (options.steps + 1)
-    examples = [run.train_questions[position] for position in range(num_questions)]
+    drawn, _ = run.train_questions.take(0, num_questions)
     trainer = GRPOTrainer(
         model=copy.deepcopy(run.policy.model),
         processing_class=run.policy.tokenizer,
         reward_funcs=reward,
-        train_dataset=Dataset.from_list([as_trl_row(example, run) for example in examples]),
+        train_dataset=Dataset.from_list([as_trl_row(example, run) for _, example in drawn]),
         callbacks=[turns],
         args=GRPOConfig(
             output_dir=folder,
@@ -164,13 +164,13 @@ def our_gradient(run: Run) -> tuple[torch.Tensor, list[list[Trajectory]]]:
 
 def roll_out(run: Run, clock: Clock) -> list[list[Trajectory]]:
     """The groups of the next questions."""
-    positions = range(run.state.position, run.state.position + QUESTIONS)
+    drawn, _ = run.train_questions.take(run.state.position, QUESTIONS)
     return sample_trajectories(
         run,
-        [run.train_questions[position] for position in positions],
-        [(program.TRAINING, run.config.training.seed, position) for position in positions],
+        [question for _, question in drawn],
+        [(program.TRAINING, run.config.training.seed, position) for position, _ in drawn],
         num_samples=SAMPLES,
-        temperature=run.config.sampling.temperature,
+        params=run.policy.params,
         clock=clock,
         description="",
     )

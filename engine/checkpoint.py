@@ -166,9 +166,12 @@ def save_checkpoint(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     optimizer: torch.optim.Optimizer,
-    keep: int,
+    keep: int | None,
 ) -> None:
-    """Write step-<step> below `root`, link `last` to it, and keep the `keep` newest whole ones."""
+    """Write step-<step> below `root`, link `last` to it, and keep the `keep` newest whole ones.
+
+    None keeps all.
+    """
     with save_folder(root / f"step-{step:06d}") as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
@@ -182,8 +185,9 @@ def save_checkpoint(
         link_last(root, f"step-{step:06d}")
     sync(root)
     whole = [folder for folder in list_checkpoints(root) if is_whole(folder)]
+    outdated = [] if keep is None else whole[keep:]
     left_by_kills = [*root.glob("step-*.tmp"), *root.glob("step-*.old")]
-    for folder in [*whole[keep:], *left_by_kills]:
+    for folder in [*outdated, *left_by_kills]:
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -12,6 +12,7 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import math
 import operator
 import os
 import re
@@ -45,7 +46,8 @@ PathText = Annotated[Text, AfterValidator(os.path.expanduser)]  # a file, a fold
 Count = Annotated[int, Field(gt=0, le=1_000_000)]
 Rate = Annotated[float, Field(gt=0, le=10)]
 Weight = Annotated[float, Field(ge=-1_000_000, le=1_000_000)]
-Temperature = Annotated[float, Field(ge=0.01, le=100)]  # logits / 0.01 are still finite
+LOWEST_TEMPERATURE = 0.01  # logits / 0.01 are still finite
+Temperature = Annotated[float, Field(ge=LOWEST_TEMPERATURE, le=100)]
 
 
 class Section(BaseModel):
@@ -63,6 +65,9 @@ class LoraSettings(Section):
     r: int = Field(8, gt=0, le=4096)
     alpha: Count = 32
     dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)] = (
+        "all-linear"
+    )
 
 
 class ModelSettings(Section):
@@ -81,6 +86,10 @@ class TaskSettings(Section):
     train: PathText = "generated"
     eval: PathText = "generated"
     reward_weights: dict[str, Weight] = {"format": 0.1, "answer": 1.0}
+    max_train_examples: Count | None = None
+    shuffle: bool = True
+    system_prompt: Text | None = None
+    prompt: Text | None = None
 
 
 class SamplingSettings(Section):
@@ -88,6 +97,7 @@ class SamplingSettings(Section):
     temperature: Temperature = 1.0
     top_p: float = Field(1.0, ge=1e-6, le=1)
     top_k: NonNegativeInt = 0
+    stop: list[Text] = []
     max_batch_tokens: PositiveInt | None = None
     calculator: Literal["gsm8k", "nanochat"] | None = None
 
@@ -95,6 +105,7 @@ class SamplingSettings(Section):
 class TrainingSettings(Section):
     learning_type: Literal["grpo", "sil"] = "grpo"
     num_steps: PositiveInt = 80
+    num_epochs: float | None = Field(None, gt=0, le=10_000)
     num_samples_per_step: Count = 16
     num_samples_per_step_global: Count | None = None
     k_best_of_n: list[Count] = Field([16, 16], min_length=2, max_length=2)
@@ -104,6 +115,10 @@ class TrainingSettings(Section):
     learning_rate: Rate = 2.0e-4
     muon_learning_rate: Rate = 1.0e-3
     embedding_learning_rate: Rate | None = None
+    adam_betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
+        [0.9, 0.999], min_length=2, max_length=2
+    )
+    adam_eps: float = Field(1.0e-8, gt=0, le=1)
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 10
     weight_decay: float = Field(0.0, ge=0, le=10)
@@ -131,12 +146,19 @@ class ValidationSettings(Section):
     num_examples: Count = 512
     best_of_n: Count = 8
     pass_k: list[Count] = Field([1, 8], min_length=1)
-    temperature: Temperature = 1.0
+    best_by: Literal["pass@1", "best_of_n"] = "pass@1"
+    temperature: float = Field(1.0, ge=0, le=100)
+    max_new_gen_tokens: Count | None = None
+
+    @property
+    def best_metric(self) -> str:
+        """The metric by which best/ is chosen."""
+        return "eval/pass@1" if self.best_by == "pass@1" else f"eval/best_of_{self.best_of_n}"
 
 
 class CheckpointSettings(Section):
     every: PositiveInt = 20
-    keep: PositiveInt = 2
+    keep: PositiveInt | None = 2
     resume: Literal["auto", "never"] = "auto"
 
 
@@ -144,11 +166,14 @@ class LoggingSettings(Section):
     mlflow: bool = False
     experiment: Text = "plain-grpo"
     samples: NonNegativeInt = 3
+    train_samples_every: NonNegativeInt = 0
 
 
 class ExportSettings(Section):
     merge: bool = False
+    save_4bit: bool = False
     push_to_hub: str | None = Field(None, pattern=r"^[\w.-]+/[\w.-]+$")
+    private: bool = True
 
 
 class Config(Section):
@@ -170,6 +195,28 @@ class Config(Section):
         if self.training.num_samples_per_step_global is None:
             return self.training.num_samples_per_step
         return self.training.num_samples_per_step_global // num_ranks
+
+    @property
+    def max_validation_tokens(self) -> int:
+        """The greatest length of a validation completion."""
+        return self.validation.max_new_gen_tokens or self.training.max_new_gen_tokens
+
+    def with_num_steps(self, num_questions: int, num_ranks: int) -> "Config":
+        """The same configuration with training.num_steps in place of num_epochs.
+
+        An epoch takes all of the training questions. Raises ConfigError if the epochs are less than
+        a step.
+        """
+        num_epochs = self.training.num_epochs
+        if num_epochs is None:
+            return self
+        questions_per_step = self.questions_per_rank(num_ranks) * num_ranks
+        num_steps = math.floor(num_epochs * num_questions / questions_per_step)
+        if num_steps == 0:
+            line = f"training.num_epochs = {show(num_epochs)}: of {num_questions} questions"
+            raise ConfigError([f"{line} is less than a step of {questions_per_step}; raise it"])
+        changes = {"num_steps": num_steps, "num_epochs": None}
+        return self.model_copy(update={"training": self.training.model_copy(update=changes)})
 
 
 SECTIONS = [name for name, value in Config() if isinstance(value, Section)]
@@ -290,7 +337,8 @@ def load_config(arguments: list[str], *, default_file: Path = ROOT / "config.yam
         raise ConfigError([f"--config {' '.join(files)}: give one file; keys can follow it"])
     from_file = nest(read_file(Path(files[0]).expanduser()).items())
     from_command_line = nest(map(parse_override, overrides))
-    return validate(merge(without_other_task(from_file, from_command_line), from_command_line))
+    values = merge(without_other_task(from_file, from_command_line), from_command_line)
+    return validate(merge(values, replaced_length(from_file, from_command_line)))
 
 
 class Loader(yaml.SafeLoader):
@@ -385,8 +433,31 @@ def without_other_task(values: dict[str, Any], overrides: dict[str, Any]) -> dic
     task = values.get("task")
     if not isinstance(task, dict) or task_name(values) == task_name(merge(values, overrides)):
         return values
-    shared = TaskSettings.model_fields.keys() - {"reward_weights"}
+    of_the_task = {"reward_weights", "system_prompt", "prompt"}
+    shared = TaskSettings.model_fields.keys() - of_the_task
     return values | {"task": {key: task[key] for key in task if key in shared}}
+
+
+def replaced_length(from_file: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """What becomes of training.num_steps or num_epochs where the command line gives the other.
+
+    Raises ConfigError for a file with both: they exclude each other.
+    """
+    in_file, given = (section_of(values, "training") for values in (from_file, overrides))
+    if in_file.get("num_steps") is not None and in_file.get("num_epochs") is not None:
+        key = f"training.num_epochs = {show(in_file['num_epochs'])}"
+        raise ConfigError([f"{key}: it sets num_steps, which the file gives too; leave one out"])
+    if given.get("num_steps") is not None:
+        return {"training": {"num_epochs": None}}
+    if given.get("num_epochs") is not None:
+        return {"training": {"num_steps": TrainingSettings().num_steps}}
+    return {}
+
+
+def section_of(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """A section of unchecked values; empty for one that is no section."""
+    section = values.get(name)
+    return section if isinstance(section, dict) else {}
 
 
 def task_name(values: dict[str, Any]) -> Any:
@@ -510,6 +581,12 @@ def impossible(config: Config) -> Iterator[str]:
     if config.mode == "train":
         yield from impossible_training(config)
     validation = config.validation
+    if 0 < validation.temperature < LOWEST_TEMPERATURE:
+        key = f"validation.temperature = {show(validation.temperature)}"
+        yield f"{key}: must be 0, which is greedy, or at least {LOWEST_TEMPERATURE}"
+    if validation.temperature == 0 and validation.best_of_n > 1:
+        key = f"validation.best_of_n = {validation.best_of_n}"
+        yield f"{key}: at validation.temperature 0 all completions of a question are alike; write 1"
     key = f"validation.pass_k = {validation.pass_k}"
     if max(validation.pass_k) > validation.best_of_n:
         yield f"{key}: each must be at most validation.best_of_n ({validation.best_of_n})"
@@ -537,6 +614,9 @@ def impossible_training(config: Config) -> Iterator[str]:
         yield f"{key}: sil learns by leaving out all but the k best; write k < n, such as [2, 32]"
     if config.questions_per_rank(1) * n > LARGEST_NUM_COMPLETIONS:
         yield f"{key}: a step of more than {LARGEST_NUM_COMPLETIONS:,} completions; lower n"
+    if training.num_epochs is not None and config.task.train == "generated":
+        key = f"training.num_epochs = {show(training.num_epochs)}"
+        yield f"{key}: generated questions have no epochs; write null, and training.num_steps"
     if is_sil and training.advantage == "zscore":
         yield "training.advantage = zscore: sil gives the k best the advantage 1; write mean"
     if training.embedding_learning_rate is not None and training.optimizer != "muon":
@@ -549,6 +629,8 @@ def impossible_training(config: Config) -> Iterator[str]:
         yield f"{key}: weights in 4 bits cannot be trained; {fix}"
     if model.lora is None and config.export.merge:
         yield "export.merge = true: there is no adapter to merge; write false, or set model.lora"
+    if model.lora is not None and config.export.save_4bit and not config.export.merge:
+        yield "export.save_4bit = true: an adapter has to be merged first; set export.merge=true"
 
 
 def check_world(config: Config, num_ranks: int) -> None:
@@ -567,7 +649,13 @@ def check_world(config: Config, num_ranks: int) -> None:
 
 
 # A run may go on with other values of these keys. Another value of any other key is another run.
-FREE_KEYS = ("mode", "training.num_steps", "training.stop_on_collapse", "validation.every")
+FREE_KEYS = (
+    "mode",
+    "training.num_steps",
+    "training.num_epochs",
+    "training.stop_on_collapse",
+    "validation.every",
+)
 FREE_SECTIONS = ("checkpoint.", "export.", "logging.", "run.")
 
 
@@ -623,7 +711,10 @@ def differences(config: Config) -> list[str]:
 
 def dump(config: Config) -> str:
     """The whole configuration as YAML, which loads to the same one."""
-    return yaml.dump(config.model_dump(), Dumper=Dumper, allow_unicode=True, sort_keys=False)
+    values = config.model_dump()
+    if config.training.num_epochs is not None:
+        del values["training"]["num_steps"]  # a file has only one of the two
+    return yaml.dump(values, Dumper=Dumper, allow_unicode=True, sort_keys=False)
 
 
 USAGE = """\

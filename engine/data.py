@@ -5,16 +5,17 @@ import glob
 import hashlib
 import io
 import json
-import math
 import random
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from engine.config import Config, Section
+from engine.config import Config, TaskSettings
 from engine.sampler import Completion
 
 # A run's questions
@@ -27,12 +28,14 @@ def load_questions(
     tokenizer: PreTrainedTokenizerFast,
     context: int | None,
     log: Callable[[str], None],
-) -> dict[str, list[dict]]:
-    """The questions of the run by split: "validation", and "training" if the run trains.
+) -> "tuple[list[dict], QuestionStream | None]":
+    """The validation questions, and the stream of training questions if the run trains.
 
     `context` is the number of tokens that the model can see, None for no limit. A question whose
-    prompt leaves too little room for a completion is dropped, and `log` gets the number of those.
-    Raises ValueError for a source that cannot be used, and for a split without any question left.
+    prompt leaves too little room for a completion is not used: validation questions are dropped
+    here, and the stream skips the others, since there may be 490,000 of them. `log` gets their
+    numbers. Raises ValueError for a source that cannot be used, and for a split without any
+    question that fits.
     """
     settings = config.task
     # The task divides a source that serves both splits; two different sources are used whole.
@@ -45,46 +48,120 @@ def load_questions(
         exclude=[],
         **request,
     )
-    questions = {"validation": validation}
-    if config.mode == "train":
-        request |= {"num_examples": None, "seed": config.training.seed, "exclude": validation}
-        questions["training"] = task.load_examples(settings.train, "train", **request)
-    prompt = task.generate_prompt(questions["validation"][0], options=settings)
+    if settings.prompt is not None and fill(settings.prompt, validation[0]) == settings.prompt:
+        keys = ", ".join(f"{{{key}}}" for key in validation[0])
+        raise ValueError(f"task.prompt: it does not hold the question; write one of {keys} into it")
+    rendering = {"task": task, "options": settings, "tokenizer": tokenizer}
+    prompt = pose(validation[0], task=task, options=settings)
     if tokenizer.chat_template and not isinstance(prompt, str) and prompt[0]["role"] == "system":
         folded = fold_system(prompt)
         if render_prompt(prompt, tokenizer) == render_prompt(folded, tokenizer):
             log("the chat template takes no system message: it is put before the question")
-    max_new_tokens = config.training.max_new_gen_tokens
-    room = math.inf if context is None else context - max_new_tokens
-    for split, examples in questions.items():
-        prompts = encode_prompts(examples, task=task, options=settings, tokenizer=tokenizer)
-        fitting = [row for row, ids in zip(examples, prompts, strict=True) if len(ids) <= room]
-        if not fitting:
-            raise ValueError(
-                f"training.max_new_gen_tokens = {max_new_tokens}: no {split} prompt leaves room "
-                f"for it in the model's context of {context} tokens, lower it"
-            )
-        if num_long := len(examples) - len(fitting):
-            log(f"{num_long} of {len(examples)} {split} questions are too long: dropped")
-        questions[split] = fitting
-    return questions
+    fits = FitsContext(context, config.max_validation_tokens, **rendering)
+    fitting = [row for row, fit in zip(validation, fits(validation), strict=True) if fit]
+    if not fitting:
+        section = "validation" if config.validation.max_new_gen_tokens else "training"
+        raise ValueError(fits.refusal("validation", section))
+    if num_long := len(validation) - len(fitting):
+        log(f"{num_long} of {len(validation)} validation questions are too long: dropped")
+    log(f"prompts of validation questions: {describe_lengths(fitting, **rendering)}")
+    if config.mode != "train":
+        return fitting, None
+    limit = settings.max_train_examples  # of a file that is not shuffled, the first ones
+    request |= {"num_examples": limit if settings.shuffle else None}
+    request |= {"seed": config.training.seed, "exclude": validation}
+    questions = task.load_examples(settings.train, "train", **request)[:limit]
+    stream = QuestionStream(
+        questions,
+        seed=config.training.seed,
+        shuffle=settings.shuffle,
+        fits=FitsContext(context, config.training.max_new_gen_tokens, **rendering),
+        log=log,
+    )
+    stream.take(0, 1)  # ValueError if there is none that fits
+    evenly = np.linspace(0, len(questions) - 1, min(len(questions), 1_000), dtype=int)
+    some = [questions[i] for i in evenly]
+    log(f"prompts of {len(some):,} training questions: {describe_lengths(some, **rendering)}")
+    return fitting, stream
+
+
+class FitsContext:
+    """Whether prompts leave room for a completion in the model's context."""
+
+    def __init__(self, context: int | None, max_new_tokens: int, **rendering: Any):
+        """`context` in tokens, None for no limit; `rendering` is what `encode_prompts` needs."""
+        self.context, self.max_new_tokens = context, max_new_tokens
+        self.rendering = rendering
+
+    def __call__(self, examples: list[dict]) -> list[bool]:
+        """Whether each of the questions fits."""
+        if self.context is None:
+            return [True] * len(examples)
+        prompts = encode_prompts(examples, **self.rendering)
+        return [len(ids) + self.max_new_tokens <= self.context for ids in prompts]
+
+    def refusal(self, split: str, section: str) -> str:
+        """The error line where no question fits; the config's `section` sets the limit."""
+        return (
+            f"{section}.max_new_gen_tokens = {self.max_new_tokens}: no {split} prompt leaves room "
+            f"for it in the model's context of {self.context} tokens, lower it"
+        )
 
 
 class QuestionStream:
-    """The questions without end: each epoch is a new permutation of them, drawn from the seed."""
+    """The questions without end: each epoch is a new permutation of them, drawn from the seed.
 
-    def __init__(self, questions: list[dict], seed: int):
-        self.questions = questions
-        self.seed = seed
-        self.epoch = -1
-        self.order = np.empty(0, dtype=np.int64)
+    Without `shuffle` each epoch has them in their own order.
+    """
+
+    def __init__(
+        self,
+        questions: list[dict],
+        *,
+        seed: int,
+        shuffle: bool,
+        fits: FitsContext,
+        log: Callable[[str], None],
+    ):
+        self.questions, self.seed, self.shuffle = questions, seed, shuffle
+        self.fits, self.log = fits, log
+        self.epoch, self.order = -1, np.arange(len(questions))
+        self.too_long: set[int] = set()  # indices of questions that were found not to fit
 
     def __getitem__(self, position: int) -> dict:
+        return self.questions[self.index_at(position)]
+
+    def index_at(self, position: int) -> int:
+        """Which of the questions stands at a position of the stream."""
         epoch, index = divmod(position, len(self.questions))
-        if epoch != self.epoch:
+        if self.shuffle and epoch != self.epoch:
             rng = np.random.default_rng([self.seed, epoch])
             self.epoch, self.order = epoch, rng.permutation(len(self.questions))
-        return self.questions[self.order[index]]
+        return int(self.order[index])
+
+    def take(self, position: int, count: int) -> tuple[list[tuple[int, dict]], int]:
+        """The next `count` questions that fit, from a position on, and the position after them.
+
+        Each comes with its own position. Questions that are too long are skipped, and their number
+        is logged whenever it has doubled. Raises ValueError if no question fits at all.
+        """
+        taken: list[tuple[int, dict]] = []
+        num_long = len(self.too_long)
+        while len(taken) < count:
+            walked = [(p, self.index_at(p)) for p in range(position, position + count - len(taken))]
+            fits = self.fits([self.questions[index] for _, index in walked])
+            for (p, index), fit in zip(walked, fits, strict=True):
+                if fit:
+                    taken.append((p, self.questions[index]))
+                else:
+                    self.too_long.add(index)
+            if len(self.too_long) == len(self.questions):
+                raise ValueError(self.fits.refusal("training", "training"))
+            position += len(walked)
+        if len(self.too_long).bit_length() > num_long.bit_length():
+            so_far = f"{len(self.too_long)} of {len(self.questions)} training questions"
+            self.log(f"skipped so far since they are too long: {so_far}")
+        return taken, position
 
 
 # Rows: what the tasks' load_examples have in common
@@ -233,7 +310,11 @@ def read_rows(
 
 
 def encode_prompts(
-    examples: list[dict], *, task: ModuleType, options: Section, tokenizer: PreTrainedTokenizerFast
+    examples: list[dict],
+    *,
+    task: ModuleType,
+    options: TaskSettings,
+    tokenizer: PreTrainedTokenizerFast,
 ) -> list[list[int]]:
     """The token ids of each question's prompt."""
     texts, adds_special_tokens = render_prompts(
@@ -245,15 +326,52 @@ def encode_prompts(
 
 
 def render_prompts(
-    examples: list[dict], *, task: ModuleType, options: Section, tokenizer: PreTrainedTokenizerFast
+    examples: list[dict],
+    *,
+    task: ModuleType,
+    options: TaskSettings,
+    tokenizer: PreTrainedTokenizerFast,
 ) -> tuple[list[str], bool]:
     """The text of each question's prompt, and whether the tokenizer must add special tokens to it.
 
     It must not where a chat template has been used, because the template has written them already.
     """
-    prompts = [task.generate_prompt(example, options=options) for example in examples]
+    prompts = [pose(example, task=task, options=options) for example in examples]
     is_chat = tokenizer.chat_template is not None and not any(isinstance(p, str) for p in prompts)
     return [render_prompt(prompt, tokenizer) for prompt in prompts], not is_chat
+
+
+def describe_lengths(examples: list[dict], **rendering: Any) -> str:
+    """The mean and the longest of these questions' prompts; `rendering` as for `encode_prompts`."""
+    lengths = [len(ids) for ids in encode_prompts(examples, **rendering)]
+    return f"{sum(lengths) / len(lengths):.0f} tokens on average, {max(lengths)} the longest"
+
+
+def pose(example: dict, *, task: ModuleType, options: TaskSettings) -> list[dict] | str:
+    """The task's prompt for a question, in the user's own words where the config has some.
+
+    task.prompt takes the place of a plain text or of what the user says, and task.system_prompt is
+    the system message; an assistant prefix stays. A plain text begins with the system prompt.
+    """
+    messages = task.generate_prompt(example, options=options)
+    system, prompt = (
+        None if text is None else fill(text, example)
+        for text in (options.system_prompt, options.prompt)
+    )
+    if isinstance(messages, str):
+        return "\n\n".join(part for part in (system, prompt or messages) if part is not None)
+    if prompt is not None:
+        messages = [m | {"content": prompt} if m["role"] == "user" else m for m in messages]
+    if system is not None:
+        others = [m for m in messages if m["role"] != "system"]
+        messages = [{"role": "system", "content": system}, *others]
+    return messages
+
+
+def fill(text: str, example: dict) -> str:
+    """The text with the values of the example's keys in place of {key}; other braces stay."""
+    names = "|".join(map(re.escape, example))
+    return re.sub(rf"\{{({names})\}}", lambda match: str(example[match[1]]), text)
 
 
 def render_prompt(messages: list[dict] | str, tokenizer: PreTrainedTokenizerFast) -> str:
@@ -289,6 +407,27 @@ def apply_template(chat: list[dict], tokenizer: PreTrainedTokenizerFast) -> str:
         if not has_system or chat[0]["content"].strip() in text:
             return text
     return apply_template(fold_system(chat), tokenizer)
+
+
+MADE_UP_TURN = "A made-up turn."
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerFast) -> int | None:
+    """The special token that the chat template writes after what an assistant says, if it has one.
+
+    None too for a template that cannot write an assistant's turn.
+    """
+    if tokenizer.chat_template is None:
+        return None
+    chat = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": MADE_UP_TURN}]
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+    except Exception:  # a template is a program, which may raise anything
+        return None
+    _, _, after = text.partition(MADE_UP_TURN)
+    (first,) = tokenizer.encode(after.lstrip(), add_special_tokens=False)[:1] or [None]
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return first if first in special else None
 
 
 def fold_system(chat: list[dict]) -> list[dict]:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from engine.config import Config
+from engine.lora import adapted_layers
 from engine.sampler import cache_bytes_per_token
 
 FP32, BF16, NF4 = 4, 2, 0.5  # bytes per weight; the scales that NF4 adds are not counted
@@ -47,7 +48,8 @@ def check_memory(
     if config.model.load_in_4bit:
         weights -= (weight_dtype.itemsize - NF4) * sum(map(math.prod, shapes))
     if lora:  # two matrices for each layer: r times its inputs, and r times its outputs
-        num_trained = lora.r * sum(map(sum, shapes))
+        adapted = [layer.weight.shape for layer in adapted_layers(model, lora)]
+        num_trained = lora.r * sum(map(sum, adapted))
         weights += FP32 * num_trained
     has_reference = is_training and config.training.kl_coef > 0 and not lora
     parts = {
@@ -78,10 +80,12 @@ def cache_bytes(model_config: PretrainedConfig, config: Config, *, bytes_per_num
     """Bytes of keys and values for the completions that are decoded together, without prompts."""
     num_ranks = int(os.environ.get("WORLD_SIZE", 1))
     num_questions, num_samples = config.questions_per_rank(num_ranks), config.training.group_size
+    max_new_tokens = config.training.max_new_gen_tokens
     if config.mode == "evaluate":
         num_questions = config.validation.num_examples // num_ranks
         num_samples = config.validation.best_of_n
-    group = num_samples * config.training.max_new_gen_tokens  # the least that is decoded together
+        max_new_tokens = config.max_validation_tokens
+    group = num_samples * max_new_tokens  # the least that is decoded together
     num_tokens = min(group * num_questions, config.sampling.max_batch_tokens or group)
     text = model_config.get_text_config()
     return max(group, num_tokens) * cache_bytes_per_token(text, bytes_per_number=bytes_per_number)
@@ -104,7 +108,10 @@ def check_disk(folder: Path, config: Config, *, num_weights: int, num_merged: in
     """
     checkpoint = (FP32 + AVERAGES[config.training.optimizer]) * num_weights
     best, merged = FP32 * num_weights, BF16 * num_merged
-    num_checkpoints = config.checkpoint.keep + 1  # one more while it is written
+    if config.checkpoint.keep is None:
+        num_checkpoints = math.ceil(config.training.num_steps / config.checkpoint.every)
+    else:
+        num_checkpoints = config.checkpoint.keep + 1  # one more while it is written
     rest = 2 * (best + merged)  # the new one is written before the old one is removed
     needed = num_checkpoints * checkpoint + rest
     saved = sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())

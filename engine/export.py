@@ -15,7 +15,7 @@ from engine.checkpoint import save_model
 from engine.config import Config, dotted_values, import_package, run_name, show
 from engine.data import is_file
 from engine.distributed import World
-from engine.lora import base_of
+from engine.lora import base_of, quantization_config
 
 # The model card
 
@@ -81,11 +81,8 @@ prompt = {prompt!r}
 inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens={add_special_tokens})
 output = model.generate(
     **inputs,
-    max_new_tokens={config.training.max_new_gen_tokens},
-    do_sample=True,
-    temperature={config.validation.temperature},
-    top_p={config.sampling.top_p},
-    top_k={config.sampling.top_k},
+    max_new_tokens={config.max_validation_tokens},
+    {sampling},
 )
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 ```
@@ -144,6 +141,7 @@ def model_card(
         step=step,
         world=world,
         recipe="\n".join(recipe(config)),
+        sampling=",\n    ".join(sampling_arguments(config)),
         tokenizer_class="PreTrainedTokenizerFast" if is_plain else "AutoTokenizer",
         prompt=prompt,
         add_special_tokens=add_special_tokens,
@@ -189,6 +187,18 @@ def recipe(config: Config) -> list[str]:
         if key.startswith(("model.", "task.", "sampling.", "training."))
         and (key in IN_EVERY_RECIPE or value != defaults[key])
         and key not in IN_THE_TEXT
+    ]
+
+
+def sampling_arguments(config: Config) -> list[str]:
+    """How `model.generate` samples as the validation does."""
+    if config.validation.temperature == 0:
+        return ["do_sample=False"]
+    return [
+        "do_sample=True",
+        f"temperature={config.validation.temperature}",
+        f"top_p={config.sampling.top_p}",
+        f"top_k={config.sampling.top_k}",
     ]
 
 
@@ -249,15 +259,37 @@ def merge(
         raise ExportError(f"export.merge = true: {problem}; the adapter is in {adapter}") from error
 
 
-def push(folder: Path, repository: str) -> None:
-    """Upload the folder to the hub, into a new private repository if there is none of that name."""
+def save_in_4bit(
+    model: Path, folder: Path, tokenizer: PreTrainedTokenizerFast, *, trust_remote_code: bool
+) -> None:
+    """Save a copy of a plain model with its weights in 4 bits, as `load_in_4bit` has them.
+
+    It is made on a GPU if there is one. Raises ExportError, or ValueError without bitsandbytes.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        small = AutoModelForCausalLM.from_pretrained(
+            model,
+            dtype=torch.bfloat16,
+            quantization_config=quantization_config(device, torch.bfloat16),
+            device_map={"": device},
+            trust_remote_code=trust_remote_code,
+        )
+        save_model(small, tokenizer, (model / "README.md").read_text(encoding="utf-8"), folder)
+    except OSError as error:
+        problem = " ".join(str(error).split())
+        raise ExportError(f"export.save_4bit = true: {problem}; the model is in {model}") from error
+
+
+def push(folder: Path, repository: str, *, private: bool) -> None:
+    """Upload the folder to the hub, into a new repository if there is none of that name."""
     key = f"export.push_to_hub = {repository}"
     again = f"then give the same command again; the model is in {folder}"
     if get_token() is None:
         raise ExportError(f"{key}: there is no token: `hf auth login` or set HF_TOKEN, {again}")
     hub = HfApi()
     try:
-        hub.create_repo(repository, private=True, exist_ok=True)
+        hub.create_repo(repository, private=private, exist_ok=True)
         hub.upload_folder(repo_id=repository, folder_path=folder)
     except Exception as error:  # the network, the hub, or a token without the right to write
         problem = " ".join(str(error).split())

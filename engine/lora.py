@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import BitsAndBytesConfig
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import find_adapter_config_file
 
-from engine.config import Config, ModelSettings, import_package
+from engine.config import Config, LoraSettings, ModelSettings, import_package
 
 if TYPE_CHECKING:  # a package that may be missing
     from peft import LoraConfig
@@ -76,14 +77,39 @@ def lora_config(config: Config) -> "LoraConfig":
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules="all-linear",
+        target_modules=lora.target_modules,
         task_type="CAUSAL_LM",
         revision=config.model.revision,
     )
 
 
+def adapted_layers(model: nn.Module, lora: LoraSettings) -> list[nn.Module]:
+    """The linear layers that get an adapter; never the head.
+
+    Raises ValueError for a name in target_modules that no such layer has.
+    """
+    head = model.get_output_embeddings()
+    layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, (nn.Linear, Conv1D)) and layer is not head
+    }
+    if lora.target_modules == "all-linear":
+        return list(layers.values())
+    for target in lora.target_modules:
+        if not any(is_named(name, [target]) for name in layers):
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+            raise ValueError(f"model.lora.target_modules: no layer is named {target}, but {known}")
+    return [layer for name, layer in layers.items() if is_named(name, lora.target_modules)]
+
+
+def is_named(path: str, names: list[str]) -> bool:
+    """Whether a module's path ends in one of the names, as peft reads them."""
+    return any(f".{path}".endswith(f".{name}") for name in names)
+
+
 def add_adapter(model: nn.Module, described: "LoraConfig", *, seed: int) -> None:
-    """Freeze the model and give each linear layer but the head an adapter B A with fp32 weights.
+    """Freeze the model and give the layers that the config names an adapter B A with fp32 weights.
 
     B starts at zero, so the model is unchanged; A is drawn from the seed.
     """

@@ -31,7 +31,7 @@ from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import cached_file
 
 from engine.config import ROOT, Config
-from engine.data import render_prompt
+from engine.data import end_of_turn, render_prompt
 from engine.estimate import check_memory
 from engine.head import CompletionScorer, autocast
 from engine.lora import (
@@ -64,6 +64,11 @@ class Policy:
     def context_length(self) -> int | None:
         """The most tokens that the model can see; None for no limit."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    @property
+    def end_tokens(self) -> str:
+        """The tokens at which a completion ends, in words; None is an id without a token."""
+        return " or ".join(map(str, self.tokenizer.convert_ids_to_tokens(self.params.eos_ids)))
 
     def autocast(self) -> torch.autocast:
         """For sampling: a model with an adapter then computes in the same dtype as its scorer."""
@@ -239,7 +244,7 @@ def load_model(
         model.to(device)
     else:
         keep_4bit_layout(model)
-    eos_ids = find_eos_ids(model, tokenizer)
+    eos_ids = find_eos_ids(model, tokenizer, stop=config.sampling.stop)
     # transformers fills what a generation config leaves open from the model's own: empty it
     model.generation_config = GenerationConfig(
         eos_token_id=list(eos_ids), pad_token_id=tokenizer.pad_token_id
@@ -251,10 +256,24 @@ def load_model(
     return model, eos_ids
 
 
-def find_eos_ids(model: nn.Module, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
-    """The ids that end a text, by the tokenizer, the generation config or the model's config."""
+def find_eos_ids(
+    model: nn.Module, tokenizer: PreTrainedTokenizerFast, *, stop: list[str]
+) -> tuple[int, ...]:
+    """The ids that end a completion.
+
+    They are those that tokenizer, generation config and model config name, the one that ends a turn
+    in the chat template (base models such as Qwen2.5's write it, but do not name it), and `stop`.
+    Raises ValueError for a text in `stop` that is not one token.
+    """
     declared = [tokenizer.eos_token_id, model.generation_config.eos_token_id]
-    declared.append(model.config.get_text_config().eos_token_id)
+    declared += [model.config.get_text_config().eos_token_id, end_of_turn(tokenizer)]
+    for text in stop:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ValueError(
+                f"sampling.stop: {text!r} is not one token of its tokenizer, but {ids}"
+            )
+        declared += ids
     eos_ids = {i for ids in declared for i in (ids if isinstance(ids, list) else [ids])} - {None}
     if not eos_ids:
         raise ValueError("neither tokenizer nor model says which token ends text")

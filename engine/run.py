@@ -33,7 +33,7 @@ from engine.config import (
 from engine.data import QuestionStream, render_prompts
 from engine.distributed import World
 from engine.estimate import check_disk
-from engine.export import ExportError, merge, model_card, push
+from engine.export import PASS_AT_1, ExportError, merge, model_card, push, save_in_4bit
 from engine.metrics import mean_of_last, metric_columns, signs_of_collapse, versions
 from engine.model import Policy
 from logger import Logger, json_line, without_nan, write_atomically
@@ -44,11 +44,11 @@ class State:
     """Where a run is: what a checkpoint holds beside the weights and the optimizer."""
 
     step: int = 0
-    position: int = 0  # training questions drawn so far, over all ranks
-    first: float | None = None  # eval/pass@1 before training
-    first_interval: list[float] = field(default_factory=list)  # its 95% interval
-    last: float | None = None  # eval/pass@1 at the last evaluation
-    best: float | None = None  # eval/pass@1 of the model in best/
+    position: int = 0  # of the stream: training questions walked so far, over all ranks
+    untrained: list[float] = field(default_factory=list)  # eval/pass@1 and the ends of its interval
+    first: float | None = None  # the metric of validation.best_by before training
+    last: float | None = None  # the same at the last evaluation
+    best: float | None = None  # the same of the model in best/
     best_step: int = 0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
@@ -56,13 +56,13 @@ class State:
     best_solved: float = 0.0  # the highest mean of train/solved over the last steps
     signs: dict[str, str] = field(default_factory=dict)  # of a collapse: metric and description
     row: dict[str, float] | None = field(default_factory=dict)  # this step's metrics until recorded
+    samples: list[dict] = field(default_factory=list)  # training completions until recorded
 
     def advance(
         self, metrics: dict[str, float], *, num_questions: int, is_skipped: bool
     ) -> list[str]:
         """Count a step and keep its metrics until recorded; returns new signs of a collapse."""
         self.step += 1
-        self.position += num_questions
         self.skipped_steps += is_skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if is_skipped else 0
         self.recent, means = mean_of_last(self.recent, metrics, num_questions=num_questions)
@@ -76,12 +76,12 @@ class State:
         }
         return [text for name, text in self.signs.items() if name not in before]
 
-    def note_evaluation(self, measured: dict[str, float]) -> None:
-        """Keep pass@1 for the summary, and the one before training with its interval."""
-        self.last = measured["eval/pass@1"]
+    def note_evaluation(self, measured: dict[str, float], *, best_metric: str) -> None:
+        """Keep what the summary and the model card say of the model now and before training."""
+        self.last = measured[best_metric]
         if self.step == 0:
             self.first = self.last
-            self.first_interval = [measured[f"eval/pass@1_{end}"] for end in ("low", "high")]
+            self.untrained = [measured[name] for name in PASS_AT_1]
 
 
 @dataclass
@@ -120,8 +120,14 @@ class Run:
 def check_room(run: Run) -> None:
     """Log on what the run computes and where it writes; ValueError if the disk is too small."""
     num_weights, world = run.policy.model.num_parameters(), run.world
+    training, num_questions = run.config.training, run.config.questions_per_rank(world.size)
     place = f"{world.size} x {world.device.type}"
     run.logger.info(f"{num_weights:,} weights, on {place}; results in {run.folder}")
+    k, n = training.k_best_of_n
+    run.logger.info(
+        f"{training.num_steps} steps of {num_questions * world.size * k:,} rows: {num_questions} "
+        f"questions on each rank, {n} samples of each" + f", of which the best {k}" * (k < n)
+    )
     if world.is_main:
         num_trained = sum(parameter.numel() for parameter in run.trained_weights)
         num_merged = num_weights if run.config.export.merge else 0
@@ -210,7 +216,7 @@ def save_best(run: Run, measured: dict[str, float]) -> bool:
     card = model_card(
         config,
         step=run.state.step,
-        before=[run.state.first, *run.state.first_interval],
+        before=run.state.untrained,
         world=run.world,
         num_questions=len(run.validation_questions),
         prompt=prompt,
@@ -277,6 +283,37 @@ def save_on_main(run: Run, save: Callable[[], None]) -> bool:
         return False
 
 
+# Samples
+
+
+def first_samples(run: Run, groups: list[list], questions: list[dict], *, split: str) -> list[dict]:
+    """The first completion of each of some groups of trajectories, as samples.jsonl keeps it.
+
+    `questions` are those of the groups. Where they have no key `answer`, as in Countdown, the gold
+    answer is the question itself: the numbers and the target.
+    """
+    pairs = list(zip(groups, questions, strict=True))[: run.config.logging.samples]
+    return [
+        {
+            "split": split,
+            "prompt": run.policy.tokenizer.decode(trajectory.prompt_ids),
+            "completion": trajectory.text,
+            "gold": question.get("answer", question),
+            "answer": run.task.extract_answer(trajectory.text, question, options=run.config.task),
+            "reward": trajectory.reward,
+            "reward_parts": trajectory.reward_parts,
+            "truncated": trajectory.completion.truncated,
+        }
+        for (trajectory, *_), question in pairs
+    ]
+
+
+def validation_samples(run: Run, groups: list[list]) -> list[dict]:
+    """The same of this rank's share of the validation questions."""
+    mine = run.validation_questions[run.world.rank :: run.world.size]
+    return first_samples(run, groups, mine, split="validation")
+
+
 # Ending
 
 
@@ -313,18 +350,21 @@ def export(run: Run) -> None:
     Raises ExportError, whose message is one line, if that is not possible.
     """
     settings, best = run.config.export, run.folder / "best"
-    if not run.world.is_main or not (settings.merge or settings.push_to_hub):
+    if not run.world.is_main or not (settings.merge or settings.save_4bit or settings.push_to_hub):
         return
     if run.state.best is None:
         raise ExportError(f"export: no model could be saved in {best}")
-    exported = best
+    exported, trust = best, run.config.model.trust_remote_code
     if settings.merge:
         exported = run.folder / "merged"
-        trust = run.config.model.trust_remote_code
         merge(best, exported, run.policy.tokenizer, trust_remote_code=trust)
         run.logger.info(f"the best model, merged: {exported}")
+    if settings.save_4bit:
+        small = run.folder / "merged-4bit"
+        save_in_4bit(exported, small, run.policy.tokenizer, trust_remote_code=trust)
+        run.logger.info(f"the best model, in 4 bits: {small}")
     if settings.push_to_hub:
-        push(exported, settings.push_to_hub)
+        push(exported, settings.push_to_hub, private=settings.private)
         run.logger.info(f"uploaded to https://huggingface.co/{settings.push_to_hub}")
 
 
@@ -347,7 +387,8 @@ def save_evaluation(run: Run, metrics: dict[str, float], samples: list[dict]) ->
 def summary(run: Run) -> str:
     """How well the first, the last and the best model solve, and what can be done with the best."""
     state, best = run.state, run.folder / "best"
-    scores = f"pass@1 {state.first:.3f} at the start, {state.last:.3f} after step {state.step}"
+    metric = run.config.validation.best_metric.removeprefix("eval/")
+    scores = f"{metric} {state.first:.3f} at the start, {state.last:.3f} after step {state.step}"
     if state.best is None:
         return f"{scores}; no model could be saved in {best}"
     needs = ", with peft" if run.config.model.lora is not None else ""

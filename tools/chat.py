@@ -22,7 +22,7 @@ import torch
 from transformers import TextStreamer
 
 from engine.config import Config, ConfigError, load_config, load_task
-from engine.data import assistant_prefix, encode_prompts
+from engine.data import assistant_prefix, encode_prompts, pose
 from engine.distributed import init_world
 from engine.run import Run, mistakes_cost_one_line
 from logger import Logger, format_reward, printable
@@ -114,7 +114,7 @@ def read_question(run: Run, line: str) -> tuple[dict, list[int]]:
 
 def answer(run: Run, example: dict, prompt_ids: list[int], number: int) -> Trajectory:
     """Sample an answer, printing it token by token, and score it; `number` counts questions."""
-    show(assistant_prefix(run.task.generate_prompt(example, options=run.config.task)))
+    show(assistant_prefix(pose(example, task=run.task, options=run.config.task)))
     with run.policy.autocast():
         group = decode_with_generate(
             run.policy.sampler,

@@ -45,6 +45,19 @@ def test_learning_rates_of_four_steps(schedule, warmup, expected):
     assert rates == pytest.approx([0.01 * factor for factor in expected])
 
 
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "muon"])
+def test_adamws_betas_and_eps_are_the_configs(rotary_model_folder, name):
+    """Muon's own groups, which have neither a pair of betas nor this eps, are left out."""
+    model, chosen = make_policy(rotary_model_folder).model, f"training.optimizer={name}"
+    for overrides, betas, eps in (
+        ([], (0.9, 0.999), 1e-8),
+        (["training.adam_betas=[0.8, 0.95]", "training.adam_eps=1e-10"], (0.8, 0.95), 1e-10),
+    ):
+        groups = make_optimizer(model, make_config(chosen, *overrides)).param_groups
+        found = {(tuple(g["betas"]), g["eps"]) for g in groups if "betas" in g}
+        assert found == {(betas, eps)}
+
+
 # AdamW with averages of 8 bits
 
 

@@ -5,6 +5,7 @@ What it should be is computed in reference.py, row by row, from the same made-up
 
 import copy
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -408,7 +409,7 @@ def sample_some(policy: Policy, config: Config) -> None:
         [{"nums": [3], "target": 3}, {"nums": [3] * 20, "target": 4}],
         [(seed(), 1), (seed(), 2)],
         num_samples=4,
-        temperature=1.3,
+        params=replace(policy.params, temperature=1.3),
         clock=Clock(),
         description="rollout",
     )

@@ -125,6 +125,26 @@ def test_the_code_in_the_card_asks_the_model_as_training_did(
     assert capsys.readouterr().out.strip()
 
 
+@pytest.mark.parametrize(
+    ("overrides", "sampling"),
+    [
+        (
+            ["validation.max_new_gen_tokens=7"],
+            "max_new_tokens=7, do_sample=True, temperature=1.0, top_p=1.0, top_k=0",
+        ),
+        (
+            ["validation.temperature=0", "validation.best_of_n=1", "validation.pass_k=[1]"],
+            "max_new_tokens=128, do_sample=False",
+        ),
+    ],
+)
+def test_the_code_in_the_card_samples_as_the_scores_were_measured(overrides, sampling):
+    (call,) = re.findall(
+        r"model\.generate\(\n    \*\*inputs,(.*?),\n\)", card_of(*overrides), re.DOTALL
+    )
+    assert ", ".join(line.strip(" ,") for line in call.strip().splitlines()) == sampling
+
+
 def test_a_run_tells_the_figures_of_its_best_step_and_how_to_ask_the_model(
     tmp_path, rotary_model_folder
 ):

@@ -170,9 +170,16 @@ def parts(rotary_model_folder, tokenizer) -> dict:
     return {"model": model, "tokenizer": tokenizer, "optimizer": optimizer}
 
 
-def save(root: Path, parts: dict, *, step: int) -> Path:
-    checkpoint.save_checkpoint(root, {"state": {"step": step}}, step=step, keep=2, **parts)
+def save(root: Path, parts: dict, *, step: int, keep: int | None = 2) -> Path:
+    checkpoint.save_checkpoint(root, {"state": {"step": step}}, step=step, keep=keep, **parts)
     return root / f"step-{step:06d}"
+
+
+def test_all_checkpoints_are_kept_where_no_number_is_given(tmp_path, parts):
+    saved = [save(tmp_path, parts, step=step, keep=None) for step in range(1, 5)]
+    assert checkpoint.list_checkpoints(tmp_path) == saved[::-1]
+    save(tmp_path, parts, step=5)
+    assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path)] == [5, 4]
 
 
 def test_what_a_killed_save_left_goes_with_the_next(tmp_path, parts):

@@ -11,6 +11,7 @@ from engine.config import (
     ROOT,
     Config,
     ConfigError,
+    TaskSettings,
     check_same_run,
     check_world,
     differences,
@@ -136,11 +137,13 @@ def test_one_reward_weight_can_be_set_alone():
 
 def test_a_mapping_that_is_off_can_be_set_in_part_and_switched_off_again(tmp_path):
     assert load().model.lora is None
-    assert load("model.lora.r=4").model.lora.model_dump() == {"r": 4, "alpha": 32, "dropout": 0.0}
+    defaults = {"alpha": 32, "dropout": 0.0, "target_modules": "all-linear"}
+    assert load("model.lora.r=4").model.lora.model_dump() == {"r": 4} | defaults
     file = file_with(tmp_path, "model: {lora: {r: 16, alpha: 8}}")
     assert load(file, "model.lora.r=2").model.lora.alpha == 8
     assert load(file, "model.lora=null").model.lora is None
-    assert differences(load(file)) == ["model.lora: {r: 16, alpha: 8, dropout: 0.0} (default null)"]
+    given = "{r: 16, alpha: 8, dropout: 0.0, target_modules: all-linear}"
+    assert differences(load(file)) == [f"model.lora: {given} (default null)"]
     text = dump(load("model.lora.dropout=0.1"))
     assert load(file_with(tmp_path, text)).model.lora.dropout == 0.1
 
@@ -167,7 +170,7 @@ def test_a_task_without_options_has_the_keys_that_all_tasks_have(guessing):
     text = GUESSING[GUESSING.index("REWARD_PARTS") :].replace('("answer", "length")', '("answer",)')
     (guessing / "bare.py").write_text(text)
     config = load("task.name=bare")
-    assert set(config.task.model_dump()) == {"name", "train", "eval", "reward_weights"}
+    assert set(config.task.model_dump()) == set(TaskSettings.model_fields)
     line = "task.reward_weights = {answer: x}: must be a mapping from answer to a number"
     assert line_of("task.name=bare", "task.reward_weights.answer=x") == line
 
@@ -229,6 +232,7 @@ def test_a_configuration_cannot_be_changed_after_it_was_checked():
 
 # What is refused
 
+GREEDY = "validation.temperature=0 validation.pass_k=[1]"
 SIL = "training.learning_type=sil training.k_best_of_n=[2,4]"
 
 
@@ -296,7 +300,12 @@ SIL = "training.learning_type=sil training.k_best_of_n=[2,4]"
             "model.lora.r=0",
             "model.lora = {r: 0}: must be a mapping of r (an integer > 0 and <= 4096), alpha",
         ),
-        ("model.lora.rank=8", "dropout (a number >= 0 and < 1) or null"),
+        ("model.lora.rank=8", "target_modules (all-linear or a list, each text that is not empty)"),
+        ("training.adam_betas=[0.9]", "must be a list of 2, each a number >= 0 and < 1"),
+        (
+            "validation.best_by=pass@2",
+            "validation.best_by = pass@2: must be one of pass@1, best_of",
+        ),
         ("model.lora_r=8", "unknown key, the nearest is model.lora;"),
         ("export.push_to_hub=nobody", "export.push_to_hub = nobody: must be text matching"),
         ("task.reward_weights=1", "task.reward_weights = 1: must be a mapping from"),
@@ -322,6 +331,10 @@ def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(override, li
         ("", "training.k_best_of_n = [999999, 999999]", "than 10,000,000 completions; lower n"),
         ("validation.best_of_n=1000", "validation.num_examples = 20000", "completions; lower one"),
         ("validation.best_of_n=4", "validation.pass_k = [8]", "most validation.best_of_n (4)"),
+        ("", "validation.temperature = 0.009", "must be 0, which is greedy, or at least 0.01"),
+        (GREEDY, "validation.best_of_n = 2", "all completions of a question are alike; write 1"),
+        ("", "training.num_epochs = 2.0", "have no epochs; write null, and training.num_steps"),
+        ("model.lora.r=8", "export.save_4bit = true", "be merged first; set export.merge=true"),
         ("", "validation.pass_k = [1, 1]", ": write each k once"),
         ("", "task.reward_weights = {format: 0.0, answer: 0.0}", ": one must not be 0"),
     ],
@@ -438,13 +451,67 @@ def test_the_questions_of_a_step_are_given_for_each_rank_or_for_all_together():
     assert load("training.num_samples_per_step_global=6").questions_per_rank(3) == 2
 
 
+@pytest.mark.parametrize(
+    ("in_file", "overrides", "num_steps", "num_epochs"),
+    [
+        ("num_steps: 30", "", 30, None),
+        ("num_epochs: 2", "", 80, 2.0),  # 80 stands until the questions are counted
+        ("num_epochs: 2, num_steps: null", "", None, None),
+        ("num_epochs: 2", "training.num_steps=5", 5, None),
+        ("num_steps: 30", "training.num_epochs=0.5", 80, 0.5),
+        ("num_steps: 30, num_epochs: null", "training.num_epochs=null", 30, None),
+        ("seed: 1", "training.num_epochs=2 training.num_steps=5", 5, None),
+        ("num_steps: 30, num_epochs: 2", "training.num_steps=5", None, None),
+    ],
+)
+def test_steps_or_epochs_are_given_and_the_command_line_wins(
+    tmp_path, in_file, overrides, num_steps, num_epochs
+):
+    arguments = [file_with(tmp_path, f"training: {{{in_file}}}"), "task.train=a.jsonl"]
+    arguments += overrides.split()
+    if num_steps is None:
+        (line,) = lines_raised(load, *arguments)
+        assert line.startswith(("training.num_epochs = 2: it sets", "training.num_steps = null"))
+        return
+    config = load(*arguments)
+    assert (config.training.num_steps, config.training.num_epochs) == (num_steps, num_epochs)
+    assert load(file_with(tmp_path, dump(config))) == config
+
+
+SIXTEEN = "training.num_samples_per_step_global=16"
+
+
+@pytest.mark.parametrize(
+    ("num_epochs", "num_questions", "num_ranks", "num_steps"),
+    [(1, 7_473, 1, 467), (1, 7_473, 2, 467), (3, 7_473, 1, 1_401), (0.5, 64, 2, 2), (1, 16, 1, 1)],
+)
+def test_epochs_become_steps_rounded_down(num_epochs, num_questions, num_ranks, num_steps):
+    """16 questions a step; 7,473 of them make nanochat's 467 steps."""
+    given = ["task.train=a.jsonl", f"training.num_epochs={num_epochs}"]
+    config = load(*given, SIXTEEN)
+    resolved = config.with_num_steps(num_questions, num_ranks)
+    assert (resolved.training.num_steps, resolved.training.num_epochs) == (num_steps, None)
+    assert resolved == load(given[0], f"training.num_steps={num_steps}", SIXTEEN)
+    check_same_run(dotted_values(config), resolved)
+
+
+def test_less_than_a_step_is_refused_and_steps_stay_steps():
+    config = load("task.train=a.jsonl", "training.num_epochs=1", SIXTEEN)
+    (line,) = lines_raised(config.with_num_steps, 15, 1)
+    assert line.startswith("training.num_epochs = 1.0: of 15 questions is less than a step of 16")
+    steps = load("training.num_steps=9")
+    assert steps.with_num_steps(5, 1) == steps
+
+
 def test_an_override_to_another_task_leaves_the_files_options_of_its_own_task(tmp_path):
     """`task.name=gsm8k` with config.yaml was refused for Countdown's keys, which nobody typed."""
     file = file_with(
-        tmp_path, "task: {eval: b.jsonl, max_numbers: 4, reward_weights: {format: 0.5}}"
+        tmp_path,
+        "task: {eval: b.jsonl, max_numbers: 4, reward_weights: {format: 0.5}, prompt: '{nums}'}",
     )
     task = load(file, "task.name=gsm8k", "task.train=a.jsonl").task
     assert (task.name, task.train, task.eval) == ("gsm8k", "a.jsonl", "b.jsonl")
+    assert task.prompt is None
     assert task.reward_weights == load("task.name=gsm8k").task.reward_weights
     assert line_of(file, "task.name=gsm8k", "task.max_numbers=5").startswith(
         "task.max_numbers = 5: unknown key of task gsm8k"
@@ -455,7 +522,13 @@ def test_an_override_to_another_task_leaves_the_files_options_of_its_own_task(tm
 
 def test_a_run_goes_on_with_other_keys_than_those_that_shape_what_it_learns():
     saved = dotted_values(load("model.name=a"))
-    free = ["mode=evaluate", "training.num_steps=7", "validation.every=3", "checkpoint.keep=1"]
+    free = [
+        "mode=evaluate",
+        "training.num_epochs=7",
+        "training.num_steps=7",
+        "validation.every=3",
+        "checkpoint.keep=1",
+    ]
     free += ["run.dir=b", "logging.samples=0", "export.push_to_hub=a/b"]
     check_same_run(saved, load("model.name=a", "training.stop_on_collapse=true", *free))
     fix = "restore it to continue countdown-b-grpo-s0, or set run.name for another run"

@@ -27,6 +27,9 @@ def test_the_cache_holds_what_is_decoded_together(rotary_model_folder, absolute_
         config = make_config(*limits, *sizes)
         assert cache_bytes(rotary, config, bytes_per_number=4) == num_tokens * ROTARY_TOKEN * 4
         assert cache_bytes(absolute, config, bytes_per_number=2) == num_tokens * ROTARY_TOKEN * 4
+    longer = ["mode=evaluate", "validation.best_of_n=8", "validation.max_new_gen_tokens=200"]
+    config = make_config(*sizes, *longer)
+    assert cache_bytes(rotary, config, bytes_per_number=4) == 2 * group * ROTARY_TOKEN * 4
 
 
 def test_a_model_that_cannot_fit_is_refused_before_its_weights_are_read(
@@ -125,6 +128,14 @@ def test_a_disk_that_is_too_small_is_refused_with_what_would_fit(tmp_path, disk)
         check_disk(tmp_path, four, num_weights=1000, num_merged=1)
     with pytest.raises(ValueError, match=r"give run\.dir a larger disk"):
         check_disk(tmp_path, four, num_weights=3000)
+
+
+def test_a_run_that_keeps_all_its_checkpoints_needs_room_for_them(tmp_path, disk):
+    """Of 9 steps, one each 2 makes 5 checkpoints: 5 * 12,000 + 2 * 4,000 bytes."""
+    every = ["checkpoint.keep=null", "checkpoint.every=2"]
+    check_disk(tmp_path, make_config(*every, "training.num_steps=9"), num_weights=1000)
+    with pytest.raises(ValueError, match=r"6 checkpoints .* checkpoint\.keep=4 would fit"):
+        check_disk(tmp_path, make_config(*every, "training.num_steps=11"), num_weights=1000)
 
 
 def test_the_disk_is_that_of_the_nearest_folder_that_is_there(tmp_path, disk, monkeypatch):

@@ -99,7 +99,7 @@ def test_an_evaluation_measures_what_training_measured_of_the_same_model(evaluat
     assert len(logged_figures) == 7 and 0 < logged["eval/pass@1"] < 1
     assert measured.items() >= logged_figures.items()
     more = {f"eval/{name}{end}" for name in ("majority", "greedy") for end in ("", "_low", "_high")}
-    assert set(measured) == {*logged_figures, *more}
+    assert set(measured) == {*logged_figures, *more, "eval/greedy_tokens"}
     samples = read_jsonl(evaluated[0] / "samples.jsonl")
     assert len(samples) == 2
     for sample in samples:
@@ -132,7 +132,7 @@ def fail(*args, **options):
 
 
 def test_nothing_that_only_training_needs_is_loaded_or_made(tmp_path, monkeypatch, capsys):
-    only_training = "QuestionStream make_optimizer check_room resume settle_ddp_buckets open_files"
+    only_training = "make_optimizer check_room resume settle_ddp_buckets open_files"
     for name in only_training.split():
         monkeypatch.setattr(main, name, fail)
     nowhere, file = tmp_path / "nowhere.jsonl", tmp_path / "questions.jsonl"
@@ -192,9 +192,10 @@ def test_the_greedy_figure_is_that_of_the_likeliest_tokens(tmp_path, monkeypatch
 # Votes
 
 
-def answered(text: str, *, solved: bool, broken: bool = False) -> main.Trajectory:
-    log_probs = np.array([np.nan if broken else -1.0])
-    completion = Completion([7], log_probs, np.zeros(1), False, is_inserted=np.zeros(1, bool))
+def answered(text: str, *, solved: bool, broken: bool = False, length: int = 1) -> main.Trajectory:
+    log_probs = np.full(length, np.nan if broken else -1.0)
+    none = np.zeros(length)
+    completion = Completion([7] * length, log_probs, none, False, is_inserted=none.astype(bool))
     return main.Trajectory([5], completion, text, {"answer": float(solved)}, 0.0)
 
 
@@ -214,7 +215,7 @@ GROUPS = [
 GREEDY = [
     [answered("first", solved=True)],
     [answered("lenient: 1", solved=False)],
-    [answered("no", solved=False)],
+    [answered("no", solved=False, length=2)],
     [answered("lenient: 3", solved=True, broken=True)],  # noise
     [answered("lenient: 3", solved=False)],  # the answer to another question
 ]
@@ -229,7 +230,10 @@ def by_hand(world: World) -> dict[str, float]:
 
 
 def test_votes_and_greedy_answers_by_hand(tmp_path):
-    """2 and 1 of 5 questions, with Wilson's intervals; the same from two ranks, and from seven."""
+    """2 and 1 of 5 questions, with Wilson's intervals; the same from two ranks, and from seven.
+
+    The greedy answers have 6 tokens together.
+    """
     metrics = by_hand(alone())
     expected = {
         "eval/majority": (0.4, 0.1176, 0.7693),
@@ -238,7 +242,7 @@ def test_votes_and_greedy_answers_by_hand(tmp_path):
     for name, rates in expected.items():
         found = [metrics.pop(name + end) for end in ("", "_low", "_high")]
         assert found == pytest.approx(rates, abs=1e-4), name
-    assert metrics == {}
+    assert metrics == {"eval/greedy_tokens": 6 / 5}
     for num_ranks in (2, 7):  # of which two have no question
         ranks = run_on_ranks(by_hand, num_ranks, folder=tmp_path)
         assert ranks == [by_hand(alone())] * num_ranks

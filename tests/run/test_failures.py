@@ -48,7 +48,8 @@ TERM, INT = signal.SIGTERM, signal.SIGINT
 
 @pytest.fixture(scope="module")
 def settings(data) -> list[str]:
-    return [*data, "training.warmup_steps=0", "training.learning_rate=3e-3"]
+    samples = "logging.train_samples_every=1"  # they wait for the evaluation as the row does
+    return [*data, samples, "training.warmup_steps=0", "training.learning_rate=3e-3"]
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,8 @@ SAMPLE = {
     "completion": "<think>25 + 7 * 3</think>\n<answer>25 + 7 * 3</answer>",
     "reward": 1.1,
     "reward_parts": {"format": 1.0, "answer": 1.0},
+    "gold": "So\n#### 46",
+    "answer": "25+7*3",
 }
 
 
@@ -272,7 +274,7 @@ def test_an_evaluation_shows_the_interval_and_three_completions_with_their_rewar
     samples = [SAMPLE, long, SAMPLE, SAMPLE]
     Logger(rank=0).print_evaluation("evaluation at step 10", metrics, samples)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:8] == [
+    assert lines[:9] == [
         "evaluation at step 10",
         "  pass@1              0.431  (95% interval 0.400 to 0.462)",
         "  pass@8              0.750",
@@ -281,8 +283,9 @@ def test_an_evaluation_shows_the_interval_and_three_completions_with_their_rewar
         "    > numbers: 3 7 25, target: 46",
         "    <think>25 + 7 * 3</think>",
         "    <answer>25 + 7 * 3</answer>",
+        "    read: 25+7*3  gold: #### 46",
     ]
-    assert lines[10:13] == [
+    assert lines[11:14] == [
         "    " + "a" * 400,
         "    [... 118 characters ...]",
         "    " + "a" * 182 + "<answer>1</answer>",

@@ -5,7 +5,9 @@ import math
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import peft
@@ -51,11 +53,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import main
+from engine.config import load_config
 from engine.distributed import World
 from engine.estimate import check_memory
-from engine.export import ExportError
+from engine.export import ExportError, push
 from engine.head import CompletionScorer
-from engine.lora import quantization_config
+from engine.lora import keep_4bit_layout, quantization_config
 from engine.metrics import Clock
 from engine.model import Policy
 from engine.optimizer import make_optimizer
@@ -107,7 +110,7 @@ def sample(policy: Policy, config, *, num_samples: int = 4) -> list[main.Traject
         examples,
         [(0, seed(), 0), (0, seed(), 1)],
         num_samples=num_samples,
-        temperature=config.sampling.temperature,
+        params=replace(policy.params, temperature=config.sampling.temperature),
         clock=Clock(),
         description="",
     )
@@ -142,6 +145,22 @@ def test_the_base_stays_bit_for_bit_and_the_adapter_moves(rotary_model_folder, k
         update(policy, optimizer, make_groups(config, EASY, HARD), config)
     moved = {n for n, p in policy.model.named_parameters() if not torch.equal(p, before[n])}
     assert moved == {name for name in before if ".lora_" in name}
+
+
+def test_only_the_layers_that_are_named_have_an_adapter(rotary_model_folder):
+    named = f"{LORA[:-1]}, target_modules: [q_proj, mlp.up_proj]}}"
+    names = [name for name, p in make_policy(rotary_model_folder, named).model.named_parameters()]
+    adapted = {name.split(".lora_")[0] for name in names if ".lora_" in name}
+    layers = ("self_attn.q_proj", "mlp.up_proj")
+    assert adapted == {f"model.layers.{i}.{layer}" for i in (0, 1) for layer in layers}
+
+
+@pytest.mark.parametrize("name", ["proj", "query", "lm_head", "embed_tokens"])
+def test_a_layer_that_is_not_there_or_not_adapted_is_refused(rotary_model_folder, name):
+    """peft passes over a name without a layer where another name has one."""
+    named = f"{LORA[:-1]}, target_modules: [q_proj, {name}]}}"
+    with pytest.raises(ValueError, match=rf"target_modules: no layer is named {name}, but down_pr"):
+        make_policy(rotary_model_folder, named)
 
 
 def test_the_adapter_starts_from_the_seed_and_changes_nothing(rotary_model_folder):
@@ -354,7 +373,7 @@ def finished(tmp_path_factory, rotary_model_folder) -> tuple[Path, str]:
     overrides = [*KINDS["4 bits"], f"task.train={questions}", f"task.eval={questions}"]
     overrides += ["training.num_steps=4", "training.warmup_steps=0", "training.learning_rate=0.03"]
     overrides += ["training.num_samples_per_step=8", "validation.num_examples=16"]
-    overrides += ["validation.best_of_n=16", "export.merge=true"]
+    overrides += ["validation.best_of_n=16", "export.merge=true", "export.save_4bit=true"]
     overrides += ["export.push_to_hub=nobody/nothing"]
     grading = {"rates": [0.1, 0.0, 0.4, 0.0, 0.3]}
     status, output = train_forked(folder, model, *overrides, grading=grading)
@@ -474,14 +493,15 @@ def test_a_finished_run_exports_when_it_is_started_again(
     shutil.rmtree(folder / "merged")
     monkeypatch.chdir(ROOT)  # model.name is relative to it
     overrides = [f"--config={folder / 'config.yaml'}", f"run.dir={tmp_path}"]
-    run = main.load_run(make_config(*overrides, "export.push_to_hub=null"))
+    overrides.append("export.save_4bit=false")
+    run = main.load_run(load_config([*overrides, "export.push_to_hub=null"]))
     assert run.is_over
     export(run)
     for name in ("model.safetensors", "tokenizer.json"):
         before, after = (f / "merged" / name for f in (finished[0], folder))
         assert before.read_bytes() == after.read_bytes()
 
-    run.config = make_config(*overrides, "export.merge=false", "export.push_to_hub=a/b")
+    run.config = load_config([*overrides, "export.merge=false", "export.push_to_hub=a/b"])
     monkeypatch.setattr("engine.export.get_token", lambda: None)
     with pytest.raises(ExportError, match=r"there is no token: `hf auth login` .* is in .*/x/best"):
         export(run)
@@ -511,6 +531,37 @@ def test_the_recipe_runs_on_a_cpu(tmp_path, rotary_model_folder):
     assert last["train/sampler_mismatch"] < 1e-4
 
 
+def test_the_copy_in_4_bits_is_the_merged_model_rounded(finished):
+    """It loads by itself, as the model that `load_in_4bit` makes of the merged one."""
+    merged, small = finished[0] / "merged", finished[0] / "merged-4bit"
+    assert f"the best model, in 4 bits: {small}\n" in finished[1]
+    in_4bit = {"quantization_config": quantization_config(CPU, torch.bfloat16)}
+    rounded = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.bfloat16, **in_4bit)
+    copied = AutoModelForCausalLM.from_pretrained(small)
+    weights = [model.model.layers[0].mlp.up_proj.weight for model in (rounded, copied)]
+    assert weights[0].dtype == torch.uint8 and torch.equal(*weights)
+    for model in (rounded, copied):
+        keep_4bit_layout(model)  # else it is packed in rows that this model's are too short for
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        assert torch.equal(rounded(ids).logits, copied(ids).logits)
+    for name in ("README.md", "tokenizer.json"):
+        assert (small / name).read_bytes() == (merged / name).read_bytes()
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_new_repository_is_private_unless_it_is_to_be_public(tmp_path, monkeypatch, private):
+    made = {}
+    hub = SimpleNamespace(
+        create_repo=lambda name, **settings: made.update(settings),
+        upload_folder=lambda **settings: None,
+    )
+    monkeypatch.setattr("engine.export.get_token", lambda: "some token")
+    monkeypatch.setattr("engine.export.HfApi", lambda: hub)
+    push(tmp_path, "a/b", private=private)
+    assert made == {"private": private, "exist_ok": True}
+
+
 # Whether it fits
 
 
@@ -528,6 +579,8 @@ def test_an_adapter_needs_far_less_memory(rotary_model_folder, monkeypatch):
         ((LORA,), bf16, 40_800 * 2 + 4_096 * 16),
         ((LORA, IN_4BIT), bf16, 22_368 * 2 + 18_432 / 2 + 4_096 * 16),
         (evaluating, bf16, 22_368 * 2 + 18_432 / 2),
+        # r 4 in q_proj (32 to 32) and v_proj (32 to 16) of two layers: 2 * 4 * (64 + 48) weights
+        ((f"{LORA[:-1]}, target_modules: [q_proj, v_proj]}}",), bf16, 40_800 * 2 + 896 * 16),
     ]
     available: list[int] = []
     monkeypatch.setattr("engine.estimate.memory_for_a_rank", lambda _: (available[-1], "it"))

@@ -17,6 +17,7 @@ from harness import (
     TORCHRUN,
     alone,
     arguments,
+    assert_same,
     grade_by_text,
     in_fp64,
     make_config,
@@ -35,6 +36,7 @@ import main
 from engine.config import load_config
 from engine.distributed import World
 from engine.run import Run
+from engine.sampler import SamplingParams
 
 SIZES = [
     f"training.seed={seed()}",
@@ -49,6 +51,7 @@ SIZES = [
     "validation.pass_k=[1, 2]",
     "model.compute_dtype=float32",
 ]
+BEST_OF_4 = "eval/best_of_4"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 EXACT = {"is_exact": True}  # so that one rank and two sample the same
 
@@ -130,6 +133,88 @@ def test_the_best_model_loads_and_scores_what_the_log_says(
     del metrics["time/eval_s"]
     assert metrics.items() <= best.items() and len(metrics) == 7
     assert samples[::stride] == logged[best["step"]]
+
+
+def test_the_best_model_is_chosen_by_the_metric_that_the_config_names(
+    tmp_path, rotary_model_folder, data, capsys, monkeypatch
+):
+    """best_of_4 rises at step 1 and falls at step 2, while pass@1 does the opposite."""
+    evaluate, rates = main.evaluate, {"eval/pass@1": [0.5, 0.3, 0.4], BEST_OF_4: [0.6, 0.9, 0.7]}
+
+    def with_rates(run: Run):
+        metrics, *others = evaluate(run)
+        return metrics | {name: rate[run.state.step] for name, rate in rates.items()}, *others
+
+    monkeypatch.setattr(main, "evaluate", with_rates)
+    grade_by_text(monkeypatch)
+    best_by = "validation.best_by=best_of_n"
+    assert main.run_training(load_run(tmp_path, rotary_model_folder, *data, best_by)) == 0
+    scores = "best_of_4 0.600 at the start, 0.700 after step 2; best 0.900 at step 1"
+    assert scores in capsys.readouterr().out
+    card = (tmp_path / "x/best/README.md").read_text()
+    assert "| before training | 0.500 |" in card and "after step 1 | 0.300 |" in card
+
+
+def test_epochs_set_the_number_of_steps_and_the_start_says_how_large_they_are(
+    tmp_path, rotary_model_folder, data, capsys
+):
+    """The questions that are held out belong to no epoch."""
+    given = [line for line in SIZES if "num_steps" not in line]
+    settings = [*given, *data, "training.num_epochs=2", "training.num_samples_per_step=4"]
+    config = load_config(arguments(tmp_path, rotary_model_folder, *settings))
+    run = main.load_run(config)
+    num_steps = 2 * len(run.train_questions.questions) // 4
+    assert run.config.training.num_steps == num_steps > 20
+    size = f"{num_steps} steps of 32 rows: 4 questions on each rank, 8 samples of each\n"
+    assert size in capsys.readouterr().out
+    resolved = load_config(["--config", str(run.folder / "config.yaml")])
+    assert resolved == run.config and resolved.training.num_epochs is None
+
+
+def test_a_run_that_skips_long_questions_goes_on_where_it_was(tmp_path, rotary_model_folder):
+    """Two thirds of the questions do not fit: the position counts them, on one rank and on two."""
+    file = write_questions(tmp_path / "rows.jsonl")
+    long_rows = [{"nums": [number] * 450, "target": 1} for number in [*NUMBERS, *NUMBERS]]
+    file.write_text(file.read_text() + "".join(json.dumps(row) + "\n" for row in long_rows))
+    evaluation = write_questions(tmp_path / "eval.jsonl")
+    evaluation.write_text("".join(evaluation.read_text().splitlines(True)[:8]))
+    shared = [f"task.train={file}", f"task.eval={evaluation}", *SIZES]
+    shared += ["training.num_samples_per_step_global=4", "logging.train_samples_every=1"]
+    for folder, num_steps in (("whole", 2), ("parts", 1), ("parts", 2)):
+        steps = f"training.num_steps={num_steps}"
+        train(tmp_path / folder, rotary_model_folder, *shared, steps, num_ranks=2)
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+    run = load_run(tmp_path / "whole", rotary_model_folder, *shared, "checkpoint.resume=auto")
+    _, end = run.train_questions.take(0, 8)
+    assert run.state.position == end > 8
+    samples = read_jsonl(tmp_path / "whole/x/samples.jsonl")
+    assert {(s["split"], s["step"]) for s in samples if s["step"] > 0} == {
+        (split, step) for split in ("train", "validation") for step in (1, 2)
+    }
+    for sample in samples:
+        assert sample["gold"].keys() == {"nums", "target"} and "answer" in sample
+
+
+def test_validation_has_its_own_length_and_a_greedy_one_samples_once(
+    tmp_path, rotary_model_folder, data, monkeypatch
+):
+    sampled = []
+    sample_trajectories = main.sample_trajectories
+
+    def seen(*arguments, params: SamplingParams, **settings):
+        sampled.append((params.temperature, params.max_new_tokens))
+        return sample_trajectories(*arguments, params=params, **settings)
+
+    monkeypatch.setattr(main, "sample_trajectories", seen)
+    greedy = ["validation.temperature=0", "validation.best_of_n=1", "validation.pass_k=[1]"]
+    settings = [*data, "mode=evaluate", "validation.max_new_gen_tokens=40", *greedy]
+    run = load_run(tmp_path, rotary_model_folder, *settings)
+    assert main.run_evaluation(run) == 0
+    assert sampled == [(0, 40)]
+    (file,) = (tmp_path / "x").glob("eval-*/metrics.json")
+    metrics = json.loads(file.read_text())
+    assert metrics["eval/pass@1"] == metrics["eval/greedy"]
+    assert metrics["eval/greedy_tokens"] == metrics["eval/completion_tokens"]
 
 
 class RolloutSeen(Exception):
@@ -268,15 +353,17 @@ def test_questions_that_leave_no_room_are_dropped_with_a_count(
     settings = [f"task.train={file}", f"task.eval={file}", "validation.num_examples=100"]
     run = load_run(tmp_path, rotary_model_folder, *settings)
     output = capsys.readouterr().out
-    kept = {"training": run.train_questions.questions, "validation": run.validation_questions}
-    num_all = 0
-    for split, rows in kept.items():
-        assert all(len(row["nums"]) == 1 for row in rows)
-        pattern = rf"(\d+) of (\d+) {split} questions are too long: dropped"
-        dropped, among = map(int, re.search(pattern, output).groups())
-        assert among - dropped == len(rows) > 0
-        num_all += among
-    assert num_all == 2 * len(NUMBERS)
+    rows = run.validation_questions
+    assert all(len(row["nums"]) == 1 for row in rows)
+    pattern = r"(\d+) of (\d+) validation questions are too long: dropped"
+    dropped, among = map(int, re.search(pattern, output).groups())
+    assert among - dropped == len(rows) > 0
+    num_training = 2 * len(NUMBERS) - among
+    taken, _ = run.train_questions.take(0, num_training)
+    assert all(len(row["nums"]) == 1 for _, row in taken)
+    pattern = r"skipped so far since they are too long: (\d+) of (\d+) training questions"
+    *_, (skipped, of) = re.findall(pattern, output + capsys.readouterr().out)
+    assert 0 < int(skipped) <= len(NUMBERS) - dropped and int(of) == num_training
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

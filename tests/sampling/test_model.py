@@ -1,5 +1,6 @@
 """The policy: what it scores, and how it is loaded from folders with surprises in them."""
 
+import copy
 import functools
 import json
 import math
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import ROOT, alone, change_json, make_config, make_policy, seed
+from harness import CPU, ROOT, alone, change_json, make_config, make_policy, save_random, seed
 from reference import COMPLETIONS, PROMPTS, score
 from tokenizers import Tokenizer
 from transformers import (
@@ -16,13 +17,18 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertLMHeadModel,
+    GPT2Config,
+    GPT2LMHeadModel,
     PreTrainedTokenizerFast,
 )
 
+import countdown
 import main
+from engine.data import completion_text, end_of_turn
 from engine.head import token_log_probs
 from engine.model import Policy, load_model_and_tokenizer, load_tokenizer
 from engine.optimizer import make_optimizer
+from engine.sampler import Record
 from logger import Logger
 
 # What the policy scores: the shift by one, padding, positions, the end
@@ -208,6 +214,75 @@ def test_the_same_tokenizer_is_loaded_from_a_saved_policy(rotary_model_folder, t
     text = "Use the numbers [12, 345]\n<answer>7</answer>"
     assert again.encode(text) == policy.tokenizer.encode(text)
     assert again.get_vocab() == policy.tokenizer.get_vocab()
+
+
+# Where a completion ends
+
+TURNS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tokenizer, tmp_path_factory) -> Path:
+    """A base model in Qwen2.5's form: its files name <|end|> alone, its chat ends in <|im_end|>."""
+    chatty = copy.deepcopy(tokenizer)
+    chatty.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    chatty.chat_template = TURNS
+    ends = {"eos_token_id": chatty.eos_token_id, "bos_token_id": None}
+    config = GPT2Config(vocab_size=len(chatty), n_embd=32, n_layer=1, n_head=4, **ends)
+    folder = tmp_path_factory.mktemp("chat")
+    return save_random(GPT2LMHeadModel, config, chatty, folder)
+
+
+def written(policy: Policy, text: str) -> str:
+    """What is kept of a completion in which the model draws the tokens of this text."""
+    ids = policy.tokenizer.encode(text, add_special_tokens=False)
+    record = Record(1, policy.params, CPU)
+    for token_id in ids:
+        record.write(torch.tensor([token_id]), torch.zeros(1), torch.zeros(1))
+    (completion,) = record.completions()
+    return completion_text(completion, policy.tokenizer)
+
+
+def test_a_completion_ends_where_the_chat_template_ends_a_turn(chat_folder):
+    """Bug: Qwen2.5-3B closes its answer with <|im_end|>, and went on to the length limit."""
+    policy = make_policy(chat_folder)
+    assert policy.params.eos_ids == tuple(policy.tokenizer.encode("<|end|><|im_end|>"))
+    answer = "12 </think>\n<answer>12</answer>"
+    text = written(policy, f"{answer}<|im_end|>\n<|im_start|>user\nMore")
+    assert text == answer
+    assert countdown.format_reward_function(text) == 1.0
+    assert written(policy, f"{answer}<|end|>More") == answer
+    assert policy.end_tokens == "<|end|> or <|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "token"),
+    [
+        (TURNS, "<|im_end|>"),
+        (TURNS.replace("<|im_end|>", "\n <|im_end|>"), "<|im_end|>"),  # white space before it
+        (TURNS.replace("<|im_end|>", ""), None),  # a turn ends where the next one begins
+        (TURNS.replace("<|im_end|>", " Over."), None),  # no special token
+        (TURNS.replace("m.content", "'Hello.'"), None),  # the turn is not in the text
+        ("{{ raise_exception('no assistant') }}", None),
+        (None, None),
+    ],
+)
+def test_the_end_of_a_turn_is_what_the_template_writes_behind_it(chat_folder, template, token):
+    tokenizer = load_tokenizer(make_config(f"model.name={chat_folder}"), lambda line: None)
+    tokenizer.chat_template = template
+    expected = None if token is None else tokenizer.convert_tokens_to_ids(token)
+    assert end_of_turn(tokenizer) == expected
+
+
+def test_more_tokens_that_end_a_completion_can_be_named(absolute_model_folder):
+    assert make_policy(absolute_model_folder).params.eos_ids == (0,)  # it has no chat template
+    policy = make_policy(absolute_model_folder, "sampling.stop=['<answer>7</answer>']")
+    assert written(policy, "7 * 1 <answer>7</answer>\n") == "7 * 1 "
+    line = mistake(absolute_model_folder, "sampling.stop=[no token]")
+    assert "sampling.stop: 'no token' is not one token of its tokenizer" in line
 
 
 # A user's mistakes: one useful line, which main prints

@@ -3,6 +3,7 @@
 import copy
 import csv
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from harness import make_config, seed
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+import countdown
 from engine.config import load_task
 from engine.data import (
     QuestionStream,
@@ -20,6 +22,7 @@ from engine.data import (
     is_in_split,
     load_questions,
     plain_text,
+    pose,
     render_prompt,
     render_prompts,
 )
@@ -305,12 +308,12 @@ def test_a_missing_math_verify_is_named_when_the_questions_are_loaded(monkeypatc
 
 def questions_for(
     tokenizer: PreTrainedTokenizerFast, *overrides: str, context: int | None = None
-) -> tuple[dict[str, list[dict]], list[str]]:
-    """The questions of a run, and what it logs about them."""
+) -> tuple[list[dict], QuestionStream | None, list[str]]:
+    """The validation questions of a run, its training questions, and what it logs about them."""
     config, logged = make_config(*overrides), []
     task, log = load_task(config.task.name), logged.append
     questions = load_questions(task, config, tokenizer=tokenizer, context=context, log=log)
-    return questions, logged
+    return *questions, logged
 
 
 @every_task
@@ -318,26 +321,25 @@ def test_a_run_trains_on_no_question_of_its_evaluation_file(tmp_path, tokenizer,
     train = write_file(tmp_path / "train.json", ROWS[name])
     evaluation = write_file(tmp_path / "eval.json", ROWS[name][30:40])
     sources = f"task.train={train}", f"task.eval={evaluation}"
-    questions, _ = questions_for(tokenizer, f"task.name={name}", *sources)
-    assert questions["validation"] == ROWS[name][30:40]
-    assert questions["training"] == ROWS[name][:30] + ROWS[name][40:]
+    validation, training, _ = questions_for(tokenizer, f"task.name={name}", *sources)
+    assert validation == ROWS[name][30:40]
+    assert training.questions == ROWS[name][:30] + ROWS[name][40:]
 
 
 @every_task
 def test_one_source_for_both_splits_is_divided(tmp_path, tokenizer, name):
     source = write_file(tmp_path / "rows.json", ROWS[name])
     sources = f"task.train={source}", f"task.eval={source}"
-    questions, _ = questions_for(tokenizer, f"task.name={name}", *sources)
-    assert questions["validation"] == load(name, source, "validation")
-    assert questions["training"] == load(name, source, "train")
+    validation, training, _ = questions_for(tokenizer, f"task.name={name}", *sources)
+    assert validation == load(name, source, "validation")
+    assert training.questions == load(name, source, "train")
 
 
 def test_the_validation_questions_are_the_same_for_every_seed_and_mode(tokenizer):
     twenty = "validation.num_examples=20"
-    first, _ = questions_for(tokenizer, twenty)
-    other, _ = questions_for(tokenizer, twenty, "training.seed=1", "mode=evaluate")
-    assert len(first["validation"]) == 20
-    assert other == {"validation": first["validation"]}
+    first, _, _ = questions_for(tokenizer, twenty)
+    other, training, _ = questions_for(tokenizer, twenty, "training.seed=1", "mode=evaluate")
+    assert len(first) == 20 and other == first and training is None
 
 
 def test_questions_that_leave_no_room_are_dropped_with_a_count(tmp_path, tokenizer):
@@ -345,41 +347,148 @@ def test_questions_that_leave_no_room_are_dropped_with_a_count(tmp_path, tokeniz
     train = write_file(tmp_path / "train.json", rows)
     evaluation = write_file(tmp_path / "eval.json", ROWS["countdown"][:10] + rows[-2:])
     overrides = [f"task.train={train}", f"task.eval={evaluation}"]
-    questions, logged = questions_for(tokenizer, *overrides, context=1024)
-    assert questions["validation"] == ROWS["countdown"][:10]
-    assert questions["training"] == ROWS["countdown"][10:]
-    assert logged == [
-        "2 of 12 validation questions are too long: dropped",
-        "38 of 108 training questions are too long: dropped",
-    ]
-    whole, logged = questions_for(tokenizer, *overrides, context=None)
-    assert len(whole["training"]) == 108 and not logged
+    validation, training, logged = questions_for(tokenizer, *overrides, context=1024)
+    assert validation == ROWS["countdown"][:10]
+    assert logged[0] == "2 of 12 validation questions are too long: dropped"
+    epoch = [row for _, row in training.take(0, 70)[0]]
+    assert sorted(row["target"] for row in epoch) == list(range(56, 126))
+    assert len(training.too_long) <= 38  # of 108, of which the stream has walked what it needed
+    _, whole, logged = questions_for(tokenizer, *overrides, context=None)
+    assert len({row["target"] for _, row in whole.take(0, 108)[0]}) == 71
+    assert not any("too long" in line for line in logged)
 
 
 def test_a_question_may_leave_exactly_the_room_that_a_completion_needs(tmp_path, tokenizer):
-    task, rows = load_task("gsm8k"), ROWS["gsm8k"][:1]
+    rows = ROWS["gsm8k"][:1]
     source = write_file(tmp_path / "rows.json", rows)
     overrides = ["task.name=gsm8k", f"task.train={HUB_ID}", f"task.eval={source}", "mode=evaluate"]
     overrides += ["task.prompt_style=tags", "training.max_new_gen_tokens=50"]
-    options = task.Options(prompt_style="tags")  # these prompts are longer than the default's
-    (ids,) = encode_prompts(rows, task=task, options=options, tokenizer=tokenizer)
-    questions, _ = questions_for(tokenizer, *overrides, context=len(ids) + 50)
-    assert questions["validation"] == rows
-    with pytest.raises(ValueError, match=r"new_gen_tokens = 50: no validation prompt"):
+    tags = of_task("gsm8k", prompt_style="tags")  # these prompts are longer than the default's
+    (ids,) = encode_prompts(rows, tokenizer=tokenizer, **tags)
+    validation, _, _ = questions_for(tokenizer, *overrides, context=len(ids) + 50)
+    assert validation == rows
+    with pytest.raises(ValueError, match=r"^training\.max_new_gen_tokens = 50: no validation pr"):
         questions_for(tokenizer, *overrides, context=len(ids) + 49)
+    overrides.append("validation.max_new_gen_tokens=51")
+    with pytest.raises(ValueError, match=r"^validation\.max_new_gen_tokens = 51: no validation"):
+        questions_for(tokenizer, *overrides, context=len(ids) + 50)
+
+
+class FitsUnlessNamed:
+    """Stands for the model's context: the questions with these ids are too long."""
+
+    def __init__(self, *too_long: int):
+        self.too_long = too_long
+
+    def __call__(self, examples: list[dict]) -> list[bool]:
+        return [example["id"] not in self.too_long for example in examples]
+
+    def refusal(self, split: str, section: str) -> str:
+        return f"no {split} question fits"
+
+
+def stream_of(num: int, *too_long: int, log=None, **settings) -> QuestionStream:
+    """A stream of the questions 0, 1, ..."""
+    settings = {"seed": seed(3), "shuffle": True, "fits": FitsUnlessNamed(*too_long)} | settings
+    return QuestionStream(
+        [{"id": i} for i in range(num)], log=log or (lambda line: None), **settings
+    )
 
 
 def test_the_question_stream_is_one_seeded_permutation_after_the_other():
-    rows = [{"id": i} for i in range(10)]
-    stream, again = QuestionStream(rows, seed(3)), QuestionStream(rows, seed(3))
+    stream, again = stream_of(10), stream_of(10)
     order = [stream[position]["id"] for position in range(30)]
     epochs = [order[0:10], order[10:20], order[20:30]]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
     jumps = [25, 4, 17, 4]  # as a resumed run or another rank asks
     assert [again[position]["id"] for position in jumps] == [order[i] for i in jumps]
-    other = QuestionStream(rows, seed(4))
+    other = stream_of(10, seed=seed(4))
     assert [other[position]["id"] for position in range(10)] != epochs[0]
+
+
+def test_without_shuffle_every_epoch_has_the_order_of_the_file():
+    stream = stream_of(4, shuffle=False)
+    assert [stream[position]["id"] for position in range(10)] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+
+
+def test_the_stream_skips_what_is_too_long_and_its_position_counts_it():
+    """Questions 1 and 2 of 0, 1, 2, 3 are too long, and the file's order makes this plain."""
+    stream = stream_of(4, 1, 2, shuffle=False)
+    taken, end = stream.take(0, 3)
+    assert taken == [(0, {"id": 0}), (3, {"id": 3}), (4, {"id": 0})]
+    assert end == 5  # of the skipped ones only those on the way count
+    assert stream.take(end, 1) == ([(7, {"id": 3})], 8)
+
+
+def test_steps_of_any_size_walk_the_same_questions():
+    """So a resumed run, which begins at a saved position, and every rank see the same stream."""
+    whole, _ = stream_of(30, *range(0, 30, 3)).take(0, 60)
+    assert len({position for position, _ in whole}) == 60
+    for size in (1, 4, 7):
+        steps, position = [], 0
+        while len(steps) < 60:
+            taken, position = stream_of(30, *range(0, 30, 3)).take(position, size)  # a new start
+            steps += taken
+        assert steps[:60] == whole
+
+
+def test_skipped_questions_are_logged_now_and_then_and_each_counts_once():
+    logged = []
+    stream = stream_of(8, *range(5), log=logged.append)
+    position = 0
+    for _ in range(20):
+        _, position = stream.take(position, 1)
+    found = [int(re.search(r": (\d+) of 8 training questions$", line)[1]) for line in logged]
+    assert 2 <= len(found) <= 3 and found == sorted(set(found)) and found[-1] >= 4
+
+
+def test_an_epoch_without_a_question_that_fits_is_refused():
+    with pytest.raises(ValueError, match="no training question fits"):
+        stream_of(5, *range(5)).take(0, 1)
+
+
+def test_only_some_training_questions_are_rendered_at_the_start(tmp_path, tokenizer, monkeypatch):
+    """Bug: all of the hub's 490,000 were, on every rank, which took a minute."""
+    rows = [{"nums": [3, 7, 25], "target": n} for n in range(3_000)]
+    train = write_file(tmp_path / "train.json", rows)
+    task, rendered = load_task("countdown"), []
+    generate_prompt = task.generate_prompt
+
+    def seen(example: dict, **settings) -> list[dict]:
+        rendered.append(example)
+        return generate_prompt(example, **settings)
+
+    monkeypatch.setattr(task, "generate_prompt", seen)
+    settings = [f"task.train={train}", "validation.num_examples=20"]
+    _, training, logged = questions_for(tokenizer, *settings, context=1024)
+    assert len(training.questions) == 3_000
+    assert len(rendered) < 1_100  # 1,000 to measure, one that fits, 20 for validation
+    assert any(line.startswith("prompts of 1,000 training questions: ") for line in logged)
+
+
+def test_the_prompt_lengths_are_their_mean_and_their_longest(tmp_path, tokenizer):
+    rows = [{"nums": [3], "target": 3}, {"nums": [3] * 9, "target": 3}]
+    source = write_file(tmp_path / "rows.json", rows)
+    settings = [f"task.eval={source}", "mode=evaluate"]
+    one, other = map(len, encode_prompts(rows, tokenizer=tokenizer, **of_task("countdown")))
+    _, _, logged = questions_for(tokenizer, *settings)
+    mean = f"{(one + other) / 2:.0f} tokens on average, {other} the longest"
+    assert logged == [f"prompts of validation questions: {mean}"]
+
+
+@pytest.mark.parametrize(("shuffle", "is_in_order"), [("true", False), ("false", True)])
+def test_some_of_the_training_questions_are_drawn_or_are_the_first(
+    tmp_path, tokenizer, shuffle, is_in_order
+):
+    source = write_file(tmp_path / "rows.json", ROWS["gsm8k"])
+    some = ["task.max_train_examples=20", f"task.shuffle={shuffle}"]
+    settings = ["task.name=gsm8k", f"task.train={source}", f"task.eval={source}", *some]
+    validation, training, _ = questions_for(tokenizer, *settings)
+    rows = [row for row in ROWS["gsm8k"] if row not in validation]
+    taken = [row for _, row in training.take(0, 20)[0]]
+    assert len(training.questions) == 20 and all(row in rows for row in taken)
+    assert (taken == rows[:20]) == is_in_order
 
 
 # Prompts
@@ -405,7 +514,8 @@ def templated(tokenizer) -> PreTrainedTokenizerFast:
 def of_task(name: str, **options: str) -> dict:
     """The task and its options, as arguments."""
     task = load_task(name)
-    return {"task": task, "options": task.Options(**options)}
+    overrides = [f"task.{key}={value}" for key, value in options.items()]
+    return {"task": task, "options": make_config(f"task.name={name}", *overrides).task}
 
 
 def test_a_chat_template_renders_the_chat_and_leaves_the_assistants_beginning_open(templated):
@@ -435,7 +545,7 @@ def test_a_system_message_that_a_template_refuses_or_drops_goes_before_the_quest
     source = write_file(tmp_path / "rows.jsonl", ROWS["gsm8k"])
     task = ["task.name=gsm8k", f"task.train={source}", f"task.eval={source}"]
     for style, is_said in (("plain", False), ("tags", True)):
-        _, logged = questions_for(templated, *task, f"task.prompt_style={style}")
+        *_, logged = questions_for(templated, *task, f"task.prompt_style={style}")
         assert any("takes no system message" in line for line in logged) == is_said
 
 
@@ -456,6 +566,70 @@ def test_a_plain_text_stays_as_it_is_even_with_a_chat_template(tokenizer, templa
     for one in (tokenizer, templated):
         (ids,) = encode_prompts([example], tokenizer=one, **math)
         assert one.decode(ids) == math["task"].generate_prompt(example, options=math["options"])
+
+
+# A user's own wording
+
+LATEX = r"Compute {problem}; a set is $\{1\}$, a {unknown} key stays. Not {{problem}}."
+
+
+@pytest.mark.parametrize(
+    ("name", "example", "wording", "messages"),
+    [
+        ("countdown", ROWS["countdown"][0], {}, None),
+        (
+            "countdown",
+            ROWS["countdown"][0],
+            {"prompt": "Make {target} of {nums}.", "system_prompt": "Be brief."},
+            [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "Make 46 of [0, 7, 25]."},
+                {"role": "assistant", "content": countdown.ASSISTANT_PREFIX},
+            ],
+        ),
+        (
+            "gsm8k",
+            {"question": "{answer}?", "answer": "#### 7"},  # what a value holds is not replaced
+            {"prompt": "Q: {question}"},
+            [{"role": "user", "content": "Q: {answer}?"}],
+        ),
+        (
+            "gsm8k",
+            {"question": "1 + 1?", "answer": "#### 2"},
+            {"prompt_style": "tags", "system_prompt": "Use tags."},
+            [{"role": "system", "content": "Use tags."}, {"role": "user", "content": "1 + 1?"}],
+        ),
+        (
+            "math500",
+            {"problem": r"$\frac{1}{2}$", "answer": "0.5"},
+            {"prompt": LATEX},
+            LATEX.replace("{problem}", r"$\frac{1}{2}$"),
+        ),
+        (
+            "math500",
+            {"problem": "$1$", "answer": "1"},
+            {"prompt": "{problem}", "system_prompt": "Hi."},
+            "Hi.\n\n$1$",
+        ),
+    ],
+)
+def test_a_users_own_wording_takes_the_place_of_the_tasks(name, example, wording, messages):
+    """Values go in as they are; braces that name no key of the example stay, as LaTeX has them."""
+    task = load_task(name)
+    options = of_task(name).get("options").model_copy(update=wording)
+    expected = task.generate_prompt(example, options=options) if messages is None else messages
+    assert pose(example, task=task, options=options) == expected
+
+
+def test_the_prompt_that_is_sampled_from_has_the_users_wording(tokenizer):
+    wording = of_task("countdown", prompt="'{target}!'", system_prompt="Hello.")
+    texts, _ = render_prompts(ROWS["countdown"][:1], tokenizer=tokenizer, **wording)
+    assert texts == [f"Hello.\n46!\n{countdown.ASSISTANT_PREFIX}"]
+
+
+def test_a_wording_without_the_question_is_refused(tokenizer):
+    with pytest.raises(ValueError, match=r"^task\.prompt: .*; write one of \{nums\}, \{target\}"):
+        questions_for(tokenizer, "task.prompt='Make {goal}.'")
 
 
 def test_the_assistants_beginning_is_what_the_prompt_already_says():
