@@ -253,6 +253,8 @@ def is_whole(folder: Path) -> bool:
     """
     try:
         listed = json.loads((folder / "training_state" / "files.json").read_text())
+        if "training_state/state.json" not in listed:
+            return False
         for name, (size, digest) in listed.items():
             file = folder / name
             if file.stat().st_size != size or (digest and digest != sha256(file)):
@@ -260,8 +262,8 @@ def is_whole(folder: Path) -> bool:
             if file.suffix == ".safetensors":
                 with safe_open(file, framework="pt"):
                     pass  # it has opened, so its header and its size agree
-    except (OSError, ValueError, SafetensorError):
-        return False
+    except (OSError, ValueError, TypeError, AttributeError, SafetensorError):
+        return False  # a file that lacks something, or files.json is not what was written
     return True
 
 

@@ -274,8 +274,9 @@ def problems_of_task(module: ModuleType) -> Iterator[str]:
     for name in ("REWARD_PARTS", *functions):
         if not hasattr(module, name):
             yield f"a task must define {name}; countdown.py shows how"
-    if not isinstance(getattr(module, "REWARD_PARTS", ()), tuple):
-        yield 'REWARD_PARTS must be a tuple of names, such as ("answer",)'
+    parts = getattr(module, "REWARD_PARTS", ("answer",))
+    if not isinstance(parts, tuple) or "answer" not in parts:
+        yield 'REWARD_PARTS must be a tuple of names with "answer" among them, such as ("answer",)'
     options = getattr(module, "Options", Section)
     if not issubclass(options, Section):
         yield "Options must inherit from Section in engine/config.py"

@@ -5,6 +5,7 @@ import glob
 import hashlib
 import io
 import json
+import math
 import random
 import re
 from collections.abc import Callable, Iterable
@@ -48,6 +49,7 @@ def load_questions(
         exclude=[],
         **request,
     )
+    check_functions(task, validation, options=settings)
     if settings.prompt is not None and fill(settings.prompt, validation[0]) == settings.prompt:
         keys = ", ".join(f"{{{key}}}" for key in validation[0])
         raise ValueError(f"task.prompt: it does not hold the question; write one of {keys} into it")
@@ -83,6 +85,30 @@ def load_questions(
     some = [questions[i] for i in evenly]
     log(f"prompts of {len(some):,} training questions: {describe_lengths(some, **rendering)}")
     return fitting, stream
+
+
+def check_functions(task: ModuleType, examples: list[dict], *, options: TaskSettings) -> None:
+    """Raise ValueError if the task's functions return something else than a run can use.
+
+    They are tried on the first example, so that a slip in a user's own task shows at the start.
+    """
+    if not isinstance(examples, list) or not examples or not isinstance(examples[0], dict):
+        raise ValueError(f"{task.__file__}: load_examples must return a list of dicts")
+    prompt = task.generate_prompt(examples[0], options=options)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not messages or not all(isinstance(m, dict) and m.get("content") for m in messages):
+        raise ValueError(
+            f"{task.__file__}: generate_prompt must return a text or a list of chat messages such "
+            f'as {{"role": "user", "content": "..."}}, not {prompt!r:.80}'
+        )
+    parts = task.reward_function("", examples[0], options=options, num_tokens=0)
+    values = [parts.get(name) for name in task.REWARD_PARTS] if isinstance(parts, dict) else [None]
+    if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
+        names = ", ".join(task.REWARD_PARTS)
+        raise ValueError(
+            f"{task.__file__}: reward_function must return a dict with a number for each of "
+            f"{names}, not {parts!r:.80}"
+        )
 
 
 class FitsContext:
@@ -221,7 +247,8 @@ def is_in_split(key: str, split: str) -> bool:
     number of questions or the order of a file. 1 question in 8 is for validation.
     """
     assert split in ("train", "validation"), split
-    is_held_out = hashlib.sha256(key.encode()).digest()[0] < 256 / 8
+    digest = hashlib.sha256(key.encode("utf-8", "backslashreplace")).digest()
+    is_held_out = digest[0] < 256 / 8
     return is_held_out == (split == "validation")
 
 
@@ -252,7 +279,13 @@ def load_table(
             table = datasets.load_dataset("parquet", data_files=glob.escape(source), split="train")
         else:
             table = datasets.load_dataset(source, hub_config, split=hub_split)
-    except (OSError, ValueError, csv.Error, datasets.exceptions.DatasetsError) as error:
+    except (
+        OSError,
+        ValueError,
+        RecursionError,  # JSON that is nested too deeply
+        csv.Error,
+        datasets.exceptions.DatasetsError,
+    ) as error:
         reason = str(error.__cause__ or error).strip().split("\n")[0]
         raise ValueError(f"{source}: cannot be loaded ({reason}); give {choices}") from error
     shared = [name for name in columns if name in table.column_names]
@@ -322,6 +355,8 @@ def encode_prompts(
     )
     if not texts:  # a rank without validation questions; the tokenizer would raise IndexError
         return []
+    # half a character, which JSON can hold, would make the tokenizer fail
+    texts = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
     return tokenizer(texts, add_special_tokens=adds_special_tokens)["input_ids"]
 
 

@@ -229,10 +229,17 @@ def load_model(
         dtype=dtype,  # always given: the default "auto" is the dtype of the files
         attn_implementation=settings.attn_implementation,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused below, by name
         revision=settings.revision,
         trust_remote_code=settings.trust_remote_code,
         **(in_4bit if quantization is not None else {}),
     )
+    if mismatched := sorted(loading["mismatched_keys"]):
+        name, in_files, in_model = mismatched[0]
+        raise ValueError(
+            f"{len(mismatched)} weights do not fit its config.json, such as {name}: "
+            f"{list(in_files)} in the files, {list(in_model)} by the config"
+        )
     if missing := sorted(loading["missing_keys"]):  # transformers draws them at random
         raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}")
     if unused := sorted(loading["unexpected_keys"]):

@@ -1,6 +1,7 @@
 """Checkpoints: whole or not there, and a run that goes on from one as if nothing had happened."""
 
 import errno
+import functools
 import json
 import multiprocessing
 import resource
@@ -244,6 +245,9 @@ def move_a_tensor(file: Path) -> None:
         (cut, "training_state/optimizer.pt"),
         (cut, "model.safetensors"),
         (flip_last_bit, "training_state/state.json"),
+        (functools.partial(Path.write_text, data="[]"), "training_state/files.json"),
+        (functools.partial(Path.write_text, data="{}"), "training_state/files.json"),
+        (functools.partial(Path.write_text, data='{"a": 3}'), "training_state/files.json"),
         (fill_with_zeros, "model.safetensors"),
         (move_a_tensor, "model.safetensors"),
     ],

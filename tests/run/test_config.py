@@ -171,7 +171,7 @@ def test_a_task_without_options_has_the_keys_that_all_tasks_have(guessing):
     (guessing / "bare.py").write_text(text)
     config = load("task.name=bare")
     assert set(config.task.model_dump()) == set(TaskSettings.model_fields)
-    line = "task.reward_weights = {answer: x}: must be a mapping from answer to a number"
+    line = "task.reward_weights = {answer: x}: must be a mapping from answer to a number >= -1000000 and <= 1000000"
     assert line_of("task.name=bare", "task.reward_weights.answer=x") == line
 
 
@@ -199,7 +199,9 @@ def test_annotations_of_a_tasks_options_may_be_text(guessing):
     [
         ("def extract_answer", "def extract", "a task must define extract_answer; countdown.py sh"),
         ('REWARD_PARTS = ("answer", "length")', "", "a task must define REWARD_PARTS"),
-        ('("answer", "length")', '("answer")', "REWARD_PARTS must be a tuple of names, such as"),
+        ('("answer", "length")', '("answer")', "REWARD_PARTS must be a tuple of names with"),
+        ('("answer", "length")', "()", "REWARD_PARTS must be a tuple of names with"),
+        ('("answer", "length")', '("length",)', "REWARD_PARTS must be a tuple of names with"),
         ("Options(Section)", "Options", "Options must inherit from Section in engine/config.py"),
         ("low: int | None = None", "low: int", "Options.low needs a default, and a name other"),
         ("low: int", "train: int", "Options.train needs a default, and a name other than name, tr"),

@@ -182,15 +182,6 @@ def test_damaged_checkpoints_are_not_counted(parts, rotary_model_folder, setting
     assert_same(whole, parts)
 
 
-def test_files_that_a_checkpoint_does_not_list_are_ignored(parts, rotary_model_folder, settings):
-    """Bug: a .DS_Store, which a file manager leaves in each folder, made it damaged."""
-    for folder in (parts / "x").glob("checkpoints/step-*"):
-        for place in (folder, folder / "training_state", folder.parent, folder.parent.parent):
-            (place / ".DS_Store").write_bytes(b"stray")
-    output = train(parts, rotary_model_folder, *settings, THREE)
-    assert "damaged" not in output and "resumed after step 2" in output
-
-
 def test_last_may_be_a_real_folder(parts, rotary_model_folder, settings, whole):
     """Bug: a run copied by `cp -rL` could save nothing more, and kept all old checkpoints."""
     last = parts / "x/checkpoints/last"

@@ -406,7 +406,7 @@ def write_pointer(folder: Path) -> None:
     [
         (save_encoder, "it sees the tokens that come later"),
         (write_pointer, "model.safetensors is only a pointer; fetch the file with `git lfs pull`"),
-        (functools.partial(change_config, hidden_size=64), "size"),
+        (functools.partial(change_config, hidden_size=64), "do not fit its config.json, such as"),
         (functools.partial(change_config, hidden_size="x"), "cannot be used: "),
         (functools.partial(change_config, num_attention_heads=0), "cannot be used: "),
         (functools.partial(change_config, num_hidden_layers=-1), "cannot be used: "),

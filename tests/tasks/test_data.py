@@ -3,13 +3,14 @@
 import copy
 import csv
 import json
+import math
 import re
 import sys
 from pathlib import Path
 
 import datasets
 import pytest
-from harness import make_config, seed
+from harness import ROOT, make_config, seed
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -314,6 +315,42 @@ def questions_for(
     task, log = load_task(config.task.name), logged.append
     questions = load_questions(task, config, tokenizer=tokenizer, context=context, log=log)
     return *questions, logged
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "problem"),
+    [
+        ("load_examples", None, "load_examples must return a list of dicts"),
+        ("load_examples", [], "load_examples must return a list of dicts"),
+        ("generate_prompt", None, "generate_prompt must return a text or a list of chat messages"),
+        ("generate_prompt", "", "generate_prompt must return a text or a list of chat messages"),
+        ("generate_prompt", [], "generate_prompt must return a text or a list of chat messages"),
+        ("reward_function", None, "reward_function must return a dict with a number for each of"),
+        ("reward_function", {"format": 1.0}, "for each of format, answer, not {'format': 1.0}"),
+        ("reward_function", {"format": 1.0, "answer": "1"}, "reward_function must return a dict"),
+        ("reward_function", {"format": 1.0, "answer": math.nan}, "reward_function must return a d"),
+    ],
+)
+def test_a_slip_in_a_users_own_task_is_named_at_the_start(
+    tokenizer, monkeypatch, function, value, problem
+):
+    monkeypatch.setattr(load_task("countdown"), function, lambda *texts, **settings: value)
+    with pytest.raises(ValueError) as caught:
+        questions_for(tokenizer)
+    assert str(caught.value).startswith(f"{ROOT}/countdown.py: ") and problem in str(caught.value)
+
+
+def test_half_a_character_in_a_question_is_a_question_mark(tmp_path, tokenizer):
+    """JSON can hold it; the tokenizer raised a TypeError."""
+    rows = [{"question": f"What is \ud800{n}?", "answer": f"#### {n}"} for n in range(30)]
+    source = write_file(tmp_path / "rows.jsonl", rows)
+    task = ["task.name=gsm8k", f"task.train={source}", f"task.eval={source}"]
+    validation, *_ = questions_for(tokenizer, *task)
+    options = make_config(*task).task
+    (ids, *_) = encode_prompts(
+        validation, task=load_task("gsm8k"), options=options, tokenizer=tokenizer
+    )
+    assert "What is ?" in tokenizer.decode(ids)
 
 
 @every_task
