@@ -171,8 +171,8 @@ def test_a_task_without_options_has_the_keys_that_all_tasks_have(guessing):
     (guessing / "bare.py").write_text(text)
     config = load("task.name=bare")
     assert set(config.task.model_dump()) == set(TaskSettings.model_fields)
-    line = "task.reward_weights = {answer: x}: must be a mapping from answer to a number >= -1000000 and <= 1000000"
-    assert line_of("task.name=bare", "task.reward_weights.answer=x") == line
+    line = "task.reward_weights = {answer: x}: must be a mapping from answer to a number >= "
+    assert line_of("task.name=bare", "task.reward_weights.answer=x").startswith(line)
 
 
 def test_a_task_of_ones_own_may_have_the_name_of_another_module(guessing):
