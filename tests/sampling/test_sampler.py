@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from graphs import Graph, install_graphs
 from harness import CPU, make_policy, save_random, seed
 from reference import score
 from transformers import (
@@ -21,7 +22,11 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from engine.distributed import init_world
 from engine.model import Policy, bf16_copy
 from engine.sampler import (
     CapturedBatch,
@@ -210,17 +215,13 @@ def test_a_question_gets_the_same_completions_in_every_batch(model_folder):
 
 
 @pytest.fixture
-def replays_run_the_step(monkeypatch) -> None:
-    """This machine has no CUDA graphs: where one would be replayed, its step is run."""
-
-    def capture(batch: CapturedBatch, num_columns: int) -> Callable[[], None]:
-        return functools.partial(DecodeBatch.step, batch, num_columns)
-
-    monkeypatch.setattr(CapturedBatch, "capture", capture)
+def graphs(monkeypatch) -> None:
+    """This machine has no CUDA graphs: others take their place, see graphs.py."""
+    install_graphs(monkeypatch)
 
 
-def test_steps_of_fixed_shape_draw_the_same_tokens(model_folder, replays_run_the_step):
-    """What CUDA graphs replay: rows leave late, and attention sees columns that are masked out."""
+def test_replayed_steps_draw_the_same_tokens(model_folder, graphs):
+    """Rows leave late, attention sees columns that are masked out, and no Python runs."""
     policy = make_policy(model_folder, is_exact=True)
     prompts, seeds = [*RAGGED, list(range(2, 240))], [*SEEDS, (seed(), 0, 99)]
     settings = {"eos_ids": tuple(range(0, 345, 20)), "max_new_tokens": 40, "num_samples": 16}
@@ -228,19 +229,43 @@ def test_steps_of_fixed_shape_draw_the_same_tokens(model_folder, replays_run_the
     lengths = [len(c.token_ids) for group in plain for c in group]
     assert min(lengths) < 16 and max(lengths) > 256 - 238  # attention leaps, and rows leave
     captured = functools.partial(decode_grouped, capture=True)
-    fixed = sample(policy, prompts, seeds, decode=captured, **settings)
-    assert token_ids(fixed) == token_ids(plain)
-    for group, other in zip(plain, fixed, strict=True):
+    replayed = sample(policy, prompts, seeds, decode=captured, **settings)
+    assert Graph.num_captures > 1
+    assert token_ids(replayed) == token_ids(plain)
+    for group, other in zip(plain, replayed, strict=True):
         for c, d in zip(group, other, strict=True):
             assert c.truncated == d.truncated
             np.testing.assert_allclose(c.log_probs, d.log_probs, atol=1e-4)
 
 
-def test_steps_that_can_be_replayed_are_captured(rotary_model_folder, replays_run_the_step):
+def test_steps_that_can_be_replayed_are_captured(rotary_model_folder, graphs):
     assert supports_grouped(make_policy(rotary_model_folder).sampler.eval(), capture=True)
+    assert Graph.num_captures == 1
 
 
-def test_a_step_that_would_not_replay_is_not_captured(rotary_model_folder, monkeypatch):
+def test_a_step_that_waits_for_a_value_is_refused_before_any_capture(rotary_model_folder, graphs):
+    """Bug: torch does not clean up after a failed capture, and soon runs out of memory."""
+    model = make_policy(rotary_model_folder).sampler.eval()
+    model.lm_head.register_forward_hook(lambda module, args, logits: logits + logits.max().item())
+    assert supports_grouped(model) and not supports_grouped(model, capture=True)
+    assert Graph.num_captures == 0
+    assert torch.cuda.get_sync_debug_mode() == 0  # put back
+
+
+def test_memory_that_is_full_is_not_taken_for_a_cache_that_cannot_be_shared(
+    rotary_model_folder, monkeypatch
+):
+    """Bug: the run went on with the slow backend, and failed later."""
+
+    def fill_memory(*arguments) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(DecodeBatch, "step", fill_memory)
+    with pytest.raises(ValueError, match=r"^the GPU's memory is full"):
+        make_policy(rotary_model_folder)
+
+
+def test_a_step_that_would_not_replay_is_not_captured(rotary_model_folder, graphs, monkeypatch):
     """A graph that repeats its first step's result is found out by the probe."""
     monkeypatch.setattr(CapturedBatch, "capture", lambda batch, num_columns: lambda: None)
     assert not supports_grouped(make_policy(rotary_model_folder).sampler.eval(), capture=True)
@@ -454,11 +479,69 @@ def test_finite_logits_may_overflow_at_a_low_temperature(rotary_model_folder, ba
     assert all(0 <= token < 345 for c in completions for token in c.token_ids)
 
 
+# Attention
+
+
+def test_eager_attention_draws_the_tokens_of_sdpa(model_folder):
+    """Bug: eager attention adds its mask, and was given True and False: 1 and 0."""
+    eager = make_policy(model_folder, "model.attn_implementation=eager", is_exact=True)
+    assert eager.backend == "grouped"
+    expected = make_policy(model_folder, is_exact=True)
+    assert token_ids(sample(eager)) == token_ids(sample(expected))
+
+
+def test_the_probe_sees_a_mask_that_is_added_instead_of_applied(rotary_model_folder, monkeypatch):
+    """Bug: in bf16 its tolerance was wider than the error, and its prompt had no padding."""
+    step, overrides = DecodeBatch.step, ["model.attn_implementation=eager"]
+    model = bf16_copy(make_policy(rotary_model_folder, *overrides).sampler)
+    assert supports_grouped(model)
+
+    def step_with_a_bool_mask(batch: DecodeBatch, num_columns: int) -> None:
+        batch.attention = "sdpa"
+        step(batch, num_columns)
+
+    monkeypatch.setattr(DecodeBatch, "step", step_with_a_bool_mask)
+    assert not supports_grouped(model)
+
+
+def test_on_a_gpu_cudnns_attention_is_off(monkeypatch):
+    """Bug: torch prefers it on an H100, where it spends a second on each new shape."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        world, _ = init_world()
+        assert world.device.type == "cuda" and not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
+
+
+def attend_by_2d_mask(module, query, key, value, attention_mask, **settings):
+    """Attention that takes a mask (B, columns) or none, as flash_attention_2 does."""
+    shape = query.shape[0], 1, query.shape[2], key.shape[2]
+    mask = torch.ones(shape, dtype=torch.bool).tril(shape[3] - shape[2])
+    if attention_mask is not None:
+        assert attention_mask.ndim == 2
+        mask = mask & attention_mask[:, None, None].bool()
+    return sdpa_attention_forward(module, query, key, value, mask, **settings)
+
+
+def test_attention_that_takes_no_4d_mask_gets_its_own(rotary_model_folder, monkeypatch):
+    """Bug: flash_attention_2 was given a mask of four dimensions, which it cannot take."""
+    attention, masks = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(attention._global_mapping, "by_2d_mask", attend_by_2d_mask)
+    monkeypatch.setitem(masks._global_mapping, "by_2d_mask", flash_attention_mask)
+    policy = make_policy(rotary_model_folder, "model.attn_implementation=by_2d_mask", is_exact=True)
+    assert policy.backend == "grouped"
+    expected = make_policy(rotary_model_folder, is_exact=True)
+    assert token_ids(sample(policy)) == token_ids(sample(expected))
+
+
 # Models
 
 
 def test_a_sliding_window_shorter_than_the_prompt_is_only_an_obstacle_to_capture(
-    tokenizer, tmp_path, replays_run_the_step
+    tokenizer, tmp_path, graphs
 ):
     """Its layers move their tensors, so that a graph would read and write where nothing is."""
     config = MistralConfig(
@@ -473,6 +556,7 @@ def test_a_sliding_window_shorter_than_the_prompt_is_only_an_obstacle_to_capture
     policy = make_policy(save_random(MistralForCausalLM, config, tokenizer, tmp_path))
     assert supports_grouped(policy.sampler)
     assert not supports_grouped(policy.sampler, capture=True)
+    assert Graph.num_captures == 0
 
 
 def test_a_recurrent_model_samples_with_generate(tmp_path, tokenizer):
