@@ -523,6 +523,7 @@ def attend_by_2d_mask(module, query, key, value, attention_mask, **settings):
     if attention_mask is not None:
         assert attention_mask.ndim == 2
         mask = mask & attention_mask[:, None, None].bool()
+        mask |= ~mask.any(dim=-1, keepdim=True)  # padding sees anything: of nothing comes NaN
     return sdpa_attention_forward(module, query, key, value, mask, **settings)
 
 
