@@ -188,10 +188,10 @@ class DecodeBatch:
         self.column += 1
         self.positions += 1
         self.mask.index_fill_(1, self.column, True)
-        mask = self.mask[:, :num_columns]
+        mask = self.mask[:, : num_columns - 1]  # the last column is that of the token drawn now
         if self.has_roomy_layers:
-            mask = mask[:, None, None]  # (B, 1, 1, columns), which the model takes as it is
-            if self.attention == "eager":  # it adds the mask to its scores
+            mask = self.mask[:, None, None, :num_columns]  # which the model takes as it is
+            if self.attention == "eager":  # it adds the mask (B, 1, 1, columns) to its scores
                 zeros = torch.zeros_like(mask, dtype=self.model.dtype)
                 mask = zeros.masked_fill(~mask, torch.finfo(zeros.dtype).min)
             for layer in self.cache.layers:
