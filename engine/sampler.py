@@ -314,7 +314,7 @@ def supports_grouped(model: nn.Module, *, capture: bool = False) -> bool:
         batch.keep(torch.tensor([0, 2, 3], device=model.device))
         for num_columns in (27, 28, 29):  # with `capture` as usual, captured, replayed once more
             batch.step(num_columns)
-        mismatches = [mismatch(model, batch.record, prompts[row // 2], row) for row in (0, 2)]
+        mismatches = [mismatch_of(model, batch.record, prompts[row // 2], row) for row in (0, 2)]
     except torch.OutOfMemoryError as error:
         raise ValueError(
             "the GPU's memory is full before anything is sampled: end other programs on it, or "
@@ -323,10 +323,10 @@ def supports_grouped(model: nn.Module, *, capture: bool = False) -> bool:
     except (AttributeError, NotImplementedError, TypeError, ValueError, RuntimeError):
         return False
     tolerance = 1e-3 if model.dtype == torch.float32 else 2**-6  # a few roundings of bf16
-    return max(mismatches) <= tolerance
+    return all(mismatch <= tolerance for mismatch in mismatches)  # NaN is none
 
 
-def mismatch(model: nn.Module, record: "Record", prompt: list[int], row: int) -> float:
+def mismatch_of(model: nn.Module, record: "Record", prompt: list[int], row: int) -> float:
     """How far a row's recorded log-probabilities are from one plain forward's, on average.
 
     In multiples of the largest logit, whose rounding they have, or in nats if that is below 1.

@@ -482,12 +482,21 @@ def test_finite_logits_may_overflow_at_a_low_temperature(rotary_model_folder, ba
 # Attention
 
 
-def test_eager_attention_draws_the_tokens_of_sdpa(model_folder):
-    """Bug: eager attention adds its mask, and was given True and False: 1 and 0."""
-    eager = make_policy(model_folder, "model.attn_implementation=eager", is_exact=True)
-    assert eager.backend == "grouped"
-    expected = make_policy(model_folder, is_exact=True)
-    assert token_ids(sample(eager)) == token_ids(sample(expected))
+@pytest.mark.parametrize("capture", [False, True])
+def test_eager_attention_is_scored_as_it_was_sampled(model_folder, graphs, capture):
+    """Bug: eager attention adds its mask, and was given True and False, that is 1 and 0.
+
+    Captured steps see the columns ahead too. To 1e-4, as above.
+    """
+    policy = make_policy(model_folder, "model.attn_implementation=eager")
+    assert policy.backend == "grouped"
+    decode = functools.partial(decode_grouped, capture=capture)
+    for prompt_ids, group in zip(RAGGED, sample(policy, decode=decode), strict=True):
+        for completion in group:
+            ids = prompt_ids + completion.token_ids
+            log_probs = full_log_probs(policy.model, ids, 1.0)[len(prompt_ids) - 1 : -1]
+            expected = log_probs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            assert np.abs(expected.numpy() - completion.log_probs).max() <= 1e-4
 
 
 def test_the_probe_sees_a_mask_that_is_added_instead_of_applied(rotary_model_folder, monkeypatch):
