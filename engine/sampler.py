@@ -11,6 +11,7 @@ prompt, T new tokens, V vocabulary. Masks are bool, True = keep.
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -76,19 +77,37 @@ def sample_tokens(
     Top-k and top-p only restrict what is drawn: the two numbers are those of the whole
     distribution. Temperature 0 takes the first of the likeliest tokens and scores it at 1.
     """
-    logits, is_broken = repair(logits.float() / (temperature or 1.0))
+    logits = logits.float()
+    if temperature not in (0, 1):  # a division by 1 would be one more pass over all logits
+        logits = logits / temperature
     log_probs = F.log_softmax(logits, dim=-1)  # (B, V)
+    is_broken = log_probs[:, 0].isnan()  # (B,), since then the whole row is NaN
     probs = log_probs.exp()
     entropies = -torch.special.xlogy(probs, probs).sum(dim=-1)  # xlogy, since 0 log 0 is 0
     if temperature == 0:
-        tokens = logits.argmax(dim=-1, keepdim=True)  # (B, 1)
+        tokens = logits.argmax(dim=-1)
     else:
-        cdf = keep_likeliest(probs, top_p=top_p, top_k=top_k).cumsum(dim=-1)  # (B, V)
-        # The cdf does not end at exactly 1; uniforms of at most 1 - 2**-24 stay below its end.
-        threshold = uniforms * cdf[:, -1]
-        tokens = torch.searchsorted(cdf, threshold[:, None], right=True)  # never one of mass 0
-    chosen = log_probs.gather(-1, tokens)[:, 0].masked_fill(is_broken, torch.nan)
-    return tokens[:, 0], chosen, entropies
+        kept = keep_likeliest(probs, top_p=top_p, top_k=top_k)
+        tokens = find_tokens(kept.cumsum(dim=-1), kept, uniforms)
+    # A row with NaN or infinity draws from all tokens alike, at a log-probability of NaN, because
+    # of which the update skips the step. An index out of range would end the process.
+    noise = (uniforms * probs.shape[1]).long().clamp(max=probs.shape[1] - 1)
+    tokens = tokens.where(~is_broken, noise)
+    chosen = log_probs.gather(-1, tokens[:, None])[:, 0]
+    return tokens, chosen, entropies.masked_fill(is_broken, math.log(probs.shape[1]))
+
+
+def find_tokens(cdf: Tensor, probs: Tensor, uniforms: Tensor) -> Tensor:
+    """The first token (B,) whose cumulative probability exceeds the uniform's share of the last.
+
+    cdf and probs are (B, V), uniforms (B,); the cdf does not end at exactly 1, and uniforms of at
+    most 1 - 2**-24 stay below its end. A GPU adds in blocks, so that its sums may fall a little
+    from one token to the next. Then a token of mass 0 can be found; the likeliest replaces it.
+    """
+    threshold = uniforms[:, None] * cdf[:, -1:]  # (B, 1)
+    tokens = torch.searchsorted(cdf, threshold, right=True).clamp(max=cdf.shape[1] - 1)
+    has_mass = probs.gather(-1, tokens) > 0
+    return tokens.where(has_mass, probs.argmax(dim=-1, keepdim=True))[:, 0]
 
 
 def repair(logits: Tensor) -> tuple[Tensor, Tensor]:
