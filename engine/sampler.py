@@ -198,8 +198,8 @@ class DecodeBatch:
         is_plain = all(type(layer) is DynamicLayer for layer in self.cache.layers)
         self.has_roomy_layers = is_plain and self.attention in ("sdpa", "eager")
         if self.has_roomy_layers:
-            room = (self.mask.shape[1], self.column)
-            self.cache.layers[:] = [RoomyLayer(layer, *room) for layer in self.cache.layers]
+            layers = self.cache.layers
+            layers[:] = [RoomyLayer(layer, self.column) for layer in layers]
         self.draw(logits.repeat_interleave(num_samples, dim=0))
 
     def step(self, num_columns: int) -> None:
@@ -214,7 +214,7 @@ class DecodeBatch:
                 zeros = torch.zeros_like(mask, dtype=self.model.dtype)
                 mask = zeros.masked_fill(~mask, torch.finfo(zeros.dtype).min)
             for layer in self.cache.layers:
-                layer.num_visible = num_columns
+                layer.show(num_columns, limit=self.mask.shape[1])
         self.draw(self.read(self.tokens, mask, self.positions))
 
     def read(self, token_ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
@@ -248,15 +248,26 @@ class DecodeBatch:
 
 
 class RoomyLayer(DynamicLayer):
-    """A cache layer with empty columns ahead: DynamicLayer copies everything to append a token."""
+    """A cache layer with empty columns ahead: DynamicLayer copies everything to append a token.
 
-    def __init__(self, layer: DynamicLayer, num_columns: int, column: Tensor):
-        """Make room for `num_columns`; the tensor `column` (1,) says where a token is written."""
+    It grows by LEAP columns, when most rows may have left, and is copied then. To have room for the
+    longest completion from the start would take more than twice the memory.
+    """
+
+    def __init__(self, layer: DynamicLayer, column: Tensor):
+        """Without room yet; the tensor `column` (1,) says where a token is written."""
         super().__init__()
         self.is_initialized, self.dtype, self.device = True, layer.dtype, layer.device
-        self.column, self.num_visible = column, num_columns
-        padding = (0, 0, 0, num_columns - layer.keys.shape[2])
-        self.keys, self.values = F.pad(layer.keys, padding), F.pad(layer.values, padding)
+        self.column, self.num_visible = column, layer.keys.shape[2]
+        self.keys, self.values = layer.keys, layer.values
+
+    def show(self, num_columns: int, *, limit: int) -> None:
+        """Let attention see the first `num_columns`, with room for them and at most for `limit`."""
+        self.num_visible = num_columns
+        if num_columns > self.keys.shape[2]:
+            padding = (0, 0, 0, whole_leaps(num_columns, limit=limit) - self.keys.shape[2])
+            self.keys = F.pad(self.keys, padding)
+            self.values = F.pad(self.values, padding)
 
     def update(self, keys: Tensor, values: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Write one token's keys and values (B, heads, 1, head size); return all visible ones."""
@@ -265,13 +276,21 @@ class RoomyLayer(DynamicLayer):
         return self.keys[:, :, : self.num_visible], self.values[:, :, : self.num_visible]
 
 
+LEAP = 256  # columns
+
+
+def whole_leaps(num_columns: int, *, limit: int) -> int:
+    """The next multiple of LEAP, but at most the limit."""
+    return min(-(-num_columns // LEAP) * LEAP, limit)
+
+
 class CapturedBatch(DecodeBatch):
     """A batch whose steps are replayed from CUDA graphs.
 
     With one token per row, Python takes longer to launch the model's kernels than the GPU takes to
     run them; a graph launches all of them at once. It repeats the same kernels on the same tensors,
-    so it serves one shape only, and shapes change rarely here: attention sees columns in leaps of
-    256, and rows are dropped at every 16th step at most. The first step of a shape runs as usual,
+    so it serves one shape only, and shapes change rarely here: attention sees columns in
+    leaps, and rows are dropped at every 16th step at most. The first step of a shape runs as usual,
     so that the GPU's libraries set up what they need; the second one is captured.
     """
 
@@ -282,7 +301,7 @@ class CapturedBatch(DecodeBatch):
     def step(self, num_columns: int) -> None:
         if not self.has_roomy_layers:
             raise ValueError("the tensors of this cache move, so a step cannot be replayed")
-        num_columns = min(-(-num_columns // 256) * 256, self.mask.shape[1])
+        num_columns = whole_leaps(num_columns, limit=self.mask.shape[1])
         if self.shape != (len(self.tokens), num_columns):
             self.shape, self.replay = (len(self.tokens), num_columns), None
             with waiting_forbidden():
@@ -391,16 +410,28 @@ def sample_in_batches(
 
 
 def tokens_that_fit(model: nn.Module, row_tokens: int) -> int:
-    """How many tokens can be decoded at once, in rows of `row_tokens`, with the memory now free."""
+    """How many tokens can be decoded at once, in rows of `row_tokens`, with the memory now free.
+
+    It suffices if all rows are as long as they may be. A tenth is left to what falls between.
+    """
     device = model.device
     if device.type != "cuda":
         return 131_072
     reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + reserved
-    config = model.config.get_text_config()
-    cache = row_tokens * cache_bytes_per_token(config, bytes_per_number=model.dtype.itemsize)
+    config, itemsize = model.config.get_text_config(), model.dtype.itemsize
+    row_bytes = decode_bytes_per_row(config, row_tokens, bytes_per_number=itemsize)
+    return int(0.9 * free / row_bytes) * row_tokens
+
+
+def decode_bytes_per_row(
+    config: PretrainedConfig, row_tokens: int, *, bytes_per_number: int
+) -> float:
+    """The most bytes that a row of so many tokens takes while it is decoded."""
+    cache = row_tokens * cache_bytes_per_token(config, bytes_per_number=bytes_per_number)
+    growing = cache / getattr(config, "num_hidden_layers", 1)  # layer by layer: one is there twice
     drawing = 6 * 4 * config.vocab_size  # fp32 logits and what `sample_tokens` makes of them
-    return int(0.8 * free / (cache + drawing)) * row_tokens
+    return cache + growing + drawing
 
 
 def cache_bytes_per_token(config: PretrainedConfig, *, bytes_per_number: int) -> int:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import alone, make_config, make_policy, save_random, seed
+from harness import alone, make_config, make_policy, peak_bytes, save_random, seed
 from reference import COMPLETIONS, PROMPTS, score
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -124,14 +124,6 @@ def test_it_never_holds_all_logits(monkeypatch):
 
     assert peak(head_log_probs) < bound
     assert peak(naive) > 2 * all_logits
-
-
-def peak_bytes(profiler: profile) -> int:
-    """The most that tensors held at once of what was allocated while profiling."""
-    events = profiler.profiler.kineto_results.events()
-    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-    held = torch.tensor([change for _, change in sorted(changes)]).cumsum(dim=0)
-    return int(held.max())
 
 
 # The scorer
