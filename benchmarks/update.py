@@ -148,21 +148,23 @@ def matmul_flops(size: int = 8192) -> float:
 
 
 class WholePass:
-    """Forward and backward of a random model over 8 rows of 256 prompt + 768 completion tokens."""
+    """Forward and backward of a random model over rows of a quarter prompt, the rest completion."""
 
-    def __init__(self, shape: dict[str, int]):
-        config = Qwen2Config(
-            vocab_size=VOCABULARY, num_key_value_heads=2, tie_word_embeddings=True, **shape
-        )
+    def __init__(self, shape: dict[str, int], *, num_rows: int = 8, num_tokens: int = 1024):
+        settings = {"num_key_value_heads": 2, "tie_word_embeddings": True} | shape
         with DEVICE:
-            self.model = Qwen2ForCausalLM(config)
-            self.input_ids = torch.randint(VOCABULARY, (8, 1024))
+            self.model = Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY, **settings))
+            self.input_ids = torch.randint(VOCABULARY, (num_rows, num_tokens))
         self.mask = torch.ones_like(self.input_ids, dtype=torch.bool)
 
     def run(self, *, chunked: bool) -> None:
         self.model.zero_grad()
         scorer = CompletionScorer(self.model, DTYPE, chunked=chunked)
-        scorer(self.input_ids, self.mask, num_tokens=768, temperature=TEMPERATURE).sum().backward()
+        num_tokens = 3 * self.input_ids.shape[1] // 4
+        log_probs = scorer(
+            self.input_ids, self.mask, num_tokens=num_tokens, temperature=TEMPERATURE
+        )
+        log_probs.sum().backward()
 
 
 def print_whole_passes() -> None:
