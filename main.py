@@ -597,16 +597,17 @@ def update_policy(
         return {}, {}, is_skipped
     policy.model.train()
     sums, num_passes = UpdateSums(), len(micro_batches) * training.num_iterations
+    in_ddp = isinstance(policy.scorer, DistributedDataParallel)  # its buckets hold the gradients
     with run.logger.progress(num_passes, "update", "batch") as bar:
         for _ in range(training.num_iterations):
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=not in_ddp)
             loss = 0.0
             for micro_batch in micro_batches:
                 # DDP sums gradients over the ranks in backward(); once, at the last micro-batch,
                 # is enough, since gradients add up on each rank until then.
                 is_last = micro_batch is micro_batches[-1]
-                alone = world.size == 1 or is_last
-                with contextlib.nullcontext() if alone else policy.scorer.no_sync():
+                waits = in_ddp and not is_last
+                with policy.scorer.no_sync() if waits else contextlib.nullcontext():
                     loss += accumulate_gradient(run, micro_batch, sums)
                 bar.update(1)
             grad_norm = nn.utils.clip_grad_norm_(policy.model.parameters(), training.max_grad_norm)
@@ -617,7 +618,7 @@ def update_policy(
             if is_skipped:
                 break
             optimizer.step()
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=not in_ddp)
     policy.refresh_sampler()
     return metrics, sums.as_metrics(), is_skipped
 

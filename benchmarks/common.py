@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the script's modules
+torch.backends.cuda.enable_cudnn_sdp(False)  # as engine/distributed.py does for a run
 
 
 def in_turns(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:

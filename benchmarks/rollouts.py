@@ -2,6 +2,7 @@
 
     python benchmarks/rollouts.py             # everything that this machine can run
     python benchmarks/rollouts.py --quick     # the smallest sizes: does it run?
+    python benchmarks/rollouts.py --only growth      # one of its tables
 
 On the embedded model in fp32: tokens per second beside `model.generate` called as users would
 (`--continuous` adds `generate_batch`, which is meant for GPUs); seconds as questions, samples and
@@ -98,6 +99,7 @@ class Workload:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the smallest sizes, once")
+    parser.add_argument("--only", choices=("backends", "growth", "ranks", "large"))
     parser.add_argument("--continuous", action="store_true", help="time generate_batch on CPUs too")
     parser.add_argument("--repeats", type=int, default=5, help="calls of each function")
     options = parser.parse_args(arguments)
@@ -108,10 +110,14 @@ def main(arguments: list[str] | None = None) -> None:
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
     print(f"torch {torch.__version__}, {device}, {torch.get_num_threads()} CPU threads\n")
-    compare_backends(load_tiny(size, device), repeats, continuous=options.continuous or has_gpu)
-    show_growth(base, repeats, device)
-    compare_ranks(size, repeats)
-    for name in QWEN_SHAPES:
+    wanted = {options.only} if options.only else {"backends", "growth", "ranks", "large"}
+    if "backends" in wanted:
+        compare_backends(load_tiny(size, device), repeats, continuous=options.continuous or has_gpu)
+    if "growth" in wanted:
+        show_growth(base, repeats, device)
+    if "ranks" in wanted:
+        compare_ranks(size, repeats)
+    for name in QWEN_SHAPES if "large" in wanted else ():
         if has_gpu and not options.quick:
             measure_on_gpu(name, repeats)
         else:

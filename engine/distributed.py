@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
 
@@ -150,6 +151,9 @@ def init_world() -> tuple[World, list[str]]:
     if num_gpus >= local_size:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+        # cuDNN's attention, which torch would prefer on an H100, plans anew for every shape, which
+        # takes about a second; nearly every micro-batch and every leap of a rollout is a new one.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     elif num_gpus > 0:
         notes.append(f"{local_size} processes but {num_gpus} GPUs: running on the CPU")
     elif torch.backends.mps.is_available():
@@ -205,13 +209,19 @@ def agree_on_start(store: dist.Store, rank: int, size: int) -> str:
 
 
 def settle_ddp_buckets(scorer: nn.Module, device: torch.device) -> None:
-    """Run one backward pass without effect, so that DDP puts its buckets in their final order.
+    """Run two backward passes without effect, so that DDP's buckets are as they will stay.
 
     DDP orders them by the first backward pass that it sees, and sums gradients in that order. With
-    3 ranks or more a resumed run would otherwise differ from an unbroken one in its first step.
+    3 ranks or more a resumed run would otherwise differ from an unbroken one in its first step. It
+    makes the ordered buckets at the next forward pass. The second backward pass leaves the
+    gradients inside them, where they stay as long as they are set to 0 and not to None: a gradient
+    that is None would be accumulated beside its bucket, and all gradients held twice.
     """
+    if not isinstance(scorer, DistributedDataParallel):
+        return
     ids = torch.zeros((1, 2), dtype=torch.long, device=device)
     mask = torch.ones_like(ids, dtype=torch.bool)
-    log_probs = scorer(ids, mask, num_tokens=1, temperature=1.0)
-    (0.0 * log_probs.sum()).backward()
-    scorer.zero_grad()
+    for is_ordered in (False, True):
+        log_probs = scorer(ids, mask, num_tokens=1, temperature=1.0)
+        (0.0 * log_probs.sum()).backward()
+        scorer.zero_grad(set_to_none=not is_ordered)

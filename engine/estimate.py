@@ -63,8 +63,10 @@ def check_memory(
     itemsize = BF16 if samples_copy else weight_dtype.itemsize
     cache = cache_bytes(model_config, config, bytes_per_number=itemsize)
     available, place = memory_for_a_rank(device)
-    # gradients and cache are never there at the same time
-    if without_cache - gradients + max(gradients, cache) <= available:
+    # Only DDP, which runs on several ranks, keeps the gradients while completions are sampled.
+    in_ddp = is_training and int(os.environ.get("WORLD_SIZE", 1)) > 1
+    beside_cache = without_cache if in_ddp else without_cache - gradients
+    if max(without_cache, beside_cache + cache) <= available:
         return
     would_fit = num_weights * available / without_cache
     fix = f"a model of at most {would_fit / 1e9:.1f} billion weights would fit"

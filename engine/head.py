@@ -182,9 +182,14 @@ class HeadLogProbs(torch.autograd.Function):
 
 
 def vocabulary_blocks(weight: Tensor, hidden: Tensor) -> Iterator[slice]:
-    """Slices of the vocabulary, each so wide that the fp32 logits of all M tokens fill a block."""
-    num_bytes = CPU_BLOCK_BYTES if hidden.device.type == "cpu" else GPU_BLOCK_BYTES
-    width = max(1, num_bytes // (4 * max(1, len(hidden))))
+    """Slices of the vocabulary, each so wide that the fp32 logits of all M tokens fill a block.
+
+    On a GPU the width is a multiple of 64: tensor cores want bf16 matrices aligned.
+    """
+    is_cpu = hidden.device.type == "cpu"
+    num_bytes, multiple = (CPU_BLOCK_BYTES, 1) if is_cpu else (GPU_BLOCK_BYTES, 64)
+    width = num_bytes // (4 * max(1, len(hidden)))
+    width = max(multiple, width // multiple * multiple)
     for start in range(0, len(weight), width):
         yield slice(start, min(start + width, len(weight)))
 

@@ -11,6 +11,7 @@ prompt, T new tokens, V vocabulary. Masks are bool, True = keep.
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -76,19 +77,37 @@ def sample_tokens(
     Top-k and top-p only restrict what is drawn: the two numbers are those of the whole
     distribution. Temperature 0 takes the first of the likeliest tokens and scores it at 1.
     """
-    logits, is_broken = repair(logits.float() / (temperature or 1.0))
+    logits = logits.float()
+    if temperature not in (0, 1):  # a division by 1 would be one more pass over all logits
+        logits = logits / temperature
     log_probs = F.log_softmax(logits, dim=-1)  # (B, V)
+    is_broken = log_probs[:, 0].isnan()  # (B,), since then the whole row is NaN
     probs = log_probs.exp()
     entropies = -torch.special.xlogy(probs, probs).sum(dim=-1)  # xlogy, since 0 log 0 is 0
     if temperature == 0:
-        tokens = logits.argmax(dim=-1, keepdim=True)  # (B, 1)
+        tokens = logits.argmax(dim=-1)
     else:
-        cdf = keep_likeliest(probs, top_p=top_p, top_k=top_k).cumsum(dim=-1)  # (B, V)
-        # The cdf does not end at exactly 1; uniforms of at most 1 - 2**-24 stay below its end.
-        threshold = uniforms * cdf[:, -1]
-        tokens = torch.searchsorted(cdf, threshold[:, None], right=True)  # never one of mass 0
-    chosen = log_probs.gather(-1, tokens)[:, 0].masked_fill(is_broken, torch.nan)
-    return tokens[:, 0], chosen, entropies
+        kept = keep_likeliest(probs, top_p=top_p, top_k=top_k)
+        tokens = find_tokens(kept.cumsum(dim=-1), kept, uniforms)
+    # A row with NaN or infinity draws from all tokens alike, at a log-probability of NaN, because
+    # of which the update skips the step. An index out of range would end the process.
+    noise = (uniforms * probs.shape[1]).long().clamp(max=probs.shape[1] - 1)
+    tokens = tokens.where(~is_broken, noise)
+    chosen = log_probs.gather(-1, tokens[:, None])[:, 0]
+    return tokens, chosen, entropies.masked_fill(is_broken, math.log(probs.shape[1]))
+
+
+def find_tokens(cdf: Tensor, probs: Tensor, uniforms: Tensor) -> Tensor:
+    """The first token (B,) whose cumulative probability exceeds the uniform's share of the last.
+
+    cdf and probs are (B, V), uniforms (B,); the cdf does not end at exactly 1, and uniforms of at
+    most 1 - 2**-24 stay below its end. A GPU adds in blocks, so that its sums may fall a little
+    from one token to the next. Then a token of mass 0 can be found; the likeliest replaces it.
+    """
+    threshold = uniforms[:, None] * cdf[:, -1:]  # (B, 1)
+    tokens = torch.searchsorted(cdf, threshold, right=True).clamp(max=cdf.shape[1] - 1)
+    has_mass = probs.gather(-1, tokens) > 0
+    return tokens.where(has_mass, probs.argmax(dim=-1, keepdim=True))[:, 0]
 
 
 def repair(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,11 +193,14 @@ class DecodeBatch:
         self.positions = self.mask.sum(dim=1, keepdim=True) - 1  # (B, 1), of the last token read
         self.tokens = torch.zeros_like(self.positions)  # (B, 1), the last ones drawn
         self.column = torch.full((1,), longest - 1, device=model.device)  # the last one filled
-        # Other layers, such as those of sliding windows, move their tensors: they get no room.
-        self.has_roomy_layers = all(type(layer) is DynamicLayer for layer in self.cache.layers)
+        # Other layers, such as those of sliding windows, move their tensors: they get no room. Nor
+        # do those of other attention, such as flash_attention_2, which masks no columns ahead.
+        self.attention = model.config.get_text_config()._attn_implementation
+        is_plain = all(type(layer) is DynamicLayer for layer in self.cache.layers)
+        self.has_roomy_layers = is_plain and self.attention in ("sdpa", "eager")
         if self.has_roomy_layers:
-            room = (self.mask.shape[1], self.column)
-            self.cache.layers[:] = [RoomyLayer(layer, *room) for layer in self.cache.layers]
+            layers = self.cache.layers
+            layers[:] = [RoomyLayer(layer, self.column) for layer in layers]
         self.draw(logits.repeat_interleave(num_samples, dim=0))
 
     def step(self, num_columns: int) -> None:
@@ -186,11 +208,14 @@ class DecodeBatch:
         self.column += 1
         self.positions += 1
         self.mask.index_fill_(1, self.column, True)
-        mask = self.mask[:, :num_columns]
+        mask = self.mask[:, : num_columns - 1]  # the last column is that of the token drawn now
         if self.has_roomy_layers:
-            mask = mask[:, None, None]
+            mask = self.mask[:, None, None, :num_columns]  # which the model takes as it is
+            if self.attention == "eager":  # it adds the mask (B, 1, 1, columns) to its scores
+                zeros = torch.zeros_like(mask, dtype=self.model.dtype)
+                mask = zeros.masked_fill(~mask, torch.finfo(zeros.dtype).min)
             for layer in self.cache.layers:
-                layer.num_visible = num_columns
+                layer.show(num_columns, limit=self.mask.shape[1])
         self.draw(self.read(self.tokens, mask, self.positions))
 
     def read(self, token_ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
@@ -224,15 +249,26 @@ class DecodeBatch:
 
 
 class RoomyLayer(DynamicLayer):
-    """A cache layer with empty columns ahead: DynamicLayer copies everything to append a token."""
+    """A cache layer with empty columns ahead: DynamicLayer copies everything to append a token.
 
-    def __init__(self, layer: DynamicLayer, num_columns: int, column: Tensor):
-        """Make room for `num_columns`; the tensor `column` (1,) says where a token is written."""
+    It grows by LEAP columns, when most rows may have left, and is copied then. To have room for the
+    longest completion from the start would take more than twice the memory.
+    """
+
+    def __init__(self, layer: DynamicLayer, column: Tensor):
+        """Without room yet; the tensor `column` (1,) says where a token is written."""
         super().__init__()
         self.is_initialized, self.dtype, self.device = True, layer.dtype, layer.device
-        self.column, self.num_visible = column, num_columns
-        padding = (0, 0, 0, num_columns - layer.keys.shape[2])
-        self.keys, self.values = F.pad(layer.keys, padding), F.pad(layer.values, padding)
+        self.column, self.num_visible = column, layer.keys.shape[2]
+        self.keys, self.values = layer.keys, layer.values
+
+    def show(self, num_columns: int, *, limit: int) -> None:
+        """Let attention see the first `num_columns`, with room for them and at most for `limit`."""
+        self.num_visible = num_columns
+        if num_columns > self.keys.shape[2]:
+            padding = (0, 0, 0, whole_leaps(num_columns, limit=limit) - self.keys.shape[2])
+            self.keys = F.pad(self.keys, padding)
+            self.values = F.pad(self.values, padding)
 
     def update(self, keys: Tensor, values: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Write one token's keys and values (B, heads, 1, head size); return all visible ones."""
@@ -241,13 +277,21 @@ class RoomyLayer(DynamicLayer):
         return self.keys[:, :, : self.num_visible], self.values[:, :, : self.num_visible]
 
 
+LEAP = 256  # columns
+
+
+def whole_leaps(num_columns: int, *, limit: int) -> int:
+    """The next multiple of LEAP, but at most the limit."""
+    return min(-(-num_columns // LEAP) * LEAP, limit)
+
+
 class CapturedBatch(DecodeBatch):
     """A batch whose steps are replayed from CUDA graphs.
 
     With one token per row, Python takes longer to launch the model's kernels than the GPU takes to
     run them; a graph launches all of them at once. It repeats the same kernels on the same tensors,
-    so it serves one shape only, and shapes change rarely here: attention sees columns in leaps of
-    256, and rows are dropped at every 16th step at most. The first step of a shape runs as usual,
+    so it serves one shape only, and shapes change rarely here: attention sees columns in
+    leaps, and rows are dropped at every 16th step at most. The first step of a shape runs as usual,
     so that the GPU's libraries set up what they need; the second one is captured.
     """
 
@@ -258,16 +302,17 @@ class CapturedBatch(DecodeBatch):
     def step(self, num_columns: int) -> None:
         if not self.has_roomy_layers:
             raise ValueError("the tensors of this cache move, so a step cannot be replayed")
-        num_columns = min(-(-num_columns // 256) * 256, self.mask.shape[1])
+        num_columns = whole_leaps(num_columns, limit=self.mask.shape[1])
         if self.shape != (len(self.tokens), num_columns):
             self.shape, self.replay = (len(self.tokens), num_columns), None
-            super().step(num_columns)
+            with waiting_forbidden():
+                super().step(num_columns)
         else:
             self.replay = self.replay or self.capture(num_columns)
             self.replay()
 
     def capture(self, num_columns: int) -> Callable[[], None]:
-        """A function that replays one step. Raises RuntimeError if a step waits for the GPU."""
+        """A function that replays one step, which must have run before without waiting."""
         graph = torch.cuda.CUDAGraph()
         # By default a capture forbids other threads to query the GPU, but one of NCCL's does.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -275,31 +320,62 @@ class CapturedBatch(DecodeBatch):
         return graph.replay
 
 
+@contextlib.contextmanager
+def waiting_forbidden() -> Iterator[None]:
+    """Raise RuntimeError where Python waits for the GPU, as it does for a tensor's value.
+
+    No capture can do that either. But an error within one leaves torch's allocator in its capture
+    mode, so that the process soon runs out of memory: it has to be found before.
+    """
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
 @torch.no_grad()
 def supports_grouped(model: nn.Module, *, capture: bool = False) -> bool:
     """Whether `decode_grouped` computes the same log-probabilities as one plain forward.
 
-    A few tokens are decoded after a short made-up prompt, and a row is dropped on the way. Models
-    with a recurrent state fail by an exception or by other numbers.
+    A few tokens are decoded after two short made-up prompts, one of them padded, and a row is
+    dropped on the way. Models with a recurrent state fail by an exception or by other numbers.
+    Raises ValueError if the GPU's memory does not suffice even for that.
     """
-    prompt = torch.arange(1, 5, device=model.device) % model.config.vocab_size  # (4,)
+    prompts = [[i % model.config.vocab_size for i in ids] for ids in (range(1, 25), (25, 26))]
     params = SamplingParams(5, temperature=1.0, top_p=1.0, top_k=0, eos_ids=(), pad_id=0)
-    uniforms = draw_uniforms([(0,)], num_samples=3, length=params.max_new_tokens)
+    uniforms = draw_uniforms([(0,), (1,)], num_samples=2, length=params.max_new_tokens)
     try:
         batch_class = CapturedBatch if capture else DecodeBatch
-        batch = batch_class(model, [prompt.tolist()], uniforms, params)
-        batch.step(6)
-        batch.keep(torch.tensor([0, 2], device=model.device))
-        for num_columns in (7, 8, 9):  # with `capture` as usual, captured, replayed once more
+        batch = batch_class(model, prompts, uniforms, params)
+        batch.step(26)
+        batch.keep(torch.tensor([0, 2, 3], device=model.device))
+        for num_columns in (27, 28, 29):  # with `capture` as usual, captured, replayed once more
             batch.step(num_columns)
+        mismatches = [mismatch_of(model, batch.record, prompts[row // 2], row) for row in (0, 2)]
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            "the GPU's memory is full before anything is sampled: end other programs on it, or "
+            "take a smaller model"
+        ) from error
     except (AttributeError, NotImplementedError, TypeError, ValueError, RuntimeError):
         return False
-    ids = torch.cat([prompt, batch.record.tokens[2]])  # (9,), of a row that has stayed
-    logits = model(input_ids=ids[None], use_cache=False).logits[0, 3:-1].float()  # (5, V)
-    expected = logits.log_softmax(dim=-1).gather(-1, ids[4:, None])[:, 0]
-    tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
-    difference = (batch.record.log_probs[2] - expected).abs().max()
-    return bool(difference <= tolerance * logits.abs().max().clamp(min=1.0))
+    tolerance = 1e-3 if model.dtype == torch.float32 else 2**-6  # a few roundings of bf16
+    return all(mismatch <= tolerance for mismatch in mismatches)  # NaN is none
+
+
+def mismatch_of(model: nn.Module, record: "Record", prompt: list[int], row: int) -> float:
+    """How far a row's recorded log-probabilities are from one plain forward's, on average.
+
+    In multiples of the largest logit, whose rounding they have, or in nats if that is below 1.
+    """
+    tokens = record.tokens[row]  # (T,)
+    ids = torch.cat([torch.tensor(prompt, device=model.device), tokens])
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    expected = logits.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0]
+    difference = (record.log_probs[row] - expected).abs().mean()
+    return float(difference / logits.abs().max().clamp(min=1.0))
 
 
 def sample_in_batches(
@@ -335,16 +411,28 @@ def sample_in_batches(
 
 
 def tokens_that_fit(model: nn.Module, row_tokens: int) -> int:
-    """How many tokens can be decoded at once, in rows of `row_tokens`, with the memory now free."""
+    """How many tokens can be decoded at once, in rows of `row_tokens`, with the memory now free.
+
+    It suffices if all rows are as long as they may be. A tenth is left to what falls between.
+    """
     device = model.device
     if device.type != "cuda":
         return 131_072
     reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + reserved
-    config = model.config.get_text_config()
-    cache = row_tokens * cache_bytes_per_token(config, bytes_per_number=model.dtype.itemsize)
+    config, itemsize = model.config.get_text_config(), model.dtype.itemsize
+    row_bytes = decode_bytes_per_row(config, row_tokens, bytes_per_number=itemsize)
+    return int(0.9 * free / row_bytes) * row_tokens
+
+
+def decode_bytes_per_row(
+    config: PretrainedConfig, row_tokens: int, *, bytes_per_number: int
+) -> float:
+    """The most bytes that a row of so many tokens takes while it is decoded."""
+    cache = row_tokens * cache_bytes_per_token(config, bytes_per_number=bytes_per_number)
+    growing = cache / getattr(config, "num_hidden_layers", 1)  # layer by layer: one is there twice
     drawing = 6 * 4 * config.vocab_size  # fp32 logits and what `sample_tokens` makes of them
-    return int(0.8 * free / (cache + drawing)) * row_tokens
+    return cache + growing + drawing
 
 
 def cache_bytes_per_token(config: PretrainedConfig, *, bytes_per_number: int) -> int:

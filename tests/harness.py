@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.profiler import profile
 from transformers import (
     AutoModelForCausalLM,
     PretrainedConfig,
@@ -71,6 +72,14 @@ def assert_linear(cpu_seconds: Callable[[int], float], n: int) -> None:
         if twice < 3 * once or twice < 0.001:
             return
     pytest.fail(f"{once:.4f} s became {twice:.4f} s for twice the text")
+
+
+def peak_bytes(profiler: profile) -> int:
+    """The most that tensors held at once of what was allocated while profiling."""
+    events = profiler.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    held = torch.tensor([change for _, change in sorted(changes)]).cumsum(dim=0)
+    return int(held.max())
 
 
 # Tiny models

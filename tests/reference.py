@@ -68,9 +68,12 @@ class Recorder:
         self.rate = rate
         self.gradients: list[np.ndarray] = []
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         for parameter in self.parameters:
-            parameter.grad = None
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
 
     @torch.no_grad()
     def step(self) -> None:

@@ -39,9 +39,10 @@ from reference import (
     row_log_probs,
     update,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from engine.config import Config
-from engine.distributed import World
+from engine.distributed import World, settle_ddp_buckets
 from engine.metrics import Clock
 from engine.model import Policy
 from engine.optimizer import make_optimizer
@@ -312,6 +313,41 @@ def test_tokens_are_weighed_by_the_truncated_importance_ratio(rotary_model_folde
     assert distance(recorder.gradients[-1], plain.gradients[-1]) <= 1e-3
 
 
+def accumulate_in_ddp(world: World, folder: Path) -> tuple[list[bool], np.ndarray]:
+    """Whether gradients are in buckets, after settling and after an update, and the update's."""
+    policy, config = (
+        make_policy(folder, is_exact=True),
+        config_of(*GRPO, f"training.micro_batch_tokens={ONE_BY_ONE}"),
+    )
+    policy.scorer = DistributedDataParallel(policy.scorer, gradient_as_bucket_view=True)
+    settle_ddp_buckets(policy.scorer, world.device)
+    in_buckets = [has_gradients_in_buckets(policy)]
+    gradient, _ = recorded(policy, make_groups(config, EASY, HARD), config)
+    return [*in_buckets, has_gradients_in_buckets(policy)], gradient
+
+
+def has_gradients_in_buckets(policy: Policy) -> bool:
+    """Whether a backward pass without a sum over the ranks writes into storages that are shared."""
+    ids = torch.tensor([[5, 9, 30]])
+    with policy.scorer.no_sync():
+        log_probs = policy.scorer(ids, ids > 0, num_tokens=1, temperature=1.0)
+        log_probs.sum().backward()
+    gradients = [p.grad for p in policy.model.parameters()]
+    assert all(gradient.any() for gradient in gradients)
+    return all(gradient.untyped_storage().nbytes() > gradient.nbytes for gradient in gradients)
+
+
+def test_ddp_holds_gradients_once_in_its_buckets(rotary_model_folder, tmp_path):
+    """Bug: set to None, they were accumulated beside the buckets, which stayed allocated."""
+    ((in_buckets, gradient),) = run_on_ranks(
+        accumulate_in_ddp, 1, rotary_model_folder, folder=tmp_path
+    )
+    assert in_buckets == [True, True]
+    policy, config = make_policy(rotary_model_folder, is_exact=True), config_of(*GRPO)
+    expected, _ = reference(policy.model, make_groups(config, EASY, HARD), config)
+    assert distance(gradient, expected) <= ROUNDING
+
+
 # Nothing to learn
 
 
@@ -432,7 +468,7 @@ def broken_update(world: World, folder: Path, value: float, rank: int, where: st
     before = weights_of(policy)
     _, _, skipped = update(policy, optimizer, groups, config, world)
     after = weights_of(policy)
-    assert all(p.grad is None for p in policy.model.parameters())
+    assert all(p.grad is None or not p.grad.any() for p in policy.model.parameters())
     good = make_groups(config, (EASY, HARD)[world.rank])
     _, _, skipped_again = update(policy, optimizer, good, config, world)
     return before, after, skipped, skipped_again, weights_of(policy)

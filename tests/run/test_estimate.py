@@ -99,6 +99,15 @@ def test_training_needs_gradients_and_averages_but_never_gradients_beside_a_cach
     assert_needs(num_bytes, rotary_model_folder, *sizes, one_question, match="their gradients")
 
 
+def test_in_ddp_gradients_are_beside_the_cache(rotary_model_folder, monkeypatch):
+    """The buckets stay: 16 bytes of each of 40,800 weights, and a cache of 2 x 50 tokens."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    sizes = "training.k_best_of_n=[2, 2]", "training.max_new_gen_tokens=50"
+    num_bytes = 16 * 40_800 + 2 * 50 * ROTARY_TOKEN * 4
+    one_question = "training.num_samples_per_step=1"
+    assert_needs(num_bytes, rotary_model_folder, *sizes, one_question, match="lower sampling")
+
+
 def test_each_process_has_its_share_of_the_memory(rotary_model_folder, monkeypatch):
     model_config, config = AutoConfig.from_pretrained(rotary_model_folder), make_config()
     check_memory(model_config, config, device=CPU, samples_copy=False)

@@ -1,0 +1,482 @@
+"""What only a GPU can show, one command a part: is it right, how fast is it, does a step fit.
+
+    python benchmarks/gpu.py correctness     # then adapters (needs peft, bitsandbytes), speed, step
+    python benchmarks/gpu.py step --quick    # toys on any device: does it run?
+
+Random weights in the shape of Qwen2.5-3B; no network. Each part is meant for one GPU of 80 GB or
+more and at most 5 minutes, prints a table and writes it as gpu-<part>.json to the folder of
+`--out`. Some figures have an aim; the exit status is 1 if one of them is not reached.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import in_turns, print_table, synchronize, time_once  # first: finds the modules
+from rollouts import QWEN_SHAPES, TINY, Size, random_model, random_workload
+from step_3b import RECIPE, TOY, Step
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoTokenizer
+from update import SHAPES, WholePass, matmul_flops
+
+from engine.config import load_config
+from engine.distributed import World, settle_ddp_buckets
+from engine.head import CompletionScorer, head_log_probs
+from engine.metrics import peak_memory_gb
+from engine.model import bf16_copy
+from engine.optimizer import make_optimizer
+from engine.sampler import (
+    CapturedBatch,
+    DecodeBatch,
+    SamplingParams,
+    decode_grouped,
+    draw_uniforms,
+    left_pad,
+    right_pad,
+)
+from logger import Logger
+from main import load_policy
+
+ROOT = Path(__file__).parents[1]
+CARD_BYTES = 80e9  # what the step may use; the rest of a larger GPU is filled with ballast
+NO_ENDS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "eos_ids": (), "pad_id": 0}
+
+
+@dataclasses.dataclass
+class Row:
+    """One figure, and the aim that it is held to: at most it, or at least it; None for no aim."""
+
+    name: str
+    value: float
+    unit: str
+    at_most: float | None = None
+    at_least: float | None = None
+
+    @property
+    def is_reached(self) -> bool:
+        low = -float("inf") if self.at_least is None else self.at_least
+        high = float("inf") if self.at_most is None else self.at_most
+        return low <= self.value <= high
+
+    def cells(self) -> list[str]:
+        aims = [(self.at_most, "at most"), (self.at_least, "at least")]
+        aim = next((f"{word} {limit:g}" for limit, word in aims if limit is not None), "")
+        return [self.name, f"{self.value:.4g} {self.unit}", aim, "" if self.is_reached else "NO"]
+
+
+@dataclasses.dataclass
+class Setting:
+    """Where it runs, and how large."""
+
+    device: torch.device
+    is_quick: bool
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return TOY if self.is_quick else QWEN_SHAPES["Qwen2.5-3B"]
+
+    @property
+    def few_layers(self) -> dict[str, int]:
+        """For what depends on no depth, and would fill the disk or take minutes with all layers."""
+        return self.shape | {"num_hidden_layers": 2}
+
+    @property
+    def has_graphs(self) -> bool:
+        return self.device.type == "cuda"
+
+    def speed_aim(self, **aim: float) -> dict[str, float]:
+        """An aim that a toy is not held to."""
+        return {} if self.is_quick else aim
+
+
+# Correctness
+
+
+def ragged_prompts(model: nn.Module, lengths: tuple[int, ...]) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(2, model.config.vocab_size, length).tolist() for length in lengths]
+
+
+def sample(model: nn.Module, prompts: list, *, num_tokens: int, capture: bool) -> list:
+    return decode_grouped(
+        model,
+        prompts,
+        [(0, i) for i in range(len(prompts))],
+        num_samples=4,
+        params=SamplingParams(num_tokens, **NO_ENDS),
+        on_progress=lambda num_ended: None,
+        capture=capture,
+    )
+
+
+def check_sampling(setting: Setting) -> list[Row]:
+    """Captured steps against plain ones in fp32, and the bf16 copy against the scorer."""
+    model = random_model(setting.shape, setting.device).eval()
+    num_tokens = 4 if setting.is_quick else 300  # over a leap of the cache
+    prompts = ragged_prompts(model, (3, 17, 60, 9))
+    settings = {"num_tokens": num_tokens}
+    plain = sample(model, prompts, **settings, capture=False)
+    replayed = sample(model, prompts, **settings, capture=setting.has_graphs)
+    same = [a.token_ids == b.token_ids for a, b in zip(plain, replayed, strict=True)]
+    rows = [Row("captured rows with the tokens of plain ones", np.mean(same), "", at_least=0.9)]
+
+    sampler = bf16_copy(model)
+    completions = sample(sampler, prompts, **settings, capture=setting.has_graphs)
+    prompt_ids, mask = left_pad([p for p in prompts for _ in range(4)], 0, setting.device)
+    ids = right_pad([c.token_ids for c in completions], 0).to(setting.device)
+    scorer = CompletionScorer(model, torch.bfloat16, chunked=True)
+    model.train()
+    log_probs = scorer(
+        torch.cat([prompt_ids, ids], dim=1),
+        torch.cat([mask, torch.ones_like(ids, dtype=torch.bool)], dim=1),
+        num_tokens=num_tokens,
+        temperature=1.0,
+    )
+    sampled = torch.tensor(np.stack([c.log_probs for c in completions]), device=setting.device)
+    difference = (log_probs.detach() - sampled).abs().mean().item()
+    rows.append(Row("bf16 sampler against scorer, padded", difference, "nats", at_most=0.05))
+    (-log_probs.mean()).backward()
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+    return [*rows, Row("norm of the gradient is finite", float(np.isfinite(norm)), "", at_least=1)]
+
+
+def check_optimizers(setting: Setting, names: tuple[str, ...] = ("adamw", "muon")) -> list[Row]:
+    """A step, save, load into a new one: the next step is the same, bit for bit."""
+    rows = []
+    for name in names:
+        config = load_config(["--config", os.devnull, f"training.optimizer={name}"])
+        model = random_model(setting.few_layers, setting.device)
+        optimizer = make_optimizer(model, config)
+        step_by_made_up_gradient(model, optimizer)
+        weights = [p.detach().clone() for p in model.parameters()]
+        with tempfile.NamedTemporaryFile() as file:
+            torch.save(optimizer.state_dict(), file.name)
+            step_by_made_up_gradient(model, optimizer)
+            expected = [p.detach().clone() for p in model.parameters()]
+            for parameter, before in zip(model.parameters(), weights, strict=True):
+                parameter.data.copy_(before)
+            again = make_optimizer(model, config)
+            again.load_state_dict(torch.load(file.name, weights_only=True))
+        step_by_made_up_gradient(model, again)
+        pairs = list(zip(expected, model.parameters(), strict=True))
+        same = all(torch.equal(a, b) and bool(b.isfinite().all()) for a, b in pairs)
+        rows.append(Row(f"{name}: the step after loading is the same", same, "", at_least=1))
+    return rows
+
+
+def step_by_made_up_gradient(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().sin()
+    optimizer.step()
+
+
+def check_resume(setting: Setting) -> list[Row]:
+    """main.py on the embedded model for 5 steps, killed after the second and started again."""
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = ["training.num_samples_per_step=4", "training.max_new_gen_tokens=32"]
+        sizes += ["validation.num_examples=4", "checkpoint.every=1", "training.num_steps=5"]
+        command = [sys.executable, "main.py", f"run.dir={folder}", "run.name=x", *sizes]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+        deadline_s = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < deadline_s:
+            if Path(folder, "x/checkpoints/step-000002").exists():
+                process.send_signal(signal.SIGKILL)
+                break
+            time.sleep(0.02)
+        process.kill()
+        process.wait()
+        again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        steps = Path(folder, "x/metrics.jsonl").read_text().count('"step"')
+        is_whole = again.returncode == 0 and "resumed after step" in again.stdout and steps == 6
+        return [Row("main.py, killed and resumed, has all its steps", is_whole, "", at_least=1)]
+
+
+@contextlib.contextmanager
+def one_rank(setting: Setting) -> Iterator[None]:
+    """A process group of this process alone."""
+    backend = "nccl" if setting.device.type == "cuda" else "gloo"
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def in_ddp(scorer: CompletionScorer, setting: Setting) -> DistributedDataParallel:
+    device_ids = [0] if setting.device.type == "cuda" else None
+    wrapped = DistributedDataParallel(scorer, device_ids, gradient_as_bucket_view=True)
+    settle_ddp_buckets(wrapped, setting.device)
+    return wrapped
+
+
+def check_ddp(setting: Setting) -> list[Row]:
+    """After a backward pass without a sum over ranks the gradients are in the buckets, once."""
+    with one_rank(setting):
+        model = random_model(setting.few_layers, setting.device)
+        scorer = in_ddp(CompletionScorer(model, torch.bfloat16, chunked=True), setting)
+        before = peak_memory_gb(setting.device)
+        ids = torch.tensor([[5, 9, 30, 7]], device=setting.device)
+        with scorer.no_sync():
+            scorer(ids, ids > 0, num_tokens=3, temperature=1.0).sum().backward()
+        gradients = [p.grad for p in model.parameters()]
+        shared = [g.untyped_storage().nbytes() > g.nbytes for g in gradients]
+        grown = peak_memory_gb(setting.device) - before
+        del scorer
+    weights_gb = sum(p.nbytes for p in model.parameters()) / 1e9
+    return [
+        Row("share of gradients in DDP's buckets", np.mean(shared), "", at_least=0.5),
+        Row("weights", weights_gb, "GB"),
+        Row("peak memory above that of settling", grown, "GB"),
+    ]
+
+
+def check_correctness(setting: Setting) -> list[Row]:
+    checks = (check_sampling, check_optimizers, check_ddp, check_resume)
+    return [row for check in checks for row in check(setting)]
+
+
+def check_adapters(setting: Setting) -> list[Row]:
+    """LoRA with and without 4 bits, and AdamW with 8-bit averages: what needs bitsandbytes."""
+    rows = check_optimizers(setting, ("adamw_8bit",))
+    with tempfile.TemporaryDirectory() as folder:
+        random_model(setting.few_layers, torch.device("cpu")).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+        for in_4bit in ("false", "true"):
+            overrides = [f"model.name={folder}", "model.lora.r=8", f"model.load_in_4bit={in_4bit}"]
+            config = load_config(["--config", os.devnull, *overrides])
+            world = World(rank=0, size=1, device=setting.device)
+            policy = load_policy(config, world, Logger(rank=1))
+            ids = torch.arange(2, 34, device=setting.device)[None]
+            policy.model.train()
+            policy.scorer(ids, ids > 0, num_tokens=16, temperature=1.0).sum().backward()
+            trained = [p for p in policy.model.parameters() if p.requires_grad]
+            is_finite = all(p.grad is not None and p.grad.isfinite().all() for p in trained)
+            name = f"LoRA, 4 bits {in_4bit}"
+            rows.append(Row(f"{name}: gradients are finite", is_finite, "", at_least=1))
+            fast = policy.backend == ("captured" if setting.has_graphs else "grouped")
+            rows.append(Row(f"{name}: the fast path", fast, "", at_least=1))
+    return rows
+
+
+# Speed
+
+
+def time_attention(setting: Setting) -> list[Row]:
+    """Forward and backward with a mask on ten new shapes each, with and without cuDNN."""
+    rows, heads = [], (2, 1) if setting.is_quick else (16, 2)
+    for offset, use_cudnn in ((0, False), (1, True)):
+        torch.backends.cuda.enable_cudnn_sdp(use_cudnn)
+        seconds = [
+            time_once(functools.partial(attend, setting, 8 if setting.is_quick else tokens, heads))
+            for tokens in range(900 + offset, 1000, 10)
+        ]
+        name = "attention on a new shape, " + ("cuDNN" if use_cudnn else "ours")
+        rows.append(Row(name, 1000 * statistics.median(seconds), "ms"))
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    return rows
+
+
+def attend(setting: Setting, num_tokens: int, heads: tuple[int, int]) -> None:
+    make = functools.partial(torch.randn, device=setting.device, dtype=torch.bfloat16)
+    query = make(4, heads[0], num_tokens, 128, requires_grad=True)
+    key, value = (make(4, heads[1], num_tokens, 128, requires_grad=True) for _ in range(2))
+    mask = torch.ones(4, 1, num_tokens, num_tokens, dtype=torch.bool, device=setting.device).tril()
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+    out.sum().backward()
+
+
+def time_steps(setting: Setting, model: nn.Module) -> list[Row]:
+    """Milliseconds a decode step at several numbers of rows, without the first two."""
+    rows, num_steps = [], 2 if setting.is_quick else 50
+    batch_class = CapturedBatch if setting.has_graphs else DecodeBatch
+    for num_rows in (4, 2) if setting.is_quick else (512, 256, 64):
+        prompts = ragged_prompts(model, (128,) * (num_rows // 2))
+        seeds = [(0, i) for i in range(len(prompts))]
+        params = SamplingParams(num_steps + 4, **NO_ENDS)
+        uniforms = draw_uniforms(seeds, num_samples=2, length=params.max_new_tokens)
+        with torch.no_grad():
+            batch = batch_class(model, prompts, uniforms, params)
+            for t in (1, 2):
+                batch.step(128 + t + 1)
+            synchronize()
+            start = time.perf_counter()
+            for t in range(3, num_steps + 3):
+                batch.step(128 + t + 1)
+            synchronize()
+        milliseconds = 1000 * (time.perf_counter() - start) / num_steps
+        rows.append(Row(f"decode step of {num_rows} rows", milliseconds, "ms"))
+    return rows
+
+
+def time_rollout(setting: Setting) -> list[Row]:
+    """The published rollout beside `model.generate`, and what its captures cost."""
+    model = bf16_copy(random_model(setting.shape, setting.device))
+    rows = time_steps(setting, model)
+    size = Size(2, 2, 4) if setting.is_quick else Size(max_new_tokens=1024)
+    workload = random_workload(model, size)
+    capture, capture_s = CapturedBatch.capture, []
+
+    def timed_capture(batch: CapturedBatch, num_columns: int):
+        replay = []
+        capture_s.append(time_once(lambda: replay.append(capture(batch, num_columns))))
+        return replay[0]
+
+    CapturedBatch.capture = timed_capture
+    workload.grouped()  # warm up
+    capture_s.clear()
+    lengths: dict[str, list[int]] = {}
+    ours_s = time_once(lambda: lengths.update(ours=workload.grouped()))
+    theirs_s = time_once(lambda: lengths.update(theirs=workload.generate()))
+    CapturedBatch.capture = capture
+    ratio = sum(lengths["ours"]) / ours_s / (sum(lengths["theirs"]) / theirs_s)
+    aim = setting.speed_aim(at_least=5)
+    return [
+        *rows,
+        Row("rollout", ours_s, "s"),
+        Row("mean length", statistics.mean(lengths["ours"]), "tokens"),
+        Row("captures", len(capture_s), ""),
+        Row("seconds of all captures", sum(capture_s), "s"),
+        Row("model.generate", theirs_s, "s"),
+        Row("tokens per second, times generate", ratio, "", **aim),
+    ]
+
+
+def time_head(setting: Setting) -> list[Row]:
+    """Head and loss at an aligned and an unaligned number of tokens; products of two widths."""
+    tokens, hidden_size, vocabulary = (10_240, 10_237), 2048, 151_936
+    if setting.is_quick:
+        tokens, hidden_size, vocabulary = (64, 61), 16, 999
+    make = functools.partial(torch.randn, device=setting.device)
+    head = nn.Linear(hidden_size, vocabulary, bias=False, device=setting.device)
+
+    def score(num_tokens: int) -> None:
+        hidden = make(num_tokens, hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        ids = torch.zeros(num_tokens, dtype=torch.long, device=setting.device)
+        head_log_probs(hidden, head, ids, temperature=1.0).sum().backward()
+
+    def multiply(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, weight)
+
+    functions = {f"head of {n} tokens": functools.partial(score, n) for n in tokens}
+    for width in (1600, 1638):
+        hidden = make(tokens[1], hidden_size, dtype=torch.bfloat16)
+        weight = make(width, hidden_size, dtype=torch.bfloat16)
+        name = f"product of {tokens[1]} tokens and {width} columns"
+        functions[name] = functools.partial(multiply, hidden, weight)
+    seconds = in_turns(functions, repeats=1 if setting.is_quick else 5)
+    return [Row(name, 1000 * statistics.median(s), "ms") for name, s in seconds.items()]
+
+
+def time_update(setting: Setting) -> list[Row]:
+    """Forward and backward of a micro-batch, as a share of the rate of one bf16 product."""
+    if setting.is_quick:
+        rate, whole = matmul_flops(64), WholePass(TOY, num_rows=1, num_tokens=8)
+    else:
+        rate, whole = matmul_flops(), WholePass(SHAPES["3B"])
+    passes = in_turns({"ours": functools.partial(whole.run, chunked=True)}, repeats=1)["ours"]
+    flops = 6 * sum(p.numel() for p in whole.model.parameters()) * whole.input_ids.numel()
+    share = flops / statistics.median(passes) / rate
+    aim = setting.speed_aim(at_least=0.4)
+    return [
+        Row("one bf16 product", rate / 1e12, "TFLOP/s"),
+        Row("update, of that", share, "", **aim),
+    ]
+
+
+def measure_speed(setting: Setting) -> list[Row]:
+    parts = (time_attention, time_rollout, time_head, time_update)
+    rows = []
+    for part in parts:
+        rows += part(setting)
+        if setting.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return rows
+
+
+# A whole step
+
+
+def measure_step(setting: Setting) -> list[Row]:
+    """The published step, plain and in DDP, on a GPU that has 80 GB or is made to have no more."""
+    ballast_bytes = 0
+    if setting.device.type == "cuda" and not setting.is_quick:
+        total = torch.cuda.get_device_properties(setting.device).total_memory
+        ballast_bytes = max(0, int(total - CARD_BYTES))
+    ballast = torch.empty(ballast_bytes, dtype=torch.uint8, device=setting.device)
+    rows = []
+    for name in ("plain", "DDP"):
+        with one_rank(setting) if name == "DDP" else contextlib.nullcontext():
+            rows += time_whole_step(setting, name, ballast_gb=ballast.nbytes / 1e9)
+        if setting.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    return rows
+
+
+def time_whole_step(setting: Setting, name: str, *, ballast_gb: float) -> list[Row]:
+    size = Size(2, 2, 4) if setting.is_quick else Size(max_new_tokens=1024)
+    step = Step(setting.shape, size, setting.device, load_config(["--config", str(RECIPE)]))
+    if name == "DDP":
+        step.run.policy.scorer = in_ddp(step.run.policy.scorer, setting)
+    phases = {"rollout": step.rollout, "update": step.update}
+    seconds = {phase: s[0] for phase, s in in_turns(phases, repeats=1).items()}
+    step.run.policy.scorer = None  # frees DDP before its process group
+    peak_gb = peak_memory_gb(setting.device) - ballast_gb
+    return [
+        *(Row(f"{name}: {phase}", s, "s") for phase, s in seconds.items()),
+        Row(f"{name}: step", sum(seconds.values()), "s", **setting.speed_aim(at_most=40)),
+        Row(f"{name}: peak memory", peak_gb, "GB", **setting.speed_aim(at_most=80)),
+    ]
+
+
+PARTS = {
+    "correctness": check_correctness,
+    "adapters": check_adapters,
+    "speed": measure_speed,
+    "step": measure_step,
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--quick", action="store_true", help="toys, on any device")
+    parser.add_argument("--out", type=Path, default=Path(), help="the folder of gpu-<part>.json")
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cpu" and not options.quick:
+        print("no GPU: not measured")
+        return
+    start = time.perf_counter()
+    rows = PARTS[options.part](Setting(device, options.quick))
+    elapsed_s = time.perf_counter() - start
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    print(f"{options.part} on {name}, torch {torch.__version__}, {elapsed_s:.0f} s\n")
+    print_table(["", "measured", "aim", "reached"], [row.cells() for row in rows])
+    found = [dataclasses.asdict(row) | {"is_reached": row.is_reached} for row in rows]
+    result = {"part": options.part, "device": name, "seconds": elapsed_s, "rows": found}
+    text = json.dumps(result, indent=1, default=float) + "\n"
+    (options.out / f"gpu-{options.part}.json").write_text(text, encoding="utf-8")
+    sys.exit(0 if all(row.is_reached for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What stands for CUDA graphs on a machine without a GPU, and behaves as they do.
+
+While a step is captured, Python runs and nothing is computed that stays. A replay repeats the same
+operations on the same tensors, with the Python numbers that they had then. Where Python would have
+to wait for a tensor's value, a capture raises RuntimeError, and so does torch.cuda's
+`set_sync_debug_mode("error")`.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal")  # operations of aten
+WAIT_IF_BOOL = ("index", "index_put", "index_put_")  # they look for what a bool index keeps
+
+
+def refuse_to_wait(function: Callable, args: tuple) -> None:
+    name = function._schema.name.removeprefix("aten::")
+    indices = args[1] if name in WAIT_IF_BOOL else []
+    if name in WAITS or any(i is not None and i.dtype == torch.bool for i in indices):
+        raise RuntimeError(f"{name} waits for the GPU")
+
+
+class Graph:
+    """In the place of torch.cuda.CUDAGraph."""
+
+    num_captures = 0  # of this process
+
+    def __init__(self) -> None:
+        self.operations: list[tuple] = []
+
+    def replay(self) -> None:
+        for function, args, kwargs, outputs in self.operations:
+            results = tree_leaves(function(*args, **kwargs))
+            for output, result in zip(outputs, results, strict=True):
+                if isinstance(output, torch.Tensor):
+                    output.copy_(result)
+
+
+class Capture(TorchDispatchMode):
+    """In the place of torch.cuda.graph: notes each operation, and takes back what it wrote."""
+
+    def __init__(self, graph: Graph, capture_error_mode: str) -> None:
+        super().__init__()
+        self.graph = graph
+        self.before: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __enter__(self) -> "Capture":
+        Graph.num_captures += 1
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        refuse_to_wait(function, args)
+        kwargs, schema = kwargs or {}, function._schema
+        named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+        for argument in schema.arguments:
+            if argument.is_write and argument.name in named:
+                written = named[argument.name]
+                self.before.append((written, written.clone()))
+        outputs = function(*args, **kwargs)
+        aliases = [returned.alias_info for returned in schema.returns]
+        if not any(alias is not None and not alias.is_write for alias in aliases):  # no view
+            self.graph.operations.append((function, args, kwargs, tree_leaves(outputs)))
+        return outputs
+
+    def __exit__(self, *error) -> None:
+        super().__exit__(*error)
+        for tensor, before in reversed(self.before):
+            tensor.copy_(before)
+
+
+class NoWaiting(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        refuse_to_wait(function, args)
+        return function(*args, **(kwargs or {}))
+
+
+class SyncDebug:
+    """In the place of torch.cuda's mode in which waiting is an error."""
+
+    def __init__(self) -> None:
+        self.mode = 0
+        self.watch = NoWaiting()
+
+    def set(self, mode: int | str) -> None:
+        if (mode == "error") != (self.mode == "error"):
+            self.watch.__enter__() if mode == "error" else self.watch.__exit__(None, None, None)
+        self.mode = mode
+
+
+def install_graphs(patch: pytest.MonkeyPatch) -> None:
+    debug = SyncDebug()
+    patch.setattr(torch.cuda, "CUDAGraph", Graph)
+    patch.setattr(torch.cuda, "graph", Capture)
+    patch.setattr(torch.cuda, "set_sync_debug_mode", debug.set)
+    patch.setattr(torch.cuda, "get_sync_debug_mode", lambda: debug.mode)
+    patch.setattr(Graph, "num_captures", 0)

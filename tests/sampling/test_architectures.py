@@ -1,0 +1,122 @@
+"""Families of models: README's table says what each can do, and this is where it is seen."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from graphs import install_graphs
+from harness import ROOT, make_policy, sample, save_random
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from engine.model import Policy, choose_backend
+from engine.sampler import left_pad, supports_grouped
+
+PROMPTS = [[5, 9, 30], [40, 41, 42, 43, 44, 45, 46, 47, 48], [7], [60, 5, 61, 5, 62]]
+NUM_TOKENS = 12
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,  # far from uniform, so that a mistake shows
+}
+WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "shared_expert_intermediate_size": 32,
+}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
+FAMILIES = {  # README's name, transformers' model_type and what its config is given
+    "Llama": ("llama", SIZES),
+    "Qwen2.5": ("qwen2", SIZES),
+    "Qwen3": ("qwen3", SIZES),
+    "SmolLM3": ("smollm3", SIZES),
+    "Gemma 2 (eager)": ("gemma2", SIZES | WINDOW | {"query_pre_attn_scalar": 8}),
+    "Gemma 3": ("gemma3_text", SIZES | WINDOW | {"query_pre_attn_scalar": 8}),
+    "Phi-3": ("phi3", SIZES),
+    "Mistral": ("mistral", SIZES | {"sliding_window": None}),
+    "Mistral with a sliding window": ("mistral", SIZES | {"sliding_window": 4}),
+    "OLMo 2": ("olmo2", SIZES),
+    "Granite": ("granite", SIZES | {"logits_scaling": 4.0}),
+    "NanoChat": ("nanochat", SIZES),
+    "GPT-2": ("gpt2", GPT2),
+    "Qwen3-MoE": ("qwen3_moe", SIZES | EXPERTS),
+    "Qwen3-Next": ("qwen3_next", SIZES | EXPERTS | LINEAR),
+}
+EAGER = "model.attn_implementation=eager"  # transformers has no other for Gemma 2
+ADAPTER = "model.lora.r=4"
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tokenizer, tmp_path_factory) -> tuple[str, Path, list[str]]:
+    """A family's name, the folder of a tiny random model of it, and what it is loaded with."""
+    model_type, sizes = FAMILIES[request.param]
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = AutoConfig.for_model(
+        model_type, vocab_size=len(tokenizer), bos_token_id=None, **ids, **sizes
+    )
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    folder = save_random(model_class, config, tokenizer, tmp_path_factory.mktemp(model_type))
+    return request.param, folder, [EAGER] if model_type == "gemma2" else []
+
+
+def adapter_learns(policy: Policy) -> bool:
+    """Whether a gradient that is finite reaches the adapter of every layer that has one."""
+    ids = torch.tensor([PROMPTS[1]])
+    policy.model.train()
+    log_probs = policy.scorer(ids, ids > 0, num_tokens=4, temperature=1.0)
+    log_probs.sum().backward()
+    gradients = [p.grad for name, p in policy.model.named_parameters() if "lora_B" in name]
+    return bool(gradients) and all(g.isfinite().all() and g.any() for g in gradients)
+
+
+def test_completions_are_those_of_generate(family):
+    """Greedy in fp32, token for token; prompts of a batch are padded, and longer than a window."""
+    _, folder, overrides = family
+    policy = make_policy(folder, *overrides)
+    settings = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS, "eos_ids": ()}
+    groups = sample(policy, PROMPTS, num_samples=1, **settings)
+    ids, mask = left_pad(PROMPTS, 1, policy.model.device)
+    limits = {"min_new_tokens": NUM_TOKENS, "max_new_tokens": NUM_TOKENS}
+    model = policy.model.eval()
+    expected = model.generate(ids, attention_mask=mask, do_sample=False, eos_token_id=-1, **limits)
+    assert [c.token_ids for (c,) in groups] == expected[:, ids.shape[1] :].tolist()
+
+
+def test_the_readme_says_what_a_family_can_do(family, monkeypatch):
+    """Its row: fast path, captured, chunked head, LoRA, 4 bits."""
+    name, folder, overrides = family
+    install_graphs(monkeypatch)
+    policy = make_policy(folder, *overrides)
+    can = [
+        policy.backend == "grouped",
+        supports_grouped(policy.sampler, capture=True),
+        policy.scorer.chunked,
+        adapter_learns(make_policy(folder, *overrides, ADAPTER)),
+        adapter_learns(make_policy(folder, *overrides, ADAPTER, "model.load_in_4bit=true")),
+    ]
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    (row,) = [line for line in lines if line.startswith(f"| {name} |")]
+    said = [cell.strip().startswith("yes") for cell in row.split("|")[2:-1]]
+    assert said == can
+
+
+def test_a_hybrid_says_that_it_samples_by_the_plain_path(family):
+    """Its recurrent state cannot be shared by a group; every other family's cache can."""
+    name, folder, overrides = family
+    lines: list[str] = []
+    policy = make_policy(folder, *overrides)
+    backend = choose_backend("grouped", policy.sampler, lines.append, can_capture=False)
+    if name == "Qwen3-Next":
+        assert backend == "generate" and "cannot be shared" in lines[0]
+    else:
+        assert backend == "grouped" and lines == []
