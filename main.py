@@ -49,7 +49,7 @@ from engine.config import (
     run_name,
     truncates,
 )
-from engine.data import completion_text, encode_prompts, load_questions
+from engine.data import load_questions
 from engine.distributed import World, init_world, settle_ddp_buckets
 from engine.head import CompletionScorer, supports_chunked_head
 from engine.metrics import (
@@ -69,6 +69,7 @@ from engine.model import (
     make_sampler,
 )
 from engine.optimizer import learning_rate_at, make_optimizer, set_learning_rate
+from engine.prompts import completion_text, encode_prompts
 from engine.run import (
     Run,
     check_room,

@@ -30,9 +30,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from engine.config import load_config, load_task
-from engine.data import encode_prompts
 from engine.distributed import World
 from engine.model import choose_backend
+from engine.prompts import encode_prompts
 from engine.sampler import SamplingParams, decode_grouped, left_pad, sample_in_batches
 from logger import Logger
 from main import get_generation_config, load_policy

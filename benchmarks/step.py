@@ -27,8 +27,8 @@ from transformers import PrinterCallback, TrainerCallback
 import main as program
 from countdown import Options, reward_function
 from engine.config import load_config
-from engine.data import render_prompts
 from engine.metrics import Clock, reduce_means
+from engine.prompts import render_prompts
 from engine.run import Run
 from logger import Logger
 from main import Trajectory, assign_advantages, rollout_sums, sample_trajectories, update_policy

@@ -31,7 +31,6 @@ from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import cached_file
 
 from engine.config import ROOT, Config
-from engine.data import end_of_turn, render_prompt
 from engine.estimate import check_memory
 from engine.head import CompletionScorer, autocast
 from engine.lora import (
@@ -43,6 +42,7 @@ from engine.lora import (
     quantization_config,
     score_without_adapter,
 )
+from engine.prompts import end_of_turn, render_prompt
 from engine.sampler import SamplingParams, supports_grouped
 
 Log = Callable[[str], None]

@@ -30,12 +30,13 @@ from engine.config import (
     dump,
     run_name,
 )
-from engine.data import QuestionStream, render_prompts
+from engine.data import QuestionStream
 from engine.distributed import World
 from engine.estimate import check_disk
 from engine.export import PASS_AT_1, ExportError, merge, model_card, push, save_in_4bit
 from engine.metrics import mean_of_last, metric_columns, signs_of_collapse, versions
 from engine.model import Policy
+from engine.prompts import render_prompts
 from logger import Logger, json_line, without_nan, write_atomically
 
 

@@ -22,8 +22,8 @@ import torch
 from transformers import TextStreamer
 
 from engine.config import Config, ConfigError, load_config, load_task
-from engine.data import assistant_prefix, encode_prompts, pose
 from engine.distributed import init_world
+from engine.prompts import assistant_prefix, encode_prompts, pose
 from engine.run import Run, mistakes_cost_one_line
 from logger import Logger, format_reward, printable
 from main import Trajectory, decode_with_generate, load_policy, score_group

@@ -7,7 +7,8 @@ from harness import ROOT, alone, make_config, make_policy, make_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import countdown
-from engine.data import load_questions, render_prompts
+from engine.data import load_questions
+from engine.prompts import render_prompts
 from logger import Logger
 from main import evaluate, load_policy
 

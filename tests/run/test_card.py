@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from engine.checkpoint import save_model
 from engine.config import load_task
-from engine.data import encode_prompts, render_prompts
 from engine.distributed import World
 from engine.export import ExportError, merged_card, model_card
+from engine.prompts import encode_prompts, render_prompts
 from engine.run import State, export
 
 MEASURED = {"eval/pass@1": 0.67912, "eval/pass@1_low": 0.65, "eval/pass@1_high": 0.7}

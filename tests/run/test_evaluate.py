@@ -24,8 +24,8 @@ from harness import (
 import countdown
 import main
 from engine.config import load_config
-from engine.data import encode_prompts
 from engine.distributed import World
+from engine.prompts import encode_prompts
 from engine.run import Run
 from engine.sampler import Completion
 

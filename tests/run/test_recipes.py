@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, NanoChatConfig, NanoChatForCausal
 
 import main
 from engine.config import Config, load_config
-from engine.data import completion_text, encode_prompts
 from engine.optimizer import make_optimizer
+from engine.prompts import completion_text, encode_prompts
 from logger import Logger
 from tasks import gsm8k
 

@@ -32,9 +32,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import countdown
 import main
-from engine.data import completion_text
 from engine.distributed import World
 from engine.model import Policy
+from engine.prompts import completion_text
 from engine.sampler import Completion
 
 MAX_NEW_TOKENS = 12

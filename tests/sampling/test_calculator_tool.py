@@ -25,8 +25,8 @@ from reference import (
 from transformers import Qwen2ForCausalLM
 
 from engine.calculator import STYLES, Calculator
-from engine.data import completion_text
 from engine.model import Policy
+from engine.prompts import completion_text
 from engine.sampler import CapturedBatch, Completion, DecodeBatch
 from main import Trajectory, rollout_sums
 

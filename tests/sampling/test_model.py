@@ -24,10 +24,10 @@ from transformers import (
 
 import countdown
 import main
-from engine.data import completion_text, end_of_turn
 from engine.head import token_log_probs
 from engine.model import Policy, load_model_and_tokenizer, load_tokenizer
 from engine.optimizer import make_optimizer
+from engine.prompts import completion_text, end_of_turn
 from engine.sampler import Record
 from logger import Logger
 

@@ -16,12 +16,10 @@ from transformers import PreTrainedTokenizerFast
 
 import countdown
 from engine.config import load_task
-from engine.data import (
-    QuestionStream,
+from engine.data import QuestionStream, is_in_split, load_questions
+from engine.prompts import (
     assistant_prefix,
     encode_prompts,
-    is_in_split,
-    load_questions,
     plain_text,
     pose,
     render_prompt,

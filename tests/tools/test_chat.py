@@ -13,8 +13,8 @@ from harness import CPU, ENVIRONMENT, ROOT, seed
 
 import countdown
 from engine.config import ConfigError
-from engine.data import completion_text
 from engine.distributed import World
+from engine.prompts import completion_text
 from engine.run import Run
 from engine.sampler import Completion
 from logger import printable

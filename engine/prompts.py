@@ -1,0 +1,157 @@
+"""Prompts: from a question to a text, by the chat template, to tokens; and back to text."""
+
+import re
+from types import ModuleType
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from engine.config import TaskSettings
+from engine.sampler import Completion
+
+
+def encode_prompts(
+    examples: list[dict],
+    *,
+    task: ModuleType,
+    options: TaskSettings,
+    tokenizer: PreTrainedTokenizerFast,
+) -> list[list[int]]:
+    """The token ids of each question's prompt."""
+    texts, adds_special_tokens = render_prompts(
+        examples, task=task, options=options, tokenizer=tokenizer
+    )
+    if not texts:  # a rank without validation questions; the tokenizer would raise IndexError
+        return []
+    # half a character, which JSON can hold, would make the tokenizer fail
+    texts = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
+    return tokenizer(texts, add_special_tokens=adds_special_tokens)["input_ids"]
+
+
+def render_prompts(
+    examples: list[dict],
+    *,
+    task: ModuleType,
+    options: TaskSettings,
+    tokenizer: PreTrainedTokenizerFast,
+) -> tuple[list[str], bool]:
+    """The text of each question's prompt, and whether the tokenizer must add special tokens to it.
+
+    It must not where a chat template has been used, because the template has written them already.
+    """
+    prompts = [pose(example, task=task, options=options) for example in examples]
+    is_chat = tokenizer.chat_template is not None and not any(isinstance(p, str) for p in prompts)
+    return [render_prompt(prompt, tokenizer) for prompt in prompts], not is_chat
+
+
+def describe_lengths(examples: list[dict], **rendering: Any) -> str:
+    """The mean and the longest of these questions' prompts; `rendering` as for `encode_prompts`."""
+    lengths = [len(ids) for ids in encode_prompts(examples, **rendering)]
+    return f"{sum(lengths) / len(lengths):.0f} tokens on average, {max(lengths)} the longest"
+
+
+def pose(example: dict, *, task: ModuleType, options: TaskSettings) -> list[dict] | str:
+    """The task's prompt for a question, in the user's own words where the config has some.
+
+    task.prompt takes the place of a plain text or of what the user says, and task.system_prompt is
+    the system message; an assistant prefix stays. A plain text begins with the system prompt.
+    """
+    messages = task.generate_prompt(example, options=options)
+    system, prompt = (
+        None if text is None else fill(text, example)
+        for text in (options.system_prompt, options.prompt)
+    )
+    if isinstance(messages, str):
+        return "\n\n".join(part for part in (system, prompt or messages) if part is not None)
+    if prompt is not None:
+        messages = [m | {"content": prompt} if m["role"] == "user" else m for m in messages]
+    if system is not None:
+        others = [m for m in messages if m["role"] != "system"]
+        messages = [{"role": "system", "content": system}, *others]
+    return messages
+
+
+def fill(text: str, example: dict) -> str:
+    """The text with the values of the example's keys in place of {key}; other braces stay."""
+    names = "|".join(map(re.escape, example))
+    return re.sub(rf"\{{({names})\}}", lambda match: str(example[match[1]]), text)
+
+
+def render_prompt(messages: list[dict] | str, tokenizer: PreTrainedTokenizerFast) -> str:
+    """The chat as text, which the model continues; a last assistant message stays open.
+
+    A plain text stays as it is, even if the tokenizer has a chat template: the tokenizers of many
+    base models have one, although these models have never seen a chat.
+    """
+    if isinstance(messages, str):
+        return messages
+    if tokenizer.chat_template is None:
+        return plain_text(messages)
+    prefix = assistant_prefix(messages)
+    chat = messages[:-1] if prefix else messages
+    # The prefix is appended by hand, since some templates rewrite what an assistant says.
+    return apply_template(chat, tokenizer) + prefix
+
+
+def apply_template(chat: list[dict], tokenizer: PreTrainedTokenizerFast) -> str:
+    """The chat in the tokenizer's template, up to where the assistant speaks.
+
+    Some templates, such as Gemma 2's, refuse a system message, and others leave it out: then it
+    goes before the user's message. Raises ValueError for a template that fails.
+    """
+    has_system = chat[0]["role"] == "system"
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program, which may raise anything
+        if not has_system:
+            name = tokenizer.name_or_path
+            raise ValueError(f"the chat template of {name} fails: {error}") from error
+    else:
+        if not has_system or chat[0]["content"].strip() in text:
+            return text
+    return apply_template(fold_system(chat), tokenizer)
+
+
+MADE_UP_TURN = "A made-up turn."
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerFast) -> int | None:
+    """The special token that the chat template writes after what an assistant says, if it has one.
+
+    None too for a template that cannot write an assistant's turn.
+    """
+    if tokenizer.chat_template is None:
+        return None
+    chat = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": MADE_UP_TURN}]
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+    except Exception:  # a template is a program, which may raise anything
+        return None
+    _, _, after = text.partition(MADE_UP_TURN)
+    (first,) = tokenizer.encode(after.lstrip(), add_special_tokens=False)[:1] or [None]
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return first if first in special else None
+
+
+def fold_system(chat: list[dict]) -> list[dict]:
+    """The chat with its system message at the beginning of the user's message."""
+    system, user, *others = chat
+    return [user | {"content": f"{system['content']}\n\n{user['content']}"}, *others]
+
+
+def assistant_prefix(messages: list[dict] | str) -> str:
+    """The beginning of the answer that the prompt already contains; "" if it contains none."""
+    if isinstance(messages, str) or messages[-1]["role"] != "assistant":
+        return ""
+    return messages[-1]["content"]
+
+
+def plain_text(messages: list[dict]) -> str:
+    """The chat as text for a tokenizer without a chat template."""
+    return "\n".join(message["content"] for message in messages)
+
+
+def completion_text(completion: Completion, tokenizer: PreTrainedTokenizerFast) -> str:
+    """What the model wrote, without the end-of-sequence token."""
+    ids = completion.token_ids if completion.truncated else completion.token_ids[:-1]
+    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
