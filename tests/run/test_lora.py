@@ -18,15 +18,12 @@ from harness import (
     ROOT,
     assert_same,
     change_json,
-    finish,
     grade_by_text,
     make_config,
     make_policy,
     make_run,
-    program,
     run_on_ranks,
     seed,
-    start,
     train,
     train_forked,
     what_is_left,
@@ -520,10 +517,7 @@ def test_the_recipe_runs_on_a_cpu(tmp_path, rotary_model_folder):
     overrides = ["training.num_steps=2", "training.warmup_steps=0", "training.num_iterations=2"]
     overrides += ["training.num_samples_per_step_global=2"]
     overrides += [f"task.train={file}", f"task.eval={file}"]
-    arguments = program(tmp_path, rotary_model_folder, *overrides)
-    arguments[arguments.index(os.devnull)] = "configs/gsm8k-lora.yaml"
-    (status,) = finish(start(arguments, log=tmp_path / "log"))
-    assert status == 0, (tmp_path / "log").read_text()
+    train(tmp_path, rotary_model_folder, "--config=configs/gsm8k-lora.yaml", *overrides)
     assert (tmp_path / "x/best/adapter_config.json").exists()
     AutoModelForCausalLM.from_pretrained(tmp_path / "x/merged")
     last = json.loads((tmp_path / "x/metrics.jsonl").read_text().splitlines()[-1])

@@ -115,7 +115,7 @@ def test_a_hybrid_says_that_it_samples_by_the_plain_path(family):
     name, folder, overrides = family
     lines: list[str] = []
     policy = make_policy(folder, *overrides)
-    backend = choose_backend("grouped", policy.sampler, lines.append, can_capture=False)
+    backend = choose_backend("grouped", policy.sampler, lines.append)
     if name == "Qwen3-Next":
         assert backend == "generate" and "cannot be shared" in lines[0]
     else:

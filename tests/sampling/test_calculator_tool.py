@@ -1,15 +1,14 @@
 """The calculator in a completion: what it writes, and that none of it is trained on."""
 
 import copy
-import functools
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import harness
 import numpy as np
 import pytest
 import torch
+from graphs import install_graphs
 from harness import make_policy, save_writer, train_tokenizer
 from reference import (
     ALL_TOGETHER,
@@ -27,7 +26,7 @@ from transformers import Qwen2ForCausalLM
 from engine.calculator import STYLES, Calculator
 from engine.model import Policy
 from engine.prompts import completion_text
-from engine.sampler import CapturedBatch, Completion, DecodeBatch
+from engine.sampler import Completion
 from main import Trajectory, rollout_sums
 
 START, END, REPLY, REPLIED = (*STYLES["nanochat"][:2], "<|output_start|>", "<|output_end|>")
@@ -82,13 +81,9 @@ def sample(
 
 
 @pytest.fixture(autouse=True)
-def replays_run_the_step(monkeypatch) -> None:
-    """This machine has no CUDA graphs: where one would be replayed, its step is run."""
-
-    def capture(batch: CapturedBatch, num_columns: int) -> Callable[[], None]:
-        return functools.partial(DecodeBatch.step, batch, num_columns)
-
-    monkeypatch.setattr(CapturedBatch, "capture", capture)
+def graphs(monkeypatch) -> None:
+    """This machine has no CUDA graphs: others take their place, see graphs.py."""
+    install_graphs(monkeypatch)
 
 
 @each_style
