@@ -39,8 +39,8 @@ import engine.distributed
 import main
 from engine import checkpoint
 from engine.config import load_config
-from engine.distributed import World, agree_on_start
-from engine.run import Run
+from engine.distributed import World, agree_on_start, read_environment
+from engine.run import Run, mistakes_cost_one_line
 
 FOUR, SEVEN, LONG = (f"training.num_steps={steps}" for steps in (4, 7, 100000))
 TERM, INT = signal.SIGTERM, signal.SIGINT
@@ -311,6 +311,39 @@ def test_a_rank_that_dies_ends_the_others(tmp_path, model, settings, victim):
     status, errors = torchrun(tmp_path, program(tmp_path, model, *settings, LONG, fault=fault))
     assert status != 0
     assert "Signal 9 (SIGKILL)" in errors
+
+
+# Starting
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "1"},  # bug: it trained in silence and wrote nothing, as ranks but 0 do
+        {"WORLD_SIZE": "0"},
+        {"WORLD_SIZE": "-1"},
+        {"WORLD_SIZE": "abc"},
+        {"LOCAL_RANK": "1"},
+        {"LOCAL_WORLD_SIZE": "2"},
+        {"RANK": "2", "WORLD_SIZE": "2"},
+    ],
+)
+def test_variables_that_torchrun_would_not_set_are_named(monkeypatch, variables):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert read_environment() == (0, 1, 0, 1)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="start with torchrun") as caught:
+        read_environment()
+    assert all(f"{name}={value}" in str(caught.value) for name, value in variables.items())
+
+
+def test_ctrl_c_while_loading_is_one_line(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as ended, mistakes_cost_one_line():
+        signal.raise_signal(INT)
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "stopped by Ctrl-C before the start: nothing was changed\n"
 
 
 # Restarts and nodes

@@ -439,6 +439,12 @@ def test_weights_that_the_config_leaves_out_are_named(rotary_model_folder, tmp_p
     assert "warning: 12 weights" in line and "layers.1." in line
 
 
+def test_a_missing_package_for_quantised_weights_is_named(rotary_model_folder, tmp_path):
+    folder = copy_of(rotary_model_folder, tmp_path)
+    change_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    assert "install" in mistake(folder, "mode=evaluate")
+
+
 def test_a_missing_package_for_attention_is_named(rotary_model_folder):
     line = mistake(rotary_model_folder, "model.attn_implementation=flash_attention_2")
     assert "flash_attn" in line or "FlashAttention2" in line

@@ -144,6 +144,13 @@ def test_a_line_that_is_no_question_costs_a_line_and_the_status(ask):
     assert status == 2 and len(errors.splitlines()) == 1 and "context of" in errors
 
 
+def test_no_input_at_all_is_the_end_of_the_input(monkeypatch):
+    """As of a daemon, whose standard input is closed."""
+    monkeypatch.setattr(sys, "argv", ["chat.py", *TINY])
+    monkeypatch.setattr(sys, "stdin", None)
+    chat.main()
+
+
 def test_what_cannot_be_asked_is_refused_in_one_line(monkeypatch):
     with (
         monkeypatch.context() as patch,

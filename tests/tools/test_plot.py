@@ -142,6 +142,14 @@ def test_a_file_without_curves_is_one_line_that_names_it(tmp_path, text, message
     assert line.startswith(f"{file}: ") and message in line and "\n" not in line
 
 
+def test_a_tilde_is_the_home_folder(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = f"~/{run.relative_to(tmp_path)}"
+    monkeypatch.setattr(sys, "argv", ["plot.py", path, "--out", "~/pictures/curves"])
+    plot.main()
+    assert (tmp_path / "pictures/curves.png").exists()
+
+
 def test_two_runs_of_one_name_are_refused(run):
     with pytest.raises(ValueError, match="two runs are named solo: rename"):
         group_seeds([read_table(run), read_table(run)])
