@@ -4,7 +4,7 @@
     echo "numbers: 3 7 25, target: 46" | python -m tools.chat runs/x/best sampling.temperature=0.7
 
 The settings are those of --config FILE, else of the run that the model lies in, else of config.yaml
-in the current folder. Each line is a question, in the form that the task's `parse_question` reads.
+in the current folder or, if there is none, in the checkout. Each line is a question, in the form that the task's `parse_question` reads.
 Answers are sampled as in training. Their random numbers follow from training.seed and the number of
 the question, so the same questions in the same order get the same answers. Nothing is written.
 
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from transformers import TextStreamer
 
-from engine.config import Config, ConfigError, load_config, load_task
+from engine.config import ROOT, Config, ConfigError, load_config, load_task
 from engine.distributed import init_world
 from engine.prompts import assistant_prefix, encode_prompts, pose
 from engine.run import Run, mistakes_cost_one_line
@@ -61,8 +61,8 @@ def chat_config(arguments: list[str]) -> Config:
     options = parser.parse_intermixed_args(arguments)
     model = Path(options.model).expanduser()
     of_run = [folder / "config.yaml" for folder in model.absolute().parents[:2] if model.is_dir()]
-    files = [options.config, *filter(Path.is_file, of_run), "config.yaml"]
-    file = next(str(file) for file in files if file is not None)
+    files = [*filter(Path.is_file, [*of_run, Path("config.yaml")]), ROOT / "config.yaml"]
+    file = options.config or str(files[0])
     mode = ["mode=evaluate", f"model.name={options.model}"]
     return load_config(["--config", file, *options.overrides, *mode])
 

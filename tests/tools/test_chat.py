@@ -133,6 +133,8 @@ def test_the_settings_are_those_given_or_of_the_models_run_or_of_the_folder(tmp_
         config = chat.chat_config([model, *others.split()])
         assert (config.training.seed, config.model.name) == (expected, model), (model, others)
         assert config.mode == "evaluate"
+    (tmp_path / "config.yaml").unlink()
+    assert chat.chat_config(["owner/name"]).training.seed == 0  # the checkout's
 
 
 def test_a_line_that_is_no_question_costs_a_line_and_the_status(ask):
