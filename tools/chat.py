@@ -4,9 +4,10 @@
     echo "numbers: 3 7 25, target: 46" | python -m tools.chat runs/x/best sampling.temperature=0.7
 
 The settings are those of --config FILE, else of the run that the model lies in, else of config.yaml
-in the current folder or, if there is none, in the checkout. Each line is a question, in the form that the task's `parse_question` reads.
-Answers are sampled as in training. Their random numbers follow from training.seed and the number of
-the question, so the same questions in the same order get the same answers. Nothing is written.
+in the current folder or, if there is none, in the checkout. Each line is a question, in the form
+that the task's `parse_question` reads. Answers are sampled as in training. Their random numbers
+follow from training.seed and the number of the question, so the same questions in the same order
+get the same answers. Nothing is written.
 
 The exit status is 0 at the end of the input and 130 after Ctrl-C. A line that is no question gets a
 line on stderr; if the lines were piped in, the exit status is then 2.
