@@ -116,7 +116,8 @@ def step_with_muon(policy: Policy, *, learning_rate: float | None) -> dict[str, 
     parameters = dict(policy.model.named_parameters())
     before = {name: p.detach().clone() for name, p in parameters.items()}
     for p in parameters.values():
-        p.grad = torch.randn(p.shape, generator=generator)
+        noise = torch.randn(p.shape, generator=generator)
+        p.grad = noise + 0.01 * noise.sign()  # far larger than AdamW's eps, everywhere
     optimizer.step()
     optimizer.zero_grad()
     assert all(p.grad is None for p in parameters.values())

@@ -224,6 +224,7 @@ def test_a_checkpoint_of_another_version_is_named(parts, rotary_model_folder, se
 def test_a_closed_terminal_saves_the_run_as_a_signal_to_end_does(
     tmp_path, rotary_model_folder, settings, whole, monkeypatch
 ):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     grade_by_text(monkeypatch)
     given = arguments(tmp_path, rotary_model_folder, *settings, THREE, "checkpoint.every=100")
     update = main.update_policy
