@@ -339,7 +339,8 @@ def test_variables_that_torchrun_would_not_set_are_named(monkeypatch, variables)
     assert all(f"{name}={value}" in str(caught.value) for name, value in variables.items())
 
 
-def test_ctrl_c_while_loading_is_one_line(monkeypatch, capsys):
+def test_ctrl_c_while_loading_is_one_line(capsys):
+    signal.signal(INT, signal.default_int_handler)  # a shell's background jobs ignore it
     with pytest.raises(SystemExit) as ended, mistakes_cost_one_line():
         signal.raise_signal(INT)
     assert ended.value.code == 130
