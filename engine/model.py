@@ -114,7 +114,9 @@ def load_model_and_tokenizer(
         model_config = load_model_config(config)
         is_frozen = lora is not None or base is not None or quantization is not None
         dtype = compute_dtype if is_frozen else torch.float32
-        copies = samples_a_copy(device, weight_dtype=dtype, compute_dtype=compute_dtype)
+        copies = settings.shard or samples_a_copy(
+            device, weight_dtype=dtype, compute_dtype=compute_dtype
+        )
         check_memory(model_config, config, device=device, samples_copy=copies, weight_dtype=dtype)
         model, eos_ids = load_model(
             model_config,
