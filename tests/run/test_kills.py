@@ -85,9 +85,12 @@ def test_a_run_killed_20_times_ends_as_the_unbroken_one(tmp_path, rotary_model_f
 
 
 @pytest.mark.timeout(240)
-def test_two_ranks_killed_8_times_end_as_the_unbroken_ones(tmp_path, rotary_model_folder, settings):
+@pytest.mark.parametrize("shard", ["false", "true"])
+def test_two_ranks_killed_8_times_end_as_the_unbroken_ones(
+    tmp_path, rotary_model_folder, settings, shard
+):
     """One rank at a time, whose torchrun ends the other, or both and torchrun with them."""
-    victims = ["kill", "kill other", "kill all"]
+    victims, settings = ["kill", "kill other", "kill all"], [*settings, f"model.shard={shard}"]
     kill_again_and_again(
         tmp_path, rotary_model_folder, *settings, num_ranks=2, number=8, victims=victims
     )
