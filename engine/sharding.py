@@ -8,6 +8,9 @@ before it needs them, and frees them afterwards. So every rank must make the sam
 Arithmetic is that of DDP: weights are gathered in fp32, and each micro-batch's gradient is averaged
 over the ranks at once and added up in fp32 parts, so no rank ever holds all of it.
 
+With bf16 arithmetic, set model.gradient_checkpointing too. Without it, autograd keeps the bf16 copy
+of every weight from the forward pass for the backward pass, as it does in DDP: 2 bytes a weight.
+
 Sampling is one token at a time and would gather all weights for each. So a full copy samples, in
 the compute dtype, into which each step's weights are gathered tensor by tensor.
 
@@ -52,6 +55,7 @@ def shard_scorer(scorer: nn.Module, world: World, *, keeps_root: bool) -> nn.Mod
     """
     if not dist.is_initialized():  # a rank alone gathers from itself
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    scorer.keeps_casts = False  # they would be a whole model in bf16, 2 bytes a weight
     mesh = init_device_mesh(world.device.type, (world.size,))
     for block in blocks_of(scorer):
         fully_shard(block, mesh=mesh)
