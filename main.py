@@ -609,7 +609,7 @@ def update_policy(
             loss = 0.0
             for micro_batch in micro_batches:
                 # DDP sums gradients over the ranks in backward(); once, at the last micro-batch,
-                # is enough, since gradients add up on each rank until then.
+                # is enough, since gradients add up on each rank until then. A shard sums each time.
                 is_last = micro_batch is micro_batches[-1]
                 waits = in_ddp and not is_last
                 with policy.scorer.no_sync() if waits else contextlib.nullcontext():

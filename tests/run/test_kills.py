@@ -183,3 +183,15 @@ def test_a_kill_while_the_same_step_is_saved_again_leaves_its_checkpoint(
     assert any((copy / "x/checkpoints/step-000002.old").exists() for copy in copies)
     assert set(steps_resumed_from(copies)) == {2}
     assert_each_goes_on(copies, whole, model, *settings)
+
+
+@pytest.mark.timeout(120)
+def test_a_kill_at_any_file_event_of_a_sharded_step_leaves_a_whole_checkpoint(
+    tmp_path, rotary_model_folder, settings
+):
+    """The parts of the ranks are written beside the checkpoint, and moved into it."""
+    overrides = (*settings, "model.shard=true", "training.num_steps=2")
+    copies = copies_of(tmp_path / "parts", rotary_model_folder, *overrides, saves=1)
+    assert any(list(copy.glob("x/checkpoints/*.parts.tmp/part-*")) for copy in copies)
+    steps = steps_resumed_from(copies)
+    assert steps == sorted(steps) and set(steps) == {1, 2}

@@ -163,20 +163,23 @@ def test_ten_updates_of_a_sharded_model_give_the_weights_of_ddp(
 # Whole runs
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("num_ranks", "fault"), [(2, "terminate other"), (2, "kill other"), (3, "kill all")]
+)
 def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(
-    rotary_model_folder, tmp_path, data, num_ranks
+    rotary_model_folder, tmp_path, data, num_ranks, fault
 ):
-    """The last step is after the second checkpoint, so the kill leaves a step to do again."""
+    """It is struck right after the first checkpoint; after a signal all ranks save once more."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     options = [*data, SHARD, "training.num_steps=3", "training.warmup_steps=0"]
     options += ["validation.num_examples=6", "training.kl_coef=0.1"]
     train(whole, rotary_model_folder, *options, num_ranks=num_ranks)
-    fault = {"do": "kill all", "saves": 2, "events": 1}
+    struck = {"do": fault, "saves": 1, "events": 1}
     status, output = train_forked(
-        parts, rotary_model_folder, *options, num_ranks=num_ranks, fault=fault
+        parts, rotary_model_folder, *options, num_ranks=num_ranks, fault=struck
     )
-    assert status == -signal.SIGKILL, output
+    assert status == (-signal.SIGKILL if fault == "kill all" else 1), output
+    assert ("all is saved" in output) == (fault == "terminate other"), output
     output = train(parts, rotary_model_folder, *options, num_ranks=num_ranks)
     assert "resumed after step" in output
     assert_same(whole, parts)
