@@ -200,6 +200,8 @@ def check_shared_disk(folder: Path, world: World) -> None:
     """Raises ValueError on all ranks if one of them does not see what rank 0 writes to `folder`."""
     token = folder / world.broadcast(f"token-{uuid.uuid4().hex}")
     if world.is_main:
+        for left_by_a_kill in folder.glob("token-*"):
+            left_by_a_kill.unlink()
         token.touch()
     world.sum([0.0])  # it is there from here on
     deadline = time.monotonic() + SHARED_DISK_TIMEOUT_S
