@@ -97,6 +97,7 @@ from engine.sampler import (
     sample_in_batches,
     seeded,
 )
+from engine.sharding import equal_passes, shard_scorer
 from logger import Logger
 
 
@@ -161,7 +162,7 @@ def load_policy(config: Config, world: World, logger: Logger) -> Policy:
     model, tokenizer, eos_ids = load_model_and_tokenizer(
         config, device=device, compute_dtype=compute_dtype, log=logger.info
     )
-    sampler = make_sampler(model, compute_dtype)
+    sampler = make_sampler(model, compute_dtype, device, shard=config.model.shard)
     scorer = reference = None
     if config.mode == "train":
         chunked = supports_chunked_head(model)
@@ -171,8 +172,11 @@ def load_policy(config: Config, world: World, logger: Logger) -> Policy:
             )
         scorer = CompletionScorer(model, compute_dtype, chunked=chunked)
         if training.kl_coef > 0:  # before a checkpoint is loaded: the reference stays model.name
-            reference = make_reference(config, scorer, in_bf16=sampler is not model)
-        if world.size > 1:
+            reference = make_reference(config, scorer, in_bf16=sampler.dtype == torch.bfloat16)
+        if config.model.shard:  # each rank has a part of the model (and of the reference)
+            scorer = shard_scorer(scorer, world, keeps_root=True)
+            reference = reference and shard_scorer(reference, world, keeps_root=False)
+        elif world.size > 1:
             # Each rank has the whole model; DDP averages their gradients in the backward pass.
             device_ids = [device.index] if device.type == "cuda" else None
             scorer = DistributedDataParallel(scorer, device_ids, gradient_as_bucket_view=True)
@@ -605,7 +609,7 @@ def update_policy(
             loss = 0.0
             for micro_batch in micro_batches:
                 # DDP sums gradients over the ranks in backward(); once, at the last micro-batch,
-                # is enough, since gradients add up on each rank until then.
+                # is enough, since gradients add up on each rank until then. A shard sums each time.
                 is_last = micro_batch is micro_batches[-1]
                 waits = in_ddp and not is_last
                 with policy.scorer.no_sync() if waits else contextlib.nullcontext():
@@ -703,7 +707,7 @@ def make_micro_batches(run: Run, groups: list[list[Trajectory]]) -> list[MicroBa
     ]
     if is_idle:
         micro_batches[0].weights.zero_()
-    return micro_batches
+    return equal_passes(micro_batches, world) if run.config.model.shard else micro_batches
 
 
 def pack_rows(rows: list[Trajectory], max_tokens: int) -> Iterator[list[Trajectory]]:

@@ -1,7 +1,8 @@
 """Saving and loading the folders of a run, so that a kill at any moment loses no saved work.
 
     checkpoints/step-000010/     the model and its tokenizer, as `from_pretrained` loads them
-        training_state/          state.json, optimizer.pt, files.json (see describe_files)
+        training_state/          state.json, optimizer.pt, files.json (see describe_files);
+                                 with model.shard a part-*.safetensors of each rank, and no model
     checkpoints/last             a link to the newest checkpoint
     best/                        the model, its tokenizer and its model card
     has_checkpoints              a file that appears with the first checkpoint
@@ -149,11 +150,18 @@ def sync(path: Path) -> None:
 
 
 def save_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, card: str, folder: Path
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    card: str,
+    folder: Path,
+    weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write the model, its tokenizer and its model card, as `from_pretrained` loads them."""
+    """Write the model, its tokenizer and its model card, as `from_pretrained` loads them.
+
+    `weights` are the model's, by name, where it has only a part of them itself.
+    """
     with save_folder(folder) as temporary:
-        model.save_pretrained(temporary)
+        model.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
         (temporary / "README.md").write_text(card, encoding="utf-8")  # peft has written one too
 
@@ -163,21 +171,18 @@ def save_checkpoint(
     state: dict,
     *,
     step: int,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    optimizer: torch.optim.Optimizer,
+    write: Callable[[Path], None],
     keep: int | None,
 ) -> None:
     """Write step-<step> below `root`, link `last` to it, and keep the `keep` newest whole ones.
 
+    `write` puts weights and averages into a folder: `write_model`, or `move_parts` in sharding.py.
     None keeps all.
     """
     with save_folder(root / f"step-{step:06d}") as temporary:
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
         inner = temporary / "training_state"
         inner.mkdir()
-        torch.save(optimizer.state_dict(), inner / "optimizer.pt")
+        write(temporary)
         (inner / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
         (inner / "files.json").write_text(json.dumps(describe_files(temporary)), encoding="utf-8")
     (root.parent / MARKER).touch()
@@ -189,6 +194,19 @@ def save_checkpoint(
     left_by_kills = [*root.glob("step-*.tmp"), *root.glob("step-*.old")]
     for folder in [*outdated, *left_by_kills]:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_model(
+    folder: Path,
+    *,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Write the model and its tokenizer, as `from_pretrained` loads them, and the averages."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    torch.save(optimizer.state_dict(), folder / "training_state" / "optimizer.pt")
 
 
 def link_last(root: Path, target: str) -> None:

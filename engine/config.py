@@ -76,6 +76,7 @@ class ModelSettings(Section):
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attn_implementation: Text = "sdpa"
     gradient_checkpointing: bool = False
+    shard: bool = False
     lora: LoraSettings | None = None
     load_in_4bit: bool = False
     trust_remote_code: bool = False
@@ -581,6 +582,8 @@ def impossible(config: Config) -> Iterator[str]:
     """A line with the fix for each combination of values that cannot work."""
     if config.mode == "train":
         yield from impossible_training(config)
+    if config.model.shard:
+        yield from impossible_shards(config)
     validation = config.validation
     if 0 < validation.temperature < LOWEST_TEMPERATURE:
         key = f"validation.temperature = {show(validation.temperature)}"
@@ -632,6 +635,19 @@ def impossible_training(config: Config) -> Iterator[str]:
         yield "export.merge = true: there is no adapter to merge; write false, or set model.lora"
     if model.lora is not None and config.export.save_4bit and not config.export.merge:
         yield "export.save_4bit = true: an adapter has to be merged first; set export.merge=true"
+
+
+def impossible_shards(config: Config) -> Iterator[str]:
+    """The same for what model.shard cannot cut into parts."""
+    model, optimizer = config.model, config.training.optimizer
+    if optimizer == "muon":
+        yield "training.optimizer = muon: it needs matrices, which model.shard cuts; write adamw"
+    if optimizer == "adamw_8bit":
+        yield "training.optimizer = adamw_8bit: it cannot step what model.shard cuts; write adamw"
+    if model.load_in_4bit:
+        yield "model.shard = true: weights in 4 bits cannot be cut; write false for one of the two"
+    elif model.lora is not None:
+        yield "model.shard = true: an adapter's base is not trained; write false, or lora: null"
 
 
 def check_world(config: Config, num_ranks: int) -> None:

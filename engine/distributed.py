@@ -127,6 +127,7 @@ class World:
         """
         if self.size > 1:
             self.sum([0.0])
+        if dist.is_initialized():  # by one rank too, with model.shard
             dist.destroy_process_group()
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) == self.note_signal:

@@ -17,8 +17,10 @@ from transformers.pytorch_utils import Conv1D
 from engine.config import Config
 from engine.lora import adapted_layers
 from engine.sampler import cache_bytes_per_token
+from engine.sharding import blocks_of, count_weights
 
 FP32, BF16, NF4 = 4, 2, 0.5  # bytes per weight; the scales that NF4 adds are not counted
+GRADIENTS, GATHERED = "their gradients", "what a pass gathers"  # parts that come and go
 AVERAGES = {"adamw": 8, "adamw_8bit": 2, "muon": 4}  # bytes per weight that an optimizer keeps
 
 
@@ -35,8 +37,47 @@ def check_memory(
     `weight_dtype` is that of the model's own weights (an adapter's are fp32); `samples_copy` says
     whether a bf16 copy of the weights does the sampling.
     """
+    is_training, shard = config.mode == "train", config.model.shard
+    parts, num_weights = memory_parts(
+        model_config, config, samples_copy=samples_copy, weight_dtype=weight_dtype
+    )
+    without_cache = sum(parts.values())
+    itemsize = BF16 if samples_copy else weight_dtype.itemsize
+    cache = cache_bytes(model_config, config, bytes_per_number=itemsize)
+    available, place = memory_for_a_rank(device)
+    # Only DDP, which runs on several ranks, keeps the gradients while completions are sampled.
+    in_ddp = is_training and not shard and int(os.environ.get("WORLD_SIZE", 1)) > 1
+    beside_cache = without_cache - parts[GATHERED] - (0 if in_ddp else parts[GRADIENTS])
+    if shard:
+        host, whose = memory_for_a_rank(torch.device("cpu"))
+        if FP32 * num_weights > host:
+            raise ValueError(
+                f"it does not fit: with model.shard each rank loads {size(FP32 * num_weights)} "
+                f"into host memory, of which {whose} has {size(host)}: start fewer ranks on a node"
+            )
+    if max(without_cache, beside_cache + cache) <= available:
+        return
+    would_fit = num_weights * available / without_cache
+    fix = f"a model of at most {would_fit / 1e9:.1f} billion weights would fit"
+    if without_cache <= available:
+        num_samples = "training.k_best_of_n" if is_training else "validation.best_of_n"
+        fix = f"lower sampling.max_batch_tokens, {num_samples} or training.max_new_gen_tokens"
+    parts["the cache while sampling"] = cache
+    listed = ", ".join(f"{what} {size(part)}" for what, part in parts.items() if part)
+    raise ValueError(f"it does not fit: {listed}; {place} has {size(available)}: {fix}")
+
+
+def memory_parts(
+    model_config: PretrainedConfig,
+    config: Config,
+    *,
+    samples_copy: bool,
+    weight_dtype: torch.dtype = torch.float32,
+) -> tuple[dict[str, float], int]:
+    """Bytes of all that a rank's device must hold but the cache, in words; the model's weights."""
     is_training = config.mode == "train"
     lora = config.model.lora if is_training else None
+    num_parts = int(os.environ.get("WORLD_SIZE", 1)) if config.model.shard else 1
     code = {"trust_remote_code": config.model.trust_remote_code}
     with torch.device("meta"):  # shapes alone, which take no memory
         model = AutoModelForCausalLM.from_config(model_config, **code)
@@ -51,31 +92,31 @@ def check_memory(
         adapted = [layer.weight.shape for layer in adapted_layers(model, lora)]
         num_trained = lora.r * sum(map(sum, adapted))
         weights += FP32 * num_trained
+    if config.model.shard and not is_training:
+        weights = 0  # they stay in host memory, and only the copy is on the device
     has_reference = is_training and config.training.kl_coef > 0 and not lora
+    reference = (BF16 if samples_copy else FP32) * num_weights * has_reference
+    averages = AVERAGES[config.training.optimizer] * num_trained * is_training
     parts = {
-        f"{num_weights / 1e9:.2f} billion weights": weights,
-        "their gradients": FP32 * num_trained * is_training,
-        "the optimizer": AVERAGES[config.training.optimizer] * num_trained * is_training,
+        f"{num_weights / 1e9:.2f} billion weights": weights / num_parts,
+        GRADIENTS: FP32 * num_trained * is_training / num_parts,
+        "the optimizer": averages / num_parts,
         "the copy that samples": BF16 * num_weights * samples_copy,
-        "the reference": (BF16 if samples_copy else FP32) * num_weights * has_reference,
+        "the reference": reference / num_parts,
+        GATHERED: gathered_bytes(model) if config.model.shard and is_training else 0,
     }
-    without_cache, gradients = sum(parts.values()), parts["their gradients"]
-    itemsize = BF16 if samples_copy else weight_dtype.itemsize
-    cache = cache_bytes(model_config, config, bytes_per_number=itemsize)
-    available, place = memory_for_a_rank(device)
-    # Only DDP, which runs on several ranks, keeps the gradients while completions are sampled.
-    in_ddp = is_training and int(os.environ.get("WORLD_SIZE", 1)) > 1
-    beside_cache = without_cache if in_ddp else without_cache - gradients
-    if max(without_cache, beside_cache + cache) <= available:
-        return
-    would_fit = num_weights * available / without_cache
-    fix = f"a model of at most {would_fit / 1e9:.1f} billion weights would fit"
-    if without_cache <= available:
-        num_samples = "training.k_best_of_n" if is_training else "validation.best_of_n"
-        fix = f"lower sampling.max_batch_tokens, {num_samples} or training.max_new_gen_tokens"
-    parts["the cache while sampling"] = cache
-    listed = ", ".join(f"{what} {size(part)}" for what, part in parts.items() if part)
-    raise ValueError(f"it does not fit: {listed}; {place} has {size(available)}: {fix}")
+    return parts, num_weights
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """The least that a sharded model's backward pass gathers: weights and gradients, whole.
+
+    What is outside of the blocks stays gathered, while a block has its gradient made; at the end
+    the gradient of what is outside of them is whole.
+    """
+    blocks = [count_weights(block) for block in blocks_of(model)]
+    outside = count_weights(model) - sum(blocks)
+    return FP32 * (outside + max(outside, 2 * max(blocks)))
 
 
 def cache_bytes(model_config: PretrainedConfig, config: Config, *, bytes_per_number: int) -> int:

@@ -37,6 +37,7 @@ class CompletionScorer(nn.Module):
         self.model = model
         self.compute_dtype = compute_dtype
         self.chunked = chunked
+        self.keeps_casts = True  # weights that autocast has made bf16, until the pass ends
 
     def forward(
         self, input_ids: Tensor, mask: Tensor, *, num_tokens: int, temperature: float
@@ -47,7 +48,7 @@ class CompletionScorer(nn.Module):
         """
         inputs = model_inputs(input_ids, mask)
         token_ids, is_kept = input_ids[:, -num_tokens:], mask[:, -num_tokens:]  # (B, T)
-        with autocast(input_ids.device, self.compute_dtype):
+        with autocast(input_ids.device, self.compute_dtype, keeps_casts=self.keeps_casts):
             # What the model computes at a position predicts the token after it.
             if self.chunked:
                 hidden = self.model.base_model(**inputs).last_hidden_state
@@ -66,9 +67,16 @@ class CompletionScorer(nn.Module):
         return log_probs.new_zeros(is_kept.shape).masked_scatter(is_kept, log_probs)
 
 
-def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+def autocast(
+    device: torch.device, dtype: torch.dtype, *, keeps_casts: bool = True
+) -> torch.autocast:
     """Multiplies matrices in bf16, whatever the weights are; with fp32 it changes nothing."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
+    return torch.autocast(
+        device.type,
+        dtype=torch.bfloat16,
+        enabled=dtype == torch.bfloat16,
+        cache_enabled=keeps_casts,
+    )
 
 
 def model_inputs(input_ids: Tensor, mask: Tensor) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from engine.lora import (
 )
 from engine.prompts import end_of_turn, render_prompt
 from engine.sampler import SamplingParams, supports_grouped
+from engine.sharding import whole
 
 Log = Callable[[str], None]
 
@@ -54,7 +55,7 @@ class Policy:
 
     model: nn.Module  # the weights that the optimizer steps are fp32
     scorer: nn.Module | None  # a CompletionScorer, in DDP on several ranks; None: not trained
-    sampler: nn.Module  # the model itself or, on CUDA, a bf16 copy of it
+    sampler: nn.Module  # the model itself or, on CUDA or with model.shard, a copy of it
     tokenizer: PreTrainedTokenizerFast
     params: SamplingParams  # for the samples that are trained on
     backend: str  # how completions are sampled: generate, grouped or captured
@@ -82,7 +83,7 @@ class Policy:
         copies = [*self.sampler.parameters(), *self.sampler.buffers()]
         trained = [*self.model.parameters(), *self.model.buffers()]
         for copied, weights in zip(copies, trained, strict=True):
-            copied.copy_(weights)
+            copied.copy_(whole(weights, copied.dtype))
 
 
 # The model
@@ -113,7 +114,9 @@ def load_model_and_tokenizer(
         model_config = load_model_config(config)
         is_frozen = lora is not None or base is not None or quantization is not None
         dtype = compute_dtype if is_frozen else torch.float32
-        copies = samples_a_copy(device, weight_dtype=dtype, compute_dtype=compute_dtype)
+        copies = settings.shard or samples_a_copy(
+            device, weight_dtype=dtype, compute_dtype=compute_dtype
+        )
         check_memory(model_config, config, device=device, samples_copy=copies, weight_dtype=dtype)
         model, eos_ids = load_model(
             model_config,
@@ -248,7 +251,7 @@ def load_model(
             f"{unused[0]}: its config.json describes a model without them"
         )
     if quantization is None:
-        model.to(device)
+        model.to("cpu" if settings.shard else device)  # a shard goes to the device when it is cut
     else:
         keep_4bit_layout(model)
     eos_ids = find_eos_ids(model, tokenizer, stop=config.sampling.stop)
@@ -318,8 +321,15 @@ def samples_a_copy(
     return device.type == "cuda" and weight_dtype != compute_dtype
 
 
-def make_sampler(model: nn.Module, compute_dtype: torch.dtype) -> nn.Module:
-    """The model that samples: the model itself or, if `samples_a_copy`, a bf16 copy of it."""
+def make_sampler(
+    model: nn.Module, compute_dtype: torch.dtype, device: torch.device, *, shard: bool
+) -> nn.Module:
+    """The model that samples: the model itself or, if `samples_a_copy`, a bf16 copy of it.
+
+    With `shard` it is a full copy on the device in any case, made before the model is cut up.
+    """
+    if shard:
+        return copy_in(compute_dtype, model, device)
     has_copy = samples_a_copy(model.device, weight_dtype=model.dtype, compute_dtype=compute_dtype)
     return (bf16_copy(model) if has_copy else model).eval()
 
@@ -330,14 +340,21 @@ def frozen_copy(model: nn.Module) -> nn.Module:
 
 
 def bf16_copy(model: nn.Module) -> nn.Module:
-    """A frozen copy with bf16 weights and the buffers as they are.
+    """A frozen copy with bf16 weights and the buffers as they are."""
+    return copy_in(torch.bfloat16, model, model.device)
 
-    Rotary frequencies rounded to bf16 would turn far positions by the wrong angle.
+
+def copy_in(dtype: torch.dtype, model: nn.Module, device: torch.device) -> nn.Module:
+    """A frozen copy on the device: weights in the dtype, buffers as they are.
+
+    Rotary frequencies rounded to bf16 would turn far positions by the wrong angle. The weights are
+    copied one by one, so that there is never a second copy in fp32.
     """
-    copied = frozen_copy(model)
-    for parameter in copied.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
-    return copied
+    copies = {
+        id(p): nn.Parameter(p.detach().to(device, dtype, copy=True), requires_grad=False)
+        for p in model.parameters()
+    }
+    return copy.deepcopy(model, copies).to(device).eval()
 
 
 def make_reference(

@@ -37,6 +37,7 @@ from engine.export import PASS_AT_1, ExportError, merge, model_card, push, save_
 from engine.metrics import mean_of_last, metric_columns, signs_of_collapse, versions
 from engine.model import Policy
 from engine.prompts import render_prompts
+from engine.sharding import check_shared_disk, gather_weights, load_parts, move_parts, save_parts
 from logger import Logger, json_line, without_nan, write_atomically
 
 
@@ -143,6 +144,8 @@ def resume(run: Run) -> None:
     """
     world, config = run.world, run.config
     folder, saved = world.on_main(functools.partial(find_saved, run))
+    if config.model.shard:
+        check_shared_disk(run.folder, world)
     if saved is None:
         return
     check_same_run(saved["config"], config)
@@ -151,12 +154,16 @@ def resume(run: Run) -> None:
             f"the run had {saved['num_ranks']} ranks and goes on with {world.size}: "
             "not bit for bit the same"
         )
-    if world.is_main:
-        checkpoint.load_weights(folder, run.policy.model)
-        run.optimizer.load_state_dict(checkpoint.load_optimizer_state(folder))
-    for parameter in run.trained_weights:
-        world.broadcast_tensor(parameter.data)
-    world.broadcast_optimizer(run.optimizer)
+    if config.model.shard:  # each rank reads its own part
+        num_parts = saved["num_ranks"]
+        load_parts(folder, run.policy.model, run.optimizer, num_parts=num_parts, rank=world.rank)
+    else:
+        if world.is_main:
+            checkpoint.load_weights(folder, run.policy.model)
+            run.optimizer.load_state_dict(checkpoint.load_optimizer_state(folder))
+        for parameter in run.trained_weights:
+            world.broadcast_tensor(parameter.data)
+        world.broadcast_optimizer(run.optimizer)
     run.policy.refresh_sampler()
     run.state, run.is_resumed = State(**saved["state"]), True
     run.logger.info(f"resumed after step {run.state.step}")
@@ -226,7 +233,9 @@ def save_best(run: Run, measured: dict[str, float]) -> bool:
         measured=measured,
     )
     folder = run.folder / "best"
-    save = functools.partial(checkpoint.save_model, run.policy.model, tokenizer, card, folder)
+    model, is_sharded = run.policy.model, config.model.shard
+    weights = gather_weights(model, run.world) if is_sharded else None
+    save = functools.partial(checkpoint.save_model, model, tokenizer, card, folder, weights)
     return save_on_main(run, save)
 
 
@@ -236,7 +245,10 @@ def save_checkpoint(run: Run) -> bool:
     Skipped steps leave the weights as they are, perhaps ruined by the last step that was taken.
     They are saved once at most: so with checkpoint.keep=2 the checkpoint before them stays.
     """
-    newest = checkpoint.newest_whole(run.folder / "checkpoints")
+    root, world = run.folder / "checkpoints", run.world
+    newest = checkpoint.newest_whole(root)
+    if run.config.model.shard:  # saving takes all ranks: they must decide alike
+        newest = world.broadcast(newest)
     last_taken = run.state.step - run.state.skipped_in_a_row
     if run.state.skipped_in_a_row > 0 and newest and checkpoint.step_of(newest) >= last_taken:
         run.logger.info("all steps since the newest checkpoint were skipped: nothing new to save")
@@ -250,17 +262,24 @@ def save_checkpoint(run: Run) -> bool:
         return False
     state = {
         "state": asdict(run.state),
-        "num_ranks": run.world.size,
+        "num_ranks": world.size,
         "config": dotted_values(run.config),
     }
+    model, optimizer = run.policy.model, run.optimizer
+    if run.config.model.shard:
+        folder = root / f"step-{run.state.step:06d}.parts.tmp"
+        num_failed = save_parts(model, optimizer, folder, world)
+        counts = {"num_parts": world.size, "num_failed": num_failed}
+        write = functools.partial(move_parts, written=folder, **counts)
+    else:
+        parts = {"model": model, "tokenizer": run.policy.tokenizer, "optimizer": optimizer}
+        write = functools.partial(checkpoint.write_model, **parts)
     save = functools.partial(
         checkpoint.save_checkpoint,
-        run.folder / "checkpoints",
+        root,
         state,
         step=run.state.step,
-        model=run.policy.model,
-        tokenizer=run.policy.tokenizer,
-        optimizer=run.optimizer,
+        write=write,
         keep=run.config.checkpoint.keep,
     )
     return save_on_main(run, save)
@@ -269,19 +288,20 @@ def save_checkpoint(run: Run) -> bool:
 def save_on_main(run: Run, save: Callable[[], None]) -> bool:
     """Save on rank 0; if the disk is full, warn, keep what was saved before, and go on.
 
-    Returns False if nothing could be saved. The other ranks return True: they cannot know.
+    Returns False if nothing could be saved. The other ranks return True: they cannot know. With
+    model.shard they are told, since what rank 0 does next may take all of them.
     """
-    if not run.world.is_main:
-        return True
-    try:
-        save()
-        return True
-    except OSError as error:
-        run.logger.warning(
-            f"nothing saved at step {run.state.step}, what was saved before is kept: {error}; free "
-            "some space, or lower checkpoint.keep"
-        )
-        return False
+    is_saved = True
+    if run.world.is_main:
+        try:
+            save()
+        except OSError as error:
+            run.logger.warning(
+                f"nothing saved at step {run.state.step}, what was saved before is kept: {error}; "
+                "free some space, or lower checkpoint.keep"
+            )
+            is_saved = False
+    return run.world.broadcast(is_saved) if run.config.model.shard else is_saved
 
 
 # Samples

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.profiler import profile
 from transformers import (
@@ -479,13 +480,22 @@ def without_times(row: dict) -> dict:
     return {name: row[name] for name in row if not name.startswith(("time/", "perf/"))}
 
 
+def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Of a saved model; of a sharded checkpoint each rank's parts of weights and averages."""
+    parts = sorted(folder.glob("training_state/part-*"))
+    if not parts:
+        return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    return {
+        f"{part.stem}: {key}": value for part in parts for key, value in load_file(part).items()
+    }
+
+
 def what_is_left(folder: Path) -> tuple[dict, list[dict], list[dict], str]:
     """Weights, metrics but times, samples: what a resumed run must have in common."""
     run = folder / "x"
     weights = {}
     for name in ("checkpoints/last", "best"):
-        model = AutoModelForCausalLM.from_pretrained(run / name)
-        weights |= {f"{name}: {key}": value for key, value in model.state_dict().items()}
+        weights |= {f"{name}: {key}": value for key, value in saved_weights(run / name).items()}
     rows = [without_times(row) for row in read_jsonl(run / "metrics.jsonl")]
     with (run / "metrics.csv").open(newline="") as file:
         cells = [without_times(row) for row in csv.DictReader(file)]

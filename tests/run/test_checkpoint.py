@@ -172,7 +172,8 @@ def parts(rotary_model_folder, tokenizer) -> dict:
 
 
 def save(root: Path, parts: dict, *, step: int, keep: int | None = 2) -> Path:
-    checkpoint.save_checkpoint(root, {"state": {"step": step}}, step=step, keep=keep, **parts)
+    write = functools.partial(checkpoint.write_model, **parts)
+    checkpoint.save_checkpoint(root, {"state": {"step": step}}, step=step, write=write, keep=keep)
     return root / f"step-{step:06d}"
 
 

@@ -235,6 +235,8 @@ def test_a_configuration_cannot_be_changed_after_it_was_checked():
 # What is refused
 
 GREEDY = "validation.temperature=0 validation.pass_k=[1]"
+SHARD = "model.shard=true"
+FOUR_BITS = "model.lora.r=8 model.load_in_4bit=true"
 SIL = "training.learning_type=sil training.k_best_of_n=[2,4]"
 
 
@@ -329,6 +331,14 @@ def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(override, li
         ("", "training.embedding_learning_rate = 0.001", "write null, or training.optimizer=muon"),
         ("", "model.load_in_4bit = true", "write false, or set model.lora='{r: 8}'"),
         ("", "export.merge = true", "there is no adapter to merge; write false, or set model.lora"),
+        (SHARD, "training.optimizer = muon", "matrices, which model.shard cuts; write adamw"),
+        (
+            SHARD,
+            "training.optimizer = adamw_8bit",
+            "cannot step what model.shard cuts; write adamw",
+        ),
+        ("model.lora.r=8", "model.shard = true", "not trained; write false, or lora: null"),
+        (FOUR_BITS, "model.shard = true", "4 bits cannot be cut; write false for one of the two"),
         ("model.lora.r=8", "training.optimizer = muon", "the factors of model.lora; write adamw"),
         ("", "training.k_best_of_n = [999999, 999999]", "than 10,000,000 completions; lower n"),
         ("validation.best_of_n=1000", "validation.num_examples = 20000", "completions; lower one"),

@@ -1,16 +1,17 @@
 """A run that cannot fit is refused at its start, with what would fit; one that can fit is not."""
 
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import CPU, make_config
-from transformers import AutoConfig
+from harness import CPU, ROOT, make_config
+from transformers import AutoConfig, Qwen2Config
 
 from engine import estimate
-from engine.estimate import cache_bytes, check_disk, check_memory
+from engine.estimate import cache_bytes, check_disk, check_memory, memory_parts
 from engine.model import load_model_and_tokenizer
 
 ROTARY_TOKEN = 2 * 2 * 2 * 8  # numbers in the cache: two layers, keys and values, two heads of 8
@@ -162,3 +163,74 @@ def test_what_the_run_has_saved_already_counts_as_room(tmp_path, disk):
     (tmp_path / "x/best").mkdir(parents=True)
     (tmp_path / "x/best/model.safetensors").write_bytes(bytes(6_800))
     check_disk(tmp_path / "x", config, num_weights=1100)
+
+
+# Qwen2.5: hidden size, MLP size, layers, heads, key-value heads, vocabulary, tied embeddings
+QWEN = {
+    "1.5B": (1536, 8960, 28, 12, 2, 151_936, True),
+    "3B": (2048, 11_008, 36, 16, 2, 151_936, True),
+    "7B": (3584, 18_944, 28, 28, 4, 152_064, False),
+    "14B": (5120, 13_824, 48, 40, 8, 152_064, False),
+    "32B": (5120, 27_648, 64, 40, 8, 152_064, False),
+}
+
+
+@pytest.mark.parametrize("name", QWEN)
+def test_the_readmes_table_is_what_the_estimate_counts(name, monkeypatch):
+    hidden, mlp, layers, heads, kv_heads, vocabulary, is_tied = QWEN[name]
+    model_config = Qwen2Config(
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        tie_word_embeddings=is_tied,
+    )
+    row = re.search(rf"^\| {name} \|(.*)\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    counted = []
+    for options, num_ranks in (
+        ("", 1),
+        *(("model.shard=true", num_ranks) for num_ranks in (4, 8, 16)),
+        ("model.lora.r=8", 1),
+        ("model.lora.r=8 model.load_in_4bit=true", 1),
+    ):
+        monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
+        has_adapter = "lora" in options
+        parts, _ = memory_parts(
+            model_config,
+            make_config(*options.split()),
+            samples_copy=not has_adapter,
+            weight_dtype=torch.bfloat16 if has_adapter else torch.float32,
+        )
+        counted.append(f"{sum(parts.values()) / 1e9:.1f}")
+    assert [cell.strip() for cell in row[1].split("|")] == counted
+
+
+def test_a_shard_is_a_part_of_all_but_the_copy_and_what_is_gathered(
+    rotary_model_folder, monkeypatch
+):
+    """Each of 40,800 weights takes 16 bytes / 2 and 2 for the copy.
+
+    Of them 22,112 are outside of the two blocks of 9,344. They and their gradients are gathered.
+    """
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model_config = AutoConfig.from_pretrained(rotary_model_folder)
+    parts, num_weights = memory_parts(
+        model_config, make_config("model.shard=true"), samples_copy=True
+    )
+    assert num_weights == 40_800
+    assert list(parts.values()) == [2 * 40_800, 2 * 40_800, 4 * 40_800, 2 * 40_800, 0, 8 * 22_112]
+
+
+def test_the_host_must_hold_the_model_for_each_rank(rotary_model_folder, monkeypatch):
+    """4 bytes of each of 40,800 weights: a rank loads all of them before it keeps its part."""
+    model_config = AutoConfig.from_pretrained(rotary_model_folder)
+    config = make_config("model.shard=true")
+    monkeypatch.setattr(
+        estimate,
+        "memory_for_a_rank",
+        lambda device: (1e9, "the GPU") if device.type == "cuda" else (4 * 40_800 - 1, "the host"),
+    )
+    with pytest.raises(ValueError, match="start fewer ranks on a node"):
+        check_memory(model_config, config, device=torch.device("cuda"), samples_copy=True)

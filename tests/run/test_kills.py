@@ -85,9 +85,12 @@ def test_a_run_killed_20_times_ends_as_the_unbroken_one(tmp_path, rotary_model_f
 
 
 @pytest.mark.timeout(240)
-def test_two_ranks_killed_8_times_end_as_the_unbroken_ones(tmp_path, rotary_model_folder, settings):
+@pytest.mark.parametrize("shard", ["false", "true"])
+def test_two_ranks_killed_8_times_end_as_the_unbroken_ones(
+    tmp_path, rotary_model_folder, settings, shard
+):
     """One rank at a time, whose torchrun ends the other, or both and torchrun with them."""
-    victims = ["kill", "kill other", "kill all"]
+    victims, settings = ["kill", "kill other", "kill all"], [*settings, f"model.shard={shard}"]
     kill_again_and_again(
         tmp_path, rotary_model_folder, *settings, num_ranks=2, number=8, victims=victims
     )
@@ -180,3 +183,15 @@ def test_a_kill_while_the_same_step_is_saved_again_leaves_its_checkpoint(
     assert any((copy / "x/checkpoints/step-000002.old").exists() for copy in copies)
     assert set(steps_resumed_from(copies)) == {2}
     assert_each_goes_on(copies, whole, model, *settings)
+
+
+@pytest.mark.timeout(120)
+def test_a_kill_at_any_file_event_of_a_sharded_step_leaves_a_whole_checkpoint(
+    tmp_path, rotary_model_folder, settings
+):
+    """The parts of the ranks are written beside the checkpoint, and moved into it."""
+    overrides = (*settings, "model.shard=true", "training.num_steps=2")
+    copies = copies_of(tmp_path / "parts", rotary_model_folder, *overrides, saves=1)
+    assert any(list(copy.glob("x/checkpoints/*.parts.tmp/part-*")) for copy in copies)
+    steps = steps_resumed_from(copies)
+    assert steps == sorted(steps) and set(steps) == {1, 2}

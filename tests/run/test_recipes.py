@@ -115,6 +115,7 @@ def run_recipe(recipe: Path, model: Path, rows: list[dict], folder: Path) -> Pat
     before = {name: p.detach().clone() for name, p in trained.items()}
     assert main.run_training(run) == 0
     assert before and not any(torch.equal(p, before[name]) for name, p in trained.items())
+    run.world.leave()  # with model.shard a rank alone has a process group too
     best = [f"model.name={run.folder / 'best'}", "mode=evaluate"]
     assert main.run_evaluation(main.load_run(load(recipe, *small, *best))) == 0
     return run.folder

@@ -189,7 +189,7 @@ SOURCES = {
         "checkpoint.keep": None,
     },
 }
-OUR_OWN = {"countdown-tiny-sil"}  # recipes without a source
+OUR_OWN = {"countdown-tiny-sil", "countdown-qwen2.5-7b"}  # recipes without a source
 # "#   training.learning_rate  1e-6 (source: unknown): why"
 NAMED = re.compile(r"^#   (\w+\.[\w.]+)  (\S+) \(source: ([^)]*)\)", re.MULTILINE)
 
