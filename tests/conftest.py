@@ -11,7 +11,8 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ["OMP_NUM_THREADS"] = os.environ.get("GRPO_TEST_THREADS", "1")
 
 import pytest
-from harness import save_random, train_tokenizer, write_questions
+import torch
+from harness import NUM_THREADS, save_random, train_tokenizer, write_questions
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -21,6 +22,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+torch.set_num_threads(NUM_THREADS)  # as in launcher.py
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 

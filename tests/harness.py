@@ -414,7 +414,6 @@ def run_program(arguments: list[str], torchrun: tuple[str, ...], log: Path) -> N
     os.setsid()
     os.chdir(ROOT)
     os.environ.update(ENVIRONMENT)
-    torch.set_num_threads(NUM_THREADS)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
