@@ -191,7 +191,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(absolute_model_folder, tmp_p
     Weights and averages are the saved ones: no step is taken, only saved again.
     """
     options = [*data, SHARD, "training.num_samples_per_step_global=6", "training.warmup_steps=0"]
-    train(tmp_path, absolute_model_folder, *options, "training.num_steps=1", num_ranks=3)
+    rising = {"rates": [0.1, 0.2, 0.3]}  # so that best/ is the model after the last step
+    one_step = [*options, "training.num_steps=1"]
+    train(tmp_path, absolute_model_folder, *one_step, num_ranks=3, grading=rising)
     folder = tmp_path / "x/checkpoints/step-000001"
     assert not list(folder.glob("*.safetensors"))  # no rank has written the whole model
     three = merged(folder)
@@ -203,7 +205,8 @@ def test_a_run_goes_on_with_another_number_of_ranks(absolute_model_folder, tmp_p
     best = AutoModelForCausalLM.from_pretrained(tmp_path / "x/best")
     assert best.dtype == torch.float32 and best.lm_head.weight is best.transformer.wte.weight
     assert all(torch.equal(p, three[name]) for name, p in best.named_parameters())
-    output = train(tmp_path, absolute_model_folder, *options, "training.num_steps=2", num_ranks=2)
+    two_steps = [*options, "training.num_steps=2"]
+    output = train(tmp_path, absolute_model_folder, *two_steps, num_ranks=2, grading=rising)
     assert "the run had 3 ranks and goes on with 2: not bit for bit the same" in output
 
 
