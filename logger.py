@@ -5,6 +5,7 @@ Every rank makes a `Logger` and calls it in the same way; only rank 0 prints and
     metrics.jsonl    one object per step; a value that is not finite is null (JSON has no NaN)
     metrics.csv      the same in fixed columns; a metric that is missing at a step is an empty cell
     samples.jsonl    one sample per line: step, prompt, completion, reward, gold answer and others
+    rollouts.jsonl   a few groups of a step with their tokens, written by engine/rollouts.py
     mlflow_run_id    the MLflow run that a resumed run continues
 
 A row is on disk when `log_metrics` returns, so the files hold every step of a checkpoint that is
@@ -49,7 +50,7 @@ STEP_FIELDS = (  # label, metric, width, format
     ("lr", "train/lr", 7, ".1e"),
     ("seconds", "time/step_s", 6, ".1f"),
 )
-ROW_STEP = re.compile(r'(?:\{"step": ?)?(\d+)')  # the start of a row in each of the three files
+ROW_STEP = re.compile(r'(?:\{"step": ?)?(\d+)')  # the start of a row in each of the files
 
 
 class Logger:
@@ -65,16 +66,23 @@ class Logger:
         self.mlflow = MlflowRun(import_mlflow()) if do_mlflow and self.is_main else None
 
     def open(
-        self, folder: Path, *, columns: Sequence[str], resume_step: int | None, **shown: Any
+        self,
+        folder: Path,
+        *,
+        columns: Sequence[str],
+        resume_step: int | None,
+        row_waits: bool = False,
+        **shown: Any,
     ) -> None:
         """Start the files in the run's folder anew, or cut them back to `resume_step`.
 
+        With `row_waits` that step's row and samples are still to come; its rollouts are there.
         `columns` are the metrics that may be logged; `shown` are the arguments of
         `MlflowRun.start`. Raises ValueError if the metrics.csv of a resumed run has other columns.
         """
         if not self.is_main:
             return
-        start_files(folder, columns, resume_step=resume_step)
+        start_files(folder, columns, resume_step=resume_step, row_waits=row_waits)
         self.folder, self.columns = folder, list(columns)
         self._send(MlflowRun.start, folder, **shown)
 
@@ -312,15 +320,18 @@ def without_nan(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str), parse_constant=lambda name: None)
 
 
-def start_files(folder: Path, columns: Sequence[str], *, resume_step: int | None) -> None:
-    """Empty the three files, or cut them back to `resume_step`, and write the CSV's header."""
+def start_files(
+    folder: Path, columns: Sequence[str], *, resume_step: int | None, row_waits: bool
+) -> None:
+    """Empty the files, or cut them back as `Logger.open` says, and write the CSV's header."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = ("metrics.csv", "metrics.jsonl", "samples.jsonl")
+    names = ("metrics.csv", "metrics.jsonl", "samples.jsonl", "rollouts.jsonl")
     if resume_step is None:
         (folder / "mlflow_run_id").unlink(missing_ok=True)
         kept = dict.fromkeys(names, "")
     else:
-        kept = {name: rows_until(resume_step, folder / name) for name in names}
+        last = dict.fromkeys(names, resume_step - row_waits) | {"rollouts.jsonl": resume_step}
+        kept = {name: rows_until(step, folder / name) for name, step in last.items()}
     header = ",".join(["step", *columns]) + "\n"
     kept["metrics.csv"] = kept["metrics.csv"] or header
     if not kept["metrics.csv"].startswith(header):

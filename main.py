@@ -52,14 +52,7 @@ from engine.config import (
 from engine.data import load_questions
 from engine.distributed import World, init_world, settle_ddp_buckets
 from engine.head import CompletionScorer, supports_chunked_head
-from engine.metrics import (
-    Clock,
-    majority_sample,
-    peak_memory_gb,
-    reduce_means,
-    single_rate,
-    solve_rates,
-)
+from engine.metrics import Clock, peak_memory_gb, reduce_means, solve_rates
 from engine.model import (
     Policy,
     choose_backend,
@@ -70,6 +63,7 @@ from engine.model import (
 )
 from engine.optimizer import learning_rate_at, make_optimizer, set_learning_rate
 from engine.prompts import completion_text, encode_prompts
+from engine.rollouts import log_rollouts
 from engine.run import (
     Run,
     check_room,
@@ -83,6 +77,7 @@ from engine.run import (
     save_best,
     save_checkpoint,
     save_evaluation,
+    single_answer_metrics,
     stop,
     validation_samples,
 )
@@ -152,8 +147,8 @@ def load_run(config: Config) -> Run:
 def load_policy(config: Config, world: World, logger: Logger) -> Policy:
     """The model on this rank's device: one that is trained and scores, and one that samples.
 
-    The trained weights are fp32 and their arithmetic is bf16 on a GPU (`compute_dtype`), fp32 on a
-    CPU. On a GPU a bf16 copy samples, refreshed after each optimizer step.
+    The trained weights are fp32 and their arithmetic is bf16 on a GPU, fp32 on a CPU, or what
+    `compute_dtype` says. For bf16 a copy in bf16 samples, refreshed after each optimizer step.
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -265,6 +260,8 @@ def run_training(run: Run) -> int:
             # LoRA dropout is the only randomness here; its seed lets a resumed run repeat it.
             with clock("update"), seeded(seeds, world.device):
                 metrics, sums, is_skipped = update_policy(run, groups)
+            with clock("rollouts_log"):  # a few groups for tools/report.py
+                log_rollouts(run, groups, [row for _, row in mine], step=state.step + 1)
         metrics |= reduce_means(rollout_sums(groups, rewards) | sums, world)
         metrics |= {"train/lr": learning_rate} | clock.read()
         num_tokens = metrics["train/completion_tokens"] * questions_per_step * training.group_size
@@ -300,6 +297,7 @@ class Trajectory:
     reward_parts: dict[str, float]
     reward: float
     advantage: float = 0.0
+    weight: float = 0.0  # of each of its sampled tokens in the loss; 0 if the update leaves it out
     in_batch: bool = True  # counts in the loss's denominator; sil leaves out all but the k best
 
     @property
@@ -507,6 +505,33 @@ def policy_token_loss(
     return -torch.min(ratio * advantages, clipped * advantages)
 
 
+def cispo_token_loss(
+    log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    old_log_probs: torch.Tensor,
+    clip_eps_high: float,
+) -> torch.Tensor:
+    """CISPO's loss of each token: -sg(min(ratio, 1 + eps)) A log pi; shapes as above.
+
+    sg: no gradient. Where PPO's clip would leave a token out, CISPO trains it with the largest
+    weight (MiniMax-M1, arXiv:2506.13585, equations 4 and 5; without the lower bound, as there).
+    """
+    ratio = (log_probs.detach() - old_log_probs).exp()  # (B, T)
+    return -ratio.clamp(max=1 + clip_eps_high) * advantages[:, None] * log_probs
+
+
+def completion_means(log_probs: torch.Tensor, completion_mask: torch.Tensor) -> torch.Tensor:
+    """The mean log-probability of each completion, at all of its tokens; (B, T) to (B, T).
+
+    PPO's loss of these is GSPO's (arXiv:2507.18071, equations 5 and 7): the ratio is then that of
+    whole completions, to the power of 1 / length, and its gradient reaches all of their tokens.
+    """
+    lengths = completion_mask.sum(dim=1, keepdim=True)  # (B, 1)
+    means = (log_probs * completion_mask).sum(dim=1, keepdim=True) / lengths.clamp(min=1)
+    return means.expand_as(log_probs)
+
+
 KL_LOG_RATIO_LIMIT = 10.0  # its exponential is 22,026; an unlimited one overflows
 
 
@@ -631,19 +656,12 @@ def update_policy(
 def accumulate_gradient(run: Run, batch: MicroBatch, sums: UpdateSums) -> float:
     """Add one micro-batch's gradient to the weights'; returns its loss."""
     training, policy = run.config.training, run.policy
-    eps, eps_high = training.clip_eps, training.clip_eps_high or training.clip_eps
     log_probs = score(policy.scorer, batch, policy.params.temperature)  # (B, T)
     if training.tis_clip is not None and batch.old_log_probs is None:
         batch.weights = batch.weights * truncated_importance(
             log_probs.detach(), batch.sampler_log_probs, clip=training.tis_clip
         )
-    token_loss = policy_token_loss(
-        log_probs,
-        batch.advantages,
-        old_log_probs=batch.old_log_probs,
-        clip_eps=eps,
-        clip_eps_high=eps_high,
-    )  # (B, T)
+    token_loss, is_clipped = compare_policies(run.config, batch, log_probs)
     if training.kl_coef > 0:
         token_loss = token_loss + training.kl_coef * kl_to_reference(policy, batch, log_probs, sums)
     loss = (batch.weights * token_loss).sum()
@@ -651,17 +669,38 @@ def accumulate_gradient(run: Run, batch: MicroBatch, sums: UpdateSums) -> float:
 
     log_probs, mask = log_probs.detach(), batch.completion_mask
     sums.num_tokens += mask.sum().item()
+    sums.num_clipped += is_clipped[mask].sum().item()
     if batch.old_log_probs is None:  # the first pass: these weights sampled the batch
         sums.num_first_tokens += mask.sum().item()
         sums.mismatch += (log_probs - batch.sampler_log_probs).abs()[mask].sum().item()
         if training.num_iterations > 1:
             batch.old_log_probs = log_probs
-    else:
-        ratio, advantages = (log_probs - batch.old_log_probs).exp(), batch.advantages[:, None]
-        too_high, too_low = ratio > 1 + eps_high, ratio < 1 - eps
-        is_clipped = (too_high & (advantages > 0)) | (too_low & (advantages < 0))
-        sums.num_clipped += is_clipped[mask].sum().item()
     return loss.item()
+
+
+def compare_policies(
+    config: Config, batch: MicroBatch, log_probs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of each token by `training.policy_loss`, and whether it is clipped; both (B, T)."""
+    training, advantages, old = config.training, batch.advantages, batch.old_log_probs
+    eps, eps_high = training.clip_eps, training.clip_eps_high or training.clip_eps
+    if training.policy_loss == "gspo" and old is not None:  # one ratio for a whole completion
+        log_probs = completion_means(log_probs, batch.completion_mask)
+        old = completion_means(old, batch.completion_mask)
+    if training.policy_loss == "cispo" and old is not None:
+        loss = cispo_token_loss(log_probs, advantages, old_log_probs=old, clip_eps_high=eps_high)
+    else:
+        loss = policy_token_loss(
+            log_probs, advantages, old_log_probs=old, clip_eps=eps, clip_eps_high=eps_high
+        )
+    if old is None:
+        return loss, torch.zeros_like(batch.completion_mask)
+    ratio = (log_probs.detach() - old).exp()  # (B, T)
+    rises, falls = advantages[:, None] > 0, advantages[:, None] < 0  # (B, 1)
+    too_high, too_low = ratio > 1 + eps_high, ratio < 1 - eps
+    if training.policy_loss == "cispo":  # cuts a weight only from above, but for both signs
+        return loss, too_high & (rises | falls)
+    return loss, (too_high & rises) | (too_low & falls)
 
 
 def kl_to_reference(
@@ -745,6 +784,8 @@ def make_micro_batch(
         num_tokens=num_tokens,
         max_new_gen_tokens=training.max_new_gen_tokens,
     )
+    for row, weight in zip(rows, weights.amax(dim=1).tolist(), strict=True):
+        row.weight = weight
     return MicroBatch(
         input_ids=torch.cat([prompt_ids, completion_ids], dim=1),
         mask=torch.cat([prompt_mask, is_token], dim=1),
@@ -846,46 +887,6 @@ def run_evaluation(run: Run) -> int:
     run.logger.print_evaluation(f"evaluation of {run.config.model.name}", metrics, samples)
     save_evaluation(run, metrics, samples)
     return 2 if has_broken(run, groups) else 0
-
-
-def single_answer_metrics(
-    run: Run, groups: list[list[Trajectory]], greedy: list[list[Trajectory]]
-) -> dict[str, float]:
-    """Rates of one answer per question, with Wilson's interval: what the group votes for, greedy.
-
-    The mean length of the greedy answers stands beside them; so does, where the task has
-    `is_lenient_solved`, a reading that forgives the form. `groups` and `greedy` are those of this
-    rank's questions.
-    """
-    task, world, questions = run.task, run.world, run.validation_questions
-    mine = questions[world.rank :: world.size]
-    answers = [trajectory for (trajectory,) in greedy]
-    solved = {
-        "majority": [is_majority_solved(run, *pair) for pair in zip(groups, mine, strict=True)],
-        "greedy": [t.is_solved for t in answers],
-    }
-    if hasattr(task, "is_lenient_solved"):
-        solved["strict"] = solved["greedy"]
-        solved["lenient"] = [
-            not t.completion.is_broken
-            and task.is_lenient_solved(t.text, example, options=run.config.task)
-            for t, example in zip(answers, mine, strict=True)
-        ]
-    rows = list(zip(*solved.values(), strict=True))
-    table = world.gather_rows(rows, shape=(len(questions), len(solved)))
-    num_tokens = sum(len(t.completion.token_ids) for t in answers)
-    metrics = reduce_means({"eval/greedy_tokens": (num_tokens, len(answers))}, world)
-    for name, column in zip(solved, table.T, strict=True):
-        metrics |= single_rate(name, column)
-    return metrics
-
-
-def is_majority_solved(run: Run, group: list[Trajectory], example: dict) -> bool:
-    """Whether the answer that most of the group's completions give solves the question."""
-    options = run.config.task
-    answers = [run.task.extract_answer(t.text, example, options=options) for t in group]
-    chosen = majority_sample(answers)
-    return chosen is not None and group[chosen].is_solved
 
 
 if __name__ == "__main__":

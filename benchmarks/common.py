@@ -8,7 +8,15 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the script's modules
+
+from engine.config import load_config
+
 torch.backends.cuda.enable_cudnn_sdp(False)  # as engine/distributed.py does for a run
+
+
+def questions_per_step() -> int:
+    """Questions in a step of the default run, which takes two ranks."""
+    return 2 * load_config([]).questions_per_rank(2)
 
 
 def in_turns(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:

@@ -3,19 +3,27 @@
     python benchmarks/rollouts.py             # everything that this machine can run
     python benchmarks/rollouts.py --quick     # the smallest sizes: does it run?
     python benchmarks/rollouts.py --only growth      # one of its tables
+    python benchmarks/rollouts.py --model FOLDER --vllm-python PATH    # a chat model, and vLLM too
 
 On the embedded model in fp32: tokens per second beside `model.generate` called as users would
 (`--continuous` adds `generate_batch`, which is meant for GPUs); seconds as questions, samples and
 length double twice; completions per second on two ranks of one thread each. On a GPU also models of
 the shape of Qwen2.5-0.5B and 3B with random weights in bf16, whose completions end at random
 lengths as in real runs, beside what the GPU's memory bandwidth allows.
+
+`--model` makes the first table alone, of a chat model that is asked for sums: 16 questions x 8
+samples x 48 tokens, whose end is ignored so that all do equal work. vLLM has a process of its own
+(benchmarks/vllm_side.py), and gets the same threads, dtype and prompts.
 """
 
 import argparse
 import functools
+import json
 import math
 import os
+import signal
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -96,12 +104,63 @@ class Workload:
         return [len(output.generated_tokens) for output in outputs.values()]
 
 
+class Vllm:
+    """vLLM in an interpreter of its own; it stands still while the others are timed."""
+
+    def __init__(self, python: str, model: str, workload: Workload):
+        """Start it and wait until it is ready to sample what the workload samples.
+
+        As its manual advises, the OpenMP library of its own environment is loaded first.
+        """
+        threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        threads |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # ours are not bound to cores either
+        openmp = ":".join(map(str, Path(python).absolute().parents[1].glob("lib/libiomp5.so")))
+        self.process = subprocess.Popen(
+            [python, Path(__file__).with_name("vllm_side.py")],
+            env=os.environ | threads | {"LD_PRELOAD": openmp, "VLLM_CPU_KVCACHE_SPACE": "4"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        job = {
+            "model": model,
+            "dtype": str(workload.model.dtype).removeprefix("torch."),
+            "prompts": workload.prompts,
+            "num_samples": workload.num_samples,
+            "max_new_tokens": workload.params.max_new_tokens,
+            "temperature": workload.params.temperature,
+        }
+        self.ask(json.dumps(job))
+
+    def ask(self, line: str) -> list[int]:
+        """Send a line; returns the reply, and stops all of its processes until the next line."""
+        os.killpg(self.process.pid, signal.SIGCONT)
+        print(line, file=self.process.stdin, flush=True)
+        reply = self.process.stdout.readline()
+        if not reply:
+            raise SystemExit("vLLM has ended: see above")
+        os.killpg(self.process.pid, signal.SIGSTOP)
+        return json.loads(reply)
+
+    def sample(self) -> list[int]:
+        """Lengths of the completions."""
+        return self.ask("sample")
+
+    def close(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the smallest sizes, once")
     parser.add_argument("--only", choices=("backends", "growth", "ranks", "large"))
     parser.add_argument("--continuous", action="store_true", help="time generate_batch on CPUs too")
     parser.add_argument("--repeats", type=int, default=5, help="calls of each function")
+    parser.add_argument("--model", help="a folder with a chat model, for the first table alone")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--vllm-python", help="an interpreter that has vLLM; needs --model")
     options = parser.parse_args(arguments)
     repeats = 1 if options.quick else options.repeats
     size = Size(2, 2, 4) if options.quick else Size()
@@ -110,9 +169,13 @@ def main(arguments: list[str] | None = None) -> None:
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
     print(f"torch {torch.__version__}, {device}, {torch.get_num_threads()} CPU threads\n")
+    if options.model:
+        compare_on_model(options, size if options.quick else Size(16, 8, 48), repeats, device)
+        return
     wanted = {options.only} if options.only else {"backends", "growth", "ranks", "large"}
     if "backends" in wanted:
-        compare_backends(load_tiny(size, device), repeats, continuous=options.continuous or has_gpu)
+        workload = load_workload(size, device)
+        compare_backends(workload, repeats, continuous=options.continuous or has_gpu)
     if "growth" in wanted:
         show_growth(base, repeats, device)
     if "ranks" in wanted:
@@ -124,11 +187,14 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{name}-shaped model on a GPU: not measured")
 
 
-def load_tiny(size: Size, device: torch.device) -> Workload:
-    """The embedded model and generated questions."""
+def load_workload(
+    size: Size, device: torch.device, *, model: str | None = None, dtype: str = "float32"
+) -> Workload:
+    """Generated questions for the embedded model or, in the folder `model`, one that does sums."""
     transformers_logging.disable_progress_bar()
-    overrides = [f"model.name={TINY}", f"training.max_new_gen_tokens={size.max_new_tokens}"]
-    overrides.append("model.compute_dtype=float32")
+    overrides = [f"model.name={model or TINY}", f"model.compute_dtype={dtype}"]
+    overrides.append(f"task.name={'arithmetic' if model else 'countdown'}")
+    overrides.append(f"training.max_new_gen_tokens={size.max_new_tokens}")
     config = load_config(["--config", os.devnull, *overrides])
     policy = load_policy(config, World(rank=0, size=1, device=device), Logger(rank=1))
     task, options = load_task(config.task.name), config.task
@@ -149,13 +215,30 @@ def load_tiny(size: Size, device: torch.device) -> Workload:
 # Backends
 
 
+def compare_on_model(
+    options: argparse.Namespace, size: Size, repeats: int, device: torch.device
+) -> None:
+    """Print tokens per second of the chat model, by vLLM too if there is one."""
+    workload = load_workload(size, device, model=options.model, dtype=options.dtype)
+    workload = resized(workload, size)
+    vllm = Vllm(options.vllm_python, options.model, workload) if options.vllm_python else None
+    print(f"{options.model}, {options.dtype}")
+    try:
+        compare_backends(workload, repeats, continuous=options.continuous, vllm=vllm)
+    finally:
+        if vllm is not None:
+            vllm.close()
+
+
 def compare_backends(
-    workload: Workload, repeats: int, *, continuous: bool
+    workload: Workload, repeats: int, *, continuous: bool, vllm: Vllm | None = None
 ) -> dict[str, tuple[list[int], float]]:
     """Print tokens per second; returns each backend's last lengths and its tokens per second."""
     backends = {"grouped": workload.grouped, "model.generate": workload.generate}
     if continuous:
         backends["generate_batch"] = workload.continuous
+    if vllm is not None:
+        backends["vLLM"] = vllm.sample
     lengths: dict[str, list[list[int]]] = {name: [] for name in backends}
     seconds = in_turns(
         {
@@ -187,7 +270,7 @@ def note(function: Callable[[], list[int]], results: list[list[int]]) -> None:
 
 def show_growth(base: Size, repeats: int, device: torch.device) -> None:
     """Print the seconds of 1, 2 and 4 times as many questions, samples and tokens."""
-    tiny = load_tiny(replace(base, questions=4 * base.questions), device)
+    tiny = load_workload(replace(base, questions=4 * base.questions), device)
     factors, fields = (1, 2, 4), ("questions", "samples", "max_new_tokens")
     functions = {
         f"{field} {factor}": resized(
@@ -253,7 +336,7 @@ def serve_rank(rank: int, size: Size, pipe: Connection) -> None:
     """A process that samples whenever it is told to, until it is told no more."""
     torch.set_num_threads(1)
     has_gpu = torch.cuda.is_available()
-    workload = load_tiny(size, torch.device("cuda", rank) if has_gpu else torch.device("cpu"))
+    workload = load_workload(size, torch.device("cuda", rank) if has_gpu else torch.device("cpu"))
     while pipe.recv():
         workload.position = 0  # the same completions on both: equal work
         pipe.send(sum(workload.grouped()))

@@ -2,9 +2,10 @@
 
     pip install trl==1.16.0
     python benchmarks/step.py     # of several GPUs show it one: CUDA_VISIBLE_DEVICES=0
+    python benchmarks/step.py --model FOLDER    # a chat model that learns to add
 
-One process, so the same threads; the same model (tiny/, fp32), questions, reward, loss (Dr.
-GRPO: no KL, no division by the standard deviation) and optimizer; TRL samples with
+One process, so the same threads; the same model (tiny/ or FOLDER, fp32), questions, reward, loss
+(Dr. GRPO: no KL, no division by the standard deviation) and optimizer; TRL samples with
 `model.generate`, without vLLM. First both compute the gradient of the same rollouts, which must
 agree; then their steps alternate, TRL's first. At a learning rate of 1e-6 the models hardly
 change, so that their completions stay equally long.
@@ -21,37 +22,31 @@ import time
 
 import torch
 from common import print_table, synchronize  # first: it finds the script's modules
-from datasets import Dataset
-from transformers import PrinterCallback, TrainerCallback
+from transformers import TrainerCallback
+from trl_side import GRPOTrainer, make_trainer
 
 import main as program
-from countdown import Options, reward_function
 from engine.config import load_config
 from engine.metrics import Clock, reduce_means
-from engine.prompts import render_prompts
 from engine.run import Run
 from logger import Logger
 from main import Trajectory, assign_advantages, rollout_sums, sample_trajectories, update_policy
 
-try:
-    from trl import GRPOConfig, GRPOTrainer
-except ImportError as error:
-    raise SystemExit(f"{error}: pip install trl==1.16.0") from None
-
-QUESTIONS, SAMPLES, MAX_NEW_TOKENS, LEARNING_RATE = 32, 16, 112, 1e-6
-ROWS = QUESTIONS * SAMPLES
-FORMAT_WEIGHT = 0.1
+TINY_SIZES, CHAT_SIZES = (32, 16, 112), (8, 8, 24)  # questions, samples, new tokens
+LEARNING_RATE = 1e-6
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=5, help="steps of each, after one to warm up")
-    parser.add_argument("--trl-micro-batch", type=int, default=64, help="rows, divides 512")
+    parser.add_argument("--trl-micro-batch", type=int, default=64, help="rows, divides the batch")
+    parser.add_argument("--model", help="a folder with a chat model, in place of tiny/")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = load_run(folder, options)
         turns = Turns(run)
-        trainer = make_trainer(run, folder, options, turns)
+        model = copy.deepcopy(run.policy.model)
+        trainer = make_trainer(run, model, turns, micro_batch=options.trl_micro_batch)
         check_gradient(run, trainer)
         trainer.train()
     print_results(trainer, turns)
@@ -59,80 +54,28 @@ def main() -> None:
 
 def load_run(folder: str, options: argparse.Namespace) -> Run:
     """Our side: the default run with the sizes above, silent from here on."""
+    questions, samples, max_new_tokens = CHAT_SIZES if options.model else TINY_SIZES
     overrides = [
         f"run.dir={folder}",
         "model.compute_dtype=float32",
-        f"task.reward_weights={{format: {FORMAT_WEIGHT}, answer: 1.0}}",
         f"training.num_steps={options.steps + 1}",
-        f"training.num_samples_per_step={QUESTIONS}",
-        f"training.k_best_of_n=[{SAMPLES},{SAMPLES}]",
-        f"training.max_new_gen_tokens={MAX_NEW_TOKENS}",
+        f"training.num_samples_per_step={questions}",
+        f"training.k_best_of_n=[{samples},{samples}]",
+        f"training.max_new_gen_tokens={max_new_tokens}",
         f"training.learning_rate={LEARNING_RATE}",
         "training.warmup_steps=0",
         "validation.num_examples=1",
     ]
+    if options.model:
+        overrides += [f"model.name={options.model}", "task.name=arithmetic"]
     run = program.load_run(load_config(["--config", os.devnull, *overrides]))
     run.logger = Logger(rank=1)
     return run
 
 
-def make_trainer(run: Run, folder: str, options: argparse.Namespace, turns: "Turns") -> GRPOTrainer:
-    """TRL's side: a copy of the model, the same questions in the same order."""
-    is_cuda = run.world.device.type == "cuda"
-    num_questions = QUESTIONS * (options.steps + 1)
-    drawn, _ = run.train_questions.take(0, num_questions)
-    trainer = GRPOTrainer(
-        model=copy.deepcopy(run.policy.model),
-        processing_class=run.policy.tokenizer,
-        reward_funcs=reward,
-        train_dataset=Dataset.from_list([as_trl_row(example, run) for _, example in drawn]),
-        callbacks=[turns],
-        args=GRPOConfig(
-            output_dir=folder,
-            max_steps=options.steps + 1,
-            per_device_train_batch_size=options.trl_micro_batch,
-            gradient_accumulation_steps=ROWS // options.trl_micro_batch,
-            num_generations=SAMPLES,
-            max_completion_length=MAX_NEW_TOKENS,
-            temperature=run.config.sampling.temperature,
-            top_p=1.0,
-            top_k=0,
-            loss_type="dr_grpo",
-            scale_rewards="none",
-            beta=0.0,
-            num_iterations=1,
-            learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant",
-            weight_decay=run.config.training.weight_decay,
-            max_grad_norm=run.config.training.max_grad_norm,
-            shuffle_dataset=False,
-            gradient_checkpointing=False,  # on by default; it costs time
-            bf16=False,
-            use_cpu=not is_cuda,
-            report_to="none",
-            logging_strategy="no",
-            save_strategy="no",
-            disable_tqdm=True,
-        ),
-    )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
-
-
-def as_trl_row(example: dict, run: Run) -> dict:
-    (prompt,), _ = render_prompts(
-        [example], task=run.task, options=run.config.task, tokenizer=run.policy.tokenizer
-    )
-    return example | {"prompt": prompt}
-
-
-def reward(completions: list[str], nums: list, target: list, **others: object) -> list[float]:
-    """The reward of our run, as TRL calls it."""
-    parts = [
-        reward_function(text, {"nums": numbers, "target": goal}, options=Options(), num_tokens=0)
-        for text, numbers, goal in zip(completions, nums, target, strict=True)
-    ]
-    return [FORMAT_WEIGHT * part["format"] + part["answer"] for part in parts]
+def num_rows(run: Run) -> int:
+    """Completions in a step."""
+    return run.config.training.num_samples_per_step * run.config.training.group_size
 
 
 # The same rollouts give the same gradient
@@ -164,12 +107,13 @@ def our_gradient(run: Run) -> tuple[torch.Tensor, list[list[Trajectory]]]:
 
 def roll_out(run: Run, clock: Clock) -> list[list[Trajectory]]:
     """The groups of the next questions."""
-    drawn, _ = run.train_questions.take(run.state.position, QUESTIONS)
+    training = run.config.training
+    drawn, _ = run.train_questions.take(run.state.position, training.num_samples_per_step)
     return sample_trajectories(
         run,
         [question for _, question in drawn],
-        [(program.TRAINING, run.config.training.seed, position) for position, _ in drawn],
-        num_samples=SAMPLES,
+        [(program.TRAINING, training.seed, position) for position, _ in drawn],
+        num_samples=training.group_size,
         params=run.policy.params,
         clock=clock,
         description="",
@@ -178,7 +122,7 @@ def roll_out(run: Run, clock: Clock) -> list[list[Trajectory]]:
 
 def trl_gradient(trainer: GRPOTrainer, run: Run, groups: list[list[Trajectory]]) -> torch.Tensor:
     """TRL's gradient of these rollouts: its own rewards, advantages and loss of our tokens."""
-    rows = [trainer.train_dataset[i] for i in range(QUESTIONS) for _ in range(SAMPLES)]
+    rows = [trainer.train_dataset[i] for i, group in enumerate(groups) for _ in group]
     prompts, *_ = trainer._tokenize_prompts([row["prompt"] for row in rows])
     assert prompts == [t.prompt_ids for group in groups for t in group], "other prompts"
     trainer.model.train()
@@ -236,7 +180,7 @@ def take_step(run: Run) -> dict[str, float]:
     rewards = assign_advantages(groups, run.config)
     with clock("update"):
         update_policy(run, groups)
-    run.state.position += QUESTIONS
+    run.state.position += len(groups)
     return reduce_means(rollout_sums(groups, rewards), run.world) | clock.read()
 
 
@@ -255,7 +199,8 @@ def print_results(trainer: GRPOTrainer, turns: Turns) -> None:
         ("TRL", turns.trl_s[1:], float(theirs["completions/mean_length"]), float(theirs["reward"])),
         ("plain-grpo", turns.our_s[1:], tokens, score),
     ]
-    print(f"{torch.get_num_threads()} threads, {turns.run.world.device}, {ROWS} rows a step\n")
+    where = f"{torch.get_num_threads()} threads, {turns.run.world.device}"
+    print(f"{where}, {num_rows(turns.run)} rows a step\n")
     print_table(
         ["", "seconds a step", "range", "times ours", "tokens a completion", "reward"],
         [

@@ -27,3 +27,5 @@ REF_LOG_PROBS = [
     [-0.1, -3.0, -0.8, -2.0, -5.0],
 ]
 CLIP_EPS, CLIP_EPS_HIGH, KL_COEF, MAX_NEW_TOKENS = 0.2, 0.28, 0.1, 6
+# GSPO's ratios of these completions are 1.02, 1.07, 0.61 and 1.05: the first is clipped.
+GSPO_CLIP_EPS, GSPO_CLIP_EPS_HIGH = 0.01, 0.015

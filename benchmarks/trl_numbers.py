@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl_inputs import (
     CLIP_EPS,
     CLIP_EPS_HIGH,
+    GSPO_CLIP_EPS,
+    GSPO_CLIP_EPS_HIGH,
     KL_COEF,
     LENGTHS,
     LOG_PROBS,
@@ -44,6 +46,11 @@ def main() -> None:
     with_kl = {kind: loss_and_gradient(trainer, mask, kind, KL_COEF) for kind in loss_types}
     _, _, metrics = with_kl["grpo"]
     _, first_gradient, _ = loss_and_gradient(trainer, mask, "dr_grpo", 0.0, is_first=True)
+    trainer.epsilon_high = 1 + CLIP_EPS_HIGH  # for cispo the limit itself, not its distance from 1
+    cispo = loss_and_gradient(trainer, mask, "cispo", 0.0)
+    trainer.epsilon_low, trainer.epsilon_high = GSPO_CLIP_EPS, GSPO_CLIP_EPS_HIGH
+    trainer.importance_sampling_level = "sequence"
+    gspo = {kind: loss_and_gradient(trainer, mask, kind, 0.0) for kind in ("grpo", "dr_grpo")}
     figures = {
         "TRL_ADVANTAGES": {scale: advantages(trainer, scale) for scale in ("none", "group")},
         "TRL_TOKEN_LOSS": token_loss,
@@ -55,6 +62,10 @@ def main() -> None:
         "TRL_GRADIENT_WITH_KL": {kind: gradient for kind, (_, gradient, _) in with_kl.items()},
         "TRL_CLIP_FRAC": metrics["clip_ratio/region_mean"],
         "TRL_KL": metrics["kl"],
+        "TRL_CISPO_LOSS": cispo[0],
+        "TRL_CISPO_GRADIENT": cispo[1],
+        "TRL_GSPO_LOSS": {kind: loss for kind, (loss, _, _) in gspo.items()},
+        "TRL_GSPO_GRADIENT": {kind: gradient for kind, (_, gradient, _) in gspo.items()},
     }
     for name, value in figures.items():
         print(f"{name} = {rounded(value)!r}")

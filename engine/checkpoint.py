@@ -41,6 +41,7 @@ RESULTS = (
     "config.yaml",
     "metrics.csv",
     "mlflow_run_id",
+    "rollouts.jsonl",
     "samples.jsonl",
     "metrics.jsonl",
 )

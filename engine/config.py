@@ -126,6 +126,7 @@ class TrainingSettings(Section):
     max_grad_norm: PositiveFloat = 1.0
     advantage: Literal["mean", "zscore"] = "mean"
     loss_normalization: Literal["dr_grpo", "token", "sequence", "sum"] = "dr_grpo"
+    policy_loss: Literal["ppo", "cispo", "gspo"] = "ppo"
     kl_coef: float = Field(0.0, ge=0, le=1000)
     num_iterations: Count = 1
     clip_eps: float = Field(0.2, gt=0, lt=1)
@@ -168,6 +169,7 @@ class LoggingSettings(Section):
     experiment: Text = "plain-grpo"
     samples: NonNegativeInt = 3
     train_samples_every: NonNegativeInt = 0
+    rollouts_every: NonNegativeInt = 20
 
 
 class ExportSettings(Section):
@@ -623,6 +625,9 @@ def impossible_training(config: Config) -> Iterator[str]:
         yield f"{key}: generated questions have no epochs; write null, and training.num_steps"
     if is_sil and training.advantage == "zscore":
         yield "training.advantage = zscore: sil gives the k best the advantage 1; write mean"
+    if training.policy_loss == "gspo" and training.clip_eps >= 0.1:
+        key = f"training.clip_eps = {show(training.clip_eps)}"
+        yield f"{key}: gspo's ratio hardly leaves 1, so this never clips; write 3e-4 or so"
     if training.embedding_learning_rate is not None and training.optimizer != "muon":
         key = f"training.embedding_learning_rate = {show(training.embedding_learning_rate)}"
         yield f"{key}: only muon has one; write null, or training.optimizer=muon"

@@ -16,7 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from engine.config import Config, TaskSettings
-from engine.prompts import describe_lengths, encode_prompts, fill, fold_system, pose, render_prompt
+from engine.prompts import describe_lengths, encode_prompts, fill, folds_system, pose
 
 # A run's questions
 
@@ -54,10 +54,8 @@ def load_questions(
         raise ValueError(f"task.prompt: it does not hold the question; write one of {keys} into it")
     rendering = {"task": task, "options": settings, "tokenizer": tokenizer}
     prompt = pose(validation[0], task=task, options=settings)
-    if tokenizer.chat_template and not isinstance(prompt, str) and prompt[0]["role"] == "system":
-        folded = fold_system(prompt)
-        if render_prompt(prompt, tokenizer) == render_prompt(folded, tokenizer):
-            log("the chat template takes no system message: it is put before the question")
+    if folds_system(prompt, tokenizer):
+        log("the chat template takes no system message: it is put before the question")
     fits = FitsContext(context, config.max_validation_tokens, **rendering)
     fitting = [row for row, fit in zip(validation, fits(validation), strict=True) if fit]
     if not fitting:

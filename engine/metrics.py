@@ -22,6 +22,7 @@ TRAIN_METRICS = (
     "completion_tokens truncated_frac zero_advantage_frac skipped_steps collapsed "
     "reward_timeouts sampler_mismatch"
 )
+TIMED_PHASES = ("rollout", "reward", "update", "rollouts_log", "eval", "step")
 
 # A collapsed policy gives the same few answers, or rambles until it is cut off. More steps seldom
 # bring it back, and on rented hardware they cost money. The means of these metrics over the last
@@ -73,7 +74,7 @@ def metric_columns(config: Config) -> list[str]:
         *(f"train/{name}" for name in TRAIN_METRICS.split()),
         *(["train/kl"] if config.training.kl_coef > 0 else []),
         *(f"eval/{name}" for name in evaluation),
-        *(f"time/{name}_s" for name in ("rollout", "reward", "update", "eval", "step")),
+        *(f"time/{name}_s" for name in TIMED_PHASES),
         *("perf/tokens_per_s", "perf/peak_memory_gb"),
     ]
 

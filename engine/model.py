@@ -55,7 +55,7 @@ class Policy:
 
     model: nn.Module  # the weights that the optimizer steps are fp32
     scorer: nn.Module | None  # a CompletionScorer, in DDP on several ranks; None: not trained
-    sampler: nn.Module  # the model itself or, on CUDA or with model.shard, a copy of it
+    sampler: nn.Module  # the model itself or, in bf16 or with model.shard, a copy of it
     tokenizer: PreTrainedTokenizerFast
     params: SamplingParams  # for the samples that are trained on
     backend: str  # how completions are sampled: generate, grouped or captured
@@ -114,8 +114,8 @@ def load_model_and_tokenizer(
         model_config = load_model_config(config)
         is_frozen = lora is not None or base is not None or quantization is not None
         dtype = compute_dtype if is_frozen else torch.float32
-        copies = settings.shard or samples_a_copy(
-            device, weight_dtype=dtype, compute_dtype=compute_dtype
+        copies = samples_a_copy(
+            weight_dtype=dtype, compute_dtype=compute_dtype, shard=settings.shard
         )
         check_memory(model_config, config, device=device, samples_copy=copies, weight_dtype=dtype)
         model, eos_ids = load_model(
@@ -311,32 +311,25 @@ def choose_compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def samples_a_copy(
-    device: torch.device, *, weight_dtype: torch.dtype, compute_dtype: torch.dtype
-) -> bool:
+def samples_a_copy(*, weight_dtype: torch.dtype, compute_dtype: torch.dtype, shard: bool) -> bool:
     """Whether sampling needs a copy of the weights in the compute dtype.
 
-    It does on a GPU: otherwise autocast would cast all weights anew for every token.
+    Otherwise autocast would cast all weights anew for every token, and a model that is cut into
+    shards would be gathered anew for every token.
     """
-    return device.type == "cuda" and weight_dtype != compute_dtype
+    return shard or weight_dtype != compute_dtype
 
 
 def make_sampler(
     model: nn.Module, compute_dtype: torch.dtype, device: torch.device, *, shard: bool
 ) -> nn.Module:
-    """The model that samples: the model itself or, if `samples_a_copy`, a bf16 copy of it.
+    """The model that samples: the model itself or, if `samples_a_copy`, a copy on the device.
 
-    With `shard` it is a full copy on the device in any case, made before the model is cut up.
+    The copy is made before the model is cut up.
     """
-    if shard:
+    if samples_a_copy(weight_dtype=model.dtype, compute_dtype=compute_dtype, shard=shard):
         return copy_in(compute_dtype, model, device)
-    has_copy = samples_a_copy(model.device, weight_dtype=model.dtype, compute_dtype=compute_dtype)
-    return (bf16_copy(model) if has_copy else model).eval()
-
-
-def frozen_copy(model: nn.Module) -> nn.Module:
-    """A copy that is not trained."""
-    return copy.deepcopy(model).requires_grad_(False).eval()
+    return model.eval()
 
 
 def bf16_copy(model: nn.Module) -> nn.Module:
@@ -363,7 +356,8 @@ def make_reference(
     """A scorer by the model that the run starts from: the adapter is off, or a copy is frozen."""
     if config.model.lora is not None:
         return functools.partial(score_without_adapter, scorer)
-    copied = bf16_copy(scorer.model) if in_bf16 else frozen_copy(scorer.model)
+    model = scorer.model
+    copied = copy_in(torch.bfloat16 if in_bf16 else model.dtype, model, model.device)
     return CompletionScorer(copied, scorer.compute_dtype, chunked=scorer.chunked)
 
 

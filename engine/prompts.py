@@ -139,6 +139,13 @@ def fold_system(chat: list[dict]) -> list[dict]:
     return [user | {"content": f"{system['content']}\n\n{user['content']}"}, *others]
 
 
+def folds_system(messages: list[dict] | str, tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether the template has no place for the system message, which then begins the question."""
+    if not tokenizer.chat_template or isinstance(messages, str) or messages[0]["role"] != "system":
+        return False
+    return render_prompt(messages, tokenizer) == render_prompt(fold_system(messages), tokenizer)
+
+
 def assistant_prefix(messages: list[dict] | str) -> str:
     """The beginning of the answer that the prompt already contains; "" if it contains none."""
     if isinstance(messages, str) or messages[-1]["role"] != "assistant":

@@ -34,7 +34,15 @@ from engine.data import QuestionStream
 from engine.distributed import World
 from engine.estimate import check_disk
 from engine.export import PASS_AT_1, ExportError, merge, model_card, push, save_in_4bit
-from engine.metrics import mean_of_last, metric_columns, signs_of_collapse, versions
+from engine.metrics import (
+    majority_sample,
+    mean_of_last,
+    metric_columns,
+    reduce_means,
+    signs_of_collapse,
+    single_rate,
+    versions,
+)
 from engine.model import Policy
 from engine.prompts import render_prompts
 from engine.sharding import check_shared_disk, gather_weights, load_parts, move_parts, save_parts
@@ -191,13 +199,13 @@ def find_saved(run: Run) -> tuple[Path | None, dict | None]:
 def open_files(run: Run) -> None:
     """Make the run's folder, write its resolved config, and start the files of its metrics."""
     config, state = run.config, run.state
-    last_recorded = state.step if state.row is None else state.step - 1
     run.logger.open(
         run.folder,
         config_text=dump(config),
         params=dotted_values(config),
         columns=metric_columns(config),
-        resume_step=last_recorded if run.is_resumed else None,
+        resume_step=state.step if run.is_resumed else None,
+        row_waits=state.row is not None,
         experiment=config.logging.experiment,
         run_name=run_name(config),
         description="\n".join(f"- {line}" for line in differences(config)),
@@ -246,13 +254,14 @@ def save_checkpoint(run: Run) -> bool:
     They are saved once at most: so with checkpoint.keep=2 the checkpoint before them stays.
     """
     root, world = run.folder / "checkpoints", run.world
-    newest = checkpoint.newest_whole(root)
-    if run.config.model.shard:  # saving takes all ranks: they must decide alike
-        newest = world.broadcast(newest)
-    last_taken = run.state.step - run.state.skipped_in_a_row
-    if run.state.skipped_in_a_row > 0 and newest and checkpoint.step_of(newest) >= last_taken:
-        run.logger.info("all steps since the newest checkpoint were skipped: nothing new to save")
-        return True
+    if run.state.skipped_in_a_row > 0:
+        newest = world.on_main(functools.partial(checkpoint.newest_whole, root))
+        last_taken = run.state.step - run.state.skipped_in_a_row
+        if newest is not None and checkpoint.step_of(newest) >= last_taken:
+            run.logger.info(
+                "all steps since the newest checkpoint were skipped: nothing new to save"
+            )
+            return True
     # The norm can overflow for finite weights, but only for ones far too large for usable logits.
     if not nn.utils.get_total_norm(run.trained_weights).isfinite():
         run.logger.warning(
@@ -335,6 +344,63 @@ def validation_samples(run: Run, groups: list[list]) -> list[dict]:
     return first_samples(run, groups, mine, split="validation")
 
 
+# Evaluation: what only mode=evaluate measures and writes
+
+
+def single_answer_metrics(run: Run, groups: list[list], greedy: list[list]) -> dict[str, float]:
+    """Rates of one answer per question, with Wilson's interval: what the group votes for, greedy.
+
+    The mean length of the greedy answers stands beside them; so does, where the task has
+    `is_lenient_solved`, a reading that forgives the form. `groups` and `greedy` are trajectories,
+    for this rank's questions.
+    """
+    task, world, questions = run.task, run.world, run.validation_questions
+    mine = questions[world.rank :: world.size]
+    answers = [trajectory for (trajectory,) in greedy]
+    solved = {
+        "majority": [is_majority_solved(run, *pair) for pair in zip(groups, mine, strict=True)],
+        "greedy": [t.is_solved for t in answers],
+    }
+    if hasattr(task, "is_lenient_solved"):
+        solved["strict"] = solved["greedy"]
+        solved["lenient"] = [
+            not t.completion.is_broken
+            and task.is_lenient_solved(t.text, example, options=run.config.task)
+            for t, example in zip(answers, mine, strict=True)
+        ]
+    rows = list(zip(*solved.values(), strict=True))
+    table = world.gather_rows(rows, shape=(len(questions), len(solved)))
+    num_tokens = sum(len(t.completion.token_ids) for t in answers)
+    metrics = reduce_means({"eval/greedy_tokens": (num_tokens, len(answers))}, world)
+    for name, column in zip(solved, table.T, strict=True):
+        metrics |= single_rate(name, column)
+    return metrics
+
+
+def is_majority_solved(run: Run, group: list, example: dict) -> bool:
+    """Whether the answer that most of the group's completions give solves the question."""
+    options = run.config.task
+    answers = [run.task.extract_answer(t.text, example, options=options) for t in group]
+    chosen = majority_sample(answers)
+    return chosen is not None and group[chosen].is_solved
+
+
+def save_evaluation(run: Run, metrics: dict[str, float], samples: list[dict]) -> None:
+    """Write what mode=evaluate has measured to eval-<time>/ in the run's folder, on rank 0.
+
+    The new folder holds config.yaml, metrics.json and samples.jsonl; the run's own files stay.
+    """
+    if not run.world.is_main:
+        return
+    folder = run.folder / f"eval-{datetime.now():%Y%m%d-%H%M%S-%f}"
+    folder.mkdir(parents=True)
+    write_config(folder, run.config)
+    write_atomically(folder / "samples.jsonl", "".join(map(json_line, samples)))
+    text = json.dumps(without_nan(metrics), allow_nan=False, indent=1) + "\n"
+    write_atomically(folder / "metrics.json", text)
+    run.logger.info(f"written to {folder}")
+
+
 # Ending
 
 
@@ -350,18 +416,18 @@ def stop(run: Run) -> int:
 
 
 def finish(run: Run) -> None:
-    """Log the summary of the run and, if MLflow is on, show the run's curves there."""
+    """Log the summary of the run and, if MLflow is on, show its curves and its report there."""
     run.logger.info(summary(run))
     if run.world.is_main and run.config.logging.mlflow:
-        out = run.folder / "curves"
-        command = [sys.executable, "-m", "tools.plot", str(run.folder.absolute())]
-        command += ["--out", str(out.absolute())]
-        drawn = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if drawn.returncode == 0:
-            run.logger.log_artifact(out.with_suffix(".png"))
-        else:
-            problem = drawn.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
-            run.logger.warning(f"the curves are not drawn: {problem}")
+        for tool, name in {"plot": "curves.png", "report": "report.html"}.items():
+            folder = run.folder.absolute()
+            command = [sys.executable, "-m", f"tools.{tool}", folder, "--out", folder / name]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            if done.returncode == 0:
+                run.logger.log_artifact(run.folder / name)
+            else:
+                problem = done.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
+                run.logger.warning(f"no {name}: {problem}")
     run.logger.close()
 
 
@@ -389,22 +455,6 @@ def export(run: Run) -> None:
         run.logger.info(f"uploaded to https://huggingface.co/{settings.push_to_hub}")
 
 
-def save_evaluation(run: Run, metrics: dict[str, float], samples: list[dict]) -> None:
-    """Write what mode=evaluate has measured to eval-<time>/ in the run's folder, on rank 0.
-
-    The new folder holds config.yaml, metrics.json and samples.jsonl; the run's own files stay.
-    """
-    if not run.world.is_main:
-        return
-    folder = run.folder / f"eval-{datetime.now():%Y%m%d-%H%M%S-%f}"
-    folder.mkdir(parents=True)
-    write_config(folder, run.config)
-    write_atomically(folder / "samples.jsonl", "".join(map(json_line, samples)))
-    text = json.dumps(without_nan(metrics), allow_nan=False, indent=1) + "\n"
-    write_atomically(folder / "metrics.json", text)
-    run.logger.info(f"written to {folder}")
-
-
 def summary(run: Run) -> str:
     """How well the first, the last and the best model solve, and what can be done with the best."""
     state, best = run.state, run.folder / "best"
@@ -419,6 +469,7 @@ def summary(run: Run) -> str:
         f"the best model: {best}",
         f'load it:        AutoModelForCausalLM.from_pretrained("{best}"){needs}',
         f"ask it:         python -m tools.chat {best}",
+        f"look at it all: python -m tools.report {run.folder}",
         "train on:       the same command with a larger training.num_steps",
     ]
     if state.step < run.config.training.num_steps:

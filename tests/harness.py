@@ -53,7 +53,7 @@ ENVIRONMENT = os.environ | {
 USERS_ENVIRONMENT = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
 NO_FILE = f"--config={os.devnull}"
 NUMBERS = range(1, 65)  # the tokenizer has one token for each <answer>n</answer>
-REWARDED_TASKS = ("countdown", "gsm8k", "math500")
+REWARDED_TASKS = ("countdown", "arithmetic", "gsm8k", "math500")
 
 
 def alone() -> World:
@@ -372,6 +372,7 @@ SHORT_RUN = (
     "validation.pass_k=[1, 2]",
     "validation.every=2",
     "checkpoint.every=1",
+    "logging.rollouts_every=1",
 )
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 
@@ -489,8 +490,8 @@ def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def what_is_left(folder: Path) -> tuple[dict, list[dict], list[dict], str]:
-    """Weights, metrics but times, samples: what a resumed run must have in common."""
+def what_is_left(folder: Path) -> tuple[dict, list[dict], list[dict], list[str]]:
+    """Weights, metrics but times, samples, rollouts: what a resumed run must have in common."""
     run = folder / "x"
     weights = {}
     for name in ("checkpoints/last", "best"):
@@ -498,15 +499,16 @@ def what_is_left(folder: Path) -> tuple[dict, list[dict], list[dict], str]:
     rows = [without_times(row) for row in read_jsonl(run / "metrics.jsonl")]
     with (run / "metrics.csv").open(newline="") as file:
         cells = [without_times(row) for row in csv.DictReader(file)]
-    return weights, rows, cells, (run / "samples.jsonl").read_text()
+    texts = [(run / name).read_text() for name in ("samples.jsonl", "rollouts.jsonl")]
+    return weights, rows, cells, texts
 
 
 def assert_same(one: Path, other: Path) -> None:
-    weights, rows, cells, samples = what_is_left(one)
-    other_weights, other_rows, other_cells, other_samples = what_is_left(other)
+    weights, rows, cells, texts = what_is_left(one)
+    other_weights, other_rows, other_cells, other_texts = what_is_left(other)
     assert [row["step"] for row in other_rows] == list(range(len(other_rows)))
     assert [int(row["step"]) for row in other_cells] == list(range(len(other_rows)))
     assert rows == other_rows
     assert cells == other_cells
-    assert samples == other_samples
+    assert texts == other_texts
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)

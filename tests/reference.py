@@ -128,9 +128,13 @@ def reference_loss(
         log_probs = row_log_probs(model, t)
         objective = t.advantage * log_probs
         if old is not None:
-            ratio = (log_probs - old[i]).exp()
-            clipped = ratio.clamp(1 - training.clip_eps, 1 + training.clip_eps)
+            log_ratio, eps = log_probs - old[i], training.clip_eps
+            ratio = (log_ratio.mean() if training.policy_loss == "gspo" else log_ratio).exp()
+            clipped = ratio.clamp(1 - eps, 1 + eps)
             objective = torch.minimum(ratio * t.advantage, clipped * t.advantage)
+            objective = objective.expand(length)
+            if training.policy_loss == "cispo":
+                objective = ratio.clamp(max=1 + eps).detach() * t.advantage * log_probs
         if ref is not None:
             k3 = (ref[i] - log_probs).exp() - (ref[i] - log_probs) - 1
             objective = objective - training.kl_coef * k3

@@ -2,6 +2,7 @@
 
     python -m tools.plot runs/a runs/b                          # writes curves.png and curves.svg
     python -m tools.plot results/*.csv --out results/curves --smooth 1
+    python -m tools.plot runs/a --panels eval/pass@1 train/completion_tokens
 
 A run is given as its folder or as its metrics.csv, which may have any name. Runs whose names differ
 only in the seed at the end (-s0, -s1) share a curve: the mean over the seeds, in a band from the
@@ -12,8 +13,10 @@ interval of its pass@1. Minutes count steps and evaluations, but neither loading
 import argparse
 import functools
 import io
+import math
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,10 +133,13 @@ def points(table: Table, metric: str, *, window: int) -> np.ndarray:
     return rows.to_numpy().T
 
 
-def draw(paths: list[Path], out: Path, *, window: int = 5) -> list[Path]:
+def draw(
+    paths: list[Path], out: Path, *, window: int = 5, metrics: list[str] | None = None
+) -> list[Path]:
     """Draw the runs in `paths` to `out`.png and `out`.svg; the same metrics give the same files.
 
-    Raises OSError or ValueError for files without curves, or without matplotlib.
+    `metrics` chooses among PANELS; None draws all of them. Raises OSError or ValueError for files
+    without curves, or without matplotlib.
     """
     if window < 1:
         raise ValueError(f"--smooth {window}: it must be at least 1, which does not smooth")
@@ -141,29 +147,38 @@ def draw(paths: list[Path], out: Path, *, window: int = 5) -> list[Path]:
     from matplotlib import style
 
     groups = group_seeds([read_table(path) for path in paths])
+    panels = [panel for panel in PANELS if metrics is None or panel[0] in metrics]
     out = out.with_suffix("") if out.suffix in (".png", ".svg") else out
     out.parent.mkdir(parents=True, exist_ok=True)
     png, svg = (out.with_name(f"{out.name}.{kind}") for kind in ("png", "svg"))
     with style.context(STYLE, after_reset=True):
-        figure = make_figure(groups, window=window)
+        figure = make_figure(groups, window=window, panels=panels)
         figure.savefig(png, dpi=200)
         figure.savefig(svg, metadata={"Date": None})
     return [png, svg]
 
 
-def make_figure(groups: dict[str, list[Table]], *, window: int) -> Any:
-    """Six panels, each over steps on the left and over minutes on the right."""
+def make_figure(
+    groups: dict[str, list[Table]], *, window: int, panels: Sequence[tuple] = PANELS
+) -> Any:
+    """Panels two by two, each over steps on the left and over minutes on the right."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 6.6), layout="constrained")  # inches: 900 pixels on a page
+    num_rows = math.ceil(len(panels) / 2)
+    size = (9, 0.9 + 1.9 * num_rows)  # inches: 900 pixels on a page
+    figure = Figure(figsize=size, layout="constrained")
+    style = {"sharex": "col", "squeeze": False}
     widths = (1, 1, 0.06, 1, 1)  # the middle column keeps the panels apart
-    grid = figure.subplots(3, 5, sharex="col", gridspec_kw={"width_ratios": widths})
+    grid = figure.subplots(num_rows, 5, **style, gridspec_kw={"width_ratios": widths})
     names = {name for group in groups.values() for table in group for name in table.rows}
     counts = sorted(name.removeprefix(BEST_OF) for name in names if name.startswith(BEST_OF))
     for axes in grid[:, 2]:
         axes.remove()
-    pairs = grid[:, [0, 1, 3, 4]].reshape(6, 2)
-    for (left, right), (metric, title, label) in zip(pairs, PANELS, strict=True):
+    pairs = grid[:, [0, 1, 3, 4]].reshape(-1, 2)
+    for axes in pairs[len(panels) :].flat:  # the last of an odd number
+        axes.remove()
+    pairs = pairs[: len(panels)]
+    for (left, right), (metric, title, label) in zip(pairs, panels, strict=True):
         left.set(title=title.format(n="/".join(counts) or "n"), ylabel=label)
         right.sharey(left)
         right.tick_params(labelleft=False)
@@ -171,8 +186,10 @@ def make_figure(groups: dict[str, list[Table]], *, window: int) -> Any:
             curve = curve_of(group, metric, window=window if metric.startswith("train/") else 1)
             draw_curve(left, i, curve[0], curve)
             draw_curve(right, i, curve[1], curve)
-    for axes, x in zip(pairs[-2:].flat, ("steps", "minutes") * 2, strict=True):
-        axes.set_xlabel(x)
+    for pair in pairs[-2:]:  # the lowest of their columns
+        for axes, x in zip(pair, ("steps", "minutes"), strict=True):
+            axes.set_xlabel(x)
+            axes.tick_params(labelbottom=True)
     figure.align_ylabels()
     lines = pairs[0, 0].get_lines()
     figure.legend(lines, list(groups), loc="outside upper center", ncols=2, handlelength=4)
@@ -199,10 +216,13 @@ def main() -> None:
     parser.add_argument("paths", nargs="+", type=Path, help="runs' folders or .csv files")
     parser.add_argument("--out", type=Path, default=Path("curves"), help="without .png and .svg")
     parser.add_argument("--smooth", type=int, default=5, help="steps in the training curves' mean")
+    names = [metric for metric, _, _ in PANELS]
+    parser.add_argument("--panels", nargs="+", choices=names, help="all of them without it")
     options = parser.parse_args()
     try:
         paths = [path.expanduser() for path in options.paths]
-        files = draw(paths, options.out.expanduser(), window=options.smooth)
+        out = options.out.expanduser()
+        files = draw(paths, out, window=options.smooth, metrics=options.panels)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

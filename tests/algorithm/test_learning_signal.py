@@ -12,8 +12,12 @@ from harness import alone, make_config
 
 from engine.sampler import Completion
 from main import (
+    MicroBatch,
     Trajectory,
     assign_advantages,
+    cispo_token_loss,
+    compare_policies,
+    completion_means,
     grpo_advantages,
     is_equal_group,
     k_best_mask,
@@ -193,6 +197,93 @@ def test_reinforce_and_the_ratio_have_the_same_gradient_while_the_ratio_is_one()
     assert torch.allclose(*gradients)
     assert gradients[0].tolist() == [[-0.75, -0.75], [0.75, 0.75]]
     assert losses == pytest.approx([0.75 * 3.0 - 0.75 * 3.5, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "gradient"),
+    [(2, 0.1, 0.2), (2, 1.25, 2.5), (2, 3, 2.6), (-1, 0.1, -0.1), (-1, 1.25, -1.25), (-1, 3, -1.3)],
+)
+def test_cispo_trains_every_token_with_a_weight_that_is_limited_from_above(
+    advantage, ratio, gradient
+):
+    """min(ratio, 1.3) A, whatever the sign of A; PPO leaves out ratios of 3 for A = 2."""
+    log_probs = torch.tensor([[math.log(ratio) - 2]], requires_grad=True)
+    loss = cispo_token_loss(
+        log_probs,
+        torch.tensor([float(advantage)]),
+        old_log_probs=torch.tensor([[-2.0]]),
+        clip_eps_high=0.3,
+    )
+    loss.sum().backward()
+    assert log_probs.grad.item() == pytest.approx(-gradient, abs=1e-6)
+    assert loss.item() == pytest.approx(-gradient * log_probs.item(), abs=1e-6)
+
+
+def test_the_mean_of_a_completion_has_a_gradient_through_its_own_tokens():
+    """Of three tokens and of one; what stands where the mask is False is not in it."""
+    log_probs = torch.tensor([[-1.0, -2.0, -6.0], [-4.0, -9.0, -9.0]], requires_grad=True)
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    means = completion_means(log_probs, mask)
+    assert means.tolist() == [[-3.0] * 3, [-4.0] * 3]
+    (means * torch.tensor([[1.0, 1.0, 1.0], [5.0, 0.0, 0.0]])).sum().backward()
+    torch.testing.assert_close(log_probs.grad, torch.tensor([[1.0, 1.0, 1.0], [5.0, 0.0, 0.0]]))
+
+
+def make_compared(ratios: list[list[float]], mask: list[list[bool]], advantages: list[float]):
+    """log_probs (B, T) of these ratios to the policy that sampled, and the batch they are of."""
+    log_ratios, completion_mask = torch.tensor(ratios).log(), torch.tensor(mask)
+    old = torch.linspace(-3, -1, log_ratios.numel()).view_as(log_ratios)
+    batch = MicroBatch(
+        input_ids=torch.zeros_like(completion_mask),
+        mask=completion_mask,
+        completion_mask=completion_mask,
+        advantages=torch.tensor(advantages),
+        weights=completion_mask.float(),
+        sampler_log_probs=old,
+        old_log_probs=old,
+    )
+    return (old + log_ratios).requires_grad_(), batch
+
+
+@pytest.mark.parametrize(
+    ("advantage", "product", "gradient"),
+    # of each token: ratio of the completion x A / 2 tokens x 2 tokens of weight 1
+    [(1, 1.0, 1.0), (1, 1.21, 1.1), (1, 1.69, 0), (1, 0.25, 0.5), (-1, 1.69, -1.3), (-1, 0.25, 0)],
+)
+def test_gspo_clips_whole_completions_by_hand(advantage, product, gradient):
+    """The ratio is the root of the product of two tokens' ratios, 4 and product / 4."""
+    log_probs, batch = make_compared([[4.0, product / 4, 9.0]], [[True, True, False]], [advantage])
+    config = make_config(
+        "training.policy_loss=gspo", "training.clip_eps=0.09", "training.clip_eps_high=0.2"
+    )
+    loss, is_clipped = compare_policies(config, batch, log_probs)
+    (batch.weights * loss).sum().backward()
+    expected = torch.tensor([[-gradient, -gradient, 0.0]])
+    torch.testing.assert_close(log_probs.grad, expected, rtol=0, atol=1e-6)
+    assert is_clipped[batch.completion_mask].tolist() == [gradient == 0] * 2
+
+
+@pytest.mark.parametrize(
+    ("policy_loss", "clipped"),
+    [
+        ("ppo", [[True, False, False], [False, True, False], [False] * 3]),
+        ("cispo", [[True, False, False], [True, False, False], [False] * 3]),  # both signs
+        ("gspo", [[False] * 3, [True] * 3, [False] * 3]),  # 2 * 0.4 * 1.1 = 0.88
+    ],
+)
+def test_each_loss_says_which_tokens_it_clips(policy_loss, clipped):
+    """Tokens of advantage 1, -1 and 0; a clipped token of ppo and gspo has no gradient."""
+    log_probs, batch = make_compared(
+        [[2.0, 0.4, 1.1]] * 3, [[True] * 3] * 3, advantages=[1.0, -1.0, 0.0]
+    )
+    eps = {"ppo": 0.2, "cispo": 0.2, "gspo": 0.01}[policy_loss]
+    config = make_config(f"training.policy_loss={policy_loss}", f"training.clip_eps={eps}")
+    loss, is_clipped = compare_policies(config, batch, log_probs)
+    assert is_clipped.tolist() == clipped
+    loss.sum().backward()
+    has_gradient = log_probs.grad[:2].ne(0).tolist()
+    expected = [[True] * 3] * 2 if policy_loss == "cispo" else (~is_clipped[:2]).tolist()
+    assert has_gradient == expected
 
 
 # The KL penalty of a token

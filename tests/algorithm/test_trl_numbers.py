@@ -11,6 +11,10 @@ The conventions differ in places, where the inputs are such that both are define
   divides by the tokens of all), so that here bnpo and dapo are the same.
 - TRL multiplies the KL by the ratio (`use_bias_correction_kl`) unless told not to, as here. GRPO
   (arXiv:2402.03300, equations 3 and 4) does not.
+- GSPO is TRL's `importance_sampling_level="sequence"`. For CISPO TRL takes the limit of the weight
+  where ours takes its distance from 1. The share of clipped tokens is compared for PPO alone: for
+  CISPO TRL leaves out the tokens of negative advantage, whose weight is limited too, and for GSPO
+  it counts completions instead of their tokens.
 - TRL's shares and means are of all rows' tokens. Ours leave out rows whose advantage is 0, unless
   there is a KL penalty, as here.
 """
@@ -24,6 +28,8 @@ from harness import make_config
 from benchmarks.trl_inputs import (
     CLIP_EPS,
     CLIP_EPS_HIGH,
+    GSPO_CLIP_EPS,
+    GSPO_CLIP_EPS_HIGH,
     KL_COEF,
     LENGTHS,
     LOG_PROBS,
@@ -141,7 +147,34 @@ TRL_GRADIENT_WITH_KL = {
 }
 TRL_CLIP_FRAC = 0.230769232
 TRL_KL = 0.139788805
+TRL_CISPO_LOSS = -0.210600854
+TRL_CISPO_GRADIENT = [
+    [-0.147692308, -0.140931087, -0.069984307, -0.115384615, -0.104404317],
+    [0.034992153, 0.073846154, 0.070465544, 0.0, 0.0],
+    [0.0, 0.0, 0.0, 0.0, 0.0],
+    [0.153846154, 0.113972034, 0.196923077, 0.139205757, 0.0],
+]
+TRL_GSPO_LOSS = {"grpo": 0.345436631, "dr_grpo": 0.13344924}
+TRL_GSPO_GRADIENT = {
+    "grpo": [
+        [0.0, 0.0, 0.0, 0.0, 0.0],
+        [0.066808694, 0.066808694, 0.066808694, 0.0, 0.0],
+        [0.0, 0.0, 0.0, 0.0, 0.0],
+        [0.131408887, 0.131408887, 0.131408887, 0.131408887, 0.0],
+    ],
+    "dr_grpo": [
+        [0.0, 0.0, 0.0, 0.0, 0.0],
+        [0.033404347, 0.033404347, 0.033404347, 0.0, 0.0],
+        [0.0, 0.0, 0.0, 0.0, 0.0],
+        [0.087605925, 0.087605925, 0.087605925, 0.087605925, 0.0],
+    ],
+}
 
+GSPO = [
+    "training.policy_loss=gspo",
+    f"training.clip_eps={GSPO_CLIP_EPS}",
+    f"training.clip_eps_high={GSPO_CLIP_EPS_HIGH}",
+]
 MASK = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
 
 
@@ -166,7 +199,7 @@ def make_batch(normalization: str, *, is_first: bool = False) -> MicroBatch:
 
 
 def loss_and_gradient(
-    batch: MicroBatch, *, kl_coef: float
+    batch: MicroBatch, *overrides: str, kl_coef: float = 0.0
 ) -> tuple[float, torch.Tensor, dict[str, tuple[float, float]]]:
     """What the update computes where a policy and its reference give these log-probabilities."""
     log_probs = torch.tensor(LOG_PROBS, requires_grad=True)
@@ -179,6 +212,7 @@ def loss_and_gradient(
         f"training.clip_eps={CLIP_EPS}",
         f"training.clip_eps_high={CLIP_EPS_HIGH}",
         f"training.kl_coef={kl_coef}",
+        *overrides,
     )
     sums = UpdateSums()
     loss = accumulate_gradient(SimpleNamespace(config=config, policy=policy), batch, sums)
@@ -224,10 +258,24 @@ def test_loss_and_gradient_are_those_of_trl(loss_type, kl_coef, losses, gradient
     assert_close(gradient, gradients[loss_type])
 
 
-def test_the_first_update_of_a_batch_has_the_gradient_without_a_ratio():
+@pytest.mark.parametrize("policy_loss", [[], ["training.policy_loss=cispo"], GSPO])
+def test_the_first_update_of_a_batch_has_the_gradient_without_a_ratio(policy_loss):
     """TRL's ratio is 1 there; its loss is another, since ours is plain REINFORCE's."""
-    _, gradient, _ = loss_and_gradient(make_batch("dr_grpo", is_first=True), kl_coef=0.0)
+    _, gradient, _ = loss_and_gradient(make_batch("dr_grpo", is_first=True), *policy_loss)
     assert_close(gradient, TRL_FIRST_GRADIENT)
+
+
+def test_cispo_is_that_of_trl():
+    loss, gradient, _ = loss_and_gradient(make_batch("token"), "training.policy_loss=cispo")
+    assert loss == pytest.approx(TRL_CISPO_LOSS, rel=0, abs=1e-6)
+    assert_close(gradient, TRL_CISPO_GRADIENT)
+
+
+@pytest.mark.parametrize("loss_type", TRL_GSPO_LOSS)
+def test_gspo_is_that_of_trl(loss_type):
+    loss, gradient, _ = loss_and_gradient(make_batch(NORMALIZATIONS[loss_type]), *GSPO)
+    assert loss == pytest.approx(TRL_GSPO_LOSS[loss_type], rel=0, abs=1e-6)
+    assert_close(gradient, TRL_GSPO_GRADIENT[loss_type])
 
 
 def test_the_share_of_clipped_tokens_is_that_of_trl():

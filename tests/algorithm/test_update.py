@@ -230,9 +230,14 @@ def test_the_gradient_is_clipped_after_its_norm_is_noted(rotary_model_folder):
 
 
 @pytest.mark.parametrize("limit", [ALL_TOGETHER, FOUR_BY_FOUR])
-def test_later_iterations_follow_the_clipped_ratio_on_the_same_rollouts(rotary_model_folder, limit):
+@pytest.mark.parametrize("policy_loss", ["ppo", "cispo", "gspo"])
+def test_later_iterations_follow_the_clipped_ratio_on_the_same_rollouts(
+    rotary_model_folder, policy_loss, limit
+):
     """The first is REINFORCE; the others compare with the log-probabilities of its pass."""
     overrides = [*GRPO, f"training.micro_batch_tokens={limit}", "training.num_iterations=3"]
+    overrides += [f"training.policy_loss={policy_loss}"]
+    overrides += ["training.clip_eps=0.02"] if policy_loss == "gspo" else []
     config, rate = config_of(*overrides), 5.0
     policy = make_policy(rotary_model_folder, is_exact=True)
     groups = make_groups(config, EASY, HARD)

@@ -216,7 +216,8 @@ def test_a_module_that_is_not_a_task_is_one_line(old, new, line, guessing):
 @pytest.mark.parametrize("name", ["chess", "[1]", "../guessing", "guessing.py", "''", "24", "null"])
 def test_a_task_that_is_not_there_is_one_line_with_the_ones_that_are(name, guessing):
     line = line_of(f"task.name={name}")
-    assert line.startswith(f"task.name = {name}: must be one of countdown, gsm8k, math500, or the ")
+    tasks = "countdown, arithmetic, gsm8k, math500"
+    assert line.startswith(f"task.name = {name}: must be one of {tasks}, or the ")
     assert line.endswith(f"the name of a .py file in {guessing}")
 
 
@@ -272,6 +273,7 @@ SIL = "training.learning_type=sil training.k_best_of_n=[2,4]"
         ("training.k_best_of_n=[16]", "= [16]: must be a list of 2, each an integer > 0"),
         ("training.k_best_of_n=[0, 16]", "= [0, 16]: must be a list of 2, each an integer > 0"),
         ("training.clip_eps_high=x", "clip_eps_high = x: must be a number > 0 or null"),
+        ("training.policy_loss=grpo", "policy_loss = grpo: must be one of ppo, cispo, gspo"),
         ("sampling.top_p=0", "sampling.top_p = 0: must be a number >= 1e-06 and <= 1"),
         ("sampling.top_p=1.1", "sampling.top_p = 1.1: must be a number >= 1e-06 and <= 1"),
         ("sampling.top_k=-1", "sampling.top_k = -1: must be an integer >= 0"),
@@ -328,6 +330,11 @@ def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(override, li
         ("", "training.k_best_of_n = [2, 16]", "write [16, 16], or training.learning_type=sil"),
         (SIL, "training.k_best_of_n = [8, 8]", "all but the k best; write k < n, such as [2, 32]"),
         (SIL, "training.advantage = zscore", "sil gives the k best the advantage 1; write mean"),
+        (
+            "training.policy_loss=gspo",
+            "training.clip_eps = 0.2",
+            "gspo's ratio hardly leaves 1, so this never clips; write 3e-4 or so",
+        ),
         ("", "training.embedding_learning_rate = 0.001", "write null, or training.optimizer=muon"),
         ("", "model.load_in_4bit = true", "write false, or set model.lora='{r: 8}'"),
         ("", "export.merge = true", "there is no adapter to merge; write false, or set model.lora"),
@@ -628,7 +635,7 @@ def test_config_yaml_holds_every_key_with_its_default_and_its_explanation():
 
 
 def test_every_default_is_a_value_that_the_schema_accepts():
-    for name in ("countdown", "gsm8k", "math500"):
+    for name in ("countdown", "arithmetic", "gsm8k", "math500"):
         default = type(load(f"task.name={name}"))()
         assert type(default).model_validate(default.model_dump()) == default
 
@@ -654,7 +661,7 @@ def test_help_is_a_line_for_each_key_with_its_default_and_what_is_allowed(capsys
     assert "task.max_target = 99: an integer >= 1 and <= 1000000 (task countdown)" in lines
     assert "task.max_tokens = null: an integer > 0 or null (task gsm8k)" in lines
     assert "task.tolerance = 0.5: a number >= 0 (task guessing)" in lines
-    for name in ("countdown", "gsm8k", "math500", "guessing"):
+    for name in ("countdown", "arithmetic", "gsm8k", "math500", "guessing"):
         for key in dotted_values(load(f"task.name={name}")):
             assert any(line.startswith(f"{key} = ") for line in lines), key
     assert len(set(lines)) == len(lines)

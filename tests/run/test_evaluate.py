@@ -26,7 +26,7 @@ import main
 from engine.config import load_config
 from engine.distributed import World
 from engine.prompts import encode_prompts
-from engine.run import Run
+from engine.run import Run, single_answer_metrics
 from engine.sampler import Completion
 
 TINY = ROOT / "tiny"  # gives answers to vote on
@@ -226,7 +226,7 @@ def by_hand(world: World) -> dict[str, float]:
     share = slice(world.rank, None, world.size)
     config = make_config("mode=evaluate")
     run = make_run(None, config, world=world, optimizer=object(), questions=QUESTIONS)
-    return main.single_answer_metrics(run, GROUPS[share], GREEDY[share])
+    return single_answer_metrics(run, GROUPS[share], GREEDY[share])
 
 
 def test_votes_and_greedy_answers_by_hand(tmp_path):

@@ -17,7 +17,6 @@ from harness import (
     start,
     train,
     train_forked,
-    write_questions,
 )
 from transformers import AutoModelForCausalLM
 
@@ -29,24 +28,18 @@ TWO, THREE = "training.num_steps=2", "training.num_steps=3"
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory) -> list[str]:
-    questions = write_questions(tmp_path_factory.mktemp("questions") / "questions.jsonl")
-    return [f"task.train={questions}", f"task.eval={questions}"]
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, rotary_model_folder, settings) -> Path:
+def whole(tmp_path_factory, rotary_model_folder, data) -> Path:
     """Three steps without a break."""
     folder = tmp_path_factory.mktemp("whole")
-    train(folder, rotary_model_folder, *settings, THREE)
+    train(folder, rotary_model_folder, *data, THREE)
     return folder
 
 
 @pytest.fixture(scope="module")
-def two_steps(tmp_path_factory, rotary_model_folder, settings) -> Path:
+def two_steps(tmp_path_factory, rotary_model_folder, data) -> Path:
     """A run that has ended after two steps; tests copy it."""
     folder = tmp_path_factory.mktemp("two")
-    train(folder, rotary_model_folder, *settings, TWO)
+    train(folder, rotary_model_folder, *data, TWO)
     return folder
 
 
@@ -94,40 +87,40 @@ def leave_alone(run: Path) -> None:
         (delete_checkpoints, "never", "checkpoint.resume is never"),
     ],
 )
-def test_results_are_never_overwritten(spoil, resume, reason, parts, rotary_model_folder, settings):
+def test_results_are_never_overwritten(spoil, resume, reason, parts, rotary_model_folder, data):
     """Bug: the run began again, cut its metrics and replaced best/ by the untrained model."""
     spoil(parts / "x")
     before = contents(parts / "x")
-    overrides = [*settings, THREE, f"checkpoint.resume={resume}"]
+    overrides = [*data, THREE, f"checkpoint.resume={resume}"]
     status, output = train_forked(parts, rotary_model_folder, *overrides)
     assert status == 2
     assert reason in output and "run.name" in output
     assert contents(parts / "x") == before
 
 
-def test_a_folder_that_is_no_runs_is_left_alone(tmp_path, rotary_model_folder, settings):
+def test_a_folder_that_is_no_runs_is_left_alone(tmp_path, rotary_model_folder, data):
     (tmp_path / "x").mkdir()
     (tmp_path / "x/config.yaml").write_text("mine: 1\n")
-    status, output = train_forked(tmp_path, rotary_model_folder, *settings, TWO)
+    status, output = train_forked(tmp_path, rotary_model_folder, *data, TWO)
     assert status == 2 and "config.yaml, but no run" in output
     assert (tmp_path / "x/config.yaml").read_text() == "mine: 1\n"
 
 
-def test_evaluations_are_no_results(tmp_path, rotary_model_folder, settings):
-    train(tmp_path, rotary_model_folder, *settings, "mode=evaluate")
-    train(tmp_path, rotary_model_folder, *settings, "training.num_steps=1")
+def test_evaluations_are_no_results(tmp_path, rotary_model_folder, data):
+    train(tmp_path, rotary_model_folder, *data, "mode=evaluate")
+    train(tmp_path, rotary_model_folder, *data, "training.num_steps=1")
     assert len(list((tmp_path / "x").glob("eval-*"))) == 1
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_run_killed_before_its_first_checkpoint_begins_again_by_itself(
-    num_ranks, tmp_path, rotary_model_folder, settings, whole
+    num_ranks, tmp_path, rotary_model_folder, data, whole
 ):
     """What it left is kept beside the new files."""
     fault = {"do": "raise", "rank": 0, "calls": 20}  # in the first step, after best/ was saved
     options = ["--standalone", f"--nproc-per-node={num_ranks}", "--max-restarts=1"]
-    command = program(tmp_path, rotary_model_folder, *settings, THREE, fault=fault)
+    command = program(tmp_path, rotary_model_folder, *data, THREE, fault=fault)
     (status,) = finish(start(command, *options, log=tmp_path / "log"))
     output = (tmp_path / "log").read_text(errors="replace")
     assert status == 0, output
@@ -144,18 +137,16 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again_by_itself(
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_second_start_of_a_run_is_refused_while_the_first_goes_on(
-    num_ranks, parts, rotary_model_folder, settings
+    num_ranks, parts, rotary_model_folder, data
 ):
     """Bug: the two wrote steps 0, 1, 2, 3, 2, 4 into one file, and both ended with 0."""
     before = contents(parts / "x")
     with checkpoint.lock_folder(parts / "x", print):
-        status, output = train_forked(
-            parts, rotary_model_folder, *settings, THREE, num_ranks=num_ranks
-        )
+        status, output = train_forked(parts, rotary_model_folder, *data, THREE, num_ranks=num_ranks)
     assert status == (2 if num_ranks == 1 else 1)  # torchrun's own is 1
     assert f"error: {parts / 'x'}: process {os.getpid()} on" in output
     assert contents(parts / "x") == before
-    assert "resumed after step 2" in train(parts, rotary_model_folder, *settings, THREE)
+    assert "resumed after step 2" in train(parts, rotary_model_folder, *data, THREE)
 
 
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
@@ -171,35 +162,35 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
 # Checkpoints that are not whole, files that are no checkpoint's
 
 
-def test_damaged_checkpoints_are_not_counted(parts, rotary_model_folder, settings, whole):
+def test_damaged_checkpoints_are_not_counted(parts, rotary_model_folder, data, whole):
     """Bug: with keep=1 an empty folder step-000099 cost all good checkpoints."""
     (parts / "x/checkpoints/step-000099").mkdir()
     (parts / "x/checkpoints/step-notes").write_text("stray")
-    output = train(parts, rotary_model_folder, *settings, THREE, "checkpoint.keep=1")
+    output = train(parts, rotary_model_folder, *data, THREE, "checkpoint.keep=1")
     assert "step-000099 is damaged" in output and "resumed after step 2" in output
     names = {path.name for path in (parts / "x/checkpoints").iterdir()}
     assert names == {"last", "step-000003", "step-000099", "step-notes"}
     assert_same(whole, parts)
 
 
-def test_last_may_be_a_real_folder(parts, rotary_model_folder, settings, whole):
+def test_last_may_be_a_real_folder(parts, rotary_model_folder, data, whole):
     """Bug: a run copied by `cp -rL` could save nothing more, and kept all old checkpoints."""
     last = parts / "x/checkpoints/last"
     target = last.resolve()
     last.unlink()
     shutil.copytree(target, last)
-    output = train(parts, rotary_model_folder, *settings, THREE, "checkpoint.keep=1")
+    output = train(parts, rotary_model_folder, *data, THREE, "checkpoint.keep=1")
     assert "nothing saved" not in output
     assert last.is_symlink() and last.resolve().name == "step-000003"
     assert not target.exists()
     assert_same(whole, parts)
 
 
-def test_a_best_model_that_is_gone_is_replaced_by_the_next(parts, rotary_model_folder, settings):
+def test_a_best_model_that_is_gone_is_replaced_by_the_next(parts, rotary_model_folder, data):
     """Even if the next one is worse than the one that was deleted."""
     shutil.rmtree(parts / "x/best")
     rates = {"rates": [0.0, 0.0, 0.0, 0.0]}
-    output = train(parts, rotary_model_folder, *settings, THREE, grading=rates)
+    output = train(parts, rotary_model_folder, *data, THREE, grading=rates)
     assert "best is gone" in output
     best, last = (
         AutoModelForCausalLM.from_pretrained(parts / "x" / name).state_dict()
@@ -208,13 +199,13 @@ def test_a_best_model_that_is_gone_is_replaced_by_the_next(parts, rotary_model_f
     assert all(torch.equal(best[name], last[name]) for name in last)
 
 
-def test_a_checkpoint_of_another_version_is_named(parts, rotary_model_folder, settings):
+def test_a_checkpoint_of_another_version_is_named(parts, rotary_model_folder, data):
     last = parts / "x/checkpoints/last"
     file = last / "training_state/state.json"
     file.write_text(file.read_text().replace('"best_solved"', '"best_resolved"'))
     described = checkpoint.describe_files(last)
     (last / "training_state/files.json").write_text(checkpoint.json.dumps(described))
-    status, output = train_forked(parts, rotary_model_folder, *settings, THREE)
+    status, output = train_forked(parts, rotary_model_folder, *data, THREE)
     assert status == 2 and "another version" in output and "Traceback" not in output
 
 
@@ -222,11 +213,11 @@ def test_a_checkpoint_of_another_version_is_named(parts, rotary_model_folder, se
 
 
 def test_a_closed_terminal_saves_the_run_as_a_signal_to_end_does(
-    tmp_path, rotary_model_folder, settings, whole, monkeypatch
+    tmp_path, rotary_model_folder, data, whole, monkeypatch
 ):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     grade_by_text(monkeypatch)
-    given = arguments(tmp_path, rotary_model_folder, *settings, THREE, "checkpoint.every=100")
+    given = arguments(tmp_path, rotary_model_folder, *data, THREE, "checkpoint.every=100")
     update = main.update_policy
 
     def hang_up(run, groups):
@@ -252,9 +243,9 @@ def test_a_hangup_that_nohup_makes_ignored_is_ignored():
     assert signal.signal(signal.SIGHUP, before) is signal.SIG_IGN
 
 
-def test_the_last_line_after_a_signal_says_what_was_saved(tmp_path, rotary_model_folder, settings):
+def test_the_last_line_after_a_signal_says_what_was_saved(tmp_path, rotary_model_folder, data):
     fault = {"do": "interrupt", "saves": 1, "events": 1}
-    status, output = train_forked(tmp_path, rotary_model_folder, *settings, TWO, fault=fault)
+    status, output = train_forked(tmp_path, rotary_model_folder, *data, TWO, fault=fault)
     assert status == 130
     last = output.strip().splitlines()[-1]
     assert "all is saved" in last and "the same command" in last

@@ -30,7 +30,7 @@ from logger import Logger, import_mlflow
 pytestmark = pytest.mark.timeout(120)
 
 COLUMNS = ["train/loss", "train/reward", "eval/pass@1"]
-FILES = ("metrics.jsonl", "metrics.csv", "samples.jsonl")
+FILES = ("metrics.jsonl", "metrics.csv", "samples.jsonl", "rollouts.jsonl")
 SAMPLE = {
     "prompt": "numbers: 3 7 25, target: 46",
     "completion": "<think>25 + 7 * 3</think>\n<answer>25 + 7 * 3</answer>",
@@ -66,7 +66,7 @@ def log_steps(log: Logger, steps: range) -> None:
 
 def logged_steps(folder: Path) -> tuple[list[int], ...]:
     """The steps in metrics.jsonl, metrics.csv and samples.jsonl."""
-    jsonl, table, samples = (folder / name for name in FILES)
+    jsonl, table, samples, _ = (folder / name for name in FILES)
     with table.open(newline="") as file:
         tables = read_jsonl(jsonl), list(csv.DictReader(file)), read_jsonl(samples)
     return tuple([int(row["step"]) for row in rows] for rows in tables)
@@ -183,7 +183,7 @@ def test_a_resumed_run_has_neither_a_gap_nor_a_doubled_step(tmp_path):
     unbroken, resumed = tmp_path / "unbroken", tmp_path / "resumed"
     log_steps(start(unbroken), range(1, 13))
     log_steps(start(resumed), range(1, 12))
-    for name, half_a_row in zip(FILES, ('{"step": 1', "1", "{"), strict=True):
+    for name, half_a_row in zip(FILES, ('{"step": 1', "1", "{", "{"), strict=True):
         with (resumed / name).open("a") as file:  # killed while writing
             file.write(half_a_row)
     log = start(resumed, resume_step=9)
@@ -191,6 +191,16 @@ def test_a_resumed_run_has_neither_a_gap_nor_a_doubled_step(tmp_path):
     log_steps(log, range(10, 13))
     for name in FILES:
         assert (resumed / name).read_bytes() == (unbroken / name).read_bytes()
+
+
+def test_the_rollouts_of_a_step_whose_row_waits_are_kept(tmp_path):
+    """They are written before the evaluation that the row waits for, and never again."""
+    log_steps(start(tmp_path), range(1, 5))
+    rollouts = tmp_path / "rollouts.jsonl"
+    rollouts.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 5)))
+    start(tmp_path, resume_step=3, row_waits=True)
+    assert logged_steps(tmp_path) == ([1, 2],) * 3
+    assert [row["step"] for row in read_jsonl(rollouts)] == [1, 2, 3]
 
 
 def test_a_run_killed_before_its_first_row_can_be_resumed(tmp_path):

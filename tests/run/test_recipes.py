@@ -22,6 +22,7 @@ from tasks import gsm8k
 REAL_FILES = {"gsm8k": "gsm8k/test.jsonl", "math500": "math500/test.json"}
 ROWS = {
     "countdown": [{"nums": [n, n + 3, 7], "target": n + 10} for n in range(1, 41)],
+    "arithmetic": [{"a": n, "b": n + 50} for n in range(1, 41)],
     "gsm8k": [{"question": f"{n} and {n}?", "answer": f"#### {2 * n}"} for n in range(1, 41)],
     "math500": [{"problem": f"${n} + {n}$?", "answer": str(2 * n)} for n in range(1, 41)],
 }
@@ -130,7 +131,8 @@ def test_a_recipe_trains_saves_and_evaluates(recipe, folders, tmp_path):
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(math.isfinite(row["train/reward"]) for row in rows[1:])
     assert all(row["train/grad_norm"] > 0 for row in rows[1:])
-    assert all(row["train/sampler_mismatch"] < 1e-4 for row in rows[1:])  # fp32 on a CPU
+    is_rounded = load(recipe).model.compute_dtype == "bfloat16"  # else it is fp32 on a CPU
+    assert all(row["train/sampler_mismatch"] < (0.1 if is_rounded else 1e-4) for row in rows[1:])
     AutoModelForCausalLM.from_pretrained(folder / "best")  # an adapter too
     (measured,) = folder.glob("eval-*/metrics.json")
     metrics, best_metric = json.loads(measured.read_text()), load(recipe).validation.best_metric

@@ -106,17 +106,13 @@ def test_the_gradient_of_a_sharded_model_is_that_of_a_whole_one(model_folder, tm
 def test_the_gradient_is_that_of_ddp_in_less_precision_too(
     rotary_model_folder, tmp_path, precision
 ):
-    """Two ranks sum the same numbers, but for the order of micro-batches.
-
-    With bf16 the reference is left out: on a CPU only a sharded one has its weights rounded.
-    """
+    """Two ranks sum the same numbers, but for the order of micro-batches."""
     ddp, sharded = (
         run_on_ranks(gradients, 2, rotary_model_folder, False, *options, folder=tmp_path)[0]
         for options in ((precision,), (precision, SHARD))
     )
     for case, (found, *_), (wanted, *_) in zip(CASES, sharded, ddp, strict=True):
-        has_rounded_reference = precision == BF16 and KL in case[0]
-        assert has_rounded_reference or distance(found[0], wanted[0]) <= ROUNDING, case
+        assert distance(found[0], wanted[0]) <= ROUNDING, case
 
 
 def whole_weights(policy: Policy) -> np.ndarray:

@@ -14,6 +14,7 @@ UNKNOWN = "unknown"  # not published
 ALL_OF_LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # What the four sources share, by their own choice or because they do without
 PLAIN = {
+    "training.policy_loss": "ppo",
     "training.clip_eps": 0.2,
     "training.clip_eps_high": None,
     "training.tis_clip": None,
@@ -189,7 +190,11 @@ SOURCES = {
         "checkpoint.keep": None,
     },
 }
-OUR_OWN = {"countdown-tiny-sil", "countdown-qwen2.5-7b"}  # recipes without a source
+OUR_OWN = {
+    "countdown-tiny-sil",
+    "countdown-qwen2.5-7b",
+    "arithmetic-smollm2",
+}  # recipes without a source
 # "#   training.learning_rate  1e-6 (source: unknown): why"
 NAMED = re.compile(r"^#   (\w+\.[\w.]+)  (\S+) \(source: ([^)]*)\)", re.MULTILINE)
 

@@ -122,6 +122,20 @@ def test_bf16_compute_leaves_the_weights_and_their_gradients_in_fp32(rotary_mode
     assert 1e-5 < (log_probs - exact)[mask].abs().max() < 0.5
 
 
+def test_with_bf16_a_copy_in_bf16_samples_and_follows_the_weights(rotary_model_folder):
+    """On a CPU too: autocast would cast all weights anew for every token."""
+    policy = make_policy(rotary_model_folder, "model.compute_dtype=bfloat16")
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(0.5)
+    policy.refresh_sampler()
+    pairs = list(zip(policy.model.parameters(), policy.sampler.parameters(), strict=True))
+    assert all(torch.equal(weight.bfloat16(), copied) for weight, copied in pairs)
+    assert {weight.dtype for weight, _ in pairs} == {torch.float32}
+    exact = make_policy(rotary_model_folder)
+    assert exact.sampler is exact.model
+
+
 def test_the_dropout_in_a_folders_config_is_off(model_folder):
     """Otherwise the scored policy is not the sampled one, and no two scores are the same."""
     saved = json.loads((model_folder / "config.json").read_text())

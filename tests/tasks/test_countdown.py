@@ -1,6 +1,8 @@
 """The Countdown task: what its graders pay for, and which questions it trains on."""
 
 import ast
+import hashlib
+import json
 import math
 import operator
 import random
@@ -10,7 +12,7 @@ from fractions import Fraction
 from itertools import combinations
 
 import pytest
-from harness import assert_linear, seed
+from harness import ROOT, assert_linear, seed
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -617,3 +619,13 @@ def test_impossible_requests_are_named_and_do_not_loop(
 ):
     with pytest.raises(ValueError, match=message):
         generate("train", num_examples, **options)
+
+
+def test_the_validation_questions_in_results_are_those_of_the_default():
+    """Scores on results/README.md's board can only be compared if they never change."""
+    file = ROOT / "results/countdown-validation.jsonl"
+    lines = file.read_text().splitlines()
+    questions = generate("validation", 512)
+    assert [json.loads(line) for line in lines] == questions
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert digest in (ROOT / "results/README.md").read_text()

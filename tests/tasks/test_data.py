@@ -29,6 +29,7 @@ from tasks.gsm8k import HUB_ID
 
 ROWS = {
     "countdown": [{"nums": [n, 7, 25], "target": 46 + n} for n in range(80)],
+    "arithmetic": [{"a": n, "b": 38} for n in range(80)],
     "gsm8k": [
         {"question": f"What is {n} + {n}?", "answer": f"So\n#### {2 * n}"} for n in range(80)
     ],
@@ -119,6 +120,7 @@ def test_some_rows_of_a_file_are_drawn_by_the_seed(tmp_path, name):
     ("name", "respelled"),  # the fourth of the rows
     [
         ("countdown", {"nums": [25, 3, 7], "target": 49}),
+        ("arithmetic", {"a": 38, "b": 3}),
         ("gsm8k", {"question": " what IS  3 + 3?\n", "answer": "#### 7"}),
         ("math500", {"problem": "WHAT is  3+1?", "answer": "0"}),
     ],
@@ -153,6 +155,7 @@ def test_numbers_in_a_csv_file_may_be_separated_by_spaces(tmp_path):
         ("countdown", "own/rows", "train", True, ("own/rows", None, "train")),
         ("countdown", "own/rows", "validation", True, ("own/rows", None, "train")),
         ("countdown", "own/rows", "validation", False, ("own/rows", None, "train")),
+        ("arithmetic", "own/rows", "validation", True, ("own/rows", None, "train")),
         ("gsm8k", HUB_ID, "train", True, (HUB_ID, "main", "train")),
         ("gsm8k", HUB_ID, "validation", True, (HUB_ID, "main", "test")),
         ("gsm8k", "own/rows", "validation", False, ("own/rows", None, "test")),
@@ -207,6 +210,11 @@ def refusal(name: str, source: str | Path, split: str = "train", **settings) -> 
         ("countdown", {"nums": [1, 2], "target": 3.5}, "row 1: target is 3.5, not an integer"),
         ("countdown", {"nums": [1, 2], "target": 5.0}, "row 1: target is 5.0"),
         ("countdown", {"nums": [1, 2], "target": True}, "row 1: target is True"),
+        ("arithmetic", {"a": 47, "c": 38}, "row 1: no column b among a, c"),
+        ("arithmetic", {"a": -4, "b": 38}, "row 1: a is -4, not an integer >= 0"),
+        ("arithmetic", {"a": 4, "b": "4+"}, "row 1: b is '4+', not an integer >= 0"),
+        ("arithmetic", {"a": 4, "b": 1.0}, "row 1: b is 1.0, not an integer >= 0"),
+        ("arithmetic", {"a": True, "b": 1}, "row 1: a is True, not an integer >= 0"),
         (
             "gsm8k",
             {"problem": "a", "answer": "#### 1"},
@@ -275,6 +283,7 @@ FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id (owne
     [
         ("countdown", "none.jsonl", "no such file", f"generated, {FILE_OR_HUB}"),
         ("countdown", "genrated", "unknown kind of source", f"generated, {FILE_OR_HUB}"),
+        ("arithmetic", "none.jsonl", "no such file", f"generated, {FILE_OR_HUB}"),
         ("gsm8k", "generated", "unknown kind of source", f"{HUB_ID}, {FILE_OR_HUB}"),
         ("gsm8k", "none.jsonl", "no such file", f"{HUB_ID}, {FILE_OR_HUB}"),
         ("gsm8k", "nobody/nothing", "cannot be loaded", f"{HUB_ID}, {FILE_OR_HUB}"),  # no network

@@ -5,17 +5,19 @@ import subprocess
 import sys
 
 import pytest
-from harness import ROOT, USERS_ENVIRONMENT
+import torch
+from harness import ROOT, USERS_ENVIRONMENT, read_jsonl
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 
 
-def run_quickly(script: str, *arguments: str) -> str:
+def run_quickly(script: str, *arguments: str, size: str = "--quick", **environment: str) -> str:
     """What it prints on the smallest sizes."""
     result = subprocess.run(
-        [sys.executable, f"benchmarks/{script}", "--quick", *arguments],
+        [sys.executable, f"benchmarks/{script}", *size.split(), *arguments],
         cwd=ROOT,
-        env=USERS_ENVIRONMENT,
+        env=USERS_ENVIRONMENT | environment,
         capture_output=True,
         text=True,
         timeout=120,
@@ -36,6 +38,36 @@ def test_one_table_of_the_rollouts_benchmark_can_be_had_alone():
     assert "questions" in output and "model.generate" not in output and "2 ranks" not in output
 
 
+VLLM = """
+class LLM:
+    def __init__(self, **settings): self.settings = settings
+    def reset_prefix_cache(self): print("vLLM prints much")
+    def generate(self, prompts, params, use_tqdm):
+        assert len(prompts) * params["n"] == self.settings["max_num_seqs"] == 4
+        completion = type("Completion", (), {"token_ids": [1] * params["max_tokens"]})
+        return [type("Output", (), {"outputs": [completion] * params["n"]})] * len(prompts)
+SamplingParams = dict
+"""
+
+
+def test_a_chat_model_is_timed_beside_vllm(rotary_model_folder, tmp_path):
+    """vLLM has an interpreter of its own; here it is a stand-in with the same calls."""
+    (tmp_path / "vllm.py").write_text(VLLM)
+    model = ["--model", str(rotary_model_folder), "--vllm-python", sys.executable]
+    output = run_quickly("rollouts.py", *model, PYTHONPATH=str(tmp_path))
+    rows = {line.split("  ")[0]: line.split() for line in output.splitlines()}
+    for name in ("grouped", "model.generate", "vLLM"):
+        assert rows[name][2] == "4.0", "every completion is as long as it may be"
+    assert "2 ranks" not in output
+
+
+def test_what_it_cost_shows_twenty_answers_before_and_after(rotary_model_folder):
+    folder = str(rotary_model_folder)
+    output = run_quickly("what_it_cost.py", folder, folder, size="")
+    assert output.startswith("20 of 20 answers stay the same word for word.")
+    assert sum(line.count(" | ") == 2 for line in output.splitlines()) == 21
+
+
 @pytest.mark.parametrize("part", ["correctness", "adapters", "speed", "step"])
 def test_what_only_a_gpu_can_show_runs_as_a_toy(part, tmp_path):
     """Every aim of correctness is reached on a CPU too; speed has none for toys."""
@@ -47,3 +79,27 @@ def test_what_only_a_gpu_can_show_runs_as_a_toy(part, tmp_path):
 
 def test_a_step_of_the_published_setting_is_timed():
     assert "3B step" in run_quickly("step_3b.py")
+
+
+def test_our_side_of_the_learning_benchmark_runs_once(tmp_path):
+    """TRL's needs the package trl, which is no dependency of ours."""
+    ours = ["--sides", "plain-grpo", "--seeds", "1", "--out", str(tmp_path)]
+    assert "plain-grpo, seed 1" in run_quickly("learning.py", *ours)
+    rows = read_jsonl(tmp_path / "learning/plain-grpo-s1.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert 0 == rows[0]["minutes"] < rows[1]["minutes"] < rows[2]["minutes"]
+    assert "seed 1" not in run_quickly("learning.py", *ours)
+
+
+def test_ablations_leave_metrics_a_table_and_a_picture_and_run_once(tmp_path):
+    rows = ["bf16-weights", "top-k-10"]  # with a switch each
+    arguments = ["--rows", *rows, "--jobs", "1", "--out", str(tmp_path)]
+    output = run_quickly("ablations.py", *arguments)
+    assert [f"{row}-s0: done" in output for row in rows] == [True, True]
+    assert (tmp_path / "ablations.md").read_text().count("not run") > 15
+    runs = tmp_path / "ablations/runs"
+    for row, dtype in {"top-k-10": torch.float32, "bf16-weights": torch.bfloat16}.items():
+        state = runs / f"{row}-s0/checkpoints/last"
+        weights = load_file(state / "model.safetensors").values()
+        assert {weight.dtype for weight in weights} == {dtype}
+    assert "done" not in run_quickly("ablations.py", *arguments)

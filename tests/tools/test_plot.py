@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tools import plot
-from tools.plot import curve_of, draw, group_seeds, main, make_figure, read_table
+from tools.plot import PANELS, curve_of, draw, group_seeds, main, make_figure, read_table
 
 COLUMNS = (
     "step,train/reward,train/entropy,eval/pass@1,eval/pass@1_low,eval/pass@1_high,eval/best_of_4,"
@@ -209,3 +209,15 @@ def test_a_reward_below_zero_is_seen(tmp_path):
     table = read_table(write_run(tmp_path / "a.csv", [-1, -0.5]))
     low, high = make_figure({"a": [table]}, window=1).axes[4].get_ylim()
     assert low < -1 and high >= 0
+
+
+@pytest.mark.parametrize(
+    "metrics", [["train/entropy"], ["eval/pass@1", "train/reward", PANELS[-1][0]]]
+)
+def test_panels_can_be_chosen(run, tmp_path, metrics):
+    panels = [panel for panel in PANELS if panel[0] in metrics]
+    figure = make_figure(group_seeds([read_table(run)]), window=1, panels=panels)
+    assert [axes.get_title() for axes in figure.axes[::2]] == [title for _, title, _ in panels]
+    assert {axes.get_xlabel() for axes in figure.axes[-2:]} == {"steps", "minutes"}
+    for path in draw([run], tmp_path / "some", metrics=metrics):
+        assert path.stat().st_size > 0

@@ -1,0 +1,227 @@
+"""What matters: the default run with one thing changed, a row for each, in a table and a picture.
+
+    pip install -r requirements.txt ".[lora,plot]"
+    python benchmarks/ablations.py                            # one seed of each row, two at a time
+    python benchmarks/ablations.py --rows default zscore --seeds 1 2
+    python benchmarks/ablations.py --draw                     # only the table and the picture
+
+Each run takes 40 steps on one process with one thread, and as many samples a step as the default on
+two ranks. A run that is stopped goes on from its last checkpoint in runs/ablations/. The metrics of
+a run that has ended are copied to results/ablations/<row>-s<seed>.csv, and it is not run again.
+Table and picture, results/ablations.md and .png, come from these files alone. What one sees in a
+row is written by hand in results/ablations/remarks.yaml, a sentence for each name.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from common import questions_per_step  # first: it finds the script's modules
+
+from engine.config import ROOT, import_package, load_config, read_file
+from logger import write_atomically
+from tools.plot import BEST_OF, COLORS, STYLE, points, read_table
+
+NUM_STEPS = 40
+TITLES = ("pass@1", f"best of {load_config([]).validation.best_of_n}")
+# What no key of the config changes: see switched.py
+SWITCHES = {"top-k-10": "whole-evaluation", "bf16-weights": "bf16-weights"}
+QUICK = [
+    "training.num_steps=2",
+    "training.max_new_gen_tokens=64",  # long enough for an answer
+    "validation.num_examples=4",
+    "validation.best_of_n=2",
+    "validation.pass_k=[1]",
+    "checkpoint.every=1",
+]
+
+
+def make_rows(questions: int) -> dict[str, list[str]]:
+    """The name of each row and the keys that it changes; `questions` are those of a step.
+
+    All rows sample as many completions in a step.
+    """
+    default = load_config([]).training
+    num_samples, rate = questions * default.group_size, default.learning_rate
+    rows = {
+        "default": [],
+        "zscore": ["training.advantage=zscore"],
+        **{name: [f"training.loss_normalization={name}"] for name in ("token", "sequence", "sum")},
+    }
+    for size in (4, 8, 32):
+        rows[f"group-{size}"] = [
+            f"training.k_best_of_n=[{size}, {size}]",
+            f"training.num_samples_per_step_global={num_samples // size}",
+        ]
+    for factor in (0.5, 2, 4):
+        rows[f"lr-x{factor}"] = [f"training.learning_rate={rate * factor}"]
+    rows |= {
+        "kl-0.02": ["training.kl_coef=0.02"],
+        "sil-1": ["training.learning_type=sil", f"training.k_best_of_n=[1, {default.group_size}]"],
+        "sil-4": ["training.learning_type=sil", f"training.k_best_of_n=[4, {default.group_size}]"],
+        "muon": ["training.optimizer=muon"],
+        "lora-r8": ["model.lora={r: 8}"],
+        "lora-r8-lr-x10": ["model.lora={r: 8}", f"training.learning_rate={rate * 10}"],
+        "temperature-0.7": ["sampling.temperature=0.7"],
+        "top-k-10": ["sampling.top_k=10"],
+        "skip-truncated": ["training.skip_truncated=true"],
+        "bf16-arithmetic": ["model.compute_dtype=bfloat16"],
+        "bf16-weights": ["model.compute_dtype=bfloat16"],
+        "iterations-2": ["training.num_iterations=2"],
+        "iterations-4": ["training.num_iterations=4"],
+        "cispo": ["training.num_iterations=4", "training.policy_loss=cispo"],
+    }
+    # GSPO's paper clips at 3e-4 and 4e-4, where the learning rate is 100 times lower than here.
+    for name, low, high in (("gspo", 3e-4, 4e-4), ("gspo-clip-x10", 3e-3, 4e-3)):
+        rows[name] = [
+            "training.num_iterations=4",
+            "training.policy_loss=gspo",
+            f"training.clip_eps={low}",
+            f"training.clip_eps_high={high}",
+        ]
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", nargs="+", help="names; all of them unless given")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each on one core")
+    parser.add_argument("--out", type=Path, default=ROOT / "results")
+    parser.add_argument("--draw", action="store_true", help="run nothing")
+    parser.add_argument("--quick", action="store_true", help="two tiny steps: does it run?")
+    options = parser.parse_args()
+    rows = make_rows(2 if options.quick else questions_per_step())
+    if unknown := set(options.rows or ()) - set(rows):
+        parser.error(f"{', '.join(unknown)}: must be among {', '.join(rows)}")
+    folder = options.out / "ablations"
+    folder.mkdir(parents=True, exist_ok=True)
+    failed = [] if options.draw else run_all(rows, folder, options)
+    write_table(rows, folder, options.out / "ablations.md")
+    draw(rows, folder, options.out / "ablations.png")
+    if failed:
+        raise SystemExit(f"failed, see their logs: {', '.join(failed)}")
+
+
+# The runs
+
+
+def run_all(rows: dict[str, list[str]], folder: Path, options: argparse.Namespace) -> list[str]:
+    """Run what has no metrics in `folder` yet; returns the names of the runs that failed.
+
+    All rows of one seed come before the next seed.
+    """
+    runs = folder / "runs" if options.quick else ROOT / "runs/ablations"
+    runs.mkdir(parents=True, exist_ok=True)
+    commands = {}
+    for seed in options.seeds:
+        for row in options.rows or rows:
+            name = f"{row}-s{seed}"
+            if not (folder / f"{name}.csv").exists():
+                where = [f"run.dir={runs}", f"run.name={name}", f"training.seed={seed}"]
+                sizes = QUICK if options.quick else [f"training.num_steps={NUM_STEPS}"]
+                questions = 2 if options.quick else questions_per_step()
+                sizes = [f"training.num_samples_per_step_global={questions}", *sizes]
+                commands[name] = [*program_of(row), *where, *sizes, *rows[row]]
+    pool = ThreadPoolExecutor(options.jobs)
+    try:
+        ended = pool.map(lambda name: run_one(name, commands[name], runs, folder), commands)
+        return [name for name, is_done in zip(commands, ended, strict=True) if not is_done]
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C: those that run end by themselves
+
+
+def program_of(row: str) -> list[str]:
+    if row in SWITCHES:
+        return [sys.executable, "benchmarks/switched.py", SWITCHES[row]]
+    return [sys.executable, "main.py"]
+
+
+def run_one(name: str, command: list[str], runs: Path, folder: Path) -> bool:
+    """Run it with one thread, and copy its metrics to `folder` if it ended well."""
+    with (runs / f"{name}.log").open("a") as log:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        status = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+        ).returncode
+    if status == 0:
+        write_atomically(folder / f"{name}.csv", (runs / name / "metrics.csv").read_text())
+    print(f"{name}: {'done' if status == 0 else f'status {status}'}", flush=True)
+    return status == 0
+
+
+# What is seen
+
+
+def last_values(folder: Path, row: str) -> np.ndarray:
+    """pass@1, best of n and minutes at the end of each seed of a row, (seeds, 3)."""
+    values = []
+    for file in sorted(folder.glob(f"{row}-s[0-9]*.csv")):
+        table = read_table(file)
+        _, minutes, rates, *_ = points(table, "eval/pass@1", window=1)
+        values.append([rates[-1], points(table, BEST_OF, window=1)[2, -1], minutes[-1]])
+    return np.array(values).reshape(-1, 3)
+
+
+def shown(values: np.ndarray, decimals: int) -> str:
+    """The mean and, of several seeds, their range."""
+    mean, low, high = (f"{value:.{decimals}f}" for value in (values.mean(), *bounds(values)))
+    return mean if len(values) == 1 else f"{mean} ({low} to {high})"
+
+
+def bounds(values: np.ndarray) -> tuple[float, float]:
+    return float(values.min()), float(values.max())
+
+
+def write_table(rows: dict[str, list[str]], folder: Path, file: Path) -> None:
+    """A line of Markdown for each row; those without a run say so."""
+    remarks_file = folder / "remarks.yaml"
+    remarks = read_file(remarks_file) if remarks_file.exists() else {}
+    lines = [
+        f"| row | changed | seeds | {' | '.join(TITLES)} | minutes | what one sees |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row, overrides in rows.items():
+        values = last_values(folder, row)
+        figures = ["not run", "", ""]
+        if len(values):
+            figures = [shown(values[:, i], decimals) for i, decimals in enumerate((3, 3, 1))]
+        changed = " ".join(f"`{override}`" for override in overrides)
+        cells = [row, changed, len(values), *figures, remarks.get(row, "")]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    write_atomically(file, "\n".join(lines) + "\n")
+    print(f"written: {file}")
+
+
+def draw(rows: dict[str, list[str]], folder: Path, file: Path) -> None:
+    """A point for each seed and their mean; the default's range goes through all rows."""
+    import_package("matplotlib", key="benchmarks/ablations.py")
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
+    measured = {row: last_values(folder, row) for row in rows}
+    measured = {row: values for row, values in measured.items() if len(values)}
+    with style.context(STYLE, after_reset=True):
+        figure = Figure(figsize=(9, 1 + 0.22 * len(measured)), layout="constrained")  # inches
+        for i, (axes, title) in enumerate(
+            zip(figure.subplots(1, 2, sharey=True), TITLES, strict=True)
+        ):
+            for y, values in enumerate(measured.values()):
+                seeds, color = values[:, i], COLORS[i]
+                axes.plot(bounds(seeds), (y, y), color=color, linewidth=1.5)
+                axes.plot(seeds, [y] * len(seeds), "|", color=color, markersize=6)
+                axes.plot(seeds.mean(), y, "o", color=color, markersize=4.5)
+            if "default" in measured:
+                axes.axvspan(*bounds(measured["default"][:, i]), color="#888888", alpha=0.3)
+            axes.set(title=title, yticks=range(len(measured)), yticklabels=measured)
+        axes.invert_yaxis()  # shared: the first row is at the top
+        figure.savefig(file, dpi=200)
+    print(f"written: {file}")
+
+
+if __name__ == "__main__":
+    main()

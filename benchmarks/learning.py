@@ -1,0 +1,231 @@
+"""Does it learn as TRL does, and how soon: pass@1 here and in TRL's GRPOTrainer, three seeds each.
+
+    pip install trl==1.16.0 matplotlib==3.11.2
+    OMP_NUM_THREADS=2 python benchmarks/learning.py     # goes on where it was stopped
+    python benchmarks/learning.py --draw                # only the table and the picture
+
+The default run on one process, 80 steps: the same model, questions, rewards, loss, optimizer,
+warm-up and clipping, and both are measured by main.py's evaluation, on the same held-out questions
+with the same random numbers. The sides run one after the other, with the same number of threads.
+Minutes are those of the steps; evaluations do not count on either side. TRL samples with
+`model.generate`, without vLLM.
+
+Each run leaves a file <side>-s<seed>.jsonl in results/learning/, a line for each evaluation; a run
+that has its file is not repeated. Our own run goes on from its last checkpoint, TRL's begins again.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from common import print_table, questions_per_step  # first: it finds the script's modules
+from transformers import TrainerCallback
+
+import main as program
+from engine.config import ROOT, import_package, load_config
+from logger import Logger, json_line, write_atomically
+from tools.plot import STYLE, draw_curve
+
+SIDES = ("TRL", "plain-grpo")
+LEVEL = 0.6  # of pass@1: the time to reach it is reported
+TRL_MICRO_BATCH = 64  # rows; benchmarks/step.py says why
+METRICS = ("eval/pass@1", "eval/pass@1_low", "eval/pass@1_high")
+QUICK = [
+    "training.num_steps=2",
+    "training.num_samples_per_step_global=2",
+    "training.k_best_of_n=[4, 4]",
+    "training.max_new_gen_tokens=64",  # long enough for an answer
+    "validation.num_examples=4",
+    "validation.best_of_n=2",
+    "validation.pass_k=[1]",
+    "validation.every=1",
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=ROOT / "results")
+    parser.add_argument("--draw", action="store_true", help="run nothing")
+    parser.add_argument("--quick", action="store_true", help="two tiny steps: does it run?")
+    options = parser.parse_args()
+    folder = options.out / "learning"
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = folder / "runs" if options.quick else ROOT / "runs/learning"
+    for seed in [] if options.draw else options.seeds:
+        for side in options.sides:
+            file = folder / f"{side}-s{seed}.jsonl"
+            if not file.exists():
+                print(f"{side}, seed {seed}", flush=True)
+                take = run_trl if side == "TRL" else run_ours
+                rows = take(settings(seed, is_quick=options.quick), runs / f"{side}-s{seed}")
+                write_atomically(file, "".join(map(json_line, rows)))
+    curves = {side: read_curves(folder, side) for side in SIDES}
+    report({side: found for side, found in curves.items() if len(found)})
+    draw(curves, options.out / "learning.png")
+
+
+def settings(seed: int, *, is_quick: bool) -> list[str]:
+    """What both sides are given: the default run's step, in one process."""
+    return [
+        f"training.seed={seed}",
+        "training.num_steps=80",
+        f"training.num_samples_per_step_global={questions_per_step()}",
+        "model.compute_dtype=float32",
+        "validation.every=10",
+        "checkpoint.every=10",
+        *(QUICK if is_quick else []),
+    ]
+
+
+# The two sides
+
+
+def run_ours(overrides: list[str], folder: Path) -> list[dict[str, float]]:
+    """A plain run of main.py, which resumes by itself; its evaluations."""
+    where = [f"run.dir={folder.parent}", f"run.name={folder.name}"]
+    subprocess.run([sys.executable, "main.py", *overrides, *where], cwd=ROOT, check=True)
+    rows, seconds = [], 0.0
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        metrics = json.loads(line)
+        seconds += metrics.get("time/step_s", 0.0)
+        if METRICS[0] in metrics:
+            rows.append(as_row(metrics["step"], seconds, metrics))
+    return rows
+
+
+def run_trl(overrides: list[str], folder: Path) -> list[dict[str, float]]:
+    """TRL's trainer takes our run's model and trains it; the evaluations are ours."""
+    from trl_side import make_trainer  # here: our side and the picture need no TRL
+
+    with tempfile.TemporaryDirectory() as temporary:
+        where = [f"run.dir={temporary}", f"run.name={folder.name}"]
+        run = program.load_run(load_config([*overrides, *where]))
+        run.logger = Logger(rank=1)  # silent
+        num_rows = run.config.questions_per_rank(1) * run.config.training.group_size
+        course, micro_batch = Course(run), min(TRL_MICRO_BATCH, num_rows)
+        trainer = make_trainer(run, run.policy.model, course, micro_batch=micro_batch)
+        assert trainer.model is run.policy.model, "what is trained is not what is measured"
+        course.measure(step=0)
+        trainer.train()
+    return course.rows
+
+
+class Course(TrainerCallback):
+    """Times each of TRL's steps, and measures the model as main.py would, between two of them."""
+
+    def __init__(self, run: program.Run):
+        self.run = run
+        self.seconds = 0.0
+        self.rows: list[dict[str, float]] = []
+
+    def on_step_begin(self, *args: object, **kwargs: object) -> None:
+        self.start = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs: object) -> None:
+        self.seconds += time.perf_counter() - self.start
+        config, step = self.run.config, state.global_step
+        if step % config.validation.every == 0 or step == config.training.num_steps:
+            self.measure(step)
+            print(f"  step {step}: pass@1 {self.rows[-1][METRICS[0]]:.3f}", flush=True)
+
+    def measure(self, step: int) -> None:
+        self.run.policy.refresh_sampler()
+        metrics, _, _ = program.evaluate(self.run)
+        self.rows.append(as_row(step, self.seconds, metrics))
+
+
+def as_row(step: int, seconds: float, metrics: dict[str, float]) -> dict[str, float]:
+    return {"step": step, "minutes": seconds / 60} | {name: metrics[name] for name in METRICS}
+
+
+# What is seen
+
+
+def read_curves(folder: Path, side: str) -> np.ndarray:
+    """Steps, minutes and pass@1 of a side's seeds, (seeds, 3, evaluations)."""
+    curves = []
+    for file in sorted(folder.glob(f"{side}-s*.jsonl")):
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        curves.append([[row[name] for row in rows] for name in ("step", "minutes", METRICS[0])])
+    return np.array(curves)
+
+
+def standard_error(rates: np.ndarray) -> np.ndarray:
+    """Of the mean over the seeds, from rates (seeds, evaluations)."""
+    return rates.std(axis=0, ddof=1) / np.sqrt(len(rates))
+
+
+def time_to(level: float, minutes: np.ndarray, rates: np.ndarray) -> float:
+    """Minutes until the rate is first at the level, in a line between evaluations; else NaN."""
+    reached = np.flatnonzero(rates >= level)
+    if len(reached) == 0:
+        return float("nan")
+    end = reached[0]
+    if end == 0:
+        return float(minutes[0])
+    part = slice(end - 1, end + 1)
+    return float(np.interp(level, rates[part], minutes[part]))
+
+
+def report(curves: dict[str, np.ndarray]) -> None:
+    """Print how the sides' means compare at each evaluation, and when each seed is at LEVEL."""
+    if len(curves) == 2 and min(map(len, curves.values())) > 1:
+        theirs, ours = (curves[side][:, 2] for side in SIDES)
+        limits = 2 * np.hypot(standard_error(theirs), standard_error(ours))
+        differences = ours.mean(axis=0) - theirs.mean(axis=0)
+        means = zip(curves["TRL"][0, 0], theirs.mean(axis=0), ours.mean(axis=0), strict=True)
+        print_table(
+            ["step", *SIDES, "difference", "two standard errors", "within"],
+            [
+                [f"{step:.0f}", *(f"{value:.3f}" for value in (*two, difference, limit)), within]
+                for (step, *two), difference, limit, within in zip(
+                    means, differences, limits, np.abs(differences) <= limits, strict=True
+                )
+            ],
+        )
+    print_table(
+        ["", f"minutes to {LEVEL}, each seed", "minutes of all steps, each seed"],
+        [
+            [
+                side,
+                " ".join(f"{time_to(LEVEL, *curve[1:]):.1f}" for curve in found),
+                " ".join(f"{curve[1, -1]:.1f}" for curve in found),
+            ]
+            for side, found in curves.items()
+        ],
+    )
+
+
+def draw(curves: dict[str, np.ndarray], file: Path) -> None:
+    """pass@1 over steps and over minutes: the mean of a side's seeds, in a band of their range."""
+    import_package("matplotlib", key="benchmarks/learning.py")
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
+    with style.context(STYLE, after_reset=True):
+        figure = Figure(figsize=(9, 3.6), layout="constrained")  # inches
+        left, right = figure.subplots(1, 2, sharey=True)
+        for i, side in enumerate(SIDES):
+            if len(found := curves[side]):
+                band = found[:, 2].min(axis=0), found[:, 2].max(axis=0)
+                curve = np.stack([*found.mean(axis=0), *band])
+                draw_curve(left, i, curve[0], curve)
+                draw_curve(right, i, curve[1], curve)
+                left.get_lines()[-1].set_label(f"{side} ({len(found)} seeds)")
+        for axes, label in ((left, "steps"), (right, "minutes, without evaluations")):
+            axes.axhline(LEVEL, color="#888888", linewidth=0.8, linestyle=":")
+            axes.set(xlabel=label, title="pass@1" if axes is left else "")
+        left.legend(loc="lower right")
+        figure.savefig(file, dpi=200)
+    print(f"written: {file}")
+
+
+if __name__ == "__main__":
+    main()

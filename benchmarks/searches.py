@@ -1,0 +1,93 @@
+"""What the searches of a Countdown model are like: tries, equations, verdicts, ways to fail.
+
+    OMP_NUM_THREADS=2 python benchmarks/searches.py
+    OMP_NUM_THREADS=2 python benchmarks/searches.py model.name=runs/countdown-tiny-grpo-s0/best
+
+Arguments are keys of the config, as for main.py; the questions are those of its validation. Only
+the answer is rewarded, so nothing but this shows whether the way to it still holds.
+"""
+
+import re
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from contextlib import suppress
+from fractions import Fraction
+
+from common import print_table  # first: it finds the script's modules
+
+import main as program
+from engine.calculator import value_of
+from engine.config import load_config
+from main import Trajectory
+
+EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
+VERDICT = re.compile(r"= (\d+) (yes|no)$", re.MULTILINE)
+README_QUESTION = {"nums": [3, 7, 25], "target": 46}
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        given = ["mode=evaluate", f"run.dir={folder}", *sys.argv[1:]]
+        run = program.load_run(load_config(given))
+    questions = run.validation_questions
+    groups = program.answer_questions(
+        run, num_samples=run.config.validation.best_of_n, temperature=1.0
+    )
+    rows = defaultdict(list)  # by how many numbers a question has
+    for question, group in zip(questions, groups, strict=True):
+        rows[f"{len(question['nums'])} numbers"] += [(t, question["target"]) for t in group]
+    columns = {**dict(sorted(rows.items())), "all": [row for some in rows.values() for row in some]}
+    figures = {name: describe(some) for name, some in columns.items()}
+    names = list(figures["all"])
+    print_table(["", *figures], [[name, *(f[name] for f in figures.values())] for name in names])
+
+    run.validation_questions = [README_QUESTION]
+    ((answer,),) = program.answer_questions(run, num_samples=1, temperature=0.0)
+    print(f"README's question, greedily ({'' if answer.is_solved else 'not '}solved):{answer.text}")
+
+
+def describe(rows: list[tuple[Trajectory, int]]) -> dict[str, str]:
+    """Figures of completions, each given with its target."""
+    failures, tries, num_verdicts, num_true = Counter(), 0, 0, 0
+    equations: dict[str, list[bool]] = {operator: [] for operator in "+-*/"}
+    for trajectory, target in rows:
+        for left, operator, right, value in EQUATION.findall(trajectory.text):
+            with suppress(ZeroDivisionError):
+                equations[operator].append(value_of([left, operator, right]) == Fraction(value))
+        verdicts = VERDICT.findall(trajectory.text)
+        tries += len(verdicts)
+        num_verdicts += len(verdicts)
+        num_true += sum((int(value) == target) == (word == "yes") for value, word in verdicts)
+        if not trajectory.is_solved:
+            failures[how_it_failed(trajectory, verdicts)] += 1
+    checked = [is_right for some in equations.values() for is_right in some]
+    return {
+        "completions": str(len(rows)),
+        "pass@1": f"{sum(t.is_solved for t, _ in rows) / len(rows):.3f}",
+        "tokens": f"{sum(len(t.completion.token_ids) for t, _ in rows) / len(rows):.1f}",
+        "tries": f"{tries / len(rows):.2f}",
+        "equations right": share(checked),
+        **{f"  {operator}": share(some) for operator, some in equations.items()},
+        "verdicts that fit the value": f"{num_true / max(1, num_verdicts):.2%}",
+        **{f"failed: {way}": str(failures[way]) for way in WAYS_TO_FAIL},
+    }
+
+
+WAYS_TO_FAIL = ("cut off", "gave up", "said yes", "no verdict")
+
+
+def how_it_failed(trajectory: Trajectory, verdicts: list[tuple[str, str]]) -> str:
+    if trajectory.completion.truncated:
+        return "cut off"
+    if not verdicts:
+        return "no verdict"
+    return "gave up" if verdicts[-1][1] == "no" else "said yes"
+
+
+def share(are_right: list[bool]) -> str:
+    return f"{sum(are_right) / len(are_right):.2%} of {len(are_right):,}" if are_right else "-"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""TRL's side of a comparison: a GRPOTrainer with the settings of one of our runs."""
+
+import functools
+
+import common  # noqa: F401  # first: it finds the script's modules
+from datasets import Dataset
+from torch import nn
+from transformers import PrinterCallback, TrainerCallback
+
+from engine.config import Config
+from engine.optimizer import learning_rate_at
+from engine.prompts import render_prompts
+from engine.run import Run
+
+try:
+    from trl import GRPOConfig, GRPOTrainer
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install trl==1.16.0") from None
+
+LOSS_TYPES = {"dr_grpo": "dr_grpo", "token": "dapo", "sequence": "grpo"}
+SCALES = {"mean": "none", "zscore": "group"}
+
+
+def make_trainer(
+    run: Run, model: nn.Module, callback: TrainerCallback, *, micro_batch: int
+) -> GRPOTrainer:
+    """TRL's trainer of `model`: the run's settings, and its questions in the same order.
+
+    `micro_batch` is in rows and must divide those of a step. TRL samples with `model.generate`,
+    without vLLM, and writes no files of its own.
+    """
+    training, num_questions = run.config.training, run.config.questions_per_rank(1)
+    num_rows = num_questions * training.group_size
+    drawn, _ = run.train_questions.take(0, num_questions * training.num_steps)
+    rows = [as_trl_row(example, run) for _, example in drawn]
+    trainer = GRPOTrainer(
+        model=model,
+        processing_class=run.policy.tokenizer,
+        reward_funcs=functools.partial(reward, run),
+        train_dataset=Dataset.from_list(rows),
+        callbacks=[Schedule(run.config), callback],
+        args=GRPOConfig(
+            output_dir=str(run.folder / "trl"),
+            max_steps=training.num_steps,
+            seed=training.seed,
+            per_device_train_batch_size=micro_batch,
+            gradient_accumulation_steps=num_rows // micro_batch,
+            num_generations=training.group_size,
+            max_completion_length=training.max_new_gen_tokens,
+            temperature=run.config.sampling.temperature,
+            top_p=run.config.sampling.top_p,
+            top_k=run.config.sampling.top_k,
+            loss_type=LOSS_TYPES[training.loss_normalization],
+            scale_rewards=SCALES[training.advantage],
+            beta=training.kl_coef,
+            use_bias_correction_kl=False,  # on by default: times the ratio; ours is GRPO's
+            num_iterations=training.num_iterations,
+            epsilon=training.clip_eps,
+            epsilon_high=training.clip_eps_high,
+            learning_rate=training.learning_rate,
+            lr_scheduler_type="constant",  # Schedule sets it
+            adam_beta1=training.adam_betas[0],
+            adam_beta2=training.adam_betas[1],
+            adam_epsilon=training.adam_eps,
+            weight_decay=training.weight_decay,
+            max_grad_norm=training.max_grad_norm,
+            shuffle_dataset=False,
+            gradient_checkpointing=False,  # on by default; it costs time
+            bf16=False,
+            use_cpu=run.world.device.type == "cpu",
+            report_to="none",
+            logging_strategy="no",
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+class Schedule(TrainerCallback):
+    """Gives TRL's optimizer our learning rate: transformers' warm-up begins with a step at 0."""
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    def on_step_begin(self, args, state, control, *, optimizer, **others: object) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate_at(state.global_step + 1, self.config)
+
+
+def as_trl_row(example: dict, run: Run) -> dict:
+    (prompt,), _ = render_prompts(
+        [example], task=run.task, options=run.config.task, tokenizer=run.policy.tokenizer
+    )
+    return example | {"prompt": prompt}
+
+
+def reward(run: Run, completions: list[str], **columns: list) -> list[float]:
+    """The rewards of our run, as TRL calls for them: with the rows' columns, and more."""
+    task, rewards = run.config.task, []
+    for i, text in enumerate(completions):
+        example = {name: columns[name][i] for name in run.task.EXAMPLE_ROW}
+        parts = run.task.reward_function(text, example, options=task, num_tokens=0)
+        rewards.append(sum(weight * parts[part] for part, weight in task.reward_weights.items()))
+    return rewards

@@ -1,0 +1,160 @@
+"""Arithmetic: add two numbers. A small chat model can do it, once it answers instead of rambling.
+
+An example is a row such as {"a": 47, "b": 38}; 85 solves it. The answer is the last number of the
+completion, so there is nothing to gain from several numbers: only one of them counts.
+"""
+
+import random
+import re
+from collections.abc import Iterable
+from itertools import combinations_with_replacement
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from engine.config import Section
+from engine.data import FILE_OR_HUB, is_in_split, load_rows
+from tasks.gsm8k import lenient_answer
+
+
+class Options(Section):
+    """Arithmetic's own keys in the config's `task` section."""
+
+    min_number: int = Field(10, ge=0, le=999)
+    """The smallest number that a generated sum may have."""
+
+    max_number: int = Field(99, ge=0, le=999)
+    """The largest number that a generated sum may have."""
+
+    @model_validator(mode="after")
+    def check_range(self) -> Self:
+        if self.min_number > self.max_number:
+            raise ValueError(
+                f"min_number = {self.min_number} must be at most max_number ({self.max_number})"
+            )
+        return self
+
+
+# Data
+
+EXAMPLE_ROW = {"a": 47, "b": 38}
+
+
+def load_examples(
+    source: str,
+    split: str,
+    *,
+    options: Options,
+    num_examples: int | None,
+    seed: int,
+    held_out: bool,
+    exclude: Iterable[dict],
+) -> list[dict]:
+    """Questions of one split, "train" or "validation", as rows {a: int, b: int}.
+
+    `source` is "generated", a local file or a hub dataset id. `num_examples` questions are drawn by
+    `seed`; None takes all. `held_out` says that both splits have the same source, which is then
+    divided between them; generated sums always are. `exclude` lists questions to leave out. Raises
+    ValueError, one line with the fix in it.
+    """
+    if source == "generated":
+        return generate_questions(
+            split, options=options, num_examples=num_examples, seed=seed, exclude=exclude
+        )
+    return load_rows(
+        source,
+        split,
+        example_row=EXAMPLE_ROW,
+        parse_row=parse_row,
+        question_key=question_key,
+        num_examples=num_examples,
+        seed=seed,
+        held_out=held_out,
+        exclude=exclude,
+        choices=f"generated, {FILE_OR_HUB}",
+    )
+
+
+def question_key(example: dict) -> str:
+    """Equal for equal questions: 47 + 38 is 38 + 47."""
+    return str(sorted((example["a"], example["b"])))
+
+
+def generate_questions(
+    split: str, *, options: Options, num_examples: int | None, seed: int, exclude: Iterable[dict]
+) -> list[dict]:
+    """Different sums, the same for the same seed on every machine.
+
+    Two numbers come together once, in an order that is drawn. Raises ValueError for a range that
+    holds too few questions.
+    """
+    excluded = {question_key(row) for row in exclude}
+    numbers = range(options.min_number, options.max_number + 1)
+    rows = [{"a": a, "b": b} for a, b in combinations_with_replacement(numbers, 2)]
+    keys = [question_key(row) for row in rows]
+    rows = [
+        row
+        for row, key in zip(rows, keys, strict=True)
+        if key not in excluded and is_in_split(key, split)
+    ]
+    if len(rows) < (num_examples or 1):
+        raise ValueError(
+            f"num_examples {num_examples}: there are only {len(rows)} different {split} questions "
+            "in this range; ask for fewer, or widen the range of numbers"
+        )
+    rng = random.Random(f"arithmetic {split} {seed}")
+    drawn = rng.sample(rows, num_examples or len(rows))
+    return [{"a": a, "b": b} for a, b in (rng.sample([*row.values()], 2) for row in drawn)]
+
+
+def parse_row(row: dict) -> dict:
+    """The example in a file's row; numbers that are text (CSV) are also read.
+
+    Raises ValueError that says what is wrong with the row.
+    """
+    example = {}
+    for name, value in row.items():
+        if isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value.strip(), re.ASCII):
+            value = int(value)
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{name} is {value!r:.60}, not an integer >= 0")
+        example[name] = value
+    return example
+
+
+def parse_question(text: str) -> dict:
+    """The example in a line typed by a person, such as "47 + 38"."""
+    match = re.fullmatch(r"\s*([0-9]{1,9})\s*\+\s*([0-9]{1,9})\s*", text, re.ASCII)
+    if match is None:
+        raise ValueError('write the question like this: "47 + 38"')
+    return {"a": int(match[1]), "b": int(match[2])}
+
+
+# Prompt
+
+
+def generate_prompt(example: dict, *, options: Options) -> list[dict]:
+    """One chat message, without a word about how to answer."""
+    return [{"role": "user", "content": f"What is {example['a']} + {example['b']}?"}]
+
+
+# Reward
+
+REWARD_PARTS = ("answer",)
+
+
+def reward_function(
+    completion: str, example: dict, *, options: Options, num_tokens: int
+) -> dict[str, float]:
+    """`answer` is 1.0 if the last number of the completion is the sum, else 0.0."""
+    answer = extract_answer(completion, example, options=options)
+    return {"answer": float(answer == str(example["a"] + example["b"]))}
+
+
+def extract_answer(completion: str, example: dict, *, options: Options) -> str | None:
+    """The last number, in a normal form: 85 for $85.00; majority votes count these.
+
+    As tasks/gsm8k.py reads numbers, in time linear in the length of the text: numbers that are
+    joined, such as 84 85 86 or 84/85, are none.
+    """
+    return lenient_answer(completion)

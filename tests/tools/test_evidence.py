@@ -1,0 +1,138 @@
+"""What benchmarks/learning.py and ablations.py make of finished runs, and what they run."""
+
+import importlib
+import json
+import math
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from harness import ROOT, make_config, make_policy, make_run
+
+from engine.config import Config, differences, load_config
+
+
+def load(name: str):
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
+
+
+learning, ablations, switched = (load(name) for name in ("learning", "ablations", "switched"))
+
+
+# Learning
+
+
+@pytest.mark.parametrize(
+    ("rates", "minutes"),
+    [
+        ([0.2, 0.5, 0.7, 0.4], 3.0),  # half of the way from 0.5 to 0.7
+        ([0.2, 0.6, 0.7, 0.8], 2.0),
+        ([0.7, 0.1, 0.1, 0.1], 0.0),
+        ([0.2, 0.3, 0.4, 0.5], math.nan),
+    ],
+)
+def test_the_time_to_a_level_lies_between_two_evaluations(rates, minutes):
+    found = learning.time_to(0.6, np.array([0.0, 2.0, 4.0, 6.0]), np.array(rates))
+    assert found == pytest.approx(minutes, nan_ok=True)
+
+
+def write_side(folder, side: str, *seeds: list[float]) -> None:
+    """Evaluations after 0, 10 and 20 steps of a minute each."""
+    folder.mkdir(exist_ok=True)
+    for seed, rates in enumerate(seeds):
+        rows = [
+            {"step": 10 * i, "minutes": 10.0 * i, "eval/pass@1": rate}
+            for i, rate in enumerate(rates)
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{side}-s{seed}.jsonl").write_text(text)
+
+
+def test_the_two_sides_are_compared_at_each_evaluation_and_drawn(tmp_path, monkeypatch, capsys):
+    """At step 10: a difference of 0.15, and two of sqrt(0.02 / 2 + 0.005 / 2) = 0.1118."""
+    folder = tmp_path / "learning"
+    write_side(folder, "TRL", [0.2, 0.3, 0.6], [0.2, 0.5, 0.6])
+    write_side(folder, "plain-grpo", [0.2, 0.5, 0.7], [0.2, 0.6, 0.7])
+    monkeypatch.setattr(sys, "argv", ["learning.py", "--draw", "--out", str(tmp_path)])
+    learning.main()
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:4] == [
+        ["0", "0.200", "0.200", "0.000", "0.000", "True"],
+        ["10", "0.400", "0.550", "0.150", "0.224", "True"],
+        ["20", "0.600", "0.700", "0.100", "0.000", "False"],
+    ]
+    assert ["TRL", "20.0", "20.0", "20.0", "20.0"] in lines
+    assert ["plain-grpo", "15.0", "10.0", "20.0", "20.0"] in lines
+    assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_both_sides_take_the_steps_of_the_default_run():
+    default, config = load_config([]), load_config(learning.settings(3, is_quick=False))
+    num_rows = 2 * default.questions_per_rank(2) * default.training.group_size
+    assert config.questions_per_rank(1) * config.training.group_size == num_rows
+    assert config.training.num_steps == 80 and config.training.seed == 3
+    assert num_rows % learning.TRL_MICRO_BATCH == 0
+
+
+# Ablations
+
+
+def config_of_row(overrides: list[str]) -> Config:
+    questions = ablations.questions_per_step()
+    return load_config([f"training.num_samples_per_step_global={questions}", *overrides])
+
+
+def test_every_row_is_the_default_with_one_thing_changed_and_samples_as_many():
+    rows = ablations.make_rows(ablations.questions_per_step())
+    default = config_of_row(rows["default"])
+    num_rows = default.questions_per_rank(1) * default.training.group_size
+    for name, overrides in rows.items():
+        config = config_of_row(overrides)
+        assert config.questions_per_rank(1) * config.training.group_size == num_rows, name
+        changed = set(differences(config)) - set(differences(default))
+        assert len(changed) >= len(overrides) > 0 or name == "default", name
+    assert all(name in rows for name in ablations.SWITCHES)
+
+
+def write_metrics(folder, name: str, rate: float, best: float) -> None:
+    header = "step,eval/pass@1,eval/best_of_8,time/eval_s,time/step_s"
+    lines = [header, "0,0.1,0.2,30,", "1,,,,90", f"2,{rate},{best},30,90"]
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
+
+
+def test_the_table_has_every_row_with_the_range_of_its_seeds(tmp_path, monkeypatch):
+    folder = tmp_path / "ablations"
+    write_metrics(folder, "default-s0", 0.5, 0.75)
+    write_metrics(folder, "default-s1", 0.6, 0.85)
+    write_metrics(folder, "lora-r8-lr-x10-s0", 0.4, 0.7)
+    (folder / "remarks.yaml").write_text("default: It learns.\n")
+    monkeypatch.setattr(sys, "argv", ["ablations.py", "--draw", "--out", str(tmp_path)])
+    ablations.main()
+    lines = (tmp_path / "ablations.md").read_text().splitlines()
+    assert len(lines) == 2 + len(ablations.make_rows(32))
+    assert lines[2] == (
+        "| default |  | 2 | 0.550 (0.500 to 0.600) | 0.800 (0.750 to 0.850) | 4.0 (4.0 to 4.0) "
+        "| It learns. |"
+    )
+    assert "| zscore | `training.advantage=zscore` | 0 | not run |  |  |  |" in lines
+    (adapter,) = (line for line in lines if line.startswith("| lora-r8-lr-x10 |"))
+    assert adapter.endswith(" | 1 | 0.400 | 0.700 | 4.0 |  |")
+    assert (tmp_path / "ablations.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_row_that_draws_from_less_is_measured_on_the_whole_distribution(
+    rotary_model_folder, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(switched, "answer_questions", lambda run, **settings: asked.append(run))
+    policy = make_policy(rotary_model_folder, "sampling.top_k=10", "sampling.top_p=0.9")
+    run = make_run(policy, make_config())
+    switched.answer_untruncated(run, num_samples=2, temperature=1.0)
+    assert asked[0].policy.params == replace(policy.params, top_k=0, top_p=1.0)
+    assert run.policy.params.top_k == 10  # training draws as before

@@ -1,0 +1,334 @@
+"""tools/report.py: what the page holds, that model text does no harm, and the page in a browser."""
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import alone, make_config
+
+from engine.config import dump
+from engine.run import Run, State, finish
+from logger import Logger
+from tools import report
+
+COLUMNS = "step,train/reward,eval/pass@1,eval/pass@1_low,eval/pass@1_high,time/eval_s,time/step_s"
+# Ends of elements, a NUL, marks that turn text around, half a character, a separator of lines
+HOSTILE = (
+    "</textarea></script><script>document.title = 'harmed'</script><img src=x "
+    "onerror=\"document.title='harmed'\"> \0 \u202eabc\u202c \u200f \ud83d \u2028 {{data}} &lt;"
+)
+
+
+def completion(text: str, reward: float, *, truncated: bool = False) -> dict:
+    """A line's completion in three tokens, the last of them written by the calculator."""
+    return {
+        "reward": reward,
+        "reward_parts": {"format": 1.0, "answer": float(reward == 1)},
+        "solved": reward == 1,
+        "truncated": truncated,
+        "advantage": reward - 0.5,
+        "weight": 0.01,
+        "tokens": [text, "\n", "46"],
+        "log_probs": [-0.5, -2.0, 0.0],
+        "entropies": [0.4, 1.0, 0.0],
+        "inserted": [2],
+    }
+
+
+def write_run(folder: Path, *, steps: range = range(0, 41, 20), text: str = HOSTILE) -> Path:
+    """A run that was evaluated, and whose rollouts were kept, at each of `steps`."""
+    folder.mkdir()
+    table, samples, lines = [COLUMNS], [], []
+    for step in steps:
+        rate = 0.25 + step / 100
+        table.append(f"{step},{rate},{rate},{rate - 0.125},{rate + 0.125},1,1")
+        for number in range(2):
+            sample = {"step": step, "split": "validation", "prompt": f"question {number}"}
+            sample |= {"completion": f"at {step}: {text}", "gold": {"nums": [1]}, "answer": None}
+            parts = {"format": 1.0, "answer": float(number)}
+            samples.append(sample | {"reward": 1.0, "reward_parts": parts, "truncated": False})
+            group = [
+                completion(f"best of {number}, {text}", 1.0),
+                completion("cut", 0.0, truncated=True),
+            ]
+            group.append(completion("plain", 0.0))
+            line = {"step": step, "prompt": f"make {number}", "gold": "46", "size": 3}
+            lines.append(line | {"completions": group})
+    samples.append(samples[-1] | {"split": "train", "prompt": "of training"})
+    (folder / "metrics.csv").write_text("\n".join(table) + "\n")
+    for name, rows in (("samples", samples), ("rollouts", lines)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = make_config("training.num_steps=40", 'task.prompt="</script>{nums}"')
+    (folder / "config.yaml").write_text(f"# plain-grpo 1, torch 2\n{dump(config)}")
+    return folder
+
+
+def data_of(page: Path) -> dict:
+    """The data in a page, found as a browser finds it: up to the first end of a script."""
+    (text,) = re.findall(
+        r'<script type="application/json" id="data">(.*?)</script', page.read_text()
+    )
+    return json.loads(text)
+
+
+def make_page(folder: Path) -> Path:
+    report.write_report(folder, folder / "report.html")
+    return folder / "report.html"
+
+
+# The data
+
+
+def test_the_page_holds_curves_evaluations_rollouts_and_the_config(tmp_path):
+    data = data_of(make_page(write_run(tmp_path / "x")))
+    assert (data["name"], data["step"], data["versions"]) == ("x", 40, "plain-grpo 1, torch 2")
+    pass_at_1, reward = data["curves"]
+    assert (pass_at_1["title"], reward["title"]) == ("pass@1", "reward")
+    assert pass_at_1["steps"] == [0, 20, 40] and pass_at_1["mean"] == [0.25, 0.45, 0.65]
+    assert pass_at_1["low"] == [0.125, 0.325, 0.525] and reward["low"] == [None] * 3
+    assert [evaluation["step"] for evaluation in data["evaluations"]] == [0, 20, 40]
+    assert data["evaluations"][1]["pass@1"] == [0.45, 0.325, 0.575]
+    for evaluation in data["evaluations"]:  # the questions of training are left out
+        assert [row["prompt"] for row in evaluation["rows"]] == ["question 0", "question 1"]
+        assert evaluation["rows"][0]["completion"] == f"at {evaluation['step']}: {HOSTILE}"
+    assert [[row["prompt"] for row in step["rows"]] for step in data["rollouts"]] == [
+        ["make 0", "make 1"]
+    ] * 3
+    assert data["recorded"] == {"evaluations": 3, "rollouts": 3}
+    different = {s["key"]: s for s in data["settings"] if s["value"] != s["default"]}
+    assert different.keys() == {"training.num_steps", "task.prompt"}
+    assert (
+        different["training.num_steps"]["value"],
+        different["training.num_steps"]["default"],
+    ) == ("40", "80")
+
+
+def test_no_text_can_leave_its_place_in_the_page(tmp_path):
+    """Between the page's two scripts there is no `<` but for the end of the first."""
+    page = make_page(write_run(tmp_path / "x")).read_text()
+    assert page.isascii() or not set(HOSTILE) & {c for c in page if not c.isascii()}
+    inside = page.partition('id="data">')[2].partition("<script>")[0]
+    assert inside.count("<") == 1 and inside.endswith("</script>\n")
+    assert "\0" not in page
+
+
+def test_a_long_run_is_thinned_below_5_mb_and_its_first_and_last_step_stay(tmp_path):
+    """Each `<` of model text takes six bytes in the page."""
+    folder = write_run(tmp_path / "x", steps=range(0, 4000, 20), text="<" * 6_000)
+    page = make_page(folder)
+    data = data_of(page)
+    assert page.stat().st_size < 5_000_000
+    for name in ("evaluations", "rollouts"):
+        steps = [item["step"] for item in data[name]]
+        assert steps[0] == 0 and steps[-1] == 3980 and 10 < len(steps) < 200
+        assert data["recorded"][name] == 200
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "kept"),
+    [
+        (42, [1, 2, 3, 4, 5, 6]),
+        (41, [1, 3, 5, 6]),
+        (27, [1, 5, 6]),
+        (20, [1, 6]),
+        (13, [6]),
+        (6, []),
+    ],
+)
+def test_thinning_leaves_out_every_second_item_until_the_others_fit(max_bytes, kept):
+    items = [{"a": i} for i in range(1, 7)]  # 7 bytes each
+    assert report.thin(items, max_bytes) == [{"a": i} for i in kept]
+
+
+def test_a_curve_of_many_steps_is_thinned_and_keeps_its_ends(tmp_path):
+    folder = write_run(tmp_path / "x", steps=range(3000))
+    reward = next(c for c in report.curves(report.read_table(folder)) if c["title"] == "reward")
+    assert len(reward["steps"]) == report.MAX_POINTS
+    assert reward["steps"][0] == 0 and reward["steps"][-1] == 2999
+
+
+def test_a_run_that_kept_nothing_or_still_writes_has_a_page(tmp_path):
+    folder = write_run(tmp_path / "x")
+    (folder / "rollouts.jsonl").unlink()
+    with (folder / "samples.jsonl").open("a") as file:
+        file.write('{"step": 60, "pro')
+    data = data_of(make_page(folder))
+    assert data["rollouts"] == [] and len(data["evaluations"]) == 3
+
+
+def test_a_task_of_ones_own_is_not_imported(tmp_path, monkeypatch):
+    """Its keys have no default on the page."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("raise SystemExit('imported')")
+    file = tmp_path / "config.yaml"
+    file.write_text("mode: train\ntask: {name: mine, tolerance: 0.5, shuffle: false}\n")
+    assert list(report.settings(file)) == [
+        {"key": "mode", "value": "train", "default": "train"},
+        {"key": "task.name", "value": "mine", "default": "countdown"},
+        {"key": "task.tolerance", "value": "0.5", "default": None},
+        {"key": "task.shuffle", "value": "false", "default": "true"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("metrics.csv", None, "metrics.csv"),
+        ("metrics.csv", b"step\n1\n", "not a run's metrics.csv"),
+        ("config.yaml", None, "config.yaml"),
+        ("config.yaml", b"[", "cannot be read as YAML"),
+        ("rollouts.jsonl", b'{"step": 1}\n{\n', "rollouts.jsonl: line 2 is not JSON"),
+        ("samples.jsonl", b"\xff\n", "samples.jsonl: is not UTF-8"),
+    ],
+)
+def test_a_run_that_cannot_be_read_is_one_line(
+    name, content, message, tmp_path, monkeypatch, capsys
+):
+    folder = write_run(tmp_path / "x")
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_bytes(content)
+    monkeypatch.setattr(sys, "argv", ["report.py", str(folder)])
+    with pytest.raises(SystemExit) as caught:
+        report.main()
+    line = capsys.readouterr().err
+    assert caught.value.code == 2 and line.startswith("error: ") and message in line
+    assert line.count("\n") == 1 and not (folder / "report.html").exists()
+
+
+def test_the_command_writes_the_page_beside_the_run_or_where_it_is_told(
+    tmp_path, monkeypatch, capsys
+):
+    folder = write_run(tmp_path / "x")
+    for options, file in (
+        ([], folder / "report.html"),
+        (["--out", f"{tmp_path}/a/b.html"], tmp_path / "a/b.html"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["report.py", str(folder), *options])
+        report.main()
+        assert capsys.readouterr().out == f"written: {file}\n"
+        assert data_of(file)["name"] == "x"
+
+
+def test_a_run_in_mlflow_gets_its_curves_and_its_page(tmp_path, monkeypatch, capsys):
+    """What cannot be made is named in a warning, and costs nothing else."""
+    config = make_config("logging.mlflow=true")
+    logger, sent = Logger(rank=0), []
+    monkeypatch.setattr(logger, "log_artifact", sent.append)
+    folder = write_run(tmp_path / "x")
+    state = State(first=0.25, last=0.65, best=0.65)
+    run = Run(config, alone(), logger, folder, None, None, [], state=state)
+    monkeypatch.setenv("MPLBACKEND", "no such backend")  # matplotlib will not load
+    finish(run)
+    assert sent == [folder / "report.html"] and data_of(sent[0])["step"] == 40
+    assert "warning: no curves.png: " in capsys.readouterr().out
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[object]:
+    """Chromium without a window; users' machines without it skip."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("chromium is not installed")
+    with playwright.sync_playwright() as api:
+        chromium = api.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=120_000)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(params=[(1400, "light"), (400, "dark")], ids=["wide", "narrow"])
+def page(request, browser, tmp_path) -> Iterator[object]:
+    """The page of a run; it may neither fail nor ask for anything but itself."""
+    width, scheme = request.param
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page.set_default_timeout(60_000)
+    problems, requests = [], []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda message: problems.append(message.text))
+    page.on("request", lambda request: requests.append(request.url))
+    file = make_page(write_run(tmp_path / "x"))
+    page.goto(file.as_uri())
+    yield page
+    assert problems == [] and requests == [file.as_uri()]
+    page.close()
+
+
+def test_the_page_in_a_browser_shows_text_as_text_and_never_scrolls_sideways(page):
+    assert page.title() == "x: a run of plain-grpo"  # no script of the model's has run
+    assert page.locator("img, textarea").count() == 0 and page.locator("script").count() == 2
+    first = page.locator("#groups .token").first.inner_text()
+    assert "</textarea></script><script>" in first and "{{data}} &lt;" in first
+    for code in ("U+0000", "U+202E", "U+202C", "U+200F", "U+D83D", "U+2028"):
+        assert f"⟨{code}⟩" in first, code
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.locator("#charts svg").count() == 2
+
+
+def test_arrow_keys_move_the_evaluations_and_walk_through_the_tokens(page):
+    slider, samples = page.locator("#evaluation"), page.locator("#samples")
+    assert "at 40:" in samples.inner_text() and "of training" not in samples.inner_text()
+    slider.focus()
+    page.keyboard.press("ArrowLeft")
+    assert "at 20:" in samples.inner_text() and "at 40:" not in samples.inner_text()
+    assert page.locator("#evaluation-name").inner_text() == "step 20: pass@1 0.45 (0.325 to 0.575)"
+    page.keyboard.press("Home")
+    assert "at 0:" in samples.inner_text()
+    for _tab in range(60):  # the keyboard alone reaches the completions
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.className") == "tokens":
+            break
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    numbers = page.locator("#numbers").inner_text().replace("\n", " ")
+    assert 'token "\\n" position 2 log-probability -2 probability 0.135 entropy 1 nats' in numbers
+    page.keyboard.press("End")
+    assert "written by the calculator" in page.locator("#numbers").inner_text()
+    page.keyboard.press("Escape")
+    assert not page.locator("#numbers").is_visible()
+
+
+def test_filters_colours_and_a_click_show_what_they_say(page):
+    cards, count = page.locator("#groups article"), page.locator("#count")
+    assert page.locator("#step").input_value() == "40" and cards.count() == 6
+    assert (
+        cards.locator("strong").all_inner_texts()
+        == ["✓ solved", "✗ failed, cut off", "✗ failed"] * 2
+    )
+    for kind, number in (("solved", 2), ("failed", 4), ("cut", 2), ("all", 6)):
+        page.locator("#kind").select_option(kind)
+        assert cards.count() == number and count.inner_text() == f"{number} of 6 completions"
+    page.locator("#words").fill("BEST of 1")
+    assert cards.count() == 1
+    page.locator("#words").fill("make 0")  # of the prompt
+    assert cards.count() == 3
+    page.locator("#words").fill("")
+    up, down = cards.nth(0).locator(".token"), cards.nth(1).locator(".token")
+    assert "up" in up.first.get_attribute("class") and "down" in down.first.get_attribute("class")
+    strength = "node => Number(node.style.getPropertyValue('--alpha'))"
+    assert up.first.evaluate(strength) == down.first.evaluate(strength) == 0.6
+    assert up.nth(2).evaluate(strength) == 0  # the calculator's token is not trained on
+    for coloring, shares in (("entropy", [0.2, 0.5, 0]), ("log_prob", [0.125, 0.5, 0])):
+        page.locator("#coloring").select_option(coloring)
+        alphas = [up.nth(i).evaluate(strength) for i in range(3)]
+        assert alphas == pytest.approx([0.6 * share for share in shares])
+    down.first.click()
+    numbers = page.locator("#numbers").inner_text().replace("\n", " ")
+    assert "advantage -0.5 weight 0.01 advantage \N{MULTIPLICATION SIGN} weight -0.005" in numbers
+
+
+def test_the_config_shows_what_differs_or_all(page):
+    rows = page.locator("#settings tr")
+    assert rows.all_inner_texts() == [
+        "task.prompt\t</script>{nums}\tnull",
+        "training.num_steps\t40\t80",
+    ]
+    page.locator("#only-different").uncheck()
+    assert rows.count() > 60 and page.locator("#settings .differs").count() == 2

@@ -1,0 +1,193 @@
+"""Write a page to look at a run: its curves, its evaluations, its rollouts token by token.
+
+    python -m tools.report runs/x                       # writes runs/x/report.html
+    python -m tools.report runs/x --out elsewhere.html
+
+The page is tools/report.html with the run's data in it. It needs no server and no network, and a
+run that still trains has one too. Its parts are kept below PART_BYTES: of a long run it shows some
+of the evaluations and of the steps whose rollouts were kept, from the first to the last, and says
+how many.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.config import (
+    Config,
+    built_in_tasks,
+    dotted_values,
+    load_task,
+    read_file,
+    schema,
+    show,
+    task_name,
+)
+from logger import read_text, shorten
+from tools.plot import BEST_OF, PANELS, Table, points, read_table
+
+TEMPLATE = Path(__file__).with_name("report.html")
+PLACE = "{{data}}"  # where the template takes the run's data
+PART_BYTES = {"evaluations": 1_000_000, "rollouts": 3_500_000}  # the whole page is below 5 MB
+WINDOW = 5  # steps in the mean of a training curve, as in tools/plot.py
+MAX_POINTS = 400  # of a curve
+MAX_QUESTIONS = 12  # of an evaluation
+MAX_CHARACTERS = 4_000  # of a sample's prompt, completion or gold answer
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """All that the page shows of a run; raises OSError or ValueError, which names the file."""
+    table = read_table(folder)
+    rollouts = by_step(read_lines(folder / "rollouts.jsonl"))
+    samples = [
+        sample
+        for sample in read_lines(folder / "samples.jsonl")
+        if sample.get("split", "validation") == "validation"
+    ]
+    shown = {
+        "evaluations": thin(evaluations(table, by_step(samples)), PART_BYTES["evaluations"]),
+        "rollouts": thin(rollouts, PART_BYTES["rollouts"]),
+    }
+    recorded = {"evaluations": len(by_step(samples)), "rollouts": len(rollouts)}
+    config = folder / "config.yaml"
+    versions = read_text(config).partition("\n")[0].removeprefix("# ")
+    last_step = int(table.rows["step"].iloc[-1])
+    about = {"name": table.name, "step": last_step, "versions": versions}
+    about |= {"curves": curves(table), "settings": list(settings(config))}
+    return about | shown | {"recorded": recorded}
+
+
+def read_lines(file: Path) -> list[dict]:
+    """The objects in a .jsonl file, without a last line that is half written; [] if it is absent.
+
+    Raises ValueError that names the file and the line which is not JSON.
+    """
+    if not file.exists():
+        return []
+    whole_lines = read_text(file).split("\n")[:-1]
+    rows = []
+    for number, line in enumerate(whole_lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{file}: line {number} is not JSON: {error}") from None
+    return rows
+
+
+def by_step(rows: list[dict]) -> list[dict]:
+    """Rows of one step together: [{"step": 20, "rows": [...]}, ...]."""
+    steps: dict[int, list[dict]] = {}
+    for row in rows:
+        steps.setdefault(row["step"], []).append(row)
+    return [{"step": step, "rows": rows} for step, rows in steps.items()]
+
+
+def curves(table: Table) -> list[dict]:
+    """The panels of tools/plot.py that the run has: steps, means, and the interval where measured.
+
+    A curve of more than MAX_POINTS points is thinned evenly; its first and last point stay.
+    """
+    counts = [name.removeprefix(BEST_OF) for name in table.rows if name.startswith(BEST_OF)]
+    panels = []
+    for metric, title, label in PANELS:
+        is_training = metric.startswith("train/")
+        steps, _, mean, low, high = points(table, metric, window=WINDOW if is_training else 1)
+        chosen = np.unique(np.linspace(0, len(steps) - 1, MAX_POINTS).round().astype(int))
+        if len(steps) > 0:
+            panel = {"title": title.format(n="/".join(counts) or "n"), "label": label}
+            columns = {"steps": steps, "mean": mean, "low": low, "high": high}
+            panels.append(panel | {name: numbers(x[chosen]) for name, x in columns.items()})
+    return panels
+
+
+def numbers(values: np.ndarray) -> list[float | None]:
+    """Four decimals; None for NaN, which JSON lacks."""
+    return [round(float(value), 4) if math.isfinite(value) else None for value in values]
+
+
+def evaluations(table: Table, samples: list[dict]) -> list[dict]:
+    """The evaluations' samples, each with its step's pass@1 and interval."""
+    names = ["eval/pass@1", "eval/pass@1_low", "eval/pass@1_high"]
+    rates = table.rows.set_index("step").reindex(columns=names)
+    shown = []
+    for evaluation in samples:
+        step = evaluation["step"]
+        measured = rates.loc[step].to_numpy() if step in rates.index else np.full(3, math.nan)
+        rows = [shortened(row) for row in evaluation["rows"][:MAX_QUESTIONS]]
+        shown.append({"step": step, "pass@1": numbers(measured), "rows": rows})
+    return shown
+
+
+def shortened(sample: dict) -> dict:
+    """A line of samples.jsonl with texts, none of them very long."""
+    texts = ("prompt", "completion", "gold", "answer")
+    shown = {name: sample.get(name) for name in texts}
+    shown = {name: text if text is None else str(text) for name, text in shown.items()}
+    shown = {name: text and shorten(text, MAX_CHARACTERS) for name, text in shown.items()}
+    return shown | {name: sample.get(name) for name in ("reward", "reward_parts", "truncated")}
+
+
+def settings(file: Path) -> Iterator[dict]:
+    """Each key of a run's config.yaml, its value and its default, as text.
+
+    A task of the user's own is not imported: the default of a key that only it has is None.
+    """
+    values = read_file(file)
+    name = task_name(values)
+    full_schema = schema(load_task(name)) if name in built_in_tasks() else Config
+    defaults = dotted_values(full_schema())
+    for section, content in values.items():
+        keys = content if isinstance(content, dict) else {None: content}
+        for key, value in keys.items():
+            dotted = section if key is None else f"{section}.{key}"
+            default = show(defaults[dotted]) if dotted in defaults else None
+            yield {"key": dotted, "value": shorten(show(value), MAX_CHARACTERS), "default": default}
+
+
+def thin(items: list[dict], max_bytes: int) -> list[dict]:
+    """At most so many bytes of JSON: every second item is left out until they fit.
+
+    The first and the last stay, or the last alone if the two are too large together.
+    """
+    while sum(len(to_json(item)) for item in items) > max_bytes:
+        items = items[:-1:2] + items[-1:] if len(items) > 2 else items[1:]
+    return items
+
+
+def to_json(value: Any) -> str:
+    """JSON in ASCII that no script element can be ended by, whatever the texts are."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def write_report(folder: Path, out: Path) -> None:
+    """Write the page of the run in `folder`; raises OSError or ValueError, which names the file."""
+    template = TEMPLATE.read_text(encoding="utf-8")
+    before, after = template.split(PLACE)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(before + to_json(read_run(folder)) + after, encoding="utf-8")
+
+
+def main() -> None:
+    description = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m tools.report", description=description)
+    parser.add_argument("folder", type=Path, help="the run's folder")
+    parser.add_argument("--out", type=Path, help="the page's file; by default report.html in it")
+    options = parser.parse_args()
+    folder = options.folder.expanduser()
+    out = folder / "report.html" if options.out is None else options.out.expanduser()
+    try:
+        write_report(folder, out)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(f"written: {out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Animate what a run answers to one question at each of its evaluations, line by line, as a GIF.
+
+python -m tools.think runs/x                                  # writes think.gif
+python -m tools.think results/a.samples.jsonl --question 1 --out results/think.gif
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from engine.config import import_package
+
+WIDTH, LINE_HEIGHT = 8.0, 0.26  # inches
+LINE_S, HOLD_S = 0.35, 2.5  # seconds until the next line, and until the next answer
+GOOD, BAD, PLAIN = "#00795c", "#b3401a", "#333333"
+
+
+def read_answers(path: Path, question: int) -> list[dict]:
+    """The samples of the `question`-th validation question, in the order of the steps.
+
+    `path` is a run's folder or its samples.jsonl. Raises OSError or ValueError, which names it.
+    """
+    file = path / "samples.jsonl" if path.is_dir() else path
+    try:
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        rows = [row for row in rows if row.get("split") != "train"]
+        prompts = list(dict.fromkeys(row["prompt"] for row in rows))
+        keys = {"step", "completion", "reward_parts"}
+        if not all(keys <= row.keys() for row in rows):
+            raise ValueError(f"a line lacks one of {', '.join(sorted(keys))}")
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"{file}: not a run's samples.jsonl: {error}") from None
+    if not 0 <= question < len(prompts):
+        raise ValueError(f"--question {question}: {file} has {len(prompts)}, the first is 0")
+    return [row for row in rows if row["prompt"] == prompts[question]]
+
+
+def frames_of(answers: list[dict]) -> list[tuple[str, list[str], str, float]]:
+    """(title, lines so far, colour of the last one, seconds) for each picture."""
+    frames = []
+    for row in answers:
+        lines = row["completion"].strip().splitlines() or ["(nothing)"]
+        is_solved = row["reward_parts"]["answer"] == 1.0
+        title = f"after {row['step']} steps" if row["step"] else "before training"
+        for i in range(1, len(lines)):
+            frames.append((title, lines[:i], PLAIN, LINE_S))
+        frames.append((title, lines, GOOD if is_solved else BAD, HOLD_S))
+    return frames
+
+
+def animate(path: Path, out: Path, *, question: int = 0) -> None:
+    """Write the GIF; raises OSError or ValueError, one line, for what cannot be drawn."""
+    import_package("matplotlib", key="tools.think")  # if it is missing, this says how to install it
+    frames = frames_of(read_answers(path, question))
+    num_lines = max(len(lines) for _, lines, _, _ in frames)
+    pictures = [draw_frame(*frame[:3], num_lines=num_lines) for frame in frames]
+    durations_ms = [round(1000 * seconds) for *_, seconds in frames]
+    pictures[0].save(
+        out, save_all=True, append_images=pictures[1:], duration=durations_ms, loop=0, optimize=True
+    )
+
+
+def draw_frame(title: str, lines: list[str], color: str, *, num_lines: int) -> Any:
+    """One picture, a PIL image of few colours."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    height = LINE_HEIGHT * (num_lines + 3)
+    figure = Figure(figsize=(WIDTH, height), dpi=100, facecolor="white")
+    figure.text(0.02, 1 - LINE_HEIGHT / height, title, weight="bold", va="center", color=PLAIN)
+    for i, line in enumerate(lines):
+        y = 1 - LINE_HEIGHT * (i + 2.2) / height
+        is_last = i == len(lines) - 1
+        text = line.replace("$", r"\$")  # matplotlib would set what is between two of them as maths
+        style = {"family": "DejaVu Sans Mono", "size": 10, "va": "center"}
+        figure.text(0.02, y, text, color=color if is_last else PLAIN, **style)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    size = canvas.get_width_height()
+    image = Image.frombytes("RGBA", size, canvas.buffer_rgba())
+    return image.convert("P", palette=Image.Palette.ADAPTIVE)
+
+
+def main() -> None:
+    description = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m tools.think", description=description)
+    parser.add_argument("path", type=Path, help="a run's folder, or its samples.jsonl")
+    parser.add_argument("--question", type=int, default=0, help="which of the samples' questions")
+    parser.add_argument("--out", type=Path, default=Path("think.gif"))
+    options = parser.parse_args()
+    try:
+        animate(options.path.expanduser(), options.out.expanduser(), question=options.question)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(f"written: {options.out}")
+
+
+if __name__ == "__main__":
+    main()
