@@ -1,12 +1,14 @@
-"""Make the embedded model: `OMP_NUM_THREADS=2 python tiny/make_tiny.py` (about 20 minutes).
+"""Make the embedded model: `OMP_NUM_THREADS=2 python tiny/make_tiny.py` (about MINUTES minutes).
 
 A Qwen3-shaped model of 0.9 million parameters is trained from random weights, by ordinary
 supervised next-token prediction, on searches that a small program writes. A search tries
-operations line by line, the last one of a try often well chosen, the others at random, until a try
-makes the target. Most searches give up after one try and answer with that. So the model learns to
-calculate, to compare with the target and to write a well-formed answer; what is left for
-reinforcement learning is to search on and to choose better. No validation question is ever in the
-training data (`data.is_in_split`).
+operations line by line until a try makes the target. The last operation of a try is the one that
+comes nearest to it, the one before often too, the others are random. Some tries end at an operation
+that cannot be done, so that the model learns to say so instead of making up a value. At first
+searches are patient; in the last part of the training most give up after one try. So the model
+learns to calculate, to compare with the target and to search; what is left for reinforcement
+learning is to search on, and to choose better. No validation question is ever in the training data
+(`data.is_in_split`).
 """
 
 import argparse
@@ -14,6 +16,7 @@ import math
 import random
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -27,56 +30,86 @@ from engine.prompts import plain_text
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 LARGEST = 99  # intermediate values stay below 100, so that each number is one token
-IMPATIENT_SHARE = 0.8  # share of searches that give up after one try
-MAX_TRIES = 6  # the others give up after this many
-FINISH_SHARE = 0.5  # share of tries whose last operation is the one that comes nearest
+MAX_TRIES = 10  # a patient search gives up after this many
+PATIENT_PART = 0.8  # the part of the training in which every search is patient
+HASTY_SHARE = 0.85  # share of searches that give up after one try, after that part
+CAREFUL_SHARE = 0.5  # share of tries whose last operation but one is also well chosen
+SLIP_SHARE = 0.1  # share of operations that cannot be done, where there is such a one
+DRILL_EVERY = 4  # every so many rows are equations alone
+DRILL_LENGTH = 28  # equations in such a row
+BATCHES_AT_ONCE = 16  # rows of so many batches are sorted by length together
+
+Step = tuple[str, int, int, int]  # operator, larger number, smaller number, value
 
 
-def possible_operations(a: int, b: int) -> list[tuple[str, int, int, int]]:
-    """(operator, left, right, value) for each way to combine two numbers into 1..LARGEST."""
+@cache
+def operations(a: int, b: int) -> tuple[list[Step], list[Step]]:
+    """What can be done with two numbers, the larger first, and what has no value in 1..LARGEST."""
     high, low = max(a, b), min(a, b)
-    found = [("+", a, b, a + b), ("*", a, b, a * b)]
-    if high > low:
-        found.append(("-", high, low, high - low))
-    if high % low == 0:
-        found.append(("/", high, low, high // low))
-    return [operation for operation in found if operation[3] <= LARGEST]
+    values = {"+": high + low, "-": high - low, "*": high * low}
+    values["/"] = high // low if high % low == 0 else 0
+    steps = [(operator, high, low, value) for operator, value in values.items()]
+    possible = [step for step in steps if 1 <= step[3] <= LARGEST]
+    return possible, [step for step in steps if step not in possible]
 
 
-def write_try(nums: list[int], target: int, rng: random.Random) -> tuple[str, str, int] | None:
-    """One try: its line such as "3 * 7 = 21, 21 + 25 = 46", its expression and its value."""
-    left = [(value, str(value)) for value in nums]  # the numbers still to use, with how they came
-    finish = rng.random() < FINISH_SHARE
-    steps = []
-    while len(left) > 1:
-        rng.shuffle(left)
-        (a, a_text), (b, b_text) = left.pop(), left.pop()
-        operations = possible_operations(a, b)
-        if not operations:
-            return None
-        if finish and not left:
-            choice = min(operations, key=lambda operation: abs(operation[3] - target))
-        else:
-            choice = rng.choice(operations)
-        operator, first, second, value = choice
-        if (first, second) != (a, b):
-            a_text, b_text = b_text, a_text
-        steps.append(f"{first} {operator} {second} = {value}")
-        parts = [f"({text})" if " " in text else text for text in (a_text, b_text)]
-        left.append((value, f"{parts[0]} {operator} {parts[1]}"))
-    return ", ".join(steps), left[0][1], left[0][0]
+@cache
+def distance(a: int, b: int, target: int) -> int:
+    """How near to the target one operation comes."""
+    return min(abs(value - target) for *_, value in operations(a, b)[0])
 
 
-def write_search(nums: list[int], target: int, rng: random.Random) -> str:
+def choose_step(numbers: list[int], target: int, is_careful: bool, rng: random.Random) -> Step:
+    """The next operation of a try: well chosen, if that can be seen at most two steps ahead."""
+    a, b = rng.sample(numbers, 2)
+    if len(numbers) == 2:
+        return min(operations(a, b)[0], key=lambda step: abs(step[3] - target))
+    if len(numbers) > 3 or not is_careful:
+        return rng.choice(operations(a, b)[0])
+    choices = []
+    for i in rng.sample(range(3), 3):
+        pair = numbers[:i] + numbers[i + 1 :]
+        choices += [(distance(s[3], numbers[i], target), s) for s in operations(*pair)[0]]
+    return min(choices, key=lambda choice: choice[0])[1]
+
+
+def write_try(nums: list[int], target: int, rng: random.Random) -> tuple[str, str | None, int]:
+    """One try: its line such as "7 * 3 = 21, 25 + 21 = 46", its expression and its value.
+
+    Without an expression, and with value 0, if it ends at an operation that cannot be done.
+    """
+    numbers, texts = list(nums), [str(number) for number in nums]
+    is_careful = rng.random() < CAREFUL_SHARE
+    line = []
+    while len(numbers) > 1:
+        if rng.random() < SLIP_SHARE:
+            impossible = operations(*rng.sample(numbers, 2))[1]
+            if impossible:
+                operator, high, low, _ = rng.choice(impossible)
+                return ", ".join([*line, f"{high} {operator} {low}"]), None, 0
+        operator, high, low, value = choose_step(numbers, target, is_careful, rng)
+        line.append(f"{high} {operator} {low} = {value}")
+        parts = []
+        for number in (high, low):
+            i = numbers.index(number)
+            numbers.pop(i)
+            text = texts.pop(i)
+            parts.append(f"({text})" if " " in text else text)
+        numbers.append(value)
+        texts.append(f"{parts[0]} {operator} {parts[1]}")
+    return ", ".join(line), texts[0], numbers[0]
+
+
+def write_search(nums: list[int], target: int, is_hasty: bool, rng: random.Random) -> str:
     """A completion: tries until one makes the target or the search gives up, then the answer."""
-    lines, expression, value = [], "", None  # lines without their verdicts
-    patience = 1 if rng.random() < IMPATIENT_SHARE else MAX_TRIES
-    while len(lines) < patience and value != target:
-        attempt = write_try(nums, target, rng)
-        if attempt is None or attempt[0] in lines:
-            continue
-        line, expression, value = attempt
-        lines.append(line)
+    lines, expression, value = [], None, 0  # lines without their verdicts
+    patience, num_drawn = 1 if is_hasty else MAX_TRIES, 0
+    while value != target and (expression is None or len(lines) < patience and num_drawn < 30):
+        line, made, value = write_try(nums, target, rng)
+        num_drawn += 1  # a question may have fewer different tries than there is patience
+        expression = made or expression
+        if line not in lines:
+            lines.append(line)
     verdicts = [" no\n"] * (len(lines) - 1) + [" yes\n" if value == target else " no\n"]
     search = "".join(line + verdict for line, verdict in zip(lines, verdicts, strict=True))
     return f"\n{search}</think>\n<answer>{expression}</answer>"
@@ -129,47 +162,90 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     )
 
 
-def training_batches(tokenizer, questions: list[dict], *, batch_size: int, rng: random.Random):
-    """Endless batches (input_ids, loss_mask), both (B, T): a new search for each question."""
+def search_rows(tokenizer, questions: list[dict], is_hasty: list[bool], rng: random.Random):
+    """A new search for each question, as (token ids, loss mask): every token after the prompt."""
     prompts = tokenizer([prompt_text(question) for question in questions])["input_ids"]
-    while True:
-        order = rng.sample(range(len(questions)), 32 * batch_size)
-        searches = [write_search(**questions[i], rng=rng) for i in order]
-        encoded = tokenizer(searches)["input_ids"]
-        rows = [
-            (prompts[i], [*ids, tokenizer.eos_token_id])
-            for i, ids in zip(order, encoded, strict=True)
-        ]
-        rows.sort(key=lambda row: len(row[0]) + len(row[1]))  # little padding in a batch
-        batches = [rows[k : k + batch_size] for k in range(0, len(rows), batch_size)]
+    searches = [
+        write_search(**question, is_hasty=hasty, rng=rng)
+        for question, hasty in zip(questions, is_hasty, strict=True)
+    ]
+    for prompt, search in zip(prompts, tokenizer(searches)["input_ids"], strict=True):
+        completion = [*search, tokenizer.eos_token_id]
+        yield prompt + completion, [False] * len(prompt) + [True] * len(completion)
+
+
+def drill_rows(tokenizer, num_rows: int, rng: random.Random):
+    """Rows of random operations, as (token ids, loss mask); only what follows an operation counts.
+
+    The four operators are equally frequent; every third operation cannot be done.
+    """
+    known: dict[str, tuple[list[Step], list[Step]]] = {operator: ([], []) for operator in "+-*/"}
+    for high in range(1, LARGEST + 1):
+        for low in range(1, high + 1):
+            for steps, is_impossible in zip(operations(high, low), (0, 1), strict=True):
+                for step in steps:
+                    known[step[0]][is_impossible].append(step)
+    for _ in range(num_rows):
+        row, mask = [], []
+        for _ in range(DRILL_LENGTH):
+            is_impossible = rng.random() < 1 / 3
+            operator, high, low, value = rng.choice(known[rng.choice("+-*/")][is_impossible])
+            result = " no\n" if is_impossible else f" = {value}"
+            pieces = [f"{high} {operator} {low}", result, "" if is_impossible else ", "]
+            for piece, counts in zip(pieces, (False, True, False), strict=True):
+                ids = tokenizer(piece)["input_ids"]
+                row += ids
+                mask += [counts] * len(ids)
+        yield row, mask
+
+
+def training_batches(tokenizer, questions, *, num_steps: int, batch_size: int, rng: random.Random):
+    """`num_steps` batches (input_ids, loss_mask), both (B, T)."""
+    for first in range(0, num_steps, BATCHES_AT_ONCE):
+        num_rows = BATCHES_AT_ONCE * batch_size
+        late = first >= PATIENT_PART * num_steps
+        num_drills = num_rows // DRILL_EVERY
+        chosen = rng.sample(questions, num_rows - num_drills)
+        hasty = [late and rng.random() < HASTY_SHARE for _ in chosen]
+        rows = [*search_rows(tokenizer, chosen, hasty, rng), *drill_rows(tokenizer, num_drills, rng)]
+        rows.sort(key=lambda row: len(row[0]))  # little padding in a batch
+        batches = [rows[k : k + batch_size] for k in range(0, num_rows, batch_size)]
         rng.shuffle(batches)
         for batch in batches:
-            longest = max(len(p) + len(c) for p, c in batch)
+            longest = max(len(row) for row, _ in batch)
             input_ids = torch.full((batch_size, longest), tokenizer.pad_token_id)
             loss_mask = torch.zeros(batch_size, longest, dtype=torch.bool)
-            for row, (p, c) in enumerate(batch):
-                input_ids[row, : len(p) + len(c)] = torch.tensor(p + c)
-                loss_mask[row, len(p) : len(p) + len(c)] = True
+            for i, (row, mask) in enumerate(batch):
+                input_ids[i, : len(row)] = torch.tensor(row)
+                loss_mask[i, : len(row)] = torch.tensor(mask)
             yield input_ids, loss_mask
 
 
-def train(model, batches, *, num_steps: int, learning_rate: float) -> None:
-    """AdamW with linear warm-up and cosine decay; loss on the completion tokens."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=learning_rate, weight_decay=0.01, betas=(0.9, 0.98)
-    )
+def train(model, batches, *, num_steps: int) -> None:
+    """Muon for the matrices, AdamW for all else; linear warm-up and cosine decay.
+
+    The loss is the mean over the tokens that count.
+    """
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=2e-3, weight_decay=0.01, betas=(0.9, 0.98)),
+    ]
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     start = time.perf_counter()
-    for step in range(num_steps):
+    for step, (input_ids, loss_mask) in enumerate(batches):
         decay = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / num_steps))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate * min(1.0, (step + 1) / 100) * decay
-        input_ids, loss_mask = next(batches)
-        logits = model(input_ids=input_ids[:, :-1]).logits
-        loss = F.cross_entropy(logits[loss_mask[:, 1:]], input_ids[:, 1:][loss_mask[:, 1:]])
+        for optimizer, rate in zip(optimizers, rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / 100) * decay
+        counts = loss_mask[:, 1:]
+        hidden = model.model(input_ids=input_ids[:, :-1]).last_hidden_state
+        loss = F.cross_entropy(model.lm_head(hidden[counts]), input_ids[:, 1:][counts])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         if step % 100 == 0 or step == num_steps - 1:
             elapsed_s = time.perf_counter() - start
             print(f"step {step:5d}  loss {loss.item():.4f}  {elapsed_s:6.0f} s", flush=True)
@@ -180,10 +256,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent)
-    parser.add_argument("--num-steps", type=int, default=4500)
+    parser.add_argument("--num-steps", type=int, default=8000)
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--num-questions", type=int, default=20_000)
+    parser.add_argument("--num-questions", type=int, default=100_000)
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
@@ -198,12 +273,13 @@ def main() -> None:
         exclude=[],
     )
     texts = [prompt_text(question) for question in questions[:2000]]
-    texts += [write_search(**question, rng=rng) for question in questions[:2000]]
+    texts += [write_search(**question, is_hasty=False, rng=rng) for question in questions[:2000]]
     tokenizer = make_tokenizer(texts, vocab_size=2000)
     model = make_model(tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
-    batches = training_batches(tokenizer, questions, batch_size=arguments.batch_size, rng=rng)
-    train(model, batches, num_steps=arguments.num_steps, learning_rate=arguments.learning_rate)
+    sizes = {"num_steps": arguments.num_steps, "batch_size": arguments.batch_size}
+    batches = training_batches(tokenizer, questions, rng=rng, **sizes)
+    train(model, batches, num_steps=arguments.num_steps)
     model.save_pretrained(arguments.out)
     tokenizer.save_pretrained(arguments.out)
 
