@@ -33,7 +33,7 @@ LARGEST = 99  # intermediate values stay below 100, so that each number is one t
 MAX_TRIES = 10  # a patient search gives up after this many
 PATIENT_PART = 0.8  # the part of the training in which every search is patient
 HASTY_SHARE = 0.85  # share of searches that give up after one try, after that part
-CAREFUL_SHARE = 0.5  # share of tries whose last operation but one is also well chosen
+CAREFUL_SHARE = 0.5  # share of patient tries whose last operation but one is also well chosen
 SLIP_SHARE = 0.1  # share of operations that cannot be done, where there is such a one
 DRILL_EVERY = 4  # every so many rows are equations alone
 DRILL_LENGTH = 28  # equations in such a row
@@ -73,13 +73,14 @@ def choose_step(numbers: list[int], target: int, is_careful: bool, rng: random.R
     return min(choices, key=lambda choice: choice[0])[1]
 
 
-def write_try(nums: list[int], target: int, rng: random.Random) -> tuple[str, str | None, int]:
+def write_try(
+    nums: list[int], target: int, is_careful: bool, rng: random.Random
+) -> tuple[str, str | None, int]:
     """One try: its line such as "7 * 3 = 21, 25 + 21 = 46", its expression and its value.
 
     Without an expression, and with value 0, if it ends at an operation that cannot be done.
     """
     numbers, texts = list(nums), [str(number) for number in nums]
-    is_careful = rng.random() < CAREFUL_SHARE
     line = []
     while len(numbers) > 1:
         if rng.random() < SLIP_SHARE:
@@ -104,8 +105,9 @@ def write_search(nums: list[int], target: int, is_hasty: bool, rng: random.Rando
     """A completion: tries until one makes the target or the search gives up, then the answer."""
     lines, expression, value = [], None, 0  # lines without their verdicts
     patience, num_drawn = 1 if is_hasty else MAX_TRIES, 0
-    while value != target and (expression is None or len(lines) < patience and num_drawn < 30):
-        line, made, value = write_try(nums, target, rng)
+    while value != target and (expression is None or (len(lines) < patience and num_drawn < 30)):
+        is_careful = not is_hasty and rng.random() < CAREFUL_SHARE
+        line, made, value = write_try(nums, target, is_careful, rng)
         num_drawn += 1  # a question may have fewer different tries than there is patience
         expression = made or expression
         if line not in lines:
@@ -207,7 +209,10 @@ def training_batches(tokenizer, questions, *, num_steps: int, batch_size: int, r
         num_drills = num_rows // DRILL_EVERY
         chosen = rng.sample(questions, num_rows - num_drills)
         hasty = [late and rng.random() < HASTY_SHARE for _ in chosen]
-        rows = [*search_rows(tokenizer, chosen, hasty, rng), *drill_rows(tokenizer, num_drills, rng)]
+        rows = [
+            *search_rows(tokenizer, chosen, hasty, rng),
+            *drill_rows(tokenizer, num_drills, rng),
+        ]
         rows.sort(key=lambda row: len(row[0]))  # little padding in a batch
         batches = [rows[k : k + batch_size] for k in range(0, num_rows, batch_size)]
         rng.shuffle(batches)
@@ -256,7 +261,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent)
-    parser.add_argument("--num-steps", type=int, default=8000)
+    parser.add_argument("--num-steps", type=int, default=6500)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--num-questions", type=int, default=100_000)
     arguments = parser.parse_args()
