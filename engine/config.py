@@ -105,12 +105,12 @@ class SamplingSettings(Section):
 
 class TrainingSettings(Section):
     learning_type: Literal["grpo", "sil"] = "grpo"
-    num_steps: PositiveInt = 80
+    num_steps: PositiveInt = 60
     num_epochs: float | None = Field(None, gt=0, le=10_000)
     num_samples_per_step: Count = 16
     num_samples_per_step_global: Count | None = None
     k_best_of_n: list[Count] = Field([16, 16], min_length=2, max_length=2)
-    max_new_gen_tokens: Count = 128
+    max_new_gen_tokens: Count = 208
     micro_batch_tokens: PositiveInt = 8_192
     optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
     learning_rate: Rate = 2.0e-4
@@ -120,7 +120,7 @@ class TrainingSettings(Section):
         [0.9, 0.999], min_length=2, max_length=2
     )
     adam_eps: float = Field(1.0e-8, gt=0, le=1)
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     warmup_steps: NonNegativeInt = 10
     weight_decay: float = Field(0.0, ge=0, le=10)
     max_grad_norm: PositiveFloat = 1.0

@@ -1,4 +1,4 @@
-"""Make the embedded model: `OMP_NUM_THREADS=2 python tiny/make_tiny.py` (about MINUTES minutes).
+"""Make the embedded model: `OMP_NUM_THREADS=2 python tiny/make_tiny.py` (about 55 minutes).
 
 A Qwen3-shaped model of 0.9 million parameters is trained from random weights, by ordinary
 supervised next-token prediction, on searches that a small program writes. A search tries
@@ -16,6 +16,7 @@ import math
 import random
 import sys
 import time
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -31,13 +32,29 @@ from engine.prompts import plain_text
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 LARGEST = 99  # intermediate values stay below 100, so that each number is one token
 MAX_TRIES = 10  # a patient search gives up after this many
-PATIENT_PART = 0.8  # the part of the training in which every search is patient
-HASTY_SHARE = 0.85  # share of searches that give up after one try, after that part
-CAREFUL_SHARE = 0.5  # share of patient tries whose last operation but one is also well chosen
-SLIP_SHARE = 0.1  # share of operations that cannot be done, where there is such a one
 DRILL_EVERY = 4  # every so many rows are equations alone
 DRILL_LENGTH = 28  # equations in such a row
+BATCH_SIZE = 64  # rows in a step
 BATCHES_AT_ONCE = 16  # rows of so many batches are sorted by length together
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of the training: its searches, and its learning rate, which falls along a cosine."""
+
+    num_steps: int
+    hasty_share: float  # share of searches that give up after one try, without care
+    careful_share: float  # share of the other tries whose last operation but one is well chosen
+    slip_share: float  # share of operations that cannot be done, where there is such a one
+    rate: float  # the learning rate at the start, as a share of the largest
+    horizon: int  # steps in which it would fall to 2% of that
+
+
+PHASES = (
+    Phase(5200, hasty_share=0.0, careful_share=0.5, slip_share=0.1, rate=1.0, horizon=6500),
+    Phase(1408, hasty_share=0.0, careful_share=0.75, slip_share=0.03, rate=0.4, horizon=1900),
+    Phase(496, hasty_share=0.85, careful_share=0.75, slip_share=0.03, rate=0.1, horizon=496),
+)
 
 Step = tuple[str, int, int, int]  # operator, larger number, smaller number, value
 
@@ -74,7 +91,7 @@ def choose_step(numbers: list[int], target: int, is_careful: bool, rng: random.R
 
 
 def write_try(
-    nums: list[int], target: int, is_careful: bool, rng: random.Random
+    nums: list[int], target: int, is_careful: bool, slip_share: float, rng: random.Random
 ) -> tuple[str, str | None, int]:
     """One try: its line such as "7 * 3 = 21, 25 + 21 = 46", its expression and its value.
 
@@ -83,7 +100,7 @@ def write_try(
     numbers, texts = list(nums), [str(number) for number in nums]
     line = []
     while len(numbers) > 1:
-        if rng.random() < SLIP_SHARE:
+        if rng.random() < slip_share:
             impossible = operations(*rng.sample(numbers, 2))[1]
             if impossible:
                 operator, high, low, _ = rng.choice(impossible)
@@ -101,13 +118,14 @@ def write_try(
     return ", ".join(line), texts[0], numbers[0]
 
 
-def write_search(nums: list[int], target: int, is_hasty: bool, rng: random.Random) -> str:
+def write_search(nums: list[int], target: int, phase: Phase, rng: random.Random) -> str:
     """A completion: tries until one makes the target or the search gives up, then the answer."""
     lines, expression, value = [], None, 0  # lines without their verdicts
+    is_hasty = phase.hasty_share > 0 and rng.random() < phase.hasty_share
     patience, num_drawn = 1 if is_hasty else MAX_TRIES, 0
     while value != target and (expression is None or (len(lines) < patience and num_drawn < 30)):
-        is_careful = not is_hasty and rng.random() < CAREFUL_SHARE
-        line, made, value = write_try(nums, target, is_careful, rng)
+        is_careful = not is_hasty and rng.random() < phase.careful_share
+        line, made, value = write_try(nums, target, is_careful, phase.slip_share, rng)
         num_drawn += 1  # a question may have fewer different tries than there is patience
         expression = made or expression
         if line not in lines:
@@ -164,13 +182,10 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     )
 
 
-def search_rows(tokenizer, questions: list[dict], is_hasty: list[bool], rng: random.Random):
+def search_rows(tokenizer, questions: list[dict], phase: Phase, rng: random.Random):
     """A new search for each question, as (token ids, loss mask): every token after the prompt."""
     prompts = tokenizer([prompt_text(question) for question in questions])["input_ids"]
-    searches = [
-        write_search(**question, is_hasty=hasty, rng=rng)
-        for question, hasty in zip(questions, is_hasty, strict=True)
-    ]
+    searches = [write_search(**question, phase=phase, rng=rng) for question in questions]
     for prompt, search in zip(prompts, tokenizer(searches)["input_ids"], strict=True):
         completion = [*search, tokenizer.eos_token_id]
         yield prompt + completion, [False] * len(prompt) + [True] * len(completion)
@@ -201,32 +216,28 @@ def drill_rows(tokenizer, num_rows: int, rng: random.Random):
         yield row, mask
 
 
-def training_batches(tokenizer, questions, *, num_steps: int, batch_size: int, rng: random.Random):
-    """`num_steps` batches (input_ids, loss_mask), both (B, T)."""
-    for first in range(0, num_steps, BATCHES_AT_ONCE):
-        num_rows = BATCHES_AT_ONCE * batch_size
-        late = first >= PATIENT_PART * num_steps
-        num_drills = num_rows // DRILL_EVERY
+def training_batches(tokenizer, questions: list[dict], phase: Phase, rng: random.Random):
+    """The phase's batches (input_ids, loss_mask), both (B, T)."""
+    num_rows = BATCHES_AT_ONCE * BATCH_SIZE
+    num_drills = num_rows // DRILL_EVERY
+    for _ in range(0, phase.num_steps, BATCHES_AT_ONCE):
         chosen = rng.sample(questions, num_rows - num_drills)
-        hasty = [late and rng.random() < HASTY_SHARE for _ in chosen]
-        rows = [
-            *search_rows(tokenizer, chosen, hasty, rng),
-            *drill_rows(tokenizer, num_drills, rng),
-        ]
+        rows = list(search_rows(tokenizer, chosen, phase, rng))
+        rows += drill_rows(tokenizer, num_drills, rng)
         rows.sort(key=lambda row: len(row[0]))  # little padding in a batch
-        batches = [rows[k : k + batch_size] for k in range(0, num_rows, batch_size)]
+        batches = [rows[k : k + BATCH_SIZE] for k in range(0, num_rows, BATCH_SIZE)]
         rng.shuffle(batches)
         for batch in batches:
             longest = max(len(row) for row, _ in batch)
-            input_ids = torch.full((batch_size, longest), tokenizer.pad_token_id)
-            loss_mask = torch.zeros(batch_size, longest, dtype=torch.bool)
+            input_ids = torch.full((BATCH_SIZE, longest), tokenizer.pad_token_id)
+            loss_mask = torch.zeros(BATCH_SIZE, longest, dtype=torch.bool)
             for i, (row, mask) in enumerate(batch):
                 input_ids[i, : len(row)] = torch.tensor(row)
                 loss_mask[i, : len(row)] = torch.tensor(mask)
             yield input_ids, loss_mask
 
 
-def train(model, batches, *, num_steps: int) -> None:
+def train(model, batches, phase: Phase) -> None:
     """Muon for the matrices, AdamW for all else; linear warm-up and cosine decay.
 
     The loss is the mean over the tokens that count.
@@ -240,9 +251,9 @@ def train(model, batches, *, num_steps: int) -> None:
     rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     start = time.perf_counter()
     for step, (input_ids, loss_mask) in enumerate(batches):
-        decay = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / num_steps))
+        decay = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / phase.horizon))
         for optimizer, rate in zip(optimizers, rates, strict=True):
-            optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / 100) * decay
+            optimizer.param_groups[0]["lr"] = phase.rate * rate * min(1.0, (step + 1) / 100) * decay
         counts = loss_mask[:, 1:]
         hidden = model.model(input_ids=input_ids[:, :-1]).last_hidden_state
         loss = F.cross_entropy(model.lm_head(hidden[counts]), input_ids[:, 1:][counts])
@@ -251,7 +262,7 @@ def train(model, batches, *, num_steps: int) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        if step % 100 == 0 or step == num_steps - 1:
+        if step % 100 == 0 or step == phase.num_steps - 1:
             elapsed_s = time.perf_counter() - start
             print(f"step {step:5d}  loss {loss.item():.4f}  {elapsed_s:6.0f} s", flush=True)
 
@@ -261,10 +272,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent)
-    parser.add_argument("--num-steps", type=int, default=6500)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--num-questions", type=int, default=100_000)
-    arguments = parser.parse_args()
+    out = parser.parse_args().out
 
     torch.manual_seed(0)
     rng = random.Random(0)
@@ -272,21 +280,21 @@ def main() -> None:
         "generated",
         "train",
         options=countdown.Options(),
-        num_examples=arguments.num_questions,
+        num_examples=100_000,
         seed=1,
         held_out=True,
         exclude=[],
     )
     texts = [prompt_text(question) for question in questions[:2000]]
-    texts += [write_search(**question, is_hasty=False, rng=rng) for question in questions[:2000]]
+    texts += [write_search(**row, phase=PHASES[0], rng=rng) for row in questions[:2000]]
     tokenizer = make_tokenizer(texts, vocab_size=2000)
     model = make_model(tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
-    sizes = {"num_steps": arguments.num_steps, "batch_size": arguments.batch_size}
-    batches = training_batches(tokenizer, questions, rng=rng, **sizes)
-    train(model, batches, num_steps=arguments.num_steps)
-    model.save_pretrained(arguments.out)
-    tokenizer.save_pretrained(arguments.out)
+    for number, phase in enumerate(PHASES, 1):
+        train(model, training_batches(tokenizer, questions, phase, rng), phase)
+        rng.seed(number)  # a phase can be repeated alone, from the model before it
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
 
 
 if __name__ == "__main__":

@@ -41,9 +41,9 @@ def test_it_loads_without_a_note_on_changed_tokens(capsys):
 def test_it_solves_some_questions_not_most():
     """The default run starts between 0.15 and 0.45; here on its first 256 questions.
 
-    Its README measured 0.237 on twice as many, which is five standard errors inside.
+    Its README measured 0.365 on twice as many, which is five standard errors inside.
     """
-    measured, low, high = 0.237, 0.15, 0.45
+    measured, low, high = 0.365, 0.15, 0.45
     config, policy = make_config("validation.num_examples=256"), make_policy(TINY)
     questions, _ = load_questions(
         countdown, config, tokenizer=policy.tokenizer, context=policy.context_length, log=print
