@@ -367,6 +367,7 @@ SHORT_RUN = (
     "training.k_best_of_n=[8, 8]",
     "training.max_new_gen_tokens=16",
     "training.learning_rate=1e-3",
+    "training.lr_schedule=constant",  # a run in two parts is the unbroken one at any num_steps
     "validation.num_examples=4",
     "validation.best_of_n=2",
     "validation.pass_k=[1, 2]",

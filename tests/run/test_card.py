@@ -134,7 +134,7 @@ def test_the_code_in_the_card_asks_the_model_as_training_did(
         ),
         (
             ["validation.temperature=0", "validation.best_of_n=1", "validation.pass_k=[1]"],
-            "max_new_tokens=128, do_sample=False",
+            "max_new_tokens=208, do_sample=False",
         ),
     ],
 )

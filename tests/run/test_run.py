@@ -44,6 +44,7 @@ SIZES = [
     "logging.samples=7",
     "training.warmup_steps=0",
     "training.learning_rate=0.003",
+    "training.lr_schedule=constant",
     "training.max_new_gen_tokens=24",
     "validation.every=1",
     "validation.num_examples=7",

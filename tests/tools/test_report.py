@@ -104,7 +104,7 @@ def test_the_page_holds_curves_evaluations_rollouts_and_the_config(tmp_path):
     assert (
         different["training.num_steps"]["value"],
         different["training.num_steps"]["default"],
-    ) == ("40", "80")
+    ) == ("40", "60")
 
 
 def test_no_text_can_leave_its_place_in_the_page(tmp_path):
@@ -328,7 +328,7 @@ def test_the_config_shows_what_differs_or_all(page):
     rows = page.locator("#settings tr")
     assert rows.all_inner_texts() == [
         "task.prompt\t</script>{nums}\tnull",
-        "training.num_steps\t40\t80",
+        "training.num_steps\t40\t60",
     ]
     page.locator("#only-different").uncheck()
     assert rows.count() > 60 and page.locator("#settings .differs").count() == 2
