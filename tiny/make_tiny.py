@@ -71,6 +71,18 @@ def operations(a: int, b: int) -> tuple[list[Step], list[Step]]:
 
 
 @cache
+def all_operations() -> dict[str, tuple[list[Step], list[Step]]]:
+    """By operator, what can be done with any two numbers, and what cannot."""
+    known: dict[str, tuple[list[Step], list[Step]]] = {operator: ([], []) for operator in "+-*/"}
+    for high in range(1, LARGEST + 1):
+        for low in range(1, high + 1):
+            for steps, is_impossible in zip(operations(high, low), (0, 1), strict=True):
+                for step in steps:
+                    known[step[0]][is_impossible].append(step)
+    return known
+
+
+@cache
 def distance(a: int, b: int, target: int) -> int:
     """How near to the target one operation comes."""
     return min(abs(value - target) for *_, value in operations(a, b)[0])
@@ -196,12 +208,7 @@ def drill_rows(tokenizer, num_rows: int, rng: random.Random):
 
     The four operators are equally frequent; every third operation cannot be done.
     """
-    known: dict[str, tuple[list[Step], list[Step]]] = {operator: ([], []) for operator in "+-*/"}
-    for high in range(1, LARGEST + 1):
-        for low in range(1, high + 1):
-            for steps, is_impossible in zip(operations(high, low), (0, 1), strict=True):
-                for step in steps:
-                    known[step[0]][is_impossible].append(step)
+    known = all_operations()
     for _ in range(num_rows):
         row, mask = [], []
         for _ in range(DRILL_LENGTH):

@@ -1,7 +1,7 @@
 """Draw the curves of runs: how well they solve and how they train, over steps and over minutes.
 
     python -m tools.plot runs/a runs/b                          # writes curves.png and curves.svg
-    python -m tools.plot results/*.csv --out results/curves --smooth 1
+    python -m tools.plot results/*.csv --out runs/curves --smooth 1
     python -m tools.plot runs/a --panels eval/pass@1 train/completion_tokens
 
 A run is given as its folder or as its metrics.csv, which may have any name. Runs whose names differ
