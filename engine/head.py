@@ -54,7 +54,8 @@ class CompletionScorer(nn.Module):
                 hidden = self.model.base_model(**inputs).last_hidden_state
                 hidden = hidden[:, -num_tokens - 1 : -1]  # (B, T, H)
             else:
-                logits = self.model(**inputs, logits_to_keep=num_tokens + 1).logits[:, :-1]
+                columns = torch.arange(-num_tokens - 1, -1, device=input_ids.device)
+                logits = self.model(**inputs, logits_to_keep=columns).logits
         if not self.chunked:
             log_probs = token_log_probs(logits, token_ids, temperature=temperature)
             return log_probs.masked_fill(~is_kept, 0.0)

@@ -220,13 +220,15 @@ class DecodeBatch:
 
     def read(self, token_ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         """Let the model read tokens into its cache; return the logits of what follows (B, V)."""
+        # An index, since the number 1 makes a slice, for whose rows torch copies the head anew.
+        last_column = torch.full((1,), -1, device=token_ids.device)
         output = self.model(
             input_ids=token_ids,
             attention_mask=mask,
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=last_column,
         )
         self.cache = output.past_key_values
         return output.logits[:, -1]

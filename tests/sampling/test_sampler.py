@@ -566,6 +566,23 @@ def test_the_cache_grows_as_long_as_rows_stay_and_within_the_limit(model_folder,
     assert peak_of_decoding(model, **sizes, eos_ids=tuple(range(0, 345, 10))) <= limit - cache / 2
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+def test_the_head_reads_rows_that_lie_together(rotary_model_folder, chunked):
+    """Bug: the last column of many prompts is a slice, for which torch copied the head row by row.
+
+    A model of 135 million weights took 14 GB and 30 s for 256 prompts in bf16, and now 0.5 GB.
+    """
+    policy, inputs = make_policy(rotary_model_folder), []
+    policy.scorer.chunked = chunked
+    head = policy.model.get_output_embeddings()  # fp32: the same model samples
+    head.register_forward_pre_hook(lambda head, args: inputs.append(args[0]))
+    groups = sample(policy, num_samples=1)
+    num_read = len(inputs)
+    score(policy, RAGGED, [completion.token_ids for (completion,) in groups])
+    assert num_read > 0 and (len(inputs) > num_read) != chunked
+    assert all(hidden.is_contiguous() for hidden in inputs)
+
+
 def test_the_published_step_is_sampled_at_once_beside_ddps_gradients(monkeypatch):
     """Bug: the estimate left a fifth of the memory free, and cut the rollout in two.
 
