@@ -184,6 +184,8 @@ class DecodeBatch:
         """Read the prompts and draw the first token of each row; `uniforms` are (B, T)."""
         self.model, self.cache, self.uniforms = model, None, uniforms.to(model.device)
         self.record = Record(len(uniforms), params, model.device)
+        # An index, since the number 1 makes a slice, for whose rows torch copies the head anew.
+        self.last_column = torch.full((1,), -1, device=model.device)
         prompt_ids, prompt_mask = left_pad(prompts, params.pad_id, model.device)  # (N, P)
         logits = self.read(prompt_ids, prompt_mask, position_ids(prompt_mask))  # (N, V)
         num_samples, longest = len(uniforms) // len(prompts), prompt_ids.shape[1]
@@ -220,15 +222,13 @@ class DecodeBatch:
 
     def read(self, token_ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         """Let the model read tokens into its cache; return the logits of what follows (B, V)."""
-        # An index, since the number 1 makes a slice, for whose rows torch copies the head anew.
-        last_column = torch.full((1,), -1, device=token_ids.device)
         output = self.model(
             input_ids=token_ids,
             attention_mask=mask,
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
-            logits_to_keep=last_column,
+            logits_to_keep=self.last_column,
         )
         self.cache = output.past_key_values
         return output.logits[:, -1]
