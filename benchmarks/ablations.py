@@ -190,7 +190,8 @@ def write_table(rows: dict[str, list[str]], folder: Path, file: Path) -> None:
         figures = ["not run", "", ""]
         if len(values):
             figures = [shown(values[:, i], decimals) for i, decimals in enumerate((3, 3, 1))]
-        changed = " ".join(f"`{override}`" for override in overrides)
+        changes = [*overrides, f"switched.py {SWITCHES[row]}"] if row in SWITCHES else overrides
+        changed = " ".join(f"`{change}`" for change in changes)
         cells = [row, changed, len(values), *figures, remarks.get(row, "")]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     write_atomically(file, "\n".join(lines) + "\n")
