@@ -3,6 +3,7 @@
     pip install trl==1.16.0 matplotlib==3.11.2
     OMP_NUM_THREADS=2 python benchmarks/learning.py     # goes on where it was stopped
     python benchmarks/learning.py --draw                # only the table and the picture
+    python benchmarks/learning.py --same-rollouts       # 80 steps of both from our completions
 
 The default run on one process, 80 steps: the same model, questions, rewards, loss, optimizer,
 warm-up and clipping, and both are measured by main.py's evaluation, on the same held-out questions
@@ -12,9 +13,14 @@ Minutes are those of the steps; evaluations do not count on either side. TRL sam
 
 Each run leaves a file <side>-s<seed>.jsonl in results/learning/, a line for each evaluation; a run
 that has its file is not repeated. Our own run goes on from its last checkpoint, TRL's begins again.
+
+What is sampled is chance. With --same-rollouts TRL's trainer gets our completions in place of its
+own: what remains is TRL's rewards, advantages, loss and optimizer, so its weights should stay ours
+but for rounding. How far rounding goes is seen on a third model, ours with other micro-batches.
 """
 
 import argparse
+import copy
 import json
 import subprocess
 import sys
@@ -23,11 +29,15 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 from common import print_table, questions_per_step  # first: it finds the script's modules
+from torch import nn
 from transformers import TrainerCallback
 
 import main as program
 from engine.config import ROOT, import_package, load_config
+from engine.metrics import Clock
+from engine.optimizer import learning_rate_at, set_learning_rate
 from logger import Logger, json_line, write_atomically
 from tools.plot import STYLE, draw_curve
 
@@ -53,8 +63,11 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=ROOT / "results")
     parser.add_argument("--draw", action="store_true", help="run nothing")
+    parser.add_argument("--same-rollouts", action="store_true", help="only compare the updates")
     parser.add_argument("--quick", action="store_true", help="two tiny steps: does it run?")
     options = parser.parse_args()
+    if options.same_rollouts:
+        return compare_updates(settings(options.seeds[0], is_quick=options.quick))
     folder = options.out / "learning"
     folder.mkdir(parents=True, exist_ok=True)
     runs = folder / "runs" if options.quick else ROOT / "runs/learning"
@@ -105,16 +118,25 @@ def run_trl(overrides: list[str], folder: Path) -> list[dict[str, float]]:
     from trl_side import make_trainer  # here: our side and the picture need no TRL
 
     with tempfile.TemporaryDirectory() as temporary:
-        where = [f"run.dir={temporary}", f"run.name={folder.name}"]
-        run = program.load_run(load_config([*overrides, *where]))
-        run.logger = Logger(rank=1)  # silent
-        num_rows = run.config.questions_per_rank(1) * run.config.training.group_size
-        course, micro_batch = Course(run), min(TRL_MICRO_BATCH, num_rows)
-        trainer = make_trainer(run, run.policy.model, course, micro_batch=micro_batch)
+        run = load_silent_run([*overrides, f"run.name={folder.name}"], temporary)
+        course = Course(run)
+        trainer = make_trainer(run, run.policy.model, course, micro_batch=micro_batch(run))
         assert trainer.model is run.policy.model, "what is trained is not what is measured"
         course.measure(step=0)
         trainer.train()
     return course.rows
+
+
+def load_silent_run(overrides: list[str], folder: str) -> program.Run:
+    run = program.load_run(load_config([*overrides, f"run.dir={folder}"]))
+    run.logger = Logger(rank=1)
+    return run
+
+
+def micro_batch(run: program.Run) -> int:
+    """Rows at once on TRL's side."""
+    num_rows = run.config.questions_per_rank(1) * run.config.training.group_size
+    return min(TRL_MICRO_BATCH, num_rows)
 
 
 class Course(TrainerCallback):
@@ -143,6 +165,61 @@ class Course(TrainerCallback):
 
 def as_row(step: int, seconds: float, metrics: dict[str, float]) -> dict[str, float]:
     return {"step": step, "minutes": seconds / 60} | {name: metrics[name] for name in METRICS}
+
+
+# The same rollouts
+
+
+def compare_updates(overrides: list[str]) -> None:
+    """Train three copies of the model on the same completions, and print how far they part."""
+    from trl_side import make_trainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = load_silent_run([*overrides, "run.name=ours"], folder)
+        other_cut = "training.micro_batch_tokens=3000"
+        again = load_silent_run([*overrides, other_cut, "run.name=again"], folder)
+        copies = Copies(run, again, copy.deepcopy(run.policy.model))
+        trainer = make_trainer(run, copies.theirs, copies, micro_batch=micro_batch(run))
+        trainer.rollout_func = copies.roll_out  # instead of sampling
+        trainer.train()
+
+
+class Copies(TrainerCallback):
+    """Our model, which samples; the same with other micro-batches; and TRL's."""
+
+    def __init__(self, run: program.Run, again: program.Run, theirs: nn.Module):
+        self.run, self.again, self.theirs = run, again, theirs
+        self.start = all_weights(theirs)
+
+    def roll_out(self, prompts: list, trainer: object) -> dict:
+        """Sample, take the step of both of ours, and give TRL the completions."""
+        from step import roll_out
+        from trl_side import replay
+
+        state, config = self.run.state, self.run.config
+        groups = roll_out(self.run, Clock())
+        program.assign_advantages(groups, config)
+        for run in (self.run, self.again):
+            set_learning_rate(run.optimizer, learning_rate_at(state.step + 1, config))
+            program.update_policy(run, groups)
+        state.step += 1
+        state.position += len(groups)
+        return replay(groups, prompts, trainer)
+
+    def on_step_end(self, args, state, control, **kwargs: object) -> None:
+        if state.global_step % self.run.config.validation.every == 0:
+            ours = all_weights(self.run.policy.model)
+            others = (self.start, all_weights(self.theirs), all_weights(self.again.policy.model))
+            moved, theirs, rounding = ((ours - other).norm().item() for other in others)
+            print(
+                f"step {state.global_step}: the weights have moved by {moved:.3f}; apart from them "
+                f"by {theirs:.1e}: TRL's, by {rounding:.1e}: ours with other micro-batches",
+                flush=True,
+            )
+
+
+def all_weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().double() for p in model.parameters()])
 
 
 # What is seen

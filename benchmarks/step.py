@@ -23,7 +23,7 @@ import time
 import torch
 from common import print_table, synchronize  # first: it finds the script's modules
 from transformers import TrainerCallback
-from trl_side import GRPOTrainer, make_trainer
+from trl_side import GRPOTrainer, make_trainer, replay
 
 import main as program
 from engine.config import load_config
@@ -108,7 +108,7 @@ def our_gradient(run: Run) -> tuple[torch.Tensor, list[list[Trajectory]]]:
 def roll_out(run: Run, clock: Clock) -> list[list[Trajectory]]:
     """The groups of the next questions."""
     training = run.config.training
-    drawn, _ = run.train_questions.take(run.state.position, training.num_samples_per_step)
+    drawn, _ = run.train_questions.take(run.state.position, run.config.questions_per_rank(1))
     return sample_trajectories(
         run,
         [question for _, question in drawn],
@@ -135,15 +135,6 @@ def trl_gradient(trainer: GRPOTrainer, run: Run, groups: list[list[Trajectory]])
     trainer.model.zero_grad()
     trainer._metrics["train"].clear()  # the check is no step
     return gradient
-
-
-def replay(groups: list[list[Trajectory]], prompts: list, trainer: GRPOTrainer) -> dict:
-    rows = [t for group in groups for t in group]
-    return {
-        "prompt_ids": [t.prompt_ids for t in rows],
-        "completion_ids": [t.completion.token_ids for t in rows],
-        "logprobs": None,
-    }
 
 
 def flat_gradient(model: torch.nn.Module) -> torch.Tensor:

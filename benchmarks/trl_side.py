@@ -11,6 +11,7 @@ from engine.config import Config
 from engine.optimizer import learning_rate_at
 from engine.prompts import render_prompts
 from engine.run import Run
+from main import Trajectory
 
 try:
     from trl import GRPOConfig, GRPOTrainer
@@ -104,3 +105,13 @@ def reward(run: Run, completions: list[str], **columns: list) -> list[float]:
         parts = run.task.reward_function(text, example, options=task, num_tokens=0)
         rewards.append(sum(weight * parts[part] for part, weight in task.reward_weights.items()))
     return rewards
+
+
+def replay(groups: list[list[Trajectory]], prompts: list, trainer: GRPOTrainer) -> dict:
+    """For `trainer.rollout_func`: completions of ours in place of its own."""
+    rows = [t for group in groups for t in group]
+    return {
+        "prompt_ids": [t.prompt_ids for t in rows],
+        "completion_ids": [t.completion.token_ids for t in rows],
+        "logprobs": None,
+    }
