@@ -29,16 +29,16 @@ import time
 from pathlib import Path
 
 import numpy as np
-import torch
 from common import print_table, questions_per_step  # first: it finds the script's modules
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 from transformers import TrainerCallback
 
 import main as program
-from engine.config import ROOT, import_package, load_config
+from engine.config import ROOT, import_package
 from engine.metrics import Clock
 from engine.optimizer import learning_rate_at, set_learning_rate
-from logger import Logger, json_line, write_atomically
+from logger import json_line, write_atomically
 from tools.plot import STYLE, draw_curve
 
 SIDES = ("TRL", "plain-grpo")
@@ -115,28 +115,16 @@ def run_ours(overrides: list[str], folder: Path) -> list[dict[str, float]]:
 
 def run_trl(overrides: list[str], folder: Path) -> list[dict[str, float]]:
     """TRL's trainer takes our run's model and trains it; the evaluations are ours."""
-    from trl_side import make_trainer  # here: our side and the picture need no TRL
+    from trl_side import load_silent_run, make_trainer, num_rows  # here: the rest needs no TRL
 
     with tempfile.TemporaryDirectory() as temporary:
-        run = load_silent_run([*overrides, f"run.name={folder.name}"], temporary)
-        course = Course(run)
-        trainer = make_trainer(run, run.policy.model, course, micro_batch=micro_batch(run))
+        run = load_silent_run([*overrides, f"run.dir={temporary}", f"run.name={folder.name}"])
+        course, micro_batch = Course(run), min(TRL_MICRO_BATCH, num_rows(run))
+        trainer = make_trainer(run, run.policy.model, course, micro_batch=micro_batch)
         assert trainer.model is run.policy.model, "what is trained is not what is measured"
         course.measure(step=0)
         trainer.train()
     return course.rows
-
-
-def load_silent_run(overrides: list[str], folder: str) -> program.Run:
-    run = program.load_run(load_config([*overrides, f"run.dir={folder}"]))
-    run.logger = Logger(rank=1)
-    return run
-
-
-def micro_batch(run: program.Run) -> int:
-    """Rows at once on TRL's side."""
-    num_rows = run.config.questions_per_rank(1) * run.config.training.group_size
-    return min(TRL_MICRO_BATCH, num_rows)
 
 
 class Course(TrainerCallback):
@@ -172,14 +160,16 @@ def as_row(step: int, seconds: float, metrics: dict[str, float]) -> dict[str, fl
 
 def compare_updates(overrides: list[str]) -> None:
     """Train three copies of the model on the same completions, and print how far they part."""
-    from trl_side import make_trainer
+    from trl_side import load_silent_run, make_trainer, num_rows
 
     with tempfile.TemporaryDirectory() as folder:
-        run = load_silent_run([*overrides, "run.name=ours"], folder)
+        overrides = [*overrides, f"run.dir={folder}"]
+        run = load_silent_run([*overrides, "run.name=ours"])
         other_cut = "training.micro_batch_tokens=3000"
-        again = load_silent_run([*overrides, other_cut, "run.name=again"], folder)
+        again = load_silent_run([*overrides, other_cut, "run.name=again"])
         copies = Copies(run, again, copy.deepcopy(run.policy.model))
-        trainer = make_trainer(run, copies.theirs, copies, micro_batch=micro_batch(run))
+        micro_batch = min(TRL_MICRO_BATCH, num_rows(run))
+        trainer = make_trainer(run, copies.theirs, copies, micro_batch=micro_batch)
         trainer.rollout_func = copies.roll_out  # instead of sampling
         trainer.train()
 
@@ -189,12 +179,11 @@ class Copies(TrainerCallback):
 
     def __init__(self, run: program.Run, again: program.Run, theirs: nn.Module):
         self.run, self.again, self.theirs = run, again, theirs
-        self.start = all_weights(theirs)
+        self.start = parameters_to_vector(theirs.parameters()).detach()
 
     def roll_out(self, prompts: list, trainer: object) -> dict:
         """Sample, take the step of both of ours, and give TRL the completions."""
-        from step import roll_out
-        from trl_side import replay
+        from trl_side import replay, roll_out
 
         state, config = self.run.state, self.run.config
         groups = roll_out(self.run, Clock())
@@ -208,18 +197,15 @@ class Copies(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs: object) -> None:
         if state.global_step % self.run.config.validation.every == 0:
-            ours = all_weights(self.run.policy.model)
-            others = (self.start, all_weights(self.theirs), all_weights(self.again.policy.model))
-            moved, theirs, rounding = ((ours - other).norm().item() for other in others)
+            models = (self.run.policy.model, self.theirs, self.again.policy.model)
+            ours, *copies = (parameters_to_vector(m.parameters()).detach() for m in models)
+            distances = ((ours - other).double().norm() for other in (self.start, *copies))
+            moved, theirs, rounding = (distance.item() for distance in distances)
             print(
                 f"step {state.global_step}: the weights have moved by {moved:.3f}; apart from them "
                 f"by {theirs:.1e}: TRL's, by {rounding:.1e}: ours with other micro-batches",
                 flush=True,
             )
-
-
-def all_weights(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten().double() for p in model.parameters()])
 
 
 # What is seen

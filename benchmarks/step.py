@@ -23,14 +23,18 @@ import time
 import torch
 from common import print_table, synchronize  # first: it finds the script's modules
 from transformers import TrainerCallback
-from trl_side import GRPOTrainer, make_trainer, replay
+from trl_side import (
+    GRPOTrainer,
+    load_silent_run,
+    make_trainer,
+    num_rows,
+    replay,
+    roll_out,
+)
 
-import main as program
-from engine.config import load_config
 from engine.metrics import Clock, reduce_means
 from engine.run import Run
-from logger import Logger
-from main import Trajectory, assign_advantages, rollout_sums, sample_trajectories, update_policy
+from main import Trajectory, assign_advantages, rollout_sums, update_policy
 
 TINY_SIZES, CHAT_SIZES = (32, 16, 112), (8, 8, 24)  # questions, samples, new tokens
 LEARNING_RATE = 1e-6
@@ -68,14 +72,7 @@ def load_run(folder: str, options: argparse.Namespace) -> Run:
     ]
     if options.model:
         overrides += [f"model.name={options.model}", "task.name=arithmetic"]
-    run = program.load_run(load_config(["--config", os.devnull, *overrides]))
-    run.logger = Logger(rank=1)
-    return run
-
-
-def num_rows(run: Run) -> int:
-    """Completions in a step."""
-    return run.config.training.num_samples_per_step * run.config.training.group_size
+    return load_silent_run(["--config", os.devnull, *overrides])
 
 
 # The same rollouts give the same gradient
@@ -103,21 +100,6 @@ def our_gradient(run: Run) -> tuple[torch.Tensor, list[list[Trajectory]]]:
     )
     update_policy(dataclasses.replace(run, optimizer=optimizer), groups)
     return gradients[0], groups
-
-
-def roll_out(run: Run, clock: Clock) -> list[list[Trajectory]]:
-    """The groups of the next questions."""
-    training = run.config.training
-    drawn, _ = run.train_questions.take(run.state.position, run.config.questions_per_rank(1))
-    return sample_trajectories(
-        run,
-        [question for _, question in drawn],
-        [(program.TRAINING, training.seed, position) for position, _ in drawn],
-        num_samples=training.group_size,
-        params=run.policy.params,
-        clock=clock,
-        description="",
-    )
 
 
 def trl_gradient(trainer: GRPOTrainer, run: Run, groups: list[list[Trajectory]]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""TRL's side of a comparison: a GRPOTrainer with the settings of one of our runs."""
+"""What comparisons with TRL share: a run of ours, and a GRPOTrainer with its settings."""
 
 import functools
 
@@ -7,10 +7,13 @@ from datasets import Dataset
 from torch import nn
 from transformers import PrinterCallback, TrainerCallback
 
-from engine.config import Config
+import main as program
+from engine.config import Config, load_config
+from engine.metrics import Clock
 from engine.optimizer import learning_rate_at
 from engine.prompts import render_prompts
 from engine.run import Run
+from logger import Logger
 from main import Trajectory
 
 try:
@@ -22,6 +25,33 @@ LOSS_TYPES = {"dr_grpo": "dr_grpo", "token": "dapo", "sequence": "grpo"}
 SCALES = {"mean": "none", "zscore": "group"}
 
 
+def load_silent_run(overrides: list[str]) -> Run:
+    """A run of ours in one process, which prints no more once it is loaded."""
+    run = program.load_run(load_config(overrides))
+    run.logger = Logger(rank=1)
+    return run
+
+
+def num_rows(run: Run) -> int:
+    """Completions in a step."""
+    return run.config.questions_per_rank(1) * run.config.training.group_size
+
+
+def roll_out(run: Run, clock: Clock) -> list[list[Trajectory]]:
+    """The groups of the next questions."""
+    training = run.config.training
+    drawn, _ = run.train_questions.take(run.state.position, run.config.questions_per_rank(1))
+    return program.sample_trajectories(
+        run,
+        [question for _, question in drawn],
+        [(program.TRAINING, training.seed, position) for position, _ in drawn],
+        num_samples=training.group_size,
+        params=run.policy.params,
+        clock=clock,
+        description="",
+    )
+
+
 def make_trainer(
     run: Run, model: nn.Module, callback: TrainerCallback, *, micro_batch: int
 ) -> GRPOTrainer:
@@ -31,7 +61,6 @@ def make_trainer(
     without vLLM, and writes no files of its own.
     """
     training, num_questions = run.config.training, run.config.questions_per_rank(1)
-    num_rows = num_questions * training.group_size
     drawn, _ = run.train_questions.take(0, num_questions * training.num_steps)
     rows = [as_trl_row(example, run) for _, example in drawn]
     trainer = GRPOTrainer(
@@ -45,7 +74,7 @@ def make_trainer(
             max_steps=training.num_steps,
             seed=training.seed,
             per_device_train_batch_size=micro_batch,
-            gradient_accumulation_steps=num_rows // micro_batch,
+            gradient_accumulation_steps=num_rows(run) // micro_batch,
             num_generations=training.group_size,
             max_completion_length=training.max_new_gen_tokens,
             temperature=run.config.sampling.temperature,
