@@ -80,16 +80,21 @@ class Together(torch.optim.Optimizer):
 
 
 def learning_rate_at(step: int, config: Config) -> float:
-    """The learning rate of step 1, 2, ..., num_steps, for groups whose `lr_scale` is 1."""
-    training = config.training
-    warmup = min(1.0, step / max(1, training.warmup_steps))
-    progress = (step - 1) / training.num_steps
+    """The learning rate of step 1, 2, ..., num_steps, for groups whose `lr_scale` is 1.
+
+    The warm-up ends at the full rate. The decay begins behind it: it is the factor of transformers'
+    schedulers at step - 1, so that no step has the rate 0.
+    """
+    training, num_warmup = config.training, config.training.warmup_steps
+    if step <= num_warmup:
+        return training.learning_rate * step / num_warmup
+    progress = (step - 1 - num_warmup) / (training.num_steps - num_warmup)
     decay = {
         "constant": 1.0,
         "linear": 1 - progress,
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
     }[training.lr_schedule]
-    return training.learning_rate * warmup * decay
+    return training.learning_rate * decay
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -17,6 +17,7 @@ from harness import (
     train,
     write_questions,
 )
+from transformers import get_scheduler
 
 from engine.distributed import World
 from engine.model import Policy
@@ -30,7 +31,9 @@ from engine.optimizer import learning_rate_at, make_optimizer, set_learning_rate
         ("constant", 2, [0.5, 1, 1, 1]),
         ("constant", 4, [0.25, 0.5, 0.75, 1]),
         ("linear", 0, [1, 0.75, 0.5, 0.25]),
-        ("linear", 2, [0.5, 0.75, 0.5, 0.25]),
+        ("linear", 2, [0.5, 1, 1, 0.5]),
+        ("linear", 4, [0.25, 0.5, 0.75, 1]),
+        ("cosine", 2, [0.5, 1, 1, 0.5]),
         ("cosine", 0, [1, 0.5 + 0.25 * math.sqrt(2), 0.5, 0.5 - 0.25 * math.sqrt(2)]),
     ],
 )
@@ -43,6 +46,31 @@ def test_learning_rates_of_four_steps(schedule, warmup, expected):
     )
     rates = [learning_rate_at(step, config) for step in range(1, 5)]
     assert rates == pytest.approx([0.01 * factor for factor in expected])
+
+
+@pytest.mark.parametrize("num_warmup", [0, 1, 7, 10])
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_after_the_warm_up_each_rate_is_that_of_transformers_one_step_earlier(schedule, num_warmup):
+    """The decay once ran from step 1, so that the default never had its whole learning rate."""
+    num_steps = 10
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.01)
+    theirs = get_scheduler(schedule, optimizer, num_warmup, num_steps)
+    rates = []
+    for _ in range(num_steps):
+        rates += theirs.get_last_lr()
+        optimizer.step()
+        theirs.step()
+    config = make_config(
+        f"training.num_steps={num_steps}",
+        "training.learning_rate=0.01",
+        f"training.lr_schedule={schedule}",
+        f"training.warmup_steps={num_warmup}",
+    )
+    ours = [learning_rate_at(step, config) for step in range(1, num_steps + 1)]
+    rising = [0.01 * step / num_warmup for step in range(1, num_warmup + 1)]
+    assert ours[:num_warmup] == pytest.approx(rising)
+    assert ours[num_warmup:] == pytest.approx(rates[num_warmup:])
+    assert all(rate > 0 for rate in ours)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "muon"])
