@@ -134,17 +134,27 @@ class Logger:
         self.info("  ".join(parts))
 
     def print_evaluation(
-        self, title: str, metrics: dict[str, float], samples: list[dict[str, Any]]
+        self,
+        title: str,
+        metrics: dict[str, float],
+        samples: list[dict[str, Any]],
+        *,
+        totals: dict[str, int] | None = None,
     ) -> None:
-        """Print an evaluation's metrics and its first three completions with their rewards."""
+        """Print an evaluation's metrics and its first three completions with their rewards.
+
+        `totals` has the number of answers behind some of the rates: "0.250  (2 of 8)".
+        """
         names = [name.removeprefix("eval/") for name in metrics if name.startswith("eval/")]
         names = [name for name in names if not name.endswith(("_low", "_high"))]
         lines, width = [title], max(map(len, names), default=0)
         for name in names:
             value, low, high = (metrics.get(f"eval/{name}{end}") for end in ("", "_low", "_high"))
             decimals = 1 if value > 1 else 3  # numbers of tokens with one, rates with three
+            total = (totals or {}).get(name)
+            count = "" if total is None else f"  ({round(value * total):,} of {total:,})"
             interval = "" if low is None else f"  (95% interval {low:.3f} to {high:.3f})"
-            lines.append(f"  {name:<{width}} {value:7.{decimals}f}{interval}")
+            lines.append(f"  {name:<{width}} {value:7.{decimals}f}{count}{interval}")
         self.print_samples("\n".join(lines), samples)
 
     def print_samples(self, title: str, samples: list[dict[str, Any]]) -> None:
@@ -152,7 +162,7 @@ class Logger:
         lines = [title]
         for number, sample in enumerate(samples[:3], start=1):
             reward = format_reward(sample["reward"], sample["reward_parts"])
-            lines.append(f"  completion {number}  {reward}")
+            lines.append(f"  completion {number}  {reward}  {sample['tokens']} tokens")
             lines += [f"    > {line}" for line in shorten(sample["prompt"].strip()).split("\n")]
             completion = sample["completion"].strip("\n")
             lines += [f"    {line}" for line in shorten(completion).split("\n")]

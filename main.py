@@ -30,7 +30,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -46,13 +45,12 @@ from engine.config import (
     differences,
     load_config,
     load_task,
-    run_name,
     truncates,
 )
 from engine.data import load_questions
 from engine.distributed import World, init_world, settle_ddp_buckets
 from engine.head import CompletionScorer, supports_chunked_head
-from engine.metrics import Clock, peak_memory_gb, reduce_means, solve_rates
+from engine.metrics import Clock, part_metric, peak_memory_gb, reduce_means, solve_rates
 from engine.model import (
     Policy,
     choose_backend,
@@ -66,6 +64,7 @@ from engine.prompts import completion_text, encode_prompts
 from engine.rollouts import log_rollouts
 from engine.run import (
     Run,
+    answer_totals,
     check_room,
     crashes_name_the_fix,
     export,
@@ -74,6 +73,7 @@ from engine.run import (
     mistakes_cost_one_line,
     open_files,
     resume,
+    run_folder,
     save_best,
     save_checkpoint,
     save_evaluation,
@@ -133,8 +133,7 @@ def load_run(config: Config) -> Run:
         raise ValueError(f"{len(validation)} validation questions for {world.size} ranks")
     if is_training:  # epochs become steps
         config = config.with_num_steps(len(training.questions), world.size)
-    folder = Path(config.run.dir) / run_name(config)
-    run = Run(config, world, logger, folder, task, policy, validation, training)
+    run = Run(config, world, logger, run_folder(config), task, policy, validation, training)
     if is_training:
         run.optimizer = make_optimizer(policy.model, config)
         check_room(run)
@@ -262,7 +261,8 @@ def run_training(run: Run) -> int:
                 metrics, sums, is_skipped = update_policy(run, groups)
             with clock("rollouts_log"):  # a few groups for tools/report.py
                 log_rollouts(run, groups, [row for _, row in mine], step=state.step + 1)
-        metrics |= reduce_means(rollout_sums(groups, rewards) | sums, world)
+        sums |= rollout_sums(groups, rewards, run.task.REWARD_PARTS)
+        metrics |= reduce_means(sums, world)
         metrics |= {"train/lr": learning_rate} | clock.read()
         num_tokens = metrics["train/completion_tokens"] * questions_per_step * training.group_size
         metrics["perf/tokens_per_s"] = num_tokens / metrics["time/step_s"]
@@ -303,6 +303,10 @@ class Trajectory:
     @property
     def is_solved(self) -> bool:
         return self.reward_parts["answer"] == 1.0 and not self.completion.is_broken
+
+    @property
+    def is_solved_and_ended(self) -> bool:
+        return self.is_solved and not self.completion.truncated
 
 
 def sample_trajectories(
@@ -566,8 +570,9 @@ def assign_advantages(groups: list[list[Trajectory]], config: Config) -> torch.T
         advantages = grpo_advantages(rewards, divide_by_std=training.advantage == "zscore")
     else:
         in_batch = k_best_mask(rewards, k=training.k_best_of_n[0])
-        # any k of a group of equals would do, so imitating them teaches nothing on average
-        advantages = (in_batch & ~is_equal_group(rewards)[:, None]).double()
+        # The k best of every group, as in easy-GRPO, also where all rewards are equal: to leave
+        # those groups out would drop the questions that the policy always solves.
+        advantages = in_batch.double()
     for i, group in enumerate(groups):
         for j, trajectory in enumerate(group):
             trajectory.advantage = advantages[i, j].item()
@@ -797,7 +802,7 @@ def make_micro_batch(
 
 
 def rollout_sums(
-    groups: list[list[Trajectory]], rewards: torch.Tensor
+    groups: list[list[Trajectory]], rewards: torch.Tensor, reward_parts: tuple[str, ...]
 ) -> dict[str, tuple[float, float]]:
     """What this rank's rollouts show, as (sum, count): summed over the ranks, then divided."""
     rows = [t for group in groups for t in group]
@@ -809,15 +814,15 @@ def rollout_sums(
         "train/reward": (sum(t.reward for t in rows), len(rows)),
         "train/reward_std": (rewards.std(dim=1).sum().item(), len(groups)),
         "train/solved": (sum(t.is_solved for t in rows), len(rows)),
+        "train/solved_and_ended": (sum(t.is_solved_and_ended for t in rows), len(rows)),
         "train/advantage_abs": (sum(abs(t.advantage) for t in batch), len(batch)),
         "train/entropy": (sum(float(t.completion.entropies.sum()) for t in rows), num_sampled),
         "train/completion_tokens": (num_tokens, len(rows)),
         "train/truncated_frac": (sum(t.completion.truncated for t in rows), len(rows)),
         "train/zero_advantage_frac": (equal.sum().item(), len(groups)),
     }
-    for part, name in {"format": "format", "timeout": "reward_timeouts"}.items():
-        if part in rows[0].reward_parts:
-            sums[f"train/{name}"] = (sum(t.reward_parts[part] for t in rows), len(rows))
+    for part in reward_parts:
+        sums[part_metric(part)] = (sum(t.reward_parts[part] for t in rows), len(rows))
     return sums
 
 
@@ -858,16 +863,17 @@ def answer_questions(run: Run, *, num_samples: int, temperature: float) -> list[
 
 
 def group_metrics(run: Run, groups: list[list[Trajectory]]) -> dict[str, float]:
-    """pass@k, lengths and truncated share over all questions, from this rank's groups."""
+    """pass@k, lengths and shares over all questions, from this rank's groups."""
     validation, num_questions = run.config.validation, len(run.validation_questions)
     solved = [[t.is_solved for t in group] for group in groups]
     solved = run.world.gather_rows(solved, shape=(num_questions, validation.best_of_n))
     rows = [t for group in groups for t in group]
-    lengths = {
+    sums = {
+        "eval/solved_and_ended": (sum(t.is_solved_and_ended for t in rows), len(rows)),
         "eval/completion_tokens": (sum(len(t.completion.token_ids) for t in rows), len(rows)),
         "eval/truncated_frac": (sum(t.completion.truncated for t in rows), len(rows)),
     }
-    return solve_rates(solved, validation.pass_k) | reduce_means(lengths, run.world)
+    return solve_rates(solved, validation.pass_k) | reduce_means(sums, run.world)
 
 
 def run_evaluation(run: Run) -> int:
@@ -884,7 +890,8 @@ def run_evaluation(run: Run) -> int:
         greedy = groups if is_greedy else answer_questions(run, num_samples=1, temperature=0.0)
     metrics = group_metrics(run, groups) | single_answer_metrics(run, groups, greedy) | clock.read()
     samples = validation_samples(run, groups)
-    run.logger.print_evaluation(f"evaluation of {run.config.model.name}", metrics, samples)
+    title, totals = f"evaluation of {run.config.model.name}", answer_totals(run)
+    run.logger.print_evaluation(title, metrics, samples, totals=totals)
     save_evaluation(run, metrics, samples)
     return 2 if has_broken(run, groups) else 0
 

@@ -80,7 +80,10 @@ def load_questions(
     stream.take(0, 1)  # ValueError if there is none that fits
     evenly = np.linspace(0, len(questions) - 1, min(len(questions), 1_000), dtype=int)
     some = [questions[i] for i in evenly]
-    log(f"prompts of {len(some):,} training questions: {describe_lengths(some, **rendering)}")
+    log(
+        f"{len(questions):,} training questions; "
+        f"prompts of {len(some):,} of them: {describe_lengths(some, **rendering)}"
+    )
     return fitting, stream
 
 

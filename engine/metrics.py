@@ -18,9 +18,9 @@ from engine.config import ROOT, Config
 from engine.distributed import World
 
 TRAIN_METRICS = (
-    "loss reward reward_std solved format advantage_abs entropy clip_frac grad_norm lr "
+    "loss reward reward_std solved solved_and_ended advantage_abs entropy clip_frac grad_norm lr "
     "completion_tokens truncated_frac zero_advantage_frac skipped_steps collapsed "
-    "reward_timeouts sampler_mismatch"
+    "sampler_mismatch"
 )
 TIMED_PHASES = ("rollout", "reward", "update", "rollouts_log", "eval", "step")
 
@@ -64,14 +64,21 @@ def reduce_means(sums: dict[str, tuple[float, float]], world: World) -> dict[str
     return {name: total / count for name, (total, count) in zip(sums, totals, strict=True) if count}
 
 
-def metric_columns(config: Config) -> list[str]:
+def part_metric(part: str) -> str:
+    """The metric of a part of the reward: its mean over all completions."""
+    return "train/reward_timeouts" if part == "timeout" else f"train/part_{part}"
+
+
+def metric_columns(config: Config, reward_parts: tuple[str, ...]) -> list[str]:
     """Every metric that this run can log, in the order of the CSV's columns."""
     validation = config.validation
     evaluation = ["pass@1", "pass@1_low", "pass@1_high"]
     evaluation += [f"pass@{k}" for k in validation.pass_k if k != 1]
-    evaluation += [f"best_of_{validation.best_of_n}", "completion_tokens", "truncated_frac"]
+    evaluation += [f"best_of_{validation.best_of_n}", "solved_and_ended"]
+    evaluation += ["completion_tokens", "truncated_frac"]
     return [
         *(f"train/{name}" for name in TRAIN_METRICS.split()),
+        *map(part_metric, reward_parts),
         *(["train/kl"] if config.training.kl_coef > 0 else []),
         *(f"eval/{name}" for name in evaluation),
         *(f"time/{name}_s" for name in TIMED_PHASES),

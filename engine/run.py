@@ -127,6 +127,22 @@ class Run:
 # Beginning
 
 
+def run_folder(config: Config) -> Path:
+    """The folder of this run. An evaluated model's is that of the run that made it.
+
+    So `mode=evaluate` of runs/a/best, of a checkpoint or of an exported model writes to runs/a,
+    unless run.name is given or nothing can be written there.
+    """
+    model = Path(config.model.name).resolve()  # checkpoints/last is a link
+    is_checkpoint = model.parent.name == "checkpoints"
+    folder = model.parent.parent if is_checkpoint else model.parent
+    is_of_run = is_checkpoint or model.name in ("best", "merged", "merged-4bit")
+    is_of_run = is_of_run and (folder / "metrics.jsonl").is_file()
+    if config.mode == "train" or config.run.name is not None or not is_of_run:
+        return Path(config.run.dir) / run_name(config)
+    return folder if os.access(folder, os.W_OK) else Path(config.run.dir) / run_name(config)
+
+
 def check_room(run: Run) -> None:
     """Log on what the run computes and where it writes; ValueError if the disk is too small."""
     num_weights, world = run.policy.model.num_parameters(), run.world
@@ -203,7 +219,7 @@ def open_files(run: Run) -> None:
         run.folder,
         config_text=dump(config),
         params=dotted_values(config),
-        columns=metric_columns(config),
+        columns=metric_columns(config, run.task.REWARD_PARTS),
         resume_step=state.step if run.is_resumed else None,
         row_waits=state.row is not None,
         experiment=config.logging.experiment,
@@ -274,9 +290,9 @@ def save_checkpoint(run: Run) -> bool:
         "num_ranks": world.size,
         "config": dotted_values(run.config),
     }
-    model, optimizer = run.policy.model, run.optimizer
+    model, optimizer, name = run.policy.model, run.optimizer, f"step-{run.state.step:06d}"
     if run.config.model.shard:
-        folder = root / f"step-{run.state.step:06d}.parts.tmp"
+        folder = root / f"{name}.parts.tmp"
         num_failed = save_parts(model, optimizer, folder, world)
         counts = {"num_parts": world.size, "num_failed": num_failed}
         write = functools.partial(move_parts, written=folder, **counts)
@@ -291,7 +307,9 @@ def save_checkpoint(run: Run) -> bool:
         write=write,
         keep=run.config.checkpoint.keep,
     )
-    return save_on_main(run, save)
+    if is_saved := save_on_main(run, save):
+        run.logger.info(f"saved checkpoint {root / name}")
+    return is_saved
 
 
 def save_on_main(run: Run, save: Callable[[], None]) -> bool:
@@ -319,10 +337,12 @@ def save_on_main(run: Run, save: Callable[[], None]) -> bool:
 def first_samples(run: Run, groups: list[list], questions: list[dict], *, split: str) -> list[dict]:
     """The first completion of each of some groups of trajectories, as samples.jsonl keeps it.
 
-    `questions` are those of the groups. Where they have no key `answer`, as in Countdown, the gold
-    answer is the question itself: the numbers and the target.
+    With fewer groups than `logging.samples` the second completions follow, and so on. `questions`
+    are those of the groups. Where they have no key `answer`, as in Countdown, the gold answer is
+    the question itself: the numbers and the target.
     """
-    pairs = list(zip(groups, questions, strict=True))[: run.config.logging.samples]
+    numbered = zip(*groups, strict=True)  # the first completion of each group, then the second
+    pairs = [pair for some in numbered for pair in zip(some, questions, strict=True)]
     return [
         {
             "split": split,
@@ -333,8 +353,9 @@ def first_samples(run: Run, groups: list[list], questions: list[dict], *, split:
             "reward": trajectory.reward,
             "reward_parts": trajectory.reward_parts,
             "truncated": trajectory.completion.truncated,
+            "tokens": len(trajectory.completion.token_ids),
         }
-        for (trajectory, *_), question in pairs
+        for trajectory, question in pairs[: run.config.logging.samples]
     ]
 
 
@@ -375,6 +396,15 @@ def single_answer_metrics(run: Run, groups: list[list], greedy: list[list]) -> d
     for name, column in zip(solved, table.T, strict=True):
         metrics |= single_rate(name, column)
     return metrics
+
+
+def answer_totals(run: Run) -> dict[str, int]:
+    """The number of answers behind each rate that is a share of them."""
+    num_questions, num_samples = len(run.validation_questions), run.config.validation.best_of_n
+    of_samples = ("pass@1", "solved_and_ended", "truncated_frac")
+    of_questions = (f"best_of_{num_samples}", "majority", "greedy", "strict", "lenient")
+    totals = dict.fromkeys(of_questions, num_questions)
+    return totals | dict.fromkeys(of_samples, num_questions * num_samples)
 
 
 def is_majority_solved(run: Run, group: list, example: dict) -> bool:

@@ -93,15 +93,36 @@ def test_the_k_best_are_marked_and_ties_go_to_the_lower_index():
     assert k_best_mask(many, k=3)[0].nonzero()[:, 0].tolist() == [0, 1, 2]
 
 
-def test_sil_imitates_the_k_best_and_learns_nothing_from_equals():
-    """An equal group's k rows have advantage 0, but stay in the denominators."""
+def test_sil_imitates_the_k_best_of_every_group_of_equals_too():
+    """Groups of equals were left out once, since any k of them would do: see PITFALLS.md."""
     groups = [make_rows(0.0, 1.1, 0.1, 1.1), make_rows(0.1, 0.1, 0.1, 0.1)]
     sil = ["training.learning_type=sil", "training.k_best_of_n=[2,4]"]
     rewards = assign_advantages(groups, make_config(*sil))
     assert rewards.tolist() == [[0.0, 1.1, 0.1, 1.1], [0.1] * 4]
-    assert [[t.advantage for t in group] for group in groups] == [[0, 1, 0, 1], [0, 0, 0, 0]]
+    assert [[t.advantage for t in group] for group in groups] == [[0, 1, 0, 1], [1, 1, 0, 0]]
     in_batch = [[t.in_batch for t in group] for group in groups]
     assert in_batch == [[False, True, False, True], [True, True, False, False]]
+
+
+def test_a_quarter_of_sils_gradient_comes_from_groups_of_equals():
+    """A policy that is right with probability p: d log p is 1 - p by its logit, d log (1-p) is -p.
+
+    The one best of n samples is right unless all are wrong. Without groups of equals the gradient
+    would lack p (1-p) (p^(n-1) - (1-p)^(n-1)), 27% of it where p = 0.85 and n = 8.
+    """
+    p, n, gradient, of_equals = 0.85, 8, 0.0, 0.0
+    config = make_config("training.learning_type=sil", f"training.k_best_of_n=[1,{n}]")
+    for num_right in range(n + 1):
+        group = make_rows(*[1.0] * num_right, *[0.0] * (n - num_right))
+        assign_advantages([group], config)
+        chance = math.comb(n, num_right) * p**num_right * (1 - p) ** (n - num_right)
+        part = chance * sum(t.advantage * (1 - p if t.reward else -p) for t in group)
+        gradient += part
+        of_equals += part if num_right in (0, n) else 0
+    all_wrong = (1 - p) ** n
+    assert gradient == pytest.approx((1 - all_wrong) * (1 - p) - all_wrong * p)
+    assert of_equals == pytest.approx(p * (1 - p) * (p ** (n - 1) - (1 - p) ** (n - 1)))
+    assert of_equals / gradient == pytest.approx(0.27, abs=0.005)
 
 
 # What a token counts for
@@ -329,12 +350,14 @@ def test_rollout_metrics_are_sums_and_counts_over_all_rows():
         make_rows(0.1, 0.1),
     ]
     rewards = assign_advantages(groups, make_config("training.k_best_of_n=[2,2]"))
-    sums = rollout_sums(groups, rewards)
+    sums = rollout_sums(groups, rewards, ("format", "answer"))
     expected = {
         "train/reward": (1.2, 4),
         "train/reward_std": (math.sqrt(0.5), 2),
         "train/solved": (1, 4),
-        "train/format": (2.0, 4),
+        "train/solved_and_ended": (1, 4),
+        "train/part_format": (2.0, 4),
+        "train/part_answer": (1.0, 4),
         "train/advantage_abs": (1.0, 4),
         "train/entropy": (28.0, 14),
         "train/completion_tokens": (14, 4),
@@ -346,12 +369,20 @@ def test_rollout_metrics_are_sums_and_counts_over_all_rows():
 
 def test_the_share_of_answers_whose_grading_was_stopped_is_a_metric_where_a_task_counts_it():
     rows, rewards = make_rows(1.0, 0.0), torch.tensor([[1.0, 0.0]])
-    assert "train/reward_timeouts" not in rollout_sums([rows], rewards)
+    assert "train/reward_timeouts" not in rollout_sums([rows], rewards, ("format", "answer"))
     for row, timeout in zip(rows, (0.0, 1.0), strict=True):
         row.reward_parts = {"answer": 0.0, "timeout": timeout}
-    sums = rollout_sums([rows], rewards)
+    sums = rollout_sums([rows], rewards, ("answer", "timeout"))
     assert sums["train/reward_timeouts"] == (1.0, 2)
-    assert "train/format" not in sums
+    assert "train/part_timeout" not in sums and "train/part_format" not in sums
+
+
+def test_a_right_answer_that_rambles_on_until_it_is_cut_off_is_solved_but_has_not_ended():
+    """A gap between the two rates: the policy solves questions and does not stop."""
+    rows = [make_row(1.0, solved=True), make_row(1.0, solved=True, truncated=True), make_row(0.0)]
+    sums = rollout_sums([rows], torch.tensor([[1.0, 1.0, 0.0]]), ("answer",))
+    assert sums["train/solved"] == (2, 3)
+    assert sums["train/solved_and_ended"] == (1, 3)
 
 
 def test_sums_over_ranks_are_exact_in_float64_and_leave_the_caller_its_values():

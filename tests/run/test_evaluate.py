@@ -26,7 +26,7 @@ import main
 from engine.config import load_config
 from engine.distributed import World
 from engine.prompts import encode_prompts
-from engine.run import Run, single_answer_metrics
+from engine.run import Run, run_folder, single_answer_metrics
 from engine.sampler import Completion
 
 TINY = ROOT / "tiny"  # gives answers to vote on
@@ -89,14 +89,39 @@ def test_an_evaluation_prints_and_writes_its_figures_and_leaves_the_run_as_it_wa
     config = load_config(["--config", str(folder / "config.yaml")])
     assert config.mode == "evaluate" and config.model.name == str(trained / "x/best")
     rate, low, high = (figures(folder)[f"eval/majority{end}"] for end in ("", "_low", "_high"))
-    shown = f"\n  majority            {rate:.3f}  (95% interval {low:.3f} to {high:.3f})\n"
-    assert shown in output and output.endswith(f"written to {folder}\n")
+    count, interval = f"({rate * 9:.0f} of 9)", f"(95% interval {low:.3f} to {high:.3f})"
+    assert f"\n  majority            {rate:.3f}  {count}  {interval}\n" in output
+    assert f"  ({figures(folder)['eval/pass@1'] * 36:.0f} of 36)  (95% interval" in output
+    assert output.endswith(f"written to {folder}\n")
+
+
+def test_a_runs_own_models_are_evaluated_into_its_folder(tmp_path):
+    """They once went to another one, such as runs/countdown-best-grpo-s0."""
+    own, other = tmp_path / "own", tmp_path / "runs/countdown-best-grpo-s0"
+    models = ["best", "merged", "merged-4bit", "checkpoints/step-000010", "checkpoints/last"]
+    for name in models[:-1]:
+        (own / name).mkdir(parents=True)
+    (own / models[-1]).symlink_to("step-000010")
+
+    def folder_of(model: str, *overrides: str) -> Path:
+        overrides = [f"model.name={own / model}", f"run.dir={tmp_path / 'runs'}", *overrides]
+        return run_folder(make_config("mode=evaluate", *overrides))
+
+    assert folder_of("best") == other  # there is no run
+    (own / "metrics.jsonl").touch()
+    assert [folder_of(model) for model in models] == [own] * len(models)
+    assert folder_of("best", "mode=train") == other
+    assert folder_of("best", "run.name=x") == tmp_path / "runs/x"
+    assert folder_of(".") == tmp_path / "runs/countdown-own-grpo-s0"
+    with pytest.MonkeyPatch.context() as patch:  # root may write anywhere
+        patch.setattr("os.access", lambda path, mode: False)
+        assert folder_of("best") == other
 
 
 def test_an_evaluation_measures_what_training_measured_of_the_same_model(evaluated, trained):
     measured, logged = figures(evaluated[0]), best_row(trained)
     logged_figures = {name: value for name, value in logged.items() if name.startswith("eval/")}
-    assert len(logged_figures) == 7 and 0 < logged["eval/pass@1"] < 1
+    assert len(logged_figures) == 8 and 0 < logged["eval/pass@1"] < 1
     assert measured.items() >= logged_figures.items()
     more = {f"eval/{name}{end}" for name in ("majority", "greedy") for end in ("", "_low", "_high")}
     assert set(measured) == {*logged_figures, *more, "eval/greedy_tokens"}

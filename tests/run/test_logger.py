@@ -38,6 +38,7 @@ SAMPLE = {
     "reward_parts": {"format": 1.0, "answer": 1.0},
     "gold": "So\n#### 46",
     "answer": "25+7*3",
+    "tokens": 9,
 }
 
 
@@ -289,7 +290,7 @@ def test_an_evaluation_shows_the_interval_and_three_completions_with_their_rewar
         "  pass@1              0.431  (95% interval 0.400 to 0.462)",
         "  pass@8              0.750",
         "  completion_tokens   312.4",
-        "  completion 1  reward 1.10  (format 1.00  answer 1.00)",
+        "  completion 1  reward 1.10  (format 1.00  answer 1.00)  9 tokens",
         "    > numbers: 3 7 25, target: 46",
         "    <think>25 + 7 * 3</think>",
         "    <answer>25 + 7 * 3</answer>",

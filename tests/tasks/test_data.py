@@ -509,7 +509,7 @@ def test_only_some_training_questions_are_rendered_at_the_start(tmp_path, tokeni
     _, training, logged = questions_for(tokenizer, *settings, context=1024)
     assert len(training.questions) == 3_000
     assert len(rendered) < 1_100  # 1,000 to measure, one that fits, 20 for validation
-    assert any(line.startswith("prompts of 1,000 training questions: ") for line in logged)
+    assert any("3,000 training questions; prompts of 1,000 of them: " in line for line in logged)
 
 
 def test_the_prompt_lengths_are_their_mean_and_their_longest(tmp_path, tokenizer):
