@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=2 python benchmarks/searches.py model.name=runs/countdown-tiny-grpo-s0/best
 
 Arguments are keys of the config, as for main.py; the questions are those of its validation. Only
-the answer is rewarded, so nothing but this shows whether the way to it still holds.
+form and answer are rewarded, so nothing but this shows whether the way to it still holds.
 """
 
 import re

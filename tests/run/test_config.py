@@ -1,12 +1,15 @@
 """The configuration: what is read, what is refused and in which words, what is written."""
 
+import ast
 import re
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import yaml
 
+import countdown
 from engine.config import (
     ROOT,
     Config,
@@ -632,6 +635,27 @@ def test_config_yaml_holds_every_key_with_its_default_and_its_explanation():
     for i, line in enumerate(lines):
         if match := re.match("( *)\\w+:", line):
             assert re.match(f"{match[1]}# \\S", lines[i - 1]), f"{line}: has no explanation"
+
+
+def test_config_yaml_shows_countdowns_own_keys_as_comments():
+    """With their defaults and with the explanations that stand below them in countdown.py."""
+    (options,) = [
+        node
+        for node in ast.parse((ROOT / "countdown.py").read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "Options"
+    ]
+    _, *body = options.body  # without the class's own docstring
+    expected = [
+        f"  # {key.target.id}: {show(getattr(countdown.Options(), key.target.id))}  "
+        f"# {' '.join(text.value.value.split())}"
+        for key, text in pairwise(body)
+        if isinstance(key, ast.AnnAssign)
+    ]
+    assert len(expected) == len(countdown.Options.model_fields) == 6
+    lines = (ROOT / "config.yaml").read_text().splitlines()
+    assert [line for line in lines if re.match(r"  # \w+: \S+  # ", line)] == expected
+    section = "task:\n" + "\n".join(line.replace("# ", "", 1) for line in expected)
+    assert countdown.Options(**yaml.safe_load(section)["task"]) == countdown.Options()
 
 
 def test_every_default_is_a_value_that_the_schema_accepts():

@@ -1,4 +1,4 @@
-"""Each recipe is the run of its source, number by number, but for what its header names."""
+"""Each recipe has the numbers of its source, as typed in here, but for what its header names."""
 
 import re
 from pathlib import Path
@@ -130,6 +130,7 @@ SOURCES = {
         },
         "sampling.temperature": 0.7,
         "sampling.top_p": 0.9,
+        "sampling.top_k": 50,
         "training.learning_type": "grpo",
         "training.num_epochs": 3,
         "training.num_samples_per_step_global": 32 // 2,
@@ -149,6 +150,7 @@ SOURCES = {
         "validation.every": 250 / 4,
         "validation.num_examples": 1319,
         "logging.samples": 10,
+        "checkpoint.every": "an epoch",
         "export.merge": True,
         "export.save_4bit": True,
         "export.private": False,
