@@ -154,7 +154,8 @@ def take_step(run: Run) -> dict[str, float]:
     with clock("update"):
         update_policy(run, groups)
     run.state.position += len(groups)
-    return reduce_means(rollout_sums(groups, rewards), run.world) | clock.read()
+    sums = rollout_sums(groups, rewards, run.task.REWARD_PARTS)
+    return reduce_means(sums, run.world) | clock.read()
 
 
 def now() -> float:

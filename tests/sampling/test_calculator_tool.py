@@ -215,6 +215,6 @@ def test_entropy_is_a_mean_over_sampled_tokens_and_length_counts_all():
     groups = insert(make_groups(config_of(*GRPO), (3, (4, 4, 4, 4), (1, 0, 0, 0))), slice(1, 3))
     for row in groups[0]:
         row.completion.entropies[[0, 3]] = 2.0
-    sums = rollout_sums(groups, torch.tensor([[1.0, 0, 0, 0]]))
+    sums = rollout_sums(groups, torch.tensor([[1.0, 0, 0, 0]]), ("answer",))
     assert sums["train/entropy"] == (16.0, 8)
     assert sums["train/completion_tokens"] == (16, 4)
