@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from engine.config import Section
 from engine.data import FILE_OR_HUB, is_in_split, load_rows
-from tasks.gsm8k import lenient_answer
+from tasks.gsm8k import MAX_TAIL_CHARS, lenient_answer
 
 
 class Options(Section):
@@ -141,6 +141,8 @@ def generate_prompt(example: dict, *, options: Options) -> list[dict]:
 # Reward
 
 REWARD_PARTS = ("answer",)
+# 85! is 85, exclaimed. But in 5!/4!, 5! - 4! and 85!=86 the mark is an operator.
+EXCLAIMED = re.compile(r"(?<![\w.,+/^-])(?<![-+*/^\xd7\xf7x] )([0-9][0-9.,]*)!(?!!*[\w=+/^(\\-])")
 
 
 def reward_function(
@@ -155,6 +157,6 @@ def extract_answer(completion: str, example: dict, *, options: Options) -> str |
     """The last number, in a normal form: 85 for $85.00; majority votes count these.
 
     As tasks/gsm8k.py reads numbers, in time linear in the length of the text: numbers that are
-    joined, such as 84 85 86 or 84/85, are none.
+    joined, such as 84 85 86 or 84/85, are none. Here 85! is 85, unlike there.
     """
-    return lenient_answer(completion)
+    return lenient_answer(EXCLAIMED.sub(r"\1 ", completion[-2 * MAX_TAIL_CHARS :]))

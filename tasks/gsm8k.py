@@ -219,11 +219,33 @@ NOT_CONTINUED = rf"""(?!(?:
     | [^\S\r\n]{{0,20}}\\(?:[dt]?frac\{{|times[ ]?|cdot[ ]?|div[ ]?)
     ){NUMERIC})"""
 SIGNED = rf"(?P<sign>[-+{MINUS}]?)\\?[$€£¥₹]?(?P<number>{NUMBER}){NOT_CHANGED}{NOT_CONTINUED}"
-ANSWER = re.compile(OPENING + SIGNED, re.VERBOSE)  # for the beginning of a text, or behind a mark
-ANY_NUMBER = re.compile(rf"(?<![\w.])(?<![0-9][-,:/^'* ])(?<![0-9][eE][-+]){SIGNED}", re.VERBOSE)
+ANSWER = re.compile(OPENING + SIGNED, re.VERBOSE)  # where a text begins or behind a mark
+# What an answer's line may hold behind the number: units such as m^2, and explanations in brackets
+# such as 18 (2 * 9), but not (or 19), (+ 1) or (3).
+JOINT = r"""(?:[-+/^&±\xd7\xf7] | \b(?i:or|and|to|plus|minus|times)\b
+    | [*]{1,2}(?=[(\[]) | (?<=[\s(\[])[*]{1,2}(?=\s))"""  # not the end of **18**
+IGNORED = re.compile(  # becomes a bracket, so that OTHER still sees what joins 5 + (2 * 9)
+    rf"""(?<![A-Za-z])(?:[cdkm]?m|ft|in)\}}?\^?\{{?[23²³]
+    | (?<=[^\\\w)\]])[(\[]
+      (?!\s{{0,20}}+(?:{JOINT} | [$*]{{0,3}}[$\d.,;\s]{{0,50}}(?:/\d{{1,9}})?[$*]{{0,3}}[)\]]))
+      (?:[^()\[\]] | [(\[][^()\[\]]{{0,200}}[)\]]){{0,500}}+[)\]]""",
+    re.VERBOSE,
+)
+OTHER = re.compile(  # a digit, a bracket that is joined, a number word; not in ten-dollar bills
+    rf"""{NUMERIC} | (?:{JOINT}|=)\s{{0,20}}[(\[] | (?i:(?:-|[ ]an?[ ])(?:third|quarter)
+    | (?<![a-z])(?:(?:one|ten|half)(?![a-z])|zero|two|three|four|five|six|seven|eight|nine|tenth
+      |eleven|twel|twent|thirt|fift|forty|hundred|thousand|million|dozen)(?!\w{{0,4}}-[a-z]))""",
+    re.VERBOSE,
+)
+# A dash may be a minus. Then the number is not 85, and whether it is -85 is anyone's guess.
+BEFORE = rf"""(?P<dash>(?:[\u02d7\u2010-\u2015\u2043\u207b\u208b\u2796\u2e3a\u2e3b\ufe58\ufe63]
+    | [\uff0d±] | \b(?i:minus|negative)\b | {MINUS}(?=\s) | [-{MINUS}](?=[*({{]|\\b)){OPENING})?
+    (?<![\w.])(?<![0-9][-,:/^'* ])(?<![0-9][eE][-+])"""
+ANY_NUMBER = re.compile(BEFORE + SIGNED, re.VERBOSE)
 OFFICIAL_ANSWER = re.compile(r"#### (\-?[0-9\.\,]+)")  # openai/grade-school-math, dataset.py
 MAX_MARKS = 1_000
 MAX_TAIL_CHARS = 10_000
+MAX_REST_CHARS = 500  # of an answer's line
 
 
 def extract_answer(completion: str, example: dict, *, options: Options) -> str | None:
@@ -235,8 +257,7 @@ def extract_answer(completion: str, example: dict, *, options: Options) -> str |
         return official_answer(completion)
     if options.prompt_style == "tags":
         answer = find_answer(completion, in_any_case=options.tag_grading == "strict")
-        match = ANSWER.match(answer or "")
-        return normal_form(match) if match else None
+        return only_number(answer or "")
     return marked_answer(completion)
 
 
@@ -247,11 +268,20 @@ def official_answer(text: str) -> str | None:
 
 
 def marked_answer(text: str) -> str | None:
-    """The number behind the first #### that a number follows; MAX_MARKS of them are tried."""
+    """The number behind the first #### that one number follows; MAX_MARKS of them are tried."""
     for mark in islice(re.finditer(f"{MARK}(?!#)", text), MAX_MARKS):
-        if match := ANSWER.match(text, mark.end()):
-            return normal_form(match)
+        if answer := only_number(text, mark.end()):
+            return answer
     return None
+
+
+def only_number(text: str, start: int = 0) -> str | None:
+    """The number at `start`; None if its line names another: 5 hours and 30 minutes are not 5."""
+    match = ANSWER.match(text, start)
+    if match is None:
+        return None
+    rest = re.split(r"[\r\n]|####|<[<|/a-z]", text[match.end() :][:MAX_REST_CHARS], maxsplit=1)[0]
+    return None if OTHER.search(IGNORED.sub("(", rest)) else normal_form(match)
 
 
 def find_answer(completion: str, *, in_any_case: bool) -> str | None:
@@ -267,7 +297,7 @@ def find_answer(completion: str, *, in_any_case: bool) -> str | None:
 def lenient_answer(completion: str) -> str | None:
     """The last number in the text's last MAX_TAIL_CHARS characters, wherever it stands."""
     matches = list(ANY_NUMBER.finditer(completion, max(0, len(completion) - MAX_TAIL_CHARS)))
-    return normal_form(matches[-1]) if matches else None
+    return normal_form(matches[-1]) if matches and not matches[-1]["dash"] else None
 
 
 def normal_form(match: re.Match[str]) -> str:

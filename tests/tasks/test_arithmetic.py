@@ -64,6 +64,22 @@ def generate(
         "47 + 38 = 84. Wait, no: it is 85",
         "7 + 8 = 15, 4 + 3 + 1 = 8, so 85",
         "40 + 30 = 70\n7 + 8 = 15\n70 + 15 = 85\n",
+        "85!",
+        "The answer is 85!",
+        "85!!",
+        "85!!!\n",
+        "**85!**",
+        '"85!"',
+        "85.0!",
+        "$85!",
+        "47 + 38 = 85! Great!",
+        "Wow! It is 85! (I am sure!)",
+        "85!<|im_end|>",
+        "85?!",
+        "84! No, 85!",
+        "The sum \N{EN DASH} it is 85",
+        "85 \N{EM DASH} that is the sum",
+        "46\N{EN DASH}47 is wrong, 85 is right",
         "84\n85",  # the last one is what it says in the end
     ],
 )
@@ -91,7 +107,17 @@ def test_the_sum_is_paid_where_it_is_the_last_number(completion: str):
         "x85",
         "85/1",
         "85 - 1",
-        "85!",
+        *("8!5", "85!5", "85!0", "84!!", "185!"),
+        *("85!/85!", "85!/1", "84! + 85!", "1 * 85!", "1/85!"),
+        *("85! or 86", "85! = 86!", "85!=86", "85!k", "-85!", "\N{EN DASH}85!", "85 + 1!"),
+        *(
+            f"{dash}85"
+            for dash in "\u02d7\u2010\u2011\u2012\u2013\u2014\u2015\u2212\u2796\ufe63\u00b1"
+        ),
+        *(f"47 + 38 = {text}" for text in ("\N{EN DASH}85", "\N{EN DASH} 85.", "\N{EN DASH}$85.0")),
+        *("**\N{EN DASH}85**", "\N{EN DASH}**85**", "\\boxed{\N{EN DASH}85}", "(\N{EN DASH}85)"),
+        *("47 + 38 \N{EN DASH} 85", "85, or \N{EN DASH}84", "84 \N{EN DASH} 85", "84\N{EN DASH}85"),
+        *("-(85)", "-**85**", r"-\boxed{85}", "minus 85", "It is negative 85", "\N{MINUS SIGN} 85"),
         "85:00",
         "8,5",
         "85,000",
@@ -128,7 +154,7 @@ def test_only_one_sum_is_paid_for_a_completion():
 @given(st.integers(0, 999), st.integers(0, 999), st.integers(-99, 99))
 def test_the_sum_is_paid_and_no_other_number(a: int, b: int, error: int):
     row = {"a": a, "b": b}
-    for text in ("{}", "{}.", f"{a} + {b} = {{}}", "It is **{}**.", "{}\n"):
+    for text in ("{}", "{}.", f"{a} + {b} = {{}}", "It is **{}**.", "{}\n", "{}!", "It is {}!!"):
         assert reward(text.format(a + b + error), row)["answer"] == float(error == 0)
 
 
@@ -155,7 +181,9 @@ def cpu_seconds(text: str) -> float:
     return best
 
 
-@pytest.mark.parametrize("unit", ["8", "85 ", "85,", "8.", "= ", "$", "x", "\0", "85\n", "(", "-"])
+@pytest.mark.parametrize(
+    "unit", ["8", "85 ", "85,", "8.", "= ", "$", "x", "\0", "85\n", "(", "-", "85!", "85! "]
+)
 def test_a_million_characters_are_graded_in_linear_time(unit: str):
     text = unit * (MILLION // len(unit))
     assert cpu_seconds(text) < 0.1
@@ -163,7 +191,8 @@ def test_a_million_characters_are_graded_in_linear_time(unit: str):
 
 
 def test_answers_in_another_form_are_the_same_vote():
-    assert {extract_answer(text) for text in ("85", "85.0", "it is $85.", "47 + 38 = 85")} == {"85"}
+    texts = ("85", "85.0", "it is $85.", "47 + 38 = 85", "85!")
+    assert {extract_answer(text) for text in texts} == {"85"}
     assert extract_answer("no number") is None
 
 

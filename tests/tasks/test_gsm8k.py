@@ -65,6 +65,13 @@ SAME_AS_18 = [
     *("$18/hour", "$18 / hour"),
     *("18. That is all", "18, that is all", "18: that is all", "18 and that is all", "18 个"),
     *("18 (2 * 9)", "18.0 [2 * 9]", "18 #### 20"),
+    *("18 (= 2 * 9)", "18 eggs (3 boxes of 6)", "18 (3 * (2 + 4))", "18 (and that is all)"),
+    *("**18** (2 * 9)", "*18* [2 * 9]", "$18$ (2 * 9)"),
+    *("18 dollars/hour (2 * 9)", "18 (**2 * 9**)"),
+    *("18, that is (2 * 9)", "18 for (3 boxes)"),
+    *("18 m^2", "18 m\N{SUPERSCRIPT TWO}", "18m^2", r"18 \text{ cm}^{2}", "18 ft^3"),  # units
+    *("18 six-packs", "18 ten-dollar bills", "18 quarters", "18 tents", "18 thirsty dogs"),
+    *("18<|end|>20", "18</s>20", "18 <<2*9=18>>", "18\r\n19", "18 eggs\nor 19"),
 ]
 NO_NUMBERS = [
     *("", "x", "eighteen", "Answer 18", "- 18", "--18"),
@@ -74,9 +81,25 @@ NO_NUMBERS = [
     *("7,8,9", "7, 8, 9", "7; 8", "18 or 20", "18-20", "18\N{EN DASH}20", "18 to 20"),  # several
     *("3:30", "5'3", "18.5.3", "18 + 2", "3 * 6 = 18", "3 x 6", "3x6", r"3 \times 6"),
     *("1 000", "1_000", "1,00", "12,34", "1,0000", "1234,567", "0,500", "1.000,50"),  # thousands
+    *("5 hours and 30 minutes", "5 h 30", "5 ft 3 in", "5 eggs or 6 eggs", "5 eggs, 6 hens"),
+    *("3 boxes of 6 = 18", "18 eggs = 3 * 6", "5 minus 3", "5 plus 3", "5 out of 6", "5, then 6"),
+    *("**5** hours and **30** minutes", r"\boxed{5} \text{ or } \boxed{6}", r"\(5\) and \(6\)"),
+    *("5 eggs < 6", "5 <= x <= 6", "5 # 6", "5 eggs \N{EN DASH} 6", "5 $x$ 6", "18. 19"),
+    *("18. There were 3 boxes", "-5 degrees to 5 degrees", "5 m^2 3", "5 km30", "(5 or so) 6"),
+    *("18 (or 19)", "5 hours (and 30 minutes)", "5 [ or 6]", "5 (+ 3)", "5 (-3)", "5(3)", "(5)(3)"),
+    *("5 (hours) 30 (minutes)", "5 (a (b)) 6", "18 (2 * 9) or 19", "5 (6"),
+    *("5 + (2 * 9)", "5*(3 + 1)", "5 * (3 + 1)", "5 ** (2)"),
+    *("5 - [30 / 2]", "5 = (2 + 3)", "5 (* 3)"),
+    *("5 or (3 + 3)", "5 eggs minus (2 * 9)", "5 and (6 hens)"),
+    *("5 (**6**)", "20=x+(1/4)x", "**5** * (6 + 1)"),
+    *("5(3 + 1)", "(5)(3 + 1)", "5(1/2)", "5 (1/2)", "5[3 * 6]", "5 eggs(6 eggs)"),
+    *("5 or six", "5 hours and thirty minutes", "5 minus Three", "5 and twenty-one", "5 TO ten"),
+    *("5 hours and a half", "5 eggs or half a dozen", "5 and two-thirds", "5 hours and a quarter"),
+    *("5 tenths", "5 hundredths", "5 or a million", "5 or _six_", "5 or *One*", "5 seventeens"),
     *("5 million", "5 Thousand", "5-thousand", "5 dozen", "5k", "5 k", "5K", "5M"),  # multiplied
     *("5!", "5 squared", "5 and a half", "5 and three quarters", "5 half", "5 thirds"),
     *("5 e5", "5 E-5", "5..7", "5...7", "5 % of 50", "5% of 50", "5 percent of 50"),
+    *("\N{EN DASH}85", "\N{EM DASH}85", "\N{FIGURE DASH}85", "\N{EN DASH}$85", "$\N{EN DASH}85$"),
     *("1\u0662", "\u0661\u0668", "\N{FULLWIDTH DIGIT ONE}"),  # digits of other scripts
 ]
 
@@ -114,6 +137,8 @@ def test_what_is_no_number_is_no_answer(text: str):
         ("#### 1,234,567.250", "1234567.25"),
         ("#### " + "9" * 100, "9" * 100),
         ("#### " + "9" * 101, None),
+        ("#### 17 or 19\n#### 18", "18"),
+        ("#### 18" + " x" * 5_000 + " 19", "18"),  # too far away
         ("#### x\n" * (MAX_MARKS - 1) + "#### 18", "18"),
         ("#### x\n" * MAX_MARKS + "#### 18", None),
         ("### 18", None),
@@ -183,10 +208,42 @@ def test_two_joined_numbers_are_never_read_as_one_of_them(a: int, joiner: str, b
             assert extract_answer(f"#### {text}") is None
 
 
+JOINERS = ["and", "or", "minus", "boxes of", "= x *", "+", "hours,", "to", "~", "\\text{ and }"]
+joiner = st.lists(st.sampled_from(JOINERS) | st.text(st.characters(exclude_characters="\r\n#<([")))
+
+
+@settings(max_examples=300, deadline=None)
+@given(whole, decimals, joiner, whole, st.sampled_from(["{}", "{} (2 * 9)", "{} [boxes] ", "{}."]))
+def test_a_line_of_two_numbers_is_never_read_as_one_of_them(a, a_part, words, b, decoration):
+    first = decoration.format(render(a, a_part, with_commas=True))
+    text = f"{first} {' '.join(words)} {b} minutes\nso"
+    for style, completion in in_both_styles(text).items():
+        assert extract_answer(completion, prompt_style=style) is None
+
+
+WORDS = ["eggs", "per week", "in total,", "that is all.", "dollars", "ten-dollar bills", "(2 * 9)"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    whole,
+    decimals,
+    st.lists(st.sampled_from(WORDS) | st.text("bcdflmnprs", min_size=1)),
+    st.sampled_from(["", "\n19", "#### 19", "<|end|>19", " (3 boxes)"]),
+)
+def test_a_number_that_words_follow_is_read(number, decimals, words, rest):
+    plain = render(number, decimals, with_commas=False)
+    text = f"{render(number, decimals, with_commas=True)} {' '.join(words)}{rest}"
+    for style, completion in in_both_styles(text).items():
+        answer = extract_answer(completion, prompt_style=style)
+        assert answer is not None and Fraction(answer) == Fraction(plain)
+
+
 @pytest.mark.parametrize(
     ("completion", "answer"),
     [
         ("#### 18", "18"),
+        ("#### 5 hours and 30 minutes", "5"),
         ("#### 1,800", "1800"),
         ("#### -5", "-5"),
         ("#### 1/2", "1"),
@@ -213,10 +270,33 @@ def test_the_lenient_answer_is_the_last_number():
     assert lenient_answer("from 20-18") is None
     assert lenient_answer("x18, v2.0, 1 000") is None
     assert lenient_answer("none") is None
+    assert lenient_answer("5 eggs or 6 eggs (or 7)") == "7"
+    assert lenient_answer("5!") is None
     assert lenient_answer("18" + " " * (MAX_TAIL_CHARS - 1)) is None
     assert lenient_answer("18" + " " * (MAX_TAIL_CHARS - 2)) == "18"
     assert is_lenient_solved("So it is 18.", ROW, options=Options(grading="official"))
     assert not is_lenient_solved("So it is 18, not 19.", ROW, options=Options())
+
+
+@pytest.mark.parametrize(
+    "dash", [*"\u02d7\u2010\u2011\u2012\u2013\u2014\u2015\u2796\ufe63\uff0d\u00b1"]
+)
+def test_a_number_behind_a_dash_is_not_read_nor_is_the_one_before(dash: str):
+    for text in ("{}18", "{} 18", "{}$18", "{}(18)", "**{}18**", r"$\boxed{{{}18}}$", "20 {} 18"):
+        assert lenient_answer("It is 7, or " + text.format(dash)) is None
+    assert lenient_answer(f"the sum {dash} it is 18") == "18"
+    assert lenient_answer(f"18 {dash} that is it") == "18"
+
+
+def test_a_minus_behind_which_no_digit_stands_is_a_minus_too():
+    for text in ("-(18)", "-**18**", r"-\boxed{18}", "minus 18", "Negative **18**"):
+        assert lenient_answer(f"It is {text}") is None
+        assert lenient_answer(f"It is {text}".replace("-", MINUS)) is None
+    for text in ("-18", "-$18", r"-\$18", "(-18)", r"\boxed{-18}"):
+        assert lenient_answer(f"It is {text}") == "-18"
+        assert lenient_answer(f"It is {text}".replace("-", MINUS)) == "-18"
+    assert lenient_answer(f"It is {MINUS} 18") is None
+    assert lenient_answer("The sum:\n- 18\n- **19**") == "19"
 
 
 # The reward
@@ -349,7 +429,9 @@ def test_any_text_gets_a_reward_of_the_allowed_set(text: str):
 
 UNITS = [
     *("x", "\0", "\ud800", " ", "a ", "$", "-", "1", "1 ", ",000", "1/2 ", "\\boxed{"),
-    *("####", "#### ", "#### $", "#### 1/2 ", "#### 7, 8 ", "#### 1a"),
+    *("(", "(1", "(a)", "[(a) ", "((a)", "one ", "-", "\N{EN DASH} ", "minus ", "m^", "< ", "# "),
+    *("#### 18 or 19 ", "#### 5 (" + "a" * 600 + "6 ", "####", "#### "),
+    *("#### $", "#### 1/2 ", "#### 7, 8 ", "#### 1a"),
     *("<thinking>", "<answer>", "</answer>", "<answer>1/2</answer>"),
 ]
 FRAMES = ["{}", "#### {}", "#### 1{}", "#### 1{}/2", "<answer>{}</answer>", "<answer>1{}2</answer>"]
@@ -378,7 +460,9 @@ def test_a_million_characters_of_garbage_take_less_than_100_ms(unit: str):
         assert seconds < 0.1 or cpu_seconds(text, repeats=5) < 0.1, frame
 
 
-@pytest.mark.parametrize("unit", ["#### $", "#### 1/2 ", "$", "1", "1 ", ",000", "a", "<answer>"])
+@pytest.mark.parametrize(
+    "unit", ["#### $", "#### 1/2 ", "#### 5 (a) 6", "(", "$", "1", "1 ", ",000", "a", "<answer>"]
+)
 def test_time_grows_linearly_with_the_text(unit: str):
     assert_linear(lambda k: cpu_seconds(f"#### 1{unit * k}/2", repeats=3), MILLION // len(unit))
 
