@@ -241,10 +241,11 @@ def test_an_end_that_is_also_the_padding_changes_nothing(make_answering, train):
     [[], ["training.learning_type=sil", "training.k_best_of_n=[2,4]"]],
     ids=["grpo", "sil"],
 )
-def test_a_run_whose_completions_are_all_empty_goes_on_and_learns_nothing(
-    make_model, train, learning
-):
-    """The end comes at once, for every question: no step of the optimizer, and none skipped."""
+def test_a_run_whose_completions_are_all_empty_goes_on(make_model, train, learning):
+    """The end comes at once, for every question: grpo takes no step of the optimizer.
+
+    sil imitates the best of equals, here to write nothing, which the model is certain of already.
+    """
     model = make_model({0: ALWAYS})
     run, _ = train(model, *learning, "training.num_steps=3")
     first, *rows = rows_of(run)
@@ -253,11 +254,13 @@ def test_a_run_whose_completions_are_all_empty_goes_on_and_learns_nothing(
     for row in rows:
         assert row["train/completion_tokens"] == row["train/zero_advantage_frac"] == 1
         assert row["train/reward"] == row["train/truncated_frac"] == row["train/solved"] == 0
-        assert row["train/skipped_steps"] == row["train/advantage_abs"] == 0
-        assert "train/loss" not in row and "train/grad_norm" not in row
+        assert row["train/skipped_steps"] == 0
+        assert row["train/advantage_abs"] == bool(learning)
+        assert row["train/grad_norm"] < 1e-3 if learning else "train/grad_norm" not in row
     assert {sample["completion"] for sample in samples_of(run)} == {""}
     assert not any(sample["truncated"] for sample in samples_of(run))
-    assert torch.equal(weights_of(run / "checkpoints/last"), weights_of(model))
+    is_same = torch.equal(weights_of(run / "checkpoints/last"), weights_of(model))
+    assert is_same or learning
 
 
 @pytest.mark.parametrize("normalization", ["token", "sequence"])
