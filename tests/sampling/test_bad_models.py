@@ -425,7 +425,8 @@ def question_of(prompt: str) -> dict:
 
 def evaluate_on_this_rank(world: World, model: Path, limit: int) -> tuple[dict, list[dict]]:
     """Metrics and this rank's samples of ten questions with prompts of very different lengths."""
-    overrides = [*SIZES, f"sampling.max_batch_tokens={limit}", "logging.samples=100"]
+    overrides = [*SIZES, f"sampling.max_batch_tokens={limit}"]
+    overrides += [f"logging.samples={10 // world.size}"]  # the first completion of each question
     lengths = random.Random(seed()).sample(range(1, 90, 9), 10)
     asked = [{"nums": [n + 1] * length, "target": n + 1} for n, length in enumerate(lengths)]
     policy = make_policy(model, *overrides, world=world, is_exact=True)
