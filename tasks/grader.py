@@ -22,7 +22,7 @@ from itertools import accumulate
 from tasks.grader_worker import WORKER, OutOfPatience, WorkerLost
 
 MAX_ANSWER_CHARS = 1_000
-MAX_DEPTH = 20  # brackets in brackets; a real answer has 3 or 4
+MAX_DEPTH = 8  # brackets in brackets; a real answer has 3 or 4
 MAX_ENTRIES = 36  # of a tuple, set or matrix
 MAX_LEAF_CHARS = 300  # of one entry that math-verify is asked about
 CACHE_SIZE = 4_096
@@ -60,7 +60,7 @@ def grade_answer(prediction: str, gold: str, timeout_s: float) -> Grade:
 
 
 def normal_answer(boxed: str) -> str:
-    r"""One text for answers that layers 2 and 3 find equal: 0.50, \frac12 and x = 1/2 are 1/2."""
+    r"""One text for what layers 2 and 3 find equal: 1/2 for 0.50, \frac12, x = 1/2; 50 for 50\%."""
     text = normalise(boxed)
     value = text if is_too_complex(text) else take_apart(text)[1]
     number = literal(value)
@@ -74,19 +74,22 @@ def is_equal(gold: str, prediction: str, check: Check) -> bool:
     (g_name, g, g_unit), (p_name, p, p_unit) = take_apart(gold), take_apart(prediction)
     if (g_name and p_name and g_name != p_name) or (g_unit and p_unit and g_unit != p_unit):
         return False
+    by_value = "/" in g or "frac" in g or (literal(g) or 0) < 1  # 50% is 50, and 0.5 or 1/2
+    if p_unit in ("percent", "per cent") and not g_unit and by_value:
+        p = "" if literal(p) is None else str(literal(p) / 100)
     if g == p:
         return g != ""
     numbers = literal(g), literal(p)
     if None not in numbers:
         return numbers[0] == numbers[1]
     if WORDS.fullmatch(g) or WORDS.fullmatch(p):
-        return words_of(g) == words_of(p) != ""
+        return words_of(g) == words_of(p) != "" and (len(g) > 2 or g in p)  # R is no \text{r}
     parts = entries(g), entries(p)
     if parts != (None, None):
         return None not in parts and same_entries(*parts, check)
     if "=" in g + p:  # whole equations: what `take_apart` took for a name is a part of them
         g, p = gold, prediction
-    return is_safe(g, p) and check(g, p)
+    return is_safe(g, p) and check(*in_plain_letters(g, p))
 
 
 # Layer 1: the box
@@ -123,7 +126,8 @@ SPELLINGS = {  # one spelling for what LaTeX and people spell in many ways
     "\\frac": r"\dfrac \tfrac \cfrac",
     "\\times": "\\cdot \u00d7 \u00b7",
     **{"^{\\circ}": "\\degree \u00b0", "\\%": "%"},
-    **{"\\leq": r"\le", "\\geq": r"\ge", "<": r"\lt", ">": r"\gt", "\\{": r"\lbrace"},
+    **{"\\leq": "\\le \\leqslant \u2264", "\\geq": "\\ge \\geqslant \u2265"},
+    **{"<": r"\lt", ">": r"\gt", "\\{": r"\lbrace", "|": r"\vert", "\\sqrt": "\u221a"},
     **{"\\}": r"\rbrace", "\\pi": "\u03c0", "\\infty": "\u221e", "\\cup": "\u222a"},
     **{"-": "\u2212", "^{2}": "\u00b2", "^{3}": "\u00b3"},
 }
@@ -137,10 +141,16 @@ NUM_ARGUMENTS = {"^": 1, "_": 1, "\\sqrt": 1, "\\frac": 2, "\\binom": 2}
 THOUSANDS_MARK = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,|\\!,|,\\,) ?(?=[0-9]{3}(?![0-9]))")
 THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?!,?[0-9])")
 BETWEEN_ANSWERS = re.compile(r"(?<=[ {])(?:and|or)(?=[ }])")
+ROW_GAP = re.compile(r"\\\\ ?\[-?[0-9.]+ ?(?:pt|ex|em|cm|mm|in)\]")
+FONT = re.compile(r"\\(?:math(?:rm|bf|it)|boldsymbol|bm|textbf|fbox)")  # around a formula
+UPRIGHT = re.compile(r"\\mathrm ?\{(?! ?[hms] ?\})([^a-zA-Z{}\\]*(?:[a-zA-Z][^a-zA-Z{}\\]*)?)\}")
 # 3*sqrt(13) and \log_2 8 are LaTeX with a \times, braces or brackets left out
 PLAIN_PRODUCT = re.compile(r"(?<=[\w)}]) ?\* ?(?=[\w(\\.])")
-PLAIN_ROOT = re.compile(r"(?<![a-zA-Z\\])sqrt ?\(([^()]*)\)")
+PLAIN_ROOT = re.compile(r"(?:(?<![a-zA-Z\\])sqrt|\u221a) ?(?:\(([^()]*)\)|([0-9]+))")
 LOG_OF_NUMBER = re.compile(r"(\\log_\{[^{}]*\})([0-9]+)(?=[-+=)},]|$)")
+ODD_ROOT = re.compile(  # of a negative number: \sqrt[3]{-8} is -\sqrt[3]{8}
+    r"(\\sqrt\[[0-9]*[13579]\]\{)(?:-(?!.*(?:[-+]|[mp][mp]))|(\\frac\{)-(?!.*(?:[-+^]|[mp][mp])))"
+)
 TOWER = re.compile(  # of three or four small numbers
     r"(?<![\w.)}\]])(?<![_^]\{)[0-9]{1,2}\^\{[0-9]{1,2}\^\{[0-9]{1,2}(?:\^\{[0-9]{1,2}\})?\}\}"
     r"(?![\w.!^({\\])"
@@ -154,7 +164,8 @@ def normalise(text: str) -> str:
     10080, but (10,080) is a pair. Spaces stay only between numbers, since 1 2 is not 12.
     """
     text = without_outer_groups(re.sub(r"[\s~]+", " ", text))
-    text = PLAIN_PRODUCT.sub(r"\\times ", PLAIN_ROOT.sub(r"\\sqrt{\1}", text))
+    text = UPRIGHT.sub(r" \1 ", ROW_GAP.sub(r"\\\\", text))
+    text = PLAIN_PRODUCT.sub(r"\\times ", PLAIN_ROOT.sub(r"\\sqrt{\1\2}", text))
     text = THOUSANDS_MARK.sub("", text)
     if not re.search(r"[(\[]|\\\{|\\lbrace", text):
         text = THOUSANDS.sub(lambda number: number.group().replace(",", ""), text)
@@ -222,44 +233,83 @@ def read_piece(token: str, tokens: Iterator[str], *, depth: int) -> str:
         return token
     if token == "{":
         return "{" + read_group(tokens, depth=depth + 1) + "}"
+    if FONT.fullmatch(token):
+        letter = next((each for each in tokens if each.strip()), "")
+        content = read_piece(letter, tokens, depth=depth + 1)
+        content = content[1:-1] if content.startswith("{") else content
+        return f"{token}{{{content}}}" if content in ("e", "i") else content  # these are vectors
     for _ in range(NUM_ARGUMENTS.get(token.partition("[")[0], 0)):
         argument = next((each for each in tokens if each.strip()), "")
         argument = read_piece(argument, tokens, depth=depth + 1)
         token += argument if argument.startswith("{") else "{" + argument + "}"
+    if root := ODD_ROOT.match(token):
+        token = f"(-{root[1]}{root[2] or ''}{token[root.end() :]})"
     return token
 
 
 # Layer 2, continued: names and units, which may be left out of an answer
 
+FUNCTIONS = (
+    r"(?:frac|sqrt|times|div|binom|log|ln|exp|(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|min|max|gcd|lcm"
+    r"|[lr](?:floor|ceil|vert)|pi|infty)(?![a-zA-Z])"
+)
+GREEK = (
+    r"(?:[bz]?eta|theta|(?:var)?(?:epsilon|phi)|alpha|gamma|delta|kappa|lambda|mu|nu|xi|rho|sigma"
+    r"|tau|chi|psi|omega|ell|[A-Z][a-z]*)(?![a-zA-Z])"
+)
+CONSTANT = rf"(?:[^a-zA-Z\\<>=,]|[ei](?![a-zA-Z])|\\{FUNCTIONS})"
+VARIABLE = rf"(?:[a-zA-Z]|\\{GREEK})(?:_\{{[^{{}}]*\}})?(?:\([a-z]\))?"
 NAME = re.compile(
-    r"([a-zA-Z](?:_\{[^{}]*\})?(?:\([a-z]\))?|\([a-z](?:,[a-z])+\)|\\text\{[^{}]*\})"
+    rf"({VARIABLE}|\([a-z](?:,[a-z])+\)|\\text\{{[a-zA-Z .()]*\}})"
     r"(?:=|\\in(?![a-zA-Z]) ?)([^=]+)"
 )
+LESS = r"<|>|\\[lg]eq ?"
+INEQUALITY = re.compile(rf"(?:({CONSTANT}+)({LESS}))?({VARIABLE})(?:({LESS})({CONSTANT}+))?")
 UNIT_SIGNS = {r"^\\\$(.+)$": "dollar", r"^(.+)\^\{\\circ\}$": "degree", r"^(.+)\\%$": "percent"}
 UNIT = re.compile(r"(.*[^\s=(,])(?:\\text\{([a-zA-Z ./]+)\}|(?<=[0-9}])([a-z]{2,}))(\^\{[23]\})?")
-# These are units behind any value, such as 5x cm. Behind a number any other words are its unit
-# too, such as 12 students, unless they are CHANGING_WORDS.
+# These are units behind any value, such as 5x cm. Behind a number any other plural is its unit too,
+# such as 12 students or 3 red balls, unless one of its words is among CHANGING_WORDS.
 UNIT_SPELLINGS = (
-    "degree cent dollar percent inch/in/inche foot/ft/feet yard mile meter/m centimeter/cm "
-    "millimeter/mm kilometer/km gram kilogram/kg pound ounce liter gallon second/sec minute/min "
-    "hour/h day week month year unit mph radian ^{2}/square/sq ^{3}/cubic"
+    "degree cent dollar percent/percents inch/in/inche foot/ft/feet yard mile meter/m "
+    "centimeter/cm millimeter/mm kilometer/km gram kilogram/kg pound ounce liter gallon per "
+    "second/sec minute/min hour/h day week month year unit mph radian student person/people "
+    "man/men woman/women child/children ^{2}/square/sq ^{3}/cubic"
 )
 UNITS = {name: unit.split("/")[0] for unit in UNIT_SPELLINGS.split() for name in unit.split("/")}
+NOUN = re.compile(r"(?:[a-z]{3,} )?[a-z]+[^isu]s(?: per [a-z]{3,})?")
 CHANGING_WORDS = (
-    "and or not no than more less fewer at least most about if to of mod modulo base times dozen "
-    "hundred thousand million billion trillion k half squared cubed factorial pi"
+    "and not nor but than more less fewer least most about above below under over minus negative "
+    "mod modulo base times power squared cubed factorial pi zero one two three four five six seven "
+    "eight nine ten twelve twenty dozen score gross hundred thousand million billion trillion half "
+    "halve third quarter fourth fifth sixth seventh eighth ninth tenth hundredth thousandth "
+    "percentage basis plus without couple wrong false incorrect never always perhap yes was has doe"
 )
 
 
 def take_apart(text: str) -> tuple[str, str, str]:
     """Name, value and unit: x, 5 and centimeter for x = 5 cm. An empty name or unit is none."""
     match = NAME.fullmatch(text)
-    name, value = match.groups() if match else ("", text)
-    value, unit = split_unit(value)
-    value = value.strip()
-    while value.startswith("(") and encloses(value) and len(split_list(value[1:-1])) == 1:
-        value = value[1:-1]  # (x) is x, but (x, y) is a pair
+    name, value = match.groups() if match else interval(text)
+    value, unit = split_unit(value) if len(split_list(value)) == 1 else (value, "")
+    value = re.sub(r"^[({](-?[0-9A-Z.]+)[)}](?=_\{[^{}]*\}$)", r"\1", value.strip())  # (52)_8
+    if value.startswith("(") and encloses(value) and len(split_list(value[1:-1])) == 1:
+        inner_name, value, inner_unit = take_apart(value[1:-1])  # (x) is x, but (x, y) is a pair
+        return name or inner_name, value, unit or inner_unit
     return name, value, unit
+
+
+def interval(text: str) -> tuple[str, str]:
+    r"""Letter and interval of an inequality: x and (2,5] for 2 < x \leq 5; else no letter."""
+    match = INEQUALITY.fullmatch(text)
+    left, before, letter, after, right = match.groups("") if match else [""] * 5
+    ends = [(left, before), (right, after)]
+    is_falling = {sign[:2] in (">", "\\g") for _, sign in ends if sign}
+    (low, at_low), (high, at_high) = reversed(ends) if True in is_falling else ends
+    numbers = literal(low), literal(high)
+    if len(is_falling) != 1 or (None not in numbers and numbers[0] >= numbers[1]):
+        return "", text
+    opening, closing = "[" if "eq" in at_low else "(", "]" if "eq" in at_high else ")"
+    return letter, opening + (low or r"-\infty") + "," + (high or r"\infty") + closing
 
 
 def split_unit(value: str) -> tuple[str, str]:
@@ -270,14 +320,15 @@ def split_unit(value: str) -> tuple[str, str]:
     if match is None:
         return value, ""
     number, text, plain, power = match.groups(default="")
-    words = f"{text}{plain} {power}".lower().replace(".", "").split()
+    words = f"{text}{plain} {power}".replace(".", "").replace("/", " per ").split()
+    words = [word if len(word) == 1 else word.lower() for word in words]  # M is no meter
     singular = ["second" if word == "s" else word.removesuffix("s") for word in words]
     units = sorted((UNITS.get(word, word) for word in singular), key=lambda unit: unit[:1] == "^")
     unit = " ".join(units)
     is_known = UNITS.keys() >= {*units} and not unit.startswith("^")
     is_changing = not {*words, *units}.isdisjoint(CHANGING_WORDS.split())
-    is_noun = text and not is_changing and literal(number) is not None
-    return (number, unit) if is_known or is_noun else (value, "")
+    is_noun = text and NOUN.fullmatch(" ".join(words)) and literal(number) is not None
+    return (number, unit) if is_known or (is_noun and not is_changing) else (value, "")
 
 
 # Layer 3: numbers
@@ -406,15 +457,14 @@ UNSAFE = re.compile(
     r"\^\{[^{}]*\^|\^\{[^{}]*\{[^{}]*\^|\*\*"  # towers of powers
     r"|\^\{?[-+(]*[0-9.]{5,}|[0-9]{60,}"  # exponents and numbers of many digits
     r"|[0-9]{4,}\)*!|[)}!]\s*!|\\binom\{[^{}]*[0-9]{4,}"  # big factorials
-    r"|\\(?:sum|prod|o?i+nt|lim|neq?|not|approx|sim|simeq|text|[lc]?dots|pm|mp)(?![a-zA-Z])"
-    r"|[0-9] +[0-9]|[)}][0-9]"  # juxtaposed integers, which math-verify adds
-    r"|[0-9]_|^-?[0-9A-Z.]+_\{[^}]*\}$"  # number bases
-    r"|['\"?:;&@#`]|\\prime|\\[bp]?mod(?![a-zA-Z])|\.\.|\\\\"  # what math-verify passes over
+    r"|(?:\|[^|]*){13}|(?:\\l(?:floor|ceil)[^r]*){4}"  # bars and corners, slow to parse
+    r"|[0-9] +[0-9]|[)}]\.?[0-9]|\.[0-9]*\."  # juxtaposed integers, which math-verify adds
+    r"|[0-9)]_|^-?[0-9A-Z.]+_\{[^}]*\}$"  # number bases
+    r"|['\"?:;&@#`%]|\|_|\\\\|\\frac\{d[a-z]?\}\{d[a-z]\}"  # what math-verify passes over
+    rf"|\\(?!{FUNCTIONS}|{GREEK}|(?:[lg]eq|circ|overline|vec|hat|angle)(?![a-zA-Z]))[a-zA-Z]"
 )
-CONSTANT_EQUATION = re.compile(
-    r"(?=.*=)(?:[^a-zA-Z\\]|\\(?:frac|sqrt|times|binom|pi)(?![a-zA-Z]))*"
-)
-LETTER = re.compile(r"\\[a-zA-Z]+|([a-zA-Z])")  # but for those in the name of a command
+LETTER = re.compile(r"(\\(?:gamma|infty)(?![a-zA-Z])|\\[A-Z][a-z]*|[a-zA-Z])|\\[a-zA-Z]+")
+PLAIN_LETTERS = "abghjklmnpqrsuvwxyz"  # of which no word such as or, inf or pct can be made
 
 
 def is_safe(gold: str, prediction: str) -> bool:
@@ -422,8 +472,18 @@ def is_safe(gold: str, prediction: str) -> bool:
     for value in (gold, prediction):
         if not (0 < len(value) <= MAX_LEAF_CHARS and value.isascii()) or UNSAFE.search(value):
             return False
-    if CONSTANT_EQUATION.fullmatch(prediction) and not CONSTANT_EQUATION.fullmatch(gold):
-        return False  # of 3 = 7 math-verify would take the 7
-    # math-verify takes letters that the gold answer lacks for a unit, and R for r
-    letters = set(LETTER.findall(prediction.rpartition("=")[2])) - {"", "e", "i"}
-    return letters.issubset(LETTER.findall(gold))
+    left, sign, right = prediction.rpartition("=")
+    constant = left + right if "=" in gold else left
+    if "=" in left or (sign and re.fullmatch(f"{CONSTANT}*", constant)):
+        return False  # of x = 3 = 7 and of 3 = 7 math-verify would take the 7
+    letters = {*LETTER.findall(gold)} | {"", "e", "i"}
+    are_few = len(letters.union(LETTER.findall(left))) <= len(PLAIN_LETTERS)
+    return are_few and letters.issuperset(LETTER.findall(right))
+
+
+def in_plain_letters(*texts: str) -> list[str]:
+    """The texts in other letters, the same in each, since math-verify takes R for r."""
+    names = {letter for text in texts for letter in LETTER.findall(text)}
+    letters = sorted(names - {"", "e", "i", "\\infty"})
+    plain = dict(zip(letters, map(" {}".format, PLAIN_LETTERS), strict=False))
+    return [LETTER.sub(lambda each: plain.get(each[1], each[0]), text) for text in texts]

@@ -11,6 +11,7 @@ so it does not outlive the trainer. A request is a line of JSON, and so is its r
 import json
 import math
 import os
+import re
 import resource
 import select
 import signal
@@ -18,12 +19,14 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from typing import Any
 
 STARTUP_S = 60.0  # a worker may take so long to start: importing SymPy is slow on a busy disk
 MAX_LOST_S = 120.0  # after so many seconds of waiting in vain no question is asked for a while
 FORGIVEN_AFTER = 10.0  # seconds after which one lost second no longer counts
 MEMORY_BYTES = 2 * 1024**3
 MAX_REPLY_BYTES = 65_536
+DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")  # which SymPy would round
 
 # The trainer's side
 
@@ -154,48 +157,70 @@ def serve() -> None:
 
 
 def math_verify_equal(gold: str, prediction: str) -> bool:
-    """math-verify's opinion, with a True between constants checked again, since it rounds.
+    """math-verify's opinion, with a True checked again, since it rounds.
 
     It takes i for a variable; here i is the imaginary unit. Its LaTeX parser is used alone: the one
-    for plain expressions would run them as Python.
+    for plain expressions would run them as Python. Units would be the letters at an answer's end.
     """
+    from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
-    from sympy import Basic, I, MatrixBase
+    from sympy import I, Symbol
 
+    normalization = NormalizationConfig(units=False, malformed_operators=True, nits=True)
     options = {
-        "extraction_config": [LatexExtractionConfig(boxed_match_priority=0)],
+        "extraction_config": [LatexExtractionConfig(True, 0, normalization)],
         "fallback_mode": "no_fallback",
         "extraction_mode": "first_match",
         "parsing_timeout": None,  # its alarm would cancel ours
     }
+    answers = []
     try:
-        parsed = [parse(f"\\boxed{{{text}}}", **options) for text in (gold, prediction)]
-        for answer in parsed:
-            if answer and isinstance(answer[0], Basic | MatrixBase):
-                units = [s for s in answer[0].free_symbols if s.name == "i"]
-                answer[0] = answer[0].subs(dict.fromkeys(units, I))
-        is_equal = all(parsed) and verify(*parsed, timeout_seconds=None)
-        return is_equal and is_same_constant(parsed[0][0], parsed[1][0])
+        for text in (gold, prediction):
+            text = DECIMAL.sub(lambda d: rf"\frac{{{d[1]}{d[2]}}}{{1{'0' * len(d[2])}}}", text)
+            (answer,) = parse(f"\\boxed{{{text}}}", **options)
+            letters = [x for x in answer.free_symbols if x.name == "i" or not x.is_real]
+            meant = {x: I if x.name == "i" else Symbol(x.name, real=True) for x in letters}
+            answers.append(answer.xreplace(meant))
+        is_exact = "." in prediction and "." not in gold
+        is_constant = not any(answer.free_symbols for answer in answers)
+        if (is_constant or "\\l" in gold + prediction) and not has_same_values(*answers, is_exact):
+            return False  # first, since math-verify hangs on 10^{20} for \log x
+        return verify(*answers, timeout_seconds=None) and has_same_values(*answers, is_exact)
     except Exception:
         return False
 
 
-def is_same_constant(gold: object, prediction: object) -> bool:
-    """False for two constants that differ, by however little; True for what is no constant.
+def has_same_values(gold: Any, prediction: Any, is_exact: bool) -> bool:
+    """Whether two of SymPy's expressions, equations or inequalities agree at points of our own.
 
-    Exact where the difference is rational, else to 1e-12.
+    They agree to 1e-12, and exactly with `is_exact` or where the difference is rational. One of two
+    equations may be a multiple of the other.
     """
-    from sympy import Expr
+    from sympy import Eq, Rational, fraction, together
+    from sympy.core.relational import Relational
+    from sympy.logic.boolalg import BooleanAtom
 
-    if not (isinstance(gold, Expr) and isinstance(prediction, Expr)):
-        return True
-    if gold == prediction or gold.free_symbols or prediction.free_symbols:
-        return True
-    difference = (gold - prediction).doit()
-    if difference.is_Rational:
-        return difference == 0
-    scale = abs(gold.evalf(30))
-    return bool(abs(difference.evalf(30)) <= 1e-12 * (min(1, scale) or 1))
+    if gold == prediction:
+        return not isinstance(gold, BooleanAtom)  # SymPy makes False of x^2 + i = 0
+    letters = sorted(gold.free_symbols | prediction.free_symbols, key=str)
+    points = [
+        {x: Rational((-1) ** (i + i * k) * (10 * k + 7), bottom) for k, x in enumerate(letters)}
+        for i, bottom in enumerate((11, 31, 101))
+    ]
+    if isinstance(gold, Eq) and isinstance(prediction, Eq):
+        g, p = (fraction(together(each.lhs - each.rhs))[0] for each in (gold, prediction))
+        gold, prediction = g * p.subs(points[0]), p * g.subs(points[0])
+    elif isinstance(gold, Relational):
+        gold, prediction = gold.gts - gold.lts, prediction.gts - prediction.lts
+    gold, prediction = getattr(gold, "rhs", gold), getattr(prediction, "rhs", prediction)
+    difference = gold - prediction
+    tolerance = Rational(1, 10 ** (400 if is_exact else 12))  # no decimal has so many digits
+    for point in points:
+        error, scale = difference.subs(point).evalf(30, maxn=500), abs(gold.subs(point).evalf(30))
+        if error != 0 and not abs(error) <= tolerance * (min(1, scale) or 1):
+            return False
+    rest = difference.doit()
+    return rest == 0 or not rest.is_Rational
 
 
 if __name__ == "__main__":

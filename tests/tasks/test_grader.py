@@ -3,6 +3,7 @@ r"""Grading of boxed answers: which are equal, which are not, and what any text 
 import json
 import math
 import os
+import string
 import subprocess
 import sys
 import time
@@ -111,7 +112,11 @@ SAME = [  # spellings of one answer in each row
     ["12", r"12 \text{ sq. units}"],
     [r"12 \text{ in}", r"12 \text{ inches}"],
     ["10", "10 inches"],
-    ["50", "50\\%", "50%"],
+    ["3", r"3 \text{ red balls}"],
+    ["60", r"60 \text{ km/h}", r"60 \text{ kilometers per hour}"],
+    ["60", r"60 \text{ words per minute}"],
+    ["7", r"7 \text{ people}", r"7 \text{ person}"],
+    ["50", "50\\%", "50%", r"50 \text{ percent}"],
     ["256", "2^{2^{3}}", "2^{2^3}"],
     ["65536", "2^{2^{2^2}}"],
     ["7", "{7}", "{" * 300 + "7" + "}" * 300],
@@ -119,7 +124,31 @@ SAME = [  # spellings of one answer in each row
     ["1500", r"1.5*10^3"],
     [r"\text{(B)}", "B", "(B)"],
     [r"\text{Evelyn}", "evelyn"],
-    ["4210_{5}", "4210_5"],
+    ["4210_{5}", "4210_5", "(4210)_5", r"\left(4210\right)_{5}", "x = (4210)_5", "{4210}_5"],
+    ["1AF_{16}", "(1AF)_{16}"],
+    ["x", r"\mathbf{x}", r"\boldsymbol x", r"\mathrm{x}", r"\mathit{x}", r"\bm{x}"],
+    ["3+2i", r"3+2\mathrm{i}", r"\mathrm{3+2i}"],
+    [r"2\pi R h", r"2\pi\mathrm{R}h", r"2\boldsymbol{\pi} R\mathbf{h}"],
+    [r"3\mathbf{i}+4\mathbf{j}", r"3 \mathbf {i} + 4j"],
+    [
+        r"\frac{\sqrt3}{2}",
+        r"\boldsymbol{\dfrac{\sqrt{3}}{2}}",
+        r"\fbox{\frac{√3}{2}}",
+        r"\textbf{\frac{√(3)}2}",
+    ],
+    ["12", r"\mathbf{12}", r"1\mathbf{2}", r"12\,\mathrm{cm}", r"\mathbf{12}\text{ cm}", "(12 cm)"],
+    ["12", r"12\mathrm{ cm}^2", r"12 \text{ square centimeters}"],
+    ["12", r"12 \mathrm{ m}", r"12\mathrm{m}", r"12 \text{ meters}"],
+    [r"2\sqrt{10}", "2√10", "2√(10)", "2√{10}", "2 √ 10", "2sqrt(10)"],
+    [r"\sqrt{x+1}", "√(x+1)", "√{x+1}"],
+    [r"(-\sqrt[3]{8})", r"\sqrt[3]{-8}", r"-\sqrt[3]{8}"],
+    [r"(2, \infty)", "x > 2", "2 < x", r"x \gt 2", r"x \in (2,\infty)"],
+    [r"(2, 5]", r"2 < x \le 5", r"5 \geq x > 2", "2<x\u22645", r"2 < x \leqslant 5.0"],
+    [r"[-1, \infty)", r"x \geq -1", r"-1 \leq x", r"x \geqslant -1.0", r"(x ≥ -1)"],
+    [r"[-1, \infty)", r"\theta \geq -1", r"-1 \le \theta"],
+    [r"(-\infty, \frac12)", "f(x) < 0.5", r"\frac{1}{2} > f(x)"],
+    [r"[-\sqrt2, \pi)", r"-\sqrt{2} \le t < \pi"],
+    [r"(-\infty, -3] \cup (3, \infty)", r"(x > 3) \cup (-\infty,-3]"],
     [r"\sqrt2", r"\sqrt{2}"],
     [r"\sqrt[3]{5}", r"\sqrt [ 3 ] 5"],
     [r"\pi r^2", r"\pi r^{2}"],
@@ -133,6 +162,8 @@ SAME = [  # spellings of one answer in each row
     [
         r"\begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}",
         r"\begin{bmatrix} 0.2 \\ -3.6 \\ \end{bmatrix}",
+        r"\begin{pmatrix} \frac15 \\[4pt] -\frac{18}5 \end{pmatrix}",
+        r"\begin{bmatrix} 1/5 \\ [0.5em] -18/5 \\[-1ex] \end{bmatrix}",
     ],
     [
         r"\left(\begin{array}{c} 1 \\ 2 \end{array}\right)",
@@ -172,7 +203,64 @@ DIFFERENT = [  # a gold answer, and what does not equal it
     ("3", [r"3 \text{ million}", r"3 \text{ millions}"]),
     ("5", [r"5 \text{ times}", r"5 \text{ or more}", r"5 \text{ squared}", "5ab"]),
     ("x", [r"x \text{ is even}"]),
-    ("0.5", ["50\\%"]),
+    ("42", [r"42 \text{ is wrong}", r"42 \text{ no}", r"42 \text{ maybe}", r"42 \text{ I think}"]),
+    ("42", [r"42 \text{ is the answer}", r"42 \text{ not}", r"42 \text{ wrong answers}"]),
+    (
+        "42",
+        [r"42 \text{ tenths}", r"42 \text{ thousands}", r"42 \text{ dozens}", r"42 \text{ halves}"],
+    ),
+    (
+        "42",
+        [r"42 \text{ negative students}", r"42 \text{ hundred students}", r"42\text{ two pairs}"],
+    ),
+    (
+        "42",
+        [r"42 \text{ yes}", r"42 \text{ nope}", r"42 \text{ approximately}", r"42 \text{ plus}"],
+    ),
+    ("42", [r"42 \text{ cm} \text{ is wrong}", r"42 \text{ cm or less}", r"\text{not } 42"]),
+    ("-7", [r"-7 \text{ is false}", r"(-7) \text{ is false}", r"-7\mbox{ or so}"]),
+    ("10", [r"10\text{t}", r"10 \text{ d}", r"10\text{c}", r"10\text{M}", r"10\text{ K}"]),
+    ("10t", [r"10\text{t}", r"10\text{ d}"]),
+    ("3", [r"3\mathrm{R}", r"3\mathbf{x}", r"3\,\mathrm{K}", r"\mathrm{3x}"]),
+    ("i", [r"\mathbf{i}", r"\boldsymbol{ i }"]),
+    ("-1", [r"\mathbf{i}^2", r"\boldsymbol{i}\mathbf{i}"]),
+    ("R", [r"\text{r}", r"\mathrm{r}", r"\textbf{r}"]),
+    ("AB", [r"\text{ab}", r"\mathrm{Ab}"]),
+    ("0.5", ["0.5\\%", "0.50%", r"0.5 \text{ percent}", "5\\%", "-50\\%", r"50\%\%"]),
+    (r"\frac12", ["0.5\\%", r"\frac12\%", r"\frac{1}{2} \text{ percent}", "x = 0.5\\%"]),
+    (r"\frac{3}{2}", ["1.5\\%", r"\frac{3}{2}\%", r"1\frac12\%", "15\\%"]),
+    ("-50", ["-50\\%", "50\\%"]),
+    ("50\\%", ["0.5", r"\frac12", "0.5\\%", "5000", r"50 \text{ cm}"]),
+    ("50", ["5000\\%", "0.5\\%", "51\\%", r"50\%+1"]),
+    ("1", ["100\\%", "0.01\\%"]),
+    (r"0.25, 0.75", ["25, 75\\%", "0.25\\%, 0.75\\%"]),
+    ("5", ["x = 6 = 5", "6 = 5", "x = y = 5", "x = 5 = 5", r"\log_2 64 = 5", "0 = 5", "2+3 = 5"]),
+    (
+        "5",
+        [r"\text{Area} = 6 = 5", r"\text{x = 6} = 5", "(x = 6) = 5", "e^2 = 5", r"\sqrt{36} = 5"],
+    ),
+    ("x = 5", ["x = 6 = 5", "6 = 5", "x = 5 = y"]),
+    ("2x", ["f(x) = 3x = 2x", "y = 2x = 2x"]),
+    ("1,2", ["x = 1, y = 3 = 2"]),
+    (
+        r"(2, \infty)",
+        ["x < 2", r"x \ge 2", "x > 3", "x > -2", r"2 > x", r"x > 2 \text{ and } x < 5"],
+    ),
+    (
+        r"(2, 5]",
+        [r"2 < x < 5", r"2 \le x \le 5", r"5 < x \le 2", "2 < 5", r"2 < x > 5", "2 < x, x < 5"],
+    ),
+    ("(5, 2)", ["5 < x < 2", "2 < x < 5"]),
+    ("(x, y) = (2, 5)", ["2 < x < 5"]),
+    ("x > 2", ["y > 2", r"x \geq 2", "2", r"[2, \infty)"]),
+    ("2", ["x > 2", r"x \leq 2", r"x \geq 2"]),
+    ("52_8", ["(52)_9", "(53)_8", "52", "(52)"]),
+    ("20", ["(5)_2", "(52)_8", "(20)_3"]),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", [r"\begin{pmatrix} 1 \\[4pt] 3 \end{pmatrix}"]),
+    ("8", [r"5\phantom{3}", r"8\ldots", r"8 \equiv 8", r"8^{\top}", r"\not= 8"]),
+    ("3", ["|1|1" * 50, "|1" * 100, "1|" * 100, "||1||" * 40]),  # what the parser takes too long
+    ("3", [r"\lfloor" * 9 + "3" + r"\rfloor" * 9, r"\sqrt[3]{1+" * 12 + "3" + "}" * 12]),
+    ("3", [r"\sin(" * 12 + "3" + ")" * 12, r"\exp(" * 18 + "3" + ")" * 18, "|x-1|" * 40]),
     ("2", [r"\pm 2", "2, 2"]),
     ("3", ["3..."]),
     ("7", ["7'", '7"', "7_x", r"7 \pmod{5}", "7m", "7^T", "3 = 7"]),  # math-verify sees the 7 alone
@@ -201,6 +289,31 @@ DIFFERENT = [  # a gold answer, and what does not equal it
     ("x", ["y" * 301]),
 ]
 DIFFERENT_PAIRS = [(gold, answer) for gold, answers in DIFFERENT for answer in answers]
+
+
+RIGHT = [  # a gold answer and right answers to it, which it may be no right answer to
+    ("0.5", ["50\\%", "50%", r"50 \text{ percent}", "x = 50\\%", r"\frac{100}{2}\%"]),
+    (r"\frac12", ["50\\%", "50.0\\%", r"\mathbf{50\%}", r"(50\%)"]),
+    (r"\frac{3}{2}", ["150\\%"]),
+    (r"1\frac14", ["125%"]),
+    ("-0.5", ["-50\\%"]),
+    ("50", ["50\\%", "50.0%", r"\frac{100}{2}\%"]),
+    ("3.21", ["3.21\\%"]),
+    ("1", ["1\\%"]),
+    ("50\\%", ["50", "50.0", "50%", r"50 \text{ percent}"]),
+    (r"\frac12\%", ["0.5", "0.5\\%", r"\frac{1}{2}"]),
+    ("0.25, 0.75", ["25\\%, 75\\%", r"25\%, \frac34"]),
+    ("(0.25, 0.75)", ["(25\\%, 75\\%)"]),
+    ("5", ["x = 5", r"\text{Area} = 5", "f(x) = 5", "x_1 = 5", r"\theta = 5", "(x = 5)"]),
+    ("x = y = 5", ["x = y = 5", "x=y=5"]),
+    ("2x", ["f(x) = 2x"]),
+]
+
+
+@pytest.mark.parametrize(("gold", "answers"), RIGHT)
+def test_right_answers_are_known_without_math_verify(gold: str, answers: list[str]):
+    for answer in answers:
+        assert by_exact_layers(answer, gold), answer
 
 
 @pytest.mark.parametrize(("gold", "answer"), DIFFERENT_PAIRS)
@@ -302,6 +415,17 @@ MORSELS = [
     *("\\boxed{", "\\frac", "\\sqrt", "\\text{", "\\pm", "\\cup", "\\{", "\\}", "\\\\", "\\"),
     *("\\begin{pmatrix}", "\\end{pmatrix}", "\\left(", "\\right)", "\\langle", "\\$", "x", "cm"),
     *("\ud800", "\u0663", "\u00b2", "\u2212", "\U0001f600", "\\in", "\\circ", "{,}", ",\\!"),
+    *(
+        "\\mathbf",
+        "\\mathrm{",
+        "\u221a",
+        "\\sqrt[3]{-",
+        "\\leq",
+        "\\[4pt]",
+        "\\log",
+        "\\Pi",
+        "percent",
+    ),
 ]
 any_text = st.lists(st.sampled_from(MORSELS), max_size=25).map("".join) | st.text(
     st.characters(), max_size=20
@@ -334,6 +458,16 @@ def test_math_verify_takes_any_text(text: str):
 
 UNITS = ["\\boxed{", "\\boxed", "\\boxed{}", "\\boxed{1}", "{", "}", "\\", "$", "1", "(", "\0", "x"]
 UNITS += ["()", "3^", "(1,", "1\\text{a", "\\frac1", "_{1", "x=", "\\{"]
+UNITS += [
+    "\\mathbf{",
+    "\\mathbf",
+    "\\mathrm{1",
+    "\u221a(",
+    "\\sqrt[3]{-",
+    "x<",
+    "\\\\[4",
+    "1\\leq ",
+]
 UNITS += ["\ud800", "\\text{", "\\frac", "^", "^{", "1,", ",", " ", "\\pm", "\\cup ", "\\left("]
 WRAPPERS = ["{}", "\\boxed{{{}}}", "\\boxed{{1}}{}", "{}\\boxed{{1}}"]
 
@@ -362,12 +496,32 @@ def test_a_million_characters_of_garbage_take_less_than_100_ms(unit: str, monkey
     assert capfd.readouterr() == ("", "")
 
 
+SLOW = ["|1|1" * 50, "|1" * 100, "|x|" * 66, "||1|" * 50, "|-1" * 66]  # exponential to parse
+SLOW += [r"\lfloor" * 9 + "1" + r"\rfloor" * 9, r"\sin(" * 12 + "1" + ")" * 12]
+SLOW += ["12345678901234567890", r"\log(123456789012345678901)", r"\ln(7^{4000})", "10^{99}"]
+SLOW += [
+    r"\frac{1}{\sqrt{3000000000000041000000000000403}}",
+    r"\log_2 3^{9999}",
+    "0.6989700043360188",
+]
+
+
+@pytest.mark.parametrize("gold", ["3", r"\log 5", r"x\ln 2"])
+@pytest.mark.parametrize("answer", SLOW)
+def test_regular_patterns_and_logarithms_of_large_numbers_are_refused_in_time(answer, gold: str):
+    """The parser takes exponential time for bars, and SymPy makes 10^n of n times a logarithm."""
+    assert grade(f"\\boxed{{{answer}}}", gold, timeout_s=20.0) == Grade(False)
+
+
 @pytest.mark.parametrize("unit", ["\\boxed{", "\\boxed", "\\boxed{}", "{", "1", "\\frac"])
 def test_time_grows_linearly_with_the_text(unit: str):
     assert_linear(lambda k: cpu_seconds(unit * k, repeats=7), 2 * MILLION // len(unit))
 
 
 # Layer 6: math-verify
+
+TWINS = {r"\gamma": r"\Gamma", r"\pi": r"\Pi", r"\Pi": r"\pi", r"\omega": r"\Omega"}
+LETTERS = [*string.ascii_letters, *TWINS]
 
 
 @pytest.mark.parametrize(
@@ -402,6 +556,59 @@ def test_time_grows_linearly_with_the_text(unit: str):
         ("5x - 7y + 11z + 4 = 0", "5x - 7y + 11z - 4 = 0", False),
         (r"\pi", r"-\pi", False),
         (r"\infty", r"-\infty", False),
+        (r"-16t^2+80t", "-16t(t-5)", True),  # letters at the end are no units
+        ("10t", "10", False),
+        ("10", "10s", False),
+        ("10h", "h(12-2)", True),
+        ("5d^2 - d", "d(5d-1)", True),
+        (r"\pi R^2 - \pi r^2", r"\pi(R-r)(R+r)", True),  # and their case matters
+        (r"\pi R^2 - \pi r^2", r"\pi(r-R)(r+R)", False),
+        (r"\frac{r}{R}", "R/r", False),
+        (r"\frac{r}{R}", "r/R", True),
+        ("aB - bA", "-bA + Ba", True),
+        ("aB - bA", "Ab - Ba", False),
+        (r"12\pi", r"12\Pi", False),
+        (r"12\Pi", r"12\pi", False),
+        (r"2\Gamma + \gamma", r"\gamma + 2\Gamma", True),
+        (r"2\Gamma + \gamma", r"2\gamma + \Gamma", False),
+        ("x_1 + X_2", "X_2 + x_1", True),
+        ("x_1 + X_2", "X_1 + x_2", False),
+        ("e^2", "E^2", False),
+        ("-1", "I^2", False),
+        ("2 + 3i", r"3\mathrm{i} + 2", True),
+        ("2i z", r"z\times 2i", True),
+        (r"\pi", "3.1415926535897932", False),  # a decimal is right only exactly
+        (r"\sqrt{2}", "1.4142135623730951", False),
+        (r"2\pi r", "6.283185307179586r", False),
+        (r"y = \frac{x}{3}", "y = 0.3333333333333333x", False),
+        (r"x^2 + y^2 = \pi", "x^2 + y^2 = 3.141592653589793", False),
+        (r"\frac{\pi}{2}", r"0.5\pi", True),
+        (r"\frac{3\sqrt{2}}{2}", r"1.5\sqrt{2}", True),
+        (r"\sqrt{e}", "e^{0.5}", True),
+        (r"\frac{x}{8} + 1", "0.125x + 1", True),
+        (r"\sqrt{2} + \sqrt{3}", r"\sqrt{5 + 2\sqrt{6}}", True),  # SymPy does not simplify it
+        (r"2\cos\frac{\pi}{7}", r"2\cos\frac{\pi}{7} + 10^{-9}", False),
+        ("-2", r"\sqrt[3]{-8}", True),
+        ("2", r"\sqrt[3]{-8}", False),
+        ("-2", "(-8)^{1/3}", False),
+        ("12", r"3\sqrt[3]{-8}^2", True),
+        (r"-\frac{2}{3}", r"\sqrt[3]{\frac{-8}{27}}", True),
+        ("2x", r"-x\sqrt[5]{-32}", True),
+        ("xy = 2", r"y = \frac{2}{x}", True),
+        ("x^2 + 1 = 0", "x^2 + 2 = 0", False),  # no solutions are not the same solutions
+        ("x > 2y", "2y < x", True),
+        ("x > 2y", "x < 2y", False),
+        (r"\tan x", r"\frac{\sin x}{\cos x}", True),
+        ("n!", "(n+1)!", False),
+        ("8", r"5 + \fbox{3}", True),
+        ("8", r"9 + \fbox{8}", False),
+        ("3", r"3\mathrm{i}", False),
+        (r"(2, \infty)", "x < 2", False),
+        (r"(2, \infty)", "2 > x", False),
+        (r"(-\infty, \sqrt{8})", r"x < 2\sqrt{2}", True),
+        ("10t", r"10\text{ s}", False),
+        (r"\log 5", "12345678901234567890", False),  # which SymPy's simplify hangs on
+        (r"x\ln 2", r"12345678901234567890x", False),
         ("1", r"\frac{1}{0}", False),
         ("x", r"\frac{x", False),
     ],
@@ -410,9 +617,38 @@ def test_math_verify_decides_what_the_exact_layers_cannot(gold: str, answer: str
     assert is_correct(answer, gold) == equal
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.sampled_from(LETTERS), st.integers(2, 99))
+def test_a_letter_at_the_end_and_the_case_of_each_letter_matter(data, last: str, number: int):
+    factors = [*data.draw(st.lists(st.sampled_from(LETTERS), max_size=3)), last]
+    gold = f"{number}{' '.join(factors)}"
+    assert is_correct(f"{' '.join(reversed(factors))} \\times {number}", gold)
+    assert not is_correct(f"{number}{' '.join(factors[:-1])}", gold)
+    assert not is_correct(gold, f"{number}{' '.join(factors[:-1])}")
+    twin = last.swapcase() if len(last) == 1 else TWINS[last]
+    assert not is_correct(f"{number}{' '.join([*factors[:-1], twin])}", gold)
+
+
+@settings(max_examples=25, deadline=None)
+@given(numbers, numbers, numbers, st.sampled_from(["x", "R", r"\theta", "e^{x}"]))
+def test_of_sums_each_sign_and_coefficient_matters(a: Fraction, b: Fraction, c: Fraction, x: str):
+    gold = f"\\frac{{{a.numerator}}}{{{a.denominator}}}{x} + {b.numerator}/{b.denominator}"
+    for other, is_equal_to_it in [(a, True), (c, a == c), (-a, a == 0)]:
+        answer = (
+            f"{b.numerator}/{b.denominator} + \\frac{{{other.numerator}}}{{{other.denominator}}}{x}"
+        )
+        assert is_correct(answer, gold) == is_equal_to_it
+
+
 def test_the_result_is_the_same_in_another_process_order_and_cache(tmp_path):
     pairs = [row[:2] for row in SAME[:20]]
     pairs += [[r"\sqrt{8}", r"2\sqrt2"], ["a+b", "b+a"], ["a-b", "b-a"], ["x=5", "y=5"]]
+    pairs += [
+        ["r/R", r"\frac{R}{r}"],
+        ["Ra+A+r", "aR+r+A"],
+        [r"\log 5", r"\ln 5"],
+        ["xy=2", "y=2/x"],
+    ]
     here = [is_correct(*pair) for pair in pairs]
     grader.grade_answer.cache_clear()
     assert [is_correct(*pair) for pair in reversed(pairs)] == here[::-1]
