@@ -6,15 +6,20 @@ A task of your own is one new file. Copy this one to tv.py in the folder where y
 change it, and set task.name=tv; there is nothing to register. main.py looks for these names in it,
 and calls the functions with the arguments that they have here:
 
-    Options           the task's own keys in the config; leave the class out if there are none
-    load_examples     the questions, a list of dicts; a dict holds whatever the task needs
-    generate_prompt   a question as chat messages, or as plain text for a base model
-    REWARD_PARTS      the names of the parts of the reward; task.reward_weights weighs them
-    reward_function   what a completion earns in each part; `answer` equal to 1.0 means solved
-    extract_answer    the answer in a normal form, so that majority votes can count equal answers
-    parse_question    optional: the example in a line that a person types into tools.chat
+    Options             the task's own keys in the config; leave the class out if there are none
+    EXAMPLE_ROW         a good row: a source must have its columns, and error messages show it
+    parse_row           the example in a row, a dict with whatever the task needs
+    question_key        a text that is equal for equal questions, so that none is in both splits
+    generate_questions  optional: the questions of the source `generated`
+    generate_prompt     a question as chat messages, or as plain text for a base model
+    REWARD_PARTS        the names of the parts of the reward; task.reward_weights weighs them
+    reward_function     what a completion earns in each part; `answer` equal to 1.0 means solved
+    extract_answer      the answer in a normal form, so that majority votes count equal answers
+    parse_question      optional: the example in a line that a person types into tools.chat
 
-tasks/gsm8k.py shows one more function that is optional, is_lenient_solved.
+tasks/gsm8k.py shows two more optional names, HUB and is_lenient_solved, tasks/math500.py a third,
+PACKAGES. A task whose questions come in another way defines load_examples in place of EXAMPLE_ROW,
+parse_row and question_key; load_examples in engine/data.py shows its arguments.
 
 A model can write anything. So a grader must never run its text as code, must never raise, and must
 be fast: it takes time linear in the length of the text.
@@ -30,7 +35,7 @@ from pydantic import Field, model_validator
 
 from engine.calculator import value_of
 from engine.config import Section
-from engine.data import FILE_OR_HUB, is_in_split, load_rows
+from engine.data import is_in_split
 
 Number = Annotated[int, Field(ge=1, le=1_000_000)]
 
@@ -72,42 +77,6 @@ MAX_GENERATED = 10_000
 MAX_TRIES = 20_000  # after so many draws without a new question, there is taken to be none left
 
 
-def load_examples(
-    source: str,
-    split: str,
-    *,
-    options: Options,
-    num_examples: int | None,
-    seed: int,
-    held_out: bool,
-    exclude: Iterable[dict],
-) -> list[dict]:
-    """Questions of one split, "train" or "validation", as rows {nums: list[int], target: int}.
-
-    `source` is "generated", a local file or a hub dataset id. `num_examples` questions are drawn by
-    `seed`; None takes all of a file, and MAX_GENERATED generated ones if there are so many.
-    `held_out` says that both splits have the same source, which is then divided between them;
-    generated questions always are. `exclude` lists questions to leave out. Raises ValueError, one
-    line with the fix in it.
-    """
-    if source == "generated":
-        return generate_questions(
-            split, options=options, num_examples=num_examples, seed=seed, exclude=exclude
-        )
-    return load_rows(
-        source,
-        split,
-        example_row=EXAMPLE_ROW,
-        parse_row=parse_row,
-        question_key=question_key,
-        num_examples=num_examples,
-        seed=seed,
-        held_out=held_out,
-        exclude=exclude,
-        choices=f"generated, {FILE_OR_HUB}",
-    )
-
-
 def question_key(example: dict) -> str:
     """Equal for equal questions, whatever the order of their numbers."""
     return f"{sorted(example['nums'])} {example['target']}"
@@ -119,7 +88,8 @@ def generate_questions(
     """Different solvable questions, the same for the same seed on every machine.
 
     Every count of numbers is equally likely, until no new question with so many numbers is found.
-    Raises ValueError for ranges that hold too few questions.
+    `num_examples` None makes MAX_GENERATED of them, or fewer if there are no more. Raises
+    ValueError for ranges that hold too few questions.
     """
     rng = random.Random(f"countdown {split} {seed}")
     counts = list(range(options.min_numbers, options.max_numbers + 1))
@@ -168,7 +138,7 @@ def draw_question(count: int, *, options: Options, rng: random.Random) -> dict:
     return {"nums": nums, "target": values[0]}
 
 
-def parse_row(row: dict) -> dict:
+def parse_row(row: dict, *, options: Options) -> dict:
     """The example in a file's row; text such as "[3, 7, 25]" or "3 7 25" (CSV) is also read.
 
     Raises ValueError that says what is wrong with the row.
@@ -191,7 +161,7 @@ def parse_question(text: str) -> dict:
     match = re.fullmatch(pattern, text, re.IGNORECASE)
     if match:
         with suppress(ValueError):
-            return parse_row({"nums": match[1], "target": match[2]})
+            return parse_row({"nums": match[1], "target": match[2]}, options=Options())
     raise ValueError('write the question like this: "numbers: 3 7 25, target: 46"')
 
 

@@ -5,20 +5,20 @@ Every rank makes a `Logger` and calls it in the same way; only rank 0 prints and
     metrics.jsonl    one object per step; a value that is not finite is null (JSON has no NaN)
     metrics.csv      the same in fixed columns; a metric that is missing at a step is an empty cell
     samples.jsonl    one sample per line: step, prompt, completion, reward, gold answer and others
-    rollouts.jsonl   a few groups of a step with their tokens, written by engine/rollouts.py
-    mlflow_run_id    the MLflow run that a resumed run continues
+    rollouts.jsonl   a few groups of a step with their tokens: engine/rollouts_log.py
+    mlflow_run_id    the id of this run in MLflow, where a resumed run continues it
 
-A row is on disk when `log_metrics` returns, so the files hold every step of a checkpoint that is
-saved after it. A killed run leaves rows of later steps than its last checkpoint, and perhaps half a
-row at the end; these are cut off when the run is resumed.
+`log_metrics` returns when its row is on disk. A checkpoint is saved after that, so the files have
+every step that it has. When a run is killed, they may also have later steps, and half a row at the
+end. Both are cut off when the run is resumed.
 """
 
 import io
-import itertools
 import json
 import math
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,8 +28,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-# Used where the environment and .env say nothing. MLflow's own defaults would stop the training for
-# many minutes: it tries 8 times for 120 s, and sleeps as long as a Retry-After header asks for.
+# When a server does not answer, MLflow's own defaults would stop the training for many minutes: it
+# tries 8 times for 120 s, and sleeps as long as a Retry-After header asks for. We set these values
+# instead, except for those that the environment or .env sets.
 MLFLOW_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -39,7 +40,8 @@ MLFLOW_ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",  # else it prints two lines about a new database
 }
-MLFLOW_SLOW_S = 20.0  # all ranks wait while rank 0 logs: after a slower call MLflow is given up
+CHECKOUT = Path(__file__).parent
+MLFLOW_SLOW_S = 20.0  # all ranks wait for rank 0; after a slower call MLflow is switched off
 
 STEP_FIELDS = (  # label, metric, width, format
     ("reward", "train/reward", 6, ".3f"),
@@ -50,11 +52,11 @@ STEP_FIELDS = (  # label, metric, width, format
     ("lr", "train/lr", 7, ".1e"),
     ("seconds", "time/step_s", 6, ".1f"),
 )
-ROW_STEP = re.compile(r'(?:\{"step": ?)?(\d+)')  # the start of a row in each of the files
+ROW_STEP = re.compile(r'(?:\{"step": ?)?(\d+)')  # finds the step of a row in any of the files
 
 
 class Logger:
-    """Prints a run's numbers and texts and, once it is open, writes them to files and to MLflow.
+    """Prints what a run reports; from `open` on, also writes it to files and to MLflow.
 
     Raises ValueError if MLflow is wanted but not installed.
     """
@@ -66,28 +68,34 @@ class Logger:
         self.mlflow = MlflowRun(import_mlflow()) if do_mlflow and self.is_main else None
 
     def open(
-        self,
-        folder: Path,
-        *,
-        columns: Sequence[str],
-        resume_step: int | None,
-        row_waits: bool = False,
-        **shown: Any,
+        self, folder: Path, *, columns: Sequence[str], resume_step: int | None, **shown: Any
     ) -> None:
-        """Start the files in the run's folder anew, or cut them back to `resume_step`.
+        """Start the files of a new run, or cut those of a resumed run back to `resume_step`.
 
-        With `row_waits` that step's row and samples are still to come; its rollouts are there.
         `columns` are the metrics that may be logged; `shown` are the arguments of
         `MlflowRun.start`. Raises ValueError if the metrics.csv of a resumed run has other columns.
         """
         if not self.is_main:
             return
-        start_files(folder, columns, resume_step=resume_step, row_waits=row_waits)
+        folder.mkdir(parents=True, exist_ok=True)
+        names = ("metrics.csv", "metrics.jsonl", "samples.jsonl", "rollouts.jsonl")
+        if resume_step is None:
+            (folder / "mlflow_run_id").unlink(missing_ok=True)
+            kept = dict.fromkeys(names, "")
+        else:
+            kept = {name: rows_until(resume_step, folder / name) for name in names}
+        header = ",".join(["step", *columns]) + "\n"
+        kept["metrics.csv"] = kept["metrics.csv"] or header
+        if not kept["metrics.csv"].startswith(header):
+            fix = "give the run another run.name, or undo the change of the config"
+            raise ValueError(f"{folder / 'metrics.csv'} has other columns than this config: {fix}")
+        for name, text in kept.items():
+            write_atomically(folder / name, text)
         self.folder, self.columns = folder, list(columns)
         self._send(MlflowRun.start, folder, **shown)
 
     def info(self, text: str) -> None:
-        """Print without tearing a progress bar, on rank 0, in whatever encoding stdout has."""
+        """Print on rank 0, above a progress bar if one is drawn, in the encoding of stdout."""
         if self.is_main and sys.stdout is not None:  # a daemon may have closed it
             tqdm.write(printable(text, encoding=sys.stdout.encoding or "utf-8"), file=sys.stdout)
             sys.stdout.flush()  # else a log file shows the line minutes later
@@ -96,7 +104,7 @@ class Logger:
         self.info(f"warning: {text}")
 
     def progress(self, total: int, description: str, unit: str) -> tqdm:
-        """Return a bar with an ETA; rank 0 draws it, and only where stderr is a terminal."""
+        """Return a bar with an ETA. It is drawn on rank 0 only, if stderr is a terminal."""
         looks = {"desc": description, "unit": unit, "leave": False, "dynamic_ncols": True}
         is_shown = self.is_main and sys.stderr is not None
         return tqdm(total=total, disable=None if is_shown else True, **looks)
@@ -121,12 +129,17 @@ class Logger:
         append_durably(self.folder / "samples.jsonl", "".join(lines))
         self._send(MlflowRun.log_samples, step, samples)
 
+    def log_rollouts(self, lines: str) -> None:
+        """Append lines of engine/rollouts_log.py to rollouts.jsonl."""
+        if self.folder is not None and lines:
+            append_durably(self.folder / "rollouts.jsonl", lines)
+
     def log_artifact(self, path: Path) -> None:
         """Show a file of the run's folder, such as a picture, in MLflow too."""
         self._send(MlflowRun.log_artifact, path)
 
     def print_step(self, step: int, num_steps: int, metrics: dict[str, float]) -> None:
-        """Print a line that is aligned with the other steps'; a missing metric shows as a dash."""
+        """Print one line, aligned with the lines of other steps; a missing metric is a dash."""
         parts = [f"step {step:{len(str(num_steps))}d}/{num_steps}"]
         for label, name, width, spec in STEP_FIELDS:
             value = format(metrics[name], spec) if name in metrics else "-"
@@ -158,7 +171,7 @@ class Logger:
         self.print_samples("\n".join(lines), samples)
 
     def print_samples(self, title: str, samples: list[dict[str, Any]]) -> None:
-        """Print the first three completions with their rewards, the gold answers and those read."""
+        """Print the first three samples: reward, prompt, completion, answer read, gold answer."""
         lines = [title]
         for number, sample in enumerate(samples[:3], start=1):
             reward = format_reward(sample["reward"], sample["reward_parts"])
@@ -169,6 +182,19 @@ class Logger:
             gold = str(sample["gold"]).rpartition("\n")[2]  # a solution ends with its answer
             lines.append(f"    read: {sample['answer']}  gold: {gold}")
         self.info("\n".join(lines))
+
+    def log_pages(self, folder: Path) -> None:
+        """If MLflow is on, make the run's curves and its report and show them there."""
+        pages = {"plot": "curves.png", "report": "report.html"} if self.mlflow else {}
+        for tool, name in pages.items():
+            file = folder.absolute() / name
+            command = [sys.executable, "-m", f"tools.{tool}", folder.absolute(), "--out", file]
+            done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)
+            if done.returncode == 0:
+                self.log_artifact(file)
+            else:
+                problem = done.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
+                self.warning(f"no {name}: {problem}")
 
     def close(self, status: str = "FINISHED") -> None:
         """End the MLflow run as FINISHED, FAILED or KILLED; every row is on disk already."""
@@ -189,17 +215,16 @@ class Logger:
             self.mlflow = None
             reason = str(error).rpartition("(Caused by ")[2].split("\n")[0]
             reason = re.sub(r"//[^/@\s]*@", "//", reason)  # a password in the server's address
-            self.warning(
-                f"MLflow is off until the run ends, the run's own files go on: {reason[:300]}"
-            )
+            state = "MLflow is off until the run ends, the run's own files go on"
+            self.warning(f"{state}: {reason[:300]}")
 
 
 class MlflowRun:
     """The run in MLflow. Any of its methods may raise or take long; see `Logger._send`.
 
     MLflow rejects some characters in names: `eval/pass@1` is `eval/pass_at_1` there. It cannot
-    delete points, so a resumed run sends only the steps that its MLflow run lacks: those after the
-    one in the tag `last_step`.
+    delete points, and a resumed run repeats steps that it has sent before. So we keep the last step
+    in the tag `last_step` and send only later ones.
     """
 
     def __init__(self, mlflow: ModuleType) -> None:
@@ -301,7 +326,7 @@ def unnest(nested: dict[str, Any], *, separator: str) -> dict[str, Any]:
 
 
 def format_reward(reward: float, parts: dict[str, float]) -> str:
-    """Return a completion's reward and the parts that it is made of."""
+    """Return "reward 1.10  (format 1.00  answer 1.00)", for example."""
     shown = "  ".join(f"{name} {value:.2f}" for name, value in parts.items())
     return f"reward {reward:.2f}  ({shown})"
 
@@ -330,37 +355,16 @@ def without_nan(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str), parse_constant=lambda name: None)
 
 
-def start_files(
-    folder: Path, columns: Sequence[str], *, resume_step: int | None, row_waits: bool
-) -> None:
-    """Empty the files, or cut them back as `Logger.open` says, and write the CSV's header."""
-    folder.mkdir(parents=True, exist_ok=True)
-    names = ("metrics.csv", "metrics.jsonl", "samples.jsonl", "rollouts.jsonl")
-    if resume_step is None:
-        (folder / "mlflow_run_id").unlink(missing_ok=True)
-        kept = dict.fromkeys(names, "")
-    else:
-        last = dict.fromkeys(names, resume_step - row_waits) | {"rollouts.jsonl": resume_step}
-        kept = {name: rows_until(step, folder / name) for name, step in last.items()}
-    header = ",".join(["step", *columns]) + "\n"
-    kept["metrics.csv"] = kept["metrics.csv"] or header
-    if not kept["metrics.csv"].startswith(header):
-        fix = "give the run another run.name, or undo the change of the config"
-        raise ValueError(f"{folder / 'metrics.csv'} has other columns than this config: {fix}")
-    for name, text in kept.items():
-        write_atomically(folder / name, text)
-
-
 def rows_until(resume_step: int, path: Path) -> str:
     """Return the header and the rows up to `resume_step`, without a line that is half written."""
     whole_lines = read_text(path).split("\n")[:-1] if path.exists() else []
-    steps = [ROW_STEP.match(line) for line in whole_lines]  # None for the header
-    kept = [step is None or int(step[1]) <= resume_step for step in steps]
-    return "".join(f"{line}\n" for line in itertools.compress(whole_lines, kept))
+    rows = [(line, ROW_STEP.match(line)) for line in whole_lines]  # no match: the header
+    kept = [line for line, step in rows if step is None or int(step[1]) <= resume_step]
+    return "".join(f"{line}\n" for line in kept)
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file; raises ValueError that names the file if it is another."""
+    """Return a file's text; raises ValueError, with the file's name, if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -22,7 +22,9 @@ from pathlib import Path
 import numpy as np
 from common import questions_per_step  # first: it finds the script's modules
 
-from engine.config import ROOT, import_package, load_config, read_file
+from engine import ROOT
+from engine.config_file import load_config, read_file
+from engine.packages import import_package
 from logger import write_atomically
 from tools.plot import BEST_OF, COLORS, STYLE, points, read_table
 

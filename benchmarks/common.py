@@ -9,7 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the script's modules
 
-from engine.config import load_config
+from engine.config_file import load_config
 
 torch.backends.cuda.enable_cudnn_sdp(False)  # as engine/distributed.py does for a run
 

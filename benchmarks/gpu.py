@@ -33,27 +33,21 @@ from step_3b import RECIPE, TOY, Step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoTokenizer
-from update import SHAPES, WholePass, matmul_flops
+from update import WholePass, matmul_flops
 
-from engine.config import load_config
+from engine import ROOT
+from engine.config_file import load_config
 from engine.distributed import World, settle_ddp_buckets
-from engine.head import CompletionScorer, head_log_probs
+from engine.graphs import CapturedSteps
+from engine.head import head_log_probs
 from engine.metrics import peak_memory_gb
 from engine.model import bf16_copy
 from engine.optimizer import make_optimizer
-from engine.sampler import (
-    CapturedBatch,
-    DecodeBatch,
-    SamplingParams,
-    decode_grouped,
-    draw_uniforms,
-    left_pad,
-    right_pad,
-)
+from engine.tensors import left_pad, right_pad
+from engine.types import SamplingParams
 from logger import Logger
-from main import load_policy
+from main import CompletionScorer, DecodeBatch, decode_grouped, draw_uniforms, load_policy
 
-ROOT = Path(__file__).parents[1]
 CARD_BYTES = 80e9  # what the step may use; the rest of a larger GPU is filled with ballast
 NO_ENDS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "eos_ids": (), "pad_id": 0}
 
@@ -306,20 +300,20 @@ def attend(setting: Setting, num_tokens: int, heads: tuple[int, int]) -> None:
 def time_steps(setting: Setting, model: nn.Module) -> list[Row]:
     """Milliseconds a decode step at several numbers of rows, without the first two."""
     rows, num_steps = [], 2 if setting.is_quick else 50
-    batch_class = CapturedBatch if setting.has_graphs else DecodeBatch
     for num_rows in (4, 2) if setting.is_quick else (512, 256, 64):
         prompts = ragged_prompts(model, (128,) * (num_rows // 2))
         seeds = [(0, i) for i in range(len(prompts))]
         params = SamplingParams(num_steps + 4, **NO_ENDS)
         uniforms = draw_uniforms(seeds, num_samples=2, length=params.max_new_tokens)
         with torch.no_grad():
-            batch = batch_class(model, prompts, uniforms, params)
+            batch = DecodeBatch(model, prompts, uniforms, params)
+            step = CapturedSteps(batch) if setting.has_graphs else batch.step
             for t in (1, 2):
-                batch.step(128 + t + 1)
+                step(128 + t + 1)
             synchronize()
             start = time.perf_counter()
             for t in range(3, num_steps + 3):
-                batch.step(128 + t + 1)
+                step(128 + t + 1)
             synchronize()
         milliseconds = 1000 * (time.perf_counter() - start) / num_steps
         rows.append(Row(f"decode step of {num_rows} rows", milliseconds, "ms"))
@@ -332,20 +326,20 @@ def time_rollout(setting: Setting) -> list[Row]:
     rows = time_steps(setting, model)
     size = Size(2, 2, 4) if setting.is_quick else Size(max_new_tokens=1024)
     workload = random_workload(model, size)
-    capture, capture_s = CapturedBatch.capture, []
+    capture, capture_s = CapturedSteps.capture, []
 
-    def timed_capture(batch: CapturedBatch, num_columns: int):
+    def timed_capture(steps: CapturedSteps, num_columns: int):
         replay = []
-        capture_s.append(time_once(lambda: replay.append(capture(batch, num_columns))))
+        capture_s.append(time_once(lambda: replay.append(capture(steps, num_columns))))
         return replay[0]
 
-    CapturedBatch.capture = timed_capture
+    CapturedSteps.capture = timed_capture
     workload.grouped()  # warm up
     capture_s.clear()
     lengths: dict[str, list[int]] = {}
     ours_s = time_once(lambda: lengths.update(ours=workload.grouped()))
     theirs_s = time_once(lambda: lengths.update(theirs=workload.generate()))
-    CapturedBatch.capture = capture
+    CapturedSteps.capture = capture
     ratio = sum(lengths["ours"]) / ours_s / (sum(lengths["theirs"]) / theirs_s)
     aim = setting.speed_aim(at_least=5)
     return [
@@ -390,7 +384,7 @@ def time_update(setting: Setting) -> list[Row]:
     if setting.is_quick:
         rate, whole = matmul_flops(64), WholePass(TOY, num_rows=1, num_tokens=8)
     else:
-        rate, whole = matmul_flops(), WholePass(SHAPES["3B"])
+        rate, whole = matmul_flops(), WholePass(QWEN_SHAPES["Qwen2.5-3B"])
     passes = in_turns({"ours": functools.partial(whole.run, chunked=True)}, repeats=1)["ours"]
     flops = 6 * sum(p.numel() for p in whole.model.parameters()) * whole.input_ids.numel()
     share = flops / statistics.median(passes) / rate

@@ -35,9 +35,11 @@ from torch.nn.utils import parameters_to_vector
 from transformers import TrainerCallback
 
 import main as program
-from engine.config import ROOT, import_package
+from engine import ROOT
 from engine.metrics import Clock
 from engine.optimizer import learning_rate_at, set_learning_rate
+from engine.packages import import_package
+from engine.run import Run
 from logger import json_line, write_atomically
 from tools.plot import STYLE, draw_curve
 
@@ -130,7 +132,7 @@ def run_trl(overrides: list[str], folder: Path) -> list[dict[str, float]]:
 class Course(TrainerCallback):
     """Times each of TRL's steps, and measures the model as main.py would, between two of them."""
 
-    def __init__(self, run: program.Run):
+    def __init__(self, run: Run):
         self.run = run
         self.seconds = 0.0
         self.rows: list[dict[str, float]] = []
@@ -177,7 +179,7 @@ def compare_updates(overrides: list[str]) -> None:
 class Copies(TrainerCallback):
     """Our model, which samples; the same with other micro-batches; and TRL's."""
 
-    def __init__(self, run: program.Run, again: program.Run, theirs: nn.Module):
+    def __init__(self, run: Run, again: Run, theirs: nn.Module):
         self.run, self.again, self.theirs = run, again, theirs
         self.start = parameters_to_vector(theirs.parameters()).detach()
 
@@ -190,7 +192,7 @@ class Copies(TrainerCallback):
         program.assign_advantages(groups, config)
         for run in (self.run, self.again):
             set_learning_rate(run.optimizer, learning_rate_at(state.step + 1, config))
-            program.update_policy(run, groups)
+            program.update_policy(run, program.make_micro_batches(run, groups))
         state.step += 1
         state.position += len(groups)
         return replay(groups, prompts, trainer)

@@ -37,15 +37,19 @@ from torch import multiprocessing, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from engine.config import load_config, load_task
+from engine import ROOT
+from engine.batches import sample_in_batches
+from engine.config_file import load_config
 from engine.distributed import World
 from engine.model import choose_backend
 from engine.prompts import encode_prompts
-from engine.sampler import SamplingParams, decode_grouped, left_pad, sample_in_batches
+from engine.task_module import load_task
+from engine.tensors import left_pad
+from engine.types import Completion, SamplingParams
 from logger import Logger
-from main import get_generation_config, load_policy
+from main import DecodeBatch, decode_grouped, get_generation_config, load_policy
 
-TINY = Path(__file__).parents[1] / "tiny"
+TINY = ROOT / "tiny"
 NO_EOS = (-1,)  # an id that no token has
 
 
@@ -69,11 +73,11 @@ class Workload:
     backend: str  # ours on this device: grouped, or grouped with its steps captured
     position: int = 0  # of the next question: every call draws other completions
 
-    def grouped(self) -> list[int]:
-        """Lengths of the completions, by our decode loop."""
+    def sample(self) -> list[list[Completion]]:
+        """A group of new completions for each prompt, by our decode loop."""
         seeds = [(0, self.position + i) for i in range(len(self.prompts))]
         self.position += len(seeds)
-        groups = sample_in_batches(
+        return sample_in_batches(
             self.model,
             self.prompts,
             seeds,
@@ -81,9 +85,12 @@ class Workload:
             num_samples=self.num_samples,
             params=self.params,
             max_batch_tokens=None if self.model.device.type == "cuda" else 2**20,
-            on_progress=lambda n: None,
+            on_progress=lambda num_ended: None,
         )
-        return [len(completion.token_ids) for group in groups for completion in group]
+
+    def grouped(self) -> list[int]:
+        """Lengths of the completions, by our decode loop."""
+        return [len(completion.token_ids) for group in self.sample() for completion in group]
 
     def generate(self) -> list[int]:
         """Lengths of the completions, by `model.generate` on all questions together."""
@@ -198,14 +205,8 @@ def load_workload(
     config = load_config(["--config", os.devnull, *overrides])
     policy = load_policy(config, World(rank=0, size=1, device=device), Logger(rank=1))
     task, options = load_task(config.task.name), config.task
-    questions = task.load_examples(
-        "generated",
-        "train",
-        options=options,
-        num_examples=size.questions,
-        seed=0,
-        held_out=True,
-        exclude=[],
+    questions = task.generate_questions(
+        "train", options=options, num_examples=size.questions, seed=0, exclude=[]
     )
     prompts = encode_prompts(questions, task=task, options=options, tokenizer=policy.tokenizer)
     model = policy.sampler.eval()
@@ -393,7 +394,7 @@ def random_model(shape: dict[str, int], device: torch.device) -> nn.Module:
 
 def random_workload(model: nn.Module, size: Size) -> Workload:
     """Prompts of random tokens, for completions that end as `end_rates` says."""
-    backend = choose_backend("grouped", model, print)
+    backend = choose_backend(load_config(["--config", os.devnull]), model, DecodeBatch, print)
     rng = np.random.default_rng(0)
     prompts = rng.integers(2, model.config.vocab_size, (size.questions, PROMPT_TOKENS)).tolist()
     rates = end_rates(size.max_new_tokens).to(model.device)

@@ -18,8 +18,8 @@ from common import print_table  # first: it finds the script's modules
 
 import main as program
 from engine.calculator import value_of
-from engine.config import load_config
-from main import Trajectory
+from engine.config_file import load_config
+from engine.types import Trajectory
 
 EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 VERDICT = re.compile(r"= (\d+) (yes|no)$", re.MULTILINE)
@@ -31,9 +31,7 @@ def main() -> None:
         given = ["mode=evaluate", f"run.dir={folder}", *sys.argv[1:]]
         run = program.load_run(load_config(given))
     questions = run.validation_questions
-    groups = program.answer_questions(
-        run, num_samples=run.config.validation.best_of_n, temperature=1.0
-    )
+    groups = program.answer_questions(run)
     rows = defaultdict(list)  # by how many numbers a question has
     for question, group in zip(questions, groups, strict=True):
         rows[f"{len(question['nums'])} numbers"] += [(t, question["target"]) for t in group]
@@ -43,7 +41,7 @@ def main() -> None:
     print_table(["", *figures], [[name, *(f[name] for f in figures.values())] for name in names])
 
     run.validation_questions = [README_QUESTION]
-    ((answer,),) = program.answer_questions(run, num_samples=1, temperature=0.0)
+    ((answer,),) = program.answer_questions(run, is_greedy=True)
     print(f"README's question, greedily ({'' if answer.is_solved else 'not '}solved):{answer.text}")
 
 

@@ -13,7 +13,6 @@ change, so that their completions stay equally long.
 
 import argparse
 import copy
-import dataclasses
 import functools
 import os
 import statistics
@@ -32,9 +31,10 @@ from trl_side import (
     roll_out,
 )
 
-from engine.metrics import Clock, reduce_means
+from engine.metrics import Clock, reduce_means, rollout_sums
 from engine.run import Run
-from main import Trajectory, assign_advantages, rollout_sums, update_policy
+from engine.types import Trajectory
+from main import accumulate_gradient, assign_advantages, make_micro_batches, update_policy
 
 TINY_SIZES, CHAT_SIZES = (32, 16, 112), (8, 8, 24)  # questions, samples, new tokens
 LEARNING_RATE = 1e-6
@@ -90,16 +90,15 @@ def check_gradient(run: Run, trainer: GRPOTrainer) -> None:
 
 
 def our_gradient(run: Run) -> tuple[torch.Tensor, list[list[Trajectory]]]:
-    """The gradient that our update would step along, and the rollouts it is of."""
+    """The gradient of our update before it is clipped, and the rollouts that it is of."""
     groups = roll_out(run, Clock())
     assign_advantages(groups, run.config)
-    gradients: list[torch.Tensor] = []
-    optimizer = torch.optim.SGD(run.policy.model.parameters(), lr=0.0)
-    optimizer.register_step_pre_hook(
-        lambda *args: gradients.append(flat_gradient(run.policy.model))
-    )
-    update_policy(dataclasses.replace(run, optimizer=optimizer), groups)
-    return gradients[0], groups
+    run.policy.model.train()
+    for micro_batch in make_micro_batches(run, groups):
+        accumulate_gradient(run, micro_batch, {})
+    gradient = flat_gradient(run.policy.model)
+    run.policy.model.zero_grad()
+    return gradient, groups
 
 
 def trl_gradient(trainer: GRPOTrainer, run: Run, groups: list[list[Trajectory]]) -> torch.Tensor:
@@ -150,11 +149,11 @@ def take_step(run: Run) -> dict[str, float]:
     """One step as main.py takes it, without evaluation and files; returns its metrics."""
     clock = Clock()
     groups = roll_out(run, clock)
-    rewards = assign_advantages(groups, run.config)
+    assign_advantages(groups, run.config)
     with clock("update"):
-        update_policy(run, groups)
+        update_policy(run, make_micro_batches(run, groups))
     run.state.position += len(groups)
-    sums = rollout_sums(groups, rewards, run.task.REWARD_PARTS)
+    sums = rollout_sums(groups, run.task.REWARD_PARTS)
     return reduce_means(sums, run.world) | clock.read()
 
 
@@ -167,11 +166,11 @@ def print_results(trainer: GRPOTrainer, turns: Turns) -> None:
     """Median times without each one's first step, which warms up; means over all steps."""
     theirs = trainer.state.log_history[-1]
     names = ("train/completion_tokens", "train/reward")
-    tokens, score = (statistics.mean(row[name] for row in turns.our_rows) for name in names)
+    tokens, reward = (statistics.mean(row[name] for row in turns.our_rows) for name in names)
     median = statistics.median(turns.our_s[1:])
     table = [
         ("TRL", turns.trl_s[1:], float(theirs["completions/mean_length"]), float(theirs["reward"])),
-        ("plain-grpo", turns.our_s[1:], tokens, score),
+        ("plain-grpo", turns.our_s[1:], tokens, reward),
     ]
     where = f"{torch.get_num_threads()} threads, {turns.run.world.device}"
     print(f"{where}, {num_rows(turns.run)} rows a step\n")

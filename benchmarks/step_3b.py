@@ -9,7 +9,6 @@ are drawn at random; completions end at random lengths, log-normal with a mean o
 """
 
 import argparse
-import functools
 from pathlib import Path
 from statistics import median
 
@@ -18,18 +17,20 @@ import torch
 from common import in_turns, print_table  # first: it finds the script's modules
 from rollouts import QWEN_SHAPES, Size, random_model, random_workload
 
-from engine.config import Config, load_config, load_task
+from engine import ROOT
+from engine.config import Config
+from engine.config_file import load_config
 from engine.distributed import World
-from engine.head import CompletionScorer
 from engine.metrics import peak_memory_gb
 from engine.model import Policy, bf16_copy
 from engine.optimizer import make_optimizer
 from engine.run import Run
-from engine.sampler import decode_grouped, sample_in_batches
+from engine.task_module import load_task
+from engine.types import Trajectory
 from logger import Logger
-from main import Trajectory, assign_advantages, update_policy
+from main import CompletionScorer, assign_advantages, make_micro_batches, update_policy
 
-RECIPE = Path(__file__).parents[1] / "configs/countdown-qwen2.5-3b.yaml"
+RECIPE = ROOT / "configs/countdown-qwen2.5-3b.yaml"
 TOY = {
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -47,36 +48,22 @@ class Step:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         self.workload = random_workload(bf16_copy(model), size)
         scorer = CompletionScorer(model, torch.bfloat16, chunked=True)
-        params, backend = self.workload.params, self.workload.backend
-        policy = Policy(model, scorer, self.workload.model, None, params, backend)
+        policy = Policy(model, scorer, self.workload.model, None, self.workload.params)
         world, task = World(rank=0, size=1, device=device), load_task(config.task.name)
         self.run = Run(config, world, Logger(rank=1), Path(), task, policy, [])
         self.run.optimizer = make_optimizer(model, config)
-        self.num_steps = 0
+        self.rng = np.random.default_rng(0)
 
     def rollout(self) -> None:
         """Completions with random rewards."""
-        self.num_steps += 1
-        prompts, policy = self.workload.prompts, self.run.policy
-        groups = sample_in_batches(
-            policy.sampler,
-            prompts,
-            [(self.num_steps, i) for i in range(len(prompts))],
-            decode=functools.partial(decode_grouped, capture=policy.backend == "captured"),
-            num_samples=self.workload.num_samples,
-            params=policy.params,
-            max_batch_tokens=None,
-            on_progress=lambda n: None,
-        )
-        rng = np.random.default_rng(self.num_steps)
         self.groups = [
-            [Trajectory(prompt, c, "", {}, float(rng.integers(2))) for c in group]
-            for prompt, group in zip(prompts, groups, strict=True)
+            [Trajectory(prompt, c, "", {}, float(self.rng.integers(2))) for c in group]
+            for prompt, group in zip(self.workload.prompts, self.workload.sample(), strict=True)
         ]
         assign_advantages(self.groups, self.run.config)
 
     def update(self) -> None:
-        update_policy(self.run, self.groups)
+        update_policy(self.run, make_micro_batches(self.run, self.groups))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -12,6 +12,7 @@ import torch
 import engine.model
 import main as program
 from engine.run import Run
+from engine.types import Trajectory
 
 load_model, answer_questions = engine.model.load_model, program.answer_questions
 
@@ -28,12 +29,12 @@ def main() -> None:
     program.main()
 
 
-def load_in_bf16(*arguments: object, **settings: object) -> tuple:
+def load_in_bf16(*arguments: object, **settings: object) -> torch.nn.Module:
     """The trained weights are bf16, and with them gradients, AdamW's averages and arithmetic."""
     return load_model(*arguments, **settings | {"dtype": torch.bfloat16})
 
 
-def answer_untruncated(run: Run, **settings: object) -> list[list[program.Trajectory]]:
+def answer_untruncated(run: Run, **settings: object) -> list[list[Trajectory]]:
     """Evaluate on the whole distribution, as the other rows do, whatever training draws from."""
     params = replace(run.policy.params, top_p=1.0, top_k=0)
     return answer_questions(replace(run, policy=replace(run.policy, params=params)), **settings)

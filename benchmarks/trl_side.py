@@ -8,13 +8,14 @@ from torch import nn
 from transformers import PrinterCallback, TrainerCallback
 
 import main as program
-from engine.config import Config, load_config
+from engine.config import Config
+from engine.config_file import load_config
 from engine.metrics import Clock
 from engine.optimizer import learning_rate_at
 from engine.prompts import render_prompts
 from engine.run import Run
+from engine.types import Trajectory
 from logger import Logger
-from main import Trajectory
 
 try:
     from trl import GRPOConfig, GRPOTrainer
@@ -48,7 +49,6 @@ def roll_out(run: Run, clock: Clock) -> list[list[Trajectory]]:
         num_samples=training.group_size,
         params=run.policy.params,
         clock=clock,
-        description="",
     )
 
 

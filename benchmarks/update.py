@@ -2,9 +2,10 @@
 
     python benchmarks/update.py     # on the CPU about 7 minutes; with a GPU, on that
 
-naive holds all logits, as `head.token_log_probs` has them from a model; checkpoint does so for 256
-tokens at a time and computes them again for the gradient; ours is `head.head_log_probs`. Head and
-loss of Qwen2.5-0.5B: hidden size 896, vocabulary 151,936; fp32 on the CPU, bf16 on a GPU.
+naive holds all logits and gives them to main.py's `token_log_probs`; checkpoint does so for 256
+tokens at a time and computes them again for the gradient; ours is `head_log_probs` of
+engine/head.py. Head and loss of Qwen2.5-0.5B: hidden size 896, vocabulary 151,936; fp32 on the
+CPU, bf16 on a GPU.
 """
 
 import multiprocessing
@@ -14,12 +15,13 @@ from statistics import median
 
 import torch
 from common import in_turns, print_table  # first: it finds the script's modules
+from rollouts import QWEN_SHAPES, random_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from engine.head import CompletionScorer, head_log_probs, token_log_probs
+from engine.head import head_log_probs
 from engine.metrics import peak_memory_gb
+from main import CompletionScorer, token_log_probs
 
 HIDDEN, VOCABULARY, TEMPERATURE = 896, 151_936, 1.0
 MEASURED_TOKENS, REPEATS = (512, 2048, 8192), 3
@@ -125,21 +127,6 @@ def print_times() -> None:
 
 # A whole micro-batch on a GPU
 
-SHAPES = {
-    "0.5B": {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-    },
-    "3B": {
-        "hidden_size": 2048,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-    },
-}
-
 
 def matmul_flops(size: int = 8192) -> float:
     """bf16 FLOP/s of a large matrix product here."""
@@ -151,10 +138,8 @@ class WholePass:
     """Forward and backward of a random model over rows of a quarter prompt, the rest completion."""
 
     def __init__(self, shape: dict[str, int], *, num_rows: int = 8, num_tokens: int = 1024):
-        settings = {"num_key_value_heads": 2, "tie_word_embeddings": True} | shape
-        with DEVICE:
-            self.model = Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY, **settings))
-            self.input_ids = torch.randint(VOCABULARY, (num_rows, num_tokens))
+        self.model = random_model(shape, DEVICE)
+        self.input_ids = torch.randint(VOCABULARY, (num_rows, num_tokens), device=DEVICE)
         self.mask = torch.ones_like(self.input_ids, dtype=torch.bool)
 
     def run(self, *, chunked: bool) -> None:
@@ -170,7 +155,7 @@ class WholePass:
 def print_whole_passes() -> None:
     """The share of the matrix rate is 6 x parameters x tokens / time / FLOP/s of a product."""
     rate, rows = matmul_flops(), []
-    for name, shape in SHAPES.items():
+    for name, shape in QWEN_SHAPES.items():
         whole = WholePass(shape)
         methods = {
             "naive": partial(whole.run, chunked=False),

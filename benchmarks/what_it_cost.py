@@ -15,12 +15,11 @@ from dataclasses import replace
 import common  # noqa: F401  # first: it finds the script's modules
 import torch
 
-from engine.config import load_config
+from engine.config_file import load_config
 from engine.distributed import World
 from engine.prompts import completion_text, render_prompt
-from engine.sampler import decode_grouped, sample_in_batches
 from logger import Logger
-from main import load_policy
+from main import decode_grouped, load_policy
 
 MAX_NEW_TOKENS = 64
 QUESTIONS = (
@@ -72,17 +71,14 @@ def answer_all(model: str) -> tuple[list[str], float]:
     policy = load_policy(config, World(rank=0, size=1, device=torch.device("cpu")), Logger(rank=1))
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     texts = [render_prompt(chat, policy.tokenizer) for chat in chats]
-    groups = sample_in_batches(
+    answers = decode_grouped(
         policy.sampler.eval(),
         policy.tokenizer(texts, add_special_tokens=False)["input_ids"],
         [(0, number) for number in range(len(texts))],
-        decode=decode_grouped,
         num_samples=1,
         params=replace(policy.params, max_new_tokens=MAX_NEW_TOKENS, temperature=0.0),
-        max_batch_tokens=2**20,
         on_progress=lambda num_ended: None,
     )
-    answers = [completion for (completion,) in groups]
     num_tokens = statistics.mean(len(answer.token_ids) for answer in answers)
     return [completion_text(answer, policy.tokenizer).strip() for answer in answers], num_tokens
 

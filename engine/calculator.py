@@ -13,16 +13,12 @@ MAX_CHARS = 200  # of an expression; it bounds the result too, since there are n
 MAX_RESULT_CHARS = 32
 MAX_DECIMALS = 12
 CHARS = frozenset("0123456789.,+-*/() ")
-DIGITS = frozenset("0123456789")
-# Digits, perhaps in groups of three with commas, and decimals. \d would take any script's digits.
+# Digits, perhaps in groups of three with commas, and decimals; \d would match any script's digits.
 WHOLE = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3}){1,30}|[0-9]{1,100})"
 NUMBER = rf"(?:{WHOLE}(?:\.[0-9]{{1,100}})?|\.[0-9]{{1,100}})"
 PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "negate": 3}
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
-
-
-# What stands before an expression, what asks for its result, and what is then written
-STYLES = {
+STYLES = {  # the text before an expression, the text that asks for its result, our reply
     "gsm8k": ("<<", "=", "{}>>"),
     "nanochat": ("<|python_start|>", "<|python_end|>", "<|output_start|>{}<|output_end|>"),
 }
@@ -32,8 +28,8 @@ class Calculator:
     """Writes the result into a completion that asks for it, in one of the STYLES.
 
     gsm8k is the tool of "Training Verifiers to Solve Math Word Problems" (arXiv:2110.14168,
-    appendix C); nanochat's markers are special tokens of its models. Raises ValueError if the
-    tokenizer lacks one of them.
+    appendix C). nanochat's markers are special tokens of nanochat's models: raises ValueError if
+    the tokenizer lacks one of them.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, style: str):
@@ -46,12 +42,12 @@ class Calculator:
                 raise ValueError(f"sampling.calculator = {style}: {problem}")
         ids = sorted(vocabulary.values())
         texts = tokenizer.batch_decode([[i] for i in ids])
-        asks = [text.endswith(self.closing) for text in texts]
-        self.asking_ids = [i for i, is_asking in zip(ids, asks, strict=True) if is_asking]
+        pairs = zip(ids, texts, strict=True)
+        self.asking_ids = [i for i, text in pairs if text.endswith(self.closing)]
 
     def complete(self, token_ids: list[int]) -> list[int]:
-        """The ids of what is written if `token_ids` end in a request for a result; else no ids."""
-        # Each token of an expression holds at least one character, so these hold the longest one.
+        """The ids of our reply if `token_ids` end in a request for a result; else no ids."""
+        # Each token of an expression has at least one character: these ids hold even the longest.
         text = self.tokenizer.decode(token_ids[-MAX_CHARS - 3 :])
         _, opening, expression = text.rpartition(self.opening)
         result = evaluate(expression.removesuffix(self.closing)) if opening else None
@@ -94,10 +90,10 @@ def value_of(tokens: list[str]) -> Fraction:
     by zero.
     """
     values: list[Fraction] = []
-    pending: list[str] = []  # each operator and "(" whose right-hand side is not complete
+    pending: list[str] = []  # the operators and "(" whose right-hand side is not complete
     expects_value = True
     for token in tokens:
-        if expects_value and token[-1] in DIGITS:
+        if expects_value and token[-1] in "0123456789":
             values.append(Fraction(token.replace(",", "")))
             expects_value = False
         elif expects_value and token in ("(", "-"):
@@ -122,7 +118,7 @@ def value_of(tokens: list[str]) -> Fraction:
 
 
 def apply_pending(pending: list[str], values: list[Fraction], *, min_precedence: int) -> None:
-    """Apply the last pending operators, back to a "(" or one below `min_precedence`."""
+    """Apply pending operators, the last one first, until a "(" or one below `min_precedence`."""
     while pending and PRECEDENCE.get(pending[-1], 0) >= min_precedence:
         name, right = pending.pop(), values.pop()
         values.append(-right if name == "negate" else OPERATIONS[name](values.pop(), right))

@@ -5,7 +5,7 @@
                                  with model.shard a part-*.safetensors of each rank, and no model
     checkpoints/last             a link to the newest checkpoint
     best/                        the model, its tokenizer and its model card
-    has_checkpoints              a file that appears with the first checkpoint
+    has_checkpoints              written with the first checkpoint; it stays if they are deleted
     lock                         locked by the process that trains here
 
 With LoRA only the adapter is saved, with the name of its base model. Loading runs no code from
@@ -32,35 +32,26 @@ from engine.lora import load_adapter_weights
 
 LARGEST_HASHED_FILE = 1_000_000  # bytes; hashing all weights would make every start slow
 MARKER = "has_checkpoints"
-# What a run writes into its folder; metrics.jsonl, which shows that a run was here, moves last.
-RESULTS = (
-    "best",
-    "best.old",
-    "best.tmp",
-    "checkpoints",
-    "config.yaml",
-    "metrics.csv",
-    "mlflow_run_id",
-    "rollouts.jsonl",
-    "samples.jsonl",
-    "metrics.jsonl",
-)
+# What a run writes into its folder. metrics.jsonl is how we recognise a used folder, so it is moved
+# aside last: if we are killed in between, the next start moves the rest.
+RESULTS = ("best", "best.old", "best.tmp", "checkpoints", "config.yaml", "metrics.csv")
+RESULTS += ("mlflow_run_id", "rollouts.jsonl", "samples.jsonl", "metrics.jsonl")
 
-# Whose folder it is
+# A run's folder
 
 
 def lock_folder(folder: Path, warn: Callable[[str], None]) -> TextIO:
-    """Lock a run's folder for as long as the file stays open, at most until this process ends.
+    """Lock a run's folder, so that no other process trains in it, until the file is closed.
 
-    The lock is the operating system's (flock; Linux passes it on to NFS). Raises ValueError that
-    names the process which holds it, or says why the folder cannot be written.
+    The lock is the operating system's (flock; Linux passes it on to NFS); it ends with the process.
+    Raises ValueError if another process has it, which is named, or if the folder is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / "lock").open("a+", encoding="utf-8")
     except OSError as error:
-        fix = "give another run.dir"
-        raise ValueError(f"{folder} cannot be written ({error.strerror}); {fix}") from error
+        problem = f"{folder} cannot be written ({error.strerror}); give another run.dir"
+        raise ValueError(problem) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -78,10 +69,10 @@ def lock_folder(folder: Path, warn: Callable[[str], None]) -> TextIO:
 
 
 def find_start(folder: Path, *, may_resume: bool, warn: Callable[[str], None]) -> Path | None:
-    """The checkpoint that a run goes on from, or None if it begins; then nothing is in its way.
+    """The checkpoint to resume a run from, or None if it begins anew.
 
-    What a run left that was killed before its first checkpoint is moved aside. Raises ValueError,
-    one line with the fix, where results would be overwritten.
+    If a run was killed here before its first checkpoint, its files are moved aside. Raises
+    ValueError, one line with the fix, if the folder holds results that would be overwritten.
     """
     root = folder / "checkpoints"
     mend(folder / "best")
@@ -111,9 +102,9 @@ def find_start(folder: Path, *, may_resume: bool, warn: Callable[[str], None]) -
 def save_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder to write into, then put it in the place of `folder`.
 
-    A kill at any moment leaves the old folder (see `mend`) or the new one, because the new files
-    are on the disk itself before anything is renamed. If writing fails, as on a full disk, the old
-    folder stays, the temporary one is removed, and OSError is raised.
+    The new files are on the disk itself before anything is renamed, so a kill at any moment leaves
+    the old folder (see `mend`) or the new one. If writing fails, as on a full disk, the temporary
+    folder is removed, the old one stays, and OSError is raised.
     """
     mend(folder)
     temporary, old = (folder.with_name(f"{folder.name}.{end}") for end in ("tmp", "old"))
@@ -135,7 +126,7 @@ def save_folder(folder: Path) -> Iterator[Path]:
 
 
 def mend(folder: Path) -> None:
-    """Give the old folder its name back, if a kill came between the two renames."""
+    """Give the old folder its name back if a kill came between `save_folder`'s two renames."""
     old = folder.with_name(f"{folder.name}.old")
     if old.exists() and not folder.exists():
         old.rename(folder)
@@ -159,28 +150,24 @@ def save_model(
 ) -> None:
     """Write the model, its tokenizer and its model card, as `from_pretrained` loads them.
 
-    `weights` are the model's, by name, where it has only a part of them itself.
+    With model.shard the model holds only a part of its weights: `weights` are all of them, by name.
     """
     with save_folder(folder) as temporary:
         model.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
-        (temporary / "README.md").write_text(card, encoding="utf-8")  # peft has written one too
+        (temporary / "README.md").write_text(card, encoding="utf-8")  # in the place of peft's own
 
 
 def save_checkpoint(
-    root: Path,
-    state: dict,
-    *,
-    step: int,
-    write: Callable[[Path], None],
-    keep: int | None,
+    root: Path, state: dict, *, step: int, write: Callable[[Path], None], keep: int | None
 ) -> None:
-    """Write step-<step> below `root`, link `last` to it, and keep the `keep` newest whole ones.
+    """Write step-<step> below `root`, link `last` to it, and delete all but the `keep` newest.
 
     `write` puts weights and averages into a folder: `write_model`, or `move_parts` in sharding.py.
-    None keeps all.
+    Damaged checkpoints are neither counted nor deleted. With `keep` None nothing is deleted.
     """
-    with save_folder(root / f"step-{step:06d}") as temporary:
+    checkpoint = root / f"step-{step:06d}"
+    with save_folder(checkpoint) as temporary:
         inner = temporary / "training_state"
         inner.mkdir()
         write(temporary)
@@ -188,7 +175,7 @@ def save_checkpoint(
         (inner / "files.json").write_text(json.dumps(describe_files(temporary)), encoding="utf-8")
     (root.parent / MARKER).touch()
     with contextlib.suppress(OSError):  # `last` is for people, and some file systems have no links
-        link_last(root, f"step-{step:06d}")
+        link_last(checkpoint)
     sync(root)
     whole = [folder for folder in list_checkpoints(root) if is_whole(folder)]
     outdated = [] if keep is None else whole[keep:]
@@ -204,27 +191,28 @@ def write_model(
     tokenizer: PreTrainedTokenizerBase,
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Write the model and its tokenizer, as `from_pretrained` loads them, and the averages."""
+    """Write the model and its tokenizer, as `from_pretrained` loads them, and the optimizer."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     torch.save(optimizer.state_dict(), folder / "training_state" / "optimizer.pt")
 
 
-def link_last(root: Path, target: str) -> None:
-    """Make `last` a link to the folder of that name; a real folder `last` is a copy of an old one.
+def link_last(checkpoint: Path) -> None:
+    """Make `last` a link to the checkpoint.
 
-    Copying a run with `cp -rL`, or by way of a cloud, makes such folders of links.
+    Copying a run with `cp -rL`, or by way of a cloud, makes `last` a real folder: a copy of an old
+    checkpoint, which is removed.
     """
-    last, link = root / "last", root / "last.tmp"
+    last, link = checkpoint.with_name("last"), checkpoint.with_name("last.tmp")
     link.unlink(missing_ok=True)
-    link.symlink_to(target)
+    link.symlink_to(checkpoint.name)
     if last.is_dir() and not last.is_symlink():
         shutil.rmtree(last)
     link.replace(last)
 
 
 def describe_files(folder: Path) -> dict[str, list]:
-    """[size, SHA-256] of each file but files.json itself; of a large file the hash is None."""
+    """[size, SHA-256] of each file but files.json, by path; of a large file the hash is None."""
     described = {}
     for file in sorted(folder.rglob("*")):
         if file.is_file() and file.name != "files.json":
@@ -242,7 +230,7 @@ def sha256(file: Path) -> str:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """The folders of checkpoints, newest first."""
+    """All folders of checkpoints, newest first."""
     folders = [path for path in root.glob("step-*") if path.name[5:].isdecimal() and path.is_dir()]
     return sorted(folders, key=step_of, reverse=True)
 
@@ -253,7 +241,7 @@ def step_of(folder: Path) -> int:
 
 
 def newest_whole(root: Path, warn: Callable[[str], None] | None = None) -> Path | None:
-    """The newest checkpoint for which `is_whole` holds; newer ones are named in a warning."""
+    """The newest checkpoint that is undamaged; newer ones that are damaged cost a warning each."""
     for old in root.glob("step-*.old"):
         mend(old.with_suffix(""))
     for folder in list_checkpoints(root):
@@ -265,10 +253,10 @@ def newest_whole(root: Path, warn: Callable[[str], None] | None = None) -> Path 
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether each file of a checkpoint has the size, and each small file the hash, that it had.
+    """Whether each file of a checkpoint still has its size, and each small file its hash.
 
-    Weights are too large to hash, so the headers of their files are read instead: the tensors that
-    a header lists must fill the file exactly. Changed bits inside a tensor are not noticed.
+    Weights are too large to hash. Instead their files are opened, which fails unless the tensors
+    that the header lists fill the file exactly. Changed bits inside a tensor are not noticed.
     """
     try:
         listed = json.loads((folder / "training_state" / "files.json").read_text())
@@ -279,10 +267,9 @@ def is_whole(folder: Path) -> bool:
             if file.stat().st_size != size or (digest and digest != sha256(file)):
                 return False
             if file.suffix == ".safetensors":
-                with safe_open(file, framework="pt"):
-                    pass  # it has opened, so its header and its size agree
+                safe_open(file, framework="pt")  # SafetensorError if header and size disagree
     except (OSError, ValueError, TypeError, AttributeError, SafetensorError):
-        return False  # a file that lacks something, or files.json is not what was written
+        return False  # a file is missing or damaged, perhaps files.json itself
     return True
 
 
@@ -301,6 +288,5 @@ def load_weights(folder: Path, model: PreTrainedModel) -> None:
 
 
 def load_optimizer_state(folder: Path) -> dict:
-    """The optimizer's state_dict."""
     file = folder / "training_state" / "optimizer.pt"
     return torch.load(file, map_location="cpu", weights_only=True)

@@ -1,4 +1,4 @@
-"""Questions: where a task's rows come from, which are held out, and the stream of them."""
+"""Questions: load a task's rows, hold some out for validation, stream the others without end."""
 
 import csv
 import glob
@@ -8,6 +8,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from engine.config import Config, TaskSettings
+from engine.packages import import_package
 from engine.prompts import describe_lengths, encode_prompts, fill, folds_system, pose
 
 # A run's questions
@@ -31,16 +33,17 @@ def load_questions(
 ) -> "tuple[list[dict], QuestionStream | None]":
     """The validation questions, and the stream of training questions if the run trains.
 
-    `context` is the number of tokens that the model can see, None for no limit. A question whose
-    prompt leaves too little room for a completion is not used: validation questions are dropped
-    here, and the stream skips the others, since there may be 490,000 of them. `log` gets their
-    numbers. Raises ValueError for a source that cannot be used, and for a split without any
-    question that fits.
+    `context` is the number of tokens that the model can see, None for no limit. A prompt may leave
+    too little room for a completion. Validation questions with such prompts are dropped here. In
+    training the stream skips them when it meets them, since to render 490,000 prompts first would
+    take a minute. `log` gets their numbers. Raises ValueError for a source that cannot be used, and
+    for a split without any question that fits.
     """
     settings = config.task
-    # The task divides a source that serves both splits; two different sources are used whole.
+    # One source for both splits is divided between them; two different sources are used whole.
     request = {"options": settings, "held_out": settings.train == settings.eval}
-    validation = task.load_examples(
+    validation = load_examples(
+        task,
         settings.eval,
         "validation",
         num_examples=config.validation.num_examples,
@@ -56,7 +59,7 @@ def load_questions(
     prompt = pose(validation[0], task=task, options=settings)
     if folds_system(prompt, tokenizer):
         log("the chat template takes no system message: it is put before the question")
-    fits = FitsContext(context, config.max_validation_tokens, **rendering)
+    fits = FitsContext(context, config.max_validation_tokens, rendering)
     fitting = [row for row, fit in zip(validation, fits(validation), strict=True) if fit]
     if not fitting:
         section = "validation" if config.validation.max_new_gen_tokens else "training"
@@ -66,24 +69,21 @@ def load_questions(
     log(f"prompts of validation questions: {describe_lengths(fitting, **rendering)}")
     if config.mode != "train":
         return fitting, None
-    limit = settings.max_train_examples  # of a file that is not shuffled, the first ones
+    limit = settings.max_train_examples  # the first ones of the file, if it is not shuffled
     request |= {"num_examples": limit if settings.shuffle else None}
     request |= {"seed": config.training.seed, "exclude": validation}
-    questions = task.load_examples(settings.train, "train", **request)[:limit]
+    questions = load_examples(task, settings.train, "train", **request)[:limit]
     stream = QuestionStream(
         questions,
         seed=config.training.seed,
         shuffle=settings.shuffle,
-        fits=FitsContext(context, config.training.max_new_gen_tokens, **rendering),
+        fits=FitsContext(context, config.training.max_new_gen_tokens, rendering),
         log=log,
     )
-    stream.take(0, 1)  # ValueError if there is none that fits
+    stream.take(0, 1)  # ValueError if no question fits
     evenly = np.linspace(0, len(questions) - 1, min(len(questions), 1_000), dtype=int)
-    some = [questions[i] for i in evenly]
-    log(
-        f"{len(questions):,} training questions; "
-        f"prompts of {len(some):,} of them: {describe_lengths(some, **rendering)}"
-    )
+    lengths = describe_lengths([questions[i] for i in evenly], **rendering)
+    log(f"{len(questions):,} training questions; prompts of {len(evenly):,} of them: {lengths}")
     return fitting, stream
 
 
@@ -93,7 +93,10 @@ def check_functions(task: ModuleType, examples: list[dict], *, options: TaskSett
     They are tried on the first example, so that a slip in a user's own task shows at the start.
     """
     if not isinstance(examples, list) or not examples or not isinstance(examples[0], dict):
-        raise ValueError(f"{task.__file__}: load_examples must return a list of dicts")
+        problem = "load_examples must return a list of dicts"
+        if not hasattr(task, "load_examples"):
+            problem = "generate_questions must return a list of dicts, and parse_row a dict"
+        raise ValueError(f"{task.__file__}: {problem}")
     prompt = task.generate_prompt(examples[0], options=options)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not messages or not all(isinstance(m, dict) and m.get("content") for m in messages):
@@ -111,65 +114,55 @@ def check_functions(task: ModuleType, examples: list[dict], *, options: TaskSett
         )
 
 
+@dataclass
 class FitsContext:
-    """Whether prompts leave room for a completion in the model's context."""
+    """Says of each question whether its prompt leaves room for a completion in the context."""
 
-    def __init__(self, context: int | None, max_new_tokens: int, **rendering: Any):
-        """`context` in tokens, None for no limit; `rendering` is what `encode_prompts` needs."""
-        self.context, self.max_new_tokens = context, max_new_tokens
-        self.rendering = rendering
+    context: int | None  # tokens that the model can see; None for no limit
+    max_new_tokens: int
+    rendering: dict[str, Any]  # the other arguments of `encode_prompts`
 
     def __call__(self, examples: list[dict]) -> list[bool]:
-        """Whether each of the questions fits."""
         if self.context is None:
             return [True] * len(examples)
         prompts = encode_prompts(examples, **self.rendering)
         return [len(ids) + self.max_new_tokens <= self.context for ids in prompts]
 
     def refusal(self, split: str, section: str) -> str:
-        """The error line where no question fits; the config's `section` sets the limit."""
+        """The error if no question fits; `section` is the config's section with the limit."""
         return (
             f"{section}.max_new_gen_tokens = {self.max_new_tokens}: no {split} prompt leaves room "
             f"for it in the model's context of {self.context} tokens, lower it"
         )
 
 
+@dataclass
 class QuestionStream:
-    """The questions without end: each epoch is a new permutation of them, drawn from the seed.
+    """The questions without end: each epoch is a new permutation of them, drawn from the seed."""
 
-    Without `shuffle` each epoch has them in their own order.
-    """
-
-    def __init__(
-        self,
-        questions: list[dict],
-        *,
-        seed: int,
-        shuffle: bool,
-        fits: FitsContext,
-        log: Callable[[str], None],
-    ):
-        self.questions, self.seed, self.shuffle = questions, seed, shuffle
-        self.fits, self.log = fits, log
-        self.epoch, self.order = -1, np.arange(len(questions))
-        self.too_long: set[int] = set()  # indices of questions that were found not to fit
-
-    def __getitem__(self, position: int) -> dict:
-        return self.questions[self.index_at(position)]
+    questions: list[dict]
+    seed: int
+    shuffle: bool  # if not, each epoch has the questions in their own order
+    fits: FitsContext
+    log: Callable[[str], None]
+    too_long: set[int] = field(default_factory=set)  # indices of questions that did not fit
+    permutation: tuple[int, np.ndarray] | None = None  # the last epoch asked for, and its order
 
     def index_at(self, position: int) -> int:
-        """Which of the questions stands at a position of the stream."""
+        """The index of the question that stands at a position of the stream."""
         epoch, index = divmod(position, len(self.questions))
-        if self.shuffle and epoch != self.epoch:
+        if not self.shuffle:
+            return index
+        if self.permutation is None or self.permutation[0] != epoch:
             rng = np.random.default_rng([self.seed, epoch])
-            self.epoch, self.order = epoch, rng.permutation(len(self.questions))
-        return int(self.order[index])
+            self.permutation = epoch, rng.permutation(len(self.questions))
+        return int(self.permutation[1][index])
 
     def take(self, position: int, count: int) -> tuple[list[tuple[int, dict]], int]:
         """The next `count` questions that fit, from a position on, and the position after them.
 
-        Each comes with its own position. Questions that are too long are skipped, and their number
-        is logged whenever it has doubled. Raises ValueError if no question fits at all.
+        Each question comes with its own position. The number of questions that were too long is
+        logged whenever it has doubled. Raises ValueError if no question fits at all.
         """
         taken: list[tuple[int, dict]] = []
         num_long = len(self.too_long)
@@ -190,49 +183,66 @@ class QuestionStream:
         return taken, position
 
 
-# Rows: what the tasks' load_examples have in common
+# The questions of one split, as the task declares them
 
 FILE_FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id (owner/name)"
 
 
-def load_rows(
+@dataclass(frozen=True)
+class Hub:
+    """Which part of a hub dataset is loaded. A task that needs another part sets its HUB."""
+
+    usual_id: str | None = None  # the dataset that error messages suggest
+    config: str | None = None  # the configuration of usual_id to load
+    validation_split: str = "train"  # the split that holds the validation questions
+    # One dataset may serve training and validation. True: its split train is divided between them.
+    # False: its splits train and validation_split are used as they are.
+    divides_train: bool = True
+
+
+def load_examples(
+    task: ModuleType,
     source: str,
     split: str,
     *,
-    example_row: dict,
-    parse_row: Callable[[dict], dict],
-    question_key: Callable[[dict], str],
+    options: TaskSettings,
     num_examples: int | None,
     seed: int,
     held_out: bool,
     exclude: Iterable[dict],
-    choices: str = FILE_OR_HUB,
-    hub_config: str | None = None,
-    hub_split: str = "train",
 ) -> list[dict]:
-    """The questions of one split ("train" or "validation") in a local file or a hub dataset.
+    """The questions of one split, "train" or "validation", without those in `exclude`.
 
-    `example_row` is a good row: the source must have its columns, and error messages show it.
-    `parse_row` makes an example of a row's values in these columns, or raises ValueError. Two
-    examples of the same `question_key` are the same question; those in `exclude` are left out.
-    With `held_out`, 1 in 8 questions is for validation and the others are for training; without
-    it, all are taken. `num_examples` of the rest are drawn by `seed`; None takes them all.
-    `hub_config` and `hub_split` say which part of a hub dataset to load, `choices` names the task's
-    sources in error messages. Raises ValueError, one line with the source and the fix in it.
+    `source` is a local file, a hub dataset id, or "generated" if the task has generate_questions.
+    `held_out` says that both splits have the same source: then 1 in 8 of its questions is for
+    validation and the others are for training, unless the task's HUB says otherwise. `num_examples`
+    questions are drawn by `seed`; None takes all of a file or dataset, and as many generated ones
+    as the task chooses. Raises ValueError of one line with the source and the fix in it.
     """
+    for package in getattr(task, "PACKAGES", ()):
+        import_package(package, key=f"task.name = {Path(task.__file__).stem}")
+    request = {"options": options, "num_examples": num_examples, "seed": seed, "exclude": exclude}
+    if hasattr(task, "load_examples"):  # the task has its own way to load
+        return task.load_examples(source, split, held_out=held_out, **request)
+    can_generate = hasattr(task, "generate_questions")
+    if can_generate and source == "generated":
+        return task.generate_questions(split, **request)
+    hub = getattr(task, "HUB", Hub())
+    is_divided = held_out and (hub.divides_train or is_file(source))
+    choices = ["generated" if can_generate else None, hub.usual_id, FILE_OR_HUB]
     table = load_table(
         source,
-        columns=list(example_row),
-        choices=choices,
-        hub_config=hub_config,
-        hub_split=hub_split,
+        columns=list(task.EXAMPLE_ROW),
+        choices=", ".join(filter(None, choices)),
+        hub_config=hub.config if source == hub.usual_id else None,
+        hub_split="train" if split == "train" or is_divided else hub.validation_split,
     )
-    rows = read_rows(table, source=source, example_row=example_row, parse_row=parse_row)
-    excluded = {question_key(row) for row in exclude}
-    rows = [row for row in rows if question_key(row) not in excluded]
-    if held_out:
-        rows = [row for row in rows if is_in_split(question_key(row), split)]
+    rows = read_rows(table, source=source, task=task, options=options)
+    excluded = {task.question_key(row) for row in exclude}
+    rows = [row for row in rows if task.question_key(row) not in excluded]
+    if is_divided:
+        rows = [row for row in rows if is_in_split(task.question_key(row), split)]
     if not rows:
         raise ValueError(f"{source}: no question left for {split}; give a file with more rows")
     if num_examples is None or num_examples >= len(rows):
@@ -241,10 +251,10 @@ def load_rows(
 
 
 def is_in_split(key: str, split: str) -> bool:
-    """Whether the question belongs to the split, where the splits share one source.
+    """Whether a question belongs to the split, if the splits share one source.
 
-    A hash of its key decides, so that a question is never in both splits, whatever the seed, the
-    number of questions or the order of a file. 1 question in 8 is for validation.
+    A hash of the question's key decides, so that no question is in both splits, whatever the seed,
+    the number of questions or the order of a file. 1 question in 8 is for validation.
     """
     assert split in ("train", "validation"), split
     digest = hashlib.sha256(key.encode("utf-8", "backslashreplace")).digest()
@@ -260,9 +270,9 @@ def is_file(source: str) -> bool:
 def load_table(
     source: str, *, columns: list[str], choices: str, hub_config: str | None, hub_split: str
 ) -> list[dict]:
-    """The rows of the file, or these columns of this part of the hub dataset, as they are.
+    """The rows of a file or of a part of a hub dataset, before the task has read them.
 
-    Raises ValueError for a source that cannot be loaded.
+    `columns` are those that the task reads. Raises ValueError for a source that cannot be loaded.
     """
     import datasets  # takes a second, so only where it is needed
 
@@ -272,6 +282,8 @@ def load_table(
         raise ValueError(f"{source}: no such file; give {choices}")
     if not is_file(source) and (path.exists() or source.count("/") != 1):
         raise ValueError(f"{source}: unknown kind of source; give {choices}")
+    # RecursionError is that of JSON that is nested too deeply
+    errors = (OSError, ValueError, RecursionError, csv.Error, datasets.exceptions.DatasetsError)
     try:
         if is_file(source) and path.suffix.lower() != ".parquet":
             return read_text_file(path)
@@ -279,13 +291,7 @@ def load_table(
             table = datasets.load_dataset("parquet", data_files=glob.escape(source), split="train")
         else:
             table = datasets.load_dataset(source, hub_config, split=hub_split)
-    except (
-        OSError,
-        ValueError,
-        RecursionError,  # JSON that is nested too deeply
-        csv.Error,
-        datasets.exceptions.DatasetsError,
-    ) as error:
+    except errors as error:
         reason = str(error.__cause__ or error).strip().split("\n")[0]
         raise ValueError(f"{source}: cannot be loaded ({reason}); give {choices}") from error
     shared = [name for name in columns if name in table.column_names]
@@ -295,8 +301,8 @@ def load_table(
 def read_text_file(path: Path) -> list[dict]:
     """The rows of a .csv, .json or .jsonl file; a CSV file's numbers are text.
 
-    `datasets` would guess one type for all values of a column: a single cell that does not fit
-    changes the others, or stops it without the row's number.
+    `datasets` would guess one type for a whole column. Then a single cell of another type changes
+    the other cells, or is an error without the number of its row.
     """
     text = path.read_text("utf-8-sig")
     if path.suffix.lower() == ".csv":
@@ -304,36 +310,33 @@ def read_text_file(path: Path) -> list[dict]:
     elif text.lstrip().startswith("["):
         rows = json.loads(text)
     else:
-        lines = [line for line in text.split("\n") if line.strip()]
-        rows = [parse_line(line, number) for number, line in enumerate(lines, start=1)]
+        rows = []
+        for line in filter(str.strip, text.split("\n")):
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"row {len(rows) + 1}: {error}") from None
     if not rows:
         raise ValueError("it is empty")
     return rows
 
 
-def parse_line(line: str, number: int) -> object:
-    """The value in a line of a .jsonl file; ValueError with the number of its row."""
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"row {number}: {error}") from None
-
-
 def read_rows(
-    table: list[dict], *, source: str, example_row: dict, parse_row: Callable[[dict], dict]
+    table: list[dict], *, source: str, task: ModuleType, options: TaskSettings
 ) -> list[dict]:
-    """Each row of the table as an example; ValueError for the first row that cannot be one."""
+    """The example in each row of the table; ValueError for the first row without one."""
     rows = []
     for number, row in enumerate(table, start=1):
         try:
             if not isinstance(row, dict):
                 raise ValueError("it has no columns")
-            if missing := sorted(example_row.keys() - row.keys()):
+            if missing := sorted(task.EXAMPLE_ROW.keys() - row.keys()):
                 found = ", ".join(map(str, row))
                 raise ValueError(f"no column {' and '.join(missing)} among {found}")
-            rows.append(parse_row({name: row[name] for name in example_row}))
+            row = {name: row[name] for name in task.EXAMPLE_ROW}
+            rows.append(task.parse_row(row, options=options))
         except ValueError as error:
-            shown = json.dumps(example_row)
+            shown = json.dumps(task.EXAMPLE_ROW)
             line = f"{source}, row {number}: {error}; rows must look like {shown}"
             raise ValueError(line) from error
     return rows

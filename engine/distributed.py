@@ -40,15 +40,14 @@ class World:
         the same sum, and stop at the same place.
         """
         values = torch.as_tensor(values, dtype=torch.float64, device="cpu")
-        got_signal = torch.tensor([float(self.stop_signal > 0)], dtype=torch.float64)
-        total = torch.cat([values.flatten(), got_signal])
+        total = torch.cat([values.flatten(), values.new_tensor([self.stop_signal > 0])])
         if self.size > 1:
             dist.all_reduce(total)
         self.should_stop = bool(total[-1] > 0)
         return total[:-1].view(values.shape)
 
     def gather_rows(self, mine: list, *, shape: tuple[int, int]) -> np.ndarray:
-        """The whole table on every rank; `mine` are its rows rank, rank + size and so on."""
+        """A table's rows from all ranks; `mine` are the rows rank, rank + size and so on."""
         table = np.zeros(shape)
         table[self.rank :: self.size] = np.reshape(mine, (-1, shape[1]))  # `mine` may be empty
         return self.sum(table).numpy()
@@ -61,9 +60,9 @@ class World:
         return box[0]
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Call it on rank 0 alone: every rank returns its value, or raises its error.
+        """Call the function on rank 0 alone; every rank returns its value.
 
-        A ValueError or OSError there, a user's mistake, is a ValueError here.
+        If it raises ValueError or OSError, a user's mistake, every rank raises ValueError.
         """
         value = problem = None
         if self.is_main:
@@ -82,7 +81,7 @@ class World:
             dist.broadcast(tensor, src=0)
 
     def broadcast_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give every rank the averages of rank 0, which alone may have the checkpoint's files."""
+        """Rank 0 alone may see the checkpoint's files: give every rank the averages it has read."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         states = [optimizer.state[parameter] for parameter in parameters]
         layouts = [{name: layout_of(value) for name, value in state.items()} for state in states]
@@ -100,7 +99,8 @@ class World:
     def catch_signals(self) -> None:
         """From here on a signal to end sets a flag, which the next sum shows to all ranks.
 
-        SIGHUP comes when a terminal is closed or a connection is lost; `nohup` makes it ignored.
+        SIGHUP comes when a terminal is closed or a connection is lost. Where `nohup` has made this
+        process ignore it, it stays ignored.
         """
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -109,7 +109,8 @@ class World:
     def note_signal(self, number: int, frame: object) -> None:
         """Keep the first signal; a second Ctrl-C ends this process at once.
 
-        Under torchrun one Ctrl-C comes twice: from the terminal and, a moment later, from torchrun.
+        Under torchrun one Ctrl-C comes twice, from the terminal and, a moment later, from torchrun:
+        what comes within a second of the first is no second Ctrl-C.
         """
         now_s = time.monotonic()
         is_interrupt = number == self.stop_signal == signal.SIGINT
@@ -121,12 +122,12 @@ class World:
     def leave(self) -> None:
         """Wait for the other ranks and leave the process group; signals then end the process again.
 
-        Without the wait, torchrun could end a rank that is still saving because another has left.
-        DDP must be freed before. Otherwise freeing it would free the process group, which waits for
-        gloo's threads while it holds Python's lock, and one of them may be waiting for that lock.
+        After a signal a rank exits with a status other than 0, and torchrun then ends the others:
+        without the wait, rank 0 might still be saving. Delete the DDP wrapper before this: its
+        destructor would tear down gloo while it holds Python's lock, and a gloo thread that needs
+        the lock would deadlock.
         """
-        if self.size > 1:
-            self.sum([0.0])
+        self.sum([0.0])  # waits for all ranks
         if dist.is_initialized():  # by one rank too, with model.shard
             dist.destroy_process_group()
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -142,7 +143,7 @@ def layout_of(value: object) -> object:
 
 
 def init_world() -> tuple[World, list[str]]:
-    """Join the process group and choose the device; also lines for the log about that choice.
+    """Choose the device and join the process group; returns also lines for the log.
 
     Raises ValueError for environment variables that torchrun would not set.
     """
@@ -152,17 +153,16 @@ def init_world() -> tuple[World, list[str]]:
     if num_gpus >= local_size:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        # torch prefers cuDNN's attention on new GPUs. It plans anew for every shape, and nearly
-        # every micro-batch and leap of a rollout has a new one: 0.4 s forward, 0.6 s backward, as
-        # reported for a B200 (github.com/modelscope/FunASR, issue 3704); not measured here.
+        # On new GPUs torch prefers cuDNN's attention, which plans anew for every shape, and nearly
+        # every micro-batch and leap of a rollout has a new one. For a B200 0.4 s forward and 0.6 s
+        # backward are reported (github.com/modelscope/FunASR, issue 3704); not measured here.
         torch.backends.cuda.enable_cudnn_sdp(False)
     elif num_gpus > 0:
         notes.append(f"{local_size} processes but {num_gpus} GPUs: running on the CPU")
+    elif torch.backends.mps.is_available() and local_size > 1:
+        notes.append("several processes cannot share Apple's GPU: running on the CPU")
     elif torch.backends.mps.is_available():
-        if local_size == 1:
-            device = torch.device("mps")
-        else:
-            notes.append("several processes cannot share Apple's GPU: running on the CPU")
+        device = torch.device("mps")
     if size > 1:  # numbers and texts travel by gloo, gradients on GPUs by NCCL
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(minutes=30)
@@ -173,10 +173,7 @@ def init_world() -> tuple[World, list[str]]:
 
 
 def read_environment() -> tuple[int, int, int, int]:
-    """torchrun's RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; those of one rank without it.
-
-    Raises ValueError for values that torchrun would not set.
-    """
+    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without torchrun those of one rank."""
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     values = {name: os.environ.get(name, default) for name, default in defaults.items()}
     if all(value.isdecimal() for value in values.values()):
@@ -190,12 +187,12 @@ def read_environment() -> tuple[int, int, int, int]:
 def agree_on_start(store: dist.Store, rank: int, size: int) -> str:
     """A name that the ranks of this start share, and that no earlier start had.
 
-    `torchrun --max-restarts` gives every start the same store (pytorch issue 135712). Without a
-    name of their own, gloo and NCCL would find the addresses of killed ranks in it, and hang.
-    torchrun's count of restarts will not do, since it can differ between nodes.
+    `torchrun --max-restarts` gives every start the same store (pytorch issue 135712). If a start
+    had no name to put before its keys, gloo and NCCL would find the addresses of killed ranks and
+    hang. torchrun's count of restarts is no such name: it can differ between nodes.
 
-    Rank 0's uuid names the start. Each other rank shows a uuid of its own, so that rank 0 can see
-    whether an entry in the store is this rank's or was left over from a killed start.
+    Rank 0's uuid names this start; the other ranks' uuids show it which keys in the store are left
+    over from a killed start.
     """
     name = uuid.uuid4().hex
     if rank > 0:
@@ -204,7 +201,8 @@ def agree_on_start(store: dist.Store, rank: int, size: int) -> str:
         store.set(f"{start}-has-{rank}", "")
         return start
     for other in range(1, size):
-        while not store.check([f"{name}-has-{other}"]):  # the uuid read may be of a killed start
+        # The uuid that we read may be left over from a killed start: answer until the rank has it.
+        while not store.check([f"{name}-has-{other}"]):
             store.set(f"start-of-{store.get(f'rank-{other}').decode()}", name)
             time.sleep(0.01)
     return name
@@ -213,11 +211,11 @@ def agree_on_start(store: dist.Store, rank: int, size: int) -> str:
 def settle_ddp_buckets(scorer: nn.Module, device: torch.device) -> None:
     """Run two backward passes without effect, so that DDP's buckets are as they will stay.
 
-    DDP orders them by the first backward pass that it sees, and sums gradients in that order. With
-    3 ranks or more a resumed run would otherwise differ from an unbroken one in its first step. It
-    makes the ordered buckets at the next forward pass. The second backward pass leaves the
-    gradients inside them, where they stay as long as they are set to 0 and not to None: a gradient
-    that is None would be accumulated beside its bucket, and all gradients held twice.
+    DDP orders its buckets of gradients by the first backward pass that it sees, and makes them anew
+    at the next forward pass. The order changes how averages over 3 ranks or more are rounded, so a
+    resumed run would differ from an unbroken one in its first step. The second pass leaves the
+    gradients inside the new buckets. They stay there if they are set to 0; set to None, they would
+    be made beside the buckets, and all gradients held twice.
     """
     if not isinstance(scorer, DistributedDataParallel):
         return

@@ -12,14 +12,16 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, get_tok
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from engine.checkpoint import save_model
-from engine.config import Config, dotted_values, import_package, run_name, show
+from engine.config import Config, dotted_values, run_name
 from engine.data import is_file
 from engine.distributed import World
 from engine.lora import base_of, quantization_config
+from engine.packages import import_package
+from engine.run import PASS_AT_1, Run
+from engine.yaml_text import show
 
 # The model card
 
-PASS_AT_1 = ("eval/pass@1", "eval/pass@1_low", "eval/pass@1_high")  # with its 95% interval
 IN_EVERY_RECIPE = (  # listed even where they are the defaults
     *("training.learning_type", "training.k_best_of_n", "training.num_samples_per_step"),
     *("training.max_new_gen_tokens", "training.learning_rate", "training.advantage"),
@@ -105,16 +107,15 @@ def model_card(
 ) -> str:
     """The card of the model after `step` steps.
 
-    `before` is pass@1 without training, then the ends of its interval; `measured` holds this
-    model's metrics. Both were measured on `num_questions` validation questions. `prompt` is that of
-    one of them, and `add_special_tokens` says whether the tokenizer adds special tokens to it.
+    `before` is pass@1 before training with the ends of its interval, `measured` all metrics of this
+    model, both from `num_questions` validation questions. `prompt` belongs to one of them, and
+    `add_special_tokens` says whether the tokenizer adds special tokens to it.
     """
     data = metadata(config, num_questions=num_questions, measured=measured)
     after = [measured[key] for key in PASS_AT_1]
+    scores = {"this model, before training": after}
     if step > 0:
         scores = {"before training": before, f"this model, after step {step}": after}
-    else:
-        scores = {"this model, before training": after}
     rows = [
         f"| {name} | {rate:.3f} | {low:.3f} to {high:.3f} |"
         for name, (rate, low, high) in scores.items()
@@ -124,7 +125,7 @@ def model_card(
         for key, value in measured.items()
         if key.startswith("eval/") and key not in PASS_AT_1
     ]
-    # AutoTokenizer can give other ids than the plain class that read the prompts in training.
+    # For a tokenizer of the plain class, AutoTokenizer may give other ids than in training.
     is_plain = type(tokenizer) is PreTrainedTokenizerFast
     return CARD.format(
         metadata=data,
@@ -149,9 +150,9 @@ def model_card(
 
 
 def metadata(config: Config, *, num_questions: int, measured: dict[str, float]) -> ModelCardData:
-    """What the hub reads. It refuses a base or data that are not on the hub: they are left out.
+    """What the hub reads. No licence is named, because it is that of the base.
 
-    The licence is left out, too, because it is that of the base.
+    The hub refuses the names of a base and of data that it does not have, so they are left out.
     """
     task, validation = config.task, config.validation
     rate, low, high = (measured[key] for key in PASS_AT_1)
@@ -191,7 +192,7 @@ def recipe(config: Config) -> list[str]:
 
 
 def sampling_arguments(config: Config) -> list[str]:
-    """How `model.generate` samples as the validation does."""
+    """The arguments with which `model.generate` samples as the validation does."""
     if config.validation.temperature == 0:
         return ["do_sample=False"]
     return [
@@ -203,14 +204,14 @@ def sampling_arguments(config: Config) -> list[str]:
 
 
 def describe_base(name: str) -> str:
-    """The model that the run began with; a folder by its last part, since paths are private."""
+    """The model that the run began with; of a folder only the name, since paths are private."""
     if Path(name).is_dir():
         return f"`{Path(name).resolve().name}` (a local model)"
     return f"[{name}](https://huggingface.co/{name})"
 
 
 def describe_source(name: str) -> str:
-    """Where questions come from; a file by its last part, since paths are private."""
+    """Where questions come from; of a file only the name, since paths are private."""
     if is_file(name):
         return f"`{Path(name).name}` (a local file)"
     if is_on_hub(name):
@@ -223,7 +224,7 @@ def is_on_hub(source: str) -> bool:
 
 
 def merged_card(card: str) -> str:
-    """The card of the plain model that is made by merging the adapter with this card."""
+    """The card of an adapter, made into that of the plain model with the adapter merged."""
     merged = ModelCard(card)
     merged.data.library_name = "transformers"
     return str(merged).replace(KINDS["peft"], KINDS["transformers"])
@@ -233,52 +234,73 @@ def merged_card(card: str) -> str:
 
 
 class ExportError(ValueError):
-    """The run is saved, but what the config's export section asks for was not possible."""
+    """What the config's export section asks for was not possible; the run itself is saved."""
 
 
-def merge(
-    adapter: Path, folder: Path, tokenizer: PreTrainedTokenizerFast, *, trust_remote_code: bool
-) -> None:
-    """Add the adapter to its base model in bf16, and save the sum as a plain model.
+def export(run: Run) -> None:
+    """Do on rank 0 what the config's export section asks for; the other ranks need not wait.
 
-    The base is loaded anew, because rounding to 4 bits may have changed the weights in memory.
+    Raises ExportError, whose message is one line, if that is not possible.
     """
-    peft = import_package("peft", key="export.merge = true")
+    settings, model = run.config.export, run.folder / "best"
+    if not run.world.is_main or not (settings.merge or settings.save_4bit or settings.push_to_hub):
+        return
+    if run.state.best is None:
+        raise ExportError(f"export: no model could be saved in {model}")
+    if settings.merge:
+        model = merge(run, adapter=model)
+    if settings.save_4bit:
+        save_in_4bit(run, model)
+    if settings.push_to_hub:
+        push(model, settings.push_to_hub, private=settings.private)
+        run.logger.info(f"uploaded to https://huggingface.co/{settings.push_to_hub}")
+
+
+def merge(run: Run, adapter: Path) -> Path:
+    """Add the adapter to its base model in bf16, and save the sum as a plain model in merged/.
+
+    The base is loaded anew: in memory, its weights may have been rounded to 4 bits.
+    """
+    peft, folder = import_package("peft", key="export.merge = true"), run.folder / "merged"
     name, revision = base_of(adapter)
+    code = {"trust_remote_code": run.config.model.trust_remote_code}
     try:
         base = AutoModelForCausalLM.from_pretrained(
-            name, revision=revision, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
+            name, revision=revision, dtype=torch.bfloat16, **code
         )
         with warnings.catch_warnings():  # peft uses a name that transformers will remove
             warnings.simplefilter("ignore", FutureWarning)
             merged = peft.PeftModel.from_pretrained(base, adapter).merge_and_unload()
         card = merged_card((adapter / "README.md").read_text(encoding="utf-8"))
-        save_model(merged, tokenizer, card, folder)
+        save_model(merged, run.policy.tokenizer, card, folder)
     except OSError as error:
         problem = " ".join(str(error).split())
         raise ExportError(f"export.merge = true: {problem}; the adapter is in {adapter}") from error
+    run.logger.info(f"the best model, merged: {folder}")
+    return folder
 
 
-def save_in_4bit(
-    model: Path, folder: Path, tokenizer: PreTrainedTokenizerFast, *, trust_remote_code: bool
-) -> None:
-    """Save a copy of a plain model with its weights in 4 bits, as `load_in_4bit` has them.
+def save_in_4bit(run: Run, model: Path) -> None:
+    """Save a copy of a plain model in merged-4bit/, its weights in 4 bits as by `load_in_4bit`.
 
     It is made on a GPU if there is one. Raises ExportError, or ValueError without bitsandbytes.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    folder = run.folder / "merged-4bit"
     try:
         small = AutoModelForCausalLM.from_pretrained(
             model,
             dtype=torch.bfloat16,
             quantization_config=quantization_config(device, torch.bfloat16),
             device_map={"": device},
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=run.config.model.trust_remote_code,
         )
-        save_model(small, tokenizer, (model / "README.md").read_text(encoding="utf-8"), folder)
+        card = (model / "README.md").read_text(encoding="utf-8")
+        save_model(small, run.policy.tokenizer, card, folder)
     except OSError as error:
         problem = " ".join(str(error).split())
         raise ExportError(f"export.save_4bit = true: {problem}; the model is in {model}") from error
+    run.logger.info(f"the best model, in 4 bits: {folder}")
 
 
 def push(folder: Path, repository: str, *, private: bool) -> None:

@@ -16,7 +16,8 @@ from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import find_adapter_config_file
 
-from engine.config import Config, LoraSettings, ModelSettings, import_package
+from engine.config import Config, LoraSettings, ModelSettings
+from engine.packages import import_package
 
 if TYPE_CHECKING:  # a package that may be missing
     from peft import LoraConfig
@@ -42,7 +43,7 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
 
 
 def quantization_config(device: torch.device, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
-    """Keep all linear layers but the head in 4 bits (QLoRA, arXiv:2305.14314).
+    """Keep all `linear_layers` in 4 bits (QLoRA, arXiv:2305.14314).
 
     Raises ValueError if bitsandbytes is missing or does not support the device.
     """
@@ -62,7 +63,7 @@ def quantization_config(device: torch.device, compute_dtype: torch.dtype) -> Bit
 def keep_4bit_layout(model: nn.Module) -> None:
     """Stop bitsandbytes from packing 4-bit weights anew when the model first samples.
 
-    It does so on CPUs that have AVX-512 for bf16, and no gradient passes through packed weights.
+    On CPUs with AVX-512 for bf16 it would do that, and no gradient passes through packed weights.
     """
     bitsandbytes = import_package("bitsandbytes", key="model.load_in_4bit = true")
     for module in model.modules():
@@ -83,33 +84,34 @@ def lora_config(config: Config) -> "LoraConfig":
     )
 
 
-def adapted_layers(model: nn.Module, lora: LoraSettings) -> list[nn.Module]:
-    """The linear layers that get an adapter; never the head.
-
-    Raises ValueError for a name in target_modules that no such layer has.
-    """
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The linear layers but the head, by name: they can get an adapter and be kept in 4 bits."""
     head = model.get_output_embeddings()
-    layers = {
+    return {
         name: layer
         for name, layer in model.named_modules()
         if isinstance(layer, (nn.Linear, Conv1D)) and layer is not head
     }
+
+
+def adapted_layers(model: nn.Module, lora: LoraSettings) -> list[nn.Module]:
+    """The linear layers that get an adapter.
+
+    Raises ValueError for a name in target_modules that no linear layer has.
+    """
+    layers = linear_layers(model)
     if lora.target_modules == "all-linear":
         return list(layers.values())
-    for target in lora.target_modules:
-        if not any(is_named(name, [target]) for name in layers):
+    for target in lora.target_modules:  # it names the end of a layer's path, as in peft
+        if not any(f".{name}".endswith(f".{target}") for name in layers):
             known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
             raise ValueError(f"model.lora.target_modules: no layer is named {target}, but {known}")
-    return [layer for name, layer in layers.items() if is_named(name, lora.target_modules)]
-
-
-def is_named(path: str, names: list[str]) -> bool:
-    """Whether a module's path ends in one of the names, as peft reads them."""
-    return any(f".{path}".endswith(f".{name}") for name in names)
+    endings = tuple(f".{target}" for target in lora.target_modules)
+    return [layer for name, layer in layers.items() if f".{name}".endswith(endings)]
 
 
 def add_adapter(model: nn.Module, described: "LoraConfig", *, seed: int) -> None:
-    """Freeze the model and give the layers that the config names an adapter B A with fp32 weights.
+    """Freeze the model and add an adapter B A, with fp32 weights, to the layers `described` names.
 
     B starts at zero, so the model is unchanged; A is drawn from the seed.
     """
@@ -124,7 +126,7 @@ def add_adapter(model: nn.Module, described: "LoraConfig", *, seed: int) -> None
 def load_adapter(model: nn.Module, settings: ModelSettings) -> None:
     """Put a saved adapter into its base model, to sample from it.
 
-    Raises ValueError if the files do not hold the adapter of this model, whole.
+    Raises ValueError if weights of the adapter are missing in its files, or fit no layer.
     """
     loading = model.load_adapter(settings.name, adapter_kwargs={"revision": settings.revision})
     if wrong := sorted(loading.missing_keys | loading.unexpected_keys):

@@ -1,4 +1,4 @@
-"""How things are measured: time, memory, pass@k with its interval, and signs of a collapse."""
+"""What is measured and how: time, memory, pass@k with its interval, signs of a collapse."""
 
 import contextlib
 import math
@@ -13,9 +13,12 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 import transformers
+from torch import Tensor
 
-from engine.config import ROOT, Config
+from engine import ROOT
+from engine.config import Config
 from engine.distributed import World
+from engine.types import Trajectory
 
 TRAIN_METRICS = (
     "loss reward reward_std solved solved_and_ended advantage_abs entropy clip_frac grad_norm lr "
@@ -29,7 +32,7 @@ TIMED_PHASES = ("rollout", "reward", "update", "rollouts_log", "eval", "step")
 # steps show it.
 WATCHED = ("train/solved", "train/entropy", "train/truncated_frac")
 MIN_STEPS, MIN_QUESTIONS = 10, 160  # window length; a shorter window is too noisy to judge
-LEAST_FALL = 0.05  # of train/solved; a smaller fall can be noise, where little was ever solved
+LEAST_FALL = 0.05  # of train/solved; where little was ever solved, a smaller fall may be noise
 LOW_ENTROPY = 0.01  # nats per token: the policy has nothing left to choose between
 
 
@@ -58,14 +61,59 @@ def peak_memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
+def performance(
+    metrics: dict[str, float], num_completions: int, device: torch.device
+) -> dict[str, float]:
+    """Tokens per second of a step with so many completions, and this rank's peak memory."""
+    num_tokens = metrics["train/completion_tokens"] * num_completions
+    return {
+        "perf/tokens_per_s": num_tokens / metrics["time/step_s"],
+        "perf/peak_memory_gb": peak_memory_gb(device),
+    }
+
+
 def reduce_means(sums: dict[str, tuple[float, float]], world: World) -> dict[str, float]:
     """Means over all ranks of (sum, count) pairs; a metric whose count is 0 is left out."""
     totals = world.sum(list(sums.values())).tolist()
     return {name: total / count for name, (total, count) in zip(sums, totals, strict=True) if count}
 
 
+def add_to_mean(
+    sums: dict[str, tuple[float, float]], name: str, values: Tensor, mask: Tensor
+) -> None:
+    """Add the values (B, T) where the mask is True to the (sum, count) of a metric."""
+    total, count = sums.get(name, (0.0, 0.0))
+    sums[name] = (total + values[mask].sum().item(), count + mask.sum().item())
+
+
+def rollout_sums(
+    groups: list[list[Trajectory]], reward_parts: tuple[str, ...]
+) -> dict[str, tuple[float, float]]:
+    """This rank's (sum, count) for each metric of the rollouts; `reduce_means` makes the means."""
+    sampled = [t for group in groups for t in group]
+    batch = [t for t in sampled if t.in_batch]
+    rewards = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
+    num_equal = (rewards.amax(dim=1) == rewards.amin(dim=1)).sum().item()
+    num_tokens = sum(len(t.completion.token_ids) for t in sampled)
+    num_drawn = sum(t.completion.num_sampled for t in sampled)
+    sums = {
+        "train/reward": (sum(t.reward for t in sampled), len(sampled)),
+        "train/reward_std": (rewards.std(dim=1).sum().item(), len(groups)),
+        "train/solved": (sum(t.is_solved for t in sampled), len(sampled)),
+        "train/solved_and_ended": (sum(t.is_solved_and_ended for t in sampled), len(sampled)),
+        "train/advantage_abs": (sum(abs(t.advantage) for t in batch), len(batch)),
+        "train/entropy": (sum(float(t.completion.entropies.sum()) for t in sampled), num_drawn),
+        "train/completion_tokens": (num_tokens, len(sampled)),
+        "train/truncated_frac": (sum(t.completion.truncated for t in sampled), len(sampled)),
+        "train/zero_advantage_frac": (num_equal, len(groups)),
+    }
+    for part in reward_parts:
+        sums[part_metric(part)] = (sum(t.reward_parts[part] for t in sampled), len(sampled))
+    return sums
+
+
 def part_metric(part: str) -> str:
-    """The metric of a part of the reward: its mean over all completions."""
+    """The name of the metric that is the mean of a part of the reward over all completions."""
     return "train/reward_timeouts" if part == "timeout" else f"train/part_{part}"
 
 
@@ -105,14 +153,11 @@ def single_rate(name: str, solved: np.ndarray) -> dict[str, float]:
 
 
 def majority_sample(answers: list[str | None]) -> int | None:
-    """The first sample with the most frequent answer; None where no sample has an answer.
-
-    Of equally frequent answers, the one that was given first wins.
-    """
+    """The first sample with the most frequent answer; None if no sample has an answer."""
     counts = Counter(answer for answer in answers if answer is not None)
     if not counts:
         return None
-    ((answer, _),) = counts.most_common(1)  # of equal counts, the one that was met first
+    ((answer, _),) = counts.most_common(1)  # on a tie, the answer that was given first
     return answers.index(answer)
 
 
@@ -126,10 +171,10 @@ def pass_at_k(counts: np.ndarray, n: int, k: int) -> float:
 
 
 def confidence_interval(rates: np.ndarray, *, is_binary: bool) -> tuple[float, float]:
-    """95% interval of the mean of `rates` (questions,), each the share of its right samples.
+    """95% interval of the mean of `rates` (questions,), each the share of right samples of one.
 
-    The units are questions, since the samples of one question are alike: Wilson's interval for one
-    sample per question, else a bootstrap over the questions.
+    With one sample of each question it is Wilson's interval, else a bootstrap. We resample
+    questions, not samples: eight samples of one question are not independent.
     """
     n, mean = len(rates), float(rates.mean())
     if is_binary:
@@ -145,10 +190,10 @@ def confidence_interval(rates: np.ndarray, *, is_binary: bool) -> tuple[float, f
 def mean_of_last(
     recent: list[list[float]], metrics: dict[str, float], *, num_questions: int
 ) -> tuple[list[list[float]], dict[str, float]]:
-    """Add this step's watched metrics to those of the last steps; returns these and their means.
+    """Append this step's WATCHED metrics to `recent`; return its last steps and their means.
 
-    The window has at least MIN_STEPS steps and MIN_QUESTIONS questions, of which a step has
-    `num_questions`. The means are empty until it is full.
+    The window has at least MIN_STEPS steps, and enough steps of `num_questions` questions each for
+    MIN_QUESTIONS questions. The means are empty until it is full.
     """
     num_steps = max(MIN_STEPS, math.ceil(MIN_QUESTIONS / num_questions))
     recent = [*recent, [metrics[name] for name in WATCHED]][-num_steps:]
@@ -159,7 +204,7 @@ def mean_of_last(
 
 
 def signs_of_collapse(means: dict[str, float], *, best_solved: float) -> dict[str, str]:
-    """The signs of a collapse in the means over the last steps: a description for each metric.
+    """What shows a collapse in the means over the last steps, by metric; empty if nothing does.
 
     `best_solved` is the highest mean of train/solved that the run has had.
     """
@@ -175,7 +220,7 @@ def signs_of_collapse(means: dict[str, float], *, best_solved: float) -> dict[st
 
 
 def versions() -> str:
-    """What a run was made with: the revision of this code, Python, torch and transformers."""
+    """The revision of this code and the versions of Python, torch and transformers."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     try:
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

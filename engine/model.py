@@ -1,9 +1,9 @@
 """Models and tokenizers from Hugging Face, loaded with care: nothing of the hub's settings leaks.
 
-dtype       trained weights are fp32, since a small update is lost in bf16
-dropout     is 0: otherwise the scored policy is not the sampled one
-generation  the model's own generation config is emptied, but for the ids that end a text
-tokenizer   gives the ids of its tokenizer.json, and none that the model has no embedding for
+dtype       trained weights are fp32: in bf16 a small update would be rounded away
+dropout     is set to 0: otherwise the policy that scores would not be the policy that sampled
+generation  the model's own generation config is emptied; only end and pad ids stay
+tokenizer   gives the ids of its tokenizer.json, for which the model must have embeddings
 """
 
 import contextlib
@@ -29,10 +29,12 @@ from transformers import (
 )
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
 
-from engine.config import ROOT, Config
-from engine.estimate import check_memory
-from engine.head import CompletionScorer, autocast
+from engine import ROOT
+from engine.calculator import Calculator
+from engine.config import Config
+from engine.fit import check_memory
 from engine.lora import (
     add_adapter,
     find_base,
@@ -42,9 +44,12 @@ from engine.lora import (
     quantization_config,
     score_without_adapter,
 )
+from engine.probe import supports_grouped
 from engine.prompts import end_of_turn, render_prompt
-from engine.sampler import SamplingParams, supports_grouped
 from engine.sharding import whole
+from engine.tensors import autocast
+from engine.truncation import truncates
+from engine.types import SamplingParams
 
 Log = Callable[[str], None]
 
@@ -54,12 +59,12 @@ class Policy:
     """The model that is trained, as it scores completions and as it samples them."""
 
     model: nn.Module  # the weights that the optimizer steps are fp32
-    scorer: nn.Module | None  # a CompletionScorer, in DDP on several ranks; None: not trained
+    scorer: nn.Module | None  # main.py's CompletionScorer, perhaps in DDP; None without training
     sampler: nn.Module  # the model itself or, in bf16 or with model.shard, a copy of it
     tokenizer: PreTrainedTokenizerFast
     params: SamplingParams  # for the samples that are trained on
-    backend: str  # how completions are sampled: generate, grouped or captured
-    reference: Callable[..., torch.Tensor] | None = None  # scores too; None: no KL penalty
+    reference: Callable[..., torch.Tensor] | None = None  # None without a KL penalty
+    backend: str = "generate"  # how completions are sampled: generate, grouped or captured
 
     @property
     def context_length(self) -> int | None:
@@ -72,7 +77,7 @@ class Policy:
         return " or ".join(map(str, self.tokenizer.convert_ids_to_tokens(self.params.eos_ids)))
 
     def autocast(self) -> torch.autocast:
-        """For sampling: a model with an adapter then computes in the same dtype as its scorer."""
+        """For sampling: a bf16 model's fp32 adapter then computes in bf16, as when it scores."""
         return autocast(self.model.device, self.model.dtype)
 
     @torch.no_grad()
@@ -92,10 +97,12 @@ class Policy:
 def load_model_and_tokenizer(
     config: Config, *, device: torch.device, compute_dtype: torch.dtype, log: Log
 ) -> tuple[nn.Module, PreTrainedTokenizerFast, tuple[int, ...]]:
-    """The model on the device, with its adapter if it has one; its tokenizer; ids that end a text.
+    """The model, with its adapter if it has one; its tokenizer; the ids that end a completion.
 
     Raises ValueError of one line if the model cannot be used.
     """
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     settings, is_training = config.model, config.mode == "train"
     lora = lora_config(config) if is_training and settings.lora is not None else None
     quantization = quantization_config(device, compute_dtype) if settings.load_in_4bit else None
@@ -118,14 +125,13 @@ def load_model_and_tokenizer(
             weight_dtype=dtype, compute_dtype=compute_dtype, shard=settings.shard
         )
         check_memory(model_config, config, device=device, samples_copy=copies, weight_dtype=dtype)
-        model, eos_ids = load_model(
-            model_config,
-            config,
-            tokenizer,
-            dtype=dtype,
-            quantization=quantization,
-            device=device,
-            log=log,
+        model = load_model(
+            model_config, config, dtype=dtype, quantization=quantization, device=device, log=log
+        )
+        eos_ids = find_eos_ids(model, tokenizer, stop=config.sampling.stop)
+        # transformers fills the open fields of a generation config from the model's own: empty it
+        model.generation_config = GenerationConfig(
+            eos_token_id=list(eos_ids), pad_token_id=tokenizer.pad_token_id
         )
         check_vocabulary(model, tokenizer)
         check_causal(model)
@@ -140,9 +146,9 @@ def load_model_and_tokenizer(
 
 @contextlib.contextmanager
 def one_line_errors(name: str) -> Iterator[None]:
-    """Turn what loading a model raises into a ValueError of one line that names the model.
+    """Turn any error in loading a model into a ValueError of one line with the model's name.
 
-    A file that is wrong can make transformers raise anything.
+    When a file is wrong, transformers may raise any exception.
     """
     try:
         yield
@@ -157,7 +163,7 @@ def one_line_errors(name: str) -> Iterator[None]:
         raise ValueError(f"model.name = {name}: cannot be used: {problem}") from error
 
 
-LFS_POINTER = b"version https://git-lfs"  # how a file begins that git has not fetched yet
+LFS_POINTER = b"version https://git-lfs"  # the start of a file that git has not fetched yet
 
 
 def check_folder(name: str) -> None:
@@ -180,7 +186,7 @@ def check_folder(name: str) -> None:
 
 
 def no_such_folder(name: str) -> str:
-    """What is wrong with a path at which there is nothing, with the folder most like it."""
+    """The error for a path where there is nothing; it names the existing folder nearest to it."""
     path = Path(name)
     there = next(folder for folder in path.absolute().parents if folder.is_dir())
     wanted = path.absolute().relative_to(there).parts[0]
@@ -193,7 +199,7 @@ def no_such_folder(name: str) -> str:
 
 
 def load_model_config(config: Config) -> PretrainedConfig:
-    """The model's own config, without dropout."""
+    """The model's own config, with every dropout set to 0."""
     settings = config.model
     model_config = AutoConfig.from_pretrained(
         settings.name, revision=settings.revision, trust_remote_code=settings.trust_remote_code
@@ -216,14 +222,13 @@ def load_model_config(config: Config) -> PretrainedConfig:
 def load_model(
     model_config: PretrainedConfig,
     config: Config,
-    tokenizer: PreTrainedTokenizerFast,
     *,
     dtype: torch.dtype,
     quantization: BitsAndBytesConfig | None,
     device: torch.device,
     log: Log,
-) -> tuple[nn.Module, tuple[int, ...]]:
-    """The model on the device, and the ids that end a completion."""
+) -> nn.Module:
+    """The model with all its weights, on the device; with model.shard, on the CPU."""
     settings = config.model
     in_4bit = {"quantization_config": quantization, "device_map": {"": device}}
     model, loading = AutoModelForCausalLM.from_pretrained(
@@ -251,19 +256,14 @@ def load_model(
             f"{unused[0]}: its config.json describes a model without them"
         )
     if quantization is None:
-        model.to("cpu" if settings.shard else device)  # a shard goes to the device when it is cut
+        model.to("cpu" if settings.shard else device)  # each shard goes to the device later
     else:
         keep_4bit_layout(model)
-    eos_ids = find_eos_ids(model, tokenizer, stop=config.sampling.stop)
-    # transformers fills what a generation config leaves open from the model's own: empty it
-    model.generation_config = GenerationConfig(
-        eos_token_id=list(eos_ids), pad_token_id=tokenizer.pad_token_id
-    )
     if settings.gradient_checkpointing:
-        with warnings.catch_warnings():  # transformers 5.23 renames it, 5.17 knows this name alone
+        with warnings.catch_warnings():  # 5.23 has a new name for it, transformers 5.17 only this
             warnings.simplefilter("ignore", FutureWarning)
             model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model, eos_ids
+    return model
 
 
 def find_eos_ids(
@@ -271,8 +271,8 @@ def find_eos_ids(
 ) -> tuple[int, ...]:
     """The ids that end a completion.
 
-    They are those that tokenizer, generation config and model config name, the one that ends a turn
-    in the chat template (base models such as Qwen2.5's write it, but do not name it), and `stop`.
+    They come from the tokenizer, the generation config, the model config and `stop`. The chat
+    template adds its end of a turn: base models such as Qwen2.5's write it but do not name it.
     Raises ValueError for a text in `stop` that is not one token.
     """
     declared = [tokenizer.eos_token_id, model.generation_config.eos_token_id]
@@ -292,7 +292,7 @@ def find_eos_ids(
 
 @torch.no_grad()
 def check_causal(model: nn.Module) -> None:
-    """Raise ValueError if the model sees tokens that come later, as BERT and other encoders do."""
+    """Raise ValueError if the model sees later tokens, as BERT and other encoders do."""
     ids = torch.tensor([[0, 1, 2, 3], [0, 1, 3, 2]], device=model.device)
     with autocast(model.device, model.dtype):
         one, other = model.eval()(input_ids=ids).logits[:, :2].float()
@@ -303,19 +303,19 @@ def check_causal(model: nn.Module) -> None:
 # Precision, and copies of the model
 
 
-def choose_compute_dtype(name: str, device: torch.device) -> torch.dtype:
+def choose_compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     """bf16 where it is fast and fp32 elsewhere, unless the config names one."""
-    if name == "auto":
+    if config.model.compute_dtype == "auto":
         fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if fast else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.compute_dtype]
 
 
 def samples_a_copy(*, weight_dtype: torch.dtype, compute_dtype: torch.dtype, shard: bool) -> bool:
     """Whether sampling needs a copy of the weights in the compute dtype.
 
-    Otherwise autocast would cast all weights anew for every token, and a model that is cut into
-    shards would be gathered anew for every token.
+    Without it autocast would cast all weights again for every token, and a model in shards would be
+    gathered again for every token.
     """
     return shard or weight_dtype != compute_dtype
 
@@ -325,7 +325,7 @@ def make_sampler(
 ) -> nn.Module:
     """The model that samples: the model itself or, if `samples_a_copy`, a copy on the device.
 
-    The copy is made before the model is cut up.
+    Call it before the model is cut into shards: after that no rank has all weights.
     """
     if samples_a_copy(weight_dtype=model.dtype, compute_dtype=compute_dtype, shard=shard):
         return copy_in(compute_dtype, model, device)
@@ -340,8 +340,8 @@ def bf16_copy(model: nn.Module) -> nn.Module:
 def copy_in(dtype: torch.dtype, model: nn.Module, device: torch.device) -> nn.Module:
     """A frozen copy on the device: weights in the dtype, buffers as they are.
 
-    Rotary frequencies rounded to bf16 would turn far positions by the wrong angle. The weights are
-    copied one by one, so that there is never a second copy in fp32.
+    Rotary frequencies, which are buffers, would turn far positions by the wrong angle in bf16. Each
+    weight is cast while it is copied, so that there is never a second copy in fp32.
     """
     copies = {
         id(p): nn.Parameter(p.detach().to(device, dtype, copy=True), requires_grad=False)
@@ -351,31 +351,55 @@ def copy_in(dtype: torch.dtype, model: nn.Module, device: torch.device) -> nn.Mo
 
 
 def make_reference(
-    config: Config, scorer: CompletionScorer, *, in_bf16: bool
+    config: Config, scorer: nn.Module, *, in_bf16: bool
 ) -> Callable[..., torch.Tensor]:
-    """A scorer by the model that the run starts from: the adapter is off, or a copy is frozen."""
+    """A scorer for the model that the run starts from: the adapter is off, or a copy is frozen."""
     if config.model.lora is not None:
         return functools.partial(score_without_adapter, scorer)
     model = scorer.model
     copied = copy_in(torch.bfloat16 if in_bf16 else model.dtype, model, model.device)
-    return CompletionScorer(copied, scorer.compute_dtype, chunked=scorer.chunked)
+    return type(scorer)(copied, scorer.compute_dtype, chunked=scorer.chunked)
 
 
-def choose_backend(name: str, sampler: nn.Module, log: Log) -> str:
-    """The backend asked for or, if this model does not support it, another one.
+def sampling_params(
+    config: Config, tokenizer: PreTrainedTokenizerFast, eos_ids: tuple[int, ...], log: Log
+) -> SamplingParams:
+    """How the completions that are trained on are sampled."""
+    training, sampling = config.training, config.sampling
+    if config.mode == "train" and truncates(sampling):
+        log(
+            "sampling.top_p or top_k is on: completions are drawn from a truncated "
+            "distribution, but scored under the whole one, so the gradient is biased"
+        )
+    return SamplingParams(
+        max_new_tokens=training.max_new_gen_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        eos_ids=eos_ids,
+        pad_id=tokenizer.pad_token_id,
+        calculator=Calculator(tokenizer, sampling.calculator) if sampling.calculator else None,
+    )
 
-    On a GPU the decode step of `grouped` is captured in CUDA graphs.
+
+def choose_backend(
+    config: Config, sampler: nn.Module, make_batch: Callable[..., object], log: Log
+) -> str:
+    """The backend that the config asks for or, if this model does not support it, a slower one.
+
+    On a GPU `grouped` becomes `captured`: its decode step is replayed as a CUDA graph. `make_batch`
+    is main.py's DecodeBatch, which is tried out on a few made-up tokens.
     """
-    if name == "generate":
-        return name
-    if not supports_grouped(sampler):
+    if config.sampling.backend == "generate":
+        return "generate"
+    if not supports_grouped(sampler, make_batch):
         log("this model's cache cannot be shared by a group: sampling.backend=generate")
         return "generate"
     if sampler.device.type == "cuda":
-        if supports_grouped(sampler, capture=True):
+        if supports_grouped(sampler, make_batch, capture=True):
             return "captured"
         log("this model's decode step cannot be captured in a CUDA graph: sampling is slower")
-    return name
+    return "grouped"
 
 
 # The tokenizer
@@ -386,7 +410,8 @@ TOKENIZER_PROBE = "Use [3, 17, 255] to make 46.\n<think>12 * 3 = 36, don't</thin
 def load_tokenizer(config: Config, log: Log) -> PreTrainedTokenizerFast:
     """The model's tokenizer, checked against its own tokenizer.json.
 
-    AutoTokenizer can silently replace the pre-tokenizer by that of the model's family.
+    AutoTokenizer may silently replace the pre-tokenizer by that of the model's family. Then we load
+    tokenizer.json as it is.
     """
     name, revision = config.model.name, config.model.revision
     tokenizer = AutoTokenizer.from_pretrained(

@@ -5,15 +5,15 @@ import math
 import torch
 from torch import nn
 
-from engine.config import Config, import_package
+from engine.config import Config
+from engine.packages import import_package
 
 
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     """AdamW for all trainable weights, or Muon for the blocks' matrices and AdamW for the rest.
 
-    Weight decay is on matrices and embeddings only. A group's `lr_scale` is its learning rate as a
-    multiple of the one that the schedule gives. Raises ValueError if the package for 8-bit averages
-    is missing.
+    Weight decay is on matrices and embeddings only. A group's learning rate is the schedule's times
+    `lr_scale`. Raises ValueError if the package for 8-bit averages is missing.
     """
     training, rate = config.training, config.training.learning_rate
     matrices, embeddings = split_matrices(model) if training.optimizer == "muon" else ([], [])
@@ -41,13 +41,12 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 
 
 def split_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The trainable matrices within the blocks, which Muon steps, and the embeddings.
+    """The trainable matrices within the blocks, which Muon updates, and the embeddings.
 
-    An output head that shares the embedding's weight is an embedding; any other is neither.
+    An output head that shares the embedding's weight is an embedding; another head is neither.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    embeddings = {id(table.weight) for table in tables}
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     not_in_blocks = embeddings | {id(p) for p in model.get_output_embeddings().parameters()}
     return (
         [p for p in parameters if p.ndim == 2 and id(p) not in not_in_blocks],
@@ -56,7 +55,7 @@ def split_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parame
 
 
 class Together(torch.optim.Optimizer):
-    """Several optimizers that look like one: it has all their groups and their state."""
+    """One optimizer made of several: it has the groups and the state of all of them."""
 
     def __init__(self, *optimizers: torch.optim.Optimizer):
         self.optimizers = optimizers
@@ -64,7 +63,7 @@ class Together(torch.optim.Optimizer):
         self.share()
 
     def share(self) -> None:
-        """Let each optimizer work on its part of the common groups and on the common state."""
+        """Give each optimizer its own part of the common groups, and the common state."""
         groups = iter(self.param_groups)
         for one in self.optimizers:
             one.param_groups = [next(groups) for _ in one.param_groups]
@@ -82,8 +81,8 @@ class Together(torch.optim.Optimizer):
 def learning_rate_at(step: int, config: Config) -> float:
     """The learning rate of step 1, 2, ..., num_steps, for groups whose `lr_scale` is 1.
 
-    The warm-up ends at the full rate. The decay begins behind it: it is the factor of transformers'
-    schedulers at step - 1, so that no step has the rate 0.
+    The warm-up ends at the full rate, and the decay begins after it. The decay is the factor of
+    transformers' schedulers at step - 1: at `step` it would be 0 in the last step.
     """
     training, num_warmup = config.training, config.training.warmup_steps
     if step <= num_warmup:
@@ -98,6 +97,5 @@ def learning_rate_at(step: int, config: Config) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Give each group its multiple of this step's learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["lr_scale"]

@@ -1,4 +1,4 @@
-"""Prompts: from a question to a text, by the chat template, to tokens; and back to text."""
+"""Prompts: a question becomes messages, a text and token ids; a completion becomes text again."""
 
 import re
 from types import ModuleType
@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from engine.config import TaskSettings
-from engine.sampler import Completion
+from engine.types import Completion
 
 
 def encode_prompts(
@@ -17,13 +17,11 @@ def encode_prompts(
     options: TaskSettings,
     tokenizer: PreTrainedTokenizerFast,
 ) -> list[list[int]]:
-    """The token ids of each question's prompt."""
-    texts, adds_special_tokens = render_prompts(
-        examples, task=task, options=options, tokenizer=tokenizer
-    )
+    rendering = {"task": task, "options": options, "tokenizer": tokenizer}
+    texts, adds_special_tokens = render_prompts(examples, **rendering)
     if not texts:  # a rank without validation questions; the tokenizer would raise IndexError
         return []
-    # half a character, which JSON can hold, would make the tokenizer fail
+    # JSON can hold half a character, at which the tokenizer would fail: it becomes a "?"
     texts = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
     return tokenizer(texts, add_special_tokens=adds_special_tokens)["input_ids"]
 
@@ -37,7 +35,7 @@ def render_prompts(
 ) -> tuple[list[str], bool]:
     """The text of each question's prompt, and whether the tokenizer must add special tokens to it.
 
-    It must not where a chat template has been used, because the template has written them already.
+    A chat template has written them already: with it, the tokenizer would add them a second time.
     """
     prompts = [pose(example, task=task, options=options) for example in examples]
     is_chat = tokenizer.chat_template is not None and not any(isinstance(p, str) for p in prompts)
@@ -51,16 +49,14 @@ def describe_lengths(examples: list[dict], **rendering: Any) -> str:
 
 
 def pose(example: dict, *, task: ModuleType, options: TaskSettings) -> list[dict] | str:
-    """The task's prompt for a question, in the user's own words where the config has some.
+    """The task's prompt for a question, with the words of the config if it has any.
 
-    task.prompt takes the place of a plain text or of what the user says, and task.system_prompt is
-    the system message; an assistant prefix stays. A plain text begins with the system prompt.
+    task.prompt replaces the plain text or the user's message. task.system_prompt becomes the system
+    message, or the beginning of a plain text. An assistant prefix stays.
     """
     messages = task.generate_prompt(example, options=options)
-    system, prompt = (
-        None if text is None else fill(text, example)
-        for text in (options.system_prompt, options.prompt)
-    )
+    texts = (options.system_prompt, options.prompt)
+    system, prompt = (None if text is None else fill(text, example) for text in texts)
     if isinstance(messages, str):
         return "\n\n".join(part for part in (system, prompt or messages) if part is not None)
     if prompt is not None:
@@ -78,7 +74,7 @@ def fill(text: str, example: dict) -> str:
 
 
 def render_prompt(messages: list[dict] | str, tokenizer: PreTrainedTokenizerFast) -> str:
-    """The chat as text, which the model continues; a last assistant message stays open.
+    """The chat as a text that the model continues; a last assistant message is continued too.
 
     A plain text stays as it is, even if the tokenizer has a chat template: the tokenizers of many
     base models have one, although these models have never seen a chat.
@@ -89,15 +85,15 @@ def render_prompt(messages: list[dict] | str, tokenizer: PreTrainedTokenizerFast
         return plain_text(messages)
     prefix = assistant_prefix(messages)
     chat = messages[:-1] if prefix else messages
-    # The prefix is appended by hand, since some templates rewrite what an assistant says.
+    # Some templates rewrite what an assistant says, so we append the prefix to the text.
     return apply_template(chat, tokenizer) + prefix
 
 
 def apply_template(chat: list[dict], tokenizer: PreTrainedTokenizerFast) -> str:
     """The chat in the tokenizer's template, up to where the assistant speaks.
 
-    Some templates, such as Gemma 2's, refuse a system message, and others leave it out: then it
-    goes before the user's message. Raises ValueError for a template that fails.
+    Some templates, such as Gemma 2's, refuse a system message, and others leave it out. Then we put
+    it before the user's message. Raises ValueError for a template that fails all the same.
     """
     has_system = chat[0]["role"] == "system"
     try:
@@ -116,9 +112,9 @@ MADE_UP_TURN = "A made-up turn."
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerFast) -> int | None:
-    """The special token that the chat template writes after what an assistant says, if it has one.
+    """The special token that the chat template writes after an assistant's message.
 
-    None too for a template that cannot write an assistant's turn.
+    None without such a token, and for a template that cannot write an assistant's message.
     """
     if tokenizer.chat_template is None:
         return None
@@ -140,7 +136,7 @@ def fold_system(chat: list[dict]) -> list[dict]:
 
 
 def folds_system(messages: list[dict] | str, tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether the template has no place for the system message, which then begins the question."""
+    """Whether the template takes no system message, so that it goes before the user's message."""
     if not tokenizer.chat_template or isinstance(messages, str) or messages[0]["role"] != "system":
         return False
     return render_prompt(messages, tokenizer) == render_prompt(fold_system(messages), tokenizer)

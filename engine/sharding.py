@@ -1,31 +1,27 @@
-"""Models larger than one GPU: weights, gradients and averages are cut into one part for each rank.
+"""Models larger than one GPU: each rank keeps a part of the weights, gradients and averages.
 
-`model.shard: true` replaces DDP by PyTorch's FSDP2 (`fully_shard`). Rank r of N keeps the r-th of N
-parts of each tensor, cut along its first dimension; in numbers of rows all parts are equal, but for
-the last ones. A forward or backward pass gathers the weights of one block from all ranks just
-before it needs them, and frees them afterwards. So every rank must make the same number of passes.
+`model.shard: true` replaces DDP by PyTorch's FSDP2 (`fully_shard`). Each tensor is cut along its
+first dimension into as many parts as there are ranks, of equally many rows but for the last parts.
+A forward or backward pass gathers a block's weights from all ranks just before it needs them, and
+frees them afterwards. So every rank must make the same number of passes.
 
-Arithmetic is that of DDP: weights are gathered in fp32, and each micro-batch's gradient is averaged
-over the ranks at once and added up in fp32 parts, so no rank ever holds all of it.
+The arithmetic is that of DDP: weights are gathered in fp32, and each micro-batch's gradient is
+averaged over the ranks at once and added to fp32 parts, so no rank ever holds all of it. With bf16
+arithmetic, set model.gradient_checkpointing too. Without it, autograd keeps the bf16 copy of every
+weight from the forward to the backward pass, as it does in DDP: 2 bytes a weight.
 
-With bf16 arithmetic, set model.gradient_checkpointing too. Without it, autograd keeps the bf16 copy
-of every weight from the forward pass for the backward pass, as it does in DDP: 2 bytes a weight.
+Sampling would gather all weights for every token. So a full copy in the compute dtype samples, into
+which the weights are gathered after each step, tensor by tensor.
 
-Sampling is one token at a time and would gather all weights for each. So a full copy samples, in
-the compute dtype, into which each step's weights are gathered tensor by tensor.
-
-Host memory: at the start each rank loads the whole model in fp32, 4 bytes a weight. Rank 0 needs
-as much again whenever it saves best/, and each rank its part of a checkpoint, 12 bytes a weight
-divided by N.
+Host memory: at the start each rank loads the whole model in fp32, 4 bytes a weight. Saving best/
+takes as much again on rank 0, saving a checkpoint 12 bytes for each weight of a rank's own part.
 """
 
 import shutil
 import time
 import uuid
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,24 +34,24 @@ from torch.distributed.tensor import DTensor
 
 from engine.checkpoint import sync
 from engine.distributed import World
+from engine.types import MicroBatch
 
-Batch = TypeVar("Batch")  # main.MicroBatch
+PART = "part-{:05d}.safetensors"  # a rank's file in a checkpoint
 SHARED_DISK_TIMEOUT_S = 30  # a network disk may show another node's new file late
-
 
 # Training
 
 
 def shard_scorer(scorer: nn.Module, world: World, *, keeps_root: bool) -> nn.Module:
-    """Cut a CompletionScorer's weights into parts, in place, and put this rank's on its device.
+    """Cut a CompletionScorer's weights in place, and put this rank's parts on its device.
 
-    Each block gathers its own weights, the scorer all others: embeddings, last norm and head. With
-    `keeps_root` these stay gathered from a forward pass to the end of its backward pass; without,
-    as for a reference, whose passes are forward alone, they are freed at once.
+    Each block gathers its own weights, the scorer all others: embeddings, last norm and head.
+    `keeps_root` keeps these others gathered from a forward pass to the end of its backward pass. A
+    reference has no backward pass: without `keeps_root` they are freed after the forward pass.
     """
-    if not dist.is_initialized():  # a rank alone gathers from itself
+    if not dist.is_initialized():  # there is one rank, which gathers from itself
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    scorer.keeps_casts = False  # they would be a whole model in bf16, 2 bytes a weight
+    scorer.keeps_casts = False  # kept, they would be a whole model in bf16, 2 bytes a weight
     mesh = init_device_mesh(world.device.type, (world.size,))
     for block in blocks_of(scorer):
         fully_shard(block, mesh=mesh)
@@ -63,7 +59,7 @@ def shard_scorer(scorer: nn.Module, world: World, *, keeps_root: bool) -> nn.Mod
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The model's transformer blocks: the members of its list of modules with the most weights."""
+    """The model's transformer blocks: of its lists of modules, the list with the most weights."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=count_weights))
 
@@ -72,26 +68,20 @@ def count_weights(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def equal_passes(micro_batches: list[Batch], world: World) -> list[Batch]:
-    """As many micro-batches as the rank with the most has: others are filled up with weight 0.
+def equal_passes(micro_batches: list[MicroBatch], world: World) -> list[MicroBatch]:
+    """Add micro-batches of weight 0 until this rank has as many as the rank with the most.
 
-    A pass gathers weights, so a rank with fewer passes would let the others wait for ever.
+    A pass gathers weights, so if one rank made fewer passes, the others would wait for it for ever.
     """
     counts = world.gather_rows([[len(micro_batches)]], shape=(world.size, 1))
     first = micro_batches[0]
-    nothing = {
-        "completion_mask": torch.zeros_like(first.completion_mask),
-        "weights": torch.zeros_like(first.weights),
-    }
+    nothing = {"trajectories": [], "token_weights": torch.zeros_like(first.token_weights)}
     num_missing = int(counts.max()) - len(micro_batches)
     return micro_batches + [replace(first, **nothing) for _ in range(num_missing)]
 
 
-# Whole tensors
-
-
 def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor in the dtype, gathered from all ranks if it is cut into parts."""
+    """A tensor that is cut into parts, gathered in the dtype; any other tensor as it is."""
     return tensor.to(dtype).full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -99,8 +89,7 @@ def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def gather_weights(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
     """All of a model's weights and buffers by name, in rank 0's host memory; {} on other ranks.
 
-    They are gathered one at a time, so that a GPU holds one of them at most. Names that share a
-    tensor share the gathered one.
+    One tensor is gathered at a time, so that a GPU holds at most one. Tied weights stay tied.
     """
     tensors, gathered = model.state_dict(keep_vars=True), {}
     for tensor in tensors.values():
@@ -111,10 +100,6 @@ def gather_weights(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
 
 
 # Checkpoints: a part for each rank
-
-
-def part_name(rank: int) -> str:
-    return f"part-{rank:05d}.safetensors"
 
 
 def save_parts(
@@ -131,7 +116,7 @@ def save_parts(
         part |= {name: parameter} | {f"{name}/{key}": value for key, value in state.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / part_name(world.rank)
+        file = folder / PART.format(world.rank)
         save_file({name: local(tensor).cpu().contiguous() for name, tensor in part.items()}, file)
         sync(file)
     except (OSError, SafetensorError):
@@ -145,7 +130,7 @@ def move_parts(checkpoint: Path, *, written: Path, num_parts: int, num_failed: i
         shutil.rmtree(written, ignore_errors=True)
         raise OSError(f"{num_failed} of {num_parts} ranks could not write their part")
     for rank in range(num_parts):
-        (written / part_name(rank)).rename(checkpoint / "training_state" / part_name(rank))
+        (written / PART.format(rank)).rename(checkpoint / "training_state" / PART.format(rank))
 
 
 @torch.no_grad()
@@ -154,31 +139,28 @@ def load_parts(
 ) -> None:
     """Overwrite this rank's part of weights and averages with a checkpoint's.
 
-    The checkpoint may be of another number of ranks: a rank reads the rows that are its own now
-    from wherever they are.
+    The run may have had another number of ranks when it was saved. So each rank reads the rows that
+    it keeps now from whichever parts hold them.
     """
-    with ExitStack() as stack:
-        paths = [folder / "training_state" / part_name(part) for part in range(num_parts)]
-        parts = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
-        names = parts[0].keys()
-        for name, parameter in model.named_parameters():
-            local(parameter).copy_(read_rows(parts, name, parameter, rank))
-            for entry in (entry for entry in names if entry.startswith(f"{name}/")):
-                key = entry.removeprefix(f"{name}/")
-                if not parts[0].get_slice(entry).get_shape():  # the number of steps taken
-                    is_fused = optimizer.defaults["fused"]
-                    device = parameter.device if is_fused else "cpu"
-                    optimizer.state[parameter][key] = parts[0].get_tensor(entry).to(device)
-                    continue
-                average = torch.zeros_like(parameter)
-                local(average).copy_(read_rows(parts, entry, parameter, rank))
-                optimizer.state[parameter][key] = average
+    paths = [folder / "training_state" / PART.format(part) for part in range(num_parts)]
+    parts = [safe_open(path, framework="pt") for path in paths]
+    names = parts[0].keys()
+    for name, parameter in model.named_parameters():
+        local(parameter).copy_(read_rows(parts, name, parameter, rank))
+        for entry in (entry for entry in names if entry.startswith(f"{name}/")):
+            if parts[0].get_slice(entry).get_shape():
+                value = torch.zeros_like(parameter)
+                local(value).copy_(read_rows(parts, entry, parameter, rank))
+            else:  # the number of steps taken
+                device = parameter.device if optimizer.defaults["fused"] else "cpu"
+                value = parts[0].get_tensor(entry).to(device)
+            optimizer.state[parameter][entry.removeprefix(f"{name}/")] = value
 
 
 def read_rows(parts: list, name: str, like: DTensor, rank: int) -> torch.Tensor:
-    """The rows of a tensor that belong to this rank's part of `like`, from those of all parts."""
+    """The rows of a tensor that this rank keeps of `like`, from whichever parts hold them."""
     num_rows = len(local(like))
-    # as torch.chunk cuts: ceil(rows / ranks) each, fewer or none for the last ranks
+    # FSDP cuts like torch.chunk: each rank has ceil(rows / ranks), the last ranks fewer or none.
     start = min(rank * -(-like.shape[0] // like.device_mesh.size()), like.shape[0])
     found, offset = [torch.empty(0, *like.shape[1:], dtype=like.dtype)], 0
     for part in parts:
@@ -203,7 +185,7 @@ def check_shared_disk(folder: Path, world: World) -> None:
         for left_by_a_kill in folder.glob("token-*"):
             left_by_a_kill.unlink()
         token.touch()
-    world.sum([0.0])  # it is there from here on
+    world.sum([0.0])  # the others wait until it is there
     deadline = time.monotonic() + SHARED_DISK_TIMEOUT_S
     while not token.exists() and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -13,7 +13,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from engine.config import Section
-from engine.data import FILE_OR_HUB, is_in_split, load_rows
+from engine.data import is_in_split
 from tasks.gsm8k import MAX_TAIL_CHARS, lenient_answer
 
 
@@ -40,41 +40,6 @@ class Options(Section):
 EXAMPLE_ROW = {"a": 47, "b": 38}
 
 
-def load_examples(
-    source: str,
-    split: str,
-    *,
-    options: Options,
-    num_examples: int | None,
-    seed: int,
-    held_out: bool,
-    exclude: Iterable[dict],
-) -> list[dict]:
-    """Questions of one split, "train" or "validation", as rows {a: int, b: int}.
-
-    `source` is "generated", a local file or a hub dataset id. `num_examples` questions are drawn by
-    `seed`; None takes all. `held_out` says that both splits have the same source, which is then
-    divided between them; generated sums always are. `exclude` lists questions to leave out. Raises
-    ValueError, one line with the fix in it.
-    """
-    if source == "generated":
-        return generate_questions(
-            split, options=options, num_examples=num_examples, seed=seed, exclude=exclude
-        )
-    return load_rows(
-        source,
-        split,
-        example_row=EXAMPLE_ROW,
-        parse_row=parse_row,
-        question_key=question_key,
-        num_examples=num_examples,
-        seed=seed,
-        held_out=held_out,
-        exclude=exclude,
-        choices=f"generated, {FILE_OR_HUB}",
-    )
-
-
 def question_key(example: dict) -> str:
     """Equal for equal questions: 47 + 38 is 38 + 47."""
     return str(sorted((example["a"], example["b"])))
@@ -85,8 +50,8 @@ def generate_questions(
 ) -> list[dict]:
     """Different sums, the same for the same seed on every machine.
 
-    Two numbers come together once, in an order that is drawn. Raises ValueError for a range that
-    holds too few questions.
+    Two numbers come together once, in an order that is drawn. `num_examples` None takes all of
+    them. Raises ValueError for a range that holds too few questions.
     """
     excluded = {question_key(row) for row in exclude}
     numbers = range(options.min_number, options.max_number + 1)
@@ -107,7 +72,7 @@ def generate_questions(
     return [{"a": a, "b": b} for a, b in (rng.sample([*row.values()], 2) for row in drawn)]
 
 
-def parse_row(row: dict) -> dict:
+def parse_row(row: dict, *, options: Options) -> dict:
     """The example in a file's row; numbers that are text (CSV) are also read.
 
     Raises ValueError that says what is wrong with the row.

@@ -6,9 +6,7 @@ stands behind the mark ####. `task.prompt_style` chooses between two ways of ask
 The graders never run the model's text as code, never raise, and take time linear in its length.
 """
 
-import functools
 import re
-from collections.abc import Iterable
 from itertools import islice
 from typing import Literal
 
@@ -16,7 +14,7 @@ from pydantic import PositiveInt
 
 from engine.calculator import NUMBER
 from engine.config import Section
-from engine.data import FILE_OR_HUB, is_file, load_rows
+from engine.data import Hub
 
 
 class Options(Section):
@@ -43,40 +41,8 @@ class Options(Section):
 
 # Data
 
-HUB_ID = "openai/gsm8k"
 EXAMPLE_ROW = {"question": "How many is a dozen and a half?", "answer": "12 + 6 = 18 #### 18"}
-
-
-def load_examples(
-    source: str,
-    split: str,
-    *,
-    options: Options,
-    num_examples: int | None,
-    seed: int,
-    held_out: bool,
-    exclude: Iterable[dict],
-) -> list[dict]:
-    """Questions of one split, "train" or "validation", as rows {question: str, answer: str}.
-
-    With `held_out` a local file is divided between the two splits; a hub dataset has its own, train
-    and test. `num_examples` rows are drawn by `seed`, None takes all; none of them is in `exclude`.
-    Raises ValueError, one line with the fix in it.
-    """
-    return load_rows(
-        source,
-        split,
-        example_row=EXAMPLE_ROW,
-        parse_row=functools.partial(parse_row, options=options),
-        question_key=question_key,
-        num_examples=num_examples,
-        seed=seed,
-        held_out=held_out and is_file(source),
-        exclude=exclude,
-        choices=f"{HUB_ID}, {FILE_OR_HUB}",
-        hub_config="main" if source == HUB_ID else None,
-        hub_split="test" if split == "validation" else "train",
-    )
+HUB = Hub(usual_id="openai/gsm8k", config="main", validation_split="test", divides_train=False)
 
 
 def question_key(example: dict) -> str:

@@ -5,12 +5,11 @@ whether an answer is right; it needs the package math-verify.
 """
 
 import re
-from collections.abc import Iterable
 
 from pydantic import PositiveFloat
 
-from engine.config import Section, import_package
-from engine.data import load_rows
+from engine.config import Section
+from engine.data import Hub
 from tasks.grader import grade, last_boxed, normal_answer
 
 
@@ -24,38 +23,8 @@ class Options(Section):
 # Data
 
 EXAMPLE_ROW = {"problem": "What is $1+1$?", "answer": "2"}
-
-
-def load_examples(
-    source: str,
-    split: str,
-    *,
-    options: Options,
-    num_examples: int | None,
-    seed: int,
-    held_out: bool,
-    exclude: Iterable[dict],
-) -> list[dict]:
-    """Questions of one split, "train" or "validation", as rows {problem: str, answer: str}.
-
-    With `held_out` a local file, or the split train of a hub dataset, is divided. Without it a file
-    is taken whole, and of a hub dataset comes its split train or, for validation, test.
-    `num_examples` rows are drawn by `seed`, None takes all; none of them is in `exclude`. Raises
-    ValueError, one line with the fix in it.
-    """
-    import_package("math-verify", key="task.name = math500")
-    return load_rows(
-        source,
-        split,
-        example_row=EXAMPLE_ROW,
-        parse_row=parse_row,
-        question_key=question_key,
-        num_examples=num_examples,
-        seed=seed,
-        held_out=held_out,
-        exclude=exclude,
-        hub_split="test" if split == "validation" and not held_out else "train",
-    )
+HUB = Hub(validation_split="test")
+PACKAGES = ("math-verify",)  # pip names; one that is missing is named before questions are loaded
 
 
 def question_key(example: dict) -> str:
@@ -68,7 +37,7 @@ def question_key(example: dict) -> str:
     return "".join(char for char in text if char.isalnum() or char in "+-*/^=<>")
 
 
-def parse_row(row: dict) -> dict:
+def parse_row(row: dict, *, options: Options) -> dict:
     """The example in a row, whose answer may also be a number.
 
     Raises ValueError that says what is wrong with the row.

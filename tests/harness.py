@@ -33,12 +33,15 @@ from transformers import (
 
 import engine.model
 import main
-from engine.config import Config, load_config, load_task
+from engine.batches import sample_in_batches
+from engine.config import Config
+from engine.config_file import load_config
 from engine.distributed import World
 from engine.model import Policy
 from engine.optimizer import make_optimizer
 from engine.run import Run
-from engine.sampler import Completion, decode_grouped, sample_in_batches
+from engine.task_module import load_task
+from engine.types import Completion
 from logger import Logger
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -209,8 +212,8 @@ def sample(
     """Completions of each prompt by the policy's own backend; `changes` are to its parameters."""
     decode = {
         "generate": main.decode_with_generate,
-        "grouped": decode_grouped,
-        "captured": functools.partial(decode_grouped, capture=True),
+        "grouped": main.decode_grouped,
+        "captured": functools.partial(main.decode_grouped, capture=True),
     }[policy.backend]
     return sample_in_batches(
         policy.sampler.eval(),

@@ -12,7 +12,7 @@ when.
     ... "saves": 2, "events": 7     at the 7th file event from the moment the 2nd checkpoint of
                                     this process is there, with 0 from the start; the events are
                                     those of rank 0
-    ... "saves": 2, "delay_s": 0.1  so long after that moment, or with "in": ["sampler.py"] after
+    ... "saves": 2, "delay_s": 0.1  so long after that moment, or with "in": ["batches.py"] after
                                     the main thread is next in one of these files
     a kill comes at the latest when the next checkpoint is there
     {"do": "raise", "rank": 1, "calls": 40}  RuntimeError in that call of the reward function

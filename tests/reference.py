@@ -7,8 +7,9 @@ from harness import CPU, make_config, make_run, seed
 from engine.config import Config
 from engine.distributed import World
 from engine.model import Policy
-from engine.sampler import Completion, left_pad
-from main import Trajectory, assign_advantages, update_policy
+from engine.tensors import left_pad
+from engine.types import Completion, Trajectory
+from main import assign_advantages, make_micro_batches, update_policy
 
 NORMALIZATIONS = ["dr_grpo", "token", "sequence", "sum"]
 MAX_NEW_TOKENS = 10
@@ -89,8 +90,16 @@ def update(
     config: Config,
     world: World | None = None,
 ) -> tuple[dict[str, float], dict[str, tuple[float, float]], bool]:
-    """What `main.update_policy` returns for these groups, with this in the optimizer's place."""
-    return update_policy(make_run(policy, config, world=world, optimizer=optimizer), groups)
+    """Metrics and sums of an update by these groups, with this in the optimizer's place.
+
+    Also whether a step with that update counts as skipped, as in `main.run_training`.
+    """
+    run = make_run(policy, config, world=world, optimizer=optimizer)
+    is_broken = run.report_broken(groups) > 0
+    micro_batches = [] if is_broken else make_micro_batches(run, groups)
+    metrics, sums, num_updates = update_policy(run, micro_batches)
+    num_wanted = config.training.num_iterations if micro_batches else 0
+    return metrics, sums, is_broken or num_updates < num_wanted
 
 
 def recorded(policy: Policy, groups, config: Config, world: World | None = None):

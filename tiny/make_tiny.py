@@ -283,14 +283,8 @@ def main() -> None:
 
     torch.manual_seed(0)
     rng = random.Random(0)
-    questions = countdown.load_examples(
-        "generated",
-        "train",
-        options=countdown.Options(),
-        num_examples=100_000,
-        seed=1,
-        held_out=True,
-        exclude=[],
+    questions = countdown.generate_questions(
+        "train", options=countdown.Options(), num_examples=100_000, seed=1, exclude=[]
     )
     texts = [prompt_text(question) for question in questions[:2000]]
     texts += [write_search(**row, phase=PHASES[0], rng=rng) for row in questions[:2000]]

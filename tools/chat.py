@@ -1,4 +1,4 @@
-"""Ask a model questions, typed or piped in: answers stream as they are sampled, then are scored.
+"""Ask a model questions, typed or piped in: answers stream as they are sampled, then get a reward.
 
     python -m tools.chat runs/x/best
     echo "numbers: 3 7 25, target: 46" | python -m tools.chat runs/x/best sampling.temperature=0.7
@@ -22,12 +22,17 @@ from pathlib import Path
 import torch
 from transformers import TextStreamer
 
-from engine.config import ROOT, Config, ConfigError, load_config, load_task
+from engine import ROOT
+from engine.config import Config, ConfigError
+from engine.config_file import load_config
 from engine.distributed import init_world
+from engine.errors import mistakes_cost_one_line
 from engine.prompts import assistant_prefix, encode_prompts, pose
-from engine.run import Run, mistakes_cost_one_line
+from engine.run import Run
+from engine.task_module import load_task
+from engine.types import Trajectory
 from logger import Logger, format_reward, printable
-from main import Trajectory, decode_with_generate, load_policy, score_group
+from main import decode_with_generate, load_policy, reward_group
 
 TYPED = 2  # first word of a seed, beside main.py's TRAINING and VALIDATION
 
@@ -114,7 +119,7 @@ def read_question(run: Run, line: str) -> tuple[dict, list[int]]:
 
 
 def answer(run: Run, example: dict, prompt_ids: list[int], number: int) -> Trajectory:
-    """Sample an answer, printing it token by token, and score it; `number` counts questions."""
+    """Sample an answer, printing it token by token, and reward it; `number` counts questions."""
     show(assistant_prefix(pose(example, task=run.task, options=run.config.task)))
     with run.policy.autocast():
         group = decode_with_generate(
@@ -126,7 +131,7 @@ def answer(run: Run, example: dict, prompt_ids: list[int], number: int) -> Traje
             on_progress=lambda _: None,
             streamer=Stream(run),
         )
-    (trajectory,) = score_group(run, example, prompt_ids, group)
+    (trajectory,) = reward_group(run, example, prompt_ids, group)
     return trajectory
 
 

@@ -4,10 +4,10 @@
     python -m tools.plot results/*.csv --out runs/curves --smooth 1
     python -m tools.plot runs/a --panels eval/pass@1 train/completion_tokens
 
-A run is given as its folder or as its metrics.csv, which may have any name. Runs whose names differ
+Give each run as its folder or as its metrics.csv, which may have any name. Runs whose names differ
 only in the seed at the end (-s0, -s1) share a curve: the mean over the seeds, in a band from the
 lowest to the highest seed, up to the end of the shortest run. The band of a single run is the 95%
-interval of its pass@1. Minutes count steps and evaluations, but neither loading nor saving.
+interval of its pass@1. Minutes are those of steps and evaluations, without loading and saving.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pandas
 
-from engine.config import import_package
+from engine.packages import import_package
 
 BEST_OF = "eval/best_of_"  # the column's name goes on with the number of samples
 PANELS = (  # metric, title, label of the y-axis
@@ -70,10 +70,10 @@ class Table:
 
 
 def read_table(path: Path) -> Table:
-    """Read a run's folder or .csv file; raises OSError or ValueError, which names the file."""
+    """Read a run's folder or .csv file; raises OSError or ValueError with the file's name."""
     file = path / "metrics.csv" if path.is_dir() else path
     text = file.read_text(encoding="utf-8", errors="replace")
-    whole_lines = text[: text.rfind("\n") + 1]  # the last may be half written
+    whole_lines = text[: text.rfind("\n") + 1]  # without a half-written last line
     missing = {"step", "time/step_s", "time/eval_s"} - set(text.split("\n")[0].split(","))
     if missing:
         raise ValueError(f"{file}: no column {', '.join(sorted(missing))}: not a run's metrics.csv")
@@ -107,7 +107,7 @@ def group_seeds(tables: list[Table]) -> dict[str, list[Table]]:
 def curve_of(tables: list[Table], metric: str, *, window: int) -> np.ndarray:
     """The mean over the tables at the steps where all have measured the metric; (5, points).
 
-    The five rows are steps, minutes, mean, low and high, the last two NaN where there is no band.
+    The five rows are steps, minutes, mean, low and high; low and high are NaN without a band.
     """
     curves = [points(table, metric, window=window) for table in tables]
     common = functools.reduce(np.intersect1d, [curve[0] for curve in curves])
@@ -119,9 +119,9 @@ def curve_of(tables: list[Table], metric: str, *, window: int) -> np.ndarray:
 
 
 def points(table: Table, metric: str, *, window: int) -> np.ndarray:
-    """One table's curve, in the rows of `curve_of`, at the steps where the metric was measured.
+    """One table's curve at the steps where the metric was measured, in the rows of `curve_of`.
 
-    The mean is over each value and the `window - 1` values before it, as far as there are any.
+    Each point is the mean of a value and up to `window - 1` values before it.
     """
     if metric == BEST_OF:
         metric = next((name for name in table.rows if name.startswith(BEST_OF)), BEST_OF)

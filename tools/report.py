@@ -3,10 +3,10 @@
     python -m tools.report runs/x                       # writes runs/x/report.html
     python -m tools.report runs/x --out elsewhere.html
 
-The page is tools/report.html with the run's data in it. It needs no server and no network, and a
-run that still trains has one too. Its parts are kept below PART_BYTES: of a long run it shows some
-of the evaluations and of the steps whose rollouts were kept, from the first to the last, and says
-how many.
+The page is tools/report.html with the run's data in it. It needs no server and no network, and can
+be written while the run still trains. The page of a long run would be very large. So it shows only
+some of the evaluations and of the logged steps, from the first to the last, and says how many are
+left out.
 """
 
 import argparse
@@ -19,21 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from engine.config import (
-    Config,
-    built_in_tasks,
-    dotted_values,
-    load_task,
-    read_file,
-    schema,
-    show,
-    task_name,
-)
+from engine.config import Config, dotted_values
+from engine.config_file import read_file, task_name
+from engine.task_module import built_in_tasks, load_task, schema
+from engine.yaml_text import show
 from logger import read_text, shorten
 from tools.plot import BEST_OF, PANELS, Table, points, read_table
 
 TEMPLATE = Path(__file__).with_name("report.html")
-PLACE = "{{data}}"  # where the template takes the run's data
+PLACE = "{{data}}"  # in the template; the run's data replaces it
 PART_BYTES = {"evaluations": 1_000_000, "rollouts": 3_500_000}  # the whole page is below 5 MB
 WINDOW = 5  # steps in the mean of a training curve, as in tools/plot.py
 MAX_POINTS = 400  # of a curve
@@ -42,7 +36,7 @@ MAX_CHARACTERS = 4_000  # of a sample's prompt, completion or gold answer
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """All that the page shows of a run; raises OSError or ValueError, which names the file."""
+    """All that the page shows of a run; raises OSError or ValueError with the file's name."""
     table = read_table(folder)
     rollouts = by_step(read_lines(folder / "rollouts.jsonl"))
     samples = [
@@ -66,7 +60,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 def read_lines(file: Path) -> list[dict]:
     """The objects in a .jsonl file, without a last line that is half written; [] if it is absent.
 
-    Raises ValueError that names the file and the line which is not JSON.
+    Raises ValueError, with the names of file and line, for a line that is not JSON.
     """
     if not file.exists():
         return []
@@ -89,7 +83,7 @@ def by_step(rows: list[dict]) -> list[dict]:
 
 
 def curves(table: Table) -> list[dict]:
-    """The panels of tools/plot.py that the run has: steps, means, and the interval where measured.
+    """The run's panels of tools/plot.py: steps, means and, if it was measured, the interval.
 
     A curve of more than MAX_POINTS points is thinned evenly; its first and last point stay.
     """
@@ -125,7 +119,7 @@ def evaluations(table: Table, samples: list[dict]) -> list[dict]:
 
 
 def shortened(sample: dict) -> dict:
-    """A line of samples.jsonl with texts, none of them very long."""
+    """What the page shows of a line of samples.jsonl, with long texts shortened."""
     texts = ("prompt", "completion", "gold", "answer")
     shown = {name: sample.get(name) for name in texts}
     shown = {name: text if text is None else str(text) for name, text in shown.items()}
@@ -136,7 +130,7 @@ def shortened(sample: dict) -> dict:
 def settings(file: Path) -> Iterator[dict]:
     """Each key of a run's config.yaml, its value and its default, as text.
 
-    A task of the user's own is not imported: the default of a key that only it has is None.
+    A task of the user's own is not imported, so the defaults of its own keys are None.
     """
     values = read_file(file)
     name = task_name(values)
@@ -151,9 +145,9 @@ def settings(file: Path) -> Iterator[dict]:
 
 
 def thin(items: list[dict], max_bytes: int) -> list[dict]:
-    """At most so many bytes of JSON: every second item is left out until they fit.
+    """The items, without every second one until their JSON has at most `max_bytes`.
 
-    The first and the last stay, or the last alone if the two are too large together.
+    The first and the last stay. If the two together are still too large, the last alone stays.
     """
     while sum(len(to_json(item)) for item in items) > max_bytes:
         items = items[:-1:2] + items[-1:] if len(items) > 2 else items[1:]
@@ -161,12 +155,12 @@ def thin(items: list[dict], max_bytes: int) -> list[dict]:
 
 
 def to_json(value: Any) -> str:
-    """JSON in ASCII that no script element can be ended by, whatever the texts are."""
+    """JSON in ASCII without "<", so that no text in it can end the page's script element."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def write_report(folder: Path, out: Path) -> None:
-    """Write the page of the run in `folder`; raises OSError or ValueError, which names the file."""
+    """Write the page of the run in `folder`; raises OSError or ValueError with the file's name."""
     template = TEMPLATE.read_text(encoding="utf-8")
     before, after = template.split(PLACE)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine.config import import_package
+from engine.packages import import_package
 
 WIDTH, LINE_HEIGHT = 8.0, 0.26  # inches
 LINE_S, HOLD_S = 0.35, 2.5  # seconds until the next line, and until the next answer
@@ -18,9 +18,9 @@ GOOD, BAD, PLAIN = "#00795c", "#b3401a", "#333333"
 
 
 def read_answers(path: Path, question: int) -> list[dict]:
-    """The samples of the `question`-th validation question, in the order of the steps.
+    """The samples of one validation question, in the order of the steps; the first question is 0.
 
-    `path` is a run's folder or its samples.jsonl. Raises OSError or ValueError, which names it.
+    `path` is a run's folder or its samples.jsonl. Raises OSError or ValueError that names the file.
     """
     file = path / "samples.jsonl" if path.is_dir() else path
     try:
@@ -74,7 +74,7 @@ def draw_frame(title: str, lines: list[str], color: str, *, num_lines: int) -> A
     for i, line in enumerate(lines):
         y = 1 - LINE_HEIGHT * (i + 2.2) / height
         is_last = i == len(lines) - 1
-        text = line.replace("$", r"\$")  # matplotlib would set what is between two of them as maths
+        text = line.replace("$", r"\$")  # else matplotlib sets a text between two $ as maths
         style = {"family": "DejaVu Sans Mono", "size": 10, "va": "center"}
         figure.text(0.02, y, text, color=color if is_last else PLAIN, **style)
     canvas = FigureCanvasAgg(figure)

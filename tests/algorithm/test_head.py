@@ -12,9 +12,10 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import main
 from engine import head
-from engine.head import CompletionScorer, head_log_probs, token_log_probs
+from engine.head import head_log_probs
 from engine.model import Policy
 from logger import Logger
+from main import CompletionScorer, token_log_probs
 
 M, H, V = 5, 3, 11
 COLUMNS = (1, 4, 11, 50)  # a block's; 4 does not divide 11, and the last two make one block

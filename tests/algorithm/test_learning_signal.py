@@ -4,28 +4,31 @@ How these become one gradient is in test_update.py, the KL penalty's part of it 
 """
 
 import math
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from harness import alone, make_config
 
-from engine.sampler import Completion
-from main import (
-    MicroBatch,
-    Trajectory,
-    assign_advantages,
-    cispo_token_loss,
-    compare_policies,
+from engine.losses import (
+    cispo_loss,
     completion_means,
+    kl_penalty,
+    off_policy_loss,
+    ppo_loss,
+    truncated_importance,
+)
+from engine.metrics import rollout_sums
+from engine.types import Completion, MicroBatch, Trajectory
+from main import (
+    accumulate_gradient,
+    assign_advantages,
     grpo_advantages,
     is_equal_group,
     k_best_mask,
-    kl_penalty,
-    policy_token_loss,
-    rollout_sums,
     token_weights,
-    truncated_importance,
 )
 
 
@@ -97,8 +100,7 @@ def test_sil_imitates_the_k_best_of_every_group_of_equals_too():
     """Groups of equals were left out once, since any k of them would do: see PITFALLS.md."""
     groups = [make_rows(0.0, 1.1, 0.1, 1.1), make_rows(0.1, 0.1, 0.1, 0.1)]
     sil = ["training.learning_type=sil", "training.k_best_of_n=[2,4]"]
-    rewards = assign_advantages(groups, make_config(*sil))
-    assert rewards.tolist() == [[0.0, 1.1, 0.1, 1.1], [0.1] * 4]
+    assign_advantages(groups, make_config(*sil))
     assert [[t.advantage for t in group] for group in groups] == [[0, 1, 0, 1], [1, 1, 0, 0]]
     in_batch = [[t.in_batch for t in group] for group in groups]
     assert in_batch == [[False, True, False, True], [True, True, False, False]]
@@ -161,13 +163,8 @@ def gradient_of_the_objective(
 ) -> float:
     """d objective / d log-prob of one token; the objective is minus the loss."""
     log_probs = torch.tensor([[math.log(ratio) - 2]], requires_grad=True)
-    loss = policy_token_loss(
-        log_probs,
-        torch.tensor([advantage]),
-        old_log_probs=torch.tensor([[-2.0]]),
-        clip_eps=eps,
-        clip_eps_high=eps_high,
-    )
+    old = torch.tensor([[-2.0]])
+    loss, _ = ppo_loss(log_probs, torch.tensor([advantage]), old, eps=eps, eps_high=eps_high)
     loss.sum().backward()
     return -log_probs.grad.item()
 
@@ -193,28 +190,24 @@ def test_the_clip_may_be_wider_above_than_below(advantage, ratio, gradient):
 def test_the_clipped_objective_by_hand():
     """min(ratio A, clip(ratio) A): 1.5 is cut to 1.2 for A = 2, not for A = -2."""
     log_probs = torch.tensor([[1.5, 0.5], [1.5, 0.5]]).log()
-    loss = policy_token_loss(
-        log_probs,
-        torch.tensor([2.0, -2.0]),
-        old_log_probs=torch.zeros((2, 2)),
-        clip_eps=0.2,
-        clip_eps_high=0.2,
-    )
+    advantages = torch.tensor([2.0, -2.0])
+    loss, _ = ppo_loss(log_probs, advantages, torch.zeros((2, 2)), eps=0.2, eps_high=0.2)
     assert torch.allclose(loss, torch.tensor([[-2.4, -1.0], [3.0, 1.6]]))
 
 
 def test_reinforce_and_the_ratio_have_the_same_gradient_while_the_ratio_is_one():
     """Though their losses differ: at ratio 1 a group's ratio loss is 0, its gradient is not."""
-    advantages = torch.tensor([0.75, -0.75])
     gradients, losses = [], []
-    for old_log_probs in (None, torch.tensor([[-1.0, -2.0], [-0.5, -3.0]])):
-        log_probs = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]], requires_grad=True)
-        loss = policy_token_loss(
-            log_probs, advantages, old_log_probs=old_log_probs, clip_eps=0.2, clip_eps_high=0.2
-        )
-        loss.sum().backward()
+    for is_first in (True, False):
+        log_probs, batch = make_compared([[1.0, 1.0], [1.0, 1.0]], [[True] * 2] * 2, [0.75, -0.75])
+        with torch.no_grad():
+            log_probs.copy_(torch.tensor([[-1.0, -2.0], [-0.5, -3.0]]))
+        batch.old_log_probs = None if is_first else log_probs.detach().clone()
+        params = SimpleNamespace(temperature=1.0)
+        policy = SimpleNamespace(scorer=Mock(return_value=log_probs), params=params)
+        run = SimpleNamespace(config=make_config(), policy=policy)
+        losses.append(accumulate_gradient(run, batch, {}))
         gradients.append(log_probs.grad)
-        losses.append(loss.sum().item())
     assert torch.allclose(*gradients)
     assert gradients[0].tolist() == [[-0.75, -0.75], [0.75, 0.75]]
     assert losses == pytest.approx([0.75 * 3.0 - 0.75 * 3.5, 0.0])
@@ -229,12 +222,8 @@ def test_cispo_trains_every_token_with_a_weight_that_is_limited_from_above(
 ):
     """min(ratio, 1.3) A, whatever the sign of A; PPO leaves out ratios of 3 for A = 2."""
     log_probs = torch.tensor([[math.log(ratio) - 2]], requires_grad=True)
-    loss = cispo_token_loss(
-        log_probs,
-        torch.tensor([float(advantage)]),
-        old_log_probs=torch.tensor([[-2.0]]),
-        clip_eps_high=0.3,
-    )
+    advantages, old = torch.tensor([float(advantage)]), torch.tensor([[-2.0]])
+    loss, _ = cispo_loss(log_probs, advantages, old, eps_high=0.3)
     loss.sum().backward()
     assert log_probs.grad.item() == pytest.approx(-gradient, abs=1e-6)
     assert loss.item() == pytest.approx(-gradient * log_probs.item(), abs=1e-6)
@@ -255,15 +244,23 @@ def make_compared(ratios: list[list[float]], mask: list[list[bool]], advantages:
     log_ratios, completion_mask = torch.tensor(ratios).log(), torch.tensor(mask)
     old = torch.linspace(-3, -1, log_ratios.numel()).view_as(log_ratios)
     batch = MicroBatch(
+        trajectories=[],
         input_ids=torch.zeros_like(completion_mask),
         mask=completion_mask,
         completion_mask=completion_mask,
         advantages=torch.tensor(advantages),
-        weights=completion_mask.float(),
+        token_weights=completion_mask.float(),
         sampler_log_probs=old,
         old_log_probs=old,
     )
     return (old + log_ratios).requires_grad_(), batch
+
+
+def loss_of(config, batch: MicroBatch, log_probs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The loss of each token by the config's policy_loss, and which are clipped."""
+    return off_policy_loss(
+        config.training, log_probs, batch.advantages, batch.old_log_probs, batch.completion_mask
+    )
 
 
 @pytest.mark.parametrize(
@@ -277,8 +274,8 @@ def test_gspo_clips_whole_completions_by_hand(advantage, product, gradient):
     config = make_config(
         "training.policy_loss=gspo", "training.clip_eps=0.09", "training.clip_eps_high=0.2"
     )
-    loss, is_clipped = compare_policies(config, batch, log_probs)
-    (batch.weights * loss).sum().backward()
+    loss, is_clipped = loss_of(config, batch, log_probs)
+    (batch.token_weights * loss).sum().backward()
     expected = torch.tensor([[-gradient, -gradient, 0.0]])
     torch.testing.assert_close(log_probs.grad, expected, rtol=0, atol=1e-6)
     assert is_clipped[batch.completion_mask].tolist() == [gradient == 0] * 2
@@ -299,7 +296,7 @@ def test_each_loss_says_which_tokens_it_clips(policy_loss, clipped):
     )
     eps = {"ppo": 0.2, "cispo": 0.2, "gspo": 0.01}[policy_loss]
     config = make_config(f"training.policy_loss={policy_loss}", f"training.clip_eps={eps}")
-    loss, is_clipped = compare_policies(config, batch, log_probs)
+    loss, is_clipped = loss_of(config, batch, log_probs)
     assert is_clipped.tolist() == clipped
     loss.sum().backward()
     has_gradient = log_probs.grad[:2].ne(0).tolist()
@@ -349,8 +346,8 @@ def test_rollout_metrics_are_sums_and_counts_over_all_rows():
         [make_row(1.0, num_tokens=2, solved=True), make_row(0.0, truncated=True)],
         make_rows(0.1, 0.1),
     ]
-    rewards = assign_advantages(groups, make_config("training.k_best_of_n=[2,2]"))
-    sums = rollout_sums(groups, rewards, ("format", "answer"))
+    assign_advantages(groups, make_config("training.k_best_of_n=[2,2]"))
+    sums = rollout_sums(groups, ("format", "answer"))
     expected = {
         "train/reward": (1.2, 4),
         "train/reward_std": (math.sqrt(0.5), 2),
@@ -368,11 +365,11 @@ def test_rollout_metrics_are_sums_and_counts_over_all_rows():
 
 
 def test_the_share_of_answers_whose_grading_was_stopped_is_a_metric_where_a_task_counts_it():
-    rows, rewards = make_rows(1.0, 0.0), torch.tensor([[1.0, 0.0]])
-    assert "train/reward_timeouts" not in rollout_sums([rows], rewards, ("format", "answer"))
+    rows = make_rows(1.0, 0.0)
+    assert "train/reward_timeouts" not in rollout_sums([rows], ("format", "answer"))
     for row, timeout in zip(rows, (0.0, 1.0), strict=True):
         row.reward_parts = {"answer": 0.0, "timeout": timeout}
-    sums = rollout_sums([rows], rewards, ("answer", "timeout"))
+    sums = rollout_sums([rows], ("answer", "timeout"))
     assert sums["train/reward_timeouts"] == (1.0, 2)
     assert "train/part_timeout" not in sums and "train/part_format" not in sums
 
@@ -380,7 +377,7 @@ def test_the_share_of_answers_whose_grading_was_stopped_is_a_metric_where_a_task
 def test_a_right_answer_that_rambles_on_until_it_is_cut_off_is_solved_but_has_not_ended():
     """A gap between the two rates: the policy solves questions and does not stop."""
     rows = [make_row(1.0, solved=True), make_row(1.0, solved=True, truncated=True), make_row(0.0)]
-    sums = rollout_sums([rows], torch.tensor([[1.0, 1.0, 0.0]]), ("answer",))
+    sums = rollout_sums([rows], ("answer",))
     assert sums["train/solved"] == (2, 3)
     assert sums["train/solved_and_ended"] == (1, 3)
 

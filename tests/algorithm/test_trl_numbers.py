@@ -39,15 +39,9 @@ from benchmarks.trl_inputs import (
     REWARDS,
     ROW_ADVANTAGES,
 )
-from main import (
-    MicroBatch,
-    UpdateSums,
-    accumulate_gradient,
-    grpo_advantages,
-    kl_penalty,
-    policy_token_loss,
-    token_weights,
-)
+from engine.losses import kl_penalty, ppo_loss
+from engine.types import MicroBatch
+from main import accumulate_gradient, grpo_advantages, token_weights
 
 TOLERANCE = {"rtol": 0, "atol": 1e-6}
 NORMALIZATIONS = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "dr_grpo"}
@@ -181,11 +175,12 @@ MASK = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
 def make_batch(normalization: str, *, is_first: bool = False) -> MicroBatch:
     """`is_first`: this policy sampled the batch, and the reference has not scored it yet."""
     return MicroBatch(
+        trajectories=[],
         input_ids=torch.zeros(4, 6, dtype=torch.long),
         mask=torch.ones(4, 6, dtype=torch.bool),
         completion_mask=MASK,
         advantages=torch.tensor(ROW_ADVANTAGES),
-        weights=token_weights(
+        token_weights=token_weights(
             MASK,
             normalization=normalization,
             num_rows=4,
@@ -214,9 +209,9 @@ def loss_and_gradient(
         f"training.kl_coef={kl_coef}",
         *overrides,
     )
-    sums = UpdateSums()
+    sums: dict[str, tuple[float, float]] = {}
     loss = accumulate_gradient(SimpleNamespace(config=config, policy=policy), batch, sums)
-    return loss, log_probs.grad, sums.as_metrics()
+    return loss, log_probs.grad, sums
 
 
 def assert_close(ours: torch.Tensor, figures: list[list[float]]) -> None:
@@ -230,12 +225,12 @@ def test_the_advantages_are_those_of_trl(scale, divide_by_std):
 
 
 def test_the_loss_of_each_token_is_that_of_trl():
-    loss = policy_token_loss(
+    loss, _ = ppo_loss(
         torch.tensor(LOG_PROBS),
         torch.tensor(ROW_ADVANTAGES),
-        old_log_probs=torch.tensor(OLD_LOG_PROBS),
-        clip_eps=CLIP_EPS,
-        clip_eps_high=CLIP_EPS_HIGH,
+        torch.tensor(OLD_LOG_PROBS),
+        eps=CLIP_EPS,
+        eps_high=CLIP_EPS_HIGH,
     )
     assert_close(loss * MASK, TRL_TOKEN_LOSS)
 

@@ -46,7 +46,8 @@ from engine.distributed import World, settle_ddp_buckets
 from engine.metrics import Clock
 from engine.model import Policy
 from engine.optimizer import make_optimizer
-from main import Trajectory, pack_rows, sample_trajectories
+from engine.types import Trajectory
+from main import pack, sample_trajectories
 
 # Micro-batches
 
@@ -61,7 +62,7 @@ def make_rows(*lengths: tuple[int, int]) -> list[Trajectory]:
 def test_every_row_is_in_one_micro_batch_within_the_limit(lengths, max_tokens):
     """Rows x (longest prompt + longest completion), as the batch is padded; a long row is alone."""
     rows = make_rows(*lengths)
-    batches = list(pack_rows(rows, max_tokens))
+    batches = list(pack(rows, max_tokens))
     assert sorted(id(row) for batch in batches for row in batch) == sorted(map(id, rows))
     for batch in batches:
         longest_prompt = max(len(row.prompt_ids) for row in batch)
@@ -73,7 +74,7 @@ def test_every_row_is_in_one_micro_batch_within_the_limit(lengths, max_tokens):
 def test_rows_share_a_micro_batch_as_long_as_they_fit():
     """In order of length: 3 x (3 + 4) would be above 16, 2 x (3 + 5) is not."""
     rows = make_rows((3, 4), (3, 1), (3, 5), (3, 2))
-    lengths = [[len(row.completion.token_ids) for row in batch] for batch in pack_rows(rows, 16)]
+    lengths = [[len(row.completion.token_ids) for row in batch] for batch in pack(rows, 16)]
     assert lengths == [[1, 2], [4, 5]]
 
 
@@ -82,7 +83,7 @@ def test_the_limits_make_one_two_and_eight_micro_batches():
     rows = [t for group in (EASY, HARD) for t in make_group(*group)]
     limits = {ALL_TOGETHER: [8], FOUR_BY_FOUR: [4, 4], ONE_BY_ONE: [1] * 8}
     for limit, sizes in limits.items():
-        assert [len(batch) for batch in pack_rows(rows, limit)] == sizes
+        assert [len(batch) for batch in pack(rows, limit)] == sizes
 
 
 # The gradient is that of the whole batch
@@ -143,7 +144,7 @@ def updates_of_unlike_ranks(world: World, folder: Path) -> tuple[list[np.ndarray
     config = config_of(*GRPO, *overrides)
     groups = make_groups(config, *([EASY], [HARD, EQUAL, LONG])[world.rank])
     rows = [t for group in groups for t in group if t.advantage]
-    assert len(list(pack_rows(rows, limit))) == (1, 6)[world.rank]
+    assert len(list(pack(rows, limit))) == (1, 6)[world.rank]
     recorder = Recorder(policy.model, rate=1.0)
     metrics, _, _ = update(policy, recorder, groups, config, world)
     return recorder.gradients, metrics["train/loss"]
@@ -419,6 +420,20 @@ def test_ranks_without_advantages_neither_hang_nor_diverge(rotary_model_folder, 
     assert first[0][1]["train/grad_norm"] == pytest.approx(np.linalg.norm(expected), rel=1e-5)
 
 
+def counted_tokens(world: World, folder: Path) -> list[float]:
+    """How many tokens this rank counts in two metrics, where rank 1 has nothing to train on."""
+    policy, config = make_policy(folder, world=world, is_exact=True), config_of(*GRPO)
+    groups = make_groups(config, EQUAL if world.rank == 1 else EASY)
+    _, sums, _ = update(policy, Recorder(policy.model), groups, config, world)
+    return [sums[f"train/{name}"][1] for name in ("clip_frac", "sampler_mismatch")]
+
+
+def test_the_row_of_a_rank_without_a_lesson_is_in_no_metric(rotary_model_folder, tmp_path):
+    """It was counted, while the filler passes of a sharded run were not."""
+    ranks = run_on_ranks(counted_tokens, 2, rotary_model_folder, folder=tmp_path)
+    assert ranks == [[5 + 7 + 2 + 6] * 2, [0, 0]]
+
+
 # What a rollout leaves behind
 
 
@@ -460,7 +475,6 @@ def sample_some(policy: Policy, config: Config) -> None:
         num_samples=4,
         params=replace(policy.params, temperature=1.3),
         clock=Clock(),
-        description="rollout",
     )
     assert [len(group) for group in groups] == [4, 4]
 

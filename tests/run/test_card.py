@@ -14,11 +14,11 @@ from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from engine.checkpoint import save_model
-from engine.config import load_task
 from engine.distributed import World
-from engine.export import ExportError, merged_card, model_card
+from engine.export import ExportError, export, merged_card, model_card
 from engine.prompts import encode_prompts, render_prompts
-from engine.run import State, export
+from engine.run import State
+from engine.task_module import load_task
 
 MEASURED = {"eval/pass@1": 0.67912, "eval/pass@1_low": 0.65, "eval/pass@1_high": 0.7}
 MEASURED |= {"eval/pass@8": 0.9, "eval/pass@16": 0.95, "eval/completion_tokens": 31.23}

@@ -13,8 +13,9 @@ def signs_after(steps: list[dict], *, num_questions: int = 16) -> list[list[str]
     """The names of the signs after each of the steps."""
     state, signs = State(), []
     for metrics in steps:
-        state.advance(HEALTHY | metrics, num_questions=num_questions, is_skipped=False)
-        assert state.row["train/collapsed"] == bool(state.signs)
+        done = {"is_skipped": False, "has_moved": True}
+        state.advance(HEALTHY | metrics, "", num_questions=num_questions, **done)
+        assert state.unrecorded["metrics"]["train/collapsed"] == bool(state.signs)
         signs.append(list(state.signs))
     return signs
 
@@ -68,7 +69,7 @@ def test_a_sign_is_reported_once_while_it_lasts():
     state, reported = State(), []
     for solved in [0.6] * 10 + [0.0] * 20:
         metrics = HEALTHY | {"train/solved": solved}
-        reported += state.advance(metrics, num_questions=16, is_skipped=False)
+        reported += state.advance(metrics, "", num_questions=16, is_skipped=False, has_moved=True)
     assert reported == ["solved fell from 0.600 to 0.240"]
 
 

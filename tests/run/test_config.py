@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 import countdown
+from engine import ROOT
 from engine.config import (
-    ROOT,
     Config,
     ConfigError,
     TaskSettings,
@@ -19,14 +19,13 @@ from engine.config import (
     check_world,
     differences,
     dotted_values,
-    dump,
-    import_package,
-    known_keys,
-    load_config,
-    load_task,
     run_name,
-    show,
 )
+from engine.config_file import dump, load_config
+from engine.config_help import known_keys
+from engine.packages import import_package
+from engine.task_module import load_task
+from engine.yaml_text import show
 
 GUESSING = """
 from typing import Annotated
@@ -62,6 +61,8 @@ def generate_prompt(example, *, options): ...
 def reward_function(completion, example, *, options, num_tokens): ...
 def extract_answer(completion, example, *, options): ...
 """
+
+ROW_NAMES = "EXAMPLE_ROW = {}\ndef parse_row(row, *, options): ...\n"
 
 
 def load(*arguments):
@@ -202,6 +203,7 @@ def test_annotations_of_a_tasks_options_may_be_text(guessing):
     [
         ("def extract_answer", "def extract", "a task must define extract_answer; countdown.py sh"),
         ('REWARD_PARTS = ("answer", "length")', "", "a task must define REWARD_PARTS"),
+        ("def load_examples(", f"{ROW_NAMES}def load(", "a task must define question_key; countdo"),
         ('("answer", "length")', '("answer")', "REWARD_PARTS must be a tuple of names with"),
         ('("answer", "length")', "()", "REWARD_PARTS must be a tuple of names with"),
         ('("answer", "length")', '("length",)', "REWARD_PARTS must be a tuple of names with"),
@@ -574,6 +576,8 @@ def test_a_missing_package_is_named_with_what_installs_it(package, monkeypatch):
     monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
     with pytest.raises(ValueError, match=rf"^a\.b: needs a package: pip install {package}==\d"):
         import_package(package, key="a.b")
+    with pytest.raises(ValueError, match=r"pip install a-package-of-the-users$"):
+        import_package("a-package-of-the-users", key="task.name = own")
 
 
 def test_a_package_that_is_there_is_imported_by_the_name_that_pip_has_for_it():
@@ -713,7 +717,7 @@ def test_a_recipe_loads_and_holds_only_what_differs(path):
 
 def test_every_key_is_read_somewhere():
     sources = [*ROOT.glob("*.py"), *ROOT.glob("engine/*.py")]
-    text = "\n".join(path.read_text() for path in sources if path.name != "config.py")
+    text = "\n".join(path.read_text() for path in sources if not path.name.startswith("config"))
     text += " ".join(re.findall(r"self\.[\w.]+", (ROOT / "engine/config.py").read_text()))
     unread = [
         key for key in known_keys(Config) if not re.search(rf"\.{key.split('.')[-1]}\b", text)
@@ -723,7 +727,8 @@ def test_every_key_is_read_somewhere():
 
 def test_reading_the_configuration_imports_none_of_the_heavy_libraries():
     check = (
-        "import engine.config, sys; print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
+        "import engine.config_file, sys\n"
+        "print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
     )
     command = [sys.executable, "-c", check]
     assert subprocess.check_output(command, cwd=ROOT, text=True).strip() == "set()"

@@ -10,8 +10,8 @@ import torch
 from harness import CPU, ROOT, make_config
 from transformers import AutoConfig, Qwen2Config
 
-from engine import estimate
-from engine.estimate import cache_bytes, check_disk, check_memory, memory_parts
+from engine import fit
+from engine.fit import cache_bytes, check_disk, check_memory, memory_parts
 from engine.model import load_model_and_tokenizer
 
 ROTARY_TOKEN = 2 * 2 * 2 * 8  # numbers in the cache: two layers, keys and values, two heads of 8
@@ -61,9 +61,9 @@ def assert_needs(num_bytes: int, model_folder: Path, *overrides: str, match: str
     """The run fits into so many bytes, and is refused with `match` where there is one less."""
     model_config, config = AutoConfig.from_pretrained(model_folder), make_config(*overrides)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(estimate, "memory_for_a_rank", lambda device: (num_bytes, "here"))
+        patch.setattr(fit, "memory_for_a_rank", lambda device: (num_bytes, "here"))
         check_memory(model_config, config, device=CPU, samples_copy=False)
-        patch.setattr(estimate, "memory_for_a_rank", lambda device: (num_bytes - 1, "here"))
+        patch.setattr(fit, "memory_for_a_rank", lambda device: (num_bytes - 1, "here"))
         with pytest.raises(ValueError, match=match):
             check_memory(model_config, config, device=CPU, samples_copy=False)
 
@@ -228,7 +228,7 @@ def test_the_host_must_hold_the_model_for_each_rank(rotary_model_folder, monkeyp
     model_config = AutoConfig.from_pretrained(rotary_model_folder)
     config = make_config("model.shard=true")
     monkeypatch.setattr(
-        estimate,
+        fit,
         "memory_for_a_rank",
         lambda device: (1e9, "the GPU") if device.type == "cuda" else (4 * 40_800 - 1, "the host"),
     )

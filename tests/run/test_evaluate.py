@@ -23,11 +23,12 @@ from harness import (
 
 import countdown
 import main
-from engine.config import load_config
+from engine.config_file import load_config
 from engine.distributed import World
+from engine.evaluation import single_answer_metrics
 from engine.prompts import encode_prompts
-from engine.run import Run, run_folder, single_answer_metrics
-from engine.sampler import Completion
+from engine.run import Run, run_folder
+from engine.types import Completion
 
 TINY = ROOT / "tiny"  # gives answers to vote on
 EXACT = {"is_exact": True}  # so that one rank and two sample the same

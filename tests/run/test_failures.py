@@ -38,9 +38,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import engine.distributed
 import main
 from engine import checkpoint
-from engine.config import load_config
+from engine.config_file import load_config
 from engine.distributed import World, agree_on_start, read_environment
-from engine.run import Run, mistakes_cost_one_line
+from engine.errors import mistakes_cost_one_line
+from engine.run import Run
 
 FOUR, SEVEN, LONG = (f"training.num_steps={steps}" for steps in (4, 7, 100000))
 TERM, INT = signal.SIGTERM, signal.SIGINT
@@ -125,7 +126,7 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_bit_for_bit(
         call_first(patch, place, step=step, then=signal.raise_signal, argument=number)
         assert main.run_training(load_run(tmp_path, model, *overrides)) == status
     state = last_state(tmp_path)
-    assert state["step"] == saved and (state["row"] is not None) == is_waiting
+    assert state["step"] == saved and (state["unrecorded"] is not None) == is_waiting
     assert num_rows(tmp_path) == saved + 1 - is_waiting
     again = load_run(tmp_path, model, *overrides)
     assert again.is_resumed and again.state.step == saved

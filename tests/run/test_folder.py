@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 import main
 from engine import checkpoint
-from engine.config import load_config
+from engine.config_file import load_config
 
 TWO, THREE = "training.num_steps=2", "training.num_steps=3"
 

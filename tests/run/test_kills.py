@@ -18,7 +18,7 @@ EVALUATIONS = ("validation.every=1", "validation.num_examples=8", "validation.be
 BETTER_AT_STEP_2 = {"rates": [0.1, 0.1, 0.3, 0.2]}  # than before, so that best/ is replaced
 PHASES = {  # by what is on the main thread's stack, the first that is
     "save": ("checkpoint.py", "logger.py"),
-    "rollout": ("sampler.py",),
+    "rollout": ("batches.py",),
     "update": ("head.py", "torch/optim", "torch/autograd"),
 }
 

@@ -194,16 +194,6 @@ def test_a_resumed_run_has_neither_a_gap_nor_a_doubled_step(tmp_path):
         assert (resumed / name).read_bytes() == (unbroken / name).read_bytes()
 
 
-def test_the_rollouts_of_a_step_whose_row_waits_are_kept(tmp_path):
-    """They are written before the evaluation that the row waits for, and never again."""
-    log_steps(start(tmp_path), range(1, 5))
-    rollouts = tmp_path / "rollouts.jsonl"
-    rollouts.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 5)))
-    start(tmp_path, resume_step=3, row_waits=True)
-    assert logged_steps(tmp_path) == ([1, 2],) * 3
-    assert [row["step"] for row in read_jsonl(rollouts)] == [1, 2, 3]
-
-
 def test_a_run_killed_before_its_first_row_can_be_resumed(tmp_path):
     (tmp_path / "metrics.csv").write_text("step,trai")
     log_steps(start(tmp_path, resume_step=0), range(1, 3))

@@ -50,16 +50,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import main
-from engine.config import load_config
+from engine.config_file import load_config
 from engine.distributed import World
-from engine.estimate import check_memory
-from engine.export import ExportError, push
-from engine.head import CompletionScorer
+from engine.export import ExportError, export, push
+from engine.fit import check_memory
 from engine.lora import keep_4bit_layout, quantization_config
 from engine.metrics import Clock
 from engine.model import Policy
 from engine.optimizer import make_optimizer
-from engine.run import export
 
 LORA = "model.lora={r: 4, alpha: 8}"
 IN_4BIT = "model.load_in_4bit=true"
@@ -109,7 +107,6 @@ def sample(policy: Policy, config, *, num_samples: int = 4) -> list[main.Traject
         num_samples=num_samples,
         params=replace(policy.params, temperature=config.sampling.temperature),
         clock=Clock(),
-        description="",
     )
     return [trajectory for group in groups for trajectory in group]
 
@@ -247,7 +244,7 @@ def test_the_reference_is_the_model_that_the_run_started_from(model_folder, kind
     ids = torch.arange(2, 12)[None]
     batch, how = (ids, torch.ones_like(ids).bool()), {"num_tokens": 5, "temperature": 1.0}
     on, ref = policy.scorer(*batch, **how), policy.reference(*batch, **how)
-    scorer = CompletionScorer(start, torch.float32, chunked=True)
+    scorer = main.CompletionScorer(start, torch.float32, chunked=True)
     assert torch.equal(ref, scorer(*batch, **how))
     assert (on - ref).abs().max() > 0.01
     assert torch.equal(policy.scorer(*batch, **how), on)
@@ -440,7 +437,7 @@ def test_an_adapter_is_evaluated_on_its_base(finished, tmp_path, monkeypatch):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     figures = {name: value for name, value in json.loads(lines[2]).items() if "eval/" in name}
     assert figures.pop("eval/pass@1") == 0.4  # as given
-    assert len(figures) == 6
+    assert len(figures) == 7
     grade_by_text(monkeypatch)
     overrides = [f"--config={folder / 'config.yaml'}", "mode=evaluate"]
     overrides += [f"model.name={folder / 'best'}", f"run.dir={tmp_path}"]
@@ -566,7 +563,7 @@ def test_an_adapter_needs_far_less_memory(rotary_model_folder, monkeypatch):
     or half a byte in the matrices. The reference takes nothing.
     """
     model_config = AutoConfig.from_pretrained(rotary_model_folder)
-    monkeypatch.setattr("engine.estimate.cache_bytes", lambda *args, **kwargs: 0)
+    monkeypatch.setattr("engine.fit.cache_bytes", lambda *args, **kwargs: 0)
     evaluating, bf16 = ("mode=evaluate", IN_4BIT), torch.bfloat16
     cases = [
         ((LORA,), torch.float32, 40_800 * 4 + 4_096 * 16),
@@ -577,7 +574,7 @@ def test_an_adapter_needs_far_less_memory(rotary_model_folder, monkeypatch):
         ((f"{LORA[:-1]}, target_modules: [q_proj, v_proj]}}",), bf16, 40_800 * 2 + 896 * 16),
     ]
     available: list[int] = []
-    monkeypatch.setattr("engine.estimate.memory_for_a_rank", lambda _: (available[-1], "it"))
+    monkeypatch.setattr("engine.fit.memory_for_a_rank", lambda _: (available[-1], "it"))
     for overrides, dtype, needed in cases:
         config = make_config(*overrides, KL)
         settings = {"device": CPU, "samples_copy": False, "weight_dtype": dtype}

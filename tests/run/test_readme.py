@@ -55,7 +55,7 @@ def test_requirements_are_pinned_exactly_and_name_no_host():
 def test_every_excerpt_is_in_main_word_for_word():
     main = (ROOT / "main.py").read_text(encoding="utf-8")
     excerpts = [block for block in blocks("python") if not block.startswith('"""')]
-    assert len(excerpts) == 9
+    assert len(excerpts) == 10
     for excerpt in excerpts:
         assert len(excerpt.splitlines()) <= 15
         assert any(textwrap.indent(excerpt, " " * n) in main for n in (0, 4, 8, 12, 16)), excerpt

@@ -13,7 +13,8 @@ from harness import ROOT, alone, grade_by_text, sample, save_random, save_writer
 from transformers import AutoModelForCausalLM, NanoChatConfig, NanoChatForCausalLM
 
 import main
-from engine.config import Config, load_config
+from engine.config import Config
+from engine.config_file import load_config
 from engine.optimizer import make_optimizer
 from engine.prompts import completion_text, encode_prompts
 from logger import Logger

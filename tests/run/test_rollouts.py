@@ -1,6 +1,7 @@
 """rollouts.jsonl: what is kept of a step, to which numbers, and that it stays small."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,10 +10,9 @@ from harness import make_config, make_policy, make_run, read_jsonl, train
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-import main
-from engine import rollouts
+from engine import rollouts_log as rollouts
 from engine.run import Run
-from engine.sampler import Completion
+from engine.types import Completion, Trajectory
 
 
 @pytest.fixture
@@ -24,13 +24,20 @@ def run(rotary_model_folder, tmp_path) -> Run:
     return run
 
 
-def trajectory(ids: list[int], reward: float = 1.0, **changes) -> main.Trajectory:
+def trajectory(ids: list[int], reward: float = 1.0, **changes) -> Trajectory:
     """A completion that ended by itself, whose token i has log-probability -i and entropy i / 8."""
     positions = np.arange(len(ids), dtype=np.float32)
     inserted = np.zeros(len(ids), dtype=bool)
     completion = Completion(ids, -positions, positions / 8, False, inserted)
     parts = {"format": 1.0, "answer": reward}
-    return main.Trajectory([2, 3], completion, "", parts, reward, **changes)
+    return Trajectory([2, 3], completion, "", parts, reward, **changes)
+
+
+def log(run: Run, groups: list, questions: list[dict], *micro_batches: object, step: int) -> None:
+    run.state.step = step - 1
+    lines = rollouts.describe_rollouts(run, groups, questions, list(micro_batches))
+    with (run.folder / "rollouts.jsonl").open("a") as file:
+        file.write(lines)
 
 
 def kept(run: Run) -> list[dict]:
@@ -75,11 +82,12 @@ def test_spaces_stay_where_the_tokenizer_drops_the_first_one_of_a_text():
 def test_a_line_holds_the_groups_completions_best_first(run):
     group = [
         trajectory([5, 6, 7], 0.25, advantage=-0.75),
-        trajectory([8, 9], 1.0, advantage=1 / 3, weight=1 / 7),
+        trajectory([8, 9], 1.0, advantage=1 / 3),
     ]
+    trained = SimpleNamespace(trajectories=group[1:], token_weights=torch.tensor([[1 / 7, 0.0]]))
     group[0].completion.is_inserted[1] = True
     question = {"nums": [1, 2], "target": 3}
-    rollouts.log_rollouts(run, [group], [question], step=4)
+    log(run, [group], [question], trained, step=4)
     (line,) = kept(run)
     best, worst = line["completions"]
     tokenizer = run.policy.tokenizer
@@ -95,13 +103,13 @@ def test_a_line_holds_the_groups_completions_best_first(run):
 def test_log_probabilities_that_are_not_finite_are_null(run):
     broken = trajectory([5, 6])
     broken.completion.log_probs[1] = np.nan
-    rollouts.log_rollouts(run, [[broken]], [{}], step=1)
+    log(run, [[broken]], [{}], step=1)
     assert kept(run)[0]["completions"][0]["log_probs"] == [0, None]
 
 
 def test_of_a_large_group_the_best_and_the_worst_are_kept(run):
     group = [trajectory([5], reward) for reward in range(40)]
-    rollouts.log_rollouts(run, [group], [{}], step=1)
+    log(run, [group], [{}], step=1)
     (line,) = kept(run)
     rewards = [row["reward"] for row in line["completions"]]
     assert line["size"] == 40
@@ -110,7 +118,7 @@ def test_of_a_large_group_the_best_and_the_worst_are_kept(run):
 
 def test_a_long_completion_is_kept_without_its_middle(run):
     ids = list(itertools.islice(itertools.cycle(range(5, 205)), 600))
-    rollouts.log_rollouts(run, [[trajectory(ids)]], [{}], step=1)
+    log(run, [[trajectory(ids)]], [{}], step=1)
     row = kept(run)[0]["completions"][0]
     assert row["gap"] == [384, 600 - 512]
     assert row["log_probs"] == [-float(i) for i in [*range(384), *range(472, 600)]]
@@ -123,11 +131,11 @@ def test_steps_that_are_not_due_and_other_ranks_write_nothing(run):
     group = [trajectory([5])]
     run.config = make_config("logging.rollouts_every=3")
     for step in range(1, 8):
-        rollouts.log_rollouts(run, [group] * 9, [{}] * 9, step=step)
+        log(run, [group] * 9, [{}] * 9, step=step)
     assert [line["step"] for line in kept(run)] == [3] * 3 + [6] * 3
     for every, rank in ((0, 0), (1, 1)):
         run.config, run.world.rank = make_config(f"logging.rollouts_every={every}"), rank
-        rollouts.log_rollouts(run, [group], [{}], step=9)
+        log(run, [group], [{}], step=9)
     assert len(kept(run)) == 6
 
 
@@ -150,13 +158,13 @@ def test_the_file_never_grows_beyond_its_limit_and_reaches_into_the_late_steps(r
     for step in range(1, 400):
         if step == 100:
             before_step_100 = file.read_text()
-        rollouts.log_rollouts(run, [[trajectory([5, 6])]], [{}], step=step)
+        log(run, [[trajectory([5, 6])]], [{}], step=step)
         assert file.stat().st_size <= 20_000
     unbroken = file.read_text()
     assert kept(run)[-1]["step"] > 200
     file.write_text(before_step_100)
     for step in range(100, 400):
-        rollouts.log_rollouts(run, [[trajectory([5, 6])]], [{}], step=step)
+        log(run, [[trajectory([5, 6])]], [{}], step=step)
     assert file.read_text() == unbroken
 
 

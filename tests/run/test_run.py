@@ -31,12 +31,12 @@ from harness import (
     write_questions,
 )
 
-import engine.run
+import engine.errors
 import main
-from engine.config import load_config
+from engine.config_file import load_config
 from engine.distributed import World
 from engine.run import Run
-from engine.sampler import SamplingParams
+from engine.types import SamplingParams
 
 SIZES = [
     f"training.seed={seed()}",
@@ -215,6 +215,23 @@ def test_a_step_of_one_group_shows_several_of_its_completions_with_their_lengths
     assert f"saved checkpoint {tmp_path / 'x/checkpoints/step-000002'}\n" in output
 
 
+def test_a_step_whose_second_update_fails_is_saved(
+    tmp_path, rotary_model_folder, data, monkeypatch
+):
+    """Bug: a skipped step was taken to leave the weights alone; its first update moves them."""
+    grade_by_text(monkeypatch)
+    update_policy, saved = main.update_policy, tmp_path / "x/checkpoints/step-000002"
+
+    def fail(run: Run, micro_batches: list) -> tuple:
+        metrics, sums, num_updates = update_policy(run, micro_batches)
+        return metrics, sums, num_updates - (run.state.step == 1)
+
+    monkeypatch.setattr(main, "update_policy", fail)
+    run = load_run(tmp_path, rotary_model_folder, *data, "training.num_iterations=2")
+    assert main.run_training(run) == 0 and saved.is_dir()
+    assert run.state.skipped_steps == run.state.skipped_in_a_row == 1
+
+
 def test_validation_has_its_own_length_and_a_greedy_one_samples_once(
     tmp_path, rotary_model_folder, data, monkeypatch
 ):
@@ -247,7 +264,7 @@ def see_rollout(run: Run, examples: list[dict], seeds: list, **settings) -> None
 
 def questions_of_step(run: Run) -> tuple[list[dict], list]:
     """The questions and the seeds that `run_training` gives this rank in its first step."""
-    run.state.row = None  # the evaluation before training is done
+    run.state.last = 0.0  # the evaluation before training is done
     with pytest.raises(RolloutSeen) as seen:
         main.run_training(run)
     return seen.value.args
@@ -353,7 +370,7 @@ def test_a_mistake_is_printed_once(capsys, monkeypatch, tmp_path, variable, wait
     Bug: torchrun ends all ranks with the first one, so another rank has to wait for rank 0.
     """
     waited_s = []
-    monkeypatch.setattr(engine.run.time, "sleep", waited_s.append)
+    monkeypatch.setattr(engine.errors.time, "sleep", waited_s.append)
     monkeypatch.setenv(variable, "1")
     monkeypatch.setattr(sys, "argv", ["main.py", f"run.dir={tmp_path}", "training.num_step=5"])
     with pytest.raises(SystemExit) as caught:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from harness import ROOT
 
-from engine.config import load_config
+from engine.config_file import load_config
 
 UNKNOWN = "unknown"  # not published
 ALL_OF_LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

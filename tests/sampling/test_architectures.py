@@ -4,13 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from graphs import install_graphs
-from harness import ROOT, make_policy, sample, save_random
+from graphs import Graph, install_graphs
+from harness import ROOT, make_config, make_policy, sample, save_random
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.model import Policy, choose_backend
-from engine.sampler import left_pad, supports_grouped
+from engine.probe import supports_grouped
+from engine.tensors import left_pad
+from main import DecodeBatch
 
 PROMPTS = [[5, 9, 30], [40, 41, 42, 43, 44, 45, 46, 47, 48], [7], [60, 5, 61, 5, 62]]
 NUM_TOKENS = 12
@@ -99,7 +101,7 @@ def test_the_readme_says_what_a_family_can_do(family, monkeypatch):
     policy = make_policy(folder, *overrides)
     can = [
         policy.backend == "grouped",
-        supports_grouped(policy.sampler, capture=True),
+        supports_grouped(policy.sampler, DecodeBatch, capture=True),
         policy.scorer.chunked,
         adapter_learns(make_policy(folder, *overrides, ADAPTER)),
         adapter_learns(make_policy(folder, *overrides, ADAPTER, "model.load_in_4bit=true")),
@@ -108,6 +110,7 @@ def test_the_readme_says_what_a_family_can_do(family, monkeypatch):
     (row,) = [line for line in lines if line.startswith(f"| {name} |")]
     said = [cell.strip().startswith("yes") for cell in row.split("|")[2:-1]]
     assert said == can
+    assert Graph.num_captures == can[1]  # one, or refused before any
 
 
 def test_a_hybrid_says_that_it_samples_by_the_plain_path(family):
@@ -115,7 +118,7 @@ def test_a_hybrid_says_that_it_samples_by_the_plain_path(family):
     name, folder, overrides = family
     lines: list[str] = []
     policy = make_policy(folder, *overrides)
-    backend = choose_backend("grouped", policy.sampler, lines.append)
+    backend = choose_backend(make_config(), policy.sampler, DecodeBatch, lines.append)
     if name == "Qwen3-Next":
         assert backend == "generate" and "cannot be shared" in lines[0]
     else:

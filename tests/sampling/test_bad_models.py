@@ -35,7 +35,7 @@ import main
 from engine.distributed import World
 from engine.model import Policy
 from engine.prompts import completion_text
-from engine.sampler import Completion
+from engine.types import Completion
 
 MAX_NEW_TOKENS = 12
 LENGTH = f"training.max_new_gen_tokens={MAX_NEW_TOKENS}"
@@ -173,7 +173,7 @@ def sample_and_check(policy: Policy, *, num_samples: int) -> list[Completion]:
     batch = main.make_micro_batch(rows, run, num_rows=len(rows), num_tokens=1)
     num_tokens = batch.completion_mask.shape[1]
     for row, ids, whole_mask, mask, weights in zip(
-        rows, batch.input_ids, batch.mask, batch.completion_mask, batch.weights, strict=True
+        rows, batch.input_ids, batch.mask, batch.completion_mask, batch.token_weights, strict=True
     ):
         assert ids[whole_mask].tolist() == row.prompt_ids + row.completion.token_ids
         assert ids[-num_tokens:][mask].tolist() == row.completion.token_ids

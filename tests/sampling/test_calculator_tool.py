@@ -24,10 +24,10 @@ from reference import (
 from transformers import Qwen2ForCausalLM
 
 from engine.calculator import STYLES, Calculator
+from engine.metrics import rollout_sums
 from engine.model import Policy
 from engine.prompts import completion_text
-from engine.sampler import Completion
-from main import Trajectory, rollout_sums
+from engine.types import Completion, Trajectory
 
 START, END, REPLY, REPLIED = (*STYLES["nanochat"][:2], "<|output_start|>", "<|output_end|>")
 # Which tokens may follow which, each as likely as the others. In one case of two a completion asks
@@ -43,7 +43,8 @@ NOT_ASKING = {"gsm8k": "<12*3=x.", "nanochat": f"12*3{END}x."}
 NUM_SAMPLES = 200
 LONGEST = 60  # tokens: fifty times < in a row do not occur
 
-each_backend = pytest.mark.parametrize("backend", ["grouped", "generate", "captured"])
+BACKENDS = ["grouped", "generate", "captured"]
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
 each_style = pytest.mark.parametrize("style", STYLES)
 
 
@@ -69,14 +70,12 @@ def calculating_folder(folders) -> Path:
 
 
 def sample(
-    folder: Path, *overrides: str, backend: str = "grouped", max_new_tokens: int = LONGEST
+    folder: Path, *overrides: str, backend: str = "grouped", is_exact: bool = False, **changes
 ) -> tuple[Policy, list[str], list[Completion]]:
-    policy = make_policy(folder, "sampling.calculator=gsm8k", *overrides)
+    policy = make_policy(folder, "sampling.calculator=gsm8k", *overrides, is_exact=is_exact)
     policy.backend = backend
-    prompts = [policy.tokenizer.encode("?")]
-    (group,) = harness.sample(
-        policy, prompts, num_samples=NUM_SAMPLES, max_new_tokens=max_new_tokens
-    )
+    changes = {"num_samples": NUM_SAMPLES, "max_new_tokens": LONGEST} | changes
+    (group,) = harness.sample(policy, [policy.tokenizer.encode("?")], **changes)
     return policy, [completion_text(c, policy.tokenizer) for c in group], group
 
 
@@ -120,6 +119,14 @@ def test_sampled_tokens_are_scored_as_drawn_and_inserted_ones_have_no_numbers(
         assert np.abs(scored - completion.log_probs)[~is_inserted].max() <= 1e-4
         assert not completion.log_probs[is_inserted].any()
         assert not completion.entropies[is_inserted].any()
+
+
+def test_all_backends_write_the_same(calculating_folder):
+    groups = [sample(calculating_folder, backend=b, is_exact=True)[2] for b in BACKENDS]
+    for c, *others in zip(*groups, strict=True):
+        for d in others:
+            assert c.token_ids == d.token_ids and np.array_equal(c.is_inserted, d.is_inserted)
+            assert np.allclose([c.log_probs, c.entropies], [d.log_probs, d.entropies], atol=1e-5)
 
 
 def test_what_does_not_ask_is_sampled_as_without_a_calculator(calculating_folder):
@@ -215,6 +222,6 @@ def test_entropy_is_a_mean_over_sampled_tokens_and_length_counts_all():
     groups = insert(make_groups(config_of(*GRPO), (3, (4, 4, 4, 4), (1, 0, 0, 0))), slice(1, 3))
     for row in groups[0]:
         row.completion.entropies[[0, 3]] = 2.0
-    sums = rollout_sums(groups, torch.tensor([[1.0, 0, 0, 0]]), ("answer",))
+    sums = rollout_sums(groups, ("answer",))
     assert sums["train/entropy"] == (16.0, 8)
     assert sums["train/completion_tokens"] == (16, 4)

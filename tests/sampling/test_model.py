@@ -24,11 +24,10 @@ from transformers import (
 
 import countdown
 import main
-from engine.head import token_log_probs
 from engine.model import Policy, load_model_and_tokenizer, load_tokenizer
 from engine.optimizer import make_optimizer
 from engine.prompts import completion_text, end_of_turn
-from engine.sampler import Record
+from engine.record import Record
 from logger import Logger
 
 # What the policy scores: the shift by one, padding, positions, the end
@@ -42,15 +41,15 @@ def test_log_probs_of_tokens_by_hand():
     """softmax(log 1, log 2, log 5) = (1, 2, 5) / 8; at temperature 1/2 (1, 4, 25) / 30."""
     logits = torch.tensor([[[1.0, 2.0, 5.0], [2.0, 2.0, 4.0]]]).log()  # (1, 2, 3)
     ids = torch.tensor([[2, 0]])
-    whole = token_log_probs(logits, ids, temperature=1.0).exp()
+    whole = main.token_log_probs(logits, ids, temperature=1.0).exp()
     assert whole.flatten().tolist() == pytest.approx([5 / 8, 2 / 8])
-    sharper = token_log_probs(logits, ids, temperature=0.5).exp()
+    sharper = main.token_log_probs(logits, ids, temperature=0.5).exp()
     assert sharper.flatten().tolist() == pytest.approx([25 / 30, 4 / 24])
 
 
 def test_log_probs_are_computed_in_fp32_from_bf16_logits():
     logits = torch.zeros((1, 1, 1000), dtype=torch.bfloat16)
-    log_probs = token_log_probs(logits, torch.tensor([[3]]), temperature=1.0)
+    log_probs = main.token_log_probs(logits, torch.tensor([[3]]), temperature=1.0)
     assert log_probs.dtype == torch.float32
     assert log_probs.item() == pytest.approx(-math.log(1000), abs=1e-5)
 

@@ -22,45 +22,48 @@ from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
     LlamaConfig,
+    LogitsProcessorList,
     MambaConfig,
     MambaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     NanoChatConfig,
     Qwen2Config,
     Qwen3Config,
     SmolLM3Config,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from engine import sampler
-from engine.distributed import init_world
-from engine.model import Policy, bf16_copy
-from engine.sampler import (
-    CapturedBatch,
-    Completion,
-    DecodeBatch,
-    SamplingParams,
+from engine.batches import (
     cache_bytes_per_token,
     decode_bytes_per_row,
-    decode_grouped,
-    draw_uniforms,
-    find_tokens,
-    keep_likeliest,
-    left_pad,
     sample_in_batches,
-    sample_tokens,
-    supports_grouped,
     tokens_that_fit,
 )
-from main import decode_with_generate, get_generation_config
+from engine.distributed import init_world
+from engine.graphs import CapturedSteps
+from engine.model import Policy, bf16_copy
+from engine.probe import supports_grouped
+from engine.tensors import left_pad
+from engine.truncation import keep_likeliest
+from engine.types import Completion, SamplingParams
+from main import (
+    DecodeBatch,
+    decode_grouped,
+    decode_with_generate,
+    draw_uniforms,
+    get_generation_config,
+    invert_cdf,
+    sample_tokens,
+)
 
 RAGGED = [[5, 9, 30], [40, 41, 42, 43, 44, 45, 46, 47, 48], [7], [60, 5, 61, 5, 62]]
 SEEDS = [(seed(), 0, i) for i in range(len(RAGGED))]
 BELOW_ONE = 1 - 2**-24  # the largest number below 1 in fp32
-UNTRUNCATED = {"top_p": 1.0, "top_k": 0}
+PLAIN = SamplingParams(12, temperature=1.0, top_p=1.0, top_k=0, eos_ids=(0,), pad_id=1)
 MANY_EOS = tuple(range(0, 345, 8))  # about one token in eight ends a completion
 DECODE = {"grouped": decode_grouped, "generate": decode_with_generate}
 
@@ -93,6 +96,15 @@ def sample(
 
 def token_ids(groups: list[list[Completion]]) -> list[list[list[int]]]:
     return [[completion.token_ids for completion in group] for group in groups]
+
+
+def assert_equal(groups: list[list[Completion]], others: list[list[Completion]]) -> None:
+    """The same tokens and, to the rounding of fp32, the same numbers."""
+    assert token_ids(groups) == token_ids(others)
+    for group, other in zip(groups, others, strict=True):
+        for c, d in zip(group, other, strict=True):
+            assert c.truncated == d.truncated
+            assert np.allclose([c.log_probs, c.entropies], [d.log_probs, d.entropies], atol=1e-5)
 
 
 @torch.no_grad()
@@ -162,13 +174,13 @@ def test_backends_draw_each_first_token_as_often_as_its_probability_says(poisone
 
 def test_generation_config_sets_every_field_that_changes_the_distribution():
     """A field left None would be filled from the model's own generation config."""
-    params = SamplingParams(7, 1.0, 1.0, 0, (3, 4), 3)
+    params = SamplingParams(7, temperature=0.7, top_p=0.9, top_k=20, eos_ids=(3, 4), pad_id=3)
     config = get_generation_config(params, num_samples=2)
-    neutral = {
+    expected = {
         "do_sample": True,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
+        "temperature": 0.7,  # with the next two: for benchmarks, which call plain `generate`
+        "top_p": 0.9,
+        "top_k": 20,
         "min_p": 0.0,
         "typical_p": 1.0,
         "repetition_penalty": 1.0,
@@ -178,7 +190,7 @@ def test_generation_config_sets_every_field_that_changes_the_distribution():
         "num_return_sequences": 2,
         "eos_token_id": [3, 4],
     }
-    assert {name: getattr(config, name) for name in neutral} == neutral
+    assert {name: getattr(config, name) for name in expected} == expected
 
 
 # Backend `grouped` against a plain loop, and against itself in other batches
@@ -215,8 +227,9 @@ def test_grouped_decoding_equals_a_plain_loop_without_cache_padding_or_batch(mod
     assert num_dropped > 6
 
 
-def test_a_question_gets_the_same_completions_in_every_batch(model_folder):
-    policy = make_policy(model_folder, is_exact=True)
+@each_backend
+def test_a_question_gets_the_same_completions_in_every_batch(model_folder, backend):
+    policy = make_policy(model_folder, f"sampling.backend={backend}", is_exact=True)
     together = token_ids(sample(policy, eos_ids=MANY_EOS))
     assert token_ids(sample(policy, eos_ids=MANY_EOS, max_batch_tokens=1)) == together
     assert token_ids(sample(policy, eos_ids=MANY_EOS, max_batch_tokens=150)) == together
@@ -226,6 +239,15 @@ def test_a_question_gets_the_same_completions_in_every_batch(model_folder):
     assert fewer == [group[:1] for group in together]
     for i, (prompt_ids, words) in enumerate(zip(RAGGED, SEEDS, strict=True)):
         assert token_ids(sample(policy, [prompt_ids], [words], eos_ids=MANY_EOS)) == [together[i]]
+
+
+def test_both_backends_draw_the_same_tokens_and_score_them_alike(model_folder):
+    policy = make_policy(model_folder, is_exact=True)
+    for changes in ({"temperature": 1.2}, {"top_p": 0.9, "top_k": 50}, {"temperature": 0.0}):
+        grouped, generated = (
+            sample(policy, decode=decode, eos_ids=MANY_EOS, **changes) for decode in DECODE.values()
+        )
+        assert_equal(grouped, generated)
 
 
 @pytest.fixture
@@ -245,23 +267,15 @@ def test_replayed_steps_draw_the_same_tokens(model_folder, graphs):
     captured = functools.partial(decode_grouped, capture=True)
     replayed = sample(policy, prompts, seeds, decode=captured, **settings)
     assert Graph.num_captures > 1
-    assert token_ids(replayed) == token_ids(plain)
-    for group, other in zip(plain, replayed, strict=True):
-        for c, d in zip(group, other, strict=True):
-            assert c.truncated == d.truncated
-            np.testing.assert_allclose(c.log_probs, d.log_probs, atol=1e-4)
-
-
-def test_steps_that_can_be_replayed_are_captured(rotary_model_folder, graphs):
-    assert supports_grouped(make_policy(rotary_model_folder).sampler.eval(), capture=True)
-    assert Graph.num_captures == 1
+    assert_equal(replayed, plain)
 
 
 def test_a_step_that_waits_for_a_value_is_refused_before_any_capture(rotary_model_folder, graphs):
     """Bug: torch does not clean up after a failed capture, and soon runs out of memory."""
     model = make_policy(rotary_model_folder).sampler.eval()
     model.lm_head.register_forward_hook(lambda module, args, logits: logits + logits.max().item())
-    assert supports_grouped(model) and not supports_grouped(model, capture=True)
+    assert supports_grouped(model, DecodeBatch)
+    assert not supports_grouped(model, DecodeBatch, capture=True)
     assert Graph.num_captures == 0
     assert torch.cuda.get_sync_debug_mode() == 0  # put back
 
@@ -281,8 +295,8 @@ def test_memory_that_is_full_is_not_taken_for_a_cache_that_cannot_be_shared(
 
 def test_a_step_that_would_not_replay_is_not_captured(rotary_model_folder, graphs, monkeypatch):
     """A graph that repeats its first step's result is found out by the probe."""
-    monkeypatch.setattr(CapturedBatch, "capture", lambda batch, num_columns: lambda: None)
-    assert not supports_grouped(make_policy(rotary_model_folder).sampler.eval(), capture=True)
+    monkeypatch.setattr(CapturedSteps, "capture", lambda steps, num_columns: lambda: None)
+    assert not supports_grouped(make_policy(rotary_model_folder).sampler, DecodeBatch, capture=True)
 
 
 @each_backend
@@ -318,7 +332,7 @@ def test_of_tokens_that_are_equally_likely_the_greedy_one_is_the_first():
     """Softmax of ln (1, 3, 3, 1) is (1, 3, 3, 1) / 8."""
     logits = torch.tensor([[1.0, 3.0, 3.0, 1.0], [3.0, 1.0, 1.0, 3.0]]).log()
     uniforms = torch.tensor([0.99, 0.99])
-    tokens, log_probs, entropies = sample_tokens(logits, uniforms, temperature=0.0, **UNTRUNCATED)
+    tokens, log_probs, entropies = sample_tokens(logits, uniforms, replace(PLAIN, temperature=0.0))
     assert tokens.tolist() == [1, 0]
     assert log_probs.tolist() == pytest.approx([math.log(3 / 8)] * 2)
     expected = 0.75 * math.log(8 / 3) + 0.25 * math.log(8)
@@ -390,7 +404,7 @@ def test_tokens_are_drawn_as_often_as_their_probabilities_say():
     probs = torch.tensor([0.0, 0.4, 0.3, 0.0, 0.2, 0.07, 0.03, 0.0])
     uniforms = torch.from_numpy(np.random.default_rng(seed()).random(20_000, dtype=np.float32))
     logits = probs.log().expand(len(uniforms), -1)
-    tokens, log_probs, _ = sample_tokens(logits, uniforms, temperature=1.0, **UNTRUNCATED)
+    tokens, log_probs, _ = sample_tokens(logits, uniforms, PLAIN)
     counts = torch.bincount(tokens, minlength=8)
     assert counts[probs == 0].tolist() == [0, 0, 0]
     standard_errors = (len(uniforms) * probs * (1 - probs)).sqrt()
@@ -405,10 +419,8 @@ def test_extreme_uniforms_never_draw_a_token_of_probability_zero(temperature):
     logits[:, :3] = -math.inf
     logits[:, -3:] = -math.inf
     for uniform, first_tokens in ((0.0, {3}), (BELOW_ONE, None)):
-        uniforms = torch.full((64,), uniform)
-        tokens, log_probs, _ = sample_tokens(
-            logits, uniforms, temperature=temperature, **UNTRUNCATED
-        )
+        params = replace(PLAIN, temperature=temperature)
+        tokens, log_probs, _ = sample_tokens(logits, torch.full((64,), uniform), params)
         assert log_probs.isfinite().all()
         assert first_tokens is None or set(tokens.tolist()) == first_tokens
 
@@ -436,7 +448,7 @@ def test_a_draw_makes_few_tensors_of_all_logits(temperature, num_whole):
     logits = torch.randn((64, 1000), generator=generator) * 3
     uniforms = torch.rand(64, generator=generator)
     with CountWhole(logits.shape) as counter:
-        drawn = sample_tokens(logits, uniforms, temperature=temperature, **UNTRUNCATED)
+        drawn = sample_tokens(logits, uniforms, replace(PLAIN, temperature=temperature))
     assert counter.count == num_whole
     log_probs = (logits / temperature).log_softmax(dim=-1)
     probs = log_probs.exp()
@@ -452,7 +464,7 @@ def test_a_cumulative_sum_that_falls_draws_no_token_of_mass_0():
     probs = torch.tensor([[0.4, 0.0, 0.05, 0.0, 0.55]])
     cdf = torch.tensor([[0.4, 0.46, 0.45, 0.44, 1.0]])
     found = {
-        uniform: find_tokens(cdf, probs, torch.tensor([uniform])).item()
+        uniform: invert_cdf(cdf, probs, torch.tensor([uniform])).item()
         for uniform in (0.0, 0.39, 0.42, 0.455, 0.5, BELOW_ONE)
     }
     assert found == {0.0: 0, 0.39: 0, 0.42: 4, 0.455: 4, 0.5: 4, BELOW_ONE: 4}
@@ -461,7 +473,7 @@ def test_a_cumulative_sum_that_falls_draws_no_token_of_mass_0():
 def test_a_certain_token_is_drawn_by_any_uniform_and_has_no_entropy():
     logits = torch.tensor([[-math.inf, 0.0, -math.inf]]).expand(2, 3)
     uniforms = torch.tensor([0.0, BELOW_ONE])
-    tokens, log_probs, entropies = sample_tokens(logits, uniforms, temperature=1.0, **UNTRUNCATED)
+    tokens, log_probs, entropies = sample_tokens(logits, uniforms, PLAIN)
     assert tokens.tolist() == [1, 1] and log_probs.tolist() == [0, 0] == entropies.tolist()
 
 
@@ -469,10 +481,10 @@ def test_log_probs_and_entropies_are_those_of_the_whole_distribution_at_the_temp
     """(1/2, 1/4, 1/4): 1.5 ln 2 nats. At temperature 1/2 it is (4, 1, 1) / 6."""
     logits = torch.tensor([[0.5, 0.25, 0.25, 0.0]]).log()
     uniforms = torch.tensor([0.0])
-    _, log_probs, entropies = sample_tokens(logits, uniforms, temperature=1.0, top_p=0.4, top_k=1)
+    _, log_probs, entropies = sample_tokens(logits, uniforms, replace(PLAIN, top_p=0.4, top_k=1))
     assert log_probs.item() == pytest.approx(-math.log(2))  # though nothing else can be drawn
     assert entropies.item() == pytest.approx(1.5 * math.log(2))
-    _, log_probs, entropies = sample_tokens(logits, uniforms, temperature=0.5, top_p=1.0, top_k=0)
+    _, log_probs, entropies = sample_tokens(logits, uniforms, replace(PLAIN, temperature=0.5))
     assert log_probs.item() == pytest.approx(math.log(4 / 6))
     assert entropies.item() == pytest.approx(math.log(6) - 4 / 6 * math.log(4))
 
@@ -499,13 +511,19 @@ def test_top_k_and_top_p_keep_the_likeliest(top_k, top_p, kept):
     assert keep_likeliest(probs, top_p=top_p, top_k=top_k).tolist() == torch.tensor([kept]).tolist()
 
 
-def test_truncated_sampling_draws_only_what_is_kept():
-    uniforms = torch.linspace(0, 1, 1001)[:-1]
-    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().expand(1000, -1)
-    tokens, _, _ = sample_tokens(logits, uniforms, temperature=1.0, top_p=0.6, top_k=3)
-    counts = torch.bincount(tokens, minlength=4).tolist()
-    assert counts[0] == counts[2] == 0
-    assert counts[1] == pytest.approx(1000 * 4 / 7, abs=2)
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize(("top_k", "top_p"), [(10, 1.0), (50, 0.8), (10, 0.8)])
+def test_truncated_sampling_draws_from_what_transformers_keeps(temperature, top_k, top_p):
+    """Of 10,000 evenly spaced uniforms each token gets its share, to one of them."""
+    logits = torch.randn((1, 50), generator=torch.Generator().manual_seed(seed()))
+    warpers = TemperatureLogitsWarper(temperature), TopKLogitsWarper(top_k), TopPLogitsWarper(top_p)
+    expected = 10_000 * LogitsProcessorList(warpers)(None, logits).softmax(dim=-1)[0]
+    uniforms = (torch.arange(10_000) + 0.5) / 10_000
+    params = replace(PLAIN, temperature=temperature, top_k=top_k, top_p=top_p)
+    tokens, _, _ = sample_tokens(logits.expand(10_000, -1), uniforms, params)
+    counts = torch.bincount(tokens, minlength=50)
+    assert torch.equal(counts > 0, expected > 0)
+    assert ((counts - expected).abs() < 1.1).all()
 
 
 # Logits that are not finite
@@ -516,10 +534,10 @@ def test_a_row_of_broken_logits_gets_a_log_probability_of_nan_and_harms_no_other
     """Bug: the draw was out of range, which raised, and on a GPU ended the process."""
     logits = torch.randn((3, 50), generator=torch.Generator().manual_seed(seed()))
     uniforms = torch.tensor([0.2, 0.5, 0.9])
-    expected = sample_tokens(logits, uniforms, temperature=1.0, **UNTRUNCATED)
+    expected = sample_tokens(logits, uniforms, PLAIN)
     broken = logits.clone()
     broken[1, 7] = value
-    results = sample_tokens(broken, uniforms, temperature=1.0, **UNTRUNCATED)
+    results = sample_tokens(broken, uniforms, PLAIN)
     for result, whole in zip(results, expected, strict=True):
         assert torch.equal(result[[0, 2]], whole[[0, 2]])
     tokens, log_probs, _ = results
@@ -543,7 +561,7 @@ def test_finite_logits_may_overflow_at_a_low_temperature(rotary_model_folder, ba
 
 def peak_of_decoding(model, *, num_rows: int, max_new_tokens: int, eos_ids: tuple) -> float:
     """Bytes a row, all rows of one question."""
-    params = SamplingParams(max_new_tokens, 1.0, 1.0, 0, eos_ids=eos_ids, pad_id=0)
+    params = replace(PLAIN, max_new_tokens=max_new_tokens, eos_ids=eos_ids)
     settings = {"num_samples": num_rows, "params": params, "on_progress": lambda num_ended: None}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         decode_grouped(model, [[5, 9, 30]], [(seed(), 0)], **settings)
@@ -556,7 +574,7 @@ def test_the_cache_grows_as_long_as_rows_stay_and_within_the_limit(model_folder,
     The limit holds if all rows stay to the end, with 64 bytes a token for records and the like. If
     rows leave early, at least half of the cache is never taken.
     """
-    monkeypatch.setattr(sampler, "LEAP", 16)
+    monkeypatch.setattr("engine.cache.LEAP", 16)
     model = make_policy(model_folder).sampler.eval()
     sizes = {"num_rows": 64, "max_new_tokens": 128}
     config, num_tokens = model.config, 3 + 128
@@ -612,9 +630,8 @@ def test_no_step_asks_for_a_value(config_class):
     sizes |= {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 345, "pad_token_id": 1}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config_class(**sizes), dtype=torch.bfloat16)
-    params = SamplingParams(5, 1.0, 1.0, 0, eos_ids=(0,), pad_id=1)
-    batch = UnmaskedPrefill(model.eval(), RAGGED, torch.empty(16, 5, device="meta"), params)
-    assert batch.has_roomy_layers
+    batch = UnmaskedPrefill(model.eval(), RAGGED, torch.empty(16, 12, device="meta"), PLAIN)
+    assert batch.room.is_there
     with torch.no_grad():
         for num_columns in (11, 12, 13):
             batch.step(num_columns)
@@ -655,14 +672,14 @@ def test_the_probe_sees_a_mask_that_is_added_instead_of_applied(rotary_model_fol
     """Bug: in bf16 its tolerance was wider than the error, and its prompt had no padding."""
     step, overrides = DecodeBatch.step, ["model.attn_implementation=eager"]
     model = bf16_copy(make_policy(rotary_model_folder, *overrides).sampler)
-    assert supports_grouped(model)
+    assert supports_grouped(model, DecodeBatch)
 
     def step_with_a_bool_mask(batch: DecodeBatch, num_columns: int) -> None:
-        batch.attention = "sdpa"
+        batch.room.attention = "sdpa"
         step(batch, num_columns)
 
     monkeypatch.setattr(DecodeBatch, "step", step_with_a_bool_mask)
-    assert not supports_grouped(model)
+    assert not supports_grouped(model, DecodeBatch)
 
 
 def test_on_a_gpu_cudnns_attention_is_off(monkeypatch):
@@ -702,31 +719,12 @@ def test_attention_that_takes_no_4d_mask_gets_its_own(rotary_model_folder, monke
 # Models
 
 
-def test_a_sliding_window_shorter_than_the_prompt_is_only_an_obstacle_to_capture(
-    tokenizer, tmp_path, graphs
-):
-    """Its layers move their tensors, so that a graph would read and write where nothing is."""
-    config = MistralConfig(
-        vocab_size=345,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=3,
-    )
-    policy = make_policy(save_random(MistralForCausalLM, config, tokenizer, tmp_path))
-    assert supports_grouped(policy.sampler)
-    assert not supports_grouped(policy.sampler, capture=True)
-    assert Graph.num_captures == 0
-
-
 def test_a_recurrent_model_samples_with_generate(tmp_path, tokenizer):
     """A state cannot be repeated like a cache: the load says so and takes the other backend."""
     config = MambaConfig(vocab_size=345, hidden_size=32, num_hidden_layers=2, state_size=4)
     folder = save_random(MambaForCausalLM, config, tokenizer, tmp_path)
     policy = make_policy(folder, "model.attn_implementation=eager")
-    assert not supports_grouped(policy.sampler)
+    assert not supports_grouped(policy.sampler, DecodeBatch)
     assert policy.backend == "generate"
     (group,) = sample(policy, RAGGED[:1], SEEDS[:1])
     assert len({tuple(c.token_ids) for c in group}) == 4

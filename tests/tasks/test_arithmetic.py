@@ -8,7 +8,7 @@ from harness import assert_linear, make_config, seed
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.data import is_in_split
+from engine.data import is_in_split, load_examples
 from engine.prompts import render_prompts
 from tasks import arithmetic
 from tasks.arithmetic import Options, parse_question, question_key
@@ -33,7 +33,8 @@ def generate(
     exclude: list[dict] = (),
     **options: int,
 ) -> list[dict]:
-    return arithmetic.load_examples(
+    return load_examples(
+        arithmetic,
         "generated",
         split,
         options=Options(**options),

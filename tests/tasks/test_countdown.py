@@ -24,7 +24,7 @@ from countdown import (
     parse_question,
     question_key,
 )
-from engine.data import is_in_split
+from engine.data import is_in_split, load_examples
 
 NUMS, TARGET = [3, 7, 25], 46  # 25 + 3 * 7
 EXAMPLE = {"nums": NUMS, "target": TARGET}
@@ -59,7 +59,8 @@ def generate(
     exclude: list[dict] = (),
     **options: int,
 ) -> list[dict]:
-    return countdown.load_examples(
+    return load_examples(
+        countdown,
         "generated",
         split,
         options=Options(**options),

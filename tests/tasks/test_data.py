@@ -15,8 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 import countdown
-from engine.config import load_task
-from engine.data import QuestionStream, is_in_split, load_questions
+from engine.data import QuestionStream, is_in_split, load_examples, load_questions
 from engine.prompts import (
     assistant_prefix,
     encode_prompts,
@@ -25,8 +24,9 @@ from engine.prompts import (
     render_prompt,
     render_prompts,
 )
-from tasks.gsm8k import HUB_ID
+from engine.task_module import load_task
 
+HUB_ID = "openai/gsm8k"
 ROWS = {
     "countdown": [{"nums": [n, 7, 25], "target": 46 + n} for n in range(80)],
     "arithmetic": [{"a": n, "b": 38} for n in range(80)],
@@ -54,7 +54,8 @@ def load(
     exclude: list[dict] = (),
 ) -> list[dict]:
     task = load_task(name)
-    return task.load_examples(
+    return load_examples(
+        task,
         str(source),
         split,
         options=task.Options(),
@@ -329,6 +330,7 @@ def questions_for(
     [
         ("load_examples", None, "load_examples must return a list of dicts"),
         ("load_examples", [], "load_examples must return a list of dicts"),
+        ("generate_questions", None, "generate_questions must return a list of dicts"),
         ("generate_prompt", None, "generate_prompt must return a text or a list of chat messages"),
         ("generate_prompt", "", "generate_prompt must return a text or a list of chat messages"),
         ("generate_prompt", [], "generate_prompt must return a text or a list of chat messages"),
@@ -341,10 +343,71 @@ def questions_for(
 def test_a_slip_in_a_users_own_task_is_named_at_the_start(
     tokenizer, monkeypatch, function, value, problem
 ):
-    monkeypatch.setattr(load_task("countdown"), function, lambda *texts, **settings: value)
+    own = {"raising": False}  # load_examples in place of what countdown.py declares
+    monkeypatch.setattr(load_task("countdown"), function, lambda *_, **settings: value, **own)
     with pytest.raises(ValueError) as caught:
         questions_for(tokenizer)
     assert str(caught.value).startswith(f"{ROOT}/countdown.py: ") and problem in str(caught.value)
+
+
+OWN_TASK = """
+from countdown import REWARD_PARTS, extract_answer, generate_prompt, reward_function
+"""
+
+
+def own_task(folder: Path, monkeypatch, code: str) -> None:
+    """Write a user's task `own`, which plays Countdown, to the folder that a run starts in."""
+    (folder / "own.py").write_text(OWN_TASK + code)
+    monkeypatch.chdir(folder)
+
+
+def test_a_task_may_load_its_questions_itself(tmp_path, tokenizer, monkeypatch):
+    own_task(
+        tmp_path,
+        monkeypatch,
+        """
+def load_examples(source, split, *, options, num_examples, seed, held_out, exclude):
+    asked = {"source": source, "split": split, "name": options.name, "num_examples": num_examples}
+    asked |= {"seed": seed, "held_out": held_out, "num_excluded": len(exclude)}
+    return [{"nums": [n], "target": n, **asked} for n in range(5)]
+""",
+    )
+    settings = ["task.name=own", "task.eval=here", "training.seed=3", "validation.num_examples=5"]
+    for train, held_out in (("here", True), ("there", False)):
+        validation, training, _ = questions_for(tokenizer, *settings, f"task.train={train}")
+        of_both = {"nums": [4], "target": 4, "name": "own", "held_out": held_out}
+        asked = {"source": "here", "split": "validation", "num_examples": 5, "seed": 0}
+        assert validation[4] == of_both | asked | {"num_excluded": 0}
+        asked = {"source": train, "split": "train", "num_examples": None, "seed": 3}
+        assert training.questions[4] == of_both | asked | {"num_excluded": 5}
+
+
+def test_a_task_that_declares_its_rows_alone_loads_files_and_the_hub(tmp_path, monkeypatch):
+    own_task(
+        tmp_path,
+        monkeypatch,
+        """
+EXAMPLE_ROW = {"numbers": "3 7 25", "goal": 46}
+def parse_row(row, *, options):
+    return {"nums": [int(text) for text in row["numbers"].split()], "target": row["goal"]}
+def question_key(example):
+    return str(example)
+""",
+    )
+    rows = [{"numbers": f"{n} 7", "goal": n + 7} for n in range(80)]
+    source = write_file(tmp_path / "rows.jsonl", rows)
+    task, request = load_task("own"), {"num_examples": None, "seed": 0, "exclude": []}
+    request["options"] = make_config("task.name=own").task
+    whole = load_examples(task, str(source), "validation", held_out=False, **request)
+    assert whole == [{"nums": [n, 7], "target": n + 7} for n in range(80)]
+    train, validation = (
+        load_examples(task, str(source), split, held_out=True, **request)
+        for split in ("train", "validation")
+    )
+    assert [row for row in whole if row not in validation] == train
+    assert [row for row in whole if row not in train] == validation != []
+    with pytest.raises(ValueError, match=r"^generated: unknown kind of source; give a \.jsonl, "):
+        load_examples(task, "generated", "train", held_out=True, **request)
 
 
 def test_half_a_character_in_a_question_is_a_question_mark(tmp_path, tokenizer):
@@ -439,21 +502,24 @@ def stream_of(num: int, *too_long: int, log=None, **settings) -> QuestionStream:
     )
 
 
+def ids_of(stream: QuestionStream, count: int) -> list[int]:
+    """Of the stream's first questions."""
+    return [question["id"] for _, question in stream.take(0, count)[0]]
+
+
 def test_the_question_stream_is_one_seeded_permutation_after_the_other():
-    stream, again = stream_of(10), stream_of(10)
-    order = [stream[position]["id"] for position in range(30)]
+    again = stream_of(10)
+    order = ids_of(stream_of(10), 30)
     epochs = [order[0:10], order[10:20], order[20:30]]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
     jumps = [25, 4, 17, 4]  # as a resumed run or another rank asks
-    assert [again[position]["id"] for position in jumps] == [order[i] for i in jumps]
-    other = stream_of(10, seed=seed(4))
-    assert [other[position]["id"] for position in range(10)] != epochs[0]
+    assert [again.take(i, 1) for i in jumps] == [([(i, {"id": order[i]})], i + 1) for i in jumps]
+    assert ids_of(stream_of(10, seed=seed(4)), 10) != epochs[0]
 
 
 def test_without_shuffle_every_epoch_has_the_order_of_the_file():
-    stream = stream_of(4, shuffle=False)
-    assert [stream[position]["id"] for position in range(10)] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+    assert ids_of(stream_of(4, shuffle=False), 10) == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
 
 
 def test_the_stream_skips_what_is_too_long_and_its_position_counts_it():

@@ -12,6 +12,7 @@ from harness import assert_linear
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from engine.data import load_examples
 from tasks import gsm8k
 from tasks.gsm8k import (
     MAX_MARKS,
@@ -528,7 +529,7 @@ def test_the_gold_answers_of_all_real_rows_are_paid(
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     source = Path(os.environ["GRPO_TEST_DATA"], "gsm8k", f"{name}.jsonl")
     loading = {"num_examples": None, "seed": 0, "held_out": False, "exclude": []}
-    rows = gsm8k.load_examples(str(source), "train", options=Options(), **loading)
+    rows = load_examples(gsm8k, str(source), "train", options=Options(), **loading)
     assert rows == [json.loads(line) for line in source.read_text().splitlines()]
     assert len(rows) == num_rows
     for row in rows:

@@ -9,7 +9,8 @@ import pytest
 from harness import finish, make_config, save_random, seed, start
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from engine.config import ROOT
+from engine import ROOT
+from engine.data import load_examples
 from tasks import math500
 from tasks.grader import Grade
 from tasks.math500 import Options, parse_question, parse_row, question_key
@@ -106,7 +107,7 @@ def test_a_problem_is_known_again_however_it_is_set(problem: str, other: str, sa
 
 def test_answers_may_be_numbers():
     row = {"problem": "What is $1 + 1$?", "answer": 2}
-    assert parse_row(row) == {"problem": "What is $1 + 1$?", "answer": "2"}
+    assert parse_row(row, options=Options()) == {"problem": "What is $1 + 1$?", "answer": "2"}
 
 
 # The recipe
@@ -181,12 +182,12 @@ def test_the_recipe_runs_on_real_problems(tmp_path, boxing_model_folder, real_fi
 def test_the_real_evaluation_file_loads_whole(tmp_path, monkeypatch, real_file):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     loading = {"options": Options(), "seed": 0, "held_out": False}
-    rows = math500.load_examples(
-        str(real_file), "validation", num_examples=500, exclude=[], **loading
+    rows = load_examples(
+        math500, str(real_file), "validation", num_examples=500, exclude=[], **loading
     )
     assert len({question_key(row) for row in rows}) == 500
     for row in rows:
         assert reward(f"\\boxed{{{row['answer']}}}", row, options=Options())["answer"] == 1.0
         assert reward("", row, options=Options())["answer"] == 0.0
     with pytest.raises(ValueError, match="no question left for train"):
-        math500.load_examples(str(real_file), "train", num_examples=None, exclude=rows, **loading)
+        load_examples(math500, str(real_file), "train", num_examples=None, exclude=rows, **loading)

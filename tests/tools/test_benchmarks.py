@@ -68,6 +68,15 @@ def test_what_it_cost_shows_twenty_answers_before_and_after(rotary_model_folder)
     assert sum(line.count(" | ") == 2 for line in output.splitlines()) == 21
 
 
+def test_searches_counts_tries_and_equations_and_answers_the_question_of_the_readme():
+    """It asked for its answers in a way that main.py no longer had, and nothing noticed."""
+    size = "validation.num_examples=4 validation.best_of_n=2 validation.pass_k=[1]"
+    lines = run_quickly("searches.py", size=size).splitlines()
+    rows = {line.split("  ")[0]: line.split() for line in lines}
+    assert rows["completions"][-1] == "8" and "equations right" in rows
+    assert any(line.startswith("README's question, greedily (") for line in lines)
+
+
 @pytest.mark.parametrize("part", ["correctness", "adapters", "speed", "step"])
 def test_what_only_a_gpu_can_show_runs_as_a_toy(part, tmp_path):
     """Every aim of correctness is reached on a CPU too; speed has none for toys."""

@@ -1,4 +1,4 @@
-"""tools/chat.py: questions from a person, answered as they stream, scored, nothing written."""
+"""tools/chat.py: questions from a person, answered as they stream, rewarded, nothing written."""
 
 import io
 import os
@@ -16,9 +16,9 @@ from engine.config import ConfigError
 from engine.distributed import World
 from engine.prompts import completion_text
 from engine.run import Run
-from engine.sampler import Completion
+from engine.types import Completion, Trajectory
 from logger import printable
-from main import Trajectory, score_group
+from main import reward_group
 from tools import chat
 
 QUESTION = "numbers: 3 7 25, target: 46"
@@ -54,7 +54,7 @@ def load_tiny(*overrides: str) -> Run:
 # Answers
 
 
-def test_piped_questions_are_answered_scored_and_repeat_exactly(ask, monkeypatch):
+def test_piped_questions_are_answered_rewarded_and_repeat_exactly(ask, monkeypatch):
     """Whatever is asked before, and whatever torch's own random numbers are."""
     blocks, judge = [], chat.judge
 
@@ -74,7 +74,7 @@ def test_piped_questions_are_answered_scored_and_repeat_exactly(ask, monkeypatch
     assert ask(QUESTION, overrides=(f"training.seed={seed(1)}",))[1] != first
 
 
-def test_what_streams_is_what_is_scored(monkeypatch):
+def test_what_streams_is_what_is_rewarded(monkeypatch):
     """Token by token, without the end; a character of several tokens comes as a whole."""
     run, pieces = load_tiny(), []
     tokenizer, eos_ids = run.policy.tokenizer, run.policy.params.eos_ids
@@ -99,7 +99,7 @@ def test_without_the_right_answer_the_answer_is_read_and_not_judged():
     judged = []
     for line in ("How many?", "How many? #### 1"):
         example, prompt_ids = chat.read_question(run, line)
-        (trajectory,) = score_group(run, example, prompt_ids, [completion])
+        (trajectory,) = reward_group(run, example, prompt_ids, [completion])
         judged.append(chat.judge(run, example, trajectory))
     unknown, known = judged
     cut_off = "; cut off at training.max_new_gen_tokens"

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from harness import ROOT, make_config, make_policy, make_run
 
-from engine.config import Config, differences, load_config
+from engine.config import Config, differences
+from engine.config_file import load_config
 
 
 def load(name: str):
@@ -133,6 +134,6 @@ def test_a_row_that_draws_from_less_is_measured_on_the_whole_distribution(
     monkeypatch.setattr(switched, "answer_questions", lambda run, **settings: asked.append(run))
     policy = make_policy(rotary_model_folder, "sampling.top_k=10", "sampling.top_p=0.9")
     run = make_run(policy, make_config())
-    switched.answer_untruncated(run, num_samples=2, temperature=1.0)
+    switched.answer_untruncated(run)
     assert asked[0].policy.params == replace(policy.params, top_k=0, top_p=1.0)
     assert run.policy.params.top_k == 10  # training draws as before

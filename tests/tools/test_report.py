@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import alone, make_config
+from harness import make_config
 
-from engine.config import dump
-from engine.run import Run, State, finish
+from engine.config_file import dump
 from logger import Logger
 from tools import report
 
@@ -216,14 +215,11 @@ def test_the_command_writes_the_page_beside_the_run_or_where_it_is_told(
 
 def test_a_run_in_mlflow_gets_its_curves_and_its_page(tmp_path, monkeypatch, capsys):
     """What cannot be made is named in a warning, and costs nothing else."""
-    config = make_config("logging.mlflow=true")
-    logger, sent = Logger(rank=0), []
+    logger, sent = Logger(rank=0, do_mlflow=True), []
     monkeypatch.setattr(logger, "log_artifact", sent.append)
     folder = write_run(tmp_path / "x")
-    state = State(first=0.25, last=0.65, best=0.65)
-    run = Run(config, alone(), logger, folder, None, None, [], state=state)
     monkeypatch.setenv("MPLBACKEND", "no such backend")  # matplotlib will not load
-    finish(run)
+    logger.log_pages(folder)
     assert sent == [folder / "report.html"] and data_of(sent[0])["step"] == 40
     assert "warning: no curves.png: " in capsys.readouterr().out
 

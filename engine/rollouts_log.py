@@ -1,30 +1,32 @@
 """rollouts.jsonl: a few groups of a step with each token's numbers, for `python -m tools.report`.
 
-Every number is one that sampling and the update have computed anyway. One line is one group:
+Sampling and the update have computed all these numbers anyway. One line is one group:
 
-    step, prompt, gold    the group's question, shortened where it is very long
-    size                  completions that were sampled; of a large group the best and worst stay
-    completions           best reward first, each with reward, reward_parts, solved, truncated,
+    step, prompt, gold    the group's question, shortened if it is very long
+    size                  how many completions were sampled
+    completions           best reward first; of a large group only the best and the worst. Each has
+                          reward, reward_parts, solved, truncated and:
         advantage         of the completion against its group
         weight            of each of its tokens in the loss; 0 if the update left the row out
         tokens            their texts; joined, they are the completion and its end-of-sequence token
         log_probs         of each token under softmax(logits / temperature), as it was sampled
         entropies         of that distribution, in nats
-        inserted          positions of tokens that the calculator wrote; their two numbers are 0
+        inserted          positions of the calculator's tokens; their log_probs and entropies are 0
         gap               [position, number] of tokens left out of the middle of a long completion
 
-advantage * weight is minus the derivative of the loss by a sampled token's log-probability in the
-first pass (without a KL penalty, and before training.tis_clip): what is above 0 becomes likelier.
+The update makes a sampled token likelier if advantage * weight is above 0, and less likely below 0.
+This product is minus the derivative of the loss by the token's log-probability in the first pass,
+without a KL penalty and before training.tis_clip.
 """
 
 import math
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from engine.run import Run
-from logger import append_durably, json_line, shorten
+from engine.types import MicroBatch, Trajectory
+from logger import json_line, shorten
 
 MAX_GROUPS = 3  # of a step
 MAX_COMPLETIONS = 16  # of a group
@@ -33,50 +35,54 @@ MAX_CHARACTERS = 4_000  # of a prompt and of a gold answer
 MAX_BYTES = 16_000_000  # of the file
 
 
-def log_rollouts(run: Run, groups: list[list], questions: list[dict], *, step: int) -> None:
-    """Append rank 0's first groups of trajectories to rollouts.jsonl if `step` is to be kept."""
+def describe_rollouts(
+    run: Run, groups: list[list[Trajectory]], questions: list[dict], micro_batches: list[MicroBatch]
+) -> str:
+    """The lines for the first groups of this step on rank 0; "" if the step is not logged."""
     file, every = run.folder / "rollouts.jsonl", run.config.logging.rollouts_every
+    step = run.state.step + 1
     if not run.world.is_main or every == 0 or step % every != 0:
-        return
+        return ""
     num_bytes = file.stat().st_size
     if not is_kept(step // every, num_bytes):
-        return
-    pairs = list(zip(groups, questions, strict=True))[:MAX_GROUPS]
-    records = [group_record(run, group, question) for group, question in pairs]
-    text = "".join(json_line({"step": step, **record}) for record in records)
-    if num_bytes + len(text) <= MAX_BYTES:
-        append_durably(file, text)
+        return ""
+    weights: dict[int, float] = {}  # of a trajectory's tokens, by its id
+    for batch in micro_batches:
+        row_weights = batch.token_weights.amax(dim=1).tolist()
+        for trajectory, weight in zip(batch.trajectories, row_weights, strict=True):
+            weights[id(trajectory)] = weight / run.world.size
+    tokenizer, lines = run.policy.tokenizer, ""
+    for group, question in list(zip(groups, questions, strict=True))[:MAX_GROUPS]:
+        ordered = sorted(group, key=lambda t: -t.reward)  # ties in the order of sampling
+        if len(ordered) > MAX_COMPLETIONS:
+            half = MAX_COMPLETIONS // 2
+            ordered = ordered[:half] + ordered[-half:]
+        record = {
+            "step": step,
+            "prompt": shorten(tokenizer.decode(group[0].prompt_ids), MAX_CHARACTERS),
+            "gold": shorten(str(question.get("answer", question)), MAX_CHARACTERS),
+            "size": len(group),
+            "completions": [completion_record(t, tokenizer, weights) for t in ordered],
+        }
+        lines += json_line(record)
+    return lines if num_bytes + len(lines) <= MAX_BYTES else ""
 
 
 def is_kept(turn: int, num_bytes: int) -> bool:
-    """Whether the turn-th of the steps that are due is kept, when the file has `num_bytes`.
+    """Whether a step is logged. `turn` counts the steps that `logging.rollouts_every` asks for.
 
-    All are while the file is less than half full, then every fourth until three quarters, every
-    16th until seven eighths, and so on: each of these parts covers twice as many steps as the one
-    before. Nothing is deleted, so a resumed run, whose file is cut to its checkpoint's step,
-    decides as the unbroken one did.
+    The file has a size limit. As it fills we log more rarely: every fourth turn once it is half
+    full, every 16th from three quarters on, and so on. Besides the turn only the file's size
+    decides, so a resumed run makes the same decisions.
     """
     free = 1 - num_bytes / MAX_BYTES
     return free > 0 and turn % 4 ** math.floor(-math.log2(free)) == 0
 
 
-def group_record(run: Run, group: list, question: dict) -> dict:
-    """One line of the file, but for the step."""
-    tokenizer = run.policy.tokenizer
-    ordered = sorted(group, key=lambda t: -t.reward)  # ties in the order of sampling
-    if len(ordered) > MAX_COMPLETIONS:
-        half = MAX_COMPLETIONS // 2
-        ordered = ordered[:half] + ordered[-half:]
-    return {
-        "prompt": shorten(tokenizer.decode(group[0].prompt_ids), MAX_CHARACTERS),
-        "gold": shorten(str(question.get("answer", question)), MAX_CHARACTERS),
-        "size": len(group),
-        "completions": [completion_record(t, tokenizer) for t in ordered],
-    }
-
-
-def completion_record(trajectory: Any, tokenizer: PreTrainedTokenizerFast) -> dict:
-    """What the file keeps of one of main.py's trajectories."""
+def completion_record(
+    trajectory: Trajectory, tokenizer: PreTrainedTokenizerFast, weights: dict[int, float]
+) -> dict:
+    """What the file keeps of a trajectory; `weights` lacks it if the update left it out."""
     completion = trajectory.completion
     ids, num_tokens = completion.token_ids, len(completion.token_ids)
     is_long = num_tokens > HEAD + TAIL
@@ -88,7 +94,7 @@ def completion_record(trajectory: Any, tokenizer: PreTrainedTokenizerFast) -> di
         "solved": trajectory.is_solved,
         "truncated": completion.truncated,
         "advantage": rounded(trajectory.advantage),
-        "weight": rounded(trajectory.weight),
+        "weight": rounded(weights.get(id(trajectory), 0.0)),
         "tokens": [text for part in parts for text in token_texts(ids[part], tokenizer)],
         "log_probs": three_decimals(completion.log_probs[kept]),
         "entropies": three_decimals(completion.entropies[kept]),
@@ -98,10 +104,11 @@ def completion_record(trajectory: Any, tokenizer: PreTrainedTokenizerFast) -> di
 
 
 def token_texts(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """The text that each token adds to those before it; joined, they are the decoded ids.
+    """The text of each token; joined, they are the text of all ids.
 
-    A token that ends inside a character adds nothing; the one that completes it adds all of it.
-    The tokens before are decoded too, since some tokenizers drop the space at a text's beginning.
+    A character may take several tokens: the last of them has the character, the others have "".
+    Some tokenizers drop a space at the beginning of a text, so we decode each token together with
+    tokens before it.
     """
     texts, start, done = [], 0, 0  # ids[:done] have their texts, and ids[start:done] are context
     context = ""

@@ -1,6 +1,6 @@
-"""Whether a run fits into memory and onto the disk, checked before anything big is loaded.
+"""Does a run fit into memory and onto the disk? Checked before anything big is loaded.
 
-Only what a run cannot do without is counted, so that no run that would fit is refused: activations
+A run that would fit must never be refused. So we count only what it cannot do without: activations
 are left out, and so is a cache whose shape the model's config does not tell. 1 GB is 10^9 bytes.
 """
 
@@ -12,15 +12,14 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.pytorch_utils import Conv1D
 
+from engine.batches import cache_bytes_per_token
 from engine.config import Config
-from engine.lora import adapted_layers
-from engine.sampler import cache_bytes_per_token
+from engine.lora import adapted_layers, linear_layers
 from engine.sharding import blocks_of, count_weights
 
 FP32, BF16, NF4 = 4, 2, 0.5  # bytes per weight; the scales that NF4 adds are not counted
-GRADIENTS, GATHERED = "their gradients", "what a pass gathers"  # parts that come and go
+GRADIENTS, GATHERED = "their gradients", "what a pass gathers"  # not there while sampling
 AVERAGES = {"adamw": 8, "adamw_8bit": 2, "muon": 4}  # bytes per weight that an optimizer keeps
 
 
@@ -34,10 +33,9 @@ def check_memory(
 ) -> None:
     """Raises ValueError, saying what would fit, if this rank's device is too small for the run.
 
-    `weight_dtype` is that of the model's own weights (an adapter's are fp32); `samples_copy` says
-    whether a bf16 copy of the weights does the sampling.
+    `weight_dtype` is that of the model's own weights (an adapter's are fp32). `samples_copy` says
+    whether a copy of the weights does the sampling; it is counted as bf16.
     """
-    is_training, shard = config.mode == "train", config.model.shard
     parts, num_weights = memory_parts(
         model_config, config, samples_copy=samples_copy, weight_dtype=weight_dtype
     )
@@ -45,10 +43,10 @@ def check_memory(
     itemsize = BF16 if samples_copy else weight_dtype.itemsize
     cache = cache_bytes(model_config, config, bytes_per_number=itemsize)
     available, place = memory_for_a_rank(device)
-    # Only DDP, which runs on several ranks, keeps the gradients while completions are sampled.
-    in_ddp = is_training and not shard and int(os.environ.get("WORLD_SIZE", 1)) > 1
+    # DDP, on several ranks, keeps the gradients in its buckets; all others free them after a step.
+    in_ddp = not config.model.shard and int(os.environ.get("WORLD_SIZE", 1)) > 1
     beside_cache = without_cache - parts[GATHERED] - (0 if in_ddp else parts[GRADIENTS])
-    if shard:
+    if config.model.shard:
         host, whose = memory_for_a_rank(torch.device("cpu"))
         if FP32 * num_weights > host:
             raise ValueError(
@@ -60,8 +58,8 @@ def check_memory(
     would_fit = num_weights * available / without_cache
     fix = f"a model of at most {would_fit / 1e9:.1f} billion weights would fit"
     if without_cache <= available:
-        num_samples = "training.k_best_of_n" if is_training else "validation.best_of_n"
-        fix = f"lower sampling.max_batch_tokens, {num_samples} or training.max_new_gen_tokens"
+        key = "training.k_best_of_n" if config.mode == "train" else "validation.best_of_n"
+        fix = f"lower sampling.max_batch_tokens, {key} or training.max_new_gen_tokens"
     parts["the cache while sampling"] = cache
     listed = ", ".join(f"{what} {size(part)}" for what, part in parts.items() if part)
     raise ValueError(f"it does not fit: {listed}; {place} has {size(available)}: {fix}")
@@ -74,45 +72,40 @@ def memory_parts(
     samples_copy: bool,
     weight_dtype: torch.dtype = torch.float32,
 ) -> tuple[dict[str, float], int]:
-    """Bytes of all that a rank's device must hold but the cache, in words; the model's weights."""
-    is_training = config.mode == "train"
+    """What a rank's device must hold beside the cache, in bytes by name; the number of weights."""
+    is_training, shard = config.mode == "train", config.model.shard
     lora = config.model.lora if is_training else None
-    num_parts = int(os.environ.get("WORLD_SIZE", 1)) if config.model.shard else 1
+    num_parts = int(os.environ.get("WORLD_SIZE", 1)) if shard else 1
     code = {"trust_remote_code": config.model.trust_remote_code}
     with torch.device("meta"):  # shapes alone, which take no memory
         model = AutoModelForCausalLM.from_config(model_config, **code)
-    head = model.get_output_embeddings()  # neither adapted by LoRA nor kept in 4 bits
-    layers = [layer for layer in model.modules() if isinstance(layer, (nn.Linear, Conv1D))]
-    shapes = [layer.weight.shape for layer in layers if layer is not head]
     num_weights = num_trained = model.num_parameters()  # tied embeddings count once
     weights = num_weights * weight_dtype.itemsize
     if config.model.load_in_4bit:
-        weights -= (weight_dtype.itemsize - NF4) * sum(map(math.prod, shapes))
+        in_4bit = sum(layer.weight.numel() for layer in linear_layers(model).values())
+        weights -= (weight_dtype.itemsize - NF4) * in_4bit
     if lora:  # two matrices for each layer: r times its inputs, and r times its outputs
-        adapted = [layer.weight.shape for layer in adapted_layers(model, lora)]
-        num_trained = lora.r * sum(map(sum, adapted))
+        num_trained = lora.r * sum(sum(layer.weight.shape) for layer in adapted_layers(model, lora))
         weights += FP32 * num_trained
-    if config.model.shard and not is_training:
+    if shard and not is_training:
         weights = 0  # they stay in host memory, and only the copy is on the device
     has_reference = is_training and config.training.kl_coef > 0 and not lora
-    reference = (BF16 if samples_copy else FP32) * num_weights * has_reference
     averages = AVERAGES[config.training.optimizer] * num_trained * is_training
     parts = {
         f"{num_weights / 1e9:.2f} billion weights": weights / num_parts,
         GRADIENTS: FP32 * num_trained * is_training / num_parts,
         "the optimizer": averages / num_parts,
         "the copy that samples": BF16 * num_weights * samples_copy,
-        "the reference": reference / num_parts,
-        GATHERED: gathered_bytes(model) if config.model.shard and is_training else 0,
+        "the reference": (BF16 if samples_copy else FP32) * num_weights * has_reference / num_parts,
+        GATHERED: gathered_bytes(model) if shard and is_training else 0,
     }
     return parts, num_weights
 
 
 def gathered_bytes(model: nn.Module) -> int:
-    """The least that a sharded model's backward pass gathers: weights and gradients, whole.
+    """Peak of FSDP's backward pass: embeddings and head are gathered the whole time.
 
-    What is outside of the blocks stays gathered, while a block has its gradient made; at the end
-    the gradient of what is outside of them is whole.
+    To them come one block's weights and gradient or, at the end, their own gradient.
     """
     blocks = [count_weights(block) for block in blocks_of(model)]
     outside = count_weights(model) - sum(blocks)
@@ -120,22 +113,21 @@ def gathered_bytes(model: nn.Module) -> int:
 
 
 def cache_bytes(model_config: PretrainedConfig, config: Config, *, bytes_per_number: int) -> int:
-    """Bytes of keys and values for the completions that are decoded together, without prompts."""
+    """Bytes of keys and values for the completions decoded together; prompts are not counted."""
     num_ranks = int(os.environ.get("WORLD_SIZE", 1))
-    num_questions, num_samples = config.questions_per_rank(num_ranks), config.training.group_size
-    max_new_tokens = config.training.max_new_gen_tokens
+    num_questions = config.questions_per_rank(num_ranks)
+    group = config.training.group_size * config.training.max_new_gen_tokens
     if config.mode == "evaluate":
         num_questions = config.validation.num_examples // num_ranks
-        num_samples = config.validation.best_of_n
-        max_new_tokens = config.max_validation_tokens
-    group = num_samples * max_new_tokens  # the least that is decoded together
+        group = config.validation.best_of_n * config.max_validation_tokens
     num_tokens = min(group * num_questions, config.sampling.max_batch_tokens or group)
     text = model_config.get_text_config()
+    # A question's group is always decoded together, even if it is more than max_batch_tokens.
     return max(group, num_tokens) * cache_bytes_per_token(text, bytes_per_number=bytes_per_number)
 
 
 def memory_for_a_rank(device: torch.device) -> tuple[float, str]:
-    """Bytes that are free on this rank's GPU, or this rank's share of the machine's memory."""
+    """Bytes that are free on this rank's GPU, or its share of the machine's memory; and whose."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0], "the GPU"
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -147,13 +139,12 @@ def check_disk(folder: Path, config: Config, *, num_weights: int, num_merged: in
     """Raises ValueError, saying what would fit, if the disk is too small for the run's `folder`.
 
     `num_weights` counts the trained weights, `num_merged` those of the model that export.merge
-    makes. What the run has saved already counts as room: a resumed run overwrites it.
+    makes. What the run has saved already counts as room, since a resumed run overwrites it.
     """
     checkpoint = (FP32 + AVERAGES[config.training.optimizer]) * num_weights
     best, merged = FP32 * num_weights, BF16 * num_merged
-    if config.checkpoint.keep is None:
-        num_checkpoints = math.ceil(config.training.num_steps / config.checkpoint.every)
-    else:
+    num_checkpoints = math.ceil(config.training.num_steps / config.checkpoint.every)
+    if config.checkpoint.keep is not None:
         num_checkpoints = config.checkpoint.keep + 1  # one more while it is written
     rest = 2 * (best + merged)  # the new one is written before the old one is removed
     needed = num_checkpoints * checkpoint + rest

@@ -1,0 +1,76 @@
+"""Which questions are decoded together: as many as the memory holds."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from engine.types import Completion, SamplingParams, Seed
+
+
+def sample_in_batches(
+    model: nn.Module,
+    prompts: list[list[int]],
+    seeds: list[Seed],
+    *,
+    decode: Callable[..., list[Completion]],
+    num_samples: int,
+    params: SamplingParams,
+    max_batch_tokens: int | None,
+    on_progress: Callable[[int], None],
+) -> list[list[Completion]]:
+    """Sample `num_samples` completions of each prompt: one list per prompt, in their order.
+
+    `decode` is main.py's `decode_grouped` or the like. It gets questions together, longest prompts
+    first, as long as rows * (longest prompt + new tokens) <= `max_batch_tokens`; None is what the
+    GPU holds.
+    """
+    decode_batch = functools.partial(
+        decode, model, num_samples=num_samples, params=params, on_progress=on_progress
+    )
+    groups: list[list[Completion]] = [[] for _ in prompts]
+    by_length = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    while by_length:
+        row_tokens = len(prompts[by_length[0]]) + params.max_new_tokens
+        num_rows = (max_batch_tokens or tokens_that_fit(model, row_tokens)) // row_tokens
+        num_questions = max(1, num_rows // num_samples)
+        batch, by_length = by_length[:num_questions], by_length[num_questions:]
+        completions = decode_batch([prompts[i] for i in batch], [seeds[i] for i in batch])
+        for j, i in enumerate(batch):
+            groups[i] = completions[j * num_samples : (j + 1) * num_samples]
+    return groups
+
+
+def tokens_that_fit(model: nn.Module, row_tokens: int) -> int:
+    """How many tokens can be decoded at once, in rows of `row_tokens`, with the memory now free.
+
+    It suffices if all rows are as long as they may be. A tenth is left to what falls between.
+    """
+    device = model.device
+    if device.type != "cuda":
+        return 131_072
+    reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + reserved
+    config, itemsize = model.config.get_text_config(), model.dtype.itemsize
+    row_bytes = decode_bytes_per_row(config, row_tokens, bytes_per_number=itemsize)
+    return int(0.9 * free / row_bytes) * row_tokens
+
+
+def decode_bytes_per_row(
+    config: PretrainedConfig, row_tokens: int, *, bytes_per_number: int
+) -> float:
+    """The most bytes that a row of so many tokens takes while it is decoded."""
+    cache = row_tokens * cache_bytes_per_token(config, bytes_per_number=bytes_per_number)
+    growing = cache / getattr(config, "num_hidden_layers", 1)  # layer by layer: one is there twice
+    drawing = 6 * 4 * config.vocab_size  # fp32 logits and what `sample_tokens` makes of them
+    return cache + growing + drawing
+
+
+def cache_bytes_per_token(config: PretrainedConfig, *, bytes_per_number: int) -> int:
+    """Bytes of one token's keys and values in all layers; 0 if the config does not tell."""
+    heads = getattr(config, "num_attention_heads", 0)
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    return 2 * getattr(config, "num_hidden_layers", 0) * key_heads * head_size * bytes_per_number

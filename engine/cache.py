@@ -1,0 +1,76 @@
+"""Caches with room: a decode step writes its keys and values into columns that are there already.
+
+transformers' DynamicLayer copies all columns of the cache to append one.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer
+
+LEAP = 256  # columns
+
+
+class Room:
+    """Empty columns ahead in a cache, if its model can do with them; else the cache stays as it is.
+
+    Room needs a cache that is written in place and an attention that accepts a mask over unused
+    columns. Sliding-window layers lack the first, flash_attention_2 lacks the second.
+    """
+
+    def __init__(self, model: nn.Module, cache: Cache, column: Tensor):
+        """The tensor `column` (1,) says where a token is written; the caller moves it on."""
+        self.cache, self.dtype = cache, model.dtype
+        self.attention = model.config.get_text_config()._attn_implementation
+        is_plain = all(type(layer) is DynamicLayer for layer in cache.layers)
+        self.is_there = is_plain and self.attention in ("sdpa", "eager")
+        if self.is_there:
+            cache.layers[:] = [RoomyLayer(layer, column) for layer in cache.layers]
+
+    def show(self, mask: Tensor, num_columns: int) -> Tensor:
+        """Let attention see the first `num_columns`; returns the mask for them, from `mask` (B, *).
+
+        The last of the columns is that of the token which is drawn next.
+        """
+        if not self.is_there:
+            return mask[:, : num_columns - 1]
+        for layer in self.cache.layers:
+            layer.show(num_columns, limit=mask.shape[1])
+        mask = mask[:, None, None, :num_columns]  # of four dimensions: the model takes it as it is
+        if self.attention == "eager":  # adds the mask (B, 1, 1, columns) to its scores
+            zeros = torch.zeros_like(mask, dtype=self.dtype)
+            mask = zeros.masked_fill(~mask, torch.finfo(zeros.dtype).min)
+        return mask
+
+
+class RoomyLayer(DynamicLayer):
+    """A cache layer with empty columns ahead.
+
+    It grows by LEAP columns at a time, one copy each. Most rows end early, so to reserve the
+    maximum length from the start would waste over half of the memory.
+    """
+
+    def __init__(self, layer: DynamicLayer, column: Tensor):
+        super().__init__()
+        self.is_initialized, self.dtype, self.device = True, layer.dtype, layer.device
+        self.column, self.num_visible = column, layer.keys.shape[2]
+        self.keys, self.values = layer.keys, layer.values
+
+    def show(self, num_columns: int, *, limit: int) -> None:
+        """Let attention see the first `num_columns`, with room for them and at most for `limit`."""
+        self.num_visible = num_columns
+        if num_columns > self.keys.shape[2]:
+            padding = (0, 0, 0, whole_leaps(num_columns, limit=limit) - self.keys.shape[2])
+            self.keys = F.pad(self.keys, padding)
+            self.values = F.pad(self.values, padding)
+
+    def update(self, keys: Tensor, values: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Write one token's keys and values (B, heads, 1, head size); return all visible ones."""
+        self.keys.index_copy_(2, self.column, keys)
+        self.values.index_copy_(2, self.column, values)
+        return self.keys[:, :, : self.num_visible], self.values[:, :, : self.num_visible]
+
+
+def whole_leaps(num_columns: int, *, limit: int) -> int:
+    """The next multiple of LEAP, but at most the limit."""
+    return min(-(-num_columns // LEAP) * LEAP, limit)

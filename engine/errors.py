@@ -1,0 +1,61 @@
+"""What a user sees when something goes wrong: one line that names the fix."""
+
+import contextlib
+import errno
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from engine.config import ConfigError
+from engine.export import ExportError
+
+
+@contextlib.contextmanager
+def mistakes_cost_one_line() -> Iterator[None]:
+    """Print a user's mistake on one rank, and not again at a restart; exit with status 2."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("stopped by Ctrl-C before the start: nothing was changed", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    except (ValueError, OSError) as error:
+        is_config = isinstance(error, ConfigError)
+        is_first_rank, is_first_start = (
+            os.environ.get(name, "0") == "0"
+            for name in ("LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+        )
+        if is_first_start and not is_first_rank:
+            # torchrun ends all ranks with the first: give rank 0 time to print the same mistake.
+            time.sleep(3)
+        if is_first_start and (is_first_rank or not is_config):
+            lines = error.lines if is_config else [str(error)]
+            print("\n".join(f"error: {line}" for line in lines), file=sys.stderr)
+        sys.exit(2)
+
+
+@contextlib.contextmanager
+def crashes_name_the_fix(folder: Path) -> Iterator[None]:
+    """Where memory or the disk is full, say below the traceback what to do about it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RuntimeError(
+            "out of GPU memory: lower sampling.max_batch_tokens if it was sampling, else "
+            "training.micro_batch_tokens, or set model.gradient_checkpointing=true"
+        ) from error
+    except ExportError as error:
+        with mistakes_cost_one_line():
+            raise error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise RuntimeError(
+            f"{folder}: the disk is full: free some space and give the same command again, it "
+            "goes on from the last checkpoint"
+        ) from error

@@ -1,0 +1,93 @@
+"""What an evaluation measures: of training's, and by mode=evaluate alone."""
+
+import json
+from datetime import datetime
+
+from engine.metrics import majority_sample, reduce_means, single_rate, solve_rates
+from engine.resume import write_config
+from engine.run import Run
+from engine.types import Trajectory
+from logger import json_line, without_nan, write_atomically
+
+
+def evaluation_metrics(run: Run, groups: list[list[Trajectory]]) -> dict[str, float]:
+    """pass@k, lengths and shares over all questions, from this rank's groups."""
+    validation, num_questions = run.config.validation, len(run.validation_questions)
+    solved = [[t.is_solved for t in group] for group in groups]
+    solved = run.world.gather_rows(solved, shape=(num_questions, validation.best_of_n))
+    answers = [t for group in groups for t in group]
+    num_tokens = sum(len(t.completion.token_ids) for t in answers)
+    sums = {
+        "eval/solved_and_ended": (sum(t.is_solved_and_ended for t in answers), len(answers)),
+        "eval/completion_tokens": (num_tokens, len(answers)),
+        "eval/truncated_frac": (sum(t.completion.truncated for t in answers), len(answers)),
+    }
+    return solve_rates(solved, validation.pass_k) | reduce_means(sums, run.world)
+
+
+# What only mode=evaluate measures and writes
+
+
+def single_answer_metrics(
+    run: Run, groups: list[list[Trajectory]], greedy: list[list[Trajectory]]
+) -> dict[str, float]:
+    """Rates of one answer per question, with Wilson's interval: what the group votes for, greedy.
+
+    The mean length of the greedy answers stands beside them; so does, where the task has
+    `is_lenient_solved`, a reading that forgives the form. `groups` and `greedy` are trajectories,
+    for this rank's questions.
+    """
+    task, world, questions = run.task, run.world, run.validation_questions
+    mine = questions[world.rank :: world.size]
+    answers = [trajectory for (trajectory,) in greedy]
+    solved = {
+        "majority": [is_majority_solved(run, *pair) for pair in zip(groups, mine, strict=True)],
+        "greedy": [t.is_solved for t in answers],
+    }
+    if hasattr(task, "is_lenient_solved"):
+        solved["strict"] = solved["greedy"]
+        solved["lenient"] = [
+            not t.completion.is_broken
+            and task.is_lenient_solved(t.text, example, options=run.config.task)
+            for t, example in zip(answers, mine, strict=True)
+        ]
+    rows = list(zip(*solved.values(), strict=True))
+    table = world.gather_rows(rows, shape=(len(questions), len(solved)))
+    num_tokens = sum(len(t.completion.token_ids) for t in answers)
+    metrics = reduce_means({"eval/greedy_tokens": (num_tokens, len(answers))}, world)
+    for name, column in zip(solved, table.T, strict=True):
+        metrics |= single_rate(name, column)
+    return metrics
+
+
+def answer_totals(run: Run) -> dict[str, int]:
+    """The number of answers behind each rate that is a share of them."""
+    num_questions, num_samples = len(run.validation_questions), run.config.validation.best_of_n
+    of_samples = ("pass@1", "solved_and_ended", "truncated_frac")
+    of_questions = (f"best_of_{num_samples}", "majority", "greedy", "strict", "lenient")
+    totals = dict.fromkeys(of_questions, num_questions)
+    return totals | dict.fromkeys(of_samples, num_questions * num_samples)
+
+
+def is_majority_solved(run: Run, group: list[Trajectory], example: dict) -> bool:
+    """Whether the answer that most of the group's completions give solves the question."""
+    options = run.config.task
+    answers = [run.task.extract_answer(t.text, example, options=options) for t in group]
+    chosen = majority_sample(answers)
+    return chosen is not None and group[chosen].is_solved
+
+
+def save_evaluation(run: Run, metrics: dict[str, float], samples: list[dict]) -> None:
+    """Write what mode=evaluate has measured to eval-<time>/ in the run's folder, on rank 0.
+
+    The new folder holds config.yaml, metrics.json and samples.jsonl; the run's own files stay.
+    """
+    if not run.world.is_main:
+        return
+    folder = run.folder / f"eval-{datetime.now():%Y%m%d-%H%M%S-%f}"
+    folder.mkdir(parents=True)
+    write_config(folder, run.config)
+    write_atomically(folder / "samples.jsonl", "".join(map(json_line, samples)))
+    text = json.dumps(without_nan(metrics), allow_nan=False, indent=1) + "\n"
+    write_atomically(folder / "metrics.json", text)
+    run.logger.info(f"written to {folder}")

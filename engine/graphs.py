@@ -1,0 +1,75 @@
+"""Decode steps that are replayed from CUDA graphs.
+
+With one token per row, Python takes longer to launch the model's kernels than the GPU takes to run
+them; a graph launches all of them at once. It repeats the same kernels on the same tensors, so a
+graph serves one shape only.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.cache import Room, whole_leaps
+
+
+class Batch(Protocol):
+    """What the steps need of main.py's DecodeBatch."""
+
+    room: Room
+    mask: Tensor  # (B, P + T)
+
+    def step(self, num_columns: int) -> None: ...
+
+
+class CapturedSteps:
+    """A batch's `step`, replayed. Shapes change rarely: attention sees columns in leaps.
+
+    The first step of a shape runs as usual, so that the GPU's libraries set up what they need; the
+    second one is captured.
+    """
+
+    steps_per_check = 16  # how often rows are dropped, since each time makes another shape
+
+    def __init__(self, batch: Batch) -> None:
+        if not batch.room.is_there:
+            raise ValueError("the tensors of this cache move, so a step cannot be replayed")
+        self.batch = batch
+        self.shape: tuple[int, int] | None = None  # rows and visible columns of the last step
+        self.replay: Callable[[], None] | None = None  # runs the graph of this shape, once captured
+
+    def __call__(self, num_columns: int) -> None:
+        num_rows, limit = self.batch.mask.shape
+        shape = (num_rows, whole_leaps(num_columns, limit=limit))
+        if self.shape != shape:
+            self.shape, self.replay = shape, None
+            with waiting_forbidden():
+                self.batch.step(shape[1])
+        else:
+            self.replay = self.replay or self.capture(shape[1])
+            self.replay()
+
+    def capture(self, num_columns: int) -> Callable[[], None]:
+        """A function that replays one step, which must have run before without waiting."""
+        graph = torch.cuda.CUDAGraph()
+        # By default a capture forbids other threads to query the GPU, but one of NCCL's does.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.batch.step(num_columns)
+        return graph.replay
+
+
+@contextlib.contextmanager
+def waiting_forbidden() -> Iterator[None]:
+    """Raise RuntimeError where Python waits for the GPU, as it does for a tensor's value.
+
+    No capture can do that either. But an error within one leaves torch's allocator in its capture
+    mode, so that the process soon runs out of memory: it has to be found before.
+    """
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)

@@ -1,0 +1,21 @@
+"""Packages that only some runs need: they are imported on use, and a missing one is named."""
+
+import importlib
+import tomllib
+from types import ModuleType
+
+from engine import ROOT
+
+
+def import_package(name: str, *, key: str) -> ModuleType:
+    """The package that pip calls `name`; `key` says what needs it, such as "model.lora".
+
+    Raises ValueError with the command that installs it, in the version which pyproject.toml pins.
+    """
+    try:
+        return importlib.import_module(name.replace("-", "_"))
+    except ModuleNotFoundError as error:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+        pins = [pin for extra in project["optional-dependencies"].values() for pin in extra]
+        pin = next((pin for pin in pins if pin.startswith(f"{name}==")), name)
+        raise ValueError(f"{key}: needs a package: pip install {pin}") from error

@@ -1,0 +1,80 @@
+"""What a model can do, found out on made-up tokens when it is loaded."""
+
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+from torch import nn
+
+from engine.graphs import CapturedSteps
+from engine.record import Record
+from engine.tensors import model_inputs
+from engine.types import SamplingParams
+
+
+@torch.no_grad()
+def supports_grouped(
+    model: nn.Module, make_batch: Callable[..., object], *, capture: bool = False
+) -> bool:
+    """Whether grouped decoding computes the same log-probabilities as one plain forward.
+
+    `make_batch` is main.py's DecodeBatch. A few tokens are decoded after two short made-up prompts,
+    one of them padded, and a row is dropped on the way. Models with a recurrent state fail by an
+    exception or by other numbers. Raises ValueError if the GPU's memory does not suffice even for
+    that.
+    """
+    prompts = [[i % model.config.vocab_size for i in ids] for ids in (range(1, 25), (25, 26))]
+    params = SamplingParams(5, temperature=1.0, top_p=1.0, top_k=0, eos_ids=(), pad_id=0)
+    uniforms = torch.linspace(0.01, 0.99, 20).view(4, params.max_new_tokens)  # (B, T)
+    try:
+        batch = make_batch(model, prompts, uniforms, params)
+        step = CapturedSteps(batch) if capture else batch.step
+        step(26)
+        batch.keep(torch.tensor([0, 2, 3], device=model.device))
+        for num_columns in (27, 28, 29):  # with `capture` as usual, captured, replayed once more
+            step(num_columns)
+        mismatches = [mismatch_of(model, batch.record, prompts[row // 2], row) for row in (0, 2)]
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            "the GPU's memory is full before anything is sampled: end other programs on it, or "
+            "take a smaller model"
+        ) from error
+    except (AttributeError, NotImplementedError, TypeError, ValueError, RuntimeError):
+        return False
+    tolerance = 1e-3 if model.dtype == torch.float32 else 2**-6  # a few roundings of bf16
+    return all(mismatch <= tolerance for mismatch in mismatches)  # NaN is none
+
+
+def mismatch_of(model: nn.Module, record: Record, prompt: list[int], row: int) -> float:
+    """How far a row's recorded log-probabilities are from one plain forward's, on average.
+
+    In multiples of the largest logit, whose rounding they have, or in nats if that is below 1.
+    """
+    tokens = record.tokens[row]  # (T,)
+    ids = torch.cat([torch.tensor(prompt, device=model.device), tokens])
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    expected = logits.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0]
+    difference = (record.log_probs[row] - expected).abs().mean()
+    return float(difference / logits.abs().max().clamp(min=1.0))
+
+
+@torch.no_grad()
+def supports_chunked_head(model: nn.Module, log: Callable[[str], None]) -> bool:
+    """Whether the logits are exactly those of a plain linear head on the last hidden states.
+
+    If not, that is logged. False for models that cap or scale their logits, such as Gemma 2, and
+    for heads that are quantised or have an adapter. A cap hardly changes small logits, such as
+    those of a model that is not trained yet, so on a short made-up input only rounding may differ.
+    """
+    head, is_plain = model.get_output_embeddings(), False
+    if type(head) is nn.Linear:
+        ids = torch.arange(1, 7, device=model.device)[None] % head.out_features  # (1, 6)
+        inputs = model_inputs(ids, torch.ones_like(ids, dtype=torch.bool))
+        expected = model(**inputs).logits
+        with suppress(AttributeError, NotImplementedError, TypeError, ValueError, RuntimeError):
+            logits = head(model.base_model(**inputs).last_hidden_state)
+            difference = (logits - expected).abs().max()  # RuntimeError for other shapes
+            is_plain = bool(difference <= 1e-6 * expected.abs().max())
+    if not is_plain:
+        log("this model's logits are more than head(hidden): the update holds all at once")
+    return is_plain

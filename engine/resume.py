@@ -1,0 +1,218 @@
+"""How a run is saved, and how it goes on where it was."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from torch import nn
+
+from engine import checkpoint
+from engine.config import Config, check_same_run, differences, dotted_values, run_name
+from engine.config_file import dump
+from engine.export import model_card
+from engine.fit import check_disk
+from engine.metrics import metric_columns, versions
+from engine.prompts import render_prompts
+from engine.run import Run, State
+from engine.sharding import check_shared_disk, gather_weights, load_parts, move_parts, save_parts
+
+# Beginning
+
+
+def check_room(run: Run) -> None:
+    """Log on what the run computes and where it writes; ValueError if the disk is too small."""
+    num_weights, world = run.policy.model.num_parameters(), run.world
+    training, num_questions = run.config.training, run.config.questions_per_rank(world.size)
+    place = f"{world.size} x {world.device.type}"
+    run.logger.info(f"{num_weights:,} weights, on {place}; results in {run.folder}")
+    k, n = training.k_best_of_n
+    run.logger.info(
+        f"{training.num_steps} steps of {num_questions * world.size * k:,} rows: {num_questions} "
+        f"questions on each rank, {n} samples of each" + f", of which the best {k}" * (k < n)
+    )
+    if world.is_main:
+        num_trained = sum(parameter.numel() for parameter in run.trained_weights)
+        num_merged = num_weights if run.config.export.merge else 0
+        check_disk(run.folder, run.config, num_weights=num_trained, num_merged=num_merged)
+
+
+def resume(run: Run) -> None:
+    """Go on from the newest whole checkpoint, if there is one; rank 0 reads and broadcasts it.
+
+    Raises ValueError where that checkpoint belongs to another configuration, and where the folder
+    is another process's or holds results that would be overwritten.
+    """
+    world, config = run.world, run.config
+    folder, saved = world.on_main(functools.partial(find_saved, run))
+    if config.model.shard:
+        check_shared_disk(run.folder, world)
+    if saved is None:
+        return
+    check_same_run(saved["config"], config)
+    if saved["num_ranks"] != world.size:
+        run.logger.warning(
+            f"the run had {saved['num_ranks']} ranks and goes on with {world.size}: "
+            "not bit for bit the same"
+        )
+    if config.model.shard:  # each rank reads its own part
+        num_parts = saved["num_ranks"]
+        load_parts(folder, run.policy.model, run.optimizer, num_parts=num_parts, rank=world.rank)
+    else:
+        if world.is_main:
+            checkpoint.load_weights(folder, run.policy.model)
+            run.optimizer.load_state_dict(checkpoint.load_optimizer_state(folder))
+        for parameter in run.trained_weights:
+            world.broadcast_tensor(parameter.data)
+        world.broadcast_optimizer(run.optimizer)
+    run.policy.refresh_sampler()
+    run.state, run.is_resumed = State(**saved["state"]), True
+    run.logger.info(f"resumed after step {run.state.step}")
+
+
+def find_saved(run: Run) -> tuple[Path | None, dict | None]:
+    """Lock the run's folder; returns the checkpoint to go on from, if any, and its state.json."""
+    warn, may_resume = run.logger.warning, run.config.checkpoint.resume == "auto"
+    run.lock = checkpoint.lock_folder(run.folder, warn)
+    folder = checkpoint.find_start(run.folder, may_resume=may_resume, warn=warn)
+    if folder is None:
+        return None, None
+    saved, best = checkpoint.load_state(folder), run.folder / "best"
+    if saved["state"].keys() != asdict(run.state).keys():
+        raise ValueError(
+            f"{folder} was saved by another version of this program: go on with that one, or set "
+            "run.name to start another run"
+        )
+    if saved["state"]["best"] is not None and not best.is_dir():
+        warn(f"{best} is gone: the best model from here on will be saved there")
+        saved["state"]["best"] = None
+    return folder, saved
+
+
+def open_files(run: Run) -> None:
+    """Make the run's folder, write its resolved config, and start the files of its metrics."""
+    config, state = run.config, run.state
+    run.logger.open(
+        run.folder,
+        config_text=dump(config),
+        params=dotted_values(config),
+        columns=metric_columns(config, run.task.REWARD_PARTS),
+        # the row of a step that a signal ended before its evaluation is still to come
+        resume_step=state.step - (state.unrecorded is not None) if run.is_resumed else None,
+        experiment=config.logging.experiment,
+        run_name=run_name(config),
+        description="\n".join(f"- {line}" for line in differences(config)),
+    )
+    if run.world.is_main:
+        write_config(run.folder, config)
+
+
+def write_config(folder: Path, config: Config) -> None:
+    """Write every setting to config.yaml, below the versions in use."""
+    text = f"# {versions()}\n{dump(config)}"
+    (folder / "config.yaml").write_text(text, encoding="utf-8")
+
+
+# Saving
+
+
+def save_best(run: Run, measured: dict[str, float]) -> bool:
+    """Save the model in best/ with its card; returns False if that was not possible."""
+    tokenizer, config = run.policy.tokenizer, run.config
+    (prompt,), add_special_tokens = render_prompts(
+        run.validation_questions[:1], task=run.task, options=config.task, tokenizer=tokenizer
+    )
+    card = model_card(
+        config,
+        step=run.state.step,
+        before=run.state.untrained,
+        world=run.world,
+        num_questions=len(run.validation_questions),
+        prompt=prompt,
+        add_special_tokens=add_special_tokens,
+        tokenizer=tokenizer,
+        measured=measured,
+    )
+    folder = run.folder / "best"
+    model, is_sharded = run.policy.model, config.model.shard
+    weights = gather_weights(model, run.world) if is_sharded else None
+    save = functools.partial(checkpoint.save_model, model, tokenizer, card, folder, weights)
+    return save_on_main(run, save)
+
+
+def save_checkpoint(run: Run) -> bool:
+    """Save all that a resumed run needs; False where nothing could be saved.
+
+    Steps are skipped one after the other where the last update has ruined the weights. Then only
+    the first checkpoint behind it is written: with checkpoint.keep=2 a good one before it stays.
+    """
+    root, world = run.folder / "checkpoints", run.world
+    if run.state.skipped_in_a_row > 0:
+        newest = world.on_main(functools.partial(checkpoint.newest_whole, root))
+        if newest is not None and checkpoint.step_of(newest) >= run.state.changed_at:
+            run.logger.info(
+                "all steps since the newest checkpoint were skipped: nothing new to save"
+            )
+            return True
+    # The norm can overflow for finite weights, but only for ones far too large for usable logits.
+    if not nn.utils.get_total_norm(run.trained_weights).isfinite():
+        run.logger.warning(
+            f"nothing saved at step {run.state.step}, since the weights are not finite: what was "
+            "saved before stays"
+        )
+        return False
+    state = {
+        "state": asdict(run.state),
+        "num_ranks": world.size,
+        "config": dotted_values(run.config),
+    }
+    model, optimizer, name = run.policy.model, run.optimizer, f"step-{run.state.step:06d}"
+    if run.config.model.shard:
+        folder = root / f"{name}.parts.tmp"
+        num_failed = save_parts(model, optimizer, folder, world)
+        counts = {"num_parts": world.size, "num_failed": num_failed}
+        write = functools.partial(move_parts, written=folder, **counts)
+    else:
+        parts = {"model": model, "tokenizer": run.policy.tokenizer, "optimizer": optimizer}
+        write = functools.partial(checkpoint.write_model, **parts)
+    save = functools.partial(
+        checkpoint.save_checkpoint,
+        root,
+        state,
+        step=run.state.step,
+        write=write,
+        keep=run.config.checkpoint.keep,
+    )
+    if is_saved := save_on_main(run, save):
+        run.logger.info(f"saved checkpoint {root / name}")
+    return is_saved
+
+
+def save_on_main(run: Run, save: Callable[[], None]) -> bool:
+    """Save on rank 0; if the disk is full, warn, keep what was saved before, and go on.
+
+    Returns False if nothing could be saved. Only rank 0 knows, and the others return True; but with
+    model.shard rank 0 broadcasts it, since its next step may need all of them.
+    """
+    is_saved = True
+    if run.world.is_main:
+        try:
+            save()
+        except OSError as error:
+            run.logger.warning(
+                f"nothing saved at step {run.state.step}, what was saved before is kept: {error}; "
+                "free some space, or lower checkpoint.keep"
+            )
+            is_saved = False
+    return run.world.broadcast(is_saved) if run.config.model.shard else is_saved
+
+
+def stop(run: Run) -> int:
+    """Save after a signal, between two steps; returns the exit status that the signal asks for."""
+    is_saved = save_checkpoint(run)
+    run.logger.close("KILLED")
+    what = "all is saved" if is_saved else "only what was saved before is there"
+    run.logger.info(
+        f"stopped by a signal after step {run.state.step}; {what}; go on with the same command"
+    )
+    return 128 + (run.world.stop_signal or 15)  # SIGTERM, where another rank was sent the signal

@@ -1,0 +1,80 @@
+"""The module of a task: where it is found, what it must define, which keys it adds to a config."""
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+from pydantic import create_model
+
+from engine import ROOT
+from engine.config import Config, ConfigError, Section, TaskSettings, Weight
+from engine.yaml_text import show
+
+
+def load_task(name: str) -> ModuleType:
+    """One of the checkout's tasks, or <name>.py in the current folder, if it is a whole task."""
+    own_file = Path.cwd() / f"{name}.py"
+    if name in built_in_tasks():
+        module = importlib.import_module(name if name == "countdown" else f"tasks.{name}")
+    elif own_file.stem == name and own_file.is_file():
+        module = import_file(own_file)
+    else:
+        choices = f"{', '.join(built_in_tasks())}, or the name of a .py file in {Path.cwd()}"
+        raise ConfigError([f"task.name = {show(name):.80}: must be one of {choices}"])
+    if problems := list(problems_of_task(module)):
+        raise ConfigError([f"{module.__file__}: {problem}" for problem in problems])
+    return module
+
+
+@functools.cache
+def built_in_tasks() -> list[str]:
+    """The names of the tasks in the checkout; other files in tasks/ have no reward_function."""
+    paths = [ROOT / "countdown.py", *sorted(ROOT.glob("tasks/*.py"))]
+    return [path.stem for path in paths if "\ndef reward_function(" in path.read_text("utf-8")]
+
+
+@functools.cache
+def import_file(path: Path) -> ModuleType:
+    """The module in a file, under a name that cannot be taken for another module's."""
+    spec = importlib.util.spec_from_file_location(f"user_task_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # pickle and dataclasses look modules up by their names
+    spec.loader.exec_module(module)
+    return module
+
+
+def problems_of_task(module: ModuleType) -> Iterator[str]:
+    """A line for each thing that is missing or wrong in a task's module."""
+    loads_itself = hasattr(module, "load_examples")
+    data = ["load_examples"] if loads_itself else ["EXAMPLE_ROW", "parse_row", "question_key"]
+    for name in (*data, "generate_prompt", "REWARD_PARTS", "reward_function", "extract_answer"):
+        if not hasattr(module, name):
+            yield f"a task must define {name}; countdown.py shows how"
+    parts = getattr(module, "REWARD_PARTS", ("answer",))
+    if not isinstance(parts, tuple) or "answer" not in parts:
+        yield 'REWARD_PARTS must be a tuple of names with "answer" among them, such as ("answer",)'
+    options = getattr(module, "Options", Section)
+    if not issubclass(options, Section):
+        yield "Options must inherit from Section in engine/config.py"
+        return
+    for key, field in options.model_fields.items():
+        if field.is_required() or key in TaskSettings.model_fields:
+            shared = ", ".join(TaskSettings.model_fields)
+            yield f"Options.{key} needs a default, and a name other than {shared}"
+
+
+@functools.cache
+def schema(task: ModuleType) -> type[Config]:
+    """Config with the task's own keys and the parts of its reward in the task section."""
+    weights = TaskSettings().reward_weights
+    defaults = {part: weights.get(part, 0.0) for part in task.REWARD_PARTS}
+    settings = create_model(
+        "TaskSettings",
+        __base__=(task.Options, TaskSettings) if hasattr(task, "Options") else TaskSettings,
+        reward_weights=(dict[Literal[task.REWARD_PARTS], Weight], defaults),
+    )
+    return create_model("Config", __base__=Config, task=(settings, settings()))

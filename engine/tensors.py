@@ -1,0 +1,61 @@
+"""Small tools for tensors: padding, positions, precision, random numbers that follow from seeds."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from engine.types import Seed
+
+
+@contextlib.contextmanager
+def seeded(seeds: list[Seed], device: torch.device) -> Iterator[None]:
+    """Let torch's random numbers follow from the seeds, and put their state back afterwards."""
+    words = [word for seed in seeds for word in seed]
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
+        yield
+
+
+def position_ids(mask: Tensor) -> Tensor:
+    """Positions (B, T) that count kept tokens only, so that padding on the left shifts nothing."""
+    return (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+
+
+def left_pad(rows: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids and mask (True = a token), both (B, longest), padded on the left."""
+    longest = max(len(row) for row in rows)
+    ids = torch.tensor([[pad_id] * (longest - len(row)) + row for row in rows])
+    mask = torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in rows])
+    return ids.to(device), mask.to(device)
+
+
+def right_pad(sequences: list, value: float) -> Tensor:
+    """Sequences as one tensor (B, longest), padded on the right."""
+    tensors = [torch.as_tensor(sequence) for sequence in sequences]
+    return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
+
+
+def model_inputs(input_ids: Tensor, mask: Tensor) -> dict[str, Any]:
+    """The arguments of a model's forward over whole rows (B, P + T)."""
+    return {
+        "input_ids": input_ids,
+        "attention_mask": mask,
+        "position_ids": position_ids(mask),
+        "use_cache": False,
+    }
+
+
+def autocast(
+    device: torch.device, dtype: torch.dtype, *, keeps_casts: bool = True
+) -> torch.autocast:
+    """Multiplies matrices in bf16, whatever the weights are; with fp32 it changes nothing."""
+    return torch.autocast(
+        device.type,
+        dtype=torch.bfloat16,
+        enabled=dtype == torch.bfloat16,
+        cache_enabled=keeps_casts,
+    )

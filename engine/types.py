@@ -1,0 +1,85 @@
+"""What a step makes of its questions: completions, trajectories, micro-batches.
+
+Shapes: B rows, P longest prompt, T completion tokens. Masks are bool, True = keep.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from engine.calculator import Calculator
+
+Seed = Sequence[int]  # integers that name a question's random numbers, such as (seed, position)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """The distribution that completions are drawn from, and when a completion ends."""
+
+    max_new_tokens: int
+    temperature: float  # 0 is greedy: always the likeliest token, scored at temperature 1
+    top_p: float  # 1 is off
+    top_k: int  # 0 is off
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    calculator: Calculator | None = None  # writes the result where a completion asks for it
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One completion as it was sampled, of T tokens."""
+
+    token_ids: list[int]  # up to and including the first EOS
+    log_probs: np.ndarray  # (T,), of each token under softmax(logits / temperature), untruncated
+    entropies: np.ndarray  # (T,), of that distribution, in nats
+    truncated: bool  # ended by the length limit instead of an EOS
+    is_inserted: np.ndarray  # (T,), True for the calculator's tokens, whose two numbers are 0
+
+    @property
+    def num_sampled(self) -> int:
+        """The number of tokens that the model chose itself."""
+        return len(self.token_ids) - int(self.is_inserted.sum())
+
+    @property
+    def is_broken(self) -> bool:
+        """True if some logits were not finite: the tokens drawn from them are noise."""
+        return not np.isfinite(self.log_probs).all()
+
+
+@dataclass
+class Trajectory:
+    """One completion of one question: what was sampled, what it earned, what it teaches."""
+
+    prompt_ids: list[int]
+    completion: Completion
+    text: str  # the completion without its end-of-sequence token
+    reward_parts: dict[str, float]
+    reward: float
+    advantage: float = 0.0
+    in_batch: bool = True  # counts in the loss's denominator; sil leaves out all but the k best
+
+    @property
+    def is_solved(self) -> bool:
+        return self.reward_parts["answer"] == 1.0 and not self.completion.is_broken
+
+    @property
+    def is_solved_and_ended(self) -> bool:
+        return self.is_solved and not self.completion.truncated
+
+
+@dataclass
+class MicroBatch:
+    """Trajectories that go through the model together, padded: prompts left, completions right."""
+
+    trajectories: list[Trajectory]  # B
+    input_ids: Tensor  # (B, P + T)
+    mask: Tensor  # (B, P + T)
+    completion_mask: Tensor  # (B, T), True for what was sampled, the first EOS too
+    advantages: Tensor  # (B,)
+    token_weights: Tensor  # (B, T); 0 all over where a rank has nothing to train on
+    sampler_log_probs: Tensor  # (B, T)
+    old_log_probs: Tensor | None = None  # (B, T), of the first pass, if several updates follow
+    ref_log_probs: Tensor | None = None  # (B, T), set by the first pass if there is a KL penalty
+    importance: Tensor | None = None  # (B, T), set by the first pass if training.tis_clip is

@@ -1,0 +1,37 @@
+"""YAML as people expect it: 1e-5 is a number, a key is text, a key given twice is an error."""
+
+import re
+from typing import Any
+
+import yaml
+
+
+class Loader(yaml.SafeLoader):
+    """PyYAML's SafeLoader reads 1e-5 as text, and of two equal keys only the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
+        names = [key.value for key, _ in node.value]
+        if twice := [name for name in names if names.count(name) > 1]:
+            problem = f"the key {twice[0]} is given twice"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return {str(key): value for key, value in super().construct_mapping(node, deep).items()}
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes what Loader reads, so the text "1e-5" goes in quotes."""
+
+
+NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")  # with an exponent
+for yaml_class in (Loader, Dumper):
+    yaml_class.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
+
+
+def to_yaml(value: Any, **style: Any) -> str:
+    """YAML that Loader reads as the same value; `style` is for yaml.dump."""
+    return yaml.dump(value, Dumper=Dumper, allow_unicode=True, sort_keys=False, **style)
+
+
+def show(value: Any) -> str:
+    """The value as YAML on one line."""
+    text = to_yaml(value, default_flow_style=True, width=float("inf"))
+    return text.removesuffix("...\n").strip()
