@@ -228,7 +228,7 @@ def end_step(run: Run) -> bool:
         logger.print_evaluation(f"evaluation at step {state.step}", measured, samples)
         state.note_evaluation(measured, best_metric=config.validation.best_metric)  # state.last
         is_best = not is_broken and (state.best is None or state.last > state.best)
-        if is_best and save_best(run, measured):  # False where the disk is full
+        if is_best and save_best(run, measured):
             state.best, state.best_step = state.last, state.step
     # Write the log before the checkpoint. After a crash it may then have steps that the checkpoint
     # lacks, which are cut off when the run is resumed, but never the other way round.

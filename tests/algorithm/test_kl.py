@@ -151,18 +151,21 @@ def test_the_reference_scores_a_batch_once_for_all_iterations(rotary_model_folde
 
 
 def test_a_batch_without_advantages_is_drawn_back_to_the_reference(rotary_model_folder):
-    """By as much as the slope says, for a step so small that its curvature adds 1% at most."""
+    """By as much as the slope says, for a step so small that its curvature adds next to nothing.
+
+    Bug of this test: a step a hundred times as long fell short by 1.8% for one seed of many.
+    """
     policy, config = make_moved_policy(rotary_model_folder), config_of(*GRPO, KL)
     groups = make_groups(config, EQUAL)
     ref = ref_log_probs(rotary_model_folder, groups)
     before = mean_kl(policy.model, groups, ref)
-    recorder = Recorder(policy.model, rate=1e-4)
+    recorder = Recorder(policy.model, rate=1e-6)
     update(policy, recorder, groups, config)
     num_tokens = sum(len(row) for row in ref)
     slope = np.sum(recorder.gradients[0] ** 2) * 4 * MAX_NEW_TOKENS / (0.5 * num_tokens)
     fall = before - mean_kl(policy.model, groups, ref)
     assert fall > 0
-    assert fall == pytest.approx(1e-4 * slope, rel=0.01)
+    assert fall == pytest.approx(1e-6 * slope, rel=0.01)
 
 
 def test_at_the_reference_the_gradient_is_that_without_a_penalty(model_folder):
