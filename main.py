@@ -186,9 +186,10 @@ def run_training(run: Run) -> int:
             set_learning_rate(run.optimizer, learning_rate)
             # LoRA dropout is the only randomness here; its seed lets a resumed run repeat it.
             with clock("update"), seeded(seeds, world.device):
-                is_broken = run.report_broken(groups) > 0  # then nothing can be learned from them
+                is_broken = run.report_broken(groups) > 0  # counted over all ranks
                 micro_batches = [] if is_broken else make_micro_batches(run, groups)
                 metrics, sums, num_updates = update_policy(run, micro_batches)
+                num_planned = training.num_iterations if micro_batches else 0  # if all is finite
             with clock("rollouts_log"):  # a few groups for tools/report.py
                 rollouts = describe_rollouts(run, groups, questions, micro_batches)
         metrics |= reduce_means(sums | rollout_sums(groups, run.task.REWARD_PARTS), world)
@@ -198,7 +199,7 @@ def run_training(run: Run) -> int:
             metrics,
             rollouts,
             num_questions=questions_per_step,
-            is_skipped=is_broken or num_updates < training.num_iterations * bool(micro_batches),
+            is_skipped=is_broken or num_updates < num_planned,
             has_moved=num_updates > 0,
         )
         state.position = end
@@ -209,7 +210,7 @@ def run_training(run: Run) -> int:
         if not world.should_stop:  # else the resumed run does it: there may be no time left
             is_saved = end_step(run)
     if state.unrecorded is not None or not run.is_over:
-        return stop(run)  # saves a checkpoint and exits with 128 + the signal: engine/resume.py
+        return stop(run)  # saves a checkpoint, returns 128 + the signal: engine/resume.py
     logger.info(summary(run))
     logger.log_pages(run.folder)
     logger.close()
@@ -226,9 +227,10 @@ def end_step(run: Run) -> bool:
     if state.step % config.validation.every == 0 or run.is_over:
         measured, samples, is_broken = evaluate(run)
         logger.print_evaluation(f"evaluation at step {state.step}", measured, samples)
-        state.note_evaluation(measured, best_metric=config.validation.best_metric)  # state.last
+        # state.last becomes best_metric, which validation.best_by names: by default eval/pass@1.
+        state.note_evaluation(measured, best_metric=config.validation.best_metric)
         is_best = not is_broken and (state.best is None or state.last > state.best)
-        if is_best and save_best(run, measured):
+        if is_best and save_best(run, measured):  # writes best/; False if it could not
             state.best, state.best_step = state.last, state.step
     # Write the log before the checkpoint. After a crash it may then have steps that the checkpoint
     # lacks, which are cut off when the run is resumed, but never the other way round.
@@ -579,17 +581,15 @@ def make_micro_batches(run: Run, groups: list[list[Trajectory]]) -> list[MicroBa
     num_rows, num_tokens, num_trained = world.sum(counts).tolist()
     if num_trained == 0:
         return []
-    is_idle = not trained
-    if is_idle:
+    if not trained:
         # This rank has nothing to train on, but DDP needs a backward pass from every rank: send one
-        # row with weight 0, whose gradient is zero.
-        trained = [replace(batch[0], advantage=0.0)]
+        # row with weight 0 (1 / infinity), whose gradient is zero.
+        trained, num_rows, num_tokens = [replace(batch[0], advantage=0.0)], math.inf, math.inf
     micro_batches = [
         make_micro_batch(some, run, num_rows=num_rows, num_tokens=num_tokens)
         for some in pack(trained, training.micro_batch_tokens)
     ]
-    if is_idle:
-        micro_batches[0].token_weights.zero_()
+    # A sharded model gathers its weights in every pass: each rank must make as many passes.
     return equal_passes(micro_batches, world) if run.config.model.shard else micro_batches
 
 
