@@ -27,7 +27,8 @@ from tasks.grader_worker import (
 )
 
 ROOT = Path(__file__).parents[2]
-HARD = "(x+y+z+w)^{600}-(x+y+z-w)^{600}"
+EASY = "(x+y+z+w)^{90}"
+HARD = "((x+y)^2+2(x+y)(z+w)+(z+w)^2)^{45}"  # equal, which math-verify does not find out
 
 
 def ask(worker: Worker, gold: str, prediction: str, *, timeout_s: float = 30.0) -> bool:
@@ -44,16 +45,29 @@ def fresh_cache() -> Iterator[None]:
 # The real worker
 
 
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        (r"\log 5", "12345678901234567890"),
+        (r"x\ln 2", "12345678901234567890x"),
+        ("x = 5", "x^{10^9} = 5"),
+        ("x+y+z+w", "(x+y+z+w)^{600}-(x+y+z-w)^{600}"),
+    ],
+)
+def test_a_wrong_value_is_refused_before_math_verify_hangs_on_it(gold: str, answer: str):
+    assert grade(f"\\boxed{{{answer}}}", gold, timeout_s=5) == Grade(False)
+
+
 def test_a_hanging_worker_is_killed_counted_once_and_replaced():
     assert ask(WORKER, "a+b", "b+a")
     hanging = WORKER.process
     start = time.monotonic()
-    result = grade(rf"\boxed{{{HARD}}}", "x+y+z+w", timeout_s=0.5)
+    result = grade(rf"\boxed{{{HARD}}}", EASY, timeout_s=0.5)
     assert 0.4 < time.monotonic() - start < 5
     assert result == Grade(False, timed_out=True)
     assert hanging.returncode == -signal.SIGKILL
     start = time.monotonic()
-    assert grade(rf"\boxed{{{HARD}}}", "x+y+z+w", timeout_s=0.5) == result
+    assert grade(rf"\boxed{{{HARD}}}", EASY, timeout_s=0.5) == result
     assert time.monotonic() - start < 0.1, "the samples of a question pay for one time-out"
     assert ask(WORKER, "a+b", "b+a")
     assert not ask(WORKER, "a+b", "b-a")
@@ -77,7 +91,7 @@ def test_it_ends_with_its_stdin_sees_no_gpu_and_has_its_own_session():
 def test_it_ends_by_itself_where_the_trainer_is_gone():
     """A hard question and a trainer killed by SIGKILL: nobody would end the worker."""
     assert ask(WORKER, "a+b", "b+a")
-    request = {"id": 1, "gold": "9", "prediction": HARD, "limit_s": 1}
+    request = {"id": 1, "gold": EASY, "prediction": HARD, "limit_s": 1}
     WORKER.process.stdin.write(json.dumps(request).encode() + b"\n")
     assert WORKER.process.wait(timeout=30) == -signal.SIGALRM
 
