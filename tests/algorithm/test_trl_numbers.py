@@ -7,8 +7,9 @@ benchmarks/trl_inputs.py:
 
 The conventions differ in places, where the inputs are such that both are defined alike:
 
-- All rows are one micro-batch on one rank. Of several, TRL averages the losses (dapo: as ours, it
-  divides by the tokens of all), so that here bnpo and dapo are the same.
+- All rows are one micro-batch on one rank. With several micro-batches TRL's bnpo averages their
+  losses, while its dapo divides by the tokens of all, as ours does. With one the two are the same
+  numbers, so that only those of dapo stand below.
 - TRL multiplies the KL by the ratio (`use_bias_correction_kl`) unless told not to, as here. GRPO
   (arXiv:2402.03300, equations 3 and 4) does not.
 - GSPO is TRL's `importance_sampling_level="sequence"`. For CISPO TRL takes the limit of the weight
@@ -44,7 +45,7 @@ from engine.types import MicroBatch
 from main import accumulate_gradient, grpo_advantages, token_weights
 
 TOLERANCE = {"rtol": 0, "atol": 1e-6}
-NORMALIZATIONS = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "dr_grpo"}
+NORMALIZATIONS = {"grpo": "sequence", "dapo": "token", "dr_grpo": "dr_grpo"}
 
 # TRL's figures
 
@@ -80,19 +81,13 @@ TRL_FIRST_GRADIENT = [
     [0.0, 0.0, 0.0, 0.0, 0.0],
     [0.083333333, 0.083333333, 0.083333333, 0.083333333, 0.0],
 ]
-TRL_LOSS = {"grpo": 0.419294466, "bnpo": 0.329796093, "dapo": 0.329796093, "dr_grpo": 0.17863955}
+TRL_LOSS = {"grpo": 0.419294466, "dapo": 0.329796093, "dr_grpo": 0.17863955}
 TRL_GRADIENT = {
     "grpo": [
         [0.0, -0.091605207, -0.045489799, -0.075, -0.067862806],
         [0.0, 0.103045079, 0.076337672, 0.0, 0.0],
         [0.0, 0.0, 0.0, 0.0, 0.0],
         [0.125, 0.0, 0.22776485, 0.113104677, 0.0],
-    ],
-    "bnpo": [
-        [0.0, -0.140931087, -0.069984307, -0.115384615, -0.104404317],
-        [0.0, 0.095118535, 0.070465544, 0.0, 0.0],
-        [0.0, 0.0, 0.0, 0.0, 0.0],
-        [0.153846154, 0.0, 0.280325969, 0.139205757, 0.0],
     ],
     "dapo": [
         [0.0, -0.140931087, -0.069984307, -0.115384615, -0.104404317],
@@ -107,24 +102,13 @@ TRL_GRADIENT = {
         [0.083333333, 0.0, 0.151843233, 0.075403118, 0.0],
     ],
 }
-TRL_LOSS_WITH_KL = {
-    "grpo": 0.440660382,
-    "bnpo": 0.343774973,
-    "dapo": 0.343774973,
-    "dr_grpo": 0.186211444,
-}
+TRL_LOSS_WITH_KL = {"grpo": 0.440660382, "dapo": 0.343774973, "dr_grpo": 0.186211444}
 TRL_GRADIENT_WITH_KL = {
     "grpo": [
         [0.000906346, -0.091605207, -0.042522648, -0.075525855, -0.07293157],
         [0.003759903, 0.102168655, 0.076337672, 0.0, 0.0],
         [-0.036490078, 0.0, 0.0, 0.0, 0.0],
         [0.124342682, 0.004169556, 0.22776485, 0.11172091, 0.0],
-    ],
-    "bnpo": [
-        [0.001394379, -0.140931087, -0.065419458, -0.116193622, -0.112202415],
-        [0.00347068, 0.094309528, 0.070465544, 0.0, 0.0],
-        [-0.011227716, 0.0, 0.0, 0.0, 0.0],
-        [0.153037147, 0.005131761, 0.280325969, 0.137502658, 0.0],
     ],
     "dapo": [
         [0.001394379, -0.140931087, -0.065419458, -0.116193622, -0.112202415],
