@@ -12,7 +12,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ.get("GRPO_TEST_THREADS", "1")
 
 import pytest
 import torch
-from harness import NUM_THREADS, save_random, train_tokenizer, write_questions
+from harness import NUM_THREADS, SIZES, save_random, tokens_of, train_tokenizer, write_questions
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -61,19 +61,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def rotary_model_folder(tmp_path_factory, tokenizer) -> Path:
     """A random Qwen2: rotary positions, grouped key-value heads, separate output embeddings."""
     config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=1024,
         initializer_range=0.2,  # far from uniform, so that a mistake shows
         attention_dropout=0.1,
         tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
+        **SIZES,
+        **tokens_of(tokenizer),
     )
     return save_random(Qwen2ForCausalLM, config, tokenizer, tmp_path_factory.mktemp("rotary"))
 
@@ -81,17 +75,8 @@ def rotary_model_folder(tmp_path_factory, tokenizer) -> Path:
 @pytest.fixture(scope="session")
 def absolute_model_folder(tmp_path_factory, tokenizer) -> Path:
     """A random GPT-2: learned absolute positions, tied embeddings, dropout in its config."""
-    config = GPT2Config(
-        vocab_size=len(tokenizer),
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=1024,
-        initializer_range=0.2,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024}
+    config = GPT2Config(initializer_range=0.2, **sizes, **tokens_of(tokenizer))
     return save_random(GPT2LMHeadModel, config, tokenizer, tmp_path_factory.mktemp("absolute"))
 
 

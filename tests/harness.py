@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.profiler import profile
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
@@ -33,15 +35,17 @@ from transformers import (
 
 import engine.model
 import main
+from engine import fit
 from engine.batches import sample_in_batches
 from engine.config import Config
 from engine.config_file import load_config
+from engine.data import load_examples
 from engine.distributed import World
 from engine.model import Policy
 from engine.optimizer import make_optimizer
 from engine.run import Run
 from engine.task_module import load_task
-from engine.types import Completion
+from engine.types import Completion, Seed
 from logger import Logger
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,13 +73,30 @@ def seed(n: int = 0) -> int:
     return n + SEED_SHIFT
 
 
-def assert_linear(cpu_seconds: Callable[[int], float], n: int) -> None:
+def cpu_seconds(function: Callable, *arguments: object, repeats: int = 1) -> float:
+    """The best of `repeats` calls, so that other work on the machine does not count."""
+    seconds = []
+    for _ in range(repeats):
+        start = time.process_time()
+        function(*arguments)
+        seconds.append(time.process_time() - start)
+    return min(seconds)
+
+
+def assert_linear(seconds: Callable[[int], float], n: int) -> None:
     """Fails unless, in one of three attempts, twice `n` takes less than three times as long."""
     for _attempt in range(3):
-        once, twice = (cpu_seconds(k) for k in (n, 2 * n))
+        once, twice = (seconds(k) for k in (n, 2 * n))
         if twice < 3 * once or twice < 0.001:
             return
     pytest.fail(f"{once:.4f} s became {twice:.4f} s for twice the text")
+
+
+def real_file(*names: str) -> Path:
+    """A file or folder of the real questions, which users lack: without them the test skips."""
+    if "GRPO_TEST_DATA" not in os.environ:
+        pytest.skip("GRPO_TEST_DATA is not set to the folder of the real files")
+    return Path(os.environ["GRPO_TEST_DATA"], *names)
 
 
 def peak_bytes(profiler: profile) -> int:
@@ -87,6 +108,19 @@ def peak_bytes(profiler: profile) -> int:
 
 
 # Tiny models
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64}
+SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def tokens_of(tokenizer: PreTrainedTokenizerFast) -> dict[str, int | None]:
+    """What the config of a model says about its tokenizer."""
+    return {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
 
 
 def train_tokenizer() -> PreTrainedTokenizerFast:
@@ -207,24 +241,73 @@ def make_run(
 
 
 def sample(
-    policy: Policy, prompts: list[list[int]], *, num_samples: int, **changes
+    policy: Policy,
+    prompts: list[list[int]],
+    seeds: list[Seed] | None = None,
+    *,
+    num_samples: int,
+    backend: str | None = None,
+    max_batch_tokens: int | None = None,
+    on_progress: Callable[[int], None] = lambda num_ended: None,
+    **changes,
 ) -> list[list[Completion]]:
-    """Completions of each prompt by the policy's own backend; `changes` are to its parameters."""
+    """Completions of each prompt, by the policy's own backend if none is named.
+
+    `changes` are to the policy's sampling parameters.
+    """
     decode = {
         "generate": main.decode_with_generate,
         "grouped": main.decode_grouped,
         "captured": functools.partial(main.decode_grouped, capture=True),
-    }[policy.backend]
+    }[backend or policy.backend]
     return sample_in_batches(
         policy.sampler.eval(),
         prompts,
-        [(seed(), i) for i in range(len(prompts))],
+        seeds or [(seed(), i) for i in range(len(prompts))],
         decode=decode,
         num_samples=num_samples,
         params=replace(policy.params, **changes),
-        max_batch_tokens=None,
-        on_progress=lambda num_ended: None,
+        max_batch_tokens=max_batch_tokens,
+        on_progress=on_progress,
     )
+
+
+def load_rows(
+    task: ModuleType,
+    source: str | Path,
+    split: str,
+    num_examples: int | None = None,
+    *,
+    with_seed: int = 0,
+    held_out: bool = True,
+    exclude: Sequence[dict] = (),
+    **options: object,
+) -> list[dict]:
+    """A task's questions of a split, from a file, the hub or "generated", under its `options`."""
+    return load_examples(
+        task,
+        str(source),
+        split,
+        options=task.Options(**options),
+        num_examples=num_examples,
+        seed=with_seed,
+        held_out=held_out,
+        exclude=exclude,
+    )
+
+
+def assert_needs(
+    num_bytes: float, model_folder: Path, *overrides: str, match: str, **settings
+) -> None:
+    """The run fits into so many bytes, and is refused with `match` where there is one less."""
+    model_config, config = AutoConfig.from_pretrained(model_folder), make_config(*overrides)
+    settings = {"device": CPU, "samples_copy": False} | settings
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit, "memory_for_a_rank", lambda device: (num_bytes, "here"))
+        fit.check_memory(model_config, config, **settings)
+        patch.setattr(fit, "memory_for_a_rank", lambda device: (num_bytes - 1, "here"))
+        with pytest.raises(ValueError, match=match):
+            fit.check_memory(model_config, config, **settings)
 
 
 # Rewards by construction
@@ -516,3 +599,15 @@ def assert_same(one: Path, other: Path) -> None:
     assert cells == other_cells
     assert texts == other_texts
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+def assert_resumes(folder: Path, model: Path, *overrides: str, half: int = 2, **how) -> Path:
+    """A run that ends after half of its steps and goes on leaves what an unbroken one does.
+
+    Returns the folder of the run in two parts; `how` is that of `train`.
+    """
+    for name, num_steps in (("whole", 2 * half), ("parts", half), ("parts", 2 * half)):
+        output = train(folder / name, model, *overrides, f"training.num_steps={num_steps}", **how)
+    assert f"resumed after step {half}" in output
+    assert_same(folder / "whole", folder / "parts")
+    return folder / "parts/x"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import alone, make_config, make_policy, peak_bytes, save_random, seed
+from harness import SIZES, alone, make_config, make_policy, peak_bytes, save_random, seed, tokens_of
 from reference import COMPLETIONS, PROMPTS, score
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -197,19 +197,8 @@ def load(folder: Path, capsys) -> tuple[Policy, list[str]]:
 
 
 def gemma2_folder(tokenizer, folder: Path, **settings) -> Path:
-    config = Gemma2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
-        **settings,
-    )
+    sizes = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
+    config = Gemma2Config(**sizes, **tokens_of(tokenizer), **settings)
     return save_random(Gemma2ForCausalLM, config, tokenizer, folder)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import CPU, assert_same, make_config, make_policy, run_on_ranks, seed, train
+from harness import assert_needs, assert_resumes, make_policy, run_on_ranks, seed
 from reference import (
     ALL_TOGETHER,
     EASY,
@@ -30,9 +30,8 @@ from reference import (
     row_log_probs,
     update,
 )
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from engine import fit
 from engine.distributed import World
 from engine.model import Policy
 
@@ -197,22 +196,13 @@ def test_the_reference_is_in_the_estimate_of_memory(
     rotary_model_folder, monkeypatch, samples_copy, options, needed, reason
 ):
     """Of a billion weights: 4 bytes each beside 16, and 2 beside 18 where the copies are bf16."""
-    model_config = AutoConfig.from_pretrained(rotary_model_folder)
     monkeypatch.setattr("transformers.PreTrainedModel.num_parameters", lambda model: 10**9)
-    arguments = model_config, make_config(*options)
-    monkeypatch.setattr(fit, "memory_for_a_rank", lambda device: (needed, "it"))
-    fit.check_memory(*arguments, device=CPU, samples_copy=samples_copy)
-    monkeypatch.setattr(fit, "memory_for_a_rank", lambda device: (needed - 1, "it"))
-    with pytest.raises(ValueError, match=reason):
-        fit.check_memory(*arguments, device=CPU, samples_copy=samples_copy)
+    settings = {"match": reason, "samples_copy": samples_copy}
+    assert_needs(needed, rotary_model_folder, *options, **settings)
 
 
 def test_a_run_in_two_parts_keeps_the_reference_of_its_start(tmp_path, rotary_model_folder):
     """And not the weights that it goes on from."""
-    overrides = [KL, "training.num_iterations=2"]
-    train(tmp_path / "whole", rotary_model_folder, *overrides, "training.num_steps=4")
-    train(tmp_path / "parts", rotary_model_folder, *overrides, "training.num_steps=2")
-    train(tmp_path / "parts", rotary_model_folder, *overrides, "training.num_steps=4")
-    assert_same(tmp_path / "whole", tmp_path / "parts")
-    last = (tmp_path / "parts/x/metrics.jsonl").read_text().splitlines()[-1]
+    run = assert_resumes(tmp_path, rotary_model_folder, KL, "training.num_iterations=2")
+    last = (run / "metrics.jsonl").read_text().splitlines()[-1]
     assert '"train/kl": ' in last and '"train/kl": 0.0,' not in last

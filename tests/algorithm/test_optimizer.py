@@ -1,7 +1,6 @@
 """The optimizers: what they keep, and that a run with either goes on where it was."""
 
 import io
-import json
 import math
 import sys
 from pathlib import Path
@@ -9,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from harness import (
-    assert_same,
+    assert_resumes,
     make_config,
     make_policy,
+    read_jsonl,
     run_on_ranks,
     seed,
-    train,
-    write_questions,
 )
 from transformers import get_scheduler
 
@@ -118,11 +116,7 @@ def test_adamw_8bit_keeps_big_matrices_in_8_bits(rotary_model_folder):
 
 
 def test_a_run_with_adamw_8bit_in_two_parts_is_the_unbroken_one(tmp_path, rotary_model_folder):
-    option, model = "training.optimizer=adamw_8bit", rotary_model_folder
-    train(tmp_path / "whole", model, option, "training.num_steps=4")
-    train(tmp_path / "parts", model, option, "training.num_steps=2")
-    train(tmp_path / "parts", model, option, "training.num_steps=4")
-    assert_same(tmp_path / "whole", tmp_path / "parts")
+    assert_resumes(tmp_path, rotary_model_folder, "training.optimizer=adamw_8bit")
 
 
 # Muon for the matrices of the blocks, AdamW for all else
@@ -207,16 +201,10 @@ def test_muon_goes_on_from_its_saved_state(rotary_model_folder):
     assert all(map(torch.equal, *results))
 
 
-def test_a_run_with_muon_in_two_parts_is_the_unbroken_one(tmp_path, rotary_model_folder):
+def test_a_run_with_muon_in_two_parts_is_the_unbroken_one(tmp_path, rotary_model_folder, data):
     """On two ranks, of which one reads the checkpoint; the rates rise with each step."""
-    questions = write_questions(tmp_path / "questions.jsonl")
-    options = [*MUON, f"task.train={questions}", f"task.eval={questions}"]
-    for folder, num_steps in (("whole", 4), ("parts", 2), ("parts", 4)):
-        steps = f"training.num_steps={num_steps}"
-        train(tmp_path / folder, rotary_model_folder, *options, steps, num_ranks=2)
-    assert_same(tmp_path / "whole", tmp_path / "parts")
-    lines = (tmp_path / "parts/x/metrics.jsonl").read_text().splitlines()
-    _, *rows = map(json.loads, lines)
+    run = assert_resumes(tmp_path, rotary_model_folder, *MUON, *data, num_ranks=2)
+    _, *rows = read_jsonl(run / "metrics.jsonl")
     assert [row["train/lr"] for row in rows] == pytest.approx([1e-4, 2e-4, 3e-4, 4e-4])
     assert all(row["train/grad_norm"] > 0 for row in rows)  # else nothing is to be kept
 

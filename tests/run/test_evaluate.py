@@ -261,10 +261,7 @@ def test_votes_and_greedy_answers_by_hand(tmp_path):
     The greedy answers have 6 tokens together.
     """
     metrics = by_hand(alone())
-    expected = {
-        "eval/majority": (0.4, 0.1176, 0.7693),
-        "eval/greedy": (0.2, 0.0362, 0.6245),
-    }
+    expected = {"eval/majority": (0.4, 0.1176, 0.7693), "eval/greedy": (0.2, 0.0362, 0.6245)}
     for name, rates in expected.items():
         found = [metrics.pop(name + end) for end in ("", "_low", "_high")]
         assert found == pytest.approx(rates, abs=1e-4), name

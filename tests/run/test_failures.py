@@ -22,6 +22,7 @@ from harness import (
     TORCHRUN,
     alone,
     arguments,
+    assert_resumes,
     assert_same,
     finish,
     forkserver,
@@ -429,8 +430,4 @@ def two_bucket_model(tmp_path, tokenizer, rotary_model_folder) -> Path:
 @pytest.mark.timeout(240)
 def test_three_ranks_resume_bit_for_bit(tmp_path, two_bucket_model, settings):
     """DDP orders the gradients anew after the first backward; three terms then add up otherwise."""
-    whole, parts, model = tmp_path / "whole", tmp_path / "parts", two_bucket_model
-    train(whole, model, *settings, FOUR, num_ranks=3)
-    train(parts, model, *settings, "training.num_steps=2", num_ranks=3)
-    assert "resumed after step 2" in train(parts, model, *settings, FOUR, num_ranks=3)
-    assert_same(whole, parts)
+    assert_resumes(tmp_path, two_bucket_model, *settings, num_ranks=3)

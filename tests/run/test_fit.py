@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import CPU, ROOT, make_config
+from harness import CPU, ROOT, assert_needs, make_config
 from transformers import AutoConfig, Qwen2Config
 
 from engine import fit
@@ -55,17 +55,6 @@ def test_a_cache_that_cannot_fit_names_the_keys_to_lower(rotary_model_folder):
     config = make_config(*sizes, "training.k_best_of_n=[1000,1000]")
     with pytest.raises(ValueError, match=r"lower sampling\.max_batch_tokens, training\.k_best"):
         check_memory(model_config, config, device=CPU, samples_copy=False)
-
-
-def assert_needs(num_bytes: int, model_folder: Path, *overrides: str, match: str) -> None:
-    """The run fits into so many bytes, and is refused with `match` where there is one less."""
-    model_config, config = AutoConfig.from_pretrained(model_folder), make_config(*overrides)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, "memory_for_a_rank", lambda device: (num_bytes, "here"))
-        check_memory(model_config, config, device=CPU, samples_copy=False)
-        patch.setattr(fit, "memory_for_a_rank", lambda device: (num_bytes - 1, "here"))
-        with pytest.raises(ValueError, match=match):
-            check_memory(model_config, config, device=CPU, samples_copy=False)
 
 
 def test_an_evaluation_needs_neither_gradients_nor_averages(rotary_model_folder, monkeypatch):

@@ -3,13 +3,23 @@
 import copy
 import json
 import math
-import os
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from harness import ROOT, alone, grade_by_text, sample, save_random, save_writer, seed
+from harness import (
+    ROOT,
+    SIZES,
+    alone,
+    grade_by_text,
+    real_file,
+    sample,
+    save_random,
+    save_writer,
+    seed,
+    tokens_of,
+)
 from transformers import AutoModelForCausalLM, NanoChatConfig, NanoChatForCausalLM
 
 import main
@@ -74,18 +84,8 @@ def nanochat_tokenizer(tokenizer):
 @pytest.fixture(scope="module")
 def nanochat_config(nanochat_tokenizer) -> NanoChatConfig:
     """Its logits are capped at 15; most of them are far from 0, so that the cap shows."""
-    return NanoChatConfig(
-        vocab_size=len(nanochat_tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=1024,
-        initializer_range=0.5,
-        bos_token_id=None,
-        eos_token_id=nanochat_tokenizer.eos_token_id,
-        pad_token_id=nanochat_tokenizer.pad_token_id,
-    )
+    sizes = SIZES | {"max_position_embeddings": 1024, "initializer_range": 0.5}
+    return NanoChatConfig(**sizes, **tokens_of(nanochat_tokenizer))
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +144,7 @@ def test_a_recipe_trains_saves_and_evaluates(recipe, folders, tmp_path):
 @pytest.mark.parametrize("recipe", WITH_FILES, ids=lambda path: path.stem)
 def test_a_recipe_runs_on_rows_of_the_real_files(recipe, folders, tmp_path):
     task = load(recipe).task.name
-    if "GRPO_TEST_DATA" not in os.environ:
-        pytest.skip("needs GRPO_TEST_DATA")
-    text = (Path(os.environ["GRPO_TEST_DATA"]) / REAL_FILES[task]).read_text()
+    text = real_file(REAL_FILES[task]).read_text()
     real = json.loads(text) if text[0] == "[" else [json.loads(line) for line in text.splitlines()]
     folder = run_recipe(recipe, folders[recipe], real[:40], tmp_path)
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3

@@ -17,7 +17,7 @@ from harness import (
     TORCHRUN,
     alone,
     arguments,
-    assert_same,
+    assert_resumes,
     grade_by_text,
     in_fp64,
     make_config,
@@ -183,10 +183,7 @@ def test_a_run_that_skips_long_questions_goes_on_where_it_was(tmp_path, rotary_m
     evaluation.write_text("".join(evaluation.read_text().splitlines(True)[:8]))
     shared = [f"task.train={file}", f"task.eval={evaluation}", *SIZES]
     shared += ["training.num_samples_per_step_global=4", "logging.train_samples_every=1"]
-    for folder, num_steps in (("whole", 2), ("parts", 1), ("parts", 2)):
-        steps = f"training.num_steps={num_steps}"
-        train(tmp_path / folder, rotary_model_folder, *shared, steps, num_ranks=2)
-    assert_same(tmp_path / "whole", tmp_path / "parts")
+    assert_resumes(tmp_path, rotary_model_folder, *shared, half=1, num_ranks=2)
     run = load_run(tmp_path / "whole", rotary_model_folder, *shared, "checkpoint.resume=auto")
     _, end = run.train_questions.take(0, 8)
     assert run.state.position == end > 8

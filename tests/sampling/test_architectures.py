@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+import harness
 import pytest
 import torch
 from graphs import Graph, install_graphs
-from harness import ROOT, make_config, make_policy, sample, save_random
+from harness import ROOT, make_config, make_policy, sample, save_random, tokens_of
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -16,11 +17,7 @@ from main import DecodeBatch
 
 PROMPTS = [[5, 9, 30], [40, 41, 42, 43, 44, 45, 46, 47, 48], [7], [60, 5, 61, 5, 62]]
 NUM_TOKENS = 12
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+SIZES = harness.SIZES | {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 256,
@@ -62,10 +59,7 @@ ADAPTER = "model.lora.r=4"
 def family(request, tokenizer, tmp_path_factory) -> tuple[str, Path, list[str]]:
     """A family's name, the folder of a tiny random model of it, and what it is loaded with."""
     model_type, sizes = FAMILIES[request.param]
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = AutoConfig.for_model(
-        model_type, vocab_size=len(tokenizer), bos_token_id=None, **ids, **sizes
-    )
+    config = AutoConfig.for_model(model_type, **tokens_of(tokenizer), **sizes)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     folder = save_random(model_class, config, tokenizer, tmp_path_factory.mktemp(model_type))
     return request.param, folder, [EAGER] if model_type == "gemma2" else []

@@ -73,8 +73,7 @@ def sample(
     folder: Path, *overrides: str, backend: str = "grouped", is_exact: bool = False, **changes
 ) -> tuple[Policy, list[str], list[Completion]]:
     policy = make_policy(folder, "sampling.calculator=gsm8k", *overrides, is_exact=is_exact)
-    policy.backend = backend
-    changes = {"num_samples": NUM_SAMPLES, "max_new_tokens": LONGEST} | changes
+    changes = {"num_samples": NUM_SAMPLES, "max_new_tokens": LONGEST, "backend": backend} | changes
     (group,) = harness.sample(policy, [policy.tokenizer.encode("?")], **changes)
     return policy, [completion_text(c, policy.tokenizer) for c in group], group
 

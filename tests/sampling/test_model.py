@@ -9,7 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import CPU, ROOT, alone, change_json, make_config, make_policy, save_random, seed
+from harness import (
+    CPU,
+    ROOT,
+    SIZES,
+    alone,
+    change_json,
+    make_config,
+    make_policy,
+    save_random,
+    seed,
+    tokens_of,
+)
 from reference import COMPLETIONS, PROMPTS, score
 from tokenizers import Tokenizer
 from transformers import (
@@ -243,8 +254,7 @@ def chat_folder(tokenizer, tmp_path_factory) -> Path:
     chatty = copy.deepcopy(tokenizer)
     chatty.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     chatty.chat_template = TURNS
-    ends = {"eos_token_id": chatty.eos_token_id, "bos_token_id": None}
-    config = GPT2Config(vocab_size=len(chatty), n_embd=32, n_layer=1, n_head=4, **ends)
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=4, **tokens_of(chatty))
     folder = tmp_path_factory.mktemp("chat")
     return save_random(GPT2LMHeadModel, config, chatty, folder)
 
@@ -391,14 +401,8 @@ def test_an_unknown_attention_kernel_is_refused(rotary_model_folder):
 
 def save_encoder(folder: Path) -> None:
     """A random BERT, which sees the words behind a word, in place of the model."""
-    config = BertConfig(
-        vocab_size=AutoModelForCausalLM.from_pretrained(folder).config.vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        initializer_range=0.5,
-    )
+    vocab_size = AutoModelForCausalLM.from_pretrained(folder).config.vocab_size
+    config = BertConfig(vocab_size=vocab_size, initializer_range=0.5, **SIZES)
     with torch.random.fork_rng():
         torch.manual_seed(seed())
         BertLMHeadModel(config).save_pretrained(folder)

@@ -1,20 +1,19 @@
 """Sampling: what is drawn is what is scored, whatever the batch, the hub's defaults, the end."""
 
-import functools
 import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import harness
 import numpy as np
 import pytest
 import torch
 from graphs import Graph, install_graphs
-from harness import CPU, make_policy, peak_bytes, save_random, seed
+from harness import CPU, SIZES, make_policy, peak_bytes, save_random, seed
 from reference import score
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,7 +39,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from engine.batches import (
     cache_bytes_per_token,
     decode_bytes_per_row,
-    sample_in_batches,
     tokens_that_fit,
 )
 from engine.distributed import init_world
@@ -53,7 +51,6 @@ from engine.types import Completion, SamplingParams
 from main import (
     DecodeBatch,
     decode_grouped,
-    decode_with_generate,
     draw_uniforms,
     get_generation_config,
     invert_cdf,
@@ -65,33 +62,20 @@ SEEDS = [(seed(), 0, i) for i in range(len(RAGGED))]
 BELOW_ONE = 1 - 2**-24  # the largest number below 1 in fp32
 PLAIN = SamplingParams(12, temperature=1.0, top_p=1.0, top_k=0, eos_ids=(0,), pad_id=1)
 MANY_EOS = tuple(range(0, 345, 8))  # about one token in eight ends a completion
-DECODE = {"grouped": decode_grouped, "generate": decode_with_generate}
+BACKENDS = ("grouped", "generate")
+SHORT = {"num_samples": 4, "max_new_tokens": 12, "max_batch_tokens": 10**6}
 
-each_backend = pytest.mark.parametrize("backend", DECODE)
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def sample(
     policy: Policy,
     prompts: list[list[int]] = RAGGED,
     seeds: list[tuple[int, ...]] = SEEDS,
-    *,
-    decode: Callable[..., list[Completion]] | None = None,
-    num_samples: int = 4,
-    max_batch_tokens: int = 10**6,
-    on_progress: Callable[[int], None] = lambda num_ended: None,
     **changes,
 ) -> list[list[Completion]]:
-    """Completions of the prompts, at most 12 tokens each; `changes` are to the parameters."""
-    return sample_in_batches(
-        policy.sampler.eval(),
-        prompts,
-        seeds,
-        decode=decode or DECODE[policy.backend],
-        num_samples=num_samples,
-        params=replace(policy.params, **({"max_new_tokens": 12} | changes)),
-        max_batch_tokens=max_batch_tokens,
-        on_progress=on_progress,
-    )
+    """Completions of the prompts: 4 of at most 12 tokens each, unless `changes` say otherwise."""
+    return harness.sample(policy, prompts, seeds, **(SHORT | changes))
 
 
 def token_ids(groups: list[list[Completion]]) -> list[list[list[int]]]:
@@ -245,7 +229,7 @@ def test_both_backends_draw_the_same_tokens_and_score_them_alike(model_folder):
     policy = make_policy(model_folder, is_exact=True)
     for changes in ({"temperature": 1.2}, {"top_p": 0.9, "top_k": 50}, {"temperature": 0.0}):
         grouped, generated = (
-            sample(policy, decode=decode, eos_ids=MANY_EOS, **changes) for decode in DECODE.values()
+            sample(policy, backend=backend, eos_ids=MANY_EOS, **changes) for backend in BACKENDS
         )
         assert_equal(grouped, generated)
 
@@ -264,8 +248,7 @@ def test_replayed_steps_draw_the_same_tokens(model_folder, graphs):
     plain = sample(policy, prompts, seeds, **settings)
     lengths = [len(c.token_ids) for group in plain for c in group]
     assert min(lengths) < 16 and max(lengths) > 256 - 238  # attention leaps, and rows leave
-    captured = functools.partial(decode_grouped, capture=True)
-    replayed = sample(policy, prompts, seeds, decode=captured, **settings)
+    replayed = sample(policy, prompts, seeds, backend="captured", **settings)
     assert Graph.num_captures > 1
     assert_equal(replayed, plain)
 
@@ -626,8 +609,7 @@ def test_no_step_asks_for_a_value(config_class):
 
     The prompts are read without a mask, in which a model may look for padding; steps have masks.
     """
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 345, "pad_token_id": 1}
+    sizes = SIZES | {"num_key_value_heads": 2, "vocab_size": 345, "pad_token_id": 1}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config_class(**sizes), dtype=torch.bfloat16)
     batch = UnmaskedPrefill(model.eval(), RAGGED, torch.empty(16, 12, device="meta"), PLAIN)
@@ -651,16 +633,15 @@ class UnmaskedPrefill(DecodeBatch):
 # Attention
 
 
-@pytest.mark.parametrize("capture", [False, True])
-def test_eager_attention_is_scored_as_it_was_sampled(model_folder, graphs, capture):
+@pytest.mark.parametrize("backend", ["grouped", "captured"])
+def test_eager_attention_is_scored_as_it_was_sampled(model_folder, graphs, backend):
     """Bug: eager attention adds its mask, and was given True and False, that is 1 and 0.
 
     Captured steps see the columns ahead too. To 1e-4, as above.
     """
     policy = make_policy(model_folder, "model.attn_implementation=eager")
     assert policy.backend == "grouped"
-    decode = functools.partial(decode_grouped, capture=capture)
-    for prompt_ids, group in zip(RAGGED, sample(policy, decode=decode), strict=True):
+    for prompt_ids, group in zip(RAGGED, sample(policy, backend=backend), strict=True):
         for completion in group:
             ids = prompt_ids + completion.token_ids
             log_probs = full_log_probs(policy.model, ids, 1.0)[len(prompt_ids) - 1 : -1]

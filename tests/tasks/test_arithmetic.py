@@ -1,14 +1,14 @@
 """The arithmetic task: what its grader pays for, and which sums it trains on."""
 
 import copy
-import time
+import functools
 
 import pytest
-from harness import assert_linear, make_config, seed
+from harness import assert_linear, cpu_seconds, load_rows, make_config, seed
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.data import is_in_split, load_examples
+from engine.data import is_in_split
 from engine.prompts import render_prompts
 from tasks import arithmetic
 from tasks.arithmetic import Options, parse_question, question_key
@@ -25,25 +25,7 @@ def extract_answer(completion: str) -> str | None:
     return arithmetic.extract_answer(completion, EXAMPLE, options=Options())
 
 
-def generate(
-    split: str,
-    num_examples: int | None,
-    *,
-    with_seed: int = 0,
-    exclude: list[dict] = (),
-    **options: int,
-) -> list[dict]:
-    return load_examples(
-        arithmetic,
-        "generated",
-        split,
-        options=Options(**options),
-        num_examples=num_examples,
-        seed=with_seed,
-        held_out=True,
-        exclude=exclude,
-    )
-
+generate = functools.partial(load_rows, arithmetic, "generated")
 
 # The reward
 
@@ -172,23 +154,13 @@ def test_any_text_gets_a_reward_of_the_allowed_set(text: str):
     assert (extract_answer(text) == "85") == (reward(text)["answer"] == 1.0)
 
 
-def cpu_seconds(text: str) -> float:
-    """The best of three, so that other work on the machine does not count."""
-    best = float("inf")
-    for _ in range(3):
-        start = time.process_time()
-        reward(text)
-        best = min(best, time.process_time() - start)
-    return best
-
-
 @pytest.mark.parametrize(
     "unit", ["8", "85 ", "85,", "8.", "= ", "$", "x", "\0", "85\n", "(", "-", "85!", "85! "]
 )
 def test_a_million_characters_are_graded_in_linear_time(unit: str):
     text = unit * (MILLION // len(unit))
-    assert cpu_seconds(text) < 0.1
-    assert_linear(lambda k: cpu_seconds(text * k), 1)
+    assert cpu_seconds(reward, text, repeats=3) < 0.1
+    assert_linear(lambda k: cpu_seconds(reward, text * k, repeats=3), 1)
 
 
 def test_answers_in_another_form_are_the_same_vote():

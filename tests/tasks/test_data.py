@@ -10,7 +10,7 @@ from pathlib import Path
 
 import datasets
 import pytest
-from harness import ROOT, make_config, seed
+from harness import ROOT, load_rows, make_config, seed
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -43,27 +43,8 @@ def dataset_cache_in_a_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def load(
-    name: str,
-    source: str | Path,
-    split: str = "train",
-    *,
-    num_examples: int | None = None,
-    with_seed: int = 0,
-    held_out: bool = True,
-    exclude: list[dict] = (),
-) -> list[dict]:
-    task = load_task(name)
-    return load_examples(
-        task,
-        str(source),
-        split,
-        options=task.Options(),
-        num_examples=num_examples,
-        seed=with_seed,
-        held_out=held_out,
-        exclude=exclude,
-    )
+def load(name: str, source: str | Path, split: str = "train", **how) -> list[dict]:
+    return load_rows(load_task(name), source, split, **how)
 
 
 def write_file(path: Path, rows: list[dict]) -> Path:
@@ -216,11 +197,7 @@ def refusal(name: str, source: str | Path, split: str = "train", **settings) -> 
         ("arithmetic", {"a": 4, "b": "4+"}, "row 1: b is '4+', not an integer >= 0"),
         ("arithmetic", {"a": 4, "b": 1.0}, "row 1: b is 1.0, not an integer >= 0"),
         ("arithmetic", {"a": True, "b": 1}, "row 1: a is True, not an integer >= 0"),
-        (
-            "gsm8k",
-            {"problem": "a", "answer": "#### 1"},
-            "row 1: no column question among",
-        ),
+        ("gsm8k", {"problem": "a", "answer": "#### 1"}, "row 1: no column question among"),
         ("gsm8k", {"a": 1}, "row 1: no column answer and question among a"),
         ("gsm8k", {"question": "", "answer": "#### 1"}, "row 1: question is '', not a text"),
         ("gsm8k", {"question": None, "answer": "#### 1"}, "row 1: question is None"),
@@ -228,11 +205,7 @@ def refusal(name: str, source: str | Path, split: str = "train", **settings) -> 
         ("gsm8k", {"question": "a", "answer": "one"}, "row 1: answer is 'one'"),
         ("gsm8k", {"question": "a", "answer": 1.5}, "row 1: answer is 1.5"),
         ("gsm8k", {"question": "a", "answer": None}, "row 1: answer is None"),
-        (
-            "math500",
-            {"question": "1?", "answer": "2"},
-            "row 1: no column problem among",
-        ),
+        ("math500", {"question": "1?", "answer": "2"}, "row 1: no column problem among"),
         ("math500", {"problem": "1?", "b": "2"}, "row 1: no column answer among problem, b"),
         ("math500", {"problem": " ", "answer": "2"}, "row 1: problem is ' ', not a text"),
         ("math500", {"problem": 5, "answer": "2"}, "row 1: problem is 5, not a text"),

@@ -1,18 +1,14 @@
 """The GSM8K task: which numbers it reads, what its graders pay for, and what it asks."""
 
 import json
-import os
 import re
-import time
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
-from harness import assert_linear
+from harness import assert_linear, cpu_seconds, load_rows, real_file
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.data import load_examples
 from tasks import gsm8k
 from tasks.gsm8k import (
     MAX_MARKS,
@@ -438,34 +434,29 @@ UNITS = [
 FRAMES = ["{}", "#### {}", "#### 1{}", "#### 1{}/2", "<answer>{}</answer>", "<answer>1{}2</answer>"]
 
 
-def cpu_seconds(text: str, *, repeats: int) -> float:
-    """The slowest style's best of `repeats`, so that other work on the machine does not count."""
-    slowest = 0.0
-    for style in STYLES:
-        best = float("inf")
-        for _ in range(repeats):
-            start = time.process_time()
-            reward(text, **style)
-            extract_answer(text, **style)
-            lenient_answer(text)
-            best = min(best, time.process_time() - start)
-        slowest = max(slowest, best)
-    return slowest
+def grade(text: str, style: dict) -> None:
+    reward(text, **style)
+    extract_answer(text, **style)
+    lenient_answer(text)
+
+
+def style_seconds(text: str, *, repeats: int) -> float:
+    """Those of the slowest style."""
+    return max(cpu_seconds(grade, text, style, repeats=repeats) for style in STYLES)
 
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_a_million_characters_of_garbage_take_less_than_100_ms(unit: str):
     for frame in FRAMES:
         text = frame.format(unit * (MILLION // len(unit)))
-        seconds = cpu_seconds(text, repeats=1)
-        assert seconds < 0.1 or cpu_seconds(text, repeats=5) < 0.1, frame
+        assert any(style_seconds(text, repeats=n) < 0.1 for n in (1, 5)), frame
 
 
 @pytest.mark.parametrize(
     "unit", ["#### $", "#### 1/2 ", "#### 5 (a) 6", "(", "$", "1", "1 ", ",000", "a", "<answer>"]
 )
 def test_time_grows_linearly_with_the_text(unit: str):
-    assert_linear(lambda k: cpu_seconds(f"#### 1{unit * k}/2", repeats=3), MILLION // len(unit))
+    assert_linear(lambda k: style_seconds(f"#### 1{unit * k}/2", repeats=3), MILLION // len(unit))
 
 
 # The prompt
@@ -524,12 +515,9 @@ def test_a_typed_question_may_bring_its_answer():
 def test_the_gold_answers_of_all_real_rows_are_paid(
     name: str, num_rows: int, tmp_path, monkeypatch
 ):
-    if "GRPO_TEST_DATA" not in os.environ:
-        pytest.skip("GRPO_TEST_DATA is not set to the folder of the real files")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
-    source = Path(os.environ["GRPO_TEST_DATA"], "gsm8k", f"{name}.jsonl")
-    loading = {"num_examples": None, "seed": 0, "held_out": False, "exclude": []}
-    rows = load_examples(gsm8k, str(source), "train", options=Options(), **loading)
+    source = real_file("gsm8k", f"{name}.jsonl")
+    rows = load_rows(gsm8k, source, "train", held_out=False)
     assert rows == [json.loads(line) for line in source.read_text().splitlines()]
     assert len(rows) == num_rows
     for row in rows:

@@ -2,15 +2,23 @@ r"""The MATH task: what it asks, what it pays for, and the recipe that trains on
 
 import copy
 import json
-import os
 from pathlib import Path
 
 import pytest
-from harness import finish, make_config, save_random, seed, start
+from harness import (
+    finish,
+    load_rows,
+    make_config,
+    read_jsonl,
+    real_file,
+    save_random,
+    seed,
+    start,
+    tokens_of,
+)
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from engine import ROOT
-from engine.data import load_examples
 from tasks import math500
 from tasks.grader import Grade
 from tasks.math500 import Options, parse_question, parse_row, question_key
@@ -121,16 +129,8 @@ def boxing_model_folder(tmp_path_factory, tokenizer) -> Path:
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_tokens([rf"\boxed{{{' ' * n}\sqrt{{8}}}}" for n in range(32)])
     tokenizer.add_tokens([rf"\boxed{{{n}}}" for n in range(32)])
-    config = GPT2Config(
-        vocab_size=len(tokenizer),
-        n_embd=32,
-        n_layer=1,
-        n_head=2,
-        n_positions=2048,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 2048}
+    config = GPT2Config(**sizes, **tokens_of(tokenizer))
     return save_random(GPT2LMHeadModel, config, tokenizer, tmp_path_factory.mktemp("boxing"))
 
 
@@ -145,7 +145,7 @@ def train(folder: Path, model: Path, **sources: Path) -> list[dict]:
     arguments = ["main.py", "--config", str(RECIPE), *overrides]
     (status,) = finish(start(arguments, log=folder / "log"))
     assert status == 0, (folder / "log").read_text()
-    return [json.loads(line) for line in (folder / "x/metrics.jsonl").read_text().splitlines()]
+    return read_jsonl(folder / "x/metrics.jsonl")
 
 
 def test_the_recipe_runs_on_local_files_and_pays_for_equal_values(tmp_path, boxing_model_folder):
@@ -163,31 +163,22 @@ def test_the_recipe_runs_on_local_files_and_pays_for_equal_values(tmp_path, boxi
     assert any(row["eval/pass@1"] > 0 for row in metrics)
 
 
-@pytest.fixture
-def real_file() -> Path:
-    if "GRPO_TEST_DATA" not in os.environ:
-        pytest.skip("GRPO_TEST_DATA is not set to the folder of the real files")
-    return Path(os.environ["GRPO_TEST_DATA"], "math500", "test.json")
-
-
-def test_the_recipe_runs_on_real_problems(tmp_path, boxing_model_folder, real_file):
-    rows = json.loads(real_file.read_text())
-    source = tmp_path / "train.json"
+def test_the_recipe_runs_on_real_problems(tmp_path, boxing_model_folder):
+    file, source = real_file("math500", "test.json"), tmp_path / "train.json"
+    rows = json.loads(file.read_text())
     source.write_text(json.dumps(rows[:40]))
-    metrics = train(tmp_path, boxing_model_folder, train=source, eval=real_file)
+    metrics = train(tmp_path, boxing_model_folder, train=source, eval=file)
     assert [row["step"] for row in metrics] == [0, 1, 2]
     assert metrics[1]["train/reward_timeouts"] == 0
 
 
-def test_the_real_evaluation_file_loads_whole(tmp_path, monkeypatch, real_file):
+def test_the_real_evaluation_file_loads_whole(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
-    loading = {"options": Options(), "seed": 0, "held_out": False}
-    rows = load_examples(
-        math500, str(real_file), "validation", num_examples=500, exclude=[], **loading
-    )
+    file = real_file("math500", "test.json")
+    rows = load_rows(math500, file, "validation", 500, held_out=False)
     assert len({question_key(row) for row in rows}) == 500
     for row in rows:
         assert reward(f"\\boxed{{{row['answer']}}}", row, options=Options())["answer"] == 1.0
         assert reward("", row, options=Options())["answer"] == 0.0
     with pytest.raises(ValueError, match="no question left for train"):
-        load_examples(math500, str(real_file), "train", num_examples=None, exclude=rows, **loading)
+        load_rows(math500, file, "train", held_out=False, exclude=rows)
