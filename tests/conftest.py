@@ -44,7 +44,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def own_signal_handlers() -> Iterator[None]:
-    """A run in this process leaves its handlers; Ctrl-C shall end pytest as ever."""
+    """A run in this process leaves its signal handlers behind: put back those from before it."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
     handlers = [signal.getsignal(number) for number in numbers]
     yield
@@ -89,5 +89,5 @@ def data(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(params=["rotary", "absolute"])
 def model_folder(request, rotary_model_folder, absolute_model_folder) -> Path:
-    """Each of the two, for what must hold whatever the positions are."""
+    """Each of the two models, for what must hold with both kinds of positions."""
     return rotary_model_folder if request.param == "rotary" else absolute_model_folder

@@ -1,6 +1,6 @@
 """What stands for CUDA graphs on a machine without a GPU, and behaves as they do.
 
-While a step is captured, Python runs and nothing is computed that stays. A replay repeats the same
+While a step is captured, Python runs, and what it writes is taken back. A replay repeats the same
 operations on the same tensors, with the Python numbers that they had then. Where Python would have
 to wait for a tensor's value, a capture raises RuntimeError, and so does torch.cuda's
 `set_sync_debug_mode("error")`.
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal")  # operations of aten
-WAIT_IF_BOOL = ("index", "index_put", "index_put_")  # they look for what a bool index keeps
+WAIT_IF_BOOL = ("index", "index_put", "index_put_")  # they count what a bool index keeps
 
 
 def refuse_to_wait(function: Callable, args: tuple) -> None:

@@ -69,7 +69,7 @@ def alone() -> World:
 
 
 def seed(n: int = 0) -> int:
-    """A seed for weights, data or sampling; GRPO_TEST_SEED shifts all of them, so luck shows."""
+    """A seed for weights, data or sampling; GRPO_TEST_SEED shifts all, so luck shows."""
     return n + SEED_SHIFT
 
 
@@ -100,7 +100,7 @@ def real_file(*names: str) -> Path:
 
 
 def peak_bytes(profiler: profile) -> int:
-    """The most that tensors held at once of what was allocated while profiling."""
+    """The most bytes that tensors allocated while profiling held at once."""
     events = profiler.profiler.kineto_results.events()
     changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
     held = torch.tensor([change for _, change in sorted(changes)]).cumsum(dim=0)
@@ -168,9 +168,9 @@ def save_writer(
     follows: dict[str, str | list[str]],
     folder: Path,
 ) -> Path:
-    """Save a model whose next token is one of those that `follows` gives for the last token.
+    """Save a model that goes on from each token with one of those that `follows` has for it.
 
-    Each is as likely as the others; "." is followed by the end. The hidden size must be 32.
+    All of these are equally likely; after "." the text ends. The hidden size must be 32.
     """
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     ids = {text: tokenizer.encode(text)[0] for text in [*follows, "."]}
@@ -198,12 +198,12 @@ def change_json(file: Path, **changes) -> None:
 
 
 def make_config(*overrides: str) -> Config:
-    """The schema's defaults with `section.key=value` overrides; config.yaml has no part in it."""
+    """The schema's defaults with `section.key=value` overrides; config.yaml is not read."""
     return load_config([*no_file(overrides), *overrides])
 
 
 def no_file(overrides: Sequence[str]) -> list[str]:
-    """What keeps config.yaml out, unless the overrides name a file themselves."""
+    """The option that keeps config.yaml out, unless the overrides name a file themselves."""
     return [] if any(text.startswith("--config") for text in overrides) else [NO_FILE]
 
 
@@ -342,7 +342,7 @@ def grade_by_text(patch: pytest.MonkeyPatch) -> None:
 
 
 def set_rates(patch: pytest.MonkeyPatch, rates: list[float]) -> None:
-    """The logged pass@1 of each step's evaluation is that of the list."""
+    """From here on the evaluation at step i logs `rates[i]` as pass@1."""
     evaluate = main.evaluate
 
     def with_rate(run: Run):
@@ -353,12 +353,12 @@ def set_rates(patch: pytest.MonkeyPatch, rates: list[float]) -> None:
 
 
 def in_fp64(patch: pytest.MonkeyPatch) -> None:
-    """Models are loaded, run and saved in fp64; 4 bits cannot be.
+    """Models are loaded, run and saved in fp64, but for those in 4 bits, which cannot be.
 
-    For tests that compare what is sampled in batches of different shapes: a uniform number falls
-    between two shapes' thresholds of a token with a chance of 1e-5 in fp32, which is too much for
-    thousands of tokens, and of less than 1e-12 in fp64. And for tests that compare gradients, whose
-    rounding in fp32 is as large as what they allow.
+    For tests that compare what batches of different shapes sample. The shapes round the threshold
+    of a token differently, and the chance that a uniform number falls in between is 1e-5 in fp32,
+    too much for thousands of tokens, and below 1e-12 in fp64. Also for tests that compare
+    gradients, whose rounding in fp32 is as large as the difference that they allow.
     """
     load_model, add_adapter = engine.model.load_model, engine.model.add_adapter
 
@@ -552,7 +552,7 @@ def train(folder: Path, model: Path, *overrides: str, **how) -> str:
 
 
 def write_questions(file: Path) -> Path:
-    """Questions whose prompts are of about one length."""
+    """Questions whose prompts are all about equally long."""
     rows = [{"nums": [number], "target": number} for number in NUMBERS]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
@@ -568,7 +568,7 @@ def without_times(row: dict) -> dict:
 
 
 def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Of a saved model; of a sharded checkpoint each rank's parts of weights and averages."""
+    """A saved model's weights, or all ranks' parts of weights and averages if it is sharded."""
     parts = sorted(folder.glob("training_state/part-*"))
     if not parts:
         return AutoModelForCausalLM.from_pretrained(folder).state_dict()
@@ -578,7 +578,7 @@ def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def what_is_left(folder: Path) -> tuple[dict, list[dict], list[dict], list[str]]:
-    """Weights, metrics but times, samples, rollouts: what a resumed run must have in common."""
+    """Weights, metrics but times, samples, rollouts: equal for a resumed and an unbroken run."""
     run = folder / "x"
     weights = {}
     for name in ("checkpoints/last", "best"):

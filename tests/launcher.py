@@ -85,7 +85,7 @@ class Striker:
         self.strike()
 
     def strike(self) -> None:
-        if self.is_busy:  # struck after a time and by an event
+        if self.is_busy:  # a delay and an event may both strike
             return
         self.is_busy = True
         verb, _, victim = self.fault["do"].partition(" ")
@@ -110,7 +110,7 @@ def is_main_thread_in(files: list[str]) -> bool:
 
 
 def fail_at_call(number: int, calls: itertools.count, function, folder: Path, *texts, **settings):
-    """The function, which raises at one of its calls."""
+    """Call the function, or raise if it is the call of this number."""
     if next(calls) == number:
         (folder / "struck").touch()
         raise RuntimeError("the reward function fails here")
@@ -118,8 +118,8 @@ def fail_at_call(number: int, calls: itertools.count, function, folder: Path, *t
 
 
 def main() -> None:
-    # Given as a number, not by the environment alone: of that many threads MKL takes no more than
-    # there are cores, and sums over another number of threads have other last bits.
+    # The environment alone is not enough: from there MKL takes no more threads than there are
+    # cores, and sums over another number of threads differ in their last bits.
     torch.set_num_threads(NUM_THREADS)
     plan, arguments = json.loads(sys.argv[1]), sys.argv[2:]
     sys.argv = ["main.py", *arguments]

@@ -17,8 +17,8 @@ ALL_TOGETHER, FOUR_BY_FOUR, ONE_BY_ONE = 10**6, 70, 1  # training.micro_batch_to
 GRPO = ["training.k_best_of_n=[4,4]"]
 SIL = ["training.learning_type=sil", "training.k_best_of_n=[2,4]"]
 
-# A model in fp64 rounds only weights and advantages to fp32, once each: by 6e-8 at most, to which
-# the sums of a loss add.
+# With a model in fp64 only the tokens' weights and the advantages are rounded to fp32, each by 6e-8
+# at most; the sums of a loss add these errors up.
 ROUNDING = 1e-6
 
 # Fixed rollouts: (prompt length, completion lengths, rewards); a row of 7 tokens is truncated
@@ -90,7 +90,7 @@ def update(
     config: Config,
     world: World | None = None,
 ) -> tuple[dict[str, float], dict[str, tuple[float, float]], bool]:
-    """Metrics and sums of an update by these groups, with this in the optimizer's place.
+    """Metrics and sums of an update by these groups, whose step `optimizer` takes.
 
     Also whether a step with that update counts as skipped, as in `main.run_training`.
     """

@@ -18,12 +18,12 @@ from logger import Logger
 from main import CompletionScorer, token_log_probs
 
 M, H, V = 5, 3, 11
-COLUMNS = (1, 4, 11, 50)  # a block's; 4 does not divide 11, and the last two make one block
+COLUMNS = (1, 4, 11, 50)  # of a block: 4 does not divide V, and with 11 or 50 there is one block
 
 
 @pytest.fixture(params=[0, 4 * M * 8, 10**9], ids=["none", "some", "all"])
 def kept_bytes(request, monkeypatch) -> None:
-    """No logits wait for the backward pass, or eight columns, or all."""
+    """No logits are kept for the backward pass, or eight columns of them, or all."""
     monkeypatch.setattr(head, "KEPT_BYTES", request.param)
 
 
@@ -109,7 +109,7 @@ def test_on_a_gpu_blocks_are_multiples_of_64_columns(num_tokens):
 
 
 def test_it_never_holds_all_logits(monkeypatch):
-    """All tensors alive at once count, gradients too; naive, all logits are there several times."""
+    """Counts all tensors alive at once, gradients too. `naive` holds all logits several times."""
     num_tokens, hidden_size, vocabulary = 512, 32, 20_000
     kept, block = 2**23, 2**20
     monkeypatch.setattr(head, "KEPT_BYTES", kept)

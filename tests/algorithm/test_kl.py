@@ -67,7 +67,7 @@ def mean_kl(model: torch.nn.Module, groups, ref: list[torch.Tensor]) -> float:
 def test_the_gradient_is_that_of_all_rows_for_any_micro_batch_size(
     model_folder, learning, normalization
 ):
-    """Rows without an advantage are in it; those that sil dropped are not."""
+    """Rows whose advantage is 0 have a penalty too; rows that sil dropped have none."""
     policy = make_moved_policy(model_folder)
     overrides = [*learning, KL, f"training.loss_normalization={normalization}"]
     groups = make_groups(config_of(*overrides), EASY, EQUAL, HARD)
@@ -100,7 +100,7 @@ def updates_on_this_rank(world: World, folder: Path, *pairs: tuple) -> list[tupl
 
 
 def test_the_gradient_does_not_depend_on_the_number_of_ranks(rotary_model_folder, tmp_path):
-    """In the last pair rank 1 has nothing to train on: the row it runs along must weigh nothing."""
+    """In the last pair rank 1 has nothing to train on: the row that it sends must weigh nothing."""
     one_by_one = "training.micro_batch_tokens=1"
     pairs = [
         ((EASY, HARD),),
@@ -150,7 +150,7 @@ def test_the_reference_scores_a_batch_once_for_all_iterations(rotary_model_folde
 
 
 def test_a_batch_without_advantages_is_drawn_back_to_the_reference(rotary_model_folder):
-    """By as much as the slope says, for a step so small that its curvature adds next to nothing.
+    """The KL falls as the slope says, for a step so small that its curvature adds next to nothing.
 
     Bug of this test: a step a hundred times as long fell short by 1.8% for one seed of many.
     """
@@ -195,14 +195,14 @@ def test_without_a_penalty_there_is_no_reference_and_no_metric(rotary_model_fold
 def test_the_reference_is_in_the_estimate_of_memory(
     rotary_model_folder, monkeypatch, samples_copy, options, needed, reason
 ):
-    """Of a billion weights: 4 bytes each beside 16, and 2 beside 18 where the copies are bf16."""
+    """Of a billion weights: it adds 4 bytes to 16 for each, or 2 to 18 where copies are bf16."""
     monkeypatch.setattr("transformers.PreTrainedModel.num_parameters", lambda model: 10**9)
     settings = {"match": reason, "samples_copy": samples_copy}
     assert_needs(needed, rotary_model_folder, *options, **settings)
 
 
 def test_a_run_in_two_parts_keeps_the_reference_of_its_start(tmp_path, rotary_model_folder):
-    """And not the weights that it goes on from."""
+    """When it is resumed, the reference must not become the weights that it goes on from."""
     run = assert_resumes(tmp_path, rotary_model_folder, KL, "training.num_iterations=2")
     last = (run / "metrics.jsonl").read_text().splitlines()[-1]
     assert '"train/kl": ' in last and '"train/kl": 0.0,' not in last

@@ -149,7 +149,7 @@ def test_token_weights_divide_by_the_counts_of_the_global_batch(normalization, e
 
 
 def test_the_importance_of_a_token_is_its_ratio_to_the_sampler_up_to_a_limit():
-    """Twice, half and four times as likely as when it was sampled."""
+    """Tokens that are twice, half and four times as likely as when they were sampled."""
     log_probs, sampler_log_probs = torch.tensor([[0.8, 0.1, 0.4], [0.4, 0.2, 0.1]]).log()[:, None]
     ratios = truncated_importance(log_probs, sampler_log_probs, clip=3.0)
     assert torch.allclose(ratios, torch.tensor([[2.0, 0.5, 3.0]]))
@@ -230,7 +230,7 @@ def test_cispo_trains_every_token_with_a_weight_that_is_limited_from_above(
 
 
 def test_the_mean_of_a_completion_has_a_gradient_through_its_own_tokens():
-    """Of three tokens and of one; what stands where the mask is False is not in it."""
+    """Completions of three tokens and of one; what stands where the mask is False is left out."""
     log_probs = torch.tensor([[-1.0, -2.0, -6.0], [-4.0, -9.0, -9.0]], requires_grad=True)
     mask = torch.tensor([[True, True, True], [True, False, False]])
     means = completion_means(log_probs, mask)
@@ -240,7 +240,7 @@ def test_the_mean_of_a_completion_has_a_gradient_through_its_own_tokens():
 
 
 def make_compared(ratios: list[list[float]], mask: list[list[bool]], advantages: list[float]):
-    """log_probs (B, T) of these ratios to the policy that sampled, and the batch they are of."""
+    """log_probs (B, T) that have these ratios to the policy that sampled, and their batch."""
     log_ratios, completion_mask = torch.tensor(ratios).log(), torch.tensor(mask)
     old = torch.linspace(-3, -1, log_ratios.numel()).view_as(log_ratios)
     batch = MicroBatch(
@@ -383,7 +383,7 @@ def test_a_right_answer_that_rambles_on_until_it_is_cut_off_is_solved_but_has_no
 
 
 def test_sums_over_ranks_are_exact_in_float64_and_leave_the_caller_its_values():
-    """A list of floats went through float32 once: rewards differed from the ninth digit on."""
+    """Bug: a list of floats went through float32: rewards differed from the ninth digit on."""
     values = torch.tensor([0.1], dtype=torch.float64)
     assert alone().sum([0.1, 2**24 + 1]).tolist() == [0.1, 2**24 + 1]
     assert alone().sum(values).data_ptr() != values.data_ptr()

@@ -49,7 +49,7 @@ def test_learning_rates_of_four_steps(schedule, warmup, expected):
 @pytest.mark.parametrize("num_warmup", [0, 1, 7, 10])
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_after_the_warm_up_each_rate_is_that_of_transformers_one_step_earlier(schedule, num_warmup):
-    """The decay once ran from step 1, so that the default never had its whole learning rate."""
+    """Bug: the decay ran from step 1 on, so that the default never had its whole learning rate."""
     num_steps = 10
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.01)
     theirs = get_scheduler(schedule, optimizer, num_warmup, num_steps)
@@ -180,7 +180,7 @@ def test_weight_decay_is_on_all_but_the_vectors(model_folder, optimizer):
 
 
 def test_muon_goes_on_from_its_saved_state(rotary_model_folder):
-    """A state_dict that went through a file, in another process's optimizer: the same next step."""
+    """A new optimizer that loads the state_dict from a file takes the same next step."""
     results = []
     for is_loaded in (False, True):
         policy = make_policy(rotary_model_folder)
@@ -206,7 +206,7 @@ def test_a_run_with_muon_in_two_parts_is_the_unbroken_one(tmp_path, rotary_model
     run = assert_resumes(tmp_path, rotary_model_folder, *MUON, *data, num_ranks=2)
     _, *rows = read_jsonl(run / "metrics.jsonl")
     assert [row["train/lr"] for row in rows] == pytest.approx([1e-4, 2e-4, 3e-4, 4e-4])
-    assert all(row["train/grad_norm"] > 0 for row in rows)  # else nothing is to be kept
+    assert all(row["train/grad_norm"] > 0 for row in rows)  # else there would be no state to keep
 
 
 # What both have in common

@@ -23,7 +23,7 @@ def test_the_embedded_model_is_small_and_loads_as_any_other():
 
 
 def test_its_tokenizer_survives_auto_tokenizer_and_makes_short_prompts():
-    """AutoTokenizer replaces the pre-tokenizer of some model types: then a prompt has 200."""
+    """AutoTokenizer replaces the pre-tokenizer of some types: a prompt then has 200 tokens."""
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     rendering = {"task": countdown, "options": make_config().task, "tokenizer": tokenizer}
     (prompt,), _ = render_prompts([{"nums": [3, 7, 25, 12], "target": 46}], **rendering)
@@ -39,9 +39,9 @@ def test_it_loads_without_a_note_on_changed_tokens(capsys):
 
 
 def test_it_solves_some_questions_not_most():
-    """The default run starts between 0.15 and 0.45; here on its first 256 questions.
+    """The default run shall start between 0.15 and 0.45. Here its first 256 questions are asked.
 
-    Its README measured 0.365 on twice as many, which is five standard errors inside.
+    On twice as many, tiny/README.md has 0.365, five standard errors away from both ends.
     """
     measured, low, high = 0.365, 0.15, 0.45
     config, policy = make_config("validation.num_examples=256"), make_policy(TINY)

@@ -5,7 +5,7 @@ benchmarks/trl_inputs.py:
 
     python benchmarks/trl_numbers.py
 
-The conventions differ in places, where the inputs are such that both are defined alike:
+The conventions differ in places. Inputs and comparisons are chosen so that both agree there:
 
 - All rows are one micro-batch on one rank. With several micro-batches TRL's bnpo averages their
   losses, while its dapo divides by the tokens of all, as ours does. With one the two are the same
@@ -258,7 +258,7 @@ def test_gspo_is_that_of_trl(loss_type):
 
 
 def test_the_share_of_clipped_tokens_is_that_of_trl():
-    """A token without an advantage counted as clipped where its ratio was low; it cannot be."""
+    """Bug: a token whose advantage is 0 counted as clipped where its ratio was low."""
     _, _, metrics = loss_and_gradient(make_batch("dr_grpo"), kl_coef=KL_COEF)
     num_clipped, num_tokens = metrics["train/clip_frac"]
     assert num_clipped == 3

@@ -79,7 +79,7 @@ def test_rows_share_a_micro_batch_as_long_as_they_fit():
 
 
 def test_the_limits_make_one_two_and_eight_micro_batches():
-    """Those that the tests below use."""
+    """The tests below use these limits."""
     rows = [t for group in (EASY, HARD) for t in make_group(*group)]
     limits = {ALL_TOGETHER: [8], FOUR_BY_FOUR: [4, 4], ONE_BY_ONE: [1] * 8}
     for limit, sizes in limits.items():
@@ -136,7 +136,7 @@ def test_the_gradient_does_not_depend_on_the_number_of_ranks(rotary_model_folder
 def updates_of_unlike_ranks(world: World, folder: Path) -> tuple[list[np.ndarray], float]:
     """Gradients of three iterations, and the last loss; rank 1 has six micro-batches, rank 0 one.
 
-    A group of rank 0 is short, those of rank 1 are longer, more and cut in other places.
+    Rank 0 has one short group, rank 1 has three, some of them longer, in smaller micro-batches.
     """
     policy = make_policy(folder, world=world, is_exact=True)
     limit = (ALL_TOGETHER, 45)[world.rank]
@@ -235,7 +235,7 @@ def test_the_gradient_is_clipped_after_its_norm_is_noted(rotary_model_folder):
 def test_later_iterations_follow_the_clipped_ratio_on_the_same_rollouts(
     rotary_model_folder, policy_loss, limit
 ):
-    """The first is REINFORCE; the others compare with the log-probabilities of its pass.
+    """The first iteration is REINFORCE; the others compare with the log-probabilities of its pass.
 
     Bug of this test: where every completion was clipped in the third pass, both gradients were 0.
     So one completion is there twice, with an advantage above 0 and with one below: however its
@@ -328,7 +328,7 @@ def test_tokens_are_weighed_by_the_truncated_importance_ratio(rotary_model_folde
 
 
 def accumulate_in_ddp(world: World, folder: Path) -> tuple[list[bool], np.ndarray]:
-    """Whether gradients are in buckets, after settling and after an update, and the update's."""
+    """Whether gradients are in buckets, after settling and after an update; and the gradient."""
     policy, config = (
         make_policy(folder, is_exact=True),
         config_of(*GRPO, f"training.micro_batch_tokens={ONE_BY_ONE}"),
@@ -341,7 +341,7 @@ def accumulate_in_ddp(world: World, folder: Path) -> tuple[list[bool], np.ndarra
 
 
 def has_gradients_in_buckets(policy: Policy) -> bool:
-    """Whether a backward pass without a sum over the ranks writes into storages that are shared."""
+    """Whether a backward pass without a sum over the ranks writes into shared storages."""
     ids = torch.tensor([[5, 9, 30]])
     with policy.scorer.no_sync():
         log_probs = policy.scorer(ids, ids > 0, num_tokens=1, temperature=1.0)
@@ -352,7 +352,7 @@ def has_gradients_in_buckets(policy: Policy) -> bool:
 
 
 def test_ddp_holds_gradients_once_in_its_buckets(rotary_model_folder, tmp_path):
-    """Bug: set to None, they were accumulated beside the buckets, which stayed allocated."""
+    """Bug: gradients set to None were accumulated beside the buckets, which stayed allocated."""
     ((in_buckets, gradient),) = run_on_ranks(
         accumulate_in_ddp, 1, rotary_model_folder, folder=tmp_path
     )
@@ -405,7 +405,7 @@ def test_no_advantage_means_no_optimizer_step(rotary_model_folder, group, option
 
 
 def test_ranks_without_advantages_neither_hang_nor_diverge(rotary_model_folder, tmp_path):
-    """Rank 1 has nothing, then both, then rank 0: always one gradient, the mean over all rows."""
+    """First rank 1 has none, then both, then rank 0: the gradient is always that of all rows."""
     batches = [[EASY, EQUAL], [EQUAL, EQUAL], [EQUAL, HARD]]
     arguments = (rotary_model_folder, *batches)
     first, second = run_on_ranks(weights_after_updates, 2, *arguments, folder=tmp_path)
@@ -429,7 +429,7 @@ def counted_tokens(world: World, folder: Path) -> list[float]:
 
 
 def test_the_row_of_a_rank_without_a_lesson_is_in_no_metric(rotary_model_folder, tmp_path):
-    """It was counted, while the filler passes of a sharded run were not."""
+    """Bug: it was counted, while the filler passes of a sharded run were not."""
     ranks = run_on_ranks(counted_tokens, 2, rotary_model_folder, folder=tmp_path)
     assert ranks == [[5 + 7 + 2 + 6] * 2, [0, 0]]
 

@@ -75,7 +75,7 @@ def test_another_setting_is_named_and_stops_the_resumed_run(tmp_path, rotary_mod
 
 
 def test_a_full_disk_is_logged_and_the_run_goes_on(tmp_path, rotary_model_folder):
-    """Played by a limit on the size of files, below that of the weights."""
+    """A limit on the size of files, which the weights exceed, stands for the full disk."""
     done = subprocess.run(
         command(tmp_path, rotary_model_folder, "training.num_steps=2", "logging.rollouts_every=0"),
         cwd=ROOT,

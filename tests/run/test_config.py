@@ -563,7 +563,7 @@ def test_a_run_goes_on_with_other_keys_than_those_that_shape_what_it_learns():
 
 
 def test_a_run_of_before_a_key_was_there_had_its_default():
-    """A checkpoint of before there were modes goes on."""
+    """A checkpoint from before there were modes can be resumed."""
     saved = dotted_values(load())
     del saved["mode"], saved["training.tis_clip"]
     check_same_run(saved, load())

@@ -97,7 +97,7 @@ def test_an_evaluation_prints_and_writes_its_figures_and_leaves_the_run_as_it_wa
 
 
 def test_a_runs_own_models_are_evaluated_into_its_folder(tmp_path):
-    """They once went to another one, such as runs/countdown-best-grpo-s0."""
+    """Bug: they went to a folder of their own, such as runs/countdown-best-grpo-s0."""
     own, other = tmp_path / "own", tmp_path / "runs/countdown-best-grpo-s0"
     models = ["best", "merged", "merged-4bit", "checkpoints/step-000010", "checkpoints/last"]
     for name in models[:-1]:
@@ -186,10 +186,10 @@ def test_ranks_that_evaluate_are_not_wrapped_for_training(tmp_path):
 
 
 def test_the_greedy_figure_is_that_of_the_likeliest_tokens(tmp_path, monkeypatch):
-    """They are found here one by one, without cache, padding or batch; top-k must not matter.
+    """These tokens are found one by one, without cache, padding or batch; top-k must not matter.
 
-    A completion is solved if it consists of these tokens and answers one of every second question.
-    A majority vote would give the same figure only if it agreed with all of them.
+    Only every second question can be solved, by just these tokens. A majority vote would give the
+    same figure only if it agreed with all of them.
     """
     in_fp64(monkeypatch)
     run = load_evaluation(tmp_path, "sampling.top_k=3", "validation.best_of_n=8")
@@ -226,7 +226,7 @@ def answered(text: str, *, solved: bool, broken: bool = False, length: int = 1) 
 
 
 def vote(*numbers: int, right: int) -> list[main.Trajectory]:
-    """A group that answers so; 0 is no answer."""
+    """A group whose samples give these answers; 0 is no answer."""
     texts = [f"<answer>{number}</answer>" if number else "" for number in numbers]
     return [answered(text, solved=n == right) for text, n in zip(texts, numbers, strict=True)]
 

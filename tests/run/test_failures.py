@@ -50,7 +50,7 @@ TERM, INT = signal.SIGTERM, signal.SIGINT
 
 @pytest.fixture(scope="module")
 def settings(data) -> list[str]:
-    samples = "logging.train_samples_every=1"  # they wait for the evaluation as the row does
+    samples = "logging.train_samples_every=1"  # they wait for the evaluation, as the metrics do
     return [*data, samples, "training.warmup_steps=0", "training.learning_rate=3e-3"]
 
 
@@ -80,7 +80,7 @@ def load_run(folder: Path, model: Path, *overrides: str) -> Run:
 
 
 def last_state(folder: Path) -> dict:
-    """That of the newest checkpoint."""
+    """The state in the newest checkpoint."""
     return checkpoint.load_state(folder / "x/checkpoints/last")["state"]
 
 
@@ -94,7 +94,7 @@ def num_rows(folder: Path) -> int:
 def call_first(
     monkeypatch: pytest.MonkeyPatch, place: str, *, step: int, then: object, argument: object
 ) -> None:
-    """main's function of this name calls `then(argument)` first, where so many steps are done."""
+    """Let main's function `place` first call `then(argument)`, when `step` steps are done."""
     function = getattr(main, place)
 
     def replacement(run: Run, *texts, **options):
@@ -136,7 +136,7 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_bit_for_bit(
 
 
 def send_signals(times_s: list[float], numbers: list[int]) -> None:
-    """Get these signals at these times; the exit status of the process is the one it has kept."""
+    """Get these signals at these times, and exit with the number of the one that is noted."""
     world, clock = alone(), iter(times_s)
     engine.distributed.time = SimpleNamespace(monotonic=lambda: next(clock))
     world.catch_signals()
@@ -294,7 +294,7 @@ def kill_group(pid: int) -> bool:
 
 @pytest.mark.timeout(180)
 def test_an_exception_on_one_rank_ends_all_with_its_traceback(tmp_path, model, settings, two_ranks):
-    """In the third step: 4 completions are validated and 16 are sampled, then 16, 4 and 16."""
+    """In the third step: rank 1 grades 4 completions (an evaluation), then 16, 16, 4 and 16."""
     fault = {"do": "raise", "rank": 1, "calls": 50}
     overrides = [*settings, SEVEN, "checkpoint.every=2"]
     status, errors = torchrun(tmp_path, program(tmp_path, model, *overrides, fault=fault))
@@ -396,7 +396,7 @@ def train_on_two_nodes(folders: list[Path], model: Path, *overrides: str) -> Non
                 program(folder / "runs", model, *overrides),
                 *options,
                 f"--rdzv-endpoint={endpoint}",
-                f"--local-addr=127.0.0.{number}",  # ranks go by it
+                f"--local-addr=127.0.0.{number}",  # torchrun orders the ranks by it
                 log=folder / "log",
             )
         )
@@ -429,5 +429,5 @@ def two_bucket_model(tmp_path, tokenizer, rotary_model_folder) -> Path:
 
 @pytest.mark.timeout(240)
 def test_three_ranks_resume_bit_for_bit(tmp_path, two_bucket_model, settings):
-    """DDP orders the gradients anew after the first backward; three terms then add up otherwise."""
+    """DDP reorders gradients after the first backward pass; sums of three then round otherwise."""
     assert_resumes(tmp_path, two_bucket_model, *settings, num_ranks=3)

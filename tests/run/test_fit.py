@@ -18,7 +18,7 @@ ROTARY_TOKEN = 2 * 2 * 2 * 8  # numbers in the cache: two layers, keys and value
 
 
 def test_the_cache_holds_what_is_decoded_together(rotary_model_folder, absolute_model_folder):
-    """The absolute model has four heads of eight numbers, twice as many, of half the bytes each."""
+    """The absolute model has four heads, not two: twice as many numbers, of half the bytes."""
     rotary = AutoConfig.from_pretrained(rotary_model_folder)
     absolute = AutoConfig.from_pretrained(absolute_model_folder)
     sizes = "training.k_best_of_n=[8,8]", "training.max_new_gen_tokens=100"
@@ -90,7 +90,7 @@ def test_training_needs_gradients_and_averages_but_never_gradients_beside_a_cach
 
 
 def test_in_ddp_gradients_are_beside_the_cache(rotary_model_folder, monkeypatch):
-    """The buckets stay: 16 bytes of each of 40,800 weights, and a cache of 2 x 50 tokens."""
+    """DDP keeps its buckets: 16 bytes of each of 40,800 weights, and a cache of 2 x 50 tokens."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     sizes = "training.k_best_of_n=[2, 2]", "training.max_new_gen_tokens=50"
     num_bytes = 16 * 40_800 + 2 * 50 * ROTARY_TOKEN * 4

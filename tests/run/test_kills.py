@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 EVALUATIONS = ("validation.every=1", "validation.num_examples=8", "validation.best_of_n=4")
 BETTER_AT_STEP_2 = {"rates": [0.1, 0.1, 0.3, 0.2]}  # than before, so that best/ is replaced
-PHASES = {  # by what is on the main thread's stack, the first that is
+PHASES = {  # the first of them with one of its files on the main thread's stack
     "save": ("checkpoint.py", "logger.py"),
     "rollout": ("batches.py",),
     "update": ("head.py", "torch/optim", "torch/autograd"),
@@ -39,11 +39,11 @@ def phase(output: str) -> str:
 
 
 def draw_faults(number: int, step_s: float, victims: list[str]) -> list[dict]:
-    """Kills in the second step of each start, from its rollout, its update or its record on."""
+    """Kills in the second step of each start: in its rollout, its update or at a file event."""
     chance = random.Random(seed())
     faults = []
     for i in range(number):
-        delay_s = chance.random() * step_s / 5 * (i > 2)  # the first of each falls just there
+        delay_s = chance.random() * step_s / 5 * (i > 2)  # the first of each kind comes at once
         moments = [
             {"in": PHASES["rollout"], "delay_s": delay_s},
             {"in": PHASES["update"], "delay_s": delay_s},
@@ -57,7 +57,7 @@ def draw_faults(number: int, step_s: float, victims: list[str]) -> list[dict]:
 def kill_again_and_again(
     folder: Path, model: Path, *overrides: str, num_ranks: int, number: int, victims: list[str]
 ) -> Counter:
-    """Assert that a run killed so often ends as the unbroken one; the phases it was killed in."""
+    """Assert that a run killed so often ends as the unbroken one; how often in which phase."""
     whole, parts = folder / "whole", folder / "parts"
     overrides = (*overrides, f"training.num_steps={2 * number + 1}")  # a start takes two at most
     train(whole, model, *overrides, num_ranks=num_ranks)

@@ -151,7 +151,7 @@ def test_only_the_layers_that_are_named_have_an_adapter(rotary_model_folder):
 
 @pytest.mark.parametrize("name", ["proj", "query", "lm_head", "embed_tokens"])
 def test_a_layer_that_is_not_there_or_not_adapted_is_refused(rotary_model_folder, name):
-    """peft passes over a name without a layer where another name has one."""
+    """peft ignores a name that no layer has, as long as some layer has another of the names."""
     named = f"{LORA[:-1]}, target_modules: [q_proj, {name}]}}"
     with pytest.raises(ValueError, match=rf"target_modules: no layer is named {name}, but down_pr"):
         make_policy(rotary_model_folder, named)
@@ -187,7 +187,7 @@ def test_the_gradient_is_that_of_all_rows_for_any_micro_batch_size(model_folder,
         config = config_of(*GRPO, *kind, KL, f"training.micro_batch_tokens={limit}")
         policy.scorer.chunked = chunked
         sample(policy, config)  # leaves nothing behind that a gradient would notice
-        tolerance = 2e-6 if is_exact else FP32_ROUNDING  # plain, the softmax is in fp32
+        tolerance = 2e-6 if is_exact else FP32_ROUNDING  # the plain scorer's softmax is in fp32
         assert distance(gradient(policy, groups, config), expected) <= tolerance
 
 
@@ -287,7 +287,7 @@ def test_the_model_with_its_adapter_samples_what_it_scores(rotary_model_folder, 
     config = config_of(*overrides)
     policy = make_moved_policy(rotary_model_folder, *overrides, "training.max_new_gen_tokens=10")
     assert policy.sampler is policy.model and policy.backend == backend
-    assert mismatches(policy, config).max() <= 1e-4  # in fp32, sums of other lengths
+    assert mismatches(policy, config).max() <= 1e-4  # sums of other lengths round otherwise
 
 
 def mismatches(policy: Policy, config, *, num_samples: int = 4) -> np.ndarray:
@@ -402,7 +402,7 @@ def test_merged_is_the_base_in_bf16_plus_the_adapter(finished, rotary_model_fold
     folder, _ = finished
     settings = json.loads((folder / "merged/config.json").read_text())
     assert settings["dtype"] == "bfloat16" and "quantization_config" not in settings
-    assert not (folder / "merged/adapter_config.json").exists()  # transformers asks peft for none
+    assert not (folder / "merged/adapter_config.json").exists()  # else it is loaded as an adapter
     merged = AutoModelForCausalLM.from_pretrained(folder / "merged").state_dict()
     base = AutoModelForCausalLM.from_pretrained(rotary_model_folder, dtype=torch.bfloat16)
     adapter = AutoModelForCausalLM.from_pretrained(folder / "best").state_dict()
@@ -422,7 +422,7 @@ def test_merged_is_the_base_in_bf16_plus_the_adapter(finished, rotary_model_fold
 
 
 def test_an_adapter_is_evaluated_on_its_base(finished, tmp_path, monkeypatch):
-    """With the configuration of the run it writes and solves what the log says of its step."""
+    """With the run's own configuration it gives the samples and figures that were logged then."""
     folder, _ = finished
     logged = {0: [], 2: [], 4: []}
     for sample in read_jsonl(folder / "samples.jsonl"):
@@ -519,7 +519,7 @@ def test_the_copy_in_4_bits_is_the_merged_model_rounded(finished):
     weights = [model.model.layers[0].mlp.up_proj.weight for model in (rounded, copied)]
     assert weights[0].dtype == torch.uint8 and torch.equal(*weights)
     for model in (rounded, copied):
-        keep_4bit_layout(model)  # else it is packed in rows that this model's are too short for
+        keep_4bit_layout(model)  # else they may be packed anew, for which its rows are too short
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
         assert torch.equal(rounded(ids).logits, copied(ids).logits)

@@ -74,7 +74,7 @@ NANOCHAT_TEMPLATE = """<|bos|>{%- for message in messages -%}
 
 @pytest.fixture(scope="module")
 def nanochat_tokenizer(tokenizer):
-    """With nanochat's special tokens and chats; its end token is another than that of a turn."""
+    """It has nanochat's special tokens and chats, whose turns do not end with its end token."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_tokens(NANOCHAT_TOKENS, special_tokens=True)
     tokenizer.chat_template = NANOCHAT_TEMPLATE
@@ -178,7 +178,7 @@ def test_nanochats_model_gets_its_tools_answer_and_ends_with_its_turn(
 
 
 def test_nanochats_logits_are_capped_and_its_optimizer_is_its_sources(nanochat_folder):
-    """Muon for the blocks' matrices; AdamW's averages for embeddings and head are its own."""
+    """Muon for the blocks' matrices; for embeddings and head AdamW, with nanochat's settings."""
     config = load(NANOCHAT, f"model.name={nanochat_folder}")
     policy = main.load_policy(config, alone(), Logger(rank=1))
     assert not policy.scorer.chunked  # the head alone would score as if there were no cap

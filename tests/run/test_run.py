@@ -120,8 +120,8 @@ def test_the_best_model_loads_and_scores_what_the_log_says(
 ):
     """It gives the completions that were logged at the step of the highest pass@1.
 
-    Of two ranks, rank 0 logs its own samples, which are every second one; second completions of
-    these questions follow.
+    Of two ranks, rank 0 logs its own samples: first one of each second question, then second
+    completions of these questions.
     """
     run = request.getfixturevalue(which)
     best = max(rows_of(run), key=lambda row: row["eval/pass@1"])  # of equals the earliest
@@ -198,7 +198,7 @@ def test_a_run_that_skips_long_questions_goes_on_where_it_was(tmp_path, rotary_m
 def test_a_step_of_one_group_shows_several_of_its_completions_with_their_lengths(
     tmp_path, rotary_model_folder, data
 ):
-    """Where a step had one question, logging.samples=3 once showed one completion."""
+    """Bug: where a step had one question, logging.samples=3 showed one completion."""
     one_group = ["training.num_samples_per_step=1", "logging.samples=3", *data]
     settings = [*SIZES, *one_group, "logging.train_samples_every=1"]
     output = train(tmp_path, rotary_model_folder, *settings)

@@ -88,7 +88,7 @@ def gradients(world: World, folder: Path, is_exact: bool, *options: str) -> list
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_the_gradient_of_a_sharded_model_is_that_of_a_whole_one(model_folder, tmp_path, num_ranks):
-    """In fp64, where what is left is the rounding of weights and advantages."""
+    """In fp64, where only the tokens' weights and the advantages are rounded to fp32."""
     expected = gradients(alone(), model_folder, True)
     ranks = run_on_ranks(gradients, num_ranks, model_folder, True, SHARD, folder=tmp_path)
     for result in ranks:
@@ -242,7 +242,7 @@ def test_a_part_that_cannot_be_written_costs_that_checkpoint_alone(
 
 
 def look_for_a_disk(world: World, folder: Path) -> str:
-    """Each rank has a disk of its own; what the check says."""
+    """What the check says where each rank has a disk of its own."""
     own = folder / f"disk-{world.rank}"
     own.mkdir()
     (folder / "token-of-a-killed-start").touch()
@@ -279,7 +279,7 @@ def bytes_on_this_rank(world: World, folder: Path) -> dict[str, float]:
 
 
 def bytes_in_memory(tensors: list[torch.Tensor]) -> int:
-    """Of the whole storages that this rank's parts of the tensors are views of, each once."""
+    """The size of the storages behind this rank's parts of the tensors, each counted once."""
     storages = [local(tensor).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

@@ -12,7 +12,7 @@ from engine.config_file import load_config
 
 UNKNOWN = "unknown"  # not published
 ALL_OF_LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-# What the four sources share, by their own choice or because they do without
+# What the four sources share, by choice or because they do not have the feature
 PLAIN = {
     "training.policy_loss": "ppo",
     "training.clip_eps": 0.2,

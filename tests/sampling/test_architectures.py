@@ -1,4 +1,4 @@
-"""Families of models: README's table says what each can do, and this is where it is seen."""
+"""Families of models: each can do what README's table says, and what it samples is right."""
 
 from pathlib import Path
 
@@ -104,7 +104,7 @@ def test_the_readme_says_what_a_family_can_do(family, monkeypatch):
     (row,) = [line for line in lines if line.startswith(f"| {name} |")]
     said = [cell.strip().startswith("yes") for cell in row.split("|")[2:-1]]
     assert said == can
-    assert Graph.num_captures == can[1]  # one, or refused before any
+    assert Graph.num_captures == can[1]  # one capture, or a refusal before any
 
 
 def test_a_hybrid_says_that_it_samples_by_the_plain_path(family):

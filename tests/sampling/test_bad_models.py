@@ -162,9 +162,9 @@ def gives_finite_logits(folder: Path) -> bool:
 
 
 def sample_and_check(policy: Policy, *, num_samples: int) -> list[Completion]:
-    """Completions of two prompts, as one list, of which the update trains what it should.
+    """Completions of two prompts, as one list, whose right tokens are trained in a micro-batch.
 
-    In a micro-batch the trained tokens are the sampled ones, with the end and without the padding.
+    These are the sampled ones, with the end token and without the padding.
     """
     groups = sample(policy, PROMPTS, num_samples=num_samples)
     completions = [completion for group in groups for completion in group]
@@ -288,7 +288,7 @@ def test_some_empty_completions_among_others_are_trained_like_any(
 def test_completions_that_never_end_are_cut_off_counted_and_skipped_if_wanted(
     make_answering, train, skips
 ):
-    """A run goes on without an update where it skips all; this counts as no skipped step."""
+    """Where all are skipped the run goes on without an update; that is not a skipped step."""
     model = make_answering({0: NEVER})
     run, _ = train(model, f"training.skip_truncated={skips}", by_text=True)
     first, *rows = rows_of(run)
@@ -308,7 +308,7 @@ def test_completions_that_never_end_are_cut_off_counted_and_skipped_if_wanted(
 def test_a_model_may_have_more_embeddings_than_its_tokenizer_has_tokens(
     make_answering, tokenizer, train
 ):
-    """Qwen2.5 has 151,936 for 151,665. An id without a token has no text, but is trained.
+    """Qwen2.5 has 151,936 for 151,665 tokens. An id without a token has no text, but is trained.
 
     Here such ids are a fifth of all tokens, so that 96 tokens have some, and no 12 are only those.
     """

@@ -241,7 +241,7 @@ def graphs(monkeypatch) -> None:
 
 
 def test_replayed_steps_draw_the_same_tokens(model_folder, graphs):
-    """Rows leave late, attention sees columns that are masked out, and no Python runs."""
+    """In a replay rows leave late, attention sees columns that are masked out, no Python runs."""
     policy = make_policy(model_folder, is_exact=True)
     prompts, seeds = [*RAGGED, list(range(2, 240))], [*SEEDS, (seed(), 0, 99)]
     settings = {"eos_ids": tuple(range(0, 345, 20)), "max_new_tokens": 40, "num_samples": 16}
@@ -348,14 +348,14 @@ def test_no_questions_have_no_completions(rotary_model_folder):
 
 @each_backend
 def test_progress_counts_every_completion(rotary_model_folder, backend):
-    """Within a batch too, for the default backend: the bar stood at 0 until a batch had ended."""
+    """Bug: the bar stood at 0 until a batch had ended; the default backend counts within it."""
     policy = make_policy(rotary_model_folder, f"sampling.backend={backend}")
     for max_batch_tokens in (70, 10**6):
         done: list[int] = []
         settings = {"max_batch_tokens": max_batch_tokens, "on_progress": done.append}
         groups = sample(policy, eos_ids=MANY_EOS, **settings)
         assert sum(done) == 4 * 4 and min(done) >= 0
-    if backend == "grouped":  # of one batch: with each token those that it ended
+    if backend == "grouped":  # in one batch: after each token those that it ended
         lengths = sorted(len(c.token_ids) for group in groups for c in group)
         assert [n for n in done if n > 0] == list(Counter(lengths).values())
 
@@ -423,9 +423,10 @@ class CountWhole(TorchDispatchMode):
 
 @pytest.mark.parametrize(("temperature", "num_whole"), [(0.7, 5), (1.0, 4), (1.3, 5)])
 def test_a_draw_makes_few_tensors_of_all_logits(temperature, num_whole):
-    """log p, p, p log p and the sums of p, beside the logits over the temperature; bit for bit.
+    """log p, p, p log p, the sums of p, and if it is not 1 the logits over the temperature.
 
-    Bug: a division by 1 and a mask for broken rows, of which there are none, cost a third more.
+    Results are those of the plain formulas, bit for bit. Bug: a division by 1 and a mask for broken
+    rows, of which there are none, cost a third more.
     """
     generator = torch.Generator().manual_seed(seed())
     logits = torch.randn((64, 1000), generator=generator) * 3
@@ -605,7 +606,7 @@ def test_the_published_step_is_sampled_at_once_beside_ddps_gradients(monkeypatch
     "config_class", [Qwen2Config, LlamaConfig, Qwen3Config, SmolLM3Config, NanoChatConfig]
 )
 def test_no_step_asks_for_a_value(config_class):
-    """On the meta device there are none: `.item()`, a condition, `tolist` or `nonzero` raises.
+    """Tensors on the meta device have none: `.item()`, a condition, `tolist` or `nonzero` raises.
 
     The prompts are read without a mask, in which a model may look for padding; steps have masks.
     """

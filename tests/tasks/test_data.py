@@ -432,7 +432,7 @@ def test_questions_that_leave_no_room_are_dropped_with_a_count(tmp_path, tokeniz
     assert logged[0] == "2 of 12 validation questions are too long: dropped"
     epoch = [row for _, row in training.take(0, 70)[0]]
     assert sorted(row["target"] for row in epoch) == list(range(56, 126))
-    assert len(training.too_long) <= 38  # of 108, of which the stream has walked what it needed
+    assert len(training.too_long) <= 38  # of 108 it walked only what it needed
     _, whole, logged = questions_for(tokenizer, *overrides, context=None)
     assert len({row["target"] for _, row in whole.take(0, 108)[0]}) == 71
     assert not any("too long" in line for line in logged)
@@ -476,7 +476,7 @@ def stream_of(num: int, *too_long: int, log=None, **settings) -> QuestionStream:
 
 
 def ids_of(stream: QuestionStream, count: int) -> list[int]:
-    """Of the stream's first questions."""
+    """The ids of the stream's first questions."""
     return [question["id"] for _, question in stream.take(0, count)[0]]
 
 
@@ -500,7 +500,7 @@ def test_the_stream_skips_what_is_too_long_and_its_position_counts_it():
     stream = stream_of(4, 1, 2, shuffle=False)
     taken, end = stream.take(0, 3)
     assert taken == [(0, {"id": 0}), (3, {"id": 3}), (4, {"id": 0})]
-    assert end == 5  # of the skipped ones only those on the way count
+    assert end == 5  # the skipped ones up to there count, and no later ones
     assert stream.take(end, 1) == ([(7, {"id": 3})], 8)
 
 
@@ -523,7 +523,7 @@ def test_skipped_questions_are_logged_now_and_then_and_each_counts_once():
     for _ in range(20):
         _, position = stream.take(position, 1)
     found = [int(re.search(r": (\d+) of 8 training questions$", line)[1]) for line in logged]
-    doublings = [n.bit_length() for n in found]  # of 1, 2 and 4, as far as steps find them apart
+    doublings = [n.bit_length() for n in found]  # a line where 1, 2 or 4 are reached or passed
     assert doublings == sorted(set(doublings)) and doublings[-1] == 3
 
 
@@ -621,7 +621,7 @@ SYSTEM_CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "con
 def test_a_system_message_that_a_template_refuses_or_drops_goes_before_the_question(
     tmp_path, templated, start_of_template
 ):
-    """As Gemma 2's refuses it, and others leave it out without a word."""
+    """Gemma 2's template refuses it, others leave it out without a word."""
     own = "<user>Be brief.\n\nHello.</user>\n<assistant>"
     assert render_prompt(SYSTEM_CHAT, templated) != own  # it has a place of its own
     templated.chat_template = start_of_template + CHAT_TEMPLATE
@@ -645,7 +645,7 @@ def test_without_a_chat_template_the_prompt_is_plain_text(tokenizer):
 
 
 def test_a_plain_text_stays_as_it_is_even_with_a_chat_template(tokenizer, templated):
-    """The tokenizers of base models have one too."""
+    """The tokenizers of base models often have a chat template too."""
     math, (example, *_) = of_task("math500"), ROWS["math500"]
     for one in (tokenizer, templated):
         (ids,) = encode_prompts([example], tokenizer=one, **math)
@@ -740,7 +740,7 @@ def test_encoded_prompts_are_the_tokens_of_the_rendered_text(tokenizer, template
 def test_only_a_prompt_without_a_template_gets_the_tokenizers_special_tokens(
     templated, name, has_template, is_added
 ):
-    """A template writes them itself; they would come twice."""
+    """A template writes them itself: added to its text, they would come twice."""
     end = templated.eos_token
     templated.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"{end} $A", special_tokens=[(end, templated.eos_token_id)]

@@ -242,7 +242,7 @@ def test_a_worker_that_cannot_start_is_a_lost_question(make_fake):
 
 
 def test_time_outs_cannot_hold_up_a_step_for_long(make_fake, monkeypatch):
-    """However many answers hang: after MAX_LOST_S they are no longer asked about, for a while."""
+    """However many answers hang: after MAX_LOST_S the worker is not asked for a while."""
     worker = make_fake(FAKES["silence"])
     monkeypatch.setattr(grader, "WORKER", worker)
     worker.forgiven_at = time.monotonic() + FORGIVEN_AFTER * (MAX_LOST_S - 0.5)

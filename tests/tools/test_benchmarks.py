@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def run_quickly(script: str, *arguments: str, size: str = "--quick", **environment: str) -> str:
-    """What it prints on the smallest sizes."""
+    """What a benchmark prints on the smallest sizes."""
     result = subprocess.run(
         [sys.executable, f"benchmarks/{script}", *size.split(), *arguments],
         cwd=ROOT,
@@ -69,7 +69,7 @@ def test_what_it_cost_shows_twenty_answers_before_and_after(rotary_model_folder)
 
 
 def test_searches_counts_tries_and_equations_and_answers_the_question_of_the_readme():
-    """It asked for its answers in a way that main.py no longer had, and nothing noticed."""
+    """Bug: it called main.py in a way that was no longer there, and no test noticed."""
     size = "validation.num_examples=4 validation.best_of_n=2 validation.pass_k=[1]"
     lines = run_quickly("searches.py", size=size).splitlines()
     rows = {line.split("  ")[0]: line.split() for line in lines}

@@ -55,7 +55,7 @@ def write_side(folder, side: str, *seeds: list[float]) -> None:
 
 
 def test_the_two_sides_are_compared_at_each_evaluation_and_drawn(tmp_path, monkeypatch, capsys):
-    """At step 10: a difference of 0.15, and two of sqrt(0.02 / 2 + 0.005 / 2) = 0.1118."""
+    """At step 10: 0.15, and two standard errors of sqrt(0.02 / 2 + 0.005 / 2) = 0.1118."""
     folder = tmp_path / "learning"
     write_side(folder, "TRL", [0.2, 0.3, 0.6], [0.2, 0.5, 0.6])
     write_side(folder, "plain-grpo", [0.2, 0.5, 0.7], [0.2, 0.6, 0.7])
