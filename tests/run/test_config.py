@@ -21,8 +21,7 @@ from engine.config import (
     dotted_values,
     run_name,
 )
-from engine.config_file import dump, load_config
-from engine.config_help import known_keys
+from engine.config_file import dump, known_keys, load_config
 from engine.packages import import_package
 from engine.task_module import load_task
 from engine.yaml_text import show
