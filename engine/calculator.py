@@ -65,20 +65,14 @@ def evaluate(expression: str) -> str | None:
     if len(expression) > MAX_CHARS or not CHARS.issuperset(expression):
         return None
     try:
-        value = value_of(re.findall(rf"{NUMBER}|[-+*/().,]", expression))
+        scaled = value_of(re.findall(rf"{NUMBER}|[-+*/().,]", expression)) * 10**MAX_DECIMALS
     except (ValueError, ZeroDivisionError):
         return None
-    return decimal_text(value)
-
-
-def decimal_text(value: Fraction) -> str | None:
-    """The value as a decimal number without needless zeros; None if that would be too long."""
-    scaled = value * 10**MAX_DECIMALS
     if scaled.denominator != 1:
         return None
     digits = str(abs(scaled.numerator)).rjust(MAX_DECIMALS + 1, "0")
     whole, decimals = digits[:-MAX_DECIMALS], digits[-MAX_DECIMALS:].rstrip("0")
-    text = "-" * (value < 0) + whole + "." * bool(decimals) + decimals
+    text = "-" * (scaled < 0) + whole + "." * bool(decimals) + decimals
     return text if len(text) <= MAX_RESULT_CHARS else None
 
 

@@ -238,10 +238,7 @@ class ExportError(ValueError):
 
 
 def export(run: Run) -> None:
-    """Do on rank 0 what the config's export section asks for; the other ranks need not wait.
-
-    Raises ExportError, whose message is one line, if that is not possible.
-    """
+    """Do on rank 0 what the config's export section asks for; ExportError if it is not possible."""
     settings, model = run.config.export, run.folder / "best"
     if not run.world.is_main or not (settings.merge or settings.save_4bit or settings.push_to_hub):
         return
@@ -263,11 +260,9 @@ def merge(run: Run, adapter: Path) -> Path:
     """
     peft, folder = import_package("peft", key="export.merge = true"), run.folder / "merged"
     name, revision = base_of(adapter)
-    code = {"trust_remote_code": run.config.model.trust_remote_code}
+    options = {"dtype": torch.bfloat16, "trust_remote_code": run.config.model.trust_remote_code}
     try:
-        base = AutoModelForCausalLM.from_pretrained(
-            name, revision=revision, dtype=torch.bfloat16, **code
-        )
+        base = AutoModelForCausalLM.from_pretrained(name, revision=revision, **options)
         with warnings.catch_warnings():  # peft uses a name that transformers will remove
             warnings.simplefilter("ignore", FutureWarning)
             merged = peft.PeftModel.from_pretrained(base, adapter).merge_and_unload()
@@ -281,10 +276,7 @@ def merge(run: Run, adapter: Path) -> Path:
 
 
 def save_in_4bit(run: Run, model: Path) -> None:
-    """Save a copy of a plain model in merged-4bit/, its weights in 4 bits as by `load_in_4bit`.
-
-    It is made on a GPU if there is one. Raises ExportError, or ValueError without bitsandbytes.
-    """
+    """Save a copy of a plain model in merged-4bit/, its weights in 4 bits as by `load_in_4bit`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder = run.folder / "merged-4bit"
     try:

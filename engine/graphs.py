@@ -5,35 +5,24 @@ them; a graph launches all of them at once. It repeats the same kernels on the s
 graph serves one shape only.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from engine.cache import Room, whole_leaps
-
-
-class Batch(Protocol):
-    """What the steps need of main.py's DecodeBatch."""
-
-    room: Room
-    mask: Tensor  # (B, P + T)
-
-    def step(self, num_columns: int) -> None: ...
+from engine.cache import whole_leaps
 
 
 class CapturedSteps:
-    """A batch's `step`, replayed. Shapes change rarely: attention sees columns in leaps.
+    """The `step` of main.py's DecodeBatch, replayed. Its shapes are few: columns come in leaps.
 
     The first step of a shape runs as usual, so that the GPU's libraries set up what they need; the
     second one is captured.
     """
 
-    steps_per_check = 16  # how often rows are dropped, since each time makes another shape
+    steps_per_check = 16  # until ended rows are dropped again: each time makes another shape
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Any) -> None:
         if not batch.room.is_there:
             raise ValueError("the tensors of this cache move, so a step cannot be replayed")
         self.batch = batch
@@ -45,8 +34,15 @@ class CapturedSteps:
         shape = (num_rows, whole_leaps(num_columns, limit=limit))
         if self.shape != shape:
             self.shape, self.replay = shape, None
-            with waiting_forbidden():
+            # A capture fails where Python waits for the GPU, as it does for a tensor's value. After
+            # that torch's allocator stays in its capture mode, and memory soon runs out. So the
+            # first step must find such a place: here it raises RuntimeError.
+            mode = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
                 self.batch.step(shape[1])
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
         else:
             self.replay = self.replay or self.capture(shape[1])
             self.replay()
@@ -58,18 +54,3 @@ class CapturedSteps:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self.batch.step(num_columns)
         return graph.replay
-
-
-@contextlib.contextmanager
-def waiting_forbidden() -> Iterator[None]:
-    """Raise RuntimeError where Python waits for the GPU, as it does for a tensor's value.
-
-    No capture can do that either. But an error within one leaves torch's allocator in its capture
-    mode, so that the process soon runs out of memory: it has to be found before.
-    """
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)

@@ -24,10 +24,7 @@ if TYPE_CHECKING:  # a package that may be missing
 
 
 def find_base(settings: ModelSettings) -> ModelSettings | None:
-    """The settings of the base model if model.name is an adapter, else None.
-
-    Raises ValueError if peft is missing.
-    """
+    """The base model's settings if model.name is an adapter, else None; ValueError without peft."""
     file = find_adapter_config_file(settings.name, revision=settings.revision)
     if file is None:
         return None
@@ -43,15 +40,11 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
 
 
 def quantization_config(device: torch.device, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
-    """Keep all `linear_layers` in 4 bits (QLoRA, arXiv:2305.14314).
-
-    Raises ValueError if bitsandbytes is missing or does not support the device.
-    """
-    bitsandbytes = import_package("bitsandbytes", key="model.load_in_4bit = true")
+    """How to keep `linear_layers` in 4 bits (QLoRA, arXiv:2305.14314); ValueError if impossible."""
+    key = "model.load_in_4bit = true"
+    bitsandbytes = import_package("bitsandbytes", key=key)
     if device.type not in bitsandbytes.supported_torch_devices:
-        raise ValueError(
-            f"model.load_in_4bit = true: bitsandbytes does not support {device.type}; write false"
-        )
+        raise ValueError(f"{key}: bitsandbytes does not support {device.type}; write false")
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -95,10 +88,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def adapted_layers(model: nn.Module, lora: LoraSettings) -> list[nn.Module]:
-    """The linear layers that get an adapter.
-
-    Raises ValueError for a name in target_modules that no linear layer has.
-    """
+    """The linear layers that get an adapter; ValueError for a target_modules name that none has."""
     layers = linear_layers(model)
     if lora.target_modules == "all-linear":
         return list(layers.values())
@@ -124,10 +114,7 @@ def add_adapter(model: nn.Module, described: "LoraConfig", *, seed: int) -> None
 
 
 def load_adapter(model: nn.Module, settings: ModelSettings) -> None:
-    """Put a saved adapter into its base model, to sample from it.
-
-    Raises ValueError if weights of the adapter are missing in its files, or fit no layer.
-    """
+    """Put a saved adapter into its base model, to sample from it; ValueError if it does not fit."""
     loading = model.load_adapter(settings.name, adapter_kwargs={"revision": settings.revision})
     if wrong := sorted(loading.missing_keys | loading.unexpected_keys):
         raise ValueError(f"the adapter does not fit its base model, as at {wrong[0]}")

@@ -22,16 +22,14 @@ class Options(Section):
 
     min_number: int = Field(10, ge=0, le=999)
     """The smallest number that a generated sum may have."""
-
     max_number: int = Field(99, ge=0, le=999)
     """The largest number that a generated sum may have."""
 
     @model_validator(mode="after")
     def check_range(self) -> Self:
-        if self.min_number > self.max_number:
-            raise ValueError(
-                f"min_number = {self.min_number} must be at most max_number ({self.max_number})"
-            )
+        low, high = self.min_number, self.max_number
+        if low > high:
+            raise ValueError(f"min_number = {low} must be at most max_number ({high})")
         return self
 
 
@@ -55,28 +53,23 @@ def generate_questions(
     """
     excluded = {question_key(row) for row in exclude}
     numbers = range(options.min_number, options.max_number + 1)
-    rows = [{"a": a, "b": b} for a, b in combinations_with_replacement(numbers, 2)]
-    keys = [question_key(row) for row in rows]
-    rows = [
-        row
-        for row, key in zip(rows, keys, strict=True)
-        if key not in excluded and is_in_split(key, split)
-    ]
-    if len(rows) < (num_examples or 1):
+    pairs = []
+    for a, b in combinations_with_replacement(numbers, 2):
+        key = question_key({"a": a, "b": b})
+        if key not in excluded and is_in_split(key, split):
+            pairs.append((a, b))
+    if len(pairs) < (num_examples or 1):
         raise ValueError(
-            f"num_examples {num_examples}: there are only {len(rows)} different {split} questions "
+            f"num_examples {num_examples}: there are only {len(pairs)} different {split} questions "
             "in this range; ask for fewer, or widen the range of numbers"
         )
     rng = random.Random(f"arithmetic {split} {seed}")
-    drawn = rng.sample(rows, num_examples or len(rows))
-    return [{"a": a, "b": b} for a, b in (rng.sample([*row.values()], 2) for row in drawn)]
+    drawn = rng.sample(pairs, num_examples or len(pairs))
+    return [{"a": a, "b": b} for a, b in (rng.sample(pair, 2) for pair in drawn)]
 
 
 def parse_row(row: dict, *, options: Options) -> dict:
-    """The example in a file's row; numbers that are text (CSV) are also read.
-
-    Raises ValueError that says what is wrong with the row.
-    """
+    """The example in a row, whose numbers may be text (CSV); ValueError says what is wrong."""
     example = {}
     for name, value in row.items():
         if isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value.strip(), re.ASCII):
@@ -121,7 +114,7 @@ def reward_function(
 def extract_answer(completion: str, example: dict, *, options: Options) -> str | None:
     """The last number, in a normal form: 85 for $85.00; majority votes count these.
 
-    As tasks/gsm8k.py reads numbers, in time linear in the length of the text: numbers that are
-    joined, such as 84 85 86 or 84/85, are none. Here 85! is 85, unlike there.
+    Numbers are read as in tasks/gsm8k.py, in time linear in the length of the text: joined ones,
+    such as 84 85 86 or 84/85, do not count. Unlike there, 85! is 85.
     """
     return lenient_answer(EXCLAIMED.sub(r"\1 ", completion[-2 * MAX_TAIL_CHARS :]))

@@ -74,8 +74,7 @@ def read_table(path: Path) -> Table:
     file = path / "metrics.csv" if path.is_dir() else path
     text = file.read_text(encoding="utf-8", errors="replace")
     whole_lines = text[: text.rfind("\n") + 1]  # without a half-written last line
-    missing = {"step", "time/step_s", "time/eval_s"} - set(text.split("\n")[0].split(","))
-    if missing:
+    if missing := {"step", "time/step_s", "time/eval_s"} - set(text.split("\n")[0].split(",")):
         raise ValueError(f"{file}: no column {', '.join(sorted(missing))}: not a run's metrics.csv")
     if len({line.count(",") for line in whole_lines.splitlines()}) > 1:
         raise ValueError(f"{file}: a line has more or fewer cells than the others")
@@ -167,15 +166,12 @@ def make_figure(
     num_rows = math.ceil(len(panels) / 2)
     size = (9, 0.9 + 1.9 * num_rows)  # inches: 900 pixels on a page
     figure = Figure(figsize=size, layout="constrained")
-    style = {"sharex": "col", "squeeze": False}
     widths = (1, 1, 0.06, 1, 1)  # the middle column keeps the panels apart
-    grid = figure.subplots(num_rows, 5, **style, gridspec_kw={"width_ratios": widths})
+    grid = figure.subplots(num_rows, 5, sharex="col", squeeze=False, width_ratios=widths)
     names = {name for group in groups.values() for table in group for name in table.rows}
     counts = sorted(name.removeprefix(BEST_OF) for name in names if name.startswith(BEST_OF))
-    for axes in grid[:, 2]:
-        axes.remove()
     pairs = grid[:, [0, 1, 3, 4]].reshape(-1, 2)
-    for axes in pairs[len(panels) :].flat:  # the last of an odd number
+    for axes in [*grid[:, 2], *pairs[len(panels) :].flat]:  # an odd number leaves a pair empty
         axes.remove()
     pairs = pairs[: len(panels)]
     for (left, right), (metric, title, label) in zip(pairs, panels, strict=True):

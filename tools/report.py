@@ -37,36 +37,28 @@ MAX_CHARACTERS = 4_000  # of a sample's prompt, completion or gold answer
 
 def read_run(folder: Path) -> dict[str, Any]:
     """All that the page shows of a run; raises OSError or ValueError with the file's name."""
-    table = read_table(folder)
+    table, config = read_table(folder), folder / "config.yaml"
     rollouts = by_step(read_lines(folder / "rollouts.jsonl"))
-    samples = [
-        sample
-        for sample in read_lines(folder / "samples.jsonl")
-        if sample.get("split", "validation") == "validation"
-    ]
-    shown = {
-        "evaluations": thin(evaluations(table, by_step(samples)), PART_BYTES["evaluations"]),
+    rows = read_lines(folder / "samples.jsonl")
+    samples = by_step([row for row in rows if row.get("split", "validation") == "validation"])
+    return {
+        "name": table.name,
+        "step": int(table.rows["step"].iloc[-1]),
+        "versions": read_text(config).partition("\n")[0].removeprefix("# "),
+        "curves": curves(table),
+        "settings": list(settings(config)),
+        "evaluations": thin(evaluations(table, samples), PART_BYTES["evaluations"]),
         "rollouts": thin(rollouts, PART_BYTES["rollouts"]),
+        "recorded": {"evaluations": len(samples), "rollouts": len(rollouts)},
     }
-    recorded = {"evaluations": len(by_step(samples)), "rollouts": len(rollouts)}
-    config = folder / "config.yaml"
-    versions = read_text(config).partition("\n")[0].removeprefix("# ")
-    last_step = int(table.rows["step"].iloc[-1])
-    about = {"name": table.name, "step": last_step, "versions": versions}
-    about |= {"curves": curves(table), "settings": list(settings(config))}
-    return about | shown | {"recorded": recorded}
 
 
 def read_lines(file: Path) -> list[dict]:
-    """The objects in a .jsonl file, without a last line that is half written; [] if it is absent.
-
-    Raises ValueError, with the names of file and line, for a line that is not JSON.
-    """
+    """The whole lines of a .jsonl file, [] if it is absent; ValueError names a line that is bad."""
     if not file.exists():
         return []
-    whole_lines = read_text(file).split("\n")[:-1]
     rows = []
-    for number, line in enumerate(whole_lines, start=1):
+    for number, line in enumerate(read_text(file).split("\n")[:-1], start=1):
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
@@ -120,10 +112,9 @@ def evaluations(table: Table, samples: list[dict]) -> list[dict]:
 
 def shortened(sample: dict) -> dict:
     """What the page shows of a line of samples.jsonl, with long texts shortened."""
-    texts = ("prompt", "completion", "gold", "answer")
-    shown = {name: sample.get(name) for name in texts}
-    shown = {name: text if text is None else str(text) for name, text in shown.items()}
-    shown = {name: text and shorten(text, MAX_CHARACTERS) for name, text in shown.items()}
+    shown = {name: sample.get(name) for name in ("prompt", "completion", "gold", "answer")}
+    for name, text in shown.items():
+        shown[name] = None if text is None else shorten(str(text), MAX_CHARACTERS)
     return shown | {name: sample.get(name) for name in ("reward", "reward_parts", "truncated")}
 
 
@@ -145,7 +136,7 @@ def settings(file: Path) -> Iterator[dict]:
 
 
 def thin(items: list[dict], max_bytes: int) -> list[dict]:
-    """The items, without every second one until their JSON has at most `max_bytes`.
+    """Drop every second item until the JSON of the others has at most `max_bytes`.
 
     The first and the last stay. If the two together are still too large, the last alone stays.
     """
@@ -161,8 +152,7 @@ def to_json(value: Any) -> str:
 
 def write_report(folder: Path, out: Path) -> None:
     """Write the page of the run in `folder`; raises OSError or ValueError with the file's name."""
-    template = TEMPLATE.read_text(encoding="utf-8")
-    before, after = template.split(PLACE)
+    before, after = TEMPLATE.read_text(encoding="utf-8").split(PLACE)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(before + to_json(read_run(folder)) + after, encoding="utf-8")
 

@@ -18,10 +18,7 @@ GOOD, BAD, PLAIN = "#00795c", "#b3401a", "#333333"
 
 
 def read_answers(path: Path, question: int) -> list[dict]:
-    """The samples of one validation question, in the order of the steps; the first question is 0.
-
-    `path` is a run's folder or its samples.jsonl. Raises OSError or ValueError that names the file.
-    """
+    """The samples of a validation question (0 is the first) in a run's folder or samples.jsonl."""
     file = path / "samples.jsonl" if path.is_dir() else path
     try:
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
@@ -44,8 +41,7 @@ def frames_of(answers: list[dict]) -> list[tuple[str, list[str], str, float]]:
         lines = row["completion"].strip().splitlines() or ["(nothing)"]
         is_solved = row["reward_parts"]["answer"] == 1.0
         title = f"after {row['step']} steps" if row["step"] else "before training"
-        for i in range(1, len(lines)):
-            frames.append((title, lines[:i], PLAIN, LINE_S))
+        frames += [(title, lines[:i], PLAIN, LINE_S) for i in range(1, len(lines))]
         frames.append((title, lines, GOOD if is_solved else BAD, HOLD_S))
     return frames
 
@@ -79,8 +75,7 @@ def draw_frame(title: str, lines: list[str], color: str, *, num_lines: int) -> A
         figure.text(0.02, y, text, color=color if is_last else PLAIN, **style)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    size = canvas.get_width_height()
-    image = Image.frombytes("RGBA", size, canvas.buffer_rgba())
+    image = Image.frombytes("RGBA", canvas.get_width_height(), canvas.buffer_rgba())
     return image.convert("P", palette=Image.Palette.ADAPTIVE)
 
 
