@@ -45,19 +45,14 @@ class Options(Section):
 
     min_numbers: Number = 3
     """The fewest numbers of a generated question."""
-
     max_numbers: int = Field(4, ge=1, le=10)
     """The most numbers of a generated question."""
-
     min_number: Number = 1
     """The smallest number that a generated question may use."""
-
     max_number: Number = 50
     """The largest number that a generated question may use."""
-
     min_target: Number = 10
     """The smallest target of a generated question."""
-
     max_target: Number = 99
     """The largest target of a generated question."""
 
@@ -74,7 +69,7 @@ class Options(Section):
 
 EXAMPLE_ROW = {"nums": [3, 7, 25], "target": 46}
 MAX_GENERATED = 10_000
-MAX_TRIES = 20_000  # after so many draws without a new question, there is taken to be none left
+MAX_TRIES = 20_000  # after so many draws without a new question, we take it that none is left
 
 
 def question_key(example: dict) -> str:
@@ -116,7 +111,7 @@ def generate_questions(
 
 
 def draw_question(count: int, *, options: Options, rng: random.Random) -> dict:
-    """`count` random numbers and a target that they can make; it may lie outside its range.
+    """`count` random numbers and a target that they make, perhaps one outside the allowed range.
 
     Random pairs of values are combined until one value is left, the target. Every value on the way
     is a positive integer, and products stay small enough to come back into the range.
@@ -139,10 +134,7 @@ def draw_question(count: int, *, options: Options, rng: random.Random) -> dict:
 
 
 def parse_row(row: dict, *, options: Options) -> dict:
-    """The example in a file's row; text such as "[3, 7, 25]" or "3 7 25" (CSV) is also read.
-
-    Raises ValueError that says what is wrong with the row.
-    """
+    """The example in a row, which may be text (CSV), as "3 7 25"; ValueError says what is wrong."""
     nums, target = row["nums"], row["target"]
     if isinstance(nums, str) and set(nums) <= set("0123456789, []"):
         nums = [int(number) for number in nums.strip("[] ").replace(",", " ").split()]

@@ -56,10 +56,7 @@ ROW_STEP = re.compile(r'(?:\{"step": ?)?(\d+)')  # finds the step of a row in an
 
 
 class Logger:
-    """Prints what a run reports; from `open` on, also writes it to files and to MLflow.
-
-    Raises ValueError if MLflow is wanted but not installed.
-    """
+    """Prints what a run reports; from `open` on, also writes it to files and to MLflow."""
 
     def __init__(self, *, rank: int, do_mlflow: bool = False) -> None:
         self.is_main = rank == 0
@@ -293,7 +290,7 @@ class MlflowRun:
 
 
 def import_mlflow() -> ModuleType:
-    """Import MLflow; .env in the current folder sets what the environment leaves unset."""
+    """Import MLflow, or raise ValueError; ./.env sets what the environment leaves unset."""
     try:
         import dotenv
 
@@ -346,7 +343,7 @@ def printable(text: str, encoding: str = "utf-8") -> str:
 
 
 def json_line(record: dict[str, Any]) -> str:
-    """Return one line of strict JSON in ASCII, which holds any text, even half a character."""
+    """Return one line of strict JSON in ASCII, which holds any text, even a lone surrogate."""
     return json.dumps(without_nan(record), allow_nan=False) + "\n"
 
 

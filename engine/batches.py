@@ -24,8 +24,8 @@ def sample_in_batches(
     """Sample `num_samples` completions of each prompt: one list per prompt, in their order.
 
     `decode` is main.py's `decode_grouped` or the like. It gets questions together, longest prompts
-    first, as long as rows * (longest prompt + new tokens) <= `max_batch_tokens`; None is what the
-    GPU holds.
+    first, as long as rows * (longest prompt + new tokens) <= `max_batch_tokens`; None is as many as
+    the GPU holds.
     """
     decode_batch = functools.partial(
         decode, model, num_samples=num_samples, params=params, on_progress=on_progress
@@ -46,7 +46,7 @@ def sample_in_batches(
 def tokens_that_fit(model: nn.Module, row_tokens: int) -> int:
     """How many tokens can be decoded at once, in rows of `row_tokens`, with the memory now free.
 
-    It suffices if all rows are as long as they may be. A tenth is left to what falls between.
+    They fit even if all rows become as long as they may. A tenth is left for fragmentation.
     """
     device = model.device
     if device.type != "cuda":
@@ -63,7 +63,7 @@ def decode_bytes_per_row(
 ) -> float:
     """The most bytes that a row of so many tokens takes while it is decoded."""
     cache = row_tokens * cache_bytes_per_token(config, bytes_per_number=bytes_per_number)
-    growing = cache / getattr(config, "num_hidden_layers", 1)  # layer by layer: one is there twice
+    growing = cache / getattr(config, "num_hidden_layers", 1)  # one layer at a time is copied
     drawing = 6 * 4 * config.vocab_size  # fp32 logits and what `sample_tokens` makes of them
     return cache + growing + drawing
 

@@ -12,7 +12,7 @@ LEAP = 256  # columns
 
 
 class Room:
-    """Empty columns ahead in a cache, if its model can do with them; else the cache stays as it is.
+    """Empty columns ahead in a cache, if its model can use them; else the cache stays as it is.
 
     Room needs a cache that is written in place and an attention that accepts a mask over unused
     columns. Sliding-window layers lack the first, flash_attention_2 lacks the second.
@@ -30,7 +30,7 @@ class Room:
     def show(self, mask: Tensor, num_columns: int) -> Tensor:
         """Let attention see the first `num_columns`; returns the mask for them, from `mask` (B, *).
 
-        The last of the columns is that of the token which is drawn next.
+        The last of these columns belongs to the token that is drawn next.
         """
         if not self.is_there:
             return mask[:, : num_columns - 1]
@@ -57,7 +57,7 @@ class RoomyLayer(DynamicLayer):
         self.keys, self.values = layer.keys, layer.values
 
     def show(self, num_columns: int, *, limit: int) -> None:
-        """Let attention see the first `num_columns`, with room for them and at most for `limit`."""
+        """Let attention see the first `num_columns`; if room is short, add some, up to `limit`."""
         self.num_visible = num_columns
         if num_columns > self.keys.shape[2]:
             padding = (0, 0, 0, whole_leaps(num_columns, limit=limit) - self.keys.shape[2])

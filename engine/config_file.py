@@ -100,7 +100,7 @@ def nest(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def sets(value: Any, path: str) -> bool:
-    """Whether a section's value decides on the key at this dotted path inside it."""
+    """Whether a section's value sets the key at this dotted path inside it."""
     name, _, rest = path.partition(".")
     if not isinstance(value, dict):
         return True
@@ -124,7 +124,7 @@ def without_other_task(values: dict[str, Any], overrides: dict[str, Any]) -> dic
 
 
 def replaced_length(from_file: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """If the command line gives num_steps or num_epochs, what unsets the other one in the file."""
+    """What unsets the file's num_steps or num_epochs if the command line gives the other one."""
     in_file, given = (section_of(values, "training") for values in (from_file, overrides))
     if in_file.get("num_steps") is not None and in_file.get("num_epochs") is not None:
         key = f"training.num_epochs = {show(in_file['num_epochs'])}"

@@ -19,7 +19,7 @@ from engine.lora import adapted_layers, linear_layers
 from engine.sharding import blocks_of, count_weights
 
 FP32, BF16, NF4 = 4, 2, 0.5  # bytes per weight; the scales that NF4 adds are not counted
-GRADIENTS, GATHERED = "their gradients", "what a pass gathers"  # not there while sampling
+GRADIENTS, GATHERED = "their gradients", "what a pass gathers"  # freed before sampling, not DDP's
 AVERAGES = {"adamw": 8, "adamw_8bit": 2, "muon": 4}  # bytes per weight that an optimizer keeps
 
 
@@ -103,12 +103,10 @@ def memory_parts(
 
 
 def gathered_bytes(model: nn.Module) -> int:
-    """Peak of FSDP's backward pass: embeddings and head are gathered the whole time.
-
-    To them come one block's weights and gradient or, at the end, their own gradient.
-    """
+    """Peak of FSDP's backward pass, in which embeddings and head are gathered the whole time."""
     blocks = [count_weights(block) for block in blocks_of(model)]
     outside = count_weights(model) - sum(blocks)
+    # Beside them: a block's weights and gradient or, at the end, their own gradient.
     return FP32 * (outside + max(outside, 2 * max(blocks)))
 
 
@@ -127,7 +125,7 @@ def cache_bytes(model_config: PretrainedConfig, config: Config, *, bytes_per_num
 
 
 def memory_for_a_rank(device: torch.device) -> tuple[float, str]:
-    """Bytes that are free on this rank's GPU, or its share of the machine's memory; and whose."""
+    """Free bytes of this rank's GPU, or its share of the machine's memory; and whose, in words."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0], "the GPU"
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -164,7 +162,7 @@ def check_disk(folder: Path, config: Config, *, num_weights: int, num_merged: in
 
 
 def size(num_bytes: float) -> str:
-    """In a unit of which there is at least one: 12.0 GB, 3.4 MB, 5 bytes."""
+    """Text in the largest unit that makes at least 1: 12.0 GB, 3.4 MB, 5 bytes."""
     for unit, factor in {"GB": 1e9, "MB": 1e6, "KB": 1e3}.items():
         if num_bytes >= factor:
             return f"{num_bytes / factor:.1f} {unit}"

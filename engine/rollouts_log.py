@@ -82,7 +82,7 @@ def is_kept(turn: int, num_bytes: int) -> bool:
 def completion_record(
     trajectory: Trajectory, tokenizer: PreTrainedTokenizerFast, weights: dict[int, float]
 ) -> dict:
-    """What the file keeps of a trajectory; `weights` lacks it if the update left it out."""
+    """What the file keeps of a trajectory; if it is not in `weights`, the update left it out."""
     completion = trajectory.completion
     ids, num_tokens = completion.token_ids, len(completion.token_ids)
     is_long = num_tokens > HEAD + TAIL

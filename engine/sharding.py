@@ -45,13 +45,13 @@ SHARED_DISK_TIMEOUT_S = 30  # a network disk may show another node's new file la
 def shard_scorer(scorer: nn.Module, world: World, *, keeps_root: bool) -> nn.Module:
     """Cut a CompletionScorer's weights in place, and put this rank's parts on its device.
 
-    Each block gathers its own weights, the scorer all others: embeddings, last norm and head.
-    `keeps_root` keeps these others gathered from a forward pass to the end of its backward pass. A
-    reference has no backward pass: without `keeps_root` they are freed after the forward pass.
+    Each block gathers its own weights, the scorer all others: embeddings, last norm and head. With
+    `keeps_root` these stay gathered until the backward pass has ended; a reference, which has none,
+    frees them after its forward pass.
     """
     if not dist.is_initialized():  # there is one rank, which gathers from itself
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    scorer.keeps_casts = False  # kept, they would be a whole model in bf16, 2 bytes a weight
+    scorer.keeps_casts = False  # autocast's bf16 copies would be a whole model, 2 bytes a weight
     mesh = init_device_mesh(world.device.type, (world.size,))
     for block in blocks_of(scorer):
         fully_shard(block, mesh=mesh)
@@ -105,11 +105,7 @@ def gather_weights(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
 def save_parts(
     model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, world: World
 ) -> int:
-    """Write this rank's part of weights and averages into `folder`; returns how many ranks failed.
-
-    The parts are on the disk itself when this returns. Rank 0 then moves them into the checkpoint,
-    or drops them all if one failed, as on a full disk.
-    """
+    """Write this rank's part of weights and averages to disk; returns how many ranks failed."""
     part, has_failed = {}, False
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {})
@@ -119,13 +115,13 @@ def save_parts(
         file = folder / PART.format(world.rank)
         save_file({name: local(tensor).cpu().contiguous() for name, tensor in part.items()}, file)
         sync(file)
-    except (OSError, SafetensorError):
+    except (OSError, SafetensorError):  # such as a full disk
         has_failed = True
     return int(world.sum([has_failed]))
 
 
 def move_parts(checkpoint: Path, *, written: Path, num_parts: int, num_failed: int) -> None:
-    """Move what all ranks have written into the checkpoint; OSError if a rank has failed."""
+    """Move all ranks' parts into the checkpoint; if a rank has failed, drop them: OSError."""
     if num_failed > 0:
         shutil.rmtree(written, ignore_errors=True)
         raise OSError(f"{num_failed} of {num_parts} ranks could not write their part")

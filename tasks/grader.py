@@ -6,7 +6,7 @@ r"""Whether a boxed answer equals the gold answer: exact layers first, math-veri
     2. the same text after light normalisation: spaces, \dfrac, $, units, thousands, a leading x =
     3. two numeric literals: exact fractions decide
     4. words decide as text; of tuples, intervals, sets and matrices each entry is graded by itself
-    5. guards: what is too long or too big, and what math-verify is known to get wrong, is wrong
+    5. guards: what is too long or too big, or what math-verify gets wrong, counts as wrong
     6. math-verify, in a worker process that can be killed (grader_worker.py)
 
 Nothing here runs the model's text as code.
@@ -47,11 +47,7 @@ def grade(completion: str, gold: str, *, timeout_s: float) -> Grade:
 
 @functools.lru_cache(CACHE_SIZE)
 def grade_answer(prediction: str, gold: str, timeout_s: float) -> Grade:
-    """The grade of a boxed text.
-
-    A time-out is remembered too: several samples of a question often give the same answer, which
-    then costs only one time-out.
-    """
+    """The grade of a boxed text. Samples often repeat an answer; its time-out is cached too."""
     check = functools.partial(WORKER.ask, deadline=WORKER.clock() + timeout_s)
     try:
         return Grade(is_equal(normalise(gold), normalise(prediction), check))
@@ -74,7 +70,7 @@ def is_equal(gold: str, prediction: str, check: Check) -> bool:
     (g_name, g, g_unit), (p_name, p, p_unit) = take_apart(gold), take_apart(prediction)
     if (g_name and p_name and g_name != p_name) or (g_unit and p_unit and g_unit != p_unit):
         return False
-    by_value = "/" in g or "frac" in g or (literal(g) or 0) < 1  # 50% is 50, and 0.5 or 1/2
+    by_value = "/" in g or "frac" in g or (literal(g) or 0) < 1  # 50% equals 0.5, 1/2 and 50
     if p_unit in ("percent", "per cent") and not g_unit and by_value:
         p = "" if literal(p) is None else str(literal(p) / 100)
     if g == p:
@@ -87,7 +83,7 @@ def is_equal(gold: str, prediction: str, check: Check) -> bool:
     parts = entries(g), entries(p)
     if parts != (None, None):
         return None not in parts and same_entries(*parts, check)
-    if "=" in g + p:  # whole equations: what `take_apart` took for a name is a part of them
+    if "=" in g + p:  # compare whole equations, with what `take_apart` took for a name
         g, p = gold, prediction
     return is_safe(g, p) and check(*in_plain_letters(g, p))
 
@@ -99,7 +95,7 @@ BRACE = re.compile(r"\\[{}]|\\\\(?!boxed)|[{}]")  # \{ is a sign, \\ a new line,
 
 
 def last_boxed(completion: str) -> str | None:
-    r"""The text in the last \boxed{...} whose braces are balanced; None for none.
+    r"""The text in the last \boxed{...} whose braces are balanced; None if there is none.
 
     A box that the end of the text cuts off is passed over. If the last box holds more than
     MAX_ANSWER_CHARS, there is no answer. So only boxes near the end are tried: linear time.
@@ -190,7 +186,7 @@ def without_outer_groups(text: str) -> str:
 
 
 def tower_value(tower: re.Match[str]) -> str:
-    """The number that a tower of powers stands for; from 10^6 on the tower, which is refused."""
+    """The value of a tower of powers; from 10^6 on the tower itself, which UNSAFE refuses."""
     *bases, value = map(int, re.findall("[0-9]+", tower[0]))
     for base in reversed(bases):
         if value > 20 or base**value >= 10**6:
@@ -398,7 +394,7 @@ def entries(value: str) -> tuple[str, list[str]] | None:
 
 
 def both_signs(value: str) -> list[str]:
-    r"""The two answers of one with a single `\pm`."""
+    r"""Both values of an answer with one `\pm`; any other answer alone."""
     if value.count("\\pm") != 1:
         return [value]
     return [re.sub(r"\\pm ?", sign, value).removeprefix("+") for sign in "+-"]
@@ -407,7 +403,7 @@ def both_signs(value: str) -> list[str]:
 def same_entries(
     gold: tuple[str, list[str]], prediction: tuple[str, list[str]], check: Check
 ) -> bool:
-    """Each entry has its equal: anywhere in a set or union, else at its place."""
+    """Whether each entry has an equal: anywhere in a set or union, else at the same place."""
     (kind, values), (other_kind, left) = gold, prediction
     if kind != other_kind or not len(values) == len(left) <= MAX_ENTRIES:
         return False
@@ -423,7 +419,7 @@ def same_entries(
 
 
 def split_list(value: str, *, separator: str = ",") -> list[str]:
-    """The parts between separators that stand in no bracket."""
+    """The parts between the separators that are outside of all brackets."""
     parts, start = [], 0
     for token, depth in nesting(value):
         if token.group() == separator and depth == 0:
@@ -433,12 +429,12 @@ def split_list(value: str, *, separator: str = ",") -> list[str]:
 
 
 def encloses(value: str) -> bool:
-    """Whether the bracket that opens the text is closed by the one that ends it."""
+    """Whether the bracket that opens the text is closed at its very end."""
     return next((token.end() for token, depth in nesting(value) if depth <= 0), 0) == len(value)
 
 
 def is_too_complex(value: str) -> bool:
-    """Whether it is longer or nested deeper than any answer, so that grading it would take long."""
+    """Whether the text is longer or nested deeper than any answer: grading it would take long."""
     depths = (depth for _, depth in nesting(value))
     return len(value) > 2 * MAX_ANSWER_CHARS or max(depths, default=0) > MAX_DEPTH
 
@@ -464,7 +460,7 @@ UNSAFE = re.compile(
     rf"|\\(?!{FUNCTIONS}|{GREEK}|(?:[lg]eq|circ|overline|vec|hat|angle)(?![a-zA-Z]))[a-zA-Z]"
 )
 LETTER = re.compile(r"(\\(?:gamma|infty)(?![a-zA-Z])|\\[A-Z][a-z]*|[a-zA-Z])|\\[a-zA-Z]+")
-PLAIN_LETTERS = "abghjklmnpqrsuvwxyz"  # of which no word such as or, inf or pct can be made
+PLAIN_LETTERS = "abghjklmnpqrsuvwxyz"  # they spell no word such as or, inf or pct
 
 
 def is_safe(gold: str, prediction: str) -> bool:
@@ -482,7 +478,7 @@ def is_safe(gold: str, prediction: str) -> bool:
 
 
 def in_plain_letters(*texts: str) -> list[str]:
-    """The texts in other letters, the same in each, since math-verify takes R for r."""
+    """The texts with their letters renamed alike, since math-verify takes R for r."""
     names = {letter for text in texts for letter in LETTER.findall(text)}
     letters = sorted(names - {"", "e", "i", "\\infty"})
     plain = dict(zip(letters, map(" {}".format, PLAIN_LETTERS), strict=False))

@@ -26,7 +26,7 @@ MAX_LOST_S = 120.0  # after so many seconds of waiting in vain no question is as
 FORGIVEN_AFTER = 10.0  # seconds after which one lost second no longer counts
 MEMORY_BYTES = 2 * 1024**3
 MAX_REPLY_BYTES = 65_536
-DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")  # which SymPy would round
+DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")  # a decimal, which SymPy would round
 
 # The trainer's side
 
@@ -59,7 +59,7 @@ class Worker:
         return time.monotonic() - self.startup_s
 
     def ask(self, gold: str, prediction: str, *, deadline: float) -> bool:
-        """Whether math-verify finds the two equal, told by `deadline` on the clock.
+        """Whether math-verify finds the two equal, if it says so before the clock shows `deadline`.
 
         Raises WorkerLost or OutOfPatience otherwise. Texts must be short, so that a request fits
         into the pipe even if nobody reads it.
@@ -140,7 +140,7 @@ WORKER = Worker([sys.executable, "-P", "-B", os.path.abspath(__file__)])
 def serve() -> None:
     """Answer requests, a line each, until stdin ends."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever a library prints is no reply
+    os.dup2(2, 1)  # what a library prints goes to stderr, not among the replies
     import math_verify  # noqa: F401  (slow, so that the first request need not wait for it)
 
     with suppress(ValueError, OSError):  # macOS does not limit memory
@@ -159,8 +159,8 @@ def serve() -> None:
 def math_verify_equal(gold: str, prediction: str) -> bool:
     """math-verify's opinion, where the values agree at points of our own, since it rounds.
 
-    It takes i for a variable; here i is the imaginary unit. Its LaTeX parser is used alone: the one
-    for plain expressions would run them as Python. Units would be the letters at an answer's end.
+    It takes i for a variable; here i is the imaginary unit. Only its LaTeX parser is used: that for
+    plain expressions would run them as Python. Units are off: it would take letters for them.
     """
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
@@ -189,7 +189,7 @@ def math_verify_equal(gold: str, prediction: str) -> bool:
 
 
 def has_same_values(gold: Any, prediction: Any, is_exact: bool) -> bool:
-    """Whether two of SymPy's expressions, equations or inequalities agree at points of our own.
+    """Whether two of SymPy's expressions, equations or inequalities agree at three fixed points.
 
     They agree to 1e-12, and exactly with `is_exact` or where the difference is rational. One of two
     equations may be a multiple of the other.

@@ -51,10 +51,7 @@ def question_key(example: dict) -> str:
 
 
 def parse_row(row: dict, *, options: Options) -> dict:
-    """The example in a row. An answer that is only a number, such as 18 or "18", becomes #### 18.
-
-    Raises ValueError that says what is wrong with the row.
-    """
+    """The example in a row; an answer 18 or "18" becomes #### 18. ValueError says what is wrong."""
     question, answer = row["question"], row["answer"]
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f"question is {question!r:.60}, not a text")
@@ -139,10 +136,7 @@ def format_reward_function(completion: str, *, is_strict: bool) -> float:
 
 
 def ending_reward_function(completion: str, *, is_strict: bool) -> float:
-    """-0.5 if anything but white space follows the first </answer>, else 0.0.
-
-    Strict: -0.5 without an </answer> too.
-    """
+    """-0.5 if text follows the first </answer> or, when strict, if there is none; else 0.0."""
     _, closing, rest = completion.partition("</answer>")
     return -0.5 if rest.strip() or (is_strict and not closing) else 0.0
 
@@ -185,19 +179,19 @@ NOT_CONTINUED = rf"""(?!(?:
     | [^\S\r\n]{{0,20}}\\(?:[dt]?frac\{{|times[ ]?|cdot[ ]?|div[ ]?)
     ){NUMERIC})"""
 SIGNED = rf"(?P<sign>[-+{MINUS}]?)\\?[$€£¥₹]?(?P<number>{NUMBER}){NOT_CHANGED}{NOT_CONTINUED}"
-ANSWER = re.compile(OPENING + SIGNED, re.VERBOSE)  # where a text begins or behind a mark
+ANSWER = re.compile(OPENING + SIGNED, re.VERBOSE)  # tried at a text's start or behind a mark
 # What an answer's line may hold behind the number: units such as m^2, and explanations in brackets
 # such as 18 (2 * 9), but not (or 19), (+ 1) or (3).
 JOINT = r"""(?:[-+/^&±\xd7\xf7] | \b(?i:or|and|to|plus|minus|times)\b
     | [*]{1,2}(?=[(\[]) | (?<=[\s(\[])[*]{1,2}(?=\s))"""  # not the end of **18**
-IGNORED = re.compile(  # becomes a bracket, so that OTHER still sees what joins 5 + (2 * 9)
+IGNORED = re.compile(  # replaced by "(", so that OTHER still finds the "+ (" of 5 + (2 * 9)
     rf"""(?<![A-Za-z])(?:[cdkm]?m|ft|in)\}}?\^?\{{?[23²³]
     | (?<=[^\\\w)\]])[(\[]
       (?!\s{{0,20}}+(?:{JOINT} | [$*]{{0,3}}[$\d.,;\s]{{0,50}}(?:/\d{{1,9}})?[$*]{{0,3}}[)\]]))
       (?:[^()\[\]] | [(\[][^()\[\]]{{0,200}}[)\]]){{0,500}}+[)\]]""",
     re.VERBOSE,
 )
-OTHER = re.compile(  # a digit, a bracket that is joined, a number word; not in ten-dollar bills
+OTHER = re.compile(  # a digit, a bracket that a sign joins, a number word (but not ten-dollar)
     rf"""{NUMERIC} | (?:{JOINT}|=)\s{{0,20}}[(\[] | (?i:(?:-|[ ]an?[ ])(?:third|quarter)
     | (?<![a-z])(?:(?:one|ten|half)(?![a-z])|zero|two|three|four|five|six|seven|eight|nine|tenth
       |eleven|twel|twent|thirt|fift|forty|hundred|thousand|million|dozen)(?!\w{{0,4}}-[a-z]))""",

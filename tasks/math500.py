@@ -38,10 +38,7 @@ def question_key(example: dict) -> str:
 
 
 def parse_row(row: dict, *, options: Options) -> dict:
-    """The example in a row, whose answer may also be a number.
-
-    Raises ValueError that says what is wrong with the row.
-    """
+    """The example in a row, whose answer may also be a number; ValueError says what is wrong."""
     problem, answer = row["problem"], row["answer"]
     text = str(answer) if type(answer) in (str, int, float) else ""
     if not isinstance(problem, str) or not problem.strip():
