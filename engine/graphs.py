@@ -6,11 +6,21 @@ graph serves one shape only.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from engine.cache import whole_leaps
+from engine.cache import Room, whole_leaps
+
+
+class Batch(Protocol):
+    """What the steps need of main.py's DecodeBatch."""
+
+    room: Room
+    mask: Tensor  # (B, P + T)
+
+    def step(self, num_columns: int) -> None: ...
 
 
 class CapturedSteps:
@@ -22,7 +32,7 @@ class CapturedSteps:
 
     steps_per_check = 16  # until ended rows are dropped again: each time makes another shape
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Batch) -> None:
         if not batch.room.is_there:
             raise ValueError("the tensors of this cache move, so a step cannot be replayed")
         self.batch = batch
