@@ -126,9 +126,10 @@ def without_other_task(values: dict[str, Any], overrides: dict[str, Any]) -> dic
 def replaced_length(from_file: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """What unsets the file's num_steps or num_epochs if the command line gives the other one."""
     in_file, given = (section_of(values, "training") for values in (from_file, overrides))
-    if in_file.get("num_steps") is not None and in_file.get("num_epochs") is not None:
-        key = f"training.num_epochs = {show(in_file['num_epochs'])}"
-        raise ConfigError([f"{key}: it sets num_steps, which the file gives too; leave one out"])
+    for place, values in (("file", in_file), ("command line", given)):
+        if values.get("num_steps") is not None and values.get("num_epochs") is not None:
+            problem = f"it sets num_steps, which the {place} gives too; leave one out"
+            raise ConfigError([f"training.num_epochs = {show(values['num_epochs'])}: {problem}"])
     if given.get("num_steps") is not None:
         return {"training": {"num_epochs": None}}
     if given.get("num_epochs") is not None:
