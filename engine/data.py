@@ -306,7 +306,7 @@ def read_text_file(path: Path) -> list[dict]:
     """
     text = path.read_text("utf-8-sig")
     if path.suffix.lower() == ".csv":
-        rows = list(csv.DictReader(io.StringIO(text, newline="")))
+        rows = read_csv(text)
     elif text.lstrip().startswith("["):
         rows = json.loads(text)
     else:
@@ -318,6 +318,20 @@ def read_text_file(path: Path) -> list[dict]:
                 raise ValueError(f"row {len(rows) + 1}: {error}") from None
     if not rows:
         raise ValueError("it is empty")
+    return rows
+
+
+def read_csv(text: str) -> list[dict]:
+    """The rows of a CSV file; ValueError if a column or a cell would be lost."""
+    reader, rows = csv.DictReader(io.StringIO(text, newline="")), []
+    names = [*filter(None, reader.fieldnames or [])]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"line 1: two columns are named {twice[0]}; rename one")
+    for row in reader:
+        if any(row.pop(None, [])):  # cells beyond the last column
+            where = f"line {reader.line_num}: more cells than columns"
+            raise ValueError(f'{where}; put text that holds commas into "quotes"')
+        rows.append(row)
     return rows
 
 

@@ -123,7 +123,7 @@ def test_a_folder_with_brackets_in_its_name_is_no_pattern(tmp_path):
 
 def test_numbers_in_a_csv_file_may_be_separated_by_spaces(tmp_path):
     path = tmp_path / "rows.csv"
-    path.write_text("id,nums,target\na,3 7 25,46\nb,[1 2 3],6\n")
+    path.write_text("id,nums,target,,\na,3 7 25,46\nb,[1 2 3],6,,,\n")  # as spreadsheets write
     rows = [{"nums": [3, 7, 25], "target": 46}, {"nums": [1, 2, 3], "target": 6}]
     assert load("countdown", path, held_out=False) == rows
 
@@ -229,6 +229,12 @@ def test_a_bad_row_is_named_in_one_line_beside_a_good_one(tmp_path, name, row, m
         ("csv", "nums,target\n3 4,5\n3 4,\n", "row 2: target is ''"),
         ("csv", "nums,target\n3 4,5\n3 4,6\n3 4,1.5e1", "row 3: target is '1.5e1'"),
         ("csv", "nums,target\n3 4,5\n3 4", "row 2: target is None"),
+        (
+            "csv",
+            "nums,target\n3 4,5\n3 4,5,6\n",
+            "cannot be loaded (line 3: more cells",
+        ),
+        ("csv", "nums,target,nums\n3,4,5", "cannot be loaded (line 1: two columns are named nums"),
         ("jsonl", f'{GOOD}\n{GOOD}\n{{"nums": [1], "target": "x"}}', "row 3: target is 'x'"),
         ("jsonl", f'{GOOD}\n{{"nums": [1]}}', "row 2: no column target among nums"),
         ("jsonl", f"{GOOD}\n7", "row 2: it has no columns"),
