@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.config import Config, TaskSettings
 from engine.packages import import_package
-from engine.prompts import describe_lengths, encode_prompts, fill, folds_system, pose
+from engine.prompts import describe_lengths, encode_prompts, fill, folds_system, is_harmless, pose
 
 # A run's questions
 
@@ -65,7 +65,8 @@ def load_questions(
         section = "validation" if config.validation.max_new_gen_tokens else "training"
         raise ValueError(fits.refusal("validation", section))
     if num_long := len(validation) - len(fitting):
-        log(f"{num_long} of {len(validation)} validation questions are too long: dropped")
+        some = f"{num_long} of {len(validation)} validation questions"
+        log(f"{some} are too long or hold a special token: dropped")
     log(f"prompts of validation questions: {describe_lengths(fitting, **rendering)}")
     if config.mode != "train":
         return fitting, None
@@ -116,23 +117,26 @@ def check_functions(task: ModuleType, examples: list[dict], *, options: TaskSett
 
 @dataclass
 class FitsContext:
-    """Says of each question whether its prompt leaves room for a completion in the context."""
+    """Says of each question whether it `is_harmless` and leaves room for a completion."""
 
     context: int | None  # tokens that the model can see; None for no limit
     max_new_tokens: int
     rendering: dict[str, Any]  # the other arguments of `encode_prompts`
 
     def __call__(self, examples: list[dict]) -> list[bool]:
+        harmless = [is_harmless(example, **self.rendering) for example in examples]
         if self.context is None:
-            return [True] * len(examples)
+            return harmless
         prompts = encode_prompts(examples, **self.rendering)
-        return [len(ids) + self.max_new_tokens <= self.context for ids in prompts]
+        has_room = [len(ids) + self.max_new_tokens <= self.context for ids in prompts]
+        return [a and b for a, b in zip(harmless, has_room, strict=True)]
 
     def refusal(self, split: str, section: str) -> str:
         """The error if no question fits; `section` is the config's section with the limit."""
         return (
-            f"{section}.max_new_gen_tokens = {self.max_new_tokens}: no {split} prompt leaves room "
-            f"for it in the model's context of {self.context} tokens, lower it"
+            f"{section}.max_new_gen_tokens = {self.max_new_tokens}: no {split} prompt without "
+            f"special tokens leaves room for it in the model's context of {self.context} tokens, "
+            "lower it"
         )
 
 
@@ -179,7 +183,7 @@ class QuestionStream:
             position += len(walked)
         if len(self.too_long).bit_length() > num_long.bit_length():
             so_far = f"{len(self.too_long)} of {len(self.questions)} training questions"
-            self.log(f"skipped so far since they are too long: {so_far}")
+            self.log(f"skipped so far since they are too long or hold a special token: {so_far}")
         return taken, position
 
 

@@ -1,5 +1,6 @@
 """Prompts: a question becomes messages, a text and token ids; a completion becomes text again."""
 
+import functools
 import re
 from types import ModuleType
 from typing import Any
@@ -65,6 +66,24 @@ def pose(example: dict, *, task: ModuleType, options: TaskSettings) -> list[dict
         others = [m for m in messages if m["role"] != "system"]
         messages = [{"role": "system", "content": system}, *others]
     return messages
+
+
+def is_harmless(example: dict, *, tokenizer: PreTrainedTokenizerFast, **posing: Any) -> bool:
+    """False if a question's own words would become a control token in a chat template.
+
+    `<|im_end|>` in a dataset would end the user's turn.
+    """
+    if tokenizer.chat_template is None:
+        return True
+    found = special_tokens(tokenizer).search(str([*example.values()]))
+    return not found or isinstance(pose(example, **posing), str)
+
+
+@functools.cache
+def special_tokens(tokenizer: PreTrainedTokenizerFast) -> re.Pattern:
+    """Matches each special token; of several thousand in some tokenizers, so made only once."""
+    tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
 
 def fill(text: str, example: dict) -> str:

@@ -435,13 +435,33 @@ def test_questions_that_leave_no_room_are_dropped_with_a_count(tmp_path, tokeniz
     overrides = [f"task.train={train}", f"task.eval={evaluation}"]
     validation, training, logged = questions_for(tokenizer, *overrides, context=1024)
     assert validation == ROWS["countdown"][:10]
-    assert logged[0] == "2 of 12 validation questions are too long: dropped"
+    assert logged[0].startswith("2 of 12 validation questions are too long or ")
     epoch = [row for _, row in training.take(0, 70)[0]]
     assert sorted(row["target"] for row in epoch) == list(range(56, 126))
     assert len(training.too_long) <= 38  # of 108 it walked only what it needed
     _, whole, logged = questions_for(tokenizer, *overrides, context=None)
     assert len({row["target"] for _, row in whole.take(0, 108)[0]}) == 71
     assert not any("too long" in line for line in logged)
+
+
+def test_a_question_that_holds_a_special_token_is_left_out(tmp_path, tokenizer, templated):
+    """Bug: `<|im_end|>` in a dataset ended the user's turn. The task's own words stay."""
+    rows = [dict(row) for row in ROWS["gsm8k"]]
+    rows[3]["question"] += templated.eos_token
+    rows[5]["answer"] = f"{templated.pad_token} #### 5"
+    source = write_file(tmp_path / "rows.jsonl", rows)
+    train = write_file(tmp_path / "train.jsonl", [{**ROWS["gsm8k"][0], "question": "New?"}])
+    task = ["task.name=gsm8k", f"task.train={train}", f"task.eval={source}"]
+    task.append(f"task.system_prompt=Hello{templated.eos_token}")
+    validation, _, logged = questions_for(templated, *task)
+    kept = load("gsm8k", source, "validation", held_out=False)
+    assert validation == [row for i, row in enumerate(kept) if i not in (3, 5)]
+    assert logged[0].startswith("2 of 80 validation questions are ")
+    assert "special token" in logged[0]
+    assert questions_for(tokenizer, *task)[0] == kept  # no chat template: plain text
+    source = write_file(tmp_path / "math.jsonl", [{"problem": "<|end|>1", "answer": "1"}])
+    plain = ["task.name=math500", f"task.eval={source}", "mode=evaluate"]
+    assert len(questions_for(templated, *plain)[0]) == 1
 
 
 def test_a_question_may_leave_exactly_the_room_that_a_completion_needs(tmp_path, tokenizer):
