@@ -4,7 +4,7 @@
         training_state/          state.json, optimizer.pt, files.json (see describe_files);
                                  with model.shard a part-*.safetensors of each rank, and no model
     checkpoints/last             a link to the newest checkpoint
-    best/                        the model, its tokenizer and its model card
+    best/                        the model, its tokenizer, its model card, its score (best.json)
     has_checkpoints              written with the first checkpoint; it stays if they are deleted
     lock                         locked by the process that trains here
 
@@ -147,15 +147,19 @@ def save_model(
     card: str,
     folder: Path,
     weights: dict[str, torch.Tensor] | None = None,
+    best: dict[str, float] | None = None,
 ) -> None:
     """Write the model, its tokenizer and its model card, as `from_pretrained` loads them.
 
     With model.shard the model holds only a part of its weights: `weights` are all of them, by name.
+    `best` is what best/ keeps of its score, for a run that goes on from an older checkpoint.
     """
     with save_folder(folder) as temporary:
         model.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
         (temporary / "README.md").write_text(card, encoding="utf-8")  # in the place of peft's own
+        if best is not None:
+            (temporary / "best.json").write_text(json.dumps(best), encoding="utf-8")
 
 
 def save_checkpoint(

@@ -1,6 +1,7 @@
 """How a run is saved, and how it goes on where it was."""
 
 import functools
+import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -83,7 +84,9 @@ def find_saved(run: Run) -> tuple[Path | None, dict | None]:
             f"{folder} was saved by another version of this program: go on with that one, or set "
             "run.name to start another run"
         )
-    if saved["state"]["best"] is not None and not best.is_dir():
+    if (best / "best.json").is_file():  # it may be newer than the checkpoint
+        saved["state"] |= json.loads((best / "best.json").read_text(encoding="utf-8"))
+    elif saved["state"]["best"] is not None and not best.is_dir():
         warn(f"{best} is gone: the best model from here on will be saved there")
         saved["state"]["best"] = None
     return folder, saved
@@ -133,10 +136,11 @@ def save_best(run: Run, measured: dict[str, float]) -> bool:
         tokenizer=tokenizer,
         measured=measured,
     )
-    folder = run.folder / "best"
+    folder, best = run.folder / "best", measured[config.validation.best_metric]
+    best = {"best": best, "best_step": run.state.step}  # as `State` names them
     model, is_sharded = run.policy.model, config.model.shard
     weights = gather_weights(model, run.world) if is_sharded else None
-    save = functools.partial(checkpoint.save_model, model, tokenizer, card, folder, weights)
+    save = functools.partial(checkpoint.save_model, model, tokenizer, card, folder, weights, best)
     return save_on_main(run, save)
 
 

@@ -1,5 +1,6 @@
 """A run's folder: nothing in it is lost, whatever a careless user does to it between two starts."""
 
+import json
 import os
 import shutil
 import signal
@@ -197,6 +198,22 @@ def test_a_best_model_that_is_gone_is_replaced_by_the_next(parts, rotary_model_f
         for name in ("best", "checkpoints/last")
     )
     assert all(torch.equal(best[name], last[name]) for name in last)
+
+
+def test_the_best_score_is_that_of_the_model_in_best(tmp_path, rotary_model_folder, data):
+    """Bug: after a checkpoint was deleted, card and summary told of different models."""
+    every = [*data, TWO, "validation.every=1"]
+    train(tmp_path, rotary_model_folder, *every, grading={"rates": [0.1, 0.2, 0.5]})
+    run = tmp_path / "x"
+    card = (run / "best/README.md").read_text()
+    assert json.loads((run / "best/best.json").read_text()) == {"best": 0.5, "best_step": 2}
+    shutil.rmtree(run / "checkpoints/step-000002")
+    output = train(tmp_path, rotary_model_folder, *every, grading={"rates": [0.1, 0.2, 0.4]})
+    assert "resumed after step 1" in output
+    assert "0.400 after step 2; best 0.500 at step 2" in output
+    assert (run / "best/README.md").read_text() == card
+    state = checkpoint.load_state(run / "checkpoints/last")["state"]
+    assert (state["best"], state["best_step"]) == (0.5, 2)
 
 
 def test_a_checkpoint_of_another_version_is_named(parts, rotary_model_folder, data):
