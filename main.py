@@ -108,11 +108,10 @@ def load_run(config: Config) -> Run:
     logger.info(f"a completion ends at {policy.end_tokens}")
     tokens = {"tokenizer": policy.tokenizer, "context": policy.context_length}
     validation, training = load_questions(task, config, **tokens, log=logger.info)
-    if len(validation) < world.size:
-        raise ValueError(f"{len(validation)} validation questions for {world.size} ranks")
     if is_training:  # epochs become steps
         config = config.with_num_steps(len(training.questions), world.size)
     run = Run(config, world, logger, run_folder(config), task, policy, validation, training)
+    run.check_questions()  # as many as ranks, and the same on all
     if is_training:
         run.optimizer = make_optimizer(policy.model, config)
         check_room(run)

@@ -325,14 +325,19 @@ FREE_KEYS = (
 FREE_SECTIONS = ("checkpoint.", "export.", "logging.", "run.")
 
 
-def check_same_run(saved: dict[str, Any], config: Config) -> None:
-    """Raises ConfigError if keys that must not change differ from the saved run's dotted values."""
-    saved = dotted_values(type(config)()) | saved  # a run older than a key had the key's default
+def check_same_run(saved: dict, config: Config, rests_on: dict | None = None) -> None:
+    """Raises ConfigError if keys that must not change differ from the saved run's dotted values.
+
+    `rests_on` (engine/fingerprint.py) are more of these.
+    """
+    now = dotted_values(config) | (rests_on or {})
+    saved = now | dotted_values(type(config)()) | saved  # a run older than a key had its default
     fix = f"restore it to continue {run_name(config)}, or set run.name for another run"
+    changed = [key for key in now if not key.startswith(FREE_SECTIONS) and saved[key] != now[key]]
     lines = [
-        f"{key} = {show(value)}, but the run was started with {show(saved[key])}: {fix}"
-        for key, value in dotted_values(config).items()
-        if key not in FREE_KEYS and not key.startswith(FREE_SECTIONS) and saved[key] != value
+        f"{key} = {show(now[key])}, but the run was started with {show(saved[key])}: {fix}"
+        for key in changed
+        if key not in FREE_KEYS
     ]
     if lines:
         raise ConfigError(lines)

@@ -50,7 +50,7 @@ def resume(run: Run) -> None:
         check_shared_disk(run.folder, world)
     if saved is None:
         return
-    check_same_run(saved["config"], config)
+    check_same_run(saved["config"], config, run.rests_on)
     if saved["num_ranks"] != world.size:
         run.logger.warning(
             f"the run had {saved['num_ranks']} ranks and goes on with {world.size}: "
@@ -168,7 +168,7 @@ def save_checkpoint(run: Run) -> bool:
     state = {
         "state": asdict(run.state),
         "num_ranks": world.size,
-        "config": dotted_values(run.config),
+        "config": dotted_values(run.config) | run.rests_on,
     }
     model, optimizer, name = run.policy.model, run.optimizer, f"step-{run.state.step:06d}"
     if run.config.model.shard:

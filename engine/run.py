@@ -9,9 +9,10 @@ from typing import TextIO
 import torch
 from torch import nn
 
-from engine.config import Config, run_name
+from engine.config import Config, ConfigError, run_name
 from engine.data import QuestionStream
 from engine.distributed import World
+from engine.fingerprint import of_questions
 from engine.metrics import mean_of_last, signs_of_collapse
 from engine.model import Policy
 from engine.types import Trajectory
@@ -90,12 +91,25 @@ class Run:
     optimizer: torch.optim.Optimizer | None = None
     state: State = field(default_factory=State)
     is_resumed: bool = False
+    rests_on: dict[str, str] = field(default_factory=dict)  # see engine/fingerprint.py
     lock: TextIO | None = None  # holds the folder while it is open
 
     @property
     def trained_weights(self) -> list[nn.Parameter]:
         """The parameters that the optimizer updates."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def check_questions(self) -> None:
+        """Raises ConfigError if the ranks hold different questions, or too few to validate with."""
+        world, task, validation = self.world, self.config.task, self.validation_questions
+        training = self.train_questions.questions if self.train_questions else []
+        mine = of_questions(validation, training)
+        if world.sum([mine != world.broadcast(mine)]).item() > 0:
+            fix = "make it load the same list in each process: sorted(set(...)), not list(set(...))"
+            raise ConfigError([f"task.name = {task.name}: the ranks hold other questions; {fix}"])
+        if len(validation) < world.size:
+            raise ConfigError([f"{len(validation)} validation questions for {world.size} ranks"])
+        self.rests_on["the questions of task.train and task.eval"] = mine
 
     def check_progress(self) -> None:
         """Raises FloatingPointError if too many steps in a row were skipped."""
