@@ -15,6 +15,7 @@ from engine.checkpoint import save_model
 from engine.config import Config, dotted_values, run_name
 from engine.data import is_file
 from engine.distributed import World
+from engine.fingerprint import of_model
 from engine.lora import base_of, quantization_config
 from engine.packages import import_package
 from engine.run import PASS_AT_1, Run
@@ -260,6 +261,9 @@ def merge(run: Run, adapter: Path) -> Path:
     """
     peft, folder = import_package("peft", key="export.merge = true"), run.folder / "merged"
     name, revision = base_of(adapter)
+    if of_model(run.config) != run.rests_on["the files of model.name"]:
+        problem = f"{name} is no longer the model that the adapter was trained on"
+        raise ExportError(f"export.merge = true: {problem}; the adapter is in {adapter}")
     options = {"dtype": torch.bfloat16, "trust_remote_code": run.config.model.trust_remote_code}
     try:
         base = AutoModelForCausalLM.from_pretrained(name, revision=revision, **options)

@@ -1,12 +1,24 @@
-"""What a run rests on, as hashes: the questions.
+"""What a run rests on, as hashes: the model's files and the questions.
 
-A checkpoint keeps them. Without them a resumed run would go on, without a word, with
-questions that have changed under the same name.
+A checkpoint keeps them. Without them a resumed run would go on, without a word, with a model or
+with questions that have changed under the same name.
 """
 
 import contextlib
 import hashlib
 import json
+from pathlib import Path
+
+from huggingface_hub import ResolvedRevision
+from transformers.utils.hub import resolve_revision
+
+from engine import ROOT
+from engine.config import Config
+
+# In a model's folder: what decides on its prompts, its tokens and its arithmetic.
+FILES = ("*config.json", "*token*", "vocab*", "merges*", "chat_template*", "*.model", "*.py")
+WEIGHTS = ("*.safetensors", "*.bin")
+BLOCK, NUM_BLOCKS = 16_384, 1_024  # bytes; blocks of each weight file, spread evenly over it
 
 
 def of_questions(*splits: list[dict]) -> str:
@@ -19,3 +31,34 @@ def of_questions(*splits: list[dict]) -> str:
             with contextlib.suppress(TypeError, ValueError):  # keys of several types, or a circle
                 digest.update(encoder.encode(question).encode())
     return digest.hexdigest()[:16]
+
+
+def of_model(config: Config) -> str:
+    """A hash of the files of a model's folder; of a model on the hub its commit.
+
+    The weights count where the run goes on reading them: below an adapter, or as the reference of a
+    KL penalty. Blocks are enough, since training changes weights everywhere.
+    """
+    folder, digest = Path(config.model.name), hashlib.sha256()
+    if not folder.is_dir():
+        return str(commit_of(config.model.name, config.model.revision))
+    reads_weights = config.model.lora is not None or config.training.kl_coef > 0
+    patterns = FILES + WEIGHTS * reads_weights
+    files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
+    for file in sorted(files):
+        size, is_large = file.stat().st_size, f"*{file.suffix}" in WEIGHTS
+        digest.update(f"{file.name}: {size} bytes".encode())
+        stride = max(BLOCK, size // NUM_BLOCKS) if is_large else BLOCK
+        with file.open("rb", buffering=0) as opened:
+            for start in range(0, size, stride):
+                opened.seek(start)
+                digest.update(opened.read(BLOCK))
+    return digest.hexdigest()[:16]
+
+
+def commit_of(name: str, revision: str | None) -> str | None:
+    """The commit of a model on the hub; if the hub cannot tell, and of a folder, the revision."""
+    if (ROOT / name).exists():  # also for `tiny` in another folder: the hub has no such model
+        return revision
+    resolved = resolve_revision(name, revision)
+    return resolved.resolved if isinstance(resolved, ResolvedRevision) else revision

@@ -12,6 +12,7 @@ from engine import checkpoint
 from engine.config import Config, check_same_run, differences, dotted_values, run_name
 from engine.config_file import dump
 from engine.export import model_card
+from engine.fingerprint import of_model
 from engine.fit import check_disk
 from engine.metrics import metric_columns, versions
 from engine.prompts import render_prompts
@@ -46,6 +47,7 @@ def resume(run: Run) -> None:
     """
     world, config = run.world, run.config
     folder, saved = world.on_main(functools.partial(find_saved, run))
+    run.rests_on["the files of model.name"] = world.on_main(functools.partial(of_model, config))
     if config.model.shard:
         check_shared_disk(run.folder, world)
     if saved is None:

@@ -1,18 +1,100 @@
-"""What a run rests on: it goes on with the questions that it began with."""
+"""What a run rests on: it goes on with the model and the questions that it began with."""
 
+import shutil
 from pathlib import Path
 
 import pytest
-from harness import NUMBERS, make_config, run_on_ranks, train, train_forked, write_questions
+import torch
+from harness import (
+    NUMBERS,
+    change_json,
+    make_config,
+    run_on_ranks,
+    train,
+    train_forked,
+    write_questions,
+)
+from transformers import AutoModelForCausalLM
 
 from engine.config import ConfigError
 from engine.data import FitsContext, QuestionStream
 from engine.distributed import World
-from engine.fingerprint import of_questions
+from engine.fingerprint import BLOCK, NUM_BLOCKS, of_model, of_questions
 from engine.run import Run
 from logger import Logger
 
 ONE, TWO = "training.num_steps=1", "training.num_steps=2"
+LORA, KL = "model.lora.r=4", "training.kl_coef=0.1"
+
+# The model
+
+
+@pytest.fixture
+def model(tmp_path, rotary_model_folder) -> Path:
+    """A copy of the model, to be changed."""
+    return Path(shutil.copytree(rotary_model_folder, tmp_path / "model"))
+
+
+def flip_a_bit(file: Path, position: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "is_seen"),
+    [
+        ("config.json", ONE, True),
+        ("tokenizer.json", ONE, True),
+        ("tokenizer_config.json", ONE, True),
+        ("model.safetensors", ONE, False),  # a checkpoint takes their place
+        ("model.safetensors", LORA, True),
+        ("model.safetensors", KL, True),
+        ("README.md", LORA, False),
+    ],
+)
+def test_a_change_in_what_a_resumed_run_reads_of_its_model_is_seen(model, name, override, is_seen):
+    (model / "README.md").write_text("of no matter")
+    config = make_config(f"model.name={model}", override)
+    before, file = of_model(config), model / name
+    assert of_model(config) == before
+    flip_a_bit(file, file.stat().st_size // 2)
+    assert (of_model(config) != before) == is_seen
+
+
+def test_large_weights_are_sampled_all_over(model):
+    """Of a file four times as large as its blocks together, every fourth block is read."""
+    file, config = model / "model.safetensors", make_config(f"model.name={model}", LORA)
+    file.write_bytes(bytes(4 * BLOCK * NUM_BLOCKS))
+    before = of_model(config)
+    for block, is_read in ((0, True), (2, False), (4 * 500, True), (4 * (NUM_BLOCKS - 1), True)):
+        flip_a_bit(file, block * BLOCK)
+        assert (of_model(config) != before) == is_read
+        flip_a_bit(file, block * BLOCK)
+
+
+def test_a_model_that_has_changed_under_its_name_is_refused(tmp_path, model):
+    """Bug: pass@1 fell from 0.438 to 0.062, without a word."""
+    train(tmp_path, model, ONE)
+    before = (tmp_path / "x/metrics.jsonl").read_bytes()
+    change_json(model / "config.json", rms_norm_eps=0.5)
+    status, output = train_forked(tmp_path, model, TWO)
+    assert status == 2 and "Traceback" not in output
+    assert "error: the files of model.name = " in output and "run.name" in output
+    assert (tmp_path / "x/metrics.jsonl").read_bytes() == before
+    assert "step 2/2" in train(tmp_path, model, TWO, "run.name=y")
+
+
+def test_an_adapter_is_not_merged_into_another_model(tmp_path, model):
+    train(tmp_path, model, ONE, LORA)
+    weights = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        weights.model.layers[1].mlp.up_proj.weight.mul_(1.01)
+    weights.save_pretrained(model)
+    status, output = train_forked(tmp_path, model, ONE, LORA, "export.merge=true")
+    assert status == 2 and "the files of model.name" in output
+    assert not (tmp_path / "x/merged").exists()
+
 
 # The questions
 
