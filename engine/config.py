@@ -323,12 +323,15 @@ FREE_KEYS = (
     "validation.every",
 )
 FREE_SECTIONS = ("checkpoint.", "export.", "logging.", "run.")
+# So may these, which save memory. They change how sums are rounded, and LoRA's dropout masks.
+ROUNDING_KEYS = ("training.micro_batch_tokens", "sampling.max_batch_tokens")
+ROUNDING_KEYS += ("model.gradient_checkpointing",)
 
 
-def check_same_run(saved: dict, config: Config, rests_on: dict | None = None) -> None:
+def check_same_run(saved: dict, config: Config, rests_on: dict | None = None) -> list[str]:
     """Raises ConfigError if keys that must not change differ from the saved run's dotted values.
 
-    `rests_on` (engine/fingerprint.py) are more of these.
+    `rests_on` (engine/fingerprint.py) are more of these. Returns the ROUNDING_KEYS that differ.
     """
     now = dotted_values(config) | (rests_on or {})
     saved = now | dotted_values(type(config)()) | saved  # a run older than a key had its default
@@ -337,7 +340,8 @@ def check_same_run(saved: dict, config: Config, rests_on: dict | None = None) ->
     lines = [
         f"{key} = {show(now[key])}, but the run was started with {show(saved[key])}: {fix}"
         for key in changed
-        if key not in FREE_KEYS
+        if key not in (*FREE_KEYS, *ROUNDING_KEYS)
     ]
     if lines:
         raise ConfigError(lines)
+    return [key for key in changed if key in ROUNDING_KEYS]

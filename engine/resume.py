@@ -52,7 +52,8 @@ def resume(run: Run) -> None:
         check_shared_disk(run.folder, world)
     if saved is None:
         return
-    check_same_run(saved["config"], config, run.rests_on)
+    for key in check_same_run(saved["config"], config, run.rests_on):
+        run.logger.warning(f"{key} has changed: from here on no longer bit for bit the same")
     if saved["num_ranks"] != world.size:
         run.logger.warning(
             f"the run had {saved['num_ranks']} ranks and goes on with {world.size}: "

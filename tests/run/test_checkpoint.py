@@ -74,6 +74,17 @@ def test_another_setting_is_named_and_stops_the_resumed_run(tmp_path, rotary_mod
     assert "training.learning_rate = 0.5" in output and "run.name" in output
 
 
+def test_a_run_that_ran_out_of_memory_goes_on_with_smaller_batches(tmp_path, rotary_model_folder):
+    """Bug: README advised it, and the resumed run was refused."""
+    batches = ["training.micro_batch_tokens=512", "sampling.max_batch_tokens=4096"]
+    batches.append("model.gradient_checkpointing=true")
+    train(tmp_path, rotary_model_folder, "training.num_steps=1")
+    output = train(tmp_path, rotary_model_folder, "training.num_steps=2", *batches)
+    assert "resumed after step 1" in output
+    for override in batches:
+        assert f"{override.split('=')[0]} has changed: from here on no longer bit for bit" in output
+
+
 def test_a_full_disk_is_logged_and_the_run_goes_on(tmp_path, rotary_model_folder):
     """A limit on the size of files, which the weights exceed, stands for the full disk."""
     done = subprocess.run(
