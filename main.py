@@ -73,7 +73,7 @@ from engine.prompts import completion_text, encode_prompts
 from engine.record import Record
 from engine.resume import check_room, open_files, resume, save_best, save_checkpoint, stop
 from engine.rollouts_log import describe_rollouts
-from engine.run import Run, run_folder, summary
+from engine.run import Run, run_folder, settle, summary
 from engine.samples import training_samples, validation_samples
 from engine.sharding import equal_passes, shard_scorer
 from engine.task_module import load_task
@@ -104,6 +104,7 @@ def load_run(config: Config) -> Run:
     logger = Logger(rank=world.rank, do_mlflow=config.logging.mlflow and is_training)
     for line in [*notes, *differences(config)]:
         logger.info(line)
+    config = settle(config, world)  # the model's commit, and the date that a chat template writes
     policy, task = load_policy(config, world, logger), load_task(config.task.name)
     logger.info(f"a completion ends at {policy.end_tokens}")
     tokens = {"tokenizer": policy.tokenizer, "context": policy.context_length}

@@ -28,7 +28,8 @@ IN_EVERY_RECIPE = (  # listed even where they are the defaults
     *("training.max_new_gen_tokens", "training.learning_rate", "training.advantage"),
     *("training.loss_normalization", "training.seed", "sampling.temperature"),
 )
-IN_THE_TEXT = ("model.name", "task.name", "task.train", "task.eval")  # so not in the recipe
+# Stand in the card's text, so not in the recipe; the date stands in the prompt, if anywhere.
+IN_THE_TEXT = ("model.name", "task.name", "task.train", "task.eval", "task.template_date")
 METHODS = {
     "grpo": "GRPO (arXiv:2402.03300)",
     "sil": "SIL (self-improvement learning), imitation of the best of several completions",

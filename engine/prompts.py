@@ -2,6 +2,7 @@
 
 import functools
 import re
+from datetime import datetime
 from types import ModuleType
 from typing import Any
 
@@ -40,7 +41,8 @@ def render_prompts(
     """
     prompts = [pose(example, task=task, options=options) for example in examples]
     is_chat = tokenizer.chat_template is not None and not any(isinstance(p, str) for p in prompts)
-    return [render_prompt(prompt, tokenizer) for prompt in prompts], not is_chat
+    day = options.template_date
+    return [render_prompt(prompt, tokenizer, day) for prompt in prompts], not is_chat
 
 
 def describe_lengths(examples: list[dict], **rendering: Any) -> str:
@@ -92,11 +94,13 @@ def fill(text: str, example: dict) -> str:
     return re.sub(rf"\{{({names})\}}", lambda match: str(example[match[1]]), text)
 
 
-def render_prompt(messages: list[dict] | str, tokenizer: PreTrainedTokenizerFast) -> str:
+def render_prompt(
+    messages: list[dict] | str, tokenizer: PreTrainedTokenizerFast, day: str | None = None
+) -> str:
     """The chat as a text that the model continues; a last assistant message is continued too.
 
     A plain text stays as it is, even if the tokenizer has a chat template: the tokenizers of many
-    base models have one, although these models have never seen a chat.
+    base models have one, although these models have never seen a chat. See `dated` for `day`.
     """
     if isinstance(messages, str):
         return messages
@@ -105,10 +109,10 @@ def render_prompt(messages: list[dict] | str, tokenizer: PreTrainedTokenizerFast
     prefix = assistant_prefix(messages)
     chat = messages[:-1] if prefix else messages
     # Some templates rewrite what an assistant says, so we append the prefix to the text.
-    return apply_template(chat, tokenizer) + prefix
+    return apply_template(chat, tokenizer, day) + prefix
 
 
-def apply_template(chat: list[dict], tokenizer: PreTrainedTokenizerFast) -> str:
+def apply_template(chat: list[dict], tokenizer: PreTrainedTokenizerFast, day: str | None) -> str:
     """The chat in the tokenizer's template, up to where the assistant speaks.
 
     Some templates, such as Gemma 2's, refuse a system message, and others leave it out. Then we put
@@ -116,7 +120,10 @@ def apply_template(chat: list[dict], tokenizer: PreTrainedTokenizerFast) -> str:
     """
     has_system = chat[0]["role"] == "system"
     try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        template = dated(tokenizer.get_chat_template(), day)
+        text = tokenizer.apply_chat_template(
+            chat, chat_template=template, tokenize=False, add_generation_prompt=True
+        )
     except Exception as error:  # a template is a program, which may raise anything
         if not has_system:
             name = tokenizer.name_or_path
@@ -124,7 +131,14 @@ def apply_template(chat: list[dict], tokenizer: PreTrainedTokenizerFast) -> str:
     else:
         if not has_system or chat[0]["content"].strip() in text:
             return text
-    return apply_template(fold_system(chat), tokenizer)
+    return apply_template(fold_system(chat), tokenizer, day)
+
+
+def dated(template: str, day: str | None) -> str:
+    """The template, with the date of a day such as "2026-11-23" where it writes today's."""
+    now = datetime.fromisoformat(day) if day is not None else datetime.now()
+    call = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+    return call.sub(lambda match: repr(now.strftime(match[2])), template)
 
 
 MADE_UP_TURN = "A made-up turn."

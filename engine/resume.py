@@ -114,9 +114,10 @@ def open_files(run: Run) -> None:
 
 
 def write_config(folder: Path, config: Config) -> None:
-    """Write every setting to config.yaml, below the versions in use."""
-    text = f"# {versions()}\n{dump(config)}"
-    (folder / "config.yaml").write_text(text, encoding="utf-8")
+    """Write every setting to config.yaml, below the versions in use; `settle` reads it."""
+    text, temporary = f"# {versions()}\n{dump(config)}", folder / "config.yaml.tmp"
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(folder / "config.yaml")  # so that a kill cannot leave half of it
 
 
 # Saving

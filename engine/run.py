@@ -1,7 +1,9 @@
 """What a run consists of: its parts, and where it is."""
 
+import functools
 import os
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from types import ModuleType
 from typing import TextIO
@@ -10,9 +12,10 @@ import torch
 from torch import nn
 
 from engine.config import Config, ConfigError, run_name
+from engine.config_file import read_file, section_of
 from engine.data import QuestionStream
 from engine.distributed import World
-from engine.fingerprint import of_questions
+from engine.fingerprint import commit_of, of_questions
 from engine.metrics import mean_of_last, signs_of_collapse
 from engine.model import Policy
 from engine.types import Trajectory
@@ -150,6 +153,27 @@ def run_folder(config: Config) -> Path:
     if config.mode == "train" or config.run.name is not None or not is_of_run:
         return Path(config.run.dir) / run_name(config)
     return folder if os.access(folder, os.W_OK) else Path(config.run.dir) / run_name(config)
+
+
+def settle(config: Config, world: World) -> Config:
+    """Fill in the model's commit on the hub and the date that a chat template writes.
+
+    Another start would find both changed, so a run goes on with those in its config.yaml.
+    """
+    commit, today = world.on_main(functools.partial(commit_and_date, config))
+    model = config.model.model_copy(update={"revision": commit})
+    task = config.task.model_copy(update={"template_date": today})
+    return config.model_copy(update={"model": model, "task": task})
+
+
+def commit_and_date(config: Config) -> tuple[str | None, str]:
+    """What the config gives, else what the run began with, else the newest commit, and today."""
+    file, name = run_folder(config) / "config.yaml", config.model.name
+    began = read_file(file) if file.is_file() else {}
+    model, task = section_of(began, "model"), section_of(began, "task")
+    commit = model.get("revision") if model.get("name") == name else None
+    commit = config.model.revision or commit or commit_of(name, None)
+    return commit, config.task.template_date or task.get("template_date") or str(date.today())
 
 
 def summary(run: Run) -> str:

@@ -1,12 +1,15 @@
-"""What a run rests on: it goes on with the model and the questions that it began with."""
+"""What a run rests on: it goes on with the model, the questions and the day that it began with."""
 
 import shutil
+from datetime import date
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from harness import (
     NUMBERS,
+    alone,
     change_json,
     make_config,
     run_on_ranks,
@@ -16,11 +19,12 @@ from harness import (
 )
 from transformers import AutoModelForCausalLM
 
-from engine.config import ConfigError
+from engine.config import Config, ConfigError
 from engine.data import FitsContext, QuestionStream
 from engine.distributed import World
 from engine.fingerprint import BLOCK, NUM_BLOCKS, of_model, of_questions
-from engine.run import Run
+from engine.resume import write_config
+from engine.run import Run, run_folder, settle
 from logger import Logger
 
 ONE, TWO = "training.num_steps=1", "training.num_steps=2"
@@ -94,6 +98,46 @@ def test_an_adapter_is_not_merged_into_another_model(tmp_path, model):
     status, output = train_forked(tmp_path, model, ONE, LORA, "export.merge=true")
     assert status == 2 and "the files of model.name" in output
     assert not (tmp_path / "x/merged").exists()
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch) -> Path:
+    """The file that says which commit the newest version of a/b is, in a cache of the hub."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    refs = tmp_path / "hub/models--a--b/refs"
+    refs.mkdir(parents=True)
+    (refs / "main").write_text("1" * 40)
+    return refs / "main"
+
+
+def first_start(folder: Path, *overrides: str) -> tuple[Config, Config]:
+    """The configuration of a run, and that which its first start has written."""
+    config = make_config(f"run.dir={folder}", "run.name=x", *overrides)
+    settled = settle(config, alone())
+    run_folder(config).mkdir()
+    write_config(run_folder(config), settled)
+    return config, settled
+
+
+def test_a_hub_model_goes_on_at_the_commit_that_it_began_with(tmp_path, hub):
+    config, settled = first_start(tmp_path, "model.name=a/b")
+    assert settled.model.revision == of_model(settled) == "1" * 40
+    hub.write_text("2" * 40)
+    assert settle(config, alone()) == settled
+    for override, digit in (("run.name=y", "2"), (f"model.revision={'c' * 40}", "c")):
+        other = make_config(f"run.dir={tmp_path}", "run.name=x", "model.name=a/b", override)
+        assert settle(other, alone()).model.revision == digit * 40
+    branch = make_config("model.name=a/b", "model.revision=main")
+    assert of_model(branch) == "2" * 40  # a branch moves too
+
+
+def test_a_run_keeps_the_day_of_its_first_start(tmp_path):
+    """Bug: a chat template that writes the date gave a resumed run other prompts."""
+    _, settled = first_start(tmp_path, "task.template_date='2020-02-29'")
+    assert settled.task.template_date == "2020-02-29"
+    assert settle(make_config(f"run.dir={tmp_path}", "run.name=x"), alone()) == settled
+    today = settle(make_config(f"run.dir={tmp_path}", "run.name=y"), alone()).task.template_date
+    assert abs((date.fromisoformat(today) - date.today()).days) <= 1  # it may be midnight
 
 
 # The questions

@@ -659,6 +659,19 @@ def test_a_system_message_that_a_template_refuses_or_drops_goes_before_the_quest
         assert any("takes no system message" in line for line in logged) == is_said
 
 
+def test_a_template_that_writes_the_date_writes_the_one_that_the_run_began_on(templated):
+    """Bug: prompts changed at midnight."""
+    templated.chat_template = (
+        "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}"
+        '{% macro year() %}{{ strftime_now( "%Y" ) }}{% endmacro %}, {{ year() }}, '
+    ) + CHAT_TEMPLATE
+    posing = of_task("countdown", template_date="'2024-02-29'")
+    ((text,), _) = render_prompts(ROWS["countdown"][:1], tokenizer=templated, **posing)
+    assert text.startswith("29 Feb 2024, 2024, <user>")
+    assert not render_prompt(CHAT, templated).startswith("29 Feb 2024")
+    assert "strftime_now" in templated.chat_template  # best/ gets the template as it was
+
+
 def test_a_chat_template_that_fails_is_named_in_one_line(templated):
     templated.chat_template = "{{ messages[0].nothing.at_all }}"
     templated.name_or_path = "some/model"
