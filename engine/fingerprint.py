@@ -9,10 +9,9 @@ import hashlib
 import json
 from pathlib import Path
 
-from huggingface_hub import ResolvedRevision
-from transformers.utils.hub import resolve_revision
+from transformers.utils import cached_file
+from transformers.utils.hub import extract_commit_hash
 
-from engine import ROOT
 from engine.config import Config
 
 # In a model's folder: what decides on its prompts, its tokens and its arithmetic.
@@ -57,8 +56,11 @@ def of_model(config: Config) -> str:
 
 
 def commit_of(name: str, revision: str | None) -> str | None:
-    """The commit of a model on the hub; if the hub cannot tell, and of a folder, the revision."""
-    if (ROOT / name).exists():  # also for `tiny` in another folder: the hub has no such model
+    """The commit of a model on the hub; of a folder, and if the hub cannot tell, the revision."""
+    if Path(name).exists():
         return revision
-    resolved = resolve_revision(name, revision)
-    return resolved.resolved if isinstance(resolved, ResolvedRevision) else revision
+    try:
+        file = cached_file(name, "config.json", revision=revision)
+    except OSError:  # loading the model will say it better
+        return revision
+    return extract_commit_hash(file, None)

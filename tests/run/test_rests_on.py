@@ -4,7 +4,6 @@ import shutil
 from datetime import date
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
 from harness import (
@@ -103,11 +102,14 @@ def test_an_adapter_is_not_merged_into_another_model(tmp_path, model):
 @pytest.fixture
 def hub(tmp_path, monkeypatch) -> Path:
     """The file that says which commit the newest version of a/b is, in a cache of the hub."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    refs = tmp_path / "hub/models--a--b/refs"
-    refs.mkdir(parents=True)
-    (refs / "main").write_text("1" * 40)
-    return refs / "main"
+    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    model = tmp_path / "hub/models--a--b"
+    for digit in "12c":
+        (model / "snapshots" / (digit * 40)).mkdir(parents=True)
+        (model / "snapshots" / (digit * 40) / "config.json").write_text("{}")
+    (model / "refs").mkdir()
+    (model / "refs/main").write_text("1" * 40)
+    return model / "refs/main"
 
 
 def first_start(folder: Path, *overrides: str) -> tuple[Config, Config]:
