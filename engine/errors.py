@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import os
 import signal
 import sys
@@ -15,9 +16,38 @@ from engine.config import ConfigError
 from engine.export import ExportError
 
 
+class Outlet(io.FileIO):
+    """The file of stdout or stderr; once nobody reads it, what is written goes nowhere.
+
+    A terminal that was closed answers EIO, and a pipe whose reader has died EPIPE. The descriptor
+    then becomes /dev/null, so that C libraries and child processes can go on writing to it too.
+    """
+
+    def write(self, data: bytes) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.EPIPE):
+                raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+        return len(data)
+
+
+def outlive_terminal() -> None:
+    """Let no line that is logged raise an error: it would end a run that SIGHUP asks to save."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and stream is getattr(sys, f"__{name}__"):  # not a notebook's
+            file = io.BufferedWriter(Outlet(stream.fileno(), "w", closefd=False))
+            by_line = stream.line_buffering or stream.write_through  # the latter is `python -u`
+            text = io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=by_line)
+            setattr(sys, name, text)
+
+
 @contextlib.contextmanager
 def mistakes_cost_one_line() -> Iterator[None]:
     """Print a user's mistake on one rank, and not again at a restart; exit with status 2."""
+    outlive_terminal()  # here, since this is what main.py enters first
     try:
         yield
     except KeyboardInterrupt:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pty
 import re
 import signal
 import socket
@@ -218,6 +219,47 @@ def test_one_ctrl_c_under_torchrun_saves_the_run(tmp_path, model, settings):
             assert saved == [str(last_state(tmp_path)["step"])]
             return
     pytest.fail(output)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("kind", "steps", "number", "num_ranks", "status"),
+    [
+        ("terminal", SEVEN, None, 1, 0),  # as under setsid, which keeps the signal off
+        ("terminal", LONG, signal.SIGHUP, 1, 129),
+        ("terminal", LONG, signal.SIGHUP, 2, 1),  # torchrun's own
+        ("pipe", LONG, INT, 1, 130),  # as of `2>&1 | tee log`, whose tee dies of Ctrl-C too
+        ("pipe", SEVEN, None, 2, 0),
+    ],
+)
+def test_a_terminal_or_pipe_that_is_gone_loses_nothing(
+    kind, steps, number, num_ranks, status, tmp_path, model, settings
+):
+    """Bug: the next line that was logged raised EIO or EPIPE, before the run was saved."""
+    if kind == "terminal":
+        reader, terminal = pty.openpty()
+        place = Path(os.ttyname(terminal))
+    else:
+        place = tmp_path / "pipe"
+        os.mkfifo(place)
+        reader, terminal = os.open(place, os.O_RDONLY | os.O_NONBLOCK), None
+    os.set_blocking(reader, False)
+    given = program(tmp_path, model, *settings, steps, "checkpoint.every=100000")
+    torchrun = ["--standalone", f"--nproc-per-node={num_ranks}"] if num_ranks > 1 else []
+    process, seen = start(given, *torchrun, log=place), b""
+    while b"entropy" not in seen:  # the line of the first step
+        time.sleep(0.02)
+        with contextlib.suppress(BlockingIOError):
+            seen += os.read(reader, 1 << 16)
+    os.close(reader)
+    if terminal is not None:
+        os.close(terminal)
+    if number is not None:
+        os.killpg(process.pid, number)
+    assert finish(process) == [status]
+    step = last_state(tmp_path)["step"]
+    assert num_rows(tmp_path) in (step, step + 1)  # the last row may wait for its evaluation
+    assert step == 7 if number is None else step >= 1
 
 
 # Exceptions and deaths
