@@ -37,7 +37,12 @@ def load_config(arguments: list[str]) -> Config:
     files = options.config or [ROOT / "config.yaml"]
     if len(files) > 1:
         raise ConfigError([f"--config {' '.join(files)}: give one file; keys can follow it"])
-    from_file = nest(read_file(Path(files[0]).expanduser()).items())
+    return combine(read_file(Path(files[0]).expanduser()), overrides)
+
+
+def combine(in_file: dict[str, Any], overrides: list[str]) -> Config:
+    """The configuration of a file's values and, in their place, of `section.key=value` texts."""
+    from_file = nest(in_file.items())
     from_command_line = nest(map(parse_override, overrides))
     values = merge(without_other_task(from_file, from_command_line), from_command_line)
     values = merge(values, replaced_length(from_file, from_command_line))

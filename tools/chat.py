@@ -4,10 +4,11 @@
     echo "numbers: 3 7 25, target: 46" | python -m tools.chat runs/x/best sampling.temperature=0.7
 
 The settings are those of --config FILE, else of the run that the model lies in, else of config.yaml
-in the current folder or, if there is none, in the checkout. Each line is a question, in the form
-that the task's `parse_question` reads. Answers are sampled as in training. Their random numbers
-follow from training.seed and the number of the question, so the same questions in the same order
-get the same answers. Nothing is written.
+in the current folder or, if there is none, in the checkout. A file that you have not named may be a
+stranger's: it gives only the keys in `FOUND`, and cannot have code run. Each line is a question, in
+the form that the task's `parse_question` reads. Answers are sampled as in training. Their random
+numbers follow from training.seed and the number of the question, so the same questions in the same
+order get the same answers. Nothing is written.
 
 The exit status is 0 at the end of the input and 130 after Ctrl-C. A line that is no question gets a
 line on stderr; if the lines were piped in, the exit status is then 2.
@@ -18,22 +19,27 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import TextStreamer
 
 from engine import ROOT
 from engine.config import Config, ConfigError
-from engine.config_file import load_config
+from engine.config_file import combine, nest, parse_override, read_file, section_of, task_name
 from engine.distributed import init_world
 from engine.errors import mistakes_cost_one_line
 from engine.prompts import assistant_prefix, encode_prompts, pose
 from engine.run import Run
-from engine.task_module import load_task
+from engine.task_module import built_in_tasks, load_task
 from engine.types import Trajectory
 from logger import Logger, format_reward, printable
 from main import decode_with_generate, load_policy, reward_group
 
+FOUND = {  # section: keys; and of the sections task and sampling all keys
+    "model": ("compute_dtype", "attn_implementation", "load_in_4bit"),
+    "training": ("max_new_gen_tokens", "seed"),
+}
 TYPED = 2  # first word of a seed, beside main.py's TRAINING and VALIDATION
 
 
@@ -68,9 +74,23 @@ def chat_config(arguments: list[str]) -> Config:
     model = Path(options.model).expanduser()
     of_run = [folder / "config.yaml" for folder in model.absolute().parents[:2] if model.is_dir()]
     files = [*filter(Path.is_file, [*of_run, Path("config.yaml")]), ROOT / "config.yaml"]
-    file = options.config or str(files[0])
-    mode = ["mode=evaluate", f"model.name={options.model}"]
-    return load_config(["--config", file, *options.overrides, *mode])
+    overrides = [*options.overrides, "mode=evaluate", f"model.name={options.model}"]
+    if options.config:
+        return combine(read_file(Path(options.config).expanduser()), overrides)
+    return combine(harmless(files[0], overrides), overrides)
+
+
+def harmless(file: Path, overrides: list[str]) -> dict[str, Any]:
+    """What a config.yaml that was found may set; ConfigError if it asks for a task of its own."""
+    values, typed = nest(read_file(file).items()), nest(map(parse_override, overrides))
+    kept = {name: section_of(values, name) for name in ("task", "sampling", *FOUND)}
+    for section, keys in FOUND.items():
+        kept[section] = {key: kept[section][key] for key in keys if key in kept[section]}
+    name = task_name(kept)
+    if name not in built_in_tasks() and "name" not in section_of(typed, "task"):
+        problem = f"{file}: task.name = {name!r:.80}: a file that was found cannot have code run"
+        raise ConfigError([f"{problem}; if you trust it, add --config {file}"])
+    return kept
 
 
 def load_chat(config: Config) -> Run:

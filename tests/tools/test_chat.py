@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness import CPU, ENVIRONMENT, ROOT, seed
+from harness import CPU, ENVIRONMENT, ROOT, make_config, seed
 
 import countdown
 from engine.config import ConfigError
@@ -135,6 +135,41 @@ def test_the_settings_are_those_given_or_of_the_models_run_or_of_the_folder(tmp_
         assert config.mode == "evaluate"
     (tmp_path / "config.yaml").unlink()
     assert chat.chat_config(["owner/name"]).training.seed == 0  # the checkout's
+
+
+def test_a_config_that_was_found_has_no_code_run(tmp_path, monkeypatch):
+    """Bug: the config.yaml beside a downloaded model could set trust_remote_code, or name a task.
+
+    The task here would be evil.py in the folder that the chat starts in.
+    """
+    (tmp_path / "x/best").mkdir(parents=True)
+    (tmp_path / "evil.py").write_text("raise SystemExit('its code has run')")
+    file = tmp_path / "x/config.yaml"
+    file.write_text(
+        "model: {trust_remote_code: true, revision: other, compute_dtype: float32}\n"
+        "model.lora: {r: 4}\nlogging: {mlflow: true}\n"
+        "task: {name: gsm8k, system_prompt: Calculate.}\nsampling: {top_k: 7}\n"
+        "training: {seed: 3, max_new_gen_tokens: 9, num_steps: 2}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    trust = "model.trust_remote_code=true"
+    for others, trusts in (([], False), ([trust], True), ([f"--config={file}"], True)):
+        config = chat.chat_config(["x/best", *others])
+        assert config.model.trust_remote_code == trusts
+        assert (config.model.compute_dtype, config.training.seed) == ("float32", 3)
+        assert (config.training.max_new_gen_tokens, config.sampling.top_k) == (9, 7)
+        assert (config.task.name, config.task.system_prompt) == ("gsm8k", "Calculate.")
+    assert chat.chat_config(["x/best", trust]) == make_config(
+        *("mode=evaluate", "model.name=x/best", "model.compute_dtype=float32", trust),
+        *("task.name=gsm8k", "task.system_prompt=Calculate.", "sampling.top_k=7"),
+        *("training.seed=3", "training.max_new_gen_tokens=9"),
+    )
+    file.write_text("task: {name: evil}\n")
+    with pytest.raises(ConfigError, match=r"x/config\.yaml: task\.name = 'evil': "):
+        chat.chat_config(["x/best"])
+    assert chat.chat_config(["x/best", "task.name=gsm8k"]).task.name == "gsm8k"
+    with pytest.raises(SystemExit, match="its code has run"):
+        chat.chat_config(["x/best", "task.name=evil"])
 
 
 def test_a_line_that_is_no_question_costs_a_line_and_the_status(ask):
