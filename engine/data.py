@@ -18,7 +18,15 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.config import Config, TaskSettings
 from engine.packages import import_package
-from engine.prompts import describe_lengths, encode_prompts, fill, folds_system, is_harmless, pose
+from engine.prompts import (
+    check_chat,
+    describe_lengths,
+    encode_prompts,
+    fill,
+    folds_system,
+    is_harmless,
+    pose,
+)
 
 # A run's questions
 
@@ -57,6 +65,7 @@ def load_questions(
         raise ValueError(f"task.prompt: it does not hold the question; write one of {keys} into it")
     rendering = {"task": task, "options": settings, "tokenizer": tokenizer}
     prompt = pose(validation[0], task=task, options=settings)
+    check_chat(prompt, tokenizer)
     if folds_system(prompt, tokenizer):
         log("the chat template takes no system message: it is put before the question")
     fits = FitsContext(context, config.max_validation_tokens, rendering)

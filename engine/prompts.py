@@ -141,6 +141,18 @@ def dated(template: str, day: str | None) -> str:
     return call.sub(lambda match: repr(now.strftime(match[2])), template)
 
 
+def check_chat(messages: list[dict] | str, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raises ValueError if what the user says, but for spaces at its ends, is not in the prompt."""
+    turns = [] if isinstance(messages, str) else messages
+    said = [m["content"].strip() for m in turns if m["role"] not in ("system", "assistant")]
+    prompt = render_prompt(messages, tokenizer)
+    if missing := [text for text in said if text not in prompt]:
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path} leaves out what the user says, "
+            f"{missing[0]!r:.80}: mend its chat_template.jinja, or return plain text as the prompt"
+        )
+
+
 MADE_UP_TURN = "A made-up turn."
 
 

@@ -634,6 +634,21 @@ def test_a_chat_template_renders_the_chat_and_leaves_the_assistants_beginning_op
     assert render_prompt(CHAT[:1], templated) == question
 
 
+PARTS = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+OTHER_ROLE = "{% for m in messages if m.role == 'human' %}{{ m.content }}{% endfor %}AI:"
+
+
+@pytest.mark.parametrize("template", [PARTS, OTHER_ROLE])
+def test_a_template_that_drops_what_the_user_says_is_refused(tokenizer, template):
+    """Bug: the prompts were empty, and the run trained on them."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    questions_for(tokenizer, "task.prompt='  Make {target}. \\n'")  # which the template trims
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match="leaves out what the user says, 'Use the numbers"):
+        questions_for(tokenizer)
+
+
 SYSTEM_CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello."}]
 
 
