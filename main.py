@@ -76,7 +76,7 @@ from engine.rollouts_log import describe_rollouts
 from engine.run import Run, run_folder, settle, summary
 from engine.samples import training_samples, validation_samples
 from engine.sharding import equal_passes, shard_scorer
-from engine.task_module import load_task
+from engine.task_module import load_task, reward_parts
 from engine.tensors import autocast, left_pad, model_inputs, position_ids, right_pad, seeded
 from engine.truncation import keep_likeliest
 from engine.types import Completion, MicroBatch, SamplingParams, Seed, Trajectory
@@ -511,12 +511,11 @@ def get_generation_config(params: SamplingParams, *, num_samples: int) -> Genera
 def reward_group(
     run: Run, question: dict, prompt_ids: list[int], completions: list[Completion]
 ) -> list[Trajectory]:
-    """The completions of one question as text, with what the task's rule pays for them."""
+    """The completions of one question as text, with what the task's reward_function pays."""
     options, trajectories = run.config.task, []
     for completion in completions:
         text = completion_text(completion, run.policy.tokenizer)
-        num_tokens = len(completion.token_ids)
-        parts = run.task.reward_function(text, question, options=options, num_tokens=num_tokens)
+        parts = reward_parts(run.task, text, question, options, len(completion.token_ids))
         reward = sum(weight * parts[name] for name, weight in options.reward_weights.items())
         trajectories.append(Trajectory(prompt_ids, completion, text, parts, reward))
     return trajectories

@@ -5,7 +5,6 @@ import glob
 import hashlib
 import io
 import json
-import math
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from engine.prompts import (
     is_harmless,
     pose,
 )
+from engine.task_module import reward_parts
 
 # A run's questions
 
@@ -114,14 +114,7 @@ def check_functions(task: ModuleType, examples: list[dict], *, options: TaskSett
             f"{task.__file__}: generate_prompt must return a text or a list of chat messages such "
             f'as {{"role": "user", "content": "..."}}, not {prompt!r:.80}'
         )
-    parts = task.reward_function("", examples[0], options=options, num_tokens=0)
-    values = [parts.get(name) for name in task.REWARD_PARTS] if isinstance(parts, dict) else [None]
-    if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
-        names = ", ".join(task.REWARD_PARTS)
-        raise ValueError(
-            f"{task.__file__}: reward_function must return a dict with a number for each of "
-            f"{names}, not {parts!r:.80}"
-        )
+    reward_parts(task, "", examples[0], options, 0)
 
 
 @dataclass

@@ -67,6 +67,29 @@ def problems_of_task(module: ModuleType) -> Iterator[str]:
             yield f"Options.{key} needs a default, and a name other than {shared}"
 
 
+LARGEST_PART = 1e30  # times a weight of at most 1e6 it is still finite in fp32
+
+
+class RewardError(ValueError):
+    """A task's reward_function has returned what no run can use."""
+
+
+def reward_parts(
+    task: ModuleType, completion: str, example: dict, options: TaskSettings, num_tokens: int
+) -> dict[str, float]:
+    """What the task's reward_function pays for a completion; RewardError if a part is no number."""
+    parts = task.reward_function(completion, example, options=options, num_tokens=num_tokens)
+    for name in task.REWARD_PARTS:
+        value = parts.get(name) if isinstance(parts, dict) else None
+        if not isinstance(value, (int, float)) or not abs(value) <= LARGEST_PART:  # NaN: never <=
+            raise RewardError(
+                f"{task.__file__}: reward_function must return a dict with a number for each of "
+                f"{', '.join(task.REWARD_PARTS)}, not {parts!r:.80}: see to {name} for the "
+                f"question {example!r:.200}"
+            )
+    return parts
+
+
 @functools.cache
 def schema(task: ModuleType) -> type[Config]:
     """Config with the task's own keys and the parts of its reward in the task section."""

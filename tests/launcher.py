@@ -16,6 +16,7 @@ when.
                                     the main thread is next in one of these files
     a kill comes at the latest when the next checkpoint is there
     {"do": "raise", "rank": 1, "calls": 40}  RuntimeError in that call of the reward function
+    {"do": "pay", "parts": ..., "rank": 1, "calls": 40}  that call returns these parts
 
 Under `torchrun --max-restarts` the first start has it, or with "starts": 3 the first three. After a
 restart rank 0 is late, so that rank 1 finds in torchrun's store what the rank 0 before it left.
@@ -109,10 +110,12 @@ def is_main_thread_in(files: list[str]) -> bool:
     return any(file in name for file in files for name in stack)
 
 
-def fail_at_call(number: int, calls: itertools.count, function, folder: Path, *texts, **settings):
-    """Call the function, or raise if it is the call of this number."""
-    if next(calls) == number:
+def fail_at_call(fault: dict, calls: itertools.count, function, folder: Path, *texts, **settings):
+    """Call the function; at one of the calls raise, or return what it should not."""
+    if next(calls) == fault["calls"]:
         (folder / "struck").touch()
+        if fault["do"] == "pay":
+            return fault["parts"]
         raise RuntimeError("the reward function fails here")
     return function(*texts, **settings)
 
@@ -136,9 +139,9 @@ def install_fault(fault: dict, arguments: list[str]) -> None:
     folder = Path(given)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     if rank == fault.get("rank", 0) and restarts < fault.get("starts", 1):
-        if fault["do"] == "raise":
+        if fault["do"] in ("raise", "pay"):
             countdown.reward_function = functools.partial(
-                fail_at_call, fault["calls"], itertools.count(1), countdown.reward_function, folder
+                fail_at_call, fault, itertools.count(1), countdown.reward_function, folder
             )
         else:
             sys.addaudithook(Striker(fault, folder))

@@ -53,11 +53,11 @@ def main() -> None:
     for line in read_lines():
         try:
             example, prompt_ids = read_question(run, line)
+            trajectory = answer(run, example, prompt_ids, num_answered)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             num_refused += 1
             continue
-        trajectory = answer(run, example, prompt_ids, num_answered)
         show(f"{judge(run, example, trajectory)}\n\n")
         num_answered += 1
     if num_refused > 0 and not sys.stdin.isatty():

@@ -1,6 +1,7 @@
 """Signals, ranks that fail or die, restarts, several nodes: a run ends or goes on, never hangs."""
 
 import contextlib
+import math
 import os
 import pty
 import re
@@ -346,6 +347,18 @@ def test_an_exception_on_one_rank_ends_all_with_its_traceback(tmp_path, model, s
     output = train(tmp_path, model, *overrides, num_ranks=2)
     assert "resumed after step 2" in output
     assert_same(two_ranks, tmp_path)
+
+
+@pytest.mark.timeout(180)
+def test_a_reward_that_is_no_number_ends_all_ranks_with_a_line(tmp_path, model, settings):
+    """Bug: NaN skipped ten steps, and then the log advised to lower the learning rate."""
+    parts = {"format": 1.0, "answer": math.nan}
+    fault = {"do": "pay", "parts": parts, "rank": 1, "calls": 50}
+    status, errors = torchrun(tmp_path, program(tmp_path, model, *settings, SEVEN, fault=fault))
+    assert status != 0
+    (line,) = (line for line in errors.splitlines() if line.startswith("error: "))
+    assert line.startswith(f"error: {ROOT}/countdown.py: reward_function must return a dict with")
+    assert "see to answer for the question {'nums': [" in line
 
 
 @pytest.mark.timeout(120)

@@ -314,6 +314,7 @@ def questions_for(
         ("generate_prompt", "", "generate_prompt must return a text or a list of chat messages"),
         ("generate_prompt", [], "generate_prompt must return a text or a list of chat messages"),
         ("reward_function", None, "reward_function must return a dict with a number for each of"),
+        ("reward_function", {"format": 10**400, "answer": 1}, "see to format for the question {'"),
         ("reward_function", {"format": 1.0}, "for each of format, answer, not {'format': 1.0}"),
         ("reward_function", {"format": 1.0, "answer": "1"}, "reward_function must return a dict"),
         ("reward_function", {"format": 1.0, "answer": math.nan}, "reward_function must return a d"),
