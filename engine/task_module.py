@@ -1,5 +1,6 @@
 """The module of a task: where it is found, what it must define, which keys it adds to a config."""
 
+import copy
 import functools
 import importlib.util
 import sys
@@ -77,8 +78,12 @@ class RewardError(ValueError):
 def reward_parts(
     task: ModuleType, completion: str, example: dict, options: TaskSettings, num_tokens: int
 ) -> dict[str, float]:
-    """What the task's reward_function pays for a completion; RewardError if a part is no number."""
-    parts = task.reward_function(completion, example, options=options, num_tokens=num_tokens)
+    """What the task's reward_function pays for a completion; RewardError if a part is no number.
+
+    It gets a copy of the question: a change of the question itself would stay for the whole run.
+    """
+    question = copy.deepcopy(example)
+    parts = task.reward_function(completion, question, options=options, num_tokens=num_tokens)
     for name in task.REWARD_PARTS:
         value = parts.get(name) if isinstance(parts, dict) else None
         if not isinstance(value, (int, float)) or not abs(value) <= LARGEST_PART:  # NaN: never <=

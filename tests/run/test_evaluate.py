@@ -146,6 +146,21 @@ def test_an_evaluation_that_cannot_be_written_has_shown_its_figures(tmp_path):
     assert "pass@1" in output and "greedy" in output and str(tmp_path / "x") in output
 
 
+def test_a_reward_function_may_change_its_question(tmp_path, monkeypatch):
+    """Bug: the validation questions were changed for good; pass@1 fell from 0.438 to 0.000."""
+    expected, rewarded = load_evaluation(tmp_path).validation_questions, countdown.reward_function
+
+    def spoil(completion: str, example: dict, **settings) -> dict[str, float]:
+        parts = rewarded(completion, example, **settings)
+        example["nums"].clear()
+        return parts
+
+    monkeypatch.setattr(countdown, "reward_function", spoil)
+    run = load_evaluation(tmp_path)
+    assert main.run_evaluation(run) == 0
+    assert run.validation_questions == expected and all(row["nums"] for row in expected)
+
+
 # Only what an evaluation needs
 
 
