@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import unquote
 
 from tqdm import tqdm
 
@@ -211,7 +212,7 @@ class Logger:
         except Exception as error:  # nothing that MLflow or its server does may end a training run
             self.mlflow = None
             reason = str(error).rpartition("(Caused by ")[2].split("\n")[0]
-            reason = re.sub(r"//[^/@\s]*@", "//", reason)  # a password in the server's address
+            reason = without_password(reason) or type(error).__name__
             state = "MLflow is off until the run ends, the run's own files go on"
             self.warning(f"{state}: {reason[:300]}")
 
@@ -303,6 +304,18 @@ def import_mlflow() -> ModuleType:
         fix = "pip install mlflow python-dotenv, or set logging.mlflow=false"
         raise ValueError(f"logging.mlflow: true needs the package {error.name}: {fix}") from error
     return mlflow
+
+
+def without_password(text: str) -> str:
+    """Return `text` without the user and the password that stand in MLflow's address.
+
+    Libraries cut an address at a / or @ of its password. If a piece of it would be left over,
+    nothing of the text is returned.
+    """
+    text, address = re.sub(r"//\S*@", "//", text), os.environ.get("MLFLOW_TRACKING_URI", "")
+    secret = address.partition("//")[2].rpartition("@")[0]
+    pieces = re.split(r"\W+", f"{secret} {unquote(secret)}")
+    return "" if any(piece and piece in text for piece in pieces) else text
 
 
 def mlflow_name(name: str) -> str:

@@ -491,6 +491,17 @@ def test_a_server_that_is_down_costs_one_warning_and_no_row(
     assert not (tmp_path / "mlflow_run_id").exists()
 
 
+@pytest.mark.parametrize("password", ["secret/slash", "one@secret", "12/secret", "a%2Fsecret?b"])
+def test_the_password_in_a_servers_address_is_not_printed(password, tmp_path, monkeypatch, capfd):
+    """Bug: with a / in it, at which libraries cut the address, it stood in the warning."""
+    import_mlflow()
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:{password}@127.0.0.1:9")
+    log = start(tmp_path, do_mlflow=True)
+    log_steps(log, range(1, 4))
+    check_one_warning(tmp_path, capfd, "")
+
+
 def test_the_default_limits_bound_a_request_to_half_a_minute():
     limits = logger.MLFLOW_ENVIRONMENT
     num_tries = 1 + int(limits["MLFLOW_HTTP_REQUEST_MAX_RETRIES"])
