@@ -32,6 +32,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import engine  # noqa: F401  isort: skip  (it checks the version of Python before all else)
 import numpy as np
 import torch
 import torch.nn.functional as F

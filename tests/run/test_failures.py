@@ -1,5 +1,6 @@
 """Signals, ranks that fail or die, restarts, several nodes: a run ends or goes on, never hangs."""
 
+import ast
 import contextlib
 import math
 import os
@@ -22,6 +23,7 @@ from harness import (
     ENVIRONMENT,
     ROOT,
     TORCHRUN,
+    USERS_ENVIRONMENT,
     alone,
     arguments,
     assert_resumes,
@@ -371,6 +373,20 @@ def test_a_rank_that_dies_ends_the_others(tmp_path, model, settings, victim):
 
 
 # Starting
+
+
+def test_an_old_python_is_named_before_a_package_is_missed():
+    """Bug: pip finds no transformers 5.23 for Python 3.10, and main.py had no module tomllib.
+
+    Without site-packages main.py can import none of its packages.
+    """
+    code = "import runpy, sys; sys.version_info = (3, 10, 12); runpy.run_path('main.py')"
+    command, told = [sys.executable, "-S", "-c", code], {"capture_output": True, "text": True}
+    done = subprocess.run(command, cwd=ROOT, env=USERS_ENVIRONMENT, **told)
+    line = "error: Python 3.11 or newer is needed, and this is 3.10\n"
+    assert (done.returncode, done.stderr) == (2, line)
+    for file in ("main.py", "engine/__init__.py"):
+        ast.parse((ROOT / file).read_text(), feature_version=(3, 8))
 
 
 @pytest.mark.parametrize(
