@@ -10,11 +10,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from engine import ROOT
 from engine.yaml_text import show
 
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], Field(min_length=1)]
 PathText = Annotated[Text, AfterValidator(os.path.expanduser)]  # a file, a folder or a hub id
+
+
+def in_checkout(name: str) -> str:
+    """The path of the checkout's model of this name, such as tiny, if there is none here."""
+    is_there = os.path.isfile(ROOT / name / "config.json")
+    return str(ROOT / name) if is_there and not os.path.exists(name) else name
+
+
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 # Limits that no sensible run comes near: a slip of the keyboard must not start endless work.
 Count = Annotated[int, Field(gt=0, le=1_000_000)]
@@ -41,7 +50,7 @@ class LoraSettings(Section):
 
 
 class ModelSettings(Section):
-    name: PathText = "tiny"
+    name: Annotated[PathText, AfterValidator(in_checkout)] = "tiny"
     revision: str | None = None
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attn_implementation: Text = "sdpa"

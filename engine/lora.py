@@ -110,6 +110,8 @@ def add_adapter(model: nn.Module, described: "LoraConfig", *, seed: int) -> None
         model.add_adapter(described)
     if os.path.isdir(model.name_or_path):  # the adapter may later be loaded from another folder
         described.base_model_name_or_path = os.path.abspath(model.name_or_path)
+    if isinstance(described.target_modules, set):  # its order, in the saved file, would be chance
+        described.target_modules = sorted(described.target_modules)
     cast_adapter_to_fp32(model)
 
 

@@ -31,7 +31,6 @@ from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from engine import ROOT
 from engine.calculator import Calculator
 from engine.config import Config
 from engine.fit import check_memory
@@ -193,7 +192,6 @@ def no_such_folder(name: str) -> str:
     names = [folder.name for folder in there.iterdir() if folder.is_dir()]
     close = difflib.get_close_matches(wanted, names, n=1)
     nearest = [there / close[0]] if close else []
-    nearest += [ROOT / name] if (ROOT / name).is_dir() else []
     hint = f", the nearest is {nearest[0]}" if nearest else ""
     return f"no such folder in {there}{hint}"
 

@@ -105,6 +105,15 @@ def test_without_arguments_every_key_has_its_default():
     assert differences(config) == []
 
 
+def test_the_checkouts_model_is_found_from_every_folder(tmp_path, monkeypatch):
+    """Bug: elsewhere `tiny` was asked of the hub, which took 71 s to fail without a network."""
+    monkeypatch.chdir(tmp_path)
+    assert load().model.name == str(ROOT / "tiny")
+    assert load("model.name=engine").model.name == "engine"  # no model
+    (tmp_path / "tiny").mkdir()
+    assert load().model.name == "tiny"
+
+
 def test_later_overrides_win_over_earlier_ones_and_these_over_the_file(tmp_path):
     file = file_with(tmp_path, "training: {num_steps: 30, seed: 7, warmup_steps: 2}")
     config = load(file, "training.num_steps=40", "training.num_steps=50")

@@ -141,6 +141,15 @@ def test_the_base_stays_bit_for_bit_and_the_adapter_moves(rotary_model_folder, k
     assert moved == {name for name in before if ".lora_" in name}
 
 
+@pytest.mark.parametrize("targets", ["all-linear", "[v_proj, q_proj, up_proj, k_proj]"])
+def test_the_saved_config_of_an_adapter_is_always_the_same(rotary_model_folder, tmp_path, targets):
+    """Bug: peft keeps the layers' names in a set, whose order differed from run to run."""
+    policy = make_policy(rotary_model_folder, f"{LORA[:-1]}, target_modules: {targets}}}")
+    policy.model.save_pretrained(tmp_path)
+    names = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
+    assert names == sorted(names) and len(names) == (7 if targets == "all-linear" else 4)
+
+
 def test_only_the_layers_that_are_named_have_an_adapter(rotary_model_folder):
     named = f"{LORA[:-1]}, target_modules: [q_proj, mlp.up_proj]}}"
     names = [name for name, p in make_policy(rotary_model_folder, named).model.named_parameters()]
