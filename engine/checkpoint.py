@@ -292,5 +292,10 @@ def load_weights(folder: Path, model: PreTrainedModel) -> None:
 
 
 def load_optimizer_state(folder: Path) -> dict:
+    """The optimizer's averages. Raises ValueError if the file was damaged or tampered with."""
     file = folder / "training_state" / "optimizer.pt"
-    return torch.load(file, map_location="cpu", weights_only=True)
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever an unpickler raises at bytes that it did not write
+        problem = f"{file} cannot be read ({type(error).__name__})"
+        raise ValueError(f"{problem}: delete {folder}, to go on from the one before it") from error

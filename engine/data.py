@@ -109,7 +109,8 @@ def check_functions(task: ModuleType, examples: list[dict], *, options: TaskSett
         raise ValueError(f"{task.__file__}: {problem}")
     prompt = task.generate_prompt(examples[0], options=options)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not messages or not all(isinstance(m, dict) and m.get("content") for m in messages):
+    texts = [isinstance(m, dict) and m.get("role") and m.get("content") for m in messages or [0]]
+    if not all(isinstance(text, str) and text for text in texts):
         raise ValueError(
             f"{task.__file__}: generate_prompt must return a text or a list of chat messages such "
             f'as {{"role": "user", "content": "..."}}, not {prompt!r:.80}'

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import tempfile
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -149,17 +150,30 @@ def run_folder(config: Config) -> Path:
     is_checkpoint = model.parent.name == "checkpoints"
     folder = model.parent.parent if is_checkpoint else model.parent
     is_of_run = is_checkpoint or model.name in ("best", "merged", "merged-4bit")
-    is_of_run = is_of_run and (folder / "metrics.jsonl").is_file()
+    is_of_run = is_of_run and (folder / "metrics.jsonl").is_file() and os.access(folder, os.W_OK)
     if config.mode == "train" or config.run.name is not None or not is_of_run:
         return Path(config.run.dir) / run_name(config)
-    return folder if os.access(folder, os.W_OK) else Path(config.run.dir) / run_name(config)
+    return folder
+
+
+def check_writable(folder: Path) -> None:
+    """Raises ValueError if no file can be made in the folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        fix = f"cannot be written ({error.strerror}); give another run.dir"
+        raise ValueError(f"{folder} {fix}") from error
 
 
 def settle(config: Config, world: World) -> Config:
     """Fill in the model's commit on the hub and the date that a chat template writes.
 
-    Another start would find both changed, so a run goes on with those in its config.yaml.
+    Another start would find both changed, so a run goes on with those in its config.yaml. Raises
+    ValueError if an evaluation could not be written: now, not after all the work.
     """
+    if config.mode == "evaluate":
+        world.on_main(functools.partial(check_writable, run_folder(config)))
     commit, today = world.on_main(functools.partial(commit_and_date, config))
     model = config.model.model_copy(update={"revision": commit})
     task = config.task.model_copy(update={"template_date": today})

@@ -112,7 +112,7 @@ def read_lines() -> Iterator[str]:
     is_terminal = sys.stdin.isatty()
     while True:
         try:
-            line = input("> " if is_terminal else "").strip()
+            line = input("> " if is_terminal else "").removeprefix("\ufeff").strip()
         except EOFError:
             if is_terminal:
                 print()  # Ctrl-D leaves the cursor behind the prompt

@@ -63,6 +63,8 @@ def read_lines(file: Path) -> list[dict]:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
             raise ValueError(f"{file}: line {number} is not JSON: {error}") from None
+        if not isinstance(rows[-1], dict) or "step" not in rows[-1]:
+            raise ValueError(f"{file}: line {number} is no object with a step: not a run's")
     return rows
 
 

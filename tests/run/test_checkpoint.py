@@ -4,6 +4,8 @@ import errno
 import functools
 import json
 import multiprocessing
+import os
+import pickle
 import resource
 import shutil
 import signal
@@ -219,6 +221,17 @@ def test_a_checkpoint_gives_back_weights_optimizer_and_state(tmp_path, rotary_mo
 
 
 # Damage is noticed
+
+
+def test_an_optimizer_that_was_tampered_with_is_one_line_and_runs_nothing(tmp_path):
+    """Bug: a traceback. A large file's content is not hashed, so it shows only when it is read."""
+    file = tmp_path / "training_state/optimizer.pt"
+    file.parent.mkdir()
+    for content in (pickle.dumps(os.mkdir, 2), pickle.dumps([sys.exit], 2), b"", bytes(999)):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"optimizer\.pt cannot be read \(\w+\): delete ") as e:
+            checkpoint.load_optimizer_state(tmp_path)
+        assert "\n" not in str(e.value)
 
 
 @pytest.fixture

@@ -139,11 +139,12 @@ def test_two_ranks_give_the_figures_of_one(evaluated, trained, tmp_path):
     assert output.count("written to") == 1
 
 
-def test_an_evaluation_that_cannot_be_written_has_shown_its_figures(tmp_path):
+def test_an_evaluation_that_could_not_be_written_is_refused_at_the_start(tmp_path):
+    """Bug: it failed after all the work, in a traceback. A file stands where the folder would."""
     (tmp_path / "x").touch()
-    status, output = train_forked(tmp_path, TINY, *EVALUATE)
-    assert status == 1
-    assert "pass@1" in output and "greedy" in output and str(tmp_path / "x") in output
+    status, output = train_forked(tmp_path, TINY, *EVALUATE, num_ranks=2)
+    assert status == 1 and "pass@1" not in output
+    assert output.count(f"error: {tmp_path / 'x'} cannot be written (File exists); give ") >= 1
 
 
 def test_a_reward_function_may_change_its_question(tmp_path, monkeypatch):

@@ -313,6 +313,13 @@ def questions_for(
         ("generate_prompt", None, "generate_prompt must return a text or a list of chat messages"),
         ("generate_prompt", "", "generate_prompt must return a text or a list of chat messages"),
         ("generate_prompt", [], "generate_prompt must return a text or a list of chat messages"),
+        ("generate_prompt", [{"content": "Hi"}], "generate_prompt must return a text or a list of"),
+        # Bug: content as a list of parts was a traceback.
+        (
+            "generate_prompt",
+            [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
+            "generate_prompt must return a text or a list of chat messages",
+        ),
         ("reward_function", None, "reward_function must return a dict with a number for each of"),
         ("reward_function", {"format": 10**400, "answer": 1}, "see to format for the question {'"),
         ("reward_function", {"format": 1.0}, "for each of format, answer, not {'format': 1.0}"),

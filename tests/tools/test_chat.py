@@ -172,6 +172,11 @@ def test_a_config_that_was_found_has_no_code_run(tmp_path, monkeypatch):
         chat.chat_config(["x/best", "task.name=evil"])
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_question(ask):
+    status, _, errors = ask(f"\ufeff{QUESTION}")
+    assert (status, errors) == (0, "")
+
+
 def test_a_line_that_is_no_question_costs_a_line_and_the_status(ask):
     status, output, errors = ask("what?", QUESTION)
     assert status == 2 and errors == f'error: write the question like this: "{QUESTION}"\n'

@@ -181,6 +181,12 @@ def test_a_task_of_ones_own_is_not_imported(tmp_path, monkeypatch):
         ("config.yaml", None, "config.yaml"),
         ("config.yaml", b"[", "cannot be read as YAML"),
         ("rollouts.jsonl", b'{"step": 1}\n{\n', "rollouts.jsonl: line 2 is not JSON"),
+        (
+            "rollouts.jsonl",
+            b'{"step": 1}\n[3]\n',
+            "rollouts.jsonl: line 2 is no object with a step",
+        ),
+        ("samples.jsonl", b'{"prompt": ""}\n', "samples.jsonl: line 1 is no object with a step"),
         ("samples.jsonl", b"\xff\n", "samples.jsonl: is not UTF-8"),
     ],
 )
