@@ -74,9 +74,10 @@ from engine.prompts import completion_text, encode_prompts
 from engine.record import Record
 from engine.resume import check_room, open_files, resume, save_best, save_checkpoint, stop
 from engine.rollouts_log import describe_rollouts
-from engine.run import Run, run_folder, settle, summary
+from engine.run import Run, summary
 from engine.samples import training_samples, validation_samples
 from engine.sharding import equal_passes, shard_scorer
+from engine.start import run_folder, settle
 from engine.task_module import load_task, reward_parts
 from engine.tensors import autocast, left_pad, model_inputs, position_ids, right_pad, seeded
 from engine.truncation import keep_likeliest

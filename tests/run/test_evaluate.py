@@ -27,7 +27,8 @@ from engine.config_file import load_config
 from engine.distributed import World
 from engine.evaluation import single_answer_metrics
 from engine.prompts import encode_prompts
-from engine.run import Run, run_folder
+from engine.run import Run
+from engine.start import run_folder
 from engine.types import Completion
 
 TINY = ROOT / "tiny"  # gives answers to vote on

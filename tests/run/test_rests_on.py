@@ -23,7 +23,8 @@ from engine.data import FitsContext, QuestionStream
 from engine.distributed import World
 from engine.fingerprint import BLOCK, NUM_BLOCKS, of_model, of_questions
 from engine.resume import write_config
-from engine.run import Run, run_folder, settle
+from engine.run import Run
+from engine.start import run_folder, settle
 from logger import Logger
 
 ONE, TWO = "training.num_steps=1", "training.num_steps=2"
