@@ -14,6 +14,7 @@ from engine.distributed import World
 from engine.fingerprint import of_questions
 from engine.metrics import mean_of_last, signs_of_collapse
 from engine.model import Policy
+from engine.task_module import built_in_tasks
 from engine.types import Trajectory
 from logger import Logger
 
@@ -105,7 +106,7 @@ class Run:
         mine = of_questions(validation, training)
         if world.sum([mine != world.broadcast(mine)]).item() > 0:
             fix = "make it load the same list in each process: sorted(set(...)), not list(set(...))"
-            raise ConfigError([f"task.name = {task.name}: the ranks hold other questions; {fix}"])
+            raise ConfigError([f"task.name = {task.name}: each rank has other questions; {fix}"])
         if len(validation) < world.size:
             raise ConfigError([f"{len(validation)} validation questions for {world.size} ranks"])
         self.rests_on["the questions of task.train and task.eval"] = mine
@@ -143,12 +144,14 @@ def summary(run: Run) -> str:
     if state.best is None:
         return f"{scores}; no model could be saved in {best}"
     needs = ", with peft" if run.config.model.lora is not None else ""
+    is_own_task = run.config.task.name not in built_in_tasks()  # its code must be asked for
+    settings = f" --config {run.folder / 'config.yaml'}" if is_own_task else ""
     lines = [
         f"{scores}; best {state.best:.3f} at step {state.best_step}, chosen on these same "
         "validation questions",
         f"the best model: {best}",
         f'load it:        AutoModelForCausalLM.from_pretrained("{best}"){needs}',
-        f"ask it:         python -m tools.chat {best}",
+        f"ask it:         python -m tools.chat {best}{settings}",
         f"look at it all: python -m tools.report {run.folder}",
         "train on:       the same command with a larger training.num_steps",
     ]

@@ -93,6 +93,8 @@ def test_every_command_that_needs_no_gpu_works_as_printed(clone):
             timeout=120,
         )
         assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
+        commands += re.findall("ask it: +(.*--config.*)", result.stdout)  # for README's own task
+    assert "tools.chat" in commands[-1] and "--config" in commands[-1]
 
 
 def test_the_task_of_the_readme_pays_for_being_near():
