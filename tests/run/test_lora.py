@@ -147,7 +147,7 @@ def test_the_saved_config_of_an_adapter_is_always_the_same(rotary_model_folder, 
     policy = make_policy(rotary_model_folder, f"{LORA[:-1]}, target_modules: {targets}}}")
     policy.model.save_pretrained(tmp_path)
     names = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
-    assert names == sorted(names) and len(names) == (7 if targets == "all-linear" else 4)
+    assert names == sorted(names) and len(names) == (14 if targets == "all-linear" else 4)
 
 
 def test_only_the_layers_that_are_named_have_an_adapter(rotary_model_folder):

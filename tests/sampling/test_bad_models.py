@@ -408,15 +408,6 @@ def reward_parts(reward_function: Callable, completion: str, example: dict) -> d
 # Prompts
 
 
-def test_a_chat_template_that_says_nothing_leaves_the_completions_beginning(make_answering, train):
-    """The shortest prompt there is: all questions look alike, and their rewards still differ."""
-    model = make_answering()
-    (model / "chat_template.jinja").write_text("{{ '' }}")
-    run, _ = train(model, by_text=True)
-    assert {sample["prompt"] for sample in samples_of(run)} == {countdown.ASSISTANT_PREFIX}
-    assert all(row["train/grad_norm"] > 0 for row in rows_of(run)[1:])
-
-
 def question_of(prompt: str) -> dict:
     """The question that a prompt asks."""
     nums, target = re.search(r"numbers \[(.*?)\].*to make (\d+)\.", prompt).groups()
