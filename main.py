@@ -167,7 +167,7 @@ def run_training(run: Run) -> int:
     training = config.training
     questions_per_rank = config.questions_per_rank(world.size)
     questions_per_step = questions_per_rank * world.size
-    world.catch_signals()  # a signal to end sets world.should_stop, on all ranks at once
+    world.catch_signals()  # SIGTERM, SIGINT, SIGHUP set should_stop on all ranks (distributed.py)
     is_saved = True
     if state.last is None or state.unrecorded is not None:
         # A new run evaluates the model as it was loaded, and a resumed one what a signal prevented.
@@ -259,8 +259,8 @@ def sample_trajectories(
 ) -> list[list[Trajectory]]:
     """Sample a group of completions for each question, with their rewards.
 
-    The random numbers of a question follow from its seed alone, whatever the batch that it is in,
-    the rank, or what was sampled before. In another batch only rounding may differ.
+    The random numbers of a question follow from its seed, whatever the batch that it is in, the
+    rank, or what was sampled before. In another batch only rounding may differ.
     """
     policy = run.policy
     prompts = encode_prompts(
@@ -485,8 +485,8 @@ class DrawingProcessor(LogitsProcessor):
 def get_generation_config(params: SamplingParams, *, num_samples: int) -> GenerationConfig:
     """A fresh generation config: nothing of the hub's leaks into sampling.
 
-    Every field that could change the distribution is set, since transformers fills a field left
-    None from the model's own generation config.
+    transformers fills a field left None from the model's own generation config. That is emptied at
+    load, and what such configs set is set here too.
     """
     return GenerationConfig(
         do_sample=True,  # without it generate refuses several samples of a prompt
@@ -570,8 +570,8 @@ def is_equal_group(rewards: Tensor) -> Tensor:
 def make_micro_batches(run: Run, groups: list[list[Trajectory]]) -> list[MicroBatch]:
     """What this rank trains on; empty where no rank has anything to train on.
 
-    Trajectories whose advantage is 0 have no gradient (without a KL penalty): they count in the
-    denominators and are left out.
+    Of the batch, trajectories whose advantage is 0 have no gradient (without a KL penalty): they
+    count in the denominators and are left out.
     """
     training, world = run.config.training, run.world
     batch = [t for group in groups for t in group if t.in_batch]
@@ -595,7 +595,7 @@ def make_micro_batches(run: Run, groups: list[list[Trajectory]]) -> list[MicroBa
 
 
 def pack(trajectories: list[Trajectory], max_tokens: int) -> Iterator[list[Trajectory]]:
-    """Batches in order of length: number of rows * (longest prompt + completion) <= max_tokens."""
+    """Batches in order of length: rows * (longest prompt + completion) <= max_tokens, or one row."""
     batch: list[Trajectory] = []
     longest_prompt = longest_completion = 0
     for t in sorted(trajectories, key=lambda t: len(t.prompt_ids) + len(t.completion.token_ids)):
