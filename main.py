@@ -595,7 +595,7 @@ def make_micro_batches(run: Run, groups: list[list[Trajectory]]) -> list[MicroBa
 
 
 def pack(trajectories: list[Trajectory], max_tokens: int) -> Iterator[list[Trajectory]]:
-    """Batches in order of length: rows * (longest prompt + completion) <= max_tokens, or one row."""
+    """Batches by length: rows * (longest prompt + completion) <= max_tokens, or a single row."""
     batch: list[Trajectory] = []
     longest_prompt = longest_completion = 0
     for t in sorted(trajectories, key=lambda t: len(t.prompt_ids) + len(t.completion.token_ids)):
