@@ -1,7 +1,6 @@
 """How a run is saved, and how it goes on where it was."""
 
 import functools
-import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +9,7 @@ from torch import nn
 
 from engine import checkpoint
 from engine.config import Config, check_same_run, differences, dotted_values, run_name
-from engine.config_file import dump
+from engine.config_file import dump, read_file
 from engine.export import model_card
 from engine.fingerprint import of_model
 from engine.fit import check_disk
@@ -88,7 +87,8 @@ def find_saved(run: Run) -> tuple[Path | None, dict | None]:
             "run.name to start another run"
         )
     if (best / "best.json").is_file():  # it may be newer than the checkpoint
-        saved["state"] |= json.loads((best / "best.json").read_text(encoding="utf-8"))
+        kept = read_file(best / "best.json")  # JSON is YAML too, and an error names the file
+        saved["state"] |= {key: kept[key] for key in ("best", "best_step") if key in kept}
     elif saved["state"]["best"] is not None and not best.is_dir():
         warn(f"{best} is gone: the best model from here on will be saved there")
         saved["state"]["best"] = None

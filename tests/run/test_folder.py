@@ -200,6 +200,21 @@ def test_a_best_model_that_is_gone_is_replaced_by_the_next(parts, rotary_model_f
     assert all(torch.equal(best[name], last[name]) for name in last)
 
 
+@pytest.mark.parametrize("content", ['{"best": 0.5, "best_st', "", '{"best_step": 1, "note": 2}'])
+def test_a_damaged_score_of_the_best_model_costs_one_line_at_most(
+    parts, rotary_model_folder, data, content
+):
+    """Bug: the line, `Expecting value`, had no file's name; a key too many was a traceback."""
+    file = parts / "x/best/best.json"
+    file.write_text(content)
+    status, output = train_forked(parts, rotary_model_folder, *data, THREE)
+    assert "Traceback" not in output
+    if "note" in content or not content:
+        assert status == 0 and "resumed after step 2" in output
+    else:
+        assert status == 2 and f"error: {file}: cannot be read" in output
+
+
 def test_the_best_score_is_that_of_the_model_in_best(tmp_path, rotary_model_folder, data):
     """Bug: after a checkpoint was deleted, card and summary told of different models."""
     every = [*data, TWO, "validation.every=1"]
