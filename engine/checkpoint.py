@@ -175,7 +175,8 @@ def save_checkpoint(
         inner = temporary / "training_state"
         inner.mkdir()
         write(temporary)
-        (inner / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+        text = json.dumps(state, indent=1, default=str)  # samples hold whatever a question holds
+        (inner / "state.json").write_text(text, encoding="utf-8")
         (inner / "files.json").write_text(json.dumps(describe_files(temporary)), encoding="utf-8")
     (root.parent / MARKER).touch()
     with contextlib.suppress(OSError):  # `last` is for people, and some file systems have no links

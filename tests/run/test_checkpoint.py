@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,15 @@ def test_all_checkpoints_are_kept_where_no_number_is_given(tmp_path, parts):
     assert checkpoint.list_checkpoints(tmp_path) == saved[::-1]
     save(tmp_path, parts, step=5)
     assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path)] == [5, 4]
+
+
+def test_samples_that_json_cannot_hold_do_not_prevent_a_checkpoint(tmp_path):
+    """Bug: training samples whose gold answer was a set kept what a signal asks for unsaved."""
+    state = {"unrecorded": {"samples": [{"gold": {1}, "answer": Fraction(1, 2)}]}}
+    settings = {"step": 1, "write": lambda folder: None, "keep": 2}
+    checkpoint.save_checkpoint(tmp_path, {"state": state}, **settings)
+    (sample,) = checkpoint.load_state(tmp_path / "last")["state"]["unrecorded"]["samples"]
+    assert sample == {"gold": "{1}", "answer": "1/2"}
 
 
 def test_what_a_killed_save_left_goes_with_the_next(tmp_path, parts):
