@@ -1,5 +1,6 @@
 """Questions: load a task's rows, hold some out for validation, stream the others without end."""
 
+import copy
 import csv
 import glob
 import hashlib
@@ -107,7 +108,7 @@ def check_functions(task: ModuleType, examples: list[dict], *, options: TaskSett
         if not hasattr(task, "load_examples"):
             problem = "generate_questions must return a list of dicts, and parse_row a dict"
         raise ValueError(f"{task.__file__}: {problem}")
-    prompt = task.generate_prompt(examples[0], options=options)
+    prompt = task.generate_prompt(copy.deepcopy(examples[0]), options=options)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     texts = [isinstance(m, dict) and m.get("role") and m.get("content") for m in messages or [0]]
     if not all(isinstance(text, str) and text for text in texts):

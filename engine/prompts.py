@@ -1,5 +1,6 @@
 """Prompts: a question becomes messages, a text and token ids; a completion becomes text again."""
 
+import copy
 import functools
 import re
 from datetime import datetime
@@ -57,7 +58,7 @@ def pose(example: dict, *, task: ModuleType, options: TaskSettings) -> list[dict
     task.prompt replaces the plain text or the user's message. task.system_prompt becomes the system
     message, or the beginning of a plain text. An assistant prefix stays.
     """
-    messages = task.generate_prompt(example, options=options)
+    messages = task.generate_prompt(copy.deepcopy(example), options=options)  # it may change it
     texts = (options.system_prompt, options.prompt)
     system, prompt = (None if text is None else fill(text, example) for text in texts)
     if isinstance(messages, str):

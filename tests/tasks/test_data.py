@@ -337,6 +337,20 @@ def test_a_slip_in_a_users_own_task_is_named_at_the_start(
     assert str(caught.value).startswith(f"{ROOT}/countdown.py: ") and problem in str(caught.value)
 
 
+def test_a_prompt_may_be_made_by_changing_the_question(tokenizer, monkeypatch):
+    """Bug: the words that a task added to a question were there twice in the next prompt."""
+    task, generate_prompt = load_task("countdown"), countdown.generate_prompt
+
+    def add_a_number(example: dict, **settings) -> list[dict]:
+        example["nums"].append(0)
+        return generate_prompt(example, **settings)
+
+    monkeypatch.setattr(task, "generate_prompt", add_a_number)
+    validation, training, _ = questions_for(tokenizer)
+    questions = [*validation, *training.questions]
+    assert len(questions) > 512 and all(all(question["nums"]) for question in questions)
+
+
 OWN_TASK = """
 from countdown import REWARD_PARTS, extract_answer, generate_prompt, reward_function
 """
