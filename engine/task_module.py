@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
+import numpy as np
 from pydantic import create_model
 
 from engine import ROOT
@@ -68,6 +69,7 @@ def problems_of_task(module: ModuleType) -> Iterator[str]:
             yield f"Options.{key} needs a default, and a name other than {shared}"
 
 
+NUMBERS = (int, float, np.integer, np.floating, np.bool_)
 LARGEST_PART = 1e30  # times a weight of at most 1e6 it is still finite in fp32
 
 
@@ -86,13 +88,13 @@ def reward_parts(
     parts = task.reward_function(completion, question, options=options, num_tokens=num_tokens)
     for name in task.REWARD_PARTS:
         value = parts.get(name) if isinstance(parts, dict) else None
-        if not isinstance(value, (int, float)) or not abs(value) <= LARGEST_PART:  # NaN: never <=
+        if not isinstance(value, NUMBERS) or not abs(value) <= LARGEST_PART:  # NaN: never <=
             raise RewardError(
                 f"{task.__file__}: reward_function must return a dict with a number for each of "
                 f"{', '.join(task.REWARD_PARTS)}, not {parts!r:.80}: see to {name} for the "
                 f"question {example!r:.200}"
             )
-    return parts
+    return {name: float(parts[name]) for name in task.REWARD_PARTS}
 
 
 @functools.cache

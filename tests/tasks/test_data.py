@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 from harness import ROOT, load_rows, make_config, seed
 from tokenizers.processors import TemplateProcessing
@@ -24,7 +25,7 @@ from engine.prompts import (
     render_prompt,
     render_prompts,
 )
-from engine.task_module import load_task
+from engine.task_module import load_task, reward_parts
 
 HUB_ID = "openai/gsm8k"
 ROWS = {
@@ -349,6 +350,15 @@ def test_a_prompt_may_be_made_by_changing_the_question(tokenizer, monkeypatch):
     validation, training, _ = questions_for(tokenizer)
     questions = [*validation, *training.questions]
     assert len(questions) > 512 and all(all(question["nums"]) for question in questions)
+
+
+def test_a_reward_may_have_numpys_numbers_and_other_parts(monkeypatch):
+    """Bug: np.float32 and np.bool_ were refused, and other parts ended in a traceback."""
+    task, options = load_task("countdown"), make_config().task
+    paid = {"answer": np.bool_(True), "format": np.float32(0.5), "notes": object()}
+    monkeypatch.setattr(task, "reward_function", lambda *_, **settings: paid)
+    parts = reward_parts(task, "", ROWS["countdown"][0], options, 0)
+    assert parts == {"format": 0.5, "answer": 1.0} and set(map(type, parts.values())) == {float}
 
 
 OWN_TASK = """
