@@ -138,9 +138,9 @@ class FitsContext:
     def refusal(self, split: str, section: str) -> str:
         """The error if no question fits; `section` is the config's section with the limit."""
         return (
-            f"{section}.max_new_gen_tokens = {self.max_new_tokens}: no {split} prompt without "
-            f"special tokens leaves room for it in the model's context of {self.context} tokens, "
-            "lower it"
+            f"{section}.max_new_gen_tokens = {self.max_new_tokens}: no {split} prompt leaves room "
+            f"for it in the model's context of {self.context} tokens, or each question holds a "
+            "special token: lower it, or take the tokens out"
         )
 
 

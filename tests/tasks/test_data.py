@@ -361,6 +361,17 @@ def test_a_reward_may_have_numpys_numbers_and_other_parts(monkeypatch):
     assert parts == {"format": 0.5, "answer": 1.0} and set(map(type, parts.values())) == {float}
 
 
+def test_questions_that_all_hold_a_special_token_are_no_reason_to_shorten_completions(
+    templated, monkeypatch
+):
+    """Bug: the line had one advice, to lower training.max_new_gen_tokens."""
+    rows = [row | {"note": "<|end|>"} for row in ROWS["countdown"]]
+    own = {"raising": False}
+    monkeypatch.setattr(load_task("countdown"), "load_examples", lambda *_, **how: rows, **own)
+    with pytest.raises(ValueError, match="each question holds a special token: "):
+        questions_for(templated)
+
+
 OWN_TASK = """
 from countdown import REWARD_PARTS, extract_answer, generate_prompt, reward_function
 """
