@@ -60,6 +60,7 @@ def load_questions(
         exclude=[],
         **request,
     )
+    check_list(task, validation)
     check_functions(task, validation, options=settings)
     if settings.prompt is not None and fill(settings.prompt, validation[0]) == settings.prompt:
         keys = ", ".join(f"{{{key}}}" for key in validation[0])
@@ -83,7 +84,9 @@ def load_questions(
     limit = settings.max_train_examples  # the first ones of the file, if it is not shuffled
     request |= {"num_examples": limit if settings.shuffle else None}
     request |= {"seed": config.training.seed, "exclude": validation}
-    questions = load_examples(task, settings.train, "train", **request)[:limit]
+    questions = load_examples(task, settings.train, "train", **request)
+    check_list(task, questions)
+    questions = questions[:limit]
     stream = QuestionStream(
         questions,
         seed=config.training.seed,
@@ -98,16 +101,20 @@ def load_questions(
     return fitting, stream
 
 
+def check_list(task: ModuleType, loaded: object) -> None:
+    """Raise ValueError unless the task has loaded a list of dicts."""
+    if not (isinstance(loaded, list) and loaded and all(isinstance(x, dict) for x in loaded)):
+        problem = "load_examples must return a list of dicts"
+        if not hasattr(task, "load_examples"):
+            problem = "generate_questions must return a list of dicts, and parse_row a dict"
+        raise ValueError(f"{task.__file__}: {problem}")
+
+
 def check_functions(task: ModuleType, examples: list[dict], *, options: TaskSettings) -> None:
     """Raise ValueError if the task's functions return something else than a run can use.
 
     They are tried on the first example, so that a slip in a user's own task shows at the start.
     """
-    if not isinstance(examples, list) or not examples or not isinstance(examples[0], dict):
-        problem = "load_examples must return a list of dicts"
-        if not hasattr(task, "load_examples"):
-            problem = "generate_questions must return a list of dicts, and parse_row a dict"
-        raise ValueError(f"{task.__file__}: {problem}")
     prompt = task.generate_prompt(copy.deepcopy(examples[0]), options=options)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     texts = [isinstance(m, dict) and m.get("role") and m.get("content") for m in messages or [0]]

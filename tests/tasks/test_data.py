@@ -338,6 +338,31 @@ def test_a_slip_in_a_users_own_task_is_named_at_the_start(
     assert str(caught.value).startswith(f"{ROOT}/countdown.py: ") and problem in str(caught.value)
 
 
+@pytest.mark.parametrize("slip", [[], [ROWS["countdown"][0], None], iter(ROWS["countdown"])])
+def test_training_questions_that_are_no_list_of_dicts_are_named_too(tokenizer, monkeypatch, slip):
+    """Bug: only the validation questions were looked at; the others ended in a traceback."""
+    loaded = {"validation": ROWS["countdown"][:8], "train": slip}
+    monkeypatch.setattr(
+        load_task("countdown"),
+        "load_examples",
+        lambda source, split, **settings: loaded[split],
+        raising=False,
+    )
+    with pytest.raises(ValueError, match=r"countdown\.py: load_examples must return a list of"):
+        questions_for(tokenizer)
+
+
+def test_questions_that_all_hold_a_special_token_are_no_reason_to_shorten_completions(
+    templated, monkeypatch
+):
+    """Bug: the line had one advice, to lower training.max_new_gen_tokens."""
+    rows = [row | {"note": "<|end|>"} for row in ROWS["countdown"]]
+    own = {"raising": False}
+    monkeypatch.setattr(load_task("countdown"), "load_examples", lambda *_, **how: rows, **own)
+    with pytest.raises(ValueError, match="each question holds a special token: "):
+        questions_for(templated)
+
+
 def test_a_prompt_may_be_made_by_changing_the_question(tokenizer, monkeypatch):
     """Bug: the words that a task added to a question were there twice in the next prompt."""
     task, generate_prompt = load_task("countdown"), countdown.generate_prompt
@@ -359,17 +384,6 @@ def test_a_reward_may_have_numpys_numbers_and_other_parts(monkeypatch):
     monkeypatch.setattr(task, "reward_function", lambda *_, **settings: paid)
     parts = reward_parts(task, "", ROWS["countdown"][0], options, 0)
     assert parts == {"format": 0.5, "answer": 1.0} and set(map(type, parts.values())) == {float}
-
-
-def test_questions_that_all_hold_a_special_token_are_no_reason_to_shorten_completions(
-    templated, monkeypatch
-):
-    """Bug: the line had one advice, to lower training.max_new_gen_tokens."""
-    rows = [row | {"note": "<|end|>"} for row in ROWS["countdown"]]
-    own = {"raising": False}
-    monkeypatch.setattr(load_task("countdown"), "load_examples", lambda *_, **how: rows, **own)
-    with pytest.raises(ValueError, match="each question holds a special token: "):
-        questions_for(templated)
 
 
 OWN_TASK = """
