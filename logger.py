@@ -307,11 +307,7 @@ def import_mlflow() -> ModuleType:
 
 
 def without_password(text: str) -> str:
-    """Return `text` without the user and the password that stand in MLflow's address.
-
-    Libraries cut an address at a / or @ of its password. If a piece of it would be left over,
-    nothing of the text is returned.
-    """
+    """Return `text` without the login in MLflow's address; "" if a library left a piece of it."""
     text, address = re.sub(r"//\S*@", "//", text), os.environ.get("MLFLOW_TRACKING_URI", "")
     secret = address.partition("//")[2].rpartition("@")[0]
     pieces = re.split(r"\W+", f"{secret} {unquote(secret)}")

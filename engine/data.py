@@ -104,10 +104,8 @@ def load_questions(
 def check_list(task: ModuleType, loaded: object) -> None:
     """Raise ValueError unless the task has loaded a list of dicts."""
     if not (isinstance(loaded, list) and loaded and all(isinstance(x, dict) for x in loaded)):
-        problem = "load_examples must return a list of dicts"
-        if not hasattr(task, "load_examples"):
-            problem = "generate_questions must return a list of dicts, and parse_row a dict"
-        raise ValueError(f"{task.__file__}: {problem}")
+        name = "load_examples" if hasattr(task, "load_examples") else "generate_questions"
+        raise ValueError(f"{task.__file__}: {name} must return a list of dicts, parse_row a dict")
 
 
 def check_functions(task: ModuleType, examples: list[dict], *, options: TaskSettings) -> None:
