@@ -500,6 +500,7 @@ def start(arguments: list[str], *torchrun: str, log: Path) -> BaseProcess:
 def run_program(arguments: list[str], torchrun: tuple[str, ...], log: Path) -> None:
     """The body of that process, and of a group: torchrun's workers are forks of it."""
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which ignores it
     os.chdir(ROOT)
     os.environ.update(ENVIRONMENT)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
