@@ -840,8 +840,8 @@ def run_evaluation(run: Run) -> int:
         greedy = groups if is_greedy else answer_questions(run, is_greedy=True)
     metrics = evaluation_metrics(run, groups) | single_answer_metrics(run, groups, greedy)
     metrics, samples = metrics | clock.read(), validation_samples(run, groups)
-    title, totals = f"evaluation of {run.config.model.name}", answer_totals(run)
-    run.logger.print_evaluation(title, metrics, samples, totals=totals)
+    title = f"evaluation of {run.config.model.name} on {run.config.task.name}"
+    run.logger.print_evaluation(title, metrics, samples, totals=answer_totals(run))
     save_evaluation(run, metrics, samples)
     return 2 if run.report_broken(groups) > 0 else 0
 
