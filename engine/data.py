@@ -295,7 +295,7 @@ def load_table(
         raise ValueError(f"{source}: no such file; give {choices}")
     if not is_file(source) and (path.exists() or source.count("/") != 1):
         raise ValueError(f"{source}: unknown kind of source; give {choices}")
-    # RecursionError is that of JSON that is nested too deeply
+    # JSON that is nested too deeply raises RecursionError.
     errors = (OSError, ValueError, RecursionError, csv.Error, datasets.exceptions.DatasetsError)
     try:
         if is_file(source) and path.suffix.lower() != ".parquet":

@@ -152,7 +152,7 @@ def model_card(
 
 
 def metadata(config: Config, *, num_questions: int, measured: dict[str, float]) -> ModelCardData:
-    """What the hub reads. No licence is named, because it is that of the base.
+    """What the hub reads of a card. No licence is named: the base model's holds for this one too.
 
     The hub refuses the names of a base and of data that it does not have, so they are left out.
     """
@@ -226,7 +226,7 @@ def is_on_hub(source: str) -> bool:
 
 
 def merged_card(card: str) -> str:
-    """The card of an adapter, made into that of the plain model with the adapter merged."""
+    """An adapter's card, rewritten for the plain model that it was merged into."""
     merged = ModelCard(card)
     merged.data.library_name = "transformers"
     return str(merged).replace(KINDS["peft"], KINDS["transformers"])
