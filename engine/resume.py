@@ -17,6 +17,7 @@ from engine.metrics import metric_columns, versions
 from engine.prompts import render_prompts
 from engine.run import Run, State
 from engine.sharding import check_shared_disk, gather_weights, load_parts, move_parts, save_parts
+from logger import write_atomically
 
 # Beginning
 
@@ -115,9 +116,7 @@ def open_files(run: Run) -> None:
 
 def write_config(folder: Path, config: Config) -> None:
     """Write every setting to config.yaml, below the versions in use; `settle` reads it."""
-    text, temporary = f"# {versions()}\n{dump(config)}", folder / "config.yaml.tmp"
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(folder / "config.yaml")  # so that a kill cannot leave half of it
+    write_atomically(folder / "config.yaml", f"# {versions()}\n{dump(config)}")
 
 
 # Saving
@@ -140,8 +139,9 @@ def save_best(run: Run, measured: dict[str, float]) -> bool:
         tokenizer=tokenizer,
         measured=measured,
     )
-    folder, best = run.folder / "best", measured[config.validation.best_metric]
-    best = {"best": best, "best_step": run.state.step}  # as `State` names them
+    folder = run.folder / "best"
+    # As `State` names them:
+    best = {"best": measured[config.validation.best_metric], "best_step": run.state.step}
     model, is_sharded = run.policy.model, config.model.shard
     weights = gather_weights(model, run.world) if is_sharded else None
     save = functools.partial(checkpoint.save_model, model, tokenizer, card, folder, weights, best)
