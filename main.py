@@ -410,34 +410,50 @@ def sample_tokens(
     logits = logits.float()
     if params.temperature not in (0, 1):  # a division by 1 would be one more pass over all logits
         logits = logits / params.temperature
-    log_probs = F.log_softmax(logits, dim=-1)  # (B, V)
-    is_broken = log_probs[:, 0].isnan()  # (B,), since then the whole row is NaN
-    probs = log_probs.exp()
-    entropies = -torch.special.xlogy(probs, probs).sum(dim=-1)  # xlogy, since 0 log 0 is 0
+    probs = logits.softmax(dim=-1)  # (B, V)
+    # The largest is exp(largest logit) / sum: so log(sum) needs no second pass of exponentials.
+    log_sum = logits.amax(dim=-1) - probs.amax(dim=-1).log()  # (B,)
+    log_probs = logits - log_sum[:, None]  # (B, V)
+    entropies = -(probs * log_probs).nansum(dim=-1)  # NaN is left out: 0 log 0 is 0
+    is_broken = log_sum.isnan()  # (B,), rows with a logit of NaN or infinity
     if params.temperature == 0:
         tokens = logits.argmax(dim=-1)
     else:
         kept = keep_likeliest(probs, top_p=params.top_p, top_k=params.top_k)
-        tokens = invert_cdf(kept.cumsum(dim=-1), kept, uniforms)
-    # A row with NaN or infinity draws from all tokens alike, since an index out of range would end
-    # the process. Its log-probability is NaN: for that the update skips the step.
+        tokens = draw_indices(kept, uniforms)
+    # A broken row draws from all tokens alike, since an index out of range would end the process.
+    # Its log-probability is NaN: for that the update skips the step.
     noise = (uniforms * probs.shape[1]).long().clamp(max=probs.shape[1] - 1)
     tokens = tokens.where(~is_broken, noise)
     chosen = log_probs.gather(-1, tokens[:, None])[:, 0]
     return tokens, chosen, entropies.masked_fill(is_broken, math.log(probs.shape[1]))
 
 
-def invert_cdf(cdf: Tensor, probs: Tensor, uniforms: Tensor) -> Tensor:
-    """The first token (B,) whose cumulative probability exceeds the uniform random number.
+def draw_indices(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Indices (B,) drawn in proportion to weights (B, V): first a block of 256, then one inside.
 
-    cdf and probs are (B, V), uniforms (B,). cumsum rounds: it may end at 0.9999, so the uniform is
-    scaled by its last value. On a GPU it may fall a little from one token to the next, so the
-    search can land on a token of probability 0: then the likeliest token is taken.
+    The sums of blocks take a tenth of the time of a cumulative sum over all V.
     """
+    blocks = F.pad(weights, (0, -weights.shape[1] % 256)).unflatten(1, (-1, 256))  # (B, V/256, 256)
+    block, uniforms = invert_cdf(blocks.sum(dim=-1), uniforms)
+    inside = blocks.gather(1, block[:, None, None].expand(-1, 1, 256))[:, 0]  # (B, 256)
+    return 256 * block + invert_cdf(inside, uniforms)[0]
+
+
+def invert_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The first index (B,) at which the cumulative sum of weights (B, n) exceeds the uniform.
+
+    Also how far into that index's own weight the uniform falls (B,), a uniform in [0, 1] again.
+    cumsum rounds: it may end at 0.9999, so the uniform is scaled by its last value. On a GPU it may
+    fall a little from one index to the next, so the search can land on a weight of 0: then the
+    largest is taken.
+    """
+    cdf = weights.cumsum(dim=-1)
     threshold = uniforms[:, None] * cdf[:, -1:]  # (B, 1)
-    tokens = torch.searchsorted(cdf, threshold, right=True).clamp(max=cdf.shape[1] - 1)
-    has_mass = probs.gather(-1, tokens) > 0
-    return tokens.where(has_mass, probs.argmax(dim=-1, keepdim=True))[:, 0]
+    index = torch.searchsorted(cdf, threshold, right=True).clamp(max=cdf.shape[1] - 1)
+    index = index.where(weights.gather(-1, index) > 0, weights.argmax(dim=-1, keepdim=True))
+    share_left = (cdf.gather(-1, index) - threshold) / weights.gather(-1, index)
+    return index[:, 0], (1 - share_left[:, 0]).clamp(0, 1)
 
 
 @torch.no_grad()
@@ -669,7 +685,7 @@ def token_weights(
 
 def update_policy(
     run: Run, micro_batches: list[MicroBatch]
-) -> tuple[dict[str, float], dict[str, tuple[float, float]], int]:
+) -> tuple[dict[str, float], dict[str, Tensor], int]:
     """One step's update; returns metrics, more as (sum, count) of this rank, and optimizer steps.
 
     A loss or gradient that is not finite ends the update before its optimizer step. If there is
@@ -705,8 +721,8 @@ def update_policy(
     return metrics, sums, num_updates
 
 
-def accumulate_gradient(run: Run, batch: MicroBatch, sums: dict[str, tuple[float, float]]) -> float:
-    """Add the gradient of one micro-batch to the weights'; returns its loss.
+def accumulate_gradient(run: Run, batch: MicroBatch, sums: dict[str, Tensor]) -> Tensor:
+    """Add the gradient of one micro-batch to the weights'; returns its loss. Waits for no number.
 
     The first of several updates is plain REINFORCE. The others compare with its log-probabilities.
     """
@@ -745,7 +761,7 @@ def accumulate_gradient(run: Run, batch: MicroBatch, sums: dict[str, tuple[float
     loss.backward()
     if training.num_iterations > 1 and is_first:
         batch.old_log_probs = log_probs.detach()
-    return loss.item()
+    return loss.detach().double()
 
 
 class CompletionScorer(nn.Module):

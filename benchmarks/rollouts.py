@@ -59,7 +59,7 @@ class Size:
 
     questions: int = 32
     samples: int = 16
-    max_new_tokens: int = 112
+    max_new_tokens: int = 208
 
 
 @dataclass

@@ -36,7 +36,7 @@ from engine.run import Run
 from engine.types import Trajectory
 from main import accumulate_gradient, assign_advantages, make_micro_batches, update_policy
 
-TINY_SIZES, CHAT_SIZES = (32, 16, 112), (8, 8, 24)  # questions, samples, new tokens
+TINY_SIZES, CHAT_SIZES = (32, 16, 208), (8, 8, 24)  # questions, samples, new tokens
 LEARNING_RATE = 1e-6
 
 
@@ -191,6 +191,8 @@ def print_results(trainer: GRPOTrainer, turns: Turns) -> None:
     for phase in ("rollout", "update"):
         seconds = [row[f"time/{phase}_s"] for row in turns.our_rows[1:]]
         print(f"ours, {phase}: {statistics.median(seconds):.2f} s")
+    equal = statistics.mean(row["train/zero_advantage_frac"] for row in turns.our_rows)
+    print(f"{equal:.0%} of our groups are equal: their rows are not in our update, but in TRL's")
 
 
 if __name__ == "__main__":

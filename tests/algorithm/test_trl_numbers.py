@@ -193,7 +193,7 @@ def loss_and_gradient(
         f"training.kl_coef={kl_coef}",
         *overrides,
     )
-    sums: dict[str, tuple[float, float]] = {}
+    sums: dict[str, torch.Tensor] = {}
     loss = accumulate_gradient(SimpleNamespace(config=config, policy=policy), batch, sums)
     return loss, log_probs.grad, sums
 
