@@ -43,6 +43,7 @@ from engine.lora import (
     quantization_config,
     score_without_adapter,
 )
+from engine.matmul import speed_up
 from engine.probe import supports_grouped
 from engine.prompts import end_of_turn, render_prompt
 from engine.sharding import whole
@@ -140,6 +141,8 @@ def load_model_and_tokenizer(
         add_adapter(model, lora, seed=config.training.seed)
         num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         log(f"LoRA: {num_trained:,} weights are trained, all others stay as they are")
+    if device.type == "cpu" and compute_dtype == torch.float32:
+        speed_up(model, log)
     return model, tokenizer, eos_ids
 
 
