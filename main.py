@@ -347,14 +347,14 @@ class DecodeBatch:
         self.last_column = torch.full((1,), -1, device=model.device)
         prompt_ids, prompt_mask = left_pad(prompts, params.pad_id, model.device)  # (N, P)
         logits = self.read(prompt_ids, prompt_mask, position_ids(prompt_mask))  # (N, V)
-        self.cache.batch_repeat_interleave(num_samples)
-        mask = F.pad(prompt_mask, (0, params.max_new_tokens), value=False)
-        self.mask = mask.repeat_interleave(num_samples, dim=0)  # (B, P + T)
+        group = torch.arange(len(uniforms), device=model.device) // num_samples  # (B,), of each row
+        self.cache.reorder_cache(group)  # the one call that moves a recurrent layer's state too
+        self.mask = F.pad(prompt_mask, (0, params.max_new_tokens), value=False)[group]  # (B, P + T)
         self.positions = self.mask.sum(dim=1, keepdim=True) - 1  # (B, 1), of the last token read
         self.tokens = torch.zeros_like(self.positions)  # (B, 1), the last ones drawn
         self.column = torch.full((1,), prompt_ids.shape[1] - 1, device=model.device)  # last filled
         self.room = Room(model, self.cache, self.column)
-        self.draw(logits.repeat_interleave(num_samples, dim=0))
+        self.draw(logits[group])
 
     def step(self, num_columns: int) -> None:
         """Read the last tokens and draw the next; attention sees the first `num_columns`."""
@@ -388,7 +388,7 @@ class DecodeBatch:
         self.record.keep(indices)
         self.mask, self.positions = self.mask[indices], self.positions[indices]
         self.tokens, self.uniforms = self.tokens[indices], self.uniforms[indices]
-        self.cache.batch_select_indices(indices)
+        self.cache.reorder_cache(indices)
 
 
 def draw_uniforms(seeds: list[Seed], *, num_samples: int, length: int) -> Tensor:

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import DynamicCache, PretrainedConfig
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from engine.types import Completion, SamplingParams, Seed
 
@@ -55,6 +56,7 @@ def tokens_that_fit(model: nn.Module, row_tokens: int) -> int:
     free = torch.cuda.mem_get_info(device)[0] + reserved
     config, itemsize = model.config.get_text_config(), model.dtype.itemsize
     row_bytes = decode_bytes_per_row(config, row_tokens, bytes_per_number=itemsize)
+    row_bytes += state_bytes(model)
     return int(0.9 * free / row_bytes) * row_tokens
 
 
@@ -68,9 +70,37 @@ def decode_bytes_per_row(
     return cache + growing + drawing
 
 
+@torch.no_grad()
+def state_bytes(model: nn.Module) -> int:
+    """Bytes of a row's recurrent states, however long the row: seen on one token."""
+    config = model.config.get_text_config()
+    if not any(isinstance(cached, LinearAttentionLayer) for _, cached in cached_layers(config)):
+        return 0
+    cache = DynamicCache(config=config)
+    ids = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    model(input_ids=ids, past_key_values=cache, use_cache=True)
+    layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
+    states = [[*layer.conv_states.values(), *layer.recurrent_states.values()] for layer in layers]
+    return sum(state.nbytes for some in states for state in some if state is not None)
+
+
 def cache_bytes_per_token(config: PretrainedConfig, *, bytes_per_number: int) -> int:
-    """Bytes of one token's keys and values in all layers; 0 if the config does not tell."""
-    heads = getattr(config, "num_attention_heads", 0)
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-    return 2 * getattr(config, "num_hidden_layers", 0) * key_heads * head_size * bytes_per_number
+    """Bytes of one token's keys and values in all layers; 0 if the config does not tell.
+
+    Recurrent layers have none; in Gemma 4 some layers read those of others.
+    """
+    num_bytes = 0
+    for layer, cached in cached_layers(config):
+        heads = getattr(layer, "num_attention_heads", 0)
+        key_heads = getattr(layer, "num_key_value_heads", None) or heads
+        head_size = getattr(layer, "head_dim", None) or (layer.hidden_size // heads if heads else 0)
+        num_bytes += 2 * key_heads * head_size * bytes_per_number * isinstance(cached, DynamicLayer)
+    return num_bytes
+
+
+def cached_layers(config: PretrainedConfig) -> list[tuple]:
+    """The config of each layer and its cache, still empty; [] for a config that does not tell."""
+    try:  # 5.17 makes no cache for the last layers of Gemma 4, which read those of others
+        return [*zip(config.per_layer_config, DynamicCache(config=config).layers, strict=False)]
+    except (AttributeError, KeyError):
+        return []

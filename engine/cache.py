@@ -15,17 +15,20 @@ class Room:
     """Empty columns ahead in a cache, if its model can use them; else the cache stays as it is.
 
     Room needs a cache that is written in place and an attention that accepts a mask over unused
-    columns. Sliding-window layers lack the first, flash_attention_2 lacks the second.
+    columns. Sliding-window layers lack the first, flash_attention_2 lacks the second. A recurrent
+    layer has a state instead of columns, and writes it in place already.
     """
 
     def __init__(self, model: nn.Module, cache: Cache, column: Tensor):
         """The tensor `column` (1,) says where a token is written; the caller moves it on."""
         self.cache, self.dtype = cache, model.dtype
         self.attention = model.config.get_text_config()._attn_implementation
-        is_plain = all(type(layer) is DynamicLayer for layer in cache.layers)
-        self.is_there = is_plain and self.attention in ("sdpa", "eager")
+        growing = {type(layer) for layer in cache.layers if isinstance(layer, DynamicLayer)}
+        self.is_there = growing == {DynamicLayer} and self.attention in ("sdpa", "eager")
         if self.is_there:
-            cache.layers[:] = [RoomyLayer(layer, column) for layer in cache.layers]
+            for i, layer in enumerate(cache.layers):
+                if type(layer) is DynamicLayer:
+                    cache.layers[i] = RoomyLayer(layer, column)
 
     def show(self, mask: Tensor, num_columns: int) -> Tensor:
         """Let attention see the first `num_columns`; returns the mask for them, from `mask` (B, *).
@@ -35,7 +38,8 @@ class Room:
         if not self.is_there:
             return mask[:, : num_columns - 1]
         for layer in self.cache.layers:
-            layer.show(num_columns, limit=mask.shape[1])
+            if isinstance(layer, RoomyLayer):
+                layer.show(num_columns, limit=mask.shape[1])
         mask = mask[:, None, None, :num_columns]  # of four dimensions: the model takes it as it is
         if self.attention == "eager":  # adds the mask (B, 1, 1, columns) to its scores
             zeros = torch.zeros_like(mask, dtype=self.dtype)

@@ -22,6 +22,8 @@ from engine.packages import import_package
 if TYPE_CHECKING:  # a package that may be missing
     from peft import LoraConfig
 
+MAMBA = ("falcon_h1", "nemotron_h")  # a kernel passes by what is added to out_proj: peft refuses
+
 
 def find_base(settings: ModelSettings) -> ModelSettings | None:
     """The base model's settings if model.name is an adapter, else None; ValueError without peft."""
@@ -91,7 +93,8 @@ def adapted_layers(model: nn.Module, lora: LoraSettings) -> list[nn.Module]:
     """The linear layers that get an adapter; ValueError for a target_modules name that none has."""
     layers = linear_layers(model)
     if lora.target_modules == "all-linear":
-        return list(layers.values())
+        is_mamba = model.config.model_type in MAMBA
+        return [x for name, x in layers.items() if not (is_mamba and name.endswith(".out_proj"))]
     for target in lora.target_modules:  # it names the end of a layer's path, as in peft
         if not any(f".{name}".endswith(f".{target}") for name in layers):
             known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
@@ -107,6 +110,8 @@ def add_adapter(model: nn.Module, described: "LoraConfig", *, seed: int) -> None
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        if model.config.model_type in MAMBA and described.target_modules == "all-linear":
+            described.exclude_modules = ["out_proj"]
         model.add_adapter(described)
     if os.path.isdir(model.name_or_path):  # the adapter may later be loaded from another folder
         described.base_model_name_or_path = os.path.abspath(model.name_or_path)

@@ -6,11 +6,12 @@ import harness
 import pytest
 import torch
 from graphs import Graph, install_graphs
-from harness import ROOT, make_config, make_policy, sample, save_random, tokens_of
+from harness import ROOT, make_policy, sample, save_random, tokens_of
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from engine.model import Policy, choose_backend
+from engine.batches import cache_bytes_per_token, state_bytes
+from engine.model import Policy
 from engine.probe import supports_grouped
 from engine.tensors import left_pad
 from main import DecodeBatch
@@ -33,6 +34,15 @@ LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
     "shared_expert_intermediate_size": 32,
 }
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+GRANITE = MAMBA | {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 0}
+GRANITE |= {"logits_scaling": 4.0, "shared_intermediate_size": 64}
+NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1}
+NEMOTRON |= {key: size for key, size in SIZES.items() if key != "num_hidden_layers"}
+NEMOTRON |= {"layers_block_type": ["linear_attention", "mlp", "full_attention"], "chunk_size": 8}
+GEMMA4 = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 345}
+GEMMA4 |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 16}
+GEMMA4 |= {"layer_types": 2 * WINDOW["layer_types"], "final_logit_softcapping": 30.0}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
 FAMILIES = {  # README's name, transformers' model_type and what its config is given
     "Llama": ("llama", SIZES),
@@ -41,15 +51,22 @@ FAMILIES = {  # README's name, transformers' model_type and what its config is g
     "SmolLM3": ("smollm3", SIZES),
     "Gemma 2 (eager)": ("gemma2", SIZES | WINDOW | {"query_pre_attn_scalar": 8}),
     "Gemma 3": ("gemma3_text", SIZES | WINDOW | {"query_pre_attn_scalar": 8}),
+    "Gemma 4": ("gemma4_text", SIZES | WINDOW | GEMMA4),
     "Phi-3": ("phi3", SIZES),
     "Mistral": ("mistral", SIZES | {"sliding_window": None}),
     "Mistral with a sliding window": ("mistral", SIZES | {"sliding_window": 4}),
     "OLMo 2": ("olmo2", SIZES),
+    "OLMo 3": ("olmo3", SIZES | WINDOW),
     "Granite": ("granite", SIZES | {"logits_scaling": 4.0}),
     "NanoChat": ("nanochat", SIZES),
     "GPT-2": ("gpt2", GPT2),
     "Qwen3-MoE": ("qwen3_moe", SIZES | EXPERTS),
     "Qwen3-Next": ("qwen3_next", SIZES | EXPERTS | LINEAR),
+    "Qwen3.5": ("qwen3_5_text", SIZES | LINEAR),
+    "LFM2": ("lfm2", SIZES | {"layer_types": ["conv", "full_attention"]}),
+    "Granite 4 hybrid": ("granitemoehybrid", SIZES | GRANITE),
+    "Falcon-H1": ("falcon_h1", SIZES | MAMBA | {"mamba_d_ssm": 64, "lm_head_multiplier": 0.5}),
+    "Nemotron-H": ("nemotron_h", NEMOTRON),
 }
 EAGER = "model.attn_implementation=eager"  # transformers has no other for Gemma 2
 ADAPTER = "model.lora.r=4"
@@ -107,13 +124,23 @@ def test_the_readme_says_what_a_family_can_do(family, monkeypatch):
     assert Graph.num_captures == can[1]  # one capture, or a refusal before any
 
 
-def test_a_hybrid_says_that_it_samples_by_the_plain_path(family):
-    """Its recurrent state cannot be shared by a group; every other family's cache can."""
+BYTES = {  # of a token's keys and values in fp32, and of a row's states
+    "Gemma 4": (2 * 2 * (8 + 16) * 4, 0),  # 2 of 4 layers share: heads of 8, of 16 without a window
+    "Qwen3-Next": (2 * 2 * 8 * 4, (4 * 8 * 8 + 64 * 4) * 4),  # 4 heads, convolutions of 4 columns
+    "Qwen3.5": (2 * 2 * 8 * 4, (4 * 8 * 8 + 64 * 4) * 4),
+    "LFM2": (2 * 2 * 8 * 4, 32 * 3 * 4),
+    "Granite 4 hybrid": (2 * 2 * 8 * 4, (8 * 8 * 8 + 80 * 4) * 4),
+    "Falcon-H1": (2 * 2 * 2 * 8 * 4, 2 * (8 * 8 * 8 + 80 * 4) * 4),
+    "Nemotron-H": (2 * 2 * 8 * 4, (8 * 8 * 8 + 80 * 4) * 4),
+    "GPT-2": (2 * 2 * 4 * 8 * 4, 0),
+}
+OTHER = (2 * 2 * 2 * 8 * 4, 0)  # keys and values of 2 layers with 2 heads of 8
+
+
+def test_the_estimate_counts_the_layers_that_keep_something(family):
+    """Bug: it counted keys in recurrent layers, which have none, and failed on Gemma 4."""
     name, folder, overrides = family
-    lines: list[str] = []
-    policy = make_policy(folder, *overrides)
-    backend = choose_backend(make_config(), policy.sampler, DecodeBatch, lines.append)
-    if name == "Qwen3-Next":
-        assert backend == "generate" and "cannot be shared" in lines[0]
-    else:
-        assert backend == "grouped" and lines == []
+    model = make_policy(folder, *overrides).sampler
+    config = model.config.get_text_config()
+    counted = cache_bytes_per_token(config, bytes_per_number=4), state_bytes(model)
+    assert counted == BYTES.get(name, OTHER)

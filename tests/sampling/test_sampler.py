@@ -716,7 +716,7 @@ def test_attention_that_takes_no_4d_mask_gets_its_own(rotary_model_folder, monke
 
 
 def test_a_recurrent_model_samples_with_generate(tmp_path, tokenizer):
-    """A state cannot be repeated like a cache: the load says so and takes the other backend."""
+    """Mamba hands no cache over under its usual name: the load says so, takes the other backend."""
     config = MambaConfig(vocab_size=345, hidden_size=32, num_hidden_layers=2, state_size=4)
     folder = save_random(MambaForCausalLM, config, tokenizer, tmp_path)
     policy = make_policy(folder, "model.attn_implementation=eager")
