@@ -21,8 +21,8 @@ training and generation, a function below the one that calls it. What it rests o
 idea a file: other ways to the same numbers (CUDA graphs, caches with room, the head in blocks,
 shards) and what is off by default. The default task is countdown.py; config.yaml explains all keys.
 
-Shapes: N questions, G completions each, B rows, P longest prompt, T completion tokens, V
-vocabulary. Masks are bool, True = keep.
+Shapes: N questions, G completions each, B rows, P longest prompt, T completion tokens, S longest
+prompt with its completion, V vocabulary. Masks are bool, True = keep.
 """
 
 import contextlib
@@ -79,7 +79,7 @@ from engine.samples import training_samples, validation_samples
 from engine.sharding import equal_passes, shard_scorer
 from engine.start import run_folder, settle
 from engine.task_module import load_task, reward_parts
-from engine.tensors import autocast, left_pad, model_inputs, position_ids, right_pad, seeded
+from engine.tensors import autocast, left_pad, position_ids, right_pad, seeded
 from engine.truncation import keep_likeliest
 from engine.types import Completion, MicroBatch, SamplingParams, Seed, Trajectory
 from logger import Logger
@@ -611,16 +611,12 @@ def make_micro_batches(run: Run, groups: list[list[Trajectory]]) -> list[MicroBa
 
 
 def pack(trajectories: list[Trajectory], max_tokens: int) -> Iterator[list[Trajectory]]:
-    """Batches by length: rows * (longest prompt + completion) <= max_tokens, or a single row."""
+    """Batches by length: rows * longest (prompt + completion) <= max_tokens, or a single row."""
     batch: list[Trajectory] = []
-    longest_prompt = longest_completion = 0
-    for t in sorted(trajectories, key=lambda t: len(t.prompt_ids) + len(t.completion.token_ids)):
-        prompt = max(longest_prompt, len(t.prompt_ids))
-        completion = max(longest_completion, len(t.completion.token_ids))
-        if batch and (len(batch) + 1) * (prompt + completion) > max_tokens:
+    for t in sorted(trajectories, key=lambda t: t.length):  # so the longest is the last
+        if batch and (len(batch) + 1) * t.length > max_tokens:
             yield batch
-            batch, prompt, completion = [], len(t.prompt_ids), len(t.completion.token_ids)
-        longest_prompt, longest_completion = prompt, completion
+            batch = []
         batch.append(t)
     yield batch
 
@@ -629,13 +625,15 @@ def make_micro_batch(
     trajectories: list[Trajectory], run: Run, *, num_rows: float, num_tokens: float
 ) -> MicroBatch:
     """Tensors on this rank's device; the counts are those of the whole batch over all ranks."""
-    training, world, pad_id = run.config.training, run.world, run.policy.params.pad_id
-    device, completions = world.device, [t.completion for t in trajectories]
-    prompt_ids, prompt_mask = left_pad([t.prompt_ids for t in trajectories], pad_id, device)
-    completion_ids = right_pad([c.token_ids for c in completions], pad_id).to(device)  # (B, T)
-    is_token = right_pad([[True] * len(c.token_ids) for c in completions], False)  # (B, T)
-    # The end token is trained. What the calculator wrote is read as the prompt is, and not trained.
-    completion_mask = ~right_pad([c.is_inserted for c in completions], True).to(device)  # (B, T)
+    training, world, device = run.config.training, run.world, run.world.device
+    token_ids, is_read, log_probs = [], [], []
+    for t in trajectories:
+        completion, prompt = t.completion, (len(t.prompt_ids), 0)  # columns before it, and behind
+        token_ids.append(t.prompt_ids + completion.token_ids)
+        # The end token is trained. What the calculator wrote is only read, as the prompt is.
+        is_read.append(np.pad(completion.is_inserted, prompt, constant_values=True))
+        log_probs.append(np.pad(completion.log_probs, prompt))
+    completion_mask = ~right_pad(is_read, True).to(device)  # (B, S)
     weights = token_weights(
         completion_mask,
         normalization=training.loss_normalization,
@@ -646,12 +644,11 @@ def make_micro_batch(
     advantages = [t.advantage for t in trajectories]
     return MicroBatch(
         trajectories,
-        input_ids=torch.cat([prompt_ids, completion_ids], dim=1),
-        mask=torch.cat([prompt_mask, is_token.to(device)], dim=1),
+        input_ids=right_pad(token_ids, run.policy.params.pad_id).to(device),
         completion_mask=completion_mask,
         advantages=torch.tensor(advantages, device=device, dtype=torch.float32),
         token_weights=weights * world.size,  # DDP averages over the ranks, the loss is a sum
-        sampler_log_probs=right_pad([c.log_probs for c in completions], 0.0).to(device),
+        sampler_log_probs=right_pad(log_probs, 0.0).to(device),
     )
 
 
@@ -663,7 +660,7 @@ def token_weights(
     num_tokens: float,
     max_new_gen_tokens: int,
 ) -> Tensor:
-    """What each token counts for in the loss, (B, T) to (B, T); 0 where the mask is False.
+    """What each token counts for in the loss, (B, S) to (B, S); 0 where the mask is False.
 
     `num_rows` and `num_tokens` are those of the whole batch over all ranks, so that the gradient
     depends neither on the number of ranks nor on the size of a micro-batch. dr_grpo is that of
@@ -727,10 +724,9 @@ def accumulate_gradient(run: Run, batch: MicroBatch, sums: dict[str, Tensor]) ->
     The first of several updates is plain REINFORCE. The others compare with its log-probabilities.
     """
     training, policy = run.config.training, run.policy
-    temperature, num_tokens = policy.params.temperature, batch.completion_mask.shape[1]
-    asked = {"num_tokens": num_tokens, "temperature": temperature}
-    log_probs = policy.scorer(batch.input_ids, batch.mask, **asked)  # (B, T)
-    is_first, is_trained = batch.old_log_probs is None, batch.token_weights > 0  # (B, T)
+    rows, temperature = (batch.input_ids, batch.completion_mask), policy.params.temperature
+    log_probs = policy.scorer(*rows, temperature=temperature)  # (B, S)
+    is_first, is_trained = batch.old_log_probs is None, batch.token_weights > 0  # (B, S)
     if is_first:
         token_loss = -batch.advantages[:, None] * log_probs
         is_clipped = torch.zeros_like(is_trained)
@@ -745,7 +741,7 @@ def accumulate_gradient(run: Run, batch: MicroBatch, sums: dict[str, Tensor]) ->
     if training.kl_coef > 0:
         if is_first:
             with torch.no_grad():
-                batch.ref_log_probs = policy.reference(batch.input_ids, batch.mask, **asked)
+                batch.ref_log_probs = policy.reference(*rows, temperature=temperature)
         kl = kl_penalty(log_probs, batch.ref_log_probs)
         token_loss = token_loss + training.kl_coef * kl
         if is_first:
@@ -775,34 +771,33 @@ class CompletionScorer(nn.Module):
         self.chunked = chunked
         self.keeps_casts = True  # weights that autocast has made bf16, until the pass ends
 
-    def forward(
-        self, input_ids: Tensor, mask: Tensor, *, num_tokens: int, temperature: float
-    ) -> Tensor:
-        """Log-probabilities (B, T) of the last T = num_tokens columns of input_ids (B, P + T).
+    def forward(self, input_ids: Tensor, mask: Tensor, *, temperature: float) -> Tensor:
+        """Log-probabilities (B, S) of the tokens input_ids (B, S) where the mask is True, else 0.
 
-        They are those of softmax(logits / temperature), the distribution that was sampled. `mask`
-        (B, P + T) is False on padding, which may be on both sides and scores 0.
+        They are those of softmax(logits / temperature), the distribution that was sampled. Rows are
+        padded on the right, where no token looks: attention is causal and needs no mask.
         """
-        inputs = model_inputs(input_ids, mask)
-        token_ids, is_kept = input_ids[:, -num_tokens:], mask[:, -num_tokens:]  # (B, T)
+        inputs = {"input_ids": input_ids, "use_cache": False}
+        mask, token_ids = mask[:, 1:], input_ids[:, 1:]  # nothing predicts the first column
         with autocast(input_ids.device, self.compute_dtype, keeps_casts=self.keeps_casts):
             # What the model computes at a position predicts the token after it.
             if self.chunked:
                 hidden = self.model.base_model(**inputs).last_hidden_state
-                hidden = hidden[:, -num_tokens - 1 : -1]  # (B, T, H)
-            else:
-                columns = torch.arange(-num_tokens - 1, -1, device=input_ids.device)
-                logits = self.model(**inputs, logits_to_keep=columns).logits  # (B, T, V)
-        if not self.chunked:
-            log_probs = token_log_probs(logits, token_ids, temperature=temperature)
-            return log_probs.masked_fill(~is_kept, 0.0)
-        log_probs = head_log_probs(  # the same number for each kept token: engine/head.py
-            hidden[is_kept].to(self.compute_dtype),
-            self.model.get_output_embeddings(),
-            token_ids[is_kept],
-            temperature=temperature,
-        )
-        return log_probs.new_zeros(is_kept.shape).masked_scatter(is_kept, log_probs)
+            else:  # all logits at once, but for columns of which no row scores a token
+                columns = mask.any(dim=0).nonzero()[:, 0]  # (K,)
+                logits = self.model(**inputs, logits_to_keep=columns).logits  # (B, K, V)
+        if self.chunked:
+            log_probs = head_log_probs(  # the same number for each token: engine/head.py
+                hidden[:, :-1][mask].to(self.compute_dtype),
+                self.model.get_output_embeddings(),
+                token_ids[mask],
+                temperature=temperature,
+            )
+        else:
+            log_probs = token_log_probs(logits, token_ids[:, columns], temperature=temperature)
+            log_probs = log_probs[mask[:, columns]]
+        scored = log_probs.new_zeros(mask.shape).masked_scatter(mask, log_probs)
+        return F.pad(scored, (1, 0))
 
 
 def token_log_probs(logits: Tensor, token_ids: Tensor, *, temperature: float) -> Tensor:

@@ -43,7 +43,7 @@ from engine.head import head_log_probs
 from engine.metrics import peak_memory_gb
 from engine.model import bf16_copy
 from engine.optimizer import make_optimizer
-from engine.tensors import left_pad, right_pad
+from engine.tensors import right_pad
 from engine.types import SamplingParams
 from logger import Logger
 from main import CompletionScorer, DecodeBatch, decode_grouped, draw_uniforms, load_policy
@@ -132,17 +132,14 @@ def check_sampling(setting: Setting) -> list[Row]:
 
     sampler = bf16_copy(model)
     completions = sample(sampler, prompts, **settings, capture=setting.has_graphs)
-    prompt_ids, mask = left_pad([p for p in prompts for _ in range(4)], 0, setting.device)
-    ids = right_pad([c.token_ids for c in completions], 0).to(setting.device)
+    pairs = list(zip([p for p in prompts for _ in range(4)], completions, strict=True))
+    ids = right_pad([prompt + c.token_ids for prompt, c in pairs], 0).to(setting.device)
+    is_sampled = [[False] * len(prompt) + [True] * num_tokens for prompt, _ in pairs]
+    mask = right_pad(is_sampled, False).to(setting.device)
     scorer = CompletionScorer(model, torch.bfloat16, chunked=True)
     model.train()
-    log_probs = scorer(
-        torch.cat([prompt_ids, ids], dim=1),
-        torch.cat([mask, torch.ones_like(ids, dtype=torch.bool)], dim=1),
-        num_tokens=num_tokens,
-        temperature=1.0,
-    )
-    sampled = torch.tensor(np.stack([c.log_probs for c in completions]), device=setting.device)
+    log_probs = scorer(ids, mask, temperature=1.0)[mask]
+    sampled = torch.tensor(np.concatenate([c.log_probs for c in completions])).to(setting.device)
     difference = (log_probs.detach() - sampled).abs().mean().item()
     rows.append(Row("bf16 sampler against scorer, padded", difference, "nats", at_most=0.05))
     (-log_probs.mean()).backward()
@@ -229,7 +226,7 @@ def check_ddp(setting: Setting) -> list[Row]:
         before = peak_memory_gb(setting.device)
         ids = torch.tensor([[5, 9, 30, 7]], device=setting.device)
         with scorer.no_sync():
-            scorer(ids, ids > 0, num_tokens=3, temperature=1.0).sum().backward()
+            scorer(ids, ids > 0, temperature=1.0).sum().backward()
         gradients = [p.grad for p in model.parameters()]
         shared = [g.untyped_storage().nbytes() > g.nbytes for g in gradients]
         grown = peak_memory_gb(setting.device) - before
@@ -260,7 +257,7 @@ def check_adapters(setting: Setting) -> list[Row]:
             policy = load_policy(config, world, Logger(rank=1))
             ids = torch.arange(2, 34, device=setting.device)[None]
             policy.model.train()
-            policy.scorer(ids, ids > 0, num_tokens=16, temperature=1.0).sum().backward()
+            policy.scorer(ids, ids > 0, temperature=1.0).sum().backward()
             trained = [p for p in policy.model.parameters() if p.requires_grad]
             is_finite = all(p.grad is not None and p.grad.isfinite().all() for p in trained)
             name = f"LoRA, 4 bits {in_4bit}"

@@ -140,16 +140,12 @@ class WholePass:
     def __init__(self, shape: dict[str, int], *, num_rows: int = 8, num_tokens: int = 1024):
         self.model = random_model(shape, DEVICE)
         self.input_ids = torch.randint(VOCABULARY, (num_rows, num_tokens), device=DEVICE)
-        self.mask = torch.ones_like(self.input_ids, dtype=torch.bool)
+        self.mask = torch.arange(num_tokens, device=DEVICE).expand(num_rows, -1) >= num_tokens // 4
 
     def run(self, *, chunked: bool) -> None:
         self.model.zero_grad()
         scorer = CompletionScorer(self.model, DTYPE, chunked=chunked)
-        num_tokens = 3 * self.input_ids.shape[1] // 4
-        log_probs = scorer(
-            self.input_ids, self.mask, num_tokens=num_tokens, temperature=TEMPERATURE
-        )
-        log_probs.sum().backward()
+        scorer(self.input_ids, self.mask, temperature=TEMPERATURE).sum().backward()
 
 
 def print_whole_passes() -> None:

@@ -222,6 +222,6 @@ def settle_ddp_buckets(scorer: nn.Module, device: torch.device) -> None:
     ids = torch.zeros((1, 2), dtype=torch.long, device=device)
     mask = torch.ones_like(ids, dtype=torch.bool)
     for is_ordered in (False, True):
-        log_probs = scorer(ids, mask, num_tokens=1, temperature=1.0)
+        log_probs = scorer(ids, mask, temperature=1.0)
         (0.0 * log_probs.sum()).backward()
         scorer.zero_grad(set_to_none=not is_ordered)

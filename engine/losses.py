@@ -1,8 +1,8 @@
 """Losses that are off by default: batches that are used again, a KL penalty, a rounding sampler.
 
 Where a batch is used for several updates (`training.num_iterations`), the policy has moved since it
-sampled. Then the ratio pi / pi_old weighs each token: `old_log_probs` (B, T) are those of the first
-update's pass, whose loss is REINFORCE, -A log pi. All shapes are (B, T), but for advantages (B,).
+sampled. Then the ratio pi / pi_old weighs each token: `old_log_probs` (B, S) are those of the first
+update's pass, whose loss is REINFORCE, -A log pi. All shapes are (B, S), but for advantages (B,).
 """
 
 from torch import Tensor

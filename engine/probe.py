@@ -9,7 +9,6 @@ from torch import nn
 from engine import matmul
 from engine.graphs import CapturedSteps
 from engine.record import Record
-from engine.tensors import model_inputs
 from engine.types import SamplingParams
 
 
@@ -70,10 +69,9 @@ def supports_chunked_head(model: nn.Module, log: Callable[[str], None]) -> bool:
     head, is_plain = model.get_output_embeddings(), False
     if type(head) in (nn.Linear, matmul.Linear):
         ids = torch.arange(1, 7, device=model.device)[None] % head.out_features  # (1, 6)
-        inputs = model_inputs(ids, torch.ones_like(ids, dtype=torch.bool))
-        expected = model(**inputs).logits
+        expected = model(input_ids=ids, use_cache=False).logits
         with suppress(AttributeError, NotImplementedError, TypeError, ValueError, RuntimeError):
-            logits = head(model.base_model(**inputs).last_hidden_state)
+            logits = head(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
             difference = (logits - expected).abs().max()  # RuntimeError for other shapes
             is_plain = bool(difference <= 1e-6 * expected.abs().max())
     if not is_plain:

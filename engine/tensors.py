@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,16 +36,6 @@ def right_pad(sequences: list, value: float) -> Tensor:
     """Sequences as one tensor (B, longest), padded on the right."""
     tensors = [torch.as_tensor(sequence) for sequence in sequences]
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
-
-
-def model_inputs(input_ids: Tensor, mask: Tensor) -> dict[str, Any]:
-    """The arguments of a model's forward over whole rows (B, P + T)."""
-    return {
-        "input_ids": input_ids,
-        "attention_mask": mask,
-        "position_ids": position_ids(mask),
-        "use_cache": False,
-    }
 
 
 def autocast(

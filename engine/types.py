@@ -1,6 +1,6 @@
 """What a step makes of its questions: completions, trajectories, micro-batches.
 
-Shapes: B rows, P longest prompt, T completion tokens. Masks are bool, True = keep.
+Shapes: B rows, T completion tokens, S longest prompt with its completion. Masks: True = keep.
 """
 
 from collections.abc import Sequence
@@ -61,6 +61,11 @@ class Trajectory:
     in_batch: bool = True  # counts in the loss's denominator; sil leaves out all but the k best
 
     @property
+    def length(self) -> int:
+        """The tokens of prompt and completion."""
+        return len(self.prompt_ids) + len(self.completion.token_ids)
+
+    @property
     def is_solved(self) -> bool:
         return self.reward_parts["answer"] == 1.0 and not self.completion.is_broken
 
@@ -71,15 +76,14 @@ class Trajectory:
 
 @dataclass
 class MicroBatch:
-    """Trajectories that go through the model together, padded: prompts left, completions right."""
+    """Trajectories that go through the model together, padded on the right."""
 
     trajectories: list[Trajectory]  # B
-    input_ids: Tensor  # (B, P + T)
-    mask: Tensor  # (B, P + T)
-    completion_mask: Tensor  # (B, T), True for what was sampled, the first EOS too
+    input_ids: Tensor  # (B, S), prompt and completion
+    completion_mask: Tensor  # (B, S), True for what was sampled, the first EOS too
     advantages: Tensor  # (B,)
-    token_weights: Tensor  # (B, T); 0 all over where a rank has nothing to train on
-    sampler_log_probs: Tensor  # (B, T)
-    old_log_probs: Tensor | None = None  # (B, T), of the first pass, if several updates follow
-    ref_log_probs: Tensor | None = None  # (B, T), set by the first pass if there is a KL penalty
-    importance: Tensor | None = None  # (B, T), set by the first pass if training.tis_clip is
+    token_weights: Tensor  # (B, S); 0 all over where a rank has nothing to train on
+    sampler_log_probs: Tensor  # (B, S)
+    old_log_probs: Tensor | None = None  # (B, S), of the first pass, if several updates follow
+    ref_log_probs: Tensor | None = None  # (B, S), set by the first pass if there is a KL penalty
+    importance: Tensor | None = None  # (B, S), set by the first pass if training.tis_clip is

@@ -2,18 +2,18 @@
 
 import numpy as np
 import torch
-from harness import CPU, make_config, make_run, seed
+from harness import make_config, make_run, seed
 
 from engine.config import Config
 from engine.distributed import World
 from engine.model import Policy
-from engine.tensors import left_pad
+from engine.tensors import right_pad
 from engine.types import Completion, Trajectory
 from main import assign_advantages, make_micro_batches, update_policy
 
 NORMALIZATIONS = ["dr_grpo", "token", "sequence", "sum"]
 MAX_NEW_TOKENS = 10
-ALL_TOGETHER, FOUR_BY_FOUR, ONE_BY_ONE = 10**6, 70, 1  # training.micro_batch_tokens
+ALL_TOGETHER, IN_TWO, ONE_BY_ONE = 10**6, 70, 1  # training.micro_batch_tokens
 GRPO = ["training.k_best_of_n=[4,4]"]
 SIL = ["training.learning_type=sil", "training.k_best_of_n=[2,4]"]
 
@@ -180,16 +180,11 @@ PROMPTS = [[5, 9, 30], [40, 41, 42, 43, 44, 45, 46], [7], [60, 5, 61, 5, 62]]
 COMPLETIONS = [[80, 81, 82, 83, 0], [90, 0], [100, 101, 102], [0]]
 
 
-def score(policy, prompts, completions, *, pad_id=1, temperature=1.0, after_end=1):
-    """log pi (B, T) of padded rows, and the mask of their completion tokens (B, T)."""
-    prompt_ids, prompt_mask = left_pad(prompts, pad_id, CPU)
-    longest = max(len(ids) for ids in completions)
-    ids = torch.tensor([ids + [after_end] * (longest - len(ids)) for ids in completions])
-    mask = torch.tensor([[t < len(ids) for t in range(longest)] for ids in completions])
-    log_probs = policy.scorer(
-        torch.cat([prompt_ids, ids], dim=1),
-        torch.cat([prompt_mask, mask], dim=1),
-        num_tokens=longest,
-        temperature=temperature,
-    )
-    return log_probs, mask
+def score(policy, prompts, completions, *, pad_id=1, temperature=1.0):
+    """log pi (B, S) of padded rows, and the mask of their completion tokens (B, S)."""
+    rows = list(zip(prompts, completions, strict=True))
+    ids = right_pad([prompt + completion for prompt, completion in rows], pad_id)
+    is_prompt = right_pad([[True] * len(prompt) for prompt in prompts], False)
+    mask = right_pad([[True] * (len(p) + len(c)) for p, c in rows], False)
+    mask[:, : is_prompt.shape[1]] &= ~is_prompt
+    return policy.scorer(ids, mask, temperature=temperature), mask

@@ -11,9 +11,9 @@ from reference import (
     ALL_TOGETHER,
     EASY,
     EQUAL,
-    FOUR_BY_FOUR,
     GRPO,
     HARD,
+    IN_TWO,
     MAX_NEW_TOKENS,
     NORMALIZATIONS,
     ONE_BY_ONE,
@@ -76,7 +76,7 @@ def test_the_gradient_is_that_of_all_rows_for_any_micro_batch_size(
     expected, loss = reference(policy.model, groups, config_of(*overrides), ref)
     without, _ = reference(policy.model, groups, config_of(*overrides))
     assert distance(without, expected) > 0.1
-    for limit in (ALL_TOGETHER, FOUR_BY_FOUR, ONE_BY_ONE):
+    for limit in (ALL_TOGETHER, IN_TWO, ONE_BY_ONE):
         config = config_of(*overrides, f"training.micro_batch_tokens={limit}")
         recorder = Recorder(policy.model)
         metrics, sums, _ = update(policy, recorder, groups, config)
@@ -124,7 +124,7 @@ def test_the_gradient_does_not_depend_on_the_number_of_ranks(rotary_model_folder
 
 
 def test_the_reference_scores_a_batch_once_for_all_iterations(rotary_model_folder):
-    overrides = [*GRPO, KL, f"training.micro_batch_tokens={FOUR_BY_FOUR}"]
+    overrides = [*GRPO, KL, f"training.micro_batch_tokens={IN_TWO}"]
     config, rate = config_of(*overrides, "training.num_iterations=3"), 1.0
     policy = make_moved_policy(rotary_model_folder)
     groups = make_groups(config, EASY, HARD)

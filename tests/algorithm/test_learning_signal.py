@@ -246,7 +246,6 @@ def make_compared(ratios: list[list[float]], mask: list[list[bool]], advantages:
     batch = MicroBatch(
         trajectories=[],
         input_ids=torch.zeros_like(completion_mask),
-        mask=completion_mask,
         completion_mask=completion_mask,
         advantages=torch.tensor(advantages),
         token_weights=completion_mask.float(),

@@ -160,8 +160,7 @@ def make_batch(normalization: str, *, is_first: bool = False) -> MicroBatch:
     """`is_first`: this policy sampled the batch, and the reference has not scored it yet."""
     return MicroBatch(
         trajectories=[],
-        input_ids=torch.zeros(4, 6, dtype=torch.long),
-        mask=torch.ones(4, 6, dtype=torch.bool),
+        input_ids=torch.zeros(4, 5, dtype=torch.long),
         completion_mask=MASK,
         advantages=torch.tensor(ROW_ADVANTAGES),
         token_weights=token_weights(

@@ -240,7 +240,7 @@ def test_dropout_acts_in_the_update_alone(rotary_model_folder):
     assert tokens[0] == tokens[1]
     batch = torch.arange(2, 12)[None], torch.ones((1, 10), dtype=torch.bool)
     policy.model.train()
-    ref = [p.reference(*batch, num_tokens=5, temperature=1.0) for p in (policy, plain)]
+    ref = [p.reference(*batch, temperature=1.0) for p in (policy, plain)]
     assert torch.equal(*ref)
 
 
@@ -251,7 +251,7 @@ def test_the_reference_is_the_model_that_the_run_started_from(model_folder, kind
     policy = make_moved_policy(model_folder, *kind, KL)
     start = make_policy(model_folder, "mode=evaluate", *kind[1:]).model
     ids = torch.arange(2, 12)[None]
-    batch, how = (ids, torch.ones_like(ids).bool()), {"num_tokens": 5, "temperature": 1.0}
+    batch, how = (ids, torch.ones_like(ids).bool()), {"temperature": 1.0}
     on, ref = policy.scorer(*batch, **how), policy.reference(*batch, **how)
     scorer = main.CompletionScorer(start, torch.float32, chunked=True)
     assert torch.equal(ref, scorer(*batch, **how))
@@ -306,8 +306,9 @@ def mismatches(policy: Policy, config, *, num_samples: int = 4) -> np.ndarray:
     assert len({tuple(t.completion.token_ids) for t in rows}) > num_samples
     policy.model.train()
     for t in rows:
-        log_probs, _ = score(policy, [t.prompt_ids], [t.completion.token_ids], temperature=0.7)
-        found.append(np.abs(log_probs[0].detach().numpy() - t.completion.log_probs))
+        rows = [t.prompt_ids], [t.completion.token_ids]
+        log_probs, mask = score(policy, *rows, temperature=0.7)
+        found.append(np.abs(log_probs[mask].detach().numpy() - t.completion.log_probs))
     return np.concatenate(found)
 
 

@@ -267,7 +267,7 @@ def bytes_on_this_rank(world: World, folder: Path) -> dict[str, float]:
     optimizer = make_optimizer(policy.model, config)
     update(policy, optimizer, make_groups(config, EASY), config, world)
     ids = torch.tensor([[5, 9, 30]])
-    policy.scorer(ids, ids > 0, num_tokens=1, temperature=1.0).sum().backward()
+    policy.scorer(ids, ids > 0, temperature=1.0).sum().backward()
     weights, averages = list(policy.model.parameters()), optimizer.state.values()
     tensors = {
         "weights": weights,
@@ -298,7 +298,7 @@ def test_a_rank_keeps_its_part_of_weights_gradients_and_averages(
 def peaks_of_a_pass(world: World, folder: Path) -> list[int]:
     """The most bytes that a pass in bf16 allocates at once, as it is and with casts kept."""
     policy, peaks = make_policy(folder, SHARD, BF16, world=world), []
-    ids, settings = torch.tensor([[5, 9, 30]]), {"num_tokens": 1, "temperature": 1.0}
+    ids, settings = torch.tensor([[5, 9, 30]]), {"temperature": 1.0}
     assert not policy.scorer.keeps_casts
     policy.scorer(ids, ids > 0, **settings)  # the first pass makes buffers that stay
     for policy.scorer.keeps_casts in (False, True):

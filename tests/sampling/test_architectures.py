@@ -7,6 +7,7 @@ import pytest
 import torch
 from graphs import Graph, install_graphs
 from harness import ROOT, make_policy, sample, save_random, tokens_of
+from reference import score
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -18,6 +19,7 @@ from main import DecodeBatch
 
 PROMPTS = [[5, 9, 30], [40, 41, 42, 43, 44, 45, 46, 47, 48], [7], [60, 5, 61, 5, 62]]
 NUM_TOKENS = 12
+ATOL = 1e-4  # of log-probabilities in fp32
 SIZES = harness.SIZES | {
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -38,6 +40,7 @@ MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk
 GRANITE = MAMBA | {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 0}
 GRANITE |= {"logits_scaling": 4.0, "shared_intermediate_size": 64}
 NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1}
+NEMOTRON |= {"time_step_min": 1e-9}  # a bound that transformers forgets in single steps
 NEMOTRON |= {key: size for key, size in SIZES.items() if key != "num_hidden_layers"}
 NEMOTRON |= {"layers_block_type": ["linear_attention", "mlp", "full_attention"], "chunk_size": 8}
 GEMMA4 = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 345}
@@ -86,7 +89,7 @@ def adapter_learns(policy: Policy) -> bool:
     """Whether a gradient that is finite reaches the adapter of every layer that has one."""
     ids = torch.tensor([PROMPTS[1]])
     policy.model.train()
-    log_probs = policy.scorer(ids, ids > 0, num_tokens=4, temperature=1.0)
+    log_probs = policy.scorer(ids, ids > 0, temperature=1.0)
     log_probs.sum().backward()
     gradients = [p.grad for name, p in policy.model.named_parameters() if "lora_B" in name]
     return bool(gradients) and all(g.isfinite().all() and g.any() for g in gradients)
@@ -103,6 +106,28 @@ def test_completions_are_those_of_generate(family):
     model = policy.model.eval()
     expected = model.generate(ids, attention_mask=mask, do_sample=False, eos_token_id=-1, **limits)
     assert [c.token_ids for (c,) in groups] == expected[:, ids.shape[1] :].tolist()
+
+
+def test_a_token_scores_as_it_was_sampled_and_as_its_row_alone(family):
+    """Prompts are padded on the left to sample, rows on the right to score; a state sees neither.
+
+    Rows end after some tokens, so that others move up in the batch.
+    """
+    _, folder, overrides = family
+    policy = make_policy(folder, *overrides)
+    ends = tuple(range(0, 345, 20))
+    groups = sample(policy, PROMPTS, num_samples=4, max_new_tokens=NUM_TOKENS, eos_ids=ends)
+    prompts = [prompt for prompt in PROMPTS for _ in range(4)]
+    completions = [completion for group in groups for completion in group]
+    log_probs, _ = score(policy, prompts, [c.token_ids for c in completions])
+    assert len({len(c.token_ids) for c in completions}) > 2
+    for prompt, completion, scored in zip(prompts, completions, log_probs, strict=True):
+        ids = torch.tensor([prompt + completion.token_ids])
+        logits = policy.model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+        alone = logits.log_softmax(dim=-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+        sampled = torch.from_numpy(completion.log_probs)
+        for other in (scored[len(prompt) : ids.shape[1]], sampled):
+            torch.testing.assert_close(other, alone, rtol=0, atol=ATOL)
 
 
 def test_the_readme_says_what_a_family_can_do(family, monkeypatch):

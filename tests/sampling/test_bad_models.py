@@ -171,12 +171,12 @@ def sample_and_check(policy: Policy, *, num_samples: int) -> list[Completion]:
     rows = [main.Trajectory([5] * (3 + i % 4), c, "", {}, 0.0) for i, c in enumerate(completions)]
     run = make_run(policy, make_config())
     batch = main.make_micro_batch(rows, run, num_rows=len(rows), num_tokens=1)
-    num_tokens = batch.completion_mask.shape[1]
-    for row, ids, whole_mask, mask, weights in zip(
-        rows, batch.input_ids, batch.mask, batch.completion_mask, batch.token_weights, strict=True
+    for row, ids, mask, weights in zip(
+        rows, batch.input_ids, batch.completion_mask, batch.token_weights, strict=True
     ):
-        assert ids[whole_mask].tolist() == row.prompt_ids + row.completion.token_ids
-        assert ids[-num_tokens:][mask].tolist() == row.completion.token_ids
+        assert ids[: row.length].tolist() == row.prompt_ids + row.completion.token_ids
+        assert (ids[row.length :] == policy.params.pad_id).all()
+        assert ids[mask].tolist() == row.completion.token_ids
         assert ((weights > 0) == mask).all()
         assert mask.sum() == len(row.completion.token_ids)
     return completions

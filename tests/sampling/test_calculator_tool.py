@@ -112,8 +112,8 @@ def test_sampled_tokens_are_scored_as_drawn_and_inserted_ones_have_no_numbers(
     assert any(completion.is_inserted.any() for completion in group)
     for completion in group:
         ids = torch.tensor([prompt + completion.token_ids])
-        mask, length = torch.ones_like(ids, dtype=torch.bool), len(completion.token_ids)
-        scored = policy.scorer(ids, mask, num_tokens=length, temperature=1.0)[0].detach().numpy()
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        scored = policy.scorer(ids, mask, temperature=1.0)[0, len(prompt) :].detach().numpy()
         is_inserted = completion.is_inserted
         assert np.abs(scored - completion.log_probs)[~is_inserted].max() <= 1e-4
         assert not completion.log_probs[is_inserted].any()

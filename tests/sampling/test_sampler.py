@@ -132,8 +132,8 @@ def test_the_hubs_generation_config_does_not_leak_into_sampling(poisoned_folder,
             assert len({tuple(c.token_ids) for c in group}) == len(group)
             for completion in group:
                 rows = [prompt_ids], [completion.token_ids]
-                scored, _ = score(policy, *rows, temperature=temperature)
-                difference = scored[0].detach().numpy() - completion.log_probs
+                scored, mask = score(policy, *rows, temperature=temperature)
+                difference = scored[mask].detach().numpy() - completion.log_probs
                 assert np.abs(difference).max() <= 1e-4
 
 
