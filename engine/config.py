@@ -91,7 +91,7 @@ class TrainingSettings(Section):
     num_samples_per_step_global: Count | None = None
     k_best_of_n: list[Count] = Field([16, 16], min_length=2, max_length=2)
     max_new_gen_tokens: Count = 208
-    micro_batch_tokens: PositiveInt = 8_192
+    micro_batch_tokens: PositiveInt = 2_048
     optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
     learning_rate: Rate = 2.0e-4
     muon_learning_rate: Rate = 1.0e-3
