@@ -769,7 +769,6 @@ class CompletionScorer(nn.Module):
         self.model = model
         self.compute_dtype = compute_dtype
         self.chunked = chunked
-        self.keeps_casts = True  # weights that autocast has made bf16, until the pass ends
 
     def forward(self, input_ids: Tensor, mask: Tensor, *, temperature: float) -> Tensor:
         """Log-probabilities (B, S) of the tokens input_ids (B, S) where the mask is True, else 0.
@@ -779,7 +778,7 @@ class CompletionScorer(nn.Module):
         """
         inputs = {"input_ids": input_ids, "use_cache": False}
         mask, token_ids = mask[:, 1:], input_ids[:, 1:]  # nothing predicts the first column
-        with autocast(input_ids.device, self.compute_dtype, keeps_casts=self.keeps_casts):
+        with autocast(input_ids.device, self.compute_dtype, keeps_casts=False):
             # What the model computes at a position predicts the token after it.
             if self.chunked:
                 hidden = self.model.base_model(**inputs).last_hidden_state

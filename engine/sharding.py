@@ -51,7 +51,6 @@ def shard_scorer(scorer: nn.Module, world: World, *, keeps_root: bool) -> nn.Mod
     """
     if not dist.is_initialized():  # there is one rank, which gathers from itself
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    scorer.keeps_casts = False  # autocast's bf16 copies would be a whole model, 2 bytes a weight
     mesh = init_device_mesh(world.device.type, (world.size,))
     for block in blocks_of(scorer):
         fully_shard(block, mesh=mesh)

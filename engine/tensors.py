@@ -41,7 +41,11 @@ def right_pad(sequences: list, value: float) -> Tensor:
 def autocast(
     device: torch.device, dtype: torch.dtype, *, keeps_casts: bool = True
 ) -> torch.autocast:
-    """Multiplies matrices in bf16, whatever the weights are; with fp32 it changes nothing."""
+    """Multiplies matrices in bf16, whatever the weights are; with fp32 it changes nothing.
+
+    `keeps_casts` keeps the bf16 copy of each trained weight until the end. Sampling reads an
+    adapter's for every token; a pass that scores uses each once, and would hold a whole model's.
+    """
     return torch.autocast(
         device.type,
         dtype=torch.bfloat16,

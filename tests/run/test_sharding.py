@@ -38,6 +38,7 @@ from safetensors.torch import load_file
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
+import main
 from engine import checkpoint
 from engine.distributed import World
 from engine.model import Policy
@@ -295,13 +296,14 @@ def test_a_rank_keeps_its_part_of_weights_gradients_and_averages(
         assert measured == pytest.approx(expected, rel=0.04)
 
 
-def peaks_of_a_pass(world: World, folder: Path) -> list[int]:
+def peaks_of_a_pass(world: World, folder: Path, shard: str) -> list[int]:
     """The most bytes that a pass in bf16 allocates at once, as it is and with casts kept."""
-    policy, peaks = make_policy(folder, SHARD, BF16, world=world), []
+    policy, peaks = make_policy(folder, shard, BF16, world=world), []
     ids, settings = torch.tensor([[5, 9, 30]]), {"temperature": 1.0}
-    assert not policy.scorer.keeps_casts
     policy.scorer(ids, ids > 0, **settings)  # the first pass makes buffers that stay
-    for policy.scorer.keeps_casts in (False, True):
+    as_it_is = main.autocast
+    keeping = lambda device, dtype, keeps_casts: as_it_is(device, dtype)  # noqa: E731
+    for main.autocast in (as_it_is, keeping):
         with (
             torch.no_grad(),
             profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
@@ -311,12 +313,14 @@ def peaks_of_a_pass(world: World, folder: Path) -> list[int]:
     return peaks
 
 
-def test_a_pass_does_not_keep_a_whole_model_in_bf16(rotary_model_folder, tmp_path):
+@pytest.mark.parametrize("shard", [SHARD, "model.shard=false"])
+def test_a_pass_does_not_keep_a_whole_model_in_bf16(rotary_model_folder, tmp_path, shard):
     """Bug: autocast kept the bf16 copy of each weight until the pass ended.
 
     The matrices of a block are 9,216 weights of 2 bytes.
     """
-    ((as_it_is, kept),) = run_on_ranks(peaks_of_a_pass, 1, rotary_model_folder, folder=tmp_path)
+    arguments = (rotary_model_folder, shard)
+    ((as_it_is, kept),) = run_on_ranks(peaks_of_a_pass, 1, *arguments, folder=tmp_path)
     assert as_it_is + 2 * 9_216 <= kept
 
 
