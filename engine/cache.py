@@ -22,9 +22,9 @@ class Room:
     def __init__(self, model: nn.Module, cache: Cache, column: Tensor):
         """The tensor `column` (1,) says where a token is written; the caller moves it on."""
         self.cache, self.dtype = cache, model.dtype
-        self.attention = model.config.get_text_config()._attn_implementation
+        attention = model.config.get_text_config()._attn_implementation
         growing = {type(layer) for layer in cache.layers if isinstance(layer, DynamicLayer)}
-        self.is_there = growing == {DynamicLayer} and self.attention in ("sdpa", "eager")
+        self.is_there = growing == {DynamicLayer} and attention in ("sdpa", "eager")
         if self.is_there:
             for i, layer in enumerate(cache.layers):
                 if type(layer) is DynamicLayer:
@@ -40,11 +40,12 @@ class Room:
         for layer in self.cache.layers:
             if isinstance(layer, RoomyLayer):
                 layer.show(num_columns, limit=mask.shape[1])
-        mask = mask[:, None, None, :num_columns]  # of four dimensions: the model takes it as it is
-        if self.attention == "eager":  # adds the mask (B, 1, 1, columns) to its scores
-            zeros = torch.zeros_like(mask, dtype=self.dtype)
-            mask = zeros.masked_fill(~mask, torch.finfo(zeros.dtype).min)
-        return mask
+        mask = F.pad(mask[:, :num_columns], (0, max(0, num_columns - mask.shape[1])), value=False)
+        mask = mask[:, None, None]  # of four dimensions: the model takes it as it is
+        # Attention adds it to its scores. On a GPU, sdpa would make it of True and False anew in
+        # each layer.
+        zeros = torch.zeros_like(mask, dtype=self.dtype)
+        return zeros.masked_fill(~mask, torch.finfo(zeros.dtype).min)
 
 
 class RoomyLayer(DynamicLayer):
@@ -76,5 +77,5 @@ class RoomyLayer(DynamicLayer):
 
 
 def whole_leaps(num_columns: int, *, limit: int) -> int:
-    """The next multiple of LEAP, but at most the limit."""
-    return min(-(-num_columns // LEAP) * LEAP, limit)
+    """The next multiple of LEAP, but at most the limit, in whole 16s: sdpa would copy the mask."""
+    return min(-(-num_columns // LEAP) * LEAP, -(-limit // 16) * 16)
