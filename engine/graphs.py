@@ -5,6 +5,7 @@ them; a graph launches all of them at once. It repeats the same kernels on the s
 graph serves one shape only.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Protocol
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from engine.cache import Room, whole_leaps
+
+warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")  # at each start
 
 
 class Batch(Protocol):
@@ -60,7 +63,11 @@ class CapturedSteps:
     def capture(self, num_columns: int) -> Callable[[], None]:
         """A function that replays one step, which must have run before without waiting."""
         graph = torch.cuda.CUDAGraph()
-        # By default a capture forbids other threads to query the GPU, but one of NCCL's does.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # By default a capture forbids other threads to query the GPU, but one of NCCL's does. If it
+        # fails, torch stays on the stream of the capture: the outer `with` goes back.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(graph, capture_error_mode="thread_local"),
+        ):
             self.batch.step(num_columns)
         return graph.replay

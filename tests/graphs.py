@@ -95,6 +95,7 @@ def install_graphs(patch: pytest.MonkeyPatch) -> None:
     debug = SyncDebug()
     patch.setattr(torch.cuda, "CUDAGraph", Graph)
     patch.setattr(torch.cuda, "graph", Capture)
+    patch.setattr(torch.cuda, "current_stream", lambda: None)
     patch.setattr(torch.cuda, "set_sync_debug_mode", debug.set)
     patch.setattr(torch.cuda, "get_sync_debug_mode", lambda: debug.mode)
     patch.setattr(Graph, "num_captures", 0)
