@@ -13,6 +13,7 @@ every step that it has. When a run is killed, they may also have later steps, an
 end. Both are cut off when the run is resumed.
 """
 
+import functools
 import io
 import json
 import math
@@ -64,6 +65,7 @@ class Logger:
         self.folder: Path | None = None  # None until `open`, and always on the other ranks
         self.columns: list[str] = []
         self.mlflow = MlflowRun(import_mlflow()) if do_mlflow and self.is_main else None
+        self.once = functools.cache(self.info)  # `info` for what is worth a line the first time
 
     def open(
         self, folder: Path, *, columns: Sequence[str], resume_step: int | None, **shown: Any

@@ -284,6 +284,7 @@ def sample_trajectories(
             params=params,
             max_batch_tokens=run.config.sampling.max_batch_tokens,
             on_progress=bar.update,
+            log=run.logger.once,
         )
     with clock("reward"):
         return [

@@ -86,6 +86,7 @@ class Workload:
             params=self.params,
             max_batch_tokens=None if self.model.device.type == "cuda" else 2**20,
             on_progress=lambda num_ended: None,
+            log=print,
         )
 
     def grouped(self) -> list[int]:

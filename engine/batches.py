@@ -1,6 +1,7 @@
 """Which questions are decoded together: as many as the memory holds."""
 
 import functools
+import math
 from collections.abc import Callable
 
 import torch
@@ -21,52 +22,69 @@ def sample_in_batches(
     params: SamplingParams,
     max_batch_tokens: int | None,
     on_progress: Callable[[int], None],
+    log: Callable[[str], None],
 ) -> list[list[Completion]]:
     """Sample `num_samples` completions of each prompt: one list per prompt, in their order.
 
     `decode` is main.py's `decode_grouped` or the like. It gets questions together, longest prompts
     first, as long as rows * (longest prompt + new tokens) <= `max_batch_tokens`; None is as many as
-    the GPU holds.
+    the GPU will hold if they end as early as most do. If they do not, and its memory runs out, they
+    are decoded again in halves: the random numbers are the questions' own.
     """
     decode_batch = functools.partial(
         decode, model, num_samples=num_samples, params=params, on_progress=on_progress
     )
     groups: list[list[Completion]] = [[] for _ in prompts]
     by_length = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    most, num_batches = len(prompts), 0
     while by_length:
-        row_tokens = len(prompts[by_length[0]]) + params.max_new_tokens
-        num_rows = (max_batch_tokens or tokens_that_fit(model, row_tokens)) // row_tokens
-        num_questions = max(1, num_rows // num_samples)
-        batch, by_length = by_length[:num_questions], by_length[num_questions:]
-        completions = decode_batch([prompts[i] for i in batch], [seeds[i] for i in batch])
+        longest = len(prompts[by_length[0]])
+        fit = max_batch_tokens or tokens_that_fit(model, longest, num_samples, params)
+        num_rows = fit // (longest + params.max_new_tokens)
+        batch = by_length[: min(most, max(1, num_rows // num_samples))]
+        try:
+            completions = decode_batch([prompts[i] for i in batch], [seeds[i] for i in batch])
+        except torch.OutOfMemoryError:
+            if len(batch) == 1:
+                raise
+            most = math.ceil(len(batch) / 2)
+            continue
+        by_length, num_batches = by_length[len(batch) :], num_batches + 1
         for j, i in enumerate(batch):
             groups[i] = completions[j * num_samples : (j + 1) * num_samples]
+    if num_batches > 1 and model.device.type == "cuda":
+        log(f"{len(prompts)} questions x {num_samples} samples took {num_batches} batches")
     return groups
 
 
-def tokens_that_fit(model: nn.Module, row_tokens: int) -> int:
-    """How many tokens can be decoded at once, in rows of `row_tokens`, with the memory now free.
+def tokens_that_fit(
+    model: nn.Module, longest: int, num_samples: int, params: SamplingParams
+) -> int:
+    """How many tokens, of prompts up to `longest` and completions, the free memory lets decode.
 
-    They fit even if all rows become as long as they may. A tenth is left for fragmentation.
+    0.7 of the completions' longest length is reserved. A tenth is left for fragmentation.
     """
-    device = model.device
+    device, row_tokens = model.device, longest + params.max_new_tokens
     if device.type != "cuda":
         return 131_072
     reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + reserved
-    config, itemsize = model.config.get_text_config(), model.dtype.itemsize
-    row_bytes = decode_bytes_per_row(config, row_tokens, bytes_per_number=itemsize)
-    row_bytes += state_bytes(model)
-    return int(0.9 * free / row_bytes) * row_tokens
+    config, size = model.config.get_text_config(), {"bytes_per_number": model.dtype.itemsize}
+    likely_tokens = longest + 0.7 * params.max_new_tokens
+    decoding = decode_bytes_per_row(config, likely_tokens, top_p=params.top_p, **size)
+    decoding += state_bytes(model)
+    reading = longest * read_bytes_per_token(config, **size) / num_samples  # before they grow
+    return int(0.9 * free / max(decoding, reading)) * row_tokens
 
 
 def decode_bytes_per_row(
-    config: PretrainedConfig, row_tokens: int, *, bytes_per_number: int
+    config: PretrainedConfig, row_tokens: float, *, bytes_per_number: int, top_p: float = 1.0
 ) -> float:
     """The most bytes that a row of so many tokens takes while it is decoded."""
     cache = row_tokens * cache_bytes_per_token(config, bytes_per_number=bytes_per_number)
     growing = cache / getattr(config, "num_hidden_layers", 1)  # one layer at a time is copied
-    drawing = 6 * 4 * config.vocab_size  # fp32 logits and what `sample_tokens` makes of them
+    num_copies = 6 if top_p == 1 else 13  # top-p sorts them
+    drawing = num_copies * 4 * config.vocab_size  # fp32 logits and what `sample_tokens` makes
     return cache + growing + drawing
 
 
@@ -82,6 +100,14 @@ def state_bytes(model: nn.Module) -> int:
     layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
     states = [[*layer.conv_states.values(), *layer.recurrent_states.values()] for layer in layers]
     return sum(state.nbytes for some in states for state in some if state is not None)
+
+
+def read_bytes_per_token(config: PretrainedConfig, *, bytes_per_number: int) -> int:
+    """The most bytes that a prompt's token takes while all prompts are read: cache and a layer."""
+    hidden_size = getattr(config, "hidden_size", 0)
+    inner_size = getattr(config, "intermediate_size", None) or 4 * hidden_size
+    activations = (3 * inner_size + 5 * hidden_size) * bytes_per_number
+    return cache_bytes_per_token(config, bytes_per_number=bytes_per_number) + activations
 
 
 def cache_bytes_per_token(config: PretrainedConfig, *, bytes_per_number: int) -> int:

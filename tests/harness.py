@@ -269,6 +269,7 @@ def sample(
         params=replace(policy.params, **changes),
         max_batch_tokens=max_batch_tokens,
         on_progress=on_progress,
+        log=lambda line: None,
     )
 
 

@@ -1,9 +1,11 @@
 """Sampling: what is drawn is what is scored, whatever the batch, the hub's defaults, the end."""
 
+import contextlib
 import json
 import math
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,8 +41,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from engine.batches import (
     cache_bytes_per_token,
     decode_bytes_per_row,
+    sample_in_batches,
     tokens_that_fit,
 )
+from engine.cache import Room, whole_leaps
 from engine.distributed import init_world
 from engine.graphs import CapturedSteps
 from engine.model import Policy, bf16_copy
@@ -261,6 +265,26 @@ def test_a_step_that_waits_for_a_value_is_refused_before_any_capture(rotary_mode
     assert not supports_grouped(model, DecodeBatch, capture=True)
     assert Graph.num_captures == 0
     assert torch.cuda.get_sync_debug_mode() == 0  # put back
+
+
+def test_a_capture_that_fails_leaves_no_stream_behind(rotary_model_folder, graphs, monkeypatch):
+    """Bug: torch stayed on the stream of the capture, on which nothing else waits for it."""
+    stream = ["default"]
+
+    def fail(graph, capture_error_mode: str) -> None:
+        stream[0] = "the capture's"
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    class OnStream(contextlib.nullcontext):
+        def __exit__(self, *error):
+            stream[0] = self.enter_result
+
+    monkeypatch.setattr(torch.cuda, "graph", fail)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream[0])
+    monkeypatch.setattr(torch.cuda, "stream", OnStream)
+    model = make_policy(rotary_model_folder).sampler
+    assert not supports_grouped(model, DecodeBatch, capture=True)
+    assert stream == ["default"]
 
 
 def test_memory_that_is_full_is_not_taken_for_a_cache_that_cannot_be_shared(
@@ -599,18 +623,73 @@ def test_the_head_reads_rows_that_lie_together(rotary_model_folder, chunked):
     assert all(hidden.is_contiguous() for hidden in inputs)
 
 
-def test_the_published_step_is_sampled_at_once_beside_ddps_gradients(monkeypatch):
-    """Bug: the estimate left a fifth of the memory free, and cut the rollout in two.
-
-    Qwen2.5-3B leaves 29.3 GB of an H100: 85.5 GB less weights, averages, gradients and a copy.
-    """
+@pytest.fixture
+def rows_on_a_gpu(monkeypatch) -> Callable[..., int]:
+    """How many rows of Qwen2.5-3B in bf16 are decoded together where `free_gb` are free."""
     shape = {"hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16}
-    config = Qwen2Config(vocab_size=151_936, num_key_value_heads=2, **shape)
+    shape |= {"intermediate_size": 11008, "num_key_value_heads": 2}
+    config = Qwen2Config(vocab_size=151_936, **shape)
     model = SimpleNamespace(config=config, device=torch.device("cuda"), dtype=torch.bfloat16)
-    state = {"memory_reserved": 0, "memory_allocated": 0, "mem_get_info": (29.3e9, 0)}
-    for name, value in state.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    assert tokens_that_fit(model, 128 + 1024) >= 512 * (128 + 1024)
+
+    def count(free_gb: float, prompt: int, max_new_tokens: int, samples: int, top_p: float) -> int:
+        state = {"memory_reserved": 0, "memory_allocated": 0, "mem_get_info": (1e9 * free_gb, 0)}
+        for name, value in state.items():
+            monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+        params = replace(PLAIN, max_new_tokens=max_new_tokens, top_p=top_p)
+        return tokens_that_fit(model, prompt, samples, params) // (prompt + max_new_tokens)
+
+    return count
+
+
+def test_the_published_step_is_sampled_at_once_beside_ddps_gradients(rows_on_a_gpu):
+    """Bug: the memory was reserved for completions that all get as long as they may.
+
+    Of a card of 80.0e9 bytes 23.8 GB are free beside weights, averages, gradients, the copy that
+    samples and CUDA's own. Then 28 questions were decoded together, and 4 afterwards.
+    """
+    assert rows_on_a_gpu(23.8, 128, 1024, samples=16, top_p=1.0) >= 512
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_new_tokens", "samples", "top_p", "bytes_per_row"),
+    [(1000, 1024, 1, 1.0, 121e6), (200, 128, 1, 1.0, 24e6), (137, 64, 16, 0.9, 14.4e6)],
+)
+def test_prompts_that_are_read_and_top_p_have_room(
+    rows_on_a_gpu, prompt, max_new_tokens, samples, top_p, bytes_per_row
+):
+    """Bug: only the cache and the draw counted, so greedy evaluations ran out of memory.
+
+    `bytes_per_row` is the peak of torch's allocator for 512 rows. Of the 78 GB that 3B leave in a
+    card of 80 GiB, at least half are used.
+    """
+    num_rows = rows_on_a_gpu(78, prompt, max_new_tokens, samples, top_p)
+    assert 78e9 / 2 < num_rows * bytes_per_row < 78e9
+
+
+def test_a_batch_that_is_too_large_is_decoded_again_in_halves(rotary_model_folder, monkeypatch):
+    """Each question has its own random numbers, so it gets the completions that it had anyway."""
+    policy, decoded, lines = make_policy(rotary_model_folder, is_exact=True), [], []
+
+    def decode(model, prompts, seeds, **settings):
+        decoded.append(len(prompts))
+        if len(prompts) > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return decode_grouped(policy.sampler, prompts, seeds, **settings)
+
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr("engine.batches.tokens_that_fit", lambda *arguments: 10**6)
+    prompts, seeds = [*RAGGED, [33]], [*SEEDS, (seed(), 99)]
+    params = replace(policy.params, max_new_tokens=12, eos_ids=())
+    settings = {"decode": decode, "num_samples": 4, "params": params}
+    settings |= {"max_batch_tokens": None, "on_progress": lambda n: None, "log": lines.append}
+    limit = 2
+    groups = sample_in_batches(on_gpu, prompts, seeds, **settings)
+    assert decoded == [5, 3, 2, 2, 1] and lines == ["5 questions x 4 samples took 3 batches"]
+    assert_equal(groups, sample(policy, prompts, seeds, num_samples=4, eos_ids=()))
+    limit = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        sample_in_batches(on_gpu, prompts, seeds, **settings)
+    assert decoded[5:] == [5, 3, 2, 1]
 
 
 # Models whose steps can be captured
@@ -648,6 +727,25 @@ class UnmaskedPrefill(DecodeBatch):
 # Attention
 
 
+def test_no_layer_has_to_convert_the_mask_or_to_pad_it(rotary_model_folder):
+    """Bug: sdpa made a bool mask a float one in each layer, and copied one of 21 columns.
+
+    The last columns of the longest rows are fewer than a leap.
+    """
+    model = make_policy(rotary_model_folder).sampler.eval()
+    uniforms = torch.zeros(len(RAGGED), PLAIN.max_new_tokens)
+    with torch.no_grad():
+        batch = DecodeBatch(model, RAGGED, uniforms, PLAIN)
+    limit = batch.mask.shape[1]
+    num_columns = whole_leaps(limit, limit=limit)
+    mask = batch.room.show(batch.mask, num_columns)
+    assert limit % 16 != 0 and num_columns % 16 == 0
+    assert mask.dtype == model.dtype and mask.shape == (len(RAGGED), 1, 1, num_columns)
+    assert torch.equal(mask[:, 0, 0, :limit] == 0, batch.mask)
+    assert (mask[..., limit:] < -1e38).all()
+    assert all(layer.keys.shape[2] == num_columns for layer in batch.cache.layers)
+
+
 @pytest.mark.parametrize("backend", ["grouped", "captured"])
 def test_eager_attention_is_scored_as_it_was_sampled(model_folder, graphs, backend):
     """Bug: eager attention adds its mask, and was given True and False, that is 1 and 0.
@@ -666,15 +764,11 @@ def test_eager_attention_is_scored_as_it_was_sampled(model_folder, graphs, backe
 
 def test_the_probe_sees_a_mask_that_is_added_instead_of_applied(rotary_model_folder, monkeypatch):
     """Bug: in bf16 its tolerance was wider than the error, and its prompt had no padding."""
-    step, overrides = DecodeBatch.step, ["model.attn_implementation=eager"]
+    show, overrides = Room.show, ["model.attn_implementation=eager"]
     model = bf16_copy(make_policy(rotary_model_folder, *overrides).sampler)
     assert supports_grouped(model, DecodeBatch)
 
-    def step_with_a_bool_mask(batch: DecodeBatch, num_columns: int) -> None:
-        batch.room.attention = "sdpa"
-        step(batch, num_columns)
-
-    monkeypatch.setattr(DecodeBatch, "step", step_with_a_bool_mask)
+    monkeypatch.setattr(Room, "show", lambda *arguments: show(*arguments) == 0)
     assert not supports_grouped(model, DecodeBatch)
 
 
