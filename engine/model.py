@@ -58,7 +58,7 @@ Log = Callable[[str], None]
 class Policy:
     """The model that is trained, as it scores completions and as it samples them."""
 
-    model: nn.Module  # the weights that the optimizer steps are fp32
+    model: nn.Module  # what the optimizer steps is fp32; else in the dtype that it computes in
     scorer: nn.Module | None  # main.py's CompletionScorer, perhaps in DDP; None without training
     sampler: nn.Module  # the model itself or, in bf16 or with model.shard, a copy of it
     tokenizer: PreTrainedTokenizerFast
@@ -77,8 +77,12 @@ class Policy:
         return " or ".join(map(str, self.tokenizer.convert_ids_to_tokens(self.params.eos_ids)))
 
     def autocast(self) -> torch.autocast:
-        """For sampling: a bf16 model's fp32 adapter then computes in bf16, as when it scores."""
-        return autocast(self.model.device, self.model.dtype)
+        """For sampling: a bf16 model's fp32 adapter then computes in bf16, as when it scores.
+
+        Off for a model that is bf16 all through, as for the bf16 copy that samples in training.
+        """
+        is_mixed = any(p.dtype != self.model.dtype for p in self.model.parameters())
+        return autocast(self.model.device, self.model.dtype if is_mixed else torch.float32)
 
     @torch.no_grad()
     def refresh_sampler(self) -> None:
@@ -120,7 +124,7 @@ def load_model_and_tokenizer(
         tokenizer = load_tokenizer(config, log)
         model_config = load_model_config(config)
         is_frozen = lora is not None or base is not None or quantization is not None
-        dtype = compute_dtype if is_frozen else torch.float32
+        dtype = compute_dtype if is_frozen or not is_training else torch.float32
         copies = samples_a_copy(
             weight_dtype=dtype, compute_dtype=compute_dtype, shard=settings.shard
         )
