@@ -9,6 +9,7 @@ from torch import nn
 from engine import matmul
 from engine.graphs import CapturedSteps
 from engine.record import Record
+from engine.tensors import autocast
 from engine.types import SamplingParams
 
 
@@ -69,11 +70,13 @@ def supports_chunked_head(model: nn.Module, log: Callable[[str], None]) -> bool:
     head, is_plain = model.get_output_embeddings(), False
     if type(head) in (nn.Linear, matmul.Linear):
         ids = torch.arange(1, 7, device=model.device)[None] % head.out_features  # (1, 6)
-        expected = model(input_ids=ids, use_cache=False).logits
-        with suppress(AttributeError, NotImplementedError, TypeError, ValueError, RuntimeError):
-            logits = head(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
-            difference = (logits - expected).abs().max()  # RuntimeError for other shapes
-            is_plain = bool(difference <= 1e-6 * expected.abs().max())
+        inputs = {"input_ids": ids, "use_cache": False}
+        with autocast(ids.device, model.dtype):  # an adapter's fp32 weights on bf16 layers
+            expected = model(**inputs).logits
+            with suppress(AttributeError, NotImplementedError, TypeError, ValueError, RuntimeError):
+                logits = head(model.base_model(**inputs).last_hidden_state)
+                difference = (logits - expected).abs().max()  # RuntimeError for other shapes
+                is_plain = bool(difference <= 1e-6 * expected.abs().max())
     if not is_plain:
         log("this model's logits are more than head(hidden): the update holds all at once")
     return is_plain

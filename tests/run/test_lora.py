@@ -314,16 +314,40 @@ def mismatches(policy: Policy, config, *, num_samples: int = 4) -> np.ndarray:
 
 def test_in_bf16_it_samples_in_the_arithmetic_of_the_scorer(rotary_model_folder):
     """Decoding sums over other lengths than scoring does, which rounds some tokens otherwise, but
-    not most of them."""
+    not most of them. Outside of autocast it does not sample at all."""
     overrides = [LORA, "model.compute_dtype=bfloat16", "sampling.temperature=0.7"]
     config = config_of(*overrides)
     policy = make_moved_policy(rotary_model_folder, *overrides, "training.max_new_gen_tokens=10")
     assert policy.model.dtype == torch.bfloat16 and policy.backend == "grouped"
     same = mismatches(policy, config, num_samples=16)
+    assert np.mean(same > 1e-3) + 5 * math.sqrt(0.25 / len(same)) < 0.5  # five standard errors
     policy.autocast = lambda: torch.autocast("cpu", enabled=False)
-    other = mismatches(policy, config, num_samples=16)
-    margin = 5 * math.sqrt(0.25 / min(len(same), len(other)))  # five standard errors of a share
-    assert np.mean(same > 1e-3) + margin < 0.5 < np.mean(other > 1e-3) - margin
+    with pytest.raises(RuntimeError, match="dtype"):
+        mismatches(policy, config, num_samples=16)
+
+
+def test_inputs_of_an_adapter_are_not_cast_to_fp32_and_back(rotary_model_folder):
+    """Bug: peft cast each layer's, twice as many kernels for a token; the bits are the same."""
+    results, casts = [], []
+    for is_cast in (False, True):
+        policy = make_moved_policy(rotary_model_folder, LORA, "model.compute_dtype=bfloat16")
+        layers = [
+            m
+            for m in policy.model.modules()
+            if isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer)
+        ]
+        assert len(layers) == 14 and not any(layer.cast_input_dtype_enabled for layer in layers)
+        for layer in layers:
+            layer.cast_input_dtype_enabled = is_cast
+            factor = layer.lora_A["default"]
+            factor.register_forward_pre_hook(lambda module, args: casts.append(args[0].dtype))
+        ids = torch.tensor([[5, 9, 30, 7]])
+        log_probs = policy.scorer(ids, ids > 0, num_tokens=3, temperature=1.0)
+        log_probs.sum().backward()
+        gradients = [p.grad for p in policy.model.parameters() if p.requires_grad]
+        results.append([log_probs.detach(), *gradients])
+    assert casts == [torch.bfloat16] * 14 + [torch.float32] * 14
+    assert all(torch.equal(a, b) and b.any() for a, b in zip(*results, strict=True))
 
 
 # 4 bits
