@@ -148,10 +148,14 @@ def init_world() -> tuple[World, list[str]]:
     Raises ValueError for environment variables that torchrun would not set.
     """
     rank, size, local_rank, local_size = read_environment()
-    device, notes = torch.device("cpu"), []
+    device, notes, timeout = torch.device("cpu"), [], timedelta(minutes=30)
+    if size > 1:
+        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        store = dist.PrefixStore(agree_on_start(store, rank, size), store)
     num_gpus = torch.cuda.device_count()
-    if num_gpus >= local_size:
-        device = torch.device("cuda", local_rank)
+    is_own = size > 1 and has_own_gpu(store, rank, size)
+    if num_gpus >= local_size or is_own:
+        device = torch.device("cuda", 0 if is_own else local_rank)
         torch.cuda.set_device(device)
         # On new GPUs torch prefers cuDNN's attention, which plans anew for every shape, and nearly
         # every micro-batch and leap of a rollout has a new one. For a B200 0.4 s forward and 0.6 s
@@ -165,11 +169,20 @@ def init_world() -> tuple[World, list[str]]:
         device = torch.device("mps")
     if size > 1:  # numbers and texts travel by gloo, gradients on GPUs by NCCL
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        timeout = timedelta(minutes=30)
-        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
-        store = dist.PrefixStore(agree_on_start(store, rank, size), store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return World(rank, size, device), notes
+
+
+def has_own_gpu(store: dist.Store, rank: int, size: int) -> bool:
+    """Whether each rank sees one GPU, and each another one, as srun may give them; all ranks agree.
+
+    Two processes that see the same single GPU see the same uuid.
+    """
+    is_single = torch.cuda.device_count() == 1
+    mine = str(torch.cuda.get_device_properties(0).uuid) if is_single else ""
+    store.set(f"gpu-of-{rank}", mine)
+    uuids = {store.get(f"gpu-of-{other}") for other in range(size)}
+    return len(uuids) == size and b"" not in uuids
 
 
 def read_environment() -> tuple[int, int, int, int]:
