@@ -60,20 +60,24 @@ def sample_in_batches(
 def tokens_that_fit(
     model: nn.Module, longest: int, num_samples: int, params: SamplingParams
 ) -> int:
-    """How many tokens, of prompts up to `longest` and completions, the free memory lets decode.
+    """How many tokens of prompts and completions can be decoded at once, with the memory now free.
 
-    0.7 of the completions' longest length is reserved. A tenth is left for fragmentation.
+    0.7 of the completions' limit is reserved: most end early. A tenth is left for fragmentation.
     """
     device, row_tokens = model.device, longest + params.max_new_tokens
     if device.type != "cuda":
         return 131_072
     reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + reserved
-    config, size = model.config.get_text_config(), {"bytes_per_number": model.dtype.itemsize}
-    likely_tokens = longest + 0.7 * params.max_new_tokens
-    decoding = decode_bytes_per_row(config, likely_tokens, top_p=params.top_p, **size)
+    config, size = model.config.get_text_config(), model.dtype.itemsize
+    likely_tokens, top_p = longest + 0.7 * params.max_new_tokens, params.top_p
+    decoding = decode_bytes_per_row(config, likely_tokens, bytes_per_number=size, top_p=top_p)
     decoding += state_bytes(model)
-    reading = longest * read_bytes_per_token(config, **size) / num_samples  # before they grow
+    hidden_size = getattr(config, "hidden_size", 0)
+    inner_size = getattr(config, "intermediate_size", None) or 4 * hidden_size
+    layer = size * (5 * hidden_size + 3 * inner_size)  # what a prompt's token is made into
+    cached = cache_bytes_per_token(config, bytes_per_number=size)
+    reading = longest * (cached + layer) / num_samples  # all prompts at once, before they grow
     return int(0.9 * free / max(decoding, reading)) * row_tokens
 
 
@@ -100,14 +104,6 @@ def state_bytes(model: nn.Module) -> int:
     layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
     states = [[*layer.conv_states.values(), *layer.recurrent_states.values()] for layer in layers]
     return sum(state.nbytes for some in states for state in some if state is not None)
-
-
-def read_bytes_per_token(config: PretrainedConfig, *, bytes_per_number: int) -> int:
-    """The most bytes that a prompt's token takes while all prompts are read: cache and a layer."""
-    hidden_size = getattr(config, "hidden_size", 0)
-    inner_size = getattr(config, "intermediate_size", None) or 4 * hidden_size
-    activations = (3 * inner_size + 5 * hidden_size) * bytes_per_number
-    return cache_bytes_per_token(config, bytes_per_number=bytes_per_number) + activations
 
 
 def cache_bytes_per_token(config: PretrainedConfig, *, bytes_per_number: int) -> int:

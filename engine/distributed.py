@@ -174,10 +174,7 @@ def init_world() -> tuple[World, list[str]]:
 
 
 def has_own_gpu(store: dist.Store, rank: int, size: int) -> bool:
-    """Whether each rank sees one GPU, and each another one, as srun may give them; all ranks agree.
-
-    Two processes that see the same single GPU see the same uuid.
-    """
+    """Whether each rank sees one GPU, and each another one, as srun may show them; all agree."""
     is_single = torch.cuda.device_count() == 1
     mine = str(torch.cuda.get_device_properties(0).uuid) if is_single else ""
     store.set(f"gpu-of-{rank}", mine)

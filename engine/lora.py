@@ -131,8 +131,7 @@ def load_adapter(model: nn.Module, settings: ModelSettings) -> None:
 def cast_adapter_to_fp32(model: nn.Module) -> None:
     """Give the adapter fp32 weights, whatever the dtype of the layers that it is added to.
 
-    peft would cast their inputs to fp32 too. Where the layers are bf16 we are in autocast, which
-    would cast them back: for nothing, twice in each layer for every token.
+    peft would cast their inputs to fp32 too, and our autocast those of bf16 layers back.
     """
     tuners = import_package("peft", key="model.lora").tuners.tuners_utils
     for module in model.modules():

@@ -43,8 +43,8 @@ def autocast(
 ) -> torch.autocast:
     """Multiplies matrices in bf16, whatever the weights are; with fp32 it changes nothing.
 
-    `keeps_casts` keeps the bf16 copy of each trained weight until the end. Sampling reads an
-    adapter's for every token; a pass that scores uses each once, and would hold a whole model's.
+    `keeps_casts` holds the bf16 copy of each trained weight to the end. It pays for an adapter that
+    samples; a pass that scores reads each copy once, and would hold a whole model's.
     """
     return torch.autocast(
         device.type,
