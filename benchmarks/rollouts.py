@@ -338,6 +338,8 @@ def serve_rank(rank: int, size: Size, pipe: Connection) -> None:
     """A process that samples whenever it is told to, until it is told no more."""
     torch.set_num_threads(1)
     has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        torch.cuda.set_device(rank)  # else its steps are captured on the first GPU
     workload = load_workload(size, torch.device("cuda", rank) if has_gpu else torch.device("cpu"))
     while pipe.recv():
         workload.position = 0  # the same completions on both: equal work

@@ -86,6 +86,21 @@ def test_what_only_a_gpu_can_show_runs_as_a_toy(part, tmp_path):
     assert all(row["is_reached"] and row["name"] in output for row in found["rows"])
 
 
+def test_a_check_that_raises_costs_its_own_rows_alone(tmp_path):
+    """Bug: it cost all rows of its part, and minutes on a GPU are dear."""
+    run = "import sys; sys.path.insert(0, 'benchmarks'); import gpu\n"
+    run += "def fail(setting): raise ValueError('no memory')\n"
+    run += "gpu.PARTS['speed'] = (fail, gpu.time_head)\n"
+    run += f"gpu.main(['speed', '--quick', '--out', {str(tmp_path)!r}])"
+    environment, quiet = USERS_ENVIRONMENT, subprocess.DEVNULL
+    command = [sys.executable, "-c", run]
+    result = subprocess.run(command, cwd=ROOT, env=environment, stdout=quiet, stderr=quiet)
+    rows = json.loads((tmp_path / "gpu-speed.json").read_text())["rows"]
+    assert result.returncode == 1 and len(rows) == 5
+    assert [row["is_reached"] for row in rows] == [False, *[True] * 4]
+    assert rows[0]["name"] == "fail: ValueError: no memory"
+
+
 def test_a_step_of_the_published_setting_is_timed():
     assert "3B step" in run_quickly("step_3b.py")
 
