@@ -614,8 +614,9 @@ def make_micro_batches(run: Run, groups: list[list[Trajectory]]) -> list[MicroBa
 def pack(trajectories: list[Trajectory], max_tokens: int) -> Iterator[list[Trajectory]]:
     """Batches by length: rows * longest (prompt + completion) <= max_tokens, or a single row."""
     batch: list[Trajectory] = []
-    for t in sorted(trajectories, key=lambda t: t.length):  # so the longest is the last
-        if batch and (len(batch) + 1) * t.length > max_tokens:
+    for t in sorted(trajectories, key=lambda t: len(t.prompt_ids) + len(t.completion.token_ids)):
+        longest = len(t.prompt_ids) + len(t.completion.token_ids)
+        if batch and (len(batch) + 1) * longest > max_tokens:
             yield batch
             batch = []
         batch.append(t)

@@ -70,6 +70,7 @@ class TaskSettings(Section):
     shuffle: bool = True
     system_prompt: Text | None = None
     prompt: Text | None = None
+    template_options: dict[str, bool | int | float | str] = {}
     template_date: str | None = Field(None, pattern=r"^\d{4}-\d\d-\d\d$")
 
 

@@ -247,6 +247,11 @@ def load_model(
         trust_remote_code=settings.trust_remote_code,
         **(in_4bit if quantization is not None else {}),
     )
+    if model.config is not model.config.get_text_config():
+        raise ValueError(
+            "it sees pictures too: save its language part as README says under Models, and give "
+            "that folder as model.name"
+        )
     if mismatched := sorted(loading["mismatched_keys"]):
         name, in_files, in_model = mismatched[0]
         raise ValueError(
@@ -440,6 +445,11 @@ def load_tokenizer(config: Config, log: Log) -> PreTrainedTokenizerFast:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.chat_template is None:
         log("the tokenizer has no chat template: the prompt is plain text")
+    options = config.task.template_options
+    if unread := [name for name in options if name not in str(tokenizer.chat_template)]:
+        raise ValueError(f"task.template_options: its chat template has no {unread[0]}")
+    # Every call of it gets them: for prompts, for checks, for the token that ends a turn.
+    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
     return tokenizer
 
 

@@ -1,5 +1,6 @@
 """Families of models: each can do what README's table says, and what it samples is right."""
 
+import re
 from pathlib import Path
 
 import harness
@@ -8,7 +9,7 @@ import torch
 from graphs import Graph, install_graphs
 from harness import ROOT, make_policy, sample, save_random, tokens_of
 from reference import score
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.batches import cache_bytes_per_token, state_bytes
@@ -147,6 +148,41 @@ def test_the_readme_says_what_a_family_can_do(family, monkeypatch):
     said = [cell.strip().startswith("yes") for cell in row.split("|")[2:-1]]
     assert said == can
     assert Graph.num_captures == can[1]  # one capture, or a refusal before any
+
+
+VISION = {"hidden_size": 32, "intermediate_size": 32}
+QWEN_VISION = VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 32}
+GEMMA_VISION = VISION | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "family", "vision"),
+    [("qwen3_5", "Qwen3.5", QWEN_VISION), ("gemma3", "Gemma 3", GEMMA_VISION)],
+)
+def test_of_a_model_that_sees_the_language_part_is_trained(
+    tokenizer, tmp_path, model_type, family, vision
+):
+    """transformers finds Qwen3.5's itself; that of others is saved first, as README says."""
+    text_type, sizes = FAMILIES[family]
+    text = AutoConfig.for_model(text_type, **tokens_of(tokenizer), **sizes).to_dict()
+    config = AutoConfig.for_model(model_type, text_config=text, vision_config=vision)
+    whole = AutoModelForImageTextToText.from_config(config).eval()
+    folder = tmp_path / "whole"
+    whole.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if model_type != "qwen3_5":
+        with pytest.raises(ValueError, match="it sees pictures too: save its language part"):
+            make_policy(folder)
+        readme = (ROOT / "README.md").read_text(encoding="utf-8")
+        (recipe,) = re.findall("```py\n(import transformers\n.*?)```", readme, re.DOTALL)
+        names = {"NAME": str(folder), "FOLDER": str(tmp_path / "part")}
+        exec(re.sub("NAME|FOLDER", lambda match: names[match[0]], recipe), {})
+        folder = tmp_path / "part"
+    policy = make_policy(folder)
+    ids = torch.tensor([PROMPTS[1]])
+    torch.testing.assert_close(policy.model(input_ids=ids).logits, whole(input_ids=ids).logits)
+    assert policy.backend == "grouped"
+    assert not any("vision" in name for name, _ in policy.model.named_parameters())
 
 
 BYTES = {  # of a token's keys and values in fp32, and of a row's states

@@ -174,8 +174,9 @@ def sample_and_check(policy: Policy, *, num_samples: int) -> list[Completion]:
     for row, ids, mask, weights in zip(
         rows, batch.input_ids, batch.completion_mask, batch.token_weights, strict=True
     ):
-        assert ids[: row.length].tolist() == row.prompt_ids + row.completion.token_ids
-        assert (ids[row.length :] == policy.params.pad_id).all()
+        length = len(row.prompt_ids + row.completion.token_ids)
+        assert ids[:length].tolist() == row.prompt_ids + row.completion.token_ids
+        assert (ids[length:] == policy.params.pad_id).all()
         assert ids[mask].tolist() == row.completion.token_ids
         assert ((weights > 0) == mask).all()
         assert mask.sum() == len(row.completion.token_ids)

@@ -36,7 +36,7 @@ import countdown
 import main
 from engine.model import Policy, load_model_and_tokenizer, load_tokenizer
 from engine.optimizer import make_optimizer
-from engine.prompts import completion_text, end_of_turn
+from engine.prompts import completion_text, end_of_turn, render_prompt
 from engine.record import Record
 from logger import Logger
 
@@ -278,6 +278,21 @@ def test_a_completion_ends_where_the_chat_template_ends_a_turn(chat_folder):
     assert countdown.format_reward_function(text) == 1.0
     assert written(policy, f"{answer}<|end|>More") == answer
     assert policy.end_tokens == "<|end|> or <|im_end|>"
+
+
+SWITCH = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+
+
+def test_a_chat_template_gets_the_options_of_the_config(chat_folder, tmp_path):
+    """As Qwen3.5's thinking is switched off; a name that it does not read is refused."""
+    folder = shutil.copytree(chat_folder, tmp_path / "switched")
+    (folder / "chat_template.jinja").write_text(TURNS + SWITCH)
+    for options, end in (("{}", "assistant\n"), ("{enable_thinking: false}", "<think></think>")):
+        config = make_config(f"model.name={folder}", f"task.template_options={options}")
+        tokenizer = load_tokenizer(config, lambda line: None)
+        assert render_prompt([{"role": "user", "content": "Hi."}], tokenizer).endswith(end)
+    with pytest.raises(ValueError, match=r"template_options: its chat template has no thinks"):
+        make_policy(folder, "task.template_options={thinks: true}")
 
 
 @pytest.mark.parametrize(
