@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness import CPU, ROOT, assert_needs, make_config
-from transformers import AutoConfig, Qwen2Config
+from transformers import AutoConfig, Qwen2Config, Qwen3_5TextConfig
 
 from engine import fit
 from engine.fit import cache_bytes, check_disk, check_memory, memory_parts
@@ -164,10 +164,20 @@ QWEN = {
 }
 
 
-@pytest.mark.parametrize("name", QWEN)
+QWEN35 = {  # shape as above, and heads of the linear layers' values
+    "Qwen3.5-0.8B": (1024, 3584, 24, 8, 2, 248_320, True, 16),
+    "Qwen3.5-2B": (2048, 6144, 24, 8, 2, 248_320, True, 16),
+    "Qwen3.5-4B": (2560, 9216, 32, 16, 4, 248_320, True, 32),
+}
+
+
+@pytest.mark.parametrize("name", [*QWEN, *QWEN35])
 def test_the_readmes_table_is_what_the_estimate_counts(name, monkeypatch):
-    hidden, mlp, layers, heads, kv_heads, vocabulary, is_tied = QWEN[name]
-    model_config = Qwen2Config(
+    shape = (QWEN | QWEN35)[name]
+    hidden, mlp, layers, heads, kv_heads, vocabulary, is_tied, *value_heads = shape
+    config_class = Qwen3_5TextConfig if value_heads else Qwen2Config
+    model_config = config_class(
+        **({"linear_num_value_heads": value_heads[0]} if value_heads else {}),
         hidden_size=hidden,
         intermediate_size=mlp,
         num_hidden_layers=layers,
