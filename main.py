@@ -127,12 +127,12 @@ def load_run(config: Config) -> Run:
 def load_policy(config: Config, world: World, logger: Logger) -> Policy:
     """The model on this rank's device: one that is trained and scores, and one that samples.
 
-    The trained weights are fp32 and their arithmetic is bf16 on a GPU, fp32 on a CPU, or what
-    `compute_dtype` says. For bf16 a copy in bf16 samples, refreshed after each optimizer step.
+    The trained weights are fp32. Their arithmetic is bf16 on a GPU (float16 on one without bf16),
+    fp32 on a CPU, or what `compute_dtype` says. In 16 bits a copy samples, refreshed every step.
     """
     device, compute_dtype = world.device, choose_compute_dtype(config, world.device)
     # Of the hub's generation_config the end tokens stay, in best/ too; all else is emptied here.
-    model, tokenizer, eos_ids = load_model_and_tokenizer(
+    model, tokenizer, eos_ids, compute_dtype = load_model_and_tokenizer(
         config, device=device, compute_dtype=compute_dtype, log=logger.info
     )
     sampler = make_sampler(model, compute_dtype, device, shard=config.model.shard)
@@ -141,7 +141,7 @@ def load_policy(config: Config, world: World, logger: Logger) -> Policy:
         chunked = supports_chunked_head(model, logger.info)
         scorer = CompletionScorer(model, compute_dtype, chunked=chunked)
         if config.training.kl_coef > 0:  # now, before a checkpoint is loaded: it is model.name
-            reference = make_reference(config, scorer, in_bf16=sampler.dtype == torch.bfloat16)
+            reference = make_reference(config, scorer, dtype=sampler.dtype)
         if config.model.shard:  # each rank has a part of the model (and of the reference)
             scorer = shard_scorer(scorer, world, keeps_root=True)
             reference = reference and shard_scorer(reference, world, keeps_root=False)
@@ -168,10 +168,9 @@ def run_training(run: Run) -> int:
     questions_per_rank = config.questions_per_rank(world.size)
     questions_per_step = questions_per_rank * world.size
     world.catch_signals()  # SIGTERM, SIGINT, SIGHUP set should_stop on all ranks (distributed.py)
-    is_saved = True
-    if state.last is None or state.unrecorded is not None:
-        # A new run evaluates the model as it was loaded, and a resumed one what a signal prevented.
-        is_saved = end_step(run)
+    # A new run evaluates the model as it was loaded, and a resumed one what a signal prevented.
+    is_due = state.last is None or state.unrecorded is not None
+    is_saved = end_step(run) if is_due else True
     while not (run.is_over or world.should_stop):
         run.check_progress()  # FloatingPointError after too many skipped steps in a row
         clock = Clock()
@@ -195,7 +194,7 @@ def run_training(run: Run) -> int:
             with clock("rollouts_log"):  # a few groups for tools/report.py
                 rollouts = describe_rollouts(run, groups, questions, micro_batches)
         metrics |= reduce_means(sums | rollout_sums(groups, run.task.REWARD_PARTS), world)
-        metrics |= {"train/lr": learning_rate} | clock.read()
+        metrics |= {"train/lr": learning_rate} | run.loss_scale.read() | clock.read()
         metrics |= performance(metrics, questions_per_step * training.group_size, world.device)
         new_signs = state.advance(
             metrics,
@@ -697,20 +696,22 @@ def update_policy(
     sums, num_updates, num_passes = {}, 0, len(micro_batches) * training.num_iterations
     in_ddp = isinstance(policy.scorer, DistributedDataParallel)  # its buckets hold the gradients
     with run.logger.progress(num_passes, "update", "batch") as bar:
-        for _ in range(training.num_iterations):
+        while num_updates < training.num_iterations:
             optimizer.zero_grad(set_to_none=not in_ddp)
             loss = 0.0
             for micro_batch in micro_batches:
                 # DDP averages gradients over the ranks in backward(). Once is enough, at the last
                 # micro-batch: until then they add up on each rank. A shard averages each time.
-                is_last = micro_batch is micro_batches[-1]
-                waits = in_ddp and not is_last
+                waits = in_ddp and micro_batch is not micro_batches[-1]
                 with policy.scorer.no_sync() if waits else contextlib.nullcontext():
                     loss += accumulate_gradient(run, micro_batch, sums)
                 bar.update(1)
+            run.loss_scale.unscale_(optimizer)  # 1, but for float16
             grad_norm = nn.utils.clip_grad_norm_(policy.model.parameters(), training.max_grad_norm)
             loss = world.sum([loss / world.size]).item()  # the weights carry world.size
             metrics = {"train/loss": loss, "train/grad_norm": grad_norm.item()}
+            if run.loss_scale.was_too_high(loss, metrics["train/grad_norm"]):
+                continue  # it is halved now: the same update again
             if not all(math.isfinite(value) for value in metrics.values()):
                 break
             optimizer.step()
@@ -756,7 +757,7 @@ def accumulate_gradient(run: Run, batch: MicroBatch, sums: dict[str, Tensor]) ->
             )
         weights = weights * batch.importance
     loss = (weights * token_loss).sum()
-    loss.backward()
+    run.loss_scale.scale(loss).backward()
     if training.num_iterations > 1 and is_first:
         batch.old_log_probs = log_probs.detach()
     return loss.detach().double()
@@ -820,8 +821,7 @@ def evaluate(run: Run) -> tuple[dict[str, float], list[dict], bool]:
     with clock("eval"):
         groups = answer_questions(run)
         metrics = evaluation_metrics(run, groups)
-    samples = validation_samples(run, groups)
-    return metrics | clock.read(), samples, run.report_broken(groups) > 0
+    return metrics | clock.read(), validation_samples(run, groups), run.report_broken(groups) > 0
 
 
 def answer_questions(run: Run, *, is_greedy: bool = False) -> list[list[Trajectory]]:

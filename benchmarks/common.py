@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the script's modules
 
 from engine.config_file import load_config
+from engine.model import copy_in
 
 torch.backends.cuda.enable_cudnn_sdp(False)  # as engine/distributed.py does for a run
 
@@ -17,6 +19,11 @@ torch.backends.cuda.enable_cudnn_sdp(False)  # as engine/distributed.py does for
 def questions_per_step() -> int:
     """Questions in a step of the default run, which takes two ranks."""
     return 2 * load_config([]).questions_per_rank(2)
+
+
+def bf16_copy(model: nn.Module) -> nn.Module:
+    """A frozen copy that samples as the one in a run: bf16 weights, and the buffers as they are."""
+    return copy_in(torch.bfloat16, model, model.device)
 
 
 def in_turns(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import in_turns, print_table, synchronize, time_once  # first: finds the modules
+from common import bf16_copy, in_turns, print_table, synchronize, time_once  # first: the modules
 from rollouts import (
     QWEN_SHAPES,
     TINY,
@@ -55,7 +55,6 @@ from engine.distributed import World, settle_ddp_buckets
 from engine.graphs import CapturedSteps
 from engine.head import head_log_probs
 from engine.metrics import peak_memory_gb
-from engine.model import bf16_copy
 from engine.optimizer import make_optimizer
 from engine.tensors import right_pad
 from engine.types import SamplingParams

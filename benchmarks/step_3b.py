@@ -14,7 +14,7 @@ from statistics import median
 
 import numpy as np
 import torch
-from common import in_turns, print_table  # first: it finds the script's modules
+from common import bf16_copy, in_turns, print_table  # first: it finds the script's modules
 from rollouts import QWEN_SHAPES, Size, random_model, random_workload
 
 from engine import ROOT
@@ -22,7 +22,7 @@ from engine.config import Config
 from engine.config_file import load_config
 from engine.distributed import World
 from engine.metrics import peak_memory_gb
-from engine.model import Policy, bf16_copy
+from engine.model import Policy
 from engine.optimizer import make_optimizer
 from engine.run import Run
 from engine.task_module import load_task

@@ -52,7 +52,7 @@ class LoraSettings(Section):
 class ModelSettings(Section):
     name: Annotated[PathText, AfterValidator(in_checkout)] = "tiny"
     revision: str | None = None
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     attn_implementation: Text = "sdpa"
     gradient_checkpointing: bool = False
     shard: bool = False

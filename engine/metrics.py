@@ -23,7 +23,7 @@ from engine.types import Trajectory
 TRAIN_METRICS = (
     "loss reward reward_std solved solved_and_ended advantage_abs entropy clip_frac grad_norm lr "
     "completion_tokens truncated_frac zero_advantage_frac skipped_steps collapsed "
-    "sampler_mismatch"
+    "sampler_mismatch loss_scale"
 )
 TIMED_PHASES = ("rollout", "reward", "update", "rollouts_log", "eval", "step")
 

@@ -44,7 +44,7 @@ from engine.lora import (
     score_without_adapter,
 )
 from engine.matmul import speed_up
-from engine.probe import supports_grouped
+from engine.probe import supports_float16, supports_grouped
 from engine.prompts import end_of_turn, render_prompt
 from engine.sharding import whole
 from engine.tensors import autocast
@@ -100,8 +100,8 @@ class Policy:
 
 def load_model_and_tokenizer(
     config: Config, *, device: torch.device, compute_dtype: torch.dtype, log: Log
-) -> tuple[nn.Module, PreTrainedTokenizerFast, tuple[int, ...]]:
-    """The model, with its adapter if it has one; its tokenizer; the ids that end a completion.
+) -> tuple[nn.Module, PreTrainedTokenizerFast, tuple[int, ...], torch.dtype]:
+    """The model, with any adapter; its tokenizer; the ids that end a completion; the compute dtype.
 
     Raises ValueError of one line if the model cannot be used.
     """
@@ -141,13 +141,19 @@ def load_model_and_tokenizer(
         check_causal(model)
         if base is not None:
             load_adapter(model, settings)
+    may_fall_back = settings.compute_dtype == "auto" and compute_dtype == torch.float16
+    if may_fall_back and not supports_float16(model):
+        log("in float16 this model's logits are not finite, or far off: float32 is used")
+        del model  # there may be no room for two
+        config = config.model_copy(update={"model": settings})
+        return load_model_and_tokenizer(config, device=device, compute_dtype=torch.float32, log=log)
     if lora is not None:
         add_adapter(model, lora, seed=config.training.seed)
         num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         log(f"LoRA: {num_trained:,} weights are trained, all others stay as they are")
     if device.type == "cpu" and compute_dtype == torch.float32:
         speed_up(model, log)
-    return model, tokenizer, eos_ids
+    return model, tokenizer, eos_ids, compute_dtype
 
 
 @contextlib.contextmanager
@@ -314,11 +320,12 @@ def check_causal(model: nn.Module) -> None:
 
 
 def choose_compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """bf16 where it is fast and fp32 elsewhere, unless the config names one."""
-    if config.model.compute_dtype == "auto":
-        fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if fast else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.compute_dtype]
+    """bf16 on a GPU that has it, else float16, and fp32 elsewhere, unless the config names one."""
+    if config.model.compute_dtype != "auto":
+        return getattr(torch, config.model.compute_dtype)
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16
+    return torch.float16 if device.type == "cuda" else torch.float32
 
 
 def samples_a_copy(*, weight_dtype: torch.dtype, compute_dtype: torch.dtype, shard: bool) -> bool:
@@ -342,11 +349,6 @@ def make_sampler(
     return model.eval()
 
 
-def bf16_copy(model: nn.Module) -> nn.Module:
-    """A frozen copy with bf16 weights and the buffers as they are."""
-    return copy_in(torch.bfloat16, model, model.device)
-
-
 def copy_in(dtype: torch.dtype, model: nn.Module, device: torch.device) -> nn.Module:
     """A frozen copy on the device: weights in the dtype, buffers as they are.
 
@@ -361,13 +363,12 @@ def copy_in(dtype: torch.dtype, model: nn.Module, device: torch.device) -> nn.Mo
 
 
 def make_reference(
-    config: Config, scorer: nn.Module, *, in_bf16: bool
+    config: Config, scorer: nn.Module, *, dtype: torch.dtype
 ) -> Callable[..., torch.Tensor]:
     """A scorer for the model that the run starts from: the adapter is off, or a copy is frozen."""
     if config.model.lora is not None:
         return functools.partial(score_without_adapter, scorer)
-    model = scorer.model
-    copied = copy_in(torch.bfloat16 if in_bf16 else model.dtype, model, model.device)
+    copied = copy_in(dtype, scorer.model, scorer.model.device)
     return type(scorer)(copied, scorer.compute_dtype, chunked=scorer.chunked)
 
 

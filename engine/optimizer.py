@@ -1,4 +1,4 @@
-"""The optimizer and its learning rate."""
+"""The optimizer, its learning rate, and the loss scale of float16."""
 
 import math
 
@@ -99,3 +99,27 @@ def learning_rate_at(step: int, config: Config) -> float:
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["lr_scale"]
+
+
+class LossScale(torch.amp.GradScaler):
+    """A factor of the loss, and so of the gradients, in float16, whose range is 6e-8 to 65,504.
+
+    It is doubled after 100 updates, and halved if a gradient overflows: it stays a power of 2.
+    """
+
+    def was_too_high(self, loss: float, grad_norm: float) -> bool:
+        """Halve the scale if the gradient overflowed; True if its update should begin again.
+
+        Both numbers are of all ranks, so that all do the same. If the loss is not finite, or the
+        gradient at scale 1, the scale is not to blame: the next step begins with the first one.
+        """
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self.update()  # counts this update
+            return False
+        is_to_blame = math.isfinite(loss) and self.get_scale() > 1
+        self.update(self.get_scale() / 2 if is_to_blame else 2.0**16)
+        return is_to_blame
+
+    def read(self) -> dict[str, float]:
+        """The metric, if there is a scale: that of the next update."""
+        return {"train/loss_scale": self.get_scale()} if self.is_enabled() else {}

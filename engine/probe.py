@@ -60,6 +60,17 @@ def mismatch_of(model: nn.Module, record: Record, prompt: list[int], row: int) -
 
 
 @torch.no_grad()
+def supports_float16(model: nn.Module) -> bool:
+    """Whether float16 arithmetic gives finite logits near those in the weights' own dtype."""
+    ids = torch.arange(1, 65, device=model.device)[None] % model.config.vocab_size  # made-up tokens
+    with autocast(model.device, model.dtype):
+        expected = model(input_ids=ids).logits.float()
+    with autocast(model.device, torch.float16):
+        difference = (model(input_ids=ids).logits - expected).abs().mean()
+    return bool(difference <= 2**-6 * expected.abs().max())  # as above; False for NaN
+
+
+@torch.no_grad()
 def supports_chunked_head(model: nn.Module, log: Callable[[str], None]) -> bool:
     """Whether the logits are exactly those of a plain linear head on the last hidden states.
 

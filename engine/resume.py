@@ -69,6 +69,7 @@ def resume(run: Run) -> None:
         for parameter in run.trained_weights:
             world.broadcast_tensor(parameter.data)
         world.broadcast_optimizer(run.optimizer)
+    run.loss_scale.load_state_dict(saved.get("loss_scale") or run.loss_scale.state_dict())
     run.policy.refresh_sampler()
     run.state, run.is_resumed = State(**saved["state"]), True
     run.logger.info(f"resumed after step {run.state.step}")
@@ -171,6 +172,7 @@ def save_checkpoint(run: Run) -> bool:
         return False
     state = {
         "state": asdict(run.state),
+        "loss_scale": run.loss_scale.state_dict(),
         "num_ranks": world.size,
         "config": dotted_values(run.config) | run.rests_on,
     }

@@ -1,5 +1,6 @@
 """What a run consists of: its parts, and where it is."""
 
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ from engine.distributed import World
 from engine.fingerprint import of_questions
 from engine.metrics import mean_of_last, signs_of_collapse
 from engine.model import Policy
+from engine.optimizer import LossScale
 from engine.task_module import built_in_tasks
 from engine.types import Trajectory
 from logger import Logger
@@ -98,6 +100,12 @@ class Run:
     def trained_weights(self) -> list[nn.Parameter]:
         """The parameters that the optimizer updates."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @functools.cached_property
+    def loss_scale(self) -> LossScale:
+        """For float16, which the sampler's weights then are too; else it is off, a factor of 1."""
+        is_on = self.policy.sampler.dtype == torch.float16
+        return LossScale(self.world.device.type, growth_interval=100, enabled=is_on)
 
     def check_questions(self) -> None:
         """Raises ConfigError if the ranks hold different questions, or too few to validate with."""

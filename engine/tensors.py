@@ -41,14 +41,9 @@ def right_pad(sequences: list, value: float) -> Tensor:
 def autocast(
     device: torch.device, dtype: torch.dtype, *, keeps_casts: bool = True
 ) -> torch.autocast:
-    """Multiplies matrices in bf16, whatever the weights are; with fp32 it changes nothing.
+    """Multiplies matrices in bf16 or float16, whatever the weights are; fp32 changes nothing.
 
-    `keeps_casts` holds the bf16 copy of each trained weight to the end. It pays for an adapter that
+    `keeps_casts` holds the copy of each trained weight to the end. It pays for an adapter that
     samples; a pass that scores reads each copy once, and would hold a whole model's.
     """
-    return torch.autocast(
-        device.type,
-        dtype=torch.bfloat16,
-        enabled=dtype == torch.bfloat16,
-        cache_enabled=keeps_casts,
-    )
+    return torch.autocast(device.type, dtype, dtype.itemsize == 2, cache_enabled=keeps_casts)

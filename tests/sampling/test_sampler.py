@@ -48,7 +48,7 @@ from engine.batches import (
 from engine.cache import Room, whole_leaps
 from engine.distributed import has_own_gpu, init_world
 from engine.graphs import CapturedSteps
-from engine.model import Policy, bf16_copy
+from engine.model import Policy, copy_in
 from engine.probe import supports_grouped
 from engine.tensors import left_pad
 from engine.truncation import keep_likeliest
@@ -766,7 +766,8 @@ def test_eager_attention_is_scored_as_it_was_sampled(model_folder, graphs, backe
 def test_the_probe_sees_a_mask_that_is_added_instead_of_applied(rotary_model_folder, monkeypatch):
     """Bug: in bf16 its tolerance was wider than the error, and its prompt had no padding."""
     show, overrides = Room.show, ["model.attn_implementation=eager"]
-    model = bf16_copy(make_policy(rotary_model_folder, *overrides).sampler)
+    model = make_policy(rotary_model_folder, *overrides).sampler
+    model = copy_in(torch.bfloat16, model, CPU)
     assert supports_grouped(model, DecodeBatch)
 
     monkeypatch.setattr(Room, "show", lambda *arguments: show(*arguments) == 0)
@@ -834,7 +835,7 @@ def test_the_bf16_sampler_keeps_its_rotary_frequencies(rotary_model_folder):
     start to 0.09 after 1,400 tokens, where it now stays at 0.02.
     """
     model = make_policy(rotary_model_folder).model
-    copied = bf16_copy(model)
+    copied = copy_in(torch.bfloat16, model, CPU)
     assert {p.dtype for p in copied.parameters()} == {torch.bfloat16}
     assert not any(p.requires_grad for p in copied.parameters())
     buffers = zip(copied.buffers(), model.buffers(), strict=True)
