@@ -155,6 +155,35 @@ SOURCES = {
         "export.save_4bit": True,
         "export.private": False,
     },
+    # slime's pull request 1835: the run that it reports
+    "gsm8k-qwen2.5-0.5b": PLAIN
+    | {
+        "model.name": "Qwen/Qwen2.5-0.5B-Instruct",
+        "model.lora": None,
+        "task.name": "gsm8k",
+        "task.train": "openai/gsm8k",
+        "task.eval": "openai/gsm8k",
+        "sampling.temperature": UNKNOWN,
+        "training.learning_type": "grpo",
+        "training.num_steps": 100,
+        "training.num_samples_per_step_global": 20,
+        "training.k_best_of_n": [8, 8],
+        "training.max_new_gen_tokens": UNKNOWN,
+        "training.optimizer": "adamw",
+        "training.learning_rate": 1e-6,
+        "training.lr_schedule": "constant",
+        "training.adam_betas": UNKNOWN,
+        "training.weight_decay": UNKNOWN,
+        "training.max_grad_norm": UNKNOWN,
+        "training.clip_eps_high": 0.28,
+        "training.advantage": UNKNOWN,
+        "training.loss_normalization": UNKNOWN,
+        "training.kl_coef": UNKNOWN,
+        "training.num_iterations": 1,
+        "validation.num_examples": 1319,
+        "validation.best_of_n": 1,
+        "validation.temperature": 0,
+    },
     # S. Raschka, chapter 6: the published run
     "math-rlvr": PLAIN
     | {
@@ -196,6 +225,7 @@ OUR_OWN = {
     "countdown-tiny-sil",
     "countdown-qwen2.5-7b",
     "arithmetic-smollm2",
+    "gsm8k-qwen2.5-1.5b-lora",
 }  # recipes without a source
 # "#   training.learning_rate  1e-6 (source: unknown): why"
 NAMED = re.compile(r"^#   (\w+\.[\w.]+)  (\S+) \(source: ([^)]*)\)", re.MULTILINE)
