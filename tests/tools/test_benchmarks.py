@@ -1,13 +1,19 @@
 """The benchmarks run."""
 
+import importlib
 import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
-from harness import ROOT, USERS_ENVIRONMENT, read_jsonl
+from harness import ROOT, USERS_ENVIRONMENT, alone, make_config, read_jsonl, sample
+from reference import distance, score
 from safetensors.torch import load_file
+
+import main
+from logger import Logger
 
 pytestmark = pytest.mark.slow
 
@@ -127,3 +133,28 @@ def test_ablations_leave_metrics_a_table_and_a_picture_and_run_once(tmp_path):
         weights = load_file(state / "model.safetensors").values()
         assert {weight.dtype for weight in weights} == {dtype}
     assert "done" not in run_quickly("ablations.py", *arguments)
+
+
+def test_a_copy_that_scores_as_it_samples_hands_its_gradients_to_the_weights(
+    rotary_model_folder, monkeypatch
+):
+    """With eager attention, whose numbers are the same for a token alone and in a whole row."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    switched = importlib.import_module("switched")
+    options = ["model.compute_dtype=bfloat16", "model.attn_implementation=eager"]
+    config = make_config(f"model.name={rotary_model_folder}", *options)
+    gradients, mismatches = [], []
+    for load in (main.load_policy, switched.load_one_that_scores_in_the_sampler):
+        policy = load(config, alone(), Logger(rank=1))
+        prompts = [[5, 9, 30], [40, 41]]
+        ((one, _), (other, _)) = sample(policy, prompts, num_samples=2, max_new_tokens=12)
+        completions = [one.token_ids, other.token_ids]
+        log_probs, mask = score(policy, prompts, completions, pad_id=policy.params.pad_id)
+        log_probs[mask].sum().backward()
+        sampled = torch.from_numpy(np.concatenate([one.log_probs, other.log_probs]))
+        mismatches.append(float((log_probs[mask] - sampled).abs().mean()))
+        assert {p.grad.dtype for p in policy.model.parameters()} == {torch.float32}
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.model.parameters()]).numpy())
+    assert all(p.grad is None for p in policy.sampler.parameters())
+    assert mismatches[1] < 1e-5 < 1e-3 < mismatches[0]
+    assert 1e-4 < distance(gradients[1], gradients[0]) < 0.1
