@@ -1,11 +1,12 @@
-r"""math-verify in a process of its own, which can be killed whenever an answer takes too long.
+r"""A grader in a process of its own, which can be killed whenever an answer takes too long.
 
-The trainer's side is the class Worker; run as a script, this file is the process. It is no fork of
-the trainer, which may hold a GPU and connections to other ranks. It ends when its stdin is closed,
-so it does not outlive the trainer. A request is a line of JSON, and so is its reply:
+The trainer's side is the class Worker; run as a script, this file is the process of math-verify. It
+is no fork of the trainer, which may hold a GPU and connections to other ranks. It ends when its
+stdin is closed, so it does not outlive the trainer. A request is a line of JSON with the grader's
+arguments, such as gold and prediction; so is its reply:
 
-    {"id": 7, "gold": "a+b", "prediction": "b+a", "limit_s": 6}
-    {"id": 7, "equal": true}
+    {"id": 7, "arguments": ["a+b", "b+a"], "limit_s": 6}
+    {"id": 7, "reply": true}
 """
 
 import json
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -58,8 +60,8 @@ class Worker:
         """The time in seconds. It stands still while a worker starts: no answer is to blame."""
         return time.monotonic() - self.startup_s
 
-    def ask(self, gold: str, prediction: str, *, deadline: float) -> bool:
-        """Whether math-verify finds the two equal, if it says so before the clock shows `deadline`.
+    def ask(self, *arguments: Any, deadline: float) -> Any:
+        """The grader's reply to its arguments, if it comes before the clock shows `deadline`.
 
         Raises WorkerLost or OutOfPatience otherwise. Texts must be short, so that a request fits
         into the pipe even if nobody reads it.
@@ -70,7 +72,7 @@ class Worker:
         try:
             self.await_start()
             self.last_id += 1
-            request = {"id": self.last_id, "gold": gold, "prediction": prediction}
+            request = {"id": self.last_id, "arguments": arguments}
             request["limit_s"] = max(0, math.ceil(deadline - self.clock())) + 1
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
             return self.read_reply(deadline)
@@ -111,7 +113,7 @@ class Worker:
                 process.kill()
             self.process = None
 
-    def read_reply(self, deadline: float) -> bool:
+    def read_reply(self, deadline: float) -> Any:
         """The answer to the last request: a reply with another id is an error, never an answer."""
         poll = select.poll()
         poll.register(self.process.stdout, select.POLLIN)
@@ -124,8 +126,8 @@ class Worker:
             self.unread += chunk
         line, _, self.unread = self.unread.partition(b"\n")
         match json.loads(line):
-            case {"id": self.last_id, "equal": bool(is_equal)}:
-                return is_equal
+            case {"id": self.last_id, "reply": reply}:
+                return reply
         raise ValueError(f"not the reply to request {self.last_id}")
 
 
@@ -137,23 +139,28 @@ WORKER = Worker([sys.executable, "-P", "-B", os.path.abspath(__file__)])
 # The worker's side
 
 
-def serve() -> None:
-    """Answer requests, a line each, until stdin ends."""
+def serve(load: Callable[[], Callable[..., Any]]) -> None:
+    """Answer requests, a line each, until stdin ends, by the grader that `load` imports."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints goes to stderr, not among the replies
-    import math_verify  # noqa: F401  (slow, so that the first request need not wait for it)
-
+    grader = load()  # slow, so the first request need not wait for it
     with suppress(ValueError, OSError):  # macOS does not limit memory
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    print(json.dumps({"id": 0, "equal": False}), file=replies, flush=True)
+    print(json.dumps({"id": 0, "reply": None}), file=replies, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         signal.alarm(request["limit_s"])  # ends this process, should the trainer be gone
-        is_equal = math_verify_equal(request["gold"], request["prediction"])
+        reply = grader(*request["arguments"])
         signal.alarm(0)
-        print(json.dumps({"id": request["id"], "equal": is_equal}), file=replies, flush=True)
+        print(json.dumps({"id": request["id"], "reply": reply}), file=replies, flush=True)
+
+
+def load_math_verify() -> Callable[[str, str], bool]:
+    import math_verify  # noqa: F401
+
+    return math_verify_equal
 
 
 def math_verify_equal(gold: str, prediction: str) -> bool:
@@ -222,4 +229,4 @@ def has_same_values(gold: Any, prediction: Any, is_exact: bool) -> bool:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(load_math_verify)

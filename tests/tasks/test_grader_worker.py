@@ -91,7 +91,7 @@ def test_it_ends_with_its_stdin_sees_no_gpu_and_has_its_own_session():
 def test_it_ends_by_itself_where_the_trainer_is_gone():
     """A hard question and a trainer killed by SIGKILL: nobody would end the worker."""
     assert ask(WORKER, "a+b", "b+a")
-    request = {"id": 1, "gold": EASY, "prediction": HARD, "limit_s": 1}
+    request = {"id": 1, "arguments": [EASY, HARD], "limit_s": 1}
     WORKER.process.stdin.write(json.dumps(request).encode() + b"\n")
     assert WORKER.process.wait(timeout=30) == -signal.SIGALRM
 
@@ -114,9 +114,9 @@ def test_it_starts_in_any_folder_whatever_lies_there(tmp_path, monkeypatch):
 def test_it_runs_as_a_module_and_needs_none_of_ours():
     """Starting it takes the time of SymPy alone."""
     command = [sys.executable, "-m", "tasks.grader_worker"]
-    request = json.dumps({"id": 1, "gold": "a+b", "prediction": "b+a", "limit_s": 60})
+    request = json.dumps({"id": 1, "arguments": ["a+b", "b+a"], "limit_s": 60})
     result = subprocess.run(command, cwd=ROOT, input=request, capture_output=True, text=True)
-    assert [json.loads(line)["equal"] for line in result.stdout.splitlines()] == [False, True]
+    assert [json.loads(line)["reply"] for line in result.stdout.splitlines()] == [None, True]
     command = [sys.executable, "-c", "import sys, tasks.grader; print(*sys.modules)"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert not {"engine", "torch", "sympy", "math_verify"} & set(result.stdout.split())
@@ -127,13 +127,14 @@ def test_it_runs_as_a_module_and_needs_none_of_ours():
 READY = """
 import json, os, sys, time
 say = lambda text: print(text, flush=True)
-say('{"id": 0, "equal": false}')
+say('{"id": 0, "reply": null}')
 """
 HONEST = """
 for line in sys.stdin:
     request = json.loads(line)
-    time.sleep(0.4 * request["prediction"].endswith("slow"))
-    say(json.dumps({"id": request["id"], "equal": request["gold"] == request["prediction"]}))
+    gold, prediction = request["arguments"]
+    time.sleep(0.4 * prediction.endswith("slow"))
+    say(json.dumps({"id": request["id"], "reply": gold == prediction}))
 """
 FAKES = {
     "garbage": 'for line in sys.stdin: say("garbage")',
@@ -141,7 +142,7 @@ FAKES = {
     "no opinion": 'for line in sys.stdin: say(json.dumps({"id": json.loads(line)["id"]}))',
     "half a line": 'for line in sys.stdin: print("{", end="", flush=True)',
     "an old reply": "for line in sys.stdin: "
-    'say(json.dumps({"id": json.loads(line)["id"] - 1, "equal": True}))',
+    'say(json.dumps({"id": json.loads(line)["id"] - 1, "reply": True}))',
     "not text": 'for line in sys.stdin: sys.stdout.buffer.write(b"\\xff\\n"); sys.stdout.flush()',
     "an endless line": 'for line in sys.stdin: print("x" * 10**6, end="", flush=True)',
     "an end": "sys.exit(1)",
@@ -197,7 +198,7 @@ def test_slow_replies_kills_and_interrupts_never_mix_answers(make_fake):
             worker.process.kill()
         if event == "interrupt" and worker.last_id:  # a question asked, its reply never read
             worker.last_id += 1
-            request = {"id": worker.last_id, "gold": "a", "prediction": "a", "limit_s": 9}
+            request = {"id": worker.last_id, "arguments": ["a", "a"], "limit_s": 9}
             with suppress(OSError):
                 worker.process.stdin.write(json.dumps(request).encode() + b"\n")
         try:

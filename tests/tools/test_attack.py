@@ -1,0 +1,67 @@
+"""The tool that tries known tricks on a grader."""
+
+import subprocess
+import sys
+
+import pytest
+from harness import ENVIRONMENT, ROOT
+
+from engine.task_module import built_in_tasks
+from tools.attack import SLOW, attack
+
+NAIVE = r"""
+import re
+
+def grade(completion, answer):
+    for text in re.findall("<answer>(.*?)</answer>", completion, re.DOTALL):
+        return float(answer in text.split() or eval(text) == int(answer))
+    return 0.0
+
+def harmless(completion, answer):
+    return completion.strip() == answer
+
+def lethal(completion, answer):
+    if completion.count("(") > 1_000:
+        raise SystemExit
+    return 0
+"""
+
+
+@pytest.fixture
+def naive(tmp_path, monkeypatch):
+    (tmp_path / "naive.py").write_text(NAIVE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delitem(sys.modules, "naive", raising=False)
+
+
+def test_each_kind_is_found_in_a_naive_grader(naive):
+    """It evaluates, it finds the answer among others, and its regex is quadratic."""
+    found = attack("naive:grade")
+    examples = {
+        "ran code": "<answer>7305190721</answer>",
+        "raised": "<answer></answer>",
+        "paid": "<answer>461 46 462</answer>",
+        "hung": "<answer>99**98**97</answer>",
+    }
+    assert {kind: found[kind][0] for kind in examples} == examples
+    assert found[SLOW][0].count("<answer>") > 100
+    assert [len(found[kind]) for kind in ("paid", "hung", SLOW)] == [2, 1, 1]
+    assert all("7305190721" in text for text in found["ran code"])
+
+
+def test_the_table_and_the_exit_status_say_whether_anything_was_found(naive):
+    for name, status, lines in (("lethal", 1, 1), ("harmless", 0, 0)):
+        command = [sys.executable, "-m", "tools.attack", f"naive:{name}"]
+        result = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+        assert (result.returncode, result.stderr) == (status, "")
+        table = result.stdout.splitlines()
+        assert len(table) == 5 and sum(not line.endswith(" nothing") for line in table) == lines
+        assert table[1].startswith("raised       ") and ("such as '((((" in table[1]) == lines
+
+
+@pytest.mark.parametrize("name", built_in_tasks())
+def test_nothing_is_found_in_our_own_tasks(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert not any(attack(name).values())
