@@ -1,17 +1,20 @@
 r"""A grader in a process of its own, which can be killed whenever an answer takes too long.
 
-The trainer's side is the class Worker; run as a script, this file is the process of math-verify. It
-is no fork of the trainer, which may hold a GPU and connections to other ranks. It ends when its
-stdin is closed, so it does not outlive the trainer. A request is a line of JSON with the grader's
-arguments, such as gold and prediction; so is its reply:
+The trainer's side is the class Worker; run as a script, this file is the process of math-verify or
+of reasoning-gym. It is no fork of the trainer, which may hold a GPU and connections to other ranks.
+It ends when its stdin is closed, so it does not outlive the trainer. A request is a line of JSON
+with the grader's arguments, such as gold and prediction; so is its reply:
 
     {"id": 7, "arguments": ["a+b", "b+a"], "limit_s": 6}
     {"id": 7, "reply": true}
 """
 
+import functools
+import importlib
 import json
 import math
 import os
+import random
 import re
 import resource
 import select
@@ -157,12 +160,6 @@ def serve(load: Callable[[], Callable[..., Any]]) -> None:
         print(json.dumps({"id": request["id"], "reply": reply}), file=replies, flush=True)
 
 
-def load_math_verify() -> Callable[[str, str], bool]:
-    import math_verify  # noqa: F401
-
-    return math_verify_equal
-
-
 def math_verify_equal(gold: str, prediction: str) -> bool:
     """math-verify's opinion, where the values agree at points of our own, since it rounds.
 
@@ -228,5 +225,32 @@ def has_same_values(gold: Any, prediction: Any, is_exact: bool) -> bool:
     return rest == 0 or not rest.is_Rational
 
 
+def ask_reasoning_gym(
+    name: str, config: str, seed: int, index: int, answer: str | None = None
+) -> Any:
+    """A dataset's question, its answer, and what went wrong; or the score of a model's answer."""
+    try:
+        dataset, entry_at = gym_dataset(name, config, seed)
+        random.seed(index)  # list_functions draws from the numbers that all share
+        entry = entry_at(index)
+        if answer is None:
+            return entry["question"], entry["answer"], ""
+        score = float(dataset.score_answer(answer, entry))
+        return score if 0 <= score <= 1 else 0.0
+    except Exception as error:
+        return (None, None, f"{type(error).__name__}: {error}") if answer is None else 0.0
+
+
+@functools.lru_cache(2)
+def gym_dataset(name: str, config: str, seed: int) -> tuple[Any, Callable[[int], dict]]:
+    from reasoning_gym import create_dataset
+
+    dataset = create_dataset(name, seed=seed, **json.loads(config))
+    return dataset, functools.lru_cache(1_024)(dataset.__getitem__)
+
+
 if __name__ == "__main__":
-    serve(load_math_verify)
+    if "reasoning_gym" in sys.argv:
+        serve(lambda: importlib.import_module("reasoning_gym") and ask_reasoning_gym)
+    else:
+        serve(lambda: importlib.import_module("math_verify") and math_verify_equal)

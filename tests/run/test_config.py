@@ -23,7 +23,7 @@ from engine.config import (
 )
 from engine.config_file import dump, known_keys, load_config
 from engine.packages import import_package
-from engine.task_module import load_task
+from engine.task_module import built_in_tasks, load_task
 from engine.yaml_text import show
 
 GUESSING = """
@@ -229,7 +229,7 @@ def test_a_module_that_is_not_a_task_is_one_line(old, new, line, guessing):
 @pytest.mark.parametrize("name", ["chess", "[1]", "../guessing", "guessing.py", "''", "24", "null"])
 def test_a_task_that_is_not_there_is_one_line_with_the_ones_that_are(name, guessing):
     line = line_of(f"task.name={name}")
-    tasks = "countdown, arithmetic, gsm8k, math500"
+    tasks = "countdown, arithmetic, gsm8k, math500, reasoning_gym"
     assert line.startswith(f"task.name = {name}: must be one of {tasks}, or the ")
     assert line.endswith(f"the name of a .py file in {guessing}")
 
@@ -579,7 +579,10 @@ def test_a_run_of_before_a_key_was_there_had_its_default():
         check_same_run(saved, load("training.tis_clip=2"))
 
 
-@pytest.mark.parametrize("package", ["peft", "bitsandbytes", "math-verify", "matplotlib"])
+PACKAGES = ["peft", "bitsandbytes", "math-verify", "matplotlib", "reasoning-gym"]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
 def test_a_missing_package_is_named_with_what_installs_it(package, monkeypatch):
     monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
     with pytest.raises(ValueError, match=rf"^a\.b: needs a package: pip install {package}==\d"):
@@ -671,7 +674,7 @@ def test_config_yaml_shows_countdowns_own_keys_as_comments():
 
 
 def test_every_default_is_a_value_that_the_schema_accepts():
-    for name in ("countdown", "arithmetic", "gsm8k", "math500"):
+    for name in built_in_tasks():
         default = type(load(f"task.name={name}"))()
         assert type(default).model_validate(default.model_dump()) == default
 
@@ -697,7 +700,7 @@ def test_help_is_a_line_for_each_key_with_its_default_and_what_is_allowed(capsys
     assert "task.max_target = 99: an integer >= 1 and <= 1000000 (task countdown)" in lines
     assert "task.max_tokens = null: an integer > 0 or null (task gsm8k)" in lines
     assert "task.tolerance = 0.5: a number >= 0 (task guessing)" in lines
-    for name in ("countdown", "arithmetic", "gsm8k", "math500", "guessing"):
+    for name in (*built_in_tasks(), "guessing"):
         for key in dotted_values(load(f"task.name={name}")):
             assert any(line.startswith(f"{key} = ") for line in lines), key
     assert len(set(lines)) == len(lines)
