@@ -419,8 +419,7 @@ def sample_tokens(
     if params.temperature == 0:
         tokens = logits.argmax(dim=-1)
     else:
-        kept = keep_likeliest(probs, top_p=params.top_p, top_k=params.top_k)
-        tokens = draw_indices(kept, uniforms)
+        tokens = draw_indices(keep_likeliest(probs, params.top_p, params.top_k), uniforms)
     # A broken row draws from all tokens alike, since an index out of range would end the process.
     # Its log-probability is NaN: for that the update skips the step.
     noise = (uniforms * probs.shape[1]).long().clamp(max=probs.shape[1] - 1)
@@ -445,8 +444,7 @@ def invert_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
     Also how far into that index's own weight the uniform falls (B,), a uniform in [0, 1] again.
     cumsum rounds: it may end at 0.9999, so the uniform is scaled by its last value. On a GPU it may
-    fall a little from one index to the next, so the search can land on a weight of 0: then the
-    largest is taken.
+    also fall a little, so that the search lands on a weight of 0: then the largest is taken.
     """
     cdf = weights.cumsum(dim=-1)
     threshold = uniforms[:, None] * cdf[:, -1:]  # (B, 1)
@@ -504,19 +502,15 @@ def get_generation_config(params: SamplingParams, *, num_samples: int) -> Genera
     transformers fills a field left None from the model's own generation config. That is emptied at
     load, and what such configs set is set here too.
     """
+    off = {"min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
+    off |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1}
     return GenerationConfig(
         do_sample=True,  # without it generate refuses several samples of a prompt
         max_new_tokens=params.max_new_tokens,
         temperature=params.temperature or 1.0,
         top_p=params.top_p,
         top_k=params.top_k,
-        min_p=0.0,
-        typical_p=1.0,
-        epsilon_cutoff=0.0,
-        eta_cutoff=0.0,
-        repetition_penalty=1.0,
-        no_repeat_ngram_size=0,
-        num_beams=1,
+        **off,
         num_return_sequences=num_samples,
         eos_token_id=list(params.eos_ids),
         pad_token_id=params.pad_id,
@@ -566,18 +560,14 @@ def grpo_advantages(rewards: Tensor, *, divide_by_std: bool) -> Tensor:
     advantages = rewards - rewards.mean(dim=1, keepdim=True)
     if divide_by_std:
         advantages = advantages / (rewards.std(dim=1, keepdim=True) + 1e-4)
-    return advantages.masked_fill(is_equal_group(rewards)[:, None], 0.0)
+    is_equal = rewards.amax(dim=1) == rewards.amin(dim=1)  # exact: their mean may round
+    return advantages.masked_fill(is_equal[:, None], 0.0)
 
 
 def k_best_mask(rewards: Tensor, *, k: int) -> Tensor:
     """True for the k highest rewards of each group (N, n); ties go to the lower sample index."""
     order = rewards.argsort(dim=1, descending=True, stable=True)
     return torch.zeros_like(rewards, dtype=torch.bool).scatter(1, order[:, :k], True)
-
-
-def is_equal_group(rewards: Tensor) -> Tensor:
-    """True for the groups (N,) of rewards (N, G) in which no completion is better than another."""
-    return rewards.amax(dim=1) == rewards.amin(dim=1)  # exact: a mean or std of equals may round
 
 
 # Micro-batches
@@ -642,12 +632,11 @@ def make_micro_batch(
         num_tokens=num_tokens,
         max_new_gen_tokens=training.max_new_gen_tokens,
     )
-    advantages = [t.advantage for t in trajectories]
     return MicroBatch(
         trajectories,
         input_ids=right_pad(token_ids, run.policy.params.pad_id).to(device),
         completion_mask=completion_mask,
-        advantages=torch.tensor(advantages, device=device, dtype=torch.float32),
+        advantages=torch.tensor([t.advantage for t in trajectories], device=device),
         token_weights=weights * world.size,  # DDP averages over the ranks, the loss is a sum
         sampler_log_probs=right_pad(log_probs, 0.0).to(device),
     )
@@ -733,14 +722,13 @@ def accumulate_gradient(run: Run, batch: MicroBatch, sums: dict[str, Tensor]) ->
     if is_first:
         token_loss = -batch.advantages[:, None] * log_probs
         is_clipped = torch.zeros_like(is_trained)
+        difference = (log_probs.detach() - batch.sampler_log_probs).abs()
+        add_to_mean(sums, "train/sampler_mismatch", difference, is_trained)
     else:
         token_loss, is_clipped = off_policy_loss(
             training, log_probs, batch.advantages, batch.old_log_probs, batch.completion_mask
         )
     add_to_mean(sums, "train/clip_frac", is_clipped, is_trained)
-    if is_first:
-        difference = (log_probs.detach() - batch.sampler_log_probs).abs()
-        add_to_mean(sums, "train/sampler_mismatch", difference, is_trained)
     if training.kl_coef > 0:
         if is_first:
             with torch.no_grad():

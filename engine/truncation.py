@@ -11,7 +11,7 @@ def truncates(sampling: SamplingSettings) -> bool:
     return sampling.top_p < 1 or sampling.top_k > 0
 
 
-def keep_likeliest(probs: Tensor, *, top_p: float, top_k: int) -> Tensor:
+def keep_likeliest(probs: Tensor, top_p: float, top_k: int) -> Tensor:
     """Set the probabilities (B, V) outside the top k, then those outside the top p, to 0."""
     if 0 < top_k < probs.shape[-1]:
         kth = probs.topk(top_k, dim=-1).values[:, -1:]  # (B, 1)
