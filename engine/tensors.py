@@ -43,7 +43,6 @@ def autocast(
 ) -> torch.autocast:
     """Multiplies matrices in bf16 or float16, whatever the weights are; fp32 changes nothing.
 
-    `keeps_casts` holds the copy of each trained weight to the end. It pays for an adapter that
-    samples; a pass that scores reads each copy once, and would hold a whole model's.
+    `keeps_casts` holds each trained weight's copy to the end: for an adapter that samples.
     """
     return torch.autocast(device.type, dtype, dtype.itemsize == 2, cache_enabled=keeps_casts)
