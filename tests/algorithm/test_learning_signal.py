@@ -21,6 +21,7 @@ from engine.losses import (
     truncated_importance,
 )
 from engine.metrics import rollout_sums
+from engine.optimizer import LossScale
 from engine.types import Completion, MicroBatch, Trajectory
 from main import (
     accumulate_gradient,
@@ -204,7 +205,8 @@ def test_reinforce_and_the_ratio_have_the_same_gradient_while_the_ratio_is_one()
         batch.old_log_probs = None if is_first else log_probs.detach().clone()
         params = SimpleNamespace(temperature=1.0)
         policy = SimpleNamespace(scorer=Mock(return_value=log_probs), params=params)
-        run = SimpleNamespace(config=make_config(), policy=policy)
+        scale = LossScale(enabled=False)
+        run = SimpleNamespace(config=make_config(), policy=policy, loss_scale=scale)
         losses.append(accumulate_gradient(run, batch, {}))
         gradients.append(log_probs.grad)
     assert torch.allclose(*gradients)

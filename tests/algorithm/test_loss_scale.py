@@ -20,7 +20,7 @@ from harness import (
     make_run,
     run_on_ranks,
 )
-from reference import EASY, FOUR_BY_FOUR, GRPO, HARD, Recorder, config_of, distance, make_groups
+from reference import EASY, GRPO, HARD, IN_TWO, Recorder, config_of, distance, make_groups
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import main
@@ -37,7 +37,7 @@ FIRST_SCALE = 65_536.0
 def prepared(folder: Path, *options: str, world: World | None = None, scale: float) -> Run:
     """A run in float16, unless the options name another dtype, whose loss scale is `scale`."""
     options = [*GRPO, FLOAT16, "training.learning_rate=1e-3", *options]
-    config = config_of(*options, f"training.micro_batch_tokens={FOUR_BY_FOUR}")
+    config = config_of(*options, f"training.micro_batch_tokens={IN_TWO}")
     run = make_run(make_policy(folder, *options, world=world), config, world=world)
     run.loss_scale.load_state_dict(run.loss_scale.state_dict() | {"scale": scale})
     return run

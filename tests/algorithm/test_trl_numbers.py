@@ -41,6 +41,7 @@ from benchmarks.trl_inputs import (
     ROW_ADVANTAGES,
 )
 from engine.losses import kl_penalty, ppo_loss
+from engine.optimizer import LossScale
 from engine.types import MicroBatch
 from main import accumulate_gradient, grpo_advantages, token_weights
 
@@ -193,7 +194,8 @@ def loss_and_gradient(
         *overrides,
     )
     sums: dict[str, torch.Tensor] = {}
-    loss = accumulate_gradient(SimpleNamespace(config=config, policy=policy), batch, sums)
+    run = SimpleNamespace(config=config, policy=policy, loss_scale=LossScale(enabled=False))
+    loss = accumulate_gradient(run, batch, sums)
     return loss, log_probs.grad, sums
 
 
