@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
-from transformers.generation.streamers import BaseStreamer
+from transformers.generation import BaseStreamer, StoppingCriteriaList
 
 from engine.batches import sample_in_batches
 from engine.cache import Room
@@ -47,6 +47,7 @@ from engine.config import Config, check_world, differences
 from engine.config_file import load_config
 from engine.data import load_questions
 from engine.distributed import World, init_world, settle_ddp_buckets
+from engine.environment import begin, check_environment
 from engine.errors import crashes_name_the_fix, mistakes_cost_one_line
 from engine.evaluation import (
     answer_totals,
@@ -70,7 +71,7 @@ from engine.model import (
 )
 from engine.optimizer import learning_rate_at, make_optimizer, set_learning_rate
 from engine.probe import supports_chunked_head
-from engine.prompts import completion_text, encode_prompts
+from engine.prompts import completion_text
 from engine.record import Record
 from engine.resume import check_room, open_files, resume, save_best, save_checkpoint, stop
 from engine.rollouts_log import describe_rollouts
@@ -115,6 +116,7 @@ def load_run(config: Config) -> Run:
         config = config.with_num_steps(len(training.questions), world.size)
     run = Run(config, world, logger, run_folder(config), task, policy, validation, training)
     run.check_questions()  # as many as ranks, and the same on all
+    check_environment(run)
     if is_training:
         run.optimizer = make_optimizer(policy.model, config)
         check_room(run)
@@ -262,9 +264,8 @@ def sample_trajectories(
     rank, or what was sampled before. In another batch only rounding may differ.
     """
     policy = run.policy
-    prompts = encode_prompts(
-        questions, task=run.task, options=run.config.task, tokenizer=policy.tokenizer
-    )
+    sampling = {"num_samples": num_samples, "params": params}
+    prompts, conversations = begin(run, questions, seeds, **sampling, clock=clock)
     decode = {
         "grouped": decode_grouped,  # the default; on a GPU it becomes "captured"
         "captured": functools.partial(decode_grouped, capture=True),  # the same in CUDA graphs
@@ -279,17 +280,14 @@ def sample_trajectories(
             prompts,
             seeds,
             decode=decode,
-            num_samples=num_samples,
-            params=params,
+            **sampling,
             max_batch_tokens=run.config.sampling.max_batch_tokens,
             on_progress=bar.update,
             log=run.logger.once,
+            conversations=conversations,  # one a sample, where the task has an Environment
         )
     with clock("reward"):
-        return [
-            reward_group(run, question, prompt_ids, completions)
-            for question, prompt_ids, completions in zip(questions, prompts, groups, strict=True)
-        ]
+        return [reward_group(run, *group) for group in zip(questions, prompts, groups, strict=True)]
 
 
 @torch.no_grad()
@@ -313,7 +311,7 @@ def decode_grouped(
     steps_per_check = CapturedSteps.steps_per_check if capture else 1
     num_unfinished, longest = len(batch.tokens), max(map(len, prompts))
     for t in range(1, params.max_new_tokens):
-        batch.record.calculate(batch.tokens[:, 0])  # where a row asks for sampling.calculator
+        batch.record.reply(batch.tokens[:, 0])  # of the calculator or a row's environment, if any
         if t == 1 or t % steps_per_check == 0:
             active = batch.record.active  # (B,), False for the rows that have drawn an end token
             num_active = int(active.sum())
@@ -324,6 +322,7 @@ def decode_grouped(
             if num_active <= 0.85 * len(active):  # not at every end, since it copies the cache
                 batch.keep(active.nonzero()[:, 0])
         step(longest + t + 1)  # the prompts and all tokens up to the one that is drawn now
+    batch.record.reply(batch.tokens[:, 0])  # a last turn that just fitted
     on_progress(num_unfinished)
     return batch.record.completions()
 
@@ -475,6 +474,7 @@ def decode_with_generate(
             attention_mask=prompt_mask,
             generation_config=get_generation_config(params, num_samples=num_samples),
             logits_processor=LogitsProcessorList([drawing]),
+            stopping_criteria=StoppingCriteriaList([lambda *_: ~drawing.record.active]),
             streamer=streamer,
         )
     on_progress(len(uniforms))
@@ -492,7 +492,7 @@ class DrawingProcessor(LogitsProcessor):
         """Logits (B, V) of -inf for all but the drawn token."""
         record = self.record
         tokens = record.write(*sample_tokens(logits, self.uniforms[:, record.t[0]], record.params))
-        record.calculate(tokens)
+        record.reply(tokens)
         return torch.full_like(logits, -torch.inf).scatter(1, tokens[:, None], 0.0)
 
 
@@ -512,7 +512,7 @@ def get_generation_config(params: SamplingParams, *, num_samples: int) -> Genera
         top_k=params.top_k,
         **off,
         num_return_sequences=num_samples,
-        eos_token_id=list(params.eos_ids),
+        eos_token_id=[] if params.conversations else list(params.eos_ids),
         pad_token_id=params.pad_id,
     )
 
@@ -527,7 +527,7 @@ def reward_group(
     options, trajectories = run.config.task, []
     for completion in completions:
         text = completion_text(completion, run.policy.tokenizer)
-        parts = reward_parts(run.task, text, question, options, len(completion.token_ids))
+        parts = reward_parts(run.task, text, question, options, completion)
         reward = sum(weight * parts[name] for name, weight in options.reward_weights.items())
         trajectories.append(Trajectory(prompt_ids, completion, text, parts, reward))
     return trajectories
@@ -621,7 +621,7 @@ def make_micro_batch(
     for t in trajectories:
         completion, prompt = t.completion, (len(t.prompt_ids), 0)  # columns before it, and behind
         token_ids.append(t.prompt_ids + completion.token_ids)
-        # The end token is trained. What the calculator wrote is only read, as the prompt is.
+        # End tokens are trained. What a tool has written is only read, as the prompt is.
         is_read.append(np.pad(completion.is_inserted, prompt, constant_values=True))
         log_probs.append(np.pad(completion.log_probs, prompt))
     completion_mask = ~right_pad(is_read, True).to(device)  # (B, S)

@@ -1,15 +1,15 @@
 """Which questions are decoded together: as many as the memory holds."""
 
-import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from engine.types import Completion, SamplingParams, Seed
+from engine.types import Completion, SamplingParams, Seed, Tool
 
 
 def sample_in_batches(
@@ -23,17 +23,16 @@ def sample_in_batches(
     max_batch_tokens: int | None,
     on_progress: Callable[[int], None],
     log: Callable[[str], None],
+    conversations: list[list[Tool]] | None = None,
 ) -> list[list[Completion]]:
     """Sample `num_samples` completions of each prompt: one list per prompt, in their order.
 
     `decode` is main.py's `decode_grouped` or the like. It gets questions together, longest prompts
     first, as long as rows * (longest prompt + new tokens) <= `max_batch_tokens`; None is as many as
     the GPU will hold if they end as early as most do. If they do not, and its memory runs out, they
-    are decoded again in halves: the random numbers are the questions' own.
+    are decoded again in halves: the random numbers are the questions' own. `conversations` are
+    those of a prompt's samples with their environments, which cannot begin again.
     """
-    decode_batch = functools.partial(
-        decode, model, num_samples=num_samples, params=params, on_progress=on_progress
-    )
     groups: list[list[Completion]] = [[] for _ in prompts]
     by_length = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     most, num_batches = len(prompts), 0
@@ -42,10 +41,18 @@ def sample_in_batches(
         fit = max_batch_tokens or tokens_that_fit(model, longest, num_samples, params)
         num_rows = fit // (longest + params.max_new_tokens)
         batch = by_length[: min(most, max(1, num_rows // num_samples))]
+        rows = [row for i in batch for row in conversations[i]] if conversations else []
         try:
-            completions = decode_batch([prompts[i] for i in batch], [seeds[i] for i in batch])
+            completions = decode(
+                model,
+                [prompts[i] for i in batch],
+                [seeds[i] for i in batch],
+                num_samples=num_samples,
+                params=replace(params, conversations=rows),
+                on_progress=on_progress,
+            )
         except torch.OutOfMemoryError:
-            if len(batch) == 1:
+            if len(batch) == 1 or conversations:
                 raise
             most = math.ceil(len(batch) / 2)
             continue

@@ -34,7 +34,7 @@ class Calculator:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, style: str):
         self.tokenizer = tokenizer
-        self.opening, self.closing, self.reply = STYLES[style]
+        self.opening, self.closing, self.form = STYLES[style]
         vocabulary = tokenizer.get_vocab()
         for token in re.findall(r"<\|\w+\|>", "".join(STYLES[style])):
             if token not in vocabulary:
@@ -45,7 +45,7 @@ class Calculator:
         pairs = zip(ids, texts, strict=True)
         self.asking_ids = [i for i, text in pairs if text.endswith(self.closing)]
 
-    def complete(self, token_ids: list[int]) -> list[int]:
+    def reply(self, token_ids: list[int]) -> list[int]:
         """The ids of our reply if `token_ids` end in a request for a result; else no ids."""
         # Each token of an expression has at least one character: these ids hold even the longest.
         text = self.tokenizer.decode(token_ids[-MAX_CHARS - 3 :])
@@ -53,7 +53,7 @@ class Calculator:
         result = evaluate(expression.removesuffix(self.closing)) if opening else None
         if result is None:
             return []
-        return self.tokenizer.encode(self.reply.format(result), add_special_tokens=False)
+        return self.tokenizer.encode(self.form.format(result), add_special_tokens=False)
 
 
 def evaluate(expression: str) -> str | None:

@@ -82,6 +82,7 @@ class SamplingSettings(Section):
     stop: list[Text] = []
     max_batch_tokens: PositiveInt | None = None
     calculator: Literal["gsm8k", "nanochat"] | None = None
+    max_turns: Count = 8
 
 
 class TrainingSettings(Section):

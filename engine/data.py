@@ -121,7 +121,8 @@ def check_functions(task: ModuleType, examples: list[dict], *, options: TaskSett
             f"{task.__file__}: generate_prompt must return a text or a list of chat messages such "
             f'as {{"role": "user", "content": "..."}}, not {prompt!r:.80}'
         )
-    reward_parts(task, "", examples[0], options, 0)
+    if not hasattr(task, "Environment"):
+        reward_parts(task, "", examples[0], options, None)
 
 
 @dataclass

@@ -22,6 +22,8 @@ def evaluation_metrics(run: Run, groups: list[list[Trajectory]]) -> dict[str, fl
         "eval/completion_tokens": (num_tokens, len(answers)),
         "eval/truncated_frac": (sum(t.completion.truncated for t in answers), len(answers)),
     }
+    if hasattr(run.task, "Environment"):
+        sums["eval/turns"] = (sum(t.completion.num_turns for t in answers), len(answers))
     return solve_rates(solved, validation.pass_k) | reduce_means(sums, run.world)
 
 
@@ -40,10 +42,10 @@ def single_answer_metrics(
     task, world, questions = run.task, run.world, run.validation_questions
     mine = questions[world.rank :: world.size]
     answers = [trajectory for (trajectory,) in greedy]
-    solved = {
-        "majority": [is_majority_solved(run, *pair) for pair in zip(groups, mine, strict=True)],
-        "greedy": [t.is_solved for t in answers],
-    }
+    solved = {"greedy": [t.is_solved for t in answers]}
+    if hasattr(task, "extract_answer"):
+        majority = [is_majority_solved(run, *pair) for pair in zip(groups, mine, strict=True)]
+        solved = {"majority": majority} | solved
     if hasattr(task, "is_lenient_solved"):
         solved["strict"] = solved["greedy"]
         solved["lenient"] = [

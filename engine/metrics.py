@@ -25,6 +25,7 @@ TRAIN_METRICS = (
     "completion_tokens truncated_frac zero_advantage_frac skipped_steps collapsed "
     "sampler_mismatch loss_scale"
 )
+OF_ENVIRONMENTS = ("train/turns", "eval/turns", "time/environment_s")
 TIMED_PHASES = ("rollout", "reward", "update", "rollouts_log", "eval", "step")
 
 # A collapsed policy gives the same few answers, or rambles until it is cut off. More steps seldom
@@ -109,6 +110,8 @@ def rollout_sums(
         "train/truncated_frac": (sum(t.completion.truncated for t in sampled), len(sampled)),
         "train/zero_advantage_frac": (num_equal, len(groups)),
     }
+    if sampled[0].completion.conversation is not None:
+        sums["train/turns"] = (sum(t.completion.num_turns for t in sampled), len(sampled))
     for part in reward_parts:
         sums[part_metric(part)] = (sum(t.reward_parts[part] for t in sampled), len(sampled))
     return sums

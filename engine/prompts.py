@@ -2,12 +2,14 @@
 
 import copy
 import functools
+import inspect
 import re
 from datetime import datetime
 from types import ModuleType
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import get_json_schema
 
 from engine.config import TaskSettings
 from engine.types import Completion
@@ -42,8 +44,8 @@ def render_prompts(
     """
     prompts = [pose(example, task=task, options=options) for example in examples]
     is_chat = tokenizer.chat_template is not None and not any(isinstance(p, str) for p in prompts)
-    day = options.template_date
-    return [render_prompt(prompt, tokenizer, day) for prompt in prompts], not is_chat
+    how = {"day": options.template_date, "tools": tool_schemas(task)}
+    return [render_prompt(prompt, tokenizer, **how) for prompt in prompts], not is_chat
 
 
 def describe_lengths(examples: list[dict], **rendering: Any) -> str:
@@ -96,12 +98,12 @@ def fill(text: str, example: dict) -> str:
 
 
 def render_prompt(
-    messages: list[dict] | str, tokenizer: PreTrainedTokenizerFast, day: str | None = None
+    messages: list[dict] | str, tokenizer: PreTrainedTokenizerFast, **how: Any
 ) -> str:
     """The chat as a text that the model continues; a last assistant message is continued too.
 
     A plain text stays as it is, even if the tokenizer has a chat template: the tokenizers of many
-    base models have one, although these models have never seen a chat. See `dated` for `day`.
+    base models have one, although these models have never seen a chat.
     """
     if isinstance(messages, str):
         return messages
@@ -110,20 +112,38 @@ def render_prompt(
     prefix = assistant_prefix(messages)
     chat = messages[:-1] if prefix else messages
     # Some templates rewrite what an assistant says, so we append the prefix to the text.
-    return apply_template(chat, tokenizer, day) + prefix
+    return apply_template(chat, tokenizer, **how) + prefix
 
 
-def apply_template(chat: list[dict], tokenizer: PreTrainedTokenizerFast, day: str | None) -> str:
+@functools.cache
+def tool_schemas(task: ModuleType) -> list[dict]:
+    """The tools of the task's Environment, its public methods, as a chat template tells of them."""
+    environment = task.Environment() if hasattr(task, "Environment") else None
+    names = {name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)}
+    tools = [
+        name
+        for name in sorted(names - {"reset", "respond", "get_reward"})
+        if not name.startswith("_")
+    ]
+    try:
+        return [get_json_schema(getattr(environment, name)) for name in tools]
+    except Exception as error:  # of types that transformers does not export
+        raise ValueError(f"{task.__file__}: Environment: {error}") from error
+
+
+def apply_template(chat: list[dict], tokenizer: PreTrainedTokenizerFast, **how: Any) -> str:
     """The chat in the tokenizer's template, up to where the assistant speaks.
 
-    Some templates, such as Gemma 2's, refuse a system message, and others leave it out. Then we put
-    it before the user's message. Raises ValueError for a template that fails all the same.
+    `how` is the `day` of `dated` and the `tools` of `tool_schemas`, if there are any. Some
+    templates, such as Gemma 2's, refuse a system message, and others leave it out. Then we put it
+    before the user's message. Raises ValueError for a template that fails all the same.
     """
     has_system = chat[0]["role"] == "system"
     try:
-        template = dated(tokenizer.get_chat_template(), day)
+        template = dated(tokenizer.get_chat_template(), how.get("day"))
+        tools = how.get("tools") or None
         text = tokenizer.apply_chat_template(
-            chat, chat_template=template, tokenize=False, add_generation_prompt=True
+            chat, chat_template=template, tools=tools, tokenize=False, add_generation_prompt=True
         )
     except Exception as error:  # a template is a program, which may raise anything
         if not has_system:
@@ -132,7 +152,7 @@ def apply_template(chat: list[dict], tokenizer: PreTrainedTokenizerFast, day: st
     else:
         if not has_system or chat[0]["content"].strip() in text:
             return text
-    return apply_template(fold_system(chat), tokenizer, day)
+    return apply_template(fold_system(chat), tokenizer, **how)
 
 
 def dated(template: str, day: str | None) -> str:

@@ -10,45 +10,50 @@ class Record:
     """The tokens of all B rows with log-probabilities and entropies; b rows are still decoded."""
 
     def __init__(self, num_rows: int, params: SamplingParams, device: torch.device):
-        shape, calculator = (num_rows, params.max_new_tokens), params.calculator
+        shape = (num_rows, params.max_new_tokens)
         self.params = params
+        self.tools = params.conversations or [params.calculator] * num_rows
+        asking_ids = self.tools[0].asking_ids if self.tools[0] is not None else []
         self.tokens = torch.full(shape, params.pad_id, device=device)  # (B, T)
         self.log_probs, self.entropies = torch.zeros((2, *shape), device=device)  # (B, T) each
-        # What the calculator has written ahead of the model; -1 where the model writes itself.
+        # What a row's tool has written ahead of the model; -1 where the model writes itself.
         self.inserts = torch.full(shape, -1, device=device)  # (B, T)
         self.lengths = torch.zeros(num_rows, dtype=torch.long, device=device)  # (B,)
         self.t = torch.zeros(1, dtype=torch.long, device=device)  # the column to be written next
         self.rows = torch.arange(num_rows, device=device)  # (b,), those that are still decoded
         self.active = torch.ones_like(self.rows, dtype=torch.bool)  # (b,), False once ended
-        self.eos_ids = torch.tensor(params.eos_ids, device=device)
-        self.asking_ids = torch.tensor(calculator.asking_ids if calculator else [], device=device)
+        self.end_ids = torch.tensor(sorted({*params.eos_ids} - {*asking_ids}), device=device)
+        self.asking_ids = torch.tensor(asking_ids, device=device)
 
     def write(self, tokens: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
-        """Write drawn tokens (b,), or the calculator's in their place; return what is written."""
+        """Write drawn tokens (b,), or a tool's in their place; return what is written."""
         index, is_drawn = (self.rows, self.t.expand_as(self.rows)), self.active
-        if self.params.calculator is not None:
+        if self.tools[0] is not None:
             inserts = self.inserts[index]
             tokens, is_drawn = tokens.where(inserts < 0, inserts), is_drawn & (inserts < 0)
         self.tokens.index_put_(index, tokens.where(self.active, self.params.pad_id))
         self.log_probs.index_put_(index, log_probs.where(is_drawn, 0.0))
         self.entropies.index_put_(index, entropies.where(is_drawn, 0.0))
         self.lengths.index_add_(0, self.rows, self.active.long())
-        self.active &= (tokens[:, None] != self.eos_ids).all(dim=1)
+        self.active &= (tokens[:, None] != self.end_ids).all(dim=1) | ~is_drawn
         self.t += 1
         return tokens
 
-    def calculate(self, tokens: Tensor) -> None:
-        """Where a row's last token (b,) asks for a result, set the tokens that are written next.
+    def reply(self, tokens: Tensor) -> None:
+        """Where a row's last token (b,) asks its tool, set what is written next, or end the row.
 
         This waits for the GPU, so it is no part of a step, which may be captured.
         """
-        if self.params.calculator is None:
+        if self.tools[0] is None:
             return
-        for row in self.rows[self.active & torch.isin(tokens, self.asking_ids)].tolist():
-            length = int(self.lengths[row])
-            result_ids = self.params.calculator.complete(self.tokens[row, :length].tolist())
-            room = self.inserts[row, length : length + len(result_ids)]
-            room.copy_(torch.tensor(result_ids[: len(room)], dtype=torch.long))
+        is_drawn = self.inserts[self.rows, self.t - 1] < 0
+        asks = self.active & is_drawn & torch.isin(tokens, self.asking_ids)
+        for i in asks.nonzero()[:, 0].tolist():
+            row, length = int(self.rows[i]), int(self.t)
+            reply_ids = self.tools[row].reply(self.tokens[row, :length].tolist())
+            self.active[i] = reply_ids is not None
+            room = self.inserts[row, length : length + len(reply_ids or [])]
+            room.copy_(torch.tensor((reply_ids or [])[: len(room)], dtype=torch.long))
 
     def keep(self, indices: Tensor) -> None:
         """Go on with these of the rows that are still decoded."""
@@ -58,9 +63,10 @@ class Record:
         """The completions of all rows, each cut to its own length."""
         numbers = [x.cpu().numpy() for x in (self.log_probs, self.entropies, self.inserts >= 0)]
         tokens, completions = self.tokens.tolist(), []
+        unfinished = set(self.rows[self.active].tolist())
         for row, length in enumerate(self.lengths.tolist()):
             log_probs, entropies, is_inserted = (x[row, :length] for x in numbers)
-            ids = tokens[row][:length]
-            truncated = ids[-1] not in self.params.eos_ids
-            completions.append(Completion(ids, log_probs, entropies, truncated, is_inserted))
+            conversation = self.tools[row] if self.params.conversations else None
+            ended = (row in unfinished, is_inserted, conversation)
+            completions.append(Completion(tokens[row][:length], log_probs, entropies, *ended))
         return completions

@@ -13,7 +13,7 @@ from engine.config_file import dump, read_file
 from engine.export import model_card
 from engine.fingerprint import of_model
 from engine.fit import check_disk
-from engine.metrics import metric_columns, versions
+from engine.metrics import OF_ENVIRONMENTS, metric_columns, versions
 from engine.prompts import render_prompts
 from engine.run import Run, State
 from engine.sharding import check_shared_disk, gather_weights, load_parts, move_parts, save_parts
@@ -104,7 +104,8 @@ def open_files(run: Run) -> None:
         run.folder,
         config_text=dump(config),
         params=dotted_values(config),
-        columns=metric_columns(config, run.task.REWARD_PARTS),
+        columns=metric_columns(config, run.task.REWARD_PARTS)
+        + list(OF_ENVIRONMENTS if hasattr(run.task, "Environment") else ()),
         # the row of a step that a signal ended before its evaluation is still to come
         resume_step=state.step - (state.unrecorded is not None) if run.is_resumed else None,
         experiment=config.logging.experiment,

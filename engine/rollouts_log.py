@@ -11,7 +11,7 @@ Sampling and the update have computed all these numbers anyway. One line is one 
         tokens            their texts; joined, they are the completion and its end-of-sequence token
         log_probs         of each token under softmax(logits / temperature), as it was sampled
         entropies         of that distribution, in nats
-        inserted          positions of the calculator's tokens; their log_probs and entropies are 0
+        inserted          positions of a tool's tokens; their log_probs and entropies are 0
         gap               [position, number] of tokens left out of the middle of a long completion
 
 The update makes a sampled token likelier if advantage * weight is above 0, and less likely below 0.

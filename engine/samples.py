@@ -13,6 +13,7 @@ def first_samples(
     are those of the groups. Where they have no key `answer`, as in Countdown, the gold answer is
     the question itself: the numbers and the target.
     """
+    read = getattr(run.task, "extract_answer", lambda *_, options: None)
     numbered = zip(*groups, strict=True)  # the first completion of each group, then the second
     pairs = [pair for some in numbered for pair in zip(some, questions, strict=True)]
     return [
@@ -21,7 +22,7 @@ def first_samples(
             "prompt": run.policy.tokenizer.decode(trajectory.prompt_ids),
             "completion": trajectory.text,
             "gold": question.get("answer", question),
-            "answer": run.task.extract_answer(trajectory.text, question, options=run.config.task),
+            "answer": read(trajectory.text, question, options=run.config.task),
             "reward": trajectory.reward,
             "reward_parts": trajectory.reward_parts,
             "truncated": trajectory.completion.truncated,

@@ -3,11 +3,12 @@
 import copy
 import functools
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import create_model
@@ -27,6 +28,8 @@ def load_task(name: str) -> ModuleType:
     else:
         choices = f"{', '.join(built_in_tasks())}, or the name of a .py file in {Path.cwd()}"
         raise ConfigError([f"task.name = {show(name):.80}: must be one of {choices}"])
+    if hasattr(module, "Environment") and not hasattr(module, "REWARD_PARTS"):
+        module.REWARD_PARTS = ("answer",)  # what a get_reward that returns a number pays
     if problems := list(problems_of_task(module)):
         raise ConfigError([f"{module.__file__}: {problem}" for problem in problems])
     return module
@@ -34,9 +37,10 @@ def load_task(name: str) -> ModuleType:
 
 @functools.cache
 def built_in_tasks() -> list[str]:
-    """The names of the tasks in the checkout; other files in tasks/ have no reward_function."""
+    """The names of the tasks in the checkout; other files in tasks/ pay no reward."""
     paths = [ROOT / "countdown.py", *sorted(ROOT.glob("tasks/*.py"))]
-    return [path.stem for path in paths if "\ndef reward_function(" in path.read_text("utf-8")]
+    pays = re.compile(r"^(def reward_function|class Environment)\b", re.MULTILINE)
+    return [path.stem for path in paths if pays.search(path.read_text("utf-8"))]
 
 
 @functools.cache
@@ -53,7 +57,9 @@ def problems_of_task(module: ModuleType) -> Iterator[str]:
     """A line for each thing that is missing or wrong in a task's module."""
     loads_itself = hasattr(module, "load_examples")
     data = ["load_examples"] if loads_itself else ["EXAMPLE_ROW", "parse_row", "question_key"]
-    for name in (*data, "generate_prompt", "REWARD_PARTS", "reward_function", "extract_answer"):
+    is_played = hasattr(module, "Environment")  # which may pay the reward itself
+    functions = [] if is_played else ["reward_function", "extract_answer"]
+    for name in (*data, "generate_prompt", "REWARD_PARTS", *functions):
         if not hasattr(module, name):
             yield f"a task must define {name}; countdown.py shows how"
     parts = getattr(module, "REWARD_PARTS", ("answer",))
@@ -74,23 +80,29 @@ LARGEST_PART = 1e30  # times a weight of at most 1e6 it is still finite in fp32
 
 
 class RewardError(ValueError):
-    """A task's reward_function has returned what no run can use."""
+    """A task's reward_function or Environment has done what no run can use."""
 
 
 def reward_parts(
-    task: ModuleType, completion: str, example: dict, options: TaskSettings, num_tokens: int
+    task: ModuleType, text: str, example: dict, options: TaskSettings, completion: Any
 ) -> dict[str, float]:
-    """What the task's reward_function pays for a completion; RewardError if a part is no number.
+    """What reward_function and Environment pay for a completion; RewardError if that is no number.
 
-    It gets a copy of the question: a change of the question itself would stay for the whole run.
+    `completion` is the Completion whose text it is (its module imports torch), None to try a task.
+    They get a copy of the question: a change of the question itself would stay for the whole run.
     """
-    question = copy.deepcopy(example)
-    parts = task.reward_function(completion, question, options=options, num_tokens=num_tokens)
+    parts, payer = {}, "get_reward"
+    if hasattr(task, "reward_function"):
+        payer, num_tokens = "reward_function", len(completion.token_ids) if completion else 0
+        settings = {"options": options, "num_tokens": num_tokens}
+        parts = task.reward_function(text, copy.deepcopy(example), **settings)
+    if completion and completion.conversation and isinstance(parts, dict):
+        parts = parts | completion.conversation.reward()
     for name in task.REWARD_PARTS:
         value = parts.get(name) if isinstance(parts, dict) else None
         if not isinstance(value, NUMBERS) or not abs(value) <= LARGEST_PART:  # NaN: never <=
             raise RewardError(
-                f"{task.__file__}: reward_function must return a dict with a number for each of "
+                f"{task.__file__}: {payer} must return a dict with a number for each of "
                 f"{', '.join(task.REWARD_PARTS)}, not {parts!r:.80}: see to {name} for the "
                 f"question {example!r:.200}"
             )

@@ -1,6 +1,7 @@
 """Small tools for tensors: padding, positions, precision, random numbers that follow from seeds."""
 
 import contextlib
+import random
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,11 +13,18 @@ from engine.types import Seed
 
 @contextlib.contextmanager
 def seeded(seeds: list[Seed], device: torch.device) -> Iterator[None]:
-    """Let torch's random numbers follow from the seeds, and put their state back afterwards."""
+    """Let all random numbers follow from the seeds, and put the generators' states back after."""
     words = [word for seed in seeds for word in seed]
+    number = int(np.random.SeedSequence(words).generate_state(1)[0])
+    states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
-        yield
+        for seed in (torch.manual_seed, np.random.seed, random.seed):
+            seed(number)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 def position_ids(mask: Tensor) -> Tensor:

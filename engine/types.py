@@ -5,13 +5,21 @@ Shapes: B rows, T completion tokens, S longest prompt with its completion. Masks
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
-from engine.calculator import Calculator
-
 Seed = Sequence[int]  # integers that name a question's random numbers, such as (seed, position)
+
+
+class Tool(Protocol):
+    """Writes into completions: the calculator, or a row's conversation with its environment."""
+
+    asking_ids: list[int]  # a completion asks it by one of these tokens, which does not end it
+
+    def reply(self, token_ids: list[int]) -> list[int] | None:
+        """What to write behind these tokens of a completion; None if the completion ends here."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +32,8 @@ class SamplingParams:
     top_k: int  # 0 is off
     eos_ids: tuple[int, ...]
     pad_id: int
-    calculator: Calculator | None = None  # writes the result where a completion asks for it
+    calculator: Tool | None = None  # writes the result where a completion asks for it
+    conversations: Sequence[Tool] = ()  # of the rows with their environments (environment.py)
 
 
 @dataclass(frozen=True)
@@ -35,12 +44,18 @@ class Completion:
     log_probs: np.ndarray  # (T,), of each token under softmax(logits / temperature), untruncated
     entropies: np.ndarray  # (T,), of that distribution, in nats
     truncated: bool  # ended by the length limit instead of an EOS
-    is_inserted: np.ndarray  # (T,), True for the calculator's tokens, whose two numbers are 0
+    is_inserted: np.ndarray  # (T,), True for the tokens of a tool, whose two numbers are 0
+    conversation: Any = None  # the Conversation of engine/environment.py that it was, if it was one
 
     @property
     def num_sampled(self) -> int:
         """The number of tokens that the model chose itself."""
         return len(self.token_ids) - int(self.is_inserted.sum())
+
+    @property
+    def num_turns(self) -> int:
+        """How often the model spoke: at first, and after each reply."""
+        return 1 + int((np.diff(self.is_inserted.astype(int)) < 0).sum())
 
     @property
     def is_broken(self) -> bool:

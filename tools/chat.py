@@ -2,13 +2,14 @@
 
     python -m tools.chat runs/x/best
     echo "numbers: 3 7 25, target: 46" | python -m tools.chat runs/x/best sampling.temperature=0.7
+    python -m tools.chat runs/x/best --watch  # its talks with the Environment of its task
 
 The settings are those of --config FILE, else of the run that the model lies in, else of config.yaml
 in the current folder or, if there is none, in the checkout. A file that you have not named may be a
 stranger's: it gives only the keys in `FOUND`, and cannot have code run. Each line is a question, in
 the form that the task's `parse_question` reads. Answers are sampled as in training. Their random
 numbers follow from training.seed and the number of the question, so the same questions in the same
-order get the same answers. Nothing is written.
+order get the same answers. With --watch the questions are those of validation. Nothing is written.
 
 The exit status is 0 at the end of the input and 130 after Ctrl-C. A line that is no question gets a
 line on stderr; if the lines were piped in, the exit status is then 2.
@@ -18,6 +19,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,11 @@ from transformers import TextStreamer
 from engine import ROOT
 from engine.config import Config, ConfigError
 from engine.config_file import combine, nest, parse_override, read_file, section_of, task_name
+from engine.data import load_examples
 from engine.distributed import init_world
+from engine.environment import begin
 from engine.errors import mistakes_cost_one_line
+from engine.metrics import Clock
 from engine.prompts import assistant_prefix, encode_prompts, pose
 from engine.run import Run
 from engine.task_module import built_in_tasks, load_task
@@ -50,7 +55,7 @@ def main() -> None:
     with mistakes_cost_one_line():
         run = load_chat(chat_config(sys.argv[1:]))
     num_answered = num_refused = 0
-    for line in read_lines():
+    for line in watched(run) if "--watch" in sys.argv else read_lines():
         try:
             example, prompt_ids = read_question(run, line)
             trajectory = answer(run, example, prompt_ids, num_answered)
@@ -69,6 +74,7 @@ def chat_config(arguments: list[str]) -> Config:
     parser = argparse.ArgumentParser("python -m tools.chat", description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a folder such as runs/x/best, or a hub id")
     parser.add_argument("--config", help="a YAML file; default: that of the model's run")
+    parser.add_argument("--watch", action="store_true", help="read along, and ask nothing")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_intermixed_args(arguments)
     model = Path(options.model).expanduser()
@@ -99,7 +105,7 @@ def load_chat(config: Config) -> Run:
     if world.size > 1:
         raise ConfigError([f"{world.size} ranks: start one process only, without torchrun"])
     logger, task = Logger(rank=0), load_task(config.task.name)
-    if not hasattr(task, "parse_question"):
+    if not hasattr(task, "parse_question") and "--watch" not in sys.argv:
         raise ConfigError([f"task.name = {config.task.name}: it has no parse_question"])
     return Run(config, world, logger, Path(), task, load_policy(config, world, logger), [])
 
@@ -123,9 +129,17 @@ def read_lines() -> Iterator[str]:
             yield line
 
 
-def read_question(run: Run, line: str) -> tuple[dict, list[int]]:
+def watched(run: Run) -> Iterator[dict]:
+    """A hundred validation questions."""
+    settings, request = run.config.task, {"num_examples": 100, "seed": 0, "exclude": []}
+    request |= {"options": settings, "held_out": settings.train == settings.eval}
+    yield from load_examples(run.task, settings.eval, "validation", **request)
+
+
+def read_question(run: Run, line: str | dict) -> tuple[dict, list[int]]:
     """The example in a line, and its prompt; ValueError if there is none or it is too long."""
-    example, policy = run.task.parse_question(line), run.policy
+    example = line if isinstance(line, dict) else run.task.parse_question(line)
+    policy = run.policy
     (prompt_ids,) = encode_prompts(
         [example], task=run.task, options=run.config.task, tokenizer=policy.tokenizer
     )
@@ -141,13 +155,18 @@ def read_question(run: Run, line: str) -> tuple[dict, list[int]]:
 def answer(run: Run, example: dict, prompt_ids: list[int], number: int) -> Trajectory:
     """Sample an answer, printing it token by token, and reward it; `number` counts questions."""
     show(assistant_prefix(pose(example, task=run.task, options=run.config.task)))
+    sampling = {"num_samples": 1, "params": run.policy.params}
+    seeds = [(TYPED, run.config.training.seed, number)]
+    if hasattr(run.task, "Environment"):
+        (prompt_ids,), (row,) = begin(run, [example], seeds, **sampling, clock=Clock())
+        sampling["params"] = replace(run.policy.params, conversations=row)
+        show(run.policy.tokenizer.decode(prompt_ids))
     with run.policy.autocast():
         group = decode_with_generate(
             run.policy.sampler,
             [prompt_ids],
-            [(TYPED, run.config.training.seed, number)],
-            num_samples=1,
-            params=run.policy.params,
+            seeds,
+            **sampling,
             on_progress=lambda _: None,
             streamer=Stream(run),
         )

@@ -229,7 +229,7 @@ def test_a_module_that_is_not_a_task_is_one_line(old, new, line, guessing):
 @pytest.mark.parametrize("name", ["chess", "[1]", "../guessing", "guessing.py", "''", "24", "null"])
 def test_a_task_that_is_not_there_is_one_line_with_the_ones_that_are(name, guessing):
     line = line_of(f"task.name={name}")
-    tasks = "countdown, arithmetic, gsm8k, math500, reasoning_gym"
+    tasks = "countdown, arithmetic, gsm8k, guess, math500, reasoning_gym"
     assert line.startswith(f"task.name = {name}: must be one of {tasks}, or the ")
     assert line.endswith(f"the name of a .py file in {guessing}")
 

@@ -226,6 +226,7 @@ OUR_OWN = {
     "countdown-qwen2.5-7b",
     "arithmetic-smollm2",
     "gsm8k-qwen2.5-1.5b-lora",
+    "guess-smollm2",
 }  # recipes without a source
 # "#   training.learning_rate  1e-6 (source: unknown): why"
 NAMED = re.compile(r"^#   (\w+\.[\w.]+)  (\S+) \(source: ([^)]*)\)", re.MULTILINE)

@@ -151,24 +151,22 @@ def test_what_cannot_be_calculated_is_left_to_the_model(calculating_folder):
     calculator = make_policy(calculating_folder, "sampling.calculator=gsm8k").params.calculator
     encode = calculator.tokenizer.encode
     for text in ("<<1/3=", "<<1/0=", "<<2**3=", "<<=", "12*3=", "<<12*3=36>> 5=", "<<1=1="):
-        assert calculator.complete(encode(text)) == []
-    assert calculator.complete(encode("<<1=2>> then <<1/8=")) == encode("0.125>>")
-    assert calculator.complete(encode("x" * 5000 + "<<" + "1+" * 90 + "1=")) == encode("91>>")
+        assert calculator.reply(encode(text)) == []
+    assert calculator.reply(encode("<<1=2>> then <<1/8=")) == encode("0.125>>")
+    assert calculator.reply(encode("x" * 5000 + "<<" + "1+" * 90 + "1=")) == encode("91>>")
 
 
 def test_a_long_answer_without_an_opening_costs_little(calculating_folder):
     calculator = make_policy(calculating_folder, "sampling.calculator=gsm8k").params.calculator
-    assert calculator.complete(calculator.tokenizer.encode("9" * 10**5 + "=")) == []
+    assert calculator.reply(calculator.tokenizer.encode("9" * 10**5 + "=")) == []
 
 
 def test_nanochats_calculator_answers_the_last_expression_between_its_tokens(folders):
     policy = make_policy(folders["nanochat"], "sampling.calculator=nanochat")
     calculator, encode = policy.params.calculator, policy.tokenizer.encode
     for text in (f"12*3{END}", f"{START}{END}", f"{START}1/3{END}", f"{START}1{END} 2{END}"):
-        assert calculator.complete(encode(text)) == []
-    assert calculator.complete(encode(f"{START}1{START}3/4{END}")) == encode(
-        f"{REPLY}0.75{REPLIED}"
-    )
+        assert calculator.reply(encode(text)) == []
+    assert calculator.reply(encode(f"{START}1{START}3/4{END}")) == encode(f"{REPLY}0.75{REPLIED}")
     assert calculator.asking_ids == encode(END)
     with pytest.raises(ValueError, match=r"no token <\|python_start\|>; write gsm8k"):
         Calculator(train_tokenizer(), "nanochat")

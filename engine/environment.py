@@ -1,0 +1,230 @@
+"""Environments: a task's class that the model talks with for several turns, by the rules of TRL.
+
+Each completion has an instance of its own. What `reset(**example)` returns goes behind the user's
+message; public methods are the model's tools; `respond(message)` replies to a turn without a call;
+`get_reward()` pays: see docs/tasks.md. What the model wrote is never rendered again, since a
+template may give it other tokens. A reply is rendered behind a made-up turn and inserted as ids.
+"""
+
+import copy
+import functools
+import inspect
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from engine import prompts
+from engine.run import Run
+from engine.task_module import RewardError
+from engine.tensors import seeded
+from engine.types import SamplingParams, Seed
+
+QUESTION, REPLY = {"role": "user", "content": "A made-up question."}, "A made-up reply."
+LONGEST_TOKEN = 64  # characters; a reply that cannot fit is cut before it is tokenised
+# How Qwen2.5, Qwen3 and Hermes write calls, in the form of transformers' `response_template`.
+CALL = {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True}
+FIELDS = {"tool_calls": CALL | {"transform": {"function": "{content}"}}}
+FIELDS |= {"thinking": {"open": "<think>", "close": "</think>"}}
+TURN_FORM = {"start_anchor_pattern": r"\A", "fields": FIELDS}
+
+
+def begin(
+    run: Run, questions: list[dict], seeds: list[Seed], *, num_samples: int, **sampling: Any
+) -> "tuple[list[list[int]], list[list[Conversation]]]":
+    """The prompts and, if the task has an Environment, a conversation for each sample of them.
+
+    `sampling` are SamplingParams and a clock. A group shares one prompt, so RewardError if `reset`
+    returns different texts to it, or one that leaves too little room for a completion.
+    """
+    posing, tokenizer = {"task": run.task, "options": run.config.task}, run.policy.tokenizer
+    if not hasattr(run.task, "Environment"):
+        return prompts.encode_prompts(questions, **posing, tokenizer=tokenizer), []
+    turns, rendered, groups = Turns(run), [], []
+    room = (run.policy.context_length or 10**9) - sampling["params"].max_new_tokens
+    for question, seed in zip(questions, seeds, strict=True):
+        prompt_ids: list[int] = []  # filled below, once `reset` has said what it adds
+        rows = [(*seed, sample) for sample in range(1, num_samples + 1)]
+        group = [Conversation(run, turns, question, prompt_ids, row, **sampling) for row in rows]
+        texts = {conversation.opening for conversation in group}
+        *others, last = prompts.pose(question, **posing)
+        last = last | {"content": last["content"] + turns.clean(min(texts))}
+        prompt_ids += turns.encode(turns.render([*others, last]))
+        if len(texts) > 1:
+            raise group[0].error("reset", f"returned different texts to a group: {sorted(texts)}")
+        if len(prompt_ids) > room:
+            raise group[0].error("reset", f"made the prompt longer than the {room} tokens of room")
+        rendered.append(prompt_ids)
+        groups.append(group)
+    return rendered, groups
+
+
+class Turns:
+    """How this model's chat template writes replies, and how the model writes calls of tools."""
+
+    def __init__(self, run: Run):
+        self.tokenizer, tools = run.policy.tokenizer, prompts.tool_schemas(run.task)
+        self.end_id = prompts.end_of_turn(self.tokenizer)  # this token asks for a reply
+        self.end = self.tokenizer.convert_ids_to_tokens(self.end_id)
+        self.encode = functools.partial(self.tokenizer.encode, add_special_tokens=False)
+        self.decode = functools.partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
+        form = {"tokenizer": self.tokenizer, "day": run.config.task.template_date}
+        plain, text = (prompts.apply_template([QUESTION], **form, tools=x) for x in ([], tools))
+        self.tools = tools if text != plain else []  # not every template tells the model of tools
+        self.names = [tool["function"]["name"] for tool in self.tools]
+        self.render = functools.partial(prompts.apply_template, **form, tools=self.tools)
+
+    def clean(self, text: str) -> str:
+        """The text without special tokens, with which it could end the turn that it stands in."""
+        while (shorter := prompts.special_tokens(self.tokenizer).sub("", text)) != text:
+            text = shorter
+        return text.encode("utf-8", "replace").decode()
+
+    def render_reply(self, replies: list[dict]) -> list[int]:
+        """The ids of messages behind a turn's end token, up to where the model speaks again.
+
+        They follow as many end tokens as the chat has without them. What two texts have in common
+        would not do: Qwen3 and Phi-3 write earlier turns in another way once a reply is there.
+        """
+        chat = [QUESTION, made_up_turn([reply["name"] for reply in replies if "name" in reply])]
+        before, text = self.render(chat), self.render(chat + replies)
+        rest = text.split(self.end, before.count(self.end))[-1]
+        return self.encode(self.end + rest)[1:]  # some tokenizers mark the start of a text
+
+    def read_calls(self, text: str, *, before: str) -> list[dict]:
+        """The calls in a turn, each with its name; none if one cannot be read."""
+        form = getattr(self.tokenizer, "response_template", None) or TURN_FORM
+        # What stands before the turn may have begun it, such as with <think>.
+        read = {"prefix": before.rpartition(self.end)[2], "tools": self.tools}
+        try:
+            turn = self.tokenizer.parse_response(text, form, **read) if self.tools else {}
+            calls = [call["function"] for call in turn.get("tool_calls", [])]
+            return calls if all(isinstance(call["name"], str) for call in calls) else []
+        except (ValueError, TypeError, LookupError, RecursionError):  # such as bad JSON
+            return []
+
+
+def made_up_turn(calls: list[str]) -> dict:
+    """A turn of the model that calls these tools, or that only says something."""
+    functions = [{"name": name, "arguments": {"a": 1}} for name in calls]
+    turn = {"role": "assistant", "content": "" if calls else "A made-up turn."}
+    called = [{"type": "function", "function": function} for function in functions]
+    return turn | ({"tool_calls": called} if calls else {})
+
+
+@dataclass
+class Conversation:
+    """The tool of a row that replies to each turn of the model: its environment."""
+
+    run: Run
+    turns: Turns
+    question: dict
+    prompt_ids: list[int]
+    seed: Seed  # the question's, and the number of the sample, from 1 on
+    params: SamplingParams
+    clock: Callable
+    num_turns: int = 0  # of the model, so far
+    start: int = 0  # of the model's next turn in the completion
+
+    def __post_init__(self) -> None:
+        self.asking_ids = [self.turns.end_id]
+        with seeded([self.seed[:-1]], self.run.world.device):
+            self.environment = self.run.task.Environment()
+        self.opening = self.ask("reset", **copy.deepcopy(self.question)) or ""
+
+    def reply(self, token_ids: list[int]) -> list[int] | None:
+        """The ids that answer the turn which ends here; None if the conversation does."""
+        before = self.turns.decode(self.prompt_ids + token_ids[: self.start])
+        text, self.num_turns = self.turns.decode(token_ids[self.start : -1]), self.num_turns + 1
+        calls = self.turns.read_calls(text, before=before)
+        replies = [self.call(call["name"], call.get("arguments")) for call in calls]
+        if not calls and hasattr(self.environment, "respond"):
+            said = self.ask("respond", text)
+            replies = [] if said is None else [{"role": "user", "content": said}]
+        if not replies or self.num_turns >= self.run.config.sampling.max_turns:
+            return None
+        num_chars = LONGEST_TOKEN * (self.params.max_new_tokens - len(token_ids))
+        for reply in replies:
+            reply["content"] = self.turns.clean(reply["content"][:num_chars])
+        reply_ids = self.turns.render_reply(replies)
+        self.start = len(token_ids) + len(reply_ids)
+        return reply_ids
+
+    def call(self, name: str, arguments: Any) -> dict[str, str]:
+        """The message with what a tool returns; the model also reads what goes wrong in a call."""
+        try:
+            if name not in self.turns.names:
+                raise NameError(f"there is no tool {name}")
+            result = self.ask(name, **(arguments or {}))
+            content = str(result)
+        except Exception as error:
+            result = content = f"error: {type(error).__name__}: {error}"
+        if not isinstance(result, str) and re.search(r"<PIL\.|'type': 'image'", content):
+            raise self.error(name, "returned an image; a tool must return text")
+        return {"role": "tool", "name": self.turns.clean(name), "content": content}
+
+    def reward(self) -> dict[str, Any]:
+        """The parts of the reward that the environment pays, if it pays any."""
+        paid = self.ask("get_reward") if hasattr(self.environment, "get_reward") else {}
+        return paid if isinstance(paid, dict) else {"answer": paid}
+
+    def ask(self, method: str, /, *arguments: str, **named: Any) -> Any:
+        """Call a method; its random numbers follow from question, sample and turn."""
+        words = self.seed[:-1] if method == "reset" else (*self.seed, self.num_turns)
+        try:
+            with self.clock("environment"), seeded([words], self.run.world.device):
+                result = getattr(self.environment, method)(*arguments, **named)
+        except Exception as error:
+            if method in self.turns.names:
+                raise  # a tool's: the model reads it
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{frame.filename}, line {frame.lineno}"
+            raise self.error(method, f"raised {type(error).__name__}: {error} ({place})") from error
+        if method in ("reset", "respond") and not isinstance(result, str | None):
+            raise self.error(method, f"must return a text or None, not {result!r:.80}")
+        return result
+
+    def error(self, method: str, problem: str) -> RewardError:
+        name = f"{self.run.task.__file__}: {type(self.environment).__name__}.{method}"
+        return RewardError(f"{name} {' '.join(problem.split())}: question {self.question!r:.200}")
+
+
+def check_environment(run: Run) -> None:
+    """Raise ValueError of one line, with the fix, if the task's Environment cannot be played."""
+    if hasattr(run.task, "Environment"):
+        for problem in problems_of_environment(run):
+            raise ValueError(f"{run.task.__file__}: Environment {problem}")
+
+
+def problems_of_environment(run: Run) -> Iterator[str]:
+    """The first is the one to mend: what comes later may rest on it."""
+    task, tokenizer = run.task, run.policy.tokenizer
+    environment, model = task.Environment(), tokenizer.name_or_path
+    responds = hasattr(environment, "respond")
+    prompt = prompts.pose(run.validation_questions[0], task=task, options=run.config.task)
+    if not hasattr(environment, "reset"):
+        yield "has no reset: write def reset(self, **example)"
+    if not hasattr(environment, "get_reward") and not hasattr(task, "reward_function"):
+        yield "has no get_reward, and the task no reward_function: write one of them"
+    if inspect.getmembers(type(environment), inspect.iscoroutinefunction):
+        yield "cannot wait for async methods: write them without"
+    if run.config.sampling.calculator:
+        yield "replies alone: write sampling.calculator=null"
+    if isinstance(prompt, str) or prompts.assistant_prefix(prompt):
+        yield "needs generate_prompt to return messages, the last one the user's"
+    if prompts.end_of_turn(tokenizer) is None:
+        yield f"needs a chat template that ends turns by a special token, which {model} lacks"
+    turns = Turns(run)
+    if prompts.tool_schemas(task) and not turns.tools and not responds:
+        yield f"has tools, of which {model}'s chat template does not tell: write respond(message)"
+    replies = [{"role": "user", "content": REPLY}] if responds else []
+    if turns.tools:
+        turn = made_up_turn(turns.names[:1])
+        written = turns.render([QUESTION, turn]).split(turns.end)[-2]
+        if turns.read_calls(written, before="") != [turn["tool_calls"][0]["function"]]:
+            yield f"has tools, but how {model} calls them is unknown: it has no response_template"
+        replies += [{"role": "tool", "name": turns.names[0], "content": REPLY}]
+    for reply in replies:
+        if REPLY not in turns.decode(turns.render_reply([reply])):
+            yield f"cannot reply: {model}'s chat template drops messages of role {reply['role']}"

@@ -1,0 +1,499 @@
+"""Environments: several turns by ids, what is trained of them, what is refused."""
+
+import copy
+import hashlib
+import itertools
+import json
+import random
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import harness
+import numpy as np
+import pytest
+import torch
+from graphs import install_graphs
+from harness import make_config, make_policy, make_run, save_writer
+from transformers import Qwen2ForCausalLM
+
+import main
+from engine.environment import Conversation, begin, check_environment
+from engine.metrics import Clock
+from engine.prompts import tool_schemas
+from engine.run import Run
+from engine.task_module import RewardError
+from engine.types import Trajectory
+from tools import chat
+
+# Turns end and tools are called as in Qwen2.5's chats; the words are our own.
+TEMPLATE = """{%- if tools %}<|im_start|>system
+Tools: {{ tools | tojson }}. Write <tool_call>json</tool_call>.<|im_end|>
+{% endif %}{%- for m in messages -%}
+<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}
+{% if m.role == 'tool' %}<tool_response>{% endif %}{{ m.content }}
+{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor %}{% if m.role == 'tool' %}</tool_response>{% endif %}<|im_end|>
+{% endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+NO_TOOLS = TEMPLATE.replace("{%- if tools %}", "{%- if false %}")
+
+
+def call(step: object, name: str = "increment") -> str:
+    return "<tool_call>" + json.dumps({"name": name, "arguments": {"step": step}}) + "</tool_call>"
+
+
+ONE, TWO = call(1), call(2)
+TASK = '''
+import random
+
+EXAMPLE_ROW = {"n": 1}
+
+
+def parse_row(row, *, options):
+    return row
+
+
+def question_key(example):
+    return str(example["n"])
+
+
+def generate_prompt(example, *, options):
+    return [{"role": "user", "content": "Use the tool. "}]
+
+
+class Environment:
+    """Like IncrementEnv on the page of TRL's GRPOTrainer."""
+
+    def reset(self, **example) -> str:
+        self.counter = 0
+        self.target = random.randint(1, 6)
+        return f"Increment the counter by {self.target}."
+
+    def get_reward(self) -> float:
+        return float(self.counter == self.target)
+
+    def increment(self, step: int) -> int:
+        """
+        Increment the counter.
+
+        Args:
+            step: What is added to it.
+
+        Returns:
+            The counter.
+        """
+        self.counter += step
+        return self.counter
+'''
+ECHO = """
+
+class Environment:
+    def reset(self, **example):
+        self.said = []
+
+    def respond(self, message):
+        self.said.append(message)
+        return f"{len(self.said)}: {message}" if len(self.said) < 3 else None
+
+    def get_reward(self):
+        return {"answer": len(self.said) / 3}
+"""
+END, BEGIN = "<|im_end|>", "\n<|im_start|>assistant\n"
+BACKENDS = ["grouped", "generate", "captured"]
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture(scope="module")
+def folder(rotary_model_folder, tokenizer, tmp_path_factory) -> Path:
+    """A model that calls the tool with 1 or 2, or says "nu", in two tokens where one would do.
+
+    Half of its calls with 2 end with a token that does not end turns.
+    """
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens(["<|im_start|>", END], special_tokens=True)
+    tokenizer.add_tokens([ONE, TWO])
+    tokenizer.chat_template = TEMPLATE
+    ends = {ONE: [END], TWO: [END, "<|end|>"], "u": [END]}
+    return save_writer(
+        Qwen2ForCausalLM.from_pretrained(rotary_model_folder),
+        tokenizer,
+        ends | {"\n": [ONE, TWO, "n"], "n": ["u"]},
+        tmp_path_factory.mktemp("calling"),
+    )
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> None:
+    """Tasks are found in the current folder; this machine has no CUDA graphs, see graphs.py."""
+    monkeypatch.chdir(tmp_path)
+    install_graphs(monkeypatch)
+
+
+def make(folder: Path, code: str = "", *overrides: str, is_exact: bool = False) -> Run:
+    """A run of IncrementEnv, or of what the code puts in its place."""
+    name = f"task_{hashlib.sha256(code.encode()).hexdigest()[:8]}"
+    Path(f"{name}.py").write_text(TASK + code)
+    overrides = (f"task.name={name}", "training.max_new_gen_tokens=150", *overrides)
+    policy = make_policy(folder, *overrides, is_exact=is_exact)
+    return make_run(policy, make_config(*overrides), optimizer=object())
+
+
+def play(run: Run, num_samples: int = 60, backend: str = "grouped", **changes) -> list[Trajectory]:
+    """The trajectories of one question."""
+    run.policy.backend = backend
+    sampling = {"num_samples": num_samples, "params": replace(run.policy.params, **changes)}
+    seeds = [(harness.seed(), 1)]
+    (group,) = main.sample_trajectories(run, [{"n": 1}], seeds, **sampling, clock=Clock())
+    return group
+
+
+def encode(run: Run, *texts: str) -> list[int]:
+    """The ids of each text by itself."""
+    tokenizer = run.policy.tokenizer
+    return [i for text in texts for i in tokenizer.encode(text, add_special_tokens=False)]
+
+
+def reply(text: object) -> str:
+    """What stands between the end tokens of two turns, and where the next turn begins."""
+    return f"\n<|im_start|>user\n<tool_response>{text}</tool_response>{END}{BEGIN}"
+
+
+# Ids, and what is trained of them
+
+
+def test_three_turns_by_hand_their_ids_and_which_of_them_are_trained(folder):
+    """Bugs of others: replies that are trained, end tokens that are not, tokens made anew of text.
+
+    The last turn is "nu", which the model has drawn as two tokens and the tokenizer writes as one.
+    """
+    run = make(folder)
+    pieces = {0: ONE, 1: END, 2: reply(1), 3: ONE, 4: END, 5: reply(2), 6: "n", 7: "u", 8: END}
+    text = "".join(pieces.values()).removesuffix(END)
+    row = next(t for t in play(run, num_samples=200) if t.text == text)
+    trained = [i not in (2, 5) for i, piece in pieces.items() for _ in encode(run, piece)]
+    assert row.completion.token_ids == encode(run, *pieces.values())
+    assert len(encode(run, "nu")) == 1
+    assert row.completion.num_turns == 3 and not row.completion.truncated
+    batch = main.make_micro_batch([row], run, num_rows=1, num_tokens=1)
+    assert batch.completion_mask.tolist() == [trained]
+    assert (batch.token_weights > 0).tolist() == [trained]
+    assert batch.mask.all()  # no hole: the model sees all that stands before a token
+
+
+def as_rendered(run: Run, row: Trajectory, turns: list[dict]) -> list[int]:
+    """The ids after the prompt, of the whole chat rendered at once."""
+    prompt = run.policy.tokenizer.decode(row.prompt_ids)
+    question = prompt.split("<|im_start|>user\n")[1].split(END)[0]
+    chat, tools = [{"role": "user", "content": question}, *turns], tool_schemas(run.task)
+    tokenizer = run.policy.tokenizer
+    text = tokenizer.apply_chat_template(chat, tools=tools or None, tokenize=False).rstrip("\n")
+    assert text.startswith(prompt)
+    return encode(run, text)[len(row.prompt_ids) :]
+
+
+def test_ids_are_those_of_the_whole_chat_rendered_at_once(folder):
+    """As far as the model's own turns are written as the tokenizer writes them."""
+    run = make(folder, "", "sampling.max_turns=2")
+    row = next(t for t in play(run) if t.text.startswith(f"{ONE}{END}{reply(1)}{ONE}"))
+    one = {"function": {"name": "increment", "arguments": {"step": 1}}}
+    turn, tool = {"role": "assistant", "content": "", "tool_calls": [one]}, {"role": "tool"}
+    turns = [turn, tool | {"content": "1"}, turn]
+    assert row.completion.token_ids == as_rendered(run, row, turns)
+    assert not row.completion.truncated and row.completion.num_turns == 2
+
+    run = make(folder, ECHO)
+    for row in play(run):
+        said = row.completion.conversation.environment.said
+        turns = [{"role": "assistant", "content": text} for text in said]
+        replies = [{"role": "user", "content": f"{i}: {text}"} for i, text in enumerate(said, 1)]
+        turns = [turn for pair in zip(turns, replies, strict=True) for turn in pair][:5]
+        is_canonical = "nu" not in said
+        if len(said) == 3:  # else it has ended with a token that asks for no reply
+            expected = as_rendered(run, row, turns)
+            assert (row.completion.token_ids == expected) == is_canonical
+            assert run.policy.tokenizer.decode(expected) == row.text + END
+
+
+@each_backend
+def test_sampled_tokens_are_scored_as_drawn_and_replies_have_no_numbers(folder, backend):
+    """Also a test of positions and of the cache: a hole in the mask would change the numbers."""
+    run = make(folder)
+    with torch.no_grad():
+        for name, weight in run.policy.model.named_parameters():  # else attention adds nothing
+            if "self_attn" in name:
+                weight.normal_(std=0.1, generator=torch.Generator().manual_seed(harness.seed()))
+    group = play(run, backend=backend)
+    assert max(t.completion.num_turns for t in group) > 2
+    for t in group:
+        ids, completion = torch.tensor([t.prompt_ids + t.completion.token_ids]), t.completion
+        mask, length = torch.ones_like(ids, dtype=torch.bool), len(completion.token_ids)
+        scored = run.policy.scorer(ids, mask, num_tokens=length, temperature=1.0)[0]
+        drawn = ~completion.is_inserted
+        assert np.abs(scored.detach().numpy() - completion.log_probs)[drawn].max() <= 1e-3
+        assert not completion.log_probs[~drawn].any() and not completion.entropies[~drawn].any()
+
+
+def test_all_backends_play_the_same_in_every_batch(folder):
+    """Also with random tools, whatever the order in which they are called; and nothing leaks."""
+    code = "    def increment(self, step: int) -> int:\n"
+    drawing = TASK[TASK.index("class Environment") :].replace(code, code.replace("int:", "float:"))
+    drawing = drawing.replace("+= step", "+= step + random.random() + float(np.random.rand())")
+    run = make(folder, f"\nimport numpy as np\n{drawing}", is_exact=True)
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    groups = [play(run, backend=backend) for backend in BACKENDS]
+    groups.append(play(run, num_samples=7))
+    assert random.getstate() == states[0] and np.random.get_state()[1].tolist() == states[1]
+    assert torch.get_rng_state().tolist() == states[2]
+    for one, *others in itertools.zip_longest(*groups):
+        for other in filter(None, others):
+            assert one.completion.token_ids == other.completion.token_ids
+            assert one.completion.truncated == other.completion.truncated
+            assert one.reward_parts == other.reward_parts
+    texts = {t.text.partition("</tool_response>")[0] for t in groups[0] if END in t.text}
+    assert len(texts) > 10  # each sample has random numbers of its own
+
+
+@each_backend
+def test_a_row_is_truncated_where_its_reply_does_not_fit(folder, backend):
+    """Also where the turn is the last that fits, or the last token is a reply's end token."""
+    run = make(folder)
+    for num_inserted in (0, 1, len(encode(run, reply(1))) - len(encode(run, BEGIN))):
+        for t in play(run, backend=backend, max_new_tokens=2 + num_inserted):
+            completion, counter = t.completion, t.completion.conversation.environment.counter
+            if END in t.text or counter:
+                assert completion.truncated and completion.num_turns == 1 and counter in (1, 2)
+                assert completion.is_inserted.tolist() == [False] * 2 + [True] * num_inserted
+
+
+@each_backend
+def test_a_turn_is_the_last_after_max_turns_or_with_another_end_token(folder, backend):
+    """The environment still gets the last turn; but no turn that another token has ended."""
+    run = make(folder, "", "sampling.max_turns=1")
+    ends = Counter()
+    for t in play(run, backend=backend, max_new_tokens=3):  # even if the limit is near
+        ids, counter = t.completion.token_ids, t.completion.conversation.environment.counter
+        ends[t.text, run.policy.tokenizer.decode(ids[-1:]), counter] += 1
+        assert not t.completion.truncated and not t.completion.is_inserted.any()
+    assert set(ends) == {(ONE, END, 1), (TWO, END, 2), (TWO, "<|end|>", 0), ("nu", END, 0)}
+
+
+@each_backend
+def test_an_end_token_that_is_inserted_ends_nothing(folder, backend):
+    """Some templates write such a token into a message that is not the model's."""
+    run = make(folder)
+    ending = TEMPLATE.replace("</tool_response>", "</tool_response><|end|>")
+    run.policy.tokenizer.chat_template = ending
+    called = [t for t in play(run, backend=backend) if t.text.startswith(ONE)]
+    assert called and all("<|end|>" in t.text and t.completion.num_turns > 1 for t in called)
+
+
+# Replies
+
+
+def start(run: Run, question: dict | None = None) -> Conversation:
+    sampling = {"num_samples": 2, "params": run.policy.params, "clock": Clock()}
+    _, ((conversation, _),) = begin(run, [question or {"n": 1}], [(1, 2)], **sampling)
+    return conversation
+
+
+def answer(run: Run, turn: str, conversation: Conversation | None = None) -> str | None:
+    """The reply to a first turn, as text."""
+    ids = (conversation or start(run)).reply(encode(run, turn, END))
+    return None if ids is None else run.policy.tokenizer.decode(ids)
+
+
+def test_what_is_wrong_with_a_call_is_told_to_the_model(folder):
+    run = make(folder)
+    assert answer(run, ONE) == reply(1)
+    assert answer(run, f"<think>{TWO}</think> So: {ONE}") == reply(1)
+    assert answer(run, call("3")) == reply(3)  # by the schema
+    assert answer(run, call(1, "jump")) == reply("error: NameError: there is no tool jump")
+    assert answer(run, call(1, "reset")) == reply("error: NameError: there is no tool reset")
+    assert "error: TypeError: " in answer(run, call("one"))
+    assert "error: TypeError: " in answer(run, '<tool_call>{"name": "increment"}</tool_call>')
+    assert "error: TypeError: " in answer(run, ONE.replace("step", "self"))
+    two, turn = answer(run, f"{ONE}\n{TWO}"), "\n<|im_start|>user\n<tool_response>"
+    assert two == f"{turn}1</tool_response>{END}{turn}3</tool_response>{END}{BEGIN}"
+    for turn in ("nu", "<tool_call>{</tool_call>", "<tool_call>[1]</tool_call>", "<tool_call>"):
+        assert answer(run, turn) is None
+    assert answer(run, "<tool_call>" + "[" * 10**5) is None
+
+
+LOUD = """
+
+class Environment(Environment):
+    def increment(self, step: int):
+        \"\"\"Count.
+
+        Args:
+            step: Ignored.
+        \"\"\"
+        return {results}[step]
+"""
+
+
+def test_a_reply_holds_no_special_token_and_is_cut_before_it_is_tokenised(folder):
+    nested = "a<|im_<|im_end|>end|>b"
+    run = make(folder, LOUD.format(results=[nested, "\ud800", "x" * 10**7, [1, None]]))
+    assert answer(run, call(0)) == reply("ab")
+    assert answer(run, call(1)) == reply("?")
+    start_s = time.process_time()
+    assert len(answer(run, call(2))) < 150 * 100
+    assert time.process_time() - start_s < 1
+    assert answer(run, call(3)) == reply("[1, None]")
+
+
+def test_a_reply_is_found_behind_turns_that_the_template_rewrites(folder):
+    """As Qwen3 drops thinking, and the words of the reply may stand in an earlier turn too."""
+    run = make(folder, ECHO)
+    shorter = TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.last else m.content[:3] }}")
+    run.policy.tokenizer.chat_template = shorter
+    assert answer(run, "A made-up turn.") == (f"\n<|im_start|>user\n1: A made-up turn.{END}{BEGIN}")
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("code", "template", "overrides", "message"),
+    [
+        ("", None, [], "chat template that ends turns by a special token"),
+        ("", NO_TOOLS, [], "does not tell: write respond"),
+        ("", TEMPLATE.replace("<tool_call>{{", "<call>{{"), [], "it has no response_template"),
+        ("", TEMPLATE.replace("in messages", "in messages if m.role != 'tool'"), [], "role tool"),
+        (ECHO, TEMPLATE.replace("in messages", "in messages[:2]"), [], "role user"),
+        ("", TEMPLATE, ["sampling.calculator=gsm8k"], "write sampling.calculator=null"),
+        ("\ndef generate_prompt(example, *, options): return 'x'", TEMPLATE, [], "return messages"),
+        ("\nclass Environment: pass", TEMPLATE, [], "has no reset"),
+        ("\nclass Environment:\n def reset(self): pass", TEMPLATE, [], "no get_reward"),
+        ("\nclass Environment(Environment):\n async def f(self): pass", TEMPLATE, [], "async"),
+        ("\nclass Environment(Environment):\n def f(self, x): 'T'", TEMPLATE, [], "type hint in"),
+        ("\nclass Environment(Environment):\n def f(self, x: int): 'T'", TEMPLATE, [], "'x'"),
+    ],
+)
+def test_what_cannot_be_played_is_refused_at_the_start(folder, code, template, overrides, message):
+    run = make(folder, code, *overrides)
+    run.policy.tokenizer.chat_template = template
+    run.validation_questions = [{"n": 1}]
+    with pytest.raises(ValueError, match=r"^\S+py: Environment") as raised:
+        check_environment(run)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_model_that_calls_no_tools_plays_by_respond(folder):
+    run = make(folder, ECHO)
+    run.policy.tokenizer.chat_template = NO_TOOLS
+    run.validation_questions = [{"n": 1}]
+    check_environment(run)
+    assert "1: <tool_call>" in answer(run, ONE)
+
+
+BROKEN = """
+
+class Environment(Environment):
+    def {method}(self, *args, **example):
+        {statement}
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "statement", "message"),
+    [
+        ("reset", "1 / 0", r"Environment.reset raised ZeroDivisionError: .*, line 4\d\): question"),
+        ("reset", "return 7", "must return a text or None, not 7"),
+        ("reset", "self.x = id(self); return str(id(self))", "different texts to a group"),
+        ("reset", "return '1' * 2000", "longer than the 874 tokens of room"),
+        ("respond", "1 / 0", "raised ZeroDivisionError"),
+        ("respond", "return [1]", "must return a text or None"),
+        ("get_reward", "1 / 0", "raised ZeroDivisionError"),
+        ("get_reward", "return None", "must return a dict with a number for each of answer"),
+    ],
+)
+def test_an_environment_that_fails_stops_the_run_in_one_line(folder, method, statement, message):
+    run = make(folder, BROKEN.format(method=method, statement=statement))
+    with pytest.raises(RewardError, match=message) as raised:
+        play(run)
+    assert "{'n': 1}" in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_an_image_is_refused(folder):
+    run = make(folder, LOUD.format(results=[[{"type": "image"}]]))
+    with pytest.raises(RewardError, match=r"Environment.increment returned an image"):
+        answer(run, call(0))
+
+
+# Whole runs
+
+SMALL = (
+    "training.num_samples_per_step=4",
+    "training.k_best_of_n=[8, 8]",
+    "training.learning_rate=1e-2",
+    "training.warmup_steps=0",
+    "training.lr_schedule=constant",
+    "training.max_new_gen_tokens=100",
+    "validation.num_examples=6",
+    "validation.best_of_n=2",
+    "validation.pass_k=[1, 2]",
+    "validation.every=2",
+    "checkpoint.every=1",
+    "logging.rollouts_every=1",
+    "task.name=task",
+    "task.train=rows.jsonl",
+    "task.eval=rows.jsonl",
+    "run.dir=runs",
+)
+
+
+def train(folder: Path, name: str, num_steps: int) -> Path:
+    settings = [f"model.name={folder}", f"run.name={name}", f"training.num_steps={num_steps}"]
+    run = main.load_run(make_config(f"training.seed={harness.seed()}", *SMALL, *settings))
+    assert main.run_training(run) == 0
+    return run.folder
+
+
+def test_trls_environment_is_trained_and_a_resumed_run_is_the_unbroken_one(folder):
+    """The class stands here as it does there; the weights move, and each file shows its turns."""
+    Path("task.py").write_text(TASK)
+    Path("rows.jsonl").write_text("".join(f'{{"n": {n}}}\n' for n in range(100)))
+    whole = train(folder, "whole", 4)
+    for num_steps in (2, 4):
+        parts = train(folder, "parts", num_steps)
+    rows, others = (
+        [harness.without_times(row) for row in harness.read_jsonl(run / "metrics.jsonl")]
+        for run in (whole, parts)
+    )
+    assert rows == others
+    for name in ("samples.jsonl", "rollouts.jsonl"):
+        assert (whole / name).read_text() == (parts / name).read_text()
+    columns = (whole / "metrics.csv").read_text().partition("\n")[0].split(",")
+    assert {"train/turns", "eval/turns", "time/environment_s"} <= set(columns)
+    assert all(row["train/turns"] > 1 and row["train/grad_norm"] > 0 for row in rows[1:])
+    assert rows[0]["eval/turns"] > 1 and all("eval/pass@1" in row for row in rows[::2])
+    line = harness.read_jsonl(whole / "rollouts.jsonl")[0]
+    inserted = ["".join(c["tokens"][i] for i in c["inserted"]) for c in line["completions"]]
+    assert any(text.startswith("\n<|im_start|>user\n<tool_response>") for text in inserted)
+    evaluation = main.load_run(
+        make_config(*SMALL, "mode=evaluate", f"model.name={whole / 'best'}", "run.name=whole")
+    )
+    assert main.run_evaluation(evaluation) == 0
+    (measured,) = whole.glob("eval-*/metrics.json")
+    metrics = json.loads(measured.read_text())
+    assert "eval/majority" not in metrics and metrics["eval/turns"] > 1
+
+
+def test_chat_shows_both_sides_to_a_person_who_reads_along(folder, monkeypatch, capsys):
+    Path("task.py").write_text(TASK + ECHO)
+    Path("rows.jsonl").write_text("".join(f'{{"n": {n}}}\n' for n in range(40)))
+    data = ["task.train=rows.jsonl", "task.eval=rows.jsonl", "task.name=task"]
+    arguments = ["chat", str(folder), "--watch", *data, f"training.seed={harness.seed()}"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    chat.main()
+    talks = capsys.readouterr().out.split("<|im_start|>user\nUse the tool. <|im_end|>")[1:]
+    assert len(talks) > 1
+    for talk in talks:
+        model, user = talk.count("<|im_start|>assistant"), talk.count("<|im_start|>user")
+        assert model == user + 1 and "\nreward " in talk
+        assert all(f"<|im_start|>user\n{i}: " in talk for i in range(1, user + 1))

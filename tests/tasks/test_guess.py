@@ -1,0 +1,107 @@
+"""The guessing game: what its environment says and pays, and that its recipe runs."""
+
+import copy
+import math
+from pathlib import Path
+
+import pytest
+from harness import ROOT, load_rows, read_jsonl, save_writer, seed
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+import main
+from engine.config_file import load_config
+from tasks import guess
+
+QUESTION = {"low": 23, "high": 72, "number": 41}
+RECIPE = ROOT / "configs/guess-smollm2.yaml"
+
+
+def play(*messages: str) -> tuple[list[str | None], dict[str, float]]:
+    """What the environment says to each message, and what it pays."""
+    environment = guess.Environment()
+    environment.reset(**QUESTION)
+    return [environment.respond(message) for message in messages], environment.get_reward()
+
+
+def test_halving_finds_each_number_in_six_guesses_and_486_on_average():
+    counts = []
+    for number in range(23, 73):
+        environment = guess.Environment()
+        environment.reset(low=23, high=72, number=number)
+        reply = ""
+        while reply is not None:
+            reply = environment.respond(str((environment.low + environment.high) // 2))
+        assert environment.get_reward() == {"answer": 1.0, "narrowed": 1.0}
+        counts.append(len(environment.guesses))
+    assert max(counts) == 6 and sum(counts) / 50 == 4.86
+
+
+def test_it_says_higher_or_lower_and_what_is_left():
+    replies, paid = play("47.", "I say 30", "22", "no idea", "between 50 and 60: 100")
+    assert replies[0] == "Lower: between 23 and 46."
+    assert replies[1] == replies[2] == replies[3] == "Higher: between 31 and 46."
+    assert replies[4] == "Lower: between 31 and 46."
+    assert paid == {"answer": 0.0, "narrowed": pytest.approx(math.log(50 / 16, 50))}
+    assert play("41") == ([None], {"answer": 1.0, "narrowed": 1.0})
+    assert play(*["1"] * 6)[0][5] is None
+
+
+def test_nothing_is_paid_for_lists_repetitions_or_numbers_outside():
+    for message in ("", "40 41 42", "1", "999", "-5", "9" * 10_000, "41 0"):
+        assert play(*[message] * 6)[1]["answer"] == 0
+    assert play("1", "1", "100", "100")[1] == {"answer": 0.0, "narrowed": 0.0}
+    assert play(" ".join(map(str, range(100))))[1]["answer"] == 0
+
+
+def test_ranges_are_either_trained_on_or_validated():
+    class Task:  # load_rows gives the options of tasks that have some
+        Options, load_examples, __file__ = dict, staticmethod(guess.load_examples), guess.__file__
+
+    training, validation = (
+        load_rows(Task, "generated", split) for split in ("train", "validation")
+    )
+    assert not {row["low"] for row in training} & {row["low"] for row in validation}
+    assert len(training) + len(validation) == 51 * 50
+    for row in training + validation:
+        assert 1 <= row["low"] <= row["number"] <= row["high"] == row["low"] + 49 <= 100
+    assert len(load_rows(Task, "generated", "validation", 10)) == 10
+
+
+TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+SMALL = [
+    "sampling.stop=[]",  # this tokenizer has other tokens
+    f"training.seed={seed()}",
+    "training.num_steps=2",
+    "training.num_samples_per_step_global=4",
+    "validation.num_examples=4",
+    "validation.every=1",
+    "checkpoint.every=1",
+]
+
+
+@pytest.fixture
+def folder(rotary_model_folder, tokenizer: PreTrainedTokenizerFast, tmp_path) -> Path:
+    """A chat model whose turns are numbers of two digits."""
+    tokenizer, end = copy.deepcopy(tokenizer), "<|im_end|>"
+    tokenizer.add_tokens(["<|im_start|>", end], special_tokens=True)
+    tokenizer.chat_template = TEMPLATE
+    follows = {"\n": list("34567")} | {digit: list("01289") for digit in "34567"}
+    follows |= {digit: [end] for digit in "01289"}
+    model = Qwen2ForCausalLM.from_pretrained(rotary_model_folder)
+    return save_writer(model, tokenizer, follows, tmp_path / "writer")
+
+
+def test_the_recipe_trains_saves_and_evaluates(folder, tmp_path):
+    settings = [f"run.dir={tmp_path}", "run.name=x", *SMALL]
+    arguments = ["--config", str(RECIPE), f"model.name={folder}", *settings]
+    run = main.load_run(load_config(arguments))
+    assert main.run_training(run) == 0
+    rows = read_jsonl(run.folder / "metrics.jsonl")
+    assert all(row["train/turns"] > 3 and row["train/grad_norm"] > 0 for row in rows[1:])
+    assert all(0 < row["train/part_narrowed"] < 1 for row in rows[1:])
+    assert all(row["eval/turns"] > 1 for row in rows)
+    best = [f"model.name={run.folder / 'best'}", "mode=evaluate"]
+    assert main.run_evaluation(main.load_run(load_config([*arguments, *best]))) == 0
