@@ -36,10 +36,12 @@ def load(name: str) -> tuple[Callable[[str], float], str]:
         grade = getattr(importlib.import_module(module), function)
         return lambda completion: grade(completion, "46"), "46"
     task = load_task(module)
+    if not hasattr(task, "reward_function"):
+        raise SystemExit(f"{name}: its Environment pays; name the function that reads: module:name")
     options = schema(task)().task
     example = task.parse_row(task.EXAMPLE_ROW, options=options)
     gold = str(example.get("answer") or [*example.values()][-1]).split()[-1]
-    return lambda completion: reward_parts(task, completion, example, options, 0)["answer"], gold
+    return lambda completion: reward_parts(task, completion, example, options, None)["answer"], gold
 
 
 def attack(name: str) -> dict[str, list[str]]:

@@ -173,14 +173,15 @@ def test_three_turns_by_hand_their_ids_and_which_of_them_are_trained(folder):
     pieces = {0: ONE, 1: END, 2: reply(1), 3: ONE, 4: END, 5: reply(2), 6: "n", 7: "u", 8: END}
     text = "".join(pieces.values()).removesuffix(END)
     row = next(t for t in play(run, num_samples=200) if t.text == text)
-    trained = [i not in (2, 5) for i, piece in pieces.items() for _ in encode(run, piece)]
+    trained = [False] * len(row.prompt_ids)
+    trained += [i not in (2, 5) for i, piece in pieces.items() for _ in encode(run, piece)]
     assert row.completion.token_ids == encode(run, *pieces.values())
     assert len(encode(run, "nu")) == 1
     assert row.completion.num_turns == 3 and not row.completion.truncated
     batch = main.make_micro_batch([row], run, num_rows=1, num_tokens=1)
     assert batch.completion_mask.tolist() == [trained]
     assert (batch.token_weights > 0).tolist() == [trained]
-    assert batch.mask.all()  # no hole: the model sees all that stands before a token
+    assert batch.input_ids.tolist() == [row.prompt_ids + row.completion.token_ids]  # no hole
 
 
 def as_rendered(run: Run, row: Trajectory, turns: list[dict]) -> list[int]:
@@ -230,7 +231,7 @@ def test_sampled_tokens_are_scored_as_drawn_and_replies_have_no_numbers(folder, 
     for t in group:
         ids, completion = torch.tensor([t.prompt_ids + t.completion.token_ids]), t.completion
         mask, length = torch.ones_like(ids, dtype=torch.bool), len(completion.token_ids)
-        scored = run.policy.scorer(ids, mask, num_tokens=length, temperature=1.0)[0]
+        scored = run.policy.scorer(ids, mask, temperature=1.0)[0, -length:]
         drawn = ~completion.is_inserted
         assert np.abs(scored.detach().numpy() - completion.log_probs)[drawn].max() <= 1e-3
         assert not completion.log_probs[~drawn].any() and not completion.entropies[~drawn].any()
