@@ -773,7 +773,7 @@ class CompletionScorer(nn.Module):
             # What the model computes at a position predicts the token after it.
             if self.chunked:
                 hidden = self.model.base_model(**inputs).last_hidden_state
-            else:  # all logits at once, but for columns of which no row scores a token
+            else:  # all logits at once, of the columns in which some row scores a token
                 columns = mask.any(dim=0).nonzero()[:, 0]  # (K,)
                 logits = self.model(**inputs, logits_to_keep=columns).logits  # (B, K, V)
         if self.chunked:

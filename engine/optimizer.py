@@ -121,5 +121,5 @@ class LossScale(torch.amp.GradScaler):
         return is_to_blame
 
     def read(self) -> dict[str, float]:
-        """The metric, if there is a scale: that of the next update."""
+        """train/loss_scale, with which the next update begins; nothing where the scale is off."""
         return {"train/loss_scale": self.get_scale()} if self.is_enabled() else {}

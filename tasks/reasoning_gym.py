@@ -26,7 +26,7 @@ from tasks.grader_worker import OutOfPatience, Worker, WorkerLost
 REFUSED = ("binary_matrix", "countdown", "intermediate_integration", "n_queens", "puzzle24")
 REFUSED += ("polynomial_multiplication", "simple_integration", "spiral_matrix", "string_insertion")
 PACKAGE = {"name": "reasoning-gym", "key": "reasoning_gym, whose pycosat needs a C compiler"}
-NUM_DRAWS = 20_000  # of which the questions are taken; word_ladder makes no more
+NUM_DRAWS = 20_000  # puzzles tried for enough questions of a split; word_ladder makes no more
 WORKER = Worker([*grader_worker.WORKER.command, "reasoning_gym"])
 
 
