@@ -209,17 +209,17 @@ def answer_reward_function(completion: str, *, nums: list[int], target: int) -> 
     try:
         tokens = tokenize(find_answer(completion) or "")
         numbers = [int(token) for token in tokens if token.isdigit()]
-        solved = sorted(numbers) == sorted(nums) and value_of(tokens) == target
+        return float(sorted(numbers) == sorted(nums) and value_of(tokens) == target)
     except (ValueError, ZeroDivisionError):
         return 0.0
-    return 1.0 if solved else 0.0
 
 
 # Reading answers
 
 MAX_ANSWER_CHARS = 1_000
-MAX_DIGITS = 20
-ANSWER_CHARS = frozenset("0123456789+-*/() ")
+# A number is ASCII digits, at most 20 of them and without leading zeros: int() would also take the
+# digits of other scripts, and refuses very long numbers.
+TOKEN = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,19})(?![0-9])|[-+*/()]")
 
 
 def extract_answer(completion: str, example: dict, *, options: Options) -> str | None:
@@ -238,14 +238,7 @@ def find_answer(completion: str) -> str | None:
 
 
 def tokenize(answer: str) -> list[str]:
-    """The numbers, operators and parentheses of an expression; ValueError if it has anything else.
-
-    Numbers are ASCII digits, at most MAX_DIGITS of them and without leading zeros, since int() also
-    takes the digits of other scripts, and refuses very long numbers.
-    """
-    if len(answer) > MAX_ANSWER_CHARS or not ANSWER_CHARS.issuperset(answer):
-        raise ValueError("too long, or a character that no expression has")
-    tokens = re.findall(r"[0-9]+|[-+*/()]", answer)
-    if any(len(token) > MAX_DIGITS or re.match("0[0-9]", token) for token in tokens):
-        raise ValueError("a number with too many digits or a leading zero")
-    return tokens
+    """The numbers, operators and parentheses of an expression; ValueError for any other text."""
+    if len(answer) > MAX_ANSWER_CHARS or TOKEN.sub("", answer).strip(" "):
+        raise ValueError("too long, or a number or a character that no expression has")
+    return TOKEN.findall(answer)

@@ -15,9 +15,7 @@ Nothing here runs the model's text as code.
 import functools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
 
 from tasks.grader_worker import WORKER, OutOfPatience, WorkerLost
 
@@ -25,34 +23,30 @@ MAX_ANSWER_CHARS = 1_000
 MAX_DEPTH = 8  # brackets in brackets; a real answer has 3 or 4
 MAX_ENTRIES = 36  # of a tuple, set or matrix
 MAX_LEAF_CHARS = 300  # of one entry that math-verify is asked about
-CACHE_SIZE = 4_096
 
 Check = Callable[[str, str], bool]  # math-verify's opinion on (gold, prediction)
 
 
-@dataclass(frozen=True)
-class Grade:
-    is_correct: bool
-    timed_out: bool = False  # math-verify gave no answer in time; the prediction counts as wrong
+def grade(completion: str, gold: str, *, timeout_s: float) -> bool | None:
+    """Whether the last boxed answer is mathematically equal to `gold`.
 
-
-def grade(completion: str, gold: str, *, timeout_s: float) -> Grade:
-    """Whether the last boxed answer is mathematically equal to `gold`, in at most `timeout_s`."""
+    None if math-verify was asked, but did not answer in `timeout_s`; the answer counts as wrong.
+    """
     prediction = last_boxed(completion)
     try:
-        return Grade(False) if prediction is None else grade_answer(prediction, gold, timeout_s)
+        return prediction is not None and grade_answer(prediction, gold, timeout_s)
     except OutOfPatience:
-        return Grade(False, timed_out=True)
+        return None
 
 
-@functools.lru_cache(CACHE_SIZE)
-def grade_answer(prediction: str, gold: str, timeout_s: float) -> Grade:
+@functools.lru_cache(4_096)
+def grade_answer(prediction: str, gold: str, timeout_s: float) -> bool | None:
     """The grade of a boxed text. Samples often repeat an answer; its time-out is cached too."""
     check = functools.partial(WORKER.ask, deadline=WORKER.clock() + timeout_s)
     try:
-        return Grade(is_equal(normalise(gold), normalise(prediction), check))
+        return is_equal(normalise(gold), normalise(prediction), check)
     except WorkerLost:
-        return Grade(False, timed_out=True)
+        return None
 
 
 def normal_answer(boxed: str) -> str:
@@ -91,7 +85,8 @@ def is_equal(gold: str, prediction: str, check: Check) -> bool:
 # Layer 1: the box
 
 BOX = "\\boxed{"
-BRACE = re.compile(r"\\[{}]|\\\\(?!boxed)|[{}]")  # \{ is a sign, \\ a new line, { a brace
+# \{ is a sign, \\ a new line, { a brace
+BRACE = re.compile(r"\\[{}]|\\\\(?!boxed)|(?P<opening>\{)|(?P<closing>\})")
 
 
 def last_boxed(completion: str) -> str | None:
@@ -103,11 +98,10 @@ def last_boxed(completion: str) -> str | None:
     completion = completion.replace("\\boxed {", BOX)
     end = len(completion)
     while (end := completion.rfind(BOX, 0, end)) >= 0:
-        start, depth = end + len(BOX), 1
+        start = end + len(BOX)
         window = completion[start : start + MAX_ANSWER_CHARS + 1]
-        for brace in BRACE.finditer(window):
-            depth += (brace.group() == "{") - (brace.group() == "}")
-            if depth == 0:
+        for brace, depth in nesting(window, BRACE):
+            if depth < 0:
                 return window[: brace.start()]
         if start + len(window) < len(completion):
             return None
@@ -173,8 +167,7 @@ def normalise(text: str) -> str:
 
 def without_outer_groups(text: str) -> str:
     """The text without the braces around all of it, at any depth: 7 for {{{7}}}. Linear time."""
-    signs = [(b.group() == "{") - (b.group() == "}") for b in BRACE.finditer(text)]
-    depths = list(accumulate(sign for sign in signs if sign != 0))  # after each brace
+    depths = [depth for _, depth in nesting(text, BRACE)]
     rest = text.rstrip("}")
     num_closed = len(text) - len(rest) - rest.endswith("\\")  # the } of \} is a sign
     num_opened = len(text) - len(text.lstrip("{"))
@@ -439,10 +432,10 @@ def is_too_complex(value: str) -> bool:
     return len(value) > 2 * MAX_ANSWER_CHARS or max(depths, default=0) > MAX_DEPTH
 
 
-def nesting(value: str) -> Iterator[tuple[re.Match[str], int]]:
+def nesting(value: str, tokens: re.Pattern = BRACKET) -> Iterator[tuple[re.Match[str], int]]:
     """Each bracket, comma and command in order, with the number of brackets open after it."""
     depth = 0
-    for token in BRACKET.finditer(value):
+    for token in tokens.finditer(value):
         depth += (token.lastgroup == "opening") - (token.lastgroup == "closing")
         yield token, depth
 

@@ -102,51 +102,45 @@ def reward_function(
 ) -> dict[str, float]:
     """The parts of the reward; `num_tokens` is the completion's length.
 
-    `answer` is 0 or 1, `length` -0.5 or 0. In style tags `format` and `integer` are -1 or 1, and
-    `ending` is -0.5 or 0; in style plain these three are 0.
+    `answer` is 0 or 1, `length` -0.5 or 0; the other three are those of `tag_rewards`, and 0 in
+    style plain.
     """
     parts = dict.fromkeys(REWARD_PARTS, 0.0)
     if options.prompt_style == "tags":
-        is_strict = options.tag_grading == "strict"
-        parts["format"] = format_reward_function(completion, is_strict=is_strict)
-        parts["ending"] = ending_reward_function(completion, is_strict=is_strict)
-        parts["integer"] = integer_reward_function(completion, is_strict=is_strict)
+        parts |= tag_rewards(completion, is_strict=options.tag_grading == "strict")
     if options.max_tokens is not None and num_tokens > options.max_tokens:
         parts["length"] = -0.5
     read_gold = official_answer if options.grading == "official" else marked_answer
     gold = read_gold(example["answer"])
     predicted = extract_answer(completion, example, options=options)
-    parts["answer"] = 1.0 if predicted is not None and predicted == gold else 0.0
+    parts["answer"] = float(predicted is not None and predicted == gold)
     return parts
 
 
-def format_reward_function(completion: str, *, is_strict: bool) -> float:
-    """1.0 for a thinking block and then an answer block, else -1.0.
+def tag_rewards(completion: str, *, is_strict: bool) -> dict[str, float]:
+    """What style tags pays for the layout.
 
-    Lenient: each tag must come exactly once, and only white space may stand before and between the
-    blocks; what follows them is the matter of `ending_reward_function`. Strict: the whole text is
-    the STRICT_LAYOUT with any text in its two gaps.
+    `format` is 1 for a thinking block and then an answer block, else -1. Lenient: each tag must
+    come exactly once, and only white space may stand before and between the blocks. Strict: the
+    whole text is the STRICT_LAYOUT with any text in its two gaps. `ending` is -0.5 if text follows
+    the first </answer> or, when strict, if there is none; else 0. `integer` is 1 if the answer
+    block holds an integer and nothing else, else -1.
     """
+    answer = (find_answer(completion, in_any_case=is_strict) or "").strip()
+    _, closing, rest = completion.partition("</answer>")
     if is_strict:
         start, middle, end = STRICT_LAYOUT
         is_framed = completion.startswith(start) and completion.endswith(end)
-        return 1.0 if is_framed and middle in completion[len(start) : -len(end)] else -1.0
-    comes_once = all(completion.count(tag) == 1 for tag in TAGS)
-    return 1.0 if comes_once and LAYOUT.match(completion) else -1.0
-
-
-def ending_reward_function(completion: str, *, is_strict: bool) -> float:
-    """-0.5 if text follows the first </answer> or, when strict, if there is none; else 0.0."""
-    _, closing, rest = completion.partition("</answer>")
-    return -0.5 if rest.strip() or (is_strict and not closing) else 0.0
-
-
-def integer_reward_function(completion: str, *, is_strict: bool) -> float:
-    """1.0 if the answer block holds an integer and nothing else, else -1.0."""
-    answer = (find_answer(completion, in_any_case=is_strict) or "").strip()
-    if is_strict:
-        return 1.0 if re.fullmatch("[-+]?[0-9]+", answer) else -1.0
-    return 1.0 if "." not in answer and re.fullmatch(f"-?{NUMBER}", answer) else -1.0
+        has_layout = is_framed and middle in completion[len(start) : -len(end)]
+        is_integer = re.fullmatch("[-+]?[0-9]+", answer)
+    else:
+        has_layout = all(completion.count(tag) == 1 for tag in TAGS) and LAYOUT.match(completion)
+        is_integer = "." not in answer and re.fullmatch(f"-?{NUMBER}", answer)
+    return {
+        "format": 1.0 if has_layout else -1.0,
+        "ending": -0.5 if rest.strip() or (is_strict and not closing) else 0.0,
+        "integer": 1.0 if is_integer else -1.0,
+    }
 
 
 def is_lenient_solved(completion: str, example: dict, *, options: Options) -> bool:

@@ -83,8 +83,8 @@ def reward_function(
 
     `timeout` is 1.0 if the grader had to be stopped; it is a measurement, whose weight is 0.
     """
-    result = grade(completion, example["answer"], timeout_s=options.grader_timeout_s)
-    return {"answer": float(result.is_correct), "timeout": float(result.timed_out)}
+    is_right = grade(completion, example["answer"], timeout_s=options.grader_timeout_s)
+    return {"answer": float(is_right is True), "timeout": float(is_right is None)}
 
 
 # Reading answers

@@ -34,7 +34,7 @@ from engine.distributed import init_world
 from engine.environment import begin
 from engine.errors import mistakes_cost_one_line
 from engine.metrics import Clock
-from engine.prompts import assistant_prefix, encode_prompts, pose
+from engine.prompts import assistant_prefix, pose
 from engine.run import Run
 from engine.task_module import built_in_tasks, load_task
 from engine.types import Trajectory
@@ -53,12 +53,13 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGPIPE):  # Ctrl-C; a reader such as `head` that has left
         signal.signal(number, signal.SIG_DFL)
     with mistakes_cost_one_line():
-        run = load_chat(chat_config(sys.argv[1:]))
+        options = read_arguments(sys.argv[1:])
+        run = load_chat(chat_config(options), watch=options.watch)
     num_answered = num_refused = 0
-    for line in watched(run) if "--watch" in sys.argv else read_lines():
+    for line in watched(run) if options.watch else read_lines():
         try:
-            example, prompt_ids = read_question(run, line)
-            trajectory = answer(run, example, prompt_ids, num_answered)
+            example = line if options.watch else run.task.parse_question(line)
+            trajectory = answer(run, example, num_answered)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             num_refused += 1
@@ -69,14 +70,17 @@ def main() -> None:
         sys.exit(2)
 
 
-def chat_config(arguments: list[str]) -> Config:
-    """The configuration that the command line asks for."""
+def read_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m tools.chat", description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a folder such as runs/x/best, or a hub id")
     parser.add_argument("--config", help="a YAML file; default: that of the model's run")
     parser.add_argument("--watch", action="store_true", help="read along, and ask nothing")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    options = parser.parse_intermixed_args(arguments)
+    return parser.parse_intermixed_args(arguments)
+
+
+def chat_config(options: argparse.Namespace) -> Config:
+    """The configuration that the command line asks for."""
     model = Path(options.model).expanduser()
     of_run = [folder / "config.yaml" for folder in model.absolute().parents[:2] if model.is_dir()]
     files = [*filter(Path.is_file, [*of_run, Path("config.yaml")]), ROOT / "config.yaml"]
@@ -99,13 +103,13 @@ def harmless(file: Path, overrides: list[str]) -> dict[str, Any]:
     return kept
 
 
-def load_chat(config: Config) -> Run:
+def load_chat(config: Config, *, watch: bool = False) -> Run:
     """A run with the model and the task, but without questions and without a folder."""
     world, _ = init_world()
     if world.size > 1:
         raise ConfigError([f"{world.size} ranks: start one process only, without torchrun"])
     logger, task = Logger(rank=0), load_task(config.task.name)
-    if not hasattr(task, "parse_question") and "--watch" not in sys.argv:
+    if not hasattr(task, "parse_question") and not watch:
         raise ConfigError([f"task.name = {config.task.name}: it has no parse_question"])
     return Run(config, world, logger, Path(), task, load_policy(config, world, logger), [])
 
@@ -136,34 +140,28 @@ def watched(run: Run) -> Iterator[dict]:
     yield from load_examples(run.task, settings.eval, "validation", **request)
 
 
-def read_question(run: Run, line: str | dict) -> tuple[dict, list[int]]:
-    """The example in a line, and its prompt; ValueError if there is none or it is too long."""
-    example = line if isinstance(line, dict) else run.task.parse_question(line)
-    policy = run.policy
-    (prompt_ids,) = encode_prompts(
-        [example], task=run.task, options=run.config.task, tokenizer=policy.tokenizer
-    )
+def answer(run: Run, example: dict, number: int) -> Trajectory:
+    """Sample an answer, printing it token by token, and reward it; `number` counts questions.
+
+    Raises ValueError if its prompt is too long.
+    """
+    policy, seeds = run.policy, [(TYPED, run.config.training.seed, number)]
+    sampling = {"num_samples": 1, "params": policy.params}
+    (prompt_ids,), conversations = begin(run, [example], seeds, **sampling, clock=Clock())
     context, num_new = policy.context_length, policy.params.max_new_tokens
     if context is not None and len(prompt_ids) + num_new > context:
         raise ValueError(
             f"{len(prompt_ids)} prompt tokens and training.max_new_gen_tokens = {num_new} are more "
             f"than the model's context of {context}: ask a shorter question, or lower the setting"
         )
-    return example, prompt_ids
-
-
-def answer(run: Run, example: dict, prompt_ids: list[int], number: int) -> Trajectory:
-    """Sample an answer, printing it token by token, and reward it; `number` counts questions."""
-    show(assistant_prefix(pose(example, task=run.task, options=run.config.task)))
-    sampling = {"num_samples": 1, "params": run.policy.params}
-    seeds = [(TYPED, run.config.training.seed, number)]
-    if hasattr(run.task, "Environment"):
-        (prompt_ids,), (row,) = begin(run, [example], seeds, **sampling, clock=Clock())
-        sampling["params"] = replace(run.policy.params, conversations=row)
-        show(run.policy.tokenizer.decode(prompt_ids))
-    with run.policy.autocast():
+    if conversations:
+        sampling["params"] = replace(policy.params, conversations=conversations[0])
+        show(policy.tokenizer.decode(prompt_ids))
+    else:
+        show(assistant_prefix(pose(example, task=run.task, options=run.config.task)))
+    with policy.autocast():
         group = decode_with_generate(
-            run.policy.sampler,
+            policy.sampler,
             [prompt_ids],
             seeds,
             **sampling,

@@ -15,7 +15,6 @@ import functools
 import io
 import math
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,21 +43,7 @@ CAPTION = (
     "its pass@1.\npass@1 and best of n: validation questions. Reward and below: training "
     "completions, "
 )
-STYLE = {
-    "font.size": 8.5,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e4e4e4",
-    "legend.frameon": False,
-    "legend.fontsize": 10,
-    "svg.hashsalt": "plain-grpo",  # else the same curves give another file each time
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
-    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), "#888888"),
-    **dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), "black"),
-}
+STYLE = Path(__file__).with_name("plot.mplstyle")
 
 
 @dataclass
@@ -207,8 +192,7 @@ def draw_curve(axes: Any, i: int, x: np.ndarray, curve: np.ndarray) -> None:
 
 
 def main() -> None:
-    description = __doc__.splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m tools.plot", description=description)
+    parser = argparse.ArgumentParser("python -m tools.plot", description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="+", type=Path, help="runs' folders or .csv files")
     parser.add_argument("--out", type=Path, default=Path("curves"), help="without .png and .svg")
     parser.add_argument("--smooth", type=int, default=5, help="steps in the training curves' mean")
@@ -220,8 +204,7 @@ def main() -> None:
         out = options.out.expanduser()
         files = draw(paths, out, window=options.smooth, metrics=options.panels)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        parser.exit(2, f"error: {error}\n")
     print(f"written: {', '.join(map(str, files))}")
 
 

@@ -4,15 +4,14 @@
     python -m tools.report runs/x --out elsewhere.html
 
 The page is tools/report.html with the run's data in it. It needs no server and no network, and can
-be written while the run still trains. The page of a long run would be very large. So it shows only
-some of the evaluations and of the logged steps, from the first to the last, and says how many are
-left out.
+be written while the run still trains. Of a long run it shows only some of the evaluations and steps
+that were recorded, and says how many are left out.
 """
 
 import argparse
+import itertools
 import json
-import math
-import sys
+import operator
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from engine.config import Config, dotted_values
 from engine.config_file import read_file, task_name
 from engine.task_module import built_in_tasks, load_task, schema
 from engine.yaml_text import show
-from logger import read_text, shorten
+from logger import read_text, shorten, without_nan
 from tools.plot import BEST_OF, PANELS, Table, points, read_table
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -45,9 +44,9 @@ def read_run(folder: Path) -> dict[str, Any]:
         "name": table.name,
         "step": int(table.rows["step"].iloc[-1]),
         "versions": read_text(config).partition("\n")[0].removeprefix("# "),
-        "curves": curves(table),
+        "curves": without_nan(curves(table)),
         "settings": list(settings(config)),
-        "evaluations": thin(evaluations(table, samples), PART_BYTES["evaluations"]),
+        "evaluations": thin(without_nan(evaluations(table, samples)), PART_BYTES["evaluations"]),
         "rollouts": thin(rollouts, PART_BYTES["rollouts"]),
         "recorded": {"evaluations": len(samples), "rollouts": len(rollouts)},
     }
@@ -70,10 +69,8 @@ def read_lines(file: Path) -> list[dict]:
 
 def by_step(rows: list[dict]) -> list[dict]:
     """Rows of one step together: [{"step": 20, "rows": [...]}, ...]."""
-    steps: dict[int, list[dict]] = {}
-    for row in rows:
-        steps.setdefault(row["step"], []).append(row)
-    return [{"step": step, "rows": rows} for step, rows in steps.items()]
+    steps = itertools.groupby(rows, key=operator.itemgetter("step"))
+    return [{"step": step, "rows": list(rows)} for step, rows in steps]
 
 
 def curves(table: Table) -> list[dict]:
@@ -85,30 +82,24 @@ def curves(table: Table) -> list[dict]:
     panels = []
     for metric, title, label in PANELS:
         is_training = metric.startswith("train/")
-        steps, _, mean, low, high = points(table, metric, window=WINDOW if is_training else 1)
-        chosen = np.unique(np.linspace(0, len(steps) - 1, MAX_POINTS).round().astype(int))
-        if len(steps) > 0:
+        curve = points(table, metric, window=WINDOW if is_training else 1)  # (5, points)
+        if curve.size > 0:
+            chosen = np.linspace(0, curve.shape[1] - 1, MAX_POINTS).round().astype(int)
+            steps, _, mean, low, high = curve[:, np.unique(chosen)].round(4).tolist()
             panel = {"title": title.format(n="/".join(counts) or "n"), "label": label}
-            columns = {"steps": steps, "mean": mean, "low": low, "high": high}
-            panels.append(panel | {name: numbers(x[chosen]) for name, x in columns.items()})
+            panels.append(panel | {"steps": steps, "mean": mean, "low": low, "high": high})
     return panels
-
-
-def numbers(values: np.ndarray) -> list[float | None]:
-    """Four decimals; None for NaN, which JSON lacks."""
-    return [round(float(value), 4) if math.isfinite(value) else None for value in values]
 
 
 def evaluations(table: Table, samples: list[dict]) -> list[dict]:
     """The evaluations' samples, each with its step's pass@1 and interval."""
     names = ["eval/pass@1", "eval/pass@1_low", "eval/pass@1_high"]
-    rates = table.rows.set_index("step").reindex(columns=names)
+    steps = [evaluation["step"] for evaluation in samples]
+    rates = table.rows.set_index("step").reindex(index=steps, columns=names)  # NaN where missing
     shown = []
-    for evaluation in samples:
-        step = evaluation["step"]
-        measured = rates.loc[step].to_numpy() if step in rates.index else np.full(3, math.nan)
+    for evaluation, rate in zip(samples, rates.to_numpy(), strict=True):
         rows = [shortened(row) for row in evaluation["rows"][:MAX_QUESTIONS]]
-        shown.append({"step": step, "pass@1": numbers(measured), "rows": rows})
+        shown.append({"step": evaluation["step"], "pass@1": rate.round(4).tolist(), "rows": rows})
     return shown
 
 
@@ -160,8 +151,7 @@ def write_report(folder: Path, out: Path) -> None:
 
 
 def main() -> None:
-    description = __doc__.splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m tools.report", description=description)
+    parser = argparse.ArgumentParser("python -m tools.report", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="the run's folder")
     parser.add_argument("--out", type=Path, help="the page's file; by default report.html in it")
     options = parser.parse_args()
@@ -170,8 +160,7 @@ def main() -> None:
     try:
         write_report(folder, out)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        parser.exit(2, f"error: {error}\n")
     print(f"written: {out}")
 
 

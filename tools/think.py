@@ -6,13 +6,12 @@ python -m tools.think results/a.samples.jsonl --question 1 --out results/think.g
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from engine.packages import import_package
 
-WIDTH, LINE_HEIGHT = 8.0, 0.26  # inches
+WIDTH, LINE_HEIGHT = 800, 26  # pixels
 LINE_S, HOLD_S = 0.35, 2.5  # seconds until the next line, and until the next answer
 GOOD, BAD, PLAIN = "#00795c", "#b3401a", "#333333"
 
@@ -60,28 +59,22 @@ def animate(path: Path, out: Path, *, question: int = 0) -> None:
 
 def draw_frame(title: str, lines: list[str], color: str, *, num_lines: int) -> Any:
     """One picture, a PIL image of few colours."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from PIL import Image
+    from matplotlib.font_manager import findfont
+    from PIL import Image, ImageDraw, ImageFont
 
-    height = LINE_HEIGHT * (num_lines + 3)
-    figure = Figure(figsize=(WIDTH, height), dpi=100, facecolor="white")
-    figure.text(0.02, 1 - LINE_HEIGHT / height, title, weight="bold", va="center", color=PLAIN)
+    image = Image.new("RGB", (WIDTH, LINE_HEIGHT * (num_lines + 3)), "white")
+    draw = ImageDraw.Draw(image)
+    bold, mono = (ImageFont.truetype(findfont(name), 14) for name in ("sans:bold", "monospace"))
+    draw.text((16, LINE_HEIGHT), title, PLAIN, bold, anchor="lm")
     for i, line in enumerate(lines):
-        y = 1 - LINE_HEIGHT * (i + 2.2) / height
         is_last = i == len(lines) - 1
-        text = line.replace("$", r"\$")  # else matplotlib sets a text between two $ as maths
-        style = {"family": "DejaVu Sans Mono", "size": 10, "va": "center"}
-        figure.text(0.02, y, text, color=color if is_last else PLAIN, **style)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    image = Image.frombytes("RGBA", canvas.get_width_height(), canvas.buffer_rgba())
+        y = LINE_HEIGHT * (i + 2.2)
+        draw.text((16, y), line, color if is_last else PLAIN, mono, anchor="lm")
     return image.convert("P", palette=Image.Palette.ADAPTIVE)
 
 
 def main() -> None:
-    description = __doc__.splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m tools.think", description=description)
+    parser = argparse.ArgumentParser("python -m tools.think", description=__doc__.splitlines()[0])
     parser.add_argument("path", type=Path, help="a run's folder, or its samples.jsonl")
     parser.add_argument("--question", type=int, default=0, help="which of the samples' questions")
     parser.add_argument("--out", type=Path, default=Path("think.gif"))
@@ -89,8 +82,7 @@ def main() -> None:
     try:
         animate(options.path.expanduser(), options.out.expanduser(), question=options.question)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        parser.exit(2, f"error: {error}\n")
     print(f"written: {options.out}")
 
 

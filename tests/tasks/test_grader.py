@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tasks import grader
-from tasks.grader import Grade, grade, is_equal, last_boxed, literal, normal_answer, normalise
+from tasks.grader import grade, is_equal, last_boxed, literal, normal_answer, normalise
 from tasks.grader_worker import WORKER, WorkerLost
 
 ROOT = Path(__file__).parents[2]
@@ -26,8 +26,8 @@ MILLION = 1_000_000
 def is_correct(answer: str, gold: str) -> bool:
     """By all layers, math-verify in its worker included."""
     result = grade(f"So it is $\\boxed{{{answer}}}$.", gold, timeout_s=30.0)
-    assert not result.timed_out
-    return result.is_correct
+    assert result is not None, "no time-out"
+    return result
 
 
 class AskedMathVerify(Exception):
@@ -69,10 +69,10 @@ def test_the_last_box_with_balanced_braces_is_the_answer(answer, completions: li
 
 
 def test_a_number_outside_a_box_is_never_an_answer():
-    assert grade("5", "5", timeout_s=5.0) == Grade(False)
-    assert grade("", "5", timeout_s=5.0) == Grade(False)
-    assert grade(r"\boxed{} 5", "5", timeout_s=5.0) == Grade(False)
-    assert grade(r"\boxed{}", "", timeout_s=5.0) == Grade(False)
+    assert grade("5", "5", timeout_s=5.0) is False
+    assert grade("", "5", timeout_s=5.0) is False
+    assert grade(r"\boxed{} 5", "5", timeout_s=5.0) is False
+    assert grade(r"\boxed{}", "", timeout_s=5.0) is False
 
 
 # Layers 2 to 5: no math-verify needed
@@ -464,7 +464,7 @@ def test_a_million_characters_of_garbage_take_less_than_100_ms(unit: str, monkey
     monkeypatch.setattr(grader.WORKER, "ask", lambda *_, deadline: False)
     for wrapper in WRAPPERS:
         text = wrapper.format(unit * (MILLION // len(unit)))
-        assert not grade(text, "5", timeout_s=5.0).is_correct
+        assert grade(text, "5", timeout_s=5.0) is False
         short = f"\\boxed{{{(unit * 999)[:999]}}}"
         for each in (text, short):
             assert any(cpu_seconds(grade_anew, each) < 0.1 for _attempt in range(3))
@@ -482,7 +482,7 @@ SLOW += [r"\log_2 3^{9999}", "0.6989700043360188"]
 @pytest.mark.parametrize("answer", SLOW)
 def test_regular_patterns_and_logarithms_of_large_numbers_are_refused_in_time(answer, gold: str):
     """The parser takes exponential time for bars; SymPy hangs on large numbers beside a log."""
-    assert grade(f"\\boxed{{{answer}}}", gold, timeout_s=20.0) == Grade(False)
+    assert grade(f"\\boxed{{{answer}}}", gold, timeout_s=20.0) is False
 
 
 @pytest.mark.parametrize("unit", ["\\boxed{", "\\boxed", "\\boxed{}", "{", "1", "\\frac"])
@@ -622,7 +622,7 @@ def test_the_result_is_the_same_in_another_process_order_and_cache(tmp_path):
         "import json, sys; from tasks.grader import grade\n"
         "pairs = json.loads(sys.argv[1])\n"
         "grades = [grade(f'\\\\boxed{{{a}}}', g, timeout_s=30.0) for a, g in pairs]\n"
-        "print(json.dumps([g.is_correct for g in grades]))"
+        "print(json.dumps(grades))"
     )
     command = [sys.executable, "-c", code, json.dumps(pairs[::-1])]
     environment = os.environ | {"PYTHONHASHSEED": "7"}
@@ -642,9 +642,9 @@ def rows() -> list[dict]:
 def test_each_real_gold_answer_is_equal_to_itself_and_to_its_solution(rows: list[dict]):
     assert len(rows) == 500
     for row in rows:
-        assert grade(f"\\boxed{{{row['answer']}}}", row["answer"], timeout_s=5.0) == Grade(True)
-        assert grade(row["solution"], row["answer"], timeout_s=5.0) == Grade(True)
-        assert grade("", row["answer"], timeout_s=5.0) == Grade(False)
+        assert grade(f"\\boxed{{{row['answer']}}}", row["answer"], timeout_s=5.0) is True
+        assert grade(row["solution"], row["answer"], timeout_s=5.0) is True
+        assert grade("", row["answer"], timeout_s=5.0) is False
         assert normal_answer(row["answer"])
 
 

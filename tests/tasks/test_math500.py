@@ -20,7 +20,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from engine import ROOT
 from tasks import math500
-from tasks.grader import Grade
 from tasks.math500 import Options, parse_question, parse_row, question_key
 
 EXAMPLE = {"problem": r"What is $\frac{1}{2} + \frac{1}{3}$?", "answer": r"\frac{5}{6}"}
@@ -54,9 +53,9 @@ def test_only_the_last_box_is_paid_and_only_for_the_gold_value(completion: str, 
 def test_a_time_out_is_counted_and_earns_nothing(monkeypatch):
     limits = []
 
-    def stopped(completion: str, gold: str, *, timeout_s: float) -> Grade:
+    def stopped(completion: str, gold: str, *, timeout_s: float) -> bool | None:
         limits.append(timeout_s)
-        return Grade(False, timed_out=True)
+        return None
 
     monkeypatch.setattr(math500, "grade", stopped)
     assert reward("x", options=Options()) == {"answer": 0.0, "timeout": 1.0}

@@ -12,7 +12,7 @@ import torch
 from harness import CPU, ENVIRONMENT, ROOT, make_config, seed
 
 import countdown
-from engine.config import ConfigError
+from engine.config import Config, ConfigError
 from engine.distributed import World
 from engine.prompts import completion_text
 from engine.run import Run
@@ -48,7 +48,11 @@ def ask(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
 
 
 def load_tiny(*overrides: str) -> Run:
-    return chat.load_chat(chat.chat_config([*TINY, *overrides]))
+    return chat.load_chat(config_of([*TINY, *overrides]))
+
+
+def config_of(arguments: list[str]) -> Config:
+    return chat.chat_config(chat.read_arguments(arguments))
 
 
 # Answers
@@ -98,8 +102,8 @@ def test_without_the_right_answer_the_answer_is_read_and_not_judged():
     completion = Completion(ids, torch.zeros(1).numpy(), None, True, is_inserted=None)
     judged = []
     for line in ("How many?", "How many? #### 1"):
-        example, prompt_ids = chat.read_question(run, line)
-        (trajectory,) = reward_group(run, example, prompt_ids, [completion])
+        example = run.task.parse_question(line)
+        (trajectory,) = reward_group(run, example, [], [completion])
         judged.append(chat.judge(run, example, trajectory))
     unknown, known = judged
     cut_off = "; cut off at training.max_new_gen_tokens"
@@ -130,11 +134,11 @@ def test_the_settings_are_those_given_or_of_the_models_run_or_of_the_folder(tmp_
         ("models/of/others", "", 3),
     ]
     for model, others, expected in cases:
-        config = chat.chat_config([model, *others.split()])
+        config = config_of([model, *others.split()])
         assert (config.training.seed, config.model.name) == (expected, model), (model, others)
         assert config.mode == "evaluate"
     (tmp_path / "config.yaml").unlink()
-    assert chat.chat_config(["owner/name"]).training.seed == 0  # the checkout's
+    assert config_of(["owner/name"]).training.seed == 0  # the checkout's
 
 
 def test_a_config_that_was_found_has_no_code_run(tmp_path, monkeypatch):
@@ -154,22 +158,22 @@ def test_a_config_that_was_found_has_no_code_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trust = "model.trust_remote_code=true"
     for others, trusts in (([], False), ([trust], True), ([f"--config={file}"], True)):
-        config = chat.chat_config(["x/best", *others])
+        config = config_of(["x/best", *others])
         assert config.model.trust_remote_code == trusts
         assert (config.model.compute_dtype, config.training.seed) == ("float32", 3)
         assert (config.training.max_new_gen_tokens, config.sampling.top_k) == (9, 7)
         assert (config.task.name, config.task.system_prompt) == ("gsm8k", "Calculate.")
-    assert chat.chat_config(["x/best", trust]) == make_config(
+    assert config_of(["x/best", trust]) == make_config(
         *("mode=evaluate", "model.name=x/best", "model.compute_dtype=float32", trust),
         *("task.name=gsm8k", "task.system_prompt=Calculate.", "sampling.top_k=7"),
         *("training.seed=3", "training.max_new_gen_tokens=9"),
     )
     file.write_text("task: {name: evil}\n")
     with pytest.raises(ConfigError, match=r"x/config\.yaml: task\.name = 'evil': "):
-        chat.chat_config(["x/best"])
-    assert chat.chat_config(["x/best", "task.name=gsm8k"]).task.name == "gsm8k"
+        config_of(["x/best"])
+    assert config_of(["x/best", "task.name=gsm8k"]).task.name == "gsm8k"
     with pytest.raises(SystemExit, match="its code has run"):
-        chat.chat_config(["x/best", "task.name=evil"])
+        config_of(["x/best", "task.name=evil"])
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_question(ask):
