@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import random
+import re
 import sys
 import time
 from collections import Counter
@@ -16,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 from graphs import install_graphs
-from harness import make_config, make_policy, make_run, save_writer
-from transformers import Qwen2ForCausalLM
+from harness import make_config, make_policy, make_run, save_random, save_writer, tokens_of
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM
 
 import main
 from engine.environment import Conversation, begin, check_environment
@@ -426,6 +427,63 @@ def test_an_image_is_refused(folder):
         answer(run, call(0))
 
 
+# Training
+
+
+def overfit(model: LlamaForCausalLM, ids: list[int], is_drawn: list[bool]) -> None:
+    """Plain cross-entropy on one transcript, until 99 of 100 samples would repeat it."""
+    rows = torch.tensor([ids])
+    labels = rows.masked_fill(~torch.tensor([is_drawn]), -100)  # the loss leaves these out
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
+    for _step in range(1_000):  # 57 to 152 were enough
+        loss = model(input_ids=rows, labels=labels).loss
+        if loss * sum(is_drawn) < 0.01:
+            return
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    raise AssertionError(f"not learned: {loss}")
+
+
+def test_trls_environment_trains_here_as_it_stands(tokenizer, tmp_path):
+    """A random model never writes a call, so this one has learned one transcript by heart.
+
+    In it the target of the question is reached. The best of four samples is trained on, and all
+    four miss the target once in 10^8 times.
+    """
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens(["<|im_start|>", END], special_tokens=True)
+    tokenizer.add_tokens([*re.split("([0-9])", call(1)), "Done."])  # few tokens are soon learned
+    tokenizer.chat_template = TEMPLATE.replace("tools | tojson", "tools[0].function.name")
+    config = LlamaConfig(max_position_embeddings=1024, **harness.SIZES, **tokens_of(tokenizer))
+    folder = save_random(LlamaForCausalLM, config, tokenizer, tmp_path / "llama")
+    run = make(folder, "", "training.learning_type=sil", "training.k_best_of_n=[1, 4]")
+    model, questions, seeds = run.policy.model, [{"n": 1}], [(harness.seed(), 1)]
+    run.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    sampling = {"num_samples": 4, "params": run.policy.params, "clock": Clock()}
+    (prompt_ids,), ((conversation, *_),) = begin(run, questions, seeds, **sampling)
+    target = conversation.environment.target  # the samples below draw the same one
+    pieces = {call(target) + END: True, reply(target): False, "Done." + END: True}
+    is_drawn = [False] * len(prompt_ids)
+    is_drawn += [drawn for text, drawn in pieces.items() for _ in encode(run, text)]
+    overfit(model, prompt_ids + encode(run, *pieces), is_drawn)
+
+    groups = main.sample_trajectories(run, questions, seeds, **sampling)
+    main.assign_advantages(groups, run.config)
+    (best,) = (t for t in groups[0] if t.in_batch)
+    assert best.completion.conversation.environment.counter == target and best.reward == 1
+    token_ids, is_inserted = np.array(best.completion.token_ids), best.completion.is_inserted
+    assert run.policy.tokenizer.decode(token_ids[is_inserted]) == reply(target)
+    (batch,) = main.make_micro_batches(run, groups)
+    is_trained = [False] * len(prompt_ids) + (~is_inserted).tolist()
+    assert (batch.token_weights > 0).tolist() == batch.completion_mask.tolist() == [is_trained]
+    before = copy.deepcopy(model.state_dict())
+    metrics, _, num_updates = main.update_policy(run, [batch])
+    assert num_updates == 1 and metrics["train/grad_norm"] > 0
+    after = model.state_dict()
+    assert all((after[name] != weight).any() for name, weight in before.items())
+
+
 # Whole runs
 
 SMALL = (
@@ -455,8 +513,8 @@ def train(folder: Path, name: str, num_steps: int) -> Path:
     return run.folder
 
 
-def test_trls_environment_is_trained_and_a_resumed_run_is_the_unbroken_one(folder):
-    """The class stands here as it does there; the weights move, and each file shows its turns."""
+def test_a_resumed_run_with_an_environment_is_the_unbroken_one(folder):
+    """The weights move, and each file shows the turns."""
     Path("task.py").write_text(TASK)
     Path("rows.jsonl").write_text("".join(f'{{"n": {n}}}\n' for n in range(100)))
     whole = train(folder, "whole", 4)
