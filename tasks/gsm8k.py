@@ -23,18 +23,15 @@ class Options(Section):
     prompt_style: Literal["plain", "tags"] = "plain"
     """What is asked for. plain poses the bare question and reads the number behind ####; tags asks
     for a <thinking> and an <answer> block, reads the answer block, and grades the layout too."""
-
     tag_grading: Literal["lenient", "strict"] = "lenient"
     """How style tags is graded. lenient forgives white space between the blocks. strict wants a
     newline behind each opening tag and before each closing one, one newline between the blocks, and
     nothing else in the text. It pays -0.5 for the ending if </answer> is missing too, takes digits
     with a sign for an integer, but no commas, and reads <ANSWER> as <answer>."""
-
     grading: Literal["exact", "official"] = "exact"
     """How the number is read. exact reads it as a person would: $18.00 is 18, and 1/2 is not 1.
     official is the published regex for the text behind ####; it allows comparisons with published
     results."""
-
     max_tokens: PositiveInt | None = None
     """A completion of more tokens than this gets -0.5 in the reward part `length`; null is off."""
 

@@ -105,7 +105,7 @@ def curve_of(tables: list[Table], metric: str, *, window: int) -> np.ndarray:
 def points(table: Table, metric: str, *, window: int) -> np.ndarray:
     """One table's curve at the steps where the metric was measured, in the rows of `curve_of`.
 
-    Each point is the mean of a value and up to `window - 1` values before it.
+    In training each point is the mean of a value and up to `window - 1` values before it.
     """
     if metric == BEST_OF:
         metric = next((name for name in table.rows if name.startswith(BEST_OF)), BEST_OF)
@@ -113,7 +113,8 @@ def points(table: Table, metric: str, *, window: int) -> np.ndarray:
     rows = table.rows.assign(minutes=seconds.cumsum() / 60)
     rows = rows.reindex(columns=["step", "minutes", metric, f"{metric}_low", f"{metric}_high"])
     rows = rows[np.isfinite(rows[metric])]
-    rows[metric] = rows[metric].rolling(window, min_periods=1).mean()
+    if metric.startswith("train/"):
+        rows[metric] = rows[metric].rolling(window, min_periods=1).mean()
     return rows.to_numpy().T
 
 
@@ -164,7 +165,7 @@ def make_figure(
         right.sharey(left)
         right.tick_params(labelleft=False)
         for i, group in enumerate(groups.values()):
-            curve = curve_of(group, metric, window=window if metric.startswith("train/") else 1)
+            curve = curve_of(group, metric, window=window)
             draw_curve(left, i, curve[0], curve)
             draw_curve(right, i, curve[1], curve)
     for pair in pairs[-2:]:  # the lowest of their columns

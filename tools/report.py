@@ -25,8 +25,7 @@ from engine.yaml_text import show
 from logger import read_text, shorten, without_nan
 from tools.plot import BEST_OF, PANELS, Table, points, read_table
 
-TEMPLATE = Path(__file__).with_name("report.html")
-PLACE = "{{data}}"  # in the template; the run's data replaces it
+TEMPLATE = Path(__file__).with_name("report.html")  # the run's data replaces its {{data}}
 PART_BYTES = {"evaluations": 1_000_000, "rollouts": 3_500_000}  # the whole page is below 5 MB
 WINDOW = 5  # steps in the mean of a training curve, as in tools/plot.py
 MAX_POINTS = 400  # of a curve
@@ -81,8 +80,7 @@ def curves(table: Table) -> list[dict]:
     counts = [name.removeprefix(BEST_OF) for name in table.rows if name.startswith(BEST_OF)]
     panels = []
     for metric, title, label in PANELS:
-        is_training = metric.startswith("train/")
-        curve = points(table, metric, window=WINDOW if is_training else 1)  # (5, points)
+        curve = points(table, metric, window=WINDOW)  # (5, points)
         if curve.size > 0:
             chosen = np.linspace(0, curve.shape[1] - 1, MAX_POINTS).round().astype(int)
             steps, _, mean, low, high = curve[:, np.unique(chosen)].round(4).tolist()
@@ -145,7 +143,7 @@ def to_json(value: Any) -> str:
 
 def write_report(folder: Path, out: Path) -> None:
     """Write the page of the run in `folder`; raises OSError or ValueError with the file's name."""
-    before, after = TEMPLATE.read_text(encoding="utf-8").split(PLACE)
+    before, after = TEMPLATE.read_text(encoding="utf-8").split("{{data}}")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(before + to_json(read_run(folder)) + after, encoding="utf-8")
 
