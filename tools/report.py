@@ -92,12 +92,12 @@ def curves(table: Table) -> list[dict]:
 def evaluations(table: Table, samples: list[dict]) -> list[dict]:
     """The evaluations' samples, each with its step's pass@1 and interval."""
     names = ["eval/pass@1", "eval/pass@1_low", "eval/pass@1_high"]
-    steps = [evaluation["step"] for evaluation in samples]
-    rates = table.rows.set_index("step").reindex(index=steps, columns=names)  # NaN where missing
+    rates = table.rows.set_index("step").reindex([e["step"] for e in samples], columns=names)
     shown = []
-    for evaluation, rate in zip(samples, rates.to_numpy(), strict=True):
+    for evaluation, measured in zip(samples, rates.to_numpy(), strict=True):
+        as_printed = [f"{rate:.3f}" for rate in measured if math.isfinite(rate)]  # by the run
         rows = [shortened(row) for row in evaluation["rows"][:MAX_QUESTIONS]]
-        shown.append({"step": evaluation["step"], "pass@1": rate.round(4).tolist(), "rows": rows})
+        shown.append({"step": evaluation["step"], "pass@1": as_printed, "rows": rows})
     return shown
 
 

@@ -90,7 +90,7 @@ def test_the_page_holds_curves_evaluations_rollouts_and_the_config(tmp_path):
     assert pass_at_1["steps"] == [0, 20, 40] and pass_at_1["mean"] == [0.25, 0.45, 0.65]
     assert pass_at_1["low"] == [0.125, 0.325, 0.525] and reward["low"] == [None] * 3
     assert [evaluation["step"] for evaluation in data["evaluations"]] == [0, 20, 40]
-    assert data["evaluations"][1]["pass@1"] == [0.45, 0.325, 0.575]
+    assert data["evaluations"][1]["pass@1"] == ["0.450", "0.325", "0.575"]
     for evaluation in data["evaluations"]:  # the questions of training are left out
         assert [row["prompt"] for row in evaluation["rows"]] == ["question 0", "question 1"]
         assert evaluation["rows"][0]["completion"] == f"at {evaluation['step']}: {HOSTILE}"
@@ -104,6 +104,19 @@ def test_the_page_holds_curves_evaluations_rollouts_and_the_config(tmp_path):
         different["training.num_steps"]["value"],
         different["training.num_steps"]["default"],
     ) == ("40", "60")
+
+
+@pytest.mark.parametrize("rate", [1493 / 4096, 0.3125])
+def test_pass_at_1_is_the_number_that_the_run_printed(rate, tmp_path, capsys):
+    """Bug: 0.36450 became 0.3645 and then 0.364 on the page, where the run had printed 0.365.
+
+    Halves such as 0.3125 are rounded by Python, to 0.312, since JavaScript makes 0.313 of them.
+    """
+    folder = write_run(tmp_path / "x", steps=[0])
+    (folder / "metrics.csv").write_text(f"{COLUMNS}\n0,0,{rate},{rate},{rate},1,1\n")
+    Logger(rank=0).print_evaluation("", {"eval/pass@1": rate}, [])
+    printed = capsys.readouterr().out.split()[-1]
+    assert data_of(make_page(folder))["evaluations"][0]["pass@1"] == [printed] * 3
 
 
 def test_no_text_can_leave_its_place_in_the_page(tmp_path):
@@ -265,6 +278,8 @@ def page(request, browser, tmp_path) -> Iterator[object]:
 
 def test_the_page_in_a_browser_shows_text_as_text_and_never_scrolls_sideways(page):
     assert page.title() == "x: a run of plain-grpo"  # no script of the model's has run
+    progress = "40 steps; pass@1 0.250 at step 0, 0.650 at step 40"
+    assert page.locator("#summary").inner_text() == progress
     assert page.locator("img, textarea").count() == 0 and page.locator("script").count() == 2
     first = page.locator("#groups .token").first.inner_text()
     assert "</textarea></script><script>" in first and "{{data}} &lt;" in first
@@ -280,7 +295,8 @@ def test_arrow_keys_move_the_evaluations_and_walk_through_the_tokens(page):
     slider.focus()
     page.keyboard.press("ArrowLeft")
     assert "at 20:" in samples.inner_text() and "at 40:" not in samples.inner_text()
-    assert page.locator("#evaluation-name").inner_text() == "step 20: pass@1 0.45 (0.325 to 0.575)"
+    name = page.locator("#evaluation-name").inner_text()
+    assert name == "step 20: pass@1 0.450 (0.325 to 0.575)"
     page.keyboard.press("Home")
     assert "at 0:" in samples.inner_text()
     for _tab in range(60):  # the keyboard alone reaches the completions
