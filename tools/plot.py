@@ -27,7 +27,7 @@ from engine.packages import import_package
 
 BEST_OF = "eval/best_of_"  # the column's name goes on with the number of samples
 PANELS = (  # metric, title, label of the y-axis
-    ("eval/pass@1", "pass@1", "share of samples"),
+    ("eval/pass@1", "pass@1", "share solved"),
     (BEST_OF, "best of {n}", "share of questions"),
     ("train/reward", "reward", "mean per completion"),
     ("train/completion_tokens", "length of completions", "tokens"),
@@ -38,11 +38,6 @@ PANELS = (  # metric, title, label of the y-axis
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v")
-CAPTION = (
-    "Lines: mean of the seeds. Bands: lowest to highest seed; of a single run the 95% interval of "
-    "its pass@1.\npass@1 and best of n: validation questions. Reward and below: training "
-    "completions, "
-)
 STYLE = Path(__file__).with_name("plot.mplstyle")
 
 
@@ -119,11 +114,11 @@ def points(table: Table, metric: str, *, window: int) -> np.ndarray:
 
 
 def draw(
-    paths: list[Path], out: Path, *, window: int = 5, metrics: list[str] | None = None
+    paths: list[Path], out: Path, *, window: int = 5, metrics: Sequence[str] = (), title: str = ""
 ) -> list[Path]:
     """Draw the runs in `paths` to `out`.png and `out`.svg; the same metrics give the same files.
 
-    `metrics` chooses among PANELS; None draws all of them. Raises OSError or ValueError for files
+    `metrics` chooses among PANELS; none draws all of them. Raises OSError or ValueError for files
     without curves, or without matplotlib.
     """
     if window < 1:
@@ -132,25 +127,25 @@ def draw(
     from matplotlib import style
 
     groups = group_seeds([read_table(path) for path in paths])
-    panels = [panel for panel in PANELS if metrics is None or panel[0] in metrics]
+    panels = [panel for panel in PANELS if not metrics or panel[0] in metrics]
     out = out.with_suffix("") if out.suffix in (".png", ".svg") else out
     out.parent.mkdir(parents=True, exist_ok=True)
     png, svg = (out.with_name(f"{out.name}.{kind}") for kind in ("png", "svg"))
     with style.context(STYLE, after_reset=True):
-        figure = make_figure(groups, window=window, panels=panels)
+        figure = make_figure(groups, window=window, panels=panels, title=title)
         figure.savefig(png, dpi=200)
         figure.savefig(svg, metadata={"Date": None})
     return [png, svg]
 
 
 def make_figure(
-    groups: dict[str, list[Table]], *, window: int, panels: Sequence[tuple] = PANELS
+    groups: dict[str, list[Table]], *, window: int, panels: Sequence = PANELS, title: str = ""
 ) -> Any:
     """Panels two by two, each over steps on the left and over minutes on the right."""
     from matplotlib.figure import Figure
 
     num_rows = math.ceil(len(panels) / 2)
-    size = (9, 0.9 + 1.9 * num_rows)  # inches: 900 pixels on a page
+    size = (8, 0.6 + 1.9 * num_rows)  # inches
     figure = Figure(figsize=size, layout="constrained")
     widths = (1, 1, 0.06, 1, 1)  # the middle column keeps the panels apart
     grid = figure.subplots(num_rows, 5, sharex="col", squeeze=False, width_ratios=widths)
@@ -160,8 +155,8 @@ def make_figure(
     for axes in [*grid[:, 2], *pairs[len(panels) :].flat]:  # an odd number leaves a pair empty
         axes.remove()
     pairs = pairs[: len(panels)]
-    for (left, right), (metric, title, label) in zip(pairs, panels, strict=True):
-        left.set(title=title.format(n="/".join(counts) or "n"), ylabel=label)
+    for (left, right), (metric, name, label) in zip(pairs, panels, strict=True):
+        left.set(title=name.format(n="/".join(counts) or "n"), ylabel=label)
         right.sharey(left)
         right.tick_params(labelleft=False)
         for i, group in enumerate(groups.values()):
@@ -173,10 +168,10 @@ def make_figure(
             axes.set_xlabel(x)
             axes.tick_params(labelbottom=True)
     figure.align_ylabels()
-    lines = pairs[0, 0].get_lines()
-    figure.legend(lines, list(groups), loc="outside upper center", ncols=2, handlelength=4)
-    smoothing = f"mean of the last {window} steps." if window > 1 else "not smoothed."
-    figure.supxlabel(CAPTION + smoothing, size=8, color="#444444", x=0.01, ha="left")
+    figure.suptitle(title, size=12, weight="bold", x=0.01, ha="left")
+    if len(groups) > 1 or not title:
+        lines = pairs[0, 0].get_lines()
+        figure.legend(lines, list(groups), loc="outside upper center", ncols=2, handlelength=4)
     return figure
 
 
@@ -197,13 +192,14 @@ def main() -> None:
     parser.add_argument("paths", nargs="+", type=Path, help="runs' folders or .csv files")
     parser.add_argument("--out", type=Path, default=Path("curves"), help="without .png and .svg")
     parser.add_argument("--smooth", type=int, default=5, help="steps in the training curves' mean")
+    parser.add_argument("--title", default="", help="what the picture shows, in one sentence")
     names = [metric for metric, _, _ in PANELS]
-    parser.add_argument("--panels", nargs="+", choices=names, help="all of them without it")
+    parser.add_argument("--panels", nargs="+", choices=names, default=(), help="all without it")
     options = parser.parse_args()
     try:
         paths = [path.expanduser() for path in options.paths]
         out = options.out.expanduser()
-        files = draw(paths, out, window=options.smooth, metrics=options.panels)
+        files = draw(paths, out, window=options.smooth, metrics=options.panels, title=options.title)
     except (ValueError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
     print(f"written: {', '.join(map(str, files))}")

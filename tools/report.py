@@ -11,6 +11,7 @@ that were recorded, and says how many are left out.
 import argparse
 import itertools
 import json
+import math
 import operator
 from collections.abc import Iterator
 from pathlib import Path

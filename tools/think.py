@@ -1,4 +1,4 @@
-"""Animate what a run answers to one question at each of its evaluations, line by line, as a GIF.
+"""Animate what a run answers to one question at three moments, line by line, as a GIF.
 
 python -m tools.think runs/x                                  # writes think.gif
 python -m tools.think results/a.samples.jsonl --question 1 --out results/think.gif
@@ -6,13 +6,14 @@ python -m tools.think results/a.samples.jsonl --question 1 --out results/think.g
 
 import argparse
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
 from engine.packages import import_package
 
-WIDTH, LINE_HEIGHT = 800, 26  # pixels
-LINE_S, HOLD_S = 0.35, 2.5  # seconds until the next line, and until the next answer
+WIDTH, LINE_HEIGHT, MAX_COLUMNS = 560, 26, 58  # pixels, and characters of a line
+LINE_S, HOLD_S = 0.7, 4.0  # seconds until the next line, and until the next answer
 GOOD, BAD, PLAIN = "#00795c", "#b3401a", "#333333"
 
 
@@ -34,42 +35,44 @@ def read_answers(path: Path, question: int) -> list[dict]:
 
 
 def frames_of(answers: list[dict]) -> list[tuple[str, list[str], str, float]]:
-    """(title, lines so far, colour of the last one, seconds) for each picture."""
+    """(moment, lines so far, the last one's colour, seconds); of the first, middle and last row."""
     frames = []
-    for row in answers:
-        lines = row["completion"].strip().splitlines() or ["(nothing)"]
+    for i in sorted({0, (len(answers) - 1) // 2, len(answers) - 1}):
+        row = answers[i]
+        whole = row["completion"].strip().splitlines() or ["(nothing)"]
+        lines = [part for line in whole for part in textwrap.wrap(line, MAX_COLUMNS) or [""]]
+        moment = f"after {row['step']} steps" if row["step"] else "before training"
+        frames += [(moment, lines[:i], PLAIN, LINE_S) for i in range(1, len(lines))]
         is_solved = row["reward_parts"]["answer"] == 1.0
-        title = f"after {row['step']} steps" if row["step"] else "before training"
-        frames += [(title, lines[:i], PLAIN, LINE_S) for i in range(1, len(lines))]
-        frames.append((title, lines, GOOD if is_solved else BAD, HOLD_S))
+        verdict, color = ("solved", GOOD) if is_solved else ("not solved", BAD)
+        frames.append((f"{moment}: {verdict}", lines, color, HOLD_S))
     return frames
 
 
-def animate(path: Path, out: Path, *, question: int = 0) -> None:
+def animate(path: Path, out: Path, *, question: int, title: str) -> None:
     """Write the GIF; raises OSError or ValueError, one line, for what cannot be drawn."""
     import_package("matplotlib", key="tools.think")  # if it is missing, this says how to install it
     frames = frames_of(read_answers(path, question))
     num_lines = max(len(lines) for _, lines, _, _ in frames)
-    pictures = [draw_frame(*frame[:3], num_lines=num_lines) for frame in frames]
+    pictures = [draw_frame(title, *frame[:3], num_lines=num_lines) for frame in frames]
     durations_ms = [round(1000 * seconds) for *_, seconds in frames]
     pictures[0].save(
         out, save_all=True, append_images=pictures[1:], duration=durations_ms, loop=0, optimize=True
     )
 
 
-def draw_frame(title: str, lines: list[str], color: str, *, num_lines: int) -> Any:
+def draw_frame(title: str, moment: str, lines: list[str], color: str, *, num_lines: int) -> Any:
     """One picture, a PIL image of few colours."""
     from matplotlib.font_manager import findfont
     from PIL import Image, ImageDraw, ImageFont
 
-    image = Image.new("RGB", (WIDTH, LINE_HEIGHT * (num_lines + 3)), "white")
+    image = Image.new("RGB", (WIDTH, LINE_HEIGHT * (num_lines + 4)), "white")
     draw = ImageDraw.Draw(image)
-    bold, mono = (ImageFont.truetype(findfont(name), 14) for name in ("sans:bold", "monospace"))
-    draw.text((16, LINE_HEIGHT), title, PLAIN, bold, anchor="lm")
-    for i, line in enumerate(lines):
-        is_last = i == len(lines) - 1
-        y = LINE_HEIGHT * (i + 2.2)
-        draw.text((16, y), line, color if is_last else PLAIN, mono, anchor="lm")
+    bold, mono = (ImageFont.truetype(findfont(name), 15) for name in ("sans:bold", "monospace"))
+    for i, line in enumerate([title, moment, *lines]):
+        y = LINE_HEIGHT * (i + (1 if i < 2 else 1.3))
+        shown_color = color if i in (1, len(lines) + 1) else PLAIN
+        draw.text((12, y), line, shown_color, bold if i < 2 else mono, anchor="lm")
     return image.convert("P", palette=Image.Palette.ADAPTIVE)
 
 
@@ -77,10 +80,12 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m tools.think", description=__doc__.splitlines()[0])
     parser.add_argument("path", type=Path, help="a run's folder, or its samples.jsonl")
     parser.add_argument("--question", type=int, default=0, help="which of the samples' questions")
+    parser.add_argument("--title", default="", help="the question, above its answers")
     parser.add_argument("--out", type=Path, default=Path("think.gif"))
     options = parser.parse_args()
     try:
-        animate(options.path.expanduser(), options.out.expanduser(), question=options.question)
+        looks = {"question": options.question, "title": options.title}
+        animate(options.path.expanduser(), options.out.expanduser(), **looks)
     except (ValueError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
     print(f"written: {options.out}")

@@ -190,7 +190,6 @@ def test_the_same_metrics_give_the_same_two_files(run, tmp_path):
 def test_every_metric_of_every_group_is_drawn_over_steps_and_over_minutes(run, tmp_path):
     seeds = [write_run(tmp_path / f"a-s{i}.csv", [i, i + 1], {0: 0.1, 2: 0.5}) for i in range(2)]
     figure = make_figure(group_seeds([read_table(path) for path in [*seeds, run]]), window=1)
-    assert figure.get_supxlabel().endswith("training completions, not smoothed.")
     drawn = [axes.get_lines() for axes in figure.axes]
     assert [len(lines) for lines in drawn] == [2] * 12
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a (2 seeds)", "solo"]
@@ -203,6 +202,18 @@ def test_every_metric_of_every_group_is_drawn_over_steps_and_over_minutes(run, t
     styles = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in drawn[0]}
     assert len(styles) == 2
     assert all(axes.get_ylim()[0] == 0 for axes in figure.axes[:6])
+
+
+def test_a_title_takes_the_place_of_the_name_of_a_single_curve(run):
+    """Several curves keep their names below it."""
+    one = {"solo": [read_table(run)]}
+    for groups, title, has_legend in (
+        (one, "", True),
+        (one, "It learns", False),
+        (one | {"other": one["solo"]}, "It learns", True),
+    ):
+        figure = make_figure(groups, window=1, title=title)
+        assert figure.get_suptitle() == title and bool(figure.legends) == has_legend
 
 
 def test_a_reward_below_zero_is_seen(tmp_path):

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tools.think import BAD, GOOD, HOLD_S, LINE_S, PLAIN, frames_of, main, read_answers
+from tools.think import BAD, GOOD, HOLD_S, LINE_S, MAX_COLUMNS, PLAIN, frames_of, main, read_answers
 
 
 def sample(step: int, prompt: str, completion: str, *, answer: float = 0.0, **others) -> dict:
@@ -44,15 +44,34 @@ def test_a_question_is_followed_through_the_evaluations(run):
 def test_lines_come_one_by_one_and_the_last_shows_whether_it_is_solved(run):
     assert frames_of(read_answers(run, 0)) == [
         ("before training", ["1 + 2 = 3 no"], PLAIN, LINE_S),
-        ("before training", ["1 + 2 = 3 no", "</think>"], BAD, HOLD_S),
-        ("after 10 steps", ["$x_1$ <b>"], GOOD, HOLD_S),
+        ("before training: not solved", ["1 + 2 = 3 no", "</think>"], BAD, HOLD_S),
+        ("after 10 steps: solved", ["$x_1$ <b>"], GOOD, HOLD_S),
     ]
-    assert frames_of(read_answers(run, 1))[0] == ("before training", ["(nothing)"], BAD, HOLD_S)
+    first = frames_of(read_answers(run, 1))[0]
+    assert first == ("before training: not solved", ["(nothing)"], BAD, HOLD_S)
+
+
+@pytest.mark.parametrize(("last", "shown"), [(0, [0]), (30, [0, 10, 30]), (40, [0, 20, 40])])
+def test_three_moments_are_shown_of_a_long_run(last, shown):
+    rows = [sample(step, "a", "4", answer=1.0) for step in range(0, last + 1, 10)]
+    moments = [
+        f"after {step} steps: solved" if step else "before training: solved" for step in shown
+    ]
+    assert [moment for moment, *_ in frames_of(rows)] == moments
+
+
+def test_a_long_line_goes_on_in_the_next():
+    """An answer in prose was cut off at the picture's edge."""
+    text = "word " * 30
+    lines = frames_of([sample(0, "a", text)])[-1][1]
+    assert " ".join(lines).split() == text.split() and max(map(len, lines)) <= MAX_COLUMNS
 
 
 def test_a_gif_is_written_with_its_pictures_and_times(run, monkeypatch):
     image = pytest.importorskip("PIL.Image")
-    monkeypatch.setattr(sys, "argv", ["think", str(run), "--out", str(run / "x.gif")])
+    monkeypatch.setattr(
+        sys, "argv", ["think", str(run), "--title", "$1 <b>", "--out", str(run / "x.gif")]
+    )
     main()
     with image.open(run / "x.gif") as gif:
         assert gif.n_frames == 3
