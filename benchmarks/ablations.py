@@ -29,6 +29,7 @@ from logger import write_atomically
 from tools.plot import BEST_OF, COLORS, STYLE, points, read_table
 
 NUM_STEPS = 40
+CLOSE = 0.02  # a smaller difference in pass@1 is called none by the picture's title
 TITLES = ("pass@1", f"best of {load_config([]).validation.best_of_n}")
 # What no key of the config changes: see switched.py
 SWITCHES = {"top-k-10": "whole-evaluation", "bf16-weights": "bf16-weights"}
@@ -201,27 +202,35 @@ def write_table(rows: dict[str, list[str]], folder: Path, file: Path) -> None:
 
 
 def draw(rows: dict[str, list[str]], folder: Path, file: Path) -> None:
-    """A point for each seed and their mean; the default's range goes through all rows."""
+    """pass@1 of each row, the best at the top: a mark for each seed and a dot for their mean.
+
+    The default's mean goes through all rows.
+    """
     import_package("matplotlib", key="benchmarks/ablations.py")
     from matplotlib import style
     from matplotlib.figure import Figure
 
-    measured = {row: last_values(folder, row) for row in rows}
-    measured = {row: values for row, values in measured.items() if len(values)}
+    measured = {row: last_values(folder, row)[:, 0] for row in rows}
+    measured = {row: rates for row, rates in measured.items() if len(rates)}
+    names = sorted(measured, key=lambda row: measured[row].mean())
     with style.context(STYLE, after_reset=True):
-        figure = Figure(figsize=(9, 1 + 0.22 * len(measured)), layout="constrained")  # inches
-        for i, (axes, title) in enumerate(
-            zip(figure.subplots(1, 2, sharey=True), TITLES, strict=True)
-        ):
-            for y, values in enumerate(measured.values()):
-                seeds, color = values[:, i], COLORS[i]
-                axes.plot(bounds(seeds), (y, y), color=color, linewidth=1.5)
-                axes.plot(seeds, [y] * len(seeds), "|", color=color, markersize=6)
-                axes.plot(seeds.mean(), y, "o", color=color, markersize=4.5)
-            if "default" in measured:
-                axes.axvspan(*bounds(measured["default"][:, i]), color="#888888", alpha=0.3)
-            axes.set(title=title, yticks=range(len(measured)), yticklabels=measured)
-        axes.invert_yaxis()  # shared: the first row is at the top
+        figure = Figure(figsize=(7, 1 + 0.19 * len(names)), layout="constrained")  # inches
+        axes = figure.subplots()
+        for y, name in enumerate(names):
+            rates, mean = measured[name], measured[name].mean()
+            color = COLORS[1] if name == "default" else COLORS[0]
+            axes.plot(bounds(rates), (y, y), color=color, linewidth=1.5)
+            axes.plot(rates, [y] * len(rates), "|", color=color, markersize=6)
+            axes.plot(mean, y, "o", color=color, markersize=4.5)
+            axes.text(1.01, y, f"{mean:.3f}", va="center", color=color)
+        if "default" in measured:
+            default = measured["default"].mean()
+            axes.axvline(default, color=COLORS[1], linewidth=0.8, linestyle=":")
+            num_close = sum(abs(measured[name].mean() - default) < CLOSE for name in names) - 1
+            title = f"{num_close} of {len(names) - 1} changes move pass@1 by less than {CLOSE}"
+            figure.suptitle(title, size=12, weight="bold", x=0.01, ha="left")
+        axes.set(xlim=(0, 1), yticks=range(len(names)), yticklabels=names)
+        axes.set(xlabel=f"pass@1 after {NUM_STEPS} steps", ylim=(-0.7, len(names) - 0.3))
         figure.savefig(file, dpi=200)
     print(f"written: {file}")
 
