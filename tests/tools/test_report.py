@@ -1,14 +1,16 @@
 """tools/report.py: what the page holds, that model text does no harm, and the page in a browser."""
 
+import importlib
 import json
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import make_config
+from harness import ROOT, USERS_ENVIRONMENT, make_config, read_jsonl
 
 from engine.config_file import dump
 from logger import Logger
@@ -350,3 +352,19 @@ def test_the_config_shows_what_differs_or_all(page):
     ]
     page.locator("#only-different").uncheck()
     assert rows.count() > 60 and page.locator("#settings .differs").count() == 2
+
+
+def test_the_picture_shows_the_group_with_the_fewest_right_answers(browser, tmp_path, monkeypatch):
+    folder, picture = write_run(tmp_path / "x", steps=[20, 40]), tmp_path / "x.png"
+    groups = read_jsonl(folder / "rollouts.jsonl")
+    for group, num_solved in zip(groups, [0, 2, 1, 3], strict=True):
+        for i, row in enumerate(group["completions"]):
+            row["solved"] = i < num_solved
+    lines = [json.dumps(group) + "\n" for group in groups]
+    (folder / "rollouts.jsonl").write_text("".join(lines))
+    command = [sys.executable, "benchmarks/report_picture.py", folder, "--out", picture]
+    subprocess.run(command, cwd=ROOT, env=USERS_ENVIRONMENT, check=True, timeout=120)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    report_picture = importlib.import_module("report_picture")
+    assert report_picture.telling_group(folder) == (40, 0)
