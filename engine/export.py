@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from engine.checkpoint import save_model
 from engine.config import Config, dotted_values, run_name
 from engine.data import is_file
-from engine.distributed import World
 from engine.fingerprint import of_model
 from engine.lora import base_of, quantization_config
 from engine.packages import import_package
+from engine.prompts import render_prompts
 from engine.run import PASS_AT_1, Run
 from engine.yaml_text import show
 
@@ -64,7 +64,7 @@ What a completion earns follows from rules; its parts are weighted by {reward_we
 
 ## Recipe
 
-Steps taken: {step}, on {world.size} x {world.device.type}. The
+Steps taken: {run.state.step}, on {run.world.size} x {run.world.device.type}. The
 settings that matter most, and all others that differ from plain-grpo's defaults:
 
 ```
@@ -95,29 +95,18 @@ The licence is that of {base}.
 """
 
 
-def model_card(
-    config: Config,
-    *,
-    step: int,
-    before: list[float],
-    world: World,
-    num_questions: int,
-    prompt: str,
-    add_special_tokens: bool,
-    tokenizer: PreTrainedTokenizerFast,
-    measured: dict[str, float],
-) -> str:
-    """The card of the model after `step` steps.
-
-    `before` is pass@1 before training with the ends of its interval, `measured` all metrics of this
-    model, both from `num_questions` validation questions. `prompt` belongs to one of them, and
-    `add_special_tokens` says whether the tokenizer adds special tokens to it.
-    """
+def model_card(run: Run, measured: dict[str, float]) -> str:
+    """The card of the model as it is now; `measured` holds all metrics of its evaluation."""
+    config, step, tokenizer = run.config, run.state.step, run.policy.tokenizer
+    num_questions = len(run.validation_questions)
     data = metadata(config, num_questions=num_questions, measured=measured)
+    (prompt,), add_special_tokens = render_prompts(
+        run.validation_questions[:1], task=run.task, options=config.task, tokenizer=tokenizer
+    )
     after = [measured[key] for key in PASS_AT_1]
     scores = {"this model, before training": after}
     if step > 0:
-        scores = {"before training": before, f"this model, after step {step}": after}
+        scores = {"before training": run.state.untrained, f"this model, after step {step}": after}
     rows = [
         f"| {name} | {rate:.3f} | {low:.3f} to {high:.3f} |"
         for name, (rate, low, high) in scores.items()
@@ -127,6 +116,10 @@ def model_card(
         for key, value in measured.items()
         if key.startswith("eval/") and key not in PASS_AT_1
     ]
+    temperature, sampling = config.validation.temperature, ["do_sample=False"]
+    if temperature > 0:
+        sampling = ["do_sample=True", f"temperature={temperature}"]
+        sampling += [f"top_p={config.sampling.top_p}", f"top_k={config.sampling.top_k}"]
     # For a tokenizer of the plain class, AutoTokenizer may give other ids than in training.
     is_plain = type(tokenizer) is PreTrainedTokenizerFast
     return CARD.format(
@@ -141,10 +134,9 @@ def model_card(
         train=describe_source(config.task.train),
         eval=describe_source(config.task.eval),
         reward_weights=show(config.task.reward_weights),
-        step=step,
-        world=world,
+        run=run,
         recipe="\n".join(recipe(config)),
-        sampling=",\n    ".join(sampling_arguments(config)),
+        sampling=",\n    ".join(sampling),
         tokenizer_class="PreTrainedTokenizerFast" if is_plain else "AutoTokenizer",
         prompt=prompt,
         add_special_tokens=add_special_tokens,
@@ -152,10 +144,7 @@ def model_card(
 
 
 def metadata(config: Config, *, num_questions: int, measured: dict[str, float]) -> ModelCardData:
-    """What the hub reads of a card. No licence is named: the base model's holds for this one too.
-
-    The hub refuses the names of a base and of data that it does not have, so they are left out.
-    """
+    """What the hub reads of a card. No licence is named: that of the base model holds."""
     task, validation = config.task, config.validation
     rate, low, high = (measured[key] for key in PASS_AT_1)
     result = EvalResult(
@@ -170,6 +159,7 @@ def metadata(config: Config, *, num_questions: int, measured: dict[str, float]) 
             "temperature": validation.temperature,
         },
     )
+    # The hub refuses the names of a base and of data that it does not have.
     return ModelCardData(
         model_name=run_name(config),
         base_model=None if Path(config.model.name).is_dir() else config.model.name,
@@ -190,18 +180,6 @@ def recipe(config: Config) -> list[str]:
         if key.startswith(("model.", "task.", "sampling.", "training."))
         and (key in IN_EVERY_RECIPE or value != defaults[key])
         and key not in IN_THE_TEXT
-    ]
-
-
-def sampling_arguments(config: Config) -> list[str]:
-    """The arguments with which `model.generate` samples as the validation does."""
-    if config.validation.temperature == 0:
-        return ["do_sample=False"]
-    return [
-        "do_sample=True",
-        f"temperature={config.validation.temperature}",
-        f"top_p={config.sampling.top_p}",
-        f"top_k={config.sampling.top_k}",
     ]
 
 
@@ -246,36 +224,38 @@ def export(run: Run) -> None:
         return
     if run.state.best is None:
         raise ExportError(f"export: no model could be saved in {model}")
-    if settings.merge:
-        model = merge(run, adapter=model)
-    if settings.save_4bit:
-        save_in_4bit(run, model)
-    if settings.push_to_hub:
-        push(model, settings.push_to_hub, private=settings.private)
-        run.logger.info(f"uploaded to https://huggingface.co/{settings.push_to_hub}")
+    try:
+        if settings.merge:
+            key = "export.merge = true"
+            model = merge(run, adapter=model)
+        if settings.save_4bit:
+            key = "export.save_4bit = true"
+            save_in_4bit(run, model)
+        if settings.push_to_hub:
+            key = f"export.push_to_hub = {settings.push_to_hub}"
+            push(model, settings.push_to_hub, private=settings.private)
+            run.logger.info(f"uploaded to https://huggingface.co/{settings.push_to_hub}")
+    except Exception as error:  # the disk, the network, the hub, or what a package raises there
+        kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
+        problem = kind + " ".join(str(error).split())
+        again = f"mend that, then give the same command again; the model is in {model}"
+        raise ExportError(f"{key}: {problem}; {again}") from error
 
 
 def merge(run: Run, adapter: Path) -> Path:
-    """Add the adapter to its base model in bf16, and save the sum as a plain model in merged/.
-
-    The base is loaded anew: in memory, its weights may have been rounded to 4 bits.
-    """
+    """Add the adapter to its base model in bf16, and save the sum as a plain model in merged/."""
     peft, folder = import_package("peft", key="export.merge = true"), run.folder / "merged"
     name, revision = base_of(adapter)
     if of_model(run.config) != run.rests_on["the files of model.name"]:
-        problem = f"{name} is no longer the model that the adapter was trained on"
-        raise ExportError(f"export.merge = true: {problem}; the adapter is in {adapter}")
+        raise ValueError(f"{name} is no longer the model that the adapter was trained on")
     options = {"dtype": torch.bfloat16, "trust_remote_code": run.config.model.trust_remote_code}
-    try:
-        base = AutoModelForCausalLM.from_pretrained(name, revision=revision, **options)
-        with warnings.catch_warnings():  # peft uses a name that transformers will remove
-            warnings.simplefilter("ignore", FutureWarning)
-            merged = peft.PeftModel.from_pretrained(base, adapter).merge_and_unload()
-        card = merged_card((adapter / "README.md").read_text(encoding="utf-8"))
-        save_model(merged, run.policy.tokenizer, card, folder)
-    except OSError as error:
-        problem = " ".join(str(error).split())
-        raise ExportError(f"export.merge = true: {problem}; the adapter is in {adapter}") from error
+    # The base is loaded anew: in memory, its weights may have been rounded to 4 bits.
+    base = AutoModelForCausalLM.from_pretrained(name, revision=revision, **options)
+    # peft uses a name that transformers will remove
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        merged = peft.PeftModel.from_pretrained(base, adapter).merge_and_unload()
+    card = merged_card((adapter / "README.md").read_text(encoding="utf-8"))
+    save_model(merged, run.policy.tokenizer, card, folder)
     run.logger.info(f"the best model, merged: {folder}")
     return folder
 
@@ -284,32 +264,22 @@ def save_in_4bit(run: Run, model: Path) -> None:
     """Save a copy of a plain model in merged-4bit/, its weights in 4 bits as by `load_in_4bit`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder = run.folder / "merged-4bit"
-    try:
-        small = AutoModelForCausalLM.from_pretrained(
-            model,
-            dtype=torch.bfloat16,
-            quantization_config=quantization_config(device, torch.bfloat16),
-            device_map={"": device},
-            trust_remote_code=run.config.model.trust_remote_code,
-        )
-        card = (model / "README.md").read_text(encoding="utf-8")
-        save_model(small, run.policy.tokenizer, card, folder)
-    except OSError as error:
-        problem = " ".join(str(error).split())
-        raise ExportError(f"export.save_4bit = true: {problem}; the model is in {model}") from error
+    small = AutoModelForCausalLM.from_pretrained(
+        model,
+        dtype=torch.bfloat16,
+        quantization_config=quantization_config(device, torch.bfloat16),
+        device_map={"": device},
+        trust_remote_code=run.config.model.trust_remote_code,
+    )
+    card = (model / "README.md").read_text(encoding="utf-8")
+    save_model(small, run.policy.tokenizer, card, folder)
     run.logger.info(f"the best model, in 4 bits: {folder}")
 
 
 def push(folder: Path, repository: str, *, private: bool) -> None:
     """Upload the folder to the hub, into a new repository if there is none of that name."""
-    key = f"export.push_to_hub = {repository}"
-    again = f"then give the same command again; the model is in {folder}"
     if get_token() is None:
-        raise ExportError(f"{key}: there is no token: `hf auth login` or set HF_TOKEN, {again}")
+        raise ValueError("there is no token: `hf auth login` or set HF_TOKEN")
     hub = HfApi()
-    try:
-        hub.create_repo(repository, private=private, exist_ok=True)
-        hub.upload_folder(repo_id=repository, folder_path=folder)
-    except Exception as error:  # the network, the hub, or a token without the right to write
-        problem = " ".join(str(error).split())
-        raise ExportError(f"{key}: {problem}; {again}") from error
+    hub.create_repo(repository, private=private, exist_ok=True)
+    hub.upload_folder(repo_id=repository, folder_path=folder)

@@ -14,7 +14,6 @@ from engine.export import model_card
 from engine.fingerprint import of_model
 from engine.fit import check_disk
 from engine.metrics import OF_ENVIRONMENTS, metric_columns, versions
-from engine.prompts import render_prompts
 from engine.run import Run, State
 from engine.sharding import check_shared_disk, gather_weights, load_parts, move_parts, save_parts
 from logger import write_atomically
@@ -127,21 +126,7 @@ def write_config(folder: Path, config: Config) -> None:
 def save_best(run: Run, measured: dict[str, float]) -> bool:
     """Save the model in best/ with its card; returns False if that was not possible."""
     tokenizer, config = run.policy.tokenizer, run.config
-    (prompt,), add_special_tokens = render_prompts(
-        run.validation_questions[:1], task=run.task, options=config.task, tokenizer=tokenizer
-    )
-    card = model_card(
-        config,
-        step=run.state.step,
-        before=run.state.untrained,
-        world=run.world,
-        num_questions=len(run.validation_questions),
-        prompt=prompt,
-        add_special_tokens=add_special_tokens,
-        tokenizer=tokenizer,
-        measured=measured,
-    )
-    folder = run.folder / "best"
+    card, folder = model_card(run, measured), run.folder / "best"
     # As `State` names them:
     best = {"best": measured[config.validation.best_metric], "best_step": run.state.step}
     model, is_sharded = run.policy.model, config.model.shard

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from engine.checkpoint import save_model
 from engine.distributed import World
 from engine.export import ExportError, export, merged_card, model_card
-from engine.prompts import encode_prompts, render_prompts
+from engine.prompts import encode_prompts
 from engine.run import State
 from engine.task_module import load_task
 
@@ -26,18 +26,22 @@ MEASURED |= {"time/eval_s": 3.0}
 HUB = ("model.name=Qwen/Qwen2.5-0.5B", "task.name=gsm8k", "task.train=openai/gsm8k")
 
 
-def card_of(*overrides: str, **options) -> str:
-    settings = {
-        "step": 5,
-        "before": [0.2, 0.1, 0.3],
-        "world": alone(),
-        "num_questions": 500,
-        "prompt": "?",
-        "add_special_tokens": True,
-        "tokenizer": PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE())),
-        "measured": MEASURED,
-    }
-    return model_card(make_config(*overrides), **settings | options)
+QUESTION = {"nums": [3, 4], "target": 12}
+
+
+def card_of(
+    *overrides: str, step: int = 5, tokenizer: PreTrainedTokenizerFast | None = None
+) -> str:
+    empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))
+    run = SimpleNamespace(
+        config=make_config(*overrides),
+        world=alone(),
+        state=State(step=step, untrained=[0.2, 0.1, 0.3]),
+        policy=SimpleNamespace(tokenizer=tokenizer or empty),
+        task=load_task("countdown"),
+        validation_questions=[QUESTION] * 500,
+    )
+    return model_card(run, MEASURED)
 
 
 def test_the_metadata_names_base_data_and_score_as_the_hub_reads_them():
@@ -107,11 +111,7 @@ def test_the_code_in_the_card_asks_the_model_as_training_did(
 
     Bug: AutoTokenizer, as the card had it, gives other ids for this model.
     """
-    questions, config = [{"nums": [3, 4], "target": 12}], make_config()
-    rendering = {"task": load_task("countdown"), "options": config.task, "tokenizer": tokenizer}
-    (prompt,), add_special_tokens = render_prompts(questions, **rendering)
-    asked = {"prompt": prompt, "add_special_tokens": add_special_tokens, "tokenizer": tokenizer}
-    card = card_of("training.max_new_gen_tokens=20", **asked)
+    card = card_of("training.max_new_gen_tokens=20", tokenizer=tokenizer)
     model = AutoModelForCausalLM.from_pretrained(rotary_model_folder)
     save_model(model, tokenizer, card, tmp_path / "best")
     monkeypatch.chdir(tmp_path / "best")
@@ -119,7 +119,8 @@ def test_the_code_in_the_card_asks_the_model_as_training_did(
     names = {}
     with torch.random.fork_rng():
         exec(code, names)
-    prompt_ids = encode_prompts(questions, **rendering)
+    rendering = {"task": load_task("countdown"), "options": make_config().task}
+    prompt_ids = encode_prompts([QUESTION], **rendering, tokenizer=tokenizer)
     assert names["inputs"]["input_ids"].tolist() == prompt_ids
     assert len(prompt_ids[0]) < names["output"].shape[1] <= len(prompt_ids[0]) + 20
     assert capsys.readouterr().out.strip()
