@@ -34,12 +34,9 @@ class World:
         return self.rank == 0
 
     def sum(self, values: list[float] | np.ndarray | torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in float64 on the CPU.
-
-        One more number is summed: how many ranks got a signal. So all ranks learn of a signal at
-        the same sum, and stop at the same place.
-        """
+        """The sum over all ranks, in float64 on the CPU."""
         values = torch.as_tensor(values, dtype=torch.float64, device="cpu")
+        # Also how many ranks got a signal: so all learn of it at the same sum, and stop there.
         total = torch.cat([values.flatten(), values.new_tensor([self.stop_signal > 0])])
         if self.size > 1:
             dist.all_reduce(total)
@@ -60,60 +57,44 @@ class World:
         return box[0]
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Call the function on rank 0 alone; every rank returns its value.
-
-        If it raises ValueError or OSError, a user's mistake, every rank raises ValueError.
-        """
+        """Call it on rank 0; every rank returns its value, or raises its error as a ValueError."""
         value = problem = None
         if self.is_main:
             try:
                 value = function()
-            except (ValueError, OSError) as error:
+            except (ValueError, OSError) as error:  # a user's mistake
                 problem = str(error)
         value, problem = self.broadcast((value, problem))
         if problem is not None:
             raise ValueError(problem)
         return value
 
-    def broadcast_tensor(self, tensor: torch.Tensor) -> None:
-        """Overwrite the tensor with rank 0's."""
-        if self.size > 1:
-            dist.broadcast(tensor, src=0)
-
     def broadcast_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Rank 0 alone may see the checkpoint's files: give every rank the averages it has read."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        states = [optimizer.state[parameter] for parameter in parameters]
-        layouts = [{name: layout_of(value) for name, value in state.items()} for state in states]
-        layouts = self.broadcast(layouts)
-        for parameter, state, layout in zip(parameters, states, layouts, strict=True):
-            for name, described in layout.items():
-                if not isinstance(described, tuple):
-                    state[name] = described
-                    continue
-                shape, dtype, device_type = described
-                device = "cpu" if device_type == "cpu" else parameter.device
-                state.setdefault(name, torch.empty(shape, dtype=dtype, device=device))
-                self.broadcast_tensor(state[name])
+        """Give every rank the weights and averages of rank 0, which alone may see checkpoints."""
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            state = optimizer.state[parameter]
+            shapes = {k: v.to("meta") if torch.is_tensor(v) else v for k, v in state.items()}
+            for name, value in self.broadcast(shapes).items():
+                if not torch.is_tensor(value):
+                    state[name] = value
+                elif name not in state:  # all are on the parameter's device
+                    state[name] = torch.empty_like(value, device=parameter.device)
+            for tensor in (parameter.data, *filter(torch.is_tensor, state.values())):
+                if self.size > 1:
+                    dist.broadcast(tensor, src=0)
 
     def catch_signals(self) -> None:
-        """From here on a signal to end sets a flag, which the next sum shows to all ranks.
-
-        SIGHUP comes when a terminal is closed or a connection is lost. Where `nohup` has made this
-        process ignore it, it stays ignored.
-        """
+        """From here on a signal to end sets a flag, which the next sum shows to all ranks."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            # `nohup` makes a process ignore SIGHUP, which comes when a terminal is closed.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.note_signal)
 
     def note_signal(self, number: int, frame: object) -> None:
-        """Keep the first signal; a second Ctrl-C ends this process at once.
-
-        Under torchrun one Ctrl-C comes twice, from the terminal and, a moment later, from torchrun:
-        what comes within a second of the first is no second Ctrl-C.
-        """
+        """Keep the first signal; a second Ctrl-C ends this process at once."""
         now_s = time.monotonic()
         is_interrupt = number == self.stop_signal == signal.SIGINT
+        # Under torchrun one Ctrl-C comes twice: from the terminal and, a moment later, torchrun.
         if is_interrupt and now_s - self.stop_signal_at_s > 1:
             os._exit(128 + number)
         if self.stop_signal == 0:
@@ -122,12 +103,10 @@ class World:
     def leave(self) -> None:
         """Wait for the other ranks and leave the process group; signals then end the process again.
 
-        After a signal a rank exits with a status other than 0, and torchrun then ends the others:
-        without the wait, rank 0 might still be saving. Delete the DDP wrapper before this: its
-        destructor would tear down gloo while it holds Python's lock, and a gloo thread that needs
-        the lock would deadlock.
+        Delete the DDP wrapper before this: its destructor would tear down gloo while it holds
+        Python's lock, and a gloo thread that needs the lock would deadlock.
         """
-        self.sum([0.0])  # waits for all ranks
+        self.sum([0.0])  # rank 0 may be saving: where a rank exits, torchrun ends the others
         if dist.is_initialized():  # by one rank too, with model.shard
             dist.destroy_process_group()
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -136,17 +115,8 @@ class World:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def layout_of(value: object) -> object:
-    """A tensor's shape, dtype and type of device, to make an empty one; other values unchanged."""
-    is_tensor = isinstance(value, torch.Tensor)
-    return (value.shape, value.dtype, value.device.type) if is_tensor else value
-
-
 def init_world() -> tuple[World, list[str]]:
-    """Choose the device and join the process group; returns also lines for the log.
-
-    Raises ValueError for environment variables that torchrun would not set.
-    """
+    """Choose the device and join the process group; returns also lines for the log."""
     rank, size, local_rank, local_size = read_environment()
     device, notes, timeout = torch.device("cpu"), [], timedelta(minutes=30)
     if size > 1:
@@ -183,7 +153,7 @@ def has_own_gpu(store: dist.Store, rank: int, size: int) -> bool:
 
 
 def read_environment() -> tuple[int, int, int, int]:
-    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without torchrun those of one rank."""
+    """torchrun's RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; without it those of one rank."""
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     values = {name: os.environ.get(name, default) for name, default in defaults.items()}
     if all(value.isdecimal() for value in values.values()):
@@ -200,9 +170,6 @@ def agree_on_start(store: dist.Store, rank: int, size: int) -> str:
     `torchrun --max-restarts` gives every start the same store (pytorch issue 135712). If a start
     had no name to put before its keys, gloo and NCCL would find the addresses of killed ranks and
     hang. torchrun's count of restarts is no such name: it can differ between nodes.
-
-    Rank 0's uuid names this start; the other ranks' uuids show it which keys in the store are left
-    over from a killed start.
     """
     name = uuid.uuid4().hex
     if rank > 0:

@@ -65,8 +65,6 @@ def resume(run: Run) -> None:
         if world.is_main:
             checkpoint.load_weights(folder, run.policy.model)
             run.optimizer.load_state_dict(checkpoint.load_optimizer_state(folder))
-        for parameter in run.trained_weights:
-            world.broadcast_tensor(parameter.data)
         world.broadcast_optimizer(run.optimizer)
     run.loss_scale.load_state_dict(saved.get("loss_scale") or run.loss_scale.state_dict())
     run.policy.refresh_sampler()
