@@ -71,8 +71,7 @@ def lock_folder(folder: Path, warn: Callable[[str], None]) -> TextIO:
 def find_start(folder: Path, *, may_resume: bool, warn: Callable[[str], None]) -> Path | None:
     """The checkpoint to resume a run from, or None if it begins anew.
 
-    If a run was killed here before its first checkpoint, its files are moved aside. Raises
-    ValueError, one line with the fix, if the folder holds results that would be overwritten.
+    Raises ValueError, one line with the fix, if the folder holds results that would be overwritten.
     """
     root = folder / "checkpoints"
     mend(folder / "best")
@@ -180,7 +179,12 @@ def save_checkpoint(
         (inner / "files.json").write_text(json.dumps(describe_files(temporary)), encoding="utf-8")
     (root.parent / MARKER).touch()
     with contextlib.suppress(OSError):  # `last` is for people, and some file systems have no links
-        link_last(checkpoint)
+        last, link = root / "last", root / "last.tmp"
+        link.unlink(missing_ok=True)
+        link.symlink_to(checkpoint.name)
+        if last.is_dir() and not last.is_symlink():  # what `cp -rL` makes of a link: an old copy
+            shutil.rmtree(last)
+        link.replace(last)
     sync(root)
     whole = [folder for folder in list_checkpoints(root) if is_whole(folder)]
     outdated = [] if keep is None else whole[keep:]
@@ -200,20 +204,6 @@ def write_model(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     torch.save(optimizer.state_dict(), folder / "training_state" / "optimizer.pt")
-
-
-def link_last(checkpoint: Path) -> None:
-    """Make `last` a link to the checkpoint.
-
-    Copying a run with `cp -rL`, or by way of a cloud, makes `last` a real folder: a copy of an old
-    checkpoint, which is removed.
-    """
-    last, link = checkpoint.with_name("last"), checkpoint.with_name("last.tmp")
-    link.unlink(missing_ok=True)
-    link.symlink_to(checkpoint.name)
-    if last.is_dir() and not last.is_symlink():
-        shutil.rmtree(last)
-    link.replace(last)
 
 
 def describe_files(folder: Path) -> dict[str, list]:
@@ -258,11 +248,7 @@ def newest_whole(root: Path, warn: Callable[[str], None] | None = None) -> Path 
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether each file of a checkpoint still has its size, and each small file its hash.
-
-    Weights are too large to hash. Instead their files are opened, which fails unless the tensors
-    that the header lists fill the file exactly. Changed bits inside a tensor are not noticed.
-    """
+    """Whether each file of a checkpoint still has its size, and each small file its hash."""
     try:
         listed = json.loads((folder / "training_state" / "files.json").read_text())
         if "training_state/state.json" not in listed:
@@ -272,7 +258,8 @@ def is_whole(folder: Path) -> bool:
             if file.stat().st_size != size or (digest and digest != sha256(file)):
                 return False
             if file.suffix == ".safetensors":
-                safe_open(file, framework="pt")  # SafetensorError if header and size disagree
+                # It raises unless the header's tensors fill the file; changed bits go unnoticed.
+                safe_open(file, framework="pt")
     except (OSError, ValueError, TypeError, AttributeError, SafetensorError):
         return False  # a file is missing or damaged, perhaps files.json itself
     return True
