@@ -56,17 +56,14 @@ def quantization_config(device: torch.device, compute_dtype: torch.dtype) -> Bit
 
 
 def keep_4bit_layout(model: nn.Module) -> None:
-    """Stop bitsandbytes from packing 4-bit weights anew when the model first samples.
-
-    On CPUs with AVX-512 for bf16 it would do that, and no gradient passes through packed weights.
-    """
+    """Stop bitsandbytes from packing 4-bit weights on some CPUs: packed, they pass no gradient."""
     bitsandbytes = import_package("bitsandbytes", key="model.load_in_4bit = true")
     for module in model.modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
             module.support_avx512bf16_for_cpu = False
 
 
-def lora_config(config: Config) -> "LoraConfig":
+def adapter_config(config: Config) -> "LoraConfig":
     """The adapter that the config asks for. Raises ValueError if peft is missing."""
     peft, lora = import_package("peft", key="model.lora"), config.model.lora
     return peft.LoraConfig(
@@ -104,12 +101,9 @@ def adapted_layers(model: nn.Module, lora: LoraSettings) -> list[nn.Module]:
 
 
 def add_adapter(model: nn.Module, described: "LoraConfig", *, seed: int) -> None:
-    """Freeze the model and add an adapter B A, with fp32 weights, to the layers `described` names.
-
-    B starts at zero, so the model is unchanged; A is drawn from the seed.
-    """
+    """Freeze the model and add an adapter B A, of fp32 weights, to the layers `described` names."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(seed)  # A is drawn; B starts at zero, so the model is unchanged
         if model.config.model_type in MAMBA and described.target_modules == "all-linear":
             described.exclude_modules = ["out_proj"]
         model.add_adapter(described)
@@ -129,17 +123,13 @@ def load_adapter(model: nn.Module, settings: ModelSettings) -> None:
 
 
 def cast_adapter_to_fp32(model: nn.Module) -> None:
-    """Give the adapter fp32 weights, whatever the dtype of the layers that it is added to.
-
-    peft would cast their inputs to fp32 too, and our autocast those of bf16 layers back.
-    """
+    """Give the adapter fp32 weights, whatever the dtype of the layers that it is added to."""
     tuners = import_package("peft", key="model.lora").tuners.tuners_utils
+    tuners.cast_adapter_dtype(model, "default")
     for module in model.modules():
+        # Else peft casts inputs to fp32, and our autocast those of bf16 layers back.
         if isinstance(module, tuners.BaseTunerLayer):
             module.cast_input_dtype_enabled = False
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name:
-            parameter.data = parameter.data.float()
 
 
 def load_adapter_weights(model: nn.Module, folder: Path) -> None:

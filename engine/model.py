@@ -31,18 +31,10 @@ from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
+from engine import lora
 from engine.calculator import Calculator
 from engine.config import Config
 from engine.fit import check_memory
-from engine.lora import (
-    add_adapter,
-    find_base,
-    keep_4bit_layout,
-    load_adapter,
-    lora_config,
-    quantization_config,
-    score_without_adapter,
-)
 from engine.matmul import speed_up
 from engine.probe import supports_float16, supports_grouped
 from engine.prompts import end_of_turn, render_prompt
@@ -77,10 +69,7 @@ class Policy:
         return " or ".join(map(str, self.tokenizer.convert_ids_to_tokens(self.params.eos_ids)))
 
     def autocast(self) -> torch.autocast:
-        """For sampling: a bf16 model's fp32 adapter then computes in bf16, as when it scores.
-
-        Off for a model that is bf16 all through, as for the bf16 copy that samples in training.
-        """
+        """For sampling: a bf16 model's fp32 adapter then computes in bf16, as when it scores."""
         is_mixed = any(p.dtype != self.model.dtype for p in self.model.parameters())
         return autocast(self.model.device, self.model.dtype if is_mixed else torch.float32)
 
@@ -108,11 +97,11 @@ def load_model_and_tokenizer(
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     settings, is_training = config.model, config.mode == "train"
-    lora = lora_config(config) if is_training and settings.lora is not None else None
-    quantization = quantization_config(device, compute_dtype) if settings.load_in_4bit else None
+    adapter = lora.adapter_config(config) if is_training and settings.lora is not None else None
+    in_4bit = lora.quantization_config(device, compute_dtype) if settings.load_in_4bit else None
     with one_line_errors(settings.name):
         check_folder(settings.name)
-        base = find_base(settings)
+        base = lora.find_base(settings)
         if base is not None and base.name.startswith("/") and not Path(base.name).is_dir():
             raise ValueError(f"its base model {base.name}: {no_such_folder(base.name)}")
         if base is not None and is_training:
@@ -120,18 +109,15 @@ def load_model_and_tokenizer(
                 "it is an adapter: to train it further, start its run again with a larger "
                 "training.num_steps; to train on from it, merge it (export.merge=true)"
             )
-        config = config.model_copy(update={"model": base or settings})
-        tokenizer = load_tokenizer(config, log)
-        model_config = load_model_config(config)
-        is_frozen = lora is not None or base is not None or quantization is not None
+        base_config = config.model_copy(update={"model": base or settings})
+        tokenizer = load_tokenizer(base_config, log)
+        model_config = load_model_config(base_config)
+        is_frozen = adapter is not None or base is not None or in_4bit is not None
         dtype = compute_dtype if is_frozen or not is_training else torch.float32
-        copies = samples_a_copy(
-            weight_dtype=dtype, compute_dtype=compute_dtype, shard=settings.shard
-        )
+        copies = settings.shard or dtype != compute_dtype  # see make_sampler
         check_memory(model_config, config, device=device, samples_copy=copies, weight_dtype=dtype)
-        model = load_model(
-            model_config, config, dtype=dtype, quantization=quantization, device=device, log=log
-        )
+        how = {"dtype": dtype, "quantization": in_4bit, "device": device, "log": log}
+        model = load_model(model_config, base_config, **how)
         eos_ids = find_eos_ids(model, tokenizer, stop=config.sampling.stop)
         # transformers fills the open fields of a generation config from the model's own: empty it
         model.generation_config = GenerationConfig(
@@ -140,15 +126,14 @@ def load_model_and_tokenizer(
         check_vocabulary(model, tokenizer)
         check_causal(model)
         if base is not None:
-            load_adapter(model, settings)
+            lora.load_adapter(model, settings)
     may_fall_back = settings.compute_dtype == "auto" and compute_dtype == torch.float16
     if may_fall_back and not supports_float16(model):
         log("in float16 this model's logits are not finite, or far off: float32 is used")
         del model  # there may be no room for two
-        config = config.model_copy(update={"model": settings})
         return load_model_and_tokenizer(config, device=device, compute_dtype=torch.float32, log=log)
-    if lora is not None:
-        add_adapter(model, lora, seed=config.training.seed)
+    if adapter is not None:
+        lora.add_adapter(model, adapter, seed=config.training.seed)
         num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         log(f"LoRA: {num_trained:,} weights are trained, all others stay as they are")
     if device.type == "cpu" and compute_dtype == torch.float32:
@@ -158,10 +143,7 @@ def load_model_and_tokenizer(
 
 @contextlib.contextmanager
 def one_line_errors(name: str) -> Iterator[None]:
-    """Turn any error in loading a model into a ValueError of one line with the model's name.
-
-    When a file is wrong, transformers may raise any exception.
-    """
+    """Turn any error in loading a model, whatever its type, into a ValueError of one line."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -175,12 +157,9 @@ def one_line_errors(name: str) -> Iterator[None]:
         raise ValueError(f"model.name = {name}: cannot be used: {problem}") from error
 
 
-LFS_POINTER = b"version https://git-lfs"  # the start of a file that git has not fetched yet
-
-
 def check_folder(name: str) -> None:
     """Raise ValueError if `name` is a path, not a hub id, and there is no model at it."""
-    path = Path(name)
+    path, pointer = Path(name), b"version https://git-lfs"  # in place of a file git has not fetched
     if not path.exists():
         is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
         if is_path or ("/" in name and path.parent.is_dir()):
@@ -193,20 +172,17 @@ def check_folder(name: str) -> None:
             raise ValueError(f"it is the folder of a run; its best model is {path / 'best'}")
         raise ValueError("there is no config.json in this folder, so no model")
     for file in path.iterdir():
-        if file.is_file() and file.open("rb").read(len(LFS_POINTER)) == LFS_POINTER:
+        if file.is_file() and file.open("rb").read(len(pointer)) == pointer:
             raise ValueError(f"{file.name} is only a pointer; fetch the file with `git lfs pull`")
 
 
 def no_such_folder(name: str) -> str:
     """The error for a path where there is nothing; it names the existing folder nearest to it."""
-    path = Path(name)
-    there = next(folder for folder in path.absolute().parents if folder.is_dir())
-    wanted = path.absolute().relative_to(there).parts[0]
+    path = Path(name).absolute()
+    there = next(folder for folder in path.parents if folder.is_dir())
     names = [folder.name for folder in there.iterdir() if folder.is_dir()]
-    close = difflib.get_close_matches(wanted, names, n=1)
-    nearest = [there / close[0]] if close else []
-    hint = f", the nearest is {nearest[0]}" if nearest else ""
-    return f"no such folder in {there}{hint}"
+    close = difflib.get_close_matches(path.relative_to(there).parts[0], names, n=1)
+    return f"no such folder in {there}" + (f", the nearest is {there / close[0]}" if close else "")
 
 
 def load_model_config(config: Config) -> PretrainedConfig:
@@ -241,7 +217,6 @@ def load_model(
 ) -> nn.Module:
     """The model with all its weights, on the device; with model.shard, on the CPU."""
     settings = config.model
-    in_4bit = {"quantization_config": quantization, "device_map": {"": device}}
     model, loading = AutoModelForCausalLM.from_pretrained(
         settings.name,
         config=model_config,
@@ -251,13 +226,11 @@ def load_model(
         ignore_mismatched_sizes=True,  # they are refused below, by name
         revision=settings.revision,
         trust_remote_code=settings.trust_remote_code,
-        **(in_4bit if quantization is not None else {}),
+        quantization_config=quantization,
+        device_map=None if quantization is None else {"": device},
     )
     if model.config is not model.config.get_text_config():
-        raise ValueError(
-            "it sees pictures too: save its language part as README says under Models, and give "
-            "that folder as model.name"
-        )
+        raise ValueError("it sees pictures too: save its language part as README says under Models")
     if mismatched := sorted(loading["mismatched_keys"]):
         name, in_files, in_model = mismatched[0]
         raise ValueError(
@@ -274,10 +247,10 @@ def load_model(
     if quantization is None:
         model.to("cpu" if settings.shard else device)  # each shard goes to the device later
     else:
-        keep_4bit_layout(model)
+        lora.keep_4bit_layout(model)
     if settings.gradient_checkpointing:
-        with warnings.catch_warnings():  # 5.23 has a new name for it, transformers 5.17 only this
-            warnings.simplefilter("ignore", FutureWarning)
+        # transformers 5.23 has a new name for it, 5.17 only this one
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
             model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
@@ -285,20 +258,17 @@ def load_model(
 def find_eos_ids(
     model: nn.Module, tokenizer: PreTrainedTokenizerFast, *, stop: list[str]
 ) -> tuple[int, ...]:
-    """The ids that end a completion.
+    """The ids that end a completion, from tokenizer, generation config, model config and `stop`.
 
-    They come from the tokenizer, the generation config, the model config and `stop`. The chat
-    template adds its end of a turn: base models such as Qwen2.5's write it but do not name it.
-    Raises ValueError for a text in `stop` that is not one token.
+    The chat template adds its end of a turn: base models such as Qwen2.5's write it but do not name
+    it. Raises ValueError for a text in `stop` that is not one token.
     """
     declared = [tokenizer.eos_token_id, model.generation_config.eos_token_id]
     declared += [model.config.get_text_config().eos_token_id, end_of_turn(tokenizer)]
     for text in stop:
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) != 1:
-            raise ValueError(
-                f"sampling.stop: {text!r} is not one token of its tokenizer, but {ids}"
-            )
+            raise ValueError(f"sampling.stop: {text!r} is not one token of its tokenizer: {ids}")
         declared += ids
     eos_ids = {i for ids in declared for i in (ids if isinstance(ids, list) else [ids])} - {None}
     if not eos_ids:
@@ -328,23 +298,15 @@ def choose_compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return torch.float16 if device.type == "cuda" else torch.float32
 
 
-def samples_a_copy(*, weight_dtype: torch.dtype, compute_dtype: torch.dtype, shard: bool) -> bool:
-    """Whether sampling needs a copy of the weights in the compute dtype.
-
-    Without it autocast would cast all weights again for every token, and a model in shards would be
-    gathered again for every token.
-    """
-    return shard or weight_dtype != compute_dtype
-
-
 def make_sampler(
     model: nn.Module, compute_dtype: torch.dtype, device: torch.device, *, shard: bool
 ) -> nn.Module:
-    """The model that samples: the model itself or, if `samples_a_copy`, a copy on the device.
+    """The model that samples: the model itself or a copy, on the device, in the compute dtype.
 
-    Call it before the model is cut into shards: after that no rank has all weights.
+    Without the copy all weights would be cast, or gathered from shards, again for every token. Call
+    it before the model is cut into shards: after that no rank has all weights.
     """
-    if samples_a_copy(weight_dtype=model.dtype, compute_dtype=compute_dtype, shard=shard):
+    if shard or model.dtype != compute_dtype:
         return copy_in(compute_dtype, model, device)
     return model.eval()
 
@@ -367,7 +329,7 @@ def make_reference(
 ) -> Callable[..., torch.Tensor]:
     """A scorer for the model that the run starts from: the adapter is off, or a copy is frozen."""
     if config.model.lora is not None:
-        return functools.partial(score_without_adapter, scorer)
+        return functools.partial(lora.score_without_adapter, scorer)
     copied = copy_in(dtype, scorer.model, scorer.model.device)
     return type(scorer)(copied, scorer.compute_dtype, chunked=scorer.chunked)
 
@@ -398,8 +360,7 @@ def choose_backend(
 ) -> str:
     """The backend that the config asks for or, if this model does not support it, a slower one.
 
-    On a GPU `grouped` becomes `captured`: its decode step is replayed as a CUDA graph. `make_batch`
-    is main.py's DecodeBatch, which is tried out on a few made-up tokens.
+    On a GPU `grouped` becomes `captured`: its decode step is replayed as a CUDA graph.
     """
     if config.sampling.backend == "generate":
         return "generate"
@@ -419,11 +380,7 @@ TOKENIZER_PROBE = "Use [3, 17, 255] to make 46.\n<think>12 * 3 = 36, don't</thin
 
 
 def load_tokenizer(config: Config, log: Log) -> PreTrainedTokenizerFast:
-    """The model's tokenizer, checked against its own tokenizer.json.
-
-    AutoTokenizer may silently replace the pre-tokenizer by that of the model's family. Then we load
-    tokenizer.json as it is.
-    """
+    """The model's tokenizer, checked against its own tokenizer.json."""
     name, revision = config.model.name, config.model.revision
     tokenizer = AutoTokenizer.from_pretrained(
         name, revision=revision, trust_remote_code=config.model.trust_remote_code
@@ -436,7 +393,7 @@ def load_tokenizer(config: Config, log: Log) -> PreTrainedTokenizerFast:
     )
     if file is not None:
         expected = Tokenizer.from_file(file).encode(TOKENIZER_PROBE, add_special_tokens=False)
-        if ids != expected.ids:
+        if ids != expected.ids:  # its pre-tokenizer was replaced by that of the model's family
             log("AutoTokenizer changes this model's tokens: PreTrainedTokenizerFast is used")
             tokenizer = PreTrainedTokenizerFast.from_pretrained(name, revision=revision)
     if tokenizer.pad_token_id is None:

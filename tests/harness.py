@@ -33,6 +33,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+import engine.lora
 import engine.model
 import main
 from engine import fit
@@ -302,7 +303,7 @@ def assert_needs(
 ) -> None:
     """The run fits into so many bytes, and is refused with `match` where there is one less."""
     model_config, config = AutoConfig.from_pretrained(model_folder), make_config(*overrides)
-    settings = {"device": CPU, "samples_copy": False} | settings
+    settings = {"device": CPU, "samples_copy": False, "weight_dtype": torch.float32} | settings
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit, "memory_for_a_rank", lambda device: (num_bytes, "here"))
         fit.check_memory(model_config, config, **settings)
@@ -361,7 +362,7 @@ def in_fp64(patch: pytest.MonkeyPatch) -> None:
     too much for thousands of tokens, and below 1e-12 in fp64. Also for tests that compare
     gradients, whose rounding in fp32 is as large as the difference that they allow.
     """
-    load_model, add_adapter = engine.model.load_model, engine.model.add_adapter
+    load_model, add_adapter = engine.model.load_model, engine.lora.add_adapter
 
     def load_in_fp64(*arguments, **settings):
         return load_model(*arguments, **settings | {"dtype": torch.double})
@@ -371,7 +372,7 @@ def in_fp64(patch: pytest.MonkeyPatch) -> None:
         model.double()
 
     patch.setattr(engine.model, "load_model", load_in_fp64)
-    patch.setattr(engine.model, "add_adapter", add_in_fp64)
+    patch.setattr(engine.lora, "add_adapter", add_in_fp64)
     for module in (engine.model, main):
         patch.setattr(module, "choose_compute_dtype", lambda name, device: torch.float64)
 
