@@ -67,32 +67,31 @@ def sample_in_batches(
 def tokens_that_fit(
     model: nn.Module, longest: int, num_samples: int, params: SamplingParams
 ) -> int:
-    """How many tokens of prompts and completions can be decoded at once, with the memory now free.
-
-    0.7 of the completions' limit is reserved: most end early. A tenth is left for fragmentation.
-    """
+    """How many tokens of prompts and completions fit into the memory now free, decoded at once."""
     device, row_tokens = model.device, longest + params.max_new_tokens
     if device.type != "cuda":
         return 131_072
     reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + reserved
     config, size = model.config.get_text_config(), model.dtype.itemsize
-    likely_tokens, top_p = longest + 0.7 * params.max_new_tokens, params.top_p
-    decoding = decode_bytes_per_row(config, likely_tokens, bytes_per_number=size, top_p=top_p)
-    decoding += state_bytes(model)
+    layers = cached_layers(config)
+    cached = cache_bytes_per_token(layers, bytes_per_number=size)
+    likely_tokens = longest + 0.7 * params.max_new_tokens  # most completions end early
+    decoding = decode_bytes_per_row(config, likely_tokens, cached=cached, top_p=params.top_p)
+    if any(isinstance(layer, LinearAttentionLayer) for _, layer in layers):
+        decoding += state_bytes(model)
     hidden_size = getattr(config, "hidden_size", 0)
     inner_size = getattr(config, "intermediate_size", None) or 4 * hidden_size
     layer = size * (5 * hidden_size + 3 * inner_size)  # what a prompt's token is made into
-    cached = cache_bytes_per_token(config, bytes_per_number=size)
     reading = longest * (cached + layer) / num_samples  # all prompts at once, before they grow
-    return int(0.9 * free / max(decoding, reading)) * row_tokens
+    return int(0.9 * free / max(decoding, reading)) * row_tokens  # a tenth for fragmentation
 
 
 def decode_bytes_per_row(
-    config: PretrainedConfig, row_tokens: float, *, bytes_per_number: int, top_p: float = 1.0
+    config: PretrainedConfig, row_tokens: float, *, cached: int, top_p: float
 ) -> float:
-    """The most bytes that a row of so many tokens takes while it is decoded."""
-    cache = row_tokens * cache_bytes_per_token(config, bytes_per_number=bytes_per_number)
+    """The most bytes that a row takes while it is decoded; `cached` are a token's in the cache."""
+    cache = row_tokens * cached
     growing = cache / getattr(config, "num_hidden_layers", 1)  # one layer at a time is copied
     num_copies = 6 if top_p == 1 else 13  # top-p sorts them
     drawing = num_copies * 4 * config.vocab_size  # fp32 logits and what `sample_tokens` makes
@@ -102,10 +101,7 @@ def decode_bytes_per_row(
 @torch.no_grad()
 def state_bytes(model: nn.Module) -> int:
     """Bytes of a row's recurrent states, however long the row: seen on one token."""
-    config = model.config.get_text_config()
-    if not any(isinstance(cached, LinearAttentionLayer) for _, cached in cached_layers(config)):
-        return 0
-    cache = DynamicCache(config=config)
+    cache = DynamicCache(config=model.config.get_text_config())
     ids = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     model(input_ids=ids, past_key_values=cache, use_cache=True)
     layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
@@ -113,13 +109,10 @@ def state_bytes(model: nn.Module) -> int:
     return sum(state.nbytes for some in states for state in some if state is not None)
 
 
-def cache_bytes_per_token(config: PretrainedConfig, *, bytes_per_number: int) -> int:
-    """Bytes of one token's keys and values in all layers; 0 if the config does not tell.
-
-    Recurrent layers have none; in Gemma 4 some layers read those of others.
-    """
+def cache_bytes_per_token(layers: list[tuple], *, bytes_per_number: int) -> int:
+    """Bytes of one token's keys and values in the `cached_layers`; 0 if there are none."""
     num_bytes = 0
-    for layer, cached in cached_layers(config):
+    for layer, cached in layers:
         heads = getattr(layer, "num_attention_heads", 0)
         key_heads = getattr(layer, "num_key_value_heads", None) or heads
         head_size = getattr(layer, "head_dim", None) or (layer.hidden_size // heads if heads else 0)

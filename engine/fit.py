@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from engine.batches import cache_bytes_per_token
+from engine.batches import cache_bytes_per_token, cached_layers
 from engine.config import Config
 from engine.lora import adapted_layers, linear_layers
 from engine.sharding import blocks_of, count_weights
@@ -29,16 +29,15 @@ def check_memory(
     *,
     device: torch.device,
     samples_copy: bool,
-    weight_dtype: torch.dtype = torch.float32,
+    weight_dtype: torch.dtype,
 ) -> None:
     """Raises ValueError, saying what would fit, if this rank's device is too small for the run.
 
     `weight_dtype` is that of the model's own weights (an adapter's are fp32). `samples_copy` says
     whether a copy of the weights does the sampling; it is counted as bf16.
     """
-    parts, num_weights = memory_parts(
-        model_config, config, samples_copy=samples_copy, weight_dtype=weight_dtype
-    )
+    weights = {"samples_copy": samples_copy, "weight_dtype": weight_dtype}
+    parts, num_weights = memory_parts(model_config, config, **weights)
     without_cache = sum(parts.values())
     itemsize = BF16 if samples_copy else weight_dtype.itemsize
     cache = cache_bytes(model_config, config, bytes_per_number=itemsize)
@@ -66,11 +65,7 @@ def check_memory(
 
 
 def memory_parts(
-    model_config: PretrainedConfig,
-    config: Config,
-    *,
-    samples_copy: bool,
-    weight_dtype: torch.dtype = torch.float32,
+    model_config: PretrainedConfig, config: Config, *, samples_copy: bool, weight_dtype: torch.dtype
 ) -> tuple[dict[str, float], int]:
     """What a rank's device must hold beside the cache, in bytes by name; the number of weights."""
     is_training, shard = config.mode == "train", config.model.shard
@@ -119,9 +114,9 @@ def cache_bytes(model_config: PretrainedConfig, config: Config, *, bytes_per_num
         num_questions = config.validation.num_examples // num_ranks
         group = config.validation.best_of_n * config.max_validation_tokens
     num_tokens = min(group * num_questions, config.sampling.max_batch_tokens or group)
-    text = model_config.get_text_config()
+    layers = cached_layers(model_config.get_text_config())
     # A question's group is always decoded together, even if it is more than max_batch_tokens.
-    return max(group, num_tokens) * cache_bytes_per_token(text, bytes_per_number=bytes_per_number)
+    return max(group, num_tokens) * cache_bytes_per_token(layers, bytes_per_number=bytes_per_number)
 
 
 def memory_for_a_rank(device: torch.device) -> tuple[float, str]:

@@ -15,6 +15,7 @@ from engine.fit import cache_bytes, check_disk, check_memory, memory_parts
 from engine.model import load_model_and_tokenizer
 
 ROTARY_TOKEN = 2 * 2 * 2 * 8  # numbers in the cache: two layers, keys and values, two heads of 8
+ON_CPU = {"device": CPU, "samples_copy": False, "weight_dtype": torch.float32}
 
 
 def test_the_cache_holds_what_is_decoded_together(rotary_model_folder, absolute_model_folder):
@@ -54,7 +55,7 @@ def test_a_cache_that_cannot_fit_names_the_keys_to_lower(rotary_model_folder):
     sizes = "training.max_new_gen_tokens=1000000", "sampling.max_batch_tokens=1000000000000"
     config = make_config(*sizes, "training.k_best_of_n=[1000,1000]")
     with pytest.raises(ValueError, match=r"lower sampling\.max_batch_tokens, training\.k_best"):
-        check_memory(model_config, config, device=CPU, samples_copy=False)
+        check_memory(model_config, config, **ON_CPU)
 
 
 def test_an_evaluation_needs_neither_gradients_nor_averages(rotary_model_folder, monkeypatch):
@@ -100,10 +101,10 @@ def test_in_ddp_gradients_are_beside_the_cache(rotary_model_folder, monkeypatch)
 
 def test_each_process_has_its_share_of_the_memory(rotary_model_folder, monkeypatch):
     model_config, config = AutoConfig.from_pretrained(rotary_model_folder), make_config()
-    check_memory(model_config, config, device=CPU, samples_copy=False)
+    check_memory(model_config, config, **ON_CPU)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000000")
     with pytest.raises(ValueError, match=r"each of 1000000 processes has"):
-        check_memory(model_config, config, device=CPU, samples_copy=False)
+        check_memory(model_config, config, **ON_CPU)
 
 
 @pytest.fixture
@@ -215,9 +216,8 @@ def test_a_shard_is_a_part_of_all_but_the_copy_and_what_is_gathered(
     """
     monkeypatch.setenv("WORLD_SIZE", "2")
     model_config = AutoConfig.from_pretrained(rotary_model_folder)
-    parts, num_weights = memory_parts(
-        model_config, make_config("model.shard=true"), samples_copy=True
-    )
+    settings = {"samples_copy": True, "weight_dtype": torch.float32}
+    parts, num_weights = memory_parts(model_config, make_config("model.shard=true"), **settings)
     assert num_weights == 40_800
     assert list(parts.values()) == [2 * 40_800, 2 * 40_800, 4 * 40_800, 2 * 40_800, 0, 8 * 22_112]
 
@@ -232,4 +232,5 @@ def test_the_host_must_hold_the_model_for_each_rank(rotary_model_folder, monkeyp
         lambda device: (1e9, "the GPU") if device.type == "cuda" else (4 * 40_800 - 1, "the host"),
     )
     with pytest.raises(ValueError, match="start fewer ranks on a node"):
-        check_memory(model_config, config, device=torch.device("cuda"), samples_copy=True)
+        gpu = {"device": torch.device("cuda"), "samples_copy": True}
+        check_memory(model_config, config, **ON_CPU | gpu)

@@ -12,7 +12,7 @@ from reference import score
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from engine.batches import cache_bytes_per_token, state_bytes
+from engine.batches import cache_bytes_per_token, cached_layers, state_bytes
 from engine.model import Policy
 from engine.probe import supports_grouped
 from engine.tensors import left_pad
@@ -203,7 +203,8 @@ def test_the_estimate_counts_the_layers_that_keep_something(family):
     name, folder, overrides = family
     model = make_policy(folder, *overrides).sampler
     config = model.config.get_text_config()
-    counted = cache_bytes_per_token(config, bytes_per_number=4), state_bytes(model)
+    cached = cache_bytes_per_token(cached_layers(config), bytes_per_number=4)
+    counted = cached, state_bytes(model)
     assert counted == BYTES.get(name, OTHER)
 
 

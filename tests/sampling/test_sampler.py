@@ -41,6 +41,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.batches import (
     cache_bytes_per_token,
+    cached_layers,
     decode_bytes_per_row,
     sample_in_batches,
     tokens_that_fit,
@@ -601,8 +602,9 @@ def test_the_cache_grows_as_long_as_rows_stay_and_within_the_limit(model_folder,
     model = make_policy(model_folder).sampler.eval()
     sizes = {"num_rows": 64, "max_new_tokens": 128}
     config, num_tokens = model.config, 3 + 128
-    limit = decode_bytes_per_row(config, num_tokens, bytes_per_number=4) + 64 * num_tokens
-    cache = num_tokens * cache_bytes_per_token(config, bytes_per_number=4)
+    cached = cache_bytes_per_token(cached_layers(config), bytes_per_number=4)
+    limit = decode_bytes_per_row(config, num_tokens, cached=cached, top_p=1.0) + 64 * num_tokens
+    cache = num_tokens * cached
     assert cache < peak_of_decoding(model, **sizes, eos_ids=()) <= limit
     assert peak_of_decoding(model, **sizes, eos_ids=tuple(range(0, 345, 10))) <= limit - cache / 2
 
