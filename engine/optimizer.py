@@ -16,9 +16,14 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     `lr_scale`. Raises ValueError if the package for 8-bit averages is missing.
     """
     training, rate = config.training, config.training.learning_rate
-    matrices, embeddings = split_matrices(model) if training.optimizer == "muon" else ([], [])
-    split = {id(p) for p in [*matrices, *embeddings]}
-    others = [p for p in model.parameters() if p.requires_grad and id(p) not in split]
+    others, matrices, embeddings = [p for p in model.parameters() if p.requires_grad], [], []
+    if training.optimizer == "muon":  # a head that shares the embeddings' weight is one of them
+        tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        embeddings = [p for p in others if id(p) in tables]
+        in_ends = tables | {id(p) for p in model.get_output_embeddings().parameters()}
+        matrices = [p for p in others if p.ndim == 2 and id(p) not in in_ends]
+        split = {id(p) for p in [*matrices, *embeddings]}
+        others = [p for p in others if id(p) not in split]
     decay = training.weight_decay
     adam = {"lr": rate, "betas": tuple(training.adam_betas), "eps": training.adam_eps}
     embedding_scale = (training.embedding_learning_rate or rate) / rate
@@ -28,30 +33,16 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         {"params": embeddings, "weight_decay": decay, "lr_scale": embedding_scale},
     ]
     groups = [group for group in groups if group["params"]]
-    is_cuda = next(model.parameters()).device.type == "cuda"
     if training.optimizer == "adamw_8bit":
         bitsandbytes = import_package("bitsandbytes", key="training.optimizer = adamw_8bit")
         return bitsandbytes.optim.AdamW8bit(groups, **adam)
+    is_cuda = next(model.parameters()).device.type == "cuda"
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, **adam, fused=is_cuda)
     if matrices:
         group = {"params": matrices, "lr_scale": training.muon_learning_rate / rate}
         optimizer = Together(optimizer, torch.optim.Muon([group], weight_decay=decay))
     set_learning_rate(optimizer, rate)
     return optimizer
-
-
-def split_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The trainable matrices within the blocks, which Muon updates, and the embeddings.
-
-    An output head that shares the embedding's weight is an embedding; another head is neither.
-    """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    not_in_blocks = embeddings | {id(p) for p in model.get_output_embeddings().parameters()}
-    return (
-        [p for p in parameters if p.ndim == 2 and id(p) not in not_in_blocks],
-        [p for p in parameters if id(p) in embeddings],
-    )
 
 
 class Together(torch.optim.Optimizer):
