@@ -154,10 +154,7 @@ class Logger:
         *,
         totals: dict[str, int] | None = None,
     ) -> None:
-        """Print an evaluation's metrics and its first three completions with their rewards.
-
-        `totals` has the number of answers behind some of the rates: "0.250  (2 of 8)".
-        """
+        """Print metrics of an evaluation, some as "2 of 8" by `totals`, and its first samples."""
         names = [name.removeprefix("eval/") for name in metrics if name.startswith("eval/")]
         names = [name for name in names if not name.endswith(("_low", "_high"))]
         lines, width = [title], max(map(len, names), default=0)
@@ -241,11 +238,7 @@ class MlflowRun:
         params: dict[str, Any],
         config_text: str,
     ) -> None:
-        """Continue the MLflow run that the file mlflow_run_id names, else create one.
-
-        MLflow shows `params` as the run's parameters, `config_text` as its file config.yaml, and
-        `description` (Markdown) above them.
-        """
+        """Continue the MLflow run that the file mlflow_run_id names, else create one."""
         self.client = self.mlflow.MlflowClient()
         id_file = folder / "mlflow_run_id"
         if id_file.exists():
@@ -255,13 +248,12 @@ class MlflowRun:
             self.client.update_run(self.run_id, status="RUNNING")
             return
         experiment_id = self.mlflow.set_experiment(experiment).experiment_id
-        tags = {"mlflow.note.content": description}  # MLflow's name for it
+        tags = {"mlflow.note.content": description}  # Markdown; MLflow's name for it
         run = self.client.create_run(experiment_id, run_name=run_name, tags=tags)
         self.run_id = run.info.run_id
-        new_param = self.mlflow.entities.Param
         flat = unnest(params, separator=".")
-        values = [new_param(mlflow_name(name), str(value)) for name, value in flat.items()]
-        self.client.log_batch(self.run_id, params=values, synchronous=True)
+        named = {mlflow_name(name): value for name, value in flat.items()}
+        self.mlflow.log_params(named, synchronous=True, run_id=self.run_id)
         self.client.log_text(self.run_id, config_text, "config.yaml")
         write_atomically(id_file, self.run_id + "\n")
 

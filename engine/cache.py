@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-LEAP = 256  # columns
+# Columns by which a cache grows. Most rows end early: all at once would waste half of the memory.
+LEAP = 256
 
 
 class Room:
@@ -60,11 +61,7 @@ class Room:
 
 
 class RoomyLayer(DynamicLayer):
-    """A cache layer with empty columns ahead.
-
-    It grows by LEAP columns at a time, one copy each. Most rows end early, so to reserve the
-    maximum length from the start would waste over half of the memory.
-    """
+    """A cache layer with empty columns ahead."""
 
     def __init__(self, layer: DynamicLayer, column: Tensor):
         super().__init__()

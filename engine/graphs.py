@@ -27,11 +27,7 @@ class Batch(Protocol):
 
 
 class CapturedSteps:
-    """The `step` of main.py's DecodeBatch, replayed. Its shapes are few: columns come in leaps.
-
-    The first step of a shape runs as usual, so that the GPU's libraries set up what they need; the
-    second one is captured.
-    """
+    """The `step` of main.py's DecodeBatch, replayed. Its shapes are few: columns come in leaps."""
 
     steps_per_check = 16  # until ended rows are dropped again: each time makes another shape
 
@@ -47,6 +43,7 @@ class CapturedSteps:
         shape = (num_rows, whole_leaps(num_columns, limit=limit))
         if self.shape != shape:
             self.shape, self.replay = shape, None
+            # The first step of a shape runs as usual: the GPU's libraries set up what they need.
             # A capture fails where Python waits for the GPU, as it does for a tensor's value. After
             # that torch's allocator stays in its capture mode, and memory soon runs out. So the
             # first step must find such a place: here it raises RuntimeError.

@@ -94,11 +94,9 @@ class HeadLogProbs(torch.autograd.Function):
 
 
 def vocabulary_blocks(weight: Tensor, hidden: Tensor) -> Iterator[slice]:
-    """Slices of the vocabulary. The fp32 logits of a slice, for all M tokens, fill a block's bytes.
-
-    On a GPU the width is a multiple of 64: tensor cores want bf16 matrices aligned.
-    """
+    """Slices of the vocabulary; the fp32 logits of one, for all M tokens, fill a block's bytes."""
     is_cpu = hidden.device.type == "cpu"
+    # Tensor cores want bf16 matrices aligned, to multiples of 64.
     num_bytes, multiple = (CPU_BLOCK_BYTES, 1) if is_cpu else (GPU_BLOCK_BYTES, 64)
     width = num_bytes // (4 * max(1, len(hidden)))
     width = max(multiple, width // multiple * multiple)

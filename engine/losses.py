@@ -82,9 +82,8 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 
 def truncated_importance(log_probs: Tensor, sampler_log_probs: Tensor, *, clip: float) -> Tensor:
-    """min(pi / pi_sampler, clip) of each token: corrects for a sampler of less precision.
+    """Truncated importance sampling, for a sampler of less precision: min(pi / pi_sampler, clip).
 
-    Truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you
-    off-policy RL training").
+    Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
     """
     return (log_probs - sampler_log_probs).exp().clamp(max=clip)

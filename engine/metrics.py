@@ -4,10 +4,10 @@ import contextlib
 import math
 import platform
 import resource
+import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -29,8 +29,7 @@ OF_ENVIRONMENTS = ("train/turns", "eval/turns", "time/environment_s")
 TIMED_PHASES = ("rollout", "reward", "update", "rollouts_log", "eval", "step")
 
 # A collapsed policy gives the same few answers, or rambles until it is cut off. More steps seldom
-# bring it back, and on rented hardware they cost money. The means of these metrics over the last
-# steps show it.
+# bring it back. The means of these metrics over the last steps show it.
 WATCHED = ("train/solved", "train/entropy", "train/truncated_frac")
 MIN_STEPS, MIN_QUESTIONS = 10, 160  # window length; a shorter window is too noisy to judge
 LEAST_FALL = 0.05  # of train/solved; where little was ever solved, a smaller fall may be noise
@@ -81,10 +80,7 @@ def reduce_means(sums: dict[str, Tensor | tuple[float, float]], world: World) ->
 
 
 def add_to_mean(sums: dict[str, Tensor], name: str, values: Tensor, mask: Tensor) -> None:
-    """Add the values (B, T) where the mask is True to the (sum, count) of a metric, a tensor (2,).
-
-    It stays on the GPU, which nothing waits for until `reduce_means` reads it, once a step.
-    """
+    """Add the values (B, T) where the mask is True to a metric's (sum, count), a tensor (2,)."""
     pair = torch.where(mask, values, 0).sum(dtype=torch.float64), mask.sum(dtype=torch.float64)
     sums[name] = sums.get(name, 0.0) + torch.stack(pair)
 
@@ -153,40 +149,30 @@ def solve_rates(solved: np.ndarray, pass_k: list[int]) -> dict[str, float]:
 def single_rate(name: str, solved: np.ndarray) -> dict[str, float]:
     """Share of right answers and its 95% interval, from `solved` (questions,), one answer each."""
     low, high = confidence_interval(solved, is_binary=True)
-    rates = {name: float(solved.mean()), f"{name}_low": low, f"{name}_high": high}
-    return {f"eval/{key}": rate for key, rate in rates.items()}
+    name = f"eval/{name}"
+    return {name: float(solved.mean()), f"{name}_low": low, f"{name}_high": high}
 
 
 def majority_sample(answers: list[str | None]) -> int | None:
     """The first sample with the most frequent answer; None if no sample has an answer."""
-    counts = Counter(answer for answer in answers if answer is not None)
-    if not counts:
-        return None
-    ((answer, _),) = counts.most_common(1)  # on a tie, the answer that was given first
-    return answers.index(answer)
+    given = [answer for answer in answers if answer is not None]
+    return answers.index(statistics.mode(given)) if given else None  # on a tie the earliest
 
 
 def pass_at_k(counts: np.ndarray, n: int, k: int) -> float:
-    """Unbiased estimate of the chance that at least one of k samples is right.
-
-    `counts` says how many of each question's n samples are right. The estimate is the mean of
-    1 - C(n - c, k) / C(n, k) over the questions (arXiv:2107.03374, equation 1).
-    """
+    """The unbiased pass@k of questions with `counts` right of n (arXiv:2107.03374, equation 1)."""
     return float(np.mean([1 - math.comb(n - c, k) / math.comb(n, k) for c in counts.tolist()]))
 
 
 def confidence_interval(rates: np.ndarray, *, is_binary: bool) -> tuple[float, float]:
-    """95% interval of the mean of `rates` (questions,), each the share of right samples of one.
-
-    With one sample of each question it is Wilson's interval, else a bootstrap. We resample
-    questions, not samples: eight samples of one question are not independent.
-    """
+    """95% interval of the mean of `rates` (questions,), each the share of right samples of one."""
     n, mean = len(rates), float(rates.mean())
-    if is_binary:
+    if is_binary:  # Wilson's interval
         z = 1.96
         centre = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
         half = z / (1 + z**2 / n) * math.sqrt(mean * (1 - mean) / n + z**2 / (4 * n**2))
         return centre - half, centre + half
+    # A bootstrap of questions, not of samples: eight samples of one question are not independent.
     resampled = np.random.default_rng(0).choice(rates, size=(2000, n)).mean(axis=1)
     low, high = np.quantile(resampled, [0.025, 0.975])
     return float(low), float(high)
@@ -195,11 +181,7 @@ def confidence_interval(rates: np.ndarray, *, is_binary: bool) -> tuple[float, f
 def mean_of_last(
     recent: list[list[float]], metrics: dict[str, float], *, num_questions: int
 ) -> tuple[list[list[float]], dict[str, float]]:
-    """Append this step's WATCHED metrics to `recent`; return its last steps and their means.
-
-    The window has at least MIN_STEPS steps, and enough steps of `num_questions` questions each for
-    MIN_QUESTIONS questions. The means are empty until it is full.
-    """
+    """Add a step's WATCHED metrics to `recent`; return its last steps and, if enough, the means."""
     num_steps = max(MIN_STEPS, math.ceil(MIN_QUESTIONS / num_questions))
     recent = [*recent, [metrics[name] for name in WATCHED]][-num_steps:]
     if len(recent) < num_steps:
@@ -209,10 +191,7 @@ def mean_of_last(
 
 
 def signs_of_collapse(means: dict[str, float], *, best_solved: float) -> dict[str, str]:
-    """What shows a collapse in the means over the last steps, by metric; empty if nothing does.
-
-    `best_solved` is the highest mean of train/solved that the run has had.
-    """
+    """What shows a collapse in the means over the last steps, by metric; empty if nothing does."""
     solved, entropy, truncated = (means[name] for name in WATCHED)
     signs = {}
     if solved < best_solved / 2 and solved < best_solved - LEAST_FALL:
@@ -226,13 +205,8 @@ def signs_of_collapse(means: dict[str, float], *, best_solved: float) -> dict[st
 
 def versions() -> str:
     """The revision of this code and the versions of Python, torch and transformers."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        revision = result.stdout.strip() or "unknown"
-    except OSError:
-        revision = "unknown"  # no git here
-    return (
-        f"plain-grpo {revision}, Python {platform.python_version()}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}"
-    )
+    command, revision = ["git", "rev-parse", "--short", "HEAD"], ""
+    with contextlib.suppress(OSError):  # no git here
+        revision = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    libraries = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return f"plain-grpo {revision or 'unknown'}, Python {platform.python_version()}, {libraries}"

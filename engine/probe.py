@@ -20,9 +20,8 @@ def supports_grouped(
     """Whether grouped decoding computes the same log-probabilities as one plain forward.
 
     `make_batch` is main.py's DecodeBatch. A few tokens are decoded after two short made-up prompts,
-    one of them padded, and a row is dropped on the way. Models with a recurrent state fail by an
-    exception or by other numbers. Raises ValueError if the GPU's memory does not suffice even for
-    that.
+    one of them padded, and a row is dropped on the way. Raises ValueError if the GPU's memory does
+    not suffice even for that.
     """
     prompts = [[i % model.config.vocab_size for i in ids] for ids in (range(1, 25), (25, 26))]
     params = SamplingParams(5, temperature=1.0, top_p=1.0, top_k=0, eos_ids=(), pad_id=0)
@@ -47,15 +46,13 @@ def supports_grouped(
 
 
 def mismatch_of(model: nn.Module, record: Record, prompt: list[int], row: int) -> float:
-    """How far a row's recorded log-probabilities are from one plain forward's, on average.
-
-    In multiples of the largest logit, whose rounding they have, or in nats if that is below 1.
-    """
+    """How far a row's recorded log-probabilities are from one plain forward's, on average."""
     tokens = record.tokens[row]  # (T,)
     ids = torch.cat([torch.tensor(prompt, device=model.device), tokens])
     logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
     expected = logits.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0]
     difference = (record.log_probs[row] - expected).abs().mean()
+    # In multiples of the largest logit, whose rounding they have, or in nats if that is below 1.
     return float(difference / logits.abs().max().clamp(min=1.0))
 
 

@@ -1,9 +1,8 @@
 """Models larger than one GPU: each rank keeps a part of the weights, gradients and averages.
 
-`model.shard: true` replaces DDP by PyTorch's FSDP2 (`fully_shard`). Each tensor is cut along its
-first dimension into as many parts as there are ranks, of equally many rows but for the last parts.
-A forward or backward pass gathers a block's weights from all ranks just before it needs them, and
-frees them afterwards. So every rank must make the same number of passes.
+`model.shard: true` replaces DDP by PyTorch's FSDP2 (`fully_shard`), which cuts each tensor along
+its first dimension. A forward or backward pass gathers a block's weights from all ranks just before
+it needs them, and frees them afterwards. So every rank must make the same number of passes.
 
 The arithmetic is that of DDP: weights are gathered in fp32, and each micro-batch's gradient is
 averaged over the ranks at once and added to fp32 parts, so no rank ever holds all of it. With bf16
@@ -68,10 +67,7 @@ def count_weights(module: nn.Module) -> int:
 
 
 def equal_passes(micro_batches: list[MicroBatch], world: World) -> list[MicroBatch]:
-    """Add micro-batches of weight 0 until this rank has as many as the rank with the most.
-
-    A pass gathers weights, so if one rank made fewer passes, the others would wait for it for ever.
-    """
+    """Add micro-batches of weight 0 until this rank has as many as the rank with the most."""
     counts = world.gather_rows([[len(micro_batches)]], shape=(world.size, 1))
     first = micro_batches[0]
     nothing = {"trajectories": [], "token_weights": torch.zeros_like(first.token_weights)}
@@ -86,13 +82,10 @@ def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @torch.no_grad()
 def gather_weights(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
-    """All of a model's weights and buffers by name, in rank 0's host memory; {} on other ranks.
-
-    One tensor is gathered at a time, so that a GPU holds at most one. Tied weights stay tied.
-    """
+    """All of a model's weights and buffers by name, in rank 0's host memory; {} on other ranks."""
     tensors, gathered = model.state_dict(keep_vars=True), {}
-    for tensor in tensors.values():
-        if id(tensor) not in gathered:
+    for tensor in tensors.values():  # one at a time, so that a GPU holds at most one
+        if id(tensor) not in gathered:  # tied weights stay tied
             on_device = whole(tensor, tensor.dtype)
             gathered[id(tensor)] = on_device.detach().cpu() if world.is_main else None
     return {name: gathered[id(tensor)] for name, tensor in tensors.items()} if world.is_main else {}
@@ -132,11 +125,7 @@ def move_parts(checkpoint: Path, *, written: Path, num_parts: int, num_failed: i
 def load_parts(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, num_parts: int, rank: int
 ) -> None:
-    """Overwrite this rank's part of weights and averages with a checkpoint's.
-
-    The run may have had another number of ranks when it was saved. So each rank reads the rows that
-    it keeps now from whichever parts hold them.
-    """
+    """Read this rank's part of weights and averages, from a checkpoint of `num_parts` ranks."""
     paths = [folder / "training_state" / PART.format(part) for part in range(num_parts)]
     parts = [safe_open(path, framework="pt") for path in paths]
     names = parts[0].keys()
