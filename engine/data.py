@@ -51,17 +51,10 @@ def load_questions(
     settings = config.task
     # One source for both splits is divided between them; two different sources are used whole.
     request = {"options": settings, "held_out": settings.train == settings.eval}
-    validation = load_examples(
-        task,
-        settings.eval,
-        "validation",
-        num_examples=config.validation.num_examples,
-        seed=0,  # the same questions for every training.seed, so that runs can be compared
-        exclude=[],
-        **request,
-    )
-    check_list(task, validation)
-    check_functions(task, validation, options=settings)
+    # Seed 0: the same questions for every training.seed, so that runs can be compared.
+    request |= {"num_examples": config.validation.num_examples, "seed": 0, "exclude": []}
+    validation = load_examples(task, settings.eval, "validation", **request)
+    check_functions(task, validation[0], options=settings)
     if settings.prompt is not None and fill(settings.prompt, validation[0]) == settings.prompt:
         keys = ", ".join(f"{{{key}}}" for key in validation[0])
         raise ValueError(f"task.prompt: it does not hold the question; write one of {keys} into it")
@@ -84,9 +77,7 @@ def load_questions(
     limit = settings.max_train_examples  # the first ones of the file, if it is not shuffled
     request |= {"num_examples": limit if settings.shuffle else None}
     request |= {"seed": config.training.seed, "exclude": validation}
-    questions = load_examples(task, settings.train, "train", **request)
-    check_list(task, questions)
-    questions = questions[:limit]
+    questions = load_examples(task, settings.train, "train", **request)[:limit]
     stream = QuestionStream(
         questions,
         seed=config.training.seed,
@@ -101,19 +92,12 @@ def load_questions(
     return fitting, stream
 
 
-def check_list(task: ModuleType, loaded: object) -> None:
-    """Raise ValueError unless the task has loaded a list of dicts."""
-    if not (isinstance(loaded, list) and loaded and all(isinstance(x, dict) for x in loaded)):
-        name = "load_examples" if hasattr(task, "load_examples") else "generate_questions"
-        raise ValueError(f"{task.__file__}: {name} must return a list of dicts, parse_row a dict")
-
-
-def check_functions(task: ModuleType, examples: list[dict], *, options: TaskSettings) -> None:
+def check_functions(task: ModuleType, example: dict, *, options: TaskSettings) -> None:
     """Raise ValueError if the task's functions return something else than a run can use.
 
-    They are tried on the first example, so that a slip in a user's own task shows at the start.
+    They are tried on the first question, so that a slip in a user's own task shows at the start.
     """
-    prompt = task.generate_prompt(copy.deepcopy(examples[0]), options=options)
+    prompt = task.generate_prompt(copy.deepcopy(example), options=options)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     texts = [isinstance(m, dict) and m.get("role") and m.get("content") for m in messages or [0]]
     if not all(isinstance(text, str) and text for text in texts):
@@ -122,7 +106,7 @@ def check_functions(task: ModuleType, examples: list[dict], *, options: TaskSett
             f'as {{"role": "user", "content": "..."}}, not {prompt!r:.80}'
         )
     if not hasattr(task, "Environment"):
-        reward_parts(task, "", examples[0], options, None)
+        reward_parts(task, "", example, options, None)
 
 
 @dataclass
@@ -183,11 +167,9 @@ class QuestionStream:
         while len(taken) < count:
             walked = [(p, self.index_at(p)) for p in range(position, position + count - len(taken))]
             fits = self.fits([self.questions[index] for _, index in walked])
-            for (p, index), fit in zip(walked, fits, strict=True):
-                if fit:
-                    taken.append((p, self.questions[index]))
-                else:
-                    self.too_long.add(index)
+            checked = list(zip(walked, fits, strict=True))
+            taken += [(p, self.questions[index]) for (p, index), fit in checked if fit]
+            self.too_long |= {index for (_, index), fit in checked if not fit}
             if len(self.too_long) == len(self.questions):
                 raise ValueError(self.fits.refusal("training", "training"))
             position += len(walked)
@@ -232,36 +214,41 @@ def load_examples(
     `held_out` says that both splits have the same source: then 1 in 8 of its questions is for
     validation and the others are for training, unless the task's HUB says otherwise. `num_examples`
     questions are drawn by `seed`; None takes all of a file or dataset, and as many generated ones
-    as the task chooses. Raises ValueError of one line with the source and the fix in it.
+    as the task chooses. Raises ValueError of one line with the source and the fix in it, and where
+    a task's own function returns something else than a list of dicts.
     """
     for package in getattr(task, "PACKAGES", ()):
         import_package(package, key=f"task.name = {Path(task.__file__).stem}")
     request = {"options": options, "num_examples": num_examples, "seed": seed, "exclude": exclude}
-    if hasattr(task, "load_examples"):  # the task has its own way to load
-        return task.load_examples(source, split, held_out=held_out, **request)
     can_generate = hasattr(task, "generate_questions")
-    if can_generate and source == "generated":
-        return task.generate_questions(split, **request)
-    hub = getattr(task, "HUB", Hub())
-    is_divided = held_out and (hub.divides_train or is_file(source))
-    choices = ["generated" if can_generate else None, hub.usual_id, FILE_OR_HUB]
-    table = load_table(
-        source,
-        columns=list(task.EXAMPLE_ROW),
-        choices=", ".join(filter(None, choices)),
-        hub_config=hub.config if source == hub.usual_id else None,
-        hub_split="train" if split == "train" or is_divided else hub.validation_split,
-    )
-    rows = read_rows(table, source=source, task=task, options=options)
-    excluded = {task.question_key(row) for row in exclude}
-    rows = [row for row in rows if task.question_key(row) not in excluded]
-    if is_divided:
-        rows = [row for row in rows if is_in_split(task.question_key(row), split)]
-    if not rows:
-        raise ValueError(f"{source}: no question left for {split}; give a file with more rows")
-    if num_examples is None or num_examples >= len(rows):
-        return rows
-    return random.Random(seed).sample(rows, num_examples)
+    if hasattr(task, "load_examples"):  # the task has its own way to load
+        rows = task.load_examples(source, split, held_out=held_out, **request)
+    elif can_generate and source == "generated":
+        rows = task.generate_questions(split, **request)
+    else:
+        hub = getattr(task, "HUB", Hub())
+        is_divided = held_out and (hub.divides_train or is_file(source))
+        choices = ["generated" if can_generate else None, hub.usual_id, FILE_OR_HUB]
+        table = load_table(
+            source,
+            columns=list(task.EXAMPLE_ROW),
+            choices=", ".join(filter(None, choices)),
+            hub_config=hub.config if source == hub.usual_id else None,
+            hub_split="train" if split == "train" or is_divided else hub.validation_split,
+        )
+        rows = read_rows(table, source=source, task=task, options=options)
+        excluded = {task.question_key(row) for row in exclude}
+        rows = [row for row in rows if task.question_key(row) not in excluded]
+        if is_divided:
+            rows = [row for row in rows if is_in_split(task.question_key(row), split)]
+        if not rows:
+            raise ValueError(f"{source}: no question left for {split}; give a file with more rows")
+        if num_examples is not None and num_examples < len(rows):
+            rows = random.Random(seed).sample(rows, num_examples)
+    if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)):
+        name = "load_examples" if hasattr(task, "load_examples") else "generate_questions"
+        raise ValueError(f"{task.__file__}: {name} must return a list of dicts, parse_row a dict")
+    return rows
 
 
 def is_in_split(key: str, split: str) -> bool:
@@ -292,17 +279,15 @@ def load_table(
 
     datasets.disable_progress_bars()  # they would fill a log file
     path = Path(source)
-    if is_file(source) and not path.is_file():
-        raise ValueError(f"{source}: no such file; give {choices}")
     if not is_file(source) and (path.exists() or source.count("/") != 1):
         raise ValueError(f"{source}: unknown kind of source; give {choices}")
     # JSON that is nested too deeply raises RecursionError.
     errors = (OSError, ValueError, RecursionError, csv.Error, datasets.exceptions.DatasetsError)
     try:
-        if is_file(source) and path.suffix.lower() != ".parquet":
-            return read_text_file(path)
-        if is_file(source):
+        if path.suffix.lower() == ".parquet":
             table = datasets.load_dataset("parquet", data_files=glob.escape(source), split="train")
+        elif is_file(source):
+            return read_text_file(path)
         else:
             table = datasets.load_dataset(source, hub_config, split=hub_split)
     except errors as error:

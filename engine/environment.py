@@ -1,13 +1,11 @@
 """Environments: a task's class that the model talks with for several turns, by the rules of TRL.
 
-Each completion has an instance of its own. What `reset(**example)` returns goes behind the user's
-message; public methods are the model's tools; `respond(message)` replies to a turn without a call;
-`get_reward()` pays: see docs/tasks.md. What the model wrote is never rendered again, since a
-template may give it other tokens. A reply is rendered behind a made-up turn and inserted as ids.
+Each completion has an instance of its own; docs/tasks.md explains its methods. What the model
+wrote is never rendered again, since a template may give it other tokens. A reply is rendered behind
+a made-up turn and inserted as ids.
 """
 
 import copy
-import functools
 import inspect
 import re
 import traceback
@@ -16,18 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine import prompts
+from engine.prompts import Turns
 from engine.run import Run
 from engine.task_module import RewardError
 from engine.tensors import seeded
 from engine.types import SamplingParams, Seed
 
-QUESTION, REPLY = {"role": "user", "content": "A made-up question."}, "A made-up reply."
+REPLY = "A made-up reply."
 LONGEST_TOKEN = 64  # characters; a reply that cannot fit is cut before it is tokenised
-# How Qwen2.5, Qwen3 and Hermes write calls, in the form of transformers' `response_template`.
-CALL = {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True}
-FIELDS = {"tool_calls": CALL | {"transform": {"function": "{content}"}}}
-FIELDS |= {"thinking": {"open": "<think>", "close": "</think>"}}
-TURN_FORM = {"start_anchor_pattern": r"\A", "fields": FIELDS}
 
 
 def begin(
@@ -41,7 +35,7 @@ def begin(
     posing, tokenizer = {"task": run.task, "options": run.config.task}, run.policy.tokenizer
     if not hasattr(run.task, "Environment"):
         return prompts.encode_prompts(questions, **posing, tokenizer=tokenizer), []
-    turns, rendered, groups = Turns(run), [], []
+    turns, groups = Turns(tokenizer, run.task, day=run.config.task.template_date), []
     room = (run.policy.context_length or 10**9) - sampling["params"].max_new_tokens
     for question, seed in zip(questions, seeds, strict=True):
         prompt_ids: list[int] = []  # filled below, once `reset` has said what it adds
@@ -55,62 +49,8 @@ def begin(
             raise group[0].error("reset", f"returned different texts to a group: {sorted(texts)}")
         if len(prompt_ids) > room:
             raise group[0].error("reset", f"made the prompt longer than the {room} tokens of room")
-        rendered.append(prompt_ids)
         groups.append(group)
-    return rendered, groups
-
-
-class Turns:
-    """How this model's chat template writes replies, and how the model writes calls of tools."""
-
-    def __init__(self, run: Run):
-        self.tokenizer, tools = run.policy.tokenizer, prompts.tool_schemas(run.task)
-        self.end_id = prompts.end_of_turn(self.tokenizer)  # this token asks for a reply
-        self.end = self.tokenizer.convert_ids_to_tokens(self.end_id)
-        self.encode = functools.partial(self.tokenizer.encode, add_special_tokens=False)
-        self.decode = functools.partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
-        form = {"tokenizer": self.tokenizer, "day": run.config.task.template_date}
-        plain, text = (prompts.apply_template([QUESTION], **form, tools=x) for x in ([], tools))
-        self.tools = tools if text != plain else []  # not every template tells the model of tools
-        self.names = [tool["function"]["name"] for tool in self.tools]
-        self.render = functools.partial(prompts.apply_template, **form, tools=self.tools)
-
-    def clean(self, text: str) -> str:
-        """The text without special tokens, with which it could end the turn that it stands in."""
-        while (shorter := prompts.special_tokens(self.tokenizer).sub("", text)) != text:
-            text = shorter
-        return text.encode("utf-8", "replace").decode()
-
-    def render_reply(self, replies: list[dict]) -> list[int]:
-        """The ids of messages behind a turn's end token, up to where the model speaks again.
-
-        They follow as many end tokens as the chat has without them. What two texts have in common
-        would not do: Qwen3 and Phi-3 write earlier turns in another way once a reply is there.
-        """
-        chat = [QUESTION, made_up_turn([reply["name"] for reply in replies if "name" in reply])]
-        before, text = self.render(chat), self.render(chat + replies)
-        rest = text.split(self.end, before.count(self.end))[-1]
-        return self.encode(self.end + rest)[1:]  # some tokenizers mark the start of a text
-
-    def read_calls(self, text: str, *, before: str) -> list[dict]:
-        """The calls in a turn, each with its name; none if one cannot be read."""
-        form = getattr(self.tokenizer, "response_template", None) or TURN_FORM
-        # What stands before the turn may have begun it, such as with <think>.
-        read = {"prefix": before.rpartition(self.end)[2], "tools": self.tools}
-        try:
-            turn = self.tokenizer.parse_response(text, form, **read) if self.tools else {}
-            calls = [call["function"] for call in turn.get("tool_calls", [])]
-            return calls if all(isinstance(call["name"], str) for call in calls) else []
-        except (ValueError, TypeError, LookupError, RecursionError):  # such as bad JSON
-            return []
-
-
-def made_up_turn(calls: list[str]) -> dict:
-    """A turn of the model that calls these tools, or that only says something."""
-    functions = [{"name": name, "arguments": {"a": 1}} for name in calls]
-    turn = {"role": "assistant", "content": "" if calls else "A made-up turn."}
-    called = [{"type": "function", "function": function} for function in functions]
-    return turn | ({"tool_calls": called} if calls else {})
+    return [group[0].prompt_ids for group in groups], groups
 
 
 @dataclass
@@ -215,13 +155,13 @@ def problems_of_environment(run: Run) -> Iterator[str]:
         yield "needs generate_prompt to return messages, the last one the user's"
     if prompts.end_of_turn(tokenizer) is None:
         yield f"needs a chat template that ends turns by a special token, which {model} lacks"
-    turns = Turns(run)
+    turns = Turns(tokenizer, task, day=run.config.task.template_date)
     if prompts.tool_schemas(task) and not turns.tools and not responds:
         yield f"has tools, of which {model}'s chat template does not tell: write respond(message)"
     replies = [{"role": "user", "content": REPLY}] if responds else []
     if turns.tools:
-        turn = made_up_turn(turns.names[:1])
-        written = turns.render([QUESTION, turn]).split(turns.end)[-2]
+        turn = prompts.made_up_turn(turns.names[:1])
+        written = turns.render([prompts.QUESTION, turn]).split(turns.end)[-2]
         if turns.read_calls(written, before="") != [turn["tool_calls"][0]["function"]]:
             yield f"has tools, but how {model} calls them is unknown: it has no response_template"
         replies += [{"role": "tool", "name": turns.names[0], "content": REPLY}]

@@ -1,4 +1,4 @@
-"""Prompts: a question becomes messages, a text and token ids; a completion becomes text again."""
+"""Prompts and turns: messages become a text and token ids; a completion becomes text again."""
 
 import copy
 import functools
@@ -16,14 +16,10 @@ from engine.types import Completion
 
 
 def encode_prompts(
-    examples: list[dict],
-    *,
-    task: ModuleType,
-    options: TaskSettings,
-    tokenizer: PreTrainedTokenizerFast,
+    examples: list[dict], *, tokenizer: PreTrainedTokenizerFast, **posing: Any
 ) -> list[list[int]]:
-    rendering = {"task": task, "options": options, "tokenizer": tokenizer}
-    texts, adds_special_tokens = render_prompts(examples, **rendering)
+    """The ids of each question's prompt; `posing` are the other arguments of `pose`."""
+    texts, adds_special_tokens = render_prompts(examples, tokenizer=tokenizer, **posing)
     if not texts:  # a rank without validation questions; the tokenizer would raise IndexError
         return []
     # JSON can hold half a character, at which the tokenizer would fail: it becomes a "?"
@@ -119,14 +115,10 @@ def render_prompt(
 def tool_schemas(task: ModuleType) -> list[dict]:
     """The tools of the task's Environment, its public methods, as a chat template tells of them."""
     environment = task.Environment() if hasattr(task, "Environment") else None
-    names = {name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)}
-    tools = [
-        name
-        for name in sorted(names - {"reset", "respond", "get_reward"})
-        if not name.startswith("_")
-    ]
+    methods = inspect.getmembers(type(environment), inspect.isfunction)
+    names = [name for name, _ in methods if not re.match("_|(reset|respond|get_reward)$", name)]
     try:
-        return [get_json_schema(getattr(environment, name)) for name in tools]
+        return [get_json_schema(getattr(environment, name)) for name in names]
     except Exception as error:  # of types that transformers does not export
         raise ValueError(f"{task.__file__}: Environment: {error}") from error
 
@@ -174,7 +166,8 @@ def check_chat(messages: list[dict] | str, tokenizer: PreTrainedTokenizerFast) -
         )
 
 
-MADE_UP_TURN = "A made-up turn."
+QUESTION = {"role": "user", "content": "A made-up question."}
+TURN = {"role": "assistant", "content": "A made-up turn."}
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerFast) -> int | None:
@@ -182,14 +175,11 @@ def end_of_turn(tokenizer: PreTrainedTokenizerFast) -> int | None:
 
     None without such a token, and for a template that cannot write an assistant's message.
     """
-    if tokenizer.chat_template is None:
-        return None
-    chat = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": MADE_UP_TURN}]
     try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
-    except Exception:  # a template is a program, which may raise anything
+        text = tokenizer.apply_chat_template([QUESTION, TURN], tokenize=False)
+    except Exception:  # no template; or it fails, as a program may in any way
         return None
-    _, _, after = text.partition(MADE_UP_TURN)
+    _, _, after = text.partition(TURN["content"])
     (first,) = tokenizer.encode(after.lstrip(), add_special_tokens=False)[:1] or [None]
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return first if first in special else None
@@ -224,3 +214,64 @@ def completion_text(completion: Completion, tokenizer: PreTrainedTokenizerFast) 
     """What the model wrote, without the end-of-sequence token."""
     ids = completion.token_ids if completion.truncated else completion.token_ids[:-1]
     return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+# Turns behind the first: engine/environment.py
+
+# How Qwen2.5, Qwen3 and Hermes write calls, in the form of transformers' `response_template`.
+CALL = {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True}
+FIELDS = {"tool_calls": CALL | {"transform": {"function": "{content}"}}}
+FIELDS |= {"thinking": {"open": "<think>", "close": "</think>"}}
+TURN_FORM = {"start_anchor_pattern": r"\A", "fields": FIELDS}
+
+
+class Turns:
+    """How a model's chat template writes replies, and how the model writes calls of tools."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, task: ModuleType, *, day: str | None):
+        self.tokenizer, tools = tokenizer, tool_schemas(task)
+        self.end_id = end_of_turn(tokenizer)  # this token asks for a reply
+        self.end = tokenizer.convert_ids_to_tokens(self.end_id)
+        self.encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+        self.decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+        render = functools.partial(apply_template, tokenizer=tokenizer, day=day)
+        plain, text = (render([QUESTION], tools=some) for some in ([], tools))
+        self.tools = tools if text != plain else []  # not every template tells the model of tools
+        self.names = [tool["function"]["name"] for tool in self.tools]
+        self.render = functools.partial(render, tools=self.tools)
+
+    def clean(self, text: str) -> str:
+        """The text without special tokens, with which it could end the turn that it stands in."""
+        while (shorter := special_tokens(self.tokenizer).sub("", text)) != text:
+            text = shorter
+        return text.encode("utf-8", "replace").decode()
+
+    def render_reply(self, replies: list[dict]) -> list[int]:
+        """The ids of messages behind a turn's end token, up to where the model speaks again.
+
+        They follow as many end tokens as the chat has without them. What two texts have in common
+        would not do: Qwen3 and Phi-3 write earlier turns in another way once a reply is there.
+        """
+        chat = [QUESTION, made_up_turn([reply["name"] for reply in replies if "name" in reply])]
+        before, text = self.render(chat), self.render(chat + replies)
+        rest = text.split(self.end, before.count(self.end))[-1]
+        return self.encode(self.end + rest)[1:]  # some tokenizers mark the start of a text
+
+    def read_calls(self, text: str, *, before: str) -> list[dict]:
+        """The calls in a turn, each with its name; none if one cannot be read."""
+        form = getattr(self.tokenizer, "response_template", None) or TURN_FORM
+        # What stands before the turn may have begun it, such as with <think>.
+        read = {"prefix": before.rpartition(self.end)[2], "tools": self.tools}
+        try:
+            turn = self.tokenizer.parse_response(text, form, **read) if self.tools else {}
+            calls = [call["function"] for call in turn.get("tool_calls", [])]
+            return calls if all(isinstance(call["name"], str) for call in calls) else []
+        except (ValueError, TypeError, LookupError, RecursionError):  # such as bad JSON
+            return []
+
+
+def made_up_turn(calls: list[str]) -> dict:
+    """A turn of the model that calls these tools, or that only says something."""
+    functions = [{"name": name, "arguments": {"a": 1}} for name in calls]
+    called = [{"type": "function", "function": function} for function in functions]
+    return TURN | ({"content": "", "tool_calls": called} if calls else {})

@@ -256,20 +256,22 @@ def test_a_bad_file_is_named_in_one_line(tmp_path, suffix: str, content: str | b
     assert line.startswith((f"{path}, {message}", f"{path}: {message}"))
 
 
+NO_FILE = "cannot be loaded ([Errno 2] No such file or directory: 'none.json"
 FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id (owner/name)"
 
 
 @pytest.mark.parametrize(
     ("name", "source", "problem", "choices"),
     [
-        ("countdown", "none.jsonl", "no such file", f"generated, {FILE_OR_HUB}"),
+        ("countdown", "none.jsonl", NO_FILE, f"generated, {FILE_OR_HUB}"),
         ("countdown", "genrated", "unknown kind of source", f"generated, {FILE_OR_HUB}"),
-        ("arithmetic", "none.jsonl", "no such file", f"generated, {FILE_OR_HUB}"),
+        ("arithmetic", "none.jsonl", NO_FILE, f"generated, {FILE_OR_HUB}"),
         ("gsm8k", "generated", "unknown kind of source", f"{HUB_ID}, {FILE_OR_HUB}"),
-        ("gsm8k", "none.jsonl", "no such file", f"{HUB_ID}, {FILE_OR_HUB}"),
+        ("gsm8k", "none.jsonl", NO_FILE, f"{HUB_ID}, {FILE_OR_HUB}"),
         ("gsm8k", "nobody/nothing", "cannot be loaded", f"{HUB_ID}, {FILE_OR_HUB}"),  # no network
         ("math500", "generated", "unknown kind of source", FILE_OR_HUB),
-        ("math500", "none.json", "no such file", FILE_OR_HUB),
+        ("math500", "none.json", NO_FILE, FILE_OR_HUB),
+        ("math500", "none.parquet", "cannot be loaded (Unable to find '", FILE_OR_HUB),
     ],
 )
 def test_a_source_that_cannot_be_used_is_named_in_one_line(name, source, problem, choices):
