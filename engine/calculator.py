@@ -5,6 +5,7 @@
 
 import operator
 import re
+from decimal import Decimal
 from fractions import Fraction
 
 from transformers import PreTrainedTokenizerFast
@@ -41,9 +42,7 @@ class Calculator:
                 problem = f"this tokenizer has no token {token}; write gsm8k, or null for none"
                 raise ValueError(f"sampling.calculator = {style}: {problem}")
         ids = sorted(vocabulary.values())
-        texts = tokenizer.batch_decode([[i] for i in ids])
-        pairs = zip(ids, texts, strict=True)
-        self.asking_ids = [i for i, text in pairs if text.endswith(self.closing)]
+        self.asking_ids = [i for i in ids if tokenizer.decode(i).endswith(self.closing)]
 
     def reply(self, token_ids: list[int]) -> list[int]:
         """The ids of our reply if `token_ids` end in a request for a result; else no ids."""
@@ -70,9 +69,7 @@ def evaluate(expression: str) -> str | None:
         return None
     if scaled.denominator != 1:
         return None
-    digits = str(abs(scaled.numerator)).rjust(MAX_DECIMALS + 1, "0")
-    whole, decimals = digits[:-MAX_DECIMALS], digits[-MAX_DECIMALS:].rstrip("0")
-    text = "-" * (scaled < 0) + whole + "." * bool(decimals) + decimals
+    text = f"{Decimal(f'{scaled.numerator}e-{MAX_DECIMALS}'):f}".rstrip("0").rstrip(".")
     return text if len(text) <= MAX_RESULT_CHARS else None
 
 
@@ -86,7 +83,7 @@ def value_of(tokens: list[str]) -> Fraction:
     values: list[Fraction] = []
     pending: list[str] = []  # the operators and "(" whose right-hand side is not complete
     expects_value = True
-    for token in tokens:
+    for token in ["(", *tokens, ")"]:
         if expects_value and token[-1] in "0123456789":
             values.append(Fraction(token.replace(",", "")))
             expects_value = False
@@ -103,9 +100,6 @@ def value_of(tokens: list[str]) -> Fraction:
             pending.pop()
         else:
             raise ValueError(f"{token} cannot stand here")
-    if expects_value:
-        raise ValueError("a number is missing at the end")
-    apply_pending(pending, values, min_precedence=1)
     if pending:
         raise ValueError("( without )")
     return values.pop()

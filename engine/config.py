@@ -5,7 +5,7 @@ keys of its own to the task section by a class `Options` in its module.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -119,7 +119,6 @@ class TrainingSettings(Section):
 
     @property
     def group_size(self) -> int:
-        """Completions that are sampled for a question."""
         return self.k_best_of_n[1]
 
 
@@ -134,7 +133,6 @@ class ValidationSettings(Section):
 
     @property
     def best_metric(self) -> str:
-        """The metric by which best/ is chosen."""
         return "eval/pass@1" if self.best_by == "pass@1" else f"eval/best_of_{self.best_of_n}"
 
 
@@ -175,24 +173,23 @@ class Config(Section):
 
     def questions_per_rank(self, num_ranks: int) -> int:
         """Training questions of a step on each rank; `check_world` makes sure that they divide."""
-        if self.training.num_samples_per_step_global is None:
-            return self.training.num_samples_per_step
-        return self.training.num_samples_per_step_global // num_ranks
+        in_all = self.training.num_samples_per_step_global
+        return self.training.num_samples_per_step if in_all is None else in_all // num_ranks
 
     @property
     def max_validation_tokens(self) -> int:
-        """The greatest length of a validation completion."""
         return self.validation.max_new_gen_tokens or self.training.max_new_gen_tokens
 
     def with_num_steps(self, num_questions: int, num_ranks: int) -> "Config":
         """The same, with num_steps for num_epochs. Raises ConfigError if that is less than one."""
-        if self.training.num_epochs is None:
+        num_epochs = self.training.num_epochs
+        if num_epochs is None:
             return self
         questions_per_step = self.questions_per_rank(num_ranks) * num_ranks
-        num_steps = int(self.training.num_epochs * num_questions / questions_per_step)
+        num_steps = int(num_epochs * num_questions / questions_per_step)
         if num_steps == 0:
-            fix = f"of {num_questions} questions is less than a step of {questions_per_step}"
-            refuse(self, [("training.num_epochs", f"{fix}; raise it")])
+            problem = f"of {num_questions} questions is less than a step of {questions_per_step}"
+            raise ConfigError([f"training.num_epochs = {num_epochs}: {problem}; raise it"])
         training = self.training.model_copy(update={"num_steps": num_steps, "num_epochs": None})
         return self.model_copy(update={"training": training})
 
@@ -232,38 +229,27 @@ class ConfigError(ValueError):
         self.lines = lines
 
 
-def refuse(config: Config, problems: Iterable[tuple[str, str]]) -> None:
-    """Raises ConfigError with a line "key = value: problem" for each problem of a key, if any."""
-    values = dotted_values(config)
-    if lines := [f"{key} = {show(values[key])}: {problem}" for key, problem in problems]:
-        raise ConfigError(lines)
-
-
 LARGEST_NUM_COMPLETIONS = 10_000_000  # of a step or an evaluation
 
 
 def check_world(config: Config, num_ranks: int) -> None:
     """Raises ConfigError for values that cannot work together, or not on this number of ranks."""
-    refuse(config, impossible(config, num_ranks))
+    values, problems = dotted_values(config), impossible(config, num_ranks)
+    if lines := [f"{key} = {show(values[key])}: {problem}" for key, problem in problems]:
+        raise ConfigError(lines)
 
 
 def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
     """Each key whose value cannot work beside the other values, with the fix."""
-    validation = config.validation
+    model, training, validation = config.model, config.training, config.validation
     if validation.num_examples < num_ranks:
         yield "validation.num_examples", f"must be at least {num_ranks}, one for each rank"
-    if config.mode == "train":
-        yield from impossible_training(config, num_ranks)
-    if config.model.shard:
-        yield from impossible_shards(config)
     if 0 < validation.temperature < MIN_TEMPERATURE:
         yield "validation.temperature", f"must be 0, which is greedy, or at least {MIN_TEMPERATURE}"
     if validation.temperature == 0 and validation.best_of_n > 1:
-        fix = "at validation.temperature 0 all completions of a question are alike; write 1"
-        yield "validation.best_of_n", fix
+        yield "validation.best_of_n", "at temperature 0 a question's samples are all alike; write 1"
     if max(validation.pass_k) > validation.best_of_n:
-        limit = validation.best_of_n
-        yield "validation.pass_k", f"each must be at most validation.best_of_n ({limit})"
+        yield "validation.pass_k", f"each must be at most best_of_n ({validation.best_of_n})"
     if len(set(validation.pass_k)) < len(validation.pass_k):
         yield "validation.pass_k", "write each k once"
     if validation.num_examples * validation.best_of_n > LARGEST_NUM_COMPLETIONS:
@@ -271,11 +257,14 @@ def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
         yield "validation.num_examples", fix
     if not any(config.task.reward_weights.values()):
         yield "task.reward_weights", "one must not be 0"
-
-
-def impossible_training(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
-    """The same for what only training needs."""
-    model, training = config.model, config.training
+    if model.shard and training.optimizer != "adamw":
+        yield "training.optimizer", "it cannot step what model.shard cuts; write adamw"
+    if model.shard and model.load_in_4bit:
+        yield "model.shard", "weights in 4 bits cannot be cut; write false for one of the two"
+    elif model.shard and model.lora is not None:
+        yield "model.shard", "an adapter's base is not trained; write false, or lora: null"
+    if config.mode == "evaluate":
+        return  # the rest is for training
     (k, n), is_sil = training.k_best_of_n, training.learning_type == "sil"
     key = "training.k_best_of_n"
     if n < 2:
@@ -297,43 +286,23 @@ def impossible_training(config: Config, num_ranks: int) -> Iterator[tuple[str, s
     if is_sil and training.advantage == "zscore":
         yield "training.advantage", "sil gives the k best the advantage 1; write mean"
     if training.policy_loss == "gspo" and training.clip_eps >= 0.1:
-        fix = "gspo's ratio hardly leaves 1, so this never clips; write 3e-4 or so"
-        yield "training.clip_eps", fix
+        yield "training.clip_eps", "gspo's ratio is near 1, so this never clips; write 3e-4 or so"
     if training.embedding_learning_rate is not None and training.optimizer != "muon":
         fix = "only muon has one; write null, or training.optimizer=muon"
         yield "training.embedding_learning_rate", fix
     if model.lora is not None and training.optimizer == "muon":
         yield "training.optimizer", "cannot train the factors of model.lora; write adamw"
     if model.lora is None and model.load_in_4bit:
-        fix = "weights in 4 bits cannot be trained; write false, or set model.lora='{r: 8}'"
-        yield "model.load_in_4bit", fix
+        yield "model.load_in_4bit", "cannot be trained; write false, or set model.lora='{r: 8}'"
     if model.lora is None and config.export.merge:
         yield "export.merge", "there is no adapter to merge; write false, or set model.lora"
     if model.lora is not None and config.export.save_4bit and not config.export.merge:
         yield "export.save_4bit", "an adapter has to be merged first; set export.merge=true"
 
 
-def impossible_shards(config: Config) -> Iterator[tuple[str, str]]:
-    """The same for what model.shard cannot cut into parts."""
-    model, optimizer = config.model, config.training.optimizer
-    if optimizer == "muon":
-        yield "training.optimizer", "it needs matrices, which model.shard cuts; write adamw"
-    if optimizer == "adamw_8bit":
-        yield "training.optimizer", "it cannot step what model.shard cuts; write adamw"
-    if model.load_in_4bit:
-        yield "model.shard", "weights in 4 bits cannot be cut; write false for one of the two"
-    elif model.lora is not None:
-        yield "model.shard", "an adapter's base is not trained; write false, or lora: null"
-
-
 # These keys may change when a run is resumed. Changing any other key is refused.
-FREE_KEYS = (
-    "mode",
-    "training.num_steps",
-    "training.num_epochs",
-    "training.stop_on_collapse",
-    "validation.every",
-)
+FREE_KEYS = ("mode", "training.num_steps", "training.num_epochs", "validation.every")
+FREE_KEYS += ("training.stop_on_collapse",)
 FREE_SECTIONS = ("checkpoint.", "export.", "logging.", "run.")
 # So may these, which save memory. They change how sums are rounded, and LoRA's dropout masks.
 ROUNDING_KEYS = ("training.micro_batch_tokens", "sampling.max_batch_tokens")

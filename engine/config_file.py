@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import functools
+import itertools
 import operator
 import os
 from collections.abc import Iterable
@@ -91,25 +92,16 @@ def nest(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
     Raises ConfigError for a key that is given beside a section that sets it too.
     """
-    nested: dict[str, Any] = {}
-    # A file may have a section without keys, whose value is None: it sets nothing.
-    pairs = [pair for pair in pairs if pair[1] is not None or pair[0] not in SECTIONS]
+    nested = []  # each key with what it sets
     for key, value in pairs:
-        for other, _ in pairs:
-            if other.startswith(f"{key}.") and sets(value, other.removeprefix(f"{key}.")):
-                raise ConfigError([f"{key}: {other} is given beside it; leave one of the two out"])
-        for name in reversed(key.split(".")):
-            value = {name: value}
-        nested = merge(nested, value)
-    return nested
-
-
-def sets(value: Any, path: str) -> bool:
-    """Whether a section's value sets the key at this dotted path inside it."""
-    name, _, rest = path.partition(".")
-    if not isinstance(value, dict):
-        return True
-    return name in value and (not rest or sets(value[name], rest))
+        if value is not None or key not in SECTIONS:  # a section without keys sets nothing
+            for name in reversed(key.split(".")):
+                value = {name: value}
+            nested.append((key, value))
+    for (key, one), (other, two) in itertools.permutations(nested, 2):
+        if other.startswith(f"{key}.") and merge(one, two) != merge(two, one):
+            raise ConfigError([f"{key}: {other} is given beside it; leave one of the two out"])
+    return functools.reduce(merge, (values for _, values in nested), {})
 
 
 def merge(base: Any, new: Any) -> Any:

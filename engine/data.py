@@ -18,15 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.config import Config, TaskSettings
 from engine.packages import import_package
-from engine.prompts import (
-    check_chat,
-    describe_lengths,
-    encode_prompts,
-    fill,
-    folds_system,
-    is_harmless,
-    pose,
-)
+from engine.prompts import check_chat, describe_lengths, encode_prompts, fill, is_harmless, pose
 from engine.task_module import reward_parts
 
 # A run's questions
@@ -42,11 +34,10 @@ def load_questions(
 ) -> "tuple[list[dict], QuestionStream | None]":
     """The validation questions, and the stream of training questions if the run trains.
 
-    `context` is the number of tokens that the model can see, None for no limit. A prompt may leave
-    too little room for a completion. Validation questions with such prompts are dropped here. In
-    training the stream skips them when it meets them, since to render 490,000 prompts first would
-    take a minute. `log` gets their numbers. Raises ValueError for a source that cannot be used, and
-    for a split without any question that fits.
+    `context` is the number of tokens that the model can see, None for no limit. Validation
+    questions that leave too little room for a completion are dropped here. In training the stream
+    skips them when it meets them: to render 490,000 prompts first would take a minute. `log` gets
+    their numbers. Raises ValueError for a source that cannot be used, or has no fitting question.
     """
     settings = config.task
     # One source for both splits is divided between them; two different sources are used whole.
@@ -59,10 +50,7 @@ def load_questions(
         keys = ", ".join(f"{{{key}}}" for key in validation[0])
         raise ValueError(f"task.prompt: it does not hold the question; write one of {keys} into it")
     rendering = {"task": task, "options": settings, "tokenizer": tokenizer}
-    prompt = pose(validation[0], task=task, options=settings)
-    check_chat(prompt, tokenizer)
-    if folds_system(prompt, tokenizer):
-        log("the chat template takes no system message: it is put before the question")
+    check_chat(pose(validation[0], task=task, options=settings), tokenizer, log)
     fits = FitsContext(context, config.max_validation_tokens, rendering)
     fitting = [row for row, fit in zip(validation, fits(validation), strict=True) if fit]
     if not fitting:
@@ -147,7 +135,6 @@ class QuestionStream:
     permutation: tuple[int, np.ndarray] | None = None  # the last epoch asked for, and its order
 
     def index_at(self, position: int) -> int:
-        """The index of the question that stands at a position of the stream."""
         epoch, index = divmod(position, len(self.questions))
         if not self.shuffle:
             return index
@@ -270,7 +257,7 @@ def is_file(source: str) -> bool:
 
 def load_table(
     source: str, *, columns: list[str], choices: str, hub_config: str | None, hub_split: str
-) -> list[dict]:
+) -> list[dict] | list[str]:
     """The rows of a file or of a part of a hub dataset, before the task has read them.
 
     `columns` are those that the task reads. Raises ValueError for a source that cannot be loaded.
@@ -297,27 +284,18 @@ def load_table(
     return table.select_columns(shared or table.column_names).to_list()
 
 
-def read_text_file(path: Path) -> list[dict]:
-    """The rows of a .csv, .json or .jsonl file; a CSV file's numbers are text.
+def read_text_file(path: Path) -> list[dict] | list[str]:
+    """The rows of a .csv, .json or .jsonl file; a CSV file's numbers and a .jsonl row are text.
 
     `datasets` would guess one type for a whole column. Then a single cell of another type changes
     the other cells, or is an error without the number of its row.
     """
     text = path.read_text("utf-8-sig")
     if path.suffix.lower() == ".csv":
-        rows = read_csv(text)
-    elif text.lstrip().startswith("["):
-        rows = json.loads(text)
-    else:
-        rows = []
-        for line in filter(str.strip, text.split("\n")):
-            try:
-                rows.append(json.loads(line))
-            except ValueError as error:
-                raise ValueError(f"row {len(rows) + 1}: {error}") from None
-    if not rows:
-        raise ValueError("it is empty")
-    return rows
+        return read_csv(text)
+    if text.lstrip().startswith("["):
+        return json.loads(text)
+    return [line for line in text.split("\n") if line.strip()]
 
 
 def read_csv(text: str) -> list[dict]:
@@ -335,12 +313,13 @@ def read_csv(text: str) -> list[dict]:
 
 
 def read_rows(
-    table: list[dict], *, source: str, task: ModuleType, options: TaskSettings
+    table: list[dict] | list[str], *, source: str, task: ModuleType, options: TaskSettings
 ) -> list[dict]:
     """The example in each row of the table; ValueError for the first row without one."""
     rows = []
     for number, row in enumerate(table, start=1):
         try:
+            row = json.loads(row) if isinstance(row, str) else row
             if not isinstance(row, dict):
                 raise ValueError("it has no columns")
             if missing := sorted(task.EXAMPLE_ROW.keys() - row.keys()):
@@ -348,8 +327,7 @@ def read_rows(
                 raise ValueError(f"no column {' and '.join(missing)} among {found}")
             row = {name: row[name] for name in task.EXAMPLE_ROW}
             rows.append(task.parse_row(row, options=options))
-        except ValueError as error:
-            shown = json.dumps(task.EXAMPLE_ROW)
-            line = f"{source}, row {number}: {error}; rows must look like {shown}"
-            raise ValueError(line) from error
+        except (ValueError, RecursionError) as error:
+            problem = f"{error}; rows must look like {json.dumps(task.EXAMPLE_ROW)}"
+            raise ValueError(f"{source}, row {number}: {problem}") from error
     return rows

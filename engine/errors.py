@@ -57,10 +57,8 @@ def mistakes_cost_one_line() -> Iterator[None]:
         sys.exit(128 + signal.SIGINT)
     except (ValueError, OSError) as error:
         is_config = isinstance(error, ConfigError)
-        is_first_rank, is_first_start = (
-            os.environ.get(name, "0") == "0"
-            for name in ("LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
-        )
+        counts = ("LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+        is_first_rank, is_first_start = (os.environ.get(name, "0") == "0" for name in counts)
         if is_first_start and not is_first_rank:
             # torchrun ends all ranks with the first: give rank 0 time to print the same mistake.
             time.sleep(3)

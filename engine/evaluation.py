@@ -35,22 +35,24 @@ def single_answer_metrics(
 ) -> dict[str, float]:
     """Rates of one answer per question, with Wilson's interval: what the group votes for, greedy.
 
-    The mean length of the greedy answers stands beside them; so does, where the task has
-    `is_lenient_solved`, a reading that forgives the form. `groups` and `greedy` are trajectories,
-    for this rank's questions.
+    Also the mean length of the greedy answers and, where the task has `is_lenient_solved`, a
+    reading of them that forgives the form. `groups` and `greedy` answer this rank's questions.
     """
     task, world, questions = run.task, run.world, run.validation_questions
-    mine = questions[world.rank :: world.size]
+    mine, options = questions[world.rank :: world.size], run.config.task
     answers = [trajectory for (trajectory,) in greedy]
-    solved = {"greedy": [t.is_solved for t in answers]}
+    solved = {}
     if hasattr(task, "extract_answer"):
-        majority = [is_majority_solved(run, *pair) for pair in zip(groups, mine, strict=True)]
-        solved = {"majority": majority} | solved
+        solved["majority"] = []
+        for group, example in zip(groups, mine, strict=True):
+            votes = [task.extract_answer(t.text, example, options=options) for t in group]
+            chosen = majority_sample(votes)
+            solved["majority"].append(chosen is not None and group[chosen].is_solved)
+    solved["greedy"] = [t.is_solved for t in answers]
     if hasattr(task, "is_lenient_solved"):
         solved["strict"] = solved["greedy"]
         solved["lenient"] = [
-            not t.completion.is_broken
-            and task.is_lenient_solved(t.text, example, options=run.config.task)
+            not t.completion.is_broken and task.is_lenient_solved(t.text, example, options=options)
             for t, example in zip(answers, mine, strict=True)
         ]
     rows = list(zip(*solved.values(), strict=True))
@@ -69,14 +71,6 @@ def answer_totals(run: Run) -> dict[str, int]:
     of_questions = (f"best_of_{num_samples}", "majority", "greedy", "strict", "lenient")
     totals = dict.fromkeys(of_questions, num_questions)
     return totals | dict.fromkeys(of_samples, num_questions * num_samples)
-
-
-def is_majority_solved(run: Run, group: list[Trajectory], example: dict) -> bool:
-    """Whether the answer that most of the group's completions give solves the question."""
-    options = run.config.task
-    answers = [run.task.extract_answer(t.text, example, options=options) for t in group]
-    chosen = majority_sample(answers)
-    return chosen is not None and group[chosen].is_solved
 
 
 def save_evaluation(run: Run, metrics: dict[str, float], samples: list[dict]) -> None:

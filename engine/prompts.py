@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 import re
+from collections.abc import Callable
 from datetime import datetime
 from types import ModuleType
 from typing import Any
@@ -70,10 +71,7 @@ def pose(example: dict, *, task: ModuleType, options: TaskSettings) -> list[dict
 
 
 def is_harmless(example: dict, *, tokenizer: PreTrainedTokenizerFast, **posing: Any) -> bool:
-    """False if a question's own words would become a control token in a chat template.
-
-    `<|im_end|>` in a dataset would end the user's turn.
-    """
+    """False if a question holds a special token: `<|im_end|>` would end the user's turn."""
     if tokenizer.chat_template is None:
         return True
     found = special_tokens(tokenizer).search(str([*example.values()]))
@@ -154,16 +152,22 @@ def dated(template: str, day: str | None) -> str:
     return call.sub(lambda match: repr(now.strftime(match[2])), template)
 
 
-def check_chat(messages: list[dict] | str, tokenizer: PreTrainedTokenizerFast) -> None:
+def check_chat(
+    messages: list[dict] | str, tokenizer: PreTrainedTokenizerFast, log: Callable[[str], None]
+) -> None:
     """Raises ValueError if what the user says, but for spaces at its ends, is not in the prompt."""
-    turns = [] if isinstance(messages, str) else messages
-    said = [m["content"].strip() for m in turns if m["role"] not in ("system", "assistant")]
+    if isinstance(messages, str):
+        return
+    said = [m["content"].strip() for m in messages if m["role"] not in ("system", "assistant")]
     prompt = render_prompt(messages, tokenizer)
     if missing := [text for text in said if text not in prompt]:
         raise ValueError(
             f"the chat template of {tokenizer.name_or_path} leaves out what the user says, "
             f"{missing[0]!r:.80}: mend its chat_template.jinja, or return plain text as the prompt"
         )
+    is_system = messages[0]["role"] == "system"
+    if is_system and prompt == render_prompt(fold_system(messages), tokenizer):
+        log("the chat template takes no system message: it is put before the question")
 
 
 QUESTION = {"role": "user", "content": "A made-up question."}
@@ -171,10 +175,7 @@ TURN = {"role": "assistant", "content": "A made-up turn."}
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerFast) -> int | None:
-    """The special token that the chat template writes after an assistant's message.
-
-    None without such a token, and for a template that cannot write an assistant's message.
-    """
+    """The special token that the chat template writes after an assistant's message, if any."""
     try:
         text = tokenizer.apply_chat_template([QUESTION, TURN], tokenize=False)
     except Exception:  # no template; or it fails, as a program may in any way
@@ -189,13 +190,6 @@ def fold_system(chat: list[dict]) -> list[dict]:
     """The chat with its system message at the beginning of the user's message."""
     system, user, *others = chat
     return [user | {"content": f"{system['content']}\n\n{user['content']}"}, *others]
-
-
-def folds_system(messages: list[dict] | str, tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether the template takes no system message, so that it goes before the user's message."""
-    if not tokenizer.chat_template or isinstance(messages, str) or messages[0]["role"] != "system":
-        return False
-    return render_prompt(messages, tokenizer) == render_prompt(fold_system(messages), tokenizer)
 
 
 def assistant_prefix(messages: list[dict] | str) -> str:

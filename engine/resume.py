@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -127,10 +128,9 @@ def save_best(run: Run, measured: dict[str, float]) -> bool:
     card, folder = model_card(run, measured), run.folder / "best"
     # As `State` names them:
     best = {"best": measured[config.validation.best_metric], "best_step": run.state.step}
-    model, is_sharded = run.policy.model, config.model.shard
-    weights = gather_weights(model, run.world) if is_sharded else None
-    save = functools.partial(checkpoint.save_model, model, tokenizer, card, folder, weights, best)
-    return save_on_main(run, save)
+    model = run.policy.model
+    weights = gather_weights(model, run.world) if config.model.shard else None
+    return save_on_main(run, checkpoint.save_model, model, tokenizer, card, folder, weights, best)
 
 
 def save_checkpoint(run: Run) -> bool:
@@ -143,9 +143,7 @@ def save_checkpoint(run: Run) -> bool:
     if run.state.skipped_in_a_row > 0:
         newest = world.on_main(functools.partial(checkpoint.newest_whole, root))
         if newest is not None and checkpoint.step_of(newest) >= run.state.changed_at:
-            run.logger.info(
-                "all steps since the newest checkpoint were skipped: nothing new to save"
-            )
+            run.logger.info("all steps since the newest checkpoint were skipped: nothing to save")
             return True
     # The norm can overflow for finite weights, but only for ones far too large for usable logits.
     if not nn.utils.get_total_norm(run.trained_weights).isfinite():
@@ -169,21 +167,14 @@ def save_checkpoint(run: Run) -> bool:
     else:
         parts = {"model": model, "tokenizer": run.policy.tokenizer, "optimizer": optimizer}
         write = functools.partial(checkpoint.write_model, **parts)
-    save = functools.partial(
-        checkpoint.save_checkpoint,
-        root,
-        state,
-        step=run.state.step,
-        write=write,
-        keep=run.config.checkpoint.keep,
-    )
-    if is_saved := save_on_main(run, save):
+    how = {"step": run.state.step, "write": write, "keep": run.config.checkpoint.keep}
+    if is_saved := save_on_main(run, checkpoint.save_checkpoint, root, state, **how):
         run.logger.info(f"saved checkpoint {root / name}")
     return is_saved
 
 
-def save_on_main(run: Run, save: Callable[[], None]) -> bool:
-    """Save on rank 0; if the disk is full, warn, keep what was saved before, and go on.
+def save_on_main(run: Run, save: Callable[..., None], *what: Any, **how: Any) -> bool:
+    """Call `save` on rank 0; if the disk is full, warn, keep what was saved before, and go on.
 
     Returns False if nothing could be saved. Only rank 0 knows, and the others return True; but with
     model.shard rank 0 broadcasts it, since its next step may need all of them.
@@ -191,7 +182,7 @@ def save_on_main(run: Run, save: Callable[[], None]) -> bool:
     is_saved = True
     if run.world.is_main:
         try:
-            save()
+            save(*what, **how)
         except OSError as error:
             run.logger.warning(
                 f"nothing saved at step {run.state.step}, what was saved before is kept: {error}; "
@@ -203,10 +194,8 @@ def save_on_main(run: Run, save: Callable[[], None]) -> bool:
 
 def stop(run: Run) -> int:
     """Save after a signal, between two steps; returns the exit status that the signal asks for."""
-    is_saved = save_checkpoint(run)
+    is_saved, step = save_checkpoint(run), run.state.step
     run.logger.close("KILLED")
     what = "all is saved" if is_saved else "only what was saved before is there"
-    run.logger.info(
-        f"stopped by a signal after step {run.state.step}; {what}; go on with the same command"
-    )
+    run.logger.info(f"stopped by a signal after step {step}; {what}; go on with the same command")
     return 128 + (run.world.stop_signal or 15)  # SIGTERM, where another rank was sent the signal

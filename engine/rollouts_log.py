@@ -54,9 +54,7 @@ def describe_rollouts(
     tokenizer, lines = run.policy.tokenizer, ""
     for group, question in list(zip(groups, questions, strict=True))[:MAX_GROUPS]:
         ordered = sorted(group, key=lambda t: -t.reward)  # ties in the order of sampling
-        if len(ordered) > MAX_COMPLETIONS:
-            half = MAX_COMPLETIONS // 2
-            ordered = ordered[:half] + ordered[-half:]
+        del ordered[MAX_COMPLETIONS // 2 : -MAX_COMPLETIONS // 2]  # of a large group the middle
         record = {
             "step": step,
             "prompt": shorten(tokenizer.decode(group[0].prompt_ids), MAX_CHARACTERS),
@@ -88,6 +86,8 @@ def completion_record(
     is_long = num_tokens > HEAD + TAIL
     parts = [slice(HEAD), slice(num_tokens - TAIL, None)] if is_long else [slice(None)]
     kept = np.concatenate([np.arange(num_tokens)[part] for part in parts])
+    numbers = np.stack([completion.log_probs, completion.entropies])[:, kept].astype(float)
+    log_probs, entropies = (numbers.round(3) + 0.0).tolist()  # + 0.0 makes 0.0 of -0.0
     record = {
         "reward": rounded(trajectory.reward),
         "reward_parts": {name: rounded(part) for name, part in trajectory.reward_parts.items()},
@@ -96,8 +96,8 @@ def completion_record(
         "advantage": rounded(trajectory.advantage),
         "weight": rounded(weights.get(id(trajectory), 0.0)),
         "tokens": [text for part in parts for text in token_texts(ids[part], tokenizer)],
-        "log_probs": three_decimals(completion.log_probs[kept]),
-        "entropies": three_decimals(completion.entropies[kept]),
+        "log_probs": log_probs,
+        "entropies": entropies,
         "inserted": completion.is_inserted[kept].nonzero()[0].tolist(),
     }
     return record | ({"gap": [HEAD, num_tokens - HEAD - TAIL]} if is_long else {})
@@ -126,8 +126,3 @@ def token_texts(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> list[str]
 def rounded(value: float) -> float:
     """Four significant digits."""
     return float(f"{value:.4g}")
-
-
-def three_decimals(values: np.ndarray) -> list[float]:
-    """Nats to a thousandth, which is what a reader can use."""
-    return (np.round(values.astype(float), 3) + 0.0).tolist()  # + 0.0 makes 0.0 of -0.0

@@ -63,10 +63,8 @@ class State:
         if means:
             self.best_solved = max(self.best_solved, means["train/solved"])
             self.signs = signs_of_collapse(means, best_solved=self.best_solved)
-        metrics |= {
-            "train/skipped_steps": self.skipped_steps,
-            "train/collapsed": float(bool(self.signs)),
-        }
+        metrics["train/skipped_steps"] = self.skipped_steps
+        metrics["train/collapsed"] = float(bool(self.signs))
         self.unrecorded = {"metrics": metrics, "samples": [], "rollouts": rollouts}
         return [text for name, text in self.signs.items() if name not in before]
 
@@ -98,7 +96,6 @@ class Run:
 
     @property
     def trained_weights(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer updates."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     @functools.cached_property
@@ -129,12 +126,11 @@ class Run:
 
     def report_broken(self, groups: list[list[Trajectory]]) -> int:
         """Count the completions of all ranks whose logits were not finite, and warn of them."""
-        num_broken = self.world.sum([sum(t.completion.is_broken for g in groups for t in g)])
+        num_broken = sum(t.completion.is_broken for group in groups for t in group)
+        num_broken = int(self.world.sum([num_broken]))
         if num_broken > 0:
-            self.logger.warning(
-                f"{int(num_broken)} completions ended at logits that were not finite"
-            )
-        return int(num_broken)
+            self.logger.warning(f"{num_broken} completions ended at logits that were not finite")
+        return num_broken
 
     @property
     def is_over(self) -> bool:

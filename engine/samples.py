@@ -9,9 +9,8 @@ def first_samples(
 ) -> list[dict]:
     """The first completion of each of some groups of trajectories, as samples.jsonl keeps it.
 
-    With fewer groups than `logging.samples` the second completions follow, and so on. `questions`
-    are those of the groups. Where they have no key `answer`, as in Countdown, the gold answer is
-    the question itself: the numbers and the target.
+    With fewer groups than `logging.samples` the second completions follow, and so on. Where the
+    groups' `questions` have no key `answer`, the gold answer is the question: Countdown's numbers.
     """
     read = getattr(run.task, "extract_answer", lambda *_, options: None)
     numbered = zip(*groups, strict=True)  # the first completion of each group, then the second
