@@ -76,9 +76,8 @@ def evaluate(expression: str) -> str | None:
 def value_of(tokens: list[str]) -> Fraction:
     """The exact value of an expression, given as its numbers, operators and parentheses.
 
-    This is Dijkstra's shunting-yard algorithm. It needs no recursion, so parentheses may be nested
-    to any depth. Raises ValueError if the expression is malformed, ZeroDivisionError if it divides
-    by zero.
+    Dijkstra's shunting-yard algorithm needs no recursion, so parentheses may be nested to any
+    depth. Raises ValueError for a malformed expression, ZeroDivisionError for a division by zero.
     """
     values: list[Fraction] = []
     pending: list[str] = []  # the operators and "(" whose right-hand side is not complete

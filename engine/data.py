@@ -66,13 +66,9 @@ def load_questions(
     request |= {"num_examples": limit if settings.shuffle else None}
     request |= {"seed": config.training.seed, "exclude": validation}
     questions = load_examples(task, settings.train, "train", **request)[:limit]
-    stream = QuestionStream(
-        questions,
-        seed=config.training.seed,
-        shuffle=settings.shuffle,
-        fits=FitsContext(context, config.training.max_new_gen_tokens, rendering),
-        log=log,
-    )
+    fits = FitsContext(context, config.training.max_new_gen_tokens, rendering)
+    order = {"seed": config.training.seed, "shuffle": settings.shuffle}
+    stream = QuestionStream(questions, **order, fits=fits, log=log)
     stream.take(0, 1)  # ValueError if no question fits
     evenly = np.linspace(0, len(questions) - 1, min(len(questions), 1_000), dtype=int)
     lengths = describe_lengths([questions[i] for i in evenly], **rendering)
@@ -81,18 +77,14 @@ def load_questions(
 
 
 def check_functions(task: ModuleType, example: dict, *, options: TaskSettings) -> None:
-    """Raise ValueError if the task's functions return something else than a run can use.
-
-    They are tried on the first question, so that a slip in a user's own task shows at the start.
-    """
+    """Try a task's functions on a question; ValueError if they return what no run can use."""
     prompt = task.generate_prompt(copy.deepcopy(example), options=options)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     texts = [isinstance(m, dict) and m.get("role") and m.get("content") for m in messages or [0]]
     if not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(
-            f"{task.__file__}: generate_prompt must return a text or a list of chat messages such "
-            f'as {{"role": "user", "content": "..."}}, not {prompt!r:.80}'
-        )
+        wanted = 'a text or a list of chat messages such as {"role": "user", "content": "..."}'
+        problem = f"generate_prompt must return {wanted}, not {prompt!r:.80}"
+        raise ValueError(f"{task.__file__}: {problem}")
     if not hasattr(task, "Environment"):
         reward_parts(task, "", example, options, None)
 
@@ -115,11 +107,9 @@ class FitsContext:
 
     def refusal(self, split: str, section: str) -> str:
         """The error if no question fits; `section` is the config's section with the limit."""
-        return (
-            f"{section}.max_new_gen_tokens = {self.max_new_tokens}: no {split} prompt leaves room "
-            f"for it in the model's context of {self.context} tokens, or each question holds a "
-            "special token: lower it, or take the tokens out"
-        )
+        why = f"no {split} prompt leaves room for it in the model's context of {self.context}"
+        fix = "or each question holds a special token: lower it, or take the tokens out"
+        return f"{section}.max_new_gen_tokens = {self.max_new_tokens}: {why}, {fix}"
 
 
 @dataclass
@@ -215,14 +205,11 @@ def load_examples(
     else:
         hub = getattr(task, "HUB", Hub())
         is_divided = held_out and (hub.divides_train or is_file(source))
-        choices = ["generated" if can_generate else None, hub.usual_id, FILE_OR_HUB]
-        table = load_table(
-            source,
-            columns=list(task.EXAMPLE_ROW),
-            choices=", ".join(filter(None, choices)),
-            hub_config=hub.config if source == hub.usual_id else None,
-            hub_split="train" if split == "train" or is_divided else hub.validation_split,
-        )
+        choices = filter(None, ["generated" if can_generate else None, hub.usual_id, FILE_OR_HUB])
+        hub_config = hub.config if source == hub.usual_id else None
+        hub_split = "train" if split == "train" or is_divided else hub.validation_split
+        wanted = {"columns": [*task.EXAMPLE_ROW], "choices": ", ".join(choices)}
+        table = load_table(source, **wanted, hub_config=hub_config, hub_split=hub_split)
         rows = read_rows(table, source=source, task=task, options=options)
         excluded = {task.question_key(row) for row in exclude}
         rows = [row for row in rows if task.question_key(row) not in excluded]

@@ -84,7 +84,5 @@ def crashes_name_the_fix(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        raise RuntimeError(
-            f"{folder}: the disk is full: free some space and give the same command again, it "
-            "goes on from the last checkpoint"
-        ) from error
+        fix = "free some space; the same command goes on from the last checkpoint"
+        raise RuntimeError(f"{folder}: the disk is full: {fix}") from error

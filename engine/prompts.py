@@ -72,10 +72,8 @@ def pose(example: dict, *, task: ModuleType, options: TaskSettings) -> list[dict
 
 def is_harmless(example: dict, *, tokenizer: PreTrainedTokenizerFast, **posing: Any) -> bool:
     """False if a question holds a special token: `<|im_end|>` would end the user's turn."""
-    if tokenizer.chat_template is None:
-        return True
     found = special_tokens(tokenizer).search(str([*example.values()]))
-    return not found or isinstance(pose(example, **posing), str)
+    return not found or tokenizer.chat_template is None or isinstance(pose(example, **posing), str)
 
 
 @functools.cache
@@ -131,10 +129,8 @@ def apply_template(chat: list[dict], tokenizer: PreTrainedTokenizerFast, **how: 
     has_system = chat[0]["role"] == "system"
     try:
         template = dated(tokenizer.get_chat_template(), how.get("day"))
-        tools = how.get("tools") or None
-        text = tokenizer.apply_chat_template(
-            chat, chat_template=template, tools=tools, tokenize=False, add_generation_prompt=True
-        )
+        form = {"tools": how.get("tools") or None, "tokenize": False, "add_generation_prompt": True}
+        text = tokenizer.apply_chat_template(chat, chat_template=template, **form)
     except Exception as error:  # a template is a program, which may raise anything
         if not has_system:
             name = tokenizer.name_or_path
@@ -161,10 +157,9 @@ def check_chat(
     said = [m["content"].strip() for m in messages if m["role"] not in ("system", "assistant")]
     prompt = render_prompt(messages, tokenizer)
     if missing := [text for text in said if text not in prompt]:
-        raise ValueError(
-            f"the chat template of {tokenizer.name_or_path} leaves out what the user says, "
-            f"{missing[0]!r:.80}: mend its chat_template.jinja, or return plain text as the prompt"
-        )
+        problem = f"leaves out what the user says, {missing[0]!r:.80}"
+        fix = "mend its chat_template.jinja, or return plain text as the prompt"
+        raise ValueError(f"the chat template of {tokenizer.name_or_path} {problem}: {fix}")
     is_system = messages[0]["role"] == "system"
     if is_system and prompt == render_prompt(fold_system(messages), tokenizer):
         log("the chat template takes no system message: it is put before the question")

@@ -29,10 +29,9 @@ def check_room(run: Run) -> None:
     place = f"{world.size} x {world.device.type}"
     run.logger.info(f"{num_weights:,} weights, on {place}; results in {run.folder}")
     k, n = training.k_best_of_n
-    run.logger.info(
-        f"{training.num_steps} steps of {num_questions * world.size * k:,} rows: {num_questions} "
-        f"questions on each rank, {n} samples of each" + f", of which the best {k}" * (k < n)
-    )
+    rows = f"{num_questions * world.size * k:,} rows: {num_questions} questions on each rank"
+    best = f", of which the best {k}" if k < n else ""
+    run.logger.info(f"{training.num_steps} steps of {rows}, {n} samples of each{best}")
     if world.is_main:
         num_trained = sum(parameter.numel() for parameter in run.trained_weights)
         num_merged = num_weights if run.config.export.merge else 0
@@ -54,14 +53,12 @@ def resume(run: Run) -> None:
         return
     for key in check_same_run(saved["config"], config, run.rests_on):
         run.logger.warning(f"{key} has changed: from here on no longer bit for bit the same")
-    if saved["num_ranks"] != world.size:
-        run.logger.warning(
-            f"the run had {saved['num_ranks']} ranks and goes on with {world.size}: "
-            "not bit for bit the same"
-        )
+    num_ranks = saved["num_ranks"]
+    if num_ranks != world.size:
+        change = f"the run had {num_ranks} ranks and goes on with {world.size}"
+        run.logger.warning(f"{change}: not bit for bit the same")
     if config.model.shard:  # each rank reads its own part
-        num_parts = saved["num_ranks"]
-        load_parts(folder, run.policy.model, run.optimizer, num_parts=num_parts, rank=world.rank)
+        load_parts(folder, run.policy.model, run.optimizer, num_parts=num_ranks, rank=world.rank)
     else:
         if world.is_main:
             checkpoint.load_weights(folder, run.policy.model)
@@ -82,10 +79,8 @@ def find_saved(run: Run) -> tuple[Path | None, dict | None]:
         return None, None
     saved, best = checkpoint.load_state(folder), run.folder / "best"
     if saved["state"].keys() != asdict(run.state).keys():
-        raise ValueError(
-            f"{folder} was saved by another version of this program: go on with that one, or set "
-            "run.name to start another run"
-        )
+        fix = "go on with that one, or set run.name to start another run"
+        raise ValueError(f"{folder} was saved by another version of this program: {fix}")
     if (best / "best.json").is_file():  # it may be newer than the checkpoint
         kept = read_file(best / "best.json")  # JSON is YAML too, and an error names the file
         saved["state"] |= {key: kept[key] for key in ("best", "best_step") if key in kept}
@@ -147,10 +142,8 @@ def save_checkpoint(run: Run) -> bool:
             return True
     # The norm can overflow for finite weights, but only for ones far too large for usable logits.
     if not nn.utils.get_total_norm(run.trained_weights).isfinite():
-        run.logger.warning(
-            f"nothing saved at step {run.state.step}, since the weights are not finite: what was "
-            "saved before stays"
-        )
+        problem = "since the weights are not finite: what was saved before stays"
+        run.logger.warning(f"nothing saved at step {run.state.step}, {problem}")
         return False
     state = {
         "state": asdict(run.state),
@@ -176,20 +169,17 @@ def save_checkpoint(run: Run) -> bool:
 def save_on_main(run: Run, save: Callable[..., None], *what: Any, **how: Any) -> bool:
     """Call `save` on rank 0; if the disk is full, warn, keep what was saved before, and go on.
 
-    Returns False if nothing could be saved. Only rank 0 knows, and the others return True; but with
-    model.shard rank 0 broadcasts it, since its next step may need all of them.
+    Returns False, on all ranks, if nothing could be saved.
     """
     is_saved = True
     if run.world.is_main:
         try:
             save(*what, **how)
         except OSError as error:
-            run.logger.warning(
-                f"nothing saved at step {run.state.step}, what was saved before is kept: {error}; "
-                "free some space, or lower checkpoint.keep"
-            )
+            fix = "what was saved before is kept; free some space, or lower checkpoint.keep"
+            run.logger.warning(f"nothing saved at step {run.state.step}: {error}; {fix}")
             is_saved = False
-    return run.world.broadcast(is_saved) if run.config.model.shard else is_saved
+    return run.world.broadcast(is_saved)
 
 
 def stop(run: Run) -> int:

@@ -70,8 +70,7 @@ def is_kept(turn: int, num_bytes: int) -> bool:
     """Whether a step is logged. `turn` counts the steps that `logging.rollouts_every` asks for.
 
     The file has a size limit. As it fills we log more rarely: every fourth turn once it is half
-    full, every 16th from three quarters on, and so on. Besides the turn only the file's size
-    decides, so a resumed run makes the same decisions.
+    full, every 16th from three quarters on, and so on. A resumed run decides by the same numbers.
     """
     free = 1 - num_bytes / MAX_BYTES
     return free > 0 and turn % 4 ** math.floor(-math.log2(free)) == 0

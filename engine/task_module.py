@@ -101,11 +101,9 @@ def reward_parts(
     for name in task.REWARD_PARTS:
         value = parts.get(name) if isinstance(parts, dict) else None
         if not isinstance(value, NUMBERS) or not abs(value) <= LARGEST_PART:  # NaN: never <=
-            raise RewardError(
-                f"{task.__file__}: {payer} must return a dict with a number for each of "
-                f"{', '.join(task.REWARD_PARTS)}, not {parts!r:.80}: see to {name} for the "
-                f"question {example!r:.200}"
-            )
+            wanted = f"must return a dict with a number for each of {', '.join(task.REWARD_PARTS)}"
+            place = f"see to {name} for the question {example!r:.200}"
+            raise RewardError(f"{task.__file__}: {payer} {wanted}, not {parts!r:.80}: {place}")
     return {name: float(parts[name]) for name in task.REWARD_PARTS}
 
 
