@@ -278,11 +278,9 @@ def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
     if config.questions_per_rank(1) * n > LARGEST_NUM_COMPLETIONS:
         yield key, f"a step of more than {LARGEST_NUM_COMPLETIONS:,} completions; lower n"
     if training.num_epochs is not None and config.task.train == "generated":
-        fix = "generated questions have no epochs; write null, and training.num_steps"
-        yield "training.num_epochs", fix
+        yield "training.num_epochs", "generated questions have no epochs; write null and num_steps"
     if (training.num_samples_per_step_global or 0) % num_ranks != 0:
-        fix = f"must be a multiple of {num_ranks}, the number of ranks"
-        yield "training.num_samples_per_step_global", fix
+        yield "training.num_samples_per_step_global", f"must be a multiple of the {num_ranks} ranks"
     if is_sil and training.advantage == "zscore":
         yield "training.advantage", "sil gives the k best the advantage 1; write mean"
     if training.policy_loss == "gspo" and training.clip_eps >= 0.1:

@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -67,8 +67,7 @@ def load_questions(
     request |= {"seed": config.training.seed, "exclude": validation}
     questions = load_examples(task, settings.train, "train", **request)[:limit]
     fits = FitsContext(context, config.training.max_new_gen_tokens, rendering)
-    order = {"seed": config.training.seed, "shuffle": settings.shuffle}
-    stream = QuestionStream(questions, **order, fits=fits, log=log)
+    stream = QuestionStream(questions, config.training.seed, settings.shuffle, fits, log)
     stream.take(0, 1)  # ValueError if no question fits
     evenly = np.linspace(0, len(questions) - 1, min(len(questions), 1_000), dtype=int)
     lengths = describe_lengths([questions[i] for i in evenly], **rendering)
@@ -191,8 +190,8 @@ def load_examples(
     `held_out` says that both splits have the same source: then 1 in 8 of its questions is for
     validation and the others are for training, unless the task's HUB says otherwise. `num_examples`
     questions are drawn by `seed`; None takes all of a file or dataset, and as many generated ones
-    as the task chooses. Raises ValueError of one line with the source and the fix in it, and where
-    a task's own function returns something else than a list of dicts.
+    as the task chooses. Raises ValueError of one line, with the source and the fix in it or, where
+    it is not a list of dicts, the function of the task that has returned it.
     """
     for package in getattr(task, "PACKAGES", ()):
         import_package(package, key=f"task.name = {Path(task.__file__).stem}")
@@ -279,15 +278,15 @@ def read_text_file(path: Path) -> list[dict] | list[str]:
     """
     text = path.read_text("utf-8-sig")
     if path.suffix.lower() == ".csv":
-        return read_csv(text)
+        return list(read_csv(text))
     if text.lstrip().startswith("["):
         return json.loads(text)
     return [line for line in text.split("\n") if line.strip()]
 
 
-def read_csv(text: str) -> list[dict]:
+def read_csv(text: str) -> Iterator[dict]:
     """The rows of a CSV file; ValueError if a column or a cell would be lost."""
-    reader, rows = csv.DictReader(io.StringIO(text, newline="")), []
+    reader = csv.DictReader(io.StringIO(text, newline=""))
     names = [*filter(None, reader.fieldnames or [])]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"line 1: two columns are named {twice[0]}; rename one")
@@ -295,15 +294,13 @@ def read_csv(text: str) -> list[dict]:
         if any(row.pop(None, [])):  # cells beyond the last column
             where = f"line {reader.line_num}: more cells than columns"
             raise ValueError(f'{where}; put text that holds commas into "quotes"')
-        rows.append(row)
-    return rows
+        yield row
 
 
 def read_rows(
     table: list[dict] | list[str], *, source: str, task: ModuleType, options: TaskSettings
-) -> list[dict]:
+) -> Iterator[dict]:
     """The example in each row of the table; ValueError for the first row without one."""
-    rows = []
     for number, row in enumerate(table, start=1):
         try:
             row = json.loads(row) if isinstance(row, str) else row
@@ -313,8 +310,7 @@ def read_rows(
                 found = ", ".join(map(str, row))
                 raise ValueError(f"no column {' and '.join(missing)} among {found}")
             row = {name: row[name] for name in task.EXAMPLE_ROW}
-            rows.append(task.parse_row(row, options=options))
+            yield task.parse_row(row, options=options)
         except (ValueError, RecursionError) as error:
             problem = f"{error}; rows must look like {json.dumps(task.EXAMPLE_ROW)}"
             raise ValueError(f"{source}, row {number}: {problem}") from error
-    return rows

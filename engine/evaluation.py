@@ -55,12 +55,11 @@ def single_answer_metrics(
             not t.completion.is_broken and task.is_lenient_solved(t.text, example, options=options)
             for t, example in zip(answers, mine, strict=True)
         ]
-    rows = list(zip(*solved.values(), strict=True))
-    table = world.gather_rows(rows, shape=(len(questions), len(solved)))
     num_tokens = sum(len(t.completion.token_ids) for t in answers)
     metrics = reduce_means({"eval/greedy_tokens": (num_tokens, len(answers))}, world)
-    for name, column in zip(solved, table.T, strict=True):
-        metrics |= single_rate(name, column)
+    for name, column in solved.items():
+        table = world.gather_rows(column, shape=(len(questions), 1))
+        metrics |= single_rate(name, table[:, 0])
     return metrics
 
 
@@ -74,10 +73,7 @@ def answer_totals(run: Run) -> dict[str, int]:
 
 
 def save_evaluation(run: Run, metrics: dict[str, float], samples: list[dict]) -> None:
-    """Write what mode=evaluate has measured to eval-<time>/ in the run's folder, on rank 0.
-
-    The new folder holds config.yaml, metrics.json and samples.jsonl; the run's own files stay.
-    """
+    """Write what mode=evaluate has measured to eval-<time>/ in the run's folder, on rank 0."""
     if not run.world.is_main:
         return
     folder = run.folder / f"eval-{datetime.now():%Y%m%d-%H%M%S-%f}"

@@ -1,7 +1,6 @@
 """What a run rests on, as hashes: the model's files and the questions.
 
-A checkpoint keeps them. Without them a resumed run would go on, without a word, with a model or
-with questions that have changed under the same name.
+A checkpoint keeps them, so that no run goes on with others that have the same name.
 """
 
 import contextlib

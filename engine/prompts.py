@@ -9,16 +9,14 @@ from datetime import datetime
 from types import ModuleType
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast as Tokenizer
 from transformers.utils import get_json_schema
 
 from engine.config import TaskSettings
 from engine.types import Completion
 
 
-def encode_prompts(
-    examples: list[dict], *, tokenizer: PreTrainedTokenizerFast, **posing: Any
-) -> list[list[int]]:
+def encode_prompts(examples: list[dict], *, tokenizer: Tokenizer, **posing: Any) -> list[list[int]]:
     """The ids of each question's prompt; `posing` are the other arguments of `pose`."""
     texts, adds_special_tokens = render_prompts(examples, tokenizer=tokenizer, **posing)
     if not texts:  # a rank without validation questions; the tokenizer would raise IndexError
@@ -29,11 +27,7 @@ def encode_prompts(
 
 
 def render_prompts(
-    examples: list[dict],
-    *,
-    task: ModuleType,
-    options: TaskSettings,
-    tokenizer: PreTrainedTokenizerFast,
+    examples: list[dict], *, task: ModuleType, options: TaskSettings, tokenizer: Tokenizer
 ) -> tuple[list[str], bool]:
     """The text of each question's prompt, and whether the tokenizer must add special tokens to it.
 
@@ -70,14 +64,14 @@ def pose(example: dict, *, task: ModuleType, options: TaskSettings) -> list[dict
     return messages
 
 
-def is_harmless(example: dict, *, tokenizer: PreTrainedTokenizerFast, **posing: Any) -> bool:
+def is_harmless(example: dict, *, tokenizer: Tokenizer, **posing: Any) -> bool:
     """False if a question holds a special token: `<|im_end|>` would end the user's turn."""
     found = special_tokens(tokenizer).search(str([*example.values()]))
     return not found or tokenizer.chat_template is None or isinstance(pose(example, **posing), str)
 
 
 @functools.cache
-def special_tokens(tokenizer: PreTrainedTokenizerFast) -> re.Pattern:
+def special_tokens(tokenizer: Tokenizer) -> re.Pattern:
     """Matches each special token; of several thousand in some tokenizers, so made only once."""
     tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
@@ -89,9 +83,7 @@ def fill(text: str, example: dict) -> str:
     return re.sub(rf"\{{({names})\}}", lambda match: str(example[match[1]]), text)
 
 
-def render_prompt(
-    messages: list[dict] | str, tokenizer: PreTrainedTokenizerFast, **how: Any
-) -> str:
+def render_prompt(messages: list[dict] | str, tokenizer: Tokenizer, **how: Any) -> str:
     """The chat as a text that the model continues; a last assistant message is continued too.
 
     A plain text stays as it is, even if the tokenizer has a chat template: the tokenizers of many
@@ -119,7 +111,7 @@ def tool_schemas(task: ModuleType) -> list[dict]:
         raise ValueError(f"{task.__file__}: Environment: {error}") from error
 
 
-def apply_template(chat: list[dict], tokenizer: PreTrainedTokenizerFast, **how: Any) -> str:
+def apply_template(chat: list[dict], tokenizer: Tokenizer, **how: Any) -> str:
     """The chat in the tokenizer's template, up to where the assistant speaks.
 
     `how` is the `day` of `dated` and the `tools` of `tool_schemas`, if there are any. Some
@@ -148,20 +140,17 @@ def dated(template: str, day: str | None) -> str:
     return call.sub(lambda match: repr(now.strftime(match[2])), template)
 
 
-def check_chat(
-    messages: list[dict] | str, tokenizer: PreTrainedTokenizerFast, log: Callable[[str], None]
-) -> None:
+def check_chat(chat: list[dict] | str, tokenizer: Tokenizer, log: Callable[[str], None]) -> None:
     """Raises ValueError if what the user says, but for spaces at its ends, is not in the prompt."""
-    if isinstance(messages, str):
+    if isinstance(chat, str):
         return
-    said = [m["content"].strip() for m in messages if m["role"] not in ("system", "assistant")]
-    prompt = render_prompt(messages, tokenizer)
+    said = [m["content"].strip() for m in chat if m["role"] not in ("system", "assistant")]
+    prompt = render_prompt(chat, tokenizer)
     if missing := [text for text in said if text not in prompt]:
         problem = f"leaves out what the user says, {missing[0]!r:.80}"
         fix = "mend its chat_template.jinja, or return plain text as the prompt"
         raise ValueError(f"the chat template of {tokenizer.name_or_path} {problem}: {fix}")
-    is_system = messages[0]["role"] == "system"
-    if is_system and prompt == render_prompt(fold_system(messages), tokenizer):
+    if chat[0]["role"] == "system" and prompt == render_prompt(fold_system(chat), tokenizer):
         log("the chat template takes no system message: it is put before the question")
 
 
@@ -169,7 +158,7 @@ QUESTION = {"role": "user", "content": "A made-up question."}
 TURN = {"role": "assistant", "content": "A made-up turn."}
 
 
-def end_of_turn(tokenizer: PreTrainedTokenizerFast) -> int | None:
+def end_of_turn(tokenizer: Tokenizer) -> int | None:
     """The special token that the chat template writes after an assistant's message, if any."""
     try:
         text = tokenizer.apply_chat_template([QUESTION, TURN], tokenize=False)
@@ -189,9 +178,8 @@ def fold_system(chat: list[dict]) -> list[dict]:
 
 def assistant_prefix(messages: list[dict] | str) -> str:
     """The beginning of the answer that the prompt already contains; "" if it contains none."""
-    if isinstance(messages, str) or messages[-1]["role"] != "assistant":
-        return ""
-    return messages[-1]["content"]
+    is_begun = not isinstance(messages, str) and messages[-1]["role"] == "assistant"
+    return messages[-1]["content"] if is_begun else ""
 
 
 def plain_text(messages: list[dict]) -> str:
@@ -199,13 +187,11 @@ def plain_text(messages: list[dict]) -> str:
     return "\n".join(message["content"] for message in messages)
 
 
-def completion_text(completion: Completion, tokenizer: PreTrainedTokenizerFast) -> str:
+def completion_text(completion: Completion, tokenizer: Tokenizer) -> str:
     """What the model wrote, without the end-of-sequence token."""
     ids = completion.token_ids if completion.truncated else completion.token_ids[:-1]
     return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
-
-# Turns behind the first: engine/environment.py
 
 # How Qwen2.5, Qwen3 and Hermes write calls, in the form of transformers' `response_template`.
 CALL = {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True}
@@ -217,7 +203,7 @@ TURN_FORM = {"start_anchor_pattern": r"\A", "fields": FIELDS}
 class Turns:
     """How a model's chat template writes replies, and how the model writes calls of tools."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, task: ModuleType, *, day: str | None):
+    def __init__(self, tokenizer: Tokenizer, task: ModuleType, *, day: str | None):
         self.tokenizer, tools = tokenizer, tool_schemas(task)
         self.end_id = end_of_turn(tokenizer)  # this token asks for a reply
         self.end = tokenizer.convert_ids_to_tokens(self.end_id)

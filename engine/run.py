@@ -118,11 +118,10 @@ class Run:
 
     def check_progress(self) -> None:
         """Raises FloatingPointError if too many steps in a row were skipped."""
-        if self.state.skipped_in_a_row >= self.config.training.max_skipped_steps:
-            raise FloatingPointError(
-                f"loss or gradient not finite in {self.state.skipped_in_a_row} steps in a row: "
-                f"lower training.learning_rate; the best model is in {self.folder / 'best'}"
-            )
+        num = self.state.skipped_in_a_row
+        if num >= self.config.training.max_skipped_steps:
+            fix = f"lower training.learning_rate; the best model is in {self.folder / 'best'}"
+            raise FloatingPointError(f"loss or gradient not finite in {num} steps in a row: {fix}")
 
     def report_broken(self, groups: list[list[Trajectory]]) -> int:
         """Count the completions of all ranks whose logits were not finite, and warn of them."""

@@ -365,7 +365,7 @@ def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(override, li
         ("validation.best_of_n=4", "validation.pass_k = [8]", "each must be at most best_of_n (4)"),
         ("", "validation.temperature = 0.009", "must be 0, which is greedy, or at least 0.01"),
         (GREEDY, "validation.best_of_n = 2", "a question's samples are all alike; write 1"),
-        ("", "training.num_epochs = 2.0", "have no epochs; write null, and training.num_steps"),
+        ("", "training.num_epochs = 2.0", "questions have no epochs; write null and num_steps"),
         ("model.lora.r=8", "export.save_4bit = true", "be merged first; set export.merge=true"),
         ("", "validation.pass_k = [1, 1]", ": write each k once"),
         ("", "task.reward_weights = {format: 0.0, answer: 0.0}", ": one must not be 0"),
@@ -468,7 +468,7 @@ def test_a_long_value_is_shortened_in_its_line():
     ("value", "problem"),
     [
         ("validation.num_examples = 3", "must be at least 4, one for each rank"),
-        ("training.num_samples_per_step_global = 6", "must be a multiple of 4, the number of"),
+        ("training.num_samples_per_step_global = 6", "must be a multiple of the 4 ranks"),
     ],
 )
 def test_ranks_without_their_share_of_the_questions_are_refused(value, problem):
