@@ -190,8 +190,7 @@ def load_examples(
     `held_out` says that both splits have the same source: then 1 in 8 of its questions is for
     validation and the others are for training, unless the task's HUB says otherwise. `num_examples`
     questions are drawn by `seed`; None takes all of a file or dataset, and as many generated ones
-    as the task chooses. Raises ValueError of one line, with the source and the fix in it or, where
-    it is not a list of dicts, the function of the task that has returned it.
+    as the task chooses. Raises ValueError of one line with the source and the fix in it.
     """
     for package in getattr(task, "PACKAGES", ()):
         import_package(package, key=f"task.name = {Path(task.__file__).stem}")

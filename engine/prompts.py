@@ -142,7 +142,7 @@ def dated(template: str, day: str | None) -> str:
 
 def check_chat(chat: list[dict] | str, tokenizer: Tokenizer, log: Callable[[str], None]) -> None:
     """Raises ValueError if what the user says, but for spaces at its ends, is not in the prompt."""
-    if isinstance(chat, str):
+    if isinstance(chat, str) or tokenizer.chat_template is None:
         return
     said = [m["content"].strip() for m in chat if m["role"] not in ("system", "assistant")]
     prompt = render_prompt(chat, tokenizer)

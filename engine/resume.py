@@ -167,10 +167,7 @@ def save_checkpoint(run: Run) -> bool:
 
 
 def save_on_main(run: Run, save: Callable[..., None], *what: Any, **how: Any) -> bool:
-    """Call `save` on rank 0; if the disk is full, warn, keep what was saved before, and go on.
-
-    Returns False, on all ranks, if nothing could be saved.
-    """
+    """Call `save` on rank 0; if the disk is full, warn, and return False on all ranks."""
     is_saved = True
     if run.world.is_main:
         try:
