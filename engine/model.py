@@ -230,7 +230,8 @@ def load_model(
         device_map=None if quantization is None else {"": device},
     )
     if model.config is not model.config.get_text_config():
-        raise ValueError("it sees pictures too: save its language part as README says under Models")
+        fix = "save its language part as docs/models.md says, and give that folder as model.name"
+        raise ValueError(f"it sees pictures too: {fix}")
     if mismatched := sorted(loading["mismatched_keys"]):
         name, in_files, in_model = mismatched[0]
         raise ValueError(

@@ -173,7 +173,7 @@ QWEN35 = {  # shape as above, and heads of the linear layers' values
 
 
 @pytest.mark.parametrize("name", [*QWEN, *QWEN35])
-def test_the_readmes_table_is_what_the_estimate_counts(name, monkeypatch):
+def test_the_table_of_memory_is_what_the_estimate_counts(name, monkeypatch):
     shape = (QWEN | QWEN35)[name]
     hidden, mlp, layers, heads, kv_heads, vocabulary, is_tied, *value_heads = shape
     config_class = Qwen3_5TextConfig if value_heads else Qwen2Config
@@ -187,7 +187,7 @@ def test_the_readmes_table_is_what_the_estimate_counts(name, monkeypatch):
         vocab_size=vocabulary,
         tie_word_embeddings=is_tied,
     )
-    row = re.search(rf"^\| {name} \|(.*)\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    row = re.search(rf"^\| {name} \|(.*)\|$", (ROOT / "docs/models.md").read_text(), re.MULTILINE)
     counted = []
     for options, num_ranks in (
         ("", 1),

@@ -1,4 +1,4 @@
-"""Families of models: each can do what README's table says, and what it samples is right."""
+"""Families of models: each can do what docs/models.md says, and what it samples is right."""
 
 import re
 from pathlib import Path
@@ -48,7 +48,7 @@ GEMMA4 = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 345}
 GEMMA4 |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 16}
 GEMMA4 |= {"layer_types": 2 * WINDOW["layer_types"], "final_logit_softcapping": 30.0}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
-FAMILIES = {  # README's name, transformers' model_type and what its config is given
+FAMILIES = {  # the table's name, transformers' model_type and what its config is given
     "Llama": ("llama", SIZES),
     "Qwen2.5": ("qwen2", SIZES),
     "Qwen3": ("qwen3", SIZES),
@@ -143,7 +143,7 @@ def test_the_readme_says_what_a_family_can_do(family, monkeypatch):
         adapter_learns(make_policy(folder, *overrides, ADAPTER)),
         adapter_learns(make_policy(folder, *overrides, ADAPTER, "model.load_in_4bit=true")),
     ]
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "docs/models.md").read_text(encoding="utf-8").splitlines()
     (row,) = [line for line in lines if line.startswith(f"| {name} |")]
     said = [cell.strip().startswith("yes") for cell in row.split("|")[2:-1]]
     assert said == can
@@ -162,7 +162,7 @@ GEMMA_VISION = VISION | {"num_hidden_layers": 1, "num_attention_heads": 2, "imag
 def test_of_a_model_that_sees_the_language_part_is_trained(
     tokenizer, tmp_path, model_type, family, vision
 ):
-    """transformers finds Qwen3.5's itself; that of others is saved first, as README says."""
+    """transformers finds Qwen3.5's itself; others' is saved first, as docs/models.md says."""
     text_type, sizes = FAMILIES[family]
     text = AutoConfig.for_model(text_type, **tokens_of(tokenizer), **sizes).to_dict()
     config = AutoConfig.for_model(model_type, text_config=text, vision_config=vision)
@@ -173,8 +173,8 @@ def test_of_a_model_that_sees_the_language_part_is_trained(
     if model_type != "qwen3_5":
         with pytest.raises(ValueError, match="it sees pictures too: save its language part"):
             make_policy(folder)
-        readme = (ROOT / "README.md").read_text(encoding="utf-8")
-        (recipe,) = re.findall("```py\n(import transformers\n.*?)```", readme, re.DOTALL)
+        page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+        (recipe,) = re.findall("```py\n(import transformers\n.*?)```", page, re.DOTALL)
         names = {"NAME": str(folder), "FOLDER": str(tmp_path / "part")}
         exec(re.sub("NAME|FOLDER", lambda match: names[match[0]], recipe), {})
         folder = tmp_path / "part"
@@ -218,5 +218,5 @@ def test_an_evaluation_in_bf16_draws_what_training_drew_bit_for_bit(family):
             groups = sample(policy, PROMPTS, num_samples=4, max_new_tokens=NUM_TOKENS, eos_ids=())
         drawn.append([(c.token_ids, c.log_probs.tolist()) for group in groups for c in group])
     assert policy.sampler is policy.model and policy.model.dtype == torch.bfloat16
-    # Falcon-H1 rounds its multipliers, a buffer, to the dtype that it is loaded in: README says so
+    # Falcon-H1 rounds its multipliers, a buffer, to the dtype that it is loaded in (docs/models.md)
     assert drawn[0] == drawn[1] or name == "Falcon-H1"
