@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -14,6 +15,7 @@ import pytest
 import torch
 import yaml
 from harness import ROOT, USERS_ENVIRONMENT, make_config
+from packaging.requirements import Requirement
 from tokenizers import Tokenizer
 
 import countdown
@@ -152,11 +154,15 @@ def test_the_edit_of_config_yaml_that_readme_shows_makes_the_recipe_of_sil():
     assert combine(yaml.safe_load(text), []) == combine(recipe, [])
 
 
-def test_requirements_are_pinned_exactly_and_name_no_host():
+def test_requirements_are_pinned_exactly_within_the_ranges_and_name_no_host():
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     packages = [line for line in lines if line and not line.startswith("#")]
     assert all(line.count("==") == 1 and "/" not in line for line in packages)
     assert "torch==2.13.0" in packages and "transformers==5.23.0" in packages
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    ranges = {r.name: r.specifier for r in map(Requirement, project["dependencies"])}
+    assert all(version in ranges.pop(name) for name, version in (p.split("==") for p in packages))
+    assert ranges == {}
 
 
 def test_every_excerpt_is_in_main_word_for_word():
