@@ -4,16 +4,24 @@
     python benchmarks/ablations.py                            # one seed of each row, two at a time
     python benchmarks/ablations.py --rows default zscore --seeds 1 2
     python benchmarks/ablations.py --draw                     # only the table and the picture
+    python benchmarks/ablations.py --lab hard                 # the same of questions that are hard
 
 Each run takes 40 steps on one process with one thread, and as many samples a step as the default on
 two ranks. A run that is stopped goes on from its last checkpoint in runs/ablations/. The metrics of
 a run that has ended are copied to results/ablations/<row>-s<seed>.csv, and it is not run again.
 Table and picture, results/ablations.md and .png, come from these files alone. What one sees in a
 row is written by hand in results/ablations/remarks.yaml, a sentence for each name.
+
+The lab "hard" (configs/countdown-tiny-hard.yaml) has rows of its own, also of variants for which
+there is no key (switched.py); its files are named hard instead of ablations. A step of some rows is
+much shorter or longer than the default's. They are compared at equal minutes too, below the table:
+pass@1 of both when the first of the two had ended, between two evaluations on a straight line. The
+learning rate of the slower one has not fallen to 0 there.
 """
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -26,13 +34,35 @@ from engine import ROOT
 from engine.config_file import load_config, read_file
 from engine.packages import import_package
 from logger import write_atomically
-from tools.plot import BEST_OF, COLORS, STYLE, points, read_table
+from tools.plot import BEST_OF, COLORS, STYLE, curve_of, points, read_table
 
 NUM_STEPS = 40
 CLOSE = 0.02  # a smaller difference in pass@1 is called none by the picture's title
 TITLES = ("pass@1", f"best of {load_config([]).validation.best_of_n}")
+LABS = {"ablations": [], "hard": ["--config", "configs/countdown-tiny-hard.yaml"]}
 # What no key of the config changes: see switched.py
-SWITCHES = {"top-k-10": "whole-evaluation", "bf16-weights": "bf16-weights"}
+SWITCHES = {
+    "top-k-10": "whole-evaluation",
+    "bf16-weights": "bf16-weights",
+    "stale-4": "stale-4",
+    "stale-4-ppo": "stale-4,ratio-to-sampler",
+    "stale-4-tis": "stale-4",
+    "stale-4-cispo": "stale-4,ratio-to-sampler",
+    "stale-8": "stale-8",
+    "stale-8-ppo": "stale-8,ratio-to-sampler",
+    "stale-8-tis": "stale-8",
+    "stale-8-cispo": "stale-8,ratio-to-sampler",
+    "answer-over-mean": "advantage-over-mean",
+    "most-varied-half": "most-varied-half",
+    "fresh-questions": "fresh-questions",
+    "sil-1-unequal": "unequal-groups",
+    "random-reward": "random-reward",
+    "length-reward": "length-reward",
+}
+AT_EQUAL_MINUTES = ("most-varied-half", "fresh-questions")
+# The rows of both labs: what is known to matter, and what others say does
+IN_BOTH = ("default", "zscore", "token", "sequence", "sum", "group-4", "group-32", "lr-x0.5")
+IN_BOTH += ("lr-x2", "kl-0.02", "sil-1", "lora-r8-lr-x10", "iterations-2")
 QUICK = [
     "training.num_steps=2",
     "training.max_new_gen_tokens=64",  # long enough for an answer
@@ -89,8 +119,34 @@ def make_rows(questions: int) -> dict[str, list[str]]:
     return rows
 
 
+def make_hard_rows(questions: int) -> dict[str, list[str]]:
+    """The same for the lab of hard questions."""
+    both = make_rows(questions)
+    rows = {name: both[name] for name in IN_BOTH}
+    for age in (4, 8):
+        rows |= {
+            f"stale-{age}": [],
+            f"stale-{age}-ppo": [],
+            f"stale-{age}-tis": ["training.tis_clip=2"],
+            f"stale-{age}-cispo": ["training.policy_loss=cispo"],
+        }
+    answer = "task.reward_weights={format: 0.0, answer: 1.0}"
+    return rows | {
+        "answer": [answer],
+        "answer-zscore": [answer, "training.advantage=zscore"],
+        "answer-over-mean": [answer],
+        "lora-r1-lr-x10": ["model.lora={r: 1}", *rows["lora-r8-lr-x10"][1:]],
+        "most-varied-half": [],
+        "fresh-questions": [],
+        "sil-1-unequal": rows["sil-1"],
+        "random-reward": [],
+        "length-reward": [],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lab", choices=LABS, default="ablations")
     parser.add_argument("--rows", nargs="+", help="names; all of them unless given")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each on one core")
@@ -98,14 +154,15 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="run nothing")
     parser.add_argument("--quick", action="store_true", help="two tiny steps: does it run?")
     options = parser.parse_args()
-    rows = make_rows(2 if options.quick else questions_per_step())
+    make = make_hard_rows if options.lab == "hard" else make_rows
+    rows = make(2 if options.quick else questions_per_step())
     if unknown := set(options.rows or ()) - set(rows):
         parser.error(f"{', '.join(unknown)}: must be among {', '.join(rows)}")
-    folder = options.out / "ablations"
+    folder = options.out / options.lab
     folder.mkdir(parents=True, exist_ok=True)
     failed = [] if options.draw else run_all(rows, folder, options)
-    write_table(rows, folder, options.out / "ablations.md")
-    draw(rows, folder, options.out / "ablations.png")
+    write_table(rows, folder, options.out / f"{options.lab}.md")
+    draw(rows, folder, options.out / f"{options.lab}.png")
     if failed:
         raise SystemExit(f"failed, see their logs: {', '.join(failed)}")
 
@@ -116,9 +173,10 @@ def main() -> None:
 def run_all(rows: dict[str, list[str]], folder: Path, options: argparse.Namespace) -> list[str]:
     """Run what has no metrics in `folder` yet; returns the names of the runs that failed.
 
-    All rows of one seed come before the next seed.
+    All rows of one seed come before the next seed. A sampler that lags behind is in no checkpoint:
+    a run with one that was stopped begins again.
     """
-    runs = folder / "runs" if options.quick else ROOT / "runs/ablations"
+    runs = folder / "runs" if options.quick else ROOT / "runs" / options.lab
     runs.mkdir(parents=True, exist_ok=True)
     commands = {}
     for seed in options.seeds:
@@ -129,7 +187,9 @@ def run_all(rows: dict[str, list[str]], folder: Path, options: argparse.Namespac
                 sizes = QUICK if options.quick else [f"training.num_steps={NUM_STEPS}"]
                 questions = 2 if options.quick else questions_per_step()
                 sizes = [f"training.num_samples_per_step_global={questions}", *sizes]
-                commands[name] = [*program_of(row), *where, *sizes, *rows[row]]
+                commands[name] = [*program_of(row), *LABS[options.lab], *where, *sizes, *rows[row]]
+                if row.startswith("stale-"):
+                    shutil.rmtree(runs / name, ignore_errors=True)
     pool = ThreadPoolExecutor(options.jobs)
     try:
         ended = pool.map(lambda name: run_one(name, commands[name], runs, folder), commands)
@@ -197,8 +257,22 @@ def write_table(rows: dict[str, list[str]], folder: Path, file: Path) -> None:
         changed = " ".join(f"`{change}`" for change in changes)
         cells = [row, changed, len(values), *figures, remarks.get(row, "")]
         lines.append(f"| {' | '.join(map(str, cells))} |")
+    compared = [at_equal_minutes(folder, row) for row in AT_EQUAL_MINUTES if row in rows]
+    if found := [line for line in compared if line]:
+        lines += ["", "pass@1 at equal minutes:", "", *found]
     write_atomically(file, "\n".join(lines) + "\n")
     print(f"written: {file}")
+
+
+def at_equal_minutes(folder: Path, row: str) -> str:
+    """pass@1 of a row and of the default when the first of them has ended; "" without both."""
+    files = [sorted(folder.glob(f"{name}-s[0-9]*.csv")) for name in (row, "default")]
+    if not all(files):
+        return ""
+    curves = [curve_of([*map(read_table, some)], "eval/pass@1", window=1) for some in files]
+    minutes = min(curve[1, -1] for curve in curves)
+    ours, default = (float(np.interp(minutes, curve[1], curve[2])) for curve in curves)
+    return f"- {row}: {ours:.3f} after {minutes:.1f} minutes, the default {default:.3f}"
 
 
 def draw(rows: dict[str, list[str]], folder: Path, file: Path) -> None:

@@ -1,18 +1,21 @@
 """What the searches of a Countdown model are like: tries, equations, verdicts, ways to fail.
 
-    OMP_NUM_THREADS=2 python benchmarks/searches.py
-    OMP_NUM_THREADS=2 python benchmarks/searches.py model.name=runs/countdown-tiny-grpo-s0/best
+    OMP_NUM_THREADS=2 python benchmarks/searches.py --out results/searches-before.md
+    OMP_NUM_THREADS=2 python benchmarks/searches.py --out results/searches-after.md \
+        model.name=runs/countdown-tiny-grpo-s0/best
 
 Arguments are keys of the config, as for main.py; the questions are those of its validation. Only
-form and answer are rewarded, so nothing but this shows whether the way to it still holds.
+form and answer are rewarded, so nothing but this shows whether the way to it still holds. With
+--out the table is written to a file too.
 """
 
+import argparse
 import re
-import sys
 import tempfile
 from collections import Counter, defaultdict
 from contextlib import suppress
 from fractions import Fraction
+from pathlib import Path
 
 from common import print_table  # first: it finds the script's modules
 
@@ -20,6 +23,7 @@ import main as program
 from engine.calculator import value_of
 from engine.config_file import load_config
 from engine.types import Trajectory
+from logger import write_atomically
 
 EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 VERDICT = re.compile(r"= (\d+) (yes|no)$", re.MULTILINE)
@@ -27,8 +31,11 @@ README_QUESTION = {"nums": [3, 7, 25], "target": 46}
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="a file for the table, in Markdown")
+    options, keys = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
-        given = ["mode=evaluate", f"run.dir={folder}", *sys.argv[1:]]
+        given = ["mode=evaluate", f"run.dir={folder}", *keys]
         run = program.load_run(load_config(given))
     questions = run.validation_questions
     groups = program.answer_questions(run)
@@ -37,8 +44,13 @@ def main() -> None:
         rows[f"{len(question['nums'])} numbers"] += [(t, question["target"]) for t in group]
     columns = {**dict(sorted(rows.items())), "all": [row for some in rows.values() for row in some]}
     figures = {name: describe(some) for name, some in columns.items()}
-    names = list(figures["all"])
-    print_table(["", *figures], [[name, *(f[name] for f in figures.values())] for name in names])
+    lines = [[name, *(f[name] for f in figures.values())] for name in figures["all"]]
+    print_table(["", *figures], lines)
+    if options.out:
+        rule = ["---"] * (1 + len(figures))
+        table = [f"| {' | '.join(line)} |\n" for line in (["", *figures], rule, *lines)]
+        command = " ".join(["python benchmarks/searches.py", *keys])
+        write_atomically(options.out, f"`{command}`\n\n{''.join(table)}")
 
     run.validation_questions = [README_QUESTION]
     ((answer,),) = program.answer_questions(run, is_greedy=True)

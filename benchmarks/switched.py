@@ -2,6 +2,10 @@
 
 python benchmarks/switched.py bf16-weights [section.key=value ...]
 python benchmarks/switched.py score-in-sampler --config configs/arithmetic-smollm2.yaml
+python benchmarks/switched.py stale-4,ratio-to-sampler training.policy_loss=cispo
+
+SWITCHES, at the end, has them all. A switch puts a function of this file in the place of one of
+main.py's or of a library of it. They are for one process.
 """
 
 import functools
@@ -9,34 +13,38 @@ import sys
 from dataclasses import replace
 
 import common  # noqa: F401  # first: it finds the script's modules
+import numpy as np
 import torch
+from torch import Tensor
 
 import engine.model
 import main as program
 from engine.config import Config
 from engine.distributed import World
-from engine.model import Policy
+from engine.metrics import Clock
+from engine.model import Policy, copy_in
 from engine.run import Run
-from engine.types import Trajectory
+from engine.types import MicroBatch, SamplingParams, Seed, Trajectory
 from logger import Logger
 
 load_model, answer_questions = engine.model.load_model, program.answer_questions
-load_policy = program.load_policy
-SWITCHES = "bf16-weights, score-in-sampler or whole-evaluation"
+load_policy, update_policy = program.load_policy, program.update_policy
+sample_trajectories, make_micro_batch = program.sample_trajectories, program.make_micro_batch
+assign_advantages, grpo_advantages = program.assign_advantages, program.grpo_advantages
 
 
 def main() -> None:
-    name, *arguments = sys.argv[1:]
-    if name == "bf16-weights":
-        engine.model.load_model = load_in_bf16
-    elif name == "score-in-sampler":
-        program.load_policy = load_one_that_scores_in_the_sampler
-    elif name == "whole-evaluation":
-        program.answer_questions = answer_untruncated
-    else:
-        raise SystemExit(f"{name}: must be {SWITCHES}")
+    names, *arguments = sys.argv[1:]
+    for name in names.split(","):
+        if name not in SWITCHES:
+            raise SystemExit(f"{name}: must be among {', '.join(SWITCHES)}")
+        for module, attribute, function in SWITCHES[name]:
+            setattr(module, attribute, function)
     sys.argv[1:] = arguments
     program.main()
+
+
+# Numbers of less precision
 
 
 def load_in_bf16(*arguments: object, **settings: object) -> torch.nn.Module:
@@ -77,6 +85,177 @@ def answer_untruncated(run: Run, **settings: object) -> list[list[Trajectory]]:
     params = replace(run.policy.params, top_p=1.0, top_k=0)
     return answer_questions(replace(run, policy=replace(run.policy, params=params)), **settings)
 
+
+# A sampler that lags behind
+
+
+def sample_a_copy(
+    model: torch.nn.Module, compute_dtype: torch.dtype, device: torch.device, *, shard: bool
+) -> torch.nn.Module:
+    """The sampler is a copy in fp32 too, so that it need not follow the model at once."""
+    return copy_in(compute_dtype, model, device)
+
+
+def update_stale(run: Run, micro_batches: list[MicroBatch], *, every: int) -> tuple:
+    """The copy that samples gets the new weights after every so many steps, not after each.
+
+    It is in no checkpoint: a run that is resumed in between begins with a fresh one.
+    """
+    measured = update_policy(with_fresh_sampler(run), micro_batches)
+    if (run.state.step + 1) % every == 0:  # this step is not counted yet
+        run.policy.refresh_sampler()
+    return measured
+
+
+def answer_fresh(run: Run, **settings: object) -> list[list[Trajectory]]:
+    """What is measured is the model as it is now, not the copy that samples in training."""
+    return answer_questions(with_fresh_sampler(run), **settings)
+
+
+def with_fresh_sampler(run: Run) -> Run:
+    return replace(run, policy=replace(run.policy, sampler=run.policy.model))
+
+
+def compare_with_sampler(trajectories: list[Trajectory], run: Run, **counts: float) -> MicroBatch:
+    """The ratio of `training.policy_loss` is to what the sampler said, in the first update too.
+
+    main.py has no ratio there, since its sampler is the policy itself.
+    """
+    batch = make_micro_batch(trajectories, run, **counts)
+    return replace(batch, old_log_probs=batch.sampler_log_probs)
+
+
+# Other advantages
+
+
+def advantages_over_mean(rewards: Tensor, *, divide_by_std: bool) -> Tensor:
+    """(reward - mean) / mean of each group (N, G): the rarer a right answer, the more it counts.
+
+    MaxRL (arXiv:2602.02710), for rewards of 0 and 1. A group of zeros has advantage 0.
+    """
+    mean = rewards.mean(dim=1, keepdim=True)
+    return grpo_advantages(rewards, divide_by_std=False) / mean.where(mean > 0, 1.0)
+
+
+def assign_to_half(groups: list[list[Trajectory]], config: Config) -> None:
+    """Train on the half of each group with the largest variance of reward, and only that.
+
+    PODS (arXiv:2504.13818). The mean that is taken off is that of the half, and the loss is divided
+    by its rows alone.
+    """
+    rewards = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
+    is_kept = most_varied(rewards, num_kept=rewards.shape[1] // 2).tolist()
+    for group, keeps in zip(groups, is_kept, strict=True):
+        for trajectory, in_batch in zip(group, keeps, strict=True):
+            trajectory.in_batch = in_batch
+    assign_advantages([[t for t in group if t.in_batch] for group in groups], config)
+
+
+def most_varied(rewards: Tensor, *, num_kept: int) -> Tensor:
+    """True for the `num_kept` rewards of each group (N, G) whose variance is the largest.
+
+    They are some of the lowest and some of the highest; all numbers of the highest are tried.
+    """
+    order = rewards.argsort(dim=1, stable=True)  # ascending
+    size, places = rewards.shape[1], range(num_kept + 1)
+    subsets = [[*range(num_kept - k), *range(size - k, size)] for k in places]
+    subsets = order[:, torch.tensor(subsets)]  # (N, num_kept + 1, num_kept), indices of samples
+    shape = (-1, len(places), -1)
+    variances = rewards[:, None].expand(*shape).gather(2, subsets).var(dim=2, correction=0)
+    best = variances.argmax(dim=1)  # (N,)
+    chosen = subsets[torch.arange(len(rewards)), best]  # (N, num_kept)
+    return torch.zeros_like(rewards, dtype=torch.bool).scatter(1, chosen, True)
+
+
+def assign_to_unequal(groups: list[list[Trajectory]], config: Config) -> None:
+    """sil leaves out groups whose rewards are all equal; they still count in the denominator."""
+    assign_advantages(groups, config)
+    for group in filter(is_equal, groups):
+        for trajectory in group:
+            trajectory.advantage = 0.0
+
+
+def is_equal(group: list[Trajectory]) -> bool:
+    return len({trajectory.reward for trajectory in group}) == 1
+
+
+# Other questions, other rewards
+
+
+def sample_fresh(
+    run: Run,
+    questions: list[dict],
+    seeds: list[Seed],
+    *,
+    num_samples: int,
+    params: SamplingParams,
+    clock: Clock,
+) -> list[list[Trajectory]]:
+    """Replace questions whose completions all earn the same by fresh ones, until none is left.
+
+    DAPO's dynamic sampling (arXiv:2503.14476), with at most three times as many fresh questions as
+    a step has. They come from the part of the stream that 40 steps on a few thousand questions
+    never reach, so none is asked twice. `questions` are changed in place, for the logs.
+    """
+    sample = functools.partial(
+        sample_trajectories, run, num_samples=num_samples, params=params, clock=clock
+    )
+    groups = sample(questions, seeds)
+    if params is not run.policy.params:  # an evaluation
+        return groups
+    *name, position = seeds[0]
+    position = len(run.train_questions.questions) // 4 + 3 * position
+    end = position + 3 * len(seeds)
+    while position < end and any(map(is_equal, groups)):
+        equal = [i for i, group in enumerate(groups) if is_equal(group)][: end - position]
+        drawn, position = run.train_questions.take(position, len(equal))
+        fresh = sample([question for _, question in drawn], [(*name, p) for p, _ in drawn])
+        for i, (_, question), group in zip(equal, drawn, fresh, strict=True):
+            questions[i], groups[i] = question, group
+    return groups
+
+
+def sample_with_random_reward(
+    run: Run, questions: list[dict], seeds: list[Seed], **settings: object
+) -> list[list[Trajectory]]:
+    """A coin is the reward, whatever was written: a control that teaches nothing."""
+    groups = sample_trajectories(run, questions, seeds, **settings)
+    for group, seed in zip(groups, seeds, strict=True):
+        coins = np.random.default_rng([*seed, len(group)]).integers(2, size=len(group))
+        for trajectory, coin in zip(group, coins.tolist(), strict=True):
+            trajectory.reward = float(coin)
+    return groups
+
+
+def sample_with_length_reward(*arguments: object, **settings: object) -> list[list[Trajectory]]:
+    """The longer a completion the higher its reward, up to 1; one that is cut off earns nothing."""
+    groups = sample_trajectories(*arguments, **settings)
+    for trajectory in (t for group in groups for t in group):
+        length = len(trajectory.completion.token_ids) / settings["params"].max_new_tokens
+        trajectory.reward = 0.0 if trajectory.completion.truncated else length
+    return groups
+
+
+SWITCHES = {
+    "bf16-weights": [(engine.model, "load_model", load_in_bf16)],
+    "score-in-sampler": [(program, "load_policy", load_one_that_scores_in_the_sampler)],
+    "whole-evaluation": [(program, "answer_questions", answer_untruncated)],
+    **{
+        f"stale-{every}": [
+            (program, "make_sampler", sample_a_copy),
+            (program, "update_policy", functools.partial(update_stale, every=every)),
+            (program, "answer_questions", answer_fresh),
+        ]
+        for every in (4, 8)
+    },
+    "ratio-to-sampler": [(program, "make_micro_batch", compare_with_sampler)],
+    "advantage-over-mean": [(program, "grpo_advantages", advantages_over_mean)],
+    "most-varied-half": [(program, "assign_advantages", assign_to_half)],
+    "unequal-groups": [(program, "assign_advantages", assign_to_unequal)],
+    "fresh-questions": [(program, "sample_trajectories", sample_fresh)],
+    "random-reward": [(program, "sample_trajectories", sample_with_random_reward)],
+    "length-reward": [(program, "sample_trajectories", sample_with_length_reward)],
+}
 
 if __name__ == "__main__":
     main()

@@ -604,3 +604,14 @@ def test_the_validation_questions_in_results_are_those_of_the_default():
     assert [json.loads(line) for line in lines] == questions
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     assert digest in (ROOT / "results/README.md").read_text()
+
+
+def test_settings_are_chosen_on_questions_that_are_neither_trained_on_nor_in_the_validation():
+    """results/countdown-tuning.jsonl: held out as the validation's, and apart from them."""
+    files = [ROOT / f"results/countdown-{name}.jsonl" for name in ("tuning", "validation")]
+    tuning, validation = ([*map(json.loads, file.read_text().splitlines())] for file in files)
+    assert len(tuning) == 512
+    assert tuning == generate("validation", 512, with_seed=1, exclude=validation)
+    keys, other = ({countdown.question_key(row) for row in rows} for rows in (tuning, validation))
+    assert len(keys) == 512 and not keys & other
+    assert all(is_in_split(key, "validation") for key in keys)

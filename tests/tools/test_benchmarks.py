@@ -74,13 +74,18 @@ def test_what_it_cost_shows_twenty_answers_before_and_after(rotary_model_folder)
     assert sum(line.count(" | ") == 2 for line in output.splitlines()) == 21
 
 
-def test_searches_counts_tries_and_equations_and_answers_the_question_of_the_readme():
+def test_searches_counts_tries_and_equations_and_answers_the_question_of_the_readme(tmp_path):
     """Bug: it called main.py in a way that was no longer there, and no test noticed."""
     size = "validation.num_examples=4 validation.best_of_n=2 validation.pass_k=[1]"
-    lines = run_quickly("searches.py", size=size).splitlines()
+    file = tmp_path / "searches.md"
+    lines = run_quickly("searches.py", "--out", str(file), size=size).splitlines()
     rows = {line.split("  ")[0]: line.split() for line in lines}
     assert rows["completions"][-1] == "8" and "equations right" in rows
     assert any(line.startswith("README's question, greedily (") for line in lines)
+    command, _, *table = file.read_text().splitlines()
+    assert command == f"`python benchmarks/searches.py {size}`"
+    cells = [line.strip("|").split("|") for line in table]
+    assert cells[2][0].strip() == "completions" and cells[2][-1].strip() == "8"
 
 
 @pytest.mark.parametrize("part", ["correctness", "adapters", "speed", "step"])

@@ -1,4 +1,4 @@
-"""What benchmarks/learning.py and ablations.py make of finished runs, and what they run."""
+"""What learning.py, ablations.py and pass_at_k.py make of finished runs, and what they run."""
 
 import importlib
 import json
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from harness import ROOT, make_config, make_policy, make_run
 
+import main
 from engine.config import Config, differences
 from engine.config_file import load_config
 
@@ -22,7 +23,9 @@ def load(name: str):
         sys.path.pop(0)
 
 
-learning, ablations, switched = (load(name) for name in ("learning", "ablations", "switched"))
+learning, ablations, switched, pass_at_k = (
+    load(name) for name in ("learning", "ablations", "switched", "pass_at_k")
+)
 
 
 # Learning
@@ -110,15 +113,20 @@ def config_of_row(overrides: list[str]) -> Config:
 
 
 def test_every_row_is_the_default_with_one_thing_changed_and_samples_as_many():
-    rows = ablations.make_rows(ablations.questions_per_step())
-    default = config_of_row(rows["default"])
-    num_rows = default.questions_per_rank(1) * default.training.group_size
-    for name, overrides in rows.items():
-        config = config_of_row(overrides)
-        assert config.questions_per_rank(1) * config.training.group_size == num_rows, name
-        changed = set(differences(config)) - set(differences(default))
-        assert len(changed) >= len(overrides) > 0 or name == "default", name
-    assert all(name in rows for name in ablations.SWITCHES)
+    makers = {"ablations": ablations.make_rows, "hard": ablations.make_hard_rows}
+    all_rows = set()
+    for lab, recipe in ablations.LABS.items():
+        rows = makers[lab](ablations.questions_per_step())
+        default = config_of_row(recipe)
+        num_rows = default.questions_per_rank(1) * default.training.group_size
+        for name, overrides in rows.items():
+            config = config_of_row([*recipe, *overrides])
+            assert config.questions_per_rank(1) * config.training.group_size == num_rows, name
+            changed = set(differences(config)) - set(differences(default))
+            has_switch = name in ablations.SWITCHES
+            assert len(changed) >= len(overrides) > 0 or has_switch or name == "default", name
+        all_rows |= set(rows)
+    assert {*ablations.SWITCHES, *ablations.AT_EQUAL_MINUTES} < all_rows
 
 
 def write_metrics(folder, name: str, rate: float, best: float) -> None:
@@ -159,6 +167,17 @@ def test_the_title_counts_the_changes_that_hardly_matter(tmp_path, drawn):
     assert names == ["muon", "zscore", "default", "sum"] and axes.get_xlim() == (0, 1)
 
 
+def test_rows_are_compared_at_equal_minutes(tmp_path):
+    """The row ends after 2 minutes, where the default is 1.5 of the 3.5 from 0.1 to 0.45."""
+    write_metrics(tmp_path, "default-s0", 0.45, 0.75)
+    assert ablations.at_equal_minutes(tmp_path, "most-varied-half") == ""
+    text = (tmp_path / "default-s0.csv").read_text()
+    text = text.replace("0.45,0.75,30,90", "0.4,0.75,30,0").replace(",,,90", ",,,60")
+    (tmp_path / "most-varied-half-s0.csv").write_text(text)
+    line = ablations.at_equal_minutes(tmp_path, "most-varied-half")
+    assert line == "- most-varied-half: 0.400 after 2.0 minutes, the default 0.250"
+
+
 def test_a_row_that_draws_from_less_is_measured_on_the_whole_distribution(
     rotary_model_folder, monkeypatch
 ):
@@ -169,3 +188,51 @@ def test_a_row_that_draws_from_less_is_measured_on_the_whole_distribution(
     switched.answer_untruncated(run)
     assert asked[0].policy.params == replace(policy.params, top_k=0, top_p=1.0)
     assert run.policy.params.top_k == 10  # training draws as before
+
+
+# pass@k
+
+
+def test_the_table_of_pass_at_k_says_where_the_curves_cross(tmp_path, monkeypatch):
+    """Of 4 samples 1, 1 and 1 are right before, 4, 4 and 0 after: at k = 1, 2, 3, 4 pass@k is
+    1/4, 1/2, 3/4, 1 before and always 2/3 after."""
+    folder = tmp_path / "some"
+    folder.mkdir()
+    for name, solved in {"before": [1, 1, 1], "after": [4, 4, 0]}.items():
+        (folder / f"{name}.json").write_text(json.dumps({"solved": solved}))
+    arguments = ["--draw", "--name", "some", "--samples", "4", "--out", str(tmp_path)]
+    models = ["--models", "before=a", "after=b"]
+    monkeypatch.setattr(sys, "argv", ["pass_at_k.py", *arguments, *models])
+    pass_at_k.main()
+    rows = [line.split(" | ") for line in (tmp_path / "some.md").read_text().splitlines()]
+    assert rows[2] == ["| before", "0.250", "0.500", "1.000", "", "", " |"]
+    assert rows[3] == ["| after", "0.667", "0.667", "0.667", "3", "0", "1 |"]
+    assert (tmp_path / "some.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "k"),
+    [([0.2, 0.4], [0.3, 0.5], None), ([0.2, 0.4], [0.3, 0.4], 2), ([0.2, 0.4], [0.1, 0.4], 1)],
+)
+def test_the_curves_cross_where_before_is_never_lower_again(before, after, k):
+    assert pass_at_k.crossing(np.array(before), np.array(after)) == k
+
+
+def test_what_is_kept_of_a_model_is_how_many_of_its_samples_solve_each_question(tmp_path):
+    keys = ["validation.num_examples=6", "validation.best_of_n=4", "validation.pass_k=[1, 2]"]
+    pass_at_k.measure(tmp_path / "tiny.json", keys)
+    found = json.loads((tmp_path / "tiny.json").read_text())
+    run = main.load_run(load_config([*keys, "mode=evaluate", f"run.dir={tmp_path}"]))
+    metrics, *_ = main.evaluate(run)
+    assert found["model"] == "tiny" and found["samples"] == 4
+    for k in (1, 2):
+        rate = pass_at_k.pass_at_k(np.array(found["solved"]), 4, k)
+        assert rate == pytest.approx(metrics[f"eval/pass@{k}"])
+
+
+def test_both_learning_types_are_trained_and_measured_at_the_same_steps():
+    configs = [load_config(command[2:]) for command in pass_at_k.trainings()]
+    assert [config.training.learning_type for config in configs] == ["grpo", "sil"]
+    for config in configs:
+        assert config.checkpoint.keep is None and config.training.num_steps == 60
+        assert all(step % config.checkpoint.every == 0 for step in pass_at_k.STEPS)

@@ -1,0 +1,190 @@
+"""Does RL add, or only sharpen? pass@k of a model before and after its training, for all k.
+
+    pip install -r requirements.txt ".[plot]"
+    python benchmarks/pass_at_k.py                         # tiny, by grpo and by sil; 40 minutes
+    python benchmarks/pass_at_k.py --draw                  # only the table and the picture
+    python benchmarks/pass_at_k.py --name sums --samples 64 \\
+        --models before=FOLDER "after=runs/RUN/best" \\
+        --config configs/arithmetic-smollm2.yaml validation.num_examples=64
+
+A model that RL has only sharpened solves more at k = 1 and fewer at a large k than before: what it
+lost was there, though rare (arXiv:2504.13837). So each validation question gets 256 completions at
+temperature 1, and pass@k for each k is the unbiased estimate from these.
+
+Without --models tiny is trained by both learning types, 60 steps of seed 0, and measured before,
+after 20 and after 60 of them. Two processes of one thread each work at a time. How many of its
+samples solve each question is kept in results/pass-at-k/<name>/<model>.json; a model that has its
+file is not measured again, and a training that was stopped goes on. Table and picture,
+results/pass-at-k/<name>.md and .png, come from these files alone. All other arguments are
+main.py's.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from common import questions_per_step  # first: it finds the script's modules
+
+import main as program
+from engine import ROOT
+from engine.config_file import load_config
+from engine.metrics import pass_at_k
+from engine.packages import import_package
+from logger import write_atomically
+from tools.plot import COLORS, DASHES, STYLE
+
+RUNS = ROOT / "runs/pass-at-k"
+STEPS = (20, 60)
+TYPES = {"grpo": [], "sil": ["--config", "configs/countdown-tiny-sil.yaml"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--name", default="tiny", help="of the files")
+    parser.add_argument("--models", nargs="+", metavar="NAME=FOLDER", help="tiny's unless given")
+    parser.add_argument("--samples", type=int, default=256, help="of each question")
+    parser.add_argument("--out", type=Path, default=ROOT / "results/pass-at-k")
+    parser.add_argument("--draw", action="store_true", help="run nothing")
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)  # in a process of its own
+    options, keys = parser.parse_known_args()
+    if options.measure:
+        return measure(options.measure, keys)
+    folder = options.out / options.name
+    folder.mkdir(parents=True, exist_ok=True)
+    models = dict(text.split("=", 1) for text in options.models or ()) or tiny_models()
+    files = {name: folder / f"{name}.json" for name in models}
+    if not options.draw:
+        keys += [f"validation.best_of_n={options.samples}", "validation.pass_k=[1]"]
+        if not options.models:
+            run_two_at_a_time(trainings())
+        this = [sys.executable, __file__, "--measure"]
+        run_two_at_a_time(
+            [
+                [*this, str(file), *keys, f"model.name={models[name]}"]
+                for name, file in files.items()
+                if not file.exists()
+            ]
+        )
+    counts = {name: json.loads(file.read_text())["solved"] for name, file in files.items()}
+    write_table(counts, options.samples, options.out / f"{options.name}.md")
+    draw(counts, options.samples, options.out / f"{options.name}.png")
+
+
+def tiny_models() -> dict[str, str]:
+    """The folder of each model that is measured, before and after its training."""
+    after = {
+        f"{kind}-{step}": str(RUNS / f"{kind}-s0/checkpoints/step-{step:06d}")
+        for kind in TYPES
+        for step in STEPS
+    }
+    return {"before": "tiny"} | after
+
+
+def trainings() -> list[list[str]]:
+    """A command for each learning type; it ends at once where the run is finished."""
+    sizes = [f"training.num_samples_per_step_global={questions_per_step()}"]
+    sizes += [f"training.num_steps={STEPS[-1]}", "checkpoint.every=20", "checkpoint.keep=null"]
+    return [
+        [sys.executable, "main.py", *config, f"run.dir={RUNS}", f"run.name={kind}-s0", *sizes]
+        for kind, config in TYPES.items()
+    ]
+
+
+def run_two_at_a_time(commands: list[list[str]]) -> None:
+    """Run them with one thread each; raises CalledProcessError for one that fails."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with ThreadPoolExecutor(2) as pool:
+        runs = [
+            pool.submit(subprocess.run, command, cwd=ROOT, env=environment, check=True)
+            for command in commands
+        ]
+        for run in runs:
+            run.result()
+
+
+def measure(file: Path, keys: list[str]) -> None:
+    """Write how many of its samples solve each validation question."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = program.load_run(load_config([*keys, "mode=evaluate", f"run.dir={folder}"]))
+    groups = program.answer_questions(run)
+    solved = [sum(t.is_solved for t in group) for group in groups]
+    samples = run.config.validation.best_of_n
+    found = {"model": run.config.model.name, "samples": samples, "solved": solved}
+    write_atomically(file, json.dumps(found) + "\n")
+
+
+# What is seen
+
+
+def curve(solved: list[int], num_samples: int) -> np.ndarray:
+    """pass@k for k from 1 to the number of samples."""
+    counts = np.array(solved)
+    return np.array([pass_at_k(counts, num_samples, k) for k in range(1, num_samples + 1)])
+
+
+def crossing(before: np.ndarray, after: np.ndarray) -> int | None:
+    """The first k from which on pass@k was never lower before the training; None without one."""
+    is_lower = np.flatnonzero(before < after)
+    first = int(is_lower[-1]) + 2 if len(is_lower) else 1
+    return first if first <= len(before) else None
+
+
+def write_table(counts: dict[str, list[int]], num_samples: int, file: Path) -> None:
+    """pass@k of each model; where it falls below the first one's; which questions came and went."""
+    ks = [2**i for i in range(num_samples.bit_length()) if 2**i <= num_samples]
+    lines = [
+        f"| model | {' | '.join(f'pass@{k}' for k in ks)} | below the first from k | newly solved "
+        "| no more solved |",
+        f"|{'---|' * (len(ks) + 4)}",
+    ]
+    (first, before), *_ = counts.items()
+    for name, solved in counts.items():
+        rates, others = curve(solved, num_samples), ["", "", ""]
+        if name != first:
+            was, is_now = (np.array(some) > 0 for some in (before, solved))
+            k = crossing(curve(before, num_samples), rates)
+            others = [k or "never", (is_now & ~was).sum(), (was & ~is_now).sum()]
+        cells = [name, *(f"{rates[k - 1]:.3f}" for k in ks), *others]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += ["", f"{len(before)} questions, {num_samples} samples each."]
+    lines[-1] += f" Newly solved: none of {first}'s samples was right, some of this model's are."
+    write_atomically(file, "\n".join(lines) + "\n")
+    print(f"written: {file}")
+
+
+def draw(counts: dict[str, list[int]], num_samples: int, file: Path) -> None:
+    """A curve for each model; those of one kind (grpo-20, grpo-60) have its colour."""
+    import_package("matplotlib", key="benchmarks/pass_at_k.py")
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
+    kinds = list(dict.fromkeys(name.rsplit("-", 1)[0] for name in counts))
+    with style.context(STYLE, after_reset=True):
+        figure = Figure(figsize=(6, 3.6), layout="constrained")  # inches
+        axes = figure.subplots()
+        for name, solved in counts.items():
+            kind = name.rsplit("-", 1)[0]
+            same = [other for other in counts if other.rsplit("-", 1)[0] == kind]
+            axes.plot(
+                range(1, num_samples + 1),
+                curve(solved, num_samples),
+                label=name,
+                color=COLORS[kinds.index(kind) % len(COLORS)],
+                linestyle=DASHES[same[::-1].index(name) % len(DASHES)],
+            )
+        axes.set_xscale("log", base=2)
+        axes.set(title="pass@k", xlabel="k, samples of a question", ylabel="share of questions")
+        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.legend()
+        figure.savefig(file, dpi=200)
+    print(f"written: {file}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""What the switches of benchmarks/switched.py compute, by hand on a few rows."""
+
+import importlib
+import sys
+from dataclasses import replace
+from itertools import combinations
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from harness import ROOT, make_config, make_policy, make_run
+
+import main
+from engine.data import QuestionStream
+from engine.types import Completion, Trajectory
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+switched, ablations = (importlib.import_module(name) for name in ("switched", "ablations"))
+sys.path.pop(0)
+
+
+def make_row(reward: float, *, num_tokens: int = 4, truncated: bool = False) -> Trajectory:
+    completion = Completion(
+        token_ids=[7] * num_tokens,
+        log_probs=np.full(num_tokens, -1.0, np.float32),
+        entropies=np.zeros(num_tokens, np.float32),
+        truncated=truncated,
+        is_inserted=np.zeros(num_tokens, bool),
+    )
+    return Trajectory([5, 5, 5], completion, "", {"answer": reward}, reward)
+
+
+def make_group(*rewards: float) -> list[Trajectory]:
+    return [make_row(reward) for reward in rewards]
+
+
+def test_every_switch_of_a_row_is_there_and_replaces_a_function():
+    for switches in ablations.SWITCHES.values():
+        assert set(switches.split(",")) <= set(switched.SWITCHES)
+    for replaced in switched.SWITCHES.values():
+        assert all(callable(getattr(module, name)) for module, name, _ in replaced)
+
+
+# A sampler that lags behind
+
+
+def test_a_stale_sampler_gets_the_weights_after_every_fourth_step(rotary_model_folder, monkeypatch):
+    """Each update adds 1 to all weights. Measured is the model itself."""
+    for module, name, function in switched.SWITCHES["stale-4"]:
+        monkeypatch.setattr(module, name, function)
+
+    def update(run, micro_batches):
+        with torch.no_grad():
+            for weights in run.policy.model.parameters():
+                weights += 1
+        run.policy.refresh_sampler()
+        return {}, {}, 1
+
+    measured = []
+    monkeypatch.setattr(switched, "update_policy", update)
+    monkeypatch.setattr(switched, "answer_questions", lambda run: measured.append(run.policy))
+    run = make_run(make_policy(rotary_model_folder), make_config())
+    model, sampler = (next(m.parameters()) for m in (run.policy.model, run.policy.sampler))
+    lags = []
+    for run.state.step in range(9):
+        main.update_policy(run, [])
+        lags.append(round((model - sampler).mean().item()))
+    assert lags == [1, 2, 3, 0, 1, 2, 3, 0, 1]
+    main.answer_questions(run)
+    assert measured[0].sampler is run.policy.model is not run.policy.sampler
+
+
+def test_the_ratio_is_to_what_the_sampler_said(rotary_model_folder):
+    """Of three tokens one is now 1.5 times as likely, one as likely, one 0.5 times.
+
+    The advantage is 1, so that PPO clips the first, and the others weigh 1 and 0.5; without the
+    switch the first update is REINFORCE, whose loss has no ratio.
+    """
+    policy = make_policy(rotary_model_folder)
+    run = make_run(policy, make_config("training.policy_loss=ppo", "training.clip_eps=0.2"))
+    row = replace(make_row(1.0, num_tokens=3), advantage=1.0)
+    counts = {"num_rows": 1, "num_tokens": 3}
+    batch = main.make_micro_batch([row], run, **counts)
+    with torch.no_grad():
+        log_probs = policy.scorer(batch.input_ids, batch.completion_mask, temperature=1.0)[0, 3:]
+    row.completion.log_probs[:] = log_probs.numpy() - np.log([1.5, 1.0, 0.5])
+    batch, sums = switched.compare_with_sampler([row], run, **counts), {}
+    loss = main.accumulate_gradient(run, batch, sums)
+    weight = batch.token_weights[0, -1].item()
+    assert loss.item() == pytest.approx(-weight * (1.2 + 1.0 + 0.5), rel=1e-4)
+    assert sums["train/clip_frac"].tolist() == [1, 3]
+    plain = main.accumulate_gradient(run, main.make_micro_batch([row], run, **counts), {})
+    assert plain.item() == pytest.approx(-weight * log_probs.sum().item(), rel=1e-4)
+
+
+# Advantages
+
+
+def test_the_advantage_over_the_mean_counts_a_rare_answer_more():
+    rewards = torch.tensor([[1.0, 0, 0, 0], [1.0, 1, 0, 0], [0.0, 0, 0, 0], [1.0, 1, 1, 1]])
+    advantages = switched.advantages_over_mean(rewards, divide_by_std=False)
+    assert advantages.tolist() == [[3, -1, -1, -1], [1, 1, -1, -1], [0] * 4, [0] * 4]
+
+
+def test_the_most_varied_half_has_the_largest_variance_of_all_halves():
+    rewards = torch.tensor([[0.1, 1.1, 0.1, 0.1, 0.0, 1.1], [1.1, 1.1, 0.1, 1.1, 1.1, 0.06]])
+    masks = switched.most_varied(rewards, num_kept=3)
+    assert masks.sum(dim=1).tolist() == [3, 3]
+    for group, mask in zip(rewards, masks, strict=True):
+        best = max(np.var(some) for some in combinations(group.tolist(), 3))
+        assert np.var(group[mask].tolist()) == pytest.approx(best, rel=1e-6)
+
+
+def test_only_the_most_varied_half_is_trained_on_with_its_own_mean():
+    group = make_group(0.0, 0.0, 1.0, 0.0)
+    switched.assign_to_half([group], make_config())
+    assert [t.in_batch for t in group] == [True, False, True, False]
+    assert [t.advantage for t in group if t.in_batch] == [-0.5, 0.5]
+
+
+def test_sil_over_unequal_groups_leaves_groups_of_equals_out():
+    groups = [make_group(1.0, 1.0), make_group(0.0, 1.0)]
+    config = make_config("training.learning_type=sil", "training.k_best_of_n=[1, 2]")
+    switched.assign_to_unequal(groups, config)
+    assert [[t.advantage for t in group] for group in groups] == [[0, 0], [0, 1]]
+    assert [[t.in_batch for t in group] for group in groups] == [[True, False], [False, True]]
+
+
+# Questions and rewards
+
+
+@pytest.mark.parametrize(("good", "num_drawn"), [({10, 125, 130, 131}, 8), (set(), 12)])
+def test_groups_of_equals_are_replaced_by_fresh_questions(monkeypatch, good, num_drawn):
+    """A step of four questions at positions 8 to 11, of 400: the fresh ones are from 124 on.
+
+    Of 8 to 11 only 10 is good. The first round asks 124 to 126 in place of the others, the second
+    127 and 128, and so on until 131. Where none is good, twelve are asked in vain.
+    """
+    asked = []
+
+    def sample(run, questions, seeds, *, num_samples, params, clock):
+        asked.extend(zip(questions, seeds, strict=True))
+        return [make_group(float(q["n"] in good), 0.0) for q in questions]
+
+    monkeypatch.setattr(switched, "sample_trajectories", sample)
+    rows = [{"n": n} for n in range(400)]
+    stream = QuestionStream(rows, 0, False, lambda some: [True] * len(some), print)
+    run = SimpleNamespace(policy=SimpleNamespace(params="training"), train_questions=stream)
+    drawn, _ = stream.take(8, 4)
+    questions, seeds = [row for _, row in drawn], [(0, 5, p) for p, _ in drawn]
+    settings = {"num_samples": 2, "clock": None}
+    groups = switched.sample_fresh(run, questions, seeds, params="training", **settings)
+    fresh = asked[4:]
+    assert [seed for _, seed in fresh] == [(0, 5, 124 + i) for i in range(num_drawn)]
+    assert all(question["n"] == seed[-1] for question, seed in asked)
+    solved = [group[0].reward == 1 for group in groups]
+    assert solved == [q["n"] in good for q in questions]
+    asked.clear()
+    switched.sample_fresh(run, questions, seeds, params="evaluation", **settings)
+    assert len(asked) == 4
+
+
+def test_a_random_reward_follows_from_the_seed_alone(monkeypatch):
+    sample = switched.sample_with_random_reward
+    rewards = []
+    for solved in (0.0, 1.0):
+        groups = [make_group(*[solved] * 64) for _ in range(2)]
+        monkeypatch.setattr(switched, "sample_trajectories", lambda *_, groups=groups: groups)
+        rewards.append([[t.reward for t in g] for g in sample(None, [], [(0, 0, 1), (0, 0, 2)])])
+    assert rewards[0] == rewards[1] and rewards[0][0] != rewards[0][1]
+    assert {reward for group in rewards[0] for reward in group} == {0.0, 1.0}
+
+
+def test_a_reward_for_length_pays_nothing_for_what_is_cut_off(monkeypatch):
+    rows = [make_row(1.0, num_tokens=50), make_row(0.0, num_tokens=150)]
+    rows += [make_row(1.0, num_tokens=200, truncated=True)]
+    monkeypatch.setattr(switched, "sample_trajectories", lambda *_, params: [rows])
+    switched.sample_with_length_reward(None, [], [], params=SimpleNamespace(max_new_tokens=200))
+    assert [row.reward for row in rows] == [0.25, 0.75, 0.0]
