@@ -187,6 +187,8 @@ def run_all(rows: dict[str, list[str]], folder: Path, options: argparse.Namespac
                 sizes = QUICK if options.quick else [f"training.num_steps={NUM_STEPS}"]
                 questions = 2 if options.quick else questions_per_step()
                 sizes = [f"training.num_samples_per_step_global={questions}", *sizes]
+                if options.lab == "hard" and row in ("default", *AT_EQUAL_MINUTES):
+                    sizes = ["validation.every=10", *sizes]  # points for a curve over minutes
                 commands[name] = [*program_of(row), *LABS[options.lab], *where, *sizes, *rows[row]]
                 if row.startswith("stale-"):
                     shutil.rmtree(runs / name, ignore_errors=True)
