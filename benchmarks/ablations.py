@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two tiny steps: does it run?")
     options = parser.parse_args()
     make = make_hard_rows if options.lab == "hard" else make_rows
-    rows = make(2 if options.quick else questions_per_step())
+    rows = make(2 if options.quick else questions_per_step(LABS[options.lab]))
     if unknown := set(options.rows or ()) - set(rows):
         parser.error(f"{', '.join(unknown)}: must be among {', '.join(rows)}")
     folder = options.out / options.lab
@@ -185,10 +185,11 @@ def run_all(rows: dict[str, list[str]], folder: Path, options: argparse.Namespac
             if not (folder / f"{name}.csv").exists():
                 where = [f"run.dir={runs}", f"run.name={name}", f"training.seed={seed}"]
                 sizes = QUICK if options.quick else [f"training.num_steps={NUM_STEPS}"]
-                questions = 2 if options.quick else questions_per_step()
+                questions = 2 if options.quick else questions_per_step(LABS[options.lab])
                 sizes = [f"training.num_samples_per_step_global={questions}", *sizes]
-                if options.lab == "hard" and row in ("default", *AT_EQUAL_MINUTES):
-                    sizes = ["validation.every=10", *sizes]  # points for a curve over minutes
+                if options.lab == "hard":  # a curve over minutes needs more points
+                    every = 10 if row in ("default", *AT_EQUAL_MINUTES) else NUM_STEPS
+                    sizes.append(f"validation.every={every}")
                 commands[name] = [*program_of(row), *LABS[options.lab], *where, *sizes, *rows[row]]
                 if row.startswith("stale-"):
                     shutil.rmtree(runs / name, ignore_errors=True)

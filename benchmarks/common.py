@@ -16,9 +16,9 @@ from engine.model import copy_in
 torch.backends.cuda.enable_cudnn_sdp(False)  # as engine/distributed.py does for a run
 
 
-def questions_per_step() -> int:
-    """Questions in a step of the default run, which takes two ranks."""
-    return 2 * load_config([]).questions_per_rank(2)
+def questions_per_step(arguments: Sequence[str] = ()) -> int:
+    """Questions in a step of the default run, or of what arguments name, on two ranks."""
+    return 2 * load_config(list(arguments)).questions_per_rank(2)
 
 
 def bf16_copy(model: nn.Module) -> nn.Module:

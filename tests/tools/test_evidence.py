@@ -107,20 +107,21 @@ def test_both_sides_take_the_steps_of_the_default_run():
 # Ablations
 
 
-def config_of_row(overrides: list[str]) -> Config:
-    questions = ablations.questions_per_step()
-    return load_config([f"training.num_samples_per_step_global={questions}", *overrides])
+def config_of_row(recipe: list[str], overrides: list[str]) -> Config:
+    questions = ablations.questions_per_step(recipe)
+    size = f"training.num_samples_per_step_global={questions}"
+    return load_config([*recipe, size, *overrides])
 
 
 def test_every_row_is_the_default_with_one_thing_changed_and_samples_as_many():
     makers = {"ablations": ablations.make_rows, "hard": ablations.make_hard_rows}
     all_rows = set()
     for lab, recipe in ablations.LABS.items():
-        rows = makers[lab](ablations.questions_per_step())
-        default = config_of_row(recipe)
+        rows = makers[lab](ablations.questions_per_step(recipe))
+        default = config_of_row(recipe, [])
         num_rows = default.questions_per_rank(1) * default.training.group_size
         for name, overrides in rows.items():
-            config = config_of_row([*recipe, *overrides])
+            config = config_of_row(recipe, overrides)
             assert config.questions_per_rank(1) * config.training.group_size == num_rows, name
             changed = set(differences(config)) - set(differences(default))
             has_switch = name in ablations.SWITCHES
