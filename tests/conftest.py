@@ -13,6 +13,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ.get("GRPO_TEST_THREADS", "1")
 import pytest
 import torch
 from harness import NUM_THREADS, SIZES, save_random, tokens_of, train_tokenizer, write_questions
+from quick_python import quick_python
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -50,6 +51,13 @@ def own_signal_handlers() -> Iterator[None]:
     yield
     for number, handler in zip(numbers, handlers, strict=True):
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory) -> Iterator[Path]:
+    """A `python`, with a `torchrun` beside it, that has imported all packages already."""
+    with quick_python(tmp_path_factory.mktemp("bin")) as path:
+        yield path
 
 
 @pytest.fixture(scope="session")

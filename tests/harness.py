@@ -484,14 +484,6 @@ def program(
     return ["tests/launcher.py", json.dumps(plan), *arguments(folder, model, *overrides)]
 
 
-def command(folder: Path, model: Path, *overrides: str, num_ranks: int = 1) -> list[str]:
-    """The same as a command line, for a process that imports everything itself."""
-    launcher = [sys.executable]
-    if num_ranks > 1:
-        launcher += [*TORCHRUN, f"--nproc-per-node={num_ranks}"]
-    return [*launcher, *program(folder, model, *overrides)]
-
-
 def start(arguments: list[str], *torchrun: str, log: Path) -> BaseProcess:
     """A process of its own that runs the program, under torchrun if that is given options."""
     process = forkserver().Process(target=run_program, args=(arguments, torchrun, log))
@@ -604,13 +596,14 @@ def assert_same(one: Path, other: Path) -> None:
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
-def assert_resumes(folder: Path, model: Path, *overrides: str, half: int = 2, **how) -> Path:
-    """A run that ends after half of its steps and goes on leaves what an unbroken one does.
+def assert_resumes(folder: Path, model: Path, *overrides: str, **how) -> Path:
+    """A run that ends after one of its two steps and goes on leaves what an unbroken one does.
 
     Returns the folder of the run in two parts; `how` is that of `train`.
     """
-    for name, num_steps in (("whole", 2 * half), ("parts", half), ("parts", 2 * half)):
-        output = train(folder / name, model, *overrides, f"training.num_steps={num_steps}", **how)
-    assert f"resumed after step {half}" in output
+    for name, num_steps in (("whole", 2), ("parts", 1), ("parts", 2)):
+        steps = ["validation.every=1", f"training.num_steps={num_steps}"]
+        output = train(folder / name, model, *overrides, *steps, **how)
+    assert "resumed after step 1" in output
     assert_same(folder / "whole", folder / "parts")
     return folder / "parts/x"

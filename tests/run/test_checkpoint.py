@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import ENVIRONMENT, ROOT, assert_same, command, train, train_forked
+from harness import ENVIRONMENT, ROOT, assert_same, program, train, train_forked
 from transformers import AutoModelForCausalLM
 
 from engine import checkpoint
@@ -45,16 +45,14 @@ def test_a_run_in_two_parts_is_bit_for_bit_the_unbroken_one(
     assert_same(whole_run, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
-)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_happened(
-    tmp_path, rotary_model_folder, whole_run, number, status
+    python, tmp_path, rotary_model_folder, whole_run, number, status
 ):
     """The signal comes in its third step, or in the evaluation before."""
     steps = "training.num_steps=5"
     process = subprocess.Popen(
-        command(tmp_path, rotary_model_folder, steps),
+        [python, *program(tmp_path, rotary_model_folder, steps)],
         cwd=ROOT,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
@@ -90,8 +88,9 @@ def test_a_run_that_ran_out_of_memory_goes_on_with_smaller_batches(tmp_path, rot
 
 def test_a_full_disk_is_logged_and_the_run_goes_on(tmp_path, rotary_model_folder):
     """A limit on the size of files, which the weights exceed, stands for the full disk."""
+    settings = ["training.num_steps=2", "logging.rollouts_every=0"]
     done = subprocess.run(
-        command(tmp_path, rotary_model_folder, "training.num_steps=2", "logging.rollouts_every=0"),
+        [sys.executable, *program(tmp_path, rotary_model_folder, *settings)],
         cwd=ROOT,
         env=ENVIRONMENT,
         capture_output=True,

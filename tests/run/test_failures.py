@@ -304,10 +304,10 @@ def test_ddp_is_freed_before_the_process_group(tmp_path, model, settings, monkey
     assert caught.value.code == 0 and seen[1:] == [True]
 
 
-def torchrun(folder: Path, arguments: list[str]) -> tuple[int, str]:
+def torchrun(python: Path, folder: Path, *arguments: object, fault: dict) -> tuple[int, str]:
     """Exit status and stderr of two ranks, none of which may be left 60 s after the fault."""
     with subprocess.Popen(
-        [sys.executable, *TORCHRUN, "--nproc-per-node=2", *arguments],
+        [python, *TORCHRUN, "--nproc-per-node=2", *program(folder, *arguments, fault=fault)],
         cwd=ROOT,
         env=ENVIRONMENT,
         stdout=subprocess.DEVNULL,
@@ -338,11 +338,13 @@ def kill_group(pid: int) -> bool:
 
 
 @pytest.mark.timeout(180)
-def test_an_exception_on_one_rank_ends_all_with_its_traceback(tmp_path, model, settings, two_ranks):
+def test_an_exception_on_one_rank_ends_all_with_its_traceback(
+    python, tmp_path, model, settings, two_ranks
+):
     """In the third step: rank 1 grades 4 completions (an evaluation), then 16, 16, 4 and 16."""
     fault = {"do": "raise", "rank": 1, "calls": 50}
     overrides = [*settings, SEVEN, "checkpoint.every=2"]
-    status, errors = torchrun(tmp_path, program(tmp_path, model, *overrides, fault=fault))
+    status, errors = torchrun(python, tmp_path, model, *overrides, fault=fault)
     assert status != 0
     assert "RuntimeError: the reward function fails here" in errors
     assert "in sample_trajectories" in errors
@@ -352,11 +354,11 @@ def test_an_exception_on_one_rank_ends_all_with_its_traceback(tmp_path, model, s
 
 
 @pytest.mark.timeout(180)
-def test_a_reward_that_is_no_number_ends_all_ranks_with_a_line(tmp_path, model, settings):
+def test_a_reward_that_is_no_number_ends_all_ranks_with_a_line(python, tmp_path, model, settings):
     """Bug: NaN skipped ten steps, and then the log advised to lower the learning rate."""
     parts = {"format": 1.0, "answer": math.nan}
     fault = {"do": "pay", "parts": parts, "rank": 1, "calls": 50}
-    status, errors = torchrun(tmp_path, program(tmp_path, model, *settings, SEVEN, fault=fault))
+    status, errors = torchrun(python, tmp_path, model, *settings, SEVEN, fault=fault)
     assert status != 0
     (line,) = (line for line in errors.splitlines() if line.startswith("error: "))
     assert line.startswith(f"error: {ROOT}/countdown.py: reward_function must return a dict with")
@@ -365,9 +367,9 @@ def test_a_reward_that_is_no_number_ends_all_ranks_with_a_line(tmp_path, model, 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("victim", ["kill", "kill other"])
-def test_a_rank_that_dies_ends_the_others(tmp_path, model, settings, victim):
+def test_a_rank_that_dies_ends_the_others(python, tmp_path, model, settings, victim):
     fault = {"do": victim, "saves": 2, "delay_s": 0.1}
-    status, errors = torchrun(tmp_path, program(tmp_path, model, *settings, LONG, fault=fault))
+    status, errors = torchrun(python, tmp_path, model, *settings, LONG, fault=fault)
     assert status != 0
     assert "Signal 9 (SIGKILL)" in errors
 

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import textwrap
 import tomllib
 from pathlib import Path
@@ -192,7 +191,7 @@ def clone(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_every_command_that_needs_no_gpu_works_as_printed(clone):
+def test_every_command_that_needs_no_gpu_works_as_printed(clone, python):
     """In their order, from a copy of the repository; runs are made small by keys at the end."""
     pages = [block for text in DOCS.values() for block in blocks("sh", text)]
     lines = [line for block in pages for line in block.splitlines()]
@@ -200,7 +199,7 @@ def test_every_command_that_needs_no_gpu_works_as_printed(clone):
     commands = [command.replace("uv run ", "") for command in commands if "nnodes" not in command]
     commands = list(dict.fromkeys(commands))
     assert len(commands) >= 8
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
     for command in commands:
         result = subprocess.run(
             f"{command} {SMALL}" if "main.py" in command else command,

@@ -183,7 +183,7 @@ def test_a_run_that_skips_long_questions_goes_on_where_it_was(tmp_path, rotary_m
     evaluation.write_text("".join(evaluation.read_text().splitlines(True)[:8]))
     shared = [f"task.train={file}", f"task.eval={evaluation}", *SIZES]
     shared += ["training.num_samples_per_step_global=4", "logging.train_samples_every=1"]
-    assert_resumes(tmp_path, rotary_model_folder, *shared, half=1, num_ranks=2)
+    assert_resumes(tmp_path, rotary_model_folder, *shared, num_ranks=2)
     run = load_run(tmp_path / "whole", rotary_model_folder, *shared, "checkpoint.resume=auto")
     _, end = run.train_questions.take(0, 8)
     assert run.state.position == end > 8
@@ -401,9 +401,9 @@ def test_questions_that_leave_no_room_are_dropped_with_a_count(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_mistake_ends_the_process_with_one_line(tmp_path, num_ranks):
-    torchrun = [*TORCHRUN, f"--nproc-per-node={num_ranks}"] if num_ranks > 1 else []
-    command = [sys.executable, *torchrun, "main.py", f"run.dir={tmp_path}", "training.num_step=5"]
+def test_a_mistake_ends_the_process_with_one_line(python, tmp_path, num_ranks):
+    launcher = [python, *TORCHRUN, "--nproc-per-node=2"] if num_ranks > 1 else [sys.executable]
+    command = [*launcher, "main.py", f"run.dir={tmp_path}", "training.num_step=5"]
     result = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert result.returncode == (2 if num_ranks == 1 else 1)  # torchrun's own status is 1
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]

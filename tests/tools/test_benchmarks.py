@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,10 +19,12 @@ from logger import Logger
 pytestmark = pytest.mark.slow
 
 
-def run_quickly(script: str, *arguments: str, size: str = "--quick", **environment: str) -> str:
+def run_quickly(
+    python: Path, script: str, *arguments: str, size: str = "--quick", **environment: str
+) -> str:
     """What a benchmark prints on the smallest sizes."""
     result = subprocess.run(
-        [sys.executable, f"benchmarks/{script}", *size.split(), *arguments],
+        [python, f"benchmarks/{script}", *size.split(), *arguments],
         cwd=ROOT,
         env=USERS_ENVIRONMENT | environment,
         capture_output=True,
@@ -32,15 +35,15 @@ def run_quickly(script: str, *arguments: str, size: str = "--quick", **environme
     return result.stdout
 
 
-def test_the_rollouts_benchmark_prints_every_table_and_what_was_not_measured():
-    output = run_quickly("rollouts.py")
+def test_the_rollouts_benchmark_prints_every_table_and_what_was_not_measured(python):
+    output = run_quickly(python, "rollouts.py")
     for name in ("grouped", "model.generate", "questions", "samples", "max_new_tokens", "2 ranks"):
         assert any(line.startswith(name) for line in output.splitlines()), name
     assert output.count("not measured") == 2
 
 
-def test_one_table_of_the_rollouts_benchmark_can_be_had_alone():
-    output = run_quickly("rollouts.py", "--only", "growth")
+def test_one_table_of_the_rollouts_benchmark_can_be_had_alone(python):
+    output = run_quickly(python, "rollouts.py", "--only", "growth")
     assert "questions" in output and "model.generate" not in output and "2 ranks" not in output
 
 
@@ -56,29 +59,29 @@ SamplingParams = dict
 """
 
 
-def test_a_chat_model_is_timed_beside_vllm(rotary_model_folder, tmp_path):
+def test_a_chat_model_is_timed_beside_vllm(python, rotary_model_folder, tmp_path):
     """vLLM has an interpreter of its own; here it is a stand-in with the same calls."""
     (tmp_path / "vllm.py").write_text(VLLM)
     model = ["--model", str(rotary_model_folder), "--vllm-python", sys.executable]
-    output = run_quickly("rollouts.py", *model, PYTHONPATH=str(tmp_path))
+    output = run_quickly(python, "rollouts.py", *model, PYTHONPATH=str(tmp_path))
     rows = {line.split("  ")[0]: line.split() for line in output.splitlines()}
     for name in ("grouped", "model.generate", "vLLM"):
         assert rows[name][2] == "4.0", "every completion is as long as it may be"
     assert "2 ranks" not in output
 
 
-def test_what_it_cost_shows_twenty_answers_before_and_after(rotary_model_folder):
+def test_what_it_cost_shows_twenty_answers_before_and_after(python, rotary_model_folder):
     folder = str(rotary_model_folder)
-    output = run_quickly("what_it_cost.py", folder, folder, size="")
+    output = run_quickly(python, "what_it_cost.py", folder, folder, size="")
     assert output.startswith("20 of 20 answers stay the same word for word.")
     assert sum(line.count(" | ") == 2 for line in output.splitlines()) == 21
 
 
-def test_searches_counts_tries_and_equations_and_answers_the_question_of_the_readme(tmp_path):
+def test_searches_counts_tries_and_equations_and_answers_the_question_of_the_readme(tmp_path, python):
     """Bug: it called main.py in a way that was no longer there, and no test noticed."""
     size = "validation.num_examples=4 validation.best_of_n=2 validation.pass_k=[1]"
     file = tmp_path / "searches.md"
-    lines = run_quickly("searches.py", "--out", str(file), size=size).splitlines()
+    lines = run_quickly(python, "searches.py", "--out", str(file), size=size).splitlines()
     rows = {line.split("  ")[0]: line.split() for line in lines}
     assert rows["completions"][-1] == "8" and "equations right" in rows
     assert any(line.startswith("README's question, greedily (") for line in lines)
@@ -89,22 +92,22 @@ def test_searches_counts_tries_and_equations_and_answers_the_question_of_the_rea
 
 
 @pytest.mark.parametrize("part", ["correctness", "adapters", "speed", "step"])
-def test_what_only_a_gpu_can_show_runs_as_a_toy(part, tmp_path):
+def test_what_only_a_gpu_can_show_runs_as_a_toy(python, part, tmp_path):
     """Every aim of correctness is reached on a CPU too; speed has none for toys."""
-    output = run_quickly("gpu.py", part, "--out", str(tmp_path))
+    output = run_quickly(python, "gpu.py", part, "--out", str(tmp_path))
     found = json.loads((tmp_path / f"gpu-{part}.json").read_text())
     assert found["part"] == part and len(found["rows"]) >= 5
     assert all(row["is_reached"] and row["name"] in output for row in found["rows"])
 
 
-def test_a_check_that_raises_costs_its_own_rows_alone(tmp_path):
+def test_a_check_that_raises_costs_its_own_rows_alone(python, tmp_path):
     """Bug: it cost all rows of its part, and minutes on a GPU are dear."""
     run = "import sys; sys.path.insert(0, 'benchmarks'); import gpu\n"
     run += "def fail(setting): raise ValueError('no memory')\n"
     run += "gpu.PARTS['speed'] = (fail, gpu.time_head)\n"
     run += f"gpu.main(['speed', '--quick', '--out', {str(tmp_path)!r}])"
     environment, quiet = USERS_ENVIRONMENT, subprocess.DEVNULL
-    command = [sys.executable, "-c", run]
+    command = [python, "-c", run]
     result = subprocess.run(command, cwd=ROOT, env=environment, stdout=quiet, stderr=quiet)
     rows = json.loads((tmp_path / "gpu-speed.json").read_text())["rows"]
     assert result.returncode == 1 and len(rows) == 5
@@ -112,24 +115,24 @@ def test_a_check_that_raises_costs_its_own_rows_alone(tmp_path):
     assert rows[0]["name"] == "fail: ValueError: no memory"
 
 
-def test_a_step_of_the_published_setting_is_timed():
-    assert "3B step" in run_quickly("step_3b.py")
+def test_a_step_of_the_published_setting_is_timed(python):
+    assert "3B step" in run_quickly(python, "step_3b.py")
 
 
-def test_our_side_of_the_learning_benchmark_runs_once(tmp_path):
+def test_our_side_of_the_learning_benchmark_runs_once(python, tmp_path):
     """TRL's needs the package trl, which is no dependency of ours."""
     ours = ["--sides", "plain-grpo", "--seeds", "1", "--out", str(tmp_path)]
-    assert "plain-grpo, seed 1" in run_quickly("learning.py", *ours)
+    assert "plain-grpo, seed 1" in run_quickly(python, "learning.py", *ours)
     rows = read_jsonl(tmp_path / "learning/plain-grpo-s1.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert 0 == rows[0]["minutes"] < rows[1]["minutes"] < rows[2]["minutes"]
-    assert "seed 1" not in run_quickly("learning.py", *ours)
+    assert "seed 1" not in run_quickly(python, "learning.py", *ours)
 
 
-def test_ablations_leave_metrics_a_table_and_a_picture_and_run_once(tmp_path):
+def test_ablations_leave_metrics_a_table_and_a_picture_and_run_once(python, tmp_path):
     rows = ["bf16-weights", "top-k-10"]  # with a switch each
     arguments = ["--rows", *rows, "--jobs", "1", "--out", str(tmp_path)]
-    output = run_quickly("ablations.py", *arguments)
+    output = run_quickly(python, "ablations.py", *arguments)
     assert [f"{row}-s0: done" in output for row in rows] == [True, True]
     assert (tmp_path / "ablations.md").read_text().count("not run") > 15
     runs = tmp_path / "ablations/runs"
@@ -137,7 +140,7 @@ def test_ablations_leave_metrics_a_table_and_a_picture_and_run_once(tmp_path):
         state = runs / f"{row}-s0/checkpoints/last"
         weights = load_file(state / "model.safetensors").values()
         assert {weight.dtype for weight in weights} == {dtype}
-    assert "done" not in run_quickly("ablations.py", *arguments)
+    assert "done" not in run_quickly(python, "ablations.py", *arguments)
 
 
 def test_a_copy_that_scores_as_it_samples_hands_its_gradients_to_the_weights(

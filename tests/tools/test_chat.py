@@ -210,10 +210,10 @@ def test_what_cannot_be_asked_is_refused_in_one_line(monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGPIPE, signal.SIGINT])
-def test_the_command_answers_a_pipe_writes_nothing_and_ends_quietly(tmp_path, number):
+def test_the_command_answers_a_pipe_writes_nothing_and_ends_quietly(python, tmp_path, number):
     """Where its reader leaves early, as `head` does, and at Ctrl-C; shells call the latter 130."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    command = [sys.executable, "-m", "tools.chat", str(ROOT / "tiny")]
+    command = [python, "-m", "tools.chat", str(ROOT / "tiny")]
     with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, text=True, **pipes) as process:
         process.stdin.write(f"{QUESTION}\n" * 50)
         process.stdin.flush()
