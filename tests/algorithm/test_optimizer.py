@@ -1,6 +1,5 @@
 """The optimizers: what they keep, and that a run with either goes on where it was."""
 
-import io
 import math
 import sys
 from pathlib import Path
@@ -179,33 +178,11 @@ def test_weight_decay_is_on_all_but_the_vectors(model_folder, optimizer):
     assert sorted(decays) == sorted(expected)
 
 
-def test_muon_goes_on_from_its_saved_state(rotary_model_folder):
-    """A new optimizer that loads the state_dict from a file takes the same next step."""
-    results = []
-    for is_loaded in (False, True):
-        policy = make_policy(rotary_model_folder)
-        optimizer = make_optimizer(policy.model, make_config(*MUON))
-        for step in range(3):
-            if is_loaded and step == 2:
-                file = io.BytesIO()
-                torch.save(optimizer.state_dict(), file)
-                file.seek(0)
-                optimizer = make_optimizer(policy.model, make_config(*MUON))
-                optimizer.load_state_dict(torch.load(file, weights_only=True))
-            set_learning_rate(optimizer, 1e-3 / (step + 1))
-            generator = torch.Generator().manual_seed(seed(step))
-            for p in policy.model.parameters():
-                p.grad = torch.randn(p.shape, generator=generator)
-            optimizer.step()
-        results.append([p.detach() for p in policy.model.parameters()])
-    assert all(map(torch.equal, *results))
-
-
 def test_a_run_with_muon_in_two_parts_is_the_unbroken_one(tmp_path, rotary_model_folder, data):
     """On two ranks, of which one reads the checkpoint; the rates rise with each step."""
     run = assert_resumes(tmp_path, rotary_model_folder, *MUON, *data, num_ranks=2)
     _, *rows = read_jsonl(run / "metrics.jsonl")
-    assert [row["train/lr"] for row in rows] == pytest.approx([1e-4, 2e-4, 3e-4, 4e-4])
+    assert [row["train/lr"] for row in rows] == pytest.approx([1e-4, 2e-4])
     assert all(row["train/grad_norm"] > 0 for row in rows)  # else there would be no state to keep
 
 

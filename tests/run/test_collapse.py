@@ -77,7 +77,7 @@ def test_a_sign_is_reported_once_while_it_lasts():
 def test_a_collapsed_run_stops_where_the_config_says_so(rotary_model_folder, tmp_path):
     """A random model writes until it is cut off, which the means of ten steps show at step 10."""
     settings = ["training.num_samples_per_step=16", "training.max_new_gen_tokens=2"]
-    settings += ["training.num_steps=12"]
+    settings += ["training.k_best_of_n=[2, 2]", "training.num_steps=12"]
     stop, model = "training.stop_on_collapse=true", rotary_model_folder
     output = train(tmp_path, model, *settings, stop)
     assert "warning: the model may be collapsing" in output

@@ -14,7 +14,7 @@ from engine import checkpoint
 
 pytestmark = pytest.mark.slow
 
-EVALUATIONS = ("validation.every=1", "validation.num_examples=8", "validation.best_of_n=4")
+EVALUATE = "validation.every=1"
 BETTER_AT_STEP_2 = {"rates": [0.1, 0.1, 0.3, 0.2]}  # than before, so that best/ is replaced
 PHASES = {  # the first of them with one of its files on the main thread's stack
     "save": ("checkpoint.py", "logger.py"),
@@ -85,14 +85,14 @@ def test_a_run_killed_20_times_ends_as_the_unbroken_one(tmp_path, rotary_model_f
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("shard", ["false", "true"])
-def test_two_ranks_killed_8_times_end_as_the_unbroken_ones(
-    tmp_path, rotary_model_folder, settings, shard
+@pytest.mark.parametrize(("shard", "number"), [("false", 8), ("true", 4)])
+def test_two_ranks_killed_again_and_again_end_as_the_unbroken_ones(
+    tmp_path, rotary_model_folder, settings, shard, number
 ):
     """One rank at a time, whose torchrun ends the other, or both and torchrun with them."""
     victims, settings = ["kill", "kill other", "kill all"], [*settings, f"model.shard={shard}"]
     kill_again_and_again(
-        tmp_path, rotary_model_folder, *settings, num_ranks=2, number=8, victims=victims
+        tmp_path, rotary_model_folder, *settings, num_ranks=2, number=number, victims=victims
     )
 
 
@@ -117,7 +117,7 @@ def outline(copy: Path) -> set[tuple[Path, int]]:
 
 
 def run(folder: Path, model: Path, *overrides: str, **how) -> str:
-    return train(folder, model, *EVALUATIONS, *overrides, grading=BETTER_AT_STEP_2, **how)
+    return train(folder, model, EVALUATE, *overrides, grading=BETTER_AT_STEP_2, **how)
 
 
 def copies_of(folder: Path, model: Path, *overrides: str, saves: int) -> list[Path]:
@@ -174,7 +174,7 @@ def test_a_kill_while_the_same_step_is_saved_again_leaves_its_checkpoint(
     A step that a signal has saved is saved again when the resumed run has evaluated it.
     """
     parts, model = tmp_path / "parts", rotary_model_folder
-    overrides = (*EVALUATIONS, *settings, "training.num_steps=3")
+    overrides = (EVALUATE, *settings, "training.num_steps=3")
     fault = {"do": "terminate", "saves": 1, "events": 1}
     grading = BETTER_AT_STEP_2
     status, output = train_forked(parts, model, *overrides, fault=fault, grading=grading)

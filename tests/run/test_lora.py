@@ -378,8 +378,7 @@ def test_a_device_without_4_bits_is_refused():
 def test_a_run_in_two_parts_is_bit_for_bit_the_unbroken_one(tmp_path, rotary_model_folder, data):
     """On two ranks, in 4 bits, with dropout: its random numbers follow from a step's questions."""
     overrides = [*KINDS["4 bits"], "model.lora.dropout=0.1", KL, "training.num_iterations=2"]
-    overrides += [*data, "validation.every=1"]
-    assert_resumes(tmp_path, rotary_model_folder, *overrides, half=1, num_ranks=2)
+    assert_resumes(tmp_path, rotary_model_folder, *overrides, *data, num_ranks=2)
     weights, *_ = what_is_left(tmp_path / "whole")
     adapter = [value for name, value in weights.items() if "last" in name and "lora_B" in name]
     assert len(adapter) == 14 and all(value.abs().max() > 0 for value in adapter)
