@@ -1,11 +1,11 @@
-"""`python` and `torchrun` that have imported all packages already: a start takes no 4 seconds.
+"""`python` and `torchrun` that start at once, since all packages are imported already.
 
-A command runs in a fork of one process that has the packages loaded, but nothing of ours: it finds
-its modules as `python` would. The two programs pass arguments, folder, environment and open files
-on to the fork, and to it the signals that they get; they end with its status, or by its signal.
+Most of a command's time would be these imports, 4 seconds. Here it runs in a fork of a process that
+has the packages loaded but none of our modules, which it finds as `python` would. The two programs
+give the fork their arguments, folder, environment and open files, and pass signals on to it; they
+end with its status, or by the signal that ended it.
 """
 
-import builtins
 import contextlib
 import json
 import multiprocessing
@@ -21,14 +21,16 @@ from harness import ROOT, forkserver
 
 PROGRAM = """#!{python} -IS
 import json, os, signal, socket, sys
-server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 given = [{first!r} + sys.argv[1:], os.getcwd(), dict(os.environ)]
-socket.send_fds(server, [json.dumps(given).encode()], [0, 1, 2])
-pid = int(server.recv(99))
+socket.send_fds(server, [b"."], [0, 1, 2])
+server.sendall(json.dumps(given).encode() + b"\\n")
+replies = server.makefile()
+pid = int(replies.readline())
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     signal.signal(number, lambda number, frame: os.kill(pid, number))
-status = int(server.recv(99))
+status = int(replies.readline())
 if status < 0:
     signal.signal(-status, signal.SIG_DFL) if status != -signal.SIGKILL else None
     os.kill(os.getpid(), -status)
@@ -44,7 +46,7 @@ def quick_python(folder: Path) -> Iterator[Path]:
         text = PROGRAM.format(python=sys.executable, address=address, first=first)
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+    with socket.socket(socket.AF_UNIX) as server:
         server.bind(address)
         server.listen()
         process = forkserver().Process(target=serve, args=(server, str(folder / "python")))
@@ -55,10 +57,14 @@ def quick_python(folder: Path) -> Iterator[Path]:
 
 
 def serve(server: socket.socket, python: str) -> None:
-    """A fork for each command, until this process is killed."""
+    """A fork for each command, until this process is killed or the tests' own is gone."""
     sys.executable = python  # what a command starts is as quick
-    forget_our_modules()
-    while True:
+    folders = (ROOT, ROOT / "tests")  # whose modules are forgotten, and the way to them
+    sys.path[:] = [place for place in sys.path if place not in ("", *map(str, folders))]
+    ours = {path.stem for folder in folders for path in folder.iterdir()}
+    for name in [name for name in sys.modules if name.split(".")[0] in ours]:
+        del sys.modules[name]
+    while wait([server, multiprocessing.parent_process().sentinel])[0] is server:
         client, _ = server.accept()
         if os.fork() == 0:
             server.close()
@@ -67,34 +73,24 @@ def serve(server: socket.socket, python: str) -> None:
         client.close()
 
 
-def forget_our_modules() -> None:
-    """Leave only packages: neither this repository's modules nor the way to them."""
-    folders = (ROOT, ROOT / "tests")
-    sys.path[:] = [place for place in sys.path if place not in ("", *map(str, folders))]
-    ours = {path.stem for folder in folders for path in folder.iterdir()}
-    for name in [name for name in sys.modules if name.split(".")[0] in ours]:
-        del sys.modules[name]
-
-
 def answer(client: socket.socket) -> None:
     """Run one command, and kill it if the program that stands for it is gone."""
-    request, files, *_ = socket.recv_fds(client, 1 << 20, 3)
-    process = multiprocessing.get_context("fork").Process(
-        target=run, args=(client, *json.loads(request), files)
-    )
+    _, files, *_ = socket.recv_fds(client, 1, 3)
+    given = json.loads(client.makefile().readline())
+    process = multiprocessing.get_context("fork").Process(target=run, args=(client, files, *given))
     process.start()
     for file in files:
         os.close(file)
-    client.send(str(process.pid).encode())
+    client.sendall(b"%d\n" % process.pid)
     wait([process.sentinel, client])
     process.kill()
     process.join()
     with contextlib.suppress(OSError):
-        client.send(str(process.exitcode).encode())
+        client.sendall(b"%d\n" % process.exitcode)
 
 
 def run(
-    client: socket.socket, arguments: list[str], place: str, environment: dict, files: list[int]
+    client: socket.socket, files: list[int], arguments: list[str], place: str, environment: dict
 ) -> None:
     """What `python ARGUMENTS` does."""
     client.close()
@@ -114,10 +110,6 @@ def run(
         sys.path[:0] = [place, *paths]
         sys.modules.pop(name, None)
         runpy.run_module(name, run_name="__main__", alter_sys=True)
-    elif arguments[0] == "-c":
-        _, code, *sys.argv[1:] = arguments
-        sys.path[:0] = ["", *paths]
-        exec(code, {"__name__": "__main__", "__builtins__": builtins})
     else:
         sys.argv = arguments
         sys.path[:0] = [str(Path(arguments[0]).resolve().parent), *paths]

@@ -10,10 +10,8 @@ import pytest
 import torch
 from harness import (
     alone,
-    arguments,
     assert_same,
     finish,
-    grade_by_text,
     program,
     start,
     train,
@@ -21,9 +19,7 @@ from harness import (
 )
 from transformers import AutoModelForCausalLM
 
-import main
 from engine import checkpoint
-from engine.config_file import load_config
 
 TWO, THREE = "training.num_steps=2", "training.num_steps=3"
 
@@ -244,28 +240,6 @@ def test_a_checkpoint_of_another_version_is_named(parts, rotary_model_folder, da
 # Ending
 
 
-def test_a_closed_terminal_saves_the_run_as_a_signal_to_end_does(
-    tmp_path, rotary_model_folder, data, whole, monkeypatch
-):
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
-    grade_by_text(monkeypatch)
-    given = arguments(tmp_path, rotary_model_folder, *data, THREE, "checkpoint.every=100")
-    update = main.update_policy
-
-    def hang_up(run, groups):
-        if run.state.step == 1:
-            signal.raise_signal(signal.SIGHUP)
-        return update(run, groups)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(main, "update_policy", hang_up)
-        assert main.run_training(main.load_run(load_config(given))) == 128 + signal.SIGHUP
-    run = main.load_run(load_config(given))
-    assert run.is_resumed and run.state.step == 2
-    assert main.run_training(run) == 0
-    assert_same(whole, tmp_path)
-
-
 def test_a_hangup_that_nohup_makes_ignored_is_ignored():
     world, before = alone(), signal.signal(signal.SIGHUP, signal.SIG_IGN)
     world.catch_signals()
@@ -273,11 +247,3 @@ def test_a_hangup_that_nohup_makes_ignored_is_ignored():
     assert world.stop_signal == 0
     world.leave()
     assert signal.signal(signal.SIGHUP, before) is signal.SIG_IGN
-
-
-def test_the_last_line_after_a_signal_says_what_was_saved(tmp_path, rotary_model_folder, data):
-    fault = {"do": "interrupt", "saves": 1, "events": 1}
-    status, output = train_forked(tmp_path, rotary_model_folder, *data, TWO, fault=fault)
-    assert status == 130
-    last = output.strip().splitlines()[-1]
-    assert "all is saved" in last and "the same command" in last

@@ -26,7 +26,6 @@ from harness import (
     read_jsonl,
     run_on_ranks,
     seed,
-    train,
     train_forked,
     what_is_left,
 )
@@ -525,21 +524,6 @@ def test_a_finished_run_exports_when_it_is_started_again(
     monkeypatch.setattr("engine.export.get_token", lambda: None)
     with pytest.raises(ExportError, match=r"there is no token: `hf auth login` .* is in .*/x/best"):
         export(run)
-
-
-def test_the_recipe_runs_on_a_cpu(tmp_path, rotary_model_folder):
-    questions = [{"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"} for n in range(40)]
-    file = tmp_path / "questions.jsonl"
-    file.write_text("\n".join(map(json.dumps, questions)))
-    overrides = ["training.num_steps=2", "training.warmup_steps=0", "training.num_iterations=2"]
-    overrides += ["training.num_samples_per_step_global=2"]
-    overrides += [f"task.train={file}", f"task.eval={file}"]
-    train(tmp_path, rotary_model_folder, "--config=configs/gsm8k-lora.yaml", *overrides)
-    assert (tmp_path / "x/best/adapter_config.json").exists()
-    AutoModelForCausalLM.from_pretrained(tmp_path / "x/merged")
-    *_, last = read_jsonl(tmp_path / "x/metrics.jsonl")
-    assert last["train/kl"] > 0 and last["train/grad_norm"] > 0
-    assert last["train/sampler_mismatch"] < 1e-4
 
 
 def test_the_copy_in_4_bits_is_the_merged_model_rounded(finished):

@@ -377,29 +377,6 @@ def test_a_mistake_is_printed_once(capsys, monkeypatch, tmp_path, variable, wait
     assert waited_s == waits_s
 
 
-def test_questions_that_leave_no_room_are_dropped_with_a_count(
-    capsys, rotary_model_folder, tmp_path
-):
-    """450 numbers need more than the model's context of 1024 tokens."""
-    file = write_questions(tmp_path / "rows.jsonl")
-    long_rows = [{"nums": [number] * 450, "target": 1} for number in NUMBERS]
-    file.write_text(file.read_text() + "".join(json.dumps(row) + "\n" for row in long_rows))
-    settings = [f"task.train={file}", f"task.eval={file}", "validation.num_examples=100"]
-    run = load_run(tmp_path, rotary_model_folder, *settings)
-    output = capsys.readouterr().out
-    rows = run.validation_questions
-    assert all(len(row["nums"]) == 1 for row in rows)
-    pattern = r"(\d+) of (\d+) validation questions are too long .*: dropped"
-    dropped, among = map(int, re.search(pattern, output).groups())
-    assert among - dropped == len(rows) > 0
-    num_training = 2 * len(NUMBERS) - among
-    taken, _ = run.train_questions.take(0, num_training)
-    assert all(len(row["nums"]) == 1 for _, row in taken)
-    pattern = r"skipped so far since they are too long .*: (\d+) of (\d+) training questions"
-    *_, (skipped, of) = re.findall(pattern, output + capsys.readouterr().out)
-    assert 0 < int(skipped) <= len(NUMBERS) - dropped and int(of) == num_training
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_mistake_ends_the_process_with_one_line(python, tmp_path, num_ranks):
     launcher = [python, *TORCHRUN, "--nproc-per-node=2"] if num_ranks > 1 else [sys.executable]

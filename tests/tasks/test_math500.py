@@ -162,15 +162,6 @@ def test_the_recipe_runs_on_local_files_and_pays_for_equal_values(tmp_path, boxi
     assert any(row["eval/pass@1"] > 0 for row in metrics)
 
 
-def test_the_recipe_runs_on_real_problems(tmp_path, boxing_model_folder):
-    file, source = real_file("math500", "test.json"), tmp_path / "train.json"
-    rows = json.loads(file.read_text())
-    source.write_text(json.dumps(rows[:40]))
-    metrics = train(tmp_path, boxing_model_folder, train=source, eval=file)
-    assert [row["step"] for row in metrics] == [0, 1, 2]
-    assert metrics[1]["train/reward_timeouts"] == 0
-
-
 def test_the_real_evaluation_file_loads_whole(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     file = real_file("math500", "test.json")

@@ -106,8 +106,9 @@ def test_a_check_that_raises_costs_its_own_rows_alone(python, tmp_path):
     run += "def fail(setting): raise ValueError('no memory')\n"
     run += "gpu.PARTS['speed'] = (fail, gpu.time_head)\n"
     run += f"gpu.main(['speed', '--quick', '--out', {str(tmp_path)!r}])"
+    (tmp_path / "run.py").write_text(run)
     environment, quiet = USERS_ENVIRONMENT, subprocess.DEVNULL
-    command = [python, "-c", run]
+    command = [python, tmp_path / "run.py"]
     result = subprocess.run(command, cwd=ROOT, env=environment, stdout=quiet, stderr=quiet)
     rows = json.loads((tmp_path / "gpu-speed.json").read_text())["rows"]
     assert result.returncode == 1 and len(rows) == 5
