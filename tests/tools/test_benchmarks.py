@@ -77,7 +77,7 @@ def test_what_it_cost_shows_twenty_answers_before_and_after(python, rotary_model
     assert sum(line.count(" | ") == 2 for line in output.splitlines()) == 21
 
 
-def test_searches_counts_tries_and_equations_and_answers_the_question_of_the_readme(tmp_path, python):
+def test_searches_counts_tries_and_equations_and_answers_a_question(tmp_path, python):
     """Bug: it called main.py in a way that was no longer there, and no test noticed."""
     size = "validation.num_examples=4 validation.best_of_n=2 validation.pass_k=[1]"
     file = tmp_path / "searches.md"
