@@ -12,7 +12,7 @@ import main
 from engine.config_file import load_config
 from tasks import guess
 
-QUESTION = {"low": 23, "high": 72, "number": 41}
+QUESTION = {"low": 23, "high": 37, "number": 28}
 RECIPE = ROOT / "configs/guess-smollm2.yaml"
 
 
@@ -23,33 +23,35 @@ def play(*messages: str) -> tuple[list[str | None], dict[str, float]]:
     return [environment.respond(message) for message in messages], environment.get_reward()
 
 
-def test_halving_finds_each_number_in_six_guesses_and_486_on_average():
+def test_halving_finds_each_number_in_four_guesses_and_327_on_average():
     counts = []
-    for number in range(23, 73):
+    for number in range(23, 38):
         environment = guess.Environment()
-        environment.reset(low=23, high=72, number=number)
+        environment.reset(low=23, high=37, number=number)
         reply = ""
         while reply is not None:
             reply = environment.respond(str((environment.low + environment.high) // 2))
-        assert environment.get_reward() == {"answer": 1.0, "narrowed": 1.0}
+        assert environment.get_reward() == {"answer": 1.0, "narrowed": 1.0, "inside": 1.0}
         counts.append(len(environment.guesses))
-    assert max(counts) == 6 and sum(counts) / 50 == 4.86
+    assert max(counts) == 4 and sum(counts) == 49  # 3.27 on average
 
 
 def test_it_says_higher_or_lower_and_what_is_left():
-    replies, paid = play("47.", "I say 30", "22", "no idea", "between 50 and 60: 100")
-    assert replies[0] == "Lower: between 23 and 46."
-    assert replies[1] == replies[2] == replies[3] == "Higher: between 31 and 46."
-    assert replies[4] == "Lower: between 31 and 46."
-    assert paid == {"answer": 0.0, "narrowed": pytest.approx(math.log(50 / 16, 50))}
-    assert play("41") == ([None], {"answer": 1.0, "narrowed": 1.0})
-    assert play(*["1"] * 6)[0][5] is None
+    replies, paid = play("35.", "I say 25", "22", "between 20 and 26: 100")
+    assert replies[0] == "Lower: between 23 and 34."
+    assert replies[1] == replies[2] == "Higher: between 26 and 34."
+    assert replies[3] is None
+    narrowed = pytest.approx(math.log(15 / 9, 15))
+    assert paid == {"answer": 0.0, "narrowed": narrowed, "inside": 0.5}
+    assert play("28") == ([None], {"answer": 1.0, "narrowed": 1.0, "inside": 1.0})
+    assert play("1", "28")[1] == {"answer": 1.0, "narrowed": 1.0, "inside": 0.5}
+    assert play("30")[1]["inside"] == 0.25  # a game that ends early has missed the other guesses
 
 
 def test_nothing_is_paid_for_lists_repetitions_or_numbers_outside():
-    for message in ("", "40 41 42", "1", "999", "-5", "9" * 10_000, "41 0"):
-        assert play(*[message] * 6)[1]["answer"] == 0
-    assert play("1", "1", "100", "100")[1] == {"answer": 0.0, "narrowed": 0.0}
+    for message in ("", "27 28 29", "1", "999", "-5", "9" * 10_000, "28 0"):
+        assert play(*[message] * 4)[1]["answer"] == 0
+    assert play("1", "1", "100", "100")[1] == {"answer": 0.0, "narrowed": 0.0, "inside": 0.0}
     assert play(" ".join(map(str, range(100))))[1]["answer"] == 0
 
 
@@ -61,9 +63,9 @@ def test_ranges_are_either_trained_on_or_validated():
         load_rows(Task, "generated", split) for split in ("train", "validation")
     )
     assert not {row["low"] for row in training} & {row["low"] for row in validation}
-    assert len(training) + len(validation) == 51 * 50
+    assert len(training) + len(validation) == 86 * 15
     for row in training + validation:
-        assert 1 <= row["low"] <= row["number"] <= row["high"] == row["low"] + 49 <= 100
+        assert 1 <= row["low"] <= row["number"] <= row["high"] == row["low"] + 14 <= 100
     assert len(load_rows(Task, "generated", "validation", 10)) == 10
 
 
