@@ -223,6 +223,7 @@ SOURCES = {
 }
 OUR_OWN = {
     "countdown-tiny-sil",
+    "countdown-tiny-hard",
     "countdown-qwen2.5-7b",
     "arithmetic-smollm2",
     "gsm8k-qwen2.5-1.5b-lora",
