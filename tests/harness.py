@@ -7,6 +7,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import pickle
 import runpy
 import signal
 import sys
@@ -425,7 +426,7 @@ def run_on_ranks(
     results: dict[int, Any] = {}
     while len(results) < num_ranks and time.monotonic() < deadline:
         while not queue.empty():
-            rank, value = queue.get()
+            rank, value = pickle.loads(queue.get())
             results[rank] = value
         if any(rank.exitcode not in (None, 0) for rank in ranks):
             break
@@ -441,7 +442,8 @@ def run_rank(function: Callable, rank: int, num_ranks: int, store: Path, args: t
     """The body of one rank's process."""
     torch.set_num_threads(NUM_THREADS)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
-    queue.put((rank, function(World(rank=rank, size=num_ranks, device=CPU), *args)))
+    value = function(World(rank=rank, size=num_ranks, device=CPU), *args)
+    queue.put(pickle.dumps((rank, value)))  # else a tensor is fetched, from a rank that may be gone
     dist.barrier()  # a rank that ends early would take its connections with it
     dist.destroy_process_group()
 
