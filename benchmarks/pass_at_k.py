@@ -144,11 +144,12 @@ def write_table(counts: dict[str, list[int]], num_samples: int, file: Path) -> N
         f"|{'---|' * (len(ks) + 4)}",
     ]
     (first, before), *_ = counts.items()
+    curves = {name: curve(solved, num_samples) for name, solved in counts.items()}
     for name, solved in counts.items():
-        rates, others = curve(solved, num_samples), ["", "", ""]
+        rates, others = curves[name], ["", "", ""]
         if name != first:
             was, is_now = (np.array(some) > 0 for some in (before, solved))
-            k = crossing(curve(before, num_samples), rates)
+            k = crossing(curves[first], rates)
             others = [k or "never", (is_now & ~was).sum(), (was & ~is_now).sum()]
         cells = [name, *(f"{rates[k - 1]:.3f}" for k in ks), *others]
         lines.append(f"| {' | '.join(map(str, cells))} |")

@@ -21,10 +21,9 @@ import engine.model
 import main as program
 from engine.config import Config
 from engine.distributed import World
-from engine.metrics import Clock
 from engine.model import Policy, copy_in
 from engine.run import Run
-from engine.types import MicroBatch, SamplingParams, Seed, Trajectory
+from engine.types import MicroBatch, Seed, Trajectory
 from logger import Logger
 
 load_model, answer_questions = engine.model.load_model, program.answer_questions
@@ -140,8 +139,8 @@ def advantages_over_mean(rewards: Tensor, *, divide_by_std: bool) -> Tensor:
 def assign_to_half(groups: list[list[Trajectory]], config: Config) -> None:
     """Train on the half of each group with the largest variance of reward, and only that.
 
-    PODS (arXiv:2504.13818). The mean that is taken off is that of the half, and the loss is divided
-    by its rows alone.
+    PODS (arXiv:2504.13818). An advantage is the reward minus the mean of the half, and the loss is
+    divided by the number of rows in the half.
     """
     rewards = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
     is_kept = most_varied(rewards, num_kept=rewards.shape[1] // 2).tolist()
@@ -183,13 +182,7 @@ def is_equal(group: list[Trajectory]) -> bool:
 
 
 def sample_fresh(
-    run: Run,
-    questions: list[dict],
-    seeds: list[Seed],
-    *,
-    num_samples: int,
-    params: SamplingParams,
-    clock: Clock,
+    run: Run, questions: list[dict], seeds: list[Seed], **settings: object
 ) -> list[list[Trajectory]]:
     """Replace questions whose completions all earn the same by fresh ones, until none is left.
 
@@ -197,11 +190,9 @@ def sample_fresh(
     a step has. They come from the part of the stream that 40 steps on a few thousand questions
     never reach, so none is asked twice. `questions` are changed in place, for the logs.
     """
-    sample = functools.partial(
-        sample_trajectories, run, num_samples=num_samples, params=params, clock=clock
-    )
+    sample = functools.partial(sample_trajectories, run, **settings)
     groups = sample(questions, seeds)
-    if params is not run.policy.params:  # an evaluation
+    if settings["params"] is not run.policy.params:  # an evaluation
         return groups
     *name, position = seeds[0]
     position = len(run.train_questions.questions) // 4 + 3 * position

@@ -71,6 +71,8 @@ class World:
 
     def broadcast_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Give every rank the weights and averages of rank 0, which alone may see checkpoints."""
+        if self.size == 1:
+            return
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             state = optimizer.state[parameter]
             shapes = {k: v.to("meta") if torch.is_tensor(v) else v for k, v in state.items()}
@@ -80,8 +82,7 @@ class World:
                 elif name not in state:  # all are on the parameter's device
                     state[name] = torch.empty_like(value, device=parameter.device)
             for tensor in (parameter.data, *filter(torch.is_tensor, state.values())):
-                if self.size > 1:
-                    dist.broadcast(tensor, src=0)
+                dist.broadcast(tensor, src=0)
 
     def catch_signals(self) -> None:
         """From here on a signal to end sets a flag, which the next sum shows to all ranks."""
