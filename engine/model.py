@@ -40,7 +40,6 @@ from engine.probe import supports_float16, supports_grouped
 from engine.prompts import end_of_turn, render_prompt
 from engine.sharding import whole
 from engine.tensors import autocast
-from engine.truncation import truncates
 from engine.types import SamplingParams
 
 Log = Callable[[str], None]
@@ -340,7 +339,7 @@ def sampling_params(
 ) -> SamplingParams:
     """How the completions that are trained on are sampled."""
     training, sampling = config.training, config.sampling
-    if config.mode == "train" and truncates(sampling):
+    if config.mode == "train" and (sampling.top_p < 1 or sampling.top_k > 0):
         log(
             "sampling.top_p or top_k is on: completions are drawn from a truncated "
             "distribution, but scored under the whole one, so the gradient is biased"

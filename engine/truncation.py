@@ -3,13 +3,6 @@
 import torch
 from torch import Tensor
 
-from engine.config import SamplingSettings
-
-
-def truncates(sampling: SamplingSettings) -> bool:
-    """Whether completions are drawn from less than the whole distribution."""
-    return sampling.top_p < 1 or sampling.top_k > 0
-
 
 def keep_likeliest(probs: Tensor, top_p: float, top_k: int) -> Tensor:
     """Set the probabilities (B, V) outside the top k, then those outside the top p, to 0."""
