@@ -7,23 +7,13 @@ graph serves one shape only.
 
 import warnings
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from engine.cache import Room, whole_leaps
+from engine.cache import whole_leaps
 
 warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")  # at each start
-
-
-class Batch(Protocol):
-    """What the steps need of main.py's DecodeBatch."""
-
-    room: Room
-    mask: Tensor  # (B, P + T)
-
-    def step(self, num_columns: int) -> None: ...
 
 
 class CapturedSteps:
@@ -31,7 +21,7 @@ class CapturedSteps:
 
     steps_per_check = 16  # until ended rows are dropped again: each time makes another shape
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Any) -> None:
         if not batch.room.is_there:
             raise ValueError("the tensors of this cache move, so a step cannot be replayed")
         self.batch = batch
