@@ -7,15 +7,13 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -56,13 +54,13 @@ class World:
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def on_main(self, function: Callable[[], T]) -> T:
+    def on_main(self, function: Callable[..., Any], *what: Any, **how: Any) -> Any:
         """Call it on rank 0; every rank returns its value, or raises its error as a ValueError."""
         value = problem = None
         if self.is_main:
             try:
-                value = function()
-            except (ValueError, OSError) as error:  # a user's mistake
+                value = function(*what, **how)
+            except (ValueError, OSError) as error:  # a user's mistake, a full disk
                 problem = str(error)
         value, problem = self.broadcast((value, problem))
         if problem is not None:
@@ -200,6 +198,5 @@ def settle_ddp_buckets(scorer: nn.Module, device: torch.device) -> None:
     ids = torch.zeros((1, 2), dtype=torch.long, device=device)
     mask = torch.ones_like(ids, dtype=torch.bool)
     for is_ordered in (False, True):
-        log_probs = scorer(ids, mask, temperature=1.0)
-        (0.0 * log_probs.sum()).backward()
+        (0.0 * scorer(ids, mask, temperature=1.0).sum()).backward()
         scorer.zero_grad(set_to_none=not is_ordered)

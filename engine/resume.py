@@ -45,8 +45,8 @@ def resume(run: Run) -> None:
     is another process's or holds results that would be overwritten.
     """
     world, config = run.world, run.config
-    folder, saved = world.on_main(functools.partial(find_saved, run))
-    run.rests_on["the files of model.name"] = world.on_main(functools.partial(of_model, config))
+    folder, saved = world.on_main(find_saved, run)
+    run.rests_on["the files of model.name"] = world.on_main(of_model, config)
     if config.model.shard:
         check_shared_disk(run.folder, world)
     if saved is None:
@@ -136,7 +136,7 @@ def save_checkpoint(run: Run) -> bool:
     """
     root, world = run.folder / "checkpoints", run.world
     if run.state.skipped_in_a_row > 0:
-        newest = world.on_main(functools.partial(checkpoint.newest_whole, root))
+        newest = world.on_main(checkpoint.newest_whole, root)
         if newest is not None and checkpoint.step_of(newest) >= run.state.changed_at:
             run.logger.info("all steps since the newest checkpoint were skipped: nothing to save")
             return True
@@ -168,15 +168,13 @@ def save_checkpoint(run: Run) -> bool:
 
 def save_on_main(run: Run, save: Callable[..., None], *what: Any, **how: Any) -> bool:
     """Call `save` on rank 0; if the disk is full, warn, and return False on all ranks."""
-    is_saved = True
-    if run.world.is_main:
-        try:
-            save(*what, **how)
-        except OSError as error:
-            fix = "what was saved before is kept; free some space, or lower checkpoint.keep"
-            run.logger.warning(f"nothing saved at step {run.state.step}: {error}; {fix}")
-            is_saved = False
-    return run.world.broadcast(is_saved)
+    try:
+        run.world.on_main(save, *what, **how)
+    except ValueError as error:  # rank 0's OSError, on every rank
+        fix = "what was saved before is kept; free some space, or lower checkpoint.keep"
+        run.logger.warning(f"nothing saved at step {run.state.step}: {error}; {fix}")
+        return False
+    return True
 
 
 def stop(run: Run) -> int:

@@ -1,6 +1,5 @@
 """A start of the program: where it writes, and what it takes over from the run's first start."""
 
-import functools
 import os
 import tempfile
 from datetime import date
@@ -45,8 +44,8 @@ def settle(config: Config, world: World) -> Config:
     ValueError if an evaluation could not be written: now, not after all the work.
     """
     if config.mode == "evaluate":
-        world.on_main(functools.partial(check_writable, run_folder(config)))
-    commit, today = world.on_main(functools.partial(commit_and_date, config))
+        world.on_main(check_writable, run_folder(config))
+    commit, today = world.on_main(commit_and_date, config)
     model = config.model.model_copy(update={"revision": commit})
     task = config.task.model_copy(update={"template_date": today})
     return config.model_copy(update={"model": model, "task": task})
