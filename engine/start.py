@@ -1,10 +1,10 @@
 """A start of the program: where it writes, and what it takes over from the run's first start."""
 
 import os
-import tempfile
 from datetime import date
 from pathlib import Path
 
+from engine.checkpoint import check_writable
 from engine.config import Config, run_name
 from engine.config_file import read_file, section_of
 from engine.distributed import World
@@ -25,16 +25,6 @@ def run_folder(config: Config) -> Path:
     if config.mode == "train" or config.run.name is not None or not is_of_run:
         return Path(config.run.dir) / run_name(config)
     return folder
-
-
-def check_writable(folder: Path) -> None:
-    """Raises ValueError if no file can be made in the folder."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        fix = f"cannot be written ({error.strerror}); give another run.dir"
-        raise ValueError(f"{folder} {fix}") from error
 
 
 def settle(config: Config, world: World) -> Config:
