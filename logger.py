@@ -385,6 +385,13 @@ def write_atomically(path: Path, text: str) -> None:
     temporary.unlink(missing_ok=True)
     append_durably(temporary, text)
     temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -30,6 +30,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.lora import load_adapter_weights
+from logger import sync
 
 LARGEST_HASHED_FILE = 1_000_000  # bytes; hashing all weights would make every start slow
 MARKER = "has_checkpoints"
@@ -136,15 +137,6 @@ def mend(folder: Path) -> None:
     old = folder.with_name(f"{folder.name}.old")
     if old.exists() and not folder.exists():
         old.rename(folder)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk itself."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def save_model(

@@ -31,9 +31,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from engine.checkpoint import sync
 from engine.distributed import World
 from engine.types import MicroBatch
+from logger import sync
 
 PART = "part-{:05d}.safetensors"  # a rank's file in a checkpoint
 SHARED_DISK_TIMEOUT_S = 30  # a network disk may show another node's new file late
