@@ -35,64 +35,7 @@ METHODS = {
     "sil": "SIL (self-improvement learning), imitation of the best of several completions",
 }
 KINDS = {"transformers": "A fine-tuned copy of", "peft": "An adapter (for the package peft) of"}
-CARD = """\
----
-{metadata}
----
-
-# {metadata.model_name}
-
-{kind} {base}, trained by reinforcement learning on {config.task.name}: {method}.
-Made by plain-grpo.
-
-## Scores
-
-| | pass@1 | 95% interval |
-|---|---|---|
-{scores}
-
-{num_questions} validation questions, {config.validation.best_of_n} samples each,
-temperature {config.validation.temperature}. This model is the best of its run so far on these same
-questions, so its score is a little too good.
-
-Also measured of it: {other_scores}.
-
-## Data
-
-Training questions: {train}. Validation questions, none of which is trained on: {eval}.
-What a completion earns follows from rules; its parts are weighted by {reward_weights}.
-
-## Recipe
-
-Steps taken: {run.state.step}, on {run.world.size} x {run.world.device.type}. The
-settings that matter most, and all others that differ from plain-grpo's defaults:
-
-```
-{recipe}
-```
-
-## How to use it
-
-The prompt is that of a validation question, as in training:
-
-```python
-from transformers import AutoModelForCausalLM, {tokenizer_class}
-
-folder = "."  # the folder of this file, or its id on the hub
-tokenizer = {tokenizer_class}.from_pretrained(folder)
-model = AutoModelForCausalLM.from_pretrained(folder)
-prompt = {prompt!r}
-inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens={add_special_tokens})
-output = model.generate(
-    **inputs,
-    max_new_tokens={config.max_validation_tokens},
-    {sampling},
-)
-print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-```
-
-The licence is that of {base}.
-"""
+CARD = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
 
 
 def model_card(run: Run, measured: dict[str, float]) -> str:
