@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from harness import SIZES, alone, make_config, make_policy, peak_bytes, save_random, seed, tokens_of
 from reference import COMPLETIONS, PROMPTS, score
 from torch import nn
@@ -75,12 +76,17 @@ def test_it_is_log_softmax_for_any_loss(monkeypatch, kept_bytes, columns, temper
         loss = (log_probs / 10).exp().sum()
         results.append([log_probs, *torch.autograd.grad(loss, inputs)])
     # The rounding of a logit is a relative error of its probability: half a bit of fp32 (2**-24)
-    # times its size. Each of the two computations rounds a logit and a few sums of them.
-    largest = (linear(hidden) / temperature).abs().max().item()
-    tolerance = 4 * 2**-24 * largest
+    # times its size. Each of the two computations rounds a logit and a few sums of them. A gradient
+    # is a sum of terms that may cancel, as 1 - p does: it errs by as much as their sizes.
+    logits = linear(hidden).detach() / temperature
+    tolerance = 4 * 2**-24 * logits.abs().max().item()
     assert tolerance < 1e-4  # or it would say nothing
-    for ours, expected in zip(*results, strict=True):
-        assert (ours - expected).norm() <= tolerance * expected.norm()
+    log_probs = results[1][0].detach()
+    terms = logits.softmax(dim=-1) + F.one_hot(token_ids, V)  # (M, V)
+    terms *= (log_probs / 10).exp()[:, None] / (10 * temperature)
+    sizes = [1 - log_probs, terms @ linear.weight.abs(), terms.T @ hidden.abs(), terms.sum(dim=0)]
+    for ours, expected, size in zip(*results, sizes[: len(results[0])], strict=True):
+        assert (ours - expected).norm() <= tolerance * size.norm()
 
 
 def test_what_needs_no_gradient_gets_none(monkeypatch):
