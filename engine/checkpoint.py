@@ -19,7 +19,6 @@ import json
 import os
 import shutil
 import socket
-import tempfile
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -42,14 +41,15 @@ RESULTS += ("mlflow_run_id", "rollouts.jsonl", "samples.jsonl", "metrics.jsonl")
 # A run's folder
 
 
-def check_writable(folder: Path) -> None:
-    """Make the folder if there is none; raises ValueError if no file can be made in it."""
+@contextlib.contextmanager
+def writing_in(folder: Path) -> Iterator[None]:
+    """Make the folder if there is none; ValueError if that, or a file in it, is not possible."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        yield
     except OSError as error:
-        fix = f"cannot be written ({error.strerror}); give another run.dir"
-        raise ValueError(f"{folder} {fix}") from error
+        problem = f"{folder} cannot be written ({error.strerror}); give another run.dir"
+        raise ValueError(problem) from error
 
 
 def lock_folder(folder: Path, warn: Callable[[str], None]) -> TextIO:
@@ -58,8 +58,8 @@ def lock_folder(folder: Path, warn: Callable[[str], None]) -> TextIO:
     The lock is the operating system's (flock; Linux passes it on to NFS); it ends with the process.
     Raises ValueError if another process has it, which is named, or if the folder is not writable.
     """
-    check_writable(folder)
-    file = (folder / "lock").open("a+", encoding="utf-8")
+    with writing_in(folder):
+        file = (folder / "lock").open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -189,7 +189,7 @@ class Config(Section):
         num_steps = int(num_epochs * num_questions / questions_per_step)
         if num_steps == 0:
             problem = f"of {num_questions} questions is less than a step of {questions_per_step}"
-            raise ConfigError(f"training.num_epochs = {num_epochs}: {problem}; raise it")
+            raise ConfigError([f"training.num_epochs = {num_epochs}: {problem}; raise it"])
         training = self.training.model_copy(update={"num_steps": num_steps, "num_epochs": None})
         return self.model_copy(update={"training": training})
 
@@ -222,7 +222,11 @@ def run_name(config: Config) -> str:
 
 
 class ConfigError(ValueError):
-    """A user's mistake, or several: each line names the key or the file, and the fix."""
+    """A user's mistake; each of `lines` names the key or the file, and the fix."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
 
 
 LARGEST_NUM_COMPLETIONS = 10_000_000  # of a step or an evaluation
@@ -232,7 +236,7 @@ def check_world(config: Config, num_ranks: int) -> None:
     """Raises ConfigError for values that cannot work together, or not on this number of ranks."""
     values, problems = dotted_values(config), impossible(config, num_ranks)
     if lines := [f"{key} = {show(values[key])}: {problem}" for key, problem in problems]:
-        raise ConfigError("\n".join(lines))
+        raise ConfigError(lines)
 
 
 def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
@@ -318,5 +322,5 @@ def check_same_run(saved: dict, config: Config, rests_on: dict | None = None) ->
         if key not in (*FREE_KEYS, *ROUNDING_KEYS)
     ]
     if lines:
-        raise ConfigError("\n".join(lines))
+        raise ConfigError(lines)
     return [key for key in changed if key in ROUNDING_KEYS]

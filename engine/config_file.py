@@ -30,14 +30,14 @@ def load_config(arguments: list[str]) -> Config:
     try:
         options, overrides = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError([str(error)]) from error
     if options.help:
         if os.environ.get("RANK", "0") == "0":
             print(help_text(overrides))
         raise SystemExit(0)
     files = options.config or [ROOT / "config.yaml"]
     if len(files) > 1:
-        raise ConfigError(f"--config {' '.join(files)}: give one file; keys can follow it")
+        raise ConfigError([f"--config {' '.join(files)}: give one file; keys can follow it"])
     return combine(read_file(Path(files[0]).expanduser()), overrides)
 
 
@@ -64,7 +64,7 @@ def parse_yaml(text: str | bytes, *, origin: str | Path) -> Any:
     except (RecursionError, yaml.YAMLError, ValueError) as error:  # ValueError: a date in month 13
         nesting = isinstance(error, RecursionError)
         problem = "nested too deeply" if nesting else " ".join(str(error).split())
-        raise ConfigError(f"{origin}: cannot be read as YAML: {problem}") from error
+        raise ConfigError([f"{origin}: cannot be read as YAML: {problem}"]) from error
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
@@ -72,9 +72,9 @@ def read_file(path: str | Path) -> dict[str, Any]:
     try:
         content = parse_yaml(Path(path).read_bytes(), origin=path)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give --config a YAML file") from error
+        raise ConfigError([f"{path}: {error.strerror}; give --config a YAML file"]) from error
     if content is not None and not isinstance(content, dict):
-        raise ConfigError(f"{path}: must hold sections of keys, as config.yaml does")
+        raise ConfigError([f"{path}: must hold sections of keys, as config.yaml does"])
     return content or {}
 
 
@@ -83,7 +83,7 @@ def parse_override(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     if not equals:
         example = "section.key=value, for example training.num_steps=60"
-        raise ConfigError(f"{override}: write {example}; --help lists the keys")
+        raise ConfigError([f"{override}: write {example}; --help lists the keys"])
     return key, parse_yaml(text, origin=override)
 
 
@@ -100,7 +100,7 @@ def nest(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
             nested.append((key, value))
     for (key, one), (other, two) in itertools.permutations(nested, 2):
         if other.startswith(f"{key}.") and merge(one, two) != merge(two, one):
-            raise ConfigError(f"{key}: {other} is given beside it; leave one of the two out")
+            raise ConfigError([f"{key}: {other} is given beside it; leave one of the two out"])
     return functools.reduce(merge, (values for _, values in nested), {})
 
 
@@ -126,7 +126,7 @@ def replaced_length(from_file: dict[str, Any], overrides: dict[str, Any]) -> dic
     for place, values in (("file", in_file), ("command line", given)):
         if values.get("num_steps") is not None and values.get("num_epochs") is not None:
             problem = f"it sets num_steps, which the {place} gives too; leave one out"
-            raise ConfigError(f"training.num_epochs = {show(values['num_epochs'])}: {problem}")
+            raise ConfigError([f"training.num_epochs = {show(values['num_epochs'])}: {problem}"])
     if given.get("num_steps") is not None:
         return {"training": {"num_epochs": None}}
     if given.get("num_epochs") is not None:
@@ -179,7 +179,7 @@ def describe(full_schema: type[Config]) -> list[str]:
     return [f"{key} = {show(defaults[key])}: {known[key]}" for key in known]
 
 
-def explain(error: ValidationError, full_schema: type[Config], values: dict) -> str:
+def explain(error: ValidationError, full_schema: type[Config], values: dict) -> list[str]:
     """One line for each key that pydantic rejects: its value and what is allowed."""
     known, lines = known_keys(full_schema), []
     for detail in error.errors():
@@ -201,7 +201,7 @@ def explain(error: ValidationError, full_schema: type[Config], values: dict) -> 
             hint = nearest(key, [*SECTIONS, *known])
             problem = f"unknown key{place}{hint}; --help lists the keys"
         lines.append(f"{subject}: {problem}")
-    return "\n".join(dict.fromkeys(lines))
+    return list(dict.fromkeys(lines))
 
 
 def nearest(key: str, known: list[str]) -> str:

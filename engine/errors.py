@@ -63,7 +63,7 @@ def mistakes_cost_one_line() -> Iterator[None]:
             # torchrun ends all ranks with the first: give rank 0 time to print the same mistake.
             time.sleep(3)
         if is_first_start and (is_first_rank or not is_config):
-            lines = str(error).split("\n") if is_config else [str(error)]
+            lines = error.lines if is_config else [str(error)]
             print("\n".join(f"error: {line}" for line in lines), file=sys.stderr)
         sys.exit(2)
 

@@ -92,7 +92,7 @@ def render_prompt(messages: list[dict] | str, tokenizer: Tokenizer, **how: Any) 
     if isinstance(messages, str):
         return messages
     if tokenizer.chat_template is None:
-        return "\n".join(message["content"] for message in messages)
+        return plain_text(messages)
     prefix = assistant_prefix(messages)
     chat = messages[:-1] if prefix else messages
     # Some templates rewrite what an assistant says, so we append the prefix to the text.
@@ -180,6 +180,11 @@ def assistant_prefix(messages: list[dict] | str) -> str:
     """The beginning of the answer that the prompt already contains; "" if it contains none."""
     is_begun = not isinstance(messages, str) and messages[-1]["role"] == "assistant"
     return messages[-1]["content"] if is_begun else ""
+
+
+def plain_text(messages: list[dict]) -> str:
+    """The chat as text for a tokenizer without a chat template."""
+    return "\n".join(message["content"] for message in messages)
 
 
 def completion_text(completion: Completion, tokenizer: Tokenizer) -> str:

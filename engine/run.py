@@ -111,9 +111,9 @@ class Run:
         mine = of_questions(validation, training)
         if world.sum([mine != world.broadcast(mine)]).item() > 0:
             fix = "make it load the same list in each process: sorted(set(...)), not list(set(...))"
-            raise ConfigError(f"task.name = {task.name}: each rank has other questions; {fix}")
+            raise ConfigError([f"task.name = {task.name}: each rank has other questions; {fix}"])
         if len(validation) < world.size:
-            raise ConfigError(f"{len(validation)} validation questions for {world.size} ranks")
+            raise ConfigError([f"{len(validation)} validation questions for {world.size} ranks"])
         self.rests_on["the questions of task.train and task.eval"] = mine
 
     def check_progress(self) -> None:

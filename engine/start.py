@@ -1,10 +1,11 @@
 """A start of the program: where it writes, and what it takes over from the run's first start."""
 
 import os
+import tempfile
 from datetime import date
 from pathlib import Path
 
-from engine.checkpoint import check_writable
+from engine.checkpoint import writing_in
 from engine.config import Config, run_name
 from engine.config_file import read_file, section_of
 from engine.distributed import World
@@ -25,6 +26,11 @@ def run_folder(config: Config) -> Path:
     if config.mode == "train" or config.run.name is not None or not is_of_run:
         return Path(config.run.dir) / run_name(config)
     return folder
+
+
+def check_writable(folder: Path) -> None:
+    with writing_in(folder):
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 def settle(config: Config, world: World) -> Config:

@@ -27,11 +27,11 @@ def load_task(name: str) -> ModuleType:
         module = import_file(own_file)
     else:
         choices = f"{', '.join(built_in_tasks())}, or the name of a .py file in {Path.cwd()}"
-        raise ConfigError(f"task.name = {show(name):.80}: must be one of {choices}")
+        raise ConfigError([f"task.name = {show(name):.80}: must be one of {choices}"])
     if hasattr(module, "Environment") and not hasattr(module, "REWARD_PARTS"):
         module.REWARD_PARTS = ("answer",)  # what a get_reward that returns a number pays
     if problems := list(problems_of_task(module)):
-        raise ConfigError("\n".join(f"{module.__file__}: {problem}" for problem in problems))
+        raise ConfigError([f"{module.__file__}: {problem}" for problem in problems])
     return module
 
 

@@ -99,7 +99,7 @@ def harmless(file: Path, overrides: list[str]) -> dict[str, Any]:
     name = task_name(kept)
     if name not in built_in_tasks() and "name" not in section_of(typed, "task"):
         problem = f"{file}: task.name = {name!r:.80}: a file that was found cannot have code run"
-        raise ConfigError(f"{problem}; if you trust it, add --config {file}")
+        raise ConfigError([f"{problem}; if you trust it, add --config {file}"])
     return kept
 
 
@@ -107,10 +107,10 @@ def load_chat(config: Config, *, watch: bool = False) -> Run:
     """A run with the model and the task, but without questions and without a folder."""
     world, _ = init_world()
     if world.size > 1:
-        raise ConfigError(f"{world.size} ranks: start one process only, without torchrun")
+        raise ConfigError([f"{world.size} ranks: start one process only, without torchrun"])
     logger, task = Logger(rank=0), load_task(config.task.name)
     if not hasattr(task, "parse_question") and not watch:
-        raise ConfigError(f"task.name = {config.task.name}: it has no parse_question")
+        raise ConfigError([f"task.name = {config.task.name}: it has no parse_question"])
     return Run(config, world, logger, Path(), task, load_policy(config, world, logger), [])
 
 

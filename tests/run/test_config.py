@@ -72,7 +72,8 @@ def lines_raised(function, *arguments):
     """The lines of the ConfigError that the function raises."""
     with pytest.raises(ConfigError) as caught:
         function(*arguments)
-    return str(caught.value).split("\n")
+    assert all("\n" not in line for line in caught.value.lines)
+    return caught.value.lines
 
 
 def line_of(*arguments):

@@ -20,6 +20,7 @@ from engine.data import QuestionStream, is_in_split, load_examples, load_questio
 from engine.prompts import (
     assistant_prefix,
     encode_prompts,
+    plain_text,
     pose,
     render_prompt,
     render_prompts,
@@ -755,7 +756,7 @@ def test_a_chat_template_that_fails_is_named_in_one_line(templated):
 
 
 def test_without_a_chat_template_the_prompt_is_plain_text(tokenizer):
-    assert render_prompt(CHAT, tokenizer) == "Make 24.\nLet me see.\n<think>"
+    assert render_prompt(CHAT, tokenizer) == plain_text(CHAT) == "Make 24.\nLet me see.\n<think>"
 
 
 def test_a_plain_text_stays_as_it_is_even_with_a_chat_template(tokenizer, templated):
