@@ -84,7 +84,7 @@ def test_it_is_log_softmax_for_any_loss(monkeypatch, kept_bytes, columns, temper
     log_probs = results[1][0].detach()
     terms = logits.softmax(dim=-1) + F.one_hot(token_ids, V)  # (M, V)
     terms *= (log_probs / 10).exp()[:, None] / (10 * temperature)
-    sizes = [1 - log_probs, terms @ linear.weight.abs(), terms.T @ hidden.abs(), terms.sum(dim=0)]
+    sizes = [log_probs, terms @ linear.weight.abs(), terms.T @ hidden.abs(), terms.sum(dim=0)]
     for ours, expected, size in zip(*results, sizes[: len(results[0])], strict=True):
         assert (ours - expected).norm() <= tolerance * size.norm()
 
