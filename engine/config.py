@@ -87,21 +87,21 @@ class SamplingSettings(Section):
 
 class TrainingSettings(Section):
     learning_type: Literal["grpo", "sil"] = "grpo"
-    num_steps: PositiveInt = 60
+    num_steps: PositiveInt = 20
     num_epochs: float | None = Field(None, gt=0, le=10_000)
     num_samples_per_step: Count = 16
     num_samples_per_step_global: Count | None = None
     k_best_of_n: list[Count] = Field([16, 16], min_length=2, max_length=2)
-    max_new_gen_tokens: Count = 208
+    max_new_gen_tokens: Count = 320
     micro_batch_tokens: PositiveInt = 2_048
     optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
-    learning_rate: Rate = 2.0e-4
+    learning_rate: Rate = 6.0e-4
     muon_learning_rate: Rate = 1.0e-3
     embedding_learning_rate: Rate | None = None
     adam_betas: list[Fraction] = Field([0.9, 0.999], min_length=2, max_length=2)
     adam_eps: float = Field(1.0e-8, gt=0, le=1)
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    warmup_steps: NonNegativeInt = 10
+    warmup_steps: NonNegativeInt = 5
     weight_decay: float = Field(0.0, ge=0, le=10)
     max_grad_norm: PositiveFloat = 1.0
     advantage: Literal["mean", "zscore"] = "mean"
@@ -123,7 +123,7 @@ class TrainingSettings(Section):
 
 
 class ValidationSettings(Section):
-    every: PositiveInt = 20
+    every: PositiveInt = 10
     num_examples: Count = 512
     best_of_n: Count = 8
     pass_k: list[Count] = Field([1, 8], min_length=1)
@@ -147,7 +147,7 @@ class LoggingSettings(Section):
     experiment: Text = "plain-grpo"
     samples: NonNegativeInt = 3
     train_samples_every: NonNegativeInt = 0
-    rollouts_every: NonNegativeInt = 20
+    rollouts_every: NonNegativeInt = 10
 
 
 class ExportSettings(Section):

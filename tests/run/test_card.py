@@ -89,7 +89,7 @@ def test_the_recipe_holds_what_differs_and_what_everyone_asks_for():
     card = card_of(*HUB, "training.kl_coef=0.01", "checkpoint.keep=5")
     assert "Steps taken: 5, on 1 x cpu." in card
     lines = card.split("```")[1].strip().split("\n")
-    assert "training.kl_coef: 0.01" in lines and "training.learning_rate: 0.0002" in lines
+    assert "training.kl_coef: 0.01" in lines and "training.learning_rate: 0.0006" in lines
     assert not any(line.startswith(("checkpoint.", "model.name", "task.train")) for line in lines)
 
 
@@ -135,7 +135,7 @@ def test_the_code_in_the_card_asks_the_model_as_training_did(
         ),
         (
             ["validation.temperature=0", "validation.best_of_n=1", "validation.pass_k=[1]"],
-            "max_new_tokens=208, do_sample=False",
+            "max_new_tokens=320, do_sample=False",
         ),
     ],
 )

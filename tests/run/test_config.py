@@ -486,12 +486,12 @@ def test_the_questions_of_a_step_are_given_for_each_rank_or_for_all_together():
 @pytest.mark.parametrize(
     ("in_file", "overrides", "num_steps", "num_epochs"),
     [
-        ("num_steps: 30", "", 30, None),
-        ("num_epochs: 2", "", 60, 2.0),  # 60 stands until the questions are counted
+        ("num_steps: 40", "", 40, None),
+        ("num_epochs: 2", "", 20, 2.0),  # 20 stands until the questions are counted
         ("num_epochs: 2, num_steps: null", "", None, None),
         ("num_epochs: 2", "training.num_steps=5", 5, None),
-        ("num_steps: 30", "training.num_epochs=0.5", 60, 0.5),
-        ("num_steps: 30, num_epochs: null", "training.num_epochs=null", 30, None),
+        ("num_steps: 40", "training.num_epochs=0.5", 20, 0.5),
+        ("num_steps: 40, num_epochs: null", "training.num_epochs=null", 40, None),
         ("seed: 1", "training.num_epochs=2 training.num_steps=5", None, None),
         ("num_steps: 30, num_epochs: 2", "training.num_steps=5", None, None),
     ],
@@ -695,7 +695,7 @@ def test_help_is_a_line_for_each_key_with_its_default_and_what_is_allowed(capsys
     usage, explanation, keys = capsys.readouterr().out.split("\n\n")
     assert usage.startswith("usage: ") and explanation.startswith("FILE sets keys (config.yaml if")
     lines = keys.splitlines()
-    assert "training.num_steps = 60: an integer > 0" in lines
+    assert "training.num_steps = 20: an integer > 0" in lines
     assert "model.revision = null: text or null" in lines
     assert "task.max_target = 99: an integer >= 1 and <= 1000000 (task countdown)" in lines
     assert "task.max_tokens = null: an integer > 0 or null (task gsm8k)" in lines
