@@ -4,8 +4,8 @@
     python benchmarks/report_picture.py runs/countdown-tiny-grpo-s0
 
 Of the groups that the run kept it takes the one with the fewest right answers, at least one, and of
-that the first four completions: what the update makes more likely stands beside what it makes less
-likely.
+that the two best and the two worst completions: what the update makes more likely stands beside
+what it makes less likely.
 """
 
 import argparse
@@ -22,7 +22,6 @@ from engine import ROOT
 from tools.report import by_step, read_lines, write_report
 
 SIZE = {"width": 820, "height": 1200}  # of the window: two completions side by side
-NUM_SHOWN = 4
 
 
 def main() -> None:
@@ -40,7 +39,8 @@ def main() -> None:
         page.goto(file.as_uri())
         page.locator("#step").select_option(str(step))
         others = f"#groups > section:not(:nth-child({group + 1}))"
-        around = f".controls, #count, h2, h2 + p, article:nth-child(n + {NUM_SHOWN + 1})"
+        between = "article:nth-child(n + 3):not(:nth-last-child(-n + 2))"  # best and worst are left
+        around = f".controls, #count, h2, h2 + p, {between}"
         page.add_style_tag(content=f"{others}, {around} {{ display: none }}")
         picture = Image.open(io.BytesIO(page.locator("#rollouts").screenshot()))
         browser.close()

@@ -41,9 +41,9 @@ def test_it_loads_without_a_note_on_changed_tokens(capsys):
 def test_it_solves_some_questions_not_most():
     """The default run shall start between 0.15 and 0.45. Here its first 256 questions are asked.
 
-    On twice as many, tiny/README.md has 0.365, five standard errors away from both ends.
+    On twice as many, tiny/README.md has 0.365 and 0.376, five standard errors away from both ends.
     """
-    measured, low, high = 0.365, 0.15, 0.45
+    measured, low, high = 0.37, 0.15, 0.45
     config, policy = make_config("validation.num_examples=256"), make_policy(TINY)
     questions, _ = load_questions(
         countdown, config, tokenizer=policy.tokenizer, context=policy.context_length, log=print

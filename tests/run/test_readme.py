@@ -129,7 +129,7 @@ def test_the_example_by_numbers_is_what_main_computes():
     scale = LossScale(enabled=False)
     accumulate_gradient(SimpleNamespace(config=config, policy=policy, loss_scale=scale), batch, {})
     assert f"The mean of the group is {sum(rewards) / 4:.3f}," in " ".join(README)
-    assert weights[mask].tolist() == pytest.approx([1 / 832] * sum(lengths))
+    assert weights[mask].tolist() == pytest.approx([1 / 1280] * sum(lengths))
     rows = [line for line in README if re.match(r"\| [A-D]: ", line)]
     for row, reward, advantage, length, gradient in zip(
         rows, rewards, advantages, lengths, log_probs.grad, strict=True
