@@ -7,10 +7,11 @@
     python benchmarks/ablations.py --lab hard                 # the same of questions that are hard
 
 Each run takes 40 steps on one process with one thread, and as many samples a step as the default on
-two ranks. A run that is stopped goes on from its last checkpoint in runs/ablations/. The metrics of
-a run that has ended are copied to results/ablations/<row>-s<seed>.csv, and it is not run again.
-Table and picture, results/ablations.md and .png, come from these files alone. What one sees in a
-row is written by hand in results/ablations/remarks.yaml, a sentence for each name.
+two ranks. "default" is here the one before today's, with which these runs were made. A run that is
+stopped goes on from its last checkpoint in runs/ablations/. The metrics of a run that has ended are
+copied to results/ablations/<row>-s<seed>.csv, and it is not run again. Table and picture,
+results/ablations.md and .png, come from these files alone. What one sees in a row is written by
+hand in results/ablations/remarks.yaml, a sentence for each name.
 
 The lab "hard" (configs/countdown-tiny-hard.yaml) has rows of its own, also of variants for which
 there is no key (switched.py); its files are named hard instead of ablations. A step of some rows is
@@ -39,7 +40,14 @@ from tools.plot import BEST_OF, COLORS, STYLE, curve_of, points, read_table
 NUM_STEPS = 40
 CLOSE = 0.02  # a smaller difference in pass@1 is called none by the picture's title
 TITLES = ("pass@1", f"best of {load_config([]).validation.best_of_n}")
-LABS = {"ablations": [], "hard": ["--config", "configs/countdown-tiny-hard.yaml"]}
+LABS = {
+    "ablations": [  # the default that its runs were made with
+        "training.learning_rate=2e-4",
+        "training.warmup_steps=10",
+        "training.max_new_gen_tokens=208",
+    ],
+    "hard": ["--config", "configs/countdown-tiny-hard.yaml"],
+}
 # What no key of the config changes: see switched.py
 SWITCHES = {
     "top-k-10": "whole-evaluation",
@@ -73,12 +81,12 @@ QUICK = [
 ]
 
 
-def make_rows(questions: int) -> dict[str, list[str]]:
+def make_rows(questions: int, lab: str = "ablations") -> dict[str, list[str]]:
     """The name of each row and the keys that it changes; `questions` are those of a step.
 
     All rows sample as many completions in a step.
     """
-    default = load_config([]).training
+    default = load_config(LABS[lab]).training
     num_samples, rate = questions * default.group_size, default.learning_rate
     rows = {
         "default": [],
@@ -91,14 +99,14 @@ def make_rows(questions: int) -> dict[str, list[str]]:
             f"training.num_samples_per_step_global={num_samples // size}",
         ]
     for factor in (0.5, 2, 4):
-        rows[f"lr-x{factor}"] = [f"training.learning_rate={rate * factor}"]
+        rows[f"lr-x{factor}"] = [f"training.learning_rate={rate * factor:g}"]
     rows |= {
         "kl-0.02": ["training.kl_coef=0.02"],
         "sil-1": ["training.learning_type=sil", f"training.k_best_of_n=[1, {default.group_size}]"],
         "sil-4": ["training.learning_type=sil", f"training.k_best_of_n=[4, {default.group_size}]"],
         "muon": ["training.optimizer=muon"],
         "lora-r8": ["model.lora={r: 8}"],
-        "lora-r8-lr-x10": ["model.lora={r: 8}", f"training.learning_rate={rate * 10}"],
+        "lora-r8-lr-x10": ["model.lora={r: 8}", f"training.learning_rate={rate * 10:g}"],
         "temperature-0.7": ["sampling.temperature=0.7"],
         "top-k-10": ["sampling.top_k=10"],
         "skip-truncated": ["training.skip_truncated=true"],
@@ -121,7 +129,7 @@ def make_rows(questions: int) -> dict[str, list[str]]:
 
 def make_hard_rows(questions: int) -> dict[str, list[str]]:
     """The same for the lab of hard questions."""
-    both = make_rows(questions)
+    both = make_rows(questions, "hard")
     rows = {name: both[name] for name in IN_BOTH}
     for age in (4, 8):
         rows |= {
