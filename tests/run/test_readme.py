@@ -134,7 +134,7 @@ def test_the_example_by_numbers_is_what_main_computes():
     for row, reward, advantage, length, gradient in zip(
         rows, rewards, advantages, lengths, log_probs.grad, strict=True
     ):
-        cells = [str(length), f"{reward:.1f}", f"{advantage:+.3f}", "1/832", f"{gradient[0]:+.5f}"]
+        cells = [str(length), f"{reward:.1f}", f"{advantage:+.3f}", "1/1280", f"{gradient[0]:+.5f}"]
         cells.append("likelier" if gradient[0] < 0 else "less likely")
         assert [cell.strip() for cell in row.split("|")[2:-1]] == cells
         assert (gradient[:length] == gradient[0]).all() and not gradient[length:].any()

@@ -105,7 +105,7 @@ def test_the_page_holds_curves_evaluations_rollouts_and_the_config(tmp_path):
     assert (
         different["training.num_steps"]["value"],
         different["training.num_steps"]["default"],
-    ) == ("40", "60")
+    ) == ("40", "20")
 
 
 @pytest.mark.parametrize("rate", [1493 / 4096, 0.3125])
@@ -348,7 +348,7 @@ def test_the_config_shows_what_differs_or_all(page):
     rows = page.locator("#settings tr")
     assert rows.all_inner_texts() == [
         "task.prompt\t</script>{nums}\tnull",
-        "training.num_steps\t40\t60",
+        "training.num_steps\t40\t20",
     ]
     page.locator("#only-different").uncheck()
     assert rows.count() > 60 and page.locator("#settings .differs").count() == 2
