@@ -114,8 +114,7 @@ def measure(file: Path, keys: list[str]) -> None:
         run = program.load_run(load_config([*keys, "mode=evaluate", f"run.dir={folder}"]))
     groups = program.answer_questions(run)
     solved = [sum(t.is_solved for t in group) for group in groups]
-    samples = run.config.validation.best_of_n
-    found = {"model": run.config.model.name, "samples": samples, "solved": solved}
+    found = {"samples": run.config.validation.best_of_n, "solved": solved}
     write_atomically(file, json.dumps(found) + "\n")
 
 
