@@ -79,7 +79,7 @@ def main() -> None:
 def tiny_models() -> dict[str, str]:
     """The folder of each model that is measured, before and after its training."""
     after = {
-        f"{kind}-{step}": str(RUNS / f"{kind}-s0/checkpoints/step-{step:06d}")
+        f"{kind}-{step}": f"{RUNS.relative_to(ROOT)}/{kind}-s0/checkpoints/step-{step:06d}"
         for kind in TYPES
         for step in STEPS
     }
@@ -114,7 +114,8 @@ def measure(file: Path, keys: list[str]) -> None:
         run = program.load_run(load_config([*keys, "mode=evaluate", f"run.dir={folder}"]))
     groups = program.answer_questions(run)
     solved = [sum(t.is_solved for t in group) for group in groups]
-    found = {"samples": run.config.validation.best_of_n, "solved": solved}
+    samples = run.config.validation.best_of_n
+    found = {"model": run.config.model.name, "samples": samples, "solved": solved}
     write_atomically(file, json.dumps(found) + "\n")
 
 
