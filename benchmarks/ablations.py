@@ -307,14 +307,15 @@ def draw(rows: dict[str, list[str]], folder: Path, file: Path) -> None:
             axes.plot(bounds(rates), (y, y), color=color, linewidth=1.5)
             axes.plot(rates, [y] * len(rates), "|", color=color, markersize=6)
             axes.plot(mean, y, "o", color=color, markersize=4.5)
-            axes.text(1.01, y, f"{mean:.3f}", va="center", color=color)
+            right = axes.get_yaxis_transform()  # x is a share of the axis
+            axes.text(1.01, y, f"{mean:.3f}", va="center", color=color, transform=right)
         if "default" in measured:
             default = measured["default"].mean()
             axes.axvline(default, color=COLORS[1], linewidth=0.8, linestyle=":")
             num_close = sum(abs(measured[name].mean() - default) < CLOSE for name in names) - 1
             title = f"{num_close} of {len(names) - 1} changes move pass@1 by less than {CLOSE}"
             figure.suptitle(title, size=12, weight="bold", x=0.01, ha="left")
-        axes.set(xlim=(0, 1), yticks=range(len(names)), yticklabels=names)
+        axes.set(xlim=(0, None), yticks=range(len(names)), yticklabels=names)
         axes.set(xlabel=f"pass@1 after {NUM_STEPS} steps", ylim=(-0.7, len(names) - 0.3))
         figure.savefig(file, dpi=200)
     print(f"written: {file}")

@@ -166,7 +166,7 @@ def test_the_title_counts_the_changes_that_hardly_matter(tmp_path, drawn):
     assert figure.get_suptitle() == "2 of 3 changes move pass@1 by less than 0.02"
     (axes,) = figure.axes
     names = [label.get_text() for label in axes.get_yticklabels()]
-    assert names == ["muon", "zscore", "default", "sum"] and axes.get_xlim() == (0, 1)
+    assert names == ["muon", "zscore", "default", "sum"] and axes.get_xlim()[0] == 0
 
 
 def test_rows_are_compared_at_equal_minutes(tmp_path):
