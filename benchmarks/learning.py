@@ -3,9 +3,9 @@
     pip install trl==1.16.0 matplotlib==3.11.2
     OMP_NUM_THREADS=2 python benchmarks/learning.py     # goes on where it was stopped
     python benchmarks/learning.py --draw                # only the table and the picture
-    python benchmarks/learning.py --same-rollouts       # 80 steps of both from our completions
+    python benchmarks/learning.py --same-rollouts       # both learn from our completions
 
-The default run on one process, 80 steps: the same model, questions, rewards, loss, optimizer,
+The default run on one process: the same model, questions, rewards, loss, optimizer,
 warm-up and clipping, and both are measured by main.py's evaluation, on the same held-out questions
 with the same random numbers. The sides run one after the other, with the same number of threads.
 Minutes are those of the steps; evaluations do not count on either side. TRL samples with
@@ -90,11 +90,9 @@ def settings(seed: int, *, is_quick: bool) -> list[str]:
     """What both sides are given: the default run's step, in one process."""
     return [
         f"training.seed={seed}",
-        "training.num_steps=80",
         f"training.num_samples_per_step_global={questions_per_step()}",
         "model.compute_dtype=float32",
-        "validation.every=10",
-        "checkpoint.every=10",
+        "validation.every=5",
         *(QUICK if is_quick else []),
     ]
 

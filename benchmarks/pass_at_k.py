@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", metavar="NAME=FOLDER", help="tiny's unless given")
     parser.add_argument("--samples", type=int, default=256, help="of each question")
     parser.add_argument("--out", type=Path, default=ROOT / "results/pass-at-k")
+    parser.add_argument("--title", default="pass@k before and after training")
     parser.add_argument("--draw", action="store_true", help="run nothing")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)  # in a process of its own
     options, keys = parser.parse_known_args()
@@ -73,7 +74,7 @@ def main() -> None:
         )
     counts = {name: json.loads(file.read_text())["solved"] for name, file in files.items()}
     write_table(counts, options.samples, options.out / f"{options.name}.md")
-    draw(counts, options.samples, options.out / f"{options.name}.png")
+    draw(counts, options.samples, options.title, options.out / f"{options.name}.png")
 
 
 def tiny_models() -> dict[str, str]:
@@ -159,7 +160,7 @@ def write_table(counts: dict[str, list[int]], num_samples: int, file: Path) -> N
     print(f"written: {file}")
 
 
-def draw(counts: dict[str, list[int]], num_samples: int, file: Path) -> None:
+def draw(counts: dict[str, list[int]], num_samples: int, title: str, file: Path) -> None:
     """A curve for each model; those of one kind (grpo-20, grpo-60) have its colour."""
     import_package("matplotlib", key="benchmarks/pass_at_k.py")
     from matplotlib import style
@@ -180,7 +181,8 @@ def draw(counts: dict[str, list[int]], num_samples: int, file: Path) -> None:
                 linestyle=DASHES[same[::-1].index(name) % len(DASHES)],
             )
         axes.set_xscale("log", base=2)
-        axes.set(title="pass@k", xlabel="k, samples of a question", ylabel="share of questions")
+        axes.set(xlabel="k, samples of a question", ylabel="share solved (pass@k)", ylim=(0, 1))
+        figure.suptitle(title, size=12, weight="bold", x=0.01, ha="left")
         axes.xaxis.set_major_formatter("{x:.0f}")
         axes.legend()
         figure.savefig(file, dpi=200)
