@@ -62,6 +62,7 @@ def test_the_two_sides_are_compared_at_each_evaluation_and_drawn(tmp_path, monke
     folder = tmp_path / "learning"
     write_side(folder, "TRL", [0.2, 0.3, 0.6], [0.2, 0.5, 0.6])
     write_side(folder, "plain-grpo", [0.2, 0.5, 0.7], [0.2, 0.6, 0.7])
+    monkeypatch.setattr(learning, "LEVEL", 0.6)
     monkeypatch.setattr(sys, "argv", ["learning.py", "--draw", "--out", str(tmp_path)])
     learning.main()
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
