@@ -22,6 +22,7 @@ main.py's.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -161,24 +162,29 @@ def write_table(counts: dict[str, list[int]], num_samples: int, file: Path) -> N
 
 
 def draw(counts: dict[str, list[int]], num_samples: int, title: str, file: Path) -> None:
-    """A curve for each model; those of one kind (grpo-20, grpo-60) have its colour."""
+    """A curve for each model; those of one kind (grpo-20, grpo-60) have its colour.
+
+    Seeds (grpo-20-s0, grpo-20-s1) are one model: the mean of their curves, and a band over all.
+    """
     import_package("matplotlib", key="benchmarks/pass_at_k.py")
     from matplotlib import style
     from matplotlib.figure import Figure
 
-    kinds = list(dict.fromkeys(name.rsplit("-", 1)[0] for name in counts))
+    curves = {}
+    for name, solved in counts.items():
+        curves.setdefault(re.sub(r"-s\d+$", "", name), []).append(curve(solved, num_samples))
+    kinds = list(dict.fromkeys(name.rsplit("-", 1)[0] for name in curves))
     with style.context(STYLE, after_reset=True):
         figure = Figure(figsize=(6, 3.6), layout="constrained")  # inches
         axes = figure.subplots()
-        for name, solved in counts.items():
+        for name, seeds in curves.items():
             kind = name.rsplit("-", 1)[0]
-            same = [other for other in counts if other.rsplit("-", 1)[0] == kind]
+            same = [other for other in curves if other.rsplit("-", 1)[0] == kind]
+            color, dash = COLORS[kinds.index(kind) % len(COLORS)], same[::-1].index(name)
+            ks, rates = range(1, num_samples + 1), np.array(seeds)
+            axes.fill_between(ks, rates.min(0), rates.max(0), color=color, alpha=0.2, linewidth=0)
             axes.plot(
-                range(1, num_samples + 1),
-                curve(solved, num_samples),
-                label=name,
-                color=COLORS[kinds.index(kind) % len(COLORS)],
-                linestyle=DASHES[same[::-1].index(name) % len(DASHES)],
+                ks, rates.mean(0), label=name, color=color, linestyle=DASHES[dash % len(DASHES)]
             )
         axes.set_xscale("log", base=2)
         axes.set(xlabel="k, samples of a question", ylabel="share solved (pass@k)", ylim=(0, 1))

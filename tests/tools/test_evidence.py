@@ -199,18 +199,20 @@ def test_a_row_that_draws_from_less_is_measured_on_the_whole_distribution(
 
 def test_the_table_of_pass_at_k_says_where_the_curves_cross(tmp_path, monkeypatch):
     """Of 4 samples 1, 1 and 1 are right before, 4, 4 and 0 after: at k = 1, 2, 3, 4 pass@k is
-    1/4, 1/2, 3/4, 1 before and always 2/3 after."""
+    1/4, 1/2, 3/4, 1 before and always 2/3 after. A second seed has its row, and no curve."""
     folder = tmp_path / "some"
     folder.mkdir()
-    for name, solved in {"before": [1, 1, 1], "after": [4, 4, 0]}.items():
+    for name, solved in {"before": [1, 1, 1], "s0": [4, 4, 0], "s1": [0, 4, 4]}.items():
+        name = name if name == "before" else f"after-{name}"
         (folder / f"{name}.json").write_text(json.dumps({"solved": solved}))
     arguments = ["--draw", "--name", "some", "--samples", "4", "--out", str(tmp_path)]
-    models = ["--models", "before=a", "after=b"]
+    models = ["--models", "before=a", "after-s0=b", "after-s1=c"]
     monkeypatch.setattr(sys, "argv", ["pass_at_k.py", *arguments, *models])
     pass_at_k.main()
     rows = [line.split(" | ") for line in (tmp_path / "some.md").read_text().splitlines()]
     assert rows[2] == ["| before", "0.250", "0.500", "1.000", "", "", " |"]
-    assert rows[3] == ["| after", "0.667", "0.667", "0.667", "3", "0", "1 |"]
+    for row, seed in zip(rows[3:5], ("s0", "s1"), strict=True):
+        assert row == [f"| after-{seed}", "0.667", "0.667", "0.667", "3", "0", "1 |"]
     assert (tmp_path / "some.png").read_bytes().startswith(b"\x89PNG")
 
 
