@@ -170,22 +170,22 @@ def draw(counts: dict[str, list[int]], num_samples: int, title: str, file: Path)
     from matplotlib import style
     from matplotlib.figure import Figure
 
-    curves = {}
+    curves, kinds = {}, {}
     for name, solved in counts.items():
         curves.setdefault(re.sub(r"-s\d+$", "", name), []).append(curve(solved, num_samples))
-    kinds = list(dict.fromkeys(name.rsplit("-", 1)[0] for name in curves))
+    for name in curves:
+        kinds.setdefault(name.rsplit("-", 1)[0], []).append(name)
     with style.context(STYLE, after_reset=True):
         figure = Figure(figsize=(6, 3.6), layout="constrained")  # inches
         axes = figure.subplots()
-        for name, seeds in curves.items():
-            kind = name.rsplit("-", 1)[0]
-            same = [other for other in curves if other.rsplit("-", 1)[0] == kind]
-            color, dash = COLORS[kinds.index(kind) % len(COLORS)], same[::-1].index(name)
-            ks, rates = range(1, num_samples + 1), np.array(seeds)
-            axes.fill_between(ks, rates.min(0), rates.max(0), color=color, alpha=0.2, linewidth=0)
-            axes.plot(
-                ks, rates.mean(0), label=name, color=color, linestyle=DASHES[dash % len(DASHES)]
-            )
+        ks = range(1, num_samples + 1)
+        for i, names in enumerate(kinds.values()):
+            color = COLORS[i % len(COLORS)]
+            for j, name in enumerate(names, 1 - len(names)):  # the last one's line is solid
+                rates, line = np.array(curves[name]), DASHES[-j % len(DASHES)]
+                low, high = rates.min(0), rates.max(0)
+                axes.fill_between(ks, low, high, color=color, alpha=0.2, linewidth=0)
+                axes.plot(ks, rates.mean(0), label=name, color=color, linestyle=line)
         axes.set_xscale("log", base=2)
         axes.set(xlabel="k, samples of a question", ylabel="share solved (pass@k)", ylim=(0, 1))
         figure.suptitle(title, size=12, weight="bold", x=0.01, ha="left")
