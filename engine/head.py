@@ -15,10 +15,9 @@ Shapes: M tokens, H hidden size, V vocabulary, v the size of one block of it.
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-
-from engine.matmul import linear
 
 # Bytes of a block's fp32 logits: a CPU's cache holds them; a GPU needs large matrices to be fast.
 CPU_BLOCK_BYTES, GPU_BLOCK_BYTES = 2**23, 2**26
@@ -85,9 +84,9 @@ class HeadLogProbs(torch.autograd.Function):
             grad_logits.scatter_add_(1, column, torch.where(is_here, slope, 0.0)[:, None])
             grad_logits = grad_logits.to(hidden.dtype)
             if needs_hidden:
-                grad_hidden += linear(grad_logits, weight[block].to(hidden.dtype).T)
+                grad_hidden += F.linear(grad_logits, weight[block].to(hidden.dtype).T)
             if needs_weight:
-                grad_weight[block] = linear(grad_logits.T, hidden.T)
+                grad_weight[block] = F.linear(grad_logits.T, hidden.T)
             if needs_bias:
                 grad_bias[block] = grad_logits.sum(dim=0)
         return grad_hidden, grad_weight, grad_bias, None, None
@@ -107,7 +106,7 @@ def vocabulary_blocks(weight: Tensor, hidden: Tensor) -> Iterator[slice]:
 def block_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice) -> Tensor:
     """The logits (M, v) of one block, in the dtype of `hidden`."""
     block_bias = None if bias is None else bias[block].to(hidden.dtype)
-    return linear(hidden, weight[block].to(hidden.dtype), block_bias)
+    return F.linear(hidden, weight[block].to(hidden.dtype), block_bias)
 
 
 def columns_in(token_ids: Tensor, block: slice) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,6 @@ from engine import lora
 from engine.calculator import Calculator
 from engine.config import Config
 from engine.fit import check_memory
-from engine.matmul import speed_up
 from engine.probe import supports_float16, supports_grouped
 from engine.prompts import end_of_turn, render_prompt
 from engine.sharding import whole
@@ -135,8 +134,6 @@ def load_model_and_tokenizer(
         lora.add_adapter(model, adapter, seed=config.training.seed)
         num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         log(f"LoRA: {num_trained:,} weights are trained, all others stay as they are")
-    if device.type == "cpu" and compute_dtype == torch.float32:
-        speed_up(model, log)
     return model, tokenizer, eos_ids, compute_dtype
 
 

@@ -6,7 +6,6 @@ from contextlib import suppress
 import torch
 from torch import nn
 
-from engine import matmul
 from engine.graphs import CapturedSteps
 from engine.record import Record
 from engine.tensors import autocast
@@ -76,7 +75,7 @@ def supports_chunked_head(model: nn.Module, log: Callable[[str], None]) -> bool:
     those of a model that is not trained yet, so on a short made-up input only rounding may differ.
     """
     head, is_plain = model.get_output_embeddings(), False
-    if type(head) in (nn.Linear, matmul.Linear):
+    if type(head) is nn.Linear:
         ids = torch.arange(1, 7, device=model.device)[None] % head.out_features  # (1, 6)
         inputs = {"input_ids": ids, "use_cache": False}
         with autocast(ids.device, model.dtype):  # an adapter's fp32 weights on bf16 layers
