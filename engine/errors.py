@@ -55,7 +55,10 @@ def mistakes_cost_one_line() -> Iterator[None]:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print("stopped by Ctrl-C before the start: nothing was changed", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, torch.OutOfMemoryError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            fix = "end other programs on it, or set model.lora or model.shard (docs/models.md)"
+            error = ValueError(f"the GPU's memory is full before anything is sampled: {fix}")
         is_config = isinstance(error, ConfigError)
         counts = ("LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
         is_first_rank, is_first_start = (os.environ.get(name, "0") == "0" for name in counts)

@@ -16,7 +16,7 @@ from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import find_adapter_config_file
 
-from engine.config import Config, LoraSettings, ModelSettings
+from engine.config import Config, ModelSettings
 from engine.packages import import_package
 
 if TYPE_CHECKING:  # a package that may be missing
@@ -42,7 +42,7 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
 
 
 def quantization_config(device: torch.device, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
-    """How to keep `linear_layers` in 4 bits (QLoRA, arXiv:2305.14314); ValueError if impossible."""
+    """How to keep linear layers in 4 bits (QLoRA, arXiv:2305.14314); ValueError if impossible."""
     key = "model.load_in_4bit = true"
     bitsandbytes = import_package("bitsandbytes", key=key)
     if device.type not in bitsandbytes.supported_torch_devices:
@@ -76,32 +76,27 @@ def adapter_config(config: Config) -> "LoraConfig":
     )
 
 
-def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers but the head, by name: they can get an adapter and be kept in 4 bits."""
+def check_targets(model: nn.Module, targets: list[str]) -> None:
+    """Raises ValueError if no linear layer but the head has one of the names.
+
+    peft ignores such a name, as long as some layer has another one.
+    """
     head = model.get_output_embeddings()
-    return {
-        name: layer
+    layers = [
+        name
         for name, layer in model.named_modules()
         if isinstance(layer, (nn.Linear, Conv1D)) and layer is not head
-    }
-
-
-def adapted_layers(model: nn.Module, lora: LoraSettings) -> list[nn.Module]:
-    """The linear layers that get an adapter; ValueError for a target_modules name that none has."""
-    layers = linear_layers(model)
-    if lora.target_modules == "all-linear":
-        is_mamba = model.config.model_type in MAMBA
-        return [x for name, x in layers.items() if not (is_mamba and name.endswith(".out_proj"))]
-    for target in lora.target_modules:  # it names the end of a layer's path, as in peft
+    ]
+    for target in targets:  # it names the end of a layer's path, as in peft
         if not any(f".{name}".endswith(f".{target}") for name in layers):
             known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
             raise ValueError(f"model.lora.target_modules: no layer is named {target}, but {known}")
-    endings = tuple(f".{target}" for target in lora.target_modules)
-    return [layer for name, layer in layers.items() if f".{name}".endswith(endings)]
 
 
 def add_adapter(model: nn.Module, described: "LoraConfig", *, seed: int) -> None:
     """Freeze the model and add an adapter B A, of fp32 weights, to the layers `described` names."""
+    if described.target_modules != "all-linear":
+        check_targets(model, sorted(described.target_modules))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # A is drawn; B starts at zero, so the model is unchanged
         if model.config.model_type in MAMBA and described.target_modules == "all-linear":

@@ -34,7 +34,7 @@ from transformers.utils import logging as transformers_logging
 from engine import lora
 from engine.calculator import Calculator
 from engine.config import Config
-from engine.fit import check_memory
+from engine.fit import check_host_memory
 from engine.probe import supports_float16, supports_grouped
 from engine.prompts import end_of_turn, render_prompt
 from engine.sharding import whole
@@ -112,8 +112,9 @@ def load_model_and_tokenizer(
         model_config = load_model_config(base_config)
         is_frozen = adapter is not None or base is not None or in_4bit is not None
         dtype = compute_dtype if is_frozen or not is_training else torch.float32
-        copies = settings.shard or dtype != compute_dtype  # see make_sampler
-        check_memory(model_config, config, device=device, samples_copy=copies, weight_dtype=dtype)
+        is_quantized = in_4bit is not None or "quantization_config" in model_config.to_dict()
+        if (device.type != "cuda" or settings.shard) and not is_quantized:
+            check_host_memory(model_config, config, dtype)
         how = {"dtype": dtype, "quantization": in_4bit, "device": device, "log": log}
         model = load_model(model_config, base_config, **how)
         eos_ids = find_eos_ids(model, tokenizer, stop=config.sampling.stop)

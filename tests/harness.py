@@ -26,7 +26,6 @@ from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.profiler import profile
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
@@ -37,7 +36,6 @@ from transformers import (
 import engine.lora
 import engine.model
 import main
-from engine import fit
 from engine.batches import sample_in_batches
 from engine.config import Config
 from engine.config_file import load_config
@@ -297,20 +295,6 @@ def load_rows(
         held_out=held_out,
         exclude=exclude,
     )
-
-
-def assert_needs(
-    num_bytes: float, model_folder: Path, *overrides: str, match: str, **settings
-) -> None:
-    """The run fits into so many bytes, and is refused with `match` where there is one less."""
-    model_config, config = AutoConfig.from_pretrained(model_folder), make_config(*overrides)
-    settings = {"device": CPU, "samples_copy": False, "weight_dtype": torch.float32} | settings
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, "memory_for_a_rank", lambda device: (num_bytes, "here"))
-        fit.check_memory(model_config, config, **settings)
-        patch.setattr(fit, "memory_for_a_rank", lambda device: (num_bytes - 1, "here"))
-        with pytest.raises(ValueError, match=match):
-            fit.check_memory(model_config, config, **settings)
 
 
 # Rewards by construction

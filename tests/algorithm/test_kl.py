@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import assert_needs, assert_resumes, make_policy, run_on_ranks, seed
+from harness import assert_resumes, make_policy, run_on_ranks, seed
 from reference import (
     ALL_TOGETHER,
     EASY,
@@ -187,24 +187,6 @@ def test_without_a_penalty_there_is_no_reference_and_no_metric(rotary_model_fold
     assert policy.reference is None
     _, sums, _ = update(policy, Recorder(policy.model), make_groups(config, EASY), config)
     assert "train/kl" not in sums
-
-
-@pytest.mark.parametrize(
-    ("samples_copy", "options", "needed", "reason"),
-    [
-        (False, (), 16e9, "fit"),
-        (False, (KL,), 20e9, "the reference 4.0 GB"),
-        (True, (), 18e9, "fit"),
-        (True, (KL,), 20e9, "the reference 2.0 GB"),
-    ],
-)
-def test_the_reference_is_in_the_estimate_of_memory(
-    rotary_model_folder, monkeypatch, samples_copy, options, needed, reason
-):
-    """Of a billion weights: it adds 4 bytes to 16 for each, or 2 to 18 where copies are bf16."""
-    monkeypatch.setattr("transformers.PreTrainedModel.num_parameters", lambda model: 10**9)
-    settings = {"match": reason, "samples_copy": samples_copy}
-    assert_needs(needed, rotary_model_folder, *options, **settings)
 
 
 def test_a_run_in_two_parts_keeps_the_reference_of_its_start(tmp_path, rotary_model_folder):

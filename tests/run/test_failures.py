@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from harness import (
     ENVIRONMENT,
@@ -45,7 +46,7 @@ import main
 from engine import checkpoint
 from engine.config_file import load_config
 from engine.distributed import World, agree_on_start, read_environment
-from engine.errors import mistakes_cost_one_line
+from engine.errors import crashes_name_the_fix, mistakes_cost_one_line
 from engine.run import Run
 
 FOUR, SEVEN, LONG = (f"training.num_steps={steps}" for steps in (4, 7, 100000))
@@ -421,6 +422,15 @@ def test_ctrl_c_while_loading_is_one_line(capsys):
         signal.raise_signal(INT)
     assert ended.value.code == 130
     assert capsys.readouterr().err == "stopped by Ctrl-C before the start: nothing was changed\n"
+
+
+def test_full_memory_is_an_error_that_names_what_to_change(capsys):
+    with pytest.raises(SystemExit) as ended, mistakes_cost_one_line():
+        raise torch.OutOfMemoryError("CUDA out of memory")  # where the model is loaded
+    assert ended.value.code == 2
+    assert re.fullmatch(r"error: .* model\.lora or model\.shard .*\n", capsys.readouterr().err)
+    with pytest.raises(RuntimeError, match="micro_batch_tokens"), crashes_name_the_fix(Path()):
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 # Restarts and nodes

@@ -1,5 +1,6 @@
 """A run that cannot fit is refused at its start, with what would fit; one that can fit is not."""
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -7,31 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import CPU, ROOT, assert_needs, make_config
-from transformers import AutoConfig, Qwen2Config, Qwen3_5TextConfig
+from harness import CPU, ROOT, make_config
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3_5TextConfig
 
-from engine import fit
-from engine.fit import cache_bytes, check_disk, check_memory, memory_parts
+from engine.fit import check_disk, check_host_memory
 from engine.model import load_model_and_tokenizer
-
-ROTARY_TOKEN = 2 * 2 * 2 * 8  # numbers in the cache: two layers, keys and values, two heads of 8
-ON_CPU = {"device": CPU, "samples_copy": False, "weight_dtype": torch.float32}
-
-
-def test_the_cache_holds_what_is_decoded_together(rotary_model_folder, absolute_model_folder):
-    """The absolute model has four heads, not two: twice as many numbers, of half the bytes."""
-    rotary = AutoConfig.from_pretrained(rotary_model_folder)
-    absolute = AutoConfig.from_pretrained(absolute_model_folder)
-    sizes = "training.k_best_of_n=[8,8]", "training.max_new_gen_tokens=100"
-    group = 8 * 100  # tokens, which are decoded together in any case
-    for limit, num_tokens in ((131072, 4 * group), (1000, 1000), (10, group), ("null", group)):
-        limits = "training.num_samples_per_step=4", f"sampling.max_batch_tokens={limit}"
-        config = make_config(*limits, *sizes)
-        assert cache_bytes(rotary, config, bytes_per_number=4) == num_tokens * ROTARY_TOKEN * 4
-        assert cache_bytes(absolute, config, bytes_per_number=2) == num_tokens * ROTARY_TOKEN * 4
-    longer = ["mode=evaluate", "validation.best_of_n=8", "validation.max_new_gen_tokens=200"]
-    config = make_config(*sizes, *longer)
-    assert cache_bytes(rotary, config, bytes_per_number=4) == 2 * group * ROTARY_TOKEN * 4
+from engine.sharding import blocks_of, count_weights
 
 
 def test_a_model_that_cannot_fit_is_refused_before_its_weights_are_read(
@@ -44,67 +27,33 @@ def test_a_model_that_cannot_fit_is_refused_before_its_weights_are_read(
     big.update({"hidden_size": 100_000, "intermediate_size": 1_000_000, "num_attention_heads": 100})
     big.save_pretrained(folder)
     config = make_config(f"model.name={folder}")
-    with pytest.raises(ValueError, match=r"cannot be used: it does not fit: \d+\.") as caught:
+    with pytest.raises(ValueError, match=r"cannot be used: it does not fit: .*\d GB") as caught:
         load_model_and_tokenizer(config, device=CPU, compute_dtype=torch.float32, log=print)
-    line = str(caught.value)
-    assert "\n" not in line and str(folder) in line and "billion weights would fit" in line
-
-
-def test_a_cache_that_cannot_fit_names_the_keys_to_lower(rotary_model_folder):
-    model_config = AutoConfig.from_pretrained(rotary_model_folder)
-    sizes = "training.max_new_gen_tokens=1000000", "sampling.max_batch_tokens=1000000000000"
-    config = make_config(*sizes, "training.k_best_of_n=[1000,1000]")
-    with pytest.raises(ValueError, match=r"lower sampling\.max_batch_tokens, training\.k_best"):
-        check_memory(model_config, config, **ON_CPU)
-
-
-def test_an_evaluation_needs_neither_gradients_nor_averages(rotary_model_folder, monkeypatch):
-    """4 bytes for each of 40,800 weights, and the cache of the samples of half the questions."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert_needs(
-        4 * 40_800 + 3 * 8 * 100 * ROTARY_TOKEN * 4,
-        rotary_model_folder,
-        "mode=evaluate",
-        "training.k_best_of_n=[2, 2]",
-        "training.max_new_gen_tokens=100",
-        "validation.best_of_n=8",
-        "validation.num_examples=6",
-        "sampling.max_batch_tokens=131072",
-        match=r"lower sampling\.max_batch_tokens, validation\.best",
-    )
+    assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_bytes"),
+    ("overrides", "dtype", "bytes_per_weight"),
     [
-        (4 * 40_800 // (ROTARY_TOKEN * 4), 16 * 40_800),  # a cache as large as the gradients
-        (10_000, 12 * 40_800 + 10_000 * ROTARY_TOKEN * 4),
+        ([], torch.float32, 16),
+        (["training.optimizer=muon"], torch.float32, 12),
+        (["mode=evaluate"], torch.float32, 4),
+        (["model.lora={r: 4}"], torch.bfloat16, 2),
+        (["model.shard=true"], torch.float32, 4),
     ],
 )
-def test_training_needs_gradients_and_averages_but_never_gradients_beside_a_cache(
-    rotary_model_folder, num_tokens, num_bytes
+def test_the_host_must_hold_the_model_once_for_each_process(
+    overrides, dtype, bytes_per_weight, rotary_model_folder, monkeypatch
 ):
-    """Each of 40,800 weights takes 4 bytes, 4 for its gradient and 8 for AdamW's averages."""
-    sizes = "training.k_best_of_n=[2, 2]", f"training.max_new_gen_tokens={num_tokens // 2}"
-    one_question = "training.num_samples_per_step=1"
-    assert_needs(num_bytes, rotary_model_folder, *sizes, one_question, match="their gradients")
-
-
-def test_in_ddp_gradients_are_beside_the_cache(rotary_model_folder, monkeypatch):
-    """DDP keeps its buckets: 16 bytes of each of 40,800 weights, and a cache of 2 x 50 tokens."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    sizes = "training.k_best_of_n=[2, 2]", "training.max_new_gen_tokens=50"
-    num_bytes = 16 * 40_800 + 2 * 50 * ROTARY_TOKEN * 4
-    one_question = "training.num_samples_per_step=1"
-    assert_needs(num_bytes, rotary_model_folder, *sizes, one_question, match="lower sampling")
-
-
-def test_each_process_has_its_share_of_the_memory(rotary_model_folder, monkeypatch):
-    model_config, config = AutoConfig.from_pretrained(rotary_model_folder), make_config()
-    check_memory(model_config, config, **ON_CPU)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000000")
-    with pytest.raises(ValueError, match=r"each of 1000000 processes has"):
-        check_memory(model_config, config, **ON_CPU)
+    """A rank of model.shard loads all of the 40,800 weights before it keeps its part."""
+    model_config, config = AutoConfig.from_pretrained(rotary_model_folder), make_config(*overrides)
+    pages = {"SC_PAGE_SIZE": 2, "SC_PHYS_PAGES": bytes_per_weight * 40_800}
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(os, "sysconf", pages.get)
+    check_host_memory(model_config, config, dtype)
+    pages["SC_PHYS_PAGES"] -= 1
+    with pytest.raises(ValueError, match=r"each of 2 processes has .* start fewer processes"):
+        check_host_memory(model_config, config, dtype)
 
 
 @pytest.fixture
@@ -173,7 +122,12 @@ QWEN35 = {  # shape as above, and heads of the linear layers' values
 
 
 @pytest.mark.parametrize("name", [*QWEN, *QWEN35])
-def test_the_table_of_memory_is_what_the_estimate_counts(name, monkeypatch):
+def test_the_table_of_memory_is_counted_from_the_models_shapes(name):
+    """Trained weights take 16 bytes and the copy that samples 2; an adapter's base takes 2 or 1/2.
+
+    Each pass of a shard gathers all that is outside of the blocks, in fp32. Beside it is a block's
+    weights and gradient or, at the end of the backward pass, the gradient of what is outside.
+    """
     shape = (QWEN | QWEN35)[name]
     hidden, mlp, layers, heads, kv_heads, vocabulary, is_tied, *value_heads = shape
     config_class = Qwen3_5TextConfig if value_heads else Qwen2Config
@@ -187,50 +141,19 @@ def test_the_table_of_memory_is_what_the_estimate_counts(name, monkeypatch):
         vocab_size=vocabulary,
         tie_word_embeddings=is_tied,
     )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)
+    blocks, num_weights = [count_weights(block) for block in blocks_of(model)], count_weights(model)
+    outside = num_weights - sum(blocks)
+    gathered = 4 * (outside + max(outside, 2 * max(blocks)))
+    head = model.get_output_embeddings()
+    linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    with_adapter = 2 * num_weights + 16 * 8 * sum(sum(weight.shape) for weight in linear)  # r = 8
+    counted = [
+        18 * num_weights,
+        *(16 * num_weights / ranks + 2 * num_weights + gathered for ranks in (4, 8, 16)),
+        with_adapter,
+        with_adapter - 1.5 * sum(weight.numel() for weight in linear),
+    ]
     row = re.search(rf"^\| {name} \|(.*)\|$", (ROOT / "docs/models.md").read_text(), re.MULTILINE)
-    counted = []
-    for options, num_ranks in (
-        ("", 1),
-        *(("model.shard=true", num_ranks) for num_ranks in (4, 8, 16)),
-        ("model.lora.r=8", 1),
-        ("model.lora.r=8 model.load_in_4bit=true", 1),
-    ):
-        monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
-        has_adapter = "lora" in options
-        parts, _ = memory_parts(
-            model_config,
-            make_config(*options.split()),
-            samples_copy=not has_adapter,
-            weight_dtype=torch.bfloat16 if has_adapter else torch.float32,
-        )
-        counted.append(f"{sum(parts.values()) / 1e9:.1f}")
-    assert [cell.strip() for cell in row[1].split("|")] == counted
-
-
-def test_a_shard_is_a_part_of_all_but_the_copy_and_what_is_gathered(
-    rotary_model_folder, monkeypatch
-):
-    """Each of 40,800 weights takes 16 bytes / 2 and 2 for the copy.
-
-    Of them 22,112 are outside of the two blocks of 9,344. They and their gradients are gathered.
-    """
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    model_config = AutoConfig.from_pretrained(rotary_model_folder)
-    settings = {"samples_copy": True, "weight_dtype": torch.float32}
-    parts, num_weights = memory_parts(model_config, make_config("model.shard=true"), **settings)
-    assert num_weights == 40_800
-    assert list(parts.values()) == [2 * 40_800, 2 * 40_800, 4 * 40_800, 2 * 40_800, 0, 8 * 22_112]
-
-
-def test_the_host_must_hold_the_model_for_each_rank(rotary_model_folder, monkeypatch):
-    """4 bytes of each of 40,800 weights: a rank loads all of them before it keeps its part."""
-    model_config = AutoConfig.from_pretrained(rotary_model_folder)
-    config = make_config("model.shard=true")
-    monkeypatch.setattr(
-        fit,
-        "memory_for_a_rank",
-        lambda device: (1e9, "the GPU") if device.type == "cuda" else (4 * 40_800 - 1, "the host"),
-    )
-    with pytest.raises(ValueError, match="start fewer ranks on a node"):
-        gpu = {"device": torch.device("cuda"), "samples_copy": True}
-        check_memory(model_config, config, **ON_CPU | gpu)
+    assert [float(cell) for cell in row[1].split("|")] == [round(n / 1e9, 1) for n in counted]

@@ -16,7 +16,6 @@ import torch
 from harness import (
     CPU,
     ROOT,
-    assert_needs,
     assert_resumes,
     change_json,
     grade_by_text,
@@ -555,30 +554,6 @@ def test_a_new_repository_is_private_unless_it_is_to_be_public(tmp_path, monkeyp
     monkeypatch.setattr("engine.export.HfApi", lambda: hub)
     push(tmp_path, "a/b", private=private)
     assert made == {"private": private, "exist_ok": True}
-
-
-# Whether it fits
-
-
-def test_an_adapter_needs_far_less_memory(rotary_model_folder, monkeypatch):
-    """Of 40,800 weights the 14 adapted matrices hold 18,432; the adapter adds 4,096.
-
-    Each trained weight takes 4 bytes, 4 for its gradient and 8 for AdamW; the others take 4 or 2,
-    or half a byte in the matrices. The reference takes nothing.
-    """
-    monkeypatch.setattr("engine.fit.cache_bytes", lambda *args, **kwargs: 0)
-    evaluating, bf16 = ("mode=evaluate", IN_4BIT), torch.bfloat16
-    cases = [
-        ((LORA,), torch.float32, 40_800 * 4 + 4_096 * 16),
-        ((LORA,), bf16, 40_800 * 2 + 4_096 * 16),
-        ((LORA, IN_4BIT), bf16, 22_368 * 2 + 18_432 / 2 + 4_096 * 16),
-        (evaluating, bf16, 22_368 * 2 + 18_432 / 2),
-        # r 4 in q_proj (32 to 32) and v_proj (32 to 16) of two layers: 2 * 4 * (64 + 48) weights
-        ((f"{LORA[:-1]}, target_modules: [q_proj, v_proj]}}",), bf16, 40_800 * 2 + 896 * 16),
-    ]
-    for overrides, dtype, needed in cases:
-        settings = {"match": "it does not fit", "weight_dtype": dtype}
-        assert_needs(needed, rotary_model_folder, *overrides, KL, **settings)
 
 
 # A user's mistakes: one line
