@@ -2,13 +2,14 @@
 
 import contextlib
 import errno
-import io
+import functools
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 
@@ -17,32 +18,21 @@ from engine.export import ExportError
 from engine.task_module import RewardError
 
 
-class Outlet(io.FileIO):
-    """The file of stdout or stderr; once nobody reads it, what is written goes nowhere.
-
-    A terminal that was closed answers EIO, and a pipe whose reader has died EPIPE. The descriptor
-    then becomes /dev/null, so that C libraries and child processes can go on writing to it too.
-    """
-
-    def write(self, data: bytes) -> int | None:
-        try:
-            return super().write(data)
-        except OSError as error:
-            if error.errno not in (errno.EIO, errno.EPIPE):
-                raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
-        return len(data)
-
-
 def outlive_terminal() -> None:
-    """Let no line that is logged raise an error: it would end a run that SIGHUP asks to save."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is not None and stream is getattr(sys, f"__{name}__"):  # not a notebook's
-            file = io.BufferedWriter(Outlet(stream.fileno(), "w", closefd=False))
-            by_line = stream.line_buffering or stream.write_through  # the latter is `python -u`
-            text = io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=by_line)
-            setattr(sys, name, text)
+    """Let what is printed where nobody reads it any more go nowhere: an error would end the run."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # a daemon may have closed them
+        for name in ("write", "flush"):
+            setattr(stream, name, functools.partial(outlive, getattr(stream, name), stream))
+
+
+def outlive(use: Callable[..., Any], stream: TextIO, *text: str) -> Any:
+    """Write or flush; at EIO (a closed terminal) or EPIPE (a dead pipe) it becomes /dev/null."""
+    try:
+        return use(*text)
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.EPIPE):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextlib.contextmanager
