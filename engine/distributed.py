@@ -117,14 +117,9 @@ class World:
 def init_world() -> tuple[World, list[str]]:
     """Choose the device and join the process group; returns also lines for the log."""
     rank, size, local_rank, local_size = read_environment()
-    device, notes, timeout = torch.device("cpu"), [], timedelta(minutes=30)
-    if size > 1:
-        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
-        store = dist.PrefixStore(agree_on_start(store, rank, size), store)
-    num_gpus = torch.cuda.device_count()
-    is_own = size > 1 and has_own_gpu(store, rank, size)
-    if num_gpus >= local_size or is_own:
-        device = torch.device("cuda", 0 if is_own else local_rank)
+    device, notes, num_gpus = torch.device("cpu"), [], torch.cuda.device_count()
+    if num_gpus >= local_size:
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         # On new GPUs torch prefers cuDNN's attention, which plans anew for every shape, and nearly
         # every micro-batch and leap of a rollout has a new one. For a B200 0.4 s forward and 0.6 s
@@ -138,17 +133,11 @@ def init_world() -> tuple[World, list[str]]:
         device = torch.device("mps")
     if size > 1:  # numbers and texts travel by gloo, gradients on GPUs by NCCL
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        timeout = timedelta(minutes=30)
+        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        store = dist.PrefixStore(agree_on_start(store, rank, size), store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return World(rank, size, device), notes
-
-
-def has_own_gpu(store: dist.Store, rank: int, size: int) -> bool:
-    """Whether each rank sees one GPU, and each another one, as srun may show them; all agree."""
-    is_single = torch.cuda.device_count() == 1
-    mine = str(torch.cuda.get_device_properties(0).uuid) if is_single else ""
-    store.set(f"gpu-of-{rank}", mine)
-    uuids = {store.get(f"gpu-of-{other}") for other in range(size)}
-    return len(uuids) == size and b"" not in uuids
 
 
 def read_environment() -> tuple[int, int, int, int]:
@@ -166,9 +155,10 @@ def read_environment() -> tuple[int, int, int, int]:
 def agree_on_start(store: dist.Store, rank: int, size: int) -> str:
     """A name that the ranks of this start share, and that no earlier start had.
 
-    `torchrun --max-restarts` gives every start the same store (pytorch issue 135712). If a start
-    had no name to put before its keys, gloo and NCCL would find the addresses of killed ranks and
-    hang. torchrun's count of restarts is no such name: it can differ between nodes.
+    `torchrun --max-restarts`, which docs/running.md promises, gives every start the same store
+    (pytorch issue 135712). If a start had no name to put before its keys, gloo and NCCL would find
+    the addresses of killed ranks and hang. torchrun's count of restarts is no such name: it can
+    differ between nodes.
     """
     name = uuid.uuid4().hex
     if rank > 0:

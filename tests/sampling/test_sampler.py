@@ -14,7 +14,6 @@ import harness
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from graphs import Graph, install_graphs
 from harness import CPU, SIZES, make_policy, peak_bytes, save_random, seed
 from reference import score
@@ -48,7 +47,7 @@ from engine.batches import (
     tokens_that_fit,
 )
 from engine.cache import Room, whole_leaps
-from engine.distributed import has_own_gpu, init_world
+from engine.distributed import init_world
 from engine.graphs import CapturedSteps
 from engine.model import Policy, copy_in
 from engine.probe import supports_grouped
@@ -848,22 +847,3 @@ def test_the_bf16_sampler_keeps_its_rotary_frequencies(rotary_model_folder):
     buffers = zip(copied.buffers(), model.buffers(), strict=True)
     assert all(torch.equal(kept, original) for kept, original in buffers)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
-@pytest.mark.parametrize(
-    ("num_gpus", "other", "expected"),
-    [(1, "GPU-b", True), (1, "GPU-a", False), (1, "", False), (2, "GPU-b", False)],
-)
-def test_ranks_that_see_one_gpu_each_take_it_unless_it_is_the_same(
-    monkeypatch, num_gpus, other, expected
-):
-    """Bug: srun can show each process its own GPU alone; such a run went to the CPU.
-
-    The other rank sees `other`; an empty name is none, or several.
-    """
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    mine = SimpleNamespace(uuid="GPU-a")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: mine)
-    store = dist.HashStore()
-    store.set("gpu-of-1", other)
-    assert has_own_gpu(store, rank=0, size=2) == expected
