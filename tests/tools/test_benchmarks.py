@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from harness import ROOT, USERS_ENVIRONMENT, alone, make_config, read_jsonl, sample
+from PIL import Image, ImageSequence
 from reference import distance, score
 from safetensors.torch import load_file
 
@@ -89,6 +91,17 @@ def test_searches_counts_tries_and_equations_and_answers_a_question(tmp_path, py
     assert command == f"`python benchmarks/searches.py {size}`"
     cells = [line.strip("|").split("|") for line in table]
     assert cells[2][0].strip() == "completions" and cells[2][-1].strip() == "8"
+
+
+def test_the_gif_of_readme_is_what_its_command_draws(python, tmp_path):
+    page = (ROOT / "results/README.md").read_text().splitlines()
+    command = next(line for line in page if line.startswith("python benchmarks/think.py"))
+    *arguments, kept = shlex.split(command)[2:]
+    drawn = tmp_path / "think.gif"
+    run_quickly(python, "think.py", *arguments, str(drawn), size="")
+    gifs = [Image.open(path) for path in (ROOT / kept, drawn)]
+    frames, again = ([frame.info["duration"] for frame in ImageSequence.Iterator(g)] for g in gifs)
+    assert frames == again and len(frames) > 20
 
 
 @pytest.mark.parametrize("part", ["correctness", "adapters", "speed", "step"])
