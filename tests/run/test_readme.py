@@ -38,42 +38,13 @@ def blocks(language: str, text: str = TEXT) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-def prose(text: str) -> str:
-    """Without code, tables, formulas, pictures, and the targets of links."""
-    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"^(\||!\[|<|\$\$).*$", "", text, flags=re.MULTILINE)
-    return re.sub(r"\]\([^)]*\)", "]", text)
-
-
-def test_the_first_command_stands_near_the_top_below_the_virtual_environment():
-    assert README.index(FIRST) < 35
-    venv = next(i for i, line in enumerate(README) if "python3 -m venv" in line)
-    assert venv < README.index(FIRST)
-
-
 def test_ci_runs_the_test_command_and_the_first_command():
-    assert TESTS in README
+    assert TESTS in README and FIRST in README
     script = (ROOT / ".ci/run").read_text()
     install, test = TESTS.split(" && ")
     quiet = install.replace("pip install", "pip install --quiet --disable-pip-version-check")
     assert f"{quiet}\n" in script and f"\n{test}\n" in script
     assert FIRST.split(" && ")[1] in script
-
-
-def test_readme_is_read_in_one_sitting():
-    """About 2,400 words at most; what else users need is a page in docs/ with one purpose."""
-    assert 1_500 < len(re.findall(r"\S*\w\S*", prose(TEXT))) <= 2_400
-
-
-def test_nothing_stands_twice():
-    """No twelve words in a row are in two of the pages, nor twice in one."""
-    seen = {}
-    for name, text in DOCS.items():
-        for paragraph in prose(text).split("\n\n"):
-            words = re.findall(r"\w+", paragraph.lower())
-            runs = {" ".join(words[i : i + 12]) for i in range(len(words) - 11)}
-            assert {seen[run]: run for run in runs & seen.keys()} == {}, name
-            seen |= dict.fromkeys(runs, name)
 
 
 def test_every_file_and_recipe_that_the_pages_name_is_there():
@@ -98,9 +69,7 @@ def test_every_link_leads_to_a_file_and_its_heading(folder):
             if heading:
                 text = file.read_text(encoding="utf-8")
                 titles = re.findall(r"^##+ (.*)$", text, re.MULTILINE)
-                slugs = [
-                    re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles
-                ]
+                slugs = [re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles]
                 assert heading in slugs, f"{page.name}: {target}"
 
 
@@ -167,9 +136,8 @@ def test_requirements_are_pinned_exactly_within_the_ranges_and_name_no_host():
 def test_every_excerpt_is_in_main_word_for_word():
     main = (ROOT / "main.py").read_text(encoding="utf-8")
     excerpts = blocks("python")
-    assert len(excerpts) == 10
+    assert excerpts
     for excerpt in excerpts:
-        assert len(excerpt.splitlines()) <= 15
         assert any(textwrap.indent(excerpt, " " * n) in main for n in (0, 4, 8, 12, 16)), excerpt
 
 
