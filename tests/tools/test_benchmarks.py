@@ -44,11 +44,6 @@ def test_the_rollouts_benchmark_prints_every_table_and_what_was_not_measured(pyt
     assert output.count("not measured") == 2
 
 
-def test_one_table_of_the_rollouts_benchmark_can_be_had_alone(python):
-    output = run_quickly(python, "rollouts.py", "--only", "growth")
-    assert "questions" in output and "model.generate" not in output and "2 ranks" not in output
-
-
 VLLM = """
 class LLM:
     def __init__(self, **settings): self.settings = settings

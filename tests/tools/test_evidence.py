@@ -76,27 +76,6 @@ def test_the_two_sides_are_compared_at_each_evaluation_and_drawn(tmp_path, monke
     assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.fixture
-def drawn(monkeypatch) -> list:
-    """The figures that a benchmark would have saved."""
-    figures: list = []
-    figure = pytest.importorskip("matplotlib.figure").Figure
-    monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: figures.append(self))
-    return figures
-
-
-def test_the_race_s_title_says_how_many_times_as_fast_and_its_text_is_readable_on_a_phone(drawn):
-    steps, rates = [0, 10, 20], [0.2, 0.6, 0.7]
-    theirs, ours = (np.array([[steps, minutes, rates]] * 2) for minutes in ([0, 5, 30], [0, 4, 8]))
-    learning.draw({"TRL": theirs, "plain-grpo": ours}, file="no.png")
-    (figure,) = drawn
-    assert figure.get_suptitle() == "It learns what TRL learns, 3.8 times as fast"
-    width_in = figure.get_size_inches()[0]
-    sizes = [text.get_size() for axes in figure.axes for text in axes.get_xticklabels()]
-    assert min(sizes) / 72 / width_in * 380 >= 9  # pixels of a screen that is 380 wide
-    assert all(axes.get_ylim() == (0, 1) for axes in figure.axes)
-
-
 def test_both_sides_take_the_steps_of_the_default_run():
     default, config = load_config([]), load_config(learning.settings(3, is_quick=False))
     num_rows = 2 * default.questions_per_rank(2) * default.training.group_size
@@ -158,17 +137,6 @@ def test_the_table_has_every_row_with_the_range_of_its_seeds(tmp_path, monkeypat
     (adapter,) = (line for line in lines if line.startswith("| lora-r8-lr-x10 |"))
     assert adapter.endswith(" | 1 | 0.400 | 0.700 | 4.0 |  |")
     assert (tmp_path / "ablations.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_title_counts_the_changes_that_hardly_matter(tmp_path, drawn):
-    for name, rate in (("default", 0.5), ("zscore", 0.485), ("sum", 0.51), ("muon", 0.3)):
-        write_metrics(tmp_path, f"{name}-s0", rate, 0.9)
-    ablations.draw(ablations.make_rows(32), tmp_path, tmp_path / "no.png")
-    (figure,) = drawn
-    assert figure.get_suptitle() == "2 of 3 changes move pass@1 by less than 0.02"
-    (axes,) = figure.axes
-    names = [label.get_text() for label in axes.get_yticklabels()]
-    assert names == ["muon", "zscore", "default", "sum"] and axes.get_xlim()[0] == 0
 
 
 def test_rows_are_compared_at_equal_minutes(tmp_path):
