@@ -20,7 +20,6 @@ from engine.data import QuestionStream, is_in_split, load_examples, load_questio
 from engine.prompts import (
     assistant_prefix,
     encode_prompts,
-    plain_text,
     pose,
     render_prompt,
     render_prompts,
@@ -137,14 +136,10 @@ def test_numbers_in_a_csv_file_may_be_separated_by_spaces(tmp_path):
     [
         ("countdown", "own/rows", "train", True, ("own/rows", None, "train")),
         ("countdown", "own/rows", "validation", True, ("own/rows", None, "train")),
-        ("countdown", "own/rows", "validation", False, ("own/rows", None, "train")),
-        ("arithmetic", "own/rows", "validation", True, ("own/rows", None, "train")),
         ("gsm8k", HUB_ID, "train", True, (HUB_ID, "main", "train")),
         ("gsm8k", HUB_ID, "validation", True, (HUB_ID, "main", "test")),
         ("gsm8k", "own/rows", "validation", False, ("own/rows", None, "test")),
-        ("math500", "own/rows", "train", False, ("own/rows", None, "train")),
         ("math500", "own/rows", "validation", False, ("own/rows", None, "test")),
-        ("math500", "own/rows", "train", True, ("own/rows", None, "train")),
         ("math500", "own/rows", "validation", True, ("own/rows", None, "train")),
     ],
 )
@@ -184,34 +179,22 @@ def refusal(name: str, source: str | Path, split: str = "train", **settings) -> 
         ("countdown", {"numbers": [1], "target": 3}, "row 1: no column nums among numbers, target"),
         ("countdown", {"nums": [1], "goal": 3}, "row 1: no column target among nums, goal"),
         ("countdown", {"a": 1, "b": 2}, "row 1: no column nums and target among a, b"),
-        ("countdown", {"nums": [1, 2.5], "target": 3}, "row 1: nums is [1, 2.5], not a list of"),
         ("countdown", {"nums": [1, -2], "target": 3}, "row 1: nums is [1, -2], not a list of"),
         ("countdown", {"nums": [], "target": 3}, "row 1: nums is [], not a list of integers >= 0"),
-        ("countdown", {"nums": None, "target": 3}, "row 1: nums is None"),
         ("countdown", {"nums": "3 x", "target": 5}, "row 1: nums is '3 x'"),
         ("countdown", {"nums": '__import__("os")', "target": 5}, "row 1: nums is '__import__("),
         ("countdown", {"nums": [1, 2], "target": 3.5}, "row 1: target is 3.5, not an integer"),
-        ("countdown", {"nums": [1, 2], "target": 5.0}, "row 1: target is 5.0"),
         ("countdown", {"nums": [1, 2], "target": True}, "row 1: target is True"),
         ("arithmetic", {"a": 47, "c": 38}, "row 1: no column b among a, c"),
         ("arithmetic", {"a": -4, "b": 38}, "row 1: a is -4, not an integer >= 0"),
         ("arithmetic", {"a": 4, "b": "4+"}, "row 1: b is '4+', not an integer >= 0"),
-        ("arithmetic", {"a": 4, "b": 1.0}, "row 1: b is 1.0, not an integer >= 0"),
-        ("arithmetic", {"a": True, "b": 1}, "row 1: a is True, not an integer >= 0"),
         ("gsm8k", {"problem": "a", "answer": "#### 1"}, "row 1: no column question among"),
-        ("gsm8k", {"a": 1}, "row 1: no column answer and question among a"),
         ("gsm8k", {"question": "", "answer": "#### 1"}, "row 1: question is '', not a text"),
-        ("gsm8k", {"question": None, "answer": "#### 1"}, "row 1: question is None"),
         ("gsm8k", {"question": "a", "answer": "#### x"}, "row 1: answer is '#### x', without a n"),
-        ("gsm8k", {"question": "a", "answer": "one"}, "row 1: answer is 'one'"),
         ("gsm8k", {"question": "a", "answer": 1.5}, "row 1: answer is 1.5"),
-        ("gsm8k", {"question": "a", "answer": None}, "row 1: answer is None"),
         ("math500", {"question": "1?", "answer": "2"}, "row 1: no column problem among"),
-        ("math500", {"problem": "1?", "b": "2"}, "row 1: no column answer among problem, b"),
         ("math500", {"problem": " ", "answer": "2"}, "row 1: problem is ' ', not a text"),
-        ("math500", {"problem": 5, "answer": "2"}, "row 1: problem is 5, not a text"),
         ("math500", {"problem": "1?", "answer": ""}, "row 1: answer is '', not an answer"),
-        ("math500", {"problem": "1?", "answer": None}, "row 1: answer is None, not an answer"),
         ("math500", {"problem": "1?", "answer": True}, "row 1: answer is True, not an answer"),
     ],
 )
@@ -229,24 +212,15 @@ def test_a_bad_row_is_named_in_one_line_beside_a_good_one(tmp_path, name, row, m
         # Bug: one cell that did not fit changed the type of its column, and row 1 was blamed
         ("csv", "nums,target\n3 4,5\n3 4,\n", "row 2: target is ''"),
         ("csv", "nums,target\n3 4,5\n3 4,6\n3 4,1.5e1", "row 3: target is '1.5e1'"),
-        ("csv", "nums,target\n3 4,5\n3 4", "row 2: target is None"),
-        (
-            "csv",
-            "nums,target\n3 4,5\n3 4,5,6\n",
-            "cannot be loaded (line 3: more cells",
-        ),
+        ("csv", "nums,target\n3 4,5\n3 4,5,6\n", "cannot be loaded (line 3: more cells"),
         ("csv", "nums,target,nums\n3,4,5", "cannot be loaded (line 1: two columns are named nums"),
-        ("jsonl", f'{GOOD}\n{GOOD}\n{{"nums": [1], "target": "x"}}', "row 3: target is 'x'"),
         ("jsonl", f'{GOOD}\n{{"nums": [1]}}', "row 2: no column target among nums"),
         ("jsonl", f"{GOOD}\n7", "row 2: it has no columns"),
         ("jsonl", f"{GOOD}\n\n{GOOD[:9]}", "row 2: Expecting"),
         ("jsonl", "[" * 100_000, "cannot be loaded (maximum recursion"),
         ("jsonl", '{"nums":' + "[" * 100_000, "row 1: maximum recursion"),
         ("csv", b"nums,target\n3 4,\xff\n", "cannot be loaded ('utf-8' codec can't decode"),
-        ("jsonl", '{"nums": [1, 2], "target"', "row 1: Expecting"),
         ("jsonl", "", "no question left for train"),
-        ("json", "[]", "no question left for train"),
-        ("csv", "", "no question left for train"),
         ("parquet", "no parquet", "cannot be loaded"),
         ("txt", "3 7 25", "unknown kind of source"),
     ],
@@ -267,12 +241,9 @@ FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id (owne
     [
         ("countdown", "none.jsonl", NO_FILE, f"generated, {FILE_OR_HUB}"),
         ("countdown", "genrated", "unknown kind of source", f"generated, {FILE_OR_HUB}"),
-        ("arithmetic", "none.jsonl", NO_FILE, f"generated, {FILE_OR_HUB}"),
         ("gsm8k", "generated", "unknown kind of source", f"{HUB_ID}, {FILE_OR_HUB}"),
-        ("gsm8k", "none.jsonl", NO_FILE, f"{HUB_ID}, {FILE_OR_HUB}"),
         ("gsm8k", "nobody/nothing", "cannot be loaded", f"{HUB_ID}, {FILE_OR_HUB}"),  # no network
         ("math500", "generated", "unknown kind of source", FILE_OR_HUB),
-        ("math500", "none.json", NO_FILE, FILE_OR_HUB),
         ("math500", "none.parquet", "cannot be loaded (Unable to find '", FILE_OR_HUB),
     ],
 )
@@ -316,19 +287,12 @@ def questions_for(
         ("load_examples", [], "load_examples must return a list of dicts"),
         ("generate_questions", None, "generate_questions must return a list of dicts"),
         ("generate_prompt", None, "generate_prompt must return a text or a list of chat messages"),
-        ("generate_prompt", "", "generate_prompt must return a text or a list of chat messages"),
-        ("generate_prompt", [], "generate_prompt must return a text or a list of chat messages"),
         ("generate_prompt", [{"content": "Hi"}], "generate_prompt must return a text or a list of"),
         # Bug: content as a list of parts was a traceback.
-        (
-            "generate_prompt",
-            [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
-            "generate_prompt must return a text or a list of chat messages",
-        ),
+        ("generate_prompt", [{"role": "user", "content": [{}]}], "must return a text or a list of"),
         ("reward_function", None, "reward_function must return a dict with a number for each of"),
         ("reward_function", {"format": 10**400, "answer": 1}, "see to format for the question {'"),
         ("reward_function", {"format": 1.0}, "for each of format, answer, not {'format': 1.0}"),
-        ("reward_function", {"format": 1.0, "answer": "1"}, "reward_function must return a dict"),
         ("reward_function", {"format": 1.0, "answer": math.nan}, "reward_function must return a d"),
     ],
 )
@@ -345,13 +309,9 @@ def test_a_slip_in_a_users_own_task_is_named_at_the_start(
 @pytest.mark.parametrize("slip", [[], [ROWS["countdown"][0], None], iter(ROWS["countdown"])])
 def test_training_questions_that_are_no_list_of_dicts_are_named_too(tokenizer, monkeypatch, slip):
     """Bug: only the validation questions were looked at; the others ended in a traceback."""
-    loaded = {"validation": ROWS["countdown"][:8], "train": slip}
-    monkeypatch.setattr(
-        load_task("countdown"),
-        "load_examples",
-        lambda source, split, **settings: loaded[split],
-        raising=False,
-    )
+    loaded, own = {"validation": ROWS["countdown"][:8], "train": slip}, {"raising": False}
+    give = lambda source, split, **settings: loaded[split]  # noqa: E731
+    monkeypatch.setattr(load_task("countdown"), "load_examples", give, **own)
     with pytest.raises(ValueError, match=r"countdown\.py: load_examples must return a list of"):
         questions_for(tokenizer)
 
@@ -393,6 +353,19 @@ def test_a_reward_may_have_numpys_numbers_and_other_parts(monkeypatch):
 OWN_TASK = """
 from countdown import REWARD_PARTS, extract_answer, generate_prompt, reward_function
 """
+LOADS_ITSELF = """
+def load_examples(source, split, *, options, num_examples, seed, held_out, exclude):
+    asked = {"source": source, "split": split, "name": options.name, "num_examples": num_examples}
+    asked |= {"seed": seed, "held_out": held_out, "num_excluded": len(exclude)}
+    return [{"nums": [n], "target": n, **asked} for n in range(5)]
+"""
+DECLARES_ROWS = """
+EXAMPLE_ROW = {"numbers": "3 7 25", "goal": 46}
+def parse_row(row, *, options):
+    return {"nums": [int(text) for text in row["numbers"].split()], "target": row["goal"]}
+def question_key(example):
+    return str(example)
+"""
 
 
 def own_task(folder: Path, monkeypatch, code: str) -> None:
@@ -402,16 +375,7 @@ def own_task(folder: Path, monkeypatch, code: str) -> None:
 
 
 def test_a_task_may_load_its_questions_itself(tmp_path, tokenizer, monkeypatch):
-    own_task(
-        tmp_path,
-        monkeypatch,
-        """
-def load_examples(source, split, *, options, num_examples, seed, held_out, exclude):
-    asked = {"source": source, "split": split, "name": options.name, "num_examples": num_examples}
-    asked |= {"seed": seed, "held_out": held_out, "num_excluded": len(exclude)}
-    return [{"nums": [n], "target": n, **asked} for n in range(5)]
-""",
-    )
+    own_task(tmp_path, monkeypatch, LOADS_ITSELF)
     settings = ["task.name=own", "task.eval=here", "training.seed=3", "validation.num_examples=5"]
     for train, held_out in (("here", True), ("there", False)):
         validation, training, _ = questions_for(tokenizer, *settings, f"task.train={train}")
@@ -423,17 +387,7 @@ def load_examples(source, split, *, options, num_examples, seed, held_out, exclu
 
 
 def test_a_task_that_declares_its_rows_alone_loads_files_and_the_hub(tmp_path, monkeypatch):
-    own_task(
-        tmp_path,
-        monkeypatch,
-        """
-EXAMPLE_ROW = {"numbers": "3 7 25", "goal": 46}
-def parse_row(row, *, options):
-    return {"nums": [int(text) for text in row["numbers"].split()], "target": row["goal"]}
-def question_key(example):
-    return str(example)
-""",
-    )
+    own_task(tmp_path, monkeypatch, DECLARES_ROWS)
     rows = [{"numbers": f"{n} 7", "goal": n + 7} for n in range(80)]
     source = write_file(tmp_path / "rows.jsonl", rows)
     task, request = load_task("own"), {"num_examples": None, "seed": 0, "exclude": []}
@@ -456,10 +410,7 @@ def test_half_a_character_in_a_question_is_a_question_mark(tmp_path, tokenizer):
     source = write_file(tmp_path / "rows.jsonl", rows)
     task = ["task.name=gsm8k", f"task.train={source}", f"task.eval={source}"]
     validation, *_ = questions_for(tokenizer, *task)
-    options = make_config(*task).task
-    (ids, *_) = encode_prompts(
-        validation, task=load_task("gsm8k"), options=options, tokenizer=tokenizer
-    )
+    (ids, *_) = encode_prompts(validation, tokenizer=tokenizer, **of_task("gsm8k"))
     assert "What is ?" in tokenizer.decode(ids)
 
 
@@ -578,10 +529,6 @@ def test_the_question_stream_is_one_seeded_permutation_after_the_other():
     assert ids_of(stream_of(10, seed=seed(4)), 10) != epochs[0]
 
 
-def test_without_shuffle_every_epoch_has_the_order_of_the_file():
-    assert ids_of(stream_of(4, shuffle=False), 10) == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
-
-
 def test_the_stream_skips_what_is_too_long_and_its_position_counts_it():
     """Questions 1 and 2 of 0, 1, 2, 3 are too long, and the file's order makes this plain."""
     stream = stream_of(4, 1, 2, shuffle=False)
@@ -693,6 +640,10 @@ def test_a_chat_template_renders_the_chat_and_leaves_the_assistants_beginning_op
     question = "<user>Make 24.</user>\n<assistant>"
     assert render_prompt(CHAT, templated) == question + "Let me see.\n<think>"
     assert render_prompt(CHAT[:1], templated) == question
+    templated.chat_template = None
+    assert render_prompt(CHAT, templated) == "Make 24.\nLet me see.\n<think>"
+    assert assistant_prefix(CHAT) == "Let me see.\n<think>"  # what the prompt already says
+    assert assistant_prefix(CHAT[:1]) == assistant_prefix("Make 24.") == ""
 
 
 PARTS = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
@@ -755,10 +706,6 @@ def test_a_chat_template_that_fails_is_named_in_one_line(templated):
         render_prompt(CHAT, templated)
 
 
-def test_without_a_chat_template_the_prompt_is_plain_text(tokenizer):
-    assert render_prompt(CHAT, tokenizer) == plain_text(CHAT) == "Make 24.\nLet me see.\n<think>"
-
-
 def test_a_plain_text_stays_as_it_is_even_with_a_chat_template(tokenizer, templated):
     """The tokenizers of base models often have a chat template too."""
     math, (example, *_) = of_task("math500"), ROWS["math500"]
@@ -775,7 +722,6 @@ LATEX = r"Compute {problem}; a set is $\{1\}$, a {unknown} key stays. Not {{prob
 @pytest.mark.parametrize(
     ("name", "example", "wording", "messages"),
     [
-        ("countdown", ROWS["countdown"][0], {}, None),
         (
             "countdown",
             ROWS["countdown"][0],
@@ -793,12 +739,6 @@ LATEX = r"Compute {problem}; a set is $\{1\}$, a {unknown} key stays. Not {{prob
             [{"role": "user", "content": "Q: {answer}?"}],
         ),
         (
-            "gsm8k",
-            {"question": "1 + 1?", "answer": "#### 2"},
-            {"prompt_style": "tags", "system_prompt": "Use tags."},
-            [{"role": "system", "content": "Use tags."}, {"role": "user", "content": "1 + 1?"}],
-        ),
-        (
             "math500",
             {"problem": r"$\frac{1}{2}$", "answer": "0.5"},
             {"prompt": LATEX},
@@ -814,26 +754,14 @@ LATEX = r"Compute {problem}; a set is $\{1\}$, a {unknown} key stays. Not {{prob
 )
 def test_a_users_own_wording_takes_the_place_of_the_tasks(name, example, wording, messages):
     """Values go in as they are; braces that name no key of the example stay, as LaTeX has them."""
-    task = load_task(name)
-    options = of_task(name).get("options").model_copy(update=wording)
-    expected = task.generate_prompt(example, options=options) if messages is None else messages
-    assert pose(example, task=task, options=options) == expected
-
-
-def test_the_prompt_that_is_sampled_from_has_the_users_wording(tokenizer):
-    wording = of_task("countdown", prompt="'{target}!'", system_prompt="Hello.")
-    texts, _ = render_prompts(ROWS["countdown"][:1], tokenizer=tokenizer, **wording)
-    assert texts == [f"Hello.\n46!\n{countdown.ASSISTANT_PREFIX}"]
+    posing = of_task(name)
+    options = posing["options"].model_copy(update=wording)
+    assert pose(example, task=posing["task"], options=options) == messages
 
 
 def test_a_wording_without_the_question_is_refused(tokenizer):
     with pytest.raises(ValueError, match=r"^task\.prompt: .*; write one of \{nums\}, \{target\}"):
         questions_for(tokenizer, "task.prompt='Make {goal}.'")
-
-
-def test_the_assistants_beginning_is_what_the_prompt_already_says():
-    assert assistant_prefix(CHAT) == "Let me see.\n<think>"
-    assert assistant_prefix(CHAT[:1]) == assistant_prefix("Make 24.") == ""
 
 
 def test_encoded_prompts_are_the_tokens_of_the_rendered_text(tokenizer, templated):
@@ -842,6 +770,8 @@ def test_encoded_prompts_are_the_tokens_of_the_rendered_text(tokenizer, template
         texts, _ = render_prompts(**arguments)
         assert [one.decode(ids) for ids in encode_prompts(**arguments)] == texts
         assert all(text.endswith("<think>") for text in texts) and "make 46." in texts[0]
+    # Bug: the tokenizer raises IndexError for an empty list, where a rank had no question.
+    assert encode_prompts([], tokenizer=tokenizer, **of_task("countdown")) == []
 
 
 @pytest.mark.parametrize(
@@ -863,14 +793,3 @@ def test_only_a_prompt_without_a_template_gets_the_tokenizers_special_tokens(
     templated.chat_template = CHAT_TEMPLATE if has_template else None
     (ids,) = encode_prompts(ROWS[name][:1], tokenizer=templated, **of_task(name))
     assert (ids[0] == templated.eos_token_id) == is_added
-
-
-def test_a_task_gets_its_options_when_it_makes_a_prompt(tokenizer):
-    with_tags = of_task("gsm8k", prompt_style="tags")
-    (text,), _ = render_prompts(ROWS["gsm8k"][:1], tokenizer=tokenizer, **with_tags)
-    assert text.startswith("Solve the problem of the user.")
-
-
-def test_no_questions_make_no_prompts(tokenizer):
-    """Bug: the tokenizer raises IndexError for an empty list, where a rank had no question."""
-    assert encode_prompts([], tokenizer=tokenizer, **of_task("countdown")) == []
