@@ -30,97 +30,39 @@ generate = functools.partial(load_rows, arithmetic, "generated")
 # The reward
 
 
-@pytest.mark.parametrize(
-    "completion",
-    [
-        "85",
-        "85.",
-        " 85 ",
-        "47 + 38 = 85",
-        "47+38=85.",
-        "The sum of 47 and 38 is 85.",
-        "The answer is **85**.",
-        "The answer is (85).",
-        "\\boxed{85}",
-        "$85",
-        "85.0",
-        "47 + 38 = 84. Wait, no: it is 85",
-        "7 + 8 = 15, 4 + 3 + 1 = 8, so 85",
-        "40 + 30 = 70\n7 + 8 = 15\n70 + 15 = 85\n",
-        "85!",
-        "The answer is 85!",
-        "85!!",
-        "85!!!\n",
-        "**85!**",
-        '"85!"',
-        "85.0!",
-        "$85!",
-        "47 + 38 = 85! Great!",
-        "Wow! It is 85! (I am sure!)",
-        "85!<|im_end|>",
-        "85?!",
-        "84! No, 85!",
-        "The sum \N{EN DASH} it is 85",
-        "85 \N{EM DASH} that is the sum",
-        "46\N{EN DASH}47 is wrong, 85 is right",
-        "84\n85",  # the last one is what it says in the end
-    ],
-)
+RIGHT = [
+    *("85", "85.", " 85 ", "$85", "85.0", "85!", "85!!", "85!!!\n", "85?!", "85.0!", "$85!"),
+    *("The answer is **85**.", "The answer is (85).", "\\boxed{85}", "**85!**", '"85!"'),
+    *("47 + 38 = 85", "47+38=85.", "The sum of 47 and 38 is 85.", "The answer is 85!"),
+    *("47 + 38 = 84. Wait, no: it is 85", "7 + 8 = 15, 4 + 3 + 1 = 8, so 85", "84! No, 85!"),
+    *("40 + 30 = 70\n7 + 8 = 15\n70 + 15 = 85\n", "47 + 38 = 85! Great!", "85!<|im_end|>"),
+    *("Wow! It is 85! (I am sure!)", "The sum \N{EN DASH} it is 85", "84\n85"),
+    *("85 \N{EM DASH} that is the sum", "46\N{EN DASH}47 is wrong, 85 is right"),
+]
+DASHES = "\u02d7\u2010\u2011\u2012\u2013\u2014\u2015\u2212\u2796\ufe63\u00b1"
+WRONG = [
+    *("", "eighty-five", "84", "185", "850", "8", "-85", "85.5", "8.5", "85%5", "085 + 1", "8 5"),
+    *("85e1", "0x85", "x85", "85/1", "85 - 1", "85:00", "8,5", "85,000", "8485", "85 or 86"),
+    *("8!5", "85!5", "85!0", "84!!", "185!", "85!/85!", "85!/1", "84! + 85!", "1 * 85!", "1/85!"),
+    *("85! or 86", "85! = 86!", "85!=86", "85!k", "-85!", "\N{EN DASH}85!", "85 + 1!"),
+    *(f"{dash}85" for dash in DASHES),
+    *(f"47 + 38 = {text}" for text in ("\N{EN DASH}85", "\N{EN DASH} 85.", "\N{EN DASH}$85.0")),
+    *("**\N{EN DASH}85**", "\N{EN DASH}**85**", "\\boxed{\N{EN DASH}85}", "(\N{EN DASH}85)"),
+    *("47 + 38 \N{EN DASH} 85", "85, or \N{EN DASH}84", "84 \N{EN DASH} 85", "84\N{EN DASH}85"),
+    *("-(85)", "-**85**", r"-\boxed{85}", "minus 85", "It is negative 85", "\N{MINUS SIGN} 85"),
+    *("47 + 38 = 85 = 86", "85 is the sum of 47 and 38", "85, because 47 + 38", "85\n86"),
+    *("83 84 85", "83/84/85", "83, 84, 85, 86", " ".join(map(str, range(20, 199)))),
+    *("\u0668\u0665", "\uff18\uff15", "8\u00b25"),  # digits of other scripts
+    *["\n".join(map(str, range(20, 199))), "__import__('os')._exit(0)"],
+]
+
+
+@pytest.mark.parametrize("completion", RIGHT)
 def test_the_sum_is_paid_where_it_is_the_last_number(completion: str):
     assert reward(completion) == {"answer": 1.0}
 
 
-@pytest.mark.parametrize(
-    "completion",
-    [
-        "",
-        "eighty-five",
-        "84",
-        "185",
-        "850",
-        "8",
-        "-85",
-        "85.5",
-        "8.5",
-        "85%5",
-        "085 + 1",
-        "8 5",
-        "85e1",
-        "0x85",
-        "x85",
-        "85/1",
-        "85 - 1",
-        *("8!5", "85!5", "85!0", "84!!", "185!"),
-        *("85!/85!", "85!/1", "84! + 85!", "1 * 85!", "1/85!"),
-        *("85! or 86", "85! = 86!", "85!=86", "85!k", "-85!", "\N{EN DASH}85!", "85 + 1!"),
-        *(
-            f"{dash}85"
-            for dash in "\u02d7\u2010\u2011\u2012\u2013\u2014\u2015\u2212\u2796\ufe63\u00b1"
-        ),
-        *(f"47 + 38 = {text}" for text in ("\N{EN DASH}85", "\N{EN DASH} 85.", "\N{EN DASH}$85.0")),
-        *("**\N{EN DASH}85**", "\N{EN DASH}**85**", "\\boxed{\N{EN DASH}85}", "(\N{EN DASH}85)"),
-        *("47 + 38 \N{EN DASH} 85", "85, or \N{EN DASH}84", "84 \N{EN DASH} 85", "84\N{EN DASH}85"),
-        *("-(85)", "-**85**", r"-\boxed{85}", "minus 85", "It is negative 85", "\N{MINUS SIGN} 85"),
-        "85:00",
-        "8,5",
-        "85,000",
-        "47 + 38 = 85 = 86",
-        "85 is the sum of 47 and 38",
-        "85, because 47 + 38",
-        "83 84 85",  # numbers in a row are none
-        "83/84/85",
-        "8485",
-        "85 or 86",
-        "83, 84, 85, 86",
-        "85\n86",
-        " ".join(map(str, range(20, 199))),
-        "\n".join(map(str, range(20, 199))),
-        "\u0668\u0665",  # digits of another script
-        "\uff18\uff15",
-        "8\u00b25",
-        "__import__('os')._exit(0)",
-    ],
-)
+@pytest.mark.parametrize("completion", WRONG)
 def test_other_numbers_and_lists_of_numbers_are_not_paid(completion: str):
     assert reward(completion) == {"answer": 0.0}
 
@@ -183,17 +125,13 @@ def test_the_question_is_the_users_message_in_the_models_own_chat_format(tokeniz
     assert texts == ["<user>What is 47 + 38?</><assistant>"] and not adds_special_tokens
 
 
-@pytest.mark.parametrize("text", ["47 + 38", "47+38", " 47 +38\n"])
-def test_a_typed_question_is_understood(text: str):
-    assert parse_question(text) == EXAMPLE
-
-
-@pytest.mark.parametrize(
-    "text", ["", "47", "47 + 38 + 1", "47 - 38", "47 + x", "-4 + 5", "9" * 5_000 + " + 1", "٤ + 5"]
-)
-def test_a_question_that_is_not_understood_is_answered_with_an_example(text: str):
-    with pytest.raises(ValueError, match=r"47 \+ 38"):
-        parse_question(text)
+def test_a_typed_question_is_understood_or_answered_with_an_example():
+    for text in ("47 + 38", "47+38", " 47 +38\n"):
+        assert parse_question(text) == EXAMPLE
+    mistakes = ["", "47", "47 + 38 + 1", "47 - 38", "47 + x", "-4 + 5", "\u0664 + 5"]
+    for text in (*mistakes, "9" * 5_000 + " + 1"):
+        with pytest.raises(ValueError, match=r"47 \+ 38"):
+            parse_question(text)
 
 
 # Generated questions

@@ -1,5 +1,6 @@
 """The GSM8K task: which numbers it reads, what its graders pay for, and what it asks."""
 
+import itertools
 import json
 import re
 from fractions import Fraction
@@ -124,9 +125,6 @@ def test_what_is_no_number_is_no_answer(text: str):
         ("#### 1/2 of it\n#### 18", "18"),
         ("#### 18\n#### 19", "18"),
         ("##### 18", "18"),
-        ("####18", "18"),
-        ("#### -18", "-18"),
-        ("#### -$18", "-18"),
         ("#### $-18", "-18"),
         (f"#### {MINUS}18", "-18"),
         ("#### -0.0", "0"),
@@ -240,14 +238,11 @@ def test_a_number_that_words_follow_is_read(number, decimals, words, rest):
     ("completion", "answer"),
     [
         ("#### 18", "18"),
-        ("#### 5 hours and 30 minutes", "5"),
         ("#### 1,800", "1800"),
         ("#### -5", "-5"),
         ("#### 1/2", "1"),
         ("#### 7,8,9", "789"),
-        ("#### 18.", "18."),
         ("#### 18.0", "18.0"),
-        ("#### .,", "."),
         ("#### ,", ""),
         ("#### $18", None),
         ("####18", None),
@@ -275,9 +270,7 @@ def test_the_lenient_answer_is_the_last_number():
     assert not is_lenient_solved("So it is 18, not 19.", ROW, options=Options())
 
 
-@pytest.mark.parametrize(
-    "dash", [*"\u02d7\u2010\u2011\u2012\u2013\u2014\u2015\u2796\ufe63\uff0d\u00b1"]
-)
+@pytest.mark.parametrize("dash", "\u02d7\u2010\u2012\u2013\u2014\u2015\u2796\ufe63\uff0d\u00b1")
 def test_a_number_behind_a_dash_is_not_read_nor_is_the_one_before(dash: str):
     for text in ("{}18", "{} 18", "{}$18", "{}(18)", "**{}18**", r"$\boxed{{{}18}}$", "20 {} 18"):
         assert lenient_answer("It is 7, or " + text.format(dash)) is None
@@ -301,34 +294,27 @@ def test_a_minus_behind_which_no_digit_stands_is_a_minus_too():
 
 def test_plain_pays_for_the_answer_alone():
     assert reward("#### 18") == dict.fromkeys(REWARD_PARTS, 0.0) | {"answer": 1.0}
-    assert reward("#### 19") == dict.fromkeys(REWARD_PARTS, 0.0)
-    assert reward("") == dict.fromkeys(REWARD_PARTS, 0.0)
-    assert reward(answer_block("18"))["answer"] == 0.0
+    for completion in ("#### 19", "", answer_block("18")):
+        assert reward(completion) == dict.fromkeys(REWARD_PARTS, 0.0)
 
 
 @pytest.mark.parametrize(
     ("completion", "form", "ending", "integer", "answer"),
     [
         (answer_block("18"), 1.0, 0.0, 1.0, 1.0),
-        (answer_block("18") + "\n", 1.0, 0.0, 1.0, 1.0),
         ("<thinking>a</thinking><answer>1,800</answer>", 1.0, 0.0, 1.0, 0.0),
-        ("<thinking>a</thinking>\n<answer>-18</answer>", 1.0, 0.0, 1.0, 0.0),
         (answer_block("$18"), 1.0, 0.0, -1.0, 1.0),
         (answer_block("18.0"), 1.0, 0.0, -1.0, 1.0),
-        (answer_block("1/2"), 1.0, 0.0, -1.0, 0.0),
         (answer_block(""), 1.0, 0.0, -1.0, 0.0),
         (answer_block("18") + " Done.", 1.0, -0.5, 1.0, 1.0),
         ("Sure! " + answer_block("18"), -1.0, 0.0, 1.0, 1.0),
         ("<thinking>a</thinking> so <answer>18</answer>", -1.0, 0.0, 1.0, 1.0),
         ("<thinking>a<answer>18</answer></thinking>", -1.0, -0.5, 1.0, 1.0),
-        ("<answer>18</answer><thinking>a</thinking>", -1.0, -0.5, 1.0, 1.0),
         ("<answer>18</answer>", -1.0, 0.0, 1.0, 1.0),
-        ("<thinking>a</thinking></answer><answer>18", -1.0, -0.5, -1.0, 0.0),
         ("<thinking></answer></thinking><answer>18", -1.0, -0.5, -1.0, 0.0),
         (answer_block("18") + answer_block("19"), -1.0, -0.5, 1.0, 1.0),
         (answer_block("19") + answer_block("18"), -1.0, -0.5, 1.0, 0.0),
         ("<thinking>a</thinking><answer>18", -1.0, 0.0, -1.0, 0.0),
-        ("#### 18", -1.0, 0.0, -1.0, 0.0),
         ("", -1.0, 0.0, -1.0, 0.0),
     ],
 )
@@ -345,11 +331,9 @@ STRICT = "<thinking>\na\n</thinking>\n<answer>\n{}\n</answer>"
     ("completion", "form", "ending", "integer", "answer"),
     [
         (STRICT.format("18"), 1.0, 0.0, 1.0, 1.0),
-        (STRICT.format("+18"), 1.0, 0.0, 1.0, 1.0),
         (STRICT.format("-18"), 1.0, 0.0, 1.0, 0.0),
         (STRICT.format("1,800"), 1.0, 0.0, -1.0, 0.0),
         (STRICT.format("$18"), 1.0, 0.0, -1.0, 1.0),
-        (STRICT.format(""), 1.0, 0.0, -1.0, 0.0),
         (STRICT.format("\u0661"), 1.0, 0.0, -1.0, 0.0),
         (STRICT.format("18") + "\n", -1.0, 0.0, 1.0, 1.0),
         (STRICT.format("18") + " Done.", -1.0, -0.5, 1.0, 1.0),
@@ -358,7 +342,6 @@ STRICT = "<thinking>\na\n</thinking>\n<answer>\n{}\n</answer>"
         ("<thinking>a</thinking>\n<answer>18</answer>", -1.0, 0.0, 1.0, 1.0),
         ("<thinking>\n</thinking>\n<answer>\n</answer>", -1.0, 0.0, -1.0, 0.0),
         (STRICT.format("18").upper(), -1.0, -0.5, 1.0, 1.0),
-        ("<Answer>18</ANSWER>", -1.0, -0.5, 1.0, 1.0),
         ("<thinking>\na\n</thinking>\n<answer>\n18", -1.0, -0.5, -1.0, 0.0),
         ("", -1.0, -0.5, -1.0, 0.0),
     ],
@@ -383,10 +366,9 @@ def test_only_more_tokens_than_allowed_cost_something(style: str):
 
 
 def test_an_example_without_a_gold_answer_is_never_solved():
-    for completion in ("", "#### 18", "####"):
-        for grading in ("exact", "official"):
-            row = parse_question("What is 2 * 9?")
-            assert reward(completion, row, grading=grading)["answer"] == 0.0
+    row = parse_question("What is 2 * 9?")
+    for completion, grading in itertools.product(("", "#### 18", "####"), ("exact", "official")):
+        assert reward(completion, row, grading=grading)["answer"] == 0.0
 
 
 # Properties: any text at all is graded, fast
@@ -462,15 +444,11 @@ def test_time_grows_linearly_with_the_text(unit: str):
 # The prompt
 
 
-def test_plain_asks_the_bare_question():
-    messages = gsm8k.generate_prompt(ROW, options=Options())
-    assert messages == [{"role": "user", "content": "What is 2 * 9?"}]
-
-
-def test_tags_are_asked_for_in_a_layout_that_is_paid_in_full():
+def test_plain_asks_the_bare_question_and_tags_for_a_layout_that_is_paid_in_full():
+    question = {"role": "user", "content": "What is 2 * 9?"}
+    assert gsm8k.generate_prompt(ROW, options=Options()) == [question]
     system, user = gsm8k.generate_prompt(ROW, options=Options(prompt_style="tags"))
-    assert user == {"role": "user", "content": "What is 2 * 9?"}
-    assert system["role"] == "system"
+    assert user == question and system["role"] == "system"
     layout = system["content"].partition(":\n")[2]
     completion = layout.replace("the answer, a whole number and nothing else", "18")
     assert completion != layout

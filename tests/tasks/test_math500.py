@@ -1,24 +1,12 @@
-r"""The MATH task: what it asks, what it pays for, and the recipe that trains on it."""
-
-import copy
-import json
-from pathlib import Path
+"""The MATH task: what it asks and what it pays for."""
 
 import pytest
 from harness import (
-    finish,
     load_rows,
     make_config,
-    read_jsonl,
     real_file,
-    save_random,
-    seed,
-    start,
-    tokens_of,
 )
-from transformers import GPT2Config, GPT2LMHeadModel
 
-from engine import ROOT
 from tasks import math500
 from tasks.math500 import Options, parse_question, parse_row, question_key
 
@@ -115,51 +103,6 @@ def test_a_problem_is_known_again_however_it_is_set(problem: str, other: str, sa
 def test_answers_may_be_numbers():
     row = {"problem": "What is $1 + 1$?", "answer": 2}
     assert parse_row(row, options=Options()) == {"problem": "What is $1 + 1$?", "answer": "2"}
-
-
-# The recipe
-
-RECIPE = ROOT / "configs" / "math-rlvr.yaml"
-
-
-@pytest.fixture(scope="module")
-def boxing_model_folder(tmp_path_factory, tokenizer) -> Path:
-    """A random model, 64 of whose tokens are boxed answers; of 32 of them the value is 2 sqrt 2."""
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.add_tokens([rf"\boxed{{{' ' * n}\sqrt{{8}}}}" for n in range(32)])
-    tokenizer.add_tokens([rf"\boxed{{{n}}}" for n in range(32)])
-    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 2048}
-    config = GPT2Config(**sizes, **tokens_of(tokenizer))
-    return save_random(GPT2LMHeadModel, config, tokenizer, tmp_path_factory.mktemp("boxing"))
-
-
-def train(folder: Path, model: Path, **sources: Path) -> list[dict]:
-    """The metrics of two steps of the recipe."""
-    overrides = [f"model.name={model}", f"run.dir={folder}", "run.name=x"]
-    overrides += [f"training.seed={seed()}", "training.num_steps=2"]
-    overrides += ["training.num_samples_per_step_global=16", "training.max_new_gen_tokens=16"]
-    overrides += ["validation.every=1", "validation.num_examples=4", "validation.best_of_n=8"]
-    overrides += ["validation.temperature=1", "validation.max_new_gen_tokens=16"]
-    overrides += [f"task.{key}={source}" for key, source in sources.items()]
-    arguments = ["main.py", "--config", str(RECIPE), *overrides]
-    (status,) = finish(start(arguments, log=folder / "log"))
-    assert status == 0, (folder / "log").read_text()
-    return read_jsonl(folder / "x/metrics.jsonl")
-
-
-def test_the_recipe_runs_on_local_files_and_pays_for_equal_values(tmp_path, boxing_model_folder):
-    rows = [{"problem": f"What is $\\sqrt{{8}}$? {n}", "answer": r"2\sqrt{2}"} for n in range(40)]
-    sources = {"train": tmp_path / "train.json", "eval": tmp_path / "eval.json"}
-    sources["train"].write_text(json.dumps(rows[:30]))
-    sources["eval"].write_text(json.dumps(rows[30:]))
-    metrics = train(tmp_path, boxing_model_folder, **sources)
-    assert [row["step"] for row in metrics] == [0, 1, 2]
-    for row in metrics[1:]:
-        # Of 128 completions about half are right; none or all would be a chance of about 2**-128.
-        assert 0 < row["train/solved"] == row["train/reward"] < 1
-        assert row["train/reward_timeouts"] == 0
-        assert row["train/grad_norm"] > 0
-    assert any(row["eval/pass@1"] > 0 for row in metrics)
 
 
 def test_the_real_evaluation_file_loads_whole(tmp_path, monkeypatch):
