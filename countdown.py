@@ -33,9 +33,9 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from engine.calculator import value_of
+from engine.arithmetic import value_of
 from engine.config import Section
-from engine.data import is_in_split
+from engine.splits import is_in_split
 
 Number = Annotated[int, Field(ge=1, le=1_000_000)]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from common import print_table  # first: it finds the script's modules
 
 import main as program
-from engine.calculator import value_of
+from engine.arithmetic import value_of
 from engine.config_file import load_config
 from engine.types import Trajectory
 from logger import write_atomically

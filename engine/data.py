@@ -3,7 +3,6 @@
 import copy
 import csv
 import glob
-import hashlib
 import io
 import json
 import random
@@ -19,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.config import Config, TaskSettings
 from engine.packages import import_package
 from engine.prompts import check_chat, describe_lengths, encode_prompts, fill, is_harmless, pose
+from engine.splits import Hub, is_file, is_in_split
 from engine.task_module import reward_parts
 
 # A run's questions
@@ -157,20 +157,7 @@ class QuestionStream:
 
 # The questions of one split, as the task declares them
 
-FILE_FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id (owner/name)"
-
-
-@dataclass(frozen=True)
-class Hub:
-    """Which part of a hub dataset is loaded. A task that needs another part sets its HUB."""
-
-    usual_id: str | None = None  # the dataset that error messages suggest
-    config: str | None = None  # the configuration of usual_id to load
-    validation_split: str = "train"  # the split that holds the validation questions
-    # One dataset may serve training and validation. True: its split train is divided between them.
-    # False: its splits train and validation_split are used as they are.
-    divides_train: bool = True
 
 
 def load_examples(
@@ -221,23 +208,6 @@ def load_examples(
         name = "load_examples" if hasattr(task, "load_examples") else "generate_questions"
         raise ValueError(f"{task.__file__}: {name} must return a list of dicts, parse_row a dict")
     return rows
-
-
-def is_in_split(key: str, split: str) -> bool:
-    """Whether a question belongs to the split, if the splits share one source.
-
-    A hash of the question's key decides, so that no question is in both splits, whatever the seed,
-    the number of questions or the order of a file. 1 question in 8 is for validation.
-    """
-    assert split in ("train", "validation"), split
-    digest = hashlib.sha256(key.encode("utf-8", "backslashreplace")).digest()
-    is_held_out = digest[0] < 256 / 8
-    return is_held_out == (split == "validation")
-
-
-def is_file(source: str) -> bool:
-    """Whether `source` is named like a file that can be loaded; it need not exist."""
-    return Path(source).suffix.lower() in FILE_FORMATS
 
 
 def load_table(

@@ -12,9 +12,9 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from engine.calculator import NUMBER
+from engine.arithmetic import NUMBER
 from engine.config import Section
-from engine.data import Hub
+from engine.splits import Hub
 
 
 class Options(Section):

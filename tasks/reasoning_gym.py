@@ -17,8 +17,8 @@ from typing import Any
 from pydantic import Field, PositiveFloat
 
 from engine.config import Section
-from engine.data import is_in_split
 from engine.packages import import_package
+from engine.splits import is_in_split
 from tasks import grader_worker
 from tasks.grader_worker import OutOfPatience, Worker, WorkerLost
 

@@ -737,10 +737,18 @@ def test_every_key_is_read_somewhere():
     assert unread == []
 
 
-def test_reading_the_configuration_imports_none_of_the_heavy_libraries():
-    check = (
-        "import engine.config_file, sys\n"
-        "print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
-    )
+def test_tasks_and_configurations_are_read_without_the_heavy_libraries():
+    check = """
+import sys
+import countdown
+from engine.config_file import Path, load_config
+from engine.task_module import built_in_tasks
+for arguments in (
+    *([f"task.name={name}"] for name in built_in_tasks()),
+    *(["--config", str(recipe)] for recipe in Path("configs").glob("*.yaml")),
+):
+    load_config(arguments)
+print({"torch", "transformers", "datasets"} & set(sys.modules))
+"""
     command = [sys.executable, "-c", check]
     assert subprocess.check_output(command, cwd=ROOT, text=True).strip() == "set()"

@@ -9,7 +9,7 @@ from harness import cpu_seconds, real_file
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.calculator import CHARS, MAX_CHARS, MAX_DECIMALS, evaluate
+from engine.arithmetic import CHARS, MAX_CHARS, MAX_DECIMALS, evaluate
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 import countdown
-from engine.data import QuestionStream, is_in_split, load_examples, load_questions
+from engine.data import QuestionStream, load_examples, load_questions
 from engine.prompts import (
     assistant_prefix,
     encode_prompts,
@@ -24,6 +24,7 @@ from engine.prompts import (
     render_prompt,
     render_prompts,
 )
+from engine.splits import is_in_split
 from engine.task_module import load_task, reward_parts
 
 HUB_ID = "openai/gsm8k"
