@@ -16,16 +16,15 @@ def sample_in_batches(
     model: nn.Module,
     prompts: list[list[int]],
     seeds: list[Seed],
+    params: SamplingParams,
     *,
     decode: Callable[..., list[Completion]],
-    num_samples: int,
-    params: SamplingParams,
     max_batch_tokens: int | None,
     on_progress: Callable[[int], None],
     log: Callable[[str], None],
     conversations: list[list[Tool]] | None = None,
 ) -> list[list[Completion]]:
-    """Sample `num_samples` completions of each prompt: one list per prompt, in their order.
+    """Sample a group of completions of each prompt: one list per prompt, in their order.
 
     `decode` is main.py's `decode_grouped` or the like. It gets questions together, longest prompts
     first, as long as rows * (longest prompt + new tokens) <= `max_batch_tokens`; None is as many as
@@ -38,17 +37,16 @@ def sample_in_batches(
     most, num_batches = len(prompts), 0
     while by_length:
         longest = len(prompts[by_length[0]])
-        fit = max_batch_tokens or tokens_that_fit(model, longest, num_samples, params)
+        fit = max_batch_tokens or tokens_that_fit(model, longest, params)
         num_rows = fit // (longest + params.max_new_tokens)
-        batch = by_length[: min(most, max(1, num_rows // num_samples))]
+        batch = by_length[: min(most, max(1, num_rows // params.group_size))]
         rows = [row for i in batch for row in conversations[i]] if conversations else []
         try:
             completions = decode(
                 model,
                 [prompts[i] for i in batch],
                 [seeds[i] for i in batch],
-                num_samples=num_samples,
-                params=replace(params, conversations=rows),
+                replace(params, conversations=rows),
                 on_progress=on_progress,
             )
         except torch.OutOfMemoryError:
@@ -58,15 +56,13 @@ def sample_in_batches(
             continue
         by_length, num_batches = by_length[len(batch) :], num_batches + 1
         for j, i in enumerate(batch):
-            groups[i] = completions[j * num_samples : (j + 1) * num_samples]
+            groups[i] = completions[j * params.group_size :][: params.group_size]
     if num_batches > 1 and model.device.type == "cuda":
-        log(f"{len(prompts)} questions x {num_samples} samples took {num_batches} batches")
+        log(f"{len(prompts)} questions x {params.group_size} samples took {num_batches} batches")
     return groups
 
 
-def tokens_that_fit(
-    model: nn.Module, longest: int, num_samples: int, params: SamplingParams
-) -> int:
+def tokens_that_fit(model: nn.Module, longest: int, params: SamplingParams) -> int:
     """How many tokens of prompts and completions fit into the memory now free, decoded at once."""
     device, row_tokens = model.device, longest + params.max_new_tokens
     if device.type != "cuda":
@@ -83,7 +79,9 @@ def tokens_that_fit(
     hidden_size = getattr(config, "hidden_size", 0)
     inner_size = getattr(config, "intermediate_size", None) or 4 * hidden_size
     layer = size * (5 * hidden_size + 3 * inner_size)  # what a prompt's token is made into
-    reading = longest * (cached + layer) / num_samples  # all prompts at once, before they grow
+    reading = (
+        longest * (cached + layer) / params.group_size
+    )  # all prompts at once, before they grow
     return int(0.9 * free / max(decoding, reading)) * row_tokens  # a tenth for fragmentation
 
 

@@ -9,13 +9,18 @@ import copy
 import inspect
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
+import torch
+from transformers import PreTrainedTokenizerFast
+
 from engine import prompts
+from engine.config import Config
+from engine.metrics import Clock
 from engine.prompts import Turns
-from engine.run import Run
 from engine.task_module import RewardError
 from engine.tensors import seeded
 from engine.types import SamplingParams, Seed
@@ -25,24 +30,46 @@ LONGEST_TOKEN = 64  # characters; a reply that cannot fit is cut before it is to
 
 
 def begin(
-    run: Run, questions: list[dict], seeds: list[Seed], *, num_samples: int, **sampling: Any
+    task: ModuleType,
+    config: Config,
+    questions: list[dict],
+    seeds: list[Seed],
+    params: SamplingParams,
+    *,
+    tokenizer: PreTrainedTokenizerFast,
+    context: int | None,
+    device: torch.device,
+    clock: Clock,
 ) -> "tuple[list[list[int]], list[list[Conversation]]]":
     """The prompts and, if the task has an Environment, a conversation for each sample of them.
 
-    `sampling` are SamplingParams and a clock. A group shares one prompt, so RewardError if `reset`
-    returns different texts to it, or one that leaves too little room for a completion.
+    `context` is the number of tokens that the model sees. A group shares one prompt, so RewardError if `reset` returns different texts to it, or one that
+    leaves too little room for a completion.
     """
-    posing, tokenizer = {"task": run.task, "options": run.config.task}, run.policy.tokenizer
-    if not hasattr(run.task, "Environment"):
-        return prompts.encode_prompts(questions, **posing, tokenizer=tokenizer), []
-    turns, groups = Turns(tokenizer, run.task, day=run.config.task.template_date), []
-    room = (run.policy.context_length or 10**9) - sampling["params"].max_new_tokens
+    options = config.task
+    if not hasattr(task, "Environment"):
+        ids = prompts.encode_prompts(questions, task=task, options=options, tokenizer=tokenizer)
+        return ids, []
+    turns, groups = Turns(tokenizer, task, day=options.template_date), []
+    room = (context or 10**9) - params.max_new_tokens
     for question, seed in zip(questions, seeds, strict=True):
         prompt_ids: list[int] = []  # filled below, once `reset` has said what it adds
-        rows = [(*seed, sample) for sample in range(1, num_samples + 1)]
-        group = [Conversation(run, turns, question, prompt_ids, row, **sampling) for row in rows]
+        group = [
+            Conversation(
+                task=task,
+                turns=turns,
+                question=question,
+                prompt_ids=prompt_ids,
+                seed=(*seed, sample),
+                max_new_tokens=params.max_new_tokens,
+                max_turns=config.sampling.max_turns,
+                device=device,
+                clock=clock,
+            )
+            for sample in range(1, params.group_size + 1)
+        ]
         texts = {conversation.opening for conversation in group}
-        *others, last = prompts.pose(question, **posing)
+        *others, last = prompts.pose(question, task=task, options=options)
         last = last | {"content": last["content"] + turns.clean(min(texts))}
         prompt_ids += turns.encode(turns.render([*others, last]))
         if len(texts) > 1:
@@ -57,20 +84,22 @@ def begin(
 class Conversation:
     """The tool of a row that replies to each turn of the model: its environment."""
 
-    run: Run
+    task: ModuleType
     turns: Turns
     question: dict
     prompt_ids: list[int]
     seed: Seed  # the question's, and the number of the sample, from 1 on
-    params: SamplingParams
-    clock: Callable
+    max_new_tokens: int
+    max_turns: int
+    device: torch.device
+    clock: Clock
     num_turns: int = 0  # of the model, so far
     start: int = 0  # of the model's next turn in the completion
 
     def __post_init__(self) -> None:
         self.asking_ids = [self.turns.end_id]
-        with seeded([self.seed[:-1]], self.run.world.device):
-            self.environment = self.run.task.Environment()
+        with seeded([self.seed[:-1]], self.device):
+            self.environment = self.task.Environment()
         self.opening = self.ask("reset", **copy.deepcopy(self.question)) or ""
 
     def reply(self, token_ids: list[int]) -> list[int] | None:
@@ -82,9 +111,9 @@ class Conversation:
         if not calls and hasattr(self.environment, "respond"):
             said = self.ask("respond", text)
             replies = [] if said is None else [{"role": "user", "content": said}]
-        if not replies or self.num_turns >= self.run.config.sampling.max_turns:
+        if not replies or self.num_turns >= self.max_turns:
             return None
-        num_chars = LONGEST_TOKEN * (self.params.max_new_tokens - len(token_ids))
+        num_chars = LONGEST_TOKEN * (self.max_new_tokens - len(token_ids))
         for reply in replies:
             reply["content"] = self.turns.clean(reply["content"][:num_chars])
         reply_ids = self.turns.render_reply(replies)
@@ -113,7 +142,7 @@ class Conversation:
         """Call a method; its random numbers follow from question, sample and turn."""
         words = self.seed[:-1] if method == "reset" else (*self.seed, self.num_turns)
         try:
-            with self.clock("environment"), seeded([words], self.run.world.device):
+            with self.clock("environment"), seeded([words], self.device):
                 result = getattr(self.environment, method)(*arguments, **named)
         except Exception as error:
             if method in self.turns.names:
@@ -126,36 +155,39 @@ class Conversation:
         return result
 
     def error(self, method: str, problem: str) -> RewardError:
-        name = f"{self.run.task.__file__}: {type(self.environment).__name__}.{method}"
+        name = f"{self.task.__file__}: {type(self.environment).__name__}.{method}"
         return RewardError(f"{name} {' '.join(problem.split())}: question {self.question!r:.200}")
 
 
-def check_environment(run: Run) -> None:
+def check_environment(
+    task: ModuleType, config: Config, tokenizer: PreTrainedTokenizerFast, question: dict
+) -> None:
     """Raise ValueError of one line, with the fix, if the task's Environment cannot be played."""
-    if hasattr(run.task, "Environment"):
-        for problem in problems_of_environment(run):
-            raise ValueError(f"{run.task.__file__}: Environment {problem}")
+    if hasattr(task, "Environment"):
+        for problem in problems_of_environment(task, config, tokenizer, question):
+            raise ValueError(f"{task.__file__}: Environment {problem}")
 
 
-def problems_of_environment(run: Run) -> Iterator[str]:
+def problems_of_environment(
+    task: ModuleType, config: Config, tokenizer: PreTrainedTokenizerFast, question: dict
+) -> Iterator[str]:
     """The first is the one to mend: what comes later may rest on it."""
-    task, tokenizer = run.task, run.policy.tokenizer
     environment, model = task.Environment(), tokenizer.name_or_path
     responds = hasattr(environment, "respond")
-    prompt = prompts.pose(run.validation_questions[0], task=task, options=run.config.task)
+    prompt = prompts.pose(question, task=task, options=config.task)
     if not hasattr(environment, "reset"):
         yield "has no reset: write def reset(self, **example)"
     if not hasattr(environment, "get_reward") and not hasattr(task, "reward_function"):
         yield "has no get_reward, and the task no reward_function: write one of them"
     if inspect.getmembers(type(environment), inspect.iscoroutinefunction):
         yield "cannot wait for async methods: write them without"
-    if run.config.sampling.calculator:
+    if config.sampling.calculator:
         yield "replies alone: write sampling.calculator=null"
     if isinstance(prompt, str) or prompts.assistant_prefix(prompt):
         yield "needs generate_prompt to return messages, the last one the user's"
     if prompts.end_of_turn(tokenizer) is None:
         yield f"needs a chat template that ends turns by a special token, which {model} lacks"
-    turns = Turns(tokenizer, task, day=run.config.task.template_date)
+    turns = Turns(tokenizer, task, day=config.task.template_date)
     if prompts.tool_schemas(task) and not turns.tools and not responds:
         yield f"has tools, of which {model}'s chat template does not tell: write respond(message)"
     replies = [{"role": "user", "content": REPLY}] if responds else []

@@ -1,20 +1,34 @@
 """What an evaluation measures: of training's, and by mode=evaluate alone."""
 
-import json
-from datetime import datetime
+from collections.abc import Callable
+from types import ModuleType
 
-from engine.metrics import majority_sample, reduce_means, single_rate, solve_rates
-from engine.resume import write_config
+from engine.config import TaskSettings, ValidationSettings
+from engine.distributed import World
+from engine.metrics import (
+    Clock,
+    count_broken,
+    majority_sample,
+    reduce_means,
+    single_rate,
+    solve_rates,
+)
+from engine.resume import save_evaluation
 from engine.run import Run
+from engine.samples import validation_samples
 from engine.types import Trajectory
-from logger import json_line, without_nan, write_atomically
 
 
-def evaluation_metrics(run: Run, groups: list[list[Trajectory]]) -> dict[str, float]:
+def evaluation_metrics(
+    groups: list[list[Trajectory]],
+    validation: ValidationSettings,
+    world: World,
+    *,
+    num_questions: int,
+) -> dict[str, float]:
     """pass@k, lengths and shares over all questions, from this rank's groups."""
-    validation, num_questions = run.config.validation, len(run.validation_questions)
     solved = [[t.is_solved for t in group] for group in groups]
-    solved = run.world.gather_rows(solved, shape=(num_questions, validation.best_of_n))
+    solved = world.gather_rows(solved, shape=(num_questions, validation.best_of_n))
     answers = [t for group in groups for t in group]
     num_tokens = sum(len(t.completion.token_ids) for t in answers)
     sums = {
@@ -22,24 +36,48 @@ def evaluation_metrics(run: Run, groups: list[list[Trajectory]]) -> dict[str, fl
         "eval/completion_tokens": (num_tokens, len(answers)),
         "eval/truncated_frac": (sum(t.completion.truncated for t in answers), len(answers)),
     }
-    if hasattr(run.task, "Environment"):
+    if answers[0].completion.conversation is not None:
         sums["eval/turns"] = (sum(t.completion.num_turns for t in answers), len(answers))
-    return solve_rates(solved, validation.pass_k) | reduce_means(sums, run.world)
+    return solve_rates(solved, validation.pass_k) | reduce_means(sums, world)
 
 
-# What only mode=evaluate measures and writes
+# What only mode=evaluate measures
+
+
+def run_evaluation(run: Run, sample_validation: Callable[..., list[list[Trajectory]]]) -> int:
+    """Measure as training would, by majority votes and greedily; 2 where logits are not finite.
+
+    `sample_validation` is main.py's.
+    """
+    config, world, questions, clock = run.config, run.world, run.validation_questions, Clock()
+    with clock("eval"):
+        groups = sample_validation(run)
+        is_greedy = config.validation.temperature == 0
+        greedy = groups if is_greedy else sample_validation(run, is_greedy=True)
+    metrics = evaluation_metrics(groups, config.validation, world, num_questions=len(questions))
+    metrics |= single_answer_metrics(run.task, config.task, questions, groups, greedy, world)
+    metrics, samples = metrics | clock.read(), validation_samples(run, groups)
+    title = f"evaluation of {config.model.name} on {config.task.name}"
+    totals = answer_totals(len(questions), config.validation.best_of_n)
+    run.logger.print_evaluation(title, metrics, samples, totals=totals)
+    save_evaluation(run, metrics, samples)
+    return 2 if count_broken(groups, world, run.logger.warning) > 0 else 0
 
 
 def single_answer_metrics(
-    run: Run, groups: list[list[Trajectory]], greedy: list[list[Trajectory]]
+    task: ModuleType,
+    options: TaskSettings,
+    questions: list[dict],
+    groups: list[list[Trajectory]],
+    greedy: list[list[Trajectory]],
+    world: World,
 ) -> dict[str, float]:
     """Rates of one answer per question, with Wilson's interval: what the group votes for, greedy.
 
     Also the mean length of the greedy answers and, where the task has `is_lenient_solved`, a
-    reading of them that forgives the form. `groups` and `greedy` answer this rank's questions.
+    reading of them that forgives the form. `groups` and `greedy` answer this rank's `questions`.
     """
-    task, world, questions = run.task, run.world, run.validation_questions
-    mine, options = questions[world.rank :: world.size], run.config.task
+    mine = questions[world.rank :: world.size]
     answers = [trajectory for (trajectory,) in greedy]
     solved = {}
     if hasattr(task, "extract_answer"):
@@ -63,23 +101,9 @@ def single_answer_metrics(
     return metrics
 
 
-def answer_totals(run: Run) -> dict[str, int]:
+def answer_totals(num_questions: int, num_samples: int) -> dict[str, int]:
     """The number of answers behind each rate that is a share of them."""
-    num_questions, num_samples = len(run.validation_questions), run.config.validation.best_of_n
     of_samples = ("pass@1", "solved_and_ended", "truncated_frac")
     of_questions = (f"best_of_{num_samples}", "majority", "greedy", "strict", "lenient")
     totals = dict.fromkeys(of_questions, num_questions)
     return totals | dict.fromkeys(of_samples, num_questions * num_samples)
-
-
-def save_evaluation(run: Run, metrics: dict[str, float], samples: list[dict]) -> None:
-    """Write what mode=evaluate has measured to eval-<time>/ in the run's folder, on rank 0."""
-    if not run.world.is_main:
-        return
-    folder = run.folder / f"eval-{datetime.now():%Y%m%d-%H%M%S-%f}"
-    folder.mkdir(parents=True)
-    write_config(folder, run.config)
-    write_atomically(folder / "samples.jsonl", "".join(map(json_line, samples)))
-    text = json.dumps(without_nan(metrics), allow_nan=False, indent=1) + "\n"
-    write_atomically(folder / "metrics.json", text)
-    run.logger.info(f"written to {folder}")

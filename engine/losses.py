@@ -5,11 +5,43 @@ sampled. Then the ratio pi / pi_old weighs each token: `old_log_probs` (B, S) ar
 update's pass, whose loss is REINFORCE, -A log pi. All shapes are (B, S), but for advantages (B,).
 """
 
+import torch
 from torch import Tensor
 
 from engine.config import TrainingSettings
+from engine.types import MicroBatch
 
 KL_LOG_RATIO_LIMIT = 10.0  # its exponential is 22,026; an unlimited one overflows
+
+
+def apply_options(
+    training: TrainingSettings,
+    batch: MicroBatch,
+    log_probs: Tensor,
+    token_loss: Tensor,
+    *,
+    is_first: bool,
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Token losses and weights with all that the config switches on, and metrics of each token.
+
+    `token_loss` is REINFORCE's, which stays the loss of the first pass over a batch. The batch has
+    the log-probabilities of the first pass and, if there is a KL penalty, those of the reference.
+    """
+    weights, is_clipped = batch.token_weights, torch.zeros_like(token_loss)
+    if not is_first:
+        token_loss, is_clipped = off_policy_loss(
+            training, log_probs, batch.advantages, batch.old_log_probs, batch.completion_mask
+        )
+    measured = {"train/clip_frac": is_clipped}
+    if training.kl_coef > 0:
+        kl = kl_penalty(log_probs, batch.ref_log_probs)
+        token_loss = token_loss + training.kl_coef * kl
+        measured |= {"train/kl": kl.detach()} if is_first else {}
+    if training.tis_clip is not None:
+        weights = weights * truncated_importance(
+            batch.old_log_probs, batch.sampler_log_probs, clip=training.tis_clip
+        )
+    return token_loss, weights, measured
 
 
 def off_policy_loss(
@@ -20,13 +52,13 @@ def off_policy_loss(
     completion_mask: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """The loss of each token by `training.policy_loss`, and which tokens it clips."""
-    limits = {"eps": training.clip_eps, "eps_high": training.clip_eps_high or training.clip_eps}
+    eps, eps_high = training.clip_eps, training.clip_eps_high or training.clip_eps
     if training.policy_loss == "cispo":
-        return cispo_loss(log_probs, advantages, old_log_probs, eps_high=limits["eps_high"])
+        return cispo_loss(log_probs, advantages, old_log_probs, eps_high=eps_high)
     if training.policy_loss == "gspo":
         log_probs = completion_means(log_probs, completion_mask)
         old_log_probs = completion_means(old_log_probs, completion_mask)
-    return ppo_loss(log_probs, advantages, old_log_probs, **limits)
+    return ppo_loss(log_probs, advantages, old_log_probs, eps=eps, eps_high=eps_high)
 
 
 def ppo_loss(

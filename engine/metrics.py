@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -111,6 +111,14 @@ def rollout_sums(
     for part in reward_parts:
         sums[part_metric(part)] = (sum(t.reward_parts[part] for t in sampled), len(sampled))
     return sums
+
+
+def count_broken(groups: list[list[Trajectory]], world: World, warn: Callable[[str], None]) -> int:
+    """How many completions of all ranks met logits that were not finite; warns of them."""
+    num_broken = int(world.sum([sum(t.completion.is_broken for group in groups for t in group)]))
+    if num_broken > 0:
+        warn(f"{num_broken} completions ended at logits that were not finite")
+    return num_broken
 
 
 def part_metric(part: str) -> str:

@@ -35,6 +35,7 @@ from engine import lora
 from engine.calculator import Calculator
 from engine.config import Config
 from engine.fit import check_host_memory
+from engine.optimizer import LossScale
 from engine.probe import supports_float16, supports_grouped
 from engine.prompts import end_of_turn, render_prompt
 from engine.sharding import whole
@@ -49,12 +50,19 @@ class Policy:
     """The model that is trained, as it scores completions and as it samples them."""
 
     model: nn.Module  # what the optimizer steps is fp32; else in the dtype that it computes in
-    scorer: nn.Module | None  # main.py's CompletionScorer, perhaps in DDP; None without training
     sampler: nn.Module  # the model itself or, in bf16 or with model.shard, a copy of it
     tokenizer: PreTrainedTokenizerFast
     params: SamplingParams  # for the samples that are trained on
+    compute_dtype: torch.dtype  # of the scorer, and of the sampler where that is a copy
+    scorer: nn.Module | None = None  # main.py's CompletionScorer, perhaps in DDP, for training
     reference: Callable[..., torch.Tensor] | None = None  # None without a KL penalty
     backend: str = "generate"  # how completions are sampled: generate, grouped or captured
+
+    @functools.cached_property
+    def loss_scale(self) -> LossScale:
+        """For float16, which the sampler's weights then are too; else it is off, a factor of 1."""
+        is_on = self.sampler.dtype == torch.float16
+        return LossScale(self.model.device.type, growth_interval=100, enabled=is_on)
 
     @property
     def context_length(self) -> int | None:
@@ -323,13 +331,13 @@ def copy_in(dtype: torch.dtype, model: nn.Module, device: torch.device) -> nn.Mo
 
 
 def make_reference(
-    config: Config, scorer: nn.Module, *, dtype: torch.dtype
+    scorer: nn.Module, dtype: torch.dtype, *, is_adapter: bool
 ) -> Callable[..., torch.Tensor]:
     """A scorer for the model that the run starts from: the adapter is off, or a copy is frozen."""
-    if config.model.lora is not None:
+    if is_adapter:
         return functools.partial(lora.score_without_adapter, scorer)
     copied = copy_in(dtype, scorer.model, scorer.model.device)
-    return type(scorer)(copied, scorer.compute_dtype, chunked=scorer.chunked)
+    return type(scorer)(copied, scorer.compute_dtype, in_blocks=scorer.in_blocks)
 
 
 def sampling_params(
@@ -349,6 +357,7 @@ def sampling_params(
         top_k=sampling.top_k,
         eos_ids=eos_ids,
         pad_id=tokenizer.pad_token_id,
+        group_size=training.group_size,
         calculator=Calculator(tokenizer, sampling.calculator) if sampling.calculator else None,
     )
 

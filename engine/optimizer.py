@@ -1,11 +1,12 @@
 """The optimizer, its learning rate, and the loss scale of float16."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from engine.config import Config
+from engine.config import Config, TrainingSettings
 from engine.packages import import_package
 
 
@@ -69,13 +70,13 @@ class Together(torch.optim.Optimizer):
             one.step()
 
 
-def learning_rate_at(step: int, config: Config) -> float:
+def learning_rate_at(step: int, training: TrainingSettings) -> float:
     """The learning rate of step 1, 2, ..., num_steps, for groups whose `lr_scale` is 1.
 
     The warm-up ends at the full rate, and the decay begins after it. The decay is the factor of
     transformers' schedulers at step - 1: at `step` it would be 0 in the last step.
     """
-    training, num_warmup = config.training, config.training.warmup_steps
+    num_warmup = training.warmup_steps
     if step <= num_warmup:
         return training.learning_rate * step / num_warmup
     progress = (step - 1 - num_warmup) / (training.num_steps - num_warmup)
@@ -98,6 +99,14 @@ class LossScale(torch.amp.GradScaler):
     It is doubled after 100 updates, and halved if a gradient overflows: it stays a power of 2.
     """
 
+    is_too_high = False  # at the last try
+
+    def tries(self, num_updates: int) -> Iterator[None]:
+        """Yield once for each update, and again after a try that `was_too_high`."""
+        while num_updates > 0:
+            yield
+            num_updates -= not self.is_too_high
+
     def was_too_high(self, loss: float, grad_norm: float) -> bool:
         """Halve the scale if the gradient overflowed; True if its update should begin again.
 
@@ -106,10 +115,11 @@ class LossScale(torch.amp.GradScaler):
         """
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.update()  # counts this update
-            return False
-        is_to_blame = math.isfinite(loss) and self.get_scale() > 1
-        self.update(self.get_scale() / 2 if is_to_blame else 2.0**16)
-        return is_to_blame
+            self.is_too_high = False
+        else:
+            self.is_too_high = math.isfinite(loss) and self.get_scale() > 1
+            self.update(self.get_scale() / 2 if self.is_too_high else 2.0**16)
+        return self.is_too_high
 
     def read(self) -> dict[str, float]:
         """train/loss_scale, with which the next update begins; nothing where the scale is off."""

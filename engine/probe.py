@@ -22,7 +22,7 @@ def supports_grouped(
     one of them padded, and a row is dropped on the way.
     """
     prompts = [[i % model.config.vocab_size for i in ids] for ids in (range(1, 25), (25, 26))]
-    params = SamplingParams(5, temperature=1.0, top_p=1.0, top_k=0, eos_ids=(), pad_id=0)
+    params = SamplingParams(5, 1.0, top_p=1.0, top_k=0, eos_ids=(), pad_id=0, group_size=2)
     uniforms = torch.linspace(0.01, 0.99, 20).view(4, params.max_new_tokens)  # (B, T)
     try:
         batch = make_batch(model, prompts, uniforms, params)

@@ -1,4 +1,4 @@
-"""What has been drawn so far, in tensors that change in place, so that a step can be replayed."""
+"""What has been drawn so far. main.py's `write` adds a token of each row, and ends rows."""
 
 import torch
 from torch import Tensor
@@ -25,26 +25,16 @@ class Record:
         self.end_ids = torch.tensor(sorted({*params.eos_ids} - {*asking_ids}), device=device)
         self.asking_ids = torch.tensor(asking_ids, device=device)
 
-    def write(self, tokens: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
-        """Write drawn tokens (b,), or a tool's in their place; return what is written."""
-        index, is_drawn = (self.rows, self.t.expand_as(self.rows)), self.active
-        if self.tools[0] is not None:
-            inserts = self.inserts[index]
-            tokens, is_drawn = tokens.where(inserts < 0, inserts), is_drawn & (inserts < 0)
-        self.tokens.index_put_(index, tokens.where(self.active, self.params.pad_id))
-        self.log_probs.index_put_(index, log_probs.where(is_drawn, 0.0))
-        self.entropies.index_put_(index, entropies.where(is_drawn, 0.0))
-        self.lengths.index_add_(0, self.rows, self.active.long())
-        self.active &= (tokens[:, None] != self.end_ids).all(dim=1) | ~is_drawn
-        self.t += 1
-        return tokens
+    @property
+    def has_tools(self) -> bool:
+        return self.tools[0] is not None
 
     def reply(self, tokens: Tensor) -> None:
         """Where a row's last token (b,) asks its tool, set what is written next, or end the row.
 
         This waits for the GPU, so it is no part of a step, which may be captured.
         """
-        if self.tools[0] is None:
+        if not self.has_tools:
             return
         is_drawn = self.inserts[self.rows, self.t - 1] < 0
         asks = self.active & is_drawn & torch.isin(tokens, self.asking_ids)

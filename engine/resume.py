@@ -1,10 +1,11 @@
 """How a run is saved, and how it goes on where it was."""
 
 import functools
+import json
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -15,9 +16,9 @@ from engine.export import model_card
 from engine.fingerprint import of_model
 from engine.fit import check_disk
 from engine.metrics import OF_ENVIRONMENTS, metric_columns, versions
-from engine.run import Run, State
+from engine.run import Run, State, summary
 from engine.sharding import check_shared_disk, gather_weights, load_parts, move_parts, save_parts
-from logger import write_atomically
+from logger import json_line, without_nan, write_atomically
 
 # Beginning
 
@@ -64,7 +65,8 @@ def resume(run: Run) -> None:
             checkpoint.load_weights(folder, run.policy.model)
             run.optimizer.load_state_dict(checkpoint.load_optimizer_state(folder))
         world.broadcast_optimizer(run.optimizer)
-    run.loss_scale.load_state_dict(saved.get("loss_scale") or run.loss_scale.state_dict())
+    scale = run.policy.loss_scale
+    scale.load_state_dict(saved.get("loss_scale") or scale.state_dict())
     run.policy.refresh_sampler()
     run.state, run.is_resumed = State(**saved["state"]), True
     run.logger.info(f"resumed after step {run.state.step}")
@@ -99,8 +101,8 @@ def open_files(run: Run) -> None:
         params=dotted_values(config),
         columns=metric_columns(config, run.task.REWARD_PARTS)
         + list(OF_ENVIRONMENTS if hasattr(run.task, "Environment") else ()),
-        # the row of a step that a signal ended before its evaluation is still to come
-        resume_step=state.step - (state.unrecorded is not None) if run.is_resumed else None,
+        resume_step=state.step if run.is_resumed else None,
+        is_evaluated=state.evaluated_at == state.step,
         experiment=config.logging.experiment,
         run_name=run_name(config),
         description="\n".join(f"- {line}" for line in differences(config)),
@@ -119,68 +121,108 @@ def write_config(folder: Path, config: Config) -> None:
 
 def save_best(run: Run, measured: dict[str, float]) -> bool:
     """Save the model in best/ with its card; returns False if that was not possible."""
-    tokenizer, config = run.policy.tokenizer, run.config
-    card, folder = model_card(run, measured), run.folder / "best"
-    # As `State` names them:
-    best = {"best": measured[config.validation.best_metric], "best_step": run.state.step}
-    model = run.policy.model
-    weights = gather_weights(model, run.world) if config.model.shard else None
-    return save_on_main(run, checkpoint.save_model, model, tokenizer, card, folder, weights, best)
+    model, config = run.policy.model, run.config
+    save = functools.partial(
+        checkpoint.save_model,
+        model,
+        run.policy.tokenizer,
+        model_card(run, measured),
+        run.folder / "best",
+        weights=gather_weights(model, run.world) if config.model.shard else None,
+        # As `State` names them:
+        best={"best": measured[config.validation.best_metric], "best_step": run.state.step},
+    )
+    return save_on_main(run, "best", save)
 
 
-def save_checkpoint(run: Run) -> bool:
-    """Save all that a resumed run needs; False where nothing could be saved.
+def save_checkpoint(run: Run) -> None:
+    """Save all that a resumed run needs, if that is possible.
 
     Steps are skipped one after the other where the last update has ruined the weights. Then only
     the first checkpoint behind it is written: with checkpoint.keep=2 a good one before it stays.
     """
-    root, world = run.folder / "checkpoints", run.world
-    if run.state.skipped_in_a_row > 0:
+    root, world, state = run.folder / "checkpoints", run.world, run.state
+    if state.skipped_in_a_row > 0:
         newest = world.on_main(checkpoint.newest_whole, root)
-        if newest is not None and checkpoint.step_of(newest) >= run.state.changed_at:
+        if newest is not None and checkpoint.step_of(newest) >= state.changed_at:
             run.logger.info("all steps since the newest checkpoint were skipped: nothing to save")
-            return True
+            return
     # The norm can overflow for finite weights, but only for ones far too large for usable logits.
     if not nn.utils.get_total_norm(run.trained_weights).isfinite():
         problem = "since the weights are not finite: what was saved before stays"
-        run.logger.warning(f"nothing saved at step {run.state.step}, {problem}")
-        return False
-    state = {
-        "state": asdict(run.state),
-        "loss_scale": run.loss_scale.state_dict(),
+        run.logger.warning(f"nothing saved at step {state.step}, {problem}")
+        run.unsaved.add("checkpoint")
+        return
+    state.is_saved = True  # the checkpoint says so too: the resumed run does not save it again
+    known = {
+        "state": asdict(state),
+        "loss_scale": run.policy.loss_scale.state_dict(),
         "num_ranks": world.size,
         "config": dotted_values(run.config) | run.rests_on,
     }
-    model, optimizer, name = run.policy.model, run.optimizer, f"step-{run.state.step:06d}"
+    model, optimizer, name = run.policy.model, run.optimizer, f"step-{state.step:06d}"
     if run.config.model.shard:
         folder = root / f"{name}.parts.tmp"
         num_failed = save_parts(model, optimizer, folder, world)
-        counts = {"num_parts": world.size, "num_failed": num_failed}
-        write = functools.partial(move_parts, written=folder, **counts)
+        write = functools.partial(
+            move_parts, written=folder, num_parts=world.size, num_failed=num_failed
+        )
     else:
-        parts = {"model": model, "tokenizer": run.policy.tokenizer, "optimizer": optimizer}
-        write = functools.partial(checkpoint.write_model, **parts)
-    how = {"step": run.state.step, "write": write, "keep": run.config.checkpoint.keep}
-    if is_saved := save_on_main(run, checkpoint.save_checkpoint, root, state, **how):
+        write = functools.partial(
+            checkpoint.write_model,
+            model=model,
+            tokenizer=run.policy.tokenizer,
+            optimizer=optimizer,
+        )
+    keep = run.config.checkpoint.keep
+    save = functools.partial(
+        checkpoint.save_checkpoint, root, known, step=state.step, write=write, keep=keep
+    )
+    state.is_saved = save_on_main(run, "checkpoint", save)
+    if state.is_saved:
         run.logger.info(f"saved checkpoint {root / name}")
-    return is_saved
 
 
-def save_on_main(run: Run, save: Callable[..., None], *what: Any, **how: Any) -> bool:
+def save_on_main(run: Run, what: str, save: Callable[[], None]) -> bool:
     """Call `save` on rank 0; if the disk is full, warn, and return False on all ranks."""
     try:
-        run.world.on_main(save, *what, **how)
+        run.world.on_main(save)
     except ValueError as error:  # rank 0's OSError, on every rank
         fix = "what was saved before is kept; free some space, or lower checkpoint.keep"
         run.logger.warning(f"nothing saved at step {run.state.step}: {error}; {fix}")
+        run.unsaved.add(what)
         return False
+    run.unsaved.discard(what)
     return True
 
 
+# The end
+
+
+def finish(run: Run) -> int:
+    """Print the summary; returns the exit status, 1 if best/ or the last checkpoint is not saved."""
+    run.logger.info(summary(run))
+    run.logger.close()
+    return 1 if run.unsaved else 0
+
+
 def stop(run: Run) -> int:
-    """Save after a signal, between two steps; returns the exit status that the signal asks for."""
-    is_saved, step = save_checkpoint(run), run.state.step
+    """Say where a run goes on that a signal has ended; returns the exit status of the signal."""
+    step, is_saved = run.state.step, run.state.is_saved
     run.logger.close("KILLED")
     what = "all is saved" if is_saved else "only what was saved before is there"
     run.logger.info(f"stopped by a signal after step {step}; {what}; go on with the same command")
     return 128 + (run.world.stop_signal or 15)  # SIGTERM, where another rank was sent the signal
+
+
+def save_evaluation(run: Run, metrics: dict[str, float], samples: list[dict]) -> None:
+    """Write what mode=evaluate has measured to eval-<time>/ in the run's folder, on rank 0."""
+    if not run.world.is_main:
+        return
+    folder = run.folder / f"eval-{datetime.now():%Y%m%d-%H%M%S-%f}"
+    folder.mkdir(parents=True)
+    write_config(folder, run.config)
+    write_atomically(folder / "samples.jsonl", "".join(map(json_line, samples)))
+    text = json.dumps(without_nan(metrics), allow_nan=False, indent=1) + "\n"
+    write_atomically(folder / "metrics.json", text)
+    run.logger.info(f"written to {folder}")

@@ -1,6 +1,5 @@
 """What a run consists of: its parts, and where it is."""
 
-import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -15,9 +14,7 @@ from engine.distributed import World
 from engine.fingerprint import of_questions
 from engine.metrics import mean_of_last, signs_of_collapse
 from engine.model import Policy
-from engine.optimizer import LossScale
 from engine.task_module import built_in_tasks
-from engine.types import Trajectory
 from logger import Logger
 
 PASS_AT_1 = ("eval/pass@1", "eval/pass@1_low", "eval/pass@1_high")  # with its 95% interval
@@ -40,20 +37,20 @@ class State:
     best_solved: float = 0.0  # the highest mean of train/solved over the last steps
     signs: dict[str, str] = field(default_factory=dict)  # of a collapse: metric and description
     changed_at: int = 0  # the last step that moved the weights, or that was not skipped
-    # metrics, training samples and rollouts.jsonl's lines of the last step, until they are logged
-    unrecorded: dict | None = None
+    evaluated_at: int = -1  # the last step that was evaluated; 0 is the model as it was loaded
+    is_saved: bool = False  # whether the newest checkpoint knows all this
 
     def advance(
         self,
         metrics: dict[str, float],
-        rollouts: str,
+        position: int,
         *,
         num_questions: int,
         is_skipped: bool,
         has_moved: bool,
     ) -> list[str]:
-        """Count a step and keep what is to be logged of it; returns new signs of a collapse."""
-        self.step += 1
+        """Count a step, also in its metrics; returns new signs of a collapse."""
+        self.step, self.position, self.is_saved = self.step + 1, position, False
         self.skipped_steps += is_skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if is_skipped else 0
         if has_moved or not is_skipped:
@@ -65,12 +62,11 @@ class State:
             self.signs = signs_of_collapse(means, best_solved=self.best_solved)
         metrics["train/skipped_steps"] = self.skipped_steps
         metrics["train/collapsed"] = float(bool(self.signs))
-        self.unrecorded = {"metrics": metrics, "samples": [], "rollouts": rollouts}
         return [text for name, text in self.signs.items() if name not in before]
 
     def note_evaluation(self, measured: dict[str, float], *, best_metric: str) -> None:
         """Keep what the summary and the model card say of the model now and before training."""
-        self.last = measured[best_metric]
+        self.last, self.evaluated_at, self.is_saved = measured[best_metric], self.step, False
         if self.step == 0:
             self.first = self.last
             self.untrained = [measured[name] for name in PASS_AT_1]
@@ -91,18 +87,13 @@ class Run:
     optimizer: torch.optim.Optimizer | None = None
     state: State = field(default_factory=State)
     is_resumed: bool = False
+    unsaved: set[str] = field(default_factory=set)  # of best/ and checkpoints, what failed last
     rests_on: dict[str, str] = field(default_factory=dict)  # see engine/fingerprint.py
     lock: TextIO | None = None  # holds the folder while it is open
 
     @property
     def trained_weights(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    @functools.cached_property
-    def loss_scale(self) -> LossScale:
-        """For float16, which the sampler's weights then are too; else it is off, a factor of 1."""
-        is_on = self.policy.sampler.dtype == torch.float16
-        return LossScale(self.world.device.type, growth_interval=100, enabled=is_on)
 
     def check_questions(self) -> None:
         """Raises ConfigError if the ranks hold different questions, or too few to validate with."""
@@ -123,13 +114,24 @@ class Run:
             fix = f"lower training.learning_rate; the best model is in {self.folder / 'best'}"
             raise FloatingPointError(f"loss or gradient not finite in {num} steps in a row: {fix}")
 
-    def report_broken(self, groups: list[list[Trajectory]]) -> int:
-        """Count the completions of all ranks whose logits were not finite, and warn of them."""
-        num_broken = sum(t.completion.is_broken for group in groups for t in group)
-        num_broken = int(self.world.sum([num_broken]))
-        if num_broken > 0:
-            self.logger.warning(f"{num_broken} completions ended at logits that were not finite")
-        return num_broken
+    def advance(
+        self, metrics: dict[str, float], position: int, *, is_skipped: bool, has_moved: bool
+    ) -> None:
+        """Count a step, after which the stream of questions is at `position`; warn of a collapse."""
+        new_signs = self.state.advance(
+            metrics,
+            position,
+            num_questions=self.config.questions_per_rank(self.world.size) * self.world.size,
+            is_skipped=is_skipped,
+            has_moved=has_moved,
+        )
+        for sign in new_signs:
+            self.logger.warning(f"the model may be collapsing: {sign} (mean of the last steps)")
+
+    @property
+    def is_checkpoint_due(self) -> bool:
+        step, every = self.state.step, self.config.checkpoint.every
+        return self.is_over or (step > 0 and step % every == 0)
 
     @property
     def is_over(self) -> bool:

@@ -24,7 +24,7 @@ class Tool(Protocol):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The distribution that completions are drawn from, and when a completion ends."""
+    """What completions of a prompt are drawn from, how many, and when one ends."""
 
     max_new_tokens: int
     temperature: float  # 0 is greedy: always the likeliest token, scored at temperature 1
@@ -32,6 +32,7 @@ class SamplingParams:
     top_k: int  # 0 is off
     eos_ids: tuple[int, ...]
     pad_id: int
+    group_size: int  # completions of each prompt
     calculator: Tool | None = None  # writes the result where a completion asks for it
     conversations: Sequence[Tool] = ()  # of the rows with their environments (environment.py)
 
@@ -94,6 +95,5 @@ class MicroBatch:
     advantages: Tensor  # (B,)
     token_weights: Tensor  # (B, S); 0 all over where a rank has nothing to train on
     sampler_log_probs: Tensor  # (B, S)
-    old_log_probs: Tensor | None = None  # (B, S), of the first pass, if several updates follow
+    old_log_probs: Tensor | None = None  # (B, S), of the first pass
     ref_log_probs: Tensor | None = None  # (B, S), set by the first pass if there is a KL penalty
-    importance: Tensor | None = None  # (B, S), set by the first pass if training.tis_clip is
