@@ -15,11 +15,9 @@ end. Both are cut off when the run is resumed.
 
 import functools
 import io
-import json
 import math
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +27,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from tqdm import tqdm
+
+from engine.files import append_durably, json_line, read_text, write_atomically
 
 # When a server does not answer, MLflow's own defaults would stop the training for many minutes: it
 # tries 8 times for 120 s, and sleeps as long as a Retry-After header asks for. We set these values
@@ -42,7 +42,6 @@ MLFLOW_ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",  # else it prints two lines about a new database
 }
-CHECKOUT = Path(__file__).parent
 MLFLOW_SLOW_S = 20.0  # all ranks wait for rank 0; after a slower call MLflow is switched off
 
 STEP_FIELDS = (  # label, metric, width, format
@@ -105,9 +104,8 @@ class Logger:
 
     def progress(self, total: int, description: str, unit: str) -> tqdm:
         """Return a bar with an ETA. It is drawn on rank 0 only, if stderr is a terminal."""
-        looks = {"desc": description, "unit": unit, "leave": False, "dynamic_ncols": True}
-        is_shown = self.is_main and sys.stderr is not None
-        return tqdm(total=total, disable=None if is_shown else True, **looks)
+        is_off = None if self.is_main and sys.stderr is not None else True  # None lets tqdm see
+        return tqdm(None, description, total, False, unit=unit, dynamic_ncols=True, disable=is_off)
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Append one row to metrics.jsonl and metrics.csv; the names must be among the columns."""
@@ -133,10 +131,6 @@ class Logger:
         """Append lines of engine/rollouts_log.py to rollouts.jsonl."""
         if self.folder is not None and lines:
             append_durably(self.folder / "rollouts.jsonl", lines)
-
-    def log_artifact(self, path: Path) -> None:
-        """Show a file of the run's folder, such as a picture, in MLflow too."""
-        self._send(MlflowRun.log_artifact, path)
 
     def print_step(self, step: int, num_steps: int, metrics: dict[str, float]) -> None:
         """Print one line, aligned with the lines of other steps; a missing metric is a dash."""
@@ -179,19 +173,6 @@ class Logger:
             gold = str(sample["gold"]).rpartition("\n")[2]  # a solution ends with its answer
             lines.append(f"    read: {sample['answer']}  gold: {gold}")
         self.info("\n".join(lines))
-
-    def log_pages(self, folder: Path) -> None:
-        """If MLflow is on, make the run's curves and its report and show them there."""
-        pages = {"plot": "curves.png", "report": "report.html"} if self.mlflow else {}
-        for tool, name in pages.items():
-            file = folder.absolute() / name
-            command = [sys.executable, "-m", f"tools.{tool}", folder.absolute(), "--out", file]
-            done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)
-            if done.returncode == 0:
-                self.log_artifact(file)
-            else:
-                problem = done.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
-                self.warning(f"no {name}: {problem}")
 
     def close(self, status: str = "FINISHED") -> None:
         """End the MLflow run as FINISHED, FAILED or KILLED; every row is on disk already."""
@@ -251,8 +232,7 @@ class MlflowRun:
         tags = {"mlflow.note.content": description}  # Markdown; MLflow's name for it
         run = self.client.create_run(experiment_id, run_name=run_name, tags=tags)
         self.run_id = run.info.run_id
-        flat = unnest(params, separator=".")
-        named = {mlflow_name(name): value for name, value in flat.items()}
+        named = {mlflow_name(k): value for k, value in unnest(params, separator=".").items()}
         self.mlflow.log_params(named, synchronous=True, run_id=self.run_id)
         self.client.log_text(self.run_id, config_text, "config.yaml")
         write_atomically(id_file, self.run_id + "\n")
@@ -276,9 +256,6 @@ class MlflowRun:
         names = dict.fromkeys(name for row in rows for name in row)
         table = {name: [row.get(name) for row in rows] for name in names}
         self.client.log_table(self.run_id, table, "samples.json")  # adds to the earlier steps' rows
-
-    def log_artifact(self, path: Path) -> None:
-        self.client.log_artifact(self.run_id, str(path))
 
     def end(self, status: str) -> None:
         self.client.set_terminated(self.run_id, status)
@@ -345,53 +322,9 @@ def printable(text: str, encoding: str = "utf-8") -> str:
     return "".join(visible).encode(encoding, "backslashreplace").decode(encoding)
 
 
-def json_line(record: dict[str, Any]) -> str:
-    """Return one line of strict JSON in ASCII, which holds any text, even a lone surrogate."""
-    return json.dumps(without_nan(record), allow_nan=False) + "\n"
-
-
-def without_nan(value: Any) -> Any:
-    """Return `value` as JSON can hold it: with None for every float that is not finite."""
-    return json.loads(json.dumps(value, default=str), parse_constant=lambda name: None)
-
-
 def rows_until(resume_step: int, path: Path) -> str:
     """Return the header and the rows up to `resume_step`, without a line that is half written."""
     whole_lines = read_text(path).split("\n")[:-1] if path.exists() else []
     rows = [(line, ROW_STEP.match(line)) for line in whole_lines]  # no match: the header
     kept = [line for line, step in rows if step is None or int(step[1]) <= resume_step]
     return "".join(f"{line}\n" for line in kept)
-
-
-def read_text(path: Path) -> str:
-    """Return a file's text; raises ValueError, with the file's name, if it is not UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is not UTF-8 text ({error}); save it as UTF-8") from error
-
-
-def append_durably(path: Path, text: str) -> None:
-    """Append `text`; when this returns, it is on disk."""
-    with path.open("a", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the file's text. A crash leaves either the whole old text or the whole new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)
-    append_durably(temporary, text)
-    temporary.replace(path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk itself."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

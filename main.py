@@ -171,11 +171,50 @@ def run_training(run: Run) -> int:
         is_skipped = is_broken or num_updates < num_planned
         run.advance(metrics, end, is_skipped=is_skipped, has_moved=num_updates > 0)
         logger.print_step(state.step, training.num_steps, metrics)
+<<<<<<< HEAD
         logger.log_samples(state.step, training_samples(run, groups, questions))
         logger.log_rollouts(rollouts)
         logger.log_metrics(state.step, metrics)
     is_finished = run.is_over and state.evaluated_at == state.step
     return finish(run) if is_finished else stop(run)  # 0, or 1 if a save failed; 128 + the signal
+=======
+        state.unrecorded["samples"] = training_samples(run, groups, questions)
+        for sign in new_signs:
+            logger.warning(f"the model may be collapsing: {sign} (mean of the last steps)")
+        if not world.should_stop:  # else the resumed run does it: there may be no time left
+            is_saved = end_step(run)
+    if state.unrecorded is not None or not run.is_over:
+        return stop(run)  # saves a checkpoint, returns 128 + the signal: engine/resume.py
+    logger.info(summary(run))
+    logger.close()
+    return 0 if is_saved else 1
+
+
+def end_step(run: Run) -> bool:
+    """Evaluate if that is due, keep the best model, log the step and save a checkpoint if due.
+
+    Returns False if a checkpoint could not be saved. Step 0 is the model as it was loaded.
+    """
+    config, state, logger = run.config, run.state, run.logger
+    measured, samples = {}, []
+    if state.step % config.validation.every == 0 or run.is_over:
+        measured, samples, is_broken = evaluate(run)
+        logger.print_evaluation(f"evaluation at step {state.step}", measured, samples)
+        # state.last becomes best_metric, which validation.best_by names: by default eval/pass@1.
+        state.note_evaluation(measured, best_metric=config.validation.best_metric)
+        is_best = not is_broken and (state.best is None or state.last > state.best)
+        if is_best and save_best(run, measured):  # writes best/; False if it could not
+            state.best, state.best_step = state.last, state.step
+    # Write the log before the checkpoint. After a crash it may then have steps that the checkpoint
+    # lacks, which are cut off when the run is resumed, but never the other way round.
+    step = state.unrecorded or {"metrics": {}, "samples": [], "rollouts": ""}
+    logger.log_samples(state.step, step["samples"] + samples)
+    logger.log_rollouts(step["rollouts"])
+    logger.log_metrics(state.step, step["metrics"] | measured)
+    state.unrecorded = None
+    is_due = run.is_over or (state.step > 0 and state.step % config.checkpoint.every == 0)
+    return save_checkpoint(run) if is_due else True
+>>>>>>> 3e84452 (A run starts no tools at its end for MLflow; logger.py keeps terminal, metric files, MLflow and .env, and what writes files whole is engine/files.py)
 
 
 # Rollouts

@@ -33,8 +33,8 @@ from common import questions_per_step  # first: it finds the script's modules
 
 from engine import ROOT
 from engine.config_file import load_config, read_file
+from engine.files import write_atomically
 from engine.packages import import_package
-from logger import write_atomically
 from tools.plot import BEST_OF, COLORS, STYLE, curve_of, points, read_table
 
 NUM_STEPS = 40

@@ -36,11 +36,11 @@ from transformers import TrainerCallback
 
 import main as program
 from engine import ROOT
+from engine.files import json_line, write_atomically
 from engine.metrics import Clock
 from engine.optimizer import learning_rate_at, set_learning_rate
 from engine.packages import import_package
 from engine.run import Run
-from logger import json_line, write_atomically
 from tools.plot import STYLE, draw_curve
 
 SIDES = ("TRL", "plain-grpo")

@@ -35,9 +35,9 @@ from common import questions_per_step  # first: it finds the script's modules
 import main as program
 from engine import ROOT
 from engine.config_file import load_config
+from engine.files import write_atomically
 from engine.metrics import pass_at_k
 from engine.packages import import_package
-from logger import write_atomically
 from tools.plot import COLORS, DASHES, STYLE
 
 RUNS = ROOT / "runs/pass-at-k"

@@ -22,8 +22,8 @@ from common import print_table  # first: it finds the script's modules
 import main as program
 from engine.arithmetic import value_of
 from engine.config_file import load_config
+from engine.files import write_atomically
 from engine.types import Trajectory
-from logger import write_atomically
 
 EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 VERDICT = re.compile(r"= (\d+) (yes|no)$", re.MULTILINE)

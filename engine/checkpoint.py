@@ -28,8 +28,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from engine.files import sync
 from engine.lora import load_adapter_weights
-from logger import sync
 
 LARGEST_HASHED_FILE = 1_000_000  # bytes; hashing all weights would make every start slow
 MARKER = "has_checkpoints"

@@ -13,12 +13,12 @@ from engine import checkpoint
 from engine.config import Config, check_same_run, differences, dotted_values, run_name
 from engine.config_file import dump, read_file
 from engine.export import model_card
+from engine.files import json_line, without_nan, write_atomically
 from engine.fingerprint import of_model
 from engine.fit import check_disk
 from engine.metrics import OF_ENVIRONMENTS, metric_columns, versions
 from engine.run import Run, State, summary
 from engine.sharding import check_shared_disk, gather_weights, load_parts, move_parts, save_parts
-from logger import json_line, without_nan, write_atomically
 
 # Beginning
 

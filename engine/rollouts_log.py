@@ -24,9 +24,10 @@ import math
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from engine.files import json_line
 from engine.run import Run
 from engine.types import MicroBatch, Trajectory
-from logger import json_line, shorten
+from logger import shorten
 
 MAX_GROUPS = 3  # of a step
 MAX_COMPLETIONS = 16  # of a group

@@ -32,8 +32,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from engine.distributed import World
+from engine.files import sync
 from engine.types import MicroBatch
-from logger import sync
 
 PART = "part-{:05d}.safetensors"  # a rank's file in a checkpoint
 SHARED_DISK_TIMEOUT_S = 30  # a network disk may show another node's new file late

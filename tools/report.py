@@ -21,9 +21,10 @@ import numpy as np
 
 from engine.config import Config, dotted_values
 from engine.config_file import read_file, task_name
+from engine.files import read_text, without_nan
 from engine.task_module import built_in_tasks, load_task, schema
 from engine.yaml_text import show
-from logger import read_text, shorten, without_nan
+from logger import shorten
 from tools.plot import BEST_OF, PANELS, Table, points, read_table
 
 TEMPLATE = Path(__file__).with_name("report.html")  # the run's data replaces its {{data}}

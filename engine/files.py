@@ -1,0 +1,50 @@
+"""Text files that a crash leaves whole, and strict JSON for them."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def read_text(path: Path) -> str:
+    """Return a file's text; raises ValueError, with the file's name, if it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 text ({error}); save it as UTF-8") from error
+
+
+def append_durably(path: Path, text: str) -> None:
+    """Append `text`; when this returns, it is on disk."""
+    with path.open("a", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace the file's text. A crash leaves either the whole old text or the whole new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    append_durably(temporary, text)
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def json_line(record: dict[str, Any]) -> str:
+    """Return one line of strict JSON in ASCII, which holds any text, even a lone surrogate."""
+    return json.dumps(without_nan(record), allow_nan=False) + "\n"
+
+
+def without_nan(value: Any) -> Any:
+    """Return `value` as JSON can hold it: with None for every float that is not finite."""
+    return json.loads(json.dumps(value, default=str), parse_constant=lambda name: None)
