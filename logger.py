@@ -2,19 +2,21 @@
 
 Every rank makes a `Logger` and calls it in the same way; only rank 0 prints and writes.
 
-    metrics.jsonl    one object per step; a value that is not finite is null (JSON has no NaN)
-    metrics.csv      the same in fixed columns; a metric that is missing at a step is an empty cell
+    metrics.jsonl    one object per step, and after it one per evaluation, which has the step too; a
+                     value that is not finite is null (JSON has no NaN)
+    metrics.csv      the same in fixed columns; a metric that a row lacks is an empty cell
     samples.jsonl    one sample per line: step, prompt, completion, reward, gold answer and others
     rollouts.jsonl   a few groups of a step with their tokens: engine/rollouts_log.py
     mlflow_run_id    the id of this run in MLflow, where a resumed run continues it
 
 `log_metrics` returns when its row is on disk. A checkpoint is saved after that, so the files have
-every step that it has. When a run is killed, they may also have later steps, and half a row at the
-end. Both are cut off when the run is resumed.
+every step and evaluation that it has. When a run is killed, they may also have later ones, and half
+a row at the end. They are cut off when the run is resumed.
 """
 
 import functools
 import io
+import json
 import math
 import os
 import re
@@ -67,12 +69,19 @@ class Logger:
         self.once = functools.cache(self.info)  # `info` for what is worth a line the first time
 
     def open(
-        self, folder: Path, *, columns: Sequence[str], resume_step: int | None, **shown: Any
+        self,
+        folder: Path,
+        *,
+        columns: Sequence[str],
+        resume_step: int | None,
+        is_evaluated: bool = False,
+        **shown: Any,
     ) -> None:
         """Start the files of a new run, or cut those of a resumed run back to `resume_step`.
 
-        `columns` are the metrics that may be logged; `shown` are the arguments of
-        `MlflowRun.start`. Raises ValueError if the metrics.csv of a resumed run has other columns.
+        If that step `is_evaluated`, its evaluation is kept too. `columns` are the metrics that may
+        be logged; `shown` are the arguments of `MlflowRun.start`. Raises ValueError if the
+        metrics.csv of a resumed run has other columns.
         """
         if not self.is_main:
             return
@@ -82,7 +91,8 @@ class Logger:
             (folder / "mlflow_run_id").unlink(missing_ok=True)
             kept = dict.fromkeys(names, "")
         else:
-            kept = {name: rows_until(resume_step, folder / name) for name in names}
+            last = resume_step, is_evaluated
+            kept = {name: rows_until(last, folder / name) for name in names}
         header = ",".join(["step", *columns]) + "\n"
         kept["metrics.csv"] = kept["metrics.csv"] or header
         if not kept["metrics.csv"].startswith(header):
@@ -201,13 +211,13 @@ class MlflowRun:
     """The run in MLflow. Any of its methods may raise or take long; see `Logger._send`.
 
     MLflow rejects some characters in names: `eval/pass@1` is `eval/pass_at_1` there. It cannot
-    delete points, and a resumed run repeats steps that it has sent before. So we keep the last step
-    in the tag `last_step` and send only later ones.
+    delete points, and a resumed run repeats steps that it has sent before. So we keep what was sent
+    last in the tag `last_sent`, a step and whether its evaluation, and send only what comes later.
     """
 
     def __init__(self, mlflow: ModuleType) -> None:
         self.mlflow = mlflow
-        self.last_step = -1
+        self.last_sent = (-1, False)
 
     def start(
         self,
@@ -225,7 +235,8 @@ class MlflowRun:
         if id_file.exists():
             self.run_id = id_file.read_text().strip()
             tags = self.client.get_run(self.run_id).data.tags
-            self.last_step = int(tags.get("last_step", -1))
+            step, _, evaluated = tags.get("last_sent", "-1").partition(" ")
+            self.last_sent = (int(step), bool(evaluated))
             self.client.update_run(self.run_id, status="RUNNING")
             return
         experiment_id = self.mlflow.set_experiment(experiment).experiment_id
@@ -238,7 +249,8 @@ class MlflowRun:
         write_atomically(id_file, self.run_id + "\n")
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        if step <= self.last_step:
+        sent = (step, is_evaluation(metrics))
+        if sent <= self.last_sent:
             return
         entities, now_ms = self.mlflow.entities, int(time.time() * 1000)
         points = [
@@ -246,11 +258,11 @@ class MlflowRun:
             for name, value in metrics.items()
             if math.isfinite(value)  # MLflow would draw infinity as 1.8e308
         ]
-        tags = [entities.RunTag("last_step", str(step))]
+        tags = [entities.RunTag("last_sent", f"{step} evaluated" if sent[1] else str(step))]
         self.client.log_batch(self.run_id, metrics=points, tags=tags, synchronous=True)
 
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        if step <= self.last_step or not samples:
+        if not samples or (step, is_evaluation(samples[0])) <= self.last_sent:
             return
         rows = [unnest({"step": step, **sample}, separator="/") for sample in samples]
         names = dict.fromkeys(name for row in rows for name in row)
@@ -322,9 +334,26 @@ def printable(text: str, encoding: str = "utf-8") -> str:
     return "".join(visible).encode(encoding, "backslashreplace").decode(encoding)
 
 
-def rows_until(resume_step: int, path: Path) -> str:
-    """Return the header and the rows up to `resume_step`, without a line that is half written."""
+def is_evaluation(record: dict[str, Any]) -> bool:
+    """Whether metrics or a sample are an evaluation's, not a training step's."""
+    return record.get("split") == "validation" or any(name.startswith("eval/") for name in record)
+
+
+def rows_until(last: tuple[int, bool], path: Path) -> str:
+    """Return the rows up to the step `last`, without a line that is half written.
+
+    The second word of `last` says whether that step's evaluation is kept too. A CSV file's header
+    stays; its evaluations are the rows with a cell in a column of `eval/`.
+    """
     whole_lines = read_text(path).split("\n")[:-1] if path.exists() else []
-    rows = [(line, ROW_STEP.match(line)) for line in whole_lines]  # no match: the header
-    kept = [line for line, step in rows if step is None or int(step[1]) <= resume_step]
+    kept, names = [], whole_lines[0].split(",") if whole_lines else []
+    for line in whole_lines:
+        step = ROW_STEP.match(line)
+        if step is not None and int(step[1]) == last[0]:
+            cells = zip(names, line.split(","), strict=False)
+            row = json.loads(line) if line[0] == "{" else {name: c for name, c in cells if c}
+            is_kept = last[1] or not is_evaluation(row)
+        else:
+            is_kept = step is None or int(step[1]) < last[0]  # no step: the header
+        kept += [line] if is_kept else []
     return "".join(f"{line}\n" for line in kept)

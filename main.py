@@ -55,6 +55,7 @@ from engine.generate import DrawingProcessor, get_generation_config
 from engine.graphs import CapturedSteps
 from engine.head import score_in_blocks
 from engine.load import load_run
+from engine.log import log_evaluation, log_step, rollouts_of
 from engine.losses import apply_options
 from engine.metrics import (
     Clock,
@@ -69,9 +70,7 @@ from engine.optimizer import learning_rate_at, set_learning_rate
 from engine.prompts import completion_text
 from engine.record import Record
 from engine.resume import finish, save_best, save_checkpoint, stop
-from engine.rollouts_log import describe_rollouts
 from engine.run import Run
-from engine.samples import training_samples, validation_samples
 from engine.sharding import equal_passes, shard_scorer
 from engine.task_module import reward_parts
 from engine.tensors import autocast, left_pad, position_ids, right_pad, seeded
@@ -164,57 +163,15 @@ def run_training(run: Run) -> int:
                 )
                 num_planned = training.num_iterations if batches else 0  # if all is finite
             with clock("rollouts_log"):  # a few groups for tools/report.py
-                rollouts = describe_rollouts(run, groups, questions, batches)
+                rollouts = rollouts_of(run, groups, questions, batches)
         metrics |= reduce_means(sums | rollout_sums(groups, run.task.REWARD_PARTS), world)
         metrics |= {"train/lr": learning_rate} | policy.loss_scale.read() | clock.read()
         metrics |= performance(metrics, questions_per_step * training.group_size, world.device)
         is_skipped = is_broken or num_updates < num_planned
         run.advance(metrics, end, is_skipped=is_skipped, has_moved=num_updates > 0)
-        logger.print_step(state.step, training.num_steps, metrics)
-<<<<<<< HEAD
-        logger.log_samples(state.step, training_samples(run, groups, questions))
-        logger.log_rollouts(rollouts)
-        logger.log_metrics(state.step, metrics)
+        log_step(run, metrics, groups, questions, rollouts)
     is_finished = run.is_over and state.evaluated_at == state.step
     return finish(run) if is_finished else stop(run)  # 0, or 1 if a save failed; 128 + the signal
-=======
-        state.unrecorded["samples"] = training_samples(run, groups, questions)
-        for sign in new_signs:
-            logger.warning(f"the model may be collapsing: {sign} (mean of the last steps)")
-        if not world.should_stop:  # else the resumed run does it: there may be no time left
-            is_saved = end_step(run)
-    if state.unrecorded is not None or not run.is_over:
-        return stop(run)  # saves a checkpoint, returns 128 + the signal: engine/resume.py
-    logger.info(summary(run))
-    logger.close()
-    return 0 if is_saved else 1
-
-
-def end_step(run: Run) -> bool:
-    """Evaluate if that is due, keep the best model, log the step and save a checkpoint if due.
-
-    Returns False if a checkpoint could not be saved. Step 0 is the model as it was loaded.
-    """
-    config, state, logger = run.config, run.state, run.logger
-    measured, samples = {}, []
-    if state.step % config.validation.every == 0 or run.is_over:
-        measured, samples, is_broken = evaluate(run)
-        logger.print_evaluation(f"evaluation at step {state.step}", measured, samples)
-        # state.last becomes best_metric, which validation.best_by names: by default eval/pass@1.
-        state.note_evaluation(measured, best_metric=config.validation.best_metric)
-        is_best = not is_broken and (state.best is None or state.last > state.best)
-        if is_best and save_best(run, measured):  # writes best/; False if it could not
-            state.best, state.best_step = state.last, state.step
-    # Write the log before the checkpoint. After a crash it may then have steps that the checkpoint
-    # lacks, which are cut off when the run is resumed, but never the other way round.
-    step = state.unrecorded or {"metrics": {}, "samples": [], "rollouts": ""}
-    logger.log_samples(state.step, step["samples"] + samples)
-    logger.log_rollouts(step["rollouts"])
-    logger.log_metrics(state.step, step["metrics"] | measured)
-    state.unrecorded = None
-    is_due = run.is_over or (state.step > 0 and state.step % config.checkpoint.every == 0)
-    return save_checkpoint(run) if is_due else True
->>>>>>> 3e84452 (A run starts no tools at its end for MLflow; logger.py keeps terminal, metric files, MLflow and .env, and what writes files whole is engine/files.py)
 
 
 # Rollouts
@@ -769,10 +726,8 @@ def evaluate(run: Run) -> None:
         groups = sample_validation(run)
         num_questions = len(run.validation_questions)
         metrics = evaluation_metrics(groups, config.validation, world, num_questions=num_questions)
-    metrics, samples = metrics | clock.read(), validation_samples(run, groups)
-    logger.print_evaluation(f"evaluation at step {state.step}", metrics, samples)
-    logger.log_samples(state.step, samples)
-    logger.log_metrics(state.step, metrics)
+    metrics |= clock.read()
+    log_evaluation(run, metrics, groups)
     # state.last becomes best_metric, which validation.best_by names: by default eval/pass@1.
     state.note_evaluation(metrics, best_metric=config.validation.best_metric)
     # Where logits were not finite the metrics mean nothing: such a model is not kept.

@@ -121,6 +121,11 @@ class TrainingSettings(Section):
     def group_size(self) -> int:
         return self.k_best_of_n[1]
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the loss is -A log pi in every pass: see `apply_options` in losses.py."""
+        return self.num_iterations == 1 and self.kl_coef == 0 and self.tis_clip is None
+
 
 class ValidationSettings(Section):
     every: PositiveInt = 10

@@ -43,8 +43,8 @@ def begin(
 ) -> "tuple[list[list[int]], list[list[Conversation]]]":
     """The prompts and, if the task has an Environment, a conversation for each sample of them.
 
-    `context` is the number of tokens that the model sees. A group shares one prompt, so RewardError if `reset` returns different texts to it, or one that
-    leaves too little room for a completion.
+    `context` is the number of tokens that the model sees. A group shares one prompt, so RewardError
+    if `reset` returns different texts to it, or one that leaves too little room for a completion.
     """
     options = config.task
     if not hasattr(task, "Environment"):

@@ -5,6 +5,7 @@ from types import ModuleType
 
 from engine.config import TaskSettings, ValidationSettings
 from engine.distributed import World
+from engine.log import validation_samples
 from engine.metrics import (
     Clock,
     count_broken,
@@ -15,7 +16,6 @@ from engine.metrics import (
 )
 from engine.resume import save_evaluation
 from engine.run import Run
-from engine.samples import validation_samples
 from engine.types import Trajectory
 
 

@@ -1,4 +1,4 @@
-"""What transformers' own loop, `model.generate`, needs to draw as main.py's `decode_grouped` does."""
+"""Lets transformers' own loop, `model.generate`, draw as main.py's `decode_grouped` does."""
 
 from collections.abc import Callable
 

@@ -200,7 +200,7 @@ def save_on_main(run: Run, what: str, save: Callable[[], None]) -> bool:
 
 
 def finish(run: Run) -> int:
-    """Print the summary; returns the exit status, 1 if best/ or the last checkpoint is not saved."""
+    """Print the summary; returns the exit status: 1 if best/ or the last checkpoint is missing."""
     run.logger.info(summary(run))
     run.logger.close()
     return 1 if run.unsaved else 0

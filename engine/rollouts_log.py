@@ -25,7 +25,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from engine.files import json_line
-from engine.run import Run
 from engine.types import MicroBatch, Trajectory
 from logger import shorten
 
@@ -37,22 +36,28 @@ MAX_BYTES = 16_000_000  # of the file
 
 
 def describe_rollouts(
-    run: Run, groups: list[list[Trajectory]], questions: list[dict], micro_batches: list[MicroBatch]
+    groups: list[list[Trajectory]],
+    questions: list[dict],
+    micro_batches: list[MicroBatch],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    step: int,
+    turn: int,
+    num_bytes: int,
+    num_ranks: int,
 ) -> str:
-    """The lines for the first groups of this step on rank 0; "" if the step is not logged."""
-    file, every = run.folder / "rollouts.jsonl", run.config.logging.rollouts_every
-    step = run.state.step + 1
-    if not run.world.is_main or every == 0 or step % every != 0:
-        return ""
-    num_bytes = file.stat().st_size
-    if not is_kept(step // every, num_bytes):
+    """The lines for the first groups of this step on rank 0; "" if it is not to be kept.
+
+    `turn` counts the steps that are logged; `num_bytes` is the size of the file so far.
+    """
+    if not is_kept(turn, num_bytes):
         return ""
     weights: dict[int, float] = {}  # of a trajectory's tokens, by its id
     for batch in micro_batches:
         row_weights = batch.token_weights.amax(dim=1).tolist()
         for trajectory, weight in zip(batch.trajectories, row_weights, strict=True):
-            weights[id(trajectory)] = weight / run.world.size
-    tokenizer, lines = run.policy.tokenizer, ""
+            weights[id(trajectory)] = weight / num_ranks
+    lines = ""
     for group, question in list(zip(groups, questions, strict=True))[:MAX_GROUPS]:
         ordered = sorted(group, key=lambda t: -t.reward)  # ties in the order of sampling
         del ordered[MAX_COMPLETIONS // 2 : -MAX_COMPLETIONS // 2]  # of a large group the middle

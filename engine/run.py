@@ -117,7 +117,7 @@ class Run:
     def advance(
         self, metrics: dict[str, float], position: int, *, is_skipped: bool, has_moved: bool
     ) -> None:
-        """Count a step, after which the stream of questions is at `position`; warn of a collapse."""
+        """Count a step that ended at `position` of the questions' stream; warn of a collapse."""
         new_signs = self.state.advance(
             metrics,
             position,

@@ -64,8 +64,9 @@ def read_table(path: Path) -> Table:
         raise ValueError(f"{file}: {error}") from None
     if rows.empty:
         raise ValueError(f"{file}: no rows yet")
-    if not (np.diff(rows["step"]) > 0).all():
+    if not rows["step"].is_monotonic_increasing:
         raise ValueError(f"{file}: steps do not ascend")
+    rows = rows.groupby("step", as_index=False).first()  # a step and its evaluation are two rows
     return Table(file.absolute().parent.name if file.name == "metrics.csv" else file.stem, rows)
 
 
