@@ -1,12 +1,12 @@
-"""Reading a configuration: defaults, then the file, then the command line. Explaining its keys."""
+"""Reading a configuration: defaults, then the file, then the command line; mistakes in it."""
 
 import argparse
 import difflib
 import functools
 import itertools
-import operator
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,16 @@ import yaml
 from pydantic import ValidationError
 
 from engine import ROOT
-from engine.config import SECTIONS, Config, ConfigError, TaskSettings, check_world, dotted_values
-from engine.task_module import built_in_tasks, load_task, schema
+from engine.config import SECTIONS, Config, ConfigError, check_world, dotted_values, explained
+from engine.task_module import load_task, schema
 from engine.yaml_text import Loader, show, to_yaml
+
+USAGE = """\
+usage: torchrun --nproc-per-node=2 main.py [--config FILE] [section.key=value ...]
+
+FILE sets keys (config.yaml if not given); overrides come last and are read as YAML. These are the
+keys and their defaults; `--help task.name=gsm8k` prints them with those of another task.
+"""
 
 
 def load_config(arguments: list[str]) -> Config:
@@ -33,7 +40,8 @@ def load_config(arguments: list[str]) -> Config:
         raise ConfigError([str(error)]) from error
     if options.help:
         if os.environ.get("RANK", "0") == "0":
-            print(help_text(overrides))
+            named = [text for text in overrides if text.startswith("task.name=")]
+            print(USAGE, explained(combine({}, named)), sep="\n")
         raise SystemExit(0)
     files = options.config or [ROOT / "config.yaml"]
     if len(files) > 1:
@@ -62,8 +70,7 @@ def parse_yaml(text: str | bytes, *, origin: str | Path) -> Any:
     try:
         return yaml.load(text, Loader=Loader)
     except (RecursionError, yaml.YAMLError, ValueError) as error:  # ValueError: a date in month 13
-        nesting = isinstance(error, RecursionError)
-        problem = "nested too deeply" if nesting else " ".join(str(error).split())
+        problem = " ".join(str(error).split())
         raise ConfigError([f"{origin}: cannot be read as YAML: {problem}"]) from error
 
 
@@ -116,22 +123,20 @@ def without_other_task(values: dict[str, Any], overrides: dict[str, Any]) -> dic
     task = section_of(values, "task")
     if not task or task_name(values) == task_name(merge(values, overrides)):
         return values
-    shared = TaskSettings.model_fields.keys() - {"reward_weights", "system_prompt", "prompt"}
+    shared = Config().task.model_dump().keys() - {"reward_weights", "system_prompt", "prompt"}
     return values | {"task": {key: task[key] for key in task if key in shared}}
 
 
 def replaced_length(from_file: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """What unsets the file's num_steps or num_epochs if the command line gives the other one."""
-    in_file, given = (section_of(values, "training") for values in (from_file, overrides))
-    for place, values in (("file", in_file), ("command line", given)):
-        if values.get("num_steps") is not None and values.get("num_epochs") is not None:
+    for place, values in (("file", from_file), ("command line", overrides)):
+        given = {k: v for k, v in section_of(values, "training").items() if v is not None}
+        if "num_steps" in given and "num_epochs" in given:
             problem = f"it sets num_steps, which the {place} gives too; leave one out"
-            raise ConfigError([f"training.num_epochs = {show(values['num_epochs'])}: {problem}"])
-    if given.get("num_steps") is not None:
+            raise ConfigError([f"training.num_epochs = {show(given['num_epochs'])}: {problem}"])
+    if "num_steps" in given:
         return {"training": {"num_epochs": None}}
-    if given.get("num_epochs") is not None:
-        return {"training": {"num_steps": Config().training.num_steps}}
-    return {}
+    return {"training": {"num_steps": Config().training.num_steps}} if "num_epochs" in given else {}
 
 
 def section_of(values: dict[str, Any], name: str) -> dict[str, Any]:
@@ -142,7 +147,7 @@ def section_of(values: dict[str, Any], name: str) -> dict[str, Any]:
 
 def task_name(values: dict[str, Any]) -> Any:
     """The name of the task that the values ask for, before they are checked."""
-    return section_of(values, "task").get("name", TaskSettings().name)
+    return section_of(values, "task").get("name", Config().task.name)
 
 
 def dump(config: Config) -> str:
@@ -153,113 +158,34 @@ def dump(config: Config) -> str:
     return to_yaml(values)
 
 
-# What every key may be, in words made from the schema
-
-USAGE = """\
-usage: torchrun --nproc-per-node=2 main.py [--config FILE] [section.key=value ...]
-
-FILE sets keys (config.yaml if not given); overrides come last and are read as YAML. These are the
-keys, their defaults and what they may be; config.yaml explains them, a task's module its own.
-"""
-
-
-def help_text(overrides: list[str]) -> str:
-    """Usage, and a line for each key; also for the own keys of each task that is known."""
-    asked = [text.removeprefix("task.name=") for text in overrides if text.startswith("task.name=")]
-    lines = [USAGE, *describe(Config)]
-    for name in dict.fromkeys(built_in_tasks() + asked):
-        own_lines = [line for line in describe(schema(load_task(name))) if line not in lines]
-        lines += [f"{line} (task {name})" for line in own_lines]
-    return "\n".join(lines)
-
-
-def describe(full_schema: type[Config]) -> list[str]:
-    """A line for each key: its default and what is allowed."""
-    defaults, known = dotted_values(full_schema()), known_keys(full_schema)
-    return [f"{key} = {show(defaults[key])}: {known[key]}" for key in known]
-
-
 def explain(error: ValidationError, full_schema: type[Config], values: dict) -> list[str]:
-    """One line for each key that pydantic rejects: its value and what is allowed."""
-    known, lines = known_keys(full_schema), []
+    """One line for each key that pydantic rejects: its value, and what it should be."""
+    known, problems = [*SECTIONS, *dotted_values(full_schema())], {}
     for detail in error.errors():
-        path = detail["loc"][:2]
-        key, value = ".".join(path), functools.reduce(operator.getitem, path, values)
-        subject = f"{key} = {show(value):.80}"
-        if detail["type"] == "value_error":  # a validator in a task's Options raised it
-            subject = key if key == "task" else subject  # "task": it is about several keys
-            problem = str(detail["ctx"]["error"])
-        elif key in known:
-            problem = f"must be {known[key]}"
-            if known[key].startswith("text") and not isinstance(value, str):
-                problem += f"; in quotes it is text, as in {key}='\"12\"'"
-        elif key in SECTIONS:
-            example = next(name for name in known if name.startswith(f"{key}."))
-            problem = f"is a section, set its keys, such as {example}"
-        else:
-            place = f" of task {values['task']['name']}" if path[0] == "task" else ""
-            hint = nearest(key, [*SECTIONS, *known])
-            problem = f"unknown key{place}{hint}; --help lists the keys"
-        lines.append(f"{subject}: {problem}")
-    return list(dict.fromkeys(lines))
+        names, value, kind = [], values, detail["type"]
+        with suppress(LookupError, TypeError):  # the place in a union ends with names of types
+            for name in detail["loc"]:
+                value = value[name]
+                names.append(str(name))
+        key, problem = ".".join(names), detail["msg"].removeprefix("Value error, ")
+        if kind == "extra_forbidden":
+            place = f" of task {values['task']['name']}" if names[0] == "task" else ""
+            problem = f"unknown key{place}{nearest(key, known)}; --help lists the keys"
+        elif kind == "model_type":
+            problem = "Input should be a mapping of keys, which --help lists"
+        elif kind == "string_type":
+            problem += "; in quotes it is text, on the command line '\"12\"'"
+        # Beside a wrong key in a mapping, and for a rule about several keys, no value is at fault.
+        is_bare = detail["loc"][-1] == "[key]" or (key in SECTIONS and kind == "value_error")
+        subject = key if is_bare else f"{key} = {show(value):.80}"
+        problems.setdefault(subject, {})[problem] = None  # a union has one for each of its types
+    lines = [f"{subject}: {' or '.join(each)}" for subject, each in problems.items()]
+    return [line.replace(" or Input should be ", " or ") for line in lines]
 
 
 def nearest(key: str, known: list[str]) -> str:
     """A hint: the known key that is spelt most like `key`, or whose last part is."""
-    by_name = {other.split(".")[-1]: other for other in known}
-    close = functools.partial(difflib.get_close_matches, n=1, cutoff=0.8)
-    for match in close(key, known) or close(key.split(".")[-1], by_name):
-        return f", the nearest is {by_name.get(match, match)}"
-    return ""
-
-
-def known_keys(full_schema: type[Config]) -> dict[str, str]:
-    """What is allowed for every key, in words, by the key's dotted name."""
-    document = full_schema.model_json_schema()
-    definitions, known = document["$defs"], {}
-    for name, value in full_schema():
-        if name in SECTIONS:
-            keys = definitions[type(value).__name__]["properties"].items()
-            known |= {f"{name}.{key}": allowed(field, definitions) for key, field in keys}
-        else:
-            known[name] = allowed(document["properties"][name], definitions)
-    return known
-
-
-WORDS = {  # for what JSON schema calls types and limits
-    "integer": "an integer",
-    "number": "a number",
-    "string": "text",
-    "boolean": "true or false",
-    "object": "a mapping",
-    "exclusiveMinimum": "> {}",
-    "minimum": ">= {}",
-    "exclusiveMaximum": "< {}",
-    "maximum": "<= {}",
-    "pattern": "matching {}",
-    "minLength": "that is not empty",
-}
-
-
-def allowed(field: dict, definitions: dict) -> str:
-    """What a field's JSON schema allows, in words such as "an integer > 0"."""
-    if "$ref" in field:
-        field = definitions[field["$ref"].removeprefix("#/$defs/")]
-    if "anyOf" in field:
-        return " or ".join(allowed(choice, definitions) for choice in field["anyOf"])
-    if "const" in field:  # a choice of one
-        return str(field["const"])
-    if "enum" in field:
-        return "one of " + ", ".join(map(str, field["enum"]))
-    if "properties" in field:
-        keys = field["properties"].items()
-        return "a mapping of " + ", ".join(f"{k} ({allowed(v, definitions)})" for k, v in keys)
-    if "propertyNames" in field:
-        names = allowed(field["propertyNames"], definitions).removeprefix("one of ")
-        return f"a mapping from {names} to {allowed(field['additionalProperties'], definitions)}"
-    if "items" in field:
-        length = f" of {field['minItems']}" if "maxItems" in field else ""
-        return f"a list{length}, each {allowed(field['items'], definitions)}"
-    kind = WORDS.get(field.get("type"), field.get("type", "any value"))
-    limits = [text.format(field[name]) for name, text in WORDS.items() if name in field]
-    return f"{kind} {' and '.join(limits)}".strip()
+    by_name = {name: other for other in known for name in (other.split(".")[-1], other)}
+    close = functools.partial(difflib.get_close_matches, possibilities=by_name, n=1, cutoff=0.8)
+    matches = close(key) or close(key.split(".")[-1])
+    return f", the nearest is {by_name[matches[0]]}" if matches else ""

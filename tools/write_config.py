@@ -1,0 +1,24 @@
+"""Write config.yaml anew from the schema in engine/config.py: `python -m tools.write_config`."""
+
+import subprocess
+from pathlib import Path
+
+from engine import ROOT
+from engine.config import explained
+from engine.config_file import combine
+
+
+def write_config(file: Path) -> None:
+    """Replace all but the header, which ends at the first empty line.
+
+    Raises SystemExit where git does not hold what would be lost.
+    """
+    git = ["git", "-C", str(file.parent), "diff", "--quiet", "--", file.name]
+    if subprocess.run(git).returncode != 0:
+        raise SystemExit(f"error: {file} is changed: git add it, or restore it, first")
+    header, _, _ = file.read_text("utf-8").partition("\n\n")
+    file.write_text(f"{header}\n\n{explained(combine({}, []))}\n", "utf-8")
+
+
+if __name__ == "__main__":
+    write_config(ROOT / "config.yaml")
