@@ -4,7 +4,6 @@ import itertools
 import random
 import signal
 import statistics
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -54,46 +53,27 @@ def draw_faults(number: int, step_s: float, victims: list[str]) -> list[dict]:
     return faults
 
 
-def kill_again_and_again(
-    folder: Path, model: Path, *overrides: str, num_ranks: int, number: int, victims: list[str]
-) -> Counter:
-    """Assert that a run killed so often ends as the unbroken one; how often in which phase."""
-    whole, parts = folder / "whole", folder / "parts"
-    overrides = (*overrides, f"training.num_steps={2 * number + 1}")  # a start takes two at most
-    train(whole, model, *overrides, num_ranks=num_ranks)
-    rows = read_jsonl(whole / "x/metrics.jsonl")
-    step_s = statistics.median(row["time/step_s"] for row in rows if row["step"] > 0)
-    phases = Counter()
-    for fault in draw_faults(number, step_s, victims):
-        status, output = train_forked(parts, model, *overrides, num_ranks=num_ranks, fault=fault)
-        if num_ranks == 1 or fault["do"] == "kill all":
-            assert status == -signal.SIGKILL, output
-        else:
-            assert status == 1 and "(most recent call first)" in output, output  # it was struck
-        phases[phase(output)] += 1
-    assert "resumed after step" in train(parts, model, *overrides, num_ranks=num_ranks)
-    assert_same(whole, parts)
-    return phases
-
-
 @pytest.mark.timeout(240)
-def test_a_run_killed_20_times_ends_as_the_unbroken_one(tmp_path, rotary_model_folder, settings):
-    phases = kill_again_and_again(
-        tmp_path, rotary_model_folder, *settings, num_ranks=1, number=20, victims=["kill"]
-    )
-    assert min(phases[name] for name in PHASES) > 0, phases
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize(("shard", "number"), [("false", 8), ("true", 4)])
+@pytest.mark.parametrize(("shard", "number"), [("false", 6), ("true", 3)])
 def test_two_ranks_killed_again_and_again_end_as_the_unbroken_ones(
     tmp_path, rotary_model_folder, settings, shard, number
 ):
     """One rank at a time, whose torchrun ends the other, or both and torchrun with them."""
-    victims, settings = ["kill", "kill other", "kill all"], [*settings, f"model.shard={shard}"]
-    kill_again_and_again(
-        tmp_path, rotary_model_folder, *settings, num_ranks=2, number=number, victims=victims
-    )
+    whole, parts, model = tmp_path / "whole", tmp_path / "parts", rotary_model_folder
+    overrides = [*settings, f"model.shard={shard}"]
+    overrides.append(f"training.num_steps={2 * number + 1}")  # a start takes two at most
+    train(whole, model, *overrides, num_ranks=2)
+    rows = read_jsonl(whole / "x/metrics.jsonl")
+    step_s = statistics.median(row["time/step_s"] for row in rows if row["step"] > 0)
+    phases = set()
+    for fault in draw_faults(number, step_s, ["kill", "kill other", "kill all"]):
+        status, output = train_forked(parts, model, *overrides, num_ranks=2, fault=fault)
+        assert status == (-signal.SIGKILL if fault["do"] == "kill all" else 1), output
+        assert "(most recent call first)" in output, output  # it was struck
+        phases.add(phase(output))
+    assert phases >= {"rollout", "update"}
+    assert "resumed after step" in train(parts, model, *overrides, num_ranks=2)
+    assert_same(whole, parts)
 
 
 # At every file event: a kill leaves what is on the disk at that moment, so a copy of it is made
@@ -137,10 +117,7 @@ def whole(tmp_path_factory, rotary_model_folder, settings) -> Path:
 
 
 def assert_each_goes_on(copies: list[Path], whole: Path, model: Path, *overrides: str) -> None:
-    """Each copy that is not as the one before it ends as the unbroken run."""
-    pairs = itertools.pairwise(copies)
-    copies = [copy for before, copy in pairs if outline(before) != outline(copy)]
-    assert len(copies) > 10
+    """Each copy ends as the unbroken run."""
     for copy in copies:
         assert "resumed after step" in run(copy, model, *overrides, "training.num_steps=3")
         assert_same(whole, copy)
@@ -162,6 +139,9 @@ def test_a_kill_at_any_file_event_of_a_step_costs_no_more_than_that_step(
     for copy in unnamed:  # a start that has no step to take
         run(copy, model, *settings, "training.num_steps=1")
     assert all(checkpoint.describe_files(copy / "x/best") in bests for copy in copies)
+    pairs = itertools.pairwise(copies)
+    copies = [copy for before, copy in pairs if outline(before) != outline(copy)]
+    assert len(copies) > 10
     assert_each_goes_on(copies, whole, model, *settings)
 
 
@@ -180,9 +160,9 @@ def test_a_kill_while_the_same_step_is_saved_again_leaves_its_checkpoint(
     status, output = train_forked(parts, model, *overrides, fault=fault, grading=grading)
     assert status == 128 + signal.SIGTERM, output
     copies = copies_of(parts, model, *settings, "training.num_steps=2", saves=0)
-    assert any((copy / "x/checkpoints/step-000002.old").exists() for copy in copies)
     assert set(steps_resumed_from(copies)) == {2}
-    assert_each_goes_on(copies, whole, model, *settings)
+    lost = [copy for copy in copies if (copy / "x/checkpoints/step-000002.old").exists()]
+    assert_each_goes_on([copies[0], lost[0], lost[-1]], whole, model, *settings)
 
 
 @pytest.mark.timeout(120)
