@@ -8,64 +8,18 @@ import os
 import pickle
 import resource
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
-from harness import ENVIRONMENT, ROOT, assert_same, program, train
+from harness import finish, forkserver, program, run_program, train
 from transformers import AutoModelForCausalLM
 
 from engine import checkpoint
 
 # Whole runs
-
-
-@pytest.fixture(scope="session")
-def whole_run(tmp_path_factory, rotary_model_folder) -> Path:
-    """Five steps on one rank without a break."""
-    folder = tmp_path_factory.mktemp("whole")
-    train(folder, rotary_model_folder, "training.num_steps=5")
-    return folder
-
-
-def test_a_run_in_two_parts_is_bit_for_bit_the_unbroken_one(
-    tmp_path, rotary_model_folder, whole_run
-):
-    train(tmp_path, rotary_model_folder, "training.num_steps=2", "validation.every=2")
-    output = train(tmp_path, rotary_model_folder, "training.num_steps=5")
-    assert "resumed after step 2" in output
-    assert_same(whole_run, tmp_path)
-    again = train(tmp_path, rotary_model_folder, "training.num_steps=5")
-    assert "pass@1" in again and "step 1/5" not in again
-    assert_same(whole_run, tmp_path)
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_happened(
-    python, tmp_path, rotary_model_folder, whole_run, number, status
-):
-    """The signal comes in its third step, or in the evaluation before."""
-    steps = "training.num_steps=5"
-    process = subprocess.Popen(
-        [python, *program(tmp_path, rotary_model_folder, steps)],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    next(line for line in process.stdout if line.startswith("step 2/5"))
-    time.sleep(0.05)
-    process.send_signal(number)
-    *_, last = process.communicate(timeout=90)[0].strip().splitlines()
-    assert process.returncode == status
-    assert "all is saved" in last and "the same command" in last
-    train(tmp_path, rotary_model_folder, steps)
-    assert_same(whole_run, tmp_path)
 
 
 def test_a_run_that_ran_out_of_memory_goes_on_with_smaller_batches(tmp_path, rotary_model_folder):
@@ -79,22 +33,22 @@ def test_a_run_that_ran_out_of_memory_goes_on_with_smaller_batches(tmp_path, rot
         assert f"{override.split('=')[0]} has changed: from here on no longer bit for bit" in output
 
 
-def test_a_full_disk_is_logged_and_the_run_goes_on(tmp_path, rotary_model_folder):
+def run_with_full_disk(arguments: list[str], log: Path) -> None:
     """A limit on the size of files, which the weights exceed, stands for the full disk."""
-    settings = ["training.num_steps=2", "logging.rollouts_every=0"]
-    done = subprocess.run(
-        [sys.executable, *program(tmp_path, rotary_model_folder, *settings)],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
-    )
-    assert done.returncode == 1, done.stdout + done.stderr  # not all is well
-    assert done.stdout.count("nothing saved at step") >= 3  # best/ at 0, checkpoints at 1 and 2
-    assert "checkpoint.keep" in done.stdout
-    assert "no model could be saved in" in done.stdout  # the summary claims nothing else
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    run_program(arguments, (), log)
+
+
+def test_a_full_disk_is_logged_and_the_run_goes_on(tmp_path, rotary_model_folder):
+    settings, log = ["training.num_steps=2", "logging.rollouts_every=0"], tmp_path / "log"
+    given = program(tmp_path, rotary_model_folder, *settings)
+    process = forkserver().Process(target=run_with_full_disk, args=(given, log))
+    process.start()
+    assert finish(process) == [1], log.read_text()  # not all is well
+    output = log.read_text()
+    assert output.count("nothing saved at step") >= 3  # best/ at 0, checkpoints at 1 and 2
+    assert "checkpoint.keep" in output
+    assert "no model could be saved in" in output  # the summary claims nothing else
     assert len((tmp_path / "x/metrics.jsonl").read_text().splitlines()) == 3
     assert not list((tmp_path / "x/checkpoints").iterdir())
 
@@ -285,6 +239,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     """A large file is checked by its size and its header, a small one by its hash, too."""
     monkeypatch.setattr(checkpoint, "LARGEST_HASHED_FILE", 100_000)  # the weights have 163,200
     folder = save(two_checkpoints, parts, step=3)
+    (folder / ".DS_Store").write_text("")  # what others have put there is no damage
     listed = json.loads((folder / "training_state/files.json").read_text())
     large = {file for file, (_, digest) in listed.items() if digest is None}
     assert large == {"model.safetensors", "training_state/optimizer.pt"}
@@ -294,9 +249,3 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     newest = checkpoint.newest_whole(two_checkpoints, warnings.append)
     assert newest == two_checkpoints / "step-000002"
     assert len(warnings) == 1 and "step-000003" in warnings[0]
-
-
-def test_a_file_that_others_have_put_there_is_no_damage(two_checkpoints):
-    folder = two_checkpoints / "step-000002"
-    (folder / ".DS_Store").write_text("")
-    assert checkpoint.newest_whole(two_checkpoints, pytest.fail) == folder
