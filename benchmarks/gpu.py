@@ -149,7 +149,7 @@ def check_sampling(setting: Setting) -> list[Row]:
     ids = right_pad([prompt + c.token_ids for prompt, c in pairs], 0).to(setting.device)
     is_sampled = [[False] * len(prompt) + [True] * num_tokens for prompt, _ in pairs]
     mask = right_pad(is_sampled, False).to(setting.device)
-    scorer = CompletionScorer(model, torch.bfloat16, chunked=True)
+    scorer = CompletionScorer(model, torch.bfloat16, in_blocks=True)
     model.train()
     log_probs = scorer(ids, mask, temperature=1.0)[mask]
     sampled = torch.tensor(np.concatenate([c.log_probs for c in completions])).to(setting.device)
@@ -235,7 +235,7 @@ def check_ddp(setting: Setting) -> list[Row]:
     """After a backward pass without a sum over ranks the gradients are in the buckets, once."""
     with one_rank(setting):
         model = random_model(setting.few_layers, setting.device)
-        scorer = in_ddp(CompletionScorer(model, torch.bfloat16, chunked=True), setting)
+        scorer = in_ddp(CompletionScorer(model, torch.bfloat16, in_blocks=True), setting)
         before = peak_memory_gb(setting.device)
         ids = torch.tensor([[5, 9, 30, 7]], device=setting.device)
         with scorer.no_sync():
@@ -406,7 +406,7 @@ def time_update(setting: Setting) -> list[Row]:
         rate, whole = matmul_flops(64), WholePass(TOY, num_rows=1, num_tokens=8)
     else:
         rate, whole = matmul_flops(), WholePass(QWEN_SHAPES["Qwen2.5-3B"])
-    passes = in_turns({"ours": functools.partial(whole.run, chunked=True)}, repeats=1)["ours"]
+    passes = in_turns({"ours": functools.partial(whole.run, in_blocks=True)}, repeats=1)["ours"]
     flops = 6 * sum(p.numel() for p in whole.model.parameters()) * whole.input_ids.numel()
     share = flops / statistics.median(passes) / rate
     aim = setting.speed_aim(at_least=0.4)

@@ -47,7 +47,7 @@ class Step:
         model = random_model(shape, device)
         model.gradient_checkpointing_enable({"use_reentrant": False})
         self.workload = random_workload(bf16_copy(model), size)
-        scorer = CompletionScorer(model, torch.bfloat16, chunked=True)
+        scorer = CompletionScorer(model, torch.bfloat16, in_blocks=True)
         policy = Policy(model, scorer, self.workload.model, None, self.workload.params)
         world, task = World(rank=0, size=1, device=device), load_task(config.task.name)
         self.run = Run(config, world, Logger(rank=1), Path(), task, policy, [])

@@ -67,8 +67,8 @@ def load_one_that_scores_in_the_sampler(config: Config, world: World, logger: Lo
     for weights, copied in pairs:
         copied.requires_grad_()
         copied.register_post_accumulate_grad_hook(functools.partial(hand_over, weights))
-    chunked = policy.scorer.chunked
-    policy.scorer = program.CompletionScorer(policy.sampler, torch.bfloat16, chunked=chunked)
+    chunked = policy.scorer.in_blocks
+    policy.scorer = program.CompletionScorer(policy.sampler, torch.bfloat16, in_blocks=in_blocks)
     return policy
 
 

@@ -144,7 +144,7 @@ class WholePass:
 
     def run(self, *, chunked: bool) -> None:
         self.model.zero_grad()
-        scorer = CompletionScorer(self.model, DTYPE, chunked=chunked)
+        scorer = CompletionScorer(self.model, DTYPE, in_blocks=in_blocks)
         scorer(self.input_ids, self.mask, temperature=TEMPERATURE).sum().backward()
 
 
@@ -154,8 +154,8 @@ def print_whole_passes() -> None:
     for name, shape in QWEN_SHAPES.items():
         whole = WholePass(shape)
         methods = {
-            "naive": partial(whole.run, chunked=False),
-            "ours": partial(whole.run, chunked=True),
+            "naive": partial(whole.run, in_blocks=False),
+            "ours": partial(whole.run, in_blocks=True),
         }
         flops = 6 * sum(p.numel() for p in whole.model.parameters()) * whole.input_ids.numel()
         for method, seconds in in_turns(methods, REPEATS).items():

@@ -33,6 +33,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+import engine.load
 import engine.lora
 import engine.model
 import main
@@ -41,7 +42,8 @@ from engine.config import Config
 from engine.config_file import load_config
 from engine.data import load_examples
 from engine.distributed import World
-from engine.model import Policy
+from engine.load import load_policy, scores_in_blocks
+from engine.model import Log, Policy
 from engine.optimizer import make_optimizer
 from engine.run import Run
 from engine.task_module import load_task
@@ -215,7 +217,21 @@ def make_policy(
     with pytest.MonkeyPatch.context() as patch:
         if is_exact:
             in_fp64(patch)
-        return main.load_policy(config, world or alone(), Logger(rank=1))
+        return load_trained(config, world or alone())
+
+
+def load_trained(config: Config, world: World, log: Log = lambda line: None) -> Policy:
+    """A policy with all that training adds to it."""
+    policy = load_policy(config, world, log, main.DecodeBatch)
+    if config.mode == "train":
+        num_tokens = config.training.micro_batch_tokens
+        in_blocks = scores_in_blocks(policy.model, num_tokens, log)
+        main.wrap_policy(policy, config, world, in_blocks=in_blocks)
+    return policy
+
+
+def load_run(config: Config) -> Run:
+    return engine.load.load_run(config, main.wrap_policy, main.DecodeBatch)
 
 
 def make_run(
@@ -264,9 +280,8 @@ def sample(
         policy.sampler.eval(),
         prompts,
         seeds or [(seed(), i) for i in range(len(prompts))],
+        replace(policy.params, group_size=num_samples, **changes),
         decode=decode,
-        num_samples=num_samples,
-        params=replace(policy.params, **changes),
         max_batch_tokens=max_batch_tokens,
         on_progress=on_progress,
         log=lambda line: None,
@@ -330,11 +345,14 @@ def grade_by_text(patch: pytest.MonkeyPatch) -> None:
 
 def set_rates(patch: pytest.MonkeyPatch, rates: list[float]) -> None:
     """From here on the evaluation at step i logs `rates[i]` as pass@1."""
-    evaluate = main.evaluate
+    evaluate, measure = main.evaluate, main.evaluation_metrics
 
-    def with_rate(run: Run):
-        metrics, *others = evaluate(run)
-        return metrics | {"eval/pass@1": rates[run.state.step]}, *others
+    def with_rate(run: Run) -> None:
+        def measured(*arguments, **settings) -> dict[str, float]:
+            return measure(*arguments, **settings) | {"eval/pass@1": rates[run.state.step]}
+
+        patch.setattr(main, "evaluation_metrics", measured)
+        evaluate(run)
 
     patch.setattr(main, "evaluate", with_rate)
 
@@ -358,7 +376,7 @@ def in_fp64(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(engine.model, "load_model", load_in_fp64)
     patch.setattr(engine.lora, "add_adapter", add_in_fp64)
-    for module in (engine.model, main):
+    for module in (engine.model, engine.load):
         patch.setattr(module, "choose_compute_dtype", lambda name, device: torch.float64)
 
 
@@ -544,6 +562,14 @@ def read_jsonl(file: Path) -> list[dict]:
     return [json.loads(line, parse_constant=pytest.fail) for line in file.read_text().splitlines()]
 
 
+def read_rows(run: Path) -> list[dict]:
+    """The rows of metrics.jsonl by step: an evaluation's, which has its own, with the step's."""
+    rows: dict[int, dict] = {}
+    for row in read_jsonl(run / "metrics.jsonl"):
+        rows[row["step"]] = rows.get(row["step"], {}) | row
+    return list(rows.values())
+
+
 def without_times(row: dict) -> dict:
     return {name: row[name] for name in row if not name.startswith(("time/", "perf/"))}
 
@@ -565,6 +591,8 @@ def what_is_left(folder: Path) -> tuple[dict, list[dict], list[dict], list[str]]
     for name in ("checkpoints/last", "best"):
         weights |= {f"{name}: {key}": value for key, value in saved_weights(run / name).items()}
     rows = [without_times(row) for row in read_jsonl(run / "metrics.jsonl")]
+    steps = sorted({row["step"] for row in rows})
+    assert steps == list(range(len(steps))), "a step is missing, or there twice"
     with (run / "metrics.csv").open(newline="") as file:
         cells = [without_times(row) for row in csv.DictReader(file)]
     texts = [(run / name).read_text() for name in ("samples.jsonl", "rollouts.jsonl")]
@@ -574,8 +602,6 @@ def what_is_left(folder: Path) -> tuple[dict, list[dict], list[dict], list[str]]
 def assert_same(one: Path, other: Path) -> None:
     weights, rows, cells, texts = what_is_left(one)
     other_weights, other_rows, other_cells, other_texts = what_is_left(other)
-    assert [row["step"] for row in other_rows] == list(range(len(other_rows)))
-    assert [int(row["step"]) for row in other_cells] == list(range(len(other_rows)))
     assert rows == other_rows
     assert cells == other_cells
     assert texts == other_texts

@@ -2,13 +2,15 @@
 
 import numpy as np
 import torch
-from harness import make_config, make_run, seed
+from harness import alone, make_config, seed
 
 from engine.config import Config
 from engine.distributed import World
+from engine.metrics import count_broken
 from engine.model import Policy
 from engine.tensors import right_pad
 from engine.types import Completion, Trajectory
+from logger import Logger
 from main import assign_advantages, make_micro_batches, update_policy
 
 NORMALIZATIONS = ["dr_grpo", "token", "sequence", "sum"]
@@ -52,7 +54,7 @@ def make_group(prompt_length: int, lengths: tuple, rewards: tuple) -> list[Traje
 
 def make_groups(config: Config, *groups: tuple) -> list[list[Trajectory]]:
     made = [make_group(*group) for group in groups]
-    assign_advantages(made, config)
+    assign_advantages(made, config.training)
     return made
 
 
@@ -94,10 +96,12 @@ def update(
 
     Also whether a step with that update counts as skipped, as in `main.run_training`.
     """
-    run = make_run(policy, config, world=world, optimizer=optimizer)
-    is_broken = run.report_broken(groups) > 0
-    micro_batches = [] if is_broken else make_micro_batches(run, groups)
-    metrics, sums, num_updates = update_policy(run, micro_batches)
+    world, logger = world or alone(), Logger(rank=1)
+    is_broken = count_broken(groups, world, logger.warning) > 0
+    micro_batches = [] if is_broken else make_micro_batches(groups, config, world)
+    metrics, sums, num_updates = update_policy(
+        policy, optimizer, micro_batches, config.training, world, logger
+    )
     num_wanted = config.training.num_iterations if micro_batches else 0
     return metrics, sums, is_broken or num_updates < num_wanted
 

@@ -33,13 +33,14 @@ from engine.data import load_examples
 from engine.distributed import init_world
 from engine.environment import begin
 from engine.errors import mistakes_cost_one_line
+from engine.load import load_policy
 from engine.metrics import Clock
 from engine.prompts import assistant_prefix, pose
 from engine.run import Run
 from engine.task_module import built_in_tasks, load_task
 from engine.types import Trajectory
 from logger import Logger, format_reward, printable
-from main import decode_with_generate, load_policy, reward_group
+from main import DecodeBatch, decode_with_generate, reward_group
 
 FOUND = {  # section: keys; and of the sections task and sampling all keys
     "model": ("compute_dtype", "attn_implementation", "load_in_4bit"),
@@ -111,7 +112,8 @@ def load_chat(config: Config, *, watch: bool = False) -> Run:
     logger, task = Logger(rank=0), load_task(config.task.name)
     if not hasattr(task, "parse_question") and not watch:
         raise ConfigError([f"task.name = {config.task.name}: it has no parse_question"])
-    return Run(config, world, logger, Path(), task, load_policy(config, world, logger), [])
+    policy = load_policy(config, world, logger.info, DecodeBatch)
+    return Run(config, world, logger, Path(), task, policy, [])
 
 
 def read_lines() -> Iterator[str]:
@@ -135,9 +137,17 @@ def read_lines() -> Iterator[str]:
 
 def watched(run: Run) -> Iterator[dict]:
     """A hundred validation questions."""
-    settings, request = run.config.task, {"num_examples": 100, "seed": 0, "exclude": []}
-    request |= {"options": settings, "held_out": settings.train == settings.eval}
-    yield from load_examples(run.task, settings.eval, "validation", **request)
+    options = run.config.task
+    yield from load_examples(
+        run.task,
+        options.eval,
+        "validation",
+        options=options,
+        num_examples=100,
+        seed=0,
+        held_out=options.train == options.eval,
+        exclude=[],
+    )
 
 
 def answer(run: Run, example: dict, number: int) -> Trajectory:
@@ -146,16 +156,26 @@ def answer(run: Run, example: dict, number: int) -> Trajectory:
     Raises ValueError if its prompt is too long.
     """
     policy, seeds = run.policy, [(TYPED, run.config.training.seed, number)]
-    sampling = {"num_samples": 1, "params": policy.params}
-    (prompt_ids,), conversations = begin(run, [example], seeds, **sampling, clock=Clock())
-    context, num_new = policy.context_length, policy.params.max_new_tokens
+    context, params = policy.context_length, replace(policy.params, group_size=1)
+    (prompt_ids,), conversations = begin(
+        run.task,
+        run.config,
+        [example],
+        seeds,
+        params,
+        tokenizer=policy.tokenizer,
+        context=context,
+        device=policy.model.device,
+        clock=Clock(),
+    )
+    num_new = params.max_new_tokens
     if context is not None and len(prompt_ids) + num_new > context:
         raise ValueError(
             f"{len(prompt_ids)} prompt tokens and training.max_new_gen_tokens = {num_new} are more "
             f"than the model's context of {context}: ask a shorter question, or lower the setting"
         )
     if conversations:
-        sampling["params"] = replace(policy.params, conversations=conversations[0])
+        params = replace(params, conversations=conversations[0])
         show(policy.tokenizer.decode(prompt_ids))
     else:
         show(assistant_prefix(pose(example, task=run.task, options=run.config.task)))
@@ -164,11 +184,11 @@ def answer(run: Run, example: dict, number: int) -> Trajectory:
             policy.sampler,
             [prompt_ids],
             seeds,
-            **sampling,
+            params,
             on_progress=lambda _: None,
             streamer=Stream(run),
         )
-    (trajectory,) = reward_group(run, example, prompt_ids, group)
+    (trajectory,) = reward_group(policy, run.task, run.config.task, example, prompt_ids, group)
     return trajectory
 
 

@@ -141,9 +141,9 @@ def test_it_never_holds_all_logits(monkeypatch):
 # The scorer
 
 
-def scored(policy: Policy, *, chunked: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def scored(policy: Policy, *, in_blocks: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities (B, T), and the gradient of a loss that is not linear in them."""
-    policy.scorer = CompletionScorer(policy.model, policy.scorer.compute_dtype, chunked=chunked)
+    policy.scorer = CompletionScorer(policy.model, policy.scorer.compute_dtype, in_blocks=in_blocks)
     policy.model.train().zero_grad()
     log_probs, mask = score(policy, PROMPTS, COMPLETIONS, temperature=0.7)
     (log_probs[mask] / 10).exp().sum().backward()
@@ -154,12 +154,12 @@ def scored(policy: Policy, *, chunked: bool) -> tuple[torch.Tensor, torch.Tensor
 def test_the_chunked_scorer_equals_the_plain_one(monkeypatch, model_folder, checkpointing):
     """Separate and tied embeddings; ten columns a block, some of them kept."""
     policy = make_policy(model_folder, f"model.gradient_checkpointing={checkpointing}")
-    assert policy.scorer.chunked
+    assert policy.scorer.in_blocks
     num_tokens = sum(len(ids) for ids in COMPLETIONS)
     monkeypatch.setattr(head, "CPU_BLOCK_BYTES", 4 * num_tokens * 10)
     monkeypatch.setattr(head, "KEPT_BYTES", 4 * num_tokens * 55)
-    log_probs, gradient = scored(policy, chunked=True)
-    expected, expected_gradient = scored(policy, chunked=False)
+    log_probs, gradient = scored(policy, in_blocks=True)
+    expected, expected_gradient = scored(policy, in_blocks=False)
     assert torch.allclose(log_probs, expected, atol=1e-5)
     assert (gradient - expected_gradient).norm() <= 1e-6 * expected_gradient.norm()
 
@@ -172,19 +172,19 @@ def test_in_bf16_the_chunked_and_the_plain_scorer_round_alike(monkeypatch, model
     """
     policy = make_policy(model_folder, "model.compute_dtype=bfloat16")
     monkeypatch.setattr(head, "CPU_BLOCK_BYTES", 4 * 11 * 10)
-    log_probs, gradient = scored(policy, chunked=True)
-    expected, expected_gradient = scored(policy, chunked=False)
+    log_probs, gradient = scored(policy, in_blocks=True)
+    expected, expected_gradient = scored(policy, in_blocks=False)
     assert log_probs.dtype == gradient.dtype == torch.float32
     assert torch.allclose(log_probs, expected, atol=1e-5)
-    _, exact = scored(make_policy(model_folder), chunked=False)
+    _, exact = scored(make_policy(model_folder), in_blocks=False)
     assert (gradient - expected_gradient).norm() <= 2**-6 * expected_gradient.norm()
     assert (gradient - exact).norm() <= 1.25 * (expected_gradient - exact).norm()
 
 
-@pytest.mark.parametrize("chunked", [True, False])
-def test_padding_scores_0_and_has_no_gradient(model_folder, chunked):
+@pytest.mark.parametrize("in_blocks", [True, False])
+def test_padding_scores_0_and_has_no_gradient(model_folder, in_blocks):
     policy = make_policy(model_folder)
-    policy.scorer = CompletionScorer(policy.model, torch.float32, chunked=chunked)
+    policy.scorer = CompletionScorer(policy.model, torch.float32, in_blocks=in_blocks)
     log_probs, mask = score(policy, PROMPTS, COMPLETIONS)
     assert not mask.all() and (log_probs[~mask] == 0).all() and (log_probs[mask] < 0).all()
     log_probs[~mask].sum().backward()
@@ -198,7 +198,7 @@ def load(folder: Path, capsys) -> tuple[Policy, list[str]]:
     """The policy of a Gemma 2, and the lines that loading it logs."""
     # Gemma 2 has no other attention.
     config = make_config(f"model.name={folder}", "model.attn_implementation=eager")
-    policy = main.load_policy(config, alone(), Logger(rank=0))
+    policy = load_trained(config, alone(), print)
     return policy, capsys.readouterr().out.splitlines()
 
 
@@ -215,7 +215,7 @@ def test_capped_logits_are_scored_by_the_plain_path_and_that_is_logged(
     """Gemma 2 caps logits at 30, which hardly changes those of a model not trained yet."""
     folder = gemma2_folder(tokenizer, tmp_path, initializer_range=initializer_range)
     policy, lines = load(folder, capsys)
-    assert not policy.scorer.chunked
+    assert not policy.scorer.in_blocks
     assert any("logits are more than head(hidden)" in line for line in lines)
     log_probs, mask = score(policy, PROMPTS, COMPLETIONS)
     ids = torch.tensor([PROMPTS[0] + COMPLETIONS[0]])
@@ -227,5 +227,5 @@ def test_capped_logits_are_scored_by_the_plain_path_and_that_is_logged(
 def test_the_same_model_without_a_cap_is_scored_by_the_chunked_head(tokenizer, tmp_path, capsys):
     folder = gemma2_folder(tokenizer, tmp_path, final_logit_softcapping=None)
     policy, lines = load(folder, capsys)
-    assert policy.scorer.chunked
+    assert policy.scorer.in_blocks
     assert not any("head(hidden)" in line for line in lines)

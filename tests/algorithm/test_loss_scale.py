@@ -15,6 +15,7 @@ from harness import (
     arguments,
     assert_same,
     grade_by_text,
+    load_run,
     make_config,
     make_policy,
     make_run,
@@ -129,7 +130,7 @@ def test_all_ranks_halve_the_scale_that_is_too_high_on_one(rotary_model_folder, 
 def train(folder: Path, model: Path, num_steps: int) -> list[float]:
     """The loss scale after each step of a run in float16, or of the one that goes on there."""
     settings = [FLOAT16, f"training.num_steps={num_steps}", "validation.every=1"]
-    run = main.load_run(load_config(arguments(folder, model, *settings)))
+    run = load_run(load_config(arguments(folder, model, *settings)))
     run.loss_scale.set_growth_interval(2)
     assert main.run_training(run) == 0
     run.lock.close()

@@ -10,7 +10,7 @@ from harness import (
     assert_resumes,
     make_config,
     make_policy,
-    read_jsonl,
+    read_rows,
     run_on_ranks,
     seed,
 )
@@ -181,7 +181,7 @@ def test_weight_decay_is_on_all_but_the_vectors(model_folder, optimizer):
 def test_a_run_with_muon_in_two_parts_is_the_unbroken_one(tmp_path, rotary_model_folder, data):
     """On two ranks, of which one reads the checkpoint; the rates rise with each step."""
     run = assert_resumes(tmp_path, rotary_model_folder, *MUON, *data, num_ranks=2)
-    _, *rows = read_jsonl(run / "metrics.jsonl")
+    _, *rows = read_rows(run)
     assert [row["train/lr"] for row in rows] == pytest.approx([2e-4, 4e-4])
     assert all(row["train/grad_norm"] > 0 for row in rows)  # else there would be no state to keep
 

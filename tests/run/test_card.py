@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import CPU, alone, make_config, read_jsonl, train
+from harness import CPU, alone, make_config, read_rows, train
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 from tokenizers import Tokenizer
@@ -153,7 +153,7 @@ def test_a_run_tells_the_figures_of_its_best_step_and_how_to_ask_the_model(
     settings += ["validation.num_examples=8", "validation.best_of_n=8", "validation.every=1"]
     better = {"rates": [0.25, 0.5]}
     output = train(tmp_path, rotary_model_folder, *settings, grading=better)
-    _, row = read_jsonl(tmp_path / "x/metrics.jsonl")
+    _, row = read_rows(tmp_path / "x")
     low, high = row["eval/pass@1_low"], row["eval/pass@1_high"]
     card = (tmp_path / "x/best/README.md").read_text()
     assert f"| this model, after step 1 | 0.500 | {low:.3f} to {high:.3f} |" in card

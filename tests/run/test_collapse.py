@@ -1,7 +1,7 @@
 """The watch for a collapse: what counts as one, what is left alone, and a run that stops."""
 
 import pytest
-from harness import read_jsonl, train
+from harness import read_rows, train
 
 from engine.metrics import WATCHED, mean_of_last, signs_of_collapse
 from engine.run import State
@@ -82,7 +82,7 @@ def test_a_collapsed_run_stops_where_the_config_says_so(rotary_model_folder, tmp
     output = train(tmp_path, model, *settings, stop)
     assert "warning: the model may be collapsing" in output
     assert "after step 10; best" in output and "stopped, since the model has collapsed" in output
-    rows = read_jsonl(tmp_path / "x/metrics.jsonl")
+    rows = read_rows(tmp_path / "x")
     assert [row["step"] for row in rows] == list(range(11))
     assert [row.get("train/collapsed") for row in rows] == [None, *[0.0] * 9, 1.0]
     assert "eval/pass@1" in rows[-1] and (tmp_path / "x/best").is_dir()

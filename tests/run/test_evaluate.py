@@ -11,10 +11,12 @@ from harness import (
     alone,
     arguments,
     in_fp64,
+    load_run,
     make_config,
     make_policy,
     make_run,
     read_jsonl,
+    read_rows,
     run_on_ranks,
     seed,
     train,
@@ -74,7 +76,7 @@ def figures(folder: Path) -> dict[str, float]:
 
 def best_row(trained: Path) -> dict:
     """What training logged of best/: the highest pass@1, the earliest on ties."""
-    return max(read_jsonl(trained / "x/metrics.jsonl"), key=lambda row: row["eval/pass@1"])
+    return max(read_rows(trained / "x"), key=lambda row: row["eval/pass@1"])
 
 
 # Whole runs
@@ -167,7 +169,7 @@ def test_a_reward_function_may_change_its_question(tmp_path, monkeypatch):
 
 
 def load_evaluation(folder: Path, *overrides: str) -> Run:
-    return main.load_run(load_config(arguments(folder, TINY, *EVALUATE, *overrides)))
+    return load_run(load_config(arguments(folder, TINY, *EVALUATE, *overrides)))
 
 
 def fail(*args, **options):

@@ -81,7 +81,7 @@ def model(rotary_model_folder) -> Path:
 
 
 def load_run(folder: Path, model: Path, *overrides: str) -> Run:
-    return main.load_run(load_config(arguments(folder, model, *overrides)))
+    return load_run(load_config(arguments(folder, model, *overrides)))
 
 
 def last_state(folder: Path) -> dict:

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import alone, assert_same, finish, program, read_jsonl, start, train, train_forked
+from harness import (
+    alone,
+    assert_same,
+    finish,
+    program,
+    read_rows,
+    start,
+    train,
+    train_forked,
+)
 from transformers import AutoModelForCausalLM
 
 from engine import checkpoint
@@ -122,7 +131,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again_by_itself(
     assert "killed before its first checkpoint" in output
     (aside,) = (tmp_path / "x").glob("killed-*")
     assert {"best", "config.yaml", "metrics.jsonl", "samples.jsonl"} <= set(os.listdir(aside))
-    assert [row["step"] for row in read_jsonl(tmp_path / "x/metrics.jsonl")] == [0, 1, 2, 3]
+    assert [row["step"] for row in read_rows(tmp_path / "x")] == [0, 1, 2, 3]
 
 
 # Two starts of one run

@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from harness import assert_same, read_jsonl, seed, train, train_forked
+from harness import assert_same, read_rows, seed, train, train_forked
 
 from engine import checkpoint
 
@@ -63,7 +63,7 @@ def test_two_ranks_killed_again_and_again_end_as_the_unbroken_ones(
     overrides = [*settings, f"model.shard={shard}"]
     overrides.append(f"training.num_steps={2 * number + 1}")  # a start takes two at most
     train(whole, model, *overrides, num_ranks=2)
-    rows = read_jsonl(whole / "x/metrics.jsonl")
+    rows = read_rows(whole / "x")
     step_s = statistics.median(row["time/step_s"] for row in rows if row["step"] > 0)
     phases = set()
     for fault in draw_faults(number, step_s, ["kill", "kill other", "kill all"]):

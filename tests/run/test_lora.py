@@ -19,10 +19,12 @@ from harness import (
     assert_resumes,
     change_json,
     grade_by_text,
+    load_run,
     make_config,
     make_policy,
     make_run,
     read_jsonl,
+    read_rows,
     run_on_ranks,
     seed,
     train_forked,
@@ -183,7 +185,7 @@ def test_the_adapter_starts_from_the_seed_and_changes_nothing(rotary_model_folde
 def test_the_gradient_is_that_of_all_rows_for_any_micro_batch_size(model_folder, kind):
     is_exact = kind == KINDS["fp32"]
     policy = make_moved_policy(model_folder, *kind, KL, is_exact=is_exact)
-    assert policy.scorer.chunked
+    assert policy.scorer.in_blocks
     config = config_of(*GRPO, *kind, KL)
     groups = make_groups(config, EASY, EQUAL, HARD)
     start = make_policy(model_folder, "mode=evaluate", *kind[1:], is_exact=is_exact).model
@@ -192,7 +194,7 @@ def test_the_gradient_is_that_of_all_rows_for_any_micro_batch_size(model_folder,
     expected = torch.cat([p.grad.flatten() for p in trained(policy.model)]).numpy()
     for limit, chunked in ((ALL_TOGETHER, True), (ONE_BY_ONE, True), (ALL_TOGETHER, False)):
         config = config_of(*GRPO, *kind, KL, f"training.micro_batch_tokens={limit}")
-        policy.scorer.chunked = chunked
+        policy.scorer.in_blocks = chunked
         sample(policy, config)  # leaves nothing behind that a gradient would notice
         tolerance = 2e-6 if is_exact else FP32_ROUNDING  # the plain scorer's softmax is in fp32
         assert distance(gradient(policy, groups, config), expected) <= tolerance
@@ -251,7 +253,7 @@ def test_the_reference_is_the_model_that_the_run_started_from(model_folder, kind
     ids = torch.arange(2, 12)[None]
     batch, how = (ids, torch.ones_like(ids).bool()), {"temperature": 1.0}
     on, ref = policy.scorer(*batch, **how), policy.reference(*batch, **how)
-    scorer = main.CompletionScorer(start, torch.float32, chunked=True)
+    scorer = main.CompletionScorer(start, torch.float32, in_blocks=True)
     assert torch.equal(ref, scorer(*batch, **how))
     assert (on - ref).abs().max() > 0.01
     assert torch.equal(policy.scorer(*batch, **how), on)
@@ -459,14 +461,14 @@ def test_an_adapter_is_evaluated_on_its_base(finished, tmp_path, monkeypatch):
     for sample in read_jsonl(folder / "samples.jsonl"):
         logged[sample.pop("step")].append(sample)
     assert logged[0] != logged[2] != logged[4] != logged[0]
-    row = read_jsonl(folder / "metrics.jsonl")[2]
+    row = read_rows(folder)[2]
     figures = {name: value for name, value in row.items() if "eval/" in name}
     assert figures.pop("eval/pass@1") == 0.4  # as given
     assert len(figures) == 7
     grade_by_text(monkeypatch)
     overrides = [f"--config={folder / 'config.yaml'}", "mode=evaluate"]
     overrides += [f"model.name={folder / 'best'}", f"run.dir={tmp_path}"]
-    run = main.load_run(make_config(*overrides))
+    run = load_run(make_config(*overrides))
     assert main.run_evaluation(run) == 0
     (written,) = (tmp_path / "x").glob("eval-*")
     measured = json.loads((written / "metrics.json").read_text())
@@ -499,7 +501,7 @@ def test_an_adapter_that_has_no_whole_base_is_refused(finished, tmp_path, spoil,
     spoil(adapter)
     overrides = [f"--config={finished[0] / 'config.yaml'}", "mode=evaluate"]
     with pytest.raises(ValueError) as caught:
-        main.load_run(make_config(*overrides, f"model.name={adapter}", f"run.dir={tmp_path}"))
+        load_run(make_config(*overrides, f"model.name={adapter}", f"run.dir={tmp_path}"))
     line = str(caught.value)
     assert line.startswith(f"model.name = {adapter}: ") and problem in line
 
@@ -512,7 +514,7 @@ def test_a_finished_run_exports_when_it_is_started_again(
     monkeypatch.chdir(ROOT)  # model.name is relative to it
     overrides = [f"--config={folder / 'config.yaml'}", f"run.dir={tmp_path}"]
     overrides.append("export.save_4bit=false")
-    run = main.load_run(load_config([*overrides, "export.push_to_hub=null"]))
+    run = load_run(load_config([*overrides, "export.push_to_hub=null"]))
     assert run.is_over
     export(run)
     for name in ("model.safetensors", "tokenizer.json"):

@@ -14,6 +14,7 @@ from harness import (
     SIZES,
     alone,
     grade_by_text,
+    load_run,
     real_file,
     sample,
     save_random,
@@ -121,14 +122,14 @@ def run_recipe(recipe: Path, model: Path, rows: list[dict], folder: Path) -> Pat
     small = [f"task.train={questions}", f"task.eval={questions}", f"run.dir={folder}", *SMALL]
     if load(recipe).training.learning_type == "sil":
         small.append("training.k_best_of_n=[2, 8]")
-    run = main.load_run(load(recipe, f"model.name={model}", *small))
+    run = load_run(load(recipe, f"model.name={model}", *small))
     trained = {name: p for name, p in run.policy.model.named_parameters() if p.requires_grad}
     before = {name: p.detach().clone() for name, p in trained.items()}
     assert main.run_training(run) == 0
     assert before and not any(torch.equal(p, before[name]) for name, p in trained.items())
     run.world.leave()  # with model.shard a rank alone has a process group too
     best = [f"model.name={run.folder / 'best'}", "mode=evaluate"]
-    assert main.run_evaluation(main.load_run(load(recipe, *small, *best))) == 0
+    assert main.run_evaluation(load_run(load(recipe, *small, *best))) == 0
     return run.folder
 
 
@@ -160,7 +161,7 @@ def test_nanochats_model_gets_its_tools_answer_and_ends_with_its_turn(
     model = NanoChatForCausalLM(nanochat_config)
     folder = save_writer(model, nanochat_tokenizer, follows, tmp_path / "writer")
     config = load(NANOCHAT, f"model.name={folder}")
-    policy = main.load_policy(config, alone(), Logger(rank=1))
+    policy = load_trained(config, alone())
     encode = policy.tokenizer.encode
     ends = [id_ for token in ("<|assistant_end|>", "<|bos|>") for id_ in encode(token)]
     assert set(ends) < set(policy.params.eos_ids)
@@ -180,8 +181,8 @@ def test_nanochats_model_gets_its_tools_answer_and_ends_with_its_turn(
 def test_nanochats_logits_are_capped_and_its_optimizer_is_its_sources(nanochat_folder):
     """Muon for the blocks' matrices; for embeddings and head AdamW, with nanochat's settings."""
     config = load(NANOCHAT, f"model.name={nanochat_folder}")
-    policy = main.load_policy(config, alone(), Logger(rank=1))
-    assert not policy.scorer.chunked  # the head alone would score as if there were no cap
+    policy = load_trained(config, alone())
+    assert not policy.scorer.in_blocks  # the head alone would score as if there were no cap
     *adamw, muon = make_optimizer(policy.model, config).param_groups
     assert len(muon["params"]) == 2 * 6
     assert (muon["momentum"], muon["nesterov"], muon["ns_steps"]) == (0.95, True, 5)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from harness import make_config, make_policy, make_run, read_jsonl, train
+from harness import make_config, make_policy, make_run, read_jsonl, read_rows, train
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -191,5 +191,5 @@ def test_a_run_keeps_what_it_sampled_and_what_the_update_made_of_it(
             assert row["weight"] == pytest.approx(1 / (32 * 16), rel=1e-3)  # all rewards differ
             lengths = {len(row[name]) for name in ("tokens", "log_probs", "entropies")}
             assert len(lengths) == 1
-    rows = read_jsonl(tmp_path / "x/metrics.jsonl")
+    rows = read_rows(tmp_path / "x")
     assert 0 < rows[1]["time/rollouts_log_s"] < rows[1]["time/step_s"]

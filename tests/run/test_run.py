@@ -24,6 +24,7 @@ from harness import (
     make_policy,
     make_run,
     read_jsonl,
+    read_rows,
     run_on_ranks,
     seed,
     train,
@@ -76,11 +77,11 @@ def on_two_ranks(rotary_model_folder, data, tmp_path_factory) -> Path:
 
 
 def load_run(folder: Path, model: Path, *overrides: str) -> Run:
-    return main.load_run(load_config(arguments(folder, model, *SIZES, *overrides)))
+    return load_run(load_config(arguments(folder, model, *SIZES, *overrides)))
 
 
 def rows_of(run: Path) -> list[dict]:
-    return read_jsonl(run / "metrics.jsonl")
+    return read_rows(run)
 
 
 def test_a_run_leaves_a_row_for_each_step_with_evaluations_at_both_ends(on_one_rank):
@@ -165,7 +166,7 @@ def test_epochs_set_the_number_of_steps_and_the_start_says_how_large_they_are(
     given = [line for line in SIZES if "num_steps" not in line]
     settings = [*given, *data, "training.num_epochs=2", "training.num_samples_per_step=4"]
     config = load_config(arguments(tmp_path, rotary_model_folder, *settings))
-    run = main.load_run(config)
+    run = load_run(config)
     num_steps = 2 * len(run.train_questions.questions) // 4
     assert run.config.training.num_steps == num_steps > 20
     size = f"{num_steps} steps of 32 rows: 4 questions on each rank, 8 samples of each\n"

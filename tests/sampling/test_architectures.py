@@ -139,7 +139,7 @@ def test_the_readme_says_what_a_family_can_do(family, monkeypatch):
     can = [
         policy.backend == "grouped",
         supports_grouped(policy.sampler, DecodeBatch, capture=True),
-        policy.scorer.chunked,
+        policy.scorer.in_blocks,
         adapter_learns(make_policy(folder, *overrides, ADAPTER)),
         adapter_learns(make_policy(folder, *overrides, ADAPTER, "model.load_in_4bit=true")),
     ]

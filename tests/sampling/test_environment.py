@@ -17,7 +17,15 @@ import numpy as np
 import pytest
 import torch
 from graphs import install_graphs
-from harness import make_config, make_policy, make_run, save_random, save_writer, tokens_of
+from harness import (
+    load_run,
+    make_config,
+    make_policy,
+    make_run,
+    save_random,
+    save_writer,
+    tokens_of,
+)
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM
 
 import main
@@ -508,7 +516,7 @@ SMALL = (
 
 def train(folder: Path, name: str, num_steps: int) -> Path:
     settings = [f"model.name={folder}", f"run.name={name}", f"training.num_steps={num_steps}"]
-    run = main.load_run(make_config(f"training.seed={harness.seed()}", *SMALL, *settings))
+    run = load_run(make_config(f"training.seed={harness.seed()}", *SMALL, *settings))
     assert main.run_training(run) == 0
     return run.folder
 
@@ -521,8 +529,7 @@ def test_a_resumed_run_with_an_environment_is_the_unbroken_one(folder):
     for num_steps in (2, 4):
         parts = train(folder, "parts", num_steps)
     rows, others = (
-        [harness.without_times(row) for row in harness.read_jsonl(run / "metrics.jsonl")]
-        for run in (whole, parts)
+        [harness.without_times(row) for row in harness.read_rows(run)] for run in (whole, parts)
     )
     assert rows == others
     for name in ("samples.jsonl", "rollouts.jsonl"):
@@ -536,7 +543,7 @@ def test_a_resumed_run_with_an_environment_is_the_unbroken_one(folder):
     line = harness.read_jsonl(whole / "rollouts.jsonl")[0]
     inserted = ["".join(c["tokens"][i] for i in c["inserted"]) for c in line["completions"]]
     assert any(text.startswith("\n<|im_start|>user\n<tool_response>") for text in inserted)
-    evaluation = main.load_run(
+    evaluation = load_run(
         make_config(*SMALL, "mode=evaluate", f"model.name={whole / 'best'}", "run.name=whole")
     )
     assert main.run_evaluation(evaluation) == 0

@@ -175,7 +175,7 @@ def test_gradient_checkpointing_changes_no_gradient(model_folder):
 def load(folder: Path, capsys) -> tuple[PreTrainedTokenizerFast, list[str]]:
     """The policy's tokenizer, and the lines that loading the policy logs."""
     config = make_config(f"model.name={folder}")
-    policy = main.load_policy(config, alone(), Logger(rank=0))
+    policy = load_trained(config, alone(), print)
     assert policy.params.pad_id == policy.tokenizer.pad_token_id
     return policy.tokenizer, capsys.readouterr().out.splitlines()
 

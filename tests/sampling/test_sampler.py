@@ -620,7 +620,7 @@ def test_the_head_reads_rows_that_lie_together(rotary_model_folder, chunked):
     A model of 135 million weights took 14 GB and 30 s for 256 prompts in bf16, and now 0.5 GB.
     """
     policy, inputs = make_policy(rotary_model_folder), []
-    policy.scorer.chunked = chunked
+    policy.scorer.in_blocks = chunked
     head = policy.model.get_output_embeddings()  # fp32: the same model samples
     head.register_forward_pre_hook(lambda head, args: inputs.append(args[0]))
     groups = sample(policy, num_samples=1)

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
-from harness import ROOT, load_rows, read_jsonl, save_writer, seed
+from harness import ROOT, load_rows, load_run, read_rows, save_writer, seed
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 import main
@@ -99,9 +99,9 @@ def folder(rotary_model_folder, tokenizer: PreTrainedTokenizerFast, tmp_path) ->
 def test_the_recipe_trains_saves_and_evaluates(folder, tmp_path):
     settings = [f"run.dir={tmp_path}", "run.name=x", *SMALL]
     arguments = ["--config", str(RECIPE), f"model.name={folder}", *settings]
-    run = main.load_run(load_config(arguments))
+    run = load_run(load_config(arguments))
     assert main.run_training(run) == 0
-    rows = read_jsonl(run.folder / "metrics.jsonl")
+    rows = read_rows(run.folder)
     assert all(row["train/turns"] > 2 and row["train/grad_norm"] > 0 for row in rows[1:])
     for row in rows[1:]:  # its guesses may all be useless
         parts = [row[f"train/part_{name}"] for name in guess.REWARD_PARTS]
@@ -109,4 +109,4 @@ def test_the_recipe_trains_saves_and_evaluates(folder, tmp_path):
         assert all(0 <= part <= 1 for part in parts)
     assert all(row["eval/turns"] > 1 for row in rows)
     best = [f"model.name={run.folder / 'best'}", "mode=evaluate"]
-    assert main.run_evaluation(main.load_run(load_config([*arguments, *best]))) == 0
+    assert main.run_evaluation(load_run(load_config([*arguments, *best]))) == 0

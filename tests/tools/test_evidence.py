@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from harness import ROOT, make_config, make_policy, make_run
+from harness import ROOT, load_run, make_config, make_policy, make_run
 
 import main
 from engine.config import Config, dotted_values
@@ -196,7 +196,7 @@ def test_what_is_kept_of_a_model_is_how_many_of_its_samples_solve_each_question(
     keys = ["validation.num_examples=6", "validation.best_of_n=4", "validation.pass_k=[1, 2]"]
     pass_at_k.measure(tmp_path / "tiny.json", keys)
     found = json.loads((tmp_path / "tiny.json").read_text())
-    run = main.load_run(load_config([*keys, "mode=evaluate", f"run.dir={tmp_path}"]))
+    run = load_run(load_config([*keys, "mode=evaluate", f"run.dir={tmp_path}"]))
     metrics, *_ = main.evaluate(run)
     assert found["model"] == "tiny" and found["samples"] == 4
     for k in (1, 2):
