@@ -5,7 +5,7 @@ from pathlib import Path
 
 from engine import ROOT
 from engine.config import explained
-from engine.config_file import combine
+from engine.task_module import load_task, schema
 
 
 def write_config(file: Path) -> None:
@@ -17,7 +17,8 @@ def write_config(file: Path) -> None:
     if subprocess.run(git).returncode != 0:
         raise SystemExit(f"error: {file} is changed: git add it, or restore it, first")
     header, _, _ = file.read_text("utf-8").partition("\n\n")
-    file.write_text(f"{header}\n\n{explained(combine({}, []))}\n", "utf-8")
+    defaults = schema(load_task("countdown"))()
+    file.write_text(f"{header}\n\n{explained(defaults)}\n", "utf-8")
 
 
 if __name__ == "__main__":
