@@ -85,10 +85,8 @@ def main() -> None:
         # The model, the questions and, if the run was interrupted, where it was: engine/load.py.
         run = load_run(load_config(sys.argv[1:]), wrap_policy, DecodeBatch)
     with crashes_name_the_fix(run.folder):
-        if run.config.mode == "train":
-            exit_status = run_training(run)
-        else:
-            exit_status = run_evaluation(run, sample_validation)
+        is_training = run.config.mode == "train"
+        exit_status = run_training(run) if is_training else run_evaluation(run, sample_validation)
         run.policy.scorer = None  # frees DDP, which must not outlive the process group
         run.world.leave()
     sys.exit(exit_status)
@@ -102,9 +100,7 @@ def wrap_policy(policy: Policy, config: Config, world: World, *, in_blocks: bool
     """
     scorer = CompletionScorer(policy.model, policy.compute_dtype, in_blocks=in_blocks)
     if config.training.kl_coef > 0:  # a frozen copy, made before a checkpoint is loaded
-        policy.reference = make_reference(
-            scorer, policy.sampler.dtype, is_adapter=config.model.lora is not None
-        )
+        policy.reference = make_reference(scorer, policy.sampler.dtype, lora=config.model.lora)
     if config.model.shard:  # each rank has a part of the model (and of the reference)
         scorer = shard_scorer(scorer, world, keeps_root=True)
         if policy.reference is not None:
@@ -192,16 +188,9 @@ def sample_trajectories(
     The random numbers of a question follow from its seed, whatever the batch that it is in, the
     rank, or what was sampled before. In another batch only rounding may differ.
     """
+    tokenizer, context, device = policy.tokenizer, policy.context_length, policy.model.device
     prompts, conversations = begin(
-        task,
-        config,
-        questions,
-        seeds,
-        params,
-        tokenizer=policy.tokenizer,
-        context=policy.context_length,
-        device=policy.model.device,
-        clock=clock,
+        task, config, questions, seeds, params, tokenizer, clock, context=context, device=device
     )
     decode = {
         "grouped": decode_grouped,  # the default; on a GPU it becomes "captured"
@@ -633,14 +622,10 @@ def update_policy(
             policy.loss_scale.unscale_(optimizer)  # 1, but for float16
             grad_norm = nn.utils.clip_grad_norm_(policy.model.parameters(), training.max_grad_norm)
             loss = world.sum([loss / world.size]).item()  # the weights carry world.size
-            metrics = {
-                "train/loss": loss,
-                "train/grad_norm": grad_norm.item(),
-                "train/clip_frac": 0.0,
-            }
-            if policy.loss_scale.was_too_high(loss, grad_norm.item()):
+            metrics = {"train/loss": loss, "train/grad_norm": grad_norm.item()}
+            if policy.loss_scale.was_too_high(*metrics.values()):
                 continue  # float16 alone: it is halved now, and the same update tried again
-            if not all(math.isfinite(value) for value in metrics.values()):
+            if not all(map(math.isfinite, metrics.values())):
                 break
             optimizer.step()
             num_updates += 1
@@ -659,7 +644,8 @@ def accumulate_gradient(
     rows, temperature = (batch.input_ids, batch.completion_mask), policy.params.temperature
     log_probs = policy.scorer(*rows, temperature=temperature)  # (B, S)
     token_loss, weights = -batch.advantages[:, None] * log_probs, batch.token_weights  # (B, S)
-    measured, is_first = {}, batch.old_log_probs is None
+    measured = {"train/clip_frac": torch.zeros_like(log_probs)}  # of REINFORCE, which clips nothing
+    is_first = batch.old_log_probs is None
     if is_first:
         batch.old_log_probs = log_probs.detach()
         measured["train/sampler_mismatch"] = (batch.old_log_probs - batch.sampler_log_probs).abs()
@@ -667,10 +653,8 @@ def accumulate_gradient(
             with torch.no_grad():
                 batch.ref_log_probs = policy.reference(*rows, temperature=temperature)
     if not training.is_plain:  # a ratio, a KL penalty, importance weights: all off by default
-        token_loss, weights, others = apply_options(
-            training, batch, log_probs, token_loss, is_first=is_first
-        )
-        measured |= others
+        token_loss, weights, more = apply_options(training, batch, log_probs, token_loss, is_first)
+        measured |= more
     for name, values in measured.items():
         add_to_mean(sums, name, values, batch.token_weights > 0)
     loss = (weights * token_loss).sum()
@@ -695,9 +679,7 @@ class CompletionScorer(nn.Module):
         padded on the right, where no token looks: attention is causal and needs no mask.
         """
         if self.in_blocks:  # the same numbers, but never all logits at once: engine/head.py
-            return score_in_blocks(
-                self.model, input_ids, mask, self.compute_dtype, temperature=temperature
-            )
+            return score_in_blocks(self.model, input_ids, mask, self.compute_dtype, temperature)
         # What the model computes at a column predicts the token in the next one.
         columns = mask[:, 1:].any(dim=0).nonzero()[:, 0]  # (K,), before a token that is scored
         token_ids, mask_there = input_ids[:, columns + 1], mask[:, columns + 1]  # (B, K)
@@ -724,8 +706,7 @@ def evaluate(run: Run) -> None:
     clock = Clock()
     with clock("eval"):
         groups = sample_validation(run)
-        num_questions = len(run.validation_questions)
-        metrics = evaluation_metrics(groups, config.validation, world, num_questions=num_questions)
+        metrics = evaluation_metrics(groups, config.validation, world)
     metrics |= clock.read()
     log_evaluation(run, metrics, groups)
     # state.last becomes best_metric, which validation.best_by names: by default eval/pass@1.

@@ -35,11 +35,11 @@ def begin(
     questions: list[dict],
     seeds: list[Seed],
     params: SamplingParams,
-    *,
     tokenizer: PreTrainedTokenizerFast,
+    clock: Clock,
+    *,
     context: int | None,
     device: torch.device,
-    clock: Clock,
 ) -> "tuple[list[list[int]], list[list[Conversation]]]":
     """The prompts and, if the task has an Environment, a conversation for each sample of them.
 

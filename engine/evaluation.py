@@ -20,13 +20,10 @@ from engine.types import Trajectory
 
 
 def evaluation_metrics(
-    groups: list[list[Trajectory]],
-    validation: ValidationSettings,
-    world: World,
-    *,
-    num_questions: int,
+    groups: list[list[Trajectory]], validation: ValidationSettings, world: World
 ) -> dict[str, float]:
     """pass@k, lengths and shares over all questions, from this rank's groups."""
+    num_questions = int(world.sum([len(groups)]))
     solved = [[t.is_solved for t in group] for group in groups]
     solved = world.gather_rows(solved, shape=(num_questions, validation.best_of_n))
     answers = [t for group in groups for t in group]
@@ -54,7 +51,7 @@ def run_evaluation(run: Run, sample_validation: Callable[..., list[list[Trajecto
         groups = sample_validation(run)
         is_greedy = config.validation.temperature == 0
         greedy = groups if is_greedy else sample_validation(run, is_greedy=True)
-    metrics = evaluation_metrics(groups, config.validation, world, num_questions=len(questions))
+    metrics = evaluation_metrics(groups, config.validation, world)
     metrics |= single_answer_metrics(run.task, config.task, questions, groups, greedy, world)
     metrics, samples = metrics | clock.read(), validation_samples(run, groups)
     title = f"evaluation of {config.model.name} on {config.task.name}"

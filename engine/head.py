@@ -31,7 +31,6 @@ def score_in_blocks(
     input_ids: Tensor,
     mask: Tensor,
     compute_dtype: torch.dtype,
-    *,
     temperature: float,
 ) -> Tensor:
     """What main.py's CompletionScorer computes, (B, S), by the chunked head.

@@ -19,7 +19,6 @@ def apply_options(
     batch: MicroBatch,
     log_probs: Tensor,
     token_loss: Tensor,
-    *,
     is_first: bool,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Token losses and weights with all that the config switches on, and metrics of each token.

@@ -33,8 +33,9 @@ from transformers.utils import logging as transformers_logging
 
 from engine import lora
 from engine.calculator import Calculator
-from engine.config import Config
+from engine.config import Config, LoraSettings
 from engine.fit import check_host_memory
+from engine.lora import score_without_adapter
 from engine.optimizer import LossScale
 from engine.probe import supports_float16, supports_grouped
 from engine.prompts import end_of_turn, render_prompt
@@ -331,11 +332,11 @@ def copy_in(dtype: torch.dtype, model: nn.Module, device: torch.device) -> nn.Mo
 
 
 def make_reference(
-    scorer: nn.Module, dtype: torch.dtype, *, is_adapter: bool
+    scorer: nn.Module, dtype: torch.dtype, *, lora: LoraSettings | None
 ) -> Callable[..., torch.Tensor]:
     """A scorer for the model that the run starts from: the adapter is off, or a copy is frozen."""
-    if is_adapter:
-        return functools.partial(lora.score_without_adapter, scorer)
+    if lora is not None:
+        return functools.partial(score_without_adapter, scorer)
     copied = copy_in(dtype, scorer.model, scorer.model.device)
     return type(scorer)(copied, scorer.compute_dtype, in_blocks=scorer.in_blocks)
 

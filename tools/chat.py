@@ -163,10 +163,10 @@ def answer(run: Run, example: dict, number: int) -> Trajectory:
         [example],
         seeds,
         params,
-        tokenizer=policy.tokenizer,
+        policy.tokenizer,
+        Clock(),
         context=context,
         device=policy.model.device,
-        clock=Clock(),
     )
     num_new = params.max_new_tokens
     if context is not None and len(prompt_ids) + num_new > context:

@@ -11,11 +11,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-import main
 from engine import head
 from engine.head import head_log_probs
 from engine.model import Policy
-from logger import Logger
 from main import CompletionScorer, token_log_probs
 
 M, H, V = 5, 3, 11

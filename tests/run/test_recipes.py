@@ -29,7 +29,6 @@ from engine.config import Config
 from engine.config_file import load_config
 from engine.optimizer import make_optimizer
 from engine.prompts import completion_text, encode_prompts
-from logger import Logger
 from tasks import gsm8k
 
 REAL_FILES = {"gsm8k": "gsm8k/test.jsonl", "math500": "math500/test.json"}

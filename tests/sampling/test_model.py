@@ -38,7 +38,6 @@ from engine.model import Policy, load_model_and_tokenizer, load_tokenizer
 from engine.optimizer import make_optimizer
 from engine.prompts import completion_text, end_of_turn, render_prompt
 from engine.record import Record
-from logger import Logger
 
 # What the policy scores: the shift by one, padding, positions, the end
 
