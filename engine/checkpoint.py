@@ -173,7 +173,7 @@ def save_checkpoint(
         inner = temporary / "training_state"
         inner.mkdir()
         write(temporary)
-        text = json.dumps(state, indent=1, default=str)  # samples hold whatever a question holds
+        text = json.dumps(state, indent=1)
         (inner / "state.json").write_text(text, encoding="utf-8")
         (inner / "files.json").write_text(json.dumps(describe_files(temporary)), encoding="utf-8")
     (root.parent / MARKER).touch()

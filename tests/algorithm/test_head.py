@@ -5,7 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import SIZES, alone, make_config, make_policy, peak_bytes, save_random, seed, tokens_of
+from harness import (
+    SIZES,
+    alone,
+    make_config,
+    make_policy,
+    peak_bytes,
+    save_random,
+    seed,
+    tokens_of,
+    load_trained,
+)
 from reference import COMPLETIONS, PROMPTS, score
 from torch import nn
 from torch.profiler import ProfilerActivity, profile

@@ -13,9 +13,10 @@ def signs_after(steps: list[dict], *, num_questions: int = 16) -> list[list[str]
     """The names of the signs after each of the steps."""
     state, signs = State(), []
     for metrics in steps:
+        metrics = HEALTHY | metrics
         done = {"is_skipped": False, "has_moved": True}
-        state.advance(HEALTHY | metrics, "", num_questions=num_questions, **done)
-        assert state.unrecorded["metrics"]["train/collapsed"] == bool(state.signs)
+        state.advance(metrics, 0, num_questions=num_questions, **done)
+        assert metrics["train/collapsed"] == bool(state.signs)
         signs.append(list(state.signs))
     return signs
 

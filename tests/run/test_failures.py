@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import math
 import os
 import pty
@@ -12,11 +13,13 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import harness
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,6 +36,7 @@ from harness import (
     forkserver,
     grade_by_text,
     program,
+    read_jsonl,
     run_on_ranks,
     save_random,
     start,
@@ -55,7 +59,7 @@ TERM, INT = signal.SIGTERM, signal.SIGINT
 
 @pytest.fixture(scope="module")
 def settings(data) -> list[str]:
-    samples = "logging.train_samples_every=1"  # they wait for the evaluation, as the metrics do
+    samples = "logging.train_samples_every=1"
     return [*data, samples, "training.warmup_steps=0", "training.learning_rate=3e-3"]
 
 
@@ -76,12 +80,19 @@ def two_ranks(tmp_path_factory, rotary_model_folder, settings) -> Path:
 
 
 @pytest.fixture
+def patched(monkeypatch) -> pytest.MonkeyPatch:
+    """With rewards by text."""
+    grade_by_text(monkeypatch)
+    return monkeypatch
+
+
+@pytest.fixture
 def model(rotary_model_folder) -> Path:
     return rotary_model_folder
 
 
 def load_run(folder: Path, model: Path, *overrides: str) -> Run:
-    return load_run(load_config(arguments(folder, model, *overrides)))
+    return harness.load_run(load_config(arguments(folder, model, *overrides)))
 
 
 def last_state(folder: Path) -> dict:
@@ -89,56 +100,104 @@ def last_state(folder: Path) -> dict:
     return checkpoint.load_state(folder / "x/checkpoints/last")["state"]
 
 
-def num_rows(folder: Path) -> int:
-    return len((folder / "x/metrics.jsonl").read_text().splitlines())
+def rows_of(folder: Path) -> list[tuple[int, str]]:
+    """The step of each row, and what it has: a step's metrics or an evaluation's."""
+    rows = read_jsonl(folder / "x/metrics.jsonl")
+    return [(row["step"], "eval" if "eval/pass@1" in row else "train") for row in rows]
 
 
 # Signals
 
 
 def call_first(
-    monkeypatch: pytest.MonkeyPatch, place: str, *, step: int, then: object, argument: object
+    monkeypatch: pytest.MonkeyPatch, place: str, run: Run, *, step: int, then: Callable[[], None]
 ) -> None:
-    """Let main's function `place` first call `then(argument)`, when `step` steps are done."""
+    """Let main's function `place` first call `then`, when `step` steps are done."""
     function = getattr(main, place)
 
-    def replacement(run: Run, *texts, **options):
+    def replacement(*arguments, **options):
         if run.state.step == step:
-            then(argument)
-        return function(run, *texts, **options)
+            then()
+        return function(*arguments, **options)
 
     monkeypatch.setattr(main, place, replacement)
 
 
+class Interrupted(Exception):
+    """Ends a run where it is, as a kill does: the folder stays as it was at that moment."""
+
+
+def interrupt() -> None:
+    raise Interrupted("it fails here")
+
+
 @pytest.mark.parametrize(
-    ("number", "place", "step", "saved", "is_waiting", "status"),
+    ("number", "place", "step", "saved", "is_evaluated", "status"),
     [
-        (TERM, "evaluate", 0, 0, False, 143),  # before the first step
-        (TERM, "save_best", 0, 1, True, 143),
-        (INT, "sample_trajectories", 1, 2, True, 130),  # of the second, whose evaluation is due
-        (signal.SIGHUP, "update_policy", 1, 2, True, 129),  # of a terminal that is closed
-        (INT, "evaluate", 2, 2, False, 130),
-        (TERM, "update_policy", 3, 4, True, 143),  # of the last step
-        (INT, "evaluate", 4, 4, False, 0),  # when all is done
+        (TERM, "evaluate", 0, 0, True, 143),  # before the first step
+        (INT, "sample_trajectories", 1, 2, False, 130),  # of the second, whose evaluation is due
+        (signal.SIGHUP, "update_policy", 1, 2, False, 129),  # of a terminal that is closed
+        (INT, "evaluate", 2, 2, True, 130),
+        (TERM, "update_policy", 3, 4, False, 143),  # of the last step
+        (INT, "evaluate", 4, 4, True, 0),  # when all is done
     ],
 )
 def test_a_signal_saves_the_step_and_the_run_goes_on_bit_for_bit(
-    number, place, step, saved, is_waiting, status, tmp_path, model, settings, one_rank, monkeypatch
+    number, place, step, saved, is_evaluated, status, tmp_path, model, settings, one_rank, patched
 ):
-    """A step's row waits in the checkpoint if the signal came before its evaluation."""
+    """It begins no evaluation, which the resumed run makes; one that has begun is made and saved.
+
+    A run that has ended evaluates nothing when it is started again, and ends with 0.
+    """
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which ignores it
-    grade_by_text(monkeypatch)
     overrides = [*settings, FOUR, "checkpoint.every=100"]
-    with monkeypatch.context() as patch:
-        call_first(patch, place, step=step, then=signal.raise_signal, argument=number)
-        assert main.run_training(load_run(tmp_path, model, *overrides)) == status
+    with patched.context() as patch:
+        run = load_run(tmp_path, model, *overrides)
+        call_first(patch, place, run, step=step, then=lambda: signal.raise_signal(number))
+        assert main.run_training(run) == status
+        run.lock.close()
     state = last_state(tmp_path)
-    assert state["step"] == saved and (state["unrecorded"] is not None) == is_waiting
-    assert num_rows(tmp_path) == saved + 1 - is_waiting
+    assert (state["step"], state["evaluated_at"] == state["step"]) == (saved, is_evaluated)
+    last = (saved, "eval" if is_evaluated else "train")
+    assert rows_of(tmp_path)[-1] == last
     again = load_run(tmp_path, model, *overrides)
     assert again.is_resumed and again.state.step == saved
     assert main.run_training(again) == 0
     assert_same(one_rank, tmp_path)
+
+
+def test_an_evaluation_that_no_checkpoint_knows_is_made_again(
+    tmp_path, model, settings, one_rank, patched
+):
+    """Killed between the row of step 2's evaluation and the checkpoint of step 2, twice."""
+    overrides = [*settings, FOUR, "checkpoint.every=1"]
+    for _ in range(2):
+        with patched.context() as patch:
+            run = load_run(tmp_path, model, *overrides)
+            call_first(patch, "save_checkpoint", run, step=2, then=interrupt)
+            with pytest.raises(Interrupted):
+                main.run_training(run)
+            run.lock.close()
+        assert last_state(tmp_path)["step"] == 1
+        assert rows_of(tmp_path)[-2:] == [(2, "train"), (2, "eval")]
+    assert main.run_training(load_run(tmp_path, model, *overrides)) == 0
+    assert_same(one_rank, tmp_path)
+
+
+def test_a_resumed_run_evaluates_where_another_interval_asks_for_it(
+    tmp_path, model, settings, patched
+):
+    overrides = [*settings, "training.num_steps=2", "checkpoint.every=100"]
+    with patched.context() as patch:
+        run = load_run(tmp_path, model, *overrides, "validation.every=2")
+        then = functools.partial(signal.raise_signal, TERM)
+        call_first(patch, "update_policy", run, step=0, then=then)
+        assert main.run_training(run) == 143
+        run.lock.close()
+    assert rows_of(tmp_path) == [(0, "eval"), (1, "train")]
+    assert main.run_training(load_run(tmp_path, model, *overrides, "validation.every=1")) == 0
+    in_order = [(step, kind) for step in (1, 2) for kind in ("train", "eval")]
+    assert rows_of(tmp_path) == [(0, "eval"), *in_order]
 
 
 def send_signals(times_s: list[float], numbers: list[int]) -> None:
@@ -263,27 +322,24 @@ def test_a_terminal_or_pipe_that_is_gone_loses_nothing(
         os.killpg(process.pid, number)
     assert finish(process) == [status]
     step = last_state(tmp_path)["step"]
-    assert num_rows(tmp_path) in (step, step + 1)  # the last row may wait for its evaluation
+    assert {step for step, _ in rows_of(tmp_path)} == set(range(step + 1))
     assert step == 7 if number is None else step >= 1
 
 
 # Exceptions and deaths
 
 
-def raise_error(text: str) -> None:
-    raise RuntimeError(text)
-
-
 def test_an_exception_leaves_the_last_checkpoint_and_the_run_goes_on_bit_for_bit(
-    tmp_path, model, settings, one_rank, monkeypatch
+    tmp_path, model, settings, one_rank, patched
 ):
-    grade_by_text(monkeypatch)
     overrides = [*settings, FOUR, "checkpoint.every=2"]
-    with monkeypatch.context() as patch:
-        call_first(patch, "update_policy", step=3, then=raise_error, argument="it fails here")
-        with pytest.raises(RuntimeError, match="it fails here"):
-            main.run_training(load_run(tmp_path, model, *overrides))
-    assert last_state(tmp_path)["step"] == 2 and num_rows(tmp_path) == 4
+    with patched.context() as patch:
+        run = load_run(tmp_path, model, *overrides)
+        call_first(patch, "update_policy", run, step=3, then=interrupt)
+        with pytest.raises(Interrupted, match="it fails here"):
+            main.run_training(run)
+        run.lock.close()
+    assert last_state(tmp_path)["step"] == 2 and rows_of(tmp_path)[-1] == (3, "train")
     again = load_run(tmp_path, model, *overrides)
     assert again.state.step == 2
     assert main.run_training(again) == 0

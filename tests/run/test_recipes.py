@@ -21,6 +21,7 @@ from harness import (
     save_writer,
     seed,
     tokens_of,
+    load_trained,
 )
 from transformers import AutoModelForCausalLM, NanoChatConfig, NanoChatForCausalLM
 

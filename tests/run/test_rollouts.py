@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine import rollouts_log as rollouts
+from engine.log import rollouts_of
 from engine.run import Run
 from engine.types import Completion, Trajectory
 
@@ -35,7 +36,7 @@ def trajectory(ids: list[int], reward: float = 1.0, **changes) -> Trajectory:
 
 def log(run: Run, groups: list, questions: list[dict], *micro_batches: object, step: int) -> None:
     run.state.step = step - 1
-    lines = rollouts.describe_rollouts(run, groups, questions, list(micro_batches))
+    lines = rollouts_of(run, groups, questions, list(micro_batches))
     with (run.folder / "rollouts.jsonl").open("a") as file:
         file.write(lines)
 

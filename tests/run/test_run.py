@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import harness
 import pytest
 from harness import (
     ENVIRONMENT,
@@ -77,7 +78,7 @@ def on_two_ranks(rotary_model_folder, data, tmp_path_factory) -> Path:
 
 
 def load_run(folder: Path, model: Path, *overrides: str) -> Run:
-    return load_run(load_config(arguments(folder, model, *SIZES, *overrides)))
+    return harness.load_run(load_config(arguments(folder, model, *SIZES, *overrides)))
 
 
 def rows_of(run: Path) -> list[dict]:

@@ -19,6 +19,7 @@ from harness import (
     save_random,
     seed,
     tokens_of,
+    load_trained,
 )
 from reference import COMPLETIONS, PROMPTS, score
 from tokenizers import Tokenizer
