@@ -365,24 +365,6 @@ class LoggingSettings(Section):
     it costs."""
 
 
-class ExportSettings(Section):
-    """What is made of best/ after the last step. A finished run that is started again makes it
-    too."""
-
-    merge: bool = False
-    """Add the adapter of best/ to a bfloat16 copy of its base model, and save the sum as a plain
-    model in merged/, which loads without peft."""
-    save_4bit: bool = False
-    """Save a copy of merged/, or of best/ if that is a plain model, in 4 bits (NF4, as
-    load_in_4bit) in merged-4bit/."""
-    push_to_hub: str | None = Field(None, pattern=r"^[\w.-]+/[\w.-]+$")
-    """The hub id (user/name) to upload merged/ to, or best/ if nothing is merged. This needs a
-    token (`hf auth login`, or HF_TOKEN)."""
-    private: bool = True
-    """Make the repository on the hub a private one if it does not exist yet; false makes it
-    public."""
-
-
 class Config(Section):
     """A whole configuration; `schema` in engine/task_module.py adds a task's own keys to it."""
 
@@ -399,7 +381,6 @@ class Config(Section):
     validation: ValidationSettings = ValidationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     logging: LoggingSettings = LoggingSettings()
-    export: ExportSettings = ExportSettings()
 
     def questions_per_rank(self, num_ranks: int) -> int:
         """Training questions of a step on each rank; `check_world` makes sure that they divide."""
@@ -539,16 +520,12 @@ def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
         yield "training.optimizer", "cannot train the factors of model.lora; write adamw"
     if model.lora is None and model.load_in_4bit:
         yield "model.load_in_4bit", "cannot be trained; write false, or set model.lora='{r: 8}'"
-    if model.lora is None and config.export.merge:
-        yield "export.merge", "there is no adapter to merge; write false, or set model.lora"
-    if model.lora is not None and config.export.save_4bit and not config.export.merge:
-        yield "export.save_4bit", "an adapter has to be merged first; set export.merge=true"
 
 
 # These keys may change when a run is resumed. Changing any other key is refused.
 FREE_KEYS = ("mode", "training.num_steps", "training.num_epochs", "validation.every")
 FREE_KEYS += ("training.stop_on_collapse",)
-FREE_SECTIONS = ("checkpoint.", "export.", "logging.", "run.")
+FREE_SECTIONS = ("checkpoint.", "logging.", "run.")
 # So may these, which save memory. They change how sums are rounded, and LoRA's dropout masks.
 ROUNDING_KEYS = ("training.micro_batch_tokens", "sampling.max_batch_tokens")
 ROUNDING_KEYS += ("model.gradient_checkpointing",)

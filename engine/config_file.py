@@ -55,6 +55,10 @@ def combine(in_file: dict[str, Any], overrides: list[str]) -> Config:
     from_command_line = nest(map(parse_override, overrides))
     values = merge(without_other_task(from_file, from_command_line), from_command_line)
     values = merge(values, replaced_length(from_file, from_command_line))
+    # Runs wrote such a section into their config.yaml, by which they can still be evaluated.
+    if values.pop("export", None) is not None and values.get("mode") != "evaluate":
+        command = "python -m tools.export RUN [--merge] [--4bit] [--push user/name]"
+        raise ConfigError([f"export: it is a command now: remove the section, and run {command}"])
     full_schema = schema(load_task(task_name(values)))
     values = merge(full_schema().model_dump(), values)
     try:

@@ -14,7 +14,6 @@ from typing import Any, TextIO
 import torch
 
 from engine.config import ConfigError
-from engine.export import ExportError
 from engine.task_module import RewardError
 
 
@@ -71,7 +70,7 @@ def crashes_name_the_fix(folder: Path) -> Iterator[None]:
             "out of GPU memory: lower sampling.max_batch_tokens if it was sampling, else "
             "training.micro_batch_tokens, or set model.gradient_checkpointing=true"
         ) from error
-    except (ExportError, RewardError) as error:
+    except RewardError as error:
         with mistakes_cost_one_line():
             raise error
     except OSError as error:

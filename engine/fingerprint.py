@@ -13,6 +13,7 @@ from transformers.utils.hub import extract_commit_hash
 
 from engine.config import Config
 
+MODEL_FILES = "the files of model.name"  # where a checkpoint keeps what `of_model` says
 # In a model's folder: what decides on its prompts, its tokens and its arithmetic.
 FILES = ("*config.json", "*token*", "vocab*", "merges*", "chat_template*", "*.model", "*.py")
 WEIGHTS = ("*.safetensors", "*.bin")

@@ -114,7 +114,7 @@ def load_model_and_tokenizer(
         if base is not None and is_training:
             raise ValueError(
                 "it is an adapter: to train it further, start its run again with a larger "
-                "training.num_steps; to train on from it, merge it (export.merge=true)"
+                "training.num_steps; to train on from it, merge it (python -m tools.export)"
             )
         base_config = config.model_copy(update={"model": base or settings})
         tokenizer = load_tokenizer(base_config, log)

@@ -10,11 +10,11 @@ from pathlib import Path
 from torch import nn
 
 from engine import checkpoint
+from engine.card import model_card
 from engine.config import Config, check_same_run, differences, dotted_values, run_name
 from engine.config_file import dump, read_file
-from engine.export import model_card
 from engine.files import json_line, without_nan, write_atomically
-from engine.fingerprint import of_model
+from engine.fingerprint import MODEL_FILES, of_model
 from engine.fit import check_disk
 from engine.metrics import OF_ENVIRONMENTS, metric_columns, versions
 from engine.run import Run, State, summary
@@ -35,8 +35,7 @@ def check_room(run: Run) -> None:
     run.logger.info(f"{training.num_steps} steps of {rows}, {n} samples of each{best}")
     if world.is_main:
         num_trained = sum(parameter.numel() for parameter in run.trained_weights)
-        num_merged = num_weights if run.config.export.merge else 0
-        check_disk(run.folder, run.config, num_weights=num_trained, num_merged=num_merged)
+        check_disk(run.folder, run.config, num_weights=num_trained)
 
 
 def resume(run: Run) -> None:
@@ -47,7 +46,7 @@ def resume(run: Run) -> None:
     """
     world, config = run.world, run.config
     folder, saved = world.on_main(find_saved, run)
-    run.rests_on["the files of model.name"] = world.on_main(of_model, config)
+    run.rests_on[MODEL_FILES] = world.on_main(of_model, config)
     if config.model.shard:
         check_shared_disk(run.folder, world)
     if saved is None:

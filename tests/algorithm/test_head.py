@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from harness import (
     SIZES,
     alone,
+    load_trained,
     make_config,
     make_policy,
     peak_bytes,
     save_random,
     seed,
     tokens_of,
-    load_trained,
 )
 from reference import COMPLETIONS, PROMPTS, score
 from torch import nn

@@ -6,16 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import CPU, alone, make_config, read_rows, train
+from harness import alone, make_config, read_rows, train
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from engine.card import merged_card, model_card
 from engine.checkpoint import save_model
-from engine.distributed import World
-from engine.export import ExportError, export, merged_card, model_card
 from engine.prompts import encode_prompts
 from engine.run import State
 from engine.task_module import load_task
@@ -161,25 +160,3 @@ def test_a_run_tells_the_figures_of_its_best_step_and_how_to_ask_the_model(
     assert ModelCard(card).data.eval_results[0].metric_value == 0.5
     (folder,) = re.findall(r"^ask it: +python -m tools\.chat (.*)$", output, re.MULTILINE)
     assert Path(folder) == tmp_path / "x/best"
-
-
-def test_what_cannot_be_exported_costs_one_line(tmp_path, monkeypatch):
-    run = SimpleNamespace(
-        config=make_config("export.push_to_hub=a/b"),
-        world=World(rank=1, size=2, device=CPU),
-        folder=tmp_path,
-        state=State(best=0.5),
-    )
-    export(run)  # rank 1 does nothing
-    run.world = alone()
-    monkeypatch.setattr("engine.export.get_token", lambda: None)
-    with pytest.raises(ExportError, match=r"there is no token: `hf auth login` .* is in .*/best$"):
-        export(run)
-    monkeypatch.setattr("engine.export.get_token", lambda: "some token")
-    with pytest.raises(ExportError, match=r"^export\.push_to_hub = a/b: .*offline.*/best$"):
-        export(run)
-    run.state.best = None
-    with pytest.raises(ExportError, match="no model could be saved"):
-        export(run)
-    run.config = make_config()
-    export(run)  # nothing is asked for

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import finish, forkserver, program, run_program, train, read_rows
+from harness import finish, forkserver, program, read_rows, run_program, train
 from transformers import AutoModelForCausalLM
 
 from engine import checkpoint

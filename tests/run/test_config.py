@@ -25,6 +25,7 @@ from engine.config_file import dump, load_config
 from engine.packages import import_package
 from engine.task_module import built_in_tasks, load_task
 from engine.yaml_text import show
+from tools import chat
 from tools.write_config import write_config
 
 GUESSING = """
@@ -327,7 +328,6 @@ SIL = "training.learning_type=sil training.k_best_of_n=[2,4]"
         ("training.adam_betas=[0.9]", "adam_betas = [0.9]: List should have at least 2 items"),
         ("validation.best_by=pass@2", "pass@2: Input should be 'pass@1' or 'best_of_n'"),
         ("model.lora_r=8", "unknown key, the nearest is model.lora;"),
-        ("export.push_to_hub=nobody", "export.push_to_hub = nobody: String should match pattern"),
         ("task.reward_weights=1", "task.reward_weights = 1: Input should be a valid dictionary"),
         ("task.reward_weights.answer=x", "task.reward_weights.answer = x: Input should be a valid"),
     ],
@@ -351,7 +351,6 @@ def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(override, li
         ),
         ("", "training.embedding_learning_rate = 0.001", "write null, or training.optimizer=muon"),
         ("", "model.load_in_4bit = true", "write false, or set model.lora='{r: 8}'"),
-        ("", "export.merge = true", "there is no adapter to merge; write false, or set model.lora"),
         (SHARD, "training.optimizer = muon", "cannot step what model.shard cuts; write adamw"),
         (
             SHARD,
@@ -367,7 +366,6 @@ def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(override, li
         ("", "validation.temperature = 0.009", "must be 0, which is greedy, or at least 0.01"),
         (GREEDY, "validation.best_of_n = 2", "a question's samples are all alike; write 1"),
         ("", "training.num_epochs = 2.0", "questions have no epochs; write null and num_steps"),
-        ("model.lora.r=8", "export.save_4bit = true", "be merged first; set export.merge=true"),
         ("", "validation.pass_k = [1, 1]", ": write each k once"),
         ("", "task.reward_weights = {format: 0.0, answer: 0.0}", ": one must not be 0"),
     ],
@@ -383,10 +381,10 @@ def test_a_range_whose_ends_are_the_wrong_way_round_is_named():
 
 
 def test_what_is_for_training_is_not_asked_of_an_evaluation():
-    wrong = ["model.load_in_4bit=true", "export.merge=true", "training.k_best_of_n=[1, 1]"]
+    wrong = ["model.load_in_4bit=true", "training.k_best_of_n=[1, 1]"]
     wrong.append("training.num_samples_per_step_global=3")
     check_world(load("mode=evaluate", *wrong), 2)
-    assert len(lines_raised(load, *wrong)) == 3
+    assert len(lines_raised(load, *wrong)) == 2
 
 
 def test_every_mistake_has_its_line():
@@ -560,7 +558,7 @@ def test_a_run_goes_on_with_other_keys_than_those_that_shape_what_it_learns():
         "validation.every=3",
         "checkpoint.keep=1",
     ]
-    free += ["run.dir=b", "logging.samples=0", "export.push_to_hub=a/b"]
+    free += ["run.dir=b", "logging.samples=0"]
     free.append("training.stop_on_collapse=true")
     for length in ("training.num_epochs=7", "training.num_steps=7"):
         assert check_same_run(saved, load("model.name=a", length, *free)) == []
@@ -575,9 +573,22 @@ def test_a_run_of_before_a_key_was_there_had_its_default():
     """A checkpoint from before there were modes can be resumed."""
     saved = dotted_values(load())
     del saved["mode"], saved["training.tis_clip"]
-    check_same_run(saved, load())
+    check_same_run(saved | {"export.merge": True}, load())  # and a key that is gone is not asked
     with pytest.raises(ConfigError, match=r"^training\.tis_clip = 2\.0, but .* with null"):
         check_same_run(saved, load("training.tis_clip=2"))
+
+
+EXPORT = "\nexport: {merge: true, save_4bit: false, push_to_hub: null, private: true}\n"
+
+
+def test_a_config_with_the_export_section_names_the_command_and_can_still_be_evaluated(tmp_path):
+    """Runs wrote that section into their config.yaml while it had keys."""
+    file = file_with(tmp_path, dump(load("training.seed=3")) + EXPORT)
+    for arguments in ([file], ["export.merge=true"], ["export.private=false", "mode=train"]):
+        assert line_of(*arguments).startswith("export: it is a command now: remove the section")
+    assert load(file, "mode=evaluate") == load("training.seed=3", "mode=evaluate")
+    asked = chat.read_arguments([str(tmp_path), file])
+    assert chat.chat_config(asked).training.seed == 3
 
 
 PACKAGES = ["peft", "bitsandbytes", "math-verify", "matplotlib", "reasoning-gym"]

@@ -20,14 +20,14 @@ from engine.sharding import blocks_of, count_weights
 def test_a_model_that_cannot_fit_is_refused_before_its_weights_are_read(
     rotary_model_folder, tmp_path
 ):
-    """4 x 10^11 weights take 6.4 TB with their gradients and AdamW's averages."""
+    """6.4 x 10^11 weights take 10 TB with their gradients and AdamW's averages."""
     folder = shutil.copytree(rotary_model_folder, tmp_path / "big")
     (folder / "model.safetensors").write_bytes(b"not read")
     big = AutoConfig.from_pretrained(folder)
     big.update({"hidden_size": 100_000, "intermediate_size": 1_000_000, "num_attention_heads": 100})
     big.save_pretrained(folder)
     config = make_config(f"model.name={folder}")
-    with pytest.raises(ValueError, match=r"cannot be used: it does not fit: .*\d GB") as caught:
+    with pytest.raises(ValueError, match=r"cannot be used: it needs 10,.* MB of memory") as caught:
         load_model_and_tokenizer(config, device=CPU, compute_dtype=torch.float32, log=print)
     assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
 
@@ -73,8 +73,6 @@ def test_a_disk_that_is_too_small_is_refused_with_what_would_fit(tmp_path, disk)
             check_disk(tmp_path, config, num_weights=1000)
     with pytest.raises(ValueError, match=r"checkpoint\.keep=3 would fit"):
         check_disk(tmp_path, four, num_weights=1001)
-    with pytest.raises(ValueError, match=r"twice best/ of 4\.0 KB and merged/ of 2 bytes need"):
-        check_disk(tmp_path, four, num_weights=1000, num_merged=1)
     with pytest.raises(ValueError, match=r"give run\.dir a larger disk"):
         check_disk(tmp_path, four, num_weights=3000)
 

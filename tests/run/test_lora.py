@@ -4,10 +4,10 @@ import json
 import math
 import os
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import peft
@@ -15,6 +15,7 @@ import pytest
 import torch
 from harness import (
     CPU,
+    ENVIRONMENT,
     ROOT,
     assert_resumes,
     change_json,
@@ -51,9 +52,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import main
-from engine.config_file import load_config
 from engine.distributed import World
-from engine.export import ExportError, export, push
 from engine.lora import keep_4bit_layout, quantization_config
 from engine.metrics import Clock
 from engine.model import Policy
@@ -385,8 +384,8 @@ def test_a_run_in_two_parts_is_bit_for_bit_the_unbroken_one(tmp_path, rotary_mod
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, rotary_model_folder, data) -> tuple[Path, str]:
-    """The folder of a run in 4 bits that merges and cannot push, and its output.
+def finished(tmp_path_factory, rotary_model_folder, data) -> Path:
+    """The folder of a run in 4 bits.
 
     It is best after step 2, so that best/ is neither the base nor the last model.
     """
@@ -395,28 +394,36 @@ def finished(tmp_path_factory, rotary_model_folder, data) -> tuple[Path, str]:
     overrides = [*KINDS["4 bits"], *data, "training.num_steps=4"]
     overrides += ["training.warmup_steps=0", "training.learning_rate=0.03"]
     overrides += ["training.num_samples_per_step=8", "validation.num_examples=16"]
-    overrides += ["validation.best_of_n=16", "export.merge=true", "export.save_4bit=true"]
-    overrides += ["export.push_to_hub=nobody/nothing"]
+    overrides += ["validation.best_of_n=16"]
     grading = {"rates": [0.1, 0.0, 0.4, 0.0, 0.3]}
     status, output = train_forked(folder, model, *overrides, grading=grading)
-    assert status == 2, output
-    return folder / "x", output
+    assert status == 0, output
+    return folder / "x"
 
 
-def test_what_cannot_be_pushed_is_said_once_all_is_saved(finished):
-    folder, output = finished
-    (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert line.startswith("error: export.push_to_hub = nobody/nothing: ")
-    assert line.endswith(f"then give the same command again; the model is in {folder / 'merged'}")
-    assert f"the best model, merged: {folder / 'merged'}" in output
-    assert (folder / "checkpoints/step-000004/training_state/optimizer.pt").exists()
-    assert "Traceback" not in output
+@pytest.fixture(scope="module")
+def exported(finished) -> subprocess.CompletedProcess:
+    """What the command says that merges, makes 4 bits of it, and cannot push without a network."""
+    command = [sys.executable, "-m", "tools.export", finished, "--merge", "--4bit"]
+    environment = ENVIRONMENT | {"HF_HUB_OFFLINE": "1", "HF_TOKEN": "some token"}
+    told = {"capture_output": True, "text": True}
+    return subprocess.run([*command, "--push=nobody/nothing"], cwd=ROOT, env=environment, **told)
+
+
+def test_what_cannot_be_pushed_is_said_once_all_is_saved(exported, finished):
+    assert exported.returncode == 2
+    assert exported.stdout.splitlines() == [
+        f"the best model, merged: {finished / 'merged'}",
+        f"the best model, in 4 bits: {finished / 'merged-4bit'}",
+    ]
+    last = exported.stderr.splitlines()[-1]  # bitsandbytes warns before
+    assert last.startswith("error: ") and "offline" in last
 
 
 def test_best_is_an_adapter_that_loads_from_anywhere(
     finished, rotary_model_folder, tmp_path, monkeypatch
 ):
-    best = finished[0] / "best"
+    best = finished / "best"
     saved = json.loads((best / "adapter_config.json").read_text())
     assert Path(saved["base_model_name_or_path"]) == rotary_model_folder
     assert not (best / "model.safetensors").exists()
@@ -430,15 +437,16 @@ def test_best_is_an_adapter_that_loads_from_anywhere(
     assert (by_peft - before).abs().max() > 0.01
 
 
-def test_merged_is_the_base_in_bf16_plus_the_adapter(finished, rotary_model_folder):
+def test_merged_is_the_base_in_bf16_plus_the_adapter(exported, finished, rotary_model_folder):
     """The base as it is on disk, not as it was in 4 bits."""
-    folder, _ = finished
-    settings = json.loads((folder / "merged/config.json").read_text())
+    tokenizers = [(finished / name / "tokenizer.json").read_bytes() for name in ("best", "merged")]
+    assert tokenizers[0] == tokenizers[1]
+    settings = json.loads((finished / "merged/config.json").read_text())
     assert settings["dtype"] == "bfloat16" and "quantization_config" not in settings
-    assert not (folder / "merged/adapter_config.json").exists()  # else it is loaded as an adapter
-    merged = AutoModelForCausalLM.from_pretrained(folder / "merged").state_dict()
+    assert not (finished / "merged/adapter_config.json").exists()  # else it is loaded as an adapter
+    merged = AutoModelForCausalLM.from_pretrained(finished / "merged").state_dict()
     base = AutoModelForCausalLM.from_pretrained(rotary_model_folder, dtype=torch.bfloat16)
-    adapter = AutoModelForCausalLM.from_pretrained(folder / "best").state_dict()
+    adapter = AutoModelForCausalLM.from_pretrained(finished / "best").state_dict()
     assert merged.keys() == base.state_dict().keys()
     num_adapted = 0
     for name, value in base.state_dict().items():
@@ -456,7 +464,7 @@ def test_merged_is_the_base_in_bf16_plus_the_adapter(finished, rotary_model_fold
 
 def test_an_adapter_is_evaluated_on_its_base(finished, tmp_path, monkeypatch):
     """With the run's own configuration it gives the samples and figures that were logged then."""
-    folder, _ = finished
+    folder = finished
     logged = {0: [], 2: [], 4: []}
     for sample in read_jsonl(folder / "samples.jsonl"):
         logged[sample.pop("step")].append(sample)
@@ -497,40 +505,18 @@ def move_the_base(adapter: Path) -> None:
 )
 def test_an_adapter_that_has_no_whole_base_is_refused(finished, tmp_path, spoil, problem):
     """Bug: the weights that it lacked were drawn at random, without a word."""
-    adapter = Path(shutil.copytree(finished[0] / "best", tmp_path / "adapter"))
+    adapter = Path(shutil.copytree(finished / "best", tmp_path / "adapter"))
     spoil(adapter)
-    overrides = [f"--config={finished[0] / 'config.yaml'}", "mode=evaluate"]
+    overrides = [f"--config={finished / 'config.yaml'}", "mode=evaluate"]
     with pytest.raises(ValueError) as caught:
         load_run(make_config(*overrides, f"model.name={adapter}", f"run.dir={tmp_path}"))
     line = str(caught.value)
     assert line.startswith(f"model.name = {adapter}: ") and problem in line
 
 
-def test_a_finished_run_exports_when_it_is_started_again(
-    finished, rotary_model_folder, tmp_path, monkeypatch
-):
-    folder = shutil.copytree(finished[0], tmp_path / "x")
-    shutil.rmtree(folder / "merged")
-    monkeypatch.chdir(ROOT)  # model.name is relative to it
-    overrides = [f"--config={folder / 'config.yaml'}", f"run.dir={tmp_path}"]
-    overrides.append("export.save_4bit=false")
-    run = load_run(load_config([*overrides, "export.push_to_hub=null"]))
-    assert run.is_over
-    export(run)
-    for name in ("model.safetensors", "tokenizer.json"):
-        before, after = (f / "merged" / name for f in (finished[0], folder))
-        assert before.read_bytes() == after.read_bytes()
-
-    run.config = load_config([*overrides, "export.merge=false", "export.push_to_hub=a/b"])
-    monkeypatch.setattr("engine.export.get_token", lambda: None)
-    with pytest.raises(ExportError, match=r"there is no token: `hf auth login` .* is in .*/x/best"):
-        export(run)
-
-
-def test_the_copy_in_4_bits_is_the_merged_model_rounded(finished):
+def test_the_copy_in_4_bits_is_the_merged_model_rounded(exported, finished):
     """It loads by itself, as the model that `load_in_4bit` makes of the merged one."""
-    merged, small = finished[0] / "merged", finished[0] / "merged-4bit"
-    assert f"the best model, in 4 bits: {small}\n" in finished[1]
+    merged, small = finished / "merged", finished / "merged-4bit"
     in_4bit = {"quantization_config": quantization_config(CPU, torch.bfloat16)}
     rounded = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.bfloat16, **in_4bit)
     copied = AutoModelForCausalLM.from_pretrained(small)
@@ -543,19 +529,6 @@ def test_the_copy_in_4_bits_is_the_merged_model_rounded(finished):
         assert torch.equal(rounded(ids).logits, copied(ids).logits)
     for name in ("README.md", "tokenizer.json"):
         assert (small / name).read_bytes() == (merged / name).read_bytes()
-
-
-@pytest.mark.parametrize("private", [True, False])
-def test_a_new_repository_is_private_unless_it_is_to_be_public(tmp_path, monkeypatch, private):
-    made = {}
-    hub = SimpleNamespace(
-        create_repo=lambda name, **settings: made.update(settings),
-        upload_folder=lambda **settings: None,
-    )
-    monkeypatch.setattr("engine.export.get_token", lambda: "some token")
-    monkeypatch.setattr("engine.export.HfApi", lambda: hub)
-    push(tmp_path, "a/b", private=private)
-    assert made == {"private": private, "exist_ok": True}
 
 
 # A user's mistakes: one line
@@ -574,7 +547,7 @@ def test_a_missing_package_is_named_with_what_installs_it(
 
 
 def test_an_adapter_is_not_trained_on_and_says_what_to_do(finished):
-    best = finished[0] / "best"
+    best = finished / "best"
     with pytest.raises(ValueError, match=r"it is an adapter: .* merge it") as caught:
         make_policy(best, LORA)
     assert str(caught.value).startswith(f"model.name = {best}: ")

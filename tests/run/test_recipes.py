@@ -15,13 +15,13 @@ from harness import (
     alone,
     grade_by_text,
     load_run,
+    load_trained,
     real_file,
     sample,
     save_random,
     save_writer,
     seed,
     tokens_of,
-    load_trained,
 )
 from transformers import AutoModelForCausalLM, NanoChatConfig, NanoChatForCausalLM
 

@@ -1,6 +1,7 @@
 """What a run rests on: it goes on with the model, the questions and the day that it began with."""
 
 import shutil
+import sys
 from datetime import date
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from engine.resume import write_config
 from engine.run import Run
 from engine.start import run_folder, settle
 from logger import Logger
+from tools import export
 
 ONE, TWO = "training.num_steps=1", "training.num_steps=2"
 LORA, KL = "model.lora.r=4", "training.kl_coef=0.1"
@@ -89,14 +91,17 @@ def test_a_model_that_has_changed_under_its_name_is_refused(tmp_path, model):
     assert "step 2/2" in train(tmp_path, model, TWO, "run.name=y")
 
 
-def test_an_adapter_is_not_merged_into_another_model(tmp_path, model):
+def test_an_adapter_is_not_merged_into_another_model(tmp_path, model, monkeypatch, capsys):
     train(tmp_path, model, ONE, LORA)
     weights = AutoModelForCausalLM.from_pretrained(model)
     with torch.no_grad():
         weights.model.layers[1].mlp.up_proj.weight.mul_(1.01)
     weights.save_pretrained(model)
-    status, output = train_forked(tmp_path, model, ONE, LORA, "export.merge=true")
-    assert status == 2 and "the files of model.name" in output
+    monkeypatch.setattr(sys, "argv", ["export", str(tmp_path / "x"), "--merge"])
+    with pytest.raises(SystemExit) as ended:
+        export.main()
+    line = f"error: {model} is no longer the model that the adapter was trained on\n"
+    assert (ended.value.code, capsys.readouterr().err) == (2, line)
     assert not (tmp_path / "x/merged").exists()
 
 

@@ -151,9 +151,6 @@ SOURCES = {
         "validation.num_examples": 1319,
         "logging.samples": 10,
         "checkpoint.every": "an epoch",
-        "export.merge": True,
-        "export.save_4bit": True,
-        "export.private": False,
     },
     # slime's pull request 1835: the run that it reports
     "gsm8k-qwen2.5-0.5b": PLAIN

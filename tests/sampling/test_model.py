@@ -14,12 +14,12 @@ from harness import (
     SIZES,
     alone,
     change_json,
+    load_trained,
     make_config,
     make_policy,
     save_random,
     seed,
     tokens_of,
-    load_trained,
 )
 from reference import COMPLETIONS, PROMPTS, score
 from tokenizers import Tokenizer

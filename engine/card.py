@@ -1,27 +1,19 @@
-"""What is made of the best model: its model card, a merged model, a copy on the hub.
+"""The card of the best model.
 
 A model card is the README.md beside a model: metadata that the hub reads, then text for people. It
 names no folder of this machine, so equal runs in different folders have equal cards.
 """
 
-import warnings
 from pathlib import Path
 
-import torch
-from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, get_token
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers import PreTrainedTokenizerFast
 
-from engine.checkpoint import save_model
 from engine.config import Config, dotted_values, run_name
 from engine.data import is_file
-from engine.fingerprint import of_model
-from engine.lora import base_of, quantization_config
-from engine.packages import import_package
 from engine.prompts import render_prompts
 from engine.run import PASS_AT_1, Run
 from engine.yaml_text import show
-
-# The model card
 
 IN_EVERY_RECIPE = (  # listed even where they are the defaults
     *("training.learning_type", "training.k_best_of_n", "training.num_samples_per_step"),
@@ -151,78 +143,3 @@ def merged_card(card: str) -> str:
     merged = ModelCard(card)
     merged.data.library_name = "transformers"
     return str(merged).replace(KINDS["peft"], KINDS["transformers"])
-
-
-# After the run
-
-
-class ExportError(ValueError):
-    """What the config's export section asks for was not possible; the run itself is saved."""
-
-
-def export(run: Run) -> None:
-    """Do on rank 0 what the config's export section asks for; ExportError if it is not possible."""
-    settings, model = run.config.export, run.folder / "best"
-    if not run.world.is_main or not (settings.merge or settings.save_4bit or settings.push_to_hub):
-        return
-    if run.state.best is None:
-        raise ExportError(f"export: no model could be saved in {model}")
-    try:
-        if settings.merge:
-            key = "export.merge = true"
-            model = merge(run, adapter=model)
-        if settings.save_4bit:
-            key = "export.save_4bit = true"
-            save_in_4bit(run, model)
-        if settings.push_to_hub:
-            key = f"export.push_to_hub = {settings.push_to_hub}"
-            push(model, settings.push_to_hub, private=settings.private)
-            run.logger.info(f"uploaded to https://huggingface.co/{settings.push_to_hub}")
-    except Exception as error:  # the disk, the network, the hub, or what a package raises there
-        kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
-        problem = kind + " ".join(str(error).split())
-        again = f"mend that, then give the same command again; the model is in {model}"
-        raise ExportError(f"{key}: {problem}; {again}") from error
-
-
-def merge(run: Run, adapter: Path) -> Path:
-    """Add the adapter to its base model in bf16, and save the sum as a plain model in merged/."""
-    peft, folder = import_package("peft", key="export.merge = true"), run.folder / "merged"
-    name, revision = base_of(adapter)
-    if of_model(run.config) != run.rests_on["the files of model.name"]:
-        raise ValueError(f"{name} is no longer the model that the adapter was trained on")
-    options = {"dtype": torch.bfloat16, "trust_remote_code": run.config.model.trust_remote_code}
-    # The base is loaded anew: in memory, its weights may have been rounded to 4 bits.
-    base = AutoModelForCausalLM.from_pretrained(name, revision=revision, **options)
-    # peft uses a name that transformers will remove
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):
-        merged = peft.PeftModel.from_pretrained(base, adapter).merge_and_unload()
-    card = merged_card((adapter / "README.md").read_text(encoding="utf-8"))
-    save_model(merged, run.policy.tokenizer, card, folder)
-    run.logger.info(f"the best model, merged: {folder}")
-    return folder
-
-
-def save_in_4bit(run: Run, model: Path) -> None:
-    """Save a copy of a plain model in merged-4bit/, its weights in 4 bits as by `load_in_4bit`."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    folder = run.folder / "merged-4bit"
-    small = AutoModelForCausalLM.from_pretrained(
-        model,
-        dtype=torch.bfloat16,
-        quantization_config=quantization_config(device, torch.bfloat16),
-        device_map={"": device},
-        trust_remote_code=run.config.model.trust_remote_code,
-    )
-    card = (model / "README.md").read_text(encoding="utf-8")
-    save_model(small, run.policy.tokenizer, card, folder)
-    run.logger.info(f"the best model, in 4 bits: {folder}")
-
-
-def push(folder: Path, repository: str, *, private: bool) -> None:
-    """Upload the folder to the hub, into a new repository if there is none of that name."""
-    if get_token() is None:
-        raise ValueError("there is no token: `hf auth login` or set HF_TOKEN")
-    hub = HfApi()
-    hub.create_repo(repository, private=private, exist_ok=True)
-    hub.upload_folder(repo_id=repository, folder_path=folder)

@@ -1,0 +1,100 @@
+"""Make something of a run's best model: a plain model of an adapter, a copy in 4 bits, an upload.
+
+    python -m tools.export runs/x --merge            # of the adapter in best/ makes merged/
+    python -m tools.export runs/x --4bit             # of that, or of a plain best/, merged-4bit/
+    python -m tools.export runs/x --push user/name   # uploads best/, or merged/ if it was made now
+
+merged/ is the sum of the adapter and its base model in bfloat16. merged-4bit/ is in NF4, as
+model.load_in_4bit makes it. An upload needs a token (`hf auth login`, or HF_TOKEN), and a new
+repository is private unless --public is given.
+"""
+
+import argparse
+import warnings
+from pathlib import Path
+
+import torch
+from huggingface_hub import HfApi, get_token
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from engine.card import merged_card
+from engine.checkpoint import load_state, newest_whole, save_model
+from engine.config import Config, LoraSettings, ModelSettings
+from engine.config_file import read_file, section_of
+from engine.fingerprint import MODEL_FILES, of_model
+from engine.lora import base_of, quantization_config
+from engine.model import load_tokenizer
+from engine.packages import import_package
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m tools.export", description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("--merge", action="store_true", help="add the adapter to its base model")
+    parser.add_argument("--4bit", dest="in_4bit", action="store_true", help="save a copy in 4 bits")
+    parser.add_argument("--push", metavar="user/name", help="upload to the hub")
+    parser.add_argument("--public", action="store_true", help="for everybody to see")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the model's code")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore", FutureWarning)  # peft uses a name that transformers will remove
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        export(options, options.run.expanduser())
+    except Exception as error:  # the disk, the network, the hub, or what a package raises there
+        kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
+        parser.exit(2, f"error: {kind}{' '.join(str(error).split())}\n")
+
+
+def export(asked: argparse.Namespace, run: Path) -> None:
+    """Do what is asked for; raises ValueError for what is not possible, before anything is done."""
+    model = run / "best"
+    is_adapter = (model / "adapter_config.json").is_file()
+    if not (is_adapter or (model / "config.json").is_file()):
+        raise ValueError(f"{model}: there is no model; give the folder of a run")
+    if asked.merge and not is_adapter:
+        raise ValueError(f"--merge: {model} is no adapter")
+    if not (asked.merge or asked.in_4bit or asked.push):
+        raise ValueError("give --merge, --4bit or --push user/name")
+    if asked.push and ("/" not in asked.push or get_token() is None):
+        raise ValueError("--push needs user/name and a token: `hf auth login` or set HF_TOKEN")
+    settings = section_of(read_file(run / "config.yaml"), "model")
+    how = {"attn_implementation": settings.get("attn_implementation", "sdpa")}
+    how["trust_remote_code"] = asked.trust_remote_code  # no file that was found can ask for it
+    config = Config(model=ModelSettings(name=str(model), **how))
+    tokenizer = load_tokenizer(config, lambda line: None)  # the run has said what it says of it
+    card = (model / "README.md").read_text(encoding="utf-8")
+    how["dtype"] = torch.bfloat16
+    if is_adapter and (asked.merge or asked.in_4bit):
+        model, card = run / "merged", merged_card(card)
+        save_model(merge(run, how), tokenizer, card, model)
+        print(f"the best model, merged: {model}")
+    if asked.in_4bit:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        how["quantization_config"] = quantization_config(device, torch.bfloat16)
+        small = AutoModelForCausalLM.from_pretrained(model, device_map={"": device}, **how)
+        save_model(small, tokenizer, card, run / "merged-4bit")
+        print(f"the best model, in 4 bits: {run / 'merged-4bit'}")
+    if asked.push:
+        HfApi().create_repo(asked.push, private=not asked.public, exist_ok=True)
+        HfApi().upload_folder(repo_id=asked.push, folder_path=model)
+        print(f"uploaded to https://huggingface.co/{asked.push}")
+
+
+def merge(run: Path, how: dict) -> nn.Module:
+    """The adapter's sum with its base; ValueError if that has changed since the training."""
+    peft, (name, revision) = import_package("peft", key="--merge"), base_of(run / "best")
+    checkpoint = newest_whole(run / "checkpoints")
+    if checkpoint is None:
+        raise ValueError(f"{run}: no whole checkpoint says what the adapter was trained on")
+    base = ModelSettings(name=name, revision=revision, lora=LoraSettings())
+    if of_model(Config(model=base)) != load_state(checkpoint)["config"][MODEL_FILES]:
+        raise ValueError(f"{name} is no longer the model that the adapter was trained on")
+    model = AutoModelForCausalLM.from_pretrained(name, revision=revision, **how)
+    return peft.PeftModel.from_pretrained(model, run / "best").merge_and_unload()
+
+
+if __name__ == "__main__":
+    main()
