@@ -216,12 +216,9 @@ def gemma2_folder(tokenizer, folder: Path, **settings) -> Path:
     return save_random(Gemma2ForCausalLM, config, tokenizer, folder)
 
 
-@pytest.mark.parametrize("initializer_range", [0.02, 0.2])
-def test_capped_logits_are_scored_by_the_plain_path_and_that_is_logged(
-    tokenizer, tmp_path, capsys, initializer_range
-):
+def test_capped_logits_are_scored_by_the_plain_path_and_that_is_logged(tokenizer, tmp_path, capsys):
     """Gemma 2 caps logits at 30, which hardly changes those of a model not trained yet."""
-    folder = gemma2_folder(tokenizer, tmp_path, initializer_range=initializer_range)
+    folder = gemma2_folder(tokenizer, tmp_path, initializer_range=0.02)
     policy, lines = load(folder, capsys)
     assert not policy.scorer.in_blocks
     assert any("logits are more than head(hidden)" in line for line in lines)

@@ -76,16 +76,13 @@ def test_gradients_too_small_for_float16_are_those_of_float32(rotary_model_folde
     assert distance(unscaled, exact) > 0.5
 
 
-@pytest.mark.parametrize("num_iterations", [1, 2])
-def test_an_update_that_overflows_begins_again_with_half_the_scale(
-    rotary_model_folder, num_iterations
-):
+def test_an_update_that_overflows_begins_again_with_half_the_scale(rotary_model_folder):
     """It ends where one ends that begins with that scale: nothing is left of the attempts."""
-    options = [rotary_model_folder, f"training.num_iterations={num_iterations}"]
+    options = [rotary_model_folder, "training.num_iterations=2"]
     run = prepared(*options, scale=FIRST_SCALE)
     metrics, num_updates, weights = update(run, factor=1e4)
     scale = run.loss_scale.get_scale()
-    assert num_updates == num_iterations and 1 < scale < FIRST_SCALE / 2
+    assert num_updates == 2 and 1 < scale < FIRST_SCALE / 2
     other = prepared(*options, scale=scale)
     expected, _, expected_weights = update(other, factor=1e4)
     assert other.loss_scale.get_scale() == scale

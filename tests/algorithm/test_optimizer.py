@@ -1,7 +1,5 @@
 """The optimizers: what they keep, and that a run with either goes on where it was."""
 
-import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,30 +17,6 @@ from transformers import get_scheduler
 from engine.distributed import World
 from engine.model import Policy
 from engine.optimizer import learning_rate_at, make_optimizer, set_learning_rate
-
-
-@pytest.mark.parametrize(
-    ("schedule", "warmup", "expected"),
-    [
-        ("constant", 0, [1, 1, 1, 1]),
-        ("constant", 2, [0.5, 1, 1, 1]),
-        ("constant", 4, [0.25, 0.5, 0.75, 1]),
-        ("linear", 0, [1, 0.75, 0.5, 0.25]),
-        ("linear", 2, [0.5, 1, 1, 0.5]),
-        ("linear", 4, [0.25, 0.5, 0.75, 1]),
-        ("cosine", 2, [0.5, 1, 1, 0.5]),
-        ("cosine", 0, [1, 0.5 + 0.25 * math.sqrt(2), 0.5, 0.5 - 0.25 * math.sqrt(2)]),
-    ],
-)
-def test_learning_rates_of_four_steps(schedule, warmup, expected):
-    config = make_config(
-        "training.num_steps=4",
-        "training.learning_rate=0.01",
-        f"training.lr_schedule={schedule}",
-        f"training.warmup_steps={warmup}",
-    )
-    rates = [learning_rate_at(step, config) for step in range(1, 5)]
-    assert rates == pytest.approx([0.01 * factor for factor in expected])
 
 
 @pytest.mark.parametrize("num_warmup", [0, 1, 7, 10])
@@ -87,7 +61,7 @@ def test_adamws_betas_and_eps_are_the_configs(rotary_model_folder, name):
 
 
 def test_adamw_8bit_moves_the_weights_as_adamw_does(rotary_model_folder):
-    """Each step is near lr in size; averages of 8 bits may be off by a few percent."""
+    """Each step is near lr in size; averages, which it keeps in 8 bits, may be off a little."""
     moved = {}
     for name in ("adamw", "adamw_8bit"):
         policy = make_policy(rotary_model_folder)
@@ -100,18 +74,10 @@ def test_adamw_8bit_moves_the_weights_as_adamw_does(rotary_model_folder):
             weight.grad = 0.5 + noise
             optimizer.step()
         moved[name] = (weight.detach() - before).flatten()
-    assert moved["adamw"].abs().max() > 1e-4
-    assert torch.corrcoef(torch.stack(list(moved.values())))[0, 1] > 0.99
-
-
-def test_adamw_8bit_keeps_big_matrices_in_8_bits(rotary_model_folder):
-    policy = make_policy(rotary_model_folder)
-    optimizer = make_optimizer(policy.model, make_config("training.optimizer=adamw_8bit"))
-    weight = policy.model.get_input_embeddings().weight
-    weight.grad = torch.ones_like(weight)
-    optimizer.step()
     assert optimizer.state[weight]["state1"].dtype == torch.uint8
     assert weight.dtype == torch.float32
+    assert moved["adamw"].abs().max() > 1e-4
+    assert torch.corrcoef(torch.stack(list(moved.values())))[0, 1] > 0.99
 
 
 def test_a_run_with_adamw_8bit_in_two_parts_is_the_unbroken_one(tmp_path, rotary_model_folder):
@@ -209,10 +175,3 @@ def test_rank_0_broadcasts_its_averages(rotary_model_folder, tmp_path, name):
     option = f"training.optimizer={name}"
     first, second = run_on_ranks(broadcast_state, 2, rotary_model_folder, option, folder=tmp_path)
     assert first == second and all(first)
-
-
-def test_a_missing_package_is_named(rotary_model_folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    config = make_config("training.optimizer=adamw_8bit")
-    with pytest.raises(ValueError, match="pip install bitsandbytes"):
-        make_optimizer(make_policy(rotary_model_folder).model, config)
