@@ -87,17 +87,25 @@ def test_the_limits_make_one_two_and_eight_micro_batches():
 # The gradient is that of the whole batch
 
 
+def made_of(overrides: list[str], *groups: tuple) -> tuple[list[list[Trajectory]], Config]:
+    config = config_of(*overrides)
+    return make_groups(config, *groups), config
+
+
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 @pytest.mark.parametrize("learning", [GRPO, SIL], ids=["grpo", "sil"])
 def test_the_gradient_does_not_depend_on_the_micro_batch_size(
     model_folder, learning, normalization
 ):
+    """The rows of an equal group teach nothing, but the sum is divided by all rows."""
     policy = make_policy(model_folder, is_exact=True)
     overrides = [*learning, f"training.loss_normalization={normalization}"]
+    without, _ = reference(policy.model, *made_of(overrides, EASY, HARD))
     for limit in (ALL_TOGETHER, IN_TWO, ONE_BY_ONE):
-        config = config_of(*overrides, f"training.micro_batch_tokens={limit}")
-        groups = make_groups(config, EASY, HARD)
+        limited = [*overrides, f"training.micro_batch_tokens={limit}"]
+        groups, config = made_of(limited, EASY, EQUAL, HARD)
         expected, loss = reference(policy.model, groups, config)
+        assert distance(without, expected) > 0.1
         gradient, metrics = recorded(policy, groups, config)
         assert distance(gradient, expected) <= ROUNDING
         assert metrics["train/loss"] == pytest.approx(loss, rel=1e-6, abs=1e-6)
@@ -165,23 +173,6 @@ def test_a_rank_with_more_and_longer_rows_holds_up_no_other(rotary_model_folder,
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("learning", [GRPO, SIL], ids=["grpo", "sil"])
-def test_left_out_rows_still_count_in_the_denominators(
-    rotary_model_folder, learning, normalization
-):
-    """The rows of an equal group teach nothing, but the sum is divided by all rows."""
-    config = config_of(*learning, f"training.loss_normalization={normalization}")
-    policy = make_policy(rotary_model_folder, is_exact=True)
-    groups = make_groups(config, EASY, EQUAL, HARD)
-    gradient, metrics = recorded(policy, groups, config)
-    expected, loss = reference(policy.model, groups, config)
-    assert distance(gradient, expected) <= ROUNDING
-    assert metrics["train/loss"] == pytest.approx(loss, rel=1e-6, abs=1e-6)
-    without, _ = recorded(policy, make_groups(config, EASY, HARD), config)
-    assert distance(without, expected) > 0.1
-
-
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
 def test_truncated_rows_can_be_skipped_but_count_in_baseline_and_denominators(
     rotary_model_folder, normalization
 ):
@@ -228,10 +219,9 @@ def test_the_gradient_is_clipped_after_its_norm_is_noted(rotary_model_folder):
 # Several iterations on the same rollouts
 
 
-@pytest.mark.parametrize("limit", [ALL_TOGETHER, IN_TWO])
 @pytest.mark.parametrize("policy_loss", ["ppo", "cispo", "gspo"])
 def test_later_iterations_follow_the_clipped_ratio_on_the_same_rollouts(
-    rotary_model_folder, policy_loss, limit
+    rotary_model_folder, policy_loss
 ):
     """The first iteration is REINFORCE; the others compare with the log-probabilities of its pass.
 
@@ -239,7 +229,7 @@ def test_later_iterations_follow_the_clipped_ratio_on_the_same_rollouts(
     So one completion is there twice, with an advantage above 0 and with one below: however its
     ratio moves, the clip leaves one of the two its gradient.
     """
-    overrides = [*GRPO, f"training.micro_batch_tokens={limit}", "training.num_iterations=3"]
+    overrides = [*GRPO, f"training.micro_batch_tokens={IN_TWO}", "training.num_iterations=3"]
     overrides += [f"training.policy_loss={policy_loss}"]
     overrides += ["training.clip_eps=0.02"] if policy_loss == "gspo" else []
     config, rate = config_of(*overrides), 5.0
@@ -286,12 +276,10 @@ def test_one_iteration_clips_nothing_and_compares_sampler_and_trainer(rotary_mod
     assert sums["train/clip_frac"][0] == 0
 
 
-@pytest.mark.parametrize("num_iterations", [1, 2])
-def test_tokens_are_weighed_by_the_truncated_importance_ratio(rotary_model_folder, num_iterations):
+def test_tokens_are_weighed_by_the_truncated_importance_ratio(rotary_model_folder):
     """The ratio is that of the first pass: what sampled the batch does not change later."""
     clip, rate = 1.5, 5.0
-    iterations = f"training.num_iterations={num_iterations}"
-    config = config_of(*GRPO, f"training.tis_clip={clip}", iterations)
+    config = config_of(*GRPO, f"training.tis_clip={clip}", "training.num_iterations=2")
     policy = make_policy(rotary_model_folder, is_exact=True)
     groups = make_groups(config, EASY, HARD)
     batch = [t for group in groups for t in group]
@@ -309,7 +297,7 @@ def test_tokens_are_weighed_by_the_truncated_importance_ratio(rotary_model_folde
         ratios.append((old[-1] - torch.from_numpy(t.completion.log_probs)).exp().clamp(max=clip))
     assert any((ratio == clip).any() for ratio in ratios)
     assert any((ratio < 0.8).any() for ratio in ratios)
-    for iteration in range(num_iterations):
+    for iteration in range(2):
         plain.zero_grad()
         loss = torch.zeros((), dtype=torch.float64)
         for t, was, ratio in zip(batch, old, ratios, strict=True):
@@ -322,15 +310,13 @@ def test_tokens_are_weighed_by_the_truncated_importance_ratio(rotary_model_folde
         loss.backward()
         plain.step()
     assert distance(recorder.gradients[0], plain.gradients[0]) <= ROUNDING
-    assert distance(recorder.gradients[-1], plain.gradients[-1]) <= 1e-3
+    assert distance(recorder.gradients[1], plain.gradients[1]) <= 1e-3
 
 
 def accumulate_in_ddp(world: World, folder: Path) -> tuple[list[bool], np.ndarray]:
     """Whether gradients are in buckets, after settling and after an update; and the gradient."""
-    policy, config = (
-        make_policy(folder, is_exact=True),
-        config_of(*GRPO, f"training.micro_batch_tokens={ONE_BY_ONE}"),
-    )
+    policy = make_policy(folder, is_exact=True)
+    config = config_of(*GRPO, f"training.micro_batch_tokens={ONE_BY_ONE}")
     policy.scorer = DistributedDataParallel(policy.scorer, gradient_as_bucket_view=True)
     settle_ddp_buckets(policy.scorer, world.device)
     in_buckets = [has_gradients_in_buckets(policy)]
@@ -368,15 +354,15 @@ def weights_of(policy: Policy) -> np.ndarray:
 
 
 def weights_after_updates(world: World, folder: Path, *batches: list[tuple], options=()) -> list:
-    """(weights, metrics, skipped) after an AdamW update on each of this rank's batches."""
+    """(weights, metrics, skipped, sums) after an AdamW update on each of this rank's batches."""
     policy = make_policy(folder, world=world, is_exact=True)
     config = config_of(*GRPO, *options)
     optimizer = make_optimizer(policy.model, config)
     results = []
     for batch in batches:
         groups = make_groups(config, batch[world.rank])
-        metrics, _, skipped = update(policy, optimizer, groups, config, world)
-        results.append((weights_of(policy), metrics, skipped))
+        metrics, sums, skipped = update(policy, optimizer, groups, config, world)
+        results.append((weights_of(policy), metrics, skipped, sums))
     return results
 
 
@@ -384,7 +370,7 @@ def check_that_only_the_first_update_moves_weights(results: list, folder: Path) 
     first, second = results
     assert not np.array_equal(first[0], weights_of(make_policy(folder, is_exact=True)))
     assert np.array_equal(first[0], second[0])
-    assert second[1:] == ({}, False)
+    assert second[1:3] == ({}, False)
 
 
 @pytest.mark.parametrize(
@@ -403,33 +389,24 @@ def test_no_advantage_means_no_optimizer_step(rotary_model_folder, group, option
 
 
 def test_ranks_without_advantages_neither_hang_nor_diverge(rotary_model_folder, tmp_path):
-    """First rank 1 has none, then both, then rank 0: the gradient is always that of all rows."""
+    """First rank 1 has none, then both, then rank 0: the gradient is always that of all rows.
+
+    Bug: the row that rank 1 sends without a lesson was counted in the metrics.
+    """
     batches = [[EASY, EQUAL], [EQUAL, EQUAL], [EQUAL, HARD]]
     arguments = (rotary_model_folder, *batches)
     first, second = run_on_ranks(weights_after_updates, 2, *arguments, folder=tmp_path)
     for mine, others in zip(first, second, strict=True):
         assert np.array_equal(mine[0], others[0])
-        assert mine[1:] == others[1:]
+        assert mine[1:3] == others[1:3]
+    for name in ("train/clip_frac", "train/sampler_mismatch"):
+        assert [rank[0][3][name][1] for rank in (first, second)] == [5 + 7 + 2 + 6, 0]
     check_that_only_the_first_update_moves_weights(first[:2], rotary_model_folder)
     assert not np.array_equal(first[1][0], first[2][0])
     policy, config = make_policy(rotary_model_folder, is_exact=True), config_of(*GRPO)
     expected, loss = reference(policy.model, make_groups(config, EASY, EQUAL), config)
     assert first[0][1]["train/loss"] == pytest.approx(loss, rel=1e-6, abs=1e-6)
     assert first[0][1]["train/grad_norm"] == pytest.approx(np.linalg.norm(expected), rel=1e-5)
-
-
-def counted_tokens(world: World, folder: Path) -> list[float]:
-    """How many tokens this rank counts in two metrics, where rank 1 has nothing to train on."""
-    policy, config = make_policy(folder, world=world, is_exact=True), config_of(*GRPO)
-    groups = make_groups(config, EQUAL if world.rank == 1 else EASY)
-    _, sums, _ = update(policy, Recorder(policy.model), groups, config, world)
-    return [sums[f"train/{name}"][1] for name in ("clip_frac", "sampler_mismatch")]
-
-
-def test_the_row_of_a_rank_without_a_lesson_is_in_no_metric(rotary_model_folder, tmp_path):
-    """Bug: it was counted, while the filler passes of a sharded run were not."""
-    ranks = run_on_ranks(counted_tokens, 2, rotary_model_folder, folder=tmp_path)
-    assert ranks == [[5 + 7 + 2 + 6] * 2, [0, 0]]
 
 
 # What a rollout leaves behind
@@ -480,12 +457,12 @@ def sample_some(policy: Policy, config: Config) -> None:
 # A gradient that is not finite
 
 
-def broken_update(world: World, folder: Path, value: float, rank: int, where: str) -> tuple:
-    """Weights before and after an update in which a value of one rank is not finite."""
+def broken_update(world: World, folder: Path, value: float, where: str) -> tuple:
+    """Weights before and after an update in which a value of rank 1 is not finite."""
     policy, config = make_policy(folder, world=world), config_of(*GRPO)
     optimizer = make_optimizer(policy.model, config)
     groups = make_groups(config, (EASY, HARD)[world.rank])
-    if world.rank == rank:
+    if world.rank == 1:
         if where == "advantage":
             groups[0][1].advantage = value
         else:
@@ -499,20 +476,14 @@ def broken_update(world: World, folder: Path, value: float, rank: int, where: st
     return before, after, skipped, skipped_again, weights_of(policy)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_skips_the_step(rotary_model_folder, value):
-    before, after, skipped, skipped_again, later = broken_update(
-        alone(), rotary_model_folder, value, 0, "advantage"
-    )
-    assert skipped and np.array_equal(before, after)
-    assert not skipped_again and not np.array_equal(after, later) and np.isfinite(later).all()
-
-
-@pytest.mark.parametrize("where", ["advantage", "sampled log-probability"])
-def test_all_ranks_skip_the_step_that_is_broken_on_one(rotary_model_folder, tmp_path, where):
-    arguments = (rotary_model_folder, math.nan, 1, where)
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [(math.nan, "advantage"), (math.inf, "advantage"), (math.nan, "sampled log-probability")],
+)
+def test_all_ranks_skip_the_step_that_is_broken_on_one(rotary_model_folder, tmp_path, value, where):
+    arguments = (rotary_model_folder, value, where)
     for before, after, skipped, skipped_again, later in run_on_ranks(
         broken_update, 2, *arguments, folder=tmp_path
     ):
         assert skipped and np.array_equal(before, after)
-        assert not skipped_again and np.isfinite(later).all()
+        assert not skipped_again and not np.array_equal(after, later) and np.isfinite(later).all()
