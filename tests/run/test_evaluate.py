@@ -20,7 +20,6 @@ from harness import (
     run_on_ranks,
     seed,
     train,
-    train_forked,
 )
 
 import countdown
@@ -135,19 +134,11 @@ def test_an_evaluation_measures_what_training_measured_of_the_same_model(evaluat
         assert {"step": logged["step"], **sample} in read_jsonl(trained / "x/samples.jsonl")
 
 
-def test_two_ranks_give_the_figures_of_one(evaluated, trained, tmp_path):
-    output = train(tmp_path, trained / "x/best", *EVALUATE, num_ranks=2, grading=EXACT)
-    (folder,) = (tmp_path / "x").iterdir()
-    assert figures(folder) == figures(evaluated[0])
-    assert output.count("written to") == 1
-
-
 def test_an_evaluation_that_could_not_be_written_is_refused_at_the_start(tmp_path):
     """Bug: it failed after all the work, in a traceback. A file stands where the folder would."""
     (tmp_path / "x").touch()
-    status, output = train_forked(tmp_path, TINY, *EVALUATE, num_ranks=2)
-    assert status == 1 and "pass@1" not in output
-    assert output.count(f"error: {tmp_path / 'x'} cannot be written (File exists); give ") >= 1
+    with pytest.raises(ValueError, match=r"x cannot be written \(File exists\); give "):
+        load_evaluation(tmp_path)
 
 
 def test_a_reward_function_may_change_its_question(tmp_path, monkeypatch):
@@ -275,7 +266,7 @@ def by_hand(world: World) -> dict[str, float]:
 
 
 def test_votes_and_greedy_answers_by_hand(tmp_path):
-    """2 and 1 of 5 questions, with Wilson's intervals; the same from two ranks, and from seven.
+    """2 and 1 of 5 questions, with Wilson's intervals; the same from seven ranks.
 
     The greedy answers have 6 tokens together.
     """
@@ -285,27 +276,20 @@ def test_votes_and_greedy_answers_by_hand(tmp_path):
         found = [metrics.pop(name + end) for end in ("", "_low", "_high")]
         assert found == pytest.approx(rates, abs=1e-4), name
     assert metrics == {"eval/greedy_tokens": 6 / 5}
-    for num_ranks in (2, 7):  # of which two have no question
-        ranks = run_on_ranks(by_hand, num_ranks, folder=tmp_path)
-        assert ranks == [by_hand(alone())] * num_ranks
+    ranks = run_on_ranks(by_hand, 7, folder=tmp_path)  # of which two have no question
+    assert ranks == [by_hand(alone())] * 7
 
 
 def is_lenient_solved(completion: str, example: dict, **settings) -> bool:
     return completion in ("first", f"lenient: {example['target']}")
 
 
-def leniently(world: World) -> dict[str, float]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(countdown, "is_lenient_solved", is_lenient_solved, raising=False)
-        return by_hand(world)
-
-
-def test_a_lenient_reading_stands_beside_the_strict_one_where_the_task_has_one(tmp_path):
-    metrics = leniently(alone())
+def test_a_lenient_reading_stands_beside_the_strict_one_where_the_task_has_one(monkeypatch):
+    monkeypatch.setattr(countdown, "is_lenient_solved", is_lenient_solved, raising=False)
+    metrics = by_hand(alone())
     assert metrics["eval/strict"] == metrics["eval/greedy"] == 0.2
     assert metrics["eval/lenient"] == 0.4
     assert metrics["eval/lenient_low"] == pytest.approx(0.1176, abs=1e-4)
-    assert run_on_ranks(leniently, 2, folder=tmp_path) == [metrics] * 2
 
 
 def whole_table(world: World) -> list[list[float]]:
@@ -315,5 +299,4 @@ def whole_table(world: World) -> list[list[float]]:
 
 def test_each_row_keeps_its_place_in_the_table(tmp_path):
     expected = [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
-    assert whole_table(alone()) == expected
     assert run_on_ranks(whole_table, 2, folder=tmp_path) == [expected] * 2

@@ -6,7 +6,6 @@ from datetime import date
 from pathlib import Path
 
 import pytest
-import torch
 from harness import (
     NUMBERS,
     alone,
@@ -17,7 +16,6 @@ from harness import (
     train_forked,
     write_questions,
 )
-from transformers import AutoModelForCausalLM
 
 from engine.config import Config, ConfigError
 from engine.data import FitsContext, QuestionStream
@@ -167,13 +165,11 @@ def test_a_run_does_not_go_on_with_other_questions(tmp_path, rotary_model_folder
     sources = [f"task.train={file}", f"task.eval={file}"]
     train(tmp_path, rotary_model_folder, *sources, ONE)
     content = file.read_text()
-    lines = content.splitlines(keepends=True)
-    for changed in (content + '{"nums": [5, 6], "target": 11}\n', "".join(reversed(lines))):
-        file.write_text(changed)
-        status, output = train_forked(tmp_path, rotary_model_folder, *sources, TWO)
-        assert status == 2 and "Traceback" not in output
-        assert "error: the questions of task.train and task.eval = " in output
-        assert "run.name" in output
+    file.write_text("".join(reversed(content.splitlines(keepends=True))))
+    status, output = train_forked(tmp_path, rotary_model_folder, *sources, TWO)
+    assert status == 2 and "Traceback" not in output
+    assert "error: the questions of task.train and task.eval = " in output
+    assert "run.name" in output
     file.write_text(content)
     assert "resumed after step 1" in train(tmp_path, rotary_model_folder, *sources, TWO)
 

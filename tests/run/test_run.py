@@ -29,7 +29,6 @@ from harness import (
     run_on_ranks,
     seed,
     train,
-    train_forked,
     write_questions,
 )
 
@@ -116,27 +115,25 @@ def test_two_ranks_do_the_same_step_as_one(on_one_rank, on_two_ranks):
     assert other_step["train/grad_norm"] == pytest.approx(step["train/grad_norm"], rel=1e-6)
 
 
-@pytest.mark.parametrize(("which", "stride"), [("on_one_rank", 1), ("on_two_ranks", 2)])
 def test_the_best_model_loads_and_scores_what_the_log_says(
-    which, stride, data, tmp_path, request, monkeypatch
+    on_two_ranks, data, tmp_path, monkeypatch
 ):
     """It gives the completions that were logged at the step of the highest pass@1.
 
-    Of two ranks, rank 0 logs its own samples: first one of each second question, then second
-    completions of these questions.
+    Rank 0 logs its own samples: first one of each second question, then second completions.
     """
-    run = request.getfixturevalue(which)
-    best = max(rows_of(run), key=lambda row: row["eval/pass@1"])  # of equals the earliest
+    best = max(rows_of(on_two_ranks), key=lambda row: row["eval/pass@1"])  # of equals the earliest
     logged = [[], [], []]
-    for sample in read_jsonl(run / "samples.jsonl"):
+    for sample in read_jsonl(on_two_ranks / "samples.jsonl"):
         logged[sample.pop("step")].append(sample)
     assert logged[0] != logged[1] != logged[2] != logged[0], "the steps' samples are alike"
     grade_by_text(monkeypatch)
     in_fp64(monkeypatch)
-    metrics, samples, _ = main.evaluate(load_run(tmp_path, run / "best", *data, "mode=evaluate"))
+    run = load_run(tmp_path, on_two_ranks / "best", *data, "mode=evaluate")
+    metrics, samples, _ = main.evaluate(run)
     del metrics["time/eval_s"]
     assert metrics.items() <= best.items() and len(metrics) == 8
-    mine = samples[::stride]
+    mine = samples[::2]
     assert mine == logged[best["step"]][: len(mine)]
 
 
@@ -177,7 +174,7 @@ def test_epochs_set_the_number_of_steps_and_the_start_says_how_large_they_are(
 
 
 def test_a_run_that_skips_long_questions_goes_on_where_it_was(tmp_path, rotary_model_folder):
-    """Two thirds of the questions do not fit: the position counts them, on one rank and on two."""
+    """Two thirds of the questions do not fit, and the position counts them."""
     file = write_questions(tmp_path / "rows.jsonl")
     long_rows = [{"nums": [number] * 450, "target": 1} for number in [*NUMBERS, *NUMBERS]]
     file.write_text(file.read_text() + "".join(json.dumps(row) + "\n" for row in long_rows))
@@ -185,7 +182,7 @@ def test_a_run_that_skips_long_questions_goes_on_where_it_was(tmp_path, rotary_m
     evaluation.write_text("".join(evaluation.read_text().splitlines(True)[:8]))
     shared = [f"task.train={file}", f"task.eval={evaluation}", *SIZES]
     shared += ["training.num_samples_per_step_global=4", "logging.train_samples_every=1"]
-    assert_resumes(tmp_path, rotary_model_folder, *shared, num_ranks=2)
+    assert_resumes(tmp_path, rotary_model_folder, *shared)
     run = load_run(tmp_path / "whole", rotary_model_folder, *shared, "checkpoint.resume=auto")
     _, end = run.train_questions.take(0, 8)
     assert run.state.position == end > 8
@@ -379,21 +376,11 @@ def test_a_mistake_is_printed_once(capsys, monkeypatch, tmp_path, variable, wait
     assert waited_s == waits_s
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_mistake_ends_the_process_with_one_line(python, tmp_path, num_ranks):
-    launcher = [python, *TORCHRUN, "--nproc-per-node=2"] if num_ranks > 1 else [sys.executable]
-    command = [*launcher, "main.py", f"run.dir={tmp_path}", "training.num_step=5"]
+def test_a_mistake_ends_two_ranks_with_one_line(python, tmp_path):
+    command = [python, *TORCHRUN, "--nproc-per-node=2", "main.py"]
+    command += [f"run.dir={tmp_path}", "training.num_step=5"]
     result = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
-    assert result.returncode == (2 if num_ranks == 1 else 1)  # torchrun's own status is 1
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "training.num_step = 5: unknown key" in errors[0]
-    assert num_ranks > 1 or result.stderr == errors[0] + "\n"
+    assert result.returncode == 1  # torchrun's own
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert "training.num_step = 5: unknown key" in line
     assert not list(tmp_path.iterdir())
-
-
-def test_a_rank_without_a_validation_question_is_refused(rotary_model_folder, data, tmp_path):
-    settings = [*SIZES, *data, "validation.num_examples=1"]
-    status, output = train_forked(tmp_path, rotary_model_folder, *settings, num_ranks=2)
-    assert status == 1
-    assert output.count("error: validation.num_examples = 1: must be at least 2") == 1
-    assert not (tmp_path / "x").exists()
