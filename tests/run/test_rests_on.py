@@ -6,6 +6,7 @@ from datetime import date
 from pathlib import Path
 
 import pytest
+import torch
 from harness import (
     NUMBERS,
     alone,
@@ -16,6 +17,7 @@ from harness import (
     train_forked,
     write_questions,
 )
+from transformers import AutoModelForCausalLM
 
 from engine.config import Config, ConfigError
 from engine.data import FitsContext, QuestionStream
