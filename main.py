@@ -17,11 +17,10 @@ One step of the algorithm (`run_training` is the loop):
     6. where it is due an evaluation; the best model is kept
 
 There is no critic and, with one update per batch, no ratio and no clipping. Whatever decides a
-token, the end of a completion, a log-probability, an advantage or a gradient of a default run
-stands in this file, a function below the one that calls it. engine/ has what surrounds that: how
-questions, models and checkpoints are loaded and saved, a cache with room, what is measured; and
-what a default run does not take: CUDA graphs, the head in blocks, shards, other losses. The default
-task is countdown.py; config.yaml explains all keys.
+token, an end, a log-probability, an advantage or a gradient of a default run stands in this file, a
+function below the one that calls it. engine/ has what surrounds that (loading, saving, measuring, a
+cache with room) and what a default run does not take: CUDA graphs, shards, other losses. The
+default task is countdown.py; config.yaml explains all keys.
 
 Shapes: N questions, G completions each, B rows, P longest prompt, T completion tokens, S longest
 prompt with its completion, V vocabulary. Masks are bool, True = keep.
@@ -82,7 +81,6 @@ from logger import Logger
 def main() -> None:
     """Do what the command line asks for; a user's mistake costs one line and exit status 2."""
     with mistakes_cost_one_line():
-        # The model, the questions and, if the run was interrupted, where it was: engine/load.py.
         run = load_run(load_config(sys.argv[1:]), wrap_policy, DecodeBatch)
     with crashes_name_the_fix(run.folder):
         is_training = run.config.mode == "train"
@@ -103,7 +101,7 @@ def wrap_policy(policy: Policy, config: Config, world: World, *, in_blocks: bool
         policy.reference = make_reference(scorer, policy.sampler.dtype, lora=config.model.lora)
     if config.model.shard:  # each rank has a part of the model (and of the reference)
         scorer = shard_scorer(scorer, world, keeps_root=True)
-        if policy.reference is not None:
+        if config.training.kl_coef > 0:
             policy.reference = shard_scorer(policy.reference, world, keeps_root=False)
     elif world.size > 1:
         # Each rank has the whole model; DDP averages their gradients in the backward pass.
@@ -157,13 +155,12 @@ def run_training(run: Run) -> int:
                 metrics, sums, num_updates = update_policy(
                     policy, run.optimizer, batches, training, world, logger
                 )
-                num_planned = training.num_iterations if batches else 0  # if all is finite
             with clock("rollouts_log"):  # a few groups for tools/report.py
                 rollouts = rollouts_of(run, groups, questions, batches)
         metrics |= reduce_means(sums | rollout_sums(groups, run.task.REWARD_PARTS), world)
         metrics |= {"train/lr": learning_rate} | policy.loss_scale.read() | clock.read()
         metrics |= performance(metrics, questions_per_step * training.group_size, world.device)
-        is_skipped = is_broken or num_updates < num_planned
+        is_skipped = is_broken or (batches != [] and num_updates < training.num_iterations)
         run.advance(metrics, end, is_skipped=is_skipped, has_moved=num_updates > 0)
         log_step(run, metrics, groups, questions, rollouts)
     is_finished = run.is_over and state.evaluated_at == state.step
@@ -228,10 +225,7 @@ def decode_grouped(
     on_progress: Callable[[int], None],
     capture: bool = False,
 ) -> list[Completion]:
-    """Sample a group of completions of each prompt: N * G of them, question by question.
-
-    `on_progress` is told how many more completions have ended.
-    """
+    """Sample a group of completions of each prompt: N * G of them, question by question."""
     uniforms = draw_uniforms(seeds, params)
     batch = DecodeBatch(model, prompts, uniforms, params)
     step = CapturedSteps(batch) if capture else batch.step
@@ -483,7 +477,7 @@ def k_best_mask(rewards: Tensor, *, k: int) -> Tensor:
     return torch.zeros_like(rewards, dtype=torch.bool).scatter(1, order[:, :k], True)
 
 
-# Micro-batches
+# The update
 
 
 def make_micro_batches(
@@ -518,9 +512,8 @@ def make_micro_batches(
 def pack(trajectories: list[Trajectory], max_tokens: int) -> Iterator[list[Trajectory]]:
     """Batches by length: rows * longest (prompt + completion) <= max_tokens, or a single row."""
     batch: list[Trajectory] = []
-    for t in sorted(trajectories, key=lambda t: len(t.prompt_ids) + len(t.completion.token_ids)):
-        longest = len(t.prompt_ids) + len(t.completion.token_ids)
-        if batch and (len(batch) + 1) * longest > max_tokens:
+    for t in sorted(trajectories, key=lambda t: t.num_tokens):
+        if batch and (len(batch) + 1) * t.num_tokens > max_tokens:
             yield batch
             batch = []
         batch.append(t)
@@ -537,14 +530,14 @@ def make_micro_batch(
 ) -> MicroBatch:
     """Tensors on this rank's device; the counts are those of the whole batch over all ranks."""
     device = world.device
-    token_ids, is_read, log_probs = [], [], []
+    token_ids, is_sampled, log_probs = [], [], []
     for t in trajectories:
         completion, prompt = t.completion, (len(t.prompt_ids), 0)  # columns before it, and behind
         token_ids.append(t.prompt_ids + completion.token_ids)
         # End tokens are trained. What a tool has written is only read, as the prompt is.
-        is_read.append(np.pad(completion.is_inserted, prompt, constant_values=True))
+        is_sampled.append(np.pad(~completion.is_inserted, prompt))
         log_probs.append(np.pad(completion.log_probs, prompt))
-    completion_mask = ~right_pad(is_read, True).to(device)  # (B, S)
+    completion_mask = right_pad(is_sampled, False).to(device)  # (B, S)
     weights = token_weights(
         completion_mask,
         normalization=training.loss_normalization,
@@ -585,9 +578,6 @@ def token_weights(
     if normalization == "sequence":
         return mask / (num_rows * mask.sum(dim=1, keepdim=True).clamp(min=1))
     return mask / num_rows
-
-
-# The update
 
 
 def update_policy(
@@ -709,10 +699,9 @@ def evaluate(run: Run) -> None:
         metrics = evaluation_metrics(groups, config.validation, world)
     metrics |= clock.read()
     log_evaluation(run, metrics, groups)
-    # state.last becomes best_metric, which validation.best_by names: by default eval/pass@1.
+    # state.last becomes what validation.best_by names, by default eval/pass@1.
     state.note_evaluation(metrics, best_metric=config.validation.best_metric)
-    # Where logits were not finite the metrics mean nothing: such a model is not kept.
-    is_broken = count_broken(groups, world, logger.warning) > 0
+    is_broken = count_broken(groups, world, logger.warning) > 0  # then metrics mean nothing
     is_best = not is_broken and (state.best is None or state.last > state.best)
     if is_best and save_best(run, metrics):  # writes best/; False if it could not
         state.best, state.best_step = state.last, state.step

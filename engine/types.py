@@ -77,6 +77,11 @@ class Trajectory:
     in_batch: bool = True  # counts in the loss's denominator; sil leaves out all but the k best
 
     @property
+    def num_tokens(self) -> int:
+        """Of prompt and completion together."""
+        return len(self.prompt_ids) + len(self.completion.token_ids)
+
+    @property
     def is_solved(self) -> bool:
         return self.reward_parts["answer"] == 1.0 and not self.completion.is_broken
 
