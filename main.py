@@ -696,7 +696,7 @@ def evaluate(run: Run) -> None:
     clock = Clock()
     with clock("eval"):
         groups = sample_validation(run)
-        metrics = evaluation_metrics(groups, config.validation, world)
+        metrics = evaluation_metrics(groups, run.task, config.validation, world)
     metrics |= clock.read()
     log_evaluation(run, metrics, groups)
     # state.last becomes what validation.best_by names, by default eval/pass@1.

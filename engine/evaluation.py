@@ -20,7 +20,7 @@ from engine.types import Trajectory
 
 
 def evaluation_metrics(
-    groups: list[list[Trajectory]], validation: ValidationSettings, world: World
+    groups: list[list[Trajectory]], task: ModuleType, validation: ValidationSettings, world: World
 ) -> dict[str, float]:
     """pass@k, lengths and shares over all questions, from this rank's groups."""
     num_questions = int(world.sum([len(groups)]))
@@ -33,7 +33,7 @@ def evaluation_metrics(
         "eval/completion_tokens": (num_tokens, len(answers)),
         "eval/truncated_frac": (sum(t.completion.truncated for t in answers), len(answers)),
     }
-    if answers[0].completion.conversation is not None:
+    if hasattr(task, "Environment"):
         sums["eval/turns"] = (sum(t.completion.num_turns for t in answers), len(answers))
     return solve_rates(solved, validation.pass_k) | reduce_means(sums, world)
 
@@ -51,7 +51,7 @@ def run_evaluation(run: Run, sample_validation: Callable[..., list[list[Trajecto
         groups = sample_validation(run)
         is_greedy = config.validation.temperature == 0
         greedy = groups if is_greedy else sample_validation(run, is_greedy=True)
-    metrics = evaluation_metrics(groups, config.validation, world)
+    metrics = evaluation_metrics(groups, run.task, config.validation, world)
     metrics |= single_answer_metrics(run.task, config.task, questions, groups, greedy, world)
     metrics, samples = metrics | clock.read(), validation_samples(run, groups)
     title = f"evaluation of {config.model.name} on {config.task.name}"

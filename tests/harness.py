@@ -44,6 +44,7 @@ from engine.config_file import load_config
 from engine.data import load_examples
 from engine.distributed import World
 from engine.load import load_policy, scores_in_blocks
+from engine.log import validation_samples
 from engine.model import Log, Policy
 from engine.optimizer import make_optimizer
 from engine.run import Run
@@ -233,6 +234,13 @@ def load_trained(config: Config, world: World, log: Log = lambda line: None) -> 
 
 def load_run(config: Config) -> Run:
     return engine.load.load_run(config, main.wrap_policy, main.DecodeBatch)
+
+
+def measure(run: Run) -> tuple[dict[str, float], list[dict]]:
+    """The metrics and the samples of an evaluation."""
+    groups = main.sample_validation(run)
+    metrics = main.evaluation_metrics(groups, run.task, run.config.validation, run.world)
+    return metrics, validation_samples(run, groups)
 
 
 def make_run(

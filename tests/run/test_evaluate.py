@@ -14,7 +14,6 @@ from harness import (
     load_run,
     make_config,
     make_policy,
-    make_run,
     read_jsonl,
     read_rows,
     run_on_ranks,
@@ -23,10 +22,11 @@ from harness import (
 )
 
 import countdown
+import engine.load
 import main
 from engine.config_file import load_config
 from engine.distributed import World
-from engine.evaluation import single_answer_metrics
+from engine.evaluation import run_evaluation, single_answer_metrics
 from engine.prompts import encode_prompts
 from engine.run import Run
 from engine.start import run_folder
@@ -152,7 +152,7 @@ def test_a_reward_function_may_change_its_question(tmp_path, monkeypatch):
 
     monkeypatch.setattr(countdown, "reward_function", spoil)
     run = load_evaluation(tmp_path)
-    assert main.run_evaluation(run) == 0
+    assert run_evaluation(run, main.sample_validation) == 0
     assert run.validation_questions == expected and all(row["nums"] for row in expected)
 
 
@@ -170,13 +170,14 @@ def fail(*args, **options):
 def test_nothing_that_only_training_needs_is_loaded_or_made(tmp_path, monkeypatch, capsys):
     only_training = "make_optimizer check_room resume settle_ddp_buckets open_files"
     for name in only_training.split():
-        monkeypatch.setattr(main, name, fail)
+        monkeypatch.setattr(engine.load, name, fail)
+    monkeypatch.setattr(main, "wrap_policy", fail)
     nowhere, file = tmp_path / "nowhere.jsonl", tmp_path / "questions.jsonl"
     file.write_text('{"nums": [3, 4], "target": 7}\n')
     data = [f"task.train={nowhere}", f"task.eval={file}"]
     run = load_evaluation(tmp_path / "runs", *data, "sampling.top_k=5")
     assert run.validation_questions == [{"nums": [3, 4], "target": 7}]
-    assert main.run_evaluation(run) == 0
+    assert run_evaluation(run, main.sample_validation) == 0
     assert run.policy.scorer is None
     assert all(parameter.grad is None for parameter in run.policy.model.parameters())
     assert "gradient" not in capsys.readouterr().out
@@ -219,7 +220,7 @@ def test_the_greedy_figure_is_that_of_the_likeliest_tokens(tmp_path, monkeypatch
 
     monkeypatch.setattr(countdown, "reward_function", is_wanted)
     for _ in range(2):
-        main.run_evaluation(run)
+        run_evaluation(run, main.sample_validation)
         (folder,) = run.folder.iterdir()
         assert figures(folder)["eval/greedy"] == 5 / 9
         run.folder = tmp_path / "again"
@@ -256,13 +257,13 @@ GREEDY = [
     [answered("lenient: 3", solved=False)],  # the answer to another question
 ]
 QUESTIONS = [{"target": target} for target in range(5)]
+TASK = make_config().task
 
 
 def by_hand(world: World) -> dict[str, float]:
     share = slice(world.rank, None, world.size)
-    config = make_config("mode=evaluate")
-    run = make_run(None, config, world=world, optimizer=object(), questions=QUESTIONS)
-    return single_answer_metrics(run, GROUPS[share], GREEDY[share])
+    groups, greedy = GROUPS[share], GREEDY[share]
+    return single_answer_metrics(countdown, TASK, QUESTIONS, groups, greedy, world)
 
 
 def test_votes_and_greedy_answers_by_hand(tmp_path):

@@ -23,7 +23,6 @@ from harness import (
     load_run,
     make_config,
     make_policy,
-    make_run,
     read_jsonl,
     read_rows,
     run_on_ranks,
@@ -51,12 +50,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+import countdown
 import main
 from engine.distributed import World
+from engine.evaluation import run_evaluation
 from engine.lora import keep_4bit_layout, quantization_config
 from engine.metrics import Clock
 from engine.model import Policy
 from engine.optimizer import make_optimizer
+from logger import Logger
 
 LORA = "model.lora={r: 4, alpha: 8}"
 IN_4BIT = "model.load_in_4bit=true"
@@ -100,12 +102,14 @@ def gradient(policy: Policy, groups, config, world: World | None = None) -> np.n
 def sample(policy: Policy, config, *, num_samples: int = 4) -> list[main.Trajectory]:
     examples = [{"nums": [n], "target": n} for n in (3, 17)]
     groups = main.sample_trajectories(
-        make_run(policy, config),
+        policy,
+        countdown,
+        config,
         examples,
         [(0, seed(), 0), (0, seed(), 1)],
-        num_samples=num_samples,
-        params=replace(policy.params, temperature=config.sampling.temperature),
-        clock=Clock(),
+        replace(policy.params, temperature=config.sampling.temperature, group_size=num_samples),
+        Clock(),
+        Logger(rank=1),
     )
     return [trajectory for group in groups for trajectory in group]
 
@@ -184,14 +188,13 @@ def test_the_adapter_starts_from_the_seed_and_changes_nothing(rotary_model_folde
 def test_the_gradient_is_that_of_all_rows_for_any_micro_batch_size(model_folder, kind):
     is_exact = kind == KINDS["fp32"]
     policy = make_moved_policy(model_folder, *kind, KL, is_exact=is_exact)
-    assert policy.scorer.in_blocks
     config = config_of(*GRPO, *kind, KL)
     groups = make_groups(config, EASY, EQUAL, HARD)
     start = make_policy(model_folder, "mode=evaluate", *kind[1:], is_exact=is_exact).model
     ref = [row_log_probs(start, t).detach() for group in groups for t in group]
     reference_loss(policy.model, groups, config, ref=ref).backward()
     expected = torch.cat([p.grad.flatten() for p in trained(policy.model)]).numpy()
-    for limit, chunked in ((ALL_TOGETHER, True), (ONE_BY_ONE, True), (ALL_TOGETHER, False)):
+    for limit, chunked in ((ALL_TOGETHER, False), (ONE_BY_ONE, False), (ALL_TOGETHER, True)):
         config = config_of(*GRPO, *kind, KL, f"training.micro_batch_tokens={limit}")
         policy.scorer.in_blocks = chunked
         sample(policy, config)  # leaves nothing behind that a gradient would notice
@@ -252,7 +255,7 @@ def test_the_reference_is_the_model_that_the_run_started_from(model_folder, kind
     ids = torch.arange(2, 12)[None]
     batch, how = (ids, torch.ones_like(ids).bool()), {"temperature": 1.0}
     on, ref = policy.scorer(*batch, **how), policy.reference(*batch, **how)
-    scorer = main.CompletionScorer(start, torch.float32, in_blocks=True)
+    scorer = main.CompletionScorer(start, torch.float32, in_blocks=False)
     assert torch.equal(ref, scorer(*batch, **how))
     assert (on - ref).abs().max() > 0.01
     assert torch.equal(policy.scorer(*batch, **how), on)
@@ -477,7 +480,7 @@ def test_an_adapter_is_evaluated_on_its_base(finished, tmp_path, monkeypatch):
     overrides = [f"--config={folder / 'config.yaml'}", "mode=evaluate"]
     overrides += [f"model.name={folder / 'best'}", f"run.dir={tmp_path}"]
     run = load_run(make_config(*overrides))
-    assert main.run_evaluation(run) == 0
+    assert run_evaluation(run, main.sample_validation) == 0
     (written,) = (tmp_path / "x").glob("eval-*")
     measured = json.loads((written / "metrics.json").read_text())
     assert measured.items() >= figures.items()

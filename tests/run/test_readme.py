@@ -93,10 +93,12 @@ def test_the_example_by_numbers_is_what_main_computes():
     log_probs = torch.full(mask.shape, -0.5, requires_grad=True)
     batch = MicroBatch([], torch.zeros_like(mask), mask, advantages, weights, log_probs.detach())
     policy = SimpleNamespace(
-        scorer=Mock(return_value=log_probs), params=SimpleNamespace(temperature=1.0)
+        scorer=Mock(return_value=log_probs),
+        reference=None,
+        params=SimpleNamespace(temperature=1.0),
+        loss_scale=LossScale(enabled=False),
     )
-    scale = LossScale(enabled=False)
-    accumulate_gradient(SimpleNamespace(config=config, policy=policy, loss_scale=scale), batch, {})
+    accumulate_gradient(policy, batch, config.training, {})
     assert f"The mean of the group is {sum(rewards) / 4:.3f}," in " ".join(README)
     assert weights[mask].tolist() == pytest.approx([1 / 1280] * sum(lengths))
     rows = [line for line in README if re.match(r"\| [A-D]: ", line)]

@@ -16,6 +16,7 @@ from harness import (
     grade_by_text,
     load_run,
     load_trained,
+    read_rows,
     real_file,
     sample,
     save_random,
@@ -28,6 +29,7 @@ from transformers import AutoModelForCausalLM, NanoChatConfig, NanoChatForCausal
 import main
 from engine.config import Config
 from engine.config_file import load_config
+from engine.evaluation import run_evaluation
 from engine.optimizer import make_optimizer
 from engine.prompts import completion_text, encode_prompts
 from tasks import gsm8k
@@ -129,7 +131,8 @@ def run_recipe(recipe: Path, model: Path, rows: list[dict], folder: Path) -> Pat
     assert before and not any(torch.equal(p, before[name]) for name, p in trained.items())
     run.world.leave()  # with model.shard a rank alone has a process group too
     best = [f"model.name={run.folder / 'best'}", "mode=evaluate"]
-    assert main.run_evaluation(load_run(load(recipe, *small, *best))) == 0
+    run = load_run(load(recipe, *small, *best))
+    assert run_evaluation(run, main.sample_validation) == 0
     return run.folder
 
 
@@ -138,7 +141,7 @@ def test_a_recipe_trains_saves_and_evaluates(recipe, folders, tmp_path):
     """The rewards differ by construction, so every weight that is trained moves."""
     config = load(recipe)
     folder = run_recipe(recipe, folders[recipe], rows_for(config.task.name), tmp_path)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(folder)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(math.isfinite(row["train/reward"]) for row in rows[1:])
     assert all(row["train/grad_norm"] > 0 for row in rows[1:])

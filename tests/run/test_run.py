@@ -24,6 +24,7 @@ from harness import (
     make_config,
     make_policy,
     make_run,
+    measure,
     read_jsonl,
     read_rows,
     run_on_ranks,
@@ -36,6 +37,7 @@ import engine.errors
 import main
 from engine.config_file import load_config
 from engine.distributed import World
+from engine.evaluation import run_evaluation
 from engine.run import Run
 from engine.types import SamplingParams
 
@@ -130,8 +132,7 @@ def test_the_best_model_loads_and_scores_what_the_log_says(
     grade_by_text(monkeypatch)
     in_fp64(monkeypatch)
     run = load_run(tmp_path, on_two_ranks / "best", *data, "mode=evaluate")
-    metrics, samples, _ = main.evaluate(run)
-    del metrics["time/eval_s"]
+    metrics, samples = measure(run)
     assert metrics.items() <= best.items() and len(metrics) == 8
     mine = samples[::2]
     assert mine == logged[best["step"]][: len(mine)]
@@ -141,13 +142,13 @@ def test_the_best_model_is_chosen_by_the_metric_that_the_config_names(
     tmp_path, rotary_model_folder, data, capsys, monkeypatch
 ):
     """best_of_4 rises at step 1 and falls at step 2, while pass@1 does the opposite."""
-    evaluate, rates = main.evaluate, {"eval/pass@1": [0.5, 0.3, 0.4], BEST_OF_4: [0.6, 0.9, 0.7]}
+    rates = {"eval/pass@1": iter([0.5, 0.3, 0.4]), BEST_OF_4: iter([0.6, 0.9, 0.7])}
+    measured = main.evaluation_metrics
 
-    def with_rates(run: Run):
-        metrics, *others = evaluate(run)
-        return metrics | {name: rate[run.state.step] for name, rate in rates.items()}, *others
+    def with_rates(*arguments) -> dict[str, float]:
+        return measured(*arguments) | {name: next(rate) for name, rate in rates.items()}
 
-    monkeypatch.setattr(main, "evaluate", with_rates)
+    monkeypatch.setattr(main, "evaluation_metrics", with_rates)
     grade_by_text(monkeypatch)
     best_by = "validation.best_by=best_of_n"
     assert main.run_training(load_run(tmp_path, rotary_model_folder, *data, best_by)) == 0
@@ -164,7 +165,7 @@ def test_epochs_set_the_number_of_steps_and_the_start_says_how_large_they_are(
     given = [line for line in SIZES if "num_steps" not in line]
     settings = [*given, *data, "training.num_epochs=2", "training.num_samples_per_step=4"]
     config = load_config(arguments(tmp_path, rotary_model_folder, *settings))
-    run = load_run(config)
+    run = harness.load_run(config)
     num_steps = 2 * len(run.train_questions.questions) // 4
     assert run.config.training.num_steps == num_steps > 20
     size = f"{num_steps} steps of 32 rows: 4 questions on each rank, 8 samples of each\n"
@@ -218,8 +219,8 @@ def test_a_step_whose_second_update_fails_is_saved(
     grade_by_text(monkeypatch)
     update_policy, saved = main.update_policy, tmp_path / "x/checkpoints/step-000002"
 
-    def fail(run: Run, micro_batches: list) -> tuple:
-        metrics, sums, num_updates = update_policy(run, micro_batches)
+    def fail(*arguments) -> tuple:
+        metrics, sums, num_updates = update_policy(*arguments)
         return metrics, sums, num_updates - (run.state.step == 1)
 
     monkeypatch.setattr(main, "update_policy", fail)
@@ -234,15 +235,16 @@ def test_validation_has_its_own_length_and_a_greedy_one_samples_once(
     sampled = []
     sample_trajectories = main.sample_trajectories
 
-    def seen(*arguments, params: SamplingParams, **settings):
+    def seen(*arguments):
+        (params,) = (argument for argument in arguments if isinstance(argument, SamplingParams))
         sampled.append((params.temperature, params.max_new_tokens))
-        return sample_trajectories(*arguments, params=params, **settings)
+        return sample_trajectories(*arguments)
 
     monkeypatch.setattr(main, "sample_trajectories", seen)
     greedy = ["validation.temperature=0", "validation.best_of_n=1", "validation.pass_k=[1]"]
     settings = [*data, "mode=evaluate", "validation.max_new_gen_tokens=40", *greedy]
     run = load_run(tmp_path, rotary_model_folder, *settings)
-    assert main.run_evaluation(run) == 0
+    assert run_evaluation(run, main.sample_validation) == 0
     assert sampled == [(0, 40)]
     (file,) = (tmp_path / "x").glob("eval-*/metrics.json")
     metrics = json.loads(file.read_text())
@@ -254,13 +256,13 @@ class RolloutSeen(Exception):
     """Its arguments are the questions and the seeds of a rollout."""
 
 
-def see_rollout(run: Run, examples: list[dict], seeds: list, **settings) -> None:
+def see_rollout(policy, task, config, examples: list[dict], seeds: list, *others) -> None:
     raise RolloutSeen(examples, seeds)
 
 
 def questions_of_step(run: Run) -> tuple[list[dict], list]:
     """The questions and the seeds that `run_training` gives this rank in its first step."""
-    run.state.last = 0.0  # the evaluation before training is done
+    run.state.evaluated_at = 0  # the evaluation before training is done
     with pytest.raises(RolloutSeen) as seen:
         main.run_training(run)
     return seen.value.args
@@ -302,8 +304,8 @@ def test_sil_runs_and_of_equal_models_the_earliest_is_the_best(rotary_model_fold
 def evaluate_a_single_question(world: World, model: Path) -> dict[str, float]:
     policy = make_policy(model, "mode=evaluate", *SIZES, world=world)
     alike = {"world": world, "optimizer": object(), "questions": [{"nums": [3], "target": 3}]}
-    metrics, *_ = main.evaluate(make_run(policy, make_config(*SIZES), **alike))
-    return {name: value for name, value in metrics.items() if name.startswith("eval/")}
+    metrics, _ = measure(make_run(policy, make_config(*SIZES), **alike))
+    return metrics
 
 
 def test_a_rank_without_a_question_waits_for_the_others(rotary_model_folder, tmp_path):
