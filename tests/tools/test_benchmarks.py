@@ -124,6 +124,16 @@ def test_a_check_that_raises_costs_its_own_rows_alone(python, tmp_path):
     assert rows[0]["name"] == "fail: ValueError: no memory"
 
 
+def test_a_tree_equals_itself_but_not_one_with_another_constant(python):
+    """The limit of the KL penalty matters where there is one, and there alone."""
+    changed = ["--set-b", "KL_LOG_RATIO_LIMIT=0.001", "--only", "default", "gspo-kl"]
+    command = [python, "benchmarks/equality.py", ROOT, ROOT, *changed]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 1, result.stderr
+    assert "| default | equal |" in result.stdout
+    assert "| gspo-kl | weights: at most " in result.stdout
+
+
 def test_a_step_of_the_published_setting_is_timed(python):
     assert "3B step" in run_quickly(python, "step_3b.py")
 
