@@ -1,0 +1,212 @@
+"""Plant known bugs in a copy of the tree, one at a time, and see that a quick test fails at each.
+
+    OMP_NUM_THREADS=1 python benchmarks/planted.py
+    OMP_NUM_THREADS=1 python benchmarks/planted.py --only top-p
+
+A bug is a regular expression and what takes the place of its match. It is looked for in all Python
+files outside tests/ and benchmarks/, and its tests are looked for by name, so that files may move.
+The expression must match exactly once. Where the code is rewritten it no longer does, and that is
+reported like a bug that no test catches: the expression must then be written anew. First the tests
+are run on the tree as it is, since one that fails there shows nothing.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT_S = 120  # of a test that a bug makes hang
+
+
+class Bug(NamedTuple):
+    name: str
+    expression: str
+    replacement: str
+    test: str  # its name, with the file's where two files have a test of this name
+
+
+BUGS = [
+    Bug(
+        "the mask one column late",
+        r"completion_mask = (~?)right_pad\((\w+), (True|False)\)",
+        r"completion_mask = \1torch.nn.functional.pad(right_pad(\2, \3), (1, -1), value=\3)",
+        "test_the_gradient_does_not_depend_on_the_micro_batch_size",
+    ),
+    Bug(
+        "no_sync on the last micro-batch too",
+        r" and micro_batch is not micro_batches\[-1\]",
+        r"",
+        "test_update::test_the_gradient_does_not_depend_on_the_number_of_ranks",
+    ),
+    Bug(
+        "denominators per rank",
+        r"= world\.sum\(counts\)\.tolist\(\)",
+        r"= *counts[:2], world.sum(counts).tolist()[2]",
+        "test_update::test_the_gradient_does_not_depend_on_the_number_of_ranks",
+    ),
+    Bug(
+        "the scorer at temperature 1 where sampling has 0.7",
+        r"policy\.params\.temperature\b",
+        r"1.0",
+        "test_the_gradient_is_that_of_the_distribution_that_was_sampled",
+    ),
+    Bug(
+        "the checkpoint written before the log",
+        r"( +logger\.log_samples\(state\.step, (?:.*\n)+?)( +state\.unrecorded = None\n +is_due = "
+        r".*\n)    return (save_checkpoint\(run\) if is_due else True)\n",
+        r"\2    is_saved = \3\n\1    return is_saved\n",
+        "test_a_run_that_dies_as_it_writes_its_log_has_no_checkpoint_of_that_step",
+    ),
+    Bug(
+        "the stream's position left out of the checkpoint",
+        r'"state": asdict\(run\.state\)',
+        r'"state": asdict(run.state) | {"position": 0}',
+        "test_an_exception_leaves_the_last_checkpoint_and_the_run_goes_on_bit_for_bit",
+    ),
+    Bug(
+        "top-p applied before the temperature",
+        r"keep_likeliest\(probs, params\.top_p, params\.top_k\)",
+        r"probs * (keep_likeliest((logits * params.temperature).softmax(dim=-1), params.top_p, "
+        r"params.top_k) > 0)",
+        "test_truncated_sampling_draws_from_what_transformers_keeps",
+    ),
+    Bug(
+        "an end token not trained",
+        r"np\.pad\(completion\.is_inserted, ",
+        r"np.pad(np.r_[completion.is_inserted[:-1], not completion.truncated], ",
+        "test_the_end_token_is_trained",
+    ),
+    Bug(
+        "a zero-advantage row left out of the denominator",
+        r"counts = \[len\(batch\), sum\((.*?) for t in batch\)",
+        r"counts = [len(trained), sum(\1 for t in trained)",
+        "test_left_out_rows_still_count_in_the_denominators",
+    ),
+    Bug(
+        "the evaluation's seeds those of training",
+        r"TRAINING, VALIDATION = 0, 1",
+        r"TRAINING, VALIDATION = 0, 0",
+        "test_training_and_validation_never_draw_the_same_random_numbers",
+    ),
+    Bug(
+        "world.size left out of the weights",
+        r"token_weights=weights \* world\.size",
+        r"token_weights=weights",
+        "test_update::test_the_gradient_does_not_depend_on_the_number_of_ranks",
+    ),
+    Bug(
+        "sil's ties to the higher index",
+        r"order = rewards\.argsort\(dim=1, descending=True, stable=True\)",
+        r"order = rewards.shape[1] - 1 - "
+        r"rewards.flip(1).argsort(dim=1, descending=True, stable=True)",
+        "test_the_k_best_are_marked_and_ties_go_to_the_lower_index",
+    ),
+    Bug(
+        "best/ replaced by an equal score",
+        r"state\.last > state\.best\b",
+        r"state.last >= state.best",
+        "test_sil_runs_and_of_equal_models_the_earliest_is_the_best",
+    ),
+    Bug(
+        "the k-th of pass@k off by one",
+        r"math\.comb\(n - c, k\) / math\.comb\(n, k\)",
+        r"math.comb(n - c, k - 1) / math.comb(n, k - 1)",
+        "test_pass_at_k_is_the_share_of_all_subsets_with_a_right_sample",
+    ),
+    Bug(
+        "a reply of a tool trained",
+        r"np\.pad\(completion\.is_inserted, ",
+        r"np.pad(np.zeros_like(completion.is_inserted), ",
+        "test_the_gradient_is_that_of_the_sampled_tokens_alone",
+    ),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", help="bugs with this text in their name")
+    parser.add_argument("--tree", type=Path, default=ROOT)
+    options = parser.parse_args()
+    bugs = [bug for bug in BUGS if options.only in bug.name]
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copy_tree(options.tree, Path(folder, "tree"))
+        names = sorted({bug.test for bug in bugs})
+        failed, seconds, output = run_tests(tree, names)
+        if failed != "":
+            sys.exit(f"{output}\nwithout any bug: {failed or 'not all tests ran'}")
+        print(f"Without a bug all {len(names)} tests pass ({seconds:.0f} s).\n")
+        print("| bug | test that failed | seconds |\n|---|---|---|")
+        num_caught = sum(plant(bug, tree) for bug in bugs)
+    print(f"\n{num_caught} of {len(bugs)} bugs are caught.")
+    sys.exit(num_caught < len(bugs))
+
+
+def plant(bug: Bug, tree: Path) -> bool:
+    """Run the bug's tests with it in the tree, then mend that; whether one of them failed."""
+    found, seconds = find(bug.expression, tree), 0.0
+    if len(found) == 1:
+        text = found[0].read_text()
+        found[0].write_text(re.sub(bug.expression, bug.replacement, text))
+        failed, seconds, output = run_tests(tree, [bug.test])
+        found[0].write_text(text)
+        result = failed or ("NOT CAUGHT" if failed == "" else f"NO TEST RAN: {output[-500:]}")
+    else:
+        failed, result = None, f"NOT PLANTED: the expression matches {len(found)} times, not once"
+    print(f"| {bug.name} | {result} | {seconds:.0f} |", flush=True)
+    return bool(failed)
+
+
+def find(expression: str, tree: Path) -> list[Path]:
+    """The program's files in which the expression matches, each as often as it does."""
+    files = [path for path in sorted(tree.rglob("*.py")) if not is_apart(path.relative_to(tree))]
+    return [path for path in files for _ in re.finditer(expression, path.read_text())]
+
+
+def is_apart(path: Path) -> bool:
+    return path.parts[0] in ("tests", "benchmarks")
+
+
+def run_tests(tree: Path, names: list[str]) -> tuple[str | None, float, str]:
+    """The first of the tests that fails, "" if all pass, None if they did not run; the seconds."""
+    start, ids = time.perf_counter(), []
+    for name in names:
+        stem, _, function = name.rpartition("::")
+        files = tree.glob(f"tests/**/{stem or '*'}.py")
+        files = [path for path in files if f"def {function}(" in path.read_text()]
+        assert len(files) == 1, f"{name} is in {len(files)} files of tests/: name one"
+        ids.append(f"{files[0].relative_to(tree)}::{function}")
+    # Without bytecode: a file that is changed twice in a second would be taken for the old one.
+    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    how = ["-x", "-n", "0", "-p", "no:cacheprovider", "-rf", f"--timeout={TIMEOUT_S}"]
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", *how, *ids],
+        cwd=tree,
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+    )
+    failed = re.search(r"^FAILED \S+?::(.+?)(?: - .*)?$", result.stdout, re.MULTILINE)
+    name = failed[1] if failed and result.returncode == 1 else {0: ""}.get(result.returncode)
+    return name, time.perf_counter() - start, result.stdout + result.stderr
+
+
+def copy_tree(tree: Path, copy: Path) -> Path:
+    """A copy of what git tracks or would track of a tree, as it is on the disk; returns `copy`."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (tree / name).is_file():  # it may be deleted, and that not yet committed
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(tree / name, copy / name)
+    return copy
+
+
+if __name__ == "__main__":
+    main()
