@@ -52,6 +52,7 @@ from engine.config_file import load_config
 from engine.distributed import World, agree_on_start, read_environment
 from engine.errors import crashes_name_the_fix, mistakes_cost_one_line
 from engine.run import Run
+from logger import Logger
 
 FOUR, SEVEN, LONG = (f"training.num_steps={steps}" for steps in (4, 7, 100000))
 TERM, INT = signal.SIGTERM, signal.SIGINT
@@ -343,6 +344,27 @@ def test_an_exception_leaves_the_last_checkpoint_and_the_run_goes_on_bit_for_bit
     again = load_run(tmp_path, model, *overrides)
     assert again.state.step == 2
     assert main.run_training(again) == 0
+    assert_same(one_rank, tmp_path)
+
+
+def test_a_run_that_dies_as_it_writes_its_log_has_no_checkpoint_of_that_step(
+    tmp_path, model, settings, one_rank, monkeypatch
+):
+    """The log is written before the checkpoint: whatever is saved has its row."""
+    grade_by_text(monkeypatch)
+    log_metrics = Logger.log_metrics
+
+    def fail_at_2(logger: Logger, step: int, metrics: dict) -> None:
+        if step == 2:
+            raise_error("it dies here")
+        log_metrics(logger, step, metrics)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Logger, "log_metrics", fail_at_2)
+        with pytest.raises(RuntimeError, match="it dies here"):
+            main.run_training(load_run(tmp_path, model, *settings, FOUR))
+    assert last_state(tmp_path)["step"] == 1
+    assert main.run_training(load_run(tmp_path, model, *settings, FOUR)) == 0
     assert_same(one_rank, tmp_path)
 
 
