@@ -289,6 +289,30 @@ def test_each_rank_takes_its_own_slice_of_the_same_questions(
     assert len(held_out) == 7 and trained and not held_out & trained
 
 
+def test_training_and_validation_never_draw_the_same_random_numbers(
+    tmp_path, rotary_model_folder, data, monkeypatch
+):
+    """Here only the first word of a seed keeps position 0 apart from validation question 2.
+
+    The run's seed is 2, so the position's seed ends in (2, 0) and the question's in 2: to numpy's
+    generators a 0 at the end makes no difference.
+    """
+    drawn, draw_uniforms = [], main.draw_uniforms
+
+    def seen(*arguments, **sizes):
+        uniforms = draw_uniforms(*arguments, **sizes)
+        drawn.extend(map(tuple, uniforms.tolist()))
+        return uniforms
+
+    settings = [*data, "training.num_steps=1", "training.seed=2"]
+    run = load_run(tmp_path, rotary_model_folder, *settings)
+    monkeypatch.setattr(main, "draw_uniforms", seen)
+    assert main.run_training(run) == 0
+    num_training, num_validation = 2 * 8, 7 * 4
+    assert len(drawn) == num_training + 2 * num_validation
+    assert len(set(drawn)) == num_training + num_validation
+
+
 def test_sil_runs_and_of_equal_models_the_earliest_is_the_best(rotary_model_folder, data, tmp_path):
     settings = ["training.learning_type=sil", "training.k_best_of_n=[2,8]", "training.num_steps=1"]
     rates = {"rates": [0.5, 0.5]}
