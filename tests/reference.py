@@ -138,7 +138,7 @@ def reference_loss(
         }[training.loss_normalization]
         if training.skip_truncated and t.completion.truncated:
             continue
-        log_probs = row_log_probs(model, t)
+        log_probs = row_log_probs(model, t, temperature=config.sampling.temperature)
         objective = t.advantage * log_probs
         if old is not None:
             log_ratio, eps = log_probs - old[i], training.clip_eps
@@ -155,10 +155,12 @@ def reference_loss(
     return loss
 
 
-def row_log_probs(model: torch.nn.Module, t: Trajectory) -> torch.Tensor:
+def row_log_probs(
+    model: torch.nn.Module, t: Trajectory, *, temperature: float = 1.0
+) -> torch.Tensor:
     """log pi(a_t | q, a_<t), (T,)."""
     ids = torch.tensor([t.prompt_ids + t.completion.token_ids])
-    log_probs = model(input_ids=ids).logits[0, :-1].log_softmax(dim=-1)
+    log_probs = (model(input_ids=ids).logits[0, :-1] / temperature).log_softmax(dim=-1)
     chosen = log_probs[torch.arange(ids.shape[1] - 1), ids[0, 1:]]
     return chosen[len(t.prompt_ids) - 1 :]
 

@@ -112,6 +112,18 @@ def test_the_gradient_does_not_depend_on_the_micro_batch_size(
         assert metrics["train/grad_norm"] == pytest.approx(np.linalg.norm(expected), rel=1e-5)
 
 
+def test_the_gradient_is_that_of_the_distribution_that_was_sampled(rotary_model_folder):
+    """At temperature 0.7 it is that of softmax(logits / 0.7)."""
+    policy = make_policy(rotary_model_folder, "sampling.temperature=0.7", is_exact=True)
+    config, at_1 = config_of(*GRPO, "sampling.temperature=0.7"), config_of(*GRPO)
+    groups = make_groups(config, EASY, HARD)
+    expected, loss = reference(policy.model, groups, config)
+    gradient, metrics = recorded(policy, groups, config)
+    assert distance(gradient, expected) <= ROUNDING
+    assert metrics["train/loss"] == pytest.approx(loss, rel=1e-6, abs=1e-6)
+    assert distance(reference(policy.model, groups, at_1)[0], expected) > 0.1
+
+
 def gradients_on_this_rank(world: World, folder: Path) -> dict:
     """(gradient, loss) of EASY on rank 0 and HARD on rank 1, for every kind of loss."""
     policy = make_policy(folder, world=world, is_exact=True)
