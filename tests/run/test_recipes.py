@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import os
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,7 @@ from harness import (
     load_trained,
     read_rows,
     real_file,
-    sample,
     save_random,
-    save_writer,
     seed,
     tokens_of,
 )
@@ -31,8 +28,6 @@ from engine.config import Config
 from engine.config_file import load_config
 from engine.evaluation import run_evaluation
 from engine.optimizer import make_optimizer
-from engine.prompts import completion_text, encode_prompts
-from tasks import gsm8k
 
 REAL_FILES = {"gsm8k": "gsm8k/test.jsonl", "math500": "math500/test.json"}
 ROWS = {
@@ -154,37 +149,14 @@ def test_a_recipe_trains_saves_and_evaluates(recipe, folders, tmp_path):
     assert {"eval/greedy", "eval/majority"} <= set(metrics)
 
 
-def test_nanochats_model_gets_its_tools_answer_and_ends_with_its_turn(
-    nanochat_config, nanochat_tokenizer, tmp_path
+def test_nanochats_turns_end_its_logits_are_capped_and_its_optimizer_is_its_sources(
+    nanochat_folder,
 ):
-    """It is made to call the tool and to end its turn; greedy samples leave nothing to chance."""
-    writes = ["<|assistant_start|>", "<|python_start|>", *"12*3", "<|python_end|>"]
-    follows = {token: [follower] for token, follower in pairwise(writes)}
-    follows["<|output_end|>"] = ["<|assistant_end|>"]
-    model = NanoChatForCausalLM(nanochat_config)
-    folder = save_writer(model, nanochat_tokenizer, follows, tmp_path / "writer")
-    config = load(NANOCHAT, f"model.name={folder}")
-    policy = load_trained(config, alone())
-    encode = policy.tokenizer.encode
-    ends = [id_ for token in ("<|assistant_end|>", "<|bos|>") for id_ in encode(token)]
-    assert set(ends) < set(policy.params.eos_ids)
-    prompts = encode_prompts(
-        ROWS["gsm8k"][:1], task=gsm8k, options=config.task, tokenizer=policy.tokenizer
-    )
-    ((completion,),) = sample(policy, prompts, num_samples=1, max_new_tokens=20, temperature=0.0)
-    reply = "<|output_start|>36<|output_end|>"
-    assert completion_text(completion, policy.tokenizer) == f"{''.join(writes[1:])}{reply}"
-    assert completion.token_ids[-1] == ends[0]
-    inserted = [
-        i for i, is_it in zip(completion.token_ids, completion.is_inserted, strict=True) if is_it
-    ]
-    assert inserted == encode(reply)
-
-
-def test_nanochats_logits_are_capped_and_its_optimizer_is_its_sources(nanochat_folder):
     """Muon for the blocks' matrices; for embeddings and head AdamW, with nanochat's settings."""
     config = load(NANOCHAT, f"model.name={nanochat_folder}")
     policy = load_trained(config, alone())
+    assert set(policy.tokenizer.encode("<|assistant_end|><|bos|>")) < set(policy.params.eos_ids)
+    assert policy.params.calculator is not None
     assert not policy.scorer.in_blocks  # the head alone would score as if there were no cap
     *adamw, muon = make_optimizer(policy.model, config).param_groups
     assert len(muon["params"]) == 2 * 6

@@ -5,7 +5,6 @@ import hashlib
 import itertools
 import json
 import random
-import re
 import sys
 import time
 from collections import Counter
@@ -17,21 +16,12 @@ import numpy as np
 import pytest
 import torch
 from graphs import install_graphs
-from harness import (
-    load_run,
-    make_config,
-    make_policy,
-    make_run,
-    save_random,
-    save_writer,
-    tokens_of,
-)
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM
+from harness import make_config, make_policy, make_run, save_writer
+from transformers import Qwen2ForCausalLM
 
 import main
 from engine.environment import Conversation, begin, check_environment
 from engine.metrics import Clock
-from engine.prompts import tool_schemas
 from engine.run import Run
 from engine.task_module import RewardError
 from engine.types import Trajectory
@@ -193,38 +183,22 @@ def test_three_turns_by_hand_their_ids_and_which_of_them_are_trained(folder):
     assert batch.input_ids.tolist() == [row.prompt_ids + row.completion.token_ids]  # no hole
 
 
-def as_rendered(run: Run, row: Trajectory, turns: list[dict]) -> list[int]:
-    """The ids after the prompt, of the whole chat rendered at once."""
-    prompt = run.policy.tokenizer.decode(row.prompt_ids)
-    question = prompt.split("<|im_start|>user\n")[1].split(END)[0]
-    chat, tools = [{"role": "user", "content": question}, *turns], tool_schemas(run.task)
-    tokenizer = run.policy.tokenizer
-    text = tokenizer.apply_chat_template(chat, tools=tools or None, tokenize=False).rstrip("\n")
-    assert text.startswith(prompt)
-    return encode(run, text)[len(row.prompt_ids) :]
-
-
 def test_ids_are_those_of_the_whole_chat_rendered_at_once(folder):
     """As far as the model's own turns are written as the tokenizer writes them."""
-    run = make(folder, "", "sampling.max_turns=2")
-    row = next(t for t in play(run) if t.text.startswith(f"{ONE}{END}{reply(1)}{ONE}"))
-    one = {"function": {"name": "increment", "arguments": {"step": 1}}}
-    turn, tool = {"role": "assistant", "content": "", "tool_calls": [one]}, {"role": "tool"}
-    turns = [turn, tool | {"content": "1"}, turn]
-    assert row.completion.token_ids == as_rendered(run, row, turns)
-    assert not row.completion.truncated and row.completion.num_turns == 2
-
     run = make(folder, ECHO)
+    tokenizer = run.policy.tokenizer
     for row in play(run):
+        prompt = tokenizer.decode(row.prompt_ids)
+        turns = [("user", prompt.split("<|im_start|>user\n")[1].split(END)[0])]
         said = row.completion.conversation.environment.said
-        turns = [{"role": "assistant", "content": text} for text in said]
-        replies = [{"role": "user", "content": f"{i}: {text}"} for i, text in enumerate(said, 1)]
-        turns = [turn for pair in zip(turns, replies, strict=True) for turn in pair][:5]
-        is_canonical = "nu" not in said
+        for i, text in enumerate(said, 1):
+            turns += [("assistant", text), ("user", f"{i}: {text}")]
         if len(said) == 3:  # else it has ended with a token that asks for no reply
-            expected = as_rendered(run, row, turns)
-            assert (row.completion.token_ids == expected) == is_canonical
-            assert run.policy.tokenizer.decode(expected) == row.text + END
+            chat = [{"role": role, "content": text} for role, text in turns[:6]]
+            text = tokenizer.apply_chat_template(chat, tokenize=False).rstrip("\n")
+            assert text == prompt + row.text + END
+            expected = encode(run, text)[len(row.prompt_ids) :]
+            assert (row.completion.token_ids == expected) == ("nu" not in said)
 
 
 @each_backend
@@ -435,121 +409,7 @@ def test_an_image_is_refused(folder):
         answer(run, call(0))
 
 
-# Training
-
-
-def overfit(model: LlamaForCausalLM, ids: list[int], is_drawn: list[bool]) -> None:
-    """Plain cross-entropy on one transcript, until 99 of 100 samples would repeat it."""
-    rows = torch.tensor([ids])
-    labels = rows.masked_fill(~torch.tensor([is_drawn]), -100)  # the loss leaves these out
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
-    for _step in range(1_000):  # 57 to 152 were enough
-        loss = model(input_ids=rows, labels=labels).loss
-        if loss * sum(is_drawn) < 0.01:
-            return
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    raise AssertionError(f"not learned: {loss}")
-
-
-def test_trls_environment_trains_here_as_it_stands(tokenizer, tmp_path):
-    """A random model never writes a call, so this one has learned one transcript by heart.
-
-    In it the target of the question is reached. The best of four samples is trained on, and all
-    four miss the target once in 10^8 times.
-    """
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.add_tokens(["<|im_start|>", END], special_tokens=True)
-    tokenizer.add_tokens([*re.split("([0-9])", call(1)), "Done."])  # few tokens are soon learned
-    tokenizer.chat_template = TEMPLATE.replace("tools | tojson", "tools[0].function.name")
-    config = LlamaConfig(max_position_embeddings=1024, **harness.SIZES, **tokens_of(tokenizer))
-    folder = save_random(LlamaForCausalLM, config, tokenizer, tmp_path / "llama")
-    run = make(folder, "", "training.learning_type=sil", "training.k_best_of_n=[1, 4]")
-    model, questions, seeds = run.policy.model, [{"n": 1}], [(harness.seed(), 1)]
-    run.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    sampling = {"num_samples": 4, "params": run.policy.params, "clock": Clock()}
-    (prompt_ids,), ((conversation, *_),) = begin(run, questions, seeds, **sampling)
-    target = conversation.environment.target  # the samples below draw the same one
-    pieces = {call(target) + END: True, reply(target): False, "Done." + END: True}
-    is_drawn = [False] * len(prompt_ids)
-    is_drawn += [drawn for text, drawn in pieces.items() for _ in encode(run, text)]
-    overfit(model, prompt_ids + encode(run, *pieces), is_drawn)
-
-    groups = main.sample_trajectories(run, questions, seeds, **sampling)
-    main.assign_advantages(groups, run.config)
-    (best,) = (t for t in groups[0] if t.in_batch)
-    assert best.completion.conversation.environment.counter == target and best.reward == 1
-    token_ids, is_inserted = np.array(best.completion.token_ids), best.completion.is_inserted
-    assert run.policy.tokenizer.decode(token_ids[is_inserted]) == reply(target)
-    (batch,) = main.make_micro_batches(run, groups)
-    is_trained = [False] * len(prompt_ids) + (~is_inserted).tolist()
-    assert (batch.token_weights > 0).tolist() == batch.completion_mask.tolist() == [is_trained]
-    before = copy.deepcopy(model.state_dict())
-    metrics, _, num_updates = main.update_policy(run, [batch])
-    assert num_updates == 1 and metrics["train/grad_norm"] > 0
-    after = model.state_dict()
-    assert all((after[name] != weight).any() for name, weight in before.items())
-
-
-# Whole runs
-
-SMALL = (
-    "training.num_samples_per_step=4",
-    "training.k_best_of_n=[8, 8]",
-    "training.learning_rate=1e-2",
-    "training.warmup_steps=0",
-    "training.lr_schedule=constant",
-    "training.max_new_gen_tokens=100",
-    "validation.num_examples=6",
-    "validation.best_of_n=2",
-    "validation.pass_k=[1, 2]",
-    "validation.every=2",
-    "checkpoint.every=1",
-    "logging.rollouts_every=1",
-    "task.name=task",
-    "task.train=rows.jsonl",
-    "task.eval=rows.jsonl",
-    "run.dir=runs",
-)
-
-
-def train(folder: Path, name: str, num_steps: int) -> Path:
-    settings = [f"model.name={folder}", f"run.name={name}", f"training.num_steps={num_steps}"]
-    run = load_run(make_config(f"training.seed={harness.seed()}", *SMALL, *settings))
-    assert main.run_training(run) == 0
-    return run.folder
-
-
-def test_a_resumed_run_with_an_environment_is_the_unbroken_one(folder):
-    """The weights move, and each file shows the turns."""
-    Path("task.py").write_text(TASK)
-    Path("rows.jsonl").write_text("".join(f'{{"n": {n}}}\n' for n in range(100)))
-    whole = train(folder, "whole", 4)
-    for num_steps in (2, 4):
-        parts = train(folder, "parts", num_steps)
-    rows, others = (
-        [harness.without_times(row) for row in harness.read_rows(run)] for run in (whole, parts)
-    )
-    assert rows == others
-    for name in ("samples.jsonl", "rollouts.jsonl"):
-        assert (whole / name).read_text() == (parts / name).read_text()
-    columns = (whole / "metrics.csv").read_text().partition("\n")[0].split(",")
-    assert {"train/turns", "eval/turns", "time/environment_s"} <= set(columns)
-    unequal = [row for row in rows[1:] if row["train/zero_advantage_frac"] < 1]
-    assert unequal and all(row["train/grad_norm"] > 0 for row in unequal)
-    assert all(row["train/turns"] > 1 for row in rows[1:])
-    assert rows[0]["eval/turns"] > 1 and all("eval/pass@1" in row for row in rows[::2])
-    line = harness.read_jsonl(whole / "rollouts.jsonl")[0]
-    inserted = ["".join(c["tokens"][i] for i in c["inserted"]) for c in line["completions"]]
-    assert any(text.startswith("\n<|im_start|>user\n<tool_response>") for text in inserted)
-    evaluation = load_run(
-        make_config(*SMALL, "mode=evaluate", f"model.name={whole / 'best'}", "run.name=whole")
-    )
-    assert main.run_evaluation(evaluation) == 0
-    (measured,) = whole.glob("eval-*/metrics.json")
-    metrics = json.loads(measured.read_text())
-    assert "eval/majority" not in metrics and metrics["eval/turns"] > 1
+# A person
 
 
 def test_chat_shows_both_sides_to_a_person_who_reads_along(folder, monkeypatch, capsys):

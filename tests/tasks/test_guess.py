@@ -1,6 +1,7 @@
 """The guessing game: what its environment says and pays, and that its recipe runs."""
 
 import copy
+import json
 import math
 from pathlib import Path
 
@@ -81,6 +82,7 @@ SMALL = [
     "validation.num_examples=4",
     "validation.every=1",
     "checkpoint.every=1",
+    "logging.rollouts_every=1",
 ]
 
 
@@ -108,5 +110,11 @@ def test_the_recipe_trains_saves_and_evaluates(folder, tmp_path):
         assert row["train/reward"] == pytest.approx(sum(parts))
         assert all(0 <= part <= 1 for part in parts)
     assert all(row["eval/turns"] > 1 for row in rows)
+    line = read_jsonl(run.folder / "rollouts.jsonl")[0]
+    inserted = ["".join(c["tokens"][i] for i in c["inserted"]) for c in line["completions"]]
+    assert any("er: between " in text for text in inserted)  # lower or higher
     best = [f"model.name={run.folder / 'best'}", "mode=evaluate"]
     assert main.run_evaluation(load_run(load_config([*arguments, *best]))) == 0
+    (measured,) = run.folder.glob("eval-*/metrics.json")
+    metrics = json.loads(measured.read_text())
+    assert "eval/majority" not in metrics and metrics["eval/turns"] > 1
