@@ -163,15 +163,9 @@ def load_evaluation(folder: Path, *overrides: str) -> Run:
     return load_run(load_config(arguments(folder, TINY, *EVALUATE, *overrides)))
 
 
-def fail(*args, **options):
-    raise AssertionError("only training needs this")
-
-
 def test_nothing_that_only_training_needs_is_loaded_or_made(tmp_path, monkeypatch, capsys):
-    only_training = "make_optimizer check_room resume settle_ddp_buckets open_files"
-    for name in only_training.split():
-        monkeypatch.setattr(engine.load, name, fail)
-    monkeypatch.setattr(main, "wrap_policy", fail)
+    monkeypatch.setattr(engine.load, "make_optimizer", pytest.fail)
+    monkeypatch.setattr(main, "wrap_policy", pytest.fail)
     nowhere, file = tmp_path / "nowhere.jsonl", tmp_path / "questions.jsonl"
     file.write_text('{"nums": [3, 4], "target": 7}\n')
     data = [f"task.train={nowhere}", f"task.eval={file}"]

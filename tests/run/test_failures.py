@@ -356,7 +356,7 @@ def test_a_run_that_dies_as_it_writes_its_log_has_no_checkpoint_of_that_step(
 
     def fail_at_2(logger: Logger, step: int, metrics: dict) -> None:
         if step == 2:
-            raise_error("it dies here")
+            interrupt()
         log_metrics(logger, step, metrics)
 
     with monkeypatch.context() as patch:

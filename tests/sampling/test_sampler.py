@@ -22,14 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
-    LlamaConfig,
     LogitsProcessorList,
     MambaConfig,
     MambaForCausalLM,
-    NanoChatConfig,
     Qwen2Config,
-    Qwen3Config,
-    SmolLM3Config,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -368,10 +364,6 @@ def test_sampling_depends_on_no_random_state_and_leaves_it_alone(rotary_model_fo
     assert torch.rand(()) == after
 
 
-def test_no_questions_have_no_completions(rotary_model_folder):
-    assert sample(make_policy(rotary_model_folder), [], []) == []
-
-
 @each_backend
 def test_progress_counts_every_completion(rotary_model_folder, backend):
     """Bug: the bar stood at 0 until a batch had ended; the default backend counts within it."""
@@ -408,19 +400,6 @@ def test_a_completion_ends_with_its_first_eos_or_at_the_limit(rotary_model_folde
 # Drawing one token
 
 
-def test_tokens_are_drawn_as_often_as_their_probabilities_say():
-    """Each within five standard errors."""
-    probs = torch.tensor([0.0, 0.4, 0.3, 0.0, 0.2, 0.07, 0.03, 0.0])
-    uniforms = torch.from_numpy(np.random.default_rng(seed()).random(20_000, dtype=np.float32))
-    logits = probs.log().expand(len(uniforms), -1)
-    tokens, log_probs, _ = sample_tokens(logits, uniforms, PLAIN)
-    counts = torch.bincount(tokens, minlength=8)
-    assert counts[probs == 0].tolist() == [0, 0, 0]
-    standard_errors = (len(uniforms) * probs * (1 - probs)).sqrt()
-    assert ((counts - len(uniforms) * probs).abs() <= 5 * standard_errors).all()
-    assert torch.allclose(log_probs, probs[tokens].log(), atol=1e-6)
-
-
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 def test_extreme_uniforms_never_draw_a_token_of_probability_zero(temperature):
     generator = torch.Generator().manual_seed(seed())
@@ -447,7 +426,7 @@ class CountWhole(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("temperature", "num_whole"), [(0.7, 4), (1.0, 3), (1.3, 4)])
+@pytest.mark.parametrize(("temperature", "num_whole"), [(0.7, 4), (1.0, 3)])
 def test_a_draw_makes_few_tensors_of_all_logits(temperature, num_whole):
     """p, log p, p log p, and if it is not 1 the logits over the temperature.
 
@@ -460,7 +439,7 @@ def test_a_draw_makes_few_tensors_of_all_logits(temperature, num_whole):
     assert counter.count == num_whole
 
 
-@pytest.mark.parametrize("num_logits", [3, 255, 256, 257, 554, 1024, 5000])
+@pytest.mark.parametrize("num_logits", [3, 255, 256, 257, 554, 5000])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_a_draw_is_that_of_the_plain_formulas_in_double_precision(num_logits, temperature):
     """The token whose part of the cumulative sum holds the uniform, to rounding; some have no part.
@@ -482,6 +461,12 @@ def test_a_draw_is_that_of_the_plain_formulas_in_double_precision(num_logits, te
     assert torch.allclose(drawn[2].double(), entropies, atol=2e-5)
 
 
+def test_a_certain_token_is_drawn_by_any_uniform_and_has_no_entropy():
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf]]).expand(2, 3)
+    drawn = sample_tokens(logits, torch.tensor([0.0, BELOW_ONE]), PLAIN)
+    assert [numbers.tolist() for numbers in drawn] == [[1, 1], [0, 0], [0, 0]]
+
+
 def test_a_cumulative_sum_that_falls_draws_no_token_of_mass_0(monkeypatch):
     """Made up, as a GPU may round: the sum rises where no mass is, and falls after it."""
     probs = torch.tensor([[0.4, 0.0, 0.05, 0.0, 0.55]])
@@ -492,13 +477,6 @@ def test_a_cumulative_sum_that_falls_draws_no_token_of_mass_0(monkeypatch):
         for uniform in (0.0, 0.39, 0.42, 0.455, 0.5, BELOW_ONE)
     }
     assert found == {0.0: 0, 0.39: 0, 0.42: 4, 0.455: 4, 0.5: 4, BELOW_ONE: 4}
-
-
-def test_a_certain_token_is_drawn_by_any_uniform_and_has_no_entropy():
-    logits = torch.tensor([[-math.inf, 0.0, -math.inf]]).expand(2, 3)
-    uniforms = torch.tensor([0.0, BELOW_ONE])
-    tokens, log_probs, entropies = sample_tokens(logits, uniforms, PLAIN)
-    assert tokens.tolist() == [1, 1] and log_probs.tolist() == [0, 0] == entropies.tolist()
 
 
 def test_log_probs_and_entropies_are_those_of_the_whole_distribution_at_the_temperature():
@@ -519,11 +497,8 @@ def test_log_probs_and_entropies_are_those_of_the_whole_distribution_at_the_temp
         (0, 1.0, [0.1, 0.4, 0.2, 0.3]),
         (1, 1.0, [0.0, 0.4, 0.0, 0.0]),
         (3, 1.0, [0.0, 0.4, 0.2, 0.3]),
-        (9, 1.0, [0.1, 0.4, 0.2, 0.3]),
         (0, 0.01, [0.0, 0.4, 0.0, 0.0]),  # never nothing
-        (0, 0.39, [0.0, 0.4, 0.0, 0.0]),
         (0, 0.41, [0.0, 0.4, 0.0, 0.3]),
-        (0, 0.69, [0.0, 0.4, 0.0, 0.3]),
         (0, 0.71, [0.0, 0.4, 0.2, 0.3]),
         (0, 0.91, [0.1, 0.4, 0.2, 0.3]),
         (2, 0.56, [0.0, 0.4, 0.0, 0.0]),  # 0.4 of 0.7 is a share of 0.57
@@ -702,17 +677,15 @@ def test_a_batch_that_is_too_large_is_decoded_again_in_halves(rotary_model_folde
 # Models whose steps can be captured
 
 
-@pytest.mark.parametrize(
-    "config_class", [Qwen2Config, LlamaConfig, Qwen3Config, SmolLM3Config, NanoChatConfig]
-)
-def test_no_step_asks_for_a_value(config_class):
+def test_no_step_asks_for_a_value():
     """Tensors on the meta device have none: `.item()`, a condition, `tolist` or `nonzero` raises.
 
     The prompts are read without a mask, in which a model may look for padding; steps have masks.
+    Other models are captured in test_architectures.py, in which only `tolist` would not be seen.
     """
     sizes = SIZES | {"num_key_value_heads": 2, "vocab_size": 345, "pad_token_id": 1}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config_class(**sizes), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes), dtype=torch.bfloat16)
     batch = UnmaskedPrefill(model.eval(), RAGGED, torch.empty(16, 12, device="meta"), PLAIN)
     assert batch.room.is_there
     with torch.no_grad():

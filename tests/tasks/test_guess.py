@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from harness import ROOT, load_rows, load_run, read_rows, save_writer, seed
+from harness import ROOT, load_rows, load_run, read_jsonl, read_rows, save_writer, seed
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 import main

@@ -4,7 +4,6 @@ import importlib
 import json
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -42,29 +41,6 @@ def test_the_rollouts_benchmark_prints_every_table_and_what_was_not_measured(pyt
     for name in ("grouped", "model.generate", "questions", "samples", "max_new_tokens", "2 ranks"):
         assert any(line.startswith(name) for line in output.splitlines()), name
     assert output.count("not measured") == 2
-
-
-VLLM = """
-class LLM:
-    def __init__(self, **settings): self.settings = settings
-    def reset_prefix_cache(self): print("vLLM prints much")
-    def generate(self, prompts, params, use_tqdm):
-        assert len(prompts) * params["n"] == self.settings["max_num_seqs"] == 4
-        completion = type("Completion", (), {"token_ids": [1] * params["max_tokens"]})
-        return [type("Output", (), {"outputs": [completion] * params["n"]})] * len(prompts)
-SamplingParams = dict
-"""
-
-
-def test_a_chat_model_is_timed_beside_vllm(python, rotary_model_folder, tmp_path):
-    """vLLM has an interpreter of its own; here it is a stand-in with the same calls."""
-    (tmp_path / "vllm.py").write_text(VLLM)
-    model = ["--model", str(rotary_model_folder), "--vllm-python", sys.executable]
-    output = run_quickly(python, "rollouts.py", *model, PYTHONPATH=str(tmp_path))
-    rows = {line.split("  ")[0]: line.split() for line in output.splitlines()}
-    for name in ("grouped", "model.generate", "vLLM"):
-        assert rows[name][2] == "4.0", "every completion is as long as it may be"
-    assert "2 ranks" not in output
 
 
 def test_what_it_cost_shows_twenty_answers_before_and_after(python, rotary_model_folder):
