@@ -3,7 +3,6 @@
 import copy
 import functools
 import json
-import math
 import shutil
 from pathlib import Path
 
@@ -55,13 +54,9 @@ def test_log_probs_of_tokens_by_hand():
     assert whole.flatten().tolist() == pytest.approx([5 / 8, 2 / 8])
     sharper = main.token_log_probs(logits, ids, temperature=0.5).exp()
     assert sharper.flatten().tolist() == pytest.approx([25 / 30, 4 / 24])
-
-
-def test_log_probs_are_computed_in_fp32_from_bf16_logits():
-    logits = torch.zeros((1, 1, 1000), dtype=torch.bfloat16)
-    log_probs = main.token_log_probs(logits, torch.tensor([[3]]), temperature=1.0)
-    assert log_probs.dtype == torch.float32
-    assert log_probs.item() == pytest.approx(-math.log(1000), abs=1e-5)
+    of_bf16 = main.token_log_probs(logits.bfloat16(), ids, temperature=1.0)
+    assert of_bf16.dtype == torch.float32
+    assert of_bf16.exp().sum().item() == pytest.approx(7 / 8, abs=5e-3)
 
 
 def test_padded_and_batched_log_probs_equal_those_of_each_row_alone(model_folder):
@@ -199,14 +194,6 @@ def test_tokens_are_those_of_tokenizer_json(rotary_model_folder, capsys):
     assert any("AutoTokenizer changes this model's tokens" in line for line in lines)
 
 
-def test_a_tokenizer_that_is_loaded_as_it_is_needs_no_message(
-    absolute_model_folder, tokenizer, capsys
-):
-    loaded, lines = load(absolute_model_folder, capsys)
-    assert loaded.encode("Use 12 é") == tokenizer.encode("Use 12 é")
-    assert lines == ["the tokenizer has no chat template: the prompt is plain text"]
-
-
 def test_a_replaced_tokenizer_keeps_its_chat_template_and_special_tokens(
     rotary_model_folder, tmp_path, capsys
 ):
@@ -338,21 +325,20 @@ def mistake(folder: Path | str, *overrides: str) -> str:
     "missing",
     [["model.safetensors"], ["config.json"], ["tokenizer.json", "tokenizer_config.json"]],
 )
-def test_a_folder_that_lacks_a_file_is_refused(rotary_model_folder, tmp_path, missing):
-    """Bug: without tokenizer files AutoTokenizer made one that turns every text into nothing."""
+def test_a_folder_that_lacks_a_file_or_has_half_of_it_is_refused(
+    rotary_model_folder, tmp_path, missing
+):
+    """Bugs: without tokenizer files AutoTokenizer made one that turns every text into nothing.
+
+    Half a weights file ended in a traceback: SafetensorError is not a ValueError.
+    """
     folder = copy_of(rotary_model_folder, tmp_path)
+    whole = (folder / missing[0]).read_bytes()
+    (folder / missing[0]).write_bytes(whole[: len(whole) // 2])
+    mistake(folder)
     for name in missing:
         (folder / name).unlink()
     assert missing[0] in mistake(folder)
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
-def test_a_broken_file_is_refused(rotary_model_folder, tmp_path, name):
-    """Bug: half a weights file ended in a traceback: SafetensorError is not a ValueError."""
-    folder = copy_of(rotary_model_folder, tmp_path)
-    whole = (folder / name).read_bytes()
-    (folder / name).write_bytes(whole[: len(whole) // 2])
-    mistake(folder)
 
 
 @pytest.mark.parametrize(
@@ -378,11 +364,7 @@ def test_a_path_without_a_model_is_named_with_what_is_near(tmp_path, monkeypatch
     line = mistake(name)
     assert line.startswith(f"model.name = {name}: cannot be used: {problem.format(here=tmp_path)}")
     assert ("connect" in line) == ("hub" in problem)
-
-
-def test_an_unknown_hub_id_is_refused():
-    """Bug: transformers' message had two lines, and did not name the model."""
-    mistake("nobody/no-such-model")
+    mistake("nobody/no-such-model")  # bug: transformers' message had two lines, and no name
 
 
 def test_a_folder_that_lacks_some_weights_is_refused(rotary_model_folder, tmp_path):
@@ -405,11 +387,6 @@ def test_a_model_without_any_end_token_is_refused(absolute_model_folder, tmp_pat
         settings = json.loads((folder / name).read_text()) | {"eos_token_id": None}
         (folder / name).write_text(json.dumps(settings))
     assert "which token ends text" in mistake(folder)
-
-
-def test_an_unknown_attention_kernel_is_refused(rotary_model_folder):
-    overrides = ["model.attn_implementation=no_such_kernel"]
-    assert "attn_implementation" in mistake(rotary_model_folder, *overrides)
 
 
 def save_encoder(folder: Path) -> None:
@@ -438,20 +415,30 @@ def write_pointer(folder: Path) -> None:
         (write_pointer, "model.safetensors is only a pointer; fetch the file with `git lfs pull`"),
         (functools.partial(change_config, hidden_size=64), "do not fit its config.json, such as"),
         (functools.partial(change_config, hidden_size="x"), "cannot be used: "),
-        (functools.partial(change_config, num_attention_heads=0), "cannot be used: "),
         (functools.partial(change_config, num_hidden_layers=-1), "cannot be used: "),
         (functools.partial(change_config, vocab_size=None), "cannot be used: "),
         (functools.partial(change_config, quantization_config={"quant_method": "x"}), "quanti"),
     ],
 )
-@pytest.mark.parametrize("mode", ["train", "evaluate"])
 def test_a_model_that_is_none_or_does_not_fit_its_config_is_refused(
-    rotary_model_folder, tmp_path, spoil, problem, mode
+    rotary_model_folder, tmp_path, spoil, problem
 ):
     """Bugs: an encoder was trained as it was; the others ended in tracebacks."""
     folder = copy_of(rotary_model_folder, tmp_path)
     spoil(folder)
-    assert problem in mistake(folder, f"mode={mode}")
+    assert all(problem in mistake(folder, f"mode={mode}") for mode in ("train", "evaluate"))
+
+
+@pytest.mark.parametrize("kernel", ["no_such_kernel", "flash_attention_2"])
+def test_attention_that_is_not_there_is_named(rotary_model_folder, kernel):
+    line = mistake(rotary_model_folder, f"model.attn_implementation={kernel}")
+    assert any(name in line for name in ("attn_implementation", "flash_attn", "FlashAttention2"))
+
+
+def test_a_missing_package_for_quantised_weights_is_named(rotary_model_folder, tmp_path):
+    folder = copy_of(rotary_model_folder, tmp_path)
+    change_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    assert "install" in mistake(folder, "mode=evaluate")
 
 
 def test_weights_that_the_config_leaves_out_are_named(rotary_model_folder, tmp_path):
@@ -467,14 +454,3 @@ def test_weights_that_the_config_leaves_out_are_named(rotary_model_folder, tmp_p
     )
     (line,) = [line for line in lines if "ignored" in line]
     assert "warning: 12 weights" in line and "layers.1." in line
-
-
-def test_a_missing_package_for_quantised_weights_is_named(rotary_model_folder, tmp_path):
-    folder = copy_of(rotary_model_folder, tmp_path)
-    change_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
-    assert "install" in mistake(folder, "mode=evaluate")
-
-
-def test_a_missing_package_for_attention_is_named(rotary_model_folder):
-    line = mistake(rotary_model_folder, "model.attn_implementation=flash_attention_2")
-    assert "flash_attn" in line or "FlashAttention2" in line
