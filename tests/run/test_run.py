@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import harness
@@ -250,43 +249,6 @@ def test_validation_has_its_own_length_and_a_greedy_one_samples_once(
     metrics = json.loads(file.read_text())
     assert metrics["eval/pass@1"] == metrics["eval/greedy"]
     assert metrics["eval/greedy_tokens"] == metrics["eval/completion_tokens"]
-
-
-class RolloutSeen(Exception):
-    """Its arguments are the questions and the seeds of a rollout."""
-
-
-def see_rollout(policy, task, config, examples: list[dict], seeds: list, *others) -> None:
-    raise RolloutSeen(examples, seeds)
-
-
-def questions_of_step(run: Run) -> tuple[list[dict], list]:
-    """The questions and the seeds that `run_training` gives this rank in its first step."""
-    run.state.evaluated_at = 0  # the evaluation before training is done
-    with pytest.raises(RolloutSeen) as seen:
-        main.run_training(run)
-    return seen.value.args
-
-
-@pytest.mark.parametrize(
-    "shared", ["training.num_samples_per_step=2", "training.num_samples_per_step_global=4"]
-)
-def test_each_rank_takes_its_own_slice_of_the_same_questions(
-    shared, rotary_model_folder, data, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(main, "sample_trajectories", see_rollout)
-    run = load_run(tmp_path, rotary_model_folder, *data, "training.num_samples_per_step=4")
-    examples, seeds = questions_of_step(run)
-    run.config = load_config(arguments(tmp_path, rotary_model_folder, *SIZES, shared))
-    (first, first_seeds), (second, second_seeds) = [
-        questions_of_step(replace(run, world=replace(alone(), rank=rank, size=2)))
-        for rank in (0, 1)
-    ]
-    assert first + second == examples and first_seeds + second_seeds == seeds
-    assert len(set(seeds)) == len(first) + len(second) == 4
-    held_out = {row["target"] for row in run.validation_questions}
-    trained = {row["target"] for row in run.train_questions.questions}
-    assert len(held_out) == 7 and trained and not held_out & trained
 
 
 def test_training_and_validation_never_draw_the_same_random_numbers(

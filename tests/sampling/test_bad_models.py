@@ -214,28 +214,6 @@ def test_tokenizer_model_and_generation_config_may_name_different_ends(
     assert all(row["train/truncated_frac"] < 0.5 for row in rows_of(run)[1:])
 
 
-def test_an_end_that_is_also_the_padding_changes_nothing(make_answering, train):
-    """The first end counts and what follows does not, as with a padding token of its own."""
-    runs = []
-    for name, changes in (("own", {}), ("shared", {"pad_token": None})):
-        model = make_answering({0: OFTEN}, name=name, **changes)
-        policy = make_policy(model, LENGTH)
-        assert policy.params.pad_id == (1 if name == "own" else 0)
-        completions = sample_and_check(policy, num_samples=20)
-        assert {completion.token_ids.count(0) for completion in completions} <= {0, 1}
-        # one token in four is an end, so that lengths differ whatever is sampled
-        assert len({len(completion.token_ids) for completion in completions}) > 3
-        run, _ = train(model, f"run.name={name}", by_text=True)
-        runs.append((rows_of(run.parent / name), samples_of(run.parent / name)))
-    (own_rows, own_samples), (rows, samples) = runs
-    assert samples == own_samples
-    for own, row in zip(own_rows, rows, strict=True):
-        # what is masked weighs exactly 0; sums over other padding may round in another order
-        own, row = harness.without_times(own), harness.without_times(row)
-        assert row == pytest.approx(own, abs=1e-6)
-    assert own_rows[1]["train/grad_norm"] > 0
-
-
 @pytest.mark.parametrize(
     "learning",
     [[], ["training.learning_type=sil", "training.k_best_of_n=[2,4]"]],
@@ -261,26 +239,6 @@ def test_a_run_whose_completions_are_all_empty_goes_on(make_model, train, learni
     assert not any(sample["truncated"] for sample in samples_of(run))
     is_same = torch.equal(weights_of(run / "checkpoints/last"), weights_of(model))
     assert is_same or learning
-
-
-def test_some_empty_completions_among_others_are_trained_like_any(
-    make_answering, train, monkeypatch
-):
-    """Six in ten of a step's 128 completions are empty: certainly some, and certainly not all."""
-    model = make_answering({0: 1.3})
-    texts, assign_advantages = [], main.assign_advantages
-
-    def note_and_assign(groups, config):
-        texts.append([row.text for group in groups for row in group])
-        return assign_advantages(groups, config)
-
-    monkeypatch.setattr(main, "assign_advantages", note_and_assign)
-    more = ["training.loss_normalization=sequence", "training.k_best_of_n=[32,32]"]
-    run, _ = train(model, *more, by_text=True)
-    assert [len(step) for step in texts] == [128, 128]
-    assert all("" in step and any(step) for step in texts)
-    assert all(row["train/grad_norm"] > 0 for row in rows_of(run)[1:])
-    assert not torch.equal(weights_of(run / "checkpoints/last"), weights_of(model))
 
 
 @pytest.mark.parametrize("skips", [False, True])

@@ -210,14 +210,6 @@ def test_slow_replies_kills_and_interrupts_never_mix_answers(make_fake):
     assert answered > 20 and lost > 5
 
 
-def test_a_worker_killed_between_two_questions_costs_no_answer(make_fake):
-    worker = make_fake(HONEST)
-    assert ask(worker, "1", "1")
-    worker.process.kill()
-    worker.process.wait()
-    assert ask(worker, "1", "1")
-
-
 def test_a_worker_that_dies_during_a_question_loses_only_that_one(make_fake, monkeypatch):
     worker = make_fake('request = sys.stdin.readline(); "d" in request and sys.exit(3)' + HONEST)
     monkeypatch.setattr(grader, "WORKER", worker)
