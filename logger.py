@@ -4,7 +4,8 @@ Every rank makes a `Logger` and calls it in the same way; only rank 0 prints and
 
     metrics.jsonl    one object per step, and after it one per evaluation, which has the step too; a
                      value that is not finite is null (JSON has no NaN)
-    metrics.csv      the same in fixed columns; a metric that a row lacks is an empty cell
+    metrics.csv      the same in fixed columns: a metric that a row lacks is an empty cell, null is
+                     nan; a resumed run makes it anew from metrics.jsonl
     samples.jsonl    one sample per line: step, prompt, completion, reward, gold answer and others
     rollouts.jsonl   a few groups of a step with their tokens: engine/rollouts_log.py
     mlflow_run_id    the id of this run in MLflow, where a resumed run continues it
@@ -26,11 +27,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from urllib.parse import unquote
 
 from tqdm import tqdm
 
-from engine.files import append_durably, json_line, read_text, write_atomically
+from engine.files import append_durably, json_line, read_lines, read_text, write_atomically
 
 # When a server does not answer, MLflow's own defaults would stop the training for many minutes: it
 # tries 8 times for 120 s, and sleeps as long as a Retry-After header asks for. We set these values
@@ -55,7 +55,6 @@ STEP_FIELDS = (  # label, metric, width, format
     ("lr", "train/lr", 7, ".1e"),
     ("seconds", "time/step_s", 6, ".1f"),
 )
-ROW_STEP = re.compile(r'(?:\{"step": ?)?(\d+)')  # finds the step of a row in any of the files
 
 
 class Logger:
@@ -74,34 +73,28 @@ class Logger:
         *,
         columns: Sequence[str],
         resume_step: int | None,
-        is_evaluated: bool = False,
-        **shown: Any,
+        is_evaluated: bool,
+        start_mlflow: Callable[["MlflowRun"], None],
     ) -> None:
         """Start the files of a new run, or cut those of a resumed run back to `resume_step`.
 
         If that step `is_evaluated`, its evaluation is kept too. `columns` are the metrics that may
-        be logged; `shown` are the arguments of `MlflowRun.start`. Raises ValueError if the
-        metrics.csv of a resumed run has other columns.
+        be logged; `start_mlflow` calls `MlflowRun.start`.
         """
         if not self.is_main:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        names = ("metrics.csv", "metrics.jsonl", "samples.jsonl", "rollouts.jsonl")
+        self.folder, self.columns = folder, list(columns)
         if resume_step is None:
             (folder / "mlflow_run_id").unlink(missing_ok=True)
-            kept = dict.fromkeys(names, "")
-        else:
+        for name in ("samples.jsonl", "rollouts.jsonl", "metrics.jsonl"):
+            rows = [] if resume_step is None else read_lines(folder / name)
             last = resume_step, is_evaluated
-            kept = {name: rows_until(last, folder / name) for name in names}
-        header = ",".join(["step", *columns]) + "\n"
-        kept["metrics.csv"] = kept["metrics.csv"] or header
-        if not kept["metrics.csv"].startswith(header):
-            fix = "give the run another run.name, or undo the change of the config"
-            raise ValueError(f"{folder / 'metrics.csv'} has other columns than this config: {fix}")
-        for name, text in kept.items():
-            write_atomically(folder / name, text)
-        self.folder, self.columns = folder, list(columns)
-        self._send(MlflowRun.start, folder, **shown)
+            rows = [row for row in rows if (row["step"], is_evaluation(row)) <= last]
+            write_atomically(folder / name, "".join(map(json_line, rows)))
+        table = [",".join(["step", *columns]) + "\n", *map(self._csv_line, rows)]
+        write_atomically(folder / "metrics.csv", "".join(table))
+        self._send(start_mlflow)
 
     def info(self, text: str) -> None:
         """Print on rank 0, above a progress bar if one is drawn, in the encoding of stdout."""
@@ -123,11 +116,16 @@ class Logger:
             return
         unknown = sorted(metrics.keys() - set(self.columns))
         assert not unknown, f"metrics without a column in metrics.csv: {', '.join(unknown)}"
-        row = {name: float(value) for name, value in metrics.items()}
-        append_durably(self.folder / "metrics.jsonl", json_line({"step": step, **row}))
-        cells = [str(step), *(repr(row[name]) if name in row else "" for name in self.columns)]
-        append_durably(self.folder / "metrics.csv", ",".join(cells) + "\n")
-        self._send(MlflowRun.log_metrics, step, row)
+        values = {name: float(value) for name, value in metrics.items()}
+        line = json_line({"step": step} | values)
+        append_durably(self.folder / "metrics.jsonl", line)
+        append_durably(self.folder / "metrics.csv", self._csv_line(json.loads(line)))
+        self._send(lambda run: run.log_metrics(step, values))
+
+    def _csv_line(self, row: dict[str, Any]) -> str:
+        """A row of metrics.jsonl under the columns of metrics.csv."""
+        cells = (str(row.get(name, "")) for name in ("step", *self.columns))
+        return ",".join(cells).replace("None", "nan") + "\n"
 
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         """Append samples: dictionaries with prompt, completion, reward, reward_parts and others."""
@@ -135,7 +133,7 @@ class Logger:
             return
         lines = [json_line({"step": step, **sample}) for sample in samples]
         append_durably(self.folder / "samples.jsonl", "".join(lines))
-        self._send(MlflowRun.log_samples, step, samples)
+        self._send(lambda run: run.log_samples(step, samples))
 
     def log_rollouts(self, lines: str) -> None:
         """Append lines of engine/rollouts_log.py to rollouts.jsonl."""
@@ -186,23 +184,24 @@ class Logger:
 
     def close(self, status: str = "FINISHED") -> None:
         """End the MLflow run as FINISHED, FAILED or KILLED; every row is on disk already."""
-        self._send(MlflowRun.end, status)
+        self._send(lambda run: run.end(status))
         self.mlflow = None
 
-    def _send(self, call: Callable[..., None], *args: Any, **options: Any) -> None:
+    def _send(self, call: Callable[["MlflowRun"], None]) -> None:
         """Make one call to MLflow; if it fails or is slow, warn, and make no further call."""
         if self.mlflow is None or self.folder is None:
             return
         started_s = time.monotonic()
         try:
-            call(self.mlflow, *args, **options)
+            call(self.mlflow)
             elapsed_s = time.monotonic() - started_s
             if elapsed_s > MLFLOW_SLOW_S:
                 raise TimeoutError(f"a call took {elapsed_s:.0f} s")
         except Exception as error:  # nothing that MLflow or its server does may end a training run
             self.mlflow = None
             reason = str(error).rpartition("(Caused by ")[2].split("\n")[0]
-            reason = without_password(reason) or type(error).__name__
+            if "@" in os.getenv("MLFLOW_TRACKING_URI", ""):  # the reason may quote the password
+                reason = type(error).__name__
             state = "MLflow is off until the run ends, the run's own files go on"
             self.warning(f"{state}: {reason[:300]}")
 
@@ -262,7 +261,7 @@ class MlflowRun:
         self.client.log_batch(self.run_id, metrics=points, tags=tags, synchronous=True)
 
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        if not samples or (step, is_evaluation(samples[0])) <= self.last_sent:
+        if (step, is_evaluation(samples[0])) <= self.last_sent:
             return
         rows = [unnest({"step": step, **sample}, separator="/") for sample in samples]
         names = dict.fromkeys(name for row in rows for name in row)
@@ -289,14 +288,6 @@ def import_mlflow() -> ModuleType:
     return mlflow
 
 
-def without_password(text: str) -> str:
-    """Return `text` without the login in MLflow's address; "" if a library left a piece of it."""
-    text, address = re.sub(r"//\S*@", "//", text), os.environ.get("MLFLOW_TRACKING_URI", "")
-    secret = address.partition("//")[2].rpartition("@")[0]
-    pieces = re.split(r"\W+", f"{secret} {unquote(secret)}")
-    return "" if any(piece and piece in text for piece in pieces) else text
-
-
 def mlflow_name(name: str) -> str:
     """Return `name` in the characters that MLflow allows: `pass@1` becomes `pass_at_1`."""
     return re.sub(r"[^\w./ -]", "_", name.replace("@", "_at_"))
@@ -307,8 +298,8 @@ def unnest(nested: dict[str, Any], *, separator: str) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, dict):
-            inner = unnest(value, separator=separator)
-            flat |= {f"{key}{separator}{name}": inner[name] for name in inner}
+            inner = unnest(value, separator=separator).items()
+            flat |= {f"{key}{separator}{name}": text for name, text in inner}
         else:
             flat[key] = printable(value) if isinstance(value, str) else value
     return flat
@@ -337,23 +328,3 @@ def printable(text: str, encoding: str = "utf-8") -> str:
 def is_evaluation(record: dict[str, Any]) -> bool:
     """Whether metrics or a sample are an evaluation's, not a training step's."""
     return record.get("split") == "validation" or any(name.startswith("eval/") for name in record)
-
-
-def rows_until(last: tuple[int, bool], path: Path) -> str:
-    """Return the rows up to the step `last`, without a line that is half written.
-
-    The second word of `last` says whether that step's evaluation is kept too. A CSV file's header
-    stays; its evaluations are the rows with a cell in a column of `eval/`.
-    """
-    whole_lines = read_text(path).split("\n")[:-1] if path.exists() else []
-    kept, names = [], whole_lines[0].split(",") if whole_lines else []
-    for line in whole_lines:
-        step = ROW_STEP.match(line)
-        if step is not None and int(step[1]) == last[0]:
-            cells = zip(names, line.split(","), strict=False)
-            row = json.loads(line) if line[0] == "{" else {name: c for name, c in cells if c}
-            is_kept = last[1] or not is_evaluation(row)
-        else:
-            is_kept = step is None or int(step[1]) < last[0]  # no step: the header
-        kept += [line] if is_kept else []
-    return "".join(f"{line}\n" for line in kept)

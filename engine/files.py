@@ -14,6 +14,19 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: is not UTF-8 text ({error}); save it as UTF-8") from error
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a .jsonl file, [] if it is absent; ValueError names a line that is bad."""
+    rows = []
+    for number, line in enumerate(read_text(path).split("\n")[:-1] if path.exists() else [], 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: line {number} is not JSON: {error}") from None
+        if not isinstance(rows[-1], dict) or "step" not in rows[-1]:
+            raise ValueError(f"{path}: line {number} is no object with a step: not a run's")
+    return rows
+
+
 def append_durably(path: Path, text: str) -> None:
     """Append `text`; when this returns, it is on disk."""
     with path.open("a", encoding="utf-8", newline="") as file:

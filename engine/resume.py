@@ -19,6 +19,7 @@ from engine.fit import check_disk
 from engine.metrics import OF_ENVIRONMENTS, metric_columns, versions
 from engine.run import Run, State, summary
 from engine.sharding import check_shared_disk, gather_weights, load_parts, move_parts, save_parts
+from logger import MlflowRun
 
 # Beginning
 
@@ -96,15 +97,19 @@ def open_files(run: Run) -> None:
     config, state = run.config, run.state
     run.logger.open(
         run.folder,
-        config_text=dump(config),
-        params=dotted_values(config),
         columns=metric_columns(config, run.task.REWARD_PARTS)
         + list(OF_ENVIRONMENTS if hasattr(run.task, "Environment") else ()),
         resume_step=state.step if run.is_resumed else None,
         is_evaluated=state.evaluated_at == state.step,
-        experiment=config.logging.experiment,
-        run_name=run_name(config),
-        description="\n".join(f"- {line}" for line in differences(config)),
+        start_mlflow=functools.partial(
+            MlflowRun.start,
+            folder=run.folder,
+            experiment=config.logging.experiment,
+            run_name=run_name(config),
+            description="\n".join(f"- {line}" for line in differences(config)),
+            params=dotted_values(config),
+            config_text=dump(config),
+        ),
     )
     if run.world.is_main:
         write_config(run.folder, config)
