@@ -65,7 +65,7 @@ def mean_kl(model: torch.nn.Module, groups, ref: list[torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 @pytest.mark.parametrize("learning", [GRPO, SIL], ids=["grpo", "sil"])
-def test_the_gradient_is_that_of_all_rows_for_any_micro_batch_size(
+def test_the_gradient_is_that_of_all_rows_in_any_micro_batches(
     model_folder, learning, normalization
 ):
     """Rows whose advantage is 0 have a penalty too; rows that sil dropped have none."""

@@ -194,9 +194,7 @@ def test_reinforce_and_the_ratio_have_the_same_gradient_while_the_ratio_is_one()
     ("advantage", "ratio", "gradient"),
     [(2, 0.1, 0.2), (2, 1.25, 2.5), (2, 3, 2.6), (-1, 0.1, -0.1), (-1, 1.25, -1.25), (-1, 3, -1.3)],
 )
-def test_cispo_trains_every_token_with_a_weight_that_is_limited_from_above(
-    advantage, ratio, gradient
-):
+def test_cispo_trains_every_token_with_a_weight_limited_from_above(advantage, ratio, gradient):
     """min(ratio, 1.3) A, whatever the sign of A; PPO leaves out ratios of 3 for A = 2."""
     log_probs = torch.tensor([[math.log(ratio) - 2]], requires_grad=True)
     advantages, old = torch.tensor([float(advantage)]), torch.tensor([[-2.0]])

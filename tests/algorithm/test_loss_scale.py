@@ -159,9 +159,7 @@ def test_a_gpu_without_bfloat16_computes_in_float16(monkeypatch, has_bf16, dtype
 
 
 @pytest.mark.parametrize("lora", ["null", "{r: 2}"])
-def test_auto_takes_float16_only_where_the_models_numbers_stay_within(
-    rotary_model_folder, tmp_path, lora
-):
+def test_auto_takes_float16_only_where_numbers_stay_within(rotary_model_folder, tmp_path, lora):
     """float32's largest number is 3e38, float16's is 65,504."""
     model = AutoModelForCausalLM.from_pretrained(rotary_model_folder)
     with torch.no_grad():

@@ -5,7 +5,6 @@ import time
 
 import numpy as np
 import pytest
-import torch
 from harness import CPU, alone, make_config
 
 from engine.metrics import (
@@ -18,7 +17,6 @@ from engine.metrics import (
     reduce_means,
     single_rate,
     solve_rates,
-    versions,
 )
 
 
@@ -118,8 +116,3 @@ def test_columns_follow_from_the_config_and_names_are_unique():
     ]
     assert "eval/best_of_8" in columns and "train/kl" not in columns
     assert "train/kl" in metric_columns(make_config("training.kl_coef=0.1"), ("answer",))
-
-
-def test_versions_name_the_revision_and_the_libraries():
-    text = versions()
-    assert text.startswith("plain-grpo ") and f"torch {torch.__version__}" in text

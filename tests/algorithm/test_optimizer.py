@@ -112,9 +112,7 @@ def step_with_muon(policy: Policy, *, learning_rate: float | None) -> dict[str, 
 
 
 @pytest.mark.parametrize("factor", [None, 0.25])
-def test_muon_steps_the_blocks_matrices_and_adamw_the_rest_each_at_its_own_rate(
-    model_folder, factor
-):
+def test_muon_steps_the_blocks_matrices_and_adamw_the_rest_each_at_its_rate(model_folder, factor):
     """AdamW's first step has the size of its rate everywhere. Muon's is a matrix whose singular
     values are near its rate times sqrt(max(1, rows / columns)). GPT-2's head is its embedding."""
     learning_rate = None if factor is None else 1e-3 * factor

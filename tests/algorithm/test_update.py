@@ -185,9 +185,7 @@ def test_a_rank_with_more_and_longer_rows_holds_up_no_other(rotary_model_folder,
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
-def test_truncated_rows_can_be_skipped_but_count_in_baseline_and_denominators(
-    rotary_model_folder, normalization
-):
+def test_truncated_rows_can_be_skipped_but_stay_in_the_counts(rotary_model_folder, normalization):
     policy = make_policy(rotary_model_folder, is_exact=True)
     overrides = [*GRPO, f"training.loss_normalization={normalization}"]
     config = config_of(*overrides, "training.skip_truncated=true")
@@ -232,9 +230,7 @@ def test_the_gradient_is_clipped_after_its_norm_is_noted(rotary_model_folder):
 
 
 @pytest.mark.parametrize("policy_loss", ["ppo", "cispo", "gspo"])
-def test_later_iterations_follow_the_clipped_ratio_on_the_same_rollouts(
-    rotary_model_folder, policy_loss
-):
+def test_later_iterations_follow_the_clipped_ratio_on_one_rollout(rotary_model_folder, policy_loss):
     """The first iteration is REINFORCE; the others compare with the log-probabilities of its pass.
 
     Bug of this test: where every completion was clipped in the third pass, both gradients were 0.

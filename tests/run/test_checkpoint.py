@@ -223,7 +223,7 @@ def move_a_tensor(file: Path) -> None:
         (move_a_tensor, "model.safetensors"),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+def test_of_a_damaged_checkpoint_the_one_before_is_used(
     two_checkpoints, parts, monkeypatch, damage, name
 ):
     """A large file is checked by its size and its header, a small one by its hash, too."""

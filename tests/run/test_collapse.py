@@ -52,16 +52,10 @@ def test_signs_of_a_collapse(best, means, expected):
     assert list(signs_of_collapse(HEALTHY | means, best_solved=best)) == expected
 
 
-def test_nothing_is_judged_before_the_means_are_full():
+def test_a_fall_and_a_recovery_are_seen_but_no_single_bad_step():
     signs = signs_after([{"train/truncated_frac": 1.0}] * 10)
     assert signs == [[]] * 9 + [["train/truncated_frac"]]
-
-
-def test_a_single_bad_step_is_no_collapse():
     assert not any(signs_after([{}] * 15 + [{"train/solved": 0.0}] + [{}] * 15))
-
-
-def test_a_fall_is_seen_and_a_recovery_too():
     signs = signs_after([{}] * 12 + [{"train/solved": 0.0}] * 10 + [{}] * 10)
     assert signs[16] == [] and signs[17] == ["train/solved"] and signs[-1] == []
 

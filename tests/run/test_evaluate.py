@@ -81,9 +81,7 @@ def best_row(trained: Path) -> dict:
 # Whole runs
 
 
-def test_an_evaluation_prints_and_writes_its_figures_and_leaves_the_run_as_it_was(
-    evaluated, trained
-):
+def test_an_evaluation_prints_and_writes_its_figures_and_leaves_its_run_alone(evaluated, trained):
     folder, output, before = evaluated
     after = files_of(trained / "x")
     assert {name: after[name] for name in after if not name.startswith("eval-")} == before

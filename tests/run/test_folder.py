@@ -103,9 +103,7 @@ def test_a_folder_that_is_no_runs_is_left_alone(tmp_path, rotary_model_folder, d
     assert (tmp_path / "x/config.yaml").read_text() == "mine: 1\n"
 
 
-def test_a_finished_run_that_is_started_again_takes_no_step(
-    two_steps, parts, rotary_model_folder, data
-):
+def test_a_finished_run_started_again_takes_no_step(two_steps, parts, rotary_model_folder, data):
     output = train(parts, rotary_model_folder, *data, TWO)
     assert "pass@1" in output and "step 1/2" not in output
     assert_same(two_steps, parts)
@@ -118,9 +116,7 @@ def test_evaluations_are_no_results(tmp_path, rotary_model_folder, data):
 
 
 @pytest.mark.timeout(120)
-def test_a_run_killed_before_its_first_checkpoint_begins_again_by_itself(
-    tmp_path, rotary_model_folder, data
-):
+def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path, rotary_model_folder, data):
     """What it left is kept beside the new files."""
     fault = {"do": "raise", "rank": 0, "calls": 20}  # in the first step, after best/ was saved
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
@@ -138,9 +134,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again_by_itself(
 
 
 @pytest.mark.timeout(120)
-def test_a_second_start_of_a_run_is_refused_while_the_first_goes_on(
-    parts, rotary_model_folder, data
-):
+def test_a_second_start_of_a_run_is_refused_while_the_first_lasts(parts, rotary_model_folder, data):
     """Bug: the two wrote steps 0, 1, 2, 3, 2, 4 into one file, and both ended with 0."""
     before = contents(parts / "x")
     with checkpoint.lock_folder(parts / "x", print):
@@ -202,9 +196,7 @@ def test_a_best_model_that_is_gone_is_replaced_by_the_next(parts, rotary_model_f
 
 
 @pytest.mark.parametrize("content", ['{"best": 0.5, "best_st', "", '{"best_step": 1, "note": 2}'])
-def test_a_damaged_score_of_the_best_model_costs_one_line_at_most(
-    parts, rotary_model_folder, data, content
-):
+def test_a_damaged_best_score_costs_one_line_at_most(parts, rotary_model_folder, data, content):
     """Bug: the line, `Expecting value`, had no file's name; a key too many was a traceback."""
     file = parts / "x/best/best.json"
     file.write_text(content)

@@ -172,9 +172,7 @@ def test_the_file_never_grows_beyond_its_limit_and_reaches_into_the_late_steps(r
 # A whole run
 
 
-def test_a_run_keeps_what_it_sampled_and_what_the_update_made_of_it(
-    tmp_path, rotary_model_folder, data
-):
+def test_a_run_keeps_what_it_sampled_and_what_the_update_made(tmp_path, rotary_model_folder, data):
     """On two ranks: a token weighs 1 / (2 x 2 x 8 rows of both x 16 tokens at most)."""
     samples = ["logging.train_samples_every=1", "logging.samples=2", "training.num_steps=1"]
     train(tmp_path, rotary_model_folder, *data, *samples, num_ranks=2)

@@ -116,9 +116,7 @@ def test_two_ranks_do_the_same_step_as_one(on_one_rank, on_two_ranks):
     assert other_step["train/grad_norm"] == pytest.approx(step["train/grad_norm"], rel=1e-6)
 
 
-def test_the_best_model_loads_and_scores_what_the_log_says(
-    on_two_ranks, data, tmp_path, monkeypatch
-):
+def test_the_best_model_loads_and_scores_as_the_log_says(on_two_ranks, data, tmp_path, monkeypatch):
     """It gives the completions that were logged at the step of the highest pass@1.
 
     Rank 0 logs its own samples: first one of each second question, then second completions.
@@ -194,9 +192,7 @@ def test_a_run_that_skips_long_questions_goes_on_where_it_was(tmp_path, rotary_m
         assert sample["gold"].keys() == {"nums", "target"} and "answer" in sample
 
 
-def test_a_step_of_one_group_shows_several_of_its_completions_with_their_lengths(
-    tmp_path, rotary_model_folder, data
-):
+def test_a_step_of_one_group_shows_several_of_its_completions(tmp_path, rotary_model_folder, data):
     """Bug: where a step had one question, logging.samples=3 showed one completion."""
     one_group = ["training.num_samples_per_step=1", "logging.samples=3", *data]
     settings = [*SIZES, *one_group, "logging.train_samples_every=1"]
@@ -211,9 +207,7 @@ def test_a_step_of_one_group_shows_several_of_its_completions_with_their_lengths
     assert f"saved checkpoint {tmp_path / 'x/checkpoints/step-000002'}\n" in output
 
 
-def test_a_step_whose_second_update_fails_is_saved(
-    tmp_path, rotary_model_folder, data, monkeypatch
-):
+def test_a_step_whose_last_update_fails_is_saved(tmp_path, rotary_model_folder, data, monkeypatch):
     """Bug: a skipped step was taken to leave the weights alone; its first update moves them."""
     grade_by_text(monkeypatch)
     update_policy, saved = main.update_policy, tmp_path / "x/checkpoints/step-000002"

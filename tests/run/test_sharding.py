@@ -206,9 +206,7 @@ def load_and_save(world: World, model: Path, folder: Path) -> int:
     return save_parts(policy.model, optimizer, again, world)
 
 
-def test_a_part_that_cannot_be_written_costs_that_checkpoint_alone(
-    rotary_model_folder, tmp_path, data
-):
+def test_an_unwritable_part_costs_that_checkpoint_alone(rotary_model_folder, tmp_path, data):
     """Rank 1 alone finds a folder in the place of its part, as if its disk were full.
 
     All ranks learn of it, drop their parts and go on; the next checkpoint is saved.

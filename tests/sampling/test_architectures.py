@@ -159,7 +159,7 @@ GEMMA_VISION = VISION | {"num_hidden_layers": 1, "num_attention_heads": 2, "imag
     ("model_type", "family", "vision"),
     [("qwen3_5", "Qwen3.5", QWEN_VISION), ("gemma3", "Gemma 3", GEMMA_VISION)],
 )
-def test_of_a_model_that_sees_the_language_part_is_trained(
+def test_of_models_that_see_the_text_part_is_trained(
     tokenizer, tmp_path, model_type, family, vision
 ):
     """transformers finds Qwen3.5's itself; others' is saved first, as docs/models.md says."""

@@ -186,9 +186,7 @@ def sample_and_check(policy: Policy, *, num_samples: int) -> list[Completion]:
 
 
 @pytest.mark.parametrize("backend", ["grouped", "generate"])
-def test_tokenizer_model_and_generation_config_may_name_different_ends(
-    make_answering, train, backend
-):
+def test_tokenizer_model_and_generation_config_may_name_other_ends(make_answering, train, backend):
     """Each of the three ends a completion, and is trained with it.
 
     Chat models end a turn with another token than a text.
@@ -242,9 +240,7 @@ def test_a_run_whose_completions_are_all_empty_goes_on(make_model, train, learni
 
 
 @pytest.mark.parametrize("skips", [False, True])
-def test_completions_that_never_end_are_cut_off_counted_and_skipped_if_wanted(
-    make_answering, train, skips
-):
+def test_completions_that_never_end_are_cut_off_and_skipped_if_wanted(make_answering, train, skips):
     """Where all are skipped the run goes on without an update; that is not a skipped step."""
     model = make_answering({0: NEVER})
     run, _ = train(model, f"training.skip_truncated={skips}", by_text=True)
@@ -262,9 +258,7 @@ def test_completions_that_never_end_are_cut_off_counted_and_skipped_if_wanted(
 # Vocabularies
 
 
-def test_a_model_may_have_more_embeddings_than_its_tokenizer_has_tokens(
-    make_answering, tokenizer, train
-):
+def test_a_model_may_have_more_embeddings_than_there_are_tokens(make_answering, tokenizer, train):
     """Qwen2.5 has 151,936 for 151,665 tokens. An id without a token has no text, but is trained.
 
     Here such ids are a fifth of all tokens, so that 96 tokens have some, and no 12 are only those.
@@ -284,9 +278,7 @@ def test_a_model_may_have_more_embeddings_than_its_tokenizer_has_tokens(
 
 
 @pytest.mark.parametrize("what", ["token", "padding"])
-def test_a_tokenizer_with_ids_beyond_the_models_embeddings_is_refused(
-    make_model, tokenizer, train, what
-):
+def test_a_tokenizer_with_ids_beyond_the_embeddings_is_refused(make_model, tokenizer, train, what):
     """Bug: the run started, and ended in an IndexError at the first prompt with such a token."""
     larger, size = train_tokenizer(), len(tokenizer)
     if what == "padding":  # as when a padding token is added, and the model not resized
@@ -373,9 +365,7 @@ def evaluate_on_this_rank(world: World, model: Path, limit: int) -> tuple[dict, 
     return metrics, samples
 
 
-def test_every_reward_is_that_of_its_own_question_after_sorting_and_sharding(
-    make_answering, tmp_path
-):
+def test_every_reward_is_that_of_its_question_after_sorting_and_sharding(make_answering, tmp_path):
     """Prompts are sorted by length to be sampled; their order, and so the rewards, must survive.
 
     The same text earns another reward for another question.

@@ -86,9 +86,7 @@ def graphs(monkeypatch) -> None:
 
 @each_style
 @each_backend
-def test_the_result_is_written_where_a_completion_asks_for_it_and_nowhere_else(
-    folders, backend, style
-):
+def test_the_result_is_written_where_a_completion_asks_and_nowhere_else(folders, backend, style):
     """With CUDA graphs too: results are looked up between the steps, which are captured."""
     policy, texts, group = sample(folders[style], f"sampling.calculator={style}", backend=backend)
     question, reply = ASKING[style]
@@ -104,9 +102,7 @@ def test_the_result_is_written_where_a_completion_asks_for_it_and_nowhere_else(
 
 
 @each_backend
-def test_sampled_tokens_are_scored_as_drawn_and_inserted_ones_have_no_numbers(
-    calculating_folder, backend
-):
+def test_drawn_tokens_are_scored_as_drawn_and_inserted_ones_have_none(calculating_folder, backend):
     policy, _, group = sample(calculating_folder, backend=backend)
     prompt = policy.tokenizer.encode("?")
     assert any(completion.is_inserted.any() for completion in group)

@@ -194,9 +194,7 @@ def test_tokens_are_those_of_tokenizer_json(rotary_model_folder, capsys):
     assert any("AutoTokenizer changes this model's tokens" in line for line in lines)
 
 
-def test_a_replaced_tokenizer_keeps_its_chat_template_and_special_tokens(
-    rotary_model_folder, tmp_path, capsys
-):
+def test_a_replaced_tokenizer_keeps_its_template_and_tokens(rotary_model_folder, tmp_path, capsys):
     template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
     folder = copy_of(rotary_model_folder, tmp_path)
     (folder / "chat_template.jinja").write_text(template)
@@ -206,9 +204,7 @@ def test_a_replaced_tokenizer_keeps_its_chat_template_and_special_tokens(
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1)
 
 
-def test_a_missing_pad_token_is_replaced_by_eos_with_a_message(
-    absolute_model_folder, tmp_path, capsys
-):
+def test_a_missing_pad_token_becomes_eos_with_a_message(absolute_model_folder, tmp_path, capsys):
     folder = copy_of(absolute_model_folder, tmp_path, pad_token=None)
     tokenizer, lines = load(folder, capsys)
     assert tokenizer.pad_token_id == 0
@@ -325,9 +321,7 @@ def mistake(folder: Path | str, *overrides: str) -> str:
     "missing",
     [["model.safetensors"], ["config.json"], ["tokenizer.json", "tokenizer_config.json"]],
 )
-def test_a_folder_that_lacks_a_file_or_has_half_of_it_is_refused(
-    rotary_model_folder, tmp_path, missing
-):
+def test_a_folder_without_a_file_or_with_half_is_refused(rotary_model_folder, tmp_path, missing):
     """Bugs: without tokenizer files AutoTokenizer made one that turns every text into nothing.
 
     Half a weights file ended in a traceback: SafetensorError is not a ValueError.
@@ -420,9 +414,7 @@ def write_pointer(folder: Path) -> None:
         (functools.partial(change_config, quantization_config={"quant_method": "x"}), "quanti"),
     ],
 )
-def test_a_model_that_is_none_or_does_not_fit_its_config_is_refused(
-    rotary_model_folder, tmp_path, spoil, problem
-):
+def test_a_model_that_misfits_its_config_is_refused(rotary_model_folder, tmp_path, spoil, problem):
     """Bugs: an encoder was trained as it was; the others ended in tracebacks."""
     folder = copy_of(rotary_model_folder, tmp_path)
     spoil(folder)

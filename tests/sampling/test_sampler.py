@@ -285,7 +285,7 @@ def test_a_capture_that_fails_leaves_no_stream_behind(rotary_model_folder, graph
     assert stream == ["default"]
 
 
-def test_memory_that_is_full_is_not_taken_for_a_cache_that_cannot_be_shared(
+def test_full_memory_is_not_taken_for_a_cache_that_cannot_be_shared(
     rotary_model_folder, monkeypatch
 ):
     """Bug: the run went on with the slow backend, and failed later."""

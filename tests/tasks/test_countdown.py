@@ -70,9 +70,7 @@ generate = functools.partial(load_rows, countdown, "generated")
         ("", 0.0),
     ],
 )
-def test_format_reward_is_whole_for_the_whole_layout_and_part_for_a_block(
-    completion: str, reward: float
-):
+def test_format_reward_is_whole_for_the_whole_layout_and_part_for_a_block(completion, reward):
     assert format_reward_function(completion) == pytest.approx(reward, abs=1e-12)
 
 
@@ -479,9 +477,7 @@ def test_excluded_questions_are_not_generated():
         (5, {"min_target": -1}, "min_target\n"),
     ],
 )
-def test_impossible_requests_are_named_and_do_not_loop(
-    num_examples: int | None, options: dict, message: str
-):
+def test_impossible_requests_are_named_and_do_not_loop(num_examples, options, message):
     with pytest.raises(ValueError, match=message):
         generate("train", num_examples, **options)
 

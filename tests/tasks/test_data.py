@@ -144,9 +144,7 @@ def test_numbers_in_a_csv_file_may_be_separated_by_spaces(tmp_path):
         ("math500", "own/rows", "validation", True, ("own/rows", None, "train")),
     ],
 )
-def test_each_task_asks_the_hub_for_its_part(
-    monkeypatch, name, source: str, split: str, held_out: bool, asked: tuple
-):
+def test_each_task_asks_the_hub_for_its_part(monkeypatch, name, source, split, held_out, asked):
     """GSM8K's own splits are kept; a source of MATH or Countdown that serves both is divided."""
     requests = []
 
@@ -297,9 +295,7 @@ def questions_for(
         ("reward_function", {"format": 1.0, "answer": math.nan}, "reward_function must return a d"),
     ],
 )
-def test_a_slip_in_a_users_own_task_is_named_at_the_start(
-    tokenizer, monkeypatch, function, value, problem
-):
+def test_a_slip_in_a_users_task_is_named_at_once(tokenizer, monkeypatch, function, value, problem):
     own = {"raising": False}  # load_examples in place of what countdown.py declares
     monkeypatch.setattr(load_task("countdown"), function, lambda *_, **settings: value, **own)
     with pytest.raises(ValueError) as caught:
@@ -315,17 +311,6 @@ def test_training_questions_that_are_no_list_of_dicts_are_named_too(tokenizer, m
     monkeypatch.setattr(load_task("countdown"), "load_examples", give, **own)
     with pytest.raises(ValueError, match=r"countdown\.py: load_examples must return a list of"):
         questions_for(tokenizer)
-
-
-def test_questions_that_all_hold_a_special_token_are_no_reason_to_shorten_completions(
-    templated, monkeypatch
-):
-    """Bug: the line had one advice, to lower training.max_new_gen_tokens."""
-    rows = [row | {"note": "<|end|>"} for row in ROWS["countdown"]]
-    own = {"raising": False}
-    monkeypatch.setattr(load_task("countdown"), "load_examples", lambda *_, **how: rows, **own)
-    with pytest.raises(ValueError, match="each question holds a special token: "):
-        questions_for(templated)
 
 
 def test_a_prompt_may_be_made_by_changing_the_question(tokenizer, monkeypatch):
@@ -475,6 +460,10 @@ def test_a_question_that_holds_a_special_token_is_left_out(tmp_path, tokenizer, 
     source = write_file(tmp_path / "math.jsonl", [{"problem": "<|end|>1", "answer": "1"}])
     plain = ["task.name=math500", f"task.eval={source}", "mode=evaluate"]
     assert len(questions_for(templated, *plain)[0]) == 1
+    # Bug: where all hold one, the advice was to lower training.max_new_gen_tokens.
+    source = write_file(tmp_path / "all.jsonl", rows[3:4])
+    with pytest.raises(ValueError, match="each question holds a special token: "):
+        questions_for(templated, *task, f"task.eval={source}")
 
 
 def test_a_question_may_leave_exactly_the_room_that_a_completion_needs(tmp_path, tokenizer):
@@ -558,13 +547,10 @@ def test_skipped_questions_are_logged_now_and_then_and_each_counts_once():
     for _ in range(20):
         _, position = stream.take(position, 1)
     found = [int(re.search(r": (\d+) of 8 training questions$", line)[1]) for line in logged]
-    doublings = [n.bit_length() for n in found]  # a line where 1, 2 or 4 are reached or passed
-    assert doublings == sorted(set(doublings)) and doublings[-1] == 3
-
-
-def test_an_epoch_without_a_question_that_fits_is_refused():
     with pytest.raises(ValueError, match="no training question fits"):
         stream_of(5, *range(5)).take(0, 1)
+    doublings = [n.bit_length() for n in found]  # a line where 1, 2 or 4 are reached or passed
+    assert doublings == sorted(set(doublings)) and doublings[-1] == 3
 
 
 def test_only_some_training_questions_are_rendered_at_the_start(tmp_path, tokenizer, monkeypatch):
@@ -597,9 +583,7 @@ def test_the_prompt_lengths_are_their_mean_and_their_longest(tmp_path, tokenizer
 
 
 @pytest.mark.parametrize(("shuffle", "is_in_order"), [("true", False), ("false", True)])
-def test_some_of_the_training_questions_are_drawn_or_are_the_first(
-    tmp_path, tokenizer, shuffle, is_in_order
-):
+def test_some_training_questions_are_drawn_or_the_first(tmp_path, tokenizer, shuffle, is_in_order):
     source = write_file(tmp_path / "rows.json", ROWS["gsm8k"])
     some = ["task.max_train_examples=20", f"task.shuffle={shuffle}"]
     settings = ["task.name=gsm8k", f"task.train={source}", f"task.eval={source}", *some]
@@ -783,7 +767,7 @@ def test_encoded_prompts_are_the_tokens_of_the_rendered_text(tokenizer, template
         ("math500", True, True),  # a plain text
     ],
 )
-def test_only_a_prompt_without_a_template_gets_the_tokenizers_special_tokens(
+def test_only_a_prompt_without_a_template_gets_special_tokens(
     templated, name, has_template, is_added
 ):
     """A template writes them itself: added to its text, they would come twice."""

@@ -169,8 +169,8 @@ def render(number: int, decimals: str, *, with_commas: bool) -> str:
     st.sampled_from(["{}", "${}", "**{}**", "{} eggs", "{}.", "**${}.**", "{}%", r"\boxed{{{}}}"]),
     st.sampled_from(["plain", "tags"]),
 )
-def test_every_rendering_of_a_number_is_that_number_and_no_other(
-    number: int, decimals: str, with_commas: bool, decoration: str, style: str
+def test_every_rendering_of_a_number_is_that_number_alone(
+    number, decimals, with_commas, decoration, style
 ):
     plain = render(number, decimals, with_commas=False)
     text = decoration.format(render(number, decimals, with_commas=with_commas))
@@ -346,9 +346,7 @@ STRICT = "<thinking>\na\n</thinking>\n<answer>\n{}\n</answer>"
         ("", -1.0, -0.5, -1.0, 0.0),
     ],
 )
-def test_strict_tags_want_each_newline_and_the_closing_tag(
-    completion, form, ending, integer, answer
-):
+def test_strict_tags_want_each_newline_and_closing_tag(completion, form, ending, integer, answer):
     """The four rewards of the run that configs/gsm8k-lora.yaml repeats."""
     parts = reward(completion, prompt_style="tags", tag_grading="strict")
     expected = {"format": form, "answer": answer, "ending": ending, "integer": integer}
@@ -490,9 +488,7 @@ def test_a_typed_question_may_bring_its_answer():
 
 
 @pytest.mark.parametrize(("name", "num_rows"), [("train", 7473), ("test", 1319)])
-def test_the_gold_answers_of_all_real_rows_are_paid(
-    name: str, num_rows: int, tmp_path, monkeypatch
-):
+def test_the_gold_answers_of_all_real_rows_are_paid(name, num_rows, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     source = real_file("gsm8k", f"{name}.jsonl")
     rows = load_rows(gsm8k, source, "train", held_out=False)

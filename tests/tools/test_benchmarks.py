@@ -138,9 +138,7 @@ def test_ablations_leave_metrics_a_table_and_a_picture_and_run_once(python, tmp_
     assert "done" not in run_quickly(python, "ablations.py", *arguments)
 
 
-def test_a_copy_that_scores_as_it_samples_hands_its_gradients_to_the_weights(
-    rotary_model_folder, monkeypatch
-):
+def test_a_copy_that_scores_as_it_samples_hands_its_gradients_on(rotary_model_folder, monkeypatch):
     """With eager attention, whose numbers are the same for a token alone and in a whole row."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     switched = importlib.import_module("switched")

@@ -150,9 +150,7 @@ def test_rows_are_compared_at_equal_minutes(tmp_path):
     assert line == "- most-varied-half: 0.400 after 2.0 minutes, the default 0.250"
 
 
-def test_a_row_that_draws_from_less_is_measured_on_the_whole_distribution(
-    rotary_model_folder, monkeypatch
-):
+def test_a_row_that_draws_from_less_is_measured_on_all_tokens(rotary_model_folder, monkeypatch):
     asked = []
     monkeypatch.setattr(switched, "answer_questions", lambda run, **settings: asked.append(run))
     policy = make_policy(rotary_model_folder, "sampling.top_k=10", "sampling.top_p=0.9")

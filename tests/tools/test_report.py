@@ -198,7 +198,7 @@ def test_a_task_of_ones_own_is_not_imported(tmp_path, monkeypatch):
         ("samples.jsonl", b"\xff\n", "samples.jsonl: is not UTF-8"),
     ],
 )
-def test_a_run_that_cannot_be_read_is_one_line(
+def test_a_run_that_is_unreadable_is_one_line(
     name, content, message, tmp_path, monkeypatch, capsys
 ):
     folder = write_run(tmp_path / "x")
@@ -213,9 +213,7 @@ def test_a_run_that_cannot_be_read_is_one_line(
     assert line.count("\n") == 1 and not (folder / "report.html").exists()
 
 
-def test_the_command_writes_the_page_beside_the_run_or_where_it_is_told(
-    tmp_path, monkeypatch, capsys
-):
+def test_the_command_writes_the_page_beside_the_run_or_where_told(tmp_path, monkeypatch, capsys):
     folder = write_run(tmp_path / "x")
     for options, file in (
         ([], folder / "report.html"),
