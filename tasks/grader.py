@@ -115,29 +115,32 @@ SPELLINGS = {  # one spelling for what LaTeX and people spell in many ways
     " ": r"\, \; \: \! \> \quad \qquad \thinspace",
     "\\frac": r"\dfrac \tfrac \cfrac",
     "\\times": "\\cdot \u00d7 \u00b7",
-    **{"^{\\circ}": "\\degree \u00b0", "\\%": "%"},
-    **{"\\leq": "\\le \\leqslant \u2264", "\\geq": "\\ge \\geqslant \u2265"},
-    **{"<": r"\lt", ">": r"\gt", "\\{": r"\lbrace", "|": r"\vert", "\\sqrt": "\u221a"},
-    **{"\\}": r"\rbrace", "\\pi": "\u03c0", "\\infty": "\u221e", "\\cup": "\u222a"},
-    **{"-": "\u2212", "^{2}": "\u00b2", "^{3}": "\u00b3"},
+    "\\leq": "\\le \\leqslant \u2264",
+    "\\geq": "\\ge \\geqslant \u2265",
+    "^{\\circ}": "\\degree \u00b0",
 }
 SYNONYMS = {name: spelling for spelling, names in SPELLINGS.items() for name in names.split()}
-SYNONYMS["\\ "] = " "
+SYNONYMS |= {"\\ ": " ", "%": "\\%", r"\lt": "<", r"\gt": ">", r"\lbrace": "\\{", r"\rbrace": "\\}"}
+SYNONYMS |= {r"\vert": "|", "\u221a": "\\sqrt", "\u03c0": "\\pi", "\u221e": "\\infty"}
+SYNONYMS |= {"\u222a": "\\cup", "\u2212": "-", "\u00b2": "^{2}", "\u00b3": "^{3}"}
 TOKEN = re.compile(
     r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm|hbox) ?\{(?P<words>(?:[^{}\\]|\\.)*)\}"
     r"|\\sqrt ?\[[^]{]*\]|\\[a-zA-Z]+|\\.|."
 )
 NUM_ARGUMENTS = {"^": 1, "_": 1, "\\sqrt": 1, "\\frac": 2, "\\binom": 2}
-THOUSANDS_MARK = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,|\\!,|,\\,) ?(?=[0-9]{3}(?![0-9]))")
-THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?!,?[0-9])")
-BETWEEN_ANSWERS = re.compile(r"(?<=[ {])(?:and|or)(?=[ }])")
-ROW_GAP = re.compile(r"\\\\ ?\[-?[0-9.]+ ?(?:pt|ex|em|cm|mm|in)\]")
 FONT = re.compile(r"\\(?:math(?:rm|bf|it)|boldsymbol|bm|textbf|fbox)")  # around a formula
-UPRIGHT = re.compile(r"\\mathrm ?\{(?! ?[hms] ?\})([^a-zA-Z{}\\]*(?:[a-zA-Z][^a-zA-Z{}\\]*)?)\}")
-# 3*sqrt(13) and \log_2 8 are LaTeX with a \times, braces or brackets left out
-PLAIN_PRODUCT = re.compile(r"(?<=[\w)}]) ?\* ?(?=[\w(\\.])")
-PLAIN_ROOT = re.compile(r"(?:(?<![a-zA-Z\\])sqrt|\u221a) ?(?:\(([^()]*)\)|([0-9]+))")
-LOG_OF_NUMBER = re.compile(r"(\\log_\{[^{}]*\})([0-9]+)(?=[-+=)},]|$)")
+THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?!,?[0-9])")
+REWRITTEN = [
+    (r"[\s~]+", " "),
+    (r"\\\\ ?\[-?[0-9.]+ ?(?:pt|ex|em|cm|mm|in)\]", r"\\\\"),  # the gap between two rows
+    (r"\\mathrm ?\{(?! ?[hms] ?\})([^a-zA-Z{}\\]*(?:[a-zA-Z][^a-zA-Z{}\\]*)?)\}", r" \1 "),
+    # 3*sqrt(13) is LaTeX with a \times and braces left out
+    (r"(?:(?<![a-zA-Z\\])sqrt|\u221a) ?(?:\(([^()]*)\)|([0-9]+))", r"\\sqrt{\1\2}"),
+    (r"(?<=[\w)}]) ?\* ?(?=[\w(\\.])", r"\\times "),
+    (r"(?<=[0-9])(?:\{,\}|,\\!|\\,|\\!,|,\\,) ?(?=[0-9]{3}(?![0-9]))", ""),  # 10,\!080
+    (r"(?<=[ {])(?:and|or)(?=[ }])", ","),  # between two answers
+]
+LOG_OF_NUMBER = re.compile(r"(\\log_\{[^{}]*\})([0-9]+)(?=[-+=)},]|$)")  # \log_2 8
 ODD_ROOT = re.compile(  # of a negative number: \sqrt[3]{-8} is -\sqrt[3]{8}
     r"(\\sqrt\[[0-9]*[13579]\]\{)(?:-(?!.*(?:[-+]|[mp][mp]))|(\\frac\{)-(?!.*(?:[-+^]|[mp][mp])))"
 )
@@ -153,29 +156,16 @@ def normalise(text: str) -> str:
     `\dfrac 12` and `$\frac{1}{2}$` both become `\frac{1}{2}`; `10,\!080` and `10,080` become
     10080, but (10,080) is a pair. Spaces stay only between numbers, since 1 2 is not 12.
     """
-    text = without_outer_groups(re.sub(r"[\s~]+", " ", text))
-    text = UPRIGHT.sub(r" \1 ", ROW_GAP.sub(r"\\\\", text))
-    text = PLAIN_PRODUCT.sub(r"\\times ", PLAIN_ROOT.sub(r"\\sqrt{\1\2}", text))
-    text = THOUSANDS_MARK.sub("", text)
+    for pattern, spelling in REWRITTEN:
+        text = re.sub(pattern, spelling, text)
     if not re.search(r"[(\[]|\\\{|\\lbrace", text):
-        text = THOUSANDS.sub(lambda number: number.group().replace(",", ""), text)
-    text = BETWEEN_ANSWERS.sub(",", text)
+        text = THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
     tokens = map(usual_token, TOKEN.finditer(text))
-    text = read_group(tokens, depth=0).strip(" ;,").removesuffix(".")
+    text = read_group(tokens, depth=0)
+    for _ in range(MAX_DEPTH):  # {{7}} is 7
+        text = text[1:-1] if text.startswith("{") and encloses(text) else text
+    text = text.strip(" ;,").removesuffix(".")
     return TOWER.sub(tower_value, LOG_OF_NUMBER.sub(r"\1(\2)", text))
-
-
-def without_outer_groups(text: str) -> str:
-    """The text without the braces around all of it, at any depth: 7 for {{{7}}}. Linear time."""
-    depths = [depth for _, depth in nesting(text, BRACE)]
-    rest = text.rstrip("}")
-    num_closed = len(text) - len(rest) - rest.endswith("\\")  # the } of \} is a sign
-    num_opened = len(text) - len(text.lstrip("{"))
-    if not depths or depths[-1] != 0 or num_opened == 0:
-        return text
-    within = depths[num_opened - 1 : len(depths) - num_closed]
-    num_groups = min(num_opened, num_closed, *within)
-    return text[num_groups : len(text) - num_groups]
 
 
 def tower_value(tower: re.Match[str]) -> str:
@@ -223,17 +213,19 @@ def read_piece(token: str, tokens: Iterator[str], *, depth: int) -> str:
     if token == "{":
         return "{" + read_group(tokens, depth=depth + 1) + "}"
     if FONT.fullmatch(token):
-        letter = next((each for each in tokens if each.strip()), "")
-        content = read_piece(letter, tokens, depth=depth + 1)
-        content = content[1:-1] if content.startswith("{") else content
+        content = read_argument(tokens, depth=depth + 1)[1:-1]
         return f"{token}{{{content}}}" if content in ("e", "i") else content  # these are vectors
     for _ in range(NUM_ARGUMENTS.get(token.partition("[")[0], 0)):
-        argument = next((each for each in tokens if each.strip()), "")
-        argument = read_piece(argument, tokens, depth=depth + 1)
-        token += argument if argument.startswith("{") else "{" + argument + "}"
+        token += read_argument(tokens, depth=depth + 1)
     if root := ODD_ROOT.match(token):
         token = f"(-{root[1]}{root[2] or ''}{token[root.end() :]})"
     return token
+
+
+def read_argument(tokens: Iterator[str], *, depth: int) -> str:
+    """The next token or group, in braces."""
+    piece = read_piece(next((each for each in tokens if each.strip()), ""), tokens, depth=depth)
+    return piece if piece.startswith("{") else "{" + piece + "}"
 
 
 # Layer 2, continued: names and units, which may be left out of an answer
@@ -388,9 +380,8 @@ def entries(value: str) -> tuple[str, list[str]] | None:
 
 def both_signs(value: str) -> list[str]:
     r"""Both values of an answer with one `\pm`; any other answer alone."""
-    if value.count("\\pm") != 1:
-        return [value]
-    return [re.sub(r"\\pm ?", sign, value).removeprefix("+") for sign in "+-"]
+    signs = "+-" if value.count("\\pm") == 1 else ""
+    return [re.sub(r"\\pm ?", sign, value).removeprefix("+") for sign in signs] or [value]
 
 
 def same_entries(

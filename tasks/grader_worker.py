@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 STARTUP_S = 60.0  # a worker may take so long to start: importing SymPy is slow on a busy disk
@@ -31,6 +32,7 @@ MAX_LOST_S = 120.0  # after so many seconds of waiting in vain no question is as
 FORGIVEN_AFTER = 10.0  # seconds after which one lost second no longer counts
 MEMORY_BYTES = 2 * 1024**3
 MAX_REPLY_BYTES = 65_536
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")  # a decimal, which SymPy would round
 
 # The trainer's side
@@ -41,23 +43,18 @@ class WorkerLost(Exception):
 
 
 class OutOfPatience(Exception):
-    """The worker was not even asked, because too much time was lost on it lately.
-
-    256 answers that all hang would hold a step up for 20 minutes, while the other ranks wait; they
-    give up after 30.
-    """
+    """Not even asked, since too much time was lost lately: the other ranks wait for 30 minutes."""
 
 
+@dataclass
 class Worker:
     """A process that answers one question at a time, started when the first one is asked."""
 
-    def __init__(self, command: list[str]) -> None:
-        self.command = command
-        self.process: subprocess.Popen | None = None
-        self.last_id = 0  # 0 as long as the process has not said that it is ready
-        self.unread = b""
-        self.startup_s = 0.0
-        self.forgiven_at = 0.0  # when all the time that was lost is forgiven
+    command: list[str]
+    process: subprocess.Popen | None = None
+    last_id: int = 0  # 0 as long as the process has not said that it is ready
+    startup_s: float = 0.0
+    forgiven_at: float = 0.0  # when all the time that was lost is forgiven
 
     def clock(self) -> float:
         """The time in seconds. It stands still while a worker starts: no answer is to blame."""
@@ -73,10 +70,15 @@ class Worker:
         if self.forgiven_at - asked_at >= MAX_LOST_S * FORGIVEN_AFTER:
             raise OutOfPatience
         try:
-            self.await_start()
+            if self.process is None or self.process.poll() is not None:
+                self.start()
+            if self.last_id == 0:
+                waiting_since = time.monotonic()
+                self.read_reply(self.clock() + STARTUP_S)
+                self.startup_s += time.monotonic() - waiting_since
             self.last_id += 1
-            request = {"id": self.last_id, "arguments": arguments}
-            request["limit_s"] = max(0, math.ceil(deadline - self.clock())) + 1
+            limit_s = max(0, math.ceil(deadline - self.clock())) + 1
+            request = {"id": self.last_id, "arguments": arguments, "limit_s": limit_s}
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
             return self.read_reply(deadline)
         except (OSError, EOFError, ValueError) as error:  # TimeoutError is an OSError
@@ -86,19 +88,10 @@ class Worker:
             self.forgiven_at = max(asked_at, self.forgiven_at) + lost_s * FORGIVEN_AFTER
             raise WorkerLost(f"{type(error).__name__}: {error}") from error
 
-    def await_start(self) -> None:
-        """Start a worker if none is alive, and wait for its first line: it is ready."""
-        if self.process is None or self.process.poll() is not None:
-            self.start()
-        if self.last_id == 0:
-            waiting_since = time.monotonic()
-            self.read_reply(self.clock() + STARTUP_S)
-            self.startup_s += time.monotonic() - waiting_since
-
     def start(self) -> None:
         """Start a worker; one that is still there is killed."""
         self.stop()
-        self.last_id, self.unread = 0, b""
+        self.last_id = 0
         self.process = subprocess.Popen(
             self.command,
             stdin=subprocess.PIPE,
@@ -106,8 +99,7 @@ class Worker:
             stderr=subprocess.DEVNULL,
             bufsize=0,
             start_new_session=True,  # ctrl-C is for the training process
-            env=os.environ
-            | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
+            env=os.environ | ENVIRONMENT,
         )
 
     def stop(self) -> None:
@@ -120,14 +112,14 @@ class Worker:
         """The answer to the last request: a reply with another id is an error, never an answer."""
         poll = select.poll()
         poll.register(self.process.stdout, select.POLLIN)
-        while b"\n" not in self.unread:
+        line = b""
+        while not line.endswith(b"\n"):
             if not poll.poll(max(0, math.ceil(1_000 * (deadline - self.clock())))):
                 raise TimeoutError("no reply in time")
             chunk = self.process.stdout.read(MAX_REPLY_BYTES)
-            if not chunk or len(self.unread) > MAX_REPLY_BYTES:
+            if not chunk or len(line) > MAX_REPLY_BYTES:
                 raise EOFError("the worker has ended, or never ends its line")
-            self.unread += chunk
-        line, _, self.unread = self.unread.partition(b"\n")
+            line += chunk
         match json.loads(line):
             case {"id": self.last_id, "reply": reply}:
                 return reply
@@ -171,17 +163,17 @@ def math_verify_equal(gold: str, prediction: str) -> bool:
     from sympy import I, Symbol
 
     normalization = NormalizationConfig(units=False, malformed_operators=True, nits=True)
-    options = {
-        "extraction_config": [LatexExtractionConfig(True, 0, normalization)],
-        "fallback_mode": "no_fallback",
-        "extraction_mode": "first_match",
-        "parsing_timeout": None,  # its alarm would cancel ours
-    }
     answers = []
     try:
         for text in (gold, prediction):
             text = DECIMAL.sub(lambda d: rf"\frac{{{d[1]}{d[2]}}}{{1{'0' * len(d[2])}}}", text)
-            (answer,) = parse(f"\\boxed{{{text}}}", **options)
+            (answer,) = parse(
+                f"\\boxed{{{text}}}",
+                extraction_config=[LatexExtractionConfig(True, 0, normalization)],
+                fallback_mode="no_fallback",
+                extraction_mode="first_match",
+                parsing_timeout=None,  # its alarm would cancel ours
+            )
             letters = [x for x in answer.free_symbols if x.name == "i" or not x.is_real]
             meant = {x: I if x.name == "i" else Symbol(x.name, real=True) for x in letters}
             answers.append(answer.xreplace(meant))
@@ -225,9 +217,7 @@ def has_same_values(gold: Any, prediction: Any, is_exact: bool) -> bool:
     return rest == 0 or not rest.is_Rational
 
 
-def ask_reasoning_gym(
-    name: str, config: str, seed: int, index: int, answer: str | None = None
-) -> Any:
+def ask_reasoning_gym(name: str, config: str, seed: int, index: int, answer: str | None) -> Any:
     """A dataset's question, its answer, and what went wrong; or the score of a model's answer."""
     try:
         dataset, entry_at = gym_dataset(name, config, seed)

@@ -25,7 +25,7 @@ from tasks.grader_worker import OutOfPatience, Worker, WorkerLost
 # The scorers of these run what the model wrote as Python: by `eval`, or by SymPy's `parse_expr`.
 REFUSED = ("binary_matrix", "countdown", "intermediate_integration", "n_queens", "puzzle24")
 REFUSED += ("polynomial_multiplication", "simple_integration", "spiral_matrix", "string_insertion")
-PACKAGE = {"name": "reasoning-gym", "key": "reasoning_gym, whose pycosat needs a C compiler"}
+NEEDED_BY = "reasoning_gym, whose pycosat needs a C compiler"
 NUM_DRAWS = 20_000  # puzzles tried for enough questions of a split; word_ladder makes no more
 WORKER = Worker([*grader_worker.WORKER.command, "reasoning_gym"])
 
@@ -46,24 +46,25 @@ EXAMPLE_ROW = {"seed": 0, "index": 7}
 
 def parse_row(row: dict, *, options: Options) -> dict:
     """The example of a seed and an index; ValueError says why there is none."""
-    import_package(**PACKAGE)
-    place = {name: int(row[name]) for name in EXAMPLE_ROW}
+    import_package("reasoning-gym", key=NEEDED_BY)
+    seed, index = int(row["seed"]), int(row["index"])
     problem = "its scorer runs what the model wrote as code"
     if options.dataset not in REFUSED:
         try:
-            question, answer, problem = ask(options, *place.values(), limit_s=60.0)
+            question, answer, problem = ask(options, seed, index, None, limit_s=60.0)
         except WorkerLost as error:
             problem = str(error)
     if problem:
         hint = "python -m tasks.reasoning_gym lists what there is"
         raise ValueError(f"task.dataset = {options.dataset}: {problem}; {hint}")
-    return {"question": question, "answer": answer} | place
+    return {"question": question, "answer": answer, "seed": seed, "index": index}
 
 
-def ask(options: Options, *arguments: Any, limit_s: float) -> Any:
+def ask(options: Options, seed: int, index: int, answer: str | None, *, limit_s: float) -> Any:
     """The reply of `ask_reasoning_gym`, from the worker."""
     config = json.dumps({"size": NUM_DRAWS} | options.dataset_config)
-    return WORKER.ask(options.dataset, config, *arguments, deadline=WORKER.clock() + limit_s)
+    deadline = WORKER.clock() + limit_s
+    return WORKER.ask(options.dataset, config, seed, index, answer, deadline=deadline)
 
 
 def question_key(example: dict) -> str:
@@ -105,9 +106,9 @@ def reward_function(
     `timeout` is 1.0 if the scorer had to be stopped; it is a measurement, whose weight is 0.
     """
     answer = extract_answer(completion, example, options=options) or ""
-    place = example["seed"], example["index"]
+    seed, index = example["seed"], example["index"]
     try:  # the longest right answer, of tower_of_hanoi, has 4,063 characters
-        score = ask(options, *place, answer[:8_000], limit_s=options.scorer_timeout_s)
+        score = ask(options, seed, index, answer[:8_000], limit_s=options.scorer_timeout_s)
     except (WorkerLost, OutOfPatience):
         return {"answer": 0.0, "partial": 0.0, "timeout": 1.0}
     return {"answer": float(score >= 0.999), "partial": score, "timeout": 0.0}
@@ -120,7 +121,7 @@ def extract_answer(completion: str, example: dict, *, options: Options) -> str |
 
 
 if __name__ == "__main__":
-    gym = import_package(**PACKAGE)
+    gym = import_package("reasoning-gym", key=NEEDED_BY)
     for name in sorted(gym.factory.DATASETS.keys() - {*REFUSED, "composite"}):
         example = parse_row(EXAMPLE_ROW, options=Options(dataset=name))
         question = " ".join(example["question"].split())
