@@ -19,15 +19,17 @@ import argparse
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from transformers import TextStreamer
 
 from engine import ROOT
-from engine.config import Config, ConfigError
+from engine.config import Config, ConfigError, TaskSettings
 from engine.config_file import combine, nest, parse_override, read_file, section_of, task_name
 from engine.data import load_examples
 from engine.distributed import init_world
@@ -35,14 +37,16 @@ from engine.environment import begin
 from engine.errors import mistakes_cost_one_line
 from engine.load import load_policy
 from engine.metrics import Clock
+from engine.model import Policy
 from engine.prompts import assistant_prefix, pose
-from engine.run import Run
 from engine.task_module import built_in_tasks, load_task
 from engine.types import Trajectory
 from logger import Logger, format_reward, printable
 from main import DecodeBatch, decode_with_generate, reward_group
 
-FOUND = {  # section: keys; and of the sections task and sampling all keys
+FOUND = {  # section: its keys, all of them if none is named
+    "task": (),
+    "sampling": (),
     "model": ("compute_dtype", "attn_implementation", "load_in_4bit"),
     "training": ("max_new_gen_tokens", "seed"),
 }
@@ -55,17 +59,18 @@ def main() -> None:
         signal.signal(number, signal.SIG_DFL)
     with mistakes_cost_one_line():
         options = read_arguments(sys.argv[1:])
-        run = load_chat(chat_config(options), watch=options.watch)
+        config = chat_config(options)
+        policy, task = load_chat(config, is_watching=options.watch)
     num_answered = num_refused = 0
-    for line in watched(run) if options.watch else read_lines():
+    for line in watched(task, config.task) if options.watch else read_lines():
         try:
-            example = line if options.watch else run.task.parse_question(line)
-            trajectory = answer(run, example, num_answered)
+            example = line if options.watch else task.parse_question(line)
+            trajectory = answer(policy, task, config, example, num_answered)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             num_refused += 1
             continue
-        show(f"{judge(run, example, trajectory)}\n\n")
+        show(f"{judge(task, config.task, example, trajectory)}\n\n")
         num_answered += 1
     if num_refused > 0 and not sys.stdin.isatty():
         sys.exit(2)
@@ -93,10 +98,10 @@ def chat_config(options: argparse.Namespace) -> Config:
 
 def harmless(file: Path, overrides: list[str]) -> dict[str, Any]:
     """What a config.yaml that was found may set; ConfigError if it asks for a task of its own."""
-    values, typed = nest(read_file(file).items()), nest(map(parse_override, overrides))
-    kept = {name: section_of(values, name) for name in ("task", "sampling", *FOUND)}
+    values, typed, kept = nest(read_file(file).items()), nest(map(parse_override, overrides)), {}
     for section, keys in FOUND.items():
-        kept[section] = {key: kept[section][key] for key in keys if key in kept[section]}
+        found = section_of(values, section)
+        kept[section] = {key: found[key] for key in keys or found if key in found}
     name = task_name(kept)
     if name not in built_in_tasks() and "name" not in section_of(typed, "task"):
         problem = f"{file}: task.name = {name!r:.80}: a file that was found cannot have code run"
@@ -104,42 +109,32 @@ def harmless(file: Path, overrides: list[str]) -> dict[str, Any]:
     return kept
 
 
-def load_chat(config: Config, *, watch: bool = False) -> Run:
-    """A run with the model and the task, but without questions and without a folder."""
+def load_chat(config: Config, *, is_watching: bool = False) -> tuple[Policy, ModuleType]:
+    """The model and the task, without questions and without a folder."""
     world, _ = init_world()
     if world.size > 1:
         raise ConfigError([f"{world.size} ranks: start one process only, without torchrun"])
-    logger, task = Logger(rank=0), load_task(config.task.name)
-    if not hasattr(task, "parse_question") and not watch:
+    task = load_task(config.task.name)
+    if not hasattr(task, "parse_question") and not is_watching:
         raise ConfigError([f"task.name = {config.task.name}: it has no parse_question"])
-    policy = load_policy(config, world, logger.info, DecodeBatch)
-    return Run(config, world, logger, Path(), task, policy, [])
+    return load_policy(config, world, Logger(rank=0).info, DecodeBatch), task
 
 
 def read_lines() -> Iterator[str]:
     """The lines that are not empty. Lines that are piped in are shown as if they were typed."""
-    if sys.stdin is None:  # it was closed before the start
-        return
     sys.stdin.reconfigure(errors="replace")
     is_terminal = sys.stdin.isatty()
-    while True:
-        try:
-            line = input("> " if is_terminal else "").removeprefix("\ufeff").strip()
-        except EOFError:
-            if is_terminal:
-                print()  # Ctrl-D leaves the cursor behind the prompt
-            return
-        if line:
-            if not is_terminal:
-                show(f"> {line}\n")
-            yield line
+    with suppress(EOFError):
+        while True:
+            if line := input("> " if is_terminal else "").strip():
+                show("" if is_terminal else f"> {line}\n")
+                yield line
 
 
-def watched(run: Run) -> Iterator[dict]:
+def watched(task: ModuleType, options: TaskSettings) -> list[dict]:
     """A hundred validation questions."""
-    options = run.config.task
-    yield from load_examples(
-        run.task,
+    return load_examples(
+        task,
         options.eval,
         "validation",
         options=options,
@@ -150,25 +145,19 @@ def watched(run: Run) -> Iterator[dict]:
     )
 
 
-def answer(run: Run, example: dict, number: int) -> Trajectory:
+def answer(
+    policy: Policy, task: ModuleType, config: Config, example: dict, number: int
+) -> Trajectory:
     """Sample an answer, printing it token by token, and reward it; `number` counts questions.
 
     Raises ValueError if its prompt is too long.
     """
-    policy, seeds = run.policy, [(TYPED, run.config.training.seed, number)]
+    seeds, tokenizer = [(TYPED, config.training.seed, number)], policy.tokenizer
     context, params = policy.context_length, replace(policy.params, group_size=1)
+    device, num_new = policy.model.device, params.max_new_tokens
     (prompt_ids,), conversations = begin(
-        run.task,
-        run.config,
-        [example],
-        seeds,
-        params,
-        policy.tokenizer,
-        Clock(),
-        context=context,
-        device=policy.model.device,
+        task, config, [example], seeds, params, tokenizer, Clock(), context=context, device=device
     )
-    num_new = params.max_new_tokens
     if context is not None and len(prompt_ids) + num_new > context:
         raise ValueError(
             f"{len(prompt_ids)} prompt tokens and training.max_new_gen_tokens = {num_new} are more "
@@ -176,9 +165,9 @@ def answer(run: Run, example: dict, number: int) -> Trajectory:
         )
     if conversations:
         params = replace(params, conversations=conversations[0])
-        show(policy.tokenizer.decode(prompt_ids))
+        show(tokenizer.decode(prompt_ids))
     else:
-        show(assistant_prefix(pose(example, task=run.task, options=run.config.task)))
+        show(assistant_prefix(pose(example, task=task, options=config.task)))
     with policy.autocast():
         group = decode_with_generate(
             policy.sampler,
@@ -186,22 +175,20 @@ def answer(run: Run, example: dict, number: int) -> Trajectory:
             seeds,
             params,
             on_progress=lambda _: None,
-            streamer=Stream(run),
+            streamer=Stream(policy),
         )
-    (trajectory,) = reward_group(policy, run.task, run.config.task, example, prompt_ids, group)
+    (trajectory,) = reward_group(policy, task, config.task, example, prompt_ids, group)
     return trajectory
 
 
-def judge(run: Run, example: dict, trajectory: Trajectory) -> str:
+def judge(task: ModuleType, options: TaskSettings, example: dict, trajectory: Trajectory) -> str:
     """The reward with its parts; where the right answer is unknown, how the task reads this one."""
     notes = [format_reward(trajectory.reward, trajectory.reward_parts)]
     if example.get("answer") == "":  # tasks leave it empty where only a question was typed
-        read = run.task.extract_answer(trajectory.text, example, options=run.config.task)
+        read = task.extract_answer(trajectory.text, example, options=options)
         notes = [f"its answer is read as {read or 'none'}; no reward without the right one"]
     if trajectory.completion.truncated:
         notes.append("cut off at training.max_new_gen_tokens")
-    if trajectory.completion.is_broken:
-        notes.append("noise: the model's logits were not finite")
     return "; ".join(notes)
 
 
@@ -213,10 +200,9 @@ def show(text: str) -> None:
 class Stream(TextStreamer):
     """Prints a completion, without the token that ends it, while `model.generate` makes it."""
 
-    def __init__(self, run: Run):
-        tokenizer = run.policy.tokenizer
-        super().__init__(tokenizer, skip_prompt=True, clean_up_tokenization_spaces=False)
-        self.eos_ids = torch.tensor(run.policy.params.eos_ids)
+    def __init__(self, policy: Policy):
+        super().__init__(policy.tokenizer, skip_prompt=True, clean_up_tokenization_spaces=False)
+        self.eos_ids = torch.tensor(policy.params.eos_ids)
 
     def put(self, value: torch.Tensor) -> None:
         super().put(value[~torch.isin(value, self.eos_ids)])

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from harness import CPU, ENVIRONMENT, ROOT, make_config, seed
 import countdown
 from engine.config import Config, ConfigError
 from engine.distributed import World
+from engine.model import Policy
 from engine.prompts import completion_text
-from engine.run import Run
 from engine.types import Completion, Trajectory
 from logger import printable
 from main import reward_group
@@ -47,7 +48,7 @@ def ask(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
     return ask_lines
 
 
-def load_tiny(*overrides: str) -> Run:
+def load_tiny(*overrides: str) -> tuple[Policy, ModuleType]:
     return chat.load_chat(config_of([*TINY, *overrides]))
 
 
@@ -62,8 +63,8 @@ def test_piped_questions_are_answered_rewarded_and_repeat_exactly(ask, monkeypat
     """Whatever is asked before, and whatever torch's own random numbers are."""
     blocks, judge = [], chat.judge
 
-    def note_and_judge(run: Run, example: dict, trajectory: Trajectory) -> str:
-        verdict, text = judge(run, example, trajectory), printable(trajectory.text)
+    def note_and_judge(task, options, example: dict, trajectory: Trajectory) -> str:
+        verdict, text = judge(task, options, example, trajectory), printable(trajectory.text)
         answer = f"Let me solve this step by step.\n<think>{text}"
         blocks.append(f"> {QUESTION}\n{answer}\n{verdict}\n\n")
         return verdict
@@ -80,12 +81,12 @@ def test_piped_questions_are_answered_rewarded_and_repeat_exactly(ask, monkeypat
 
 def test_what_streams_is_what_is_rewarded(monkeypatch):
     """Token by token, without the end; a character of several tokens comes as a whole."""
-    run, pieces = load_tiny(), []
-    tokenizer, eos_ids = run.policy.tokenizer, run.policy.params.eos_ids
+    (policy, _), pieces = load_tiny(), []
+    tokenizer, eos_ids = policy.tokenizer, policy.params.eos_ids
     text = "é 数\n</think>\n  <answer>3 * 7</answer>"
     ids = tokenizer.encode(text, add_special_tokens=False)
     monkeypatch.setattr(chat, "show", pieces.append)
-    stream = chat.Stream(run)
+    stream = chat.Stream(policy)
     stream.put(torch.tensor([tokenizer.encode(QUESTION)]))
     for token in [*ids, eos_ids[0]]:
         stream.put(torch.tensor([token]))
@@ -97,14 +98,15 @@ def test_what_streams_is_what_is_rewarded(monkeypatch):
 
 
 def test_without_the_right_answer_the_answer_is_read_and_not_judged():
-    run = load_tiny("task.name=gsm8k", "task.reward_weights={answer: 1.0}")
-    ids = run.policy.tokenizer.encode("so #### 1", add_special_tokens=False)
+    overrides = "task.name=gsm8k", "task.reward_weights={answer: 1.0}"
+    (policy, task), options = load_tiny(*overrides), config_of([*TINY, *overrides]).task
+    ids = policy.tokenizer.encode("so #### 1", add_special_tokens=False)
     completion = Completion(ids, torch.zeros(1).numpy(), None, True, is_inserted=None)
     judged = []
     for line in ("How many?", "How many? #### 1"):
-        example = run.task.parse_question(line)
-        (trajectory,) = reward_group(run, example, [], [completion])
-        judged.append(chat.judge(run, example, trajectory))
+        example = task.parse_question(line)
+        (trajectory,) = reward_group(policy, task, options, example, [], [completion])
+        judged.append(chat.judge(task, options, example, trajectory))
     unknown, known = judged
     cut_off = "; cut off at training.max_new_gen_tokens"
     assert unknown == f"its answer is read as 1; no reward without the right one{cut_off}"
@@ -184,9 +186,6 @@ def test_a_line_that_is_no_question_costs_a_line_and_the_status(ask):
 
 
 def test_what_cannot_be_asked_is_refused_in_one_line(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["chat.py", *TINY])
-    monkeypatch.setattr(sys, "stdin", None)
-    chat.main()  # as of a daemon, whose standard input is closed: the end of the input
     with (
         monkeypatch.context() as patch,
         pytest.raises(ConfigError, match=r"^2 ranks: start one process"),
