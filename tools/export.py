@@ -10,7 +10,9 @@ repository is private unless --public is given.
 """
 
 import argparse
+import functools
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -61,20 +63,24 @@ def export(asked: argparse.Namespace, run: Path) -> None:
     if asked.push and ("/" not in asked.push or get_token() is None):
         raise ValueError("--push needs user/name and a token: `hf auth login` or set HF_TOKEN")
     settings = section_of(read_file(run / "config.yaml"), "model")
-    how = {"attn_implementation": settings.get("attn_implementation", "sdpa")}
-    how["trust_remote_code"] = asked.trust_remote_code  # no file that was found can ask for it
-    config = Config(model=ModelSettings(name=str(model), **how))
+    trusted = asked.trust_remote_code  # no file that was found can ask for it
+    load = functools.partial(
+        AutoModelForCausalLM.from_pretrained,
+        attn_implementation=settings.get("attn_implementation", "sdpa"),
+        trust_remote_code=trusted,
+        dtype=torch.bfloat16,
+    )
+    config = Config(model=ModelSettings(name=str(model), trust_remote_code=trusted))
     tokenizer = load_tokenizer(config, lambda line: None)  # the run has said what it says of it
     card = (model / "README.md").read_text(encoding="utf-8")
-    how["dtype"] = torch.bfloat16
     if is_adapter and (asked.merge or asked.in_4bit):
         model, card = run / "merged", merged_card(card)
-        save_model(merge(run, how), tokenizer, card, model)
+        save_model(merge(run, load), tokenizer, card, model)
         print(f"the best model, merged: {model}")
     if asked.in_4bit:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        how["quantization_config"] = quantization_config(device, torch.bfloat16)
-        small = AutoModelForCausalLM.from_pretrained(model, device_map={"": device}, **how)
+        in_4bit = quantization_config(device, torch.bfloat16)
+        small = load(model, device_map={"": device}, quantization_config=in_4bit)
         save_model(small, tokenizer, card, run / "merged-4bit")
         print(f"the best model, in 4 bits: {run / 'merged-4bit'}")
     if asked.push:
@@ -83,7 +89,7 @@ def export(asked: argparse.Namespace, run: Path) -> None:
         print(f"uploaded to https://huggingface.co/{asked.push}")
 
 
-def merge(run: Path, how: dict) -> nn.Module:
+def merge(run: Path, load: Callable[..., nn.Module]) -> nn.Module:
     """The adapter's sum with its base; ValueError if that has changed since the training."""
     peft, (name, revision) = import_package("peft", key="--merge"), base_of(run / "best")
     checkpoint = newest_whole(run / "checkpoints")
@@ -92,7 +98,7 @@ def merge(run: Path, how: dict) -> nn.Module:
     base = ModelSettings(name=name, revision=revision, lora=LoraSettings())
     if of_model(Config(model=base)) != load_state(checkpoint)["config"][MODEL_FILES]:
         raise ValueError(f"{name} is no longer the model that the adapter was trained on")
-    model = AutoModelForCausalLM.from_pretrained(name, revision=revision, **how)
+    model = load(name, revision=revision)
     return peft.PeftModel.from_pretrained(model, run / "best").merge_and_unload()
 
 
