@@ -83,8 +83,7 @@ def generate_questions(
     """Different solvable questions, the same for the same seed on every machine.
 
     Every count of numbers is equally likely, until no new question with so many numbers is found.
-    `num_examples` None makes MAX_GENERATED of them, or fewer if there are no more. Raises
-    ValueError for ranges that hold too few questions.
+    None makes MAX_GENERATED of them, or all that there are. ValueError if the ranges hold too few.
     """
     rng = random.Random(f"countdown {split} {seed}")
     counts = list(range(options.min_numbers, options.max_numbers + 1))
@@ -103,10 +102,8 @@ def generate_questions(
         else:
             counts.remove(count)
     if not rows or len(rows) < (num_examples or 0):
-        raise ValueError(
-            f"num_examples {num_examples}: only {len(rows)} different {split} questions were "
-            "found in these ranges; ask for fewer, or widen the ranges of numbers and targets"
-        )
+        have = f"only {len(rows)} different {split} questions were found in these ranges"
+        raise ValueError(f"num_examples {num_examples}: {have}; ask for fewer, or widen them")
     return rows
 
 
@@ -170,10 +167,8 @@ ASSISTANT_PREFIX = "Let me solve this step by step.\n<think>"
 def generate_prompt(example: dict, *, options: Options) -> list[dict]:
     """Chat messages that pose the question; the model continues the last one."""
     question = QUESTION.format(nums=example["nums"], target=example["target"])
-    return [
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": ASSISTANT_PREFIX},
-    ]
+    prefix = {"role": "assistant", "content": ASSISTANT_PREFIX}
+    return [{"role": "user", "content": question}, prefix]
 
 
 # Reward
@@ -192,16 +187,13 @@ def reward_function(
 def format_reward_function(completion: str) -> float:
     r"""1.0 if "<think>" + completion matches ^<think>.*?</think>\n<answer>.*?</answer>$.
 
-    Else 0.1 for a think block plus 0.5 for an answer block. The completion lacks the opening
-    <think>, because the prompt ends with it. The regex itself would take quadratic time on repeated
-    tags, so plain searches stand in for it.
+    Else 0.1 for a think block plus 0.5 for an answer block. The prompt ends with <think>. The regex
+    itself would take quadratic time on repeated tags, so plain searches stand in for it.
     """
     text = completion.removesuffix("\n")  # `$` also matches before a newline that ends the text
     if "</think>\n<answer>" in completion and text.endswith("</answer>"):
         return 1.0
-    has_think_block = "</think>" in completion
-    has_answer_block = find_answer(completion) is not None
-    return 0.1 * has_think_block + 0.5 * has_answer_block
+    return 0.1 * ("</think>" in completion) + 0.5 * (find_answer(completion) is not None)
 
 
 def answer_reward_function(completion: str, *, nums: list[int], target: int) -> float:

@@ -46,10 +46,9 @@ def question_key(example: dict) -> str:
 def generate_questions(
     split: str, *, options: Options, num_examples: int | None, seed: int, exclude: Iterable[dict]
 ) -> list[dict]:
-    """Different sums, the same for the same seed on every machine.
+    """Different sums, the same for the same seed on every machine; None takes all of them.
 
-    Two numbers come together once, in an order that is drawn. `num_examples` None takes all of
-    them. Raises ValueError for a range that holds too few questions.
+    Two numbers come together once, in an order that is drawn. ValueError if there are too few.
     """
     excluded = {question_key(row) for row in exclude}
     numbers = range(options.min_number, options.max_number + 1)
@@ -59,10 +58,8 @@ def generate_questions(
         if key not in excluded and is_in_split(key, split):
             pairs.append((a, b))
     if len(pairs) < (num_examples or 1):
-        raise ValueError(
-            f"num_examples {num_examples}: there are only {len(pairs)} different {split} questions "
-            "in this range; ask for fewer, or widen the range of numbers"
-        )
+        have = f"there are only {len(pairs)} different {split} questions in this range"
+        raise ValueError(f"num_examples {num_examples}: {have}; ask for fewer, or widen it")
     rng = random.Random(f"arithmetic {split} {seed}")
     drawn = rng.sample(pairs, num_examples or len(pairs))
     return [{"a": a, "b": b} for a, b in (rng.sample(pair, 2) for pair in drawn)]
@@ -70,14 +67,10 @@ def generate_questions(
 
 def parse_row(row: dict, *, options: Options) -> dict:
     """The example in a row, whose numbers may be text (CSV); ValueError says what is wrong."""
-    example = {}
     for name, value in row.items():
-        if isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value.strip(), re.ASCII):
-            value = int(value)
-        if type(value) is not int or value < 0:
+        if not re.fullmatch("[0-9]{1,9}", str(value).strip(), re.ASCII):
             raise ValueError(f"{name} is {value!r:.60}, not an integer >= 0")
-        example[name] = value
-    return example
+    return {name: int(value) for name, value in row.items()}
 
 
 def parse_question(text: str) -> dict:
@@ -114,7 +107,6 @@ def reward_function(
 def extract_answer(completion: str, example: dict, *, options: Options) -> str | None:
     """The last number, in a normal form: 85 for $85.00; majority votes count these.
 
-    Numbers are read as in tasks/gsm8k.py, in time linear in the length of the text: joined ones,
-    such as 84 85 86 or 84/85, do not count. Unlike there, 85! is 85.
+    Joined numbers, such as 84 85 86 or 84/85, do not count. Unlike in tasks/gsm8k.py, 85! is 85.
     """
     return lenient_answer(EXCLAIMED.sub(r"\1 ", completion[-2 * MAX_TAIL_CHARS :]))

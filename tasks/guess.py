@@ -17,7 +17,14 @@ REWARD_PARTS = ("answer", "narrowed", "inside")
 
 
 def load_examples(
-    source: str, split: str, *, options: TaskSettings, num_examples: int | None, seed: int, **others
+    source: str,
+    split: str,
+    *,
+    options: TaskSettings,
+    num_examples: int | None,
+    seed: int,
+    held_out: bool,
+    exclude: list[dict],
 ) -> list[dict]:
     """Each number of each range of the split, drawn by the seed; no range is in both splits."""
     lows = [low for low in range(1, 102 - SIZE) if is_in_split(f"guess from {low}", split)]
