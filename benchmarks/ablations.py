@@ -9,7 +9,7 @@
 Each run takes 40 steps on one process with one thread, and as many samples a step as the default on
 two ranks. "default" is here the one before today's, with which these runs were made. A run that is
 stopped goes on from its last checkpoint in runs/ablations/. The metrics of a run that has ended are
-copied to results/ablations/<row>-s<seed>.csv, and it is not run again. Table and picture,
+written to results/ablations/<row>-s<seed>.csv, and it is not run again. Table and picture,
 results/ablations.md and .png, come from these files alone. What one sees in a row is written by
 hand in results/ablations/remarks.yaml, a sentence for each name.
 
@@ -216,14 +216,15 @@ def program_of(row: str) -> list[str]:
 
 
 def run_one(name: str, command: list[str], runs: Path, folder: Path) -> bool:
-    """Run it with one thread, and copy its metrics to `folder` if it ended well."""
+    """Run it with one thread; if it ended well, write its metrics to `folder`, a row for a step."""
     with (runs / f"{name}.log").open("a") as log:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         status = subprocess.run(
             command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
         ).returncode
     if status == 0:
-        write_atomically(folder / f"{name}.csv", (runs / name / "metrics.csv").read_text())
+        rows = read_table(runs / name).rows.astype({"step": int})  # a step's with its evaluation's
+        write_atomically(folder / f"{name}.csv", rows.to_csv(index=False))
     print(f"{name}: {'done' if status == 0 else f'status {status}'}", flush=True)
     return status == 0
 

@@ -10,8 +10,12 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the script's modules
 
+import engine.load
+import main
 from engine.config_file import load_config
 from engine.model import copy_in
+from engine.run import Run
+from engine.types import Trajectory
 
 torch.backends.cuda.enable_cudnn_sdp(False)  # as engine/distributed.py does for a run
 
@@ -19,6 +23,18 @@ torch.backends.cuda.enable_cudnn_sdp(False)  # as engine/distributed.py does for
 def questions_per_step(arguments: Sequence[str] = ()) -> int:
     """Questions in a step of the default run, or of what arguments name, on two ranks."""
     return 2 * load_config(list(arguments)).questions_per_rank(2)
+
+
+def load_run(arguments: Sequence[str]) -> Run:
+    """What main.py loads, given these arguments."""
+    return engine.load.load_run(load_config(list(arguments)), main.wrap_policy, main.DecodeBatch)
+
+
+def update(run: Run, groups: list[list[Trajectory]]) -> None:
+    """The update of a step as main.py makes it, by groups that have their advantages."""
+    batches = main.make_micro_batches(groups, run.config, run.world)
+    training = run.config.training
+    main.update_policy(run.policy, run.optimizer, batches, training, run.world, run.logger)
 
 
 def bf16_copy(model: nn.Module) -> nn.Module:

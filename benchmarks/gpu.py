@@ -54,12 +54,13 @@ from engine.config_file import load_config
 from engine.distributed import World, settle_ddp_buckets
 from engine.graphs import CapturedSteps
 from engine.head import head_log_probs
+from engine.load import load_policy, scores_in_blocks
 from engine.metrics import peak_memory_gb
 from engine.optimizer import make_optimizer
 from engine.tensors import right_pad
 from engine.types import SamplingParams
 from logger import Logger
-from main import CompletionScorer, DecodeBatch, decode_grouped, draw_uniforms, load_policy
+from main import CompletionScorer, DecodeBatch, decode_grouped, draw_uniforms, wrap_policy
 
 CARD_BYTES = 80e9  # what the step may use; the rest of a larger GPU is filled with ballast
 NO_ENDS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "eos_ids": (), "pad_id": 0}
@@ -125,8 +126,7 @@ def sample(model: nn.Module, prompts: list, *, num_tokens: int, capture: bool) -
         model,
         prompts,
         [(0, i) for i in range(len(prompts))],
-        num_samples=4,
-        params=SamplingParams(num_tokens, **NO_ENDS),
+        SamplingParams(num_tokens, **NO_ENDS, group_size=4),
         on_progress=lambda num_ended: None,
         capture=capture,
     )
@@ -206,8 +206,8 @@ def check_resume(setting: Setting) -> list[Row]:
         process.kill()
         process.wait()
         again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        steps = Path(folder, "x/metrics.jsonl").read_text().count('"step"')
-        is_whole = again.returncode == 0 and "resumed after step" in again.stdout and steps == 6
+        rows = Path(folder, "x/metrics.jsonl").read_text().count('"step"')  # 5 steps, 2 evaluations
+        is_whole = again.returncode == 0 and "resumed after step" in again.stdout and rows == 7
         return [Row("main.py, killed and resumed, has all its steps", is_whole, "", at_least=1)]
 
 
@@ -267,7 +267,10 @@ def check_lora(setting: Setting, in_4bit: str = "false") -> list[Row]:
         overrides = [f"model.name={folder}", "model.lora.r=8", f"model.load_in_4bit={in_4bit}"]
         config = load_config(["--config", os.devnull, *overrides])
         world = World(rank=0, size=1, device=setting.device)
-        policy = load_policy(config, world, Logger(rank=1))
+        log = Logger(rank=1).info
+        policy = load_policy(config, world, log, DecodeBatch)
+        in_blocks = scores_in_blocks(policy.model, config.training.micro_batch_tokens, log)
+        wrap_policy(policy, config, world, in_blocks=in_blocks)
     ids = torch.arange(2, 34, device=setting.device)[None]
     policy.model.train()
     policy.scorer(ids, ids > 0, temperature=1.0).sum().backward()
@@ -318,8 +321,8 @@ def time_steps(setting: Setting, model: nn.Module) -> list[Row]:
     for num_rows in (4, 2) if setting.is_quick else (512, 256, 64):
         prompts = ragged_prompts(model, (128,) * (num_rows // 2))
         seeds = [(0, i) for i in range(len(prompts))]
-        params = SamplingParams(num_steps + 4, **NO_ENDS)
-        uniforms = draw_uniforms(seeds, num_samples=2, length=params.max_new_tokens)
+        params = SamplingParams(num_steps + 4, **NO_ENDS, group_size=2)
+        uniforms = draw_uniforms(seeds, params)
         with torch.no_grad():
             batch = DecodeBatch(model, prompts, uniforms, params)
             step = CapturedSteps(batch) if setting.has_graphs else batch.step

@@ -29,13 +29,14 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import print_table, questions_per_step  # first: it finds the script's modules
+from common import print_table, questions_per_step, update  # first: the script's modules
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 from transformers import TrainerCallback
 
 import main as program
 from engine import ROOT
+from engine.evaluation import evaluation_metrics
 from engine.files import json_line, write_atomically
 from engine.metrics import Clock
 from engine.optimizer import learning_rate_at, set_learning_rate
@@ -146,8 +147,12 @@ class Course(TrainerCallback):
             print(f"  step {step}: pass@1 {self.rows[-1][METRICS[0]]:.3f}", flush=True)
 
     def measure(self, step: int) -> None:
-        self.run.policy.refresh_sampler()
-        metrics, _, _ = program.evaluate(self.run)
+        run = self.run
+        run.policy.refresh_sampler()
+        groups, num_questions = program.sample_validation(run), len(run.validation_questions)
+        metrics = evaluation_metrics(
+            groups, run.config.validation, run.world, num_questions=num_questions
+        )
         self.rows.append(as_row(step, self.seconds, metrics))
 
 
@@ -185,12 +190,12 @@ class Copies(TrainerCallback):
         """Sample, take the step of both of ours, and give TRL the completions."""
         from trl_side import replay, roll_out
 
-        state, config = self.run.state, self.run.config
+        state, training = self.run.state, self.run.config.training
         groups = roll_out(self.run, Clock())
-        program.assign_advantages(groups, config)
+        program.assign_advantages(groups, training)
         for run in (self.run, self.again):
-            set_learning_rate(run.optimizer, learning_rate_at(state.step + 1, config))
-            program.update_policy(run, program.make_micro_batches(run, groups))
+            set_learning_rate(run.optimizer, learning_rate_at(state.step + 1, training))
+            update(run, groups)
         state.step += 1
         state.position += len(groups)
         return replay(groups, prompts, trainer)

@@ -30,11 +30,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from common import questions_per_step  # first: it finds the script's modules
+from common import load_run, questions_per_step  # first: it finds the script's modules
 
 import main as program
 from engine import ROOT
-from engine.config_file import load_config
 from engine.files import write_atomically
 from engine.metrics import pass_at_k
 from engine.packages import import_package
@@ -113,8 +112,8 @@ def run_two_at_a_time(commands: list[list[str]]) -> None:
 def measure(file: Path, keys: list[str]) -> None:
     """Write how many of its samples solve each validation question."""
     with tempfile.TemporaryDirectory() as folder:
-        run = program.load_run(load_config([*keys, "mode=evaluate", f"run.dir={folder}"]))
-    groups = program.answer_questions(run)
+        run = load_run([*keys, "mode=evaluate", f"run.dir={folder}"])
+    groups = program.sample_validation(run)
     solved = [sum(t.is_solved for t in group) for group in groups]
     samples = run.config.validation.best_of_n
     found = {"model": run.config.model.name, "samples": samples, "solved": solved}

@@ -41,13 +41,15 @@ from engine import ROOT
 from engine.batches import sample_in_batches
 from engine.config_file import load_config
 from engine.distributed import World
+from engine.generate import get_generation_config
+from engine.load import load_policy
 from engine.model import choose_backend
 from engine.prompts import encode_prompts
 from engine.task_module import load_task
 from engine.tensors import left_pad
 from engine.types import Completion, SamplingParams
 from logger import Logger
-from main import DecodeBatch, decode_grouped, get_generation_config, load_policy
+from main import DecodeBatch, decode_grouped
 
 TINY = ROOT / "tiny"
 NO_EOS = (-1,)  # an id that no token has
@@ -69,7 +71,6 @@ class Workload:
     model: nn.Module
     prompts: list[list[int]]
     params: SamplingParams
-    num_samples: int
     backend: str  # ours on this device: grouped, or grouped with its steps captured
     position: int = 0  # of the next question: every call draws other completions
 
@@ -81,9 +82,8 @@ class Workload:
             self.model,
             self.prompts,
             seeds,
+            self.params,
             decode=functools.partial(decode_grouped, capture=self.backend == "captured"),
-            num_samples=self.num_samples,
-            params=self.params,
             max_batch_tokens=None if self.model.device.type == "cuda" else 2**20,
             on_progress=lambda num_ended: None,
             log=print,
@@ -96,7 +96,7 @@ class Workload:
     def generate(self) -> list[int]:
         """Lengths of the completions, by `model.generate` on all questions together."""
         ids, mask = left_pad(self.prompts, self.params.pad_id, self.model.device)
-        config = get_generation_config(self.params, num_samples=self.num_samples)
+        config = get_generation_config(self.params)
         sequences = self.model.generate(ids, attention_mask=mask, generation_config=config)
         completions = sequences[:, ids.shape[1] :]
         eos_ids = torch.tensor(self.params.eos_ids, device=ids.device)
@@ -106,7 +106,7 @@ class Workload:
 
     def continuous(self) -> list[int]:
         """Lengths of the completions, by transformers' continuous batching."""
-        config = get_generation_config(self.params, num_samples=self.num_samples)
+        config = get_generation_config(self.params)
         with torch.no_grad():
             outputs = self.model.generate_batch(self.prompts, generation_config=config)
         return [len(output.generated_tokens) for output in outputs.values()]
@@ -135,7 +135,7 @@ class Vllm:
             "model": model,
             "dtype": str(workload.model.dtype).removeprefix("torch."),
             "prompts": workload.prompts,
-            "num_samples": workload.num_samples,
+            "num_samples": workload.params.group_size,
             "max_new_tokens": workload.params.max_new_tokens,
             "temperature": workload.params.temperature,
         }
@@ -204,14 +204,15 @@ def load_workload(
     overrides.append(f"task.name={'arithmetic' if model else 'countdown'}")
     overrides.append(f"training.max_new_gen_tokens={size.max_new_tokens}")
     config = load_config(["--config", os.devnull, *overrides])
-    policy = load_policy(config, World(rank=0, size=1, device=device), Logger(rank=1))
+    world = World(rank=0, size=1, device=device)
+    policy = load_policy(config, world, Logger(rank=1).info, DecodeBatch)
     task, options = load_task(config.task.name), config.task
     questions = task.generate_questions(
         "train", options=options, num_examples=size.questions, seed=0, exclude=[]
     )
     prompts = encode_prompts(questions, task=task, options=options, tokenizer=policy.tokenizer)
-    model = policy.sampler.eval()
-    return Workload(model, prompts, policy.params, size.samples, policy.backend)
+    params = replace(policy.params, group_size=size.samples)
+    return Workload(policy.sampler.eval(), prompts, params, policy.backend)
 
 
 # Backends
@@ -293,9 +294,13 @@ def show_growth(base: Size, repeats: int, device: torch.device) -> None:
 
 def resized(workload: Workload, size: Size) -> Workload:
     """The first questions of a workload, every completion of which is as long as it may be."""
-    params = replace(workload.params, max_new_tokens=size.max_new_tokens, eos_ids=NO_EOS)
-    prompts = workload.prompts[: size.questions]
-    return replace(workload, prompts=prompts, params=params, num_samples=size.samples)
+    params = replace(
+        workload.params,
+        max_new_tokens=size.max_new_tokens,
+        eos_ids=NO_EOS,
+        group_size=size.samples,
+    )
+    return replace(workload, prompts=workload.prompts[: size.questions], params=params)
 
 
 # Ranks
@@ -403,8 +408,16 @@ def random_workload(model: nn.Module, size: Size) -> Workload:
     rates = end_rates(size.max_new_tokens).to(model.device)
     end_at_random = functools.partial(force_ends, rates=rates, eos_id=1)
     model.register_forward_hook(end_at_random, with_kwargs=True)
-    params = SamplingParams(size.max_new_tokens, 1.0, 1.0, 0, eos_ids=(1,), pad_id=0)
-    return Workload(model, prompts, params, size.samples, backend)
+    params = SamplingParams(
+        size.max_new_tokens,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        eos_ids=(1,),
+        pad_id=0,
+        group_size=size.samples,
+    )
+    return Workload(model, prompts, params, backend)
 
 
 def end_rates(max_length: int) -> torch.Tensor:

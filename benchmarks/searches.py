@@ -17,11 +17,10 @@ from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 
-from common import print_table  # first: it finds the script's modules
+from common import load_run, print_table  # first: it finds the script's modules
 
 import main as program
 from engine.arithmetic import value_of
-from engine.config_file import load_config
 from engine.files import write_atomically
 from engine.types import Trajectory
 
@@ -35,10 +34,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a file for the table, in Markdown")
     options, keys = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
-        given = ["mode=evaluate", f"run.dir={folder}", *keys]
-        run = program.load_run(load_config(given))
+        run = load_run(["mode=evaluate", f"run.dir={folder}", *keys])
     questions = run.validation_questions
-    groups = program.answer_questions(run)
+    groups = program.sample_validation(run)
     rows = defaultdict(list)  # by how many numbers a question has
     for question, group in zip(questions, groups, strict=True):
         rows[f"{len(question['nums'])} numbers"] += [(t, question["target"]) for t in group]
@@ -53,7 +51,7 @@ def main() -> None:
         write_atomically(options.out, f"`{command}`\n\n{''.join(table)}")
 
     run.validation_questions = [README_QUESTION]
-    ((answer,),) = program.answer_questions(run, is_greedy=True)
+    ((answer,),) = program.sample_validation(run, is_greedy=True)
     print(f"README's question, greedily ({'' if answer.is_solved else 'not '}solved):{answer.text}")
 
 

@@ -20,7 +20,7 @@ import tempfile
 import time
 
 import torch
-from common import print_table, synchronize  # first: it finds the script's modules
+from common import print_table, synchronize, update  # first: it finds the script's modules
 from transformers import TrainerCallback
 from trl_side import (
     GRPOTrainer,
@@ -34,7 +34,7 @@ from trl_side import (
 from engine.metrics import Clock, reduce_means, rollout_sums
 from engine.run import Run
 from engine.types import Trajectory
-from main import accumulate_gradient, assign_advantages, make_micro_batches, update_policy
+from main import accumulate_gradient, assign_advantages, make_micro_batches
 
 TINY_SIZES, CHAT_SIZES = (32, 16, 208), (8, 8, 24)  # questions, samples, new tokens
 LEARNING_RATE = 1e-6
@@ -91,11 +91,11 @@ def check_gradient(run: Run, trainer: GRPOTrainer) -> None:
 
 def our_gradient(run: Run) -> tuple[torch.Tensor, list[list[Trajectory]]]:
     """The gradient of our update before it is clipped, and the rollouts that it is of."""
-    groups = roll_out(run, Clock())
-    assign_advantages(groups, run.config)
+    groups, training = roll_out(run, Clock()), run.config.training
+    assign_advantages(groups, training)
     run.policy.model.train()
-    for micro_batch in make_micro_batches(run, groups):
-        accumulate_gradient(run, micro_batch, {})
+    for micro_batch in make_micro_batches(groups, run.config, run.world):
+        accumulate_gradient(run.policy, micro_batch, training, {})
     gradient = flat_gradient(run.policy.model)
     run.policy.model.zero_grad()
     return gradient, groups
@@ -149,9 +149,9 @@ def take_step(run: Run) -> dict[str, float]:
     """One step as main.py takes it, without evaluation and files; returns its metrics."""
     clock = Clock()
     groups = roll_out(run, clock)
-    assign_advantages(groups, run.config)
+    assign_advantages(groups, run.config.training)
     with clock("update"):
-        update_policy(run, make_micro_batches(run, groups))
+        update(run, groups)
     run.state.position += len(groups)
     sums = rollout_sums(groups, run.task.REWARD_PARTS)
     return reduce_means(sums, run.world) | clock.read()

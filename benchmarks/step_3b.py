@@ -14,7 +14,7 @@ from statistics import median
 
 import numpy as np
 import torch
-from common import bf16_copy, in_turns, print_table  # first: it finds the script's modules
+from common import bf16_copy, in_turns, print_table, update  # first: it finds the script's modules
 from rollouts import QWEN_SHAPES, Size, random_model, random_workload
 
 from engine import ROOT
@@ -25,10 +25,9 @@ from engine.metrics import peak_memory_gb
 from engine.model import Policy
 from engine.optimizer import make_optimizer
 from engine.run import Run
-from engine.task_module import load_task
 from engine.types import Trajectory
 from logger import Logger
-from main import CompletionScorer, assign_advantages, make_micro_batches, update_policy
+from main import CompletionScorer, assign_advantages
 
 RECIPE = ROOT / "configs/countdown-qwen2.5-3b.yaml"
 TOY = {
@@ -48,9 +47,10 @@ class Step:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         self.workload = random_workload(bf16_copy(model), size)
         scorer = CompletionScorer(model, torch.bfloat16, in_blocks=True)
-        policy = Policy(model, scorer, self.workload.model, None, self.workload.params)
-        world, task = World(rank=0, size=1, device=device), load_task(config.task.name)
-        self.run = Run(config, world, Logger(rank=1), Path(), task, policy, [])
+        sampler, params = self.workload.model, self.workload.params
+        policy = Policy(model, sampler, None, params, torch.bfloat16, scorer)
+        world = World(rank=0, size=1, device=device)
+        self.run = Run(config, world, Logger(rank=1), Path(), None, policy, [])
         self.run.optimizer = make_optimizer(model, config)
         self.rng = np.random.default_rng(0)
 
@@ -60,10 +60,10 @@ class Step:
             [Trajectory(prompt, c, "", {}, float(self.rng.integers(2))) for c in group]
             for prompt, group in zip(self.workload.prompts, self.workload.sample(), strict=True)
         ]
-        assign_advantages(self.groups, self.run.config)
+        assign_advantages(self.groups, self.run.config.training)
 
     def update(self) -> None:
-        update_policy(self.run, make_micro_batches(self.run, self.groups))
+        update(self.run, self.groups)
 
 
 def main(arguments: list[str] | None = None) -> None:

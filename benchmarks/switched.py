@@ -5,31 +5,37 @@ python benchmarks/switched.py score-in-sampler --config configs/arithmetic-smoll
 python benchmarks/switched.py stale-4,ratio-to-sampler training.policy_loss=cispo
 
 SWITCHES, at the end, has them all. A switch puts a function of this file in the place of one of
-main.py's or of a library of it. They are for one process.
+main.py's or of engine's. They are for one process.
 """
 
 import functools
 import sys
 from dataclasses import replace
+from types import ModuleType
+from unittest import mock
 
 import common  # noqa: F401  # first: it finds the script's modules
 import numpy as np
 import torch
 from torch import Tensor
 
+import engine.load
 import engine.model
 import main as program
-from engine.config import Config
+from engine.config import Config, TrainingSettings
+from engine.data import QuestionStream
 from engine.distributed import World
+from engine.metrics import Clock
 from engine.model import Policy, copy_in
 from engine.run import Run
-from engine.types import MicroBatch, Seed, Trajectory
+from engine.types import MicroBatch, SamplingParams, Seed, Trajectory
 from logger import Logger
 
-load_model, answer_questions = engine.model.load_model, program.answer_questions
-load_policy, update_policy = program.load_policy, program.update_policy
-sample_trajectories, make_micro_batch = program.sample_trajectories, program.make_micro_batch
-assign_advantages, grpo_advantages = program.assign_advantages, program.grpo_advantages
+load_model, wrap_policy, advance = engine.model.load_model, program.wrap_policy, Run.advance
+run_training, sample_validation = program.run_training, program.sample_validation
+sample_trajectories, update_policy = program.sample_trajectories, program.update_policy
+make_micro_batch, assign_advantages = program.make_micro_batch, program.assign_advantages
+grpo_advantages = program.grpo_advantages
 
 
 def main() -> None:
@@ -37,8 +43,8 @@ def main() -> None:
     for name in names.split(","):
         if name not in SWITCHES:
             raise SystemExit(f"{name}: must be among {', '.join(SWITCHES)}")
-        for module, attribute, function in SWITCHES[name]:
-            setattr(module, attribute, function)
+        for owner, attribute, replacement in SWITCHES[name]:
+            setattr(owner, attribute, replacement)
     sys.argv[1:] = arguments
     program.main()
 
@@ -51,15 +57,13 @@ def load_in_bf16(*arguments: object, **settings: object) -> torch.nn.Module:
     return load_model(*arguments, **settings | {"dtype": torch.bfloat16})
 
 
-def load_one_that_scores_in_the_sampler(config: Config, world: World, logger: Logger) -> Policy:
+def score_in_the_sampler(policy: Policy, config: Config, world: World, *, in_blocks: bool) -> None:
     """The bf16 copy that samples scores too, in the same arithmetic: nothing is cast in a pass.
 
     Its gradients, which are bf16, are added to those of the fp32 weights, micro-batch by
     micro-batch. With several ranks DDP would have to average them in between: so it needs one.
     """
-    policy = load_policy(config, world, logger)
-    if policy.scorer is None:  # an evaluation
-        return policy
+    wrap_policy(policy, config, world, in_blocks=in_blocks)
     if world.size > 1 or policy.sampler.dtype != torch.bfloat16 or config.model.lora is not None:
         fix = "needs one process, model.compute_dtype=bfloat16 and model.lora=null"
         raise SystemExit(f"score-in-sampler: {fix}")
@@ -67,9 +71,7 @@ def load_one_that_scores_in_the_sampler(config: Config, world: World, logger: Lo
     for weights, copied in pairs:
         copied.requires_grad_()
         copied.register_post_accumulate_grad_hook(functools.partial(hand_over, weights))
-    chunked = policy.scorer.in_blocks
     policy.scorer = program.CompletionScorer(policy.sampler, torch.bfloat16, in_blocks=in_blocks)
-    return policy
 
 
 def hand_over(weights: torch.nn.Parameter, copied: torch.nn.Parameter) -> None:
@@ -79,10 +81,10 @@ def hand_over(weights: torch.nn.Parameter, copied: torch.nn.Parameter) -> None:
     copied.grad = None
 
 
-def answer_untruncated(run: Run, **settings: object) -> list[list[Trajectory]]:
+def sample_untruncated(run: Run, **settings: object) -> list[list[Trajectory]]:
     """Evaluate on the whole distribution, as the other rows do, whatever training draws from."""
     params = replace(run.policy.params, top_p=1.0, top_k=0)
-    return answer_questions(replace(run, policy=replace(run.policy, params=params)), **settings)
+    return sample_validation(replace(run, policy=replace(run.policy, params=params)), **settings)
 
 
 # A sampler that lags behind
@@ -95,32 +97,34 @@ def sample_a_copy(
     return copy_in(compute_dtype, model, device)
 
 
-def update_stale(run: Run, micro_batches: list[MicroBatch], *, every: int) -> tuple:
+def update_without_refresh(policy: Policy, *arguments: object) -> tuple:
+    """The update leaves the copy that samples as it is: `advance_and_refresh` gives it weights."""
+    with mock.patch.object(policy, "refresh_sampler"):
+        return update_policy(policy, *arguments)
+
+
+def advance_and_refresh(run: Run, *arguments: object, every: int, **settings: bool) -> None:
     """The copy that samples gets the new weights after every so many steps, not after each.
 
     It is in no checkpoint: a run that is resumed in between begins with a fresh one.
     """
-    measured = update_policy(with_fresh_sampler(run), micro_batches)
-    if (run.state.step + 1) % every == 0:  # this step is not counted yet
+    advance(run, *arguments, **settings)
+    if run.state.step % every == 0:
         run.policy.refresh_sampler()
-    return measured
 
 
-def answer_fresh(run: Run, **settings: object) -> list[list[Trajectory]]:
+def sample_from_the_model(run: Run, **settings: object) -> list[list[Trajectory]]:
     """What is measured is the model as it is now, not the copy that samples in training."""
-    return answer_questions(with_fresh_sampler(run), **settings)
+    policy = replace(run.policy, sampler=run.policy.model)
+    return sample_validation(replace(run, policy=policy), **settings)
 
 
-def with_fresh_sampler(run: Run) -> Run:
-    return replace(run, policy=replace(run.policy, sampler=run.policy.model))
-
-
-def compare_with_sampler(trajectories: list[Trajectory], run: Run, **counts: float) -> MicroBatch:
+def compare_with_sampler(*arguments: object, **counts: float) -> MicroBatch:
     """The ratio of `training.policy_loss` is to what the sampler said, in the first update too.
 
     main.py has no ratio there, since its sampler is the policy itself.
     """
-    batch = make_micro_batch(trajectories, run, **counts)
+    batch = make_micro_batch(*arguments, **counts)
     return replace(batch, old_log_probs=batch.sampler_log_probs)
 
 
@@ -136,7 +140,7 @@ def advantages_over_mean(rewards: Tensor, *, divide_by_std: bool) -> Tensor:
     return grpo_advantages(rewards, divide_by_std=False) / mean.where(mean > 0, 1.0)
 
 
-def assign_to_half(groups: list[list[Trajectory]], config: Config) -> None:
+def assign_to_half(groups: list[list[Trajectory]], training: TrainingSettings) -> None:
     """Train on the half of each group with the largest variance of reward, and only that.
 
     PODS (arXiv:2504.13818). An advantage is the reward minus the mean of the half, and the loss is
@@ -147,7 +151,7 @@ def assign_to_half(groups: list[list[Trajectory]], config: Config) -> None:
     for group, keeps in zip(groups, is_kept, strict=True):
         for trajectory, in_batch in zip(group, keeps, strict=True):
             trajectory.in_batch = in_batch
-    assign_advantages([[t for t in group if t.in_batch] for group in groups], config)
+    assign_advantages([[t for t in group if t.in_batch] for group in groups], training)
 
 
 def most_varied(rewards: Tensor, *, num_kept: int) -> Tensor:
@@ -166,9 +170,9 @@ def most_varied(rewards: Tensor, *, num_kept: int) -> Tensor:
     return torch.zeros_like(rewards, dtype=torch.bool).scatter(1, chosen, True)
 
 
-def assign_to_unequal(groups: list[list[Trajectory]], config: Config) -> None:
+def assign_to_unequal(groups: list[list[Trajectory]], training: TrainingSettings) -> None:
     """sil leaves out groups whose rewards are all equal; they still count in the denominator."""
-    assign_advantages(groups, config)
+    assign_advantages(groups, training)
     for group in filter(is_equal, groups):
         for trajectory in group:
             trajectory.advantage = 0.0
@@ -181,8 +185,22 @@ def is_equal(group: list[Trajectory]) -> bool:
 # Other questions, other rewards
 
 
+def train_on_fresh(run: Run) -> int:
+    """`sample_fresh` needs the stream, of which only the run knows."""
+    program.sample_trajectories = functools.partial(sample_fresh, run.train_questions)
+    return run_training(run)
+
+
 def sample_fresh(
-    run: Run, questions: list[dict], seeds: list[Seed], **settings: object
+    stream: QuestionStream,
+    policy: Policy,
+    task: ModuleType,
+    config: Config,
+    questions: list[dict],
+    seeds: list[Seed],
+    params: SamplingParams,
+    clock: Clock,
+    logger: Logger,
 ) -> list[list[Trajectory]]:
     """Replace questions whose completions all earn the same by fresh ones, until none is left.
 
@@ -190,27 +208,27 @@ def sample_fresh(
     a step has. They come from the part of the stream that 40 steps on a few thousand questions
     never reach, so none is asked twice. `questions` are changed in place, for the logs.
     """
-    sample = functools.partial(sample_trajectories, run, **settings)
+    sample = functools.partial(
+        sample_trajectories, policy, task, config, params=params, clock=clock, logger=logger
+    )
     groups = sample(questions, seeds)
-    if settings["params"] is not run.policy.params:  # an evaluation
+    if params is not policy.params:  # an evaluation
         return groups
     *name, position = seeds[0]
-    position = len(run.train_questions.questions) // 4 + 3 * position
+    position = len(stream.questions) // 4 + 3 * position
     end = position + 3 * len(seeds)
     while position < end and any(map(is_equal, groups)):
         equal = [i for i, group in enumerate(groups) if is_equal(group)][: end - position]
-        drawn, position = run.train_questions.take(position, len(equal))
+        drawn, position = stream.take(position, len(equal))
         fresh = sample([question for _, question in drawn], [(*name, p) for p, _ in drawn])
         for i, (_, question), group in zip(equal, drawn, fresh, strict=True):
             questions[i], groups[i] = question, group
     return groups
 
 
-def sample_with_random_reward(
-    run: Run, questions: list[dict], seeds: list[Seed], **settings: object
-) -> list[list[Trajectory]]:
+def sample_with_random_reward(*arguments: object) -> list[list[Trajectory]]:
     """A coin is the reward, whatever was written: a control that teaches nothing."""
-    groups = sample_trajectories(run, questions, seeds, **settings)
+    groups, seeds = sample_trajectories(*arguments), arguments[4]
     for group, seed in zip(groups, seeds, strict=True):
         coins = np.random.default_rng([*seed, len(group)]).integers(2, size=len(group))
         for trajectory, coin in zip(group, coins.tolist(), strict=True):
@@ -218,32 +236,36 @@ def sample_with_random_reward(
     return groups
 
 
-def sample_with_length_reward(*arguments: object, **settings: object) -> list[list[Trajectory]]:
+def sample_with_length_reward(*arguments: object) -> list[list[Trajectory]]:
     """The longer a completion the higher its reward, up to 1; one that is cut off earns nothing."""
-    groups = sample_trajectories(*arguments, **settings)
+    groups, params = sample_trajectories(*arguments), arguments[5]
     for trajectory in (t for group in groups for t in group):
-        length = len(trajectory.completion.token_ids) / settings["params"].max_new_tokens
+        length = len(trajectory.completion.token_ids) / params.max_new_tokens
         trajectory.reward = 0.0 if trajectory.completion.truncated else length
     return groups
 
 
 SWITCHES = {
     "bf16-weights": [(engine.model, "load_model", load_in_bf16)],
-    "score-in-sampler": [(program, "load_policy", load_one_that_scores_in_the_sampler)],
-    "whole-evaluation": [(program, "answer_questions", answer_untruncated)],
+    "score-in-sampler": [(program, "wrap_policy", score_in_the_sampler)],
+    "whole-evaluation": [(program, "sample_validation", sample_untruncated)],
     **{
         f"stale-{every}": [
-            (program, "make_sampler", sample_a_copy),
-            (program, "update_policy", functools.partial(update_stale, every=every)),
-            (program, "answer_questions", answer_fresh),
+            (engine.load, "make_sampler", sample_a_copy),
+            (program, "update_policy", update_without_refresh),
+            (Run, "advance", functools.partialmethod(advance_and_refresh, every=every)),
+            (program, "sample_validation", sample_from_the_model),
         ]
         for every in (4, 8)
     },
-    "ratio-to-sampler": [(program, "make_micro_batch", compare_with_sampler)],
+    "ratio-to-sampler": [
+        (program, "make_micro_batch", compare_with_sampler),
+        (TrainingSettings, "is_plain", False),  # else the first update asks for no ratio
+    ],
     "advantage-over-mean": [(program, "grpo_advantages", advantages_over_mean)],
     "most-varied-half": [(program, "assign_advantages", assign_to_half)],
     "unequal-groups": [(program, "assign_advantages", assign_to_unequal)],
-    "fresh-questions": [(program, "sample_trajectories", sample_fresh)],
+    "fresh-questions": [(program, "run_training", train_on_fresh)],
     "random-reward": [(program, "sample_trajectories", sample_with_random_reward)],
     "length-reward": [(program, "sample_trajectories", sample_with_length_reward)],
 }

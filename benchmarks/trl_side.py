@@ -2,14 +2,13 @@
 
 import functools
 
-import common  # noqa: F401  # first: it finds the script's modules
+from common import load_run  # first: it finds the script's modules
 from datasets import Dataset
 from torch import nn
 from transformers import PrinterCallback, TrainerCallback
 
 import main as program
-from engine.config import Config
-from engine.config_file import load_config
+from engine.config import TrainingSettings
 from engine.metrics import Clock
 from engine.optimizer import learning_rate_at
 from engine.prompts import render_prompts
@@ -28,7 +27,7 @@ SCALES = {"mean": "none", "zscore": "group"}
 
 def load_silent_run(overrides: list[str]) -> Run:
     """A run of ours in one process, which prints no more once it is loaded."""
-    run = program.load_run(load_config(overrides))
+    run = load_run(overrides)
     run.logger = Logger(rank=1)
     return run
 
@@ -40,15 +39,12 @@ def num_rows(run: Run) -> int:
 
 def roll_out(run: Run, clock: Clock) -> list[list[Trajectory]]:
     """The groups of the next questions."""
-    training = run.config.training
-    drawn, _ = run.train_questions.take(run.state.position, run.config.questions_per_rank(1))
+    config, policy = run.config, run.policy
+    drawn, _ = run.train_questions.take(run.state.position, config.questions_per_rank(1))
+    questions = [question for _, question in drawn]
+    seeds = [(program.TRAINING, config.training.seed, position) for position, _ in drawn]
     return program.sample_trajectories(
-        run,
-        [question for _, question in drawn],
-        [(program.TRAINING, training.seed, position) for position, _ in drawn],
-        num_samples=training.group_size,
-        params=run.policy.params,
-        clock=clock,
+        policy, run.task, config, questions, seeds, policy.params, clock, run.logger
     )
 
 
@@ -68,7 +64,7 @@ def make_trainer(
         processing_class=run.policy.tokenizer,
         reward_funcs=functools.partial(reward, run),
         train_dataset=Dataset.from_list(rows),
-        callbacks=[Schedule(run.config), callback],
+        callbacks=[Schedule(training), callback],
         args=GRPOConfig(
             output_dir=str(run.folder / "trl"),
             max_steps=training.num_steps,
@@ -111,12 +107,12 @@ def make_trainer(
 class Schedule(TrainerCallback):
     """Gives TRL's optimizer our learning rate: transformers' warm-up begins with a step at 0."""
 
-    def __init__(self, config: Config):
-        self.config = config
+    def __init__(self, training: TrainingSettings):
+        self.training = training
 
     def on_step_begin(self, args, state, control, *, optimizer, **others: object) -> None:
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate_at(state.global_step + 1, self.config)
+            group["lr"] = learning_rate_at(state.global_step + 1, self.training)
 
 
 def as_trl_row(example: dict, run: Run) -> dict:

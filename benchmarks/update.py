@@ -2,10 +2,11 @@
 
     python benchmarks/update.py     # on the CPU about 7 minutes; with a GPU, on that
 
-naive holds all logits and gives them to main.py's `token_log_probs`; checkpoint does so for 256
+naive holds all logits and gives them to main.py's `token_log_probs`, as a run does where they are
+small (`MAX_LOGITS_BYTES` of engine/load.py), the default among them; checkpoint does so for 256
 tokens at a time and computes them again for the gradient; ours is `head_log_probs` of
-engine/head.py. Head and loss of Qwen2.5-0.5B: hidden size 896, vocabulary 151,936; fp32 on the
-CPU, bf16 on a GPU.
+engine/head.py, for all larger ones. Head and loss of Qwen2.5-0.5B: hidden size 896, vocabulary
+151,936; fp32 on the CPU, bf16 on a GPU.
 """
 
 import multiprocessing
@@ -142,7 +143,7 @@ class WholePass:
         self.input_ids = torch.randint(VOCABULARY, (num_rows, num_tokens), device=DEVICE)
         self.mask = torch.arange(num_tokens, device=DEVICE).expand(num_rows, -1) >= num_tokens // 4
 
-    def run(self, *, chunked: bool) -> None:
+    def run(self, *, in_blocks: bool) -> None:
         self.model.zero_grad()
         scorer = CompletionScorer(self.model, DTYPE, in_blocks=in_blocks)
         scorer(self.input_ids, self.mask, temperature=TEMPERATURE).sum().backward()

@@ -17,9 +17,10 @@ import torch
 
 from engine.config_file import load_config
 from engine.distributed import World
+from engine.load import load_policy
 from engine.prompts import completion_text, render_prompt
 from logger import Logger
-from main import decode_grouped, load_policy
+from main import DecodeBatch, decode_grouped
 
 MAX_NEW_TOKENS = 64
 QUESTIONS = (
@@ -68,15 +69,16 @@ def answer_all(model: str) -> tuple[list[str], float]:
     """The model's answers, and their mean length in tokens."""
     overrides = [f"model.name={model}", "model.compute_dtype=float32", "mode=evaluate"]
     config = load_config(["--config", os.devnull, *overrides])
-    policy = load_policy(config, World(rank=0, size=1, device=torch.device("cpu")), Logger(rank=1))
+    world = World(rank=0, size=1, device=torch.device("cpu"))
+    policy = load_policy(config, world, Logger(rank=1).info, DecodeBatch)
+    params = replace(policy.params, max_new_tokens=MAX_NEW_TOKENS, temperature=0.0, group_size=1)
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     texts = [render_prompt(chat, policy.tokenizer) for chat in chats]
     answers = decode_grouped(
         policy.sampler.eval(),
         policy.tokenizer(texts, add_special_tokens=False)["input_ids"],
         [(0, number) for number in range(len(texts))],
-        num_samples=1,
-        params=replace(policy.params, max_new_tokens=MAX_NEW_TOKENS, temperature=0.0),
+        params,
         on_progress=lambda num_ended: None,
     )
     num_tokens = statistics.mean(len(answer.token_ids) for answer in answers)

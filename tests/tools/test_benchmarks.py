@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import ROOT, USERS_ENVIRONMENT, alone, make_config, read_jsonl, sample
+from harness import ROOT, USERS_ENVIRONMENT, alone, load_trained, make_config, read_jsonl, sample
 from PIL import Image, ImageSequence
 from reference import distance, score
 from safetensors.torch import load_file
 
 import main
-from logger import Logger
+from tools.plot import read_table
 
 pytestmark = pytest.mark.slow
 
@@ -135,6 +135,10 @@ def test_ablations_leave_metrics_a_table_and_a_picture_and_run_once(python, tmp_
         state = runs / f"{row}-s0/checkpoints/last"
         weights = load_file(state / "model.safetensors").values()
         assert {weight.dtype for weight in weights} == {dtype}
+        lines = (tmp_path / f"ablations/{row}-s0.csv").read_text().splitlines()
+        assert [line.split(",")[0] for line in lines] == ["step", "0", "1", "2"]
+        whole = read_table(runs / f"{row}-s0").rows
+        assert read_table(tmp_path / f"ablations/{row}-s0.csv").rows.equals(whole)
     assert "done" not in run_quickly(python, "ablations.py", *arguments)
 
 
@@ -145,8 +149,9 @@ def test_a_copy_that_scores_as_it_samples_hands_its_gradients_on(rotary_model_fo
     options = ["model.compute_dtype=bfloat16", "model.attn_implementation=eager"]
     config = make_config(f"model.name={rotary_model_folder}", *options)
     gradients, mismatches = [], []
-    for load in (main.load_policy, switched.load_one_that_scores_in_the_sampler):
-        policy = load(config, alone(), Logger(rank=1))
+    for wrap in (main.wrap_policy, switched.score_in_the_sampler):
+        monkeypatch.setattr(main, "wrap_policy", wrap)
+        policy = load_trained(config, alone())
         prompts = [[5, 9, 30], [40, 41]]
         ((one, _), (other, _)) = sample(policy, prompts, num_samples=2, max_new_tokens=12)
         completions = [one.token_ids, other.token_ids]

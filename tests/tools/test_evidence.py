@@ -13,6 +13,7 @@ from harness import ROOT, load_run, make_config, make_policy, make_run
 import main
 from engine.config import Config, dotted_values
 from engine.config_file import load_config
+from engine.evaluation import evaluation_metrics
 
 
 def load(name: str):
@@ -152,10 +153,10 @@ def test_rows_are_compared_at_equal_minutes(tmp_path):
 
 def test_a_row_that_draws_from_less_is_measured_on_all_tokens(rotary_model_folder, monkeypatch):
     asked = []
-    monkeypatch.setattr(switched, "answer_questions", lambda run, **settings: asked.append(run))
+    monkeypatch.setattr(switched, "sample_validation", lambda run, **settings: asked.append(run))
     policy = make_policy(rotary_model_folder, "sampling.top_k=10", "sampling.top_p=0.9")
     run = make_run(policy, make_config())
-    switched.answer_untruncated(run)
+    switched.sample_untruncated(run)
     assert asked[0].policy.params == replace(policy.params, top_k=0, top_p=1.0)
     assert run.policy.params.top_k == 10  # training draws as before
 
@@ -195,7 +196,8 @@ def test_what_is_kept_of_a_model_is_how_many_of_its_samples_solve_each_question(
     pass_at_k.measure(tmp_path / "tiny.json", keys)
     found = json.loads((tmp_path / "tiny.json").read_text())
     run = load_run(load_config([*keys, "mode=evaluate", f"run.dir={tmp_path}"]))
-    metrics, *_ = main.evaluate(run)
+    groups, validation = main.sample_validation(run), run.config.validation
+    metrics = evaluation_metrics(groups, validation, run.world, num_questions=6)
     assert found["model"] == "tiny" and found["samples"] == 4
     for k in (1, 2):
         rate = pass_at_k.pass_at_k(np.array(found["solved"]), 4, k)

@@ -19,14 +19,17 @@ COLUMNS = (
 def write_run(
     file: Path, rewards: list, rates: dict[int, float] | None = None, *, step_s: float = 60
 ) -> Path:
-    """A run of one reward for each step, evaluated in 30 s at the steps in `rates`."""
+    """A run of one reward for each step, evaluated in 30 s at the steps in `rates`.
+
+    An evaluation has a row of its own behind its step's.
+    """
     lines, rates = [COLUMNS], rates or {}
     for step, reward in enumerate(["", *rewards]):
-        trained = [reward, 0.5 if step else ""]
-        rate = rates.get(step)
-        measured = ["", "", "", ""] if rate is None else [rate, rate - 0.1, rate + 0.2, rate * 2]
-        seconds = ["" if rate is None else 30, step_s if step else ""]
-        lines.append(",".join(map(str, [step, *trained, *measured, *seconds])))
+        if step:
+            lines.append(f"{step},{reward},0.5,,,,,,{step_s}")
+        if step in rates:
+            rate = rates[step]
+            lines.append(f"{step},,,{rate},{rate - 0.1},{rate + 0.2},{rate * 2},30,")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("\n".join(lines) + "\n")
     return file

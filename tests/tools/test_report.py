@@ -44,7 +44,8 @@ def write_run(folder: Path, *, steps: range = range(0, 41, 20), text: str = HOST
     table, samples, lines = [COLUMNS], [], []
     for step in steps:
         rate = 0.25 + step / 100
-        table.append(f"{step},{rate},{rate},{rate - 0.125},{rate + 0.125},1,1")
+        table.append(f"{step},{rate},,,,,1")
+        table.append(f"{step},,{rate},{rate - 0.125},{rate + 0.125},1,")
         for number in range(2):
             sample = {"step": step, "split": "validation", "prompt": f"question {number}"}
             sample |= {"completion": f"at {step}: {text}", "gold": {"nums": [1]}, "answer": None}
