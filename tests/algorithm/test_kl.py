@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import assert_resumes, make_policy, run_on_ranks, seed
+from harness import assert_resumes, make_policy, read_rows, run_on_ranks, seed
 from reference import (
     ALL_TOGETHER,
     EASY,
@@ -192,5 +192,4 @@ def test_without_a_penalty_there_is_no_reference_and_no_metric(rotary_model_fold
 def test_a_run_in_two_parts_keeps_the_reference_of_its_start(tmp_path, rotary_model_folder):
     """When it is resumed, the reference must not become the weights that it goes on from."""
     run = assert_resumes(tmp_path, rotary_model_folder, KL, "training.num_iterations=2")
-    last = (run / "metrics.jsonl").read_text().splitlines()[-1]
-    assert '"train/kl": ' in last and '"train/kl": 0.0,' not in last
+    assert read_rows(run)[-1]["train/kl"] > 0

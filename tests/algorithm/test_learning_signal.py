@@ -66,7 +66,7 @@ def test_zscore_divides_by_the_sample_standard_deviation_plus_1e_4():
     """(1, 0, 0, 0): the squares sum to 3/4, over n - 1 = 3 that is a variance of 1/4."""
     expected = [0.75 / 0.5001, *[-0.25 / 0.5001] * 3]
     group = make_rows(1.0, 0.0, 0.0, 0.0)
-    assign_advantages([group], make_config("training.advantage=zscore"))
+    assign_advantages([group], make_config("training.advantage=zscore").training)
     assert [t.advantage for t in group] == pytest.approx(expected, rel=1e-12)
 
 
@@ -77,6 +77,14 @@ def test_equal_rewards_give_exactly_zero(divide_by_std, dtype):
     rewards = torch.full((1, 3), 0.1, dtype=dtype)
     assert grpo_advantages(rewards, divide_by_std=divide_by_std).tolist() == [[0, 0, 0]]
     assert grpo_advantages(torch.tensor([[0.1, 0.1 + 1e-7]]), divide_by_std=divide_by_std).all()
+
+
+def test_two_equal_questions_are_two_groups():
+    """The same prompt twice in a batch: each has its own baseline."""
+    groups = [make_rows(1.0, 0.0), make_rows(0.0, 0.0)]
+    assign_advantages(groups, make_config("training.k_best_of_n=[2,2]").training)
+    assert [[t.advantage for t in group] for group in groups] == [[0.5, -0.5], [0, 0]]
+    assert all(t.in_batch for group in groups for t in group)
 
 
 def test_the_k_best_are_marked_and_ties_go_to_the_lower_index():
@@ -94,7 +102,7 @@ def test_sil_imitates_the_k_best_of_every_group_of_equals_too():
     """Groups of equals were left out once, since any k of them would do: see PITFALLS.md."""
     groups = [make_rows(0.0, 1.1, 0.1, 1.1), make_rows(0.1, 0.1, 0.1, 0.1)]
     sil = ["training.learning_type=sil", "training.k_best_of_n=[2,4]"]
-    assign_advantages(groups, make_config(*sil))
+    assign_advantages(groups, make_config(*sil).training)
     assert [[t.advantage for t in group] for group in groups] == [[0, 1, 0, 1], [1, 1, 0, 0]]
     in_batch = [[t.in_batch for t in group] for group in groups]
     assert in_batch == [[False, True, False, True], [True, True, False, False]]
@@ -107,10 +115,10 @@ def test_a_quarter_of_sils_gradient_comes_from_groups_of_equals():
     would lack p (1-p) (p^(n-1) - (1-p)^(n-1)), 27% of it where p = 0.85 and n = 8.
     """
     p, n, gradient, of_equals = 0.85, 8, 0.0, 0.0
-    config = make_config("training.learning_type=sil", f"training.k_best_of_n=[1,{n}]")
+    sil = make_config("training.learning_type=sil", f"training.k_best_of_n=[1,{n}]").training
     for num_right in range(n + 1):
         group = make_rows(*[1.0] * num_right, *[0.0] * (n - num_right))
-        assign_advantages([group], config)
+        assign_advantages([group], sil)
         chance = math.comb(n, num_right) * p**num_right * (1 - p) ** (n - num_right)
         part = chance * sum(t.advantage * (1 - p if t.reward else -p) for t in group)
         gradient += part
@@ -179,11 +187,14 @@ def test_reinforce_and_the_ratio_have_the_same_gradient_while_the_ratio_is_one()
         with torch.no_grad():
             log_probs.copy_(torch.tensor([[-1.0, -2.0], [-0.5, -3.0]]))
         batch.old_log_probs = None if is_first else log_probs.detach().clone()
-        params = SimpleNamespace(temperature=1.0)
-        policy = SimpleNamespace(scorer=Mock(return_value=log_probs), params=params)
-        scale = LossScale(enabled=False)
-        run = SimpleNamespace(config=make_config(), policy=policy, loss_scale=scale)
-        losses.append(accumulate_gradient(run, batch, {}))
+        policy = SimpleNamespace(
+            scorer=Mock(return_value=log_probs),
+            reference=None,
+            params=SimpleNamespace(temperature=1.0),
+            loss_scale=LossScale(enabled=False),
+        )
+        training = make_config("training.num_iterations=2").training
+        losses.append(accumulate_gradient(policy, batch, training, {}))
         gradients.append(log_probs.grad)
     assert torch.allclose(*gradients)
     assert gradients[0].tolist() == [[-0.75, -0.75], [0.75, 0.75]]
@@ -298,7 +309,7 @@ def test_rollout_metrics_are_sums_and_counts_over_all_rows():
         [make_row(1.0, num_tokens=2, solved=True), make_row(0.0, truncated=True)],
         [make_row(0.1), make_row(0.1, solved=True, truncated=True)],  # it does not stop
     ]
-    assign_advantages(groups, make_config("training.k_best_of_n=[2,2]"))
+    assign_advantages(groups, make_config("training.k_best_of_n=[2,2]").training)
     sums = rollout_sums(groups, ("format", "answer"))
     expected = {
         "train/reward": (1.2, 4),

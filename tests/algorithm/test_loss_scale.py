@@ -3,7 +3,6 @@
 On a CPU float16 products take several times as long as in float32, so all models here are tiny.
 """
 
-import json
 import math
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from harness import (
     make_config,
     make_policy,
     make_run,
+    read_rows,
     run_on_ranks,
 )
 from reference import EASY, GRPO, HARD, IN_TWO, Recorder, config_of, distance, make_groups
@@ -40,7 +40,8 @@ def prepared(folder: Path, *options: str, world: World | None = None, scale: flo
     options = [*GRPO, FLOAT16, "training.learning_rate=1e-3", *options]
     config = config_of(*options, f"training.micro_batch_tokens={IN_TWO}")
     run = make_run(make_policy(folder, *options, world=world), config, world=world)
-    run.loss_scale.load_state_dict(run.loss_scale.state_dict() | {"scale": scale})
+    loss_scale = run.policy.loss_scale
+    loss_scale.load_state_dict(loss_scale.state_dict() | {"scale": scale})
     return run
 
 
@@ -53,7 +54,10 @@ def update(run: Run, *, factor: float) -> tuple[dict, int, np.ndarray]:
     made = make_groups(run.config, *groups)
     for trajectory in (t for group in made for t in group):
         trajectory.advantage *= factor
-    metrics, _, num_updates = main.update_policy(run, main.make_micro_batches(run, made))
+    batches = main.make_micro_batches(made, run.config, run.world)
+    metrics, _, num_updates = main.update_policy(
+        run.policy, run.optimizer, batches, run.config.training, run.world, run.logger
+    )
     weights = [whole(p.detach(), p.dtype).flatten() for p in run.policy.model.parameters()]
     return metrics, num_updates, torch.cat(weights).numpy().copy()
 
@@ -81,11 +85,11 @@ def test_an_update_that_overflows_begins_again_with_half_the_scale(rotary_model_
     options = [rotary_model_folder, "training.num_iterations=2"]
     run = prepared(*options, scale=FIRST_SCALE)
     metrics, num_updates, weights = update(run, factor=1e4)
-    scale = run.loss_scale.get_scale()
+    scale = run.policy.loss_scale.get_scale()
     assert num_updates == 2 and 1 < scale < FIRST_SCALE / 2
     other = prepared(*options, scale=scale)
     expected, _, expected_weights = update(other, factor=1e4)
-    assert other.loss_scale.get_scale() == scale
+    assert other.policy.loss_scale.get_scale() == scale
     assert metrics["train/grad_norm"] == expected["train/grad_norm"]
     assert np.array_equal(weights, expected_weights)
 
@@ -99,7 +103,7 @@ def test_what_is_not_finite_at_any_scale_skips_the_step(rotary_model_folder, fac
     assert num_updates == 0 and np.array_equal(before, weights)
     assert math.isfinite(metrics["train/loss"]) == math.isfinite(factor)
     assert not math.isfinite(metrics["train/grad_norm"])
-    assert run.loss_scale.read() == {"train/loss_scale": FIRST_SCALE}
+    assert run.policy.loss_scale.read() == {"train/loss_scale": FIRST_SCALE}
     _, num_updates, later = update(run, factor=1.0)
     assert num_updates == 1 and not np.array_equal(later, weights) and np.isfinite(later).all()
 
@@ -108,7 +112,7 @@ def update_of_unlike_ranks(world: World, folder: Path, *options: str) -> tuple:
     """Loss scale, optimizer steps and weights; the gradient overflows on rank 1 alone."""
     run = prepared(folder, *options, world=world, scale=FIRST_SCALE)
     _, num_updates, weights = update(run, factor=(1.0, 1e4)[world.rank])
-    return run.loss_scale.get_scale(), num_updates, weights
+    return run.policy.loss_scale.get_scale(), num_updates, weights
 
 
 @pytest.mark.parametrize("shard", ["false", "true"])
@@ -128,11 +132,10 @@ def train(folder: Path, model: Path, num_steps: int) -> list[float]:
     """The loss scale after each step of a run in float16, or of the one that goes on there."""
     settings = [FLOAT16, f"training.num_steps={num_steps}", "validation.every=1"]
     run = load_run(load_config(arguments(folder, model, *settings)))
-    run.loss_scale.set_growth_interval(2)
+    run.policy.loss_scale.set_growth_interval(2)
     assert main.run_training(run) == 0
     run.lock.close()
-    rows = map(json.loads, (folder / "x/metrics.jsonl").read_text().splitlines())
-    rows = [row for row in rows if row["step"] > 0]
+    _, *rows = read_rows(folder / "x")
     assert all(0 < row["train/sampler_mismatch"] < 0.01 for row in rows)
     return [row["train/loss_scale"] for row in rows]
 

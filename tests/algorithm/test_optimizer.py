@@ -31,13 +31,13 @@ def test_after_the_warm_up_each_rate_is_that_of_transformers_one_step_earlier(sc
         rates += theirs.get_last_lr()
         optimizer.step()
         theirs.step()
-    config = make_config(
+    training = make_config(
         f"training.num_steps={num_steps}",
         "training.learning_rate=0.01",
         f"training.lr_schedule={schedule}",
         f"training.warmup_steps={num_warmup}",
-    )
-    ours = [learning_rate_at(step, config) for step in range(1, num_steps + 1)]
+    ).training
+    ours = [learning_rate_at(step, training) for step in range(1, num_steps + 1)]
     rising = [0.01 * step / num_warmup for step in range(1, num_warmup + 1)]
     assert ours[:num_warmup] == pytest.approx(rising)
     assert ours[num_warmup:] == pytest.approx(rates[num_warmup:])

@@ -144,16 +144,17 @@ def loss_and_gradient(
         scorer=lambda *_, **__: log_probs,
         reference=lambda *_, **__: torch.tensor(REF_LOG_PROBS),
         params=SimpleNamespace(temperature=1.0),
+        loss_scale=LossScale(enabled=False),
     )
     config = make_config(
+        "training.num_iterations=2",
         f"training.clip_eps={CLIP_EPS}",
         f"training.clip_eps_high={CLIP_EPS_HIGH}",
         f"training.kl_coef={kl_coef}",
         *overrides,
     )
     sums: dict[str, torch.Tensor] = {}
-    run = SimpleNamespace(config=config, policy=policy, loss_scale=LossScale(enabled=False))
-    loss = accumulate_gradient(run, batch, sums)
+    loss = accumulate_gradient(policy, batch, config.training, sums)
     return loss, log_probs.grad, sums
 
 
@@ -175,10 +176,12 @@ def test_loss_and_gradient_with_a_penalty_are_those_of_trl(loss_type):
     assert_close(gradient, TRL_GRADIENT_WITH_KL[loss_type])
 
 
-@pytest.mark.parametrize("policy_loss", [[], ["training.policy_loss=cispo"], GSPO])
-def test_the_first_update_of_a_batch_has_the_gradient_without_a_ratio(policy_loss):
+@pytest.mark.parametrize(
+    "options", [["training.num_iterations=1"], [], ["training.policy_loss=cispo"], GSPO]
+)
+def test_the_first_update_of_a_batch_has_the_gradient_without_a_ratio(options):
     """TRL's ratio is 1 there; its loss is another, since ours is plain REINFORCE's."""
-    _, gradient, _ = loss_and_gradient(make_batch("dr_grpo", is_first=True), *policy_loss)
+    _, gradient, _ = loss_and_gradient(make_batch("dr_grpo", is_first=True), *options)
     assert_close(gradient, TRL_FIRST_GRADIENT)
 
 

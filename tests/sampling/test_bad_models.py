@@ -1,6 +1,7 @@
 """Odd models and odd outputs: whatever is loaded or sampled, a run neither hangs nor crashes."""
 
 import functools
+import itertools
 import json
 import math
 import random
@@ -33,6 +34,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import countdown
 import main
 from engine.distributed import World
+from engine.evaluation import evaluation_metrics
+from engine.log import validation_samples
 from engine.model import Policy
 from engine.prompts import completion_text
 from engine.types import Completion
@@ -141,7 +144,7 @@ def train(monkeypatch, capsys, settings, tmp_path) -> Callable[..., tuple[Path, 
 
 def rows_of(run: Path) -> list[dict]:
     """The rows of a run's metrics, all of which must be finite."""
-    rows = harness.read_jsonl(run / "metrics.jsonl")
+    rows = harness.read_rows(run)
     assert all(value is not None for row in rows for value in row.values())
     return rows
 
@@ -168,14 +171,14 @@ def sample_and_check(policy: Policy, *, num_samples: int) -> list[Completion]:
     groups = sample(policy, PROMPTS, num_samples=num_samples)
     completions = [completion for group in groups for completion in group]
     rows = [main.Trajectory([5] * (3 + i % 4), c, "", {}, 0.0) for i, c in enumerate(completions)]
-    run = make_run(policy, make_config())
-    batch = main.make_micro_batch(rows, run, num_rows=len(rows), num_tokens=1)
+    training = make_config().training
+    batch = main.make_micro_batch(rows, training, alone(), num_rows=len(rows), num_tokens=1)
     for row, ids, mask, weights in zip(
         rows, batch.input_ids, batch.completion_mask, batch.token_weights, strict=True
     ):
         length = len(row.prompt_ids + row.completion.token_ids)
         assert ids[:length].tolist() == row.prompt_ids + row.completion.token_ids
-        assert (ids[length:] == policy.params.pad_id).all()
+        assert (ids[length:] == 0).all()
         assert ids[mask].tolist() == row.completion.token_ids
         assert ((weights > 0) == mask).all()
         assert mask.sum() == len(row.completion.token_ids)
@@ -359,9 +362,10 @@ def evaluate_on_this_rank(world: World, model: Path, limit: int) -> tuple[dict, 
     run = make_run(policy, make_config(*overrides), world=world, questions=asked)
     with pytest.MonkeyPatch.context() as patch:
         grade_by_text(patch)
-        metrics, samples, _ = main.evaluate(run)
+        groups = main.sample_validation(run)
+    metrics = evaluation_metrics(groups, run.config.validation, world, num_questions=10)
+    samples = validation_samples(run, groups)
     assert [question_of(s["prompt"]) for s in samples] == asked[world.rank :: world.size]
-    del metrics["time/eval_s"]
     return metrics, samples
 
 
@@ -388,7 +392,7 @@ def test_every_reward_is_that_of_its_question_after_sorting_and_sharding(make_an
 
 def learning_rate_until(step: int, rate: float) -> Callable[..., float]:
     """A schedule whose learning rate is usable up to a step, and ruins the model after it."""
-    return lambda at, config: 0.003 if at <= step else rate
+    return lambda at, training: 0.003 if at <= step else rate
 
 
 @pytest.mark.parametrize(
@@ -430,16 +434,17 @@ def test_a_model_that_goes_nan_ends_the_run_and_the_last_good_checkpoint_is_kept
 
 def test_a_single_skipped_step_costs_no_checkpoint(make_answering, train, monkeypatch):
     """The weights from before it are saved at the next occasion, skipped or not."""
-    accumulate_gradient = main.accumulate_gradient
+    accumulate_gradient, steps = main.accumulate_gradient, itertools.count(1)
 
-    def fails_in_step_four(run, *arguments):
-        loss = accumulate_gradient(run, *arguments)
-        return math.nan if run.state.step == 3 else loss
+    def fails_in_step_four(*arguments):
+        loss = accumulate_gradient(*arguments)
+        return math.nan if next(steps) == 4 else loss
 
     monkeypatch.setattr(main, "accumulate_gradient", fails_in_step_four)
     overrides = ["checkpoint.every=2", "training.num_steps=4", "validation.every=100"]
+    overrides += ["training.micro_batch_tokens=10000"]  # one micro-batch a step
     run, _ = train(make_answering(), *overrides, by_text=True)
-    rows = harness.read_jsonl(run / "metrics.jsonl")
+    rows = harness.read_rows(run)
     assert [row["train/skipped_steps"] for row in rows[1:]] == [0, 0, 0, 1]
     last, before = run / "checkpoints/last", run / "checkpoints/step-000002"
     assert last.resolve().name == "step-000004"
@@ -452,7 +457,7 @@ def test_noise_from_a_broken_model_solves_nothing_and_is_never_the_best(
     """Bug: logits of NaN are sampled as if all were 0; by luck that solved more than the model did,
     and best/ was overwritten by weights that are not finite."""
     model = make_model(dict.fromkeys(answers, NEVER) | {list(answers)[-1]: 0.7})
-    monkeypatch.setattr(main, "learning_rate_at", lambda step, config: 1e30)
+    monkeypatch.setattr(main, "learning_rate_at", lambda step, training: 1e30)
     overrides = ["validation.best_of_n=64", "validation.every=1", "training.k_best_of_n=[32,32]"]
     run, _ = train(model, *overrides, status=1)  # there was nothing to save at the end
     first, *rows = rows_of(run)

@@ -102,6 +102,7 @@ class Environment:
 """
 END, BEGIN = "<|im_end|>", "\n<|im_start|>assistant\n"
 BACKENDS = ["grouped", "generate", "captured"]
+SEEDS = [(harness.seed(), 1)]
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
@@ -143,9 +144,10 @@ def make(folder: Path, code: str = "", *overrides: str, is_exact: bool = False) 
 def play(run: Run, num_samples: int = 60, backend: str = "grouped", **changes) -> list[Trajectory]:
     """The trajectories of one question."""
     run.policy.backend = backend
-    sampling = {"num_samples": num_samples, "params": replace(run.policy.params, **changes)}
-    seeds = [(harness.seed(), 1)]
-    (group,) = main.sample_trajectories(run, [{"n": 1}], seeds, **sampling, clock=Clock())
+    params = replace(run.policy.params, group_size=num_samples, **changes)
+    (group,) = main.sample_trajectories(
+        run.policy, run.task, run.config, [{"n": 1}], SEEDS, params, Clock(), run.logger
+    )
     return group
 
 
@@ -177,7 +179,8 @@ def test_three_turns_by_hand_their_ids_and_which_of_them_are_trained(folder):
     assert row.completion.token_ids == encode(run, *pieces.values())
     assert len(encode(run, "nu")) == 1
     assert row.completion.num_turns == 3 and not row.completion.truncated
-    batch = main.make_micro_batch([row], run, num_rows=1, num_tokens=1)
+    training = run.config.training
+    batch = main.make_micro_batch([row], training, run.world, num_rows=1, num_tokens=1)
     assert batch.completion_mask.tolist() == [trained]
     assert (batch.token_weights > 0).tolist() == [trained]
     assert batch.input_ids.tolist() == [row.prompt_ids + row.completion.token_ids]  # no hole
@@ -277,15 +280,25 @@ def test_an_end_token_that_is_inserted_ends_nothing(folder, backend):
 # Replies
 
 
-def start(run: Run, question: dict | None = None) -> Conversation:
-    sampling = {"num_samples": 2, "params": run.policy.params, "clock": Clock()}
-    _, ((conversation, _),) = begin(run, [question or {"n": 1}], [(1, 2)], **sampling)
+def start(run: Run) -> Conversation:
+    """The first of the conversations that `play` has."""
+    _, ((conversation, *_),) = begin(
+        run.task,
+        run.config,
+        [{"n": 1}],
+        SEEDS,
+        run.policy.params,
+        tokenizer=run.policy.tokenizer,
+        context=run.policy.context_length,
+        device=run.world.device,
+        clock=Clock(),
+    )
     return conversation
 
 
-def answer(run: Run, turn: str, conversation: Conversation | None = None) -> str | None:
+def answer(run: Run, turn: str) -> str | None:
     """The reply to a first turn, as text."""
-    ids = (conversation or start(run)).reply(encode(run, turn, END))
+    ids = start(run).reply(encode(run, turn, END))
     return None if ids is None else run.policy.tokenizer.decode(ids)
 
 
@@ -361,17 +374,15 @@ def test_a_reply_is_found_behind_turns_that_the_template_rewrites(folder):
 def test_what_cannot_be_played_is_refused_at_the_start(folder, code, template, overrides, message):
     run = make(folder, code, *overrides)
     run.policy.tokenizer.chat_template = template
-    run.validation_questions = [{"n": 1}]
     with pytest.raises(ValueError, match=r"^\S+py: Environment") as raised:
-        check_environment(run)
+        check_environment(run.task, run.config, run.policy.tokenizer, {"n": 1})
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_a_model_that_calls_no_tools_plays_by_respond(folder):
     run = make(folder, ECHO)
     run.policy.tokenizer.chat_template = NO_TOOLS
-    run.validation_questions = [{"n": 1}]
-    check_environment(run)
+    check_environment(run.task, run.config, run.policy.tokenizer, {"n": 1})
     assert "1: <tool_call>" in answer(run, ONE)
 
 

@@ -13,7 +13,6 @@ from harness import (
     SIZES,
     alone,
     change_json,
-    load_trained,
     make_config,
     make_policy,
     save_random,
@@ -33,11 +32,12 @@ from transformers import (
 )
 
 import countdown
-import main
+from engine.load import load_policy
 from engine.model import Policy, load_model_and_tokenizer, load_tokenizer
 from engine.optimizer import make_optimizer
 from engine.prompts import completion_text, end_of_turn, render_prompt
 from engine.record import Record
+from main import DecodeBatch, token_log_probs, write
 
 # What the policy scores: the shift by one, padding, positions, the end
 
@@ -50,11 +50,11 @@ def test_log_probs_of_tokens_by_hand():
     """softmax(log 1, log 2, log 5) = (1, 2, 5) / 8; at temperature 1/2 (1, 4, 25) / 30."""
     logits = torch.tensor([[[1.0, 2.0, 5.0], [2.0, 2.0, 4.0]]]).log()  # (1, 2, 3)
     ids = torch.tensor([[2, 0]])
-    whole = main.token_log_probs(logits, ids, temperature=1.0).exp()
+    whole = token_log_probs(logits, ids, temperature=1.0).exp()
     assert whole.flatten().tolist() == pytest.approx([5 / 8, 2 / 8])
-    sharper = main.token_log_probs(logits, ids, temperature=0.5).exp()
+    sharper = token_log_probs(logits, ids, temperature=0.5).exp()
     assert sharper.flatten().tolist() == pytest.approx([25 / 30, 4 / 24])
-    of_bf16 = main.token_log_probs(logits.bfloat16(), ids, temperature=1.0)
+    of_bf16 = token_log_probs(logits.bfloat16(), ids, temperature=1.0)
     assert of_bf16.dtype == torch.float32
     assert of_bf16.exp().sum().item() == pytest.approx(7 / 8, abs=5e-3)
 
@@ -167,12 +167,12 @@ def test_gradient_checkpointing_changes_no_gradient(model_folder):
 # Loading the tokenizer
 
 
-def load(folder: Path, capsys) -> tuple[PreTrainedTokenizerFast, list[str]]:
+def load(folder: Path) -> tuple[PreTrainedTokenizerFast, list[str]]:
     """The policy's tokenizer, and the lines that loading the policy logs."""
-    config = make_config(f"model.name={folder}")
-    policy = load_trained(config, alone(), print)
+    lines: list[str] = []
+    policy = load_policy(make_config(f"model.name={folder}"), alone(), lines.append, DecodeBatch)
     assert policy.params.pad_id == policy.tokenizer.pad_token_id
-    return policy.tokenizer, capsys.readouterr().out.splitlines()
+    return policy.tokenizer, lines
 
 
 def copy_of(folder: Path, tmp_path: Path, **tokenizer_settings) -> Path:
@@ -182,31 +182,31 @@ def copy_of(folder: Path, tmp_path: Path, **tokenizer_settings) -> Path:
     return copied
 
 
-def test_tokens_are_those_of_tokenizer_json(rotary_model_folder, capsys):
+def test_tokens_are_those_of_tokenizer_json(rotary_model_folder):
     """AutoTokenizer replaces the pre-tokenizer of a qwen2 folder by the family's own."""
     text = "Use the numbers [12, 345] to make 12.\n<think> é"
     expected = Tokenizer.from_file(str(rotary_model_folder / "tokenizer.json")).encode(text).ids
     replaced = AutoTokenizer.from_pretrained(rotary_model_folder)
     assert replaced.encode(text) != expected  # or this test would show nothing
-    tokenizer, lines = load(rotary_model_folder, capsys)
+    tokenizer, lines = load(rotary_model_folder)
     assert tokenizer.encode(text) == expected
     assert tokenizer.decode(expected) == text
     assert any("AutoTokenizer changes this model's tokens" in line for line in lines)
 
 
-def test_a_replaced_tokenizer_keeps_its_template_and_tokens(rotary_model_folder, tmp_path, capsys):
+def test_a_replaced_tokenizer_keeps_its_template_and_tokens(rotary_model_folder, tmp_path):
     template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
     folder = copy_of(rotary_model_folder, tmp_path)
     (folder / "chat_template.jinja").write_text(template)
-    tokenizer, lines = load(folder, capsys)
+    tokenizer, lines = load(folder)
     assert len(lines) == 1 and "AutoTokenizer" in lines[0]
     assert tokenizer.chat_template == template
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1)
 
 
-def test_a_missing_pad_token_becomes_eos_with_a_message(absolute_model_folder, tmp_path, capsys):
+def test_a_missing_pad_token_becomes_eos_with_a_message(absolute_model_folder, tmp_path):
     folder = copy_of(absolute_model_folder, tmp_path, pad_token=None)
-    tokenizer, lines = load(folder, capsys)
+    tokenizer, lines = load(folder)
     assert tokenizer.pad_token_id == 0
     assert any("no pad token: its eos token is used" in line for line in lines)
 
@@ -246,7 +246,7 @@ def written(policy: Policy, text: str) -> str:
     ids = policy.tokenizer.encode(text, add_special_tokens=False)
     record = Record(1, policy.params, CPU)
     for token_id in ids:
-        record.write(torch.tensor([token_id]), torch.zeros(1), torch.zeros(1))
+        write(record, torch.tensor([token_id]), torch.zeros(1), torch.zeros(1))
     (completion,) = record.completions()
     return completion_text(completion, policy.tokenizer)
 

@@ -44,6 +44,7 @@ from engine.batches import (
 )
 from engine.cache import Room, whole_leaps
 from engine.distributed import init_world
+from engine.generate import get_generation_config
 from engine.graphs import CapturedSteps
 from engine.model import Policy, copy_in
 from engine.probe import supports_grouped
@@ -54,7 +55,6 @@ from main import (
     DecodeBatch,
     decode_grouped,
     draw_uniforms,
-    get_generation_config,
     invert_cdf,
     sample_tokens,
 )
@@ -62,7 +62,7 @@ from main import (
 RAGGED = [[5, 9, 30], [40, 41, 42, 43, 44, 45, 46, 47, 48], [7], [60, 5, 61, 5, 62]]
 SEEDS = [(seed(), 0, i) for i in range(len(RAGGED))]
 BELOW_ONE = 1 - 2**-24  # the largest number below 1 in fp32
-PLAIN = SamplingParams(12, temperature=1.0, top_p=1.0, top_k=0, eos_ids=(0,), pad_id=1)
+PLAIN = SamplingParams(12, 1.0, top_p=1.0, top_k=0, eos_ids=(0,), pad_id=1, group_size=1)
 MANY_EOS = tuple(range(0, 345, 8))  # about one token in eight ends a completion
 BACKENDS = ("grouped", "generate")
 SHORT = {"num_samples": 4, "max_new_tokens": 12, "max_batch_tokens": 10**6}
@@ -160,8 +160,8 @@ def test_backends_draw_each_first_token_as_often_as_its_probability_says(poisone
 
 def test_generation_config_sets_every_field_that_changes_the_distribution():
     """A field left None would be filled from the model's own generation config."""
-    params = SamplingParams(7, temperature=0.7, top_p=0.9, top_k=20, eos_ids=(3, 4), pad_id=3)
-    config = get_generation_config(params, num_samples=2)
+    params = replace(PLAIN, max_new_tokens=7, temperature=0.7, top_p=0.9, top_k=20, eos_ids=(3, 4))
+    config = get_generation_config(replace(params, group_size=2))
     expected = {
         "do_sample": True,
         "temperature": 0.7,  # with the next two: for benchmarks, which call plain `generate`
@@ -192,7 +192,7 @@ def test_grouped_decoding_equals_a_plain_loop_without_cache_padding_or_batch(mod
     groups = sample(policy, temperature=1.2, eos_ids=MANY_EOS, num_samples=16)
     num_dropped = 0
     for prompt_ids, words, group in zip(RAGGED, SEEDS, groups, strict=True):
-        uniforms = draw_uniforms([words], num_samples=16, length=12)
+        uniforms = draw_uniforms([words], replace(PLAIN, group_size=16))
         for completion, row_uniforms in zip(group, uniforms, strict=True):
             ids = list(prompt_ids)
             for t, uniform in enumerate(row_uniforms):
@@ -560,10 +560,9 @@ def test_finite_logits_may_overflow_at_a_low_temperature(rotary_model_folder, ba
 
 def peak_of_decoding(model, *, num_rows: int, max_new_tokens: int, eos_ids: tuple) -> float:
     """Bytes a row, all rows of one question."""
-    params = replace(PLAIN, max_new_tokens=max_new_tokens, eos_ids=eos_ids)
-    settings = {"num_samples": num_rows, "params": params, "on_progress": lambda num_ended: None}
+    params = replace(PLAIN, max_new_tokens=max_new_tokens, eos_ids=eos_ids, group_size=num_rows)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        decode_grouped(model, [[5, 9, 30]], [(seed(), 0)], **settings)
+        decode_grouped(model, [[5, 9, 30]], [(seed(), 0)], params, on_progress=lambda num: None)
     return peak_bytes(profiler) / num_rows
 
 
@@ -617,8 +616,8 @@ def rows_on_a_gpu(monkeypatch) -> Callable[..., int]:
         state = {"memory_reserved": 0, "memory_allocated": 0, "mem_get_info": (1e9 * free_gb, 0)}
         for name, value in state.items():
             monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-        params = replace(PLAIN, max_new_tokens=max_new_tokens, top_p=top_p)
-        return tokens_that_fit(model, prompt, samples, params) // (prompt + max_new_tokens)
+        params = replace(PLAIN, max_new_tokens=max_new_tokens, top_p=top_p, group_size=samples)
+        return tokens_that_fit(model, prompt, params) // (prompt + max_new_tokens)
 
     return count
 
@@ -652,25 +651,25 @@ def test_a_batch_that_is_too_large_is_decoded_again_in_halves(rotary_model_folde
     """Each question has its own random numbers, so it gets the completions that it had anyway."""
     policy, decoded, lines = make_policy(rotary_model_folder, is_exact=True), [], []
 
-    def decode(model, prompts, seeds, **settings):
+    def decode(model, prompts, seeds, params, **settings):
         decoded.append(len(prompts))
         if len(prompts) > limit:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return decode_grouped(policy.sampler, prompts, seeds, **settings)
+        return decode_grouped(policy.sampler, prompts, seeds, params, **settings)
 
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
     monkeypatch.setattr("engine.batches.tokens_that_fit", lambda *arguments: 10**6)
     prompts, seeds = [*RAGGED, [33]], [*SEEDS, (seed(), 99)]
-    params = replace(policy.params, max_new_tokens=12, eos_ids=())
-    settings = {"decode": decode, "num_samples": 4, "params": params}
-    settings |= {"max_batch_tokens": None, "on_progress": lambda n: None, "log": lines.append}
+    params = replace(policy.params, max_new_tokens=12, eos_ids=(), group_size=4)
+    settings = {"decode": decode, "max_batch_tokens": None, "log": lines.append}
+    settings |= {"on_progress": lambda num_ended: None}
     limit = 2
-    groups = sample_in_batches(on_gpu, prompts, seeds, **settings)
+    groups = sample_in_batches(on_gpu, prompts, seeds, params, **settings)
     assert decoded == [5, 3, 2, 2, 1] and lines == ["5 questions x 4 samples took 3 batches"]
     assert_equal(groups, sample(policy, prompts, seeds, num_samples=4, eos_ids=()))
     limit = 0
     with pytest.raises(torch.OutOfMemoryError):
-        sample_in_batches(on_gpu, prompts, seeds, **settings)
+        sample_in_batches(on_gpu, prompts, seeds, params, **settings)
     assert decoded[5:] == [5, 3, 2, 1]
 
 
@@ -686,7 +685,8 @@ def test_no_step_asks_for_a_value():
     sizes = SIZES | {"num_key_value_heads": 2, "vocab_size": 345, "pad_token_id": 1}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes), dtype=torch.bfloat16)
-    batch = UnmaskedPrefill(model.eval(), RAGGED, torch.empty(16, 12, device="meta"), PLAIN)
+    uniforms, params = torch.empty(16, 12, device="meta"), replace(PLAIN, group_size=4)
+    batch = UnmaskedPrefill(model.eval(), RAGGED, uniforms, params)
     assert batch.room.is_there
     with torch.no_grad():
         for num_columns in (11, 12, 13):

@@ -114,7 +114,8 @@ def test_the_recipe_trains_saves_and_evaluates(folder, tmp_path):
     inserted = ["".join(c["tokens"][i] for i in c["inserted"]) for c in line["completions"]]
     assert any("er: between " in text for text in inserted)  # lower or higher
     best = [f"model.name={run.folder / 'best'}", "mode=evaluate"]
-    assert main.run_evaluation(load_run(load_config([*arguments, *best]))) == 0
+    evaluation = load_run(load_config([*arguments, *best]))
+    assert main.run_evaluation(evaluation, main.sample_validation) == 0
     (measured,) = run.folder.glob("eval-*/metrics.json")
     metrics = json.loads(measured.read_text())
     assert "eval/majority" not in metrics and metrics["eval/turns"] > 1
