@@ -575,7 +575,9 @@ def read_rows(run: Path) -> list[dict]:
     """The rows of metrics.jsonl by step: an evaluation's, which has its own, with the step's."""
     rows: dict[int, dict] = {}
     for row in read_jsonl(run / "metrics.jsonl"):
-        rows[row["step"]] = rows.get(row["step"], {}) | row
+        before = rows.get(row["step"], {})
+        assert before.keys() & row.keys() <= {"step"}, "a row is there twice"
+        rows[row["step"]] = before | row
     return list(rows.values())
 
 
