@@ -10,23 +10,26 @@ from harness import (
     alone,
     load_trained,
     make_config,
-    make_policy,
     peak_bytes,
+    run_on_ranks,
     save_random,
     seed,
     tokens_of,
 )
-from reference import COMPLETIONS, PROMPTS, score
+from reference import COMPLETIONS, PROMPTS, distance, score
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from engine import head
+from engine.distributed import World
 from engine.head import head_log_probs
 from engine.model import Policy
-from main import CompletionScorer, token_log_probs
+from engine.sharding import whole
+from main import token_log_probs
 
 M, H, V = 5, 3, 11
+IN_BLOCKS, AT_ONCE = 0, 2**40  # engine.load.MAX_LOGITS_BYTES
 COLUMNS = (1, 4, 11, 50)  # of a block: 4 does not divide V, and with 11 or 50 there is one block
 
 
@@ -56,6 +59,18 @@ def naive(hidden, linear, token_ids, *, temperature):
 
 
 # The function
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_its_gradient_is_that_of_finite_differences(monkeypatch, kept_bytes, columns, temperature):
+    set_columns(monkeypatch, columns)
+    hidden, linear, token_ids = made_up(torch.float64)
+
+    def function(hidden, weight, bias):
+        return head.HeadLogProbs.apply(hidden, weight, bias, token_ids, temperature)
+
+    assert torch.autograd.gradcheck(function, (hidden, linear.weight, linear.bias))
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
@@ -137,25 +152,41 @@ def test_it_never_holds_all_logits(monkeypatch):
 # The scorer
 
 
-def scored(policy: Policy, *, in_blocks: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def load(
+    folder: Path, *overrides: str, max_bytes: int, world: World | None = None
+) -> tuple[Policy, list[str]]:
+    """The policy where logits of so many bytes are made at once, and what loading it logs."""
+    config, lines = make_config(f"model.name={folder}", *overrides), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.load.MAX_LOGITS_BYTES", max_bytes)
+        return load_trained(config, world or alone(), lines.append), lines
+
+
+def scored(policy: Policy, rows: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities (B, T), and the gradient of a loss that is not linear in them."""
-    policy.scorer = CompletionScorer(policy.model, policy.scorer.compute_dtype, in_blocks=in_blocks)
     policy.model.train().zero_grad()
-    log_probs, mask = score(policy, PROMPTS, COMPLETIONS, temperature=0.7)
+    log_probs, mask = score(policy, PROMPTS[rows], COMPLETIONS[rows], temperature=0.7)
     (log_probs[mask] / 10).exp().sum().backward()
-    return log_probs.detach(), torch.cat([p.grad.flatten() for p in policy.model.parameters()])
+    gradients = [whole(p.grad, p.dtype).flatten() for p in policy.model.parameters()]
+    return log_probs.detach(), torch.cat(gradients)
+
+
+def scored_both_ways(folder: Path, *overrides: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """By the chunked head, and with all logits at once."""
+    policies = [load(folder, *overrides, max_bytes=n)[0] for n in (IN_BLOCKS, AT_ONCE)]
+    assert [policy.scorer.in_blocks for policy in policies] == [True, False]
+    return [scored(policy) for policy in policies]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_chunked_scorer_equals_the_plain_one(monkeypatch, model_folder, checkpointing):
     """Separate and tied embeddings; ten columns a block, some of them kept."""
-    policy = make_policy(model_folder, f"model.gradient_checkpointing={checkpointing}")
-    assert policy.scorer.in_blocks
     num_tokens = sum(len(ids) for ids in COMPLETIONS)
     monkeypatch.setattr(head, "CPU_BLOCK_BYTES", 4 * num_tokens * 10)
     monkeypatch.setattr(head, "KEPT_BYTES", 4 * num_tokens * 55)
-    log_probs, gradient = scored(policy, in_blocks=True)
-    expected, expected_gradient = scored(policy, in_blocks=False)
+    (log_probs, gradient), (expected, expected_gradient) = scored_both_ways(
+        model_folder, f"model.gradient_checkpointing={checkpointing}"
+    )
     assert torch.allclose(log_probs, expected, atol=1e-5)
     assert (gradient - expected_gradient).norm() <= 1e-6 * expected_gradient.norm()
 
@@ -166,21 +197,20 @@ def test_in_bf16_the_chunked_and_the_plain_scorer_round_alike(monkeypatch, model
     Gradients differ by what is rounded on the way, to 2**-8 in each of many matrices, and are
     equally far from the one of fp32.
     """
-    policy = make_policy(model_folder, "model.compute_dtype=bfloat16")
     monkeypatch.setattr(head, "CPU_BLOCK_BYTES", 4 * 11 * 10)
-    log_probs, gradient = scored(policy, in_blocks=True)
-    expected, expected_gradient = scored(policy, in_blocks=False)
+    (log_probs, gradient), (expected, expected_gradient) = scored_both_ways(
+        model_folder, "model.compute_dtype=bfloat16"
+    )
     assert log_probs.dtype == gradient.dtype == torch.float32
     assert torch.allclose(log_probs, expected, atol=1e-5)
-    _, exact = scored(make_policy(model_folder), in_blocks=False)
+    _, exact = scored(load(model_folder, max_bytes=AT_ONCE)[0])
     assert (gradient - expected_gradient).norm() <= 2**-6 * expected_gradient.norm()
     assert (gradient - exact).norm() <= 1.25 * (expected_gradient - exact).norm()
 
 
-@pytest.mark.parametrize("in_blocks", [True, False])
-def test_padding_scores_0_and_has_no_gradient(model_folder, in_blocks):
-    policy = make_policy(model_folder)
-    policy.scorer = CompletionScorer(policy.model, torch.float32, in_blocks=in_blocks)
+@pytest.mark.parametrize("max_bytes", [IN_BLOCKS, AT_ONCE])
+def test_padding_scores_0_and_has_no_gradient(model_folder, max_bytes):
+    policy, _ = load(model_folder, max_bytes=max_bytes)
     log_probs, mask = score(policy, PROMPTS, COMPLETIONS)
     assert not mask.all() and (log_probs[~mask] == 0).all() and (log_probs[mask] < 0).all()
     log_probs[~mask].sum().backward()
@@ -190,24 +220,43 @@ def test_padding_scores_0_and_has_no_gradient(model_folder, in_blocks):
 # The choice between the two
 
 
-def load(folder: Path, capsys) -> tuple[Policy, list[str]]:
-    """The policy of a Gemma 2, and the lines that loading it logs."""
-    # Gemma 2 has no other attention.
-    config = make_config(f"model.name={folder}", "model.attn_implementation=eager")
-    policy = load_trained(config, alone(), print)
-    return policy, capsys.readouterr().out.splitlines()
+def score_on_this_rank(world: World, folder: Path, max_bytes: int) -> tuple:
+    """What a shard logs of its choice, and `scored` of this rank's rows."""
+    overrides = ["model.shard=true", "training.micro_batch_tokens=10000"]
+    policy, lines = load(folder, *overrides, max_bytes=max_bytes, world=world)
+    (line,) = [line for line in lines if "logits" in line]
+    return line, *(x.numpy() for x in scored(policy, slice(world.rank, None, world.size)))
 
 
-def gemma2_folder(tokenizer, folder: Path, **settings) -> Path:
+def test_shards_score_alike_on_both_sides_of_the_limit(model_folder, tokenizer, tmp_path):
+    """The logits of 10,000 tokens may take as many bytes as they do, or one less than that."""
+    num_bytes = 4 * 10_000 * len(tokenizer)
+    at_once, in_blocks = (
+        run_on_ranks(score_on_this_rank, 2, model_folder, limit, folder=tmp_path)
+        for limit in (num_bytes, num_bytes - 1)
+    )
+    for (line, log_probs, gradient), (other_line, *others) in zip(at_once, in_blocks, strict=True):
+        assert line == "logits of a micro-batch: 13.8 MB, made at once"
+        assert other_line == "logits of a micro-batch: 13.8 MB, made in blocks of the vocabulary"
+        assert distance(others[0], log_probs) <= 1e-6
+        assert distance(others[1], gradient) <= 1e-6
+
+
+def load_gemma2(tokenizer, folder: Path, **settings) -> tuple[Policy, list[str]]:
+    """A Gemma 2 whose logits would be made in blocks, and what loading it logs."""
     sizes = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
     config = Gemma2Config(**sizes, **tokens_of(tokenizer), **settings)
-    return save_random(Gemma2ForCausalLM, config, tokenizer, folder)
+    save_random(Gemma2ForCausalLM, config, tokenizer, folder)
+    # Gemma 2 has no other attention.
+    return load(folder, "model.attn_implementation=eager", max_bytes=IN_BLOCKS)
 
 
-def test_capped_logits_are_scored_by_the_plain_path_and_that_is_logged(tokenizer, tmp_path, capsys):
+@pytest.mark.parametrize("initializer_range", [0.02, 0.2])
+def test_capped_logits_are_scored_by_the_plain_path_and_that_is_logged(
+    tokenizer, tmp_path, initializer_range
+):
     """Gemma 2 caps logits at 30, which hardly changes those of a model not trained yet."""
-    folder = gemma2_folder(tokenizer, tmp_path, initializer_range=0.02)
-    policy, lines = load(folder, capsys)
+    policy, lines = load_gemma2(tokenizer, tmp_path, initializer_range=initializer_range)
     assert not policy.scorer.in_blocks
     assert any("logits are more than head(hidden)" in line for line in lines)
     log_probs, mask = score(policy, PROMPTS, COMPLETIONS)
@@ -215,3 +264,9 @@ def test_capped_logits_are_scored_by_the_plain_path_and_that_is_logged(tokenizer
     logits = policy.model(input_ids=ids).logits[:, len(PROMPTS[0]) - 1 : -1]
     expected = token_log_probs(logits, torch.tensor([COMPLETIONS[0]]), temperature=1.0)
     assert torch.allclose(log_probs[0, mask[0]], expected[0], atol=1e-5)
+
+
+def test_the_same_model_without_a_cap_is_scored_by_the_chunked_head(tokenizer, tmp_path):
+    policy, lines = load_gemma2(tokenizer, tmp_path, final_logit_softcapping=None)
+    assert policy.scorer.in_blocks
+    assert not any("head(hidden)" in line for line in lines)

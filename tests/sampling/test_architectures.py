@@ -109,25 +109,28 @@ def test_completions_are_those_of_generate(family):
     assert [c.token_ids for (c,) in groups] == expected[:, ids.shape[1] :].tolist()
 
 
-def test_a_token_scores_as_it_was_sampled_and_as_its_row_alone(family):
+def test_a_token_scores_as_it_was_sampled_and_as_its_row_alone(family, monkeypatch):
     """Prompts are padded on the left to sample, rows on the right to score; a state sees neither.
 
-    Rows end after some tokens, so that others move up in the batch.
+    Rows end after some tokens, so that others move up in the batch. Logits are made both ways.
     """
     _, folder, overrides = family
+    monkeypatch.setattr("engine.load.MAX_LOGITS_BYTES", 0)
     policy = make_policy(folder, *overrides)
     ends = tuple(range(0, 345, 20))
     groups = sample(policy, PROMPTS, num_samples=4, max_new_tokens=NUM_TOKENS, eos_ids=ends)
     prompts = [prompt for prompt in PROMPTS for _ in range(4)]
     completions = [completion for group in groups for completion in group]
-    log_probs, _ = score(policy, prompts, [c.token_ids for c in completions])
+    scored, _ = score(policy, prompts, [c.token_ids for c in completions])
+    policy.scorer.in_blocks = False
+    at_once, _ = score(policy, prompts, [c.token_ids for c in completions])
     assert len({len(c.token_ids) for c in completions}) > 2
-    for prompt, completion, scored in zip(prompts, completions, log_probs, strict=True):
+    for prompt, completion, *rows in zip(prompts, completions, scored, at_once, strict=True):
         ids = torch.tensor([prompt + completion.token_ids])
         logits = policy.model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
         alone = logits.log_softmax(dim=-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
         sampled = torch.from_numpy(completion.log_probs)
-        for other in (scored[len(prompt) : ids.shape[1]], sampled):
+        for other in (*(row[len(prompt) : ids.shape[1]] for row in rows), sampled):
             torch.testing.assert_close(other, alone, rtol=0, atol=ATOL)
 
 
@@ -135,6 +138,7 @@ def test_the_readme_says_what_a_family_can_do(family, monkeypatch):
     """Its row: fast path, captured, chunked head, LoRA, 4 bits."""
     name, folder, overrides = family
     install_graphs(monkeypatch)
+    monkeypatch.setattr("engine.load.MAX_LOGITS_BYTES", 0)  # so that the head is tried in blocks
     policy = make_policy(folder, *overrides)
     can = [
         policy.backend == "grouped",
