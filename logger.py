@@ -4,8 +4,8 @@ Every rank makes a `Logger` and calls it in the same way; only rank 0 prints and
 
     metrics.jsonl    one object per step, and after it one per evaluation, which has the step too; a
                      value that is not finite is null (JSON has no NaN)
-    metrics.csv      the same in fixed columns: a metric that a row lacks is an empty cell, null is
-                     nan; a resumed run makes it anew from metrics.jsonl
+    metrics.csv      the same in columns: a metric that a row lacks is an empty cell, null is nan.
+                     It is made anew from metrics.jsonl at a metric's first row, and at a resume
     samples.jsonl    one sample per line: step, prompt, completion, reward, gold answer and others
     rollouts.jsonl   a few groups of a step with their tokens: engine/rollouts_log.py
     mlflow_run_id    the id of this run in MLflow, where a resumed run continues it
@@ -23,7 +23,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,7 +63,7 @@ class Logger:
     def __init__(self, *, rank: int, do_mlflow: bool = False) -> None:
         self.is_main = rank == 0
         self.folder: Path | None = None  # None until `open`, and always on the other ranks
-        self.columns: list[str] = []
+        self.columns: list[str] = []  # of metrics.csv
         self.mlflow = MlflowRun(import_mlflow()) if do_mlflow and self.is_main else None
         self.once = functools.cache(self.info)  # `info` for what is worth a line the first time
 
@@ -71,29 +71,25 @@ class Logger:
         self,
         folder: Path,
         *,
-        columns: Sequence[str],
         resume_step: int | None,
         is_evaluated: bool,
         start_mlflow: Callable[["MlflowRun"], None],
     ) -> None:
         """Start the files of a new run, or cut those of a resumed run back to `resume_step`.
 
-        If that step `is_evaluated`, its evaluation is kept too. `columns` are the metrics that may
-        be logged; `start_mlflow` calls `MlflowRun.start`.
+        If that step `is_evaluated`, its evaluation stays. `start_mlflow` calls MlflowRun.start.
         """
         if not self.is_main:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.columns = folder, list(columns)
+        self.folder = folder
         if resume_step is None:
             (folder / "mlflow_run_id").unlink(missing_ok=True)
-        for name in ("samples.jsonl", "rollouts.jsonl", "metrics.jsonl"):
+        for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"):
             rows = [] if resume_step is None else read_lines(folder / name)
-            last = resume_step, is_evaluated
-            rows = [row for row in rows if (row["step"], is_evaluation(row)) <= last]
+            rows = [r for r in rows if (r["step"], is_evaluation(r)) <= (resume_step, is_evaluated)]
             write_atomically(folder / name, "".join(map(json_line, rows)))
-        table = [",".join(["step", *columns]) + "\n", *map(self._csv_line, rows)]
-        write_atomically(folder / "metrics.csv", "".join(table))
+        self._write_table()
         self._send(start_mlflow)
 
     def info(self, text: str) -> None:
@@ -111,20 +107,27 @@ class Logger:
         return tqdm(None, description, total, False, unit=unit, dynamic_ncols=True, disable=is_off)
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Append one row to metrics.jsonl and metrics.csv; the names must be among the columns."""
+        """Append one row to metrics.jsonl and metrics.csv."""
         if self.folder is None:
             return
-        unknown = sorted(metrics.keys() - set(self.columns))
-        assert not unknown, f"metrics without a column in metrics.csv: {', '.join(unknown)}"
         values = {name: float(value) for name, value in metrics.items()}
         line = json_line({"step": step} | values)
         append_durably(self.folder / "metrics.jsonl", line)
-        append_durably(self.folder / "metrics.csv", self._csv_line(json.loads(line)))
+        if metrics.keys() <= set(self.columns):
+            append_durably(self.folder / "metrics.csv", self._csv_line(json.loads(line)))
+        else:
+            self._write_table()
         self._send(lambda run: run.log_metrics(step, values))
 
+    def _write_table(self) -> None:
+        """Write metrics.csv with a column for each metric that is in metrics.jsonl by now."""
+        rows = read_lines(self.folder / "metrics.jsonl")
+        self.columns = list(dict.fromkeys(["step", *(name for row in rows for name in row)]))
+        table = [",".join(self.columns) + "\n", *map(self._csv_line, rows)]
+        write_atomically(self.folder / "metrics.csv", "".join(table))
+
     def _csv_line(self, row: dict[str, Any]) -> str:
-        """A row of metrics.jsonl under the columns of metrics.csv."""
-        cells = (str(row.get(name, "")) for name in ("step", *self.columns))
+        cells = (str(row.get(name, "")) for name in self.columns)
         return ",".join(cells).replace("None", "nan") + "\n"
 
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
@@ -184,7 +187,7 @@ class Logger:
 
     def close(self, status: str = "FINISHED") -> None:
         """End the MLflow run as FINISHED, FAILED or KILLED; every row is on disk already."""
-        self._send(lambda run: run.end(status))
+        self._send(lambda run: run.client.set_terminated(run.run_id, status))
         self.mlflow = None
 
     def _send(self, call: Callable[["MlflowRun"], None]) -> None:
@@ -267,9 +270,6 @@ class MlflowRun:
         names = dict.fromkeys(name for row in rows for name in row)
         table = {name: [row.get(name) for row in rows] for name in names}
         self.client.log_table(self.run_id, table, "samples.json")  # adds to the earlier steps' rows
-
-    def end(self, status: str) -> None:
-        self.client.set_terminated(self.run_id, status)
 
 
 def import_mlflow() -> ModuleType:

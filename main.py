@@ -49,12 +49,12 @@ from engine.config_file import load_config
 from engine.distributed import World
 from engine.environment import begin
 from engine.errors import crashes_name_the_fix, mistakes_cost_one_line
-from engine.evaluation import evaluation_metrics, run_evaluation
+from engine.evaluation import evaluation_metrics
 from engine.generate import DrawingProcessor, get_generation_config
 from engine.graphs import CapturedSteps
 from engine.head import score_in_blocks
 from engine.load import load_run
-from engine.log import log_evaluation, log_step, rollouts_of
+from engine.log import log_evaluation, log_step, rollouts_of, run_evaluation
 from engine.losses import apply_options
 from engine.metrics import (
     Clock,
@@ -72,8 +72,7 @@ from engine.resume import finish, save_best, save_checkpoint, stop
 from engine.run import Run
 from engine.sharding import equal_passes, shard_scorer
 from engine.task_module import reward_parts
-from engine.tensors import autocast, left_pad, position_ids, right_pad, seeded
-from engine.truncation import keep_likeliest
+from engine.tensors import autocast, keep_likeliest, left_pad, position_ids, right_pad, seeded
 from engine.types import Completion, MicroBatch, SamplingParams, Seed, Trajectory
 from logger import Logger
 

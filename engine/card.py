@@ -15,11 +15,6 @@ from engine.prompts import render_prompts
 from engine.run import PASS_AT_1, Run
 from engine.yaml_text import show
 
-IN_EVERY_RECIPE = (  # listed even where they are the defaults
-    *("training.learning_type", "training.k_best_of_n", "training.num_samples_per_step"),
-    *("training.max_new_gen_tokens", "training.learning_rate", "training.advantage"),
-    *("training.loss_normalization", "training.seed", "sampling.temperature"),
-)
 # Stand in the card's text, so not in the recipe; the date stands in the prompt, if anywhere.
 IN_THE_TEXT = ("model.name", "task.name", "task.train", "task.eval", "task.template_date")
 METHODS = {
@@ -107,14 +102,11 @@ def metadata(config: Config, *, num_questions: int, measured: dict[str, float]) 
 
 
 def recipe(config: Config) -> list[str]:
-    """A line for each setting that shapes the model and is important or not at its default."""
-    defaults = dotted_values(type(config)())
+    """A line for each setting that shapes the model; another version may have other defaults."""
     return [
         f"{key}: {show(value)}"
         for key, value in dotted_values(config).items()
-        if key.startswith(("model.", "task.", "sampling.", "training."))
-        and (key in IN_EVERY_RECIPE or value != defaults[key])
-        and key not in IN_THE_TEXT
+        if key.startswith(("model.", "task.", "sampling.", "training.")) and key not in IN_THE_TEXT
     ]
 
 

@@ -1,7 +1,7 @@
 """Saving and loading the folders of a run, so that a kill at any moment loses no saved work.
 
     checkpoints/step-000010/     the model and its tokenizer, as `from_pretrained` loads them
-        training_state/          state.json, optimizer.pt, files.json (see describe_files);
+        training_state/          state.json, optimizer.pt, files.json (all files' sizes);
                                  with model.shard a part-*.safetensors of each rank, and no model
     checkpoints/last             a link to the newest checkpoint
     best/                        the model, its tokenizer, its model card, its score (best.json)
@@ -14,24 +14,22 @@ these files: weights are safetensors, and the optimizer is read with `weights_on
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.files import sync
 from engine.lora import load_adapter_weights
 
-LARGEST_HASHED_FILE = 1_000_000  # bytes; hashing all weights would make every start slow
 MARKER = "has_checkpoints"
 # What a run writes into its folder. metrics.jsonl is how we recognise a used folder, so it is moved
 # aside last: if we are killed in between, the next start moves the rest.
@@ -41,12 +39,11 @@ RESULTS += ("mlflow_run_id", "rollouts.jsonl", "samples.jsonl", "metrics.jsonl")
 # A run's folder
 
 
-@contextlib.contextmanager
-def writing_in(folder: Path) -> Iterator[None]:
-    """Make the folder if there is none; ValueError if that, or a file in it, is not possible."""
+def make_folder(folder: Path) -> None:
+    """Make the folder if there is none; ValueError if nothing can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        yield
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         problem = f"{folder} cannot be written ({error.strerror}); give another run.dir"
         raise ValueError(problem) from error
@@ -58,16 +55,14 @@ def lock_folder(folder: Path, warn: Callable[[str], None]) -> TextIO:
     The lock is the operating system's (flock; Linux passes it on to NFS); it ends with the process.
     Raises ValueError if another process has it, which is named, or if the folder is not writable.
     """
-    with writing_in(folder):
-        file = (folder / "lock").open("a+", encoding="utf-8")
+    make_folder(folder)
+    file = (folder / "lock").open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        raise ValueError(
-            f"{folder}: {file.read()} trains there now: wait until it ends, or set run.name to "
-            "start another run"
-        ) from None
+        fix = "wait until it ends, or set run.name to start another run"
+        raise ValueError(f"{folder}: {file.read()} trains there now: {fix}") from None
     except OSError as error:
         warn(f"{folder} cannot be locked ({error.strerror}): do not start this run twice at once")
     file.truncate(0)
@@ -175,7 +170,7 @@ def save_checkpoint(
         write(temporary)
         text = json.dumps(state, indent=1)
         (inner / "state.json").write_text(text, encoding="utf-8")
-        (inner / "files.json").write_text(json.dumps(describe_files(temporary)), encoding="utf-8")
+        (inner / "files.json").write_text(json.dumps(sizes_of(temporary)), encoding="utf-8")
     (root.parent / MARKER).touch()
     with contextlib.suppress(OSError):  # `last` is for people, and some file systems have no links
         last, link = root / "last", root / "last.tmp"
@@ -205,19 +200,10 @@ def write_model(
     torch.save(optimizer.state_dict(), folder / "training_state" / "optimizer.pt")
 
 
-def describe_files(folder: Path) -> dict[str, list]:
-    """[size, SHA-256] of each file but files.json, by path; of a large file the hash is None."""
-    described = {}
-    for file in sorted(folder.rglob("*")):
-        if file.is_file() and file.name != "files.json":
-            size = file.stat().st_size
-            digest = sha256(file) if size <= LARGEST_HASHED_FILE else None
-            described[str(file.relative_to(folder))] = [size, digest]
-    return described
-
-
-def sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+def sizes_of(folder: Path) -> dict[str, int]:
+    """The bytes of each file, by its path in the folder."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return {str(file.relative_to(folder)): file.stat().st_size for file in files}
 
 
 # Reading
@@ -247,21 +233,12 @@ def newest_whole(root: Path, warn: Callable[[str], None] | None = None) -> Path 
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether each file of a checkpoint still has its size, and each small file its hash."""
+    """Whether each file that was saved still has its size."""
     try:
-        listed = json.loads((folder / "training_state" / "files.json").read_text())
-        if "training_state/state.json" not in listed:
-            return False
-        for name, (size, digest) in listed.items():
-            file = folder / name
-            if file.stat().st_size != size or (digest and digest != sha256(file)):
-                return False
-            if file.suffix == ".safetensors":
-                # It raises unless the header's tensors fill the file; changed bits go unnoticed.
-                safe_open(file, framework="pt")
-    except (OSError, ValueError, TypeError, AttributeError, SafetensorError):
-        return False  # a file is missing or damaged, perhaps files.json itself
-    return True
+        saved = json.loads((folder / "training_state" / "files.json").read_text())
+        return "training_state/state.json" in saved and saved.items() <= sizes_of(folder).items()
+    except (OSError, ValueError, AttributeError):  # files.json itself is missing or damaged
+        return False
 
 
 def load_state(folder: Path) -> dict:

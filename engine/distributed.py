@@ -54,12 +54,12 @@ class World:
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def on_main(self, function: Callable[..., Any], *what: Any, **how: Any) -> Any:
+    def on_main(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call it on rank 0; every rank returns its value, or raises its error as a ValueError."""
         value = problem = None
         if self.is_main:
             try:
-                value = function(*what, **how)
+                value = function(*arguments)
             except (ValueError, OSError) as error:  # a user's mistake, a full disk
                 problem = str(error)
         value, problem = self.broadcast((value, problem))
@@ -127,9 +127,7 @@ def init_world() -> tuple[World, list[str]]:
         torch.backends.cuda.enable_cudnn_sdp(False)
     elif num_gpus > 0:
         notes.append(f"{local_size} processes but {num_gpus} GPUs: running on the CPU")
-    elif torch.backends.mps.is_available() and local_size > 1:
-        notes.append("several processes cannot share Apple's GPU: running on the CPU")
-    elif torch.backends.mps.is_available():
+    elif torch.backends.mps.is_available() and local_size == 1:  # Apple's GPU, for one process
         device = torch.device("mps")
     if size > 1:  # numbers and texts travel by gloo, gradients on GPUs by NCCL
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

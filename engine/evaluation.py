@@ -1,21 +1,10 @@
 """What an evaluation measures: of training's, and by mode=evaluate alone."""
 
-from collections.abc import Callable
 from types import ModuleType
 
 from engine.config import TaskSettings, ValidationSettings
 from engine.distributed import World
-from engine.log import validation_samples
-from engine.metrics import (
-    Clock,
-    count_broken,
-    majority_sample,
-    reduce_means,
-    single_rate,
-    solve_rates,
-)
-from engine.resume import save_evaluation
-from engine.run import Run
+from engine.metrics import majority_sample, reduce_means, single_rate, solve_rates
 from engine.types import Trajectory
 
 
@@ -36,29 +25,6 @@ def evaluation_metrics(
     if hasattr(task, "Environment"):
         sums["eval/turns"] = (sum(t.completion.num_turns for t in answers), len(answers))
     return solve_rates(solved, validation.pass_k) | reduce_means(sums, world)
-
-
-# What only mode=evaluate measures
-
-
-def run_evaluation(run: Run, sample_validation: Callable[..., list[list[Trajectory]]]) -> int:
-    """Measure as training would, by majority votes and greedily; 2 where logits are not finite.
-
-    `sample_validation` is main.py's.
-    """
-    config, world, questions, clock = run.config, run.world, run.validation_questions, Clock()
-    with clock("eval"):
-        groups = sample_validation(run)
-        is_greedy = config.validation.temperature == 0
-        greedy = groups if is_greedy else sample_validation(run, is_greedy=True)
-    metrics = evaluation_metrics(groups, run.task, config.validation, world)
-    metrics |= single_answer_metrics(run.task, config.task, questions, groups, greedy, world)
-    metrics, samples = metrics | clock.read(), validation_samples(run, groups)
-    title = f"evaluation of {config.model.name} on {config.task.name}"
-    totals = answer_totals(len(questions), config.validation.best_of_n)
-    run.logger.print_evaluation(title, metrics, samples, totals=totals)
-    save_evaluation(run, metrics, samples)
-    return 2 if count_broken(groups, world, run.logger.warning) > 0 else 0
 
 
 def single_answer_metrics(
@@ -96,11 +62,3 @@ def single_answer_metrics(
         table = world.gather_rows(column, shape=(len(questions), 1))
         metrics |= single_rate(name, table[:, 0])
     return metrics
-
-
-def answer_totals(num_questions: int, num_samples: int) -> dict[str, int]:
-    """The number of answers behind each rate that is a share of them."""
-    of_samples = ("pass@1", "solved_and_ended", "truncated_frac")
-    of_questions = (f"best_of_{num_samples}", "majority", "greedy", "strict", "lenient")
-    totals = dict.fromkeys(of_questions, num_questions)
-    return totals | dict.fromkeys(of_samples, num_questions * num_samples)

@@ -1,13 +1,19 @@
 """How a run begins: its ranks, its model, its questions, and where it was if it was interrupted."""
 
+import os
 from collections.abc import Callable
+from datetime import date
+from pathlib import Path
 
 from torch import nn
 
-from engine.config import Config, check_world, differences
+from engine.checkpoint import make_folder
+from engine.config import Config, check_world, differences, run_name
+from engine.config_file import read_file, section_of
 from engine.data import load_questions
 from engine.distributed import World, init_world, settle_ddp_buckets
 from engine.environment import check_environment
+from engine.fingerprint import commit_of
 from engine.model import (
     Log,
     Policy,
@@ -21,7 +27,6 @@ from engine.optimizer import make_optimizer
 from engine.probe import supports_chunked_head
 from engine.resume import check_room, open_files, resume
 from engine.run import Run
-from engine.start import run_folder, settle
 from engine.task_module import load_task
 from logger import Logger
 
@@ -105,3 +110,41 @@ def scores_in_blocks(model: nn.Module, micro_batch_tokens: int, log: Log) -> boo
     how = "in blocks of the vocabulary" if in_blocks else "at once"
     log(f"logits of a micro-batch: {num_bytes / 1e6:,.1f} MB, made {how}")
     return in_blocks
+
+
+def run_folder(config: Config) -> Path:
+    """The folder of this run. An evaluated model's is that of the run that made it.
+
+    So `mode=evaluate` of runs/a/best, of a checkpoint or of an exported model writes to runs/a,
+    unless run.name is given or nothing can be written there.
+    """
+    if config.mode == "evaluate" and config.run.name is None:
+        # Of best/ or checkpoints/step-000010; checkpoints/last is a link.
+        for folder in Path(config.model.name).resolve().parents[:2]:
+            if (folder / "metrics.jsonl").is_file() and os.access(folder, os.W_OK):
+                return folder
+    return Path(config.run.dir) / run_name(config)
+
+
+def settle(config: Config, world: World) -> Config:
+    """Fill in the model's commit on the hub and the date that a chat template writes.
+
+    Another start would find both changed, so a run goes on with those in its config.yaml. Raises
+    ValueError if an evaluation could not be written: now, not after all the work.
+    """
+    if config.mode == "evaluate":
+        world.on_main(make_folder, run_folder(config))
+    commit, today = world.on_main(commit_and_date, config)
+    model = config.model.model_copy(update={"revision": commit})
+    task = config.task.model_copy(update={"template_date": today})
+    return config.model_copy(update={"model": model, "task": task})
+
+
+def commit_and_date(config: Config) -> tuple[str | None, str]:
+    """What the config gives, else what the run began with, else the newest commit, and today."""
+    file, name = run_folder(config) / "config.yaml", config.model.name
+    began = read_file(file) if file.is_file() else {}
+    model, task = section_of(began, "model"), section_of(began, "task")
+    commit = model.get("revision") if model.get("name") == name else None
+    commit = config.model.revision or commit or commit_of(name, None)
+    return commit, config.task.template_date or task.get("template_date") or str(date.today())

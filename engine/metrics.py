@@ -16,17 +16,8 @@ import transformers
 from torch import Tensor
 
 from engine import ROOT
-from engine.config import Config
 from engine.distributed import World
 from engine.types import Trajectory
-
-TRAIN_METRICS = (
-    "loss reward reward_std solved solved_and_ended advantage_abs entropy clip_frac grad_norm lr "
-    "completion_tokens truncated_frac zero_advantage_frac skipped_steps collapsed "
-    "sampler_mismatch loss_scale"
-)
-OF_ENVIRONMENTS = ("train/turns", "eval/turns", "time/environment_s")
-TIMED_PHASES = ("rollout", "reward", "update", "rollouts_log", "eval", "step")
 
 # A collapsed policy gives the same few answers, or rambles until it is cut off. More steps seldom
 # bring it back. The means of these metrics over the last steps show it.
@@ -109,7 +100,8 @@ def rollout_sums(
     if sampled[0].completion.conversation is not None:
         sums["train/turns"] = (sum(t.completion.num_turns for t in sampled), len(sampled))
     for part in reward_parts:
-        sums[part_metric(part)] = (sum(t.reward_parts[part] for t in sampled), len(sampled))
+        name = "train/reward_timeouts" if part == "timeout" else f"train/part_{part}"
+        sums[name] = (sum(t.reward_parts[part] for t in sampled), len(sampled))
     return sums
 
 
@@ -119,28 +111,6 @@ def count_broken(groups: list[list[Trajectory]], world: World, warn: Callable[[s
     if num_broken > 0:
         warn(f"{num_broken} completions ended at logits that were not finite")
     return num_broken
-
-
-def part_metric(part: str) -> str:
-    """The name of the metric that is the mean of a part of the reward over all completions."""
-    return "train/reward_timeouts" if part == "timeout" else f"train/part_{part}"
-
-
-def metric_columns(config: Config, reward_parts: tuple[str, ...]) -> list[str]:
-    """Every metric that this run can log, in the order of the CSV's columns."""
-    validation = config.validation
-    evaluation = ["pass@1", "pass@1_low", "pass@1_high"]
-    evaluation += [f"pass@{k}" for k in validation.pass_k if k != 1]
-    evaluation += [f"best_of_{validation.best_of_n}", "solved_and_ended"]
-    evaluation += ["completion_tokens", "truncated_frac"]
-    return [
-        *(f"train/{name}" for name in TRAIN_METRICS.split()),
-        *map(part_metric, reward_parts),
-        *(["train/kl"] if config.training.kl_coef > 0 else []),
-        *(f"eval/{name}" for name in evaluation),
-        *(f"time/{name}_s" for name in TIMED_PHASES),
-        *("perf/tokens_per_s", "perf/peak_memory_gb"),
-    ]
 
 
 def solve_rates(solved: np.ndarray, pass_k: list[int]) -> dict[str, float]:

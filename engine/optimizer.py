@@ -26,7 +26,7 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         split = {id(p) for p in [*matrices, *embeddings]}
         others = [p for p in others if id(p) not in split]
     decay = training.weight_decay
-    adam = {"lr": rate, "betas": tuple(training.adam_betas), "eps": training.adam_eps}
+    betas, eps = tuple(training.adam_betas), training.adam_eps
     embedding_scale = (training.embedding_learning_rate or rate) / rate
     groups = [
         {"params": [p for p in others if p.ndim >= 2], "weight_decay": decay, "lr_scale": 1.0},
@@ -36,9 +36,9 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     groups = [group for group in groups if group["params"]]
     if training.optimizer == "adamw_8bit":
         bitsandbytes = import_package("bitsandbytes", key="training.optimizer = adamw_8bit")
-        return bitsandbytes.optim.AdamW8bit(groups, **adam)
+        return bitsandbytes.optim.AdamW8bit(groups, lr=rate, betas=betas, eps=eps)
     is_cuda = next(model.parameters()).device.type == "cuda"
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, **adam, fused=is_cuda)
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=betas, eps=eps, fused=is_cuda)
     if matrices:
         group = {"params": matrices, "lr_scale": training.muon_learning_rate / rate}
         optimizer = Together(optimizer, torch.optim.Muon([group], weight_decay=decay))

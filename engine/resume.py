@@ -1,10 +1,8 @@
 """How a run is saved, and how it goes on where it was."""
 
 import functools
-import json
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 
 from torch import nn
@@ -13,10 +11,10 @@ from engine import checkpoint
 from engine.card import model_card
 from engine.config import Config, check_same_run, differences, dotted_values, run_name
 from engine.config_file import dump, read_file
-from engine.files import json_line, without_nan, write_atomically
+from engine.files import write_atomically
 from engine.fingerprint import MODEL_FILES, of_model
 from engine.fit import check_disk
-from engine.metrics import OF_ENVIRONMENTS, metric_columns, versions
+from engine.metrics import versions
 from engine.run import Run, State, summary
 from engine.sharding import check_shared_disk, gather_weights, load_parts, move_parts, save_parts
 from logger import MlflowRun
@@ -97,8 +95,6 @@ def open_files(run: Run) -> None:
     config, state = run.config, run.state
     run.logger.open(
         run.folder,
-        columns=metric_columns(config, run.task.REWARD_PARTS)
-        + list(OF_ENVIRONMENTS if hasattr(run.task, "Environment") else ()),
         resume_step=state.step if run.is_resumed else None,
         is_evaluated=state.evaluated_at == state.step,
         start_mlflow=functools.partial(
@@ -164,7 +160,8 @@ def save_checkpoint(run: Run) -> None:
         "num_ranks": world.size,
         "config": dotted_values(run.config) | run.rests_on,
     }
-    model, optimizer, name = run.policy.model, run.optimizer, f"step-{state.step:06d}"
+    model, tokenizer, optimizer = run.policy.model, run.policy.tokenizer, run.optimizer
+    name, keep = f"step-{state.step:06d}", run.config.checkpoint.keep
     if run.config.model.shard:
         folder = root / f"{name}.parts.tmp"
         num_failed = save_parts(model, optimizer, folder, world)
@@ -173,12 +170,8 @@ def save_checkpoint(run: Run) -> None:
         )
     else:
         write = functools.partial(
-            checkpoint.write_model,
-            model=model,
-            tokenizer=run.policy.tokenizer,
-            optimizer=optimizer,
+            checkpoint.write_model, model=model, tokenizer=tokenizer, optimizer=optimizer
         )
-    keep = run.config.checkpoint.keep
     save = functools.partial(
         checkpoint.save_checkpoint, root, known, step=state.step, write=write, keep=keep
     )
@@ -217,16 +210,3 @@ def stop(run: Run) -> int:
     what = "all is saved" if is_saved else "only what was saved before is there"
     run.logger.info(f"stopped by a signal after step {step}; {what}; go on with the same command")
     return 128 + (run.world.stop_signal or 15)  # SIGTERM, where another rank was sent the signal
-
-
-def save_evaluation(run: Run, metrics: dict[str, float], samples: list[dict]) -> None:
-    """Write what mode=evaluate has measured to eval-<time>/ in the run's folder, on rank 0."""
-    if not run.world.is_main:
-        return
-    folder = run.folder / f"eval-{datetime.now():%Y%m%d-%H%M%S-%f}"
-    folder.mkdir(parents=True)
-    write_config(folder, run.config)
-    write_atomically(folder / "samples.jsonl", "".join(map(json_line, samples)))
-    text = json.dumps(without_nan(metrics), allow_nan=False, indent=1) + "\n"
-    write_atomically(folder / "metrics.json", text)
-    run.logger.info(f"written to {folder}")

@@ -19,8 +19,6 @@ This product is minus the derivative of the loss by the token's log-probability 
 without a KL penalty and before training.tis_clip.
 """
 
-import math
-
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
@@ -32,7 +30,6 @@ MAX_GROUPS = 3  # of a step
 MAX_COMPLETIONS = 16  # of a group
 HEAD, TAIL = 384, 128  # tokens kept of a longer completion
 MAX_CHARACTERS = 4_000  # of a prompt and of a gold answer
-MAX_BYTES = 16_000_000  # of the file
 
 
 def describe_rollouts(
@@ -42,23 +39,16 @@ def describe_rollouts(
     tokenizer: PreTrainedTokenizerFast,
     *,
     step: int,
-    turn: int,
-    num_bytes: int,
     num_ranks: int,
 ) -> str:
-    """The lines for the first groups of this step on rank 0; "" if it is not to be kept.
-
-    `turn` counts the steps that are logged; `num_bytes` is the size of the file so far.
-    """
-    if not is_kept(turn, num_bytes):
-        return ""
+    """The lines for the first groups of this step on rank 0."""
     weights: dict[int, float] = {}  # of a trajectory's tokens, by its id
     for batch in micro_batches:
         row_weights = batch.token_weights.amax(dim=1).tolist()
         for trajectory, weight in zip(batch.trajectories, row_weights, strict=True):
             weights[id(trajectory)] = weight / num_ranks
     lines = ""
-    for group, question in list(zip(groups, questions, strict=True))[:MAX_GROUPS]:
+    for group, question in zip(groups[:MAX_GROUPS], questions, strict=False):
         ordered = sorted(group, key=lambda t: -t.reward)  # ties in the order of sampling
         del ordered[MAX_COMPLETIONS // 2 : -MAX_COMPLETIONS // 2]  # of a large group the middle
         record = {
@@ -69,17 +59,7 @@ def describe_rollouts(
             "completions": [completion_record(t, tokenizer, weights) for t in ordered],
         }
         lines += json_line(record)
-    return lines if num_bytes + len(lines) <= MAX_BYTES else ""
-
-
-def is_kept(turn: int, num_bytes: int) -> bool:
-    """Whether a step is logged. `turn` counts the steps that `logging.rollouts_every` asks for.
-
-    The file has a size limit. As it fills we log more rarely: every fourth turn once it is half
-    full, every 16th from three quarters on, and so on. A resumed run decides by the same numbers.
-    """
-    free = 1 - num_bytes / MAX_BYTES
-    return free > 0 and turn % 4 ** math.floor(-math.log2(free)) == 0
+    return lines
 
 
 def completion_record(

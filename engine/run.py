@@ -40,30 +40,6 @@ class State:
     evaluated_at: int = -1  # the last step that was evaluated; 0 is the model as it was loaded
     is_saved: bool = False  # whether the newest checkpoint knows all this
 
-    def advance(
-        self,
-        metrics: dict[str, float],
-        position: int,
-        *,
-        num_questions: int,
-        is_skipped: bool,
-        has_moved: bool,
-    ) -> list[str]:
-        """Count a step, also in its metrics; returns new signs of a collapse."""
-        self.step, self.position, self.is_saved = self.step + 1, position, False
-        self.skipped_steps += is_skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if is_skipped else 0
-        if has_moved or not is_skipped:
-            self.changed_at = self.step
-        self.recent, means = mean_of_last(self.recent, metrics, num_questions=num_questions)
-        before, self.signs = self.signs, {}
-        if means:
-            self.best_solved = max(self.best_solved, means["train/solved"])
-            self.signs = signs_of_collapse(means, best_solved=self.best_solved)
-        metrics["train/skipped_steps"] = self.skipped_steps
-        metrics["train/collapsed"] = float(bool(self.signs))
-        return [text for name, text in self.signs.items() if name not in before]
-
     def note_evaluation(self, measured: dict[str, float], *, best_metric: str) -> None:
         """Keep what the summary and the model card say of the model now and before training."""
         self.last, self.evaluated_at, self.is_saved = measured[best_metric], self.step, False
@@ -117,16 +93,27 @@ class Run:
     def advance(
         self, metrics: dict[str, float], position: int, *, is_skipped: bool, has_moved: bool
     ) -> None:
-        """Count a step that ended at `position` of the questions' stream; warn of a collapse."""
-        new_signs = self.state.advance(
-            metrics,
-            position,
-            num_questions=self.config.questions_per_rank(self.world.size) * self.world.size,
-            is_skipped=is_skipped,
-            has_moved=has_moved,
-        )
-        for sign in new_signs:
-            self.logger.warning(f"the model may be collapsing: {sign} (mean of the last steps)")
+        """Count a step, also in its metrics; warn of new signs of a collapse.
+
+        `position` is where it ended in the stream of questions.
+        """
+        state, num_ranks = self.state, self.world.size
+        state.step, state.position, state.is_saved = state.step + 1, position, False
+        state.skipped_steps += is_skipped
+        state.skipped_in_a_row = state.skipped_in_a_row + 1 if is_skipped else 0
+        if has_moved or not is_skipped:
+            state.changed_at = state.step
+        num_questions = self.config.questions_per_rank(num_ranks) * num_ranks
+        state.recent, means = mean_of_last(state.recent, metrics, num_questions=num_questions)
+        before, state.signs = state.signs, {}
+        if means:
+            state.best_solved = max(state.best_solved, means["train/solved"])
+            state.signs = signs_of_collapse(means, best_solved=state.best_solved)
+        metrics["train/skipped_steps"] = state.skipped_steps
+        metrics["train/collapsed"] = float(bool(state.signs))
+        for name, sign in state.signs.items():
+            if name not in before:
+                self.logger.warning(f"the model may be collapsing: {sign} (mean of the last steps)")
 
     @property
     def is_checkpoint_due(self) -> bool:

@@ -5,20 +5,16 @@ its first dimension. A forward or backward pass gathers a block's weights from a
 it needs them, and frees them afterwards. So every rank must make the same number of passes.
 
 The arithmetic is that of DDP: weights are gathered in fp32, and each micro-batch's gradient is
-averaged over the ranks at once and added to fp32 parts, so no rank ever holds all of it. With bf16
-arithmetic, set model.gradient_checkpointing too. Without it, autograd keeps the bf16 copy of every
-weight from the forward to the backward pass, as it does in DDP: 2 bytes a weight.
+averaged over the ranks at once and added to fp32 parts, so no rank ever holds all of it. Without
+model.gradient_checkpointing autograd keeps the bf16 copy of every weight from the forward to the
+backward pass, as it does in DDP.
 
 Sampling would gather all weights for every token. So a full copy in the compute dtype samples, into
-which the weights are gathered after each step, tensor by tensor.
-
-Host memory: at the start each rank loads the whole model in fp32, 4 bytes a weight. Saving best/
-takes as much again on rank 0, saving a checkpoint 12 bytes for each weight of a rank's own part.
+which the weights are gathered after each step. At the start each rank loads the whole model in
+fp32; saving best/ takes as much again of rank 0's memory.
 """
 
 import shutil
-import time
-import uuid
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +32,6 @@ from engine.files import sync
 from engine.types import MicroBatch
 
 PART = "part-{:05d}.safetensors"  # a rank's file in a checkpoint
-SHARED_DISK_TIMEOUT_S = 30  # a network disk may show another node's new file late
 
 # Training
 
@@ -69,10 +64,10 @@ def count_weights(module: nn.Module) -> int:
 def equal_passes(micro_batches: list[MicroBatch], world: World) -> list[MicroBatch]:
     """Add micro-batches of weight 0 until this rank has as many as the rank with the most."""
     counts = world.gather_rows([[len(micro_batches)]], shape=(world.size, 1))
-    first = micro_batches[0]
-    nothing = {"trajectories": [], "token_weights": torch.zeros_like(first.token_weights)}
-    num_missing = int(counts.max()) - len(micro_batches)
-    return micro_batches + [replace(first, **nothing) for _ in range(num_missing)]
+    first, num_missing = micro_batches[0], int(counts.max()) - len(micro_batches)
+    weights = torch.zeros_like(first.token_weights)
+    nothing = [replace(first, trajectories=[], token_weights=weights) for _ in range(num_missing)]
+    return micro_batches + nothing
 
 
 def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -163,19 +158,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_shared_disk(folder: Path, world: World) -> None:
-    """Raises ValueError on all ranks if one of them does not see what rank 0 writes to `folder`."""
-    token = folder / world.broadcast(f"token-{uuid.uuid4().hex}")
-    if world.is_main:
-        for left_by_a_kill in folder.glob("token-*"):
-            left_by_a_kill.unlink()
-        token.touch()
-    world.sum([0.0])  # the others wait until it is there
-    deadline = time.monotonic() + SHARED_DISK_TIMEOUT_S
-    while not token.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    num_blind = int(world.sum([not token.exists()]))
-    if world.is_main:
-        token.unlink()
+    """Raises ValueError on all ranks if one of them does not see rank 0's lock in `folder`."""
+    lock = folder / "lock"
+    holder = world.on_main(lock.read_text)  # a process and its machine
+    num_blind = int(world.sum([not lock.is_file() or lock.read_text() != holder]))
     if num_blind > 0:
         raise ValueError(
             f"model.shard = true: {num_blind} of {world.size} ranks do not see {folder} as rank 0 "

@@ -19,7 +19,7 @@ from typing import Any
 
 from engine.config import Config, dotted_values
 from engine.config_file import read_file, task_name
-from engine.files import read_text, without_nan
+from engine.files import read_lines, read_text, without_nan
 from engine.task_module import built_in_tasks, load_task, schema
 from engine.yaml_text import show
 from logger import shorten
@@ -48,15 +48,6 @@ def read_run(folder: Path) -> dict[str, Any]:
         "rollouts": thin(rollouts, PART_BYTES["rollouts"]),
         "recorded": {"evaluations": len(samples), "rollouts": len(rollouts)},
     }
-
-
-def read_lines(file: Path) -> list[dict]:
-    """The whole lines of a .jsonl file, [] if it is absent; ValueError names a file that is bad."""
-    lines = read_text(file).split("\n")[:-1] if file.exists() else []
-    try:
-        return [json.loads(line) for line in lines]
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file}: a line is not JSON: {error}") from None
 
 
 def by_step(rows: list[dict]) -> list[dict]:

@@ -5,18 +5,19 @@ import time
 
 import numpy as np
 import pytest
-from harness import CPU, alone, make_config
+import torch
+from harness import CPU, alone
 
 from engine.metrics import (
     Clock,
     confidence_interval,
     majority_sample,
-    metric_columns,
     pass_at_k,
     peak_memory_gb,
     reduce_means,
     single_rate,
     solve_rates,
+    versions,
 )
 
 
@@ -103,16 +104,6 @@ def test_a_process_that_has_loaded_torch_holds_between_50_mb_and_a_terabyte():
     assert 0.05 < peak_memory_gb(CPU) < 1000
 
 
-def test_columns_follow_from_the_config_and_names_are_unique():
-    config = make_config("validation.best_of_n=8", "validation.pass_k=[1, 2, 4]")
-    columns = metric_columns(config, ("near", "answer"))
-    assert len(set(columns)) == len(columns)
-    assert {"train/collapsed", "train/solved_and_ended", "perf/tokens_per_s"} <= set(columns)
-    parts = [name for name in columns if "part_" in name or "timeouts" in name]
-    assert parts == ["train/part_near", "train/part_answer"]
-    assert "train/reward_timeouts" in metric_columns(config, ("answer", "timeout"))
-    assert [name for name in columns if name.startswith("eval/pass@")] == [
-        *("eval/pass@1", "eval/pass@1_low", "eval/pass@1_high", "eval/pass@2", "eval/pass@4")
-    ]
-    assert "eval/best_of_8" in columns and "train/kl" not in columns
-    assert "train/kl" in metric_columns(make_config("training.kl_coef=0.1"), ("answer",))
+def test_versions_name_the_revision_and_the_libraries():
+    text = versions()
+    assert text.startswith("plain-grpo ") and f"torch {torch.__version__}" in text

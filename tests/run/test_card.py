@@ -84,7 +84,7 @@ def test_all_that_was_measured_is_told_once():
     assert "of it: pass@8 0.900, pass@16 0.950, completion_tokens 31.230." in card
 
 
-def test_the_recipe_holds_what_differs_and_what_everyone_asks_for():
+def test_the_recipe_holds_the_settings_that_shape_the_model():
     card = card_of(*HUB, "training.kl_coef=0.01", "checkpoint.keep=5")
     assert "Steps taken: 5, on 1 x cpu." in card
     lines = card.split("```")[1].strip().split("\n")

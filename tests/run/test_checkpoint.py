@@ -2,7 +2,6 @@
 
 import errno
 import functools
-import json
 import multiprocessing
 import os
 import pickle
@@ -170,7 +169,7 @@ def test_a_checkpoint_gives_back_weights_optimizer_and_state(tmp_path, rotary_mo
 
 
 def test_an_optimizer_that_was_tampered_with_is_one_line_and_runs_nothing(tmp_path):
-    """Bug: a traceback. A large file's content is not hashed, so it shows only when it is read."""
+    """Bug: a traceback. Only sizes are checked before, so it shows when the file is read."""
     file = tmp_path / "training_state/optimizer.pt"
     file.parent.mkdir()
     for content in (pickle.dumps(os.mkdir, 2), pickle.dumps([sys.exit], 2), b"", bytes(999)):
@@ -188,23 +187,8 @@ def two_checkpoints(tmp_path, parts) -> Path:
     return tmp_path
 
 
-def flip_last_bit(file: Path) -> None:
-    content = file.read_bytes()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-
-
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
-
-
-def fill_with_zeros(file: Path) -> None:
-    file.write_bytes(bytes(file.stat().st_size))
-
-
-def move_a_tensor(file: Path) -> None:
-    content = file.read_bytes()
-    start = content.index(b'"data_offsets":[0,')
-    file.write_bytes(content[:start] + content[start:].replace(b"[0,", b"[1,", 1))
 
 
 @pytest.mark.parametrize(
@@ -215,24 +199,16 @@ def move_a_tensor(file: Path) -> None:
         (cut, "training_state/files.json"),
         (cut, "training_state/optimizer.pt"),
         (cut, "model.safetensors"),
-        (flip_last_bit, "training_state/state.json"),
         (functools.partial(Path.write_text, data="[]"), "training_state/files.json"),
         (functools.partial(Path.write_text, data="{}"), "training_state/files.json"),
         (functools.partial(Path.write_text, data='{"a": 3}'), "training_state/files.json"),
-        (fill_with_zeros, "model.safetensors"),
-        (move_a_tensor, "model.safetensors"),
     ],
 )
-def test_of_a_damaged_checkpoint_the_one_before_is_used(
-    two_checkpoints, parts, monkeypatch, damage, name
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+    two_checkpoints, parts, damage, name
 ):
-    """A large file is checked by its size and its header, a small one by its hash, too."""
-    monkeypatch.setattr(checkpoint, "LARGEST_HASHED_FILE", 100_000)  # the weights have 163,200
     folder = save(two_checkpoints, parts, step=3)
     (folder / ".DS_Store").write_text("")  # what others have put there is no damage
-    listed = json.loads((folder / "training_state/files.json").read_text())
-    large = {file for file, (_, digest) in listed.items() if digest is None}
-    assert large == {"model.safetensors", "training_state/optimizer.pt"}
     assert checkpoint.newest_whole(two_checkpoints, pytest.fail) == folder
     damage(folder / name)
     warnings = []

@@ -1,23 +1,37 @@
 """The watch for a collapse: what counts as one, what is left alone, and a run that stops."""
 
+from types import SimpleNamespace
+
 import pytest
-from harness import read_rows, train
+from harness import alone, make_config, read_rows, train
 
 from engine.metrics import WATCHED, mean_of_last, signs_of_collapse
-from engine.run import State
+from engine.run import Run, State
+from logger import Logger
 
 HEALTHY = {"train/solved": 0.6, "train/entropy": 0.3, "train/truncated_frac": 0.1}
 
 
-def signs_after(steps: list[dict], *, num_questions: int = 16) -> list[list[str]]:
+def run_with(warnings: list[str]) -> SimpleNamespace:
+    """What `Run.advance` uses of a run with 16 questions a step."""
+    config, logger = make_config("training.num_samples_per_step=16"), Logger(rank=1)
+    logger.warning = warnings.append
+    return SimpleNamespace(state=State(), config=config, world=alone(), logger=logger)
+
+
+def advance(run: SimpleNamespace, metrics: dict) -> dict:
+    """Count a step with these metrics; returns them with those that are added."""
+    metrics = HEALTHY | metrics
+    Run.advance(run, metrics, 0, is_skipped=False, has_moved=True)
+    return metrics
+
+
+def signs_after(steps: list[dict]) -> list[list[str]]:
     """The names of the signs after each of the steps."""
-    state, signs = State(), []
+    run, signs = run_with([]), []
     for metrics in steps:
-        metrics = HEALTHY | metrics
-        done = {"is_skipped": False, "has_moved": True}
-        state.advance(metrics, 0, num_questions=num_questions, **done)
-        assert metrics["train/collapsed"] == bool(state.signs)
-        signs.append(list(state.signs))
+        assert advance(run, metrics)["train/collapsed"] == bool(run.state.signs)
+        signs.append(list(run.state.signs))
     return signs
 
 
@@ -61,11 +75,12 @@ def test_a_fall_and_a_recovery_are_seen_but_no_single_bad_step():
 
 
 def test_a_sign_is_reported_once_while_it_lasts():
-    state, reported = State(), []
+    warnings = []
+    run = run_with(warnings)
     for solved in [0.6] * 10 + [0.0] * 20:
-        metrics = HEALTHY | {"train/solved": solved}
-        reported += state.advance(metrics, "", num_questions=16, is_skipped=False, has_moved=True)
-    assert reported == ["solved fell from 0.600 to 0.240"]
+        advance(run, {"train/solved": solved})
+    (warning,) = warnings
+    assert "collapsing: solved fell from 0.600 to 0.240 (mean" in warning
 
 
 @pytest.mark.slow

@@ -26,10 +26,11 @@ import engine.load
 import main
 from engine.config_file import load_config
 from engine.distributed import World
-from engine.evaluation import run_evaluation, single_answer_metrics
+from engine.evaluation import single_answer_metrics
+from engine.load import run_folder
+from engine.log import run_evaluation
 from engine.prompts import encode_prompts
 from engine.run import Run
-from engine.start import run_folder
 from engine.types import Completion
 
 TINY = ROOT / "tiny"  # gives answers to vote on

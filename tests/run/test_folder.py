@@ -225,11 +225,8 @@ def test_the_best_score_is_that_of_the_model_in_best(tmp_path, rotary_model_fold
 
 
 def test_a_checkpoint_of_another_version_is_named(parts, rotary_model_folder, data):
-    last = parts / "x/checkpoints/last"
-    file = last / "training_state/state.json"
-    file.write_text(file.read_text().replace('"best_solved"', '"best_resolved"'))
-    described = checkpoint.describe_files(last)
-    (last / "training_state/files.json").write_text(checkpoint.json.dumps(described))
+    file = parts / "x/checkpoints/last/training_state/state.json"
+    file.write_text(file.read_text().replace('"best_solved"', '"best_sowed_"'))  # the same size
     status, output = train_forked(parts, rotary_model_folder, *data, THREE)
     assert status == 2 and "another version" in output and "Traceback" not in output
 

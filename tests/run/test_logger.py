@@ -29,7 +29,6 @@ from logger import Logger, MlflowRun, import_mlflow
 
 pytestmark = pytest.mark.timeout(120)
 
-COLUMNS = ["train/loss", "train/reward", "eval/pass@1"]
 FILES = ("metrics.jsonl", "metrics.csv", "samples.jsonl", "rollouts.jsonl")
 SAMPLE = {
     "prompt": "numbers: 3 7 25, target: 46",
@@ -55,7 +54,6 @@ def start(
     *,
     rank: int = 0,
     do_mlflow: bool = False,
-    columns: list[str] = COLUMNS,
     resume_step: int | None = None,
     is_evaluated: bool = False,
     **shown,
@@ -66,7 +64,6 @@ def start(
     names |= {"config_text": "", "params": {}} | shown
     log.open(
         folder,
-        columns=columns,
         resume_step=resume_step,
         is_evaluated=is_evaluated,
         start_mlflow=partial(MlflowRun.start, folder=folder, **names),
@@ -133,26 +130,22 @@ def test_a_closed_terminal_stops_nothing(tmp_path, monkeypatch, closed):
     log.progress(3, "rollout", "seq").update(1)
 
 
-def test_a_step_is_a_json_line_and_a_csv_row_under_fixed_columns(tmp_path):
+def test_a_step_is_a_json_line_and_a_csv_row_whose_columns_grow(tmp_path):
     log = start(tmp_path / "runs/a")
     log.log_metrics(0, {"eval/pass@1": 0.25})
     log.log_metrics(1, {"train/reward": 1 / 3, "train/loss": -2})
+    log.log_metrics(2, {"train/loss": -3})
     assert (tmp_path / "runs/a/metrics.jsonl").read_text().splitlines() == [
         '{"step": 0, "eval/pass@1": 0.25}',
         '{"step": 1, "train/reward": 0.3333333333333333, "train/loss": -2.0}',
+        '{"step": 2, "train/loss": -3.0}',
     ]
     assert (tmp_path / "runs/a/metrics.csv").read_text().splitlines() == [
-        "step,train/loss,train/reward,eval/pass@1",
-        "0,,,0.25",
-        "1,-2.0,0.3333333333333333,",
+        "step,eval/pass@1,train/reward,train/loss",
+        "0,0.25,,",
+        "1,,0.3333333333333333,-2.0",
+        "2,,,-3.0",
     ]
-
-
-def test_a_metric_without_a_column_is_named_and_nothing_is_written(tmp_path):
-    log = start(tmp_path)
-    with pytest.raises(AssertionError, match="train/typo"):
-        log.log_metrics(1, {"train/loss": 1.0, "train/typo": 2.0})
-    assert logged_steps(tmp_path) == ([], [], [])
 
 
 def test_values_that_are_not_finite_are_null_in_json_and_nan_in_csv(tmp_path):
@@ -161,7 +154,7 @@ def test_values_that_are_not_finite_are_null_in_json_and_nan_in_csv(tmp_path):
     log.log_samples(1, [SAMPLE | {"reward": float("nan"), "seen": (float("inf"), 2, Path("a"))}])
     (row,), (sample,) = (read_jsonl(tmp_path / f"{name}.jsonl") for name in ("metrics", "samples"))
     assert row == {"step": 1, "train/loss": None, "train/reward": None}
-    assert (tmp_path / "metrics.csv").read_text().splitlines()[1] == "1,nan,nan,"
+    assert (tmp_path / "metrics.csv").read_text().splitlines()[1] == "1,nan,nan"
     assert sample["reward"] is None and sample["seen"] == [None, 2, "a"]
 
 

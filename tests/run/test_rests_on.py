@@ -23,9 +23,9 @@ from engine.config import Config, ConfigError
 from engine.data import FitsContext, QuestionStream
 from engine.distributed import World
 from engine.fingerprint import BLOCK, NUM_BLOCKS, of_model, of_questions
+from engine.load import run_folder, settle
 from engine.resume import write_config
 from engine.run import Run
-from engine.start import run_folder, settle
 from logger import Logger
 from tools import export
 

@@ -10,6 +10,7 @@ from harness import make_config, make_policy, make_run, read_jsonl, read_rows, t
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from engine import log as log_of_run
 from engine import rollouts_log as rollouts
 from engine.log import rollouts_of
 from engine.run import Run
@@ -148,13 +149,13 @@ def test_steps_that_are_not_due_and_other_ranks_write_nothing(run):
     [(0, range(1, 65)), (0.5, range(4, 65, 4)), (0.75, [16, 32, 48, 64]), (0.875, [64]), (1, [])],
 )
 def test_the_fuller_the_file_the_fewer_steps_are_kept(share, turns):
-    num_bytes = int(share * rollouts.MAX_BYTES)
-    assert [turn for turn in range(1, 65) if rollouts.is_kept(turn, num_bytes)] == list(turns)
+    num_bytes = int(share * log_of_run.MAX_ROLLOUTS_BYTES)
+    assert [turn for turn in range(1, 65) if log_of_run.is_kept(turn, num_bytes)] == list(turns)
 
 
 def test_the_file_never_grows_beyond_its_limit_and_reaches_into_the_late_steps(run, monkeypatch):
     """And a run that is cut back and goes on decides as the unbroken one did."""
-    monkeypatch.setattr(rollouts, "MAX_BYTES", 20_000)
+    monkeypatch.setattr(log_of_run, "MAX_ROLLOUTS_BYTES", 20_000)
     file, before_step_100 = run.folder / "rollouts.jsonl", ""
     for step in range(1, 400):
         if step == 100:

@@ -48,8 +48,7 @@ from engine.generate import get_generation_config
 from engine.graphs import CapturedSteps
 from engine.model import Policy, copy_in
 from engine.probe import supports_grouped
-from engine.tensors import left_pad
-from engine.truncation import keep_likeliest
+from engine.tensors import keep_likeliest, left_pad
 from engine.types import Completion, SamplingParams
 from main import (
     DecodeBatch,
