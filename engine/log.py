@@ -113,7 +113,7 @@ def run_evaluation(run: Run, sample_validation: Callable[..., list[list[Trajecto
         groups = sample_validation(run)
         is_greedy = config.validation.temperature == 0
         greedy = groups if is_greedy else sample_validation(run, is_greedy=True)
-    metrics = evaluation_metrics(groups, config.validation, world)
+    metrics = evaluation_metrics(groups, run.task, config.validation, world)
     metrics |= single_answer_metrics(run.task, config.task, questions, groups, greedy, world)
     metrics, samples = metrics | clock.read(), validation_samples(run, groups)
     title = f"evaluation of {config.model.name} on {config.task.name}"

@@ -275,7 +275,7 @@ def test_later_iterations_follow_the_clipped_ratio_on_one_rollout(rotary_model_f
 def test_one_iteration_clips_nothing_and_compares_sampler_and_trainer(rotary_model_folder):
     policy, config = make_policy(rotary_model_folder, is_exact=True), config_of(*GRPO)
     groups = make_groups(config, EASY, HARD)
-    metrics, sums, _ = update(policy, Recorder(policy.model), groups, config)
+    _, sums, _ = update(policy, Recorder(policy.model), groups, config)
     rows = [t for group in groups for t in group]
     differences = [
         row_log_probs(policy.model, t).detach().numpy() - t.completion.log_probs for t in rows
