@@ -110,8 +110,8 @@ def generate_questions(
 def draw_question(count: int, *, options: Options, rng: random.Random) -> dict:
     """`count` random numbers and a target that they make, perhaps one outside the allowed range.
 
-    Random pairs of values are combined until one value is left, the target. Every value on the way
-    is a positive integer, and products stay small enough to come back into the range.
+    Random pairs are combined until one value is left. Every value on the way is a positive integer,
+    and products stay small enough to come back into the range.
     """
     nums = [rng.randint(options.min_number, options.max_number) for _ in range(count)]
     max_product = options.max_number * options.max_target

@@ -92,8 +92,8 @@ BRACE = re.compile(r"\\[{}]|\\\\(?!boxed)|(?P<opening>\{)|(?P<closing>\})")
 def last_boxed(completion: str) -> str | None:
     r"""The text in the last \boxed{...} whose braces are balanced; None if there is none.
 
-    A box that the end of the text cuts off is passed over. If the last box holds more than
-    MAX_ANSWER_CHARS, there is no answer. So only boxes near the end are tried: linear time.
+    A box that the end of the text cuts off is passed over; one of more than MAX_ANSWER_CHARS is no
+    answer. So only boxes near the end are tried: linear time.
     """
     completion = completion.replace("\\boxed {", BOX)
     end = len(completion)
@@ -359,8 +359,7 @@ def words_of(value: str) -> str:
 def entries(value: str) -> tuple[str, list[str]] | None:
     """Kind and entries of a matrix, union, tuple, interval or set; None for any other answer.
 
-    Only answers of one kind can be equal. So the kind of a tuple or interval is its brackets, and
-    the kind of a matrix tells its shape.
+    Only answers of one kind can be equal: the kind tells brackets, and the shape of a matrix.
     """
     if match := MATRIX.fullmatch(value):
         rows = match[2].removesuffix("\\\\")

@@ -2,8 +2,8 @@ r"""A grader in a process of its own, which can be killed whenever an answer tak
 
 The trainer's side is the class Worker; run as a script, this file is the process of math-verify or
 of reasoning-gym. It is no fork of the trainer, which may hold a GPU and connections to other ranks.
-It ends when its stdin is closed, so it does not outlive the trainer. A request is a line of JSON
-with the grader's arguments, such as gold and prediction; so is its reply:
+It ends when its stdin is closed, so it does not outlive the trainer. Requests and replies are lines
+of JSON:
 
     {"id": 7, "arguments": ["a+b", "b+a"], "limit_s": 6}
     {"id": 7, "reply": true}
@@ -63,8 +63,7 @@ class Worker:
     def ask(self, *arguments: Any, deadline: float) -> Any:
         """The grader's reply to its arguments, if it comes before the clock shows `deadline`.
 
-        Raises WorkerLost or OutOfPatience otherwise. Texts must be short, so that a request fits
-        into the pipe even if nobody reads it.
+        Else WorkerLost or OutOfPatience. A request must fit into the pipe if nobody reads it.
         """
         asked_at = time.monotonic()
         if self.forgiven_at - asked_at >= MAX_LOST_S * FORGIVEN_AFTER:
@@ -187,8 +186,7 @@ def math_verify_equal(gold: str, prediction: str) -> bool:
 def has_same_values(gold: Any, prediction: Any, is_exact: bool) -> bool:
     """Whether two of SymPy's expressions, equations or inequalities agree at three fixed points.
 
-    They agree to 1e-12, and exactly with `is_exact` or where the difference is rational. One of two
-    equations may be a multiple of the other.
+    To 1e-12, or exactly: with `is_exact`, or for a rational difference. Equations may be multiples.
     """
     from sympy import Eq, Rational, fraction, together
     from sympy.core.relational import Relational

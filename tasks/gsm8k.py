@@ -52,9 +52,8 @@ def parse_row(row: dict, *, options: Options) -> dict:
     question, answer = row["question"], row["answer"]
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f"question is {question!r:.60}, not a text")
-    text = str(answer) if type(answer) in (str, int) else ""
-    marked = text if MARK in text else f"{MARK} {text}"
-    if marked_answer(marked) is None:
+    marked = f"{answer}" if MARK in f"{answer}" else f"{MARK} {answer}"
+    if type(answer) not in (str, int) or marked_answer(marked) is None:
         raise ValueError(f"answer is {answer!r:.60}, without a number behind {MARK}")
     if options.grading == "official" and official_answer(marked) is None:
         raise ValueError(f'answer is {answer!r:.60}; official grading needs "{MARK} 18", one space')
@@ -97,11 +96,7 @@ STRICT_LAYOUT = ("<thinking>\n", "\n</thinking>\n<answer>\n", "\n</answer>")
 def reward_function(
     completion: str, example: dict, *, options: Options, num_tokens: int
 ) -> dict[str, float]:
-    """The parts of the reward; `num_tokens` is the completion's length.
-
-    `answer` is 0 or 1, `length` -0.5 or 0; the other three are those of `tag_rewards`, and 0 in
-    style plain.
-    """
+    """`answer` is 0 or 1, `length` -0.5 or 0; the others are `tag_rewards`, 0 in style plain."""
     parts = dict.fromkeys(REWARD_PARTS, 0.0)
     if options.prompt_style == "tags":
         parts |= tag_rewards(completion, is_strict=options.tag_grading == "strict")
@@ -115,13 +110,10 @@ def reward_function(
 
 
 def tag_rewards(completion: str, *, is_strict: bool) -> dict[str, float]:
-    """What style tags pays for the layout.
+    """What style tags pays for the layout; Options says how strict differs.
 
-    `format` is 1 for a thinking block and then an answer block, else -1. Lenient: each tag must
-    come exactly once, and only white space may stand before and between the blocks. Strict: the
-    whole text is the STRICT_LAYOUT with any text in its two gaps. `ending` is -0.5 if text follows
-    the first </answer> or, when strict, if there is none; else 0. `integer` is 1 if the answer
-    block holds an integer and nothing else, else -1.
+    `format` is 1 for a thinking block and then an answer block, else -1; `integer` is 1 if the
+    answer block holds an integer and nothing else, else -1; `ending` is -0.5 for text behind it.
     """
     answer = (find_answer(completion, in_any_case=is_strict) or "").strip()
     _, closing, rest = completion.partition("</answer>")
@@ -200,10 +192,7 @@ MAX_REST_CHARS = 500  # of an answer's line
 
 
 def extract_answer(completion: str, example: dict, *, options: Options) -> str | None:
-    """The answer in a normal form, which majority votes count; None if there is none.
-
-    With exact grading, two answers are the same number if and only if they are the same text.
-    """
+    """The answer in a normal form, so that equal numbers are equal text; None if there is none."""
     if options.grading == "official":
         return official_answer(completion)
     if options.prompt_style == "tags":

@@ -40,12 +40,11 @@ def question_key(example: dict) -> str:
 def parse_row(row: dict, *, options: Options) -> dict:
     """The example in a row, whose answer may also be a number; ValueError says what is wrong."""
     problem, answer = row["problem"], row["answer"]
-    text = str(answer) if type(answer) in (str, int, float) else ""
     if not isinstance(problem, str) or not problem.strip():
         raise ValueError(f"problem is {problem!r:.60}, not a text")
-    if not text.strip() or text == "nan":
+    if type(answer) not in (str, int, float) or str(answer).strip() in ("", "nan"):
         raise ValueError(f"answer is {answer!r:.60}, not an answer")
-    return {"problem": problem, "answer": text}
+    return {"problem": problem, "answer": str(answer)}
 
 
 def parse_question(text: str) -> dict:

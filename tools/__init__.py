@@ -1,1 +1,1 @@
-"""Programs that look at a run or its model: python -m tools.plot, .report, .think and .chat."""
+"""Programs for a run or its model: python -m tools.plot, .report, .chat, .export and .attack."""

@@ -82,12 +82,9 @@ def evaluations(table: Table, samples: list[dict]) -> list[dict]:
 
 def shortened(sample: dict) -> dict:
     """A line of samples.jsonl with long texts shortened."""
-    texts = ("prompt", "completion", "gold", "answer")
-    return sample | {
-        name: shorten(str(sample[name]), MAX_CHARACTERS)
-        for name in texts
-        if sample[name] is not None
-    }
+    texts = {name: sample[name] for name in ("prompt", "completion", "gold", "answer")}
+    given = {name: str(text) for name, text in texts.items() if text is not None}
+    return sample | {name: shorten(text, MAX_CHARACTERS) for name, text in given.items()}
 
 
 def settings(file: Path) -> Iterator[dict]:
