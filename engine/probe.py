@@ -66,9 +66,8 @@ def supports_float16(model: nn.Module) -> bool:
 def supports_chunked_head(model: nn.Module, log: Callable[[str], None]) -> bool:
     """Whether the logits are exactly those of a plain linear head on the last hidden states.
 
-    If not, that is logged. False for models that cap or scale their logits, such as Gemma 2, and
-    for heads that are quantised or have an adapter. A cap hardly changes small logits, such as
-    those of a model that is not trained yet, so on a short made-up input only rounding may differ.
+    If not, that is logged. False for models that cap or scale their logits, such as Gemma 2: a cap
+    hardly changes those of a model that is not trained yet, so here only rounding may differ.
     """
     head, is_plain = model.get_output_embeddings(), False
     if type(head) is nn.Linear:
