@@ -3,7 +3,6 @@
 import argparse
 import difflib
 import functools
-import itertools
 import os
 from collections.abc import Iterable
 from contextlib import suppress
@@ -99,20 +98,14 @@ def parse_override(override: str) -> tuple[str, Any]:
 
 
 def nest(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Values by section: {"training": {"seed": 1}} for "training.seed" and 1; the later pair wins.
-
-    Raises ConfigError for a key that is given beside a section that sets it too.
-    """
-    nested = []  # each key with what it sets
+    """Values by section: {"training": {"seed": 1}} for "training.seed" and 1; the later wins."""
+    nested: dict[str, Any] = {}
     for key, value in pairs:
         if value is not None or key not in SECTIONS:  # a section without keys sets nothing
             for name in reversed(key.split(".")):
                 value = {name: value}
-            nested.append((key, value))
-    for (key, one), (other, two) in itertools.permutations(nested, 2):
-        if other.startswith(f"{key}.") and merge(one, two) != merge(two, one):
-            raise ConfigError([f"{key}: {other} is given beside it; leave one of the two out"])
-    return functools.reduce(merge, (values for _, values in nested), {})
+            nested = merge(nested, value)
+    return nested
 
 
 def merge(base: Any, new: Any) -> Any:

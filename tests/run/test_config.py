@@ -414,8 +414,6 @@ def test_options_and_parts_of_another_task_are_checked(override, line, guessing)
         (["training.k_best_of_n=[1,"], "training.k_best_of_n=[1,: cannot be read as YAML: "),
         (["run.name=2024-13-45"], "run.name=2024-13-45: cannot be read as YAML: month must be in"),
         (["training.seed=" + "[" * 5_000], "cannot be read as YAML: maximum recursion depth"),
-        (["training={seed: 1}", "training.seed=2"], "training: training.seed is given beside it"),
-        (["model.lora=null", "model.lora.r=8"], "model.lora: model.lora.r is given beside it"),
         (["--config", "a.yaml", "--config", "b.yaml"], "--config a.yaml b.yaml: give one file"),
         (["--config"], "argument --config: expected one argument"),
         (["--config", "missing.yaml"], "missing.yaml: No such file or directory; give --config a"),
