@@ -35,7 +35,7 @@ from pydantic import Field, model_validator
 
 from engine.arithmetic import value_of
 from engine.config import Section
-from engine.splits import is_in_split
+from engine.task_module import is_in_split
 
 Number = Annotated[int, Field(ge=1, le=1_000_000)]
 

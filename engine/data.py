@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import functools
 import glob
 import io
 import json
@@ -10,18 +11,19 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from engine.config import Config, TaskSettings
 from engine.packages import import_package
-from engine.prompts import check_chat, describe_lengths, encode_prompts, fill, is_harmless, pose
-from engine.splits import Hub, is_file, is_in_split
-from engine.task_module import reward_parts
+from engine.prompts import check_chat, fill, pose, prompt_length
+from engine.task_module import Hub, is_file, is_in_split, reward_parts
 
 # A run's questions
+
+NONE_FITS = "no {} question fits: each holds a special token, or its prompt more than {:,} tokens, "
+NONE_FITS += "the model's context less {}.max_new_gen_tokens: lower that"
 
 
 def load_questions(
@@ -34,44 +36,44 @@ def load_questions(
 ) -> "tuple[list[dict], QuestionStream | None]":
     """The validation questions, and the stream of training questions if the run trains.
 
-    `context` is the number of tokens that the model can see, None for no limit. Validation
-    questions that leave too little room for a completion are dropped here. In training the stream
-    skips them when it meets them: to render 490,000 prompts first would take a minute. `log` gets
-    their numbers. Raises ValueError for a source that cannot be used, or has no fitting question.
+    `context` is the number of tokens that the model can see, None for no limit. Questions without
+    room for a completion are dropped: in training when the stream meets them, since to render
+    490,000 prompts first would take a minute. Raises ValueError for a source that cannot be used.
     """
     settings = config.task
     # One source for both splits is divided between them; two different sources are used whole.
-    request = {"options": settings, "held_out": settings.train == settings.eval}
+    is_shared = settings.train == settings.eval
+    load = functools.partial(load_examples, task, options=settings, held_out=is_shared)
     # Seed 0: the same questions for every training.seed, so that runs can be compared.
-    request |= {"num_examples": config.validation.num_examples, "seed": 0, "exclude": []}
-    validation = load_examples(task, settings.eval, "validation", **request)
+    num = config.validation.num_examples
+    validation = load(settings.eval, "validation", num_examples=num, seed=0, exclude=[])
     check_functions(task, validation[0], options=settings)
     if settings.prompt is not None and fill(settings.prompt, validation[0]) == settings.prompt:
         keys = ", ".join(f"{{{key}}}" for key in validation[0])
         raise ValueError(f"task.prompt: it does not hold the question; write one of {keys} into it")
-    rendering = {"task": task, "options": settings, "tokenizer": tokenizer}
-    check_chat(pose(validation[0], task=task, options=settings), tokenizer, log)
-    fits = FitsContext(context, config.max_validation_tokens, rendering)
-    fitting = [row for row, fit in zip(validation, fits(validation), strict=True) if fit]
+    check_chat(pose(validation[0], task=task, options=settings), tokenizer)
+    length = functools.partial(prompt_length, task=task, options=settings, tokenizer=tokenizer)
+    lengths = [length(question) for question in validation]
+    room = (context or 10**9) - config.max_validation_tokens
+    fitting = [row for row, num in zip(validation, lengths, strict=True) if num <= room]
     if not fitting:
         section = "validation" if config.validation.max_new_gen_tokens else "training"
-        raise ValueError(fits.refusal("validation", section))
+        raise ValueError(NONE_FITS.format("validation", room, section))
     if num_long := len(validation) - len(fitting):
         some = f"{num_long} of {len(validation)} validation questions"
         log(f"{some} are too long or hold a special token: dropped")
-    log(f"prompts of validation questions: {describe_lengths(fitting, **rendering)}")
+    lengths = [num for num in lengths if num <= room]
+    means = f"{np.mean(lengths):.0f} tokens on average, {max(lengths)} the longest"
+    log(f"prompts of validation questions: {means}")
     if config.mode != "train":
         return fitting, None
-    limit = settings.max_train_examples  # the first ones of the file, if it is not shuffled
-    request |= {"num_examples": limit if settings.shuffle else None}
-    request |= {"seed": config.training.seed, "exclude": validation}
-    questions = load_examples(task, settings.train, "train", **request)[:limit]
-    fits = FitsContext(context, config.training.max_new_gen_tokens, rendering)
-    stream = QuestionStream(questions, config.training.seed, settings.shuffle, fits, log)
+    limit, seed = settings.max_train_examples, config.training.seed
+    num = limit if settings.shuffle else None  # without shuffle the first ones of the file
+    questions = load(settings.train, "train", num_examples=num, seed=seed, exclude=validation)
+    room = (context or 10**9) - config.training.max_new_gen_tokens
+    stream = QuestionStream(questions[:limit], seed, settings.shuffle, length, room, log)
     stream.take(0, 1)  # ValueError if no question fits
-    evenly = np.linspace(0, len(questions) - 1, min(len(questions), 1_000), dtype=int)
-    lengths = describe_lengths([questions[i] for i in evenly], **rendering)
-    log(f"{len(questions):,} training questions; prompts of {len(evenly):,} of them: {lengths}")
+    log(f"{len(stream.questions):,} training questions")
     return fitting, stream
 
 
@@ -89,36 +91,14 @@ def check_functions(task: ModuleType, example: dict, *, options: TaskSettings) -
 
 
 @dataclass
-class FitsContext:
-    """Says of each question whether it `is_harmless` and leaves room for a completion."""
-
-    context: int | None  # tokens that the model can see; None for no limit
-    max_new_tokens: int
-    rendering: dict[str, Any]  # the other arguments of `encode_prompts`
-
-    def __call__(self, examples: list[dict]) -> list[bool]:
-        harmless = [is_harmless(example, **self.rendering) for example in examples]
-        if self.context is None:
-            return harmless
-        prompts = encode_prompts(examples, **self.rendering)
-        has_room = [len(ids) + self.max_new_tokens <= self.context for ids in prompts]
-        return [a and b for a, b in zip(harmless, has_room, strict=True)]
-
-    def refusal(self, split: str, section: str) -> str:
-        """The error if no question fits; `section` is the config's section with the limit."""
-        why = f"no {split} prompt leaves room for it in the model's context of {self.context}"
-        fix = "or each question holds a special token: lower it, or take the tokens out"
-        return f"{section}.max_new_gen_tokens = {self.max_new_tokens}: {why}, {fix}"
-
-
-@dataclass
 class QuestionStream:
     """The questions without end: each epoch is a new permutation of them, drawn from the seed."""
 
     questions: list[dict]
     seed: int
     shuffle: bool  # if not, each epoch has the questions in their own order
-    fits: FitsContext
+    length: Callable[[dict], float]  # of a question's prompt, in tokens
+    room: int  # for a prompt: the model's context, less a completion's longest
     log: Callable[[str], None]
     too_long: set[int] = field(default_factory=set)  # indices of questions that did not fit
     permutation: tuple[int, np.ndarray] | None = None  # the last epoch asked for, and its order
@@ -135,20 +115,20 @@ class QuestionStream:
     def take(self, position: int, count: int) -> tuple[list[tuple[int, dict]], int]:
         """The next `count` questions that fit, from a position on, and the position after them.
 
-        Each question comes with its own position. The number of questions that were too long is
-        logged whenever it has doubled. Raises ValueError if no question fits at all.
+        Each question comes with its own position. Logs now and then how many were too long, and
+        raises ValueError if all are.
         """
         taken: list[tuple[int, dict]] = []
         num_long = len(self.too_long)
         while len(taken) < count:
-            walked = [(p, self.index_at(p)) for p in range(position, position + count - len(taken))]
-            fits = self.fits([self.questions[index] for _, index in walked])
-            checked = list(zip(walked, fits, strict=True))
-            taken += [(p, self.questions[index]) for (p, index), fit in checked if fit]
-            self.too_long |= {index for (_, index), fit in checked if not fit}
+            index = self.index_at(position)
+            if self.length(self.questions[index]) <= self.room:
+                taken.append((position, self.questions[index]))
+            else:
+                self.too_long.add(index)
             if len(self.too_long) == len(self.questions):
-                raise ValueError(self.fits.refusal("training", "training"))
-            position += len(walked)
+                raise ValueError(NONE_FITS.format("training", self.room, "training"))
+            position += 1
         if len(self.too_long).bit_length() > num_long.bit_length():
             so_far = f"{len(self.too_long)} of {len(self.questions)} training questions"
             self.log(f"skipped so far since they are too long or hold a special token: {so_far}")
@@ -173,7 +153,6 @@ def load_examples(
 ) -> list[dict]:
     """The questions of one split, "train" or "validation", without those in `exclude`.
 
-    `source` is a local file, a hub dataset id, or "generated" if the task has generate_questions.
     `held_out` says that both splits have the same source: then 1 in 8 of its questions is for
     validation and the others are for training, unless the task's HUB says otherwise. `num_examples`
     questions are drawn by `seed`; None takes all of a file or dataset, and as many generated ones
@@ -181,20 +160,23 @@ def load_examples(
     """
     for package in getattr(task, "PACKAGES", ()):
         import_package(package, key=f"task.name = {Path(task.__file__).stem}")
-    request = {"options": options, "num_examples": num_examples, "seed": seed, "exclude": exclude}
-    can_generate = hasattr(task, "generate_questions")
+    generate = getattr(task, "generate_questions", None)
+    load = generate if source == "generated" else None
     if hasattr(task, "load_examples"):  # the task has its own way to load
-        rows = task.load_examples(source, split, held_out=held_out, **request)
-    elif can_generate and source == "generated":
-        rows = task.generate_questions(split, **request)
+        load = functools.partial(task.load_examples, source, held_out=held_out)
+    if load is not None:
+        rows = load(split, options=options, num_examples=num_examples, seed=seed, exclude=exclude)
     else:
         hub = getattr(task, "HUB", Hub())
         is_divided = held_out and (hub.divides_train or is_file(source))
-        choices = filter(None, ["generated" if can_generate else None, hub.usual_id, FILE_OR_HUB])
-        hub_config = hub.config if source == hub.usual_id else None
-        hub_split = "train" if split == "train" or is_divided else hub.validation_split
-        wanted = {"columns": [*task.EXAMPLE_ROW], "choices": ", ".join(choices)}
-        table = load_table(source, **wanted, hub_config=hub_config, hub_split=hub_split)
+        choices = filter(None, [generate and "generated", hub.usual_id, FILE_OR_HUB])
+        table = load_table(
+            source,
+            columns=[*task.EXAMPLE_ROW],
+            choices=", ".join(choices),
+            hub_config=hub.config if source == hub.usual_id else None,
+            hub_split="train" if split == "train" or is_divided else hub.validation_split,
+        )
         rows = read_rows(table, source=source, task=task, options=options)
         excluded = {task.question_key(row) for row in exclude}
         rows = [row for row in rows if task.question_key(row) not in excluded]
@@ -213,10 +195,7 @@ def load_examples(
 def load_table(
     source: str, *, columns: list[str], choices: str, hub_config: str | None, hub_split: str
 ) -> list[dict] | list[str]:
-    """The rows of a file or of a part of a hub dataset, before the task has read them.
-
-    `columns` are those that the task reads. Raises ValueError for a source that cannot be loaded.
-    """
+    """The rows of a file or of a part of a hub dataset; ValueError if it cannot be loaded."""
     import datasets  # takes a second, so only where it is needed
 
     datasets.disable_progress_bars()  # they would fill a log file
@@ -254,15 +233,11 @@ def read_text_file(path: Path) -> list[dict] | list[str]:
 
 
 def read_csv(text: str) -> Iterator[dict]:
-    """The rows of a CSV file; ValueError if a column or a cell would be lost."""
+    """The rows of a CSV file; ValueError if a cell would be lost."""
     reader = csv.DictReader(io.StringIO(text, newline=""))
-    names = [*filter(None, reader.fieldnames or [])]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"line 1: two columns are named {twice[0]}; rename one")
     for row in reader:
         if any(row.pop(None, [])):  # cells beyond the last column
-            where = f"line {reader.line_num}: more cells than columns"
-            raise ValueError(f'{where}; put text that holds commas into "quotes"')
+            raise ValueError(f"line {reader.line_num}: more cells than columns: quote commas")
         yield row
 
 

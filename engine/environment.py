@@ -6,8 +6,7 @@ a made-up turn and inserted as ids.
 """
 
 import copy
-import inspect
-import re
+import functools
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,22 +49,15 @@ def begin(
     if not hasattr(task, "Environment"):
         ids = prompts.encode_prompts(questions, task=task, options=options, tokenizer=tokenizer)
         return ids, []
-    turns, groups = Turns(tokenizer, task, day=options.template_date), []
-    room = (context or 10**9) - params.max_new_tokens
+    turns, max_turns = Turns(tokenizer, task), config.sampling.max_turns
+    start = functools.partial(
+        Conversation, task, turns, max_turns=max_turns, device=device, clock=clock
+    )
+    groups, room = [], (context or 10**9) - params.max_new_tokens
     for question, seed in zip(questions, seeds, strict=True):
         prompt_ids: list[int] = []  # filled below, once `reset` has said what it adds
         group = [
-            Conversation(
-                task=task,
-                turns=turns,
-                question=question,
-                prompt_ids=prompt_ids,
-                seed=(*seed, sample),
-                max_new_tokens=params.max_new_tokens,
-                max_turns=config.sampling.max_turns,
-                device=device,
-                clock=clock,
-            )
+            start(question, prompt_ids, (*seed, sample), params.max_new_tokens)
             for sample in range(1, params.group_size + 1)
         ]
         texts = {conversation.opening for conversation in group}
@@ -125,12 +117,9 @@ class Conversation:
         try:
             if name not in self.turns.names:
                 raise NameError(f"there is no tool {name}")
-            result = self.ask(name, **(arguments or {}))
-            content = str(result)
+            content = str(self.ask(name, **(arguments or {})))
         except Exception as error:
-            result = content = f"error: {type(error).__name__}: {error}"
-        if not isinstance(result, str) and re.search(r"<PIL\.|'type': 'image'", content):
-            raise self.error(name, "returned an image; a tool must return text")
+            content = f"error: {type(error).__name__}: {error}"
         return {"role": "tool", "name": self.turns.clean(name), "content": content}
 
     def reward(self) -> dict[str, Any]:
@@ -179,15 +168,13 @@ def problems_of_environment(
         yield "has no reset: write def reset(self, **example)"
     if not hasattr(environment, "get_reward") and not hasattr(task, "reward_function"):
         yield "has no get_reward, and the task no reward_function: write one of them"
-    if inspect.getmembers(type(environment), inspect.iscoroutinefunction):
-        yield "cannot wait for async methods: write them without"
     if config.sampling.calculator:
         yield "replies alone: write sampling.calculator=null"
     if isinstance(prompt, str) or prompts.assistant_prefix(prompt):
         yield "needs generate_prompt to return messages, the last one the user's"
     if prompts.end_of_turn(tokenizer) is None:
         yield f"needs a chat template that ends turns by a special token, which {model} lacks"
-    turns = Turns(tokenizer, task, day=config.task.template_date)
+    turns = Turns(tokenizer, task)
     if prompts.tool_schemas(task) and not turns.tools and not responds:
         yield f"has tools, of which {model}'s chat template does not tell: write respond(message)"
     replies = [{"role": "user", "content": REPLY}] if responds else []

@@ -6,6 +6,7 @@ as before. With the adapter switched off it is the model that the run started fr
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import find_adapter_config_file
 
-from engine.config import Config, ModelSettings
+from engine.config import ModelSettings
 from engine.packages import import_package
 
 if TYPE_CHECKING:  # a package that may be missing
@@ -63,32 +64,26 @@ def keep_4bit_layout(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def adapter_config(config: Config) -> "LoraConfig":
+def adapter_config(settings: ModelSettings) -> "LoraConfig":
     """The adapter that the config asks for. Raises ValueError if peft is missing."""
-    peft, lora = import_package("peft", key="model.lora"), config.model.lora
+    peft, lora = import_package("peft", key="model.lora"), settings.lora
     return peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=lora.target_modules,
         task_type="CAUSAL_LM",
-        revision=config.model.revision,
+        revision=settings.revision,
     )
 
 
-def check_targets(model: nn.Module, targets: list[str]) -> None:
-    """Raises ValueError if no linear layer but the head has one of the names.
-
-    peft ignores such a name, as long as some layer has another one.
-    """
-    head = model.get_output_embeddings()
-    layers = [
-        name
-        for name, layer in model.named_modules()
-        if isinstance(layer, (nn.Linear, Conv1D)) and layer is not head
-    ]
+def check_targets(model: nn.Module, targets: Iterable[str]) -> None:
+    """Raises ValueError for a name of no linear layer but the head, which peft would ignore."""
+    modules, head = model.named_modules(), model.get_output_embeddings()
+    linear = {f".{name}": m for name, m in modules if isinstance(m, (nn.Linear, Conv1D))}
+    layers = [name for name, module in linear.items() if module is not head]
     for target in targets:  # it names the end of a layer's path, as in peft
-        if not any(f".{name}".endswith(f".{target}") for name in layers):
+        if not any(name.endswith(f".{target}") for name in layers):
             known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
             raise ValueError(f"model.lora.target_modules: no layer is named {target}, but {known}")
 
@@ -96,7 +91,7 @@ def check_targets(model: nn.Module, targets: list[str]) -> None:
 def add_adapter(model: nn.Module, described: "LoraConfig", *, seed: int) -> None:
     """Freeze the model and add an adapter B A, of fp32 weights, to the layers `described` names."""
     if described.target_modules != "all-linear":
-        check_targets(model, sorted(described.target_modules))
+        check_targets(model, described.target_modules)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # A is drawn; B starts at zero, so the model is unchanged
         if model.config.model_type in MAMBA and described.target_modules == "all-linear":

@@ -10,9 +10,11 @@ import contextlib
 import copy
 import difflib
 import functools
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -27,13 +29,12 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerFast,
 )
-from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from engine import lora
 from engine.calculator import Calculator
-from engine.config import Config, LoraSettings
+from engine.config import Config, LoraSettings, ModelSettings
 from engine.fit import check_host_memory
 from engine.lora import score_without_adapter
 from engine.optimizer import LossScale
@@ -104,28 +105,30 @@ def load_model_and_tokenizer(
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     settings, is_training = config.model, config.mode == "train"
-    adapter = lora.adapter_config(config) if is_training and settings.lora is not None else None
+    adapter = lora.adapter_config(settings) if is_training and settings.lora is not None else None
     in_4bit = lora.quantization_config(device, compute_dtype) if settings.load_in_4bit else None
     with one_line_errors(settings.name):
         check_folder(settings.name)
         base = lora.find_base(settings)
-        if base is not None and base.name.startswith("/") and not Path(base.name).is_dir():
-            raise ValueError(f"its base model {base.name}: {no_such_folder(base.name)}")
         if base is not None and is_training:
             raise ValueError(
                 "it is an adapter: to train it further, start its run again with a larger "
                 "training.num_steps; to train on from it, merge it (python -m tools.export)"
             )
-        base_config = config.model_copy(update={"model": base or settings})
-        tokenizer = load_tokenizer(base_config, log)
-        model_config = load_model_config(base_config)
+        base_settings = base or settings
+        tokenizer = load_tokenizer(config.model_copy(update={"model": base_settings}), log)
+        model_config = load_model_config(base_settings)
+        is_quantized = bool(model_config.to_dict().get("quantization_config"))
+        if is_quantized and is_training:
+            raise ValueError("its weights are quantised; give the model that it was made from")
         is_frozen = adapter is not None or base is not None or in_4bit is not None
         dtype = compute_dtype if is_frozen or not is_training else torch.float32
-        is_quantized = in_4bit is not None or "quantization_config" in model_config.to_dict()
-        if (device.type != "cuda" or settings.shard) and not is_quantized:
+        in_host = (device.type != "cuda" or settings.shard) and in_4bit is None
+        if in_host and not is_quantized:
             check_host_memory(model_config, config, dtype)
-        how = {"dtype": dtype, "quantization": in_4bit, "device": device, "log": log}
-        model = load_model(model_config, base_config, **how)
+        model = load_model(
+            model_config, base_settings, dtype=dtype, quantization=in_4bit, device=device, log=log
+        )
         eos_ids = find_eos_ids(model, tokenizer, stop=config.sampling.stop)
         # transformers fills the open fields of a generation config from the model's own: empty it
         model.generation_config = GenerationConfig(
@@ -135,8 +138,8 @@ def load_model_and_tokenizer(
         check_causal(model)
         if base is not None:
             lora.load_adapter(model, settings)
-    may_fall_back = settings.compute_dtype == "auto" and compute_dtype == torch.float16
-    if may_fall_back and not supports_float16(model):
+    is_auto = settings.compute_dtype == "auto" and compute_dtype == torch.float16
+    if is_auto and not supports_float16(model):
         log("in float16 this model's logits are not finite, or far off: float32 is used")
         del model  # there may be no room for two
         return load_model_and_tokenizer(config, device=device, compute_dtype=torch.float32, log=log)
@@ -171,12 +174,10 @@ def check_folder(name: str) -> None:
         if is_path or ("/" in name and path.parent.is_dir()):
             raise ValueError(no_such_folder(name))
         return
-    if not path.is_dir():
-        raise ValueError("it is a file; give the folder that the model is in")
     if not any((path / file).exists() for file in ("config.json", "adapter_config.json")):
         if (path / "best").is_dir():
             raise ValueError(f"it is the folder of a run; its best model is {path / 'best'}")
-        raise ValueError("there is no config.json in this folder, so no model")
+        raise ValueError("it is no folder with a config.json, so no model")
     for file in path.iterdir():
         if file.is_file() and file.open("rb").read(len(pointer)) == pointer:
             raise ValueError(f"{file.name} is only a pointer; fetch the file with `git lfs pull`")
@@ -191,22 +192,12 @@ def no_such_folder(name: str) -> str:
     return f"no such folder in {there}" + (f", the nearest is {there / close[0]}" if close else "")
 
 
-def load_model_config(config: Config) -> PretrainedConfig:
+def load_model_config(settings: ModelSettings) -> PretrainedConfig:
     """The model's own config, with every dropout set to 0."""
-    settings = config.model
     model_config = AutoConfig.from_pretrained(
         settings.name, revision=settings.revision, trust_remote_code=settings.trust_remote_code
     )
-    saved = model_config.to_dict()
-    quantized = saved.get("quantization_config")
-    if config.mode == "train" and quantized:
-        raise ValueError(
-            "its weights are quantised; give the model that it was made from, with "
-            "model.load_in_4bit=true if you like"
-        )
-    if quantized and not AutoHfQuantizer.supports_quant_method(quantized):
-        raise ValueError(f"unknown quantisation: {quantized}")
-    for key, value in saved.items():
+    for key, value in model_config.to_dict().items():
         if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
             setattr(model_config, key, 0.0)
     return model_config
@@ -214,7 +205,7 @@ def load_model_config(config: Config) -> PretrainedConfig:
 
 def load_model(
     model_config: PretrainedConfig,
-    config: Config,
+    settings: ModelSettings,
     *,
     dtype: torch.dtype,
     quantization: BitsAndBytesConfig | None,
@@ -222,7 +213,6 @@ def load_model(
     log: Log,
 ) -> nn.Module:
     """The model with all its weights, on the device; with model.shard, on the CPU."""
-    settings = config.model
     model, loading = AutoModelForCausalLM.from_pretrained(
         settings.name,
         config=model_config,
@@ -236,21 +226,14 @@ def load_model(
         device_map=None if quantization is None else {"": device},
     )
     if model.config is not model.config.get_text_config():
-        fix = "save its language part as docs/models.md says, and give that folder as model.name"
-        raise ValueError(f"it sees pictures too: {fix}")
+        raise ValueError("it sees pictures too: save its language part as docs/models.md says")
     if mismatched := sorted(loading["mismatched_keys"]):
-        name, in_files, in_model = mismatched[0]
-        raise ValueError(
-            f"{len(mismatched)} weights do not fit its config.json, such as {name}: "
-            f"{list(in_files)} in the files, {list(in_model)} by the config"
-        )
+        raise ValueError(f"weights do not fit its config.json, such as {mismatched[0]}")
     if missing := sorted(loading["missing_keys"]):  # transformers draws them at random
         raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}")
     if unused := sorted(loading["unexpected_keys"]):
-        log(
-            f"warning: {len(unused)} weights in the model's files are ignored, such as "
-            f"{unused[0]}: its config.json describes a model without them"
-        )
+        some = f"{len(unused)} weights in the files, such as {unused[0]}, are ignored"
+        log(f"warning: {some}: its config.json describes a model without them")
     if quantization is None:
         model.to("cpu" if settings.shard else device)  # each shard goes to the device later
     else:
@@ -324,10 +307,10 @@ def copy_in(dtype: torch.dtype, model: nn.Module, device: torch.device) -> nn.Mo
     Rotary frequencies, which are buffers, would turn far positions by the wrong angle in bf16. Each
     weight is cast while it is copied, so that there is never a second copy in fp32.
     """
-    copies = {
-        id(p): nn.Parameter(p.detach().to(device, dtype, copy=True), requires_grad=False)
-        for p in model.parameters()
-    }
+    copies = {}
+    for p in model.parameters():
+        weights = p.detach().to(device, dtype, copy=True)
+        copies[id(p)] = nn.Parameter(weights, requires_grad=False)
     return copy.deepcopy(model, copies).to(device).eval()
 
 
@@ -347,10 +330,7 @@ def sampling_params(
     """How the completions that are trained on are sampled."""
     training, sampling = config.training, config.sampling
     if config.mode == "train" and (sampling.top_p < 1 or sampling.top_k > 0):
-        log(
-            "sampling.top_p or top_k is on: completions are drawn from a truncated "
-            "distribution, but scored under the whole one, so the gradient is biased"
-        )
+        log("sampling.top_p or top_k draws from less than what is scored: the gradient is biased")
     return SamplingParams(
         max_new_tokens=training.max_new_gen_tokens,
         temperature=sampling.temperature,
@@ -414,9 +394,18 @@ def load_tokenizer(config: Config, log: Log) -> PreTrainedTokenizerFast:
     options = config.task.template_options
     if unread := [name for name in options if name not in str(tokenizer.chat_template)]:
         raise ValueError(f"task.template_options: its chat template has no {unread[0]}")
+    if tokenizer.chat_template is not None and config.task.template_date is not None:
+        template = dated(tokenizer.get_chat_template(), config.task.template_date)
+        options = options | {"chat_template": template}  # best/ keeps the template as it was
     # Every call of it gets them: for prompts, for checks, for the token that ends a turn.
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
     return tokenizer
+
+
+def dated(template: str, day: str) -> str:
+    """The template, with the date of a day such as "2026-11-23" where it writes today's."""
+    call = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+    return call.sub(lambda match: repr(datetime.fromisoformat(day).strftime(match[2])), template)
 
 
 def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -432,7 +421,5 @@ def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerFast) -> No
     largest = max(set(tokenizer.get_vocab().values()) - unused)
     num_embeddings = len(model.get_input_embeddings().weight)
     if largest >= num_embeddings:
-        raise ValueError(
-            f"its tokenizer gives ids up to {largest}, but it has {num_embeddings} embeddings; "
-            "give a tokenizer that belongs to it"
-        )
+        problem = f"gives ids up to {largest}, but it has {num_embeddings} embeddings"
+        raise ValueError(f"its tokenizer {problem}; give a tokenizer that belongs to it")

@@ -3,11 +3,10 @@
 import copy
 import functools
 import inspect
+import math
 import re
-from collections.abc import Callable
-from datetime import datetime
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
 from transformers import PreTrainedTokenizerFast as Tokenizer
 from transformers.utils import get_json_schema
@@ -16,14 +15,28 @@ from engine.config import TaskSettings
 from engine.types import Completion
 
 
-def encode_prompts(examples: list[dict], *, tokenizer: Tokenizer, **posing: Any) -> list[list[int]]:
-    """The ids of each question's prompt; `posing` are the other arguments of `pose`."""
-    texts, adds_special_tokens = render_prompts(examples, tokenizer=tokenizer, **posing)
+def encode_prompts(
+    examples: list[dict], *, task: ModuleType, options: TaskSettings, tokenizer: Tokenizer
+) -> list[list[int]]:
+    """The ids of each question's prompt."""
+    texts, adds = render_prompts(examples, task=task, options=options, tokenizer=tokenizer)
     if not texts:  # a rank without validation questions; the tokenizer would raise IndexError
         return []
     # JSON can hold half a character, at which the tokenizer would fail: it becomes a "?"
     texts = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
-    return tokenizer(texts, add_special_tokens=adds_special_tokens)["input_ids"]
+    return tokenizer(texts, add_special_tokens=adds)["input_ids"]
+
+
+def prompt_length(
+    example: dict, *, task: ModuleType, options: TaskSettings, tokenizer: Tokenizer
+) -> float:
+    """The tokens of a question's prompt; infinite if it holds a special one, which ends a turn."""
+    prompt = pose(example, task=task, options=options)
+    is_chat = tokenizer.chat_template is not None and not isinstance(prompt, str)
+    if is_chat and special_tokens(tokenizer).search(str([*example.values()])):
+        return math.inf
+    (ids,) = encode_prompts([example], task=task, options=options, tokenizer=tokenizer)
+    return len(ids)
 
 
 def render_prompts(
@@ -35,14 +48,8 @@ def render_prompts(
     """
     prompts = [pose(example, task=task, options=options) for example in examples]
     is_chat = tokenizer.chat_template is not None and not any(isinstance(p, str) for p in prompts)
-    how = {"day": options.template_date, "tools": tool_schemas(task)}
-    return [render_prompt(prompt, tokenizer, **how) for prompt in prompts], not is_chat
-
-
-def describe_lengths(examples: list[dict], **rendering: Any) -> str:
-    """The mean and the longest of these questions' prompts; `rendering` as for `encode_prompts`."""
-    lengths = [len(ids) for ids in encode_prompts(examples, **rendering)]
-    return f"{sum(lengths) / len(lengths):.0f} tokens on average, {max(lengths)} the longest"
+    tools = tool_schemas(task)
+    return [render_prompt(prompt, tokenizer, tools) for prompt in prompts], not is_chat
 
 
 def pose(example: dict, *, task: ModuleType, options: TaskSettings) -> list[dict] | str:
@@ -64,12 +71,6 @@ def pose(example: dict, *, task: ModuleType, options: TaskSettings) -> list[dict
     return messages
 
 
-def is_harmless(example: dict, *, tokenizer: Tokenizer, **posing: Any) -> bool:
-    """False if a question holds a special token: `<|im_end|>` would end the user's turn."""
-    found = special_tokens(tokenizer).search(str([*example.values()]))
-    return not found or tokenizer.chat_template is None or isinstance(pose(example, **posing), str)
-
-
 @functools.cache
 def special_tokens(tokenizer: Tokenizer) -> re.Pattern:
     """Matches each special token; of several thousand in some tokenizers, so made only once."""
@@ -83,7 +84,9 @@ def fill(text: str, example: dict) -> str:
     return re.sub(rf"\{{({names})\}}", lambda match: str(example[match[1]]), text)
 
 
-def render_prompt(messages: list[dict] | str, tokenizer: Tokenizer, **how: Any) -> str:
+def render_prompt(
+    messages: list[dict] | str, tokenizer: Tokenizer, tools: Sequence[dict] = ()
+) -> str:
     """The chat as a text that the model continues; a last assistant message is continued too.
 
     A plain text stays as it is, even if the tokenizer has a chat template: the tokenizers of many
@@ -96,7 +99,7 @@ def render_prompt(messages: list[dict] | str, tokenizer: Tokenizer, **how: Any) 
     prefix = assistant_prefix(messages)
     chat = messages[:-1] if prefix else messages
     # Some templates rewrite what an assistant says, so we append the prefix to the text.
-    return apply_template(chat, tokenizer, **how) + prefix
+    return apply_template(chat, tokenizer, tools) + prefix
 
 
 @functools.cache
@@ -111,47 +114,38 @@ def tool_schemas(task: ModuleType) -> list[dict]:
         raise ValueError(f"{task.__file__}: Environment: {error}") from error
 
 
-def apply_template(chat: list[dict], tokenizer: Tokenizer, **how: Any) -> str:
+def apply_template(chat: list[dict], tokenizer: Tokenizer, tools: Sequence[dict]) -> str:
     """The chat in the tokenizer's template, up to where the assistant speaks.
 
-    `how` is the `day` of `dated` and the `tools` of `tool_schemas`, if there are any. Some
-    templates, such as Gemma 2's, refuse a system message, and others leave it out. Then we put it
-    before the user's message. Raises ValueError for a template that fails all the same.
+    Some templates, such as Gemma 2's, refuse a system message, and others leave it out. Then we put
+    it before the user's message. Raises ValueError for a template that fails all the same.
     """
     has_system = chat[0]["role"] == "system"
     try:
-        template = dated(tokenizer.get_chat_template(), how.get("day"))
-        form = {"tools": how.get("tools") or None, "tokenize": False, "add_generation_prompt": True}
-        text = tokenizer.apply_chat_template(chat, chat_template=template, **form)
+        text = tokenizer.apply_chat_template(
+            chat, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+        )
     except Exception as error:  # a template is a program, which may raise anything
         if not has_system:
-            name = tokenizer.name_or_path
-            raise ValueError(f"the chat template of {name} fails: {error}") from error
+            model = tokenizer.name_or_path
+            raise ValueError(f"the chat template of {model} fails: {error}") from error
     else:
         if not has_system or chat[0]["content"].strip() in text:
             return text
-    return apply_template(fold_system(chat), tokenizer, **how)
+    system, user, *others = chat
+    user = user | {"content": f"{system['content']}\n\n{user['content']}"}
+    return apply_template([user, *others], tokenizer, tools)
 
 
-def dated(template: str, day: str | None) -> str:
-    """The template, with the date of a day such as "2026-11-23" where it writes today's."""
-    now = datetime.fromisoformat(day) if day is not None else datetime.now()
-    call = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-    return call.sub(lambda match: repr(now.strftime(match[2])), template)
-
-
-def check_chat(chat: list[dict] | str, tokenizer: Tokenizer, log: Callable[[str], None]) -> None:
+def check_chat(chat: list[dict] | str, tokenizer: Tokenizer) -> None:
     """Raises ValueError if what the user says, but for spaces at its ends, is not in the prompt."""
     if isinstance(chat, str) or tokenizer.chat_template is None:
         return
-    said = [m["content"].strip() for m in chat if m["role"] not in ("system", "assistant")]
     prompt = render_prompt(chat, tokenizer)
-    if missing := [text for text in said if text not in prompt]:
-        problem = f"leaves out what the user says, {missing[0]!r:.80}"
-        fix = "mend its chat_template.jinja, or return plain text as the prompt"
-        raise ValueError(f"the chat template of {tokenizer.name_or_path} {problem}: {fix}")
-    if chat[0]["role"] == "system" and prompt == render_prompt(fold_system(chat), tokenizer):
-        log("the chat template takes no system message: it is put before the question")
+    for text in (m["content"].strip() for m in chat if m["role"] not in ("system", "assistant")):
+        if text not in prompt:
+            problem = f"{tokenizer.name_or_path} leaves out what the user says, {text!r:.80}"
+            raise ValueError(f"the chat template of {problem}: return plain text as the prompt")
 
 
 QUESTION = {"role": "user", "content": "A made-up question."}
@@ -168,12 +162,6 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
     (first,) = tokenizer.encode(after.lstrip(), add_special_tokens=False)[:1] or [None]
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return first if first in special else None
-
-
-def fold_system(chat: list[dict]) -> list[dict]:
-    """The chat with its system message at the beginning of the user's message."""
-    system, user, *others = chat
-    return [user | {"content": f"{system['content']}\n\n{user['content']}"}, *others]
 
 
 def assistant_prefix(messages: list[dict] | str) -> str:
@@ -203,17 +191,16 @@ TURN_FORM = {"start_anchor_pattern": r"\A", "fields": FIELDS}
 class Turns:
     """How a model's chat template writes replies, and how the model writes calls of tools."""
 
-    def __init__(self, tokenizer: Tokenizer, task: ModuleType, *, day: str | None):
+    def __init__(self, tokenizer: Tokenizer, task: ModuleType):
         self.tokenizer, tools = tokenizer, tool_schemas(task)
         self.end_id = end_of_turn(tokenizer)  # this token asks for a reply
         self.end = tokenizer.convert_ids_to_tokens(self.end_id)
         self.encode = functools.partial(tokenizer.encode, add_special_tokens=False)
         self.decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-        render = functools.partial(apply_template, tokenizer=tokenizer, day=day)
-        plain, text = (render([QUESTION], tools=some) for some in ([], tools))
+        plain, text = (apply_template([QUESTION], tokenizer, some) for some in ([], tools))
         self.tools = tools if text != plain else []  # not every template tells the model of tools
         self.names = [tool["function"]["name"] for tool in self.tools]
-        self.render = functools.partial(render, tools=self.tools)
+        self.render = functools.partial(apply_template, tokenizer=tokenizer, tools=self.tools)
 
     def clean(self, text: str) -> str:
         """The text without special tokens, with which it could end the turn that it stands in."""
@@ -235,10 +222,10 @@ class Turns:
     def read_calls(self, text: str, *, before: str) -> list[dict]:
         """The calls in a turn, each with its name; none if one cannot be read."""
         form = getattr(self.tokenizer, "response_template", None) or TURN_FORM
-        # What stands before the turn may have begun it, such as with <think>.
-        read = {"prefix": before.rpartition(self.end)[2], "tools": self.tools}
+        begun = before.rpartition(self.end)[2]  # may have begun the turn, such as with <think>
+        parse = functools.partial(self.tokenizer.parse_response, prefix=begun, tools=self.tools)
         try:
-            turn = self.tokenizer.parse_response(text, form, **read) if self.tools else {}
+            turn = parse(text, form) if self.tools else {}
             calls = [call["function"] for call in turn.get("tool_calls", [])]
             return calls if all(isinstance(call["name"], str) for call in calls) else []
         except (ValueError, TypeError, LookupError, RecursionError):  # such as bad JSON

@@ -14,7 +14,7 @@ from pydantic import PositiveInt
 
 from engine.arithmetic import NUMBER
 from engine.config import Section
-from engine.splits import Hub
+from engine.task_module import Hub
 
 
 class Options(Section):

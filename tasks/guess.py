@@ -10,7 +10,7 @@ import random
 import re
 
 from engine.config import TaskSettings
-from engine.splits import is_in_split
+from engine.task_module import is_in_split
 
 SIZE, MAX_GUESSES = 15, 4
 REWARD_PARTS = ("answer", "narrowed", "inside")

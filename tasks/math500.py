@@ -9,7 +9,7 @@ import re
 from pydantic import PositiveFloat
 
 from engine.config import Section
-from engine.splits import Hub
+from engine.task_module import Hub
 from tasks.grader import grade, last_boxed, normal_answer
 
 

@@ -18,7 +18,7 @@ from pydantic import Field, PositiveFloat
 
 from engine.config import Section
 from engine.packages import import_package
-from engine.splits import is_in_split
+from engine.task_module import is_in_split
 from tasks import grader_worker
 from tasks.grader_worker import OutOfPatience, Worker, WorkerLost
 

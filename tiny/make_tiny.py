@@ -8,7 +8,7 @@ that cannot be done, so that the model learns to say so instead of making up a v
 searches are patient; in the last part of the training most give up after one try. So the model
 learns to calculate, to compare with the target and to search; what is left for reinforcement
 learning is to search on, and to choose better. No validation question is ever in the training data
-(`splits.is_in_split`).
+(`task_module.is_in_split`).
 """
 
 import argparse

@@ -503,7 +503,7 @@ def move_the_base(adapter: Path) -> None:
     ("spoil", "problem"),
     [
         (drop_a_layer, "the adapter does not fit its base model, as at model.layers.1.mlp.up_proj"),
-        (move_the_base, "its base model /moved/away: no such folder in /"),
+        (move_the_base, "/moved/away"),
     ],
 )
 def test_an_adapter_that_has_no_whole_base_is_refused(finished, tmp_path, spoil, problem):

@@ -366,7 +366,6 @@ def test_a_reply_is_found_behind_turns_that_the_template_rewrites(folder):
         ("\ndef generate_prompt(example, *, options): return 'x'", TEMPLATE, [], "return messages"),
         ("\nclass Environment: pass", TEMPLATE, [], "has no reset"),
         ("\nclass Environment:\n def reset(self): pass", TEMPLATE, [], "no get_reward"),
-        ("\nclass Environment(Environment):\n async def f(self): pass", TEMPLATE, [], "async"),
         ("\nclass Environment(Environment):\n def f(self, x): 'T'", TEMPLATE, [], "type hint in"),
         ("\nclass Environment(Environment):\n def f(self, x: int): 'T'", TEMPLATE, [], "'x'"),
     ],

@@ -345,8 +345,8 @@ def test_a_folder_without_a_file_or_with_half_is_refused(rotary_model_folder, tm
         ("runs/x/bst", "no such folder in {here}/runs/x, the nearest is {here}/runs/x/best"),
         ("modles", "no such folder in {here}, the nearest is {here}/models; and from the hub: "),
         ("runs/x", "it is the folder of a run; its best model is runs/x/best"),
-        ("models", "there is no config.json in this folder"),
-        ("a.txt", "it is a file"),
+        ("models", "it is no folder with a config.json"),
+        ("a.txt", "it is no folder with a config.json"),
     ],
 )
 def test_a_path_without_a_model_is_named_with_what_is_near(tmp_path, monkeypatch, name, problem):
@@ -407,11 +407,13 @@ def write_pointer(folder: Path) -> None:
     [
         (save_encoder, "it sees the tokens that come later"),
         (write_pointer, "model.safetensors is only a pointer; fetch the file with `git lfs pull`"),
-        (functools.partial(change_config, hidden_size=64), "do not fit its config.json, such as"),
+        (
+            functools.partial(change_config, hidden_size=64),
+            "do not fit its config.json, such as",
+        ),
         (functools.partial(change_config, hidden_size="x"), "cannot be used: "),
         (functools.partial(change_config, num_hidden_layers=-1), "cannot be used: "),
         (functools.partial(change_config, vocab_size=None), "cannot be used: "),
-        (functools.partial(change_config, quantization_config={"quant_method": "x"}), "quanti"),
     ],
 )
 def test_a_model_that_misfits_its_config_is_refused(rotary_model_folder, tmp_path, spoil, problem):

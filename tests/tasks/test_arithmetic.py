@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.prompts import render_prompts
-from engine.splits import is_in_split
+from engine.task_module import is_in_split
 from tasks import arithmetic
 from tasks.arithmetic import Options, parse_question, question_key
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 import countdown
 from engine.data import QuestionStream, load_examples, load_questions
+from engine.model import load_tokenizer
 from engine.prompts import (
     assistant_prefix,
     encode_prompts,
@@ -24,8 +25,7 @@ from engine.prompts import (
     render_prompt,
     render_prompts,
 )
-from engine.splits import is_in_split
-from engine.task_module import load_task, reward_parts
+from engine.task_module import is_in_split, load_task, reward_parts
 
 HUB_ID = "openai/gsm8k"
 ROWS = {
@@ -212,7 +212,6 @@ def test_a_bad_row_is_named_in_one_line_beside_a_good_one(tmp_path, name, row, m
         ("csv", "nums,target\n3 4,5\n3 4,\n", "row 2: target is ''"),
         ("csv", "nums,target\n3 4,5\n3 4,6\n3 4,1.5e1", "row 3: target is '1.5e1'"),
         ("csv", "nums,target\n3 4,5\n3 4,5,6\n", "cannot be loaded (line 3: more cells"),
-        ("csv", "nums,target,nums\n3,4,5", "cannot be loaded (line 1: two columns are named nums"),
         ("jsonl", f'{GOOD}\n{{"nums": [1]}}', "row 2: no column target among nums"),
         ("jsonl", f"{GOOD}\n7", "row 2: it has no columns"),
         ("jsonl", f"{GOOD}\n\n{GOOD[:9]}", "row 2: Expecting"),
@@ -475,31 +474,21 @@ def test_a_question_may_leave_exactly_the_room_that_a_completion_needs(tmp_path,
     (ids,) = encode_prompts(rows, tokenizer=tokenizer, **tags)
     validation, _, _ = questions_for(tokenizer, *overrides, context=len(ids) + 50)
     assert validation == rows
-    with pytest.raises(ValueError, match=r"^training\.max_new_gen_tokens = 50: no validation pr"):
+    with pytest.raises(ValueError, match=r"than \d+ tokens, .* training\.max_new_gen_tok"):
         questions_for(tokenizer, *overrides, context=len(ids) + 49)
     overrides.append("validation.max_new_gen_tokens=51")
-    with pytest.raises(ValueError, match=r"^validation\.max_new_gen_tokens = 51: no validation"):
+    with pytest.raises(ValueError, match=r"than \d+ tokens, .* validation\.max_new_g"):
         questions_for(tokenizer, *overrides, context=len(ids) + 50)
-
-
-class FitsUnlessNamed:
-    """Stands for the model's context: the questions with these ids are too long."""
-
-    def __init__(self, *too_long: int):
-        self.too_long = too_long
-
-    def __call__(self, examples: list[dict]) -> list[bool]:
-        return [example["id"] not in self.too_long for example in examples]
-
-    def refusal(self, split: str, section: str) -> str:
-        return f"no {split} question fits"
 
 
 def stream_of(num: int, *too_long: int, log=None, **settings) -> QuestionStream:
     """A stream of the questions 0, 1, ..."""
-    settings = {"seed": seed(3), "shuffle": True, "fits": FitsUnlessNamed(*too_long)} | settings
+    settings = {"seed": seed(3), "shuffle": True, "room": 7} | settings
     return QuestionStream(
-        [{"id": i} for i in range(num)], log=log or (lambda line: None), **settings
+        [{"id": i} for i in range(num)],
+        length=lambda question: 7 + (question["id"] in too_long),
+        log=log or (lambda line: None),
+        **settings,
     )
 
 
@@ -553,7 +542,7 @@ def test_skipped_questions_are_logged_now_and_then_and_each_counts_once():
     assert doublings == sorted(set(doublings)) and doublings[-1] == 3
 
 
-def test_only_some_training_questions_are_rendered_at_the_start(tmp_path, tokenizer, monkeypatch):
+def test_hardly_any_training_question_is_rendered_at_the_start(tmp_path, tokenizer, monkeypatch):
     """Bug: all of the hub's 490,000 were, on every rank, which took a minute."""
     rows = [{"nums": [3, 7, 25], "target": n} for n in range(3_000)]
     train = write_file(tmp_path / "train.json", rows)
@@ -568,8 +557,8 @@ def test_only_some_training_questions_are_rendered_at_the_start(tmp_path, tokeni
     settings = [f"task.train={train}", "validation.num_examples=20"]
     _, training, logged = questions_for(tokenizer, *settings, context=1024)
     assert len(training.questions) == 3_000
-    assert len(rendered) < 1_100  # 1,000 to measure, one that fits, 20 for validation
-    assert any("3,000 training questions; prompts of 1,000 of them: " in line for line in logged)
+    assert len(rendered) < 100  # one that fits, 20 for validation
+    assert logged[-1] == "3,000 training questions"
 
 
 def test_the_prompt_lengths_are_their_mean_and_their_longest(tmp_path, tokenizer):
@@ -657,31 +646,27 @@ SYSTEM_CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "con
     ],
 )
 def test_a_system_message_that_a_template_refuses_or_drops_goes_before_the_question(
-    tmp_path, templated, start_of_template
+    templated, start_of_template
 ):
     """Gemma 2's template refuses it, others leave it out without a word."""
     own = "<user>Be brief.\n\nHello.</user>\n<assistant>"
     assert render_prompt(SYSTEM_CHAT, templated) != own  # it has a place of its own
     templated.chat_template = start_of_template + CHAT_TEMPLATE
     assert render_prompt(SYSTEM_CHAT, templated) == own
-    source = write_file(tmp_path / "rows.jsonl", ROWS["gsm8k"])
-    task = ["task.name=gsm8k", f"task.train={source}", f"task.eval={source}"]
-    for style, is_said in (("plain", False), ("tags", True)):
-        *_, logged = questions_for(templated, *task, f"task.prompt_style={style}")
-        assert any("takes no system message" in line for line in logged) == is_said
 
 
-def test_a_template_that_writes_the_date_writes_the_one_that_the_run_began_on(templated):
+def test_a_template_that_writes_the_date_writes_the_one_that_the_run_began_on(tmp_path, templated):
     """Bug: prompts changed at midnight."""
     templated.chat_template = (
         "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}"
         '{% macro year() %}{{ strftime_now( "%Y" ) }}{% endmacro %}, {{ year() }}, '
     ) + CHAT_TEMPLATE
-    posing = of_task("countdown", template_date="'2024-02-29'")
-    ((text,), _) = render_prompts(ROWS["countdown"][:1], tokenizer=templated, **posing)
-    assert text.startswith("29 Feb 2024, 2024, <user>")
+    templated.save_pretrained(tmp_path)
+    config = make_config(f"model.name={tmp_path}", "task.template_date='2024-02-29'")
+    loaded = load_tokenizer(config, print)
+    assert render_prompt(CHAT, loaded).startswith("29 Feb 2024, 2024, <user>")
     assert not render_prompt(CHAT, templated).startswith("29 Feb 2024")
-    assert "strftime_now" in templated.chat_template  # best/ gets the template as it was
+    assert loaded.chat_template == templated.chat_template  # best/ gets the template as it was
 
 
 def test_a_chat_template_that_fails_is_named_in_one_line(templated):

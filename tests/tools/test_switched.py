@@ -150,7 +150,7 @@ def test_groups_of_equals_are_replaced_by_fresh_questions(monkeypatch, good, num
 
     monkeypatch.setattr(switched, "sample_trajectories", sample)
     rows = [{"n": n} for n in range(400)]
-    stream = QuestionStream(rows, 0, False, lambda some: [True] * len(some), print)
+    stream = QuestionStream(rows, 0, False, len, 9, print)
     policy = SimpleNamespace(params="training")
     drawn, _ = stream.take(8, 4)
     questions, seeds = [row for _, row in drawn], [(0, 5, p) for p, _ in drawn]
