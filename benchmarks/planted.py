@@ -59,15 +59,14 @@ BUGS = [
     ),
     Bug(
         "the checkpoint written before the log",
-        r"( +logger\.log_samples\(state\.step, (?:.*\n)+?)( +state\.unrecorded = None\n +is_due = "
-        r".*\n)    return (save_checkpoint\(run\) if is_due else True)\n",
-        r"\2    is_saved = \3\n\1    return is_saved\n",
+        r"( +)log_step\(run, metrics",
+        r"\1save_checkpoint(run)\n\1log_step(run, metrics",
         "test_a_run_that_dies_as_it_writes_its_log_has_no_checkpoint_of_that_step",
     ),
     Bug(
         "the stream's position left out of the checkpoint",
-        r'"state": asdict\(run\.state\)',
-        r'"state": asdict(run.state) | {"position": 0}',
+        r'"state": asdict\(state\)',
+        r'"state": asdict(state) | {"position": 0}',
         "test_an_exception_leaves_the_last_checkpoint_and_the_run_goes_on_bit_for_bit",
     ),
     Bug(
@@ -79,8 +78,8 @@ BUGS = [
     ),
     Bug(
         "an end token not trained",
-        r"np\.pad\(completion\.is_inserted, ",
-        r"np.pad(np.r_[completion.is_inserted[:-1], not completion.truncated], ",
+        r"np\.pad\(~completion\.is_inserted, ",
+        r"np.pad(np.r_[~completion.is_inserted[:-1], completion.truncated], ",
         "test_the_end_token_is_trained",
     ),
     Bug(
@@ -122,8 +121,8 @@ BUGS = [
     ),
     Bug(
         "a reply of a tool trained",
-        r"np\.pad\(completion\.is_inserted, ",
-        r"np.pad(np.zeros_like(completion.is_inserted), ",
+        r"np\.pad\(~completion\.is_inserted, ",
+        r"np.pad(np.ones_like(completion.is_inserted), ",
         "test_the_gradient_is_that_of_the_sampled_tokens_alone",
     ),
 ]
