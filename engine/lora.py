@@ -131,10 +131,12 @@ def load_adapter_weights(model: nn.Module, folder: Path) -> None:
     assert not unexpected, f"{folder} holds weights of another model: {unexpected}"
 
 
-def score_without_adapter(scorer: nn.Module, *args, **kwargs) -> torch.Tensor:
+def score_without_adapter(
+    scorer: nn.Module, input_ids: torch.Tensor, mask: torch.Tensor, *, temperature: float
+) -> torch.Tensor:
     """What a CompletionScorer computes with the adapter switched off."""
     scorer.model.disable_adapters()
     try:
-        return scorer(*args, **kwargs)
+        return scorer(input_ids, mask, temperature=temperature)
     finally:
         scorer.model.enable_adapters()

@@ -99,8 +99,8 @@ def reward_parts(
     parts, payer = {}, "get_reward"
     if hasattr(task, "reward_function"):
         payer, num_tokens = "reward_function", len(completion.token_ids) if completion else 0
-        settings = {"options": options, "num_tokens": num_tokens}
-        parts = task.reward_function(text, copy.deepcopy(example), **settings)
+        question = copy.deepcopy(example)
+        parts = task.reward_function(text, question, options=options, num_tokens=num_tokens)
     if completion and completion.conversation and isinstance(parts, dict):
         parts = parts | completion.conversation.reward()
     for name in task.REWARD_PARTS:

@@ -1,5 +1,6 @@
 """YAML as people expect it: 1e-5 is a number, a key is text, a key given twice is an error."""
 
+import functools
 import re
 from typing import Any
 
@@ -26,9 +27,8 @@ for yaml_class in (Loader, Dumper):
     yaml_class.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
 
 
-def to_yaml(value: Any, **style: Any) -> str:
-    """YAML that Loader reads as the same value; `style` is for yaml.dump."""
-    return yaml.dump(value, Dumper=Dumper, allow_unicode=True, sort_keys=False, **style)
+# YAML that Loader reads as the same value
+to_yaml = functools.partial(yaml.dump, Dumper=Dumper, allow_unicode=True, sort_keys=False)
 
 
 def show(value: Any) -> str:

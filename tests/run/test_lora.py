@@ -266,7 +266,7 @@ def test_an_error_leaves_the_adapter_on(rotary_model_folder):
     seen = []
     policy.scorer.register_forward_pre_hook(lambda *_: seen.append(len(trained(policy.model))))
     with pytest.raises(TypeError):
-        policy.reference("no ids")
+        policy.reference("no ids", "no mask", temperature=1.0)
     assert seen == [0]
     row = make_groups(config_of(*GRPO), EASY)[0][0]
     plain = make_policy(rotary_model_folder).model
