@@ -1,7 +1,5 @@
 """The optimizers: what they keep, and that a run with either goes on where it was."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from harness import (
@@ -9,12 +7,10 @@ from harness import (
     make_config,
     make_policy,
     read_rows,
-    run_on_ranks,
     seed,
 )
 from transformers import get_scheduler
 
-from engine.distributed import World
 from engine.model import Policy
 from engine.optimizer import learning_rate_at, make_optimizer, set_learning_rate
 
@@ -80,8 +76,13 @@ def test_adamw_8bit_moves_the_weights_as_adamw_does(rotary_model_folder):
     assert torch.corrcoef(torch.stack(list(moved.values())))[0, 1] > 0.99
 
 
-def test_a_run_with_adamw_8bit_in_two_parts_is_the_unbroken_one(tmp_path, rotary_model_folder):
-    assert_resumes(tmp_path, rotary_model_folder, "training.optimizer=adamw_8bit")
+def test_a_run_with_adamw_8bit_in_two_parts_is_the_unbroken_one(
+    tmp_path, rotary_model_folder, data
+):
+    """On two ranks: rank 0, which reads the checkpoint, broadcasts its averages."""
+    assert_resumes(
+        tmp_path, rotary_model_folder, "training.optimizer=adamw_8bit", *data, num_ranks=2
+    )
 
 
 # Muon for the matrices of the blocks, AdamW for all else
@@ -148,28 +149,3 @@ def test_a_run_with_muon_in_two_parts_is_the_unbroken_one(tmp_path, rotary_model
     _, *rows = read_rows(run)
     assert [row["train/lr"] for row in rows] == pytest.approx([2e-4, 4e-4])
     assert all(row["train/grad_norm"] > 0 for row in rows)  # else there would be no state to keep
-
-
-# What both have in common
-
-
-def broadcast_state(world: World, folder: Path, option: str) -> list[dict]:
-    """The optimizer's state on this rank after rank 0, which alone has one, has broadcast it."""
-    policy = make_policy(folder)
-    optimizer = make_optimizer(policy.model, make_config(option))
-    if world.is_main:
-        for parameter in policy.model.parameters():
-            parameter.grad = torch.full_like(parameter, 0.5)
-        optimizer.step()
-    world.broadcast_optimizer(optimizer)
-    return [
-        {name: torch.as_tensor(value).tolist() for name, value in optimizer.state[p].items()}
-        for p in policy.model.parameters()
-    ]
-
-
-@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "muon"])
-def test_rank_0_broadcasts_its_averages(rotary_model_folder, tmp_path, name):
-    option = f"training.optimizer={name}"
-    first, second = run_on_ranks(broadcast_state, 2, rotary_model_folder, option, folder=tmp_path)
-    assert first == second and all(first)

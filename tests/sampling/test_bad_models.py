@@ -24,7 +24,6 @@ from harness import (
     make_config,
     make_policy,
     make_run,
-    run_on_ranks,
     sample,
     seed,
     train_tokenizer,
@@ -33,9 +32,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import countdown
 import main
-from engine.distributed import World
-from engine.evaluation import evaluation_metrics
-from engine.log import validation_samples
 from engine.model import Policy
 from engine.prompts import completion_text
 from engine.types import Completion
@@ -352,39 +348,31 @@ def question_of(prompt: str) -> dict:
     return {"nums": [int(number) for number in nums.split(", ")], "target": int(target)}
 
 
-def evaluate_on_this_rank(world: World, model: Path, limit: int) -> tuple[dict, list[dict]]:
-    """Metrics and this rank's samples of ten questions with prompts of very different lengths."""
-    overrides = [*SIZES, f"sampling.max_batch_tokens={limit}"]
-    overrides += [f"logging.samples={10 // world.size}"]  # the first completion of each question
+def evaluate_in_batches(model: Path, limit: int) -> tuple[dict, list[dict]]:
+    """Metrics and samples of ten questions with prompts of very different lengths."""
+    overrides = [*SIZES, f"sampling.max_batch_tokens={limit}", "logging.samples=10"]
     lengths = random.Random(seed()).sample(range(1, 90, 9), 10)
     asked = [{"nums": [n + 1] * length, "target": n + 1} for n, length in enumerate(lengths)]
-    policy = make_policy(model, *overrides, world=world, is_exact=True)
-    run = make_run(policy, make_config(*overrides), world=world, questions=asked)
-    with pytest.MonkeyPatch.context() as patch:
-        grade_by_text(patch)
-        groups = main.sample_validation(run)
-    metrics = evaluation_metrics(groups, run.config.validation, world, num_questions=10)
-    samples = validation_samples(run, groups)
-    assert [question_of(s["prompt"]) for s in samples] == asked[world.rank :: world.size]
+    policy = make_policy(model, *overrides, is_exact=True)
+    run = make_run(policy, make_config(*overrides), questions=asked)
+    metrics, samples = harness.measure(run)
+    assert [question_of(s["prompt"]) for s in samples] == asked
     return metrics, samples
 
 
-def test_every_reward_is_that_of_its_question_after_sorting_and_sharding(make_answering, tmp_path):
+def test_every_reward_is_that_of_its_own_question_after_sorting(make_answering, monkeypatch):
     """Prompts are sorted by length to be sampled; their order, and so the rewards, must survive.
 
     The same text earns another reward for another question.
     """
-    model = make_answering()
-    metrics, samples = evaluate_on_this_rank(alone(), model, 10**6)
-    assert len({s["completion"] for s in samples}) == 10
+    model, how = make_answering(), {"options": countdown.Options(), "num_tokens": 1}
     graded = by_text(countdown.reward_function)
-    how = {"options": countdown.Options(), "num_tokens": 1}
+    grade_by_text(monkeypatch)
+    metrics, samples = evaluate_in_batches(model, 10**6)
+    assert len({s["completion"] for s in samples}) == 10
     for s in samples:
         assert s["reward_parts"] == graded(s["completion"], question_of(s["prompt"]), **how)
-    assert evaluate_on_this_rank(alone(), model, 1) == (metrics, samples)
-    ranks = run_on_ranks(evaluate_on_this_rank, 2, model, 1500, folder=tmp_path)
-    assert [result[0] for result in ranks] == [metrics] * 2
-    assert [result[1] for result in ranks] == [samples[::2], samples[1::2]]
+    assert evaluate_in_batches(model, 1) == (metrics, samples)
 
 
 # A model that goes NaN

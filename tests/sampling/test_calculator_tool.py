@@ -101,48 +101,6 @@ def test_the_result_is_written_where_a_completion_asks_and_nowhere_else(folders,
         assert completion.num_sampled == len(completion.token_ids) - len(inserted)
 
 
-@each_backend
-def test_drawn_tokens_are_scored_as_drawn_and_inserted_ones_have_none(calculating_folder, backend):
-    policy, _, group = sample(calculating_folder, backend=backend)
-    prompt = policy.tokenizer.encode("?")
-    assert any(completion.is_inserted.any() for completion in group)
-    for completion in group:
-        ids = torch.tensor([prompt + completion.token_ids])
-        mask = torch.ones_like(ids, dtype=torch.bool)
-        scored = policy.scorer(ids, mask, temperature=1.0)[0, len(prompt) :].detach().numpy()
-        is_inserted = completion.is_inserted
-        assert np.abs(scored - completion.log_probs)[~is_inserted].max() <= 1e-4
-        assert not completion.log_probs[is_inserted].any()
-        assert not completion.entropies[is_inserted].any()
-
-
-def test_all_backends_write_the_same(calculating_folder):
-    groups = [sample(calculating_folder, backend=b, is_exact=True)[2] for b in BACKENDS]
-    for c, *others in zip(*groups, strict=True):
-        for d in others:
-            assert c.token_ids == d.token_ids and np.array_equal(c.is_inserted, d.is_inserted)
-            assert np.allclose([c.log_probs, c.entropies], [d.log_probs, d.entropies], atol=1e-5)
-
-
-def test_what_does_not_ask_is_sampled_as_without_a_calculator(calculating_folder):
-    _, with_tool, _ = sample(calculating_folder)
-    _, without, group = sample(calculating_folder, "sampling.calculator=null")
-    assert not any(completion.is_inserted.any() for completion in group)
-    for text, plain in zip(with_tool, without, strict=True):
-        assert text.partition("=")[0] == plain.partition("=")[0]
-        assert text == plain or "<<12*3=36>>" in text
-
-
-def test_a_result_counts_in_the_length_and_is_cut_off_by_the_limit(calculating_folder):
-    """<<12*3= has 7 tokens, so that 9 leave room for two of the four of 36>>."""
-    _, texts, group = sample(calculating_folder, max_new_tokens=9)
-    cut = [c for text, c in zip(texts, group, strict=True) if text == "<<12*3=36"]
-    assert cut  # a quarter of all: none with a chance of 1e-25
-    for completion in cut:
-        assert completion.truncated and len(completion.token_ids) == 9
-        assert completion.is_inserted.tolist() == [False] * 7 + [True] * 2
-
-
 def test_what_cannot_be_calculated_is_left_to_the_model(calculating_folder):
     calculator = make_policy(calculating_folder, "sampling.calculator=gsm8k").params.calculator
     encode = calculator.tokenizer.encode

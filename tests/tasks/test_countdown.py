@@ -56,24 +56,6 @@ generate = functools.partial(load_rows, countdown, "generated")
 # The format reward
 
 
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [
-        ("several\nlines</think>\n<answer>1\n+ 2</answer>", 1.0),
-        ("a</think>\n<answer>1</answer>\n", 1.0),  # $ matches before one last newline
-        ("a</think> b</think>\n<answer>1</answer> c</answer>", 1.0),  # .*? reaches further
-        ("a</think>\n<answer>1</answer> I am done", 0.6),
-        ("a</think><answer>1</answer>", 0.6),
-        ("a</think>\n<answer>1", 0.1),
-        ("<answer>1</answer>", 0.5),
-        ("<ANSWER>1</ANSWER></THINK>", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_format_reward_is_whole_for_the_whole_layout_and_part_for_a_block(completion, reward):
-    assert format_reward_function(completion) == pytest.approx(reward, abs=1e-12)
-
-
 def format_reward_by_regex(completion: str) -> float:
     text = "<think>" + completion
     if re.match(r"^<think>.*?</think>\n<answer>.*?</answer>$", text, re.DOTALL):
@@ -89,6 +71,11 @@ BRIDGED = [*PIECES, "</think>\n<answer>", "</answer>\n"]
 
 @settings(max_examples=1_000, deadline=None)
 @given(st.lists(st.sampled_from(BRIDGED), max_size=14).map("".join))
+@example("several\nlines</think>\n<answer>1\n+ 2</answer>")  # 1.0
+@example("a</think>\n<answer>1</answer>\n")  # $ matches before one last newline
+@example("a</think> b</think>\n<answer>1</answer> c</answer>")  # .*? reaches further
+@example("a</think>\n<answer>1</answer> I am done")  # 0.6
+@example("<ANSWER>1</ANSWER></THINK>")  # 0.0
 def test_format_reward_agrees_with_the_regex_it_replaces(completion: str):
     assert format_reward_function(completion) == format_reward_by_regex(completion)
 

@@ -357,25 +357,6 @@ def test_order_sign_bracket_and_each_entry_of_a_tuple_matter(data, entries, brac
         assert by_exact_layers(in_brackets(changed, *brackets), gold) == (changed == entries)
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.data(), st.integers(1, 3), st.integers(1, 3))
-def test_each_entry_and_the_shape_of_a_matrix_matter(data, num_rows: int, num_columns: int):
-    size = num_rows * num_columns
-    cells = data.draw(st.lists(numbers, min_size=size, max_size=size))
-
-    def matrix(cells: list[Fraction], width: int) -> str:
-        rows = [cells[i : i + width] for i in range(0, len(cells), width)]
-        body = r" \\ ".join(" & ".join(map(str, row)) for row in rows)
-        return f"\\begin{{pmatrix}} {body} \\end{{pmatrix}}"
-
-    gold = matrix(cells, num_columns)
-    assert by_exact_layers(gold.replace("pmatrix", "bmatrix"), gold)
-    assert by_exact_layers(matrix(cells, num_rows), gold) == (num_rows == num_columns or size == 1)
-    i = data.draw(st.integers(0, size - 1))
-    changed = [*cells[:i], cells[i] + Fraction(1, 7), *cells[i + 1 :]]
-    assert not by_exact_layers(matrix(changed, num_columns), gold)
-
-
 def test_answers_of_a_majority_vote_are_counted_in_a_normal_form():
     assert normal_answer(r"\dfrac12") == normal_answer("x = 0.50") == "1/2"
     assert normal_answer(r"\left( 3, \frac{\pi}2 \right)") == r"(3,\frac{\pi}{2})"

@@ -177,9 +177,6 @@ def test_the_list_has_an_example_of_each_that_can_be_trained(monkeypatch, capsys
     monkeypatch.delitem(sys.modules, "tasks.reasoning_gym")  # else runpy warns
     runpy.run_module("tasks.reasoning_gym", run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("gcd: GCDConfig(min_numbers=2, max_numbers=2, min_value=1, max_val")
-    assert lines[3].startswith("spell_backward: SpellBackwardConfig(min_word_len=3, max_word_len=")
-    assert lines[4:] == [
-        "    'Spell this word backward (example: sun -> nus): turnbout'",
-        "    'tuobnrut'",
-    ]
+    assert lines[0].startswith("gcd: GCDConfig(min_numbers=2, ")
+    assert lines[3].startswith("spell_backward: SpellBackwardConfig(min_word_len=3, ")
+    assert lines[-1] == "    'tuobnrut'"
