@@ -158,27 +158,25 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
 # Checkpoints that are not whole, files that are no checkpoint's
 
 
-def test_damaged_checkpoints_are_not_counted(parts, rotary_model_folder, data, whole):
-    """Bug: with keep=1 an empty folder step-000099 cost all good checkpoints."""
-    (parts / "x/checkpoints/step-000099").mkdir()
-    (parts / "x/checkpoints/step-notes").write_text("stray")
-    output = train(parts, rotary_model_folder, *data, THREE, "checkpoint.keep=1")
-    assert "step-000099 is damaged" in output and "resumed after step 2" in output
-    names = {path.name for path in (parts / "x/checkpoints").iterdir()}
-    assert names == {"last", "step-000003", "step-000099", "step-notes"}
-    assert_same(whole, parts)
+def test_damaged_checkpoints_are_not_counted_and_last_may_be_a_real_folder(
+    parts, rotary_model_folder, data, whole
+):
+    """Bugs: with keep=1 an empty folder step-000099 cost all good checkpoints.
 
-
-def test_last_may_be_a_real_folder(parts, rotary_model_folder, data, whole):
-    """Bug: a run copied by `cp -rL` could save nothing more, and kept all old checkpoints."""
-    last = parts / "x/checkpoints/last"
+    A run copied by `cp -rL` could save nothing more, and kept all old checkpoints.
+    """
+    checkpoints, last = parts / "x/checkpoints", parts / "x/checkpoints/last"
+    (checkpoints / "step-000099").mkdir()
+    (checkpoints / "step-notes").write_text("stray")
     target = last.resolve()
     last.unlink()
     shutil.copytree(target, last)
     output = train(parts, rotary_model_folder, *data, THREE, "checkpoint.keep=1")
+    assert "step-000099 is damaged" in output and "resumed after step 2" in output
     assert "nothing saved" not in output
+    names = {path.name for path in checkpoints.iterdir()}
+    assert names == {"last", "step-000003", "step-000099", "step-notes"}
     assert last.is_symlink() and last.resolve().name == "step-000003"
-    assert not target.exists()
     assert_same(whole, parts)
 
 

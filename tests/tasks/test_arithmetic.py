@@ -39,15 +39,11 @@ RIGHT = [
     *("Wow! It is 85! (I am sure!)", "The sum \N{EN DASH} it is 85", "84\n85"),
     *("85 \N{EM DASH} that is the sum", "46\N{EN DASH}47 is wrong, 85 is right"),
 ]
-DASHES = "\u02d7\u2010\u2011\u2012\u2013\u2014\u2015\u2212\u2796\ufe63\u00b1"
 WRONG = [
     *("", "eighty-five", "84", "185", "850", "8", "-85", "85.5", "8.5", "85%5", "085 + 1", "8 5"),
     *("85e1", "0x85", "x85", "85/1", "85 - 1", "85:00", "8,5", "85,000", "8485", "85 or 86"),
     *("8!5", "85!5", "85!0", "84!!", "185!", "85!/85!", "85!/1", "84! + 85!", "1 * 85!", "1/85!"),
     *("85! or 86", "85! = 86!", "85!=86", "85!k", "-85!", "\N{EN DASH}85!", "85 + 1!"),
-    *(f"{dash}85" for dash in DASHES),
-    *(f"47 + 38 = {text}" for text in ("\N{EN DASH}85", "\N{EN DASH} 85.", "\N{EN DASH}$85.0")),
-    *("**\N{EN DASH}85**", "\N{EN DASH}**85**", "\\boxed{\N{EN DASH}85}", "(\N{EN DASH}85)"),
     *("47 + 38 \N{EN DASH} 85", "85, or \N{EN DASH}84", "84 \N{EN DASH} 85", "84\N{EN DASH}85"),
     *("-(85)", "-**85**", r"-\boxed{85}", "minus 85", "It is negative 85", "\N{MINUS SIGN} 85"),
     *("47 + 38 = 85 = 86", "85 is the sum of 47 and 38", "85, because 47 + 38", "85\n86"),
