@@ -18,7 +18,7 @@ BETTER_AT_STEP_2 = {"rates": [0.1, 0.1, 0.3, 0.2]}  # than before, so that best/
 PHASES = {  # the first of them with one of its files on the main thread's stack
     "save": ("checkpoint.py", "logger.py"),
     "rollout": ("batches.py",),
-    "update": ("head.py", "torch/optim", "torch/autograd"),
+    "update": ("in accumulate_gradient", "torch/optim", "torch/autograd"),
 }
 
 
