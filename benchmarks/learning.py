@@ -149,10 +149,8 @@ class Course(TrainerCallback):
     def measure(self, step: int) -> None:
         run = self.run
         run.policy.refresh_sampler()
-        groups, num_questions = program.sample_validation(run), len(run.validation_questions)
-        metrics = evaluation_metrics(
-            groups, run.config.validation, run.world, num_questions=num_questions
-        )
+        groups = program.sample_validation(run)
+        metrics = evaluation_metrics(groups, run.task, run.config.validation, run.world)
         self.rows.append(as_row(step, self.seconds, metrics))
 
 

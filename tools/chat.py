@@ -122,11 +122,13 @@ def load_chat(config: Config, *, is_watching: bool = False) -> tuple[Policy, Mod
 
 def read_lines() -> Iterator[str]:
     """The lines that are not empty. Lines that are piped in are shown as if they were typed."""
+    if sys.stdin is None:  # it was closed before the start
+        return
     sys.stdin.reconfigure(errors="replace")
     is_terminal = sys.stdin.isatty()
     with suppress(EOFError):
         while True:
-            if line := input("> " if is_terminal else "").strip():
+            if line := input("> " if is_terminal else "").removeprefix("\ufeff").strip():
                 show("" if is_terminal else f"> {line}\n")
                 yield line
 

@@ -57,7 +57,7 @@ def make_rows(*rewards: float) -> list[Trajectory]:
 def test_advantage_is_the_reward_minus_the_mean_of_its_own_group():
     """The same question twice is two groups, each with its own baseline."""
     groups = [make_rows(1.0, 0.0, 0.0, 0.0), make_rows(0.0, 0.0, 0.0, 0.0)]
-    assign_advantages(groups, make_config("training.k_best_of_n=[4,4]"))
+    assign_advantages(groups, make_config("training.k_best_of_n=[4,4]").training)
     assert [[t.advantage for t in group] for group in groups] == [[0.75, *[-0.25] * 3], [0] * 4]
     assert all(t.in_batch for group in groups for t in group)
 

@@ -48,7 +48,7 @@ def test_it_solves_some_questions_not_most():
         countdown, config, tokenizer=policy.tokenizer, context=policy.context_length, log=print
     )
     groups = sample_validation(make_run(policy, config, questions=questions))
-    metrics = evaluation_metrics(groups, config.validation, alone(), num_questions=256)
+    metrics = evaluation_metrics(groups, countdown, config.validation, alone())
     interval = metrics["eval/pass@1_high"] - metrics["eval/pass@1_low"]
     standard_error = interval / (2 * 1.96)
     assert 5 * standard_error < min(measured - low, high - measured)

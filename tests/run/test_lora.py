@@ -53,7 +53,7 @@ from transformers import AutoModelForCausalLM
 import countdown
 import main
 from engine.distributed import World
-from engine.evaluation import run_evaluation
+from engine.log import run_evaluation
 from engine.lora import keep_4bit_layout, quantization_config
 from engine.metrics import Clock
 from engine.model import Policy

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, NanoChatConfig, NanoChatForCausal
 import main
 from engine.config import Config
 from engine.config_file import load_config
-from engine.evaluation import run_evaluation
+from engine.log import run_evaluation
 from engine.optimizer import make_optimizer
 
 REAL_FILES = {"gsm8k": "gsm8k/test.jsonl", "math500": "math500/test.json"}

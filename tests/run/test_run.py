@@ -36,7 +36,7 @@ import engine.errors
 import main
 from engine.config_file import load_config
 from engine.distributed import World
-from engine.evaluation import run_evaluation
+from engine.log import run_evaluation
 from engine.run import Run
 from engine.types import SamplingParams
 

@@ -413,12 +413,6 @@ def test_an_environment_that_fails_stops_the_run_in_one_line(folder, method, sta
     assert "{'n': 1}" in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_an_image_is_refused(folder):
-    run = make(folder, LOUD.format(results=[[{"type": "image"}]]))
-    with pytest.raises(RewardError, match=r"Environment.increment returned an image"):
-        answer(run, call(0))
-
-
 # A person
 
 

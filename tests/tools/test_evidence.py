@@ -197,7 +197,7 @@ def test_what_is_kept_of_a_model_is_how_many_of_its_samples_solve_each_question(
     found = json.loads((tmp_path / "tiny.json").read_text())
     run = load_run(load_config([*keys, "mode=evaluate", f"run.dir={tmp_path}"]))
     groups, validation = main.sample_validation(run), run.config.validation
-    metrics = evaluation_metrics(groups, validation, run.world, num_questions=6)
+    metrics = evaluation_metrics(groups, run.task, validation, run.world)
     assert found["model"] == "tiny" and found["samples"] == 4
     for k in (1, 2):
         rate = pass_at_k.pass_at_k(np.array(found["solved"]), 4, k)

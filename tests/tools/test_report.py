@@ -187,7 +187,7 @@ def test_a_task_of_ones_own_is_not_imported(tmp_path, monkeypatch):
         ("metrics.csv", b"step\n1\n", "metrics.csv: no rows of a run's"),
         ("config.yaml", None, "config.yaml"),
         ("config.yaml", b"[", "cannot be read as YAML"),
-        ("rollouts.jsonl", b'{"step": 1}\n{\n', "rollouts.jsonl: a line is not JSON"),
+        ("rollouts.jsonl", b'{"step": 1}\n{\n', "rollouts.jsonl: line 2 is not JSON"),
         ("samples.jsonl", b"\xff\n", "samples.jsonl: is not UTF-8"),
     ],
 )
