@@ -15,7 +15,6 @@ from engine.distributed import World, init_world, settle_ddp_buckets
 from engine.environment import check_environment
 from engine.fingerprint import commit_of
 from engine.model import (
-    Log,
     Policy,
     choose_backend,
     choose_compute_dtype,
@@ -28,6 +27,7 @@ from engine.probe import supports_chunked_head
 from engine.resume import check_room, open_files, resume
 from engine.run import Run
 from engine.task_module import load_task
+from engine.types import Log
 from logger import Logger
 
 # Up to so many bytes the fp32 logits of a whole micro-batch are made at once; larger ones would be

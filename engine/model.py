@@ -42,9 +42,7 @@ from engine.probe import supports_float16, supports_grouped
 from engine.prompts import end_of_turn, render_prompt
 from engine.sharding import whole
 from engine.tensors import autocast
-from engine.types import SamplingParams
-
-Log = Callable[[str], None]
+from engine.types import Log, SamplingParams
 
 
 @dataclass

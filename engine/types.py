@@ -3,13 +3,14 @@
 Shapes: B rows, T completion tokens, S longest prompt with its completion. Masks: True = keep.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
+Log = Callable[[str], None]  # prints a line, on rank 0
 Seed = Sequence[int]  # integers that name a question's random numbers, such as (seed, position)
 
 

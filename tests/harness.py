@@ -45,11 +45,11 @@ from engine.data import load_examples
 from engine.distributed import World
 from engine.load import load_policy, scores_in_blocks
 from engine.log import validation_samples
-from engine.model import Log, Policy
+from engine.model import Policy
 from engine.optimizer import make_optimizer
 from engine.run import Run
 from engine.task_module import load_task
-from engine.types import Completion, Seed
+from engine.types import Completion, Log, Seed
 from logger import Logger
 
 ROOT = Path(__file__).resolve().parent.parent
