@@ -19,7 +19,7 @@ and calls the functions with the arguments that they have here:
 
 tasks/gsm8k.py shows two more optional names, HUB and is_lenient_solved, tasks/math500.py a third,
 PACKAGES. A task whose questions come in another way defines load_examples in place of EXAMPLE_ROW,
-parse_row and question_key; load_examples in engine/data.py shows its arguments.
+parse_row and question_key; load_examples in engine/questions/data.py shows its arguments.
 
 A model can write anything. So a grader must never run its text as code, must never raise, and must
 be fast: it takes time linear in the length of the text.
@@ -33,9 +33,9 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from engine.arithmetic import value_of
-from engine.config import Section
-from engine.task_module import is_in_split
+from engine.core.arithmetic import value_of
+from engine.core.config import Section
+from engine.questions.tasks import is_in_split
 
 Number = Annotated[int, Field(ge=1, le=1_000_000)]
 

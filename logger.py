@@ -7,7 +7,7 @@ Every rank makes a `Logger` and calls it in the same way; only rank 0 prints and
     metrics.csv      the same in columns: a metric that a row lacks is an empty cell, null is nan.
                      It is made anew from metrics.jsonl at a metric's first row, and at a resume
     samples.jsonl    one sample per line: step, prompt, completion, reward, gold answer and others
-    rollouts.jsonl   a few groups of a step with their tokens: engine/rollouts_log.py
+    rollouts.jsonl   a few groups of a step with their tokens: engine/report/completions.py
     mlflow_run_id    the id of this run in MLflow, where a resumed run continues it
 
 `log_metrics` returns when its row is on disk. A checkpoint is saved after that, so the files have
@@ -30,7 +30,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engine.files import append_durably, json_line, read_lines, read_text, write_atomically
+from engine.core.files import append_durably, json_line, read_lines, read_text, write_atomically
 
 # When a server does not answer, MLflow's own defaults would stop the training for many minutes: it
 # tries 8 times for 120 s, and sleeps as long as a Retry-After header asks for. We set these values
@@ -139,7 +139,7 @@ class Logger:
         self._send(lambda run: run.log_samples(step, samples))
 
     def log_rollouts(self, lines: str) -> None:
-        """Append lines of engine/rollouts_log.py to rollouts.jsonl."""
+        """Append lines of engine/report/completions.py to rollouts.jsonl."""
         if self.folder is not None and lines:
             append_durably(self.folder / "rollouts.jsonl", lines)
 

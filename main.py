@@ -42,38 +42,32 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers.generation import BaseStreamer
 
-from engine.batches import sample_in_batches
-from engine.cache import Room
-from engine.config import Config, TaskSettings, TrainingSettings
-from engine.config_file import load_config
-from engine.distributed import World
-from engine.environment import begin
-from engine.errors import crashes_name_the_fix, mistakes_cost_one_line
-from engine.evaluation import evaluation_metrics
-from engine.generate import DrawingProcessor, get_generation_config
-from engine.graphs import CapturedSteps
-from engine.head import score_in_blocks
-from engine.load import load_run
-from engine.log import log_evaluation, log_step, rollouts_of, run_evaluation
-from engine.losses import apply_options
-from engine.metrics import (
-    Clock,
-    add_to_mean,
-    count_broken,
-    performance,
-    reduce_means,
-    rollout_sums,
-)
-from engine.model import Policy, make_reference
-from engine.optimizer import learning_rate_at, set_learning_rate
-from engine.prompts import completion_text
-from engine.record import Record
-from engine.resume import finish, save_best, save_checkpoint, stop
-from engine.run import Run
-from engine.sharding import equal_passes, shard_scorer
-from engine.task_module import reward_parts
-from engine.tensors import autocast, keep_likeliest, left_pad, position_ids, right_pad, seeded
-from engine.types import Completion, MicroBatch, SamplingParams, Seed, Trajectory
+from engine.core.config import Config, TaskSettings, TrainingSettings
+from engine.core.distributed import World
+from engine.core.statistics import Clock, add_to_mean, reduce_means
+from engine.core.tensors import autocast, keep_likeliest, left_pad, position_ids, right_pad, seeded
+from engine.core.types import Completion, MicroBatch, SamplingParams, Seed, Trajectory
+from engine.model.policy import Policy, make_reference
+from engine.questions.prompts import completion_text
+from engine.questions.tasks import reward_parts
+from engine.report.evaluation import evaluation_metrics
+from engine.report.metrics import count_broken, performance, rollout_sums
+from engine.run.config_file import load_config
+from engine.run.load import load_run
+from engine.run.log import log_evaluation, log_step, rollouts_of, run_evaluation
+from engine.run.mistakes import crashes_name_the_fix, mistakes_cost_one_line
+from engine.run.saving import finish, save_best, save_checkpoint, stop
+from engine.run.state import Run
+from engine.sampling.batches import decode_in_batches
+from engine.sampling.cache import ReservedColumns
+from engine.sampling.environment import encode_questions
+from engine.sampling.generate import DrawingProcessor, get_generation_config
+from engine.sampling.graphs import CapturedSteps
+from engine.sampling.record import Record
+from engine.update.head import score_in_blocks
+from engine.update.losses import apply_options
+from engine.update.optimizer import learning_rate_at, set_learning_rate
+from engine.update.shards import equal_passes, shard_scorer
 from logger import Logger
 
 
@@ -185,7 +179,7 @@ def sample_trajectories(
     rank, or what was sampled before. In another batch only rounding may differ.
     """
     tokenizer, context, device = policy.tokenizer, policy.context_length, policy.model.device
-    prompts, conversations = begin(
+    prompts, conversations = encode_questions(
         task, config, questions, seeds, params, tokenizer, clock, context=context, device=device
     )
     decode = {
@@ -196,7 +190,7 @@ def sample_trajectories(
     policy.sampler.eval()
     progress = logger.progress(len(questions) * params.group_size, "sampling", "seq")
     with clock("rollout"), policy.autocast(), progress as bar:
-        groups = sample_in_batches(
+        groups = decode_in_batches(
             policy.sampler,
             prompts,
             seeds,
@@ -231,7 +225,9 @@ def decode_grouped(
     steps_per_check = CapturedSteps.steps_per_check if capture else 1
     num_unfinished, longest = len(batch.tokens), max(map(len, prompts))
     for t in range(1, params.max_new_tokens):
-        batch.record.reply(batch.tokens[:, 0])  # of the calculator or a row's environment, if any
+        batch.record.insert_replies(
+            batch.tokens[:, 0]
+        )  # of the calculator or a row's environment, if any
         if t == 1 or t % steps_per_check == 0:
             active = batch.record.active  # (B,), False for the rows that have drawn an end token
             num_active = int(active.sum())
@@ -240,9 +236,9 @@ def decode_grouped(
             if num_active == 0:
                 break
             if num_active <= 0.85 * len(active):  # not at every end, since it copies the cache
-                batch.keep(active.nonzero()[:, 0])
+                batch.select(active.nonzero()[:, 0])
         step(longest + t + 1)  # the prompts and all tokens up to the one that is drawn now
-    batch.record.reply(batch.tokens[:, 0])  # a last turn that just fitted
+    batch.record.insert_replies(batch.tokens[:, 0])  # a last turn that just fitted
     on_progress(num_unfinished)
     return batch.record.completions()
 
@@ -271,7 +267,7 @@ class DecodeBatch:
         self.positions = self.mask.sum(dim=1, keepdim=True) - 1  # (B, 1), of the last token read
         self.tokens = torch.zeros_like(self.positions)  # (B, 1), the last ones drawn
         self.column = torch.full((1,), prompt_ids.shape[1] - 1, device=model.device)  # last filled
-        self.room = Room(model, self.cache, self.column)
+        self.reserved = ReservedColumns(model, self.cache, self.column)
         self.draw(logits[group])
 
     def step(self, num_columns: int) -> None:
@@ -279,7 +275,7 @@ class DecodeBatch:
         self.column += 1
         self.positions += 1
         self.mask.index_fill_(1, self.column, True)
-        visible = self.room.show(self.mask, num_columns)
+        visible = self.reserved.reserve(self.mask, num_columns)
         self.draw(self.read(self.tokens, visible, self.positions))
 
     def read(self, token_ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
@@ -301,9 +297,9 @@ class DecodeBatch:
         drawn = sample_tokens(logits, uniforms, self.record.params)
         self.tokens.copy_(write(self.record, *drawn)[:, None])
 
-    def keep(self, indices: Tensor) -> None:
+    def select(self, indices: Tensor) -> None:
         """Go on with these rows only."""
-        self.record.keep(indices)
+        self.record.select(indices)
         self.mask, self.positions = self.mask[indices], self.positions[indices]
         self.tokens, self.uniforms = self.tokens[indices], self.uniforms[indices]
         self.cache.reorder_cache(indices)
@@ -655,7 +651,7 @@ class CompletionScorer(nn.Module):
     """log pi of completions. It is an nn.Module because DDP wraps the forward of a module."""
 
     def __init__(self, model: nn.Module, compute_dtype: torch.dtype, *, in_blocks: bool):
-        """`in_blocks` where the logits of a micro-batch would be large: engine/load.py decides."""
+        """`in_blocks` where all logits of a micro-batch would be large (engine/run/load.py)."""
         super().__init__()
         self.model = model
         self.compute_dtype = compute_dtype
@@ -667,7 +663,7 @@ class CompletionScorer(nn.Module):
         They are those of softmax(logits / temperature), the distribution that was sampled. Rows are
         padded on the right, where no token looks: attention is causal and needs no mask.
         """
-        if self.in_blocks:  # the same numbers, but never all logits at once: engine/head.py
+        if self.in_blocks:  # the same numbers, but never all logits at once: engine/update/head.py
             return score_in_blocks(self.model, input_ids, mask, self.compute_dtype, temperature)
         # What the model computes at a column predicts the token in the next one.
         columns = mask[:, 1:].any(dim=0).nonzero()[:, 0]  # (K,), before a token that is scored

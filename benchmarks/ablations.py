@@ -32,9 +32,9 @@ import numpy as np
 from common import questions_per_step  # first: it finds the script's modules
 
 from engine import ROOT
-from engine.config_file import load_config, read_file
-from engine.files import write_atomically
-from engine.packages import import_package
+from engine.core.files import write_atomically
+from engine.core.packages import import_package
+from engine.run.config_file import load_config, read_file
 from tools.plot import BEST_OF, COLORS, STYLE, curve_of, points, read_table
 
 NUM_STEPS = 40

@@ -10,14 +10,14 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the script's modules
 
-import engine.load
+import engine.run.load
 import main
-from engine.config_file import load_config
-from engine.model import copy_in
-from engine.run import Run
-from engine.types import Trajectory
+from engine.core.types import Trajectory
+from engine.model.policy import copy_in
+from engine.run.config_file import load_config
+from engine.run.state import Run
 
-torch.backends.cuda.enable_cudnn_sdp(False)  # as engine/distributed.py does for a run
+torch.backends.cuda.enable_cudnn_sdp(False)  # as engine/core/distributed.py does for a run
 
 
 def questions_per_step(arguments: Sequence[str] = ()) -> int:
@@ -27,7 +27,9 @@ def questions_per_step(arguments: Sequence[str] = ()) -> int:
 
 def load_run(arguments: Sequence[str]) -> Run:
     """What main.py loads, given these arguments."""
-    return engine.load.load_run(load_config(list(arguments)), main.wrap_policy, main.DecodeBatch)
+    return engine.run.load.load_run(
+        load_config(list(arguments)), main.wrap_policy, main.DecodeBatch
+    )
 
 
 def update(run: Run, groups: list[list[Trajectory]]) -> None:

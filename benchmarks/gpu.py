@@ -50,15 +50,15 @@ from transformers import AutoTokenizer
 from update import WholePass, matmul_flops
 
 from engine import ROOT
-from engine.config_file import load_config
-from engine.distributed import World, settle_ddp_buckets
-from engine.graphs import CapturedSteps
-from engine.head import head_log_probs
-from engine.load import load_policy, scores_in_blocks
-from engine.metrics import peak_memory_gb
-from engine.optimizer import make_optimizer
-from engine.tensors import right_pad
-from engine.types import SamplingParams
+from engine.core.distributed import World, order_ddp_buckets
+from engine.core.tensors import right_pad
+from engine.core.types import SamplingParams
+from engine.report.metrics import peak_memory_gb
+from engine.run.config_file import load_config
+from engine.run.load import load_policy, scores_in_blocks
+from engine.sampling.graphs import CapturedSteps
+from engine.update.head import head_log_probs
+from engine.update.optimizer import make_optimizer
 from logger import Logger
 from main import CompletionScorer, DecodeBatch, decode_grouped, draw_uniforms, wrap_policy
 
@@ -227,7 +227,7 @@ def one_rank(setting: Setting) -> Iterator[None]:
 def in_ddp(scorer: CompletionScorer, setting: Setting) -> DistributedDataParallel:
     device_ids = [0] if setting.device.type == "cuda" else None
     wrapped = DistributedDataParallel(scorer, device_ids, gradient_as_bucket_view=True)
-    settle_ddp_buckets(wrapped, setting.device)
+    order_ddp_buckets(wrapped, setting.device)
     return wrapped
 
 

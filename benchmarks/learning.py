@@ -36,12 +36,12 @@ from transformers import TrainerCallback
 
 import main as program
 from engine import ROOT
-from engine.evaluation import evaluation_metrics
-from engine.files import json_line, write_atomically
-from engine.metrics import Clock
-from engine.optimizer import learning_rate_at, set_learning_rate
-from engine.packages import import_package
-from engine.run import Run
+from engine.core.files import json_line, write_atomically
+from engine.core.packages import import_package
+from engine.core.statistics import Clock
+from engine.report.evaluation import evaluation_metrics
+from engine.run.state import Run
+from engine.update.optimizer import learning_rate_at, set_learning_rate
 from tools.plot import STYLE, draw_curve
 
 SIDES = ("TRL", "plain-grpo")

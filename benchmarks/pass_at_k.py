@@ -34,9 +34,9 @@ from common import load_run, questions_per_step  # first: it finds the script's 
 
 import main as program
 from engine import ROOT
-from engine.files import write_atomically
-from engine.metrics import pass_at_k
-from engine.packages import import_package
+from engine.core.files import write_atomically
+from engine.core.packages import import_package
+from engine.core.statistics import pass_at_k
 from tools.plot import COLORS, DASHES, STYLE
 
 RUNS = ROOT / "runs/pass-at-k"

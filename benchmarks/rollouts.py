@@ -38,16 +38,16 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from engine import ROOT
-from engine.batches import sample_in_batches
-from engine.config_file import load_config
-from engine.distributed import World
-from engine.generate import get_generation_config
-from engine.load import load_policy
-from engine.model import choose_backend
-from engine.prompts import encode_prompts
-from engine.task_module import load_task
-from engine.tensors import left_pad
-from engine.types import Completion, SamplingParams
+from engine.core.distributed import World
+from engine.core.tensors import left_pad
+from engine.core.types import Completion, SamplingParams
+from engine.model.policy import choose_backend
+from engine.questions.prompts import encode_prompts
+from engine.questions.tasks import load_task
+from engine.run.config_file import load_config
+from engine.run.load import load_policy
+from engine.sampling.batches import decode_in_batches
+from engine.sampling.generate import get_generation_config
 from logger import Logger
 from main import DecodeBatch, decode_grouped
 
@@ -78,7 +78,7 @@ class Workload:
         """A group of new completions for each prompt, by our decode loop."""
         seeds = [(0, self.position + i) for i in range(len(self.prompts))]
         self.position += len(seeds)
-        return sample_in_batches(
+        return decode_in_batches(
             self.model,
             self.prompts,
             seeds,

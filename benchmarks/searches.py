@@ -20,9 +20,9 @@ from pathlib import Path
 from common import load_run, print_table  # first: it finds the script's modules
 
 import main as program
-from engine.arithmetic import value_of
-from engine.files import write_atomically
-from engine.types import Trajectory
+from engine.core.arithmetic import value_of
+from engine.core.files import write_atomically
+from engine.core.types import Trajectory
 
 EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 VERDICT = re.compile(r"= (\d+) (yes|no)$", re.MULTILINE)

@@ -31,9 +31,10 @@ from trl_side import (
     roll_out,
 )
 
-from engine.metrics import Clock, reduce_means, rollout_sums
-from engine.run import Run
-from engine.types import Trajectory
+from engine.core.statistics import Clock, reduce_means
+from engine.core.types import Trajectory
+from engine.report.metrics import rollout_sums
+from engine.run.state import Run
 from main import accumulate_gradient, assign_advantages, make_micro_batches
 
 TINY_SIZES, CHAT_SIZES = (32, 16, 208), (8, 8, 24)  # questions, samples, new tokens

@@ -18,14 +18,14 @@ from common import bf16_copy, in_turns, print_table, update  # first: it finds t
 from rollouts import QWEN_SHAPES, Size, random_model, random_workload
 
 from engine import ROOT
-from engine.config import Config
-from engine.config_file import load_config
-from engine.distributed import World
-from engine.metrics import peak_memory_gb
-from engine.model import Policy
-from engine.optimizer import make_optimizer
-from engine.run import Run
-from engine.types import Trajectory
+from engine.core.config import Config
+from engine.core.distributed import World
+from engine.core.types import Trajectory
+from engine.model.policy import Policy
+from engine.report.metrics import peak_memory_gb
+from engine.run.config_file import load_config
+from engine.run.state import Run
+from engine.update.optimizer import make_optimizer
 from logger import Logger
 from main import CompletionScorer, assign_advantages
 

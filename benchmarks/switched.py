@@ -19,19 +19,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import engine.load
-import engine.model
+import engine.model.load
+import engine.run.load
 import main as program
-from engine.config import Config, TrainingSettings
-from engine.data import QuestionStream
-from engine.distributed import World
-from engine.metrics import Clock
-from engine.model import Policy, copy_in
-from engine.run import Run
-from engine.types import MicroBatch, SamplingParams, Seed, Trajectory
+from engine.core.config import Config, TrainingSettings
+from engine.core.distributed import World
+from engine.core.statistics import Clock
+from engine.core.types import MicroBatch, SamplingParams, Seed, Trajectory
+from engine.model.policy import Policy, copy_in
+from engine.questions.data import QuestionStream
+from engine.run.state import Run
 from logger import Logger
 
-load_model, wrap_policy, advance = engine.model.load_model, program.wrap_policy, Run.advance
+load_model, wrap_policy, advance = engine.model.load.load_model, program.wrap_policy, Run.advance
 run_training, sample_validation = program.run_training, program.sample_validation
 sample_trajectories, update_policy = program.sample_trajectories, program.update_policy
 make_micro_batch, assign_advantages = program.make_micro_batch, program.assign_advantages

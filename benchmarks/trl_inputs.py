@@ -1,4 +1,4 @@
-"""What both take: TRL's code in trl_numbers.py, ours in tests/algorithm/test_trl_numbers.py."""
+"""What both take: TRL's code in trl_numbers.py, ours in tests/update/test_trl_numbers.py."""
 
 # Groups of four. The last one is of equals whose mean is exact: of four times 0.1 it is not, and
 # TRL then divides a rounding error by 1e-4, where ours are exactly 0.

@@ -1,4 +1,4 @@
-"""The numbers that TRL's GRPOTrainer computes, for tests/algorithm/test_trl_numbers.py.
+"""The numbers that TRL's GRPOTrainer computes, for tests/update/test_trl_numbers.py.
 
     pip install trl==1.16.0
     python benchmarks/trl_numbers.py     # seconds, on a CPU

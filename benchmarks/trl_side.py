@@ -8,12 +8,12 @@ from torch import nn
 from transformers import PrinterCallback, TrainerCallback
 
 import main as program
-from engine.config import TrainingSettings
-from engine.metrics import Clock
-from engine.optimizer import learning_rate_at
-from engine.prompts import render_prompts
-from engine.run import Run
-from engine.types import Trajectory
+from engine.core.config import TrainingSettings
+from engine.core.statistics import Clock
+from engine.core.types import Trajectory
+from engine.questions.prompts import render_prompts
+from engine.run.state import Run
+from engine.update.optimizer import learning_rate_at
 from logger import Logger
 
 try:

@@ -3,10 +3,10 @@
     python benchmarks/update.py     # on the CPU about 7 minutes; with a GPU, on that
 
 naive holds all logits and gives them to main.py's `token_log_probs`, as a run does where they are
-small (`MAX_LOGITS_BYTES` of engine/load.py), the default among them; checkpoint does so for 256
+small (`MAX_LOGITS_BYTES` of engine/run/load.py), the default among them; checkpoint does so for 256
 tokens at a time and computes them again for the gradient; ours is `head_log_probs` of
-engine/head.py, for all larger ones. Head and loss of Qwen2.5-0.5B: hidden size 896, vocabulary
-151,936; fp32 on the CPU, bf16 on a GPU.
+engine/update/head.py, for all larger ones. Head and loss of Qwen2.5-0.5B: hidden size 896,
+vocabulary 151,936; fp32 on the CPU, bf16 on a GPU.
 """
 
 import multiprocessing
@@ -20,8 +20,8 @@ from rollouts import QWEN_SHAPES, random_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from engine.head import head_log_probs
-from engine.metrics import peak_memory_gb
+from engine.report.metrics import peak_memory_gb
+from engine.update.head import head_log_probs
 from main import CompletionScorer, token_log_probs
 
 HIDDEN, VOCABULARY, TEMPERATURE = 896, 151_936, 1.0

@@ -15,10 +15,10 @@ from dataclasses import replace
 import common  # noqa: F401  # first: it finds the script's modules
 import torch
 
-from engine.config_file import load_config
-from engine.distributed import World
-from engine.load import load_policy
-from engine.prompts import completion_text, render_prompt
+from engine.core.distributed import World
+from engine.questions.prompts import completion_text, render_prompt
+from engine.run.config_file import load_config
+from engine.run.load import load_policy
 from logger import Logger
 from main import DecodeBatch, decode_grouped
 

@@ -12,8 +12,8 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from engine.config import Section
-from engine.task_module import is_in_split
+from engine.core.config import Section
+from engine.questions.tasks import is_in_split
 from tasks.gsm8k import MAX_TAIL_CHARS, lenient_answer
 
 

@@ -12,9 +12,9 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from engine.arithmetic import NUMBER
-from engine.config import Section
-from engine.task_module import Hub
+from engine.core.arithmetic import NUMBER
+from engine.core.config import Section
+from engine.questions.tasks import Hub
 
 
 class Options(Section):

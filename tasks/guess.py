@@ -9,8 +9,8 @@ import math
 import random
 import re
 
-from engine.config import TaskSettings
-from engine.task_module import is_in_split
+from engine.core.config import TaskSettings
+from engine.questions.tasks import is_in_split
 
 SIZE, MAX_GUESSES = 15, 4
 REWARD_PARTS = ("answer", "narrowed", "inside")

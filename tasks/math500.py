@@ -8,8 +8,8 @@ import re
 
 from pydantic import PositiveFloat
 
-from engine.config import Section
-from engine.task_module import Hub
+from engine.core.config import Section
+from engine.questions.tasks import Hub
 from tasks.grader import grade, last_boxed, normal_answer
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from pydantic import Field, PositiveFloat
 
-from engine.config import Section
-from engine.packages import import_package
-from engine.task_module import is_in_split
+from engine.core.config import Section
+from engine.core.packages import import_package
+from engine.questions.tasks import is_in_split
 from tasks import grader_worker
 from tasks.grader_worker import OutOfPatience, Worker, WorkerLost
 

@@ -34,22 +34,22 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-import engine.load
-import engine.lora
-import engine.model
+import engine.model.adapters
+import engine.model.load
+import engine.run.load
 import main
-from engine.batches import sample_in_batches
-from engine.config import Config
-from engine.config_file import load_config
-from engine.data import load_examples
-from engine.distributed import World
-from engine.load import load_policy, scores_in_blocks
-from engine.log import validation_samples
-from engine.model import Policy
-from engine.optimizer import make_optimizer
-from engine.run import Run
-from engine.task_module import load_task
-from engine.types import Completion, Log, Seed
+from engine.core.config import Config
+from engine.core.distributed import World
+from engine.core.types import Completion, Log, Seed
+from engine.model.policy import Policy
+from engine.questions.data import load_examples
+from engine.questions.tasks import load_task
+from engine.run.config_file import load_config
+from engine.run.load import load_policy, scores_in_blocks
+from engine.run.log import validation_samples
+from engine.run.state import Run
+from engine.sampling.batches import decode_in_batches
+from engine.update.optimizer import make_optimizer
 from logger import Logger
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -233,7 +233,7 @@ def load_trained(config: Config, world: World, log: Log = lambda line: None) -> 
 
 
 def load_run(config: Config) -> Run:
-    return engine.load.load_run(config, main.wrap_policy, main.DecodeBatch)
+    return engine.run.load.load_run(config, main.wrap_policy, main.DecodeBatch)
 
 
 def measure(run: Run) -> tuple[dict[str, float], list[dict]]:
@@ -285,7 +285,7 @@ def sample(
         "grouped": main.decode_grouped,
         "captured": functools.partial(main.decode_grouped, capture=True),
     }[backend or policy.backend]
-    return sample_in_batches(
+    return decode_in_batches(
         policy.sampler.eval(),
         prompts,
         seeds or [(seed(), i) for i in range(len(prompts))],
@@ -374,7 +374,7 @@ def in_fp64(patch: pytest.MonkeyPatch) -> None:
     too much for thousands of tokens, and below 1e-12 in fp64. Also for tests that compare
     gradients, whose rounding in fp32 is as large as the difference that they allow.
     """
-    load_model, add_adapter = engine.model.load_model, engine.lora.add_adapter
+    load_model, add_adapter = engine.model.load.load_model, engine.model.adapters.add_adapter
 
     def load_in_fp64(*arguments, **settings):
         return load_model(*arguments, **settings | {"dtype": torch.double})

@@ -4,12 +4,12 @@ import numpy as np
 import torch
 from harness import alone, make_config, seed
 
-from engine.config import Config
-from engine.distributed import World
-from engine.metrics import count_broken
-from engine.model import Policy
-from engine.tensors import right_pad
-from engine.types import Completion, Trajectory
+from engine.core.config import Config
+from engine.core.distributed import World
+from engine.core.tensors import right_pad
+from engine.core.types import Completion, Trajectory
+from engine.model.policy import Policy
+from engine.report.metrics import count_broken
 from logger import Logger
 from main import assign_advantages, make_micro_batches, update_policy
 

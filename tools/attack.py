@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from engine.task_module import load_task, reward_parts, schema
+from engine.questions.tasks import load_task, reward_parts, schema
 from tasks.grader_worker import Worker, WorkerLost, serve
 
 SIGN = "7305190721"  # code in which this number stands was made of our text

@@ -29,18 +29,18 @@ import torch
 from transformers import TextStreamer
 
 from engine import ROOT
-from engine.config import Config, ConfigError, TaskSettings
-from engine.config_file import combine, nest, parse_override, read_file, section_of, task_name
-from engine.data import load_examples
-from engine.distributed import init_world
-from engine.environment import begin
-from engine.errors import mistakes_cost_one_line
-from engine.load import load_policy
-from engine.metrics import Clock
-from engine.model import Policy
-from engine.prompts import assistant_prefix, pose
-from engine.task_module import built_in_tasks, load_task
-from engine.types import Trajectory
+from engine.core.config import Config, ConfigError, TaskSettings
+from engine.core.distributed import init_world
+from engine.core.statistics import Clock
+from engine.core.types import Trajectory
+from engine.model.policy import Policy
+from engine.questions.data import load_examples
+from engine.questions.prompts import assistant_prefix, pose
+from engine.questions.tasks import built_in_tasks, load_task
+from engine.run.config_file import combine, nest, parse_override, read_file, section_of, task_name
+from engine.run.load import load_policy
+from engine.run.mistakes import mistakes_cost_one_line
+from engine.sampling.environment import encode_questions
 from logger import Logger, format_reward, printable
 from main import DecodeBatch, decode_with_generate, reward_group
 
@@ -157,7 +157,7 @@ def answer(
     seeds, tokenizer = [(TYPED, config.training.seed, number)], policy.tokenizer
     context, params = policy.context_length, replace(policy.params, group_size=1)
     device, num_new = policy.model.device, params.max_new_tokens
-    (prompt_ids,), conversations = begin(
+    (prompt_ids,), conversations = encode_questions(
         task, config, [example], seeds, params, tokenizer, Clock(), context=context, device=device
     )
     if context is not None and len(prompt_ids) + num_new > context:

@@ -21,14 +21,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from engine.card import merged_card
-from engine.checkpoint import load_state, newest_whole, save_model
-from engine.config import Config, LoraSettings, ModelSettings
-from engine.config_file import read_file, section_of
-from engine.fingerprint import MODEL_FILES, of_model
-from engine.lora import base_of, quantization_config
-from engine.model import load_tokenizer
-from engine.packages import import_package
+from engine.core.config import Config, LoraSettings, ModelSettings
+from engine.core.packages import import_package
+from engine.model.adapters import base_of, quantization_config
+from engine.model.tokenizer import load_tokenizer
+from engine.run.card import merged_card
+from engine.run.checkpoint import load_state, newest_whole, save_model
+from engine.run.config_file import read_file, section_of
+from engine.run.fingerprint import MODEL_FILES, of_model
 
 
 def main() -> None:

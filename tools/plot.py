@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pandas
 
-from engine.packages import import_package
+from engine.core.packages import import_package
 
 BEST_OF = "eval/best_of_"  # the column's name goes on with the number of samples
 PANELS = (  # metric, title, label of the y-axis

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.config import Config, dotted_values
-from engine.config_file import read_file, task_name
-from engine.files import read_lines, read_text, without_nan
-from engine.task_module import built_in_tasks, load_task, schema
-from engine.yaml_text import show
+from engine.core.config import Config, dotted_values
+from engine.core.files import read_lines, read_text, without_nan
+from engine.core.yaml_text import show
+from engine.questions.tasks import built_in_tasks, load_task, schema
+from engine.run.config_file import read_file, task_name
 from logger import shorten
 from tools.plot import BEST_OF, PANELS, Table, points, read_table
 

@@ -1,11 +1,11 @@
-"""Write config.yaml anew from the schema in engine/config.py: `python -m tools.write_config`."""
+"""Write config.yaml anew from the schema, engine/core/config.py: `python -m tools.write_config`."""
 
 import subprocess
 from pathlib import Path
 
 from engine import ROOT
-from engine.config import explained
-from engine.task_module import load_task, schema
+from engine.core.config import explained
+from engine.questions.tasks import load_task, schema
 
 
 def write_config(file: Path) -> None:

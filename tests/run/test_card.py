@@ -13,11 +13,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from engine.card import merged_card, model_card
-from engine.checkpoint import save_model
-from engine.prompts import encode_prompts
-from engine.run import State
-from engine.task_module import load_task
+from engine.questions.prompts import encode_prompts
+from engine.questions.tasks import load_task
+from engine.run.card import merged_card, model_card
+from engine.run.checkpoint import save_model
+from engine.run.state import State
 
 MEASURED = {"eval/pass@1": 0.67912, "eval/pass@1_low": 0.65, "eval/pass@1_high": 0.7}
 MEASURED |= {"eval/pass@8": 0.9, "eval/pass@16": 0.95, "eval/completion_tokens": 31.23}

@@ -15,7 +15,7 @@ import torch
 from harness import finish, forkserver, program, read_rows, run_program, train
 from transformers import AutoModelForCausalLM
 
-from engine import checkpoint
+from engine.run import checkpoint
 
 # Whole runs
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from harness import alone, make_config, read_rows, train
 
-from engine.metrics import WATCHED, mean_of_last, signs_of_collapse
-from engine.run import Run, State
+from engine.report.metrics import WATCHED, mean_of_last, signs_of_collapse
+from engine.run.state import Run, State
 from logger import Logger
 
 HEALTHY = {"train/solved": 0.6, "train/entropy": 0.3, "train/truncated_frac": 0.1}

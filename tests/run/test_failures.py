@@ -45,13 +45,13 @@ from harness import (
 )
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-import engine.distributed
+import engine.core.distributed
 import main
-from engine import checkpoint
-from engine.config_file import load_config
-from engine.distributed import World, agree_on_start, read_environment
-from engine.errors import crashes_name_the_fix, mistakes_cost_one_line
-from engine.run import Run
+from engine.core.distributed import World, agree_on_start, read_environment
+from engine.run import checkpoint
+from engine.run.config_file import load_config
+from engine.run.mistakes import crashes_name_the_fix, mistakes_cost_one_line
+from engine.run.state import Run
 from logger import Logger
 
 FOUR, SEVEN, LONG = (f"training.num_steps={steps}" for steps in (4, 7, 100000))
@@ -204,7 +204,7 @@ def test_a_resumed_run_evaluates_where_another_interval_asks_for_it(
 def send_signals(times_s: list[float], numbers: list[int]) -> None:
     """Get these signals at these times, and exit with the number of the one that is noted."""
     world, clock = alone(), iter(times_s)
-    engine.distributed.time = SimpleNamespace(monotonic=lambda: next(clock))
+    engine.core.distributed.time = SimpleNamespace(monotonic=lambda: next(clock))
     world.catch_signals()
     for number in numbers:
         signal.raise_signal(number)

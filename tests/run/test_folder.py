@@ -20,7 +20,7 @@ from harness import (
 )
 from transformers import AutoModelForCausalLM
 
-from engine import checkpoint
+from engine.run import checkpoint
 
 TWO, THREE = "training.num_steps=2", "training.num_steps=3"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from harness import assert_same, read_rows, seed, train, train_forked
 
-from engine import checkpoint
+from engine.run import checkpoint
 
 pytestmark = pytest.mark.slow
 

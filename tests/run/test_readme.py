@@ -18,9 +18,9 @@ from packaging.requirements import Requirement
 from tokenizers import Tokenizer
 
 import countdown
-from engine.config_file import combine
-from engine.optimizer import LossScale
-from engine.types import MicroBatch
+from engine.core.types import MicroBatch
+from engine.run.config_file import combine
+from engine.update.optimizer import LossScale
 from main import accumulate_gradient, grpo_advantages, token_weights
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -24,10 +24,10 @@ from harness import (
 from transformers import AutoModelForCausalLM, NanoChatConfig, NanoChatForCausalLM
 
 import main
-from engine.config import Config
-from engine.config_file import load_config
-from engine.log import run_evaluation
-from engine.optimizer import make_optimizer
+from engine.core.config import Config
+from engine.run.config_file import load_config
+from engine.run.log import run_evaluation
+from engine.update.optimizer import make_optimizer
 
 REAL_FILES = {"gsm8k": "gsm8k/test.jsonl", "math500": "math500/test.json"}
 ROWS = {

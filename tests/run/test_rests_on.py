@@ -19,13 +19,13 @@ from harness import (
 )
 from transformers import AutoModelForCausalLM
 
-from engine.config import Config, ConfigError
-from engine.data import QuestionStream
-from engine.distributed import World
-from engine.fingerprint import BLOCK, NUM_BLOCKS, of_model, of_questions
-from engine.load import run_folder, settle
-from engine.resume import write_config
-from engine.run import Run
+from engine.core.config import Config, ConfigError
+from engine.core.distributed import World
+from engine.questions.data import QuestionStream
+from engine.run.fingerprint import BLOCK, NUM_BLOCKS, of_model, of_questions
+from engine.run.load import pin, run_folder
+from engine.run.saving import write_config
+from engine.run.state import Run
 from logger import Logger
 from tools import export
 
@@ -120,7 +120,7 @@ def hub(tmp_path, monkeypatch) -> Path:
 def first_start(folder: Path, *overrides: str) -> tuple[Config, Config]:
     """The configuration of a run, and that which its first start has written."""
     config = make_config(f"run.dir={folder}", "run.name=x", *overrides)
-    settled = settle(config, alone())
+    settled = pin(config, alone())
     run_folder(config).mkdir()
     write_config(run_folder(config), settled)
     return config, settled
@@ -130,10 +130,10 @@ def test_a_hub_model_goes_on_at_the_commit_that_it_began_with(tmp_path, hub):
     config, settled = first_start(tmp_path, "model.name=a/b")
     assert settled.model.revision == of_model(settled) == "1" * 40
     hub.write_text("2" * 40)
-    assert settle(config, alone()) == settled
+    assert pin(config, alone()) == settled
     for override, digit in (("run.name=y", "2"), (f"model.revision={'c' * 40}", "c")):
         other = make_config(f"run.dir={tmp_path}", "run.name=x", "model.name=a/b", override)
-        assert settle(other, alone()).model.revision == digit * 40
+        assert pin(other, alone()).model.revision == digit * 40
     branch = make_config("model.name=a/b", "model.revision=main")
     assert of_model(branch) == "2" * 40  # a branch moves too
 
@@ -142,8 +142,8 @@ def test_a_run_keeps_the_day_of_its_first_start(tmp_path):
     """Bug: a chat template that writes the date gave a resumed run other prompts."""
     _, settled = first_start(tmp_path, "task.template_date='2020-02-29'")
     assert settled.task.template_date == "2020-02-29"
-    assert settle(make_config(f"run.dir={tmp_path}", "run.name=x"), alone()) == settled
-    today = settle(make_config(f"run.dir={tmp_path}", "run.name=y"), alone()).task.template_date
+    assert pin(make_config(f"run.dir={tmp_path}", "run.name=x"), alone()) == settled
+    today = pin(make_config(f"run.dir={tmp_path}", "run.name=y"), alone()).task.template_date
     assert abs((date.fromisoformat(today) - date.today()).days) <= 1  # it may be midnight
 
 

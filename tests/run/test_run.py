@@ -32,13 +32,13 @@ from harness import (
     write_questions,
 )
 
-import engine.errors
+import engine.run.mistakes
 import main
-from engine.config_file import load_config
-from engine.distributed import World
-from engine.log import run_evaluation
-from engine.run import Run
-from engine.types import SamplingParams
+from engine.core.distributed import World
+from engine.core.types import SamplingParams
+from engine.run.config_file import load_config
+from engine.run.log import run_evaluation
+from engine.run.state import Run
 
 SIZES = [
     f"training.seed={seed()}",
@@ -348,7 +348,7 @@ def test_a_mistake_is_printed_once(capsys, monkeypatch, tmp_path, variable, wait
     Bug: torchrun ends all ranks with the first one, so another rank has to wait for rank 0.
     """
     waited_s = []
-    monkeypatch.setattr(engine.errors.time, "sleep", waited_s.append)
+    monkeypatch.setattr(engine.run.mistakes.time, "sleep", waited_s.append)
     monkeypatch.setenv(variable, "1")
     monkeypatch.setattr(sys, "argv", ["main.py", f"run.dir={tmp_path}", "training.num_step=5"])
     with pytest.raises(SystemExit) as caught:

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from harness import ROOT
 
-from engine.config_file import load_config
+from engine.run.config_file import load_config
 
 # What the four sources share, by choice or because they do not have the feature
 PLAIN = "training: {policy_loss: ppo, clip_eps: 0.2, tis_clip: null, skip_truncated: false}"

@@ -23,11 +23,11 @@ from reference import (
 )
 from transformers import Qwen2ForCausalLM
 
-from engine.calculator import STYLES, Calculator
-from engine.metrics import rollout_sums
-from engine.model import Policy
-from engine.prompts import completion_text
-from engine.types import Completion, Trajectory
+from engine.core.types import Completion, Trajectory
+from engine.model.policy import Policy
+from engine.questions.prompts import completion_text
+from engine.report.metrics import rollout_sums
+from engine.sampling.calculator import STYLES, Calculator
 
 START, END, REPLY, REPLIED = (*STYLES["nanochat"][:2], "<|output_start|>", "<|output_end|>")
 # Which tokens may follow which, each as likely as the others. In one case of two a completion asks

@@ -20,11 +20,11 @@ from harness import make_config, make_policy, make_run, save_writer
 from transformers import Qwen2ForCausalLM
 
 import main
-from engine.environment import Conversation, begin, check_environment
-from engine.metrics import Clock
-from engine.run import Run
-from engine.task_module import RewardError
-from engine.types import Trajectory
+from engine.core.statistics import Clock
+from engine.core.types import Trajectory
+from engine.questions.tasks import RewardError
+from engine.run.state import Run
+from engine.sampling.environment import Conversation, check_environment, encode_questions
 from tools import chat
 
 # Turns end and tools are called as in Qwen2.5's chats; the words are our own.
@@ -282,7 +282,7 @@ def test_an_end_token_that_is_inserted_ends_nothing(folder, backend):
 
 def start(run: Run) -> Conversation:
     """The first of the conversations that `play` has."""
-    _, ((conversation, *_),) = begin(
+    _, ((conversation, *_),) = encode_questions(
         run.task,
         run.config,
         [{"n": 1}],

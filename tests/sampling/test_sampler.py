@@ -35,21 +35,21 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from engine.batches import (
+from engine.core.distributed import init_world
+from engine.core.tensors import keep_likeliest, left_pad
+from engine.core.types import Completion, SamplingParams
+from engine.model.policy import Policy, copy_in
+from engine.model.probes import supports_grouped
+from engine.sampling.batches import (
     cache_bytes_per_token,
     cached_layers,
     decode_bytes_per_row,
-    sample_in_batches,
+    decode_in_batches,
     tokens_that_fit,
 )
-from engine.cache import Room, whole_leaps
-from engine.distributed import init_world
-from engine.generate import get_generation_config
-from engine.graphs import CapturedSteps
-from engine.model import Policy, copy_in
-from engine.probe import supports_grouped
-from engine.tensors import keep_likeliest, left_pad
-from engine.types import Completion, SamplingParams
+from engine.sampling.cache import ReservedColumns, grown_length
+from engine.sampling.generate import get_generation_config
+from engine.sampling.graphs import CapturedSteps
 from main import (
     DecodeBatch,
     decode_grouped,
@@ -571,7 +571,7 @@ def test_the_cache_grows_as_long_as_rows_stay_and_within_the_limit(model_folder,
     The limit holds if all rows stay to the end, with 64 bytes a token for records and the like. If
     rows leave early, at least half of the cache is never taken.
     """
-    monkeypatch.setattr("engine.cache.LEAP", 16)
+    monkeypatch.setattr("engine.sampling.cache.GROWTH", 16)
     model = make_policy(model_folder).sampler.eval()
     sizes = {"num_rows": 64, "max_new_tokens": 128}
     config, num_tokens = model.config, 3 + 128
@@ -657,18 +657,18 @@ def test_a_batch_that_is_too_large_is_decoded_again_in_halves(rotary_model_folde
         return decode_grouped(policy.sampler, prompts, seeds, params, **settings)
 
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
-    monkeypatch.setattr("engine.batches.tokens_that_fit", lambda *arguments: 10**6)
+    monkeypatch.setattr("engine.sampling.batches.tokens_that_fit", lambda *arguments: 10**6)
     prompts, seeds = [*RAGGED, [33]], [*SEEDS, (seed(), 99)]
     params = replace(policy.params, max_new_tokens=12, eos_ids=(), group_size=4)
     settings = {"decode": decode, "max_batch_tokens": None, "log": lines.append}
     settings |= {"on_progress": lambda num_ended: None}
     limit = 2
-    groups = sample_in_batches(on_gpu, prompts, seeds, params, **settings)
+    groups = decode_in_batches(on_gpu, prompts, seeds, params, **settings)
     assert decoded == [5, 3, 2, 2, 1] and lines == ["5 questions x 4 samples took 3 batches"]
     assert_equal(groups, sample(policy, prompts, seeds, num_samples=4, eos_ids=()))
     limit = 0
     with pytest.raises(torch.OutOfMemoryError):
-        sample_in_batches(on_gpu, prompts, seeds, params, **settings)
+        decode_in_batches(on_gpu, prompts, seeds, params, **settings)
     assert decoded[5:] == [5, 3, 2, 1]
 
 
@@ -686,7 +686,7 @@ def test_no_step_asks_for_a_value():
         model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes), dtype=torch.bfloat16)
     uniforms, params = torch.empty(16, 12, device="meta"), replace(PLAIN, group_size=4)
     batch = UnmaskedPrefill(model.eval(), RAGGED, uniforms, params)
-    assert batch.room.is_there
+    assert batch.reserved.is_possible
     with torch.no_grad():
         for num_columns in (11, 12, 13):
             batch.step(num_columns)
@@ -716,8 +716,8 @@ def test_no_layer_has_to_convert_the_mask_or_to_pad_it(rotary_model_folder):
     with torch.no_grad():
         batch = DecodeBatch(model, RAGGED, uniforms, PLAIN)
     limit = batch.mask.shape[1]
-    num_columns = whole_leaps(limit, limit=limit)
-    mask = batch.room.show(batch.mask, num_columns)
+    num_columns = grown_length(limit, limit=limit)
+    mask = batch.reserved.reserve(batch.mask, num_columns)
     assert limit % 16 != 0 and num_columns % 16 == 0
     assert mask.dtype == model.dtype and mask.shape == (len(RAGGED), 1, 1, num_columns)
     assert torch.equal(mask[:, 0, 0, :limit] == 0, batch.mask)
@@ -743,12 +743,12 @@ def test_eager_attention_is_scored_as_it_was_sampled(model_folder, graphs, backe
 
 def test_the_probe_sees_a_mask_that_is_added_instead_of_applied(rotary_model_folder, monkeypatch):
     """Bug: in bf16 its tolerance was wider than the error, and its prompt had no padding."""
-    show, overrides = Room.show, ["model.attn_implementation=eager"]
+    reserve, overrides = ReservedColumns.reserve, ["model.attn_implementation=eager"]
     model = make_policy(rotary_model_folder, *overrides).sampler
     model = copy_in(torch.bfloat16, model, CPU)
     assert supports_grouped(model, DecodeBatch)
 
-    monkeypatch.setattr(Room, "show", lambda *arguments: show(*arguments) == 0)
+    monkeypatch.setattr(ReservedColumns, "reserve", lambda *given: reserve(*given) == 0)
     assert not supports_grouped(model, DecodeBatch)
 
 

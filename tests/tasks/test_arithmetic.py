@@ -8,8 +8,8 @@ from harness import assert_linear, cpu_seconds, load_rows, make_config, seed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.prompts import render_prompts
-from engine.task_module import is_in_split
+from engine.questions.prompts import render_prompts
+from engine.questions.tasks import is_in_split
 from tasks import arithmetic
 from tasks.arithmetic import Options, parse_question, question_key
 

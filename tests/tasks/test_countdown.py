@@ -24,7 +24,7 @@ from countdown import (
     parse_question,
     question_key,
 )
-from engine.task_module import is_in_split
+from engine.questions.tasks import is_in_split
 
 NUMS, TARGET = [3, 7, 25], 46  # 25 + 3 * 7
 EXAMPLE = {"nums": NUMS, "target": TARGET}

@@ -10,7 +10,7 @@ from harness import ROOT, load_rows, load_run, read_jsonl, read_rows, save_write
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 import main
-from engine.config_file import load_config
+from engine.run.config_file import load_config
 from tasks import guess
 
 QUESTION = {"low": 23, "high": 37, "number": 28}

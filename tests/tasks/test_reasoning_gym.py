@@ -8,8 +8,8 @@ import time
 import pytest
 from harness import load_rows
 
-from engine.config import TaskSettings
-from engine.task_module import reward_parts
+from engine.core.config import TaskSettings
+from engine.questions.tasks import reward_parts
 from tasks import reasoning_gym as task
 from tasks.reasoning_gym import EXAMPLE_ROW, REFUSED, Options, parse_row
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from harness import ENVIRONMENT, ROOT
 
-from engine.task_module import built_in_tasks
+from engine.questions.tasks import built_in_tasks
 from tools.attack import SLOW, attack
 
 NAIVE = r"""

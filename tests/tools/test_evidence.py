@@ -11,9 +11,9 @@ import pytest
 from harness import ROOT, load_run, make_config, make_policy, make_run
 
 import main
-from engine.config import Config, dotted_values
-from engine.config_file import load_config
-from engine.evaluation import evaluation_metrics
+from engine.core.config import Config, dotted_values
+from engine.report.evaluation import evaluation_metrics
+from engine.run.config_file import load_config
 
 
 def load(name: str):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from harness import make_config
 
-from engine.config_file import dump
+from engine.run.config_file import dump
 from logger import Logger
 from tools import report
 

@@ -12,9 +12,9 @@ import torch
 from harness import ROOT, alone, make_config, make_policy, make_run
 
 import main
-from engine.data import QuestionStream
-from engine.metrics import WATCHED
-from engine.types import Completion, Trajectory
+from engine.core.types import Completion, Trajectory
+from engine.questions.data import QuestionStream
+from engine.report.metrics import WATCHED
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 switched, ablations = (importlib.import_module(name) for name in ("switched", "ablations"))

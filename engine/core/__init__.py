@@ -1,0 +1,1 @@
+"""What every room uses: types, tensors, ranks, the schema of the config, statistics, files."""

@@ -1,0 +1,550 @@
+"""The configuration of a run: every key with its default, type and limits, and rules for values.
+
+To add a key, write it here with its explanation below it; `python -m tools.write_config` puts it
+into config.yaml. A task adds keys of its own to the task section by a class `Options`.
+"""
+
+import os
+import textwrap
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from engine import ROOT
+from engine.core.yaml_text import show
+
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[list[Text], Field(min_length=1)]
+PathText = Annotated[Text, AfterValidator(os.path.expanduser)]  # a file, a folder or a hub id
+
+
+def in_checkout(name: str) -> str:
+    """The path of the checkout's model of this name, such as tiny, if there is none here."""
+    is_there = os.path.isfile(ROOT / name / "config.json")
+    return str(ROOT / name) if is_there and not os.path.exists(name) else name
+
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+# Limits that no sensible run comes near: a slip of the keyboard must not start endless work.
+Count = Annotated[int, Field(gt=0, le=1_000_000)]
+Rate = Annotated[float, Field(gt=0, le=10)]
+Weight = Annotated[float, Field(ge=-1_000_000, le=1_000_000)]
+MIN_TEMPERATURE = 0.01  # logits / 0.01 are still finite
+Temperature = Annotated[float, Field(ge=MIN_TEMPERATURE, le=100)]
+
+
+class Section(
+    BaseModel,
+    extra="forbid",
+    strict=True,
+    frozen=True,
+    allow_inf_nan=False,
+    use_attribute_docstrings=True,
+):
+    """What all sections share: no unknown keys, no silent conversion ("3" is not 3), read-only."""
+
+
+class RunSettings(Section):
+    """Where the results of the run are kept."""
+
+    name: str | None = Field(None, pattern=r"^\w[\w.+=@-]*$")
+    """The folder of this run inside `dir`. Runs of the same name are the same run: a second start
+    goes on where the first one ended. null makes the name
+    <task>-<model>-<learning_type>-s<seed>."""
+    dir: PathText = "runs"
+    """The folder that holds the folders of all runs."""
+
+
+class LoraSettings(Section):
+    r: int = Field(8, gt=0, le=4096)
+    alpha: Count = 32
+    dropout: Fraction = 0.0
+    target_modules: Literal["all-linear"] | Texts = "all-linear"
+
+
+class ModelSettings(Section):
+    """The model that is trained."""
+
+    name: Annotated[PathText, AfterValidator(in_checkout)] = "tiny"
+    """The causal language model to start from: a folder with Hugging Face files, or an id on the
+    hub."""
+    revision: str | None = None
+    """The branch, tag or commit of a model on the hub. A commit makes the run repeatable; null
+    takes the newest version, and a run that goes on the one that it began with."""
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The precision of the arithmetic; the trained weights are float32 in any case. bfloat16 is
+    fast. float16 is as fast on a GPU and rounds 8 times less, but its numbers end at 65504: the
+    loss is scaled, and not every model stays within. float32 is exact, but several times slower on
+    a GPU. auto is bfloat16 autocast on a GPU that can do it, float16 on others if this model's
+    logits are then near those of float32, and float32 elsewhere. A CPU can be faster with bfloat16
+    too, if it multiplies it in hardware (on Linux lscpu then lists avx512_bf16 or amx_bf16); else
+    it is far slower."""
+    attn_implementation: Text = "sdpa"
+    """The attention kernel, by its name in transformers: sdpa works everywhere, eager is slow and
+    plain, flash_attention_2 needs the package of that name. Rollouts are fast with the first
+    two."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them. The update then needs
+    much less memory, and takes about a third longer."""
+    shard: bool = False
+    """false keeps the whole model, its gradients and the optimizer's averages on each GPU (DDP), 16
+    bytes a weight. true cuts them into one part for each rank (FSDP2), for a model that is too
+    large for that; only the copy that samples, 2 bytes a weight, stays whole. Each pass then waits
+    for weights of the other ranks. Set gradient_checkpointing too: without it the update keeps all
+    weights in bfloat16, 2 more bytes each. It takes adamw and no lora, and run.dir on a disk that
+    all nodes share, since each rank saves its part there. At the start each rank needs 4 bytes a
+    weight of host memory. The checkpoints can only be resumed; best/ is a model as ever."""
+    lora: LoraSettings | None = None
+    """null trains all weights. {r: 8, alpha: 32, dropout: 0.0} leaves them as they are and trains a
+    low-rank adapter instead (LoRA, arXiv:2106.09685; package peft): to every linear layer of the
+    blocks it adds alpha / r times the product of two matrices of rank r. Dropout acts in the update
+    alone, and differently in every pass. So with dropout above 0 the policy that is scored is not
+    the one that sampled, and with num_iterations above 1 the ratios are never quite 1. A list such
+    as target_modules: [q_proj, v_proj] names the layers, instead of all-linear."""
+    load_in_4bit: bool = False
+    """Keep the weights below the adapter in 4 bits (NF4 with double quantisation; package
+    bitsandbytes). They take a quarter of the memory of bfloat16 and are a little less exact."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with the model. Do this only for authors whom you trust."""
+
+
+class TaskSettings(Section):
+    """The questions, and what a good completion earns. A task has keys of its own in this section,
+    which stand at its end; remove the # in front of one to set it. Those of another task are
+    printed by `python main.py --help task.name=gsm8k`."""
+
+    name: Text = "countdown"
+    """The task's name: countdown, the name of a file in tasks/ (arithmetic, gsm8k, guess, math500
+    or reasoning_gym), or the name of your own file in the folder where you run main.py (tv for
+    tv.py)."""
+    train: PathText = "generated"
+    """The training questions: `generated` (by the task, if it can, as Countdown does), the id of a
+    dataset on the hub, or a local .jsonl, .json, .csv or .parquet file. For a model with a chat
+    template, questions that hold one of its special tokens are left out."""
+    eval: PathText = "generated"
+    """The validation questions, from the same kinds of source. The model is never trained on any of
+    them, even where both sources are the same."""
+    reward_weights: dict[str, Weight] = {"format": 0.1, "answer": 1.0}
+    """The weight of each part of the reward. The reward is the sum of weight times part. With more
+    weight on format the model learns the layout sooner and the answers later."""
+    max_train_examples: Count | None = None
+    """The number of training questions: so many are drawn by the seed, or are the first ones
+    without shuffle. null takes them all."""
+    shuffle: bool = True
+    """Draw a new order of the training questions for each epoch. false keeps the order of the
+    file."""
+    system_prompt: Text | None = None
+    """Your own system message, in place of the task's. null keeps what the task writes."""
+    prompt: Text | None = None
+    """Your own wording of the question, in place of the task's. {question} stands for the value of
+    that key of the question, and so on for its other keys; all other braces stay, as LaTeX needs
+    them. An answer that the task begins, such as "<think>", is still begun. null keeps the task's
+    wording."""
+    template_options: dict[str, bool | int | float | str] = {}
+    """What the model's chat template is told, such as {enable_thinking: false} for Qwen3 and
+    Qwen3.5."""
+    template_date: str | None = Field(None, pattern=r"^\d{4}-\d\d-\d\d$")
+    """What a chat template takes for today, such as "2026-11-23". null is the day of the first
+    start."""
+
+
+class SamplingSettings(Section):
+    """How completions are sampled during training and evaluation."""
+
+    backend: Literal["grouped", "generate"] = "grouped"
+    """How tokens are generated. grouped reads each prompt once for all its samples, and drops rows
+    from the batch as they end. generate is transformers' own loop: slower, but it works for any
+    model."""
+    temperature: Temperature = 1.0
+    """The temperature of training samples, and of the log-probabilities that are trained on. At a
+    higher temperature the model explores more and solves less; at a low one the samples of a group
+    are alike, and there is little to learn from them."""
+    top_p: float = Field(1.0, ge=1e-6, le=1)
+    """Sample only from the most likely tokens that together hold this share of the probability.
+    Below 1 the distribution that is sampled is no longer the one that is trained."""
+    top_k: NonNegativeInt = 0
+    """Sample only from this many most likely tokens; 0 is off. Above 0 the distribution that is
+    sampled is no longer the one that is trained."""
+    stop: list[Text] = []
+    """More tokens at which a completion ends, such as ["<|bos|>"]. It ends in any case at those
+    that the model's files name, and at the one that its chat template writes after an assistant's
+    turn; all of them are printed at the start."""
+    max_batch_tokens: PositiveInt | None = None
+    """The most tokens that are decoded at once: rows times (longest prompt + new tokens). null
+    takes what fits into the GPU's free memory, and 131072 on a CPU. Lower it if sampling runs out
+    of memory."""
+    calculator: Literal["gsm8k", "nanochat"] | None = None
+    """A calculator that writes exact results into completions; null is none. gsm8k continues
+    <<12*3= with 36>>, as in the solutions of GSM8K. nanochat continues
+    <|python_start|>12*3<|python_end|> with <|output_start|>36<|output_end|>, in the special tokens
+    of nanochat's models. What it writes counts in the completion's length and is not trained on."""
+    max_turns: Count = 8
+    """The most turns that the model has with a task's Environment (docs/tasks.md); after so many a
+    completion has ended, and is not taken for one that was cut off."""
+
+
+class TrainingSettings(Section):
+    """The learning algorithm. A step is one batch of completions and the update that is made from
+    it."""
+
+    learning_type: Literal["grpo", "sil"] = "grpo"
+    """grpo trains on all samples, each weighted by how much better it was than the mean of its
+    group. sil (self-improvement learning) imitates the best samples of every question."""
+    num_steps: PositiveInt = 20
+    """The number of steps."""
+    num_epochs: float | None = Field(None, gt=0, le=10_000)
+    """The number of times that the training questions are gone through, such as 1 or 0.5: it sets
+    num_steps, rounded down, and a file gives only one of the two. Questions that are too long
+    count. null means num_steps. Generated questions have no epochs."""
+    num_samples_per_step: Count = 16
+    """The number of questions in a step on each rank. More of them make the gradient less noisy and
+    the step longer."""
+    num_samples_per_step_global: Count | None = None
+    """The number of questions in a step over all ranks; the number of ranks must divide it. The run
+    then takes the same steps on any number of ranks. null means num_samples_per_step on each
+    rank."""
+    k_best_of_n: list[Count] = Field([16, 16], min_length=2, max_length=2)
+    """[k, n]: n completions are sampled for each question, and the k best are trained on. grpo
+    trains on all of them (k = n); sil needs k < n, such as [2, 32]."""
+    max_new_gen_tokens: Count = 320
+    """The greatest length of a completion, in tokens. A longer one is cut off, and usually earns
+    nothing."""
+    micro_batch_tokens: PositiveInt = 2_048
+    """The most tokens in a forward and backward pass: rows times the longest (prompt + completion).
+    A row that is longer goes alone. The gradient does not depend on it. 2048 suits a CPU: there is
+    little padding, and caches hold it. A GPU is faster with 8192 or more, as long as its memory
+    allows."""
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """adamw keeps two float32 averages for each weight. adamw_8bit (package bitsandbytes) keeps
+    them in 8 bits, which saves 6 bytes for each weight. muon updates the matrices of the blocks by
+    Muon, which keeps one average, and the embeddings, the head and the vectors by AdamW."""
+    learning_rate: Rate = 6.0e-4
+    """AdamW's learning rate after the warm-up. A higher one learns faster, until the model
+    collapses. Big models need a far lower one: about 1e-6 for 3 billion weights."""
+    muon_learning_rate: Rate = 1.0e-3
+    """For muon, the learning rate of the matrices, on the same schedule. A step changes each
+    direction of a matrix by about this much, however large the gradient is."""
+    embedding_learning_rate: Rate | None = None
+    """For muon, AdamW's learning rate of the embeddings, and of the head too where it shares their
+    weights, on the same schedule. null means learning_rate."""
+    adam_betas: list[Fraction] = Field([0.9, 0.999], min_length=2, max_length=2)
+    """The shares of AdamW's two averages that stay at each step: of the gradient and of its
+    square."""
+    adam_eps: float = Field(1.0e-8, gt=0, le=1)
+    """What AdamW adds to the root of the second average before it divides by it."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """The learning rate after the warm-up: constant, or falling to 0 in a straight line (linear) or
+    along a cosine, as in transformers. It would reach 0 one step after the last."""
+    warmup_steps: NonNegativeInt = 5
+    """The number of steps in which the learning rate rises in a straight line to its full value,
+    while AdamW's averages settle; 0 is off."""
+    weight_decay: float = Field(0.0, ge=0, le=10)
+    """Decoupled weight decay, for each step and unit of the learning rate; 0 is off."""
+    max_grad_norm: PositiveFloat = 1.0
+    """A gradient whose norm is larger is scaled down to this norm. A lower limit is safer and
+    slower."""
+    advantage: Literal["mean", "zscore"] = "mean"
+    """For grpo, mean is the reward minus the mean of its group. zscore also divides by the group's
+    standard deviation, which gives very easy and very hard questions more weight."""
+    loss_normalization: Literal["dr_grpo", "token", "sequence", "sum"] = "dr_grpo"
+    """What the loss is divided by. dr_grpo: rows times max_new_gen_tokens, so that length has no
+    influence. token: all completion tokens. sequence: each row's own length and then the rows,
+    which favours short right answers and long wrong ones. sum: the rows."""
+    policy_loss: Literal["ppo", "cispo", "gspo"] = "ppo"
+    """The loss of completions that an earlier update has used already, so it matters if
+    num_iterations is above 1; the first update is plain REINFORCE in any case. ppo cuts off the
+    gradient of tokens whose probability ratio has gone too far. cispo (arXiv:2506.13585) still
+    trains those tokens, but limits the ratio that weighs them to 1 + clip_eps_high; there is no
+    lower limit. gspo (arXiv:2507.18071) is ppo with one ratio for a whole completion, the geometric
+    mean of those of its tokens. It hardly leaves 1, so set clip_eps: 3.0e-04 and clip_eps_high:
+    4.0e-04 too; in its paper loss_normalization is sequence."""
+    kl_coef: float = Field(0.0, ge=0, le=1000)
+    """The weight of the KL penalty, which holds the policy near the model that the run started
+    from. 0 is off and costs nothing; 0.001 to 0.04 is usual. Above 0 a frozen copy of that model is
+    kept in memory (with model.lora it is the model without its adapter), it scores every batch too,
+    and completions without an advantage are in the update."""
+    num_iterations: Count = 1
+    """The number of updates made from the same completions. Above 1 a step learns more from each
+    sample, with the clipped ratio of policy_loss."""
+    clip_eps: float = Field(0.2, gt=0, lt=1)
+    """How far the probability ratio may fall below 1 before its gradient is cut, and how far it may
+    rise above 1 unless clip_eps_high says otherwise. It matters if num_iterations is above 1."""
+    clip_eps_high: PositiveFloat | None = None
+    """How far the probability ratio may rise above 1; null means clip_eps. A higher value lets
+    unlikely tokens grow faster."""
+    tis_clip: PositiveFloat | None = None
+    """Weigh each token by how much more likely it is for the trained policy than for the sampler,
+    at most by this factor (truncated importance sampling; 2 is usual); null is off. It corrects for
+    `train/sampler_mismatch`, which is large if sampling is in bf16."""
+    skip_truncated: bool = False
+    """Do not train on completions that were cut off at max_new_gen_tokens. They still count in the
+    mean of their group."""
+    max_skipped_steps: PositiveInt = 10
+    """Stop after this many steps in a row whose loss or gradient was not finite."""
+    stop_on_collapse: bool = False
+    """Stop if the model has collapsed: over the last steps it solves half of what it solved at its
+    best, or its entropy is near 0, or most of its completions are cut off. false only warns."""
+    seed: int = Field(0, ge=0, lt=2**32)
+    """The seed of the questions, their order and the samples. Another seed makes another run."""
+
+    @property
+    def group_size(self) -> int:
+        return self.k_best_of_n[1]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the loss is -A log pi in every pass: see `apply_options` in losses.py."""
+        return self.num_iterations == 1 and self.kl_coef == 0 and self.tis_clip is None
+
+
+class ValidationSettings(Section):
+    """How the model is measured, on questions that it is never trained on."""
+
+    every: PositiveInt = 10
+    """The number of steps between two evaluations. The start and the end are always evaluated.
+    Training does not depend on it."""
+    num_examples: Count = 512
+    """The number of validation questions over all ranks. Four times as many make the interval
+    around pass@1 half as wide."""
+    best_of_n: Count = 8
+    """The number of completions sampled for each validation question. pass@1 is the share of them
+    that are right; best of n is the share of questions with a right one among them."""
+    pass_k: list[Count] = Field([1, 8], min_length=1)
+    """The k for which pass@k is reported, which is the chance that one of k samples is right. Each
+    is at most best_of_n."""
+    best_by: Literal["pass@1", "best_of_n"] = "pass@1"
+    """What chooses the model in best/: the highest pass@1, or the highest best_of_n."""
+    temperature: float = Field(1.0, ge=0, le=100)
+    """The temperature of validation samples. A lower one usually raises pass@1 and lowers best of
+    n. 0 is greedy: always the likeliest token, so best_of_n must be 1."""
+    max_new_gen_tokens: Count | None = None
+    """The greatest length of a validation completion, in tokens; null means that of training."""
+
+    @property
+    def best_metric(self) -> str:
+        return "eval/pass@1" if self.best_by == "pass@1" else f"eval/best_of_{self.best_of_n}"
+
+
+class CheckpointSettings(Section):
+    """What is saved, so that a run can be killed at any moment and go on."""
+
+    every: PositiveInt = 20
+    """The number of steps between two checkpoints. The end of the run makes one too, and so does a
+    signal (SIGTERM or SIGINT), at the end of its step. If a machine dies, at most this many steps
+    are lost. The same holds for a signal in a step that takes longer than the 30 s after which
+    torchrun kills the ranks (`torchrun --shutdown-timeout`); choose 10 where steps take that
+    long."""
+    keep: PositiveInt | None = 2
+    """The number of newest checkpoints that are kept. Each holds the weights and AdamW's two
+    averages, 12 bytes for each weight. With 2 or more a good one is left even after a step that
+    ruined the weights. null keeps all of them."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto goes on from the newest whole checkpoint of the run of this name. With never, a run that
+    has a checkpoint already stops with an error and stays as it is."""
+
+
+class LoggingSettings(Section):
+    """What is recorded besides metrics.csv and metrics.jsonl, which are always written."""
+
+    mlflow: bool = False
+    """Log to MLflow too. The server's address and credentials come from the environment or a .env
+    file."""
+    experiment: Text = "plain-grpo"
+    """The name of the MLflow experiment."""
+    samples: NonNegativeInt = 3
+    """The number of completions printed and kept in samples.jsonl at each evaluation."""
+    train_samples_every: NonNegativeInt = 0
+    """Print and keep so many completions of the training questions too, whenever this number of
+    steps has passed; 0 is off. They are of different questions, as far as the step has so many.
+    Their lines in samples.jsonl have "split": "train"."""
+    rollouts_every: NonNegativeInt = 10
+    """Keep a few groups of a step in rollouts.jsonl, with the numbers of their tokens, whenever
+    this number of steps has passed; 0 is off. `python -m tools.report` shows them. The file stays
+    below 16 MB: as it fills, fewer of these steps are kept. The metric time/rollouts_log_s is what
+    it costs."""
+
+
+class Config(Section):
+    """A whole configuration; `schema` in engine/questions/tasks.py adds a task's own keys to it."""
+
+    mode: Literal["train", "evaluate"] = "train"
+    """What to do. train trains the model. evaluate measures the model as it is on the validation
+    questions, with majority votes and greedy completions too, and writes into a folder eval-<time>:
+    inside the folder of the run that made the model (its best/, a checkpoint, merged/), or of the
+    run that the model would make. To talk with a model, see `python -m tools.chat`."""
+    run: RunSettings = RunSettings()
+    model: ModelSettings = ModelSettings()
+    task: TaskSettings = TaskSettings()
+    sampling: SamplingSettings = SamplingSettings()
+    training: TrainingSettings = TrainingSettings()
+    validation: ValidationSettings = ValidationSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    logging: LoggingSettings = LoggingSettings()
+
+    def questions_per_rank(self, num_ranks: int) -> int:
+        """Training questions of a step on each rank; `check_world` makes sure that they divide."""
+        in_all = self.training.num_samples_per_step_global
+        return self.training.num_samples_per_step if in_all is None else in_all // num_ranks
+
+    @property
+    def max_validation_tokens(self) -> int:
+        return self.validation.max_new_gen_tokens or self.training.max_new_gen_tokens
+
+    def with_num_steps(self, num_questions: int, num_ranks: int) -> "Config":
+        """The same, with num_steps for num_epochs. Raises ConfigError if that is less than one."""
+        num_epochs = self.training.num_epochs
+        if num_epochs is None:
+            return self
+        questions_per_step = self.questions_per_rank(num_ranks) * num_ranks
+        num_steps = int(num_epochs * num_questions / questions_per_step)
+        if num_steps == 0:
+            problem = f"of {num_questions} questions is less than a step of {questions_per_step}"
+            raise ConfigError([f"training.num_epochs = {num_epochs}: {problem}; raise it"])
+        training = self.training.model_copy(update={"num_steps": num_steps, "num_epochs": None})
+        return self.model_copy(update={"training": training})
+
+
+SECTIONS = [name for name, value in Config() if isinstance(value, Section)]
+
+
+def dotted_values(config: Config) -> dict[str, Any]:
+    """The value of every key, by its dotted name."""
+    values = config.model_dump()
+    sections = [(name, values.pop(name)) for name in SECTIONS]
+    return values | {f"{name}.{key}": keys[key] for name, keys in sections for key in keys}
+
+
+def differences(config: Config) -> list[str]:
+    """A line such as "training.num_steps: 5 (default 80)" for each key not at its default."""
+    defaults = dotted_values(type(config)())
+    return [
+        f"{key}: {show(value)} (default {show(defaults[key])})"
+        for key, value in dotted_values(config).items()
+        if value != defaults[key]
+    ]
+
+
+def explained(settings: Section, shared: type[Section] = Config, indent: str = "") -> str:
+    """YAML with each key below its explanation; a key that `shared` lacks stands as a comment."""
+    lines = []
+    for key, own in type(settings).model_fields.items():
+        field, value = shared.model_fields.get(key, own), getattr(settings, key)
+        explanation, text = field.description or "", f"{key}: {show(settings.model_dump()[key])}"
+        if isinstance(value, Section):
+            lines.append("")
+            explanation = field.annotation.__doc__
+            text = f"{key}:\n{explained(value, field.annotation, '  ')}"
+        words, width = " ".join(explanation.split()), 98 - len(indent)
+        comment = textwrap.wrap(words, width, break_on_hyphens=False)
+        lines += [f"{indent}# {line}" for line in comment]
+        lines.append(f"{indent}{'' if key in shared.model_fields else '#'}{text}")
+    return "\n".join(lines)
+
+
+def run_name(config: Config) -> str:
+    """The name of the run's folder; by default switching grpo to sil makes another run."""
+    model = os.path.basename(os.path.abspath(config.model.name))
+    kind = f"{config.training.learning_type}-s{config.training.seed}"
+    return config.run.name or f"{config.task.name}-{model}-{kind}"
+
+
+class ConfigError(ValueError):
+    """A user's mistake; each of `lines` names the key or the file, and the fix."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
+
+
+LARGEST_NUM_COMPLETIONS = 10_000_000  # of a step or an evaluation
+
+
+def check_world(config: Config, num_ranks: int) -> None:
+    """Raises ConfigError for values that cannot work together, or not on this number of ranks."""
+    values, problems = dotted_values(config), impossible(config, num_ranks)
+    if lines := [f"{key} = {show(values[key])}: {problem}" for key, problem in problems]:
+        raise ConfigError(lines)
+
+
+def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
+    """Each key whose value cannot work beside the other values, with the fix."""
+    model, training, validation = config.model, config.training, config.validation
+    if validation.num_examples < num_ranks:
+        yield "validation.num_examples", f"must be at least {num_ranks}, one for each rank"
+    if 0 < validation.temperature < MIN_TEMPERATURE:
+        yield "validation.temperature", f"must be 0, which is greedy, or at least {MIN_TEMPERATURE}"
+    if validation.temperature == 0 and validation.best_of_n > 1:
+        yield "validation.best_of_n", "at temperature 0 a question's samples are all alike; write 1"
+    if max(validation.pass_k) > validation.best_of_n:
+        yield "validation.pass_k", f"each must be at most best_of_n ({validation.best_of_n})"
+    if len(set(validation.pass_k)) < len(validation.pass_k):
+        yield "validation.pass_k", "write each k once"
+    if validation.num_examples * validation.best_of_n > LARGEST_NUM_COMPLETIONS:
+        fix = f"times best_of_n more than {LARGEST_NUM_COMPLETIONS:,} completions; lower one"
+        yield "validation.num_examples", fix
+    if not any(config.task.reward_weights.values()):
+        yield "task.reward_weights", "one must not be 0"
+    if model.shard and training.optimizer != "adamw":
+        yield "training.optimizer", "it cannot step what model.shard cuts; write adamw"
+    if model.shard and model.load_in_4bit:
+        yield "model.shard", "weights in 4 bits cannot be cut; write false for one of the two"
+    elif model.shard and model.lora is not None:
+        yield "model.shard", "an adapter's base is not trained; write false, or lora: null"
+    if config.mode == "evaluate":
+        return  # the rest is for training
+    (k, n), is_sil = training.k_best_of_n, training.learning_type == "sil"
+    key = "training.k_best_of_n"
+    if n < 2:
+        yield key, "n must be at least 2, since a sample is judged by its group"
+    elif k > n:
+        yield key, f"the k best of n cannot be more than n; write [{n}, {n}]"
+    elif k < n and not is_sil:
+        yield key, f"grpo trains on all n; write [{n}, {n}], or training.learning_type=sil"
+    elif k == n and is_sil:
+        yield key, "sil learns by leaving out all but the k best; write k < n, such as [2, 32]"
+    if config.questions_per_rank(1) * n > LARGEST_NUM_COMPLETIONS:
+        yield key, f"a step of more than {LARGEST_NUM_COMPLETIONS:,} completions; lower n"
+    if training.num_epochs is not None and config.task.train == "generated":
+        yield "training.num_epochs", "generated questions have no epochs; write null and num_steps"
+    if (training.num_samples_per_step_global or 0) % num_ranks != 0:
+        yield "training.num_samples_per_step_global", f"must be a multiple of the {num_ranks} ranks"
+    if is_sil and training.advantage == "zscore":
+        yield "training.advantage", "sil gives the k best the advantage 1; write mean"
+    if training.policy_loss == "gspo" and training.clip_eps >= 0.1:
+        yield "training.clip_eps", "gspo's ratio is near 1, so this never clips; write 3e-4 or so"
+    if training.embedding_learning_rate is not None and training.optimizer != "muon":
+        fix = "only muon has one; write null, or training.optimizer=muon"
+        yield "training.embedding_learning_rate", fix
+    if model.lora is not None and training.optimizer == "muon":
+        yield "training.optimizer", "cannot train the factors of model.lora; write adamw"
+    if model.lora is None and model.load_in_4bit:
+        yield "model.load_in_4bit", "cannot be trained; write false, or set model.lora='{r: 8}'"
+
+
+# These keys may change when a run is resumed. Changing any other key is refused.
+FREE_KEYS = ("mode", "training.num_steps", "training.num_epochs", "validation.every")
+FREE_KEYS += ("training.stop_on_collapse",)
+FREE_SECTIONS = ("checkpoint.", "logging.", "run.")
+# So may these, which save memory. They change how sums are rounded, and LoRA's dropout masks.
+ROUNDING_KEYS = ("training.micro_batch_tokens", "sampling.max_batch_tokens")
+ROUNDING_KEYS += ("model.gradient_checkpointing",)
+
+
+def check_same_run(saved: dict, config: Config, rests_on: dict | None = None) -> list[str]:
+    """Raises ConfigError if keys that must not change differ from the saved run's dotted values.
+
+    `rests_on` (engine/run/fingerprint.py) are more of these. Returns the ROUNDING_KEYS that differ.
+    """
+    now = dotted_values(config) | (rests_on or {})
+    saved = now | dotted_values(type(config)()) | saved  # a run older than a key had its default
+    fix = f"restore it to continue {run_name(config)}, or set run.name for another run"
+    changed = [key for key in now if not key.startswith(FREE_SECTIONS) and saved[key] != now[key]]
+    lines = [
+        f"{key} = {show(now[key])}, but the run was started with {show(saved[key])}: {fix}"
+        for key in changed
+        if key not in (*FREE_KEYS, *ROUNDING_KEYS)
+    ]
+    if lines:
+        raise ConfigError(lines)
+    return [key for key in changed if key in ROUNDING_KEYS]

@@ -1,0 +1,190 @@
+"""What the processes of a run do together: sum numbers, broadcast rank 0's, and stop at signals."""
+
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+@dataclass
+class World:
+    """This process among those that torchrun started; alone if it started none."""
+
+    rank: int
+    size: int
+    device: torch.device
+    stop_signal: int = 0  # the first of SIGTERM, SIGINT, SIGHUP that this rank got, 0 for none
+    stop_signal_at_s: float = 0.0
+    should_stop: bool = False  # whether any rank had got one at the last sum; equal on all ranks
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: list[float] | np.ndarray | torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in float64 on the CPU."""
+        values = torch.as_tensor(values, dtype=torch.float64, device="cpu")
+        # Also how many ranks got a signal: so all learn of it at the same sum, and stop there.
+        total = torch.cat([values.flatten(), values.new_tensor([self.stop_signal > 0])])
+        if self.size > 1:
+            dist.all_reduce(total)
+        self.should_stop = bool(total[-1] > 0)
+        return total[:-1].view(values.shape)
+
+    def gather_rows(self, mine: list, *, shape: tuple[int, int]) -> np.ndarray:
+        """A table's rows from all ranks; `mine` are the rows rank, rank + size and so on."""
+        table = np.zeros(shape)
+        table[self.rank :: self.size] = np.reshape(mine, (-1, shape[1]))  # `mine` may be empty
+        return self.sum(table).numpy()
+
+    def broadcast(self, value: object) -> object:
+        """Rank 0's value, on every rank."""
+        box = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def on_main(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call it on rank 0; every rank returns its value, or raises its error as a ValueError."""
+        value = problem = None
+        if self.is_main:
+            try:
+                value = function(*arguments)
+            except (ValueError, OSError) as error:  # a user's mistake, a full disk
+                problem = str(error)
+        value, problem = self.broadcast((value, problem))
+        if problem is not None:
+            raise ValueError(problem)
+        return value
+
+    def broadcast_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give every rank the weights and averages of rank 0, which alone may see checkpoints."""
+        if self.size == 1:
+            return
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            state = optimizer.state[parameter]
+            shapes = {k: v.to("meta") if torch.is_tensor(v) else v for k, v in state.items()}
+            for name, value in self.broadcast(shapes).items():
+                if not torch.is_tensor(value):
+                    state[name] = value
+                elif name not in state:  # all are on the parameter's device
+                    state[name] = torch.empty_like(value, device=parameter.device)
+            for tensor in (parameter.data, *filter(torch.is_tensor, state.values())):
+                dist.broadcast(tensor, src=0)
+
+    def catch_signals(self) -> None:
+        """From here on a signal to end sets a flag, which the next sum shows to all ranks."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            # `nohup` makes a process ignore SIGHUP, which comes when a terminal is closed.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self.note_signal)
+
+    def note_signal(self, number: int, frame: object) -> None:
+        """Keep the first signal; a second Ctrl-C ends this process at once."""
+        now_s = time.monotonic()
+        is_interrupt = number == self.stop_signal == signal.SIGINT
+        # Under torchrun one Ctrl-C comes twice: from the terminal and, a moment later, torchrun.
+        if is_interrupt and now_s - self.stop_signal_at_s > 1:
+            os._exit(128 + number)
+        if self.stop_signal == 0:
+            self.stop_signal, self.stop_signal_at_s = number, now_s
+
+    def leave(self) -> None:
+        """Wait for the other ranks and leave the process group; signals then end the process again.
+
+        Delete the DDP wrapper before this: its destructor would tear down gloo while it holds
+        Python's lock, and a gloo thread that needs the lock would deadlock.
+        """
+        self.sum([0.0])  # rank 0 may be saving: where a rank exits, torchrun ends the others
+        if dist.is_initialized():  # by one rank too, with model.shard
+            dist.destroy_process_group()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == self.note_signal:
+                signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def init_world() -> tuple[World, list[str]]:
+    """Choose the device and join the process group; returns also lines for the log."""
+    rank, size, local_rank, local_size = read_environment()
+    device, notes, num_gpus = torch.device("cpu"), [], torch.cuda.device_count()
+    if num_gpus >= local_size:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        # On new GPUs torch prefers cuDNN's attention, which plans anew for every shape, and nearly
+        # every micro-batch and leap of a rollout has a new one. For a B200 0.4 s forward and 0.6 s
+        # backward are reported (github.com/modelscope/FunASR, issue 3704); not measured here.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    elif num_gpus > 0:
+        notes.append(f"{local_size} processes but {num_gpus} GPUs: running on the CPU")
+    elif torch.backends.mps.is_available() and local_size == 1:  # Apple's GPU, for one process
+        device = torch.device("mps")
+    if size > 1:  # numbers and texts travel by gloo, gradients on GPUs by NCCL
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        timeout = timedelta(minutes=30)
+        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        store = dist.PrefixStore(agree_on_start(store, rank, size), store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    return World(rank, size, device), notes
+
+
+def read_environment() -> tuple[int, int, int, int]:
+    """torchrun's RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; without it those of one rank."""
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    values = {name: os.environ.get(name, default) for name, default in defaults.items()}
+    if all(value.isdecimal() for value in values.values()):
+        rank, size, local_rank, local_size = map(int, values.values())
+        if rank < size and local_rank < local_size <= size:
+            return rank, size, local_rank, local_size
+    found = ", ".join(f"{name}={value}" for name, value in values.items())
+    raise ValueError(f"{found}: start with torchrun, which sets these, or unset them all")
+
+
+def agree_on_start(store: dist.Store, rank: int, size: int) -> str:
+    """A name that the ranks of this start share, and that no earlier start had.
+
+    `torchrun --max-restarts`, which docs/running.md promises, gives every start the same store
+    (pytorch issue 135712). If a start had no name to put before its keys, gloo and NCCL would find
+    the addresses of killed ranks and hang. torchrun's count of restarts is no such name: it can
+    differ between nodes.
+    """
+    name = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"rank-{rank}", name)
+        start = store.get(f"start-of-{name}").decode()  # waits until rank 0 has answered this uuid
+        store.set(f"{start}-has-{rank}", "")
+        return start
+    for other in range(1, size):
+        # The uuid that we read may be left over from a killed start: answer until the rank has it.
+        while not store.check([f"{name}-has-{other}"]):
+            store.set(f"start-of-{store.get(f'rank-{other}').decode()}", name)
+            time.sleep(0.01)
+    return name
+
+
+def order_ddp_buckets(scorer: nn.Module, device: torch.device) -> None:
+    """Run two backward passes without effect, so that DDP's buckets are as they will stay.
+
+    DDP orders its buckets of gradients by the first backward pass that it sees, and makes them anew
+    at the next forward pass. The order changes how averages over 3 ranks or more are rounded, so a
+    resumed run would differ from an unbroken one in its first step. The second pass leaves the
+    gradients inside the new buckets. They stay there if they are set to 0; set to None, they would
+    be made beside the buckets, and all gradients held twice.
+    """
+    if not isinstance(scorer, DistributedDataParallel):
+        return
+    ids = torch.zeros((1, 2), dtype=torch.long, device=device)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    for is_ordered in (False, True):
+        (0.0 * scorer(ids, mask, temperature=1.0).sum()).backward()
+        scorer.zero_grad(set_to_none=not is_ordered)

@@ -1,0 +1,86 @@
+"""Time, means over ranks, pass@k with its interval."""
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.core.distributed import World
+
+
+class Clock:
+    """Seconds spent in each phase since the last reading: `with clock("rollout"): ...`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def read(self) -> dict[str, float]:
+        seconds, self.seconds = self.seconds, {}
+        return {f"time/{phase}_s": value for phase, value in seconds.items()}
+
+
+def reduce_means(sums: dict[str, Tensor | tuple[float, float]], world: World) -> dict[str, float]:
+    """Means over all ranks of (sum, count) pairs; a metric whose count is 0 is left out."""
+    pairs = [torch.as_tensor(pair, dtype=torch.float64, device="cpu") for pair in sums.values()]
+    totals = world.sum(torch.stack(pairs)).tolist()
+    return {name: total / count for name, (total, count) in zip(sums, totals, strict=True) if count}
+
+
+def add_to_mean(sums: dict[str, Tensor], name: str, values: Tensor, mask: Tensor) -> None:
+    """Add the values (B, T) where the mask is True to a metric's (sum, count), a tensor (2,)."""
+    pair = torch.where(mask, values, 0).sum(dtype=torch.float64), mask.sum(dtype=torch.float64)
+    sums[name] = sums.get(name, 0.0) + torch.stack(pair)
+
+
+def solve_rates(solved: np.ndarray, pass_k: list[int]) -> dict[str, float]:
+    """pass@k, with the 95% interval of pass@1, from solved (questions, samples) of 0 and 1."""
+    num_samples = solved.shape[1]
+    counts = solved.sum(axis=1).astype(int)
+    low, high = confidence_interval(solved.mean(axis=1), is_binary=num_samples == 1)
+    rates = {"eval/pass@1": solved.mean(), "eval/pass@1_low": low, "eval/pass@1_high": high}
+    rates |= {f"eval/pass@{k}": pass_at_k(counts, num_samples, k) for k in pass_k if k != 1}
+    rates[f"eval/best_of_{num_samples}"] = pass_at_k(counts, num_samples, num_samples)
+    return {name: float(rate) for name, rate in rates.items()}
+
+
+def single_rate(name: str, solved: np.ndarray) -> dict[str, float]:
+    """Share of right answers and its 95% interval, from `solved` (questions,), one answer each."""
+    low, high = confidence_interval(solved, is_binary=True)
+    name = f"eval/{name}"
+    return {name: float(solved.mean()), f"{name}_low": low, f"{name}_high": high}
+
+
+def majority_sample(answers: list[str | None]) -> int | None:
+    """The first sample with the most frequent answer; None if no sample has an answer."""
+    given = [answer for answer in answers if answer is not None]
+    return answers.index(statistics.mode(given)) if given else None  # on a tie the earliest
+
+
+def pass_at_k(counts: np.ndarray, n: int, k: int) -> float:
+    """The unbiased pass@k of questions with `counts` right of n (arXiv:2107.03374, equation 1)."""
+    return float(np.mean([1 - math.comb(n - c, k) / math.comb(n, k) for c in counts.tolist()]))
+
+
+def confidence_interval(rates: np.ndarray, *, is_binary: bool) -> tuple[float, float]:
+    """95% interval of the mean of `rates` (questions,), each the share of right samples of one."""
+    n, mean = len(rates), float(rates.mean())
+    if is_binary:  # Wilson's interval
+        z = 1.96
+        centre = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
+        half = z / (1 + z**2 / n) * math.sqrt(mean * (1 - mean) / n + z**2 / (4 * n**2))
+        return centre - half, centre + half
+    # A bootstrap of questions, not of samples: eight samples of one question are not independent.
+    resampled = np.random.default_rng(0).choice(rates, size=(2000, n)).mean(axis=1)
+    low, high = np.quantile(resampled, [0.025, 0.975])
+    return float(low), float(high)

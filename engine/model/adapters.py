@@ -1,0 +1,142 @@
+"""LoRA: train a small adapter on a model whose own weights stay as they are, in 4 bits if wanted.
+
+The adapter is put into the linear layers of the transformers model, which samples, scores and saves
+as before. With the adapter switched off it is the model that the run started from.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import BitsAndBytesConfig
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import find_adapter_config_file
+
+from engine.core.config import ModelSettings
+from engine.core.packages import import_package
+
+if TYPE_CHECKING:  # a package that may be missing
+    from peft import LoraConfig
+
+MAMBA = ("falcon_h1", "nemotron_h")  # a kernel passes by what is added to out_proj: peft refuses
+
+
+def find_base(settings: ModelSettings) -> ModelSettings | None:
+    """The base model's settings if model.name is an adapter, else None; ValueError without peft."""
+    file = find_adapter_config_file(settings.name, revision=settings.revision)
+    if file is None:
+        return None
+    import_package("peft", key="it is an adapter")
+    base, revision = base_of(Path(file).parent)
+    return settings.model_copy(update={"name": base, "revision": revision})
+
+
+def base_of(adapter: Path) -> tuple[str, str | None]:
+    """Name and revision of the base model of a saved adapter."""
+    saved = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    return saved["base_model_name_or_path"], saved.get("revision")
+
+
+def quantization_config(device: torch.device, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
+    """How to keep linear layers in 4 bits (QLoRA, arXiv:2305.14314); ValueError if impossible."""
+    key = "model.load_in_4bit = true"
+    bitsandbytes = import_package("bitsandbytes", key=key)
+    if device.type not in bitsandbytes.supported_torch_devices:
+        raise ValueError(f"{key}: bitsandbytes does not support {device.type}; write false")
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute_dtype,
+    )
+
+
+def keep_4bit_layout(model: nn.Module) -> None:
+    """Stop bitsandbytes from packing 4-bit weights on some CPUs: packed, they pass no gradient."""
+    bitsandbytes = import_package("bitsandbytes", key="model.load_in_4bit = true")
+    for module in model.modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+
+
+def adapter_config(settings: ModelSettings) -> "LoraConfig":
+    """The adapter that the config asks for. Raises ValueError if peft is missing."""
+    peft, lora = import_package("peft", key="model.lora"), settings.lora
+    return peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        task_type="CAUSAL_LM",
+        revision=settings.revision,
+    )
+
+
+def check_targets(model: nn.Module, targets: Iterable[str]) -> None:
+    """Raises ValueError for a name of no linear layer but the head, which peft would ignore."""
+    modules, head = model.named_modules(), model.get_output_embeddings()
+    linear = {f".{name}": m for name, m in modules if isinstance(m, (nn.Linear, Conv1D))}
+    layers = [name for name, module in linear.items() if module is not head]
+    for target in targets:  # it names the end of a layer's path, as in peft
+        if not any(name.endswith(f".{target}") for name in layers):
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+            raise ValueError(f"model.lora.target_modules: no layer is named {target}, but {known}")
+
+
+def add_adapter(model: nn.Module, described: "LoraConfig", *, seed: int) -> None:
+    """Freeze the model and add an adapter B A, of fp32 weights, to the layers `described` names."""
+    if described.target_modules != "all-linear":
+        check_targets(model, described.target_modules)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # A is drawn; B starts at zero, so the model is unchanged
+        if model.config.model_type in MAMBA and described.target_modules == "all-linear":
+            described.exclude_modules = ["out_proj"]
+        model.add_adapter(described)
+    if os.path.isdir(model.name_or_path):  # the adapter may later be loaded from another folder
+        described.base_model_name_or_path = os.path.abspath(model.name_or_path)
+    if isinstance(described.target_modules, set):  # its order, in the saved file, would be chance
+        described.target_modules = sorted(described.target_modules)
+    cast_adapter_to_fp32(model)
+
+
+def load_adapter(model: nn.Module, settings: ModelSettings) -> None:
+    """Put a saved adapter into its base model, to sample from it; ValueError if it does not fit."""
+    loading = model.load_adapter(settings.name, adapter_kwargs={"revision": settings.revision})
+    if wrong := sorted(loading.missing_keys | loading.unexpected_keys):
+        raise ValueError(f"the adapter does not fit its base model, as at {wrong[0]}")
+    cast_adapter_to_fp32(model)
+
+
+def cast_adapter_to_fp32(model: nn.Module) -> None:
+    """Give the adapter fp32 weights, whatever the dtype of the layers that it is added to."""
+    tuners = import_package("peft", key="model.lora").tuners.tuners_utils
+    tuners.cast_adapter_dtype(model, "default")
+    for module in model.modules():
+        # Else peft casts inputs to fp32, and our autocast those of bf16 layers back.
+        if isinstance(module, tuners.BaseTunerLayer):
+            module.cast_input_dtype_enabled = False
+
+
+def load_adapter_weights(model: nn.Module, folder: Path) -> None:
+    """Overwrite the weights of the model's adapter with saved ones."""
+    peft = import_package("peft", key="model.lora")
+    saved = load_file(folder / "adapter_model.safetensors")
+    weights = {key.removeprefix("base_model.model."): value for key, value in saved.items()}
+    unexpected = peft.set_peft_model_state_dict(model, weights).unexpected_keys
+    assert not unexpected, f"{folder} holds weights of another model: {unexpected}"
+
+
+def score_without_adapter(
+    scorer: nn.Module, input_ids: torch.Tensor, mask: torch.Tensor, *, temperature: float
+) -> torch.Tensor:
+    """What a CompletionScorer computes with the adapter switched off."""
+    scorer.model.disable_adapters()
+    try:
+        return scorer(input_ids, mask, temperature=temperature)
+    finally:
+        scorer.model.enable_adapters()

@@ -1,0 +1,195 @@
+"""Models and tokenizers from Hugging Face, loaded with care: nothing of the hub's settings leaks.
+
+dtype       trained weights are fp32: in bf16 a small update would be rounded away
+dropout     is set to 0: otherwise the policy that scores would not be the policy that sampled
+generation  the model's own generation config is emptied; only end and pad ids stay
+tokenizer   gives the ids of its tokenizer.json, for which the model must have embeddings
+"""
+
+import contextlib
+import difflib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging as transformers_logging
+
+from engine.core.config import Config, ModelSettings
+from engine.core.tensors import autocast
+from engine.core.types import Log
+from engine.model import adapters as lora
+from engine.model.fit import check_host_memory
+from engine.model.probes import supports_float16
+from engine.model.tokenizer import check_vocabulary, find_eos_ids, load_tokenizer
+
+# The model
+
+
+def load_model_and_tokenizer(
+    config: Config, *, device: torch.device, compute_dtype: torch.dtype, log: Log
+) -> tuple[nn.Module, PreTrainedTokenizerFast, tuple[int, ...], torch.dtype]:
+    """The model, with any adapter; its tokenizer; the ids that end a completion; the compute dtype.
+
+    Raises ValueError of one line if the model cannot be used.
+    """
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    settings, is_training = config.model, config.mode == "train"
+    adapter = lora.adapter_config(settings) if is_training and settings.lora is not None else None
+    in_4bit = lora.quantization_config(device, compute_dtype) if settings.load_in_4bit else None
+    with one_line_errors(settings.name):
+        check_folder(settings.name)
+        base = lora.find_base(settings)
+        if base is not None and is_training:
+            raise ValueError(
+                "it is an adapter: to train it further, start its run again with a larger "
+                "training.num_steps; to train on from it, merge it (python -m tools.export)"
+            )
+        base_settings = base or settings
+        tokenizer = load_tokenizer(config.model_copy(update={"model": base_settings}), log)
+        model_config = load_model_config(base_settings)
+        is_quantized = bool(model_config.to_dict().get("quantization_config"))
+        if is_quantized and is_training:
+            raise ValueError("its weights are quantised; give the model that it was made from")
+        is_frozen = adapter is not None or base is not None or in_4bit is not None
+        dtype = compute_dtype if is_frozen or not is_training else torch.float32
+        in_host = (device.type != "cuda" or settings.shard) and in_4bit is None
+        if in_host and not is_quantized:
+            check_host_memory(model_config, config, dtype)
+        model = load_model(
+            model_config, base_settings, dtype=dtype, quantization=in_4bit, device=device, log=log
+        )
+        eos_ids = find_eos_ids(model, tokenizer, stop=config.sampling.stop)
+        # transformers fills the open fields of a generation config from the model's own: empty it
+        model.generation_config = GenerationConfig(
+            eos_token_id=list(eos_ids), pad_token_id=tokenizer.pad_token_id
+        )
+        check_vocabulary(model, tokenizer)
+        check_causal(model)
+        if base is not None:
+            lora.load_adapter(model, settings)
+    is_auto = settings.compute_dtype == "auto" and compute_dtype == torch.float16
+    if is_auto and not supports_float16(model):
+        log("in float16 this model's logits are not finite, or far off: float32 is used")
+        del model  # there may be no room for two
+        return load_model_and_tokenizer(config, device=device, compute_dtype=torch.float32, log=log)
+    if adapter is not None:
+        lora.add_adapter(model, adapter, seed=config.training.seed)
+        num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        log(f"LoRA: {num_trained:,} weights are trained, all others stay as they are")
+    return model, tokenizer, eos_ids, compute_dtype
+
+
+@contextlib.contextmanager
+def one_line_errors(name: str) -> Iterator[None]:
+    """Turn any error in loading a model, whatever its type, into a ValueError of one line."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        problem = " ".join(str(error).split())
+        if not isinstance(error, (OSError, ValueError, ImportError)):
+            problem = f"{type(error).__name__}: {problem}"
+        if isinstance(error, OSError) and not Path(name).exists():
+            problem = f"{no_such_folder(name)}; and from the hub: {problem}"
+        raise ValueError(f"model.name = {name}: cannot be used: {problem}") from error
+
+
+def check_folder(name: str) -> None:
+    """Raise ValueError if `name` is a path, not a hub id, and there is no model at it."""
+    path, pointer = Path(name), b"version https://git-lfs"  # in place of a file git has not fetched
+    if not path.exists():
+        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+        if is_path or ("/" in name and path.parent.is_dir()):
+            raise ValueError(no_such_folder(name))
+        return
+    if not any((path / file).exists() for file in ("config.json", "adapter_config.json")):
+        if (path / "best").is_dir():
+            raise ValueError(f"it is the folder of a run; its best model is {path / 'best'}")
+        raise ValueError("it is no folder with a config.json, so no model")
+    for file in path.iterdir():
+        if file.is_file() and file.open("rb").read(len(pointer)) == pointer:
+            raise ValueError(f"{file.name} is only a pointer; fetch the file with `git lfs pull`")
+
+
+def no_such_folder(name: str) -> str:
+    """The error for a path where there is nothing; it names the existing folder nearest to it."""
+    path = Path(name).absolute()
+    there = next(folder for folder in path.parents if folder.is_dir())
+    names = [folder.name for folder in there.iterdir() if folder.is_dir()]
+    close = difflib.get_close_matches(path.relative_to(there).parts[0], names, n=1)
+    return f"no such folder in {there}" + (f", the nearest is {there / close[0]}" if close else "")
+
+
+def load_model_config(settings: ModelSettings) -> PretrainedConfig:
+    """The model's own config, with every dropout set to 0."""
+    model_config = AutoConfig.from_pretrained(
+        settings.name, revision=settings.revision, trust_remote_code=settings.trust_remote_code
+    )
+    for key, value in model_config.to_dict().items():
+        if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
+            setattr(model_config, key, 0.0)
+    return model_config
+
+
+def load_model(
+    model_config: PretrainedConfig,
+    settings: ModelSettings,
+    *,
+    dtype: torch.dtype,
+    quantization: BitsAndBytesConfig | None,
+    device: torch.device,
+    log: Log,
+) -> nn.Module:
+    """The model with all its weights, on the device; with model.shard, on the CPU."""
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        settings.name,
+        config=model_config,
+        dtype=dtype,  # always given: the default "auto" is the dtype of the files
+        attn_implementation=settings.attn_implementation,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused below, by name
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+        quantization_config=quantization,
+        device_map=None if quantization is None else {"": device},
+    )
+    if model.config is not model.config.get_text_config():
+        raise ValueError("it sees pictures too: save its language part as docs/models.md says")
+    if mismatched := sorted(loading["mismatched_keys"]):
+        raise ValueError(f"weights do not fit its config.json, such as {mismatched[0]}")
+    if missing := sorted(loading["missing_keys"]):  # transformers draws them at random
+        raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}")
+    if unused := sorted(loading["unexpected_keys"]):
+        some = f"{len(unused)} weights in the files, such as {unused[0]}, are ignored"
+        log(f"warning: {some}: its config.json describes a model without them")
+    if quantization is None:
+        model.to("cpu" if settings.shard else device)  # each shard goes to the device later
+    else:
+        lora.keep_4bit_layout(model)
+    if settings.gradient_checkpointing:
+        # transformers 5.23 has a new name for it, 5.17 only this one
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+@torch.no_grad()
+def check_causal(model: nn.Module) -> None:
+    """Raise ValueError if the model sees later tokens, as BERT and other encoders do."""
+    ids = torch.tensor([[0, 1, 2, 3], [0, 1, 3, 2]], device=model.device)
+    with autocast(model.device, model.dtype):
+        one, other = model.eval()(input_ids=ids).logits[:, :2].float()
+    if not torch.allclose(one, other, rtol=1e-3, atol=1e-3, equal_nan=True):
+        raise ValueError("it sees the tokens that come later, so it cannot write text: an encoder")

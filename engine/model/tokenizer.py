@@ -1,0 +1,99 @@
+"""The tokenizer: its ids are those of its tokenizer.json, and the model must have them all."""
+
+import functools
+import re
+from datetime import datetime
+
+from tokenizers import Tokenizer
+from torch import nn
+from transformers import (
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import cached_file
+
+from engine.core.config import Config
+from engine.core.types import Log
+from engine.questions.prompts import end_of_turn, render_prompt
+
+
+def find_eos_ids(
+    model: nn.Module, tokenizer: PreTrainedTokenizerFast, *, stop: list[str]
+) -> tuple[int, ...]:
+    """The ids that end a completion, from tokenizer, generation config, model config and `stop`.
+
+    The chat template adds its end of a turn: base models such as Qwen2.5's write it but do not name
+    it. Raises ValueError for a text in `stop` that is not one token.
+    """
+    declared = [tokenizer.eos_token_id, model.generation_config.eos_token_id]
+    declared += [model.config.get_text_config().eos_token_id, end_of_turn(tokenizer)]
+    for text in stop:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ValueError(f"sampling.stop: {text!r} is not one token of its tokenizer: {ids}")
+        declared += ids
+    eos_ids = {i for ids in declared for i in (ids if isinstance(ids, list) else [ids])} - {None}
+    if not eos_ids:
+        raise ValueError("neither tokenizer nor model says which token ends text")
+    return tuple(sorted(eos_ids))
+
+
+TOKENIZER_PROBE = "Use [3, 17, 255] to make 46.\n<think>12 * 3 = 36, don't</think>\n\n  été"
+
+
+def load_tokenizer(config: Config, log: Log) -> PreTrainedTokenizerFast:
+    """The model's tokenizer, checked against its own tokenizer.json."""
+    name, revision = config.model.name, config.model.revision
+    tokenizer = AutoTokenizer.from_pretrained(
+        name, revision=revision, trust_remote_code=config.model.trust_remote_code
+    )
+    ids = tokenizer.encode(TOKENIZER_PROBE, add_special_tokens=False)
+    if not ids:
+        raise ValueError("it has no tokenizer files, such as tokenizer.json")
+    file = cached_file(
+        name, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False
+    )
+    if file is not None:
+        expected = Tokenizer.from_file(file).encode(TOKENIZER_PROBE, add_special_tokens=False)
+        if ids != expected.ids:  # its pre-tokenizer was replaced by that of the model's family
+            log("AutoTokenizer changes this model's tokens: PreTrainedTokenizerFast is used")
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(name, revision=revision)
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError("its tokenizer has neither a pad nor an eos token")
+        log("the tokenizer has no pad token: its eos token is used")
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.chat_template is None:
+        log("the tokenizer has no chat template: the prompt is plain text")
+    options = config.task.template_options
+    if unread := [name for name in options if name not in str(tokenizer.chat_template)]:
+        raise ValueError(f"task.template_options: its chat template has no {unread[0]}")
+    if tokenizer.chat_template is not None and config.task.template_date is not None:
+        template = dated(tokenizer.get_chat_template(), config.task.template_date)
+        options = options | {"chat_template": template}  # best/ keeps the template as it was
+    # Every call of it gets them: for prompts, for checks, for the token that ends a turn.
+    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
+    return tokenizer
+
+
+def dated(template: str, day: str) -> str:
+    """The template, with the date of a day such as "2026-11-23" where it writes today's."""
+    call = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+    return call.sub(lambda match: repr(datetime.fromisoformat(day).strftime(match[2])), template)
+
+
+def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raise ValueError if the tokenizer can give an id that the model has no embedding for.
+
+    More embeddings than tokens do no harm: Qwen2.5 has 271 embeddings without a token. A special
+    token that no prompt contains, such as Gemma 3's for images, may have no embedding.
+    """
+    chat = [{"role": "user", "content": TOKENIZER_PROBE}]
+    used = set(tokenizer.encode(render_prompt(chat, tokenizer), add_special_tokens=True))
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    unused = special - used - {tokenizer.pad_token_id}
+    largest = max(set(tokenizer.get_vocab().values()) - unused)
+    num_embeddings = len(model.get_input_embeddings().weight)
+    if largest >= num_embeddings:
+        problem = f"gives ids up to {largest}, but it has {num_embeddings} embeddings"
+        raise ValueError(f"its tokenizer {problem}; give a tokenizer that belongs to it")

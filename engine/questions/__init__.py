@@ -1,0 +1,1 @@
+"""From a task to prompts: it is found and checked, its rows are read, its questions posed."""

@@ -1,0 +1,260 @@
+"""Questions: load a task's rows, hold some out for validation, stream the others without end."""
+
+import copy
+import csv
+import functools
+import glob
+import io
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from engine.core.config import Config, TaskSettings
+from engine.core.packages import import_package
+from engine.questions.prompts import check_chat, fill, pose, prompt_length
+from engine.questions.tasks import Hub, is_file, is_in_split, reward_parts
+
+# A run's questions
+
+NONE_FITS = "no {} question fits: each holds a special token, or its prompt more than {:,} tokens, "
+NONE_FITS += "the model's context less {}.max_new_gen_tokens: lower that"
+
+
+def load_questions(
+    task: ModuleType,
+    config: Config,
+    *,
+    tokenizer: PreTrainedTokenizerFast,
+    context: int | None,
+    log: Callable[[str], None],
+) -> "tuple[list[dict], QuestionStream | None]":
+    """The validation questions, and the stream of training questions if the run trains.
+
+    `context` is the number of tokens that the model can see, None for no limit. Questions without
+    room for a completion are dropped: in training when the stream meets them, since to render
+    490,000 prompts first would take a minute. Raises ValueError for a source that cannot be used.
+    """
+    settings = config.task
+    # One source for both splits is divided between them; two different sources are used whole.
+    is_shared = settings.train == settings.eval
+    load = functools.partial(load_examples, task, options=settings, held_out=is_shared)
+    # Seed 0: the same questions for every training.seed, so that runs can be compared.
+    num = config.validation.num_examples
+    validation = load(settings.eval, "validation", num_examples=num, seed=0, exclude=[])
+    check_functions(task, validation[0], options=settings)
+    if settings.prompt is not None and fill(settings.prompt, validation[0]) == settings.prompt:
+        keys = ", ".join(f"{{{key}}}" for key in validation[0])
+        raise ValueError(f"task.prompt: it does not hold the question; write one of {keys} into it")
+    check_chat(pose(validation[0], task=task, options=settings), tokenizer)
+    length = functools.partial(prompt_length, task=task, options=settings, tokenizer=tokenizer)
+    lengths = [length(question) for question in validation]
+    room = (context or 10**9) - config.max_validation_tokens
+    fitting = [row for row, num in zip(validation, lengths, strict=True) if num <= room]
+    if not fitting:
+        section = "validation" if config.validation.max_new_gen_tokens else "training"
+        raise ValueError(NONE_FITS.format("validation", room, section))
+    if num_long := len(validation) - len(fitting):
+        some = f"{num_long} of {len(validation)} validation questions"
+        log(f"{some} are too long or hold a special token: dropped")
+    lengths = [num for num in lengths if num <= room]
+    means = f"{np.mean(lengths):.0f} tokens on average, {max(lengths)} the longest"
+    log(f"prompts of validation questions: {means}")
+    if config.mode != "train":
+        return fitting, None
+    limit, seed = settings.max_train_examples, config.training.seed
+    num = limit if settings.shuffle else None  # without shuffle the first ones of the file
+    questions = load(settings.train, "train", num_examples=num, seed=seed, exclude=validation)
+    room = (context or 10**9) - config.training.max_new_gen_tokens
+    stream = QuestionStream(questions[:limit], seed, settings.shuffle, length, room, log)
+    stream.take(0, 1)  # ValueError if no question fits
+    log(f"{len(stream.questions):,} training questions")
+    return fitting, stream
+
+
+def check_functions(task: ModuleType, example: dict, *, options: TaskSettings) -> None:
+    """Try a task's functions on a question; ValueError if they return what no run can use."""
+    prompt = task.generate_prompt(copy.deepcopy(example), options=options)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    texts = [isinstance(m, dict) and m.get("role") and m.get("content") for m in messages or [0]]
+    if not all(isinstance(text, str) and text for text in texts):
+        wanted = 'a text or a list of chat messages such as {"role": "user", "content": "..."}'
+        problem = f"generate_prompt must return {wanted}, not {prompt!r:.80}"
+        raise ValueError(f"{task.__file__}: {problem}")
+    if not hasattr(task, "Environment"):
+        reward_parts(task, "", example, options, None)
+
+
+@dataclass
+class QuestionStream:
+    """The questions without end: each epoch is a new permutation of them, drawn from the seed."""
+
+    questions: list[dict]
+    seed: int
+    shuffle: bool  # if not, each epoch has the questions in their own order
+    length: Callable[[dict], float]  # of a question's prompt, in tokens
+    room: int  # for a prompt: the model's context, less a completion's longest
+    log: Callable[[str], None]
+    too_long: set[int] = field(default_factory=set)  # indices of questions that did not fit
+    permutation: tuple[int, np.ndarray] | None = None  # the last epoch asked for, and its order
+
+    def index_at(self, position: int) -> int:
+        epoch, index = divmod(position, len(self.questions))
+        if not self.shuffle:
+            return index
+        if self.permutation is None or self.permutation[0] != epoch:
+            rng = np.random.default_rng([self.seed, epoch])
+            self.permutation = epoch, rng.permutation(len(self.questions))
+        return int(self.permutation[1][index])
+
+    def take(self, position: int, count: int) -> tuple[list[tuple[int, dict]], int]:
+        """The next `count` questions that fit, from a position on, and the position after them.
+
+        Each question comes with its own position. Logs now and then how many were too long, and
+        raises ValueError if all are.
+        """
+        taken: list[tuple[int, dict]] = []
+        num_long = len(self.too_long)
+        while len(taken) < count:
+            index = self.index_at(position)
+            if self.length(self.questions[index]) <= self.room:
+                taken.append((position, self.questions[index]))
+            else:
+                self.too_long.add(index)
+            if len(self.too_long) == len(self.questions):
+                raise ValueError(NONE_FITS.format("training", self.room, "training"))
+            position += 1
+        if len(self.too_long).bit_length() > num_long.bit_length():
+            so_far = f"{len(self.too_long)} of {len(self.questions)} training questions"
+            self.log(f"skipped so far since they are too long or hold a special token: {so_far}")
+        return taken, position
+
+
+# The questions of one split, as the task declares them
+
+FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id (owner/name)"
+
+
+def load_examples(
+    task: ModuleType,
+    source: str,
+    split: str,
+    *,
+    options: TaskSettings,
+    num_examples: int | None,
+    seed: int,
+    held_out: bool,
+    exclude: Iterable[dict],
+) -> list[dict]:
+    """The questions of one split, "train" or "validation", without those in `exclude`.
+
+    `held_out` says that both splits have the same source: then 1 in 8 of its questions is for
+    validation and the others are for training, unless the task's HUB says otherwise. `num_examples`
+    questions are drawn by `seed`; None takes all of a file or dataset, and as many generated ones
+    as the task chooses. Raises ValueError of one line with the source and the fix in it.
+    """
+    for package in getattr(task, "PACKAGES", ()):
+        import_package(package, key=f"task.name = {Path(task.__file__).stem}")
+    generate = getattr(task, "generate_questions", None)
+    load = generate if source == "generated" else None
+    if hasattr(task, "load_examples"):  # the task has its own way to load
+        load = functools.partial(task.load_examples, source, held_out=held_out)
+    if load is not None:
+        rows = load(split, options=options, num_examples=num_examples, seed=seed, exclude=exclude)
+    else:
+        hub = getattr(task, "HUB", Hub())
+        is_divided = held_out and (hub.divides_train or is_file(source))
+        choices = filter(None, [generate and "generated", hub.usual_id, FILE_OR_HUB])
+        table = load_table(
+            source,
+            columns=[*task.EXAMPLE_ROW],
+            choices=", ".join(choices),
+            hub_config=hub.config if source == hub.usual_id else None,
+            hub_split="train" if split == "train" or is_divided else hub.validation_split,
+        )
+        rows = read_rows(table, source=source, task=task, options=options)
+        excluded = {task.question_key(row) for row in exclude}
+        rows = [row for row in rows if task.question_key(row) not in excluded]
+        if is_divided:
+            rows = [row for row in rows if is_in_split(task.question_key(row), split)]
+        if not rows:
+            raise ValueError(f"{source}: no question left for {split}; give a file with more rows")
+        if num_examples is not None and num_examples < len(rows):
+            rows = random.Random(seed).sample(rows, num_examples)
+    if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)):
+        name = "load_examples" if hasattr(task, "load_examples") else "generate_questions"
+        raise ValueError(f"{task.__file__}: {name} must return a list of dicts, parse_row a dict")
+    return rows
+
+
+def load_table(
+    source: str, *, columns: list[str], choices: str, hub_config: str | None, hub_split: str
+) -> list[dict] | list[str]:
+    """The rows of a file or of a part of a hub dataset; ValueError if it cannot be loaded."""
+    import datasets  # takes a second, so only where it is needed
+
+    datasets.disable_progress_bars()  # they would fill a log file
+    path = Path(source)
+    if not is_file(source) and (path.exists() or source.count("/") != 1):
+        raise ValueError(f"{source}: unknown kind of source; give {choices}")
+    # JSON that is nested too deeply raises RecursionError.
+    errors = (OSError, ValueError, RecursionError, csv.Error, datasets.exceptions.DatasetsError)
+    try:
+        if path.suffix.lower() == ".parquet":
+            table = datasets.load_dataset("parquet", data_files=glob.escape(source), split="train")
+        elif is_file(source):
+            return read_text_file(path)
+        else:
+            table = datasets.load_dataset(source, hub_config, split=hub_split)
+    except errors as error:
+        reason = str(error.__cause__ or error).strip().split("\n")[0]
+        raise ValueError(f"{source}: cannot be loaded ({reason}); give {choices}") from error
+    shared = [name for name in columns if name in table.column_names]
+    return table.select_columns(shared or table.column_names).to_list()
+
+
+def read_text_file(path: Path) -> list[dict] | list[str]:
+    """The rows of a .csv, .json or .jsonl file; a CSV file's numbers and a .jsonl row are text.
+
+    `datasets` would guess one type for a whole column. Then a single cell of another type changes
+    the other cells, or is an error without the number of its row.
+    """
+    text = path.read_text("utf-8-sig")
+    if path.suffix.lower() == ".csv":
+        return list(read_csv(text))
+    if text.lstrip().startswith("["):
+        return json.loads(text)
+    return [line for line in text.split("\n") if line.strip()]
+
+
+def read_csv(text: str) -> Iterator[dict]:
+    """The rows of a CSV file; ValueError if a cell would be lost."""
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    for row in reader:
+        if any(row.pop(None, [])):  # cells beyond the last column
+            raise ValueError(f"line {reader.line_num}: more cells than columns: quote commas")
+        yield row
+
+
+def read_rows(
+    table: list[dict] | list[str], *, source: str, task: ModuleType, options: TaskSettings
+) -> Iterator[dict]:
+    """The example in each row of the table; ValueError for the first row without one."""
+    for number, row in enumerate(table, start=1):
+        try:
+            row = json.loads(row) if isinstance(row, str) else row
+            if not isinstance(row, dict):
+                raise ValueError("it has no columns")
+            if missing := sorted(task.EXAMPLE_ROW.keys() - row.keys()):
+                found = ", ".join(map(str, row))
+                raise ValueError(f"no column {' and '.join(missing)} among {found}")
+            row = {name: row[name] for name in task.EXAMPLE_ROW}
+            yield task.parse_row(row, options=options)
+        except (ValueError, RecursionError) as error:
+            problem = f"{error}; rows must look like {json.dumps(task.EXAMPLE_ROW)}"
+            raise ValueError(f"{source}, row {number}: {problem}") from error

@@ -1,0 +1,181 @@
+"""Prompts and turns: messages become a text and token ids; a completion becomes text again."""
+
+import copy
+import functools
+import inspect
+import math
+import re
+from collections.abc import Sequence
+from types import ModuleType
+
+from transformers import PreTrainedTokenizerFast as Tokenizer
+from transformers.utils import get_json_schema
+
+from engine.core.config import TaskSettings
+from engine.core.types import Completion
+
+
+def encode_prompts(
+    examples: list[dict], *, task: ModuleType, options: TaskSettings, tokenizer: Tokenizer
+) -> list[list[int]]:
+    """The ids of each question's prompt."""
+    texts, adds = render_prompts(examples, task=task, options=options, tokenizer=tokenizer)
+    if not texts:  # a rank without validation questions; the tokenizer would raise IndexError
+        return []
+    # JSON can hold half a character, at which the tokenizer would fail: it becomes a "?"
+    texts = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
+    return tokenizer(texts, add_special_tokens=adds)["input_ids"]
+
+
+def prompt_length(
+    example: dict, *, task: ModuleType, options: TaskSettings, tokenizer: Tokenizer
+) -> float:
+    """The tokens of a question's prompt; infinite if it holds a special one, which ends a turn."""
+    prompt = pose(example, task=task, options=options)
+    is_chat = tokenizer.chat_template is not None and not isinstance(prompt, str)
+    if is_chat and special_tokens(tokenizer).search(str([*example.values()])):
+        return math.inf
+    (ids,) = encode_prompts([example], task=task, options=options, tokenizer=tokenizer)
+    return len(ids)
+
+
+def render_prompts(
+    examples: list[dict], *, task: ModuleType, options: TaskSettings, tokenizer: Tokenizer
+) -> tuple[list[str], bool]:
+    """The text of each question's prompt, and whether the tokenizer must add special tokens to it.
+
+    A chat template has written them already: with it, the tokenizer would add them a second time.
+    """
+    prompts = [pose(example, task=task, options=options) for example in examples]
+    is_chat = tokenizer.chat_template is not None and not any(isinstance(p, str) for p in prompts)
+    tools = tool_schemas(task)
+    return [render_prompt(prompt, tokenizer, tools) for prompt in prompts], not is_chat
+
+
+def pose(example: dict, *, task: ModuleType, options: TaskSettings) -> list[dict] | str:
+    """The task's prompt for a question, with the words of the config if it has any.
+
+    task.prompt replaces the plain text or the user's message. task.system_prompt becomes the system
+    message, or the beginning of a plain text. An assistant prefix stays.
+    """
+    messages = task.generate_prompt(copy.deepcopy(example), options=options)  # it may change it
+    texts = (options.system_prompt, options.prompt)
+    system, prompt = (None if text is None else fill(text, example) for text in texts)
+    if isinstance(messages, str):
+        return "\n\n".join(part for part in (system, prompt or messages) if part is not None)
+    if prompt is not None:
+        messages = [m | {"content": prompt} if m["role"] == "user" else m for m in messages]
+    if system is not None:
+        others = [m for m in messages if m["role"] != "system"]
+        messages = [{"role": "system", "content": system}, *others]
+    return messages
+
+
+@functools.cache
+def special_tokens(tokenizer: Tokenizer) -> re.Pattern:
+    """Matches each special token; of several thousand in some tokenizers, so made only once."""
+    tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+
+
+def fill(text: str, example: dict) -> str:
+    """The text with the values of the example's keys in place of {key}; other braces stay."""
+    names = "|".join(map(re.escape, example))
+    return re.sub(rf"\{{({names})\}}", lambda match: str(example[match[1]]), text)
+
+
+def render_prompt(
+    messages: list[dict] | str, tokenizer: Tokenizer, tools: Sequence[dict] = ()
+) -> str:
+    """The chat as a text that the model continues; a last assistant message is continued too.
+
+    A plain text stays as it is, even if the tokenizer has a chat template: the tokenizers of many
+    base models have one, although these models have never seen a chat.
+    """
+    if isinstance(messages, str):
+        return messages
+    if tokenizer.chat_template is None:
+        return plain_text(messages)
+    prefix = assistant_prefix(messages)
+    chat = messages[:-1] if prefix else messages
+    # Some templates rewrite what an assistant says, so we append the prefix to the text.
+    return apply_template(chat, tokenizer, tools) + prefix
+
+
+@functools.cache
+def tool_schemas(task: ModuleType) -> list[dict]:
+    """The tools of the task's Environment, its public methods, as a chat template tells of them."""
+    environment = task.Environment() if hasattr(task, "Environment") else None
+    methods = inspect.getmembers(type(environment), inspect.isfunction)
+    names = [name for name, _ in methods if not re.match("_|(reset|respond|get_reward)$", name)]
+    try:
+        return [get_json_schema(getattr(environment, name)) for name in names]
+    except Exception as error:  # of types that transformers does not export
+        raise ValueError(f"{task.__file__}: Environment: {error}") from error
+
+
+def apply_template(chat: list[dict], tokenizer: Tokenizer, tools: Sequence[dict]) -> str:
+    """The chat in the tokenizer's template, up to where the assistant speaks.
+
+    Some templates, such as Gemma 2's, refuse a system message, and others leave it out. Then we put
+    it before the user's message. Raises ValueError for a template that fails all the same.
+    """
+    has_system = chat[0]["role"] == "system"
+    try:
+        text = tokenizer.apply_chat_template(
+            chat, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # a template is a program, which may raise anything
+        if not has_system:
+            model = tokenizer.name_or_path
+            raise ValueError(f"the chat template of {model} fails: {error}") from error
+    else:
+        if not has_system or chat[0]["content"].strip() in text:
+            return text
+    system, user, *others = chat
+    user = user | {"content": f"{system['content']}\n\n{user['content']}"}
+    return apply_template([user, *others], tokenizer, tools)
+
+
+def check_chat(chat: list[dict] | str, tokenizer: Tokenizer) -> None:
+    """Raises ValueError if what the user says, but for spaces at its ends, is not in the prompt."""
+    if isinstance(chat, str) or tokenizer.chat_template is None:
+        return
+    prompt = render_prompt(chat, tokenizer)
+    for text in (m["content"].strip() for m in chat if m["role"] not in ("system", "assistant")):
+        if text not in prompt:
+            problem = f"{tokenizer.name_or_path} leaves out what the user says, {text!r:.80}"
+            raise ValueError(f"the chat template of {problem}: return plain text as the prompt")
+
+
+QUESTION = {"role": "user", "content": "A made-up question."}
+TURN = {"role": "assistant", "content": "A made-up turn."}
+
+
+def end_of_turn(tokenizer: Tokenizer) -> int | None:
+    """The special token that the chat template writes after an assistant's message, if any."""
+    try:
+        text = tokenizer.apply_chat_template([QUESTION, TURN], tokenize=False)
+    except Exception:  # no template; or it fails, as a program may in any way
+        return None
+    _, _, after = text.partition(TURN["content"])
+    (first,) = tokenizer.encode(after.lstrip(), add_special_tokens=False)[:1] or [None]
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return first if first in special else None
+
+
+def assistant_prefix(messages: list[dict] | str) -> str:
+    """The beginning of the answer that the prompt already contains; "" if it contains none."""
+    is_begun = not isinstance(messages, str) and messages[-1]["role"] == "assistant"
+    return messages[-1]["content"] if is_begun else ""
+
+
+def plain_text(messages: list[dict]) -> str:
+    """The chat as text for a tokenizer without a chat template."""
+    return "\n".join(message["content"] for message in messages)
+
+
+def completion_text(completion: Completion, tokenizer: Tokenizer) -> str:
+    """What the model wrote, without the end-of-sequence token."""
+    ids = completion.token_ids if completion.truncated else completion.token_ids[:-1]
+    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)

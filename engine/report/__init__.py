@@ -1,0 +1,1 @@
+"""What is measured and kept of completions: metrics, evaluations, the log of completions."""

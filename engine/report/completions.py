@@ -1,0 +1,113 @@
+"""rollouts.jsonl: a few groups of a step with each token's numbers, for `python -m tools.report`.
+
+Sampling and the update have computed all these numbers anyway. One line is one group:
+
+    step, prompt, gold    the group's question, shortened if it is very long
+    size                  how many completions were sampled
+    completions           best reward first; of a large group only the best and the worst. Each has
+                          reward, reward_parts, solved, truncated and:
+        advantage         of the completion against its group
+        weight            of each of its tokens in the loss; 0 if the update left the row out
+        tokens            their texts; joined, they are the completion and its end-of-sequence token
+        log_probs         of each token under softmax(logits / temperature), as it was sampled
+        entropies         of that distribution, in nats
+        inserted          positions of a tool's tokens; their log_probs and entropies are 0
+        gap               [position, number] of tokens left out of the middle of a long completion
+
+The update makes a sampled token likelier if advantage * weight is above 0, and less likely below 0.
+This product is minus the derivative of the loss by the token's log-probability in the first pass,
+without a KL penalty and before training.tis_clip.
+"""
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from engine.core.files import json_line
+from engine.core.types import MicroBatch, Trajectory
+from logger import shorten
+
+MAX_GROUPS = 3  # of a step
+MAX_COMPLETIONS = 16  # of a group
+HEAD, TAIL = 384, 128  # tokens kept of a longer completion
+MAX_CHARACTERS = 4_000  # of a prompt and of a gold answer
+
+
+def describe_rollouts(
+    groups: list[list[Trajectory]],
+    questions: list[dict],
+    micro_batches: list[MicroBatch],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    step: int,
+    num_ranks: int,
+) -> str:
+    """The lines for the first groups of this step on rank 0."""
+    weights: dict[int, float] = {}  # of a trajectory's tokens, by its id
+    for batch in micro_batches:
+        row_weights = batch.token_weights.amax(dim=1).tolist()
+        for trajectory, weight in zip(batch.trajectories, row_weights, strict=True):
+            weights[id(trajectory)] = weight / num_ranks
+    lines = ""
+    for group, question in zip(groups[:MAX_GROUPS], questions, strict=False):
+        ordered = sorted(group, key=lambda t: -t.reward)  # ties in the order of sampling
+        del ordered[MAX_COMPLETIONS // 2 : -MAX_COMPLETIONS // 2]  # of a large group the middle
+        record = {
+            "step": step,
+            "prompt": shorten(tokenizer.decode(group[0].prompt_ids), MAX_CHARACTERS),
+            "gold": shorten(str(question.get("answer", question)), MAX_CHARACTERS),
+            "size": len(group),
+            "completions": [completion_record(t, tokenizer, weights) for t in ordered],
+        }
+        lines += json_line(record)
+    return lines
+
+
+def completion_record(
+    trajectory: Trajectory, tokenizer: PreTrainedTokenizerFast, weights: dict[int, float]
+) -> dict:
+    """What the file keeps of a trajectory; if it is not in `weights`, the update left it out."""
+    completion = trajectory.completion
+    ids, num_tokens = completion.token_ids, len(completion.token_ids)
+    is_long = num_tokens > HEAD + TAIL
+    parts = [slice(HEAD), slice(num_tokens - TAIL, None)] if is_long else [slice(None)]
+    kept = np.concatenate([np.arange(num_tokens)[part] for part in parts])
+    numbers = np.stack([completion.log_probs, completion.entropies])[:, kept].astype(float)
+    log_probs, entropies = (numbers.round(3) + 0.0).tolist()  # + 0.0 makes 0.0 of -0.0
+    record = {
+        "reward": rounded(trajectory.reward),
+        "reward_parts": {name: rounded(part) for name, part in trajectory.reward_parts.items()},
+        "solved": trajectory.is_solved,
+        "truncated": completion.truncated,
+        "advantage": rounded(trajectory.advantage),
+        "weight": rounded(weights.get(id(trajectory), 0.0)),
+        "tokens": [text for part in parts for text in token_texts(ids[part], tokenizer)],
+        "log_probs": log_probs,
+        "entropies": entropies,
+        "inserted": completion.is_inserted[kept].nonzero()[0].tolist(),
+    }
+    return record | ({"gap": [HEAD, num_tokens - HEAD - TAIL]} if is_long else {})
+
+
+def token_texts(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """The text of each token; joined, they are the text of all ids.
+
+    A character may take several tokens: the last of them has the character, the others have "".
+    Some tokenizers drop a space at the beginning of a text, so we decode each token together with
+    tokens before it.
+    """
+    texts, start, done = [], 0, 0  # ids[:done] have their texts, and ids[start:done] are context
+    context = ""
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False)
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
+            texts.append("")
+            continue
+        texts.append(text[len(context) :])
+        context = tokenizer.decode(ids[done:end], clean_up_tokenization_spaces=False)
+        start, done = done, end
+    return texts
+
+
+def rounded(value: float) -> float:
+    """Four significant digits."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,64 @@
+"""What an evaluation measures: of training's, and by mode=evaluate alone."""
+
+from types import ModuleType
+
+from engine.core.config import TaskSettings, ValidationSettings
+from engine.core.distributed import World
+from engine.core.statistics import majority_sample, reduce_means, single_rate, solve_rates
+from engine.core.types import Trajectory
+
+
+def evaluation_metrics(
+    groups: list[list[Trajectory]], task: ModuleType, validation: ValidationSettings, world: World
+) -> dict[str, float]:
+    """pass@k, lengths and shares over all questions, from this rank's groups."""
+    num_questions = int(world.sum([len(groups)]))
+    solved = [[t.is_solved for t in group] for group in groups]
+    solved = world.gather_rows(solved, shape=(num_questions, validation.best_of_n))
+    answers = [t for group in groups for t in group]
+    num_tokens = sum(len(t.completion.token_ids) for t in answers)
+    sums = {
+        "eval/solved_and_ended": (sum(t.is_solved_and_ended for t in answers), len(answers)),
+        "eval/completion_tokens": (num_tokens, len(answers)),
+        "eval/truncated_frac": (sum(t.completion.truncated for t in answers), len(answers)),
+    }
+    if hasattr(task, "Environment"):
+        sums["eval/turns"] = (sum(t.completion.num_turns for t in answers), len(answers))
+    return solve_rates(solved, validation.pass_k) | reduce_means(sums, world)
+
+
+def single_answer_metrics(
+    task: ModuleType,
+    options: TaskSettings,
+    questions: list[dict],
+    groups: list[list[Trajectory]],
+    greedy: list[list[Trajectory]],
+    world: World,
+) -> dict[str, float]:
+    """Rates of one answer per question, with Wilson's interval: what the group votes for, greedy.
+
+    Also the mean length of the greedy answers and, where the task has `is_lenient_solved`, a
+    reading of them that forgives the form. `groups` and `greedy` answer this rank's `questions`.
+    """
+    mine = questions[world.rank :: world.size]
+    answers = [trajectory for (trajectory,) in greedy]
+    solved = {}
+    if hasattr(task, "extract_answer"):
+        solved["majority"] = []
+        for group, example in zip(groups, mine, strict=True):
+            votes = [task.extract_answer(t.text, example, options=options) for t in group]
+            chosen = majority_sample(votes)
+            solved["majority"].append(chosen is not None and group[chosen].is_solved)
+    solved["greedy"] = [t.is_solved for t in answers]
+    if hasattr(task, "is_lenient_solved"):
+        solved["strict"] = solved["greedy"]
+        solved["lenient"] = [
+            not t.completion.is_broken and task.is_lenient_solved(t.text, example, options=options)
+            for t, example in zip(answers, mine, strict=True)
+        ]
+    num_tokens = sum(len(t.completion.token_ids) for t in answers)
+    metrics = reduce_means({"eval/greedy_tokens": (num_tokens, len(answers))}, world)
+    for name, column in solved.items():
+        table = world.gather_rows(column, shape=(len(questions), 1))
+        metrics |= single_rate(name, table[:, 0])
+    return metrics

@@ -1,0 +1,113 @@
+"""What is measured and how: time, memory, pass@k with its interval, signs of a collapse."""
+
+import contextlib
+import math
+import platform
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+
+import torch
+import transformers
+
+from engine import ROOT
+from engine.core.distributed import World
+from engine.core.types import Trajectory
+
+# A collapsed policy gives the same few answers, or rambles until it is cut off. More steps seldom
+# bring it back. The means of these metrics over the last steps show it.
+WATCHED = ("train/solved", "train/entropy", "train/truncated_frac")
+MIN_STEPS, MIN_QUESTIONS = 10, 160  # window length; a shorter window is too noisy to judge
+LEAST_FALL = 0.05  # of train/solved; where little was ever solved, a smaller fall may be noise
+LOW_ENTROPY = 0.01  # nats per token: the policy has nothing left to choose between
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """The most memory this rank has held so far, in 10^9 bytes: the GPU's, or the process's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def performance(
+    metrics: dict[str, float], num_completions: int, device: torch.device
+) -> dict[str, float]:
+    """Tokens per second of a step with so many completions, and this rank's peak memory."""
+    num_tokens = metrics["train/completion_tokens"] * num_completions
+    return {
+        "perf/tokens_per_s": num_tokens / metrics["time/step_s"],
+        "perf/peak_memory_gb": peak_memory_gb(device),
+    }
+
+
+def rollout_sums(
+    groups: list[list[Trajectory]], reward_parts: tuple[str, ...]
+) -> dict[str, tuple[float, float]]:
+    """This rank's (sum, count) for each metric of the rollouts; `reduce_means` makes the means."""
+    sampled = [t for group in groups for t in group]
+    batch = [t for t in sampled if t.in_batch]
+    rewards = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
+    num_equal = (rewards.amax(dim=1) == rewards.amin(dim=1)).sum().item()
+    num_tokens = sum(len(t.completion.token_ids) for t in sampled)
+    num_drawn = sum(t.completion.num_sampled for t in sampled)
+    sums = {
+        "train/reward": (sum(t.reward for t in sampled), len(sampled)),
+        "train/reward_std": (rewards.std(dim=1).sum().item(), len(groups)),
+        "train/solved": (sum(t.is_solved for t in sampled), len(sampled)),
+        "train/solved_and_ended": (sum(t.is_solved_and_ended for t in sampled), len(sampled)),
+        "train/advantage_abs": (sum(abs(t.advantage) for t in batch), len(batch)),
+        "train/entropy": (sum(float(t.completion.entropies.sum()) for t in sampled), num_drawn),
+        "train/completion_tokens": (num_tokens, len(sampled)),
+        "train/truncated_frac": (sum(t.completion.truncated for t in sampled), len(sampled)),
+        "train/zero_advantage_frac": (num_equal, len(groups)),
+    }
+    if sampled[0].completion.conversation is not None:
+        sums["train/turns"] = (sum(t.completion.num_turns for t in sampled), len(sampled))
+    for part in reward_parts:
+        name = "train/reward_timeouts" if part == "timeout" else f"train/part_{part}"
+        sums[name] = (sum(t.reward_parts[part] for t in sampled), len(sampled))
+    return sums
+
+
+def count_broken(groups: list[list[Trajectory]], world: World, warn: Callable[[str], None]) -> int:
+    """How many completions of all ranks met logits that were not finite; warns of them."""
+    num_broken = int(world.sum([sum(t.completion.is_broken for group in groups for t in group)]))
+    if num_broken > 0:
+        warn(f"{num_broken} completions ended at logits that were not finite")
+    return num_broken
+
+
+def mean_of_last(
+    recent: list[list[float]], metrics: dict[str, float], *, num_questions: int
+) -> tuple[list[list[float]], dict[str, float]]:
+    """Add a step's WATCHED metrics to `recent`; return its last steps and, if enough, the means."""
+    num_steps = max(MIN_STEPS, math.ceil(MIN_QUESTIONS / num_questions))
+    recent = [*recent, [metrics[name] for name in WATCHED]][-num_steps:]
+    if len(recent) < num_steps:
+        return recent, {}
+    sums = map(sum, zip(*recent, strict=True))
+    return recent, {name: total / num_steps for name, total in zip(WATCHED, sums, strict=True)}
+
+
+def signs_of_collapse(means: dict[str, float], *, best_solved: float) -> dict[str, str]:
+    """What shows a collapse in the means over the last steps, by metric; empty if nothing does."""
+    solved, entropy, truncated = (means[name] for name in WATCHED)
+    signs = {}
+    if solved < best_solved / 2 and solved < best_solved - LEAST_FALL:
+        signs["train/solved"] = f"solved fell from {best_solved:.3f} to {solved:.3f}"
+    if entropy < LOW_ENTROPY:
+        signs["train/entropy"] = f"the entropy is {entropy:.4f}"
+    if truncated > 0.5:
+        signs["train/truncated_frac"] = f"{truncated:.0%} of completions are cut off"
+    return signs
+
+
+def versions() -> str:
+    """The revision of this code and the versions of Python, torch and transformers."""
+    command, revision = ["git", "rev-parse", "--short", "HEAD"], ""
+    with contextlib.suppress(OSError):  # no git here
+        revision = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    libraries = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return f"plain-grpo {revision or 'unknown'}, Python {platform.python_version()}, {libraries}"

@@ -1,0 +1,188 @@
+"""Reading a configuration: defaults, then the file, then the command line; mistakes in it."""
+
+import argparse
+import difflib
+import functools
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from engine import ROOT
+from engine.core.config import SECTIONS, Config, ConfigError, check_world, dotted_values, explained
+from engine.core.yaml_text import Loader, show, to_yaml
+from engine.questions.tasks import load_task, schema
+
+USAGE = """\
+usage: torchrun --nproc-per-node=2 main.py [--config FILE] [section.key=value ...]
+
+FILE sets keys (config.yaml if not given); overrides come last and are read as YAML. These are the
+keys and their defaults; `--help task.name=gsm8k` prints them with those of another task.
+"""
+
+
+def load_config(arguments: list[str]) -> Config:
+    """The configuration that `[--config FILE] [section.key=value ...]` asks for.
+
+    Raises ConfigError for a user's mistake. With --help it prints every key, on one rank, and ends.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", action="append")
+    parser.add_argument("-h", "--help", action="store_true")
+    try:
+        options, overrides = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError([str(error)]) from error
+    if options.help:
+        if os.environ.get("RANK", "0") == "0":
+            named = [text for text in overrides if text.startswith("task.name=")]
+            print(USAGE, explained(combine({}, named)), sep="\n")
+        raise SystemExit(0)
+    files = options.config or [ROOT / "config.yaml"]
+    if len(files) > 1:
+        raise ConfigError([f"--config {' '.join(files)}: give one file; keys can follow it"])
+    return combine(read_file(Path(files[0]).expanduser()), overrides)
+
+
+def combine(in_file: dict[str, Any], overrides: list[str]) -> Config:
+    """The configuration of a file's values and, in their place, of `section.key=value` texts."""
+    from_file = nest(in_file.items())
+    from_command_line = nest(map(parse_override, overrides))
+    values = merge(without_other_task(from_file, from_command_line), from_command_line)
+    values = merge(values, replaced_length(from_file, from_command_line))
+    # Runs wrote such a section into their config.yaml, by which they can still be evaluated.
+    if values.pop("export", None) is not None and values.get("mode") != "evaluate":
+        command = "python -m tools.export RUN [--merge] [--4bit] [--push user/name]"
+        raise ConfigError([f"export: it is a command now: remove the section, and run {command}"])
+    full_schema = schema(load_task(task_name(values)))
+    values = merge(full_schema().model_dump(), values)
+    try:
+        config = full_schema.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error, full_schema, values)) from error
+    check_world(config, num_ranks=1)  # main.py asks again when it knows the ranks
+    return config
+
+
+def parse_yaml(text: str | bytes, *, origin: str | Path) -> Any:
+    """The value of YAML text; errors name its `origin`."""
+    try:
+        return yaml.load(text, Loader=Loader)
+    except (RecursionError, yaml.YAMLError, ValueError) as error:  # ValueError: a date in month 13
+        problem = " ".join(str(error).split())
+        raise ConfigError([f"{origin}: cannot be read as YAML: {problem}"]) from error
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file; an empty file is an empty mapping."""
+    try:
+        content = parse_yaml(Path(path).read_bytes(), origin=path)
+    except OSError as error:
+        raise ConfigError([f"{path}: {error.strerror}; give --config a YAML file"]) from error
+    if content is not None and not isinstance(content, dict):
+        raise ConfigError([f"{path}: must hold sections of keys, as config.yaml does"])
+    return content or {}
+
+
+def parse_override(override: str) -> tuple[str, Any]:
+    """The dotted key and the value of "training.num_steps=60"."""
+    key, equals, text = override.partition("=")
+    if not equals:
+        example = "section.key=value, for example training.num_steps=60"
+        raise ConfigError([f"{override}: write {example}; --help lists the keys"])
+    return key, parse_yaml(text, origin=override)
+
+
+def nest(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Values by section: {"training": {"seed": 1}} for "training.seed" and 1; the later wins."""
+    nested: dict[str, Any] = {}
+    for key, value in pairs:
+        if value is not None or key not in SECTIONS:  # a section without keys sets nothing
+            for name in reversed(key.split(".")):
+                value = {name: value}
+            nested = merge(nested, value)
+    return nested
+
+
+def merge(base: Any, new: Any) -> Any:
+    """`new` in place of `base`; of two mappings, a mapping with the keys of both."""
+    if isinstance(base, dict) and isinstance(new, dict):
+        return base | {key: merge(base.get(key), value) for key, value in new.items()}
+    return new
+
+
+def without_other_task(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """The file's values, without those for its task if the command line names another task."""
+    task = section_of(values, "task")
+    if not task or task_name(values) == task_name(merge(values, overrides)):
+        return values
+    shared = Config().task.model_dump().keys() - {"reward_weights", "system_prompt", "prompt"}
+    return values | {"task": {key: task[key] for key in task if key in shared}}
+
+
+def replaced_length(from_file: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """What unsets the file's num_steps or num_epochs if the command line gives the other one."""
+    for place, values in (("file", from_file), ("command line", overrides)):
+        given = {k: v for k, v in section_of(values, "training").items() if v is not None}
+        if "num_steps" in given and "num_epochs" in given:
+            problem = f"it sets num_steps, which the {place} gives too; leave one out"
+            raise ConfigError([f"training.num_epochs = {show(given['num_epochs'])}: {problem}"])
+    if "num_steps" in given:
+        return {"training": {"num_epochs": None}}
+    return {"training": {"num_steps": Config().training.num_steps}} if "num_epochs" in given else {}
+
+
+def section_of(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """A section of unchecked values; empty if the user gave no mapping for it."""
+    section = values.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def task_name(values: dict[str, Any]) -> Any:
+    """The name of the task that the values ask for, before they are checked."""
+    return section_of(values, "task").get("name", Config().task.name)
+
+
+def dump(config: Config) -> str:
+    """The whole configuration as YAML, which loads to the same one."""
+    values = config.model_dump()
+    if config.training.num_epochs is not None:
+        del values["training"]["num_steps"]  # a file has only one of the two
+    return to_yaml(values)
+
+
+def explain(error: ValidationError, full_schema: type[Config], values: dict) -> list[str]:
+    """One line for each key that pydantic rejects: its value, and what it should be."""
+    known, problems = [*SECTIONS, *dotted_values(full_schema())], {}
+    for detail in error.errors():
+        names, value, kind = [], values, detail["type"]
+        with suppress(LookupError, TypeError):  # the place in a union ends with names of types
+            for name in detail["loc"]:
+                value = value[name]
+                names.append(str(name))
+        key, problem = ".".join(names), detail["msg"].removeprefix("Value error, ")
+        if kind == "extra_forbidden":
+            place = f" of task {values['task']['name']}" if names[0] == "task" else ""
+            problem = f"unknown key{place}{nearest(key, known)}; --help lists the keys"
+        elif kind == "model_type":
+            problem = "Input should be a mapping of keys, which --help lists"
+        elif kind == "string_type":
+            problem += "; in quotes it is text, on the command line '\"12\"'"
+        # Beside a wrong key in a mapping, and for a rule about several keys, no value is at fault.
+        is_bare = detail["loc"][-1] == "[key]" or (key in SECTIONS and kind == "value_error")
+        subject = key if is_bare else f"{key} = {show(value):.80}"
+        problems.setdefault(subject, {})[problem] = None  # a union has one for each of its types
+    lines = [f"{subject}: {' or '.join(each)}" for subject, each in problems.items()]
+    return [line.replace(" or Input should be ", " or ") for line in lines]
+
+
+def nearest(key: str, known: list[str]) -> str:
+    """A hint: the known key that is spelt most like `key`, or whose last part is."""
+    by_name = {name: other for other in known for name in (other.split(".")[-1], other)}
+    close = functools.partial(difflib.get_close_matches, possibilities=by_name, n=1, cutoff=0.8)
+    matches = close(key) or close(key.split(".")[-1])
+    return f", the nearest is {by_name[matches[0]]}" if matches else ""

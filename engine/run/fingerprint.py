@@ -1,0 +1,64 @@
+"""What a run rests on, as hashes: the model's files and the questions.
+
+A checkpoint keeps them, so that no run goes on with others that have the same name.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+from transformers.utils import cached_file
+from transformers.utils.hub import extract_commit_hash
+
+from engine.core.config import Config
+
+MODEL_FILES = "the files of model.name"  # where a checkpoint keeps what `of_model` says
+# In a model's folder: what decides on its prompts, its tokens and its arithmetic.
+FILES = ("*config.json", "*token*", "vocab*", "merges*", "chat_template*", "*.model", "*.py")
+WEIGHTS = ("*.safetensors", "*.bin")
+BLOCK, NUM_BLOCKS = 16_384, 1_024  # bytes; blocks of each weight file, spread evenly over it
+
+
+def of_questions(*splits: list[dict]) -> str:
+    """A hash of the questions in their order; what JSON cannot hold, such as a set, is left out."""
+    encoder = json.JSONEncoder(sort_keys=True, skipkeys=True, default=lambda value: None)
+    digest = hashlib.sha256()
+    for questions in splits:
+        digest.update(f"{len(questions)} questions".encode())
+        for question in questions:
+            digest.update(encoder.encode(question).encode())
+    return digest.hexdigest()[:16]
+
+
+def of_model(config: Config) -> str:
+    """A hash of the files of a model's folder; of a model on the hub its commit.
+
+    The weights count where the run goes on reading them: below an adapter, or as the reference of a
+    KL penalty. Blocks are enough, since training changes weights everywhere.
+    """
+    folder, digest = Path(config.model.name), hashlib.sha256()
+    if not folder.is_dir():
+        return str(commit_of(config.model.name, config.model.revision))
+    reads_weights = config.model.lora is not None or config.training.kl_coef > 0
+    patterns = FILES + WEIGHTS * reads_weights
+    files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
+    for file in sorted(files):
+        size, is_large = file.stat().st_size, f"*{file.suffix}" in WEIGHTS
+        digest.update(f"{file.name}: {size} bytes".encode())
+        stride = max(BLOCK, size // NUM_BLOCKS) if is_large else BLOCK
+        with file.open("rb", buffering=0) as opened:
+            for start in range(0, size, stride):
+                opened.seek(start)
+                digest.update(opened.read(BLOCK))
+    return digest.hexdigest()[:16]
+
+
+def commit_of(name: str, revision: str | None) -> str | None:
+    """The commit of a model on the hub; of a folder, and if the hub cannot tell, the revision."""
+    if Path(name).exists():
+        return revision
+    try:
+        file = cached_file(name, "config.json", revision=revision)
+    except OSError:  # loading the model will say it better
+        return revision
+    return extract_commit_hash(file, None)

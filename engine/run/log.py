@@ -1,0 +1,135 @@
+"""What a run logs of a step and of an evaluation."""
+
+import json
+import math
+from collections.abc import Callable
+from datetime import datetime
+
+from engine.core.files import json_line, without_nan, write_atomically
+from engine.core.statistics import Clock
+from engine.core.types import MicroBatch, Trajectory
+from engine.report.completions import describe_rollouts
+from engine.report.evaluation import evaluation_metrics, single_answer_metrics
+from engine.report.metrics import count_broken
+from engine.run.saving import write_config
+from engine.run.state import Run
+
+MAX_ROLLOUTS_BYTES = 16_000_000  # of rollouts.jsonl
+
+
+def rollouts_of(
+    run: Run, groups: list[list[Trajectory]], questions: list[dict], micro_batches: list[MicroBatch]
+) -> str:
+    """The lines of rollouts.jsonl for the step that ends now; "" if it is not logged."""
+    every, step = run.config.logging.rollouts_every, run.state.step + 1
+    if not run.world.is_main or every == 0 or step % every != 0:
+        return ""
+    num_bytes = (run.folder / "rollouts.jsonl").stat().st_size
+    if not is_kept(step // every, num_bytes):
+        return ""
+    tokenizer, num_ranks = run.policy.tokenizer, run.world.size
+    lines = describe_rollouts(
+        groups, questions, micro_batches, tokenizer, step=step, num_ranks=num_ranks
+    )
+    return lines if num_bytes + len(lines) <= MAX_ROLLOUTS_BYTES else ""
+
+
+def is_kept(turn: int, num_bytes: int) -> bool:
+    """Whether a step is logged. `turn` counts the steps that `logging.rollouts_every` asks for.
+
+    The file has a size limit. As it fills we log more rarely: every fourth turn once it is half
+    full, every 16th from three quarters on, and so on. A resumed run decides by the same numbers.
+    """
+    free = 1 - num_bytes / MAX_ROLLOUTS_BYTES
+    return free > 0 and turn % 4 ** math.floor(-math.log2(free)) == 0
+
+
+def log_step(
+    run: Run,
+    metrics: dict[str, float],
+    groups: list[list[Trajectory]],
+    questions: list[dict],
+    rollouts: str,
+) -> None:
+    """Print a step's line, and write its metrics, its rollouts and at times its samples."""
+    step, every, logger = run.state.step, run.config.logging.train_samples_every, run.logger
+    logger.print_step(step, run.config.training.num_steps, metrics)
+    if every > 0 and step % every == 0:
+        samples = samples_of(run, groups, questions, split="train")
+        logger.print_samples(f"training completions of step {step}", samples)
+        logger.log_samples(step, samples)
+    logger.log_rollouts(rollouts)
+    logger.log_metrics(step, metrics)
+
+
+def log_evaluation(run: Run, metrics: dict[str, float], groups: list[list[Trajectory]]) -> None:
+    """Print and write an evaluation and its first completions."""
+    step, samples = run.state.step, validation_samples(run, groups)
+    run.logger.print_evaluation(f"evaluation at step {step}", metrics, samples)
+    run.logger.log_samples(step, samples)
+    run.logger.log_metrics(step, metrics)
+
+
+def validation_samples(run: Run, groups: list[list[Trajectory]]) -> list[dict]:
+    """The first completions of this rank's share of the validation questions."""
+    mine = run.validation_questions[run.world.rank :: run.world.size]
+    return samples_of(run, groups, mine, split="validation")
+
+
+def samples_of(
+    run: Run, groups: list[list[Trajectory]], questions: list[dict], *, split: str
+) -> list[dict]:
+    """The first completion of each of some groups, as samples.jsonl keeps it.
+
+    With fewer groups than logging.samples the second completions follow, and so on. Where a
+    question has no key `answer`, the gold answer is the question: Countdown's numbers.
+    """
+    read = getattr(run.task, "extract_answer", lambda *_, options: None)
+    numbered = zip(*groups, strict=True)  # the first completion of each group, then the second
+    pairs = [pair for some in numbered for pair in zip(some, questions, strict=True)]
+    return [
+        {
+            "split": split,
+            "prompt": run.policy.tokenizer.decode(trajectory.prompt_ids),
+            "completion": trajectory.text,
+            "gold": question.get("answer", question),
+            "answer": read(trajectory.text, question, options=run.config.task),
+            "reward": trajectory.reward,
+            "reward_parts": trajectory.reward_parts,
+            "truncated": trajectory.completion.truncated,
+            "tokens": len(trajectory.completion.token_ids),
+        }
+        for trajectory, question in pairs[: run.config.logging.samples]
+    ]
+
+
+def run_evaluation(run: Run, sample_validation: Callable[..., list[list[Trajectory]]]) -> int:
+    """Do mode=evaluate: measure as training would, by majority votes and greedily.
+
+    The numbers are printed, and written to eval-<time>/ in the run's folder. Returns the exit
+    status, 2 where logits are not finite. `sample_validation` is main.py's.
+    """
+    config, world, questions, clock = run.config, run.world, run.validation_questions, Clock()
+    with clock("eval"):
+        groups = sample_validation(run)
+        is_greedy = config.validation.temperature == 0
+        greedy = groups if is_greedy else sample_validation(run, is_greedy=True)
+    metrics = evaluation_metrics(groups, run.task, config.validation, world)
+    metrics |= single_answer_metrics(run.task, config.task, questions, groups, greedy, world)
+    metrics, samples = metrics | clock.read(), validation_samples(run, groups)
+    title = f"evaluation of {config.model.name} on {config.task.name}"
+    num_questions, n = len(questions), config.validation.best_of_n
+    totals = dict.fromkeys(
+        (f"best_of_{n}", "majority", "greedy", "strict", "lenient"), num_questions
+    )
+    totals |= dict.fromkeys(("pass@1", "solved_and_ended", "truncated_frac"), num_questions * n)
+    run.logger.print_evaluation(title, metrics, samples, totals=totals)
+    if world.is_main:
+        folder = run.folder / f"eval-{datetime.now():%Y%m%d-%H%M%S-%f}"
+        folder.mkdir(parents=True)
+        write_config(folder, config)
+        write_atomically(folder / "samples.jsonl", "".join(map(json_line, samples)))
+        text = json.dumps(without_nan(metrics), allow_nan=False, indent=1) + "\n"
+        write_atomically(folder / "metrics.json", text)
+        run.logger.info(f"written to {folder}")
+    return 2 if count_broken(groups, world, run.logger.warning) > 0 else 0

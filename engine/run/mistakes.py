@@ -1,0 +1,80 @@
+"""What a user sees when something goes wrong: one line that names the fix."""
+
+import contextlib
+import errno
+import functools
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from engine.core.config import ConfigError
+from engine.questions.tasks import RewardError
+
+
+def outlive_terminal() -> None:
+    """Let what is printed where nobody reads it any more go nowhere: an error would end the run."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # a daemon may have closed them
+        for name in ("write", "flush"):
+            setattr(stream, name, functools.partial(outlive, getattr(stream, name), stream))
+
+
+def outlive(use: Callable[..., Any], stream: TextIO, *text: str) -> Any:
+    """Write or flush; at EIO (a closed terminal) or EPIPE (a dead pipe) it becomes /dev/null."""
+    try:
+        return use(*text)
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.EPIPE):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+@contextlib.contextmanager
+def mistakes_cost_one_line() -> Iterator[None]:
+    """Print a user's mistake on one rank, and not again at a restart; exit with status 2."""
+    outlive_terminal()  # here, since this is what main.py enters first
+    try:
+        yield
+    except KeyboardInterrupt:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("stopped by Ctrl-C before the start: nothing was changed", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    except (ValueError, OSError, torch.OutOfMemoryError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            fix = "end other programs on it, or set model.lora or model.shard (docs/models.md)"
+            error = ValueError(f"the GPU's memory is full before anything is sampled: {fix}")
+        is_config = isinstance(error, ConfigError)
+        counts = ("LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+        is_first_rank, is_first_start = (os.environ.get(name, "0") == "0" for name in counts)
+        if is_first_start and not is_first_rank:
+            # torchrun ends all ranks with the first: give rank 0 time to print the same mistake.
+            time.sleep(3)
+        if is_first_start and (is_first_rank or not is_config):
+            lines = error.lines if is_config else [str(error)]
+            print("\n".join(f"error: {line}" for line in lines), file=sys.stderr)
+        sys.exit(2)
+
+
+@contextlib.contextmanager
+def crashes_name_the_fix(folder: Path) -> Iterator[None]:
+    """Where memory or the disk is full, say below the traceback what to do about it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RuntimeError(
+            "out of GPU memory: lower sampling.max_batch_tokens if it was sampling, else "
+            "training.micro_batch_tokens, or set model.gradient_checkpointing=true"
+        ) from error
+    except RewardError as error:
+        with mistakes_cost_one_line():
+            raise error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        fix = "free some space; the same command goes on from the last checkpoint"
+        raise RuntimeError(f"{folder}: the disk is full: {fix}") from error

@@ -1,0 +1,218 @@
+"""How a run is saved, and how it goes on where it was."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from torch import nn
+
+from engine.core.config import Config, check_same_run, differences, dotted_values, run_name
+from engine.core.files import write_atomically
+from engine.model.fit import check_disk
+from engine.report.metrics import versions
+from engine.run import checkpoint
+from engine.run.card import model_card
+from engine.run.config_file import dump, read_file
+from engine.run.fingerprint import MODEL_FILES, of_model
+from engine.run.state import Run, State, summary
+from engine.update.shards import (
+    check_shared_disk,
+    gather_weights,
+    load_parts,
+    move_parts,
+    save_parts,
+)
+from logger import MlflowRun
+
+# Beginning
+
+
+def check_room(run: Run) -> None:
+    """Log on what the run computes and where it writes; ValueError if the disk is too small."""
+    num_weights, world = run.policy.model.num_parameters(), run.world
+    training, num_questions = run.config.training, run.config.questions_per_rank(world.size)
+    place = f"{world.size} x {world.device.type}"
+    run.logger.info(f"{num_weights:,} weights, on {place}; results in {run.folder}")
+    k, n = training.k_best_of_n
+    rows = f"{num_questions * world.size * k:,} rows: {num_questions} questions on each rank"
+    best = f", of which the best {k}" if k < n else ""
+    run.logger.info(f"{training.num_steps} steps of {rows}, {n} samples of each{best}")
+    if world.is_main:
+        num_trained = sum(parameter.numel() for parameter in run.trained_weights)
+        check_disk(run.folder, run.config, num_weights=num_trained)
+
+
+def resume(run: Run) -> None:
+    """Go on from the newest whole checkpoint, if there is one; rank 0 reads and broadcasts it.
+
+    Raises ValueError where that checkpoint belongs to another configuration, and where the folder
+    is another process's or holds results that would be overwritten.
+    """
+    world, config = run.world, run.config
+    folder, saved = world.on_main(find_saved, run)
+    run.rests_on[MODEL_FILES] = world.on_main(of_model, config)
+    if config.model.shard:
+        check_shared_disk(run.folder, world)
+    if saved is None:
+        return
+    for key in check_same_run(saved["config"], config, run.rests_on):
+        run.logger.warning(f"{key} has changed: from here on no longer bit for bit the same")
+    num_ranks = saved["num_ranks"]
+    if num_ranks != world.size:
+        change = f"the run had {num_ranks} ranks and goes on with {world.size}"
+        run.logger.warning(f"{change}: not bit for bit the same")
+    if config.model.shard:  # each rank reads its own part
+        load_parts(folder, run.policy.model, run.optimizer, num_parts=num_ranks, rank=world.rank)
+    else:
+        if world.is_main:
+            checkpoint.load_weights(folder, run.policy.model)
+            run.optimizer.load_state_dict(checkpoint.load_optimizer_state(folder))
+        world.broadcast_optimizer(run.optimizer)
+    scale = run.policy.loss_scale
+    scale.load_state_dict(saved.get("loss_scale") or scale.state_dict())
+    run.policy.refresh_sampler()
+    run.state, run.is_resumed = State(**saved["state"]), True
+    run.logger.info(f"resumed after step {run.state.step}")
+
+
+def find_saved(run: Run) -> tuple[Path | None, dict | None]:
+    """Lock the run's folder; returns the checkpoint to go on from, if any, and its state.json."""
+    warn, may_resume = run.logger.warning, run.config.checkpoint.resume == "auto"
+    run.lock = checkpoint.lock_folder(run.folder, warn)
+    folder = checkpoint.find_start(run.folder, may_resume=may_resume, warn=warn)
+    if folder is None:
+        return None, None
+    saved, best = checkpoint.load_state(folder), run.folder / "best"
+    if saved["state"].keys() != asdict(run.state).keys():
+        fix = "go on with that one, or set run.name to start another run"
+        raise ValueError(f"{folder} was saved by another version of this program: {fix}")
+    if (best / "best.json").is_file():  # it may be newer than the checkpoint
+        kept = read_file(best / "best.json")  # JSON is YAML too, and an error names the file
+        saved["state"] |= {key: kept[key] for key in ("best", "best_step") if key in kept}
+    elif saved["state"]["best"] is not None and not best.is_dir():
+        warn(f"{best} is gone: the best model from here on will be saved there")
+        saved["state"]["best"] = None
+    return folder, saved
+
+
+def open_files(run: Run) -> None:
+    """Make the run's folder, write its resolved config, and start the files of its metrics."""
+    config, state = run.config, run.state
+    run.logger.open(
+        run.folder,
+        resume_step=state.step if run.is_resumed else None,
+        is_evaluated=state.evaluated_at == state.step,
+        start_mlflow=functools.partial(
+            MlflowRun.start,
+            folder=run.folder,
+            experiment=config.logging.experiment,
+            run_name=run_name(config),
+            description="\n".join(f"- {line}" for line in differences(config)),
+            params=dotted_values(config),
+            config_text=dump(config),
+        ),
+    )
+    if run.world.is_main:
+        write_config(run.folder, config)
+
+
+def write_config(folder: Path, config: Config) -> None:
+    """Write every setting to config.yaml, below the versions in use; `pin` reads it."""
+    write_atomically(folder / "config.yaml", f"# {versions()}\n{dump(config)}")
+
+
+# Saving
+
+
+def save_best(run: Run, measured: dict[str, float]) -> bool:
+    """Save the model in best/ with its card; returns False if that was not possible."""
+    model, config = run.policy.model, run.config
+    save = functools.partial(
+        checkpoint.save_model,
+        model,
+        run.policy.tokenizer,
+        model_card(run, measured),
+        run.folder / "best",
+        weights=gather_weights(model, run.world) if config.model.shard else None,
+        # As `State` names them:
+        best={"best": measured[config.validation.best_metric], "best_step": run.state.step},
+    )
+    return save_on_main(run, "best", save)
+
+
+def save_checkpoint(run: Run) -> None:
+    """Save all that a resumed run needs, if that is possible.
+
+    Steps are skipped one after the other where the last update has ruined the weights. Then only
+    the first checkpoint behind it is written: with checkpoint.keep=2 a good one before it stays.
+    """
+    root, world, state = run.folder / "checkpoints", run.world, run.state
+    if state.skipped_in_a_row > 0:
+        newest = world.on_main(checkpoint.newest_whole, root)
+        if newest is not None and checkpoint.step_of(newest) >= state.changed_at:
+            run.logger.info("all steps since the newest checkpoint were skipped: nothing to save")
+            return
+    # The norm can overflow for finite weights, but only for ones far too large for usable logits.
+    if not nn.utils.get_total_norm(run.trained_weights).isfinite():
+        problem = "since the weights are not finite: what was saved before stays"
+        run.logger.warning(f"nothing saved at step {state.step}, {problem}")
+        run.unsaved.add("checkpoint")
+        return
+    state.is_saved = True  # the checkpoint says so too: the resumed run does not save it again
+    known = {
+        "state": asdict(state),
+        "loss_scale": run.policy.loss_scale.state_dict(),
+        "num_ranks": world.size,
+        "config": dotted_values(run.config) | run.rests_on,
+    }
+    model, tokenizer, optimizer = run.policy.model, run.policy.tokenizer, run.optimizer
+    name, keep = f"step-{state.step:06d}", run.config.checkpoint.keep
+    if run.config.model.shard:
+        folder = root / f"{name}.parts.tmp"
+        num_failed = save_parts(model, optimizer, folder, world)
+        write = functools.partial(
+            move_parts, written=folder, num_parts=world.size, num_failed=num_failed
+        )
+    else:
+        write = functools.partial(
+            checkpoint.write_model, model=model, tokenizer=tokenizer, optimizer=optimizer
+        )
+    save = functools.partial(
+        checkpoint.save_checkpoint, root, known, step=state.step, write=write, keep=keep
+    )
+    state.is_saved = save_on_main(run, "checkpoint", save)
+    if state.is_saved:
+        run.logger.info(f"saved checkpoint {root / name}")
+
+
+def save_on_main(run: Run, what: str, save: Callable[[], None]) -> bool:
+    """Call `save` on rank 0; if the disk is full, warn, and return False on all ranks."""
+    try:
+        run.world.on_main(save)
+    except ValueError as error:  # rank 0's OSError, on every rank
+        fix = "what was saved before is kept; free some space, or lower checkpoint.keep"
+        run.logger.warning(f"nothing saved at step {run.state.step}: {error}; {fix}")
+        run.unsaved.add(what)
+        return False
+    run.unsaved.discard(what)
+    return True
+
+
+# The end
+
+
+def finish(run: Run) -> int:
+    """Print the summary; returns the exit status: 1 if best/ or the last checkpoint is missing."""
+    run.logger.info(summary(run))
+    run.logger.close()
+    return 1 if run.unsaved else 0
+
+
+def stop(run: Run) -> int:
+    """Say where a run goes on that a signal has ended; returns the exit status of the signal."""
+    step, is_saved = run.state.step, run.state.is_saved
+    run.logger.close("KILLED")
+    what = "all is saved" if is_saved else "only what was saved before is there"
+    run.logger.info(f"stopped by a signal after step {step}; {what}; go on with the same command")
+    return 128 + (run.world.stop_signal or 15)  # SIGTERM, where another rank was sent the signal

@@ -1,0 +1,153 @@
+"""What a run consists of: its parts, and where it is."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import TextIO
+
+import torch
+from torch import nn
+
+from engine.core.config import Config, ConfigError
+from engine.core.distributed import World
+from engine.model.policy import Policy
+from engine.questions.data import QuestionStream
+from engine.questions.tasks import built_in_tasks
+from engine.report.metrics import mean_of_last, signs_of_collapse
+from engine.run.fingerprint import of_questions
+from logger import Logger
+
+PASS_AT_1 = ("eval/pass@1", "eval/pass@1_low", "eval/pass@1_high")  # with its 95% interval
+
+
+@dataclass
+class State:
+    """Where a run is: what a checkpoint holds beside the weights and the optimizer."""
+
+    step: int = 0
+    position: int = 0  # of the stream: training questions walked so far, over all ranks
+    untrained: list[float] = field(default_factory=list)  # eval/pass@1 and the ends of its interval
+    first: float | None = None  # the metric of validation.best_by before training
+    last: float | None = None  # the same at the last evaluation
+    best: float | None = None  # the same of the model in best/
+    best_step: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    recent: list[list[float]] = field(default_factory=list)  # see metrics.mean_of_last
+    best_solved: float = 0.0  # the highest mean of train/solved over the last steps
+    signs: dict[str, str] = field(default_factory=dict)  # of a collapse: metric and description
+    changed_at: int = 0  # the last step that moved the weights, or that was not skipped
+    evaluated_at: int = -1  # the last step that was evaluated; 0 is the model as it was loaded
+    is_saved: bool = False  # whether the newest checkpoint knows all this
+
+    def note_evaluation(self, measured: dict[str, float], *, best_metric: str) -> None:
+        """Keep what the summary and the model card say of the model now and before training."""
+        self.last, self.evaluated_at, self.is_saved = measured[best_metric], self.step, False
+        if self.step == 0:
+            self.first = self.last
+            self.untrained = [measured[name] for name in PASS_AT_1]
+
+
+@dataclass
+class Run:
+    """Everything that training needs; an evaluation has no optimizer and no training questions."""
+
+    config: Config
+    world: World
+    logger: Logger
+    folder: Path
+    task: ModuleType
+    policy: Policy
+    validation_questions: list[dict]
+    train_questions: QuestionStream | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    state: State = field(default_factory=State)
+    is_resumed: bool = False
+    unsaved: set[str] = field(default_factory=set)  # of best/ and checkpoints, what failed last
+    rests_on: dict[str, str] = field(default_factory=dict)  # see engine/run/fingerprint.py
+    lock: TextIO | None = None  # holds the folder while it is open
+
+    @property
+    def trained_weights(self) -> list[nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def check_questions(self) -> None:
+        """Raises ConfigError if the ranks hold different questions, or too few to validate with."""
+        world, task, validation = self.world, self.config.task, self.validation_questions
+        training = self.train_questions.questions if self.train_questions else []
+        mine = of_questions(validation, training)
+        if world.sum([mine != world.broadcast(mine)]).item() > 0:
+            fix = "make it load the same list in each process: sorted(set(...)), not list(set(...))"
+            raise ConfigError([f"task.name = {task.name}: each rank has other questions; {fix}"])
+        if len(validation) < world.size:
+            raise ConfigError([f"{len(validation)} validation questions for {world.size} ranks"])
+        self.rests_on["the questions of task.train and task.eval"] = mine
+
+    def check_progress(self) -> None:
+        """Raises FloatingPointError if too many steps in a row were skipped."""
+        num = self.state.skipped_in_a_row
+        if num >= self.config.training.max_skipped_steps:
+            fix = f"lower training.learning_rate; the best model is in {self.folder / 'best'}"
+            raise FloatingPointError(f"loss or gradient not finite in {num} steps in a row: {fix}")
+
+    def advance(
+        self, metrics: dict[str, float], position: int, *, is_skipped: bool, has_moved: bool
+    ) -> None:
+        """Count a step, also in its metrics; warn of new signs of a collapse.
+
+        `position` is where it ended in the stream of questions.
+        """
+        state, num_ranks = self.state, self.world.size
+        state.step, state.position, state.is_saved = state.step + 1, position, False
+        state.skipped_steps += is_skipped
+        state.skipped_in_a_row = state.skipped_in_a_row + 1 if is_skipped else 0
+        if has_moved or not is_skipped:
+            state.changed_at = state.step
+        num_questions = self.config.questions_per_rank(num_ranks) * num_ranks
+        state.recent, means = mean_of_last(state.recent, metrics, num_questions=num_questions)
+        before, state.signs = state.signs, {}
+        if means:
+            state.best_solved = max(state.best_solved, means["train/solved"])
+            state.signs = signs_of_collapse(means, best_solved=state.best_solved)
+        metrics["train/skipped_steps"] = state.skipped_steps
+        metrics["train/collapsed"] = float(bool(state.signs))
+        for name, sign in state.signs.items():
+            if name not in before:
+                self.logger.warning(f"the model may be collapsing: {sign} (mean of the last steps)")
+
+    @property
+    def is_checkpoint_due(self) -> bool:
+        step, every = self.state.step, self.config.checkpoint.every
+        return self.is_over or (step > 0 and step % every == 0)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps are done, or the model has collapsed and the config says to stop."""
+        training = self.config.training
+        has_collapsed = training.stop_on_collapse and bool(self.state.signs)
+        return self.state.step >= training.num_steps or has_collapsed
+
+
+def summary(run: Run) -> str:
+    """How well the first, the last and the best model solve, and what can be done with the best."""
+    state, best = run.state, run.folder / "best"
+    metric = run.config.validation.best_metric.removeprefix("eval/")
+    scores = f"{metric} {state.first:.3f} at the start, {state.last:.3f} after step {state.step}"
+    if state.best is None:
+        return f"{scores}; no model could be saved in {best}"
+    needs = ", with peft" if run.config.model.lora is not None else ""
+    is_own_task = run.config.task.name not in built_in_tasks()  # its code must be asked for
+    settings = f" --config {run.folder / 'config.yaml'}" if is_own_task else ""
+    lines = [
+        f"{scores}; best {state.best:.3f} at step {state.best_step}, chosen on these same "
+        "validation questions",
+        f"the best model: {best}",
+        f'load it:        AutoModelForCausalLM.from_pretrained("{best}"){needs}',
+        f"ask it:         python -m tools.chat {best}{settings}",
+        f"look at it all: python -m tools.report {run.folder}",
+        "train on:       the same command with a larger training.num_steps",
+    ]
+    if state.step < run.config.training.num_steps:
+        signs = ", ".join(state.signs.values())
+        lines[-1] = f"stopped, since the model has collapsed: {signs}"
+    return "\n".join(lines)

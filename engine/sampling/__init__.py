@@ -1,0 +1,1 @@
+"""Around main.py's drawing: batches, caches, CUDA graphs, tools and environments."""

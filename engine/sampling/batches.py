@@ -1,0 +1,126 @@
+"""Which questions are decoded together: as many as the memory holds."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PretrainedConfig
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+
+from engine.core.types import Completion, SamplingParams, Seed, Tool
+
+
+def decode_in_batches(
+    model: nn.Module,
+    prompts: list[list[int]],
+    seeds: list[Seed],
+    params: SamplingParams,
+    *,
+    decode: Callable[..., list[Completion]],
+    max_batch_tokens: int | None,
+    on_progress: Callable[[int], None],
+    log: Callable[[str], None],
+    conversations: list[list[Tool]] | None = None,
+) -> list[list[Completion]]:
+    """Sample a group of completions of each prompt: one list per prompt, in their order.
+
+    `decode` is main.py's `decode_grouped` or the like. It gets questions together, longest prompts
+    first, as long as rows * (longest prompt + new tokens) <= `max_batch_tokens`; None is as many as
+    the GPU will hold if they end as early as most do. If they do not, and its memory runs out, they
+    are decoded again in halves: the random numbers are the questions' own. `conversations` are
+    those of a prompt's samples with their environments, which cannot begin again.
+    """
+    groups: list[list[Completion]] = [[] for _ in prompts]
+    by_length = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    most, num_batches = len(prompts), 0
+    while by_length:
+        longest = len(prompts[by_length[0]])
+        fit = max_batch_tokens or tokens_that_fit(model, longest, params)
+        num_rows = fit // (longest + params.max_new_tokens)
+        batch = by_length[: min(most, max(1, num_rows // params.group_size))]
+        rows = [row for i in batch for row in conversations[i]] if conversations else []
+        try:
+            completions = decode(
+                model,
+                [prompts[i] for i in batch],
+                [seeds[i] for i in batch],
+                replace(params, conversations=rows),
+                on_progress=on_progress,
+            )
+        except torch.OutOfMemoryError:
+            if len(batch) == 1 or conversations:
+                raise
+            most = math.ceil(len(batch) / 2)
+            continue
+        by_length, num_batches = by_length[len(batch) :], num_batches + 1
+        for j, i in enumerate(batch):
+            groups[i] = completions[j * params.group_size :][: params.group_size]
+    if num_batches > 1 and model.device.type == "cuda":
+        log(f"{len(prompts)} questions x {params.group_size} samples took {num_batches} batches")
+    return groups
+
+
+def tokens_that_fit(model: nn.Module, longest: int, params: SamplingParams) -> int:
+    """How many tokens of prompts and completions fit into the memory now free, decoded at once."""
+    device, row_tokens = model.device, longest + params.max_new_tokens
+    if device.type != "cuda":
+        return 131_072
+    reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + reserved
+    config, size = model.config.get_text_config(), model.dtype.itemsize
+    layers = cached_layers(config)
+    cached = cache_bytes_per_token(layers, bytes_per_number=size)
+    likely_tokens = longest + 0.7 * params.max_new_tokens  # most completions end early
+    decoding = decode_bytes_per_row(config, likely_tokens, cached=cached, top_p=params.top_p)
+    if any(isinstance(layer, LinearAttentionLayer) for _, layer in layers):
+        decoding += state_bytes(model)
+    hidden_size = getattr(config, "hidden_size", 0)
+    inner_size = getattr(config, "intermediate_size", None) or 4 * hidden_size
+    layer = size * (5 * hidden_size + 3 * inner_size)  # what a prompt's token is made into
+    reading = (
+        longest * (cached + layer) / params.group_size
+    )  # all prompts at once, before they grow
+    return int(0.9 * free / max(decoding, reading)) * row_tokens  # a tenth for fragmentation
+
+
+def decode_bytes_per_row(
+    config: PretrainedConfig, row_tokens: float, *, cached: int, top_p: float
+) -> float:
+    """The most bytes that a row takes while it is decoded; `cached` are a token's in the cache."""
+    cache = row_tokens * cached
+    growing = cache / getattr(config, "num_hidden_layers", 1)  # one layer at a time is copied
+    num_copies = 6 if top_p == 1 else 13  # top-p sorts them
+    drawing = num_copies * 4 * config.vocab_size  # fp32 logits and what `sample_tokens` makes
+    return cache + growing + drawing
+
+
+@torch.no_grad()
+def state_bytes(model: nn.Module) -> int:
+    """Bytes of a row's recurrent states, however long the row: seen on one token."""
+    cache = DynamicCache(config=model.config.get_text_config())
+    ids = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    model(input_ids=ids, past_key_values=cache, use_cache=True)
+    layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
+    states = [[*layer.conv_states.values(), *layer.recurrent_states.values()] for layer in layers]
+    return sum(state.nbytes for some in states for state in some if state is not None)
+
+
+def cache_bytes_per_token(layers: list[tuple], *, bytes_per_number: int) -> int:
+    """Bytes of one token's keys and values in the `cached_layers`; 0 if there are none."""
+    num_bytes = 0
+    for layer, cached in layers:
+        heads = getattr(layer, "num_attention_heads", 0)
+        key_heads = getattr(layer, "num_key_value_heads", None) or heads
+        head_size = getattr(layer, "head_dim", None) or (layer.hidden_size // heads if heads else 0)
+        num_bytes += 2 * key_heads * head_size * bytes_per_number * isinstance(cached, DynamicLayer)
+    return num_bytes
+
+
+def cached_layers(config: PretrainedConfig) -> list[tuple]:
+    """The config of each layer and its cache, still empty; [] for a config that does not tell."""
+    try:  # 5.17 makes no cache for the last layers of Gemma 4, which read those of others
+        return [*zip(config.per_layer_config, DynamicCache(config=config).layers, strict=False)]
+    except (AttributeError, KeyError):
+        return []

@@ -1,0 +1,189 @@
+"""Environments: a task's class that the model talks with for several turns, by the rules of TRL.
+
+Each completion has an instance of its own; docs/tasks.md explains its methods. What the model
+wrote is never rendered again, since a template may give it other tokens. A reply is rendered behind
+a made-up turn and inserted as ids.
+"""
+
+import copy
+import functools
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from engine.core.config import Config
+from engine.core.statistics import Clock
+from engine.core.tensors import seeded
+from engine.core.types import SamplingParams, Seed
+from engine.questions import prompts
+from engine.questions.tasks import RewardError
+from engine.sampling.turns import Turns
+
+REPLY = "A made-up reply."
+LONGEST_TOKEN = 64  # characters; a reply that cannot fit is cut before it is tokenised
+
+
+def encode_questions(
+    task: ModuleType,
+    config: Config,
+    questions: list[dict],
+    seeds: list[Seed],
+    params: SamplingParams,
+    tokenizer: PreTrainedTokenizerFast,
+    clock: Clock,
+    *,
+    context: int | None,
+    device: torch.device,
+) -> "tuple[list[list[int]], list[list[Conversation]]]":
+    """The prompts and, if the task has an Environment, a conversation for each sample of them.
+
+    `context` is the number of tokens that the model sees. A group shares one prompt, so RewardError
+    if `reset` returns different texts to it, or one that leaves too little room for a completion.
+    """
+    options = config.task
+    if not hasattr(task, "Environment"):
+        ids = prompts.encode_prompts(questions, task=task, options=options, tokenizer=tokenizer)
+        return ids, []
+    turns, max_turns = Turns(tokenizer, task), config.sampling.max_turns
+    start = functools.partial(
+        Conversation, task, turns, max_turns=max_turns, device=device, clock=clock
+    )
+    groups, room = [], (context or 10**9) - params.max_new_tokens
+    for question, seed in zip(questions, seeds, strict=True):
+        prompt_ids: list[int] = []  # filled below, once `reset` has said what it adds
+        group = [
+            start(question, prompt_ids, (*seed, sample), params.max_new_tokens)
+            for sample in range(1, params.group_size + 1)
+        ]
+        texts = {conversation.opening for conversation in group}
+        *others, last = prompts.pose(question, task=task, options=options)
+        last = last | {"content": last["content"] + turns.clean(min(texts))}
+        prompt_ids += turns.encode(turns.render([*others, last]))
+        if len(texts) > 1:
+            raise group[0].error("reset", f"returned different texts to a group: {sorted(texts)}")
+        if len(prompt_ids) > room:
+            raise group[0].error("reset", f"made the prompt longer than the {room} tokens of room")
+        groups.append(group)
+    return [group[0].prompt_ids for group in groups], groups
+
+
+@dataclass
+class Conversation:
+    """The tool of a row that replies to each turn of the model: its environment."""
+
+    task: ModuleType
+    turns: Turns
+    question: dict
+    prompt_ids: list[int]
+    seed: Seed  # the question's, and the number of the sample, from 1 on
+    max_new_tokens: int
+    max_turns: int
+    device: torch.device
+    clock: Clock
+    num_turns: int = 0  # of the model, so far
+    start: int = 0  # of the model's next turn in the completion
+
+    def __post_init__(self) -> None:
+        self.asking_ids = [self.turns.end_id]
+        with seeded([self.seed[:-1]], self.device):
+            self.environment = self.task.Environment()
+        self.opening = self.ask("reset", **copy.deepcopy(self.question)) or ""
+
+    def reply(self, token_ids: list[int]) -> list[int] | None:
+        """The ids that answer the turn which ends here; None if the conversation does."""
+        before = self.turns.decode(self.prompt_ids + token_ids[: self.start])
+        text, self.num_turns = self.turns.decode(token_ids[self.start : -1]), self.num_turns + 1
+        calls = self.turns.read_calls(text, before=before)
+        replies = [self.call(call["name"], call.get("arguments")) for call in calls]
+        if not calls and hasattr(self.environment, "respond"):
+            said = self.ask("respond", text)
+            replies = [] if said is None else [{"role": "user", "content": said}]
+        if not replies or self.num_turns >= self.max_turns:
+            return None
+        num_chars = LONGEST_TOKEN * (self.max_new_tokens - len(token_ids))
+        for reply in replies:
+            reply["content"] = self.turns.clean(reply["content"][:num_chars])
+        reply_ids = self.turns.render_reply(replies)
+        self.start = len(token_ids) + len(reply_ids)
+        return reply_ids
+
+    def call(self, name: str, arguments: Any) -> dict[str, str]:
+        """The message with what a tool returns; the model also reads what goes wrong in a call."""
+        try:
+            if name not in self.turns.names:
+                raise NameError(f"there is no tool {name}")
+            content = str(self.ask(name, **(arguments or {})))
+        except Exception as error:
+            content = f"error: {type(error).__name__}: {error}"
+        return {"role": "tool", "name": self.turns.clean(name), "content": content}
+
+    def reward(self) -> dict[str, Any]:
+        """The parts of the reward that the environment pays, if it pays any."""
+        paid = self.ask("get_reward") if hasattr(self.environment, "get_reward") else {}
+        return paid if isinstance(paid, dict) else {"answer": paid}
+
+    def ask(self, method: str, /, *arguments: str, **named: Any) -> Any:
+        """Call a method; its random numbers follow from question, sample and turn."""
+        words = self.seed[:-1] if method == "reset" else (*self.seed, self.num_turns)
+        try:
+            with self.clock("environment"), seeded([words], self.device):
+                result = getattr(self.environment, method)(*arguments, **named)
+        except Exception as error:
+            if method in self.turns.names:
+                raise  # a tool's: the model reads it
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{frame.filename}, line {frame.lineno}"
+            raise self.error(method, f"raised {type(error).__name__}: {error} ({place})") from error
+        if method in ("reset", "respond") and not isinstance(result, str | None):
+            raise self.error(method, f"must return a text or None, not {result!r:.80}")
+        return result
+
+    def error(self, method: str, problem: str) -> RewardError:
+        name = f"{self.task.__file__}: {type(self.environment).__name__}.{method}"
+        return RewardError(f"{name} {' '.join(problem.split())}: question {self.question!r:.200}")
+
+
+def check_environment(
+    task: ModuleType, config: Config, tokenizer: PreTrainedTokenizerFast, question: dict
+) -> None:
+    """Raise ValueError of one line, with the fix, if the task's Environment cannot be played."""
+    if hasattr(task, "Environment"):
+        for problem in problems_of_environment(task, config, tokenizer, question):
+            raise ValueError(f"{task.__file__}: Environment {problem}")
+
+
+def problems_of_environment(
+    task: ModuleType, config: Config, tokenizer: PreTrainedTokenizerFast, question: dict
+) -> Iterator[str]:
+    """The first is the one to mend: what comes later may rest on it."""
+    environment, model = task.Environment(), tokenizer.name_or_path
+    responds = hasattr(environment, "respond")
+    prompt = prompts.pose(question, task=task, options=config.task)
+    if not hasattr(environment, "reset"):
+        yield "has no reset: write def reset(self, **example)"
+    if not hasattr(environment, "get_reward") and not hasattr(task, "reward_function"):
+        yield "has no get_reward, and the task no reward_function: write one of them"
+    if config.sampling.calculator:
+        yield "replies alone: write sampling.calculator=null"
+    if isinstance(prompt, str) or prompts.assistant_prefix(prompt):
+        yield "needs generate_prompt to return messages, the last one the user's"
+    if prompts.end_of_turn(tokenizer) is None:
+        yield f"needs a chat template that ends turns by a special token, which {model} lacks"
+    turns = Turns(tokenizer, task)
+    if prompts.tool_schemas(task) and not turns.tools and not responds:
+        yield f"has tools, of which {model}'s chat template does not tell: write respond(message)"
+    replies = [{"role": "user", "content": REPLY}] if responds else []
+    if turns.tools:
+        turn = prompts.made_up_turn(turns.names[:1])
+        written = turns.render([prompts.QUESTION, turn]).split(turns.end)[-2]
+        if turns.read_calls(written, before="") != [turn["tool_calls"][0]["function"]]:
+            yield f"has tools, but how {model} calls them is unknown: it has no response_template"
+        replies += [{"role": "tool", "name": turns.names[0], "content": REPLY}]
+    for reply in replies:
+        if REPLY not in turns.decode(turns.render_reply([reply])):
+            yield f"cannot reply: {model}'s chat template drops messages of role {reply['role']}"

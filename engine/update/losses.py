@@ -1,0 +1,120 @@
+"""Losses that are off by default: batches that are used again, a KL penalty, a rounding sampler.
+
+Where a batch is used for several updates (`training.num_iterations`), the policy has moved since it
+sampled. Then the ratio pi / pi_old weighs each token: `old_log_probs` (B, S) are those of the first
+update's pass, whose loss is REINFORCE, -A log pi. All shapes are (B, S), but for advantages (B,).
+"""
+
+import torch
+from torch import Tensor
+
+from engine.core.config import TrainingSettings
+from engine.core.types import MicroBatch
+
+KL_LOG_RATIO_LIMIT = 10.0  # its exponential is 22,026; an unlimited one overflows
+
+
+def apply_options(
+    training: TrainingSettings,
+    batch: MicroBatch,
+    log_probs: Tensor,
+    token_loss: Tensor,
+    is_first: bool,
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Token losses and weights with all that the config switches on, and metrics of each token.
+
+    `token_loss` is REINFORCE's, which stays the loss of the first pass over a batch. The batch has
+    the log-probabilities of the first pass and, if there is a KL penalty, those of the reference.
+    """
+    weights, is_clipped = batch.token_weights, torch.zeros_like(token_loss)
+    if not is_first:
+        token_loss, is_clipped = off_policy_loss(
+            training, log_probs, batch.advantages, batch.old_log_probs, batch.completion_mask
+        )
+    measured = {"train/clip_frac": is_clipped}
+    if training.kl_coef > 0:
+        kl = kl_penalty(log_probs, batch.ref_log_probs)
+        token_loss = token_loss + training.kl_coef * kl
+        measured |= {"train/kl": kl.detach()} if is_first else {}
+    if training.tis_clip is not None:
+        weights = weights * truncated_importance(
+            batch.old_log_probs, batch.sampler_log_probs, clip=training.tis_clip
+        )
+    return token_loss, weights, measured
+
+
+def off_policy_loss(
+    training: TrainingSettings,
+    log_probs: Tensor,
+    advantages: Tensor,
+    old_log_probs: Tensor,
+    completion_mask: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The loss of each token by `training.policy_loss`, and which tokens it clips."""
+    eps, eps_high = training.clip_eps, training.clip_eps_high or training.clip_eps
+    if training.policy_loss == "cispo":
+        return cispo_loss(log_probs, advantages, old_log_probs, eps_high=eps_high)
+    if training.policy_loss == "gspo":
+        log_probs = completion_means(log_probs, completion_mask)
+        old_log_probs = completion_means(old_log_probs, completion_mask)
+    return ppo_loss(log_probs, advantages, old_log_probs, eps=eps, eps_high=eps_high)
+
+
+def ppo_loss(
+    log_probs: Tensor, advantages: Tensor, old_log_probs: Tensor, *, eps: float, eps_high: float
+) -> tuple[Tensor, Tensor]:
+    """-min(ratio A, clip(ratio) A) (PPO, arXiv:1707.06347, equation 7).
+
+    A token is clipped, and has no gradient, where its ratio has gone too far in the direction that
+    the advantage asks for.
+    """
+    advantages = advantages[:, None]  # (B, 1)
+    ratio = (log_probs - old_log_probs).exp()
+    clipped = ratio.clamp(1 - eps, 1 + eps_high)
+    too_high, too_low = ratio > 1 + eps_high, ratio < 1 - eps
+    is_clipped = (too_high & (advantages > 0)) | (too_low & (advantages < 0))
+    return -(ratio * advantages).minimum(clipped * advantages), is_clipped
+
+
+def cispo_loss(
+    log_probs: Tensor, advantages: Tensor, old_log_probs: Tensor, *, eps_high: float
+) -> tuple[Tensor, Tensor]:
+    """-sg(min(ratio, 1 + eps)) A log pi; sg: no gradient.
+
+    Where PPO's clip would leave a token out, CISPO trains it with the largest weight (MiniMax-M1,
+    arXiv:2506.13585, equations 4 and 5; without the lower bound, as there).
+    """
+    advantages = advantages[:, None]  # (B, 1)
+    ratio = (log_probs.detach() - old_log_probs).exp()
+    loss = -ratio.clamp(max=1 + eps_high) * advantages * log_probs
+    return loss, (ratio > 1 + eps_high) & (advantages != 0)
+
+
+def completion_means(log_probs: Tensor, completion_mask: Tensor) -> Tensor:
+    """The mean log-probability of each completion, at all of its tokens.
+
+    PPO's loss of these is GSPO's (arXiv:2507.18071, equations 5 and 7): the ratio is then that of
+    whole completions, to the power of 1 / length, and its gradient reaches all of their tokens.
+    """
+    lengths = completion_mask.sum(dim=1, keepdim=True)  # (B, 1)
+    means = (log_probs * completion_mask).sum(dim=1, keepdim=True) / lengths.clamp(min=1)
+    return means.expand_as(log_probs)
+
+
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """Estimate of KL(policy, reference) at each token: k3, 0 where the two agree, else above.
+
+    Schulman 2020, http://joschu.net/blog/kl-approx.html. The log-ratio is limited once for both
+    terms; limited in the exponential alone, the gradient of a token far from the reference would
+    push it further away.
+    """
+    log_ratio = (ref_log_probs - log_probs).clamp(-KL_LOG_RATIO_LIMIT, KL_LOG_RATIO_LIMIT)
+    return log_ratio.expm1() - log_ratio  # exp(x) - x - 1, which would round to below 0 near 0
+
+
+def truncated_importance(log_probs: Tensor, sampler_log_probs: Tensor, *, clip: float) -> Tensor:
+    """Truncated importance sampling, for a sampler of less precision: min(pi / pi_sampler, clip).
+
+    Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
+    """
+    return (log_probs - sampler_log_probs).exp().clamp(max=clip)

@@ -1,0 +1,126 @@
+"""The optimizer, its learning rate, and the loss scale of float16."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from engine.core.config import Config, TrainingSettings
+from engine.core.packages import import_package
+
+
+def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """AdamW for all trainable weights, or Muon for the blocks' matrices and AdamW for the rest.
+
+    Weight decay is on matrices and embeddings only. A group's learning rate is the schedule's times
+    `lr_scale`. Raises ValueError if the package for 8-bit averages is missing.
+    """
+    training, rate = config.training, config.training.learning_rate
+    others, matrices, embeddings = [p for p in model.parameters() if p.requires_grad], [], []
+    if training.optimizer == "muon":  # a head that shares the embeddings' weight is one of them
+        tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        embeddings = [p for p in others if id(p) in tables]
+        in_ends = tables | {id(p) for p in model.get_output_embeddings().parameters()}
+        matrices = [p for p in others if p.ndim == 2 and id(p) not in in_ends]
+        split = {id(p) for p in [*matrices, *embeddings]}
+        others = [p for p in others if id(p) not in split]
+    decay = training.weight_decay
+    betas, eps = tuple(training.adam_betas), training.adam_eps
+    embedding_scale = (training.embedding_learning_rate or rate) / rate
+    groups = [
+        {"params": [p for p in others if p.ndim >= 2], "weight_decay": decay, "lr_scale": 1.0},
+        {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0, "lr_scale": 1.0},
+        {"params": embeddings, "weight_decay": decay, "lr_scale": embedding_scale},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if training.optimizer == "adamw_8bit":
+        bitsandbytes = import_package("bitsandbytes", key="training.optimizer = adamw_8bit")
+        return bitsandbytes.optim.AdamW8bit(groups, lr=rate, betas=betas, eps=eps)
+    is_cuda = next(model.parameters()).device.type == "cuda"
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=betas, eps=eps, fused=is_cuda)
+    if matrices:
+        group = {"params": matrices, "lr_scale": training.muon_learning_rate / rate}
+        optimizer = Together(optimizer, torch.optim.Muon([group], weight_decay=decay))
+    set_learning_rate(optimizer, rate)
+    return optimizer
+
+
+class Together(torch.optim.Optimizer):
+    """One optimizer made of several: it has the groups and the state of all of them."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer):
+        self.optimizers = optimizers
+        super().__init__([group for one in optimizers for group in one.param_groups], defaults={})
+        self.share()
+
+    def share(self) -> None:
+        """Give each optimizer its own part of the common groups, and the common state."""
+        groups = iter(self.param_groups)
+        for one in self.optimizers:
+            one.param_groups = [next(groups) for _ in one.param_groups]
+            one.state = self.state
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)  # makes groups and state anew
+        self.share()
+
+    def step(self) -> None:
+        for one in self.optimizers:
+            one.step()
+
+
+def learning_rate_at(step: int, training: TrainingSettings) -> float:
+    """The learning rate of step 1, 2, ..., num_steps, for groups whose `lr_scale` is 1.
+
+    The warm-up ends at the full rate, and the decay begins after it. The decay is the factor of
+    transformers' schedulers at step - 1: at `step` it would be 0 in the last step.
+    """
+    num_warmup = training.warmup_steps
+    if step <= num_warmup:
+        return training.learning_rate * step / num_warmup
+    progress = (step - 1 - num_warmup) / (training.num_steps - num_warmup)
+    decay = {
+        "constant": 1.0,
+        "linear": 1 - progress,
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+    }[training.lr_schedule]
+    return training.learning_rate * decay
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group["lr_scale"]
+
+
+class LossScale(torch.amp.GradScaler):
+    """A factor of the loss, and so of the gradients, in float16, whose range is 6e-8 to 65,504.
+
+    It is doubled after 100 updates, and halved if a gradient overflows: it stays a power of 2.
+    """
+
+    is_too_high = False  # at the last try
+
+    def tries(self, num_updates: int) -> Iterator[None]:
+        """Yield once for each update, and again after a try that `was_too_high`."""
+        while num_updates > 0:
+            yield
+            num_updates -= not self.is_too_high
+
+    def was_too_high(self, loss: float, grad_norm: float) -> bool:
+        """Halve the scale if the gradient overflowed; True if its update should begin again.
+
+        Both numbers are of all ranks, so that all do the same. If the loss is not finite, or the
+        gradient at scale 1, the scale is not to blame: the next step begins with the first one.
+        """
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self.update()  # counts this update
+            self.is_too_high = False
+        else:
+            self.is_too_high = math.isfinite(loss) and self.get_scale() > 1
+            self.update(self.get_scale() / 2 if self.is_too_high else 2.0**16)
+        return self.is_too_high
+
+    def read(self) -> dict[str, float]:
+        """train/loss_scale, with which the next update begins; nothing where the scale is off."""
+        return {"train/loss_scale": self.get_scale()} if self.is_enabled() else {}

@@ -1,0 +1,169 @@
+"""Models larger than one GPU: each rank keeps a part of the weights, gradients and averages.
+
+`model.shard: true` replaces DDP by PyTorch's FSDP2 (`fully_shard`), which cuts each tensor along
+its first dimension. A forward or backward pass gathers a block's weights from all ranks just before
+it needs them, and frees them afterwards. So every rank must make the same number of passes.
+
+The arithmetic is that of DDP: weights are gathered in fp32, and each micro-batch's gradient is
+averaged over the ranks at once and added to fp32 parts, so no rank ever holds all of it. Without
+model.gradient_checkpointing autograd keeps the bf16 copy of every weight from the forward to the
+backward pass, as it does in DDP.
+
+Sampling would gather all weights for every token. So a full copy in the compute dtype samples, into
+which the weights are gathered after each step. At the start each rank loads the whole model in
+fp32; saving best/ takes as much again of rank 0's memory.
+"""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from engine.core.distributed import World
+from engine.core.files import sync
+from engine.core.types import MicroBatch
+
+PART = "part-{:05d}.safetensors"  # a rank's file in a checkpoint
+
+# Training
+
+
+def shard_scorer(scorer: nn.Module, world: World, *, keeps_root: bool) -> nn.Module:
+    """Cut a CompletionScorer's weights in place, and put this rank's parts on its device.
+
+    Each block gathers its own weights, the scorer all others: embeddings, last norm and head. With
+    `keeps_root` these stay gathered until the backward pass has ended; a reference, which has none,
+    frees them after its forward pass.
+    """
+    if not dist.is_initialized():  # there is one rank, which gathers from itself
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    for block in blocks_of(scorer):
+        fully_shard(block, mesh=mesh)
+    return fully_shard(scorer, mesh=mesh, reshard_after_forward=not keeps_root)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The model's transformer blocks: of its lists of modules, the list with the most weights."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=count_weights))
+
+
+def count_weights(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def equal_passes(micro_batches: list[MicroBatch], world: World) -> list[MicroBatch]:
+    """Add micro-batches of weight 0 until this rank has as many as the rank with the most."""
+    counts = world.gather_rows([[len(micro_batches)]], shape=(world.size, 1))
+    first, num_missing = micro_batches[0], int(counts.max()) - len(micro_batches)
+    weights = torch.zeros_like(first.token_weights)
+    nothing = [replace(first, trajectories=[], token_weights=weights) for _ in range(num_missing)]
+    return micro_batches + nothing
+
+
+def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor that is cut into parts, gathered in the dtype; any other tensor as it is."""
+    return tensor.to(dtype).full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def gather_weights(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
+    """All of a model's weights and buffers by name, in rank 0's host memory; {} on other ranks."""
+    tensors, gathered = model.state_dict(keep_vars=True), {}
+    for tensor in tensors.values():  # one at a time, so that a GPU holds at most one
+        if id(tensor) not in gathered:  # tied weights stay tied
+            on_device = whole(tensor, tensor.dtype)
+            gathered[id(tensor)] = on_device.detach().cpu() if world.is_main else None
+    return {name: gathered[id(tensor)] for name, tensor in tensors.items()} if world.is_main else {}
+
+
+# Checkpoints: a part for each rank
+
+
+def save_parts(
+    model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, world: World
+) -> int:
+    """Write this rank's part of weights and averages to disk; returns how many ranks failed."""
+    part, has_failed = {}, False
+    for name, parameter in model.named_parameters():
+        state = optimizer.state.get(parameter, {})
+        part |= {name: parameter} | {f"{name}/{key}": value for key, value in state.items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / PART.format(world.rank)
+        save_file({name: local(tensor).cpu().contiguous() for name, tensor in part.items()}, file)
+        sync(file)
+    except (OSError, SafetensorError):  # such as a full disk
+        has_failed = True
+    return int(world.sum([has_failed]))
+
+
+def move_parts(checkpoint: Path, *, written: Path, num_parts: int, num_failed: int) -> None:
+    """Move all ranks' parts into the checkpoint; if a rank has failed, drop them: OSError."""
+    if num_failed > 0:
+        shutil.rmtree(written, ignore_errors=True)
+        raise OSError(f"{num_failed} of {num_parts} ranks could not write their part")
+    for rank in range(num_parts):
+        (written / PART.format(rank)).rename(checkpoint / "training_state" / PART.format(rank))
+
+
+@torch.no_grad()
+def load_parts(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, num_parts: int, rank: int
+) -> None:
+    """Read this rank's part of weights and averages, from a checkpoint of `num_parts` ranks."""
+    paths = [folder / "training_state" / PART.format(part) for part in range(num_parts)]
+    parts = [safe_open(path, framework="pt") for path in paths]
+    names = parts[0].keys()
+    for name, parameter in model.named_parameters():
+        local(parameter).copy_(read_rows(parts, name, parameter, rank))
+        for entry in (entry for entry in names if entry.startswith(f"{name}/")):
+            if parts[0].get_slice(entry).get_shape():
+                value = torch.zeros_like(parameter)
+                local(value).copy_(read_rows(parts, entry, parameter, rank))
+            else:  # the number of steps taken
+                device = parameter.device if optimizer.defaults["fused"] else "cpu"
+                value = parts[0].get_tensor(entry).to(device)
+            optimizer.state[parameter][entry.removeprefix(f"{name}/")] = value
+
+
+def read_rows(parts: list, name: str, like: DTensor, rank: int) -> torch.Tensor:
+    """The rows of a tensor that this rank keeps of `like`, from whichever parts hold them."""
+    num_rows = len(local(like))
+    # FSDP cuts like torch.chunk: each rank has ceil(rows / ranks), the last ranks fewer or none.
+    start = min(rank * -(-like.shape[0] // like.device_mesh.size()), like.shape[0])
+    found, offset = [torch.empty(0, *like.shape[1:], dtype=like.dtype)], 0
+    for part in parts:
+        rows = part.get_slice(name)
+        length = rows.get_shape()[0]
+        first, end = max(start - offset, 0), min(start + num_rows - offset, length)
+        if first < end:
+            found.append(rows[first:end])
+        offset += length
+    return torch.cat(found)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that is cut into parts; any other tensor as it is."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def check_shared_disk(folder: Path, world: World) -> None:
+    """Raises ValueError on all ranks if one of them does not see rank 0's lock in `folder`."""
+    lock = folder / "lock"
+    holder = world.on_main(lock.read_text)  # a process and its machine
+    num_blind = int(world.sum([not lock.is_file() or lock.read_text() != holder]))
+    if num_blind > 0:
+        raise ValueError(
+            f"model.shard = true: {num_blind} of {world.size} ranks do not see {folder} as rank 0 "
+            "does, and each rank saves its part there: set run.dir to a disk that all nodes share"
+        )

@@ -1,0 +1,228 @@
+"""Families of models: each can do what docs/models.md says, and what it samples is right."""
+
+import re
+from pathlib import Path
+
+import harness
+import pytest
+import torch
+from graphs import Graph, install_graphs
+from harness import ROOT, make_policy, sample, save_random, tokens_of
+from reference import score
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from engine.core.tensors import left_pad
+from engine.model.policy import Policy
+from engine.model.probes import supports_grouped
+from engine.sampling.batches import cache_bytes_per_token, cached_layers, state_bytes
+from main import DecodeBatch
+
+PROMPTS = [[5, 9, 30], [40, 41, 42, 43, 44, 45, 46, 47, 48], [7], [60, 5, 61, 5, 62]]
+NUM_TOKENS = 12
+ATOL = 1e-4  # of log-probabilities in fp32
+SIZES = harness.SIZES | {
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,  # far from uniform, so that a mistake shows
+}
+WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "shared_expert_intermediate_size": 32,
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+GRANITE = MAMBA | {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 0}
+GRANITE |= {"logits_scaling": 4.0, "shared_intermediate_size": 64}
+NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1}
+NEMOTRON |= {"time_step_min": 1e-9}  # a bound that transformers forgets in single steps
+NEMOTRON |= {key: size for key, size in SIZES.items() if key != "num_hidden_layers"}
+NEMOTRON |= {"layers_block_type": ["linear_attention", "mlp", "full_attention"], "chunk_size": 8}
+GEMMA4 = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 345}
+GEMMA4 |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 16}
+GEMMA4 |= {"layer_types": 2 * WINDOW["layer_types"], "final_logit_softcapping": 30.0}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
+FAMILIES = {  # the table's name, transformers' model_type and what its config is given
+    "Llama": ("llama", SIZES),
+    "Qwen2.5": ("qwen2", SIZES),
+    "Qwen3": ("qwen3", SIZES),
+    "SmolLM3": ("smollm3", SIZES),
+    "Gemma 2 (eager)": ("gemma2", SIZES | WINDOW | {"query_pre_attn_scalar": 8}),
+    "Gemma 3": ("gemma3_text", SIZES | WINDOW | {"query_pre_attn_scalar": 8}),
+    "Gemma 4": ("gemma4_text", SIZES | WINDOW | GEMMA4),
+    "Phi-3": ("phi3", SIZES),
+    "Mistral": ("mistral", SIZES | {"sliding_window": None}),
+    "Mistral with a sliding window": ("mistral", SIZES | {"sliding_window": 4}),
+    "OLMo 2": ("olmo2", SIZES),
+    "OLMo 3": ("olmo3", SIZES | WINDOW),
+    "Granite": ("granite", SIZES | {"logits_scaling": 4.0}),
+    "NanoChat": ("nanochat", SIZES),
+    "GPT-2": ("gpt2", GPT2),
+    "Qwen3-MoE": ("qwen3_moe", SIZES | EXPERTS),
+    "Qwen3-Next": ("qwen3_next", SIZES | EXPERTS | LINEAR),
+    "Qwen3.5": ("qwen3_5_text", SIZES | LINEAR),
+    "LFM2": ("lfm2", SIZES | {"layer_types": ["conv", "full_attention"]}),
+    "Granite 4 hybrid": ("granitemoehybrid", SIZES | GRANITE),
+    "Falcon-H1": ("falcon_h1", SIZES | MAMBA | {"mamba_d_ssm": 64, "lm_head_multiplier": 0.5}),
+    "Nemotron-H": ("nemotron_h", NEMOTRON),
+}
+EAGER = "model.attn_implementation=eager"  # transformers has no other for Gemma 2
+ADAPTER = "model.lora.r=4"
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tokenizer, tmp_path_factory) -> tuple[str, Path, list[str]]:
+    """A family's name, the folder of a tiny random model of it, and what it is loaded with."""
+    model_type, sizes = FAMILIES[request.param]
+    config = AutoConfig.for_model(model_type, **tokens_of(tokenizer), **sizes)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    folder = save_random(model_class, config, tokenizer, tmp_path_factory.mktemp(model_type))
+    return request.param, folder, [EAGER] if model_type == "gemma2" else []
+
+
+def adapter_learns(policy: Policy) -> bool:
+    """Whether a gradient that is finite reaches the adapter of every layer that has one."""
+    ids = torch.tensor([PROMPTS[1]])
+    policy.model.train()
+    log_probs = policy.scorer(ids, ids > 0, temperature=1.0)
+    log_probs.sum().backward()
+    gradients = [p.grad for name, p in policy.model.named_parameters() if "lora_B" in name]
+    return bool(gradients) and all(g.isfinite().all() and g.any() for g in gradients)
+
+
+def test_completions_are_those_of_generate(family):
+    """Greedy in fp32, token for token; prompts of a batch are padded, and longer than a window."""
+    _, folder, overrides = family
+    policy = make_policy(folder, *overrides)
+    settings = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS, "eos_ids": ()}
+    groups = sample(policy, PROMPTS, num_samples=1, **settings)
+    ids, mask = left_pad(PROMPTS, 1, policy.model.device)
+    limits = {"min_new_tokens": NUM_TOKENS, "max_new_tokens": NUM_TOKENS}
+    model = policy.model.eval()
+    expected = model.generate(ids, attention_mask=mask, do_sample=False, eos_token_id=-1, **limits)
+    assert [c.token_ids for (c,) in groups] == expected[:, ids.shape[1] :].tolist()
+
+
+def test_a_token_scores_as_it_was_sampled_and_as_its_row_alone(family, monkeypatch):
+    """Prompts are padded on the left to sample, rows on the right to score; a state sees neither.
+
+    Rows end after some tokens, so that others move up in the batch. Logits are made both ways.
+    """
+    _, folder, overrides = family
+    monkeypatch.setattr("engine.run.load.MAX_LOGITS_BYTES", 0)
+    policy = make_policy(folder, *overrides)
+    ends = tuple(range(0, 345, 20))
+    groups = sample(policy, PROMPTS, num_samples=4, max_new_tokens=NUM_TOKENS, eos_ids=ends)
+    prompts = [prompt for prompt in PROMPTS for _ in range(4)]
+    completions = [completion for group in groups for completion in group]
+    scored, _ = score(policy, prompts, [c.token_ids for c in completions])
+    policy.scorer.in_blocks = False
+    at_once, _ = score(policy, prompts, [c.token_ids for c in completions])
+    assert len({len(c.token_ids) for c in completions}) > 2
+    for prompt, completion, *rows in zip(prompts, completions, scored, at_once, strict=True):
+        ids = torch.tensor([prompt + completion.token_ids])
+        logits = policy.model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+        alone = logits.log_softmax(dim=-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+        sampled = torch.from_numpy(completion.log_probs)
+        for other in (*(row[len(prompt) : ids.shape[1]] for row in rows), sampled):
+            torch.testing.assert_close(other, alone, rtol=0, atol=ATOL)
+
+
+def test_the_readme_says_what_a_family_can_do(family, monkeypatch):
+    """Its row: fast path, captured, chunked head, LoRA, 4 bits."""
+    name, folder, overrides = family
+    install_graphs(monkeypatch)
+    monkeypatch.setattr(
+        "engine.run.load.MAX_LOGITS_BYTES", 0
+    )  # so that the head is tried in blocks
+    policy = make_policy(folder, *overrides)
+    can = [
+        policy.backend == "grouped",
+        supports_grouped(policy.sampler, DecodeBatch, capture=True),
+        policy.scorer.in_blocks,
+        adapter_learns(make_policy(folder, *overrides, ADAPTER)),
+        adapter_learns(make_policy(folder, *overrides, ADAPTER, "model.load_in_4bit=true")),
+    ]
+    lines = (ROOT / "docs/models.md").read_text(encoding="utf-8").splitlines()
+    (row,) = [line for line in lines if line.startswith(f"| {name} |")]
+    said = [cell.strip().startswith("yes") for cell in row.split("|")[2:-1]]
+    assert said == can
+    assert Graph.num_captures == can[1]  # one capture, or a refusal before any
+
+
+VISION = {"hidden_size": 32, "intermediate_size": 32}
+QWEN_VISION = VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 32}
+GEMMA_VISION = VISION | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "family", "vision"),
+    [("qwen3_5", "Qwen3.5", QWEN_VISION), ("gemma3", "Gemma 3", GEMMA_VISION)],
+)
+def test_of_models_that_see_the_text_part_is_trained(
+    tokenizer, tmp_path, model_type, family, vision
+):
+    """transformers finds Qwen3.5's itself; others' is saved first, as docs/models.md says."""
+    text_type, sizes = FAMILIES[family]
+    text = AutoConfig.for_model(text_type, **tokens_of(tokenizer), **sizes).to_dict()
+    config = AutoConfig.for_model(model_type, text_config=text, vision_config=vision)
+    whole = AutoModelForImageTextToText.from_config(config).eval()
+    folder = tmp_path / "whole"
+    whole.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if model_type != "qwen3_5":
+        with pytest.raises(ValueError, match="it sees pictures too: save its language part"):
+            make_policy(folder)
+        page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+        (recipe,) = re.findall("```py\n(import transformers\n.*?)```", page, re.DOTALL)
+        names = {"NAME": str(folder), "FOLDER": str(tmp_path / "part")}
+        exec(re.sub("NAME|FOLDER", lambda match: names[match[0]], recipe), {})
+        folder = tmp_path / "part"
+    policy = make_policy(folder)
+    ids = torch.tensor([PROMPTS[1]])
+    torch.testing.assert_close(policy.model(input_ids=ids).logits, whole(input_ids=ids).logits)
+    assert policy.backend == "grouped"
+    assert not any("vision" in name for name, _ in policy.model.named_parameters())
+
+
+BYTES = {  # of a token's keys and values in fp32, and of a row's states
+    "Gemma 4": (2 * 2 * (8 + 16) * 4, 0),  # 2 of 4 layers share: heads of 8, of 16 without a window
+    "Qwen3-Next": (2 * 2 * 8 * 4, (4 * 8 * 8 + 64 * 4) * 4),  # 4 heads, convolutions of 4 columns
+    "Qwen3.5": (2 * 2 * 8 * 4, (4 * 8 * 8 + 64 * 4) * 4),
+    "LFM2": (2 * 2 * 8 * 4, 32 * 3 * 4),
+    "Granite 4 hybrid": (2 * 2 * 8 * 4, (8 * 8 * 8 + 80 * 4) * 4),
+    "Falcon-H1": (2 * 2 * 2 * 8 * 4, 2 * (8 * 8 * 8 + 80 * 4) * 4),
+    "Nemotron-H": (2 * 2 * 8 * 4, (8 * 8 * 8 + 80 * 4) * 4),
+    "GPT-2": (2 * 2 * 4 * 8 * 4, 0),
+}
+OTHER = (2 * 2 * 2 * 8 * 4, 0)  # keys and values of 2 layers with 2 heads of 8
+
+
+def test_the_estimate_counts_the_layers_that_keep_something(family):
+    """Bug: it counted keys in recurrent layers, which have none, and failed on Gemma 4."""
+    name, folder, overrides = family
+    model = make_policy(folder, *overrides).sampler
+    config = model.config.get_text_config()
+    cached = cache_bytes_per_token(cached_layers(config), bytes_per_number=4)
+    counted = cached, state_bytes(model)
+    assert counted == BYTES.get(name, OTHER)
+
+
+def test_an_evaluation_in_bf16_draws_what_training_drew_bit_for_bit(family):
+    """Bug: it held fp32 weights beside the bf16 copy that sampled, 6 bytes a weight, not 2."""
+    name, folder, overrides = family
+    drawn = []
+    for mode in ("train", "evaluate"):
+        policy = make_policy(folder, *overrides, "model.compute_dtype=bfloat16", f"mode={mode}")
+        with policy.autocast():
+            groups = sample(policy, PROMPTS, num_samples=4, max_new_tokens=NUM_TOKENS, eos_ids=())
+        drawn.append([(c.token_ids, c.log_probs.tolist()) for group in groups for c in group])
+    assert policy.sampler is policy.model and policy.model.dtype == torch.bfloat16
+    # Falcon-H1 rounds its multipliers, a buffer, to the dtype that it is loaded in (docs/models.md)
+    assert drawn[0] == drawn[1] or name == "Falcon-H1"

@@ -1,0 +1,565 @@
+"""LoRA: only the adapter is trained; it is switched off, merged, put on 4 bits, saved, resumed."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import peft
+import pytest
+import torch
+from harness import (
+    CPU,
+    ENVIRONMENT,
+    ROOT,
+    assert_resumes,
+    change_json,
+    grade_by_text,
+    load_run,
+    make_config,
+    make_policy,
+    read_jsonl,
+    read_rows,
+    run_on_ranks,
+    seed,
+    train_forked,
+    what_is_left,
+)
+from reference import (
+    ALL_TOGETHER,
+    EASY,
+    EQUAL,
+    GRPO,
+    HARD,
+    ONE_BY_ONE,
+    Recorder,
+    config_of,
+    distance,
+    make_groups,
+    reference_loss,
+    row_log_probs,
+    score,
+    update,
+)
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import countdown
+import main
+from engine.core.distributed import World
+from engine.core.statistics import Clock
+from engine.model.adapters import keep_4bit_layout, quantization_config
+from engine.model.policy import Policy
+from engine.run.log import run_evaluation
+from engine.update.optimizer import make_optimizer
+from logger import Logger
+
+LORA = "model.lora={r: 4, alpha: 8}"
+IN_4BIT = "model.load_in_4bit=true"
+KL = "training.kl_coef=0.5"
+KINDS = {"fp32": [LORA], "4 bits": [LORA, IN_4BIT]}
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS)
+def kind(request) -> list[str]:
+    """An adapter on weights in fp32, and in 4 bits."""
+    return request.param
+
+
+def trained(model: nn.Module) -> nn.ParameterList:
+    return nn.ParameterList(p for p in model.parameters() if p.requires_grad)
+
+
+# Models in 4 bits cannot compute in fp64, so that their gradients are compared in fp32: some
+# hundred operations round by up to 6e-8 each, and gradients cancel in part. A mistake makes 1e-3.
+FP32_ROUNDING = 1e-5
+
+
+def make_moved_policy(
+    folder: Path, *overrides: str, world: World | None = None, is_exact: bool = False
+) -> Policy:
+    """A policy whose adapter does something, the same each time."""
+    policy = make_policy(folder, *overrides, world=world, is_exact=is_exact)
+    generator = torch.Generator().manual_seed(seed())
+    with torch.no_grad():
+        for parameter in trained(policy.model):
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return policy
+
+
+def gradient(policy: Policy, groups, config, world: World | None = None) -> np.ndarray:
+    recorder = Recorder(trained(policy.model))
+    update(policy, recorder, groups, config, world)
+    return recorder.gradients[0]
+
+
+def sample(policy: Policy, config, *, num_samples: int = 4) -> list[main.Trajectory]:
+    examples = [{"nums": [n], "target": n} for n in (3, 17)]
+    groups = main.sample_trajectories(
+        policy,
+        countdown,
+        config,
+        examples,
+        [(0, seed(), 0), (0, seed(), 1)],
+        replace(policy.params, temperature=config.sampling.temperature, group_size=num_samples),
+        Clock(),
+        Logger(rank=1),
+    )
+    return [trajectory for group in groups for trajectory in group]
+
+
+# What is trained
+
+
+def test_each_linear_layer_but_the_head_has_an_adapter_in_fp32(model_folder):
+    policy = make_policy(model_folder, LORA, "model.compute_dtype=bfloat16")
+    plain = AutoModelForCausalLM.from_pretrained(model_folder)
+    head = plain.get_output_embeddings()
+    kinds = ("Linear", "Conv1D")
+    linear = {n for n, m in plain.named_modules() if type(m).__name__ in kinds and m is not head}
+    assert len(linear) in (14, 8)
+    parameters = dict(policy.model.named_parameters())
+    names = {name for name, p in parameters.items() if p.requires_grad}
+    assert names == {f"{name}.lora_{ab}.default.weight" for name in linear for ab in "AB"}
+    assert {parameters[name].dtype for name in names} == {torch.float32}
+    assert {p.dtype for name, p in parameters.items() if name not in names} == {torch.bfloat16}
+
+
+def test_the_base_stays_bit_for_bit_and_the_adapter_moves(rotary_model_folder, kind):
+    config = config_of(*GRPO, *kind, KL, "training.num_iterations=2", "training.weight_decay=0.1")
+    policy = make_policy(rotary_model_folder, *kind, KL)
+    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    optimizer = make_optimizer(policy.model, config)
+    assert sum(map(len, (g["params"] for g in optimizer.param_groups))) == 28
+    for _ in range(2):
+        sample(policy, config)
+        update(policy, optimizer, make_groups(config, EASY, HARD), config)
+    moved = {n for n, p in policy.model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == {name for name in before if ".lora_" in name}
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "[v_proj, q_proj, up_proj, k_proj]"])
+def test_the_saved_config_of_an_adapter_is_always_the_same(rotary_model_folder, tmp_path, targets):
+    """Bug: peft keeps the layers' names in a set, whose order differed from run to run."""
+    policy = make_policy(rotary_model_folder, f"{LORA[:-1]}, target_modules: {targets}}}")
+    policy.model.save_pretrained(tmp_path)
+    names = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
+    assert names == sorted(names) and len(names) == (14 if targets == "all-linear" else 4)
+
+
+def test_only_the_layers_that_are_named_have_an_adapter(rotary_model_folder):
+    named = f"{LORA[:-1]}, target_modules: [q_proj, mlp.up_proj]}}"
+    names = [name for name, p in make_policy(rotary_model_folder, named).model.named_parameters()]
+    adapted = {name.split(".lora_")[0] for name in names if ".lora_" in name}
+    layers = ("self_attn.q_proj", "mlp.up_proj")
+    assert adapted == {f"model.layers.{i}.{layer}" for i in (0, 1) for layer in layers}
+
+
+@pytest.mark.parametrize("name", ["proj", "query", "lm_head", "embed_tokens"])
+def test_a_layer_that_is_not_there_or_not_adapted_is_refused(rotary_model_folder, name):
+    """peft ignores a name that no layer has, as long as some layer has another of the names."""
+    named = f"{LORA[:-1]}, target_modules: [q_proj, {name}]}}"
+    with pytest.raises(ValueError, match=rf"target_modules: no layer is named {name}, but down_pr"):
+        make_policy(rotary_model_folder, named)
+
+
+def test_the_adapter_starts_from_the_seed_and_changes_nothing(rotary_model_folder):
+    state = torch.get_rng_state()
+    policies = [
+        make_policy(rotary_model_folder, LORA, f"training.seed={seed(n)}") for n in (0, 0, 1)
+    ]
+    assert torch.equal(torch.get_rng_state(), state)
+    one, same, other = (torch.cat([p.flatten() for p in trained(p.model)]) for p in policies)
+    assert torch.equal(one, same) and not torch.equal(one, other)
+    row = make_groups(config_of(*GRPO), EASY)[0][0]
+    plain = make_policy(rotary_model_folder).model
+    assert torch.equal(row_log_probs(policies[0].model, row), row_log_probs(plain, row))
+
+
+# The gradient
+
+
+def test_the_gradient_is_that_of_all_rows_for_any_micro_batch_size(model_folder, kind):
+    is_exact = kind == KINDS["fp32"]
+    policy = make_moved_policy(model_folder, *kind, KL, is_exact=is_exact)
+    config = config_of(*GRPO, *kind, KL)
+    groups = make_groups(config, EASY, EQUAL, HARD)
+    start = make_policy(model_folder, "mode=evaluate", *kind[1:], is_exact=is_exact).model
+    ref = [row_log_probs(start, t).detach() for group in groups for t in group]
+    reference_loss(policy.model, groups, config, ref=ref).backward()
+    expected = torch.cat([p.grad.flatten() for p in trained(policy.model)]).numpy()
+    for limit, chunked in ((ALL_TOGETHER, False), (ONE_BY_ONE, False), (ALL_TOGETHER, True)):
+        config = config_of(*GRPO, *kind, KL, f"training.micro_batch_tokens={limit}")
+        policy.scorer.in_blocks = chunked
+        sample(policy, config)  # leaves nothing behind that a gradient would notice
+        tolerance = 2e-6 if is_exact else FP32_ROUNDING  # the plain scorer's softmax is in fp32
+        assert distance(gradient(policy, groups, config), expected) <= tolerance
+
+
+def test_gradient_checkpointing_changes_no_gradient(rotary_model_folder, kind):
+    config = config_of(*GRPO, *kind, KL)
+    groups = make_groups(config, EASY, HARD)
+    plain, again = (
+        gradient(make_moved_policy(rotary_model_folder, *kind, KL, *more), groups, config)
+        for more in ([], ["model.gradient_checkpointing=true"])
+    )
+    assert distance(again, plain) <= 1e-6  # the same operations, and not a hundred others
+
+
+def gradient_on_this_rank(world: World, folder: Path, kind: list[str]) -> np.ndarray:
+    config = config_of(*GRPO, *kind, KL)
+    policy = make_moved_policy(folder, *kind, KL, world=world)
+    return gradient(policy, make_groups(config, (EASY, HARD)[world.rank]), config, world)
+
+
+def test_two_ranks_have_the_gradient_of_one(rotary_model_folder, tmp_path):
+    kind = KINDS["4 bits"]
+    first, second = run_on_ranks(
+        gradient_on_this_rank, 2, rotary_model_folder, kind, folder=tmp_path
+    )
+    config = config_of(*GRPO, *kind, KL)
+    alone = make_moved_policy(rotary_model_folder, *kind, KL)
+    assert np.array_equal(first, second)
+    expected = gradient(alone, make_groups(config, EASY, HARD), config)
+    assert distance(first, expected) <= FP32_ROUNDING
+
+
+def test_dropout_acts_in_the_update_alone(rotary_model_folder):
+    dropout = "model.lora={r: 4, alpha: 8, dropout: 0.5}"
+    config = config_of(*GRPO, KL)
+    groups = make_groups(config, EASY)
+    policy = make_moved_policy(rotary_model_folder, dropout, KL)
+    plain = make_moved_policy(rotary_model_folder, LORA, KL)
+    first, second = (gradient(policy, groups, config) for _ in range(2))
+    assert distance(first, second) > 0.1
+    tokens = [[t.completion.token_ids for t in sample(p, config)] for p in (policy, plain)]
+    assert tokens[0] == tokens[1]
+    batch = torch.arange(2, 12)[None], torch.ones((1, 10), dtype=torch.bool)
+    policy.model.train()
+    ref = [p.reference(*batch, temperature=1.0) for p in (policy, plain)]
+    assert torch.equal(*ref)
+
+
+# The reference
+
+
+def test_the_reference_is_the_model_that_the_run_started_from(model_folder, kind):
+    policy = make_moved_policy(model_folder, *kind, KL)
+    start = make_policy(model_folder, "mode=evaluate", *kind[1:]).model
+    ids = torch.arange(2, 12)[None]
+    batch, how = (ids, torch.ones_like(ids).bool()), {"temperature": 1.0}
+    on, ref = policy.scorer(*batch, **how), policy.reference(*batch, **how)
+    scorer = main.CompletionScorer(start, torch.float32, in_blocks=False)
+    assert torch.equal(ref, scorer(*batch, **how))
+    assert (on - ref).abs().max() > 0.01
+    assert torch.equal(policy.scorer(*batch, **how), on)
+
+
+def test_an_error_leaves_the_adapter_on(rotary_model_folder):
+    policy = make_moved_policy(rotary_model_folder, LORA, KL)
+    seen = []
+    policy.scorer.register_forward_pre_hook(lambda *_: seen.append(len(trained(policy.model))))
+    with pytest.raises(TypeError):
+        policy.reference("no ids", "no mask", temperature=1.0)
+    assert seen == [0]
+    row = make_groups(config_of(*GRPO), EASY)[0][0]
+    plain = make_policy(rotary_model_folder).model
+    assert not torch.equal(row_log_probs(policy.model, row), row_log_probs(plain, row))
+    assert len(trained(policy.model)) == 28
+
+
+def test_the_kl_is_0_at_the_start_and_counts_later(rotary_model_folder, kind):
+    config = config_of(*GRPO, KL)
+    groups = make_groups(config, EASY, HARD)
+    at_start, later = (
+        make(rotary_model_folder, *kind, KL) for make in (make_policy, make_moved_policy)
+    )
+    for policy, is_moved in ((at_start, False), (later, True)):
+        _, sums, _ = update(policy, Recorder(trained(policy.model)), groups, config)
+        assert (sums["train/kl"][0] > 0.01) == is_moved
+        assert is_moved or sums["train/kl"][0] == 0.0
+        penalised = gradient(policy, groups, config)
+        free = gradient(policy, groups, config_of(*GRPO))
+        assert (distance(penalised, free) > 0.01) == is_moved
+
+
+# Sampling
+
+
+@pytest.mark.parametrize("backend", ["grouped", "generate"])
+def test_the_model_with_its_adapter_samples_what_it_scores(rotary_model_folder, kind, backend):
+    overrides = [*kind, f"sampling.backend={backend}", "sampling.temperature=0.7"]
+    config = config_of(*overrides)
+    policy = make_moved_policy(rotary_model_folder, *overrides, "training.max_new_gen_tokens=10")
+    assert policy.sampler is policy.model and policy.backend == backend
+    assert mismatches(policy, config).max() <= 1e-4  # sums of other lengths round otherwise
+
+
+def mismatches(policy: Policy, config, *, num_samples: int = 4) -> np.ndarray:
+    """How far each sampled token's log-probability is from the scorer's."""
+    found = []
+    rows = sample(policy, config, num_samples=num_samples)
+    assert len({tuple(t.completion.token_ids) for t in rows}) > num_samples
+    policy.model.train()
+    for t in rows:
+        rows = [t.prompt_ids], [t.completion.token_ids]
+        log_probs, mask = score(policy, *rows, temperature=0.7)
+        found.append(np.abs(log_probs[mask].detach().numpy() - t.completion.log_probs))
+    return np.concatenate(found)
+
+
+def test_in_bf16_it_samples_in_the_arithmetic_of_the_scorer(rotary_model_folder):
+    """Decoding sums over other lengths than scoring does, which rounds some tokens otherwise, but
+    not most of them. Outside of autocast it does not sample at all."""
+    overrides = [LORA, "model.compute_dtype=bfloat16", "sampling.temperature=0.7"]
+    config = config_of(*overrides)
+    policy = make_moved_policy(rotary_model_folder, *overrides, "training.max_new_gen_tokens=10")
+    assert policy.model.dtype == torch.bfloat16 and policy.backend == "grouped"
+    same = mismatches(policy, config, num_samples=16)
+    assert np.mean(same > 1e-3) + 5 * math.sqrt(0.25 / len(same)) < 0.5  # five standard errors
+    policy.autocast = lambda: torch.autocast("cpu", enabled=False)
+    with pytest.raises(RuntimeError, match="dtype"):
+        mismatches(policy, config, num_samples=16)
+
+
+def test_inputs_of_an_adapter_are_not_cast_to_fp32_and_back(rotary_model_folder):
+    """Bug: peft cast each layer's, twice as many kernels for a token; the bits are the same."""
+    results, casts = [], []
+    for is_cast in (False, True):
+        policy = make_moved_policy(rotary_model_folder, LORA, "model.compute_dtype=bfloat16")
+        layers = [
+            m
+            for m in policy.model.modules()
+            if isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer)
+        ]
+        assert len(layers) == 14 and not any(layer.cast_input_dtype_enabled for layer in layers)
+        for layer in layers:
+            layer.cast_input_dtype_enabled = is_cast
+            factor = layer.lora_A["default"]
+            factor.register_forward_pre_hook(lambda module, args: casts.append(args[0].dtype))
+        ids = torch.tensor([[5, 9, 30, 7]])
+        log_probs = policy.scorer(ids, ids > 0, temperature=1.0)
+        log_probs.sum().backward()
+        gradients = [p.grad for p in policy.model.parameters() if p.requires_grad]
+        results.append([log_probs.detach(), *gradients])
+    assert casts == [torch.bfloat16] * 14 + [torch.float32] * 14
+    assert all(torch.equal(a, b) and b.any() for a, b in zip(*results, strict=True))
+
+
+# 4 bits
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_4_bit_weights_are_nf4_with_double_quantisation(rotary_model_folder, dtype):
+    import bitsandbytes
+
+    model = make_policy(rotary_model_folder, LORA, IN_4BIT, f"model.compute_dtype={dtype}").model
+    layers = [m for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
+    assert len(layers) == 14
+    for layer in layers:
+        state = layer.weight.quant_state
+        assert (state.quant_type, state.nested) == ("nf4", True)
+        assert layer.compute_dtype == getattr(torch, dtype)
+        assert layer.support_avx512bf16_for_cpu is False
+
+
+def test_a_device_without_4_bits_is_refused():
+    with pytest.raises(ValueError, match=r"^model\.load_in_4bit = true: bitsandbytes does not sup"):
+        quantization_config(torch.device("meta"), torch.float32)
+
+
+# Whole runs
+
+
+def test_a_run_in_two_parts_is_bit_for_bit_the_unbroken_one(tmp_path, rotary_model_folder, data):
+    """On two ranks, in 4 bits, with dropout: its random numbers follow from a step's questions."""
+    overrides = [*KINDS["4 bits"], "model.lora.dropout=0.1", KL, "training.num_iterations=2"]
+    assert_resumes(tmp_path, rotary_model_folder, *overrides, *data, num_ranks=2)
+    weights, *_ = what_is_left(tmp_path / "whole")
+    adapter = [value for name, value in weights.items() if "last" in name and "lora_B" in name]
+    assert len(adapter) == 14 and all(value.abs().max() > 0 for value in adapter)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, rotary_model_folder, data) -> Path:
+    """The folder of a run in 4 bits.
+
+    It is best after step 2, so that best/ is neither the base nor the last model.
+    """
+    folder = tmp_path_factory.mktemp("finished")
+    model = Path(os.path.relpath(rotary_model_folder, ROOT))
+    overrides = [*KINDS["4 bits"], *data, "training.num_steps=4"]
+    overrides += ["training.warmup_steps=0", "training.learning_rate=0.03"]
+    overrides += ["training.num_samples_per_step=8", "validation.num_examples=16"]
+    overrides += ["validation.best_of_n=16"]
+    grading = {"rates": [0.1, 0.0, 0.4, 0.0, 0.3]}
+    status, output = train_forked(folder, model, *overrides, grading=grading)
+    assert status == 0, output
+    return folder / "x"
+
+
+@pytest.fixture(scope="module")
+def exported(finished) -> subprocess.CompletedProcess:
+    """What the command says that merges, makes 4 bits of it, and cannot push without a network."""
+    command = [sys.executable, "-m", "tools.export", finished, "--merge", "--4bit"]
+    environment = ENVIRONMENT | {"HF_HUB_OFFLINE": "1", "HF_TOKEN": "some token"}
+    told = {"capture_output": True, "text": True}
+    return subprocess.run([*command, "--push=nobody/nothing"], cwd=ROOT, env=environment, **told)
+
+
+def test_what_cannot_be_pushed_is_said_once_all_is_saved(exported, finished):
+    assert exported.returncode == 2
+    assert exported.stdout.splitlines() == [
+        f"the best model, merged: {finished / 'merged'}",
+        f"the best model, in 4 bits: {finished / 'merged-4bit'}",
+    ]
+    last = exported.stderr.splitlines()[-1]  # bitsandbytes warns before
+    assert last.startswith("error: ") and "offline" in last
+
+
+def test_best_is_an_adapter_that_loads_from_anywhere(
+    finished, rotary_model_folder, tmp_path, monkeypatch
+):
+    best = finished / "best"
+    saved = json.loads((best / "adapter_config.json").read_text())
+    assert Path(saved["base_model_name_or_path"]) == rotary_model_folder
+    assert not (best / "model.safetensors").exists()
+    monkeypatch.chdir(tmp_path)
+    ids = torch.arange(2, 12)[None]
+    plain = AutoModelForCausalLM.from_pretrained(rotary_model_folder, dtype=torch.float32)
+    before = plain(ids).logits
+    by_transformers = AutoModelForCausalLM.from_pretrained(best, dtype=torch.float32)(ids).logits
+    by_peft = peft.PeftModel.from_pretrained(plain, best)(ids).logits
+    assert torch.allclose(by_transformers, by_peft, atol=1e-5)
+    assert (by_peft - before).abs().max() > 0.01
+
+
+def test_merged_is_the_base_in_bf16_plus_the_adapter(exported, finished, rotary_model_folder):
+    """The base as it is on disk, not as it was in 4 bits."""
+    tokenizers = [(finished / name / "tokenizer.json").read_bytes() for name in ("best", "merged")]
+    assert tokenizers[0] == tokenizers[1]
+    settings = json.loads((finished / "merged/config.json").read_text())
+    assert settings["dtype"] == "bfloat16" and "quantization_config" not in settings
+    assert not (finished / "merged/adapter_config.json").exists()  # else it is loaded as an adapter
+    merged = AutoModelForCausalLM.from_pretrained(finished / "merged").state_dict()
+    base = AutoModelForCausalLM.from_pretrained(rotary_model_folder, dtype=torch.bfloat16)
+    adapter = AutoModelForCausalLM.from_pretrained(finished / "best").state_dict()
+    assert merged.keys() == base.state_dict().keys()
+    num_adapted = 0
+    for name, value in base.state_dict().items():
+        layer = name.removesuffix(".weight")
+        if f"{layer}.lora_A.default.weight" in adapter:
+            a, b = (adapter[f"{layer}.lora_{ab}.default.weight"].float() for ab in "AB")
+            exact = value.float() + 8 / 4 * (b @ a)
+            assert (merged[name].float() - value.float()).abs().max() > 0.001
+            assert torch.allclose(merged[name].float(), exact, rtol=2**-8, atol=1e-6)
+            num_adapted += 1
+        else:
+            assert torch.equal(merged[name], value)
+    assert num_adapted == 14
+
+
+def test_an_adapter_is_evaluated_on_its_base(finished, tmp_path, monkeypatch):
+    """With the run's own configuration it gives the samples and figures that were logged then."""
+    folder = finished
+    logged = {0: [], 2: [], 4: []}
+    for sample in read_jsonl(folder / "samples.jsonl"):
+        logged[sample.pop("step")].append(sample)
+    assert logged[0] != logged[2] != logged[4] != logged[0]
+    row = read_rows(folder)[2]
+    figures = {name: value for name, value in row.items() if "eval/" in name}
+    assert figures.pop("eval/pass@1") == 0.4  # as given
+    assert len(figures) == 7
+    grade_by_text(monkeypatch)
+    overrides = [f"--config={folder / 'config.yaml'}", "mode=evaluate"]
+    overrides += [f"model.name={folder / 'best'}", f"run.dir={tmp_path}"]
+    run = load_run(make_config(*overrides))
+    assert run_evaluation(run, main.sample_validation) == 0
+    (written,) = (tmp_path / "x").glob("eval-*")
+    measured = json.loads((written / "metrics.json").read_text())
+    assert measured.items() >= figures.items()
+    assert read_jsonl(written / "samples.jsonl") == logged[2]
+    assert len(trained(run.policy.model)) == 0
+    assert {p.dtype for p in run.policy.model.parameters()} == {torch.uint8, torch.float32}
+
+
+def drop_a_layer(adapter: Path) -> None:
+    file = adapter / "adapter_model.safetensors"
+    weights = load_file(file)
+    save_file({name: weights[name] for name in weights if "layers.1.mlp.up" not in name}, file)
+
+
+def move_the_base(adapter: Path) -> None:
+    change_json(adapter / "adapter_config.json", base_model_name_or_path="/moved/away")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (drop_a_layer, "the adapter does not fit its base model, as at model.layers.1.mlp.up_proj"),
+        (move_the_base, "/moved/away"),
+    ],
+)
+def test_an_adapter_that_has_no_whole_base_is_refused(finished, tmp_path, spoil, problem):
+    """Bug: the weights that it lacked were drawn at random, without a word."""
+    adapter = Path(shutil.copytree(finished / "best", tmp_path / "adapter"))
+    spoil(adapter)
+    overrides = [f"--config={finished / 'config.yaml'}", "mode=evaluate"]
+    with pytest.raises(ValueError) as caught:
+        load_run(make_config(*overrides, f"model.name={adapter}", f"run.dir={tmp_path}"))
+    line = str(caught.value)
+    assert line.startswith(f"model.name = {adapter}: ") and problem in line
+
+
+def test_the_copy_in_4_bits_is_the_merged_model_rounded(exported, finished):
+    """It loads by itself, as the model that `load_in_4bit` makes of the merged one."""
+    merged, small = finished / "merged", finished / "merged-4bit"
+    in_4bit = {"quantization_config": quantization_config(CPU, torch.bfloat16)}
+    rounded = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.bfloat16, **in_4bit)
+    copied = AutoModelForCausalLM.from_pretrained(small)
+    weights = [model.model.layers[0].mlp.up_proj.weight for model in (rounded, copied)]
+    assert weights[0].dtype == torch.uint8 and torch.equal(*weights)
+    for model in (rounded, copied):
+        keep_4bit_layout(model)  # else they may be packed anew, for which its rows are too short
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        assert torch.equal(rounded(ids).logits, copied(ids).logits)
+    for name in ("README.md", "tokenizer.json"):
+        assert (small / name).read_bytes() == (merged / name).read_bytes()
+
+
+# A user's mistakes: one line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "package"), [([LORA], "peft"), ([LORA, IN_4BIT], "bitsandbytes")]
+)
+def test_a_missing_package_is_named_with_what_installs_it(
+    rotary_model_folder, monkeypatch, overrides, package
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    key = {"peft": "model.lora", "bitsandbytes": "model.load_in_4bit = true"}[package]
+    with pytest.raises(ValueError, match=rf"^{key}: needs a package: pip install {package}==\d"):
+        make_policy(rotary_model_folder, *overrides)
+
+
+def test_an_adapter_is_not_trained_on_and_says_what_to_do(finished):
+    best = finished / "best"
+    with pytest.raises(ValueError, match=r"it is an adapter: .* merge it") as caught:
+        make_policy(best, LORA)
+    assert str(caught.value).startswith(f"model.name = {best}: ")
+
+
+def test_a_base_that_is_quantised_already_is_refused(rotary_model_folder, tmp_path):
+    """Else the adapter would be merged into 4 bits."""
+    folder = shutil.copytree(rotary_model_folder, tmp_path / "quantised")
+    quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    change_json(folder / "config.json", quantization_config=quantization)
+    with pytest.raises(ValueError, match="its weights are quantised; give the model"):
+        make_policy(folder, LORA)

@@ -1,0 +1,452 @@
+"""The policy: what it scores, and how it is loaded from folders with surprises in them."""
+
+import copy
+import functools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from harness import (
+    CPU,
+    SIZES,
+    alone,
+    change_json,
+    make_config,
+    make_policy,
+    save_random,
+    seed,
+    tokens_of,
+)
+from reference import COMPLETIONS, PROMPTS, score
+from tokenizers import Tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertLMHeadModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
+
+import countdown
+from engine.model.load import load_model_and_tokenizer
+from engine.model.policy import Policy
+from engine.model.tokenizer import load_tokenizer
+from engine.questions.prompts import completion_text, end_of_turn, render_prompt
+from engine.run.load import load_policy
+from engine.sampling.record import Record
+from engine.update.optimizer import make_optimizer
+from main import DecodeBatch, token_log_probs, write
+
+# What the policy scores: the shift by one, padding, positions, the end
+
+
+def gradient_of(policy: Policy) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in policy.model.parameters()])
+
+
+def test_log_probs_of_tokens_by_hand():
+    """softmax(log 1, log 2, log 5) = (1, 2, 5) / 8; at temperature 1/2 (1, 4, 25) / 30."""
+    logits = torch.tensor([[[1.0, 2.0, 5.0], [2.0, 2.0, 4.0]]]).log()  # (1, 2, 3)
+    ids = torch.tensor([[2, 0]])
+    whole = token_log_probs(logits, ids, temperature=1.0).exp()
+    assert whole.flatten().tolist() == pytest.approx([5 / 8, 2 / 8])
+    sharper = token_log_probs(logits, ids, temperature=0.5).exp()
+    assert sharper.flatten().tolist() == pytest.approx([25 / 30, 4 / 24])
+    of_bf16 = token_log_probs(logits.bfloat16(), ids, temperature=1.0)
+    assert of_bf16.dtype == torch.float32
+    assert of_bf16.exp().sum().item() == pytest.approx(7 / 8, abs=5e-3)
+
+
+def test_padded_and_batched_log_probs_equal_those_of_each_row_alone(model_folder):
+    """Each row alone has no padding and no position ids; its logits are shifted here by hand."""
+    policy = make_policy(model_folder)
+    log_probs, mask = score(policy, PROMPTS, COMPLETIONS, temperature=0.7)
+    for row, (prompt_ids, token_ids) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        ids = torch.tensor([prompt_ids + token_ids])
+        logits = policy.model(input_ids=ids).logits[0] / 0.7
+        expected = logits.log_softmax(dim=-1)[torch.arange(ids.shape[1] - 1), ids[0, 1:]]
+        assert torch.allclose(log_probs[row, mask[row]], expected[-len(token_ids) :], atol=1e-5)
+
+
+def test_the_token_that_stands_after_the_end_changes_nothing(model_folder):
+    policy = make_policy(model_folder)
+    results = []
+    for pad_id in (1, 0, 77):
+        policy.model.zero_grad()
+        log_probs, mask = score(policy, PROMPTS, COMPLETIONS, pad_id=pad_id)
+        log_probs[mask].sum().backward()
+        results.append((log_probs[mask].detach(), gradient_of(policy)))
+    for log_probs, gradient in results[1:]:
+        assert torch.allclose(log_probs, results[0][0], atol=1e-6)
+        assert (gradient - results[0][1]).norm() <= 1e-6 * gradient.norm()
+        assert gradient.isfinite().all()
+
+
+# Loading the model: precision, dropout, ends
+
+
+@pytest.fixture
+def bf16_folder(absolute_model_folder: Path, tmp_path: Path) -> Path:
+    """The GPT-2, whose embeddings are tied, with its weights saved in bf16."""
+    folder = shutil.copytree(absolute_model_folder, tmp_path / "bf16")
+    model = AutoModelForCausalLM.from_pretrained(folder).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    return folder
+
+
+def test_weights_and_adamw_moments_are_fp32_though_the_folder_holds_bf16(bf16_folder):
+    """At a learning rate of 1e-6 bf16 weights would stay where they are; over 99% of these move."""
+    learning_rate = "training.learning_rate=1e-6"
+    policy = make_policy(bf16_folder, learning_rate)
+    parameters = list(policy.model.parameters())
+    assert {p.dtype for p in parameters} == {torch.float32}
+    before = [p.detach().clone() for p in parameters]
+    optimizer = make_optimizer(policy.model, make_config(learning_rate))
+    log_probs, mask = score(policy, PROMPTS, COMPLETIONS)
+    log_probs[mask].sum().backward()
+    optimizer.step()
+    moments = [optimizer.state[p][name] for p in parameters for name in ("exp_avg", "exp_avg_sq")]
+    assert {moment.dtype for moment in moments} == {torch.float32}
+    used = torch.cat([(p.grad != 0).flatten() for p in parameters])  # others: unused positions
+    has_moved = [(p != old).flatten() for p, old in zip(parameters, before, strict=True)]
+    assert torch.cat(has_moved)[used].sum() > 0.99 * used.sum() > 30_000
+
+
+def test_bf16_compute_leaves_the_weights_and_their_gradients_in_fp32(rotary_model_folder):
+    policy = make_policy(rotary_model_folder, "model.compute_dtype=bfloat16")
+    log_probs, mask = score(policy, PROMPTS, COMPLETIONS)
+    log_probs[mask].sum().backward()
+    assert log_probs.dtype == torch.float32
+    assert {p.dtype for p in policy.model.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in policy.model.parameters()} == {torch.float32}
+    exact, _ = score(make_policy(rotary_model_folder), PROMPTS, COMPLETIONS)
+    assert 1e-5 < (log_probs - exact)[mask].abs().max() < 0.5
+
+
+def test_with_bf16_a_copy_in_bf16_samples_and_follows_the_weights(rotary_model_folder):
+    """On a CPU too: autocast would cast all weights anew for every token."""
+    policy = make_policy(rotary_model_folder, "model.compute_dtype=bfloat16")
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(0.5)
+    policy.refresh_sampler()
+    pairs = list(zip(policy.model.parameters(), policy.sampler.parameters(), strict=True))
+    assert all(torch.equal(weight.bfloat16(), copied) for weight, copied in pairs)
+    assert {weight.dtype for weight, _ in pairs} == {torch.float32}
+    exact = make_policy(rotary_model_folder)
+    assert exact.sampler is exact.model
+
+
+def test_the_dropout_in_a_folders_config_is_off(model_folder):
+    """Otherwise the scored policy is not the sampled one, and no two scores are the same."""
+    saved = json.loads((model_folder / "config.json").read_text())
+    assert 0.1 in (saved.get("attention_dropout"), saved.get("resid_pdrop"))
+    policy = make_policy(model_folder)
+    policy.model.train()
+    first, mask = score(policy, PROMPTS, COMPLETIONS)
+    second, _ = score(policy, PROMPTS, COMPLETIONS)
+    assert torch.equal(first, second)
+    policy.model.eval()
+    assert torch.allclose(score(policy, PROMPTS, COMPLETIONS)[0][mask], first[mask], atol=1e-6)
+
+
+def test_gradient_checkpointing_changes_no_gradient(model_folder):
+    gradients = []
+    for checkpointing in (False, True):
+        policy = make_policy(model_folder, f"model.gradient_checkpointing={checkpointing}")
+        policy.model.train()
+        log_probs, mask = score(policy, PROMPTS, COMPLETIONS)
+        log_probs[mask].sum().backward()
+        gradients.append(gradient_of(policy))
+    assert (gradients[0] - gradients[1]).norm() <= 1e-6 * gradients[0].norm()
+
+
+# Loading the tokenizer
+
+
+def load(folder: Path) -> tuple[PreTrainedTokenizerFast, list[str]]:
+    """The policy's tokenizer, and the lines that loading the policy logs."""
+    lines: list[str] = []
+    policy = load_policy(make_config(f"model.name={folder}"), alone(), lines.append, DecodeBatch)
+    assert policy.params.pad_id == policy.tokenizer.pad_token_id
+    return policy.tokenizer, lines
+
+
+def copy_of(folder: Path, tmp_path: Path, **tokenizer_settings) -> Path:
+    """A copy of a model's folder with these changes to its tokenizer_config.json."""
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    change_json(copied / "tokenizer_config.json", **tokenizer_settings)
+    return copied
+
+
+def test_tokens_are_those_of_tokenizer_json(rotary_model_folder):
+    """AutoTokenizer replaces the pre-tokenizer of a qwen2 folder by the family's own."""
+    text = "Use the numbers [12, 345] to make 12.\n<think> é"
+    expected = Tokenizer.from_file(str(rotary_model_folder / "tokenizer.json")).encode(text).ids
+    replaced = AutoTokenizer.from_pretrained(rotary_model_folder)
+    assert replaced.encode(text) != expected  # or this test would show nothing
+    tokenizer, lines = load(rotary_model_folder)
+    assert tokenizer.encode(text) == expected
+    assert tokenizer.decode(expected) == text
+    assert any("AutoTokenizer changes this model's tokens" in line for line in lines)
+
+
+def test_a_replaced_tokenizer_keeps_its_template_and_tokens(rotary_model_folder, tmp_path):
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    folder = copy_of(rotary_model_folder, tmp_path)
+    (folder / "chat_template.jinja").write_text(template)
+    tokenizer, lines = load(folder)
+    assert len(lines) == 1 and "AutoTokenizer" in lines[0]
+    assert tokenizer.chat_template == template
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1)
+
+
+def test_a_missing_pad_token_becomes_eos_with_a_message(absolute_model_folder, tmp_path):
+    folder = copy_of(absolute_model_folder, tmp_path, pad_token=None)
+    tokenizer, lines = load(folder)
+    assert tokenizer.pad_token_id == 0
+    assert any("no pad token: its eos token is used" in line for line in lines)
+
+
+def test_the_same_tokenizer_is_loaded_from_a_saved_policy(rotary_model_folder, tmp_path):
+    """best/ goes through the same check, so its tokens are those that were trained."""
+    policy = make_policy(rotary_model_folder)
+    policy.model.save_pretrained(tmp_path)
+    policy.tokenizer.save_pretrained(tmp_path)
+    again = load_tokenizer(make_config(f"model.name={tmp_path}"), lambda line: None)
+    text = "Use the numbers [12, 345]\n<answer>7</answer>"
+    assert again.encode(text) == policy.tokenizer.encode(text)
+    assert again.get_vocab() == policy.tokenizer.get_vocab()
+
+
+# Where a completion ends
+
+TURNS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tokenizer, tmp_path_factory) -> Path:
+    """A base model in Qwen2.5's form: its files name <|end|> alone, its chat ends in <|im_end|>."""
+    chatty = copy.deepcopy(tokenizer)
+    chatty.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    chatty.chat_template = TURNS
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=4, **tokens_of(chatty))
+    folder = tmp_path_factory.mktemp("chat")
+    return save_random(GPT2LMHeadModel, config, chatty, folder)
+
+
+def written(policy: Policy, text: str) -> str:
+    """What is kept of a completion in which the model draws the tokens of this text."""
+    ids = policy.tokenizer.encode(text, add_special_tokens=False)
+    record = Record(1, policy.params, CPU)
+    for token_id in ids:
+        write(record, torch.tensor([token_id]), torch.zeros(1), torch.zeros(1))
+    (completion,) = record.completions()
+    return completion_text(completion, policy.tokenizer)
+
+
+def test_a_completion_ends_where_the_chat_template_ends_a_turn(chat_folder):
+    """Bug: Qwen2.5-3B closes its answer with <|im_end|>, and went on to the length limit."""
+    policy = make_policy(chat_folder)
+    assert policy.params.eos_ids == tuple(policy.tokenizer.encode("<|end|><|im_end|>"))
+    answer = "12 </think>\n<answer>12</answer>"
+    text = written(policy, f"{answer}<|im_end|>\n<|im_start|>user\nMore")
+    assert text == answer
+    assert countdown.format_reward_function(text) == 1.0
+    assert written(policy, f"{answer}<|end|>More") == answer
+    assert policy.end_tokens == "<|end|> or <|im_end|>"
+
+
+SWITCH = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+
+
+def test_a_chat_template_gets_the_options_of_the_config(chat_folder, tmp_path):
+    """As Qwen3.5's thinking is switched off; a name that it does not read is refused."""
+    folder = shutil.copytree(chat_folder, tmp_path / "switched")
+    (folder / "chat_template.jinja").write_text(TURNS + SWITCH)
+    for options, end in (("{}", "assistant\n"), ("{enable_thinking: false}", "<think></think>")):
+        config = make_config(f"model.name={folder}", f"task.template_options={options}")
+        tokenizer = load_tokenizer(config, lambda line: None)
+        assert render_prompt([{"role": "user", "content": "Hi."}], tokenizer).endswith(end)
+    with pytest.raises(ValueError, match=r"template_options: its chat template has no thinks"):
+        make_policy(folder, "task.template_options={thinks: true}")
+
+
+@pytest.mark.parametrize(
+    ("template", "token"),
+    [
+        (TURNS, "<|im_end|>"),
+        (TURNS.replace("<|im_end|>", "\n <|im_end|>"), "<|im_end|>"),  # white space before it
+        (TURNS.replace("<|im_end|>", ""), None),  # a turn ends where the next one begins
+        (TURNS.replace("<|im_end|>", " Over."), None),  # no special token
+        (TURNS.replace("m.content", "'Hello.'"), None),  # the turn is not in the text
+        ("{{ raise_exception('no assistant') }}", None),
+        (None, None),
+    ],
+)
+def test_the_end_of_a_turn_is_what_the_template_writes_behind_it(chat_folder, template, token):
+    tokenizer = load_tokenizer(make_config(f"model.name={chat_folder}"), lambda line: None)
+    tokenizer.chat_template = template
+    expected = None if token is None else tokenizer.convert_tokens_to_ids(token)
+    assert end_of_turn(tokenizer) == expected
+
+
+def test_more_tokens_that_end_a_completion_can_be_named(absolute_model_folder):
+    assert make_policy(absolute_model_folder).params.eos_ids == (0,)  # it has no chat template
+    policy = make_policy(absolute_model_folder, "sampling.stop=['<answer>7</answer>']")
+    assert written(policy, "7 * 1 <answer>7</answer>\n") == "7 * 1 "
+    line = mistake(absolute_model_folder, "sampling.stop=[no token]")
+    assert "sampling.stop: 'no token' is not one token of its tokenizer" in line
+
+
+# A user's mistakes: one useful line, which main prints
+
+
+def mistake(folder: Path | str, *overrides: str) -> str:
+    """The error that loading raises: one line that names the model."""
+    with pytest.raises(ValueError) as caught:
+        make_policy(folder, *overrides)
+    line = str(caught.value)
+    assert line.startswith(f"model.name = {folder}: ") and "\n" not in line
+    return line
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [["model.safetensors"], ["config.json"], ["tokenizer.json", "tokenizer_config.json"]],
+)
+def test_a_folder_without_a_file_or_with_half_is_refused(rotary_model_folder, tmp_path, missing):
+    """Bugs: without tokenizer files AutoTokenizer made one that turns every text into nothing.
+
+    Half a weights file ended in a traceback: SafetensorError is not a ValueError.
+    """
+    folder = copy_of(rotary_model_folder, tmp_path)
+    whole = (folder / missing[0]).read_bytes()
+    (folder / missing[0]).write_bytes(whole[: len(whole) // 2])
+    mistake(folder)
+    for name in missing:
+        (folder / name).unlink()
+    assert missing[0] in mistake(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("/nowhere", "no such folder in /"),
+        ("./nowhere", "no such folder in {here}"),
+        ("mdels/mine", "no such folder in {here}, the nearest is {here}/models; and from the hub"),
+        ("models/mime", "no such folder in {here}/models, the nearest is {here}/models/mine"),
+        ("runs/x/bst", "no such folder in {here}/runs/x, the nearest is {here}/runs/x/best"),
+        ("modles", "no such folder in {here}, the nearest is {here}/models; and from the hub: "),
+        ("runs/x", "it is the folder of a run; its best model is runs/x/best"),
+        ("models", "it is no folder with a config.json"),
+        ("a.txt", "it is no folder with a config.json"),
+    ],
+)
+def test_a_path_without_a_model_is_named_with_what_is_near(tmp_path, monkeypatch, name, problem):
+    """Bug: a slip in a path ended in a message about a connection to the hub."""
+    for folder in ("models/mine", "runs/x/best"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "a.txt").write_text("")
+    monkeypatch.chdir(tmp_path)
+    line = mistake(name)
+    assert line.startswith(f"model.name = {name}: cannot be used: {problem.format(here=tmp_path)}")
+    assert ("connect" in line) == ("hub" in problem)
+    mistake("nobody/no-such-model")  # bug: transformers' message had two lines, and no name
+
+
+def test_a_folder_that_lacks_some_weights_is_refused(rotary_model_folder, tmp_path):
+    """Bug: transformers draws them at random and only warns, so the run trained on noise."""
+    folder = copy_of(rotary_model_folder, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    kept = {k: v for k, v in model.state_dict().items() if "layers.1.mlp.up_proj" not in k}
+    model.save_pretrained(folder, state_dict=kept)
+    assert "layers.1.mlp.up_proj" in mistake(folder)
+
+
+def test_a_tokenizer_without_pad_and_eos_is_refused(absolute_model_folder, tmp_path):
+    folder = copy_of(absolute_model_folder, tmp_path, pad_token=None, eos_token=None)
+    assert "neither a pad nor an eos token" in mistake(folder)
+
+
+def test_a_model_without_any_end_token_is_refused(absolute_model_folder, tmp_path):
+    folder = copy_of(absolute_model_folder, tmp_path, eos_token=None)
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((folder / name).read_text()) | {"eos_token_id": None}
+        (folder / name).write_text(json.dumps(settings))
+    assert "which token ends text" in mistake(folder)
+
+
+def save_encoder(folder: Path) -> None:
+    """A random BERT, which sees the words behind a word, in place of the model."""
+    vocab_size = AutoModelForCausalLM.from_pretrained(folder).config.vocab_size
+    config = BertConfig(vocab_size=vocab_size, initializer_range=0.5, **SIZES)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed())
+        BertLMHeadModel(config).save_pretrained(folder)
+
+
+def change_config(folder: Path, **changes) -> None:
+    change_json(folder / "config.json", **changes)
+
+
+def write_pointer(folder: Path) -> None:
+    """What git leaves where it has not fetched a large file."""
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 5\n"
+    (folder / "model.safetensors").write_text(pointer)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (save_encoder, "it sees the tokens that come later"),
+        (write_pointer, "model.safetensors is only a pointer; fetch the file with `git lfs pull`"),
+        (
+            functools.partial(change_config, hidden_size=64),
+            "do not fit its config.json, such as",
+        ),
+        (functools.partial(change_config, hidden_size="x"), "cannot be used: "),
+        (functools.partial(change_config, num_hidden_layers=-1), "cannot be used: "),
+        (functools.partial(change_config, vocab_size=None), "cannot be used: "),
+    ],
+)
+def test_a_model_that_misfits_its_config_is_refused(rotary_model_folder, tmp_path, spoil, problem):
+    """Bugs: an encoder was trained as it was; the others ended in tracebacks."""
+    folder = copy_of(rotary_model_folder, tmp_path)
+    spoil(folder)
+    assert all(problem in mistake(folder, f"mode={mode}") for mode in ("train", "evaluate"))
+
+
+@pytest.mark.parametrize("kernel", ["no_such_kernel", "flash_attention_2"])
+def test_attention_that_is_not_there_is_named(rotary_model_folder, kernel):
+    line = mistake(rotary_model_folder, f"model.attn_implementation={kernel}")
+    assert any(name in line for name in ("attn_implementation", "flash_attn", "FlashAttention2"))
+
+
+def test_a_missing_package_for_quantised_weights_is_named(rotary_model_folder, tmp_path):
+    folder = copy_of(rotary_model_folder, tmp_path)
+    change_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    assert "install" in mistake(folder, "mode=evaluate")
+
+
+def test_weights_that_the_config_leaves_out_are_named(rotary_model_folder, tmp_path):
+    """Bug: a config.json with fewer layers than the files made another model without a word."""
+    folder = copy_of(rotary_model_folder, tmp_path)
+    change_json(folder / "config.json", num_hidden_layers=1, layer_types=["full_attention"])
+    lines = []
+    load_model_and_tokenizer(
+        make_config(f"model.name={folder}"),
+        device=torch.device("cpu"),
+        compute_dtype=torch.float32,
+        log=lines.append,
+    )
+    (line,) = [line for line in lines if "ignored" in line]
+    assert "warning: 12 weights" in line and "layers.1." in line

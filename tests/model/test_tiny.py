@@ -1,0 +1,56 @@
+"""The embedded model: what it is, and that the default run is about it."""
+
+import torch
+from harness import ROOT, alone, make_config, make_policy, make_run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import countdown
+from engine.questions.data import load_questions
+from engine.questions.prompts import render_prompts
+from engine.report.evaluation import evaluation_metrics
+from engine.run.load import load_policy
+from main import DecodeBatch, sample_validation
+
+TINY = ROOT / "tiny"
+
+
+def test_the_embedded_model_is_small_and_loads_as_any_other():
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    assert model.num_parameters() < 3_000_000
+    assert sum(path.stat().st_size for path in TINY.iterdir() if path.is_file()) < 8_000_000
+    assert model.dtype == torch.float32
+
+
+def test_its_tokenizer_survives_auto_tokenizer_and_makes_short_prompts():
+    """AutoTokenizer replaces the pre-tokenizer of some types: a prompt then has 200 tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    rendering = {"task": countdown, "options": make_config().task, "tokenizer": tokenizer}
+    (prompt,), _ = render_prompts([{"nums": [3, 7, 25, 12], "target": 46}], **rendering)
+    assert len(tokenizer(prompt)["input_ids"]) <= 40
+    for text in (prompt, "3 * 7 = 21, 21 + 25 = 46 yes\n", "Übung \U0001f600\t 123456 \\x00"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_it_loads_without_a_note_on_changed_tokens():
+    notes: list[str] = []
+    load_policy(make_config(f"model.name={TINY}"), alone(), notes.append, DecodeBatch)
+    assert notes == ["the tokenizer has no chat template: the prompt is plain text"]
+
+
+def test_it_solves_some_questions_not_most():
+    """The default run shall start between 0.15 and 0.45. Here its first 256 questions are asked.
+
+    On twice as many, tiny/README.md has 0.365 and 0.376, five standard errors away from both ends.
+    """
+    measured, low, high = 0.37, 0.15, 0.45
+    config, policy = make_config("validation.num_examples=256"), make_policy(TINY)
+    questions, _ = load_questions(
+        countdown, config, tokenizer=policy.tokenizer, context=policy.context_length, log=print
+    )
+    groups = sample_validation(make_run(policy, config, questions=questions))
+    metrics = evaluation_metrics(groups, countdown, config.validation, alone())
+    interval = metrics["eval/pass@1_high"] - metrics["eval/pass@1_low"]
+    standard_error = interval / (2 * 1.96)
+    assert 5 * standard_error < min(measured - low, high - measured)
+    assert low < metrics["eval/pass@1"] < high
+    assert abs(metrics["eval/pass@1"] - measured) < 5 * standard_error

@@ -1,0 +1,195 @@
+"""rollouts.jsonl: what is kept of a step, to which numbers, and that it stays small."""
+
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from harness import make_config, make_policy, make_run, read_jsonl, read_rows, train
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from engine.core.types import Completion, Trajectory
+from engine.report import completions as rollouts
+from engine.run import log as log_of_run
+from engine.run.log import rollouts_of
+from engine.run.state import Run
+
+
+@pytest.fixture
+def run(rotary_model_folder, tmp_path) -> Run:
+    """A run whose folder has the empty file, and which keeps every step."""
+    run = make_run(make_policy(rotary_model_folder), make_config("logging.rollouts_every=1"))
+    run.folder = tmp_path
+    (tmp_path / "rollouts.jsonl").touch()
+    return run
+
+
+def trajectory(ids: list[int], reward: float = 1.0, **changes) -> Trajectory:
+    """A completion that ended by itself, whose token i has log-probability -i and entropy i / 8."""
+    positions = np.arange(len(ids), dtype=np.float32)
+    inserted = np.zeros(len(ids), dtype=bool)
+    completion = Completion(ids, -positions, positions / 8, False, inserted)
+    parts = {"format": 1.0, "answer": reward}
+    return Trajectory([2, 3], completion, "", parts, reward, **changes)
+
+
+def log(run: Run, groups: list, questions: list[dict], *micro_batches: object, step: int) -> None:
+    run.state.step = step - 1
+    lines = rollouts_of(run, groups, questions, list(micro_batches))
+    with (run.folder / "rollouts.jsonl").open("a") as file:
+        file.write(lines)
+
+
+def kept(run: Run) -> list[dict]:
+    return read_jsonl(run.folder / "rollouts.jsonl")
+
+
+# Tokens as texts
+
+
+@pytest.mark.parametrize(
+    "text", ["", "12 and 34", "é", "3 €\n😀😀", "日本", "\N{REPLACEMENT CHARACTER}x"]
+)
+def test_the_texts_of_tokens_join_to_the_completion(tokenizer, text):
+    """The tokenizer has a token for each byte of the characters that it was not trained on."""
+    ids = tokenizer.encode(text)
+    texts = rollouts.token_texts(ids, tokenizer)
+    assert len(texts) == len(ids) and "".join(texts) == text
+
+
+def test_the_token_that_completes_a_character_has_all_of_it(tokenizer):
+    ids = tokenizer.encode("€1")
+    assert len(ids) == 4
+    assert rollouts.token_texts(ids, tokenizer) == ["", "", "€", "1"]
+    cut, replacement = rollouts.token_texts(ids[:2], tokenizer), "\N{REPLACEMENT CHARACTER}"
+    assert cut == ["", tokenizer.decode(ids[:2])] and set(cut[1]) == {replacement}
+
+
+def test_spaces_stay_where_the_tokenizer_drops_the_first_one_of_a_text():
+    """As Llama 2's does: each token alone would be without its space."""
+    vocabulary = {"<unk>": 0, "▁so": 1, "▁what": 2, "ever": 3}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Metaspace()
+    core.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
+    assert tokenizer.decode([2]) == "what"
+    assert rollouts.token_texts([1, 2, 3, 1], tokenizer) == ["so", " what", "ever", " so"]
+
+
+# What is kept
+
+
+def test_a_line_holds_the_groups_completions_best_first(run):
+    group = [
+        trajectory([5, 6, 7], 0.25, advantage=-0.75),
+        trajectory([8, 9], 1.0, advantage=1 / 3),
+    ]
+    trained = SimpleNamespace(trajectories=group[1:], token_weights=torch.tensor([[1 / 7, 0.0]]))
+    group[0].completion.is_inserted[1] = True
+    question = {"nums": [1, 2], "target": 3}
+    log(run, [group], [question], trained, step=4)
+    (line,) = kept(run)
+    best, worst = line["completions"]
+    tokenizer = run.policy.tokenizer
+    assert (line["step"], line["size"]) == (4, 2)
+    assert line["gold"] == str(question) and line["prompt"] == tokenizer.decode([2, 3])
+    assert (best["advantage"], best["weight"], best["solved"]) == (0.3333, 0.1429, True)
+    assert (worst["advantage"], worst["weight"], worst["solved"]) == (-0.75, 0, False)
+    assert "".join(worst["tokens"]) == tokenizer.decode([5, 6, 7])
+    assert worst["log_probs"] == [0, -1, -2] and worst["entropies"] == [0, 0.125, 0.25]
+    assert worst["inserted"] == [1] and best["inserted"] == []
+
+
+def test_log_probabilities_that_are_not_finite_are_null(run):
+    broken = trajectory([5, 6])
+    broken.completion.log_probs[1] = np.nan
+    log(run, [[broken]], [{}], step=1)
+    assert kept(run)[0]["completions"][0]["log_probs"] == [0, None]
+
+
+def test_of_a_large_group_the_best_and_the_worst_are_kept(run):
+    group = [trajectory([5], reward) for reward in range(40)]
+    log(run, [group], [{}], step=1)
+    (line,) = kept(run)
+    rewards = [row["reward"] for row in line["completions"]]
+    assert line["size"] == 40
+    assert rewards == [*range(39, 31, -1), *range(7, -1, -1)]
+
+
+def test_a_long_completion_is_kept_without_its_middle(run):
+    ids = list(itertools.islice(itertools.cycle(range(5, 205)), 600))
+    log(run, [[trajectory(ids)]], [{}], step=1)
+    row = kept(run)[0]["completions"][0]
+    assert row["gap"] == [384, 600 - 512]
+    assert row["log_probs"] == [-float(i) for i in [*range(384), *range(472, 600)]]
+    tokenizer = run.policy.tokenizer
+    assert "".join(row["tokens"][:384]) == tokenizer.decode(ids[:384])
+    assert "".join(row["tokens"][384:]) == tokenizer.decode(ids[472:])
+
+
+def test_steps_that_are_not_due_and_other_ranks_write_nothing(run):
+    group = [trajectory([5])]
+    run.config = make_config("logging.rollouts_every=3")
+    for step in range(1, 8):
+        log(run, [group] * 9, [{}] * 9, step=step)
+    assert [line["step"] for line in kept(run)] == [3] * 3 + [6] * 3
+    for every, rank in ((0, 0), (1, 1)):
+        run.config, run.world.rank = make_config(f"logging.rollouts_every={every}"), rank
+        log(run, [group], [{}], step=9)
+    assert len(kept(run)) == 6
+
+
+# Its size
+
+
+@pytest.mark.parametrize(
+    ("share", "turns"),
+    [(0, range(1, 65)), (0.5, range(4, 65, 4)), (0.75, [16, 32, 48, 64]), (0.875, [64]), (1, [])],
+)
+def test_the_fuller_the_file_the_fewer_steps_are_kept(share, turns):
+    num_bytes = int(share * log_of_run.MAX_ROLLOUTS_BYTES)
+    assert [turn for turn in range(1, 65) if log_of_run.is_kept(turn, num_bytes)] == list(turns)
+
+
+def test_the_file_never_grows_beyond_its_limit_and_reaches_into_the_late_steps(run, monkeypatch):
+    """And a run that is cut back and goes on decides as the unbroken one did."""
+    monkeypatch.setattr(log_of_run, "MAX_ROLLOUTS_BYTES", 20_000)
+    file, before_step_100 = run.folder / "rollouts.jsonl", ""
+    for step in range(1, 400):
+        if step == 100:
+            before_step_100 = file.read_text()
+        log(run, [[trajectory([5, 6])]], [{}], step=step)
+        assert file.stat().st_size <= 20_000
+    unbroken = file.read_text()
+    assert kept(run)[-1]["step"] > 200
+    file.write_text(before_step_100)
+    for step in range(100, 400):
+        log(run, [[trajectory([5, 6])]], [{}], step=step)
+    assert file.read_text() == unbroken
+
+
+# A whole run
+
+
+def test_a_run_keeps_what_it_sampled_and_what_the_update_made(tmp_path, rotary_model_folder, data):
+    """On two ranks: a token weighs 1 / (2 x 2 x 8 rows of both x 16 tokens at most)."""
+    samples = ["logging.train_samples_every=1", "logging.samples=2", "training.num_steps=1"]
+    train(tmp_path, rotary_model_folder, *data, *samples, num_ranks=2)
+    groups = read_jsonl(tmp_path / "x/rollouts.jsonl")
+    assert [(group["step"], group["size"]) for group in groups] == [(1, 8)] * 2
+    sampled = [s for s in read_jsonl(tmp_path / "x/samples.jsonl") if s["split"] == "train"]
+    for group, sample in zip(groups, sampled, strict=True):
+        assert group["prompt"] == sample["prompt"]
+        texts = ["".join(row["tokens"]) for row in group["completions"]]
+        assert any(text.removesuffix("<|end|>") == sample["completion"] for text in texts)
+        rewards = torch.tensor([row["reward"] for row in group["completions"]])
+        assert rewards.tolist() == sorted(rewards.tolist(), reverse=True)
+        for row, reward in zip(group["completions"], rewards, strict=True):
+            assert row["advantage"] == pytest.approx(float(reward - rewards.mean()), abs=1e-3)
+            assert row["weight"] == pytest.approx(1 / (32 * 16), rel=1e-3)  # all rewards differ
+            lengths = {len(row[name]) for name in ("tokens", "log_probs", "entropies")}
+            assert len(lengths) == 1
+    rows = read_rows(tmp_path / "x")
+    assert 0 < rows[1]["time/rollouts_log_s"] < rows[1]["time/step_s"]

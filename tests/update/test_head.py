@@ -1,0 +1,272 @@
+"""The head's log-probabilities without all logits: the same numbers in less memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import (
+    SIZES,
+    alone,
+    load_trained,
+    make_config,
+    peak_bytes,
+    run_on_ranks,
+    save_random,
+    seed,
+    tokens_of,
+)
+from reference import COMPLETIONS, PROMPTS, distance, score
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from engine.core.distributed import World
+from engine.model.policy import Policy
+from engine.update import head
+from engine.update.head import head_log_probs
+from engine.update.shards import whole
+from main import token_log_probs
+
+M, H, V = 5, 3, 11
+IN_BLOCKS, AT_ONCE = 0, 2**40  # engine.run.load.MAX_LOGITS_BYTES
+COLUMNS = (1, 4, 11, 50)  # of a block: 4 does not divide V, and with 11 or 50 there is one block
+
+
+@pytest.fixture(params=[0, 4 * M * 8, 10**9], ids=["none", "some", "all"])
+def kept_bytes(request, monkeypatch) -> None:
+    """No logits are kept for the backward pass, or eight columns of them, or all."""
+    monkeypatch.setattr(head, "KEPT_BYTES", request.param)
+
+
+def set_columns(monkeypatch, columns: int) -> None:
+    monkeypatch.setattr(head, "CPU_BLOCK_BYTES", 4 * M * columns)
+
+
+def made_up(
+    dtype: torch.dtype, *, bias: bool = True
+) -> tuple[torch.Tensor, nn.Linear, torch.Tensor]:
+    """Hidden states (M, H), a head and token ids (M,), the first and the last token among them."""
+    torch.manual_seed(seed())
+    hidden = torch.randn(M, H, dtype=dtype, requires_grad=True)
+    linear = nn.Linear(H, V, bias=bias, dtype=dtype)
+    return hidden, linear, torch.tensor([0, V - 1, 4, 5, 5])
+
+
+def naive(hidden, linear, token_ids, *, temperature):
+    log_probs = (linear(hidden) / temperature).log_softmax(dim=-1)
+    return log_probs[torch.arange(len(token_ids)), token_ids]
+
+
+# The function
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_its_gradient_is_that_of_finite_differences(monkeypatch, kept_bytes, columns, temperature):
+    set_columns(monkeypatch, columns)
+    hidden, linear, token_ids = made_up(torch.float64)
+
+    def function(hidden, weight, bias):
+        return head.HeadLogProbs.apply(hidden, weight, bias, token_ids, temperature)
+
+    assert torch.autograd.gradcheck(function, (hidden, linear.weight, linear.bias))
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_it_is_log_softmax_for_any_loss(monkeypatch, kept_bytes, columns, temperature, bias):
+    """A loss that is not linear, such as a ratio's, and logits far from 0."""
+    set_columns(monkeypatch, columns)
+    hidden, linear, token_ids = made_up(torch.float32, bias=bias)
+    hidden = (10 * hidden.detach()).requires_grad_()
+    inputs, results = [hidden, *linear.parameters()], []
+    for function in (head_log_probs, naive):
+        log_probs = function(hidden, linear, token_ids, temperature=temperature)
+        loss = (log_probs / 10).exp().sum()
+        results.append([log_probs, *torch.autograd.grad(loss, inputs)])
+    # The rounding of a logit is a relative error of its probability: half a bit of fp32 (2**-24)
+    # times its size. Each of the two computations rounds a logit and a few sums of them. A gradient
+    # is a sum of terms that may cancel, as 1 - p does: it errs by as much as their sizes.
+    logits = linear(hidden).detach() / temperature
+    tolerance = 4 * 2**-24 * logits.abs().max().item()
+    assert tolerance < 1e-4  # or it would say nothing
+    log_probs = results[1][0].detach()
+    terms = logits.softmax(dim=-1) + F.one_hot(token_ids, V)  # (M, V)
+    terms *= (log_probs / 10).exp()[:, None] / (10 * temperature)
+    sizes = [log_probs, terms @ linear.weight.abs(), terms.T @ hidden.abs(), terms.sum(dim=0)]
+    for ours, expected, size in zip(*results, sizes[: len(results[0])], strict=True):
+        assert (ours - expected).norm() <= tolerance * size.norm()
+
+
+def test_what_needs_no_gradient_gets_none(monkeypatch):
+    """As with adapters, where the head's weight is frozen."""
+    set_columns(monkeypatch, 4)
+    hidden, linear, token_ids = made_up(torch.float32)
+    expected = torch.autograd.grad(naive(hidden, linear, token_ids, temperature=1.0).sum(), hidden)
+    linear.requires_grad_(False)
+    head_log_probs(hidden, linear, token_ids, temperature=1.0).sum().backward()
+    assert linear.weight.grad is None and linear.bias.grad is None
+    assert torch.allclose(hidden.grad, expected[0], atol=1e-6)
+    linear.requires_grad_(True)
+    head_log_probs(hidden.detach(), linear, token_ids, temperature=1.0).sum().backward()
+    assert linear.weight.grad is not None
+
+
+@pytest.mark.parametrize("num_tokens", [1, 512, 10_237, 10**6])
+def test_on_a_gpu_blocks_are_multiples_of_64_columns(num_tokens):
+    """Bug: for 10,237 tokens they had 1,638 columns, which halves the speed of bf16 products."""
+    hidden = torch.empty(num_tokens, 1, device="meta")  # as on a GPU, any other than the CPU
+    blocks = list(head.vocabulary_blocks(torch.empty(151_936, 1), hidden))
+    assert all(block.start % 64 == 0 for block in blocks)
+    assert [block.stop for block in blocks] == [*(b.start for b in blocks[1:]), 151_936]
+    width = blocks[0].stop
+    assert 4 * num_tokens * width <= head.GPU_BLOCK_BYTES or width == 64
+
+
+def test_it_never_holds_all_logits(monkeypatch):
+    """Counts all tensors alive at once, gradients too. `naive` holds all logits several times."""
+    num_tokens, hidden_size, vocabulary = 512, 32, 20_000
+    kept, block = 2**23, 2**20
+    monkeypatch.setattr(head, "KEPT_BYTES", kept)
+    monkeypatch.setattr(head, "CPU_BLOCK_BYTES", block)
+    hidden = torch.randn(num_tokens, hidden_size, requires_grad=True)
+    linear = nn.Linear(hidden_size, vocabulary, bias=False)
+    token_ids = torch.randint(vocabulary, (num_tokens,))
+    gradients = linear.weight.nbytes + 4 * hidden.nbytes
+    bound = gradients + kept + 6 * block
+    all_logits = 4 * num_tokens * vocabulary
+    assert bound < all_logits / 2
+
+    def peak(function) -> int:
+        linear.weight.grad = hidden.grad = None
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            function(hidden, linear, token_ids, temperature=1.0).sum().backward()
+        return peak_bytes(profiler)
+
+    assert peak(head_log_probs) < bound
+    assert peak(naive) > 2 * all_logits
+
+
+# The scorer
+
+
+def load(
+    folder: Path, *overrides: str, max_bytes: int, world: World | None = None
+) -> tuple[Policy, list[str]]:
+    """The policy where logits of so many bytes are made at once, and what loading it logs."""
+    config, lines = make_config(f"model.name={folder}", *overrides), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.run.load.MAX_LOGITS_BYTES", max_bytes)
+        return load_trained(config, world or alone(), lines.append), lines
+
+
+def scored(policy: Policy, rows: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities (B, T), and the gradient of a loss that is not linear in them."""
+    policy.model.train().zero_grad()
+    log_probs, mask = score(policy, PROMPTS[rows], COMPLETIONS[rows], temperature=0.7)
+    (log_probs[mask] / 10).exp().sum().backward()
+    gradients = [whole(p.grad, p.dtype).flatten() for p in policy.model.parameters()]
+    return log_probs.detach(), torch.cat(gradients)
+
+
+def scored_both_ways(folder: Path, *overrides: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """By the chunked head, and with all logits at once."""
+    policies = [load(folder, *overrides, max_bytes=n)[0] for n in (IN_BLOCKS, AT_ONCE)]
+    assert [policy.scorer.in_blocks for policy in policies] == [True, False]
+    return [scored(policy) for policy in policies]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_chunked_scorer_equals_the_plain_one(monkeypatch, model_folder, checkpointing):
+    """Separate and tied embeddings; ten columns a block, some of them kept."""
+    num_tokens = sum(len(ids) for ids in COMPLETIONS)
+    monkeypatch.setattr(head, "CPU_BLOCK_BYTES", 4 * num_tokens * 10)
+    monkeypatch.setattr(head, "KEPT_BYTES", 4 * num_tokens * 55)
+    (log_probs, gradient), (expected, expected_gradient) = scored_both_ways(
+        model_folder, f"model.gradient_checkpointing={checkpointing}"
+    )
+    assert torch.allclose(log_probs, expected, atol=1e-5)
+    assert (gradient - expected_gradient).norm() <= 1e-6 * expected_gradient.norm()
+
+
+def test_in_bf16_the_chunked_and_the_plain_scorer_round_alike(monkeypatch, model_folder):
+    """Both round the same logits to bf16, so that log-probabilities agree as in fp32.
+
+    Gradients differ by what is rounded on the way, to 2**-8 in each of many matrices, and are
+    equally far from the one of fp32.
+    """
+    monkeypatch.setattr(head, "CPU_BLOCK_BYTES", 4 * 11 * 10)
+    (log_probs, gradient), (expected, expected_gradient) = scored_both_ways(
+        model_folder, "model.compute_dtype=bfloat16"
+    )
+    assert log_probs.dtype == gradient.dtype == torch.float32
+    assert torch.allclose(log_probs, expected, atol=1e-5)
+    _, exact = scored(load(model_folder, max_bytes=AT_ONCE)[0])
+    assert (gradient - expected_gradient).norm() <= 2**-6 * expected_gradient.norm()
+    assert (gradient - exact).norm() <= 1.25 * (expected_gradient - exact).norm()
+
+
+@pytest.mark.parametrize("max_bytes", [IN_BLOCKS, AT_ONCE])
+def test_padding_scores_0_and_has_no_gradient(model_folder, max_bytes):
+    policy, _ = load(model_folder, max_bytes=max_bytes)
+    log_probs, mask = score(policy, PROMPTS, COMPLETIONS)
+    assert not mask.all() and (log_probs[~mask] == 0).all() and (log_probs[mask] < 0).all()
+    log_probs[~mask].sum().backward()
+    assert all((p.grad == 0).all() for p in policy.model.parameters())
+
+
+# The choice between the two
+
+
+def score_on_this_rank(world: World, folder: Path, max_bytes: int) -> tuple:
+    """What a shard logs of its choice, and `scored` of this rank's rows."""
+    overrides = ["model.shard=true", "training.micro_batch_tokens=10000"]
+    policy, lines = load(folder, *overrides, max_bytes=max_bytes, world=world)
+    (line,) = [line for line in lines if "logits" in line]
+    return line, *(x.numpy() for x in scored(policy, slice(world.rank, None, world.size)))
+
+
+def test_shards_score_alike_on_both_sides_of_the_limit(model_folder, tokenizer, tmp_path):
+    """The logits of 10,000 tokens may take as many bytes as they do, or one less than that."""
+    num_bytes = 4 * 10_000 * len(tokenizer)
+    at_once, in_blocks = (
+        run_on_ranks(score_on_this_rank, 2, model_folder, limit, folder=tmp_path)
+        for limit in (num_bytes, num_bytes - 1)
+    )
+    for (line, log_probs, gradient), (other_line, *others) in zip(at_once, in_blocks, strict=True):
+        assert line == "logits of a micro-batch: 13.8 MB, made at once"
+        assert other_line == "logits of a micro-batch: 13.8 MB, made in blocks of the vocabulary"
+        assert distance(others[0], log_probs) <= 1e-6
+        assert distance(others[1], gradient) <= 1e-6
+
+
+def load_gemma2(tokenizer, folder: Path, **settings) -> tuple[Policy, list[str]]:
+    """A Gemma 2 whose logits would be made in blocks, and what loading it logs."""
+    sizes = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
+    config = Gemma2Config(**sizes, **tokens_of(tokenizer), **settings)
+    save_random(Gemma2ForCausalLM, config, tokenizer, folder)
+    # Gemma 2 has no other attention.
+    return load(folder, "model.attn_implementation=eager", max_bytes=IN_BLOCKS)
+
+
+@pytest.mark.parametrize("initializer_range", [0.02, 0.2])
+def test_capped_logits_are_scored_by_the_plain_path_and_that_is_logged(
+    tokenizer, tmp_path, initializer_range
+):
+    """Gemma 2 caps logits at 30, which hardly changes those of a model not trained yet."""
+    policy, lines = load_gemma2(tokenizer, tmp_path, initializer_range=initializer_range)
+    assert not policy.scorer.in_blocks
+    assert any("logits are more than head(hidden)" in line for line in lines)
+    log_probs, mask = score(policy, PROMPTS, COMPLETIONS)
+    ids = torch.tensor([PROMPTS[0] + COMPLETIONS[0]])
+    logits = policy.model(input_ids=ids).logits[:, len(PROMPTS[0]) - 1 : -1]
+    expected = token_log_probs(logits, torch.tensor([COMPLETIONS[0]]), temperature=1.0)
+    assert torch.allclose(log_probs[0, mask[0]], expected[0], atol=1e-5)
+
+
+def test_the_same_model_without_a_cap_is_scored_by_the_chunked_head(tokenizer, tmp_path):
+    policy, lines = load_gemma2(tokenizer, tmp_path, final_logit_softcapping=None)
+    assert policy.scorer.in_blocks
+    assert not any("head(hidden)" in line for line in lines)

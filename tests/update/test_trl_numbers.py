@@ -1,0 +1,211 @@
+"""Advantages, loss, gradient, clip and KL are those that TRL's GRPOTrainer computes.
+
+TRL's figures below are of what this printed with trl 1.16.0 and torch 2.13.0, for the inputs of
+benchmarks/trl_inputs.py:
+
+    python benchmarks/trl_numbers.py
+
+The conventions differ in places. Inputs and comparisons are chosen so that both agree there:
+
+- All rows are one micro-batch on one rank. With several micro-batches TRL's bnpo averages their
+  losses, while its dapo divides by the tokens of all, as ours does. With one the two are the same
+  numbers, so that only those of dapo stand below.
+- TRL multiplies the KL by the ratio (`use_bias_correction_kl`) unless told not to, as here. GRPO
+  (arXiv:2402.03300, equations 3 and 4) does not.
+- GSPO is TRL's `importance_sampling_level="sequence"`. For CISPO TRL takes the limit of the weight
+  where ours takes its distance from 1. The share of clipped tokens is compared for PPO alone: for
+  CISPO TRL leaves out the tokens of negative advantage, whose weight is limited too, and for GSPO
+  it counts completions instead of their tokens.
+- TRL's shares and means are of all rows' tokens. Ours leave out rows whose advantage is 0, unless
+  there is a KL penalty, as here.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import make_config
+
+from benchmarks.trl_inputs import (
+    CLIP_EPS,
+    CLIP_EPS_HIGH,
+    GSPO_CLIP_EPS,
+    GSPO_CLIP_EPS_HIGH,
+    KL_COEF,
+    LENGTHS,
+    LOG_PROBS,
+    MAX_NEW_TOKENS,
+    OLD_LOG_PROBS,
+    REF_LOG_PROBS,
+    REWARDS,
+    ROW_ADVANTAGES,
+)
+from engine.core.types import MicroBatch
+from engine.update.optimizer import LossScale
+from main import accumulate_gradient, grpo_advantages, token_weights
+
+TOLERANCE = {"rtol": 0, "atol": 1e-6}
+NORMALIZATIONS = {"grpo": "sequence", "dapo": "token", "dr_grpo": "dr_grpo"}
+
+# TRL's figures
+
+TRL_ADVANTAGES = {
+    "none": [
+        [0.774999976, -0.225000024, -0.325000018, -0.225000024],
+        [0.274999976, 0.274999976, 0.274999976, -0.825000048],
+        [-0.224999964, 0.175000012, -0.324999988, 0.375],
+        [0.0, 0.0, 0.0, 0.0],
+    ],
+    "group": [
+        [1.493507147, -0.433598906, -0.626309514, -0.433598906],
+        [0.499909043, 0.499909043, 0.499909043, -1.499727368],
+        [-0.680778742, 0.529494703, -0.983347237, 1.134631515],
+        [0.0, 0.0, 0.0, 0.0],
+    ],
+}
+TRL_FIRST_GRADIENT = [
+    [-0.0625, -0.0625, -0.0625, -0.0625, -0.0625],
+    [0.03125, 0.03125, 0.03125, 0.0, 0.0],
+    [0.0, 0.0, 0.0, 0.0, 0.0],
+    [0.083333333, 0.083333333, 0.083333333, 0.083333333, 0.0],
+]
+TRL_LOSS_WITH_KL = {"grpo": 0.440660382, "dapo": 0.343774973, "dr_grpo": 0.186211444}
+TRL_GRADIENT_WITH_KL = {
+    "grpo": [
+        [0.000906346, -0.091605207, -0.042522648, -0.075525855, -0.07293157],
+        [0.003759903, 0.102168655, 0.076337672, 0.0, 0.0],
+        [-0.036490078, 0.0, 0.0, 0.0, 0.0],
+        [0.124342682, 0.004169556, 0.22776485, 0.11172091, 0.0],
+    ],
+    "dapo": [
+        [0.001394379, -0.140931087, -0.065419458, -0.116193622, -0.112202415],
+        [0.00347068, 0.094309528, 0.070465544, 0.0, 0.0],
+        [-0.011227716, 0.0, 0.0, 0.0, 0.0],
+        [0.153037147, 0.005131761, 0.280325969, 0.137502658, 0.0],
+    ],
+    "dr_grpo": [
+        [0.000755289, -0.076337672, -0.03543554, -0.062938212, -0.060776308],
+        [0.001879952, 0.051084328, 0.038168836, 0.0, 0.0],
+        [-0.00608168, 0.0, 0.0, 0.0, 0.0],
+        [0.082895121, 0.002779704, 0.151843233, 0.074480607, 0.0],
+    ],
+}
+TRL_GSPO_LOSS = 0.345436631
+TRL_GSPO_GRADIENT = [
+    [0.0, 0.0, 0.0, 0.0, 0.0],
+    [0.066808694, 0.066808694, 0.066808694, 0.0, 0.0],
+    [0.0, 0.0, 0.0, 0.0, 0.0],
+    [0.131408887, 0.131408887, 0.131408887, 0.131408887, 0.0],
+]
+TRL_CLIP_FRAC = 0.230769232
+TRL_KL = 0.139788805
+TRL_CISPO_LOSS = -0.210600854
+TRL_CISPO_GRADIENT = [
+    [-0.147692308, -0.140931087, -0.069984307, -0.115384615, -0.104404317],
+    [0.034992153, 0.073846154, 0.070465544, 0.0, 0.0],
+    [0.0, 0.0, 0.0, 0.0, 0.0],
+    [0.153846154, 0.113972034, 0.196923077, 0.139205757, 0.0],
+]
+
+GSPO = [
+    "training.policy_loss=gspo",
+    f"training.clip_eps={GSPO_CLIP_EPS}",
+    f"training.clip_eps_high={GSPO_CLIP_EPS_HIGH}",
+]
+MASK = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
+
+
+def make_batch(normalization: str, *, is_first: bool = False) -> MicroBatch:
+    """`is_first`: this policy sampled the batch, and the reference has not scored it yet."""
+    return MicroBatch(
+        trajectories=[],
+        input_ids=torch.zeros(4, 5, dtype=torch.long),
+        completion_mask=MASK,
+        advantages=torch.tensor(ROW_ADVANTAGES),
+        token_weights=token_weights(
+            MASK,
+            normalization=normalization,
+            num_rows=4,
+            num_tokens=sum(LENGTHS),
+            max_new_gen_tokens=MAX_NEW_TOKENS,
+        ),
+        sampler_log_probs=torch.tensor(OLD_LOG_PROBS),
+        old_log_probs=None if is_first else torch.tensor(OLD_LOG_PROBS),
+        ref_log_probs=None if is_first else torch.tensor(REF_LOG_PROBS),
+    )
+
+
+def loss_and_gradient(
+    batch: MicroBatch, *overrides: str, kl_coef: float = 0.0
+) -> tuple[float, torch.Tensor, dict[str, tuple[float, float]]]:
+    """What the update computes where a policy and its reference give these log-probabilities."""
+    log_probs = torch.tensor(LOG_PROBS, requires_grad=True)
+    policy = SimpleNamespace(
+        scorer=lambda *_, **__: log_probs,
+        reference=lambda *_, **__: torch.tensor(REF_LOG_PROBS),
+        params=SimpleNamespace(temperature=1.0),
+        loss_scale=LossScale(enabled=False),
+    )
+    config = make_config(
+        "training.num_iterations=2",
+        f"training.clip_eps={CLIP_EPS}",
+        f"training.clip_eps_high={CLIP_EPS_HIGH}",
+        f"training.kl_coef={kl_coef}",
+        *overrides,
+    )
+    sums: dict[str, torch.Tensor] = {}
+    loss = accumulate_gradient(policy, batch, config.training, sums)
+    return loss, log_probs.grad, sums
+
+
+def assert_close(ours: torch.Tensor, figures: list[list[float]]) -> None:
+    torch.testing.assert_close(ours.double(), torch.tensor(figures).double(), **TOLERANCE)
+
+
+@pytest.mark.parametrize(("scale", "divide_by_std"), [("none", False), ("group", True)])
+def test_the_advantages_are_those_of_trl(scale, divide_by_std):
+    rewards = torch.tensor(REWARDS, dtype=torch.float64)
+    assert_close(grpo_advantages(rewards, divide_by_std=divide_by_std), TRL_ADVANTAGES[scale])
+
+
+@pytest.mark.parametrize("loss_type", NORMALIZATIONS)
+def test_loss_and_gradient_with_a_penalty_are_those_of_trl(loss_type):
+    batch = make_batch(NORMALIZATIONS[loss_type])
+    loss, gradient, _ = loss_and_gradient(batch, kl_coef=KL_COEF)
+    assert loss == pytest.approx(TRL_LOSS_WITH_KL[loss_type], rel=0, abs=1e-6)
+    assert_close(gradient, TRL_GRADIENT_WITH_KL[loss_type])
+
+
+@pytest.mark.parametrize(
+    "options", [["training.num_iterations=1"], [], ["training.policy_loss=cispo"], GSPO]
+)
+def test_the_first_update_of_a_batch_has_the_gradient_without_a_ratio(options):
+    """TRL's ratio is 1 there; its loss is another, since ours is plain REINFORCE's."""
+    _, gradient, _ = loss_and_gradient(make_batch("dr_grpo", is_first=True), *options)
+    assert_close(gradient, TRL_FIRST_GRADIENT)
+
+
+def test_cispo_is_that_of_trl():
+    loss, gradient, _ = loss_and_gradient(make_batch("token"), "training.policy_loss=cispo")
+    assert loss == pytest.approx(TRL_CISPO_LOSS, rel=0, abs=1e-6)
+    assert_close(gradient, TRL_CISPO_GRADIENT)
+
+
+def test_gspo_is_that_of_trl():
+    loss, gradient, _ = loss_and_gradient(make_batch("sequence"), *GSPO)
+    assert loss == pytest.approx(TRL_GSPO_LOSS, rel=0, abs=1e-6)
+    assert_close(gradient, TRL_GSPO_GRADIENT)
+
+
+def test_the_share_of_clipped_tokens_is_that_of_trl():
+    """Bug: a token whose advantage is 0 counted as clipped where its ratio was low."""
+    _, _, metrics = loss_and_gradient(make_batch("dr_grpo"), kl_coef=KL_COEF)
+    num_clipped, num_tokens = metrics["train/clip_frac"]
+    assert num_clipped == 3
+    assert num_clipped / num_tokens == pytest.approx(TRL_CLIP_FRAC, rel=0, abs=1e-6)
+
+
+def test_the_mean_kl_is_that_of_trl():
+    _, _, metrics = loss_and_gradient(make_batch("dr_grpo", is_first=True), kl_coef=KL_COEF)
+    kl, num_tokens = metrics["train/kl"]
+    assert kl / num_tokens == pytest.approx(TRL_KL, rel=0, abs=1e-6)
