@@ -246,12 +246,12 @@ def sample_with_length_reward(*arguments: object) -> list[list[Trajectory]]:
 
 
 SWITCHES = {
-    "bf16-weights": [(engine.model, "load_model", load_in_bf16)],
+    "bf16-weights": [(engine.model.load, "load_model", load_in_bf16)],
     "score-in-sampler": [(program, "wrap_policy", score_in_the_sampler)],
     "whole-evaluation": [(program, "sample_validation", sample_untruncated)],
     **{
         f"stale-{every}": [
-            (engine.load, "make_sampler", sample_a_copy),
+            (engine.run.load, "make_sampler", sample_a_copy),
             (program, "update_policy", update_without_refresh),
             (Run, "advance", functools.partialmethod(advance_and_refresh, every=every)),
             (program, "sample_validation", sample_from_the_model),

@@ -383,10 +383,9 @@ def in_fp64(patch: pytest.MonkeyPatch) -> None:
         add_adapter(model, *arguments, **settings)
         model.double()
 
-    patch.setattr(engine.model, "load_model", load_in_fp64)
-    patch.setattr(engine.lora, "add_adapter", add_in_fp64)
-    for module in (engine.model, engine.load):
-        patch.setattr(module, "choose_compute_dtype", lambda name, device: torch.float64)
+    patch.setattr(engine.model.load, "load_model", load_in_fp64)
+    patch.setattr(engine.model.adapters, "add_adapter", add_in_fp64)
+    patch.setattr(engine.run.load, "choose_compute_dtype", lambda *_: torch.float64)
 
 
 def install_grading(options: dict) -> None:

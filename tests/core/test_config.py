@@ -749,7 +749,7 @@ def test_a_recipe_loads_and_holds_only_what_differs(path):
 
 
 def test_every_key_is_read_somewhere():
-    sources = [*ROOT.glob("*.py"), *ROOT.glob("engine/*.py")]
+    sources = [*ROOT.glob("*.py"), *ROOT.glob("engine/**/*.py")]
     text = "\n".join(path.read_text() for path in sources if not path.name.startswith("config"))
     text += " ".join(re.findall(r"self\.[\w.]+", (ROOT / "engine/core/config.py").read_text()))
     keys = dotted_values(Config())

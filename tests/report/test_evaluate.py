@@ -163,7 +163,7 @@ def load_evaluation(folder: Path, *overrides: str) -> Run:
 
 
 def test_nothing_that_only_training_needs_is_loaded_or_made(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(engine.load, "make_optimizer", pytest.fail)
+    monkeypatch.setattr(engine.run.load, "make_optimizer", pytest.fail)
     monkeypatch.setattr(main, "wrap_policy", pytest.fail)
     nowhere, file = tmp_path / "nowhere.jsonl", tmp_path / "questions.jsonl"
     file.write_text('{"nums": [3, 4], "target": 7}\n')
