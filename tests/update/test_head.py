@@ -100,20 +100,6 @@ def test_it_is_log_softmax_for_any_loss(monkeypatch, kept_bytes, columns, temper
         assert (ours - expected).norm() <= tolerance * size.norm()
 
 
-def test_what_needs_no_gradient_gets_none(monkeypatch):
-    """As with adapters, where the head's weight is frozen."""
-    set_columns(monkeypatch, 4)
-    hidden, linear, token_ids = made_up(torch.float32)
-    expected = torch.autograd.grad(naive(hidden, linear, token_ids, temperature=1.0).sum(), hidden)
-    linear.requires_grad_(False)
-    head_log_probs(hidden, linear, token_ids, temperature=1.0).sum().backward()
-    assert linear.weight.grad is None and linear.bias.grad is None
-    assert torch.allclose(hidden.grad, expected[0], atol=1e-6)
-    linear.requires_grad_(True)
-    head_log_probs(hidden.detach(), linear, token_ids, temperature=1.0).sum().backward()
-    assert linear.weight.grad is not None
-
-
 @pytest.mark.parametrize("num_tokens", [1, 512, 10_237, 10**6])
 def test_on_a_gpu_blocks_are_multiples_of_64_columns(num_tokens):
     """Bug: for 10,237 tokens they had 1,638 columns, which halves the speed of bf16 products."""
