@@ -22,7 +22,7 @@ from engine.core.tensors import seeded
 from engine.core.types import SamplingParams, Seed
 from engine.questions import prompts
 from engine.questions.tasks import RewardError
-from engine.sampling.turns import Turns
+from engine.sampling.turns import Turns, made_up_turn
 
 REPLY = "A made-up reply."
 LONGEST_TOKEN = 64  # characters; a reply that cannot fit is cut before it is tokenised
@@ -179,7 +179,7 @@ def problems_of_environment(
         yield f"has tools, of which {model}'s chat template does not tell: write respond(message)"
     replies = [{"role": "user", "content": REPLY}] if responds else []
     if turns.tools:
-        turn = prompts.made_up_turn(turns.names[:1])
+        turn = made_up_turn(turns.names[:1])
         written = turns.render([prompts.QUESTION, turn]).split(turns.end)[-2]
         if turns.read_calls(written, before="") != [turn["tool_calls"][0]["function"]]:
             yield f"has tools, but how {model} calls them is unknown: it has no response_template"
