@@ -114,7 +114,7 @@ def run_training(run: Run) -> int:
     training = config.training
     questions_per_rank = config.questions_per_rank(world.size)
     questions_per_step = questions_per_rank * world.size
-    world.catch_signals()  # SIGTERM, SIGINT, SIGHUP set should_stop on all ranks (distributed.py)
+    world.catch_signals()  # SIGTERM, SIGINT and SIGHUP then set should_stop, on all ranks
     while True:
         # Step 0 is the model as it was loaded. After a signal there may be no time to evaluate: the
         # checkpoint has `evaluated_at`, so the resumed run knows what is due.
@@ -560,10 +560,9 @@ def token_weights(
 ) -> Tensor:
     """What each token counts for in the loss, (B, S) to (B, S); 0 where the mask is False.
 
-    `num_rows` and `num_tokens` are those of the whole batch over all ranks, so that the gradient
-    depends neither on the number of ranks nor on the size of a micro-batch. dr_grpo is that of
-    arXiv:2503.20783, token of DAPO (arXiv:2503.14476), sequence of GRPO (arXiv:2402.03300), sum of
-    plain REINFORCE.
+    `num_rows` and `num_tokens` are of the whole batch over all ranks, so the gradient depends on
+    neither the number of ranks nor the micro-batches' size. dr_grpo: arXiv:2503.20783; token: DAPO,
+    arXiv:2503.14476; sequence: GRPO, arXiv:2402.03300; sum: plain REINFORCE.
     """
     mask = completion_mask.float()
     if normalization == "dr_grpo":

@@ -37,7 +37,7 @@ BUGS = [
         "the mask one column late",
         r"completion_mask = (~?)right_pad\((\w+), (True|False)\)",
         r"completion_mask = \1torch.nn.functional.pad(right_pad(\2, \3), (1, -1), value=\3)",
-        "test_the_gradient_does_not_depend_on_the_micro_batch_size",
+        "test_update::test_the_gradient_does_not_depend_on_the_micro_batch_size",
     ),
     Bug(
         "no_sync on the last micro-batch too",
@@ -86,7 +86,7 @@ BUGS = [
         "a zero-advantage row left out of the denominator",
         r"counts = \[len\(batch\), sum\((.*?) for t in batch\)",
         r"counts = [len(trained), sum(\1 for t in trained)",
-        "test_left_out_rows_still_count_in_the_denominators",
+        "test_update::test_the_gradient_does_not_depend_on_the_micro_batch_size",
     ),
     Bug(
         "the evaluation's seeds those of training",

@@ -1,4 +1,8 @@
-"""What main.py rests on: each file is one idea, and none of them imports main, tasks or tools."""
+"""What surrounds main.py, in rooms; the `__init__.py` of each says what belongs there.
+
+Imports run down: run, report, model, sampling, update, questions, core. None of them imports main,
+tasks or tools: what they need of main.py they get as arguments.
+"""
 
 import sys
 from pathlib import Path
