@@ -19,8 +19,8 @@ One step of the algorithm (`run_training` is the loop):
 There is no critic and, with one update per batch, no ratio and no clipping. Whatever decides a
 token, an end, a log-probability, an advantage or a gradient of a default run stands in this file, a
 function below the one that calls it. engine/ has what surrounds that (loading, saving, measuring, a
-cache with room) and what a default run does not take: CUDA graphs, shards, other losses. The
-default task is countdown.py; config.yaml explains all keys.
+cache with room), CUDA graphs for GPUs, and what is off by default, such as shards and other losses.
+The default task is countdown.py; config.yaml explains all keys.
 
 Shapes: N questions, G completions each, B rows, P longest prompt, T completion tokens, S longest
 prompt with its completion, V vocabulary. Masks are bool, True = keep.
@@ -87,7 +87,8 @@ def wrap_policy(policy: Policy, config: Config, world: World, *, in_blocks: bool
     """Give a policy that is trained what scores completions, over all ranks.
 
     Trained weights are fp32. They compute in bf16 on a GPU, in fp32 on a CPU (`compute_dtype`); in
-    16 bits a copy of the policy samples (`policy.sampler`), refreshed after each update.
+    16 bits a copy of the policy samples (`policy.sampler`), refreshed after each update. Of the
+    hub's generation_config only the end tokens are left (engine/model/load.py).
     """
     scorer = CompletionScorer(policy.model, policy.compute_dtype, in_blocks=in_blocks)
     if config.training.kl_coef > 0:  # a frozen copy, made before a checkpoint is loaded
@@ -114,15 +115,15 @@ def run_training(run: Run) -> int:
     training = config.training
     questions_per_rank = config.questions_per_rank(world.size)
     questions_per_step = questions_per_rank * world.size
-    world.catch_signals()  # SIGTERM, SIGINT and SIGHUP then set should_stop, on all ranks
+    world.catch_signals()  # after SIGTERM, SIGINT, SIGHUP the next world.sum sets should_stop
     while True:
         # Step 0 is the model as it was loaded. After a signal there may be no time to evaluate: the
         # checkpoint has `evaluated_at`, so the resumed run knows what is due.
         is_due = state.step % config.validation.every == 0 or run.is_over
         if is_due and state.evaluated_at < state.step and not world.should_stop:
             evaluate(run)
-        # Whatever a checkpoint knows is in the log before it. After a crash the log may have more,
-        # which is cut off when the run is resumed, but never less.
+        # A checkpoint has weights, optimizer and state; what it knows is in the log before it. So
+        # after a crash the log may have more, which is cut off at the resume, but never less.
         if (run.is_checkpoint_due or world.should_stop) and not state.is_saved:
             save_checkpoint(run)
         if run.is_over or world.should_stop:
@@ -185,7 +186,7 @@ def sample_trajectories(
     decode = {
         "grouped": decode_grouped,  # the default; on a GPU it becomes "captured"
         "captured": functools.partial(decode_grouped, capture=True),  # the same in CUDA graphs
-        "generate": decode_with_generate,  # transformers' own loop
+        "generate": decode_with_generate,  # transformers' own loop, without the hub's settings
     }[policy.backend]
     policy.sampler.eval()
     progress = logger.progress(len(questions) * params.group_size, "sampling", "seq")
@@ -247,7 +248,7 @@ class DecodeBatch:
     """Rows that are decoded together: each step draws one more token of every row.
 
     The prompts fill the first P columns, padded on the left; each step fills the next column. It
-    changes tensors in place and none of them in shape; only `keep` makes new ones.
+    changes tensors in place and none of them in shape; only `select` makes new ones.
     """
 
     def __init__(
@@ -339,7 +340,7 @@ def sample_tokens(
 
     logits (B, V) and uniforms (B,) give tokens, log-probabilities and entropies in nats, (B,) each.
     Top-k and top-p only restrict what is drawn: the two numbers are those of the whole
-    distribution. Temperature 0 takes the first of the likeliest tokens and scores it at 1.
+    distribution. Temperature 0 takes the first of the likeliest tokens, scored at temperature 1.
     """
     logits = logits.float()
     if params.temperature not in (0, 1):  # a division by 1 would be one more pass over all logits
@@ -402,7 +403,7 @@ def decode_with_generate(
     prompt_ids, prompt_mask = left_pad(prompts, params.pad_id, model.device)  # (N, P)
     uniforms = draw_uniforms(seeds, params)
     drawing = DrawingProcessor(uniforms.to(model.device), params, sample_tokens, write)
-    with seeded(seeds, model.device):  # it draws too, from one token: torch's state is put back
+    with seeded(seeds, model.device):  # generate draws too, if from one token: put its state back
         model.generate(
             prompt_ids,
             attention_mask=prompt_mask,
@@ -621,7 +622,7 @@ def update_policy(
 def accumulate_gradient(
     policy: Policy, batch: MicroBatch, training: TrainingSettings, sums: dict[str, Tensor]
 ) -> Tensor:
-    """Add the gradient of one micro-batch to the weights'; returns its loss. Waits for no number.
+    """Add the gradient of one micro-batch to the weights'; returns its loss.
 
     The first pass over a micro-batch is plain REINFORCE; if others follow, they compare with it.
     """
@@ -693,8 +694,7 @@ def evaluate(run: Run) -> None:
         metrics = evaluation_metrics(groups, run.task, config.validation, world)
     metrics |= clock.read()
     log_evaluation(run, metrics, groups)
-    # state.last becomes what validation.best_by names, by default eval/pass@1.
-    state.note_evaluation(metrics, best_metric=config.validation.best_metric)
+    state.note_evaluation(metrics, best_metric=config.validation.best_metric)  # sets last
     is_broken = count_broken(groups, world, logger.warning) > 0  # then metrics mean nothing
     is_best = not is_broken and (state.best is None or state.last > state.best)
     if is_best and save_best(run, metrics):  # writes best/; False if it could not
