@@ -22,14 +22,7 @@ import time
 import torch
 from common import print_table, synchronize, update  # first: it finds the script's modules
 from transformers import TrainerCallback
-from trl_side import (
-    GRPOTrainer,
-    load_silent_run,
-    make_trainer,
-    num_rows,
-    replay,
-    roll_out,
-)
+from trl_side import GRPOTrainer, load_silent_run, make_trainer, num_rows, replay, roll_out
 
 from engine.core.statistics import Clock, reduce_means
 from engine.core.types import Trajectory

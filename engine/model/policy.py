@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import (
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedTokenizerFast
 
 from engine.core.config import Config, LoraSettings
 from engine.core.tensors import autocast

@@ -6,10 +6,7 @@ from datetime import datetime
 
 from tokenizers import Tokenizer
 from torch import nn
-from transformers import (
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
 from engine.core.config import Config

@@ -8,16 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import (
-    alone,
-    assert_same,
-    finish,
-    program,
-    read_rows,
-    start,
-    train,
-    train_forked,
-)
+from harness import alone, assert_same, finish, program, read_rows, start, train, train_forked
 from transformers import AutoModelForCausalLM
 
 from engine.run import checkpoint

@@ -50,13 +50,7 @@ from engine.sampling.batches import (
 from engine.sampling.cache import ReservedColumns, grown_length
 from engine.sampling.generate import get_generation_config
 from engine.sampling.graphs import CapturedSteps
-from main import (
-    DecodeBatch,
-    decode_grouped,
-    draw_uniforms,
-    invert_cdf,
-    sample_tokens,
-)
+from main import DecodeBatch, decode_grouped, draw_uniforms, invert_cdf, sample_tokens
 
 RAGGED = [[5, 9, 30], [40, 41, 42, 43, 44, 45, 46, 47, 48], [7], [60, 5, 61, 5, 62]]
 SEEDS = [(seed(), 0, i) for i in range(len(RAGGED))]

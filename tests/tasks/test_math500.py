@@ -1,11 +1,7 @@
 """The MATH task: what it asks and what it pays for."""
 
 import pytest
-from harness import (
-    load_rows,
-    make_config,
-    real_file,
-)
+from harness import load_rows, make_config, real_file
 
 from tasks import math500
 from tasks.math500 import Options, parse_question, parse_row, question_key

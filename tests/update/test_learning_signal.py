@@ -23,13 +23,7 @@ from engine.update.losses import (
     truncated_importance,
 )
 from engine.update.optimizer import LossScale
-from main import (
-    accumulate_gradient,
-    assign_advantages,
-    grpo_advantages,
-    k_best_mask,
-    token_weights,
-)
+from main import accumulate_gradient, assign_advantages, grpo_advantages, k_best_mask, token_weights
 
 
 def make_row(

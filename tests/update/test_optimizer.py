@@ -2,13 +2,7 @@
 
 import pytest
 import torch
-from harness import (
-    assert_resumes,
-    make_config,
-    make_policy,
-    read_rows,
-    seed,
-)
+from harness import assert_resumes, make_config, make_policy, read_rows, seed
 from transformers import get_scheduler
 
 from engine.model.policy import Policy
