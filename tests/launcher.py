@@ -13,7 +13,7 @@ when.
                                     this process is there, with 0 from the start; the events are
                                     those of rank 0
     ... "saves": 2, "delay_s": 0.1  so long after that moment, or with "in": ["batches.py"] after
-                                    the main thread is next in one of these files
+                                    the main thread is next in one of these files or functions
     a kill comes at the latest when the next checkpoint is there
     {"do": "raise", "rank": 1, "calls": 40}  RuntimeError in that call of the reward function
     {"do": "pay", "parts": ..., "rank": 1, "calls": 40}  that call returns these parts
@@ -104,10 +104,11 @@ class Striker:
             os.kill(int((self.folder / f"pid-{rank}").read_text()), SIGNALS[verb])
 
 
-def is_main_thread_in(files: list[str]) -> bool:
+def is_main_thread_in(places: list[str]) -> bool:
     frame = sys._current_frames()[threading.main_thread().ident]
-    stack = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(frame)]
-    return any(file in name for file in files for name in stack)
+    codes = [frame.f_code for frame, _ in traceback.walk_stack(frame)]
+    stack = [f"{code.co_filename} in {code.co_name}" for code in codes]
+    return any(place in name for place in places for name in stack)
 
 
 def fail_at_call(fault: dict, calls: itertools.count, function, folder: Path, *texts, **settings):

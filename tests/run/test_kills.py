@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 EVALUATE = "validation.every=1"
 BETTER_AT_STEP_2 = {"rates": [0.1, 0.1, 0.3, 0.2]}  # than before, so that best/ is replaced
-PHASES = {  # the first of them with one of its files on the main thread's stack
+PHASES = {  # the first of them with one of its places on the main thread's stack
     "save": ("checkpoint.py", "logger.py"),
     "rollout": ("batches.py",),
     "update": ("in accumulate_gradient", "torch/optim", "torch/autograd"),
