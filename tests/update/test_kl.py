@@ -168,6 +168,17 @@ def test_at_the_reference_the_gradient_is_that_without_a_penalty(model_folder):
     assert sums["train/kl"][0] == pytest.approx(0, abs=1e-9) and sums["train/kl"][1] == 63
 
 
+def test_a_reference_scores_in_blocks_where_the_policy_does(rotary_model_folder, monkeypatch):
+    """The gradient is that of scorers which make all logits at once."""
+    config, gradients = config_of(*GRPO, KL), []
+    for limit in (0, 2**40):
+        monkeypatch.setattr("engine.run.load.MAX_LOGITS_BYTES", limit)
+        policy = make_moved_policy(rotary_model_folder)
+        assert policy.scorer.in_blocks == policy.reference.in_blocks == (limit == 0)
+        gradients.append(recorded(policy, make_groups(config, EASY, EQUAL, HARD), config)[0])
+    assert distance(*gradients) <= ROUNDING
+
+
 def test_without_a_penalty_there_is_no_reference_and_no_metric(rotary_model_folder):
     policy, config = make_policy(rotary_model_folder), config_of(*GRPO)
     assert policy.reference is None
