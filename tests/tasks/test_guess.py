@@ -98,7 +98,7 @@ def folder(rotary_model_folder, tokenizer: PreTrainedTokenizerFast, tmp_path) ->
     return save_writer(model, tokenizer, follows, tmp_path / "writer")
 
 
-def test_the_recipe_trains_saves_and_evaluates(folder, tmp_path):
+def test_the_recipe_trains_saves_and_evaluates_in_bf16(folder, tmp_path):
     settings = [f"run.dir={tmp_path}", "run.name=x", *SMALL]
     arguments = ["--config", str(RECIPE), f"model.name={folder}", *settings]
     run = load_run(load_config(arguments))
