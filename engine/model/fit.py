@@ -28,7 +28,9 @@ def check_host_memory(model_config: PretrainedConfig, config: Config, dtype: tor
         num_bytes += FP32 + AVERAGES[config.training.optimizer]
     with torch.device("meta"):  # shapes alone, which take no memory
         model = AutoModelForCausalLM.from_config(
-            model_config, trust_remote_code=settings.trust_remote_code
+            model_config,
+            attn_implementation=settings.attn_implementation,
+            trust_remote_code=settings.trust_remote_code,
         )
     needed = num_bytes * model.num_parameters()  # tied embeddings count once
     num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -32,6 +32,14 @@ def test_a_model_that_cannot_fit_is_refused_before_its_weights_are_read(
     assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
 
 
+def test_the_check_of_memory_takes_the_attention_of_the_config_not_the_folders(rotary_model_folder):
+    """Bug: a kernel that config.json names was looked for, though the setting is sdpa."""
+    model_config = AutoConfig.from_pretrained(rotary_model_folder)
+    model_config._attn_implementation = "flash_attention_2"
+    config = make_config(f"model.name={rotary_model_folder}")
+    check_host_memory(model_config, config, torch.float32)
+
+
 @pytest.mark.parametrize(
     ("overrides", "dtype", "bytes_per_weight"),
     [
