@@ -186,7 +186,7 @@ def is_equal(group: list[Trajectory]) -> bool:
 
 
 def train_on_fresh(run: Run) -> int:
-    """`sample_fresh` needs the stream, of which only the run knows."""
+    """Hand `sample_fresh` the stream of questions, which `sample_trajectories` does not get."""
     program.sample_trajectories = functools.partial(sample_fresh, run.train_questions)
     return run_training(run)
 

@@ -71,7 +71,7 @@ class ModelSettings(Section):
     hub."""
     revision: str | None = None
     """The branch, tag or commit of a model on the hub. A commit makes the run repeatable; null
-    takes the newest version, and a run that goes on the one that it began with."""
+    takes the newest version when a run begins, and a resumed run keeps that one."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The precision of the arithmetic; the trained weights are float32 in any case. bfloat16 is
     fast. float16 is as fast on a GPU and rounds 8 times less, but its numbers end at 65504: the

@@ -32,8 +32,6 @@ from engine.model.fit import check_host_memory
 from engine.model.probes import supports_float16
 from engine.model.tokenizer import check_vocabulary, find_eos_ids, load_tokenizer
 
-# The model
-
 
 def load_model_and_tokenizer(
     config: Config, *, device: torch.device, compute_dtype: torch.dtype, log: Log

@@ -13,28 +13,6 @@ from engine.core.config import Config
 from engine.core.types import Log
 from engine.questions.prompts import end_of_turn, render_prompt
 
-
-def find_eos_ids(
-    model: nn.Module, tokenizer: PreTrainedTokenizerFast, *, stop: list[str]
-) -> tuple[int, ...]:
-    """The ids that end a completion, from tokenizer, generation config, model config and `stop`.
-
-    The chat template adds its end of a turn: base models such as Qwen2.5's write it but do not name
-    it. Raises ValueError for a text in `stop` that is not one token.
-    """
-    declared = [tokenizer.eos_token_id, model.generation_config.eos_token_id]
-    declared += [model.config.get_text_config().eos_token_id, end_of_turn(tokenizer)]
-    for text in stop:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        if len(ids) != 1:
-            raise ValueError(f"sampling.stop: {text!r} is not one token of its tokenizer: {ids}")
-        declared += ids
-    eos_ids = {i for ids in declared for i in (ids if isinstance(ids, list) else [ids])} - {None}
-    if not eos_ids:
-        raise ValueError("neither tokenizer nor model says which token ends text")
-    return tuple(sorted(eos_ids))
-
-
 TOKENIZER_PROBE = "Use [3, 17, 255] to make 46.\n<think>12 * 3 = 36, don't</think>\n\n  été"
 
 
@@ -94,3 +72,24 @@ def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerFast) -> No
     if largest >= num_embeddings:
         problem = f"gives ids up to {largest}, but it has {num_embeddings} embeddings"
         raise ValueError(f"its tokenizer {problem}; give a tokenizer that belongs to it")
+
+
+def find_eos_ids(
+    model: nn.Module, tokenizer: PreTrainedTokenizerFast, *, stop: list[str]
+) -> tuple[int, ...]:
+    """The ids that end a completion, from tokenizer, generation config, model config and `stop`.
+
+    The chat template adds its end of a turn: base models such as Qwen2.5's write it but do not name
+    it. Raises ValueError for a text in `stop` that is not one token.
+    """
+    declared = [tokenizer.eos_token_id, model.generation_config.eos_token_id]
+    declared += [model.config.get_text_config().eos_token_id, end_of_turn(tokenizer)]
+    for text in stop:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ValueError(f"sampling.stop: {text!r} is not one token of its tokenizer: {ids}")
+        declared += ids
+    eos_ids = {i for ids in declared for i in (ids if isinstance(ids, list) else [ids])} - {None}
+    if not eos_ids:
+        raise ValueError("neither tokenizer nor model says which token ends text")
+    return tuple(sorted(eos_ids))
