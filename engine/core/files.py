@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 
 def read_text(path: Path) -> str:
@@ -27,9 +27,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def open_to_append(path: Path, mode: str = "a") -> TextIO:
+    """Open a file of our own; OSError where a link stands, which may lead to somebody's file."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+    return open(os.open(path, flags, 0o666), mode, encoding="utf-8", newline="")
+
+
 def append_durably(path: Path, text: str) -> None:
     """Append `text`; when this returns, it is on disk."""
-    with path.open("a", encoding="utf-8", newline="") as file:
+    with open_to_append(path) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -27,7 +28,7 @@ from typing import TextIO
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.core.files import sync
+from engine.core.files import open_to_append, read_text, sync
 from engine.model.adapters import load_adapter_weights
 
 MARKER = "has_checkpoints"
@@ -56,7 +57,7 @@ def lock_folder(folder: Path, warn: Callable[[str], None]) -> TextIO:
     Raises ValueError if another process has it, which is named, or if the folder is not writable.
     """
     make_folder(folder)
-    file = (folder / "lock").open("a+", encoding="utf-8")
+    file = open_to_append(folder / "lock", "a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -106,31 +107,42 @@ def save_folder(folder: Path) -> Iterator[Path]:
 
     The new files are on the disk itself before anything is renamed, so a kill at any moment leaves
     the old folder (see `mend`) or the new one. If writing fails, as on a full disk, the temporary
-    folder is removed, the old one stays, and OSError is raised.
+    folder is removed, the old one stays, and OSError is raised. Where `folder` is a link, as to a
+    larger disk, the folder that it leads to is replaced.
     """
+    folder = folder.resolve()
     mend(folder)
     temporary, old = (folder.with_name(f"{folder.name}.{end}") for end in ("tmp", "old"))
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove(temporary)
     temporary.mkdir(parents=True)
     try:
         yield temporary
         for path in [*temporary.rglob("*"), temporary]:
             sync(path)
     except Exception as error:  # each library has its own exception for a full disk
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove(temporary)
         raise OSError(f"{folder} could not be written: {error}") from error
-    shutil.rmtree(old, ignore_errors=True)
+    remove(old)
     if folder.exists():
         folder.rename(old)
     temporary.rename(folder)
     sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    remove(old)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, a file or a link (not what it leads to), if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def mend(folder: Path) -> None:
     """Give the old folder its name back if a kill came between `save_folder`'s two renames."""
+    folder = folder.resolve()
     old = folder.with_name(f"{folder.name}.old")
-    if old.exists() and not folder.exists():
+    if old.is_dir() and not folder.exists():
         old.rename(folder)
 
 
@@ -171,10 +183,10 @@ def save_checkpoint(
         text = json.dumps(state, indent=1)
         (inner / "state.json").write_text(text, encoding="utf-8")
         (inner / "files.json").write_text(json.dumps(sizes_of(temporary)), encoding="utf-8")
-    (root.parent / MARKER).touch()
+    open_to_append(root.parent / MARKER).close()
     with contextlib.suppress(OSError):  # `last` is for people, and some file systems have no links
         last, link = root / "last", root / "last.tmp"
-        link.unlink(missing_ok=True)
+        remove(link)
         link.symlink_to(checkpoint.name)
         if last.is_dir() and not last.is_symlink():  # what `cp -rL` makes of a link: an old copy
             shutil.rmtree(last)
@@ -184,7 +196,7 @@ def save_checkpoint(
     outdated = [] if keep is None else whole[keep:]
     left_by_kills = [*root.glob("step-*.tmp"), *root.glob("step-*.old")]
     for folder in [*outdated, *left_by_kills]:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
 
 
 def write_model(
@@ -211,7 +223,8 @@ def sizes_of(folder: Path) -> dict[str, int]:
 
 def list_checkpoints(root: Path) -> list[Path]:
     """All folders of checkpoints, newest first."""
-    folders = [path for path in root.glob("step-*") if path.name[5:].isdecimal() and path.is_dir()]
+    named = [path for path in root.glob("step-*") if re.fullmatch("step-[0-9]+", path.name)]
+    folders = [path for path in named if path.is_dir()]
     return sorted(folders, key=step_of, reverse=True)
 
 
@@ -242,8 +255,12 @@ def is_whole(folder: Path) -> bool:
 
 
 def load_state(folder: Path) -> dict:
-    """The state that `save_checkpoint` was given."""
-    return json.loads((folder / "training_state" / "state.json").read_text(encoding="utf-8"))
+    """The state that `save_checkpoint` was given; ValueError if its file was edited since."""
+    file = folder / "training_state" / "state.json"
+    try:
+        return json.loads(read_text(file))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}: is no JSON: {error}") from error
 
 
 def load_weights(folder: Path, model: PreTrainedModel) -> None:

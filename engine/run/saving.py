@@ -4,7 +4,9 @@ import functools
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from engine.core.config import Config, check_same_run, differences, dotted_values, run_name
@@ -15,7 +17,7 @@ from engine.run import checkpoint
 from engine.run.card import model_card
 from engine.run.config_file import dump, read_file
 from engine.run.fingerprint import MODEL_FILES, of_model
-from engine.run.state import Run, State, summary
+from engine.run.state import Run, Saved, summary
 from engine.update.shards import (
     check_shared_disk,
     gather_weights,
@@ -56,9 +58,9 @@ def resume(run: Run) -> None:
         check_shared_disk(run.folder, world)
     if saved is None:
         return
-    for key in check_same_run(saved["config"], config, run.rests_on):
+    for key in check_same_run(saved.config, config, run.rests_on):
         run.logger.warning(f"{key} has changed: from here on no longer bit for bit the same")
-    num_ranks = saved["num_ranks"]
+    num_ranks = saved.num_ranks
     if num_ranks != world.size:
         change = f"the run had {num_ranks} ranks and goes on with {world.size}"
         run.logger.warning(f"{change}: not bit for bit the same")
@@ -70,30 +72,45 @@ def resume(run: Run) -> None:
             run.optimizer.load_state_dict(checkpoint.load_optimizer_state(folder))
         world.broadcast_optimizer(run.optimizer)
     scale = run.policy.loss_scale
-    scale.load_state_dict(saved.get("loss_scale") or scale.state_dict())
+    scale.load_state_dict(saved.loss_scale or scale.state_dict())
     run.policy.refresh_sampler()
-    run.state, run.is_resumed = State(**saved["state"]), True
+    run.state, run.is_resumed = saved.state, True
+    run.unsaved = {} if saved.lost_best is None else {"best": saved.lost_best}
     run.logger.info(f"resumed after step {run.state.step}")
 
 
-def find_saved(run: Run) -> tuple[Path | None, dict | None]:
+def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
     """Lock the run's folder; returns the checkpoint to go on from, if any, and its state.json."""
     warn, may_resume = run.logger.warning, run.config.checkpoint.resume == "auto"
     run.lock = checkpoint.lock_folder(run.folder, warn)
     folder = checkpoint.find_start(run.folder, may_resume=may_resume, warn=warn)
     if folder is None:
         return None, None
-    saved, best = checkpoint.load_state(folder), run.folder / "best"
-    if saved["state"].keys() != asdict(run.state).keys():
+    content, best = checkpoint.load_state(folder), run.folder / "best"
+    saved = checked(Saved, content, folder / "training_state" / "state.json")
+    if content["state"].keys() != asdict(run.state).keys():
         fix = "go on with that one, or set run.name to start another run"
         raise ValueError(f"{folder} was saved by another version of this program: {fix}")
-    if (best / "best.json").is_file():  # it may be newer than the checkpoint
-        kept = read_file(best / "best.json")  # JSON is YAML too, and an error names the file
-        saved["state"] |= {key: kept[key] for key in ("best", "best_step") if key in kept}
-    elif saved["state"]["best"] is not None and not best.is_dir():
-        warn(f"{best} is gone: the best model from here on will be saved there")
-        saved["state"]["best"] = None
+    is_there = any(best.glob("*.safetensors"))
+    if is_there and (best / "best.json").is_file():  # it may be newer than the checkpoint
+        file = best / "best.json"
+        kept = checked(dict[str, float], read_file(file), file)  # JSON is YAML too
+        saved.state.best = kept.get("best", saved.state.best)
+        saved.state.best_step = int(kept.get("best_step", saved.state.best_step))
+    elif saved.state.best is not None and not is_there:
+        warn(f"the model in {best} is gone: the best one from here on will be saved there")
+        saved.state.best = None
     return folder, saved
+
+
+def checked(kind: type, content: object, file: Path) -> Any:
+    """A file's content as that type; ValueError, with the file's name, if somebody changed it."""
+    try:
+        return TypeAdapter(kind).validate_python(content)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        problem = f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}"
+        raise ValueError(f"{file}: was edited or damaged: {problem}") from error
 
 
 def open_files(run: Run) -> None:
@@ -138,7 +155,7 @@ def save_best(run: Run, measured: dict[str, float]) -> bool:
         # As `State` names them:
         best={"best": measured[config.validation.best_metric], "best_step": run.state.step},
     )
-    return save_on_main(run, "best", save)
+    return save_on_main(run, "best", measured[config.validation.best_metric], save)
 
 
 def save_checkpoint(run: Run) -> None:
@@ -157,7 +174,7 @@ def save_checkpoint(run: Run) -> None:
     if not nn.utils.get_total_norm(run.trained_weights).isfinite():
         problem = "since the weights are not finite: what was saved before stays"
         run.logger.warning(f"nothing saved at step {state.step}, {problem}")
-        run.unsaved.add("checkpoint")
+        run.unsaved["checkpoint"] = state.step
         return
     state.is_saved = True  # the checkpoint says so too: the resumed run does not save it again
     known = {
@@ -165,6 +182,7 @@ def save_checkpoint(run: Run) -> None:
         "loss_scale": run.policy.loss_scale.state_dict(),
         "num_ranks": world.size,
         "config": dotted_values(run.config) | run.rests_on,
+        "lost_best": run.unsaved.get("best"),
     }
     model, tokenizer, optimizer = run.policy.model, run.policy.tokenizer, run.optimizer
     name, keep = f"step-{state.step:06d}", run.config.checkpoint.keep
@@ -181,21 +199,26 @@ def save_checkpoint(run: Run) -> None:
     save = functools.partial(
         checkpoint.save_checkpoint, root, known, step=state.step, write=write, keep=keep
     )
-    state.is_saved = save_on_main(run, "checkpoint", save)
+    state.is_saved = save_on_main(run, "checkpoint", state.step, save)
     if state.is_saved:
         run.logger.info(f"saved checkpoint {root / name}")
 
 
-def save_on_main(run: Run, what: str, save: Callable[[], None]) -> bool:
-    """Call `save` on rank 0; if the disk is full, warn, and return False on all ranks."""
+def save_on_main(run: Run, what: str, value: float, save: Callable[[], None]) -> bool:
+    """Call `save` on rank 0; if the disk is full, warn, and return False on all ranks.
+
+    `run.unsaved` then has the best model's metric or the checkpoint's step, the `value`, until one
+    that is as good or as new is saved.
+    """
     try:
         run.world.on_main(save)
     except ValueError as error:  # rank 0's OSError, on every rank
         fix = "what was saved before is kept; free some space, or lower checkpoint.keep"
         run.logger.warning(f"nothing saved at step {run.state.step}: {error}; {fix}")
-        run.unsaved.add(what)
+        run.unsaved[what] = max(value, run.unsaved.get(what, value))
         return False
-    run.unsaved.discard(what)
+    if value >= run.unsaved.get(what, value):
+        run.unsaved.pop(what, None)
     return True
 
 
@@ -203,7 +226,7 @@ def save_on_main(run: Run, what: str, save: Callable[[], None]) -> bool:
 
 
 def finish(run: Run) -> int:
-    """Print the summary; returns the exit status: 1 if best/ or the last checkpoint is missing."""
+    """Print the summary; returns the exit status: 1 if the best or the last model is not saved."""
     run.logger.info(summary(run))
     run.logger.close()
     return 1 if run.unsaved else 0

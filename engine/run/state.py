@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from torch import nn
@@ -49,6 +49,17 @@ class State:
 
 
 @dataclass
+class Saved:
+    """What a checkpoint's state.json holds."""
+
+    state: State
+    num_ranks: int
+    config: dict[str, Any]  # dotted values, and what else the run rests on
+    loss_scale: dict[str, Any] = field(default_factory=dict)
+    lost_best: float | None = None  # the metric of a best model that could not be saved
+
+
+@dataclass
 class Run:
     """Everything that training needs; an evaluation has no optimizer and no training questions."""
 
@@ -63,7 +74,8 @@ class Run:
     optimizer: torch.optim.Optimizer | None = None
     state: State = field(default_factory=State)
     is_resumed: bool = False
-    unsaved: set[str] = field(default_factory=set)  # of best/ and checkpoints, what failed last
+    # Of "best" and "checkpoint", what could not be saved: its metric, or its step
+    unsaved: dict[str, float] = field(default_factory=dict)
     rests_on: dict[str, str] = field(default_factory=dict)  # see engine/run/fingerprint.py
     lock: TextIO | None = None  # holds the folder while it is open
 

@@ -119,6 +119,28 @@ def test_a_kill_at_any_file_event_leaves_the_old_or_the_new_folder(tmp_path, nam
     assert is_between_renames and len(seen) > 10
 
 
+@pytest.mark.parametrize("kind", ["link", "dangling link", "file"])
+@pytest.mark.parametrize("name", ["best", "best.old", "best.tmp"])
+def test_what_stands_in_the_place_of_a_folder_is_no_obstacle(tmp_path, name, kind):
+    """Bug: a link or file best.old stayed, and after it no best model could be saved."""
+    place, elsewhere = tmp_path / "run" / name, tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "note").write_text("mine")
+    place.parent.mkdir()
+    if kind == "file":
+        place.write_text("")
+    else:
+        place.symlink_to(elsewhere if kind == "link" else tmp_path / "nowhere")
+    for text in ("one", "two", "three"):
+        save_best(tmp_path / "run", text)
+        assert (tmp_path / "run/best/weights").read_text() == text
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["best"]
+    if name == "best" and kind != "file":  # moved to a larger disk: it is written there
+        assert place.is_symlink() and (place.resolve() / "weights").read_text() == "three"
+    else:  # what a link leads to is not ours
+        assert (elsewhere / "note").read_text() == "mine"
+
+
 @pytest.fixture
 def parts(rotary_model_folder, tokenizer) -> dict:
     """A model with its tokenizer, and an optimizer that has taken a step."""
@@ -148,10 +170,18 @@ def test_what_a_killed_save_left_goes_with_the_next(tmp_path, parts):
         save(tmp_path, parts, step=step)
     for name in ("step-000003.tmp", "step-000003.old"):
         (tmp_path / name).mkdir()
+    (tmp_path / "step-000007.tmp").symlink_to(tmp_path)
     save(tmp_path, parts, step=4)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["last", "step-000002", "step-000004"]
     assert (tmp_path / "last").resolve() == tmp_path / "step-000004"
+
+
+def test_only_plain_digits_make_a_checkpoint(tmp_path):
+    """Bug: the digits of other scripts counted too, and such a folder could be the newest."""
+    for name in ("step-000001", "step-٣", "step-²", "step-", "step-1.tmp"):
+        (tmp_path / name).mkdir()
+    assert checkpoint.list_checkpoints(tmp_path) == [tmp_path / "step-000001"]
 
 
 def test_a_checkpoint_gives_back_weights_optimizer_and_state(tmp_path, rotary_model_folder, parts):

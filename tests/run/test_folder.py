@@ -4,14 +4,31 @@ import json
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from harness import alone, assert_same, finish, program, read_rows, start, train, train_forked
+from harness import (
+    alone,
+    arguments,
+    assert_same,
+    finish,
+    grade_by_text,
+    load_run,
+    program,
+    read_rows,
+    set_rates,
+    start,
+    train,
+    train_forked,
+)
 from transformers import AutoModelForCausalLM
 
+import main
+from engine.core.files import append_durably
 from engine.run import checkpoint
+from engine.run.config_file import load_config
 
 TWO, THREE = "training.num_steps=2", "training.num_steps=3"
 
@@ -146,6 +163,21 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
     assert "No locks available" in warnings[0] and "twice at once" in warnings[0]
 
 
+@pytest.mark.parametrize("name", ["lock", "has_checkpoints", "metrics.jsonl"])
+def test_a_file_behind_a_link_is_never_written(tmp_path, name):
+    """Bug: the lock was opened through a link, and the file at its end was emptied."""
+    other, place = tmp_path / "precious", tmp_path / "run" / name
+    other.write_text("mine")
+    place.parent.mkdir()
+    place.symlink_to(other)
+    with pytest.raises(OSError, match=f"run/{name}"):
+        if name == "lock":
+            checkpoint.lock_folder(place.parent, pytest.fail)
+        else:
+            append_durably(place, "ours")
+    assert other.read_text() == "mine"
+
+
 # Checkpoints that are not whole, files that are no checkpoint's
 
 
@@ -184,6 +216,14 @@ def test_a_best_model_that_is_gone_is_replaced_by_the_next(parts, rotary_model_f
     assert all(torch.equal(best[name], last[name]) for name in last)
 
 
+def test_a_best_model_without_its_weights_is_gone_too(parts, rotary_model_folder, data):
+    """Bug: its score alone, in best.json, was reported as the best model's."""
+    (parts / "x/best/model.safetensors").unlink()
+    rates = {"rates": [0.0, 0.0, 0.0, 0.0]}
+    assert "best is gone" in train(parts, rotary_model_folder, *data, THREE, grading=rates)
+    assert (parts / "x/best/model.safetensors").is_file()
+
+
 @pytest.mark.parametrize("content", ['{"best": 0.5, "best_st', "", '{"best_step": 1, "note": 2}'])
 def test_a_damaged_best_score_costs_one_line_at_most(parts, rotary_model_folder, data, content):
     """Bug: the line, `Expecting value`, had no file's name; a key too many was a traceback."""
@@ -220,7 +260,57 @@ def test_a_checkpoint_of_another_version_is_named(parts, rotary_model_folder, da
     assert status == 2 and "another version" in output and "Traceback" not in output
 
 
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("checkpoints/last/training_state/state.json", '"step": 2', '"step": x'),
+        ("checkpoints/last/training_state/state.json", '"step": 2', '"step": []'),
+        ("checkpoints/last/training_state/state.json", '"config"', '"konfig"'),
+        ("checkpoints/last/training_state/state.json", '"num_ranks": 1', '"num_ranks": ""'),
+        ("best/best.json", '"best": ', '"best": "high", "was": '),
+    ],
+)
+def test_a_state_edited_by_hand_is_one_line(
+    parts, rotary_model_folder, data, capsys, monkeypatch, file, old, new
+):
+    """Bug: a traceback, or a line without a file's name."""
+    monkeypatch.setattr(checkpoint, "is_whole", lambda folder: True)  # as if it had its old size
+    edited = parts / "x" / file
+    assert old in edited.read_text()
+    edited.write_text(edited.read_text().replace(old, new))
+    given = arguments(parts, rotary_model_folder, *data, THREE)
+    monkeypatch.setattr(sys, "argv", ["main.py", *given])
+    with pytest.raises(SystemExit) as caught:
+        main.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert caught.value.code == 2 and line.startswith("error: ") and edited.name in line
+
+
 # Ending
+
+
+def test_a_run_whose_best_model_was_lost_ends_with_1(
+    tmp_path, rotary_model_folder, data, monkeypatch
+):
+    """Bug: a worse model that was saved later made it 0, and so did a new start."""
+    rates, save_model = [0.1, 0.5, 0.3, 0.5], checkpoint.save_model
+    grade_by_text(monkeypatch)
+
+    def fail_at_1(*arguments, **options):
+        if run.state.step == 1:
+            raise OSError("No space left on device")
+        save_model(*arguments, **options)
+
+    for steps, status in ((TWO, 1), (TWO, 1), (THREE, 0)):  # the last one saves as good a model
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "save_model", fail_at_1)
+            set_rates(patch, rates)
+            settings = load_config(
+                arguments(tmp_path, rotary_model_folder, *data, steps, "validation.every=1")
+            )
+            run = load_run(settings)
+            assert main.run_training(run) == status
+            run.lock.close()
 
 
 def test_a_hangup_that_nohup_makes_ignored_is_ignored():
