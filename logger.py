@@ -325,6 +325,12 @@ def printable(text: str, encoding: str = "utf-8") -> str:
     return "".join(visible).encode(encoding, "backslashreplace").decode(encoding)
 
 
+def error_line(problem: object) -> str:
+    """One line that says what is wrong, whatever text of a file or a package it quotes."""
+    text = re.sub(r"\s*\n\s*", " ", shorten(str(problem), 2_000))
+    return f"error: {printable(text)}"
+
+
 def is_evaluation(record: dict[str, Any]) -> bool:
     """Whether metrics or a sample are an evaluation's, not a training step's."""
     return record.get("split") == "validation" or any(name.startswith("eval/") for name in record)

@@ -41,7 +41,7 @@ from engine.run.config_file import combine, nest, parse_override, read_file, sec
 from engine.run.load import load_policy
 from engine.run.mistakes import mistakes_cost_one_line
 from engine.sampling.environment import encode_questions
-from logger import Logger, format_reward, printable
+from logger import Logger, error_line, format_reward, printable
 from main import DecodeBatch, decode_with_generate, reward_group
 
 FOUND = {  # section: its keys, all of them if none is named
@@ -67,7 +67,7 @@ def main() -> None:
             example = line if options.watch else task.parse_question(line)
             trajectory = answer(policy, task, config, example, num_answered)
         except ValueError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(error_line(error), file=sys.stderr, flush=True)
             num_refused += 1
             continue
         show(f"{judge(task, config.task, example, trajectory)}\n\n")

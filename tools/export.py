@@ -29,6 +29,7 @@ from engine.run.card import merged_card
 from engine.run.checkpoint import load_state, newest_whole, save_model
 from engine.run.config_file import read_file, section_of
 from engine.run.fingerprint import MODEL_FILES, of_model
+from logger import error_line
 
 
 def main() -> None:
@@ -47,7 +48,7 @@ def main() -> None:
         export(options, options.run.expanduser())
     except Exception as error:  # the disk, the network, the hub, or what a package raises there
         kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
-        parser.exit(2, f"error: {kind}{' '.join(str(error).split())}\n")
+        parser.exit(2, f"{error_line(f'{kind}{error}')}\n")
 
 
 def export(asked: argparse.Namespace, run: Path) -> None:

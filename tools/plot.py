@@ -24,6 +24,7 @@ import numpy as np
 import pandas
 
 from engine.core.packages import import_package
+from logger import error_line
 
 BEST_OF = "eval/best_of_"  # the column's name goes on with the number of samples
 PANELS = (  # metric, title, label of the y-axis
@@ -180,7 +181,7 @@ def main() -> None:
             figure.savefig(png, dpi=200)
             figure.savefig(svg, metadata={"Date": None})  # so that equal pictures are equal files
     except (ValueError, OSError) as error:
-        parser.exit(2, f"error: {error}\n")
+        parser.exit(2, f"{error_line(error)}\n")
     print(f"written: {png}, {svg}")
 
 

@@ -22,7 +22,7 @@ from engine.core.files import read_lines, read_text, without_nan
 from engine.core.yaml_text import show
 from engine.questions.tasks import built_in_tasks, load_task, schema
 from engine.run.config_file import read_file, task_name
-from logger import shorten
+from logger import error_line, shorten
 from tools.plot import BEST_OF, PANELS, Table, points, read_table
 
 TEMPLATE = Path(__file__).with_name("report.html")  # the run's data replaces its {{data}}
@@ -136,7 +136,7 @@ def main() -> None:
     try:
         write_report(folder, out)
     except (ValueError, OSError) as error:
-        parser.exit(2, f"error: {error}\n")
+        parser.exit(2, f"{error_line(error)}\n")
     print(f"written: {out}")
 
 

@@ -15,6 +15,7 @@ import torch
 
 from engine.core.config import ConfigError
 from engine.questions.tasks import RewardError
+from logger import error_line
 
 
 def outlive_terminal() -> None:
@@ -25,11 +26,15 @@ def outlive_terminal() -> None:
 
 
 def outlive(use: Callable[..., Any], stream: TextIO, *text: str) -> Any:
-    """Write or flush; at EIO (a closed terminal) or EPIPE (a dead pipe) it becomes /dev/null."""
+    """Write or flush; at EIO (a closed terminal) or EPIPE (a dead pipe) it becomes /dev/null.
+
+    Any other error, as of a full disk, names the stream.
+    """
     try:
         return use(*text)
     except OSError as error:
         if error.errno not in (errno.EIO, errno.EPIPE):
+            error.filename = stream.name
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
@@ -44,10 +49,12 @@ def mistakes_cost_one_line() -> Iterator[None]:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print("stopped by Ctrl-C before the start: nothing was changed", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
-    except (ValueError, OSError, torch.OutOfMemoryError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        if isinstance(error, (RuntimeError, MemoryError)):
+            if not is_out_of_memory(error):
+                raise
             fix = "end other programs on it, or set model.lora or model.shard (docs/models.md)"
-            error = ValueError(f"the GPU's memory is full before anything is sampled: {fix}")
+            error = ValueError(f"the memory is full before anything is sampled: {fix}")
         is_config = isinstance(error, ConfigError)
         counts = ("LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
         is_first_rank, is_first_start = (os.environ.get(name, "0") == "0" for name in counts)
@@ -56,18 +63,20 @@ def mistakes_cost_one_line() -> Iterator[None]:
             time.sleep(3)
         if is_first_start and (is_first_rank or not is_config):
             lines = error.lines if is_config else [str(error)]
-            print("\n".join(f"error: {line}" for line in lines), file=sys.stderr)
+            print("\n".join(map(error_line, lines)), file=sys.stderr)
         sys.exit(2)
 
 
 @contextlib.contextmanager
 def crashes_name_the_fix(folder: Path) -> Iterator[None]:
-    """Where memory or the disk is full, say below the traceback what to do about it."""
+    """Where memory or the disk is full, or a task exits, say below the traceback what to do."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise RuntimeError(
-            "out of GPU memory: lower sampling.max_batch_tokens if it was sampling, else "
+            "out of memory: lower sampling.max_batch_tokens if it was sampling, else "
             "training.micro_batch_tokens, or set model.gradient_checkpointing=true"
         ) from error
     except RewardError as error:
@@ -77,4 +86,14 @@ def crashes_name_the_fix(folder: Path) -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         fix = "free some space; the same command goes on from the last checkpoint"
-        raise RuntimeError(f"{folder}: the disk is full: {fix}") from error
+        raise RuntimeError(f"{error.filename or folder}: the disk is full: {fix}") from error
+    except SystemExit as error:
+        problem = f"the task called sys.exit({error.code}): let it raise an exception instead"
+        raise RuntimeError(problem) from error
+
+
+def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    """Of a GPU or of the host, for which torch's CPU allocator raises a plain RuntimeError."""
+    return isinstance(
+        error, (torch.OutOfMemoryError, MemoryError)
+    ) or "DefaultCPUAllocator: can't allocate memory" in str(error)

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import functools
+import importlib
 import math
 import os
 import pty
@@ -511,6 +512,54 @@ def test_full_memory_is_an_error_that_names_what_to_change(capsys):
     assert re.fullmatch(r"error: .* model\.lora or model\.shard .*\n", capsys.readouterr().err)
     with pytest.raises(RuntimeError, match="micro_batch_tokens"), crashes_name_the_fix(Path()):
         raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_full_memory_of_the_host_is_named_like_a_gpus(capsys):
+    """Bug: on a CPU torch raises a plain RuntimeError, which was a traceback without a fix."""
+    with pytest.raises(RuntimeError, match="micro_batch_tokens"), crashes_name_the_fix(Path()):
+        torch.empty(1 << 60)
+    with pytest.raises(RuntimeError, match="another problem"), crashes_name_the_fix(Path()):
+        raise RuntimeError("another problem")
+    with pytest.raises(SystemExit) as ended, mistakes_cost_one_line():
+        torch.empty(1 << 60)
+    assert ended.value.code == 2
+    assert re.fullmatch(r"error: .* model\.lora or model\.shard .*\n", capsys.readouterr().err)
+
+
+def test_a_task_that_exits_is_a_failure():
+    """Bug: sys.exit(0) in a task ended the run after the first of three steps, with status 0."""
+    with pytest.raises(RuntimeError, match=r"called sys\.exit\(0\)"), crashes_name_the_fix(Path()):
+        sys.exit(0)
+
+
+def test_a_full_standard_output_is_named(tmp_path, model, settings):
+    """Bug: of `> /dev/full` it said that the disk of the run's folder was full."""
+    given = ["main.py", *arguments(tmp_path, model, *settings, "training.num_steps=1")]
+    code = f"import sys; sys.argv = {given}; import main; main.main()"
+    with open("/dev/full", "w") as full:
+        command, how = [sys.executable, "-c", code], {"stderr": subprocess.PIPE, "text": True}
+        done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, stdout=full, **how)
+    assert done.returncode not in (0, None) and "stdout" in done.stderr
+    assert str(tmp_path) not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("text", ["\x1b[2J\x1b]0;evil\x07", "two\nlines\r\u202e", "9" * 5_000])
+@pytest.mark.parametrize("program", ["main", "tools.chat", "tools.report", "tools.plot"])
+def test_an_error_is_one_printable_line(program, text, tmp_path, monkeypatch, capsys):
+    """Bug: a column's name or an exception's text reached the terminal raw, escapes and all."""
+    module = importlib.import_module(program)
+    monkeypatch.setattr(sys, "argv", [program, str(tmp_path)])
+    place = {"main": "load_config", "tools.chat": "read_arguments", "tools.report": "write_report"}
+
+    def fail(*arguments, **options):
+        raise ValueError(f"before {text} behind")
+
+    monkeypatch.setattr(module, place.get(program, "read_table"), fail)
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    (line,) = capsys.readouterr().err.split("\n")[:-1]
+    assert ended.value.code == 2 and line.isprintable() and len(line) < 3_000
+    assert line.startswith("error: before ") and line.endswith(" behind")
 
 
 # Restarts and nodes
