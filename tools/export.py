@@ -27,7 +27,6 @@ from engine.model.adapters import base_of, quantization_config
 from engine.model.tokenizer import load_tokenizer
 from engine.run.card import merged_card
 from engine.run.checkpoint import load_state, newest_whole, save_model
-from engine.run.config_file import read_file, section_of
 from engine.run.fingerprint import MODEL_FILES, of_model
 from logger import error_line
 
@@ -63,11 +62,10 @@ def export(asked: argparse.Namespace, run: Path) -> None:
         raise ValueError("give --merge, --4bit or --push user/name")
     if asked.push and ("/" not in asked.push or get_token() is None):
         raise ValueError("--push needs user/name and a token: `hf auth login` or set HF_TOKEN")
-    settings = section_of(read_file(run / "config.yaml"), "model")
     trusted = asked.trust_remote_code  # no file that was found can ask for it
     load = functools.partial(
         AutoModelForCausalLM.from_pretrained,
-        attn_implementation=settings.get("attn_implementation", "sdpa"),
+        attn_implementation="eager",  # nothing is computed, and every model has it
         trust_remote_code=trusted,
         dtype=torch.bfloat16,
     )

@@ -268,7 +268,8 @@ def load_weights(folder: Path, model: PreTrainedModel) -> None:
     if (folder / "adapter_config.json").exists():
         load_adapter_weights(model, folder)
     else:
-        saved = type(model).from_pretrained(folder, dtype=model.dtype)
+        # By the model's config: that of the folder may name another attention, a kernel to load.
+        saved = type(model).from_pretrained(folder, config=model.config, dtype=model.dtype)
         model.load_state_dict(saved.state_dict())
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import finish, forkserver, program, read_rows, run_program, train
+from harness import change_json, finish, forkserver, program, read_rows, run_program, train
 from transformers import AutoModelForCausalLM
 
 from engine.run import checkpoint
@@ -193,6 +193,13 @@ def test_a_checkpoint_gives_back_weights_optimizer_and_state(tmp_path, rotary_mo
     for index, values in parts["optimizer"].state_dict()["state"].items():
         assert all(torch.equal(values[name], saved[index][name]) for name in values)
     assert checkpoint.load_state(folder) == {"state": {"step": 1}}
+
+
+def test_a_checkpoint_is_loaded_with_the_attention_of_the_run(tmp_path, parts):
+    """Bug: a kernel that the checkpoint's config.json names was looked for."""
+    folder = save(tmp_path, parts, step=1)
+    change_json(folder / "config.json", _attn_implementation="flash_attention_2")
+    checkpoint.load_weights(folder, parts["model"])
 
 
 # Damage is noticed

@@ -168,6 +168,9 @@ def test_a_config_that_was_found_has_no_code_run(tmp_path, monkeypatch):
         *("task.name=gsm8k", "task.system_prompt=Calculate.", "sampling.top_k=7"),
         *("training.seed=3", "training.max_new_gen_tokens=9"),
     )
+    for kernel, taken in (("eager", "eager"), ("someone/kernel", "sdpa"), ("a/b@v:c", "sdpa")):
+        file.write_text(f"model: {{attn_implementation: '{kernel}'}}\n")  # of a hub repository
+        assert config_of(["x/best"]).model.attn_implementation == taken
     file.write_text("task: {name: evil}\n")
     with pytest.raises(ConfigError, match=r"x/config\.yaml: task\.name = 'evil': "):
         config_of(["x/best"])

@@ -14,7 +14,7 @@ from tools import export
 def run(tmp_path) -> Path:
     """A folder as a run leaves it, whose best model is the embedded one."""
     (tmp_path / "best").symlink_to(ROOT / "tiny")
-    (tmp_path / "config.yaml").write_text("model: {attn_implementation: eager}\n")
+    (tmp_path / "config.yaml").write_text("model: {attn_implementation: flash_attention_2}\n")
     return tmp_path
 
 
@@ -55,6 +55,12 @@ def test_a_folder_that_is_no_runs_is_named(tmp_path, asked, capsys):
         asked(tmp_path, "--merge")
     line = f"error: {tmp_path / 'best'}: there is no model; give the folder of a run\n"
     assert capsys.readouterr().err == line
+
+
+def test_no_file_that_was_found_chooses_the_attention(run, asked):
+    """Bug: export took that of the run's config.yaml, which may name a kernel on the hub."""
+    asked(run, "--4bit")
+    assert (run / "merged-4bit/config.json").is_file()
 
 
 @pytest.mark.parametrize("public", [[], ["--public"]])
