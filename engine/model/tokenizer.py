@@ -11,7 +11,7 @@ from transformers.utils import cached_file
 
 from engine.core.config import Config
 from engine.core.types import Log
-from engine.questions.prompts import end_of_turn, render_prompt
+from engine.questions.prompts import end_of_turn, render_prompt, special_ids
 
 TOKENIZER_PROBE = "Use [3, 17, 255] to make 46.\n<think>12 * 3 = 36, don't</think>\n\n  été"
 
@@ -65,8 +65,7 @@ def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerFast) -> No
     """
     chat = [{"role": "user", "content": TOKENIZER_PROBE}]
     used = set(tokenizer.encode(render_prompt(chat, tokenizer), add_special_tokens=True))
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    unused = special - used - {tokenizer.pad_token_id}
+    unused = special_ids(tokenizer) - used - {tokenizer.pad_token_id}
     largest = max(set(tokenizer.get_vocab().values()) - unused)
     num_embeddings = len(model.get_input_embeddings().weight)
     if largest >= num_embeddings:

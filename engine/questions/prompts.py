@@ -24,7 +24,10 @@ def encode_prompts(
         return []
     # JSON can hold half a character, at which the tokenizer would fail: it becomes a "?"
     texts = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
-    return tokenizer(texts, add_special_tokens=adds)["input_ids"]
+    encoded = tokenizer(texts, add_special_tokens=adds, return_special_tokens_mask=True)
+    # Some add an end too (add_eos_token), behind which a model would begin another text: drop it.
+    masks = ("".join(map(str, mask)).rstrip("1") for mask in encoded["special_tokens_mask"])
+    return [ids[: len(mask) or None] for ids, mask in zip(encoded["input_ids"], masks, strict=True)]
 
 
 def prompt_length(
@@ -33,8 +36,10 @@ def prompt_length(
     """The tokens of a question's prompt; infinite if it holds a special one, which ends a turn."""
     prompt = pose(example, task=task, options=options)
     is_chat = tokenizer.chat_template is not None and not isinstance(prompt, str)
-    if is_chat and special_tokens(tokenizer).search(str([*example.values()])):
-        return math.inf
+    if is_chat:  # in the ids, since a normalizer may make a special token of other characters
+        text = " ".join(map(str, example.values())).encode("utf-8", "replace").decode("utf-8")
+        if not special_ids(tokenizer).isdisjoint(tokenizer.encode(text, add_special_tokens=False)):
+            return math.inf
     (ids,) = encode_prompts([example], task=task, options=options, tokenizer=tokenizer)
     return len(ids)
 
@@ -76,6 +81,12 @@ def special_tokens(tokenizer: Tokenizer) -> re.Pattern:
     """Matches each special token; of several thousand in some tokenizers, so made only once."""
     tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+
+
+@functools.cache
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """The ids of the special tokens."""
+    return frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
 
 def fill(text: str, example: dict) -> str:
@@ -160,8 +171,7 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
         return None
     _, _, after = text.partition(TURN["content"])
     (first,) = tokenizer.encode(after.lstrip(), add_special_tokens=False)[:1] or [None]
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return first if first in special else None
+    return first if first in special_ids(tokenizer) else None
 
 
 def assistant_prefix(messages: list[dict] | str) -> str:
