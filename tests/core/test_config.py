@@ -22,9 +22,9 @@ from engine.core.config import (
     run_name,
 )
 from engine.core.packages import import_package
-from engine.core.yaml_text import show
+from engine.core.yaml_text import Loader, show, to_yaml
 from engine.questions.tasks import built_in_tasks, load_task
-from engine.run.config_file import dump, load_config
+from engine.run.config_file import dump, load_config, parse_yaml
 from tools import chat
 from tools.write_config import write_config
 
@@ -129,6 +129,30 @@ def test_later_overrides_win_over_earlier_ones_and_these_over_the_file(tmp_path)
 def test_a_number_in_scientific_notation_is_a_number(text):
     """PyYAML reads 1e-5 as text, so that a learning rate became a string."""
     assert load(f"training.learning_rate={text}").training.learning_rate == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("0123", 123), ("010", 10), ("-07", -7), ("1_000", 1000), ("00", 0)],
+)
+def test_numbers_are_decimal(text, value):
+    """Bug: of YAML 1.1, training.seed=0123 was 83 and training.num_steps=010 was 8."""
+    assert parse_yaml(text, origin="here") == value
+    assert parse_yaml(to_yaml({"text": text}), origin="here") == {"text": text}
+
+
+@pytest.mark.parametrize("text", ["1:30", "0x10", "0b11", "9" * 5_000])
+def test_numbers_that_are_not_decimal_are_refused(text):
+    """Bug: 1:30 was 90."""
+    with pytest.raises(ConfigError, match="here: cannot be read as YAML"):
+        parse_yaml(text, origin="here")
+
+
+@pytest.mark.timeout(20)
+def test_a_mapping_of_many_keys_takes_no_quadratic_time():
+    keys = [yaml.ScalarNode("tag:yaml.org,2002:str", f"k{n}") for n in range(100_000)]
+    node = yaml.MappingNode("tag:yaml.org,2002:map", [(key, key) for key in keys])
+    assert len(Loader("").construct_mapping(node)) == 100_000
 
 
 def test_an_integer_is_accepted_for_a_number():
