@@ -1,12 +1,15 @@
 """Questions: load a task's rows, hold some out for validation, stream the others without end."""
 
+import collections
 import copy
 import csv
+import difflib
 import functools
 import glob
 import io
 import json
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,10 +50,18 @@ def load_questions(
     # Seed 0: the same questions for every training.seed, so that runs can be compared.
     num = config.validation.num_examples
     validation = load(settings.eval, "validation", num_examples=num, seed=0, exclude=[])
+    key = getattr(task, "question_key", repr)  # equal questions would narrow the interval
+    validation = [*{key(row): row for row in validation}.values()]
     check_functions(task, validation[0], options=settings)
     if settings.prompt is not None and fill(settings.prompt, validation[0]) == settings.prompt:
         keys = ", ".join(f"{{{key}}}" for key in validation[0])
         raise ValueError(f"task.prompt: it does not hold the question; write one of {keys} into it")
+    for name in ("prompt", "system_prompt"):
+        for word in re.findall(r"\{(\w+)\}", getattr(settings, name) or ""):
+            near = difflib.get_close_matches(word, validation[0], n=1, cutoff=0.75)
+            if word not in validation[0] and near:
+                hint = f"is no key of a question, the nearest is {{{near[0]}}}"
+                log(f"warning: {{{word}}} in task.{name} {hint}")
     check_chat(pose(validation[0], task=task, options=settings), tokenizer)
     length = functools.partial(prompt_length, task=task, options=settings, tokenizer=tokenizer)
     lengths = [length(question) for question in validation]
@@ -62,6 +73,9 @@ def load_questions(
     if num_long := len(validation) - len(fitting):
         some = f"{num_long} of {len(validation)} validation questions"
         log(f"{some} are too long or hold a special token: dropped")
+    if len(fitting) < num:
+        asked = f"validation.num_examples asks for {num}"
+        log(f"warning: there are {len(fitting)} different validation questions, and {asked}")
     lengths = [num for num in lengths if num <= room]
     means = f"{np.mean(lengths):.0f} tokens on average, {max(lengths)} the longest"
     log(f"prompts of validation questions: {means}")
@@ -200,7 +214,9 @@ def load_table(
 
     datasets.disable_progress_bars()  # they would fill a log file
     path = Path(source)
-    if not is_file(source) and (path.exists() or source.count("/") != 1):
+    # A pipe or a device would be read without an end.
+    is_other = path.exists() and not (is_file(source) and path.is_file())
+    if is_other or (not is_file(source) and source.count("/") != 1):
         raise ValueError(f"{source}: unknown kind of source; give {choices}")
     # JSON that is nested too deeply raises RecursionError.
     errors = (OSError, ValueError, RecursionError, csv.Error, datasets.exceptions.DatasetsError)
@@ -235,6 +251,9 @@ def read_text_file(path: Path) -> list[dict] | list[str]:
 def read_csv(text: str) -> Iterator[dict]:
     """The rows of a CSV file; ValueError if a cell would be lost."""
     reader = csv.DictReader(io.StringIO(text, newline=""))
+    names = collections.Counter(reader.fieldnames)
+    if twice := [name for name in names if name and names[name] > 1]:
+        raise ValueError(f"two columns are named {twice[0]}")
     for row in reader:
         if any(row.pop(None, [])):  # cells beyond the last column
             raise ValueError(f"line {reader.line_num}: more cells than columns: quote commas")

@@ -147,4 +147,4 @@ def commit_and_date(config: Config) -> tuple[str | None, str]:
     model, task = section_of(began, "model"), section_of(began, "task")
     commit = model.get("revision") if model.get("name") == name else None
     commit = config.model.revision or commit or commit_of(name, None)
-    return commit, config.task.template_date or task.get("template_date") or str(date.today())
+    return commit, config.task.template_date or str(task.get("template_date") or date.today())

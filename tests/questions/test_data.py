@@ -4,6 +4,7 @@ import copy
 import csv
 import json
 import math
+import os
 import re
 import sys
 from pathlib import Path
@@ -12,8 +13,9 @@ import datasets
 import numpy as np
 import pytest
 from harness import ROOT, load_rows, make_config, seed
+from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from transformers import AddedToken, PreTrainedTokenizerFast
 
 import countdown
 from engine.model.tokenizer import load_tokenizer
@@ -212,6 +214,7 @@ def test_a_bad_row_is_named_in_one_line_beside_a_good_one(tmp_path, name, row, m
         ("csv", "nums,target\n3 4,5\n3 4,\n", "row 2: target is ''"),
         ("csv", "nums,target\n3 4,5\n3 4,6\n3 4,1.5e1", "row 3: target is '1.5e1'"),
         ("csv", "nums,target\n3 4,5\n3 4,5,6\n", "cannot be loaded (line 3: more cells"),
+        ("csv", "nums,target,target\n3 4,5,6\n", "cannot be loaded (two columns are named target"),
         ("jsonl", f'{GOOD}\n{{"nums": [1]}}', "row 2: no column target among nums"),
         ("jsonl", f"{GOOD}\n7", "row 2: it has no columns"),
         ("jsonl", f"{GOOD}\n\n{GOOD[:9]}", "row 2: Expecting"),
@@ -248,6 +251,22 @@ FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id (owne
 def test_a_source_that_cannot_be_used_is_named_in_one_line(name, source, problem, choices):
     line = refusal(name, source)
     assert line.startswith(f"{source}: {problem}") and line.endswith(f"; give {choices}")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/null"), Path.mkdir])
+def test_a_source_that_is_no_file_is_refused_at_once(tmp_path, make):
+    """Bug: a named pipe was waited for, and a device read, without an end."""
+    make(tmp_path / "rows.jsonl")
+    assert "rows.jsonl: unknown kind of source" in refusal("countdown", tmp_path / "rows.jsonl")
+
+
+@pytest.mark.timeout(20)
+def test_many_columns_take_no_quadratic_time(tmp_path):
+    names = [f"c{n}" for n in range(100_000)]
+    path = tmp_path / "rows.csv"
+    path.write_text(f"{','.join(names)}\n{','.join(['1'] * len(names))}\n")
+    assert refusal("countdown", path).startswith(f"{path}, row 1: no column nums and target")
 
 
 @every_task
@@ -425,6 +444,36 @@ def test_the_validation_questions_are_the_same_for_every_seed_and_mode(tokenizer
     assert len(first) == 20 and other == first and training is None
 
 
+def test_equal_validation_questions_count_once_and_fewer_than_asked_for_are_a_line(
+    tmp_path, tokenizer
+):
+    """Bug: 40 equal rows had the interval of 40 questions; 20 of 512 were taken without a word."""
+    rows = ROWS["countdown"][:20] + [{"nums": [7, 0, 25], "target": 46}] * 20
+    source = write_file(tmp_path / "eval.json", rows)
+    settings = [f"task.eval={source}", "mode=evaluate"]
+    validation, _, logged = questions_for(tokenizer, *settings, "validation.num_examples=40")
+    assert [row["target"] for row in validation] == list(range(46, 66))
+    (line,) = [line for line in logged if line.startswith("warning: ")]
+    assert "20 different validation questions" in line and "40" in line
+    _, _, logged = questions_for(tokenizer, "validation.num_examples=20", "mode=evaluate")
+    assert not any("different" in line for line in logged)
+
+
+@pytest.mark.parametrize(
+    ("wording", "hint"),
+    [
+        ("task.prompt=Make {traget} of {nums}.", "{traget} in task.prompt is no key of a question"),
+        ("task.system_prompt=Use {num}.", "{num} in task.system_prompt is no key of a question"),
+        (r"task.prompt=\\frac{{1}}{{2}} {nums} {answer} {x}", None),
+    ],
+)
+def test_a_word_that_is_nearly_a_key_is_named(tokenizer, wording, hint):
+    """Bug: the model was trained on the braces without a word."""
+    *_, logged = questions_for(tokenizer, wording, "mode=evaluate")
+    hints = [line for line in logged if "is no key" in line]
+    assert [line.startswith(f"warning: {hint}") for line in hints] == [True] * (hint is not None)
+
+
 def test_questions_that_leave_no_room_are_dropped_with_a_count(tmp_path, tokenizer):
     rows = [*ROWS["countdown"], *({"nums": [n] * 450, "target": 1} for n in range(40))]
     train = write_file(tmp_path / "train.json", rows)
@@ -463,6 +512,19 @@ def test_a_question_that_holds_a_special_token_is_left_out(tmp_path, tokenizer, 
     source = write_file(tmp_path / "all.jsonl", rows[3:4])
     with pytest.raises(ValueError, match="each holds a special token, "):
         questions_for(templated, *task, f"task.eval={source}")
+
+
+def test_a_special_token_that_the_normalizer_makes_is_seen(tmp_path, templated):
+    """Bug: full-width letters, which NFKC turns into plain ones, passed the search of the text."""
+    backend = templated.backend_tokenizer
+    backend.normalizer = normalizers.NFKC()
+    templated.add_tokens([AddedToken("<|stop|>", special=True, normalized=True)])
+    rows = [dict(row) for row in ROWS["gsm8k"]]
+    rows[3]["question"] += "\uff1c|stop|\uff1e"
+    source = write_file(tmp_path / "rows.jsonl", rows)
+    task = ["task.name=gsm8k", f"task.eval={source}", "mode=evaluate"]
+    kept = load("gsm8k", source, "validation", held_out=False)
+    assert questions_for(templated, *task)[0] == [row for i, row in enumerate(kept) if i != 3]
 
 
 def test_a_question_may_leave_exactly_the_room_that_a_completion_needs(tmp_path, tokenizer):
@@ -564,7 +626,7 @@ def test_hardly_any_training_question_is_rendered_at_the_start(tmp_path, tokeniz
 def test_the_prompt_lengths_are_their_mean_and_their_longest(tmp_path, tokenizer):
     rows = [{"nums": [3], "target": 3}, {"nums": [3] * 9, "target": 3}]
     source = write_file(tmp_path / "rows.json", rows)
-    settings = [f"task.eval={source}", "mode=evaluate"]
+    settings = [f"task.eval={source}", "mode=evaluate", "validation.num_examples=2"]
     one, other = map(len, encode_prompts(rows, tokenizer=tokenizer, **of_task("countdown")))
     _, _, logged = questions_for(tokenizer, *settings)
     mean = f"{(one + other) / 2:.0f} tokens on average, {other} the longest"
@@ -742,6 +804,18 @@ def test_encoded_prompts_are_the_tokens_of_the_rendered_text(tokenizer, template
         assert all(text.endswith("<think>") for text in texts) and "make 46." in texts[0]
     # Bug: the tokenizer raises IndexError for an empty list, where a rank had no question.
     assert encode_prompts([], tokenizer=tokenizer, **of_task("countdown")) == []
+
+
+def test_no_prompt_ends_with_an_end_that_the_tokenizer_adds(tokenizer):
+    """Bug: a post-processor that adds one, as of add_eos_token, let every plain prompt end."""
+    end, plain = tokenizer.eos_token, copy.deepcopy(tokenizer)
+    expected = encode_prompts(ROWS["countdown"], tokenizer=plain, **of_task("countdown"))
+    for single, start in ((f"$A {end}", []), (f"{end} $A {end}", [plain.eos_token_id])):
+        plain.backend_tokenizer.post_processor = TemplateProcessing(
+            single=single, special_tokens=[(end, plain.eos_token_id)]
+        )
+        found = encode_prompts(ROWS["countdown"], tokenizer=plain, **of_task("countdown"))
+        assert found == [start + ids for ids in expected]
 
 
 @pytest.mark.parametrize(

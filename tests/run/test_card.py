@@ -69,6 +69,14 @@ def test_a_base_and_data_that_are_no_hub_ids_are_in_the_text_alone(tmp_path):
     assert str(tmp_path) not in card
 
 
+def test_no_name_of_a_folder_or_file_ends_its_code_span(tmp_path):
+    """Bug: behind a backtick in its name the rest was Markdown of the card."""
+    model = tmp_path / "a`<b>"
+    model.mkdir()
+    card = card_of(f"model.name={model}", f"task.train={tmp_path}/d`e.jsonl")
+    assert "`a'<b>` (a local model)" in card and "`d'e.jsonl` (a local file)" in card
+
+
 def test_the_scores_stand_beside_those_without_training():
     card = card_of(*HUB)
     assert "\n| before training | 0.200 | 0.100 to 0.300 |\n" in card

@@ -142,7 +142,11 @@ def test_a_run_keeps_the_day_of_its_first_start(tmp_path):
     """Bug: a chat template that writes the date gave a resumed run other prompts."""
     _, settled = first_start(tmp_path, "task.template_date='2020-02-29'")
     assert settled.task.template_date == "2020-02-29"
-    assert pin(make_config(f"run.dir={tmp_path}", "run.name=x"), alone()) == settled
+    again = make_config(f"run.dir={tmp_path}", "run.name=x")
+    assert pin(again, alone()) == settled
+    file = tmp_path / "x/config.yaml"  # bug: without the quotes pydantic warned twice
+    file.write_text(file.read_text().replace("'2020-02-29'", "2020-02-29"))
+    assert pin(again, alone()) == settled
     today = pin(make_config(f"run.dir={tmp_path}", "run.name=y"), alone()).task.template_date
     assert abs((date.fromisoformat(today) - date.today()).days) <= 1  # it may be midnight
 
