@@ -27,10 +27,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def open_to_append(path: Path, mode: str = "a") -> TextIO:
+def open_to_append(path: Path) -> TextIO:
     """Open a file of our own; OSError where a link stands, which may lead to somebody's file."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-    return open(os.open(path, flags, 0o666), mode, encoding="utf-8", newline="")
+    return open(os.open(path, flags, 0o666), "a+", encoding="utf-8", newline="")
 
 
 def append_durably(path: Path, text: str) -> None:

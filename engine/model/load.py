@@ -135,8 +135,8 @@ def load_model_config(settings: ModelSettings) -> PretrainedConfig:
     model_config = AutoConfig.from_pretrained(
         settings.name, revision=settings.revision, trust_remote_code=settings.trust_remote_code
     )
-    if model_config.get_text_config().num_hidden_layers > 10_000:  # to make them takes for ever
-        raise ValueError("its config.json has more than 10,000 num_hidden_layers")
+    if getattr(model_config.get_text_config(), "num_hidden_layers", 0) > 10_000:
+        raise ValueError("its config.json has more than 10,000 num_hidden_layers")  # takes hours
     for key, value in model_config.to_dict().items():
         if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
             setattr(model_config, key, 0.0)

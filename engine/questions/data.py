@@ -56,12 +56,10 @@ def load_questions(
     if settings.prompt is not None and fill(settings.prompt, validation[0]) == settings.prompt:
         keys = ", ".join(f"{{{key}}}" for key in validation[0])
         raise ValueError(f"task.prompt: it does not hold the question; write one of {keys} into it")
-    for name in ("prompt", "system_prompt"):
-        for word in re.findall(r"\{(\w+)\}", getattr(settings, name) or ""):
-            near = difflib.get_close_matches(word, validation[0], n=1, cutoff=0.75)
-            if word not in validation[0] and near:
-                hint = f"is no key of a question, the nearest is {{{near[0]}}}"
-                log(f"warning: {{{word}}} in task.{name} {hint}")
+    for word in re.findall(r"\{(\w+)\}", f"{settings.prompt} {settings.system_prompt}"):
+        near = difflib.get_close_matches(word, validation[0], n=1, cutoff=0.75)
+        if near and word not in validation[0]:
+            log(f"warning: {{{word}}} is no key of a question, the nearest is {{{near[0]}}}")
     check_chat(pose(validation[0], task=task, options=settings), tokenizer)
     length = functools.partial(prompt_length, task=task, options=settings, tokenizer=tokenizer)
     lengths = [length(question) for question in validation]
@@ -74,8 +72,7 @@ def load_questions(
         some = f"{num_long} of {len(validation)} validation questions"
         log(f"{some} are too long or hold a special token: dropped")
     if len(fitting) < num:
-        asked = f"validation.num_examples asks for {num}"
-        log(f"warning: there are {len(fitting)} different validation questions, and {asked}")
+        log(f"warning: {len(fitting)} different validation questions, not the {num} asked for")
     lengths = [num for num in lengths if num <= room]
     means = f"{np.mean(lengths):.0f} tokens on average, {max(lengths)} the longest"
     log(f"prompts of validation questions: {means}")

@@ -7,6 +7,7 @@ import copy
 import functools
 import hashlib
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Iterator
@@ -67,6 +68,9 @@ def problems_of_task(module: ModuleType) -> Iterator[str]:
     for name in (*data, "generate_prompt", "REWARD_PARTS", *functions):
         if not hasattr(module, name):
             yield f"a task must define {name}; countdown.py shows how"
+    for name, method in vars(getattr(module, "Environment", object)).items():
+        if inspect.iscoroutinefunction(method):
+            yield f"Environment.{name} must not be async"
     parts = getattr(module, "REWARD_PARTS", ("answer",))
     if not isinstance(parts, tuple) or "answer" not in parts:
         yield 'REWARD_PARTS must be a tuple of names with "answer" among them, such as ("answer",)'

@@ -57,7 +57,7 @@ def lock_folder(folder: Path, warn: Callable[[str], None]) -> TextIO:
     Raises ValueError if another process has it, which is named, or if the folder is not writable.
     """
     make_folder(folder)
-    file = open_to_append(folder / "lock", "a+")
+    file = open_to_append(folder / "lock")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

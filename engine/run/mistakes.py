@@ -94,6 +94,5 @@ def crashes_name_the_fix(folder: Path) -> Iterator[None]:
 
 def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
     """Of a GPU or of the host, for which torch's CPU allocator raises a plain RuntimeError."""
-    return isinstance(
-        error, (torch.OutOfMemoryError, MemoryError)
-    ) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+    text = "DefaultCPUAllocator: can't allocate memory"
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or text in str(error)

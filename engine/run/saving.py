@@ -18,6 +18,7 @@ from engine.run.card import model_card
 from engine.run.config_file import dump, read_file
 from engine.run.fingerprint import MODEL_FILES, of_model
 from engine.run.state import Run, Saved, summary
+from engine.update.optimizer import learning_rate_at
 from engine.update.shards import (
     check_shared_disk,
     gather_weights,
@@ -60,6 +61,11 @@ def resume(run: Run) -> None:
         return
     for key in check_same_run(saved.config, config, run.rests_on):
         run.logger.warning(f"{key} has changed: from here on no longer bit for bit the same")
+    before, training = saved.config["training.num_steps"], config.training
+    if before != training.num_steps and training.lr_schedule != "constant":
+        rate = f"{learning_rate_at(saved.state.step + 1, training):.1e}"
+        change = f"training.num_steps was {before} and is {training.num_steps}"
+        run.logger.warning(f"{change}: the learning rate goes on at {rate}, as in the longer run")
     num_ranks = saved.num_ranks
     if num_ranks != world.size:
         change = f"the run had {num_ranks} ranks and goes on with {world.size}"

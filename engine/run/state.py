@@ -157,7 +157,8 @@ def summary(run: Run) -> str:
         f'load it:        AutoModelForCausalLM.from_pretrained("{best}"){needs}',
         f"ask it:         python -m tools.chat {best}{settings}",
         f"look at it all: python -m tools.report {run.folder}",
-        "train on:       the same command with a larger training.num_steps",
+        "train on:       the same command with a larger training.num_steps; its learning rate "
+        "is then that of the longer run",
     ]
     if state.step < run.config.training.num_steps:
         signs = ", ".join(state.signs.values())

@@ -235,6 +235,13 @@ def test_annotations_of_a_tasks_options_may_be_text(guessing):
     )
 
 
+def test_a_tasks_environment_must_not_be_async(guessing):
+    """Nothing awaits it: the model would read `<coroutine object ...>`."""
+    environment = "class Environment:\n    async def respond(self, message): return None\n"
+    (guessing / "wrong.py").write_text(f"{GUESSING}\n{environment}")
+    assert line_of("task.name=wrong").endswith("wrong.py: Environment.respond must not be async")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "line"),
     [

@@ -462,8 +462,11 @@ def test_equal_validation_questions_count_once_and_fewer_than_asked_for_are_a_li
 @pytest.mark.parametrize(
     ("wording", "hint"),
     [
-        ("task.prompt=Make {traget} of {nums}.", "{traget} in task.prompt is no key of a question"),
-        ("task.system_prompt=Use {num}.", "{num} in task.system_prompt is no key of a question"),
+        (
+            "task.prompt=Make {traget} of {nums}.",
+            "{traget} is no key of a question, the",
+        ),
+        ("task.system_prompt=Use {num}.", "{num} is no key of a question, the nearest is {nums}"),
         (r"task.prompt=\\frac{{1}}{{2}} {nums} {answer} {x}", None),
     ],
 )

@@ -117,6 +117,18 @@ def test_a_finished_run_started_again_takes_no_step(two_steps, parts, rotary_mod
     assert_same(two_steps, parts)
 
 
+def test_a_longer_run_says_where_its_learning_rate_jumps(tmp_path, rotary_model_folder, data):
+    """Bug: trained on with more steps, it fell to near 0 and rose again without a word."""
+    given = [*data, "training.warmup_steps=0", "training.lr_schedule=linear"]
+    output = train(tmp_path, rotary_model_folder, *given, TWO)
+    assert "a larger training.num_steps; its learning rate" in output
+    output = train(tmp_path, rotary_model_folder, *given, THREE)
+    line = "warning: training.num_steps was 2 and is 3: the learning rate goes on at 3.3e-04"
+    assert line in output and "num_steps was" not in train(
+        tmp_path, rotary_model_folder, *given, THREE
+    )
+
+
 def test_evaluations_are_no_results(tmp_path, rotary_model_folder, data):
     train(tmp_path, rotary_model_folder, *data, "mode=evaluate")
     train(tmp_path, rotary_model_folder, *data, "training.num_steps=1")
