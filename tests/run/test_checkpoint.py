@@ -119,6 +119,25 @@ def test_a_kill_at_any_file_event_leaves_the_old_or_the_new_folder(tmp_path, nam
     assert is_between_renames and len(seen) > 10
 
 
+def test_all_of_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    synced, fsync, rename = set(), os.fsync, Path.rename
+
+    def note(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def check(path: Path, target: Path) -> None:
+        assert {file.stat().st_ino for file in (path, *path.rglob("*"))} <= synced
+        rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Path, "rename", check)
+    for text in ("old", "new"):
+        save_best(tmp_path, text)
+        assert tmp_path.stat().st_ino in synced  # the folder that has the name
+        synced.discard(tmp_path.stat().st_ino)
+
+
 @pytest.mark.parametrize("kind", ["link", "dangling link", "file"])
 @pytest.mark.parametrize("name", ["best", "best.old", "best.tmp"])
 def test_what_stands_in_the_place_of_a_folder_is_no_obstacle(tmp_path, name, kind):

@@ -269,6 +269,27 @@ def test_training_and_validation_never_draw_the_same_random_numbers(
     assert len(set(drawn)) == num_training + num_validation
 
 
+def test_each_step_draws_for_the_next_questions_by_the_runs_seed(
+    tmp_path, rotary_model_folder, data, monkeypatch
+):
+    """Not seen before: a stream that skips a question, random numbers of another run's seed."""
+    uniforms, draw_uniforms = {}, main.draw_uniforms
+
+    def seen(seeds, params):
+        drawn = draw_uniforms(seeds, params)
+        numbers = drawn.view(len(seeds), -1).tolist()
+        uniforms.update((s, row) for s, row in zip(seeds, numbers, strict=True) if len(s) == 3)
+        return drawn
+
+    monkeypatch.setattr(main, "draw_uniforms", seen)
+    for number in ("3", "4"):
+        settings = [*data, "training.num_steps=2", f"training.seed={number}"]
+        run = load_run(tmp_path / number, rotary_model_folder, *settings)
+        assert main.run_training(run) == 0
+    assert sorted(position for *_, position in uniforms) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert len(set(map(tuple, uniforms.values()))) == len(uniforms)
+
+
 def test_sil_runs_and_of_equal_models_the_earliest_is_the_best(rotary_model_folder, data, tmp_path):
     settings = ["training.learning_type=sil", "training.k_best_of_n=[2,8]", "training.num_steps=1"]
     rates = {"rates": [0.5, 0.5]}

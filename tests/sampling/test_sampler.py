@@ -472,6 +472,12 @@ def test_a_cumulative_sum_that_falls_draws_no_token_of_mass_0(monkeypatch):
     assert found == {0.0: 0, 0.39: 0, 0.42: 4, 0.455: 4, 0.5: 4, BELOW_ONE: 4}
 
 
+def test_the_rest_of_a_uniform_is_a_uniform_again():
+    """The sums of blocks round: the second block of mass 5 seems to begin at 8 below its end."""
+    index, rest = invert_cdf(torch.tensor([[1e8, 5.0]]), torch.tensor([BELOW_ONE]))
+    assert (index.item(), rest.item()) == (1, 0.0)
+
+
 def test_log_probs_and_entropies_are_those_of_the_whole_distribution_at_the_temperature():
     """(1/2, 1/4, 1/4): 1.5 ln 2 nats. At temperature 1/2 it is (4, 1, 1) / 6."""
     logits = torch.tensor([[0.5, 0.25, 0.25, 0.0]]).log()
