@@ -125,6 +125,96 @@ BUGS = [
         r"np.pad(np.ones_like(completion.is_inserted), ",
         "test_the_gradient_is_that_of_the_sampled_tokens_alone",
     ),
+    Bug(
+        "random numbers without training.seed",
+        r"\(TRAINING, training\.seed, position\)",
+        r"(TRAINING, position)",
+        "test_each_step_draws_for_the_next_questions_by_the_runs_seed",
+    ),
+    Bug(
+        "the stream's position one too far",
+        r"run\.advance\(metrics, end,",
+        r"run.advance(metrics, end + 1,",
+        "test_each_step_draws_for_the_next_questions_by_the_runs_seed",
+    ),
+    Bug(
+        "no fsync of a saved folder's files",
+        r"            sync\(path\)\n",
+        r"            pass\n",
+        "test_all_of_a_folder_is_on_the_disk_before_it_has_its_name",
+    ),
+    Bug(
+        "the rest of a uniform not clamped",
+        r"\(1 - share_left\[:, 0\]\)\.clamp\(0, 1\)",
+        r"1 - share_left[:, 0]",
+        "test_the_rest_of_a_uniform_is_a_uniform_again",
+    ),
+    Bug(
+        "the cache not reordered",
+        r"        self\.cache\.reorder_cache\(indices\)\n",
+        r"",
+        "test_both_backends_draw_the_same_tokens_and_score_them_alike",
+    ),
+    Bug(
+        "the optimizer's state not loaded",
+        r"\n +run\.optimizer\.load_state_dict\(.*?\n",
+        r"\n",
+        "test_an_exception_leaves_the_last_checkpoint_and_the_run_goes_on_bit_for_bit",
+    ),
+    Bug(
+        "one checkpoint more kept",
+        r"whole\[keep:\]",
+        r"whole[keep + 1 :]",
+        "test_all_checkpoints_are_kept_where_no_number_is_given",
+    ),
+    Bug(
+        "dropout not seeded",
+        r'clock\("update"\), seeded\(seeds, world\.device\)',
+        r'clock("update")',
+        "test_lora::test_a_run_in_two_parts_is_bit_for_bit_the_unbroken_one",
+    ),
+    Bug(
+        "a KL penalty without the rows of advantage 0",
+        r" or training\.kl_coef > 0\]",
+        r"]",
+        "test_kl::test_the_gradient_is_that_of_all_rows_in_any_micro_batches",
+    ),
+    Bug(
+        "advantages above 0 alone",
+        r"t\.advantage != 0\.0",
+        r"t.advantage > 0.0",
+        "test_update::test_the_gradient_does_not_depend_on_the_micro_batch_size",
+    ),
+    Bug(
+        "the learning rate of the step before",
+        r"learning_rate_at\(state\.step \+ 1, training\)",
+        r"learning_rate_at(state.step, training)",
+        "test_a_run_with_muon_in_two_parts_is_the_unbroken_one",
+    ),
+    Bug(
+        "an evaluation as long as training",
+        r"max_new_tokens=config\.max_validation_tokens",
+        r"max_new_tokens=config.training.max_new_gen_tokens",
+        "test_validation_has_its_own_length_and_a_greedy_one_samples_once",
+    ),
+    Bug(
+        "a broken model taken for the best",
+        r"is_best = not is_broken and ",
+        r"is_best = ",
+        "test_a_model_with_a_broken_completion_is_never_the_best",
+    ),
+    Bug(
+        "a second Ctrl-C without effect",
+        r"if is_interrupt and now_s",
+        r"if False and now_s",
+        "test_only_a_second_ctrl_c_ends_a_run_before_it_is_saved",
+    ),
+    Bug(
+        "the weights' hash left out with a KL penalty",
+        r"config\.model\.lora is not None or config\.training\.kl_coef > 0",
+        r"config.model.lora is not None",
+        "test_a_change_in_what_a_resumed_run_reads_of_its_model_is_seen",
+    ),
 ]
 
 

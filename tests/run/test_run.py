@@ -290,6 +290,17 @@ def test_each_step_draws_for_the_next_questions_by_the_runs_seed(
     assert len(set(map(tuple, uniforms.values()))) == len(uniforms)
 
 
+def test_a_model_with_a_broken_completion_is_never_the_best(
+    tmp_path, rotary_model_folder, data, monkeypatch
+):
+    """However much its other completions solve."""
+    harness.set_rates(monkeypatch, [0.1, 0.5])
+    monkeypatch.setattr(main, "count_broken", lambda groups, world, warn: run.state.step)
+    run = load_run(tmp_path, rotary_model_folder, *data, "training.num_steps=1")
+    main.run_training(run)
+    assert (run.state.last, run.state.best, run.state.best_step) == (0.5, 0.1, 0)
+
+
 def test_sil_runs_and_of_equal_models_the_earliest_is_the_best(rotary_model_folder, data, tmp_path):
     settings = ["training.learning_type=sil", "training.k_best_of_n=[2,8]", "training.num_steps=1"]
     rates = {"rates": [0.5, 0.5]}
