@@ -211,8 +211,7 @@ def load_table(
 
     datasets.disable_progress_bars()  # they would fill a log file
     path = Path(source)
-    # A pipe or a device would be read without an end.
-    is_other = path.exists() and not (is_file(source) and path.is_file())
+    is_other = path.exists() and not (is_file(source) and path.is_file())  # a pipe has no end
     if is_other or (not is_file(source) and source.count("/") != 1):
         raise ValueError(f"{source}: unknown kind of source; give {choices}")
     # JSON that is nested too deeply raises RecursionError.
@@ -248,8 +247,8 @@ def read_text_file(path: Path) -> list[dict] | list[str]:
 def read_csv(text: str) -> Iterator[dict]:
     """The rows of a CSV file; ValueError if a cell would be lost."""
     reader = csv.DictReader(io.StringIO(text, newline=""))
-    names = collections.Counter(reader.fieldnames)
-    if twice := [name for name in names if name and names[name] > 1]:
+    names = collections.Counter(filter(None, reader.fieldnames or []))
+    if twice := [name for name in names if names[name] > 1]:
         raise ValueError(f"two columns are named {twice[0]}")
     for row in reader:
         if any(row.pop(None, [])):  # cells beyond the last column

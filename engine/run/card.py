@@ -113,19 +113,14 @@ def recipe(config: Config) -> list[str]:
 def describe_base(name: str) -> str:
     """The model that the run began with; of a folder only the name, since paths are private."""
     if Path(name).is_dir():
-        return f"{code(Path(name).resolve())} (a local model)"
+        return f"`{Path(name).resolve().name.replace('`', '_')}` (a local model)"
     return f"[{name}](https://huggingface.co/{name})"
-
-
-def code(path: Path) -> str:
-    """The name of a file or folder as Markdown's code, which no backtick in it can end."""
-    return f"`{path.name.replace('`', chr(39))}`"
 
 
 def describe_source(name: str) -> str:
     """Where questions come from; of a file only the name, since paths are private."""
     if is_file(name):
-        return f"{code(Path(name))} (a local file)"
+        return f"`{Path(name).name.replace('`', '_')}` (a local file)"
     if is_on_hub(name):
         return f"[{name}](https://huggingface.co/datasets/{name})"
     return f"{name} by the task"

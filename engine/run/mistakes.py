@@ -26,15 +26,12 @@ def outlive_terminal() -> None:
 
 
 def outlive(use: Callable[..., Any], stream: TextIO, *text: str) -> Any:
-    """Write or flush; at EIO (a closed terminal) or EPIPE (a dead pipe) it becomes /dev/null.
-
-    Any other error, as of a full disk, names the stream.
-    """
+    """Write or flush; at EIO (a closed terminal) or EPIPE (a dead pipe) it becomes /dev/null."""
     try:
         return use(*text)
     except OSError as error:
         if error.errno not in (errno.EIO, errno.EPIPE):
-            error.filename = stream.name
+            error.filename = stream.name  # such as <stdout>, on a full disk
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

@@ -97,10 +97,9 @@ def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
     if content["state"].keys() != asdict(run.state).keys():
         fix = "go on with that one, or set run.name to start another run"
         raise ValueError(f"{folder} was saved by another version of this program: {fix}")
-    is_there = any(best.glob("*.safetensors"))
-    if is_there and (best / "best.json").is_file():  # it may be newer than the checkpoint
-        file = best / "best.json"
-        kept = checked(dict[str, float], read_file(file), file)  # JSON is YAML too
+    is_there, score = any(best.glob("*.safetensors")), best / "best.json"
+    if is_there and score.is_file():  # it may be newer than the checkpoint
+        kept = checked(dict[str, float], read_file(score), score)  # JSON is YAML too
         saved.state.best = kept.get("best", saved.state.best)
         saved.state.best_step = int(kept.get("best_step", saved.state.best_step))
     elif saved.state.best is not None and not is_there:
@@ -115,8 +114,8 @@ def checked(kind: type, content: object, file: Path) -> Any:
         return TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
         detail = error.errors()[0]
-        problem = f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}"
-        raise ValueError(f"{file}: was edited or damaged: {problem}") from error
+        problem = f"was edited or damaged: {detail['loc']}: {detail['msg']}"
+        raise ValueError(f"{file}: {problem}") from error
 
 
 def open_files(run: Run) -> None:
@@ -213,8 +212,7 @@ def save_checkpoint(run: Run) -> None:
 def save_on_main(run: Run, what: str, value: float, save: Callable[[], None]) -> bool:
     """Call `save` on rank 0; if the disk is full, warn, and return False on all ranks.
 
-    `run.unsaved` then has the best model's metric or the checkpoint's step, the `value`, until one
-    that is as good or as new is saved.
+    Then the run's `unsaved` has the `value`, a metric or a step, until one not below it is saved.
     """
     try:
         run.world.on_main(save)

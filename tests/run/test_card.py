@@ -74,7 +74,7 @@ def test_no_name_of_a_folder_or_file_ends_its_code_span(tmp_path):
     model = tmp_path / "a`<b>"
     model.mkdir()
     card = card_of(f"model.name={model}", f"task.train={tmp_path}/d`e.jsonl")
-    assert "`a'<b>` (a local model)" in card and "`d'e.jsonl` (a local file)" in card
+    assert "`a_<b>` (a local model)" in card and "`d_e.jsonl` (a local file)" in card
 
 
 def test_the_scores_stand_beside_those_without_training():
