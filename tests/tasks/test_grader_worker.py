@@ -45,15 +45,11 @@ def fresh_cache() -> Iterator[None]:
 # The real worker
 
 
-@pytest.mark.parametrize(
-    ("gold", "answer"),
-    [
-        (r"\log 5", "12345678901234567890"),
-        (r"x\ln 2", "12345678901234567890x"),
-        ("x = 5", "x^{10^9} = 5"),
-        ("x+y+z+w", "(x+y+z+w)^{600}-(x+y+z-w)^{600}"),
-    ],
-)
+HANGING = [(r"\log 5", "12345678901234567890"), (r"x\ln 2", "12345678901234567890x")]
+HANGING += [("x = 5", "x^{10^9} = 5"), ("x+y+z+w", "(x+y+z+w)^{600}-(x+y+z-w)^{600}")]
+
+
+@pytest.mark.parametrize(("gold", "answer"), HANGING)
 def test_a_wrong_value_is_refused_before_math_verify_hangs_on_it(gold: str, answer: str):
     assert grade(f"\\boxed{{{answer}}}", gold, timeout_s=5) is False
 

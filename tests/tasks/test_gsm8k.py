@@ -122,7 +122,7 @@ BEHIND_MARKS = {  # a completion: its answer
     **dict.fromkeys(("#### Answer\n#### 18", "#### 1/2 of it\n#### 18", "#### 18\n#### 19"), "18"),
     **{"##### 18": "18", "#### $-18": "-18", f"#### {MINUS}18": "-18", "#### -0.0": "0"},
     **{"#### .50": "0.5", "#### 1,234,567.250": "1234567.25", "#### 17 or 19\n#### 18": "18"},
-    **{"#### " + "9" * n: {100: "9" * 100, 101: None}[n] for n in (100, 101)},
+    **{"#### " + "9" * 100: "9" * 100, "#### " + "9" * 101: None},
     **dict.fromkeys(("### 18", "18", "")),  # None
     "#### 18" + " x" * 5_000 + " 19": "18",  # too far away
     **{"#### x\n" * (MAX_MARKS - 1) + "#### 18": "18", "#### x\n" * MAX_MARKS + "#### 18": None},
@@ -238,7 +238,7 @@ def test_official_grading_is_the_published_regex_with_its_quirks(completion: str
 LENIENT = {"It is 3 * 6 = $18.00, I think.": "18", "Then 1/2 of 36 at 3:30, or 1e-3": "36"}
 LENIENT |= {"#### 18\nor was it -20?": "-20", "5 eggs or 6 eggs (or 7)": "7"}
 LENIENT |= dict.fromkeys(["from 20-18", "x18, v2.0, 1 000", "none", "5!"])
-LENIENT |= {"18" + " " * (MAX_TAIL_CHARS - n): {1: None, 2: "18"}[n] for n in (1, 2)}
+LENIENT |= {"18" + " " * (MAX_TAIL_CHARS - 1): None, "18" + " " * (MAX_TAIL_CHARS - 2): "18"}
 
 
 def test_the_lenient_answer_is_the_last_number():
