@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ import engine.run.load
 import main
 from engine.core.config import Config
 from engine.core.distributed import World
-from engine.core.types import Completion, Log, Seed
+from engine.core.types import Completion, Log, Seed, Trajectory
 from engine.model.policy import Policy
 from engine.questions.data import load_examples
 from engine.questions.tasks import load_task
@@ -322,6 +323,21 @@ def load_rows(
 
 
 # Rewards by construction
+
+
+def make_row(
+    reward: float, *, num_tokens: int = 4, truncated: bool = False, solved: bool = False
+) -> Trajectory:
+    """A trajectory of made-up tokens, each drawn where the entropy was 2 nats."""
+    log_probs, entropies = np.full((2, num_tokens), [[-1.0], [2.0]], np.float32)
+    none = np.zeros(num_tokens, bool)
+    completion = Completion([7] * num_tokens, log_probs, entropies, truncated, is_inserted=none)
+    parts = {"format": 0.5, "answer": 1.0 if solved else 0.0}
+    return Trajectory([5, 5, 5], completion, "", parts, reward)
+
+
+def make_rows(*rewards: float) -> list[Trajectory]:
+    return [make_row(reward) for reward in rewards]
 
 
 def by_text(reward_function: Callable[..., dict]) -> Callable[..., dict]:

@@ -9,31 +9,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from harness import ROOT, alone, make_config, make_policy, make_run
+from harness import ROOT, alone, make_config, make_policy, make_row, make_rows, make_run
 
 import main
-from engine.core.types import Completion, Trajectory
 from engine.questions.data import QuestionStream
 from engine.report.metrics import WATCHED
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 switched, ablations = (importlib.import_module(name) for name in ("switched", "ablations"))
 sys.path.pop(0)
-
-
-def make_row(reward: float, *, num_tokens: int = 4, truncated: bool = False) -> Trajectory:
-    completion = Completion(
-        token_ids=[7] * num_tokens,
-        log_probs=np.full(num_tokens, -1.0, np.float32),
-        entropies=np.zeros(num_tokens, np.float32),
-        truncated=truncated,
-        is_inserted=np.zeros(num_tokens, bool),
-    )
-    return Trajectory([5, 5, 5], completion, "", {"answer": reward}, reward)
-
-
-def make_group(*rewards: float) -> list[Trajectory]:
-    return [make_row(reward) for reward in rewards]
 
 
 def switch(monkeypatch, name: str) -> None:
@@ -118,14 +102,14 @@ def test_the_most_varied_half_has_the_largest_variance_of_all_halves():
 
 
 def test_only_the_most_varied_half_is_trained_on_with_its_own_mean():
-    group = make_group(0.0, 0.0, 1.0, 0.0)
+    group = make_rows(0.0, 0.0, 1.0, 0.0)
     switched.assign_to_half([group], make_config().training)
     assert [t.in_batch for t in group] == [True, False, True, False]
     assert [t.advantage for t in group if t.in_batch] == [-0.5, 0.5]
 
 
 def test_sil_over_unequal_groups_leaves_groups_of_equals_out():
-    groups = [make_group(1.0, 1.0), make_group(0.0, 1.0)]
+    groups = [make_rows(1.0, 1.0), make_rows(0.0, 1.0)]
     config = make_config("training.learning_type=sil", "training.k_best_of_n=[1, 2]")
     switched.assign_to_unequal(groups, config.training)
     assert [[t.advantage for t in group] for group in groups] == [[0, 0], [0, 1]]
@@ -146,7 +130,7 @@ def test_groups_of_equals_are_replaced_by_fresh_questions(monkeypatch, good, num
 
     def sample(policy, task, config, questions, seeds, **settings):
         asked.extend(zip(questions, seeds, strict=True))
-        return [make_group(float(q["n"] in good), 0.0) for q in questions]
+        return [make_rows(float(q["n"] in good), 0.0) for q in questions]
 
     monkeypatch.setattr(switched, "sample_trajectories", sample)
     rows = [{"n": n} for n in range(400)]
@@ -169,7 +153,7 @@ def test_groups_of_equals_are_replaced_by_fresh_questions(monkeypatch, good, num
 def test_a_random_reward_follows_from_the_seed_alone(monkeypatch):
     arguments, rewards = (None, None, None, [], [(0, 0, 1), (0, 0, 2)]), []
     for solved in (0.0, 1.0):
-        groups = [make_group(*[solved] * 64) for _ in range(2)]
+        groups = [make_rows(*[solved] * 64) for _ in range(2)]
         monkeypatch.setattr(switched, "sample_trajectories", lambda *_, groups=groups: groups)
         graded = switched.sample_with_random_reward(*arguments)
         rewards.append([[t.reward for t in group] for group in graded])

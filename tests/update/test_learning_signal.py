@@ -7,15 +7,13 @@ import math
 from types import SimpleNamespace
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
-from harness import alone, make_config
+from harness import alone, make_config, make_row, make_rows
 
-from engine.core.types import Completion, MicroBatch, Trajectory
+from engine.core.types import MicroBatch
 from engine.report.metrics import rollout_sums
 from engine.update.losses import (
-    cispo_loss,
     completion_means,
     kl_penalty,
     off_policy_loss,
@@ -24,26 +22,6 @@ from engine.update.losses import (
 )
 from engine.update.optimizer import LossScale
 from main import accumulate_gradient, assign_advantages, grpo_advantages, k_best_mask, token_weights
-
-
-def make_row(
-    reward: float, *, num_tokens: int = 4, truncated: bool = False, solved: bool = False
-) -> Trajectory:
-    """A trajectory of made-up tokens, each drawn where the entropy was 2 nats."""
-    completion = Completion(
-        token_ids=[7] * num_tokens,
-        log_probs=np.full(num_tokens, -1.0, np.float32),
-        entropies=np.full(num_tokens, 2.0, np.float32),
-        truncated=truncated,
-        is_inserted=np.zeros(num_tokens, bool),
-    )
-    parts = {"format": 0.5, "answer": 1.0 if solved else 0.0}
-    return Trajectory([5, 5, 5], completion, "", parts, reward)
-
-
-def make_rows(*rewards: float) -> list[Trajectory]:
-    return [make_row(reward) for reward in rewards]
-
 
 # Advantages
 
@@ -71,14 +49,6 @@ def test_equal_rewards_give_exactly_zero(divide_by_std, dtype):
     rewards = torch.full((1, 3), 0.1, dtype=dtype)
     assert grpo_advantages(rewards, divide_by_std=divide_by_std).tolist() == [[0, 0, 0]]
     assert grpo_advantages(torch.tensor([[0.1, 0.1 + 1e-7]]), divide_by_std=divide_by_std).all()
-
-
-def test_two_equal_questions_are_two_groups():
-    """The same prompt twice in a batch: each has its own baseline."""
-    groups = [make_rows(1.0, 0.0), make_rows(0.0, 0.0)]
-    assign_advantages(groups, make_config("training.k_best_of_n=[2,2]").training)
-    assert [[t.advantage for t in group] for group in groups] == [[0.5, -0.5], [0, 0]]
-    assert all(t.in_batch for group in groups for t in group)
 
 
 def test_the_k_best_are_marked_and_ties_go_to_the_lower_index():
@@ -126,22 +96,17 @@ def test_a_quarter_of_sils_gradient_comes_from_groups_of_equals():
 # What a token counts for
 
 
-@pytest.mark.parametrize(
-    ("normalization", "expected"),
-    [
-        ("dr_grpo", [[1 / 80] * 3, [1 / 80, 0, 0]]),
-        ("token", [[1 / 20] * 3, [1 / 20, 0, 0]]),
-        ("sequence", [[1 / 24] * 3, [1 / 8, 0, 0]]),
-        ("sum", [[1 / 8] * 3, [1 / 8, 0, 0]]),
-    ],
-)
-def test_token_weights_divide_by_the_counts_of_the_global_batch(normalization, expected):
+WEIGHTS = {"dr_grpo": [[1 / 80] * 3, [1 / 80, 0, 0]], "token": [[1 / 20] * 3, [1 / 20, 0, 0]]}
+WEIGHTS |= {"sequence": [[1 / 24] * 3, [1 / 8, 0, 0]], "sum": [[1 / 8] * 3, [1 / 8, 0, 0]]}
+
+
+@pytest.mark.parametrize("normalization", WEIGHTS)
+def test_token_weights_divide_by_the_counts_of_the_global_batch(normalization):
     """Rows of 3 and 1 tokens, among 8 rows and 20 tokens over all ranks; at most 10 new tokens."""
     mask = torch.tensor([[True, True, True], [True, False, False]])
-    weights = token_weights(
-        mask, normalization=normalization, num_rows=8, num_tokens=20, max_new_gen_tokens=10
-    )
-    assert torch.allclose(weights, torch.tensor(expected), rtol=1e-6, atol=0)
+    counts = {"num_rows": 8, "num_tokens": 20, "max_new_gen_tokens": 10}
+    weights = token_weights(mask, normalization=normalization, **counts)
+    assert torch.allclose(weights, torch.tensor(WEIGHTS[normalization]), rtol=1e-6, atol=0)
 
 
 def test_the_importance_of_a_token_is_its_ratio_to_the_sampler_up_to_a_limit():
@@ -195,21 +160,6 @@ def test_reinforce_and_the_ratio_have_the_same_gradient_while_the_ratio_is_one()
     assert losses == pytest.approx([0.75 * 3.0 - 0.75 * 3.5, 0.0])
 
 
-@pytest.mark.parametrize(
-    ("advantage", "ratio", "gradient"),
-    [(2, 0.1, 0.2), (2, 1.25, 2.5), (2, 3, 2.6), (-1, 0.1, -0.1), (-1, 1.25, -1.25), (-1, 3, -1.3)],
-)
-def test_cispo_trains_every_token_with_a_weight_limited_from_above(advantage, ratio, gradient):
-    """min(ratio, 1.3) A, whatever the sign of A; PPO leaves out ratios of 3 for A = 2."""
-    log_probs = torch.tensor([[math.log(ratio) - 2]], requires_grad=True)
-    advantages, old = torch.tensor([float(advantage)]), torch.tensor([[-2.0]])
-    loss, is_clipped = cispo_loss(log_probs, advantages, old, eps_high=0.3)
-    loss.sum().backward()
-    assert is_clipped.item() == (ratio > 1.3)
-    assert log_probs.grad.item() == pytest.approx(-gradient, abs=1e-6)
-    assert loss.item() == pytest.approx(-gradient * log_probs.item(), abs=1e-6)
-
-
 def test_the_mean_of_a_completion_has_a_gradient_through_its_own_tokens():
     """Completions of three tokens and of one; what stands where the mask is False is left out."""
     log_probs = torch.tensor([[-1.0, -2.0, -6.0], [-4.0, -9.0, -9.0]], requires_grad=True)
@@ -236,13 +186,6 @@ def make_compared(ratios: list[list[float]], mask: list[list[bool]], advantages:
     return (old + log_ratios).requires_grad_(), batch
 
 
-def loss_of(config, batch: MicroBatch, log_probs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The loss of each token by the config's policy_loss, and which are clipped."""
-    return off_policy_loss(
-        config.training, log_probs, batch.advantages, batch.old_log_probs, batch.completion_mask
-    )
-
-
 @pytest.mark.parametrize(
     ("advantage", "product", "gradient"),
     # of each token: ratio of the completion x A / 2 tokens x 2 tokens of weight 1
@@ -251,10 +194,11 @@ def loss_of(config, batch: MicroBatch, log_probs: torch.Tensor) -> tuple[torch.T
 def test_gspo_clips_whole_completions_by_hand(advantage, product, gradient):
     """The ratio is the root of the product of two tokens' ratios, 4 and product / 4."""
     log_probs, batch = make_compared([[4.0, product / 4, 9.0]], [[True, True, False]], [advantage])
-    config = make_config(
-        "training.policy_loss=gspo", "training.clip_eps=0.09", "training.clip_eps_high=0.2"
+    settings = ["policy_loss=gspo", "clip_eps=0.09", "clip_eps_high=0.2"]
+    training = make_config(*(f"training.{setting}" for setting in settings)).training
+    loss, is_clipped = off_policy_loss(
+        training, log_probs, batch.advantages, batch.old_log_probs, batch.completion_mask
     )
-    loss, is_clipped = loss_of(config, batch, log_probs)
     (batch.token_weights * loss).sum().backward()
     expected = torch.tensor([[-gradient, -gradient, 0.0]])
     torch.testing.assert_close(log_probs.grad, expected, rtol=0, atol=1e-6)
