@@ -4,6 +4,7 @@ import contextlib
 import csv
 import functools
 import hashlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -102,6 +103,13 @@ def real_file(*names: str) -> Path:
     if "GRPO_TEST_DATA" not in os.environ:
         pytest.skip("GRPO_TEST_DATA is not set to the folder of the real files")
     return Path(os.environ["GRPO_TEST_DATA"], *names)
+
+
+def benchmark(name: str) -> ModuleType:
+    """A script of benchmarks/, which import each other by their bare names."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        return importlib.import_module(name)
 
 
 def peak_bytes(profiler: profile) -> int:

@@ -1,7 +1,5 @@
 """What the switches of benchmarks/switched.py compute, by hand on a few rows."""
 
-import importlib
-import sys
 from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
@@ -9,15 +7,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from harness import ROOT, alone, make_config, make_policy, make_row, make_rows, make_run
+from harness import benchmark, make_config, make_policy, make_row, make_rows, make_run, sample
+from reference import distance, score
 
 import main
 from engine.questions.data import QuestionStream
 from engine.report.metrics import WATCHED
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-switched, ablations = (importlib.import_module(name) for name in ("switched", "ablations"))
-sys.path.pop(0)
+switched, ablations = map(benchmark, ("switched", "ablations"))
 
 
 def switch(monkeypatch, name: str) -> None:
@@ -67,9 +64,10 @@ def test_the_ratio_is_to_what_the_sampler_said(rotary_model_folder, monkeypatch)
     switch the first update is REINFORCE, whose loss has no ratio.
     """
     policy = make_policy(rotary_model_folder)
-    training = make_config("training.policy_loss=ppo", "training.clip_eps=0.2").training
+    run = make_run(policy, make_config("training.policy_loss=ppo", "training.clip_eps=0.2"))
+    training = run.config.training
     row = replace(make_row(1.0, num_tokens=3), advantage=1.0)
-    batch = main.make_micro_batch([row], training, alone(), num_rows=1, num_tokens=3)
+    batch = main.make_micro_batch([row], training, run.world, num_rows=1, num_tokens=3)
     with torch.no_grad():
         log_probs = policy.scorer(batch.input_ids, batch.completion_mask, temperature=1.0)[0, 3:]
     row.completion.log_probs[:] = log_probs.numpy() - np.log([1.5, 1.0, 0.5])
@@ -77,10 +75,30 @@ def test_the_ratio_is_to_what_the_sampler_said(rotary_model_folder, monkeypatch)
     plain = main.accumulate_gradient(policy, batch, training, {})
     assert plain.item() == pytest.approx(-weight * log_probs.sum().item(), rel=1e-4)
     switch(monkeypatch, "ratio-to-sampler")
-    batch = main.make_micro_batch([row], training, alone(), num_rows=1, num_tokens=3)
+    batch = main.make_micro_batch([row], training, run.world, num_rows=1, num_tokens=3)
     loss = main.accumulate_gradient(policy, batch, training, sums)
     assert loss.item() == pytest.approx(-weight * (1.2 + 1.0 + 0.5), rel=1e-4)
     assert sums["train/clip_frac"].tolist() == [1, 3]
+
+
+def test_a_bf16_copy_that_scores_as_it_samples_hands_gradients_on(rotary_model_folder, monkeypatch):
+    """With eager attention, whose numbers are the same for a token alone and in a whole row."""
+    options = ["model.compute_dtype=bfloat16", "model.attn_implementation=eager"]
+    prompts, gradients, mismatches = [[5, 9, 30], [40, 41]], [], []
+    for wrap in (main.wrap_policy, switched.score_in_the_sampler):
+        monkeypatch.setattr(main, "wrap_policy", wrap)
+        policy = make_policy(rotary_model_folder, *options)
+        ((one, _), (other, _)) = sample(policy, prompts, num_samples=2, max_new_tokens=12)
+        completions = [one.token_ids, other.token_ids]
+        log_probs, mask = score(policy, prompts, completions, pad_id=policy.params.pad_id)
+        log_probs[mask].sum().backward()
+        sampled = torch.from_numpy(np.concatenate([one.log_probs, other.log_probs]))
+        mismatches.append(float((log_probs[mask] - sampled).abs().mean()))
+        assert {p.grad.dtype for p in policy.model.parameters()} == {torch.float32}
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.model.parameters()]).numpy())
+    assert all(p.grad is None for p in policy.sampler.parameters())
+    assert mismatches[1] < 1e-5 < 1e-3 < mismatches[0]
+    assert 1e-4 < distance(gradients[1], gradients[0]) < 0.1
 
 
 # Advantages
