@@ -101,16 +101,10 @@ def gradient(policy: Policy, groups, config, world: World | None = None) -> np.n
 
 def sample(policy: Policy, config, *, num_samples: int = 4) -> list[main.Trajectory]:
     examples = [{"nums": [n], "target": n} for n in (3, 17)]
-    groups = main.sample_trajectories(
-        policy,
-        countdown,
-        config,
-        examples,
-        [(0, seed(), 0), (0, seed(), 1)],
-        replace(policy.params, temperature=config.sampling.temperature, group_size=num_samples),
-        Clock(),
-        Logger(rank=1),
-    )
+    seeds, temperature = [(0, seed(), 0), (0, seed(), 1)], config.sampling.temperature
+    params = replace(policy.params, temperature=temperature, group_size=num_samples)
+    asked = (policy, countdown, config, examples, seeds, params)
+    groups = main.sample_trajectories(*asked, Clock(), Logger(rank=1))
     return [trajectory for group in groups for trajectory in group]
 
 
@@ -141,10 +135,8 @@ TARGETS |= {"all-linear": EVERY}
 
 
 @pytest.mark.parametrize(("targets", "layers"), TARGETS.items())
-def test_the_layers_that_are_named_have_an_adapter_and_are_saved_in_order(
-    rotary_model_folder, tmp_path, targets, layers
-):
-    """Bug: peft keeps the layers' names in a set, whose order differed from run to run."""
+def test_layers_that_are_named_have_an_adapter(rotary_model_folder, tmp_path, targets, layers):
+    """Bug: peft keeps their names in a set, whose order, in the saved config, differed by run."""
     model = make_policy(rotary_model_folder, f"{LORA[:-1]}, target_modules: {targets}}}").model
     adapted = {name.split(".lora_")[0] for name, _ in model.named_parameters() if ".lora_" in name}
     assert adapted == {f"model.layers.{i}.{layer}" for i in (0, 1) for layer in layers}
@@ -395,9 +387,7 @@ def test_what_cannot_be_pushed_is_said_once_all_is_saved(exported, finished):
     assert last.startswith("error: ") and "offline" in last
 
 
-def test_best_is_an_adapter_that_loads_from_anywhere(
-    finished, rotary_model_folder, tmp_path, monkeypatch
-):
+def test_best_loads_from_anywhere(finished, rotary_model_folder, tmp_path, monkeypatch):
     best = finished / "best"
     saved = json.loads((best / "adapter_config.json").read_text())
     assert Path(saved["base_model_name_or_path"]) == rotary_model_folder
@@ -507,13 +497,10 @@ def test_the_copy_in_4_bits_is_the_merged_model_rounded(exported, finished):
 # A user's mistakes: one line
 
 
-@pytest.mark.parametrize(
-    ("package", "key"), [("peft", "model.lora"), ("bitsandbytes", "model.load_in_4bit = true")]
-)
-def test_a_missing_package_is_named_with_what_installs_it(
-    rotary_model_folder, monkeypatch, package, key
-):
+@pytest.mark.parametrize("package", ["peft", "bitsandbytes"])
+def test_a_missing_package_is_named(rotary_model_folder, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
+    key = {"peft": "model.lora", "bitsandbytes": "model.load_in_4bit = true"}[package]
     with pytest.raises(ValueError, match=rf"^{key}: needs a package: pip install {package}==\d"):
         make_policy(rotary_model_folder, LORA, *[IN_4BIT] * (package == "bitsandbytes"))
 

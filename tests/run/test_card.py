@@ -28,9 +28,7 @@ HUB = ("model.name=Qwen/Qwen2.5-0.5B", "task.name=gsm8k", "task.train=openai/gsm
 QUESTION = {"nums": [3, 4], "target": 12}
 
 
-def card_of(
-    *overrides: str, step: int = 5, tokenizer: PreTrainedTokenizerFast | None = None
-) -> str:
+def card_of(*overrides: str, step: int = 5, tokenizer: object = None) -> str:
     empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))
     run = SimpleNamespace(
         config=make_config(*overrides),

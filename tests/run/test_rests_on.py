@@ -7,15 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import (
-    NUMBERS,
-    alone,
-    make_config,
-    run_on_ranks,
-    train,
-    train_forked,
-    write_questions,
-)
+from harness import NUMBERS, alone, make_config, run_on_ranks, train, train_forked, write_questions
 from transformers import AutoModelForCausalLM
 
 from engine.core.config import Config, ConfigError

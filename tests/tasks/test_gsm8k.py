@@ -342,12 +342,8 @@ PIECES = [
 ]
 piece = st.sampled_from(PIECES) | st.text(st.characters(), max_size=5)
 any_text = st.lists(piece, max_size=20).map("".join)
-STYLES = [
-    {"prompt_style": "plain"},
-    {"prompt_style": "plain", "grading": "official"},
-    {"prompt_style": "tags"},
-    {"prompt_style": "tags", "tag_grading": "strict"},
-]
+STYLES = [{"prompt_style": style} for style in ("plain", "tags")]
+STYLES += [STYLES[0] | {"grading": "official"}, STYLES[1] | {"tag_grading": "strict"}]
 
 
 @settings(max_examples=500, deadline=None)

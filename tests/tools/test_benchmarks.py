@@ -20,14 +20,9 @@ def run_quickly(
     python: Path, script: str, *arguments: str, size: str = "--quick", **environment: str
 ) -> str:
     """What a benchmark prints on the smallest sizes."""
-    result = subprocess.run(
-        [python, f"benchmarks/{script}", *size.split(), *arguments],
-        cwd=ROOT,
-        env=USERS_ENVIRONMENT | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [python, f"benchmarks/{script}", *size.split(), *arguments]
+    told = {"capture_output": True, "text": True, "timeout": 120}
+    result = subprocess.run(command, cwd=ROOT, env=USERS_ENVIRONMENT | environment, **told)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -93,7 +93,7 @@ def test_a_bf16_copy_that_scores_as_it_samples_hands_gradients_on(rotary_model_f
         log_probs, mask = score(policy, prompts, completions, pad_id=policy.params.pad_id)
         log_probs[mask].sum().backward()
         sampled = torch.from_numpy(np.concatenate([one.log_probs, other.log_probs]))
-        mismatches.append(float((log_probs[mask] - sampled).abs().mean()))
+        mismatches.append((log_probs[mask] - sampled).abs().mean().item())
         assert {p.grad.dtype for p in policy.model.parameters()} == {torch.float32}
         gradients.append(torch.cat([p.grad.flatten() for p in policy.model.parameters()]).numpy())
     assert all(p.grad is None for p in policy.sampler.parameters())
