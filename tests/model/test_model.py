@@ -7,17 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import (
-    CPU,
-    SIZES,
-    alone,
-    change_json,
-    make_config,
-    make_policy,
-    save_random,
-    seed,
-    tokens_of,
-)
+from harness import SIZES, alone, change_json, make_config, make_policy, save_random, tokens_of
 from reference import COMPLETIONS, PROMPTS, score
 from tokenizers import Tokenizer
 from transformers import (
@@ -206,7 +196,7 @@ def chat_folder(tokenizer, tmp_path_factory) -> Path:
 def written(policy: Policy, text: str) -> str:
     """What is kept of a completion in which the model draws the tokens of this text."""
     ids = policy.tokenizer.encode(text, add_special_tokens=False)
-    record = Record(1, policy.params, CPU)
+    record = Record(1, policy.params, policy.model.device)
     for token_id in ids:
         write(record, torch.tensor([token_id]), torch.zeros(1), torch.zeros(1))
     (completion,) = record.completions()
@@ -342,9 +332,7 @@ def save_encoder(folder: Path) -> None:
     """A random BERT, which sees the words behind a word, in place of the model."""
     vocab_size = AutoModelForCausalLM.from_pretrained(folder).config.vocab_size
     config = BertConfig(vocab_size=vocab_size, initializer_range=0.5, **SIZES)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed())
-        BertLMHeadModel(config).save_pretrained(folder)
+    save_random(BertLMHeadModel, config, AutoTokenizer.from_pretrained(folder), folder)
 
 
 def write_pointer(folder: Path) -> None:

@@ -66,11 +66,6 @@ def figures(folder: Path) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.startswith("eval/")}
 
 
-def best_row(trained: Path) -> dict:
-    """What training logged of best/: the highest pass@1, the earliest on ties."""
-    return max(read_rows(trained / "x"), key=lambda row: row["eval/pass@1"])
-
-
 # Whole runs
 
 
@@ -113,7 +108,8 @@ def test_a_runs_own_models_are_evaluated_into_its_folder(tmp_path):
 
 
 def test_an_evaluation_measures_what_training_measured_of_the_same_model(evaluated, trained):
-    measured, logged = figures(evaluated[0]), best_row(trained)
+    measured = figures(evaluated[0])  # of best/: the highest pass@1, the earliest on ties
+    logged = max(read_rows(trained / "x"), key=lambda row: row["eval/pass@1"])
     logged_figures = {name: value for name, value in logged.items() if name.startswith("eval/")}
     assert len(logged_figures) == 8 and 0 < logged["eval/pass@1"] < 1
     assert measured.items() >= logged_figures.items()

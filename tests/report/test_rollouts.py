@@ -49,21 +49,18 @@ def kept(run: Run) -> list[dict]:
 # Tokens as texts
 
 
-@pytest.mark.parametrize(
-    "text", ["", "12 and 34", "é", "3 €\n😀😀", "日本", "\N{REPLACEMENT CHARACTER}x"]
-)
-def test_the_texts_of_tokens_join_to_the_completion(tokenizer, text):
-    """The tokenizer has a token for each byte of the characters that it was not trained on."""
-    ids = tokenizer.encode(text)
-    texts = rollouts.token_texts(ids, tokenizer)
-    assert len(texts) == len(ids) and "".join(texts) == text
-
-
-def test_the_token_that_completes_a_character_has_all_of_it(tokenizer):
+def test_the_texts_of_tokens_join_to_the_completion(tokenizer):
+    """The tokenizer has a token for each byte of the characters that it was not trained on: the
+    token that completes a character has all of it."""
+    replacement = "\N{REPLACEMENT CHARACTER}"
+    for text in ("", "12 and 34", "é", "3 €\n😀😀", "日本", f"{replacement}x"):
+        ids = tokenizer.encode(text)
+        texts = rollouts.token_texts(ids, tokenizer)
+        assert len(texts) == len(ids) and "".join(texts) == text
     ids = tokenizer.encode("€1")
     assert len(ids) == 4
     assert rollouts.token_texts(ids, tokenizer) == ["", "", "€", "1"]
-    cut, replacement = rollouts.token_texts(ids[:2], tokenizer), "\N{REPLACEMENT CHARACTER}"
+    cut = rollouts.token_texts(ids[:2], tokenizer)
     assert cut == ["", tokenizer.decode(ids[:2])] and set(cut[1]) == {replacement}
 
 

@@ -17,13 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import countdown
-from countdown import (
-    Options,
-    answer_reward_function,
-    format_reward_function,
-    parse_question,
-    question_key,
-)
+from countdown import Options, answer_reward_function, format_reward_function, question_key
 from engine.questions.tasks import is_in_split
 
 NUMS, TARGET = [3, 7, 25], 46  # 25 + 3 * 7
@@ -293,13 +287,13 @@ def test_extract_answer_is_the_first_block_without_spaces():
 def test_a_typed_question_is_understood_or_answered_with_an_example():
     texts = ["numbers: 3, 7, 25, target: 46", "Numbers: [3, 7, 25]; Target: 46\n"]
     for text in (*texts, "numbers: 3 7 25, target: 46", "number 3 7 25 target 46"):
-        assert parse_question(text) == EXAMPLE
+        assert countdown.parse_question(text) == EXAMPLE
     texts = ["", "3 7 25", "numbers: 3 7 25", "target: 46", "numbers: , target: 46"]
     texts += [f"numbers: 3 {wrong}, target: 46" for wrong in ("7.5", "x", "[] 7", "9" * 5_000)]
     texts += [f"numbers: 3 7 25, target: {wrong}" for wrong in ("4.6", "46, please", "9" * 5_000)]
     for text in texts:
         with pytest.raises(ValueError, match="numbers: 3 7 25, target: 46"):
-            parse_question(text)
+            countdown.parse_question(text)
 
 
 def test_the_prompt_poses_the_question_opens_the_think_block_and_shows_an_answer_that_is_paid():

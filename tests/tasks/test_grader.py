@@ -8,10 +8,9 @@ import sys
 from contextlib import suppress
 from fractions import Fraction
 from itertools import combinations, permutations
-from pathlib import Path
 
 import pytest
-from harness import assert_linear, cpu_seconds, real_file
+from harness import ROOT, assert_linear, cpu_seconds, real_file
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +18,6 @@ from tasks import grader
 from tasks.grader import grade, is_equal, last_boxed, literal, normal_answer, normalise
 from tasks.grader_worker import WORKER, WorkerLost
 
-ROOT = Path(__file__).parents[2]
 MILLION = 1_000_000
 
 

@@ -11,18 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tasks import gsm8k
-from tasks.gsm8k import (
-    MAX_MARKS,
-    MAX_TAIL_CHARS,
-    REWARD_PARTS,
-    Options,
-    is_lenient_solved,
-    lenient_answer,
-    parse_question,
-    parse_row,
-)
+from tasks.gsm8k import REWARD_PARTS, Options, lenient_answer, parse_question, parse_row
 
 MILLION = 1_000_000
+MAX_MARKS, MAX_TAIL_CHARS = gsm8k.MAX_MARKS, gsm8k.MAX_TAIL_CHARS
 ROW = {"question": "What is 2 * 9?", "answer": "2 * 9 = <<2*9=18>>18\n#### 18"}
 MINUS = "\N{MINUS SIGN}"
 
@@ -243,8 +235,8 @@ LENIENT |= {"18" + " " * (MAX_TAIL_CHARS - 1): None, "18" + " " * (MAX_TAIL_CHAR
 
 def test_the_lenient_answer_is_the_last_number():
     assert {text: lenient_answer(text) for text in LENIENT} == LENIENT
-    assert is_lenient_solved("So it is 18.", ROW, options=Options(grading="official"))
-    assert not is_lenient_solved("So it is 18, not 19.", ROW, options=Options())
+    assert gsm8k.is_lenient_solved("So it is 18.", ROW, options=Options(grading="official"))
+    assert not gsm8k.is_lenient_solved("So it is 18, not 19.", ROW, options=Options())
 
 
 @pytest.mark.parametrize("dash", "\u02d7\u2010\u2012\u2013\u2014\u2015\u2796\ufe63\uff0d\u00b1")

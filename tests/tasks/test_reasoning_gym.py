@@ -89,12 +89,8 @@ def pay(completion: str, example: dict, options: Options) -> tuple[float, ...]:
 def test_the_answer_is_the_last_block_or_else_the_whole_completion():
     example, options = example_of("spell_backward")
     gold = example["answer"]
-    for completion in (
-        f" {gold}\n",
-        f"<think>x <answer>x</answer></think>\n{gold}",
-        f"<answer>x</answer> no: <answer> {gold} </answer> done",
-        f"<answer>{gold}",
-    ):
+    right = [f" {gold}\n", f"<think>x <answer>x</answer></think>\n{gold}", f"<answer>{gold}"]
+    for completion in (*right, f"<answer>x</answer> no: <answer> {gold} </answer> done"):
         assert pay(completion, example, options) == (1, 1, 0), completion
     for completion in ("", "<answer></answer>", f"{gold} <answer>x</answer>", "\0\ud800" * 10**6):
         answer, partial, timeout = pay(completion, example, options)

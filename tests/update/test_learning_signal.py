@@ -13,13 +13,7 @@ from harness import alone, make_config, make_row, make_rows
 
 from engine.core.types import MicroBatch
 from engine.report.metrics import rollout_sums
-from engine.update.losses import (
-    completion_means,
-    kl_penalty,
-    off_policy_loss,
-    ppo_loss,
-    truncated_importance,
-)
+from engine.update import losses
 from engine.update.optimizer import LossScale
 from main import accumulate_gradient, assign_advantages, grpo_advantages, k_best_mask, token_weights
 
@@ -112,7 +106,7 @@ def test_token_weights_divide_by_the_counts_of_the_global_batch(normalization):
 def test_the_importance_of_a_token_is_its_ratio_to_the_sampler_up_to_a_limit():
     """Tokens that are twice, half and four times as likely as when they were sampled."""
     log_probs, sampler_log_probs = torch.tensor([[0.8, 0.1, 0.4], [0.4, 0.2, 0.1]]).log()[:, None]
-    ratios = truncated_importance(log_probs, sampler_log_probs, clip=3.0)
+    ratios = losses.truncated_importance(log_probs, sampler_log_probs, clip=3.0)
     assert torch.allclose(ratios, torch.tensor([[2.0, 0.5, 3.0]]))
 
 
@@ -130,7 +124,7 @@ def test_the_clip_cuts_what_goes_too_far_and_only_that(advantage, ratio, gradien
     """min(ratio A, clip(ratio) A), with a clip that is wider above, as DAPO's clip-higher."""
     log_probs = torch.tensor([[math.log(ratio) - 2]], requires_grad=True)
     advantages, old = torch.tensor([float(advantage)]), torch.tensor([[-2.0]])
-    loss, is_clipped = ppo_loss(log_probs, advantages, old, eps=0.2, eps_high=0.3)
+    loss, is_clipped = losses.ppo_loss(log_probs, advantages, old, eps=0.2, eps_high=0.3)
     loss.sum().backward()
     assert -log_probs.grad.item() == pytest.approx(gradient, abs=1e-6)
     assert is_clipped.item() == (gradient == 0)
@@ -140,7 +134,7 @@ def test_the_clip_cuts_what_goes_too_far_and_only_that(advantage, ratio, gradien
 
 def test_reinforce_and_the_ratio_have_the_same_gradient_while_the_ratio_is_one():
     """Though their losses differ: at ratio 1 a group's ratio loss is 0, its gradient is not."""
-    gradients, losses = [], []
+    gradients, found = [], []
     for is_first in (True, False):
         log_probs, batch = make_compared([[1.0, 1.0], [1.0, 1.0]], [[True] * 2] * 2, [0.75, -0.75])
         with torch.no_grad():
@@ -153,18 +147,18 @@ def test_reinforce_and_the_ratio_have_the_same_gradient_while_the_ratio_is_one()
             loss_scale=LossScale(enabled=False),
         )
         training = make_config("training.num_iterations=2").training
-        losses.append(accumulate_gradient(policy, batch, training, {}))
+        found.append(accumulate_gradient(policy, batch, training, {}))
         gradients.append(log_probs.grad)
     assert torch.allclose(*gradients)
     assert gradients[0].tolist() == [[-0.75, -0.75], [0.75, 0.75]]
-    assert losses == pytest.approx([0.75 * 3.0 - 0.75 * 3.5, 0.0])
+    assert found == pytest.approx([0.75 * 3.0 - 0.75 * 3.5, 0.0])
 
 
 def test_the_mean_of_a_completion_has_a_gradient_through_its_own_tokens():
     """Completions of three tokens and of one; what stands where the mask is False is left out."""
     log_probs = torch.tensor([[-1.0, -2.0, -6.0], [-4.0, -9.0, -9.0]], requires_grad=True)
     mask = torch.tensor([[True, True, True], [True, False, False]])
-    means = completion_means(log_probs, mask)
+    means = losses.completion_means(log_probs, mask)
     assert means.tolist() == [[-3.0] * 3, [-4.0] * 3]
     (means * torch.tensor([[1.0, 1.0, 1.0], [5.0, 0.0, 0.0]])).sum().backward()
     torch.testing.assert_close(log_probs.grad, torch.tensor([[1.0, 1.0, 1.0], [5.0, 0.0, 0.0]]))
@@ -196,7 +190,7 @@ def test_gspo_clips_whole_completions_by_hand(advantage, product, gradient):
     log_probs, batch = make_compared([[4.0, product / 4, 9.0]], [[True, True, False]], [advantage])
     settings = ["policy_loss=gspo", "clip_eps=0.09", "clip_eps_high=0.2"]
     training = make_config(*(f"training.{setting}" for setting in settings)).training
-    loss, is_clipped = off_policy_loss(
+    loss, is_clipped = losses.off_policy_loss(
         training, log_probs, batch.advantages, batch.old_log_probs, batch.completion_mask
     )
     (batch.token_weights * loss).sum().backward()
@@ -211,7 +205,7 @@ def test_gspo_clips_whole_completions_by_hand(advantage, product, gradient):
 def test_the_kl_penalty_by_hand():
     """k3 = exp(x) - x - 1 at x = ref - current: 0 at 0, e - 2 at 1, 1/e at -1."""
     log_probs = torch.tensor([[-2.0, -2.0, -2.0]], requires_grad=True)
-    kl = kl_penalty(log_probs, torch.tensor([[-2.0, -1.0, -3.0]]))
+    kl = losses.kl_penalty(log_probs, torch.tensor([[-2.0, -1.0, -3.0]]))
     assert kl[0].tolist() == pytest.approx([0, math.e - 2, 1 / math.e], rel=1e-6)
     kl.sum().backward()  # 1 - exp(x): rise where the reference is higher, fall where it is lower
     assert log_probs.grad[0].tolist() == pytest.approx([0, 1 - math.e, 1 - 1 / math.e], rel=1e-6)
@@ -221,7 +215,7 @@ def test_the_kl_penalty_by_hand():
 def test_the_kl_penalty_of_a_token_far_from_the_reference_is_finite(log_ratio):
     """exp(100) is infinite in float32; and no gradient drives the token further away."""
     log_probs = torch.tensor([[-1.0 - log_ratio]], requires_grad=True)
-    kl = kl_penalty(log_probs, torch.tensor([[-1.0]]))
+    kl = losses.kl_penalty(log_probs, torch.tensor([[-1.0]]))
     kl.sum().backward()
     assert kl.isfinite().all() and kl.item() > 8
     assert log_probs.grad.isfinite().all() and log_probs.grad.item() * log_ratio <= 0
@@ -231,11 +225,11 @@ def test_the_kl_penalty_is_never_below_zero_and_zero_at_the_reference():
     """exp(x) - x - 1 in float32 rounds to -6e-8 at some small x."""
     small = torch.logspace(-12, 1, 20_001)
     log_ratios = torch.cat([small, -small, torch.zeros(1)])
-    kl = kl_penalty(torch.full_like(log_ratios, 0.0), log_ratios)
+    kl = losses.kl_penalty(torch.full_like(log_ratios, 0.0), log_ratios)
     assert (kl >= 0).all() and kl[-1] == 0
     exact = torch.expm1(log_ratios.double()) - log_ratios.double()
     assert torch.allclose(kl.double(), exact, rtol=1e-3, atol=1e-9)
-    assert kl_penalty(log_ratios, log_ratios).count_nonzero() == 0
+    assert losses.kl_penalty(log_ratios, log_ratios).count_nonzero() == 0
 
 
 # What a step logs of its rollouts
