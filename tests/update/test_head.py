@@ -39,11 +39,11 @@ def kept_bytes(request, monkeypatch) -> None:
     monkeypatch.setattr(head, "KEPT_BYTES", request.param)
 
 
-def made_up(*, bias: bool) -> tuple[torch.Tensor, nn.Linear, torch.Tensor]:
+def made_up(dtype: torch.dtype, *, bias: bool) -> tuple[torch.Tensor, nn.Linear, torch.Tensor]:
     """Hidden states (M, H), far from 0, a head and token ids (M,), first and last among them."""
     torch.manual_seed(seed())
-    hidden = (10 * torch.randn(M, H)).requires_grad_()
-    return hidden, nn.Linear(H, V, bias=bias), torch.tensor([0, V - 1, 4, 5, 5])
+    hidden = (10 * torch.randn(M, H, dtype=dtype)).requires_grad_()
+    return hidden, nn.Linear(H, V, bias=bias, dtype=dtype), torch.tensor([0, V - 1, 4, 5, 5])
 
 
 def naive(hidden, linear, token_ids, *, temperature):
@@ -57,20 +57,21 @@ def naive(hidden, linear, token_ids, *, temperature):
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("bias", [True, False])
-def test_it_is_log_softmax_for_any_loss(monkeypatch, kept_bytes, columns, temperature, bias):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_it_is_log_softmax_for_any_loss(monkeypatch, kept_bytes, columns, temperature, bias, dtype):
     """A loss that is not linear, such as a ratio's, and logits far from 0."""
     monkeypatch.setattr(head, "CPU_BLOCK_BYTES", 4 * M * columns)
-    hidden, linear, token_ids = made_up(bias=bias)
+    hidden, linear, token_ids = made_up(dtype, bias=bias)
     inputs, results = [hidden, *linear.parameters()], []
     for function in (head_log_probs, naive):
         log_probs = function(hidden, linear, token_ids, temperature=temperature)
         loss = (log_probs / 10).exp().sum()
         results.append([log_probs, *torch.autograd.grad(loss, inputs)])
-    # The rounding of a logit is a relative error of its probability: half a bit of fp32 (2**-24)
+    # The rounding of a logit is a relative error of its probability: half a bit (2**-24 in fp32)
     # times its size. Each of the two computations rounds a logit and a few sums of them. A gradient
     # is a sum of terms that may cancel, as 1 - p does: it errs by as much as their sizes.
     logits = linear(hidden).detach() / temperature
-    tolerance = 4 * 2**-24 * logits.abs().max().item()
+    tolerance = 4 * torch.finfo(dtype).eps / 2 * logits.abs().max().item()
     assert tolerance < 1e-4  # or it would say nothing
     log_probs = results[1][0].detach()
     terms = logits.softmax(dim=-1) + F.one_hot(token_ids, V)  # (M, V)
