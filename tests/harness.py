@@ -4,6 +4,7 @@ import contextlib
 import csv
 import functools
 import hashlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -40,7 +42,7 @@ import engine.run.load
 import main
 from engine.core.config import Config
 from engine.core.distributed import World
-from engine.core.types import Completion, Log, Seed
+from engine.core.types import Completion, Log, Seed, Trajectory
 from engine.model.policy import Policy
 from engine.questions.data import load_examples
 from engine.questions.tasks import load_task
@@ -101,6 +103,13 @@ def real_file(*names: str) -> Path:
     if "GRPO_TEST_DATA" not in os.environ:
         pytest.skip("GRPO_TEST_DATA is not set to the folder of the real files")
     return Path(os.environ["GRPO_TEST_DATA"], *names)
+
+
+def benchmark(name: str) -> ModuleType:
+    """A script of benchmarks/, which import each other by their bare names."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        return importlib.import_module(name)
 
 
 def peak_bytes(profiler: profile) -> int:
@@ -322,6 +331,21 @@ def load_rows(
 
 
 # Rewards by construction
+
+
+def make_row(
+    reward: float, *, num_tokens: int = 4, truncated: bool = False, solved: bool = False
+) -> Trajectory:
+    """A trajectory of made-up tokens, each drawn where the entropy was 2 nats."""
+    log_probs, entropies = np.full((2, num_tokens), [[-1.0], [2.0]], np.float32)
+    none = np.zeros(num_tokens, bool)
+    completion = Completion([7] * num_tokens, log_probs, entropies, truncated, is_inserted=none)
+    parts = {"format": 0.5, "answer": 1.0 if solved else 0.0}
+    return Trajectory([5, 5, 5], completion, "", parts, reward)
+
+
+def make_rows(*rewards: float) -> list[Trajectory]:
+    return [make_row(reward) for reward in rewards]
 
 
 def by_text(reward_function: Callable[..., dict]) -> Callable[..., dict]:

@@ -21,22 +21,13 @@ from main import DecodeBatch
 PROMPTS = [[5, 9, 30], [40, 41, 42, 43, 44, 45, 46, 47, 48], [7], [60, 5, 61, 5, 62]]
 NUM_TOKENS = 12
 ATOL = 1e-4  # of log-probabilities in fp32
-SIZES = harness.SIZES | {
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,  # far from uniform, so that a mistake shows
-}
+SIZES = harness.SIZES | {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256}
+SIZES |= {"initializer_range": 0.2}  # far from uniform, so that a mistake shows
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LINEAR = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-    "shared_expert_intermediate_size": 32,
-}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+LINEAR |= {"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
+LINEAR |= {"shared_expert_intermediate_size": 32}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
 GRANITE = MAMBA | {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 0}
 GRANITE |= {"logits_scaling": 4.0, "shared_intermediate_size": 64}
@@ -138,9 +129,7 @@ def test_the_readme_says_what_a_family_can_do(family, monkeypatch):
     """Its row: fast path, captured, chunked head, LoRA, 4 bits."""
     name, folder, overrides = family
     install_graphs(monkeypatch)
-    monkeypatch.setattr(
-        "engine.run.load.MAX_LOGITS_BYTES", 0
-    )  # so that the head is tried in blocks
+    monkeypatch.setattr("engine.run.load.MAX_LOGITS_BYTES", 0)  # the head is tried in blocks
     policy = make_policy(folder, *overrides)
     can = [
         policy.backend == "grouped",
@@ -157,18 +146,17 @@ def test_the_readme_says_what_a_family_can_do(family, monkeypatch):
 
 
 VISION = {"hidden_size": 32, "intermediate_size": 32}
-QWEN_VISION = VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 32}
 GEMMA_VISION = VISION | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+SEEING = {  # model types, the family of the text part and what the vision's config is given
+    "qwen3_5": ("Qwen3.5", VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 32}),
+    "gemma3": ("Gemma 3", GEMMA_VISION),
+}
 
 
-@pytest.mark.parametrize(
-    ("model_type", "family", "vision"),
-    [("qwen3_5", "Qwen3.5", QWEN_VISION), ("gemma3", "Gemma 3", GEMMA_VISION)],
-)
-def test_of_models_that_see_the_text_part_is_trained(
-    tokenizer, tmp_path, model_type, family, vision
-):
+@pytest.mark.parametrize("model_type", SEEING)
+def test_of_models_that_see_the_text_part_is_trained(tokenizer, tmp_path, model_type):
     """transformers finds Qwen3.5's itself; others' is saved first, as docs/models.md says."""
+    family, vision = SEEING[model_type]
     text_type, sizes = FAMILIES[family]
     text = AutoConfig.for_model(text_type, **tokens_of(tokenizer), **sizes).to_dict()
     config = AutoConfig.for_model(model_type, text_config=text, vision_config=vision)

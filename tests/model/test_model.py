@@ -1,24 +1,13 @@
 """The policy: what it scores, and how it is loaded from folders with surprises in them."""
 
 import copy
-import functools
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from harness import (
-    CPU,
-    SIZES,
-    alone,
-    change_json,
-    make_config,
-    make_policy,
-    save_random,
-    seed,
-    tokens_of,
-)
+from harness import SIZES, alone, change_json, make_config, make_policy, save_random, tokens_of
 from reference import COMPLETIONS, PROMPTS, score
 from tokenizers import Tokenizer
 from transformers import (
@@ -32,7 +21,6 @@ from transformers import (
 )
 
 import countdown
-from engine.model.load import load_model_and_tokenizer
 from engine.model.policy import Policy
 from engine.model.tokenizer import load_tokenizer
 from engine.questions.prompts import completion_text, end_of_turn, render_prompt
@@ -89,20 +77,15 @@ def test_the_token_that_stands_after_the_end_changes_nothing(model_folder):
 # Loading the model: precision, dropout, ends
 
 
-@pytest.fixture
-def bf16_folder(absolute_model_folder: Path, tmp_path: Path) -> Path:
-    """The GPT-2, whose embeddings are tied, with its weights saved in bf16."""
-    folder = shutil.copytree(absolute_model_folder, tmp_path / "bf16")
-    model = AutoModelForCausalLM.from_pretrained(folder).to(torch.bfloat16)
-    model.save_pretrained(folder)
-    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
-    return folder
-
-
-def test_weights_and_adamw_moments_are_fp32_though_the_folder_holds_bf16(bf16_folder):
+def test_weights_and_adamw_moments_are_fp32_though_the_folder_holds_bf16(
+    absolute_model_folder, tmp_path
+):
     """At a learning rate of 1e-6 bf16 weights would stay where they are; over 99% of these move."""
+    folder = copy_of(absolute_model_folder, tmp_path)
+    AutoModelForCausalLM.from_pretrained(folder).to(torch.bfloat16).save_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
     learning_rate = "training.learning_rate=1e-6"
-    policy = make_policy(bf16_folder, learning_rate)
+    policy = make_policy(folder, learning_rate)
     parameters = list(policy.model.parameters())
     assert {p.dtype for p in parameters} == {torch.float32}
     before = [p.detach().clone() for p in parameters]
@@ -115,17 +98,6 @@ def test_weights_and_adamw_moments_are_fp32_though_the_folder_holds_bf16(bf16_fo
     used = torch.cat([(p.grad != 0).flatten() for p in parameters])  # others: unused positions
     has_moved = [(p != old).flatten() for p, old in zip(parameters, before, strict=True)]
     assert torch.cat(has_moved)[used].sum() > 0.99 * used.sum() > 30_000
-
-
-def test_bf16_compute_leaves_the_weights_and_their_gradients_in_fp32(rotary_model_folder):
-    policy = make_policy(rotary_model_folder, "model.compute_dtype=bfloat16")
-    log_probs, mask = score(policy, PROMPTS, COMPLETIONS)
-    log_probs[mask].sum().backward()
-    assert log_probs.dtype == torch.float32
-    assert {p.dtype for p in policy.model.parameters()} == {torch.float32}
-    assert {p.grad.dtype for p in policy.model.parameters()} == {torch.float32}
-    exact, _ = score(make_policy(rotary_model_folder), PROMPTS, COMPLETIONS)
-    assert 1e-5 < (log_probs - exact)[mask].abs().max() < 0.5
 
 
 def test_with_bf16_a_copy_in_bf16_samples_and_follows_the_weights(rotary_model_folder):
@@ -153,17 +125,6 @@ def test_the_dropout_in_a_folders_config_is_off(model_folder):
     assert torch.equal(first, second)
     policy.model.eval()
     assert torch.allclose(score(policy, PROMPTS, COMPLETIONS)[0][mask], first[mask], atol=1e-6)
-
-
-def test_gradient_checkpointing_changes_no_gradient(model_folder):
-    gradients = []
-    for checkpointing in (False, True):
-        policy = make_policy(model_folder, f"model.gradient_checkpointing={checkpointing}")
-        policy.model.train()
-        log_probs, mask = score(policy, PROMPTS, COMPLETIONS)
-        log_probs[mask].sum().backward()
-        gradients.append(gradient_of(policy))
-    assert (gradients[0] - gradients[1]).norm() <= 1e-6 * gradients[0].norm()
 
 
 # Loading the tokenizer
@@ -213,17 +174,6 @@ def test_a_missing_pad_token_becomes_eos_with_a_message(absolute_model_folder, t
     assert any("no pad token: its eos token is used" in line for line in lines)
 
 
-def test_the_same_tokenizer_is_loaded_from_a_saved_policy(rotary_model_folder, tmp_path):
-    """best/ goes through the same check, so its tokens are those that were trained."""
-    policy = make_policy(rotary_model_folder)
-    policy.model.save_pretrained(tmp_path)
-    policy.tokenizer.save_pretrained(tmp_path)
-    again = load_tokenizer(make_config(f"model.name={tmp_path}"), lambda line: None)
-    text = "Use the numbers [12, 345]\n<answer>7</answer>"
-    assert again.encode(text) == policy.tokenizer.encode(text)
-    assert again.get_vocab() == policy.tokenizer.get_vocab()
-
-
 # Where a completion ends
 
 TURNS = (
@@ -246,7 +196,7 @@ def chat_folder(tokenizer, tmp_path_factory) -> Path:
 def written(policy: Policy, text: str) -> str:
     """What is kept of a completion in which the model draws the tokens of this text."""
     ids = policy.tokenizer.encode(text, add_special_tokens=False)
-    record = Record(1, policy.params, CPU)
+    record = Record(1, policy.params, policy.model.device)
     for token_id in ids:
         write(record, torch.tensor([token_id]), torch.zeros(1), torch.zeros(1))
     (completion,) = record.completions()
@@ -280,23 +230,22 @@ def test_a_chat_template_gets_the_options_of_the_config(chat_folder, tmp_path):
         make_policy(folder, "task.template_options={thinks: true}")
 
 
-@pytest.mark.parametrize(
-    ("template", "token"),
-    [
-        (TURNS, "<|im_end|>"),
-        (TURNS.replace("<|im_end|>", "\n <|im_end|>"), "<|im_end|>"),  # white space before it
-        (TURNS.replace("<|im_end|>", ""), None),  # a turn ends where the next one begins
-        (TURNS.replace("<|im_end|>", " Over."), None),  # no special token
-        (TURNS.replace("m.content", "'Hello.'"), None),  # the turn is not in the text
-        ("{{ raise_exception('no assistant') }}", None),
-        (None, None),
-    ],
-)
-def test_the_end_of_a_turn_is_what_the_template_writes_behind_it(chat_folder, template, token):
+TEMPLATES = {  # what a template ends a turn with
+    TURNS: "<|im_end|>",
+    TURNS.replace("<|im_end|>", "\n <|im_end|>"): "<|im_end|>",  # white space before it
+    TURNS.replace("<|im_end|>", ""): None,  # a turn ends where the next one begins
+    TURNS.replace("<|im_end|>", " Over."): None,  # no special token
+    TURNS.replace("m.content", "'Hello.'"): None,  # the turn is not in the text
+    "{{ raise_exception('no assistant') }}": None,
+    None: None,
+}
+
+
+def test_the_end_of_a_turn_is_what_the_template_writes_behind_it(chat_folder):
     tokenizer = load_tokenizer(make_config(f"model.name={chat_folder}"), lambda line: None)
-    tokenizer.chat_template = template
-    expected = None if token is None else tokenizer.convert_tokens_to_ids(token)
-    assert end_of_turn(tokenizer) == expected
+    for template, token in TEMPLATES.items():
+        tokenizer.chat_template = template
+        assert end_of_turn(tokenizer) == (token and tokenizer.convert_tokens_to_ids(token))
 
 
 def test_more_tokens_that_end_a_completion_can_be_named(absolute_model_folder):
@@ -319,10 +268,10 @@ def mistake(folder: Path | str, *overrides: str) -> str:
     return line
 
 
-@pytest.mark.parametrize(
-    "missing",
-    [["model.safetensors"], ["config.json"], ["tokenizer.json", "tokenizer_config.json"]],
-)
+FILES = [["model.safetensors"], ["config.json"], ["tokenizer.json", "tokenizer_config.json"]]
+
+
+@pytest.mark.parametrize("missing", FILES)
 def test_a_folder_without_a_file_or_with_half_is_refused(rotary_model_folder, tmp_path, missing):
     """Bugs: without tokenizer files AutoTokenizer made one that turns every text into nothing.
 
@@ -337,65 +286,53 @@ def test_a_folder_without_a_file_or_with_half_is_refused(rotary_model_folder, tm
     assert missing[0] in mistake(folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("/nowhere", "no such folder in /"),
-        ("./nowhere", "no such folder in {here}"),
-        ("mdels/mine", "no such folder in {here}, the nearest is {here}/models; and from the hub"),
-        ("models/mime", "no such folder in {here}/models, the nearest is {here}/models/mine"),
-        ("runs/x/bst", "no such folder in {here}/runs/x, the nearest is {here}/runs/x/best"),
-        ("modles", "no such folder in {here}, the nearest is {here}/models; and from the hub: "),
-        ("runs/x", "it is the folder of a run; its best model is runs/x/best"),
-        ("models", "it is no folder with a config.json"),
-        ("a.txt", "it is no folder with a config.json"),
-    ],
-)
-def test_a_path_without_a_model_is_named_with_what_is_near(tmp_path, monkeypatch, name, problem):
+PATHS = {
+    "/nowhere": "no such folder in /",
+    "./nowhere": "no such folder in {here}",
+    "mdels/mine": "no such folder in {here}, the nearest is {here}/models; and from the hub",
+    "models/mime": "no such folder in {here}/models, the nearest is {here}/models/mine",
+    "runs/x/bst": "no such folder in {here}/runs/x, the nearest is {here}/runs/x/best",
+    "modles": "no such folder in {here}, the nearest is {here}/models; and from the hub: ",
+    "runs/x": "it is the folder of a run; its best model is runs/x/best",
+    **dict.fromkeys(("models", "a.txt"), "it is no folder with a config.json"),
+}
+
+
+def test_a_path_without_a_model_is_named_with_what_is_near(tmp_path, monkeypatch):
     """Bug: a slip in a path ended in a message about a connection to the hub."""
     for folder in ("models/mine", "runs/x/best"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "a.txt").write_text("")
     monkeypatch.chdir(tmp_path)
-    line = mistake(name)
-    assert line.startswith(f"model.name = {name}: cannot be used: {problem.format(here=tmp_path)}")
-    assert ("connect" in line) == ("hub" in problem)
+    for name, problem in PATHS.items():
+        line, problem = mistake(name), problem.format(here=tmp_path)
+        assert line.startswith(f"model.name = {name}: cannot be used: {problem}")
+        assert ("connect" in line) == ("hub" in problem)
     mistake("nobody/no-such-model")  # bug: transformers' message had two lines, and no name
 
 
-def test_a_folder_that_lacks_some_weights_is_refused(rotary_model_folder, tmp_path):
-    """Bug: transformers draws them at random and only warns, so the run trained on noise."""
-    folder = copy_of(rotary_model_folder, tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    kept = {k: v for k, v in model.state_dict().items() if "layers.1.mlp.up_proj" not in k}
-    model.save_pretrained(folder, state_dict=kept)
-    assert "layers.1.mlp.up_proj" in mistake(folder)
-
-
-def test_a_tokenizer_without_pad_and_eos_is_refused(absolute_model_folder, tmp_path):
-    folder = copy_of(absolute_model_folder, tmp_path, pad_token=None, eos_token=None)
-    assert "neither a pad nor an eos token" in mistake(folder)
-
-
-def test_a_model_without_any_end_token_is_refused(absolute_model_folder, tmp_path):
+def test_without_any_token_that_ends_text_a_model_is_refused(absolute_model_folder, tmp_path):
     folder = copy_of(absolute_model_folder, tmp_path, eos_token=None)
     for name in ("config.json", "generation_config.json"):
         settings = json.loads((folder / name).read_text()) | {"eos_token_id": None}
         (folder / name).write_text(json.dumps(settings))
     assert "which token ends text" in mistake(folder)
+    change_json(folder / "tokenizer_config.json", pad_token=None)
+    assert "neither a pad nor an eos token" in mistake(folder)
+
+
+def drop_a_layer(folder: Path) -> None:
+    """transformers draws weights that are not there at random, and only warns."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    kept = {k: v for k, v in model.state_dict().items() if "layers.1.mlp.up_proj" not in k}
+    model.save_pretrained(folder, state_dict=kept)
 
 
 def save_encoder(folder: Path) -> None:
     """A random BERT, which sees the words behind a word, in place of the model."""
     vocab_size = AutoModelForCausalLM.from_pretrained(folder).config.vocab_size
     config = BertConfig(vocab_size=vocab_size, initializer_range=0.5, **SIZES)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed())
-        BertLMHeadModel(config).save_pretrained(folder)
-
-
-def change_config(folder: Path, **changes) -> None:
-    change_json(folder / "config.json", **changes)
+    save_random(BertLMHeadModel, config, AutoTokenizer.from_pretrained(folder), folder)
 
 
 def write_pointer(folder: Path) -> None:
@@ -404,24 +341,25 @@ def write_pointer(folder: Path) -> None:
     (folder / "model.safetensors").write_text(pointer)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "problem"),
-    [
-        (save_encoder, "it sees the tokens that come later"),
-        (write_pointer, "model.safetensors is only a pointer; fetch the file with `git lfs pull`"),
-        (
-            functools.partial(change_config, hidden_size=64),
-            "do not fit its config.json, such as",
-        ),
-        (functools.partial(change_config, hidden_size="x"), "cannot be used: "),
-        (functools.partial(change_config, num_hidden_layers=-1), "cannot be used: "),
-        (functools.partial(change_config, vocab_size=None), "cannot be used: "),
-    ],
-)
+MISFITS = [  # what is done to the folder or set in its config.json, and what is said of it
+    (save_encoder, "it sees the tokens that come later"),
+    (write_pointer, "model.safetensors is only a pointer; fetch the file with `git lfs pull`"),
+    (drop_a_layer, "layers.1.mlp.up_proj"),
+    ({"hidden_size": 64}, "do not fit its config.json, such as"),
+    ({"hidden_size": "x"}, "cannot be used: "),
+    ({"num_hidden_layers": -1}, "cannot be used: "),
+    ({"vocab_size": None}, "cannot be used: "),
+]
+
+
+@pytest.mark.parametrize(("spoil", "problem"), MISFITS)
 def test_a_model_that_misfits_its_config_is_refused(rotary_model_folder, tmp_path, spoil, problem):
-    """Bugs: an encoder was trained as it was; the others ended in tracebacks."""
+    """Bugs: an encoder was trained as it was, and noise; the others ended in tracebacks."""
     folder = copy_of(rotary_model_folder, tmp_path)
-    spoil(folder)
+    if isinstance(spoil, dict):
+        change_json(folder / "config.json", **spoil)
+    else:
+        spoil(folder)
     assert all(problem in mistake(folder, f"mode={mode}") for mode in ("train", "evaluate"))
 
 
@@ -441,7 +379,7 @@ def test_a_config_with_endless_layers_is_refused_at_once(rotary_model_folder, tm
 
 def test_a_missing_package_for_quantised_weights_is_named(rotary_model_folder, tmp_path):
     folder = copy_of(rotary_model_folder, tmp_path)
-    change_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    change_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
     assert "install" in mistake(folder, "mode=evaluate")
 
 
@@ -449,12 +387,5 @@ def test_weights_that_the_config_leaves_out_are_named(rotary_model_folder, tmp_p
     """Bug: a config.json with fewer layers than the files made another model without a word."""
     folder = copy_of(rotary_model_folder, tmp_path)
     change_json(folder / "config.json", num_hidden_layers=1, layer_types=["full_attention"])
-    lines = []
-    load_model_and_tokenizer(
-        make_config(f"model.name={folder}"),
-        device=torch.device("cpu"),
-        compute_dtype=torch.float32,
-        log=lines.append,
-    )
-    (line,) = [line for line in lines if "ignored" in line]
+    (line,) = [line for line in load(folder)[1] if "ignored" in line]
     assert "warning: 12 weights" in line and "layers.1." in line

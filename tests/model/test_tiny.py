@@ -19,6 +19,9 @@ def test_the_embedded_model_is_small_and_loads_as_any_other():
     assert model.num_parameters() < 3_000_000
     assert sum(path.stat().st_size for path in TINY.iterdir() if path.is_file()) < 8_000_000
     assert model.dtype == torch.float32
+    notes: list[str] = []
+    load_policy(make_config(f"model.name={TINY}"), alone(), notes.append, DecodeBatch)
+    assert notes == ["the tokenizer has no chat template: the prompt is plain text"]
 
 
 def test_its_tokenizer_survives_auto_tokenizer_and_makes_short_prompts():
@@ -29,12 +32,6 @@ def test_its_tokenizer_survives_auto_tokenizer_and_makes_short_prompts():
     assert len(tokenizer(prompt)["input_ids"]) <= 40
     for text in (prompt, "3 * 7 = 21, 21 + 25 = 46 yes\n", "Übung \U0001f600\t 123456 \\x00"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_it_loads_without_a_note_on_changed_tokens():
-    notes: list[str] = []
-    load_policy(make_config(f"model.name={TINY}"), alone(), notes.append, DecodeBatch)
-    assert notes == ["the tokenizer has no chat template: the prompt is plain text"]
 
 
 def test_it_solves_some_questions_not_most():

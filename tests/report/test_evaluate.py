@@ -13,7 +13,6 @@ from harness import (
     in_fp64,
     load_run,
     make_config,
-    make_policy,
     read_jsonl,
     read_rows,
     run_on_ranks,
@@ -35,16 +34,9 @@ from engine.run.state import Run
 
 TINY = ROOT / "tiny"  # gives answers to vote on
 EXACT = {"is_exact": True}  # so that one rank and two sample the same
-SIZES = [
-    f"training.seed={seed()}",
-    "training.num_steps=1",
-    "training.warmup_steps=0",
-    "training.max_new_gen_tokens=64",
-    "validation.num_examples=9",
-    "validation.best_of_n=4",
-    "validation.every=1",
-    "logging.samples=2",
-]
+SIZES = [f"training.seed={seed()}", "training.num_steps=1", "training.warmup_steps=0"]
+SIZES += ["training.max_new_gen_tokens=64", "validation.num_examples=9"]
+SIZES += ["validation.best_of_n=4", "validation.every=1", "logging.samples=2"]
 EVALUATE = [*SIZES, "mode=evaluate"]
 
 
@@ -72,11 +64,6 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def figures(folder: Path) -> dict[str, float]:
     metrics = json.loads((folder / "metrics.json").read_text())
     return {name: value for name, value in metrics.items() if name.startswith("eval/")}
-
-
-def best_row(trained: Path) -> dict:
-    """What training logged of best/: the highest pass@1, the earliest on ties."""
-    return max(read_rows(trained / "x"), key=lambda row: row["eval/pass@1"])
 
 
 # Whole runs
@@ -121,7 +108,8 @@ def test_a_runs_own_models_are_evaluated_into_its_folder(tmp_path):
 
 
 def test_an_evaluation_measures_what_training_measured_of_the_same_model(evaluated, trained):
-    measured, logged = figures(evaluated[0]), best_row(trained)
+    measured = figures(evaluated[0])  # of best/: the highest pass@1, the earliest on ties
+    logged = max(read_rows(trained / "x"), key=lambda row: row["eval/pass@1"])
     logged_figures = {name: value for name, value in logged.items() if name.startswith("eval/")}
     assert len(logged_figures) == 8 and 0 < logged["eval/pass@1"] < 1
     assert measured.items() >= logged_figures.items()
@@ -174,16 +162,6 @@ def test_nothing_that_only_training_needs_is_loaded_or_made(tmp_path, monkeypatc
     assert run.policy.scorer is None
     assert all(parameter.grad is None for parameter in run.policy.model.parameters())
     assert "gradient" not in capsys.readouterr().out
-
-
-def scorers(world: World) -> list[str]:
-    policies = [make_policy(TINY, f"mode={mode}", world=world) for mode in ("train", "evaluate")]
-    return [type(policy.scorer).__name__ for policy in policies]
-
-
-def test_ranks_that_evaluate_are_not_wrapped_for_training(tmp_path):
-    expected = ["DistributedDataParallel", "NoneType"]
-    assert run_on_ranks(scorers, 2, folder=tmp_path) == [expected] * 2
 
 
 # Greedy
@@ -255,6 +233,8 @@ TASK = make_config().task
 
 def by_hand(world: World) -> dict[str, float]:
     share = slice(world.rank, None, world.size)
+    rows = [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
+    assert world.gather_rows(rows[share], shape=(5, 2)).tolist() == rows, "in their own places"
     groups, greedy = GROUPS[share], GREEDY[share]
     return single_answer_metrics(countdown, TASK, QUESTIONS, groups, greedy, world)
 
@@ -284,13 +264,3 @@ def test_a_lenient_reading_stands_beside_the_strict_one_where_the_task_has_one(m
     assert metrics["eval/strict"] == metrics["eval/greedy"] == 0.2
     assert metrics["eval/lenient"] == 0.4
     assert metrics["eval/lenient_low"] == pytest.approx(0.1176, abs=1e-4)
-
-
-def whole_table(world: World) -> list[list[float]]:
-    rows = [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
-    return world.gather_rows(rows[world.rank :: world.size], shape=(5, 2)).tolist()
-
-
-def test_each_row_keeps_its_place_in_the_table(tmp_path):
-    expected = [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
-    assert run_on_ranks(whole_table, 2, folder=tmp_path) == [expected] * 2

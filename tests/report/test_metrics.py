@@ -67,18 +67,14 @@ def test_the_bootstraps_units_are_questions_not_samples():
     assert confidence_interval(np.full(9, 0.3), is_binary=False) == pytest.approx((0.3, 0.3))
 
 
-@pytest.mark.parametrize(
-    ("answers", "chosen"),
-    [
-        (["1", "2", "2"], 1),
-        (["2", "1", "2", "1"], 0),  # of equals the one given earliest
-        ([None, "3", "1", "1", "3"], 1),
-        ([None, None, None, "5"], 3),  # no answer is no vote
-        (["4"], 0),
-        ([None, None], None),
-        ([], None),
-    ],
-)
+VOTES = [
+    *((["1", "2", "2"], 1), ([None, "3", "1", "1", "3"], 1), (["4"], 0)),
+    (["2", "1", "2", "1"], 0),  # of equals the one given earliest
+    *(([None, None, None, "5"], 3), ([None, None], None), ([], None)),  # no answer is no vote
+]
+
+
+@pytest.mark.parametrize(("answers", "chosen"), VOTES)
 def test_the_majority_is_the_earliest_sample_with_the_most_frequent_answer(answers, chosen):
     assert majority_sample(answers) == chosen
 

@@ -49,21 +49,18 @@ def kept(run: Run) -> list[dict]:
 # Tokens as texts
 
 
-@pytest.mark.parametrize(
-    "text", ["", "12 and 34", "é", "3 €\n😀😀", "日本", "\N{REPLACEMENT CHARACTER}x"]
-)
-def test_the_texts_of_tokens_join_to_the_completion(tokenizer, text):
-    """The tokenizer has a token for each byte of the characters that it was not trained on."""
-    ids = tokenizer.encode(text)
-    texts = rollouts.token_texts(ids, tokenizer)
-    assert len(texts) == len(ids) and "".join(texts) == text
-
-
-def test_the_token_that_completes_a_character_has_all_of_it(tokenizer):
+def test_the_texts_of_tokens_join_to_the_completion(tokenizer):
+    """The tokenizer has a token for each byte of the characters that it was not trained on: the
+    token that completes a character has all of it."""
+    replacement = "\N{REPLACEMENT CHARACTER}"
+    for text in ("", "12 and 34", "é", "3 €\n😀😀", "日本", f"{replacement}x"):
+        ids = tokenizer.encode(text)
+        texts = rollouts.token_texts(ids, tokenizer)
+        assert len(texts) == len(ids) and "".join(texts) == text
     ids = tokenizer.encode("€1")
     assert len(ids) == 4
     assert rollouts.token_texts(ids, tokenizer) == ["", "", "€", "1"]
-    cut, replacement = rollouts.token_texts(ids[:2], tokenizer), "\N{REPLACEMENT CHARACTER}"
+    cut = rollouts.token_texts(ids[:2], tokenizer)
     assert cut == ["", tokenizer.decode(ids[:2])] and set(cut[1]) == {replacement}
 
 
@@ -82,12 +79,9 @@ def test_spaces_stay_where_the_tokenizer_drops_the_first_one_of_a_text():
 
 
 def test_a_line_holds_the_groups_completions_best_first(run):
-    group = [
-        trajectory([5, 6, 7], 0.25, advantage=-0.75),
-        trajectory([8, 9], 1.0, advantage=1 / 3),
-    ]
+    group = [trajectory([5, 6, 7], 0.25, advantage=-0.75), trajectory([8, 9], advantage=1 / 3)]
     trained = SimpleNamespace(trajectories=group[1:], token_weights=torch.tensor([[1 / 7, 0.0]]))
-    group[0].completion.is_inserted[1] = True
+    group[0].completion.is_inserted[1], group[0].completion.log_probs[2] = True, np.nan
     question = {"nums": [1, 2], "target": 3}
     log(run, [group], [question], trained, step=4)
     (line,) = kept(run)
@@ -98,30 +92,18 @@ def test_a_line_holds_the_groups_completions_best_first(run):
     assert (best["advantage"], best["weight"], best["solved"]) == (0.3333, 0.1429, True)
     assert (worst["advantage"], worst["weight"], worst["solved"]) == (-0.75, 0, False)
     assert "".join(worst["tokens"]) == tokenizer.decode([5, 6, 7])
-    assert worst["log_probs"] == [0, -1, -2] and worst["entropies"] == [0, 0.125, 0.25]
+    assert worst["log_probs"] == [0, -1, None] and worst["entropies"] == [0, 0.125, 0.25]
     assert worst["inserted"] == [1] and best["inserted"] == []
 
 
-def test_log_probabilities_that_are_not_finite_are_null(run):
-    broken = trajectory([5, 6])
-    broken.completion.log_probs[1] = np.nan
-    log(run, [[broken]], [{}], step=1)
-    assert kept(run)[0]["completions"][0]["log_probs"] == [0, None]
-
-
-def test_of_a_large_group_the_best_and_the_worst_are_kept(run):
-    group = [trajectory([5], reward) for reward in range(40)]
-    log(run, [group], [{}], step=1)
+def test_of_a_large_group_the_best_and_the_worst_are_kept_and_of_a_long_completion_both_ends(run):
+    ids = list(itertools.islice(itertools.cycle(range(5, 205)), 600))
+    log(run, [[trajectory(ids, reward) for reward in range(40)]], [{}], step=1)
     (line,) = kept(run)
     rewards = [row["reward"] for row in line["completions"]]
     assert line["size"] == 40
     assert rewards == [*range(39, 31, -1), *range(7, -1, -1)]
-
-
-def test_a_long_completion_is_kept_without_its_middle(run):
-    ids = list(itertools.islice(itertools.cycle(range(5, 205)), 600))
-    log(run, [[trajectory(ids)]], [{}], step=1)
-    row = kept(run)[0]["completions"][0]
+    row = line["completions"][0]
     assert row["gap"] == [384, 600 - 512]
     assert row["log_probs"] == [-float(i) for i in [*range(384), *range(472, 600)]]
     tokenizer = run.policy.tokenizer

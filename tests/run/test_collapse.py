@@ -49,21 +49,19 @@ def test_means_are_over_ten_steps_or_160_questions_whichever_is_more(num_questio
     assert len(recent) == expected and means["train/solved"] == (expected + 3) / 2
 
 
-@pytest.mark.parametrize(
-    ("best", "means", "expected"),
-    [
-        (0.6, {}, []),
-        (0.6, {"train/solved": 0.31}, []),
-        (0.6, {"train/solved": 0.29}, ["train/solved"]),
-        (0.06, {"train/solved": 0.02}, []),  # half of very little is noise
-        (0.06, {"train/solved": 0.0}, ["train/solved"]),
-        (0.6, {"train/entropy": 0.009}, ["train/entropy"]),
-        (0.6, {"train/truncated_frac": 0.51}, ["train/truncated_frac"]),
-        (0.9, dict.fromkeys(WATCHED, 0.0), ["train/solved", "train/entropy"]),
-    ],
-)
-def test_signs_of_a_collapse(best, means, expected):
-    assert list(signs_of_collapse(HEALTHY | means, best_solved=best)) == expected
+SIGNS = [  # the best mean of train/solved, the means that are not healthy, and the signs
+    *((0.6, {}, []), (0.6, {"train/solved": 0.31}, [])),
+    (0.06, {"train/solved": 0.02}, []),  # half of very little is noise
+    *((best, {"train/solved": now}, ["train/solved"]) for best, now in ((0.6, 0.29), (0.06, 0.0))),
+    (0.6, {"train/entropy": 0.009}, ["train/entropy"]),
+    (0.6, {"train/truncated_frac": 0.51}, ["train/truncated_frac"]),
+    (0.9, dict.fromkeys(WATCHED, 0.0), ["train/solved", "train/entropy"]),
+]
+
+
+def test_signs_of_a_collapse():
+    for best, means, expected in SIGNS:
+        assert list(signs_of_collapse(HEALTHY | means, best_solved=best)) == expected, means
 
 
 def test_a_fall_and_a_recovery_are_seen_but_no_single_bad_step():

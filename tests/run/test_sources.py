@@ -15,86 +15,57 @@ EASY_GRPO = """
 model: {name: Qwen/Qwen2.5-3B, lora: null}
 task: {name: countdown, reward_weights: {format: 0.1, answer: 1.0}}
 sampling: {temperature: 1.0}
-training: {max_new_gen_tokens: 1024, advantage: mean, loss_normalization: dr_grpo, kl_coef: 0.0}
-training.optimizer: adamw
-training.clip_eps_high: null
-training.num_iterations: 1
-training.warmup_steps: 0
+training: {max_new_gen_tokens: 1024, advantage: mean, loss_normalization: dr_grpo, kl_coef: 0.0,
+  optimizer: adamw, clip_eps_high: null, num_iterations: 1, warmup_steps: 0}
 validation: {every: 10, num_examples: 128, best_of_n: 16, best_by: best_of_n}
 """
 SOURCES = {  # rates are written to four digits
     # easy-GRPO by johnnycrab
     "countdown-qwen2.5-3b": EASY_GRPO
-    + """
+    + """training.learning_type: grpo
+training.num_steps: 200
 training.num_samples_per_step: 32
 training.k_best_of_n: [16, 16]
-training.learning_type: grpo
-training.num_steps: 200
 """,
     "countdown-qwen2.5-3b-sil": EASY_GRPO
-    + """
+    + """training.learning_type: sil
+training.num_steps: 300
 training.num_samples_per_step: 64
 training.k_best_of_n: [2, 32]
-training.learning_type: sil
-training.num_steps: 300
 """,
     # nanochat's scripts/chat_rl.py: its rates are times 0.05 at the start, and those of AdamW are
-    # divided by the root of 2048 / 768, since the model is 2,048 wide
+    # divided by the root of 2048 / 768, since the model is 2,048 wide: 0.05 x 0.02 for Muon, of 0.2
+    # for embeddings and of 0.004 for the rest
     "gsm8k-chat-rl": """
 model: {name: karpathy/nanochat-d32, revision: refs/pr/1, lora: null}
 task: {name: gsm8k, train: openai/gsm8k, eval: openai/gsm8k, prompt_style: plain, grading: official}
 sampling: {temperature: 1.0, top_p: 1.0, top_k: 50, stop: [<|bos|>], calculator: nanochat}
-training: {num_epochs: 1, num_samples_per_step_global: 16, k_best_of_n: [16, 16]}
-training.learning_type: grpo
-training.max_new_gen_tokens: 256
-training.optimizer: muon
-training.muon_learning_rate: 1.0e-3  # 0.05 x 0.02
-training.embedding_learning_rate: 6.124e-3  # of 0.2
-training.learning_rate: 1.225e-4  # of 0.004
-training.adam_betas: [0.8, 0.95]
-training.adam_eps: 1.0e-10
-training.weight_decay: 0.0
-training.max_grad_norm: none
-training.clip_eps_high: null
-training.lr_schedule: linear
-training.warmup_steps: 0
-training.advantage: mean
-training.loss_normalization: passes
-training.kl_coef: 0.0
-training.num_iterations: 1
-validation: {every: 60, num_examples: 400, best_of_n: 8, pass_k: [1, 2, 3, 4, 5, 6, 7, 8]}
-validation.temperature: 1.0
-validation.max_new_gen_tokens: null
+training: {num_epochs: 1, num_samples_per_step_global: 16, k_best_of_n: [16, 16],
+  learning_type: grpo, max_new_gen_tokens: 256, optimizer: muon, muon_learning_rate: 1.0e-3,
+  embedding_learning_rate: 6.124e-3, learning_rate: 1.225e-4, adam_betas: [0.8, 0.95],
+  adam_eps: 1.0e-10, weight_decay: 0.0, max_grad_norm: none, clip_eps_high: null,
+  lr_schedule: linear, warmup_steps: 0, advantage: mean, loss_normalization: passes, kl_coef: 0.0,
+  num_iterations: 1}
+validation: {every: 60, num_examples: 400, best_of_n: 8, pass_k: [1, 2, 3, 4, 5, 6, 7, 8],
+  temperature: 1.0, max_new_gen_tokens: null}
 checkpoint: {every: 60, keep: null}
 """,
-    # A notebook with TRL's GRPOTrainer, which counts optimizer steps: 4 of them are one of ours,
-    # and its batch of 32 rows has 16 questions
+    # A notebook with TRL's GRPOTrainer, which counts optimizer steps: 4 of them are one of ours (it
+    # warms up for 500 and evaluates every 250), and its batch of 32 rows has 16 questions
     "gsm8k-lora": """
-model: {name: meta-llama/Meta-Llama-3.1-8B-Instruct, compute_dtype: bfloat16, load_in_4bit: true}
-model.attn_implementation: sdpa
-model.lora: {r: 8, alpha: 32, dropout: 0.05}
-model.lora.target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]
-task: {name: gsm8k, train: openai/gsm8k, eval: openai/gsm8k}
-task.prompt_style: tags
-task.tag_grading: strict
-task.reward_weights: {format: 1.0, answer: 1.0, ending: 1.0, integer: 1.0, length: 0.0}
+model: {name: meta-llama/Meta-Llama-3.1-8B-Instruct, compute_dtype: bfloat16, load_in_4bit: true,
+  attn_implementation: sdpa, lora: {r: 8, alpha: 32, dropout: 0.05,
+  target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]}}
+task: {name: gsm8k, train: openai/gsm8k, eval: openai/gsm8k, prompt_style: tags,
+  reward_weights: {format: 1.0, answer: 1.0, ending: 1.0, integer: 1.0, length: 0.0},
+  tag_grading: strict}
 sampling: {temperature: 0.7, top_p: 0.9, top_k: 50}
-training: {num_epochs: 3, num_samples_per_step_global: 16, k_best_of_n: [2, 2]}
-training.learning_type: grpo
-training.max_new_gen_tokens: 128
-training.optimizer: adamw
-training.learning_rate: 2.0e-4
-training.adam_betas: [0.9, 0.999]
-training.weight_decay: 0.01
-training.clip_eps_high: null
-training.lr_schedule: cosine
-training.warmup_steps: 125  # 500 / 4
-training.max_grad_norm: 1.0
-training.advantage: zscore
-training.loss_normalization: local
-training.kl_coef: 0.02
-training.num_iterations: 4
-validation: {every: 62.5, num_examples: 1319}  # 250 / 4
+training: {num_epochs: 3, num_samples_per_step_global: 16, k_best_of_n: [2, 2],
+  learning_type: grpo, max_new_gen_tokens: 128, optimizer: adamw, learning_rate: 2.0e-4,
+  adam_betas: [0.9, 0.999], weight_decay: 0.01, clip_eps_high: null, lr_schedule: cosine,
+  warmup_steps: 125, max_grad_norm: 1.0, advantage: zscore, loss_normalization: local,
+  kl_coef: 0.02, num_iterations: 4}
+validation: {every: 62.5, num_examples: 1319}
 logging: {samples: 10}
 checkpoint: {every: an epoch}
 """,
@@ -102,13 +73,9 @@ checkpoint: {every: an epoch}
     "gsm8k-qwen2.5-0.5b": """
 model: {name: Qwen/Qwen2.5-0.5B-Instruct, lora: null}
 task: {name: gsm8k, train: openai/gsm8k, eval: openai/gsm8k}
-training: {num_steps: 100, num_samples_per_step_global: 20, k_best_of_n: [8, 8]}
-training.learning_type: grpo
-training.optimizer: adamw
-training.learning_rate: 1.0e-6
-training.lr_schedule: constant
-training.clip_eps_high: 0.28
-training.num_iterations: 1
+training: {num_steps: 100, num_samples_per_step_global: 20, k_best_of_n: [8, 8],
+  learning_type: grpo, optimizer: adamw, learning_rate: 1.0e-6, lr_schedule: constant,
+  clip_eps_high: 0.28, num_iterations: 1}
 validation: {num_examples: 1319, best_of_n: 1, temperature: 0}
 """,
     # S. Raschka, chapter 6: the published run
@@ -116,35 +83,18 @@ validation: {num_examples: 1319, best_of_n: 1, temperature: 0}
 model: {name: Qwen/Qwen3-0.6B-Base, lora: null}
 task: {name: math500, shuffle: false, max_train_examples: null}
 sampling: {temperature: 0.8, top_p: 0.9}
-training: {num_steps: 50, num_samples_per_step_global: 1, k_best_of_n: [8, 8]}
-training.learning_type: grpo
-training.max_new_gen_tokens: 512
-training.optimizer: adamw
-training.learning_rate: 1.0e-5
-training.adam_betas: [0.9, 0.999]
-training.adam_eps: 1.0e-8
-training.weight_decay: 0.01
-training.clip_eps_high: null
-training.lr_schedule: constant
-training.warmup_steps: 0
-training.max_grad_norm: 1.0
-training.advantage: zscore
-training.loss_normalization: sum
-training.kl_coef: 0.0
-training.num_iterations: 1
+training: {num_steps: 50, num_samples_per_step_global: 1, k_best_of_n: [8, 8], learning_type: grpo,
+  max_new_gen_tokens: 512, optimizer: adamw, learning_rate: 1.0e-5, adam_betas: [0.9, 0.999],
+  adam_eps: 1.0e-8, weight_decay: 0.01, clip_eps_high: null, lr_schedule: constant,
+  warmup_steps: 0, max_grad_norm: 1.0, advantage: zscore, loss_normalization: sum, kl_coef: 0.0,
+  num_iterations: 1}
 validation: {num_examples: 500, best_of_n: 1, temperature: 0, max_new_gen_tokens: 2048}
 logging: {samples: 3, train_samples_every: 10}
 checkpoint: {every: 50, keep: null}
 """,
 }
-OUR_OWN = {
-    "countdown-tiny-sil",
-    "countdown-tiny-hard",
-    "countdown-qwen2.5-7b",
-    "arithmetic-smollm2",
-    "gsm8k-qwen2.5-1.5b-lora",
-    "guess-smollm2",
-}  # recipes without a source
+OUR_OWN = {"countdown-tiny-sil", "countdown-tiny-hard", "countdown-qwen2.5-7b"}  # without a source
+OUR_OWN |= {"arithmetic-smollm2", "gsm8k-qwen2.5-1.5b-lora", "guess-smollm2"}
 # "#   training.learning_rate  1e-6 (source: unknown): why"
 NAMED = re.compile(r"^#   (\w+\.[\w.]+)  (\S+) \(source: ([^)]*)\)", re.MULTILINE)
 

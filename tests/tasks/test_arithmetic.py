@@ -21,10 +21,6 @@ def reward(completion: str, example_row: dict = EXAMPLE) -> dict[str, float]:
     return arithmetic.reward_function(completion, example_row, options=Options(), num_tokens=0)
 
 
-def extract_answer(completion: str) -> str | None:
-    return arithmetic.extract_answer(completion, EXAMPLE, options=Options())
-
-
 generate = functools.partial(load_rows, arithmetic, "generated")
 
 # The reward
@@ -89,9 +85,9 @@ def test_a_million_characters_are_graded_in_linear_time(unit: str):
 
 
 def test_answers_in_another_form_are_the_same_vote():
-    texts = ("85", "85.0", "it is $85.", "47 + 38 = 85", "85!")
-    assert {extract_answer(text) for text in texts} == {"85"}
-    assert extract_answer("no number") is None
+    texts = ("85", "85.0", "it is $85.", "47 + 38 = 85", "85!", "no number")
+    answers = [arithmetic.extract_answer(text, EXAMPLE, options=Options()) for text in texts]
+    assert answers == ["85"] * 5 + [None]
 
 
 # Prompt
@@ -101,10 +97,8 @@ def test_the_question_is_the_users_message_in_the_models_own_chat_format(tokeniz
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = template
-    options = make_config("task.name=arithmetic").task
-    texts, adds_special_tokens = render_prompts(
-        [EXAMPLE], task=arithmetic, options=options, tokenizer=tokenizer
-    )
+    how = {"options": make_config("task.name=arithmetic").task, "tokenizer": tokenizer}
+    texts, adds_special_tokens = render_prompts([EXAMPLE], task=arithmetic, **how)
     assert texts == ["<user>What is 47 + 38?</><assistant>"] and not adds_special_tokens
 
 
@@ -122,13 +116,10 @@ def test_a_typed_question_is_understood_or_answered_with_an_example():
 
 def test_train_and_validation_never_overlap_whatever_seed_order_and_size():
     train = {question_key(row) for n in (None, 100) for row in generate("train", n)}
-    held_out = {
-        question_key(row) for n in range(3) for row in generate("validation", 300, with_seed=n)
-    }
-    assert not train & held_out and len(train) > 3_000
-    for row in generate("validation", 100):
-        turned_round = {"a": row["b"], "b": row["a"]}
-        assert is_in_split(question_key(turned_round), "validation")
+    rows = [row for n in range(3) for row in generate("validation", 300, with_seed=n)]
+    assert not train & {question_key(row) for row in rows} and len(train) > 3_000
+    turned_round = ({"a": row["b"], "b": row["a"]} for row in rows)
+    assert all(is_in_split(question_key(row), "validation") for row in turned_round)
 
 
 def test_all_sums_of_the_range_are_in_one_split_once():
@@ -144,7 +135,6 @@ def test_generated_questions_depend_on_the_seed_alone():
     """Pinned: other rows would make published results impossible to repeat."""
     assert generate("train", 3) == PINNED_TRAIN_ROWS
     assert generate("validation", 3) == PINNED_EVAL_ROWS
-    assert generate("train", 20) == generate("train", 20)
     assert generate("train", 20) != generate("train", 20, with_seed=seed(1))
 
 

@@ -17,13 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import countdown
-from countdown import (
-    Options,
-    answer_reward_function,
-    format_reward_function,
-    parse_question,
-    question_key,
-)
+from countdown import Options, answer_reward_function, format_reward_function, question_key
 from engine.questions.tasks import is_in_split
 
 NUMS, TARGET = [3, 7, 25], 46  # 25 + 3 * 7
@@ -45,10 +39,6 @@ def reward(completion: str, example_row: dict = EXAMPLE) -> dict[str, float]:
 
 def extract_answer(completion: str) -> str | None:
     return countdown.extract_answer(completion, EXAMPLE, options=Options())
-
-
-def prompt(example_row: dict = EXAMPLE) -> list[dict]:
-    return countdown.generate_prompt(example_row, options=Options())
 
 
 generate = functools.partial(load_rows, countdown, "generated")
@@ -90,30 +80,19 @@ RIGHT += ["-3 * -7 + 25", "(" * 300 + "25 + 3 * 7" + ")" * 300, "-" * 400 + "25 
 @pytest.mark.parametrize("expression", RIGHT)
 def test_right_answers_are_paid(expression: str):
     assert score(expression, NUMS, TARGET) == 1.0
-
-
-def test_values_are_exact_and_not_rounded():
     assert score("8 / (3 - 8 / 3)", [3, 3, 8, 8], 24) == 1.0  # floats give 23.99999999999999
-    assert score("100000000000000000 + 1 - 1 / 3", [100000000000000000, 1, 1, 3], 10**17) == 0.0
-    assert score("7 / 2", [2, 7], 3) == score("7 / 2", [2, 7], 4) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("expression", "nums", "target"),
-    [
-        ("2 - 3", [2, 3], 5),
-        ("5", [2, 3], 5),
-        ("2 + 3 + 5 - 5", [2, 3], 5),
-        ("2 + 2 + 3 - 2", [2, 3], 5),
-        ("1.5*4", [1, 4, 5], 6),
-        ("1.0 + 2", [0, 1, 2], 3),
-        ("1e2", [1, 2], 100),
-        ("1_0 + 2", [2, 10], 12),
-        ("1 2", [12], 12),
-        ("02 + 3", [2, 3], 5),
-        ("1" * 21, [int("1" * 21)], int("1" * 21)),
-    ],
-)
+WRONG = [  # an expression, the numbers of the question, its target
+    *(("2 - 3", [2, 3], 5), ("5", [2, 3], 5), ("2 + 3 + 5 - 5", [2, 3], 5)),
+    *(("2 + 2 + 3 - 2", [2, 3], 5), ("1.5*4", [1, 4, 5], 6), ("1.0 + 2", [0, 1, 2], 3)),
+    *(("1e2", [1, 2], 100), ("1_0 + 2", [2, 10], 12), ("1 2", [12], 12), ("02 + 3", [2, 3], 5)),
+    *(("1" * 21, [int("1" * 21)], int("1" * 21)), ("7 / 2", [2, 7], 3), ("7 / 2", [2, 7], 4)),
+    ("100000000000000000 + 1 - 1 / 3", [100000000000000000, 1, 1, 3], 10**17),  # equal as floats
+]
+
+
+@pytest.mark.parametrize(("expression", "nums", "target"), WRONG)
 def test_a_wrong_value_or_other_numbers_are_not_paid(expression, nums: list[int], target: int):
     assert score(expression, nums, target) == 0.0
 
@@ -139,12 +118,6 @@ def test_only_the_first_answer_block_counts():
         assert reward(text)["answer"] == 1.0
     for text in (wrong + right, "<answer>" + right, "<answer>25 + 3 * 7", "25 + 3 * 7"):
         assert reward(text)["answer"] == 0.0
-
-
-def test_reward_function_names_both_parts():
-    assert reward(answer_block("25 + 3 * 7")) == {"format": 1.0, "answer": 1.0}
-    assert reward("<answer>25 + 3 * 7</answer>") == {"format": 0.5, "answer": 1.0}
-    assert tuple(reward("")) == countdown.REWARD_PARTS
 
 
 # Properties: a random expression carries its text, its numbers and its exact value
@@ -254,7 +227,8 @@ def test_any_text_gets_a_reward_of_the_allowed_set(text: str, nums: list[int], t
     start = time.process_time()
     rewards = reward(text, {"nums": nums, "target": target})
     assert time.process_time() - start < 0.1
-    assert rewards["format"] in (0.0, 0.1, 0.5, 0.6, 1.0)
+    assert tuple(rewards) == countdown.REWARD_PARTS
+    assert rewards["format"] == format_reward_function(text) in (0.0, 0.1, 0.5, 0.6, 1.0)
     assert rewards["answer"] in (0.0, 1.0)
     assert extract_answer(text) is None or extract_answer(text) in "".join(text.split())
 
@@ -313,24 +287,20 @@ def test_extract_answer_is_the_first_block_without_spaces():
 def test_a_typed_question_is_understood_or_answered_with_an_example():
     texts = ["numbers: 3, 7, 25, target: 46", "Numbers: [3, 7, 25]; Target: 46\n"]
     for text in (*texts, "numbers: 3 7 25, target: 46", "number 3 7 25 target 46"):
-        assert parse_question(text) == EXAMPLE
+        assert countdown.parse_question(text) == EXAMPLE
     texts = ["", "3 7 25", "numbers: 3 7 25", "target: 46", "numbers: , target: 46"]
     texts += [f"numbers: 3 {wrong}, target: 46" for wrong in ("7.5", "x", "[] 7", "9" * 5_000)]
     texts += [f"numbers: 3 7 25, target: {wrong}" for wrong in ("4.6", "46, please", "9" * 5_000)]
     for text in texts:
         with pytest.raises(ValueError, match="numbers: 3 7 25, target: 46"):
-            parse_question(text)
+            countdown.parse_question(text)
 
 
-def test_the_prompt_poses_the_question_and_opens_the_think_block():
-    user, assistant = prompt()
+def test_the_prompt_poses_the_question_opens_the_think_block_and_shows_an_answer_that_is_paid():
+    user, assistant = countdown.generate_prompt(EXAMPLE, options=Options())
     assert (user["role"], assistant["role"]) == ("user", "assistant")
     assert "[3, 7, 25]" in user["content"] and "make 46." in user["content"]
     assert assistant["content"].endswith("<think>")
-
-
-def test_the_example_in_the_prompt_is_an_answer_that_is_paid():
-    user, _ = prompt()
     shown = user["content"].split("for example ")[1].removesuffix(".")
     assert answer_reward_function(shown, nums=[1, 2, 4], target=12) == 1.0
 
@@ -371,24 +341,15 @@ def test_train_and_validation_never_overlap_whatever_seed_and_size():
 
 
 def test_generated_questions_depend_on_the_seed_alone():
-    """Pinned: other rows would make published results impossible to repeat."""
+    """Pinned, as those of validation are below: else nobody could repeat published results."""
     rows = generate("train", 20)
-    assert rows[:3] == PINNED_TRAIN_ROWS
-    assert generate("validation", 3) == PINNED_EVAL_ROWS
-    assert rows == generate("train", 20)
-    assert rows[:10] == generate("train", 10)
-    assert rows != generate("train", 20, with_seed=1)
+    assert rows[:3] == PINNED_ROWS and rows[:10] == generate("train", 10)
 
 
-PINNED_TRAIN_ROWS = [
+PINNED_ROWS = [
     {"nums": [47, 44, 7, 24], "target": 20},
     {"nums": [4, 30, 8, 8], "target": 24},
     {"nums": [17, 39, 37], "target": 93},
-]
-PINNED_EVAL_ROWS = [
-    {"nums": [39, 7, 48, 1], "target": 16},
-    {"nums": [21, 16, 49, 33], "target": 87},
-    {"nums": [11, 4, 45, 6], "target": 54},
 ]
 
 
@@ -430,26 +391,15 @@ SMALL_SPACE = {"max_numbers": 3, "max_number": 3, "min_target": 1, "max_target":
 
 
 def test_without_a_number_of_examples_all_questions_come_up_to_a_limit():
-    """A small space of questions is then no mistake."""
+    """A small space of questions is then no mistake; ten thousand take about a second."""
     rows = generate("train", None, **SMALL_SPACE)
     assert 20 < len(rows) < 100
     assert len({question_key(row) for row in rows}) == len(rows)
-    many = generate("train", None)
-    assert len(many) == countdown.MAX_GENERATED
-    assert many[:10] == generate("train", 10)[:10]
-
-
-def test_ten_thousand_questions_take_about_a_second():
     start = time.process_time()
-    assert len(generate("train", 10_000)) == 10_000
+    many = generate("train", None)
     assert time.process_time() - start < 3
-
-
-def test_excluded_questions_are_not_generated():
-    seen = generate("train", 20)
-    unseen = generate("train", 50, exclude=seen)
-    assert len(unseen) == 50
-    assert not {question_key(row) for row in seen} & {question_key(row) for row in unseen}
+    assert len(many) == countdown.MAX_GENERATED == 10_000
+    assert many[:10] == generate("train", 10)[:10]
 
 
 @pytest.mark.parametrize(
@@ -469,22 +419,17 @@ def test_impossible_requests_are_named_and_do_not_loop(num_examples, options, me
         generate("train", num_examples, **options)
 
 
-def test_the_validation_questions_in_results_are_those_of_the_default():
-    """Scores on results/README.md's board can only be compared if they never change."""
-    file = ROOT / "results/countdown-validation.jsonl"
-    lines = file.read_text().splitlines()
-    questions = generate("validation", 512)
-    assert [json.loads(line) for line in lines] == questions
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    assert digest in (ROOT / "results/README.md").read_text()
+def test_the_questions_in_results_are_generated_ones_and_those_of_tuning_are_apart():
+    """Scores on the board can only be compared if the validation's, the default, never change.
 
-
-def test_settings_are_chosen_on_questions_that_are_neither_trained_on_nor_in_the_validation():
-    """results/countdown-tuning.jsonl: held out as the validation's, and apart from them."""
+    Settings are chosen on the tuning's: held out as the validation's, and apart from them.
+    """
     files = [ROOT / f"results/countdown-{name}.jsonl" for name in ("tuning", "validation")]
     tuning, validation = ([*map(json.loads, file.read_text().splitlines())] for file in files)
-    assert len(tuning) == 512
+    assert validation == generate("validation", 512)
+    digest = hashlib.sha256(files[1].read_bytes()).hexdigest()
+    assert digest in (ROOT / "results/README.md").read_text()
     assert tuning == generate("validation", 512, with_seed=1, exclude=validation)
-    keys, other = ({countdown.question_key(row) for row in rows} for rows in (tuning, validation))
+    keys, other = ({question_key(row) for row in rows} for rows in (tuning, validation))
     assert len(keys) == 512 and not keys & other
     assert all(is_in_split(key, "validation") for key in keys)

@@ -8,10 +8,9 @@ import sys
 from contextlib import suppress
 from fractions import Fraction
 from itertools import combinations, permutations
-from pathlib import Path
 
 import pytest
-from harness import assert_linear, cpu_seconds, real_file
+from harness import ROOT, assert_linear, cpu_seconds, real_file
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +18,6 @@ from tasks import grader
 from tasks.grader import grade, is_equal, last_boxed, literal, normal_answer, normalise
 from tasks.grader_worker import WORKER, WorkerLost
 
-ROOT = Path(__file__).parents[2]
 MILLION = 1_000_000
 
 
@@ -69,10 +67,8 @@ def test_the_last_box_with_balanced_braces_is_the_answer(answer, completions: li
 
 
 def test_a_number_outside_a_box_is_never_an_answer():
-    assert grade("5", "5", timeout_s=5.0) is False
-    assert grade("", "5", timeout_s=5.0) is False
-    assert grade(r"\boxed{} 5", "5", timeout_s=5.0) is False
-    assert grade(r"\boxed{}", "", timeout_s=5.0) is False
+    for text, gold in (("5", "5"), ("", "5"), (r"\boxed{} 5", "5"), (r"\boxed{}", "")):
+        assert grade(text, gold, timeout_s=5.0) is False
 
 
 # Layers 2 to 5: no math-verify needed
@@ -372,9 +368,8 @@ def test_math_verify_takes_any_text(text: str):
 
 
 UNITS = ["\\boxed{", "\\boxed", "\\boxed{}", "\\boxed{1}", "{", "}", "\\", "$", "1", "(", "\0", "x"]
-UNITS += ["()", "3^", "(1,", "1\\text{a", "\\frac1", "_{1", "x=", "\\{"]
+UNITS += ["()", "3^", "(1,", "1\\text{a", "\\frac1", "_{1", "x=", "\\{", "x<", "\\\\[4", "1\\leq "]
 UNITS += ["\\mathbf{", "\\mathbf", "\\mathrm{1", "\u221a(", "\\sqrt[3]{-"]
-UNITS += ["x<", "\\\\[4", "1\\leq "]
 UNITS += ["\ud800", "\\text{", "\\frac", "^", "^{", "1,", ",", " ", "\\pm", "\\cup ", "\\left("]
 WRAPPERS = ["{}", "\\boxed{{{}}}", "\\boxed{{1}}{}", "{}\\boxed{{1}}"]
 
@@ -400,8 +395,8 @@ def test_a_million_characters_of_garbage_take_less_than_100_ms(unit: str, monkey
 SLOW = ["|1|1" * 50, "|1" * 100, "|x|" * 66, "||1|" * 50, "|-1" * 66]  # exponential to parse
 SLOW += [r"\lfloor" * 9 + "1" + r"\rfloor" * 9, r"\sin(" * 12 + "1" + ")" * 12]
 SLOW += ["12345678901234567890", r"\log(123456789012345678901)", r"\ln(7^{4000})", "10^{99}"]
-SLOW += [r"\frac{1}{\sqrt{3000000000000041000000000000403}}"]
-SLOW += [r"\log_2 3^{9999}", "0.6989700043360188"]
+SLOW += [r"\frac{1}{\sqrt{3000000000000041000000000000403}}", r"\log_2 3^{9999}"]
+SLOW += ["0.6989700043360188"]
 
 
 @pytest.mark.parametrize("gold", ["3", r"\log 5", r"x\ln 2"])
@@ -423,11 +418,7 @@ LETTERS = [*string.ascii_letters, *TWINS]
 
 
 DECIDED = [  # a gold answer, what equals it, and what does not
-    (
-        r"\frac{\sqrt{3}}{3}",
-        [r"\frac{1}{\sqrt{3}}"],
-        ["0.577350"],
-    ),  # it rounds to 6 decimals
+    (r"\frac{\sqrt{3}}{3}", [r"\frac{1}{\sqrt{3}}"], ["0.577350"]),  # it rounds to 6 decimals
     (r"11\sqrt2", [r"\sqrt{242}"], []),
     ("1 - 12i", ["-12i + 1"], []),
     ("(a+5)(b+2)", ["(b+2)(a+5)"], []),
@@ -558,19 +549,10 @@ def test_each_real_gold_answer_is_equal_to_itself_and_to_its_solution(rows: list
         assert normal_answer(row["answer"])
 
 
-SPELLINGS = [  # of one value
-    {"-2,1", "1,-2"},
-    {r"10,\!080", "10080"},
-    {"120", r"120^\circ"},
-    {"15", r"15\mbox{ cm}^2"},
-    {r"2 \sqrt{5}", r"2\sqrt{5}"},
-    {"30", r"30^\circ"},
-    {"36", r"36^\circ"},
-    {"36", r"\$36"},
-    {"5", "x=5"},
-    {"90", r"90^\circ"},
-    {r"\frac14", r"\frac{1}{4}"},
-]
+SPELLINGS = [{"-2,1", "1,-2"}, {r"10,\!080", "10080"}, {"120", r"120^\circ"}]  # of one value
+SPELLINGS += [{"15", r"15\mbox{ cm}^2"}, {r"2 \sqrt{5}", r"2\sqrt{5}"}, {"30", r"30^\circ"}]
+SPELLINGS += [{"36", r"36^\circ"}, {"36", r"\$36"}, {"5", "x=5"}, {"90", r"90^\circ"}]
+SPELLINGS += [{r"\frac14", r"\frac{1}{4}"}]
 
 
 def test_different_real_gold_answers_are_unequal(rows: list[dict]):

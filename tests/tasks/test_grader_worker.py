@@ -16,15 +16,7 @@ import pytest
 
 from tasks import grader, grader_worker
 from tasks.grader import MAX_LEAF_CHARS, grade
-from tasks.grader_worker import (
-    FORGIVEN_AFTER,
-    MAX_LOST_S,
-    MEMORY_BYTES,
-    WORKER,
-    OutOfPatience,
-    Worker,
-    WorkerLost,
-)
+from tasks.grader_worker import FORGIVEN_AFTER, MAX_LOST_S, WORKER, Worker, WorkerLost
 
 ROOT = Path(__file__).parents[2]
 EASY = "(x+y+z+w)^{90}"
@@ -45,15 +37,11 @@ def fresh_cache() -> Iterator[None]:
 # The real worker
 
 
-@pytest.mark.parametrize(
-    ("gold", "answer"),
-    [
-        (r"\log 5", "12345678901234567890"),
-        (r"x\ln 2", "12345678901234567890x"),
-        ("x = 5", "x^{10^9} = 5"),
-        ("x+y+z+w", "(x+y+z+w)^{600}-(x+y+z-w)^{600}"),
-    ],
-)
+HANGING = [(r"\log 5", "12345678901234567890"), (r"x\ln 2", "12345678901234567890x")]
+HANGING += [("x = 5", "x^{10^9} = 5"), ("x+y+z+w", "(x+y+z+w)^{600}-(x+y+z-w)^{600}")]
+
+
+@pytest.mark.parametrize(("gold", "answer"), HANGING)
 def test_a_wrong_value_is_refused_before_math_verify_hangs_on_it(gold: str, answer: str):
     assert grade(f"\\boxed{{{answer}}}", gold, timeout_s=5) is False
 
@@ -79,7 +67,7 @@ def test_it_ends_with_its_stdin_sees_no_gpu_and_has_its_own_session():
     process = WORKER.process
     assert os.getsid(process.pid) == process.pid != os.getsid(0)
     if sys.platform == "linux":
-        assert resource.prlimit(process.pid, resource.RLIMIT_AS)[0] == MEMORY_BYTES
+        assert resource.prlimit(process.pid, resource.RLIMIT_AS)[0] == grader_worker.MEMORY_BYTES
         assert resource.prlimit(process.pid, resource.RLIMIT_FSIZE) == (0, 0)
         environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
         assert b"CUDA_VISIBLE_DEVICES=" in environment
@@ -243,7 +231,7 @@ def test_time_outs_cannot_hold_up_a_step_for_long(make_fake, monkeypatch):
     grades = [grade(f"\\boxed{{a+{i}}}", "a+b", timeout_s=0.2) for i in range(100)]
     assert set(grades) == {None}
     assert time.monotonic() - start < 3
-    with pytest.raises(OutOfPatience):
+    with pytest.raises(grader_worker.OutOfPatience):
         ask(worker, "a", "b", timeout_s=0.2)
     become_honest(worker)
     worker.forgiven_at -= 10  # as if so many seconds had gone by

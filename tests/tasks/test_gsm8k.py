@@ -11,18 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tasks import gsm8k
-from tasks.gsm8k import (
-    MAX_MARKS,
-    MAX_TAIL_CHARS,
-    REWARD_PARTS,
-    Options,
-    is_lenient_solved,
-    lenient_answer,
-    parse_question,
-    parse_row,
-)
+from tasks.gsm8k import REWARD_PARTS, Options, lenient_answer, parse_question, parse_row
 
 MILLION = 1_000_000
+MAX_MARKS, MAX_TAIL_CHARS = gsm8k.MAX_MARKS, gsm8k.MAX_TAIL_CHARS
 ROW = {"question": "What is 2 * 9?", "answer": "2 * 9 = <<2*9=18>>18\n#### 18"}
 MINUS = "\N{MINUS SIGN}"
 
@@ -118,29 +110,18 @@ def test_what_is_no_number_is_no_answer(text: str):
         assert all(solved(completion, gold, prompt_style=style) == 0.0 for gold in golds)
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer"),
-    [
-        ("#### Answer\n#### 18", "18"),
-        ("#### 1/2 of it\n#### 18", "18"),
-        ("#### 18\n#### 19", "18"),
-        ("##### 18", "18"),
-        ("#### $-18", "-18"),
-        (f"#### {MINUS}18", "-18"),
-        ("#### -0.0", "0"),
-        ("#### .50", "0.5"),
-        ("#### 1,234,567.250", "1234567.25"),
-        ("#### " + "9" * 100, "9" * 100),
-        ("#### " + "9" * 101, None),
-        ("#### 17 or 19\n#### 18", "18"),
-        ("#### 18" + " x" * 5_000 + " 19", "18"),  # too far away
-        ("#### x\n" * (MAX_MARKS - 1) + "#### 18", "18"),
-        ("#### x\n" * MAX_MARKS + "#### 18", None),
-        ("### 18", None),
-        ("18", None),
-        ("", None),
-    ],
-)
+BEHIND_MARKS = {  # a completion: its answer
+    **dict.fromkeys(("#### Answer\n#### 18", "#### 1/2 of it\n#### 18", "#### 18\n#### 19"), "18"),
+    **{"##### 18": "18", "#### $-18": "-18", f"#### {MINUS}18": "-18", "#### -0.0": "0"},
+    **{"#### .50": "0.5", "#### 1,234,567.250": "1234567.25", "#### 17 or 19\n#### 18": "18"},
+    **{"#### " + "9" * 100: "9" * 100, "#### " + "9" * 101: None},
+    **dict.fromkeys(("### 18", "18", "")),  # None
+    "#### 18" + " x" * 5_000 + " 19": "18",  # too far away
+    **{"#### x\n" * (MAX_MARKS - 1) + "#### 18": "18", "#### x\n" * MAX_MARKS + "#### 18": None},
+}
+
+
+@pytest.mark.parametrize(("completion", "answer"), BEHIND_MARKS.items())
 def test_the_number_behind_the_first_mark_that_one_follows_is_the_answer(completion, answer):
     assert extract_answer(completion) == answer
 
@@ -234,40 +215,28 @@ def test_a_number_that_words_follow_is_read(number, decimals, words, rest):
         assert answer is not None and Fraction(answer) == Fraction(plain)
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer"),
-    [
-        ("#### 18", "18"),
-        ("#### 1,800", "1800"),
-        ("#### -5", "-5"),
-        ("#### 1/2", "1"),
-        ("#### 7,8,9", "789"),
-        ("#### 18.0", "18.0"),
-        ("#### ,", ""),
-        ("#### $18", None),
-        ("####18", None),
-        ("#### \u0661", None),
-    ],
-)
+OFFICIAL = {"#### 18": "18", "#### 1,800": "1800", "#### -5": "-5", "#### 1/2": "1"}
+OFFICIAL |= {"#### 7,8,9": "789", "#### 18.0": "18.0", "#### ,": ""}
+OFFICIAL |= dict.fromkeys(["#### $18", "####18", "#### \u0661"])
+
+
+@pytest.mark.parametrize(("completion", "answer"), OFFICIAL.items())
 def test_official_grading_is_the_published_regex_with_its_quirks(completion: str, answer):
     assert extract_answer(completion, grading="official") == answer
-    assert solved(completion, "18", grading="official") == float(answer == "18")
-    assert solved(completion, "18.0", grading="official") == float(answer == "18.0")
+    for gold in ("18", "18.0"):
+        assert solved(completion, gold, grading="official") == float(answer == gold)
+
+
+LENIENT = {"It is 3 * 6 = $18.00, I think.": "18", "Then 1/2 of 36 at 3:30, or 1e-3": "36"}
+LENIENT |= {"#### 18\nor was it -20?": "-20", "5 eggs or 6 eggs (or 7)": "7"}
+LENIENT |= dict.fromkeys(["from 20-18", "x18, v2.0, 1 000", "none", "5!"])
+LENIENT |= {"18" + " " * (MAX_TAIL_CHARS - 1): None, "18" + " " * (MAX_TAIL_CHARS - 2): "18"}
 
 
 def test_the_lenient_answer_is_the_last_number():
-    assert lenient_answer("It is 3 * 6 = $18.00, I think.") == "18"
-    assert lenient_answer("Then 1/2 of 36 at 3:30, or 1e-3") == "36"
-    assert lenient_answer("#### 18\nor was it -20?") == "-20"
-    assert lenient_answer("from 20-18") is None
-    assert lenient_answer("x18, v2.0, 1 000") is None
-    assert lenient_answer("none") is None
-    assert lenient_answer("5 eggs or 6 eggs (or 7)") == "7"
-    assert lenient_answer("5!") is None
-    assert lenient_answer("18" + " " * (MAX_TAIL_CHARS - 1)) is None
-    assert lenient_answer("18" + " " * (MAX_TAIL_CHARS - 2)) == "18"
-    assert is_lenient_solved("So it is 18.", ROW, options=Options(grading="official"))
-    assert not is_lenient_solved("So it is 18, not 19.", ROW, options=Options())
+    assert {text: lenient_answer(text) for text in LENIENT} == LENIENT
+    assert gsm8k.is_lenient_solved("So it is 18.", ROW, options=Options(grading="official"))
+    assert not gsm8k.is_lenient_solved("So it is 18, not 19.", ROW, options=Options())
 
 
 @pytest.mark.parametrize("dash", "\u02d7\u2010\u2012\u2013\u2014\u2015\u2796\ufe63\uff0d\u00b1")
@@ -298,69 +267,56 @@ def test_plain_pays_for_the_answer_alone():
         assert reward(completion) == dict.fromkeys(REWARD_PARTS, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("completion", "form", "ending", "integer", "answer"),
-    [
-        (answer_block("18"), 1.0, 0.0, 1.0, 1.0),
-        ("<thinking>a</thinking><answer>1,800</answer>", 1.0, 0.0, 1.0, 0.0),
-        (answer_block("$18"), 1.0, 0.0, -1.0, 1.0),
-        (answer_block("18.0"), 1.0, 0.0, -1.0, 1.0),
-        (answer_block(""), 1.0, 0.0, -1.0, 0.0),
-        (answer_block("18") + " Done.", 1.0, -0.5, 1.0, 1.0),
-        ("Sure! " + answer_block("18"), -1.0, 0.0, 1.0, 1.0),
-        ("<thinking>a</thinking> so <answer>18</answer>", -1.0, 0.0, 1.0, 1.0),
-        ("<thinking>a<answer>18</answer></thinking>", -1.0, -0.5, 1.0, 1.0),
-        ("<answer>18</answer>", -1.0, 0.0, 1.0, 1.0),
-        ("<thinking></answer></thinking><answer>18", -1.0, -0.5, -1.0, 0.0),
-        (answer_block("18") + answer_block("19"), -1.0, -0.5, 1.0, 1.0),
-        (answer_block("19") + answer_block("18"), -1.0, -0.5, 1.0, 0.0),
-        ("<thinking>a</thinking><answer>18", -1.0, 0.0, -1.0, 0.0),
-        ("", -1.0, 0.0, -1.0, 0.0),
-    ],
-)
-def test_tags_pay_for_format_ending_integer_and_answer(completion, form, ending, integer, answer):
-    parts = reward(completion, prompt_style="tags")
-    expected = {"format": form, "answer": answer, "ending": ending, "integer": integer}
-    assert parts == expected | {"length": 0.0}
+TAGS = [  # a completion, and what it is paid for its format, its ending, an integer, the answer
+    (answer_block("18"), 1.0, 0.0, 1.0, 1.0),
+    ("<thinking>a</thinking><answer>1,800</answer>", 1.0, 0.0, 1.0, 0.0),
+    (answer_block("$18"), 1.0, 0.0, -1.0, 1.0),
+    (answer_block("18.0"), 1.0, 0.0, -1.0, 1.0),
+    (answer_block(""), 1.0, 0.0, -1.0, 0.0),
+    (answer_block("18") + " Done.", 1.0, -0.5, 1.0, 1.0),
+    ("Sure! " + answer_block("18"), -1.0, 0.0, 1.0, 1.0),
+    ("<thinking>a</thinking> so <answer>18</answer>", -1.0, 0.0, 1.0, 1.0),
+    ("<thinking>a<answer>18</answer></thinking>", -1.0, -0.5, 1.0, 1.0),
+    ("<answer>18</answer>", -1.0, 0.0, 1.0, 1.0),
+    ("<thinking></answer></thinking><answer>18", -1.0, -0.5, -1.0, 0.0),
+    (answer_block("18") + answer_block("19"), -1.0, -0.5, 1.0, 1.0),
+    (answer_block("19") + answer_block("18"), -1.0, -0.5, 1.0, 0.0),
+    ("<thinking>a</thinking><answer>18", -1.0, 0.0, -1.0, 0.0),
+    ("", -1.0, 0.0, -1.0, 0.0),
+]
+STRICT_TAGS = "<thinking>\na\n</thinking>\n<answer>\n{}\n</answer>"
+STRICT = [
+    (STRICT_TAGS.format("18"), 1.0, 0.0, 1.0, 1.0),
+    (STRICT_TAGS.format("-18"), 1.0, 0.0, 1.0, 0.0),
+    (STRICT_TAGS.format("1,800"), 1.0, 0.0, -1.0, 0.0),
+    (STRICT_TAGS.format("$18"), 1.0, 0.0, -1.0, 1.0),
+    (STRICT_TAGS.format("\u0661"), 1.0, 0.0, -1.0, 0.0),
+    (STRICT_TAGS.format("18") + "\n", -1.0, 0.0, 1.0, 1.0),
+    (STRICT_TAGS.format("18") + " Done.", -1.0, -0.5, 1.0, 1.0),
+    (" " + STRICT_TAGS.format("18"), -1.0, 0.0, 1.0, 1.0),
+    (STRICT_TAGS.format("18").replace("\n<answer>", "\n\n<answer>"), -1.0, 0.0, 1.0, 1.0),
+    ("<thinking>a</thinking>\n<answer>18</answer>", -1.0, 0.0, 1.0, 1.0),
+    ("<thinking>\n</thinking>\n<answer>\n</answer>", -1.0, 0.0, -1.0, 0.0),
+    (STRICT_TAGS.format("18").upper(), -1.0, -0.5, 1.0, 1.0),
+    ("<thinking>\na\n</thinking>\n<answer>\n18", -1.0, -0.5, -1.0, 0.0),
+    ("", -1.0, -0.5, -1.0, 0.0),
+]
 
 
-STRICT = "<thinking>\na\n</thinking>\n<answer>\n{}\n</answer>"
-
-
-@pytest.mark.parametrize(
-    ("completion", "form", "ending", "integer", "answer"),
-    [
-        (STRICT.format("18"), 1.0, 0.0, 1.0, 1.0),
-        (STRICT.format("-18"), 1.0, 0.0, 1.0, 0.0),
-        (STRICT.format("1,800"), 1.0, 0.0, -1.0, 0.0),
-        (STRICT.format("$18"), 1.0, 0.0, -1.0, 1.0),
-        (STRICT.format("\u0661"), 1.0, 0.0, -1.0, 0.0),
-        (STRICT.format("18") + "\n", -1.0, 0.0, 1.0, 1.0),
-        (STRICT.format("18") + " Done.", -1.0, -0.5, 1.0, 1.0),
-        (" " + STRICT.format("18"), -1.0, 0.0, 1.0, 1.0),
-        (STRICT.format("18").replace("\n<answer>", "\n\n<answer>"), -1.0, 0.0, 1.0, 1.0),
-        ("<thinking>a</thinking>\n<answer>18</answer>", -1.0, 0.0, 1.0, 1.0),
-        ("<thinking>\n</thinking>\n<answer>\n</answer>", -1.0, 0.0, -1.0, 0.0),
-        (STRICT.format("18").upper(), -1.0, -0.5, 1.0, 1.0),
-        ("<thinking>\na\n</thinking>\n<answer>\n18", -1.0, -0.5, -1.0, 0.0),
-        ("", -1.0, -0.5, -1.0, 0.0),
-    ],
-)
-def test_strict_tags_want_each_newline_and_closing_tag(completion, form, ending, integer, answer):
-    """The four rewards of the run that configs/gsm8k-lora.yaml repeats."""
-    parts = reward(completion, prompt_style="tags", tag_grading="strict")
-    expected = {"format": form, "answer": answer, "ending": ending, "integer": integer}
-    assert parts == expected | {"length": 0.0}
+@pytest.mark.parametrize(("grading", "cases"), [("lenient", TAGS), ("strict", STRICT)])
+def test_tags_pay_for_format_ending_integer_and_answer(grading, cases):
+    """Strict ones want each newline: the four rewards of the run that gsm8k-lora.yaml repeats."""
+    for completion, form, ending, integer, answer in cases:
+        parts = reward(completion, prompt_style="tags", tag_grading=grading)
+        expected = {"format": form, "answer": answer, "ending": ending, "integer": integer}
+        assert parts == expected | {"length": 0.0}, completion
 
 
 @pytest.mark.parametrize("style", ["plain", "tags"])
 def test_only_more_tokens_than_allowed_cost_something(style: str):
-    def length(**options: int) -> float:
-        return reward("18", prompt_style=style, **options)["length"]
-
-    assert length(max_tokens=3, num_tokens=3) == 0.0
-    assert length(max_tokens=3, num_tokens=4) == -0.5
-    assert length(num_tokens=5_000) == 0.0
+    for limit, num_tokens, cost in ((3, 3, 0.0), (3, 4, -0.5), (None, 5_000, 0.0)):
+        options = {"prompt_style": style, "max_tokens": limit, "num_tokens": num_tokens}
+        assert reward("18", **options)["length"] == cost
 
 
 def test_an_example_without_a_gold_answer_is_never_solved():
@@ -378,12 +334,8 @@ PIECES = [
 ]
 piece = st.sampled_from(PIECES) | st.text(st.characters(), max_size=5)
 any_text = st.lists(piece, max_size=20).map("".join)
-STYLES = [
-    {"prompt_style": "plain"},
-    {"prompt_style": "plain", "grading": "official"},
-    {"prompt_style": "tags"},
-    {"prompt_style": "tags", "tag_grading": "strict"},
-]
+STYLES = [{"prompt_style": style} for style in ("plain", "tags")]
+STYLES += [STYLES[0] | {"grading": "official"}, STYLES[1] | {"tag_grading": "strict"}]
 
 
 @settings(max_examples=500, deadline=None)

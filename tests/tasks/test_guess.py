@@ -1,12 +1,13 @@
 """The guessing game: what its environment says and pays, and that its recipe runs."""
 
 import copy
+import functools
 import json
 import math
 from pathlib import Path
 
 import pytest
-from harness import ROOT, load_rows, load_run, read_jsonl, read_rows, save_writer, seed
+from harness import ROOT, load_run, read_jsonl, read_rows, save_writer, seed
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 import main
@@ -57,33 +58,23 @@ def test_nothing_is_paid_for_lists_repetitions_or_numbers_outside():
 
 
 def test_ranges_are_either_trained_on_or_validated():
-    class Task:  # load_rows gives the options of tasks that have some
-        Options, load_examples, __file__ = dict, staticmethod(guess.load_examples), guess.__file__
-
-    training, validation = (
-        load_rows(Task, "generated", split) for split in ("train", "validation")
-    )
+    how = {"options": None, "seed": 0, "held_out": True, "exclude": []}
+    load = functools.partial(guess.load_examples, "generated", **how)
+    training, validation = (load(split, num_examples=None) for split in ("train", "validation"))
     assert not {row["low"] for row in training} & {row["low"] for row in validation}
     assert len(training) + len(validation) == 86 * 15
     for row in training + validation:
         assert 1 <= row["low"] <= row["number"] <= row["high"] == row["low"] + 14 <= 100
-    assert len(load_rows(Task, "generated", "validation", 10)) == 10
+    assert len(load("validation", num_examples=10)) == 10
 
 
 TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-SMALL = [
-    "sampling.stop=[]",  # this tokenizer has other tokens
-    f"training.seed={seed()}",
-    "training.num_steps=2",
-    "training.num_samples_per_step_global=4",
-    "validation.num_examples=4",
-    "validation.every=1",
-    "checkpoint.every=1",
-    "logging.rollouts_every=1",
-]
+SMALL = ["sampling.stop=[]", f"training.seed={seed()}"]  # this tokenizer has other tokens
+SMALL += ["training.num_steps=2", "training.num_samples_per_step_global=4", "checkpoint.every=1"]
+SMALL += ["validation.num_examples=4", "validation.every=1", "logging.rollouts_every=1"]
 
 
 @pytest.fixture

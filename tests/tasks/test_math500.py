@@ -16,22 +16,16 @@ def reward(completion: str, example: dict = EXAMPLE, *, options: Options) -> dic
 # Reward
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer"),
-    [
-        (r"So it is $\boxed{\frac{5}{6}}$.", 1.0),
-        (r"\boxed{\frac{2}{3}}, no: \boxed{5/6}", 1.0),
-        (r"\boxed{\frac{1}{2} + \frac{1}{3}}", 1.0),
-        (r"\boxed{5/6}, no: \boxed{\frac{2}{3}}", 0.0),
-        (r"\boxed{0.8333}", 0.0),
-        (r"\frac{5}{6}", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_only_the_last_box_is_paid_and_only_for_the_gold_value(completion: str, answer: float):
-    parts = reward(completion, options=Options(grader_timeout_s=30.0))
-    assert parts == {"answer": answer, "timeout": 0.0}
-    assert tuple(parts) == math500.REWARD_PARTS
+PAID = {r"So it is $\boxed{\frac{5}{6}}$.": 1, r"\boxed{\frac{1}{2} + \frac{1}{3}}": 1}
+PAID |= {r"\boxed{\frac{2}{3}}, no: \boxed{5/6}": 1, r"\boxed{5/6}, no: \boxed{\frac{2}{3}}": 0}
+PAID |= {r"\boxed{0.8333}": 0, r"\frac{5}{6}": 0, "": 0}
+
+
+def test_only_the_last_box_is_paid_and_only_for_the_gold_value():
+    for completion, answer in PAID.items():
+        parts = reward(completion, options=Options(grader_timeout_s=30.0))
+        assert parts == {"answer": answer, "timeout": 0.0}, completion
+        assert tuple(parts) == math500.REWARD_PARTS
 
 
 def test_a_time_out_is_counted_and_earns_nothing(monkeypatch):
@@ -80,25 +74,21 @@ def test_a_typed_problem_becomes_an_example_that_no_answer_solves():
 # Rows
 
 
-@pytest.mark.parametrize(
-    ("problem", "other", "same"),
-    [
-        ("What is $1 + 1$?", "what  is 1+1 ?", True),
-        (r"Find $\frac{1}{2}$.", r"Find $\dfrac{1}{2}$", True),
-        (r"Is $\left(1, 2\right)$ it?", "Is $(1,2)$ it?", True),
-        ("What is $1 + 1$?", "What is $1 - 1$?", False),
-        ("What is $1 + 1$?", "What is $1 + 11$?", False),
-        ("Is $x < 1$?", "Is $x > 1$?", False),
-        (r"Find $\leftarrow$", r"Find $\arrow$", False),
-    ],
-)
-def test_a_problem_is_known_again_however_it_is_set(problem: str, other: str, same: bool):
-    assert (question_key({"problem": problem}) == question_key({"problem": other})) == same
+SETTINGS = [  # a problem, another one, and whether it is the same
+    ("What is $1 + 1$?", "what  is 1+1 ?", True),
+    (r"Find $\frac{1}{2}$.", r"Find $\dfrac{1}{2}$", True),
+    (r"Is $\left(1, 2\right)$ it?", "Is $(1,2)$ it?", True),
+    *(("What is $1 + 1$?", f"What is ${other}$?", False) for other in ("1 - 1", "1 + 11")),
+    ("Is $x < 1$?", "Is $x > 1$?", False),
+    (r"Find $\leftarrow$", r"Find $\arrow$", False),
+]
 
 
-def test_answers_may_be_numbers():
+def test_a_problem_is_known_again_however_it_is_set_and_its_answer_may_be_a_number():
+    for problem, other, same in SETTINGS:
+        assert (question_key({"problem": problem}) == question_key({"problem": other})) == same
     row = {"problem": "What is $1 + 1$?", "answer": 2}
-    assert parse_row(row, options=Options()) == {"problem": "What is $1 + 1$?", "answer": "2"}
+    assert parse_row(row, options=Options()) == row | {"answer": "2"}
 
 
 def test_the_real_evaluation_file_loads_whole(tmp_path, monkeypatch):
@@ -106,8 +96,5 @@ def test_the_real_evaluation_file_loads_whole(tmp_path, monkeypatch):
     file = real_file("math500", "test.json")
     rows = load_rows(math500, file, "validation", 500, held_out=False)
     assert len({question_key(row) for row in rows}) == 500
-    for row in rows:
-        assert reward(f"\\boxed{{{row['answer']}}}", row, options=Options())["answer"] == 1.0
-        assert reward("", row, options=Options())["answer"] == 0.0
     with pytest.raises(ValueError, match="no question left for train"):
         load_rows(math500, file, "train", held_out=False, exclude=rows)

@@ -49,15 +49,15 @@ def test_generators_that_depend_on_shared_random_numbers_repeat_themselves():
         assert load("train", 20, dataset=dataset, dataset_config={}) == rows
 
 
-@pytest.mark.parametrize(
-    ("dataset", "config", "problem"),
-    [
-        ("chess", {}, "ValueError: Dataset 'chess' not registered"),
-        ("gcd", {"max_word_len": 6}, "TypeError: GCDConfig.__init__() got an unexpected keyword"),
-        ("gcd", {"min_value": 0}, "AssertionError: min_value must be"),
-        *((name, {}, "its scorer runs what the model wrote as code") for name in REFUSED),
-    ],
-)
+USELESS = [
+    ("chess", {}, "ValueError: Dataset 'chess' not registered"),
+    ("gcd", {"max_word_len": 6}, "TypeError: GCDConfig.__init__() got an unexpected keyword"),
+    ("gcd", {"min_value": 0}, "AssertionError: min_value must be"),
+    *((name, {}, "its scorer runs what the model wrote as code") for name in REFUSED),
+]
+
+
+@pytest.mark.parametrize(("dataset", "config", "problem"), USELESS)
 def test_what_cannot_be_trained_is_one_line(dataset, config, problem):
     with pytest.raises(ValueError) as caught:
         load("train", dataset=dataset, dataset_config=config)
@@ -73,9 +73,7 @@ def test_too_few_different_questions_are_one_line():
 
 def test_a_missing_package_is_named_with_its_c_compiler(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    line = (
-        r"^reasoning_gym, whose pycosat needs a C compiler: .*pip install reasoning-gym==0\.1\.25$"
-    )
+    line = r"^reasoning_gym, whose pycosat needs a C compiler: .*install reasoning-gym==0\.1\.25$"
     with pytest.raises(ValueError, match=line):
         load("train")
 
@@ -91,21 +89,14 @@ def pay(completion: str, example: dict, options: Options) -> tuple[float, ...]:
 def test_the_answer_is_the_last_block_or_else_the_whole_completion():
     example, options = example_of("spell_backward")
     gold = example["answer"]
-    for completion in (
-        f" {gold}\n",
-        f"<think>x <answer>x</answer></think>\n{gold}",
-        f"<answer>x</answer> no: <answer> {gold} </answer> done",
-        f"<answer>{gold}",
-    ):
+    right = [f" {gold}\n", f"<think>x <answer>x</answer></think>\n{gold}", f"<answer>{gold}"]
+    for completion in (*right, f"<answer>x</answer> no: <answer> {gold} </answer> done"):
         assert pay(completion, example, options) == (1, 1, 0), completion
     for completion in ("", "<answer></answer>", f"{gold} <answer>x</answer>", "\0\ud800" * 10**6):
         answer, partial, timeout = pay(completion, example, options)
         assert (answer, timeout) == (0, 0) and partial < 0.999, completion
     assert task.extract_answer(" ", example, options=options) is None
-
-
-def test_partial_is_the_packages_score():
-    example, options = example_of("chain_sum")
+    example, options = example_of("chain_sum")  # partial is the package's score
     assert pay(f"It is {example['answer']}", example, options)[:2] == (0, pytest.approx(1 / 3))
 
 
@@ -117,12 +108,6 @@ def test_a_scorer_that_hangs_is_stopped_and_one_that_raises_pays_nothing():
     assert pay(example["answer"], example, Options(dataset="coin_flip")) == (1, 1, 0)
     example, options = example_of("prime_factorization")
     assert pay("x", example, options) == (0, 0, 0)
-
-
-def test_two_scorers_pay_for_what_is_no_answer():
-    """The module says so; a version of the package that mends them would show here."""
-    for dataset, text in (("game_of_life_halting", "I do not know"), ("complex_arithmetic", "nan")):
-        assert pay(text, *example_of(dataset)) == (1, 1, 0), dataset
 
 
 def test_a_question_that_a_person_typed_earns_nothing():
@@ -171,9 +156,8 @@ def test_those_that_run_an_answer_as_code_are_refused_and_no_others():
 
 def test_the_list_has_an_example_of_each_that_can_be_trained(monkeypatch, capsys):
     names = ("composite", "countdown", "gcd", "spell_backward")
-    monkeypatch.setattr(
-        gym.factory, "DATASETS", {name: gym.factory.DATASETS[name] for name in names}
-    )
+    few = {name: gym.factory.DATASETS[name] for name in names}
+    monkeypatch.setattr(gym.factory, "DATASETS", few)
     monkeypatch.delitem(sys.modules, "tasks.reasoning_gym")  # else runpy warns
     runpy.run_module("tasks.reasoning_gym", run_name="__main__")
     lines = capsys.readouterr().out.splitlines()

@@ -1,20 +1,16 @@
 """The benchmarks run."""
 
-import importlib
 import json
 import shlex
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from harness import ROOT, USERS_ENVIRONMENT, alone, load_trained, make_config, read_jsonl, sample
+from harness import ROOT, USERS_ENVIRONMENT, benchmark, read_jsonl
 from PIL import Image, ImageSequence
-from reference import distance, score
 from safetensors.torch import load_file
 
-import main
 from tools.plot import read_table
 
 pytestmark = pytest.mark.slow
@@ -24,14 +20,9 @@ def run_quickly(
     python: Path, script: str, *arguments: str, size: str = "--quick", **environment: str
 ) -> str:
     """What a benchmark prints on the smallest sizes."""
-    result = subprocess.run(
-        [python, f"benchmarks/{script}", *size.split(), *arguments],
-        cwd=ROOT,
-        env=USERS_ENVIRONMENT | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [python, f"benchmarks/{script}", *size.split(), *arguments]
+    told = {"capture_output": True, "text": True, "timeout": 120}
+    result = subprocess.run(command, cwd=ROOT, env=USERS_ENVIRONMENT | environment, **told)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -86,8 +77,7 @@ def test_what_only_a_gpu_can_show_runs_as_a_toy(python, part, tmp_path):
 
 def test_a_check_that_raises_costs_its_own_rows_alone(tmp_path, monkeypatch):
     """Bug: it cost all rows of its part, and minutes on a GPU are dear."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    gpu = importlib.import_module("gpu")
+    gpu = benchmark("gpu")
     fail = lambda setting: 1 / 0  # noqa: E731
     monkeypatch.setitem(gpu.PARTS, "speed", (fail, gpu.time_head))
     with pytest.raises(SystemExit) as ended:
@@ -138,27 +128,3 @@ def test_ablations_leave_metrics_a_table_and_a_picture_and_run_once(python, tmp_
         whole = read_table(runs / f"{row}-s0").rows
         assert read_table(tmp_path / f"ablations/{row}-s0.csv").rows.equals(whole)
     assert "done" not in run_quickly(python, "ablations.py", *arguments)
-
-
-def test_a_copy_that_scores_as_it_samples_hands_its_gradients_on(rotary_model_folder, monkeypatch):
-    """With eager attention, whose numbers are the same for a token alone and in a whole row."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    switched = importlib.import_module("switched")
-    options = ["model.compute_dtype=bfloat16", "model.attn_implementation=eager"]
-    config = make_config(f"model.name={rotary_model_folder}", *options)
-    gradients, mismatches = [], []
-    for wrap in (main.wrap_policy, switched.score_in_the_sampler):
-        monkeypatch.setattr(main, "wrap_policy", wrap)
-        policy = load_trained(config, alone())
-        prompts = [[5, 9, 30], [40, 41]]
-        ((one, _), (other, _)) = sample(policy, prompts, num_samples=2, max_new_tokens=12)
-        completions = [one.token_ids, other.token_ids]
-        log_probs, mask = score(policy, prompts, completions, pad_id=policy.params.pad_id)
-        log_probs[mask].sum().backward()
-        sampled = torch.from_numpy(np.concatenate([one.log_probs, other.log_probs]))
-        mismatches.append(float((log_probs[mask] - sampled).abs().mean()))
-        assert {p.grad.dtype for p in policy.model.parameters()} == {torch.float32}
-        gradients.append(torch.cat([p.grad.flatten() for p in policy.model.parameters()]).numpy())
-    assert all(p.grad is None for p in policy.sampler.parameters())
-    assert mismatches[1] < 1e-5 < 1e-3 < mismatches[0]
-    assert 1e-4 < distance(gradients[1], gradients[0]) < 0.1

@@ -1,6 +1,5 @@
 """What learning.py, ablations.py and pass_at_k.py make of finished runs, and what they run."""
 
-import importlib
 import json
 import math
 import sys
@@ -8,39 +7,26 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from harness import ROOT, load_run, make_config, make_policy, make_run
+from harness import benchmark, load_run, make_config, make_policy, make_run
 
 import main
 from engine.core.config import Config, dotted_values
 from engine.report.evaluation import evaluation_metrics
 from engine.run.config_file import load_config
 
-
-def load(name: str):
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.pop(0)
-
-
-learning, ablations, switched, pass_at_k = (
-    load(name) for name in ("learning", "ablations", "switched", "pass_at_k")
+learning, ablations, switched, pass_at_k = map(
+    benchmark, ("learning", "ablations", "switched", "pass_at_k")
 )
 
 
 # Learning
 
 
-@pytest.mark.parametrize(
-    ("rates", "minutes"),
-    [
-        ([0.2, 0.5, 0.7, 0.4], 3.0),  # half of the way from 0.5 to 0.7
-        ([0.2, 0.6, 0.7, 0.8], 2.0),
-        ([0.7, 0.1, 0.1, 0.1], 0.0),
-        ([0.2, 0.3, 0.4, 0.5], math.nan),
-    ],
-)
+LEVELS = {(0.2, 0.5, 0.7, 0.4): 3.0, (0.2, 0.6, 0.7, 0.8): 2.0}  # half of the way from 0.5 to 0.7
+LEVELS |= {(0.7, 0.1, 0.1, 0.1): 0.0, (0.2, 0.3, 0.4, 0.5): math.nan}
+
+
+@pytest.mark.parametrize(("rates", "minutes"), LEVELS.items())
 def test_the_time_to_a_level_lies_between_two_evaluations(rates, minutes):
     found = learning.time_to(0.6, np.array([0.0, 2.0, 4.0, 6.0]), np.array(rates))
     assert found == pytest.approx(minutes, nan_ok=True)
@@ -50,12 +36,9 @@ def write_side(folder, side: str, *seeds: list[float]) -> None:
     """Evaluations after 0, 10 and 20 steps of a minute each."""
     folder.mkdir(exist_ok=True)
     for seed, rates in enumerate(seeds):
-        rows = [
-            {"step": 10 * i, "minutes": 10.0 * i, "eval/pass@1": rate}
-            for i, rate in enumerate(rates)
-        ]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{side}-s{seed}.jsonl").write_text(text)
+        steps = enumerate(rates)
+        rows = [{"step": 10 * i, "minutes": 10.0 * i, "eval/pass@1": rate} for i, rate in steps]
+        (folder / f"{side}-s{seed}.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
 def test_the_two_sides_are_compared_at_each_evaluation_and_drawn(tmp_path, monkeypatch, capsys):

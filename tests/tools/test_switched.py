@@ -1,7 +1,5 @@
 """What the switches of benchmarks/switched.py compute, by hand on a few rows."""
 
-import importlib
-import sys
 from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
@@ -9,31 +7,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from harness import ROOT, alone, make_config, make_policy, make_run
+from harness import benchmark, make_config, make_policy, make_row, make_rows, make_run, sample
+from reference import distance, score
 
 import main
-from engine.core.types import Completion, Trajectory
 from engine.questions.data import QuestionStream
 from engine.report.metrics import WATCHED
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-switched, ablations = (importlib.import_module(name) for name in ("switched", "ablations"))
-sys.path.pop(0)
-
-
-def make_row(reward: float, *, num_tokens: int = 4, truncated: bool = False) -> Trajectory:
-    completion = Completion(
-        token_ids=[7] * num_tokens,
-        log_probs=np.full(num_tokens, -1.0, np.float32),
-        entropies=np.zeros(num_tokens, np.float32),
-        truncated=truncated,
-        is_inserted=np.zeros(num_tokens, bool),
-    )
-    return Trajectory([5, 5, 5], completion, "", {"answer": reward}, reward)
-
-
-def make_group(*rewards: float) -> list[Trajectory]:
-    return [make_row(reward) for reward in rewards]
+switched, ablations = map(benchmark, ("switched", "ablations"))
 
 
 def switch(monkeypatch, name: str) -> None:
@@ -83,9 +64,10 @@ def test_the_ratio_is_to_what_the_sampler_said(rotary_model_folder, monkeypatch)
     switch the first update is REINFORCE, whose loss has no ratio.
     """
     policy = make_policy(rotary_model_folder)
-    training = make_config("training.policy_loss=ppo", "training.clip_eps=0.2").training
+    run = make_run(policy, make_config("training.policy_loss=ppo", "training.clip_eps=0.2"))
+    training = run.config.training
     row = replace(make_row(1.0, num_tokens=3), advantage=1.0)
-    batch = main.make_micro_batch([row], training, alone(), num_rows=1, num_tokens=3)
+    batch = main.make_micro_batch([row], training, run.world, num_rows=1, num_tokens=3)
     with torch.no_grad():
         log_probs = policy.scorer(batch.input_ids, batch.completion_mask, temperature=1.0)[0, 3:]
     row.completion.log_probs[:] = log_probs.numpy() - np.log([1.5, 1.0, 0.5])
@@ -93,10 +75,30 @@ def test_the_ratio_is_to_what_the_sampler_said(rotary_model_folder, monkeypatch)
     plain = main.accumulate_gradient(policy, batch, training, {})
     assert plain.item() == pytest.approx(-weight * log_probs.sum().item(), rel=1e-4)
     switch(monkeypatch, "ratio-to-sampler")
-    batch = main.make_micro_batch([row], training, alone(), num_rows=1, num_tokens=3)
+    batch = main.make_micro_batch([row], training, run.world, num_rows=1, num_tokens=3)
     loss = main.accumulate_gradient(policy, batch, training, sums)
     assert loss.item() == pytest.approx(-weight * (1.2 + 1.0 + 0.5), rel=1e-4)
     assert sums["train/clip_frac"].tolist() == [1, 3]
+
+
+def test_a_bf16_copy_that_scores_as_it_samples_hands_gradients_on(rotary_model_folder, monkeypatch):
+    """With eager attention, whose numbers are the same for a token alone and in a whole row."""
+    options = ["model.compute_dtype=bfloat16", "model.attn_implementation=eager"]
+    prompts, gradients, mismatches = [[5, 9, 30], [40, 41]], [], []
+    for wrap in (main.wrap_policy, switched.score_in_the_sampler):
+        monkeypatch.setattr(main, "wrap_policy", wrap)
+        policy = make_policy(rotary_model_folder, *options)
+        ((one, _), (other, _)) = sample(policy, prompts, num_samples=2, max_new_tokens=12)
+        completions = [one.token_ids, other.token_ids]
+        log_probs, mask = score(policy, prompts, completions, pad_id=policy.params.pad_id)
+        log_probs[mask].sum().backward()
+        sampled = torch.from_numpy(np.concatenate([one.log_probs, other.log_probs]))
+        mismatches.append((log_probs[mask] - sampled).abs().mean().item())
+        assert {p.grad.dtype for p in policy.model.parameters()} == {torch.float32}
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.model.parameters()]).numpy())
+    assert all(p.grad is None for p in policy.sampler.parameters())
+    assert mismatches[1] < 1e-5 < 1e-3 < mismatches[0]
+    assert 1e-4 < distance(gradients[1], gradients[0]) < 0.1
 
 
 # Advantages
@@ -118,14 +120,14 @@ def test_the_most_varied_half_has_the_largest_variance_of_all_halves():
 
 
 def test_only_the_most_varied_half_is_trained_on_with_its_own_mean():
-    group = make_group(0.0, 0.0, 1.0, 0.0)
+    group = make_rows(0.0, 0.0, 1.0, 0.0)
     switched.assign_to_half([group], make_config().training)
     assert [t.in_batch for t in group] == [True, False, True, False]
     assert [t.advantage for t in group if t.in_batch] == [-0.5, 0.5]
 
 
 def test_sil_over_unequal_groups_leaves_groups_of_equals_out():
-    groups = [make_group(1.0, 1.0), make_group(0.0, 1.0)]
+    groups = [make_rows(1.0, 1.0), make_rows(0.0, 1.0)]
     config = make_config("training.learning_type=sil", "training.k_best_of_n=[1, 2]")
     switched.assign_to_unequal(groups, config.training)
     assert [[t.advantage for t in group] for group in groups] == [[0, 0], [0, 1]]
@@ -146,7 +148,7 @@ def test_groups_of_equals_are_replaced_by_fresh_questions(monkeypatch, good, num
 
     def sample(policy, task, config, questions, seeds, **settings):
         asked.extend(zip(questions, seeds, strict=True))
-        return [make_group(float(q["n"] in good), 0.0) for q in questions]
+        return [make_rows(float(q["n"] in good), 0.0) for q in questions]
 
     monkeypatch.setattr(switched, "sample_trajectories", sample)
     rows = [{"n": n} for n in range(400)]
@@ -169,7 +171,7 @@ def test_groups_of_equals_are_replaced_by_fresh_questions(monkeypatch, good, num
 def test_a_random_reward_follows_from_the_seed_alone(monkeypatch):
     arguments, rewards = (None, None, None, [], [(0, 0, 1), (0, 0, 2)]), []
     for solved in (0.0, 1.0):
-        groups = [make_group(*[solved] * 64) for _ in range(2)]
+        groups = [make_rows(*[solved] * 64) for _ in range(2)]
         monkeypatch.setattr(switched, "sample_trajectories", lambda *_, groups=groups: groups)
         graded = switched.sample_with_random_reward(*arguments)
         rewards.append([[t.reward for t in group] for group in graded])

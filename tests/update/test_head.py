@@ -39,18 +39,11 @@ def kept_bytes(request, monkeypatch) -> None:
     monkeypatch.setattr(head, "KEPT_BYTES", request.param)
 
 
-def set_columns(monkeypatch, columns: int) -> None:
-    monkeypatch.setattr(head, "CPU_BLOCK_BYTES", 4 * M * columns)
-
-
-def made_up(
-    dtype: torch.dtype, *, bias: bool = True
-) -> tuple[torch.Tensor, nn.Linear, torch.Tensor]:
-    """Hidden states (M, H), a head and token ids (M,), the first and the last token among them."""
+def made_up(dtype: torch.dtype, *, bias: bool) -> tuple[torch.Tensor, nn.Linear, torch.Tensor]:
+    """Hidden states (M, H), far from 0, a head and token ids (M,), first and last among them."""
     torch.manual_seed(seed())
-    hidden = torch.randn(M, H, dtype=dtype, requires_grad=True)
-    linear = nn.Linear(H, V, bias=bias, dtype=dtype)
-    return hidden, linear, torch.tensor([0, V - 1, 4, 5, 5])
+    hidden = (10 * torch.randn(M, H, dtype=dtype)).requires_grad_()
+    return hidden, nn.Linear(H, V, bias=bias, dtype=dtype), torch.tensor([0, V - 1, 4, 5, 5])
 
 
 def naive(hidden, linear, token_ids, *, temperature):
@@ -63,34 +56,22 @@ def naive(hidden, linear, token_ids, *, temperature):
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_its_gradient_is_that_of_finite_differences(monkeypatch, kept_bytes, columns, temperature):
-    set_columns(monkeypatch, columns)
-    hidden, linear, token_ids = made_up(torch.float64)
-
-    def function(hidden, weight, bias):
-        return head.HeadLogProbs.apply(hidden, weight, bias, token_ids, temperature)
-
-    assert torch.autograd.gradcheck(function, (hidden, linear.weight, linear.bias))
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-@pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("bias", [True, False])
-def test_it_is_log_softmax_for_any_loss(monkeypatch, kept_bytes, columns, temperature, bias):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_it_is_log_softmax_for_any_loss(monkeypatch, kept_bytes, columns, temperature, bias, dtype):
     """A loss that is not linear, such as a ratio's, and logits far from 0."""
-    set_columns(monkeypatch, columns)
-    hidden, linear, token_ids = made_up(torch.float32, bias=bias)
-    hidden = (10 * hidden.detach()).requires_grad_()
+    monkeypatch.setattr(head, "CPU_BLOCK_BYTES", 4 * M * columns)
+    hidden, linear, token_ids = made_up(dtype, bias=bias)
     inputs, results = [hidden, *linear.parameters()], []
     for function in (head_log_probs, naive):
         log_probs = function(hidden, linear, token_ids, temperature=temperature)
         loss = (log_probs / 10).exp().sum()
         results.append([log_probs, *torch.autograd.grad(loss, inputs)])
-    # The rounding of a logit is a relative error of its probability: half a bit of fp32 (2**-24)
+    # The rounding of a logit is a relative error of its probability: half a bit (2**-24 in fp32)
     # times its size. Each of the two computations rounds a logit and a few sums of them. A gradient
     # is a sum of terms that may cancel, as 1 - p does: it errs by as much as their sizes.
     logits = linear(hidden).detach() / temperature
-    tolerance = 4 * 2**-24 * logits.abs().max().item()
+    tolerance = 4 * torch.finfo(dtype).eps / 2 * logits.abs().max().item()
     assert tolerance < 1e-4  # or it would say nothing
     log_probs = results[1][0].detach()
     terms = logits.softmax(dim=-1) + F.one_hot(token_ids, V)  # (M, V)
@@ -189,7 +170,8 @@ def test_in_bf16_the_chunked_and_the_plain_scorer_round_alike(monkeypatch, model
     )
     assert log_probs.dtype == gradient.dtype == torch.float32
     assert torch.allclose(log_probs, expected, atol=1e-5)
-    _, exact = scored(load(model_folder, max_bytes=AT_ONCE)[0])
+    exact_log_probs, exact = scored(load(model_folder, max_bytes=AT_ONCE)[0])
+    assert 1e-5 < (log_probs - exact_log_probs).abs().max() < 0.5
     assert (gradient - expected_gradient).norm() <= 2**-6 * expected_gradient.norm()
     assert (gradient - exact).norm() <= 1.25 * (expected_gradient - exact).norm()
 
@@ -228,31 +210,20 @@ def test_shards_score_alike_on_both_sides_of_the_limit(model_folder, tokenizer, 
         assert distance(others[1], gradient) <= 1e-6
 
 
-def load_gemma2(tokenizer, folder: Path, **settings) -> tuple[Policy, list[str]]:
-    """A Gemma 2 whose logits would be made in blocks, and what loading it logs."""
-    sizes = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
-    config = Gemma2Config(**sizes, **tokens_of(tokenizer), **settings)
-    save_random(Gemma2ForCausalLM, config, tokenizer, folder)
-    # Gemma 2 has no other attention.
-    return load(folder, "model.attn_implementation=eager", max_bytes=IN_BLOCKS)
-
-
-@pytest.mark.parametrize("initializer_range", [0.02, 0.2])
+@pytest.mark.parametrize(("cap", "initializer_range"), [(30.0, 0.02), (30.0, 0.2), (None, 0.02)])
 def test_capped_logits_are_scored_by_the_plain_path_and_that_is_logged(
-    tokenizer, tmp_path, initializer_range
+    tokenizer, tmp_path, cap, initializer_range
 ):
     """Gemma 2 caps logits at 30, which hardly changes those of a model not trained yet."""
-    policy, lines = load_gemma2(tokenizer, tmp_path, initializer_range=initializer_range)
-    assert not policy.scorer.in_blocks
-    assert any("logits are more than head(hidden)" in line for line in lines)
+    sizes = SIZES | {"num_key_value_heads": 2, "head_dim": 8, **tokens_of(tokenizer)}
+    sizes |= {"final_logit_softcapping": cap, "initializer_range": initializer_range}
+    save_random(Gemma2ForCausalLM, Gemma2Config(**sizes), tokenizer, tmp_path)
+    eager = "model.attn_implementation=eager"  # Gemma 2 has no other
+    policy, lines = load(tmp_path, eager, max_bytes=IN_BLOCKS)
+    assert policy.scorer.in_blocks == (cap is None)
+    assert any("logits are more than head(hidden)" in line for line in lines) == (cap is not None)
     log_probs, mask = score(policy, PROMPTS, COMPLETIONS)
     ids = torch.tensor([PROMPTS[0] + COMPLETIONS[0]])
     logits = policy.model(input_ids=ids).logits[:, len(PROMPTS[0]) - 1 : -1]
     expected = token_log_probs(logits, torch.tensor([COMPLETIONS[0]]), temperature=1.0)
     assert torch.allclose(log_probs[0, mask[0]], expected[0], atol=1e-5)
-
-
-def test_the_same_model_without_a_cap_is_scored_by_the_chunked_head(tokenizer, tmp_path):
-    policy, lines = load_gemma2(tokenizer, tmp_path, final_logit_softcapping=None)
-    assert policy.scorer.in_blocks
-    assert not any("head(hidden)" in line for line in lines)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import assert_resumes, make_policy, read_rows, run_on_ranks, seed
+from harness import make_policy, run_on_ranks, seed
 from reference import (
     ALL_TOGETHER,
     EASY,
@@ -159,15 +159,6 @@ def test_a_batch_without_advantages_is_drawn_back_to_the_reference(rotary_model_
     assert above - below == pytest.approx(2 * rate * slope, rel=0.01)
 
 
-def test_at_the_reference_the_gradient_is_that_without_a_penalty(model_folder):
-    policy, config = make_policy(model_folder, KL, is_exact=True), config_of(*GRPO, KL)
-    recorder, groups = Recorder(policy.model), make_groups(config, EASY, EQUAL, HARD)
-    _, sums, _ = update(policy, recorder, groups, config)
-    expected, _ = recorded(policy, groups, config_of(*GRPO))
-    assert distance(recorder.gradients[0], expected) <= ROUNDING
-    assert sums["train/kl"][0] == pytest.approx(0, abs=1e-9) and sums["train/kl"][1] == 63
-
-
 def test_a_reference_scores_in_blocks_where_the_policy_does(rotary_model_folder, monkeypatch):
     """The gradient is that of scorers which make all logits at once."""
     config, gradients = config_of(*GRPO, KL), []
@@ -184,9 +175,3 @@ def test_without_a_penalty_there_is_no_reference_and_no_metric(rotary_model_fold
     assert policy.reference is None
     _, sums, _ = update(policy, Recorder(policy.model), make_groups(config, EASY), config)
     assert "train/kl" not in sums
-
-
-def test_a_run_in_two_parts_keeps_the_reference_of_its_start(tmp_path, rotary_model_folder):
-    """When it is resumed, the reference must not become the weights that it goes on from."""
-    run = assert_resumes(tmp_path, rotary_model_folder, KL, "training.num_iterations=2")
-    assert read_rows(run)[-1]["train/kl"] > 0

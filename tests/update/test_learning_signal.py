@@ -7,43 +7,15 @@ import math
 from types import SimpleNamespace
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
-from harness import alone, make_config
+from harness import alone, make_config, make_row, make_rows
 
-from engine.core.types import Completion, MicroBatch, Trajectory
+from engine.core.types import MicroBatch
 from engine.report.metrics import rollout_sums
-from engine.update.losses import (
-    cispo_loss,
-    completion_means,
-    kl_penalty,
-    off_policy_loss,
-    ppo_loss,
-    truncated_importance,
-)
+from engine.update import losses
 from engine.update.optimizer import LossScale
 from main import accumulate_gradient, assign_advantages, grpo_advantages, k_best_mask, token_weights
-
-
-def make_row(
-    reward: float, *, num_tokens: int = 4, truncated: bool = False, solved: bool = False
-) -> Trajectory:
-    """A trajectory of made-up tokens, each drawn where the entropy was 2 nats."""
-    completion = Completion(
-        token_ids=[7] * num_tokens,
-        log_probs=np.full(num_tokens, -1.0, np.float32),
-        entropies=np.full(num_tokens, 2.0, np.float32),
-        truncated=truncated,
-        is_inserted=np.zeros(num_tokens, bool),
-    )
-    parts = {"format": 0.5, "answer": 1.0 if solved else 0.0}
-    return Trajectory([5, 5, 5], completion, "", parts, reward)
-
-
-def make_rows(*rewards: float) -> list[Trajectory]:
-    return [make_row(reward) for reward in rewards]
-
 
 # Advantages
 
@@ -71,14 +43,6 @@ def test_equal_rewards_give_exactly_zero(divide_by_std, dtype):
     rewards = torch.full((1, 3), 0.1, dtype=dtype)
     assert grpo_advantages(rewards, divide_by_std=divide_by_std).tolist() == [[0, 0, 0]]
     assert grpo_advantages(torch.tensor([[0.1, 0.1 + 1e-7]]), divide_by_std=divide_by_std).all()
-
-
-def test_two_equal_questions_are_two_groups():
-    """The same prompt twice in a batch: each has its own baseline."""
-    groups = [make_rows(1.0, 0.0), make_rows(0.0, 0.0)]
-    assign_advantages(groups, make_config("training.k_best_of_n=[2,2]").training)
-    assert [[t.advantage for t in group] for group in groups] == [[0.5, -0.5], [0, 0]]
-    assert all(t.in_batch for group in groups for t in group)
 
 
 def test_the_k_best_are_marked_and_ties_go_to_the_lower_index():
@@ -126,28 +90,23 @@ def test_a_quarter_of_sils_gradient_comes_from_groups_of_equals():
 # What a token counts for
 
 
-@pytest.mark.parametrize(
-    ("normalization", "expected"),
-    [
-        ("dr_grpo", [[1 / 80] * 3, [1 / 80, 0, 0]]),
-        ("token", [[1 / 20] * 3, [1 / 20, 0, 0]]),
-        ("sequence", [[1 / 24] * 3, [1 / 8, 0, 0]]),
-        ("sum", [[1 / 8] * 3, [1 / 8, 0, 0]]),
-    ],
-)
-def test_token_weights_divide_by_the_counts_of_the_global_batch(normalization, expected):
+WEIGHTS = {"dr_grpo": [[1 / 80] * 3, [1 / 80, 0, 0]], "token": [[1 / 20] * 3, [1 / 20, 0, 0]]}
+WEIGHTS |= {"sequence": [[1 / 24] * 3, [1 / 8, 0, 0]], "sum": [[1 / 8] * 3, [1 / 8, 0, 0]]}
+
+
+@pytest.mark.parametrize("normalization", WEIGHTS)
+def test_token_weights_divide_by_the_counts_of_the_global_batch(normalization):
     """Rows of 3 and 1 tokens, among 8 rows and 20 tokens over all ranks; at most 10 new tokens."""
     mask = torch.tensor([[True, True, True], [True, False, False]])
-    weights = token_weights(
-        mask, normalization=normalization, num_rows=8, num_tokens=20, max_new_gen_tokens=10
-    )
-    assert torch.allclose(weights, torch.tensor(expected), rtol=1e-6, atol=0)
+    counts = {"num_rows": 8, "num_tokens": 20, "max_new_gen_tokens": 10}
+    weights = token_weights(mask, normalization=normalization, **counts)
+    assert torch.allclose(weights, torch.tensor(WEIGHTS[normalization]), rtol=1e-6, atol=0)
 
 
 def test_the_importance_of_a_token_is_its_ratio_to_the_sampler_up_to_a_limit():
     """Tokens that are twice, half and four times as likely as when they were sampled."""
     log_probs, sampler_log_probs = torch.tensor([[0.8, 0.1, 0.4], [0.4, 0.2, 0.1]]).log()[:, None]
-    ratios = truncated_importance(log_probs, sampler_log_probs, clip=3.0)
+    ratios = losses.truncated_importance(log_probs, sampler_log_probs, clip=3.0)
     assert torch.allclose(ratios, torch.tensor([[2.0, 0.5, 3.0]]))
 
 
@@ -165,7 +124,7 @@ def test_the_clip_cuts_what_goes_too_far_and_only_that(advantage, ratio, gradien
     """min(ratio A, clip(ratio) A), with a clip that is wider above, as DAPO's clip-higher."""
     log_probs = torch.tensor([[math.log(ratio) - 2]], requires_grad=True)
     advantages, old = torch.tensor([float(advantage)]), torch.tensor([[-2.0]])
-    loss, is_clipped = ppo_loss(log_probs, advantages, old, eps=0.2, eps_high=0.3)
+    loss, is_clipped = losses.ppo_loss(log_probs, advantages, old, eps=0.2, eps_high=0.3)
     loss.sum().backward()
     assert -log_probs.grad.item() == pytest.approx(gradient, abs=1e-6)
     assert is_clipped.item() == (gradient == 0)
@@ -175,7 +134,7 @@ def test_the_clip_cuts_what_goes_too_far_and_only_that(advantage, ratio, gradien
 
 def test_reinforce_and_the_ratio_have_the_same_gradient_while_the_ratio_is_one():
     """Though their losses differ: at ratio 1 a group's ratio loss is 0, its gradient is not."""
-    gradients, losses = [], []
+    gradients, found = [], []
     for is_first in (True, False):
         log_probs, batch = make_compared([[1.0, 1.0], [1.0, 1.0]], [[True] * 2] * 2, [0.75, -0.75])
         with torch.no_grad():
@@ -188,33 +147,18 @@ def test_reinforce_and_the_ratio_have_the_same_gradient_while_the_ratio_is_one()
             loss_scale=LossScale(enabled=False),
         )
         training = make_config("training.num_iterations=2").training
-        losses.append(accumulate_gradient(policy, batch, training, {}))
+        found.append(accumulate_gradient(policy, batch, training, {}))
         gradients.append(log_probs.grad)
     assert torch.allclose(*gradients)
     assert gradients[0].tolist() == [[-0.75, -0.75], [0.75, 0.75]]
-    assert losses == pytest.approx([0.75 * 3.0 - 0.75 * 3.5, 0.0])
-
-
-@pytest.mark.parametrize(
-    ("advantage", "ratio", "gradient"),
-    [(2, 0.1, 0.2), (2, 1.25, 2.5), (2, 3, 2.6), (-1, 0.1, -0.1), (-1, 1.25, -1.25), (-1, 3, -1.3)],
-)
-def test_cispo_trains_every_token_with_a_weight_limited_from_above(advantage, ratio, gradient):
-    """min(ratio, 1.3) A, whatever the sign of A; PPO leaves out ratios of 3 for A = 2."""
-    log_probs = torch.tensor([[math.log(ratio) - 2]], requires_grad=True)
-    advantages, old = torch.tensor([float(advantage)]), torch.tensor([[-2.0]])
-    loss, is_clipped = cispo_loss(log_probs, advantages, old, eps_high=0.3)
-    loss.sum().backward()
-    assert is_clipped.item() == (ratio > 1.3)
-    assert log_probs.grad.item() == pytest.approx(-gradient, abs=1e-6)
-    assert loss.item() == pytest.approx(-gradient * log_probs.item(), abs=1e-6)
+    assert found == pytest.approx([0.75 * 3.0 - 0.75 * 3.5, 0.0])
 
 
 def test_the_mean_of_a_completion_has_a_gradient_through_its_own_tokens():
     """Completions of three tokens and of one; what stands where the mask is False is left out."""
     log_probs = torch.tensor([[-1.0, -2.0, -6.0], [-4.0, -9.0, -9.0]], requires_grad=True)
     mask = torch.tensor([[True, True, True], [True, False, False]])
-    means = completion_means(log_probs, mask)
+    means = losses.completion_means(log_probs, mask)
     assert means.tolist() == [[-3.0] * 3, [-4.0] * 3]
     (means * torch.tensor([[1.0, 1.0, 1.0], [5.0, 0.0, 0.0]])).sum().backward()
     torch.testing.assert_close(log_probs.grad, torch.tensor([[1.0, 1.0, 1.0], [5.0, 0.0, 0.0]]))
@@ -236,13 +180,6 @@ def make_compared(ratios: list[list[float]], mask: list[list[bool]], advantages:
     return (old + log_ratios).requires_grad_(), batch
 
 
-def loss_of(config, batch: MicroBatch, log_probs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The loss of each token by the config's policy_loss, and which are clipped."""
-    return off_policy_loss(
-        config.training, log_probs, batch.advantages, batch.old_log_probs, batch.completion_mask
-    )
-
-
 @pytest.mark.parametrize(
     ("advantage", "product", "gradient"),
     # of each token: ratio of the completion x A / 2 tokens x 2 tokens of weight 1
@@ -251,10 +188,11 @@ def loss_of(config, batch: MicroBatch, log_probs: torch.Tensor) -> tuple[torch.T
 def test_gspo_clips_whole_completions_by_hand(advantage, product, gradient):
     """The ratio is the root of the product of two tokens' ratios, 4 and product / 4."""
     log_probs, batch = make_compared([[4.0, product / 4, 9.0]], [[True, True, False]], [advantage])
-    config = make_config(
-        "training.policy_loss=gspo", "training.clip_eps=0.09", "training.clip_eps_high=0.2"
+    settings = ["policy_loss=gspo", "clip_eps=0.09", "clip_eps_high=0.2"]
+    training = make_config(*(f"training.{setting}" for setting in settings)).training
+    loss, is_clipped = losses.off_policy_loss(
+        training, log_probs, batch.advantages, batch.old_log_probs, batch.completion_mask
     )
-    loss, is_clipped = loss_of(config, batch, log_probs)
     (batch.token_weights * loss).sum().backward()
     expected = torch.tensor([[-gradient, -gradient, 0.0]])
     torch.testing.assert_close(log_probs.grad, expected, rtol=0, atol=1e-6)
@@ -267,7 +205,7 @@ def test_gspo_clips_whole_completions_by_hand(advantage, product, gradient):
 def test_the_kl_penalty_by_hand():
     """k3 = exp(x) - x - 1 at x = ref - current: 0 at 0, e - 2 at 1, 1/e at -1."""
     log_probs = torch.tensor([[-2.0, -2.0, -2.0]], requires_grad=True)
-    kl = kl_penalty(log_probs, torch.tensor([[-2.0, -1.0, -3.0]]))
+    kl = losses.kl_penalty(log_probs, torch.tensor([[-2.0, -1.0, -3.0]]))
     assert kl[0].tolist() == pytest.approx([0, math.e - 2, 1 / math.e], rel=1e-6)
     kl.sum().backward()  # 1 - exp(x): rise where the reference is higher, fall where it is lower
     assert log_probs.grad[0].tolist() == pytest.approx([0, 1 - math.e, 1 - 1 / math.e], rel=1e-6)
@@ -277,7 +215,7 @@ def test_the_kl_penalty_by_hand():
 def test_the_kl_penalty_of_a_token_far_from_the_reference_is_finite(log_ratio):
     """exp(100) is infinite in float32; and no gradient drives the token further away."""
     log_probs = torch.tensor([[-1.0 - log_ratio]], requires_grad=True)
-    kl = kl_penalty(log_probs, torch.tensor([[-1.0]]))
+    kl = losses.kl_penalty(log_probs, torch.tensor([[-1.0]]))
     kl.sum().backward()
     assert kl.isfinite().all() and kl.item() > 8
     assert log_probs.grad.isfinite().all() and log_probs.grad.item() * log_ratio <= 0
@@ -287,11 +225,11 @@ def test_the_kl_penalty_is_never_below_zero_and_zero_at_the_reference():
     """exp(x) - x - 1 in float32 rounds to -6e-8 at some small x."""
     small = torch.logspace(-12, 1, 20_001)
     log_ratios = torch.cat([small, -small, torch.zeros(1)])
-    kl = kl_penalty(torch.full_like(log_ratios, 0.0), log_ratios)
+    kl = losses.kl_penalty(torch.full_like(log_ratios, 0.0), log_ratios)
     assert (kl >= 0).all() and kl[-1] == 0
     exact = torch.expm1(log_ratios.double()) - log_ratios.double()
     assert torch.allclose(kl.double(), exact, rtol=1e-3, atol=1e-9)
-    assert kl_penalty(log_ratios, log_ratios).count_nonzero() == 0
+    assert losses.kl_penalty(log_ratios, log_ratios).count_nonzero() == 0
 
 
 # What a step logs of its rollouts
@@ -305,20 +243,11 @@ def test_rollout_metrics_are_sums_and_counts_over_all_rows():
     ]
     assign_advantages(groups, make_config("training.k_best_of_n=[2,2]").training)
     sums = rollout_sums(groups, ("format", "answer"))
-    expected = {
-        "train/reward": (1.2, 4),
-        "train/reward_std": (math.sqrt(0.5), 2),
-        "train/solved": (2, 4),
-        "train/solved_and_ended": (1, 4),
-        "train/part_format": (2.0, 4),
-        "train/part_answer": (2.0, 4),
-        "train/advantage_abs": (1.0, 4),
-        "train/entropy": (28.0, 14),
-        "train/completion_tokens": (14, 4),
-        "train/truncated_frac": (2, 4),
-        "train/zero_advantage_frac": (1, 2),
-    }
-    assert {name: pytest.approx(sums[name]) for name in expected} == expected
+    expected = {"reward": (1.2, 4), "reward_std": (math.sqrt(0.5), 2), "solved": (2, 4)}
+    expected |= {"solved_and_ended": (1, 4), "part_format": (2.0, 4), "part_answer": (2.0, 4)}
+    expected |= {"advantage_abs": (1.0, 4), "entropy": (28.0, 14), "completion_tokens": (14, 4)}
+    expected |= {"truncated_frac": (2, 4), "zero_advantage_frac": (1, 2)}
+    assert {name: pytest.approx(sums[f"train/{name}"]) for name in expected} == expected
     assert "train/reward_timeouts" not in sums
     groups[0][1].reward_parts = {"answer": 0.0, "timeout": 1.0}
     groups[0][0].reward_parts |= {"timeout": 0.0}

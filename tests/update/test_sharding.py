@@ -114,8 +114,28 @@ def whole_weights(policy: Policy) -> np.ndarray:
     return torch.cat(tensors).numpy().copy()
 
 
-def ten_updates(world: World, folder: Path, *options: str) -> tuple[np.ndarray, bool]:
-    """Weights after ten AdamW updates; whether the sampler has them, and samples with them.
+def bytes_for_a_weight(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Bytes on this rank that hold weights, gradients and averages, for each of all weights."""
+    ids = torch.tensor([[5, 9, 30]])
+    policy.scorer(ids, ids > 0, temperature=1.0).sum().backward()
+    weights, averages = list(policy.model.parameters()), optimizer.state.values()
+    tensors = {
+        "weights": weights,
+        "gradients": [p.grad for p in weights],
+        "averages": [value for state in averages for value in state.values() if value.ndim > 0],
+    }
+    num_weights = sum(p.numel() for p in weights)
+    return {name: bytes_in_memory(some) / num_weights for name, some in tensors.items()}
+
+
+def bytes_in_memory(tensors: list[torch.Tensor]) -> int:
+    """The size of the storages behind this rank's parts of the tensors, each counted once."""
+    storages = [local(tensor).untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def ten_updates(world: World, folder: Path, *options: str) -> tuple[np.ndarray, bool, dict]:
+    """Weights after ten AdamW updates; whether the sampler has them, and samples with them; bytes.
 
     One update has no lesson on any rank, and in one logits were not finite: both are left out.
     """
@@ -134,17 +154,24 @@ def ten_updates(world: World, folder: Path, *options: str) -> tuple[np.ndarray, 
     assert distance(after, before) > 1e-3
     sampled = torch.cat([p.detach().flatten() for p in policy.sampler.parameters()]).numpy()
     ((completion, *_),) = sample(policy, [[5, 9, 30]], num_samples=2, max_new_tokens=4)
-    return after, np.array_equal(sampled, after) and len(completion.token_ids) > 0
+    is_sampler_fresh = np.array_equal(sampled, after) and len(completion.token_ids) > 0
+    return after, is_sampler_fresh, bytes_for_a_weight(policy, optimizer)
 
 
 def test_ten_updates_of_a_sharded_model_give_the_weights_of_ddp(rotary_model_folder, tmp_path):
-    """In fp32; AdamW divides by roots of tiny averages, where rounding shows, hence 1e-5."""
+    """In fp32; AdamW divides by roots of tiny averages, where rounding shows, hence 1e-5.
+
+    A rank keeps a third of 4, 4 and 8 bytes a weight. 3 does not divide the rows: parts differ by a
+    row.
+    """
     run = functools.partial(run_on_ranks, ten_updates, 3, rotary_model_folder)
     ddp, sharded = run(folder=tmp_path), run(SHARD, folder=tmp_path)
-    for weights, is_sampler_fresh in sharded:
+    num_bytes = {"weights": 4 / 3, "gradients": 4 / 3, "averages": 8 / 3}
+    for weights, is_sampler_fresh, measured in sharded:
         assert is_sampler_fresh
         assert np.array_equal(weights, sharded[0][0])
         assert distance(weights, ddp[0][0]) <= 1e-5
+        assert measured == pytest.approx(num_bytes, rel=0.04)
 
 
 # Whole runs
@@ -243,36 +270,6 @@ def test_ranks_that_do_not_share_a_disk_are_told_in_one_line(tmp_path):
     first, second = run_on_ranks(look_for_a_disk, 2, tmp_path, folder=tmp_path)
     for said in first + second:
         assert "\n" not in said and "set run.dir to a disk that all nodes share" in said
-
-
-def bytes_on_this_rank(world: World, folder: Path) -> dict[str, float]:
-    """Bytes of memory that hold weights, gradients and averages, for each weight of the model."""
-    policy, config = make_policy(folder, SHARD, world=world), config_of(*GRPO)
-    optimizer = make_optimizer(policy.model, config)
-    update(policy, optimizer, make_groups(config, EASY), config, world)
-    ids = torch.tensor([[5, 9, 30]])
-    policy.scorer(ids, ids > 0, temperature=1.0).sum().backward()
-    weights, averages = list(policy.model.parameters()), optimizer.state.values()
-    tensors = {
-        "weights": weights,
-        "gradients": [p.grad for p in weights],
-        "averages": [value for state in averages for value in state.values() if value.ndim > 0],
-    }
-    num_weights = sum(p.numel() for p in weights)
-    return {name: bytes_in_memory(some) / num_weights for name, some in tensors.items()}
-
-
-def bytes_in_memory(tensors: list[torch.Tensor]) -> int:
-    """The size of the storages behind this rank's parts of the tensors, each counted once."""
-    storages = [local(tensor).untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def test_a_rank_keeps_its_part_of_weights_gradients_and_averages(rotary_model_folder, tmp_path):
-    """A third of 4, 4 and 8 bytes a weight; 3 does not divide the rows: parts differ by a row."""
-    for measured in run_on_ranks(bytes_on_this_rank, 3, rotary_model_folder, folder=tmp_path):
-        expected = {"weights": 4 / 3, "gradients": 4 / 3, "averages": 8 / 3}
-        assert measured == pytest.approx(expected, rel=0.04)
 
 
 def peaks_of_a_pass(world: World, folder: Path, shard: str) -> list[int]:

@@ -26,20 +26,7 @@ import pytest
 import torch
 from harness import make_config
 
-from benchmarks.trl_inputs import (
-    CLIP_EPS,
-    CLIP_EPS_HIGH,
-    GSPO_CLIP_EPS,
-    GSPO_CLIP_EPS_HIGH,
-    KL_COEF,
-    LENGTHS,
-    LOG_PROBS,
-    MAX_NEW_TOKENS,
-    OLD_LOG_PROBS,
-    REF_LOG_PROBS,
-    REWARDS,
-    ROW_ADVANTAGES,
-)
+from benchmarks import trl_inputs as inputs
 from engine.core.types import MicroBatch
 from engine.update.optimizer import LossScale
 from main import accumulate_gradient, grpo_advantages, token_weights
@@ -107,31 +94,25 @@ TRL_CISPO_GRADIENT = [
     [0.153846154, 0.113972034, 0.196923077, 0.139205757, 0.0],
 ]
 
-GSPO = [
-    "training.policy_loss=gspo",
-    f"training.clip_eps={GSPO_CLIP_EPS}",
-    f"training.clip_eps_high={GSPO_CLIP_EPS_HIGH}",
-]
-MASK = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
+GSPO = ["training.policy_loss=gspo", f"training.clip_eps={inputs.GSPO_CLIP_EPS}"]
+GSPO += [f"training.clip_eps_high={inputs.GSPO_CLIP_EPS_HIGH}"]
+MASK = torch.arange(5) < torch.tensor(inputs.LENGTHS)[:, None]
 
 
 def make_batch(normalization: str, *, is_first: bool = False) -> MicroBatch:
     """`is_first`: this policy sampled the batch, and the reference has not scored it yet."""
+    counts = {"num_rows": 4, "num_tokens": sum(inputs.LENGTHS)}
+    counts["max_new_gen_tokens"] = inputs.MAX_NEW_TOKENS
+    old, ref = torch.tensor(inputs.OLD_LOG_PROBS), torch.tensor(inputs.REF_LOG_PROBS)
     return MicroBatch(
         trajectories=[],
         input_ids=torch.zeros(4, 5, dtype=torch.long),
         completion_mask=MASK,
-        advantages=torch.tensor(ROW_ADVANTAGES),
-        token_weights=token_weights(
-            MASK,
-            normalization=normalization,
-            num_rows=4,
-            num_tokens=sum(LENGTHS),
-            max_new_gen_tokens=MAX_NEW_TOKENS,
-        ),
-        sampler_log_probs=torch.tensor(OLD_LOG_PROBS),
-        old_log_probs=None if is_first else torch.tensor(OLD_LOG_PROBS),
-        ref_log_probs=None if is_first else torch.tensor(REF_LOG_PROBS),
+        advantages=torch.tensor(inputs.ROW_ADVANTAGES),
+        token_weights=token_weights(MASK, normalization=normalization, **counts),
+        sampler_log_probs=old,
+        old_log_probs=None if is_first else old,
+        ref_log_probs=None if is_first else ref,
     )
 
 
@@ -139,22 +120,18 @@ def loss_and_gradient(
     batch: MicroBatch, *overrides: str, kl_coef: float = 0.0
 ) -> tuple[float, torch.Tensor, dict[str, tuple[float, float]]]:
     """What the update computes where a policy and its reference give these log-probabilities."""
-    log_probs = torch.tensor(LOG_PROBS, requires_grad=True)
+    log_probs = torch.tensor(inputs.LOG_PROBS, requires_grad=True)
     policy = SimpleNamespace(
         scorer=lambda *_, **__: log_probs,
-        reference=lambda *_, **__: torch.tensor(REF_LOG_PROBS),
+        reference=lambda *_, **__: torch.tensor(inputs.REF_LOG_PROBS),
         params=SimpleNamespace(temperature=1.0),
         loss_scale=LossScale(enabled=False),
     )
-    config = make_config(
-        "training.num_iterations=2",
-        f"training.clip_eps={CLIP_EPS}",
-        f"training.clip_eps_high={CLIP_EPS_HIGH}",
-        f"training.kl_coef={kl_coef}",
-        *overrides,
-    )
+    clip = [f"training.clip_eps={inputs.CLIP_EPS}"]
+    clip += [f"training.clip_eps_high={inputs.CLIP_EPS_HIGH}"]
+    settings = ["training.num_iterations=2", *clip, f"training.kl_coef={kl_coef}", *overrides]
     sums: dict[str, torch.Tensor] = {}
-    loss = accumulate_gradient(policy, batch, config.training, sums)
+    loss = accumulate_gradient(policy, batch, make_config(*settings).training, sums)
     return loss, log_probs.grad, sums
 
 
@@ -164,14 +141,14 @@ def assert_close(ours: torch.Tensor, figures: list[list[float]]) -> None:
 
 @pytest.mark.parametrize(("scale", "divide_by_std"), [("none", False), ("group", True)])
 def test_the_advantages_are_those_of_trl(scale, divide_by_std):
-    rewards = torch.tensor(REWARDS, dtype=torch.float64)
+    rewards = torch.tensor(inputs.REWARDS, dtype=torch.float64)
     assert_close(grpo_advantages(rewards, divide_by_std=divide_by_std), TRL_ADVANTAGES[scale])
 
 
 @pytest.mark.parametrize("loss_type", NORMALIZATIONS)
 def test_loss_and_gradient_with_a_penalty_are_those_of_trl(loss_type):
     batch = make_batch(NORMALIZATIONS[loss_type])
-    loss, gradient, _ = loss_and_gradient(batch, kl_coef=KL_COEF)
+    loss, gradient, _ = loss_and_gradient(batch, kl_coef=inputs.KL_COEF)
     assert loss == pytest.approx(TRL_LOSS_WITH_KL[loss_type], rel=0, abs=1e-6)
     assert_close(gradient, TRL_GRADIENT_WITH_KL[loss_type])
 
@@ -186,9 +163,11 @@ def test_the_first_update_of_a_batch_has_the_gradient_without_a_ratio(options):
 
 
 def test_cispo_is_that_of_trl():
-    loss, gradient, _ = loss_and_gradient(make_batch("token"), "training.policy_loss=cispo")
+    """What is limited is the tokens of a ratio above 1.28, whatever the sign of the advantage."""
+    loss, gradient, sums = loss_and_gradient(make_batch("token"), "training.policy_loss=cispo")
     assert loss == pytest.approx(TRL_CISPO_LOSS, rel=0, abs=1e-6)
     assert_close(gradient, TRL_CISPO_GRADIENT)
+    assert sums["train/clip_frac"][0] == 3
 
 
 def test_gspo_is_that_of_trl():
@@ -199,13 +178,13 @@ def test_gspo_is_that_of_trl():
 
 def test_the_share_of_clipped_tokens_is_that_of_trl():
     """Bug: a token whose advantage is 0 counted as clipped where its ratio was low."""
-    _, _, metrics = loss_and_gradient(make_batch("dr_grpo"), kl_coef=KL_COEF)
+    _, _, metrics = loss_and_gradient(make_batch("dr_grpo"), kl_coef=inputs.KL_COEF)
     num_clipped, num_tokens = metrics["train/clip_frac"]
     assert num_clipped == 3
     assert num_clipped / num_tokens == pytest.approx(TRL_CLIP_FRAC, rel=0, abs=1e-6)
 
 
 def test_the_mean_kl_is_that_of_trl():
-    _, _, metrics = loss_and_gradient(make_batch("dr_grpo", is_first=True), kl_coef=KL_COEF)
+    _, _, metrics = loss_and_gradient(make_batch("dr_grpo", is_first=True), kl_coef=inputs.KL_COEF)
     kl, num_tokens = metrics["train/kl"]
     assert kl / num_tokens == pytest.approx(TRL_KL, rel=0, abs=1e-6)
