@@ -148,18 +148,14 @@ class Logger:
             append_durably(self.folder / "rollouts.jsonl", lines)
 
     def print_step(self, step: int, num_steps: int, metrics: dict[str, float]) -> None:
-        """Print one line, aligned with the lines of other steps; a missing metric is a dash.
-
-        The time left is that of as many steps as are left, as the last ones went with all that
-        came between them, such as evaluations.
-        """
+        """Print a step's line, aligned, a dash for a missing metric, and the time left."""
         parts = [f"step {step:{len(str(num_steps))}d}/{num_steps}"]
         for label, name, width, spec in STEP_FIELDS:
             value = format(metrics[name], spec) if name in metrics else "-"
             parts.append(f"{label} {value:>{width}}")
         self.printed_s.append(time.monotonic())
         num_past, mean_s = len(self.printed_s) - 1, metrics.get("time/step_s", 0.0)
-        if num_past > 0:
+        if num_past > 0:  # the last steps with what came between them, such as evaluations
             mean_s = (self.printed_s[-1] - self.printed_s[0]) / num_past
         parts.append(f"left {timedelta(seconds=round(mean_s * (num_steps - step)))}")
         self.info("  ".join(parts))
@@ -186,11 +182,7 @@ class Logger:
         self.print_samples("\n".join(lines), samples)
 
     def print_samples(self, title: str, samples: list[dict[str, Any]]) -> None:
-        """Print the first three samples: reward, question, completion, answer read, gold answer.
-
-        The prompt stands in full above the first of all samples. Where a question has no key
-        `answer`, the question is the gold answer too, and is not printed twice.
-        """
+        """Print the first three samples: the first one's prompt in full, then questions alone."""
         lines = [title]
         for number, sample in enumerate(samples[:3], start=1):
             reward = format_reward(sample["reward"], sample["reward_parts"])
@@ -200,10 +192,9 @@ class Logger:
             lines += [f"    > {line}" for line in shorten(asked).split("\n")]
             completion = sample["completion"].strip("\n")
             lines += [f"    {line}" for line in shorten(completion).split("\n")]
-            gold = plain(sample["gold"])
-            last = gold.rpartition("\n")[2]  # a solution ends with its answer
-            gold = "" if gold == sample["question"] else f"  gold: {last}"
-            lines.append(f"    read: {sample['answer']}{gold}")
+            lines.append(f"    read: {sample['answer']}")
+            if (gold := plain(sample["gold"])) != sample["question"]:
+                lines[-1] += "  gold: " + gold.rpartition("\n")[2]  # a solution's end
         self.info("\n".join(lines))
 
     def close(self, status: str = "FINISHED") -> None:
