@@ -122,14 +122,9 @@ def to_json(value: Any) -> str:
 
 def write_report(folder: Path, out: Path) -> None:
     """Write the page of the run in `folder`; raises OSError or ValueError with the file's name."""
-    page = to_page(read_run(folder))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
-
-
-def to_page(data: dict[str, Any]) -> str:
     before, after = TEMPLATE.read_text(encoding="utf-8").split("{{data}}")
-    return before + to_json(data) + after
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(before + to_json(read_run(folder)) + after, encoding="utf-8")
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """The server of `python -m tools.report RUN --serve`: the page of a run, and its models to ask.
 
-It reads the run and writes nothing. It listens to this machine alone, and answers only its own
-page: the Host header must be 127.0.0.1 or localhost, since another site may have given this machine
-a name of its own (DNS rebinding), and the Origin, where a browser sends one, must agree with it.
+It reads the run and writes nothing, and answers its own page on this machine alone: the Host must
+be 127.0.0.1 or localhost, since a site may give this machine a name of its own (DNS rebinding), and
+the Origin, where a browser sends one, must agree with it.
 """
 
 import argparse
@@ -68,9 +68,11 @@ class Handler(BaseHTTPRequestHandler):
             data = report.read_run(folder)
         except (ValueError, OSError) as error:  # a run that has just begun has no metrics yet
             data = {"name": folder.resolve().name, "problem": str(error)}
-        data |= {"models": models(folder), "version": version}
+        text = report.to_json(data | {"models": models(folder), "version": version})
+        if self.path == "/":
+            text = report.TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", text)
         self.begin(200, "text/html" if self.path == "/" else "application/json")
-        self.wfile.write((report.to_page if self.path == "/" else report.to_json)(data).encode())
+        self.wfile.write(text.encode())
 
     def do_POST(self) -> None:
         """Lines of JSON: the prompt, each token, what the reward read and paid; or an error."""
@@ -81,10 +83,9 @@ class Handler(BaseHTTPRequestHandler):
         try:
             with ANSWERING:
                 answer(self.server.options, json.loads(request), self.send)
-        except ConnectionError:  # the reader has left, which ends the answer
-            pass
         except Exception as error:  # whatever a model does at loading: the page shows it
-            self.send({"error": " ".join(str(error).split())})
+            with suppress(ConnectionError):  # the reader has left, which ends an answer
+                self.send({"error": " ".join(str(error).split())})
 
     def begin(self, status: int, kind: str) -> None:
         self.send_response(status)
@@ -119,8 +120,9 @@ def answer(options: argparse.Namespace, request: dict, send: Callable[[dict], No
     if name not in models(options.folder) or not (temperature == 0 or 0.01 <= temperature <= 100):
         raise ValueError("ask a model of this run, at temperature 0 (greedy) or 0.01 to 100")
     found = options.folder / "config.yaml"
-    overrides = ["mode=evaluate", f"model.name={name}", "sampling.backend=generate"]
-    overrides += [f"model.revision={read_file(found)['model'].get('revision') or 'null'}"]
+    revision = json.dumps(read_file(found)["model"].get("revision"))
+    overrides = ["mode=evaluate", "sampling.backend=generate", f"model.revision={revision}"]
+    overrides += [f"model.name={json.dumps(name)}"]
     trusted = options.config  # a file that was not named can have no code run
     config = combine(read_file(trusted) if trusted else chat.harmless(found, overrides), overrides)
     task = load_task(config.task.name)
@@ -137,8 +139,7 @@ def answer(options: argparse.Namespace, request: dict, send: Callable[[dict], No
         for old in [*LOADED][:-1]:
             del LOADED[old]
         LOADED[key] = load_policy(config, world, lambda _: None, DecodeBatch)
-    params = replace(LOADED[key].params, temperature=temperature)
-    policy = replace(LOADED[key], params=params)
+    policy = replace(LOADED[key], params=replace(LOADED[key].params, temperature=temperature))
     sender = Sender(policy, send)
     with policy.sampler.register_forward_hook(sender.keep):
         trajectory = chat.answer(policy, task, config, example, number, sender)
