@@ -23,7 +23,9 @@ import os
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -65,6 +67,8 @@ class Logger:
         self.folder: Path | None = None  # None until `open`, and always on the other ranks
         self.columns: list[str] = []  # of metrics.csv
         self.mlflow = MlflowRun(import_mlflow()) if do_mlflow and self.is_main else None
+        self.printed_s: deque[float] = deque(maxlen=20)  # when the last steps were printed
+        self.has_shown_prompt = False
         self.once = functools.cache(self.info)  # `info` for what is worth a line the first time
 
     def open(
@@ -144,11 +148,16 @@ class Logger:
             append_durably(self.folder / "rollouts.jsonl", lines)
 
     def print_step(self, step: int, num_steps: int, metrics: dict[str, float]) -> None:
-        """Print one line, aligned with the lines of other steps; a missing metric is a dash."""
+        """Print a step's line, aligned, a dash for a missing metric, and the time left."""
         parts = [f"step {step:{len(str(num_steps))}d}/{num_steps}"]
         for label, name, width, spec in STEP_FIELDS:
             value = format(metrics[name], spec) if name in metrics else "-"
             parts.append(f"{label} {value:>{width}}")
+        self.printed_s.append(time.monotonic())
+        num_past, mean_s = len(self.printed_s) - 1, metrics.get("time/step_s", 0.0)
+        if num_past > 0:  # the last steps with what came between them, such as evaluations
+            mean_s = (self.printed_s[-1] - self.printed_s[0]) / num_past
+        parts.append(f"left {timedelta(seconds=round(mean_s * (num_steps - step)))}")
         self.info("  ".join(parts))
 
     def print_evaluation(
@@ -173,16 +182,19 @@ class Logger:
         self.print_samples("\n".join(lines), samples)
 
     def print_samples(self, title: str, samples: list[dict[str, Any]]) -> None:
-        """Print the first three samples: reward, prompt, completion, answer read, gold answer."""
+        """Print the first three samples: the first one's prompt in full, then questions alone."""
         lines = [title]
         for number, sample in enumerate(samples[:3], start=1):
             reward = format_reward(sample["reward"], sample["reward_parts"])
             lines.append(f"  completion {number}  {reward}  {sample['tokens']} tokens")
-            lines += [f"    > {line}" for line in shorten(sample["prompt"].strip()).split("\n")]
+            asked = sample["question"] if self.has_shown_prompt else sample["prompt"].strip()
+            self.has_shown_prompt = True
+            lines += [f"    > {line}" for line in shorten(asked).split("\n")]
             completion = sample["completion"].strip("\n")
             lines += [f"    {line}" for line in shorten(completion).split("\n")]
-            gold = str(sample["gold"]).rpartition("\n")[2]  # a solution ends with its answer
-            lines.append(f"    read: {sample['answer']}  gold: {gold}")
+            lines.append(f"    read: {sample['answer']}")
+            if (gold := plain(sample["gold"])) != sample["question"]:
+                lines[-1] += "  gold: " + gold.rpartition("\n")[2]  # a solution's end
         self.info("\n".join(lines))
 
     def close(self, status: str = "FINISHED") -> None:
@@ -309,6 +321,13 @@ def format_reward(reward: float, parts: dict[str, float]) -> str:
     """Return "reward 1.10  (format 1.00  answer 1.00)", for example."""
     shown = "  ".join(f"{name} {value:.2f}" for name, value in parts.items())
     return f"reward {reward:.2f}  ({shown})"
+
+
+def plain(value: Any) -> str:
+    """A question or a gold answer as a person writes it: "nums: 3 7 25, target: 46", say."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {plain(item)}" for name, item in value.items())
+    return " ".join(map(plain, value)) if isinstance(value, list) else str(value)
 
 
 def shorten(text: str, max_characters: int = 600) -> str:

@@ -38,7 +38,8 @@ def main() -> None:
         page = browser.new_page(viewport=SIZE, device_scale_factor=2)
         page.goto(file.as_uri())
         page.locator("#step").select_option(str(step))
-        others = f"#groups > section:not(:nth-child({group + 1}))"
+        page.locator("details.group").evaluate_all("groups => groups.forEach(g => g.open = true)")
+        others = f"#groups > :not(#question-{group + 1})"
         between = "article:nth-child(n + 3):not(:nth-last-child(-n + 2))"  # best and worst are left
         around = f".controls, #count, h2, h2 + p, {between}"
         page.add_style_tag(content=f"{others}, {around} {{ display: none }}")

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from transformers import TextStreamer
+from transformers.generation import BaseStreamer
 
 from engine import ROOT
 from engine.core.config import Config, ConfigError, TaskSettings
@@ -41,7 +42,7 @@ from engine.run.config_file import combine, nest, parse_override, read_file, sec
 from engine.run.load import load_policy
 from engine.run.mistakes import mistakes_cost_one_line
 from engine.sampling.environment import encode_questions
-from logger import Logger, error_line, format_reward, printable
+from logger import Logger, error_line, format_reward, plain, printable
 from main import DecodeBatch, decode_with_generate, reward_group
 
 FOUND = {  # section: its keys, all of them if none is named
@@ -61,6 +62,10 @@ def main() -> None:
         options = read_arguments(sys.argv[1:])
         config = chat_config(options)
         policy, task = load_chat(config, is_watching=options.watch)
+    if sys.stdin is not None and sys.stdin.isatty() and not options.watch:
+        own = config.task.model_dump(exclude={*TaskSettings.model_fields})  # the task's own keys
+        known = f"the model knows {config.task.name}" + f" ({plain(own)})" * bool(own)
+        show(f"{how_to_ask(task)}\n{known}\nCtrl-D or Ctrl-C ends\n\n")
     num_answered = num_refused = 0
     for line in watched(task, config.task) if options.watch else read_lines():
         try:
@@ -122,6 +127,15 @@ def load_chat(config: Config, *, is_watching: bool = False) -> tuple[Policy, Mod
     return load_policy(config, world, Logger(rank=0).info, DecodeBatch), task
 
 
+def how_to_ask(task: ModuleType) -> str:
+    """How a question must be typed, in the words of the task's parse_question."""
+    try:
+        task.parse_question("")
+    except ValueError as error:
+        return str(error)
+    return "write a question"
+
+
 def read_lines() -> Iterator[str]:
     """The lines that are not empty. Lines that are piped in are shown as if they were typed."""
     if sys.stdin is None:  # it was closed before the start
@@ -150,9 +164,14 @@ def watched(task: ModuleType, options: TaskSettings) -> list[dict]:
 
 
 def answer(
-    policy: Policy, task: ModuleType, config: Config, example: dict, number: int
+    policy: Policy,
+    task: ModuleType,
+    config: Config,
+    example: dict,
+    number: int,
+    streamer: BaseStreamer | None = None,  # None prints the answer
 ) -> Trajectory:
-    """Sample an answer, printing it token by token, and reward it; `number` counts questions.
+    """Sample an answer, streaming it token by token, and reward it; `number` counts questions.
 
     Raises ValueError if its prompt is too long.
     """
@@ -169,9 +188,9 @@ def answer(
         )
     if conversations:
         params = replace(params, conversations=conversations[0])
-        show(tokenizer.decode(prompt_ids))
-    else:
-        show(assistant_prefix(pose(example, task=task, options=config.task)))
+    if streamer is None:
+        begun = assistant_prefix(pose(example, task=task, options=config.task))
+        show(tokenizer.decode(prompt_ids) if conversations else begun)
     with policy.autocast():
         group = decode_with_generate(
             policy.sampler,
@@ -179,7 +198,7 @@ def answer(
             seeds,
             params,
             on_progress=lambda _: None,
-            streamer=Stream(policy),
+            streamer=streamer or Stream(policy),
         )
     (trajectory,) = reward_group(policy, task, config.task, example, prompt_ids, group)
     return trajectory

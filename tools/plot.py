@@ -1,10 +1,12 @@
-"""Draw the curves of runs: how well they solve and how they train, over steps and over minutes.
+"""Draw the curves of runs: how well they solve and how they train, over steps or over minutes.
 
-    python -m tools.plot runs/a runs/b                          # writes curves.png and curves.svg
+    python -m tools.plot runs/a runs/b               # writes runs/a/curves.png and curves.svg
+    python -m tools.plot runs/a runs/b --over minutes
     python -m tools.plot results/*.csv --out runs/curves --smooth 1
     python -m tools.plot runs/a --panels eval/pass@1 train/completion_tokens
 
-Give each run as its folder or as its metrics.csv, which may have any name. Runs whose names differ
+Give each run as its folder or as its metrics.csv, which may have any name. The pictures lie beside
+the first metrics.csv, unless --out says otherwise. Runs whose names differ
 only in the seed at the end (-s0, -s1) share a curve: the mean over the seeds, in a band from the
 lowest to the highest seed, up to the end of the shortest run. The band of a single run is the 95%
 interval of its pass@1. Minutes are those of steps and evaluations, without loading and saving.
@@ -110,37 +112,35 @@ def points(table: Table, metric: str, *, window: int) -> np.ndarray:
 
 
 def make_figure(
-    groups: dict[str, list[Table]], *, window: int, panels: Sequence = PANELS, title: str = ""
+    groups: dict[str, list[Table]],
+    *,
+    window: int,
+    panels: Sequence = PANELS,
+    title: str = "",
+    over: str = "steps",
 ) -> Any:
-    """Panels two by two, each over steps on the left and over minutes on the right."""
+    """Panels two by two, each `over` steps or minutes."""
     from matplotlib.figure import Figure
 
     num_rows = math.ceil(len(panels) / 2)
     figure = Figure(figsize=(8, 0.6 + 1.9 * num_rows), layout="constrained")  # inches
-    widths = (1, 1, 0.06, 1, 1)  # the middle column keeps the panels apart
-    grid = figure.subplots(num_rows, 5, sharex="col", squeeze=False, width_ratios=widths)
+    grid = figure.subplots(num_rows, 2, sharex=True, squeeze=False).ravel()
     names = {name for group in groups.values() for table in group for name in table.rows}
     counts = sorted(name.removeprefix(BEST_OF) for name in names if name.startswith(BEST_OF))
-    pairs = grid[:, [0, 1, 3, 4]].reshape(-1, 2)
-    for axes in [*grid[:, 2], *pairs[len(panels) :].flat]:  # an odd number leaves a pair empty
+    for axes in grid[len(panels) :]:  # an odd number leaves a place empty
         axes.remove()
-    pairs = pairs[: len(panels)]
-    for (left, right), (metric, name, label) in zip(pairs, panels, strict=True):
-        left.set(title=name.format(n="/".join(counts) or "n"), ylabel=label)
-        right.sharey(left)
-        right.tick_params(labelleft=False)
+    for axes, (metric, name, label) in zip(grid, panels, strict=False):
+        axes.set(title=name.format(n="/".join(counts) or "n"), ylabel=label)
         for i, group in enumerate(groups.values()):
             curve = curve_of(group, metric, window=window)
-            draw_curve(left, i, curve[0], curve)
-            draw_curve(right, i, curve[1], curve)
-    for pair in pairs[-2:]:  # the lowest of their columns
-        for axes, x in zip(pair, ("steps", "minutes"), strict=True):
-            axes.set_xlabel(x)
-            axes.tick_params(labelbottom=True)
+            draw_curve(axes, i, curve[["steps", "minutes"].index(over)], curve)
+    for axes in grid[: len(panels)][-2:]:  # the lowest of their columns
+        axes.set_xlabel(over)
+        axes.tick_params(labelbottom=True)
     figure.align_ylabels()
     figure.suptitle(title, size=12, weight="bold", x=0.01, ha="left")
     if len(groups) > 1 or not title:
-        lines = pairs[0, 0].get_lines()
+        lines = figure.axes[0].get_lines()
         figure.legend(lines, list(groups), loc="outside upper center", ncols=2, handlelength=4)
     return figure
 
@@ -159,13 +159,16 @@ def draw_curve(axes: Any, i: int, x: np.ndarray, curve: np.ndarray) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser("python -m tools.plot", description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="+", type=Path, help="runs' folders or .csv files")
-    parser.add_argument("--out", type=Path, default=Path("curves"), help="without .png and .svg")
+    parser.add_argument("--out", type=Path, help="default: curves, in the run's folder")
+    parser.add_argument("--over", choices=["steps", "minutes"], default="steps")
     parser.add_argument("--smooth", type=int, default=5, help="steps in the training curves' mean")
     parser.add_argument("--title", default="", help="what the picture shows, in one sentence")
     names = [metric for metric, _, _ in PANELS]
     parser.add_argument("--panels", nargs="+", choices=names, default=names, help="all without it")
     options = parser.parse_args()
-    panels, out = [p for p in PANELS if p[0] in options.panels], options.out.expanduser()
+    first = options.paths[0].expanduser()
+    out = (options.out or (first if first.is_dir() else first.parent) / "curves").expanduser()
+    panels = [p for p in PANELS if p[0] in options.panels]
     out = out.with_suffix("") if out.suffix in (".png", ".svg") else out
     png, svg = (out.with_name(f"{out.name}.{kind}") for kind in ("png", "svg"))
     try:
@@ -177,7 +180,8 @@ def main() -> None:
         groups = group_seeds([read_table(path.expanduser()) for path in options.paths])
         out.parent.mkdir(parents=True, exist_ok=True)
         with style.context(STYLE, after_reset=True):
-            figure = make_figure(groups, window=options.smooth, panels=panels, title=options.title)
+            shown = {"panels": panels, "title": options.title, "over": options.over}
+            figure = make_figure(groups, window=options.smooth, **shown)
             figure.savefig(png, dpi=200)
             figure.savefig(svg, metadata={"Date": None})  # so that equal pictures are equal files
     except (ValueError, OSError) as error:

@@ -2,6 +2,7 @@
 
     python -m tools.report runs/x                       # writes runs/x/report.html
     python -m tools.report runs/x --out elsewhere.html
+    python -m tools.report runs/x --serve               # live, see tools/serve.py
 
 The page is tools/report.html with the run's data in it. It needs no server and no network, and can
 be written while the run still trains. Of a long run it shows only some of the evaluations and steps
@@ -22,7 +23,7 @@ from engine.core.files import read_lines, read_text, without_nan
 from engine.core.yaml_text import show
 from engine.questions.tasks import built_in_tasks, load_task, schema
 from engine.run.config_file import read_file, task_name
-from logger import error_line, shorten
+from logger import error_line, plain, shorten
 from tools.plot import BEST_OF, PANELS, Table, points, read_table
 
 TEMPLATE = Path(__file__).with_name("report.html")  # the run's data replaces its {{data}}
@@ -82,8 +83,8 @@ def evaluations(table: Table, samples: list[dict]) -> list[dict]:
 
 def shortened(sample: dict) -> dict:
     """A line of samples.jsonl with long texts shortened."""
-    texts = {name: sample[name] for name in ("prompt", "completion", "gold", "answer")}
-    given = {name: str(text) for name, text in texts.items() if text is not None}
+    names = ("prompt", "question", "completion", "gold", "answer")  # older runs have no question
+    given = {name: plain(sample[name]) for name in names if sample.get(name) is not None}
     return sample | {name: shorten(text, MAX_CHARACTERS) for name, text in given.items()}
 
 
@@ -130,10 +131,18 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m tools.report", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="the run's folder")
     parser.add_argument("--out", type=Path, help="the page's file; by default report.html in it")
+    parser.add_argument("--serve", action="store_true", help="show it live, and ask its models")
+    parser.add_argument("--port", type=int, default=8008, help="of --serve; 0 takes a free one")
+    parser.add_argument("--device", default="cpu", help="that answers under --serve")
+    parser.add_argument("--config", type=Path, help="under --serve: trust a task of your own")
     options = parser.parse_args()
-    folder = options.folder.expanduser()
+    folder = options.folder = options.folder.expanduser()
     out = folder / "report.html" if options.out is None else options.out.expanduser()
     try:
+        if options.serve:
+            from tools.serve import serve  # imports torch
+
+            return serve(options)
         write_report(folder, out)
     except (ValueError, OSError) as error:
         parser.exit(2, f"{error_line(error)}\n")

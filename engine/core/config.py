@@ -359,10 +359,10 @@ class LoggingSettings(Section):
     steps has passed; 0 is off. They are of different questions, as far as the step has so many.
     Their lines in samples.jsonl have "split": "train"."""
     rollouts_every: NonNegativeInt = 10
-    """Keep a few groups of a step in rollouts.jsonl, with the numbers of their tokens, whenever
-    this number of steps has passed; 0 is off. `python -m tools.report` shows them. The file stays
-    below 16 MB: as it fills, fewer of these steps are kept. The metric time/rollouts_log_s is what
-    it costs."""
+    """Keep a few groups of a step in rollouts.jsonl, with the numbers of their tokens, at step 1
+    and whenever this number of steps has passed; 0 is off. `python -m tools.report` shows them. The
+    file stays below 16 MB: as it fills, fewer of these steps are kept. The metric
+    time/rollouts_log_s is what it costs."""
 
 
 class Config(Section):

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.core.files import json_line
 from engine.core.types import MicroBatch, Trajectory
-from logger import shorten
+from logger import plain, shorten
 
 MAX_GROUPS = 3  # of a step
 MAX_COMPLETIONS = 16  # of a group
@@ -54,7 +54,7 @@ def describe_rollouts(
         record = {
             "step": step,
             "prompt": shorten(tokenizer.decode(group[0].prompt_ids), MAX_CHARACTERS),
-            "gold": shorten(str(question.get("answer", question)), MAX_CHARACTERS),
+            "gold": shorten(plain(question.get("answer", question)), MAX_CHARACTERS),
             "size": len(group),
             "completions": [completion_record(t, tokenizer, weights) for t in ordered],
         }

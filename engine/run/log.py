@@ -13,6 +13,7 @@ from engine.report.evaluation import evaluation_metrics, single_answer_metrics
 from engine.report.metrics import count_broken
 from engine.run.saving import write_config
 from engine.run.state import Run
+from logger import plain
 
 MAX_ROLLOUTS_BYTES = 16_000_000  # of rollouts.jsonl
 
@@ -22,7 +23,7 @@ def rollouts_of(
 ) -> str:
     """The lines of rollouts.jsonl for the step that ends now; "" if it is not logged."""
     every, step = run.config.logging.rollouts_every, run.state.step + 1
-    if not run.world.is_main or every == 0 or step % every != 0:
+    if not run.world.is_main or every == 0 or (step != 1 and step % every != 0):
         return ""
     num_bytes = (run.folder / "rollouts.jsonl").stat().st_size
     if not is_kept(step // every, num_bytes):
@@ -91,6 +92,7 @@ def samples_of(
         {
             "split": split,
             "prompt": run.policy.tokenizer.decode(trajectory.prompt_ids),
+            "question": plain({k: v for k, v in question.items() if k != "answer"}),
             "completion": trajectory.text,
             "gold": question.get("answer", question),
             "answer": read(trajectory.text, question, options=run.config.task),

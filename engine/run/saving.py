@@ -137,6 +137,7 @@ def open_files(run: Run) -> None:
     )
     if run.world.is_main:
         write_config(run.folder, config)
+    run.logger.info(f"look at it live: python -m tools.report {run.folder} --serve")
 
 
 def write_config(folder: Path, config: Config) -> None:

@@ -31,7 +31,8 @@ pytestmark = pytest.mark.timeout(120)
 
 FILES = ("metrics.jsonl", "metrics.csv", "samples.jsonl", "rollouts.jsonl")
 SAMPLE = {
-    "prompt": "numbers: 3 7 25, target: 46",
+    "prompt": "Use the numbers 3 7 25, to make 46.",
+    "question": "nums: 3 7 25, target: 46",
     "completion": "<think>25 + 7 * 3</think>\n<answer>25 + 7 * 3</answer>",
     "reward": 1.1,
     "reward_parts": {"format": 1.0, "answer": 1.0},
@@ -272,10 +273,20 @@ def test_step_lines_are_aligned_and_a_missing_metric_is_a_dash(capsys):
     first, second = capsys.readouterr().out.splitlines()
     assert first == (
         "step   7/200  reward  0.512  solved 0.250  length    87  entropy 1.250"
-        "  grad norm  0.500  lr 1.0e-04  seconds    2.3"
+        "  grad norm  0.500  lr 1.0e-04  seconds    2.3  left 0:07:32"
     )
     assert "reward -1.000  solved     -  length     -" in second
     assert len(first) == len(second)
+
+
+def test_the_time_left_goes_by_the_last_steps_and_what_came_between_them(monkeypatch, capsys):
+    """The first line knows its own step alone: 2 s. Then come 5 s, and 15 s with an evaluation."""
+    log = Logger(rank=0)
+    for step, now_s in ((8, 100.0), (9, 105.0), (10, 120.0)):
+        monkeypatch.setattr(logger.time, "monotonic", lambda now_s=now_s: now_s)
+        log.print_step(step, 3610, {"time/step_s": 2.0})
+    left = [line.rpartition("  left ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert left == ["2:00:04", "5:00:05", "10:00:00"]
 
 
 def test_an_evaluation_shows_the_interval_and_three_completions_with_their_rewards(capsys):
@@ -283,7 +294,8 @@ def test_an_evaluation_shows_the_interval_and_three_completions_with_their_rewar
     metrics |= {"eval/pass@8": 0.75, "eval/completion_tokens": 312.44, "time/eval_s": 2.0}
     long = SAMPLE | {"completion": "a" * 700 + "<answer>1</answer>"}
     samples = [SAMPLE, long, SAMPLE, SAMPLE]
-    Logger(rank=0).print_evaluation("evaluation at step 10", metrics, samples)
+    log = Logger(rank=0)
+    log.print_evaluation("evaluation at step 10", metrics, samples)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:9] == [
         "evaluation at step 10",
@@ -291,17 +303,22 @@ def test_an_evaluation_shows_the_interval_and_three_completions_with_their_rewar
         "  pass@8              0.750",
         "  completion_tokens   312.4",
         "  completion 1  reward 1.10  (format 1.00  answer 1.00)  9 tokens",
-        "    > numbers: 3 7 25, target: 46",
+        "    > Use the numbers 3 7 25, to make 46.",
         "    <think>25 + 7 * 3</think>",
         "    <answer>25 + 7 * 3</answer>",
         "    read: 25+7*3  gold: #### 46",
     ]
-    assert lines[11:14] == [
+    assert lines[10:14] == [
+        "    > nums: 3 7 25, target: 46",
         "    " + "a" * 400,
         "    [... 118 characters ...]",
         "    " + "a" * 182 + "<answer>1</answer>",
     ]
     assert sum(line.startswith("  completion ") for line in lines) == 3
+    own_gold = {"gold": {"nums": [3, 7, 25], "target": 46}}  # the question itself
+    log.print_samples("training completions", [SAMPLE | own_gold])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "    > nums: 3 7 25, target: 46" and lines[-1] == "    read: 25+7*3"
 
 
 # MLflow

@@ -88,7 +88,7 @@ def test_a_line_holds_the_groups_completions_best_first(run):
     best, worst = line["completions"]
     tokenizer = run.policy.tokenizer
     assert (line["step"], line["size"]) == (4, 2)
-    assert line["gold"] == str(question) and line["prompt"] == tokenizer.decode([2, 3])
+    assert line["gold"] == "nums: 1 2, target: 3" and line["prompt"] == tokenizer.decode([2, 3])
     assert (best["advantage"], best["weight"], best["solved"]) == (0.3333, 0.1429, True)
     assert (worst["advantage"], worst["weight"], worst["solved"]) == (-0.75, 0, False)
     assert "".join(worst["tokens"]) == tokenizer.decode([5, 6, 7])
@@ -114,13 +114,13 @@ def test_of_a_large_group_the_best_and_the_worst_are_kept_and_of_a_long_completi
 def test_steps_that_are_not_due_and_other_ranks_write_nothing(run):
     group = [trajectory([5])]
     run.config = make_config("logging.rollouts_every=3")
-    for step in range(1, 8):
+    for step in range(1, 8):  # the first step is always due
         log(run, [group] * 9, [{}] * 9, step=step)
-    assert [line["step"] for line in kept(run)] == [3] * 3 + [6] * 3
+    assert [line["step"] for line in kept(run)] == [1] * 3 + [3] * 3 + [6] * 3
     for every, rank in ((0, 0), (1, 1)):
         run.config, run.world.rank = make_config(f"logging.rollouts_every={every}"), rank
         log(run, [group], [{}], step=9)
-    assert len(kept(run)) == 6
+    assert len(kept(run)) == 9
 
 
 # Its size

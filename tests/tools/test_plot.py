@@ -177,15 +177,28 @@ def test_the_same_metrics_give_the_same_two_files(run, tmp_path, monkeypatch):
     assert contents[0][1].startswith(b"<?xml")
 
 
-def test_every_metric_of_every_group_is_drawn_over_steps_and_over_minutes(run, tmp_path):
+def test_every_metric_of_every_group_is_drawn_once_over_steps_or_over_minutes(run, tmp_path):
     seeds = [write_run(tmp_path / f"a-s{i}.csv", [i - 2, i], {0: 0.1, 2: 0.5}) for i in range(2)]
     groups = group_seeds([read_table(path) for path in [*seeds, run]])
     figure = make_figure(groups, window=1)
     drawn = [axes.get_lines() for axes in figure.axes]
-    assert [len(lines) for lines in drawn] == [2] * 12
-    over_steps, over_minutes = drawn[4], drawn[5]  # of the reward
+    assert [len(lines) for lines in drawn] == [2] * 6
+    over_steps = drawn[2]  # of the reward
+    over_minutes = make_figure(groups, window=1, over="minutes").axes[2].get_lines()
     assert same(over_steps[0].get_ydata(), [-1.5, 0.5])
     assert same(over_steps[1].get_xdata(), [1, 2, 3, 4])
     assert same(over_minutes[1].get_xdata(), [1.5, 3, 4, 5.5])
-    assert figure.axes[4].get_ylim()[0] < -1.5  # a reward below 0 is seen
-    assert len(make_figure(groups, window=1, panels=PANELS[:3]).axes) == 6
+    assert figure.axes[2].get_ylim()[0] < -1.5  # a reward below 0 is seen
+    assert len(make_figure(groups, window=1, panels=PANELS[:3]).axes) == 3
+
+
+def test_the_pictures_lie_in_the_runs_folder(tmp_path, monkeypatch, capsys):
+    """Of several runs in the first one's; beside a file that has another name."""
+    folder = write_run(tmp_path / "a/metrics.csv", [1]).parent
+    file = write_run(tmp_path / "b/c.csv", [1])
+    for paths, place in (([folder, file], folder), ([file], file.parent)):
+        monkeypatch.setattr(sys, "argv", ["plot.py", *map(str, paths)])
+        main()
+        written = [place / f"curves.{kind}" for kind in ("png", "svg")]
+        assert capsys.readouterr().out == f"written: {written[0]}, {written[1]}\n"
+        assert all(file.is_file() for file in written)

@@ -48,15 +48,17 @@ def write_run(folder: Path, *, steps: range = range(0, 41, 20), text: str = HOST
         table.append(f"{step},,{rate},{rate - 0.125},{rate + 0.125},1,")
         for number in range(2):
             sample = {"step": step, "split": "validation", "prompt": f"question {number}"}
-            sample |= {"completion": f"at {step}: {text}", "gold": {"nums": [1]}, "answer": None}
+            sample |= {"question": f"nums: {number}", "gold": {"nums": [number]}, "answer": None}
+            sample |= {"completion": f"at {step}: {text}"}
             parts = {"format": 1.0, "answer": float(number)}
             samples.append(sample | {"reward": 1.0, "reward_parts": parts, "truncated": False})
             group = [
                 completion(f"best of {number}, {text}", 1.0),
                 completion("cut", 0.0, truncated=True),
             ]
-            group.append(completion("plain", 0.0))
-            line = {"step": step, "prompt": f"make {number}", "gold": "46", "size": 3}
+            if (step, number) != (20, 1):  # there the advantages differ most
+                group.append(completion("plain", 0.0))
+            line = {"step": step, "prompt": f"make {number}", "gold": "46", "size": len(group)}
             lines.append(line | {"completions": group})
     samples.append(samples[-1] | {"split": "train", "prompt": "of training"})
     (folder / "metrics.csv").write_text("\n".join(table) + "\n")
@@ -95,6 +97,7 @@ def test_the_page_holds_curves_evaluations_rollouts_and_the_config(tmp_path):
     for evaluation in data["evaluations"]:  # the questions of training are left out
         assert [row["prompt"] for row in evaluation["rows"]] == ["question 0", "question 1"]
         assert evaluation["rows"][0]["completion"] == f"at {evaluation['step']}: {HOSTILE}"
+        assert [row["gold"] for row in evaluation["rows"]] == ["nums: 0", "nums: 1"]
     assert [[row["prompt"] for row in step["rows"]] for step in data["rollouts"]] == [
         ["make 0", "make 1"]
     ] * 3
@@ -265,10 +268,18 @@ def test_the_page_in_a_browser_shows_text_as_text_and_never_scrolls_sideways(pag
 
 def test_arrow_keys_move_the_evaluations_and_walk_through_the_tokens(page):
     slider, samples = page.locator("#evaluation"), page.locator("#samples")
-    assert "at 40:" in samples.inner_text() and "of training" not in samples.inner_text()
+    assert "of training" not in samples.inner_text()
+    assert samples.locator("h3").all_inner_texts() == ["nums: 0", "nums: 1"]
+    for number in range(2):  # before training on the left, and the newest on the right
+        before, after = samples.locator("section").nth(number).locator("article").all()
+        assert "at 0:" in before.inner_text() and "at 40:" in after.inner_text()
     slider.focus()
     page.keyboard.press("ArrowLeft")
     assert "at 20:" in samples.inner_text() and "at 40:" not in samples.inner_text()
+    assert samples.locator("article").count() == 4 and "at 0:" in samples.inner_text()
+    page.keyboard.press("ArrowLeft")
+    assert samples.locator("article").count() == 2  # the one before training, and nothing beside it
+    page.keyboard.press("ArrowRight")
     name = page.locator("#evaluation-name").inner_text()
     assert name == "step 20: pass@1 0.450 (0.325 to 0.575)"
     for _tab in range(60):  # the keyboard alone reaches the completions
@@ -287,24 +298,30 @@ def test_arrow_keys_move_the_evaluations_and_walk_through_the_tokens(page):
 
 def test_filters_colours_and_a_click_show_what_they_say(page):
     cards, count = page.locator("#groups article"), page.locator("#count")
-    assert page.locator("#step").input_value() == "40" and cards.count() == 6
+    assert page.locator("#step").input_value() == "20" and cards.count() == 5
+    headings = page.locator("#groups h3")
+    assert headings.first.inner_text() == "Question 2: 2 completions, 1 solved"
+    assert [heading.get_attribute("open") for heading in page.locator(".group").all()] == ["", None]
+    page.locator("#step").select_option("40")
+    assert headings.first.inner_text() == "Question 1: 3 completions, 1 solved"
     verdicts = ["✓ solved", "✗ failed, cut off", "✗ failed"] * 2
-    assert cards.locator("strong").all_inner_texts() == verdicts
+    assert cards.locator("strong").all_text_contents() == verdicts
     for kind, number in (("solved", 2), ("failed", 4), ("cut", 2), ("all", 6)):
         page.locator("#kind").select_option(kind)
         assert cards.count() == number and count.inner_text() == f"{number} of 6 completions"
+        assert cards.last.is_visible() == (kind != "all")  # what is looked for is unfolded
     for words, number in (("BEST of 1", 1), ("make 0", 3), ("", 6)):  # make 0 is in the prompt
         page.locator("#words").fill(words)
         assert cards.count() == number
     up, down = cards.nth(0).locator(".token"), cards.nth(1).locator(".token")
     assert "up" in up.first.get_attribute("class") and "down" in down.first.get_attribute("class")
     strength = "node => Number(node.style.getPropertyValue('--alpha'))"
-    assert up.first.evaluate(strength) == down.first.evaluate(strength) == 0.6
+    assert up.first.evaluate(strength) == down.first.evaluate(strength) == 0.45
     assert up.nth(2).evaluate(strength) == 0  # the calculator's token is not trained on
     for coloring, shares in (("entropy", [0.2, 0.5, 0]), ("log_prob", [0.125, 0.5, 0])):
         page.locator("#coloring").select_option(coloring)
         alphas = [up.nth(i).evaluate(strength) for i in range(3)]
-        assert alphas == pytest.approx([0.6 * share for share in shares])
+        assert alphas == pytest.approx([0.45 * share for share in shares])
     down.first.click()
     numbers = page.locator("#numbers").inner_text().replace("\n", " ")
     assert "advantage -0.5 weight 0.01 advantage \N{MULTIPLICATION SIGN} weight -0.005" in numbers

@@ -1,0 +1,175 @@
+"""The server of `python -m tools.report RUN --serve`: the page of a run, and its models to ask.
+
+It reads the run and writes nothing, and answers its own page on this machine alone: the Host must
+be 127.0.0.1 or localhost, since a site may give this machine a name of its own (DNS rebinding), and
+the Origin, where a browser sends one, must agree with it.
+"""
+
+import argparse
+import json
+import os
+import re
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from engine.core.files import json_line
+from engine.questions.tasks import load_task
+from engine.run.config_file import combine, read_file
+from tools import report
+
+HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")
+ANSWERING = threading.Lock()  # one answer at a time
+LOADED: dict[tuple, Any] = {}  # the policies of the two models that were asked last
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Serve the run in options.folder until Ctrl-C; raises ValueError or OSError of one line."""
+    models(options.folder)
+    os.nice(10)  # the run that trains comes first
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
+    except OSError as error:
+        raise ValueError(f"port {options.port}: {error.strerror}; give another --port") from error
+    server.options = options
+    address = f"http://127.0.0.1:{server.server_port}"
+    print(f"{address}  for this machine alone, reads only, Ctrl-C ends it", flush=True)
+    with server, suppress(KeyboardInterrupt):
+        server.serve_forever()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """GET / is the page, GET /data?VERSION its data if they are newer, POST /ask an answer."""
+
+    def parse_request(self) -> bool:
+        """Refuse what is not asked by a page of this server."""
+        if not super().parse_request():
+            return False
+        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
+        is_own = HOST.fullmatch(host) is not None and origin in (None, f"http://{host}")
+        if not is_own:
+            self.send_error(403, "Only http://127.0.0.1 and http://localhost are answered")
+        return is_own
+
+    def do_GET(self) -> None:
+        folder = self.server.options.folder
+        files = [file for file in (folder / "metrics.csv", folder / "checkpoints") if file.exists()]
+        version = "-".join(str(file.stat().st_mtime_ns) for file in files)
+        if self.path == f"/data?{version}":
+            return self.begin(204, "application/json")
+        if self.path != "/" and not self.path.startswith("/data?"):
+            return self.send_error(404)
+        try:
+            data = report.read_run(folder)
+        except (ValueError, OSError) as error:  # a run that has just begun has no metrics yet
+            data = {"name": folder.resolve().name, "problem": str(error)}
+        text = report.to_json(data | {"models": models(folder), "version": version})
+        if self.path == "/":
+            text = report.TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", text)
+        self.begin(200, "text/html" if self.path == "/" else "application/json")
+        self.wfile.write(text.encode())
+
+    def do_POST(self) -> None:
+        """Lines of JSON: the prompt, each token, what the reward read and paid; or an error."""
+        if self.path != "/ask" or self.headers.get_content_type() != "application/json":
+            return self.send_error(404)
+        request = self.rfile.read(min(int(self.headers.get("Content-Length", 0)), 100_000))
+        self.begin(200, "application/x-ndjson")
+        try:
+            with ANSWERING:
+                answer(self.server.options, json.loads(request), self.send)
+        except Exception as error:  # whatever a model does at loading: the page shows it
+            with suppress(ConnectionError):  # the reader has left, which ends an answer
+                self.send({"error": " ".join(str(error).split())})
+
+    def begin(self, status: int, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.end_headers()
+
+    def send(self, record: dict) -> None:
+        self.wfile.write(json_line(record).encode())
+
+    def log_message(self, *_: Any) -> None:
+        """The terminal has the address alone."""
+
+
+def models(folder: Path) -> list[str]:
+    """What can be asked: the model before training, best/ and the checkpoints."""
+    before = read_file(folder / "config.yaml")["model"]["name"]
+    own = [*folder.glob("best"), *sorted(folder.glob("checkpoints/step-??????"))]
+    return [before, *map(str, own)]
+
+
+def answer(options: argparse.Namespace, request: dict, send: Callable[[dict], None]) -> None:
+    """Sample an answer to a question that was typed, or to the held-out one of that number."""
+    import torch  # it and what needs it take seconds: only where something is asked
+
+    from engine.core.distributed import World
+    from engine.report.completions import completion_record
+    from engine.run.load import load_policy
+    from main import DecodeBatch
+    from tools import chat
+
+    name, number, temperature = request["model"], request["number"], float(request["temperature"])
+    if name not in models(options.folder) or not (temperature == 0 or 0.01 <= temperature <= 100):
+        raise ValueError("ask a model of this run, at temperature 0 (greedy) or 0.01 to 100")
+    found = options.folder / "config.yaml"
+    revision = json.dumps(read_file(found)["model"].get("revision"))
+    overrides = ["mode=evaluate", "sampling.backend=generate", f"model.revision={revision}"]
+    overrides += [f"model.name={json.dumps(name)}"]
+    trusted = options.config  # a file that was not named can have no code run
+    config = combine(read_file(trusted) if trusted else chat.harmless(found, overrides), overrides)
+    task = load_task(config.task.name)
+    if request.get("question") == "":
+        raise ValueError(chat.how_to_ask(task))
+    if "question" in request:
+        example = task.parse_question(request["question"])
+    else:
+        held_out = chat.watched(task, config.task)
+        example = held_out[number % len(held_out)]
+    key = name, Path(name).stat().st_mtime if Path(name).is_dir() else 0  # best/ is replaced
+    if key not in LOADED:
+        world = World(rank=0, size=1, device=torch.device(options.device))
+        for old in [*LOADED][:-1]:
+            del LOADED[old]
+        LOADED[key] = load_policy(config, world, lambda _: None, DecodeBatch)
+    policy = replace(LOADED[key], params=replace(LOADED[key].params, temperature=temperature))
+    sender = Sender(policy, send)
+    with policy.sampler.register_forward_hook(sender.keep):
+        trajectory = chat.answer(policy, task, config, example, number, sender)
+    read = getattr(task, "extract_answer", lambda *_, options: None)
+    answered = {"row": completion_record(trajectory, policy.tokenizer, {})}
+    answered["read"] = read(trajectory.text, example, options=config.task)
+    send(answered | {"paid": chat.judge(task, config.task, example, trajectory)})
+
+
+class Sender:
+    """Gets an answer's tokens from `model.generate`, and by a hook what they are drawn from."""
+
+    def __init__(self, policy: Any, send: Callable[[dict], None]) -> None:
+        self.policy, self.send, self.ids = policy, send, []
+
+    def keep(self, model: Any, inputs: Any, output: Any) -> None:
+        logits = output.logits[0, -1].float() / (self.policy.params.temperature or 1)
+        self.log_probs = logits.log_softmax(dim=-1)
+
+    def put(self, ids: Any) -> None:
+        """The prompt's ids (1, P), then each token's (1,)."""
+        from engine.report.completions import token_texts
+
+        if ids.dim() == 2:
+            return self.send({"prompt": self.policy.tokenizer.decode(ids[0])})
+        self.ids += ids.tolist()
+        *_, text = token_texts(self.ids[-8:], self.policy.tokenizer)  # the first ones are context
+        entropy = -(self.log_probs.exp() * self.log_probs).nansum()
+        numbers = {"log_prob": float(self.log_probs[ids]), "entropy": float(entropy)}
+        self.send({"token": text} | numbers)
+
+    def end(self) -> None:
+        """What the reward says of it follows."""
