@@ -119,7 +119,8 @@ class TaskSettings(Section):
     or reasoning_gym), or the name of your own file in the folder where you run main.py (tv for
     tv.py)."""
     train: PathText = "generated"
-    """The training questions: `generated` (by the task, if it can, as Countdown does), the id of a
+    """The training questions: `generated` (by the task, if it can: countdown,
+    arithmetic, guess, reasoning_gym), the id of a
     dataset on the hub, or a local .jsonl, .json, .csv or .parquet file. For a model with a chat
     template, questions that hold one of its special tokens are left out."""
     eval: PathText = "generated"
@@ -154,8 +155,8 @@ class SamplingSettings(Section):
 
     backend: Literal["grouped", "generate"] = "grouped"
     """How tokens are generated. grouped reads each prompt once for all its samples, and drops rows
-    from the batch as they end. generate is transformers' own loop: slower, but it works for any
-    model."""
+    that have ended once they are 15% of the batch. generate is transformers' own loop: slower, but
+    it works for any model."""
     temperature: Temperature = 1.0
     """The temperature of training samples, and of the log-probabilities that are trained on. At a
     higher temperature the model explores more and solves less; at a low one the samples of a group
@@ -353,7 +354,8 @@ class LoggingSettings(Section):
     experiment: Text = "plain-grpo"
     """The name of the MLflow experiment."""
     samples: NonNegativeInt = 3
-    """The number of completions printed and kept in samples.jsonl at each evaluation."""
+    """The number of completions kept in samples.jsonl at each evaluation; the first three are
+    printed."""
     train_samples_every: NonNegativeInt = 0
     """Print and keep so many completions of the training questions too, whenever this number of
     steps has passed; 0 is off. They are of different questions, as far as the step has so many.
@@ -416,7 +418,7 @@ def dotted_values(config: Config) -> dict[str, Any]:
 
 
 def differences(config: Config) -> list[str]:
-    """A line such as "training.num_steps: 5 (default 80)" for each key not at its default."""
+    """A line such as "training.num_steps: 5 (default 20)" for each key not at its default."""
     defaults = dotted_values(type(config)())
     return [
         f"{key}: {show(value)} (default {show(defaults[key])})"

@@ -137,8 +137,10 @@ def test_requirements_are_pinned_exactly_within_the_ranges_and_name_no_host():
 
 def test_every_excerpt_is_in_main_word_for_word():
     main = (ROOT / "main.py").read_text(encoding="utf-8")
-    excerpts = blocks("python")
-    assert excerpts
+    excerpts = blocks("python", DOCS["tour.md"])
+    assert len(excerpts) > 10
+    for file, lines in re.findall(r"`(engine/[\w/]+\.py)` \((\d+)", DOCS["tour.md"]):
+        assert len((ROOT / file).read_text().splitlines()) == int(lines), file
     for excerpt in excerpts:
         assert any(textwrap.indent(excerpt, " " * n) in main for n in (0, 4, 8, 12, 16)), excerpt
 
