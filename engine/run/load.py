@@ -27,6 +27,7 @@ from engine.run.fingerprint import commit_of
 from engine.run.saving import check_room, open_files, resume
 from engine.run.state import Run
 from engine.sampling.environment import check_environment
+from engine.sampling.vllm import VllmEngine
 from engine.update.optimizer import make_optimizer
 from logger import Logger
 
@@ -81,7 +82,8 @@ def load_policy(
     """The model on this rank's device, and how completions are sampled from it.
 
     The trained weights are fp32. Their arithmetic is bf16 on a GPU (float16 on one without bf16),
-    fp32 on a CPU, or what `compute_dtype` says. In 16 bits a copy samples, refreshed every step.
+    fp32 on a CPU, or what `compute_dtype` says. In 16 bits a copy samples, refreshed every step;
+    with sampling.backend=vllm that copy is vLLM's.
     `make_batch` is main.py's DecodeBatch, whose decoding is tried out here.
     """
     # Of the hub's generation_config the end tokens stay, in best/ too; all else is emptied here.
@@ -91,7 +93,10 @@ def load_policy(
         compute_dtype=choose_compute_dtype(config, world.device),
         log=log,
     )
-    sampler = make_sampler(model, compute_dtype, world.device, shard=config.model.shard)
+    if config.sampling.backend == "vllm":
+        sampler = VllmEngine(model, config, world, compute_dtype, log)
+    else:
+        sampler = make_sampler(model, compute_dtype, world.device, shard=config.model.shard)
     params = sampling_params(config, tokenizer, eos_ids, log)
     policy = Policy(model, sampler, tokenizer, params, compute_dtype)
     with policy.autocast():
