@@ -228,9 +228,7 @@ def decode_grouped(
     steps_per_check = CapturedSteps.steps_per_check if capture else 1
     num_unfinished, longest = len(batch.tokens), max(map(len, prompts))
     for t in range(1, params.max_new_tokens):
-        batch.record.insert_replies(
-            batch.tokens[:, 0]
-        )  # of the calculator or a row's environment, if any
+        batch.record.insert_replies(batch.tokens[:, 0])  # of the calculator or an environment
         if t == 1 or t % steps_per_check == 0:
             active = batch.record.active  # (B,), False for the rows that have drawn an end token
             num_active = int(active.sum())

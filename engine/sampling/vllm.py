@@ -232,6 +232,7 @@ def import_vllm(device: torch.device) -> ModuleType:
     try:
         import vllm
         from vllm.platforms import current_platform
+        from vllm.v1.engine import core
     except ImportError as error:
         problem = "it is not installed" if error.name == "vllm" else str(error)
         raise ValueError(f"sampling.backend = vllm: {problem}: pip install '{wanted}'") from error
@@ -242,6 +243,7 @@ def import_vllm(device: torch.device) -> ModuleType:
         problem = f"this vLLM computes on {current_platform.device_type or 'no device here'}, a "
         problem += f"rank of this run on {device.type}: start one rank for each GPU, or write"
         raise ValueError(f"sampling.backend = vllm: {problem} grouped")
+    core.cleanup_dist_env_and_memory = lambda: None  # at exit: World.leave ends the process group
     return vllm
 
 
