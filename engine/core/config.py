@@ -177,8 +177,8 @@ class SamplingSettings(Section):
     of memory."""
     vllm_memory_gb: PositiveFloat | None = None
     """For backend vllm, the size of its cache of keys and values on each rank, in GB. If it is too
-    small for all completions at once, some wait. null is 0.4 of what a GPU has free beside both
-    copies of the weights, gradients and averages, and 1 on a CPU."""
+    small for all completions at once, some wait. null is a fifth of what a GPU has free when the
+    model is loaded, and 1 on a CPU."""
     calculator: Literal["gsm8k", "nanochat"] | None = None
     """A calculator that writes exact results into completions; null is none. gsm8k continues
     <<12*3= with 36>>, as in the solutions of GSM8K. nanochat continues

@@ -25,8 +25,7 @@ class Policy:
     """The model that is trained, as it scores completions and as it samples them."""
 
     model: nn.Module  # what the optimizer steps is fp32; else in the dtype that it computes in
-    # The model itself or, in bf16 or with model.shard, a copy of it, or vLLM with one of its own:
-    sampler: nn.Module | VllmEngine
+    sampler: nn.Module | VllmEngine  # the model or, in bf16 or with model.shard, a copy; or vLLM
     tokenizer: PreTrainedTokenizerFast
     params: SamplingParams  # for the samples that are trained on
     compute_dtype: torch.dtype  # of the scorer, and of the sampler where that is a copy
@@ -58,9 +57,10 @@ class Policy:
     @torch.no_grad()
     def refresh_sampler(self) -> None:
         """Copy the trained weights into the sampler, in place."""
+        if self.sampler is self.model:
+            return
         if self.backend == "vllm":
             self.sampler.load_weights(self.model)
-        if self.sampler is self.model or self.backend == "vllm":
             return
         copies = [*self.sampler.parameters(), *self.sampler.buffers()]
         trained = [*self.model.parameters(), *self.model.buffers()]

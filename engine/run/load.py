@@ -10,6 +10,7 @@ from torch import nn
 from engine.core.config import Config, check_world, differences, run_name
 from engine.core.distributed import World, init_world, order_ddp_buckets
 from engine.core.types import Log
+from engine.model.adapters import find_base
 from engine.model.load import load_model_and_tokenizer
 from engine.model.policy import (
     Policy,
@@ -18,7 +19,7 @@ from engine.model.policy import (
     make_sampler,
     sampling_params,
 )
-from engine.model.probes import supports_chunked_head
+from engine.model.probes import check_vllm, supports_chunked_head
 from engine.questions.data import load_questions
 from engine.questions.tasks import load_task
 from engine.run.checkpoint import make_folder
@@ -94,7 +95,10 @@ def load_policy(
         log=log,
     )
     if config.sampling.backend == "vllm":
-        sampler = VllmEngine(model, config, world, compute_dtype, log)
+        base = find_base(config.model) or config.model  # of an adapter
+        sampler = VllmEngine(base, world, compute_dtype, config.sampling.vllm_memory_gb)
+        sampler.load_weights(model)
+        check_vllm(model, sampler)
     else:
         sampler = make_sampler(model, compute_dtype, world.device, shard=config.model.shard)
     params = sampling_params(config, tokenizer, eos_ids, log)

@@ -27,7 +27,13 @@ from harness import (
     tokens_of,
     train,
 )
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 import main
 from engine.core.types import Completion
@@ -287,21 +293,31 @@ def assert_on_policy(run: Path, *, num_steps: int) -> None:
 @pytest.mark.parametrize(
     ("change", "fix"),
     [
-        ({"version": "0.33.0"}, r"vLLM 0\.33\.0 is not .*: pip install 'vllm"),
-        ({"device": "cuda"}, r"this vLLM computes on cuda, .* cpu: start one rank for each GPU"),
-        ({"model_type": "unknown"}, r"vLLM cannot sample .*; write grouped$"),
+        ("version", r"vLLM 0\.33\.0 was not tried: pip install '\.\[vllm\]'$"),
+        (
+            "device",
+            r"vLLM has cuda, a rank here cpu: start one rank for each GPU, or",
+        ),
+        ("weights", r"it computes another model than ours: write grouped$"),
+        ("model", r"vLLM cannot sample .*; write grouped$"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(rotary_model_folder, monkeypatch, change, fix):
+def test_what_cannot_be_is_refused_in_one_line(
+    rotary_model_folder, tokenizer, tmp_path, monkeypatch, change, fix
+):
     import vllm
     from vllm.platforms import current_platform
 
-    if "version" in change:
-        monkeypatch.setattr(vllm, "__version__", change["version"])
-    if "device" in change:
-        monkeypatch.setattr(type(current_platform), "device_type", change["device"])
-    if "model_type" in change:
+    model = rotary_model_folder
+    if change == "version":
+        monkeypatch.setattr(vllm, "__version__", "0.33.0")
+    if change == "device":
+        monkeypatch.setattr(type(current_platform), "device_type", "cuda")
+    if change == "weights":
         monkeypatch.setattr(VllmEngine, "load_weights", lambda *_: None)  # they stay random
+    if change == "model":
+        config = OpenAIGPTConfig(n_embd=32, n_layer=1, n_head=1, **tokens_of(tokenizer))
+        model = save_random(OpenAIGPTLMHeadModel, config, tokenizer, tmp_path)
     with pytest.raises(ValueError, match=r"^sampling\.backend = vllm: " + fix) as error:
-        make_policy(rotary_model_folder, *VLLM)
+        make_policy(model, *VLLM, "model.attn_implementation=eager")
     assert "\n" not in str(error.value)
