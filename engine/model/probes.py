@@ -43,9 +43,12 @@ def supports_grouped(
 
 
 @torch.no_grad()
-def check_vllm(model: nn.Module, engine: VllmEngine) -> None:
-    """Raise ValueError if vLLM scores some tokens otherwise than the model, by other weights."""
-    ids = torch.arange(1, 33, device=model.device) % model.config.get_text_config().vocab_size
+def check_vllm(model: nn.Module, engine: VllmEngine, token_ids: list[int]) -> None:
+    """Raise ValueError if vLLM scores some text otherwise than the model, by other weights.
+
+    It must be text: on tokens by chance a chat model in bf16 rounds by half a nat.
+    """
+    ids = torch.tensor(token_ids, device=model.device)
     log_probs = engine.score(ids.tolist()).to(model.device)
     seen = SimpleNamespace(tokens=ids[None, 1:], log_probs=log_probs[None])
     with autocast(model.device, engine.dtype):

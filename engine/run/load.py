@@ -98,7 +98,7 @@ def load_policy(
         base = find_base(config.model) or config.model  # of an adapter
         sampler = VllmEngine(base, world, compute_dtype, config.sampling.vllm_memory_gb)
         sampler.load_weights(model)
-        check_vllm(model, sampler)
+        check_vllm(model, sampler, tokenizer.encode("12 plus 30 is 42, and Rome is in Italy."))
     else:
         sampler = make_sampler(model, compute_dtype, world.device, shard=config.model.shard)
     params = sampling_params(config, tokenizer, eos_ids, log)
