@@ -64,6 +64,7 @@ from engine.sampling.environment import encode_questions
 from engine.sampling.generate import DrawingProcessor, get_generation_config
 from engine.sampling.graphs import CapturedSteps
 from engine.sampling.record import Record
+from engine.sampling.vllm import VllmEngine
 from engine.update.head import score_in_blocks
 from engine.update.losses import apply_options
 from engine.update.optimizer import learning_rate_at, set_learning_rate
@@ -92,7 +93,7 @@ def wrap_policy(policy: Policy, config: Config, world: World, *, in_blocks: bool
     """
     scorer = CompletionScorer(policy.model, policy.compute_dtype, in_blocks=in_blocks)
     if config.training.kl_coef > 0:  # a frozen copy, made before a checkpoint is loaded
-        policy.reference = make_reference(scorer, policy.sampler.dtype, lora=config.model.lora)
+        policy.reference = make_reference(scorer, policy.compute_dtype, lora=config.model.lora)
     if config.model.shard:  # each rank has a part of the model (and of the reference)
         scorer = shard_scorer(scorer, world, keeps_root=True)
         if config.training.kl_coef > 0:
@@ -187,6 +188,7 @@ def sample_trajectories(
         "grouped": decode_grouped,  # the default; on a GPU it becomes "captured"
         "captured": functools.partial(decode_grouped, capture=True),  # the same in CUDA graphs
         "generate": decode_with_generate,  # transformers' own loop, without the hub's settings
+        "vllm": functools.partial(VllmEngine.decode, rules=(draw_uniforms, sample_tokens, write)),
     }[policy.backend]
     policy.sampler.eval()
     progress = logger.progress(len(questions) * params.group_size, "sampling", "seq")
@@ -226,9 +228,7 @@ def decode_grouped(
     steps_per_check = CapturedSteps.steps_per_check if capture else 1
     num_unfinished, longest = len(batch.tokens), max(map(len, prompts))
     for t in range(1, params.max_new_tokens):
-        batch.record.insert_replies(
-            batch.tokens[:, 0]
-        )  # of the calculator or a row's environment, if any
+        batch.record.insert_replies(batch.tokens[:, 0])  # of the calculator or an environment
         if t == 1 or t % steps_per_check == 0:
             active = batch.record.active  # (B,), False for the rows that have drawn an end token
             num_active = int(active.sum())

@@ -32,11 +32,15 @@ def load_run(arguments: Sequence[str]) -> Run:
     )
 
 
-def update(run: Run, groups: list[list[Trajectory]]) -> None:
-    """The update of a step as main.py makes it, by groups that have their advantages."""
+def update(run: Run, groups: list[list[Trajectory]]) -> dict[str, torch.Tensor]:
+    """The update of a step as main.py makes it, by groups that have their advantages.
+
+    Returns sums of what it measured.
+    """
     batches = main.make_micro_batches(groups, run.config, run.world)
     training = run.config.training
-    main.update_policy(run.policy, run.optimizer, batches, training, run.world, run.logger)
+    update_policy = main.update_policy
+    return update_policy(run.policy, run.optimizer, batches, training, run.world, run.logger)[1]
 
 
 def bf16_copy(model: nn.Module) -> nn.Module:

@@ -64,6 +64,7 @@ ENVIRONMENT = os.environ | {
     "PYTHONPATH": str(ROOT),
 }
 USERS_ENVIRONMENT = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
+RULES = (main.draw_uniforms, main.sample_tokens, main.write)  # for vLLM, as main.py gives them
 NO_FILE = f"--config={os.devnull}"
 NUMBERS = range(1, 65)  # the tokenizer has one token for each <answer>n</answer>
 REWARDED_TASKS = ("countdown", "arithmetic", "gsm8k", "math500")
@@ -293,6 +294,7 @@ def sample(
         "generate": main.decode_with_generate,
         "grouped": main.decode_grouped,
         "captured": functools.partial(main.decode_grouped, capture=True),
+        "vllm": functools.partial(main.VllmEngine.decode, rules=RULES),
     }[backend or policy.backend]
     return decode_in_batches(
         policy.sampler.eval(),

@@ -96,6 +96,7 @@ def chat_config(options: argparse.Namespace) -> Config:
     of_run = [folder / "config.yaml" for folder in model.absolute().parents[:2] if model.is_dir()]
     files = [*filter(Path.is_file, [*of_run, Path("config.yaml")]), ROOT / "config.yaml"]
     overrides = [*options.overrides, "mode=evaluate", f"model.name={options.model}"]
+    overrides += ["sampling.backend=generate"]  # token by token
     if options.config:
         return combine(read_file(Path(options.config).expanduser()), overrides)
     return combine(harmless(files[0], overrides), overrides)

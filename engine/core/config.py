@@ -153,10 +153,11 @@ class TaskSettings(Section):
 class SamplingSettings(Section):
     """How completions are sampled during training and evaluation."""
 
-    backend: Literal["grouped", "generate"] = "grouped"
+    backend: Literal["grouped", "generate", "vllm"] = "grouped"
     """How tokens are generated. grouped reads each prompt once for all its samples, and drops rows
     that have ended once they are 15% of the batch. generate is transformers' own loop: slower, but
-    it works for any model."""
+    it works for any model. vllm (package vllm, docs/running.md) is an engine of vLLM on each rank,
+    which computes what the same random numbers then draw from; untried on a GPU."""
     temperature: Temperature = 1.0
     """The temperature of training samples, and of the log-probabilities that are trained on. At a
     higher temperature the model explores more and solves less; at a low one the samples of a group
@@ -175,6 +176,10 @@ class SamplingSettings(Section):
     """The most tokens that are decoded at once: rows times (longest prompt + new tokens). null
     takes what fits into the GPU's free memory, and 131072 on a CPU. Lower it if sampling runs out
     of memory."""
+    vllm_memory_gb: PositiveFloat | None = None
+    """For backend vllm, the size of its cache of keys and values on each rank, in GB. If it is too
+    small for all completions at once, some wait. null is a fifth of what a GPU has free when the
+    model is loaded, and 1 on a CPU."""
     calculator: Literal["gsm8k", "nanochat"] | None = None
     """A calculator that writes exact results into completions; null is none. gsm8k continues
     <<12*3= with 36>>, as in the solutions of GSM8K. nanochat continues
@@ -493,6 +498,8 @@ def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
         yield "model.shard", "weights in 4 bits cannot be cut; write false for one of the two"
     elif model.shard and model.lora is not None:
         yield "model.shard", "an adapter's base is not trained; write false, or lora: null"
+    if config.sampling.backend == "vllm" and model.load_in_4bit:
+        yield "sampling.backend", "vLLM would sample from weights of 16 bits, not 4; write grouped"
     if config.mode == "evaluate":
         return  # the rest is for training
     (k, n), is_sil = training.k_best_of_n, training.learning_type == "sil"
@@ -530,7 +537,7 @@ FREE_KEYS += ("training.stop_on_collapse",)
 FREE_SECTIONS = ("checkpoint.", "logging.", "run.")
 # So may these, which save memory. They change how sums are rounded, and LoRA's dropout masks.
 ROUNDING_KEYS = ("training.micro_batch_tokens", "sampling.max_batch_tokens")
-ROUNDING_KEYS += ("model.gradient_checkpointing",)
+ROUNDING_KEYS += ("model.gradient_checkpointing", "sampling.vllm_memory_gb")
 
 
 def check_same_run(saved: dict, config: Config, rests_on: dict | None = None) -> list[str]:

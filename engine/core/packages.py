@@ -2,6 +2,7 @@
 
 import importlib
 import tomllib
+from shlex import quote
 from types import ModuleType
 
 from engine import ROOT
@@ -17,5 +18,5 @@ def import_package(name: str, *, key: str) -> ModuleType:
     except ModuleNotFoundError as error:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
         pins = [pin for extra in project["optional-dependencies"].values() for pin in extra]
-        pin = next((pin for pin in pins if pin.startswith(f"{name}==")), name)
-        raise ValueError(f"{key}: needs a package: pip install {pin}") from error
+        pin = next((pin for pin in pins if pin.startswith((f"{name}==", f"{name}>="))), name)
+        raise ValueError(f"{key}: needs a package: pip install {quote(pin)}") from error

@@ -15,6 +15,7 @@ from engine.core.types import Log, SamplingParams
 from engine.model.adapters import score_without_adapter
 from engine.model.probes import supports_grouped
 from engine.sampling.calculator import Calculator
+from engine.sampling.vllm import VllmEngine
 from engine.update.optimizer import LossScale
 from engine.update.shards import whole
 
@@ -24,18 +25,18 @@ class Policy:
     """The model that is trained, as it scores completions and as it samples them."""
 
     model: nn.Module  # what the optimizer steps is fp32; else in the dtype that it computes in
-    sampler: nn.Module  # the model itself or, in bf16 or with model.shard, a copy of it
+    sampler: nn.Module | VllmEngine  # the model or, in bf16 or with model.shard, a copy; or vLLM
     tokenizer: PreTrainedTokenizerFast
     params: SamplingParams  # for the samples that are trained on
     compute_dtype: torch.dtype  # of the scorer, and of the sampler where that is a copy
     scorer: nn.Module | None = None  # main.py's CompletionScorer, perhaps in DDP, for training
     reference: Callable[..., torch.Tensor] | None = None  # None without a KL penalty
-    backend: str = "generate"  # how completions are sampled: generate, grouped or captured
+    backend: str = "generate"  # how it samples: generate, grouped, captured or vllm
 
     @functools.cached_property
     def loss_scale(self) -> LossScale:
-        """For float16, which the sampler's weights then are too; else it is off, a factor of 1."""
-        is_on = self.sampler.dtype == torch.float16
+        """For arithmetic in float16; else it is off, a factor of 1."""
+        is_on = self.compute_dtype == torch.float16
         return LossScale(self.model.device.type, growth_interval=100, enabled=is_on)
 
     @property
@@ -57,6 +58,9 @@ class Policy:
     def refresh_sampler(self) -> None:
         """Copy the trained weights into the sampler, in place."""
         if self.sampler is self.model:
+            return
+        if self.backend == "vllm":
+            self.sampler.load_weights(self.model)
             return
         copies = [*self.sampler.parameters(), *self.sampler.buffers()]
         trained = [*self.model.parameters(), *self.model.buffers()]
@@ -135,8 +139,8 @@ def choose_backend(
 
     On a GPU `grouped` becomes `captured`: its decode step is replayed as a CUDA graph.
     """
-    if config.sampling.backend == "generate":
-        return "generate"
+    if config.sampling.backend in ("generate", "vllm"):
+        return config.sampling.backend
     if not supports_grouped(sampler, make_batch):
         log("this model's cache cannot be shared by a group: sampling.backend=generate")
         return "generate"

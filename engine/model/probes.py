@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from engine.core.tensors import autocast
 from engine.core.types import SamplingParams
 from engine.sampling.graphs import CapturedSteps
 from engine.sampling.record import Record
+from engine.sampling.vllm import KEY, VllmEngine
 
 
 @torch.no_grad()
@@ -38,6 +40,21 @@ def supports_grouped(
         return False
     tolerance = 1e-3 if model.dtype == torch.float32 else 2**-6  # a few roundings of bf16
     return all(mismatch <= tolerance for mismatch in mismatches)  # NaN is none
+
+
+@torch.no_grad()
+def check_vllm(model: nn.Module, engine: VllmEngine, token_ids: list[int]) -> None:
+    """Raise ValueError if vLLM scores some text otherwise than the model, by other weights.
+
+    It must be text: on tokens by chance a chat model in bf16 rounds by half a nat.
+    """
+    ids = torch.tensor(token_ids, device=model.device)
+    log_probs = engine.score(ids.tolist()).to(model.device)
+    seen = SimpleNamespace(tokens=ids[None, 1:], log_probs=log_probs[None])
+    with autocast(model.device, engine.dtype):
+        mismatch = mismatch_of(model, seen, ids[:1].tolist(), 0)
+    if not mismatch <= (1e-3 if engine.dtype == torch.float32 else 2**-6):
+        raise ValueError(f"{KEY}: it computes another model than ours: write grouped")
 
 
 def mismatch_of(model: nn.Module, record: Record, prompt: list[int], row: int) -> float:

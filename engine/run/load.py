@@ -10,6 +10,7 @@ from torch import nn
 from engine.core.config import Config, check_world, differences, run_name
 from engine.core.distributed import World, init_world, order_ddp_buckets
 from engine.core.types import Log
+from engine.model.adapters import find_base
 from engine.model.load import load_model_and_tokenizer
 from engine.model.policy import (
     Policy,
@@ -18,7 +19,7 @@ from engine.model.policy import (
     make_sampler,
     sampling_params,
 )
-from engine.model.probes import supports_chunked_head
+from engine.model.probes import check_vllm, supports_chunked_head
 from engine.questions.data import load_questions
 from engine.questions.tasks import load_task
 from engine.run.checkpoint import make_folder
@@ -27,6 +28,7 @@ from engine.run.fingerprint import commit_of
 from engine.run.saving import check_room, open_files, resume
 from engine.run.state import Run
 from engine.sampling.environment import check_environment
+from engine.sampling.vllm import VllmEngine
 from engine.update.optimizer import make_optimizer
 from logger import Logger
 
@@ -81,7 +83,8 @@ def load_policy(
     """The model on this rank's device, and how completions are sampled from it.
 
     The trained weights are fp32. Their arithmetic is bf16 on a GPU (float16 on one without bf16),
-    fp32 on a CPU, or what `compute_dtype` says. In 16 bits a copy samples, refreshed every step.
+    fp32 on a CPU, or what `compute_dtype` says. In 16 bits a copy samples, refreshed every step;
+    with sampling.backend=vllm that copy is vLLM's.
     `make_batch` is main.py's DecodeBatch, whose decoding is tried out here.
     """
     # Of the hub's generation_config the end tokens stay, in best/ too; all else is emptied here.
@@ -91,7 +94,13 @@ def load_policy(
         compute_dtype=choose_compute_dtype(config, world.device),
         log=log,
     )
-    sampler = make_sampler(model, compute_dtype, world.device, shard=config.model.shard)
+    if config.sampling.backend == "vllm":
+        base = find_base(config.model) or config.model  # of an adapter
+        sampler = VllmEngine(base, world, compute_dtype, config.sampling.vllm_memory_gb)
+        sampler.load_weights(model)
+        check_vllm(model, sampler, tokenizer.encode("12 plus 30 is 42, and Rome is in Italy."))
+    else:
+        sampler = make_sampler(model, compute_dtype, world.device, shard=config.model.shard)
     params = sampling_params(config, tokenizer, eos_ids, log)
     policy = Policy(model, sampler, tokenizer, params, compute_dtype)
     with policy.autocast():

@@ -1,6 +1,7 @@
 """Which questions are decoded together: as many as the memory holds."""
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -65,6 +66,8 @@ def decode_in_batches(
 def tokens_that_fit(model: nn.Module, longest: int, params: SamplingParams) -> int:
     """How many tokens of prompts and completions fit into the memory now free, decoded at once."""
     device, row_tokens = model.device, longest + params.max_new_tokens
+    if not isinstance(model, nn.Module):  # vLLM's engine lets rows wait by itself
+        return sys.maxsize
     if device.type != "cuda":
         return 131_072
     reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

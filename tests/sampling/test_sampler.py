@@ -15,7 +15,17 @@ import numpy as np
 import pytest
 import torch
 from graphs import Graph, install_graphs
-from harness import CPU, SIZES, make_policy, peak_bytes, save_random, seed
+from harness import (
+    CPU,
+    ROOT,
+    SIZES,
+    load_rows,
+    make_config,
+    make_policy,
+    peak_bytes,
+    save_random,
+    seed,
+)
 from reference import score
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,10 +46,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_atten
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.core.distributed import init_world
-from engine.core.tensors import keep_likeliest, left_pad
+from engine.core.tensors import keep_likeliest, left_pad, right_pad
 from engine.core.types import Completion, SamplingParams
 from engine.model.policy import Policy, copy_in
 from engine.model.probes import supports_grouped
+from engine.questions.prompts import encode_prompts
+from engine.questions.tasks import load_task
 from engine.sampling.batches import (
     cache_bytes_per_token,
     cached_layers,
@@ -227,6 +239,28 @@ def test_both_backends_draw_the_same_tokens_and_score_them_alike(model_folder):
             sample(policy, backend=backend, eos_ids=MANY_EOS, **changes) for backend in BACKENDS
         )
         assert_equal(grouped, generated)
+
+
+def test_the_trained_model_samples_itself_so_that_only_rounding_differs():
+    """In fp32 the sampler's log-probabilities are the trainer's: the same weights and formula.
+
+    A cache in place of whole rows rounds otherwise, as README and docs/comparison.md say.
+    """
+    policy, task = make_policy(ROOT / "tiny"), load_task("countdown")
+    questions = load_rows(task, "generated", "train", 8)
+    prompts = encode_prompts(
+        questions, task=task, options=make_config().task, tokenizer=policy.tokenizer
+    )
+    groups = harness.sample(policy, prompts, num_samples=16, max_new_tokens=320)
+    rows = [(ids, c) for ids, group in zip(prompts, groups, strict=True) for c in group]
+    token_ids = right_pad([ids + c.token_ids for ids, c in rows], 0)
+    log_probs = right_pad([[0.0] * len(ids) + c.log_probs.tolist() for ids, c in rows], 0.0)
+    mask = right_pad([[False] * len(ids) + [True] * len(c.token_ids) for ids, c in rows], False)
+    with torch.no_grad():
+        scored = policy.scorer(token_ids, mask, temperature=1.0)
+    difference = (scored - log_probs).abs()[mask]
+    print(f"{len(difference)} tokens: {difference.mean():.1e} on average, {difference.max():.1e}")
+    assert len(difference) > 2000 and difference.mean() < 1e-5 and difference.max() < 2e-4
 
 
 @pytest.fixture

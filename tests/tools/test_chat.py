@@ -184,6 +184,7 @@ def test_a_config_that_was_found_has_no_code_run(tmp_path, monkeypatch):
     assert config_of(["x/best", trust]) == make_config(
         *("mode=evaluate", "model.name=x/best", "model.compute_dtype=float32", trust),
         *("task.name=gsm8k", "task.system_prompt=Calculate.", "sampling.top_k=7"),
+        "sampling.backend=generate",  # which prints as it goes
         *("training.seed=3", "training.max_new_gen_tokens=9"),
     )
     for kernel, taken in (("eager", "eager"), ("someone/kernel", "sdpa"), ("a/b@v:c", "sdpa")):

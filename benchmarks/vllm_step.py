@@ -1,0 +1,92 @@
+"""A whole step of a chat model, sampled by vLLM and by `decode_grouped`, in turns.
+
+    OMP_NUM_THREADS=1 python benchmarks/vllm_step.py --model FOLDER                    # fp32
+    OMP_NUM_THREADS=1 python benchmarks/vllm_step.py --model FOLDER --dtype bfloat16
+
+One process with two runs of the same model, which learns to add (8 questions x 16 samples, up to 48
+tokens); each takes its steps on the same questions with the same random numbers. `sync` hands the
+trained weights to the sampler: it is a part of the update. At a learning rate of 1e-6 the models
+hardly change, so that their completions stay equally long.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+
+import torch
+from common import load_run, print_table, time_once, update  # first: it finds the script's modules
+
+from engine.core.statistics import Clock, reduce_means
+from engine.report.metrics import rollout_sums
+from engine.run.state import Run
+from main import TRAINING, assign_advantages, sample_trajectories
+
+BACKENDS = ("grouped", "vllm")
+PHASES = ("rollout", "update", "sync")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="a folder with a chat model")
+    parser.add_argument("--dtype", default="float32", help="float32 or bfloat16")
+    parser.add_argument("--steps", type=int, default=3, help="of each, after one to warm up")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [load(f"{folder}/{backend}", backend, options) for backend in BACKENDS]
+        rows: dict[str, list[dict]] = {backend: [] for backend in BACKENDS}
+        for _ in range(options.steps + 1):
+            for backend, run in zip(BACKENDS, runs, strict=True):
+                rows[backend].append(take_step(run))
+    print(f"{torch.get_num_threads()} threads, {options.dtype}; medians of {options.steps} steps\n")
+    print_table(
+        ["", *(f"{phase}, s" for phase in PHASES), "tokens/s", "mismatch, nats"],
+        [[backend, *summary(rows[backend][1:])] for backend in BACKENDS],
+    )
+
+
+def load(folder: str, backend: str, options: argparse.Namespace) -> Run:
+    overrides = [
+        f"run.dir={folder}",
+        f"model.name={options.model}",
+        f"model.compute_dtype={options.dtype}",
+        f"sampling.backend={backend}",
+        "task.name=arithmetic",
+        f"training.num_steps={options.steps + 1}",
+        "training.num_samples_per_step=8",
+        "training.max_new_gen_tokens=48",
+        "training.learning_rate=1e-6",
+        "validation.num_examples=1",
+    ]
+    return load_run(["--config", os.devnull, *overrides])
+
+
+def take_step(run: Run) -> dict[str, float]:
+    """One step as main.py takes it, without evaluation and files; returns its metrics."""
+    clock, count = Clock(), run.config.training.num_samples_per_step
+    drawn, run.state.position = run.train_questions.take(run.state.position, count)
+    questions, seeds = [q for _, q in drawn], [(TRAINING, 0, position) for position, _ in drawn]
+    groups = sample_trajectories(
+        run.policy, run.task, run.config, questions, seeds, run.policy.params, clock, run.logger
+    )
+    assign_advantages(groups, run.config.training)
+    for group in groups:  # all rows are trained, also where all of a group earn the same
+        for i, trajectory in enumerate(group):
+            trajectory.advantage = 1.0 if i % 2 else -1.0
+    with clock("update"):
+        sums = update(run, groups)
+    sums |= rollout_sums(groups, run.task.REWARD_PARTS)
+    sync = {"time/sync_s": time_once(run.policy.refresh_sampler)}
+    num_tokens = sum(len(t.completion.token_ids) for group in groups for t in group)
+    return reduce_means(sums, run.world) | clock.read() | sync | {"num_tokens": num_tokens}
+
+
+def summary(rows: list[dict]) -> list[str]:
+    cells = [f"{statistics.median(row[f'time/{phase}_s'] for row in rows):.2f}" for phase in PHASES]
+    speed = statistics.median(row["num_tokens"] / row["time/rollout_s"] for row in rows)
+    mismatch = statistics.mean(row["train/sampler_mismatch"] for row in rows)
+    return [*cells, f"{speed:.0f}", f"{mismatch:.1e}"]
+
+
+if __name__ == "__main__":
+    main()
