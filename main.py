@@ -65,7 +65,7 @@ from engine.sampling.generate import DrawingProcessor, get_generation_config
 from engine.sampling.graphs import CapturedSteps
 from engine.sampling.record import Record
 from engine.update.head import score_in_blocks
-from engine.update.losses import apply_options
+from engine.update.losses import apply_options, check_not_negative, over_mean
 from engine.update.optimizer import learning_rate_at, set_learning_rate
 from engine.update.shards import equal_passes, shard_scorer
 from logger import Logger
@@ -443,6 +443,9 @@ def assign_advantages(groups: list[list[Trajectory]], training: TrainingSettings
     if training.learning_type == "grpo":
         in_batch = torch.ones_like(rewards, dtype=torch.bool)
         advantages = grpo_advantages(rewards, divide_by_std=training.advantage == "zscore")
+        if training.advantage == "over_mean":  # off by default
+            check_not_negative(groups)
+            advantages = over_mean(advantages, rewards)
     else:
         in_batch = k_best_mask(rewards, k=training.k_best_of_n[0])
         # The k best of every group, as in easy-GRPO, also where all rewards are equal: to leave

@@ -2,6 +2,8 @@
 
     pip install trl==1.16.0
     python benchmarks/trl_numbers.py     # seconds, on a CPU
+    pip install trl==1.8.0               # the last one with DPPO, an experimental trainer
+    python benchmarks/trl_numbers.py --dppo
 
 TRL's own code takes the inputs of trl_inputs.py: its advantages of given rewards, and its loss,
 clip and KL metrics of given log-probabilities, which stand where a model's would. Prints the
@@ -9,6 +11,7 @@ figures as the literals that the test keeps. All is float64 but the advantages, 
 float32.
 """
 
+import sys
 import tempfile
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl_inputs import (
     CLIP_EPS,
     CLIP_EPS_HIGH,
+    DPPO_DELTA,
     GSPO_CLIP_EPS,
     GSPO_CLIP_EPS_HIGH,
     KL_COEF,
@@ -37,6 +41,9 @@ except ImportError as error:
 
 
 def main() -> None:
+    if sys.argv[1:] == ["--dppo"]:
+        print(f"TRL_DPPO_GRADIENT = {rounded(dppo_gradient())!r}")
+        return
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(folder)
     loss_types = ("grpo", "bnpo", "dapo", "dr_grpo")
@@ -71,17 +78,19 @@ def main() -> None:
         print(f"{name} = {rounded(value)!r}")
 
 
-def make_trainer(folder: str) -> GRPOTrainer:
+def make_trainer(
+    folder: str, trainer: type = GRPOTrainer, arguments: type = GRPOConfig
+) -> GRPOTrainer:
     """All rows in one micro-batch of one step. The model and the prompts play no part."""
     tiny = Path(__file__).resolve().parent.parent / "tiny"
     num_rows = sum(map(len, REWARDS))
-    return GRPOTrainer(
+    return trainer(
         model=AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32),
         processing_class=PreTrainedTokenizerFast.from_pretrained(tiny),
         reward_funcs=given_rewards,
         train_dataset=Dataset.from_list([{"prompt": "1"}] * num_rows),
         rollout_func=given_completions,
-        args=GRPOConfig(
+        args=arguments(
             output_dir=folder,
             per_device_train_batch_size=num_rows,
             gradient_accumulation_steps=1,
@@ -162,6 +171,32 @@ def loss_and_gradient(
     loss.backward()
     metrics = {name: values[0] for name, values in trainer._metrics["train"].items()}
     return loss.item(), log_probs.grad.tolist(), metrics
+
+
+def dppo_gradient() -> list[list[float]]:
+    """That of TRL's DPPO, whose log-probabilities of the sampler are the old ones here."""
+    from trl.experimental import dppo
+
+    mask = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
+    log_probs = torch.tensor(LOG_PROBS, dtype=torch.float64, requires_grad=True)
+    ids = torch.ones_like(mask, dtype=torch.long)
+    inputs = {
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": ids[:, :1],
+        "completion_ids": ids,
+        "completion_mask": mask.long(),
+        "advantages": torch.tensor(ROW_ADVANTAGES, dtype=torch.float64),
+        "sampling_per_token_logps": torch.tensor(OLD_LOG_PROBS, dtype=torch.float64),
+        "num_items_in_batch": mask.sum(),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(folder, dppo.DPPOTrainer, dppo.DPPOConfig)
+    trainer.epsilon_low = trainer.epsilon_high = DPPO_DELTA
+    entropies = torch.zeros(mask.shape)
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (log_probs, entropies, None)
+    trainer.model.train()
+    trainer.compute_loss(trainer.model, inputs).backward()
+    return log_probs.grad.tolist()
 
 
 def rounded(value: object) -> object:

@@ -244,21 +244,30 @@ class TrainingSettings(Section):
     max_grad_norm: PositiveFloat = 1.0
     """A gradient whose norm is larger is scaled down to this norm. A lower limit is safer and
     slower."""
-    advantage: Literal["mean", "zscore"] = "mean"
+    advantage: Literal["mean", "over_mean", "zscore"] = "mean"
     """For grpo, mean is the reward minus the mean of its group. zscore also divides by the group's
-    standard deviation, which gives very easy and very hard questions more weight."""
+    standard deviation, which gives very easy and very hard questions more weight. over_mean divides
+    by the mean itself (MaxRL, arXiv:2602.02710): the rarer a right answer is in its group, the more
+    it counts. It is made for rewards of 0 and 1. With a format part the small means of groups that
+    earn no more than that are blown up; set task.reward_weights: {format: 0.0, answer: 1.0}, as its
+    runs in results/hard.md do."""
     loss_normalization: Literal["dr_grpo", "token", "sequence", "sum"] = "dr_grpo"
     """What the loss is divided by. dr_grpo: rows times max_new_gen_tokens, so that length has no
     influence. token: all completion tokens. sequence: each row's own length and then the rows,
     which favours short right answers and long wrong ones. sum: the rows."""
-    policy_loss: Literal["ppo", "cispo", "gspo"] = "ppo"
+    policy_loss: Literal["ppo", "cispo", "gspo", "dppo"] = "ppo"
     """The loss of completions that an earlier update has used already, so it matters if
-    num_iterations is above 1; the first update is plain REINFORCE in any case. ppo cuts off the
+    num_iterations is above 1; the first update is plain REINFORCE, but for dppo. ppo cuts off the
     gradient of tokens whose probability ratio has gone too far. cispo (arXiv:2506.13585) still
     trains those tokens, but limits the ratio that weighs them to 1 + clip_eps_high; there is no
     lower limit. gspo (arXiv:2507.18071) is ppo with one ratio for a whole completion, the geometric
     mean of those of its tokens. It hardly leaves 1, so set clip_eps: 3.0e-04 and clip_eps_high:
-    4.0e-04 too; in its paper loss_normalization is sequence."""
+    4.0e-04 too; in its paper loss_normalization is sequence. dppo (arXiv:2602.04879) weighs each
+    token by its ratio to the sampler, in the first update too, and leaves out those whose
+    probability, not its ratio, has gone further than dppo_delta."""
+    dppo_delta: float = Field(0.15, gt=0, lt=1)
+    """For dppo: how far a token's probability may move from the sampler's, in the direction that
+    its advantage asks for, before its gradient is cut. 0.15 is its authors', prime-rl takes 0.2."""
     kl_coef: float = Field(0.0, ge=0, le=1000)
     """The weight of the KL penalty, which holds the policy near the model that the run started
     from. 0 is off and costs nothing; 0.001 to 0.04 is usual. Above 0 a frozen copy of that model is
@@ -295,7 +304,8 @@ class TrainingSettings(Section):
     @property
     def is_plain(self) -> bool:
         """Whether the loss is -A log pi in every pass: see `apply_options` in losses.py."""
-        return self.num_iterations == 1 and self.kl_coef == 0 and self.tis_clip is None
+        is_once = self.num_iterations == 1 and self.policy_loss != "dppo"
+        return is_once and self.kl_coef == 0 and self.tis_clip is None
 
 
 class ValidationSettings(Section):
@@ -509,8 +519,14 @@ def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
         yield "training.num_epochs", "generated questions have no epochs; write null and num_steps"
     if (training.num_samples_per_step_global or 0) % num_ranks != 0:
         yield "training.num_samples_per_step_global", f"must be a multiple of the {num_ranks} ranks"
-    if is_sil and training.advantage == "zscore":
+    if is_sil and training.advantage != "mean":
         yield "training.advantage", "sil gives the k best the advantage 1; write mean"
+    negative = [name for name, weight in config.task.reward_weights.items() if weight < 0]
+    if negative and training.advantage == "over_mean":
+        fix = f"it divides by rewards of 0 and more, but {negative[0]} has a negative weight"
+        yield "training.advantage", f"{fix}; write mean"
+    if training.policy_loss == "dppo" and training.tis_clip is not None:
+        yield "training.tis_clip", "dppo weighs by the ratio to the sampler already; write null"
     if training.policy_loss == "gspo" and training.clip_eps >= 0.1:
         yield "training.clip_eps", "gspo's ratio is near 1, so this never clips; write 3e-4 or so"
     if training.embedding_learning_rate is not None and training.optimizer != "muon":

@@ -295,7 +295,9 @@ SIL = "training.learning_type=sil training.k_best_of_n=[2,4]"
         ("training.k_best_of_n=[16]", "= [16]: List should have at least 2 items"),
         ("training.k_best_of_n=[0, 16]", "k_best_of_n.0 = 0: Input should be greater than 0"),
         ("training.clip_eps_high=x", "clip_eps_high = x: Input should be a valid number"),
-        ("training.policy_loss=grpo", "= grpo: Input should be 'ppo', 'cispo' or 'gspo'"),
+        ("training.policy_loss=grpo", "= grpo: Input should be 'ppo', 'cispo', 'gspo' or 'dppo'"),
+        ("training.dppo_delta=0", "dppo_delta = 0: Input should be greater than 0"),
+        ("training.dppo_delta=1", "dppo_delta = 1: Input should be less than 1"),
         ("sampling.top_p=0", "top_p = 0: Input should be greater than or equal to 0.000001"),
         ("sampling.top_p=1.1", "sampling.top_p = 1.1: Input should be less than or equal to 1"),
         ("sampling.top_k=-1", "sampling.top_k = -1: Input should be greater than or equal to 0"),
@@ -348,6 +350,17 @@ def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(override, li
         ("", "training.k_best_of_n = [2, 16]", "write [16, 16], or training.learning_type=sil"),
         (SIL, "training.k_best_of_n = [8, 8]", "all but the k best; write k < n, such as [2, 32]"),
         (SIL, "training.advantage = zscore", "sil gives the k best the advantage 1; write mean"),
+        (SIL, "training.advantage = over_mean", "sil gives the k best the advantage 1; write mean"),
+        (
+            "task.reward_weights.format=-0.1",
+            "training.advantage = over_mean",
+            "rewards of 0 and more, but format has a negative weight; write mean",
+        ),
+        (
+            "training.policy_loss=dppo",
+            "training.tis_clip = 2.0",
+            "dppo weighs by the ratio to the sampler already; write null",
+        ),
         (
             "training.policy_loss=gspo",
             "training.clip_eps = 0.2",

@@ -16,6 +16,9 @@ The conventions differ in places. Inputs and comparisons are chosen so that both
   where ours takes its distance from 1. The share of clipped tokens is compared for PPO alone: for
   CISPO TRL leaves out the tokens of negative advantage, whose weight is limited too, and for GSPO
   it counts completions instead of their tokens.
+- DPPO is an experimental trainer of TRL up to 1.8.0, whose figures stand here; 1.9.0 has none. Its
+  loss is that of the ratio without its gradient times log pi, so that only the gradients are equal,
+  up to the limit of 20 that it sets to the ratio.
 - TRL's shares and means are of all rows' tokens. Ours leave out rows whose advantage is 0, unless
   there is a KL penalty, as here.
 """
@@ -29,6 +32,7 @@ from harness import make_config
 from benchmarks.trl_inputs import (
     CLIP_EPS,
     CLIP_EPS_HIGH,
+    DPPO_DELTA,
     GSPO_CLIP_EPS,
     GSPO_CLIP_EPS_HIGH,
     KL_COEF,
@@ -105,6 +109,12 @@ TRL_CISPO_GRADIENT = [
     [0.034992153, 0.073846154, 0.070465544, 0.0, 0.0],
     [0.0, 0.0, 0.0, 0.0, 0.0],
     [0.153846154, 0.113972034, 0.196923077, 0.139205757, 0.0],
+]
+TRL_DPPO_GRADIENT = [  # of trl 1.8.0
+    [0.0, -0.140931087, -0.069984307, -0.115384615, -0.104404317],
+    [0.0, 0.095118535, 0.070465544, 0.0, 0.0],
+    [0.0, 0.0, 0.0, 0.0, 0.0],
+    [0.153846154, 0.113972034, 0.280325969, 0.139205757, 0.0],
 ]
 
 GSPO = [
@@ -195,6 +205,14 @@ def test_gspo_is_that_of_trl():
     loss, gradient, _ = loss_and_gradient(make_batch("sequence"), *GSPO)
     assert loss == pytest.approx(TRL_GSPO_LOSS, rel=0, abs=1e-6)
     assert_close(gradient, TRL_GSPO_GRADIENT)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_dppo_has_the_gradient_of_trl_in_every_pass(is_first):
+    options = ["training.policy_loss=dppo", f"training.dppo_delta={DPPO_DELTA}"]
+    _, gradient, sums = loss_and_gradient(make_batch("token", is_first=is_first), *options)
+    assert_close(gradient, TRL_DPPO_GRADIENT)
+    assert sums["train/clip_frac"].tolist() == [2, 13]
 
 
 def test_the_share_of_clipped_tokens_is_that_of_trl():
