@@ -58,6 +58,7 @@ from engine.run.log import log_evaluation, log_step, rollouts_of, run_evaluation
 from engine.run.mistakes import crashes_name_the_fix, mistakes_cost_one_line
 from engine.run.saving import finish, save_best, save_checkpoint, stop
 from engine.run.state import Run
+from engine.run.warm_start import warm_start
 from engine.sampling.batches import decode_in_batches
 from engine.sampling.cache import ReservedColumns
 from engine.sampling.environment import encode_questions
@@ -122,6 +123,10 @@ def run_training(run: Run) -> int:
         is_due = state.step % config.validation.every == 0 or run.is_over
         if is_due and state.evaluated_at < state.step and not world.should_stop:
             evaluate(run)
+        if run.answers and not state.is_warm and not world.should_stop:  # off by default
+            if warm_start(run, make_micro_batches, update_policy):
+                continue  # it is evaluated again, and saved
+            return stop(run)  # a signal came
         # A checkpoint has weights, optimizer and state; what it knows is in the log before it. So
         # after a crash the log may have more, which is cut off at the resume, but never less.
         if (run.is_checkpoint_due or world.should_stop) and not state.is_saved:

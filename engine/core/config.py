@@ -308,6 +308,25 @@ class TrainingSettings(Section):
         return is_once and self.kl_coef == 0 and self.tis_clip is None
 
 
+class WarmStartSettings(Section):
+    """Finished answers that the model imitates before step 1, for one that solves next to nothing:
+    reinforcement learning needs some rewards to begin with."""
+
+    data: PathText | None = None
+    """A .jsonl, .csv or .parquet file, or the id of a dataset on the hub: in each row a question in
+    the task's own form, and in the column `completion` the answer, without an end token. `python -m
+    tools.collect RUN` makes one from what a run has learned. null is off. Answers to validation
+    questions are left out. The losses go to warm.jsonl, with an evaluation at the end. A run that
+    is killed meanwhile begins again."""
+    num_steps: Count = 50
+    """The number of updates. Each has as many answers as a step has questions."""
+    learning_rate: Rate | None = None
+    """The learning rate, on the schedule of training; null takes training.learning_rate. Big models
+    need a far lower one: about 1e-5 for 3 billion weights."""
+    only_solved: bool = False
+    """Leave out the answers that do not solve their question. They are counted in any case."""
+
+
 class ValidationSettings(Section):
     """How the model is measured, on questions that it is never trained on."""
 
@@ -388,6 +407,7 @@ class Config(Section):
     task: TaskSettings = TaskSettings()
     sampling: SamplingSettings = SamplingSettings()
     training: TrainingSettings = TrainingSettings()
+    warm_start: WarmStartSettings = WarmStartSettings()
     validation: ValidationSettings = ValidationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     logging: LoggingSettings = LoggingSettings()

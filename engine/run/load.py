@@ -26,6 +26,7 @@ from engine.run.config_file import read_file, section_of
 from engine.run.fingerprint import commit_of
 from engine.run.saving import check_room, open_files, resume
 from engine.run.state import Run
+from engine.run.warm_start import load_answers, read_answers
 from engine.sampling.environment import check_environment
 from engine.update.optimizer import make_optimizer
 from logger import Logger
@@ -49,7 +50,9 @@ def load_run(
     for line in [*notes, *differences(config)]:
         logger.info(line)
     config = pin(config, world)  # the model's commit, and the date that a chat template writes
-    policy, task = load_policy(config, world, logger.info, make_batch), load_task(config.task.name)
+    task = load_task(config.task.name)
+    rows = read_answers(task, config)
+    policy = load_policy(config, world, logger.info, make_batch)
     logger.info(f"a completion ends at {policy.end_tokens}")
     if is_training:
         in_blocks = scores_in_blocks(policy.model, config.training.micro_batch_tokens, logger.info)
@@ -67,6 +70,7 @@ def load_run(
     run.check_questions()  # as many as ranks, and the same on all
     check_environment(task, config, policy.tokenizer, validation[0])
     if is_training:
+        load_answers(run, rows)
         run.optimizer = make_optimizer(policy.model, config)
         check_room(run)
         resume(run)

@@ -84,6 +84,7 @@ def find_saved(run: Run) -> tuple[Path | None, dict | None]:
     if folder is None:
         return None, None
     saved, best = checkpoint.load_state(folder), run.folder / "best"
+    saved["state"].setdefault("is_warm", False)  # of a run older than this
     if saved["state"].keys() != asdict(run.state).keys():
         fix = "go on with that one, or set run.name to start another run"
         raise ValueError(f"{folder} was saved by another version of this program: {fix}")
