@@ -92,11 +92,11 @@ def wrap_policy(policy: Policy, config: Config, world: World, *, in_blocks: bool
     hub's generation_config only the end tokens are left (engine/model/load.py).
     """
     scorer = CompletionScorer(policy.model, policy.compute_dtype, in_blocks=in_blocks)
-    if config.training.kl_coef > 0:  # a frozen copy, made before a checkpoint is loaded
-        policy.reference = make_reference(scorer, policy.sampler.dtype, lora=config.model.lora)
+    if config.training.has_reference:  # a frozen copy, made before a checkpoint is loaded
+        policy.reference = make_reference(scorer, policy, lora=config.model.lora)
     if config.model.shard:  # each rank has a part of the model (and of the reference)
         scorer = shard_scorer(scorer, world, keeps_root=True)
-        if config.training.kl_coef > 0:
+        if config.training.has_reference:
             policy.reference = shard_scorer(policy.reference, world, keeps_root=False)
     elif world.size > 1:
         # Each rank has the whole model; DDP averages their gradients in the backward pass.
@@ -445,7 +445,7 @@ def reward_group(
 def assign_advantages(groups: list[list[Trajectory]], training: TrainingSettings) -> None:
     """Set each trajectory's advantage, and whether it is in the batch that is trained on."""
     rewards = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
-    if training.learning_type == "grpo":
+    if training.learning_type != "sil":  # grpo, or distill, which may add these advantages
         in_batch = torch.ones_like(rewards, dtype=torch.bool)
         advantages = grpo_advantages(rewards, divide_by_std=training.advantage == "zscore")
         if training.advantage == "over_mean":  # off by default
@@ -494,7 +494,7 @@ def make_micro_batches(
     """
     training = config.training
     batch = [t for group in groups for t in group if t.in_batch]
-    trained = [t for t in batch if t.advantage != 0.0 or training.kl_coef > 0]
+    trained = [t for t in batch if t.advantage != 0.0 or training.has_reference]
     if training.skip_truncated:
         trained = [t for t in trained if not t.completion.truncated]
     counts = [len(batch), sum(t.completion.num_sampled for t in batch), len(trained)]

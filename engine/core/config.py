@@ -69,6 +69,9 @@ class ModelSettings(Section):
     name: Annotated[PathText, AfterValidator(in_checkout)] = "tiny"
     """The causal language model to start from: a folder with Hugging Face files, or an id on the
     hub."""
+    teacher: PathText | None = None
+    """For training.learning_type=distill: the model that the trained one learns from, a folder or a
+    hub id. It must have the same tokens; its weights stay in memory, in the compute dtype."""
     revision: str | None = None
     """The branch, tag or commit of a model on the hub. A commit makes the run repeatable; null
     takes the newest version when a run begins, and a resumed run keeps that one."""
@@ -188,9 +191,15 @@ class TrainingSettings(Section):
     """The learning algorithm. A step is one batch of completions and the update that is made from
     it."""
 
-    learning_type: Literal["grpo", "sil"] = "grpo"
+    learning_type: Literal["grpo", "sil", "distill"] = "grpo"
     """grpo trains on all samples, each weighted by how much better it was than the mean of its
-    group. sil (self-improvement learning) imitates the best samples of every question."""
+    group. sil (self-improvement learning) imitates the best samples of every question. distill
+    trains on all samples too, and weighs each token by how much likelier model.teacher finds it:
+    its advantage is log pi_teacher - log pi (on-policy distillation). The reward is only measured,
+    and one sample of a question is enough: k_best_of_n: [1, 1]. train/kl is the KL divergence of
+    the policy from the teacher."""
+    distill_mix: float = Field(0.0, ge=0, le=1000)
+    """For distill: so many times the advantage of grpo is added to that of each token."""
     num_steps: PositiveInt = 20
     """The number of steps."""
     num_epochs: float | None = Field(None, gt=0, le=10_000)
@@ -302,10 +311,15 @@ class TrainingSettings(Section):
         return self.k_best_of_n[1]
 
     @property
+    def has_reference(self) -> bool:
+        """Whether another model scores completions too: the first one, or a teacher."""
+        return self.kl_coef > 0 or self.learning_type == "distill"
+
+    @property
     def is_plain(self) -> bool:
         """Whether the loss is -A log pi in every pass: see `apply_options` in losses.py."""
         is_once = self.num_iterations == 1 and self.policy_loss != "dppo"
-        return is_once and self.kl_coef == 0 and self.tis_clip is None
+        return is_once and not self.has_reference and self.tis_clip is None
 
 
 class WarmStartSettings(Section):
@@ -524,13 +538,21 @@ def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
     if config.mode == "evaluate":
         return  # the rest is for training
     (k, n), is_sil = training.k_best_of_n, training.learning_type == "sil"
-    key = "training.k_best_of_n"
-    if n < 2:
+    key, is_taught = "training.k_best_of_n", training.learning_type == "distill"
+    if is_taught and model.teacher is None:
+        fix = "training.learning_type=distill needs one; give a folder or a hub id"
+        yield "model.teacher", fix
+    if model.teacher is not None and not is_taught:
+        yield "model.teacher", "only distill reads it; write null"
+    if is_taught and training.kl_coef > 0:
+        yield "training.kl_coef", "the teacher is in the place of the reference; write 0"
+    if n < 2 and (not is_taught or training.distill_mix > 0):
         yield key, "n must be at least 2, since a sample is judged by its group"
     elif k > n:
         yield key, f"the k best of n cannot be more than n; write [{n}, {n}]"
     elif k < n and not is_sil:
-        yield key, f"grpo trains on all n; write [{n}, {n}], or training.learning_type=sil"
+        kind = f"{training.learning_type} trains on all n"
+        yield key, f"{kind}; write [{n}, {n}], or training.learning_type=sil"
     elif k == n and is_sil:
         yield key, "sil learns by leaving out all but the k best; write k < n, such as [2, 32]"
     if config.questions_per_rank(1) * n > LARGEST_NUM_COMPLETIONS:

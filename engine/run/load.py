@@ -10,7 +10,7 @@ from torch import nn
 from engine.core.config import Config, check_world, differences, run_name
 from engine.core.distributed import World, init_world, order_ddp_buckets
 from engine.core.types import Log
-from engine.model.load import load_model_and_tokenizer
+from engine.model.load import load_model_and_tokenizer, load_teacher
 from engine.model.policy import (
     Policy,
     choose_backend,
@@ -98,6 +98,10 @@ def load_policy(
     sampler = make_sampler(model, compute_dtype, world.device, shard=config.model.shard)
     params = sampling_params(config, tokenizer, eos_ids, log)
     policy = Policy(model, sampler, tokenizer, params, compute_dtype)
+    if config.mode == "train" and config.model.teacher is not None:
+        policy.teacher = load_teacher(
+            config, tokenizer, device=world.device, compute_dtype=compute_dtype, log=log
+        )
     with policy.autocast():
         policy.backend = choose_backend(config, sampler, make_batch, log)
     return policy

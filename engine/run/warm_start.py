@@ -77,12 +77,8 @@ def load_answers(run: Run, rows: list[dict]) -> None:
 
 def make_answer(run: Run, row: dict, place: str) -> Trajectory:
     """A row as if it had been sampled; ValueError, with its place, if it cannot have been."""
-    policy, options, question, text = (
-        run.policy,
-        run.config.task,
-        row["question"],
-        row["completion"],
-    )
+    policy, options = run.policy, run.config.task
+    question, text = row["question"], row["completion"]
     tokenizer, end = policy.tokenizer, end_of_turn(policy.tokenizer)
     (prompt,) = encode_prompts([question], task=run.task, options=options, tokenizer=tokenizer)
     clean = text.encode("utf-8", "replace").decode()  # JSON can hold half a character

@@ -2,8 +2,8 @@
 
 Where a batch is used for several updates (`training.num_iterations`), the policy has moved since it
 sampled. Then the ratio pi / pi_old weighs each token: `old_log_probs` (B, S) are those of the first
-update's pass, whose loss is REINFORCE, -A log pi. All shapes are (B, S), but for advantages (B,).
-DPPO alone compares with the sampler, mu, in every pass.
+update's pass, whose loss is REINFORCE, -A log pi. All shapes are (B, S), but for advantages (B, 1);
+with a teacher each token has its own. DPPO alone compares with the sampler, mu, in every pass.
 """
 
 import torch
@@ -29,16 +29,22 @@ def apply_options(
     The batch has the log-probabilities of the sampler, of the first pass and, if there is a KL
     penalty, those of the reference.
     """
-    weights, is_clipped = batch.token_weights, torch.zeros_like(token_loss)
+    weights, is_clipped, measured = batch.token_weights, torch.zeros_like(token_loss), {}
+    advantages = batch.advantages[:, None]  # (B, 1)
+    if training.learning_type == "distill":
+        teaching = batch.ref_log_probs - batch.old_log_probs  # (B, S)
+        advantages = teaching + training.distill_mix * advantages
+        token_loss = -advantages * log_probs
+        measured = {"train/kl": -teaching} if is_first else {}
     if training.policy_loss == "dppo":
         token_loss, is_clipped = dppo_loss(
-            log_probs, batch.advantages, batch.sampler_log_probs, delta=training.dppo_delta
+            log_probs, advantages, batch.sampler_log_probs, delta=training.dppo_delta
         )
     elif not is_first:
         token_loss, is_clipped = off_policy_loss(
-            training, log_probs, batch.advantages, batch.old_log_probs, batch.completion_mask
+            training, log_probs, advantages, batch.old_log_probs, batch.completion_mask
         )
-    measured = {"train/clip_frac": is_clipped}
+    measured["train/clip_frac"] = is_clipped
     if training.kl_coef > 0:
         kl = kl_penalty(log_probs, batch.ref_log_probs)
         token_loss = token_loss + training.kl_coef * kl
@@ -75,7 +81,6 @@ def ppo_loss(
     A token is clipped, and has no gradient, where its ratio has gone too far in the direction that
     the advantage asks for.
     """
-    advantages = advantages[:, None]  # (B, 1)
     ratio = (log_probs - old_log_probs).exp()
     clipped = ratio.clamp(1 - eps, 1 + eps_high)
     too_high, too_low = ratio > 1 + eps_high, ratio < 1 - eps
@@ -91,7 +96,6 @@ def cispo_loss(
     Where PPO's clip would leave a token out, CISPO trains it with the largest weight (MiniMax-M1,
     arXiv:2506.13585, equations 4 and 5; without the lower bound, as there).
     """
-    advantages = advantages[:, None]  # (B, 1)
     ratio = (log_probs.detach() - old_log_probs).exp()
     loss = -ratio.clamp(max=1 + eps_high) * advantages * log_probs
     return loss, (ratio > 1 + eps_high) & (advantages != 0)
@@ -105,7 +109,6 @@ def dppo_loss(
     arXiv:2602.04879, equations 11 and 12. The ratio is not truncated, as in the equation; TRL's
     experimental trainer does that at 20.
     """
-    advantages = advantages[:, None]  # (B, 1)
     moved = (log_probs.exp() - sampler_log_probs.exp()).detach()
     is_masked = (moved.abs() > delta) & (advantages * moved > 0)
     log_ratio = (log_probs - sampler_log_probs).masked_fill(is_masked, -torch.inf)
