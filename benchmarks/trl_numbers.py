@@ -13,7 +13,9 @@ float32.
 
 import sys
 import tempfile
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from datasets import Dataset
@@ -71,6 +73,7 @@ def main() -> None:
         "TRL_KL": metrics["kl"],
         "TRL_CISPO_LOSS": cispo[0],
         "TRL_CISPO_GRADIENT": cispo[1],
+        "TRL_DISTILL_GRADIENT": distill_gradient(mask),
         "TRL_GSPO_LOSS": {kind: loss for kind, (loss, _, _) in gspo.items()},
         "TRL_GSPO_GRADIENT": {kind: gradient for kind, (_, gradient, _) in gspo.items()},
     }
@@ -171,6 +174,29 @@ def loss_and_gradient(
     loss.backward()
     metrics = {name: values[0] for name, values in trainer._metrics["train"].items()}
     return loss.item(), log_probs.grad.tolist(), metrics
+
+
+def distill_gradient(mask: torch.Tensor) -> list[list[float]]:
+    """Of TRL's IW-OPD, an experimental trainer, with weights that are all 1 (gamma 0).
+
+    A vocabulary of two tokens has the given log-probabilities; the reference is the teacher.
+    """
+    from trl.experimental.iw_opd import IWOPDTrainer
+
+    log_probs = torch.tensor(LOG_PROBS, dtype=torch.float64, requires_grad=True)
+    settings = {"temperature": 1.0, "iw_opd_gamma": 0.0, "iw_opd_epsilon": 1e-8}
+    trainer = SimpleNamespace(
+        **settings, model=SimpleNamespace(training=True), _metrics={"train": defaultdict(list)}
+    )
+    IWOPDTrainer._compute_iw_opd_loss(
+        trainer,
+        torch.stack([log_probs, (-log_probs.exp()).log1p()], dim=-1),  # (B, T, 2)
+        completion_tokens=torch.zeros_like(mask, dtype=torch.long),
+        labels=torch.where(mask, 0, -100),
+        teacher_actual_logprobs=torch.tensor(REF_LOG_PROBS, dtype=torch.float64),
+        num_items_in_batch=mask.sum(),
+    ).backward()
+    return log_probs.grad.tolist()
 
 
 def dppo_gradient() -> list[list[float]]:

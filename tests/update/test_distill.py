@@ -1,6 +1,7 @@
 """On-policy distillation: the teacher says what each token of the student was worth."""
 
 import copy
+import re
 import shutil
 from pathlib import Path
 
@@ -202,11 +203,7 @@ def test_a_teacher_of_other_tokens_is_refused_by_its_tokens(
     """As many tokens of the same texts, of which two have changed places."""
     other = Path(shutil.copytree(teacher, tmp_path / "teacher"))
     text = (other / "tokenizer.json").read_text()
-    ids = tokenizer.convert_tokens_to_ids(["<answer>7</answer>", "<answer>9</answer>"])
-    for old, new in zip(ids, (-1, -2), strict=True):
-        text = text.replace(f'"id": {old},', f'"id": {new},')
-    for old, new in zip((-1, -2), reversed(ids), strict=True):
-        text = text.replace(f'"id": {old},', f'"id": {new},')
+    text = re.sub("(?<=<answer>)[79](?=</answer>)", lambda match: str(16 - int(match[0])), text)
     (other / "tokenizer.json").write_text(text)
     assert len(PreTrainedTokenizerFast.from_pretrained(other)) == len(tokenizer)
     line = f"model.teacher = {other}: its tokenizer lacks 2 of {len(tokenizer)} tokens of the"
