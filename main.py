@@ -58,6 +58,7 @@ from engine.run.log import log_evaluation, log_step, rollouts_of, run_evaluation
 from engine.run.mistakes import crashes_name_the_fix, mistakes_cost_one_line
 from engine.run.saving import finish, save_best, save_checkpoint, stop
 from engine.run.state import Run
+from engine.run.warm_start import warm_start
 from engine.sampling.batches import decode_in_batches
 from engine.sampling.cache import ReservedColumns
 from engine.sampling.environment import encode_questions
@@ -66,7 +67,7 @@ from engine.sampling.graphs import CapturedSteps
 from engine.sampling.record import Record
 from engine.sampling.vllm import VllmEngine
 from engine.update.head import score_in_blocks
-from engine.update.losses import apply_options
+from engine.update.losses import apply_options, check_not_negative, over_mean
 from engine.update.optimizer import learning_rate_at, set_learning_rate
 from engine.update.shards import equal_passes, shard_scorer
 from logger import Logger
@@ -92,11 +93,11 @@ def wrap_policy(policy: Policy, config: Config, world: World, *, in_blocks: bool
     hub's generation_config only the end tokens are left (engine/model/load.py).
     """
     scorer = CompletionScorer(policy.model, policy.compute_dtype, in_blocks=in_blocks)
-    if config.training.kl_coef > 0:  # a frozen copy, made before a checkpoint is loaded
-        policy.reference = make_reference(scorer, policy.compute_dtype, lora=config.model.lora)
+    if config.training.has_reference:  # a frozen copy, made before a checkpoint is loaded
+        policy.reference = make_reference(scorer, policy, lora=config.model.lora)
     if config.model.shard:  # each rank has a part of the model (and of the reference)
         scorer = shard_scorer(scorer, world, keeps_root=True)
-        if config.training.kl_coef > 0:
+        if config.training.has_reference:
             policy.reference = shard_scorer(policy.reference, world, keeps_root=False)
     elif world.size > 1:
         # Each rank has the whole model; DDP averages their gradients in the backward pass.
@@ -123,6 +124,10 @@ def run_training(run: Run) -> int:
         is_due = state.step % config.validation.every == 0 or run.is_over
         if is_due and state.evaluated_at < state.step and not world.should_stop:
             evaluate(run)
+        if run.answers and not state.is_warm and not world.should_stop:  # off by default
+            if warm_start(run, make_micro_batches, update_policy):
+                continue  # it is evaluated again, and saved
+            return stop(run)  # a signal came
         # A checkpoint has weights, optimizer and state; what it knows is in the log before it. So
         # after a crash the log may have more, which is cut off at the resume, but never less.
         if (run.is_checkpoint_due or world.should_stop) and not state.is_saved:
@@ -440,9 +445,12 @@ def reward_group(
 def assign_advantages(groups: list[list[Trajectory]], training: TrainingSettings) -> None:
     """Set each trajectory's advantage, and whether it is in the batch that is trained on."""
     rewards = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
-    if training.learning_type == "grpo":
+    if training.learning_type != "sil":  # grpo, or distill, which may add these advantages
         in_batch = torch.ones_like(rewards, dtype=torch.bool)
         advantages = grpo_advantages(rewards, divide_by_std=training.advantage == "zscore")
+        if training.advantage == "over_mean":  # off by default
+            check_not_negative(groups)
+            advantages = over_mean(advantages, rewards)
     else:
         in_batch = k_best_mask(rewards, k=training.k_best_of_n[0])
         # The k best of every group, as in easy-GRPO, also where all rewards are equal: to leave
@@ -486,7 +494,7 @@ def make_micro_batches(
     """
     training = config.training
     batch = [t for group in groups for t in group if t.in_batch]
-    trained = [t for t in batch if t.advantage != 0.0 or training.kl_coef > 0]
+    trained = [t for t in batch if t.advantage != 0.0 or training.has_reference]
     if training.skip_truncated:
         trained = [t for t in trained if not t.completion.truncated]
     counts = [len(batch), sum(t.completion.num_sampled for t in batch), len(trained)]

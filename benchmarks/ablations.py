@@ -56,11 +56,12 @@ SWITCHES = {
     "stale-4-ppo": "stale-4,ratio-to-sampler",
     "stale-4-tis": "stale-4",
     "stale-4-cispo": "stale-4,ratio-to-sampler",
+    "stale-4-dppo": "stale-4",
     "stale-8": "stale-8",
     "stale-8-ppo": "stale-8,ratio-to-sampler",
     "stale-8-tis": "stale-8",
     "stale-8-cispo": "stale-8,ratio-to-sampler",
-    "answer-over-mean": "advantage-over-mean",
+    "stale-8-dppo": "stale-8",
     "most-varied-half": "most-varied-half",
     "fresh-questions": "fresh-questions",
     "sil-1-unequal": "unequal-groups",
@@ -70,7 +71,7 @@ SWITCHES = {
 AT_EQUAL_MINUTES = ("most-varied-half", "fresh-questions")
 # The rows of both labs: what is known to matter, and what others say does
 IN_BOTH = ("default", "zscore", "token", "sequence", "sum", "group-4", "group-32", "lr-x0.5")
-IN_BOTH += ("lr-x2", "kl-0.02", "sil-1", "lora-r8-lr-x10", "iterations-2")
+IN_BOTH += ("lr-x2", "kl-0.02", "sil-1", "lora-r8-lr-x10", "iterations-2", "iterations-4")
 QUICK = [
     "training.num_steps=2",
     "training.max_new_gen_tokens=64",  # long enough for an answer
@@ -131,18 +132,20 @@ def make_hard_rows(questions: int) -> dict[str, list[str]]:
     """The same for the lab of hard questions."""
     both = make_rows(questions, "hard")
     rows = {name: both[name] for name in IN_BOTH}
+    rows["iterations-4-dppo"] = ["training.num_iterations=4", "training.policy_loss=dppo"]
     for age in (4, 8):
         rows |= {
             f"stale-{age}": [],
             f"stale-{age}-ppo": [],
             f"stale-{age}-tis": ["training.tis_clip=2"],
             f"stale-{age}-cispo": ["training.policy_loss=cispo"],
+            f"stale-{age}-dppo": ["training.policy_loss=dppo"],
         }
     answer = "task.reward_weights={format: 0.0, answer: 1.0}"
     return rows | {
         "answer": [answer],
         "answer-zscore": [answer, "training.advantage=zscore"],
-        "answer-over-mean": [answer],
+        "answer-over-mean": [answer, "training.advantage=over_mean"],
         "lora-r1-lr-x10": ["model.lora={r: 1}", *rows["lora-r8-lr-x10"][1:]],
         "most-varied-half": [],
         "fresh-questions": [],

@@ -35,7 +35,6 @@ load_model, wrap_policy, advance = engine.model.load.load_model, program.wrap_po
 run_training, sample_validation = program.run_training, program.sample_validation
 sample_trajectories, update_policy = program.sample_trajectories, program.update_policy
 make_micro_batch, assign_advantages = program.make_micro_batch, program.assign_advantages
-grpo_advantages = program.grpo_advantages
 
 
 def main() -> None:
@@ -129,15 +128,6 @@ def compare_with_sampler(*arguments: object, **counts: float) -> MicroBatch:
 
 
 # Other advantages
-
-
-def advantages_over_mean(rewards: Tensor, *, divide_by_std: bool) -> Tensor:
-    """(reward - mean) / mean of each group (N, G): the rarer a right answer, the more it counts.
-
-    MaxRL (arXiv:2602.02710), for rewards of 0 and 1. A group of zeros has advantage 0.
-    """
-    mean = rewards.mean(dim=1, keepdim=True)
-    return grpo_advantages(rewards, divide_by_std=False) / mean.where(mean > 0, 1.0)
 
 
 def assign_to_half(groups: list[list[Trajectory]], training: TrainingSettings) -> None:
@@ -262,7 +252,6 @@ SWITCHES = {
         (program, "make_micro_batch", compare_with_sampler),
         (TrainingSettings, "is_plain", False),  # else the first update asks for no ratio
     ],
-    "advantage-over-mean": [(program, "grpo_advantages", advantages_over_mean)],
     "most-varied-half": [(program, "assign_advantages", assign_to_half)],
     "unequal-groups": [(program, "assign_advantages", assign_to_unequal)],
     "fresh-questions": [(program, "run_training", train_on_fresh)],

@@ -29,3 +29,4 @@ REF_LOG_PROBS = [
 CLIP_EPS, CLIP_EPS_HIGH, KL_COEF, MAX_NEW_TOKENS = 0.2, 0.28, 0.1, 6
 # GSPO's ratios of these completions are 1.02, 1.07, 0.61 and 1.05: the first is clipped.
 GSPO_CLIP_EPS, GSPO_CLIP_EPS_HIGH = 0.01, 0.015
+DPPO_DELTA = 0.15  # two tokens moved further as their advantage asks, two against it

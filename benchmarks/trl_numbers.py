@@ -2,6 +2,8 @@
 
     pip install trl==1.16.0
     python benchmarks/trl_numbers.py     # seconds, on a CPU
+    pip install trl==1.8.0               # the last one with DPPO, an experimental trainer
+    python benchmarks/trl_numbers.py --dppo
 
 TRL's own code takes the inputs of trl_inputs.py: its advantages of given rewards, and its loss,
 clip and KL metrics of given log-probabilities, which stand where a model's would. Prints the
@@ -9,8 +11,11 @@ figures as the literals that the test keeps. All is float64 but the advantages, 
 float32.
 """
 
+import sys
 import tempfile
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from datasets import Dataset
@@ -18,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl_inputs import (
     CLIP_EPS,
     CLIP_EPS_HIGH,
+    DPPO_DELTA,
     GSPO_CLIP_EPS,
     GSPO_CLIP_EPS_HIGH,
     KL_COEF,
@@ -37,6 +43,9 @@ except ImportError as error:
 
 
 def main() -> None:
+    if sys.argv[1:] == ["--dppo"]:
+        print(f"TRL_DPPO_GRADIENT = {rounded(dppo_gradient())!r}")
+        return
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(folder)
     loss_types = ("grpo", "bnpo", "dapo", "dr_grpo")
@@ -64,6 +73,7 @@ def main() -> None:
         "TRL_KL": metrics["kl"],
         "TRL_CISPO_LOSS": cispo[0],
         "TRL_CISPO_GRADIENT": cispo[1],
+        "TRL_DISTILL_GRADIENT": distill_gradient(mask),
         "TRL_GSPO_LOSS": {kind: loss for kind, (loss, _, _) in gspo.items()},
         "TRL_GSPO_GRADIENT": {kind: gradient for kind, (_, gradient, _) in gspo.items()},
     }
@@ -71,17 +81,19 @@ def main() -> None:
         print(f"{name} = {rounded(value)!r}")
 
 
-def make_trainer(folder: str) -> GRPOTrainer:
+def make_trainer(
+    folder: str, trainer: type = GRPOTrainer, arguments: type = GRPOConfig
+) -> GRPOTrainer:
     """All rows in one micro-batch of one step. The model and the prompts play no part."""
     tiny = Path(__file__).resolve().parent.parent / "tiny"
     num_rows = sum(map(len, REWARDS))
-    return GRPOTrainer(
+    return trainer(
         model=AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32),
         processing_class=PreTrainedTokenizerFast.from_pretrained(tiny),
         reward_funcs=given_rewards,
         train_dataset=Dataset.from_list([{"prompt": "1"}] * num_rows),
         rollout_func=given_completions,
-        args=GRPOConfig(
+        args=arguments(
             output_dir=folder,
             per_device_train_batch_size=num_rows,
             gradient_accumulation_steps=1,
@@ -162,6 +174,55 @@ def loss_and_gradient(
     loss.backward()
     metrics = {name: values[0] for name, values in trainer._metrics["train"].items()}
     return loss.item(), log_probs.grad.tolist(), metrics
+
+
+def distill_gradient(mask: torch.Tensor) -> list[list[float]]:
+    """Of TRL's IW-OPD, an experimental trainer, with weights that are all 1 (gamma 0).
+
+    A vocabulary of two tokens has the given log-probabilities; the reference is the teacher.
+    """
+    from trl.experimental.iw_opd import IWOPDTrainer
+
+    log_probs = torch.tensor(LOG_PROBS, dtype=torch.float64, requires_grad=True)
+    settings = {"temperature": 1.0, "iw_opd_gamma": 0.0, "iw_opd_epsilon": 1e-8}
+    trainer = SimpleNamespace(
+        **settings, model=SimpleNamespace(training=True), _metrics={"train": defaultdict(list)}
+    )
+    IWOPDTrainer._compute_iw_opd_loss(
+        trainer,
+        torch.stack([log_probs, (-log_probs.exp()).log1p()], dim=-1),  # (B, T, 2)
+        completion_tokens=torch.zeros_like(mask, dtype=torch.long),
+        labels=torch.where(mask, 0, -100),
+        teacher_actual_logprobs=torch.tensor(REF_LOG_PROBS, dtype=torch.float64),
+        num_items_in_batch=mask.sum(),
+    ).backward()
+    return log_probs.grad.tolist()
+
+
+def dppo_gradient() -> list[list[float]]:
+    """That of TRL's DPPO, whose log-probabilities of the sampler are the old ones here."""
+    from trl.experimental import dppo
+
+    mask = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
+    log_probs = torch.tensor(LOG_PROBS, dtype=torch.float64, requires_grad=True)
+    ids = torch.ones_like(mask, dtype=torch.long)
+    inputs = {
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": ids[:, :1],
+        "completion_ids": ids,
+        "completion_mask": mask.long(),
+        "advantages": torch.tensor(ROW_ADVANTAGES, dtype=torch.float64),
+        "sampling_per_token_logps": torch.tensor(OLD_LOG_PROBS, dtype=torch.float64),
+        "num_items_in_batch": mask.sum(),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(folder, dppo.DPPOTrainer, dppo.DPPOConfig)
+    trainer.epsilon_low = trainer.epsilon_high = DPPO_DELTA
+    entropies = torch.zeros(mask.shape)
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (log_probs, entropies, None)
+    trainer.model.train()
+    trainer.compute_loss(trainer.model, inputs).backward()
+    return log_probs.grad.tolist()
 
 
 def rounded(value: object) -> object:

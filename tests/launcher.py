@@ -92,7 +92,8 @@ class Striker:
         verb, _, victim = self.fault["do"].partition(" ")
         if verb == "copy":
             copy = Path(self.fault["to"]) / f"{self.events:04d}" / "x"
-            shutil.copytree(self.folder / "x", copy, symlinks=True)
+            if (self.folder / "x").is_dir():
+                shutil.copytree(self.folder / "x", copy, symlinks=True)
             self.is_busy = False
             return
         (self.folder / "struck").touch()

@@ -69,6 +69,9 @@ class ModelSettings(Section):
     name: Annotated[PathText, AfterValidator(in_checkout)] = "tiny"
     """The causal language model to start from: a folder with Hugging Face files, or an id on the
     hub."""
+    teacher: PathText | None = None
+    """For training.learning_type=distill: the model that the trained one learns from, a folder or a
+    hub id. It must have the same tokens; its weights stay in memory, in the compute dtype."""
     revision: str | None = None
     """The branch, tag or commit of a model on the hub. A commit makes the run repeatable; null
     takes the newest version when a run begins, and a resumed run keeps that one."""
@@ -194,9 +197,15 @@ class TrainingSettings(Section):
     """The learning algorithm. A step is one batch of completions and the update that is made from
     it."""
 
-    learning_type: Literal["grpo", "sil"] = "grpo"
+    learning_type: Literal["grpo", "sil", "distill"] = "grpo"
     """grpo trains on all samples, each weighted by how much better it was than the mean of its
-    group. sil (self-improvement learning) imitates the best samples of every question."""
+    group. sil (self-improvement learning) imitates the best samples of every question. distill
+    trains on all samples too, and weighs each token by how much likelier model.teacher finds it:
+    its advantage is log pi_teacher - log pi (on-policy distillation). The reward is only measured,
+    and one sample of a question is enough: k_best_of_n: [1, 1]. train/kl is the KL divergence of
+    the policy from the teacher."""
+    distill_mix: float = Field(0.0, ge=0, le=1000)
+    """For distill: so many times the advantage of grpo is added to that of each token."""
     num_steps: PositiveInt = 20
     """The number of steps."""
     num_epochs: float | None = Field(None, gt=0, le=10_000)
@@ -250,21 +259,30 @@ class TrainingSettings(Section):
     max_grad_norm: PositiveFloat = 1.0
     """A gradient whose norm is larger is scaled down to this norm. A lower limit is safer and
     slower."""
-    advantage: Literal["mean", "zscore"] = "mean"
+    advantage: Literal["mean", "over_mean", "zscore"] = "mean"
     """For grpo, mean is the reward minus the mean of its group. zscore also divides by the group's
-    standard deviation, which gives very easy and very hard questions more weight."""
+    standard deviation, which gives very easy and very hard questions more weight. over_mean divides
+    by the mean itself (MaxRL, arXiv:2602.02710): the rarer a right answer is in its group, the more
+    it counts. It is made for rewards of 0 and 1. With a format part the small means of groups that
+    earn no more than that are blown up; set task.reward_weights: {format: 0.0, answer: 1.0}, as its
+    runs in results/hard.md do."""
     loss_normalization: Literal["dr_grpo", "token", "sequence", "sum"] = "dr_grpo"
     """What the loss is divided by. dr_grpo: rows times max_new_gen_tokens, so that length has no
     influence. token: all completion tokens. sequence: each row's own length and then the rows,
     which favours short right answers and long wrong ones. sum: the rows."""
-    policy_loss: Literal["ppo", "cispo", "gspo"] = "ppo"
+    policy_loss: Literal["ppo", "cispo", "gspo", "dppo"] = "ppo"
     """The loss of completions that an earlier update has used already, so it matters if
-    num_iterations is above 1; the first update is plain REINFORCE in any case. ppo cuts off the
+    num_iterations is above 1; the first update is plain REINFORCE, but for dppo. ppo cuts off the
     gradient of tokens whose probability ratio has gone too far. cispo (arXiv:2506.13585) still
     trains those tokens, but limits the ratio that weighs them to 1 + clip_eps_high; there is no
     lower limit. gspo (arXiv:2507.18071) is ppo with one ratio for a whole completion, the geometric
     mean of those of its tokens. It hardly leaves 1, so set clip_eps: 3.0e-04 and clip_eps_high:
-    4.0e-04 too; in its paper loss_normalization is sequence."""
+    4.0e-04 too; in its paper loss_normalization is sequence. dppo (arXiv:2602.04879) weighs each
+    token by its ratio to the sampler, in the first update too, and leaves out those whose
+    probability, not its ratio, has gone further than dppo_delta."""
+    dppo_delta: float = Field(0.15, gt=0, lt=1)
+    """For dppo: how far a token's probability may move from the sampler's, in the direction that
+    its advantage asks for, before its gradient is cut. 0.15 is its authors', prime-rl takes 0.2."""
     kl_coef: float = Field(0.0, ge=0, le=1000)
     """The weight of the KL penalty, which holds the policy near the model that the run started
     from. 0 is off and costs nothing; 0.001 to 0.04 is usual. Above 0 a frozen copy of that model is
@@ -299,9 +317,34 @@ class TrainingSettings(Section):
         return self.k_best_of_n[1]
 
     @property
+    def has_reference(self) -> bool:
+        """Whether another model scores completions too: the first one, or a teacher."""
+        return self.kl_coef > 0 or self.learning_type == "distill"
+
+    @property
     def is_plain(self) -> bool:
         """Whether the loss is -A log pi in every pass: see `apply_options` in losses.py."""
-        return self.num_iterations == 1 and self.kl_coef == 0 and self.tis_clip is None
+        is_once = self.num_iterations == 1 and self.policy_loss != "dppo"
+        return is_once and not self.has_reference and self.tis_clip is None
+
+
+class WarmStartSettings(Section):
+    """Finished answers that the model imitates before step 1, for one that solves next to nothing:
+    reinforcement learning needs some rewards to begin with."""
+
+    data: PathText | None = None
+    """A .jsonl, .csv or .parquet file, or the id of a dataset on the hub: in each row a question in
+    the task's own form, and in the column `completion` the answer, without an end token. `python -m
+    tools.collect RUN` makes one from what a run has learned. null is off. Answers to validation
+    questions are left out. The losses go to warm.jsonl, with an evaluation at the end. A run that
+    is killed meanwhile begins again."""
+    num_steps: Count = 50
+    """The number of updates. Each has as many answers as a step has questions."""
+    learning_rate: Rate | None = None
+    """The learning rate, on the schedule of training; null takes training.learning_rate. Big models
+    need a far lower one: about 1e-5 for 3 billion weights."""
+    only_solved: bool = False
+    """Leave out the answers that do not solve their question. They are counted in any case."""
 
 
 class ValidationSettings(Section):
@@ -385,6 +428,7 @@ class Config(Section):
     task: TaskSettings = TaskSettings()
     sampling: SamplingSettings = SamplingSettings()
     training: TrainingSettings = TrainingSettings()
+    warm_start: WarmStartSettings = WarmStartSettings()
     validation: ValidationSettings = ValidationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     logging: LoggingSettings = LoggingSettings()
@@ -503,13 +547,21 @@ def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
     if config.mode == "evaluate":
         return  # the rest is for training
     (k, n), is_sil = training.k_best_of_n, training.learning_type == "sil"
-    key = "training.k_best_of_n"
-    if n < 2:
+    key, is_taught = "training.k_best_of_n", training.learning_type == "distill"
+    if is_taught and model.teacher is None:
+        fix = "training.learning_type=distill needs one; give a folder or a hub id"
+        yield "model.teacher", fix
+    if model.teacher is not None and not is_taught:
+        yield "model.teacher", "only distill reads it; write null"
+    if is_taught and training.kl_coef > 0:
+        yield "training.kl_coef", "the teacher is in the place of the reference; write 0"
+    if n < 2 and (not is_taught or training.distill_mix > 0):
         yield key, "n must be at least 2, since a sample is judged by its group"
     elif k > n:
         yield key, f"the k best of n cannot be more than n; write [{n}, {n}]"
     elif k < n and not is_sil:
-        yield key, f"grpo trains on all n; write [{n}, {n}], or training.learning_type=sil"
+        kind = f"{training.learning_type} trains on all n"
+        yield key, f"{kind}; write [{n}, {n}], or training.learning_type=sil"
     elif k == n and is_sil:
         yield key, "sil learns by leaving out all but the k best; write k < n, such as [2, 32]"
     if config.questions_per_rank(1) * n > LARGEST_NUM_COMPLETIONS:
@@ -518,8 +570,14 @@ def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
         yield "training.num_epochs", "generated questions have no epochs; write null and num_steps"
     if (training.num_samples_per_step_global or 0) % num_ranks != 0:
         yield "training.num_samples_per_step_global", f"must be a multiple of the {num_ranks} ranks"
-    if is_sil and training.advantage == "zscore":
+    if is_sil and training.advantage != "mean":
         yield "training.advantage", "sil gives the k best the advantage 1; write mean"
+    negative = [name for name, weight in config.task.reward_weights.items() if weight < 0]
+    if negative and training.advantage == "over_mean":
+        fix = f"it divides by rewards of 0 and more, but {negative[0]} has a negative weight"
+        yield "training.advantage", f"{fix}; write mean"
+    if training.policy_loss == "dppo" and training.tis_clip is not None:
+        yield "training.tis_clip", "dppo weighs by the ratio to the sampler already; write null"
     if training.policy_loss == "gspo" and training.clip_eps >= 0.1:
         yield "training.clip_eps", "gspo's ratio is near 1, so this never clips; write 3e-4 or so"
     if training.embedding_learning_rate is not None and training.optimizer != "muon":

@@ -88,6 +88,40 @@ def load_model_and_tokenizer(
     return model, tokenizer, eos_ids, compute_dtype
 
 
+def of_teacher(config: Config) -> Config:
+    """The config that loads the teacher: as a model that is evaluated, whole and frozen."""
+    changes = {"name": config.model.teacher, "revision": None, "lora": None, "shard": False}
+    changes |= {"load_in_4bit": False, "gradient_checkpointing": False}
+    model = config.model.model_copy(update=changes)
+    return config.model_copy(update={"mode": "evaluate", "model": model})
+
+
+def load_teacher(
+    config: Config,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    log: Log,
+) -> nn.Module:
+    """model.teacher, frozen; ValueError unless it has each token of the policy at the same id."""
+    name = config.model.teacher
+    try:
+        teacher, others, *_ = load_model_and_tokenizer(
+            of_teacher(config),
+            device=device,
+            compute_dtype=compute_dtype,
+            log=lambda line: log(f"teacher: {line}"),
+        )
+    except ValueError as error:
+        raise ValueError(str(error).replace("model.name", "model.teacher", 1)) from error
+    ids, others = tokenizer.get_vocab(), others.get_vocab()
+    if missing := [token for token in ids if others.get(token) != ids[token]]:
+        some = f"its tokenizer lacks {len(missing):,} of {len(ids):,} tokens of the trained model"
+        raise ValueError(f"model.teacher = {name}: {some}, or has other ids: {missing[0]!r}")
+    return teacher.eval().requires_grad_(False)
+
+
 @contextlib.contextmanager
 def one_line_errors(name: str) -> Iterator[None]:
     """Turn any error in loading a model, whatever its type, into a ValueError of one line."""

@@ -13,7 +13,7 @@ from engine.core.config import Config, LoraSettings
 from engine.core.tensors import autocast
 from engine.core.types import Log, SamplingParams
 from engine.model.adapters import score_without_adapter
-from engine.model.probes import supports_grouped
+from engine.model.probes import supports_chunked_head, supports_grouped
 from engine.sampling.calculator import Calculator
 from engine.sampling.vllm import VllmEngine
 from engine.update.optimizer import LossScale
@@ -30,7 +30,8 @@ class Policy:
     params: SamplingParams  # for the samples that are trained on
     compute_dtype: torch.dtype  # of the scorer, and of the sampler where that is a copy
     scorer: nn.Module | None = None  # main.py's CompletionScorer, perhaps in DDP, for training
-    reference: Callable[..., torch.Tensor] | None = None  # None without a KL penalty
+    reference: Callable[..., torch.Tensor] | None = None  # of a KL penalty, or the teacher
+    teacher: nn.Module | None = None
     backend: str = "generate"  # how it samples: generate, grouped, captured or vllm
 
     @functools.cached_property
@@ -104,12 +105,18 @@ def copy_in(dtype: torch.dtype, model: nn.Module, device: torch.device) -> nn.Mo
 
 
 def make_reference(
-    scorer: nn.Module, dtype: torch.dtype, *, lora: LoraSettings | None
+    scorer: nn.Module, policy: Policy, *, lora: LoraSettings | None
 ) -> Callable[..., torch.Tensor]:
-    """A scorer for the model that the run starts from: the adapter is off, or a copy is frozen."""
+    """A scorer for the teacher, else for the model that the run starts from.
+
+    That one is the policy without its adapter, or a frozen copy.
+    """
+    if policy.teacher is not None:
+        in_blocks = scorer.in_blocks and supports_chunked_head(policy.teacher, lambda line: None)
+        return type(scorer)(policy.teacher, scorer.compute_dtype, in_blocks=in_blocks)
     if lora is not None:
         return functools.partial(score_without_adapter, scorer)
-    copied = copy_in(dtype, scorer.model, scorer.model.device)
+    copied = copy_in(policy.compute_dtype, scorer.model, scorer.model.device)
     return type(scorer)(copied, scorer.compute_dtype, in_blocks=scorer.in_blocks)
 
 

@@ -49,12 +49,12 @@ def rollout_sums(
     sampled = [t for group in groups for t in group]
     batch = [t for t in sampled if t.in_batch]
     rewards = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
-    num_equal = (rewards.amax(dim=1) == rewards.amin(dim=1)).sum().item()
+    num, num_equal = rewards.shape[1], (rewards.amax(dim=1) == rewards.amin(dim=1)).sum().item()
     num_tokens = sum(len(t.completion.token_ids) for t in sampled)
     num_drawn = sum(t.completion.num_sampled for t in sampled)
     sums = {
         "train/reward": (sum(t.reward for t in sampled), len(sampled)),
-        "train/reward_std": (rewards.std(dim=1).sum().item(), len(groups)),
+        "train/reward_std": (rewards.std(dim=1, correction=num > 1).sum().item(), len(groups)),
         "train/solved": (sum(t.is_solved for t in sampled), len(sampled)),
         "train/solved_and_ended": (sum(t.is_solved_and_ended for t in sampled), len(sampled)),
         "train/advantage_abs": (sum(abs(t.advantage) for t in batch), len(batch)),

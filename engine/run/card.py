@@ -20,6 +20,7 @@ IN_THE_TEXT = ("model.name", "task.name", "task.train", "task.eval", "task.templ
 METHODS = {
     "grpo": "GRPO (arXiv:2402.03300)",
     "sil": "SIL (self-improvement learning), imitation of the best of several completions",
+    "distill": "on-policy distillation",
 }
 KINDS = {"transformers": "A fine-tuned copy of", "peft": "An adapter (for the package peft) of"}
 CARD = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
@@ -35,7 +36,7 @@ def model_card(run: Run, measured: dict[str, float]) -> str:
     )
     after = [measured[key] for key in PASS_AT_1]
     scores = {"this model, before training": after}
-    if step > 0:
+    if step > 0 or run.state.is_warm:
         scores = {"before training": run.state.untrained, f"this model, after step {step}": after}
     rows = [
         f"| {name} | {rate:.3f} | {low:.3f} to {high:.3f} |"
@@ -50,6 +51,7 @@ def model_card(run: Run, measured: dict[str, float]) -> str:
     if temperature > 0:
         sampling = ["do_sample=True", f"temperature={temperature}"]
         sampling += [f"top_p={config.sampling.top_p}", f"top_k={config.sampling.top_k}"]
+    method = METHODS[config.training.learning_type]
     # For a tokenizer of the plain class, AutoTokenizer may give other ids than in training.
     is_plain = type(tokenizer) is PreTrainedTokenizerFast
     return CARD.format(
@@ -57,7 +59,7 @@ def model_card(run: Run, measured: dict[str, float]) -> str:
         kind=KINDS[data.library_name],
         base=describe_base(config.model.name),
         config=config,
-        method=METHODS[config.training.learning_type],
+        method=method + ", after imitation of finished answers" * run.state.is_warm,
         scores="\n".join(rows),
         num_questions=num_questions,
         other_scores=", ".join(others),

@@ -182,7 +182,7 @@ def explain(error: ValidationError, full_schema: type[Config], values: dict) -> 
 
 def nearest(key: str, known: list[str]) -> str:
     """A hint: the known key that is spelt most like `key`, or whose last part is."""
-    by_name = {name: other for other in known for name in (other.split(".")[-1], other)}
+    by_name = {n: other for other in reversed(known) for n in (other.split(".")[-1], other)}
     close = functools.partial(difflib.get_close_matches, possibilities=by_name, n=1, cutoff=0.8)
     matches = close(key) or close(key.split(".")[-1])
     return f", the nearest is {by_name[matches[0]]}" if matches else ""

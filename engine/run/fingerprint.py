@@ -33,13 +33,13 @@ def of_questions(*splits: list[dict]) -> str:
 def of_model(config: Config) -> str:
     """A hash of the files of a model's folder; of a model on the hub its commit.
 
-    The weights count where the run goes on reading them: below an adapter, or as the reference of a
-    KL penalty. Blocks are enough, since training changes weights everywhere.
+    The weights count where the run goes on reading them: below an adapter, as the reference of a KL
+    penalty, or as a teacher. Blocks are enough, since training changes weights everywhere.
     """
     folder, digest = Path(config.model.name), hashlib.sha256()
     if not folder.is_dir():
         return str(commit_of(config.model.name, config.model.revision))
-    reads_weights = config.model.lora is not None or config.training.kl_coef > 0
+    reads_weights = config.model.lora is not None or config.training.has_reference
     patterns = FILES + WEIGHTS * reads_weights
     files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
     for file in sorted(files):

@@ -11,7 +11,7 @@ from engine.core.config import Config, check_world, differences, run_name
 from engine.core.distributed import World, init_world, order_ddp_buckets
 from engine.core.types import Log
 from engine.model.adapters import find_base
-from engine.model.load import load_model_and_tokenizer
+from engine.model.load import load_model_and_tokenizer, load_teacher
 from engine.model.policy import (
     Policy,
     choose_backend,
@@ -27,6 +27,7 @@ from engine.run.config_file import read_file, section_of
 from engine.run.fingerprint import commit_of
 from engine.run.saving import check_room, open_files, resume
 from engine.run.state import Run
+from engine.run.warm_start import load_answers, read_answers
 from engine.sampling.environment import check_environment
 from engine.sampling.vllm import VllmEngine
 from engine.update.optimizer import make_optimizer
@@ -51,7 +52,9 @@ def load_run(
     for line in [*notes, *differences(config)]:
         logger.info(line)
     config = pin(config, world)  # the model's commit, and the date that a chat template writes
-    policy, task = load_policy(config, world, logger.info, make_batch), load_task(config.task.name)
+    task = load_task(config.task.name)
+    rows = read_answers(task, config)
+    policy = load_policy(config, world, logger.info, make_batch)
     logger.info(f"a completion ends at {policy.end_tokens}")
     if is_training:
         in_blocks = scores_in_blocks(policy.model, config.training.micro_batch_tokens, logger.info)
@@ -69,6 +72,7 @@ def load_run(
     run.check_questions()  # as many as ranks, and the same on all
     check_environment(task, config, policy.tokenizer, validation[0])
     if is_training:
+        load_answers(run, rows)
         run.optimizer = make_optimizer(policy.model, config)
         check_room(run)
         resume(run)
@@ -103,6 +107,10 @@ def load_policy(
         sampler = make_sampler(model, compute_dtype, world.device, shard=config.model.shard)
     params = sampling_params(config, tokenizer, eos_ids, log)
     policy = Policy(model, sampler, tokenizer, params, compute_dtype)
+    if config.mode == "train" and config.model.teacher is not None:
+        policy.teacher = load_teacher(
+            config, tokenizer, device=world.device, compute_dtype=compute_dtype, log=log
+        )
     with policy.autocast():
         policy.backend = choose_backend(config, sampler, make_batch, log)
     return policy

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from datetime import datetime
 
-from engine.core.files import json_line, without_nan, write_atomically
+from engine.core.files import append_durably, json_line, without_nan, write_atomically
 from engine.core.statistics import Clock
 from engine.core.types import MicroBatch, Trajectory
 from engine.report.completions import describe_rollouts
@@ -66,9 +66,18 @@ def log_step(
 def log_evaluation(run: Run, metrics: dict[str, float], groups: list[list[Trajectory]]) -> None:
     """Print and write an evaluation and its first completions."""
     step, samples = run.state.step, validation_samples(run, groups)
+    if step == 0 and run.state.is_warm:
+        run.logger.print_evaluation("evaluation after the warm start", metrics, samples)
+        return log_warm(run, run.config.warm_start.num_steps, metrics)
     run.logger.print_evaluation(f"evaluation at step {step}", metrics, samples)
     run.logger.log_samples(step, samples)
     run.logger.log_metrics(step, metrics)
+
+
+def log_warm(run: Run, step: int, metrics: dict[str, float]) -> None:
+    """Append a row to warm.jsonl, which no checkpoint cuts back: it is whole before the first."""
+    if run.logger.folder is not None:
+        append_durably(run.logger.folder / "warm.jsonl", json_line({"step": step} | metrics))
 
 
 def validation_samples(run: Run, groups: list[list[Trajectory]]) -> list[dict]:

@@ -12,6 +12,7 @@ from torch import nn
 from engine.core.config import Config, check_same_run, differences, dotted_values, run_name
 from engine.core.files import write_atomically
 from engine.model.fit import check_disk
+from engine.model.load import of_teacher
 from engine.report.metrics import versions
 from engine.run import checkpoint
 from engine.run.card import model_card
@@ -55,6 +56,8 @@ def resume(run: Run) -> None:
     world, config = run.world, run.config
     folder, saved = world.on_main(find_saved, run)
     run.rests_on[MODEL_FILES] = world.on_main(of_model, config)
+    if config.model.teacher is not None:
+        run.rests_on["the files of model.teacher"] = world.on_main(of_model, of_teacher(config))
     if config.model.shard:
         check_shared_disk(run.folder, world)
     if saved is None:
@@ -93,6 +96,8 @@ def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
     if folder is None:
         return None, None
     content, best = checkpoint.load_state(folder), run.folder / "best"
+    if isinstance(content.get("state"), dict):
+        content["state"].setdefault("is_warm", False)  # of a run older than this
     saved = checked(Saved, content, folder / "training_state" / "state.json")
     if content["state"].keys() != asdict(run.state).keys():
         fix = "go on with that one, or set run.name to start another run"

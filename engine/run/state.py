@@ -10,6 +10,7 @@ from torch import nn
 
 from engine.core.config import Config, ConfigError
 from engine.core.distributed import World
+from engine.core.types import Trajectory
 from engine.model.policy import Policy
 from engine.questions.data import QuestionStream
 from engine.questions.tasks import built_in_tasks
@@ -38,12 +39,13 @@ class State:
     signs: dict[str, str] = field(default_factory=dict)  # of a collapse: metric and description
     changed_at: int = 0  # the last step that moved the weights, or that was not skipped
     evaluated_at: int = -1  # the last step that was evaluated; 0 is the model as it was loaded
+    is_warm: bool = False  # the warm start is done
     is_saved: bool = False  # whether the newest checkpoint knows all this
 
     def note_evaluation(self, measured: dict[str, float], *, best_metric: str) -> None:
         """Keep what the summary and the model card say of the model now and before training."""
         self.last, self.evaluated_at, self.is_saved = measured[best_metric], self.step, False
-        if self.step == 0:
+        if self.step == 0 and not self.is_warm:
             self.first = self.last
             self.untrained = [measured[name] for name in PASS_AT_1]
 
@@ -72,6 +74,7 @@ class Run:
     validation_questions: list[dict]
     train_questions: QuestionStream | None = None
     optimizer: torch.optim.Optimizer | None = None
+    answers: list[Trajectory] = field(default_factory=list)  # for a warm start
     state: State = field(default_factory=State)
     is_resumed: bool = False
     # Of "best" and "checkpoint", what could not be saved: its metric, or its step
@@ -130,7 +133,7 @@ class Run:
     @property
     def is_checkpoint_due(self) -> bool:
         step, every = self.state.step, self.config.checkpoint.every
-        return self.is_over or (step > 0 and step % every == 0)
+        return self.is_over or ((step > 0 or self.state.is_warm) and step % every == 0)
 
     @property
     def is_over(self) -> bool:

@@ -1,15 +1,17 @@
-"""Losses that are off by default: batches that are used again, a KL penalty, a rounding sampler.
+"""What is off by default: batches that are used again, a KL penalty, a sampler that is another.
 
 Where a batch is used for several updates (`training.num_iterations`), the policy has moved since it
 sampled. Then the ratio pi / pi_old weighs each token: `old_log_probs` (B, S) are those of the first
-update's pass, whose loss is REINFORCE, -A log pi. All shapes are (B, S), but for advantages (B,).
+update's pass, whose loss is REINFORCE, -A log pi. All shapes are (B, S), but for advantages (B, 1);
+with a teacher each token has its own. DPPO alone compares with the sampler, mu, in every pass.
 """
 
 import torch
 from torch import Tensor
 
 from engine.core.config import TrainingSettings
-from engine.core.types import MicroBatch
+from engine.core.types import MicroBatch, Trajectory
+from engine.questions.tasks import RewardError
 
 KL_LOG_RATIO_LIMIT = 10.0  # its exponential is 22,026; an unlimited one overflows
 
@@ -23,15 +25,26 @@ def apply_options(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Token losses and weights with all that the config switches on, and metrics of each token.
 
-    `token_loss` is REINFORCE's, which stays the loss of the first pass over a batch. The batch has
-    the log-probabilities of the first pass and, if there is a KL penalty, those of the reference.
+    `token_loss` is REINFORCE's, which stays the loss of the first pass over a batch, but for DPPO.
+    The batch has the log-probabilities of the sampler, of the first pass and, if there is a KL
+    penalty, those of the reference.
     """
-    weights, is_clipped = batch.token_weights, torch.zeros_like(token_loss)
-    if not is_first:
-        token_loss, is_clipped = off_policy_loss(
-            training, log_probs, batch.advantages, batch.old_log_probs, batch.completion_mask
+    weights, is_clipped, measured = batch.token_weights, torch.zeros_like(token_loss), {}
+    advantages = batch.advantages[:, None]  # (B, 1)
+    if training.learning_type == "distill":
+        teaching = batch.ref_log_probs - batch.old_log_probs  # (B, S)
+        advantages = teaching + training.distill_mix * advantages
+        token_loss = -advantages * log_probs
+        measured = {"train/kl": -teaching} if is_first else {}
+    if training.policy_loss == "dppo":
+        token_loss, is_clipped = dppo_loss(
+            log_probs, advantages, batch.sampler_log_probs, delta=training.dppo_delta
         )
-    measured = {"train/clip_frac": is_clipped}
+    elif not is_first:
+        token_loss, is_clipped = off_policy_loss(
+            training, log_probs, advantages, batch.old_log_probs, batch.completion_mask
+        )
+    measured["train/clip_frac"] = is_clipped
     if training.kl_coef > 0:
         kl = kl_penalty(log_probs, batch.ref_log_probs)
         token_loss = token_loss + training.kl_coef * kl
@@ -68,7 +81,6 @@ def ppo_loss(
     A token is clipped, and has no gradient, where its ratio has gone too far in the direction that
     the advantage asks for.
     """
-    advantages = advantages[:, None]  # (B, 1)
     ratio = (log_probs - old_log_probs).exp()
     clipped = ratio.clamp(1 - eps, 1 + eps_high)
     too_high, too_low = ratio > 1 + eps_high, ratio < 1 - eps
@@ -84,10 +96,23 @@ def cispo_loss(
     Where PPO's clip would leave a token out, CISPO trains it with the largest weight (MiniMax-M1,
     arXiv:2506.13585, equations 4 and 5; without the lower bound, as there).
     """
-    advantages = advantages[:, None]  # (B, 1)
     ratio = (log_probs.detach() - old_log_probs).exp()
     loss = -ratio.clamp(max=1 + eps_high) * advantages * log_probs
     return loss, (ratio > 1 + eps_high) & (advantages != 0)
+
+
+def dppo_loss(
+    log_probs: Tensor, advantages: Tensor, sampler_log_probs: Tensor, *, delta: float
+) -> tuple[Tensor, Tensor]:
+    """-pi / mu A, and 0 where |pi - mu| > delta and pi has moved as A asks (DPPO with Binary-TV).
+
+    arXiv:2602.04879, equations 11 and 12. The ratio is not truncated, as in the equation; TRL's
+    experimental trainer does that at 20.
+    """
+    moved = (log_probs.exp() - sampler_log_probs.exp()).detach()
+    is_masked = (moved.abs() > delta) & (advantages * moved > 0)
+    log_ratio = (log_probs - sampler_log_probs).masked_fill(is_masked, -torch.inf)
+    return -log_ratio.exp() * advantages, is_masked  # exp(-inf) is 0, and so is its gradient
 
 
 def completion_means(log_probs: Tensor, completion_mask: Tensor) -> Tensor:
@@ -118,3 +143,25 @@ def truncated_importance(log_probs: Tensor, sampler_log_probs: Tensor, *, clip: 
     Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
     """
     return (log_probs - sampler_log_probs).exp().clamp(max=clip)
+
+
+def over_mean(advantages: Tensor, rewards: Tensor) -> Tensor:
+    """(reward - mean) / mean of each group (N, G): the rarer a right answer, the more it counts.
+
+    MaxRL (arXiv:2602.02710), for rewards of 0 and 1; `advantages` are reward - mean. A group whose
+    mean is 0 has advantage 0.
+    """
+    mean = rewards.mean(dim=1, keepdim=True)  # (N, 1)
+    return advantages / mean.where(mean > 0, 1.0)
+
+
+def check_not_negative(groups: list[list[Trajectory]]) -> None:
+    """Raises RewardError for a reward below 0, which `over_mean` is not made for.
+
+    As no weight is negative there (`impossible` in engine/core/config.py), one of its parts is.
+    """
+    for trajectory in (t for group in groups for t in group if t.reward < 0):
+        name, value = min(trajectory.reward_parts.items(), key=lambda part: part[1])
+        fix = "write mean, or let the task pay 0 at least"
+        problem = f"it divides by rewards of 0 and more, but part {name} was {value:g}"
+        raise RewardError(f"training.advantage = over_mean: {problem}; {fix}")

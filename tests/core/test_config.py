@@ -292,6 +292,7 @@ GREEDY = "validation.temperature=0 validation.pass_k=[1]"
 SHARD = "model.shard=true"
 FOUR_BITS = "model.lora.r=8 model.load_in_4bit=true"
 SIL = "training.learning_type=sil training.k_best_of_n=[2,4]"
+DISTILL = "training.learning_type=distill model.teacher=tiny"
 
 
 @pytest.mark.parametrize(
@@ -321,12 +322,18 @@ SIL = "training.learning_type=sil training.k_best_of_n=[2,4]"
         ("training.num_iterations=0", "num_iterations = 0: Input should be greater than 0"),
         ("training.muon_learning_rate=0", "muon_learning_rate = 0: Input should be greater than 0"),
         ("training.kl_coef=-0.1", "kl_coef = -0.1: Input should be greater than or equal to 0"),
-        ("training.learning_type=ppo", "learning_type = ppo: Input should be 'grpo' or 'sil'"),
+        (
+            "training.learning_type=ppo",
+            "learning_type = ppo: Input should be 'grpo', 'sil' or 'distill'",
+        ),
+        ("training.distill_mix=-1", "distill_mix = -1: Input should be greater than or equal to 0"),
         ("training.k_best_of_n=16", "k_best_of_n = 16: Input should be a valid list"),
         ("training.k_best_of_n=[16]", "= [16]: List should have at least 2 items"),
         ("training.k_best_of_n=[0, 16]", "k_best_of_n.0 = 0: Input should be greater than 0"),
         ("training.clip_eps_high=x", "clip_eps_high = x: Input should be a valid number"),
-        ("training.policy_loss=grpo", "= grpo: Input should be 'ppo', 'cispo' or 'gspo'"),
+        ("training.policy_loss=grpo", "= grpo: Input should be 'ppo', 'cispo', 'gspo' or 'dppo'"),
+        ("training.dppo_delta=0", "dppo_delta = 0: Input should be greater than 0"),
+        ("training.dppo_delta=1", "dppo_delta = 1: Input should be less than 1"),
         ("sampling.top_p=0", "top_p = 0: Input should be greater than or equal to 0.000001"),
         ("sampling.top_p=1.1", "sampling.top_p = 1.1: Input should be less than or equal to 1"),
         ("sampling.top_k=-1", "sampling.top_k = -1: Input should be greater than or equal to 0"),
@@ -379,6 +386,30 @@ def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(override, li
         ("", "training.k_best_of_n = [2, 16]", "write [16, 16], or training.learning_type=sil"),
         (SIL, "training.k_best_of_n = [8, 8]", "all but the k best; write k < n, such as [2, 32]"),
         (SIL, "training.advantage = zscore", "sil gives the k best the advantage 1; write mean"),
+        (DISTILL, "training.k_best_of_n = [2, 4]", "write [4, 4], or training.learning_type=sil"),
+        (DISTILL, "training.kl_coef = 0.1", "is in the place of the reference; write 0"),
+        (
+            f"{DISTILL} training.distill_mix=0.5",
+            "training.k_best_of_n = [1, 1]",
+            "at least 2, since a sample is judged by its group",
+        ),
+        ("", "model.teacher = tiny", "only distill reads it; write null"),
+        (
+            "training.learning_type=distill",
+            "model.teacher = null",
+            "training.learning_type=distill needs one; give a folder or a hub id",
+        ),
+        (SIL, "training.advantage = over_mean", "sil gives the k best the advantage 1; write mean"),
+        (
+            "task.reward_weights.format=-0.1",
+            "training.advantage = over_mean",
+            "rewards of 0 and more, but format has a negative weight; write mean",
+        ),
+        (
+            "training.policy_loss=dppo",
+            "training.tis_clip = 2.0",
+            "dppo weighs by the ratio to the sampler already; write null",
+        ),
         (
             "training.policy_loss=gspo",
             "training.clip_eps = 0.2",

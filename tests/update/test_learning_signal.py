@@ -12,8 +12,10 @@ import torch
 from harness import alone, make_config, make_row, make_rows
 
 from engine.core.types import MicroBatch
+from engine.questions.tasks import RewardError
 from engine.report.metrics import rollout_sums
 from engine.update import losses
+from engine.update.losses import dppo_loss
 from engine.update.optimizer import LossScale
 from main import accumulate_gradient, assign_advantages, grpo_advantages, k_best_mask, token_weights
 
@@ -34,6 +36,28 @@ def test_zscore_divides_by_the_sample_standard_deviation_plus_1e_4():
     group = make_rows(1.0, 0.0, 0.0, 0.0)
     assign_advantages([group], make_config("training.advantage=zscore").training)
     assert [t.advantage for t in group] == pytest.approx(expected, rel=1e-12)
+
+
+def test_over_mean_counts_a_rare_answer_more_row_by_row():
+    """(r - mean) / mean, and 0 for a group of zeros or of equals, whose mean may round."""
+    groups = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1], [0.1, 0.1, 0.1, 1.1]]
+    rows = [make_rows(*map(float, group)) for group in groups]
+    assign_advantages(rows, make_config("training.advantage=over_mean").training)
+    for group, made in zip(groups, rows, strict=True):
+        mean = sum(group) / len(group)
+        expected = [(reward - mean) / mean if mean > 0 else 0.0 for reward in group]
+        assert [t.advantage for t in made] == pytest.approx(expected, rel=1e-12)
+        assert all(t.in_batch for t in made)
+    assert [t.advantage for t in rows[0]] == [3, -1, -1, -1]
+
+
+def test_over_mean_refuses_a_negative_reward_in_a_line_that_names_its_part():
+    rows = make_rows(1.0, -0.5)
+    rows[1].reward_parts["length"] = -1.5
+    with pytest.raises(RewardError) as caught:
+        assign_advantages([rows], make_config("training.advantage=over_mean").training)
+    line = "training.advantage = over_mean: it divides by rewards of 0 and more, but part length "
+    assert str(caught.value) == line + "was -1.5; write mean, or let the task pay 0 at least"
 
 
 @pytest.mark.parametrize("divide_by_std", [False, True])
@@ -152,6 +176,35 @@ def test_reinforce_and_the_ratio_have_the_same_gradient_while_the_ratio_is_one()
     assert torch.allclose(*gradients)
     assert gradients[0].tolist() == [[-0.75, -0.75], [0.75, 0.75]]
     assert found == pytest.approx([0.75 * 3.0 - 0.75 * 3.5, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("advantage", "was", "now", "is_masked"),
+    [
+        *((1, 0.5, 0.6, False), (1, 0.5, 0.7, True), (1, 0.5, 0.1, False)),  # only upwards
+        *((-2, 0.5, 0.4, False), (-2, 0.5, 0.3, True), (-2, 0.1, 0.9, False)),  # only downwards
+        *((1, 1e-5, 1e-2, False), (-2, 0.99, 0.8, True)),  # ratios of 1,000 and of 0.81
+        *((0, 0.1, 0.9, False), (1, 0.5, 0.5, False)),
+    ],
+)
+def test_dppo_masks_by_the_difference_of_probabilities(advantage, was, now, is_masked):
+    """The gradient of -pi/mu A by log pi is -pi/mu A; PPO would clip ratios, whatever they mean."""
+    log_probs = torch.tensor([[math.log(now)]], requires_grad=True)
+    advantages, sampler = torch.tensor([float(advantage)]), torch.tensor([[math.log(was)]])
+    loss, masked = dppo_loss(log_probs, advantages, sampler, delta=0.15)
+    loss.sum().backward()
+    expected = 0.0 if is_masked else -now / was * advantage
+    assert masked.item() == is_masked
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    assert log_probs.grad.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_masked_token_whose_ratio_overflows_leaves_the_gradient_finite():
+    log_probs = torch.tensor([[-0.1, -1.0]], requires_grad=True)
+    loss, masked = dppo_loss(log_probs, torch.ones(1), torch.tensor([[-200.0, -1.0]]), delta=0.15)
+    loss.sum().backward()
+    assert masked.tolist() == [[True, False]]
+    assert loss[0].tolist() == log_probs.grad[0].tolist() == [0.0, -1.0]
 
 
 def test_the_mean_of_a_completion_has_a_gradient_through_its_own_tokens():

@@ -16,6 +16,10 @@ The conventions differ in places. Inputs and comparisons are chosen so that both
   where ours takes its distance from 1. The share of clipped tokens is compared for PPO alone: for
   CISPO TRL leaves out the tokens of negative advantage, whose weight is limited too, and for GSPO
   it counts completions instead of their tokens.
+- DPPO is an experimental trainer of TRL up to 1.8.0, whose figures stand here; 1.9.0 has none. Its
+  loss is that of the ratio without its gradient times log pi, so that only the gradients are equal,
+  up to the limit of 20 that it sets to the ratio.
+- Distillation is TRL's IW-OPD, an experimental trainer too, whose weights are 1 where gamma is 0.
 - TRL's shares and means are of all rows' tokens. Ours leave out rows whose advantage is 0, unless
   there is a KL penalty, as here.
 """
@@ -27,6 +31,7 @@ import torch
 from harness import make_config
 
 from benchmarks import trl_inputs as inputs
+from benchmarks.trl_inputs import DPPO_DELTA
 from engine.core.types import MicroBatch
 from engine.update.optimizer import LossScale
 from main import accumulate_gradient, grpo_advantages, token_weights
@@ -92,6 +97,18 @@ TRL_CISPO_GRADIENT = [
     [0.034992153, 0.073846154, 0.070465544, 0.0, 0.0],
     [0.0, 0.0, 0.0, 0.0, 0.0],
     [0.153846154, 0.113972034, 0.196923077, 0.139205757, 0.0],
+]
+TRL_DPPO_GRADIENT = [  # of trl 1.8.0
+    [0.0, -0.140931087, -0.069984307, -0.115384615, -0.104404317],
+    [0.0, 0.095118535, 0.070465544, 0.0, 0.0],
+    [0.0, 0.0, 0.0, 0.0, 0.0],
+    [0.153846154, 0.113972034, 0.280325969, 0.139205757, 0.0],
+]
+TRL_DISTILL_GRADIENT = [
+    [0.015384615, 0.0, 0.069230769, -0.007692308, -0.053846154],
+    [0.046153846, -0.007692308, 0.0, 0.0, 0.0],
+    [-0.069230769, 0.0, 0.0, 0.0, 0.0],
+    [-0.007692308, 0.084615385, 0.0, -0.015384615, 0.0],
 ]
 
 GSPO = ["training.policy_loss=gspo", f"training.clip_eps={inputs.GSPO_CLIP_EPS}"]
@@ -174,6 +191,21 @@ def test_gspo_is_that_of_trl():
     loss, gradient, _ = loss_and_gradient(make_batch("sequence"), *GSPO)
     assert loss == pytest.approx(TRL_GSPO_LOSS, rel=0, abs=1e-6)
     assert_close(gradient, TRL_GSPO_GRADIENT)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_dppo_has_the_gradient_of_trl_in_every_pass(is_first):
+    options = ["training.policy_loss=dppo", f"training.dppo_delta={DPPO_DELTA}"]
+    _, gradient, sums = loss_and_gradient(make_batch("token", is_first=is_first), *options)
+    assert_close(gradient, TRL_DPPO_GRADIENT)
+    assert sums["train/clip_frac"].tolist() == [2, 13]
+
+
+def test_distillation_has_the_gradient_of_trl():
+    """The rewards of its batch, which are not those of `distill_mix`, play no part."""
+    options = ["training.learning_type=distill", "model.teacher=x", "training.num_iterations=1"]
+    _, gradient, _ = loss_and_gradient(make_batch("token", is_first=True), *options)
+    assert_close(gradient, TRL_DISTILL_GRADIENT)
 
 
 def test_the_share_of_clipped_tokens_is_that_of_trl():

@@ -1,0 +1,222 @@
+"""Ways to learn, on a laptop: RL alone, imitation alone, RL after a warm start, and from a teacher.
+
+    pip install -r requirements.txt ".[plot]"
+    python benchmarks/ways.py --seeds 0 1 2            # one run at a time, on one core
+    python benchmarks/ways.py --rows weak-grpo weak-warm-grpo
+    python benchmarks/ways.py --draw                   # only the table and the picture
+    python benchmarks/ways.py --rows sums-warm-sil --smollm2 FOLDER
+
+The students are the embedded model and "weak", which the same script makes in 3% of the steps. The
+teacher is best/ of 60 steps of the default, as many samples a step as on two ranks; the answers are
+500 of its own (tools.collect). These are made first, in runs/ways/. Each row takes 20 steps of the
+default; an "sft" row is a warm start and one step, of which only the warm start is looked at. What
+a run has measured is kept in results/ways/<row>-s<seed>.csv, and its warm start's rows in
+.warm.jsonl; a run that has its file is not run again, and one that was stopped goes on. Table and
+picture, results/ways.md and .png, come from these files alone.
+
+The sums are arithmetic-smollm2.yaml's, after a warm start of 500 answers that a program writes,
+such as "47 + 38 = 85." What they have without it stands in results/arithmetic-smollm2-s*.csv.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from common import load_config, questions_per_step  # first: it finds the script's modules
+
+from engine import ROOT
+from engine.core.files import json_line, write_atomically
+from engine.core.packages import import_package
+from engine.questions.data import load_examples
+from engine.questions.tasks import load_task
+from tools.plot import COLORS, DASHES, MARKERS, STYLE, read_table
+
+RUNS = ROOT / "runs/ways"
+SHARE, NUM_ANSWERS, LEVEL = 0.03, 500, 0.85  # of the steps; in the file; pass@1 to be reached
+WEAK, TEACHER, ANSWERS = RUNS / "weak", RUNS / "teacher", RUNS / "answers.jsonl"
+SUMS = RUNS / "sums.jsonl"
+ON_WEAK = [f"model.name={WEAK}"]
+TAUGHT = ["training.learning_type=distill", f"model.teacher={TEACHER / 'best'}"]
+STEPS = ["training.num_steps=20", "validation.every=5"]
+
+
+def warm(num_steps: int) -> list[str]:
+    return [f"warm_start.data={ANSWERS}", f"warm_start.num_steps={num_steps}"]
+
+
+SFT = [*warm(200), "training.num_steps=1"]
+ROWS = {
+    "weak-grpo": [*ON_WEAK, *STEPS],
+    "weak-warm-grpo": [*ON_WEAK, *warm(50), *STEPS],
+    "weak-distill": [*ON_WEAK, *TAUGHT, *STEPS],
+    "weak-warm-distill": [*ON_WEAK, *warm(50), *TAUGHT, *STEPS],
+    "weak-sft": [*ON_WEAK, *SFT],
+    "tiny-grpo": STEPS,
+    "tiny-distill": [*TAUGHT, *STEPS],
+    "tiny-distill-mix": [*TAUGHT, "training.distill_mix=1", *STEPS],
+    "tiny-sft": SFT,
+    "sums-warm-sil": [
+        *("--config", "configs/arithmetic-smollm2.yaml", f"warm_start.data={SUMS}"),
+        *("warm_start.num_steps=50", "validation.every=10", "training.num_steps=60"),
+    ],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = [name for name in ROWS if not name.startswith("sums")]
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=names)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--smollm2", help="the folder of SmolLM2-135M-Instruct")
+    parser.add_argument("--title", default="Ways to learn")
+    parser.add_argument("--out", type=Path, default=ROOT / "results")
+    parser.add_argument("--draw", action="store_true", help="run nothing")
+    options = parser.parse_args()
+    folder = options.out / "ways"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not options.draw:
+        prepare(options.rows)
+        for seed in options.seeds:
+            for row in options.rows:
+                if not (folder / f"{row}-s{seed}.csv").exists():
+                    run_row(row, seed, folder, options.smollm2)
+    write_table(folder, options.out / "ways.md")
+    draw(folder, options.title, options.out / "ways.png")
+
+
+# The runs
+
+
+def prepare(rows: list[str]) -> None:
+    """Make the weak model, the teacher and the answers, each if it is not there."""
+    RUNS.mkdir(parents=True, exist_ok=True)
+    if any(row.startswith("sums") for row in rows) and not SUMS.exists():
+        write_sums(SUMS)
+    if all(row.startswith("sums") for row in rows):
+        return
+    if not (WEAK / "tokenizer.json").exists():
+        run("tiny/make_tiny.py", "--share", str(SHARE), "--out", str(WEAK))
+    size = f"training.num_samples_per_step_global={questions_per_step()}"
+    sixty = ["training.num_steps=60", f"run.dir={RUNS}", "run.name=teacher", size]
+    run("main.py", *sixty)  # at once, where it has ended
+    if not ANSWERS.exists():
+        run("-m", "tools.collect", str(TEACHER), "--samples=1", f"--questions={2 * NUM_ANSWERS}")
+        lines = (TEACHER / "answers.jsonl").read_text().splitlines(keepends=True)
+        write_atomically(ANSWERS, "".join(lines[:NUM_ANSWERS]))
+
+
+def write_sums(file: Path) -> None:
+    """Answers to training questions of the task arithmetic, as a program writes them."""
+    task, options = load_task("arithmetic"), load_config(["task.name=arithmetic"]).task
+    how = {"options": options, "num_examples": NUM_ANSWERS, "seed": 0, "held_out": True}
+    rows = load_examples(task, "generated", "train", exclude=[], **how)
+    lines = [
+        row | {"completion": f"{row['a']} + {row['b']} = {sum(row.values())}."} for row in rows
+    ]
+    write_atomically(file, "".join(map(json_line, lines)))
+
+
+def run_row(row: str, seed: int, folder: Path, smollm2: str | None) -> None:
+    where = [f"run.dir={RUNS}", f"run.name={row}-s{seed}", f"training.seed={seed}"]
+    if row.startswith("sums"):
+        where += [f"model.name={smollm2}"] if smollm2 else []
+    else:
+        where += [f"training.num_samples_per_step_global={questions_per_step()}"]
+    run("main.py", *ROWS[row], *where)
+    kept, made = folder / f"{row}-s{seed}", RUNS / f"{row}-s{seed}"
+    if (made / "warm.jsonl").exists():
+        shutil.copyfile(made / "warm.jsonl", kept.with_suffix(".warm.jsonl"))
+    rows = read_table(made).rows.astype({"step": int})
+    write_atomically(kept.with_suffix(".csv"), rows.to_csv(index=False))
+
+
+def run(*command: str) -> None:
+    """Run Python with one thread; raises CalledProcessError where that fails."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=True)
+    print(f"done: {' '.join(command)[:100]}", flush=True)
+
+
+# What is seen
+
+
+def curve(folder: Path, row: str) -> dict[str, np.ndarray]:
+    """Steps, and pass@1 and best of 8 at each of them for each seed; a warm start is before 0."""
+    tables, steps = [], np.array([])
+    for file in sorted(folder.glob(f"{row}-s[0-9]*.csv")):
+        rows = read_table(file).rows
+        best = next(name for name in rows if name.startswith("eval/best_of_"))
+        rows = rows[np.isfinite(rows["eval/pass@1"])][["step", "eval/pass@1", best]].to_numpy()
+        warm_file = file.with_suffix(".warm.jsonl")
+        if warm_file.exists():
+            after = json.loads(warm_file.read_text().splitlines()[-1])
+            num_warm, values = after["step"], [after["eval/pass@1"], after[best]]
+            rows[0, 0] = -num_warm
+            ends = rows[1:] if not row.endswith("-sft") else rows[:0]
+            rows = np.vstack([rows[:1], [[0, *values]], ends])
+        tables.append(rows[:, 1:])
+        steps = rows[:, 0]
+    return {"steps": steps, "rates": np.array(tables)}  # (points,), (seeds, points, 2)
+
+
+def shown(values: np.ndarray) -> str:
+    """The mean and, of several seeds, their range."""
+    low, high = values.min(), values.max()
+    return f"{values.mean():.3f}" + f" ({low:.3f} to {high:.3f})" * (len(values) > 1)
+
+
+def write_table(folder: Path, file: Path) -> None:
+    """Before, after a warm start and at the end; and the steps to LEVEL of each seed."""
+    lines = ["| row | seeds | before | after the warm start | at the end | best of n at the end "]
+    lines[0] += f"| steps to {LEVEL} |"
+    lines.append("|---|---|---|---|---|---|---|")
+    for row in ROWS:
+        steps, rates = curve(folder, row).values()
+        if not len(rates):
+            lines.append(f"| {row} | 0 | not run | | | | |")
+            continue
+        solved, start = rates[:, :, 0], np.flatnonzero(steps == 0)[0]
+        reached = [steps[seed >= LEVEL][:1].tolist() for seed in solved]
+        first = ", ".join(f"{some[0]:.0f}" if some else "no" for some in reached)
+        cells = [row, len(rates), shown(solved[:, 0]), shown(solved[:, start]) if start else ""]
+        cells += [shown(solved[:, -1]), shown(rates[:, -1, 1]), first]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += ["", "Steps of RL alone: those of the warm start come before step 0."]
+    write_atomically(file, "\n".join(lines) + "\n")
+    print(f"written: {file}")
+
+
+def draw(folder: Path, title: str, file: Path) -> None:
+    """pass@1 over the steps of RL, of the weak student and of the embedded one."""
+    import_package("matplotlib", key="benchmarks/ways.py")
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
+    with style.context(STYLE, after_reset=True):
+        figure = Figure(figsize=(8, 3.4), layout="constrained")  # inches
+        for axes, kind in zip(figure.subplots(1, 2, sharey=True), ("weak", "tiny"), strict=True):
+            for i, row in enumerate(name for name in ROWS if name.startswith(kind)):
+                steps, rates = curve(folder, row).values()
+                if not len(rates):
+                    continue
+                steps, solved = steps[steps >= 0], rates[:, steps >= 0, 0]
+                how = {"color": COLORS[i], "linestyle": DASHES[i % 4], "marker": MARKERS[i % 5]}
+                label = row.removeprefix(f"{kind}-")
+                axes.plot(steps, solved.mean(axis=0), label=label, markersize=3.5, **how)
+                axes.fill_between(steps, solved.min(0), solved.max(0), color=COLORS[i], alpha=0.18)
+            axes.set(title=f"the {kind} student", xlabel="steps of RL", ylim=(0, 1))
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend()
+        figure.axes[0].set_ylabel("pass@1")
+        figure.suptitle(title, size=12, weight="bold", x=0.01, ha="left")
+        figure.savefig(file, dpi=200)
+    print(f"written: {file}")
+
+
+if __name__ == "__main__":
+    main()

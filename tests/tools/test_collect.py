@@ -1,0 +1,70 @@
+"""What a run has learned becomes a file that another model can begin with."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from harness import ROOT, load_rows, make_config, make_policy, make_run, read_jsonl, seed
+
+import countdown
+from engine.run import warm_start
+from engine.run.saving import write_config
+from tools import collect
+
+SETTINGS = ["training.max_new_gen_tokens=200", f"training.seed={seed()}"]
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """The folder of a run whose best/ is the embedded model."""
+    (tmp_path / "best").symlink_to(ROOT / "tiny")
+    write_config(tmp_path, make_config(*SETTINGS))
+    return tmp_path
+
+
+def collected(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr."""
+    monkeypatch.setattr(sys, "argv", ["collect", *map(str, arguments)])
+    status = 0
+    try:
+        collect.main()
+    except SystemExit as end:
+        status = end.code
+    return status, *capsys.readouterr()
+
+
+def test_each_row_solves_a_training_question_and_a_warm_start_takes_it(run, monkeypatch, capsys):
+    """The embedded model solves a third of the questions: some of 160 samples in any case."""
+    arguments = [run, "--questions", 40, "--samples", 4]
+    status, output, _ = collected(monkeypatch, capsys, *arguments)
+    rows, config = read_jsonl(run / "answers.jsonl"), make_config(*SETTINGS)
+    assert status == 0 and f"written: {run / 'answers.jsonl'}, {len(rows)} different ans" in output
+    (counts,) = (line for line in output.splitlines() if "of 160 samples solve" in line)
+    assert len(rows) <= int(counts.split()[0]) <= 160
+    texts = [(countdown.question_key(some), some["completion"]) for some in rows]
+    assert 0 < len(set(texts)) == len(texts)
+    held_out = load_rows(countdown, "generated", "validation", 512)
+    assert not {key for key, _ in texts} & set(map(countdown.question_key, held_out))
+    for some in rows:
+        parts = countdown.reward_function(
+            some["completion"], some, options=config.task, num_tokens=0
+        )
+        assert some.keys() == {"nums", "target", "completion"} and parts["answer"] == 1
+    config = make_config(*SETTINGS, f"warm_start.data={run / 'answers.jsonl'}")
+    warm = make_run(make_policy(ROOT / "tiny", *SETTINGS), config, questions=held_out)
+    warm_start.load_answers(warm, warm_start.read_answers(countdown, config))
+    assert [answer.text for answer in warm.answers] == [text for _, text in texts]
+    assert all(answer.is_solved for answer in warm.answers)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--samples", "0"], "error: --samples, --questions: each must be at least 1"),
+        (["task.name=guess"], "error: task.name = guess: its questions or turns stand in no file"),
+    ],
+)
+def test_what_cannot_be_collected_is_one_line(run, monkeypatch, capsys, arguments, line):
+    status, _, errors = collected(monkeypatch, capsys, run, *arguments)
+    assert status == 2 and errors.startswith(line) and errors.count("\n") == 1
+    assert not (run / "answers.jsonl").exists()
