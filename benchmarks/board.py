@@ -12,7 +12,6 @@ FOLDER/runs/board.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import signal
@@ -28,7 +27,7 @@ import numpy as np
 
 from countdown import question_key
 from engine import ROOT
-from engine.core.yaml_text import Loader
+from engine.run.config_file import read_file
 from tools.plot import points, read_table
 
 LABS = {  # arguments, and the seconds after which pass@1 counts
@@ -55,16 +54,14 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--change", required=True, help="in one line")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--busy", action="store_true", help="for a test: other programs may run")
     options = parser.parse_args()
     lab, seconds = LABS[options.lab]
     folder, arguments = options.folder.resolve(), [*lab, *options.arguments]
     check_files(folder)
-    check_questions(folder, arguments, lab)
+    check_questions(folder, arguments, options.lab)
     curves = []
     for seed in options.seeds:
-        if not options.busy and os.getloadavg()[0] > 1.5:  # over a minute, which a run has filled
-            wait_for_idle()
+        wait_for_idle()
         run = train(folder, options.lab, arguments, seed, seconds)
         curves.append(curve_of(run))
         measure_again(run, lab, curves[-1][1].max())
@@ -79,21 +76,17 @@ def main() -> None:
 def check_files(folder: Path) -> None:
     """Ends the program where a file of the board's differs in the candidate."""
     for name in FIXED:
-        theirs, ours = (
-            hashlib.sha256((place / name).read_bytes()).hexdigest() for place in (folder, ROOT)
-        )
-        if theirs != ours:
-            raise SystemExit(f"{folder / name} is not the board's: {theirs} is not {ours}")
+        if (folder / name).read_bytes() != (ROOT / name).read_bytes():
+            raise SystemExit(f"{folder / name} is not the board's")
 
 
-def check_questions(folder: Path, arguments: list[str], lab: list[str]) -> None:
-    """The candidate is measured on the board's questions, and trained on none of them."""
-    asked, _ = questions(ROOT, lab)
+def check_questions(folder: Path, arguments: list[str], lab: str) -> None:
+    """The candidate is measured on the board's questions, and trained on none of any lab's."""
+    asked = {name: questions(ROOT, given)[0] for name, (given, _) in LABS.items()}
     measured, trained = questions(folder, arguments)
-    if measured != asked:
+    if measured != asked[lab]:
         raise SystemExit("the candidate's validation questions are not the board's")
-    everywhere = {key for arguments, _ in LABS.values() for key in questions(ROOT, arguments)[0]}
-    if found := sorted(everywhere & set(trained)):
+    if found := sorted(set(trained).intersection(set().union(*asked.values()))):
         raise SystemExit(f"the candidate trains on a validation question: {found[0]}")
 
 
@@ -108,11 +101,14 @@ def questions(folder: Path, arguments: list[str]) -> tuple[list[str], list[str]]
 
 
 def wait_for_idle() -> None:
-    """Ends the program where others keep the machine busy for two minutes."""
+    """Ends the program where others keep the machine busy for two minutes.
+
+    The load is a mean over a minute: what ran last is still in it.
+    """
     for _ in range(24):
-        time.sleep(5)
         if os.getloadavg()[0] < 0.5:
             return
+        time.sleep(5)
     raise SystemExit("something else runs on this machine")
 
 
@@ -155,8 +151,7 @@ def curve_of(run: Path) -> np.ndarray:
 
 def measure_again(run: Path, lab: list[str], expected: float) -> None:
     """The board's own code measures the candidate's best model: the same, but for rounding."""
-    config = Loader((run / "config.yaml").read_text(encoding="utf-8")).get_data()
-    limit = config["training"]["max_new_gen_tokens"]
+    limit = read_file(run / "config.yaml")["training"]["max_new_gen_tokens"]
     arguments = [*lab, "mode=evaluate", f"model.name={run / 'best'}"]
     if not lab:
         arguments += [f"task.eval={FIXED[0]}"]

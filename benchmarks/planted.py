@@ -175,7 +175,7 @@ BUGS = [
     ),
     Bug(
         "a KL penalty without the rows of advantage 0",
-        r" or training\.kl_coef > 0\]",
+        r" or training\.has_reference\]",
         r"]",
         "test_kl::test_the_gradient_is_that_of_all_rows_in_any_micro_batches",
     ),
@@ -211,7 +211,7 @@ BUGS = [
     ),
     Bug(
         "the weights' hash left out with a KL penalty",
-        r"config\.model\.lora is not None or config\.training\.kl_coef > 0",
+        r"config\.model\.lora is not None or config\.training\.has_reference",
         r"config.model.lora is not None",
         "test_a_change_in_what_a_resumed_run_reads_of_its_model_is_seen",
     ),

@@ -150,12 +150,24 @@ def loss_and_gradient(
 
     `is_first`: this policy sampled the batch, so there are no old log-probabilities.
     """
-    log_probs = torch.tensor(LOG_PROBS, dtype=torch.float64, requires_grad=True)
-    entropies = torch.zeros(mask.shape)
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (log_probs, entropies, None)
     trainer.loss_type, trainer.beta = loss_type, kl_coef
     trainer.current_gradient_accumulation_steps = 1
     trainer._metrics["train"].clear()
+    others = {"ref_per_token_logps": REF_LOG_PROBS}
+    if not is_first:
+        others["old_per_token_logps"] = OLD_LOG_PROBS
+    loss, gradient = compute_loss(trainer, mask, others)
+    metrics = {name: values[0] for name, values in trainer._metrics["train"].items()}
+    return loss, gradient, metrics
+
+
+def compute_loss(
+    trainer: GRPOTrainer, mask: torch.Tensor, others: dict[str, list[list[float]]]
+) -> tuple[float, list[list[float]]]:
+    """TRL's loss and its gradient; `others` are the log-probabilities that it compares with."""
+    log_probs = torch.tensor(LOG_PROBS, dtype=torch.float64, requires_grad=True)
+    entropies = torch.zeros(mask.shape)
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (log_probs, entropies, None)
     trainer.model.train()
     ids = torch.ones_like(mask, dtype=torch.long)
     inputs = {
@@ -164,16 +176,12 @@ def loss_and_gradient(
         "completion_ids": ids,
         "completion_mask": mask.long(),
         "advantages": torch.tensor(ROW_ADVANTAGES, dtype=torch.float64),
-        "old_per_token_logps": torch.tensor(OLD_LOG_PROBS, dtype=torch.float64),
-        "ref_per_token_logps": torch.tensor(REF_LOG_PROBS, dtype=torch.float64),
         "num_items_in_batch": mask.sum(),
     }
-    if is_first:
-        del inputs["old_per_token_logps"]
+    inputs |= {name: torch.tensor(rows, dtype=torch.float64) for name, rows in others.items()}
     loss = trainer.compute_loss(trainer.model, inputs)
     loss.backward()
-    metrics = {name: values[0] for name, values in trainer._metrics["train"].items()}
-    return loss.item(), log_probs.grad.tolist(), metrics
+    return loss.item(), log_probs.grad.tolist()
 
 
 def distill_gradient(mask: torch.Tensor) -> list[list[float]]:
@@ -204,25 +212,11 @@ def dppo_gradient() -> list[list[float]]:
     from trl.experimental import dppo
 
     mask = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
-    log_probs = torch.tensor(LOG_PROBS, dtype=torch.float64, requires_grad=True)
-    ids = torch.ones_like(mask, dtype=torch.long)
-    inputs = {
-        "prompt_ids": ids[:, :1],
-        "prompt_mask": ids[:, :1],
-        "completion_ids": ids,
-        "completion_mask": mask.long(),
-        "advantages": torch.tensor(ROW_ADVANTAGES, dtype=torch.float64),
-        "sampling_per_token_logps": torch.tensor(OLD_LOG_PROBS, dtype=torch.float64),
-        "num_items_in_batch": mask.sum(),
-    }
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(folder, dppo.DPPOTrainer, dppo.DPPOConfig)
     trainer.epsilon_low = trainer.epsilon_high = DPPO_DELTA
-    entropies = torch.zeros(mask.shape)
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (log_probs, entropies, None)
-    trainer.model.train()
-    trainer.compute_loss(trainer.model, inputs).backward()
-    return log_probs.grad.tolist()
+    _, gradient = compute_loss(trainer, mask, {"sampling_per_token_logps": OLD_LOG_PROBS})
+    return gradient
 
 
 def rounded(value: object) -> object:

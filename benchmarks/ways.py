@@ -27,6 +27,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from ablations import shown
 from common import load_config, questions_per_step  # first: it finds the script's modules
 
 from engine import ROOT
@@ -164,12 +165,6 @@ def curve(folder: Path, row: str) -> dict[str, np.ndarray]:
     return {"steps": steps, "rates": np.array(tables)}  # (points,), (seeds, points, 2)
 
 
-def shown(values: np.ndarray) -> str:
-    """The mean and, of several seeds, their range."""
-    low, high = values.min(), values.max()
-    return f"{values.mean():.3f}" + f" ({low:.3f} to {high:.3f})" * (len(values) > 1)
-
-
 def write_table(folder: Path, file: Path) -> None:
     """Before, after a warm start and at the end; and the steps to LEVEL of each seed."""
     lines = ["| row | seeds | before | after the warm start | at the end | best of n at the end "]
@@ -183,8 +178,9 @@ def write_table(folder: Path, file: Path) -> None:
         solved, start = rates[:, :, 0], np.flatnonzero(steps == 0)[0]
         reached = [steps[seed >= LEVEL][:1].tolist() for seed in solved]
         first = ", ".join(f"{some[0]:.0f}" if some else "no" for some in reached)
-        cells = [row, len(rates), shown(solved[:, 0]), shown(solved[:, start]) if start else ""]
-        cells += [shown(solved[:, -1]), shown(rates[:, -1, 1]), first]
+        cells = [row, len(rates), shown(solved[:, 0], 3)]
+        cells += [shown(solved[:, start], 3) if start else ""]
+        cells += [shown(solved[:, -1], 3), shown(rates[:, -1, 1], 3), first]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += ["", "Steps of RL alone: those of the warm start come before step 0."]
     write_atomically(file, "\n".join(lines) + "\n")

@@ -122,10 +122,9 @@ class TaskSettings(Section):
     or reasoning_gym), or the name of your own file in the folder where you run main.py (tv for
     tv.py)."""
     train: PathText = "generated"
-    """The training questions: `generated` (by the task, if it can: countdown,
-    arithmetic, guess, reasoning_gym), the id of a
-    dataset on the hub, or a local .jsonl, .json, .csv or .parquet file. For a model with a chat
-    template, questions that hold one of its special tokens are left out."""
+    """The training questions: `generated` (by the task, if it can: countdown, arithmetic, guess,
+    reasoning_gym), the id of a dataset on the hub, or a local .jsonl, .json, .csv or .parquet file.
+    For a model with a chat template, questions that hold one of its special tokens are left out."""
     eval: PathText = "generated"
     """The validation questions, from the same kinds of source. The model is never trained on any of
     them, even where both sources are the same."""
@@ -544,8 +543,13 @@ def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
         yield "model.shard", "an adapter's base is not trained; write false, or lora: null"
     if config.sampling.backend == "vllm" and model.load_in_4bit:
         yield "sampling.backend", "vLLM would sample from weights of 16 bits, not 4; write grouped"
-    if config.mode == "evaluate":
-        return  # the rest is for training
+    if config.mode == "train":
+        yield from impossible_to_train(config, num_ranks)
+
+
+def impossible_to_train(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
+    """The same for what only training reads."""
+    model, training = config.model, config.training
     (k, n), is_sil = training.k_best_of_n, training.learning_type == "sil"
     key, is_taught = "training.k_best_of_n", training.learning_type == "distill"
     if is_taught and model.teacher is None:

@@ -22,8 +22,7 @@ def encode_prompts(
     texts, adds = render_prompts(examples, task=task, options=options, tokenizer=tokenizer)
     if not texts:  # a rank without validation questions; the tokenizer would raise IndexError
         return []
-    # JSON can hold half a character, at which the tokenizer would fail: it becomes a "?"
-    texts = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
+    texts = [*map(whole_characters, texts)]
     encoded = tokenizer(texts, add_special_tokens=adds, return_special_tokens_mask=True)
     # Some add an end too (add_eos_token), behind which a model would begin another text: drop it.
     masks = ("".join(map(str, mask)).rstrip("1") for mask in encoded["special_tokens_mask"])
@@ -37,7 +36,7 @@ def prompt_length(
     prompt = pose(example, task=task, options=options)
     is_chat = tokenizer.chat_template is not None and not isinstance(prompt, str)
     if is_chat:  # in the ids, since a normalizer may make a special token of other characters
-        text = " ".join(map(str, example.values())).encode("utf-8", "replace").decode("utf-8")
+        text = whole_characters(" ".join(map(str, example.values())))
         if not special_ids(tokenizer).isdisjoint(tokenizer.encode(text, add_special_tokens=False)):
             return math.inf
     (ids,) = encode_prompts([example], task=task, options=options, tokenizer=tokenizer)
@@ -87,6 +86,11 @@ def special_tokens(tokenizer: Tokenizer) -> re.Pattern:
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """The ids of the special tokens."""
     return frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+
+
+def whole_characters(text: str) -> str:
+    """JSON can hold half a character, at which a tokenizer would fail: it becomes a "?"."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def fill(text: str, example: dict) -> str:

@@ -96,10 +96,9 @@ def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
     if folder is None:
         return None, None
     content, best = checkpoint.load_state(folder), run.folder / "best"
-    if isinstance(content.get("state"), dict):
-        content["state"].setdefault("is_warm", False)  # of a run older than this
     saved = checked(Saved, content, folder / "training_state" / "state.json")
-    if content["state"].keys() != asdict(run.state).keys():
+    known = content["state"].keys() | {"is_warm"}  # a run older than warm starts lacks it
+    if known != asdict(run.state).keys():
         fix = "go on with that one, or set run.name to start another run"
         raise ValueError(f"{folder} was saved by another version of this program: {fix}")
     is_there, score = any(best.glob("*.safetensors")), best / "best.json"

@@ -14,7 +14,12 @@ from engine.core.config import Config, ConfigError
 from engine.core.tensors import seeded
 from engine.core.types import Completion, Trajectory
 from engine.questions.data import FILE_OR_HUB, QuestionStream, load_table, read_rows
-from engine.questions.prompts import completion_text, encode_prompts, end_of_turn
+from engine.questions.prompts import (
+    completion_text,
+    encode_prompts,
+    end_of_turn,
+    whole_characters,
+)
 from engine.questions.tasks import reward_parts
 from engine.run.fingerprint import of_questions
 from engine.run.log import log_warm
@@ -81,12 +86,12 @@ def make_answer(run: Run, row: dict, place: str) -> Trajectory:
     question, text = row["question"], row["completion"]
     tokenizer, end = policy.tokenizer, end_of_turn(policy.tokenizer)
     (prompt,) = encode_prompts([question], task=run.task, options=options, tokenizer=tokenizer)
-    clean = text.encode("utf-8", "replace").decode()  # JSON can hold half a character
-    ids = tokenizer.encode(clean, add_special_tokens=False)
+    ids = tokenizer.encode(whole_characters(text), add_special_tokens=False)
     ids.append(tokenizer.eos_token_id if end is None else end)
-    zeros, room = np.zeros(len(ids), np.float32), (policy.context_length or 10**9) - len(prompt)
+    zeros = np.zeros(len(ids), np.float32)
     completion = Completion(ids, zeros, zeros, False, zeros.astype(bool))
-    if len(ids) > (room := min(room, policy.params.max_new_tokens)):
+    room = min((policy.context_length or 10**9) - len(prompt), policy.params.max_new_tokens)
+    if len(ids) > room:
         problem = f"with its end its completion has {len(ids)} tokens, and there is room for {room}"
         raise ValueError(f"{place}: {problem}; raise training.max_new_gen_tokens or cut the row")
     if completion_text(completion, tokenizer) != text or {*ids[:-1]} & {*policy.params.eos_ids}:

@@ -11,6 +11,7 @@ from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from engine.core.types import Completion, SamplingParams, Seed, Tool
+from engine.sampling.vllm import VllmEngine
 
 
 def decode_in_batches(
@@ -66,7 +67,7 @@ def decode_in_batches(
 def tokens_that_fit(model: nn.Module, longest: int, params: SamplingParams) -> int:
     """How many tokens of prompts and completions fit into the memory now free, decoded at once."""
     device, row_tokens = model.device, longest + params.max_new_tokens
-    if hasattr(model, "decode"):  # vLLM's engine lets rows wait by itself
+    if isinstance(model, VllmEngine):  # it lets rows wait by itself
         return sys.maxsize
     if device.type != "cuda":
         return 131_072

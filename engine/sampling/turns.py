@@ -12,6 +12,7 @@ from engine.questions.prompts import (
     end_of_turn,
     special_tokens,
     tool_schemas,
+    whole_characters,
 )
 
 # How Qwen2.5, Qwen3 and Hermes write calls, in the form of transformers' `response_template`.
@@ -39,7 +40,7 @@ class Turns:
         """The text without special tokens, with which it could end the turn that it stands in."""
         while (shorter := special_tokens(self.tokenizer).sub("", text)) != text:
             text = shorter
-        return text.encode("utf-8", "replace").decode()
+        return whole_characters(text)
 
     def render_reply(self, replies: list[dict]) -> list[int]:
         """The ids of messages behind a turn's end token, up to where the model speaks again.

@@ -428,7 +428,7 @@ def test_the_questions_in_results_are_generated_ones_and_those_of_tuning_are_apa
     tuning, validation = ([*map(json.loads, file.read_text().splitlines())] for file in files)
     assert validation == generate("validation", 512)
     digest = hashlib.sha256(files[1].read_bytes()).hexdigest()
-    assert digest in (ROOT / "results/README.md").read_text()
+    assert digest in (ROOT / "results/board.md").read_text()
     assert tuning == generate("validation", 512, with_seed=1, exclude=validation)
     keys, other = ({question_key(row) for row in rows} for rows in (tuning, validation))
     assert len(keys) == 512 and not keys & other

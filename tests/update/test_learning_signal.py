@@ -15,7 +15,6 @@ from engine.core.types import MicroBatch
 from engine.questions.tasks import RewardError
 from engine.report.metrics import rollout_sums
 from engine.update import losses
-from engine.update.losses import dppo_loss
 from engine.update.optimizer import LossScale
 from main import accumulate_gradient, assign_advantages, grpo_advantages, k_best_mask, token_weights
 
@@ -191,7 +190,7 @@ def test_dppo_masks_by_the_difference_of_probabilities(advantage, was, now, is_m
     """The gradient of -pi/mu A by log pi is -pi/mu A; PPO would clip ratios, whatever they mean."""
     log_probs = torch.tensor([[math.log(now)]], requires_grad=True)
     advantages, sampler = torch.tensor([float(advantage)]), torch.tensor([[math.log(was)]])
-    loss, masked = dppo_loss(log_probs, advantages, sampler, delta=0.15)
+    loss, masked = losses.dppo_loss(log_probs, advantages, sampler, delta=0.15)
     loss.sum().backward()
     expected = 0.0 if is_masked else -now / was * advantage
     assert masked.item() == is_masked
@@ -201,7 +200,8 @@ def test_dppo_masks_by_the_difference_of_probabilities(advantage, was, now, is_m
 
 def test_a_masked_token_whose_ratio_overflows_leaves_the_gradient_finite():
     log_probs = torch.tensor([[-0.1, -1.0]], requires_grad=True)
-    loss, masked = dppo_loss(log_probs, torch.ones(1), torch.tensor([[-200.0, -1.0]]), delta=0.15)
+    sampled = torch.tensor([[-200.0, -1.0]])
+    loss, masked = losses.dppo_loss(log_probs, torch.ones(1), sampled, delta=0.15)
     loss.sum().backward()
     assert masked.tolist() == [[True, False]]
     assert loss[0].tolist() == log_probs.grad[0].tolist() == [0.0, -1.0]

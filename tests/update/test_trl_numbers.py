@@ -31,7 +31,6 @@ import torch
 from harness import make_config
 
 from benchmarks import trl_inputs as inputs
-from benchmarks.trl_inputs import DPPO_DELTA
 from engine.core.types import MicroBatch
 from engine.update.optimizer import LossScale
 from main import accumulate_gradient, grpo_advantages, token_weights
@@ -195,7 +194,7 @@ def test_gspo_is_that_of_trl():
 
 @pytest.mark.parametrize("is_first", [False, True])
 def test_dppo_has_the_gradient_of_trl_in_every_pass(is_first):
-    options = ["training.policy_loss=dppo", f"training.dppo_delta={DPPO_DELTA}"]
+    options = ["training.policy_loss=dppo", f"training.dppo_delta={inputs.DPPO_DELTA}"]
     _, gradient, sums = loss_and_gradient(make_batch("token", is_first=is_first), *options)
     assert_close(gradient, TRL_DPPO_GRADIENT)
     assert sums["train/clip_frac"].tolist() == [2, 13]
