@@ -1,6 +1,6 @@
 """vLLM as the sampler: the tokens, numbers and ends of `decode_grouped`, up to rounding.
 
-    python -m pytest -m vllm    # where vLLM is installed: not in .ci/run
+    python -m pytest -m vllm    # where vLLM is installed; .ci/run makes an environment for it
 
 vLLM's kernels round otherwise than transformers'. Where a uniform number lies that near a boundary
 between two tokens, the two may draw different ones, and their completions part.
