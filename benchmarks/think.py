@@ -1,61 +1,97 @@
-"""results/think.gif: what a run answers to one question before, during and after its training.
+"""results/think.gif: one question's answers before and after training, token by token.
 
-    python benchmarks/think.py results/countdown-tiny-grpo-s0.samples.jsonl --question 1 \\
-        --title "Make 54 from 11, 4, 45 and 6" --out results/think.gif
+    python benchmarks/think.py RUN --number 2 --title "Make 54 from 11, 4, 45 and 6"
+    python benchmarks/think.py --title "Make 54 from 11, 4, 45 and 6"     # draws the kept answers
+
+Both models are asked as the page of `python -m tools.report RUN --serve` asks them: a held-out
+question by its number, the same random numbers, temperature 1. What they said is kept in
+results/think.jsonl, a line a model. The less likely a token was when it was sampled, the fuller its
+colour.
 """
 
 import argparse
 import json
-import textwrap
+import sys
 from pathlib import Path
 
 from matplotlib.font_manager import findfont
 from PIL import Image, ImageDraw, ImageFont
 
-WIDTH, LINE_HEIGHT, MAX_COLUMNS = 560, 26, 58  # pixels, and characters of a line
-LINE_MS, HOLD_MS = 700, 4000  # until the next line, and until the next answer
+ROOT = Path(__file__).resolve().parent.parent
+KEPT = ROOT / "results/think.jsonl"
+COLUMN, LEFT, TOP, LINE = 450, 14, 72, 22  # pixels
+TOKENS_PER_FRAME, FRAME_MS, HOLD_MS = 2, 110, 6000
 GOOD, BAD, PLAIN = "#00795c", "#b3401a", "#333333"
+UNLIKELY, FULL_NATS, MAX_ALPHA = (150, 70, 190), 3, 0.6  # the hue of tools/report.html
 
 
-def frames_of(answers: list[dict]) -> list[tuple[str, list[str], str, int]]:
-    """(moment, lines so far, the last one's colour, ms); of the first, middle and last answer."""
-    frames = []
-    for i in sorted({0, (len(answers) - 1) // 2, len(answers) - 1}):
-        row = answers[i]
-        whole = row["completion"].strip().splitlines()
-        lines = [part for line in whole for part in textwrap.wrap(line, MAX_COLUMNS) or [""]]
-        moment = f"after {row['step']} steps" if row["step"] else "before training"
-        frames += [(moment, lines[:i], PLAIN, LINE_MS) for i in range(1, len(lines))]
-        is_solved = row["reward_parts"]["answer"] == 1.0
-        verdict, color = ("solved", GOOD) if is_solved else ("not solved", BAD)
-        frames.append((f"{moment}: {verdict}", lines, color, HOLD_MS))
-    return frames
+def ask(folder: Path, number: int) -> list[dict]:
+    """What the model before training and best/ answer: tokens, log_probs, is_solved."""
+    sys.path.insert(0, str(ROOT))  # the script's modules, which take seconds: only where needed
+    from tools import serve
+
+    options = argparse.Namespace(folder=folder, config=None, device="cpu")
+    answers = []
+    for model in serve.models(folder)[:2]:
+        lines: list[dict] = []
+        request = {"model": model, "number": number, "temperature": 1.0}
+        serve.answer(options, request, lines.append)
+        tokens = [line for line in lines if "token" in line]
+        answers.append(
+            {
+                "tokens": [line["token"] for line in tokens],
+                "log_probs": [round(line["log_prob"], 3) for line in tokens],
+                "is_solved": lines[-1]["row"]["solved"],
+            }
+        )
+    return answers
 
 
-def draw(title: str, moment: str, lines: list[str], color: str, *, num_lines: int) -> Image.Image:
-    image = Image.new("RGB", (WIDTH, LINE_HEIGHT * (num_lines + 4)), "white")
+def draw(title: str, answers: list[dict], shown: int) -> Image.Image:
+    """The picture once each answer has written `shown` tokens."""
+    num_lines = max("".join(answer["tokens"]).strip().count("\n") for answer in answers) + 1
+    image = Image.new("RGB", (2 * COLUMN, TOP + LINE * (num_lines + 1)), "white")
     pen = ImageDraw.Draw(image)
-    bold, mono = (ImageFont.truetype(findfont(name), 15) for name in ("sans:bold", "monospace"))
-    for i, line in enumerate([title, moment, *lines]):
-        y = LINE_HEIGHT * (i + (1 if i < 2 else 1.3))
-        shown = color if i in (1, len(lines) + 1) else PLAIN
-        pen.text((12, y), line, shown, bold if i < 2 else mono, anchor="lm")
-    return image.convert("P", palette=Image.Palette.ADAPTIVE)
+    bold, mono = (ImageFont.truetype(findfont(name), 14) for name in ("sans:bold", "monospace"))
+    pen.text((LEFT, 20), title, PLAIN, bold, anchor="lm")
+    for i, (answer, moment) in enumerate(zip(answers, ("before", "after 20 steps"), strict=True)):
+        x, y = i * COLUMN + LEFT, TOP
+        if shown >= len(answer["tokens"]):
+            moment += ": solved" if answer["is_solved"] else ": not solved"
+            color = GOOD if answer["is_solved"] else BAD
+        else:
+            color = PLAIN
+        pen.text((x, 48), moment, color, bold, anchor="lm")
+        written = list(zip(answer["tokens"], answer["log_probs"], strict=True))[:shown]
+        for text, log_prob in written:
+            alpha = MAX_ALPHA * min(1, -log_prob / FULL_NATS)
+            back = tuple(round(255 + alpha * (part - 255)) for part in UNLIKELY)
+            for part in text.splitlines(keepends=True):
+                word = part.rstrip("\n")
+                width = pen.textlength(word, mono)
+                pen.rectangle((x, y - LINE / 2 + 2, x + width, y + LINE / 2 - 2), fill=back)
+                pen.text((x, y), word, PLAIN, mono, anchor="lm")
+                x += width
+                if part.endswith("\n") and (y > TOP or x > i * COLUMN + LEFT):
+                    x, y = i * COLUMN + LEFT, y + LINE
+    return image.convert("P", palette=Image.Palette.ADAPTIVE, colors=64)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("samples", type=Path, help="a run's samples.jsonl")
-    parser.add_argument("--question", type=int, default=0, help="which of its questions, from 0")
+    parser.add_argument("run", type=Path, nargs="?", help="a run's folder; none: the kept answers")
+    parser.add_argument("--number", type=int, default=0, help="which held-out question")
     parser.add_argument("--title", default="", help="the question, above its answers")
-    parser.add_argument("--out", type=Path, default=Path("think.gif"))
+    parser.add_argument("--out", type=Path, default=ROOT / "results/think.gif")
     options = parser.parse_args()
-    rows = [json.loads(line) for line in options.samples.read_text(encoding="utf-8").splitlines()]
-    prompts = list(dict.fromkeys(row["prompt"] for row in rows))
-    frames = frames_of([row for row in rows if row["prompt"] == prompts[options.question]])
-    num_lines = max(len(lines) for _, lines, _, _ in frames)
-    first, *others = [draw(options.title, *frame[:3], num_lines=num_lines) for frame in frames]
-    durations = [milliseconds for *_, milliseconds in frames]
+    if options.run:
+        answers = ask(options.run, options.number)
+        KEPT.write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    answers = [json.loads(line) for line in KEPT.read_text(encoding="utf-8").splitlines()]
+    longest = max(len(answer["tokens"]) for answer in answers)
+    counts = [*range(TOKENS_PER_FRAME, longest, TOKENS_PER_FRAME), longest]
+    first, *others = [draw(options.title, answers, shown) for shown in counts]
+    durations = [FRAME_MS] * (len(counts) - 1) + [HOLD_MS]
     looks = {"duration": durations, "loop": 0, "optimize": True}
     first.save(options.out, save_all=True, append_images=others, **looks)
 
