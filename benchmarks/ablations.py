@@ -72,6 +72,50 @@ AT_EQUAL_MINUTES = ("most-varied-half", "fresh-questions")
 # The rows of both labs: what is known to matter, and what others say does
 IN_BOTH = ("default", "zscore", "token", "sequence", "sum", "group-4", "group-32", "lr-x0.5")
 IN_BOTH += ("lr-x2", "kl-0.02", "sil-1", "lora-r8-lr-x10", "iterations-2", "iterations-4")
+# How the pictures name a row
+LABELS = {
+    "default": "unchanged",
+    "zscore": "advantages divided by the standard deviation",
+    "token": "loss divided by all tokens (DAPO)",
+    "sequence": "loss divided by each completion's length (GRPO)",
+    "sum": "loss summed over tokens",
+    "group-4": "groups of 4, four times as many",
+    "group-8": "groups of 8, twice as many",
+    "group-32": "groups of 32, half as many",
+    "lr-x0.5": "learning rate halved",
+    "lr-x2": "learning rate doubled",
+    "lr-x4": "learning rate times 4",
+    "kl-0.02": "KL penalty of 0.02",
+    "sil-1": "sil, the best of 16",
+    "sil-4": "sil, the 4 best of 16",
+    "sil-1-unequal": "sil, groups of equals left out",
+    "muon": "Muon instead of AdamW",
+    "lora-r8": "LoRA of rank 8",
+    "lora-r8-lr-x10": "LoRA of rank 8, learning rate times 10",
+    "lora-r1-lr-x10": "LoRA of rank 1, learning rate times 10",
+    "temperature-0.7": "temperature 0.7",
+    "top-k-10": "top-k of 10",
+    "skip-truncated": "cut-off completions left out",
+    "bf16-arithmetic": "arithmetic in bfloat16",
+    "bf16-weights": "weights in bfloat16",
+    "iterations-2": "2 updates a batch, PPO's clip",
+    "iterations-4": "4 updates a batch, PPO's clip",
+    "iterations-4-dppo": "4 updates a batch, DPPO",
+    "cispo": "4 updates a batch, CISPO",
+    "gspo": "4 updates a batch, GSPO",
+    "gspo-clip-x10": "4 updates a batch, GSPO, clip times 10",
+    "answer": "no reward for the form",
+    "answer-zscore": "no reward for the form, standard deviation",
+    "answer-over-mean": "no reward for the form, over the mean (MaxRL)",
+    "most-varied-half": "only the more varied half of the groups",
+    "fresh-questions": "groups of equals drawn anew (DAPO)",
+    "random-reward": "a random reward",
+    "length-reward": "a reward for length",
+}
+LOSSES = {"": "plain", "-ppo": "PPO", "-tis": "TIS", "-cispo": "CISPO", "-dppo": "DPPO"}
+for age in (4, 8):
+    for ending, loss in LOSSES.items():
+        LABELS[f"stale-{age}{ending}"] = f"samples up to {age - 1} updates old, {loss}"
 QUICK = [
     "training.num_steps=2",
     "training.max_new_gen_tokens=64",  # long enough for an answer
@@ -291,7 +335,7 @@ def at_equal_minutes(folder: Path, row: str) -> str:
 
 
 def draw(rows: dict[str, list[str]], folder: Path, file: Path) -> None:
-    """pass@1 of each row, the best at the top: a mark for each seed and a dot for their mean.
+    """pass@1 of each row, the best at the top: a point for each seed, a stroke for their mean.
 
     The default's mean goes through all rows.
     """
@@ -303,14 +347,15 @@ def draw(rows: dict[str, list[str]], folder: Path, file: Path) -> None:
     measured = {row: rates for row, rates in measured.items() if len(rates)}
     names = sorted(measured, key=lambda row: measured[row].mean())
     with style.context(STYLE, after_reset=True):
-        figure = Figure(figsize=(7, 1 + 0.19 * len(names)), layout="constrained")  # inches
+        figure = Figure(figsize=(8, 1 + 0.19 * len(names)), layout="constrained")  # inches
         axes = figure.subplots()
         for y, name in enumerate(names):
             rates, mean = measured[name], measured[name].mean()
             color = COLORS[1] if name == "default" else COLORS[0]
-            axes.plot(bounds(rates), (y, y), color=color, linewidth=1.5)
-            axes.plot(rates, [y] * len(rates), "|", color=color, markersize=6)
-            axes.plot(mean, y, "o", color=color, markersize=4.5)
+            axes.plot(bounds(rates), (y, y), color=color, linewidth=0.8)
+            axes.plot(rates, [y] * len(rates), "o", color=color, markersize=3.5)
+            if len(rates) > 1:
+                axes.plot(mean, y, "|", color=color, markersize=9, markeredgewidth=1.5)
             right = axes.get_yaxis_transform()  # x is a share of the axis
             axes.text(1.01, y, f"{mean:.3f}", va="center", color=color, transform=right)
         if "default" in measured:
@@ -319,7 +364,9 @@ def draw(rows: dict[str, list[str]], folder: Path, file: Path) -> None:
             num_close = sum(abs(measured[name].mean() - default) < CLOSE for name in names) - 1
             title = f"{num_close} of {len(names) - 1} changes move pass@1 by less than {CLOSE}"
             figure.suptitle(title, size=12, weight="bold", x=0.01, ha="left")
-        axes.set(xlim=(0, None), yticks=range(len(names)), yticklabels=names)
+        axes.set(
+            xlim=(0, None), yticks=range(len(names)), yticklabels=[LABELS[name] for name in names]
+        )
         axes.set(xlabel=f"pass@1 after {NUM_STEPS} steps", ylim=(-0.7, len(names) - 0.3))
         figure.savefig(file, dpi=200)
     print(f"written: {file}")

@@ -141,7 +141,7 @@ def make_figure(
     figure.suptitle(title, size=12, weight="bold", x=0.01, ha="left")
     if len(groups) > 1 or not title:
         lines = figure.axes[0].get_lines()
-        figure.legend(lines, list(groups), loc="outside upper center", ncols=2, handlelength=4)
+        figure.legend(lines, list(groups), loc="outside lower center", ncols=2, handlelength=4)
     return figure
 
 
