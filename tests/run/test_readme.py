@@ -75,10 +75,12 @@ def test_every_link_leads_to_a_file_and_its_heading(folder):
 
 def test_the_example_by_numbers_is_what_main_computes():
     """Rewards, mean, advantages, weights and gradients of README's four completions."""
-    (example,) = (block for block in blocks("") if block.startswith("A  "))
+    posed, (example,) = blocks(""), [block for block in blocks("") if block.startswith("A  ")]
     texts = [re.sub(r"(?m)^[A-D ]  ", "", block).rstrip() for block in example.split("\n\n")]
     config, rewards, lengths = make_config(), [], []
     question = {"nums": [3, 7, 25], "target": 46}
+    prompt = countdown.generate_prompt(question, options=config.task)
+    assert "\n".join(message["content"] for message in prompt) + "\n" in posed
     tokenizer = Tokenizer.from_file(str(ROOT / "tiny/tokenizer.json"))
     for text in texts:
         options = {"options": config.task, "num_tokens": 0}
