@@ -284,9 +284,10 @@ class TrainingSettings(Section):
     its advantage asks for, before its gradient is cut. 0.15 is its authors', prime-rl takes 0.2."""
     kl_coef: float = Field(0.0, ge=0, le=1000)
     """The weight of the KL penalty, which holds the policy near the model that the run started
-    from. 0 is off and costs nothing; 0.001 to 0.04 is usual. Above 0 a frozen copy of that model is
-    kept in memory (with model.lora it is the model without its adapter), it scores every batch too,
-    and completions without an advantage are in the update."""
+    from: exp(d) - d - 1 a token, d = log p(reference) - log p(policy). 0 is off and costs nothing;
+    0.001 to 0.04 is usual. Above 0 a frozen copy of that model is kept in memory (with model.lora
+    it is the model without its adapter), it scores every batch too, and completions without an
+    advantage are in the update."""
     num_iterations: Count = 1
     """The number of updates made from the same completions. Above 1 a step learns more from each
     sample, with the clipped ratio of policy_loss."""
