@@ -7,7 +7,8 @@
 
 Each configuration is a short run of main.py, in a process of its own for each tree, one thread a
 rank. Equal are: the exit statuses, the newest checkpoint's weights and optimizer, best/, the
-metrics of each step but time/ and perf/, samples.jsonl and rollouts.jsonl if both trees write them.
+metrics of each step but time/ and perf/, and of samples.jsonl and rollouts.jsonl the columns that
+both trees write.
 A run in which no gradient moved anything, or that did not end as it should, shows nothing.
 
 Only what a run writes is looked at, so that files may move and functions may have other names.
@@ -229,7 +230,10 @@ def differences(a: Path, b: Path) -> Iterator[str]:
         mine, others = (sorted(read_rows(file), key=lambda row: row["step"]) for file in files)
         if not (mine and others):
             alone.append(name)
-        elif mine != others:
+            continue
+        columns = mine[0].keys() & others[0].keys()  # a later tree may write one more
+        mine, others = ([{c: row[c] for c in columns} for row in rows] for rows in (mine, others))
+        if mine != others:
             pairs = enumerate(zip(mine, others, strict=False))
             first = next((i for i, (one, other) in pairs if one != other), "the last")
             yield f"{name}: {len(mine)} and {len(others)} rows, the first that differs is {first}"
