@@ -234,9 +234,9 @@ def differences(a: Path, b: Path) -> Iterator[str]:
         columns = mine[0].keys() & others[0].keys()  # a later tree may write one more
         mine, others = ([{c: row[c] for c in columns} for row in rows] for rows in (mine, others))
         if mine != others:
-            pairs = enumerate(zip(mine, others, strict=False))
-            first = next((i for i, (one, other) in pairs if one != other), "the last")
-            yield f"{name}: {len(mine)} and {len(others)} rows, the first that differs is {first}"
+            pairs = list(zip(mine, others, strict=False))
+            differ = sorted(c for c in columns if any(one[c] != other[c] for one, other in pairs))
+            yield f"{name}: {len(mine)} and {len(others)} rows, of which differ {differ}"
     yield f"equal, but not both have {' and '.join(alone)}" if alone else "equal"
 
 
