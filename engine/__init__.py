@@ -1,4 +1,4 @@
-"""What surrounds main.py, in rooms; the `__init__.py` of each says what belongs there.
+"""What surrounds main.py, in packages; the `__init__.py` of each says what belongs there.
 
 Imports run down: run, report, model, sampling, update, questions, core. None of them imports main,
 tasks or tools: what they need of main.py they get as arguments.
