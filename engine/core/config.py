@@ -49,9 +49,8 @@ class RunSettings(Section):
     """Where the results of the run are kept."""
 
     name: str | None = Field(None, pattern=r"^\w[\w.+=@-]*$")
-    """The folder of this run inside `dir`. Runs of the same name are the same run: a second start
-    goes on where the first one ended. null makes the name
-    <task>-<model>-<learning_type>-s<seed>."""
+    """The folder of this run inside `dir`. Give each experiment its own name; starting an existing
+    name resumes that run. null makes the name <task>-<model>-<learning_type>-s<seed>."""
     dir: PathText = "runs"
     """The folder that holds the folders of all runs."""
 
@@ -73,43 +72,43 @@ class ModelSettings(Section):
     """For training.learning_type=distill: the model that the trained one learns from, a folder or a
     hub id. It must have the same tokens; its weights stay in memory, in the compute dtype."""
     revision: str | None = None
-    """The branch, tag or commit of a model on the hub. A commit makes the run repeatable; null
-    takes the newest version when a run begins, and a resumed run keeps that one."""
+    """The branch, tag or commit of a model on the hub. A commit makes the run repeatable; null uses
+    the newest version when a run begins, and a resumed run keeps it."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The precision of the arithmetic; the trained weights are float32 in any case. bfloat16 is
     fast. float16 is as fast on a GPU and rounds 8 times less, but its numbers end at 65504: the
     loss is scaled, and not every model stays within. float32 is exact, but several times slower on
-    a GPU. auto is bfloat16 autocast on a GPU that can do it, float16 on others if this model's
-    logits are then near those of float32, and float32 elsewhere. A CPU can be faster with bfloat16
-    too, if it multiplies it in hardware (on Linux lscpu then lists avx512_bf16 or amx_bf16); else
-    it is far slower."""
+    a GPU. auto is bfloat16 autocast on a GPU that supports it, float16 on other GPUs if this
+    model's logits are then close to those of float32, and float32 elsewhere. A CPU can be faster
+    with bfloat16 too, if it multiplies it in hardware (on Linux lscpu then lists avx512_bf16 or
+    amx_bf16); otherwise it is far slower."""
     attn_implementation: Text = "sdpa"
     """The attention kernel, by its name in transformers: sdpa works everywhere, eager is slow and
     plain, flash_attention_2 needs the package of that name. Rollouts are fast with the first
     two."""
     gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass instead of keeping them. The update then needs
-    much less memory, and takes about a third longer."""
+    """Recompute activations in the backward pass instead of keeping them. The update then needs
+    much less memory and about a third more time."""
     shard: bool = False
     """false keeps the whole model, its gradients and the optimizer's averages on each GPU (DDP), 16
-    bytes a weight. true cuts them into one part for each rank (FSDP2), for a model that is too
-    large for that; only the copy that samples, 2 bytes a weight, stays whole. Each pass then waits
-    for weights of the other ranks. Set gradient_checkpointing too: without it the update keeps all
-    weights in bfloat16, 2 more bytes each. It takes adamw and no lora, and run.dir on a disk that
-    all nodes share, since each rank saves its part there. At the start each rank needs 4 bytes a
-    weight of host memory. The checkpoints can only be resumed; best/ is a model as ever."""
+    bytes per weight. true splits them among the ranks (FSDP2), for a model that is too large for
+    that; only the copy that samples, 2 bytes per weight, stays whole. Each pass then waits for
+    weights of the other ranks. Set gradient_checkpointing too: without it the update keeps all
+    weights in bfloat16, 2 more bytes each. It needs adamw, no lora, and a run.dir on a disk that
+    all nodes share, since each rank saves its part there. At the start each rank needs 4 bytes of
+    host memory per weight. The checkpoints can only be resumed; best/ is an ordinary model."""
     lora: LoraSettings | None = None
     """null trains all weights. {r: 8, alpha: 32, dropout: 0.0} leaves them as they are and trains a
     low-rank adapter instead (LoRA, arXiv:2106.09685; package peft): to every linear layer of the
-    blocks it adds alpha / r times the product of two matrices of rank r. Dropout acts in the update
-    alone, and differently in every pass. So with dropout above 0 the policy that is scored is not
-    the one that sampled, and with num_iterations above 1 the ratios are never quite 1. A list such
-    as target_modules: [q_proj, v_proj] names the layers, instead of all-linear."""
+    blocks it adds alpha / r times the product of two matrices of rank r. Dropout acts only in the
+    update, and differently in every pass. So with dropout above 0 the scored policy is not the one
+    that sampled, and with num_iterations above 1 the ratios are never quite 1. Instead of
+    all-linear, a list such as target_modules: [q_proj, v_proj] names the layers."""
     load_in_4bit: bool = False
     """Keep the weights below the adapter in 4 bits (NF4 with double quantisation; package
     bitsandbytes). They take a quarter of the memory of bfloat16 and are a little less exact."""
     trust_remote_code: bool = False
-    """Run the Python code that comes with the model. Do this only for authors whom you trust."""
+    """Run the Python code that comes with the model. Do this only if you trust its authors."""
 
 
 class TaskSettings(Section):
@@ -157,44 +156,43 @@ class SamplingSettings(Section):
 
     backend: Literal["grouped", "generate", "vllm"] = "grouped"
     """How tokens are generated. grouped reads each prompt once for all its samples, and drops rows
-    that have ended once they are 15% of the batch. generate is transformers' own loop: slower, but
-    it works for any model. vllm (package vllm, docs/running.md) is an engine of vLLM on each rank,
-    which computes what the same random numbers then draw from; untried on a GPU."""
+    that have ended once they are 15% of the batch. generate is transformers' loop: slower, but it
+    works for any model. vllm (package vllm, docs/running.md) runs a vLLM engine on each rank, and
+    the same random numbers draw from its logits; untried on a GPU."""
     temperature: Temperature = 1.0
     """The temperature of training samples, and of the log-probabilities that are trained on. At a
     higher temperature the model explores more and solves less; at a low one the samples of a group
-    are alike, and there is little to learn from them."""
+    are alike and teach little."""
     top_p: float = Field(1.0, ge=1e-6, le=1)
     """Sample only from the most likely tokens that together hold this share of the probability.
-    Below 1 the distribution that is sampled is no longer the one that is trained."""
+    Below 1 the sampled distribution is no longer the trained one."""
     top_k: NonNegativeInt = 0
-    """Sample only from this many most likely tokens; 0 is off. Above 0 the distribution that is
-    sampled is no longer the one that is trained."""
+    """Sample only from this many most likely tokens; 0 is off. Above 0 the sampled distribution is
+    no longer the trained one."""
     stop: list[Text] = []
-    """More tokens at which a completion ends, such as ["<|bos|>"]. It ends in any case at those
-    that the model's files name, and at the one that its chat template writes after an assistant's
-    turn; all of them are printed at the start."""
+    """Extra tokens that end a completion, such as ["<|bos|>"]. It always ends at those that the
+    model's files name, and at the one that its chat template writes after an assistant's turn; all
+    of them are printed at the start."""
     max_batch_tokens: PositiveInt | None = None
     """The most tokens that are decoded at once: rows times (longest prompt + new tokens). null
-    takes what fits into the GPU's free memory, and 131072 on a CPU. Lower it if sampling runs out
+    means what fits into the GPU's free memory, and 131072 on a CPU. Lower it if sampling runs out
     of memory."""
     vllm_memory_gb: PositiveFloat | None = None
     """For backend vllm, the size of its cache of keys and values on each rank, in GB. If it is too
-    small for all completions at once, some wait. null is a fifth of what a GPU has free when the
-    model is loaded, and 1 on a CPU."""
+    small for all completions at once, some wait. null means a fifth of the GPU's free memory once
+    the model is loaded, and 1 on a CPU."""
     calculator: Literal["gsm8k", "nanochat"] | None = None
     """A calculator that writes exact results into completions; null is none. gsm8k continues
     <<12*3= with 36>>, as in the solutions of GSM8K. nanochat continues
     <|python_start|>12*3<|python_end|> with <|output_start|>36<|output_end|>, in the special tokens
     of nanochat's models. What it writes counts in the completion's length and is not trained on."""
     max_turns: Count = 8
-    """The most turns that the model has with a task's Environment (docs/tasks.md); after so many a
-    completion has ended, and is not taken for one that was cut off."""
+    """The most turns that the model has with a task's Environment (docs/tasks.md); then the
+    completion ends, and does not count as cut off."""
 
 
 class TrainingSettings(Section):
-    """The learning algorithm. A step is one batch of completions and the update that is made from
-    it."""
+    """The learning algorithm. A step is one batch of completions and the update made from it."""
 
     learning_type: Literal["grpo", "sil", "distill"] = "grpo"
     """grpo trains on all samples, each weighted by how much better it was than the mean of its
@@ -204,19 +202,19 @@ class TrainingSettings(Section):
     and one sample of a question is enough: k_best_of_n: [1, 1]. train/kl is the KL divergence of
     the policy from the teacher."""
     distill_mix: float = Field(0.0, ge=0, le=1000)
-    """For distill: so many times the advantage of grpo is added to that of each token."""
+    """For distill: add this many times grpo's advantage to that of each token."""
     num_steps: PositiveInt = 20
     """The number of steps."""
     num_epochs: float | None = Field(None, gt=0, le=10_000)
-    """The number of times that the training questions are gone through, such as 1 or 0.5: it sets
-    num_steps, rounded down, and a file gives only one of the two. Questions that are too long
-    count. null means num_steps. Generated questions have no epochs."""
+    """The number of passes over the training questions, such as 1 or 0.5: it sets num_steps,
+    rounded down, and a file sets only one of the two. Questions that are too long count. null means
+    num_steps. Generated questions have no epochs."""
     num_samples_per_step: Count = 16
     """The number of questions in a step on each rank. More of them make the gradient less noisy and
     the step longer."""
     num_samples_per_step_global: Count | None = None
     """The number of questions in a step over all ranks; the number of ranks must divide it. The run
-    then takes the same steps on any number of ranks. null means num_samples_per_step on each
+    then makes the same steps on any number of ranks. null means num_samples_per_step on each
     rank."""
     k_best_of_n: list[Count] = Field([16, 16], min_length=2, max_length=2)
     """[k, n]: n completions are sampled for each question, and the k best are trained on. grpo
@@ -226,9 +224,8 @@ class TrainingSettings(Section):
     nothing."""
     micro_batch_tokens: PositiveInt = 2_048
     """The most tokens in a forward and backward pass: rows times the longest (prompt + completion).
-    A row that is longer goes alone. The gradient does not depend on it. 2048 suits a CPU: there is
-    little padding, and caches hold it. A GPU is faster with 8192 or more, as long as its memory
-    allows."""
+    A longer row gets its own pass. The gradient does not depend on it. 2048 suits a CPU: it has
+    little padding and fits into caches. A GPU is faster with 8192 or more, if its memory allows."""
     optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
     """adamw keeps two float32 averages for each weight. adamw_8bit (package bitsandbytes) keeps
     them in 8 bits, which saves 6 bytes for each weight. muon updates the matrices of the blocks by
@@ -240,11 +237,10 @@ class TrainingSettings(Section):
     """For muon, the learning rate of the matrices, on the same schedule. A step changes each
     direction of a matrix by about this much, however large the gradient is."""
     embedding_learning_rate: Rate | None = None
-    """For muon, AdamW's learning rate of the embeddings, and of the head too where it shares their
+    """For muon, AdamW's learning rate of the embeddings, and of the head if it shares their
     weights, on the same schedule. null means learning_rate."""
     adam_betas: list[Fraction] = Field([0.9, 0.999], min_length=2, max_length=2)
-    """The shares of AdamW's two averages that stay at each step: of the gradient and of its
-    square."""
+    """How much of AdamW's two averages is kept at each step: of the gradient and of its square."""
     adam_eps: float = Field(1.0e-8, gt=0, le=1)
     """What AdamW adds to the root of the second average before it divides by it."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
@@ -262,32 +258,32 @@ class TrainingSettings(Section):
     """For grpo, mean is the reward minus the mean of its group. zscore also divides by the group's
     standard deviation, which gives very easy and very hard questions more weight. over_mean divides
     by the mean itself (MaxRL, arXiv:2602.02710): the rarer a right answer is in its group, the more
-    it counts. It is made for rewards of 0 and 1. With a format part the small means of groups that
-    earn no more than that are blown up; set task.reward_weights: {format: 0.0, answer: 1.0}, as its
-    runs in results/hard.md do."""
+    it counts. It is made for rewards of 0 and 1. With a format part, groups that earn only that
+    have small means, and dividing by them blows up their advantages; set task.reward_weights:
+    {format: 0.0, answer: 1.0}, as its runs in results/hard.md do."""
     loss_normalization: Literal["dr_grpo", "token", "sequence", "sum"] = "dr_grpo"
     """What the loss is divided by. dr_grpo: rows times max_new_gen_tokens, so that length has no
     influence. token: all completion tokens. sequence: each row's own length and then the rows,
     which favours short right answers and long wrong ones. sum: the rows."""
     policy_loss: Literal["ppo", "cispo", "gspo", "dppo"] = "ppo"
-    """The loss of completions that an earlier update has used already, so it matters if
-    num_iterations is above 1; the first update is plain REINFORCE, but for dppo. ppo cuts off the
-    gradient of tokens whose probability ratio has gone too far. cispo (arXiv:2506.13585) still
-    trains those tokens, but limits the ratio that weighs them to 1 + clip_eps_high; there is no
-    lower limit. gspo (arXiv:2507.18071) is ppo with one ratio for a whole completion, the geometric
-    mean of those of its tokens. It hardly leaves 1, so set clip_eps: 3.0e-04 and clip_eps_high:
-    4.0e-04 too; in its paper loss_normalization is sequence. dppo (arXiv:2602.04879) weighs each
-    token by its ratio to the sampler, in the first update too, and leaves out those whose
-    probability, not its ratio, has gone further than dppo_delta."""
+    """The loss when completions are used again, so it matters if num_iterations is above 1; the
+    first update is plain REINFORCE, except with dppo. ppo cuts off the gradient of tokens whose
+    probability ratio has moved too far. cispo (arXiv:2506.13585) still trains those tokens, but
+    limits the ratio that weighs them to 1 + clip_eps_high; there is no lower limit. gspo
+    (arXiv:2507.18071) is ppo with one ratio for a whole completion, the geometric mean of those of
+    its tokens. It stays close to 1, so set clip_eps: 3.0e-04 and clip_eps_high: 4.0e-04 too; its
+    paper uses loss_normalization sequence. dppo (arXiv:2602.04879) weighs each token by its ratio
+    to the sampler, in the first update too, and leaves out those whose probability, not its ratio,
+    has moved further than dppo_delta."""
     dppo_delta: float = Field(0.15, gt=0, lt=1)
     """For dppo: how far a token's probability may move from the sampler's, in the direction that
-    its advantage asks for, before its gradient is cut. 0.15 is its authors', prime-rl takes 0.2."""
+    its advantage asks for, before its gradient is cut. Its authors use 0.15, prime-rl 0.2."""
     kl_coef: float = Field(0.0, ge=0, le=1000)
     """The weight of the KL penalty, which holds the policy near the model that the run started
     from: exp(d) - d - 1 a token, d = log p(reference) - log p(policy). 0 is off and costs nothing;
     0.001 to 0.04 is usual. Above 0 a frozen copy of that model is kept in memory (with model.lora
-    it is the model without its adapter), it scores every batch too, and completions without an
-    advantage are in the update."""
+    it is the model without its adapter), it scores every batch too, and the update includes
+    completions without an advantage."""
     num_iterations: Count = 1
     """The number of updates made from the same completions. Above 1 a step learns more from each
     sample, with the clipped ratio of policy_loss."""
@@ -329,22 +325,22 @@ class TrainingSettings(Section):
 
 
 class WarmStartSettings(Section):
-    """Finished answers that the model imitates before step 1, for one that solves next to nothing:
-    reinforcement learning needs some rewards to begin with."""
+    """Finished answers that the model imitates before step 1, for a model that solves almost
+    nothing: reinforcement learning needs some rewards to begin with."""
 
     data: PathText | None = None
     """A .jsonl, .csv or .parquet file, or the id of a dataset on the hub: in each row a question in
     the task's own form, and in the column `completion` the answer, without an end token. `python -m
     tools.collect RUN` makes one from what a run has learned. null is off. Answers to validation
-    questions are left out. The losses go to warm.jsonl, with an evaluation at the end. A run that
-    is killed meanwhile begins again."""
+    questions are left out. The losses go to warm.jsonl, with an evaluation at the end. A run killed
+    during it starts it over."""
     num_steps: Count = 50
     """The number of updates. Each has as many answers as a step has questions."""
     learning_rate: Rate | None = None
-    """The learning rate, on the schedule of training; null takes training.learning_rate. Big models
+    """The learning rate, on the schedule of training; null means training.learning_rate. Big models
     need a far lower one: about 1e-5 for 3 billion weights."""
     only_solved: bool = False
-    """Leave out the answers that do not solve their question. They are counted in any case."""
+    """Leave out answers that do not solve their question. They are always counted."""
 
 
 class ValidationSettings(Section):
@@ -376,21 +372,20 @@ class ValidationSettings(Section):
 
 
 class CheckpointSettings(Section):
-    """What is saved, so that a run can be killed at any moment and go on."""
+    """What is saved. You can kill a run at any moment; it resumes from its last checkpoint."""
 
     every: PositiveInt = 20
-    """The number of steps between two checkpoints. The end of the run makes one too, and so does a
-    signal (SIGTERM or SIGINT), at the end of its step. If a machine dies, at most this many steps
-    are lost. The same holds for a signal in a step that takes longer than the 30 s after which
-    torchrun kills the ranks (`torchrun --shutdown-timeout`); choose 10 where steps take that
-    long."""
+    """The number of steps between two checkpoints. The run also saves at its end and, after a
+    signal (SIGTERM or SIGINT), at the end of its step. If a machine dies, you lose at most this
+    many steps. The same is true if a signal comes in a step longer than the 30 s after which
+    torchrun kills the ranks (`torchrun --shutdown-timeout`); choose 10 if steps take that long."""
     keep: PositiveInt | None = 2
-    """The number of newest checkpoints that are kept. Each holds the weights and AdamW's two
-    averages, 12 bytes for each weight. With 2 or more a good one is left even after a step that
-    ruined the weights. null keeps all of them."""
+    """The number of newest checkpoints to keep. Each holds the weights and AdamW's two averages, 12
+    bytes per weight. With 2 or more a good one remains even after a step that ruined the weights.
+    null keeps all of them."""
     resume: Literal["auto", "never"] = "auto"
-    """auto goes on from the newest whole checkpoint of the run of this name. With never, a run that
-    has a checkpoint already stops with an error and stays as it is."""
+    """auto resumes the run of this name from its newest whole checkpoint. With never, a run that
+    already has a checkpoint stops with an error and stays unchanged."""
 
 
 class LoggingSettings(Section):
