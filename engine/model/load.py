@@ -7,12 +7,14 @@ tokenizer   gives the ids of its tokenizer.json, for which the model must have e
 """
 
 import contextlib
-import difflib
+import functools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub
 import torch
+from huggingface_hub.errors import HfHubHTTPError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -25,6 +27,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from engine.core.config import Config, ModelSettings
+from engine.core.files import check_folder, no_such_folder
 from engine.core.tensors import autocast
 from engine.core.types import Log
 from engine.model import adapters as lora
@@ -47,6 +50,7 @@ def load_model_and_tokenizer(
     in_4bit = lora.quantization_config(device, compute_dtype) if settings.load_in_4bit else None
     with one_line_errors(settings.name):
         check_folder(settings.name)
+        reach_hub(settings.name, settings.revision)
         base = lora.find_base(settings)
         if base is not None and is_training:
             raise ValueError(
@@ -54,6 +58,7 @@ def load_model_and_tokenizer(
                 "training.num_steps; to train on from it, merge it (python -m tools.export)"
             )
         base_settings = base or settings
+        reach_hub(base_settings.name, base_settings.revision)
         tokenizer = load_tokenizer(config.model_copy(update={"model": base_settings}), log)
         model_config = load_model_config(base_settings)
         is_quantized = bool(model_config.to_dict().get("quantization_config"))
@@ -138,30 +143,29 @@ def one_line_errors(name: str) -> Iterator[None]:
         raise ValueError(f"model.name = {name}: cannot be used: {problem}") from error
 
 
-def check_folder(name: str) -> None:
-    """Raise ValueError if `name` is a path, not a hub id, and there is no model at it."""
-    path, pointer = Path(name), b"version https://git-lfs"  # in place of a file git has not fetched
-    if not path.exists():
-        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-        if is_path or ("/" in name and path.parent.is_dir()):
-            raise ValueError(no_such_folder(name))
+@functools.cache
+def reach_hub(name: str, revision: str | None) -> None:
+    """Try once to reach the hub for a model that is no folder.
+
+    If that fails the run reads the hub's cache alone, since huggingface_hub would ask six times for
+    each file, in 24 s. Raises OSError if the cache lacks the model.
+    """
+    if Path(name).exists() or huggingface_hub.is_offline_mode():
         return
-    if not any((path / file).exists() for file in ("config.json", "adapter_config.json")):
-        if (path / "best").is_dir():
-            raise ValueError(f"it is the folder of a run; its best model is {path / 'best'}")
-        raise ValueError("it is no folder with a config.json, so no model")
-    for file in path.iterdir():
-        if file.is_file() and file.open("rb").read(len(pointer)) == pointer:
-            raise ValueError(f"{file.name} is only a pointer; fetch the file with `git lfs pull`")
-
-
-def no_such_folder(name: str) -> str:
-    """The error for a path where there is nothing; it names the existing folder nearest to it."""
-    path = Path(name).absolute()
-    there = next(folder for folder in path.parents if folder.is_dir())
-    names = [folder.name for folder in there.iterdir() if folder.is_dir()]
-    close = difflib.get_close_matches(path.relative_to(there).parts[0], names, n=1)
-    return f"no such folder in {there}" + (f", the nearest is {there / close[0]}" if close else "")
+    try:
+        url = huggingface_hub.hf_hub_url(name, "config.json", revision=revision)
+        huggingface_hub.get_hf_file_metadata(url, timeout=10)
+    except ValueError:  # it is no id of the hub, which loading says better
+        return
+    except Exception as error:  # the HTTP client's, which has another name in each version
+        if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
+            return  # the hub was reached
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+        files = ("config.json", "adapter_config.json")
+        cached = functools.partial(huggingface_hub.try_to_load_from_cache, name, revision=revision)
+        if not any(isinstance(cached(file), str) for file in files):
+            problem = f"{huggingface_hub.constants.ENDPOINT} cannot be reached: {error}"
+            raise OSError(f"{problem}; the cache lacks the model") from error
 
 
 def load_model_config(settings: ModelSettings) -> PretrainedConfig:

@@ -14,8 +14,9 @@ from pydantic import ValidationError
 
 from engine import ROOT
 from engine.core.config import SECTIONS, Config, ConfigError, check_world, dotted_values, explained
+from engine.core.files import check_folder
 from engine.core.yaml_text import Loader, show, to_yaml
-from engine.questions.tasks import load_task, schema
+from engine.questions.tasks import is_file, load_task, schema
 
 USAGE = """\
 usage: torchrun --nproc-per-node=2 main.py [--config FILE] [section.key=value ...]
@@ -46,6 +47,26 @@ def load_config(arguments: list[str]) -> Config:
     if len(files) > 1:
         raise ConfigError([f"--config {' '.join(files)}: give one file; keys can follow it"])
     return combine(read_file(Path(files[0]).expanduser()), overrides)
+
+
+def check_paths(config: Config) -> None:
+    """Raise ConfigError for files and folders that are missing: main.py asks before torch."""
+    task, model, lines = config.task, config.model, []
+    sources = {"task.eval": task.eval}
+    if config.mode == "train":
+        sources |= {"task.train": task.train, "warm_start.data": config.warm_start.data}
+    if not hasattr(load_task(task.name), "load_examples"):  # else the task says what a source is
+        for key, source in sources.items():
+            if source is not None and is_file(source) and not Path(source).exists():
+                lines.append(f"{key} = {source}: no such file in {Path.cwd()}")
+    for key, name in {"model.name": model.name, "model.teacher": model.teacher}.items():
+        try:
+            if name is not None:
+                check_folder(name)
+        except ValueError as error:
+            lines.append(f"{key} = {name}: cannot be used: {error}")
+    if lines:
+        raise ConfigError(lines)
 
 
 def combine(in_file: dict[str, Any], overrides: list[str]) -> Config:
