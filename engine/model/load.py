@@ -140,6 +140,8 @@ def one_line_errors(name: str) -> Iterator[None]:
             problem = f"{type(error).__name__}: {problem}"
         if isinstance(error, OSError) and not Path(name).exists():
             problem = f"{no_such_folder(name)}; and from the hub: {problem}"
+        if "FlashAttention" in problem:
+            problem += " Write model.attn_implementation=sdpa, which works everywhere"
         raise ValueError(f"model.name = {name}: cannot be used: {problem}") from error
 
 

@@ -4,7 +4,7 @@ import argparse
 import difflib
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,28 @@ usage: torchrun --nproc-per-node=2 main.py [--config FILE] [section.key=value ..
 FILE sets keys (config.yaml if not given); overrides come last and are read as YAML. These are the
 keys and their defaults; `--help task.name=gsm8k` prints them with those of another task.
 """
+
+
+# The words of TRL, verl and others for the keys here; docs/comparison.md has the same table.
+WORDS = {
+    "model.name": "model_name_or_path model.path",
+    "run.dir": "output_dir default_local_dir",
+    "task.train": "train_files dataset_name",
+    "task.eval": "val_files eval_dataset",
+    "training.learning_rate": "lr",
+    "training.num_epochs": "epochs num_train_epochs total_epochs",
+    "training.num_steps": "max_steps total_training_steps",
+    "training.num_samples_per_step": "batch_size per_device_train_batch_size train_batch_size",
+    "training.k_best_of_n": "num_generations group_size rollout.n",
+    "training.max_new_gen_tokens": "max_completion_length max_new_tokens max_response_length",
+    "training.kl_coef": "beta kl kl_loss_coef",
+    "training.clip_eps": "epsilon clip_ratio",
+    "training.clip_eps_high": "epsilon_high clip_ratio_high",
+    "training.loss_normalization": "loss_type loss_agg_mode",
+    "training.advantage": "scale_rewards adv_estimator norm_adv_by_std_in_grpo",
+    "sampling.backend": "use_vllm rollout.name",
+    "logging.report_to": "wandb",
+}
 
 
 def load_config(arguments: list[str]) -> Config:
@@ -46,7 +68,36 @@ def load_config(arguments: list[str]) -> Config:
     files = options.config or [ROOT / "config.yaml"]
     if len(files) > 1:
         raise ConfigError([f"--config {' '.join(files)}: give one file; keys can follow it"])
-    return combine(read_file(Path(files[0]).expanduser()), overrides)
+    file = Path(files[0]).expanduser()
+    in_file = read_file(file)
+    config = combine(in_file, overrides)
+    of_user = {} if file.resolve() == ROOT / "config.yaml" else in_file
+    given = merge(of_user, nest(map(parse_override, overrides)))
+    if config.mode == "train" and "learning_rate" not in section_of(given, "training"):
+        check_default_rate(config)
+    return config
+
+
+# Whose learning rates an error names: of 135 million weights, of 3 billion, and with LoRA.
+RECIPES = ("configs/arithmetic-smollm2.yaml", "configs/countdown-qwen2.5-3b.yaml")
+RECIPES += ("configs/gsm8k-lora.yaml",)
+
+
+def check_default_rate(config: Config) -> None:
+    """Raise ConfigError if a model would be trained at a rate that is tiny's, and ruins others.
+
+    What a run has made at that rate may be trained further at it.
+    """
+    rate, model = config.training.learning_rate, Path(config.model.name).resolve()
+    is_tiny = model in (Path("tiny").resolve(), ROOT / "tiny")
+    runs = [folder for folder in model.parents[:2] if (folder / "metrics.jsonl").is_file()]
+    rates = [read_file(run / "config.yaml")["training"]["learning_rate"] for run in runs]
+    if is_tiny or rate in rates or rate != Config().training.learning_rate:
+        return
+    values = [(file, read_file(ROOT / file)["training"]["learning_rate"]) for file in RECIPES]
+    shown = ", ".join(f"{value:g} ({file})" for file, value in values)
+    problem = f"training.learning_rate = {rate:g} is tiny's and ruins other models"
+    raise ConfigError([f"model.name = {config.model.name}: {problem}: give one, such as {shown}"])
 
 
 def check_paths(config: Config) -> None:
@@ -95,7 +146,8 @@ def parse_yaml(text: str | bytes, *, origin: str | Path) -> Any:
         return yaml.load(text, Loader=Loader)
     except (RecursionError, yaml.YAMLError, ValueError) as error:  # ValueError: a date in month 13
         problem = " ".join(str(error).split())
-        raise ConfigError([f"{origin}: cannot be read as YAML: {problem}"]) from error
+        fix = ": use spaces, no tabs" if r"'\t'" in problem else ""
+        raise ConfigError([f"{origin}: cannot be read as YAML: {problem}{fix}"]) from error
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
@@ -113,8 +165,10 @@ def parse_override(override: str) -> tuple[str, Any]:
     """The dotted key and the value of "training.num_steps=60"."""
     key, equals, text = override.partition("=")
     if not equals:
-        example = "section.key=value, for example training.num_steps=60"
-        raise ConfigError([f"{override}: write {example}; --help lists the keys"])
+        example = "section.key=value, for example training.num_steps=60; --help lists the keys"
+        if override.endswith((".yaml", ".yml")):
+            example = f"--config {override}"
+        raise ConfigError([f"{override}: write {example}"])
     return key, parse_yaml(text, origin=override)
 
 
@@ -188,7 +242,7 @@ def explain(error: ValidationError, full_schema: type[Config], values: dict) -> 
         key, problem = ".".join(names), detail["msg"].removeprefix("Value error, ")
         if kind == "extra_forbidden":
             place = f" of task {values['task']['name']}" if names[0] == "task" else ""
-            problem = f"unknown key{place}{nearest(key, known)}; --help lists the keys"
+            problem = f"unknown key{place}{hint(key, value, known)}; --help lists the keys"
         elif kind == "model_type":
             problem = "Input should be a mapping of keys, which --help lists"
         elif kind == "string_type":
@@ -201,9 +255,31 @@ def explain(error: ValidationError, full_schema: type[Config], values: dict) -> 
     return [line.replace(" or Input should be ", " or ") for line in lines]
 
 
-def nearest(key: str, known: list[str]) -> str:
-    """A hint: the known key that is spelt most like `key`, or whose last part is."""
-    by_name = {n: other for other in reversed(known) for n in (other.split(".")[-1], other)}
-    close = functools.partial(difflib.get_close_matches, possibilities=by_name, n=1, cutoff=0.8)
-    matches = close(key) or close(key.split(".")[-1])
-    return f", the nearest is {by_name[matches[0]]}" if matches else ""
+def hint(key: str, value: Any, known: list[str]) -> str:
+    """What an unknown key or the keys in it are called here, else the known key that is near."""
+    words = {word: ours for ours, theirs in WORDS.items() for word in theirs.split()}
+    paths = [f".{path.lstrip('-')}" for path in leaves(key, value)]
+    told = [word for path in paths for word in words if path.endswith(f".{word}")]
+    if told:
+        return "".join(f", {word} is {words[word]} here" for word in told)
+    known = SECTIONS if isinstance(value, dict) else known
+    near = [other for other in known if similarity(last_part(key), last_part(other)) >= 0.8]
+    nearest = max(near, key=functools.partial(similarity, key), default=None)
+    return f", the nearest is {nearest}" if near else ""
+
+
+def leaves(key: str, value: Any) -> Iterator[str]:
+    """The dotted keys below a key; the key itself if its value is no mapping."""
+    if not isinstance(value, dict):
+        yield key
+        return
+    for name in value:
+        yield from leaves(f"{key}.{name}", value[name])
+
+
+def last_part(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def similarity(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
