@@ -7,14 +7,11 @@ tokenizer   gives the ids of its tokenizer.json, for which the model must have e
 """
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-import huggingface_hub
 import torch
-from huggingface_hub.errors import HfHubHTTPError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -28,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine.core.config import Config, ModelSettings
 from engine.core.files import check_folder, no_such_folder
+from engine.core.hub import reach_hub
 from engine.core.tensors import autocast
 from engine.core.types import Log
 from engine.model import adapters as lora
@@ -143,31 +141,6 @@ def one_line_errors(name: str) -> Iterator[None]:
         if "FlashAttention" in problem:
             problem += " Write model.attn_implementation=sdpa, which works everywhere"
         raise ValueError(f"model.name = {name}: cannot be used: {problem}") from error
-
-
-@functools.cache
-def reach_hub(name: str, revision: str | None) -> None:
-    """Try once to reach the hub for a model that is no folder.
-
-    If that fails the run reads the hub's cache alone, since huggingface_hub would ask six times for
-    each file, in 24 s. Raises OSError if the cache lacks the model.
-    """
-    if Path(name).exists() or huggingface_hub.is_offline_mode():
-        return
-    try:
-        url = huggingface_hub.hf_hub_url(name, "config.json", revision=revision)
-        huggingface_hub.get_hf_file_metadata(url, timeout=10)
-    except ValueError:  # it is no id of the hub, which loading says better
-        return
-    except Exception as error:  # the HTTP client's, which has another name in each version
-        if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
-            return  # the hub was reached
-        huggingface_hub.constants.HF_HUB_OFFLINE = True
-        files = ("config.json", "adapter_config.json")
-        cached = functools.partial(huggingface_hub.try_to_load_from_cache, name, revision=revision)
-        if not any(isinstance(cached(file), str) for file in files):
-            problem = f"{huggingface_hub.constants.ENDPOINT} cannot be reached: {error}"
-            raise OSError(f"{problem}; the cache lacks the model") from error
 
 
 def load_model_config(settings: ModelSettings) -> PretrainedConfig:

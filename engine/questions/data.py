@@ -19,6 +19,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from engine.core.config import Config, TaskSettings
+from engine.core.hub import reach_hub
 from engine.core.packages import import_package
 from engine.questions.prompts import check_chat, fill, pose, prompt_length
 from engine.questions.tasks import Hub, is_file, is_in_split, reward_parts
@@ -216,6 +217,7 @@ def load_table(
     try:
         if is_file(source) and not is_parquet:
             return read_text_file(path)
+        reach_hub(source, None, kind="dataset")
         import datasets  # takes a second, so only where it is needed
 
         datasets.disable_progress_bars()  # they would fill a log file

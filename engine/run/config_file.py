@@ -2,9 +2,8 @@
 
 import argparse
 import difflib
-import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -91,8 +90,9 @@ def check_default_rate(config: Config) -> None:
     rate, model = config.training.learning_rate, Path(config.model.name).resolve()
     is_tiny = model in (Path("tiny").resolve(), ROOT / "tiny")
     runs = [folder for folder in model.parents[:2] if (folder / "metrics.jsonl").is_file()]
-    rates = [read_file(run / "config.yaml")["training"]["learning_rate"] for run in runs]
-    if is_tiny or rate in rates or rate != Config().training.learning_rate:
+    made = [section_of(read_file(run / "config.yaml"), "training") for run in runs]
+    is_given = rate != Config().training.learning_rate  # in config.yaml
+    if is_tiny or is_given or rate in [training.get("learning_rate") for training in made]:
         return
     values = [(file, read_file(ROOT / file)["training"]["learning_rate"]) for file in RECIPES]
     shown = ", ".join(f"{value:g} ({file})" for file, value in values)
@@ -102,20 +102,18 @@ def check_default_rate(config: Config) -> None:
 
 def check_paths(config: Config) -> None:
     """Raise ConfigError for files and folders that are missing: main.py asks before torch."""
-    task, model, lines = config.task, config.model, []
-    sources = {"task.eval": task.eval}
-    if config.mode == "train":
-        sources |= {"task.train": task.train, "warm_start.data": config.warm_start.data}
-    if not hasattr(load_task(task.name), "load_examples"):  # else the task says what a source is
-        for key, source in sources.items():
-            if source is not None and is_file(source) and not Path(source).exists():
-                lines.append(f"{key} = {source}: no such file in {Path.cwd()}")
-    for key, name in {"model.name": model.name, "model.teacher": model.teacher}.items():
+    values, lines = dotted_values(config), []
+    sources = ["task.eval", *["task.train", "warm_start.data"] * (config.mode == "train")]
+    if hasattr(load_task(config.task.name), "load_examples"):
+        sources = []  # the task says what a source is
+    for key in sources:
+        if values[key] and is_file(values[key]) and not Path(values[key]).exists():
+            lines.append(f"{key} = {values[key]}: no such file in {Path.cwd()}")
+    for key in filter(values.get, ("model.name", "model.teacher")):
         try:
-            if name is not None:
-                check_folder(name)
+            check_folder(values[key])
         except ValueError as error:
-            lines.append(f"{key} = {name}: cannot be used: {error}")
+            lines.append(f"{key} = {values[key]}: cannot be used: {error}")
     if lines:
         raise ConfigError(lines)
 
@@ -257,29 +255,18 @@ def explain(error: ValidationError, full_schema: type[Config], values: dict) -> 
 
 def hint(key: str, value: Any, known: list[str]) -> str:
     """What an unknown key or the keys in it are called here, else the known key that is near."""
-    words = {word: ours for ours, theirs in WORDS.items() for word in theirs.split()}
-    paths = [f".{path.lstrip('-')}" for path in leaves(key, value)]
-    told = [word for path in paths for word in words if path.endswith(f".{word}")]
-    if told:
-        return "".join(f", {word} is {words[word]} here" for word in told)
-    known = SECTIONS if isinstance(value, dict) else known
-    near = [other for other in known if similarity(last_part(key), last_part(other)) >= 0.8]
-    nearest = max(near, key=functools.partial(similarity, key), default=None)
-    return f", the nearest is {nearest}" if near else ""
+    ours = {word: name for name, words in WORDS.items() for word in words.split()}
+    leaves = [f".{leaf.lstrip('-')}" for leaf in leaves_of(key, value)]
+    if told := [word for leaf in leaves for word in ours if leaf.endswith(f".{word}")]:
+        return "".join(f", {word} is {ours[word]} here" for word in told)
+    close, last = difflib.get_close_matches, key.split(".")[-1]
+    among = SECTIONS if isinstance(value, dict) else known
+    near = [other for other in among if close(last, [other.split(".")[-1]], cutoff=0.8)]
+    return f", the nearest is {close(key, near, n=1, cutoff=0)[0]}" if near else ""
 
 
-def leaves(key: str, value: Any) -> Iterator[str]:
+def leaves_of(key: str, value: Any) -> list[str]:
     """The dotted keys below a key; the key itself if its value is no mapping."""
     if not isinstance(value, dict):
-        yield key
-        return
-    for name in value:
-        yield from leaves(f"{key}.{name}", value[name])
-
-
-def last_part(key: str) -> str:
-    return key.rpartition(".")[2]
-
-
-def similarity(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
+        return [key]
+    return [leaf for name in value for leaf in leaves_of(f"{key}.{name}", value[name])]

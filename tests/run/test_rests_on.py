@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.core.config import Config, ConfigError
 from engine.core.distributed import World
-from engine.model.load import reach_hub
+from engine.core.hub import reach_hub
 from engine.questions.data import QuestionStream
 from engine.run.fingerprint import BLOCK, NUM_BLOCKS, commit_of, of_model, of_questions
 from engine.run.load import pin, run_folder
@@ -163,7 +163,11 @@ def test_a_hub_out_of_reach_is_asked_once(tmp_path, hub, monkeypatch, status):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         with pytest.raises(ValueError, match=line) if name == "a/no" else contextlib.nullcontext():
             assert commit_of(name, None) == "1" * 40
-    assert len(asked) == (0 if status is None else 2)
+    reach_hub.cache_clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    reach_hub("a/rows", None, kind="dataset")
+    assert constants.HF_HUB_OFFLINE  # which datasets reads when it is imported
+    assert len(asked) == (0 if status is None else 3)
     if status:
         server.shutdown()
 
