@@ -235,7 +235,8 @@ class TrainingSettings(Section):
     Muon, which keeps one average, and the embeddings, the head and the vectors by AdamW."""
     learning_rate: Rate = 6.0e-4
     """AdamW's learning rate after the warm-up. A higher one learns faster, until the model
-    collapses. Big models need a far lower one: about 1e-6 for 3 billion weights."""
+    collapses. Big models need a far lower one: about 1e-6 for 3 billion weights. This one is
+    tiny's: for another model give a rate of its own."""
     muon_learning_rate: Rate = 1.0e-3
     """For muon, the learning rate of the matrices, on the same schedule. A step changes each
     direction of a matrix by about this much, however large the gradient is."""
