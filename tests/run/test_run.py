@@ -52,6 +52,7 @@ SIZES = [
     "validation.every=1",
     "validation.num_examples=7",
     "validation.best_of_n=4",
+    "validation.pass_k=[1, 2]",
     "model.compute_dtype=float32",
 ]
 BEST_OF_4 = "eval/best_of_4"
