@@ -34,7 +34,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType
 
-import engine  # noqa: F401  isort: skip  (it checks the version of Python before all else)
+from engine.run.config_file import check_paths, load_config  # engine/ checks Python's version
+from engine.run.mistakes import crashes_name_the_fix, mistakes_cost_one_line
+
+if __name__ == "__main__":  # a mistake and --help are answered before torch is imported
+    with mistakes_cost_one_line():
+        check_paths(load_config(sys.argv[1:]))
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -52,10 +58,8 @@ from engine.questions.prompts import completion_text
 from engine.questions.tasks import reward_parts
 from engine.report.evaluation import evaluation_metrics
 from engine.report.metrics import count_broken, performance, rollout_sums
-from engine.run.config_file import load_config
 from engine.run.load import load_run
 from engine.run.log import log_evaluation, log_step, rollouts_of, run_evaluation
-from engine.run.mistakes import crashes_name_the_fix, mistakes_cost_one_line
 from engine.run.saving import finish, save_best, save_checkpoint, stop
 from engine.run.state import Run
 from engine.run.warm_start import warm_start

@@ -44,7 +44,7 @@ SHORT += ["training.num_samples_per_step_global=4", "validation.num_examples=16"
 SHORT += ["validation.every=2", "checkpoint.every=2"]
 SHORT += ["logging.rollouts_every=1", "logging.train_samples_every=1"]
 TINY = ["training.k_best_of_n=[8,8]", "training.max_new_gen_tokens=128"]
-TINY += ["validation.best_of_n=2", "validation.pass_k=[1,2]"]
+TINY += ["validation.best_of_n=2"]
 THREE = [*TINY, "training.num_iterations=3"]
 GSPO = ["training.policy_loss=gspo", "training.clip_eps=3e-4", "training.clip_eps_high=4e-4"]
 

@@ -265,6 +265,7 @@ def check_lora(setting: Setting, in_4bit: str = "false") -> list[Row]:
         random_model(setting.few_layers, torch.device("cpu")).save_pretrained(folder)
         AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
         overrides = [f"model.name={folder}", "model.lora.r=8", f"model.load_in_4bit={in_4bit}"]
+        overrides += ["training.learning_rate=1e-4"]
         config = load_config(["--config", os.devnull, *overrides])
         world = World(rank=0, size=1, device=setting.device)
         log = Logger(rank=1).info

@@ -202,7 +202,8 @@ def load_workload(
     transformers_logging.disable_progress_bar()
     overrides = [f"model.name={model or TINY}", f"model.compute_dtype={dtype}"]
     overrides.append(f"task.name={'arithmetic' if model else 'countdown'}")
-    overrides.append(f"training.max_new_gen_tokens={size.max_new_tokens}")
+    overrides += [f"training.max_new_gen_tokens={size.max_new_tokens}"]
+    overrides += ["training.learning_rate=1e-6"]  # unused, but refused where it is tiny's
     config = load_config(["--config", os.devnull, *overrides])
     world = World(rank=0, size=1, device=device)
     policy = load_policy(config, world, Logger(rank=1).info, DecodeBatch)

@@ -41,7 +41,7 @@ RUNS = ROOT / "runs/ways"
 SHARE, NUM_ANSWERS, LEVEL = 0.03, 500, 0.85  # of the steps; in the file; pass@1 to be reached
 WEAK, TEACHER, ANSWERS = RUNS / "weak", RUNS / "teacher", RUNS / "answers.jsonl"
 SUMS = RUNS / "sums.jsonl"
-ON_WEAK = [f"model.name={WEAK}"]
+ON_WEAK = [f"model.name={WEAK}", "training.learning_rate=6e-4"]
 TAUGHT = ["training.learning_type=distill", f"model.teacher={TEACHER / 'best'}"]
 STEPS = ["training.num_steps=20", "validation.every=5"]
 

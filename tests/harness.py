@@ -217,8 +217,13 @@ def make_config(*overrides: str) -> Config:
 
 
 def no_file(overrides: Sequence[str]) -> list[str]:
-    """The option that keeps config.yaml out, unless the overrides name a file themselves."""
-    return [] if any(text.startswith("--config") for text in overrides) else [NO_FILE]
+    """What keeps config.yaml out and gives its rate, unless the overrides name a file themselves.
+
+    A rate that is not given is refused for other models than tiny.
+    """
+    if any(text.startswith("--config") for text in overrides):
+        return []
+    return [NO_FILE, "training.learning_rate=6e-4"]
 
 
 def make_policy(
@@ -496,7 +501,6 @@ SHORT_RUN = (
     "training.lr_schedule=constant",  # a run in two parts is the unbroken one at any num_steps
     "validation.num_examples=4",
     "validation.best_of_n=2",
-    "validation.pass_k=[1, 2]",
     "validation.every=2",
     "checkpoint.every=1",
     "logging.rollouts_every=1",

@@ -54,7 +54,12 @@ class Table:
 
 def read_table(path: Path) -> Table:
     """Read a run's folder or .csv file; raises OSError or ValueError with the file's name."""
-    file = path / "metrics.csv" if path.is_dir() else path
+    file = path if path.suffix == ".csv" else path / "metrics.csv"
+    if not file.is_file():
+        places = [path, path.parent, Path("runs")]
+        runs = [str(found.parent) for place in places for found in place.glob("*/metrics.csv")]
+        there = ", ".join(sorted({*runs})) or "none here"
+        raise ValueError(f"{file}: no such file; the runs are {there}")
     text = file.read_text(encoding="utf-8", errors="replace")
     text = text[: text.rfind("\n") + 1]  # without a half-written last line
     try:

@@ -139,7 +139,7 @@ def main() -> None:
     folder = options.folder = options.folder.expanduser()
     out = folder / "report.html" if options.out is None else options.out.expanduser()
     try:
-        if options.serve:
+        if options.serve and (folder / "config.yaml").is_file():
             from tools.serve import serve  # imports torch
 
             return serve(options)

@@ -232,7 +232,8 @@ class TrainingSettings(Section):
     Muon, which keeps one average, and the embeddings, the head and the vectors by AdamW."""
     learning_rate: Rate = 6.0e-4
     """AdamW's learning rate after the warm-up. A higher one learns faster, until the model
-    collapses. Big models need a far lower one: about 1e-6 for 3 billion weights."""
+    collapses. Big models need a far lower one: about 1e-6 for 3 billion weights. This one is
+    tiny's: for another model give a rate of its own."""
     muon_learning_rate: Rate = 1.0e-3
     """For muon, the learning rate of the matrices, on the same schedule. A step changes each
     direction of a matrix by about this much, however large the gradient is."""
@@ -355,9 +356,9 @@ class ValidationSettings(Section):
     best_of_n: Count = 8
     """The number of completions sampled for each validation question. pass@1 is the share of them
     that are right; best of n is the share of questions with a right one among them."""
-    pass_k: list[Count] = Field([1, 8], min_length=1)
+    pass_k: Annotated[list[Count], Field(min_length=1)] | None = None
     """The k for which pass@k is reported, which is the chance that one of k samples is right. Each
-    is at most best_of_n."""
+    is at most best_of_n; null means [1, best_of_n]."""
     best_by: Literal["pass@1", "best_of_n"] = "pass@1"
     """What chooses the model in best/: the highest pass@1, or the highest best_of_n."""
     temperature: float = Field(1.0, ge=0, le=100)
@@ -369,6 +370,10 @@ class ValidationSettings(Section):
     @property
     def best_metric(self) -> str:
         return "eval/pass@1" if self.best_by == "pass@1" else f"eval/best_of_{self.best_of_n}"
+
+    @property
+    def reported_k(self) -> list[int]:
+        return self.pass_k or sorted({1, self.best_of_n})
 
 
 class CheckpointSettings(Section):
@@ -522,9 +527,9 @@ def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
         yield "validation.temperature", f"must be 0, which is greedy, or at least {MIN_TEMPERATURE}"
     if validation.temperature == 0 and validation.best_of_n > 1:
         yield "validation.best_of_n", "at temperature 0 a question's samples are all alike; write 1"
-    if max(validation.pass_k) > validation.best_of_n:
+    if max(validation.reported_k) > validation.best_of_n:
         yield "validation.pass_k", f"each must be at most best_of_n ({validation.best_of_n})"
-    if len(set(validation.pass_k)) < len(validation.pass_k):
+    if len(set(validation.reported_k)) < len(validation.reported_k):
         yield "validation.pass_k", "write each k once"
     if validation.num_examples * validation.best_of_n > LARGEST_NUM_COMPLETIONS:
         fix = f"times best_of_n more than {LARGEST_NUM_COMPLETIONS:,} completions; lower one"
@@ -591,7 +596,7 @@ def impossible_to_train(config: Config, num_ranks: int) -> Iterator[tuple[str, s
 
 # These keys may change when a run is resumed. Changing any other key is refused.
 FREE_KEYS = ("mode", "training.num_steps", "training.num_epochs", "validation.every")
-FREE_KEYS += ("training.stop_on_collapse",)
+FREE_KEYS += ("training.stop_on_collapse", "validation.pass_k")
 FREE_SECTIONS = ("checkpoint.", "logging.", "run.")
 # So may these, which save memory. They change how sums are rounded, and LoRA's dropout masks.
 ROUNDING_KEYS = ("training.micro_batch_tokens", "sampling.max_batch_tokens")

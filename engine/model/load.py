@@ -7,7 +7,6 @@ tokenizer   gives the ids of its tokenizer.json, for which the model must have e
 """
 
 import contextlib
-import difflib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from engine.core.config import Config, ModelSettings
+from engine.core.files import check_folder, no_such_folder
+from engine.core.hub import reach_hub
 from engine.core.tensors import autocast
 from engine.core.types import Log
 from engine.model import adapters as lora
@@ -47,6 +48,7 @@ def load_model_and_tokenizer(
     in_4bit = lora.quantization_config(device, compute_dtype) if settings.load_in_4bit else None
     with one_line_errors(settings.name):
         check_folder(settings.name)
+        reach_hub(settings.name, settings.revision)
         base = lora.find_base(settings)
         if base is not None and is_training:
             raise ValueError(
@@ -54,6 +56,7 @@ def load_model_and_tokenizer(
                 "training.num_steps; to train on from it, merge it (python -m tools.export)"
             )
         base_settings = base or settings
+        reach_hub(base_settings.name, base_settings.revision)
         tokenizer = load_tokenizer(config.model_copy(update={"model": base_settings}), log)
         model_config = load_model_config(base_settings)
         is_quantized = bool(model_config.to_dict().get("quantization_config"))
@@ -135,33 +138,9 @@ def one_line_errors(name: str) -> Iterator[None]:
             problem = f"{type(error).__name__}: {problem}"
         if isinstance(error, OSError) and not Path(name).exists():
             problem = f"{no_such_folder(name)}; and from the hub: {problem}"
+        if "FlashAttention" in problem:
+            problem += " Write model.attn_implementation=sdpa, which works everywhere"
         raise ValueError(f"model.name = {name}: cannot be used: {problem}") from error
-
-
-def check_folder(name: str) -> None:
-    """Raise ValueError if `name` is a path, not a hub id, and there is no model at it."""
-    path, pointer = Path(name), b"version https://git-lfs"  # in place of a file git has not fetched
-    if not path.exists():
-        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-        if is_path or ("/" in name and path.parent.is_dir()):
-            raise ValueError(no_such_folder(name))
-        return
-    if not any((path / file).exists() for file in ("config.json", "adapter_config.json")):
-        if (path / "best").is_dir():
-            raise ValueError(f"it is the folder of a run; its best model is {path / 'best'}")
-        raise ValueError("it is no folder with a config.json, so no model")
-    for file in path.iterdir():
-        if file.is_file() and file.open("rb").read(len(pointer)) == pointer:
-            raise ValueError(f"{file.name} is only a pointer; fetch the file with `git lfs pull`")
-
-
-def no_such_folder(name: str) -> str:
-    """The error for a path where there is nothing; it names the existing folder nearest to it."""
-    path = Path(name).absolute()
-    there = next(folder for folder in path.parents if folder.is_dir())
-    names = [folder.name for folder in there.iterdir() if folder.is_dir()]
-    close = difflib.get_close_matches(path.relative_to(there).parts[0], names, n=1)
-    return f"no such folder in {there}" + (f", the nearest is {there / close[0]}" if close else "")
 
 
 def load_model_config(settings: ModelSettings) -> PretrainedConfig:

@@ -19,6 +19,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from engine.core.config import Config, TaskSettings
+from engine.core.hub import reach_hub
 from engine.core.packages import import_package
 from engine.questions.prompts import check_chat, fill, pose, prompt_length
 from engine.questions.tasks import Hub, is_file, is_in_split, reward_parts
@@ -207,20 +208,22 @@ def load_table(
     source: str, *, columns: list[str], choices: str, hub_config: str | None, hub_split: str
 ) -> list[dict] | list[str]:
     """The rows of a file or of a part of a hub dataset; ValueError if it cannot be loaded."""
-    import datasets  # takes a second, so only where it is needed
-
-    datasets.disable_progress_bars()  # they would fill a log file
-    path = Path(source)
+    path, is_parquet = Path(source), source.lower().endswith(".parquet")
     is_other = path.exists() and not (is_file(source) and path.is_file())  # a pipe has no end
     if is_other or (not is_file(source) and source.count("/") != 1):
         raise ValueError(f"{source}: unknown kind of source; give {choices}")
     # JSON that is nested too deeply raises RecursionError.
-    errors = (OSError, ValueError, RecursionError, csv.Error, datasets.exceptions.DatasetsError)
+    errors = (OSError, ValueError, RecursionError, csv.Error)
     try:
-        if path.suffix.lower() == ".parquet":
-            table = datasets.load_dataset("parquet", data_files=glob.escape(source), split="train")
-        elif is_file(source):
+        if is_file(source) and not is_parquet:
             return read_text_file(path)
+        reach_hub(source, None, kind="dataset")
+        import datasets  # takes a second, so only where it is needed
+
+        datasets.disable_progress_bars()  # they would fill a log file
+        errors += (datasets.exceptions.DatasetsError,)
+        if is_parquet:
+            table = datasets.load_dataset("parquet", data_files=glob.escape(source), split="train")
         else:
             table = datasets.load_dataset(source, hub_config, split=hub_split)
     except errors as error:

@@ -24,7 +24,7 @@ def evaluation_metrics(
     }
     if hasattr(task, "Environment"):
         sums["eval/turns"] = (sum(t.completion.num_turns for t in answers), len(answers))
-    return solve_rates(solved, validation.pass_k) | reduce_means(sums, world)
+    return solve_rates(solved, validation.reported_k) | reduce_means(sums, world)
 
 
 def single_answer_metrics(

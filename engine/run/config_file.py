@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import functools
 import os
 from collections.abc import Iterable
 from contextlib import suppress
@@ -14,8 +13,9 @@ from pydantic import ValidationError
 
 from engine import ROOT
 from engine.core.config import SECTIONS, Config, ConfigError, check_world, dotted_values, explained
+from engine.core.files import check_folder
 from engine.core.yaml_text import Loader, show, to_yaml
-from engine.questions.tasks import load_task, schema
+from engine.questions.tasks import is_file, load_task, schema
 
 USAGE = """\
 usage: torchrun --nproc-per-node=2 main.py [--config FILE] [section.key=value ...]
@@ -23,6 +23,28 @@ usage: torchrun --nproc-per-node=2 main.py [--config FILE] [section.key=value ..
 FILE sets keys (config.yaml if not given); overrides come last and are read as YAML. These are the
 keys and their defaults; `--help task.name=gsm8k` prints them with those of another task.
 """
+
+
+# The words of TRL, verl and others for the keys here; docs/comparison.md has the same table.
+WORDS = {
+    "model.name": "model_name_or_path model.path",
+    "run.dir": "output_dir default_local_dir",
+    "task.train": "train_files dataset_name",
+    "task.eval": "val_files eval_dataset",
+    "training.learning_rate": "lr",
+    "training.num_epochs": "epochs num_train_epochs total_epochs",
+    "training.num_steps": "max_steps total_training_steps",
+    "training.num_samples_per_step": "batch_size per_device_train_batch_size train_batch_size",
+    "training.k_best_of_n": "num_generations group_size rollout.n",
+    "training.max_new_gen_tokens": "max_completion_length max_new_tokens max_response_length",
+    "training.kl_coef": "beta kl kl_loss_coef",
+    "training.clip_eps": "epsilon clip_ratio",
+    "training.clip_eps_high": "epsilon_high clip_ratio_high",
+    "training.loss_normalization": "loss_type loss_agg_mode",
+    "training.advantage": "scale_rewards adv_estimator norm_adv_by_std_in_grpo",
+    "sampling.backend": "use_vllm rollout.name",
+    "logging.report_to": "wandb",
+}
 
 
 def load_config(arguments: list[str]) -> Config:
@@ -45,7 +67,55 @@ def load_config(arguments: list[str]) -> Config:
     files = options.config or [ROOT / "config.yaml"]
     if len(files) > 1:
         raise ConfigError([f"--config {' '.join(files)}: give one file; keys can follow it"])
-    return combine(read_file(Path(files[0]).expanduser()), overrides)
+    file = Path(files[0]).expanduser()
+    in_file = read_file(file)
+    config = combine(in_file, overrides)
+    of_user = {} if file.resolve() == ROOT / "config.yaml" else in_file
+    given = merge(of_user, nest(map(parse_override, overrides)))
+    if config.mode == "train" and "learning_rate" not in section_of(given, "training"):
+        check_default_rate(config)
+    return config
+
+
+# Whose learning rates an error names: of 135 million weights, of 3 billion, and with LoRA.
+RECIPES = ("configs/arithmetic-smollm2.yaml", "configs/countdown-qwen2.5-3b.yaml")
+RECIPES += ("configs/gsm8k-lora.yaml",)
+
+
+def check_default_rate(config: Config) -> None:
+    """Raise ConfigError if a model would be trained at a rate that is tiny's, and ruins others.
+
+    What a run has made at that rate may be trained further at it.
+    """
+    rate, model = config.training.learning_rate, Path(config.model.name).resolve()
+    is_tiny = model in (Path("tiny").resolve(), ROOT / "tiny")
+    runs = [folder for folder in model.parents[:2] if (folder / "metrics.jsonl").is_file()]
+    made = [section_of(read_file(run / "config.yaml"), "training") for run in runs]
+    is_given = rate != Config().training.learning_rate  # in config.yaml
+    if is_tiny or is_given or rate in [training.get("learning_rate") for training in made]:
+        return
+    values = [(file, read_file(ROOT / file)["training"]["learning_rate"]) for file in RECIPES]
+    shown = ", ".join(f"{value:g} ({file})" for file, value in values)
+    problem = f"training.learning_rate = {rate:g} is tiny's and ruins other models"
+    raise ConfigError([f"model.name = {config.model.name}: {problem}: give one, such as {shown}"])
+
+
+def check_paths(config: Config) -> None:
+    """Raise ConfigError for files and folders that are missing: main.py asks before torch."""
+    values, lines = dotted_values(config), []
+    sources = ["task.eval", *["task.train", "warm_start.data"] * (config.mode == "train")]
+    if hasattr(load_task(config.task.name), "load_examples"):
+        sources = []  # the task says what a source is
+    for key in sources:
+        if values[key] and is_file(values[key]) and not Path(values[key]).exists():
+            lines.append(f"{key} = {values[key]}: no such file in {Path.cwd()}")
+    for key in filter(values.get, ("model.name", "model.teacher")):
+        try:
+            check_folder(values[key])
+        except ValueError as error:
+            lines.append(f"{key} = {values[key]}: cannot be used: {error}")
+    if lines:
+        raise ConfigError(lines)
 
 
 def combine(in_file: dict[str, Any], overrides: list[str]) -> Config:
@@ -74,7 +144,8 @@ def parse_yaml(text: str | bytes, *, origin: str | Path) -> Any:
         return yaml.load(text, Loader=Loader)
     except (RecursionError, yaml.YAMLError, ValueError) as error:  # ValueError: a date in month 13
         problem = " ".join(str(error).split())
-        raise ConfigError([f"{origin}: cannot be read as YAML: {problem}"]) from error
+        fix = ": use spaces, no tabs" if r"'\t'" in problem else ""
+        raise ConfigError([f"{origin}: cannot be read as YAML: {problem}{fix}"]) from error
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
@@ -92,8 +163,10 @@ def parse_override(override: str) -> tuple[str, Any]:
     """The dotted key and the value of "training.num_steps=60"."""
     key, equals, text = override.partition("=")
     if not equals:
-        example = "section.key=value, for example training.num_steps=60"
-        raise ConfigError([f"{override}: write {example}; --help lists the keys"])
+        example = "section.key=value, for example training.num_steps=60; --help lists the keys"
+        if override.endswith((".yaml", ".yml")):
+            example = f"--config {override}"
+        raise ConfigError([f"{override}: write {example}"])
     return key, parse_yaml(text, origin=override)
 
 
@@ -167,7 +240,7 @@ def explain(error: ValidationError, full_schema: type[Config], values: dict) -> 
         key, problem = ".".join(names), detail["msg"].removeprefix("Value error, ")
         if kind == "extra_forbidden":
             place = f" of task {values['task']['name']}" if names[0] == "task" else ""
-            problem = f"unknown key{place}{nearest(key, known)}; --help lists the keys"
+            problem = f"unknown key{place}{hint(key, value, known)}; --help lists the keys"
         elif kind == "model_type":
             problem = "Input should be a mapping of keys, which --help lists"
         elif kind == "string_type":
@@ -180,9 +253,20 @@ def explain(error: ValidationError, full_schema: type[Config], values: dict) -> 
     return [line.replace(" or Input should be ", " or ") for line in lines]
 
 
-def nearest(key: str, known: list[str]) -> str:
-    """A hint: the known key that is spelt most like `key`, or whose last part is."""
-    by_name = {n: other for other in reversed(known) for n in (other.split(".")[-1], other)}
-    close = functools.partial(difflib.get_close_matches, possibilities=by_name, n=1, cutoff=0.8)
-    matches = close(key) or close(key.split(".")[-1])
-    return f", the nearest is {by_name[matches[0]]}" if matches else ""
+def hint(key: str, value: Any, known: list[str]) -> str:
+    """What an unknown key or the keys in it are called here, else the known key that is near."""
+    ours = {word: name for name, words in WORDS.items() for word in words.split()}
+    leaves = [f".{leaf.lstrip('-')}" for leaf in leaves_of(key, value)]
+    if told := [word for leaf in leaves for word in ours if leaf.endswith(f".{word}")]:
+        return "".join(f", {word} is {ours[word]} here" for word in told)
+    close, last = difflib.get_close_matches, key.split(".")[-1]
+    among = SECTIONS if isinstance(value, dict) else known
+    near = [other for other in among if close(last, [other.split(".")[-1]], cutoff=0.8)]
+    return f", the nearest is {close(key, near, n=1, cutoff=0)[0]}" if near else ""
+
+
+def leaves_of(key: str, value: Any) -> list[str]:
+    """The dotted keys below a key; the key itself if its value is no mapping."""
+    if not isinstance(value, dict):
+        return [key]
+    return [leaf for name in value for leaf in leaves_of(f"{key}.{name}", value[name])]

@@ -11,6 +11,8 @@ from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
 from engine.core.config import Config
+from engine.core.hub import reach_hub
+from engine.model.load import one_line_errors
 
 MODEL_FILES = "the files of model.name"  # where a checkpoint keeps what `of_model` says
 # In a model's folder: what decides on its prompts, its tokens and its arithmetic.
@@ -54,9 +56,14 @@ def of_model(config: Config) -> str:
 
 
 def commit_of(name: str, revision: str | None) -> str | None:
-    """The commit of a model on the hub; of a folder, and if the hub cannot tell, the revision."""
+    """The commit of a model on the hub; of a folder, and if the hub cannot tell, the revision.
+
+    Raises ValueError if the hub cannot be reached and its cache lacks the model.
+    """
     if Path(name).exists():
         return revision
+    with one_line_errors(name):
+        reach_hub(name, revision)
     try:
         file = cached_file(name, "config.json", revision=revision)
     except OSError:  # loading the model will say it better

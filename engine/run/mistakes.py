@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import functools
+import json
 import os
 import signal
 import sys
@@ -10,8 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
-
-import torch
 
 from engine.core.config import ConfigError
 from engine.questions.tasks import RewardError
@@ -58,10 +57,20 @@ def mistakes_cost_one_line() -> Iterator[None]:
         if is_first_start and not is_first_rank:
             # torchrun ends all ranks with the first: give rank 0 time to print the same mistake.
             time.sleep(3)
+        text = "\n".join(map(error_line, error.lines if is_config else [str(error)]))
         if is_first_start and (is_first_rank or not is_config):
-            lines = error.lines if is_config else [str(error)]
-            print("\n".join(map(error_line, lines)), file=sys.stderr)
+            print(text, file=sys.stderr)
+        tell_torchrun(text)
         sys.exit(2)
+
+
+def tell_torchrun(text: str) -> None:
+    """Put the mistake into the file from which torchrun's own report, the last one, quotes."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        record = {"message": {"message": text, "extraInfo": details}}
+        with contextlib.suppress(OSError):  # on a full disk the report goes without it
+            Path(file).write_text(json.dumps(record), encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -91,5 +100,7 @@ def crashes_name_the_fix(folder: Path) -> Iterator[None]:
 
 def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
     """Of a GPU or of the host, for which torch's CPU allocator raises a plain RuntimeError."""
+    import torch  # which a mistake in a config need not wait for
+
     text = "DefaultCPUAllocator: can't allocate memory"
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or text in str(error)

@@ -23,8 +23,8 @@ from engine.core.config import (
 )
 from engine.core.packages import import_package
 from engine.core.yaml_text import Loader, show, to_yaml
-from engine.questions.tasks import built_in_tasks, load_task
-from engine.run.config_file import dump, load_config, parse_yaml
+from engine.questions.tasks import built_in_tasks, load_task, schema
+from engine.run.config_file import RECIPES, WORDS, dump, load_config, parse_yaml
 from tools import chat
 from tools.write_config import write_config
 
@@ -64,6 +64,7 @@ def reward_function(completion, example, *, options, num_tokens): ...
 def extract_answer(completion, example, *, options): ...
 """
 
+COMPARISON = ROOT / "docs/comparison.md"
 ROW_NAMES = "EXAMPLE_ROW = {}\ndef parse_row(row, *, options): ...\n"
 
 
@@ -112,7 +113,7 @@ def test_the_checkouts_model_is_found_from_every_folder(tmp_path, monkeypatch):
     """Bug: elsewhere `tiny` was asked of the hub, which took 71 s to fail without a network."""
     monkeypatch.chdir(tmp_path)
     assert load().model.name == str(ROOT / "tiny")
-    assert load("model.name=engine").model.name == "engine"  # no model
+    assert load("model.name=engine", "mode=evaluate").model.name == "engine"  # no model
     (tmp_path / "tiny").mkdir()
     assert load().model.name == "tiny"
 
@@ -288,7 +289,8 @@ def test_a_configuration_cannot_be_changed_after_it_was_checked():
 
 # What is refused
 
-GREEDY = "validation.temperature=0 validation.pass_k=[1]"
+GREEDY = "validation.temperature=0"
+RATE = "training.learning_rate=6e-4"
 SHARD = "model.shard=true"
 FOUR_BITS = "model.lora.r=8 model.load_in_4bit=true"
 SIL = "training.learning_type=sil training.k_best_of_n=[2,4]"
@@ -307,6 +309,15 @@ DISTILL = "training.learning_type=distill model.teacher=tiny"
         ("task.max_numbr=5", "unknown key of task countdown, the nearest is task.max_number"),
         ("mod=train", "mod = train: unknown key, the nearest is mode; --help lists the keys"),
         ("zzz=5", "zzz = 5: unknown key; --help lists the keys"),
+        # Bug: it was told adam_betas.
+        ("training.beta=1", "= 1: unknown key, beta is training.kl_coef here; --help lists"),
+        ("training.bet=1", "training.bet = 1: unknown key; --help lists the keys"),
+        ("--lr=1", "--lr = 1: unknown key, lr is training.learning_rate here; --help lists"),
+        (
+            "actor_rollout_ref={rollout: {n: 8}, actor: {optim: {lr: 1}}}",
+            "key, rollout.n is training.k_best_of_n here, lr is training.learning_rate here; --",
+        ),
+        ("configs/x.yaml", "configs/x.yaml: write --config configs/x.yaml"),
         ("training.seed='3'", "training.seed = '3': Input should be a valid integer"),
         ("training.seed=true", "training.seed = true: Input should be a valid integer"),
         ("training.seed=1.0", "training.seed = 1.0: Input should be a valid integer"),
@@ -428,7 +439,11 @@ def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(override, li
         ("model.lora.r=8", "training.optimizer = muon", "the factors of model.lora; write adamw"),
         ("", "training.k_best_of_n = [999999, 999999]", "than 10,000,000 completions; lower n"),
         ("validation.best_of_n=1000", "validation.num_examples = 20000", "completions; lower one"),
-        ("validation.best_of_n=4", "validation.pass_k = [8]", "each must be at most best_of_n (4)"),
+        (
+            "validation.best_of_n=4",
+            "validation.pass_k = [1, 8]",
+            "each must be at most best_of_n (4)",
+        ),
         ("", "validation.temperature = 0.009", "must be 0, which is greedy, or at least 0.01"),
         (GREEDY, "validation.best_of_n = 2", "a question's samples are all alike; write 1"),
         ("", "training.num_epochs = 2.0", "questions have no epochs; write null and num_steps"),
@@ -456,7 +471,7 @@ def test_what_is_for_training_is_not_asked_of_an_evaluation():
 def test_every_mistake_has_its_line():
     wrong = ["training.seed=x", "sampling.top_p=7", "zzz=1", "task.min_target=1.5"]
     assert len(lines_raised(load, *wrong)) == 4
-    impossible = ["training.k_best_of_n=[1, 2]", "validation.best_of_n=1"]
+    impossible = ["training.k_best_of_n=[1, 2]", "validation.pass_k=[9]"]
     assert len(lines_raised(load, *impossible)) == 2
 
 
@@ -496,6 +511,8 @@ def test_an_argument_that_cannot_be_read_is_one_line(arguments, line):
         ("training: [", "some.yaml: cannot be read as YAML: while parsing"),
         ("training: {seed: 1, seed: 2}", "the key seed is given twice"),
         ("training: {seed: 1}\nlogging: {}\ntraining: {}", "the key training is given twice"),
+        ("training:\n\tseed: 1", "cannot start any token"),
+        ("training:\n\tseed: 1", ": use spaces, no tabs"),
         ("- training", "some.yaml: must hold sections of keys"),
         ("just text", "some.yaml: must hold sections of keys"),
         ("0", "some.yaml: must hold sections of keys"),
@@ -518,7 +535,7 @@ def test_a_section_and_another_of_its_keys_may_be_given():
 def test_a_tilde_is_the_home_folder_in_every_path(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "my.yaml").write_text("run: {dir: ~/runs}\ntask: {train: ~/a.jsonl}")
-    config = load("--config", "~/my.yaml", "model.name=~/model", "task.eval=~/b.jsonl")
+    config = load("--config", "~/my.yaml", "model.name=~/model", "task.eval=~/b.jsonl", RATE)
     paths = (config.run.dir, config.task.train, config.model.name, config.task.eval)
     assert paths == tuple(f"{tmp_path}/{name}" for name in ("runs", "a.jsonl", "model", "b.jsonl"))
 
@@ -615,19 +632,74 @@ def test_an_override_to_another_task_leaves_the_files_options_of_its_own_task(tm
     assert (same.max_numbers, same.max_number, same.reward_weights["format"]) == (4, 60, 0.5)
 
 
+def test_the_words_of_others_are_those_of_the_page_and_each_names_a_key():
+    rows = re.findall(r"^\| `([\w.]+)` \| (`.*`) \|", COMPARISON.read_text(), re.MULTILINE)
+    assert {key: words.strip("`").split("`, `") for key, words in rows} == {
+        key: words.split() for key, words in WORDS.items()
+    }
+    for name in load_task("countdown"), load_task("gsm8k"):
+        known = {*dotted_values(schema(name)()), "logging.report_to"}
+        assert known.issuperset(WORDS), name
+    words = [word for theirs in WORDS.values() for word in theirs.split()]
+    assert len({*words}) == len(words)
+    for word in words:
+        assert f", {word} is " in line_of(f"{word}=1")
+
+
+def test_pass_k_follows_best_of_n():
+    for n, expected in ((1, [1]), (2, [1, 2]), (8, [1, 8])):
+        assert load(f"validation.best_of_n={n}").validation.reported_k == expected
+    given = load("validation.best_of_n=4", "validation.pass_k=[1, 2]").validation
+    assert given.reported_k == [1, 2]
+
+
+def test_tinys_learning_rate_is_refused_for_other_models(tmp_path, monkeypatch):
+    """Bug: SmolLM2 at tiny's rate, which nobody had given, had no gradient after four steps."""
+    assert "--config" not in (line := line_of("model.name=a/b"))
+    for recipe in RECIPES:
+        rate = yaml.safe_load((ROOT / recipe).read_text())["training"]["learning_rate"]
+        assert f"{rate:g} ({recipe})" in line
+    monkeypatch.chdir(ROOT)
+    assert line_of("--config", "config.yaml", "model.name=a/b") == line
+    own = file_with(tmp_path, "model: {name: a/b}")
+    assert line_of(own) == line
+    for given in (
+        [RATE, "model.name=a/b"],
+        [file_with(tmp_path, "model: {name: a/b}\ntraining: {learning_rate: 6.0e-4}")],
+        ["model.name=a/b", "mode=evaluate"],
+        [f"model.name={ROOT / 'tiny'}"],
+        ["training.seed=1"],
+    ):
+        load(*given)
+
+
+@pytest.mark.parametrize("model", ["best", "checkpoints/step-000010", "merged"])
+def test_what_a_run_has_made_at_tinys_rate_may_be_trained_at_it(tmp_path, model):
+    (tmp_path / "x/checkpoints").mkdir(parents=True)
+    (tmp_path / "x/metrics.jsonl").touch()
+    name = f"model.name={tmp_path / 'x' / model}"
+    for rate in (RATE, "training.learning_rate=1e-3"):
+        (tmp_path / "x/config.yaml").write_text(dump(load(rate)))
+        if rate == RATE:
+            load(name)
+        else:
+            assert "tiny's and ruins" in line_of(name)
+
+
 def test_a_run_goes_on_with_other_keys_than_those_that_shape_what_it_learns():
-    saved = dotted_values(load("model.name=a"))
+    saved = dotted_values(load("model.name=a", RATE))
     free = [
         "mode=evaluate",
         "validation.every=3",
         "checkpoint.keep=1",
     ]
     free += ["run.dir=b", "logging.samples=0"]
-    free.append("training.stop_on_collapse=true")
+    free += ["training.stop_on_collapse=true", "validation.pass_k=[1]"]
     for length in ("training.num_epochs=7", "training.num_steps=7"):
-        assert check_same_run(saved, load("model.name=a", length, *free)) == []
+        assert check_same_run(saved, load("model.name=a", RATE, length, *free)) == []
     fix = "restore it to continue countdown-b-grpo-s0, or set run.name for another run"
-    assert lines_raised(check_same_run, saved, load("model.name=b", "task.max_target=98")) == [
+    other = load("model.name=b", RATE, "task.max_target=98")
+    assert lines_raised(check_same_run, saved, other) == [
         f"model.name = b, but the run was started with a: {fix}",
         f"task.max_target = 98, but the run was started with 99: {fix}",
     ]
@@ -685,7 +757,7 @@ def test_a_package_that_is_there_is_imported_by_the_name_that_pip_has_for_it():
     ],
 )
 def test_the_name_of_a_run_tells_runs_apart(overrides, name):
-    assert run_name(load(*overrides)) == name
+    assert run_name(load(*overrides, RATE)) == name
 
 
 def test_each_key_that_differs_from_its_default_is_listed_with_both_values():

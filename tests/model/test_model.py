@@ -367,6 +367,7 @@ def test_a_model_that_misfits_its_config_is_refused(rotary_model_folder, tmp_pat
 def test_attention_that_is_not_there_is_named(rotary_model_folder, kernel):
     line = mistake(rotary_model_folder, f"model.attn_implementation={kernel}")
     assert any(name in line for name in ("attn_implementation", "flash_attn", "FlashAttention2"))
+    assert "sdpa" in line
 
 
 @pytest.mark.timeout(20)

@@ -206,6 +206,14 @@ def test_a_bad_row_is_named_in_one_line_beside_a_good_one(tmp_path, name, row, m
     assert line.endswith(f"; rows must look like {good_row}")
 
 
+@pytest.mark.parametrize(("suffix", "text"), [("jsonl", GOOD), ("csv", "nums,target\n3 4,7\n")])
+def test_text_is_read_without_the_package_datasets(tmp_path, monkeypatch, suffix, text):
+    """Bug: it was imported for every file, which takes a second."""
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / f"rows.{suffix}").write_text(text)
+    assert len(load_rows(countdown, tmp_path / f"rows.{suffix}", "train", held_out=False)) == 1
+
+
 @pytest.mark.parametrize(
     ("suffix", "content", "message"),
     [

@@ -1,10 +1,14 @@
 """What a run rests on: it goes on with the model, the questions and the day that it began with."""
 
+import contextlib
 import shutil
 import sys
+import threading
 from datetime import date
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from harness import NUMBERS, alone, make_config, run_on_ranks, train, train_forked, write_questions
@@ -12,8 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from engine.core.config import Config, ConfigError
 from engine.core.distributed import World
+from engine.core.hub import reach_hub
 from engine.questions.data import QuestionStream
-from engine.run.fingerprint import BLOCK, NUM_BLOCKS, of_model, of_questions
+from engine.run.fingerprint import BLOCK, NUM_BLOCKS, commit_of, of_model, of_questions
 from engine.run.load import pin, run_folder
 from engine.run.saving import write_config
 from engine.run.state import Run
@@ -130,6 +135,41 @@ def test_a_hub_model_goes_on_at_the_commit_that_it_began_with(tmp_path, hub):
         assert pin(other, alone()).model.revision == digit * 40
     branch = make_config("model.name=a/b", "model.revision=main")
     assert of_model(branch) == "2" * 40  # a branch moves too
+
+
+@pytest.mark.parametrize("status", [503, None])  # None: nobody listens
+def test_a_hub_out_of_reach_is_asked_once(tmp_path, hub, monkeypatch, status):
+    """Bug: `tinny` in place of tiny took 104 s, since each file was asked for six times."""
+    asked = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            asked.append(self.path)
+            self.send_response(status)
+            self.end_headers()
+
+    server = HTTPServer(("127.0.0.1", 0), Hub)
+    address = f"http://127.0.0.1:{server.server_port}"
+    if status is None:
+        server.server_close()
+    else:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    line = r"^model.name = a/no: cannot be used: no such folder in .*; and from the hub: .* reached"
+    for name in ("a/no", "a/b"):  # the second is in the cache
+        reach_hub.cache_clear()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        with pytest.raises(ValueError, match=line) if name == "a/no" else contextlib.nullcontext():
+            assert commit_of(name, None) == "1" * 40
+    reach_hub.cache_clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    reach_hub("a/rows", None, kind="dataset")
+    assert constants.HF_HUB_OFFLINE  # which datasets reads when it is imported
+    assert len(asked) == (0 if status is None else 3)
+    if status:
+        server.shutdown()
 
 
 def test_a_run_keeps_the_day_of_its_first_start(tmp_path):

@@ -36,6 +36,7 @@ import engine.run.mistakes
 import main
 from engine.core.distributed import World
 from engine.core.types import SamplingParams
+from engine.questions.tasks import built_in_tasks
 from engine.run.config_file import load_config
 from engine.run.log import run_evaluation
 from engine.run.state import Run
@@ -397,4 +398,32 @@ def test_a_mistake_ends_two_ranks_with_one_line(python, tmp_path):
     assert result.returncode == 1  # torchrun's own
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert "training.num_step = 5: unknown key" in line
+    assert f"traceback : {line}\n" in result.stderr  # torchrun's report, which comes last
     assert not list(tmp_path.iterdir())
+
+
+HEAVY = ("torch", "transformers", "datasets", "pandas")
+
+
+@pytest.mark.parametrize(
+    ("given", "start"),
+    [
+        ("--help", "usage: "),
+        ("--config no.yaml", "error: no.yaml: "),
+        ("model.name=tests", "error: model.name = tests: "),
+        ("training.learning_type=distill model.teacher=./no", "error: model.teacher = ./no: "),
+        ("task.train=no.csv", "error: task.train = no.csv: "),
+        ("mode=evaluate task.eval=no.csv", "error: task.eval = no.csv: "),
+        ("warm_start.data=no.csv", "error: warm_start.data = no.csv: "),
+        *((f"task.name={n} x=1", "error: x = 1: unknown key") for n in built_in_tasks()),
+    ],
+)
+def test_a_mistake_is_answered_before_torch_is_imported(given, start):
+    """Bug: each took main.py's imports, 4 seconds and on a cold disk 11."""
+    code = f"import runpy, sys; sys.modules |= dict.fromkeys({HEAVY}); sys.argv[0] = 'main.py'\n"
+    code += "runpy.run_path('main.py', run_name='__main__')"  # its `import torch` would raise
+    done = subprocess.run(
+        [sys.executable, "-c", code, *given.split()], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == (0 if given == "--help" else 2)
+    assert (done.stdout + done.stderr).startswith(start)

@@ -3,16 +3,17 @@
 import json
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import make_config
+from harness import ROOT, make_config
 
 from engine.run.config_file import dump
 from logger import Logger
-from tools import report
+from tools import plot, report
 
 COLUMNS = "step,train/reward,eval/pass@1,eval/pass@1_low,eval/pass@1_high,time/eval_s,time/step_s"
 # Ends of elements, a NUL, marks that turn text around, half a character, a separator of lines
@@ -207,6 +208,29 @@ def test_a_run_that_is_unreadable_is_one_line(
     line = capsys.readouterr().err
     assert caught.value.code == 2 and line.startswith("error: ") and message in line
     assert line.count("\n") == 1 and not (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize("tool", [[report], [report, "--serve"], [plot]])
+def test_of_a_run_that_is_not_there_the_others_are_named(tool, tmp_path, monkeypatch, capsys):
+    (tmp_path / "runs").mkdir()
+    for name in ("b", "a"):
+        write_run(tmp_path / "runs" / name)
+    monkeypatch.chdir(tmp_path)
+    for path in ("runs/c", "runs", "c"):
+        monkeypatch.setattr(sys, "argv", ["tool", path, *tool[1:]])
+        with pytest.raises(SystemExit) as caught:
+            tool[0].main()
+        line = f"error: {path}/metrics.csv: no such file; the runs are runs/a, runs/b\n"
+        assert (caught.value.code, capsys.readouterr().err) == (2, line)
+
+
+@pytest.mark.parametrize("tool", ["attack", "chat", "collect", "export", "plot", "report"])
+def test_a_tool_that_is_started_as_a_file_says_how_to_start_it(tool):
+    """Bug: it was a traceback that ends in: No module named 'engine'."""
+    command = [sys.executable, ROOT / f"tools/{tool}.py"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    line = f"error: start it as: python -m tools.{tool}\n"
+    assert (done.returncode, done.stderr) == (2, line)
 
 
 def test_the_command_writes_the_page_beside_the_run_or_where_told(tmp_path, monkeypatch, capsys):
