@@ -288,6 +288,11 @@ def test_of_a_task_that_reads_no_question_a_held_out_one_is_asked(page, monkeypa
 
 
 def test_hostile_text_of_a_model_stays_text(page, monkeypatch):
+    """Also in the place of the hint, which the page once read as one JSON document, not as lines.
+
+    It asks for the hint when it is loaded: where `answer` was replaced meanwhile, that threw.
+    """
+
     def answer(options, request, send) -> None:
         row = completion(HOSTILE, 1.0 if request["model"] == "tiny" else 0.0)
         row["tokens"][1] = "left" if request["model"] == "tiny" else "right"
@@ -296,6 +301,9 @@ def test_hostile_text_of_a_model_stays_text(page, monkeypatch):
         send({"row": row, "paid": HOSTILE, "read": HOSTILE})
 
     monkeypatch.setattr(serve, "answer", answer)
+    with page.expect_response("**/ask") as hint:
+        page.reload()
+    hint.value.finished()
     page.locator("#question").fill(HOSTILE)
     page.locator("button[type=submit]").click()
     both_answered(page)
