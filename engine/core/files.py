@@ -1,5 +1,6 @@
 """Text files that a crash leaves whole, and strict JSON for them."""
 
+import io
 import json
 import os
 from pathlib import Path
@@ -12,6 +13,14 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is not UTF-8 text ({error}); save it as UTF-8") from error
+
+
+def load_env() -> None:
+    """Set what ./.env names and the environment leaves unset."""
+    import dotenv
+
+    if Path(".env").exists():
+        dotenv.load_dotenv(stream=io.StringIO(read_text(Path(".env"))))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

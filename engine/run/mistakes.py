@@ -14,8 +14,8 @@ from typing import Any, TextIO
 import torch
 
 from engine.core.config import ConfigError
+from engine.core.text import error_line
 from engine.questions.tasks import RewardError
-from logger import error_line
 
 
 def outlive_terminal() -> None:

@@ -15,10 +15,10 @@ from harness import CPU, ENVIRONMENT, ROOT, make_config, seed
 import countdown
 from engine.core.config import Config, ConfigError
 from engine.core.distributed import World
+from engine.core.text import printable
 from engine.core.types import Completion, Trajectory
 from engine.model.policy import Policy
 from engine.questions.prompts import completion_text
-from logger import printable
 from main import reward_group
 from tools import chat
 
