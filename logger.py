@@ -84,7 +84,8 @@ class Logger:
     ) -> None:
         """Start the files of a new run, or cut those of a resumed run back to `resume_step`.
 
-        If that step `is_evaluated`, its evaluation stays. `about` goes to MlflowRun.start.
+        If that step `is_evaluated`, its evaluation stays. `about` is what boards show of the run:
+        its experiment, run_name, description, params and config_text.
         """
         if not self.is_main:
             return
@@ -98,13 +99,14 @@ class Logger:
             rows = [r for r in rows if (r["step"], is_evaluation(r)) <= (resume_step, is_evaluated)]
             write_atomically(folder / name, "".join(map(json_line, rows)))
         self._write_table()
-        self._send(lambda board: self._begin(board, **about))
+        about = about | {"params": unnest(about["params"], separator=".")}
+        self._send(lambda board: self._begin(board, about))
 
-    def _begin(self, board: "MlflowRun", **about: Any) -> None:
+    def _begin(self, board: "MlflowRun", about: dict[str, Any]) -> None:
         """Start a board's run, or continue the one that it had, and print its address."""
         file = self.folder / f"{board.title.lower()}_run_id"
         known = file.read_text().strip() if file.exists() else None
-        run_id, address = board.start(known, folder=self.folder, **about)
+        run_id, address = board.start(known, self.folder, about)
         write_atomically(file, run_id + "\n")
         self.info(f"{board.title}: {address}")
 
@@ -257,17 +259,7 @@ class MlflowRun:
         self.mlflow = import_mlflow()
         self.last_sent = (-1, False)
 
-    def start(
-        self,
-        run_id: str | None,
-        *,
-        folder: Path,
-        experiment: str,
-        run_name: str,
-        description: str,
-        params: dict[str, Any],
-        config_text: str,
-    ) -> tuple[str, str]:
+    def start(self, run_id: str | None, folder: Path, about: dict[str, Any]) -> tuple[str, str]:
         """Continue the run of that id, or create one; returns its id and address."""
         self.client = self.mlflow.MlflowClient()
         if run_id is not None:
@@ -276,13 +268,13 @@ class MlflowRun:
             self.last_sent = (int(step), evaluated != "")
             self.client.update_run(run_id, status="RUNNING")
         else:
-            experiment_id = self.mlflow.set_experiment(experiment).experiment_id
-            tags = {"mlflow.note.content": description}  # Markdown; MLflow's name for it
-            run = self.client.create_run(experiment_id, run_name=run_name, tags=tags)
+            experiment_id = self.mlflow.set_experiment(about["experiment"]).experiment_id
+            tags = {"mlflow.note.content": about["description"]}  # Markdown
+            run = self.client.create_run(experiment_id, run_name=about["run_name"], tags=tags)
             run_id = run.info.run_id
-            named = {mlflow_name(k): value for k, value in unnest(params, separator=".").items()}
+            named = {mlflow_name(name): value for name, value in about["params"].items()}
             self.mlflow.log_params(named, synchronous=True, run_id=run_id)
-            self.client.log_text(run_id, config_text, "config.yaml")
+            self.client.log_text(run_id, about["config_text"], "config.yaml")
         server = re.sub("//.*@", "//", self.mlflow.get_tracking_uri()).rstrip("/")  # no password
         page = f"#/experiments/{run.info.experiment_id}/runs/{run_id}"
         self.run_id = run_id

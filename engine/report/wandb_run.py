@@ -5,7 +5,6 @@ from typing import Any
 
 from engine.core.files import load_env
 from engine.core.packages import import_package
-from engine.core.text import unnest
 from logger import SLOW_S, is_evaluation
 
 
@@ -24,17 +23,7 @@ class WandbRun:
         self.wandb = import_package("wandb", key="logging.report_to")
         self.last_sent = (-1, False)
 
-    def start(
-        self,
-        run_id: str | None,
-        *,
-        folder: Path,
-        experiment: str,
-        run_name: str,
-        description: str,
-        params: dict[str, Any],
-        config_text: str,
-    ) -> tuple[str, str]:
+    def start(self, run_id: str | None, folder: Path, about: dict[str, Any]) -> tuple[str, str]:
         """Continue the run of that id, or create one; returns its id and address."""
         settings = self.wandb.Settings(
             silent=True,
@@ -48,14 +37,12 @@ class WandbRun:
         )
         is_online = self.wandb.setup(settings).settings.mode == "online"
         if is_online and not self.wandb.login(prompt=False):  # init would ask for it, and wait
-            raise ValueError(
-                "no API key: run `wandb login`, set WANDB_API_KEY or WANDB_MODE=offline"
-            )
+            raise ValueError("no API key: run `wandb login`, or set WANDB_MODE=offline")
         self.run = self.wandb.init(
-            project=experiment,
-            name=run_name,
-            notes=description,
-            config=unnest(params, separator="."),
+            project=about["experiment"],
+            name=about["run_name"],
+            notes=about["description"],
+            config=about["params"],
             dir=folder,
             id=run_id,
             resume="allow",
