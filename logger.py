@@ -1,4 +1,4 @@
-"""What a run leaves behind: lines on the terminal, files in its folder and, if wanted, MLflow.
+"""What a run leaves behind: lines on the terminal, files in its folder and, if wanted, boards.
 
 Every rank makes a `Logger` and calls it in the same way; only rank 0 prints and writes.
 
@@ -8,7 +8,7 @@ Every rank makes a `Logger` and calls it in the same way; only rank 0 prints and
                      It is made anew from metrics.jsonl at a metric's first row, and at a resume
     samples.jsonl    one sample per line: step, prompt, completion, reward, gold answer and others
     rollouts.jsonl   a few groups of a step with their tokens: engine/report/completions.py
-    mlflow_run_id    the id of this run in MLflow, where a resumed run continues it
+    mlflow_run_id    the id of this run in MLflow, where a resumed run continues it; wandb_run_id
 
 `log_metrics` returns when its row is on disk. A checkpoint is saved after that, so the files have
 every step and evaluation that it has. When a run is killed, they may also have later ones, and half
@@ -16,7 +16,6 @@ a row at the end. They are cut off when the run is resumed.
 """
 
 import functools
-import io
 import json
 import math
 import os
@@ -24,7 +23,7 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -32,7 +31,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engine.core.files import append_durably, json_line, read_lines, read_text, write_atomically
+from engine.core.files import append_durably, json_line, load_env, read_lines, write_atomically
+from engine.core.text import format_reward, plain, printable, shorten, unnest
 
 # When a server does not answer, MLflow's own defaults would stop the training for many minutes: it
 # tries 8 times for 120 s, and sleeps as long as a Retry-After header asks for. We set these values
@@ -46,7 +46,7 @@ MLFLOW_ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",  # else it prints two lines about a new database
 }
-MLFLOW_SLOW_S = 20.0  # all ranks wait for rank 0; after a slower call MLflow is switched off
+SLOW_S = 20.0  # all ranks wait for rank 0; after a slower call a board is switched off
 
 STEP_FIELDS = (  # label, metric, width, format
     ("reward", "train/reward", 6, ".3f"),
@@ -60,13 +60,16 @@ STEP_FIELDS = (  # label, metric, width, format
 
 
 class Logger:
-    """Prints what a run reports; from `open` on, also writes it to files and to MLflow."""
+    """Prints what a run reports; from `open` on, also writes it to files and sends it to boards.
 
-    def __init__(self, *, rank: int, do_mlflow: bool = False) -> None:
+    Boards are rank 0's MlflowRun and its like (engine/report/boards.py).
+    """
+
+    def __init__(self, *, rank: int, boards: Iterable["MlflowRun"] = ()) -> None:
         self.is_main = rank == 0
         self.folder: Path | None = None  # None until `open`, and always on the other ranks
         self.columns: list[str] = []  # of metrics.csv
-        self.mlflow = MlflowRun(import_mlflow()) if do_mlflow and self.is_main else None
+        self.boards = [*boards]
         self.printed_s: deque[float] = deque(maxlen=20)  # when the last steps were printed
         self.has_shown_prompt = False
         self.once = functools.cache(self.info)  # `info` for what is worth a line the first time
@@ -77,24 +80,35 @@ class Logger:
         *,
         resume_step: int | None,
         is_evaluated: bool,
-        start_mlflow: Callable[["MlflowRun"], None],
+        about: dict[str, Any],
     ) -> None:
         """Start the files of a new run, or cut those of a resumed run back to `resume_step`.
 
-        If that step `is_evaluated`, its evaluation stays. `start_mlflow` calls MlflowRun.start.
+        If that step `is_evaluated`, its evaluation stays. `about` is what boards show of the run:
+        its experiment, run_name, description, params and config_text.
         """
         if not self.is_main:
             return
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         if resume_step is None:
-            (folder / "mlflow_run_id").unlink(missing_ok=True)
+            for file in folder.glob("*_run_id"):
+                file.unlink()
         for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"):
             rows = [] if resume_step is None else read_lines(folder / name)
             rows = [r for r in rows if (r["step"], is_evaluation(r)) <= (resume_step, is_evaluated)]
             write_atomically(folder / name, "".join(map(json_line, rows)))
         self._write_table()
-        self._send(start_mlflow)
+        about = about | {"params": unnest(about["params"], separator=".")}
+        self._send(lambda board: self._begin(board, about))
+
+    def _begin(self, board: "MlflowRun", about: dict[str, Any]) -> None:
+        """Start a board's run, or continue the one that it had, and print its address."""
+        file = self.folder / f"{board.title.lower()}_run_id"
+        known = file.read_text().strip() if file.exists() else None
+        run_id, address = board.start(known, self.folder, about)
+        write_atomically(file, run_id + "\n")
+        self.info(f"{board.title}: {address}")
 
     def info(self, text: str) -> None:
         """Print on rank 0, above a progress bar if one is drawn, in the encoding of stdout."""
@@ -121,7 +135,9 @@ class Logger:
             append_durably(self.folder / "metrics.csv", self._csv_line(json.loads(line)))
         else:
             self._write_table()
-        self._send(lambda run: run.log_metrics(step, values))
+        # Boards would draw infinity as 1.8e308.
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        self._send(lambda board: board.log_metrics(step, finite), (step, is_evaluation(metrics)))
 
     def _write_table(self) -> None:
         """Write metrics.csv with a column for each metric that is in metrics.jsonl by now."""
@@ -140,7 +156,10 @@ class Logger:
             return
         lines = [json_line({"step": step, **sample}) for sample in samples]
         append_durably(self.folder / "samples.jsonl", "".join(lines))
-        self._send(lambda run: run.log_samples(step, samples))
+        rows = [unnest({"step": step, **sample}, separator="/") for sample in samples]
+        names = dict.fromkeys(name for row in rows for name in row)
+        table = {name: [row.get(name) for row in rows] for name in names}
+        self._send(lambda board: board.log_samples(table), (step, is_evaluation(samples[0])))
 
     def log_rollouts(self, lines: str) -> None:
         """Append lines of engine/report/completions.py to rollouts.jsonl."""
@@ -198,156 +217,102 @@ class Logger:
         self.info("\n".join(lines))
 
     def close(self, status: str = "FINISHED") -> None:
-        """End the MLflow run as FINISHED, FAILED or KILLED; every row is on disk already."""
-        self._send(lambda run: run.client.set_terminated(run.run_id, status))
-        self.mlflow = None
+        """End the boards' runs as FINISHED, FAILED or KILLED; every row is on disk already."""
+        self._send(lambda board: board.finish(status))
+        self.boards = []
 
-    def _send(self, call: Callable[["MlflowRun"], None]) -> None:
-        """Make one call to MLflow; if it fails or is slow, warn, and make no further call."""
-        if self.mlflow is None or self.folder is None:
-            return
-        started_s = time.monotonic()
-        try:
-            call(self.mlflow)
-            elapsed_s = time.monotonic() - started_s
-            if elapsed_s > MLFLOW_SLOW_S:
-                raise TimeoutError(f"a call took {elapsed_s:.0f} s")
-        except Exception as error:  # nothing that MLflow or its server does may end a training run
-            self.mlflow = None
-            reason = str(error).rpartition("(Caused by ")[2].split("\n")[0]
-            if "@" in os.getenv("MLFLOW_TRACKING_URI", ""):  # the reason may quote the password
-                reason = type(error).__name__
-            state = "MLflow is off until the run ends, the run's own files go on"
-            self.warning(f"{state}: {reason[:300]}")
+    def _send(
+        self, call: Callable[["MlflowRun"], None], sent: tuple[float, bool] = (math.inf, True)
+    ) -> None:
+        """Make one call to each board; one that fails or is slow gets a warning and no other call.
+
+        A resumed run repeats steps that it has sent before, and boards cannot delete points. So a
+        board keeps what was `sent` to it last, a step and whether its evaluation, and gets only
+        what comes later.
+        """
+        for board in self.boards if self.folder is not None else []:
+            started_s = time.monotonic()
+            try:
+                if sent > board.last_sent:
+                    call(board)
+                elapsed_s = time.monotonic() - started_s
+                if elapsed_s > SLOW_S:
+                    raise TimeoutError(f"a call took {elapsed_s:.0f} s")
+            except Exception as error:  # nothing that a board does may end a training run
+                self.boards = [other for other in self.boards if other is not board]
+                reason = str(error).rpartition("(Caused by ")[2].split("\n")[0]
+                if "@" in os.getenv(board.server, ""):  # the reason may quote the password
+                    reason = type(error).__name__
+                state = f"{board.title} is off until the run ends, the run's own files go on"
+                self.warning(f"{state}: {reason[:300]}")
 
 
 class MlflowRun:
     """The run in MLflow. Any of its methods may raise or take long; see `Logger._send`.
 
-    MLflow rejects some characters in names: `eval/pass@1` is `eval/pass_at_1` there. It cannot
-    delete points, and a resumed run repeats steps that it has sent before. So we keep what was sent
-    last in the tag `last_sent`, a step and whether its evaluation, and send only what comes later.
+    MLflow rejects some characters in names: `eval/pass@1` is `eval/pass_at_1` there.
     """
 
-    def __init__(self, mlflow: ModuleType) -> None:
-        self.mlflow = mlflow
+    title, server = "MLflow", "MLFLOW_TRACKING_URI"
+
+    def __init__(self) -> None:
+        self.mlflow = import_mlflow()
         self.last_sent = (-1, False)
 
-    def start(
-        self,
-        folder: Path,
-        *,
-        experiment: str,
-        run_name: str,
-        description: str,
-        params: dict[str, Any],
-        config_text: str,
-    ) -> None:
-        """Continue the MLflow run that the file mlflow_run_id names, else create one."""
+    def start(self, run_id: str | None, folder: Path, about: dict[str, Any]) -> tuple[str, str]:
+        """Continue the run of that id, or create one; returns its id and address."""
         self.client = self.mlflow.MlflowClient()
-        id_file = folder / "mlflow_run_id"
-        if id_file.exists():
-            self.run_id = id_file.read_text().strip()
-            tags = self.client.get_run(self.run_id).data.tags
-            step, _, evaluated = tags.get("last_sent", "-1").partition(" ")
-            self.last_sent = (int(step), bool(evaluated))
-            self.client.update_run(self.run_id, status="RUNNING")
-            return
-        experiment_id = self.mlflow.set_experiment(experiment).experiment_id
-        tags = {"mlflow.note.content": description}  # Markdown; MLflow's name for it
-        run = self.client.create_run(experiment_id, run_name=run_name, tags=tags)
-        self.run_id = run.info.run_id
-        named = {mlflow_name(k): value for k, value in unnest(params, separator=".").items()}
-        self.mlflow.log_params(named, synchronous=True, run_id=self.run_id)
-        self.client.log_text(self.run_id, config_text, "config.yaml")
-        write_atomically(id_file, self.run_id + "\n")
+        if run_id is not None:
+            run = self.client.get_run(run_id)
+            step, _, evaluated = run.data.tags.get("last_sent", "-1").partition(" ")
+            self.last_sent = (int(step), evaluated != "")
+            self.client.update_run(run_id, status="RUNNING")
+        else:
+            experiment_id = self.mlflow.set_experiment(about["experiment"]).experiment_id
+            tags = {"mlflow.note.content": about["description"]}  # Markdown
+            run = self.client.create_run(experiment_id, run_name=about["run_name"], tags=tags)
+            run_id = run.info.run_id
+            named = {mlflow_name(name): value for name, value in about["params"].items()}
+            self.mlflow.log_params(named, synchronous=True, run_id=run_id)
+            self.client.log_text(run_id, about["config_text"], "config.yaml")
+        server = re.sub("//.*@", "//", self.mlflow.get_tracking_uri()).rstrip("/")  # no password
+        page = f"#/experiments/{run.info.experiment_id}/runs/{run_id}"
+        self.run_id = run_id
+        return run_id, f"{server}/{page}" if "http" in server else f"{run_id} in {server}"
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        sent = (step, is_evaluation(metrics))
-        if sent <= self.last_sent:
-            return
         entities, now_ms = self.mlflow.entities, int(time.time() * 1000)
         points = [
             entities.Metric(mlflow_name(name), value, now_ms, step)
             for name, value in metrics.items()
-            if math.isfinite(value)  # MLflow would draw infinity as 1.8e308
         ]
-        tags = [entities.RunTag("last_sent", f"{step} evaluated" if sent[1] else str(step))]
+        sent = f"{step} evaluated" if is_evaluation(metrics) else str(step)
+        tags = [entities.RunTag("last_sent", sent)]
         self.client.log_batch(self.run_id, metrics=points, tags=tags, synchronous=True)
 
-    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        if (step, is_evaluation(samples[0])) <= self.last_sent:
-            return
-        rows = [unnest({"step": step, **sample}, separator="/") for sample in samples]
-        names = dict.fromkeys(name for row in rows for name in row)
-        table = {name: [row.get(name) for row in rows] for name in names}
+    def log_samples(self, table: dict[str, list]) -> None:
         self.client.log_table(self.run_id, table, "samples.json")  # adds to the earlier steps' rows
+
+    def finish(self, status: str) -> None:
+        self.client.set_terminated(self.run_id, status)
 
 
 def import_mlflow() -> ModuleType:
     """Import MLflow, or raise ValueError; ./.env sets what the environment leaves unset."""
     try:
-        import dotenv
-
-        if Path(".env").exists():
-            dotenv.load_dotenv(stream=io.StringIO(read_text(Path(".env"))))
+        load_env()
         for name, value in MLFLOW_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         import mlflow
     except ModuleNotFoundError as error:
-        fix = "pip install mlflow python-dotenv, or set logging.mlflow=false"
-        raise ValueError(f"logging.mlflow: true needs the package {error.name}: {fix}") from error
+        fix = "pip install mlflow python-dotenv, or set logging.report_to=none"
+        raise ValueError(f"logging.report_to: needs the package {error.name}: {fix}") from error
     return mlflow
 
 
 def mlflow_name(name: str) -> str:
     """Return `name` in the characters that MLflow allows: `pass@1` becomes `pass_at_1`."""
     return re.sub(r"[^\w./ -]", "_", name.replace("@", "_at_"))
-
-
-def unnest(nested: dict[str, Any], *, separator: str) -> dict[str, Any]:
-    """Return {"a/b": 1} for {"a": {"b": 1}} and the separator "/", with all texts printable."""
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        if isinstance(value, dict):
-            inner = unnest(value, separator=separator).items()
-            flat |= {f"{key}{separator}{name}": text for name, text in inner}
-        else:
-            flat[key] = printable(value) if isinstance(value, str) else value
-    return flat
-
-
-def format_reward(reward: float, parts: dict[str, float]) -> str:
-    """Return "reward 1.10  (format 1.00  answer 1.00)", for example."""
-    shown = "  ".join(f"{name} {value:.2f}" for name, value in parts.items())
-    return f"reward {reward:.2f}  ({shown})"
-
-
-def plain(value: Any) -> str:
-    """A question or a gold answer as a person writes it: "nums: 3 7 25, target: 46", say."""
-    if isinstance(value, dict):
-        return ", ".join(f"{name}: {plain(item)}" for name, item in value.items())
-    return " ".join(map(plain, value)) if isinstance(value, list) else str(value)
-
-
-def shorten(text: str, max_characters: int = 600) -> str:
-    """Return a long text without its middle; its end is kept, since the answer stands there."""
-    if len(text) <= max_characters:
-        return text
-    head, tail = text[: max_characters * 2 // 3], text[-(max_characters // 3) :]
-    return f"{head}\n[... {len(text) - len(head) - len(tail)} characters ...]\n{tail}"
-
-
-def printable(text: str, encoding: str = "utf-8") -> str:
-    """Return `text` with escapes for control codes and for characters that `encoding` lacks."""
-    visible = (c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
-    return "".join(visible).encode(encoding, "backslashreplace").decode(encoding)
-
-
-def error_line(problem: object) -> str:
-    """One line that says what is wrong, whatever text of a file or a package it quotes."""
-    text = re.sub(r"\s*\n\s*", " ", shorten(str(problem), 2_000))
-    return f"error: {printable(text)}"
 
 
 def is_evaluation(record: dict[str, Any]) -> bool:

@@ -33,6 +33,7 @@ from engine import ROOT
 from engine.core.config import Config, ConfigError, TaskSettings
 from engine.core.distributed import init_world
 from engine.core.statistics import Clock
+from engine.core.text import error_line, format_reward, plain, printable
 from engine.core.types import Trajectory
 from engine.model.policy import Policy
 from engine.questions.data import load_examples
@@ -42,7 +43,7 @@ from engine.run.config_file import combine, nest, parse_override, read_file, sec
 from engine.run.load import load_policy
 from engine.run.mistakes import mistakes_cost_one_line
 from engine.sampling.environment import encode_questions
-from logger import Logger, error_line, format_reward, plain, printable
+from logger import Logger
 from main import DecodeBatch, decode_with_generate, reward_group
 
 FOUND = {  # section: its keys, all of them if none is named

@@ -23,12 +23,12 @@ from transformers.utils import logging as transformers_logging
 
 from engine.core.config import Config, LoraSettings, ModelSettings
 from engine.core.packages import import_package
+from engine.core.text import error_line
 from engine.model.adapters import base_of, quantization_config
 from engine.model.tokenizer import load_tokenizer
 from engine.run.card import merged_card
 from engine.run.checkpoint import load_state, newest_whole, save_model
 from engine.run.fingerprint import MODEL_FILES, of_model
-from logger import error_line
 
 
 def main() -> None:

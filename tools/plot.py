@@ -26,7 +26,7 @@ import numpy as np
 import pandas
 
 from engine.core.packages import import_package
-from logger import error_line
+from engine.core.text import error_line
 
 BEST_OF = "eval/best_of_"  # the column's name goes on with the number of samples
 PANELS = (  # metric, title, label of the y-axis

@@ -20,10 +20,10 @@ from typing import Any
 
 from engine.core.config import Config, dotted_values
 from engine.core.files import read_lines, read_text, without_nan
+from engine.core.text import error_line, plain, shorten
 from engine.core.yaml_text import show
 from engine.questions.tasks import built_in_tasks, load_task, schema
 from engine.run.config_file import read_file, task_name
-from logger import error_line, plain, shorten
 from tools.plot import BEST_OF, PANELS, Table, points, read_table
 
 TEMPLATE = Path(__file__).with_name("report.html")  # the run's data replaces its {{data}}

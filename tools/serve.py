@@ -46,6 +46,11 @@ def serve(options: argparse.Namespace) -> None:
 class Handler(BaseHTTPRequestHandler):
     """GET / is the page, GET /data?VERSION its data if they are newer, POST /ask an answer."""
 
+    def handle(self) -> None:
+        """Answer; a reader who has left, such as a tab that was closed, is no mistake."""
+        with suppress(ConnectionError):
+            super().handle()
+
     def parse_request(self) -> bool:
         """Refuse what is not asked by a page of this server."""
         if not super().parse_request():
@@ -64,11 +69,15 @@ class Handler(BaseHTTPRequestHandler):
             return self.begin(204, "application/json")
         if self.path != "/" and not self.path.startswith("/data?"):
             return self.send_error(404)
+        data = {"name": folder.resolve().name, "models": [], "version": version}
         try:
-            data = report.read_run(folder)
-        except (ValueError, OSError) as error:  # a run that has just begun has no metrics yet
-            data = {"name": folder.resolve().name, "problem": str(error)}
-        text = report.to_json(data | {"models": models(folder), "version": version})
+            data["models"] = models(folder)
+            data |= report.read_run(folder)
+        except (ValueError, OSError) as error:  # it has just begun, or was moved away meanwhile
+            if self.path != "/":
+                return self.begin(204, "application/json")  # the page keeps what it has
+            data["problem"] = str(error)
+        text = report.to_json(data)
         if self.path == "/":
             text = report.TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", text)
         self.begin(200, "text/html" if self.path == "/" else "application/json")
@@ -78,11 +87,12 @@ class Handler(BaseHTTPRequestHandler):
         """Lines of JSON: the prompt, each token, what the reward read and paid; or an error."""
         if self.path != "/ask" or self.headers.get_content_type() != "application/json":
             return self.send_error(404)
-        request = self.rfile.read(min(int(self.headers.get("Content-Length", 0)), 100_000))
         self.begin(200, "application/x-ndjson")
         try:
+            length = min(int(self.headers.get("Content-Length", 0)), 100_000)
+            request = json.loads(self.rfile.read(max(length, 0)))
             with ANSWERING:
-                answer(self.server.options, json.loads(request), self.send)
+                answer(self.server.options, request, self.send)
         except Exception as error:  # whatever a model does at loading: the page shows it
             with suppress(ConnectionError):  # the reader has left, which ends an answer
                 self.send({"error": " ".join(str(error).split())})

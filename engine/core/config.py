@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.functional_validators import BeforeValidator
 
 from engine import ROOT
 from engine.core.yaml_text import show
@@ -393,14 +394,22 @@ class CheckpointSettings(Section):
     already has a checkpoint stops with an error and stays unchanged."""
 
 
+def listed(value: Any) -> Any:
+    """A list for one word; none and null are an empty one."""
+    return [] if value in ("none", None) else [value] if isinstance(value, str) else value
+
+
 class LoggingSettings(Section):
     """What is recorded besides metrics.csv and metrics.jsonl, which are always written."""
 
+    report_to: Annotated[list[Literal["mlflow", "wandb"]], BeforeValidator(listed)] = []
+    """Send metrics, settings and samples to other boards too: mlflow, wandb, or [mlflow, wandb].
+    Addresses and credentials come from the environment or a .env file (MLFLOW_TRACKING_URI,
+    WANDB_API_KEY, WANDB_MODE=offline). A board that fails is left with one warning."""
     mlflow: bool = False
-    """Log to MLflow too. The server's address and credentials come from the environment or a .env
-    file."""
+    """The same as mlflow in report_to."""
     experiment: Text = "plain-grpo"
-    """The name of the MLflow experiment."""
+    """The name of the MLflow experiment, and of the wandb project."""
     samples: NonNegativeInt = 3
     """The number of completions kept in samples.jsonl at each evaluation; the first three are
     printed."""

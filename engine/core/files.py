@@ -1,6 +1,7 @@
 """Text files that a crash leaves whole, strict JSON for them, and what lies at a model's path."""
 
 import difflib
+import io
 import json
 import os
 from pathlib import Path
@@ -13,6 +14,14 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is not UTF-8 text ({error}); save it as UTF-8") from error
+
+
+def load_env() -> None:
+    """Set what ./.env names and the environment leaves unset."""
+    import dotenv
+
+    if Path(".env").exists():
+        dotenv.load_dotenv(stream=io.StringIO(read_text(Path(".env"))))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -23,8 +23,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from engine.core.files import json_line
+from engine.core.text import plain, shorten
 from engine.core.types import MicroBatch, Trajectory
-from logger import plain, shorten
 
 MAX_GROUPS = 3  # of a step
 MAX_COMPLETIONS = 16  # of a group

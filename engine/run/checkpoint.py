@@ -35,7 +35,8 @@ MARKER = "has_checkpoints"
 # What a run writes into its folder. metrics.jsonl is how we recognise a used folder, so it is moved
 # aside last: if we are killed in between, the next start moves the rest.
 RESULTS = ("best", "best.old", "best.tmp", "checkpoints", "config.yaml", "metrics.csv")
-RESULTS += ("warm.jsonl", "mlflow_run_id", "rollouts.jsonl", "samples.jsonl", "metrics.jsonl")
+RESULTS += ("warm.jsonl", "mlflow_run_id", "wandb_run_id", "wandb", "rollouts.jsonl")
+RESULTS += ("samples.jsonl", "metrics.jsonl")
 
 # A run's folder
 

@@ -235,6 +235,8 @@ def explain(error: ValidationError, full_schema: type[Config], values: dict) -> 
         names, value, kind = [], values, detail["type"]
         with suppress(LookupError, TypeError):  # the place in a union ends with names of types
             for name in detail["loc"]:
+                if isinstance(value, str):  # one word in the place of a list
+                    break
                 value = value[name]
                 names.append(str(name))
         key, problem = ".".join(names), detail["msg"].removeprefix("Value error, ")

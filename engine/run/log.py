@@ -7,13 +7,13 @@ from datetime import datetime
 
 from engine.core.files import append_durably, json_line, without_nan, write_atomically
 from engine.core.statistics import Clock
+from engine.core.text import plain
 from engine.core.types import MicroBatch, Trajectory
 from engine.report.completions import describe_rollouts
 from engine.report.evaluation import evaluation_metrics, single_answer_metrics
 from engine.report.metrics import count_broken
 from engine.run.saving import write_config
 from engine.run.state import Run
-from logger import plain
 
 MAX_ROLLOUTS_BYTES = 16_000_000  # of rollouts.jsonl
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from engine.core.config import ConfigError
+from engine.core.text import error_line
 from engine.questions.tasks import RewardError
-from logger import error_line
 
 
 def outlive_terminal() -> None:

@@ -27,7 +27,6 @@ from engine.update.shards import (
     move_parts,
     save_parts,
 )
-from logger import MlflowRun
 
 # Beginning
 
@@ -129,15 +128,13 @@ def open_files(run: Run) -> None:
         run.folder,
         resume_step=state.step if run.is_resumed else None,
         is_evaluated=state.evaluated_at == state.step,
-        start_mlflow=functools.partial(
-            MlflowRun.start,
-            folder=run.folder,
-            experiment=config.logging.experiment,
-            run_name=run_name(config),
-            description="\n".join(f"- {line}" for line in differences(config)),
-            params=dotted_values(config),
-            config_text=dump(config),
-        ),
+        about={
+            "experiment": config.logging.experiment,
+            "run_name": run_name(config),
+            "description": "\n".join(f"- {line}" for line in differences(config)),
+            "params": dotted_values(config),
+            "config_text": dump(config),
+        },
     )
     if run.world.is_main:
         write_config(run.folder, config)

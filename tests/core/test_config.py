@@ -156,6 +156,14 @@ def test_a_mapping_of_many_keys_takes_no_quadratic_time():
     assert len(Loader("").construct_mapping(node)) == 100_000
 
 
+@pytest.mark.parametrize(
+    ("text", "boards"),
+    [("wandb", ["wandb"]), ("[mlflow, wandb]", ["mlflow", "wandb"]), ("none", []), ("null", [])],
+)
+def test_boards_are_a_list_one_word_or_none(text, boards):
+    assert load_config([f"logging.report_to={text}"]).logging.report_to == boards
+
+
 def test_an_integer_is_accepted_for_a_number():
     temperature = load("sampling.temperature=2").sampling.temperature
     assert temperature == 2.0 and isinstance(temperature, float)
@@ -362,6 +370,8 @@ DISTILL = "training.learning_type=distill model.teacher=tiny"
         ("sampling.temperature=1e-300", "1.0e-300: Input should be greater than or equal to 0.01"),
         ("sampling.top_p=1e-46", "1.0e-46: Input should be greater than or equal to 0.000001"),
         ("training.learning_rate=1e38", "Input should be less than or equal to 10"),
+        ("logging.report_to=wand", "logging.report_to = wand: Input should be 'mlflow' or 'wandb'"),
+        ("logging.report_to=[mlflow, 3]", "report_to.1 = 3: Input should be 'mlflow' or 'wandb'"),
         ("logging.mlflow=1", "logging.mlflow = 1: Input should be a valid boolean"),
         ("logging=3", "logging = 3: Input should be a mapping of keys, which --help lists"),
         ("model.name=12", "model.name = 12: Input should be a valid string; in quotes it is text"),

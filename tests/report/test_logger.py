@@ -1,4 +1,4 @@
-"""The logger: files that survive a kill, a readable terminal, an MLflow that cannot hurt a run."""
+"""The logger: files that survive a kill, a readable terminal, boards that cannot hurt a run."""
 
 import contextlib
 import csv
@@ -22,10 +22,15 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import wandb
 from harness import ROOT, read_jsonl
+from wandb.proto import wandb_internal_pb2 as pb
 
 import logger
-from logger import Logger, MlflowRun, import_mlflow
+from engine.core.config import LoggingSettings
+from engine.report import wandb_run
+from engine.report.boards import make_boards
+from logger import Logger, import_mlflow
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -54,21 +59,16 @@ def start(
     folder: Path,
     *,
     rank: int = 0,
-    do_mlflow: bool = False,
+    boards: str | list[str] = "none",
     resume_step: int | None = None,
     is_evaluated: bool = False,
     **shown,
 ) -> Logger:
-    """A logger whose files are open, and its MLflow run too, if wanted."""
-    log = Logger(rank=rank, do_mlflow=do_mlflow)
-    names = {"experiment": "plain-grpo", "run_name": "test", "description": ""}
-    names |= {"config_text": "", "params": {}} | shown
-    log.open(
-        folder,
-        resume_step=resume_step,
-        is_evaluated=is_evaluated,
-        start_mlflow=partial(MlflowRun.start, folder=folder, **names),
-    )
+    """A logger whose files are open, and the runs of its boards too, if wanted."""
+    log = Logger(rank=rank, boards=make_boards(LoggingSettings(report_to=boards)))
+    about = {"experiment": "plain-grpo", "run_name": "test", "description": ""}
+    about |= {"config_text": "", "params": {}} | shown
+    log.open(folder, resume_step=resume_step, is_evaluated=is_evaluated, about=about)
     return log
 
 
@@ -120,7 +120,7 @@ def test_a_table_that_a_spreadsheet_has_saved_is_made_anew(tmp_path, old, new):
 def test_an_env_file_that_is_not_utf_8_is_named(tmp_path):
     (tmp_path / ".env").write_bytes(b"MLFLOW_TRACKING_URI=\xff")
     with pytest.raises(ValueError, match=r"\.env: is not UTF-8 text"):
-        start(tmp_path, do_mlflow=True)
+        start(tmp_path, boards="mlflow")
 
 
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
@@ -167,7 +167,7 @@ def test_any_text_survives_in_the_samples_file(tmp_path):
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path, capfd):
-    log = start(tmp_path / "run", rank=1, do_mlflow=True)
+    log = start(tmp_path / "run", rank=1, boards="mlflow")
     log.info("hello")
     log.warning("careful")
     with log.progress(10, "rollouts", "rows") as bar:
@@ -181,7 +181,7 @@ def test_other_ranks_write_and_print_nothing(tmp_path, capfd):
 
 
 def test_a_logger_that_is_not_open_prints_but_writes_nothing(tmp_path, capfd):
-    log = Logger(rank=0, do_mlflow=True)
+    log = Logger(rank=0, boards=make_boards(LoggingSettings(mlflow=True)))
     log.info("hello")
     log_steps(log, range(1, 2))
     log.close("FAILED")
@@ -379,21 +379,25 @@ def client(module_server, monkeypatch) -> object:
     return import_mlflow().MlflowClient(module_server)
 
 
-def test_mlflow_shows_parameters_metrics_the_config_and_the_samples(client, tmp_path, capfd):
+def test_mlflow_shows_parameters_metrics_the_config_and_the_samples(
+    client, module_server, tmp_path, capfd
+):
     params = {"training.learning_rate": 1e-4, "training.k_best_of_n": [8, 8], "run.name": "数"}
     params |= {"model.lora": {"r": 8}, "task.prompt": "half \ud83d"}
     params |= {f"task.key_{i}": i for i in range(120)}  # more than MLflow takes at once
     names = {"experiment": "countdown", "run_name": "first", "description": "- seed: 1"}
     shown = {"params": params, "config_text": "training: {}\n", **names}
-    log = start(tmp_path / "run", do_mlflow=True, **shown)
+    log = start(tmp_path / "run", boards="mlflow", **shown)
     log.log_metrics(0, {"eval/pass@1": 0.25})
     log.log_metrics(1, {"train/loss": 0.5, "train/reward": float("nan"), "eval/pass@1": 0.5})
     log.log_samples(0, [SAMPLE])
     log.log_samples(1, [SAMPLE | {"completion": "half \ud83d, NUL \0"}, SAMPLE])
     log.close()
-    assert capfd.readouterr() == ("", "")
+    run_id = (tmp_path / "run/mlflow_run_id").read_text().strip()
+    address = f"{module_server}/#/experiments/{client.get_run(run_id).info.experiment_id}"
+    assert capfd.readouterr() == (f"MLflow: {address}/runs/{run_id}\n", "")
 
-    run = client.get_run((tmp_path / "run/mlflow_run_id").read_text().strip())
+    run = client.get_run(run_id)
     assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
     assert client.get_experiment(run.info.experiment_id).name == "countdown"
     assert run.data.tags["mlflow.note.content"] == "- seed: 1"  # the UI's description
@@ -415,9 +419,9 @@ def test_mlflow_shows_parameters_metrics_the_config_and_the_samples(client, tmp_
 
 
 def test_a_resumed_run_continues_its_mlflow_run_and_doubles_no_step(client, tmp_path):
-    log_steps(start(tmp_path, do_mlflow=True, params={"num_steps": 4}), range(1, 4))  # killed
+    log_steps(start(tmp_path, boards="mlflow", params={"num_steps": 4}), range(1, 4))  # killed
     run_id = (tmp_path / "mlflow_run_id").read_text().strip()
-    log = start(tmp_path, do_mlflow=True, params={"num_steps": 5}, resume_step=2)
+    log = start(tmp_path, boards="mlflow", params={"num_steps": 5}, resume_step=2)
     log_steps(log, range(3, 6))
     log.close("KILLED")
     run = client.get_run(run_id)
@@ -427,15 +431,18 @@ def test_a_resumed_run_continues_its_mlflow_run_and_doubles_no_step(client, tmp_
     table = client.load_table(run.info.experiment_id, "samples.json", [run_id])
     assert table["step"].tolist() == [1, 2, 3, 4, 5]
 
-    log_steps(start(tmp_path, do_mlflow=True), range(1, 2))
+    log_steps(start(tmp_path, boards="mlflow"), range(1, 2))
     assert (tmp_path / "mlflow_run_id").read_text().strip() != run_id
 
 
-def check_one_warning(folder: Path, capfd: pytest.CaptureFixture[str], reason: str) -> None:
-    """Three steps were logged: MLflow's failure is one line, and no row is missing."""
+def check_one_warning(
+    folder: Path, capfd: pytest.CaptureFixture[str], reason: str, board: str = "MLflow"
+) -> None:
+    """Three steps were logged: the board's failure is one line, and no row is missing."""
     out, err = capfd.readouterr()
     assert out.count("warning:") == 1 and len(out.splitlines()) == 1 and err == ""
-    assert out.startswith("warning: MLflow is off until the run ends, the run's own files go on: ")
+    state = f"{board} is off until the run ends, the run's own files go on"
+    assert out.startswith(f"warning: {state}: ")
     assert reason in out and "secret" not in out
     assert logged_steps(folder) == ([1, 2, 3],) * 3
 
@@ -444,9 +451,9 @@ def check_one_warning(folder: Path, capfd: pytest.CaptureFixture[str], reason: s
 def test_a_server_killed_in_mid_run_costs_one_warning_and_no_row(tmp_path, monkeypatch, capfd):
     with mlflow_server(tmp_path) as (address, process):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-        log = start(tmp_path / "run", do_mlflow=True)
+        log = start(tmp_path / "run", boards="mlflow")
         log_steps(log, range(1, 2))
-        assert capfd.readouterr() == ("", "")
+        assert capfd.readouterr().out.startswith(f"MLflow: {address}/#/experiments/")
         kill_group(process)
         started_s = time.monotonic()
         log_steps(log, range(2, 4))
@@ -506,7 +513,7 @@ def test_a_server_that_is_down_costs_one_warning_and_no_row(
     with open_port() as port:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
         started_s = time.monotonic()
-        log = start(tmp_path, do_mlflow=True)
+        log = start(tmp_path, boards="mlflow")
         log_steps(log, range(1, 4))
         log.close()
         assert time.monotonic() - started_s < 10
@@ -520,7 +527,7 @@ def test_the_password_in_a_servers_address_is_not_printed(password, tmp_path, mo
     import_mlflow()
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:{password}@127.0.0.1:9")
-    log = start(tmp_path, do_mlflow=True)
+    log = start(tmp_path, boards="mlflow")
     log_steps(log, range(1, 4))
     check_one_warning(tmp_path, capfd, "")
 
@@ -532,8 +539,9 @@ def test_the_default_limits_bound_a_request_to_half_a_minute():
 
 
 def test_a_call_that_is_slow_is_the_last(client, tmp_path, monkeypatch, capfd):
-    log = start(tmp_path, do_mlflow=True)
-    monkeypatch.setattr(logger, "MLFLOW_SLOW_S", 0.0)
+    log = start(tmp_path, boards="mlflow")
+    capfd.readouterr()
+    monkeypatch.setattr(logger, "SLOW_S", 0.0)
     log_steps(log, range(1, 4))
     check_one_warning(tmp_path, capfd, "a call took 0 s")
 
@@ -553,8 +561,145 @@ def test_env_file_sets_mlflow_up_and_the_environment_wins(tmp_path, monkeypatch)
     assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "1"
 
 
-@pytest.mark.parametrize("name", ["mlflow", "dotenv"])
-def test_a_missing_package_is_named_with_its_pip_command_at_once(name, monkeypatch):
-    monkeypatch.setitem(sys.modules, name, None)  # what an import finds if it is not installed
-    with pytest.raises(ValueError, match=f"package {name}: pip install mlflow python-dotenv"):
-        Logger(rank=0, do_mlflow=True)
+@pytest.mark.parametrize(
+    ("package", "board", "command"),
+    [
+        ("mlflow", "mlflow", "package mlflow: pip install mlflow python-dotenv"),
+        ("dotenv", "mlflow", "package dotenv: pip install mlflow python-dotenv"),
+        ("wandb", "wandb", "pip install wandb==[0-9.]+"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_pip_command_at_once(
+    package, board, command, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, package, None)  # what an import finds if it is not installed
+    with pytest.raises(ValueError, match=command):
+        [*make_boards(LoggingSettings(report_to=[board]))]
+
+
+# wandb
+
+
+@pytest.fixture
+def offline(monkeypatch) -> Iterator[None]:
+    """wandb without a server; its process ends with the test."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    yield
+    wandb.teardown()
+
+
+def records(folder: Path) -> list[pb.Record]:
+    """What wandb's files in a run's folder hold: LevelDB's log, in blocks of 32 kB."""
+    found = []
+    for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        data, place, record = file.read_bytes(), 7, b""
+        while place + 7 <= len(data):
+            _, length, kind = struct.unpack("<IHB", data[place : place + 7])
+            left = 2**15 - place % 2**15
+            if left < 7:
+                place += left
+                continue
+            record += data[place + 7 : place + 7 + length]
+            place += 7 + length
+            if kind in (1, 4):  # a whole record, or its last part
+                found.append(pb.Record.FromString(record))
+                record = b""
+    return found
+
+
+def history(folder: Path) -> list[dict]:
+    """The rows that were logged, without what wandb adds to them."""
+    rows = [record.history.item for record in records(folder) if record.HasField("history")]
+    rows = [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in r} for r in rows]
+    return [{key: row[key] for key in row if not key.startswith("_")} for row in rows]
+
+
+def test_wandb_shows_parameters_metrics_and_the_samples_and_goes_on(offline, tmp_path, capfd):
+    params = {"training.learning_rate": 1e-4, "model.lora": {"r": 8}, "task.prompt": "half \ud83d"}
+    names = {"experiment": "countdown", "run_name": "first", "description": "- seed: 1"}
+    log = start(tmp_path, boards="wandb", params=params, **names)
+    log.log_metrics(0, {"eval/pass@1": 0.25})
+    log.log_samples(0, [SAMPLE | {"completion": "half \ud83d, NUL \0"}])
+    log.log_metrics(1, {"train/loss": 0.5, "train/reward": float("nan")})
+    log.close("KILLED")
+    (folder,) = tmp_path.glob("wandb/offline-run-*")
+    assert capfd.readouterr() == (f"wandb: offline, wandb sync {folder}\n", "")
+    written = records(tmp_path)
+    (run,) = (record.run for record in written if record.HasField("run"))
+    assert (run.project, run.display_name, run.notes) == ("countdown", "first", "- seed: 1")
+    settings = {item.key: json.loads(item.value_json) for item in run.config.update}
+    expected = {"training.learning_rate": 1e-4, "model.lora.r": 8, "task.prompt": "half \\ud83d"}
+    assert settings.items() >= expected.items()
+    assert [r.exit.exit_code for r in written if r.HasField("exit")] == [1]
+    before, samples, after = history(tmp_path)
+    assert before == {"step": 0, "eval/pass@1": 0.25}
+    assert after == {"step": 1, "train/loss": 0.5}
+    table = json.loads((folder / "files" / samples["samples/path"]).read_text())
+    (row,) = table["data"]
+    shown = dict(zip(table["columns"], row, strict=True))
+    assert (shown["step"], shown["reward_parts/answer"]) == (0, 1.0)
+    assert shown["completion"] == "half \\ud83d, NUL \\x00"
+    time.sleep(1.1)  # its folders are named by the second
+    log = start(tmp_path, boards="wandb", resume_step=1)
+    log.log_metrics(2, {"train/loss": 0.25})
+    log.close()
+    assert history(tmp_path)[3:] == [{"step": 2, "train/loss": 0.25}]
+    ids = {record.run.run_id for record in records(tmp_path) if record.HasField("run")}
+    assert ids == {(tmp_path / "wandb_run_id").read_text().strip()}
+
+
+def test_a_wandb_that_knows_the_run_gets_no_step_twice(offline, tmp_path):
+    """As its server tells at a resume; step 2 was sent, its evaluation was not."""
+    log = start(tmp_path, boards="wandb")
+    (board,) = log.boards
+    board.last_sent = (2, False)
+    log_steps(log, range(1, 3))
+    log.log_metrics(2, {"eval/pass@1": 0.5})
+    assert board.run.summary["last_sent"] == [2, True]
+    log.close()
+    assert history(tmp_path) == [{"step": 2, "eval/pass@1": 0.5}]
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"), [(None, "no API key"), ("secret01" * 5, "wandb is off")]
+)
+def test_a_wandb_that_cannot_be_used_costs_one_warning(tmp_path, monkeypatch, capfd, key, reason):
+    """There is no key, and nobody is asked for it; or there is no server."""
+    monkeypatch.setenv("HOME", str(tmp_path))  # without a .netrc
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setattr(wandb_run, "SLOW_S", 2.0)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with deaf_port(is_silent=False) as port:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
+        if key is not None:
+            monkeypatch.setenv("WANDB_API_KEY", key)
+        log = start(tmp_path / "run", boards="wandb")
+        log_steps(log, range(1, 4))
+        log.close()
+        wandb.teardown()
+    check_one_warning(tmp_path / "run", capfd, reason, board="wandb")
+
+
+def test_two_boards_get_the_same_and_one_that_fails_leaves_the_other(
+    offline, tmp_path, monkeypatch, capfd
+):
+    """MLflow on SQLite, without a server: `logging.mlflow` is a word for it."""
+    assert LoggingSettings(report_to="wandb").report_to == ["wandb"]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    boards = make_boards(LoggingSettings(report_to="wandb", mlflow=True))
+    log = Logger(rank=0, boards=boards)
+    about = {"experiment": "x", "run_name": "y", "description": "", "config_text": ""}
+    log.open(tmp_path, resume_step=None, is_evaluated=False, about={**about, "params": {"a": 1}})
+    log.log_metrics(1, {"train/loss": 0.5})
+    mlflow_board, wandb_board = log.boards
+    run_id = (tmp_path / "mlflow_run_id").read_text().strip()
+    addresses = capfd.readouterr().out.splitlines()
+    assert addresses[0] == f"MLflow: {run_id} in sqlite:///{tmp_path}/mlflow.db"
+    assert mlflow_board.client.get_run(run_id).data.metrics == {"train/loss": 0.5}
+    wandb_board.finish("FINISHED")
+    assert history(tmp_path) == [{"step": 1, "train/loss": 0.5}]
+    log.log_metrics(2, {"train/loss": 0.25})
+    assert mlflow_board.client.get_run(run_id).data.metrics == {"train/loss": 0.25}
+    assert capfd.readouterr().out.startswith("warning: wandb is off until the run ends")
+    log.close()
+    assert mlflow_board.client.get_run(run_id).info.status == "FINISHED"

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import threading
 import time
@@ -113,6 +114,38 @@ def test_the_data_are_sent_when_the_run_has_written_more(server, run):
     page = run / "live.html"
     page.write_text(fetch(server, "/")[1])
     assert data_of(page) == newer
+
+
+def test_a_run_that_is_moved_away_or_damaged_leaves_the_page_what_it_has(server, run, capfd):
+    """Bug: a traceback, and no answer, which the page took for the server's end."""
+    version = json.loads(fetch(server, "/data?")[1])["version"]
+    for change in ("{", None):
+        if change is None:
+            (run / "config.yaml").unlink()
+        else:
+            (run / "config.yaml").write_text(change)
+        os.utime(run / "metrics.csv", ns=(1, 1))
+        assert fetch(server, f"/data?{version}") == (204, "")
+        status, text = fetch(server, "/")
+        assert status == 200 and '"models":[]' in text and "config.yaml" in text
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("length", ["abc", "-1", "1" * 30])
+def test_a_request_that_lies_or_leaves_costs_no_traceback(server, length, capfd):
+    """Bug: a tab that was closed too early, or a bad Content-Length, was 15 lines each."""
+    head = "POST /ask HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as asking:
+        asking.sendall(f"{head}Content-Length: {length}\r\n\r\n{{".encode())
+        asking.shutdown(socket.SHUT_WR)
+        assert asking.makefile("rb").read().splitlines()[-1].startswith(b'{"error": ')
+    for path in ("/", "/data?"):
+        with socket.create_connection(("127.0.0.1", server.server_port)) as leaving:
+            leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            leaving.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    fetch(server, "/")
+    time.sleep(0.5)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_command_says_where_it_serves_and_ends_with_ctrl_c(python, run):
@@ -288,6 +321,11 @@ def test_of_a_task_that_reads_no_question_a_held_out_one_is_asked(page, monkeypa
 
 
 def test_hostile_text_of_a_model_stays_text(page, monkeypatch):
+    """Also in the place of the hint, which the page once read as one JSON document, not as lines.
+
+    It asks for the hint when it is loaded: where `answer` was replaced meanwhile, that threw.
+    """
+
     def answer(options, request, send) -> None:
         row = completion(HOSTILE, 1.0 if request["model"] == "tiny" else 0.0)
         row["tokens"][1] = "left" if request["model"] == "tiny" else "right"
@@ -296,6 +334,9 @@ def test_hostile_text_of_a_model_stays_text(page, monkeypatch):
         send({"row": row, "paid": HOSTILE, "read": HOSTILE})
 
     monkeypatch.setattr(serve, "answer", answer)
+    with page.expect_response("**/ask") as hint:
+        page.reload()
+    hint.value.finished()
     page.locator("#question").fill(HOSTILE)
     page.locator("button[type=submit]").click()
     both_answered(page)

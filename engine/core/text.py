@@ -1,0 +1,49 @@
+"""What people read of values: rewards, questions, long or hostile texts, mistakes."""
+
+import re
+from typing import Any
+
+
+def unnest(nested: dict[str, Any], *, separator: str) -> dict[str, Any]:
+    """Return {"a/b": 1} for {"a": {"b": 1}} and the separator "/", with all texts printable."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        if isinstance(value, dict):
+            inner = unnest(value, separator=separator).items()
+            flat |= {f"{key}{separator}{name}": text for name, text in inner}
+        else:
+            flat[key] = printable(value) if isinstance(value, str) else value
+    return flat
+
+
+def format_reward(reward: float, parts: dict[str, float]) -> str:
+    """Return "reward 1.10  (format 1.00  answer 1.00)", for example."""
+    shown = "  ".join(f"{name} {value:.2f}" for name, value in parts.items())
+    return f"reward {reward:.2f}  ({shown})"
+
+
+def plain(value: Any) -> str:
+    """A question or a gold answer as a person writes it: "nums: 3 7 25, target: 46", say."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {plain(item)}" for name, item in value.items())
+    return " ".join(map(plain, value)) if isinstance(value, list) else str(value)
+
+
+def shorten(text: str, max_characters: int = 600) -> str:
+    """Return a long text without its middle; its end is kept, since the answer stands there."""
+    if len(text) <= max_characters:
+        return text
+    head, tail = text[: max_characters * 2 // 3], text[-(max_characters // 3) :]
+    return f"{head}\n[... {len(text) - len(head) - len(tail)} characters ...]\n{tail}"
+
+
+def printable(text: str, encoding: str = "utf-8") -> str:
+    """Return `text` with escapes for control codes and for characters that `encoding` lacks."""
+    visible = (c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+    return "".join(visible).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def error_line(problem: object) -> str:
+    """One line that says what is wrong, whatever text of a file or a package it quotes."""
+    text = re.sub(r"\s*\n\s*", " ", shorten(str(problem), 2_000))
+    return f"error: {printable(text)}"
