@@ -41,7 +41,8 @@ def load(name: str) -> tuple[Callable[[str], float], str]:
     options = schema(task)().task
     example = task.parse_row(task.EXAMPLE_ROW, options=options)
     gold = str(example.get("answer") or [*example.values()][-1]).split()[-1]
-    return lambda completion: reward_parts(task, completion, example, options, None)["answer"], gold
+    pay = functools.partial(reward_parts, task, example=example, options=options)
+    return lambda text: pay(texts=[text], completions=[None])[0]["answer"], gold
 
 
 def attack(name: str) -> dict[str, list[str]]:
