@@ -122,7 +122,8 @@ def harmless(file: Path, overrides: list[str]) -> dict[str, Any]:
     kept, asked = without_other_task(kept, typed), section_of(typed, "task")
     name = task_name(merge(kept, typed))
     if name not in built_in_tasks() and name not in (asked.get("name"), asked.get("reward")):
-        problem = f"{file}: task {name!r:.80}: a file that was found cannot have code run"
+        key = "task.name" if section_of(kept, "task").get("reward") is None else "task.reward"
+        problem = f"{file}: {key} = {name!r:.80}: a file that was found cannot have code run"
         raise ConfigError([f"{problem}; if you trust it, add --config {file}"])
     return kept
 

@@ -127,7 +127,7 @@ class RewardTask:
         columns = {key: [value] * len(texts) for key, value in example.items()}
         columns = {key: columns[key] for key in columns.keys() - {"prompt", "completion"}}
         columns |= {"prompts": [prompt] * len(texts), "completions": written}
-        columns["completion_ids"] = [[*c.token_ids] if c else [] for c in completions]
+        columns["completion_ids"] = [[*c.token_ids] if c else [0] for c in completions]  # an end
         paid = [self.call(name, columns, example) for name in self.functions]
         return [dict(zip(self.functions, parts, strict=True)) for parts in zip(*paid, strict=True)]
 
