@@ -2,12 +2,15 @@
 
 import json
 import random
+import re
+import shlex
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from harness import arguments, make_config, read_rows
+from harness import ROOT, arguments, make_config, read_rows
 
 import main
 from engine.core.config import ConfigError, run_name
@@ -391,7 +394,7 @@ def test_a_run_learns_from_a_function_and_its_model_can_be_asked(
     folder, rotary_model_folder, monkeypatch
 ):
     names = ["task.reward=my_rewards:[answer, short]", "task.train=rows.jsonl"]
-    run = harness_run(folder, rotary_model_folder, monkeypatch, *names)
+    run = run_here(folder, rotary_model_folder, monkeypatch, *names)
     rows = read_rows(run)
     assert {"train/part_answer", "train/part_short"} <= rows[2].keys() and len(rows) == 3
     saved = read_file(run / "config.yaml")
@@ -411,7 +414,7 @@ def chat_of(run: Path, *others: str):
     return chat.chat_config(chat.read_arguments([str(run / "best"), *others]))
 
 
-def harness_run(folder: Path, model: Path, monkeypatch, *overrides: str) -> Path:
+def run_here(folder: Path, model: Path, monkeypatch, *overrides: str) -> Path:
     """Two steps in this process, in the current folder."""
     given = arguments(folder, model, *overrides, "training.num_steps=2")
     monkeypatch.setattr("sys.argv", ["main.py", *given])
@@ -422,9 +425,22 @@ def harness_run(folder: Path, model: Path, monkeypatch, *overrides: str) -> Path
 
 
 @pytest.mark.timeout(120)
+def test_the_first_lines_of_the_docs_train(folder, rotary_model_folder, monkeypatch):
+    page = (ROOT / "docs/tasks.md").read_text()
+    (code,) = re.findall("```python\n(def .*?)```", page, re.DOTALL)
+    command = re.search("```bash\ncp (\\S+) . && python main.py (.*?)```", page, re.DOTALL)
+    (folder / "my_rewards.py").write_text(code)
+    shutil.copy(ROOT / command[1], folder)
+    typed = shlex.split(command[2].replace("\\\n", ""))
+    small = [text for text in typed if text.startswith("task.")]
+    run = run_here(folder, rotary_model_folder, monkeypatch, *small)
+    assert make_config(*typed).task.name == "plural"  # the other keys are there too
+    assert "train/part_plural" in read_rows(run)[2]
+    assert "What is the plural of " in (run / "samples.jsonl").read_text()
+
+
+@pytest.mark.timeout(120)
 def test_the_template_trains(folder, rotary_model_folder, monkeypatch):
-    pairs = [f"word{n},word{n}s\n" for n in range(40)]
-    (folder / "plurals.csv").write_text("singular,plural\n" + "".join(pairs))
-    names = ["task.name=template", "task.train=plurals.csv", "task.eval=plurals.csv"]
-    rows = read_rows(harness_run(folder, rotary_model_folder, monkeypatch, *names))
-    assert len(rows) == 3 and "train/part_answer" in rows[2]
+    names = [f"task.{key}={ROOT}/tasks/plurals.csv" for key in ("train", "eval")]
+    run = run_here(folder, rotary_model_folder, monkeypatch, "task.name=template", *names)
+    assert len(read_rows(run)) == 3 and "train/part_answer" in read_rows(run)[2]
