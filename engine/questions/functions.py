@@ -43,27 +43,28 @@ def check_form(text: Any) -> str:
 @functools.cache
 def make_task(file: Path, *names: str) -> "RewardTask":
     module = import_file(file)
-    functions = {name: getattr(module, name, None) for name in names}
-    if problems := [problem for pair in functions.items() for problem in problems_of(*pair)]:
-        wheres = [place(str(file), function=functions[name]) for name, _ in problems]
-        lines = zip(wheres, problems, strict=True)
-        raise ConfigError([f"{where}: {name} {problem}" for where, (name, problem) in lines])
+    functions, lines = {name: getattr(module, name, None) for name in names}, []
+    for name, function in functions.items():
+        where = place(str(file), function=function)
+        lines += [f"{where}: {name} {problem}" for problem in problems_of(function)]
+    if lines:
+        raise ConfigError(lines)
     return RewardTask(str(file), functions)
 
 
-def problems_of(name: str, function: Callable | None) -> Iterator[tuple[str, str]]:
-    """The name of a function, and what is wrong with it, for each thing that is."""
+def problems_of(function: Callable | None) -> Iterator[str]:
+    """What is wrong with a function before it is called."""
     if not callable(function):
-        yield name, "is no function of this file"
+        yield "is no function of this file"
         return
     if inspect.iscoroutinefunction(function):
-        yield name, "must not be async: it is not awaited here"
+        yield "must not be async: it is not awaited here"
     parameters = inspect.signature(function).parameters
     if not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
-        yield name, "must end its arguments with **kwargs: it gets every column of the rows"
-    for absent in NOT_PASSED:
-        if absent in parameters and parameters[absent].default is inspect.Parameter.empty:
-            yield name, f"asks for {absent}, which is not passed here: write {absent}=None"
+        yield "must end its arguments with **kwargs: it gets every column of the rows"
+    for name in NOT_PASSED:
+        if name in parameters and parameters[name].default is inspect.Parameter.empty:
+            yield f"asks for {name}, which is not passed here: write {name}=None"
 
 
 class RewardTask:
@@ -124,8 +125,8 @@ class RewardTask:
             prompt, written = posed, [[{"role": "assistant", "content": text}] for text in texts]
         else:
             prompt, written = posed if isinstance(posed, str) else posed[-1]["content"], texts
-        columns = {key: [value] * len(texts) for key, value in example.items()}
-        columns = {key: columns[key] for key in columns.keys() - {"prompt", "completion"}}
+        row = {key: example[key] for key in example if key not in ("prompt", "completion")}
+        columns = {key: [value] * len(texts) for key, value in row.items()}
         columns |= {"prompts": [prompt] * len(texts), "completions": written}
         columns["completion_ids"] = [[*c.token_ids] if c else [0] for c in completions]  # an end
         paid = [self.call(name, columns, example) for name in self.functions]

@@ -22,7 +22,7 @@ from engine import ROOT
 from engine.core.config import Config, ConfigError, Section, TaskSettings, Text, Weight
 from engine.core.yaml_text import show
 from engine.questions.functions import load_functions
-from engine.questions.own import RewardError, import_file, is_reward, naming_mistakes
+from engine.questions.own import RewardError, import_file, is_reward, naming_mistakes, place
 
 
 def load_task(name: str) -> ModuleType:
@@ -76,10 +76,10 @@ def answer_or_text(
     task: ModuleType, completion: str, example: dict, *, options: TaskSettings
 ) -> str | None:
     """What the reward read, if reward_function returns that as `read`; else the text."""
-    paid = None
+    read = completion.strip()
     if hasattr(task, "reward_function"):
         paid = pay(task, completion, example, options, num_tokens=0)
-    read = paid.get("read") if isinstance(paid, dict) and "read" in paid else completion.strip()
+        read = paid.get("read", read) if isinstance(paid, dict) else read
     return None if read is None else str(read) or None
 
 
@@ -145,8 +145,9 @@ def parts_of(
         value = parts.get(name) if isinstance(parts, dict) else None
         if not is_reward(value):
             wanted = f"must return a dict with a number for each of {', '.join(task.REWARD_PARTS)}"
-            place = f"see to {name} for the question {example!r:.200}"
-            raise RewardError(f"{task.__file__}: {payer} {wanted}, not {parts!r:.80}: {place}")
+            see_to = f"see to {name} for the question {example!r:.200}"
+            where = place(task.__file__, function=getattr(task, payer, None))
+            raise RewardError(f"{where}: {payer} {wanted}, not {parts!r:.80}: {see_to}")
     return {name: float(parts[name]) for name in task.REWARD_PARTS}
 
 
