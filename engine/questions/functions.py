@@ -1,6 +1,7 @@
 """Reward functions in TRL's form, `f(completions, **columns) -> list[float]`, in place of a task.
 
-The call is that of trl.GRPOTrainer 1.16, without what its trainer alone has (`NOT_PASSED`).
+The call is that of trl.GRPOTrainer 1.16, without what its trainer alone has: trainer_state,
+log_extra, log_metric and environments are not passed.
 """
 
 import copy
@@ -20,7 +21,6 @@ from engine.core.yaml_text import show
 from engine.questions.own import RewardError, import_file, is_reward, naming_mistakes, place
 
 FORM = re.compile(r"(\w+):(?:(\w+)|\[\s*(\w+(?:\s*,\s*\w+)*)\s*\])")
-NOT_PASSED = ("trainer_state", "log_extra", "log_metric", "environments")
 
 
 def load_functions(text: str) -> "RewardTask":
@@ -59,12 +59,9 @@ def problems_of(function: Callable | None) -> Iterator[str]:
         return
     if inspect.iscoroutinefunction(function):
         yield "must not be async: it is not awaited here"
-    parameters = inspect.signature(function).parameters
-    if not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
+    parameters = inspect.signature(function).parameters.values()
+    if all(p.kind != p.VAR_KEYWORD for p in parameters):
         yield "must end its arguments with **kwargs: it gets every column of the rows"
-    for name in NOT_PASSED:
-        if name in parameters and parameters[name].default is inspect.Parameter.empty:
-            yield f"asks for {name}, which is not passed here: write {name}=None"
 
 
 class RewardTask:

@@ -78,7 +78,8 @@ def answer_or_text(
     """What the reward read, if reward_function returns that as `read`; else the text."""
     read = completion.strip()
     if hasattr(task, "reward_function"):
-        paid = pay(task, completion, example, options, num_tokens=0)
+        question = copy.deepcopy(example)
+        paid = task.reward_function(completion, question, options=options, num_tokens=0)
         read = paid.get("read", read) if isinstance(paid, dict) else read
     return None if read is None else str(read) or None
 
@@ -118,26 +119,19 @@ def reward_parts(
     return [parts_of(task, text, example, options, completion) for text, completion in pairs]
 
 
-def pay(
-    task: ModuleType, text: str, example: dict, options: TaskSettings, *, num_tokens: int
-) -> Any:
-    """What reward_function returns.
-
-    It gets a copy of the question: a change of the question itself would stay for the whole run.
-    """
-    question, function = copy.deepcopy(example), task.reward_function
-    with naming_mistakes(task.__file__, function, example):
-        return function(text, question, options=options, num_tokens=num_tokens)
-
-
 def parts_of(
     task: ModuleType, text: str, example: dict, options: TaskSettings, completion: Any
 ) -> dict[str, float]:
-    """What reward_function and Environment pay for a completion; a number is the part `answer`."""
+    """What reward_function and Environment pay for a completion; a number is the part `answer`.
+
+    They get a copy of the question: a change of the question itself would stay for the whole run.
+    """
     parts, payer = {}, "get_reward"
     if hasattr(task, "reward_function"):
         payer, num_tokens = "reward_function", len(completion.token_ids) if completion else 0
-        parts = pay(task, text, example, options, num_tokens=num_tokens)
+        question = copy.deepcopy(example)
+        with naming_mistakes(task.__file__, task.reward_function, example):
+            parts = task.reward_function(text, question, options=options, num_tokens=num_tokens)
         parts = {"answer": parts} if is_reward(parts) else parts
     if completion and completion.conversation and isinstance(parts, dict):
         parts = parts | completion.conversation.reward()

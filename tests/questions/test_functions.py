@@ -19,7 +19,8 @@ from engine.questions.data import load_examples, load_questions
 from engine.questions.prompts import pose
 from engine.questions.tasks import load_task, read_answer, reward_parts
 from engine.run.config_file import dump, load_config, read_file
-from tools import chat, report
+from engine.run.warm_start import read_answers
+from tools import attack, chat, report
 
 REWARDS = '''
 def answer(completions, answer, **kwargs):
@@ -217,6 +218,17 @@ def test_a_row_without_a_prompt_is_named_with_what_to_do(folder, row):
         split_of(["task.train=rows.jsonl"], "validation", 4, [])
 
 
+def test_answers_for_a_warm_start_keep_every_column(folder):
+    (folder / "answers.jsonl").write_text(json.dumps(ROWS[1] | {"completion": "2"}))
+    given = ("task.train=rows.jsonl", "warm_start.data=answers.jsonl")
+    config = make_config("task.reward=my_rewards:answer", *given)
+    answers = read_answers(load_task(config.task.code), config)
+    assert answers == [{"question": ROWS[1], "completion": "2"}]
+    (folder / "answers.jsonl").write_text(json.dumps(ROWS[1]))
+    with pytest.raises(ValueError, match="row 1: its completion is empty"):
+        read_answers(load_task(config.task.code), config)
+
+
 # Mistakes
 
 ONE_LINE = [
@@ -226,7 +238,6 @@ ONE_LINE = [
     ("g = 1", "f", "f is no function of this file"),
     ("async def f(completions, **kwargs): ...", "f", "line 1: f must not be async"),
     ("\ndef f(completions): ...", "f", "line 2: f must end its arguments with **kwargs"),
-    ("def f(trainer_state, **kwargs): ...", "f", "line 1: f asks for trainer_state, which is not"),
 ]
 AT_A_QUESTION = [
     ("\n    return [kwargs['gold']]", "line 2: f raised KeyError: 'gold': "),
@@ -269,6 +280,9 @@ def test_a_mistake_at_a_question_is_one_line_with_file_line_and_question(
 def test_a_column_that_is_not_there_is_named(folder):
     with pytest.raises(ValueError, match=r"line 3: answer raised TypeError: .*'answer'.*\{'prompt"):
         rewards_of("my_rewards:answer", {"prompt": "2?"}, "x")
+    (folder / "own.py").write_text("def f(trainer_state, **kwargs): ...")  # TRL's alone
+    with pytest.raises(ValueError, match=r"own\.py, line 1: f raised TypeError: .*trainer_state"):
+        rewards_of("own:f", {"prompt": "2?"}, "x")
 
 
 @pytest.mark.parametrize(
@@ -361,6 +375,8 @@ def test_a_module_needs_a_prompt_and_a_reward_alone(folder, pays, answer):
     assert task.question_key({"b": 1, "a": 2}) == task.question_key({"a": 2, "b": 1})
     assert reward_parts(task, ["y"], rows[0], options, [None])[0]["answer"] in (0.0, 0.5)
     assert read_answer(task, " x\n", rows[0], options) == answer
+    with pytest.raises(SystemExit, match="give it an EXAMPLE_ROW"):
+        attack.load("mine")
 
 
 @pytest.mark.parametrize(
