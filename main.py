@@ -438,9 +438,9 @@ def reward_group(
 ) -> list[Trajectory]:
     """The completions of one question as text, with what the task's reward_function pays."""
     trajectories = []
-    for completion in completions:
-        text = completion_text(completion, policy.tokenizer)
-        parts = reward_parts(task, text, question, options, completion)
+    texts = [completion_text(completion, policy.tokenizer) for completion in completions]
+    paid = reward_parts(task, texts, question, options, completions)
+    for completion, text, parts in zip(completions, texts, paid, strict=True):
         reward = sum(weight * parts[name] for name, weight in options.reward_weights.items())
         trajectories.append(Trajectory(prompt_ids, completion, text, parts, reward))
     return trajectories

@@ -15,7 +15,8 @@ when.
     ... "saves": 2, "delay_s": 0.1  so long after that moment, or with "in": ["batches.py"] after
                                     the main thread is next in one of these files or functions
     a kill comes at the latest when the next checkpoint is there
-    {"do": "raise", "rank": 1, "calls": 40}  RuntimeError in that call of the reward function
+    {"do": "raise", "rank": 1, "calls": 40}  RuntimeError as that completion becomes text
+    {"do": "raise in reward", ...}           the same in the call of the reward function
     {"do": "pay", "parts": ..., "rank": 1, "calls": 40}  that call returns these parts
 
 Under `torchrun --max-restarts` the first start has it, or with "starts": 3 the first three. After a
@@ -118,7 +119,7 @@ def fail_at_call(fault: dict, calls: itertools.count, function, folder: Path, *t
         (folder / "struck").touch()
         if fault["do"] == "pay":
             return fault["parts"]
-        raise RuntimeError("the reward function fails here")
+        raise RuntimeError("it fails here")
     return function(*texts, **settings)
 
 
@@ -141,10 +142,11 @@ def install_fault(fault: dict, arguments: list[str]) -> None:
     folder = Path(given)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     if rank == fault.get("rank", 0) and restarts < fault.get("starts", 1):
-        if fault["do"] in ("raise", "pay"):
-            countdown.reward_function = functools.partial(
-                fail_at_call, fault, itertools.count(1), countdown.reward_function, folder
-            )
+        if fault["do"] in ("raise", "raise in reward", "pay"):
+            own = (program, "completion_text"), (countdown, "reward_function")
+            module, name = own[fault["do"] != "raise"]
+            function, calls = getattr(module, name), itertools.count(1)
+            setattr(module, name, functools.partial(fail_at_call, fault, calls, function, folder))
         else:
             sys.addaudithook(Striker(fault, folder))
     if rank == 0 and restarts > 0:

@@ -38,10 +38,13 @@ def load(name: str) -> tuple[Callable[[str], float], str]:
     task = load_task(module)
     if not hasattr(task, "reward_function"):
         raise SystemExit(f"{name}: its Environment pays; name the function that reads: module:name")
+    if not task.EXAMPLE_ROW:
+        raise SystemExit(f"{name}: give it an EXAMPLE_ROW, whose completions are graded")
     options = schema(task)().task
     example = task.parse_row(task.EXAMPLE_ROW, options=options)
     gold = str(example.get("answer") or [*example.values()][-1]).split()[-1]
-    return lambda completion: reward_parts(task, completion, example, options, None)["answer"], gold
+    pay = functools.partial(reward_parts, task, example=example, options=options)
+    return lambda text: pay(texts=[text], completions=[None])[0]["answer"], gold
 
 
 def attack(name: str) -> dict[str, list[str]]:

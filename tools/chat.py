@@ -38,8 +38,17 @@ from engine.core.types import Trajectory
 from engine.model.policy import Policy
 from engine.questions.data import load_examples
 from engine.questions.prompts import assistant_prefix, pose
-from engine.questions.tasks import built_in_tasks, load_task
-from engine.run.config_file import combine, nest, parse_override, read_file, section_of, task_name
+from engine.questions.tasks import built_in_tasks, load_task, read_answer
+from engine.run.config_file import (
+    combine,
+    merge,
+    nest,
+    parse_override,
+    read_file,
+    section_of,
+    task_name,
+    without_other_task,
+)
 from engine.run.load import load_policy
 from engine.run.mistakes import mistakes_cost_one_line
 from engine.sampling.environment import encode_questions
@@ -68,7 +77,7 @@ def main() -> None:
         known = f"the model knows {config.task.name}" + f" ({plain(own)})" * bool(own)
         show(f"{how_to_ask(task)}\n{known}\nCtrl-D or Ctrl-C ends\n\n")
     num_answered = num_refused = 0
-    for line in watched(task, config.task) if options.watch else read_lines():
+    for line in watched(task, config) if options.watch else read_lines():
         try:
             example = line if options.watch else task.parse_question(line)
             trajectory = answer(policy, task, config, example, num_answered)
@@ -111,9 +120,11 @@ def harmless(file: Path, overrides: list[str]) -> dict[str, Any]:
         kept[section] = {key: found[key] for key in keys or found if key in found}
     if "/" in str(kept["model"].get("attn_implementation")):  # a kernel on the hub, which is code
         del kept["model"]["attn_implementation"]
-    name = task_name(kept)
-    if name not in built_in_tasks() and "name" not in section_of(typed, "task"):
-        problem = f"{file}: task.name = {name!r:.80}: a file that was found cannot have code run"
+    kept, asked = without_other_task(kept, typed), section_of(typed, "task")
+    name = task_name(merge(kept, typed))
+    if name not in built_in_tasks() and name not in (asked.get("name"), asked.get("reward")):
+        key = "task.name" if section_of(kept, "task").get("reward") is None else "task.reward"
+        problem = f"{file}: {key} = {name!r:.80}: a file that was found cannot have code run"
         raise ConfigError([f"{problem}; if you trust it, add --config {file}"])
     return kept
 
@@ -123,7 +134,7 @@ def load_chat(config: Config, *, is_watching: bool = False) -> tuple[Policy, Mod
     world, _ = init_world()
     if world.size > 1:
         raise ConfigError([f"{world.size} ranks: start one process only, without torchrun"])
-    task = load_task(config.task.name)
+    task = load_task(config.task.code)
     if not hasattr(task, "parse_question") and not is_watching:
         raise ConfigError([f"task.name = {config.task.name}: it has no parse_question"])
     return load_policy(config, world, Logger(rank=0).info, DecodeBatch), task
@@ -151,14 +162,15 @@ def read_lines() -> Iterator[str]:
                 yield line
 
 
-def watched(task: ModuleType, options: TaskSettings) -> list[dict]:
+def watched(task: ModuleType, config: Config) -> list[dict]:
     """A hundred validation questions."""
+    options = config.task
     return load_examples(
         task,
         options.eval,
         "validation",
         options=options,
-        num_examples=100,
+        num_examples=min(100, config.validation.num_examples),
         seed=0,
         held_out=options.train == options.eval,
         exclude=[],
@@ -210,7 +222,7 @@ def judge(task: ModuleType, options: TaskSettings, example: dict, trajectory: Tr
     """The reward with its parts; where the right answer is unknown, how the task reads this one."""
     notes = [format_reward(trajectory.reward, trajectory.reward_parts)]
     if example.get("answer") == "":  # tasks leave it empty where only a question was typed
-        read = task.extract_answer(trajectory.text, example, options=options)
+        read = read_answer(task, trajectory.text, example, options)
         notes = [f"its answer is read as {read or 'none'}; no reward without the right one"]
     if trajectory.completion.truncated:
         notes.append("cut off at training.max_new_gen_tokens")

@@ -47,7 +47,7 @@ def main() -> None:
 def collect(config: Config, options: argparse.Namespace) -> tuple[list[str], int, int]:
     """The rows for warm_start.data, and how many samples solve their question, of how many."""
     policy, task = load_chat(config, is_watching=True)
-    if hasattr(task, "Environment") or not hasattr(task, "EXAMPLE_ROW"):
+    if hasattr(task, "Environment") or hasattr(task, "load_examples"):
         problem = "its questions or turns stand in no file, so there is nothing to collect"
         raise ConfigError([f"task.name = {config.task.name}: {problem}"])
     config, logger = config.model_copy(update={"mode": "train"}), Logger(rank=0)
@@ -66,7 +66,7 @@ def collect(config: Config, options: argparse.Namespace) -> tuple[list[str], int
         for question, group in zip(questions, groups, strict=True):
             solved = [trajectory for trajectory in group if trajectory.is_solved_and_ended]
             num_solved += len(solved)
-            row = {name: question[name] for name in task.EXAMPLE_ROW}
+            row = {name: question[name] for name in task.EXAMPLE_ROW or question}
             lines |= {json_line(row | {"completion": t.text}): None for t in solved}
     return [*lines], num_solved, num_questions * options.samples
 

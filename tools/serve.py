@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.files import json_line
-from engine.questions.tasks import load_task
+from engine.questions.tasks import load_task, read_answer
 from engine.run.config_file import combine, read_file
 from tools import report
 
@@ -135,13 +135,13 @@ def answer(options: argparse.Namespace, request: dict, send: Callable[[dict], No
     overrides += [f"model.name={json.dumps(name)}"]
     trusted = options.config  # a file that was not named can have no code run
     config = combine(read_file(trusted) if trusted else chat.harmless(found, overrides), overrides)
-    task = load_task(config.task.name)
+    task = load_task(config.task.code)
     if request.get("question") == "":
         raise ValueError(chat.how_to_ask(task))
     if "question" in request:
         example = task.parse_question(request["question"])
     else:
-        held_out = chat.watched(task, config.task)
+        held_out = chat.watched(task, config)
         example = held_out[number % len(held_out)]
     key = name, Path(name).stat().st_mtime if Path(name).is_dir() else 0  # best/ is replaced
     if key not in LOADED:
@@ -153,9 +153,8 @@ def answer(options: argparse.Namespace, request: dict, send: Callable[[dict], No
     sender = Sender(policy, send)
     with policy.sampler.register_forward_hook(sender.keep):
         trajectory = chat.answer(policy, task, config, example, number, sender)
-    read = getattr(task, "extract_answer", lambda *_, options: None)
     answered = {"row": completion_record(trajectory, policy.tokenizer, {})}
-    answered["read"] = read(trajectory.text, example, options=config.task)
+    answered["read"] = read_answer(task, trajectory.text, example, config.task)
     send(answered | {"paid": chat.judge(task, config.task, example, trajectory)})
 
 

@@ -121,6 +121,14 @@ class TaskSettings(Section):
     """The task's name: countdown, the name of a file in tasks/ (arithmetic, gsm8k, guess, math500
     or reasoning_gym), or the name of your own file in the folder where you run main.py (tv for
     tv.py)."""
+    reward: Text | None = None
+    """Your own reward in place of a task: my_rewards:f is the function f in my_rewards.py, in the
+    folder where you run main.py, and 'my_rewards:[accuracy, format]' are two. They are called as
+    TRL calls them, f(completions, **columns), and return a list of numbers (docs/tasks.md). The
+    rows of `train` are the questions, and their column `prompt`, or task.prompt, what is asked.
+    `name` is then only what the run is called: the function's, unless given. Each weighs 1. The
+    function `answer`, else the first, says by 1.0 that a question is solved. They run in the
+    run's own process, which waits for them: they must bound their time and memory themselves."""
     train: PathText = "generated"
     """The training questions: `generated` (by the task, if it can: countdown, arithmetic, guess,
     reasoning_gym), the id of a dataset on the hub, or a local .jsonl, .json, .csv or .parquet file.
@@ -150,6 +158,11 @@ class TaskSettings(Section):
     template_date: str | None = Field(None, pattern=r"^\d{4}-\d\d-\d\d$")
     """What a chat template takes for today, such as "2026-11-23". null is the day of the first
     start."""
+
+    @property
+    def code(self) -> str:
+        """What `load_task` loads."""
+        return self.reward or self.name
 
 
 class SamplingSettings(Section):

@@ -85,8 +85,13 @@ class Trajectory:
         return len(self.prompt_ids) + len(self.completion.token_ids)
 
     @property
+    def answer(self) -> float:
+        """The part of the reward that says whether it is solved: `answer`, else the first."""
+        return self.reward_parts.get("answer", next(iter(self.reward_parts.values())))
+
+    @property
     def is_solved(self) -> bool:
-        return self.reward_parts["answer"] == 1.0 and not self.completion.is_broken
+        return self.answer == 1.0 and not self.completion.is_broken
 
     @property
     def is_solved_and_ended(self) -> bool:

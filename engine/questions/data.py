@@ -21,8 +21,9 @@ from transformers import PreTrainedTokenizerFast
 from engine.core.config import Config, TaskSettings
 from engine.core.hub import reach_hub
 from engine.core.packages import import_package
+from engine.questions.own import naming_mistakes
 from engine.questions.prompts import check_chat, fill, pose, prompt_length
-from engine.questions.tasks import Hub, is_file, is_in_split, reward_parts
+from engine.questions.tasks import Hub, hash_of, is_file, is_in_split, reward_parts
 
 # A run's questions
 
@@ -51,8 +52,8 @@ def load_questions(
     # Seed 0: the same questions for every training.seed, so that runs can be compared.
     num = config.validation.num_examples
     validation = load(settings.eval, "validation", num_examples=num, seed=0, exclude=[])
-    key = getattr(task, "question_key", repr)  # equal questions would narrow the interval
-    validation = [*{key(row): row for row in validation}.values()]
+    # Equal questions would narrow the interval.
+    validation = [*{task.question_key(row): row for row in validation}.values()]
     check_functions(task, validation[0], options=settings)
     if settings.prompt is not None and fill(settings.prompt, validation[0]) == settings.prompt:
         keys = ", ".join(f"{{{key}}}" for key in validation[0])
@@ -91,7 +92,8 @@ def load_questions(
 
 def check_functions(task: ModuleType, example: dict, *, options: TaskSettings) -> None:
     """Try a task's functions on a question; ValueError if they return what no run can use."""
-    prompt = task.generate_prompt(copy.deepcopy(example), options=options)
+    with naming_mistakes(task.__file__, task.generate_prompt, example):
+        prompt = task.generate_prompt(copy.deepcopy(example), options=options)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     texts = [isinstance(m, dict) and m.get("role") and m.get("content") for m in messages or [0]]
     if not all(isinstance(text, str) and text for text in texts):
@@ -99,7 +101,7 @@ def check_functions(task: ModuleType, example: dict, *, options: TaskSettings) -
         problem = f"generate_prompt must return {wanted}, not {prompt!r:.80}"
         raise ValueError(f"{task.__file__}: {problem}")
     if not hasattr(task, "Environment"):
-        reward_parts(task, "", example, options, None)
+        reward_parts(task, [""], example, options, [None])
 
 
 @dataclass
@@ -177,7 +179,9 @@ def load_examples(
     if hasattr(task, "load_examples"):  # the task has its own way to load
         load = functools.partial(task.load_examples, source, held_out=held_out)
     if load is not None:
-        rows = load(split, options=options, num_examples=num_examples, seed=seed, exclude=exclude)
+        asked = {"num_examples": num_examples, "seed": seed, "exclude": exclude}
+        with naming_mistakes(task.__file__, load, split, passes=ValueError):  # what it says itself
+            rows = load(split, options=options, **asked)
     else:
         hub = getattr(task, "HUB", Hub())
         is_divided = held_out and (hub.divides_train or is_file(source))
@@ -192,8 +196,11 @@ def load_examples(
         rows = read_rows(table, source=source, task=task, options=options)
         excluded = {task.question_key(row) for row in exclude}
         rows = [row for row in rows if task.question_key(row) not in excluded]
-        if is_divided:
+        if is_divided and not hasattr(task, "HOLDS_OUT_NUM_EXAMPLES"):
             rows = [row for row in rows if is_in_split(task.question_key(row), split)]
+        elif is_divided and split == "validation":  # else they are those in `exclude`
+            rows.sort(key=lambda row: hash_of(task.question_key(row)))
+            rows = rows[: min(num_examples, (len(rows) + 1) // 2)]  # half is left to train on
         if not rows:
             raise ValueError(f"{source}: no question left for {split}; give a file with more rows")
         if num_examples is not None and num_examples < len(rows):
@@ -271,8 +278,10 @@ def read_rows(
             if missing := sorted(task.EXAMPLE_ROW.keys() - row.keys()):
                 found = ", ".join(map(str, row))
                 raise ValueError(f"no column {' and '.join(missing)} among {found}")
-            row = {name: row[name] for name in task.EXAMPLE_ROW}
-            yield task.parse_row(row, options=options)
+            row = {name: row[name] for name in task.EXAMPLE_ROW or row}
+            with naming_mistakes(task.__file__, task.parse_row, row, passes=ValueError):
+                row = task.parse_row(row, options=options)
         except (ValueError, RecursionError) as error:
-            problem = f"{error}; rows must look like {json.dumps(task.EXAMPLE_ROW)}"
-            raise ValueError(f"{source}, row {number}: {problem}") from error
+            example = task.EXAMPLE_ROW and f"; rows must look like {json.dumps(task.EXAMPLE_ROW)}"
+            raise ValueError(f"{source}, row {number}: {error}{example or ''}") from error
+        yield row

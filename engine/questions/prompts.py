@@ -13,6 +13,7 @@ from transformers.utils import get_json_schema
 
 from engine.core.config import TaskSettings
 from engine.core.types import Completion
+from engine.questions.own import naming_mistakes
 
 
 def encode_prompts(
@@ -62,7 +63,8 @@ def pose(example: dict, *, task: ModuleType, options: TaskSettings) -> list[dict
     task.prompt replaces the plain text or the user's message. task.system_prompt becomes the system
     message, or the beginning of a plain text. An assistant prefix stays.
     """
-    messages = task.generate_prompt(copy.deepcopy(example), options=options)  # it may change it
+    with naming_mistakes(task.__file__, task.generate_prompt, example):
+        messages = task.generate_prompt(copy.deepcopy(example), options=options)  # it may change it
     texts = (options.system_prompt, options.prompt)
     system, prompt = (None if text is None else fill(text, example) for text in texts)
     if isinstance(messages, str):

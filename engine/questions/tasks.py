@@ -6,36 +6,47 @@ Tasks import this module, and a config is read before torch: it imports no heavy
 import copy
 import functools
 import hashlib
-import importlib.util
+import importlib
 import inspect
+import json
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import create_model
 
 from engine import ROOT
-from engine.core.config import Config, ConfigError, Section, TaskSettings, Weight
+from engine.core.config import Config, ConfigError, Section, TaskSettings, Text, Weight
 from engine.core.yaml_text import show
+from engine.questions.functions import load_functions
+from engine.questions.own import RewardError, import_file, is_reward, naming_mistakes, place
 
 
 def load_task(name: str) -> ModuleType:
-    """One of the checkout's tasks, or <name>.py in the current folder, if it is a whole task."""
+    """One of the checkout's tasks, or <name>.py in the current folder, if it is a whole task.
+
+    `name` is TaskSettings.code: the functions of task.reward (my_rewards:f) are a task as well.
+    """
     own_file = Path.cwd() / f"{name}.py"
     if name in built_in_tasks():
         module = importlib.import_module(name if name == "countdown" else f"tasks.{name}")
+    elif ":" in str(name):
+        module = load_functions(name)
     elif own_file.stem == name and own_file.is_file():
         module = import_file(own_file)
     else:
         choices = f"{', '.join(built_in_tasks())}, or the name of a .py file in {Path.cwd()}"
         raise ConfigError([f"task.name = {show(name):.80}: must be one of {choices}"])
-    if hasattr(module, "Environment") and not hasattr(module, "REWARD_PARTS"):
-        module.REWARD_PARTS = ("answer",)  # what a get_reward that returns a number pays
+    defaults = {"EXAMPLE_ROW": {}, "parse_row": parse_row, "question_key": question_key}
+    defaults["REWARD_PARTS"] = ("answer",)  # where the reward is a number
+    if not hasattr(module, "Environment"):
+        defaults["extract_answer"] = functools.partial(answer_or_text, module)
+    for key, default in defaults.items():
+        if not hasattr(module, key):
+            setattr(module, key, default)
     if problems := list(problems_of_task(module)):
         raise ConfigError([f"{module.__file__}: {problem}" for problem in problems])
     return module
@@ -49,30 +60,41 @@ def built_in_tasks() -> list[str]:
     return [path.stem for path in paths if pays.search(path.read_text("utf-8"))]
 
 
-@functools.cache
-def import_file(path: Path) -> ModuleType:
-    """The module in a file, under a name that cannot be taken for another module's."""
-    spec = importlib.util.spec_from_file_location(f"user_task_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # pickle and dataclasses look modules up by their names
-    spec.loader.exec_module(module)
-    return module
+# What a task is given that it does not define, beside EXAMPLE_ROW (all columns) and REWARD_PARTS
+
+
+def parse_row(row: dict, *, options: TaskSettings) -> dict:
+    return row
+
+
+def question_key(example: dict) -> str:
+    """The whole row, whatever the order of its columns."""
+    return json.dumps(example, sort_keys=True, default=repr)
+
+
+def answer_or_text(
+    task: ModuleType, completion: str, example: dict, *, options: TaskSettings
+) -> str | None:
+    """What the reward read, if reward_function returns that as `read`; else the text."""
+    read = completion.strip()
+    if hasattr(task, "reward_function"):
+        question = copy.deepcopy(example)
+        paid = task.reward_function(completion, question, options=options, num_tokens=0)
+        read = paid.get("read", read) if isinstance(paid, dict) else read
+    return None if read is None else str(read) or None
 
 
 def problems_of_task(module: ModuleType) -> Iterator[str]:
     """A line for each thing that is missing or wrong in a task's module."""
-    loads_itself = hasattr(module, "load_examples")
-    data = ["load_examples"] if loads_itself else ["EXAMPLE_ROW", "parse_row", "question_key"]
-    is_played = hasattr(module, "Environment")  # which may pay the reward itself
-    functions = [] if is_played else ["reward_function", "extract_answer"]
-    for name in (*data, "generate_prompt", "REWARD_PARTS", *functions):
+    pays = any(hasattr(module, name) for name in ("Environment", "reward_function", "reward_group"))
+    for name in ("generate_prompt", *(() if pays else ("reward_function",))):
         if not hasattr(module, name):
-            yield f"a task must define {name}; countdown.py shows how"
+            yield f"a task must define {name}; tasks/template.py shows how"
     for name, method in vars(getattr(module, "Environment", object)).items():
         if inspect.iscoroutinefunction(method):
             yield f"Environment.{name} must not be async"
-    parts = getattr(module, "REWARD_PARTS", ("answer",))
-    if not isinstance(parts, tuple) or "answer" not in parts:
+    parts = module.REWARD_PARTS
+    if not (isinstance(parts, tuple) and ("answer" in parts or hasattr(module, "reward_group"))):
         yield 'REWARD_PARTS must be a tuple of names with "answer" among them, such as ("answer",)'
     options = getattr(module, "Options", Section)
     if not issubclass(options, Section):
@@ -84,46 +106,62 @@ def problems_of_task(module: ModuleType) -> Iterator[str]:
             yield f"Options.{key} needs a default, and a name other than {shared}"
 
 
-NUMBERS = (int, float, np.integer, np.floating, np.bool_)
-LARGEST_PART = 1e30  # times a weight of at most 1e6 it is still finite in fp32
-
-
-class RewardError(ValueError):
-    """A task's reward_function or Environment has done what no run can use."""
-
-
 def reward_parts(
+    task: ModuleType, texts: list[str], example: dict, options: TaskSettings, completions: list
+) -> list[dict[str, float]]:
+    """What a task pays for each completion of a question; RewardError if that is no number.
+
+    `completions` are the Completions of these texts (their module imports torch), [None] to try it.
+    """
+    if hasattr(task, "reward_group"):  # the functions of task.reward
+        return task.reward_group(texts, example, options=options, completions=completions)
+    pairs = zip(texts, completions, strict=True)
+    return [parts_of(task, text, example, options, completion) for text, completion in pairs]
+
+
+def parts_of(
     task: ModuleType, text: str, example: dict, options: TaskSettings, completion: Any
 ) -> dict[str, float]:
-    """What reward_function and Environment pay for a completion; RewardError if that is no number.
+    """What reward_function and Environment pay for a completion; a number is the part `answer`.
 
-    `completion` is the Completion whose text it is (its module imports torch), None to try a task.
     They get a copy of the question: a change of the question itself would stay for the whole run.
     """
     parts, payer = {}, "get_reward"
     if hasattr(task, "reward_function"):
         payer, num_tokens = "reward_function", len(completion.token_ids) if completion else 0
         question = copy.deepcopy(example)
-        parts = task.reward_function(text, question, options=options, num_tokens=num_tokens)
+        with naming_mistakes(task.__file__, task.reward_function, example):
+            parts = task.reward_function(text, question, options=options, num_tokens=num_tokens)
+        parts = {"answer": parts} if is_reward(parts) else parts
     if completion and completion.conversation and isinstance(parts, dict):
         parts = parts | completion.conversation.reward()
     for name in task.REWARD_PARTS:
         value = parts.get(name) if isinstance(parts, dict) else None
-        if not isinstance(value, NUMBERS) or not abs(value) <= LARGEST_PART:  # NaN: never <=
+        if not is_reward(value):
             wanted = f"must return a dict with a number for each of {', '.join(task.REWARD_PARTS)}"
-            place = f"see to {name} for the question {example!r:.200}"
-            raise RewardError(f"{task.__file__}: {payer} {wanted}, not {parts!r:.80}: {place}")
+            see_to = f"see to {name} for the question {example!r:.200}"
+            where = place(task.__file__, function=getattr(task, payer, None))
+            raise RewardError(f"{where}: {payer} {wanted}, not {parts!r:.80}: {see_to}")
     return {name: float(parts[name]) for name in task.REWARD_PARTS}
+
+
+def read_answer(task: ModuleType, text: str, example: dict, options: TaskSettings) -> str | None:
+    """The answer in a completion; None if there is none, or the task reads none."""
+    if not hasattr(task, "extract_answer"):
+        return None
+    with naming_mistakes(task.__file__, task.extract_answer, example):
+        return task.extract_answer(text, example, options=options)
 
 
 @functools.cache
 def schema(task: ModuleType) -> type[Config]:
     """Config with the task's own keys and the parts of its reward in the task section."""
-    weights = TaskSettings().reward_weights
+    weights = getattr(task, "REWARD_WEIGHTS", TaskSettings().reward_weights)
     defaults = {part: weights.get(part, 0.0) for part in task.REWARD_PARTS}
     settings = create_model(
         "TaskSettings",
         __base__=(task.Options, TaskSettings) if hasattr(task, "Options") else TaskSettings,
+        name=(Text, getattr(task, "NAME", TaskSettings().name)),
         reward_weights=(dict[Literal[task.REWARD_PARTS], Weight], defaults),
     )
     return create_model("Config", __base__=Config, task=(settings, settings()))
@@ -153,9 +191,12 @@ def is_in_split(key: str, split: str) -> bool:
     the number of questions or the order of a file. 1 question in 8 is for validation.
     """
     assert split in ("train", "validation"), split
-    digest = hashlib.sha256(key.encode("utf-8", "backslashreplace")).digest()
-    is_held_out = digest[0] < 256 / 8
+    is_held_out = hash_of(key)[0] < 256 / 8
     return is_held_out == (split == "validation")
+
+
+def hash_of(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "backslashreplace")).digest()
 
 
 def is_file(source: str) -> bool:

@@ -6,6 +6,7 @@ from engine.core.config import TaskSettings, ValidationSettings
 from engine.core.distributed import World
 from engine.core.statistics import majority_sample, reduce_means, single_rate, solve_rates
 from engine.core.types import Trajectory
+from engine.questions.tasks import read_answer
 
 
 def evaluation_metrics(
@@ -46,7 +47,7 @@ def single_answer_metrics(
     if hasattr(task, "extract_answer"):
         solved["majority"] = []
         for group, example in zip(groups, mine, strict=True):
-            votes = [task.extract_answer(t.text, example, options=options) for t in group]
+            votes = [read_answer(task, t.text, example, options) for t in group]
             chosen = majority_sample(votes)
             solved["majority"].append(chosen is not None and group[chosen].is_solved)
     solved["greedy"] = [t.is_solved for t in answers]

@@ -15,6 +15,7 @@ from engine import ROOT
 from engine.core.config import SECTIONS, Config, ConfigError, check_world, dotted_values, explained
 from engine.core.files import check_folder
 from engine.core.yaml_text import Loader, show, to_yaml
+from engine.questions.functions import check_form
 from engine.questions.tasks import is_file, load_task, schema
 
 USAGE = """\
@@ -61,7 +62,7 @@ def load_config(arguments: list[str]) -> Config:
         raise ConfigError([str(error)]) from error
     if options.help:
         if os.environ.get("RANK", "0") == "0":
-            named = [text for text in overrides if text.startswith("task.name=")]
+            named = [t for t in overrides if t.startswith(("task.name=", "task.reward="))]
             print(USAGE, explained(combine({}, named)), sep="\n")
         raise SystemExit(0)
     files = options.config or [ROOT / "config.yaml"]
@@ -190,10 +191,12 @@ def merge(base: Any, new: Any) -> Any:
 
 def without_other_task(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """The file's values, without those for its task if the command line names another task."""
-    task = section_of(values, "task")
-    if not task or task_name(values) == task_name(merge(values, overrides)):
+    task, asked = section_of(values, "task"), section_of(overrides, "task")
+    is_other = not asked.keys().isdisjoint({"name", "reward"})
+    if not task or not is_other or task_name(values) == task_name(overrides):
         return values
-    shared = Config().task.model_dump().keys() - {"reward_weights", "system_prompt", "prompt"}
+    own = {"name", "reward", "reward_weights", "system_prompt", "prompt"}
+    shared = Config().task.model_dump().keys() - own
     return values | {"task": {key: task[key] for key in task if key in shared}}
 
 
@@ -216,8 +219,10 @@ def section_of(values: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def task_name(values: dict[str, Any]) -> Any:
-    """The name of the task that the values ask for, before they are checked."""
-    return section_of(values, "task").get("name", Config().task.name)
+    """The task that the values ask for, before they are checked: its name, or task.reward."""
+    task = section_of(values, "task")
+    name, reward = task.get("name", Config().task.name), task.get("reward")
+    return name if reward is None else check_form(reward)
 
 
 def dump(config: Config) -> str:

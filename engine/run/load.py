@@ -54,7 +54,7 @@ def load_run(
     for line in [*notes, *differences(config)]:
         logger.info(line)
     config = pin(config, world)  # the model's commit, and the date that a chat template writes
-    task = load_task(config.task.name)
+    task = load_task(config.task.code)
     rows = read_answers(task, config)
     policy = load_policy(config, world, logger.info, make_batch)
     logger.info(f"a completion ends at {policy.end_tokens}")

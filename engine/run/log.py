@@ -9,6 +9,7 @@ from engine.core.files import append_durably, json_line, without_nan, write_atom
 from engine.core.statistics import Clock
 from engine.core.text import plain
 from engine.core.types import MicroBatch, Trajectory
+from engine.questions.tasks import read_answer
 from engine.report.completions import describe_rollouts
 from engine.report.evaluation import evaluation_metrics, single_answer_metrics
 from engine.report.metrics import count_broken
@@ -94,7 +95,6 @@ def samples_of(
     With fewer groups than logging.samples the second completions follow, and so on. Where a
     question has no key `answer`, the gold answer is the question: Countdown's numbers.
     """
-    read = getattr(run.task, "extract_answer", lambda *_, options: None)
     numbered = zip(*groups, strict=True)  # the first completion of each group, then the second
     pairs = [pair for some in numbered for pair in zip(some, questions, strict=True)]
     return [
@@ -104,7 +104,7 @@ def samples_of(
             "question": plain({k: v for k, v in question.items() if k != "answer"}),
             "completion": trajectory.text,
             "gold": question.get("answer", question),
-            "answer": read(trajectory.text, question, options=run.config.task),
+            "answer": read_answer(run.task, trajectory.text, question, run.config.task),
             "reward": trajectory.reward,
             "reward_parts": trajectory.reward_parts,
             "truncated": trajectory.completion.truncated,

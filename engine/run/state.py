@@ -151,7 +151,7 @@ def summary(run: Run) -> str:
     if state.best is None:
         return f"{scores}; no model could be saved in {best}"
     needs = ", with peft" if run.config.model.lora is not None else ""
-    is_own_task = run.config.task.name not in built_in_tasks()  # its code must be asked for
+    is_own_task = run.config.task.code not in built_in_tasks()  # its code must be asked for
     settings = f" --config {run.folder / 'config.yaml'}" if is_own_task else ""
     lines = [
         f"{scores}; best {state.best:.3f} at step {state.best_step}, chosen on these same "

@@ -40,15 +40,16 @@ def read_answers(task: ModuleType, config: Config) -> list[dict]:
     if hasattr(task, "load_examples") or hasattr(task, "Environment"):
         problem = f"task.name = {name}: its questions or turns stand in no file; write null"
         raise ConfigError([f"warm_start.data = {source}: {problem}"])
-    row = task.EXAMPLE_ROW | {"completion": "..."}
-    form = SimpleNamespace(EXAMPLE_ROW=row, parse_row=functools.partial(parse_answer, task))
+    row = task.EXAMPLE_ROW and task.EXAMPLE_ROW | {"completion": "..."}  # {} is every column
+    parse = functools.partial(parse_answer, task)
+    form = SimpleNamespace(EXAMPLE_ROW=row, parse_row=parse, __file__=task.__file__)
     hub = {"hub_config": None, "hub_split": "train"}
     table = load_table(source, columns=[*row], choices=FILE_OR_HUB, **hub)
     return [*read_rows(table, source=source, task=form, options=config.task)]
 
 
 def parse_answer(task: ModuleType, row: dict, *, options: object) -> dict:
-    completion = row.pop("completion")
+    completion = row.pop("completion", None)
     if not isinstance(completion, str) or not completion.strip():
         raise ValueError("its completion is empty")
     return {"question": task.parse_row(row, options=options), "completion": completion}
@@ -97,8 +98,10 @@ def make_answer(run: Run, row: dict, place: str) -> Trajectory:
     if completion_text(completion, tokenizer) != text or {*ids[:-1]} & {*policy.params.eos_ids}:
         problem = "the tokenizer cannot give its completion back, or it holds an end token"
         raise ValueError(f"{place}: {problem}: {text!r:.60}")
-    parts = reward_parts(run.task, text, question, options, completion)
-    return Trajectory(prompt, completion, text, parts, reward=parts["answer"], advantage=1.0)
+    (parts,) = reward_parts(run.task, [text], question, options, [completion])
+    answer = Trajectory(prompt, completion, text, parts, reward=0.0, advantage=1.0)
+    answer.reward = answer.answer
+    return answer
 
 
 def warm_start(run: Run, make_micro_batches: Callable, update_policy: Callable) -> bool:

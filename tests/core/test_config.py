@@ -254,9 +254,8 @@ def test_a_tasks_environment_must_not_be_async(guessing):
 @pytest.mark.parametrize(
     ("old", "new", "line"),
     [
-        ("def extract_answer", "def extract", "a task must define extract_answer; countdown.py sh"),
-        ('REWARD_PARTS = ("answer", "length")', "", "a task must define REWARD_PARTS"),
-        ("def load_examples(", f"{ROW_NAMES}def load(", "a task must define question_key; countdo"),
+        ("def reward_function", "def rewards", "a task must define reward_function; tasks/templa"),
+        ("def generate_prompt", "def prompts", "a task must define generate_prompt; tasks/templa"),
         ('("answer", "length")', '("answer")', "REWARD_PARTS must be a tuple of names with"),
         ('("answer", "length")', "()", "REWARD_PARTS must be a tuple of names with"),
         ('("answer", "length")', '("length",)', "REWARD_PARTS must be a tuple of names with"),
@@ -266,7 +265,7 @@ def test_a_tasks_environment_must_not_be_async(guessing):
             "Options must inherit from Section in engine/core/config.py",
         ),
         ("low: int | None = None", "low: int", "Options.low needs a default, and a name other"),
-        ("low: int", "train: int", "Options.train needs a default, and a name other than name, tr"),
+        ("low: int", "train: int", "Options.train needs a default, and a name other than name, re"),
     ],
 )
 def test_a_module_that_is_not_a_task_is_one_line(old, new, line, guessing):
@@ -278,7 +277,7 @@ def test_a_module_that_is_not_a_task_is_one_line(old, new, line, guessing):
 @pytest.mark.parametrize("name", ["chess", "[1]", "../guessing", "guessing.py", "''", "24", "null"])
 def test_a_task_that_is_not_there_is_one_line_with_the_ones_that_are(name, guessing):
     line = line_of(f"task.name={name}")
-    tasks = "countdown, arithmetic, gsm8k, guess, math500, reasoning_gym"
+    tasks = "countdown, arithmetic, gsm8k, guess, math500, reasoning_gym, template"
     assert line.startswith(f"task.name = {name}: must be one of {tasks}, or the ")
     assert line.endswith(f"the name of a .py file in {guessing}")
 
