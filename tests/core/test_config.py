@@ -65,7 +65,6 @@ def extract_answer(completion, example, *, options): ...
 """
 
 COMPARISON = ROOT / "docs/comparison.md"
-ROW_NAMES = "EXAMPLE_ROW = {}\ndef parse_row(row, *, options): ...\n"
 
 
 def load(*arguments):
