@@ -18,7 +18,7 @@ from types import ModuleType
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from engine.core.config import Config, TaskSettings
+from engine.core.config import Config, ConfigError, TaskSettings
 from engine.core.hub import reach_hub
 from engine.core.packages import import_package
 from engine.questions.own import naming_mistakes
@@ -54,7 +54,10 @@ def load_questions(
     validation = load(settings.eval, "validation", num_examples=num, seed=0, exclude=[])
     # Equal questions would narrow the interval.
     validation = [*{task.question_key(row): row for row in validation}.values()]
-    check_functions(task, validation[0], options=settings)
+    try:
+        check_functions(task, validation[0], options=settings)
+    except ValueError as error:  # the same on all ranks, of which one prints it
+        raise ConfigError([str(error)]) from error
     if settings.prompt is not None and fill(settings.prompt, validation[0]) == settings.prompt:
         keys = ", ".join(f"{{{key}}}" for key in validation[0])
         raise ValueError(f"task.prompt: it does not hold the question; write one of {keys} into it")

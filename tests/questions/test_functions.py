@@ -265,10 +265,10 @@ def test_a_mistake_in_the_file_is_one_line_at_the_start(folder, code, names, lin
 def test_a_mistake_at_a_question_is_one_line_with_file_line_and_question(
     folder, tokenizer, code, line
 ):
-    """It is tried on the first question before a model samples anything."""
+    """It is tried on the first question before a model samples anything, and one rank prints it."""
     (folder / "mine.py").write_text(f"def f(completions, **kwargs):{code}\n")
     config = make_config("task.reward=mine:f", "task.train=rows.jsonl", "mode=evaluate")
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ConfigError) as caught:
         log = lambda line: None  # noqa: E731
         load_questions(
             load_task(config.task.code), config, tokenizer=tokenizer, context=None, log=log
