@@ -142,8 +142,8 @@ def run_training(run: Run) -> int:
         clock = Clock()
         with clock("step"):
             # Each rank takes its slice of the next questions of the stream.
-            drawn, end = run.train_questions.take(state.position, questions_per_step)
-            mine = drawn[world.rank * questions_per_rank :][:questions_per_rank]
+            taken, next_position = run.train_questions.take(state.position, questions_per_step)
+            mine = taken[world.rank * questions_per_rank :][:questions_per_rank]
             questions = [question for _, question in mine]
             seeds = [(TRAINING, training.seed, position) for position, _ in mine]
             groups = sample_trajectories(
@@ -165,7 +165,7 @@ def run_training(run: Run) -> int:
         metrics |= {"train/lr": learning_rate} | policy.loss_scale.read() | clock.read()
         metrics |= performance(metrics, questions_per_step * training.group_size, world.device)
         is_skipped = is_broken or (batches != [] and num_updates < training.num_iterations)
-        run.advance(metrics, end, is_skipped=is_skipped, has_moved=num_updates > 0)
+        run.advance(metrics, next_position, is_skipped=is_skipped, has_moved=num_updates > 0)
         log_step(run, metrics, groups, questions, rollouts)
     is_finished = run.is_over and state.evaluated_at == state.step
     return finish(run) if is_finished else stop(run)  # 0, or 1 if a save failed; 128 + the signal
@@ -247,7 +247,7 @@ def decode_grouped(
                 break
             if num_active <= 0.85 * len(active):  # not at every end, since it copies the cache
                 batch.select(active.nonzero()[:, 0])
-        step(longest + t + 1)  # the prompts and all tokens up to the one that is drawn now
+        step(longest + t + 1)  # up to the column of the token drawn now, which the mask still hides
     batch.record.insert_replies(batch.tokens[:, 0])  # a last turn that just fitted
     on_progress(num_unfinished)
     return batch.record.completions()
@@ -308,7 +308,7 @@ class DecodeBatch:
         self.tokens.copy_(write(self.record, *drawn)[:, None])
 
     def select(self, indices: Tensor) -> None:
-        """Go on with these rows only."""
+        """Keep only these rows."""
         self.record.select(indices)
         self.mask, self.positions = self.mask[indices], self.positions[indices]
         self.tokens, self.uniforms = self.tokens[indices], self.uniforms[indices]
@@ -316,7 +316,7 @@ class DecodeBatch:
 
 
 def write(record: Record, tokens: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
-    """Write drawn tokens (b,), or a tool's in their place; return what is written.
+    """Write drawn tokens (b,), or a tool's in their place; return the tokens to read next.
 
     b of the B rows are still decoded; those that have ended get padding. A row ends with the first
     end token that it draws. All tensors change in place: a captured graph replays kernels on the
@@ -540,11 +540,11 @@ def make_micro_batch(
     device = world.device
     token_ids, is_sampled, log_probs = [], [], []
     for t in trajectories:
-        completion, prompt = t.completion, (len(t.prompt_ids), 0)  # columns before it, and behind
+        completion, around = t.completion, (len(t.prompt_ids), 0)  # the prompt's columns, and none
         token_ids.append(t.prompt_ids + completion.token_ids)
         # End tokens are trained. What a tool has written is only read, as the prompt is.
-        is_sampled.append(np.pad(~completion.is_inserted, prompt))
-        log_probs.append(np.pad(completion.log_probs, prompt))
+        is_sampled.append(np.pad(~completion.is_inserted, around))
+        log_probs.append(np.pad(completion.log_probs, around))
     completion_mask = right_pad(is_sampled, False).to(device)  # (B, S)
     weights = token_weights(
         completion_mask,

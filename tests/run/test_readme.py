@@ -35,7 +35,8 @@ SMALL = "training.num_steps=1 training.num_samples_per_step=2 validation.num_exa
 
 
 def blocks(language: str, text: str = TEXT) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [block for named, block in found if named == language]
 
 
 def test_ci_runs_the_test_command_and_the_first_command():
