@@ -54,6 +54,7 @@ SFT = [*warm(200), "training.num_steps=1"]
 ROWS = {
     "weak-grpo": [*ON_WEAK, *STEPS],
     "weak-warm-grpo": [*ON_WEAK, *warm(50), *STEPS],
+    "weak-warm-200-grpo": [*ON_WEAK, *warm(200), *STEPS],
     "weak-distill": [*ON_WEAK, *TAUGHT, *STEPS],
     "weak-warm-distill": [*ON_WEAK, *warm(50), *TAUGHT, *STEPS],
     "weak-sft": [*ON_WEAK, *SFT],
