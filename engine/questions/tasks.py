@@ -55,7 +55,11 @@ def import_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"user_task_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # pickle and dataclasses look modules up by their names
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except SystemExit as error:
+        problem = f"it calls sys.exit({error.code!r}) when it is imported: raise an exception"
+        raise ConfigError([f"{path}: {problem} instead"]) from error
     return module
 
 
