@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from engine.core.config import Config, dotted_values
 from engine.core.files import read_lines, read_text, without_nan
 from engine.core.text import error_line, plain, shorten
@@ -29,6 +31,7 @@ from tools.plot import BEST_OF, PANELS, Table, points, read_table
 TEMPLATE = Path(__file__).with_name("report.html")  # the run's data replaces its {{data}}
 PART_BYTES = {"evaluations": 1_000_000, "rollouts": 3_500_000}  # the whole page is below 5 MB
 WINDOW = 5  # steps in the mean of a training curve, as in tools/plot.py
+MAX_POINTS = 2_000  # of a curve, the first and the last among them
 MAX_QUESTIONS = 12  # of an evaluation
 MAX_CHARACTERS = 4_000  # of a sample's prompt, completion or gold answer
 
@@ -64,7 +67,8 @@ def curves(table: Table) -> list[dict]:
     for metric, title, label in PANELS:
         curve = points(table, metric, window=WINDOW)  # (5, points)
         if curve.size > 0:
-            steps, _, mean, low, high = curve.round(4).tolist()
+            places = np.linspace(0, len(curve[0]) - 1, MAX_POINTS).round().astype(int)
+            steps, _, mean, low, high = curve[:, np.unique(places)].round(4).tolist()
             panel = {"title": title.format(n="/".join(counts) or "n"), "label": label}
             panels.append(panel | {"steps": steps, "mean": mean, "low": low, "high": high})
     return panels
@@ -124,7 +128,10 @@ def write_report(folder: Path, out: Path) -> None:
     """Write the page of the run in `folder`; raises OSError or ValueError with the file's name."""
     before, after = TEMPLATE.read_text(encoding="utf-8").split("{{data}}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(before + to_json(read_run(folder)) + after, encoding="utf-8")
+    page = before + to_json(read_run(folder)) + after
+    if out == folder / "report.html":
+        out.unlink(missing_ok=True)  # a link there may lead to somebody's file
+    out.write_text(page, encoding="utf-8")
 
 
 def main() -> None:

@@ -34,8 +34,9 @@ def serve(options: argparse.Namespace) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
-    except OSError as error:
-        raise ValueError(f"port {options.port}: {error.strerror}; give another --port") from error
+    except (OSError, OverflowError) as error:  # it is taken, or above 65535
+        problem = getattr(error, "strerror", error)
+        raise ValueError(f"port {options.port}: {problem}; give another --port") from error
     server.options = options
     address = f"http://127.0.0.1:{server.server_port}"
     print(f"{address}  for this machine alone, reads only, Ctrl-C ends it", flush=True)

@@ -30,6 +30,9 @@ def import_file(path: Path) -> ModuleType:
     sys.modules[spec.name] = module  # pickle and dataclasses look modules up by their names
     try:
         spec.loader.exec_module(module)
+    except SystemExit as error:
+        problem = f"it calls sys.exit({error.code!r}) when it is imported: raise an exception"
+        raise ConfigError([f"{path}: {problem} instead"]) from error
     except Exception as error:
         problem = f"{place(str(path), error=error)}: {type(error).__name__}: {error}"
         raise ConfigError([problem]) from error

@@ -78,13 +78,6 @@ def pose(example: dict, *, task: ModuleType, options: TaskSettings) -> list[dict
 
 
 @functools.cache
-def special_tokens(tokenizer: Tokenizer) -> re.Pattern:
-    """Matches each special token; of several thousand in some tokenizers, so made only once."""
-    tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
-
-
-@functools.cache
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """The ids of the special tokens."""
     return frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)

@@ -10,7 +10,7 @@ from engine.questions.prompts import (
     TURN,
     apply_template,
     end_of_turn,
-    special_tokens,
+    special_ids,
     tool_schemas,
     whole_characters,
 )
@@ -37,10 +37,14 @@ class Turns:
         self.render = functools.partial(apply_template, tokenizer=tokenizer, tools=self.tools)
 
     def clean(self, text: str) -> str:
-        """The text without special tokens, with which it could end the turn that it stands in."""
-        while (shorter := special_tokens(self.tokenizer).sub("", text)) != text:
-            text = shorter
-        return whole_characters(text)
+        """The text without special tokens, with which it could end the turn that it stands in.
+
+        They are found in its ids: a normalizer may make one of other characters.
+        """
+        text, special = whole_characters(text), special_ids(self.tokenizer)
+        while not special.isdisjoint(ids := self.encode(text)):
+            text = self.decode([i for i in ids if i not in special])
+        return text
 
     def render_reply(self, replies: list[dict]) -> list[int]:
         """The ids of messages behind a turn's end token, up to where the model speaks again.

@@ -141,7 +141,7 @@ def test_numbers_are_decimal(text, value):
     assert parse_yaml(to_yaml({"text": text}), origin="here") == {"text": text}
 
 
-@pytest.mark.parametrize("text", ["1:30", "0x10", "0b11", "9" * 5_000])
+@pytest.mark.parametrize("text", ["1:30", "1:30.5", "-1:30.5", "0x10", "0b11", "9" * 5_000])
 def test_numbers_that_are_not_decimal_are_refused(text):
     """Bug: 1:30 was 90."""
     with pytest.raises(ConfigError, match="here: cannot be read as YAML"):
@@ -271,6 +271,13 @@ def test_a_module_that_is_not_a_task_is_one_line(old, new, line, guessing):
     text = GUESSING.replace(old, new).replace('field_validator("low")', 'field_validator("*")')
     (guessing / "wrong.py").write_text(text)
     assert line_of("task.name=wrong").startswith(f"{guessing / 'wrong.py'}: {line}")
+
+
+@pytest.mark.parametrize("status", ["", "0", "'bye'"])
+def test_a_task_that_exits_when_it_is_imported_is_one_line(status, guessing):
+    """Bug: `sys.exit(0)` there ended the run with status 0 and no word."""
+    (guessing / "leaving.py").write_text(f"import sys\nsys.exit({status})\n")
+    assert "leaving.py: it calls sys.exit(" in line_of("task.name=leaving")
 
 
 @pytest.mark.parametrize("name", ["chess", "[1]", "../guessing", "guessing.py", "''", "24", "null"])

@@ -123,6 +123,15 @@ def test_a_file_without_an_answer_to_imitate_is_refused(
         loaded(rotary_model_folder, write(tmp_path / "answers.jsonl", rows), *overrides)
 
 
+@pytest.mark.parametrize("text", ["", "\n"])
+def test_an_empty_file_is_refused(tmp_path, text):
+    """Bug: the run went on without its warm start, and without a word."""
+    (tmp_path / "answers.jsonl").write_text(text)
+    config = make_config(f"warm_start.data={tmp_path}/answers.jsonl")
+    with pytest.raises(ValueError, match=r"answers.jsonl: "):
+        warm_start.read_answers(load_task("countdown"), config)
+
+
 @pytest.mark.parametrize("name", ["no-file.jsonl", "no/hub/id"])
 def test_no_file_is_a_line_before_the_model_is_loaded(tmp_path, name):
     config = make_config(f"warm_start.data={name}", "model.name=/no/model", f"run.dir={tmp_path}")

@@ -17,6 +17,7 @@ import pytest
 import torch
 from graphs import install_graphs
 from harness import make_config, make_policy, make_run, save_writer
+from tokenizers import AddedToken, normalizers
 from transformers import Qwen2ForCausalLM
 
 import main
@@ -25,6 +26,7 @@ from engine.core.types import Trajectory
 from engine.questions.tasks import RewardError
 from engine.run.state import Run
 from engine.sampling.environment import Conversation, check_environment, encode_questions
+from engine.sampling.turns import Turns
 from tools import chat
 
 # Turns end and tools are called as in Qwen2.5's chats; the words are our own.
@@ -341,6 +343,15 @@ def test_a_reply_holds_no_special_token_and_is_cut_before_it_is_tokenised(folder
     assert len(answer(run, call(2))) < 150 * 100
     assert time.process_time() - start_s < 1
     assert answer(run, call(3)) == reply("[1, None]")
+
+
+def test_a_reply_holds_no_special_token_that_the_normalizer_makes(folder):
+    """Bug: full-width letters, which NFKC turns into plain ones, ended the turn."""
+    run = make(folder, ECHO)
+    tokenizer = copy.deepcopy(run.policy.tokenizer)
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.add_tokens([AddedToken("<|stop|>", special=True, normalized=True)])
+    assert Turns(tokenizer, run.task).clean("a\uff1c|stop|\uff1eb") == "ab"
 
 
 def test_a_reply_is_found_behind_turns_that_the_template_rewrites(folder):

@@ -133,6 +133,26 @@ def test_no_text_can_leave_its_place_in_the_page(tmp_path):
     assert "\0" not in page
 
 
+def test_a_link_in_the_pages_place_is_replaced(tmp_path):
+    """Bug: the page was written through it, over somebody's file."""
+    folder = write_run(tmp_path / "x")
+    (tmp_path / "precious").write_text("mine")
+    (folder / "report.html").symlink_to(tmp_path / "precious")
+    assert data_of(make_page(folder))["name"] == "x"
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_a_curve_keeps_its_ends_and_some_of_its_points(tmp_path):
+    """Bug: the page of 100,000 steps had 10 MB, at each poll of the live one."""
+    folder = write_run(tmp_path / "x")
+    header, *_ = (folder / "metrics.csv").read_text().splitlines()
+    rows = [f"{n},{n % 7},,,,,1" for n in range(20_000)]
+    (folder / "metrics.csv").write_text("\n".join([header, *rows]) + "\n")
+    (curve, *_) = report.read_run(folder)["curves"]
+    assert (curve["steps"][0], curve["steps"][-1]) == (0, 19_999)
+    assert len(curve["steps"]) == len(curve["mean"]) == report.MAX_POINTS
+
+
 def test_a_long_run_is_thinned_below_5_mb_and_its_first_and_last_step_stay(tmp_path):
     """Each `<` of model text takes six bytes in the page."""
     folder = write_run(tmp_path / "x", steps=range(0, 4000, 20), text="<" * 6_000)

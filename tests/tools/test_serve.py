@@ -161,6 +161,9 @@ def test_the_command_says_where_it_serves_and_ends_with_ctrl_c(python, run):
         second = subprocess.run([*command, port], capture_output=True, **started)
         line = f"error: port {port}: Address already in use; give another --port\n"
         assert (second.returncode, second.stdout, second.stderr) == (2, "", line)
+        absurd = subprocess.run([*command, "70000"], capture_output=True, **started)
+        line = "error: port 70000: bind(): port must be 0-65535.; give another --port\n"
+        assert (absurd.returncode, absurd.stderr) == (2, line)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 0
         assert process.stderr.read() == ""
