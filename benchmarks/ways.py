@@ -1,7 +1,7 @@
 """Ways to learn, on a laptop: RL alone, imitation alone, RL after a warm start, and from a teacher.
 
     pip install -r requirements.txt ".[plot]"
-    python benchmarks/ways.py --seeds 0 1 2            # one run at a time, on one core
+    python benchmarks/ways.py --seeds 0 1 2            # one run at a time, most on one core
     python benchmarks/ways.py --rows weak-grpo weak-warm-grpo
     python benchmarks/ways.py --draw                   # only the table and the picture
     python benchmarks/ways.py --rows sums-warm-sil --smollm2 FOLDER
@@ -14,8 +14,8 @@ a run has measured is kept in results/ways/<row>-s<seed>.csv, and its warm start
 .warm.jsonl; a run that has its file is not run again, and one that was stopped goes on. Table and
 picture, results/ways.md and .png, come from these files alone.
 
-The sums are arithmetic-smollm2.yaml's, after a warm start of 500 answers that a program writes,
-such as "47 + 38 = 85." What they have without it stands in results/arithmetic-smollm2-s*.csv.
+The sums are arithmetic-smollm2.yaml's, on two ranks, after a warm start of 500 answers that a
+program writes, such as "47 + 38 = 85." Without it: results/arithmetic-smollm2-s*.csv.
 """
 
 import argparse
@@ -125,11 +125,13 @@ def write_sums(file: Path) -> None:
 
 def run_row(row: str, seed: int, folder: Path, smollm2: str | None) -> None:
     where = [f"run.dir={RUNS}", f"run.name={row}-s{seed}", f"training.seed={seed}"]
-    if row.startswith("sums"):
+    script = ["main.py"]
+    if row.startswith("sums"):  # on two ranks, as the recipe
+        script = ["-m", "torch.distributed.run", "--nproc-per-node=2", "main.py"]
         where += [f"model.name={smollm2}"] if smollm2 else []
     else:
         where += [f"training.num_samples_per_step_global={questions_per_step()}"]
-    run("main.py", *ROWS[row], *where)
+    run(*script, *ROWS[row], *where)
     kept, made = folder / f"{row}-s{seed}", RUNS / f"{row}-s{seed}"
     if (made / "warm.jsonl").exists():
         shutil.copyfile(made / "warm.jsonl", kept.with_suffix(".warm.jsonl"))
