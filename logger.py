@@ -32,6 +32,7 @@ from typing import Any
 from tqdm import tqdm
 
 from engine.core.files import append_durably, json_line, load_env, read_lines, write_atomically
+from engine.core.packages import import_package
 from engine.core.text import format_reward, plain, printable, shorten, unnest
 
 # When a server does not answer, MLflow's own defaults would stop the training for many minutes: it
@@ -299,15 +300,10 @@ class MlflowRun:
 
 def import_mlflow() -> ModuleType:
     """Import MLflow, or raise ValueError; ./.env sets what the environment leaves unset."""
-    try:
-        load_env()
-        for name, value in MLFLOW_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        import mlflow
-    except ModuleNotFoundError as error:
-        fix = "pip install mlflow python-dotenv, or set logging.report_to=none"
-        raise ValueError(f"logging.report_to: needs the package {error.name}: {fix}") from error
-    return mlflow
+    load_env()
+    for name, value in MLFLOW_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    return import_package("mlflow", key="logging.report_to")
 
 
 def mlflow_name(name: str) -> str:

@@ -23,12 +23,12 @@ from transformers.utils import logging as transformers_logging
 
 from engine.core.config import Config, LoraSettings, ModelSettings
 from engine.core.packages import import_package
-from engine.core.text import error_line
 from engine.model.adapters import base_of, quantization_config
 from engine.model.tokenizer import load_tokenizer
 from engine.run.card import merged_card
 from engine.run.checkpoint import load_state, newest_whole, save_model
 from engine.run.fingerprint import MODEL_FILES, of_model
+from engine.run.mistakes import mistakes_cost_one_line
 
 
 def main() -> None:
@@ -43,11 +43,8 @@ def main() -> None:
     warnings.simplefilter("ignore", FutureWarning)  # peft uses a name that transformers will remove
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    try:
+    with mistakes_cost_one_line():
         export(options, options.run.expanduser())
-    except Exception as error:  # the disk, the network, the hub, or what a package raises there
-        kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
-        parser.exit(2, f"{error_line(f'{kind}{error}')}\n")
 
 
 def export(asked: argparse.Namespace, run: Path) -> None:

@@ -21,11 +21,12 @@ from typing import Any
 import numpy as np
 
 from engine.core.config import Config, dotted_values
-from engine.core.files import read_lines, read_text, without_nan
-from engine.core.text import error_line, plain, shorten
+from engine.core.files import read_lines, without_nan
+from engine.core.text import plain, shorten
 from engine.core.yaml_text import show
 from engine.questions.tasks import built_in_tasks, load_task, schema
 from engine.run.config_file import read_file, task_name
+from engine.run.mistakes import mistakes_cost_one_line
 from tools.plot import BEST_OF, PANELS, Table, points, read_table
 
 TEMPLATE = Path(__file__).with_name("report.html")  # the run's data replaces its {{data}}
@@ -45,7 +46,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     return {
         "name": table.name,
         "step": int(table.rows["step"].iloc[-1]),
-        "versions": read_text(config).partition("\n")[0].removeprefix("# "),
+        "versions": config.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# "),
         "curves": without_nan(curves(table)),
         "settings": list(settings(config)),
         "evaluations": thin(without_nan(evaluations(table, samples)), PART_BYTES["evaluations"]),
@@ -145,14 +146,12 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.folder = options.folder.expanduser()
     out = folder / "report.html" if options.out is None else options.out.expanduser()
-    try:
+    with mistakes_cost_one_line():
         if options.serve and (folder / "config.yaml").is_file():
             from tools.serve import serve  # imports torch
 
             return serve(options)
         write_report(folder, out)
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{error_line(error)}\n")
     print(f"written: {out}")
 
 

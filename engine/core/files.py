@@ -1,7 +1,6 @@
 """Text files that a crash leaves whole, strict JSON for them, and what lies at a model's path."""
 
 import difflib
-import io
 import json
 import os
 from pathlib import Path
@@ -20,8 +19,7 @@ def load_env() -> None:
     """Set what ./.env names and the environment leaves unset."""
     import dotenv
 
-    if Path(".env").exists():
-        dotenv.load_dotenv(stream=io.StringIO(read_text(Path(".env"))))
+    dotenv.load_dotenv(".env")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

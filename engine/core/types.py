@@ -47,9 +47,7 @@ class Completion:
     entropies: np.ndarray  # (T,), of that distribution, in nats
     truncated: bool  # ended by the length limit instead of an EOS
     is_inserted: np.ndarray  # (T,), True for the tokens of a tool, whose two numbers are 0
-    conversation: Any = (
-        None  # the Conversation of engine/sampling/environment.py that it was, if it was one
-    )
+    conversation: Any = None  # the Conversation (engine/sampling/environment.py) that it was
 
     @property
     def num_sampled(self) -> int:

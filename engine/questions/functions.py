@@ -6,10 +6,9 @@ log_extra, log_metric and environments are not passed.
 
 import copy
 import functools
-import inspect
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,7 @@ FORM = re.compile(r"(\w+):(?:(\w+)|\[\s*(\w+(?:\s*,\s*\w+)*)\s*\])")
 def load_functions(text: str) -> "RewardTask":
     """The task of `file:function` or `file:[function, function]`, in the current folder's file."""
     match = FORM.fullmatch(check_form(text))
-    file, names = Path.cwd() / f"{match[1]}.py", re.findall(r"\w+", match[2] or match[3])
-    if not file.is_file():
-        raise ConfigError([f"task.reward = {text}: there is no {file.name} in {file.parent}"])
-    return make_task(file, *names)
+    return make_task(Path.cwd() / f"{match[1]}.py", *re.findall(r"\w+", match[2] or match[3]))
 
 
 def check_form(text: Any) -> str:
@@ -43,25 +39,10 @@ def check_form(text: Any) -> str:
 @functools.cache
 def make_task(file: Path, *names: str) -> "RewardTask":
     module = import_file(file)
-    functions, lines = {name: getattr(module, name, None) for name in names}, []
-    for name, function in functions.items():
-        where = place(str(file), function=function)
-        lines += [f"{where}: {name} {problem}" for problem in problems_of(function)]
-    if lines:
-        raise ConfigError(lines)
+    functions = {name: getattr(module, name, None) for name in names}
+    if missing := [name for name, function in functions.items() if not callable(function)]:
+        raise ConfigError([f"{file}: {name} is no function of this file" for name in missing])
     return RewardTask(str(file), functions)
-
-
-def problems_of(function: Callable | None) -> Iterator[str]:
-    """What is wrong with a function before it is called."""
-    if not callable(function):
-        yield "is no function of this file"
-        return
-    if inspect.iscoroutinefunction(function):
-        yield "must not be async: it is not awaited here"
-    parameters = inspect.signature(function).parameters.values()
-    if all(p.kind != p.VAR_KEYWORD for p in parameters):
-        yield "must end its arguments with **kwargs: it gets every column of the rows"
 
 
 class RewardTask:
@@ -134,13 +115,9 @@ class RewardTask:
         function, num = self.functions[name], len(columns["completions"])
         with naming_mistakes(self.__file__, function, example):
             paid = function(**copy.deepcopy(columns))  # a change would stay for the whole run
-        problem = None
-        if not isinstance(paid, list | tuple | np.ndarray) or len(paid) != num:
-            problem = f"must return a list of {num} numbers, one a completion, not {paid!r:.80}"
-        elif wrong := [value for value in paid if not is_reward(value)]:
-            hint = ": pay 0.0 where it has nothing to say" if wrong[0] is None else ""
-            problem = f"must pay a finite number, not {wrong[0]!r:.80}{hint}"
-        if problem:
-            where = place(self.__file__, function=function)
-            raise RewardError(f"{where}: {name} {problem}: question {example!r:.200}")
+        is_list = isinstance(paid, list | tuple | np.ndarray) and len(paid) == num
+        if not is_list or not all(map(is_reward, paid)):
+            where = f"{place(self.__file__, function=function)}: {name}"
+            wanted = f"must return a list of {num} finite numbers, one a completion"
+            raise RewardError(f"{where} {wanted}, not {paid!r:.80}: question {example!r:.200}")
         return [float(value) for value in paid]

@@ -20,6 +20,7 @@ without a KL penalty and before training.tis_clip.
 """
 
 import numpy as np
+from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from engine.core.files import json_line
@@ -92,20 +93,11 @@ def token_texts(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> list[str]
     """The text of each token; joined, they are the text of all ids.
 
     A character may take several tokens: the last of them has the character, the others have "".
-    Some tokenizers drop a space at the beginning of a text, so we decode each token together with
-    tokens before it.
     """
-    texts, start, done = [], 0, 0  # ids[:done] have their texts, and ids[start:done] are context
-    context = ""
-    for end in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False)
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
-            texts.append("")
-            continue
-        texts.append(text[len(context) :])
-        context = tokenizer.decode(ids[done:end], clean_up_tokenization_spaces=False)
-        start, done = done, end
-    return texts
+    stream = DecodeStream(skip_special_tokens=False)
+    texts = [stream.step(tokenizer.backend_tokenizer, token_id) or "" for token_id in ids]
+    decoded = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    return [*texts[:-1], texts[-1] + decoded[len("".join(texts)) :]]  # with half a character
 
 
 def rounded(value: float) -> float:

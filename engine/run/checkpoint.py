@@ -32,11 +32,6 @@ from engine.core.files import open_to_append, read_text, sync
 from engine.model.adapters import load_adapter_weights
 
 MARKER = "has_checkpoints"
-# What a run writes into its folder. metrics.jsonl is how we recognise a used folder, so it is moved
-# aside last: if we are killed in between, the next start moves the rest.
-RESULTS = ("best", "best.old", "best.tmp", "checkpoints", "config.yaml", "metrics.csv")
-RESULTS += ("warm.jsonl", "mlflow_run_id", "wandb_run_id", "wandb", "rollouts.jsonl")
-RESULTS += ("samples.jsonl", "metrics.jsonl")
 
 # A run's folder
 
@@ -90,9 +85,11 @@ def find_start(folder: Path, *, may_resume: bool, warn: Callable[[str], None]) -
     if (folder / "metrics.jsonl").exists():
         aside = folder / f"killed-{datetime.now():%Y%m%d-%H%M%S-%f}"
         aside.mkdir()
-        for name in RESULTS:
-            if (folder / name).exists():
-                (folder / name).rename(aside / name)
+        # metrics.jsonl is how we recognise a used folder, so it is moved aside last: if we are
+        # killed in between, the next start moves the rest.
+        for path in sorted(folder.iterdir(), key=lambda path: path.name == "metrics.jsonl"):
+            if not path.name.startswith(("lock", "killed-", "eval-")):
+                path.rename(aside / path.name)
         warn(f"this run was killed before its first checkpoint and begins again; see {aside}")
     elif (folder / "config.yaml").exists():
         raise ValueError(f"{folder} holds a config.yaml, but no run: {fix}")

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from engine.core.types import Completion, SamplingParams, Seed, Tool
@@ -74,18 +74,14 @@ def tokens_that_fit(model: nn.Module, longest: int, params: SamplingParams) -> i
     reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + reserved
     config, size = model.config.get_text_config(), model.dtype.itemsize
-    layers = cached_layers(config)
-    cached = cache_bytes_per_token(layers, bytes_per_number=size)
+    cached, states = kept_bytes(model)
     likely_tokens = longest + 0.7 * params.max_new_tokens  # most completions end early
     decoding = decode_bytes_per_row(config, likely_tokens, cached=cached, top_p=params.top_p)
-    if any(isinstance(layer, LinearAttentionLayer) for _, layer in layers):
-        decoding += state_bytes(model)
+    decoding += states
     hidden_size = getattr(config, "hidden_size", 0)
     inner_size = getattr(config, "intermediate_size", None) or 4 * hidden_size
     layer = size * (5 * hidden_size + 3 * inner_size)  # what a prompt's token is made into
-    reading = (
-        longest * (cached + layer) / params.group_size
-    )  # all prompts at once, before they grow
+    reading = longest * (cached + layer) / params.group_size  # of all prompts, before they grow
     return int(0.9 * free / max(decoding, reading)) * row_tokens  # a tenth for fragmentation
 
 
@@ -101,30 +97,14 @@ def decode_bytes_per_row(
 
 
 @torch.no_grad()
-def state_bytes(model: nn.Module) -> int:
-    """Bytes of a row's recurrent states, however long the row: seen on one token."""
-    cache = DynamicCache(config=model.config.get_text_config())
+def kept_bytes(model: nn.Module) -> tuple[int, int]:
+    """Bytes of a token's keys and values, and of a row's recurrent states: seen on one token."""
     ids = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-    model(input_ids=ids, past_key_values=cache, use_cache=True)
-    layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
-    states = [[*layer.conv_states.values(), *layer.recurrent_states.values()] for layer in layers]
-    return sum(state.nbytes for some in states for state in some if state is not None)
-
-
-def cache_bytes_per_token(layers: list[tuple], *, bytes_per_number: int) -> int:
-    """Bytes of one token's keys and values in the `cached_layers`; 0 if there are none."""
-    num_bytes = 0
-    for layer, cached in layers:
-        heads = getattr(layer, "num_attention_heads", 0)
-        key_heads = getattr(layer, "num_key_value_heads", None) or heads
-        head_size = getattr(layer, "head_dim", None) or (layer.hidden_size // heads if heads else 0)
-        num_bytes += 2 * key_heads * head_size * bytes_per_number * isinstance(cached, DynamicLayer)
-    return num_bytes
-
-
-def cached_layers(config: PretrainedConfig) -> list[tuple]:
-    """The config of each layer and its cache, still empty; [] for a config that does not tell."""
-    try:  # 5.17 makes no cache for the last layers of Gemma 4, which read those of others
-        return [*zip(config.per_layer_config, DynamicCache(config=config).layers, strict=False)]
-    except (AttributeError, KeyError):
-        return []
+    cache = getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)  # Mamba has none
+    keys, states = [], []
+    for layer in cache.layers if cache is not None else []:
+        if isinstance(layer, DynamicLayer) and layer.is_initialized:
+            keys += [layer.keys, layer.values]
+        if isinstance(layer, LinearAttentionLayer):
+            states += [*layer.conv_states.values(), *layer.recurrent_states.values()]
+    return sum(x.nbytes for x in keys), sum(x.nbytes for x in states if x is not None)
