@@ -4,33 +4,27 @@ import functools
 import itertools
 import json
 import math
-import random
-import re
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import harness
-import numpy as np
 import pytest
 import torch
 from harness import (
     NUMBERS,
     alone,
-    by_text,
     change_json,
     grade_by_text,
     make_config,
     make_policy,
-    make_run,
     sample,
     seed,
     train_tokenizer,
 )
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-import countdown
 import main
 from engine.core.types import Completion
 from engine.model.policy import Policy
@@ -339,42 +333,6 @@ def test_tags_control_codes_and_endless_lines_harm_neither_console_nor_files(mak
     assert len(rows_of(run)) == 3
 
 
-# Prompts
-
-
-def question_of(prompt: str) -> dict:
-    """The question that a prompt asks."""
-    nums, target = re.search(r"numbers \[(.*?)\].*to make (\d+)\.", prompt).groups()
-    return {"nums": [int(number) for number in nums.split(", ")], "target": int(target)}
-
-
-def evaluate_in_batches(model: Path, limit: int) -> tuple[dict, list[dict]]:
-    """Metrics and samples of ten questions with prompts of very different lengths."""
-    overrides = [*SIZES, f"sampling.max_batch_tokens={limit}", "logging.samples=10"]
-    lengths = random.Random(seed()).sample(range(1, 90, 9), 10)
-    asked = [{"nums": [n + 1] * length, "target": n + 1} for n, length in enumerate(lengths)]
-    policy = make_policy(model, *overrides, is_exact=True)
-    run = make_run(policy, make_config(*overrides), questions=asked)
-    metrics, samples = harness.measure(run)
-    assert [question_of(s["prompt"]) for s in samples] == asked
-    return metrics, samples
-
-
-def test_every_reward_is_that_of_its_own_question_after_sorting(make_answering, monkeypatch):
-    """Prompts are sorted by length to be sampled; their order, and so the rewards, must survive.
-
-    The same text earns another reward for another question.
-    """
-    model, how = make_answering(), {"options": countdown.Options(), "num_tokens": 1}
-    graded = by_text(countdown.reward_function)
-    grade_by_text(monkeypatch)
-    metrics, samples = evaluate_in_batches(model, 10**6)
-    assert len({s["completion"] for s in samples}) == 10
-    for s in samples:
-        assert s["reward_parts"] == graded(s["completion"], question_of(s["prompt"]), **how)
-    assert evaluate_in_batches(model, 1) == (metrics, samples)
-
-
 # A model that goes NaN
 
 
@@ -464,12 +422,3 @@ def test_an_evaluation_of_a_model_whose_logits_are_nan_says_so_and_fails(make_mo
     model.save_pretrained(folder)
     _, output = train(folder, "mode=evaluate", status=2)
     assert "completions ended at logits that were not finite" in output
-
-
-@pytest.mark.parametrize(("log_prob", "is_broken"), [(-2.0, False), (math.nan, True)])
-def test_a_completion_of_nan_log_probabilities_is_broken_and_not_solved(log_prob, is_broken):
-    log_probs, entropies = np.array([-1.0, log_prob], np.float32), np.ones(2, np.float32)
-    completion = Completion([7, 8], log_probs, entropies, True, is_inserted=np.zeros(2, bool))
-    assert completion.is_broken is is_broken
-    row = main.Trajectory([5], completion, "", {"answer": 1.0}, 1.0)
-    assert row.is_solved is not is_broken

@@ -22,6 +22,7 @@ from harness import (
     make_config,
     make_policy,
     peak_bytes,
+    save_random,
     seed,
 )
 from reference import score
@@ -30,6 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
+    MambaConfig,
+    MambaForCausalLM,
     Qwen2Config,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -751,6 +754,17 @@ def test_attention_that_takes_no_4d_mask_gets_its_own(rotary_model_folder, monke
     assert policy.backend == "grouped"
     expected = make_policy(rotary_model_folder, is_exact=True)
     assert token_ids(sample(policy)) == token_ids(sample(expected))
+
+
+def test_a_recurrent_model_samples_with_generate(tmp_path, tokenizer):
+    """Mamba hands no cache over under its usual name: the load says so, takes the other backend."""
+    config = MambaConfig(vocab_size=345, hidden_size=32, num_hidden_layers=2, state_size=4)
+    folder = save_random(MambaForCausalLM, config, tokenizer, tmp_path)
+    policy = make_policy(folder, "model.attn_implementation=eager")
+    assert not supports_grouped(policy.sampler, DecodeBatch)
+    assert policy.backend == "generate"
+    (group,) = sample(policy, RAGGED[:1], SEEDS[:1])
+    assert len({tuple(c.token_ids) for c in group}) == 4
 
 
 def test_the_bf16_sampler_keeps_its_rotary_frequencies(rotary_model_folder):

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from contextlib import suppress
 from fractions import Fraction
-from itertools import combinations, permutations
+from itertools import permutations
 
 import pytest
-from harness import ROOT, assert_linear, cpu_seconds, real_file
+from harness import ROOT, cpu_seconds, real_file
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -406,11 +406,6 @@ def test_regular_patterns_and_logarithms_of_large_numbers_are_refused_in_time(an
     assert grade(f"\\boxed{{{answer}}}", gold, timeout_s=20.0) is False
 
 
-@pytest.mark.parametrize("unit", ["\\boxed{", "\\boxed", "\\boxed{}", "{", "1", "\\frac"])
-def test_time_grows_linearly_with_the_text(unit: str):
-    assert_linear(lambda k: cpu_seconds(grade_anew, unit * k, repeats=7), 2 * MILLION // len(unit))
-
-
 # Layer 6: math-verify
 
 TWINS = {r"\gamma": r"\Gamma", r"\pi": r"\Pi", r"\Pi": r"\pi", r"\omega": r"\Omega"}
@@ -500,17 +495,6 @@ def test_a_letter_at_the_end_and_the_case_of_each_letter_matter(data, last: str,
     assert not is_correct(f"{number}{' '.join([*factors[:-1], twin])}", gold)
 
 
-@settings(max_examples=25, deadline=None)
-@given(numbers, numbers, numbers, st.sampled_from(["x", "R", r"\theta", "e^{x}"]))
-def test_of_sums_each_sign_and_coefficient_matters(a: Fraction, b: Fraction, c: Fraction, x: str):
-    gold = f"\\frac{{{a.numerator}}}{{{a.denominator}}}{x} + {b.numerator}/{b.denominator}"
-    for other, is_equal_to_it in [(a, True), (c, a == c), (-a, a == 0)]:
-        answer = (
-            f"{b.numerator}/{b.denominator} + \\frac{{{other.numerator}}}{{{other.denominator}}}{x}"
-        )
-        assert is_correct(answer, gold) == is_equal_to_it
-
-
 def test_the_result_is_the_same_in_another_process_order_and_cache(tmp_path):
     pairs = [row[:2] for row in SAME[:20]]
     pairs += [[r"\sqrt{8}", r"2\sqrt2"], ["a+b", "b+a"], ["a-b", "b-a"], ["x=5", "y=5"]]
@@ -547,26 +531,3 @@ def test_each_real_gold_answer_is_equal_to_itself_and_to_its_solution(rows: list
         assert grade(row["solution"], row["answer"], timeout_s=5.0) is True
         assert grade("", row["answer"], timeout_s=5.0) is False
         assert normal_answer(row["answer"])
-
-
-SPELLINGS = [{"-2,1", "1,-2"}, {r"10,\!080", "10080"}, {"120", r"120^\circ"}]  # of one value
-SPELLINGS += [{"15", r"15\mbox{ cm}^2"}, {r"2 \sqrt{5}", r"2\sqrt{5}"}, {"30", r"30^\circ"}]
-SPELLINGS += [{"36", r"36^\circ"}, {"36", r"\$36"}, {"5", "x=5"}, {"90", r"90^\circ"}]
-SPELLINGS += [{r"\frac14", r"\frac{1}{4}"}]
-
-
-def test_different_real_gold_answers_are_unequal(rows: list[dict]):
-    """Math-verify is asked about every 400th pair that the exact layers leave open."""
-    golds = {answer: normalise(answer) for answer in sorted({row["answer"] for row in rows})}
-    equal, open_pairs = [], []
-    for left, right in combinations(golds, 2):
-        if left.isdigit() and right.isdigit():
-            continue
-        try:
-            if is_equal(golds[left], golds[right], refuse):
-                equal.append({left, right})
-        except AskedMathVerify:
-            open_pairs.append((left, right))
-    assert equal == SPELLINGS
-    for left, right in open_pairs[::400]:
-        assert not is_correct(left, right), (left, right)

@@ -145,22 +145,6 @@ def test_a_long_run_is_thinned_below_5_mb_and_its_first_and_last_step_stay(tmp_p
         assert data["recorded"][name] == 200
 
 
-@pytest.mark.parametrize(
-    ("max_bytes", "kept"),
-    [
-        (42, [1, 2, 3, 4, 5, 6]),
-        (41, [1, 3, 5, 6]),
-        (27, [1, 5, 6]),
-        (20, [1, 6]),
-        (13, [6]),
-        (6, []),
-    ],
-)
-def test_thinning_leaves_out_every_second_item_until_the_others_fit(max_bytes, kept):
-    items = [{"a": i} for i in range(1, 7)]  # 7 bytes each
-    assert report.thin(items, max_bytes) == [{"a": i} for i in kept]
-
-
 def test_a_run_that_kept_nothing_or_still_writes_has_a_page(tmp_path):
     folder = write_run(tmp_path / "x")
     (folder / "rollouts.jsonl").unlink()
