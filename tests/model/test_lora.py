@@ -25,7 +25,6 @@ from harness import (
     make_policy,
     read_jsonl,
     read_rows,
-    run_on_ranks,
     seed,
     train,
     what_is_left,
@@ -200,23 +199,6 @@ def test_gradient_checkpointing_changes_no_gradient(rotary_model_folder, kind):
         for more in ([], ["model.gradient_checkpointing=true"])
     )
     assert distance(again, plain) <= 1e-6  # the same operations, and not a hundred others
-
-
-def gradient_on_this_rank(world: World, folder: Path, kind: list[str]) -> np.ndarray:
-    config = config_of(*GRPO, *kind, KL)
-    policy = make_moved_policy(folder, *kind, KL, world=world)
-    return gradient(policy, make_groups(config, (EASY, HARD)[world.rank]), config, world)
-
-
-def test_two_ranks_have_the_gradient_of_one(rotary_model_folder, tmp_path):
-    kind = KINDS["4 bits"]
-    arguments = (gradient_on_this_rank, 2, rotary_model_folder, kind)
-    first, second = run_on_ranks(*arguments, folder=tmp_path)
-    config = config_of(*GRPO, *kind, KL)
-    alone = make_moved_policy(rotary_model_folder, *kind, KL)
-    assert np.array_equal(first, second)
-    expected = gradient(alone, make_groups(config, EASY, HARD), config)
-    assert distance(first, expected) <= FP32_ROUNDING
 
 
 def test_dropout_acts_in_the_update_alone(rotary_model_folder):

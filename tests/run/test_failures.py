@@ -369,22 +369,6 @@ def kill_group(pid: int) -> bool:
 
 
 @pytest.mark.timeout(180)
-def test_an_exception_on_one_rank_ends_all_with_its_traceback(
-    python, tmp_path, model, settings, two_ranks
-):
-    """In the third step: rank 1 reads 4 completions (an evaluation), then 16, 16, 4 and 16."""
-    fault = {"do": "raise", "rank": 1, "calls": 50}
-    overrides = [*settings, SEVEN, "checkpoint.every=2"]
-    status, errors = torchrun(python, tmp_path, model, *overrides, fault=fault)
-    assert status != 0
-    assert "RuntimeError: it fails here" in errors
-    assert "in sample_trajectories" in errors
-    output = train(tmp_path, model, *overrides, num_ranks=2)
-    assert "resumed after step 2" in output
-    assert_same(two_ranks, tmp_path)
-
-
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("fault", "line"),
     [

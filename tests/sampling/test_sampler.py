@@ -1,6 +1,5 @@
 """Sampling: what is drawn is what is scored, whatever the batch, the hub's defaults, the end."""
 
-import contextlib
 import json
 import math
 import shutil
@@ -27,7 +26,6 @@ from harness import (
 )
 from reference import score
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
@@ -57,7 +55,7 @@ from engine.sampling.batches import (
     decode_in_batches,
     tokens_that_fit,
 )
-from engine.sampling.cache import ReservedColumns, grown_length
+from engine.sampling.cache import ReservedColumns
 from engine.sampling.graphs import CapturedSteps
 from main import DecodeBatch, decode_grouped, draw_uniforms, invert_cdf, sample_tokens
 
@@ -268,26 +266,6 @@ def test_a_step_that_waits_for_a_value_is_refused_before_any_capture(rotary_mode
     assert torch.cuda.get_sync_debug_mode() == 0  # put back
 
 
-def test_a_capture_that_fails_leaves_no_stream_behind(rotary_model_folder, graphs, monkeypatch):
-    """Bug: torch stayed on the stream of the capture, on which nothing else waits for it."""
-    stream = ["default"]
-
-    def fail(graph, capture_error_mode: str) -> None:
-        stream[0] = "the capture's"
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    class OnStream(contextlib.nullcontext):
-        def __exit__(self, *error):
-            stream[0] = self.enter_result
-
-    monkeypatch.setattr(torch.cuda, "graph", fail)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream[0])
-    monkeypatch.setattr(torch.cuda, "stream", OnStream)
-    model = make_policy(rotary_model_folder).sampler
-    assert not supports_grouped(model, DecodeBatch, capture=True)
-    assert stream == ["default"]
-
-
 def test_full_memory_is_not_taken_for_a_cache_that_cannot_be_shared(
     rotary_model_folder, monkeypatch
 ):
@@ -414,32 +392,6 @@ def test_extreme_uniforms_never_draw_a_token_of_probability_zero(temperature):
         tokens, log_probs, _ = sample_tokens(logits, torch.full((64,), uniform), params)
         assert log_probs.isfinite().all()
         assert first_tokens is None or set(tokens.tolist()) == first_tokens
-
-
-class CountWhole(TorchDispatchMode):
-    """Counts the tensors of one shape that are made, each in at least one pass over all of it."""
-
-    def __init__(self, shape: tuple[int, ...]):
-        super().__init__()
-        self.shape, self.count = shape, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self.count += isinstance(result, torch.Tensor) and result.shape == self.shape
-        return result
-
-
-@pytest.mark.parametrize(("temperature", "num_whole"), [(0.7, 4), (1.0, 3)])
-def test_a_draw_makes_few_tensors_of_all_logits(temperature, num_whole):
-    """p, log p, p log p, and if it is not 1 the logits over the temperature.
-
-    Bug: a second exponential, xlogy, a cumulative sum and a mask for broken rows, of which there
-    are none, took four times as long.
-    """
-    logits = torch.randn((64, 1000), generator=torch.Generator().manual_seed(seed())) * 3
-    with CountWhole(logits.shape) as counter:
-        sample_tokens(logits, torch.rand(64), replace(PLAIN, temperature=temperature))
-    assert counter.count == num_whole
 
 
 @pytest.mark.parametrize("num_logits", [3, 255, 256, 257, 554, 5000])
@@ -674,25 +626,6 @@ def test_a_batch_that_is_too_large_is_decoded_again_in_halves(rotary_model_folde
 
 
 # Attention
-
-
-def test_no_layer_has_to_convert_the_mask_or_to_pad_it(rotary_model_folder):
-    """Bug: sdpa made a bool mask a float one in each layer, and copied one of 21 columns.
-
-    The last columns of the longest rows are fewer than a leap.
-    """
-    model = make_policy(rotary_model_folder).sampler.eval()
-    uniforms = torch.zeros(len(RAGGED), PLAIN.max_new_tokens)
-    with torch.no_grad():
-        batch = DecodeBatch(model, RAGGED, uniforms, PLAIN)
-    limit = batch.mask.shape[1]
-    num_columns = grown_length(limit, limit=limit)
-    mask = batch.reserved.reserve(batch.mask, num_columns)
-    assert limit % 16 != 0 and num_columns % 16 == 0
-    assert mask.dtype == model.dtype and mask.shape == (len(RAGGED), 1, 1, num_columns)
-    assert torch.equal(mask[:, 0, 0, :limit] == 0, batch.mask)
-    assert (mask[..., limit:] < -1e38).all()
-    assert all(layer.keys.shape[2] == num_columns for layer in batch.cache.layers)
 
 
 @pytest.mark.parametrize("backend", ["grouped", "captured"])

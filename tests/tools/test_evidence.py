@@ -1,7 +1,6 @@
 """What learning.py, ablations.py and pass_at_k.py make of finished runs, and what they run."""
 
 import json
-import math
 import sys
 from dataclasses import replace
 
@@ -20,16 +19,6 @@ learning, ablations, switched, pass_at_k = map(
 
 
 # Learning
-
-
-LEVELS = {(0.2, 0.5, 0.7, 0.4): 3.0, (0.2, 0.6, 0.7, 0.8): 2.0}  # half of the way from 0.5 to 0.7
-LEVELS |= {(0.7, 0.1, 0.1, 0.1): 0.0, (0.2, 0.3, 0.4, 0.5): math.nan}
-
-
-@pytest.mark.parametrize(("rates", "minutes"), LEVELS.items())
-def test_the_time_to_a_level_lies_between_two_evaluations(rates, minutes):
-    found = learning.time_to(0.6, np.array([0.0, 2.0, 4.0, 6.0]), np.array(rates))
-    assert found == pytest.approx(minutes, nan_ok=True)
 
 
 def write_side(folder, side: str, *seeds: list[float]) -> None:
@@ -164,14 +153,6 @@ def test_the_table_of_pass_at_k_says_where_the_curves_cross(tmp_path, monkeypatc
     for row, seed in zip(rows[3:5], ("s0", "s1"), strict=True):
         assert row == [f"| after-{seed}", "0.667", "0.667", "0.667", "3", "0", "1 |"]
     assert (tmp_path / "some.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "k"),
-    [([0.2, 0.4], [0.3, 0.5], None), ([0.2, 0.4], [0.3, 0.4], 2), ([0.2, 0.4], [0.1, 0.4], 1)],
-)
-def test_the_curves_cross_where_before_is_never_lower_again(before, after, k):
-    assert pass_at_k.crossing(np.array(before), np.array(after)) == k
 
 
 def test_what_is_kept_of_a_model_is_how_many_of_its_samples_solve_each_question(tmp_path):

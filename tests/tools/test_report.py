@@ -333,13 +333,3 @@ def test_filters_colours_and_a_click_show_what_they_say(page):
     down.first.click()
     numbers = page.locator("#numbers").inner_text().replace("\n", " ")
     assert "advantage -0.5 weight 0.01 advantage \N{MULTIPLICATION SIGN} weight -0.005" in numbers
-
-
-def test_the_config_shows_what_differs_or_all(page):
-    rows = page.locator("#settings tr")
-    assert rows.all_inner_texts() == [
-        "task.prompt\t</script>{nums}\tnull",
-        "training.num_steps\t40\t20",
-    ]
-    page.locator("#only-different").uncheck()
-    assert rows.count() > 60 and page.locator("#settings .differs").count() == 2

@@ -78,14 +78,6 @@ def test_rows_share_a_micro_batch_as_long_as_they_fit():
     assert lengths == [[1, 2], [4, 5]]
 
 
-def test_the_limits_make_one_two_and_eight_micro_batches():
-    """The tests below use these limits."""
-    rows = [t for group in (EASY, HARD) for t in make_group(*group)]
-    limits = {ALL_TOGETHER: [8], IN_TWO: [5, 3], ONE_BY_ONE: [1] * 8}
-    for limit, sizes in limits.items():
-        assert [len(batch) for batch in pack(rows, limit)] == sizes
-
-
 # The gradient is that of the whole batch
 
 
@@ -270,35 +262,6 @@ def test_later_iterations_follow_the_clipped_ratio_on_one_rollout(rotary_model_f
     assert num_clipped > 0 and num_tokens > 0
     for t, was in zip(batch, [t for group in before for t in group], strict=True):
         assert t.completion.token_ids == was.completion.token_ids  # nothing was sampled again
-
-
-def test_dppo_compares_with_the_sampler_in_every_pass_the_first_too(rotary_model_folder):
-    """Row by row: the sampler's log-probabilities differ from those of the first pass."""
-    overrides = [*GRPO, f"training.micro_batch_tokens={IN_TWO}", "training.num_iterations=2"]
-    config = config_of(*overrides, "training.policy_loss=dppo", "training.dppo_delta=0.001")
-    policy, rate = make_policy(rotary_model_folder, is_exact=True), 5.0
-    groups = make_groups(config, EASY, HARD)
-    model, recorder = copy.deepcopy(policy.model), Recorder(policy.model, rate)
-    _, sums, _ = update(policy, recorder, groups, config)
-    batch, plain, num_masked = [t for group in groups for t in group], Recorder(model, rate), []
-    for _ in range(2):
-        plain.zero_grad()
-        loss, num_masked = torch.zeros((), dtype=torch.float64), [*num_masked, 0]
-        for t in batch:
-            for log_prob, sampler in zip(
-                row_log_probs(model, t), t.completion.log_probs.tolist(), strict=True
-            ):
-                moved = math.exp(log_prob.item()) - math.exp(sampler)
-                if abs(moved) > 0.001 and t.advantage * moved > 0:
-                    num_masked[-1] += 1
-                else:
-                    ratio = (log_prob - sampler).exp()
-                    loss = loss - t.advantage * ratio / (len(batch) * MAX_NEW_TOKENS)
-        loss.backward()
-        plain.step()
-    assert distance(recorder.gradients[0], plain.gradients[0]) <= ROUNDING
-    assert distance(recorder.gradients[1], plain.gradients[1]) <= 1e-3  # weights differ a little
-    assert 0 < num_masked[0] < 45 and sums["train/clip_frac"].tolist() == [sum(num_masked), 90]
 
 
 def test_one_iteration_clips_nothing_and_compares_sampler_and_trainer(rotary_model_folder):
