@@ -111,10 +111,7 @@ def settings(tmp_path_factory) -> list[str]:
 
 @pytest.fixture
 def train(monkeypatch, capsys, settings, tmp_path) -> Callable[..., tuple[Path, str]]:
-    """Whole runs in this process: `train(model, *overrides)` is a run's folder and its output.
-
-    With `by_text` rewards differ wherever texts do.
-    """
+    """Whole runs in this process: `train(model, *overrides)` is a run's folder and its output."""
 
     def run(
         model: Path, *overrides: str, by_text: bool = False, status: int = 0
@@ -154,10 +151,7 @@ def gives_finite_logits(folder: Path) -> bool:
 
 
 def sample_and_check(policy: Policy, *, num_samples: int) -> list[Completion]:
-    """Completions of two prompts, as one list, whose right tokens are trained in a micro-batch.
-
-    These are the sampled ones, with the end token and without the padding.
-    """
+    """Completions of two prompts, as one list, whose right tokens are trained in a micro-batch."""
     groups = sample(policy, PROMPTS, num_samples=num_samples)
     completions = [completion for group in groups for completion in group]
     rows = [main.Trajectory([5] * (3 + i % 4), c, "", {}, 0.0) for i, c in enumerate(completions)]
@@ -180,10 +174,7 @@ def sample_and_check(policy: Policy, *, num_samples: int) -> list[Completion]:
 
 @pytest.mark.parametrize("backend", ["grouped", "generate"])
 def test_tokenizer_model_and_generation_config_may_name_other_ends(make_answering, train, backend):
-    """Each of the three ends a completion, and is trained with it.
-
-    Chat models end a turn with another token than a text.
-    """
+    """Each of the three ends a completion, and is trained with it."""
     ends = (0, 7, 12)
     model = make_answering(dict.fromkeys(ends, OFTEN))
     change_json(model / "generation_config.json", eos_token_id=[7])
@@ -211,10 +202,7 @@ def test_tokenizer_model_and_generation_config_may_name_other_ends(make_answerin
     ids=["grpo", "sil"],
 )
 def test_a_run_whose_completions_are_all_empty_goes_on(make_model, train, learning):
-    """The end comes at once, for every question: grpo takes no step of the optimizer.
-
-    sil imitates the best of equals, here to write nothing, which the model is certain of already.
-    """
+    """The end comes at once, for every question: grpo takes no step of the optimizer."""
     model = make_model({0: ALWAYS})
     run, _ = train(model, *learning, "training.num_steps=3")
     first, *rows = rows_of(run)
@@ -252,10 +240,7 @@ def test_completions_that_never_end_are_cut_off_and_skipped_if_wanted(make_answe
 
 
 def test_a_model_may_have_more_embeddings_than_there_are_tokens(make_answering, tokenizer, train):
-    """Qwen2.5 has 151,936 for 151,665 tokens. An id without a token has no text, but is trained.
-
-    Here such ids are a fifth of all tokens, so that 96 tokens have some, and no 12 are only those.
-    """
+    """Qwen2.5 has 151,936 for 151,665 tokens. An id without a token has no text, but is trained."""
     known, rows = len(tokenizer), len(tokenizer) + 27
     biases = dict.fromkeys(range(known, rows), 0.4) | {0: NEVER}
     run, _ = train(make_answering(biases, num_embeddings=rows), by_text=True)

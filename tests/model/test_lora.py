@@ -307,10 +307,7 @@ def test_a_run_in_two_parts_is_bit_for_bit_the_unbroken_one(tmp_path, rotary_mod
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, rotary_model_folder, data) -> Path:
-    """The folder of a run in 4 bits.
-
-    It is best after step 2, so that best/ is neither the base nor the last model.
-    """
+    """The folder of a run in 4 bits."""
     folder = tmp_path_factory.mktemp("finished")
     model = Path(os.path.relpath(rotary_model_folder, ROOT))
     overrides = [*KINDS["4 bits"], *data, "training.num_steps=4", "training.warmup_steps=0"]

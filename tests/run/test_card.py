@@ -96,10 +96,7 @@ def test_an_adapter_is_loaded_by_peft_until_it_is_merged():
 def test_the_code_in_the_card_asks_the_model_as_training_did(
     tmp_path, rotary_model_folder, tokenizer, monkeypatch, capsys
 ):
-    """The ids of its prompt are those of a validation question, and it prints a completion.
-
-    Bug: AutoTokenizer, as the card had it, gives other ids for this model.
-    """
+    """Bug: AutoTokenizer, as the card had it, gives other ids for this model."""
     card = card_of("training.max_new_gen_tokens=20", tokenizer=tokenizer)
     model = AutoModelForCausalLM.from_pretrained(rotary_model_folder)
     save_model(model, tokenizer, card, tmp_path / "best")

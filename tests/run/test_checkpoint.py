@@ -80,10 +80,7 @@ def save_best(root: Path, text: str, copies: Path | None = None) -> None:
 
 @pytest.mark.parametrize("name", ["best", "best.old"])
 def test_a_kill_at_any_file_event_leaves_the_old_or_the_new_folder(tmp_path, name):
-    """A kill leaves what is on the disk at that moment: a copy of it is made before each event.
-
-    Another kill may have come between the two renames of the save before, and left best.old.
-    """
+    """A kill leaves what is on the disk at that moment: a copy of it is made before each event."""
     root, copies = tmp_path / "root", tmp_path / "copies"
     copies.mkdir()
     save_best(root, "old")

@@ -320,10 +320,7 @@ def test_a_run_that_dies_as_it_writes_its_log_has_no_checkpoint_of_that_step(
 
 
 def test_ddp_is_freed_before_the_process_group(tmp_path, model, settings, monkeypatch):
-    """Bug: freed after it, DDP waited for a thread of gloo's, which waited for Python's lock.
-
-    One in ten runs on two ranks never ended.
-    """
+    """Bug: freed after it, DDP waited for a thread of gloo's, which waited for Python's lock."""
     seen = []
     monkeypatch.setattr(
         main, "run_training", lambda run: seen.append(weakref.ref(run.policy.scorer)) or 0
@@ -379,10 +376,7 @@ def kill_group(pid: int) -> bool:
 def test_a_reward_that_is_no_number_ends_all_ranks_with_a_line(
     python, tmp_path, model, settings, fault, line
 ):
-    """Bug: NaN skipped ten steps, and then the log advised to lower the learning rate.
-
-    An exception was 27 lines.
-    """
+    """Bug: NaN skipped ten steps, and then the log advised to lower the learning rate."""
     fault |= {"parts": {"format": 1.0, "answer": math.nan}, "rank": 1, "calls": 50}
     status, errors = torchrun(python, tmp_path, model, *settings, SEVEN, fault=fault)
     assert status != 0
@@ -403,10 +397,7 @@ def test_a_rank_that_dies_ends_the_others(python, tmp_path, model, settings):
 
 
 def test_an_old_python_is_named_before_a_package_is_missed():
-    """Bug: pip finds no transformers 5.23 for Python 3.10, and main.py had no module tomllib.
-
-    Without site-packages main.py can import none of its packages.
-    """
+    """Bug: pip finds no transformers 5.23 for Python 3.10, and main.py had no module tomllib."""
     code = "import runpy, sys; sys.version_info = (3, 10, 12); runpy.run_path('main.py')"
     command, told = [sys.executable, "-S", "-c", code], {"capture_output": True, "text": True}
     done = subprocess.run(command, cwd=ROOT, env=USERS_ENVIRONMENT, **told)

@@ -108,10 +108,7 @@ each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 @pytest.fixture(scope="module")
 def folder(rotary_model_folder, tokenizer, tmp_path_factory) -> Path:
-    """A model that calls the tool with 1 or 2, or says "nu", in two tokens where one would do.
-
-    Half of its calls with 2 end with a token that does not end turns.
-    """
+    """A model that calls the tool with 1 or 2, or says "nu", in two tokens where one would do."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_tokens(["<|im_start|>", END], special_tokens=True)
     tokenizer.add_tokens([ONE, TWO])

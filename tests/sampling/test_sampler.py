@@ -122,10 +122,7 @@ def poisoned_folder(model_folder: Path, tmp_path: Path) -> Path:
 
 @each_backend
 def test_the_hubs_generation_config_does_not_leak_into_sampling(poisoned_folder, backend):
-    """Samples of one question differ, and the trainer scores each token as it was drawn.
-
-    To 1e-4: log-probabilities of fp32, down to -20, differ by the rounding of some 100 operations.
-    """
+    """Samples of one question differ, and the trainer scores each token as it was drawn."""
     policy = make_policy(poisoned_folder, f"sampling.backend={backend}")
     assert policy.backend == backend
     for temperature in (0.7, 1.0, 1.3):
@@ -216,10 +213,7 @@ def test_both_backends_draw_the_same_tokens_and_score_them_alike(model_folder):
 
 
 def test_the_trained_model_samples_itself_so_that_only_rounding_differs():
-    """In fp32 the sampler's log-probabilities are the trainer's: the same weights and formula.
-
-    A cache in place of whole rows rounds otherwise, as README and docs/comparison.md say.
-    """
+    """In fp32 the sampler's log-probabilities are the trainer's: the same weights and formula."""
     policy, task = make_policy(ROOT / "tiny"), load_task("countdown")
     questions = load_rows(task, "generated", "train", 8)
     prompts = encode_prompts(
@@ -287,11 +281,7 @@ def test_a_step_that_would_not_replay_is_not_captured(rotary_model_folder, graph
 
 @each_backend
 def test_temperature_0_takes_the_likeliest_tokens_and_scores_them_at_1(model_folder, backend):
-    """Whatever the seed, and though top-p would leave several tokens to draw from.
-
-    In the first round no token is an end, so that all completions are cut off. In the second the
-    fourth token of each completion is one.
-    """
+    """Whatever the seed, and though top-p would leave several tokens to draw from."""
     policy = make_policy(model_folder, f"sampling.backend={backend}", is_exact=True)
     settings = {"num_samples": 1, "temperature": 0.0, "top_p": 0.9}
     others = [(seed(), 1, i) for i in range(len(RAGGED))]
@@ -519,11 +509,7 @@ def peak_of_decoding(model, *, num_rows: int, max_new_tokens: int, eos_ids: tupl
 
 
 def test_the_cache_grows_as_long_as_rows_stay_and_within_the_limit(model_folder, monkeypatch):
-    """Bug: there was room for the longest completion of every row from the start.
-
-    The limit holds if all rows stay to the end, with 64 bytes a token for records and the like. If
-    rows leave early, at least half of the cache is never taken.
-    """
+    """Bug: there was room for the longest completion of every row from the start."""
     monkeypatch.setattr("engine.sampling.cache.GROWTH", 16)
     model = make_policy(model_folder).sampler.eval()
     sizes = {"num_rows": 64, "max_new_tokens": 128}
@@ -575,11 +561,7 @@ def rows_on_a_gpu(monkeypatch) -> Callable[..., int]:
 
 
 def test_the_published_step_is_sampled_at_once_beside_ddps_gradients(rows_on_a_gpu):
-    """Bug: the memory was reserved for completions that all get as long as they may.
-
-    Of a card of 80.0e9 bytes 23.8 GB are free beside weights, averages, gradients, the copy that
-    samples and CUDA's own. Then 28 questions were decoded together, and 4 afterwards.
-    """
+    """Bug: the memory was reserved for completions that all get as long as they may."""
     assert rows_on_a_gpu(23.8, 128, 1024, samples=16, top_p=1.0) >= 512
 
 
@@ -630,10 +612,7 @@ def test_a_batch_that_is_too_large_is_decoded_again_in_halves(rotary_model_folde
 
 @pytest.mark.parametrize("backend", ["grouped", "captured"])
 def test_eager_attention_is_scored_as_it_was_sampled(model_folder, graphs, backend):
-    """Bug: eager attention adds its mask, and was given True and False, that is 1 and 0.
-
-    Captured steps see the columns ahead too. To 1e-4, as above.
-    """
+    """Bug: eager attention adds its mask, and was given True and False, that is 1 and 0."""
     policy = make_policy(model_folder, "model.attn_implementation=eager")
     assert policy.backend == "grouped"
     for prompt_ids, group in zip(RAGGED, sample(policy, backend=backend), strict=True):
@@ -701,11 +680,7 @@ def test_a_recurrent_model_samples_with_generate(tmp_path, tokenizer):
 
 
 def test_the_bf16_sampler_keeps_its_rotary_frequencies(rotary_model_folder):
-    """Bug: `.to(torch.bfloat16)` rounded the frequencies too: far positions had the wrong angle.
-
-    On a model of 4 layers the difference to the trainer's log-probabilities grew from 0.02 at the
-    start to 0.09 after 1,400 tokens, where it now stays at 0.02.
-    """
+    """Bug: `.to(torch.bfloat16)` rounded the frequencies too: far positions had the wrong angle."""
     model = make_policy(rotary_model_folder).model
     copied = copy_in(torch.bfloat16, model, CPU)
     assert {p.dtype for p in copied.parameters()} == {torch.bfloat16}

@@ -391,10 +391,7 @@ def test_impossible_requests_are_named_and_do_not_loop(num_examples, options, me
 
 
 def test_the_questions_in_results_are_generated_ones_and_those_of_tuning_are_apart():
-    """Scores on the board can only be compared if the validation's, the default, never change.
-
-    Settings are chosen on the tuning's: held out as the validation's, and apart from them.
-    """
+    """Scores on the board can only be compared if the validation's, the default, never change."""
     files = [ROOT / f"results/countdown-{name}.jsonl" for name in ("tuning", "validation")]
     tuning, validation = ([*map(json.loads, file.read_text().splitlines())] for file in files)
     assert validation == generate("validation", 512)

@@ -19,10 +19,7 @@ COLUMNS = (
 def write_run(
     file: Path, rewards: list, rates: dict[int, float] | None = None, *, step_s: float = 60
 ) -> Path:
-    """A run of one reward for each step, evaluated in 30 s at the steps in `rates`.
-
-    An evaluation has a row of its own behind its step's.
-    """
+    """A run of one reward for each step, evaluated in 30 s at the steps in `rates`."""
     lines, rates = [COLUMNS], rates or {}
     for step, reward in enumerate(["", *rewards]):
         if step:

@@ -113,10 +113,7 @@ def test_the_page_holds_curves_evaluations_rollouts_and_the_config(tmp_path):
 
 @pytest.mark.parametrize("rate", [1493 / 4096, 0.3125])
 def test_pass_at_1_is_the_number_that_the_run_printed(rate, tmp_path, capsys):
-    """Bug: 0.36450 became 0.3645 and then 0.364 on the page, where the run had printed 0.365.
-
-    Halves such as 0.3125 are rounded by Python, to 0.312, since JavaScript makes 0.313 of them.
-    """
+    """Bug: 0.36450 became 0.3645 and then 0.364 on the page, where the run had printed 0.365."""
     folder = write_run(tmp_path / "x", steps=[0])
     (folder / "metrics.csv").write_text(f"{COLUMNS}\n0,0,{rate},{rate},{rate},1,1\n")
     Logger(rank=0).print_evaluation("", {"eval/pass@1": rate}, [])

@@ -381,20 +381,14 @@ def check_that_only_the_first_update_moves_weights(results: list, folder: Path) 
     ids=["equal rewards", "truncated rows that are skipped"],
 )
 def test_no_advantage_means_no_optimizer_step(rotary_model_folder, group, options):
-    """AdamW would go on along its averages, even with a gradient of zero.
-
-    Bug: rows that skip_truncated takes out had weight 0, and AdamW still moved the weights.
-    """
+    """Bug: rows that skip_truncated takes out had weight 0, and AdamW still moved the weights."""
     batches = [EASY], [group]
     results = weights_after_updates(alone(), rotary_model_folder, *batches, options=options)
     check_that_only_the_first_update_moves_weights(results, rotary_model_folder)
 
 
 def test_ranks_without_advantages_neither_hang_nor_diverge(rotary_model_folder, tmp_path):
-    """First rank 1 has none, then both, then rank 0: the gradient is always that of all rows.
-
-    Bug: the row that rank 1 sends without a lesson was counted in the metrics.
-    """
+    """Bug: the row that rank 1 sends without a lesson was counted in the metrics."""
     batches = [[EASY, EQUAL], [EQUAL, EQUAL], [EQUAL, HARD]]
     arguments = (rotary_model_folder, *batches)
     first, second = run_on_ranks(weights_after_updates, 2, *arguments, folder=tmp_path)
