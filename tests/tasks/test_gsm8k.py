@@ -232,9 +232,7 @@ def test_plain_pays_for_the_answer_alone():
 
 TAGS = [  # a completion, and what it is paid for its format, its ending, an integer, the answer
     (answer_block("18"), 1.0, 0.0, 1.0, 1.0),
-    ("<thinking>a</thinking><answer>1,800</answer>", 1.0, 0.0, 1.0, 0.0),
     (answer_block("$18"), 1.0, 0.0, -1.0, 1.0),
-    (answer_block("18.0"), 1.0, 0.0, -1.0, 1.0),
     (answer_block(""), 1.0, 0.0, -1.0, 0.0),
     (answer_block("18") + " Done.", 1.0, -0.5, 1.0, 1.0),
     ("Sure! " + answer_block("18"), -1.0, 0.0, 1.0, 1.0),
@@ -250,17 +248,14 @@ TAGS = [  # a completion, and what it is paid for its format, its ending, an int
 STRICT_TAGS = "<thinking>\na\n</thinking>\n<answer>\n{}\n</answer>"
 STRICT = [
     (STRICT_TAGS.format("18"), 1.0, 0.0, 1.0, 1.0),
-    (STRICT_TAGS.format("-18"), 1.0, 0.0, 1.0, 0.0),
     (STRICT_TAGS.format("1,800"), 1.0, 0.0, -1.0, 0.0),
     (STRICT_TAGS.format("$18"), 1.0, 0.0, -1.0, 1.0),
     (STRICT_TAGS.format("\u0661"), 1.0, 0.0, -1.0, 0.0),
     (STRICT_TAGS.format("18") + "\n", -1.0, 0.0, 1.0, 1.0),
     (STRICT_TAGS.format("18") + " Done.", -1.0, -0.5, 1.0, 1.0),
-    (" " + STRICT_TAGS.format("18"), -1.0, 0.0, 1.0, 1.0),
     (STRICT_TAGS.format("18").replace("\n<answer>", "\n\n<answer>"), -1.0, 0.0, 1.0, 1.0),
     ("<thinking>a</thinking>\n<answer>18</answer>", -1.0, 0.0, 1.0, 1.0),
     ("<thinking>\n</thinking>\n<answer>\n</answer>", -1.0, 0.0, -1.0, 0.0),
-    (STRICT_TAGS.format("18").upper(), -1.0, -0.5, 1.0, 1.0),
     ("<thinking>\na\n</thinking>\n<answer>\n18", -1.0, -0.5, -1.0, 0.0),
     ("", -1.0, -0.5, -1.0, 0.0),
 ]

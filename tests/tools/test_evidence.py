@@ -2,11 +2,10 @@
 
 import json
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from harness import benchmark, load_run, make_config, make_policy, make_run
+from harness import benchmark, load_run
 
 import main
 from engine.core.config import Config, dotted_values
@@ -121,16 +120,6 @@ def test_rows_are_compared_at_equal_minutes(tmp_path):
     (tmp_path / "most-varied-half-s0.csv").write_text(text)
     line = ablations.at_equal_minutes(tmp_path, "most-varied-half")
     assert line == "- most-varied-half: 0.400 after 2.0 minutes, the default 0.250"
-
-
-def test_a_row_that_draws_from_less_is_measured_on_all_tokens(rotary_model_folder, monkeypatch):
-    asked = []
-    monkeypatch.setattr(switched, "sample_validation", lambda run, **settings: asked.append(run))
-    policy = make_policy(rotary_model_folder, "sampling.top_k=10", "sampling.top_p=0.9")
-    run = make_run(policy, make_config())
-    switched.sample_untruncated(run)
-    assert asked[0].policy.params == replace(policy.params, top_k=0, top_p=1.0)
-    assert run.policy.params.top_k == 10  # training draws as before
 
 
 # pass@k
