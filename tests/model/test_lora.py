@@ -220,18 +220,6 @@ def test_dropout_acts_in_the_update_alone(rotary_model_folder):
 # The reference
 
 
-def test_the_reference_is_the_model_that_the_run_started_from(model_folder, kind):
-    policy = make_moved_policy(model_folder, *kind, KL)
-    start = make_policy(model_folder, "mode=evaluate", *kind[1:]).model
-    ids = torch.arange(2, 12)[None]
-    batch, how = (ids, torch.ones_like(ids).bool()), {"temperature": 1.0}
-    on, ref = policy.scorer(*batch, **how), policy.reference(*batch, **how)
-    scorer = main.CompletionScorer(start, torch.float32, in_blocks=False)
-    assert torch.equal(ref, scorer(*batch, **how))
-    assert (on - ref).abs().max() > 0.01
-    assert torch.equal(policy.scorer(*batch, **how), on)
-
-
 # Sampling
 
 

@@ -18,7 +18,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 import countdown
 from engine.model.tokenizer import load_tokenizer
-from engine.questions.data import QuestionStream, load_examples, load_questions
+from engine.questions.data import QuestionStream, load_questions
 from engine.questions.prompts import (
     assistant_prefix,
     encode_prompts,
@@ -339,13 +339,6 @@ def load_examples(source, split, *, options, num_examples, seed, held_out, exclu
     asked |= {"seed": seed, "held_out": held_out, "num_excluded": len(exclude)}
     return [{"nums": [n], "target": n, **asked} for n in range(5)]
 """
-DECLARES_ROWS = """
-EXAMPLE_ROW = {"numbers": "3 7 25", "goal": 46}
-def parse_row(row, *, options):
-    return {"nums": [int(text) for text in row["numbers"].split()], "target": row["goal"]}
-def question_key(example):
-    return str(example)
-"""
 
 
 def own_task(folder: Path, monkeypatch, code: str) -> None:
@@ -364,24 +357,6 @@ def test_a_task_may_load_its_questions_itself(tmp_path, tokenizer, monkeypatch):
         assert validation[4] == of_both | asked | {"num_excluded": 0}
         asked = {"source": train, "split": "train", "num_examples": None, "seed": 3}
         assert training.questions[4] == of_both | asked | {"num_excluded": 5}
-
-
-def test_a_task_that_declares_its_rows_alone_loads_files_and_the_hub(tmp_path, monkeypatch):
-    own_task(tmp_path, monkeypatch, DECLARES_ROWS)
-    rows = [{"numbers": f"{n} 7", "goal": n + 7} for n in range(80)]
-    source = write_file(tmp_path / "rows.jsonl", rows)
-    task, request = load_task("own"), {"num_examples": None, "seed": 0, "exclude": []}
-    request["options"] = make_config("task.name=own").task
-    whole = load_examples(task, str(source), "validation", held_out=False, **request)
-    assert whole == [{"nums": [n, 7], "target": n + 7} for n in range(80)]
-    train, validation = (
-        load_examples(task, str(source), split, held_out=True, **request)
-        for split in ("train", "validation")
-    )
-    assert [row for row in whole if row not in validation] == train
-    assert [row for row in whole if row not in train] == validation != []
-    with pytest.raises(ValueError, match=r"^generated: unknown kind of source; give a \.jsonl, "):
-        load_examples(task, "generated", "train", held_out=True, **request)
 
 
 def test_half_a_character_in_a_question_is_a_question_mark(tmp_path, tokenizer):
