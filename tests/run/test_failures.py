@@ -24,9 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import (
-    ENVIRONMENT,
     ROOT,
-    TORCHRUN,
     USERS_ENVIRONMENT,
     alone,
     arguments,
@@ -332,39 +330,6 @@ def test_ddp_is_freed_before_the_process_group(tmp_path, model, settings, monkey
     assert caught.value.code == 0 and seen[1:] == [True]
 
 
-def torchrun(python: Path, folder: Path, *arguments: object, fault: dict) -> tuple[int, str]:
-    """Exit status and stderr of two ranks, none of which may be left 60 s after the fault."""
-    with subprocess.Popen(
-        [python, *TORCHRUN, "--nproc-per-node=2", *program(folder, *arguments, fault=fault)],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    ) as process:
-        try:
-            _, errors = process.communicate(timeout=110)
-            assert time.time() - (folder / "struck").stat().st_mtime < 60
-            assert "forcefully exiting" not in errors  # what torchrun does to a rank that hangs
-            ranks = [int(file.read_text()) for file in folder.glob("pid-*")]
-            assert not any(kill_group(rank) for rank in ranks)
-            return process.returncode, errors
-        finally:  # each rank has a session of its own
-            for file in folder.glob("pid-*"):
-                kill_group(int(file.read_text()))
-            kill_group(process.pid)
-
-
-def kill_group(pid: int) -> bool:
-    """Kill the process group that a process leads; returns whether there was one."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-        return True
-    return False
-
-
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("fault", "line"),
@@ -374,23 +339,22 @@ def kill_group(pid: int) -> bool:
     ],
 )
 def test_a_reward_that_is_no_number_ends_all_ranks_with_a_line(
-    python, tmp_path, model, settings, fault, line
+    tmp_path, model, settings, fault, line
 ):
     """Bug: NaN skipped ten steps, and then the log advised to lower the learning rate."""
     fault |= {"parts": {"format": 1.0, "answer": math.nan}, "rank": 1, "calls": 50}
-    status, errors = torchrun(python, tmp_path, model, *settings, SEVEN, fault=fault)
-    assert status != 0
-    (found,) = (line for line in errors.splitlines() if line.startswith("error: "))
+    status, output = train_forked(tmp_path, model, *settings, SEVEN, num_ranks=2, fault=fault)
+    assert status == 1  # torchrun's own; None if a rank hung
+    (found,) = (line for line in output.splitlines() if line.startswith("error: "))
     assert found.startswith(f"error: {ROOT}/{line}")
-    assert " question {'nums': [" in found and "in sample_trajectories" not in errors
+    assert " question {'nums': [" in found and "in sample_trajectories" not in output
 
 
 @pytest.mark.timeout(120)
-def test_a_rank_that_dies_ends_the_others(python, tmp_path, model, settings):
+def test_a_rank_that_dies_ends_the_others(tmp_path, model, settings):
     fault = {"do": "kill", "saves": 2, "delay_s": 0.1}
-    status, errors = torchrun(python, tmp_path, model, *settings, LONG, fault=fault)
-    assert status != 0
-    assert "Signal 9 (SIGKILL)" in errors
+    status, output = train_forked(tmp_path, model, *settings, LONG, num_ranks=2, fault=fault)
+    assert status == 1 and "Signal 9 (SIGKILL)" in output and "forcefully exiting" not in output
 
 
 # Starting

@@ -16,9 +16,6 @@ import torch
 from graphs import Graph, install_graphs
 from harness import (
     CPU,
-    ROOT,
-    load_rows,
-    make_config,
     make_policy,
     peak_bytes,
     save_random,
@@ -42,12 +39,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_atten
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.core.distributed import init_world
-from engine.core.tensors import keep_likeliest, right_pad
+from engine.core.tensors import keep_likeliest
 from engine.core.types import Completion, SamplingParams
 from engine.model.policy import Policy, copy_in
 from engine.model.probes import supports_grouped
-from engine.questions.prompts import encode_prompts
-from engine.questions.tasks import load_task
 from engine.sampling.batches import (
     cache_bytes_per_token,
     cached_layers,
@@ -194,25 +189,6 @@ def test_both_backends_draw_the_same_tokens_and_score_them_alike(poisoned_folder
         assert_equal(grouped, generated)
 
 
-def test_the_trained_model_samples_itself_so_that_only_rounding_differs():
-    """In fp32 the sampler's log-probabilities are the trainer's: the same weights and formula."""
-    policy, task = make_policy(ROOT / "tiny"), load_task("countdown")
-    questions = load_rows(task, "generated", "train", 8)
-    prompts = encode_prompts(
-        questions, task=task, options=make_config().task, tokenizer=policy.tokenizer
-    )
-    groups = harness.sample(policy, prompts, num_samples=16, max_new_tokens=320)
-    rows = [(ids, c) for ids, group in zip(prompts, groups, strict=True) for c in group]
-    token_ids = right_pad([ids + c.token_ids for ids, c in rows], 0)
-    log_probs = right_pad([[0.0] * len(ids) + c.log_probs.tolist() for ids, c in rows], 0.0)
-    mask = right_pad([[False] * len(ids) + [True] * len(c.token_ids) for ids, c in rows], False)
-    with torch.no_grad():
-        scored = policy.scorer(token_ids, mask, temperature=1.0)
-    difference = (scored - log_probs).abs()[mask]
-    print(f"{len(difference)} tokens: {difference.mean():.1e} on average, {difference.max():.1e}")
-    assert len(difference) > 2000 and difference.mean() < 1e-5 and difference.max() < 2e-4
-
-
 @pytest.fixture
 def graphs(monkeypatch) -> None:
     """This machine has no CUDA graphs: others take their place, see graphs.py."""
@@ -259,31 +235,6 @@ def test_a_step_that_would_not_replay_is_not_captured(rotary_model_folder, graph
     """A graph that repeats its first step's result is found out by the probe."""
     monkeypatch.setattr(CapturedSteps, "capture", lambda steps, num_columns: lambda: None)
     assert not supports_grouped(make_policy(rotary_model_folder).sampler, DecodeBatch, capture=True)
-
-
-@each_backend
-def test_temperature_0_takes_the_likeliest_tokens_and_scores_them_at_1(model_folder, backend):
-    """Whatever the seed, and though top-p would leave several tokens to draw from."""
-    policy = make_policy(model_folder, f"sampling.backend={backend}", is_exact=True)
-    settings = {"num_samples": 1, "temperature": 0.0, "top_p": 0.9}
-    others = [(seed(), 1, i) for i in range(len(RAGGED))]
-    eos_ids, is_cut_off = (), True
-    for _ in range(2):
-        groups = sample(policy, eos_ids=eos_ids, **settings)
-        for prompt_ids, (completion,) in zip(RAGGED, groups, strict=True):
-            ids = list(prompt_ids)
-            for token, log_prob in zip(completion.token_ids, completion.log_probs, strict=True):
-                expected = full_log_probs(policy.model, ids, 1.0)[-1]
-                assert token == int(expected.argmax())
-                # kept in fp32, in which log-probabilities down to -20 are rounded by 1e-6
-                assert log_prob == pytest.approx(expected[token].item(), abs=1e-4)
-                ids.append(token)
-            assert completion.truncated == is_cut_off
-            assert len(completion.token_ids) == 12 if is_cut_off else ids[-1] in eos_ids
-        other_groups = sample(policy, seeds=others, eos_ids=eos_ids, **settings)
-        assert token_ids(other_groups) == token_ids(groups)
-        if is_cut_off:
-            eos_ids, is_cut_off = tuple({c.token_ids[3] for (c,) in groups}), False
 
 
 def test_of_tokens_that_are_equally_likely_the_greedy_one_is_the_first():

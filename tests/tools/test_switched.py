@@ -1,12 +1,11 @@
 """What the switches of benchmarks/switched.py compute, by hand on a few rows."""
 
-from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 import pytest
 import torch
-from harness import benchmark, make_config, make_policy, make_row, make_rows, make_run
+from harness import benchmark, make_config, make_policy, make_rows, make_run
 
 import main
 from engine.report.metrics import WATCHED
@@ -52,30 +51,6 @@ def test_a_stale_sampler_gets_the_weights_after_every_fourth_step(rotary_model_f
     assert lags == [1, 2, 3, 0, 1, 2, 3, 0, 1]
     main.sample_validation(run)
     assert measured[0].sampler is run.policy.model is not run.policy.sampler
-
-
-def test_the_ratio_is_to_what_the_sampler_said(rotary_model_folder, monkeypatch):
-    """Of three tokens one is now 1.5 times as likely, one as likely, one 0.5 times.
-
-    The advantage is 1, so that PPO clips the first, and the others weigh 1 and 0.5; without the
-    switch the first update is REINFORCE, whose loss has no ratio.
-    """
-    policy = make_policy(rotary_model_folder)
-    run = make_run(policy, make_config("training.policy_loss=ppo", "training.clip_eps=0.2"))
-    training = run.config.training
-    row = replace(make_row(1.0, num_tokens=3), advantage=1.0)
-    batch = main.make_micro_batch([row], training, run.world, num_rows=1, num_tokens=3)
-    with torch.no_grad():
-        log_probs = policy.scorer(batch.input_ids, batch.completion_mask, temperature=1.0)[0, 3:]
-    row.completion.log_probs[:] = log_probs.numpy() - np.log([1.5, 1.0, 0.5])
-    weight, sums = batch.token_weights[0, -1].item(), {}
-    plain = main.accumulate_gradient(policy, batch, training, {})
-    assert plain.item() == pytest.approx(-weight * log_probs.sum().item(), rel=1e-4)
-    switch(monkeypatch, "ratio-to-sampler")
-    batch = main.make_micro_batch([row], training, run.world, num_rows=1, num_tokens=3)
-    loss = main.accumulate_gradient(policy, batch, training, sums)
-    assert loss.item() == pytest.approx(-weight * (1.2 + 1.0 + 0.5), rel=1e-4)
-    assert sums["train/clip_frac"].tolist() == [1, 3]
 
 
 # Advantages
