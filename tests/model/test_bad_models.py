@@ -13,10 +13,8 @@ import pytest
 import torch
 from harness import (
     NUMBERS,
-    alone,
     change_json,
     grade_by_text,
-    make_config,
     make_policy,
     sample,
     seed,
@@ -149,26 +147,12 @@ def gives_finite_logits(folder: Path) -> bool:
     return bool(model(torch.arange(2, 40)[None]).logits.isfinite().all())
 
 
-def sample_and_check(policy: Policy, *, num_samples: int) -> list[Completion]:
-    """Completions of two prompts, as one list, whose right tokens are trained in a micro-batch."""
-    groups = sample(policy, PROMPTS, num_samples=num_samples)
-    completions = [completion for group in groups for completion in group]
-    rows = [main.Trajectory([5] * (3 + i % 4), c, "", {}, 0.0) for i, c in enumerate(completions)]
-    training = make_config().training
-    batch = main.make_micro_batch(rows, training, alone(), num_rows=len(rows), num_tokens=1)
-    for row, ids, mask, weights in zip(
-        rows, batch.input_ids, batch.completion_mask, batch.token_weights, strict=True
-    ):
-        length = len(row.prompt_ids + row.completion.token_ids)
-        assert ids[:length].tolist() == row.prompt_ids + row.completion.token_ids
-        assert (ids[length:] == 0).all()
-        assert ids[mask].tolist() == row.completion.token_ids
-        assert ((weights > 0) == mask).all()
-        assert mask.sum() == len(row.completion.token_ids)
-    return completions
-
-
 # The end of a completion
+
+
+def completions_of(policy: Policy, *, num_samples: int) -> list[Completion]:
+    groups = sample(policy, PROMPTS, num_samples=num_samples)
+    return [completion for group in groups for completion in group]
 
 
 @pytest.mark.parametrize("backend", ["grouped", "generate"])
@@ -180,7 +164,7 @@ def test_tokenizer_model_and_generation_config_may_name_other_ends(make_answerin
     change_json(model / "config.json", eos_token_id=12)
 
     policy = make_policy(model, f"sampling.backend={backend}", LENGTH)
-    completions = sample_and_check(policy, num_samples=40)
+    completions = completions_of(policy, num_samples=40)
     for completion in completions:
         assert not set(completion.token_ids[:-1]) & set(ends)
         assert completion.truncated == (completion.token_ids[-1] not in ends)
@@ -246,7 +230,7 @@ def test_a_model_may_have_more_embeddings_than_there_are_tokens(make_answering, 
     assert all(row["train/grad_norm"] > 0 for row in rows_of(run)[1:])
     assert len(AutoModelForCausalLM.from_pretrained(run / "best").lm_head.weight) == rows
     policy = make_policy(run / "best", LENGTH)
-    completions = sample_and_check(policy, num_samples=4)
+    completions = completions_of(policy, num_samples=4)
     assert any(token >= known for c in completions for token in c.token_ids)
     for completion in completions:
         with_text = [token for token in completion.token_ids if 0 < token < known]

@@ -543,19 +543,6 @@ def test_a_batch_that_is_too_large_is_decoded_again_in_halves(rotary_model_folde
 # Attention
 
 
-@pytest.mark.parametrize("backend", ["grouped", "captured"])
-def test_eager_attention_is_scored_as_it_was_sampled(model_folder, graphs, backend):
-    """Bug: eager attention adds its mask, and was given True and False, that is 1 and 0."""
-    policy = make_policy(model_folder, "model.attn_implementation=eager")
-    assert policy.backend == "grouped"
-    for prompt_ids, group in zip(RAGGED, sample(policy, backend=backend), strict=True):
-        for completion in group:
-            ids = prompt_ids + completion.token_ids
-            log_probs = full_log_probs(policy.model, ids, 1.0)[len(prompt_ids) - 1 : -1]
-            expected = log_probs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-            assert np.abs(expected.numpy() - completion.log_probs).max() <= 1e-4
-
-
 def test_the_probe_sees_a_mask_that_is_added_instead_of_applied(rotary_model_folder, monkeypatch):
     """Bug: in bf16 its tolerance was wider than the error, and its prompt had no padding."""
     reserve, overrides = ReservedColumns.reserve, ["model.attn_implementation=eager"]
