@@ -1,6 +1,7 @@
 """Odd models and odd outputs: whatever is loaded or sampled, a run neither hangs nor crashes."""
 
 import functools
+import itertools
 import json
 import math
 import shutil
@@ -344,6 +345,25 @@ def test_a_model_that_goes_nan_ends_the_run_and_the_last_good_checkpoint_is_kept
         run, output = train(model, *overrides, by_text=True)
         assert "resumed after step 3" in output
         assert [row["step"] for row in rows_of(run)] == list(range(5))
+
+
+def test_a_single_skipped_step_costs_no_checkpoint(make_answering, train, monkeypatch):
+    """The weights from before it are saved at the next occasion, skipped or not."""
+    accumulate_gradient, steps = main.accumulate_gradient, itertools.count(1)
+
+    def fails_in_step_four(*arguments):
+        loss = accumulate_gradient(*arguments)
+        return math.nan if next(steps) == 4 else loss
+
+    monkeypatch.setattr(main, "accumulate_gradient", fails_in_step_four)
+    overrides = ["checkpoint.every=2", "training.num_steps=4", "validation.every=100"]
+    overrides += ["training.micro_batch_tokens=10000"]  # one micro-batch a step
+    run, _ = train(make_answering(), *overrides, by_text=True)
+    rows = harness.read_rows(run)
+    assert [row["train/skipped_steps"] for row in rows[1:]] == [0, 0, 0, 1]
+    last, before = run / "checkpoints/last", run / "checkpoints/step-000002"
+    assert last.resolve().name == "step-000004"
+    assert not torch.equal(weights_of(last), weights_of(before))
 
 
 def test_noise_from_a_broken_model_solves_nothing_and_is_never_the_best(
