@@ -27,6 +27,7 @@ from harness import (
 from transformers import AutoModelForCausalLM
 
 import main
+from engine.core.files import append_durably
 from engine.run import checkpoint
 from engine.run.config_file import load_config
 
@@ -166,6 +167,21 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
     warnings = []
     checkpoint.lock_folder(tmp_path, warnings.append).close()
     assert "No locks available" in warnings[0] and "twice at once" in warnings[0]
+
+
+@pytest.mark.parametrize("name", ["lock", "has_checkpoints", "metrics.jsonl"])
+def test_a_file_behind_a_link_is_never_written(tmp_path, name):
+    """Bug: the lock was opened through a link, and the file at its end was emptied."""
+    other, place = tmp_path / "precious", tmp_path / "run" / name
+    other.write_text("mine")
+    place.parent.mkdir()
+    place.symlink_to(other)
+    with pytest.raises(OSError, match=f"run/{name}"):
+        if name == "lock":
+            checkpoint.lock_folder(place.parent, pytest.fail)
+        else:
+            append_durably(place, "ours")
+    assert other.read_text() == "mine"
 
 
 # Checkpoints that are not whole, files that are no checkpoint's

@@ -111,17 +111,6 @@ def test_the_table_has_every_row_with_the_range_of_its_seeds(tmp_path, monkeypat
     assert (tmp_path / "ablations.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_rows_are_compared_at_equal_minutes(tmp_path):
-    """The row ends after 2 minutes, where the default is 1.5 of the 3.5 from 0.1 to 0.45."""
-    write_metrics(tmp_path, "default-s0", 0.45, 0.75)
-    assert ablations.at_equal_minutes(tmp_path, "most-varied-half") == ""
-    text = (tmp_path / "default-s0.csv").read_text()
-    text = text.replace("0.45,0.75,30,90", "0.4,0.75,30,0").replace(",,,90", ",,,60")
-    (tmp_path / "most-varied-half-s0.csv").write_text(text)
-    line = ablations.at_equal_minutes(tmp_path, "most-varied-half")
-    assert line == "- most-varied-half: 0.400 after 2.0 minutes, the default 0.250"
-
-
 # pass@k
 
 
