@@ -126,11 +126,13 @@ def test_token_weights_divide_by_the_counts_of_the_global_batch(normalization):
     assert torch.allclose(weights, torch.tensor(WEIGHTS[normalization]), rtol=1e-6, atol=0)
 
 
-def test_the_importance_of_a_token_is_its_ratio_to_the_sampler_up_to_a_limit():
-    """Tokens that are twice, half and four times as likely as when they were sampled."""
-    log_probs, sampler_log_probs = torch.tensor([[0.8, 0.1, 0.4], [0.4, 0.2, 0.1]]).log()[:, None]
-    ratios = losses.truncated_importance(log_probs, sampler_log_probs, clip=3.0)
-    assert torch.allclose(ratios, torch.tensor([[2.0, 0.5, 3.0]]))
+def test_tokens_are_weighed_by_the_ratio_of_the_first_pass_to_the_sampler_up_to_a_limit():
+    """Twice, half and four times as likely as when they were sampled; later passes change nothing."""
+    log_probs, batch = make_compared([[1.1, 0.7, 1.2]], [[True] * 3], [1.0])
+    batch.sampler_log_probs = batch.old_log_probs - torch.tensor([[2.0, 0.5, 4.0]]).log()
+    training = make_config("training.tis_clip=3", "training.num_iterations=2").training
+    _, weights, _ = losses.apply_options(training, batch, log_probs, -log_probs, False)
+    assert torch.allclose(weights, torch.tensor([[2.0, 0.5, 3.0]]))
 
 
 # The loss of a token

@@ -3,7 +3,6 @@
 What it should be is computed in reference.py, row by row, from the same made-up rollouts.
 """
 
-import copy
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -234,43 +233,6 @@ def test_one_iteration_clips_nothing_and_compares_sampler_and_trainer(rotary_mod
     assert count == 45
     assert total == pytest.approx(np.abs(np.concatenate(differences)).sum(), rel=1e-5)
     assert sums["train/clip_frac"][0] == 0
-
-
-def test_tokens_are_weighed_by_the_truncated_importance_ratio(rotary_model_folder):
-    """The ratio is that of the first pass: what sampled the batch does not change later."""
-    clip, rate = 1.5, 5.0
-    config = config_of(*GRPO, f"training.tis_clip={clip}", "training.num_iterations=2")
-    policy = make_policy(rotary_model_folder, is_exact=True)
-    groups = make_groups(config, EASY, HARD)
-    batch = [t for group in groups for t in group]
-    with torch.no_grad():  # sampled by a policy that differs a little
-        for t in batch:
-            rng = np.random.default_rng([seed(), len(t.prompt_ids)])
-            noise = rng.normal(0, 1, len(t.completion.token_ids))
-            t.completion.log_probs[:] = row_log_probs(policy.model, t).numpy() + noise
-    model, recorder = copy.deepcopy(policy.model), Recorder(policy.model, rate)
-    update(policy, recorder, groups, config)
-
-    plain, old, ratios = Recorder(model, rate), [], []
-    for t in batch:
-        old.append(row_log_probs(model, t).detach())
-        ratios.append((old[-1] - torch.from_numpy(t.completion.log_probs)).exp().clamp(max=clip))
-    assert any((ratio == clip).any() for ratio in ratios)
-    assert any((ratio < 0.8).any() for ratio in ratios)
-    for iteration in range(2):
-        plain.zero_grad()
-        loss = torch.zeros((), dtype=torch.float64)
-        for t, was, ratio in zip(batch, old, ratios, strict=True):
-            log_probs = row_log_probs(model, t)
-            objective = t.advantage * log_probs
-            if iteration:
-                moved = (log_probs - was).exp()
-                objective = torch.minimum(moved * t.advantage, moved.clamp(0.8, 1.2) * t.advantage)
-            loss = loss - (ratio * objective).double().sum() / (len(batch) * MAX_NEW_TOKENS)
-        loss.backward()
-        plain.step()
-    assert distance(recorder.gradients[0], plain.gradients[0]) <= ROUNDING
-    assert distance(recorder.gradients[1], plain.gradients[1]) <= 1e-3
 
 
 def accumulate_in_ddp(world: World, folder: Path) -> tuple[list[bool], np.ndarray]:
