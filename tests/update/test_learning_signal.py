@@ -127,7 +127,7 @@ def test_token_weights_divide_by_the_counts_of_the_global_batch(normalization):
 
 
 def test_tokens_are_weighed_by_the_ratio_of_the_first_pass_to_the_sampler_up_to_a_limit():
-    """Twice, half and four times as likely as when they were sampled; later passes change nothing."""
+    """Twice, half and four times as likely as when they were sampled, whatever they are later."""
     log_probs, batch = make_compared([[1.1, 0.7, 1.2]], [[True] * 3], [1.0])
     batch.sampler_log_probs = batch.old_log_probs - torch.tensor([[2.0, 0.5, 4.0]]).log()
     training = make_config("training.tis_clip=3", "training.num_iterations=2").training

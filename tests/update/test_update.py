@@ -218,9 +218,6 @@ def test_the_gradient_is_clipped_after_its_norm_is_noted(rotary_model_folder):
     assert distance(gradient * np.linalg.norm(expected) / 1e-3, expected) < 1e-3
 
 
-# Several iterations on the same rollouts
-
-
 def test_one_iteration_clips_nothing_and_compares_sampler_and_trainer(rotary_model_folder):
     policy, config = make_policy(rotary_model_folder, is_exact=True), config_of(*GRPO)
     groups = make_groups(config, EASY, HARD)
