@@ -358,10 +358,8 @@ def make_rows(*rewards: float) -> list[Trajectory]:
 def by_text(reward_function: Callable[..., dict]) -> Callable[..., dict]:
     """The task's reward function, with another answer (and format, if it has one).
 
-    What a random model writes depends on the last bits of its matrix products, which differ between
-    processors, numbers of threads and versions of libraries. So no test may need some completions
-    to be better than others by luck. Here each reward follows from a digest of the question and the
-    text: texts that differ earn different rewards, and half of all texts count as solved.
+    What a random model writes differs between processors, and no test may need luck. So each reward
+    follows from a digest of question and text, and half of all texts count as solved.
     """
 
     @functools.wraps(reward_function)
@@ -400,10 +398,8 @@ def set_rates(patch: pytest.MonkeyPatch, rates: list[float]) -> None:
 def in_fp64(patch: pytest.MonkeyPatch) -> None:
     """Models are loaded, run and saved in fp64, but for those in 4 bits, which cannot be.
 
-    For tests that compare what batches of different shapes sample. The shapes round the threshold
-    of a token differently, and the chance that a uniform number falls in between is 1e-5 in fp32,
-    too much for thousands of tokens, and below 1e-12 in fp64. Also for tests that compare
-    gradients, whose rounding in fp32 is as large as the difference that they allow.
+    Batches of different shapes round a token's threshold differently: the chance that a uniform
+    number falls in between is 1e-5 in fp32, too much for thousands of tokens.
     """
     load_model, add_adapter = engine.model.load.load_model, engine.model.adapters.add_adapter
 

@@ -22,7 +22,7 @@ from engine.core.config import (
     run_name,
 )
 from engine.core.packages import import_package
-from engine.core.yaml_text import Loader, show, to_yaml
+from engine.core.yaml_text import show, to_yaml
 from engine.questions.tasks import built_in_tasks, load_task, schema
 from engine.run.config_file import RECIPES, WORDS, dump, load_config, parse_yaml
 from tools import chat
@@ -102,12 +102,6 @@ def guessing(tmp_path, monkeypatch):
 # What is read
 
 
-def test_without_arguments_every_key_has_its_default():
-    config = load()
-    assert config == type(config)()
-    assert differences(config) == []
-
-
 def test_the_checkouts_model_is_found_from_every_folder(tmp_path, monkeypatch):
     """Bug: elsewhere `tiny` was asked of the hub, which took 71 s to fail without a network."""
     monkeypatch.chdir(tmp_path)
@@ -118,14 +112,14 @@ def test_the_checkouts_model_is_found_from_every_folder(tmp_path, monkeypatch):
 
 
 def test_later_overrides_win_over_earlier_ones_and_these_over_the_file(tmp_path):
-    file = file_with(tmp_path, "training: {num_steps: 30, seed: 7, warmup_steps: 2}")
+    file = file_with(tmp_path, "training: {num_steps: 30, warmup_steps: 2}\ntraining.seed: 7")
     config = load(file, "training.num_steps=40", "training.num_steps=50")
     assert config.training.num_steps == 50
     assert config.training.seed == 7
     assert config.training.num_samples_per_step == Config().training.num_samples_per_step
 
 
-@pytest.mark.parametrize("text", ["1e-5", "1E-5", "1.0e-5", "0.00001", "10e-6", "+1e-05", ".1e-4"])
+@pytest.mark.parametrize("text", ["1e-5", "1E-5", "0.00001", "+1e-05", ".1e-4"])
 def test_a_number_in_scientific_notation_is_a_number(text):
     """PyYAML reads 1e-5 as text, so that a learning rate became a string."""
     assert load(f"training.learning_rate={text}").training.learning_rate == pytest.approx(1e-5)
@@ -148,13 +142,6 @@ def test_numbers_that_are_not_decimal_are_refused(text):
         parse_yaml(text, origin="here")
 
 
-@pytest.mark.timeout(20)
-def test_a_mapping_of_many_keys_takes_no_quadratic_time():
-    keys = [yaml.ScalarNode("tag:yaml.org,2002:str", f"k{n}") for n in range(100_000)]
-    node = yaml.MappingNode("tag:yaml.org,2002:map", [(key, key) for key in keys])
-    assert len(Loader("").construct_mapping(node)) == 100_000
-
-
 @pytest.mark.parametrize(
     ("text", "boards"),
     [("wandb", ["wandb"]), ("[mlflow, wandb]", ["mlflow", "wandb"]), ("none", []), ("null", [])],
@@ -163,29 +150,16 @@ def test_boards_are_a_list_one_word_or_none(text, boards):
     assert load_config([f"logging.report_to={text}"]).logging.report_to == boards
 
 
-def test_an_integer_is_accepted_for_a_number():
-    temperature = load("sampling.temperature=2").sampling.temperature
-    assert temperature == 2.0 and isinstance(temperature, float)
-
-
 @pytest.mark.parametrize("text", ["", "# nothing yet", "training:\nlogging:\n"])
 def test_an_empty_file_or_section_sets_nothing(text, tmp_path):
     assert load(file_with(tmp_path, text)) == load()
-
-
-def test_a_key_in_a_file_may_be_dotted(tmp_path):
-    assert load(file_with(tmp_path, "training.seed: 5")).training.seed == 5
-
-
-def test_one_reward_weight_can_be_set_alone():
-    weights = load("task.reward_weights.format=0.5").task.reward_weights
-    assert weights == {"format": 0.5, "answer": 1.0}
 
 
 def test_a_mapping_that_is_off_can_be_set_in_part_and_switched_off_again(tmp_path):
     assert load().model.lora is None
     defaults = {"alpha": 32, "dropout": 0.0, "target_modules": "all-linear"}
     assert load("model.lora.r=4").model.lora.model_dump() == {"r": 4} | defaults
+    assert load("model.lora={r: 4}", "model.lora.alpha=8").model.lora.alpha == 8
     file = file_with(tmp_path, "model: {lora: {r: 16, alpha: 8}}")
     assert load(file, "model.lora.r=2").model.lora.alpha == 8
     assert load(file, "model.lora=null").model.lora is None
@@ -193,12 +167,6 @@ def test_a_mapping_that_is_off_can_be_set_in_part_and_switched_off_again(tmp_pat
     assert differences(load(file)) == [f"model.lora: {given} (default null)"]
     text = dump(load("model.lora.dropout=0.1"))
     assert load(file_with(tmp_path, text)).model.lora.dropout == 0.1
-
-
-def test_the_options_of_a_task_are_keys_of_its_section():
-    config = load("task.max_target=100")
-    assert isinstance(config.task, load_task("countdown").Options)
-    assert config.task.max_target == 100 and config.task.min_target == 10
 
 
 # Tasks
@@ -234,15 +202,6 @@ def test_a_task_of_ones_own_may_have_the_name_of_another_module(guessing):
     assert sys.modules["math"] is math and sys.modules["statistics"] is statistics
 
 
-def test_annotations_of_a_tasks_options_may_be_text(guessing):
-    """`from __future__ import annotations` turns every annotation of a module into text."""
-    (guessing / "late.py").write_text("from __future__ import annotations\n" + GUESSING)
-    assert load("task.name=late", "task.low=3").task.low == 3
-    assert line_of("task.name=late", "task.low=x").endswith(
-        "low = x: Input should be a valid integer"
-    )
-
-
 def test_a_tasks_environment_must_not_be_async(guessing):
     """Nothing awaits it: the model would read `<coroutine object ...>`."""
     environment = "class Environment:\n    async def respond(self, message): return None\n"
@@ -254,15 +213,9 @@ def test_a_tasks_environment_must_not_be_async(guessing):
     ("old", "new", "line"),
     [
         ("def reward_function", "def rewards", "a task must define reward_function; tasks/templa"),
-        ("def generate_prompt", "def prompts", "a task must define generate_prompt; tasks/templa"),
         ('("answer", "length")', '("answer")', "REWARD_PARTS must be a tuple of names with"),
-        ('("answer", "length")', "()", "REWARD_PARTS must be a tuple of names with"),
         ('("answer", "length")', '("length",)', "REWARD_PARTS must be a tuple of names with"),
-        (
-            "Options(Section)",
-            "Options",
-            "Options must inherit from Section in engine/core/config.py",
-        ),
+        ("Options(Section)", "Options", "Options must inherit from Section in engine/core/con"),
         ("low: int | None = None", "low: int", "Options.low needs a default, and a name other"),
         ("low: int", "train: int", "Options.train needs a default, and a name other than name, re"),
     ],
@@ -314,10 +267,7 @@ DISTILL = "training.learning_type=distill model.teacher=tiny"
     ("override", "line"),
     [
         ("training.num_step=5", "training.num_step = 5: unknown key, the nearest"),
-        ("sampling.learning_rate=1", "unknown key, the nearest is training.learning_rate"),
         ("num_steps=5", "num_steps = 5: unknown key, the nearest is training.num_steps"),
-        ("num_step=5", "num_step = 5: unknown key, the nearest is training.num_steps"),
-        ("--num_steps=5", "--num_steps = 5: unknown key, the nearest is training.num_steps"),
         ("trainig.seed=5", "trainig = {seed: 5}: unknown key, the nearest is training;"),
         ("task.max_numbr=5", "unknown key of task countdown, the nearest is task.max_number"),
         ("mod=train", "mod = train: unknown key, the nearest is mode; --help lists the keys"),
@@ -325,78 +275,40 @@ DISTILL = "training.learning_type=distill model.teacher=tiny"
         # Bug: it was told adam_betas.
         ("training.beta=1", "= 1: unknown key, beta is training.kl_coef here; --help lists"),
         ("training.bet=1", "training.bet = 1: unknown key; --help lists the keys"),
-        ("--lr=1", "--lr = 1: unknown key, lr is training.learning_rate here; --help lists"),
         (
             "actor_rollout_ref={rollout: {n: 8}, actor: {optim: {lr: 1}}}",
             "key, rollout.n is training.k_best_of_n here, lr is training.learning_rate here; --",
         ),
         ("configs/x.yaml", "configs/x.yaml: write --config configs/x.yaml"),
         ("training.seed='3'", "training.seed = '3': Input should be a valid integer"),
-        ("training.seed=true", "training.seed = true: Input should be a valid integer"),
         ("training.seed=1.0", "training.seed = 1.0: Input should be a valid integer"),
-        ("training.seed=-1", "training.seed = -1: Input should be greater than or equal to 0"),
         ("training.num_steps=", "training.num_steps = null: Input should be a valid integer"),
-        ("training.num_steps.x=3", "training.num_steps = {x: 3}: Input should be a valid integer"),
-        ("training.learning_rate=true", "learning_rate = true: Input should be a valid number"),
         ("training.learning_rate='1e-5'", "learning_rate = '1e-5': Input should be a valid number"),
         ("training.learning_rate=.nan", "learning_rate = .nan: Input should be a finite number"),
-        ("training.learning_rate=1e999", "learning_rate = .inf: Input should be a finite number"),
         ("training.learning_rate=0", "learning_rate = 0: Input should be greater than 0"),
-        ("training.micro_batch_tokens=0", "micro_batch_tokens = 0: Input should be greater than 0"),
-        ("training.num_iterations=0", "num_iterations = 0: Input should be greater than 0"),
-        ("training.muon_learning_rate=0", "muon_learning_rate = 0: Input should be greater than 0"),
         ("training.kl_coef=-0.1", "kl_coef = -0.1: Input should be greater than or equal to 0"),
-        (
-            "training.learning_type=ppo",
-            "learning_type = ppo: Input should be 'grpo', 'sil' or 'distill'",
-        ),
-        ("training.distill_mix=-1", "distill_mix = -1: Input should be greater than or equal to 0"),
+        ("training.learning_type=ppo", "= ppo: Input should be 'grpo', 'sil' or 'distill'"),
         ("training.k_best_of_n=16", "k_best_of_n = 16: Input should be a valid list"),
-        ("training.k_best_of_n=[16]", "= [16]: List should have at least 2 items"),
         ("training.k_best_of_n=[0, 16]", "k_best_of_n.0 = 0: Input should be greater than 0"),
-        ("training.clip_eps_high=x", "clip_eps_high = x: Input should be a valid number"),
-        ("training.policy_loss=grpo", "= grpo: Input should be 'ppo', 'cispo', 'gspo' or 'dppo'"),
-        ("training.dppo_delta=0", "dppo_delta = 0: Input should be greater than 0"),
         ("training.dppo_delta=1", "dppo_delta = 1: Input should be less than 1"),
-        ("sampling.top_p=0", "top_p = 0: Input should be greater than or equal to 0.000001"),
         ("sampling.top_p=1.1", "sampling.top_p = 1.1: Input should be less than or equal to 1"),
-        ("sampling.top_k=-1", "sampling.top_k = -1: Input should be greater than or equal to 0"),
-        (
-            "sampling.temperature=0",
-            "temperature = 0: Input should be greater than or equal to 0.01",
-        ),
         ("validation.pass_k=[]", "validation.pass_k = []: List should have at least 1 item"),
         # slips of the keyboard that would start endless work, or leave nothing to compute with
         ("validation.num_examples=1000000000000", "Input should be less than or equal to 1000000"),
-        ("validation.best_of_n=1000000000", "Input should be less than or equal to 1000000"),
-        ("training.num_samples_per_step=1000000000", "should be less than or equal to 1000000"),
         ("training.max_new_gen_tokens=1000000000", "Input should be less than or equal to 1000000"),
         ("task.max_numbers=100", "max_numbers = 100: Input should be less than or equal to 10"),
         ("sampling.temperature=1e-300", "1.0e-300: Input should be greater than or equal to 0.01"),
-        ("sampling.top_p=1e-46", "1.0e-46: Input should be greater than or equal to 0.000001"),
         ("training.learning_rate=1e38", "Input should be less than or equal to 10"),
-        ("logging.report_to=wand", "logging.report_to = wand: Input should be 'mlflow' or 'wandb'"),
         ("logging.report_to=[mlflow, 3]", "report_to.1 = 3: Input should be 'mlflow' or 'wandb'"),
         ("logging.mlflow=1", "logging.mlflow = 1: Input should be a valid boolean"),
-        ("logging=3", "logging = 3: Input should be a mapping of keys, which --help lists"),
         ("model.name=12", "model.name = 12: Input should be a valid string; in quotes it is text"),
         ("model.name=''", "model.name = '': String should have at least 1 character"),
         ("run.name=a/b", "run.name = a/b: String should match pattern"),
-        ("run.name=..", "run.name = ..: String should match pattern"),
         ("task=3", "task = 3: Input should be a mapping of keys, which --help lists"),
-        ("task.max_target=big", "task.max_target = big: Input should be a valid integer"),
-        ("task.seed=3", "unknown key of task countdown, the nearest is training.seed"),
-        ("task.reward_weights=", "task.reward_weights = null: Input should be a valid dictionary"),
-        ("model.lora=8", "model.lora = 8: Input should be a mapping of keys, which --help lists"),
         ("model.lora.r=0", "model.lora.r = 0: Input should be greater than 0"),
-        ("model.lora.rank=8", "model.lora.rank = 8: unknown key"),
-        ("model.lora.target_modules=8", "= 8: Input should be 'all-linear' or a valid list"),
         ("model.lora.target_modules=[8]", "= [8]: Input should be 'all-linear' or a valid string"),
         ("task.template_options.x=[1]", "x = [1]: Input should be a valid boolean or a valid int"),
-        ("training.adam_betas=[0.9]", "adam_betas = [0.9]: List should have at least 2 items"),
-        ("validation.best_by=pass@2", "pass@2: Input should be 'pass@1' or 'best_of_n'"),
         ("model.lora_r=8", "unknown key, the nearest is model.lora;"),
-        ("task.reward_weights=1", "task.reward_weights = 1: Input should be a valid dictionary"),
         ("task.reward_weights.answer=x", "task.reward_weights.answer = x: Input should be a valid"),
     ],
 )
@@ -409,56 +321,24 @@ def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(override, li
     [
         ("", "training.k_best_of_n = [1, 1]", "at least 2, since a sample is judged by its group"),
         ("", "training.k_best_of_n = [8, 4]", "k best of n cannot be more than n; write [4, 4]"),
-        ("", "training.k_best_of_n = [2, 16]", "write [16, 16], or training.learning_type=sil"),
         (SIL, "training.k_best_of_n = [8, 8]", "all but the k best; write k < n, such as [2, 32]"),
-        (SIL, "training.advantage = zscore", "sil gives the k best the advantage 1; write mean"),
         (DISTILL, "training.k_best_of_n = [2, 4]", "write [4, 4], or training.learning_type=sil"),
         (DISTILL, "training.kl_coef = 0.1", "is in the place of the reference; write 0"),
-        (
-            f"{DISTILL} training.distill_mix=0.5",
-            "training.k_best_of_n = [1, 1]",
-            "at least 2, since a sample is judged by its group",
-        ),
         ("", "model.teacher = tiny", "only distill reads it; write null"),
-        (
-            "training.learning_type=distill",
-            "model.teacher = null",
-            "training.learning_type=distill needs one; give a folder or a hub id",
-        ),
+        ("training.learning_type=distill", "model.teacher = null", "give a folder or a hub id"),
         (SIL, "training.advantage = over_mean", "sil gives the k best the advantage 1; write mean"),
-        (
-            "task.reward_weights.format=-0.1",
-            "training.advantage = over_mean",
-            "rewards of 0 and more, but format has a negative weight; write mean",
-        ),
-        (
-            "training.policy_loss=dppo",
-            "training.tis_clip = 2.0",
-            "dppo weighs by the ratio to the sampler already; write null",
-        ),
-        (
-            "training.policy_loss=gspo",
-            "training.clip_eps = 0.2",
-            "gspo's ratio is near 1, so this never clips; write 3e-4 or so",
-        ),
+        ("task.reward_weights.format=-0.1", "training.advantage = over_mean", "weight; write mean"),
+        ("training.policy_loss=dppo", "training.tis_clip = 2.0", "sampler already; write null"),
+        ("training.policy_loss=gspo", "training.clip_eps = 0.2", "clips; write 3e-4 or so"),
         ("", "training.embedding_learning_rate = 0.001", "write null, or training.optimizer=muon"),
         ("", "model.load_in_4bit = true", "write false, or set model.lora='{r: 8}'"),
         (SHARD, "training.optimizer = muon", "cannot step what model.shard cuts; write adamw"),
-        (
-            SHARD,
-            "training.optimizer = adamw_8bit",
-            "cannot step what model.shard cuts; write adamw",
-        ),
         ("model.lora.r=8", "model.shard = true", "not trained; write false, or lora: null"),
         (FOUR_BITS, "model.shard = true", "4 bits cannot be cut; write false for one of the two"),
         ("model.lora.r=8", "training.optimizer = muon", "the factors of model.lora; write adamw"),
         ("", "training.k_best_of_n = [999999, 999999]", "than 10,000,000 completions; lower n"),
         ("validation.best_of_n=1000", "validation.num_examples = 20000", "completions; lower one"),
-        (
-            "validation.best_of_n=4",
-            "validation.pass_k = [1, 8]",
-            "each must be at most best_of_n (4)",
-        ),
+        ("validation.best_of_n=4", "validation.pass_k = [1, 8]", "at most best_of_n (4)"),
         ("", "validation.temperature = 0.009", "must be 0, which is greedy, or at least 0.01"),
         (GREEDY, "validation.best_of_n = 2", "a question's samples are all alike; write 1"),
         ("", "training.num_epochs = 2.0", "questions have no epochs; write null and num_steps"),
@@ -469,11 +349,6 @@ def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(override, li
 def test_an_impossible_combination_is_one_line_with_the_fix(others, value, end):
     line = line_of(*others.split(), value.replace(" = ", "="))
     assert line.startswith(f"{value}: ") and line.endswith(end)
-
-
-def test_a_range_whose_ends_are_the_wrong_way_round_is_named():
-    line = "task: min_number = 60 must be at most max_number (50)"
-    assert line_of("task.min_number=60") == line
 
 
 def test_what_is_for_training_is_not_asked_of_an_evaluation():
@@ -490,25 +365,16 @@ def test_every_mistake_has_its_line():
     assert len(lines_raised(load, *impossible)) == 2
 
 
-@pytest.mark.parametrize(
-    ("override", "line"),
-    [
-        ("task.reward_weights.format=1", "reward_weights.format: Input should be 'answer' or"),
-        ("task.tolerance=-1", "task.tolerance = -1: Input should be greater than or equal to 0"),
-        ("task.max_target=9", "task.max_target = 9: unknown key of task guessing; --help lists"),
-    ],
-)
-def test_options_and_parts_of_another_task_are_checked(override, line, guessing):
-    assert line in line_of(file_with(guessing, "task: {name: guessing}"), override)
+def test_reward_parts_of_another_task_are_checked(guessing):
+    line = line_of(file_with(guessing, "task: {name: guessing}"), "task.reward_weights.format=1")
+    assert "reward_weights.format: Input should be 'answer' or" in line
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["training.num_steps"], "training.num_steps: write section.key=value, for example"),
-        (["--verbose"], "--verbose: write section.key=value, for example training.num_steps=60"),
         (["training.k_best_of_n=[1,"], "training.k_best_of_n=[1,: cannot be read as YAML: "),
-        (["run.name=2024-13-45"], "run.name=2024-13-45: cannot be read as YAML: month must be in"),
         (["training.seed=" + "[" * 5_000], "cannot be read as YAML: maximum recursion depth"),
         (["--config", "a.yaml", "--config", "b.yaml"], "--config a.yaml b.yaml: give one file"),
         (["--config"], "argument --config: expected one argument"),
@@ -526,25 +392,16 @@ def test_an_argument_that_cannot_be_read_is_one_line(arguments, line):
         ("training: [", "some.yaml: cannot be read as YAML: while parsing"),
         ("training: {seed: 1, seed: 2}", "the key seed is given twice"),
         ("training: {seed: 1}\nlogging: {}\ntraining: {}", "the key training is given twice"),
-        ("training:\n\tseed: 1", "cannot start any token"),
         ("training:\n\tseed: 1", ": use spaces, no tabs"),
         ("- training", "some.yaml: must hold sections of keys"),
-        ("just text", "some.yaml: must hold sections of keys"),
         ("0", "some.yaml: must hold sections of keys"),
         ("a: !!python/object:os.system {}", "cannot be read as YAML: could not determine"),
         ("training: {1: 2}", "training.1 = 2: unknown key"),
-        ("null: 2", "None = 2: unknown key"),
-        ("training: {a.b: 2}", "training.a.b = 2: unknown key"),
         (b"\x80\x04\x95", "some.yaml: cannot be read as YAML: "),  # not text
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_line(text, line, tmp_path):
     assert line in line_of(file_with(tmp_path, text))
-
-
-def test_a_section_and_another_of_its_keys_may_be_given():
-    lora = load("model.lora={r: 4}", "model.lora.alpha=8").model.lora
-    assert (lora.r, lora.alpha) == (4, 8)
 
 
 def test_a_tilde_is_the_home_folder_in_every_path(tmp_path, monkeypatch):
@@ -553,10 +410,6 @@ def test_a_tilde_is_the_home_folder_in_every_path(tmp_path, monkeypatch):
     config = load("--config", "~/my.yaml", "model.name=~/model", "task.eval=~/b.jsonl", RATE)
     paths = (config.run.dir, config.task.train, config.model.name, config.task.eval)
     assert paths == tuple(f"{tmp_path}/{name}" for name in ("runs", "a.jsonl", "model", "b.jsonl"))
-
-
-def test_a_long_value_is_shortened_in_its_line():
-    assert len(line_of(f"training.seed={'9' * 5_000}x")) < 200
 
 
 @pytest.mark.parametrize(
@@ -703,13 +556,8 @@ def test_what_a_run_has_made_at_tinys_rate_may_be_trained_at_it(tmp_path, model)
 
 def test_a_run_goes_on_with_other_keys_than_those_that_shape_what_it_learns():
     saved = dotted_values(load("model.name=a", RATE))
-    free = [
-        "mode=evaluate",
-        "validation.every=3",
-        "checkpoint.keep=1",
-    ]
-    free += ["run.dir=b", "logging.samples=0"]
-    free += ["training.stop_on_collapse=true", "validation.pass_k=[1]"]
+    free = ["mode=evaluate", "validation.every=3", "checkpoint.keep=1", "run.dir=b"]
+    free += ["logging.samples=0", "training.stop_on_collapse=true", "validation.pass_k=[1]"]
     for length in ("training.num_epochs=7", "training.num_steps=7"):
         assert check_same_run(saved, load("model.name=a", RATE, length, *free)) == []
     fix = "restore it to continue countdown-b-grpo-s0, or set run.name for another run"
@@ -752,10 +600,6 @@ def test_a_missing_package_is_named_with_what_installs_it(package, monkeypatch):
         import_package(package, key="a.b")
     with pytest.raises(ValueError, match=r"pip install a-package-of-the-users$"):
         import_package("a-package-of-the-users", key="task.name = own")
-
-
-def test_a_package_that_is_there_is_imported_by_the_name_that_pip_has_for_it():
-    assert import_package("typing-extensions", key="a.b").__name__ == "typing_extensions"
 
 
 # What is written
@@ -904,19 +748,3 @@ def test_every_key_is_read_somewhere():
     keys = dotted_values(Config())
     unread = [key for key in keys if not re.search(rf"\.{key.split('.')[-1]}\b", text)]
     assert unread == []
-
-
-def test_tasks_and_configurations_are_read_without_the_heavy_libraries():
-    check = """
-import sys
-from engine.run.config_file import Path, load_config
-from engine.questions.tasks import built_in_tasks
-for arguments in (
-    *([f"task.name={name}"] for name in built_in_tasks()),
-    *(["--config", str(recipe)] for recipe in Path("configs").glob("*.yaml")),
-):
-    load_config(arguments)
-print({"torch", "transformers", "datasets"} & set(sys.modules))
-"""
-    command = [sys.executable, "-c", check]
-    assert subprocess.check_output(command, cwd=ROOT, text=True).strip() == "set()"

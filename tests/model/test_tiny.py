@@ -35,10 +35,7 @@ def test_its_tokenizer_survives_auto_tokenizer_and_makes_short_prompts():
 
 
 def test_it_solves_some_questions_not_most():
-    """The default run shall start between 0.15 and 0.45. Here its first 256 questions are asked.
-
-    On twice as many, tiny/README.md has 0.365 and 0.376, five standard errors away from both ends.
-    """
+    """The default run shall start between 0.15 and 0.45. Here its first 256 questions are asked."""
     measured, low, high = 0.37, 0.15, 0.45
     config, policy = make_config("validation.num_examples=256"), make_policy(TINY)
     questions, _ = load_questions(

@@ -3,7 +3,6 @@
 import copy
 import csv
 import json
-import math
 import os
 import re
 import sys
@@ -19,7 +18,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 import countdown
 from engine.model.tokenizer import load_tokenizer
-from engine.questions.data import QuestionStream, load_examples, load_questions
+from engine.questions.data import QuestionStream, load_questions
 from engine.questions.prompts import (
     assistant_prefix,
     encode_prompts,
@@ -138,8 +137,6 @@ def test_numbers_in_a_csv_file_may_be_separated_by_spaces(tmp_path):
     ("name", "source", "split", "held_out", "asked"),
     [
         ("countdown", "own/rows", "train", True, ("own/rows", None, "train")),
-        ("countdown", "own/rows", "validation", True, ("own/rows", None, "train")),
-        ("gsm8k", HUB_ID, "train", True, (HUB_ID, "main", "train")),
         ("gsm8k", HUB_ID, "validation", True, (HUB_ID, "main", "test")),
         ("gsm8k", "own/rows", "validation", False, ("own/rows", None, "test")),
         ("math500", "own/rows", "validation", False, ("own/rows", None, "test")),
@@ -178,25 +175,15 @@ def refusal(name: str, source: str | Path, split: str = "train", **settings) -> 
     ("name", "row", "message"),
     [
         ("countdown", {"numbers": [1], "target": 3}, "row 1: no column nums among numbers, target"),
-        ("countdown", {"nums": [1], "goal": 3}, "row 1: no column target among nums, goal"),
         ("countdown", {"a": 1, "b": 2}, "row 1: no column nums and target among a, b"),
         ("countdown", {"nums": [1, -2], "target": 3}, "row 1: nums is [1, -2], not a list of"),
-        ("countdown", {"nums": [], "target": 3}, "row 1: nums is [], not a list of integers >= 0"),
-        ("countdown", {"nums": "3 x", "target": 5}, "row 1: nums is '3 x'"),
         ("countdown", {"nums": '__import__("os")', "target": 5}, "row 1: nums is '__import__("),
         ("countdown", {"nums": [1, 2], "target": 3.5}, "row 1: target is 3.5, not an integer"),
-        ("countdown", {"nums": [1, 2], "target": True}, "row 1: target is True"),
-        ("arithmetic", {"a": 47, "c": 38}, "row 1: no column b among a, c"),
         ("arithmetic", {"a": -4, "b": 38}, "row 1: a is -4, not an integer >= 0"),
-        ("arithmetic", {"a": 4, "b": "4+"}, "row 1: b is '4+', not an integer >= 0"),
-        ("gsm8k", {"problem": "a", "answer": "#### 1"}, "row 1: no column question among"),
         ("gsm8k", {"question": "", "answer": "#### 1"}, "row 1: question is '', not a text"),
         ("gsm8k", {"question": "a", "answer": "#### x"}, "row 1: answer is '#### x', without a n"),
-        ("gsm8k", {"question": "a", "answer": 1.5}, "row 1: answer is 1.5"),
-        ("math500", {"question": "1?", "answer": "2"}, "row 1: no column problem among"),
         ("math500", {"problem": " ", "answer": "2"}, "row 1: problem is ' ', not a text"),
         ("math500", {"problem": "1?", "answer": ""}, "row 1: answer is '', not an answer"),
-        ("math500", {"problem": "1?", "answer": True}, "row 1: answer is True, not an answer"),
     ],
 )
 def test_a_bad_row_is_named_in_one_line_beside_a_good_one(tmp_path, name, row, message):
@@ -220,13 +207,10 @@ def test_text_is_read_without_the_package_datasets(tmp_path, monkeypatch, suffix
         ("jsonl", '{"nums": [1, 2], "target": 3}\n{"nums": [], "target": 3}', "row 2: nums is []"),
         # Bug: one cell that did not fit changed the type of its column, and row 1 was blamed
         ("csv", "nums,target\n3 4,5\n3 4,\n", "row 2: target is ''"),
-        ("csv", "nums,target\n3 4,5\n3 4,6\n3 4,1.5e1", "row 3: target is '1.5e1'"),
         ("csv", "nums,target\n3 4,5\n3 4,5,6\n", "cannot be loaded (line 3: more cells"),
         ("csv", "nums,target,target\n3 4,5,6\n", "cannot be loaded (two columns are named target"),
         ("jsonl", f'{GOOD}\n{{"nums": [1]}}', "row 2: no column target among nums"),
-        ("jsonl", f"{GOOD}\n7", "row 2: it has no columns"),
         ("jsonl", f"{GOOD}\n\n{GOOD[:9]}", "row 2: Expecting"),
-        ("jsonl", "[" * 100_000, "cannot be loaded (maximum recursion"),
         ("jsonl", '{"nums":' + "[" * 100_000, "row 1: maximum recursion"),
         ("csv", b"nums,target\n3 4,\xff\n", "cannot be loaded ('utf-8' codec can't decode"),
         ("jsonl", "", "no question left for train"),
@@ -249,10 +233,8 @@ FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id (owne
     ("name", "source", "problem", "choices"),
     [
         ("countdown", "none.jsonl", NO_FILE, f"generated, {FILE_OR_HUB}"),
-        ("countdown", "genrated", "unknown kind of source", f"generated, {FILE_OR_HUB}"),
         ("gsm8k", "generated", "unknown kind of source", f"{HUB_ID}, {FILE_OR_HUB}"),
         ("gsm8k", "nobody/nothing", "cannot be loaded", f"{HUB_ID}, {FILE_OR_HUB}"),  # no network
-        ("math500", "generated", "unknown kind of source", FILE_OR_HUB),
         ("math500", "none.parquet", "cannot be loaded (Unable to find '", FILE_OR_HUB),
     ],
 )
@@ -269,21 +251,10 @@ def test_a_source_that_is_no_file_is_refused_at_once(tmp_path, make):
     assert "rows.jsonl: unknown kind of source" in refusal("countdown", tmp_path / "rows.jsonl")
 
 
-@pytest.mark.timeout(20)
-def test_many_columns_take_no_quadratic_time(tmp_path):
-    names = [f"c{n}" for n in range(100_000)]
-    path = tmp_path / "rows.csv"
-    path.write_text(f"{','.join(names)}\n{','.join(['1'] * len(names))}\n")
-    assert refusal("countdown", path).startswith(f"{path}, row 1: no column nums and target")
-
-
-@every_task
-def test_a_file_that_leaves_no_question_is_named(tmp_path, name):
-    source = write_file(tmp_path / "rows.jsonl", ROWS[name])
-    one = write_file(tmp_path / "one.jsonl", load(name, source, num_examples=1))
-    assert f"{one}: no question left for validation" in refusal(name, one, "validation")
-    nothing_left = refusal(name, source, held_out=False, exclude=ROWS[name])
-    assert f"{source}: no question left for train" in nothing_left
+def test_a_file_that_leaves_no_question_is_named(tmp_path):
+    source = write_file(tmp_path / "rows.jsonl", ROWS["gsm8k"])
+    one = write_file(tmp_path / "one.jsonl", load("gsm8k", source, num_examples=1))
+    assert f"{one}: no question left for validation" in refusal("gsm8k", one, "validation")
 
 
 def test_a_missing_math_verify_is_named_when_the_questions_are_loaded(monkeypatch):
@@ -308,17 +279,14 @@ def questions_for(
 @pytest.mark.parametrize(
     ("function", "value", "problem"),
     [
-        ("load_examples", None, "load_examples must return a list of dicts"),
         ("load_examples", [], "load_examples must return a list of dicts"),
         ("generate_questions", None, "generate_questions must return a list of dicts"),
         ("generate_prompt", None, "generate_prompt must return a text or a list of chat messages"),
-        ("generate_prompt", [{"content": "Hi"}], "generate_prompt must return a text or a list of"),
         # Bug: content as a list of parts was a traceback.
         ("generate_prompt", [{"role": "user", "content": [{}]}], "must return a text or a list of"),
         ("reward_function", None, "reward_function must return a dict with a number for each of"),
         ("reward_function", {"format": 10**400, "answer": 1}, "see to format for the question {'"),
         ("reward_function", {"format": 1.0}, "for each of format, answer, not {'format': 1.0}"),
-        ("reward_function", {"format": 1.0, "answer": math.nan}, "reward_function must return a d"),
     ],
 )
 def test_a_slip_in_a_users_task_is_named_at_once(tokenizer, monkeypatch, function, value, problem):
@@ -371,13 +339,6 @@ def load_examples(source, split, *, options, num_examples, seed, held_out, exclu
     asked |= {"seed": seed, "held_out": held_out, "num_excluded": len(exclude)}
     return [{"nums": [n], "target": n, **asked} for n in range(5)]
 """
-DECLARES_ROWS = """
-EXAMPLE_ROW = {"numbers": "3 7 25", "goal": 46}
-def parse_row(row, *, options):
-    return {"nums": [int(text) for text in row["numbers"].split()], "target": row["goal"]}
-def question_key(example):
-    return str(example)
-"""
 
 
 def own_task(folder: Path, monkeypatch, code: str) -> None:
@@ -398,24 +359,6 @@ def test_a_task_may_load_its_questions_itself(tmp_path, tokenizer, monkeypatch):
         assert training.questions[4] == of_both | asked | {"num_excluded": 5}
 
 
-def test_a_task_that_declares_its_rows_alone_loads_files_and_the_hub(tmp_path, monkeypatch):
-    own_task(tmp_path, monkeypatch, DECLARES_ROWS)
-    rows = [{"numbers": f"{n} 7", "goal": n + 7} for n in range(80)]
-    source = write_file(tmp_path / "rows.jsonl", rows)
-    task, request = load_task("own"), {"num_examples": None, "seed": 0, "exclude": []}
-    request["options"] = make_config("task.name=own").task
-    whole = load_examples(task, str(source), "validation", held_out=False, **request)
-    assert whole == [{"nums": [n, 7], "target": n + 7} for n in range(80)]
-    train, validation = (
-        load_examples(task, str(source), split, held_out=True, **request)
-        for split in ("train", "validation")
-    )
-    assert [row for row in whole if row not in validation] == train
-    assert [row for row in whole if row not in train] == validation != []
-    with pytest.raises(ValueError, match=r"^generated: unknown kind of source; give a \.jsonl, "):
-        load_examples(task, "generated", "train", held_out=True, **request)
-
-
 def test_half_a_character_in_a_question_is_a_question_mark(tmp_path, tokenizer):
     """JSON can hold it; the tokenizer raised a TypeError."""
     rows = [{"question": f"What is \ud800{n}?", "answer": f"#### {n}"} for n in range(30)]
@@ -434,15 +377,6 @@ def test_a_run_trains_on_no_question_of_its_evaluation_file(tmp_path, tokenizer,
     validation, training, _ = questions_for(tokenizer, f"task.name={name}", *sources)
     assert validation == ROWS[name][30:40]
     assert training.questions == ROWS[name][:30] + ROWS[name][40:]
-
-
-@every_task
-def test_one_source_for_both_splits_is_divided(tmp_path, tokenizer, name):
-    source = write_file(tmp_path / "rows.json", ROWS[name])
-    sources = f"task.train={source}", f"task.eval={source}"
-    validation, training, _ = questions_for(tokenizer, f"task.name={name}", *sources)
-    assert validation == load(name, source, "validation")
-    assert training.questions == load(name, source, "train")
 
 
 def test_the_validation_questions_are_the_same_for_every_seed_and_mode(tokenizer):
@@ -470,10 +404,7 @@ def test_equal_validation_questions_count_once_and_fewer_than_asked_for_are_a_li
 @pytest.mark.parametrize(
     ("wording", "hint"),
     [
-        (
-            "task.prompt=Make {traget} of {nums}.",
-            "{traget} is no key of a question, the",
-        ),
+        ("task.prompt=Make {traget} of {nums}.", "{traget} is no key of a question, the"),
         ("task.system_prompt=Use {num}.", "{num} is no key of a question, the nearest is {nums}"),
         (r"task.prompt=\\frac{{1}}{{2}} {nums} {answer} {x}", None),
     ],
@@ -634,16 +565,6 @@ def test_hardly_any_training_question_is_rendered_at_the_start(tmp_path, tokeniz
     assert logged[-1] == "3,000 training questions"
 
 
-def test_the_prompt_lengths_are_their_mean_and_their_longest(tmp_path, tokenizer):
-    rows = [{"nums": [3], "target": 3}, {"nums": [3] * 9, "target": 3}]
-    source = write_file(tmp_path / "rows.json", rows)
-    settings = [f"task.eval={source}", "mode=evaluate", "validation.num_examples=2"]
-    one, other = map(len, encode_prompts(rows, tokenizer=tokenizer, **of_task("countdown")))
-    _, _, logged = questions_for(tokenizer, *settings)
-    mean = f"{(one + other) / 2:.0f} tokens on average, {other} the longest"
-    assert logged == [f"prompts of validation questions: {mean}"]
-
-
 @pytest.mark.parametrize(("shuffle", "is_in_order"), [("true", False), ("false", True)])
 def test_some_training_questions_are_drawn_or_the_first(tmp_path, tokenizer, shuffle, is_in_order):
     source = write_file(tmp_path / "rows.json", ROWS["gsm8k"])
@@ -786,12 +707,6 @@ LATEX = r"Compute {problem}; a set is $\{1\}$, a {unknown} key stays. Not {{prob
             {"problem": r"$\frac{1}{2}$", "answer": "0.5"},
             {"prompt": LATEX},
             LATEX.replace("{problem}", r"$\frac{1}{2}$"),
-        ),
-        (
-            "math500",
-            {"problem": "$1$", "answer": "1"},
-            {"prompt": "{problem}", "system_prompt": "Hi."},
-            "Hi.\n\n$1$",
         ),
     ],
 )

@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -81,6 +80,8 @@ def test_a_run_has_the_functions_name_and_each_weighs_1(folder, reward, name, we
     assert (config.task.train, config.task.eval) == ("rows.jsonl", "rows.jsonl")
     (folder / "saved.yaml").write_text(dump(config))
     assert load_config(["--config", "saved.yaml"]) == config
+    with pytest.raises(ConfigError, match=r"task\.reward_weights\.long: Input should be 'short'"):
+        make_config(f"task.reward={reward}", "task.reward_weights.long=1")
     config = make_config(f"task.reward={reward}", "task.reward_weights.short=0.5", "task.name=x")
     assert config.task.reward_weights == weights | {"short": 0.5} and config.task.name == "x"
     other = load_config(["--config", "saved.yaml", "task.name=gsm8k"]).task
@@ -110,27 +111,6 @@ def documented_call(functions: list, rows: list[dict], prompts, completions, ids
     return [*zip(*paid, strict=True)]
 
 
-def trls_call(functions: list, rows: list[dict], prompts, completions, ids) -> list:
-    """By the trainer's own code, where trl is installed."""
-    try:
-        from trl import GRPOTrainer
-    except ImportError:
-        return documented_call(functions, rows, prompts, completions, ids)
-    names = [function.__name__ for function in functions]
-    trainer = SimpleNamespace(
-        accelerator=SimpleNamespace(device="cpu", is_main_process=False),
-        reward_funcs=functions,
-        reward_processing_classes=[None] * len(functions),
-        reward_func_names=names,
-        environments=None,
-        state=SimpleNamespace(global_step=0),
-        _log_completion_extra=None,
-        _log_metric=None,
-        args=SimpleNamespace(report_to=[]),
-    )
-    return GRPOTrainer._calculate_rewards(trainer, rows, prompts, completions, ids).tolist()
-
-
 @pytest.mark.parametrize("row", [ROWS[3], CHATS[3] | {"completion": "6"}])
 def test_the_same_functions_pay_the_same_in_trl(folder, row):
     """Plain text and messages; also a function that compares the completions of a group."""
@@ -141,7 +121,7 @@ def test_the_same_functions_pay_the_same_in_trl(folder, row):
     completions = texts if is_text else [[{"role": "assistant", "content": t}] for t in texts]
     ids = [completion.token_ids for completion in completions_of(*texts)]
     functions, num = [*task.functions.values()], len(texts)
-    theirs = trls_call(functions, [row] * num, [row["prompt"]] * num, completions, ids)
+    theirs = documented_call(functions, [row] * num, [row["prompt"]] * num, completions, ids)
     ours = np.float32([[*parts.values()] for parts in ours])  # which TRL's rewards are
     np.testing.assert_array_equal(ours, np.float32(theirs))
     assert ours[:, 0].tolist() == [1.0, 0.0, 1.0, 0.0] and len({*ours[:, 1].tolist()}) == 4
@@ -242,14 +222,19 @@ ONE_LINE = [
 AT_A_QUESTION = [
     ("\n    return [kwargs['gold']]", "line 2: f raised KeyError: 'gold': "),
     ("\n    return [\n        int('x')]", "line 3: f raised ValueError: invalid literal for int"),
-    (" return None", "line 1: f must return a list of 1 numbers, one a completion, not None: "),
     (" return 1.0", "line 1: f must return a list of 1 numbers, one a completion, not 1.0: "),
     (" return [1, 2]", "line 1: f must return a list of 1 numbers, one a completion, not [1, 2]: "),
     (" return [None]", "line 1: f must pay a finite number, not None: pay 0.0 where it has nothi"),
-    (" return ['1']", "line 1: f must pay a finite number, not '1': "),
     (" return [float('nan')]", "line 1: f must pay a finite number, not nan: "),
     (" return [10**400]", "line 1: f must pay a finite number, not 10000000000"),
 ]
+
+
+def load_first(tokenizer, *settings: str) -> None:
+    """Load the questions of an evaluation; the first is tried."""
+    config = make_config(*settings, "mode=evaluate")
+    task, log = load_task(config.task.code), [].append
+    load_questions(task, config, tokenizer=tokenizer, context=None, log=log)
 
 
 @pytest.mark.parametrize(("code", "names", "line"), ONE_LINE)
@@ -267,22 +252,10 @@ def test_a_mistake_at_a_question_is_one_line_with_file_line_and_question(
 ):
     """It is tried on the first question before a model samples anything, and one rank prints it."""
     (folder / "mine.py").write_text(f"def f(completions, **kwargs):{code}\n")
-    config = make_config("task.reward=mine:f", "task.train=rows.jsonl", "mode=evaluate")
     with pytest.raises(ConfigError) as caught:
-        log = lambda line: None  # noqa: E731
-        load_questions(
-            load_task(config.task.code), config, tokenizer=tokenizer, context=None, log=log
-        )
+        load_first(tokenizer, "task.reward=mine:f", "task.train=rows.jsonl")
     found = str(caught.value)
     assert found.startswith(f"{folder / 'mine.py'}, {line}") and "question {'prompt': '" in found
-
-
-def test_a_column_that_is_not_there_is_named(folder):
-    with pytest.raises(ValueError, match=r"line 3: answer raised TypeError: .*'answer'.*\{'prompt"):
-        rewards_of("my_rewards:answer", {"prompt": "2?"}, "x")
-    (folder / "own.py").write_text("def f(trainer_state, **kwargs): ...")  # TRL's alone
-    with pytest.raises(ValueError, match=r"own\.py, line 1: f raised TypeError: .*trainer_state"):
-        rewards_of("own:f", {"prompt": "2?"}, "x")
 
 
 @pytest.mark.parametrize(
@@ -290,7 +263,6 @@ def test_a_column_that_is_not_there_is_named(folder):
     [
         ("my_rewards", "task.reward = my_rewards: write my_rewards:f for the function f in"),
         ("../my_rewards:f", "task.reward = ../my_rewards:f: write my_rewards:f for the fun"),
-        ("my_rewards:[]", "task.reward = my_rewards:[]: write my_rewards:f for the function f"),
         ("[a]", "task.reward = [a]: write my_rewards:f for the function f in my_rewards.py, or"),
         ("no:f", "task.reward = no:f: there is no no.py in "),
     ],
@@ -299,11 +271,6 @@ def test_a_reward_that_is_not_there_is_one_line(folder, reward, line):
     with pytest.raises(ConfigError) as caught:
         make_config(f"task.reward={reward}")
     assert len(caught.value.lines) == 1 and caught.value.lines[0].startswith(line)
-
-
-def test_a_weight_of_another_name_is_refused(folder):
-    with pytest.raises(ConfigError, match=r"task\.reward_weights\.long: Input should be 'short'"):
-        make_config("task.reward=my_rewards:short", "task.reward_weights.long=1")
 
 
 # Whose code runs
@@ -390,15 +357,9 @@ def test_a_module_needs_a_prompt_and_a_reward_alone(folder, pays, answer):
 )
 def test_an_exception_in_a_module_is_one_line(folder, tokenizer, code, line):
     (folder / "mine.py").write_text(f"{MODULE}    return 0.0\n{code}\n")
-    (folder / "rows.csv").write_text("q,level\n1,3\n2,3\n")
-    config = make_config(
-        "task.name=mine", "task.eval=rows.csv", "task.train=rows.csv", "mode=evaluate"
-    )
     (folder / "rows.csv").write_text("q,level\n" + "".join(f"{n},3\n" for n in range(80)))
     with pytest.raises(ValueError) as caught:
-        load_questions(
-            load_task("mine"), config, tokenizer=tokenizer, context=None, log=lambda line: None
-        )
+        load_first(tokenizer, "task.name=mine", "task.eval=rows.csv", "task.train=rows.csv")
     assert f"{folder / 'mine.py'}, line " in str(caught.value) and line in str(caught.value)
 
 

@@ -168,11 +168,7 @@ def test_nothing_that_only_training_needs_is_loaded_or_made(tmp_path, monkeypatc
 
 
 def test_the_greedy_figure_is_that_of_the_likeliest_tokens(tmp_path, monkeypatch):
-    """These tokens are found one by one, without cache, padding or batch; top-k must not matter.
-
-    Only every second question can be solved, by just these tokens. A majority vote would give the
-    same figure only if it agreed with all of them.
-    """
+    """These tokens are found one by one, without cache, padding or batch; top-k must not matter."""
     in_fp64(monkeypatch)
     run = load_evaluation(tmp_path, "sampling.top_k=3", "validation.best_of_n=8")
     model, tokenizer, questions = run.policy.model, run.policy.tokenizer, run.validation_questions
@@ -240,10 +236,7 @@ def by_hand(world: World) -> dict[str, float]:
 
 
 def test_votes_and_greedy_answers_by_hand(tmp_path):
-    """2 and 1 of 5 questions, with Wilson's intervals; the same from seven ranks.
-
-    The greedy answers have 6 tokens together.
-    """
+    """2 and 1 of 5 questions, with Wilson's intervals; the same from seven ranks."""
     metrics = by_hand(alone())
     expected = {"eval/majority": (0.4, 0.1176, 0.7693), "eval/greedy": (0.2, 0.0362, 0.6245)}
     for name, rates in expected.items():

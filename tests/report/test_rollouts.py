@@ -126,15 +126,6 @@ def test_steps_that_are_not_due_and_other_ranks_write_nothing(run):
 # Its size
 
 
-@pytest.mark.parametrize(
-    ("share", "turns"),
-    [(0, range(1, 65)), (0.5, range(4, 65, 4)), (0.75, [16, 32, 48, 64]), (0.875, [64]), (1, [])],
-)
-def test_the_fuller_the_file_the_fewer_steps_are_kept(share, turns):
-    num_bytes = int(share * log_of_run.MAX_ROLLOUTS_BYTES)
-    assert [turn for turn in range(1, 65) if log_of_run.is_kept(turn, num_bytes)] == list(turns)
-
-
 def test_the_file_never_grows_beyond_its_limit_and_reaches_into_the_late_steps(run, monkeypatch):
     """And a run that is cut back and goes on decides as the unbroken one did."""
     monkeypatch.setattr(log_of_run, "MAX_ROLLOUTS_BYTES", 20_000)

@@ -67,14 +67,6 @@ def test_a_base_and_data_that_are_no_hub_ids_are_in_the_text_alone(tmp_path):
     assert str(tmp_path) not in card
 
 
-def test_no_name_of_a_folder_or_file_ends_its_code_span(tmp_path):
-    """Bug: behind a backtick in its name the rest was Markdown of the card."""
-    model = tmp_path / "a`<b>"
-    model.mkdir()
-    card = card_of(f"model.name={model}", f"task.train={tmp_path}/d`e.jsonl")
-    assert "`a_<b>` (a local model)" in card and "`d_e.jsonl` (a local file)" in card
-
-
 def test_the_text_has_scores_beside_those_without_training_and_the_settings_of_the_recipe():
     """Bug: pass@16 was left out, since its name begins like pass@1."""
     card = card_of(*HUB, "training.kl_coef=0.01", "checkpoint.keep=5")
@@ -104,10 +96,7 @@ def test_an_adapter_is_loaded_by_peft_until_it_is_merged():
 def test_the_code_in_the_card_asks_the_model_as_training_did(
     tmp_path, rotary_model_folder, tokenizer, monkeypatch, capsys
 ):
-    """The ids of its prompt are those of a validation question, and it prints a completion.
-
-    Bug: AutoTokenizer, as the card had it, gives other ids for this model.
-    """
+    """Bug: AutoTokenizer, as the card had it, gives other ids for this model."""
     card = card_of("training.max_new_gen_tokens=20", tokenizer=tokenizer)
     model = AutoModelForCausalLM.from_pretrained(rotary_model_folder)
     save_model(model, tokenizer, card, tmp_path / "best")

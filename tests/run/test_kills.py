@@ -153,10 +153,7 @@ def test_a_kill_at_any_file_event_of_a_step_costs_no_more_than_that_step(
 def test_a_kill_while_the_same_step_is_saved_again_leaves_its_checkpoint(
     tmp_path, rotary_model_folder, settings, whole
 ):
-    """Bug: a kill between the two renames of the folder lost it.
-
-    A step that a signal has saved is saved again when the resumed run has evaluated it.
-    """
+    """Bug: a kill between the two renames of the folder lost it."""
     parts, model = tmp_path / "parts", rotary_model_folder
     overrides = (EVALUATE, *settings, "training.num_steps=3")
     fault = {"do": "terminate", "saves": 1, "events": 1}

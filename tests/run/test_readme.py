@@ -167,10 +167,7 @@ def clone(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_every_command_that_needs_no_gpu_works_as_printed(clone, python):
-    """In their order, from a copy of the repository; runs are made small by keys at the end.
-
-    Blocks of `bash` are left out: they need a model of the hub, or a cluster.
-    """
+    """In their order, from a copy of the repository; runs are made small by keys at the end."""
     pages = [block for text in DOCS.values() for block in blocks("sh", text)]
     lines = [line for block in pages for line in block.splitlines()]
     commands = [line.split(" && ")[-1] for line in lines if re.search(r"main\.py|-m tools", line)]

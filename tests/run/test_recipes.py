@@ -63,10 +63,7 @@ NANOCHAT_TEMPLATE = """<|bos|>{%- for message in messages -%}
 
 @pytest.fixture(scope="module")
 def nanochat_folder(tokenizer, tmp_path_factory) -> Path:
-    """It has nanochat's special tokens and chats, whose turns do not end with its end token.
-
-    Its logits are capped at 15; most of them are far from 0, so that the cap shows.
-    """
+    """It has nanochat's special tokens and chats, whose turns do not end with its end token."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_tokens(NANOCHAT_TOKENS, special_tokens=True)
     tokenizer.chat_template = NANOCHAT_TEMPLATE

@@ -110,10 +110,7 @@ each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 @pytest.fixture(scope="module")
 def folder(rotary_model_folder, tokenizer, tmp_path_factory) -> Path:
-    """A model that calls the tool with 1 or 2, or says "nu", in two tokens where one would do.
-
-    Half of its calls with 2 end with a token that does not end turns.
-    """
+    """A model that calls the tool with 1 or 2, or says "nu", in two tokens where one would do."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_tokens(["<|im_start|>", END], special_tokens=True)
     tokenizer.add_tokens([ONE, TWO])
@@ -186,24 +183,6 @@ def test_three_turns_by_hand_their_ids_and_which_of_them_are_trained(folder):
     assert batch.completion_mask.tolist() == [trained]
     assert (batch.token_weights > 0).tolist() == [trained]
     assert batch.input_ids.tolist() == [row.prompt_ids + row.completion.token_ids]  # no hole
-
-
-def test_ids_are_those_of_the_whole_chat_rendered_at_once(folder):
-    """As far as the model's own turns are written as the tokenizer writes them."""
-    run = make(folder, ECHO)
-    tokenizer = run.policy.tokenizer
-    for row in play(run):
-        prompt = tokenizer.decode(row.prompt_ids)
-        turns = [("user", prompt.split("<|im_start|>user\n")[1].split(END)[0])]
-        said = row.completion.conversation.environment.said
-        for i, text in enumerate(said, 1):
-            turns += [("assistant", text), ("user", f"{i}: {text}")]
-        if len(said) == 3:  # else it has ended with a token that asks for no reply
-            chat = [{"role": role, "content": text} for role, text in turns[:6]]
-            text = tokenizer.apply_chat_template(chat, tokenize=False).rstrip("\n")
-            assert text == prompt + row.text + END
-            expected = encode(run, text)[len(row.prompt_ids) :]
-            assert (row.completion.token_ids == expected) == ("nu" not in said)
 
 
 @each_backend
@@ -375,7 +354,6 @@ def test_a_reply_is_found_behind_turns_that_the_template_rewrites(folder):
         (ECHO, TEMPLATE.replace("in messages", "in messages[:2]"), [], "role user"),
         ("", TEMPLATE, ["sampling.calculator=gsm8k"], "write sampling.calculator=null"),
         ("\ndef generate_prompt(example, *, options): return 'x'", TEMPLATE, [], "return messages"),
-        ("\nclass Environment: pass", TEMPLATE, [], "has no reset"),
         ("\nclass Environment:\n def reset(self): pass", TEMPLATE, [], "no get_reward"),
         ("\nclass Environment(Environment):\n def f(self, x): 'T'", TEMPLATE, [], "type hint in"),
         ("\nclass Environment(Environment):\n def f(self, x: int): 'T'", TEMPLATE, [], "'x'"),
@@ -408,12 +386,10 @@ class Environment(Environment):
     ("method", "statement", "message"),
     [
         ("reset", "1 / 0", r"Environment.reset raised ZeroDivisionError: .*, line 4\d\): question"),
-        ("reset", "return 7", "must return a text or None, not 7"),
         ("reset", "self.x = id(self); return str(id(self))", "different texts to a group"),
         ("reset", "return '1' * 2000", "longer than the 874 tokens of room"),
         ("respond", "1 / 0", "raised ZeroDivisionError"),
         ("respond", "return [1]", "must return a text or None"),
-        ("get_reward", "1 / 0", "raised ZeroDivisionError"),
         ("get_reward", "return None", "must return a dict with a number for each of answer"),
     ],
 )

@@ -1,14 +1,12 @@
 """The arithmetic task: what its grader pays for, and which sums it trains on."""
 
-import copy
 import functools
 
 import pytest
-from harness import assert_linear, cpu_seconds, load_rows, make_config, seed
+from harness import assert_linear, cpu_seconds, load_rows, seed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.questions.prompts import render_prompts
 from engine.questions.tasks import is_in_split
 from tasks import arithmetic
 from tasks.arithmetic import Options, parse_question, question_key
@@ -93,15 +91,6 @@ def test_answers_in_another_form_are_the_same_vote():
 # Prompt
 
 
-def test_the_question_is_the_users_message_in_the_models_own_chat_format(tokenizer):
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = template
-    how = {"options": make_config("task.name=arithmetic").task, "tokenizer": tokenizer}
-    texts, adds_special_tokens = render_prompts([EXAMPLE], task=arithmetic, **how)
-    assert texts == ["<user>What is 47 + 38?</><assistant>"] and not adds_special_tokens
-
-
 def test_a_typed_question_is_understood_or_answered_with_an_example():
     for text in ("47 + 38", "47+38", " 47 +38\n"):
         assert parse_question(text) == EXAMPLE
@@ -157,7 +146,6 @@ def test_excluded_questions_are_not_generated():
         (None, {"min_number": 47, "max_number": 47}, "there are only 0 different train"),
         (5, {"min_number": 60, "max_number": 50}, r"min_number = 60 must be at most max_number"),
         (5, {"max_number": 1_000}, "max_number\n"),  # refused by the schema
-        (5, {"min_number": -1}, "min_number\n"),
     ],
 )
 def test_impossible_requests_are_named(num_examples: int | None, options: dict, message: str):

@@ -122,46 +122,17 @@ def test_only_the_first_answer_block_counts():
 
 # Properties: a random expression carries its text, its numbers and its exact value
 
-Expression = tuple[str, list[int], Fraction]
-
-
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
-def combine(left: Expression, right: Expression, operation: str, space: str) -> Expression:
-    if operation == "/" and right[2] == 0:
-        operation = "+"
-    text = f"({left[0]}){space}{operation}{space}({right[0]})"
-    return text, left[1] + right[1], OPERATORS[operation](left[2], right[2])
-
-
-leaves = st.integers(0, 99).map(lambda n: (str(n), [n], Fraction(n)))
-spaces = st.sampled_from(["", " ", "  "])
 expressions = st.recursive(
-    leaves,
-    lambda inner: st.one_of(
-        st.builds(combine, inner, inner, st.sampled_from("+-*/"), spaces),
-        inner.map(lambda e: (f"-({e[0]})", e[1], -e[2])),
-        inner.map(lambda e: (f"({e[0]})", e[1], e[2])),
+    st.integers(0, 99).map(str),
+    lambda inner: (
+        st.builds("({}) {}({})".format, inner, st.sampled_from("+-*/"), inner)
+        | inner.map("-({})".format)
     ),
     max_leaves=6,
 )
-
-
-@settings(max_examples=300, deadline=None)
-@given(expressions, st.randoms(use_true_random=False), st.data())
-def test_the_right_value_of_all_numbers_in_any_order_is_paid_alone(expression, rng, data):
-    text, nums, value = expression
-    shuffled = rng.sample(nums, len(nums))
-    spaced = re.sub(r"[0-9]+|.", lambda m: m.group() + " " * rng.randrange(3), text)
-    bracketed = re.sub(r"[0-9]+", lambda m: f"(({m.group()}))", text)
-    for variant in (text, spaced, bracketed, f"({text})"):
-        assert score(variant, shuffled, value) == 1.0
-        assert score(variant, shuffled, value + 1) == score(variant, shuffled, value - 1) == 0.0
-    i = data.draw(st.integers(0, len(nums) - 1))
-    less, more = nums[:i] + nums[i + 1 :], [*nums, nums[i]]
-    for others in (less, more, [*less, nums[i] + 1]):
-        assert score(text, others, value) == 0.0
 
 
 def value_by_ast(text: str) -> Fraction | None:
@@ -190,7 +161,7 @@ MORSELS = ["0", "1", "2", "7", "25", "10", "+", "-", "*", "/", "(", ")", " "]
 
 
 @settings(max_examples=2_000, deadline=None)
-@given(st.lists(st.sampled_from(MORSELS), max_size=12).map("".join))
+@given(st.lists(st.sampled_from(MORSELS), max_size=12).map("".join) | expressions)
 @example("2-3-4*5/6/7")
 @example("2/-3*4")
 @example("--2---3")
@@ -420,10 +391,7 @@ def test_impossible_requests_are_named_and_do_not_loop(num_examples, options, me
 
 
 def test_the_questions_in_results_are_generated_ones_and_those_of_tuning_are_apart():
-    """Scores on the board can only be compared if the validation's, the default, never change.
-
-    Settings are chosen on the tuning's: held out as the validation's, and apart from them.
-    """
+    """Scores on the board can only be compared if the validation's, the default, never change."""
     files = [ROOT / f"results/countdown-{name}.jsonl" for name in ("tuning", "validation")]
     tuning, validation = ([*map(json.loads, file.read_text().splitlines())] for file in files)
     assert validation == generate("validation", 512)

@@ -53,16 +53,6 @@ def test_extract_answer_is_the_last_box_in_a_normal_form():
 # Prompt
 
 
-def test_the_prompt_poses_the_problem_and_asks_for_a_box_but_not_for_steps():
-    """The published run's prompt does not ask for steps: its base model answers in 79 tokens."""
-    prompt = math500.generate_prompt(EXAMPLE, options=Options())
-    assert EXAMPLE["problem"] in prompt
-    assert r"\boxed{ANSWER}" in prompt
-    assert prompt.endswith("Answer:") and "step" not in prompt
-    braces = {"problem": r"Is $\{x\} = {0}$?", "answer": "0"}
-    assert braces["problem"] in math500.generate_prompt(braces, options=Options())
-
-
 def test_a_typed_problem_becomes_an_example_that_no_answer_solves():
     example = parse_question(" What is $1+1$?\n")
     assert example == {"problem": "What is $1+1$?", "answer": ""}

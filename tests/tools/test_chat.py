@@ -124,24 +124,6 @@ def test_without_the_right_answer_the_answer_is_read_and_not_judged():
 # How it begins and ends
 
 
-def test_on_a_terminal_it_says_what_to_type_what_the_model_knows_and_how_to_leave(
-    monkeypatch, capsys
-):
-    class Terminal(io.TextIOWrapper):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setattr(sys, "stdin", Terminal(io.BytesIO(f"{QUESTION}\n".encode())))
-    monkeypatch.setattr(sys, "argv", ["chat.py", *TINY])
-    chat.main()
-    greeting = capsys.readouterr().out.partition("the prompt is plain text\n")[2].split("\n\n")[0]
-    assert greeting == (
-        f'write the question like this: "{QUESTION}"\n'
-        "the model knows countdown (min_numbers: 3, max_numbers: 4, min_number: 1, max_number: 50,"
-        " min_target: 10, max_target: 99)\nCtrl-D or Ctrl-C ends"
-    )
-
-
 def test_the_settings_are_those_given_or_of_the_models_run_or_of_the_folder(tmp_path, monkeypatch):
     """Keys of the command line, and the model that is asked, come before all three."""
     for folder in ("runs/x/best", "runs/x/checkpoints/step-000004", "models/of/others"):

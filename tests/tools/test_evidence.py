@@ -1,13 +1,11 @@
 """What learning.py, ablations.py and pass_at_k.py make of finished runs, and what they run."""
 
 import json
-import math
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from harness import benchmark, load_run, make_config, make_policy, make_run
+from harness import benchmark, load_run
 
 import main
 from engine.core.config import Config, dotted_values
@@ -20,16 +18,6 @@ learning, ablations, switched, pass_at_k = map(
 
 
 # Learning
-
-
-LEVELS = {(0.2, 0.5, 0.7, 0.4): 3.0, (0.2, 0.6, 0.7, 0.8): 2.0}  # half of the way from 0.5 to 0.7
-LEVELS |= {(0.7, 0.1, 0.1, 0.1): 0.0, (0.2, 0.3, 0.4, 0.5): math.nan}
-
-
-@pytest.mark.parametrize(("rates", "minutes"), LEVELS.items())
-def test_the_time_to_a_level_lies_between_two_evaluations(rates, minutes):
-    found = learning.time_to(0.6, np.array([0.0, 2.0, 4.0, 6.0]), np.array(rates))
-    assert found == pytest.approx(minutes, nan_ok=True)
 
 
 def write_side(folder, side: str, *seeds: list[float]) -> None:
@@ -123,27 +111,6 @@ def test_the_table_has_every_row_with_the_range_of_its_seeds(tmp_path, monkeypat
     assert (tmp_path / "ablations.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_rows_are_compared_at_equal_minutes(tmp_path):
-    """The row ends after 2 minutes, where the default is 1.5 of the 3.5 from 0.1 to 0.45."""
-    write_metrics(tmp_path, "default-s0", 0.45, 0.75)
-    assert ablations.at_equal_minutes(tmp_path, "most-varied-half") == ""
-    text = (tmp_path / "default-s0.csv").read_text()
-    text = text.replace("0.45,0.75,30,90", "0.4,0.75,30,0").replace(",,,90", ",,,60")
-    (tmp_path / "most-varied-half-s0.csv").write_text(text)
-    line = ablations.at_equal_minutes(tmp_path, "most-varied-half")
-    assert line == "- most-varied-half: 0.400 after 2.0 minutes, the default 0.250"
-
-
-def test_a_row_that_draws_from_less_is_measured_on_all_tokens(rotary_model_folder, monkeypatch):
-    asked = []
-    monkeypatch.setattr(switched, "sample_validation", lambda run, **settings: asked.append(run))
-    policy = make_policy(rotary_model_folder, "sampling.top_k=10", "sampling.top_p=0.9")
-    run = make_run(policy, make_config())
-    switched.sample_untruncated(run)
-    assert asked[0].policy.params == replace(policy.params, top_k=0, top_p=1.0)
-    assert run.policy.params.top_k == 10  # training draws as before
-
-
 # pass@k
 
 
@@ -164,14 +131,6 @@ def test_the_table_of_pass_at_k_says_where_the_curves_cross(tmp_path, monkeypatc
     for row, seed in zip(rows[3:5], ("s0", "s1"), strict=True):
         assert row == [f"| after-{seed}", "0.667", "0.667", "0.667", "3", "0", "1 |"]
     assert (tmp_path / "some.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "k"),
-    [([0.2, 0.4], [0.3, 0.5], None), ([0.2, 0.4], [0.3, 0.4], 2), ([0.2, 0.4], [0.1, 0.4], 1)],
-)
-def test_the_curves_cross_where_before_is_never_lower_again(before, after, k):
-    assert pass_at_k.crossing(np.array(before), np.array(after)) == k
 
 
 def test_what_is_kept_of_a_model_is_how_many_of_its_samples_solve_each_question(tmp_path):

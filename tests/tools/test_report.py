@@ -113,10 +113,7 @@ def test_the_page_holds_curves_evaluations_rollouts_and_the_config(tmp_path):
 
 @pytest.mark.parametrize("rate", [1493 / 4096, 0.3125])
 def test_pass_at_1_is_the_number_that_the_run_printed(rate, tmp_path, capsys):
-    """Bug: 0.36450 became 0.3645 and then 0.364 on the page, where the run had printed 0.365.
-
-    Halves such as 0.3125 are rounded by Python, to 0.312, since JavaScript makes 0.313 of them.
-    """
+    """Bug: 0.36450 became 0.3645 and then 0.364 on the page, where the run had printed 0.365."""
     folder = write_run(tmp_path / "x", steps=[0])
     (folder / "metrics.csv").write_text(f"{COLUMNS}\n0,0,{rate},{rate},{rate},1,1\n")
     Logger(rank=0).print_evaluation("", {"eval/pass@1": rate}, [])
@@ -163,22 +160,6 @@ def test_a_long_run_is_thinned_below_5_mb_and_its_first_and_last_step_stay(tmp_p
         steps = [item["step"] for item in data[name]]
         assert steps[0] == 0 and steps[-1] == 3980 and 10 < len(steps) < 200
         assert data["recorded"][name] == 200
-
-
-@pytest.mark.parametrize(
-    ("max_bytes", "kept"),
-    [
-        (42, [1, 2, 3, 4, 5, 6]),
-        (41, [1, 3, 5, 6]),
-        (27, [1, 5, 6]),
-        (20, [1, 6]),
-        (13, [6]),
-        (6, []),
-    ],
-)
-def test_thinning_leaves_out_every_second_item_until_the_others_fit(max_bytes, kept):
-    items = [{"a": i} for i in range(1, 7)]  # 7 bytes each
-    assert report.thin(items, max_bytes) == [{"a": i} for i in kept]
 
 
 def test_a_run_that_kept_nothing_or_still_writes_has_a_page(tmp_path):
@@ -369,13 +350,3 @@ def test_filters_colours_and_a_click_show_what_they_say(page):
     down.first.click()
     numbers = page.locator("#numbers").inner_text().replace("\n", " ")
     assert "advantage -0.5 weight 0.01 advantage \N{MULTIPLICATION SIGN} weight -0.005" in numbers
-
-
-def test_the_config_shows_what_differs_or_all(page):
-    rows = page.locator("#settings tr")
-    assert rows.all_inner_texts() == [
-        "task.prompt\t</script>{nums}\tnull",
-        "training.num_steps\t40\t20",
-    ]
-    page.locator("#only-different").uncheck()
-    assert rows.count() > 60 and page.locator("#settings .differs").count() == 2

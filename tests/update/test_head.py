@@ -159,11 +159,7 @@ def test_the_chunked_scorer_equals_the_plain_one(monkeypatch, model_folder, chec
 
 
 def test_in_bf16_the_chunked_and_the_plain_scorer_round_alike(monkeypatch, model_folder):
-    """Both round the same logits to bf16, so that log-probabilities agree as in fp32.
-
-    Gradients differ by what is rounded on the way, to 2**-8 in each of many matrices, and are
-    equally far from the one of fp32.
-    """
+    """Both round the same logits to bf16, so that log-probabilities agree as in fp32."""
     monkeypatch.setattr(head, "CPU_BLOCK_BYTES", 4 * 11 * 10)
     (log_probs, gradient), (expected, expected_gradient) = scored_both_ways(
         model_folder, "model.compute_dtype=bfloat16"

@@ -159,11 +159,7 @@ def ten_updates(world: World, folder: Path, *options: str) -> tuple[np.ndarray, 
 
 
 def test_ten_updates_of_a_sharded_model_give_the_weights_of_ddp(rotary_model_folder, tmp_path):
-    """In fp32; AdamW divides by roots of tiny averages, where rounding shows, hence 1e-5.
-
-    A rank keeps a third of 4, 4 and 8 bytes a weight. 3 does not divide the rows: parts differ by a
-    row.
-    """
+    """In fp32; AdamW divides by roots of tiny averages, where rounding shows, hence 1e-5."""
     run = functools.partial(run_on_ranks, ten_updates, 3, rotary_model_folder)
     ddp, sharded = run(folder=tmp_path), run(SHARD, folder=tmp_path)
     num_bytes = {"weights": 4 / 3, "gradients": 4 / 3, "averages": 8 / 3}
@@ -191,10 +187,7 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(rotary_model_folder, tmp_
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(absolute_model_folder, tmp_path, data):
-    """From 3 ranks to 2, whose parts are cut elsewhere; the embeddings are tied.
-
-    Weights and averages are the saved ones: no step is taken, only saved again.
-    """
+    """From 3 ranks to 2, whose parts are cut elsewhere; the embeddings are tied."""
     options = [*data, SHARD, "training.num_samples_per_step_global=6", "training.warmup_steps=0"]
     rising = {"rates": [0.1, 0.2, 0.3]}  # so that best/ is the model after the last step
     one_step = [*options, "training.num_steps=1"]
@@ -234,10 +227,7 @@ def load_and_save(world: World, model: Path, folder: Path) -> int:
 
 
 def test_an_unwritable_part_costs_that_checkpoint_alone(rotary_model_folder, tmp_path, data):
-    """Rank 1 alone finds a folder in the place of its part, as if its disk were full.
-
-    All ranks learn of it, drop their parts and go on; the next checkpoint is saved.
-    """
+    """Rank 1 alone finds a folder in the place of its part, as if its disk were full."""
     root = tmp_path / "x/checkpoints"
     (root / "step-000001.parts.tmp/part-00001.safetensors").mkdir(parents=True)
     options = [*data, SHARD, "training.num_steps=2", "training.warmup_steps=0"]
@@ -291,10 +281,7 @@ def peaks_of_a_pass(world: World, folder: Path, shard: str) -> list[int]:
 
 @pytest.mark.parametrize("shard", [SHARD, "model.shard=false"])
 def test_a_pass_does_not_keep_a_whole_model_in_bf16(rotary_model_folder, tmp_path, shard):
-    """Bug: autocast kept the bf16 copy of each weight until the pass ended.
-
-    The matrices of a block are 9,216 weights of 2 bytes; half of them shows wherever the peak is.
-    """
+    """Bug: autocast kept the bf16 copy of each weight until the pass ended."""
     arguments = (rotary_model_folder, shard)
     ((as_it_is, kept),) = run_on_ranks(peaks_of_a_pass, 1, *arguments, folder=tmp_path)
     assert as_it_is + 9_216 <= kept
