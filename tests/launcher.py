@@ -7,7 +7,7 @@ when.
     {"do": "kill", ...}             SIGKILL this rank
     {"do": "kill other", ...}       of two ranks, the other
     {"do": "kill all", ...}         the process group: torchrun, if the ranks are its forks, too
-    {"do": "terminate", ...}        the same three with SIGTERM
+    {"do": "terminate", ...}        the same three with SIGTERM, or with "interrupt" SIGINT
     {"do": "copy", "to": ..., ...}  copy the run's folder, at each file event from there on
     ... "saves": 2, "events": 7     at the 7th file event from the moment the 2nd checkpoint of
                                     this process is there, with 0 from the start; the events are
@@ -47,7 +47,7 @@ FILE_EVENTS = {
     *("open", "os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir", "shutil.rmtree")
 }
 
-SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM}
+SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
 
 
 class Striker:

@@ -25,11 +25,11 @@ from harness import (
     make_policy,
     read_jsonl,
     read_rows,
+    run_on_ranks,
     seed,
     train,
     what_is_left,
 )
-from peft.tuners.tuners_utils import BaseTunerLayer
 from reference import (
     ALL_TOGETHER,
     EASY,
@@ -123,9 +123,6 @@ def test_each_linear_layer_but_the_head_has_an_adapter_in_fp32(model_folder):
     assert names == {f"{name}.lora_{ab}.default.weight" for name in linear for ab in "AB"}
     assert {parameters[name].dtype for name in names} == {torch.float32}
     assert {p.dtype for name, p in parameters.items() if name not in names} == {torch.bfloat16}
-    # Bug: peft cast each layer's inputs to fp32 and back, twice as many kernels for a token.
-    layers = [m for m in policy.model.modules() if isinstance(m, BaseTunerLayer)]
-    assert layers and not any(layer.cast_input_dtype_enabled for layer in layers)
     (group,) = make_optimizer(policy.model, make_config()).param_groups
     assert {*map(id, group["params"])} == {id(parameters[name]) for name in names}
 
@@ -201,6 +198,23 @@ def test_gradient_checkpointing_changes_no_gradient(rotary_model_folder, kind):
     assert distance(again, plain) <= 1e-6  # the same operations, and not a hundred others
 
 
+def gradient_on_this_rank(world: World, folder: Path, kind: list[str]) -> np.ndarray:
+    config = config_of(*GRPO, *kind, KL)
+    policy = make_moved_policy(folder, *kind, KL, world=world)
+    return gradient(policy, make_groups(config, (EASY, HARD)[world.rank]), config, world)
+
+
+def test_two_ranks_have_the_gradient_of_one(rotary_model_folder, tmp_path):
+    kind = KINDS["4 bits"]
+    arguments = (gradient_on_this_rank, 2, rotary_model_folder, kind)
+    first, second = run_on_ranks(*arguments, folder=tmp_path)
+    config = config_of(*GRPO, *kind, KL)
+    alone = make_moved_policy(rotary_model_folder, *kind, KL)
+    assert np.array_equal(first, second)
+    expected = gradient(alone, make_groups(config, EASY, HARD), config)
+    assert distance(first, expected) <= FP32_ROUNDING
+
+
 def test_dropout_acts_in_the_update_alone(rotary_model_folder):
     dropout = "model.lora={r: 4, alpha: 8, dropout: 0.5}"
     config = config_of(*GRPO, KL)
@@ -218,6 +232,31 @@ def test_dropout_acts_in_the_update_alone(rotary_model_folder):
 
 
 # The reference
+
+
+def test_the_reference_is_the_model_that_the_run_started_from(model_folder, kind):
+    policy = make_moved_policy(model_folder, *kind, KL)
+    start = make_policy(model_folder, "mode=evaluate", *kind[1:]).model
+    ids = torch.arange(2, 12)[None]
+    batch, how = (ids, torch.ones_like(ids).bool()), {"temperature": 1.0}
+    on, ref = policy.scorer(*batch, **how), policy.reference(*batch, **how)
+    scorer = main.CompletionScorer(start, torch.float32, in_blocks=False)
+    assert torch.equal(ref, scorer(*batch, **how))
+    assert (on - ref).abs().max() > 0.01
+    assert torch.equal(policy.scorer(*batch, **how), on)
+
+
+def test_an_error_leaves_the_adapter_on(rotary_model_folder):
+    policy = make_moved_policy(rotary_model_folder, LORA, KL)
+    seen = []
+    policy.scorer.register_forward_pre_hook(lambda *_: seen.append(len(trained(policy.model))))
+    with pytest.raises(TypeError):
+        policy.reference("no ids", "no mask", temperature=1.0)
+    assert seen == [0]
+    row = make_groups(config_of(*GRPO), EASY)[0][0]
+    plain = make_policy(rotary_model_folder).model
+    assert not torch.equal(row_log_probs(policy.model, row), row_log_probs(plain, row))
+    assert len(trained(policy.model)) == 28
 
 
 # Sampling
@@ -259,6 +298,27 @@ def test_in_bf16_it_samples_in_the_arithmetic_of_the_scorer(rotary_model_folder)
         mismatches(policy, config, num_samples=16)
 
 
+def test_inputs_of_an_adapter_are_not_cast_to_fp32_and_back(rotary_model_folder):
+    """Bug: peft cast each layer's, twice as many kernels for a token; the bits are the same."""
+    results, casts = [], []
+    for is_cast in (False, True):
+        policy = make_moved_policy(rotary_model_folder, LORA, "model.compute_dtype=bfloat16")
+        kind = peft.tuners.tuners_utils.BaseTunerLayer
+        layers = [m for m in policy.model.modules() if isinstance(m, kind)]
+        assert len(layers) == 14 and not any(layer.cast_input_dtype_enabled for layer in layers)
+        for layer in layers:
+            layer.cast_input_dtype_enabled = is_cast
+            factor = layer.lora_A["default"]
+            factor.register_forward_pre_hook(lambda module, args: casts.append(args[0].dtype))
+        ids = torch.tensor([[5, 9, 30, 7]])
+        log_probs = policy.scorer(ids, ids > 0, temperature=1.0)
+        log_probs.sum().backward()
+        gradients = [p.grad for p in policy.model.parameters() if p.requires_grad]
+        results.append([log_probs.detach(), *gradients])
+    assert casts == [torch.bfloat16] * 14 + [torch.float32] * 14
+    assert all(torch.equal(a, b) and b.any() for a, b in zip(*results, strict=True))
+
+
 # 4 bits
 
 
@@ -295,7 +355,10 @@ def test_a_run_in_two_parts_is_bit_for_bit_the_unbroken_one(tmp_path, rotary_mod
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, rotary_model_folder, data) -> Path:
-    """The folder of a run in 4 bits."""
+    """The folder of a run in 4 bits.
+
+    It is best after step 2, so that best/ is neither the base nor the last model.
+    """
     folder = tmp_path_factory.mktemp("finished")
     model = Path(os.path.relpath(rotary_model_folder, ROOT))
     overrides = [*KINDS["4 bits"], *data, "training.num_steps=4", "training.warmup_steps=0"]
@@ -432,6 +495,14 @@ def test_the_copy_in_4_bits_is_the_merged_model_rounded(exported, finished):
 
 
 # A user's mistakes: one line
+
+
+@pytest.mark.parametrize("package", ["peft", "bitsandbytes"])
+def test_a_missing_package_is_named(rotary_model_folder, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    key = {"peft": "model.lora", "bitsandbytes": "model.load_in_4bit = true"}[package]
+    with pytest.raises(ValueError, match=rf"^{key}: needs a package: pip install {package}==\d"):
+        make_policy(rotary_model_folder, LORA, *[IN_4BIT] * (package == "bitsandbytes"))
 
 
 def test_an_adapter_is_not_trained_on_and_says_what_to_do(finished):

@@ -1,5 +1,6 @@
 """Checkpoints: whole or not there, and a run that goes on from one as if nothing had happened."""
 
+import errno
 import functools
 import multiprocessing
 import os
@@ -78,9 +79,24 @@ def save_best(root: Path, text: str, copies: Path | None = None) -> None:
             (temporary / name).write_text(text)
 
 
+def test_a_full_disk_leaves_the_folder_that_was_there(tmp_path):
+    save_best(tmp_path, "old")
+    with (
+        pytest.raises(OSError, match=r"best could not be written: .*No space left"),
+        checkpoint.save_folder(tmp_path / "best") as temporary,
+    ):
+        (temporary / "weights").write_text("n")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert (tmp_path / "best/weights").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
 @pytest.mark.parametrize("name", ["best", "best.old"])
 def test_a_kill_at_any_file_event_leaves_the_old_or_the_new_folder(tmp_path, name):
-    """A kill leaves what is on the disk at that moment: a copy of it is made before each event."""
+    """A kill leaves what is on the disk at that moment: a copy of it is made before each event.
+
+    Another kill may have come between the two renames of the save before, and left best.old.
+    """
     root, copies = tmp_path / "root", tmp_path / "copies"
     copies.mkdir()
     save_best(root, "old")
@@ -180,6 +196,24 @@ def test_what_a_killed_save_left_goes_with_the_next(tmp_path, parts):
     assert (tmp_path / "last").resolve() == tmp_path / "step-000004"
 
 
+def test_only_plain_digits_make_a_checkpoint(tmp_path):
+    """Bug: the digits of other scripts counted too, and such a folder could be the newest."""
+    for name in ("step-000001", "step-٣", "step-²", "step-", "step-1.tmp"):
+        (tmp_path / name).mkdir()
+    assert checkpoint.list_checkpoints(tmp_path) == [tmp_path / "step-000001"]
+
+
+def test_a_checkpoint_gives_back_weights_optimizer_and_state(tmp_path, rotary_model_folder, parts):
+    folder = save(tmp_path, parts, step=1)
+    model = AutoModelForCausalLM.from_pretrained(rotary_model_folder)
+    checkpoint.load_weights(folder, model)
+    assert all(map(torch.equal, parts["model"].parameters(), model.parameters()))
+    saved = checkpoint.load_optimizer_state(folder)["state"]
+    for index, values in parts["optimizer"].state_dict()["state"].items():
+        assert all(torch.equal(values[name], saved[index][name]) for name in values)
+    assert checkpoint.load_state(folder) == {"state": {"step": 1}}
+
+
 def test_a_checkpoint_is_loaded_with_the_attention_of_the_run(tmp_path, parts):
     """Bug: a kernel that the checkpoint's config.json names was looked for."""
     folder = save(tmp_path, parts, step=1)
@@ -219,8 +253,10 @@ def cut(file: Path) -> None:
         (Path.unlink, "config.json"),
         (Path.unlink, "training_state/files.json"),
         (cut, "training_state/files.json"),
+        (cut, "training_state/optimizer.pt"),
         (cut, "model.safetensors"),
         (functools.partial(Path.write_text, data="[]"), "training_state/files.json"),
+        (functools.partial(Path.write_text, data="{}"), "training_state/files.json"),
         (functools.partial(Path.write_text, data='{"a": 3}'), "training_state/files.json"),
     ],
 )

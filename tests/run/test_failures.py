@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import importlib
 import math
 import os
@@ -24,7 +25,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import (
+    ENVIRONMENT,
     ROOT,
+    TORCHRUN,
     USERS_ENVIRONMENT,
     alone,
     arguments,
@@ -165,6 +168,40 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_bit_for_bit(
     assert_same(one_rank, tmp_path)
 
 
+def test_an_evaluation_that_no_checkpoint_knows_is_made_again(
+    tmp_path, model, settings, one_rank, patched
+):
+    """Killed between the row of step 2's evaluation and the checkpoint of step 2, twice."""
+    overrides = [*settings, FOUR, "checkpoint.every=1"]
+    for _ in range(2):
+        with patched.context() as patch:
+            run = load_run(tmp_path, model, *overrides)
+            call_first(patch, "save_checkpoint", run, step=2, then=interrupt)
+            with pytest.raises(Interrupted):
+                main.run_training(run)
+            run.lock.close()
+        assert last_state(tmp_path)["step"] == 1
+        assert rows_of(tmp_path)[-2:] == [(2, "train"), (2, "eval")]
+    assert main.run_training(load_run(tmp_path, model, *overrides)) == 0
+    assert_same(one_rank, tmp_path)
+
+
+def test_a_resumed_run_evaluates_where_another_interval_asks_for_it(
+    tmp_path, model, settings, patched
+):
+    overrides = [*settings, "training.num_steps=2", "checkpoint.every=100"]
+    with patched.context() as patch:
+        run = load_run(tmp_path, model, *overrides, "validation.every=2")
+        then = functools.partial(signal.raise_signal, TERM)
+        call_first(patch, "update_policy", run, step=0, then=then)
+        assert main.run_training(run) == 143
+        run.lock.close()
+    assert rows_of(tmp_path) == [(0, "eval"), (1, "train")]
+    assert main.run_training(load_run(tmp_path, model, *overrides, "validation.every=1")) == 0
+    in_order = [(step, kind) for step in (1, 2) for kind in ("train", "eval")]
+    assert rows_of(tmp_path) == [(0, "eval"), *in_order]
+
+
 def send_signals(times_s: list[float], numbers: list[int]) -> None:
     """Get these signals at these times, and exit with the number of the one that is noted."""
     world, clock = alone(), iter(times_s)
@@ -231,6 +268,23 @@ def test_two_ranks_stop_together_and_go_on_bit_for_bit(fault, tmp_path, model, s
     output = train(tmp_path, model, *overrides, num_ranks=2)
     assert "resumed after step 3" in output
     assert_same(two_ranks, tmp_path)
+
+
+@pytest.mark.timeout(240)
+def test_one_ctrl_c_under_torchrun_saves_the_run(tmp_path, model, settings):
+    """Each rank gets it twice: as one of the terminal's process group, and from torchrun.
+
+    More than a second between the two counts as a second Ctrl-C. On a machine that is too busy that
+    can happen, so there are three attempts.
+    """
+    fault = {"do": "interrupt all", "saves": 1, "events": 1}
+    for _attempt in range(3):
+        status, output = train_forked(tmp_path, model, *settings, LONG, num_ranks=2, fault=fault)
+        assert status == 1, output
+        if saved := re.findall(r"stopped by a signal after step (\d+)", output):
+            assert saved == [str(last_state(tmp_path)["step"])]
+            return
+    pytest.fail(output)
 
 
 @pytest.mark.timeout(120)
@@ -318,7 +372,10 @@ def test_a_run_that_dies_as_it_writes_its_log_has_no_checkpoint_of_that_step(
 
 
 def test_ddp_is_freed_before_the_process_group(tmp_path, model, settings, monkeypatch):
-    """Bug: freed after it, DDP waited for a thread of gloo's, which waited for Python's lock."""
+    """Bug: freed after it, DDP waited for a thread of gloo's, which waited for Python's lock.
+
+    One in ten runs on two ranks never ended.
+    """
     seen = []
     monkeypatch.setattr(
         main, "run_training", lambda run: seen.append(weakref.ref(run.policy.scorer)) or 0
@@ -330,6 +387,55 @@ def test_ddp_is_freed_before_the_process_group(tmp_path, model, settings, monkey
     assert caught.value.code == 0 and seen[1:] == [True]
 
 
+def torchrun(python: Path, folder: Path, *arguments: object, fault: dict) -> tuple[int, str]:
+    """Exit status and stderr of two ranks, none of which may be left 60 s after the fault."""
+    with subprocess.Popen(
+        [python, *TORCHRUN, "--nproc-per-node=2", *program(folder, *arguments, fault=fault)],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            _, errors = process.communicate(timeout=110)
+            assert time.time() - (folder / "struck").stat().st_mtime < 60
+            assert "forcefully exiting" not in errors  # what torchrun does to a rank that hangs
+            ranks = [int(file.read_text()) for file in folder.glob("pid-*")]
+            assert not any(kill_group(rank) for rank in ranks)
+            return process.returncode, errors
+        finally:  # each rank has a session of its own
+            for file in folder.glob("pid-*"):
+                kill_group(int(file.read_text()))
+            kill_group(process.pid)
+
+
+def kill_group(pid: int) -> bool:
+    """Kill the process group that a process leads; returns whether there was one."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+        return True
+    return False
+
+
+@pytest.mark.timeout(180)
+def test_an_exception_on_one_rank_ends_all_with_its_traceback(
+    python, tmp_path, model, settings, two_ranks
+):
+    """In the third step: rank 1 reads 4 completions (an evaluation), then 16, 16, 4 and 16."""
+    fault = {"do": "raise", "rank": 1, "calls": 50}
+    overrides = [*settings, SEVEN, "checkpoint.every=2"]
+    status, errors = torchrun(python, tmp_path, model, *overrides, fault=fault)
+    assert status != 0
+    assert "RuntimeError: it fails here" in errors
+    assert "in sample_trajectories" in errors
+    output = train(tmp_path, model, *overrides, num_ranks=2)
+    assert "resumed after step 2" in output
+    assert_same(two_ranks, tmp_path)
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("fault", "line"),
@@ -339,29 +445,37 @@ def test_ddp_is_freed_before_the_process_group(tmp_path, model, settings, monkey
     ],
 )
 def test_a_reward_that_is_no_number_ends_all_ranks_with_a_line(
-    tmp_path, model, settings, fault, line
+    python, tmp_path, model, settings, fault, line
 ):
-    """Bug: NaN skipped ten steps, and then the log advised to lower the learning rate."""
+    """Bug: NaN skipped ten steps, and then the log advised to lower the learning rate.
+
+    An exception was 27 lines.
+    """
     fault |= {"parts": {"format": 1.0, "answer": math.nan}, "rank": 1, "calls": 50}
-    status, output = train_forked(tmp_path, model, *settings, SEVEN, num_ranks=2, fault=fault)
-    assert status == 1  # torchrun's own; None if a rank hung
-    (found,) = (line for line in output.splitlines() if line.startswith("error: "))
+    status, errors = torchrun(python, tmp_path, model, *settings, SEVEN, fault=fault)
+    assert status != 0
+    (found,) = (line for line in errors.splitlines() if line.startswith("error: "))
     assert found.startswith(f"error: {ROOT}/{line}")
-    assert " question {'nums': [" in found and "in sample_trajectories" not in output
+    assert " question {'nums': [" in found and "in sample_trajectories" not in errors
 
 
 @pytest.mark.timeout(120)
-def test_a_rank_that_dies_ends_the_others(tmp_path, model, settings):
-    fault = {"do": "kill", "saves": 2, "delay_s": 0.1}
-    status, output = train_forked(tmp_path, model, *settings, LONG, num_ranks=2, fault=fault)
-    assert status == 1 and "Signal 9 (SIGKILL)" in output and "forcefully exiting" not in output
+@pytest.mark.parametrize("victim", ["kill", "kill other"])
+def test_a_rank_that_dies_ends_the_others(python, tmp_path, model, settings, victim):
+    fault = {"do": victim, "saves": 2, "delay_s": 0.1}
+    status, errors = torchrun(python, tmp_path, model, *settings, LONG, fault=fault)
+    assert status != 0
+    assert "Signal 9 (SIGKILL)" in errors
 
 
 # Starting
 
 
 def test_an_old_python_is_named_before_a_package_is_missed():
-    """Bug: pip finds no transformers 5.23 for Python 3.10, and main.py had no module tomllib."""
+    """Bug: pip finds no transformers 5.23 for Python 3.10, and main.py had no module tomllib.
+
+    Without site-packages main.py can import none of its packages.
+    """
     code = "import runpy, sys; sys.version_info = (3, 10, 12); runpy.run_path('main.py')"
     command, told = [sys.executable, "-S", "-c", code], {"capture_output": True, "text": True}
     done = subprocess.run(command, cwd=ROOT, env=USERS_ENVIRONMENT, **told)
@@ -402,19 +516,23 @@ def test_ctrl_c_while_loading_is_one_line(capsys):
     assert capsys.readouterr().err == "stopped by Ctrl-C before the start: nothing was changed\n"
 
 
-def fill_a_gpu() -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory")
+def test_full_memory_is_an_error_that_names_what_to_change(capsys):
+    with pytest.raises(SystemExit) as ended, mistakes_cost_one_line():
+        raise torch.OutOfMemoryError("CUDA out of memory")  # where the model is loaded
+    assert ended.value.code == 2
+    assert re.fullmatch(r"error: .* model\.lora or model\.shard .*\n", capsys.readouterr().err)
+    with pytest.raises(RuntimeError, match="micro_batch_tokens"), crashes_name_the_fix(Path()):
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-@pytest.mark.parametrize("fill", [fill_a_gpu, lambda: torch.empty(1 << 60)])
-def test_full_memory_is_an_error_that_names_what_to_change(capsys, fill):
+def test_full_memory_of_the_host_is_named_like_a_gpus(capsys):
     """Bug: on a CPU torch raises a plain RuntimeError, which was a traceback without a fix."""
     with pytest.raises(RuntimeError, match="micro_batch_tokens"), crashes_name_the_fix(Path()):
-        fill()
+        torch.empty(1 << 60)
     with pytest.raises(RuntimeError, match="another problem"), crashes_name_the_fix(Path()):
         raise RuntimeError("another problem")
     with pytest.raises(SystemExit) as ended, mistakes_cost_one_line():
-        fill()
+        torch.empty(1 << 60)
     assert ended.value.code == 2
     assert re.fullmatch(r"error: .* model\.lora or model\.shard .*\n", capsys.readouterr().err)
 
@@ -423,6 +541,17 @@ def test_a_task_that_exits_is_a_failure():
     """Bug: sys.exit(0) in a task ended the run after the first of three steps, with status 0."""
     with pytest.raises(RuntimeError, match=r"called sys\.exit\(0\)"), crashes_name_the_fix(Path()):
         sys.exit(0)
+
+
+def test_a_full_standard_output_is_named(tmp_path, model, settings):
+    """Bug: of `> /dev/full` it said that the disk of the run's folder was full."""
+    given = ["main.py", *arguments(tmp_path, model, *settings, "training.num_steps=1")]
+    code = f"import sys; sys.argv = {given}; import main; main.main()"
+    with open("/dev/full", "w") as full:
+        command, how = [sys.executable, "-c", code], {"stderr": subprocess.PIPE, "text": True}
+        done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, stdout=full, **how)
+    assert done.returncode not in (0, None) and "stdout" in done.stderr
+    assert str(tmp_path) not in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("text", ["\x1b[2J\x1b]0;evil\x07", "two\nlines\r\u202e", "9" * 5_000])

@@ -1,5 +1,6 @@
 """Sampling: what is drawn is what is scored, whatever the batch, the hub's defaults, the end."""
 
+import contextlib
 import json
 import math
 import shutil
@@ -16,6 +17,10 @@ import torch
 from graphs import Graph, install_graphs
 from harness import (
     CPU,
+    ROOT,
+    SIZES,
+    load_rows,
+    make_config,
     make_policy,
     peak_bytes,
     save_random,
@@ -23,7 +28,9 @@ from harness import (
 )
 from reference import score
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    AutoModelForCausalLM,
     GenerationConfig,
     LogitsProcessorList,
     MambaConfig,
@@ -39,10 +46,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_atten
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.core.distributed import init_world
-from engine.core.tensors import keep_likeliest
+from engine.core.tensors import keep_likeliest, left_pad, right_pad
 from engine.core.types import Completion, SamplingParams
 from engine.model.policy import Policy, copy_in
 from engine.model.probes import supports_grouped
+from engine.questions.prompts import encode_prompts
+from engine.questions.tasks import load_task
 from engine.sampling.batches import (
     cache_bytes_per_token,
     cached_layers,
@@ -50,7 +59,8 @@ from engine.sampling.batches import (
     decode_in_batches,
     tokens_that_fit,
 )
-from engine.sampling.cache import ReservedColumns
+from engine.sampling.cache import ReservedColumns, grown_length
+from engine.sampling.generate import get_generation_config
 from engine.sampling.graphs import CapturedSteps
 from main import DecodeBatch, decode_grouped, draw_uniforms, invert_cdf, sample_tokens
 
@@ -117,7 +127,10 @@ def poisoned_folder(model_folder: Path, tmp_path: Path) -> Path:
 
 @each_backend
 def test_the_hubs_generation_config_does_not_leak_into_sampling(poisoned_folder, backend):
-    """Samples of one question differ, and the trainer scores each token as it was drawn."""
+    """Samples of one question differ, and the trainer scores each token as it was drawn.
+
+    To 1e-4: log-probabilities of fp32, down to -20, differ by the rounding of some 100 operations.
+    """
     policy = make_policy(poisoned_folder, f"sampling.backend={backend}")
     assert policy.backend == backend
     for temperature in (0.7, 1.0, 1.3):
@@ -129,6 +142,46 @@ def test_the_hubs_generation_config_does_not_leak_into_sampling(poisoned_folder,
                 scored, mask = score(policy, *rows, temperature=temperature)
                 difference = scored[mask].detach().numpy() - completion.log_probs
                 assert np.abs(difference).max() <= 1e-4
+
+
+@each_backend
+def test_backends_draw_each_first_token_as_often_as_its_probability_says(poisoned_folder, backend):
+    """The ten likeliest tokens and the rest, each within five standard errors."""
+    policy = make_policy(poisoned_folder, f"sampling.backend={backend}")
+    num_samples = 4000
+    changes = {"num_samples": num_samples, "max_new_tokens": 1, "temperature": 1.3}
+    (group,) = sample(policy, RAGGED[:1], SEEDS[:1], **changes)
+    counts = Counter(c.token_ids[0] for c in group)
+    expected = full_log_probs(policy.model, RAGGED[0], 1.3)[-1].exp() * num_samples
+    likeliest = expected.topk(10).indices.tolist()
+    seen = [counts[token] for token in likeliest]
+    wanted = expected[likeliest].tolist()
+    seen, wanted = [*seen, num_samples - sum(seen)], [*wanted, num_samples - sum(wanted)]
+    assert min(wanted) > 20  # so that counts are nearly normal
+    for count, mean in zip(seen, wanted, strict=True):
+        standard_error = math.sqrt(mean * (1 - mean / num_samples))
+        assert abs(count - mean) < 5 * standard_error
+
+
+def test_generation_config_sets_every_field_that_changes_the_distribution():
+    """A field left None would be filled from the model's own generation config."""
+    params = replace(PLAIN, max_new_tokens=7, temperature=0.7, top_p=0.9, top_k=20, eos_ids=(3, 4))
+    config = get_generation_config(replace(params, group_size=2))
+    expected = {
+        "do_sample": True,
+        "temperature": 0.7,  # with the next two: for benchmarks, which call plain `generate`
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.0,
+        "typical_p": 1.0,
+        "repetition_penalty": 1.0,
+        "no_repeat_ngram_size": 0,
+        "num_beams": 1,
+        "max_new_tokens": 7,
+        "num_return_sequences": 2,
+        "eos_token_id": [3, 4],
+    }
+    assert {name: getattr(config, name) for name in expected} == expected
 
 
 # Backend `grouped` against a plain loop, and against itself in other batches
@@ -179,14 +232,35 @@ def test_a_question_gets_the_same_completions_in_every_batch(model_folder, backe
         assert token_ids(sample(policy, [prompt_ids], [words], eos_ids=MANY_EOS)) == [together[i]]
 
 
-def test_both_backends_draw_the_same_tokens_and_score_them_alike(poisoned_folder):
-    """Also where the hub's settings would forbid half of the tokens."""
-    policy = make_policy(poisoned_folder, is_exact=True)
+def test_both_backends_draw_the_same_tokens_and_score_them_alike(model_folder):
+    policy = make_policy(model_folder, is_exact=True)
     for changes in ({"temperature": 1.2}, {"top_p": 0.9, "top_k": 50}, {"temperature": 0.0}):
         grouped, generated = (
             sample(policy, backend=backend, eos_ids=MANY_EOS, **changes) for backend in BACKENDS
         )
         assert_equal(grouped, generated)
+
+
+def test_the_trained_model_samples_itself_so_that_only_rounding_differs():
+    """In fp32 the sampler's log-probabilities are the trainer's: the same weights and formula.
+
+    A cache in place of whole rows rounds otherwise, as README and docs/comparison.md say.
+    """
+    policy, task = make_policy(ROOT / "tiny"), load_task("countdown")
+    questions = load_rows(task, "generated", "train", 8)
+    prompts = encode_prompts(
+        questions, task=task, options=make_config().task, tokenizer=policy.tokenizer
+    )
+    groups = harness.sample(policy, prompts, num_samples=16, max_new_tokens=320)
+    rows = [(ids, c) for ids, group in zip(prompts, groups, strict=True) for c in group]
+    token_ids = right_pad([ids + c.token_ids for ids, c in rows], 0)
+    log_probs = right_pad([[0.0] * len(ids) + c.log_probs.tolist() for ids, c in rows], 0.0)
+    mask = right_pad([[False] * len(ids) + [True] * len(c.token_ids) for ids, c in rows], False)
+    with torch.no_grad():
+        scored = policy.scorer(token_ids, mask, temperature=1.0)
+    difference = (scored - log_probs).abs()[mask]
+    print(f"{len(difference)} tokens: {difference.mean():.1e} on average, {difference.max():.1e}")
+    assert len(difference) > 2000 and difference.mean() < 1e-5 and difference.max() < 2e-4
 
 
 @pytest.fixture
@@ -218,6 +292,26 @@ def test_a_step_that_waits_for_a_value_is_refused_before_any_capture(rotary_mode
     assert torch.cuda.get_sync_debug_mode() == 0  # put back
 
 
+def test_a_capture_that_fails_leaves_no_stream_behind(rotary_model_folder, graphs, monkeypatch):
+    """Bug: torch stayed on the stream of the capture, on which nothing else waits for it."""
+    stream = ["default"]
+
+    def fail(graph, capture_error_mode: str) -> None:
+        stream[0] = "the capture's"
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    class OnStream(contextlib.nullcontext):
+        def __exit__(self, *error):
+            stream[0] = self.enter_result
+
+    monkeypatch.setattr(torch.cuda, "graph", fail)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream[0])
+    monkeypatch.setattr(torch.cuda, "stream", OnStream)
+    model = make_policy(rotary_model_folder).sampler
+    assert not supports_grouped(model, DecodeBatch, capture=True)
+    assert stream == ["default"]
+
+
 def test_full_memory_is_not_taken_for_a_cache_that_cannot_be_shared(
     rotary_model_folder, monkeypatch
 ):
@@ -235,6 +329,35 @@ def test_a_step_that_would_not_replay_is_not_captured(rotary_model_folder, graph
     """A graph that repeats its first step's result is found out by the probe."""
     monkeypatch.setattr(CapturedSteps, "capture", lambda steps, num_columns: lambda: None)
     assert not supports_grouped(make_policy(rotary_model_folder).sampler, DecodeBatch, capture=True)
+
+
+@each_backend
+def test_temperature_0_takes_the_likeliest_tokens_and_scores_them_at_1(model_folder, backend):
+    """Whatever the seed, and though top-p would leave several tokens to draw from.
+
+    In the first round no token is an end, so that all completions are cut off. In the second the
+    fourth token of each completion is one.
+    """
+    policy = make_policy(model_folder, f"sampling.backend={backend}", is_exact=True)
+    settings = {"num_samples": 1, "temperature": 0.0, "top_p": 0.9}
+    others = [(seed(), 1, i) for i in range(len(RAGGED))]
+    eos_ids, is_cut_off = (), True
+    for _ in range(2):
+        groups = sample(policy, eos_ids=eos_ids, **settings)
+        for prompt_ids, (completion,) in zip(RAGGED, groups, strict=True):
+            ids = list(prompt_ids)
+            for token, log_prob in zip(completion.token_ids, completion.log_probs, strict=True):
+                expected = full_log_probs(policy.model, ids, 1.0)[-1]
+                assert token == int(expected.argmax())
+                # kept in fp32, in which log-probabilities down to -20 are rounded by 1e-6
+                assert log_prob == pytest.approx(expected[token].item(), abs=1e-4)
+                ids.append(token)
+            assert completion.truncated == is_cut_off
+            assert len(completion.token_ids) == 12 if is_cut_off else ids[-1] in eos_ids
+        other_groups = sample(policy, seeds=others, eos_ids=eos_ids, **settings)
+        assert token_ids(other_groups) == token_ids(groups)
+        if is_cut_off:
+            eos_ids, is_cut_off = tuple({c.token_ids[3] for (c,) in groups}), False
 
 
 def test_of_tokens_that_are_equally_likely_the_greedy_one_is_the_first():
@@ -317,6 +440,32 @@ def test_extreme_uniforms_never_draw_a_token_of_probability_zero(temperature):
         assert first_tokens is None or set(tokens.tolist()) == first_tokens
 
 
+class CountWhole(TorchDispatchMode):
+    """Counts the tensors of one shape that are made, each in at least one pass over all of it."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.count += isinstance(result, torch.Tensor) and result.shape == self.shape
+        return result
+
+
+@pytest.mark.parametrize(("temperature", "num_whole"), [(0.7, 4), (1.0, 3)])
+def test_a_draw_makes_few_tensors_of_all_logits(temperature, num_whole):
+    """p, log p, p log p, and if it is not 1 the logits over the temperature.
+
+    Bug: a second exponential, xlogy, a cumulative sum and a mask for broken rows, of which there
+    are none, took four times as long.
+    """
+    logits = torch.randn((64, 1000), generator=torch.Generator().manual_seed(seed())) * 3
+    with CountWhole(logits.shape) as counter:
+        sample_tokens(logits, torch.rand(64), replace(PLAIN, temperature=temperature))
+    assert counter.count == num_whole
+
+
 @pytest.mark.parametrize("num_logits", [3, 255, 256, 257, 554, 5000])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_a_draw_is_that_of_the_plain_formulas_in_double_precision(num_logits, temperature):
@@ -337,6 +486,12 @@ def test_a_draw_is_that_of_the_plain_formulas_in_double_precision(num_logits, te
     entropies = -torch.special.xlogy(log_probs.exp(), log_probs.exp()).sum(dim=-1)
     assert torch.allclose(drawn[1].double(), log_probs.gather(1, tokens)[:, 0], atol=1e-5)
     assert torch.allclose(drawn[2].double(), entropies, atol=2e-5)
+
+
+def test_a_certain_token_is_drawn_by_any_uniform_and_has_no_entropy():
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf]]).expand(2, 3)
+    drawn = sample_tokens(logits, torch.tensor([0.0, BELOW_ONE]), PLAIN)
+    assert [numbers.tolist() for numbers in drawn] == [[1, 1], [0, 0], [0, 0]]
 
 
 def test_a_cumulative_sum_that_falls_draws_no_token_of_mass_0(monkeypatch):
@@ -372,9 +527,12 @@ def test_log_probs_and_entropies_are_those_of_the_whole_distribution_at_the_temp
 @pytest.mark.parametrize(
     ("top_k", "top_p", "kept"),
     [
+        (0, 1.0, [0.1, 0.4, 0.2, 0.3]),
+        (1, 1.0, [0.0, 0.4, 0.0, 0.0]),
         (3, 1.0, [0.0, 0.4, 0.2, 0.3]),
         (0, 0.01, [0.0, 0.4, 0.0, 0.0]),  # never nothing
         (0, 0.41, [0.0, 0.4, 0.0, 0.3]),
+        (0, 0.71, [0.0, 0.4, 0.2, 0.3]),
         (0, 0.91, [0.1, 0.4, 0.2, 0.3]),
         (2, 0.56, [0.0, 0.4, 0.0, 0.0]),  # 0.4 of 0.7 is a share of 0.57
         (2, 0.58, [0.0, 0.4, 0.0, 0.3]),
@@ -442,7 +600,11 @@ def peak_of_decoding(model, *, num_rows: int, max_new_tokens: int, eos_ids: tupl
 
 
 def test_the_cache_grows_as_long_as_rows_stay_and_within_the_limit(model_folder, monkeypatch):
-    """Bug: there was room for the longest completion of every row from the start."""
+    """Bug: there was room for the longest completion of every row from the start.
+
+    The limit holds if all rows stay to the end, with 64 bytes a token for records and the like. If
+    rows leave early, at least half of the cache is never taken.
+    """
     monkeypatch.setattr("engine.sampling.cache.GROWTH", 16)
     model = make_policy(model_folder).sampler.eval()
     sizes = {"num_rows": 64, "max_new_tokens": 128}
@@ -494,7 +656,11 @@ def rows_on_a_gpu(monkeypatch) -> Callable[..., int]:
 
 
 def test_the_published_step_is_sampled_at_once_beside_ddps_gradients(rows_on_a_gpu):
-    """Bug: the memory was reserved for completions that all get as long as they may."""
+    """Bug: the memory was reserved for completions that all get as long as they may.
+
+    Of a card of 80.0e9 bytes 23.8 GB are free beside weights, averages, gradients, the copy that
+    samples and CUDA's own. Then 28 questions were decoded together, and 4 afterwards.
+    """
     assert rows_on_a_gpu(23.8, 128, 1024, samples=16, top_p=1.0) >= 512
 
 
@@ -540,7 +706,73 @@ def test_a_batch_that_is_too_large_is_decoded_again_in_halves(rotary_model_folde
     assert decoded[5:] == [5, 3, 2, 1]
 
 
+# Models whose steps can be captured
+
+
+def test_no_step_asks_for_a_value():
+    """Tensors on the meta device have none: `.item()`, a condition, `tolist` or `nonzero` raises.
+
+    The prompts are read without a mask, in which a model may look for padding; steps have masks.
+    Other models are captured in test_architectures.py, in which only `tolist` would not be seen.
+    """
+    sizes = SIZES | {"num_key_value_heads": 2, "vocab_size": 345, "pad_token_id": 1}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes), dtype=torch.bfloat16)
+    uniforms, params = torch.empty(16, 12, device="meta"), replace(PLAIN, group_size=4)
+    batch = UnmaskedPrefill(model.eval(), RAGGED, uniforms, params)
+    assert batch.reserved.is_possible
+    with torch.no_grad():
+        for num_columns in (11, 12, 13):
+            batch.step(num_columns)
+    with pytest.raises(RuntimeError, match="meta"):
+        batch.record.active.tolist()  # what a step must not do
+
+
+class UnmaskedPrefill(DecodeBatch):
+    @torch.no_grad()
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+
+    def read(self, token_ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor):
+        return super().read(token_ids, None if mask.ndim == 2 else mask, positions)
+
+
 # Attention
+
+
+def test_no_layer_has_to_convert_the_mask_or_to_pad_it(rotary_model_folder):
+    """Bug: sdpa made a bool mask a float one in each layer, and copied one of 21 columns.
+
+    The last columns of the longest rows are fewer than a leap.
+    """
+    model = make_policy(rotary_model_folder).sampler.eval()
+    uniforms = torch.zeros(len(RAGGED), PLAIN.max_new_tokens)
+    with torch.no_grad():
+        batch = DecodeBatch(model, RAGGED, uniforms, PLAIN)
+    limit = batch.mask.shape[1]
+    num_columns = grown_length(limit, limit=limit)
+    mask = batch.reserved.reserve(batch.mask, num_columns)
+    assert limit % 16 != 0 and num_columns % 16 == 0
+    assert mask.dtype == model.dtype and mask.shape == (len(RAGGED), 1, 1, num_columns)
+    assert torch.equal(mask[:, 0, 0, :limit] == 0, batch.mask)
+    assert (mask[..., limit:] < -1e38).all()
+    assert all(layer.keys.shape[2] == num_columns for layer in batch.cache.layers)
+
+
+@pytest.mark.parametrize("backend", ["grouped", "captured"])
+def test_eager_attention_is_scored_as_it_was_sampled(model_folder, graphs, backend):
+    """Bug: eager attention adds its mask, and was given True and False, that is 1 and 0.
+
+    Captured steps see the columns ahead too. To 1e-4, as above.
+    """
+    policy = make_policy(model_folder, "model.attn_implementation=eager")
+    assert policy.backend == "grouped"
+    for prompt_ids, group in zip(RAGGED, sample(policy, backend=backend), strict=True):
+        for completion in group:
+            ids = prompt_ids + completion.token_ids
+            log_probs = full_log_probs(policy.model, ids, 1.0)[len(prompt_ids) - 1 : -1]
+            expected = log_probs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            assert np.abs(expected.numpy() - completion.log_probs).max() <= 1e-4
 
 
 def test_the_probe_sees_a_mask_that_is_added_instead_of_applied(rotary_model_folder, monkeypatch):
@@ -588,6 +820,9 @@ def test_attention_that_takes_no_4d_mask_gets_its_own(rotary_model_folder, monke
     assert token_ids(sample(policy)) == token_ids(sample(expected))
 
 
+# Models
+
+
 def test_a_recurrent_model_samples_with_generate(tmp_path, tokenizer):
     """Mamba hands no cache over under its usual name: the load says so, takes the other backend."""
     config = MambaConfig(vocab_size=345, hidden_size=32, num_hidden_layers=2, state_size=4)
@@ -599,8 +834,18 @@ def test_a_recurrent_model_samples_with_generate(tmp_path, tokenizer):
     assert len({tuple(c.token_ids) for c in group}) == 4
 
 
+def test_left_pad_puts_tokens_last_and_marks_them():
+    ids, mask = left_pad([[1, 2, 3], [4]], 9, CPU)
+    assert ids.tolist() == [[1, 2, 3], [9, 9, 4]]
+    assert mask.tolist() == [[True, True, True], [False, False, True]]
+
+
 def test_the_bf16_sampler_keeps_its_rotary_frequencies(rotary_model_folder):
-    """Bug: `.to(torch.bfloat16)` rounded the frequencies too: far positions had the wrong angle."""
+    """Bug: `.to(torch.bfloat16)` rounded the frequencies too: far positions had the wrong angle.
+
+    On a model of 4 layers the difference to the trainer's log-probabilities grew from 0.02 at the
+    start to 0.09 after 1,400 tokens, where it now stays at 0.02.
+    """
     model = make_policy(rotary_model_folder).model
     copied = copy_in(torch.bfloat16, model, CPU)
     assert {p.dtype for p in copied.parameters()} == {torch.bfloat16}

@@ -13,8 +13,10 @@ from harness import (
     assert_resumes,
     make_policy,
     read_rows,
+    run_on_ranks,
     save_random,
     tokens_of,
+    train,
     train_forked,
 )
 from reference import (
@@ -144,6 +146,25 @@ def test_the_teacher_is_a_second_model_also_with_lora(rotary_model_folder, teach
     assert not any(p.requires_grad for p in policy.reference.model.parameters())
 
 
+def gradient_on_rank(world: World, folder: Path, teacher: Path) -> np.ndarray:
+    """Of DDP, which averages over ranks that have a group each."""
+    overrides = distilling(teacher)
+    config = config_of(*overrides)
+    policy = make_policy(folder, *overrides, world=world, is_exact=True)
+    groups = make_groups(config, *GROUPS)[world.rank :: world.size]
+    return recorded(policy, groups, config, world)[0]
+
+
+def test_two_ranks_have_the_gradient_of_one(rotary_model_folder, teacher, tmp_path):
+    folders = rotary_model_folder, teacher
+    first, second = run_on_ranks(gradient_on_rank, 2, *folders, folder=tmp_path)
+    overrides = distilling(teacher)
+    policy = make_policy(rotary_model_folder, *overrides, is_exact=True)
+    config = config_of(*overrides)
+    expected, _ = recorded(policy, make_groups(config, *GROUPS), config)
+    assert np.array_equal(first, second) and distance(first, expected) <= ROUNDING
+
+
 # Runs
 
 
@@ -162,6 +183,18 @@ def test_a_run_in_two_parts_is_the_unbroken_one_and_the_teacher_must_not_change(
     more = [*overrides, "training.num_steps=3"]
     status, output = train_forked(run.parent, rotary_model_folder, *more)
     assert status == 2 and "error: the files of model.teacher = " in output
+
+
+@pytest.mark.slow
+def test_shards_learn_from_a_teacher_too(tmp_path, rotary_model_folder, teacher, data):
+    """The same numbers as with whole models, up to rounding."""
+    overrides = [*data, *distilling(teacher), "training.num_steps=1"]
+    for name in ("false", "true"):
+        shard = f"model.shard={name}"
+        train(tmp_path / name, rotary_model_folder, *overrides, shard, num_ranks=2)
+    whole, parts = (read_rows(tmp_path / name / "x")[1] for name in ("false", "true"))
+    for metric in ("train/kl", "train/loss", "train/grad_norm"):
+        assert parts[metric] == pytest.approx(whole[metric], rel=1e-4)
 
 
 def test_a_teacher_of_other_tokens_is_refused_by_its_tokens(

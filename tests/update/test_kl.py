@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import make_policy, seed
+from harness import make_policy, run_on_ranks, seed
 from reference import (
     ALL_TOGETHER,
     EASY,
@@ -19,6 +19,7 @@ from reference import (
     ONE_BY_ONE,
     ROUNDING,
     SIL,
+    TRUNCATED,
     Recorder,
     config_of,
     distance,
@@ -84,6 +85,28 @@ def test_the_gradient_is_that_of_all_rows_in_any_micro_batches(
         total, count = sums["train/kl"]
         assert count == sum(len(row) for row in ref)
         assert total / count == pytest.approx(mean_kl(policy.model, groups, ref), rel=1e-5)
+
+
+IDLE = [*GRPO, KL, "training.skip_truncated=true"]
+
+
+def update_of_an_idle_rank(world: World, folder: Path) -> tuple:
+    """Gradient, loss, sum and count of the KL; rank 1 has nothing to train on."""
+    policy, config = make_moved_policy(folder, world=world), config_of(*IDLE)
+    recorder, groups = Recorder(policy.model), make_groups(config, (EASY, TRUNCATED)[world.rank])
+    metrics, sums, _ = update(policy, recorder, groups, config, world)
+    return recorder.gradients[0], metrics["train/loss"], sums["train/kl"].tolist()
+
+
+def test_the_gradient_does_not_depend_on_the_number_of_ranks(rotary_model_folder, tmp_path):
+    """The row that a rank without a lesson sends must weigh nothing."""
+    first, second = run_on_ranks(update_of_an_idle_rank, 2, rotary_model_folder, folder=tmp_path)
+    model, config = make_moved_policy(rotary_model_folder).model, config_of(*IDLE)
+    groups = make_groups(config, EASY, TRUNCATED)
+    expected, loss = reference(model, groups, config, ref_log_probs(rotary_model_folder, groups))
+    assert distance(first[0], expected) <= ROUNDING and np.array_equal(first[0], second[0])
+    assert first[1] == second[1] == pytest.approx(loss, rel=1e-6, abs=1e-6)
+    assert second[2] == [0, 0]
 
 
 def test_the_reference_scores_a_batch_once_for_all_iterations(rotary_model_folder):

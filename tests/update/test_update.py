@@ -3,6 +3,7 @@
 What it should be is computed in reference.py, row by row, from the same made-up rollouts.
 """
 
+import copy
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from reference import (
     make_groups,
     recorded,
     reference,
+    reference_loss,
     row_log_probs,
     update,
 )
@@ -74,6 +76,14 @@ def test_rows_share_a_micro_batch_as_long_as_they_fit():
     rows = make_rows((3, 4), (3, 1), (3, 5), (3, 2))
     lengths = [[len(row.completion.token_ids) for row in batch] for batch in pack(rows, 16)]
     assert lengths == [[1, 2], [4, 5]]
+
+
+def test_the_limits_make_one_two_and_eight_micro_batches():
+    """The tests below use these limits."""
+    rows = [t for group in (EASY, HARD) for t in make_group(*group)]
+    limits = {ALL_TOGETHER: [8], IN_TWO: [5, 3], ONE_BY_ONE: [1] * 8}
+    for limit, sizes in limits.items():
+        assert [len(batch) for batch in pack(rows, limit)] == sizes
 
 
 # The gradient is that of the whole batch
@@ -218,6 +228,79 @@ def test_the_gradient_is_clipped_after_its_norm_is_noted(rotary_model_folder):
     assert distance(gradient * np.linalg.norm(expected) / 1e-3, expected) < 1e-3
 
 
+# Several iterations on the same rollouts
+
+
+@pytest.mark.parametrize("policy_loss", ["ppo", "cispo", "gspo"])
+def test_later_iterations_follow_the_clipped_ratio_on_one_rollout(rotary_model_folder, policy_loss):
+    """The first iteration is REINFORCE; the others compare with the log-probabilities of its pass.
+
+    Bug of this test: where every completion was clipped in the third pass, both gradients were 0.
+    So one completion is there twice, with an advantage above 0 and with one below: however its
+    ratio moves, the clip leaves one of the two its gradient.
+    """
+    overrides = [*GRPO, f"training.micro_batch_tokens={IN_TWO}", "training.num_iterations=3"]
+    overrides += [f"training.policy_loss={policy_loss}"]
+    overrides += ["training.clip_eps=0.02"] if policy_loss == "gspo" else []
+    config, rate = config_of(*overrides), 5.0
+    policy = make_policy(rotary_model_folder, is_exact=True)
+    groups = make_groups(config, EASY, HARD)
+    falls, rises, *_ = groups[1]
+    assert falls.advantage < -0.5 and rises.advantage > 0.5
+    rises.completion = copy.deepcopy(falls.completion)
+    before = copy.deepcopy(groups)
+    model, recorder = copy.deepcopy(policy.model), Recorder(policy.model, rate)
+    metrics, sums, _ = update(policy, recorder, groups, config)
+
+    batch = [t for group in groups for t in group]
+    old = [row_log_probs(model, t).detach() for t in batch]
+    plain = Recorder(model, rate)
+    for iteration in range(3):
+        plain.zero_grad()
+        loss = reference_loss(model, groups, config, old=old if iteration else None)
+        loss.backward()
+        plain.step()
+    assert len(recorder.gradients) == 3
+    assert distance(recorder.gradients[0], plain.gradients[0]) <= ROUNDING
+    assert distance(recorder.gradients[1], plain.gradients[1]) <= 1e-3  # weights differ a little
+    assert distance(recorder.gradients[2], plain.gradients[2]) <= 1e-3
+    assert distance(plain.gradients[1], plain.gradients[0]) > 0.1  # so that it is a test
+    assert metrics["train/loss"] == pytest.approx(loss.item(), rel=1e-4)
+    num_clipped, num_tokens = sums["train/clip_frac"]
+    assert num_clipped > 0 and num_tokens > 0
+    for t, was in zip(batch, [t for group in before for t in group], strict=True):
+        assert t.completion.token_ids == was.completion.token_ids  # nothing was sampled again
+
+
+def test_dppo_compares_with_the_sampler_in_every_pass_the_first_too(rotary_model_folder):
+    """Row by row: the sampler's log-probabilities differ from those of the first pass."""
+    overrides = [*GRPO, f"training.micro_batch_tokens={IN_TWO}", "training.num_iterations=2"]
+    config = config_of(*overrides, "training.policy_loss=dppo", "training.dppo_delta=0.001")
+    policy, rate = make_policy(rotary_model_folder, is_exact=True), 5.0
+    groups = make_groups(config, EASY, HARD)
+    model, recorder = copy.deepcopy(policy.model), Recorder(policy.model, rate)
+    _, sums, _ = update(policy, recorder, groups, config)
+    batch, plain, num_masked = [t for group in groups for t in group], Recorder(model, rate), []
+    for _ in range(2):
+        plain.zero_grad()
+        loss, num_masked = torch.zeros((), dtype=torch.float64), [*num_masked, 0]
+        for t in batch:
+            for log_prob, sampler in zip(
+                row_log_probs(model, t), t.completion.log_probs.tolist(), strict=True
+            ):
+                moved = math.exp(log_prob.item()) - math.exp(sampler)
+                if abs(moved) > 0.001 and t.advantage * moved > 0:
+                    num_masked[-1] += 1
+                else:
+                    ratio = (log_prob - sampler).exp()
+                    loss = loss - t.advantage * ratio / (len(batch) * MAX_NEW_TOKENS)
+        loss.backward()
+        plain.step()
+    assert distance(recorder.gradients[0], plain.gradients[0]) <= ROUNDING
+    assert distance(recorder.gradients[1], plain.gradients[1]) <= 1e-3  # weights differ a little
+    assert 0 < num_masked[0] < 45 and sums["train/clip_frac"].tolist() == [sum(num_masked), 90]
+
+
 def test_one_iteration_clips_nothing_and_compares_sampler_and_trainer(rotary_model_folder):
     policy, config = make_policy(rotary_model_folder, is_exact=True), config_of(*GRPO)
     groups = make_groups(config, EASY, HARD)
@@ -230,6 +313,43 @@ def test_one_iteration_clips_nothing_and_compares_sampler_and_trainer(rotary_mod
     assert count == 45
     assert total == pytest.approx(np.abs(np.concatenate(differences)).sum(), rel=1e-5)
     assert sums["train/clip_frac"][0] == 0
+
+
+def test_tokens_are_weighed_by_the_truncated_importance_ratio(rotary_model_folder):
+    """The ratio is that of the first pass: what sampled the batch does not change later."""
+    clip, rate = 1.5, 5.0
+    config = config_of(*GRPO, f"training.tis_clip={clip}", "training.num_iterations=2")
+    policy = make_policy(rotary_model_folder, is_exact=True)
+    groups = make_groups(config, EASY, HARD)
+    batch = [t for group in groups for t in group]
+    with torch.no_grad():  # sampled by a policy that differs a little
+        for t in batch:
+            rng = np.random.default_rng([seed(), len(t.prompt_ids)])
+            noise = rng.normal(0, 1, len(t.completion.token_ids))
+            t.completion.log_probs[:] = row_log_probs(policy.model, t).numpy() + noise
+    model, recorder = copy.deepcopy(policy.model), Recorder(policy.model, rate)
+    update(policy, recorder, groups, config)
+
+    plain, old, ratios = Recorder(model, rate), [], []
+    for t in batch:
+        old.append(row_log_probs(model, t).detach())
+        ratios.append((old[-1] - torch.from_numpy(t.completion.log_probs)).exp().clamp(max=clip))
+    assert any((ratio == clip).any() for ratio in ratios)
+    assert any((ratio < 0.8).any() for ratio in ratios)
+    for iteration in range(2):
+        plain.zero_grad()
+        loss = torch.zeros((), dtype=torch.float64)
+        for t, was, ratio in zip(batch, old, ratios, strict=True):
+            log_probs = row_log_probs(model, t)
+            objective = t.advantage * log_probs
+            if iteration:
+                moved = (log_probs - was).exp()
+                objective = torch.minimum(moved * t.advantage, moved.clamp(0.8, 1.2) * t.advantage)
+            loss = loss - (ratio * objective).double().sum() / (len(batch) * MAX_NEW_TOKENS)
+        loss.backward()
+        plain.step()
+    assert distance(recorder.gradients[0], plain.gradients[0]) <= ROUNDING
+    assert distance(recorder.gradients[1], plain.gradients[1]) <= 1e-3
 
 
 def accumulate_in_ddp(world: World, folder: Path) -> tuple[list[bool], np.ndarray]:
@@ -298,14 +418,20 @@ def check_that_only_the_first_update_moves_weights(results: list, folder: Path) 
     ids=["equal rewards", "truncated rows that are skipped"],
 )
 def test_no_advantage_means_no_optimizer_step(rotary_model_folder, group, options):
-    """Bug: rows that skip_truncated takes out had weight 0, and AdamW still moved the weights."""
+    """AdamW would go on along its averages, even with a gradient of zero.
+
+    Bug: rows that skip_truncated takes out had weight 0, and AdamW still moved the weights.
+    """
     batches = [EASY], [group]
     results = weights_after_updates(alone(), rotary_model_folder, *batches, options=options)
     check_that_only_the_first_update_moves_weights(results, rotary_model_folder)
 
 
 def test_ranks_without_advantages_neither_hang_nor_diverge(rotary_model_folder, tmp_path):
-    """Bug: the row that rank 1 sends without a lesson was counted in the metrics."""
+    """First rank 1 has none, then both, then rank 0: the gradient is always that of all rows.
+
+    Bug: the row that rank 1 sends without a lesson was counted in the metrics.
+    """
     batches = [[EASY, EQUAL], [EQUAL, EQUAL], [EQUAL, HARD]]
     arguments = (rotary_model_folder, *batches)
     first, second = run_on_ranks(weights_after_updates, 2, *arguments, folder=tmp_path)
