@@ -31,9 +31,9 @@ def test_advantage_is_the_reward_minus_the_mean_of_its_own_group():
 
 def test_zscore_divides_by_the_sample_standard_deviation_plus_1e_4():
     """(1, 0, 0, 0): the squares sum to 3/4, over n - 1 = 3 that is a variance of 1/4."""
+    expected = [0.75 / 0.5001, *[-0.25 / 0.5001] * 3]
     group = make_rows(1.0, 0.0, 0.0, 0.0)
     assign_advantages([group], make_config("training.advantage=zscore").training)
-    expected = [0.75 / 0.5001, *[-0.25 / 0.5001] * 3]
     assert [t.advantage for t in group] == pytest.approx(expected, rel=1e-12)
 
 
@@ -126,13 +126,11 @@ def test_token_weights_divide_by_the_counts_of_the_global_batch(normalization):
     assert torch.allclose(weights, torch.tensor(WEIGHTS[normalization]), rtol=1e-6, atol=0)
 
 
-def test_tokens_are_weighed_by_the_ratio_of_the_first_pass_to_the_sampler_up_to_a_limit():
-    """Twice, half and four times as likely as when they were sampled, whatever they are later."""
-    log_probs, batch = make_compared([[1.1, 0.7, 1.2]], [[True] * 3], [1.0])
-    batch.sampler_log_probs = batch.old_log_probs - torch.tensor([[2.0, 0.5, 4.0]]).log()
-    training = make_config("training.tis_clip=3", "training.num_iterations=2").training
-    _, weights, _ = losses.apply_options(training, batch, log_probs, -log_probs, False)
-    assert torch.allclose(weights, torch.tensor([[2.0, 0.5, 3.0]]))
+def test_the_importance_of_a_token_is_its_ratio_to_the_sampler_up_to_a_limit():
+    """Tokens that are twice, half and four times as likely as when they were sampled."""
+    log_probs, sampler_log_probs = torch.tensor([[0.8, 0.1, 0.4], [0.4, 0.2, 0.1]]).log()[:, None]
+    ratios = losses.truncated_importance(log_probs, sampler_log_probs, clip=3.0)
+    assert torch.allclose(ratios, torch.tensor([[2.0, 0.5, 3.0]]))
 
 
 # The loss of a token
@@ -207,6 +205,16 @@ def test_a_masked_token_whose_ratio_overflows_leaves_the_gradient_finite():
     loss.sum().backward()
     assert masked.tolist() == [[True, False]]
     assert loss[0].tolist() == log_probs.grad[0].tolist() == [0.0, -1.0]
+
+
+def test_the_mean_of_a_completion_has_a_gradient_through_its_own_tokens():
+    """Completions of three tokens and of one; what stands where the mask is False is left out."""
+    log_probs = torch.tensor([[-1.0, -2.0, -6.0], [-4.0, -9.0, -9.0]], requires_grad=True)
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    means = losses.completion_means(log_probs, mask)
+    assert means.tolist() == [[-3.0] * 3, [-4.0] * 3]
+    (means * torch.tensor([[1.0, 1.0, 1.0], [5.0, 0.0, 0.0]])).sum().backward()
+    torch.testing.assert_close(log_probs.grad, torch.tensor([[1.0, 1.0, 1.0], [5.0, 0.0, 0.0]]))
 
 
 def make_compared(ratios: list[list[float]], mask: list[list[bool]], advantages: list[float]):
