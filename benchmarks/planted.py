@@ -189,7 +189,7 @@ BUGS = [
         "the learning rate of the step before",
         r"learning_rate_at\(state\.step \+ 1, training\)",
         r"learning_rate_at(state.step, training)",
-        "test_a_run_with_muon_in_two_parts_is_the_unbroken_one",
+        "test_optimizer::test_a_run_in_two_parts_is_the_unbroken_one",
     ),
     Bug(
         "an evaluation as long as training",

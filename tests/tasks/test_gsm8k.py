@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 
 import pytest
-from harness import cpu_seconds, load_rows, real_file
+from harness import assert_linear, cpu_seconds, load_rows, real_file
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -163,6 +163,14 @@ def test_every_rendering_of_a_number_is_that_number_alone(
         if Fraction(other) != Fraction(plain):
             assert solved(completion, other, prompt_style=style) == 0.0
     assert lenient_answer(f"It takes 7 days.\n{text}") == answer
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 999), st.sampled_from("/:^*=+-\u00d7\u00f7\u2044'"), st.integers(0, 999))
+def test_two_joined_numbers_are_never_read_as_one_of_them(a: int, joiner: str, b: int):
+    for text in (f"{a}{joiner}{b}", f"{a} {joiner} {b}", f"{a},{b:02d}", f"{a}e{b}"):
+        if not re.fullmatch("[1-9][0-9]{0,2},[0-9]{3}", text):
+            assert extract_answer(f"#### {text}") is None
 
 
 JOINERS = ["and", "or", "minus", "boxes of", "= x *", "+", "hours,", "to", "~", "\\text{ and }"]
@@ -340,6 +348,13 @@ def test_a_million_characters_of_garbage_take_less_than_100_ms(unit: str):
     for frame in FRAMES:
         text = frame.format(unit * (MILLION // len(unit)))
         assert any(style_seconds(text, repeats=n) < 0.1 for n in (1, 5)), frame
+
+
+@pytest.mark.parametrize(
+    "unit", ["#### $", "#### 1/2 ", "#### 5 (a) 6", "(", "$", "1", "1 ", ",000", "a", "<answer>"]
+)
+def test_time_grows_linearly_with_the_text(unit: str):
+    assert_linear(lambda k: style_seconds(f"#### 1{unit * k}/2", repeats=3), MILLION // len(unit))
 
 
 # The prompt
