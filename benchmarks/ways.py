@@ -155,7 +155,9 @@ def curve(folder: Path, row: str) -> dict[str, np.ndarray]:
     for file in sorted(folder.glob(f"{row}-s[0-9]*.csv")):
         rows = read_table(file).rows
         best = next(name for name in rows if name.startswith("eval/best_of_"))
-        rows = rows[np.isfinite(rows["eval/pass@1"])][["step", "eval/pass@1", best]].to_numpy(copy=True)
+        rows = rows[np.isfinite(rows["eval/pass@1"])][["step", "eval/pass@1", best]].to_numpy(
+            copy=True
+        )
         warm_file = file.with_suffix(".warm.jsonl")
         if warm_file.exists():
             after = json.loads(warm_file.read_text().splitlines()[-1])

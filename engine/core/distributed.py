@@ -116,10 +116,7 @@ class World:
 
 def init_world() -> tuple[World, list[str]]:
     """Choose the device and join the process group; returns also lines for the log."""
-    # What torchrun sets; without it those of one rank
-    variables = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    values = (int(os.environ.get(name, default)) for name, default in variables.items())
-    rank, size, local_rank, local_size = values
+    rank, size, local_rank, local_size = read_environment()
     device, notes, num_gpus = torch.device("cpu"), [], torch.cuda.device_count()
     if num_gpus >= local_size:
         device = torch.device("cuda", local_rank)
@@ -139,6 +136,18 @@ def init_world() -> tuple[World, list[str]]:
         store = dist.PrefixStore(agree_on_start(store, rank, size), store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return World(rank, size, device), notes
+
+
+def read_environment() -> tuple[int, int, int, int]:
+    """torchrun's RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; without it those of one rank."""
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    values = {name: os.environ.get(name, default) for name, default in defaults.items()}
+    if all(value.isdecimal() for value in values.values()):
+        rank, size, local_rank, local_size = map(int, values.values())
+        if rank < size and local_rank < local_size <= size:
+            return rank, size, local_rank, local_size
+    found = ", ".join(f"{name}={value}" for name, value in values.items())
+    raise ValueError(f"{found}: start with torchrun, which sets these, or unset them all")
 
 
 def agree_on_start(store: dist.Store, rank: int, size: int) -> str:

@@ -97,7 +97,8 @@ def token_texts(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> list[str]
     stream = DecodeStream(skip_special_tokens=False)
     texts = [stream.step(tokenizer.backend_tokenizer, token_id) or "" for token_id in ids]
     decoded = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    return [*texts[:-1], texts[-1] + decoded[len("".join(texts)) :]]  # with half a character
+    rest = decoded[len("".join(texts)) :]  # half a character at the end
+    return [*texts[:-1], *(text + rest for text in texts[-1:])]
 
 
 def rounded(value: float) -> float:

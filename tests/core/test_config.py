@@ -336,13 +336,10 @@ def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(override, li
         ("model.lora.r=8", "model.shard = true", "not trained; write false, or lora: null"),
         (FOUR_BITS, "model.shard = true", "4 bits cannot be cut; write false for one of the two"),
         ("model.lora.r=8", "training.optimizer = muon", "the factors of model.lora; write adamw"),
-        ("", "training.k_best_of_n = [999999, 999999]", "than 10,000,000 completions; lower n"),
-        ("validation.best_of_n=1000", "validation.num_examples = 20000", "completions; lower one"),
         ("validation.best_of_n=4", "validation.pass_k = [1, 8]", "at most best_of_n (4)"),
         ("", "validation.temperature = 0.009", "must be 0, which is greedy, or at least 0.01"),
         (GREEDY, "validation.best_of_n = 2", "a question's samples are all alike; write 1"),
         ("", "training.num_epochs = 2.0", "questions have no epochs; write null and num_steps"),
-        ("", "validation.pass_k = [1, 1]", ": write each k once"),
         ("", "task.reward_weights = {format: 0.0, answer: 0.0}", ": one must not be 0"),
     ],
 )

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from engine.core.tensors import left_pad
 from engine.model.policy import Policy
 from engine.model.probes import supports_grouped
-from engine.sampling.batches import cache_bytes_per_token, cached_layers, state_bytes
+from engine.sampling.batches import kept_bytes
 from main import DecodeBatch
 
 PROMPTS = [[5, 9, 30], [40, 41, 42, 43, 44, 45, 46, 47, 48], [7], [60, 5, 61, 5, 62]]
@@ -196,10 +196,7 @@ def test_the_estimate_counts_the_layers_that_keep_something(family):
     """Bug: it counted keys in recurrent layers, which have none, and failed on Gemma 4."""
     name, folder, overrides = family
     model = make_policy(folder, *overrides).sampler
-    config = model.config.get_text_config()
-    cached = cache_bytes_per_token(cached_layers(config), bytes_per_number=4)
-    counted = cached, state_bytes(model)
-    assert counted == BYTES.get(name, OTHER)
+    assert kept_bytes(model) == BYTES.get(name, OTHER)
 
 
 def test_an_evaluation_in_bf16_draws_what_training_drew_bit_for_bit(family):

@@ -53,10 +53,9 @@ from engine.model.probes import supports_grouped
 from engine.questions.prompts import encode_prompts
 from engine.questions.tasks import load_task
 from engine.sampling.batches import (
-    cache_bytes_per_token,
-    cached_layers,
     decode_bytes_per_row,
     decode_in_batches,
+    kept_bytes,
     tokens_that_fit,
 )
 from engine.sampling.cache import ReservedColumns, grown_length
@@ -613,7 +612,7 @@ def test_the_cache_grows_as_long_as_rows_stay_and_within_the_limit(model_folder,
     shares_keys = getattr(config, "num_key_value_heads", heads) < heads
     if shares_keys and not hasattr(sdpa_attention, "pack_gqa"):
         pytest.skip("transformers before 5.23 repeats shared keys in each layer: not in the limit")
-    cached = cache_bytes_per_token(cached_layers(config), bytes_per_number=4)
+    cached, _ = kept_bytes(model)
     limit = decode_bytes_per_row(config, num_tokens, cached=cached, top_p=1.0) + 64 * num_tokens
     cache = num_tokens * cached
     assert cache < peak_of_decoding(model, **sizes, eos_ids=()) <= limit
@@ -644,6 +643,8 @@ def rows_on_a_gpu(monkeypatch) -> Callable[..., int]:
     shape |= {"intermediate_size": 11008, "num_key_value_heads": 2}
     config = Qwen2Config(vocab_size=151_936, **shape)
     model = SimpleNamespace(config=config, device=torch.device("cuda"), dtype=torch.bfloat16)
+    cached = 36 * 2 * 2 * 128 * 2  # layers, keys and values, heads, their size, bytes
+    monkeypatch.setattr("engine.sampling.batches.kept_bytes", lambda model: (cached, 0))
 
     def count(free_gb: float, prompt: int, max_new_tokens: int, samples: int, top_p: float) -> int:
         state = {"memory_reserved": 0, "memory_allocated": 0, "mem_get_info": (1e9 * free_gb, 0)}

@@ -10,11 +10,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from harness import CPU, ENVIRONMENT, ROOT, make_config, seed
+from harness import ENVIRONMENT, ROOT, make_config, seed
 
 import countdown
 from engine.core.config import Config, ConfigError
-from engine.core.distributed import World
 from engine.core.text import printable
 from engine.core.types import Completion, Trajectory
 from engine.model.policy import Policy
@@ -184,7 +183,7 @@ def test_a_config_that_was_found_has_no_code_run(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"x/config\.yaml: task\.name = 'evil': "):
         config_of(["x/best"])
     assert config_of(["x/best", "task.name=gsm8k"]).task.name == "gsm8k"
-    with pytest.raises(SystemExit, match="its code has run"):
+    with pytest.raises(ConfigError, match="its code has run"):
         config_of(["x/best", "task.name=evil"])
 
 
@@ -198,12 +197,6 @@ def test_a_line_that_is_no_question_costs_a_line_and_the_status(ask):
 
 
 def test_what_cannot_be_asked_is_refused_in_one_line(monkeypatch):
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(ConfigError, match=r"^2 ranks: start one process"),
-    ):
-        patch.setattr(chat, "init_world", lambda: (World(rank=0, size=2, device=CPU), []))
-        load_tiny()
     monkeypatch.delattr(countdown, "parse_question")
     with pytest.raises(ConfigError, match=r"^task\.name = countdown: it has no parse_question"):
         load_tiny()

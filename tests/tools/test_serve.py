@@ -170,7 +170,7 @@ def test_the_command_says_where_it_serves_and_ends_with_ctrl_c(python, run):
     assert sorted(run.rglob("*")) == before  # it writes nothing
     command[3] = str(run / "best")
     missing = subprocess.run([*command, "0"], capture_output=True, **started)
-    assert missing.returncode == 2 and "best/config.yaml" in missing.stderr
+    assert missing.returncode == 2 and "best/metrics.csv" in missing.stderr
     assert missing.stderr.count("\n") == 1
 
 
