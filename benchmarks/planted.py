@@ -53,8 +53,8 @@ BUGS = [
     ),
     Bug(
         "the scorer at temperature 1 where sampling has 0.7",
-        r"policy\.params\.temperature\b",
-        r"1.0",
+        r"batch\.completion_mask\), policy\.params\.temperature\b",
+        r"batch.completion_mask), 1.0",
         "test_the_gradient_is_that_of_the_distribution_that_was_sampled",
     ),
     Bug(
@@ -133,8 +133,8 @@ BUGS = [
     ),
     Bug(
         "the stream's position one too far",
-        r"run\.advance\(metrics, end,",
-        r"run.advance(metrics, end + 1,",
+        r"run\.advance\(metrics, next_position,",
+        r"run.advance(metrics, next_position + 1,",
         "test_each_step_draws_for_the_next_questions_by_the_runs_seed",
     ),
     Bug(
