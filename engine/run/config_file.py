@@ -105,7 +105,7 @@ def check_paths(config: Config) -> None:
     """Raise ConfigError for files and folders that are missing: main.py asks before torch."""
     values, lines = dotted_values(config), []
     sources = ["task.eval", *["task.train", "warm_start.data"] * (config.mode == "train")]
-    if hasattr(load_task(config.task.name), "load_examples"):
+    if hasattr(load_task(config.task.code), "load_examples"):
         sources = []  # the task says what a source is
     for key in sources:
         if values[key] and is_file(values[key]) and not Path(values[key]).exists():
