@@ -2,10 +2,10 @@
 
 An example is a row such as {"nums": [3, 7, 25], "target": 46}; here 25 + 3 * 7 solves it.
 
-A task of your own is one new file. Copy this one (or tasks/template.py) to tv.py in the folder
-where you run main.py, change it, and set task.name=tv; there is nothing to register. main.py looks
-for these names in it, of which generate_prompt and reward_function must be there, and calls the
-functions with the arguments that they have here:
+A task of your own is one new file. Copy this one, or the shorter tasks/template.py, to tv.py in the
+folder where you run main.py, change it, and set task.name=tv; there is nothing to register. A task
+needs generate_prompt and reward_function; main.py uses the other names if they are there. It calls
+the functions with the arguments that they have here:
 
     Options             the task's own keys in the config; leave the class out if there are none
     EXAMPLE_ROW         a good row: a source must have its columns, and error messages show it

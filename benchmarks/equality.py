@@ -236,7 +236,7 @@ def differences(a: Path, b: Path) -> Iterator[str]:
         if mine != others:
             pairs = list(zip(mine, others, strict=False))
             differ = sorted(c for c in columns if any(one[c] != other[c] for one, other in pairs))
-            yield f"{name}: {len(mine)} and {len(others)} rows, of which differ {differ}"
+            yield f"{name}: {len(mine)} and {len(others)} rows; columns that differ: {differ}"
     yield f"equal, but not both have {' and '.join(alone)}" if alone else "equal"
 
 

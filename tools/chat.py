@@ -72,7 +72,7 @@ def main() -> None:
         options = read_arguments(sys.argv[1:])
         config = chat_config(options)
         policy, task = load_chat(config, is_watching=options.watch)
-    if sys.stdin.isatty() and not options.watch:
+    if sys.stdin is not None and sys.stdin.isatty() and not options.watch:
         own = config.task.model_dump(exclude={*TaskSettings.model_fields})  # the task's own keys
         known = f"the model knows {config.task.name}" + f" ({plain(own)})" * bool(own)
         show(f"{how_to_ask(task)}\n{known}\nCtrl-D or Ctrl-C ends\n\n")
@@ -132,6 +132,8 @@ def harmless(file: Path, overrides: list[str]) -> dict[str, Any]:
 def load_chat(config: Config, *, is_watching: bool = False) -> tuple[Policy, ModuleType]:
     """The model and the task, without questions and without a folder."""
     world, _ = init_world()
+    if world.size > 1:
+        raise ConfigError([f"{world.size} ranks: start one process only, without torchrun"])
     task = load_task(config.task.code)
     if not hasattr(task, "parse_question") and not is_watching:
         raise ConfigError([f"task.name = {config.task.name}: it has no parse_question"])
@@ -149,6 +151,8 @@ def how_to_ask(task: ModuleType) -> str:
 
 def read_lines() -> Iterator[str]:
     """The lines that are not empty. Lines that are piped in are shown as if they were typed."""
+    if sys.stdin is None:  # it was closed before the start
+        return
     sys.stdin.reconfigure(errors="replace")
     is_terminal = sys.stdin.isatty()
     with suppress(EOFError):

@@ -36,6 +36,8 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     options.model, out = str(options.run / "best"), options.out or options.run / "answers.jsonl"
     with mistakes_cost_one_line():
+        if min(options.samples, options.questions) < 1:
+            raise ConfigError(["--samples, --questions: each must be at least 1"])
         lines, num_solved, num_sampled = collect(chat_config(options), options)
         write_atomically(out, "".join(lines))
     print(f"{num_solved:,} of {num_sampled:,} samples solve their question and end")

@@ -22,7 +22,7 @@ from engine.core.config import (
     run_name,
 )
 from engine.core.packages import import_package
-from engine.core.yaml_text import show, to_yaml
+from engine.core.yaml_text import Loader, show, to_yaml
 from engine.questions.tasks import built_in_tasks, load_task, schema
 from engine.run.config_file import RECIPES, WORDS, dump, load_config, parse_yaml
 from tools import chat
@@ -140,6 +140,13 @@ def test_numbers_that_are_not_decimal_are_refused(text):
     """Bug: 1:30 was 90."""
     with pytest.raises(ConfigError, match="here: cannot be read as YAML"):
         parse_yaml(text, origin="here")
+
+
+@pytest.mark.timeout(20)
+def test_a_mapping_of_many_keys_takes_no_quadratic_time():
+    keys = [yaml.ScalarNode("tag:yaml.org,2002:str", f"k{n}") for n in range(100_000)]
+    node = yaml.MappingNode("tag:yaml.org,2002:map", [(key, key) for key in keys])
+    assert len(Loader("").construct_mapping(node)) == 100_000
 
 
 @pytest.mark.parametrize(

@@ -4,25 +4,33 @@ import functools
 import itertools
 import json
 import math
+import random
+import re
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import harness
+import numpy as np
 import pytest
 import torch
 from harness import (
     NUMBERS,
+    alone,
+    by_text,
     change_json,
     grade_by_text,
+    make_config,
     make_policy,
+    make_run,
     sample,
     seed,
     train_tokenizer,
 )
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+import countdown
 import main
 from engine.core.types import Completion
 from engine.model.policy import Policy
@@ -109,7 +117,10 @@ def settings(tmp_path_factory) -> list[str]:
 
 @pytest.fixture
 def train(monkeypatch, capsys, settings, tmp_path) -> Callable[..., tuple[Path, str]]:
-    """Whole runs in this process: `train(model, *overrides)` is a run's folder and its output."""
+    """Whole runs in this process: `train(model, *overrides)` is a run's folder and its output.
+
+    With `by_text` rewards differ wherever texts do.
+    """
 
     def run(
         model: Path, *overrides: str, by_text: bool = False, status: int = 0
@@ -148,24 +159,44 @@ def gives_finite_logits(folder: Path) -> bool:
     return bool(model(torch.arange(2, 40)[None]).logits.isfinite().all())
 
 
-# The end of a completion
+def sample_and_check(policy: Policy, *, num_samples: int) -> list[Completion]:
+    """Completions of two prompts, as one list, whose right tokens are trained in a micro-batch.
 
-
-def completions_of(policy: Policy, *, num_samples: int) -> list[Completion]:
+    These are the sampled ones, with the end token and without the padding.
+    """
     groups = sample(policy, PROMPTS, num_samples=num_samples)
-    return [completion for group in groups for completion in group]
+    completions = [completion for group in groups for completion in group]
+    rows = [main.Trajectory([5] * (3 + i % 4), c, "", {}, 0.0) for i, c in enumerate(completions)]
+    training = make_config().training
+    batch = main.make_micro_batch(rows, training, alone(), num_rows=len(rows), num_tokens=1)
+    for row, ids, mask, weights in zip(
+        rows, batch.input_ids, batch.completion_mask, batch.token_weights, strict=True
+    ):
+        length = len(row.prompt_ids + row.completion.token_ids)
+        assert ids[:length].tolist() == row.prompt_ids + row.completion.token_ids
+        assert (ids[length:] == 0).all()
+        assert ids[mask].tolist() == row.completion.token_ids
+        assert ((weights > 0) == mask).all()
+        assert mask.sum() == len(row.completion.token_ids)
+    return completions
+
+
+# The end of a completion
 
 
 @pytest.mark.parametrize("backend", ["grouped", "generate"])
 def test_tokenizer_model_and_generation_config_may_name_other_ends(make_answering, train, backend):
-    """Each of the three ends a completion, and is trained with it."""
+    """Each of the three ends a completion, and is trained with it.
+
+    Chat models end a turn with another token than a text.
+    """
     ends = (0, 7, 12)
     model = make_answering(dict.fromkeys(ends, OFTEN))
     change_json(model / "generation_config.json", eos_token_id=[7])
     change_json(model / "config.json", eos_token_id=12)
 
     policy = make_policy(model, f"sampling.backend={backend}", LENGTH)
-    completions = completions_of(policy, num_samples=40)
+    completions = sample_and_check(policy, num_samples=40)
     for completion in completions:
         assert not set(completion.token_ids[:-1]) & set(ends)
         assert completion.truncated == (completion.token_ids[-1] not in ends)
@@ -186,7 +217,10 @@ def test_tokenizer_model_and_generation_config_may_name_other_ends(make_answerin
     ids=["grpo", "sil"],
 )
 def test_a_run_whose_completions_are_all_empty_goes_on(make_model, train, learning):
-    """The end comes at once, for every question: grpo takes no step of the optimizer."""
+    """The end comes at once, for every question: grpo takes no step of the optimizer.
+
+    sil imitates the best of equals, here to write nothing, which the model is certain of already.
+    """
     model = make_model({0: ALWAYS})
     run, _ = train(model, *learning, "training.num_steps=3")
     first, *rows = rows_of(run)
@@ -224,14 +258,17 @@ def test_completions_that_never_end_are_cut_off_and_skipped_if_wanted(make_answe
 
 
 def test_a_model_may_have_more_embeddings_than_there_are_tokens(make_answering, tokenizer, train):
-    """Qwen2.5 has 151,936 for 151,665 tokens. An id without a token has no text, but is trained."""
+    """Qwen2.5 has 151,936 for 151,665 tokens. An id without a token has no text, but is trained.
+
+    Here such ids are a fifth of all tokens, so that 96 tokens have some, and no 12 are only those.
+    """
     known, rows = len(tokenizer), len(tokenizer) + 27
     biases = dict.fromkeys(range(known, rows), 0.4) | {0: NEVER}
     run, _ = train(make_answering(biases, num_embeddings=rows), by_text=True)
     assert all(row["train/grad_norm"] > 0 for row in rows_of(run)[1:])
     assert len(AutoModelForCausalLM.from_pretrained(run / "best").lm_head.weight) == rows
     policy = make_policy(run / "best", LENGTH)
-    completions = completions_of(policy, num_samples=4)
+    completions = sample_and_check(policy, num_samples=4)
     assert any(token >= known for c in completions for token in c.token_ids)
     for completion in completions:
         with_text = [token for token in completion.token_ids if 0 < token < known]
@@ -300,6 +337,42 @@ def test_tags_control_codes_and_endless_lines_harm_neither_console_nor_files(mak
     obeyed = {c for c in output if not c.isprintable()} - {"\n", "\t"}
     assert not obeyed
     assert len(rows_of(run)) == 3
+
+
+# Prompts
+
+
+def question_of(prompt: str) -> dict:
+    """The question that a prompt asks."""
+    nums, target = re.search(r"numbers \[(.*?)\].*to make (\d+)\.", prompt).groups()
+    return {"nums": [int(number) for number in nums.split(", ")], "target": int(target)}
+
+
+def evaluate_in_batches(model: Path, limit: int) -> tuple[dict, list[dict]]:
+    """Metrics and samples of ten questions with prompts of very different lengths."""
+    overrides = [*SIZES, f"sampling.max_batch_tokens={limit}", "logging.samples=10"]
+    lengths = random.Random(seed()).sample(range(1, 90, 9), 10)
+    asked = [{"nums": [n + 1] * length, "target": n + 1} for n, length in enumerate(lengths)]
+    policy = make_policy(model, *overrides, is_exact=True)
+    run = make_run(policy, make_config(*overrides), questions=asked)
+    metrics, samples = harness.measure(run)
+    assert [question_of(s["prompt"]) for s in samples] == asked
+    return metrics, samples
+
+
+def test_every_reward_is_that_of_its_own_question_after_sorting(make_answering, monkeypatch):
+    """Prompts are sorted by length to be sampled; their order, and so the rewards, must survive.
+
+    The same text earns another reward for another question.
+    """
+    model, how = make_answering(), {"options": countdown.Options(), "num_tokens": 1}
+    graded = by_text(countdown.reward_function)
+    grade_by_text(monkeypatch)
+    metrics, samples = evaluate_in_batches(model, 10**6)
+    assert len({s["completion"] for s in samples}) == 10
+    for s in samples:
+        assert s["reward_parts"] == graded(s["completion"], question_of(s["prompt"]), **how)
+    assert evaluate_in_batches(model, 1) == (metrics, samples)
 
 
 # A model that goes NaN
@@ -391,3 +464,12 @@ def test_an_evaluation_of_a_model_whose_logits_are_nan_says_so_and_fails(make_mo
     model.save_pretrained(folder)
     _, output = train(folder, "mode=evaluate", status=2)
     assert "completions ended at logits that were not finite" in output
+
+
+@pytest.mark.parametrize(("log_prob", "is_broken"), [(-2.0, False), (math.nan, True)])
+def test_a_completion_of_nan_log_probabilities_is_broken_and_not_solved(log_prob, is_broken):
+    log_probs, entropies = np.array([-1.0, log_prob], np.float32), np.ones(2, np.float32)
+    completion = Completion([7, 8], log_probs, entropies, True, is_inserted=np.zeros(2, bool))
+    assert completion.is_broken is is_broken
+    row = main.Trajectory([5], completion, "", {"answer": 1.0}, 1.0)
+    assert row.is_solved is not is_broken

@@ -370,6 +370,14 @@ def test_attention_that_is_not_there_is_named(rotary_model_folder, kernel):
     assert "sdpa" in line
 
 
+@pytest.mark.timeout(20)
+def test_a_config_with_endless_layers_is_refused_at_once(rotary_model_folder, tmp_path):
+    """Bug: the start hung, since the model's shapes are made before its weights are read."""
+    folder = copy_of(rotary_model_folder, tmp_path)
+    change_json(folder / "config.json", num_hidden_layers=1_000_000, layer_types=None)
+    assert "num_hidden_layers" in mistake(folder)
+
+
 def test_weights_that_the_config_leaves_out_are_named(rotary_model_folder, tmp_path):
     """Bug: a config.json with fewer layers than the files made another model without a word."""
     folder = copy_of(rotary_model_folder, tmp_path)

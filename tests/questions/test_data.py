@@ -251,6 +251,14 @@ def test_a_source_that_is_no_file_is_refused_at_once(tmp_path, make):
     assert "rows.jsonl: unknown kind of source" in refusal("countdown", tmp_path / "rows.jsonl")
 
 
+@pytest.mark.timeout(20)
+def test_many_columns_take_no_quadratic_time(tmp_path):
+    names = [f"c{n}" for n in range(100_000)]
+    path = tmp_path / "rows.csv"
+    path.write_text(f"{','.join(names)}\n{','.join(['1'] * len(names))}\n")
+    assert refusal("countdown", path).startswith(f"{path}, row 1: no column nums and target")
+
+
 def test_a_file_that_leaves_no_question_is_named(tmp_path):
     source = write_file(tmp_path / "rows.jsonl", ROWS["gsm8k"])
     one = write_file(tmp_path / "one.jsonl", load("gsm8k", source, num_examples=1))

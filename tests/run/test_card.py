@@ -67,6 +67,14 @@ def test_a_base_and_data_that_are_no_hub_ids_are_in_the_text_alone(tmp_path):
     assert str(tmp_path) not in card
 
 
+def test_no_name_of_a_folder_or_file_ends_its_code_span(tmp_path):
+    """Bug: behind a backtick in its name the rest was Markdown of the card."""
+    model = tmp_path / "a`<b>"
+    model.mkdir()
+    card = card_of(f"model.name={model}", f"task.train={tmp_path}/d`e.jsonl")
+    assert "`a_<b>` (a local model)" in card and "`d_e.jsonl` (a local file)" in card
+
+
 def test_the_text_has_scores_beside_those_without_training_and_the_settings_of_the_recipe():
     """Bug: pass@16 was left out, since its name begins like pass@1."""
     card = card_of(*HUB, "training.kl_coef=0.01", "checkpoint.keep=5")

@@ -223,6 +223,27 @@ def test_a_best_model_that_is_gone_is_replaced_by_the_next(parts, rotary_model_f
     assert all(torch.equal(best[name], last[name]) for name in last)
 
 
+def test_a_best_model_without_its_weights_is_gone_too(parts, rotary_model_folder, data):
+    """Bug: its score alone, in best.json, was reported as the best model's."""
+    (parts / "x/best/model.safetensors").unlink()
+    rates = {"rates": [0.0, 0.0, 0.0, 0.0]}
+    assert "best is gone" in train(parts, rotary_model_folder, *data, THREE, grading=rates)
+    assert (parts / "x/best/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("content", ['{"best": 0.5, "best_st', "", '{"best_step": 1, "note": 2}'])
+def test_a_damaged_best_score_costs_one_line_at_most(parts, rotary_model_folder, data, content):
+    """Bug: the line, `Expecting value`, had no file's name; a key too many was a traceback."""
+    file = parts / "x/best/best.json"
+    file.write_text(content)
+    status, output = train_forked(parts, rotary_model_folder, *data, THREE)
+    assert "Traceback" not in output
+    if "note" in content or not content:
+        assert status == 0 and "resumed after step 2" in output
+    else:
+        assert status == 2 and f"error: {file}: cannot be read" in output
+
+
 def test_the_best_score_is_that_of_the_model_in_best(tmp_path, rotary_model_folder, data):
     """Bug: after a checkpoint was deleted, card and summary told of different models."""
     every = [*data, TWO, "validation.every=1"]

@@ -2,12 +2,14 @@
 
 import json
 import os
+import random
 import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -172,6 +174,28 @@ def test_a_worker_that_talks_nonsense_is_replaced(name: str, make_fake):
     assert ask(worker, "1", "1") is True
 
 
+def test_slow_replies_kills_and_interrupts_never_mix_answers(make_fake):
+    worker, rng = make_fake(HONEST), random.Random(0)
+    lost = answered = 0
+    for i in range(60):
+        gold, prediction = rng.choice("ab"), rng.choice(["a", "b", "a", "b", "a slow"])
+        event = rng.choice(["kill", "interrupt", "none", "none", "none"])
+        if event == "kill" and worker.process:
+            worker.process.kill()
+        if event == "interrupt" and worker.last_id:  # a question asked, its reply never read
+            worker.last_id += 1
+            request = {"id": worker.last_id, "arguments": ["a", "a"], "limit_s": 9}
+            with suppress(OSError):
+                worker.process.stdin.write(json.dumps(request).encode() + b"\n")
+        try:
+            timeout_s = 0.1 if prediction.endswith("slow") else 30.0
+            assert ask(worker, gold, prediction, timeout_s=timeout_s) == (gold == prediction), i
+            answered += 1
+        except WorkerLost:
+            lost += 1
+    assert answered > 20 and lost > 5
+
+
 def test_a_worker_that_dies_during_a_question_loses_only_that_one(make_fake, monkeypatch):
     worker = make_fake('request = sys.stdin.readline(); "d" in request and sys.exit(3)' + HONEST)
     monkeypatch.setattr(grader, "WORKER", worker)
@@ -210,3 +234,12 @@ def test_time_outs_cannot_hold_up_a_step_for_long(make_fake, monkeypatch):
     become_honest(worker)
     worker.forgiven_at -= 10  # as if so many seconds had gone by
     assert grade(r"\boxed{a+99}", "a+b", timeout_s=30) is False, "it was not remembered"
+
+
+def test_a_second_lost_is_forgiven_after_ten(make_fake):
+    worker = make_fake(FAKES["silence"])
+    for lost_s in (0.5, 1.0):
+        start = time.monotonic()
+        with pytest.raises(WorkerLost):
+            ask(worker, "a", "b", timeout_s=0.5)
+        assert worker.forgiven_at - start == pytest.approx(lost_s * FORGIVEN_AFTER, abs=4 * lost_s)

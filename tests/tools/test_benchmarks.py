@@ -1,12 +1,14 @@
 """The benchmarks run."""
 
 import json
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from harness import ROOT, USERS_ENVIRONMENT, read_jsonl
+from PIL import Image, ImageSequence
 from safetensors.torch import load_file
 
 from tools.plot import read_table
@@ -44,6 +46,17 @@ def test_searches_counts_tries_and_equations_and_answers_a_question(tmp_path, py
     assert command == f"`python benchmarks/searches.py {size}`"
     cells = [line.strip("|").split("|") for line in table]
     assert cells[2][0].strip() == "completions" and cells[2][-1].strip() == "8"
+
+
+def test_the_gif_of_readme_is_what_its_command_draws(python, tmp_path):
+    page = (ROOT / "results/README.md").read_text().splitlines()
+    command = next(line for line in page if line.startswith("python benchmarks/think.py"))
+    *arguments, kept = shlex.split(command)[2:]
+    drawn = tmp_path / "think.gif"
+    run_quickly(python, "think.py", *arguments, str(drawn), size="")
+    gifs = [Image.open(path) for path in (ROOT / kept, drawn)]
+    frames, again = ([frame.info["duration"] for frame in ImageSequence.Iterator(g)] for g in gifs)
+    assert frames == again and len(frames) > 20
 
 
 @pytest.mark.parametrize("part", ["correctness", "adapters", "speed", "step"])

@@ -10,10 +10,11 @@ from types import ModuleType
 
 import pytest
 import torch
-from harness import ENVIRONMENT, ROOT, make_config, seed
+from harness import CPU, ENVIRONMENT, ROOT, make_config, seed
 
 import countdown
 from engine.core.config import Config, ConfigError
+from engine.core.distributed import World
 from engine.core.text import printable
 from engine.core.types import Completion, Trajectory
 from engine.model.policy import Policy
@@ -120,6 +121,24 @@ def test_without_the_right_answer_the_answer_is_read_and_not_judged():
     assert known.startswith("reward 1.00  (format 0.00  answer 1.0") and known.endswith(cut_off)
 
 
+def test_on_a_terminal_it_says_what_to_type_what_the_model_knows_and_how_to_leave(
+    monkeypatch, capsys
+):
+    class Terminal(io.TextIOWrapper):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal(io.BytesIO(f"{QUESTION}\n".encode())))
+    monkeypatch.setattr(sys, "argv", ["chat.py", *TINY])
+    chat.main()
+    greeting = capsys.readouterr().out.partition("the prompt is plain text\n")[2].split("\n\n")[0]
+    assert greeting == (
+        f'write the question like this: "{QUESTION}"\n'
+        "the model knows countdown (min_numbers: 3, max_numbers: 4, min_number: 1, max_number: 50,"
+        " min_target: 10, max_target: 99)\nCtrl-D or Ctrl-C ends"
+    )
+
+
 # How it begins and ends
 
 
@@ -197,6 +216,12 @@ def test_a_line_that_is_no_question_costs_a_line_and_the_status(ask):
 
 
 def test_what_cannot_be_asked_is_refused_in_one_line(monkeypatch):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ConfigError, match=r"^2 ranks: start one process"),
+    ):
+        patch.setattr(chat, "init_world", lambda: (World(rank=0, size=2, device=CPU), []))
+        load_tiny()
     monkeypatch.delattr(countdown, "parse_question")
     with pytest.raises(ConfigError, match=r"^task\.name = countdown: it has no parse_question"):
         load_tiny()

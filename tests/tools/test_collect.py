@@ -60,6 +60,7 @@ def test_each_row_solves_a_training_question_and_a_warm_start_takes_it(run, monk
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
+        (["--samples", "0"], "error: --samples, --questions: each must be at least 1"),
         (["task.name=guess"], "error: task.name = guess: its questions or turns stand in no file"),
     ],
 )
