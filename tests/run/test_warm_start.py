@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from harness import (
     NUMBERS,
     assert_same,
@@ -20,6 +21,7 @@ from harness import (
     train_forked,
 )
 from reference import ROUNDING, Recorder, distance, row_log_probs
+from safetensors.torch import load_file
 
 import countdown
 from engine.core.config import ConfigError
@@ -188,11 +190,16 @@ def whole(tmp_path_factory, rotary_model_folder, data) -> tuple[Path, list[str]]
     return folder, overrides
 
 
-def test_it_leaves_its_rows_beside_those_of_rl_and_a_checkpoint(whole):
+def test_it_leaves_its_rows_beside_those_of_rl_and_a_checkpoint(whole, rotary_model_folder):
     run = whole[0] / "x"
     steps = read_jsonl(run / "warm.jsonl")
     assert [some["step"] for some in steps] == [1, 2, 3, 3]
-    assert steps[0]["warm/loss"] > steps[2]["warm/loss"]
+    assert all(some["warm/loss"] > 0 for some in steps[:3])
+    before, after = (
+        load_file(folder / "model.safetensors")
+        for folder in (rotary_model_folder, run / "checkpoints/step-000000")
+    )
+    assert not any(torch.equal(after[name], before[name]) for name in before)
     assert [some["warm/lr"] for some in steps[:3]] == pytest.approx([4e-4, 8e-4, 12e-4])
     assert "eval/pass@1" in steps[3] and "warm/loss" not in steps[3]
     rows = read_rows(run)  # fails where a row is there twice
@@ -202,7 +209,8 @@ def test_it_leaves_its_rows_beside_those_of_rl_and_a_checkpoint(whole):
     assert names == ["step-000002", "step-000001", "step-000000"]
     state = checkpoint.load_state(run / "checkpoints/step-000000")["state"]
     assert state["is_warm"] and state["evaluated_at"] == state["step"] == 0
-    assert state["first"] == rows[0]["eval/pass@1"] != state["last"] == steps[3]["eval/pass@1"]
+    # Of eight samples before and after, as many may be right: the two may be equal.
+    assert state["first"] == rows[0]["eval/pass@1"] and state["last"] == steps[3]["eval/pass@1"]
     assert not checkpoint.load_optimizer_state(run / "checkpoints/step-000000")["state"]
 
 
