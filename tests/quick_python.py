@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -94,6 +95,7 @@ def run(
 ) -> None:
     """What `python ARGUMENTS` does."""
     client.close()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     os.setsid()
     os.chdir(place)
     os.environ.clear()
