@@ -14,13 +14,13 @@ One step of the algorithm (`run_training` is the loop):
        which are imitated; the rest is dropped
     4. loss = -sum of advantage * log-probability over all drawn tokens, divided by a constant
     5. one optimizer step on that loss: what was better than its group's mean becomes more likely
-    6. where it is due an evaluation; the best model is kept
+    6. if one is due, an evaluation; the best model is kept
 
-There is no critic and, with one update per batch, no ratio and no clipping. Whatever decides a
-token, an end, a log-probability, an advantage or a gradient of a default run stands in this file, a
-function below the one that calls it. engine/ has what surrounds that (loading, saving, measuring, a
-cache with room), CUDA graphs for GPUs, and what is off by default, such as shards and other losses.
-The default task is countdown.py; config.yaml explains all keys.
+There is no critic and, with one update per batch, no ratio and no clipping. What decides a token,
+an end, a log-probability, an advantage or a gradient of a default run stands in this file, each
+function below the one that calls it; padding and positions are in engine/core/tensors.py, and the
+reward is the task's (countdown.py). engine/ has what surrounds that, such as a cache with room, and
+what is off by default, such as CUDA graphs, shards and other losses. config.yaml explains the keys.
 
 Shapes: N questions, G completions each, B rows, P longest prompt, T completion tokens, S longest
 prompt with its completion, V vocabulary. Masks are bool, True = keep.
@@ -621,7 +621,7 @@ def update_policy(
             loss = world.sum([loss / world.size]).item()  # the weights carry world.size
             metrics = {"train/loss": loss, "train/grad_norm": grad_norm.item()}
             if policy.loss_scale.was_too_high(*metrics.values()):
-                continue  # float16 alone: it is halved now, and the same update tried again
+                continue  # float16 only: it is halved now, and the same update tried again
             if not all(map(math.isfinite, metrics.values())):
                 break
             optimizer.step()

@@ -107,7 +107,7 @@ LABELS = {
     "answer": "no reward for the form",
     "answer-zscore": "no reward for the form, standard deviation",
     "answer-over-mean": "no reward for the form, over the mean (MaxRL)",
-    "most-varied-half": "only the more varied half of the groups",
+    "most-varied-half": "only the more varied half of each group",
     "fresh-questions": "groups of equals drawn anew (DAPO)",
     "random-reward": "a random reward",
     "length-reward": "a reward for length",

@@ -294,7 +294,7 @@ def draw(curves: dict[str, np.ndarray], file: Path) -> None:
         left.legend(loc="lower right")
         if all(map(len, curves.values())):
             theirs, ours = (curves[side][:, 1, -1].mean() for side in SIDES)
-            title = f"It learns what TRL learns, {theirs / ours:.1f} times as fast"
+            title = f"On 2 CPU cores it learns what TRL learns, {theirs / ours:.1f} times as fast"
             figure.suptitle(title, size=13, weight="bold", x=0.01, ha="left")
         figure.savefig(file, dpi=200)
     print(f"written: {file}")

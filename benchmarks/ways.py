@@ -67,6 +67,14 @@ ROWS = {
         *("warm_start.num_steps=50", "validation.every=10", "training.num_steps=60"),
     ],
 }
+LABELS = {
+    "warm-grpo": "50 steps of imitation, then grpo",
+    "warm-200-grpo": "200 steps of imitation, then grpo",
+    "distill": "distillation",
+    "warm-distill": "50 steps of imitation, then distillation",
+    "distill-mix": "distillation and grpo",
+    "sft": "200 steps of imitation only",
+}
 
 
 def main() -> None:
@@ -207,7 +215,7 @@ def draw(folder: Path, title: str, file: Path) -> None:
                     continue
                 steps, solved = steps[steps >= 0], rates[:, steps >= 0, 0]
                 how = {"color": COLORS[i], "linestyle": DASHES[i % 4], "marker": MARKERS[i % 5]}
-                label = row.removeprefix(f"{kind}-")
+                label = LABELS.get(row.removeprefix(f"{kind}-"), row.removeprefix(f"{kind}-"))
                 axes.plot(steps, solved.mean(axis=0), label=label, markersize=3.5, **how)
                 axes.fill_between(steps, solved.min(0), solved.max(0), color=COLORS[i], alpha=0.18)
             axes.set(title=f"the {kind} student", xlabel="steps of RL", ylim=(0, 1))

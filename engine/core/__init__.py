@@ -1,1 +1,1 @@
-"""What every room uses: types, tensors, ranks, the schema of the config, statistics, files."""
+"""What every package uses: types, tensors, ranks, the schema of the config, statistics, files."""

@@ -120,7 +120,7 @@ class ModelSettings(Section):
 
 
 class TaskSettings(Section):
-    """The questions, and what a good completion earns. A task has keys of its own in this section,
+    """The questions, and how completions are rewarded. A task has keys of its own in this section,
     which stand at its end; remove the # in front of one to set it. Those of another task are
     printed by `python main.py --help task.name=gsm8k`."""
 
@@ -160,11 +160,11 @@ class TaskSettings(Section):
     them. An answer that the task begins, such as "<think>", is still begun. null keeps the task's
     wording."""
     template_options: dict[str, bool | int | float | str] = {}
-    """What the model's chat template is told, such as {enable_thinking: false} for Qwen3 and
+    """Options passed to the model's chat template, such as {enable_thinking: false} for Qwen3 and
     Qwen3.5."""
     template_date: str | None = Field(None, pattern=r"^\d{4}-\d\d-\d\d$")
-    """What a chat template takes for today, such as "2026-11-23". null is the day of the first
-    start."""
+    """The date that a chat template uses as today's, such as "2026-11-23". null is the day of the
+    first start."""
 
     @property
     def code(self) -> str:
@@ -254,7 +254,7 @@ class TrainingSettings(Section):
     learning_rate: Rate = 6.0e-4
     """AdamW's learning rate after the warm-up. A higher one learns faster, until the model
     collapses. Big models need a far lower one: about 1e-6 for 3 billion weights. This one is
-    tiny's: for another model give a rate of its own."""
+    tiny's: set another rate for any other model."""
     muon_learning_rate: Rate = 1.0e-3
     """For muon, the learning rate of the matrices, on the same schedule. A step changes each
     direction of a matrix by about this much, however large the gradient is."""
@@ -425,7 +425,7 @@ class LoggingSettings(Section):
     report_to: Annotated[list[Literal["mlflow", "wandb"]], BeforeValidator(listed)] = []
     """Send metrics, settings and samples to other boards too: mlflow, wandb, or [mlflow, wandb].
     Addresses and credentials come from the environment or a .env file (MLFLOW_TRACKING_URI,
-    WANDB_API_KEY, WANDB_MODE=offline). A board that fails is left with one warning."""
+    WANDB_API_KEY, WANDB_MODE=offline). If a board fails, the run warns once and stops using it."""
     mlflow: bool = False
     """The same as mlflow in report_to."""
     experiment: Text = "plain-grpo"

@@ -88,6 +88,16 @@ def test_a_run_has_the_functions_name_and_each_weighs_1(folder, reward, name, we
     assert (other.name, other.reward, other.reward_weights["format"]) == ("gsm8k", None, 0.1)
 
 
+def test_a_recipe_gives_its_settings_and_not_its_questions(folder):
+    """Its task.eval stayed, whose rows have other columns."""
+    recipe = str(ROOT / "configs/gsm8k-qwen2.5-1.5b-lora.yaml")
+    given = ["task.reward=my_rewards:short", "task.train=rows.jsonl"]
+    config = load_config(["--config", recipe, *given])
+    assert config.model.lora is not None
+    assert config.task.train == config.task.eval == "rows.jsonl"
+    assert load_config(["--config", recipe, *given, "task.eval=b.csv"]).task.eval == "b.csv"
+
+
 def test_solved_is_the_answer_else_the_first_function():
     zeros = np.zeros(1, np.float32)
     completion = Completion([1], zeros, zeros, False, zeros > 0)
