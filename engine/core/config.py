@@ -222,8 +222,9 @@ class TrainingSettings(Section):
     its advantage is log pi_teacher - log pi (on-policy distillation). The reward is only measured,
     and one sample of a question is enough: k_best_of_n: [1, 1]. train/kl is the KL divergence of
     the policy from the teacher."""
-    distill_mix: float = Field(0.0, ge=0, le=1000)
-    """For distill: add this many times grpo's advantage to that of each token."""
+    distill_mix: float | None = Field(None, gt=0, le=1000)
+    """For distill: grpo's advantage with this many times the teacher's added. null is the teacher's
+    only."""
     num_steps: PositiveInt = 20
     """The number of steps."""
     num_epochs: float | None = Field(None, gt=0, le=10_000)
@@ -581,7 +582,7 @@ def impossible_to_train(config: Config, num_ranks: int) -> Iterator[tuple[str, s
         yield "model.teacher", "only distill reads it; write null"
     if is_taught and training.kl_coef > 0:
         yield "training.kl_coef", "the teacher is in the place of the reference; write 0"
-    if n < 2 and (not is_taught or training.distill_mix > 0):
+    if n < 2 and (not is_taught or training.distill_mix is not None):
         yield key, "n must be at least 2, since a sample is judged by its group"
     elif k > n:
         yield key, f"the k best of n cannot be more than n; write [{n}, {n}]"

@@ -223,11 +223,11 @@ def load_table(
     if is_other or (not is_file(source) and source.count("/") != 1):
         raise ValueError(f"{source}: unknown kind of source; give {choices}")
     # JSON that is nested too deeply raises RecursionError.
-    errors = (OSError, ValueError, RecursionError, csv.Error)
+    errors, unreachable = (OSError, ValueError, RecursionError, csv.Error), None
     try:
         if is_file(source) and not is_parquet:
             return read_text_file(path)
-        reach_hub(source, None, kind="dataset")
+        unreachable = reach_hub(source, None, kind="dataset")
         import datasets  # takes a second, so only where it is needed
 
         datasets.disable_progress_bars()  # they would fill a log file
@@ -237,7 +237,7 @@ def load_table(
         else:
             table = datasets.load_dataset(source, hub_config, split=hub_split)
     except errors as error:
-        reason = str(error.__cause__ or error).strip().split("\n")[0]
+        reason = str(unreachable or error.__cause__ or error).strip().split("\n")[0]
         raise ValueError(f"{source}: cannot be loaded ({reason}); give {choices}") from error
     shared = [name for name in columns if name in table.column_names]
     return table.select_columns(shared or table.column_names).to_list()

@@ -6,6 +6,7 @@ log_extra, log_metric and environments are not passed.
 
 import copy
 import functools
+import inspect
 import json
 import re
 from collections.abc import Callable
@@ -42,6 +43,11 @@ def make_task(file: Path, *names: str) -> "RewardTask":
     functions = {name: getattr(module, name, None) for name in names}
     if missing := [name for name, function in functions.items() if not callable(function)]:
         raise ConfigError([f"{file}: {name} is no function of this file" for name in missing])
+    for name, function in functions.items():
+        kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+        if inspect.iscoroutinefunction(function) or inspect.Parameter.VAR_KEYWORD not in kinds:
+            form = f"def {name}(completions, **kwargs), without async: every column comes by name"
+            raise ConfigError([f"{place(str(file), function=function)}: write {form}"])
     return RewardTask(str(file), functions)
 
 

@@ -90,7 +90,8 @@ def load_policy(
 
     The trained weights are fp32. Their arithmetic is bf16 on a GPU (float16 on one without bf16),
     fp32 on a CPU, or what `compute_dtype` says. In 16 bits a copy samples, refreshed every step;
-    with sampling.backend=vllm that copy is vLLM's.
+    with sampling.backend=vllm that copy is vLLM's, which samples in evaluations too. The loss scale
+    follows the compute dtype all the same, and tools.chat samples by transformers.
     `make_batch` is main.py's DecodeBatch, whose decoding is tried out here.
     """
     # Of the hub's generation_config the end tokens stay, in best/ too; all else is emptied here.

@@ -79,6 +79,9 @@ def crashes_name_the_fix(folder: Path) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
+        if "by peer" in str(error):  # gloo's words, where the other rank has said why
+            print("this rank ends too, since another one has ended", file=sys.stderr)
+            sys.exit(1)
         if not is_out_of_memory(error):
             raise
         raise RuntimeError(

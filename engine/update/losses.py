@@ -33,7 +33,8 @@ def apply_options(
     advantages = batch.advantages[:, None]  # (B, 1)
     if training.learning_type == "distill":
         teaching = batch.ref_log_probs - batch.old_log_probs  # (B, S)
-        advantages = teaching + training.distill_mix * advantages
+        mix = training.distill_mix
+        advantages = teaching if mix is None else advantages + mix * teaching
         token_loss = -advantages * log_probs
         measured = {"train/kl": -teaching} if is_first else {}
     if training.policy_loss == "dppo":

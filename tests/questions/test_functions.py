@@ -226,6 +226,12 @@ ONE_LINE = [
     ("import no_such_module", "f", "line 1: ModuleNotFoundError: No module named 'no_such_module'"),
     ("x = 1\n1 / 0", "f", "line 2: ZeroDivisionError: division by zero"),
     ("g = 1", "f", "f is no function of this file"),
+    (
+        "def f(completions, a): pass",
+        "f",
+        "line 1: write def f(completions, **kwargs), without async",
+    ),
+    ("async def f(completions, **kwargs): pass", "f", "line 1: write def f(completions, **kwargs)"),
 ]
 NUMBERS = "line 1: f must return a list of 1 finite numbers, one a completion"
 AT_A_QUESTION = [

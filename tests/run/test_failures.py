@@ -456,7 +456,8 @@ def test_a_reward_that_is_no_number_ends_all_ranks_with_a_line(
     assert status != 0
     (found,) = (line for line in errors.splitlines() if line.startswith("error: "))
     assert found.startswith(f"error: {ROOT}/{line}")
-    assert " question {'nums': [" in found and "in sample_trajectories" not in errors
+    assert " question {'nums': [" in found
+    assert "in sample_trajectories" not in errors and "by peer" not in errors  # of either rank
 
 
 @pytest.mark.timeout(120)

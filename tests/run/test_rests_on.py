@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from engine.core.config import Config, ConfigError
 from engine.core.distributed import World
 from engine.core.hub import reach_hub
-from engine.questions.data import QuestionStream
+from engine.questions.data import QuestionStream, load_table
 from engine.run.fingerprint import BLOCK, NUM_BLOCKS, commit_of, of_model, of_questions
 from engine.run.load import pin, run_folder
 from engine.run.saving import write_config
@@ -155,6 +155,7 @@ def test_a_hub_out_of_reach_is_asked_once(tmp_path, hub, monkeypatch, status):
     else:
         threading.Thread(target=server.serve_forever, daemon=True).start()
     constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "ENDPOINT", address)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     line = r"^model.name = a/no: cannot be used: no such folder in .*; and from the hub: .* reached"
@@ -165,7 +166,9 @@ def test_a_hub_out_of_reach_is_asked_once(tmp_path, hub, monkeypatch, status):
             assert commit_of(name, None) == "1" * 40
     reach_hub.cache_clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    reach_hub("a/rows", None, kind="dataset")
+    hub_columns = {"columns": [], "choices": "a file", "hub_config": None, "hub_split": "train"}
+    with pytest.raises(ValueError, match=rf"^a/rows: cannot be loaded \({address}.* reached: .*\)"):
+        load_table("a/rows", **hub_columns)
     assert constants.HF_HUB_OFFLINE  # which datasets reads when it is imported
     assert len(asked) == (0 if status is None else 3)
     if status:

@@ -26,6 +26,7 @@ from harness import (
     save_random,
     tokens_of,
     train,
+    train_forked,
 )
 from transformers import (
     OpenAIGPTConfig,
@@ -234,9 +235,10 @@ def test_there_is_no_16_bit_copy_beside_vllms_bf16_one():
     assert all(p.dtype == torch.float32 for p in policy.model.parameters())
 
 
-def test_a_calculator_writes_what_it_writes_into_groupeds_completions(folders):
-    _, _, ours = test_calculator_tool.sample(folders["gsm8k"])
-    _, _, theirs = test_calculator_tool.sample(folders["gsm8k"], *VLLM, backend="vllm")
+@pytest.mark.parametrize("style", test_calculator_tool.STYLES)
+def test_a_calculator_writes_what_it_writes_into_groupeds_completions(folders, style):
+    _, _, ours = test_calculator_tool.sample(folders[style])
+    _, _, theirs = test_calculator_tool.sample(folders[style], *VLLM, backend="vllm")
     assert any(completion.is_inserted.any() for completion in theirs)
     assert_same(ours, theirs)
 
@@ -261,14 +263,16 @@ def assert_same(ours: list[Completion], theirs: list[Completion]) -> None:
     assert numbers_differ_by(ours, theirs) < ROUNDING
 
 
-def test_two_ranks_go_on_with_the_weights_at_which_they_were_stopped(tmp_path):
+def test_two_ranks_go_on_with_the_weights_at_which_one_was_killed(tmp_path):
     """What is equal after a resume: data, seeds and weights, which vLLM has to get too."""
-    settings = (*VLLM, "validation.every=10", "training.num_steps=")
-    train(tmp_path, ROOT / "tiny", *settings[:-1], settings[-1] + "1", num_ranks=2)
-    output = train(tmp_path, ROOT / "tiny", *settings[:-1], settings[-1] + "2", num_ranks=2)
-    assert "resumed after step 1" in output
+    settings = (*VLLM, "validation.every=10", "checkpoint.every=1", "training.num_steps=3")
+    fault = {"do": "kill", "saves": 1, "delay_s": 0.1}
+    status, _ = train_forked(tmp_path, ROOT / "tiny", *settings, num_ranks=2, fault=fault)
+    assert status != 0
+    output = train(tmp_path, ROOT / "tiny", *settings, num_ranks=2)
+    assert "resumed after step" in output
     assert "Traceback" not in output  # at exit vLLM's own clean-up found no process group
-    assert_on_policy(tmp_path / "x", num_steps=2)
+    assert_on_policy(tmp_path / "x", num_steps=3)
 
 
 def test_two_ranks_give_vllm_the_weights_of_all_their_shards(tmp_path):
