@@ -20,7 +20,9 @@ the functions with the arguments that they have here:
 
 tasks/gsm8k.py shows two more optional names, HUB and is_lenient_solved, tasks/math500.py a third,
 PACKAGES. A task whose questions come in another way defines load_examples in place of EXAMPLE_ROW,
-parse_row and question_key; load_examples in engine/questions/data.py shows its arguments.
+parse_row and question_key; load_examples in engine/questions/data.py shows its arguments. A task
+needs two names of engine/: Section, the base of Options, and is_in_split, for questions that it
+generates. This one shares the calculator's exact arithmetic too.
 
 A model can write anything. So a grader must never run its text as code, must never raise, and must
 be fast: it takes time linear in the length of the text.

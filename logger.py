@@ -4,8 +4,9 @@ Every rank makes a `Logger` and calls it in the same way; only rank 0 prints and
 
     metrics.jsonl    one object per step, and after it one per evaluation, which has the step too; a
                      value that is not finite is null (JSON has no NaN)
-    metrics.csv      the same in columns: a metric that a row lacks is an empty cell, null is nan.
-                     It is made anew from metrics.jsonl at a metric's first row, and at a resume
+    metrics.csv      the same in columns, one row a step: a metric that it lacks is an empty cell,
+                     null is nan. Made anew from metrics.jsonl at an evaluation, a new metric and a
+                     resume
     samples.jsonl    one sample per line: step, prompt, completion, reward, gold answer and others
     rollouts.jsonl   a few groups of a step with their tokens: engine/report/completions.py
     mlflow_run_id    the id of this run in MLflow, where a resumed run continues it; wandb_run_id
@@ -126,13 +127,13 @@ class Logger:
         return tqdm(None, description, total, False, unit=unit, dynamic_ncols=True, disable=is_off)
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Append one row to metrics.jsonl and metrics.csv."""
+        """Append one row to metrics.jsonl, and its metrics to metrics.csv."""
         if self.folder is None:
             return
         values = {name: float(value) for name, value in metrics.items()}
         line = json_line({"step": step} | values)
         append_durably(self.folder / "metrics.jsonl", line)
-        if metrics.keys() <= set(self.columns):
+        if metrics.keys() <= set(self.columns) and not is_evaluation(metrics):
             append_durably(self.folder / "metrics.csv", self._csv_line(json.loads(line)))
         else:
             self._write_table()
@@ -142,9 +143,12 @@ class Logger:
 
     def _write_table(self) -> None:
         """Write metrics.csv with a column for each metric that is in metrics.jsonl by now."""
-        rows = read_lines(self.folder / "metrics.jsonl")
-        self.columns = list(dict.fromkeys(["step", *(name for row in rows for name in row)]))
-        table = [",".join(self.columns) + "\n", *map(self._csv_line, rows)]
+        rows: dict[int, dict[str, Any]] = {}  # a step's and its evaluation's are one
+        for row in read_lines(self.folder / "metrics.jsonl"):
+            rows[row["step"]] = rows.get(row["step"], {}) | row
+        names = (name for row in rows.values() for name in row)
+        self.columns = list(dict.fromkeys(["step", *names]))
+        table = [",".join(self.columns) + "\n", *map(self._csv_line, rows.values())]
         write_atomically(self.folder / "metrics.csv", "".join(table))
 
     def _csv_line(self, row: dict[str, Any]) -> str:

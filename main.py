@@ -257,7 +257,7 @@ class DecodeBatch:
     """Rows that are decoded together: each step draws one more token of every row.
 
     The prompts fill the first P columns, padded on the left; each step fills the next column. It
-    changes tensors in place and none of them in shape; only `select` makes new ones.
+    changes tensors in place, for captured graphs (see `write`); only `select` makes new ones.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
     python benchmarks/equality.py TREE_A TREE_B                        # every configuration
     python benchmarks/equality.py A B --only default sil --out FILE.md
-    python benchmarks/equality.py A B --set-b SMALL_LOGITS_BYTES=0     # a constant of tree B
+    python benchmarks/equality.py A B --set-b MAX_LOGITS_BYTES=0       # a constant of tree B
     python benchmarks/equality.py A B --first-gradient                 # up to rounding
 
 Each configuration is a short run of main.py, in a process of its own for each tree, one thread a

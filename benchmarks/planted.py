@@ -70,6 +70,13 @@ BUGS = [
         "test_an_exception_leaves_the_last_checkpoint_and_the_run_goes_on_bit_for_bit",
     ),
     Bug(
+        "the KL reference made of the checkpoint",
+        r"( +)resume\(run\)\n",
+        r"\1resume(run)\n\1from engine.model.policy import make_reference\n"
+        r"\1policy.reference = make_reference(policy.scorer, policy, lora=None)\n",
+        "test_a_resumed_run_is_held_near_the_model_that_it_started_from",
+    ),
+    Bug(
         "top-p applied before the temperature",
         r"keep_likeliest\(probs, params\.top_p, params\.top_k\)",
         r"probs * (keep_likeliest((logits * params.temperature).softmax(dim=-1), params.top_p, "

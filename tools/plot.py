@@ -185,8 +185,15 @@ def main() -> None:
         groups = group_seeds([read_table(path.expanduser()) for path in options.paths])
         out.parent.mkdir(parents=True, exist_ok=True)
         with style.context(STYLE, after_reset=True):
-            shown = {"panels": panels, "title": options.title, "over": options.over}
-            figure = make_figure(groups, window=options.smooth, **shown)
+            figure = make_figure(
+                groups,
+                window=options.smooth,
+                panels=panels,
+                title=options.title,
+                over=options.over,
+            )
+            for file in (png, svg):
+                file.unlink(missing_ok=True)  # a link there may lead to somebody's file
             figure.savefig(png, dpi=200)
             figure.savefig(svg, metadata={"Date": None})  # so that equal pictures are equal files
     except (ValueError, OSError) as error:

@@ -65,9 +65,13 @@ class RunSettings(Section):
 
 class LoraSettings(Section):
     r: int = Field(8, gt=0, le=4096)
+    """The rank of the two matrices."""
     alpha: Count = 32
+    """Their product is scaled by alpha / r."""
     dropout: Fraction = 0.0
+    """The share of their inputs that the update leaves out."""
     target_modules: Literal["all-linear"] | Texts = "all-linear"
+    """The layers that get them."""
 
 
 class ModelSettings(Section):

@@ -182,9 +182,10 @@ def load_examples(
     if hasattr(task, "load_examples"):  # the task has its own way to load
         load = functools.partial(task.load_examples, source, held_out=held_out)
     if load is not None:
-        asked = {"num_examples": num_examples, "seed": seed, "exclude": exclude}
         with naming_mistakes(task.__file__, load, split, passes=ValueError):  # what it says itself
-            rows = load(split, options=options, **asked)
+            rows = load(
+                split, options=options, num_examples=num_examples, seed=seed, exclude=exclude
+            )
     else:
         hub = getattr(task, "HUB", Hub())
         is_divided = held_out and (hub.divides_train or is_file(source))

@@ -60,7 +60,7 @@ def naming_mistakes(
         yield
     except passes:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # an exit would end the run as if all were well
         where = place(file, error=error, function=function)
         problem = f"{getattr(function, '__name__', 'it')} raised {type(error).__name__}: {error}"
         raise RewardError(f"{where}: {problem}: question {question!r:.200}") from error

@@ -16,7 +16,8 @@ Sampling and the update have computed all these numbers anyway. One line is one 
 
 The update makes a sampled token likelier if advantage * weight is above 0, and less likely below 0.
 This product is minus the derivative of the loss by the token's log-probability in the first pass,
-without a KL penalty and before training.tis_clip.
+without a KL penalty and before training.tis_clip. samples.jsonl is another file, for people and
+boards: a completion as text, without these numbers, of every evaluation too.
 """
 
 import numpy as np

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.core.config import Config, dotted_values, run_name
 from engine.core.yaml_text import show
 from engine.questions.data import is_file
-from engine.questions.prompts import render_prompts
+from engine.questions.prompts import encode_prompts, render_prompts
 from engine.run.state import PASS_AT_1, Run
 
 # Stand in the card's text, so not in the recipe; the date stands in the prompt, if anywhere.
@@ -34,6 +34,11 @@ def model_card(run: Run, measured: dict[str, float]) -> str:
     (prompt,), add_special_tokens = render_prompts(
         run.validation_questions[:1], task=run.task, options=config.task, tokenizer=tokenizer
     )
+    (ids,) = encode_prompts(
+        run.validation_questions[:1], task=run.task, options=config.task, tokenizer=tokenizer
+    )
+    if tokenizer.encode(prompt, add_special_tokens=add_special_tokens) != ids:
+        prompt, add_special_tokens = tokenizer.decode(ids), False  # it would add an end token too
     after = [measured[key] for key in PASS_AT_1]
     scores = {"this model, before training": after}
     if step > 0 or run.state.is_warm:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from torch import nn
 
 from engine.core.config import Config, check_same_run, differences, dotted_values, run_name
@@ -63,7 +63,8 @@ def resume(run: Run) -> None:
         return
     for key in check_same_run(saved.config, config, run.rests_on):
         run.logger.warning(f"{key} has changed: from here on no longer bit for bit the same")
-    before, training = saved.config["training.num_steps"], config.training
+    training = config.training
+    before = saved.config.get("training.num_steps", training.num_steps)
     if before != training.num_steps and training.lr_schedule != "constant":
         rate = f"{learning_rate_at(saved.state.step + 1, training):.1e}"
         change = f"training.num_steps was {before} and is {training.num_steps}"
@@ -100,9 +101,11 @@ def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
     if known != asdict(run.state).keys():
         fix = "go on with that one, or set run.name to start another run"
         raise ValueError(f"{folder} was saved by another version of this program: {fix}")
+    if saved.state.evaluated_at >= 0 and None in (saved.state.first, saved.state.last):
+        raise ValueError(f"{folder}/training_state/state.json: was edited: it lacks a score")
     is_there, score = any(best.glob("*.safetensors")), best / "best.json"
     if is_there and score.is_file():  # it may be newer than the checkpoint
-        kept = checked(dict[str, float], read_file(score), score)  # JSON is YAML too
+        kept = checked(dict[str, FiniteFloat], read_file(score), score)  # JSON is YAML too
         saved.state.best = kept.get("best", saved.state.best)
         saved.state.best_step = int(kept.get("best_step", saved.state.best_step))
     elif saved.state.best is not None and not is_there:

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any, TextIO
 
 import torch
+from pydantic import NonNegativeInt
 from torch import nn
 
 from engine.core.config import Config, ConfigError
@@ -25,8 +26,8 @@ PASS_AT_1 = ("eval/pass@1", "eval/pass@1_low", "eval/pass@1_high")  # with its 9
 class State:
     """Where a run is: what a checkpoint holds beside the weights and the optimizer."""
 
-    step: int = 0
-    position: int = 0  # of the stream: training questions walked so far, over all ranks
+    step: NonNegativeInt = 0
+    position: NonNegativeInt = 0  # of the stream: training questions walked so far, over all ranks
     untrained: list[float] = field(default_factory=list)  # eval/pass@1 and the ends of its interval
     first: float | None = None  # the metric of validation.best_by before training
     last: float | None = None  # the same at the last evaluation
@@ -149,7 +150,7 @@ def summary(run: Run) -> str:
     metric = run.config.validation.best_metric.removeprefix("eval/")
     scores = f"{metric} {state.first:.3f} at the start, {state.last:.3f} after step {state.step}"
     if state.best is None:
-        return f"{scores}; no model could be saved in {best}"
+        return f"{scores}; there is no model in {best}"
     needs = ", with peft" if run.config.model.lora is not None else ""
     is_own_task = run.config.task.code not in built_in_tasks()  # its code must be asked for
     settings = f" --config {run.folder / 'config.yaml'}" if is_own_task else ""

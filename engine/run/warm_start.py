@@ -43,8 +43,9 @@ def read_answers(task: ModuleType, config: Config) -> list[dict]:
     row = task.EXAMPLE_ROW and task.EXAMPLE_ROW | {"completion": "..."}  # {} is every column
     parse = functools.partial(parse_answer, task)
     form = SimpleNamespace(EXAMPLE_ROW=row, parse_row=parse, __file__=task.__file__)
-    hub = {"hub_config": None, "hub_split": "train"}
-    table = load_table(source, columns=[*row], choices=FILE_OR_HUB, **hub)
+    table = load_table(
+        source, columns=[*row], choices=FILE_OR_HUB, hub_config=None, hub_split="train"
+    )
     rows = [*read_rows(table, source=source, task=form, options=config.task)]
     if not rows:  # else the run would go on without its warm start
         raise ValueError(f"{source}: has no rows, so there is nothing to imitate")

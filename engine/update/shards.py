@@ -97,9 +97,11 @@ def save_parts(
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {})
         part |= {name: parameter} | {f"{name}/{key}": value for key, value in state.items()}
+    file = folder / PART.format(world.rank)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / PART.format(world.rank)
+        if folder.is_symlink() or file.is_symlink():
+            raise OSError("a link stands there, which may lead to somebody's file")
         save_file({name: local(tensor).cpu().contiguous() for name, tensor in part.items()}, file)
         sync(file)
     except (OSError, SafetensorError):  # such as a full disk

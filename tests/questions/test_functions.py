@@ -236,6 +236,7 @@ ONE_LINE = [
 NUMBERS = "line 1: f must return a list of 1 finite numbers, one a completion"
 AT_A_QUESTION = [
     ("\n    return [kwargs['gold']]", "line 2: f raised KeyError: 'gold': "),
+    ("\n    raise SystemExit(0)", "line 2: f raised SystemExit: 0"),
     ("\n    return [\n        int('x')]", "line 3: f raised ValueError: invalid literal for int"),
     *((f" return {value}", f"{NUMBERS}, not {value}: ") for value in ("1.0", "[1, 2]", "[None]")),
     (" return [float('nan')]", f"{NUMBERS}, not [nan]: "),

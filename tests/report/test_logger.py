@@ -130,16 +130,18 @@ def test_a_step_is_a_json_line_and_a_csv_row_whose_columns_grow(tmp_path):
     log.log_metrics(0, {"eval/pass@1": 0.25})
     log.log_metrics(1, {"train/reward": 1 / 3, "train/loss": -2})
     log.log_metrics(2, {"train/loss": -3})
+    log.log_metrics(2, {"eval/pass@1": 0.5})
     assert (tmp_path / "runs/a/metrics.jsonl").read_text().splitlines() == [
         '{"step": 0, "eval/pass@1": 0.25}',
         '{"step": 1, "train/reward": 0.3333333333333333, "train/loss": -2.0}',
         '{"step": 2, "train/loss": -3.0}',
+        '{"step": 2, "eval/pass@1": 0.5}',
     ]
     assert (tmp_path / "runs/a/metrics.csv").read_text().splitlines() == [
         "step,eval/pass@1,train/reward,train/loss",
         "0,0.25,,",
         "1,,0.3333333333333333,-2.0",
-        "2,,,-3.0",
+        "2,0.5,,-3.0",
     ]
 
 

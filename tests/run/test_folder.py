@@ -274,7 +274,10 @@ def test_a_checkpoint_of_another_version_is_named(parts, rotary_model_folder, da
         ("checkpoints/last/training_state/state.json", '"step": 2', '"step": []'),
         ("checkpoints/last/training_state/state.json", '"config"', '"konfig"'),
         ("checkpoints/last/training_state/state.json", '"num_ranks": 1', '"num_ranks": ""'),
+        ("checkpoints/last/training_state/state.json", '"position": ', '"position": -'),
+        ("checkpoints/last/training_state/state.json", '"first": ', '"first": null, "last": '),
         ("best/best.json", '"best": ', '"best": "high", "was": '),
+        ("best/best.json", '"best_step": ', '"best_step": 1e999, "was": '),
     ],
 )
 def test_a_state_edited_by_hand_is_one_line(

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import make_policy, run_on_ranks, seed
+from harness import assert_resumes, make_policy, read_rows, run_on_ranks, seed
 from reference import (
     ALL_TOGETHER,
     EASY,
@@ -168,6 +168,14 @@ def test_a_reference_scores_in_blocks_where_the_policy_does(rotary_model_folder,
         assert policy.scorer.in_blocks == policy.reference.in_blocks == (limit == 0)
         gradients.append(recorded(policy, make_groups(config, EASY, EQUAL, HARD), config)[0])
     assert distance(*gradients) <= ROUNDING
+
+
+def test_a_resumed_run_is_held_near_the_model_that_it_started_from(
+    tmp_path, rotary_model_folder, data
+):
+    """The reference is made before the checkpoint is loaded, not of the checkpoint."""
+    run = assert_resumes(tmp_path, rotary_model_folder, KL, "training.learning_rate=0.01", *data)
+    assert all(row["train/kl"] > 0 for row in read_rows(run)[2:])
 
 
 def test_without_a_penalty_there_is_no_reference_and_no_metric(rotary_model_folder):

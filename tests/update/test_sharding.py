@@ -170,6 +170,18 @@ def test_ten_updates_of_a_sharded_model_give_the_weights_of_ddp(rotary_model_fol
         assert measured == pytest.approx(num_bytes, rel=0.04)
 
 
+def test_a_part_is_not_written_through_a_link(rotary_model_folder, tmp_path):
+    """Bug: the file at its end was overwritten, and moved away."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "part-00000.safetensors").write_text("precious")
+    (tmp_path / "step").symlink_to(mine)
+    policy = make_policy(rotary_model_folder)
+    optimizer = make_optimizer(policy.model, make_config())
+    assert save_parts(policy.model, optimizer, tmp_path / "step", alone()) == 1
+    assert (mine / "part-00000.safetensors").read_text() == "precious"
+
+
 # Whole runs
 
 
