@@ -166,7 +166,7 @@ def check_optimizers(setting: Setting, names: tuple[str, ...] = ("adamw", "muon"
     for name in names:
         config = load_config(["--config", os.devnull, f"training.optimizer={name}"])
         model = random_model(setting.few_layers, setting.device)
-        optimizer = make_optimizer(model, config)
+        optimizer = make_optimizer(model, config.training)
         step_by_made_up_gradient(model, optimizer)
         weights = [p.detach().clone() for p in model.parameters()]
         with tempfile.NamedTemporaryFile() as file:
@@ -175,7 +175,7 @@ def check_optimizers(setting: Setting, names: tuple[str, ...] = ("adamw", "muon"
             expected = [p.detach().clone() for p in model.parameters()]
             for parameter, before in zip(model.parameters(), weights, strict=True):
                 parameter.data.copy_(before)
-            again = make_optimizer(model, config)
+            again = make_optimizer(model, config.training)
             again.load_state_dict(torch.load(file.name, weights_only=True))
         step_by_made_up_gradient(model, again)
         pairs = list(zip(expected, model.parameters(), strict=True))

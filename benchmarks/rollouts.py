@@ -403,7 +403,7 @@ def random_model(shape: dict[str, int], device: torch.device) -> nn.Module:
 
 def random_workload(model: nn.Module, size: Size) -> Workload:
     """Prompts of random tokens, for completions that end as `end_rates` says."""
-    backend = choose_backend(load_config(["--config", os.devnull]), model, DecodeBatch, print)
+    backend = choose_backend("grouped", model, DecodeBatch, print)
     rng = np.random.default_rng(0)
     prompts = rng.integers(2, model.config.vocab_size, (size.questions, PROMPT_TOKENS)).tolist()
     rates = end_rates(size.max_new_tokens).to(model.device)

@@ -51,7 +51,7 @@ class Step:
         policy = Policy(model, sampler, None, params, torch.bfloat16, scorer)
         world = World(rank=0, size=1, device=device)
         self.run = Run(config, world, Logger(rank=1), Path(), None, policy, [])
-        self.run.optimizer = make_optimizer(model, config)
+        self.run.optimizer = make_optimizer(model, config.training)
         self.rng = np.random.default_rng(0)
 
     def rollout(self) -> None:

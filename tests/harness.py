@@ -276,7 +276,7 @@ def make_run(
         policy=policy,
         validation_questions=questions or [],
     )
-    run.optimizer = optimizer or make_optimizer(policy.model, config)
+    run.optimizer = optimizer or make_optimizer(policy.model, config.training)
     return run
 
 

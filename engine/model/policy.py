@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from engine.core.config import Config, LoraSettings
+from engine.core.config import Config, LoraSettings, ModelSettings
 from engine.core.tensors import autocast
 from engine.core.types import Log, SamplingParams
 from engine.model.adapters import score_without_adapter
@@ -69,10 +69,10 @@ class Policy:
             copied.copy_(whole(weights, copied.dtype))
 
 
-def choose_compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+def choose_compute_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
     """bf16 on a GPU that has it, else float16, and fp32 elsewhere, unless the config names one."""
-    if config.model.compute_dtype != "auto":
-        return getattr(torch, config.model.compute_dtype)
+    if settings.compute_dtype != "auto":
+        return getattr(torch, settings.compute_dtype)
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.bfloat16
     return torch.float16 if device.type == "cuda" else torch.float32
@@ -140,14 +140,14 @@ def sampling_params(
 
 
 def choose_backend(
-    config: Config, sampler: nn.Module, make_batch: Callable[..., object], log: Log
+    backend: str, sampler: nn.Module, make_batch: Callable[..., object], log: Log
 ) -> str:
     """The backend that the config asks for or, if this model does not support it, a slower one.
 
     On a GPU `grouped` becomes `captured`: its decode step is replayed as a CUDA graph.
     """
-    if config.sampling.backend in ("generate", "vllm"):
-        return config.sampling.backend
+    if backend in ("generate", "vllm"):
+        return backend
     if not supports_grouped(sampler, make_batch):
         log("this model's cache cannot be shared by a group: sampling.backend=generate")
         return "generate"

@@ -75,7 +75,7 @@ def load_run(
     check_environment(task, config, policy.tokenizer, validation[0])
     if is_training:
         load_answers(run, rows)
-        run.optimizer = make_optimizer(policy.model, config)
+        run.optimizer = make_optimizer(policy.model, config.training)
         check_room(run)
         resume(run)
         order_ddp_buckets(policy.scorer, world.device)
@@ -98,7 +98,7 @@ def load_policy(
     model, tokenizer, eos_ids, compute_dtype = load_model_and_tokenizer(
         config,
         device=world.device,
-        compute_dtype=choose_compute_dtype(config, world.device),
+        compute_dtype=choose_compute_dtype(config.model, world.device),
         log=log,
     )
     if config.sampling.backend == "vllm":
@@ -115,7 +115,7 @@ def load_policy(
             config, tokenizer, device=world.device, compute_dtype=compute_dtype, log=log
         )
     with policy.autocast():
-        policy.backend = choose_backend(config, sampler, make_batch, log)
+        policy.backend = choose_backend(config.sampling.backend, sampler, make_batch, log)
     return policy
 
 

@@ -116,7 +116,7 @@ def warm_start(run: Run, make_micro_batches: Callable, update_policy: Callable) 
     """
     world, logger, config = run.world, run.logger, imitating(run.config)
     training, policy = config.training, run.policy
-    optimizer = make_optimizer(policy.model, config)
+    optimizer = make_optimizer(policy.model, config.training)
     per_rank, position = config.questions_per_rank(world.size), 0
     answers = QuestionStream(run.answers, training.seed, True, lambda answer: 0, 0, logger.info)
     for step in range(1, training.num_steps + 1):
@@ -135,7 +135,7 @@ def warm_start(run: Run, make_micro_batches: Callable, update_policy: Callable) 
             raise FloatingPointError(f"warm start, step {step}: {problem}")
         if world.should_stop:
             return False
-    run.optimizer = make_optimizer(policy.model, run.config)
+    run.optimizer = make_optimizer(policy.model, run.config.training)
     run.state.is_warm, run.state.evaluated_at = True, -1
     return True
 

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from engine.core.config import Config, TrainingSettings
+from engine.core.config import TrainingSettings
 from engine.core.packages import import_package
 
 
-def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, training: TrainingSettings) -> torch.optim.Optimizer:
     """AdamW for all trainable weights, or Muon for the blocks' matrices and AdamW for the rest.
 
     Weight decay is on matrices and embeddings only. A group's learning rate is the schedule's times
     `lr_scale`. Raises ValueError if the package for 8-bit averages is missing.
     """
-    training, rate = config.training, config.training.learning_rate
     others, matrices, embeddings = [p for p in model.parameters() if p.requires_grad], [], []
+    rate = training.learning_rate
     if training.optimizer == "muon":  # a head that shares the embeddings' weight is one of them
         tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         embeddings = [p for p in others if id(p) in tables]

@@ -123,7 +123,7 @@ def test_each_linear_layer_but_the_head_has_an_adapter_in_fp32(model_folder):
     assert names == {f"{name}.lora_{ab}.default.weight" for name in linear for ab in "AB"}
     assert {parameters[name].dtype for name in names} == {torch.float32}
     assert {p.dtype for name, p in parameters.items() if name not in names} == {torch.bfloat16}
-    (group,) = make_optimizer(policy.model, make_config()).param_groups
+    (group,) = make_optimizer(policy.model, make_config().training).param_groups
     assert {*map(id, group["params"])} == {id(parameters[name]) for name in names}
 
 

@@ -89,7 +89,7 @@ def test_weights_and_adamw_moments_are_fp32_though_the_folder_holds_bf16(
     parameters = list(policy.model.parameters())
     assert {p.dtype for p in parameters} == {torch.float32}
     before = [p.detach().clone() for p in parameters]
-    optimizer = make_optimizer(policy.model, make_config(learning_rate))
+    optimizer = make_optimizer(policy.model, make_config(learning_rate).training)
     log_probs, mask = score(policy, PROMPTS, COMPLETIONS)
     log_probs[mask].sum().backward()
     optimizer.step()

@@ -132,7 +132,7 @@ def test_nanochats_turns_logits_and_optimizer_are_its_sources(nanochat_folder, m
     assert set(policy.tokenizer.encode("<|assistant_end|><|bos|>")) < set(policy.params.eos_ids)
     assert policy.params.calculator is not None
     assert not policy.scorer.in_blocks  # the head alone would score as if there were no cap
-    *adamw, muon = make_optimizer(policy.model, config).param_groups
+    *adamw, muon = make_optimizer(policy.model, config.training).param_groups
     assert len(muon["params"]) == 2 * 6
     assert (muon["momentum"], muon["nesterov"], muon["ns_steps"]) == (0.95, True, 5)
     assert {(group["eps"], *group["betas"]) for group in adamw} == {(1e-10, 0.8, 0.95)}

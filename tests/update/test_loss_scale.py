@@ -157,9 +157,9 @@ def test_a_resumed_run_is_bit_for_bit_the_unbroken_one(rotary_model_folder, tmp_
 @pytest.mark.parametrize(("has_bf16", "dtype"), [(True, torch.bfloat16), (False, torch.float16)])
 def test_a_gpu_without_bfloat16_computes_in_float16(monkeypatch, has_bf16, dtype):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
-    assert choose_compute_dtype(make_config(), torch.device("cuda")) == dtype
-    assert choose_compute_dtype(make_config(), CPU) == torch.float32
-    assert choose_compute_dtype(make_config(FLOAT16), CPU) == torch.float16
+    assert choose_compute_dtype(make_config().model, torch.device("cuda")) == dtype
+    assert choose_compute_dtype(make_config().model, CPU) == torch.float32
+    assert choose_compute_dtype(make_config(FLOAT16).model, CPU) == torch.float16
 
 
 @pytest.mark.parametrize("lora", ["null", "{r: 2}"])

@@ -39,7 +39,7 @@ def test_adamws_betas_and_eps_are_the_configs(rotary_model_folder, name):
         ([], (0.9, 0.999), 1e-8),
         (["training.adam_betas=[0.8, 0.95]", "training.adam_eps=1e-10"], (0.8, 0.95), 1e-10),
     ):
-        optimizer = make_optimizer(model, make_config(chosen, *overrides))
+        optimizer = make_optimizer(model, make_config(chosen, *overrides).training)
         found = {(tuple(g["betas"]), g["eps"]) for g in optimizer.param_groups if "betas" in g}
         assert found == {(betas, eps)}
     weight = model.get_input_embeddings().weight
@@ -58,7 +58,7 @@ MUON += ["training.muon_learning_rate=2e-2", "training.embedding_learning_rate=5
 def step_with_muon(policy: Policy, *, learning_rate: float | None) -> dict[str, torch.Tensor]:
     """How one step moves each parameter, on the same random gradients each time."""
     generator = torch.Generator().manual_seed(seed())
-    optimizer = make_optimizer(policy.model, make_config(*MUON))
+    optimizer = make_optimizer(policy.model, make_config(*MUON).training)
     if learning_rate is not None:
         set_learning_rate(optimizer, learning_rate)
     parameters = dict(policy.model.named_parameters())
@@ -97,7 +97,7 @@ def test_weight_decay_is_on_all_but_the_vectors(model_folder, optimizer):
     """And every weight is in the optimizer, once."""
     policy = make_policy(model_folder)
     config = make_config(*optimizer, "training.weight_decay=0.1")
-    groups = make_optimizer(policy.model, config).param_groups
+    groups = make_optimizer(policy.model, config.training).param_groups
     decays = [(id(p), group["weight_decay"]) for group in groups for p in group["params"]]
     expected = [(id(p), 0.1 if p.ndim >= 2 else 0.0) for p in policy.model.parameters()]
     assert sorted(decays) == sorted(expected)

@@ -141,7 +141,7 @@ def ten_updates(world: World, folder: Path, *options: str) -> tuple[np.ndarray, 
     """
     options = [*GRPO, "training.max_grad_norm=0.1", "training.learning_rate=1e-3", *options]
     policy, config = make_policy(folder, *options, world=world), config_of(*options)
-    optimizer = make_optimizer(policy.model, config)
+    optimizer = make_optimizer(policy.model, config.training)
     before = whole_weights(policy)
     for i in range(12):
         groups = (EQUAL,) * 3 if i == 4 else ((EASY, HARD, LONG) * 2)[i % 3 :][: 2 + i % 2]
@@ -177,7 +177,7 @@ def test_a_part_is_not_written_through_a_link(rotary_model_folder, tmp_path):
     (mine / "part-00000.safetensors").write_text("precious")
     (tmp_path / "step").symlink_to(mine)
     policy = make_policy(rotary_model_folder)
-    optimizer = make_optimizer(policy.model, make_config())
+    optimizer = make_optimizer(policy.model, make_config().training)
     assert save_parts(policy.model, optimizer, tmp_path / "step", alone()) == 1
     assert (mine / "part-00000.safetensors").read_text() == "precious"
 
@@ -232,7 +232,7 @@ def merged(folder: Path) -> dict[str, torch.Tensor]:
 def load_and_save(world: World, model: Path, folder: Path) -> int:
     """Read a checkpoint of 3 ranks, and write it again as so many parts as there are ranks."""
     policy = make_policy(model, SHARD, world=world)
-    optimizer = make_optimizer(policy.model, make_config())
+    optimizer = make_optimizer(policy.model, make_config().training)
     load_parts(folder, policy.model, optimizer, num_parts=3, rank=world.rank)
     again = folder.parents[2] / "again"
     return save_parts(policy.model, optimizer, again, world)

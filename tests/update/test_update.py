@@ -396,7 +396,7 @@ def weights_after_updates(world: World, folder: Path, *batches: list[tuple], opt
     """(weights, metrics, skipped, sums) after an AdamW update on each of this rank's batches."""
     policy = make_policy(folder, world=world, is_exact=True)
     config = config_of(*GRPO, *options)
-    optimizer = make_optimizer(policy.model, config)
+    optimizer = make_optimizer(policy.model, config.training)
     results = []
     for batch in batches:
         groups = make_groups(config, batch[world.rank])
@@ -501,7 +501,7 @@ def sample_some(policy: Policy, config: Config) -> None:
 def broken_update(world: World, folder: Path, value: float, where: str) -> tuple:
     """Weights before and after an update in which a value of rank 1 is not finite."""
     policy, config = make_policy(folder, world=world), config_of(*GRPO)
-    optimizer = make_optimizer(policy.model, config)
+    optimizer = make_optimizer(policy.model, config.training)
     groups = make_groups(config, (EASY, HARD)[world.rank])
     if world.rank == 1:
         if where == "advantage":
