@@ -237,8 +237,9 @@ def test_there_is_no_16_bit_copy_beside_vllms_bf16_one():
 
 @pytest.mark.parametrize("style", test_calculator_tool.STYLES)
 def test_a_calculator_writes_what_it_writes_into_groupeds_completions(folders, style):
-    _, _, ours = test_calculator_tool.sample(folders[style])
-    _, _, theirs = test_calculator_tool.sample(folders[style], *VLLM, backend="vllm")
+    given = (folders[style], f"sampling.calculator={style}")
+    _, _, ours = test_calculator_tool.sample(*given)
+    _, _, theirs = test_calculator_tool.sample(*given, *VLLM, backend="vllm")
     assert any(completion.is_inserted.any() for completion in theirs)
     assert_same(ours, theirs)
 
