@@ -47,17 +47,13 @@ def load_model_and_tokenizer(
     adapter = lora.adapter_config(settings) if is_training and settings.lora is not None else None
     in_4bit = lora.quantization_config(device, compute_dtype) if settings.load_in_4bit else None
     with one_line_errors(settings.name):
-        check_folder(settings.name)
-        reach_hub(settings.name, settings.revision)
-        base = lora.find_base(settings)
+        base, tokenizer = load_base_tokenizer(config, log)
         if base is not None and is_training:
             raise ValueError(
                 "it is an adapter: to train it further, start its run again with a larger "
                 "training.num_steps; to train on from it, merge it (python -m tools.export)"
             )
         base_settings = base or settings
-        reach_hub(base_settings.name, base_settings.revision)
-        tokenizer = load_tokenizer(config.model_copy(update={"model": base_settings}), log)
         model_config = load_model_config(base_settings)
         is_quantized = bool(model_config.to_dict().get("quantization_config"))
         if is_quantized and is_training:
@@ -91,6 +87,31 @@ def load_model_and_tokenizer(
     return model, tokenizer, eos_ids, compute_dtype
 
 
+def load_base_tokenizer(
+    config: Config, log: Log
+) -> tuple[ModelSettings | None, PreTrainedTokenizerFast]:
+    """The settings of the base if the model is an adapter, else None; and its tokenizer."""
+    check_folder(config.model.name)
+    reach_hub(config.model.name, config.model.revision)
+    base = lora.find_base(config.model)
+    settings = base or config.model
+    reach_hub(settings.name, settings.revision)
+    return base, load_tokenizer(config.model_copy(update={"model": settings}), log)
+
+
+def check_teacher(config: Config) -> None:
+    """Raise ValueError unless model.teacher has each token of model.name at the same id."""
+    vocabularies = []
+    for settings, key in ((config, "model.name"), (of_teacher(config), "model.teacher")):
+        with one_line_errors(settings.model.name, key=key):
+            vocabularies.append(load_base_tokenizer(settings, lambda line: None)[1].get_vocab())
+    ids, others = vocabularies
+    if missing := [token for token in ids if others.get(token) != ids[token]]:
+        some = f"its tokenizer lacks {len(missing):,} of {len(ids):,} tokens of the trained model"
+        problem = f"{some}, or has other ids: {missing[0]!r}"
+        raise ValueError(f"model.teacher = {config.model.teacher}: {problem}")
+
+
 def of_teacher(config: Config) -> Config:
     """The config that loads the teacher: as a model that is evaluated, whole and frozen."""
     changes = {"name": config.model.teacher, "revision": None, "lora": None, "shard": False}
@@ -100,17 +121,11 @@ def of_teacher(config: Config) -> Config:
 
 
 def load_teacher(
-    config: Config,
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    device: torch.device,
-    compute_dtype: torch.dtype,
-    log: Log,
+    config: Config, *, device: torch.device, compute_dtype: torch.dtype, log: Log
 ) -> nn.Module:
-    """model.teacher, frozen; ValueError unless it has each token of the policy at the same id."""
-    name = config.model.teacher
+    """model.teacher, frozen."""
     try:
-        teacher, others, *_ = load_model_and_tokenizer(
+        teacher, *_ = load_model_and_tokenizer(
             of_teacher(config),
             device=device,
             compute_dtype=compute_dtype,
@@ -118,15 +133,11 @@ def load_teacher(
         )
     except ValueError as error:
         raise ValueError(str(error).replace("model.name", "model.teacher", 1)) from error
-    ids, others = tokenizer.get_vocab(), others.get_vocab()
-    if missing := [token for token in ids if others.get(token) != ids[token]]:
-        some = f"its tokenizer lacks {len(missing):,} of {len(ids):,} tokens of the trained model"
-        raise ValueError(f"model.teacher = {name}: {some}, or has other ids: {missing[0]!r}")
     return teacher.eval().requires_grad_(False)
 
 
 @contextlib.contextmanager
-def one_line_errors(name: str) -> Iterator[None]:
+def one_line_errors(name: str, *, key: str = "model.name") -> Iterator[None]:
     """Turn any error in loading a model, whatever its type, into a ValueError of one line."""
     try:
         yield
@@ -140,7 +151,7 @@ def one_line_errors(name: str) -> Iterator[None]:
             problem = f"{no_such_folder(name)}; and from the hub: {problem}"
         if "FlashAttention" in problem:
             problem += " Write model.attn_implementation=sdpa, which works everywhere"
-        raise ValueError(f"model.name = {name}: cannot be used: {problem}") from error
+        raise ValueError(f"{key} = {name}: cannot be used: {problem}") from error
 
 
 def load_model_config(settings: ModelSettings) -> PretrainedConfig:

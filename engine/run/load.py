@@ -11,7 +11,7 @@ from engine.core.config import Config, check_world, differences, run_name
 from engine.core.distributed import World, init_world, order_ddp_buckets
 from engine.core.types import Log
 from engine.model.adapters import find_base
-from engine.model.load import load_model_and_tokenizer, load_teacher
+from engine.model.load import check_teacher, load_model_and_tokenizer, load_teacher
 from engine.model.policy import (
     Policy,
     choose_backend,
@@ -94,6 +94,9 @@ def load_policy(
     follows the compute dtype all the same, and tools.chat samples by transformers.
     `make_batch` is main.py's DecodeBatch, whose decoding is tried out here.
     """
+    is_taught = config.mode == "train" and config.model.teacher is not None
+    if is_taught:
+        check_teacher(config)  # its tokens, before any weights are loaded
     # Of the hub's generation_config the end tokens stay, in best/ too; all else is emptied here.
     model, tokenizer, eos_ids, compute_dtype = load_model_and_tokenizer(
         config,
@@ -110,9 +113,9 @@ def load_policy(
         sampler = make_sampler(model, compute_dtype, world.device, shard=config.model.shard)
     params = sampling_params(config, tokenizer, eos_ids, log)
     policy = Policy(model, sampler, tokenizer, params, compute_dtype)
-    if config.mode == "train" and config.model.teacher is not None:
+    if is_taught:
         policy.teacher = load_teacher(
-            config, tokenizer, device=world.device, compute_dtype=compute_dtype, log=log
+            config, device=world.device, compute_dtype=compute_dtype, log=log
         )
     with policy.autocast():
         policy.backend = choose_backend(config.sampling.backend, sampler, make_batch, log)

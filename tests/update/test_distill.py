@@ -201,15 +201,18 @@ def test_shards_learn_from_a_teacher_too(tmp_path, rotary_model_folder, teacher,
 def test_a_teacher_of_other_tokens_is_refused_by_its_tokens(
     rotary_model_folder, teacher, tmp_path, tokenizer
 ):
-    """As many tokens of the same texts, of which two have changed places."""
-    other = Path(shutil.copytree(teacher, tmp_path / "teacher"))
+    """As many tokens of the same texts, of which two have changed places. No weights are needed."""
+    model, other = tmp_path / "model", tmp_path / "teacher"
+    for folder, copied in ((rotary_model_folder, model), (teacher, other)):
+        shutil.copytree(folder, copied)
+        (copied / "model.safetensors").unlink()
     text = (other / "tokenizer.json").read_text()
     text = re.sub("(?<=<answer>)[79](?=</answer>)", lambda match: str(16 - int(match[0])), text)
     (other / "tokenizer.json").write_text(text)
     assert len(PreTrainedTokenizerFast.from_pretrained(other)) == len(tokenizer)
     line = f"model.teacher = {other}: its tokenizer lacks 2 of {len(tokenizer)} tokens of the"
     with pytest.raises(ValueError, match=f"^{line} trained model, or has other ids: '<answer>"):
-        make_policy(rotary_model_folder, *distilling(other))
+        make_policy(model, *distilling(other))
 
 
 def test_no_teacher_at_the_path_is_a_line_that_names_its_key(rotary_model_folder):
