@@ -11,7 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError
 def reach_hub(name: str, revision: str | None, *, kind: str = "model") -> str | None:
     """Let the run read the hub's cache alone if the hub cannot be reached for what is no folder.
 
-    `kind` is "model" or "dataset". Returns why; raises OSError if the cache lacks the model.
+    `kind` is "model" or "dataset". Returns why, if so; OSError if the cache lacks the model.
     """
     if Path(name).exists() or huggingface_hub.is_offline_mode():
         return None

@@ -196,7 +196,7 @@ def without_other_task(values: dict[str, Any], overrides: dict[str, Any]) -> dic
     if not task or not is_other or task_name(values) == task_name(overrides):
         return values
     own = {"name", "reward", "reward_weights", "system_prompt", "prompt"}
-    own |= {"eval"} if {"reward", "train"} <= asked.keys() else set()  # a row's columns are named
+    own |= {"eval"} if {"reward", "train"} <= asked.keys() else set()  # its rows have other columns
     shared = Config().task.model_dump().keys() - own
     return values | {"task": {key: task[key] for key in task if key in shared}}
 
