@@ -369,9 +369,9 @@ def finished(tmp_path_factory, rotary_model_folder, data) -> Path:
 
 
 @pytest.fixture(scope="module")
-def exported(finished) -> subprocess.CompletedProcess:
+def exported(python, finished) -> subprocess.CompletedProcess:
     """What the command says that merges, makes 4 bits of it, and cannot push without a network."""
-    command = [sys.executable, "-m", "tools.export", finished, "--merge", "--4bit"]
+    command = [python, "-m", "tools.export", finished, "--merge", "--4bit"]
     environment = ENVIRONMENT | {"HF_HUB_OFFLINE": "1", "HF_TOKEN": "some token"}
     told = {"capture_output": True, "text": True}
     return subprocess.run([*command, "--push=nobody/nothing"], cwd=ROOT, env=environment, **told)

@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,10 +18,10 @@ for task in $(jobs -p); do wait "$task" || { s=$?; [ $s -gt $worst ] && worst=$s
 exit $worst"""
 
 
-def submit(folder: Path, *given: str, torchrun: str | None = None) -> subprocess.Popen:
+def submit(folder: Path, *given: str, torchrun: str) -> subprocess.Popen:
     """The batch script as Slurm starts it on the first node; `torchrun` is a stand-in's shell."""
     programs = {"scontrol": SCONTROL, "srun": SRUN}
-    programs["torchrun"] = torchrun or f'exec {sys.executable} -m torch.distributed.run "$@"'
+    programs["torchrun"] = torchrun
     for name, text in programs.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
@@ -60,11 +59,12 @@ def tasks_are_there(folder: Path, mark: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_job_at_its_limit_is_queued_again_and_resumes(tmp_path, rotary_model_folder):
+def test_a_job_at_its_limit_is_queued_again_and_resumes(python, tmp_path, rotary_model_folder):
     """Two nodes of one rank each. At the limit, and where it is preempted, tasks get SIGTERM."""
     steps = tmp_path / "x" / "metrics.jsonl"
     given = arguments(tmp_path, rotary_model_folder, "training.num_steps=100000")
-    job = submit(tmp_path, *given)
+    torchrun = f'exec {python.parent}/torchrun "$@"'
+    job = submit(tmp_path, *given, torchrun=torchrun)
     wait_for(lambda: steps.exists() and len(read_jsonl(steps)) > 3, job)
     terminate_tasks(tmp_path)
     output = (tmp_path / "log").read_text
@@ -72,7 +72,7 @@ def test_a_job_at_its_limit_is_queued_again_and_resumes(tmp_path, rotary_model_f
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
     assert "all is saved" in output()
     last = read_jsonl(steps)[-1]["step"]
-    job = submit(tmp_path, *given, f"training.num_steps={last + 1}")
+    job = submit(tmp_path, *given, f"training.num_steps={last + 1}", torchrun=torchrun)
     assert job.wait(100) == 0, output()
     assert f"resumed after step {last}" in output()
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"  # not again: it has finished
