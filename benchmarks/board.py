@@ -62,8 +62,7 @@ def main() -> None:
     lab, seconds = LABS[options.lab]
     folder, arguments = options.folder.resolve(), [*lab, *options.arguments]
     check_files(folder)
-    for seed in options.seeds:
-        check_questions(folder, [*arguments, f"training.seed={seed}"], options.lab)
+    check_questions(folder, arguments, options.lab, options.seeds)
     curves = []
     for seed in options.seeds:
         wait_for_idle()
@@ -85,14 +84,15 @@ def check_files(folder: Path) -> None:
             raise SystemExit(f"{folder / name} is not the board's")
 
 
-def check_questions(folder: Path, arguments: list[str], lab: str) -> None:
+def check_questions(folder: Path, arguments: list[str], lab: str, seeds: list[int]) -> None:
     """The candidate is measured on the board's questions, and trained on none of any lab's."""
     asked = {name: questions(ROOT, given)[0] for name, (given, _) in LABS.items()}
-    measured, trained = questions(folder, arguments)
-    if measured != asked[lab]:
-        raise SystemExit("the candidate's validation questions are not the board's")
-    if found := sorted(set(trained).intersection(set().union(*asked.values()))):
-        raise SystemExit(f"the candidate trains on a validation question: {found[0]}")
+    for seed in seeds:
+        measured, trained = questions(folder, [*arguments, f"training.seed={seed}"])
+        if measured != asked[lab]:
+            raise SystemExit("the candidate's validation questions are not the board's")
+        if found := sorted(set(trained).intersection(set().union(*asked.values()))):
+            raise SystemExit(f"the candidate trains on a validation question: {found[0]}")
 
 
 def questions(folder: Path, arguments: list[str]) -> tuple[list[str], list[str]]:

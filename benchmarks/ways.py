@@ -215,8 +215,9 @@ def draw(folder: Path, title: str, file: Path) -> None:
                     continue
                 steps, solved = steps[steps >= 0], rates[:, steps >= 0, 0]
                 how = {"color": COLORS[i], "linestyle": DASHES[i % 4], "marker": MARKERS[i % 5]}
-                label = LABELS.get(row.removeprefix(f"{kind}-"), row.removeprefix(f"{kind}-"))
-                axes.plot(steps, solved.mean(axis=0), label=label, markersize=3.5, **how)
+                name = row.removeprefix(f"{kind}-")
+                how["label"] = LABELS.get(name, name)
+                axes.plot(steps, solved.mean(axis=0), markersize=3.5, **how)
                 axes.fill_between(steps, solved.min(0), solved.max(0), color=COLORS[i], alpha=0.18)
             axes.set(title=f"the {kind} student", xlabel="steps of RL", ylim=(0, 1))
             if axes.get_legend_handles_labels()[0]:

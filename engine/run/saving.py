@@ -96,13 +96,14 @@ def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
     if folder is None:
         return None, None
     content, best = checkpoint.load_state(folder), run.folder / "best"
-    saved = checked(Saved, content, folder / "training_state" / "state.json")
+    file = folder / "training_state" / "state.json"
+    saved = checked(Saved, content, file)
     known = content["state"].keys() | {"is_warm"}  # a run older than warm starts lacks it
     if known != asdict(run.state).keys():
         fix = "go on with that one, or set run.name to start another run"
         raise ValueError(f"{folder} was saved by another version of this program: {fix}")
     if saved.state.evaluated_at >= 0 and None in (saved.state.first, saved.state.last):
-        raise ValueError(f"{folder}/training_state/state.json: was edited: it lacks a score")
+        raise ValueError(f"{file}: was edited: it lacks a score")
     is_there, score = any(best.glob("*.safetensors")), best / "best.json"
     if is_there and score.is_file():  # it may be newer than the checkpoint
         kept = checked(dict[str, FiniteFloat], read_file(score), score)  # JSON is YAML too

@@ -34,9 +34,9 @@ def test_other_questions_are_refused(board, validation, training, message, monke
     splits = {str(ROOT): (["a", "b"], ["d"]), "honest": (["a", "b"], ["c"])}
     splits["candidate"] = (validation, training)
     monkeypatch.setattr(board, "questions", lambda folder, arguments: splits[str(folder)])
-    board.check_questions("honest", [], "hard")
+    board.check_questions("honest", [], "hard", [0])
     with pytest.raises(SystemExit, match=message):
-        board.check_questions("candidate", [], "hard")
+        board.check_questions("candidate", [], "hard", [0])
 
 
 def test_what_was_measured_after_the_time_does_not_count(board):
