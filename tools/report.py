@@ -22,8 +22,7 @@ import numpy as np
 
 from engine.core.config import Config, dotted_values
 from engine.core.files import read_lines, without_nan
-from engine.core.text import plain, shorten
-from engine.core.yaml_text import show
+from engine.core.text import plain, shorten, show
 from engine.questions.tasks import built_in_tasks, load_task, schema
 from engine.run.config_file import read_file, task_name
 from engine.run.mistakes import mistakes_cost_one_line

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from engine import ROOT
-from engine.core.yaml_text import show
+from engine.core.text import show
 
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], Field(min_length=1)]

@@ -20,9 +20,15 @@ from pydantic import create_model
 
 from engine import ROOT
 from engine.core.config import Config, ConfigError, Section, TaskSettings, Text, Weight
-from engine.core.yaml_text import show
-from engine.questions.functions import load_functions
-from engine.questions.own import RewardError, import_file, is_reward, naming_mistakes, place
+from engine.core.text import show
+from engine.questions.own import (
+    RewardError,
+    import_file,
+    is_reward,
+    load_functions,
+    naming_mistakes,
+    place,
+)
 
 
 def load_task(name: str) -> ModuleType:

@@ -10,7 +10,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedTokenizerFast
 
 from engine.core.config import Config, dotted_values, run_name
-from engine.core.yaml_text import show
+from engine.core.text import show
 from engine.questions.data import is_file
 from engine.questions.prompts import encode_prompts, render_prompts
 from engine.run.state import PASS_AT_1, Run

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from engine import ROOT
 from engine.core.config import SECTIONS, Config, ConfigError, check_world, dotted_values, explained
 from engine.core.files import check_folder
-from engine.core.yaml_text import Loader, show, to_yaml
-from engine.questions.functions import check_form
+from engine.core.text import Loader, show, to_yaml
+from engine.questions.own import check_form
 from engine.questions.tasks import is_file, load_task, schema
 
 USAGE = """\

@@ -1,6 +1,8 @@
 """How a run is saved, and how it goes on where it was."""
 
 import functools
+import math
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +13,6 @@ from torch import nn
 
 from engine.core.config import Config, check_same_run, differences, dotted_values, run_name
 from engine.core.files import write_atomically
-from engine.model.fit import check_disk
 from engine.model.load import of_teacher
 from engine.report.metrics import versions
 from engine.run import checkpoint
@@ -19,7 +20,7 @@ from engine.run.card import model_card
 from engine.run.config_file import dump, read_file
 from engine.run.fingerprint import MODEL_FILES, of_model
 from engine.run.state import Run, Saved, summary
-from engine.update.optimizer import learning_rate_at
+from engine.update.optimizer import AVERAGES, FP32, learning_rate_at
 from engine.update.shards import (
     check_shared_disk,
     gather_weights,
@@ -44,6 +45,26 @@ def check_room(run: Run) -> None:
     if world.is_main:
         num_trained = sum(parameter.numel() for parameter in run.trained_weights)
         check_disk(run.folder, run.config, num_weights=num_trained)
+
+
+def check_disk(folder: Path, config: Config, *, num_weights: int) -> None:
+    """Raises ValueError, saying what would fit, if the disk is too small for the run's `folder`."""
+    checkpoint = (FP32 + AVERAGES[config.training.optimizer]) * num_weights  # its bytes
+    twice_best = 2 * FP32 * num_weights  # the new one is written before the old one goes
+    num_checkpoints = math.ceil(config.training.num_steps / config.checkpoint.every)
+    if config.checkpoint.keep is not None:
+        num_checkpoints = config.checkpoint.keep + 1  # one more while it is written
+    needed = num_checkpoints * checkpoint + twice_best
+    # What is saved already counts as room: a resumed run overwrites it.
+    saved = sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    room = shutil.disk_usage(there).free + saved
+    if needed > room:
+        keep = math.floor((room - twice_best) / checkpoint) - 1
+        fix = f"checkpoint.keep={keep} would fit" if keep > 0 else "give run.dir a larger disk"
+        what = f"{num_checkpoints} checkpoints and best/ twice need {needed / 1e6:,.0f} MB"
+        problem = f"the disk is too small: {what}, there is room for {room / 1e6:,.0f} MB"
+        raise ValueError(f"run.dir = {config.run.dir}: {problem}: {fix}")
 
 
 def resume(run: Run) -> None:

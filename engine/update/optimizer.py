@@ -9,6 +9,9 @@ from torch import nn
 from engine.core.config import TrainingSettings
 from engine.core.packages import import_package
 
+# Bytes per weight: of the weight itself, and of what an optimizer keeps
+FP32, AVERAGES = 4, {"adamw": 8, "adamw_8bit": 2, "muon": 4}
+
 
 def make_optimizer(model: nn.Module, training: TrainingSettings) -> torch.optim.Optimizer:
     """AdamW for all trainable weights, or Muon for the blocks' matrices and AdamW for the rest.

@@ -22,7 +22,7 @@ from engine.core.config import (
     run_name,
 )
 from engine.core.packages import import_package
-from engine.core.yaml_text import Loader, show, to_yaml
+from engine.core.text import Loader, show, to_yaml
 from engine.questions.tasks import built_in_tasks, load_task, schema
 from engine.run.config_file import RECIPES, WORDS, dump, load_config, parse_yaml
 from tools import chat

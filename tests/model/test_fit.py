@@ -12,8 +12,8 @@ from harness import CPU, ROOT, make_config
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3_5TextConfig
 
-from engine.model.fit import check_disk, check_host_memory
-from engine.model.load import load_model_and_tokenizer
+from engine.model.load import check_host_memory, load_model_and_tokenizer
+from engine.run.saving import check_disk
 from engine.update.shards import blocks_of, count_weights
 
 

@@ -25,8 +25,7 @@ from engine.core.statistics import Clock
 from engine.core.types import Trajectory
 from engine.questions.tasks import RewardError
 from engine.run.state import Run
-from engine.sampling.environment import Conversation, check_environment, encode_questions
-from engine.sampling.turns import Turns
+from engine.sampling.environment import Conversation, Turns, check_environment, encode_questions
 from tools import chat
 
 # Turns end and tools are called as in Qwen2.5's chats; the words are our own.
