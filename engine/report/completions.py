@@ -47,7 +47,8 @@ def describe_rollouts(
     weights: dict[int, float] = {}  # of a trajectory's tokens, by its id
     for batch in micro_batches:
         row_weights = batch.token_weights.amax(dim=1).tolist()
-        for trajectory, weight in zip(batch.trajectories, row_weights, strict=True):
+        # The passes that `equal_passes` adds have rows, but no trajectories.
+        for trajectory, weight in zip(batch.trajectories, row_weights, strict=False):
             weights[id(trajectory)] = weight / num_ranks
     lines = ""
     for group, question in zip(groups[:MAX_GROUPS], questions, strict=False):

@@ -98,8 +98,11 @@ def decode_bytes_per_row(
 
 @torch.no_grad()
 def kept_bytes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of a token's keys and values, and of a row's recurrent states: seen on one token."""
-    ids = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    """Bytes of a token's keys and values, and of a row's recurrent states: seen on two tokens.
+
+    On one, torch 2.13 may compile a kernel for a GPU, which needs a C compiler.
+    """
+    ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
     cache = getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)  # Mamba has none
     keys, states = [], []
     for layer in cache.layers if cache is not None else []:
@@ -107,4 +110,4 @@ def kept_bytes(model: nn.Module) -> tuple[int, int]:
             keys += [layer.keys, layer.values]
         if isinstance(layer, LinearAttentionLayer):
             states += [*layer.conv_states.values(), *layer.recurrent_states.values()]
-    return sum(x.nbytes for x in keys), sum(x.nbytes for x in states if x is not None)
+    return sum(x.nbytes for x in keys) // 2, sum(x.nbytes for x in states if x is not None)

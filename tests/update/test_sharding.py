@@ -190,6 +190,7 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(rotary_model_folder, tmp_
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     options = [*data, SHARD, "training.num_steps=3", "training.warmup_steps=0"]
     options += ["validation.num_examples=6", "training.kl_coef=0.1"]
+    options += ["training.micro_batch_tokens=99"]  # several passes on each rank
     train(whole, rotary_model_folder, *options, num_ranks=2)
     fault = {"do": "terminate other", "saves": 1, "events": 1}
     status, output = train_forked(parts, rotary_model_folder, *options, num_ranks=2, fault=fault)
