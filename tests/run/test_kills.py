@@ -54,7 +54,7 @@ def draw_faults(number: int, step_s: float, victims: list[str]) -> list[dict]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("shard", "number"), [("false", 6), ("true", 3)])
+@pytest.mark.parametrize(("shard", "number"), [("false", 4), ("true", 3)])
 def test_two_ranks_killed_again_and_again_end_as_the_unbroken_ones(
     tmp_path, rotary_model_folder, settings, shard, number
 ):
