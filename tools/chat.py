@@ -100,13 +100,13 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
-def chat_config(options: argparse.Namespace) -> Config:
-    """The configuration that the command line asks for."""
+def chat_config(options: argparse.Namespace, *, backend: str = "generate") -> Config:
+    """The configuration that the command line asks for; generate streams token by token."""
     model = Path(options.model).expanduser()
     of_run = [folder / "config.yaml" for folder in model.absolute().parents[:2] if model.is_dir()]
     files = [*filter(Path.is_file, [*of_run, Path("config.yaml")]), ROOT / "config.yaml"]
     overrides = [*options.overrides, "mode=evaluate", f"model.name={options.model}"]
-    overrides += ["sampling.backend=generate"]  # token by token
+    overrides += [f"sampling.backend={backend}"]
     if options.config:
         return combine(read_file(Path(options.config).expanduser()), overrides)
     return combine(harmless(files[0], overrides), overrides)

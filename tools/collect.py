@@ -38,7 +38,7 @@ def main() -> None:
     with mistakes_cost_one_line():
         if min(options.samples, options.questions) < 1:
             raise ConfigError(["--samples, --questions: each must be at least 1"])
-        lines, num_solved, num_sampled = collect(chat_config(options), options)
+        lines, num_solved, num_sampled = collect(chat_config(options, backend="grouped"), options)
         write_atomically(out, "".join(lines))
     print(f"{num_solved:,} of {num_sampled:,} samples solve their question and end")
     print(f"written: {out}, {len(lines):,} different answers")
