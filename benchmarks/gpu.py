@@ -487,6 +487,7 @@ def main(arguments: list[str] | None = None) -> None:
         print("no GPU: not measured")
         return
     start, rows = time.perf_counter(), []
+    options.out.mkdir(parents=True, exist_ok=True)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     for check in PARTS[options.part]:
         rows += rows_of(check, Setting(device, options.quick))
