@@ -167,6 +167,31 @@ def load_model_config(settings: ModelSettings) -> PretrainedConfig:
     return model_config
 
 
+def check_host_memory(model_config: PretrainedConfig, config: Config, dtype: torch.dtype) -> None:
+    """Raises ValueError if this process's share of the host's memory is too small for the model.
+
+    Beyond that the system kills the process without a word. But a run that would fit must never be
+    refused, so only what it cannot do without is counted. Each rank of model.shard loads all
+    weights in fp32; what is trained on a CPU has gradients and averages too.
+    """
+    settings, num_bytes = config.model, dtype.itemsize  # of each weight
+    if config.mode == "train" and settings.lora is None and not settings.shard:
+        num_bytes += FP32 + AVERAGES[config.training.optimizer]
+    with torch.device("meta"):  # shapes alone, which take no memory
+        model = AutoModelForCausalLM.from_config(
+            model_config,
+            attn_implementation=settings.attn_implementation,
+            trust_remote_code=settings.trust_remote_code,
+        )
+    needed = num_bytes * model.num_parameters()  # tied embeddings count once
+    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_processes
+    if needed > share:
+        has = f"each of {num_processes} processes has {share / 1e6:,.0f} MB"
+        fix = "take a smaller model, or start fewer processes on a node"
+        raise ValueError(f"it needs {needed / 1e6:,.0f} MB of memory, and {has}: {fix}")
+
+
 def load_model(
     model_config: PretrainedConfig,
     settings: ModelSettings,
@@ -207,31 +232,6 @@ def load_model(
         with warnings.catch_warnings(action="ignore", category=FutureWarning):
             model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
-
-
-def check_host_memory(model_config: PretrainedConfig, config: Config, dtype: torch.dtype) -> None:
-    """Raises ValueError if this process's share of the host's memory is too small for the model.
-
-    Beyond that the system kills the process without a word. But a run that would fit must never be
-    refused, so only what it cannot do without is counted. Each rank of model.shard loads all
-    weights in fp32; what is trained on a CPU has gradients and averages too.
-    """
-    settings, num_bytes = config.model, dtype.itemsize  # of each weight
-    if config.mode == "train" and settings.lora is None and not settings.shard:
-        num_bytes += FP32 + AVERAGES[config.training.optimizer]
-    with torch.device("meta"):  # shapes alone, which take no memory
-        model = AutoModelForCausalLM.from_config(
-            model_config,
-            attn_implementation=settings.attn_implementation,
-            trust_remote_code=settings.trust_remote_code,
-        )
-    needed = num_bytes * model.num_parameters()  # tied embeddings count once
-    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_processes
-    if needed > share:
-        has = f"each of {num_processes} processes has {share / 1e6:,.0f} MB"
-        fix = "take a smaller model, or start fewer processes on a node"
-        raise ValueError(f"it needs {needed / 1e6:,.0f} MB of memory, and {has}: {fix}")
 
 
 @torch.no_grad()
