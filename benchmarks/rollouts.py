@@ -439,7 +439,7 @@ def force_ends(model, args, kwargs: dict, output, *, rates: torch.Tensor, eos_id
 
     It works on positions alone, so that all three backends draw from the same distribution.
     """
-    if "position_ids" not in kwargs:  # what a row takes is estimated on a GPU, on two tokens
+    if "position_ids" not in kwargs:  # of the pass that estimates a row's bytes on a GPU
         return output
     positions, kept = kwargs["position_ids"], kwargs.get("logits_to_keep", 0)
     kept = slice(-kept, None) if isinstance(kept, int) else kept

@@ -1,8 +1,8 @@
 """A file of the user's own: how it is imported, and how a mistake in it becomes one line.
 
 It may hold reward functions in TRL's form, `f(completions, **columns) -> list[float]`, in place of
-a task. The call is that of trl.GRPOTrainer 1.16, without what its trainer alone has: trainer_state,
-log_extra, log_metric and environments are not passed.
+a task. They are called as trl.GRPOTrainer 1.16 calls them, except that what belongs to its trainer
+(trainer_state, log_extra, log_metric, environments) is not passed.
 """
 
 import contextlib

@@ -46,9 +46,10 @@ def describe_rollouts(
     """The lines for the first groups of this step on rank 0."""
     weights: dict[int, float] = {}  # of a trajectory's tokens, by its id
     for batch in micro_batches:
+        if not batch.trajectories:  # a pass that `equal_passes` adds
+            continue
         row_weights = batch.token_weights.amax(dim=1).tolist()
-        # The passes that `equal_passes` adds have rows, but no trajectories.
-        for trajectory, weight in zip(batch.trajectories, row_weights, strict=False):
+        for trajectory, weight in zip(batch.trajectories, row_weights, strict=True):
             weights[id(trajectory)] = weight / num_ranks
     lines = ""
     for group, question in zip(groups[:MAX_GROUPS], questions, strict=False):
