@@ -3,13 +3,12 @@
 import json
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import ROOT, make_config
+from harness import make_config
 
 from engine.run.config_file import dump
 from logger import Logger
@@ -223,15 +222,6 @@ def test_of_a_run_that_is_not_there_the_others_are_named(tool, tmp_path, monkeyp
             tool[0].main()
         line = f"error: {path}/metrics.csv: no such file; the runs are runs/a, runs/b\n"
         assert (caught.value.code, capsys.readouterr().err) == (2, line)
-
-
-@pytest.mark.parametrize("tool", ["attack", "chat", "collect", "export", "plot", "report"])
-def test_a_tool_that_is_started_as_a_file_says_how_to_start_it(tool):
-    """Bug: it was a traceback that ends in: No module named 'engine'."""
-    command = [sys.executable, ROOT / f"tools/{tool}.py"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    line = f"error: start it as: python -m tools.{tool}\n"
-    assert (done.returncode, done.stderr) == (2, line)
 
 
 def test_the_command_writes_the_page_beside_the_run_or_where_told(tmp_path, monkeypatch, capsys):
