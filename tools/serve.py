@@ -20,7 +20,7 @@ from typing import Any
 from engine.core.files import json_line
 from engine.questions.tasks import load_task, read_answer
 from engine.run.config_file import combine, read_file
-from tools import report
+from tools import page
 
 HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")
 ANSWERING = threading.Lock()  # one answer at a time
@@ -73,14 +73,14 @@ class Handler(BaseHTTPRequestHandler):
         data = {"name": folder.resolve().name, "models": [], "version": version}
         try:
             data["models"] = models(folder)
-            data |= report.read_run(folder)
+            data |= page.read_run(folder)
         except (ValueError, OSError) as error:  # it has just begun, or was moved away meanwhile
             if self.path != "/":
                 return self.begin(204, "application/json")  # the page keeps what it has
             data["problem"] = str(error)
-        text = report.to_json(data)
+        text = page.to_json(data)
         if self.path == "/":
-            text = report.TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", text)
+            text = page.TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", text)
         self.begin(200, "text/html" if self.path == "/" else "application/json")
         self.wfile.write(text.encode())
 

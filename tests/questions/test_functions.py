@@ -19,7 +19,7 @@ from engine.questions.prompts import pose
 from engine.questions.tasks import load_task, read_answer, reward_parts
 from engine.run.config_file import check_paths, dump, load_config, read_file
 from engine.run.warm_start import read_answers
-from tools import attack, chat, report
+from tools import attack, chat, page
 
 REWARDS = '''
 def answer(completions, answer, **kwargs):
@@ -319,7 +319,7 @@ def test_a_reward_in_a_config_that_was_found_is_not_imported(folder, monkeypatch
         except ConfigError as error:
             assert "cannot have code run" in str(error) or "write my_rewards:f" in str(error)
     if found == "task: {reward: 'evil:f'}":
-        assert {"key": "task.reward", "value": "evil:f", "default": "null"} in report.settings(file)
+        assert {"key": "task.reward", "value": "evil:f", "default": "null"} in page.settings(file)
         for trusting in (["--config=x/config.yaml"], ["task.reward=evil:f"]):
             with pytest.raises(ConfigError, match="its code has run"):
                 config_of(*trusting)

@@ -13,6 +13,7 @@ from harness import make_config
 from engine.run.config_file import dump
 from logger import Logger
 from tools import plot, report
+from tools.page import MAX_POINTS, read_run, settings
 
 COLUMNS = "step,train/reward,eval/pass@1,eval/pass@1_low,eval/pass@1_high,time/eval_s,time/step_s"
 # Ends of elements, a NUL, marks that turn text around, half a character, a separator of lines
@@ -144,9 +145,9 @@ def test_a_curve_keeps_its_ends_and_some_of_its_points(tmp_path):
     header, *_ = (folder / "metrics.csv").read_text().splitlines()
     rows = [f"{n},{n % 7},,,,,1" for n in range(20_000)]
     (folder / "metrics.csv").write_text("\n".join([header, *rows]) + "\n")
-    (curve, *_) = report.read_run(folder)["curves"]
+    (curve, *_) = read_run(folder)["curves"]
     assert (curve["steps"][0], curve["steps"][-1]) == (0, 19_999)
-    assert len(curve["steps"]) == len(curve["mean"]) == report.MAX_POINTS
+    assert len(curve["steps"]) == len(curve["mean"]) == MAX_POINTS
 
 
 def test_a_long_run_is_thinned_below_5_mb_and_its_first_and_last_step_stay(tmp_path):
@@ -176,7 +177,7 @@ def test_a_task_of_ones_own_is_not_imported(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("raise SystemExit('imported')")
     file = tmp_path / "config.yaml"
     file.write_text("mode: train\ntask: {name: mine, tolerance: 0.5, shuffle: false}\n")
-    assert list(report.settings(file)) == [
+    assert list(settings(file)) == [
         {"key": "mode", "value": "train", "default": "train"},
         {"key": "task.name", "value": "mine", "default": "countdown"},
         {"key": "task.tolerance", "value": "0.5", "default": None},
