@@ -64,7 +64,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         folder = self.server.options.folder
-        files = [file for file in (folder / "metrics.csv", folder / "checkpoints") if file.exists()]
+        files = [
+            file for file in (folder / "metrics.jsonl", folder / "checkpoints") if file.exists()
+        ]
         version = "-".join(str(file.stat().st_mtime_ns) for file in files)
         if self.path == f"/data?{version}":
             return self.begin(204, "application/json")

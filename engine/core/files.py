@@ -29,7 +29,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(read_text(path).split("\n")[:-1] if path.exists() else [], 1):
         try:
             rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also of 5,000 digits, or brackets
             raise ValueError(f"{path}: line {number} is not JSON: {error}") from None
         if not isinstance(rows[-1], dict) or "step" not in rows[-1]:
             raise ValueError(f"{path}: line {number} is no object with a step: not a run's")
