@@ -425,7 +425,7 @@ def listed(value: Any) -> Any:
 
 
 class LoggingSettings(Section):
-    """What is recorded besides metrics.csv and metrics.jsonl, which are always written."""
+    """What is recorded besides metrics.jsonl, which is always written."""
 
     report_to: Annotated[list[Literal["mlflow", "wandb"]], BeforeValidator(listed)] = []
     """Send metrics, settings and samples to other boards too: mlflow, wandb, or [mlflow, wandb].

@@ -22,7 +22,6 @@ from engine.model.policy import (
 from engine.model.probes import check_vllm, supports_chunked_head
 from engine.questions.data import load_questions
 from engine.questions.tasks import load_task
-from engine.report.boards import make_boards
 from engine.run.checkpoint import make_folder
 from engine.run.config_file import read_file, section_of
 from engine.run.fingerprint import commit_of
@@ -49,8 +48,12 @@ def load_run(
     is_training = config.mode == "train"
     world, notes = init_world()  # which of torchrun's ranks this is, and its device
     check_world(config, world.size)
-    boards = make_boards(config.logging) if is_training and world.is_main else ()
-    logger = Logger(rank=world.rank, boards=boards)
+    do_mlflow, boards = is_training and config.logging.mlflow, ()
+    if is_training and world.is_main and config.logging.report_to:
+        from engine.report.boards import make_boards  # a run without a board does not load it
+
+        boards = make_boards(config.logging)
+    logger = Logger(rank=world.rank, do_mlflow=do_mlflow, boards=boards)
     for line in [*notes, *differences(config)]:
         logger.info(line)
     config = pin(config, world)  # the model's commit, and the date that a chat template writes

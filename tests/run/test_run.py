@@ -96,7 +96,7 @@ def test_a_run_leaves_a_row_for_each_step_with_evaluations_at_both_ends(on_one_r
         assert row["train/sampler_mismatch"] < 1e-5
         assert row["train/grad_norm"] > 0 and row["train/lr"] == 0.003
         assert row["train/skipped_steps"] == row["train/clip_frac"] == 0
-    assert {"config.yaml", "metrics.csv", "samples.jsonl", "best"} <= set(os.listdir(on_one_rank))
+    assert {"config.yaml", "metrics.jsonl", "samples.jsonl", "best"} <= set(os.listdir(on_one_rank))
 
 
 def test_two_ranks_do_the_same_step_as_one(on_one_rank, on_two_ranks):
@@ -388,6 +388,25 @@ def test_a_mistake_ends_two_ranks_with_one_line(python, tmp_path):
     assert "training.num_step = 5: unknown key" in line
     assert f"traceback : {line}\n" in result.stderr  # torchrun's report, which comes last
     assert not list(tmp_path.iterdir())
+
+
+NO_BOARDS = """
+import runpy, sys
+try:
+    runpy.run_path("main.py", run_name="__main__")
+except SystemExit as end:
+    assert end.code == 0
+print(sorted({"mlflow", "wandb", "pandas", "engine.report.boards"} & sys.modules.keys()))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_without_boards_loads_none(tmp_path):
+    small = ["training.num_steps=1", "training.num_samples_per_step=2", "validation.num_examples=2"]
+    given = [f"run.dir={tmp_path}", *small, "training.max_new_gen_tokens=8"]
+    command = [sys.executable, "-c", NO_BOARDS, *given]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
 
 
 HEAVY = ("torch", "transformers", "datasets", "pandas")
