@@ -342,6 +342,7 @@ def broken(tmp_path, rotary_model_folder) -> Path:
         ("run.dir=BROKEN/rows.jsonl", ["BROKEN/rows.jsonl"]),
         # Bug: the run ended in a traceback, after it had written config.yaml.
         ("logging.mlflow=true", ["logging.report_to", "mlflow"]),
+        ("logging.report_to=mlflow", ["logging.report_to", "mlflow"]),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_key_or_file(
