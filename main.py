@@ -52,7 +52,7 @@ from engine.core.config import Config, TaskSettings, TrainingSettings
 from engine.core.distributed import World
 from engine.core.statistics import Clock, add_to_mean, reduce_means
 from engine.core.tensors import autocast, keep_likeliest, left_pad, position_ids, right_pad, seeded
-from engine.core.types import Completion, MicroBatch, SamplingParams, Seed, Trajectory
+from engine.core.types import Completion, MicroBatch, SamplingParams, Seed, SeedWord, Trajectory
 from engine.model.policy import Policy, make_reference
 from engine.questions.prompts import completion_text
 from engine.questions.tasks import reward_parts
@@ -112,8 +112,6 @@ def wrap_policy(policy: Policy, config: Config, world: World, *, in_blocks: bool
 
 # The run
 
-TRAINING, VALIDATION = 0, 1  # first word of a seed: the random numbers of the two never meet
-
 
 def run_training(run: Run) -> int:
     """The whole algorithm, in one loop; returns the exit status."""
@@ -145,7 +143,7 @@ def run_training(run: Run) -> int:
             taken, next_position = run.train_questions.take(state.position, questions_per_step)
             mine = taken[world.rank * questions_per_rank :][:questions_per_rank]
             questions = [question for _, question in mine]
-            seeds = [(TRAINING, training.seed, position) for position, _ in mine]
+            seeds = [(SeedWord.TRAINING, training.seed, position) for position, _ in mine]
             groups = sample_trajectories(
                 policy, run.task, config, questions, seeds, policy.params, clock, logger
             )
@@ -721,7 +719,8 @@ def sample_validation(run: Run, *, is_greedy: bool = False) -> list[list[Traject
     """
     policy, config, validation = run.policy, run.config, run.config.validation
     mine = range(run.world.rank, len(run.validation_questions), run.world.size)
-    questions, seeds = [run.validation_questions[i] for i in mine], [(VALIDATION, i) for i in mine]
+    questions = [run.validation_questions[i] for i in mine]
+    seeds = [(SeedWord.VALIDATION, i) for i in mine]
     params = replace(
         policy.params,
         temperature=0.0 if is_greedy else validation.temperature,

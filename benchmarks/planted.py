@@ -97,8 +97,8 @@ BUGS = [
     ),
     Bug(
         "the evaluation's seeds those of training",
-        r"TRAINING, VALIDATION = 0, 1",
-        r"TRAINING, VALIDATION = 0, 0",
+        r"\bVALIDATION = 1\b",
+        r"VALIDATION = 0",
         "test_training_and_validation_never_draw_the_same_random_numbers",
     ),
     Bug(
@@ -134,8 +134,8 @@ BUGS = [
     ),
     Bug(
         "random numbers without training.seed",
-        r"\(TRAINING, training\.seed, position\)",
-        r"(TRAINING, position)",
+        r"\(SeedWord\.TRAINING, training\.seed, position\)",
+        r"(SeedWord.TRAINING, position)",
         "test_each_step_draws_for_the_next_questions_by_the_runs_seed",
     ),
     Bug(

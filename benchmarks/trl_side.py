@@ -10,7 +10,7 @@ from transformers import PrinterCallback, TrainerCallback
 import main as program
 from engine.core.config import TrainingSettings
 from engine.core.statistics import Clock
-from engine.core.types import Trajectory
+from engine.core.types import SeedWord, Trajectory
 from engine.questions.prompts import render_prompts
 from engine.run.state import Run
 from engine.update.optimizer import learning_rate_at
@@ -42,7 +42,7 @@ def roll_out(run: Run, clock: Clock) -> list[list[Trajectory]]:
     config, policy = run.config, run.policy
     drawn, _ = run.train_questions.take(run.state.position, config.questions_per_rank(1))
     questions = [question for _, question in drawn]
-    seeds = [(program.TRAINING, config.training.seed, position) for position, _ in drawn]
+    seeds = [(SeedWord.TRAINING, config.training.seed, position) for position, _ in drawn]
     return program.sample_trajectories(
         policy, run.task, config, questions, seeds, policy.params, clock, run.logger
     )

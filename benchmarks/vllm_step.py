@@ -18,9 +18,10 @@ import torch
 from common import load_run, print_table, time_once, update  # first: it finds the script's modules
 
 from engine.core.statistics import Clock, reduce_means
+from engine.core.types import SeedWord
 from engine.report.metrics import rollout_sums
 from engine.run.state import Run
-from main import TRAINING, assign_advantages, sample_trajectories
+from main import assign_advantages, sample_trajectories
 
 BACKENDS = ("grouped", "vllm")
 PHASES = ("rollout", "update", "sync")
@@ -65,7 +66,8 @@ def take_step(run: Run) -> dict[str, float]:
     """One step as main.py takes it, without evaluation and files; returns its metrics."""
     clock, count = Clock(), run.config.training.num_samples_per_step
     drawn, run.state.position = run.train_questions.take(run.state.position, count)
-    questions, seeds = [q for _, q in drawn], [(TRAINING, 0, position) for position, _ in drawn]
+    questions = [question for _, question in drawn]
+    seeds = [(SeedWord.TRAINING, 0, position) for position, _ in drawn]
     groups = sample_trajectories(
         run.policy, run.task, run.config, questions, seeds, run.policy.params, clock, run.logger
     )

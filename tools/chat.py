@@ -34,7 +34,7 @@ from engine.core.config import Config, ConfigError, TaskSettings
 from engine.core.distributed import init_world
 from engine.core.statistics import Clock
 from engine.core.text import error_line, format_reward, plain, printable
-from engine.core.types import Trajectory
+from engine.core.types import SeedWord, Trajectory
 from engine.model.policy import Policy
 from engine.questions.data import load_examples
 from engine.questions.prompts import assistant_prefix, pose
@@ -61,7 +61,6 @@ FOUND = {  # section: its keys, all of them if none is named
     "model": ("compute_dtype", "attn_implementation", "load_in_4bit"),
     "training": ("max_new_gen_tokens", "seed"),
 }
-TYPED = 2  # first word of a seed, beside main.py's TRAINING and VALIDATION
 
 
 def main() -> None:
@@ -189,7 +188,7 @@ def answer(
 
     Raises ValueError if its prompt is too long.
     """
-    seeds, tokenizer = [(TYPED, config.training.seed, number)], policy.tokenizer
+    seeds, tokenizer = [(SeedWord.TYPED, config.training.seed, number)], policy.tokenizer
     context, params = policy.context_length, replace(policy.params, group_size=1)
     device, num_new = policy.model.device, params.max_new_tokens
     (prompt_ids,), conversations = encode_questions(

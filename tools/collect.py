@@ -15,13 +15,13 @@ from pathlib import Path
 from engine.core.config import Config, ConfigError
 from engine.core.files import json_line, write_atomically
 from engine.core.statistics import Clock
+from engine.core.types import SeedWord
 from engine.questions.data import load_questions
 from engine.run.mistakes import mistakes_cost_one_line
 from logger import Logger
 from main import sample_trajectories
 from tools.chat import chat_config, load_chat
 
-COLLECTED = 4  # first word of a seed, beside those of main.py, tools.chat and the warm start
 QUESTIONS_AT_ONCE = 32
 
 
@@ -59,7 +59,7 @@ def collect(config: Config, options: argparse.Namespace) -> tuple[list[str], int
     for start in range(0, num_questions, QUESTIONS_AT_ONCE):
         drawn, position = stream.take(position, min(QUESTIONS_AT_ONCE, num_questions - start))
         questions = [question for _, question in drawn]
-        seeds = [(COLLECTED, config.training.seed, place) for place, _ in drawn]
+        seeds = [(SeedWord.COLLECTED, config.training.seed, place) for place, _ in drawn]
         groups = sample_trajectories(
             policy, task, config, questions, seeds, params, Clock(), logger
         )

@@ -5,13 +5,24 @@ Shapes: B rows, T completion tokens, S longest prompt with its completion. Masks
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
 Log = Callable[[str], None]  # prints a line, on rank 0
-Seed = Sequence[int]  # integers that name a question's random numbers, such as (seed, position)
+Seed = Sequence[int]  # a SeedWord, then numbers such as training.seed and a question's place
+
+
+class SeedWord(IntEnum):
+    """The first word of a seed, so that the random numbers of these never meet."""
+
+    TRAINING = 0
+    VALIDATION = 1
+    TYPED = 2  # a question that a person types into tools.chat
+    IMITATION = 3
+    COLLECTED = 4  # what tools.collect samples
 
 
 class Tool(Protocol):

@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.core.config import Config, ConfigError
 from engine.core.tensors import seeded
-from engine.core.types import Completion, Trajectory
+from engine.core.types import Completion, SeedWord, Trajectory
 from engine.questions.data import FILE_OR_HUB, QuestionStream, load_table, read_rows
 from engine.questions.prompts import (
     completion_text,
@@ -25,8 +25,6 @@ from engine.run.fingerprint import of_questions
 from engine.run.log import log_warm
 from engine.run.state import Run
 from engine.update.optimizer import learning_rate_at, make_optimizer, set_learning_rate
-
-WARM = 3  # first word of a seed, beside main.py's TRAINING and VALIDATION and tools.chat's TYPED
 
 
 def read_answers(task: ModuleType, config: Config) -> list[dict]:
@@ -124,7 +122,8 @@ def warm_start(run: Run, make_micro_batches: Callable, update_policy: Callable) 
         groups = [[answer] for _, answer in drawn[world.rank * per_rank :][:per_rank]]
         rate = learning_rate_at(step, training)
         set_learning_rate(optimizer, rate)
-        with seeded([(WARM, training.seed, step, world.rank)], world.device):  # LoRA dropout
+        seed = (SeedWord.IMITATION, training.seed, step, world.rank)
+        with seeded([seed], world.device):  # LoRA dropout
             batches = make_micro_batches(groups, config, world)
             measured, _, num = update_policy(policy, optimizer, batches, training, world, logger)
         loss = measured["train/loss"]

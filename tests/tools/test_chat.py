@@ -16,7 +16,7 @@ import countdown
 from engine.core.config import Config, ConfigError
 from engine.core.distributed import World
 from engine.core.text import printable
-from engine.core.types import Completion, Trajectory
+from engine.core.types import Completion, SeedWord, Trajectory
 from engine.model.policy import Policy
 from engine.questions.prompts import completion_text
 from main import reward_group
@@ -84,7 +84,7 @@ def test_piped_questions_are_answered_rewarded_and_repeat_exactly(ask, monkeypat
     ask(QUESTION, overrides=(f"training.seed={seed(1)}",))
     # One question twice, or with another training.seed, is two samples, which may be equal.
     numbers = [(seed(), 0), (seed(), 1)] * 2 + [(seed(), 0), (seed(1), 0)]
-    assert seeds == [(chat.TYPED, *pair) for pair in numbers]
+    assert seeds == [(SeedWord.TYPED, *pair) for pair in numbers]
 
 
 def test_what_streams_is_what_is_rewarded(monkeypatch):
