@@ -37,7 +37,7 @@ from engine.core.text import error_line, format_reward, plain, printable
 from engine.core.types import SeedWord, Trajectory
 from engine.model.policy import Policy
 from engine.questions.data import load_examples
-from engine.questions.prompts import assistant_prefix, pose
+from engine.questions.messages import assistant_prefix, pose
 from engine.questions.tasks import built_in_tasks, load_task, read_answer
 from engine.run.config_file import (
     combine,

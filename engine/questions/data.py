@@ -21,9 +21,10 @@ from transformers import PreTrainedTokenizerFast
 from engine.core.config import Config, ConfigError, TaskSettings
 from engine.core.files import reach_hub
 from engine.core.packages import import_package
-from engine.questions.own import naming_mistakes
-from engine.questions.prompts import check_chat, fill, pose, prompt_length
+from engine.questions.messages import fill, pose
+from engine.questions.prompts import check_chat, prompt_length
 from engine.questions.tasks import Hub, hash_of, is_file, is_in_split, reward_parts
+from engine.questions.user_file import naming_mistakes
 
 # A run's questions
 

@@ -21,14 +21,10 @@ from pydantic import create_model
 from engine import ROOT
 from engine.core.config import Config, ConfigError, Section, TaskSettings, Text, Weight
 from engine.core.text import show
-from engine.questions.own import (
-    RewardError,
-    import_file,
-    is_reward,
-    load_functions,
-    naming_mistakes,
-    place,
-)
+from engine.questions.user_file import RewardError, import_file, is_reward, naming_mistakes, place
+
+# How task.reward names functions: my_rewards:f, or my_rewards:[f, g].
+REWARD_FORM = re.compile(r"(\w+):(?:(\w+)|\[\s*(\w+(?:\s*,\s*\w+)*)\s*\])")
 
 
 def load_task(name: str) -> ModuleType:
@@ -40,7 +36,10 @@ def load_task(name: str) -> ModuleType:
     if name in built_in_tasks():
         module = importlib.import_module(name if name == "countdown" else f"tasks.{name}")
     elif ":" in str(name):
-        module = load_functions(name)
+        from engine.questions.reward_functions import make_task  # off by default
+
+        file, one, several = REWARD_FORM.fullmatch(check_form(name)).groups()
+        module = make_task(Path.cwd() / f"{file}.py", *re.findall(r"\w+", one or several))
     elif own_file.stem == name and own_file.is_file():
         module = import_file(own_file)
     else:
@@ -56,6 +55,14 @@ def load_task(name: str) -> ModuleType:
     if problems := list(problems_of_task(module)):
         raise ConfigError([f"{module.__file__}: {problem}" for problem in problems])
     return module
+
+
+def check_form(text: Any) -> str:
+    """The text of a task.reward, if it names functions; else ConfigError."""
+    if not isinstance(text, str) or not REWARD_FORM.fullmatch(text):
+        forms = "my_rewards:f for the function f in my_rewards.py, or 'my_rewards:[f, g]'"
+        raise ConfigError([f"task.reward = {show(text):.80}: write {forms}"])
+    return text
 
 
 @functools.cache

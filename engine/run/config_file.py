@@ -15,8 +15,7 @@ from engine import ROOT
 from engine.core.config import SECTIONS, Config, ConfigError, check_world, dotted_values, explained
 from engine.core.files import check_folder
 from engine.core.text import Loader, show, to_yaml
-from engine.questions.own import check_form
-from engine.questions.tasks import is_file, load_task, schema
+from engine.questions.tasks import check_form, is_file, load_task, schema
 
 USAGE = """\
 usage: torchrun --nproc-per-node=2 main.py [--config FILE] [section.key=value ...]

@@ -21,7 +21,8 @@ from engine.core.statistics import Clock
 from engine.core.tensors import seeded
 from engine.core.types import SamplingParams, Seed
 from engine.questions import prompts
-from engine.questions.tasks import RewardError
+from engine.questions.messages import assistant_prefix, pose
+from engine.questions.user_file import RewardError
 
 REPLY = "A made-up reply."
 LONGEST_TOKEN = 64  # characters; a reply that cannot fit is cut before it is tokenised
@@ -60,7 +61,7 @@ def encode_questions(
             for sample in range(1, params.group_size + 1)
         ]
         texts = {conversation.opening for conversation in group}
-        *others, last = prompts.pose(question, task=task, options=options)
+        *others, last = pose(question, task=task, options=options)
         last = last | {"content": last["content"] + turns.clean(min(texts))}
         prompt_ids += turns.encode(turns.render([*others, last]))
         if len(texts) > 1:
@@ -162,14 +163,14 @@ def problems_of_environment(
     """The first is the one to mend: what comes later may rest on it."""
     environment, model = task.Environment(), tokenizer.name_or_path
     responds = hasattr(environment, "respond")
-    prompt = prompts.pose(question, task=task, options=config.task)
+    prompt = pose(question, task=task, options=config.task)
     if not hasattr(environment, "reset"):
         yield "has no reset: write def reset(self, **example)"
     if not hasattr(environment, "get_reward") and not hasattr(task, "reward_function"):
         yield "has no get_reward, and the task no reward_function: write one of them"
     if config.sampling.calculator:
         yield "replies alone: write sampling.calculator=null"
-    if isinstance(prompt, str) or prompts.assistant_prefix(prompt):
+    if isinstance(prompt, str) or assistant_prefix(prompt):
         yield "needs generate_prompt to return messages, the last one the user's"
     if prompts.end_of_turn(tokenizer) is None:
         yield f"needs a chat template that ends turns by a special token, which {model} lacks"

@@ -19,13 +19,8 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 import countdown
 from engine.model.tokenizer import load_tokenizer
 from engine.questions.data import QuestionStream, load_questions
-from engine.questions.prompts import (
-    assistant_prefix,
-    encode_prompts,
-    pose,
-    render_prompt,
-    render_prompts,
-)
+from engine.questions.messages import assistant_prefix, pose
+from engine.questions.prompts import encode_prompts, render_prompt, render_prompts
 from engine.questions.tasks import is_in_split, load_task, reward_parts
 
 HUB_ID = "openai/gsm8k"

@@ -15,7 +15,7 @@ import main
 from engine.core.config import ConfigError, run_name
 from engine.core.types import Completion, Trajectory
 from engine.questions.data import load_examples, load_questions
-from engine.questions.prompts import pose
+from engine.questions.messages import pose
 from engine.questions.tasks import load_task, read_answer, reward_parts
 from engine.run.config_file import check_paths, dump, load_config, read_file
 from engine.run.warm_start import read_answers

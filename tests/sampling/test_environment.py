@@ -23,7 +23,7 @@ from transformers import Qwen2ForCausalLM
 import main
 from engine.core.statistics import Clock
 from engine.core.types import Trajectory
-from engine.questions.tasks import RewardError
+from engine.questions.user_file import RewardError
 from engine.run.state import Run
 from engine.sampling.environment import Conversation, Turns, check_environment, encode_questions
 from tools import chat

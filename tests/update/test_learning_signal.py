@@ -12,7 +12,7 @@ import torch
 from harness import alone, make_config, make_row, make_rows
 
 from engine.core.types import MicroBatch
-from engine.questions.tasks import RewardError
+from engine.questions.user_file import RewardError
 from engine.report.metrics import rollout_sums
 from engine.update import losses
 from engine.update.optimizer import LossScale
