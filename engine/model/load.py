@@ -25,10 +25,11 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from engine.core.config import Config, ModelSettings
-from engine.core.files import check_folder, no_such_folder, reach_hub
+from engine.core.hub import reach_hub
 from engine.core.tensors import autocast
 from engine.core.types import Log
 from engine.model import adapters as lora
+from engine.model.folders import check_folder, no_such_folder
 from engine.model.probes import supports_float16
 from engine.model.tokenizer import check_vocabulary, find_eos_ids, load_tokenizer
 from engine.update.optimizer import AVERAGES, FP32

@@ -19,7 +19,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from engine.core.config import Config, ConfigError, TaskSettings
-from engine.core.files import reach_hub
+from engine.core.hub import reach_hub
 from engine.core.packages import import_package
 from engine.questions.messages import fill, pose
 from engine.questions.prompts import check_chat, prompt_length

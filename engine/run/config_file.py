@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from engine import ROOT
 from engine.core.config import SECTIONS, Config, ConfigError, check_world, dotted_values, explained
-from engine.core.files import check_folder
 from engine.core.text import Loader, show, to_yaml
+from engine.model.folders import check_folder
 from engine.questions.tasks import check_form, is_file, load_task, schema
 
 USAGE = """\

@@ -11,7 +11,7 @@ from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
 from engine.core.config import Config
-from engine.core.files import reach_hub
+from engine.core.hub import reach_hub
 from engine.model.load import one_line_errors
 
 MODEL_FILES = "the files of model.name"  # where a checkpoint keeps what `of_model` says

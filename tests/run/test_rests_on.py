@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.core.config import Config, ConfigError
 from engine.core.distributed import World
-from engine.core.files import reach_hub
+from engine.core.hub import reach_hub
 from engine.questions.data import QuestionStream, load_table
 from engine.run.fingerprint import BLOCK, NUM_BLOCKS, commit_of, of_model, of_questions
 from engine.run.load import pin, run_folder
