@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -131,15 +130,20 @@ def init_world() -> tuple[World, list[str]]:
         device = torch.device("mps")
     if size > 1:  # numbers and texts travel by gloo, gradients on GPUs by NCCL
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        timeout = timedelta(minutes=30)
-        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
-        store = dist.PrefixStore(agree_on_start(store, rank, size), store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(backend, timeout=timedelta(minutes=30))
     return World(rank, size, device), notes
 
 
 def read_environment() -> tuple[int, int, int, int]:
-    """torchrun's RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; without it those of one rank."""
+    """torchrun's RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; without it those of one rank.
+
+    Raises ValueError for values that torchrun would not set, and if it has restarted this process.
+    It gives all starts one store (pytorch issue 135712), in which gloo and NCCL would find the
+    addresses of killed ranks, and hang.
+    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        problem = "torchrun has restarted the run (--max-restarts), which is not supported"
+        raise ValueError(f"{problem}: start the command again, it resumes")
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     values = {name: os.environ.get(name, default) for name, default in defaults.items()}
     if all(value.isdecimal() for value in values.values()):
@@ -148,28 +152,6 @@ def read_environment() -> tuple[int, int, int, int]:
             return rank, size, local_rank, local_size
     found = ", ".join(f"{name}={value}" for name, value in values.items())
     raise ValueError(f"{found}: start with torchrun, which sets these, or unset them all")
-
-
-def agree_on_start(store: dist.Store, rank: int, size: int) -> str:
-    """A name that the ranks of this start share, and that no earlier start had.
-
-    `torchrun --max-restarts`, which docs/running.md promises, gives every start the same store
-    (pytorch issue 135712). If a start had no name to put before its keys, gloo and NCCL would find
-    the addresses of killed ranks and hang. torchrun's count of restarts is no such name: it can
-    differ between nodes.
-    """
-    name = uuid.uuid4().hex
-    if rank > 0:
-        store.set(f"rank-{rank}", name)
-        start = store.get(f"start-of-{name}").decode()  # waits until rank 0 has answered this uuid
-        store.set(f"{start}-has-{rank}", "")
-        return start
-    for other in range(1, size):
-        # The uuid that we read may be left over from a killed start: answer until the rank has it.
-        while not store.check([f"{name}-has-{other}"]):
-            store.set(f"start-of-{store.get(f'rank-{other}').decode()}", name)
-            time.sleep(0.01)
-    return name
 
 
 def order_ddp_buckets(scorer: nn.Module, device: torch.device) -> None:

@@ -14,13 +14,10 @@ from harness import (
     alone,
     arguments,
     assert_same,
-    finish,
     grade_by_text,
     load_run,
-    program,
     read_rows,
     set_rates,
-    start,
     train,
     train_forked,
 )
@@ -133,12 +130,10 @@ def test_evaluations_are_no_results(tmp_path, rotary_model_folder, data):
 def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path, rotary_model_folder, data):
     """What it left is kept beside the new files."""
     fault = {"do": "raise", "rank": 0, "calls": 20}  # in the first step, after best/ was saved
-    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    command = program(tmp_path, rotary_model_folder, *data, THREE, fault=fault)
-    (status,) = finish(start(command, *options, log=tmp_path / "log"))
-    output = (tmp_path / "log").read_text(errors="replace")
-    assert status == 0, output
-    assert "killed before its first checkpoint" in output
+    given = (tmp_path, rotary_model_folder, *data, THREE)
+    status, output = train_forked(*given, num_ranks=2, fault=fault)
+    assert status == 1, output
+    assert "killed before its first checkpoint" in train(*given, num_ranks=2)
     (aside,) = (tmp_path / "x").glob("killed-*")
     assert {"best", "config.yaml", "metrics.jsonl", "samples.jsonl"} <= set(os.listdir(aside))
     assert [row["step"] for row in read_rows(tmp_path / "x")] == [0, 1, 2, 3]
