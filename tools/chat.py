@@ -16,6 +16,7 @@ line on stderr; if the lines were piped in, the exit status is then 2.
 """
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -49,6 +50,7 @@ from engine.run.config_file import (
     task_name,
     without_other_task,
 )
+from engine.run.folder import run_that_made
 from engine.run.load import load_policy
 from engine.run.mistakes import mistakes_cost_one_line
 from engine.sampling.environment import encode_questions
@@ -101,14 +103,13 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def chat_config(options: argparse.Namespace, *, backend: str = "generate") -> Config:
     """The configuration that the command line asks for; generate streams token by token."""
-    model = Path(options.model).expanduser()
-    of_run = [folder / "config.yaml" for folder in model.absolute().parents[:2] if model.is_dir()]
-    files = [*filter(Path.is_file, [*of_run, Path("config.yaml")]), ROOT / "config.yaml"]
+    run = run_that_made(os.path.expanduser(options.model))
+    files = [folder / "config.yaml" for folder in (run or Path(), Path(), ROOT)]
     overrides = [*options.overrides, "mode=evaluate", f"model.name={options.model}"]
     overrides += [f"sampling.backend={backend}"]
     if options.config:
         return combine(read_file(Path(options.config).expanduser()), overrides)
-    return combine(harmless(files[0], overrides), overrides)
+    return combine(harmless(next(filter(Path.is_file, files)), overrides), overrides)
 
 
 def harmless(file: Path, overrides: list[str]) -> dict[str, Any]:

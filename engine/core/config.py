@@ -58,7 +58,8 @@ class RunSettings(Section):
 
     name: str | None = Field(None, pattern=r"^\w[\w.+=@-]*$")
     """The folder of this run inside `dir`. Give each experiment its own name; starting an existing
-    name resumes that run. null makes the name <task>-<model>-<learning_type>-s<seed>."""
+    name resumes that run. null makes the name <task>-<model>-<learning_type>-s<seed>, where the
+    <model> of runs/x/best is x."""
     dir: PathText = "runs"
     """The folder that holds the folders of all runs."""
 
@@ -527,13 +528,6 @@ def explained(settings: Section, shared: type[Section] = Config, indent: str = "
     return "\n".join(lines)
 
 
-def run_name(config: Config) -> str:
-    """The name of the run's folder; by default switching grpo to sil makes another run."""
-    model = os.path.basename(os.path.abspath(config.model.name))
-    kind = f"{config.training.learning_type}-s{config.training.seed}"
-    return config.run.name or f"{config.task.name}-{model}-{kind}"
-
-
 class ConfigError(ValueError):
     """A user's mistake; each of `lines` names the key or the file, and the fix."""
 
@@ -616,31 +610,3 @@ def impossible_to_train(config: Config, num_ranks: int) -> Iterator[tuple[str, s
         yield "training.optimizer", "cannot train the factors of model.lora; write adamw"
     if model.lora is None and model.load_in_4bit:
         yield "model.load_in_4bit", "cannot be trained; write false, or set model.lora='{r: 8}'"
-
-
-# These keys may change when a run is resumed. Changing any other key is refused.
-FREE_KEYS = ("mode", "training.num_steps", "training.num_epochs", "validation.every")
-FREE_KEYS += ("training.stop_on_collapse", "validation.pass_k")
-FREE_SECTIONS = ("checkpoint.", "logging.", "run.")
-# So may these, which save memory. They change how sums are rounded, and LoRA's dropout masks.
-ROUNDING_KEYS = ("training.micro_batch_tokens", "sampling.max_batch_tokens")
-ROUNDING_KEYS += ("model.gradient_checkpointing", "sampling.vllm_memory_gb")
-
-
-def check_same_run(saved: dict, config: Config, rests_on: dict | None = None) -> list[str]:
-    """Raises ConfigError if keys that must not change differ from the saved run's dotted values.
-
-    `rests_on` (engine/run/fingerprint.py) are more of these. Returns the ROUNDING_KEYS that differ.
-    """
-    now = dotted_values(config) | (rests_on or {})
-    saved = now | dotted_values(type(config)()) | saved  # a run older than a key had its default
-    fix = f"restore it to continue {run_name(config)}, or set run.name for another run"
-    changed = [key for key in now if not key.startswith(FREE_SECTIONS) and saved[key] != now[key]]
-    lines = [
-        f"{key} = {show(now[key])}, but the run was started with {show(saved[key])}: {fix}"
-        for key in changed
-        if key not in (*FREE_KEYS, *ROUNDING_KEYS)
-    ]
-    if lines:
-        raise ConfigError(lines)
-    return [key for key in changed if key in ROUNDING_KEYS]

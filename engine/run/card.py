@@ -9,10 +9,11 @@ from pathlib import Path
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedTokenizerFast
 
-from engine.core.config import Config, dotted_values, run_name
+from engine.core.config import Config, dotted_values
 from engine.core.text import show
 from engine.questions.data import is_file
 from engine.questions.prompts import encode_prompts, render_prompts
+from engine.run.folder import run_name
 from engine.run.state import PASS_AT_1, Run
 
 # Stand in the card's text, so not in the recipe; the date stands in the prompt, if anywhere.

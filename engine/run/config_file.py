@@ -16,6 +16,7 @@ from engine.core.config import SECTIONS, Config, ConfigError, check_world, dotte
 from engine.core.text import Loader, show, to_yaml
 from engine.model.folders import check_folder
 from engine.questions.tasks import check_form, is_file, load_task, schema
+from engine.run.folder import run_that_made
 
 USAGE = """\
 usage: torchrun --nproc-per-node=2 main.py [--config FILE] [section.key=value ...]
@@ -89,10 +90,10 @@ def check_default_rate(config: Config) -> None:
     """
     rate, model = config.training.learning_rate, Path(config.model.name).resolve()
     is_tiny = model in (Path("tiny").resolve(), ROOT / "tiny")
-    runs = [folder for folder in model.parents[:2] if (folder / "metrics.jsonl").is_file()]
-    made = [section_of(read_file(run / "config.yaml"), "training") for run in runs]
+    run = run_that_made(config.model.name)
+    made_with = {} if run is None else section_of(read_file(run / "config.yaml"), "training")
     is_given = rate != Config().training.learning_rate  # in config.yaml
-    if is_tiny or is_given or rate in [training.get("learning_rate") for training in made]:
+    if is_tiny or is_given or made_with.get("learning_rate") == rate:
         return
     values = [(file, read_file(ROOT / file)["training"]["learning_rate"]) for file in RECIPES]
     shown = ", ".join(f"{value:g} ({file})" for file, value in values)

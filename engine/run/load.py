@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from engine.core.config import Config, check_world, differences, run_name
+from engine.core.config import Config, check_world, differences
 from engine.core.distributed import World, init_world, order_ddp_buckets
 from engine.core.types import Log
 from engine.model.adapters import find_base
@@ -26,6 +26,7 @@ from engine.report.boards import make_boards
 from engine.run.checkpoint import make_folder
 from engine.run.config_file import read_file, section_of
 from engine.run.fingerprint import commit_of
+from engine.run.folder import run_name, run_that_made
 from engine.run.saving import check_room, open_files, resume
 from engine.run.state import Run
 from engine.run.warm_start import load_answers, read_answers
@@ -142,10 +143,9 @@ def run_folder(config: Config) -> Path:
     unless run.name is given or nothing can be written there.
     """
     if config.mode == "evaluate" and config.run.name is None:
-        # Of best/ or checkpoints/step-000010; checkpoints/last is a link.
-        for folder in Path(config.model.name).resolve().parents[:2]:
-            if (folder / "metrics.jsonl").is_file() and os.access(folder, os.W_OK):
-                return folder
+        folder = run_that_made(config.model.name)
+        if folder is not None and os.access(folder, os.W_OK):
+            return folder
     return Path(config.run.dir) / run_name(config)
 
 

@@ -11,14 +11,15 @@ from typing import Any
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from torch import nn
 
-from engine.core.config import Config, check_same_run, differences, dotted_values, run_name
+from engine.core.config import Config, differences, dotted_values
 from engine.core.files import write_atomically
 from engine.model.load import of_teacher
 from engine.report.metrics import versions
 from engine.run import checkpoint
 from engine.run.card import model_card
 from engine.run.config_file import dump, read_file
-from engine.run.fingerprint import MODEL_FILES, of_model
+from engine.run.fingerprint import MODEL_FILES, check_same_run, of_model
+from engine.run.folder import run_name
 from engine.run.state import Run, Saved, summary
 from engine.update.optimizer import AVERAGES, FP32, learning_rate_at
 from engine.update.shards import (

@@ -14,17 +14,17 @@ from engine.core.config import (
     Config,
     ConfigError,
     TaskSettings,
-    check_same_run,
     check_world,
     differences,
     dotted_values,
     explained,
-    run_name,
 )
 from engine.core.packages import import_package
 from engine.core.text import Loader, show, to_yaml
 from engine.questions.tasks import built_in_tasks, load_task, schema
 from engine.run.config_file import RECIPES, WORDS, dump, load_config, parse_yaml
+from engine.run.fingerprint import check_same_run
+from engine.run.folder import run_name
 from tools import chat
 from tools.write_config import write_config
 
@@ -548,7 +548,7 @@ def test_tinys_learning_rate_is_refused_for_other_models(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("model", ["best", "checkpoints/step-000010", "merged"])
 def test_what_a_run_has_made_at_tinys_rate_may_be_trained_at_it(tmp_path, model):
-    (tmp_path / "x/checkpoints").mkdir(parents=True)
+    (tmp_path / "x" / model).mkdir(parents=True)
     (tmp_path / "x/metrics.jsonl").touch()
     name = f"model.name={tmp_path / 'x' / model}"
     for rate in (RATE, "training.learning_rate=1e-3"):
@@ -624,6 +624,20 @@ def test_a_missing_package_is_named_with_what_installs_it(package, monkeypatch):
 )
 def test_the_name_of_a_run_tells_runs_apart(overrides, name):
     assert run_name(load(*overrides, RATE)) == name
+
+
+@pytest.mark.parametrize("model", ["best", "merged", "checkpoints/step-000010", "checkpoints/last"])
+def test_a_run_that_goes_on_from_a_runs_model_is_named_after_that_run(tmp_path, model):
+    """Bug: all were named after `best`, so the second of two was refused as another run."""
+    for name in ("x", "y"):
+        (tmp_path / f"disk/{name}/best").mkdir(parents=True)  # best/ is a link to another disk
+        (tmp_path / f"{name}/checkpoints/step-000010").mkdir(parents=True)
+        (tmp_path / f"{name}/checkpoints/last").symlink_to("step-000010")
+        (tmp_path / f"{name}/merged").mkdir()
+        (tmp_path / f"{name}/best").symlink_to(tmp_path / f"disk/{name}/best")
+        (tmp_path / f"{name}/metrics.jsonl").touch()
+        config = load(f"model.name={tmp_path / name / model}", RATE)
+        assert run_name(config) == f"countdown-{name}-grpo-s0"
 
 
 def test_each_key_that_differs_from_its_default_is_listed_with_both_values():

@@ -12,12 +12,13 @@ import pytest
 from harness import ROOT, arguments, make_config, read_rows
 
 import main
-from engine.core.config import ConfigError, run_name
+from engine.core.config import ConfigError
 from engine.core.types import Completion, Trajectory
 from engine.questions.data import load_examples, load_questions
 from engine.questions.messages import pose
 from engine.questions.tasks import load_task, read_answer, reward_parts
 from engine.run.config_file import check_paths, dump, load_config, read_file
+from engine.run.folder import run_name
 from engine.run.warm_start import read_answers
 from tools import attack, chat, report
 
@@ -302,6 +303,7 @@ def test_a_reward_in_a_config_that_was_found_is_not_imported(folder, monkeypatch
     """As with a task's module: the folder with the model may be a stranger's."""
     (folder / "evil.py").write_text("raise SystemExit('its code has run')")
     (folder / "x/best").mkdir(parents=True)
+    (folder / "x/metrics.jsonl").touch()
     file = folder / "x/config.yaml"
     file.write_text(found)
 

@@ -91,6 +91,8 @@ def test_a_runs_own_models_are_evaluated_into_its_folder(tmp_path):
     for name in models[:-1]:
         (own / name).mkdir(parents=True)
     (own / models[-1]).symlink_to("step-000010")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/linked").symlink_to(own / "best")
 
     def folder_of(model: str, *overrides: str) -> Path:
         overrides = [f"model.name={own / model}", f"run.dir={tmp_path / 'runs'}", *overrides]
@@ -99,12 +101,12 @@ def test_a_runs_own_models_are_evaluated_into_its_folder(tmp_path):
     assert folder_of("best") == other  # there is no run
     (own / "metrics.jsonl").touch()
     assert [folder_of(model) for model in models] == [own] * len(models)
-    assert folder_of("best", "mode=train") == other
+    assert folder_of("best", "mode=train") == (named := tmp_path / "runs/countdown-own-grpo-s0")
     assert folder_of("best", "run.name=x") == tmp_path / "runs/x"
-    assert folder_of(".") == tmp_path / "runs/countdown-own-grpo-s0"
+    assert folder_of(".") == named and folder_of("../runs/linked") == own
     with pytest.MonkeyPatch.context() as patch:  # root may write anywhere
         patch.setattr("os.access", lambda path, mode: False)
-        assert folder_of("best") == other
+        assert folder_of("best") == named
 
 
 def test_an_evaluation_measures_what_training_measured_of_the_same_model(evaluated, trained):

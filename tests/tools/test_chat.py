@@ -149,6 +149,7 @@ def test_the_settings_are_those_given_or_of_the_models_run_or_of_the_folder(tmp_
     for number, file in enumerate(("given.yaml", "runs/x/config.yaml", "config.yaml"), start=1):
         text = f"mode: train\nmodel: {{name: other}}\ntraining: {{seed: {number}}}\n"
         (tmp_path / file).write_text(text)
+    (tmp_path / "runs/x/metrics.jsonl").touch()
     monkeypatch.chdir(tmp_path)
     cases = [
         ("runs/x/best", "--config given.yaml training.num_steps=3", 1),
@@ -173,6 +174,7 @@ def test_a_config_that_was_found_has_no_code_run(tmp_path, monkeypatch):
     The task here would be evil.py in the folder that the chat starts in.
     """
     (tmp_path / "x/best").mkdir(parents=True)
+    (tmp_path / "x/metrics.jsonl").touch()
     (tmp_path / "evil.py").write_text("raise SystemExit('its code has run')")
     file = tmp_path / "x/config.yaml"
     file.write_text(
