@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.config import Config, dotted_values
+from engine.core.config import Config, beside_defaults
 from engine.core.files import read_lines, without_nan
-from engine.core.text import plain, shorten, show
+from engine.core.text import plain, shorten
 from engine.questions.tasks import built_in_tasks, load_task, schema
 from engine.run.config_file import read_file, task_name
 from engine.run.mistakes import mistakes_cost_one_line
@@ -100,13 +100,8 @@ def settings(file: Path) -> Iterator[dict]:
     values = read_file(file)
     name = task_name(values)
     full_schema = schema(load_task(name)) if name in built_in_tasks() else Config
-    defaults = dotted_values(full_schema())
-    for section, content in values.items():
-        keys = content if isinstance(content, dict) else {"": content}
-        for name, value in keys.items():
-            key = f"{section}.{name}".strip(".")
-            default = show(defaults[key]) if key in defaults else None
-            yield {"key": key, "value": shorten(show(value), MAX_CHARACTERS), "default": default}
+    for key, value, default in beside_defaults(values, full_schema):
+        yield {"key": key, "value": shorten(value, MAX_CHARACTERS), "default": default}
 
 
 def thin(items: list[dict], max_bytes: int) -> list[dict]:

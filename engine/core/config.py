@@ -496,18 +496,33 @@ SECTIONS = [name for name, value in Config() if isinstance(value, Section)]
 
 def dotted_values(config: Config) -> dict[str, Any]:
     """The value of every key, by its dotted name."""
-    values = config.model_dump()
-    sections = [(name, values.pop(name)) for name in SECTIONS]
-    return values | {f"{name}.{key}": keys[key] for name, keys in sections for key in keys}
+    return dotted(config.model_dump())
+
+
+def dotted(values: dict[str, Any]) -> dict[str, Any]:
+    """Values by dotted key: {"training.seed": 1} for {"training": {"seed": 1}}."""
+    flat = {}
+    for section, content in values.items():
+        keys = content if isinstance(content, dict) else {"": content}
+        flat |= {f"{section}.{key}".strip("."): value for key, value in keys.items()}
+    return flat
+
+
+def beside_defaults(
+    values: dict[str, Any], schema: type[Config]
+) -> Iterator[tuple[str, str, str | None]]:
+    """Each dotted key with its value and its default as text; None for a key without a default."""
+    defaults = dotted_values(schema())
+    for key, value in dotted(values).items():
+        yield key, show(value), show(defaults[key]) if key in defaults else None
 
 
 def differences(config: Config) -> list[str]:
     """A line such as "training.num_steps: 5 (default 20)" for each key not at its default."""
-    defaults = dotted_values(type(config)())
     return [
-        f"{key}: {show(value)} (default {show(defaults[key])})"
-        for key, value in dotted_values(config).items()
-        if value != defaults[key]
+        f"{key}: {value} (default {default})"
+        for key, value, default in beside_defaults(config.model_dump(), type(config))
+        if value != default
     ]
 
 
