@@ -678,7 +678,7 @@ class CompletionScorer(nn.Module):
         # What the model computes at a column predicts the token in the next one.
         columns = mask[:, 1:].any(dim=0).nonzero()[:, 0]  # (K,), before a token that is scored
         token_ids, mask_there = input_ids[:, columns + 1], mask[:, columns + 1]  # (B, K)
-        with autocast(input_ids.device, self.compute_dtype, keeps_casts=False):
+        with autocast(input_ids.device, self.compute_dtype, cache_casts=False):
             output = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=columns)
         log_probs = token_log_probs(output.logits, token_ids, temperature=temperature)
         scored = log_probs.new_zeros(mask.shape)

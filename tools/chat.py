@@ -120,9 +120,9 @@ def harmless(file: Path, overrides: list[str]) -> dict[str, Any]:
         kept[section] = {key: found[key] for key in keys or found if key in found}
     if "/" in str(kept["model"].get("attn_implementation")):  # a kernel on the hub, which is code
         del kept["model"]["attn_implementation"]
-    kept, asked = without_other_task(kept, typed), section_of(typed, "task")
+    kept, given = without_other_task(kept, typed), section_of(typed, "task")
     name = task_name(merge(kept, typed))
-    if name not in built_in_tasks() and name not in (asked.get("name"), asked.get("reward")):
+    if name not in built_in_tasks() and name not in (given.get("name"), given.get("reward")):
         key = "task.name" if section_of(kept, "task").get("reward") is None else "task.reward"
         problem = f"{file}: {key} = {name!r:.80}: a file that was found cannot have code run"
         raise ConfigError([f"{problem}; if you trust it, add --config {file}"])

@@ -420,7 +420,7 @@ class CheckpointSettings(Section):
     already has a checkpoint stops with an error and stays unchanged."""
 
 
-def listed(value: Any) -> Any:
+def as_list(value: Any) -> Any:
     """A list for one word; none and null are an empty one."""
     return [] if value in ("none", None) else [value] if isinstance(value, str) else value
 
@@ -428,7 +428,7 @@ def listed(value: Any) -> Any:
 class LoggingSettings(Section):
     """What is recorded besides metrics.csv and metrics.jsonl, which are always written."""
 
-    report_to: Annotated[list[Literal["mlflow", "wandb"]], BeforeValidator(listed)] = []
+    report_to: Annotated[list[Literal["mlflow", "wandb"]], BeforeValidator(as_list)] = []
     """Send metrics, settings and samples to other boards too: mlflow, wandb, or [mlflow, wandb].
     Addresses and credentials come from the environment or a .env file (MLFLOW_TRACKING_URI,
     WANDB_API_KEY, WANDB_MODE=offline). If a board fails, the run warns once and stops using it."""
@@ -470,8 +470,8 @@ class Config(Section):
 
     def questions_per_rank(self, num_ranks: int) -> int:
         """Training questions of a step on each rank; `check_world` makes sure that they divide."""
-        in_all = self.training.num_samples_per_step_global
-        return self.training.num_samples_per_step if in_all is None else in_all // num_ranks
+        per_step = self.training.num_samples_per_step_global
+        return self.training.num_samples_per_step if per_step is None else per_step // num_ranks
 
     @property
     def max_validation_tokens(self) -> int:

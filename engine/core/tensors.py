@@ -47,13 +47,13 @@ def right_pad(sequences: list, value: float) -> Tensor:
 
 
 def autocast(
-    device: torch.device, dtype: torch.dtype, *, keeps_casts: bool = True
+    device: torch.device, dtype: torch.dtype, *, cache_casts: bool = True
 ) -> torch.autocast:
     """Multiplies matrices in bf16 or float16, whatever the weights are; fp32 changes nothing.
 
-    `keeps_casts` holds each trained weight's copy to the end: for an adapter that samples.
+    `cache_casts` holds each trained weight's copy to the end: for an adapter that samples.
     """
-    return torch.autocast(device.type, dtype, dtype.itemsize == 2, cache_enabled=keeps_casts)
+    return torch.autocast(device.type, dtype, dtype.itemsize == 2, cache_enabled=cache_casts)
 
 
 def keep_likeliest(probs: Tensor, top_p: float, top_k: int) -> Tensor:

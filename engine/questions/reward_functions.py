@@ -17,7 +17,7 @@ from pydantic import model_validator
 
 from engine.core.config import ConfigError, Section, TaskSettings
 from engine.questions.messages import pose
-from engine.questions.user_file import RewardError, import_file, is_reward, naming_mistakes, place
+from engine.questions.user_file import RewardError, import_file, is_reward, line_of, naming_mistakes
 
 
 @functools.cache
@@ -30,7 +30,7 @@ def make_task(file: Path, *names: str) -> "RewardTask":
         kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
         if inspect.iscoroutinefunction(function) or inspect.Parameter.VAR_KEYWORD not in kinds:
             form = f"def {name}(completions, **kwargs), without async: every column comes by name"
-            raise ConfigError([f"{place(str(file), function=function)}: write {form}"])
+            raise ConfigError([f"{line_of(str(file), function=function)}: write {form}"])
     return RewardTask(str(file), functions)
 
 
@@ -104,7 +104,7 @@ class RewardTask:
             paid = function(**copy.deepcopy(columns))  # a change would stay for the whole run
         is_list = isinstance(paid, list | tuple | np.ndarray) and len(paid) == num
         if not is_list or not all(map(is_reward, paid)):
-            where = f"{place(self.__file__, function=function)}: {name}"
+            where = f"{line_of(self.__file__, function=function)}: {name}"
             wanted = f"must return a list of {num} finite numbers, one a completion"
             raise RewardError(f"{where} {wanted}, not {paid!r:.80}: question {example!r:.200}")
         return [float(value) for value in paid]

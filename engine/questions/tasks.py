@@ -21,7 +21,7 @@ from pydantic import create_model
 from engine import ROOT
 from engine.core.config import Config, ConfigError, Section, TaskSettings, Text, Weight
 from engine.core.text import show
-from engine.questions.user_file import RewardError, import_file, is_reward, naming_mistakes, place
+from engine.questions.user_file import RewardError, import_file, is_reward, line_of, naming_mistakes
 
 # How task.reward names functions: my_rewards:f, or my_rewards:[f, g].
 REWARD_FORM = re.compile(r"(\w+):(?:(\w+)|\[\s*(\w+(?:\s*,\s*\w+)*)\s*\])")
@@ -153,7 +153,7 @@ def parts_of(
         if not is_reward(value):
             wanted = f"must return a dict with a number for each of {', '.join(task.REWARD_PARTS)}"
             see_to = f"see to {name} for the question {example!r:.200}"
-            where = place(task.__file__, function=getattr(task, payer, None))
+            where = line_of(task.__file__, function=getattr(task, payer, None))
             raise RewardError(f"{where}: {payer} {wanted}, not {parts!r:.80}: {see_to}")
     return {name: float(parts[name]) for name in task.REWARD_PARTS}
 
@@ -212,6 +212,6 @@ def hash_of(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "backslashreplace")).digest()
 
 
-def is_file(source: str) -> bool:
+def is_file_name(source: str) -> bool:
     """Whether `source` is named like a file that can be loaded; it need not exist."""
     return Path(source).suffix.lower() in FILE_FORMATS

@@ -14,8 +14,8 @@ import numpy as np
 
 from engine.core.config import ConfigError
 
-NUMBERS = (int, float, np.integer, np.floating, np.bool_)
-LARGEST_PART = 1e30  # times a weight of at most 1e6 it is still finite in fp32
+NUMBER_TYPES = (int, float, np.integer, np.floating, np.bool_)
+MAX_REWARD = 1e30  # times a weight of at most 1e6 it is still finite in fp32
 
 
 class RewardError(ValueError):
@@ -34,12 +34,12 @@ def import_file(path: Path) -> ModuleType:
         problem = f"it calls sys.exit({error.code!r}) when it is imported: raise an exception"
         raise ConfigError([f"{path}: {problem} instead"]) from error
     except Exception as error:
-        problem = f"{place(str(path), error=error)}: {type(error).__name__}: {error}"
+        problem = f"{line_of(str(path), error=error)}: {type(error).__name__}: {error}"
         raise ConfigError([problem]) from error
     return module
 
 
-def place(file: str, *, error: Exception | None = None, function: Callable | None = None) -> str:
+def line_of(file: str, *, error: Exception | None = None, function: Callable | None = None) -> str:
     """The file with the line of it that raised the error, else the line where the function is."""
     frames = traceback.extract_tb(error and error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == file]
@@ -61,11 +61,11 @@ def naming_mistakes(
     except passes:
         raise
     except (Exception, SystemExit) as error:  # an exit would end the run as if all were well
-        where = place(file, error=error, function=function)
+        where = line_of(file, error=error, function=function)
         problem = f"{getattr(function, '__name__', 'it')} raised {type(error).__name__}: {error}"
         raise RewardError(f"{where}: {problem}: question {question!r:.200}") from error
 
 
 def is_reward(value: object) -> bool:
     """Whether it is a number that can be added up; NaN is none."""
-    return isinstance(value, NUMBERS) and abs(value) <= LARGEST_PART
+    return isinstance(value, NUMBER_TYPES) and abs(value) <= MAX_REWARD

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.core.config import Config, dotted_values
 from engine.core.text import show
-from engine.questions.data import is_file
+from engine.questions.data import is_file_name
 from engine.questions.prompts import encode_prompts, render_prompts
 from engine.run.folder import run_name
 from engine.run.state import PASS_AT_1, Run
@@ -127,7 +127,7 @@ def describe_base(name: str) -> str:
 
 def describe_source(name: str) -> str:
     """Where questions come from; of a file only the name, since paths are private."""
-    if is_file(name):
+    if is_file_name(name):
         return f"`{Path(name).name.replace('`', '_')}` (a local file)"
     if is_on_hub(name):
         return f"[{name}](https://huggingface.co/datasets/{name})"
@@ -135,7 +135,7 @@ def describe_source(name: str) -> str:
 
 
 def is_on_hub(source: str) -> bool:
-    return source.count("/") == 1 and not is_file(source)
+    return source.count("/") == 1 and not is_file_name(source)
 
 
 def merged_card(card: str) -> str:

@@ -38,7 +38,7 @@ def score_in_blocks(
     input_ids (B, S); log-probabilities of the tokens where `mask` (B, S) is True, else 0.
     """
     mask, token_ids = mask[:, 1:], input_ids[:, 1:]  # nothing predicts the first column
-    with autocast(input_ids.device, compute_dtype, keeps_casts=False):
+    with autocast(input_ids.device, compute_dtype, cache_casts=False):
         hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
     hidden = hidden[:, :-1][mask].to(compute_dtype)  # (M, H)
     log_probs = head_log_probs(

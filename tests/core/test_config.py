@@ -22,7 +22,13 @@ from engine.core.config import (
 from engine.core.packages import import_package
 from engine.core.text import Loader, show, to_yaml
 from engine.questions.tasks import built_in_tasks, load_task, schema
-from engine.run.config_file import RECIPES, WORDS, dump, load_config, parse_yaml
+from engine.run.config_file import (
+    NAMES_ELSEWHERE,
+    RATE_RECIPES,
+    dump,
+    load_config,
+    parse_yaml,
+)
 from engine.run.fingerprint import check_same_run
 from engine.run.folder import run_name
 from tools import chat
@@ -508,12 +514,12 @@ def test_an_override_to_another_task_leaves_the_files_options_of_its_own_task(tm
 def test_the_words_of_others_are_those_of_the_page_and_each_names_a_key():
     rows = re.findall(r"^\| `([\w.]+)` \| (`.*`) \|", COMPARISON.read_text(), re.MULTILINE)
     assert {key: words.strip("`").split("`, `") for key, words in rows} == {
-        key: words.split() for key, words in WORDS.items()
+        key: words.split() for key, words in NAMES_ELSEWHERE.items()
     }
     for name in load_task("countdown"), load_task("gsm8k"):
         known = {*dotted_values(schema(name)())}
-        assert known.issuperset(WORDS), name
-    words = [word for theirs in WORDS.values() for word in theirs.split()]
+        assert known.issuperset(NAMES_ELSEWHERE), name
+    words = [word for theirs in NAMES_ELSEWHERE.values() for word in theirs.split()]
     assert len({*words}) == len(words)
     for word in words:
         assert f", {word} is " in line_of(f"{word}=1")
@@ -529,7 +535,7 @@ def test_pass_k_follows_best_of_n():
 def test_tinys_learning_rate_is_refused_for_other_models(tmp_path, monkeypatch):
     """Bug: SmolLM2 at tiny's rate, which nobody had given, had no gradient after four steps."""
     assert "--config" not in (line := line_of("model.name=a/b"))
-    for recipe in RECIPES:
+    for recipe in RATE_RECIPES:
         rate = yaml.safe_load((ROOT / recipe).read_text())["training"]["learning_rate"]
         assert f"{rate:g} ({recipe})" in line
     monkeypatch.chdir(ROOT)

@@ -205,7 +205,9 @@ def problem_on(world: World, differs_in: str) -> str:
     rows = [{"nums": [n], "target": n} for n in NUMBERS]
     own = rows[world.rank :] + rows[: world.rank]
     trained = own if differs_in == "training" else rows
-    stream = QuestionStream(trained, seed=0, shuffle=True, length=len, room=9, log=print)
+    stream = QuestionStream(
+        trained, seed=0, shuffle=True, prompt_tokens=len, max_prompt_tokens=9, log=print
+    )
     validation = own[:9] if differs_in == "validation" else rows[:9]
     config, task = make_config(), None
     run = Run(config, world, Logger(rank=1), Path(), task, None, validation, stream)

@@ -281,7 +281,7 @@ def peaks_of_a_pass(world: World, folder: Path, shard: str) -> list[int]:
     ids, settings = torch.tensor([[5, 9, 30]]), {"temperature": 1.0}
     policy.scorer(ids, ids > 0, **settings)  # the first pass makes buffers that stay
     as_it_is = main.autocast
-    keeping = lambda device, dtype, keeps_casts: as_it_is(device, dtype)  # noqa: E731
+    keeping = lambda device, dtype, cache_casts: as_it_is(device, dtype)  # noqa: E731
     for main.autocast in (as_it_is, keeping):
         with (
             torch.no_grad(),
