@@ -468,7 +468,7 @@ SIXTEEN = "training.num_samples_per_step_global=16"
 
 @pytest.mark.parametrize(
     ("num_epochs", "num_questions", "num_ranks", "num_steps"),
-    [(1, 7_473, 1, 467), (1, 7_473, 2, 467), (3, 7_473, 1, 1_401), (0.5, 64, 2, 2), (1, 16, 1, 1)],
+    [(1, 7_473, 1, 467), (1, 7_473, 2, 467), (3, 7_473, 1, 1_401), (0.5, 64, 2, 2), (1, 31, 1, 1)],
 )
 def test_epochs_become_steps_rounded_down(num_epochs, num_questions, num_ranks, num_steps):
     """16 questions a step; 7,473 of them make nanochat's 467 steps."""
@@ -565,11 +565,12 @@ def test_a_run_goes_on_with_other_keys_than_those_that_shape_what_it_learns():
     free += ["logging.samples=0", "training.stop_on_collapse=true", "validation.pass_k=[1]"]
     for length in ("training.num_epochs=7", "training.num_steps=7"):
         assert check_same_run(saved, load("model.name=a", RATE, length, *free)) == []
-    fix = "restore it to continue countdown-b-grpo-s0, or set run.name for another run"
-    other = load("model.name=b", RATE, "task.max_target=98")
+    fix = "restore it to continue countdown-b-grpo-s1, or set run.name for another run"
+    other = load("model.name=b", RATE, "task.max_target=98", "training.seed=1")
     assert lines_raised(check_same_run, saved, other) == [
         f"model.name = b, but the run was started with a: {fix}",
         f"task.max_target = 98, but the run was started with 99: {fix}",
+        f"training.seed = 1, but the run was started with 0: {fix}",
     ]
 
 

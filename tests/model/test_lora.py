@@ -167,6 +167,16 @@ def test_the_adapter_starts_from_the_seed_and_changes_nothing(rotary_model_folde
     assert torch.equal(row_log_probs(policies[0].model, row), row_log_probs(plain, row))
 
 
+def test_an_adapter_names_its_base_by_a_path_that_holds_in_every_folder(
+    rotary_model_folder, monkeypatch
+):
+    """Else best/ could be loaded only from the folder in which the run was started."""
+    monkeypatch.chdir(rotary_model_folder.parent)
+    model = make_policy(rotary_model_folder.name, LORA).model
+    base = model.peft_config["default"].base_model_name_or_path
+    assert Path(base) == rotary_model_folder.resolve()
+
+
 # The gradient
 
 

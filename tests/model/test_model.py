@@ -215,6 +215,12 @@ def test_a_completion_ends_where_the_chat_template_ends_a_turn(chat_folder):
     assert policy.end_tokens == "<|end|> or <|im_end|>"
 
 
+def test_a_completion_that_is_cut_off_keeps_its_last_token(chat_folder):
+    """It has no end token to leave out: an answer at the length limit would lose its last digit."""
+    policy = make_policy(chat_folder, "training.max_new_gen_tokens=2")
+    assert written(policy, "12") == "12"
+
+
 SWITCH = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 
 

@@ -15,6 +15,7 @@ import torch
 from harness import change_json, finish, forkserver, program, read_rows, run_program, train
 from transformers import AutoModelForCausalLM
 
+from engine.core.files import write_atomically
 from engine.run import checkpoint
 
 # Whole runs
@@ -136,6 +137,21 @@ def test_all_of_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeyp
         save_best(tmp_path, text)
         assert tmp_path.stat().st_ino in synced  # the folder that has the name
         synced.discard(tmp_path.stat().st_ino)
+
+
+def test_a_file_is_whole_on_the_disk_before_it_takes_the_old_ones_place(tmp_path, monkeypatch):
+    """Until all of the new text is on the disk, a kill must leave the old one."""
+    file, seen, fsync = tmp_path / "config.yaml", [], os.fsync
+
+    def look(descriptor: int) -> None:
+        fsync(descriptor)
+        seen.append(file.read_text())
+
+    file.write_text("old")
+    monkeypatch.setattr(os, "fsync", look)
+    write_atomically(file, "new")
+    assert seen == ["old", "new"]  # the new file is on the disk; then its name is
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "file"])

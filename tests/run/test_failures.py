@@ -254,6 +254,19 @@ def test_all_ranks_learn_of_a_signal_to_one_in_the_next_sum(tmp_path):
     assert ranks == [[[3.0, 1.0], False, False, [[4.0], [1.0]], True]] * 2
 
 
+def mistake_on_rank_0(world: World) -> str:
+    """What this rank says of a file that rank 0 does not find."""
+    with pytest.raises(ValueError) as caught:
+        world.on_main(Path("/no/such/file").read_text)
+    return str(caught.value)
+
+
+def test_a_mistake_of_rank_0_ends_every_rank(tmp_path):
+    """A rank that went on would wait for rank 0 in the next sum, for half an hour."""
+    first, second = run_on_ranks(mistake_on_rank_0, 2, folder=tmp_path)
+    assert first == second and "/no/such/file" in first
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("fault", ["terminate", "terminate other", "terminate all"])
 def test_two_ranks_stop_together_and_go_on_bit_for_bit(fault, tmp_path, model, settings, two_ranks):
