@@ -321,8 +321,8 @@ BUGS = [
     ),
     Bug(
         "a hub out of reach asked for every file",
-        r"        huggingface_hub\.constants\.HF_HUB_OFFLINE = True\n",
-        r"",
+        r"huggingface_hub\.constants\.HF_HUB_OFFLINE = True\n",
+        r"pass\n",
         "test_a_hub_out_of_reach_is_asked_once",
     ),
     Bug(
@@ -380,7 +380,7 @@ BUGS = [
         "test_all_backends_play_the_same_in_every_batch",
     ),
     Bug(
-        "a pip command that a shell takes for a redirection",
+        "a pip command without the version",
         r"pip install \{quote\(pin\)\}",
         r"pip install {pin.partition('=')[0]}",
         "test_a_missing_package_is_named_with_what_installs_it",
@@ -591,8 +591,8 @@ BUGS = [
     ),
     Bug(
         "one entry of a set equal to two",
-        r"        left\.remove\(match\)\n",
-        r"",
+        r"left\.remove\(match\)",
+        r"pass",
         "test_different_answers_are_told_apart_without_math_verify",
     ),
     Bug(
@@ -627,8 +627,8 @@ BUGS = [
     ),
     Bug(
         "a worker that hangs asked again",
-        r"                self\.start\(\)  # so that another",
-        r"                pass  # so that another",
+        r"self\.start\(\)(  # so that another)",
+        r"pass\1",
         "test_a_hanging_worker_is_killed_counted_once_and_replaced",
     ),
     Bug(
