@@ -1,6 +1,7 @@
-"""Plant known bugs in a copy of the tree, one at a time, and see that a quick test fails at each.
+"""Plant known bugs in copies of the tree, one in each, and see that a quick test fails at each.
 
-    OMP_NUM_THREADS=1 python benchmarks/planted.py
+    OMP_NUM_THREADS=1 python benchmarks/planted.py               # two at a time, on two cores
+    OMP_NUM_THREADS=1 python benchmarks/planted.py --at-once 8
     OMP_NUM_THREADS=1 python benchmarks/planted.py --only top-p
 
 A bug is a regular expression and what takes the place of its match. It is looked for in all Python
@@ -11,6 +12,7 @@ are run on the tree as it is, since one that fails there shows nothing.
 """
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -18,7 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -229,34 +234,59 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="bugs with this text in their name")
     parser.add_argument("--tree", type=Path, default=ROOT)
+    parser.add_argument("--at-once", type=int, default=2, help="as many copies of the tree")
     options = parser.parse_args()
     bugs = [bug for bug in BUGS if options.only in bug.name]
-    with tempfile.TemporaryDirectory() as folder:
-        tree = copy_tree(options.tree, Path(folder, "tree"))
+    start, num_caught = time.perf_counter(), 0
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as pool:
+        trees: SimpleQueue[Path] = SimpleQueue()  # those in which no test runs now
+        for number in range(options.at_once):
+            trees.put(copy_tree(options.tree, Path(folder, f"tree-{number}")))
         names = sorted({bug.test for bug in bugs})
-        failed, seconds, output = run_tests(tree, names)
-        if failed != "":
-            sys.exit(f"{output}\nwithout any bug: {failed or 'not all tests ran'}")
-        print(f"Without a bug all {len(names)} tests pass ({seconds:.0f} s).\n")
+        parts = [names[first :: options.at_once] for first in range(options.at_once)]
+        for failed, output in pool.map(lambda part: check(part, trees), filter(None, parts)):
+            if failed != "":
+                sys.exit(f"{output}\nwithout any bug: {failed or 'not all tests ran'}")
+        elapsed_s = time.perf_counter() - start
+        print(f"Without a bug all {len(names)} tests pass ({elapsed_s:.0f} s).\n")
         print("| bug | test that failed | seconds |\n|---|---|---|")
-        num_caught = sum(plant(bug, tree) for bug in bugs)
-    print(f"\n{num_caught} of {len(bugs)} bugs are caught.")
+        for line, is_caught in pool.map(lambda bug: plant(bug, trees), bugs):
+            print(line, flush=True)
+            num_caught += is_caught
+    elapsed_s = time.perf_counter() - start
+    print(f"\n{num_caught} of {len(bugs)} bugs are caught ({elapsed_s:.0f} s).")
     sys.exit(num_caught < len(bugs))
 
 
-def plant(bug: Bug, tree: Path) -> bool:
-    """Run the bug's tests with it in the tree, then mend that; whether one of them failed."""
-    found, seconds = find(bug.expression, tree), 0.0
-    if len(found) == 1:
-        text = found[0].read_text()
-        found[0].write_text(re.sub(bug.expression, bug.replacement, text))
-        failed, seconds, output = run_tests(tree, [bug.test])
-        found[0].write_text(text)
-        result = failed or ("NOT CAUGHT" if failed == "" else f"NO TEST RAN: {output[-500:]}")
-    else:
-        failed, result = None, f"NOT PLANTED: the expression matches {len(found)} times, not once"
-    print(f"| {bug.name} | {result} | {seconds:.0f} |", flush=True)
-    return bool(failed)
+@contextlib.contextmanager
+def one_of(trees: SimpleQueue) -> Iterator[Path]:
+    """Take a tree out of the queue while it is used."""
+    tree = trees.get()
+    try:
+        yield tree
+    finally:
+        trees.put(tree)
+
+
+def check(names: list[str], trees: SimpleQueue) -> tuple[str | None, str]:
+    """Run tests without a bug; the first that fails as in `run_tests`, and their output."""
+    with one_of(trees) as tree:
+        return run_tests(tree, names)
+
+
+def plant(bug: Bug, trees: SimpleQueue) -> tuple[str, bool]:
+    """Run the bug's test with it in a tree, then mend that; a table's line, and if it failed."""
+    start, failed = time.perf_counter(), None
+    with one_of(trees) as tree:
+        found = find(bug.expression, tree)
+        result = f"NOT PLANTED: the expression matches {len(found)} times, not once"
+        if len(found) == 1:
+            text = found[0].read_text()
+            found[0].write_text(re.sub(bug.expression, bug.replacement, text))
+            failed, output = run_tests(tree, [bug.test])
+            found[0].write_text(text)
+            result = failed or ("NOT CAUGHT" if failed == "" else f"NO TEST RAN: {output[-500:]}")
+    return f"| {bug.name} | {result} | {time.perf_counter() - start:.0f} |", bool(failed)
 
 
 def find(expression: str, tree: Path) -> list[Path]:
@@ -269,9 +299,9 @@ def is_apart(path: Path) -> bool:
     return path.parts[0] in ("tests", "benchmarks")
 
 
-def run_tests(tree: Path, names: list[str]) -> tuple[str | None, float, str]:
-    """The first of the tests that fails, "" if all pass, None if they did not run; the seconds."""
-    start, ids = time.perf_counter(), []
+def run_tests(tree: Path, names: list[str]) -> tuple[str | None, str]:
+    """The first of the tests that fails, "" if all pass, None if they did not run; their output."""
+    ids = []
     for name in names:
         stem, _, function = name.rpartition("::")
         files = tree.glob(f"tests/**/{stem or '*'}.py")
@@ -290,7 +320,7 @@ def run_tests(tree: Path, names: list[str]) -> tuple[str | None, float, str]:
     )
     failed = re.search(r"^FAILED \S+?::(.+?)(?: - .*)?$", result.stdout, re.MULTILINE)
     name = failed[1] if failed and result.returncode == 1 else {0: ""}.get(result.returncode)
-    return name, time.perf_counter() - start, result.stdout + result.stderr
+    return name, result.stdout + result.stderr
 
 
 def copy_tree(tree: Path, copy: Path) -> Path:
