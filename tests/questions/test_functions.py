@@ -149,6 +149,7 @@ def see(**kwargs):
     ("row", "settings", "posed", "prompt", "completion"),
     [
         ({"prompt": "2?"}, (), "2?", "2?", "x"),
+        ({"prompt": "2?", "completion": "4"}, (), "2?", "2?", "x"),  # TRL leaves it out as well
         ({"prompt": "2?"}, ("task.system_prompt=S",), "S\n\n2?", "S\n\n2?", "x"),
         ({"q": "2"}, ("task.prompt='{q}!'",), [{"role": "user", "content": "2!"}], "2!", "x"),
         (
@@ -169,7 +170,7 @@ def test_a_function_is_given_text_or_messages_as_the_rows_are(
     row |= {"more": []}
     assert pose(row, task=load_task(options.code), options=options) == posed
     assert rewards_of("seen:see", row, "x", settings=settings) == [{"see": 1.0}]
-    names = sorted({"prompts", "completions", "completion_ids", *row} - {"prompt"})
+    names = sorted({"prompts", "completions", "completion_ids", *row} - {"prompt", "completion"})
     assert capsys.readouterr().out == f"{names} {[prompt]} {[completion]} {[[1]]}\n"
     assert row["more"] == []
 

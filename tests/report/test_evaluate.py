@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -257,3 +258,14 @@ def test_a_lenient_reading_stands_beside_the_strict_one_where_the_task_has_one(m
     assert metrics["eval/strict"] == metrics["eval/greedy"] == 0.2
     assert metrics["eval/lenient"] == 0.4
     assert metrics["eval/lenient_low"] == pytest.approx(0.1176, abs=1e-4)
+
+
+def test_each_rank_reads_its_answers_against_their_own_questions(monkeypatch):
+    """Rank 1 of 2 has the second and the fourth question, not the first two."""
+    read = []
+    note = lambda text, example, **_: read.append((text, example["target"]))  # noqa: E731
+    monkeypatch.setattr(countdown, "is_lenient_solved", note, raising=False)
+    nobody = {"sum": torch.as_tensor, "gather_rows": lambda rows, shape: np.zeros(shape)}
+    world = SimpleNamespace(rank=1, size=2, **nobody)
+    single_answer_metrics(countdown, TASK, QUESTIONS, GROUPS[1::2], GREEDY[1::2], world)
+    assert read == [("lenient: 1", 1)]  # that of the fourth question is broken

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -29,8 +30,8 @@ from wandb.proto import wandb_internal_pb2 as pb
 import logger
 from engine.core.config import LoggingSettings
 from engine.report import boards as report_boards
-from engine.report.boards import make_boards
-from logger import Logger, import_mlflow
+from engine.report.boards import WandbRun, make_boards
+from logger import Logger, MlflowRun, import_mlflow
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -431,6 +432,34 @@ def test_a_resumed_run_continues_its_mlflow_run_and_doubles_no_step(client, tmp_
     assert (tmp_path / "mlflow_run_id").read_text().strip() != run_id
 
 
+class Remembering:
+    """A stand-in for MLflow's client and its server, which keeps the tags of a run."""
+
+    def __init__(self) -> None:
+        self.data, self.info = SimpleNamespace(tags={}), SimpleNamespace(experiment_id="1")
+
+    def get_run(self, run_id: str) -> "Remembering":
+        return self
+
+    def update_run(self, run_id: str, status: str) -> None:
+        """It runs again."""
+
+    def log_batch(self, run_id: str, *, metrics: list, tags: list, synchronous: bool) -> None:
+        self.data.tags.update((tag.key, tag.value) for tag in tags)
+
+
+def test_mlflow_keeps_whether_the_last_evaluation_was_sent(tmp_path, monkeypatch):
+    """Else a run that is resumed at an evaluated step sends its evaluation a second time."""
+    about, server = {"params": {}, "config_text": ""}, Remembering()
+    monkeypatch.setattr(import_mlflow(), "MlflowClient", lambda: server)
+    for metrics, sent in (({"train/loss": 0.5}, (2, False)), ({"eval/pass@1": 0.5}, (2, True))):
+        before, after = MlflowRun(), MlflowRun()
+        before.start("abc", tmp_path, about)
+        before.log_metrics(2, metrics)
+        after.start("abc", tmp_path, about)
+        assert after.last_sent == sent
+
+
 def check_one_warning(
     folder: Path, capfd: pytest.CaptureFixture[str], reason: str, board: str = "MLflow"
 ) -> None:
@@ -651,6 +680,18 @@ def test_a_wandb_that_knows_the_run_gets_no_step_twice(offline, tmp_path):
     assert board.run.summary["last_sent"] == [2, True]
     log.close()
     assert history(tmp_path) == [{"step": 2, "eval/pass@1": 0.5}]
+
+
+def test_a_resumed_wandb_run_is_the_one_that_its_server_has(offline, tmp_path, monkeypatch):
+    """Offline nobody can tell what was sent: here a stand-in for its server's answer does."""
+    asked, summary = {}, {"last_sent": [2, True]}
+    run = SimpleNamespace(id="abc", dir=tmp_path, summary=summary, define_metric=mock.Mock())
+    monkeypatch.setattr(wandb, "init", lambda **settings: asked.update(settings) or run)
+    board = WandbRun()
+    about = {"experiment": "x", "run_name": "y", "description": "", "params": {}}
+    board.start("abc", tmp_path, about)
+    assert (asked["id"], asked["resume"]) == ("abc", "allow")  # never would refuse it
+    assert board.last_sent == (2, True)
 
 
 @pytest.mark.parametrize(

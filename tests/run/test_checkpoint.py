@@ -119,6 +119,16 @@ def test_a_kill_at_any_file_event_leaves_the_old_or_the_new_folder(tmp_path, nam
     assert is_between_renames and len(seen) > 10
 
 
+def test_a_start_gives_what_a_kill_has_left_between_two_renames_its_name_back(tmp_path, parts):
+    """Else the best model and the newest checkpoint, both whole, would be taken for gone."""
+    save_best(tmp_path, "old")
+    newest = save(tmp_path / "checkpoints", parts, step=1)
+    for folder in (tmp_path / "best", newest):
+        folder.rename(folder.with_name(f"{folder.name}.old"))
+    assert checkpoint.find_start(tmp_path, may_resume=True, warn=pytest.fail) == newest
+    assert (tmp_path / "best/weights").read_text() == "old"
+
+
 def test_all_of_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     synced, fsync, rename = set(), os.fsync, Path.rename
 

@@ -81,6 +81,15 @@ def test_a_sign_is_reported_once_while_it_lasts():
     assert "collapsing: solved fell from 0.600 to 0.240 (mean" in warning
 
 
+def test_a_collapsed_run_goes_on_unless_the_config_says_to_stop():
+    """A false alarm would end a run that was well, if its user had not asked for that."""
+    run = run_with([])
+    run.state.signs = {"train/solved": "solved fell from 0.600 to 0.240"}
+    assert not Run.is_over.fget(run)
+    run.config = make_config("training.stop_on_collapse=true")
+    assert Run.is_over.fget(run)
+
+
 @pytest.mark.slow
 def test_a_collapsed_run_stops_where_the_config_says_so(rotary_model_folder, tmp_path):
     """A random model writes until it is cut off, which the means of ten steps show at step 10."""

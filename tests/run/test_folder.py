@@ -144,6 +144,28 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path, rotary_
     assert [row["step"] for row in read_rows(tmp_path / "x")] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("num_moved", range(4))
+def test_a_kill_while_a_killed_run_is_moved_aside_leaves_the_rest_to_the_next_start(
+    tmp_path, monkeypatch, num_moved
+):
+    """A folder is a run's if it has a metrics.jsonl, which therefore moves last."""
+    names, rename = ["config.yaml", "metrics.csv", "metrics.jsonl", "samples.jsonl"], Path.rename
+    for name in names:
+        (tmp_path / name).touch()
+
+    def move(path: Path, target: Path) -> None:
+        if len(list(tmp_path.glob("killed-*/*"))) == num_moved:
+            raise KeyboardInterrupt
+        rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", move)
+        checkpoint.find_start(tmp_path, may_resume=True, warn=print)
+    assert checkpoint.find_start(tmp_path, may_resume=True, warn=print) is None
+    assert sorted(path.name for path in tmp_path.glob("killed-*/*")) == names
+    assert all(path.name.startswith("killed-") for path in tmp_path.iterdir())
+
+
 # Two starts of one run
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import harness
 import pytest
 from harness import (
+    CPU,
     ENVIRONMENT,
     NUMBERS,
     ROOT,
@@ -38,7 +39,7 @@ from engine.core.distributed import World
 from engine.core.types import SamplingParams
 from engine.questions.tasks import built_in_tasks
 from engine.run.config_file import load_config
-from engine.run.log import run_evaluation
+from engine.run.log import run_evaluation, validation_samples
 from engine.run.state import Run
 
 SIZES = [
@@ -302,6 +303,30 @@ def test_sil_runs_and_of_equal_models_the_earliest_is_the_best(rotary_model_fold
     assert last["train/sampler_mismatch"] < 1e-5  # log-probabilities of about 6, in fp32
     assert first["eval/pass@1"] == last["eval/pass@1"] == 0.5
     assert re.search(r"best 0\.500 at step 0\b", output)
+
+
+def test_the_ranks_take_turns_with_the_validation_questions(rotary_model_folder):
+    """Rank 1 of 2 samples and shows the second, the fourth and so on, as a single rank would.
+
+    The metrics are gathered in this order: another one would mix up the questions of the ranks.
+    """
+    policy = make_policy(rotary_model_folder, "mode=evaluate", *SIZES, is_exact=True)
+    questions = [{"nums": [number], "target": number} for number in range(1, 6)]
+    given = {"optimizer": object(), "questions": questions}
+
+    def sampled(world: World) -> list[tuple]:
+        config = make_config(*SIZES, "logging.samples=5")
+        run = make_run(policy, config, world=world, **given)
+        groups = main.sample_validation(run)
+        shown = [sample["question"] for sample in validation_samples(run, groups)]
+        return [
+            (question, [(t.prompt_ids, t.completion.token_ids) for t in group])
+            for question, group in zip(shown, groups, strict=False)
+        ]
+
+    expected = sampled(alone())
+    for rank in range(2):
+        assert sampled(World(rank=rank, size=2, device=CPU)) == expected[rank::2]
 
 
 def evaluate_a_single_question(world: World, model: Path) -> dict[str, float]:

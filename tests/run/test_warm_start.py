@@ -3,13 +3,16 @@
 import copy
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from harness import (
+    CPU,
     NUMBERS,
+    alone,
     assert_same,
     load_run,
     make_config,
@@ -25,6 +28,7 @@ from safetensors.torch import load_file
 
 import countdown
 from engine.core.config import ConfigError
+from engine.core.distributed import World
 from engine.questions.prompts import encode_prompts
 from engine.questions.tasks import is_in_split, load_task
 from engine.run import checkpoint, warm_start
@@ -145,6 +149,41 @@ def test_a_task_of_several_turns_has_no_answers_in_a_file(tmp_path):
     config = load_config(["task.name=guess", "warm_start.data=x.jsonl"])
     with pytest.raises(ConfigError, match=r"^warm_start.data = x.jsonl: task.name = guess: "):
         warm_start.read_answers(load_task("guess"), config)
+
+
+def test_an_answer_ends_as_the_chat_template_ends_a_turn(rotary_model_folder, answers):
+    """A model that imitates the tokenizer's own end instead writes on where sampling would stop."""
+    run = loaded(rotary_model_folder, answers)
+    tokenizer = copy.deepcopy(run.policy.tokenizer)
+    tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    run.policy = replace(run.policy, tokenizer=tokenizer)
+    given = {"question": {"nums": [3], "target": 3}, "completion": "7"}
+    answer = warm_start.make_answer(run, given, "row 1")
+    assert tokenizer.decode(answer.completion.token_ids) == "7<|im_end|>"
+    assert answer.text == "7"
+
+
+def test_each_rank_imitates_its_own_share_of_the_shuffled_answers(rotary_model_folder, answers):
+    """Two steps of 3 rows on each of 2 ranks: 12 different rows, which one rank takes in the same
+    order, by the seed and not as they lie in the file."""
+    sizes = ["warm_start.num_steps=2", "training.num_samples_per_step_global=6"]
+    run, seen = loaded(rotary_model_folder, answers, *sizes), []
+
+    def note(groups, config, world) -> list:
+        seen.extend(t for (t,) in groups)
+        return []
+
+    def drawn(world: World) -> list[int]:
+        run.world = world
+        seen.clear()
+        warm_start.warm_start(run, note, lambda *_: ({"train/loss": 0.0}, {}, 1))
+        return [run.answers.index(t) for t in seen]
+
+    whole = drawn(alone())
+    first, second = (drawn(World(rank, 2, CPU)) for rank in range(2))
+    assert len(set(whole)) == 12 and whole != sorted(whole)
+    assert whole == first[:3] + second[:3] + first[3:] + second[3:]
 
 
 # What is computed

@@ -282,6 +282,28 @@ def answer(run: Run, turn: str) -> str | None:
     return None if ids is None else run.policy.tokenizer.decode(ids)
 
 
+def two_turns(run: Run) -> tuple[Conversation, list[int], list[int]]:
+    """A conversation in which the model says "nu" and then calls; the ids of the two replies."""
+    conversation, ids = start(run), encode(run, "nu", END)
+    first = conversation.reply(ids)
+    return conversation, first, conversation.reply(ids + first + encode(run, ONE, END))
+
+
+def test_the_environment_hears_the_models_words_alone_in_each_turn(folder):
+    """If a turn began where the one before ended, it would hear its own reply as the model's."""
+    conversation, *_ = two_turns(make(folder, ECHO))
+    assert conversation.environment.said == ["nu", ONE]
+
+
+def test_each_turn_has_random_numbers_of_its_own(folder):
+    """Else an environment that throws dice throws the same ones in every turn."""
+    dice = ECHO.replace("{len(self.said)}: {message}", "{random.random()}")
+    run = make(folder, dice)
+    _, first, second = two_turns(run)
+    assert first != second
+    assert two_turns(run)[1:] == (first, second)
+
+
 def test_what_is_wrong_with_a_call_is_told_to_the_model(folder):
     run = make(folder)
     assert answer(run, ONE) == reply(1)

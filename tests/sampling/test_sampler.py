@@ -681,6 +681,20 @@ def test_prompts_that_are_read_and_top_p_have_room(
     assert 78e9 / 2 < num_rows * bytes_per_row < 78e9
 
 
+def test_a_batch_has_room_for_the_prompts_and_their_new_tokens():
+    """Without the new tokens all four questions would share the first batch, and fill the GPU."""
+    decoded = []
+
+    def decode(model, prompts, seeds, params, **settings):
+        decoded.append([len(prompt) for prompt in prompts])
+        return [None] * (len(prompts) * params.group_size)
+
+    settings = {"decode": decode, "on_progress": print, "log": print, "max_batch_tokens": 84}
+    params = replace(PLAIN, max_new_tokens=12, group_size=2)
+    decode_in_batches(SimpleNamespace(device=harness.CPU), RAGGED, SEEDS, params, **settings)
+    assert decoded == [[9, 5], [3, 1]]  # 4 rows of 9 + 12 tokens, then 5 of 3 + 12
+
+
 def test_a_batch_that_is_too_large_is_decoded_again_in_halves(rotary_model_folder, monkeypatch):
     """Each question has its own random numbers, so it gets the completions that it had anyway."""
     policy, decoded, lines = make_policy(rotary_model_folder, is_exact=True), [], []

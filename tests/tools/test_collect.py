@@ -57,6 +57,15 @@ def test_each_row_solves_a_training_question_and_a_warm_start_takes_it(run, monk
     assert all(answer.is_solved for answer in warm.answers)
 
 
+def test_an_answer_that_was_cut_off_is_not_collected(run, monkeypatch, capsys):
+    """Who imitates it learns to stop in mid-sentence. Here every text is paid, and none ends."""
+    monkeypatch.setattr(countdown, "reward_function", lambda *_, **__: {"format": 1, "answer": 1})
+    short = ["--questions", 2, "--samples", 2, "training.max_new_gen_tokens=2"]
+    status, output, _ = collected(monkeypatch, capsys, run, *short)
+    assert status == 0 and "0 of 4 samples solve their question and end" in output
+    assert read_jsonl(run / "answers.jsonl") == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -274,6 +274,16 @@ def test_the_kl_penalty_of_a_token_far_from_the_reference_is_finite(log_ratio):
     assert log_probs.grad.isfinite().all() and log_probs.grad.item() * log_ratio <= 0
 
 
+def test_the_kl_penalty_is_limited_on_both_sides():
+    """Beyond a log-ratio of 10 it stays what it is there, and has no gradient."""
+    log_probs = torch.tensor([[-60.0, -60.0]], dtype=torch.float64, requires_grad=True)
+    kl = losses.kl_penalty(log_probs, torch.tensor([[-10.0, -110.0]]))
+    expected = [math.exp(10) - 10 - 1, math.exp(-10) + 10 - 1]
+    assert kl[0].tolist() == pytest.approx(expected, rel=1e-12)
+    kl.sum().backward()
+    assert log_probs.grad.tolist() == [[0.0, 0.0]]
+
+
 def test_the_kl_penalty_is_never_below_zero_and_zero_at_the_reference():
     """exp(x) - x - 1 in float32 rounds to -6e-8 at some small x."""
     small = torch.logspace(-12, 1, 20_001)
