@@ -103,7 +103,7 @@ def test_a_pass_that_a_shard_adds_has_no_completions(run):
     batch = MicroBatch(group, table, table > 0, table[:, 0], table / 8, table)
     world = SimpleNamespace(size=2, gather_rows=lambda mine, shape: np.array([*mine, [3]]))
     passes = equal_passes([batch], world)
-    assert len(passes) == 3
+    assert len(passes) == 3 and not any(added.token_weights.any() for added in passes[1:])
     log(run, [group], [{}], *passes, step=1)
     assert kept(run)[0]["completions"][0]["weight"] == 1 / 8
 

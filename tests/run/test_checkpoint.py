@@ -245,6 +245,25 @@ def test_an_optimizer_that_was_tampered_with_is_one_line_and_runs_nothing(tmp_pa
         assert "\n" not in str(e.value)
 
 
+class Attack:
+    """What makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_an_optimizer_that_holds_code_is_refused_before_that_runs(tmp_path):
+    """Checkpoints are copied from machine to machine, and a pickle runs what it names."""
+    (tmp_path / "training_state").mkdir()
+    torch.save({"state": Attack(tmp_path / "made")}, tmp_path / "training_state/optimizer.pt")
+    with pytest.raises(ValueError, match=r"optimizer\.pt cannot be read"):
+        checkpoint.load_optimizer_state(tmp_path)
+    assert not (tmp_path / "made").exists()
+
+
 @pytest.fixture
 def two_checkpoints(tmp_path, parts) -> Path:
     """The folder of the checkpoints of steps 1 and 2."""

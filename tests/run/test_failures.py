@@ -51,7 +51,7 @@ import main
 from engine.core.distributed import World, agree_on_start, read_environment
 from engine.run import checkpoint
 from engine.run.config_file import load_config
-from engine.run.mistakes import crashes_name_the_fix, mistakes_cost_one_line
+from engine.run.mistakes import crashes_name_the_fix, mistakes_cost_one_line, outlive
 from engine.run.state import Run
 from logger import Logger
 
@@ -326,6 +326,15 @@ def test_a_terminal_or_pipe_that_is_gone_loses_nothing(
     step = last_state(tmp_path)["step"]
     assert {step for step, _ in rows_of(tmp_path)} == set(range(step + 1))
     assert step == 7 if number is None else step >= 1
+
+
+def test_what_is_written_into_a_dead_pipe_goes_nowhere():
+    """As of `2>&1 | tee log`, whose tee a Ctrl-C has ended."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as stream:
+        for _ in range(2):
+            outlive(stream.write, stream, "a line\n")
 
 
 # Exceptions and deaths

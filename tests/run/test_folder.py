@@ -97,6 +97,15 @@ def test_results_are_never_overwritten(spoil, resume, reason, parts, rotary_mode
     assert contents(parts / "x") == before
 
 
+def test_a_run_is_known_though_its_checkpoints_were_deleted(tmp_path):
+    """The empty file that its first save has left says so; else its metrics would be cut."""
+    write = lambda folder: (folder / "weights").touch()  # noqa: E731
+    checkpoint.save_checkpoint(tmp_path / "checkpoints", {}, step=1, write=write, keep=1)
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(ValueError, match="holds the results of a run, and no whole checkpoint"):
+        checkpoint.find_start(tmp_path, may_resume=True, warn=pytest.fail)
+
+
 def test_a_folder_that_is_no_runs_is_left_alone(tmp_path, rotary_model_folder, data):
     (tmp_path / "x").mkdir()
     (tmp_path / "x/config.yaml").write_text("mine: 1\n")
@@ -179,6 +188,15 @@ def test_a_second_start_of_a_run_is_refused_while_the_first_lasts(parts, rotary_
     assert f"error: {parts / 'x'}: process {os.getpid()} on" in output
     assert contents(parts / "x") == before
     assert "resumed after step 2" in train(parts, rotary_model_folder, *data, THREE)
+
+
+def test_a_folder_is_locked_by_one_alone(tmp_path):
+    with (
+        checkpoint.lock_folder(tmp_path, pytest.fail),
+        pytest.raises(ValueError, match=f"process {os.getpid()} on .* trains there now"),
+    ):
+        checkpoint.lock_folder(tmp_path, pytest.fail)
+    checkpoint.lock_folder(tmp_path, pytest.fail).close()
 
 
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):

@@ -571,8 +571,9 @@ def test_a_row_of_broken_logits_gets_a_log_probability_of_nan_and_harms_no_other
     results = sample_tokens(broken, uniforms, PLAIN)
     for result, whole in zip(results, expected, strict=True):
         assert torch.equal(result[[0, 2]], whole[[0, 2]])
-    tokens, log_probs, _ = results
-    assert 0 <= tokens[1] < 50 and log_probs[1].isnan()
+    tokens, log_probs, entropies = results
+    assert tokens[1] == 0.5 * 50 and log_probs[1].isnan()  # all tokens are alike
+    assert entropies[1].item() == pytest.approx(math.log(50))
 
 
 @each_backend

@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.core.distributed import World
 from engine.model.policy import Policy
+from main import make_micro_batches
 
 KL = "training.kl_coef=0.5"
 
@@ -107,6 +109,16 @@ def test_the_gradient_does_not_depend_on_the_number_of_ranks(rotary_model_folder
     assert distance(first[0], expected) <= ROUNDING and np.array_equal(first[0], second[0])
     assert first[1] == second[1] == pytest.approx(loss, rel=1e-6, abs=1e-6)
     assert second[2] == [0, 0]
+
+
+def test_the_row_of_a_rank_without_a_lesson_weighs_nothing():
+    """Its advantage is 0, but it has a penalty. The other rank has four rows of 20 tokens."""
+    config = config_of(*IDLE)
+    others = lambda counts: torch.tensor(counts) + torch.tensor([4, 20, 4])  # noqa: E731
+    world = SimpleNamespace(size=2, device=torch.device("cpu"), sum=others)
+    (batch,) = make_micro_batches(make_groups(config, TRUNCATED), config, world)
+    assert len(batch.trajectories) == 1 and batch.completion_mask.any()
+    assert not batch.token_weights.any()
 
 
 def test_the_reference_scores_a_batch_once_for_all_iterations(rotary_model_folder):
