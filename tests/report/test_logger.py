@@ -190,9 +190,13 @@ def test_a_logger_that_is_not_open_prints_but_writes_nothing(tmp_path, capfd):
 
 
 def test_a_new_run_starts_its_files_anew(tmp_path):
+    """And does not go on in the run that a board has of the one before it."""
     log_steps(start(tmp_path), range(1, 4))
+    for board in ("mlflow", "wandb"):
+        (tmp_path / f"{board}_run_id").write_text("that of the run before\n")
     log_steps(start(tmp_path), range(1, 2))
     assert logged_steps(tmp_path) == ([1],) * 3
+    assert not list(tmp_path.glob("*_run_id"))
 
 
 def test_a_resumed_run_has_neither_a_gap_nor_a_doubled_step(tmp_path):
@@ -207,6 +211,16 @@ def test_a_resumed_run_has_neither_a_gap_nor_a_doubled_step(tmp_path):
     log_steps(log, range(10, 13))
     for name in FILES:
         assert (resumed / name).read_bytes() == (unbroken / name).read_bytes()
+
+
+@pytest.mark.parametrize("is_evaluated", [False, True])
+def test_an_evaluation_stays_if_the_checkpoint_knows_it(tmp_path, is_evaluated):
+    """Else the resumed run makes it again, and it would stand there twice."""
+    log = start(tmp_path)
+    for metrics in ({"train/loss": 0.5}, {"eval/pass@1": 0.5}):
+        log.log_metrics(2, metrics)
+    start(tmp_path, resume_step=2, is_evaluated=is_evaluated)
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 1 + is_evaluated
 
 
 def test_a_run_killed_before_its_first_row_can_be_resumed(tmp_path):
@@ -485,6 +499,18 @@ def test_a_server_killed_in_mid_run_costs_one_warning_and_no_row(tmp_path, monke
         log.close()
         assert time.monotonic() - started_s < 20
     check_one_warning(tmp_path / "run", capfd, "Connection refused")
+
+
+def test_a_board_that_has_failed_is_not_called_again(tmp_path, capfd):
+    """Each call to a server that is down costs seconds, in which all ranks wait."""
+    board = mock.Mock(title="MLflow", server="NO_ADDRESS", last_sent=(-1, False))
+    board.start.side_effect = ConnectionError("Connection refused")
+    log = Logger(rank=0, boards=[board])
+    log.open(tmp_path, resume_step=None, is_evaluated=False, about={"params": {}})
+    log_steps(log, range(1, 4))
+    log.close()
+    assert [name for name, *_ in board.method_calls] == ["start"]
+    check_one_warning(tmp_path, capfd, "Connection refused")
 
 
 class Overloaded(BaseHTTPRequestHandler):

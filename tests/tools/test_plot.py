@@ -87,7 +87,7 @@ def test_the_band_of_several_seeds_is_from_the_lowest_to_the_highest(tmp_path):
     steps, minutes, mean, low, high = curve_of([first, second], "eval/pass@1", window=1)
     assert same(steps, [0, 2]) and same(minutes, [0.5, (3.0 + 7.0) / 2])
     assert same(mean, [0.3, 0.65]) and same(low, [0.2, 0.5]) and same(high, [0.4, 0.8])
-    steps, _, mean, low, high = curve_of([first, second, third], "train/reward", window=1)
+    steps, _, mean, low, high = curve_of([second, third, first], "train/reward", window=1)
     assert same(steps, [1]) and same(mean, [4]) and same(low, [1]) and same(high, [8])
 
 
