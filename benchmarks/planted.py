@@ -335,7 +335,7 @@ BUGS = [
         "wandb's last evaluation sent again",
         r"\[step, is_evaluation\(metrics\)\]",
         r"[step, False]",
-        "test_a_wandb_that_knows_the_run_gets_no_step_twice",
+        "test_a_resumed_wandb_run_is_the_one_that_its_server_has",
     ),
     Bug(
         "a resumed wandb run refused",

@@ -711,13 +711,16 @@ def test_a_wandb_that_knows_the_run_gets_no_step_twice(offline, tmp_path):
 def test_a_resumed_wandb_run_is_the_one_that_its_server_has(offline, tmp_path, monkeypatch):
     """Offline nobody can tell what was sent: here a stand-in for its server's answer does."""
     asked, summary = {}, {"last_sent": [2, True]}
-    run = SimpleNamespace(id="abc", dir=tmp_path, summary=summary, define_metric=mock.Mock())
+    run = mock.Mock(id="abc", dir=tmp_path, summary=summary)
     monkeypatch.setattr(wandb, "init", lambda **settings: asked.update(settings) or run)
     board = WandbRun()
     about = {"experiment": "x", "run_name": "y", "description": "", "params": {}}
     board.start("abc", tmp_path, about)
     assert (asked["id"], asked["resume"]) == ("abc", "allow")  # never would refuse it
     assert board.last_sent == (2, True)
+    for metrics, sent in (({"train/loss": 0.5}, [3, False]), ({"eval/pass@1": 0.5}, [3, True])):
+        board.log_metrics(3, metrics)
+        assert summary["last_sent"] == sent
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_spaces_stay_where_the_tokenizer_drops_the_first_one_of_a_text():
 
 
 def test_a_line_holds_the_groups_completions_best_first(run):
-    """On two ranks, over which gradients are averaged: so the update's weights are twice a token's."""
+    """On two ranks, over which gradients are averaged: the update's weights are then doubled."""
     group = [trajectory([5, 6, 7], 0.25, advantage=-0.75), trajectory([8, 9], advantage=1 / 3)]
     trained = SimpleNamespace(trajectories=group[1:], token_weights=torch.tensor([[2 / 7, 0.0]]))
     run.world.size = 2
