@@ -1,15 +1,16 @@
-"""What a run leaves behind: lines on the terminal, files in its folder and, if wanted, boards.
+"""What a run leaves behind: lines on the terminal, and files in its folder.
 
 Every rank makes a `Logger` and calls it in the same way; only rank 0 prints and writes.
 
     metrics.jsonl    one object per step, and after it one per evaluation, which has the step too; a
-                     value that is not finite is null (JSON has no NaN)
-    metrics.csv      the same in columns, one row a step: a metric that it lacks is an empty cell,
-                     null is nan. Made anew from metrics.jsonl at an evaluation, a new metric and a
-                     resume
+                     value that is not finite is null (JSON has no NaN). In pandas:
+                     pandas.read_json("metrics.jsonl", lines=True)
     samples.jsonl    one sample per line: step, prompt, completion, reward, gold answer and others
     rollouts.jsonl   a few groups of a step with their tokens: engine/report/completions.py
-    mlflow_run_id    the id of this run in MLflow, where a resumed run continues it; wandb_run_id
+
+With `do_mlflow` or `boards`, metrics and samples also go to MLflow, wandb and the like, whose code
+in engine/report/boards.py is loaded only then. The files mlflow_run_id and wandb_run_id have the
+id of the run there, which a resumed run continues.
 
 `log_metrics` returns when its row is on disk. A checkpoint is saved after that, so the files have
 every step and evaluation that it has. When a run is killed, they may also have later ones, and half
@@ -17,38 +18,18 @@ a row at the end. They are cut off when the run is resumed.
 """
 
 import functools
-import json
-import math
-import os
-import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from tqdm import tqdm
 
-from engine.core.files import append_durably, json_line, load_env, read_lines, write_atomically
-from engine.core.packages import import_package
-from engine.core.text import format_reward, plain, printable, shorten, unnest
-
-# When a server does not answer, MLflow's own defaults would stop the training for many minutes: it
-# tries 8 times for 120 s, and sleeps as long as a Retry-After header asks for. We set these values
-# instead, except for those that the environment or .env sets.
-MLFLOW_ENVIRONMENT = {
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER": "false",
-    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_LOGGING_LEVEL": "WARNING",  # else it prints two lines about a new database
-}
-SLOW_S = 20.0  # all ranks wait for rank 0; after a slower call a board is switched off
+from engine.core.files import append_durably, json_line, read_lines, write_atomically
+from engine.core.text import format_reward, plain, printable, shorten
 
 STEP_FIELDS = (  # label, metric, width, format
     ("reward", "train/reward", 6, ".3f"),
@@ -64,16 +45,20 @@ STEP_FIELDS = (  # label, metric, width, format
 class Logger:
     """Prints what a run reports; from `open` on, also writes it to files and sends it to boards.
 
-    Boards are rank 0's MlflowRun and its like (engine/report/boards.py).
+    `boards` are rank 0's others beside MLflow, each a `Board` of engine/report/boards.py. Raises
+    ValueError with the command that installs MLflow, if it is wanted and missing.
     """
 
-    def __init__(self, *, rank: int, boards: Iterable["MlflowRun"] = ()) -> None:
+    def __init__(self, *, rank: int, do_mlflow: bool = False, boards: Iterable[Any] = ()) -> None:
         self.is_main = rank == 0
         self.folder: Path | None = None  # None until `open`, and always on the other ranks
-        self.columns: list[str] = []  # of metrics.csv
+        if do_mlflow and self.is_main:
+            from engine.report.boards import MlflowRun  # a run without a board does not load it
+
+            boards = [MlflowRun(), *boards]
         self.boards = [*boards]
         self.printed_s: deque[float] = deque(maxlen=20)  # when the last steps were printed
-        self.has_shown_prompt = False
+        self.is_first_sample = True  # its prompt is printed in full
         self.once = functools.cache(self.info)  # `info` for what is worth a line the first time
 
     def open(
@@ -98,19 +83,10 @@ class Logger:
                 file.unlink()
         for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"):
             rows = [] if resume_step is None else read_lines(folder / name)
-            rows = [r for r in rows if (r["step"], is_evaluation(r)) <= (resume_step, is_evaluated)]
+            rows = [row for row in rows if moment_of(row) <= (resume_step, is_evaluated)]
             write_atomically(folder / name, "".join(map(json_line, rows)))
-        self._write_table()
-        about = about | {"params": unnest(about["params"], separator=".")}
-        self._send(lambda board: self._begin(board, about))
-
-    def _begin(self, board: "MlflowRun", about: dict[str, Any]) -> None:
-        """Start a board's run, or continue the one that it had, and print its address."""
-        file = self.folder / f"{board.title.lower()}_run_id"
-        known = file.read_text().strip() if file.exists() else None
-        run_id, address = board.start(known, self.folder, about)
-        write_atomically(file, run_id + "\n")
-        self.info(f"{board.title}: {address}")
+        for board in self.boards:
+            board.open(folder, about, info=self.info, warning=self.warning)
 
     def info(self, text: str) -> None:
         """Print on rank 0, above a progress bar if one is drawn, in the encoding of stdout."""
@@ -126,45 +102,31 @@ class Logger:
         is_off = None if self.is_main and sys.stderr is not None else True  # None lets tqdm see
         return tqdm(None, description, total, False, unit=unit, dynamic_ncols=True, disable=is_off)
 
+    def track(self, items: list, description: str, unit: str) -> Iterator[Any]:
+        """The items, with a bar that shows how many are done."""
+        with self.progress(len(items), description, unit) as bar:
+            for item in items:
+                yield item
+                bar.update(1)
+
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Append one row to metrics.jsonl, and its metrics to metrics.csv."""
+        """Append one row to metrics.jsonl."""
         if self.folder is None:
             return
         values = {name: float(value) for name, value in metrics.items()}
-        line = json_line({"step": step} | values)
-        append_durably(self.folder / "metrics.jsonl", line)
-        if metrics.keys() <= set(self.columns) and not is_evaluation(metrics):
-            append_durably(self.folder / "metrics.csv", self._csv_line(json.loads(line)))
-        else:
-            self._write_table()
-        # Boards would draw infinity as 1.8e308.
-        finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        self._send(lambda board: board.log_metrics(step, finite), (step, is_evaluation(metrics)))
-
-    def _write_table(self) -> None:
-        """Write metrics.csv with a column for each metric that is in metrics.jsonl by now."""
-        rows: dict[int, dict[str, Any]] = {}  # a step's and its evaluation's are one
-        for row in read_lines(self.folder / "metrics.jsonl"):
-            rows[row["step"]] = rows.get(row["step"], {}) | row
-        names = (name for row in rows.values() for name in row)
-        self.columns = list(dict.fromkeys(["step", *names]))
-        table = [",".join(self.columns) + "\n", *map(self._csv_line, rows.values())]
-        write_atomically(self.folder / "metrics.csv", "".join(table))
-
-    def _csv_line(self, row: dict[str, Any]) -> str:
-        cells = (str(row.get(name, "")) for name in self.columns)
-        return ",".join(cells).replace("None", "nan") + "\n"
+        row = {"step": step} | values
+        append_durably(self.folder / "metrics.jsonl", json_line(row))
+        for board in self.boards:
+            board.log_metrics(moment_of(row), values)
 
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         """Append samples: dictionaries with prompt, completion, reward, reward_parts and others."""
         if self.folder is None or not samples:
             return
-        lines = [json_line({"step": step, **sample}) for sample in samples]
-        append_durably(self.folder / "samples.jsonl", "".join(lines))
-        rows = [unnest({"step": step, **sample}, separator="/") for sample in samples]
-        names = dict.fromkeys(name for row in rows for name in row)
-        table = {name: [row.get(name) for row in rows] for name in names}
-        self._send(lambda board: board.log_samples(table), (step, is_evaluation(samples[0])))
+        rows = [{"step": step, **sample} for sample in samples]
+        append_durably(self.folder / "samples.jsonl", "".join(map(json_line, rows)))
+        for board in self.boards:
+            board.log_samples(moment_of(rows[0]), rows)
 
     def log_rollouts(self, lines: str) -> None:
         """Append lines of engine/report/completions.py to rollouts.jsonl."""
@@ -211,8 +173,8 @@ class Logger:
         for number, sample in enumerate(samples[:3], start=1):
             reward = format_reward(sample["reward"], sample["reward_parts"])
             lines.append(f"  completion {number}  {reward}  {sample['tokens']} tokens")
-            asked = sample["question"] if self.has_shown_prompt else sample["prompt"].strip()
-            self.has_shown_prompt = True
+            asked = sample["prompt"].strip() if self.is_first_sample else sample["question"]
+            self.is_first_sample = False
             lines += [f"    > {line}" for line in shorten(asked).split("\n")]
             completion = sample["completion"].strip("\n")
             lines += [f"    {line}" for line in shorten(completion).split("\n")]
@@ -223,98 +185,11 @@ class Logger:
 
     def close(self, status: str = "FINISHED") -> None:
         """End the boards' runs as FINISHED, FAILED or KILLED; every row is on disk already."""
-        self._send(lambda board: board.finish(status))
-        self.boards = []
-
-    def _send(
-        self, call: Callable[["MlflowRun"], None], sent: tuple[float, bool] = (math.inf, True)
-    ) -> None:
-        """Make one call to each board; one that fails or is slow gets a warning and no other call.
-
-        A resumed run repeats steps that it has sent before, and boards cannot delete points. So a
-        board keeps what was `sent` to it last, a step and whether its evaluation, and gets only
-        what comes later.
-        """
-        for board in self.boards if self.folder is not None else []:
-            started_s = time.monotonic()
-            try:
-                if sent > board.last_sent:
-                    call(board)
-                elapsed_s = time.monotonic() - started_s
-                if elapsed_s > SLOW_S:
-                    raise TimeoutError(f"a call took {elapsed_s:.0f} s")
-            except Exception as error:  # nothing that a board does may end a training run
-                self.boards = [other for other in self.boards if other is not board]
-                reason = str(error).rpartition("(Caused by ")[2].split("\n")[0]
-                if "@" in os.getenv(board.server, ""):  # the reason may quote the password
-                    reason = type(error).__name__
-                state = f"{board.title} is off until the run ends, the run's own files go on"
-                self.warning(f"{state}: {reason[:300]}")
+        for board in self.boards:
+            board.close(status)
 
 
-class MlflowRun:
-    """The run in MLflow. Any of its methods may raise or take long; see `Logger._send`.
-
-    MLflow rejects some characters in names: `eval/pass@1` is `eval/pass_at_1` there.
-    """
-
-    title, server = "MLflow", "MLFLOW_TRACKING_URI"
-
-    def __init__(self) -> None:
-        self.mlflow = import_mlflow()
-        self.last_sent = (-1, False)
-
-    def start(self, run_id: str | None, folder: Path, about: dict[str, Any]) -> tuple[str, str]:
-        """Continue the run of that id, or create one; returns its id and address."""
-        self.client = self.mlflow.MlflowClient()
-        if run_id is not None:
-            run = self.client.get_run(run_id)
-            step, _, evaluated = run.data.tags.get("last_sent", "-1").partition(" ")
-            self.last_sent = (int(step), evaluated != "")
-            self.client.update_run(run_id, status="RUNNING")
-        else:
-            experiment_id = self.mlflow.set_experiment(about["experiment"]).experiment_id
-            tags = {"mlflow.note.content": about["description"]}  # Markdown
-            run = self.client.create_run(experiment_id, run_name=about["run_name"], tags=tags)
-            run_id = run.info.run_id
-            named = {mlflow_name(name): value for name, value in about["params"].items()}
-            self.mlflow.log_params(named, synchronous=True, run_id=run_id)
-            self.client.log_text(run_id, about["config_text"], "config.yaml")
-        server = re.sub("//.*@", "//", self.mlflow.get_tracking_uri()).rstrip("/")  # no password
-        page = f"#/experiments/{run.info.experiment_id}/runs/{run_id}"
-        self.run_id = run_id
-        return run_id, f"{server}/{page}" if "http" in server else f"{run_id} in {server}"
-
-    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        entities, now_ms = self.mlflow.entities, int(time.time() * 1000)
-        points = [
-            entities.Metric(mlflow_name(name), value, now_ms, step)
-            for name, value in metrics.items()
-        ]
-        sent = f"{step} evaluated" if is_evaluation(metrics) else str(step)
-        tags = [entities.RunTag("last_sent", sent)]
-        self.client.log_batch(self.run_id, metrics=points, tags=tags, synchronous=True)
-
-    def log_samples(self, table: dict[str, list]) -> None:
-        self.client.log_table(self.run_id, table, "samples.json")  # adds to the earlier steps' rows
-
-    def finish(self, status: str) -> None:
-        self.client.set_terminated(self.run_id, status)
-
-
-def import_mlflow() -> ModuleType:
-    """Import MLflow, or raise ValueError; ./.env sets what the environment leaves unset."""
-    load_env()
-    for name, value in MLFLOW_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    return import_package("mlflow", key="logging.report_to")
-
-
-def mlflow_name(name: str) -> str:
-    """Return `name` in the characters that MLflow allows: `pass@1` becomes `pass_at_1`."""
-    return re.sub(r"[^\w./ -]", "_", name.replace("@", "_at_"))
-
-
-def is_evaluation(record: dict[str, Any]) -> bool:
-    """Whether metrics or a sample are an evaluation's, not a training step's."""
-    return record.get("split") == "validation" or any(name.startswith("eval/") for name in record)
+def moment_of(row: dict[str, Any]) -> tuple[int, bool]:
+    """A row's step, and whether it is of the evaluation after it: the order in which rows come."""
+    is_evaluation = row.get("split") == "validation" or any(n.startswith("eval/") for n in row)
+    return row["step"], is_evaluation

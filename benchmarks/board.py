@@ -41,13 +41,9 @@ FIXED += ("tiny/model.safetensors",)
 MAX_DIFFERENCE = 0.002  # of pass@1, measured again: another order of sums may change a few tokens
 QUESTIONS = """import json, sys
 from engine.run.config_file import load_config
-from engine.run.load import load_run
-from engine.run.warm_start import read_answers
-from main import DecodeBatch, wrap_policy
-run = load_run(load_config(sys.argv[1:]), wrap_policy, DecodeBatch)
-trained = [*run.train_questions.questions]
-trained += [row["question"] for row in read_answers(run.task, run.config)]
-print("QUESTIONS" + json.dumps([run.validation_questions, trained]))"""
+from main import build_run
+run = build_run(load_config(sys.argv[1:]))
+print("QUESTIONS" + json.dumps([run.validation_questions, run.stream.questions]))"""
 
 
 def main() -> None:

@@ -10,10 +10,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the script's modules
 
-import engine.run.load
 import main
-from engine.core.types import Trajectory
-from engine.model.policy import copy_in
+from engine.model.sampler import copy_in
 from engine.run.config_file import load_config
 from engine.run.state import Run
 
@@ -27,20 +25,10 @@ def questions_per_step(arguments: Sequence[str] = ()) -> int:
 
 def load_run(arguments: Sequence[str]) -> Run:
     """What main.py loads, given these arguments."""
-    return engine.run.load.load_run(
-        load_config(list(arguments)), main.wrap_policy, main.DecodeBatch
-    )
-
-
-def update(run: Run, groups: list[list[Trajectory]]) -> dict[str, torch.Tensor]:
-    """The update of a step as main.py makes it, by groups that have their advantages.
-
-    Returns sums of what it measured.
-    """
-    batches = main.make_micro_batches(groups, run.config, run.world)
-    training = run.config.training
-    update_policy = main.update_policy
-    return update_policy(run.policy, run.optimizer, batches, training, run.world, run.logger)[1]
+    run = main.build_run(load_config(list(arguments)))
+    if run.config.mode == "train":
+        main.begin(run)
+    return run
 
 
 def bf16_copy(model: nn.Module) -> nn.Module:

@@ -4,9 +4,9 @@
     python benchmarks/gpu.py step --quick    # toys on any device: does it run?
 
 Random weights in the shape of Qwen2.5-3B; no network. Each part is meant for one GPU of 80 GB or
-more and at most 5 minutes, prints a table and writes it as gpu-<part>.json to the folder of
-`--out`, anew after each of its checks: one that raises costs its own rows alone. Some figures have
-an aim; the exit status is 1 if one of them is not reached.
+more and at most 5 minutes. Each of its checks prints a table when it has ended, and all figures so
+far are written to gpu-<part>.json in the folder of `--out`: a check that raises, or a part that is
+killed, costs no others. Some figures have an aim; the exit status is 1 if one is not reached.
 
 Then by hand: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` before `step`. Without it 30 GB
 were reserved for 23 allocated, on a stand-in for CUDA, and torch warned of failed allocations that
@@ -55,12 +55,14 @@ from engine.core.tensors import right_pad
 from engine.core.types import SamplingParams
 from engine.report.metrics import peak_memory_gb
 from engine.run.config_file import load_config
-from engine.run.load import load_policy, scores_in_blocks
-from engine.sampling.graphs import CapturedSteps
-from engine.update.head import head_log_probs
+from engine.sampling.draw import draw_uniforms
+from engine.sampling.graphs import CapturedSteps, decode_captured
+from engine.sampling.grouped import DecodeBatch, decode_grouped
+from engine.update.head import ChunkedScorer, head_log_probs
 from engine.update.optimizer import make_optimizer
 from logger import Logger
-from main import CompletionScorer, DecodeBatch, decode_grouped, draw_uniforms, wrap_policy
+from main import wrap_policy
+from tools.chat import load_policy
 
 CARD_BYTES = 80e9  # what the step may use; the rest of a larger GPU is filled with ballast
 NO_ENDS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "eos_ids": (), "pad_id": 0}
@@ -108,6 +110,10 @@ class Setting:
     def has_graphs(self) -> bool:
         return self.device.type == "cuda"
 
+    @property
+    def fast_loop(self) -> Callable[..., list]:
+        return decode_captured if self.has_graphs else decode_grouped
+
     def speed_aim(self, **aim: float) -> dict[str, float]:
         """An aim that a toy is not held to."""
         return {} if self.is_quick else aim
@@ -121,14 +127,13 @@ def ragged_prompts(model: nn.Module, lengths: tuple[int, ...]) -> list[list[int]
     return [rng.integers(2, model.config.vocab_size, length).tolist() for length in lengths]
 
 
-def sample(model: nn.Module, prompts: list, *, num_tokens: int, capture: bool) -> list:
-    return decode_grouped(
+def sample(loop: Callable[..., list], model: nn.Module, prompts: list, *, num_tokens: int) -> list:
+    return loop(
         model,
         prompts,
         [(0, i) for i in range(len(prompts))],
         SamplingParams(num_tokens, **NO_ENDS, group_size=4),
         on_progress=lambda num_ended: None,
-        capture=capture,
     )
 
 
@@ -137,19 +142,18 @@ def check_sampling(setting: Setting) -> list[Row]:
     model = random_model(setting.shape, setting.device).eval()
     num_tokens = 4 if setting.is_quick else 300  # over a leap of the cache
     prompts = ragged_prompts(model, (3, 17, 60, 9))
-    settings = {"num_tokens": num_tokens}
-    plain = sample(model, prompts, **settings, capture=False)
-    replayed = sample(model, prompts, **settings, capture=setting.has_graphs)
+    plain = sample(decode_grouped, model, prompts, num_tokens=num_tokens)
+    replayed = sample(setting.fast_loop, model, prompts, num_tokens=num_tokens)
     same = [a.token_ids == b.token_ids for a, b in zip(plain, replayed, strict=True)]
     rows = [Row("captured rows with the tokens of plain ones", np.mean(same), "", at_least=0.9)]
 
     sampler = bf16_copy(model)
-    completions = sample(sampler, prompts, **settings, capture=setting.has_graphs)
+    completions = sample(setting.fast_loop, sampler, prompts, num_tokens=num_tokens)
     pairs = list(zip([p for p in prompts for _ in range(4)], completions, strict=True))
     ids = right_pad([prompt + c.token_ids for prompt, c in pairs], 0).to(setting.device)
     is_sampled = [[False] * len(prompt) + [True] * num_tokens for prompt, _ in pairs]
     mask = right_pad(is_sampled, False).to(setting.device)
-    scorer = CompletionScorer(model, torch.bfloat16, in_blocks=True)
+    scorer = ChunkedScorer(model, torch.bfloat16)
     model.train()
     log_probs = scorer(ids, mask, temperature=1.0)[mask]
     sampled = torch.tensor(np.concatenate([c.log_probs for c in completions])).to(setting.device)
@@ -224,7 +228,7 @@ def one_rank(setting: Setting) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def in_ddp(scorer: CompletionScorer, setting: Setting) -> DistributedDataParallel:
+def in_ddp(scorer: ChunkedScorer, setting: Setting) -> DistributedDataParallel:
     device_ids = [0] if setting.device.type == "cuda" else None
     wrapped = DistributedDataParallel(scorer, device_ids, gradient_as_bucket_view=True)
     order_ddp_buckets(wrapped, setting.device)
@@ -235,7 +239,7 @@ def check_ddp(setting: Setting) -> list[Row]:
     """After a backward pass without a sum over ranks the gradients are in the buckets, once."""
     with one_rank(setting):
         model = random_model(setting.few_layers, setting.device)
-        scorer = in_ddp(CompletionScorer(model, torch.bfloat16, in_blocks=True), setting)
+        scorer = in_ddp(ChunkedScorer(model, torch.bfloat16), setting)
         before = peak_memory_gb(setting.device)
         ids = torch.tensor([[5, 9, 30, 7]], device=setting.device)
         with scorer.no_sync():
@@ -269,15 +273,14 @@ def check_lora(setting: Setting, in_4bit: str = "false") -> list[Row]:
         config = load_config(["--config", os.devnull, *overrides])
         world = World(rank=0, size=1, device=setting.device)
         log = Logger(rank=1).info
-        policy = load_policy(config, world, log, DecodeBatch)
-        in_blocks = scores_in_blocks(policy.model, config.training.micro_batch_tokens, log)
-        wrap_policy(policy, config, world, in_blocks=in_blocks)
+        policy = load_policy(config, world, log)
+        wrap_policy(policy, config, world, log)
     ids = torch.arange(2, 34, device=setting.device)[None]
     policy.model.train()
     policy.scorer(ids, ids > 0, temperature=1.0).sum().backward()
     trained = [p for p in policy.model.parameters() if p.requires_grad]
     is_finite = all(p.grad is not None and p.grad.isfinite().all() for p in trained)
-    fast = policy.backend == ("captured" if setting.has_graphs else "grouped")
+    fast = policy.sampler.loop is setting.fast_loop
     name = f"LoRA, 4 bits {in_4bit}"
     return [
         Row(f"{name}: gradients are finite", is_finite, "", at_least=1),
@@ -410,7 +413,7 @@ def time_update(setting: Setting) -> list[Row]:
         rate, whole = matmul_flops(64), WholePass(TOY, num_rows=1, num_tokens=8)
     else:
         rate, whole = matmul_flops(), WholePass(QWEN_SHAPES["Qwen2.5-3B"])
-    passes = in_turns({"ours": functools.partial(whole.run, in_blocks=True)}, repeats=1)["ours"]
+    passes = in_turns({"ours": functools.partial(whole.run, ChunkedScorer)}, repeats=1)["ours"]
     flops = 6 * sum(p.numel() for p in whole.model.parameters()) * whole.input_ids.numel()
     share = flops / statistics.median(passes) / rate
     aim = setting.speed_aim(at_least=0.4)
@@ -489,15 +492,17 @@ def main(arguments: list[str] | None = None) -> None:
     start, rows = time.perf_counter(), []
     options.out.mkdir(parents=True, exist_ok=True)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    print(f"{options.part} on {name}, torch {torch.__version__}\n", flush=True)
     for check in PARTS[options.part]:
-        rows += rows_of(check, Setting(device, options.quick))
+        new = rows_of(check, Setting(device, options.quick))
+        print_table([check.__name__, "measured", "aim", "reached"], [row.cells() for row in new])
+        rows += new
         elapsed_s = time.perf_counter() - start
         found = [dataclasses.asdict(row) | {"is_reached": row.is_reached} for row in rows]
         result = {"part": options.part, "device": name, "seconds": elapsed_s, "rows": found}
         text = json.dumps(result, indent=1, default=float) + "\n"
         (options.out / f"gpu-{options.part}.json").write_text(text, encoding="utf-8")
-    print(f"{options.part} on {name}, torch {torch.__version__}, {elapsed_s:.0f} s\n")
-    print_table(["", "measured", "aim", "reached"], [row.cells() for row in rows])
+    print(f"{elapsed_s:.0f} s")
     sys.exit(0 if all(row.is_reached for row in rows) else 1)
 
 

@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import print_table, questions_per_step, update  # first: the script's modules
+from common import print_table, questions_per_step  # first: it finds the script's modules
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 from transformers import TrainerCallback
@@ -41,7 +41,6 @@ from engine.core.packages import import_package
 from engine.core.statistics import Clock
 from engine.report.evaluation import evaluation_metrics
 from engine.run.state import Run
-from engine.update.optimizer import learning_rate_at, set_learning_rate
 from tools.plot import STYLE, draw_curve
 
 SIDES = ("TRL", "plain-grpo")
@@ -148,7 +147,7 @@ class Course(TrainerCallback):
 
     def measure(self, step: int) -> None:
         run = self.run
-        run.policy.refresh_sampler()
+        run.policy.sampler.refresh()
         groups = program.sample_validation(run)
         metrics = evaluation_metrics(groups, run.task, run.config.validation, run.world)
         self.rows.append(as_row(step, self.seconds, metrics))
@@ -182,18 +181,17 @@ class Copies(TrainerCallback):
 
     def __init__(self, run: Run, again: Run, theirs: nn.Module):
         self.run, self.again, self.theirs = run, again, theirs
+        again.state = run.state  # in which step they are
         self.start = parameters_to_vector(theirs.parameters()).detach()
 
     def roll_out(self, prompts: list, trainer: object) -> dict:
         """Sample, take the step of both of ours, and give TRL the completions."""
         from trl_side import replay, roll_out
 
-        state, training = self.run.state, self.run.config.training
-        groups = roll_out(self.run, Clock())
-        program.assign_advantages(groups, training)
+        state, groups = self.run.state, roll_out(self.run, Clock())
+        program.assign_advantages(groups, self.run.config.training)
         for run in (self.run, self.again):
-            set_learning_rate(run.optimizer, learning_rate_at(state.step + 1, training))
-            update(run, groups)
+            program.update_policy(run, groups)
         state.step += 1
         state.position += len(groups)
         return replay(groups, prompts, trainer)

@@ -9,10 +9,10 @@ from engine import ROOT
 
 BOXES = (  # title, two lines, the function of main.py
     ("questions", "N of them, in a", "fixed random order", "run_training"),
-    ("sample", "G completions of", "each: a group", "decode_grouped"),
+    ("sample", "G completions of", "each: a group", "sample_trajectories"),
     ("reward", "a rule reads each", "and pays it", "reward_group"),
     ("compare", "reward minus the", "group's mean", "grpo_advantages"),
-    ("update", "what was better", "gets likelier", "accumulate_gradient"),
+    ("update", "what was better", "gets likelier", "micro_batch_loss"),
 )
 SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 180">
 <title>One step: questions, sample, reward, compare, update, and again</title>

@@ -1,6 +1,7 @@
-"""Plant known bugs in a copy of the tree, one at a time, and see that a quick test fails at each.
+"""Plant known bugs in copies of the tree, one in each, and see that a quick test fails at each.
 
-    OMP_NUM_THREADS=1 python benchmarks/planted.py
+    OMP_NUM_THREADS=1 python benchmarks/planted.py               # two at a time, on two cores
+    OMP_NUM_THREADS=1 python benchmarks/planted.py --at-once 8
     OMP_NUM_THREADS=1 python benchmarks/planted.py --only top-p
 
 A bug is a regular expression and what takes the place of its match. It is looked for in all Python
@@ -11,6 +12,7 @@ are run on the tree as it is, since one that fails there shows nothing.
 """
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -18,7 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,8 +77,8 @@ BUGS = [
     Bug(
         "the KL reference made of the checkpoint",
         r"( +)resume\(run\)\n",
-        r"\1resume(run)\n\1from engine.model.policy import make_reference\n"
-        r"\1policy.reference = make_reference(policy.scorer, policy, lora=None)\n",
+        r"\1resume(run)\n\1if (policy := run.policy).reference:\n"
+        r"\1    policy.reference.model = policy.reference_model(run.config)\n",
         "test_a_resumed_run_is_held_near_the_model_that_it_started_from",
     ),
     Bug(
@@ -97,14 +102,14 @@ BUGS = [
     ),
     Bug(
         "the evaluation's seeds those of training",
-        r"TRAINING, VALIDATION = 0, 1",
-        r"TRAINING, VALIDATION = 0, 0",
+        r"\bVALIDATION = 1\b",
+        r"VALIDATION = 0",
         "test_training_and_validation_never_draw_the_same_random_numbers",
     ),
     Bug(
-        "world.size left out of the weights",
-        r"token_weights=weights \* world\.size",
-        r"token_weights=weights",
+        "world.size left out of the loss that goes backward",
+        r"scale\(world\.size \* loss\)",
+        r"scale(loss)",
         "test_update::test_the_gradient_does_not_depend_on_the_number_of_ranks",
     ),
     Bug(
@@ -116,8 +121,8 @@ BUGS = [
     ),
     Bug(
         "best/ replaced by an equal score",
-        r"state\.last > state\.best\b",
-        r"state.last >= state.best",
+        r"score > state\.best\b",
+        r"score >= state.best",
         "test_sil_runs_and_of_equal_models_the_earliest_is_the_best",
     ),
     Bug(
@@ -134,14 +139,14 @@ BUGS = [
     ),
     Bug(
         "random numbers without training.seed",
-        r"\(TRAINING, training\.seed, position\)",
-        r"(TRAINING, position)",
+        r"\(SeedWord\.TRAINING, config\.training\.seed, position\)",
+        r"(SeedWord.TRAINING, position)",
         "test_each_step_draws_for_the_next_questions_by_the_runs_seed",
     ),
     Bug(
         "the stream's position one too far",
-        r"run\.advance\(metrics, next_position,",
-        r"run.advance(metrics, next_position + 1,",
+        r"run\.end_step\(update, metrics, next_position\)",
+        r"run.end_step(update, metrics, next_position + 1)",
         "test_each_step_draws_for_the_next_questions_by_the_runs_seed",
     ),
     Bug(
@@ -194,14 +199,14 @@ BUGS = [
     ),
     Bug(
         "the learning rate of the step before",
-        r"learning_rate_at\(state\.step \+ 1, training\)",
-        r"learning_rate_at(state.step, training)",
+        r"set_learning_rate\(optimizer, run\.state\.step \+ 1, training\)",
+        r"set_learning_rate(optimizer, run.state.step, training)",
         "test_optimizer::test_a_run_in_two_parts_is_the_unbroken_one",
     ),
     Bug(
         "an evaluation as long as training",
-        r"max_new_tokens=config\.max_validation_tokens",
-        r"max_new_tokens=config.training.max_new_gen_tokens",
+        r"max_new_tokens=run\.config\.max_validation_tokens",
+        r"max_new_tokens=run.config.training.max_new_gen_tokens",
         "test_validation_has_its_own_length_and_a_greedy_one_samples_once",
     ),
     Bug(
@@ -222,6 +227,1104 @@ BUGS = [
         r"config.model.lora is not None",
         "test_a_change_in_what_a_resumed_run_reads_of_its_model_is_seen",
     ),
+    Bug(
+        "the new tokens forgotten in the room for rows",
+        r"fit // \(longest \+ params\.max_new_tokens\)",
+        r"fit // longest",
+        "test_a_batch_has_room_for_the_prompts_and_their_new_tokens",
+    ),
+    Bug(
+        "a collapse ends a run that should go on",
+        r"training\.stop_on_collapse and bool\(",
+        r"bool(",
+        "test_a_collapsed_run_goes_on_unless_the_config_says_to_stop",
+    ),
+    Bug(
+        "answers collected that were cut off",
+        r"if trajectory\.is_solved_and_ended\]",
+        r"if trajectory.is_solved]",
+        "test_an_answer_that_was_cut_off_is_not_collected",
+    ),
+    Bug(
+        "a turn begins with the reply before it",
+        r"self\.start = len\(token_ids\) \+ len\(reply_ids\)",
+        r"self.start = len(token_ids)",
+        "test_the_environment_hears_the_models_words_alone_in_each_turn",
+    ),
+    Bug(
+        "an environment's dice without the turn",
+        r"else \(\*self\.seed, self\.num_turns\)",
+        r"else self.seed",
+        "test_each_turn_has_random_numbers_of_its_own",
+    ),
+    Bug(
+        "the first questions to each rank's answers",
+        r"mine = world\.share\(questions\)",
+        r"mine = questions[: len(groups)]",
+        "test_each_rank_reads_its_answers_against_their_own_questions",
+    ),
+    Bug(
+        "validation questions cut into one piece a rank",
+        r"return items\[self\.rank :: self\.size\]",
+        r"return items[self.rank * -(-len(items) // self.size) :][: -(-len(items) // self.size)]",
+        "test_the_ranks_take_turns_with_the_validation_questions",
+    ),
+    Bug(
+        "the first validation questions beside each rank's samples",
+        r"run\.world\.share\(run\.validation_questions\)",
+        r"run.validation_questions[: len(groups)]",
+        "test_the_ranks_take_turns_with_the_validation_questions",
+    ),
+    Bug(
+        "the KL's log-ratio limited above alone",
+        r"\.clamp\(-KL_LOG_RATIO_LIMIT, KL_LOG_RATIO_LIMIT\)",
+        r".clamp(max=KL_LOG_RATIO_LIMIT)",
+        "test_the_kl_penalty_is_limited_on_both_sides",
+    ),
+    Bug(
+        "the KL's log-ratio limited below alone",
+        r"\.clamp\(-KL_LOG_RATIO_LIMIT, KL_LOG_RATIO_LIMIT\)",
+        r".clamp(min=-KL_LOG_RATIO_LIMIT)",
+        "test_the_kl_penalty_of_a_token_far_from_the_reference_is_finite",
+    ),
+    Bug(
+        "the KL's log-ratio limited in the exponential alone",
+        r"log_ratio\.expm1\(\) - log_ratio",
+        r"log_ratio.expm1() - (ref_log_probs - log_probs)",
+        "test_the_kl_penalty_is_limited_on_both_sides",
+    ),
+    Bug(
+        "nothing mended after a kill between two renames",
+        r"if old\.is_dir\(\) and not folder\.exists\(\):",
+        r"if False:",
+        "test_a_start_gives_what_a_kill_has_left_between_two_renames_its_name_back",
+    ),
+    Bug(
+        "best/ not mended at a start",
+        r'    mend\(folder / "best"\)\n',
+        r"",
+        "test_a_start_gives_what_a_kill_has_left_between_two_renames_its_name_back",
+    ),
+    Bug(
+        "a checkpoint not mended at a start",
+        r'mend\(old\.with_suffix\(""\)\)',
+        r"pass",
+        "test_a_start_gives_what_a_kill_has_left_between_two_renames_its_name_back",
+    ),
+    Bug(
+        "metrics.jsonl moved aside first",
+        r'key=lambda path: path\.name == "metrics\.jsonl"',
+        r'key=lambda path: path.name != "metrics.jsonl"',
+        "test_a_kill_while_a_killed_run_is_moved_aside_leaves_the_rest_to_the_next_start",
+    ),
+    Bug(
+        "a column completion passed to reward functions",
+        r'not in \("prompt", "completion"\)',
+        r'not in ("prompt",)',
+        "test_a_function_is_given_text_or_messages_as_the_rows_are",
+    ),
+    Bug(
+        "MLflow's last evaluation sent again",
+        r'f"\{step\} evaluated" if is_evaluation else str\(step\)',
+        r"str(step)",
+        "test_mlflow_keeps_whether_the_last_evaluation_was_sent",
+    ),
+    Bug(
+        "wandb's last evaluation sent again",
+        r"\[step, is_evaluation\]",
+        r"[step, False]",
+        "test_a_resumed_wandb_run_is_the_one_that_its_server_has",
+    ),
+    Bug(
+        "a resumed wandb run refused",
+        r'resume="allow"',
+        r'resume="never"',
+        "test_a_resumed_wandb_run_is_the_one_that_its_server_has",
+    ),
+    Bug(
+        "the tokenizer's end imitated, not the template's",
+        r"tokenizer\.eos_token_id if end is None else end",
+        r"tokenizer.eos_token_id",
+        "test_an_answer_ends_where_the_chat_template_ends_a_turn",
+    ),
+    Bug(
+        "answers imitated in the file's order",
+        r"QuestionStream\(answers, training\.seed, True,",
+        r"QuestionStream(answers, training.seed, False,",
+        "test_each_rank_imitates_its_own_share_of_the_shuffled_answers",
+    ),
+    Bug(
+        "the same answers imitated on each rank",
+        r"in drawn\[world\.rank \* per_rank :\]\[:per_rank\]\]",
+        r"in drawn[:per_rank]]",
+        "test_each_rank_imitates_its_own_share_of_the_shuffled_answers",
+    ),
+    Bug(
+        "the hub's repetition penalty not overwritten",
+        r"        repetition_penalty=1\.0,\n",
+        r"",
+        "test_generation_config_sets_every_field_that_changes_the_distribution",
+    ),
+    Bug(
+        "a model that samples with its dropout on",
+        r"self\.loop\(self\.model\.eval\(\), ",
+        r"self.loop(self.model, ",
+        "test_dropout_acts_in_the_update_alone",
+    ),
+    Bug(
+        "a step with broken rows trained on",
+        r"if count_broken\(groups, world, run\.logger\.warning\) > 0:  # on any",
+        r"if False:  # on any",
+        "test_a_model_that_goes_nan_ends_the_run_and_the_last_good_checkpoint_is_kept",
+    ),
+    Bug(
+        "an update in eval mode",
+        r"    policy\.model\.train\(\)",
+        r"",
+        "test_dropout_acts_in_the_update_alone",
+    ),
+    Bug(
+        "a bool mask added to the scores",
+        r"torch\.zeros_like\(mask, dtype=self\.dtype\)\[:, None, None\]\n        full = "
+        r"full\.masked_fill\(~mask\[:, None, None\], torch\.finfo\(self\.dtype\)\.min\)",
+        r"mask.to(self.dtype)[:, None, None]",
+        "test_eager_attention_is_scored_as_it_was_sampled",
+    ),
+    Bug(
+        "random numbers by a question's place on its rank",
+        r"for position, _ in mine\]",
+        r"for position, _ in enumerate(mine)]",
+        "test_each_step_draws_for_the_next_questions_by_the_runs_seed",
+    ),
+    Bug(
+        "the seed of a question's kind alone",
+        r"default_rng\(list\(seed\)\)",
+        r"default_rng(seed[0])",
+        "test_two_equal_questions_with_different_seeds_get_different_samples",
+    ),
+    Bug(
+        "the last position asked for by a number",
+        r"logits_to_keep=self\.last_column",
+        r"logits_to_keep=1",
+        "test_the_head_reads_rows_that_lie_together",
+    ),
+    Bug(
+        "positions that stand still",
+        r"        self\.positions \+= 1\n",
+        r"",
+        "test_both_backends_draw_the_same_tokens_and_score_them_alike",
+    ),
+    Bug(
+        "tokens scored where they stand",
+        r"token_ids, mask_there = input_ids\[:, columns \+ 1\]",
+        r"token_ids, mask_there = input_ids[:, columns]",
+        "test_padded_and_batched_log_probs_equal_those_of_each_row_alone",
+    ),
+    Bug(
+        "tokens counted after the end",
+        r"self\.rows, self\.active\.long\(\)",
+        r"self.rows, torch.ones_like(self.rows)",
+        "test_a_completion_ends_with_its_first_eos_or_at_the_limit",
+    ),
+    Bug(
+        "uniforms of other rows after some have left",
+        r"self\.tokens, self\.uniforms = self\.tokens\[indices\], self\.uniforms\[indices\]",
+        r"self.tokens, self.uniforms = self.tokens[indices], self.uniforms[: len(indices)]",
+        "test_a_question_gets_the_same_completions_in_every_batch",
+    ),
+    Bug(
+        "completions in the order of lengths",
+        r"for j, i in enumerate\(batch\):",
+        r"for j, i in enumerate(sorted(batch)):",
+        "test_a_question_gets_the_same_completions_in_every_batch",
+    ),
+    Bug(
+        "greedy tokens scored at temperature 0.01",
+        r"if params\.temperature not in \(0, 1\):",
+        r"if params.temperature != 1:",
+        "test_temperature_0_takes_the_likeliest_tokens_and_scores_them_at_1",
+    ),
+    Bug(
+        "log-probabilities of what top-p has kept",
+        r"log_probs = logits - log_sum\[:, None\]",
+        r"log_probs = keep_likeliest(probs, params.top_p, params.top_k).log()",
+        "test_log_probs_and_entropies_are_those_of_the_whole_distribution_at_the_temperature",
+    ),
+    Bug(
+        "an index of a block too far",
+        r"right=True\)\.clamp\(max=cdf\.shape\[1\] - 1\)",
+        r"right=False).clamp(max=cdf.shape[1] - 1)",
+        "test_extreme_uniforms_never_draw_a_token_of_probability_zero",
+    ),
+    Bug(
+        "equal rewards found by their deviation",
+        r"is_equal = rewards\.amax\(dim=1\) == rewards\.amin\(dim=1\)",
+        r"is_equal = rewards.std(dim=1) == 0",
+        "test_equal_rewards_give_exactly_zero",
+    ),
+    Bug(
+        "sil without groups of equals",
+        r"advantages = in_batch\.double\(\)",
+        r"in_batch &= rewards.amax(dim=1, keepdim=True) > rewards.amin(dim=1, keepdim=True)\n "
+        r"       advantages = in_batch.double()",
+        "test_sil_imitates_the_k_best_of_every_group_of_equals_too",
+    ),
+    Bug(
+        "a mean over the batch, not the group",
+        r"rewards - rewards\.mean\(dim=1, keepdim=True\)\n    if divide",
+        r"rewards - rewards.mean()\n    if divide",
+        "test_advantage_is_the_reward_minus_the_mean_of_its_own_group",
+    ),
+    Bug(
+        "the clip on the wrong side",
+        r"\.minimum\(clipped \* advantages\)",
+        r".maximum(clipped * advantages)",
+        "test_the_clip_cuts_what_goes_too_far_and_only_that",
+    ),
+    Bug(
+        "a ratio without a gradient",
+        r"ratio = \(log_probs - old_log_probs\)\.exp\(\)",
+        r"ratio = (log_probs - old_log_probs).exp().detach()",
+        "test_reinforce_and_the_ratio_have_the_same_gradient_while_the_ratio_is_one",
+    ),
+    Bug(
+        "GSPO's mean over the padding too",
+        r"means = \(log_probs \* completion_mask\)\.sum\(dim=1, keepdim=True\) / "
+        r"lengths\.clamp\(min=1\)",
+        r"means = (log_probs * completion_mask).mean(dim=1, keepdim=True)",
+        "test_gspo_clips_whole_completions_by_hand",
+    ),
+    Bug(
+        "rows without an advantage counted as clipped",
+        r"\(too_high & \(advantages > 0\)\) \| \(too_low & \(advantages < 0\)\)",
+        r"too_high | too_low",
+        "test_the_share_of_clipped_tokens_is_that_of_trl",
+    ),
+    Bug(
+        "an optimizer step without a lesson",
+        r"    if num_trained == 0:\n        return \[\]\n",
+        r"",
+        "test_no_advantage_means_no_optimizer_step",
+    ),
+    Bug(
+        "the row of an idle rank weighs as any other",
+        r"\[replace\(batch\[0\], advantage=0\.0\)\], torch\.inf, torch\.inf",
+        r"[replace(batch[0], advantage=0.0)], num_rows, num_tokens",
+        "test_the_row_of_a_rank_without_a_lesson_weighs_nothing",
+    ),
+    Bug(
+        "a shard's added pass weighs as the first",
+        r"replace\(first, trajectories=\[\], token_weights=weights\)",
+        r"replace(first, trajectories=[])",
+        "test_a_pass_that_a_shard_adds_has_no_completions",
+    ),
+    Bug(
+        "gradients held twice",
+        r"zero_grad\(set_to_none=not in_ddp\)\n        total = 0\.0",
+        r"zero_grad(set_to_none=True)\n        total = 0.0",
+        "test_ddp_holds_gradients_once_in_its_buckets",
+    ),
+    Bug(
+        "all logits kept for the backward pass",
+        r"num_kept = min\(len\(weight\), .*\)\n",
+        r"num_kept = len(weight)\n",
+        "test_it_never_holds_all_logits",
+    ),
+    Bug(
+        "the head's gradient without the temperature",
+        r"slope = grad_log_probs / ctx\.temperature",
+        r"slope = grad_log_probs",
+        "test_it_is_log_softmax_for_any_loss",
+    ),
+    Bug(
+        "the sampler's copy not refreshed after an update",
+        r"    policy\.sampler\.refresh\(\)\n    update\.metrics",
+        r"    update.metrics",
+        "test_the_copy_that_samples_has_the_weights_of_each_update",
+    ),
+    Bug(
+        "truncated rows out of the counts too",
+        r"trained = \[t for t in trained if not t\.completion\.truncated\]",
+        r"batch = trained = [t for t in trained if not t.completion.truncated]",
+        "test_truncated_rows_can_be_skipped_but_stay_in_the_counts",
+    ),
+    Bug(
+        "the decay begun one step early",
+        r"progress = \(step - 1 - num_warmup\)",
+        r"progress = (step - num_warmup)",
+        "test_after_the_warm_up_each_rate_is_that_of_transformers_one_step_earlier",
+    ),
+    Bug(
+        "weight decay on vectors too",
+        r'"params": \[p for p in others if p\.ndim < 2\], "weight_decay": 0\.0',
+        r'"params": [p for p in others if p.ndim < 2], "weight_decay": decay',
+        "test_weight_decay_is_on_all_but_the_vectors",
+    ),
+    Bug(
+        "one rate for all groups",
+        r'group\["lr"\] = learning_rate_at\(step, training\) \* group\["lr_scale"\]',
+        r'group["lr"] = learning_rate_at(step, training)',
+        "test_muon_steps_the_blocks_matrices_and_adamw_the_rest_each_at_its_rate",
+    ),
+    Bug(
+        "the old folder removed before the new one has its name",
+        r"        folder\.rename\(old\)\n",
+        r"        remove(folder)\n",
+        "test_a_kill_at_any_file_event_leaves_the_old_or_the_new_folder",
+    ),
+    Bug(
+        "what a killed save left kept for ever",
+        r"in \[\*outdated, \*left_by_kills\]:",
+        r"in outdated:",
+        "test_what_a_killed_save_left_goes_with_the_next",
+    ),
+    Bug(
+        "a checkpoint whole though a file was cut",
+        r"saved\.items\(\) <= sizes_of\(folder\)\.items\(\)",
+        r"saved.keys() <= sizes_of(folder).keys()",
+        "test_a_damaged_checkpoint_is_named_and_the_one_before_it_used",
+    ),
+    Bug(
+        "an optimizer's file that may run code",
+        r"weights_only=True\)",
+        r"weights_only=False)",
+        "test_an_optimizer_that_holds_code_is_refused_before_that_runs",
+    ),
+    Bug(
+        "a lock that two runs can hold",
+        r"fcntl\.LOCK_EX \| fcntl\.LOCK_NB",
+        r"fcntl.LOCK_SH | fcntl.LOCK_NB",
+        "test_a_folder_is_locked_by_one_alone",
+    ),
+    Bug(
+        "deleted checkpoints forgotten",
+        r"\(folder / MARKER\)\.exists\(\) or list_checkpoints\(root\)",
+        r"list_checkpoints(root)",
+        "test_a_run_is_known_though_its_checkpoints_were_deleted",
+    ),
+    Bug(
+        "a checkpoint's attention in the place of the run's",
+        r"\(folder, config=model\.config, dtype=model\.dtype\)",
+        r"(folder, dtype=model.dtype)",
+        "test_a_checkpoint_is_loaded_with_the_attention_of_the_run",
+    ),
+    Bug(
+        "large weights hashed at their beginning alone",
+        r"for start in range\(0, size, stride\):",
+        r"for start in range(0, min(size, 1), stride):",
+        "test_large_weights_are_sampled_all_over",
+    ),
+    Bug(
+        "questions in another order taken for the same",
+        r"        for question in questions:\n            digest",
+        r"        for question in sorted(questions, key=str):\n            digest",
+        "test_other_questions_or_another_order_are_seen_and_what_json_cannot_hold_is_left_out",
+    ),
+    Bug(
+        "a run resumed at the day of its restart",
+        r'config\.task\.template_date or str\(task\.get\("template_date"\) or '
+        r"date\.today\(\)\)",
+        r"config.task.template_date or str(date.today())",
+        "test_a_run_keeps_the_day_of_its_first_start",
+    ),
+    Bug(
+        "a run without its best model ends well",
+        r"return 1 if run\.unsaved else 0",
+        r"return 0",
+        "test_a_run_whose_best_model_was_lost_ends_with_1",
+    ),
+    Bug(
+        "a dead pipe that ends the run",
+        r"\(errno\.EIO, errno\.EPIPE\)",
+        r"(errno.EIO,)",
+        "test_what_is_written_into_a_dead_pipe_goes_nowhere",
+    ),
+    Bug(
+        "a task's exit taken for the run's end",
+        r'    except SystemExit as error:\n        problem = f"the task called',
+        r'    except ZeroDivisionError as error:\n        problem = f"the task called',
+        "test_a_task_that_exits_is_a_failure",
+    ),
+    Bug(
+        "a broken row with a finite log-probability",
+        r"chosen = log_probs\.gather\(-1, tokens\[:, None\]\)\[:, 0\]",
+        r"chosen = log_probs.gather(-1, tokens[:, None])[:, 0].nan_to_num()",
+        "test_a_row_of_broken_logits_gets_a_log_probability_of_nan_and_harms_no_other",
+    ),
+    Bug(
+        "MLflow's own retries",
+        r'"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"',
+        r'"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "7"',
+        "test_the_default_limits_bound_a_request_to_half_a_minute",
+    ),
+    Bug(
+        "a board that has failed called again",
+        r"            self\.is_on = False\n            reason",
+        r"            reason",
+        "test_a_board_that_has_failed_is_not_called_again",
+    ),
+    Bug(
+        "a resumed run doubles the last step's evaluation",
+        r"moment_of\(row\) <= \(resume_step, is_evaluated\)",
+        r'row["step"] <= resume_step',
+        "test_an_evaluation_stays_if_the_checkpoint_knows_it",
+    ),
+    Bug(
+        "a new run continues the old one's boards",
+        r"                file\.unlink\(\)\n",
+        r"                pass\n",
+        "test_a_new_run_starts_its_files_anew",
+    ),
+    Bug(
+        "a window of ten steps however few questions",
+        r"max\(MIN_STEPS, math\.ceil\(MIN_QUESTIONS / num_questions\)\)",
+        r"MIN_STEPS",
+        "test_means_are_over_ten_steps_or_160_questions_whichever_is_more",
+    ),
+    Bug(
+        "a sign of a collapse reported at each step",
+        r"            if name not in before:\n",
+        r"            if True:\n",
+        "test_a_sign_is_reported_once_while_it_lasts",
+    ),
+    Bug(
+        "entropy over a tool's tokens too",
+        r"\.sum\(\)\) for t in sampled\), num_drawn\)",
+        r".sum()) for t in sampled), num_tokens)",
+        "test_entropy_is_a_mean_over_sampled_tokens_and_length_counts_all",
+    ),
+    Bug(
+        "an evaluation with broken logits ends well",
+        r"return 2 if count_broken\(",
+        r"return 0 if count_broken(",
+        "test_an_evaluation_of_a_model_whose_logits_are_nan_says_so_and_fails",
+    ),
+    Bug(
+        "the card's scores of before training",
+        r'"before training": run\.state\.untrained,',
+        r'"before training": after,',
+        "test_the_text_has_scores_beside_those_without_training_and_the_settings_of_the_recipe",
+    ),
+    Bug(
+        "a card with a path of this machine",
+        r"datasets=\[source\] if is_on_hub\(source\) else None",
+        r"datasets=[source]",
+        "test_a_base_and_data_that_are_no_hub_ids_are_in_the_text_alone",
+    ),
+    Bug(
+        "a file's key comes before the command line's",
+        r"merge\(without_other_task\(from_file, from_command_line\), from_command_line\)",
+        r"merge(from_command_line, without_other_task(from_file, from_command_line))",
+        "test_later_overrides_win_over_earlier_ones_and_these_over_the_file",
+    ),
+    Bug(
+        "tiny's learning rate for any model",
+        r"        check_default_rate\(config\)\n",
+        r"        pass\n",
+        "test_tinys_learning_rate_is_refused_for_other_models",
+    ),
+    Bug(
+        "an evaluation into a folder of its own",
+        r"for folder in end\.parents\[:2\]\)",
+        r"for folder in end.parents[:1])",
+        "test_a_runs_own_models_are_evaluated_into_its_folder",
+    ),
+    Bug(
+        "any method called as a tool",
+        r"if name not in self\.turns\.names:",
+        r"if not hasattr(self.environment, name):",
+        "test_what_is_wrong_with_a_call_is_told_to_the_model",
+    ),
+    Bug(
+        "one turn more than max_turns",
+        r"self\.num_turns >= self\.max_turns",
+        r"self.num_turns > self.max_turns",
+        "test_a_turn_is_the_last_after_max_turns_or_with_another_end_token",
+    ),
+    Bug(
+        "a tool's token asks the tool",
+        r"asks = self\.active & is_drawn & ",
+        r"asks = self.active & ",
+        "test_three_turns_by_hand_their_ids_and_which_of_them_are_trained",
+    ),
+    Bug(
+        "an inserted end token ends the row",
+        r"!= self\.end_ids\)\.all\(dim=1\) \| ~is_drawn",
+        r"!= self.end_ids).all(dim=1)",
+        "test_an_end_token_that_is_inserted_ends_nothing",
+    ),
+    Bug(
+        "the first expression calculated, not the last",
+        r"text\.rpartition\(self\.opening\)",
+        r"text.partition(self.opening)",
+        "test_what_cannot_be_calculated_is_left_to_the_model",
+    ),
+    Bug(
+        "an upload for everybody to see",
+        r"private=not asked\.public",
+        r"private=asked.public",
+        "test_a_new_repository_is_private_unless_it_is_to_be_public",
+    ),
+    Bug(
+        "a page of another site answered",
+        r'origin in \(None, f"http://\{host\}"\)',
+        r"True",
+        "test_only_a_page_of_this_server_is_answered",
+    ),
+    Bug(
+        "any folder's model loaded by the page",
+        r"if name not in models\(options\.folder\) or not",
+        r"if not",
+        "test_what_cannot_be_answered_is_one_line",
+    ),
+    Bug(
+        "a model's text ends the page's script",
+        r'\.replace\("<", "\\\\u003c"\)',
+        r"",
+        "test_no_text_can_leave_its_place_in_the_page",
+    ),
+    Bug(
+        "a found config that chooses any key",
+        r"for key in keys or found if key in found\}",
+        r"for key in found}",
+        "test_a_config_that_was_found_has_no_code_run",
+    ),
+    Bug(
+        "a kernel of a found config loaded",
+        r'        del kept\["model"\]\["attn_implementation"\]\n',
+        r"        pass\n",
+        "test_a_config_that_was_found_has_no_code_run",
+    ),
+    Bug(
+        "a band of the last seed",
+        r"stacked\[:, 2\]\.max\(axis=0\)",
+        r"stacked[-1, 2]",
+        "test_the_band_of_several_seeds_is_from_the_lowest_to_the_highest",
+    ),
+    Bug(
+        "code that a grader runs not seen",
+        r'\("exec", "os\.system", "subprocess\.Popen"\)',
+        r'("os.system", "subprocess.Popen")',
+        "test_each_kind_is_found_in_a_naive_grader",
+    ),
+    Bug(
+        "a token's weight in rollouts.jsonl that of the padding",
+        r"batch\.token_weights\.amax\(dim=1\)",
+        r"batch.token_weights.amin(dim=1)",
+        "test_a_line_holds_the_groups_completions_best_first",
+    ),
+    # Configurations, processes, files, models, questions and tasks
+    Bug(
+        "a difference of three from the right",
+        r"min_precedence=PRECEDENCE\[token\]",
+        r"min_precedence=PRECEDENCE[token] + 1",
+        "test_results_are_exact_and_without_needless_zeros",
+    ),
+    Bug(
+        "a calculator's result rounded",
+        r"scaled = (value_of\(.+\)) \* 10\*\*MAX_DECIMALS",
+        r"scaled = Fraction(round(\1 * 10**MAX_DECIMALS))",
+        "test_what_has_no_short_exact_result_has_none",
+    ),
+    Bug(
+        "runs of two seeds in one folder",
+        r"-s\{config\.training\.seed\}",
+        r"",
+        "test_the_name_of_a_run_tells_runs_apart",
+    ),
+    Bug(
+        "a key that an older run lacks",
+        r"dotted_values\(type\(config\)\(\)\) \| saved",
+        r"saved",
+        "test_a_run_of_before_a_key_was_there_had_its_default",
+    ),
+    Bug(
+        "a resumed run at another learning rate",
+        r'FREE_SECTIONS = \("checkpoint\.",',
+        r'FREE_SECTIONS = ("checkpoint.", "training.",',
+        "test_a_run_goes_on_with_other_keys_than_those_that_shape_what_it_learns",
+    ),
+    Bug(
+        "epochs rounded to the nearest step",
+        r"int\(num_epochs \* num_questions",
+        r"round(num_epochs * num_questions",
+        "test_epochs_become_steps_rounded_down",
+    ),
+    Bug(
+        "a signal to another rank not heeded",
+        r"bool\(self\.sum\(\[self\.stop_signal > 0\]\) > 0\)",
+        r"self.stop_signal > 0",
+        "test_all_ranks_learn_of_a_signal_to_one_when_they_are_asked",
+    ),
+    Bug(
+        "sums over ranks in float32",
+        r"torch\.as_tensor\(values, dtype=torch\.float64",
+        r"torch.as_tensor(values, dtype=torch.float32",
+        "test_sums_over_ranks_are_exact_in_float64_and_leave_the_caller_its_values",
+    ),
+    Bug(
+        "a table's rows from the ranks one after the other",
+        r"table\[self\.rank :: self\.size\]",
+        r"table[self.rank * len(mine) : (self.rank + 1) * len(mine)]",
+        "test_the_rows_of_each_rank_come_to_their_own_places",
+    ),
+    Bug(
+        "rank 0's mistake unknown to the others",
+        r"if problem is not None:",
+        r"if problem is not None and self.is_main:",
+        "test_a_mistake_of_rank_0_ends_every_rank",
+    ),
+    Bug(
+        "gradients beside DDP's buckets",
+        r"set_to_none=not is_ordered",
+        r"set_to_none=True",
+        "test_ddp_holds_gradients_once_in_its_buckets",
+    ),
+    Bug(
+        "the order of DDP's buckets left to the first step",
+        r"for is_ordered in \(False, True\)",
+        r"for is_ordered in ()",
+        "test_ddp_holds_gradients_once_in_its_buckets",
+    ),
+    Bug(
+        "a file written over the old one",
+        r"    append_durably\(temporary, text\)\n    temporary\.replace\(path\)",
+        r"    path.write_text(text)",
+        "test_a_file_is_whole_on_the_disk_before_it_takes_the_old_ones_place",
+    ),
+    Bug(
+        "a link followed to somebody's file",
+        r" \| os\.O_NOFOLLOW",
+        r"",
+        "test_a_file_behind_a_link_is_never_written",
+    ),
+    Bug(
+        "NaN in a line of JSON",
+        r"parse_constant=lambda name: None",
+        r"parse_constant=float",
+        "test_values_that_are_not_finite_are_null",
+    ),
+    Bug(
+        "a line read that is being written",
+        r'read_text\(path\)\.split\("\\n"\)\[:-1\]',
+        r'read_text(path).split("\\n")',
+        "test_a_resumed_run_has_neither_a_gap_nor_a_doubled_step",
+    ),
+    Bug(
+        "a hub out of reach asked for every file",
+        r"huggingface_hub\.constants\.HF_HUB_OFFLINE = True\n",
+        r"pass\n",
+        "test_a_hub_out_of_reach_is_asked_once",
+    ),
+    Bug(
+        "a long text without its end",
+        r"text\[-\(max_characters // 3\) :\]",
+        r"text[: max_characters // 3]",
+        "test_an_error_is_one_printable_line",
+    ),
+    Bug(
+        "a control code printed",
+        r'c in "\\n\\t"',
+        r'c in "\\n\\t\\x1b"',
+        "test_printing_never_raises_and_never_obeys_control_codes",
+    ),
+    Bug(
+        "a learning rate of 1E-5 a text",
+        r"\[eE\](\[-\+\]\?\[0-9\]\+\$)",
+        r"[e]\1",
+        "test_a_number_in_scientific_notation_is_a_number",
+    ),
+    Bug(
+        "samples resampled in place of questions",
+        r"confidence_interval\(solved\.mean\(axis=1\),",
+        r"confidence_interval(solved.ravel(),",
+        "test_the_interval_of_several_samples_is_that_of_so_many_questions",
+    ),
+    Bug(
+        "a tied vote to the last",
+        r"statistics\.mode\(given\)",
+        r"statistics.mode(given[::-1])",
+        "test_the_majority_is_the_earliest_sample_with_the_most_frequent_answer",
+    ),
+    Bug(
+        "a clock that shows the last time alone",
+        r"self\.seconds\.get\(phase, 0\.0\) \+ ",
+        r"",
+        "test_a_clock_adds_up_a_phase_and_starts_anew_when_it_is_read",
+    ),
+    Bug(
+        "positions that count padding",
+        r"mask\.long\(\)\.cumsum",
+        r"torch.ones_like(mask).cumsum",
+        "test_grouped_decoding_equals_a_plain_loop_without_cache_padding_or_batch",
+    ),
+    Bug(
+        "top-p of all though top-k has cut some",
+        r"top_p \* ordered\.sum\(dim=-1, keepdim=True\)",
+        r"top_p",
+        "test_top_k_and_top_p_keep_the_likeliest",
+    ),
+    Bug(
+        "random's state not put back",
+        r"random\.setstate\(states\[0\]\)",
+        r"pass",
+        "test_all_backends_play_the_same_in_every_batch",
+    ),
+    Bug(
+        "a pip command without the version",
+        r"pip install \{quote\(pin\)\}",
+        r"pip install {pin.partition('=')[0]}",
+        "test_a_missing_package_is_named_with_what_installs_it",
+    ),
+    Bug(
+        "a completion broken only where all of it is",
+        r"isfinite\(self\.log_probs\)\.all\(\)",
+        r"isfinite(self.log_probs).any()",
+        "test_a_completion_of_nan_log_probabilities_is_broken_and_not_solved",
+    ),
+    Bug(
+        "solved by the first part of the reward",
+        r'self\.reward_parts\.get\("answer", (next\(iter\(.*?\)\)\))\)',
+        r"\1",
+        "test_solved_is_the_answer_else_the_first_function",
+    ),
+    Bug(
+        "GPT-2's dropout left on",
+        r' or key\.endswith\("pdrop"\)',
+        r"",
+        "test_the_dropout_in_a_folders_config_is_off",
+    ),
+    Bug(
+        "weights in the dtype of their files",
+        r"(config=model_config,\s+)dtype=dtype",
+        r'\1dtype="auto"',
+        "test_weights_and_adamw_moments_are_fp32_though_the_folder_holds_bf16",
+    ),
+    Bug(
+        "the hub's temperature and penalty kept",
+        r"model\.generation_config = GenerationConfig\(",
+        r"model.generation_config.update(",
+        "test_the_hubs_generation_config_does_not_leak_into_sampling",
+    ),
+    Bug(
+        "missing weights drawn at random",
+        r'sorted\(loading\["missing_keys"\]\)',
+        r"[]",
+        "test_a_model_that_misfits_its_config_is_refused",
+    ),
+    Bug(
+        "the host's whole memory to each process",
+        r'os\.sysconf\("SC_PHYS_PAGES"\) / num_processes',
+        r'os.sysconf("SC_PHYS_PAGES")',
+        "test_the_host_must_hold_the_model_once_for_each_process",
+    ),
+    Bug(
+        "an adapter the same for every seed",
+        r"torch\.manual_seed\(seed\)",
+        r"torch.manual_seed(0)",
+        "test_the_adapter_starts_from_the_seed_and_changes_nothing",
+    ),
+    Bug(
+        "an adapter's base at a relative path",
+        r"os\.path\.abspath\(model\.name_or_path\)",
+        r"model.name_or_path",
+        "test_an_adapter_names_its_base_by_a_path_that_holds_in_every_folder",
+    ),
+    Bug(
+        "the adapter off after an error",
+        r"    finally:\n( +)self\.model\.enable_adapters\(\)",
+        r"    except ZeroDivisionError:\n\1scorer.model.enable_adapters()",
+        "test_an_error_leaves_the_adapter_on",
+    ),
+    Bug(
+        "an adapter's inputs cast to fp32",
+        r"cast_input_dtype_enabled = False",
+        r"cast_input_dtype_enabled = True",
+        "test_inputs_of_an_adapter_are_not_cast_to_fp32_and_back",
+    ),
+    Bug(
+        "rotary frequencies in bf16",
+        r"copy\.deepcopy\(model, copies\)\.to\(device\)",
+        r"copy.deepcopy(model, copies).to(device, dtype)",
+        "test_the_bf16_sampler_keeps_its_rotary_frequencies",
+    ),
+    Bug(
+        "a sampler that keeps its weights",
+        r"copied\.copy_\(whole\(weights, copied\.dtype\)\)",
+        r"whole(weights, copied.dtype)",
+        "test_with_bf16_a_copy_in_bf16_samples_and_follows_the_weights",
+    ),
+    Bug(
+        "a reference that is the policy",
+        r"return copy_in\(self\.compute_dtype, self\.model, self\.model\.device\)",
+        r"return self.model",
+        "test_a_batch_without_advantages_is_drawn_back_to_the_reference",
+    ),
+    Bug(
+        "a probe of the row without padding alone",
+        r"for row in \(0, 2\)",
+        r"for row in (0,)",
+        "test_the_probe_sees_a_mask_that_is_added_instead_of_applied",
+    ),
+    Bug(
+        "capped logits taken for a plain head",
+        r"1e-6 \* expected\.abs\(\)\.max\(\)",
+        r"2**-6 * expected.abs().max()",
+        "test_capped_logits_are_scored_by_the_plain_path_and_that_is_logged",
+    ),
+    Bug(
+        "float16 for logits that are NaN",
+        r"bool\(difference <= 2\*\*-6 \*",
+        r"not bool(difference > 2**-6 *",
+        "test_auto_takes_float16_only_where_numbers_stay_within",
+    ),
+    Bug(
+        "another tokenizer than the folder's",
+        r"if ids != expected\.ids",
+        r"if not ids and expected.ids",
+        "test_tokens_are_those_of_tokenizer_json",
+    ),
+    Bug(
+        "the chat template's end of a turn left out",
+        r", end_of_turn\(tokenizer\)\]",
+        r"]",
+        "test_a_completion_ends_where_the_chat_template_ends_a_turn",
+    ),
+    Bug(
+        "a chat template with today's date",
+        r"template = dated\((tokenizer\.get_chat_template\(\)), .*\)",
+        r"template = \1",
+        "test_a_template_that_writes_the_date_writes_the_one_that_the_run_began_on",
+    ),
+    Bug(
+        "a token one beyond the embeddings",
+        r"largest >= num_embeddings",
+        r"largest > num_embeddings",
+        "test_a_tokenizer_with_ids_beyond_the_embeddings_is_refused",
+    ),
+    Bug(
+        "every epoch in the same order",
+        r"default_rng\(\[self\.seed, epoch\]\)",
+        r"default_rng([self.seed])",
+        "test_the_question_stream_is_one_seeded_permutation_after_the_other",
+    ),
+    Bug(
+        "training on validation questions that are spelled otherwise",
+        r"if task\.question_key\(row\) not in excluded\]",
+        r"if row not in exclude]",
+        "test_excluded_questions_are_left_out_however_they_are_spelled",
+    ),
+    Bug(
+        "other validation questions for each seed",
+        r"num_examples=num, seed=0,",
+        r"num_examples=num, seed=config.training.seed,",
+        "test_the_validation_questions_are_the_same_for_every_seed_and_mode",
+    ),
+    Bug(
+        "no room left for the completion",
+        r" - config\.max_validation_tokens\b",
+        r"",
+        "test_a_question_may_leave_exactly_the_room_that_a_completion_needs",
+    ),
+    Bug(
+        "columns that a reward function may change",
+        r"function\(\*\*copy\.deepcopy\(columns\)\)",
+        r"function(**columns)",
+        "test_a_function_is_given_text_or_messages_as_the_rows_are",
+    ),
+    Bug(
+        "NaN as a reward",
+        r"abs\(value\) <= MAX_REWARD",
+        r"not abs(value) > MAX_REWARD",
+        "test_a_mistake_at_a_question_is_one_line_with_file_line_and_question",
+    ),
+    Bug(
+        "special tokens added to a template's text",
+        r"for prompt in prompts\], not is_chat",
+        r"for prompt in prompts], True",
+        "test_only_a_prompt_without_a_template_gets_special_tokens",
+    ),
+    Bug(
+        "the assistant's beginning closed by the template",
+        r"apply_template\(chat, tokenizer, tools\) \+ prefix",
+        r"apply_template(messages, tokenizer, tools)",
+        "test_a_chat_template_renders_the_chat_and_leaves_the_assistants_beginning_open",
+    ),
+    Bug(
+        "a completion that was cut off without its last token",
+        r"completion\.token_ids if completion\.truncated else ",
+        r"",
+        "test_a_completion_that_is_cut_off_keeps_its_last_token",
+    ),
+    Bug(
+        "training on validation questions",
+        r'is_held_out == \(split == "validation"\)',
+        r'is_held_out or split == "train"',
+        "test_countdown::test_train_and_validation_never_overlap_whatever_seed_and_size",
+    ),
+    Bug(
+        "a question that its reward may change",
+        r"question = copy\.deepcopy\(example\)(\s+with)",
+        r"question = example\1",
+        "test_a_reward_function_may_change_its_question",
+    ),
+    Bug(
+        "a measurement paid as a part of the reward",
+        r"weights\.get\(part, 0\.0\)",
+        r"weights.get(part, 1.0)",
+        "test_a_time_out_is_counted_and_earns_nothing",
+    ),
+    Bug(
+        "38 + 47 another question than 47 + 38",
+        r'sorted\(\(example\["a"\], example\["b"\]\)\)',
+        r'[example["a"], example["b"]]',
+        "test_train_and_validation_never_overlap_whatever_seed_order_and_size",
+    ),
+    Bug(
+        "one entry of a set equal to two",
+        r"left\.remove\(match\)",
+        r"pass",
+        "test_different_answers_are_told_apart_without_math_verify",
+    ),
+    Bug(
+        "an interval's brackets ignored",
+        r"if kind != other_kind or ",
+        r"if ",
+        "test_different_answers_are_told_apart_without_math_verify",
+    ),
+    Bug(
+        "the first box graded",
+        r"completion\.rfind\(BOX, 0, end\)",
+        r"completion.find(BOX, 0, end)",
+        "test_the_last_box_with_balanced_braces_is_the_answer",
+    ),
+    Bug(
+        "a worker's late reply taken for the next one's",
+        r'case \{"id": self\.last_id, "reply": reply\}',
+        r'case {"reply": reply}',
+        "test_a_worker_that_talks_nonsense_is_replaced",
+    ),
+    Bug(
+        "time lost to a grader that is forgotten at the next",
+        r"max\(asked_at, self\.forgiven_at\) \+ lost_s",
+        r"asked_at + lost_s",
+        "test_a_second_lost_is_forgiven_after_ten",
+    ),
+    Bug(
+        "a worker's start counted as the answer's time",
+        r"self\.startup_s \+= time\.monotonic\(\) - waiting_since",
+        r"pass",
+        "test_the_time_in_which_a_worker_starts_is_no_time_of_the_question",
+    ),
+    Bug(
+        "a worker that hangs asked again",
+        r"self\.start\(\)(  # so that another)",
+        r"pass\1",
+        "test_a_hanging_worker_is_killed_counted_once_and_replaced",
+    ),
+    Bug(
+        "85 read in 85/1",
+        r"\{NOT_CHANGED\}\{NOT_CONTINUED\}",
+        r"{NOT_CHANGED}",
+        "test_other_numbers_and_lists_of_numbers_are_not_paid",
+    ),
+    Bug(
+        "5 hours and 30 minutes read as 5",
+        r"None if OTHER\.search\(.*?\) else normal_form\(match\)",
+        r"normal_form(match)",
+        "test_what_is_no_number_is_no_answer",
+    ),
+    Bug(
+        "1,800 other than 1800",
+        r'match\["number"\]\.replace\(",", ""\)',
+        r'match["number"]',
+        "test_the_number_behind_the_first_mark_that_one_follows_is_the_answer",
+    ),
+    Bug(
+        "a completion of the allowed length punished",
+        r"num_tokens > options\.max_tokens",
+        r"num_tokens >= options.max_tokens",
+        "test_only_more_tokens_than_allowed_cost_something",
+    ),
+    Bug(
+        "every mark of a long text tried",
+        r"islice\((re\.finditer\(.*?, text\)), MAX_MARKS\)",
+        r"\1",
+        "test_the_number_behind_the_first_mark_that_one_follows_is_the_answer",
+    ),
+    Bug(
+        "the first number of a turn the guess",
+        r"or \[0\]\)\[-1\]",
+        r"or [0])[0]",
+        "test_nothing_is_paid_for_lists_repetitions_or_numbers_outside",
+    ),
+    Bug(
+        "a guess that stays in the range",
+        r"max\(self\.low, guess \+ 1\)",
+        r"max(self.low, guess)",
+        "test_it_says_higher_or_lower_and_what_is_left",
+    ),
+    Bug(
+        "a time-out paid",
+        r"is_right is True",
+        r"is_right is not False",
+        "test_a_time_out_is_counted_and_earns_nothing",
+    ),
+    Bug(
+        "problems that differ in a sign taken for one",
+        r'char\.isalnum\(\) or char in "[^"]*"',
+        r"char.isalnum()",
+        "test_a_problem_is_known_again_however_it_is_set_and_its_answer_may_be_a_number",
+    ),
+    Bug(
+        "a puzzle whose scorer runs code",
+        r"if options\.dataset not in REFUSED",
+        r"if options.dataset not in ('countdown', 'puzzle24')",
+        "test_a_puzzle_whose_scorer_runs_code_is_not_even_asked_for",
+    ),
+    Bug(
+        "a puzzle half right taken for solved",
+        r"score >= 0\.999",
+        r"score > 0.5",
+        "test_a_puzzle_is_solved_by_a_full_score_of_the_last_answer_alone",
+    ),
+    Bug(
+        "a puzzle's first answer block scored",
+        r'\.rpartition\("<answer>"\)\[2\]',
+        r'.partition("<answer>")[2]',
+        "test_a_puzzle_is_solved_by_a_full_score_of_the_last_answer_alone",
+    ),
+    Bug(
+        "a number used twice",
+        r"sorted\(numbers\) == sorted\(nums\)",
+        r"set(numbers) == set(nums)",
+        "test_a_wrong_value_or_other_numbers_are_not_paid",
+    ),
+    Bug(
+        "an answer run as code",
+        r"value_of\(tokens\) == target",
+        r'eval("".join(tokens)) == target',
+        "test_wrong_or_malformed_answers_are_not_paid",
+    ),
+    Bug(
+        "the last answer block graded",
+        r'completion\.partition\("<answer>"\)',
+        r'completion.rpartition("<answer>")',
+        "test_only_the_first_answer_block_counts",
+    ),
+    Bug(
+        "a lazy regex over unclosed tags",
+        r'    _, opening, rest = completion\.partition\("<answer>"\)\n',
+        r"    if not re.search('<answer>.*?</answer>', completion, re.DOTALL):\n"
+        r"        return None\n\g<0>",
+        "test_a_few_thousand_unclosed_tags_take_less_than_100_ms",
+    ),
+    Bug(
+        "questions drawn by a hash that differs in each process",
+        r'random\.Random\(f"countdown \{split\} \{seed\}"\)',
+        r"random.Random(hash((split, seed)))",
+        "test_countdown::test_generated_questions_depend_on_the_seed_alone",
+    ),
 ]
 
 
@@ -229,34 +1332,59 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="bugs with this text in their name")
     parser.add_argument("--tree", type=Path, default=ROOT)
+    parser.add_argument("--at-once", type=int, default=2, help="as many copies of the tree")
     options = parser.parse_args()
     bugs = [bug for bug in BUGS if options.only in bug.name]
-    with tempfile.TemporaryDirectory() as folder:
-        tree = copy_tree(options.tree, Path(folder, "tree"))
+    start, num_caught = time.perf_counter(), 0
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as pool:
+        trees: SimpleQueue[Path] = SimpleQueue()  # those in which no test runs now
+        for number in range(options.at_once):
+            trees.put(copy_tree(options.tree, Path(folder, f"tree-{number}")))
         names = sorted({bug.test for bug in bugs})
-        failed, seconds, output = run_tests(tree, names)
-        if failed != "":
-            sys.exit(f"{output}\nwithout any bug: {failed or 'not all tests ran'}")
-        print(f"Without a bug all {len(names)} tests pass ({seconds:.0f} s).\n")
+        parts = [names[first :: options.at_once] for first in range(options.at_once)]
+        for failed, output in pool.map(lambda part: check(part, trees), filter(None, parts)):
+            if failed != "":
+                sys.exit(f"{output}\nwithout any bug: {failed or 'not all tests ran'}")
+        elapsed_s = time.perf_counter() - start
+        print(f"Without a bug all {len(names)} tests pass ({elapsed_s:.0f} s).\n")
         print("| bug | test that failed | seconds |\n|---|---|---|")
-        num_caught = sum(plant(bug, tree) for bug in bugs)
-    print(f"\n{num_caught} of {len(bugs)} bugs are caught.")
+        for line, is_caught in pool.map(lambda bug: plant(bug, trees), bugs):
+            print(line, flush=True)
+            num_caught += is_caught
+    elapsed_s = time.perf_counter() - start
+    print(f"\n{num_caught} of {len(bugs)} bugs are caught ({elapsed_s:.0f} s).")
     sys.exit(num_caught < len(bugs))
 
 
-def plant(bug: Bug, tree: Path) -> bool:
-    """Run the bug's tests with it in the tree, then mend that; whether one of them failed."""
-    found, seconds = find(bug.expression, tree), 0.0
-    if len(found) == 1:
-        text = found[0].read_text()
-        found[0].write_text(re.sub(bug.expression, bug.replacement, text))
-        failed, seconds, output = run_tests(tree, [bug.test])
-        found[0].write_text(text)
-        result = failed or ("NOT CAUGHT" if failed == "" else f"NO TEST RAN: {output[-500:]}")
-    else:
-        failed, result = None, f"NOT PLANTED: the expression matches {len(found)} times, not once"
-    print(f"| {bug.name} | {result} | {seconds:.0f} |", flush=True)
-    return bool(failed)
+@contextlib.contextmanager
+def one_of(trees: SimpleQueue) -> Iterator[Path]:
+    """Take a tree out of the queue while it is used."""
+    tree = trees.get()
+    try:
+        yield tree
+    finally:
+        trees.put(tree)
+
+
+def check(names: list[str], trees: SimpleQueue) -> tuple[str | None, str]:
+    """Run tests without a bug; the first that fails as in `run_tests`, and their output."""
+    with one_of(trees) as tree:
+        return run_tests(tree, names)
+
+
+def plant(bug: Bug, trees: SimpleQueue) -> tuple[str, bool]:
+    """Run the bug's test with it in a tree, then mend that; a table's line, and if it failed."""
+    start, failed = time.perf_counter(), None
+    with one_of(trees) as tree:
+        found = find(bug.expression, tree)
+        result = f"NOT PLANTED: the expression matches {len(found)} times, not once"
+        if len(found) == 1:
+            text = found[0].read_text()
+            found[0].write_text(re.sub(bug.expression, bug.replacement, text))
+            failed, output = run_tests(tree, [bug.test])
+            found[0].write_text(text)
+            result = failed or ("NOT CAUGHT" if failed == "" else f"NO TEST RAN: {output[-500:]}")
+    return f"| {bug.name} | {result} | {time.perf_counter() - start:.0f} |", bool(failed)
 
 
 def find(expression: str, tree: Path) -> list[Path]:
@@ -269,9 +1397,9 @@ def is_apart(path: Path) -> bool:
     return path.parts[0] in ("tests", "benchmarks")
 
 
-def run_tests(tree: Path, names: list[str]) -> tuple[str | None, float, str]:
-    """The first of the tests that fails, "" if all pass, None if they did not run; the seconds."""
-    start, ids = time.perf_counter(), []
+def run_tests(tree: Path, names: list[str]) -> tuple[str | None, str]:
+    """The first of the tests that fails, "" if all pass, None if they did not run; their output."""
+    ids = []
     for name in names:
         stem, _, function = name.rpartition("::")
         files = tree.glob(f"tests/**/{stem or '*'}.py")
@@ -290,7 +1418,7 @@ def run_tests(tree: Path, names: list[str]) -> tuple[str | None, float, str]:
     )
     failed = re.search(r"^FAILED \S+?::(.+?)(?: - .*)?$", result.stdout, re.MULTILINE)
     name = failed[1] if failed and result.returncode == 1 else {0: ""}.get(result.returncode)
-    return name, time.perf_counter() - start, result.stdout + result.stderr
+    return name, result.stdout + result.stderr
 
 
 def copy_tree(tree: Path, copy: Path) -> Path:

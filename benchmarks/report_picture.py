@@ -19,7 +19,9 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from engine import ROOT
-from tools.report import by_step, read_lines, write_report
+from engine.core.files import read_lines
+from tools.page import by_step
+from tools.report import write_report
 
 SIZE = {"width": 820, "height": 1200}  # of the window: two completions side by side
 

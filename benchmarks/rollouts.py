@@ -40,17 +40,17 @@ from transformers.utils import logging as transformers_logging
 from engine import ROOT
 from engine.core.distributed import World
 from engine.core.tensors import left_pad
-from engine.core.types import Completion, SamplingParams
-from engine.model.policy import choose_backend
+from engine.core.types import Completion, PromptBatch, SamplingParams
+from engine.model.sampler import LoopSampler, sample_grouped
 from engine.questions.prompts import encode_prompts
 from engine.questions.tasks import load_task
 from engine.run.config_file import load_config
-from engine.run.load import load_policy
 from engine.sampling.batches import decode_in_batches
-from engine.sampling.generate import get_generation_config
 from logger import Logger
-from main import DecodeBatch, decode_grouped
+from main import generate, get_generation_config
+from tools.chat import load_policy
 
+LOGGER = Logger(rank=0)
 TINY = ROOT / "tiny"
 NO_EOS = (-1,)  # an id that no token has
 
@@ -68,26 +68,22 @@ class Size:
 class Workload:
     """A model with its prompts, and the functions that sample from it."""
 
-    model: nn.Module
+    sampler: LoopSampler  # by our loop of this device: grouped, or with its steps captured
     prompts: list[list[int]]
     params: SamplingParams
-    backend: str  # ours on this device: grouped, or grouped with its steps captured
     position: int = 0  # of the next question: every call draws other completions
+
+    @property
+    def model(self) -> nn.Module:
+        return self.sampler.model
 
     def sample(self) -> list[list[Completion]]:
         """A group of new completions for each prompt, by our decode loop."""
         seeds = [(0, self.position + i) for i in range(len(self.prompts))]
         self.position += len(seeds)
-        return decode_in_batches(
-            self.model,
-            self.prompts,
-            seeds,
-            self.params,
-            decode=functools.partial(decode_grouped, capture=self.backend == "captured"),
-            max_batch_tokens=None if self.model.device.type == "cuda" else 2**20,
-            on_progress=lambda num_ended: None,
-            log=print,
-        )
+        most_tokens = None if self.model.device.type == "cuda" else 2**20
+        prompts = PromptBatch(self.prompts, seeds)
+        return decode_in_batches(self.sampler, prompts, self.params, most_tokens, LOGGER)
 
     def grouped(self) -> list[int]:
         """Lengths of the completions, by our decode loop."""
@@ -206,14 +202,14 @@ def load_workload(
     overrides += ["training.learning_rate=1e-6"]  # unused, but refused where it is tiny's
     config = load_config(["--config", os.devnull, *overrides])
     world = World(rank=0, size=1, device=device)
-    policy = load_policy(config, world, Logger(rank=1).info, DecodeBatch)
+    policy = load_policy(config, world, Logger(rank=1).info)
     task, options = load_task(config.task.name), config.task
     questions = task.generate_questions(
         "train", options=options, num_examples=size.questions, seed=0, exclude=[]
     )
     prompts = encode_prompts(questions, task=task, options=options, tokenizer=policy.tokenizer)
     params = replace(policy.params, group_size=size.samples)
-    return Workload(policy.sampler.eval(), prompts, params, policy.backend)
+    return Workload(policy.sampler, prompts, params)
 
 
 # Backends
@@ -402,13 +398,15 @@ def random_model(shape: dict[str, int], device: torch.device) -> nn.Module:
 
 
 def random_workload(model: nn.Module, size: Size) -> Workload:
-    """Prompts of random tokens, for completions that end as `end_rates` says."""
-    backend = choose_backend("grouped", model, DecodeBatch, print)
+    """Prompts of random tokens, for completions in bf16 that end as `end_rates` says."""
+    config, world = load_config(["--config", os.devnull]), World(0, 1, model.device)
+    how = {"log": print, "fallback": generate}
+    sampler = sample_grouped(config, model, torch.bfloat16, world, **how)
     rng = np.random.default_rng(0)
     prompts = rng.integers(2, model.config.vocab_size, (size.questions, PROMPT_TOKENS)).tolist()
     rates = end_rates(size.max_new_tokens).to(model.device)
     end_at_random = functools.partial(force_ends, rates=rates, eos_id=1)
-    model.register_forward_hook(end_at_random, with_kwargs=True)
+    sampler.model.register_forward_hook(end_at_random, with_kwargs=True)
     params = SamplingParams(
         size.max_new_tokens,
         temperature=1.0,
@@ -418,7 +416,7 @@ def random_workload(model: nn.Module, size: Size) -> Workload:
         pad_id=0,
         group_size=size.samples,
     )
-    return Workload(model, prompts, params, backend)
+    return Workload(sampler, prompts, params)
 
 
 def end_rates(max_length: int) -> torch.Tensor:

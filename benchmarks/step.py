@@ -20,7 +20,7 @@ import tempfile
 import time
 
 import torch
-from common import print_table, synchronize, update  # first: it finds the script's modules
+from common import print_table, synchronize  # first: it finds the script's modules
 from transformers import TrainerCallback
 from trl_side import GRPOTrainer, load_silent_run, make_trainer, num_rows, replay, roll_out
 
@@ -28,7 +28,7 @@ from engine.core.statistics import Clock, reduce_means
 from engine.core.types import Trajectory
 from engine.report.metrics import rollout_sums
 from engine.run.state import Run
-from main import accumulate_gradient, assign_advantages, make_micro_batches
+from main import assign_advantages, make_micro_batches, micro_batch_loss, update_policy
 
 TINY_SIZES, CHAT_SIZES = (32, 16, 208), (8, 8, 24)  # questions, samples, new tokens
 LEARNING_RATE = 1e-6
@@ -88,8 +88,8 @@ def our_gradient(run: Run) -> tuple[torch.Tensor, list[list[Trajectory]]]:
     groups, training = roll_out(run, Clock()), run.config.training
     assign_advantages(groups, training)
     run.policy.model.train()
-    for micro_batch in make_micro_batches(groups, run.config, run.world):
-        accumulate_gradient(run.policy, micro_batch, training, {})
+    for micro_batch in make_micro_batches(groups, training, run.world):
+        micro_batch_loss(run.policy, micro_batch, training, {}).backward()
     gradient = flat_gradient(run.policy.model)
     run.policy.model.zero_grad()
     return gradient, groups
@@ -145,7 +145,7 @@ def take_step(run: Run) -> dict[str, float]:
     groups = roll_out(run, clock)
     assign_advantages(groups, run.config.training)
     with clock("update"):
-        update(run, groups)
+        update_policy(run, groups)
     run.state.position += len(groups)
     sums = rollout_sums(groups, run.task.REWARD_PARTS)
     return reduce_means(sums, run.world) | clock.read()

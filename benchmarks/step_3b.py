@@ -14,7 +14,7 @@ from statistics import median
 
 import numpy as np
 import torch
-from common import bf16_copy, in_turns, print_table, update  # first: it finds the script's modules
+from common import in_turns, print_table  # first: it finds the script's modules
 from rollouts import QWEN_SHAPES, Size, random_model, random_workload
 
 from engine import ROOT
@@ -25,9 +25,10 @@ from engine.model.policy import Policy
 from engine.report.metrics import peak_memory_gb
 from engine.run.config_file import load_config
 from engine.run.state import Run
+from engine.update.head import ChunkedScorer
 from engine.update.optimizer import make_optimizer
 from logger import Logger
-from main import CompletionScorer, assign_advantages
+from main import assign_advantages, update_policy
 
 RECIPE = ROOT / "configs/countdown-qwen2.5-3b.yaml"
 TOY = {
@@ -45,12 +46,12 @@ class Step:
     def __init__(self, shape: dict[str, int], size: Size, device: torch.device, config: Config):
         model = random_model(shape, device)
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.workload = random_workload(bf16_copy(model), size)
-        scorer = CompletionScorer(model, torch.bfloat16, in_blocks=True)
-        sampler, params = self.workload.model, self.workload.params
+        self.workload = random_workload(model, size)
+        sampler, params = self.workload.sampler, self.workload.params
+        scorer = ChunkedScorer(model, torch.bfloat16)
         policy = Policy(model, sampler, None, params, torch.bfloat16, scorer)
         world = World(rank=0, size=1, device=device)
-        self.run = Run(config, world, Logger(rank=1), Path(), None, policy, [])
+        self.run = Run(config, world, Logger(rank=1), None, policy, [], folder=Path())
         self.run.optimizer = make_optimizer(model, config.training)
         self.rng = np.random.default_rng(0)
 
@@ -63,7 +64,7 @@ class Step:
         assign_advantages(self.groups, self.run.config.training)
 
     def update(self) -> None:
-        update(self.run, self.groups)
+        update_policy(self.run, self.groups)
 
 
 def main(arguments: list[str] | None = None) -> None:

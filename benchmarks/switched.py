@@ -10,8 +10,8 @@ main.py's or of engine's. They are for one process.
 
 import functools
 import sys
+from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
 from unittest import mock
 
 import common  # noqa: F401  # first: it finds the script's modules
@@ -20,20 +20,20 @@ import torch
 from torch import Tensor
 
 import engine.model.load
-import engine.run.load
+import engine.model.sampler
 import main as program
 from engine.core.config import Config, TrainingSettings
 from engine.core.distributed import World
 from engine.core.statistics import Clock
 from engine.core.types import MicroBatch, SamplingParams, Seed, Trajectory
-from engine.model.policy import Policy, copy_in
-from engine.questions.data import QuestionStream
+from engine.model.policy import Policy
+from engine.model.sampler import DecodeLoop, LoopSampler, copy_in
 from engine.run.state import Run
-from logger import Logger
+from engine.update.outcome import Update
 
-load_model, wrap_policy, advance = engine.model.load.load_model, program.wrap_policy, Run.advance
-run_training, sample_validation = program.run_training, program.sample_validation
-sample_trajectories, update_policy = program.sample_trajectories, program.update_policy
+load_model, wrap_policy, end_step = engine.model.load.load_model, program.wrap_policy, Run.end_step
+sample_trajectories, sample_validation = program.sample_trajectories, program.sample_validation
+update_policy = program.update_policy
 make_micro_batch, assign_advantages = program.make_micro_batch, program.assign_advantages
 
 
@@ -56,21 +56,23 @@ def load_in_bf16(*arguments: object, **settings: object) -> torch.nn.Module:
     return load_model(*arguments, **settings | {"dtype": torch.bfloat16})
 
 
-def score_in_the_sampler(policy: Policy, config: Config, world: World, *, in_blocks: bool) -> None:
+def score_in_the_sampler(
+    policy: Policy, config: Config, world: World, log: Callable[[str], None]
+) -> None:
     """The bf16 copy that samples scores too, in the same arithmetic: nothing is cast in a pass.
 
     Its gradients, which are bf16, are added to those of the fp32 weights, micro-batch by
     micro-batch. With several ranks DDP would have to average them in between: so it needs one.
     """
-    wrap_policy(policy, config, world, in_blocks=in_blocks)
-    if world.size > 1 or policy.sampler.dtype != torch.bfloat16 or config.model.lora is not None:
+    wrap_policy(policy, config, world, log)
+    if world.size > 1 or policy.compute_dtype != torch.bfloat16 or config.model.lora is not None:
         fix = "needs one process, model.compute_dtype=bfloat16 and model.lora=null"
         raise SystemExit(f"score-in-sampler: {fix}")
-    pairs = zip(policy.model.parameters(), policy.sampler.parameters(), strict=True)
-    for weights, copied in pairs:
+    sampler = policy.sampler.model
+    for weights, copied in zip(policy.model.parameters(), sampler.parameters(), strict=True):
         copied.requires_grad_()
         copied.register_post_accumulate_grad_hook(functools.partial(hand_over, weights))
-    policy.scorer = program.CompletionScorer(policy.sampler, torch.bfloat16, in_blocks=in_blocks)
+    policy.scorer = type(policy.scorer)(sampler, torch.bfloat16)
 
 
 def hand_over(weights: torch.nn.Parameter, copied: torch.nn.Parameter) -> None:
@@ -90,31 +92,37 @@ def sample_untruncated(run: Run, **settings: object) -> list[list[Trajectory]]:
 
 
 def sample_a_copy(
-    model: torch.nn.Module, compute_dtype: torch.dtype, device: torch.device, *, shard: bool
-) -> torch.nn.Module:
+    config: Config,
+    model: torch.nn.Module,
+    compute_dtype: torch.dtype,
+    world: World,
+    *,
+    loop: DecodeLoop,
+) -> LoopSampler:
     """The sampler is a copy in fp32 too, so that it need not follow the model at once."""
-    return copy_in(compute_dtype, model, device)
+    return LoopSampler(copy_in(compute_dtype, model, world.device), model, loop)
 
 
-def update_without_refresh(policy: Policy, *arguments: object) -> tuple:
-    """The update leaves the copy that samples as it is: `advance_and_refresh` gives it weights."""
-    with mock.patch.object(policy, "refresh_sampler"):
-        return update_policy(policy, *arguments)
+def update_without_refresh(run: Run, groups: list[list[Trajectory]]) -> Update:
+    """The update leaves the copy that samples as it is: `end_and_refresh` gives it weights."""
+    with mock.patch.object(run.policy.sampler, "refresh"):
+        return update_policy(run, groups)
 
 
-def advance_and_refresh(run: Run, *arguments: object, every: int, **settings: bool) -> None:
+def end_and_refresh(run: Run, *arguments: object, every: int) -> None:
     """The copy that samples gets the new weights after every so many steps, not after each.
 
     It is in no checkpoint: a run that is resumed in between begins with a fresh one.
     """
-    advance(run, *arguments, **settings)
+    end_step(run, *arguments)
     if run.state.step % every == 0:
-        run.policy.refresh_sampler()
+        run.policy.sampler.refresh()
 
 
 def sample_from_the_model(run: Run, **settings: object) -> list[list[Trajectory]]:
     """What is measured is the model as it is now, not the copy that samples in training."""
-    policy = replace(run.policy, sampler=run.policy.model)
+    model, loop = run.policy.model, run.policy.sampler.loop
+    policy = replace(run.policy, sampler=LoopSampler(model, model, loop))
     return sample_validation(replace(run, policy=policy), **settings)
 
 
@@ -175,22 +183,8 @@ def is_equal(group: list[Trajectory]) -> bool:
 # Other questions, other rewards
 
 
-def train_on_fresh(run: Run) -> int:
-    """Hand `sample_fresh` the stream of questions, which `sample_trajectories` does not get."""
-    program.sample_trajectories = functools.partial(sample_fresh, run.train_questions)
-    return run_training(run)
-
-
 def sample_fresh(
-    stream: QuestionStream,
-    policy: Policy,
-    task: ModuleType,
-    config: Config,
-    questions: list[dict],
-    seeds: list[Seed],
-    params: SamplingParams,
-    clock: Clock,
-    logger: Logger,
+    run: Run, questions: list[dict], seeds: list[Seed], params: SamplingParams, clock: Clock
 ) -> list[list[Trajectory]]:
     """Replace questions whose completions all earn the same by fresh ones, until none is left.
 
@@ -198,27 +192,27 @@ def sample_fresh(
     a step has. They come from the part of the stream that 40 steps on a few thousand questions
     never reach, so none is asked twice. `questions` are changed in place, for the logs.
     """
-    sample = functools.partial(
-        sample_trajectories, policy, task, config, params=params, clock=clock, logger=logger
-    )
-    groups = sample(questions, seeds)
-    if params is not policy.params:  # an evaluation
+    groups = sample_trajectories(run, questions, seeds, params, clock)
+    if params is not run.policy.params:  # an evaluation
         return groups
     *name, position = seeds[0]
-    position = len(stream.questions) // 4 + 3 * position
+    position = len(run.stream.questions) // 4 + 3 * position
     end = position + 3 * len(seeds)
     while position < end and any(map(is_equal, groups)):
         equal = [i for i, group in enumerate(groups) if is_equal(group)][: end - position]
-        drawn, position = stream.take(position, len(equal))
-        fresh = sample([question for _, question in drawn], [(*name, p) for p, _ in drawn])
-        for i, (_, question), group in zip(equal, drawn, fresh, strict=True):
+        drawn, position = run.stream.take(position, len(equal))
+        others, their_seeds = [q for _, q in drawn], [(*name, p) for p, _ in drawn]
+        fresh = sample_trajectories(run, others, their_seeds, params, clock)
+        for i, question, group in zip(equal, others, fresh, strict=True):
             questions[i], groups[i] = question, group
     return groups
 
 
-def sample_with_random_reward(*arguments: object) -> list[list[Trajectory]]:
+def sample_with_random_reward(
+    run: Run, questions: list[dict], seeds: list[Seed], params: SamplingParams, clock: Clock
+) -> list[list[Trajectory]]:
     """A coin is the reward, whatever was written: a control that teaches nothing."""
-    groups, seeds = sample_trajectories(*arguments), arguments[4]
+    groups = sample_trajectories(run, questions, seeds, params, clock)
     for group, seed in zip(groups, seeds, strict=True):
         coins = np.random.default_rng([*seed, len(group)]).integers(2, size=len(group))
         for trajectory, coin in zip(group, coins.tolist(), strict=True):
@@ -226,9 +220,11 @@ def sample_with_random_reward(*arguments: object) -> list[list[Trajectory]]:
     return groups
 
 
-def sample_with_length_reward(*arguments: object) -> list[list[Trajectory]]:
+def sample_with_length_reward(
+    run: Run, questions: list[dict], seeds: list[Seed], params: SamplingParams, clock: Clock
+) -> list[list[Trajectory]]:
     """The longer a completion the higher its reward, up to 1; one that is cut off earns nothing."""
-    groups, params = sample_trajectories(*arguments), arguments[5]
+    groups = sample_trajectories(run, questions, seeds, params, clock)
     for trajectory in (t for group in groups for t in group):
         length = len(trajectory.completion.token_ids) / params.max_new_tokens
         trajectory.reward = 0.0 if trajectory.completion.truncated else length
@@ -241,9 +237,9 @@ SWITCHES = {
     "whole-evaluation": [(program, "sample_validation", sample_untruncated)],
     **{
         f"stale-{every}": [
-            (engine.run.load, "make_sampler", sample_a_copy),
+            (engine.model.sampler, "sample_by_loop", sample_a_copy),
             (program, "update_policy", update_without_refresh),
-            (Run, "advance", functools.partialmethod(advance_and_refresh, every=every)),
+            (Run, "end_step", functools.partialmethod(end_and_refresh, every=every)),
             (program, "sample_validation", sample_from_the_model),
         ]
         for every in (4, 8)
@@ -254,7 +250,7 @@ SWITCHES = {
     ],
     "most-varied-half": [(program, "assign_advantages", assign_to_half)],
     "unequal-groups": [(program, "assign_advantages", assign_to_unequal)],
-    "fresh-questions": [(program, "run_training", train_on_fresh)],
+    "fresh-questions": [(program, "sample_trajectories", sample_fresh)],
     "random-reward": [(program, "sample_trajectories", sample_with_random_reward)],
     "length-reward": [(program, "sample_trajectories", sample_with_length_reward)],
 }

@@ -1,10 +1,12 @@
-"""Which functions of this repository the default run executes, and where stands what decides.
+"""Which functions the default run executes, which files a step needs, where stands what decides.
 
     OMP_NUM_THREADS=1 python benchmarks/trace.py
 
 main.py runs two steps in this process under Python's profiler, which reports each call of a Python
 function, in the backward pass too, and each call of a C function with the function that makes it.
-So most of what has a role is known by what it does with tensors, whatever its name is.
+So most of what has a role is known by what it does with tensors, whatever its name is. A step is
+what main.py's clock calls one: without evaluation, saving and the log. Lines are those of whole
+files, with their comments.
 """
 
 import contextlib
@@ -16,6 +18,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -31,9 +34,12 @@ ROLES = {  # functions of torch that only this role needs, and functions of ours
         "softmax multinomial argmax searchsorted topk",
         "draw_uniforms draw_indices",
     ),
-    "writes a token, ends a row": ("index_put_ index_add_", "draw"),
+    "writes a token, ends a row": ("index_put_ index_add_", "draw append"),
     "a log-probability": ("logsumexp logaddexp log_softmax", "forward token_log_probs"),
-    "a gradient": (BACKWARD, "grpo_advantages make_micro_batch token_weights update_policy"),
+    "a gradient": (
+        BACKWARD,
+        "grpo_advantages make_micro_batch token_weights micro_batch_loss update_policy",
+    ),
 }
 
 
@@ -44,11 +50,17 @@ class Trace:
         self.log = log  # the run's file is there once all is loaded, and tried out
         self.calls: Counter[CodeType] = Counter()
         self.found: set[tuple[str, CodeType]] = set()
-        self.is_backward = False
+        self.in_step: set[CodeType] = set()
+        self.is_backward = self.is_step = False
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and is_ours(code := frame.f_code):
             self.calls[code] += 1
+            # A context manager is called when it is entered and, again, when it is left.
+            is_clock = code.co_qualname == "Clock.__call__"
+            self.is_step ^= is_clock and frame.f_locals["phase"] == "step"
+            if self.is_step:
+                self.in_step.add(code)
             for role, (_, names) in ROLES.items():
                 if code.co_name in names.split() or (self.is_backward and role == "a gradient"):
                     self.found.add((role, code))
@@ -87,6 +99,7 @@ def main() -> None:
             sys.setprofile(None)
             threading.setprofile(None)
     print_functions(trace)
+    print_files(trace)
     print_roles(trace)
 
 
@@ -100,10 +113,27 @@ def print_functions(trace: Trace) -> None:
             name, (code.co_firstlineno, last, trace.calls[code])
         )
         functions[file][name] = start, max(end, last), num_calls
-    for file in sorted(functions, key=lambda f: (f != "main.py", f != "countdown.py", f)):
+    for file in in_order(functions):
         print(f"\n{file}: {len(functions[file])} functions")
         for name, (start, end, num_calls) in functions[file].items():
             print(f"  {name}  lines {start} to {end}, {num_calls:,} calls")
+
+
+def print_files(trace: Trace) -> None:
+    """The files of which something ran inside a step, with their numbers of lines."""
+    files = in_order({place(code)[0] for code in trace.in_step})
+    lines = {file: (ROOT / file).read_text(encoding="utf-8").count("\n") for file in files}
+    print("\n| file of engine/ inside a step | lines |\n|---|---|")
+    engine = [file for file in files if file.startswith("engine/")]
+    for file in engine:
+        print(f"| {file} | {lines[file]} |")
+    others = ", ".join(f"{file} ({lines[file]} lines)" for file in files if file not in engine)
+    num_lines = sum(lines[file] for file in engine)
+    print(f"\nInside a step: {others}, and {len(engine)} files of engine/ ({num_lines:,} lines).")
+
+
+def in_order(files: Iterable[str]) -> list[str]:
+    return sorted(files, key=lambda file: (file != "main.py", file != "countdown.py", file))
 
 
 def print_roles(trace: Trace) -> None:

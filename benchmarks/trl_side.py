@@ -10,7 +10,7 @@ from transformers import PrinterCallback, TrainerCallback
 import main as program
 from engine.core.config import TrainingSettings
 from engine.core.statistics import Clock
-from engine.core.types import Trajectory
+from engine.core.types import SeedWord, Trajectory
 from engine.questions.prompts import render_prompts
 from engine.run.state import Run
 from engine.update.optimizer import learning_rate_at
@@ -39,13 +39,11 @@ def num_rows(run: Run) -> int:
 
 def roll_out(run: Run, clock: Clock) -> list[list[Trajectory]]:
     """The groups of the next questions."""
-    config, policy = run.config, run.policy
-    drawn, _ = run.train_questions.take(run.state.position, config.questions_per_rank(1))
+    config = run.config
+    drawn, _ = run.stream.take(run.state.position, config.questions_per_rank(1))
     questions = [question for _, question in drawn]
-    seeds = [(program.TRAINING, config.training.seed, position) for position, _ in drawn]
-    return program.sample_trajectories(
-        policy, run.task, config, questions, seeds, policy.params, clock, run.logger
-    )
+    seeds = [(SeedWord.TRAINING, config.training.seed, position) for position, _ in drawn]
+    return program.sample_trajectories(run, questions, seeds, run.policy.params, clock)
 
 
 def make_trainer(
@@ -57,7 +55,7 @@ def make_trainer(
     without vLLM, and writes no files of its own.
     """
     training, num_questions = run.config.training, run.config.questions_per_rank(1)
-    drawn, _ = run.train_questions.take(0, num_questions * training.num_steps)
+    drawn, _ = run.stream.take(0, num_questions * training.num_steps)
     rows = [as_trl_row(example, run) for _, example in drawn]
     trainer = GRPOTrainer(
         model=model,

@@ -3,7 +3,7 @@
     python benchmarks/update.py     # on the CPU about 7 minutes; with a GPU, on that
 
 naive holds all logits and gives them to main.py's `token_log_probs`, as a run does where they are
-small (`MAX_LOGITS_BYTES` of engine/run/load.py), the default among them; checkpoint does so for 256
+small (`MAX_LOGITS_BYTES` of engine/model/policy.py), the default's too; checkpoint does so for 256
 tokens at a time and computes them again for the gradient; ours is `head_log_probs` of
 engine/update/head.py, for all larger ones. Head and loss of Qwen2.5-0.5B: hidden size 896,
 vocabulary 151,936; fp32 on the CPU, bf16 on a GPU.
@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from engine.report.metrics import peak_memory_gb
-from engine.update.head import head_log_probs
+from engine.update.head import ChunkedScorer, head_log_probs
 from main import CompletionScorer, token_log_probs
 
 HIDDEN, VOCABULARY, TEMPERATURE = 896, 151_936, 1.0
@@ -143,10 +143,10 @@ class WholePass:
         self.input_ids = torch.randint(VOCABULARY, (num_rows, num_tokens), device=DEVICE)
         self.mask = torch.arange(num_tokens, device=DEVICE).expand(num_rows, -1) >= num_tokens // 4
 
-    def run(self, *, in_blocks: bool) -> None:
+    def run(self, scorer: type[nn.Module]) -> None:
         self.model.zero_grad()
-        scorer = CompletionScorer(self.model, DTYPE, in_blocks=in_blocks)
-        scorer(self.input_ids, self.mask, temperature=TEMPERATURE).sum().backward()
+        score = scorer(self.model, DTYPE)
+        score(self.input_ids, self.mask, temperature=TEMPERATURE).sum().backward()
 
 
 def print_whole_passes() -> None:
@@ -155,8 +155,8 @@ def print_whole_passes() -> None:
     for name, shape in QWEN_SHAPES.items():
         whole = WholePass(shape)
         methods = {
-            "naive": partial(whole.run, in_blocks=False),
-            "ours": partial(whole.run, in_blocks=True),
+            "naive": partial(whole.run, CompletionScorer),
+            "ours": partial(whole.run, ChunkedScorer),
         }
         flops = 6 * sum(p.numel() for p in whole.model.parameters()) * whole.input_ids.numel()
         for method, seconds in in_turns(methods, REPEATS).items():

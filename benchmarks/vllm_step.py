@@ -15,12 +15,13 @@ import statistics
 import tempfile
 
 import torch
-from common import load_run, print_table, time_once, update  # first: it finds the script's modules
+from common import load_run, print_table, time_once  # first: it finds the script's modules
 
 from engine.core.statistics import Clock, reduce_means
+from engine.core.types import SeedWord
 from engine.report.metrics import rollout_sums
 from engine.run.state import Run
-from main import TRAINING, assign_advantages, sample_trajectories
+from main import assign_advantages, sample_trajectories, update_policy
 
 BACKENDS = ("grouped", "vllm")
 PHASES = ("rollout", "update", "sync")
@@ -56,6 +57,7 @@ def load(folder: str, backend: str, options: argparse.Namespace) -> Run:
         "training.num_samples_per_step=8",
         "training.max_new_gen_tokens=48",
         "training.learning_rate=1e-6",
+        "training.warmup_steps=0",
         "validation.num_examples=1",
     ]
     return load_run(["--config", os.devnull, *overrides])
@@ -64,21 +66,20 @@ def load(folder: str, backend: str, options: argparse.Namespace) -> Run:
 def take_step(run: Run) -> dict[str, float]:
     """One step as main.py takes it, without evaluation and files; returns its metrics."""
     clock, count = Clock(), run.config.training.num_samples_per_step
-    drawn, run.state.position = run.train_questions.take(run.state.position, count)
-    questions, seeds = [q for _, q in drawn], [(TRAINING, 0, position) for position, _ in drawn]
-    groups = sample_trajectories(
-        run.policy, run.task, run.config, questions, seeds, run.policy.params, clock, run.logger
-    )
+    drawn, run.state.position = run.stream.take(run.state.position, count)
+    questions = [question for _, question in drawn]
+    seeds = [(SeedWord.TRAINING, 0, position) for position, _ in drawn]
+    groups = sample_trajectories(run, questions, seeds, run.policy.params, clock)
     assign_advantages(groups, run.config.training)
     for group in groups:  # all rows are trained, also where all of a group earn the same
         for i, trajectory in enumerate(group):
             trajectory.advantage = 1.0 if i % 2 else -1.0
     with clock("update"):
-        sums = update(run, groups)
-    sums |= rollout_sums(groups, run.task.REWARD_PARTS)
-    sync = {"time/sync_s": time_once(run.policy.refresh_sampler)}
+        metrics = update_policy(run, groups).metrics
+    metrics |= reduce_means(rollout_sums(groups, run.task.REWARD_PARTS), run.world)
+    sync = {"time/sync_s": time_once(run.policy.sampler.refresh)}
     num_tokens = sum(len(t.completion.token_ids) for group in groups for t in group)
-    return reduce_means(sums, run.world) | clock.read() | sync | {"num_tokens": num_tokens}
+    return metrics | clock.read() | sync | {"num_tokens": num_tokens}
 
 
 def summary(rows: list[dict]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Ways to learn, on a laptop: RL alone, imitation alone, RL after a warm start, and from a teacher.
+"""Ways to learn, on a laptop: RL alone, imitation alone, RL after imitation, and from a teacher.
 
     pip install -r requirements.txt ".[plot]"
     python benchmarks/ways.py --seeds 0 1 2            # one run at a time, most on one core
@@ -9,13 +9,14 @@
 The students are the embedded model and "weak", which the same script makes in 3% of the steps. The
 teacher is best/ of 60 steps of the default, as many samples a step as on two ranks; the answers are
 500 of its own (tools.collect). These are made first, in runs/ways/. Each row takes 20 steps of the
-default; an "sft" row is a warm start and one step, of which only the warm start is looked at. What
-a run has measured is kept in results/ways/<row>-s<seed>.csv, and its warm start's rows in
-.warm.jsonl; a run that has its file is not run again, and one that was stopped goes on. Table and
-picture, results/ways.md and .png, come from these files alone.
+default, a "warm" one from a model that tools.imitate has made; an "sft" row takes one, which is not
+looked at. What a run has measured is kept in results/ways/<row>-s<seed>.csv, and what tools.imitate
+has in .warm.jsonl; a run that has its file is not run again, and one that was stopped goes on.
+Table and picture, results/ways.md and .png, come from these files alone. Those of before there was
+tools.imitate, up to e8c738d, are of one run each, by `warm_start.data`: it computed the same.
 
-The sums are arithmetic-smollm2.yaml's, on two ranks, after a warm start of 500 answers that a
-program writes, such as "47 + 38 = 85." Without it: results/arithmetic-smollm2-s*.csv.
+The sums are arithmetic-smollm2.yaml's, on two ranks, after imitation of 500 answers that a program
+writes, such as "47 + 38 = 85." Without it: results/arithmetic-smollm2-s*.csv.
 """
 
 import argparse
@@ -35,37 +36,32 @@ from engine.core.files import json_line, write_atomically
 from engine.core.packages import import_package
 from engine.questions.data import load_examples
 from engine.questions.tasks import load_task
+from engine.run.config_file import read_file
 from tools.plot import COLORS, DASHES, MARKERS, STYLE, read_table
 
 RUNS = ROOT / "runs/ways"
 SHARE, NUM_ANSWERS, LEVEL = 0.03, 500, 0.85  # of the steps; in the file; pass@1 to be reached
 WEAK, TEACHER, ANSWERS = RUNS / "weak", RUNS / "teacher", RUNS / "answers.jsonl"
-SUMS = RUNS / "sums.jsonl"
+SUMS, SUMS_CONFIG = RUNS / "sums.jsonl", ROOT / "configs/arithmetic-smollm2.yaml"
 ON_WEAK = [f"model.name={WEAK}", "training.learning_rate=6e-4"]
 TAUGHT = ["training.learning_type=distill", f"model.teacher={TEACHER / 'best'}"]
 STEPS = ["training.num_steps=20", "validation.every=5"]
-
-
-def warm(num_steps: int) -> list[str]:
-    return [f"warm_start.data={ANSWERS}", f"warm_start.num_steps={num_steps}"]
-
-
-SFT = [*warm(200), "training.num_steps=1"]
 ROWS = {
     "weak-grpo": [*ON_WEAK, *STEPS],
-    "weak-warm-grpo": [*ON_WEAK, *warm(50), *STEPS],
-    "weak-warm-200-grpo": [*ON_WEAK, *warm(200), *STEPS],
+    "weak-warm-grpo": [*ON_WEAK, *STEPS],
+    "weak-warm-200-grpo": [*ON_WEAK, *STEPS],
     "weak-distill": [*ON_WEAK, *TAUGHT, *STEPS],
-    "weak-warm-distill": [*ON_WEAK, *warm(50), *TAUGHT, *STEPS],
-    "weak-sft": [*ON_WEAK, *SFT],
+    "weak-warm-distill": [*ON_WEAK, *TAUGHT, *STEPS],
+    "weak-sft": [*ON_WEAK, "training.num_steps=1"],
     "tiny-grpo": STEPS,
     "tiny-distill": [*TAUGHT, *STEPS],
     "tiny-distill-mix": [*TAUGHT, "training.distill_mix=1", *STEPS],
-    "tiny-sft": SFT,
-    "sums-warm-sil": [
-        *("--config", "configs/arithmetic-smollm2.yaml", f"warm_start.data={SUMS}"),
-        *("warm_start.num_steps=50", "validation.every=10", "training.num_steps=60"),
-    ],
+    "tiny-sft": ["training.learning_rate=6e-4", "training.num_steps=1"],
+    "sums-warm-sil": [f"--config={SUMS_CONFIG}", "validation.every=10", "training.num_steps=60"],
+}
+IMITATED = {  # steps of imitation before
+    **{"weak-warm-grpo": 50, "weak-warm-200-grpo": 200, "weak-warm-distill": 50},
+    **{"weak-sft": 200, "tiny-sft": 200, "sums-warm-sil": 50},
 }
 LABELS = {
     "warm-grpo": "50 steps of imitation, then grpo",
@@ -132,17 +128,22 @@ def write_sums(file: Path) -> None:
 
 
 def run_row(row: str, seed: int, folder: Path, smollm2: str | None) -> None:
-    where = [f"run.dir={RUNS}", f"run.name={row}-s{seed}", f"training.seed={seed}"]
-    script = ["main.py"]
+    kept, made, script = folder / f"{row}-s{seed}", RUNS / f"{row}-s{seed}", []
+    given = [*ROWS[row], f"run.dir={RUNS}", f"run.name={made.name}", f"training.seed={seed}"]
     if row.startswith("sums"):  # on two ranks, as the recipe
-        script = ["-m", "torch.distributed.run", "--nproc-per-node=2", "main.py"]
-        where += [f"model.name={smollm2}"] if smollm2 else []
+        script = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+        student, answers = smollm2 or read_file(SUMS_CONFIG)["model"]["name"], SUMS
     else:
-        where += [f"training.num_samples_per_step_global={questions_per_step()}"]
-    run(*script, *ROWS[row], *where)
-    kept, made = folder / f"{row}-s{seed}", RUNS / f"{row}-s{seed}"
-    if (made / "warm.jsonl").exists():
-        shutil.copyfile(made / "warm.jsonl", kept.with_suffix(".warm.jsonl"))
+        given += [f"training.num_samples_per_step_global={questions_per_step()}"]
+        student, answers = WEAK if row.startswith("weak") else ROOT / "tiny", ANSWERS
+    if row in IMITATED:
+        model = RUNS / f"{made.name}-imitation"
+        if not model.exists():
+            how = [f"--steps={IMITATED[row]}", f"--out={model}"]
+            run(*script, "-m", "tools.imitate", str(student), str(answers), *given, *how)
+        shutil.copyfile(model / "imitation.jsonl", kept.with_suffix(".warm.jsonl"))
+        student = model
+    run(*script, "main.py", *given, f"model.name={student}")
     rows = read_table(made).rows.astype({"step": int})
     write_atomically(kept.with_suffix(".csv"), rows.to_csv(index=False))
 
@@ -158,7 +159,7 @@ def run(*command: str) -> None:
 
 
 def curve(folder: Path, row: str) -> dict[str, np.ndarray]:
-    """Steps, and pass@1 and best of 8 at each of them for each seed; a warm start is before 0."""
+    """Steps, and pass@1 and best of 8 at each of them for each seed; imitation is before 0."""
     tables, steps = [], np.array([])
     for file in sorted(folder.glob(f"{row}-s[0-9]*.csv")):
         rows = read_table(file).rows
@@ -168,19 +169,20 @@ def curve(folder: Path, row: str) -> dict[str, np.ndarray]:
         )
         warm_file = file.with_suffix(".warm.jsonl")
         if warm_file.exists():
-            after = json.loads(warm_file.read_text().splitlines()[-1])
-            num_warm, values = after["step"], [after["eval/pass@1"], after[best]]
-            rows[0, 0] = -num_warm
+            start, *_, end = map(json.loads, warm_file.read_text().splitlines())
+            before, after = ([some.get("eval/pass@1"), some.get(best)] for some in (start, end))
+            if before[0] is None:  # by warm_start.data: the run itself had measured that
+                before = rows[0, 1:]
             ends = rows[1:] if not row.endswith("-sft") else rows[:0]
-            rows = np.vstack([rows[:1], [[0, *values]], ends])
+            rows = np.vstack([[-end["step"], *before], [0, *after], ends])
         tables.append(rows[:, 1:])
         steps = rows[:, 0]
     return {"steps": steps, "rates": np.array(tables)}  # (points,), (seeds, points, 2)
 
 
 def write_table(folder: Path, file: Path) -> None:
-    """Before, after a warm start and at the end; and the steps to LEVEL of each seed."""
-    lines = ["| row | seeds | before | after the warm start | at the end | best of n at the end "]
+    """Before, after imitation and at the end; and the steps to LEVEL of each seed."""
+    lines = ["| row | seeds | before | after imitation | at the end | best of n at the end "]
     lines[0] += f"| steps to {LEVEL} |"
     lines.append("|---|---|---|---|---|---|---|")
     for row in ROWS:
@@ -195,7 +197,7 @@ def write_table(folder: Path, file: Path) -> None:
         cells += [shown(solved[:, start], 3) if start else ""]
         cells += [shown(solved[:, -1], 3), shown(rates[:, -1, 1], 3), first]
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += ["", "Steps of RL alone: those of the warm start come before step 0."]
+    lines += ["", "Steps of RL alone: those of imitation come before step 0."]
     write_atomically(file, "\n".join(lines) + "\n")
     print(f"written: {file}")
 

@@ -18,9 +18,8 @@ import torch
 from engine.core.distributed import World
 from engine.questions.prompts import completion_text, render_prompt
 from engine.run.config_file import load_config
-from engine.run.load import load_policy
 from logger import Logger
-from main import DecodeBatch, decode_grouped
+from tools.chat import load_policy
 
 MAX_NEW_TOKENS = 64
 QUESTIONS = (
@@ -70,12 +69,11 @@ def answer_all(model: str) -> tuple[list[str], float]:
     overrides = [f"model.name={model}", "model.compute_dtype=float32", "mode=evaluate"]
     config = load_config(["--config", os.devnull, *overrides])
     world = World(rank=0, size=1, device=torch.device("cpu"))
-    policy = load_policy(config, world, Logger(rank=1).info, DecodeBatch)
+    policy = load_policy(config, world, Logger(rank=1).info)
     params = replace(policy.params, max_new_tokens=MAX_NEW_TOKENS, temperature=0.0, group_size=1)
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     texts = [render_prompt(chat, policy.tokenizer) for chat in chats]
-    answers = decode_grouped(
-        policy.sampler.eval(),
+    answers = policy.sampler.decode(
         policy.tokenizer(texts, add_special_tokens=False)["input_ids"],
         [(0, number) for number in range(len(texts))],
         params,

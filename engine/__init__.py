@@ -1,7 +1,7 @@
 """What surrounds main.py, in packages; the `__init__.py` of each says what belongs there.
 
 Imports run down: run, report, model, sampling, update, questions, core. None of them imports main,
-tasks or tools: what they need of main.py they get as arguments.
+logger, tasks or tools. What is off by default is imported where a run asks for it, and only then.
 """
 
 import sys

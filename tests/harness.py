@@ -1,7 +1,6 @@
 """What the tests share: seeds, tiny random models, configurations, ranks, whole runs."""
 
 import contextlib
-import csv
 import functools
 import hashlib
 import importlib
@@ -18,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,17 +41,20 @@ import engine.run.load
 import main
 from engine.core.config import Config
 from engine.core.distributed import World
-from engine.core.types import Completion, Log, Seed, Trajectory
+from engine.core.types import Completion, Log, PromptBatch, Seed, Trajectory
 from engine.model.policy import Policy
+from engine.model.sampler import LoopSampler
 from engine.questions.data import load_examples
 from engine.questions.tasks import load_task
 from engine.run.config_file import load_config
-from engine.run.load import load_policy, scores_in_blocks
 from engine.run.log import validation_samples
 from engine.run.state import Run
 from engine.sampling.batches import decode_in_batches
+from engine.sampling.graphs import decode_captured
+from engine.sampling.grouped import decode_grouped
 from engine.update.optimizer import make_optimizer
 from logger import Logger
+from tools.chat import load_policy
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -64,7 +66,7 @@ ENVIRONMENT = os.environ | {
     "PYTHONPATH": str(ROOT),
 }
 USERS_ENVIRONMENT = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
-RULES = (main.draw_uniforms, main.sample_tokens, main.write)  # for vLLM, as main.py gives them
+LOOPS = {"generate": main.generate, "grouped": decode_grouped, "captured": decode_captured}
 NO_FILE = f"--config={os.devnull}"
 NUMBERS = range(1, 65)  # the tokenizer has one token for each <answer>n</answer>
 REWARDED_TASKS = ("countdown", "arithmetic", "gsm8k", "math500")
@@ -239,16 +241,18 @@ def make_policy(
 
 def load_trained(config: Config, world: World, log: Log = lambda line: None) -> Policy:
     """A policy with all that training adds to it."""
-    policy = load_policy(config, world, log, main.DecodeBatch)
+    policy = load_policy(config, world, log)
     if config.mode == "train":
-        num_tokens = config.training.micro_batch_tokens
-        in_blocks = scores_in_blocks(policy.model, num_tokens, log)
-        main.wrap_policy(policy, config, world, in_blocks=in_blocks)
+        main.wrap_policy(policy, config, world, log)
     return policy
 
 
 def load_run(config: Config) -> Run:
-    return engine.run.load.load_run(config, main.wrap_policy, main.DecodeBatch)
+    """A run as `main.main` makes it."""
+    run = main.build_run(config)
+    if config.mode == "train":
+        main.begin(run)
+    return run
 
 
 def measure(run: Run) -> tuple[dict[str, float], list[dict]]:
@@ -295,22 +299,28 @@ def sample(
 
     `changes` are to the policy's sampling parameters.
     """
-    decode = {
-        "generate": main.decode_with_generate,
-        "grouped": main.decode_grouped,
-        "captured": functools.partial(main.decode_grouped, capture=True),
-        "vllm": functools.partial(main.VllmEngine.decode, rules=RULES),
-    }[backend or policy.backend]
+    sampler = policy.sampler
+    if backend in LOOPS:
+        model = sampler.model if isinstance(sampler, LoopSampler) else policy.model  # beside vLLM
+        sampler = LoopSampler(model, policy.model, LOOPS[backend])
     return decode_in_batches(
-        policy.sampler.eval(),
-        prompts,
-        seeds or [(seed(), i) for i in range(len(prompts))],
+        sampler,
+        PromptBatch(prompts, seeds or [(seed(), i) for i in range(len(prompts))]),
         replace(policy.params, group_size=num_samples, **changes),
-        decode=decode,
-        max_batch_tokens=max_batch_tokens,
-        on_progress=on_progress,
-        log=lambda line: None,
+        max_batch_tokens,
+        listener(on_progress),
     )
+
+
+def listener(on_progress: Callable[[int], None], once: Log = lambda line: None) -> SimpleNamespace:
+    """A logger that hands on what a bar would show, and lines."""
+    bar = contextlib.nullcontext(SimpleNamespace(update=on_progress))
+    return SimpleNamespace(progress=lambda *_: bar, once=once)
+
+
+def loop_of(policy: Policy) -> str:
+    """The name of the decode loop that samples."""
+    return next(name for name, loop in LOOPS.items() if loop is policy.sampler.loop)
 
 
 def load_rows(
@@ -412,7 +422,7 @@ def in_fp64(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(engine.model.load, "load_model", load_in_fp64)
     patch.setattr(engine.model.adapters, "add_adapter", add_in_fp64)
-    patch.setattr(engine.run.load, "choose_compute_dtype", lambda *_: torch.float64)
+    patch.setattr(engine.model.load, "choose_compute_dtype", lambda *_: torch.float64)
 
 
 def install_grading(options: dict) -> None:
@@ -620,7 +630,7 @@ def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def what_is_left(folder: Path) -> tuple[dict, list[dict], list[dict], list[str]]:
+def what_is_left(folder: Path) -> tuple[dict, list[dict], list[str]]:
     """Weights, metrics but times, samples, rollouts: equal for a resumed and an unbroken run."""
     run = folder / "x"
     weights = {}
@@ -631,17 +641,14 @@ def what_is_left(folder: Path) -> tuple[dict, list[dict], list[dict], list[str]]
     assert len(set(kinds)) == len(kinds), "a row is there twice"
     steps = sorted({step for step, _ in kinds})
     assert steps == list(range(len(steps))), "a step is missing"
-    with (run / "metrics.csv").open(newline="") as file:
-        cells = [without_times(row) for row in csv.DictReader(file)]
     texts = [(run / name).read_text() for name in ("samples.jsonl", "rollouts.jsonl")]
-    return weights, rows, cells, texts
+    return weights, rows, texts
 
 
 def assert_same(one: Path, other: Path) -> None:
-    weights, rows, cells, texts = what_is_left(one)
-    other_weights, other_rows, other_cells, other_texts = what_is_left(other)
+    weights, rows, texts = what_is_left(one)
+    other_weights, other_rows, other_texts = what_is_left(other)
     assert rows == other_rows
-    assert cells == other_cells
     assert texts == other_texts
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 

@@ -19,8 +19,6 @@ when.
     {"do": "raise in reward", ...}           the same in the call of the reward function
     {"do": "pay", "parts": ..., "rank": 1, "calls": 40}  that call returns these parts
 
-Under `torchrun --max-restarts` the first start has it, or with "starts": 3 the first three. After a
-restart rank 0 is late, so that rank 1 finds in torchrun's store what the rank 0 before it left.
 run.dir/struck is made just before the fault.
 """
 
@@ -137,11 +135,10 @@ def main() -> None:
 
 def install_fault(fault: dict, arguments: list[str]) -> None:
     rank = int(os.environ.get("RANK", 0))
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     (given,) = (a.partition("=")[2] for a in arguments if a.startswith("run.dir="))
     folder = Path(given)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
-    if rank == fault.get("rank", 0) and restarts < fault.get("starts", 1):
+    if rank == fault.get("rank", 0):
         if fault["do"] in ("raise", "raise in reward", "pay"):
             own = (program, "completion_text"), (countdown, "reward_function")
             module, name = own[fault["do"] != "raise"]
@@ -149,8 +146,6 @@ def install_fault(fault: dict, arguments: list[str]) -> None:
             setattr(module, name, functools.partial(fail_at_call, fault, calls, function, folder))
         else:
             sys.addaudithook(Striker(fault, folder))
-    if rank == 0 and restarts > 0:
-        time.sleep(1)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
 """The loss by its formula, one row at a time, and the made-up rollouts that it is computed from."""
 
 import numpy as np
+import pytest
 import torch
-from harness import alone, make_config, seed
+from harness import make_config, make_run, seed
 
+import main
 from engine.core.config import Config
 from engine.core.distributed import World
+from engine.core.statistics import reduce_means
 from engine.core.tensors import right_pad
 from engine.core.types import Completion, Trajectory
 from engine.model.policy import Policy
-from engine.report.metrics import count_broken
-from logger import Logger
-from main import assign_advantages, make_micro_batches, update_policy
+from engine.update.outcome import Outcome
+from main import assign_advantages
 
 NORMALIZATIONS = ["dr_grpo", "token", "sequence", "sum"]
 MAX_NEW_TOKENS = 10
@@ -66,6 +68,8 @@ def config_of(*overrides: str) -> Config:
 class Recorder:
     """Stands where the optimizer does: notes each gradient, then moves against it by `rate`."""
 
+    param_groups = ()  # which have a learning rate
+
     def __init__(self, model: torch.nn.Module, rate: float = 0.0):
         self.parameters = list(model.parameters())
         self.rate = rate
@@ -91,19 +95,21 @@ def update(
     groups: list[list[Trajectory]],
     config: Config,
     world: World | None = None,
-) -> tuple[dict[str, float], dict[str, tuple[float, float]], bool]:
-    """Metrics and sums of an update by these groups, whose step `optimizer` takes.
+) -> tuple[dict[str, float], dict[str, torch.Tensor], bool]:
+    """Metrics of an update by these groups, whose step `optimizer` takes; this rank's (sum, count).
 
-    Also whether a step with that update counts as skipped, as in `main.run_training`.
+    Also whether the step counts as skipped.
     """
-    world, logger = world or alone(), Logger(rank=1)
-    is_broken = count_broken(groups, world, logger.warning) > 0
-    micro_batches = [] if is_broken else make_micro_batches(groups, config, world)
-    metrics, sums, num_updates = update_policy(
-        policy, optimizer, micro_batches, config.training, world, logger
-    )
-    num_wanted = config.training.num_iterations if micro_batches else 0
-    return metrics, sums, is_broken or num_updates < num_wanted
+    run, sums = make_run(policy, config, world=world, optimizer=optimizer), {}
+
+    def reduced(pairs: dict, world: World) -> dict[str, float]:
+        sums.update(pairs)
+        return reduce_means(pairs, world)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(main, "reduce_means", reduced)
+        result = main.update_policy(run, groups)
+    return result.metrics, sums, result.outcome in (Outcome.BROKEN, Outcome.OVERFLOWED)
 
 
 def recorded(policy: Policy, groups, config: Config, world: World | None = None):

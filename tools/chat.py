@@ -16,6 +16,7 @@ line on stderr; if the lines were piped in, the exit status is then 2.
 """
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -31,13 +32,14 @@ from transformers.generation import BaseStreamer
 
 from engine import ROOT
 from engine.core.config import Config, ConfigError, TaskSettings
-from engine.core.distributed import init_world
+from engine.core.distributed import World, init_world
 from engine.core.statistics import Clock
 from engine.core.text import error_line, format_reward, plain, printable
-from engine.core.types import Trajectory
-from engine.model.policy import Policy
+from engine.core.types import Log, SeedWord, Trajectory
+from engine.model.load import load_model_and_tokenizer
+from engine.model.policy import Policy, make_policy
 from engine.questions.data import load_examples
-from engine.questions.prompts import assistant_prefix, pose
+from engine.questions.messages import assistant_prefix, pose
 from engine.questions.tasks import built_in_tasks, load_task, read_answer
 from engine.run.config_file import (
     combine,
@@ -49,11 +51,10 @@ from engine.run.config_file import (
     task_name,
     without_other_task,
 )
-from engine.run.load import load_policy
+from engine.run.folder import run_that_made
 from engine.run.mistakes import mistakes_cost_one_line
-from engine.sampling.environment import encode_questions
 from logger import Logger
-from main import DecodeBatch, decode_with_generate, reward_group
+from main import generate, reward_group
 
 FOUND = {  # section: its keys, all of them if none is named
     "task": (),
@@ -61,7 +62,6 @@ FOUND = {  # section: its keys, all of them if none is named
     "model": ("compute_dtype", "attn_implementation", "load_in_4bit"),
     "training": ("max_new_gen_tokens", "seed"),
 }
-TYPED = 2  # first word of a seed, beside main.py's TRAINING and VALIDATION
 
 
 def main() -> None:
@@ -102,14 +102,13 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def chat_config(options: argparse.Namespace, *, backend: str = "generate") -> Config:
     """The configuration that the command line asks for; generate streams token by token."""
-    model = Path(options.model).expanduser()
-    of_run = [folder / "config.yaml" for folder in model.absolute().parents[:2] if model.is_dir()]
-    files = [*filter(Path.is_file, [*of_run, Path("config.yaml")]), ROOT / "config.yaml"]
+    run = run_that_made(os.path.expanduser(options.model))
+    files = [folder / "config.yaml" for folder in (run or Path(), Path(), ROOT)]
     overrides = [*options.overrides, "mode=evaluate", f"model.name={options.model}"]
     overrides += [f"sampling.backend={backend}"]
     if options.config:
         return combine(read_file(Path(options.config).expanduser()), overrides)
-    return combine(harmless(files[0], overrides), overrides)
+    return combine(harmless(next(filter(Path.is_file, files)), overrides), overrides)
 
 
 def harmless(file: Path, overrides: list[str]) -> dict[str, Any]:
@@ -120,9 +119,9 @@ def harmless(file: Path, overrides: list[str]) -> dict[str, Any]:
         kept[section] = {key: found[key] for key in keys or found if key in found}
     if "/" in str(kept["model"].get("attn_implementation")):  # a kernel on the hub, which is code
         del kept["model"]["attn_implementation"]
-    kept, asked = without_other_task(kept, typed), section_of(typed, "task")
+    kept, given = without_other_task(kept, typed), section_of(typed, "task")
     name = task_name(merge(kept, typed))
-    if name not in built_in_tasks() and name not in (asked.get("name"), asked.get("reward")):
+    if name not in built_in_tasks() and name not in (given.get("name"), given.get("reward")):
         key = "task.name" if section_of(kept, "task").get("reward") is None else "task.reward"
         problem = f"{file}: {key} = {name!r:.80}: a file that was found cannot have code run"
         raise ConfigError([f"{problem}; if you trust it, add --config {file}"])
@@ -137,7 +136,13 @@ def load_chat(config: Config, *, is_watching: bool = False) -> tuple[Policy, Mod
     task = load_task(config.task.code)
     if not hasattr(task, "parse_question") and not is_watching:
         raise ConfigError([f"task.name = {config.task.name}: it has no parse_question"])
-    return load_policy(config, world, Logger(rank=0).info, DecodeBatch), task
+    return load_policy(config, world, Logger(rank=0).info), task
+
+
+def load_policy(config: Config, world: World, log: Log) -> Policy:
+    """A model that is not trained, and what samples from it."""
+    model, tokenizer, dtype = load_model_and_tokenizer(config, world.device, log)
+    return make_policy(config, model, tokenizer, dtype, world, log, generate=generate)
 
 
 def how_to_ask(task: ModuleType) -> str:
@@ -189,12 +194,11 @@ def answer(
 
     Raises ValueError if its prompt is too long.
     """
-    seeds, tokenizer = [(TYPED, config.training.seed, number)], policy.tokenizer
+    seeds, tokenizer = [(SeedWord.TYPED, config.training.seed, number)], policy.tokenizer
     context, params = policy.context_length, replace(policy.params, group_size=1)
-    device, num_new = policy.model.device, params.max_new_tokens
-    (prompt_ids,), conversations = encode_questions(
-        task, config, [example], seeds, params, tokenizer, Clock(), context=context, device=device
-    )
+    num_new = params.max_new_tokens
+    prompts = policy.make_prompts(task, config, [example], seeds, params, Clock())
+    (prompt_ids,), conversations = prompts.token_ids, prompts.conversations
     if context is not None and len(prompt_ids) + num_new > context:
         raise ValueError(
             f"{len(prompt_ids)} prompt tokens and training.max_new_gen_tokens = {num_new} are more "
@@ -205,16 +209,16 @@ def answer(
     if streamer is None:
         begun = assistant_prefix(pose(example, task=task, options=config.task))
         show(tokenizer.decode(prompt_ids) if conversations else begun)
-    with policy.autocast():
-        group = decode_with_generate(
-            policy.sampler,
+    with policy.sampler.autocast():
+        group = generate(
+            policy.sampler.model.eval(),
             [prompt_ids],
             seeds,
             params,
             on_progress=lambda _: None,
             streamer=streamer or Stream(policy),
         )
-    (trajectory,) = reward_group(policy, task, config.task, example, prompt_ids, group)
+    (trajectory,) = reward_group(policy, task, config, example, prompt_ids, group)
     return trajectory
 
 

@@ -1,7 +1,7 @@
-"""Collect what a run has learned to solve, for the warm start of another model.
+"""Collect what a run has learned to solve, for another model to imitate.
 
     python -m tools.collect runs/x --samples 8         # of best/, into runs/x/answers.jsonl
-    python main.py model.name=OTHER warm_start.data=runs/x/answers.jsonl
+    python -m tools.imitate OTHER runs/x/answers.jsonl
 
 Samples training questions, never those of the validation, and keeps each text that solves its
 question and ends; one that is there already is left out. The settings are found as tools.chat finds
@@ -13,15 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.core.config import Config, ConfigError
+from engine.core.distributed import World
 from engine.core.files import json_line, write_atomically
 from engine.core.statistics import Clock
+from engine.core.types import SeedWord
 from engine.questions.data import load_questions
 from engine.run.mistakes import mistakes_cost_one_line
+from engine.run.state import Run
 from logger import Logger
 from main import sample_trajectories
 from tools.chat import chat_config, load_chat
 
-COLLECTED = 4  # first word of a seed, beside those of main.py, tools.chat and the warm start
 QUESTIONS_AT_ONCE = 32
 
 
@@ -45,24 +47,26 @@ def main() -> None:
 
 
 def collect(config: Config, options: argparse.Namespace) -> tuple[list[str], int, int]:
-    """The rows for warm_start.data, and how many samples solve their question, of how many."""
+    """The rows for tools.imitate, and how many samples solve their question, of how many."""
     policy, task = load_chat(config, is_watching=True)
     if hasattr(task, "Environment") or hasattr(task, "load_examples"):
         problem = "its questions or turns stand in no file, so there is nothing to collect"
         raise ConfigError([f"task.name = {config.task.name}: {problem}"])
     config, logger = config.model_copy(update={"mode": "train"}), Logger(rank=0)
     tokenizer, context = policy.tokenizer, policy.context_length
-    _, stream = load_questions(task, config, tokenizer=tokenizer, context=context, log=logger.info)
+    validation, stream = load_questions(
+        task, config, tokenizer=tokenizer, context=context, log=logger.info
+    )
+    world = World(rank=0, size=1, device=policy.model.device)
+    run = Run(config, world, logger, task, policy, validation, stream)
     num_questions = min(options.questions, len(stream.questions))
     params = replace(policy.params, group_size=options.samples)
     lines, num_solved, position = {}, 0, 0
     for start in range(0, num_questions, QUESTIONS_AT_ONCE):
         drawn, position = stream.take(position, min(QUESTIONS_AT_ONCE, num_questions - start))
         questions = [question for _, question in drawn]
-        seeds = [(COLLECTED, config.training.seed, place) for place, _ in drawn]
-        groups = sample_trajectories(
-            policy, task, config, questions, seeds, params, Clock(), logger
-        )
+        seeds = [(SeedWord.COLLECTED, config.training.seed, place) for place, _ in drawn]
+        groups = sample_trajectories(run, questions, seeds, params, Clock())
         for question, group in zip(questions, groups, strict=True):
             solved = [trajectory for trajectory in group if trajectory.is_solved_and_ended]
             num_solved += len(solved)

@@ -23,12 +23,14 @@ from transformers.utils import logging as transformers_logging
 
 from engine.core.config import Config, LoraSettings, ModelSettings
 from engine.core.packages import import_package
-from engine.model.adapters import base_of, quantization_config
+from engine.model.adapters import quantization_config
+from engine.model.load import base_of
 from engine.model.tokenizer import load_tokenizer
 from engine.run.card import merged_card
-from engine.run.checkpoint import load_state, newest_whole, save_model
 from engine.run.fingerprint import MODEL_FILES, of_model
 from engine.run.mistakes import mistakes_cost_one_line
+from engine.run.resuming import load_state, newest_whole
+from engine.run.saving import save_model
 
 
 def main() -> None:

@@ -5,8 +5,8 @@
     python -m tools.plot results/*.csv --out runs/curves --smooth 1
     python -m tools.plot runs/a --panels eval/pass@1 train/completion_tokens
 
-Give each run as its folder or as its metrics.csv, which may have any name. The pictures lie beside
-the first metrics.csv, unless --out says otherwise. Runs whose names differ
+Give each run as its folder, or as a .csv file that has a row a step, such as those in results/. The
+pictures lie beside the first one's metrics, unless --out says otherwise. Runs whose names differ
 only in the seed at the end (-s0, -s1) share a curve: the mean over the seeds, in a band from the
 lowest to the highest seed, up to the end of the shortest run. The band of a single run is the 95%
 interval of its pass@1. Minutes are those of steps and evaluations, without loading and saving.
@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import pandas
 
+from engine.core.files import read_lines
 from engine.core.packages import import_package
 from engine.core.text import error_line
 
@@ -46,7 +47,7 @@ STYLE = Path(__file__).with_name("plot.mplstyle")
 
 @dataclass
 class Table:
-    """A run's name and its metrics.csv, with NaN for empty cells."""
+    """A run's name and its metrics, a row a step, with NaN for what was not measured there."""
 
     name: str
     rows: pandas.DataFrame
@@ -54,22 +55,29 @@ class Table:
 
 def read_table(path: Path) -> Table:
     """Read a run's folder or .csv file; raises OSError or ValueError with the file's name."""
-    file = path if path.suffix == ".csv" else path / "metrics.csv"
+    file = path if path.suffix in (".csv", ".jsonl") else path / "metrics.jsonl"
     if not file.is_file():
         places = [path, path.parent, Path("runs")]
-        runs = [str(found.parent) for place in places for found in place.glob("*/metrics.csv")]
+        runs = [str(found.parent) for place in places for found in place.glob("*/metrics.jsonl")]
         there = ", ".join(sorted({*runs})) or "none here"
         raise ValueError(f"{file}: no such file; the runs are {there}")
-    text = file.read_text(encoding="utf-8", errors="replace")
-    text = text[: text.rfind("\n") + 1]  # without a half-written last line
+    lines = read_lines(file) if file.suffix == ".jsonl" else None
     try:
-        rows = pandas.read_csv(io.StringIO(text), dtype=float)
-    except ValueError as error:
+        rows = read_csv(file) if lines is None else pandas.DataFrame(lines, dtype=float)
+    except (ValueError, TypeError, OverflowError) as error:  # something else than numbers
         raise ValueError(f"{file}: {' '.join(str(error).split())}") from None
-    if rows.empty or not {"step", "time/step_s", "time/eval_s"} <= {*rows}:
-        raise ValueError(f"{file}: no rows of a run's metrics.csv")
+    is_a_runs = {"step", "time/step_s", "time/eval_s"} <= {*rows}
+    if not is_a_runs or rows["step"].isna().all():
+        raise ValueError(f"{file}: no rows of a run's metrics")
     rows = rows.groupby("step", as_index=False).first()  # a step and its evaluation are two rows
-    return Table(file.absolute().parent.name if file.name == "metrics.csv" else file.stem, rows)
+    return Table(file.absolute().parent.name if file.stem == "metrics" else file.stem, rows)
+
+
+def read_csv(file: Path) -> pandas.DataFrame:
+    """The rows of a .csv file, in which a half-written last line is left out."""
+    text = file.read_text(encoding="utf-8", errors="replace")
+    text = text[: text.rfind("\n") + 1]
+    return pandas.read_csv(io.StringIO(text), dtype=float)
 
 
 def group_seeds(tables: list[Table]) -> dict[str, list[Table]]:

@@ -10,118 +10,11 @@ that were recorded, and says how many are left out.
 """
 
 import argparse
-import itertools
-import json
-import math
-import operator
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from engine.core.config import Config, dotted_values
-from engine.core.files import read_lines, without_nan
-from engine.core.text import plain, shorten, show
-from engine.questions.tasks import built_in_tasks, load_task, schema
-from engine.run.config_file import read_file, task_name
 from engine.run.mistakes import mistakes_cost_one_line
-from tools.plot import BEST_OF, PANELS, Table, points, read_table
-
-TEMPLATE = Path(__file__).with_name("report.html")  # the run's data replaces its {{data}}
-PART_BYTES = {"evaluations": 1_000_000, "rollouts": 3_500_000}  # the whole page is below 5 MB
-WINDOW = 5  # steps in the mean of a training curve, as in tools/plot.py
-MAX_POINTS = 2_000  # of a curve, the first and the last among them
-MAX_QUESTIONS = 12  # of an evaluation
-MAX_CHARACTERS = 4_000  # of a sample's prompt, completion or gold answer
-
-
-def read_run(folder: Path) -> dict[str, Any]:
-    """All that the page shows of a run; raises OSError or ValueError with the file's name."""
-    table, config = read_table(folder), folder / "config.yaml"
-    rollouts = by_step(read_lines(folder / "rollouts.jsonl"))
-    rows = read_lines(folder / "samples.jsonl")
-    samples = by_step([row for row in rows if row.get("split", "validation") == "validation"])
-    return {
-        "name": table.name,
-        "step": int(table.rows["step"].iloc[-1]),
-        "versions": config.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# "),
-        "curves": without_nan(curves(table)),
-        "settings": list(settings(config)),
-        "evaluations": thin(without_nan(evaluations(table, samples)), PART_BYTES["evaluations"]),
-        "rollouts": thin(rollouts, PART_BYTES["rollouts"]),
-        "recorded": {"evaluations": len(samples), "rollouts": len(rollouts)},
-    }
-
-
-def by_step(rows: list[dict]) -> list[dict]:
-    """Rows of one step together: [{"step": 20, "rows": [...]}, ...]."""
-    steps = itertools.groupby(rows, key=operator.itemgetter("step"))
-    return [{"step": step, "rows": list(rows)} for step, rows in steps]
-
-
-def curves(table: Table) -> list[dict]:
-    """The run's panels of tools/plot.py: steps, means and, if it was measured, the interval."""
-    counts = [name.removeprefix(BEST_OF) for name in table.rows if name.startswith(BEST_OF)]
-    panels = []
-    for metric, title, label in PANELS:
-        curve = points(table, metric, window=WINDOW)  # (5, points)
-        if curve.size > 0:
-            places = np.linspace(0, len(curve[0]) - 1, MAX_POINTS).round().astype(int)
-            steps, _, mean, low, high = curve[:, np.unique(places)].round(4).tolist()
-            panel = {"title": title.format(n="/".join(counts) or "n"), "label": label}
-            panels.append(panel | {"steps": steps, "mean": mean, "low": low, "high": high})
-    return panels
-
-
-def evaluations(table: Table, samples: list[dict]) -> list[dict]:
-    """The evaluations' samples, each with its step's pass@1 and interval."""
-    names = ["eval/pass@1", "eval/pass@1_low", "eval/pass@1_high"]
-    rates = table.rows.set_index("step").reindex([e["step"] for e in samples], columns=names)
-    for evaluation, measured in zip(samples, rates.to_numpy(), strict=True):
-        # as the run has printed them
-        evaluation["pass@1"] = [f"{rate:.3f}" for rate in measured if math.isfinite(rate)]
-        evaluation["rows"] = [shortened(row) for row in evaluation["rows"][:MAX_QUESTIONS]]
-    return samples
-
-
-def shortened(sample: dict) -> dict:
-    """A line of samples.jsonl with long texts shortened."""
-    names = ("prompt", "question", "completion", "gold", "answer")  # older runs have no question
-    given = {name: plain(sample[name]) for name in names if sample.get(name) is not None}
-    return sample | {name: shorten(text, MAX_CHARACTERS) for name, text in given.items()}
-
-
-def settings(file: Path) -> Iterator[dict]:
-    """Each key of a run's config.yaml, its value and its default, as text.
-
-    A task of the user's own is not imported, so the defaults of its own keys are None.
-    """
-    values = read_file(file)
-    name = task_name(values)
-    full_schema = schema(load_task(name)) if name in built_in_tasks() else Config
-    defaults = dotted_values(full_schema())
-    for section, content in values.items():
-        keys = content if isinstance(content, dict) else {"": content}
-        for name, value in keys.items():
-            key = f"{section}.{name}".strip(".")
-            default = show(defaults[key]) if key in defaults else None
-            yield {"key": key, "value": shorten(show(value), MAX_CHARACTERS), "default": default}
-
-
-def thin(items: list[dict], max_bytes: int) -> list[dict]:
-    """Drop every second item until the JSON of the others has at most `max_bytes`.
-
-    The first and the last stay. If the two together are still too large, the last alone stays.
-    """
-    while sum(len(to_json(item)) for item in items) > max_bytes:
-        items = items[:-1:2] + items[-1:] if len(items) > 2 else items[1:]
-    return items
-
-
-def to_json(value: Any) -> str:
-    """JSON in ASCII without "<", so that no text in it can end the page's script element."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+from tools.page import TEMPLATE, read_run, to_json
+from tools.serve import serve
 
 
 def write_report(folder: Path, out: Path) -> None:
@@ -147,8 +40,6 @@ def main() -> None:
     out = folder / "report.html" if options.out is None else options.out.expanduser()
     with mistakes_cost_one_line():
         if options.serve and (folder / "config.yaml").is_file():
-            from tools.serve import serve  # imports torch
-
             return serve(options)
         write_report(folder, out)
     print(f"written: {out}")

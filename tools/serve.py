@@ -20,7 +20,7 @@ from typing import Any
 from engine.core.files import json_line
 from engine.questions.tasks import load_task, read_answer
 from engine.run.config_file import combine, read_file
-from tools import report
+from tools import page
 
 HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")
 ANSWERING = threading.Lock()  # one answer at a time
@@ -64,7 +64,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         folder = self.server.options.folder
-        files = [file for file in (folder / "metrics.csv", folder / "checkpoints") if file.exists()]
+        files = [
+            file for file in (folder / "metrics.jsonl", folder / "checkpoints") if file.exists()
+        ]
         version = "-".join(str(file.stat().st_mtime_ns) for file in files)
         if self.path == f"/data?{version}":
             return self.begin(204, "application/json")
@@ -73,14 +75,14 @@ class Handler(BaseHTTPRequestHandler):
         data = {"name": folder.resolve().name, "models": [], "version": version}
         try:
             data["models"] = models(folder)
-            data |= report.read_run(folder)
+            data |= page.read_run(folder)
         except (ValueError, OSError) as error:  # it has just begun, or was moved away meanwhile
             if self.path != "/":
                 return self.begin(204, "application/json")  # the page keeps what it has
             data["problem"] = str(error)
-        text = report.to_json(data)
+        text = page.to_json(data)
         if self.path == "/":
-            text = report.TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", text)
+            text = page.TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", text)
         self.begin(200, "text/html" if self.path == "/" else "application/json")
         self.wfile.write(text.encode())
 
@@ -123,8 +125,6 @@ def answer(options: argparse.Namespace, request: dict, send: Callable[[dict], No
 
     from engine.core.distributed import World
     from engine.report.completions import completion_record
-    from engine.run.load import load_policy
-    from main import DecodeBatch
     from tools import chat
 
     name, number, temperature = request["model"], request["number"], float(request["temperature"])
@@ -149,10 +149,10 @@ def answer(options: argparse.Namespace, request: dict, send: Callable[[dict], No
         world = World(rank=0, size=1, device=torch.device(options.device))
         for old in [*LOADED][:-1]:
             del LOADED[old]
-        LOADED[key] = load_policy(config, world, lambda _: None, DecodeBatch)
+        LOADED[key] = chat.load_policy(config, world, lambda _: None)
     policy = replace(LOADED[key], params=replace(LOADED[key].params, temperature=temperature))
     sender = Sender(policy, send)
-    with policy.sampler.register_forward_hook(sender.keep):
+    with policy.sampler.model.register_forward_hook(sender.keep):
         trajectory = chat.answer(policy, task, config, example, number, sender)
     answered = {"row": completion_record(trajectory, policy.tokenizer, {})}
     answered["read"] = read_answer(task, trajectory.text, example, config.task)

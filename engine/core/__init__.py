@@ -1,1 +1,1 @@
-"""What every package uses: types, tensors, ranks, the schema of the config, statistics, files."""
+"""What every package uses: types, tensors, ranks, the config, statistics, text, files, the hub."""

@@ -58,7 +58,8 @@ class RunSettings(Section):
 
     name: str | None = Field(None, pattern=r"^\w[\w.+=@-]*$")
     """The folder of this run inside `dir`. Give each experiment its own name; starting an existing
-    name resumes that run. null makes the name <task>-<model>-<learning_type>-s<seed>."""
+    name resumes that run. null makes the name <task>-<model>-<learning_type>-s<seed>, where the
+    <model> of runs/x/best is x."""
     dir: PathText = "runs"
     """The folder that holds the folders of all runs."""
 
@@ -351,25 +352,6 @@ class TrainingSettings(Section):
         return is_once and not self.has_reference and self.tis_clip is None
 
 
-class WarmStartSettings(Section):
-    """Finished answers that the model imitates before step 1, for a model that solves almost
-    nothing: reinforcement learning needs some rewards to begin with."""
-
-    data: PathText | None = None
-    """A .jsonl, .csv or .parquet file, or the id of a dataset on the hub: in each row a question in
-    the task's own form, and in the column `completion` the answer, without an end token. `python -m
-    tools.collect RUN` makes one from what a run has learned. null is off. Answers to validation
-    questions are left out. The losses go to warm.jsonl, with an evaluation at the end. A run killed
-    during it starts it over."""
-    num_steps: Count = 50
-    """The number of updates. Each has as many answers as a step has questions."""
-    learning_rate: Rate | None = None
-    """The learning rate, on the schedule of training; null means training.learning_rate. Big models
-    need a far lower one: about 1e-5 for 3 billion weights."""
-    only_solved: bool = False
-    """Leave out answers that do not solve their question. They are always counted."""
-
-
 class ValidationSettings(Section):
     """How the model is measured, on questions that it is never trained on."""
 
@@ -419,15 +401,15 @@ class CheckpointSettings(Section):
     already has a checkpoint stops with an error and stays unchanged."""
 
 
-def listed(value: Any) -> Any:
+def as_list(value: Any) -> Any:
     """A list for one word; none and null are an empty one."""
     return [] if value in ("none", None) else [value] if isinstance(value, str) else value
 
 
 class LoggingSettings(Section):
-    """What is recorded besides metrics.csv and metrics.jsonl, which are always written."""
+    """What is recorded besides metrics.jsonl, which is always written."""
 
-    report_to: Annotated[list[Literal["mlflow", "wandb"]], BeforeValidator(listed)] = []
+    report_to: Annotated[list[Literal["mlflow", "wandb"]], BeforeValidator(as_list)] = []
     """Send metrics, settings and samples to other boards too: mlflow, wandb, or [mlflow, wandb].
     Addresses and credentials come from the environment or a .env file (MLFLOW_TRACKING_URI,
     WANDB_API_KEY, WANDB_MODE=offline). If a board fails, the run warns once and stops using it."""
@@ -462,15 +444,14 @@ class Config(Section):
     task: TaskSettings = TaskSettings()
     sampling: SamplingSettings = SamplingSettings()
     training: TrainingSettings = TrainingSettings()
-    warm_start: WarmStartSettings = WarmStartSettings()
     validation: ValidationSettings = ValidationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     logging: LoggingSettings = LoggingSettings()
 
     def questions_per_rank(self, num_ranks: int) -> int:
         """Training questions of a step on each rank; `check_world` makes sure that they divide."""
-        in_all = self.training.num_samples_per_step_global
-        return self.training.num_samples_per_step if in_all is None else in_all // num_ranks
+        per_step = self.training.num_samples_per_step_global
+        return self.training.num_samples_per_step if per_step is None else per_step // num_ranks
 
     @property
     def max_validation_tokens(self) -> int:
@@ -495,18 +476,33 @@ SECTIONS = [name for name, value in Config() if isinstance(value, Section)]
 
 def dotted_values(config: Config) -> dict[str, Any]:
     """The value of every key, by its dotted name."""
-    values = config.model_dump()
-    sections = [(name, values.pop(name)) for name in SECTIONS]
-    return values | {f"{name}.{key}": keys[key] for name, keys in sections for key in keys}
+    return dotted(config.model_dump())
+
+
+def dotted(values: dict[str, Any]) -> dict[str, Any]:
+    """Values by dotted key: {"training.seed": 1} for {"training": {"seed": 1}}."""
+    flat = {}
+    for section, content in values.items():
+        keys = content if isinstance(content, dict) else {"": content}
+        flat |= {f"{section}.{key}".strip("."): value for key, value in keys.items()}
+    return flat
+
+
+def beside_defaults(
+    values: dict[str, Any], schema: type[Config]
+) -> Iterator[tuple[str, str, str | None]]:
+    """Each dotted key with its value and its default as text; None for a key without a default."""
+    defaults = dotted_values(schema())
+    for key, value in dotted(values).items():
+        yield key, show(value), show(defaults[key]) if key in defaults else None
 
 
 def differences(config: Config) -> list[str]:
     """A line such as "training.num_steps: 5 (default 20)" for each key not at its default."""
-    defaults = dotted_values(type(config)())
     return [
-        f"{key}: {show(value)} (default {show(defaults[key])})"
-        for key, value in dotted_values(config).items()
-        if value != defaults[key]
+        f"{key}: {value} (default {default})"
+        for key, value, default in beside_defaults(config.model_dump(), type(config))
+        if value != default
     ]
 
 
@@ -525,13 +521,6 @@ def explained(settings: Section, shared: type[Section] = Config, indent: str = "
         lines += [f"{indent}# {line}" for line in comment]
         lines.append(f"{indent}{'' if key in shared.model_fields else '#'}{text}")
     return "\n".join(lines)
-
-
-def run_name(config: Config) -> str:
-    """The name of the run's folder; by default switching grpo to sil makes another run."""
-    model = os.path.basename(os.path.abspath(config.model.name))
-    kind = f"{config.training.learning_type}-s{config.training.seed}"
-    return config.run.name or f"{config.task.name}-{model}-{kind}"
 
 
 class ConfigError(ValueError):
@@ -616,31 +605,3 @@ def impossible_to_train(config: Config, num_ranks: int) -> Iterator[tuple[str, s
         yield "training.optimizer", "cannot train the factors of model.lora; write adamw"
     if model.lora is None and model.load_in_4bit:
         yield "model.load_in_4bit", "cannot be trained; write false, or set model.lora='{r: 8}'"
-
-
-# These keys may change when a run is resumed. Changing any other key is refused.
-FREE_KEYS = ("mode", "training.num_steps", "training.num_epochs", "validation.every")
-FREE_KEYS += ("training.stop_on_collapse", "validation.pass_k")
-FREE_SECTIONS = ("checkpoint.", "logging.", "run.")
-# So may these, which save memory. They change how sums are rounded, and LoRA's dropout masks.
-ROUNDING_KEYS = ("training.micro_batch_tokens", "sampling.max_batch_tokens")
-ROUNDING_KEYS += ("model.gradient_checkpointing", "sampling.vllm_memory_gb")
-
-
-def check_same_run(saved: dict, config: Config, rests_on: dict | None = None) -> list[str]:
-    """Raises ConfigError if keys that must not change differ from the saved run's dotted values.
-
-    `rests_on` (engine/run/fingerprint.py) are more of these. Returns the ROUNDING_KEYS that differ.
-    """
-    now = dotted_values(config) | (rests_on or {})
-    saved = now | dotted_values(type(config)()) | saved  # a run older than a key had its default
-    fix = f"restore it to continue {run_name(config)}, or set run.name for another run"
-    changed = [key for key in now if not key.startswith(FREE_SECTIONS) and saved[key] != now[key]]
-    lines = [
-        f"{key} = {show(now[key])}, but the run was started with {show(saved[key])}: {fix}"
-        for key in changed
-        if key not in (*FREE_KEYS, *ROUNDING_KEYS)
-    ]
-    if lines:
-        raise ConfigError(lines)
-    return [key for key in changed if key in ROUNDING_KEYS]

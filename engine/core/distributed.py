@@ -3,8 +3,7 @@
 import os
 import signal
 import time
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,7 +24,7 @@ class World:
     device: torch.device
     stop_signal: int = 0  # the first of SIGTERM, SIGINT, SIGHUP that this rank got, 0 for none
     stop_signal_at_s: float = 0.0
-    should_stop: bool = False  # whether any rank had got one at the last sum; equal on all ranks
+    should_stop: bool = False  # whether any rank had got one when all were asked
 
     @property
     def is_main(self) -> bool:
@@ -33,16 +32,21 @@ class World:
 
     def sum(self, values: list[float] | np.ndarray | torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in float64 on the CPU."""
-        values = torch.as_tensor(values, dtype=torch.float64, device="cpu")
-        # Also how many ranks got a signal: so all learn of it at the same sum, and stop there.
-        total = torch.cat([values.flatten(), values.new_tensor([self.stop_signal > 0])])
+        total = torch.as_tensor(values, dtype=torch.float64, device="cpu").clone()
         if self.size > 1:
             dist.all_reduce(total)
-        self.should_stop = bool(total[-1] > 0)
-        return total[:-1].view(values.shape)
+        return total
+
+    def ask_whether_to_stop(self) -> None:
+        """Let all ranks learn whether one of them got a signal, so that they stop together."""
+        self.should_stop = bool(self.sum([self.stop_signal > 0]) > 0)
+
+    def share(self, items: Sequence[Any]) -> Sequence[Any]:
+        """This rank's share of what all ranks divide: the items rank, rank + size and so on."""
+        return items[self.rank :: self.size]
 
     def gather_rows(self, mine: list, *, shape: tuple[int, int]) -> np.ndarray:
-        """A table's rows from all ranks; `mine` are the rows rank, rank + size and so on."""
+        """A table's rows from all ranks; `mine` are this rank's `share` of them."""
         table = np.zeros(shape)
         table[self.rank :: self.size] = np.reshape(mine, (-1, shape[1]))  # `mine` may be empty
         return self.sum(table).numpy()
@@ -83,7 +87,7 @@ class World:
                 dist.broadcast(tensor, src=0)
 
     def catch_signals(self) -> None:
-        """From here on a signal to end sets a flag, which the next sum shows to all ranks."""
+        """From here on a signal to end sets a flag, for which the ranks ask one another."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             # `nohup` makes a process ignore SIGHUP, which comes when a terminal is closed.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -131,15 +135,20 @@ def init_world() -> tuple[World, list[str]]:
         device = torch.device("mps")
     if size > 1:  # numbers and texts travel by gloo, gradients on GPUs by NCCL
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        timeout = timedelta(minutes=30)
-        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
-        store = dist.PrefixStore(agree_on_start(store, rank, size), store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(backend, timeout=timedelta(minutes=30))
     return World(rank, size, device), notes
 
 
 def read_environment() -> tuple[int, int, int, int]:
-    """torchrun's RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; without it those of one rank."""
+    """torchrun's RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; without it those of one rank.
+
+    Raises ValueError for values that torchrun would not set, and if it has restarted this process.
+    It gives all starts one store (pytorch issue 135712), in which gloo and NCCL would find the
+    addresses of killed ranks, and hang.
+    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        problem = "torchrun has restarted the run (--max-restarts), which is not supported"
+        raise ValueError(f"{problem}: start the command again, it resumes")
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     values = {name: os.environ.get(name, default) for name, default in defaults.items()}
     if all(value.isdecimal() for value in values.values()):
@@ -148,28 +157,6 @@ def read_environment() -> tuple[int, int, int, int]:
             return rank, size, local_rank, local_size
     found = ", ".join(f"{name}={value}" for name, value in values.items())
     raise ValueError(f"{found}: start with torchrun, which sets these, or unset them all")
-
-
-def agree_on_start(store: dist.Store, rank: int, size: int) -> str:
-    """A name that the ranks of this start share, and that no earlier start had.
-
-    `torchrun --max-restarts`, which docs/running.md promises, gives every start the same store
-    (pytorch issue 135712). If a start had no name to put before its keys, gloo and NCCL would find
-    the addresses of killed ranks and hang. torchrun's count of restarts is no such name: it can
-    differ between nodes.
-    """
-    name = uuid.uuid4().hex
-    if rank > 0:
-        store.set(f"rank-{rank}", name)
-        start = store.get(f"start-of-{name}").decode()  # waits until rank 0 has answered this uuid
-        store.set(f"{start}-has-{rank}", "")
-        return start
-    for other in range(1, size):
-        # The uuid that we read may be left over from a killed start: answer until the rank has it.
-        while not store.check([f"{name}-has-{other}"]):
-            store.set(f"start-of-{store.get(f'rank-{other}').decode()}", name)
-            time.sleep(0.01)
-    return name
 
 
 def order_ddp_buckets(scorer: nn.Module, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Small tools for tensors: padding, positions, precision, seeds, top-k and top-p."""
+"""Small tools for tensors: padding, positions, precision, seeds."""
 
 import contextlib
 import random
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from engine.core.types import Seed
 
@@ -47,26 +48,15 @@ def right_pad(sequences: list, value: float) -> Tensor:
 
 
 def autocast(
-    device: torch.device, dtype: torch.dtype, *, keeps_casts: bool = True
+    device: torch.device, dtype: torch.dtype, *, cache_casts: bool = True
 ) -> torch.autocast:
     """Multiplies matrices in bf16 or float16, whatever the weights are; fp32 changes nothing.
 
-    `keeps_casts` holds each trained weight's copy to the end: for an adapter that samples.
+    `cache_casts` holds each trained weight's copy to the end: for an adapter that samples.
     """
-    return torch.autocast(device.type, dtype, dtype.itemsize == 2, cache_enabled=keeps_casts)
+    return torch.autocast(device.type, dtype, dtype.itemsize == 2, cache_enabled=cache_casts)
 
 
-def keep_likeliest(probs: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Set the probabilities (B, V) outside the top k, then those outside the top p, to 0.
-
-    Both are off by default.
-    """
-    if 0 < top_k < probs.shape[-1]:
-        kth = probs.topk(top_k, dim=-1).values[:, -1:]  # (B, 1)
-        probs = probs.masked_fill(probs < kth, 0.0)
-    if top_p < 1:  # nucleus sampling, arXiv:1904.09751: the fewest tokens with a share p of the sum
-        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-        before = ordered.cumsum(dim=-1) - ordered  # the mass of all likelier tokens
-        ordered = ordered.masked_fill(before >= top_p * ordered.sum(dim=-1, keepdim=True), 0.0)
-        probs = torch.zeros_like(probs).scatter(-1, order, ordered)
-    return probs
+def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor that is cut into parts, gathered in the dtype; any other tensor as it is."""
+    return tensor.to(dtype).full_tensor() if isinstance(tensor, DTensor) else tensor

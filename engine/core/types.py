@@ -4,14 +4,25 @@ Shapes: B rows, T completion tokens, S longest prompt with its completion. Masks
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
 Log = Callable[[str], None]  # prints a line, on rank 0
-Seed = Sequence[int]  # integers that name a question's random numbers, such as (seed, position)
+Seed = Sequence[int]  # a SeedWord, then numbers such as training.seed and a question's place
+
+
+class SeedWord(IntEnum):
+    """The first word of a seed, so that the random numbers of these never meet."""
+
+    TRAINING = 0
+    VALIDATION = 1
+    TYPED = 2  # a question that a person types into tools.chat
+    IMITATION = 3
+    COLLECTED = 4  # what tools.collect samples
 
 
 class Tool(Protocol):
@@ -36,6 +47,35 @@ class SamplingParams:
     group_size: int  # completions of each prompt
     calculator: Tool | None = None  # writes the result where a completion asks for it
     conversations: Sequence[Tool] = ()  # of the rows with their environments (environment.py)
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """The prompts of some questions, and what their completions are drawn by."""
+
+    token_ids: list[list[int]]  # of each prompt
+    seeds: list[Seed]
+    conversations: list[list[Tool]] = field(default_factory=list)  # a list for each prompt, or none
+
+
+class Sampler(Protocol):
+    """Samples completions of the policy: a backend in engine/sampling/, found by its name."""
+
+    def decode(
+        self,
+        prompts: list[list[int]],
+        seeds: list[Seed],
+        params: SamplingParams,
+        *,
+        on_progress: Callable[[int], None],
+    ) -> "list[Completion]":
+        """Sample a group of completions of each prompt: N * G of them, question by question."""
+
+    def refresh(self) -> None:
+        """Take over the trained weights, after an update."""
+
+    def tokens_at_once(self, longest: int, params: SamplingParams) -> int:
+        """How many tokens of prompts, at most `longest`, and completions it decodes at once."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ The adapter is put into the linear layers of the transformers model, which sampl
 as before. With the adapter switched off it is the model that the run started from.
 """
 
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,7 +14,6 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import find_adapter_config_file
 
 from engine.core.config import ModelSettings
 from engine.core.packages import import_package
@@ -24,22 +22,6 @@ if TYPE_CHECKING:  # a package that may be missing
     from peft import LoraConfig
 
 MAMBA = ("falcon_h1", "nemotron_h")  # a kernel passes by what is added to out_proj: peft refuses
-
-
-def find_base(settings: ModelSettings) -> ModelSettings | None:
-    """The base model's settings if model.name is an adapter, else None; ValueError without peft."""
-    file = find_adapter_config_file(settings.name, revision=settings.revision)
-    if file is None:
-        return None
-    import_package("peft", key="it is an adapter")
-    base, revision = base_of(Path(file).parent)
-    return settings.model_copy(update={"name": base, "revision": revision})
-
-
-def base_of(adapter: Path) -> tuple[str, str | None]:
-    """Name and revision of the base model of a saved adapter."""
-    saved = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    return saved["base_model_name_or_path"], saved.get("revision")
 
 
 def quantization_config(device: torch.device, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
@@ -129,14 +111,3 @@ def load_adapter_weights(model: nn.Module, folder: Path) -> None:
     weights = {key.removeprefix("base_model.model."): value for key, value in saved.items()}
     unexpected = peft.set_peft_model_state_dict(model, weights).unexpected_keys
     assert not unexpected, f"{folder} holds weights of another model: {unexpected}"
-
-
-def score_without_adapter(
-    scorer: nn.Module, input_ids: torch.Tensor, mask: torch.Tensor, *, temperature: float
-) -> torch.Tensor:
-    """What a CompletionScorer computes with the adapter switched off."""
-    scorer.model.disable_adapters()
-    try:
-        return scorer(input_ids, mask, temperature=temperature)
-    finally:
-        scorer.model.enable_adapters()

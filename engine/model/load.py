@@ -7,10 +7,13 @@ tokenizer   gives the ids of its tokenizer.json, for which the model must have e
 """
 
 import contextlib
+import importlib
+import json
 import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -22,30 +25,39 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as transformers_logging
 
 from engine.core.config import Config, ModelSettings
-from engine.core.files import check_folder, no_such_folder, reach_hub
+from engine.core.hub import reach_hub
+from engine.core.packages import import_package
 from engine.core.tensors import autocast
 from engine.core.types import Log
-from engine.model import adapters as lora
+from engine.model.folders import check_folder, no_such_folder
 from engine.model.probes import supports_float16
 from engine.model.tokenizer import check_vocabulary, find_eos_ids, load_tokenizer
 from engine.update.optimizer import AVERAGES, FP32
 
 
 def load_model_and_tokenizer(
-    config: Config, *, device: torch.device, compute_dtype: torch.dtype, log: Log
-) -> tuple[nn.Module, PreTrainedTokenizerFast, tuple[int, ...], torch.dtype]:
-    """The model, with any adapter; its tokenizer; the ids that end a completion; the compute dtype.
+    config: Config, device: torch.device, log: Log, *, compute_dtype: torch.dtype | None = None
+) -> tuple[nn.Module, PreTrainedTokenizerFast, torch.dtype]:
+    """The model on the device, with any adapter; its tokenizer; the dtype that it computes in.
 
-    Raises ValueError of one line if the model cannot be used.
+    Of the hub's generation config only the end tokens are left, in best/ too. Raises ValueError of
+    one line if the model cannot be used.
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     settings, is_training = config.model, config.mode == "train"
-    adapter = lora.adapter_config(settings) if is_training and settings.lora is not None else None
-    in_4bit = lora.quantization_config(device, compute_dtype) if settings.load_in_4bit else None
+    compute_dtype = compute_dtype or choose_compute_dtype(settings, device)
+    if is_training and settings.teacher is not None:
+        check_teacher(config)  # its tokens, before any weights are loaded
+    adapter = in_4bit = None
+    if is_training and settings.lora is not None:
+        adapter = adapters().adapter_config(settings)
+    if settings.load_in_4bit:
+        in_4bit = adapters().quantization_config(device, compute_dtype)
     with one_line_errors(settings.name):
         base, tokenizer = load_base_tokenizer(config, log)
         if base is not None and is_training:
@@ -74,17 +86,31 @@ def load_model_and_tokenizer(
         check_vocabulary(model, tokenizer)
         check_causal(model)
         if base is not None:
-            lora.load_adapter(model, settings)
+            adapters().load_adapter(model, settings)
     is_auto = settings.compute_dtype == "auto" and compute_dtype == torch.float16
     if is_auto and not supports_float16(model):
         log("in float16 this model's logits are not finite, or far off: float32 is used")
         del model  # there may be no room for two
-        return load_model_and_tokenizer(config, device=device, compute_dtype=torch.float32, log=log)
+        return load_model_and_tokenizer(config, device, log, compute_dtype=torch.float32)
     if adapter is not None:
-        lora.add_adapter(model, adapter, seed=config.training.seed)
+        adapters().add_adapter(model, adapter, seed=config.training.seed)
         num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         log(f"LoRA: {num_trained:,} weights are trained, all others stay as they are")
-    return model, tokenizer, eos_ids, compute_dtype
+    return model, tokenizer, compute_dtype
+
+
+def adapters() -> ModuleType:
+    """engine/model/adapters.py, which is loaded only where there is an adapter, or 4 bits."""
+    return importlib.import_module("engine.model.adapters")
+
+
+def choose_compute_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
+    """bf16 on a GPU that has it, else float16, and fp32 elsewhere, unless the config names one."""
+    if settings.compute_dtype != "auto":
+        return getattr(torch, settings.compute_dtype)
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16
+    return torch.float16 if device.type == "cuda" else torch.float32
 
 
 def load_base_tokenizer(
@@ -93,10 +119,26 @@ def load_base_tokenizer(
     """The settings of the base if the model is an adapter, else None; and its tokenizer."""
     check_folder(config.model.name)
     reach_hub(config.model.name, config.model.revision)
-    base = lora.find_base(config.model)
+    base = find_base(config.model)
     settings = base or config.model
     reach_hub(settings.name, settings.revision)
     return base, load_tokenizer(config.model_copy(update={"model": settings}), log)
+
+
+def find_base(settings: ModelSettings) -> ModelSettings | None:
+    """The base model's settings if model.name is an adapter, else None; ValueError without peft."""
+    file = find_adapter_config_file(settings.name, revision=settings.revision)
+    if file is None:
+        return None
+    import_package("peft", key="it is an adapter")
+    base, revision = base_of(Path(file).parent)
+    return settings.model_copy(update={"name": base, "revision": revision})
+
+
+def base_of(adapter: Path) -> tuple[str, str | None]:
+    """Name and revision of the base model of a saved adapter."""
+    saved = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    return saved["base_model_name_or_path"], saved.get("revision")
 
 
 def check_teacher(config: Config) -> None:
@@ -127,9 +169,9 @@ def load_teacher(
     try:
         teacher, *_ = load_model_and_tokenizer(
             of_teacher(config),
-            device=device,
+            device,
+            lambda line: log(f"teacher: {line}"),
             compute_dtype=compute_dtype,
-            log=lambda line: log(f"teacher: {line}"),
         )
     except ValueError as error:
         raise ValueError(str(error).replace("model.name", "model.teacher", 1)) from error
@@ -226,7 +268,7 @@ def load_model(
     if quantization is None:
         model.to("cpu" if settings.shard else device)  # each shard goes to the device later
     else:
-        lora.keep_4bit_layout(model)
+        adapters().keep_4bit_layout(model)
     if settings.gradient_checkpointing:
         # transformers 5.23 has a new name for it, 5.17 only this one
         with warnings.catch_warnings(action="ignore", category=FutureWarning):

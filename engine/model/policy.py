@@ -1,23 +1,29 @@
-"""The policy: the model that is trained, a copy that samples, a reference; how each computes."""
+"""The policy: the model that is trained, what samples from it, what scores it, a reference."""
 
-import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from engine.core.config import Config, LoraSettings, ModelSettings
-from engine.core.tensors import autocast
-from engine.core.types import Log, SamplingParams
-from engine.model.adapters import score_without_adapter
-from engine.model.probes import supports_chunked_head, supports_grouped
-from engine.sampling.calculator import Calculator
-from engine.sampling.vllm import VllmEngine
-from engine.update.optimizer import LossScale
-from engine.update.shards import whole
+from engine.core.config import Config
+from engine.core.distributed import World
+from engine.core.statistics import Clock
+from engine.core.types import Log, MicroBatch, PromptBatch, Sampler, SamplingParams, Seed
+from engine.model.load import load_teacher
+from engine.model.probes import supports_chunked_head
+from engine.model.sampler import DecodeLoop, copy_in, make_sampler
+from engine.questions.prompts import encode_prompts
+
+# Up to so many bytes the fp32 logits of a whole micro-batch are made at once; larger ones would be
+# most of a GPU's memory (8,192 tokens x 151,936 make 5 GB), so they are made block by block.
+MAX_LOGITS_BYTES = 2**28
+# float16's loss scale at the start: SmolLM2's gradients do not overflow at it. It doubles after so
+# many updates in a row that did not overflow; one that does throws a step away.
+INIT_SCALE, GROWTH_INTERVAL = 2.0**14, 100
 
 
 @dataclass
@@ -25,20 +31,23 @@ class Policy:
     """The model that is trained, as it scores completions and as it samples them."""
 
     model: nn.Module  # what the optimizer steps is fp32; else in the dtype that it computes in
-    sampler: nn.Module | VllmEngine  # the model or, in bf16 or with model.shard, a copy; or vLLM
+    sampler: Sampler
     tokenizer: PreTrainedTokenizerFast
     params: SamplingParams  # for the samples that are trained on
     compute_dtype: torch.dtype  # of the scorer, and of the sampler where that is a copy
     scorer: nn.Module | None = None  # main.py's CompletionScorer, perhaps in DDP, for training
-    reference: Callable[..., torch.Tensor] | None = None  # of a KL penalty, or the teacher
+    reference: nn.Module | None = None  # a scorer of the first model, or of the teacher
     teacher: nn.Module | None = None
-    backend: str = "generate"  # how it samples: generate, grouped, captured or vllm
+    # With model.shard each rank must make as many passes as the others.
+    equal_passes: Callable[[list[MicroBatch]], list[MicroBatch]] = list
 
     @functools.cached_property
-    def loss_scale(self) -> LossScale:
+    def grad_scaler(self) -> torch.amp.GradScaler:
         """For arithmetic in float16; else it is off, a factor of 1."""
-        is_on = self.compute_dtype == torch.float16
-        return LossScale(self.model.device.type, growth_interval=100, enabled=is_on)
+        is_on, device = self.compute_dtype == torch.float16, self.model.device.type
+        return torch.amp.GradScaler(
+            device, init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL, enabled=is_on
+        )
 
     @property
     def context_length(self) -> int | None:
@@ -50,109 +59,129 @@ class Policy:
         """The tokens at which a completion ends, in words; None is an id without a token."""
         return " or ".join(map(str, self.tokenizer.convert_ids_to_tokens(self.params.eos_ids)))
 
-    def autocast(self) -> torch.autocast:
-        """For sampling: a bf16 model's fp32 adapter then computes in bf16, as when it scores."""
-        is_mixed = any(p.dtype != self.model.dtype for p in self.model.parameters())
-        return autocast(self.model.device, self.model.dtype if is_mixed else torch.float32)
+    def make_prompts(
+        self,
+        task: ModuleType,
+        config: Config,
+        questions: list[dict],
+        seeds: list[Seed],
+        params: SamplingParams,
+        clock: Clock,
+    ) -> PromptBatch:
+        """The prompts of questions and, if the task has an Environment, their conversations."""
+        if not hasattr(task, "Environment"):
+            options, tokenizer = config.task, self.tokenizer
+            ids = encode_prompts(questions, task=task, options=options, tokenizer=tokenizer)
+            return PromptBatch(ids, seeds)
+        from engine.sampling.environment import start_conversations
+
+        return start_conversations(
+            task,
+            config,
+            questions,
+            seeds,
+            params,
+            tokenizer=self.tokenizer,
+            context=self.context_length,
+            device=self.model.device,
+            clock=clock,
+        )
+
+    def large_logits_scorer(self, config: Config, log: Log) -> type[nn.Module] | None:
+        """The scorer that makes logits block by block, if all of a micro-batch's would be large.
+
+        Every rank decides by the same numbers. The blocks cost time, and a model whose logits are
+        more than head(hidden) cannot use them.
+        """
+        vocab_size = self.model.config.get_text_config().vocab_size
+        num_bytes = 4 * config.training.micro_batch_tokens * vocab_size
+        scored = [self.model] if self.teacher is None else [self.model, self.teacher]
+        in_blocks = num_bytes > MAX_LOGITS_BYTES
+        in_blocks = in_blocks and all(supports_chunked_head(model, log) for model in scored)
+        how = "in blocks of the vocabulary" if in_blocks else "at once"
+        log(f"logits of a micro-batch: {num_bytes / 1e6:,.1f} MB, made {how}")
+        if not in_blocks:
+            return None
+        from engine.update.head import ChunkedScorer
+
+        return ChunkedScorer
+
+    def reference_model(self, config: Config) -> nn.Module:
+        """The teacher, else the model that the run starts from: a frozen copy of it.
+
+        With LoRA that is the policy's own model, whose adapter `score_by_reference` switches off.
+        """
+        if self.teacher is not None:
+            return self.teacher
+        if config.model.lora is not None:
+            return self.model
+        return copy_in(self.compute_dtype, self.model, self.model.device)
+
+    def shard(self, world: World) -> None:
+        """Cut the weights that are trained, and those of a reference, into a part for each rank."""
+        from engine.update.shards import equal_passes, shard_scorer
+
+        self.scorer = shard_scorer(self.scorer, world, reshard_after_forward=False)
+        if self.reference is not None:
+            self.reference = shard_scorer(self.reference, world, reshard_after_forward=True)
+        self.equal_passes = functools.partial(equal_passes, world=world)
 
     @torch.no_grad()
-    def refresh_sampler(self) -> None:
-        """Copy the trained weights into the sampler, in place."""
-        if self.sampler is self.model:
-            return
-        if self.backend == "vllm":
-            self.sampler.load_weights(self.model)
-            return
-        copies = [*self.sampler.parameters(), *self.sampler.buffers()]
-        trained = [*self.model.parameters(), *self.model.buffers()]
-        for copied, weights in zip(copies, trained, strict=True):
-            copied.copy_(whole(weights, copied.dtype))
+    def score_by_reference(self, input_ids: Tensor, mask: Tensor, *, temperature: float) -> Tensor:
+        """What the reference, if there is one, says of the same tokens, (B, S)."""
+        if self.reference.model is not self.model:
+            return self.reference(input_ids, mask, temperature=temperature)
+        self.model.disable_adapters()  # LoRA: its base is the model that the run started from
+        try:
+            return self.reference(input_ids, mask, temperature=temperature)
+        finally:
+            self.model.enable_adapters()
 
 
-def choose_compute_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
-    """bf16 on a GPU that has it, else float16, and fp32 elsewhere, unless the config names one."""
-    if settings.compute_dtype != "auto":
-        return getattr(torch, settings.compute_dtype)
-    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-        return torch.bfloat16
-    return torch.float16 if device.type == "cuda" else torch.float32
+def make_policy(
+    config: Config,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerFast,
+    compute_dtype: torch.dtype,
+    world: World,
+    log: Log,
+    *,
+    generate: DecodeLoop,
+) -> Policy:
+    """What samples from the model, and how; `generate` is main.py's loop for that backend.
 
-
-def make_sampler(
-    model: nn.Module, compute_dtype: torch.dtype, device: torch.device, *, shard: bool
-) -> nn.Module:
-    """The model that samples: the model itself or a copy, on the device, in the compute dtype.
-
-    Without the copy all weights would be cast, or gathered from shards, again for every token. Call
-    it before the model is cut into shards: after that no rank has all weights.
+    The trained weights are fp32. Their arithmetic is bf16 on a GPU (float16 on one without bf16),
+    fp32 on a CPU, or what `compute_dtype` says. In 16 bits a copy samples, refreshed every step;
+    with sampling.backend=vllm that copy is vLLM's, which samples in evaluations too.
     """
-    if shard or model.dtype != compute_dtype:
-        return copy_in(compute_dtype, model, device)
-    return model.eval()
-
-
-def copy_in(dtype: torch.dtype, model: nn.Module, device: torch.device) -> nn.Module:
-    """A frozen copy on the device: weights in the dtype, buffers as they are.
-
-    Rotary frequencies, which are buffers, would turn far positions by the wrong angle in bf16. Each
-    weight is cast while it is copied, so that there is never a second copy in fp32.
-    """
-    copies = {}
-    for p in model.parameters():
-        weights = p.detach().to(device, dtype, copy=True)
-        copies[id(p)] = nn.Parameter(weights, requires_grad=False)
-    return copy.deepcopy(model, copies).to(device).eval()
-
-
-def make_reference(
-    scorer: nn.Module, policy: Policy, *, lora: LoraSettings | None
-) -> Callable[..., torch.Tensor]:
-    """A scorer for the teacher, else for the model that the run starts from.
-
-    That one is the policy without its adapter, or a frozen copy.
-    """
-    if policy.teacher is not None:
-        in_blocks = scorer.in_blocks and supports_chunked_head(policy.teacher, lambda line: None)
-        return type(scorer)(policy.teacher, scorer.compute_dtype, in_blocks=in_blocks)
-    if lora is not None:
-        return functools.partial(score_without_adapter, scorer)
-    copied = copy_in(policy.compute_dtype, scorer.model, scorer.model.device)
-    return type(scorer)(copied, scorer.compute_dtype, in_blocks=scorer.in_blocks)
+    params = sampling_params(config, model, tokenizer, log)
+    sampler = make_sampler(config, model, tokenizer, compute_dtype, world, log, generate=generate)
+    policy = Policy(model, sampler, tokenizer, params, compute_dtype)
+    if config.mode == "train" and config.model.teacher is not None:
+        policy.teacher = load_teacher(
+            config, device=world.device, compute_dtype=compute_dtype, log=log
+        )
+    return policy
 
 
 def sampling_params(
-    config: Config, tokenizer: PreTrainedTokenizerFast, eos_ids: tuple[int, ...], log: Log
+    config: Config, model: nn.Module, tokenizer: PreTrainedTokenizerFast, log: Log
 ) -> SamplingParams:
     """How the completions that are trained on are sampled."""
-    training, sampling = config.training, config.sampling
+    training, sampling, calculator = config.training, config.sampling, None
     if config.mode == "train" and (sampling.top_p < 1 or sampling.top_k > 0):
         log("sampling.top_p or top_k draws from less than what is scored: the gradient is biased")
+    if sampling.calculator is not None:
+        from engine.sampling.calculator import Calculator
+
+        calculator = Calculator(tokenizer, sampling.calculator)
     return SamplingParams(
         max_new_tokens=training.max_new_gen_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        eos_ids=eos_ids,
+        eos_ids=tuple(model.generation_config.eos_token_id),
         pad_id=tokenizer.pad_token_id,
         group_size=training.group_size,
-        calculator=Calculator(tokenizer, sampling.calculator) if sampling.calculator else None,
+        calculator=calculator,
     )
-
-
-def choose_backend(
-    backend: str, sampler: nn.Module, make_batch: Callable[..., object], log: Log
-) -> str:
-    """The backend that the config asks for or, if this model does not support it, a slower one.
-
-    On a GPU `grouped` becomes `captured`: its decode step is replayed as a CUDA graph.
-    """
-    if backend in ("generate", "vllm"):
-        return backend
-    if not supports_grouped(sampler, make_batch):
-        log("this model's cache cannot be shared by a group: sampling.backend=generate")
-        return "generate"
-    if sampler.device.type == "cuda":
-        if supports_grouped(sampler, make_batch, capture=True):
-            return "captured"
-        log("this model's decode step cannot be captured in a CUDA graph: sampling is slower")
-    return "grouped"

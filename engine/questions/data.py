@@ -19,11 +19,12 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from engine.core.config import Config, ConfigError, TaskSettings
-from engine.core.files import reach_hub
+from engine.core.hub import reach_hub
 from engine.core.packages import import_package
-from engine.questions.own import naming_mistakes
-from engine.questions.prompts import check_chat, fill, pose, prompt_length
-from engine.questions.tasks import Hub, hash_of, is_file, is_in_split, reward_parts
+from engine.questions.messages import fill, pose
+from engine.questions.prompts import check_chat, prompt_length
+from engine.questions.tasks import Hub, hash_of, is_file_name, is_in_split, reward_parts
+from engine.questions.user_file import naming_mistakes
 
 # A run's questions
 
@@ -68,17 +69,17 @@ def load_questions(
     check_chat(pose(validation[0], task=task, options=settings), tokenizer)
     length = functools.partial(prompt_length, task=task, options=settings, tokenizer=tokenizer)
     lengths = [length(question) for question in validation]
-    room = (context or 10**9) - config.max_validation_tokens
-    fitting = [row for row, num in zip(validation, lengths, strict=True) if num <= room]
+    longest = (context or 10**9) - config.max_validation_tokens
+    fitting = [row for row, num in zip(validation, lengths, strict=True) if num <= longest]
     if not fitting:
         section = "validation" if config.validation.max_new_gen_tokens else "training"
-        raise ValueError(NONE_FITS.format("validation", room, section))
+        raise ValueError(NONE_FITS.format("validation", longest, section))
     if num_long := len(validation) - len(fitting):
         some = f"{num_long} of {len(validation)} validation questions"
         log(f"{some} are too long or hold a special token: dropped")
     if len(fitting) < num:
         log(f"warning: {len(fitting)} different validation questions, not the {num} asked for")
-    lengths = [num for num in lengths if num <= room]
+    lengths = [num for num in lengths if num <= longest]
     means = f"{np.mean(lengths):.0f} tokens on average, {max(lengths)} the longest"
     log(f"prompts of validation questions: {means}")
     if config.mode != "train":
@@ -86,8 +87,8 @@ def load_questions(
     limit, seed = settings.max_train_examples, config.training.seed
     num = limit if settings.shuffle else None  # without shuffle the first ones of the file
     questions = load(settings.train, "train", num_examples=num, seed=seed, exclude=validation)
-    room = (context or 10**9) - config.training.max_new_gen_tokens
-    stream = QuestionStream(questions[:limit], seed, settings.shuffle, length, room, log)
+    longest = (context or 10**9) - config.training.max_new_gen_tokens
+    stream = QuestionStream(questions[:limit], seed, settings.shuffle, length, longest, log)
     stream.take(0, 1)  # ValueError if no question fits
     log(f"{len(stream.questions):,} training questions")
     return fitting, stream
@@ -114,8 +115,8 @@ class QuestionStream:
     questions: list[dict]
     seed: int
     shuffle: bool  # if not, each epoch has the questions in their own order
-    length: Callable[[dict], float]  # of a question's prompt, in tokens
-    room: int  # for a prompt: the model's context, less a completion's longest
+    prompt_tokens: Callable[[dict], float]  # how many a question's prompt has
+    max_prompt_tokens: int  # the model's context, less a completion's longest
     log: Callable[[str], None]
     too_long: set[int] = field(default_factory=set)  # indices of questions that did not fit
     permutation: tuple[int, np.ndarray] | None = None  # the last epoch asked for, and its order
@@ -139,12 +140,12 @@ class QuestionStream:
         num_long = len(self.too_long)
         while len(taken) < count:
             index = self.index_at(position)
-            if self.length(self.questions[index]) <= self.room:
+            if self.prompt_tokens(self.questions[index]) <= self.max_prompt_tokens:
                 taken.append((position, self.questions[index]))
             else:
                 self.too_long.add(index)
             if len(self.too_long) == len(self.questions):
-                raise ValueError(NONE_FITS.format("training", self.room, "training"))
+                raise ValueError(NONE_FITS.format("training", self.max_prompt_tokens, "training"))
             position += 1
         if len(self.too_long).bit_length() > num_long.bit_length():
             so_far = f"{len(self.too_long)} of {len(self.questions)} training questions"
@@ -188,7 +189,7 @@ def load_examples(
             )
     else:
         hub = getattr(task, "HUB", Hub())
-        is_divided = held_out and (hub.divides_train or is_file(source))
+        is_divided = held_out and (hub.divides_train or is_file_name(source))
         choices = filter(None, [generate and "generated", hub.usual_id, FILE_OR_HUB])
         table = load_table(
             source,
@@ -220,13 +221,13 @@ def load_table(
 ) -> list[dict] | list[str]:
     """The rows of a file or of a part of a hub dataset; ValueError if it cannot be loaded."""
     path, is_parquet = Path(source), source.lower().endswith(".parquet")
-    is_other = path.exists() and not (is_file(source) and path.is_file())  # a pipe has no end
-    if is_other or (not is_file(source) and source.count("/") != 1):
+    is_other = path.exists() and not (is_file_name(source) and path.is_file())  # a pipe has no end
+    if is_other or (not is_file_name(source) and source.count("/") != 1):
         raise ValueError(f"{source}: unknown kind of source; give {choices}")
     # JSON that is nested too deeply raises RecursionError.
     errors, unreachable = (OSError, ValueError, RecursionError, csv.Error), None
     try:
-        if is_file(source) and not is_parquet:
+        if is_file_name(source) and not is_parquet:
             return read_text_file(path)
         unreachable = reach_hub(source, None, kind="dataset")
         import datasets  # takes a second, so only where it is needed

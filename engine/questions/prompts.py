@@ -1,6 +1,5 @@
 """Prompts and turns: messages become a text and token ids; a completion becomes text again."""
 
-import copy
 import functools
 import inspect
 import math
@@ -13,7 +12,7 @@ from transformers.utils import get_json_schema
 
 from engine.core.config import TaskSettings
 from engine.core.types import Completion
-from engine.questions.own import naming_mistakes
+from engine.questions.messages import assistant_prefix, pose
 
 
 def encode_prompts(
@@ -57,26 +56,6 @@ def render_prompts(
     return [render_prompt(prompt, tokenizer, tools) for prompt in prompts], not is_chat
 
 
-def pose(example: dict, *, task: ModuleType, options: TaskSettings) -> list[dict] | str:
-    """The task's prompt for a question, with the words of the config if it has any.
-
-    task.prompt replaces the plain text or the user's message. task.system_prompt becomes the system
-    message, or the beginning of a plain text. An assistant prefix stays.
-    """
-    with naming_mistakes(task.__file__, task.generate_prompt, example):
-        messages = task.generate_prompt(copy.deepcopy(example), options=options)  # it may change it
-    texts = (options.system_prompt, options.prompt)
-    system, prompt = (None if text is None else fill(text, example) for text in texts)
-    if isinstance(messages, str):
-        return "\n\n".join(part for part in (system, prompt or messages) if part is not None)
-    if prompt is not None:
-        messages = [m | {"content": prompt} if m["role"] == "user" else m for m in messages]
-    if system is not None:
-        others = [m for m in messages if m["role"] != "system"]
-        messages = [{"role": "system", "content": system}, *others]
-    return messages
-
-
 @functools.cache
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """The ids of the special tokens."""
@@ -86,12 +65,6 @@ def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
 def whole_characters(text: str) -> str:
     """JSON can hold half a character, at which a tokenizer would fail: it becomes a "?"."""
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def fill(text: str, example: dict) -> str:
-    """The text with the values of the example's keys in place of {key}; other braces stay."""
-    names = "|".join(map(re.escape, example))
-    return re.sub(rf"\{{({names})\}}", lambda match: str(example[match[1]]), text)
 
 
 def render_prompt(
@@ -171,12 +144,6 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
     _, _, after = text.partition(TURN["content"])
     (first,) = tokenizer.encode(after.lstrip(), add_special_tokens=False)[:1] or [None]
     return first if first in special_ids(tokenizer) else None
-
-
-def assistant_prefix(messages: list[dict] | str) -> str:
-    """The beginning of the answer that the prompt already contains; "" if it contains none."""
-    is_begun = not isinstance(messages, str) and messages[-1]["role"] == "assistant"
-    return messages[-1]["content"] if is_begun else ""
 
 
 def plain_text(messages: list[dict]) -> str:

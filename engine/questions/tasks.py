@@ -21,14 +21,10 @@ from pydantic import create_model
 from engine import ROOT
 from engine.core.config import Config, ConfigError, Section, TaskSettings, Text, Weight
 from engine.core.text import show
-from engine.questions.own import (
-    RewardError,
-    import_file,
-    is_reward,
-    load_functions,
-    naming_mistakes,
-    place,
-)
+from engine.questions.user_file import RewardError, import_file, is_reward, line_of, naming_mistakes
+
+# How task.reward names functions: my_rewards:f, or my_rewards:[f, g].
+REWARD_FORM = re.compile(r"(\w+):(?:(\w+)|\[\s*(\w+(?:\s*,\s*\w+)*)\s*\])")
 
 
 def load_task(name: str) -> ModuleType:
@@ -40,7 +36,10 @@ def load_task(name: str) -> ModuleType:
     if name in built_in_tasks():
         module = importlib.import_module(name if name == "countdown" else f"tasks.{name}")
     elif ":" in str(name):
-        module = load_functions(name)
+        from engine.questions.reward_functions import make_task  # off by default
+
+        file, one, several = REWARD_FORM.fullmatch(check_form(name)).groups()
+        module = make_task(Path.cwd() / f"{file}.py", *re.findall(r"\w+", one or several))
     elif own_file.stem == name and own_file.is_file():
         module = import_file(own_file)
     else:
@@ -56,6 +55,14 @@ def load_task(name: str) -> ModuleType:
     if problems := list(problems_of_task(module)):
         raise ConfigError([f"{module.__file__}: {problem}" for problem in problems])
     return module
+
+
+def check_form(text: Any) -> str:
+    """The text of a task.reward, if it names functions; else ConfigError."""
+    if not isinstance(text, str) or not REWARD_FORM.fullmatch(text):
+        forms = "my_rewards:f for the function f in my_rewards.py, or 'my_rewards:[f, g]'"
+        raise ConfigError([f"task.reward = {show(text):.80}: write {forms}"])
+    return text
 
 
 @functools.cache
@@ -146,7 +153,7 @@ def parts_of(
         if not is_reward(value):
             wanted = f"must return a dict with a number for each of {', '.join(task.REWARD_PARTS)}"
             see_to = f"see to {name} for the question {example!r:.200}"
-            where = place(task.__file__, function=getattr(task, payer, None))
+            where = line_of(task.__file__, function=getattr(task, payer, None))
             raise RewardError(f"{where}: {payer} {wanted}, not {parts!r:.80}: {see_to}")
     return {name: float(parts[name]) for name in task.REWARD_PARTS}
 
@@ -205,6 +212,6 @@ def hash_of(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "backslashreplace")).digest()
 
 
-def is_file(source: str) -> bool:
+def is_file_name(source: str) -> bool:
     """Whether `source` is named like a file that can be loaded; it need not exist."""
     return Path(source).suffix.lower() in FILE_FORMATS

@@ -1,21 +1,174 @@
-"""Where a run's metrics go besides its own files: what logging.report_to names.
+"""Where a run's metrics go besides its own files: MLflow and wandb.
 
-A board has a title, the environment variable that has its server's address, and the methods of
-MlflowRun: see there, and WandbRun, for what another one needs.
+This file is loaded only where one of them is wanted. Another board is a subclass of `Board` with
+the four methods of MlflowRun and WandbRun, and a name in BOARDS for logging.report_to.
 """
 
-from collections.abc import Iterator
+import math
+import os
+import re
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from engine.core.config import LoggingSettings
-from engine.core.files import load_env
+from engine.core.files import load_env, write_atomically
 from engine.core.packages import import_package
-from logger import SLOW_S, MlflowRun, is_evaluation
+from engine.core.text import unnest
+
+# When a server does not answer, MLflow's own defaults would stop the training for many minutes: it
+# tries 8 times for 120 s, and sleeps as long as a Retry-After header asks for. We set these values
+# instead, except for those that the environment or .env sets.
+MLFLOW_ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER": "false",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",  # else it prints two lines about a new database
+}
+SLOW_S = 20.0  # all ranks wait for rank 0; after a slower call a board is switched off
 
 
-class WandbRun:
-    """The run in Weights & Biases. Any of its methods may raise or take long; see `Logger._send`.
+class Board:
+    """A run on a board: what its kinds share, and the guard that no call to a board can hurt a run.
+
+    A call that fails or is slow gets a warning, and the board no other call. A resumed run repeats
+    steps that it has sent before, and boards cannot delete points. So a board keeps what was
+    `last_sent` to it, a step and whether its evaluation, and gets only what comes later.
+    """
+
+    title: str
+    server: str  # the environment variable that has its server's address
+    last_sent = (-1, False)
+    is_on = False  # from `open` on, until a call fails or the run ends
+
+    def open(
+        self,
+        folder: Path,
+        about: dict[str, Any],
+        *,
+        info: Callable[[str], None],
+        warning: Callable[[str], None],
+    ) -> None:
+        """Start the board's run, or continue the one that it had; `about` is `Logger.open`'s."""
+        about = about | {"params": unnest(about["params"], separator=".")}
+        self.is_on, self.warning = True, warning
+        self._attempt(lambda: self._begin(folder, about, info))
+
+    def _begin(self, folder: Path, about: dict[str, Any], info: Callable[[str], None]) -> None:
+        """Print the run's address, and keep its id, by which a resumed run finds it."""
+        file = folder / f"{self.title.lower()}_run_id"
+        known = file.read_text().strip() if file.exists() else None
+        run_id, address = self.start(known, folder, about)
+        write_atomically(file, run_id + "\n")
+        info(f"{self.title}: {address}")
+
+    def log_metrics(self, moment: tuple[int, bool], metrics: dict[str, float]) -> None:
+        """Send metrics of a step or, where `moment` says so, of the evaluation after it."""
+        # Boards would draw infinity as 1.8e308.
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self._attempt(lambda: self.send_metrics(*moment, finite), moment)
+
+    def log_samples(self, moment: tuple[int, bool], samples: list[dict[str, Any]]) -> None:
+        rows = [unnest(sample, separator="/") for sample in samples]
+        names = dict.fromkeys(name for row in rows for name in row)
+        table = {name: [row.get(name) for row in rows] for name in names}
+        self._attempt(lambda: self.send_samples(table), moment)
+
+    def close(self, status: str) -> None:
+        self._attempt(lambda: self.finish(status))
+        self.is_on = False
+
+    def _attempt(
+        self, call: Callable[[], None], moment: tuple[float, bool] = (math.inf, True)
+    ) -> None:
+        """Make the call if the board is on, and lacks what is sent of this moment."""
+        if not self.is_on:
+            return
+        started_s = time.monotonic()
+        try:
+            if moment > self.last_sent:
+                call()
+            elapsed_s = time.monotonic() - started_s
+            if elapsed_s > SLOW_S:
+                raise TimeoutError(f"a call took {elapsed_s:.0f} s")
+        except Exception as error:  # nothing that a board does may end a training run
+            self.is_on = False
+            reason = str(error).rpartition("(Caused by ")[2].split("\n")[0]
+            if "@" in os.getenv(self.server, ""):  # the reason may quote the password
+                reason = type(error).__name__
+            state = f"{self.title} is off until the run ends, the run's own files go on"
+            self.warning(f"{state}: {reason[:300]}")
+
+
+class MlflowRun(Board):
+    """The run in MLflow. Any of its methods may raise or take long; see `Board`.
+
+    MLflow rejects some characters in names: `eval/pass@1` is `eval/pass_at_1` there.
+    """
+
+    title, server = "MLflow", "MLFLOW_TRACKING_URI"
+
+    def __init__(self) -> None:
+        self.mlflow = import_mlflow()
+
+    def start(self, run_id: str | None, folder: Path, about: dict[str, Any]) -> tuple[str, str]:
+        """Continue the run of that id, or create one; returns its id and address."""
+        self.client = self.mlflow.MlflowClient()
+        if run_id is not None:
+            run = self.client.get_run(run_id)
+            step, _, evaluated = run.data.tags.get("last_sent", "-1").partition(" ")
+            self.last_sent = (int(step), evaluated != "")
+            self.client.update_run(run_id, status="RUNNING")
+        else:
+            experiment_id = self.mlflow.set_experiment(about["experiment"]).experiment_id
+            tags = {"mlflow.note.content": about["description"]}  # Markdown
+            run = self.client.create_run(experiment_id, run_name=about["run_name"], tags=tags)
+            run_id = run.info.run_id
+            named = {mlflow_name(name): value for name, value in about["params"].items()}
+            self.mlflow.log_params(named, synchronous=True, run_id=run_id)
+            self.client.log_text(run_id, about["config_text"], "config.yaml")
+        server = re.sub("//.*@", "//", self.mlflow.get_tracking_uri()).rstrip("/")  # no password
+        page = f"#/experiments/{run.info.experiment_id}/runs/{run_id}"
+        self.run_id = run_id
+        return run_id, f"{server}/{page}" if "http" in server else f"{run_id} in {server}"
+
+    def send_metrics(self, step: int, is_evaluation: bool, metrics: dict[str, float]) -> None:
+        entities, now_ms = self.mlflow.entities, int(time.time() * 1000)
+        points = [
+            entities.Metric(mlflow_name(name), value, now_ms, step)
+            for name, value in metrics.items()
+        ]
+        sent = f"{step} evaluated" if is_evaluation else str(step)
+        tags = [entities.RunTag("last_sent", sent)]
+        self.client.log_batch(self.run_id, metrics=points, tags=tags, synchronous=True)
+
+    def send_samples(self, table: dict[str, list]) -> None:
+        self.client.log_table(self.run_id, table, "samples.json")  # adds to the earlier steps' rows
+
+    def finish(self, status: str) -> None:
+        self.client.set_terminated(self.run_id, status)
+
+
+def import_mlflow() -> ModuleType:
+    """Import MLflow, or raise ValueError; ./.env sets what the environment leaves unset."""
+    load_env()
+    for name, value in MLFLOW_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    return import_package("mlflow", key="logging.report_to")
+
+
+def mlflow_name(name: str) -> str:
+    """Return `name` in the characters that MLflow allows: `pass@1` becomes `pass_at_1`."""
+    return re.sub(r"[^\w./ -]", "_", name.replace("@", "_at_"))
+
+
+class WandbRun(Board):
+    """The run in Weights & Biases. Any of its methods may raise or take long; see `Board`.
 
     Rows carry their `step`, which is the axis of all curves: wandb's own counter would refuse the
     evaluation of a step that it has seen. Where wandb is offline, its files lie in the run's
@@ -27,7 +180,6 @@ class WandbRun:
     def __init__(self) -> None:
         load_env()
         self.wandb = import_package("wandb", key="logging.report_to")
-        self.last_sent = (-1, False)
 
     def start(self, run_id: str | None, folder: Path, about: dict[str, Any]) -> tuple[str, str]:
         """Continue the run of that id, or create one; returns its id and address."""
@@ -60,11 +212,11 @@ class WandbRun:
         sync_folder = Path(self.run.dir).parent
         return self.run.id, self.run.url if is_online else f"offline, wandb sync {sync_folder}"
 
-    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
+    def send_metrics(self, step: int, is_evaluation: bool, metrics: dict[str, float]) -> None:
         self.run.log({"step": step} | metrics)
-        self.run.summary["last_sent"] = [step, is_evaluation(metrics)]
+        self.run.summary["last_sent"] = [step, is_evaluation]
 
-    def log_samples(self, table: dict[str, list]) -> None:
+    def send_samples(self, table: dict[str, list]) -> None:
         rows = [list(row) for row in zip(*table.values(), strict=True)]
         samples = self.wandb.Table(columns=[*table], data=rows, allow_mixed_types=True)
         self.run.log({"step": table["step"][0], "samples": samples})
@@ -77,8 +229,10 @@ class WandbRun:
 BOARDS = {"mlflow": MlflowRun, "wandb": WandbRun}
 
 
-def make_boards(logging: LoggingSettings) -> Iterator[MlflowRun | WandbRun]:
-    """Raises ValueError with the command that installs a package, where one is missing."""
-    for name, board in BOARDS.items():
-        if name in logging.report_to or (name == "mlflow" and logging.mlflow):
-            yield board()
+def make_boards(logging: LoggingSettings) -> list[Board]:
+    """The boards that logging.report_to and logging.mlflow name.
+
+    Raises ValueError with the command that installs a package, where one is missing.
+    """
+    names = {*logging.report_to} | ({"mlflow"} if logging.mlflow else set())
+    return [board() for name, board in BOARDS.items() if name in names]

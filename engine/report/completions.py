@@ -41,7 +41,6 @@ def describe_rollouts(
     tokenizer: PreTrainedTokenizerFast,
     *,
     step: int,
-    num_ranks: int,
 ) -> str:
     """The lines for the first groups of this step on rank 0."""
     weights: dict[int, float] = {}  # of a trajectory's tokens, by its id
@@ -50,7 +49,7 @@ def describe_rollouts(
             continue
         row_weights = batch.token_weights.amax(dim=1).tolist()
         for trajectory, weight in zip(batch.trajectories, row_weights, strict=True):
-            weights[id(trajectory)] = weight / num_ranks
+            weights[id(trajectory)] = weight
     lines = ""
     for group, question in zip(groups[:MAX_GROUPS], questions, strict=False):
         ordered = sorted(group, key=lambda t: -t.reward)  # ties in the order of sampling

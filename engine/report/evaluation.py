@@ -41,7 +41,7 @@ def single_answer_metrics(
     Also the mean length of the greedy answers and, where the task has `is_lenient_solved`, a
     reading of them that forgives the form. `groups` and `greedy` answer this rank's `questions`.
     """
-    mine = questions[world.rank :: world.size]
+    mine = world.share(questions)
     answers = [trajectory for (trajectory,) in greedy]
     solved = {}
     if hasattr(task, "extract_answer"):

@@ -1,4 +1,4 @@
-"""What is measured and how: time, memory, pass@k with its interval, signs of a collapse."""
+"""What is measured of a step: means of the rollouts, memory, signs of a collapse."""
 
 import contextlib
 import math
@@ -29,17 +29,6 @@ def peak_memory_gb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 1e9
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-
-
-def performance(
-    metrics: dict[str, float], num_completions: int, device: torch.device
-) -> dict[str, float]:
-    """Tokens per second of a step with so many completions, and this rank's peak memory."""
-    num_tokens = metrics["train/completion_tokens"] * num_completions
-    return {
-        "perf/tokens_per_s": num_tokens / metrics["time/step_s"],
-        "perf/peak_memory_gb": peak_memory_gb(device),
-    }
 
 
 def rollout_sums(

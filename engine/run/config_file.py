@@ -13,10 +13,10 @@ from pydantic import ValidationError
 
 from engine import ROOT
 from engine.core.config import SECTIONS, Config, ConfigError, check_world, dotted_values, explained
-from engine.core.files import check_folder
 from engine.core.text import Loader, show, to_yaml
-from engine.questions.own import check_form
-from engine.questions.tasks import is_file, load_task, schema
+from engine.model.folders import check_folder
+from engine.questions.tasks import check_form, is_file_name, load_task, schema
+from engine.run.folder import run_that_made
 
 USAGE = """\
 usage: torchrun --nproc-per-node=2 main.py [--config FILE] [section.key=value ...]
@@ -27,7 +27,7 @@ keys and their defaults; `--help task.name=gsm8k` prints them with those of anot
 
 
 # The words of TRL, verl and others for the keys here; docs/comparison.md has the same table.
-WORDS = {
+NAMES_ELSEWHERE = {
     "model.name": "model_name_or_path model.path",
     "run.dir": "output_dir default_local_dir",
     "task.train": "train_files dataset_name",
@@ -78,9 +78,9 @@ def load_config(arguments: list[str]) -> Config:
     return config
 
 
-# Whose learning rates an error names: of 135 million weights, of 3 billion, and with LoRA.
-RECIPES = ("configs/arithmetic-smollm2.yaml", "configs/countdown-qwen2.5-3b.yaml")
-RECIPES += ("configs/gsm8k-lora.yaml",)
+# An error names their learning rates: of 135 million weights, of 3 billion, and with LoRA.
+RATE_RECIPES = ("configs/arithmetic-smollm2.yaml", "configs/countdown-qwen2.5-3b.yaml")
+RATE_RECIPES += ("configs/gsm8k-lora.yaml",)
 
 
 def check_default_rate(config: Config) -> None:
@@ -90,12 +90,12 @@ def check_default_rate(config: Config) -> None:
     """
     rate, model = config.training.learning_rate, Path(config.model.name).resolve()
     is_tiny = model in (Path("tiny").resolve(), ROOT / "tiny")
-    runs = [folder for folder in model.parents[:2] if (folder / "metrics.jsonl").is_file()]
-    made = [section_of(read_file(run / "config.yaml"), "training") for run in runs]
+    run = run_that_made(config.model.name)
+    made_with = {} if run is None else section_of(read_file(run / "config.yaml"), "training")
     is_given = rate != Config().training.learning_rate  # in config.yaml
-    if is_tiny or is_given or rate in [training.get("learning_rate") for training in made]:
+    if is_tiny or is_given or made_with.get("learning_rate") == rate:
         return
-    values = [(file, read_file(ROOT / file)["training"]["learning_rate"]) for file in RECIPES]
+    values = [(file, read_file(ROOT / file)["training"]["learning_rate"]) for file in RATE_RECIPES]
     shown = ", ".join(f"{value:g} ({file})" for file, value in values)
     problem = f"training.learning_rate = {rate:g} is tiny's and ruins other models"
     raise ConfigError([f"model.name = {config.model.name}: {problem}: give one, such as {shown}"])
@@ -104,11 +104,11 @@ def check_default_rate(config: Config) -> None:
 def check_paths(config: Config) -> None:
     """Raise ConfigError for files and folders that are missing: main.py asks before torch."""
     values, lines = dotted_values(config), []
-    sources = ["task.eval", *["task.train", "warm_start.data"] * (config.mode == "train")]
+    sources = ["task.eval", *["task.train"] * (config.mode == "train")]
     if hasattr(load_task(config.task.code), "load_examples"):
         sources = []  # the task says what a source is
     for key in sources:
-        if values[key] and is_file(values[key]) and not Path(values[key]).exists():
+        if values[key] and is_file_name(values[key]) and not Path(values[key]).exists():
             lines.append(f"{key} = {values[key]}: no such file in {Path.cwd()}")
     for key in filter(values.get, ("model.name", "model.teacher")):
         try:
@@ -129,12 +129,16 @@ def combine(in_file: dict[str, Any], overrides: list[str]) -> Config:
     if values.pop("export", None) is not None and values.get("mode") != "evaluate":
         command = "python -m tools.export RUN [--merge] [--4bit] [--push user/name]"
         raise ConfigError([f"export: it is a command now: remove the section, and run {command}"])
+    answers = values.pop("warm_start", None)
+    if isinstance(answers, dict) and answers.get("data") and values.get("mode") != "evaluate":
+        command = f"python -m tools.imitate MODEL {answers['data']}"
+        raise ConfigError([f"warm_start: it is a command now: {command}, then model.name=FOLDER"])
     full_schema = schema(load_task(task_name(values)))
     values = merge(full_schema().model_dump(), values)
     try:
         config = full_schema.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(explain(error, full_schema, values)) from error
+        raise ConfigError(error_lines(error, full_schema, values)) from error
     check_world(config, num_ranks=1)  # main.py asks again when it knows the ranks
     return config
 
@@ -191,22 +195,22 @@ def merge(base: Any, new: Any) -> Any:
 
 def without_other_task(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """The file's values, without those for its task if the command line names another task."""
-    task, asked = section_of(values, "task"), section_of(overrides, "task")
-    is_other = not asked.keys().isdisjoint({"name", "reward"})
+    task, given = section_of(values, "task"), section_of(overrides, "task")
+    is_other = not given.keys().isdisjoint({"name", "reward"})
     if not task or not is_other or task_name(values) == task_name(overrides):
         return values
     own = {"name", "reward", "reward_weights", "system_prompt", "prompt"}
-    own |= {"eval"} if {"reward", "train"} <= asked.keys() else set()  # its rows have other columns
+    own |= {"eval"} if {"reward", "train"} <= given.keys() else set()  # its rows have other columns
     shared = Config().task.model_dump().keys() - own
     return values | {"task": {key: task[key] for key in task if key in shared}}
 
 
 def replaced_length(from_file: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """What unsets the file's num_steps or num_epochs if the command line gives the other one."""
-    for place, values in (("file", from_file), ("command line", overrides)):
+    for source, values in (("file", from_file), ("command line", overrides)):
         given = {k: v for k, v in section_of(values, "training").items() if v is not None}
         if "num_steps" in given and "num_epochs" in given:
-            problem = f"it sets num_steps, which the {place} gives too; leave one out"
+            problem = f"it sets num_steps, which the {source} gives too; leave one out"
             raise ConfigError([f"training.num_epochs = {show(given['num_epochs'])}: {problem}"])
     if "num_steps" in given:
         return {"training": {"num_epochs": None}}
@@ -234,7 +238,7 @@ def dump(config: Config) -> str:
     return to_yaml(values)
 
 
-def explain(error: ValidationError, full_schema: type[Config], values: dict) -> list[str]:
+def error_lines(error: ValidationError, full_schema: type[Config], values: dict) -> list[str]:
     """One line for each key that pydantic rejects: its value, and what it should be."""
     known, problems = [*SECTIONS, *dotted_values(full_schema())], {}
     for detail in error.errors():
@@ -247,8 +251,8 @@ def explain(error: ValidationError, full_schema: type[Config], values: dict) -> 
                 names.append(str(name))
         key, problem = ".".join(names), detail["msg"].removeprefix("Value error, ")
         if kind == "extra_forbidden":
-            place = f" of task {values['task']['name']}" if names[0] == "task" else ""
-            problem = f"unknown key{place}{hint(key, value, known)}; --help lists the keys"
+            of_task = f" of task {values['task']['name']}" if names[0] == "task" else ""
+            problem = f"unknown key{of_task}{hint(key, value, known)}; --help lists the keys"
         elif kind == "model_type":
             problem = "Input should be a mapping of keys, which --help lists"
         elif kind == "string_type":
@@ -263,10 +267,10 @@ def explain(error: ValidationError, full_schema: type[Config], values: dict) -> 
 
 def hint(key: str, value: Any, known: list[str]) -> str:
     """What an unknown key or the keys in it are called here, else the known key that is near."""
-    ours = {word: name for name, words in WORDS.items() for word in words.split()}
+    ours = {word: name for name, words in NAMES_ELSEWHERE.items() for word in words.split()}
     leaves = [f".{leaf.lstrip('-')}" for leaf in leaves_of(key, value)]
-    if told := [word for leaf in leaves for word in ours if leaf.endswith(f".{word}")]:
-        return "".join(f", {word} is {ours[word]} here" for word in told)
+    if foreign := [word for leaf in leaves for word in ours if leaf.endswith(f".{word}")]:
+        return "".join(f", {word} is {ours[word]} here" for word in foreign)
     close, last = difflib.get_close_matches, key.split(".")[-1]
     among = SECTIONS if isinstance(value, dict) else known
     near = [other for other in among if close(last, [other.split(".")[-1]], cutoff=0.8)]

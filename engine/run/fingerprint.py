@@ -1,4 +1,4 @@
-"""What a run rests on, as hashes: the model's files and the questions.
+"""What a run rests on: its settings and, as hashes, the model's files and the questions.
 
 A checkpoint keeps them, so that no run goes on with others that have the same name.
 """
@@ -10,9 +10,11 @@ from pathlib import Path
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
-from engine.core.config import Config
-from engine.core.files import reach_hub
+from engine.core.config import Config, ConfigError, dotted_values
+from engine.core.hub import reach_hub
+from engine.core.text import show
 from engine.model.load import one_line_errors
+from engine.run.folder import run_name
 
 MODEL_FILES = "the files of model.name"  # where a checkpoint keeps what `of_model` says
 # In a model's folder: what decides on its prompts, its tokens and its arithmetic.
@@ -69,3 +71,31 @@ def commit_of(name: str, revision: str | None) -> str | None:
     except OSError:  # loading the model will say it better
         return revision
     return extract_commit_hash(file, None)
+
+
+# These keys may change when a run is resumed. Changing any other key is refused.
+FREE_KEYS = ("mode", "training.num_steps", "training.num_epochs", "validation.every")
+FREE_KEYS += ("training.stop_on_collapse", "validation.pass_k")
+FREE_SECTIONS = ("checkpoint.", "logging.", "run.")
+# So may these, which save memory. They change how sums are rounded, and LoRA's dropout masks.
+ROUNDING_KEYS = ("training.micro_batch_tokens", "sampling.max_batch_tokens")
+ROUNDING_KEYS += ("model.gradient_checkpointing", "sampling.vllm_memory_gb")
+
+
+def check_same_run(saved: dict, config: Config, rests_on: dict | None = None) -> list[str]:
+    """Raises ConfigError if keys that must not change differ from the saved run's dotted values.
+
+    `rests_on` are more of these, such as hashes. Returns the ROUNDING_KEYS that differ.
+    """
+    now = dotted_values(config) | (rests_on or {})
+    saved = now | dotted_values(type(config)()) | saved  # a run older than a key had its default
+    fix = f"restore it to continue {run_name(config)}, or set run.name for another run"
+    changed = [key for key in now if not key.startswith(FREE_SECTIONS) and saved[key] != now[key]]
+    lines = [
+        f"{key} = {show(now[key])}, but the run was started with {show(saved[key])}: {fix}"
+        for key in changed
+        if key not in (*FREE_KEYS, *ROUNDING_KEYS)
+    ]
+    if lines:
+        raise ConfigError(lines)
+    return [key for key in changed if key in ROUNDING_KEYS]

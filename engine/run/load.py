@@ -1,152 +1,103 @@
-"""How a run begins: its ranks, its model, its questions, and where it was if it was interrupted."""
+"""How a run begins: its settings, its folder, and where it was if it was interrupted."""
 
-import os
-from collections.abc import Callable
+import math
+import shutil
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
-from torch import nn
-
-from engine.core.config import Config, check_world, differences, run_name
-from engine.core.distributed import World, init_world, order_ddp_buckets
+from engine.core.config import Config, check_world, differences, dotted_values
+from engine.core.distributed import World, order_ddp_buckets
 from engine.core.types import Log
-from engine.model.adapters import find_base
-from engine.model.load import check_teacher, load_model_and_tokenizer, load_teacher
-from engine.model.policy import (
-    Policy,
-    choose_backend,
-    choose_compute_dtype,
-    make_sampler,
-    sampling_params,
-)
-from engine.model.probes import check_vllm, supports_chunked_head
-from engine.questions.data import load_questions
-from engine.questions.tasks import load_task
-from engine.report.boards import make_boards
-from engine.run.checkpoint import make_folder
-from engine.run.config_file import read_file, section_of
+from engine.run.config_file import dump, read_file, section_of
 from engine.run.fingerprint import commit_of
-from engine.run.saving import check_room, open_files, resume
+from engine.run.folder import run_folder, run_name
+from engine.run.resuming import make_folder, resume
+from engine.run.saving import write_config
 from engine.run.state import Run
-from engine.run.warm_start import load_answers, read_answers
-from engine.sampling.environment import check_environment
-from engine.sampling.vllm import VllmEngine
-from engine.update.optimizer import make_optimizer
-from logger import Logger
-
-# Up to so many bytes the fp32 logits of a whole micro-batch are made at once; larger ones would be
-# most of a GPU's memory (8,192 tokens x 151,936 make 5 GB), so they are made block by block.
-MAX_LOGITS_BYTES = 2**28
+from engine.update.optimizer import AVERAGES, FP32
 
 
-def load_run(
-    config: Config, wrap_policy: Callable[..., None], make_batch: Callable[..., object]
-) -> Run:
-    """Load what the config names on this rank; a run that was interrupted is resumed.
+def make_boards(config: Config, world: World) -> Sequence[Any]:
+    """What logging.report_to names, on rank 0 of a training run; ValueError without its package."""
+    logging = config.logging
+    if config.mode != "train" or not world.is_main or not (logging.report_to or logging.mlflow):
+        return ()
+    from engine.report import boards
 
-    `wrap_policy` and `make_batch` are main.py's wrap_policy and DecodeBatch.
-    """
-    is_training = config.mode == "train"
-    world, notes = init_world()  # which of torchrun's ranks this is, and its device
+    return boards.make_boards(logging)
+
+
+def begin(run: Run) -> None:
+    """Open a run's folder, and go on from its newest checkpoint if there is one."""
+    check_room(run)
+    resume(run)
+    order_ddp_buckets(run.policy.scorer, run.world.device)
+    open_files(run)
+
+
+def check_room(run: Run) -> None:
+    """Log on what the run computes and where it writes; ValueError if the disk is too small."""
+    num_weights, world = run.policy.model.num_parameters(), run.world
+    training, num_questions = run.config.training, run.config.questions_per_rank(world.size)
+    place = f"{world.size} x {world.device.type}"
+    run.logger.info(f"{num_weights:,} weights, on {place}; results in {run.folder}")
+    k, n = training.k_best_of_n
+    rows = f"{num_questions * world.size * k:,} rows: {num_questions} questions on each rank"
+    best = f", of which the best {k}" if k < n else ""
+    run.logger.info(f"{training.num_steps} steps of {rows}, {n} samples of each{best}")
+    if world.is_main:
+        num_trained = sum(parameter.numel() for parameter in run.trained_weights)
+        check_disk(run.folder, run.config, num_weights=num_trained)
+
+
+def check_disk(folder: Path, config: Config, *, num_weights: int) -> None:
+    """Raises ValueError, saying what would fit, if the disk is too small for the run's `folder`."""
+    checkpoint = (FP32 + AVERAGES[config.training.optimizer]) * num_weights  # its bytes
+    twice_best = 2 * FP32 * num_weights  # the new one is written before the old one goes
+    num_checkpoints = math.ceil(config.training.num_steps / config.checkpoint.every)
+    if config.checkpoint.keep is not None:
+        num_checkpoints = config.checkpoint.keep + 1  # one more while it is written
+    needed = num_checkpoints * checkpoint + twice_best
+    # What is saved already counts as room: a resumed run overwrites it.
+    saved = sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    room = shutil.disk_usage(there).free + saved
+    if needed > room:
+        keep = math.floor((room - twice_best) / checkpoint) - 1
+        fix = f"checkpoint.keep={keep} would fit" if keep > 0 else "give run.dir a larger disk"
+        what = f"{num_checkpoints} checkpoints and best/ twice need {needed / 1e6:,.0f} MB"
+        problem = f"the disk is too small: {what}, there is room for {room / 1e6:,.0f} MB"
+        raise ValueError(f"run.dir = {config.run.dir}: {problem}: {fix}")
+
+
+def open_files(run: Run) -> None:
+    """Make the run's folder, write its resolved config, and start the files of its metrics."""
+    config, state = run.config, run.state
+    run.logger.open(
+        run.folder,
+        resume_step=state.step if run.is_resumed else None,
+        is_evaluated=state.evaluated_at == state.step,
+        about={
+            "experiment": config.logging.experiment,
+            "run_name": run_name(config),
+            "description": "\n".join(f"- {line}" for line in differences(config)),
+            "params": dotted_values(config),
+            "config_text": dump(config),
+        },
+    )
+    if run.world.is_main:
+        write_config(run.folder, config)
+    run.logger.info(f"look at it live: python -m tools.report {run.folder} --serve")
+
+
+def prepare(config: Config, world: World, notes: list[str], log: Log) -> Config:
+    """Check the config on these ranks, print what is not as usual, and `pin` what may change."""
     check_world(config, world.size)
-    boards = make_boards(config.logging) if is_training and world.is_main else ()
-    logger = Logger(rank=world.rank, boards=boards)
     for line in [*notes, *differences(config)]:
-        logger.info(line)
-    config = pin(config, world)  # the model's commit, and the date that a chat template writes
-    task = load_task(config.task.code)
-    rows = read_answers(task, config)
-    policy = load_policy(config, world, logger.info, make_batch)
-    logger.info(f"a completion ends at {policy.end_tokens}")
-    if is_training:
-        in_blocks = scores_in_blocks(policy.model, config.training.micro_batch_tokens, logger.info)
-        wrap_policy(policy, config, world, in_blocks=in_blocks)
-    validation, training = load_questions(
-        task,
-        config,
-        tokenizer=policy.tokenizer,
-        context=policy.context_length,
-        log=logger.info,
-    )
-    if is_training:  # epochs become steps
-        config = config.with_num_steps(len(training.questions), world.size)
-    run = Run(config, world, logger, run_folder(config), task, policy, validation, training)
-    run.check_questions()  # as many as ranks, and the same on all
-    check_environment(task, config, policy.tokenizer, validation[0])
-    if is_training:
-        load_answers(run, rows)
-        run.optimizer = make_optimizer(policy.model, config.training)
-        check_room(run)
-        resume(run)
-        order_ddp_buckets(policy.scorer, world.device)
-        open_files(run)
-    return run
-
-
-def load_policy(
-    config: Config, world: World, log: Log, make_batch: Callable[..., object]
-) -> Policy:
-    """The model on this rank's device, and how completions are sampled from it.
-
-    The trained weights are fp32. Their arithmetic is bf16 on a GPU (float16 on one without bf16),
-    fp32 on a CPU, or what `compute_dtype` says. In 16 bits a copy samples, refreshed every step;
-    with sampling.backend=vllm that copy is vLLM's, which samples in evaluations too. The loss scale
-    follows the compute dtype all the same, and tools.chat samples by transformers.
-    `make_batch` is main.py's DecodeBatch, whose decoding is tried out here.
-    """
-    is_taught = config.mode == "train" and config.model.teacher is not None
-    if is_taught:
-        check_teacher(config)  # its tokens, before any weights are loaded
-    # Of the hub's generation_config the end tokens stay, in best/ too; all else is emptied here.
-    model, tokenizer, eos_ids, compute_dtype = load_model_and_tokenizer(
-        config,
-        device=world.device,
-        compute_dtype=choose_compute_dtype(config.model, world.device),
-        log=log,
-    )
-    if config.sampling.backend == "vllm":
-        base = find_base(config.model) or config.model  # of an adapter
-        sampler = VllmEngine(base, world, compute_dtype, config.sampling.vllm_memory_gb)
-        sampler.load_weights(model)
-        check_vllm(model, sampler, tokenizer.encode("12 plus 30 is 42, and Rome is in Italy."))
-    else:
-        sampler = make_sampler(model, compute_dtype, world.device, shard=config.model.shard)
-    params = sampling_params(config, tokenizer, eos_ids, log)
-    policy = Policy(model, sampler, tokenizer, params, compute_dtype)
-    if is_taught:
-        policy.teacher = load_teacher(
-            config, device=world.device, compute_dtype=compute_dtype, log=log
-        )
-    with policy.autocast():
-        policy.backend = choose_backend(config.sampling.backend, sampler, make_batch, log)
-    return policy
-
-
-def scores_in_blocks(model: nn.Module, micro_batch_tokens: int, log: Log) -> bool:
-    """Whether log-probabilities come from the chunked head, as where logits are large.
-
-    Every rank decides by the same numbers. It costs time, and a model whose logits are more than
-    head(hidden) cannot use it.
-    """
-    num_bytes = 4 * micro_batch_tokens * model.config.get_text_config().vocab_size
-    in_blocks = num_bytes > MAX_LOGITS_BYTES and supports_chunked_head(model, log)
-    how = "in blocks of the vocabulary" if in_blocks else "at once"
-    log(f"logits of a micro-batch: {num_bytes / 1e6:,.1f} MB, made {how}")
-    return in_blocks
-
-
-def run_folder(config: Config) -> Path:
-    """The folder of this run. An evaluated model's is that of the run that made it.
-
-    So `mode=evaluate` of runs/a/best, of a checkpoint or of an exported model writes to runs/a,
-    unless run.name is given or nothing can be written there.
-    """
-    if config.mode == "evaluate" and config.run.name is None:
-        # Of best/ or checkpoints/step-000010; checkpoints/last is a link.
-        for folder in Path(config.model.name).resolve().parents[:2]:
-            if (folder / "metrics.jsonl").is_file() and os.access(folder, os.W_OK):
-                return folder
-    return Path(config.run.dir) / run_name(config)
+        log(line)
+    return pin(config, world)
 
 
 def pin(config: Config, world: World) -> Config:

@@ -2,36 +2,75 @@
 
 import json
 import math
-from collections.abc import Callable
 from datetime import datetime
 
-from engine.core.files import append_durably, json_line, without_nan, write_atomically
-from engine.core.statistics import Clock
+from engine.core.files import json_line, without_nan, write_atomically
+from engine.core.statistics import Clock, reduce_means
 from engine.core.text import plain
-from engine.core.types import MicroBatch, Trajectory
+from engine.core.types import Trajectory
 from engine.questions.tasks import read_answer
 from engine.report.completions import describe_rollouts
 from engine.report.evaluation import evaluation_metrics, single_answer_metrics
-from engine.report.metrics import count_broken
+from engine.report.metrics import count_broken, peak_memory_gb, rollout_sums
 from engine.run.saving import write_config
 from engine.run.state import Run
+from engine.update.optimizer import learning_rate_of
+from engine.update.outcome import Update
 
 MAX_ROLLOUTS_BYTES = 16_000_000  # of rollouts.jsonl
 
 
-def rollouts_of(
-    run: Run, groups: list[list[Trajectory]], questions: list[dict], micro_batches: list[MicroBatch]
+def step_metrics(
+    run: Run, groups: list[list[Trajectory]], update: Update, clock: Clock
+) -> dict[str, float]:
+    """All that is measured of the step that ends: means over all ranks, times, memory."""
+    world = run.world
+    metrics = update.metrics | reduce_means(rollout_sums(groups, run.task.REWARD_PARTS), world)
+    metrics["train/lr"] = learning_rate_of(run.optimizer)
+    if run.policy.grad_scaler.is_enabled():
+        metrics["train/loss_scale"] = run.policy.grad_scaler.get_scale()  # of the next update
+    metrics |= clock.read()
+    num_completions = sum(map(len, groups)) * world.size
+    num_tokens = metrics["train/completion_tokens"] * num_completions
+    metrics["perf/tokens_per_s"] = num_tokens / metrics["time/step_s"]
+    metrics["perf/peak_memory_gb"] = peak_memory_gb(world.device)
+    return metrics
+
+
+def log_step(
+    run: Run,
+    metrics: dict[str, float],
+    questions: list[dict],
+    groups: list[list[Trajectory]],
+    update: Update,
+) -> None:
+    """Print a step's line, and write its metrics, its rollouts and at times its samples."""
+    step, every, logger = run.state.step, run.config.logging.train_samples_every, run.logger
+    clock = Clock()
+    with clock("rollouts_log"):  # a few groups for tools/report.py
+        rollouts = describe_step(run, questions, groups, update)
+    metrics |= clock.read()
+    logger.print_step(step, run.config.training.num_steps, metrics)
+    if every > 0 and step % every == 0:
+        samples = samples_of(run, groups, questions, split="train")
+        logger.print_samples(f"training completions of step {step}", samples)
+        logger.log_samples(step, samples)
+    logger.log_rollouts(rollouts)
+    logger.log_metrics(step, metrics)
+
+
+def describe_step(
+    run: Run, questions: list[dict], groups: list[list[Trajectory]], update: Update
 ) -> str:
-    """The lines of rollouts.jsonl for the step that ends now; "" if it is not logged."""
-    every, step = run.config.logging.rollouts_every, run.state.step + 1
+    """The lines of rollouts.jsonl for the step that has ended; "" if it is not logged."""
+    every, step = run.config.logging.rollouts_every, run.state.step
     if not run.world.is_main or every == 0 or (step != 1 and step % every != 0):
         return ""
     num_bytes = (run.folder / "rollouts.jsonl").stat().st_size
     if not is_kept(step // every, num_bytes):
         return ""
-    tokenizer, num_ranks = run.policy.tokenizer, run.world.size
     lines = describe_rollouts(
-        groups, questions, micro_batches, tokenizer, step=step, num_ranks=num_ranks
+        groups, questions, update.micro_batches, run.policy.tokenizer, step=step
     )
     return lines if num_bytes + len(lines) <= MAX_ROLLOUTS_BYTES else ""
 
@@ -46,44 +85,17 @@ def is_kept(turn: int, num_bytes: int) -> bool:
     return free > 0 and turn % 4 ** math.floor(-math.log2(free)) == 0
 
 
-def log_step(
-    run: Run,
-    metrics: dict[str, float],
-    groups: list[list[Trajectory]],
-    questions: list[dict],
-    rollouts: str,
-) -> None:
-    """Print a step's line, and write its metrics, its rollouts and at times its samples."""
-    step, every, logger = run.state.step, run.config.logging.train_samples_every, run.logger
-    logger.print_step(step, run.config.training.num_steps, metrics)
-    if every > 0 and step % every == 0:
-        samples = samples_of(run, groups, questions, split="train")
-        logger.print_samples(f"training completions of step {step}", samples)
-        logger.log_samples(step, samples)
-    logger.log_rollouts(rollouts)
-    logger.log_metrics(step, metrics)
-
-
 def log_evaluation(run: Run, metrics: dict[str, float], groups: list[list[Trajectory]]) -> None:
     """Print and write an evaluation and its first completions."""
     step, samples = run.state.step, validation_samples(run, groups)
-    if step == 0 and run.state.is_warm:
-        run.logger.print_evaluation("evaluation after the warm start", metrics, samples)
-        return log_warm(run, run.config.warm_start.num_steps, metrics)
     run.logger.print_evaluation(f"evaluation at step {step}", metrics, samples)
     run.logger.log_samples(step, samples)
     run.logger.log_metrics(step, metrics)
 
 
-def log_warm(run: Run, step: int, metrics: dict[str, float]) -> None:
-    """Append a row to warm.jsonl, which no checkpoint cuts back: it is whole before the first."""
-    if run.logger.folder is not None:
-        append_durably(run.logger.folder / "warm.jsonl", json_line({"step": step} | metrics))
-
-
 def validation_samples(run: Run, groups: list[list[Trajectory]]) -> list[dict]:
     """The first completions of this rank's share of the validation questions."""
-    mine = run.validation_questions[run.world.rank :: run.world.size]
+    mine = run.world.share(run.validation_questions)
     return samples_of(run, groups, mine, split="validation")
 
 
@@ -114,17 +126,15 @@ def samples_of(
     ]
 
 
-def run_evaluation(run: Run, sample_validation: Callable[..., list[list[Trajectory]]]) -> int:
-    """Do mode=evaluate: measure as training would, by majority votes and greedily.
+def report_evaluation(
+    run: Run, groups: list[list[Trajectory]], greedy: list[list[Trajectory]], clock: Clock
+) -> int:
+    """Report mode=evaluate: as training measures, by majority votes, and greedily.
 
-    The numbers are printed, and written to eval-<time>/ in the run's folder. Returns the exit
-    status, 2 where logits are not finite. `sample_validation` is main.py's.
+    The numbers are printed, and written to eval-<time>/ in the run's folder. `groups` and `greedy`
+    answer this rank's questions. Returns the exit status, 2 where logits are not finite.
     """
-    config, world, questions, clock = run.config, run.world, run.validation_questions, Clock()
-    with clock("eval"):
-        groups = sample_validation(run)
-        is_greedy = config.validation.temperature == 0
-        greedy = groups if is_greedy else sample_validation(run, is_greedy=True)
+    config, world, questions = run.config, run.world, run.validation_questions
     metrics = evaluation_metrics(groups, run.task, config.validation, world)
     metrics |= single_answer_metrics(run.task, config.task, questions, groups, greedy, world)
     metrics, samples = metrics | clock.read(), validation_samples(run, groups)

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from engine.core.config import ConfigError
 from engine.core.text import error_line
-from engine.questions.tasks import RewardError
+from engine.questions.user_file import RewardError
 
 
 def outlive_terminal() -> None:
@@ -37,7 +37,7 @@ def outlive(use: Callable[..., Any], stream: TextIO, *text: str) -> Any:
 
 @contextlib.contextmanager
 def mistakes_cost_one_line() -> Iterator[None]:
-    """Print a user's mistake on one rank, and not again at a restart; exit with status 2."""
+    """Print a user's mistake on one rank, and once; exit with status 2."""
     outlive_terminal()  # here, since this is what main.py enters first
     try:
         yield
@@ -52,13 +52,16 @@ def mistakes_cost_one_line() -> Iterator[None]:
             fix = "end other programs on it, or set model.lora or model.shard (docs/models.md)"
             error = ValueError(f"the memory is full before anything is sampled: {fix}")
         is_config = isinstance(error, ConfigError)
-        counts = ("LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
-        is_first_rank, is_first_start = (os.environ.get(name, "0") == "0" for name in counts)
-        if is_first_start and not is_first_rank:
+        is_first_rank = os.environ.get("LOCAL_RANK", "0") == "0"
+        num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        # A mistake in the config was printed by the first start; that there is a restart is another
+        # error (see `read_environment`), which the first restart prints.
+        is_new = num_restarts <= (0 if is_config else 1)
+        if is_new and not is_first_rank:
             # torchrun ends all ranks with the first: give rank 0 time to print the same mistake.
             time.sleep(3)
         text = "\n".join(map(error_line, error.lines if is_config else [str(error)]))
-        if is_first_start and (is_first_rank or not is_config):
+        if is_new and (is_first_rank or not is_config):
             print(text, file=sys.stderr)
         tell_torchrun(text)
         sys.exit(2)

@@ -11,13 +11,13 @@ from torch import nn
 
 from engine.core.config import Config, ConfigError
 from engine.core.distributed import World
-from engine.core.types import Trajectory
 from engine.model.policy import Policy
 from engine.questions.data import QuestionStream
 from engine.questions.tasks import built_in_tasks
 from engine.report.metrics import mean_of_last, signs_of_collapse
 from engine.run.fingerprint import of_questions
-from logger import Logger
+from engine.run.folder import run_folder
+from engine.update.outcome import Outcome, Update
 
 PASS_AT_1 = ("eval/pass@1", "eval/pass@1_low", "eval/pass@1_high")  # with its 95% interval
 
@@ -40,15 +40,14 @@ class State:
     signs: dict[str, str] = field(default_factory=dict)  # of a collapse: metric and description
     changed_at: int = 0  # the last step that moved the weights, or that was not skipped
     evaluated_at: int = -1  # the last step that was evaluated; 0 is the model as it was loaded
-    is_warm: bool = False  # the warm start is done
     is_saved: bool = False  # whether the newest checkpoint knows all this
 
-    def note_evaluation(self, measured: dict[str, float], *, best_metric: str) -> None:
+    def count_evaluation(self, metrics: dict[str, float], score: float) -> None:
         """Keep what the summary and the model card say of the model now and before training."""
-        self.last, self.evaluated_at, self.is_saved = measured[best_metric], self.step, False
-        if self.step == 0 and not self.is_warm:
-            self.first = self.last
-            self.untrained = [measured[name] for name in PASS_AT_1]
+        self.last, self.evaluated_at, self.is_saved = score, self.step, False
+        if self.step == 0:
+            self.first = score
+            self.untrained = [metrics[name] for name in PASS_AT_1]
 
 
 @dataclass
@@ -68,14 +67,13 @@ class Run:
 
     config: Config
     world: World
-    logger: Logger
-    folder: Path
+    logger: Any  # logger.py's Logger, which main.py makes
     task: ModuleType
     policy: Policy
     validation_questions: list[dict]
-    train_questions: QuestionStream | None = None
+    stream: QuestionStream | None = None  # of training questions
     optimizer: torch.optim.Optimizer | None = None
-    answers: list[Trajectory] = field(default_factory=list)  # for a warm start
+    folder: Path | None = None  # by default the one that the config names
     state: State = field(default_factory=State)
     is_resumed: bool = False
     # Of "best" and "checkpoint", what could not be saved: its metric, or its step
@@ -83,14 +81,17 @@ class Run:
     rests_on: dict[str, str] = field(default_factory=dict)  # see engine/run/fingerprint.py
     lock: TextIO | None = None  # holds the folder while it is open
 
+    def __post_init__(self) -> None:
+        self.folder = self.folder or run_folder(self.config)
+
     @property
     def trained_weights(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def check_questions(self) -> None:
-        """Raises ConfigError if the ranks hold different questions, or too few to validate with."""
+        """Raises ValueError if the ranks hold other questions or too few, or none can be played."""
         world, task, validation = self.world, self.config.task, self.validation_questions
-        training = self.train_questions.questions if self.train_questions else []
+        training = self.stream.questions if self.stream else []
         mine = of_questions(validation, training)
         if world.sum([mine != world.broadcast(mine)]).item() > 0:
             fix = "make it load the same list in each process: sorted(set(...)), not list(set(...))"
@@ -98,26 +99,50 @@ class Run:
         if len(validation) < world.size:
             raise ConfigError([f"{len(validation)} validation questions for {world.size} ranks"])
         self.rests_on["the questions of task.train and task.eval"] = mine
+        if hasattr(self.task, "Environment"):
+            from engine.sampling.environment import check_environment
 
-    def check_progress(self) -> None:
+            check_environment(self.task, self.config, self.policy.tokenizer, validation[0])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps are done, or the model has collapsed and the config says to stop."""
+        training = self.config.training
+        has_collapsed = training.stop_on_collapse and bool(self.state.signs)
+        return self.state.step >= training.num_steps or has_collapsed
+
+    @property
+    def is_evaluation_due(self) -> bool:
+        """Not after a signal, when there may be no time: the resumed run sees what is due."""
+        is_due = self.state.step % self.config.validation.every == 0 or self.is_over
+        return is_due and self.state.evaluated_at < self.state.step and not self.world.should_stop
+
+    @property
+    def is_checkpoint_due(self) -> bool:
+        step = self.state.step
+        is_due = self.is_over or (step > 0 and step % self.config.checkpoint.every == 0)
+        return (is_due or self.world.should_stop) and not self.state.is_saved
+
+    def check_skipped_steps(self) -> None:
         """Raises FloatingPointError if too many steps in a row were skipped."""
         num = self.state.skipped_in_a_row
         if num >= self.config.training.max_skipped_steps:
             fix = f"lower training.learning_rate; the best model is in {self.folder / 'best'}"
             raise FloatingPointError(f"loss or gradient not finite in {num} steps in a row: {fix}")
 
-    def advance(
-        self, metrics: dict[str, float], position: int, *, is_skipped: bool, has_moved: bool
-    ) -> None:
+    def end_step(self, update: Update, metrics: dict[str, float], position: int) -> None:
         """Count a step, also in its metrics; warn of new signs of a collapse.
 
-        `position` is where it ended in the stream of questions.
+        `position` is where it ended in the stream of questions. A step that float16's loss scale
+        has cost is skipped too, but is no sign that the run is broken: the scale is halved.
         """
         state, num_ranks = self.state, self.world.size
+        is_skipped = update.outcome in (Outcome.BROKEN, Outcome.OVERFLOWED)
         state.step, state.position, state.is_saved = state.step + 1, position, False
         state.skipped_steps += is_skipped
-        state.skipped_in_a_row = state.skipped_in_a_row + 1 if is_skipped else 0
-        if has_moved or not is_skipped:
+        if update.outcome is not Outcome.OVERFLOWED:
+            state.skipped_in_a_row = state.skipped_in_a_row + 1 if is_skipped else 0
+        if update.has_moved or not is_skipped:
             state.changed_at = state.step
         num_questions = self.config.questions_per_rank(num_ranks) * num_ranks
         state.recent, means = mean_of_last(state.recent, metrics, num_questions=num_questions)
@@ -130,18 +155,6 @@ class Run:
         for name, sign in state.signs.items():
             if name not in before:
                 self.logger.warning(f"the model may be collapsing: {sign} (mean of the last steps)")
-
-    @property
-    def is_checkpoint_due(self) -> bool:
-        step, every = self.state.step, self.config.checkpoint.every
-        return self.is_over or ((step > 0 or self.state.is_warm) and step % every == 0)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all steps are done, or the model has collapsed and the config says to stop."""
-        training = self.config.training
-        has_collapsed = training.stop_on_collapse and bool(self.state.signs)
-        return self.state.step >= training.num_steps or has_collapsed
 
 
 def summary(run: Run) -> str:

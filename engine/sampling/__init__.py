@@ -1,1 +1,1 @@
-"""Around main.py's drawing: batches, caches, CUDA graphs, tools and environments."""
+"""From logits to completions: drawing, one file a backend, batches, caches, tools, environments."""

@@ -1,74 +1,66 @@
 """Which questions are decoded together: as many as the memory holds."""
 
 import math
-import sys
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from engine.core.types import Completion, SamplingParams, Seed, Tool
-from engine.sampling.vllm import VllmEngine
+from engine.core.types import Completion, PromptBatch, Sampler, SamplingParams
 
 
 def decode_in_batches(
-    model: nn.Module,
-    prompts: list[list[int]],
-    seeds: list[Seed],
+    sampler: Sampler,
+    prompts: PromptBatch,
     params: SamplingParams,
-    *,
-    decode: Callable[..., list[Completion]],
     max_batch_tokens: int | None,
-    on_progress: Callable[[int], None],
-    log: Callable[[str], None],
-    conversations: list[list[Tool]] | None = None,
+    logger: Any,
 ) -> list[list[Completion]]:
     """Sample a group of completions of each prompt: one list per prompt, in their order.
 
-    `decode` is main.py's `decode_grouped` or the like. It gets questions together, longest prompts
-    first, as long as rows * (longest prompt + new tokens) <= `max_batch_tokens`; None is as many as
-    the GPU will hold if they end as early as most do. If they do not, and its memory runs out, they
-    are decoded again in halves: the random numbers are the questions' own. `conversations` are
-    those of a prompt's samples with their environments, which cannot begin again.
+    Questions are decoded together, longest prompts first, as long as rows * (longest prompt + new
+    tokens) <= `max_batch_tokens`; None is as many as the GPU will hold if they end as early as most
+    do. If they do not, and its memory runs out, they are decoded again in halves: the random
+    numbers are the questions' own. Conversations with an environment cannot begin again.
     """
-    groups: list[list[Completion]] = [[] for _ in prompts]
-    by_length = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    most, num_batches = len(prompts), 0
-    while by_length:
-        longest = len(prompts[by_length[0]])
-        fit = max_batch_tokens or tokens_that_fit(model, longest, params)
-        num_rows = fit // (longest + params.max_new_tokens)
-        batch = by_length[: min(most, max(1, num_rows // params.group_size))]
-        rows = [row for i in batch for row in conversations[i]] if conversations else []
-        try:
-            completions = decode(
-                model,
-                [prompts[i] for i in batch],
-                [seeds[i] for i in batch],
-                replace(params, conversations=rows),
-                on_progress=on_progress,
-            )
-        except torch.OutOfMemoryError:
-            if len(batch) == 1 or conversations:
-                raise
-            most = math.ceil(len(batch) / 2)
-            continue
-        by_length, num_batches = by_length[len(batch) :], num_batches + 1
-        for j, i in enumerate(batch):
-            groups[i] = completions[j * params.group_size :][: params.group_size]
-    if num_batches > 1 and model.device.type == "cuda":
-        log(f"{len(prompts)} questions x {params.group_size} samples took {num_batches} batches")
+    token_ids, conversations = prompts.token_ids, prompts.conversations
+    groups: list[list[Completion]] = [[] for _ in token_ids]
+    by_length = sorted(range(len(token_ids)), key=lambda i: -len(token_ids[i]))
+    most, num_batches = len(token_ids), 0
+    with logger.progress(len(token_ids) * params.group_size, "sampling", "seq") as bar:
+        while by_length:
+            longest = len(token_ids[by_length[0]])
+            fit = max_batch_tokens or sampler.tokens_at_once(longest, params)
+            num_rows = fit // (longest + params.max_new_tokens)
+            batch = by_length[: min(most, max(1, num_rows // params.group_size))]
+            rows = [row for i in batch for row in conversations[i]] if conversations else []
+            try:
+                completions = sampler.decode(
+                    [token_ids[i] for i in batch],
+                    [prompts.seeds[i] for i in batch],
+                    replace(params, conversations=rows),
+                    on_progress=bar.update,
+                )
+            except torch.OutOfMemoryError:
+                if len(batch) == 1 or conversations:
+                    raise
+                most = math.ceil(len(batch) / 2)
+                continue
+            by_length, num_batches = by_length[len(batch) :], num_batches + 1
+            for j, i in enumerate(batch):
+                groups[i] = completions[j * params.group_size :][: params.group_size]
+    if num_batches > 1 and torch.cuda.is_available():
+        sampled = f"{len(token_ids)} questions x {params.group_size} samples"
+        logger.once(f"{sampled} took {num_batches} batches")
     return groups
 
 
 def tokens_that_fit(model: nn.Module, longest: int, params: SamplingParams) -> int:
     """How many tokens of prompts and completions fit into the memory now free, decoded at once."""
     device, row_tokens = model.device, longest + params.max_new_tokens
-    if isinstance(model, VllmEngine):  # it lets rows wait by itself
-        return sys.maxsize
     if device.type != "cuda":
         return 131_072
     reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

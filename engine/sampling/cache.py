@@ -37,7 +37,7 @@ class ReservedColumns:
                 if layer in growing:
                     cache.layers[i] = ReservedLayer(layer, column)
 
-    def reserve(self, mask: Tensor, num_columns: int) -> Tensor | dict[str, Tensor]:
+    def visible_mask(self, mask: Tensor, num_columns: int) -> Tensor | dict[str, Tensor]:
         """Let attention see the first `num_columns`; returns the mask for them, from `mask` (B, *).
 
         The last of these columns belongs to the token that is drawn next. Where only some layers

@@ -19,35 +19,33 @@ from transformers import PreTrainedTokenizerFast
 from engine.core.config import Config
 from engine.core.statistics import Clock
 from engine.core.tensors import seeded
-from engine.core.types import SamplingParams, Seed
+from engine.core.types import PromptBatch, SamplingParams, Seed
 from engine.questions import prompts
-from engine.questions.tasks import RewardError
+from engine.questions.messages import assistant_prefix, pose
+from engine.questions.user_file import RewardError
 
 REPLY = "A made-up reply."
 LONGEST_TOKEN = 64  # characters; a reply that cannot fit is cut before it is tokenised
 
 
-def encode_questions(
+def start_conversations(
     task: ModuleType,
     config: Config,
     questions: list[dict],
     seeds: list[Seed],
     params: SamplingParams,
-    tokenizer: PreTrainedTokenizerFast,
-    clock: Clock,
     *,
+    tokenizer: PreTrainedTokenizerFast,
     context: int | None,
     device: torch.device,
-) -> "tuple[list[list[int]], list[list[Conversation]]]":
-    """The prompts and, if the task has an Environment, a conversation for each sample of them.
+    clock: Clock,
+) -> PromptBatch:
+    """The prompts, and a conversation with the task's Environment for each sample of them.
 
     `context` is the number of tokens that the model sees. A group shares one prompt, so RewardError
     if `reset` returns different texts to it, or one that leaves too little room for a completion.
     """
     options = config.task
-    if not hasattr(task, "Environment"):
-        ids = prompts.encode_prompts(questions, task=task, options=options, tokenizer=tokenizer)
-        return ids, []
     turns, max_turns = Turns(tokenizer, task), config.sampling.max_turns
     start = functools.partial(
         Conversation, task, turns, max_turns=max_turns, device=device, clock=clock
@@ -60,7 +58,7 @@ def encode_questions(
             for sample in range(1, params.group_size + 1)
         ]
         texts = {conversation.opening for conversation in group}
-        *others, last = prompts.pose(question, task=task, options=options)
+        *others, last = pose(question, task=task, options=options)
         last = last | {"content": last["content"] + turns.clean(min(texts))}
         prompt_ids += turns.encode(turns.render([*others, last]))
         if len(texts) > 1:
@@ -68,7 +66,7 @@ def encode_questions(
         if len(prompt_ids) > room:
             raise group[0].error("reset", f"made the prompt longer than the {room} tokens of room")
         groups.append(group)
-    return [group[0].prompt_ids for group in groups], groups
+    return PromptBatch([group[0].prompt_ids for group in groups], seeds, groups)
 
 
 @dataclass
@@ -151,9 +149,8 @@ def check_environment(
     task: ModuleType, config: Config, tokenizer: PreTrainedTokenizerFast, question: dict
 ) -> None:
     """Raise ValueError of one line, with the fix, if the task's Environment cannot be played."""
-    if hasattr(task, "Environment"):
-        for problem in problems_of_environment(task, config, tokenizer, question):
-            raise ValueError(f"{task.__file__}: Environment {problem}")
+    for problem in problems_of_environment(task, config, tokenizer, question):
+        raise ValueError(f"{task.__file__}: Environment {problem}")
 
 
 def problems_of_environment(
@@ -162,14 +159,14 @@ def problems_of_environment(
     """The first is the one to mend: what comes later may rest on it."""
     environment, model = task.Environment(), tokenizer.name_or_path
     responds = hasattr(environment, "respond")
-    prompt = prompts.pose(question, task=task, options=config.task)
+    prompt = pose(question, task=task, options=config.task)
     if not hasattr(environment, "reset"):
         yield "has no reset: write def reset(self, **example)"
     if not hasattr(environment, "get_reward") and not hasattr(task, "reward_function"):
         yield "has no get_reward, and the task no reward_function: write one of them"
     if config.sampling.calculator:
         yield "replies alone: write sampling.calculator=null"
-    if isinstance(prompt, str) or prompts.assistant_prefix(prompt):
+    if isinstance(prompt, str) or assistant_prefix(prompt):
         yield "needs generate_prompt to return messages, the last one the user's"
     if prompts.end_of_turn(tokenizer) is None:
         yield f"needs a chat template that ends turns by a special token, which {model} lacks"

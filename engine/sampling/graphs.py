@@ -7,21 +7,38 @@ graph serves one shape only.
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from torch import nn
 
+from engine.core.types import Completion, SamplingParams, Seed
 from engine.sampling.cache import grown_length
+from engine.sampling.draw import draw_uniforms
+from engine.sampling.grouped import DecodeBatch, decode
 
 warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")  # at each start
+STEPS_PER_CHECK = 16  # until ended rows are dropped again: each time makes another shape
+
+
+@torch.no_grad()
+def decode_captured(
+    model: nn.Module,
+    prompts: list[list[int]],
+    seeds: list[Seed],
+    params: SamplingParams,
+    *,
+    on_progress: Callable[[int], None],
+) -> list[Completion]:
+    """What `decode_grouped` does, with its steps replayed."""
+    batch = DecodeBatch(model, prompts, draw_uniforms(seeds, params), params)
+    steps = CapturedSteps(batch)
+    return decode(batch, steps, steps_per_check=STEPS_PER_CHECK, on_progress=on_progress)
 
 
 class CapturedSteps:
-    """The `step` of main.py's DecodeBatch, replayed. Its shapes are few: columns come in leaps."""
+    """The `step` of a DecodeBatch, replayed. Its shapes are few: columns come in leaps."""
 
-    steps_per_check = 16  # until ended rows are dropped again: each time makes another shape
-
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: DecodeBatch) -> None:
         if not batch.reserved.is_possible:
             raise ValueError("the tensors of this cache move, so a step cannot be replayed")
         self.batch = batch

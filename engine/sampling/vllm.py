@@ -1,6 +1,6 @@
-"""vLLM as the sampler: it computes logits, main.py's `sample_tokens` draws from them.
+"""vLLM as the sampler: it computes logits, and draw.py draws from them, as for every backend.
 
-So completions are those of `decode_grouped`, up to rounding. Each rank has an engine in its own
+So completions are those of the other backends, up to rounding. Each rank has an engine in its own
 process and on its own device.
 
 Untried on a GPU. There, from 0.31 on, vLLM would take its second model runner, which refuses our
@@ -9,6 +9,7 @@ logits processor: VLLM_USE_V2_MODEL_RUNNER=0 keeps the first. When vLLM drops th
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -19,25 +20,31 @@ from torch import Tensor, nn
 from engine.core.config import ModelSettings
 from engine.core.distributed import World
 from engine.core.packages import import_package
-from engine.core.tensors import autocast
+from engine.core.tensors import autocast, whole
 from engine.core.types import Completion, SamplingParams, Seed
-from engine.sampling.record import Record
-from engine.update.shards import whole
+from engine.sampling.draw import TokenBuffer, draw_uniforms
 
 KEY = "sampling.backend = vllm"
 
 
 class VllmEngine:
-    """Samples completions of the policy's weights, as main.py's decode functions do."""
+    """Samples completions of the policy's weights: what a LoopSampler does, by vLLM."""
 
     def __init__(
-        self, settings: ModelSettings, world: World, dtype: torch.dtype, memory_gb: float | None
+        self,
+        settings: ModelSettings,
+        model: nn.Module,
+        world: World,
+        dtype: torch.dtype,
+        memory_gb: float | None,
     ) -> None:
-        """An engine with random weights that computes in `dtype`; ValueError if there is none.
+        """An engine that computes in `dtype` with the weights of `model`; `settings` name its base.
 
-        `memory_gb` is for its cache, as the key sampling.vllm_memory_gb says.
+        `memory_gb` is for its cache, as the key sampling.vllm_memory_gb says. Raises ValueError if
+        vLLM is missing, or does not know the model.
         """
         vllm, self.device, self.dtype = import_vllm(world.device), world.device, dtype
+        self.trained = model
         from vllm.v1.sample.logits_processor import LogitsProcessor
 
         if memory_gb is None:
@@ -64,15 +71,16 @@ class VllmEngine:
         except Exception as error:  # whatever vLLM raises for a model that it does not know
             problem = f"vLLM cannot sample {settings.name}: {' '.join(str(error).split())}"
             raise ValueError(f"{KEY}: {problem}; write grouped") from error
+        self.refresh()
 
-    def eval(self) -> "VllmEngine":
-        """As for a model: here there is nothing to switch."""
-        return self
+    def tokens_at_once(self, longest: int, params: SamplingParams) -> int:
+        """vLLM lets rows wait by itself."""
+        return sys.maxsize
 
     @torch.no_grad()
-    def load_weights(self, model: nn.Module) -> None:
-        """Give vLLM the model's weights, in place; what it has cached was made of older ones."""
-        weights = checkpoint_weights(model, self.dtype)
+    def refresh(self) -> None:
+        """Give vLLM the trained weights, in place; what it has cached was made of older ones."""
+        weights = checkpoint_weights(self.trained, self.dtype)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.llm.reset_prefix_cache()
 
@@ -91,16 +99,11 @@ class VllmEngine:
         params: SamplingParams,
         *,
         on_progress: Callable[[int], None],
-        rules: tuple[Callable[..., Any], ...],
     ) -> list[Completion]:
-        """Sample a group of completions of each prompt; called as main.py's decode functions are.
-
-        `rules` are main.py's draw_uniforms, sample_tokens and write.
-        """
-        draw_uniforms, self.sample_tokens, self.write = rules
+        """Sample a group of completions of each prompt: N * G of them, question by question."""
         self.prompts, self.uniforms = prompts, draw_uniforms(seeds, params).to(self.device)
-        self.record = record = Record(len(self.uniforms), params, self.device)
-        self.active = record.active.clone()  # (B,), False once a row has ended
+        self.drawn = drawn = TokenBuffer(len(self.uniforms), params, self.device)
+        self.active = drawn.active.clone()  # (B,), False once a row has ended
         longest, room = max(map(len, prompts)), self.llm.model_config.max_model_len
         if longest + params.max_new_tokens > room:
             raise ValueError(f"{KEY}: its cache holds {room} tokens: raise sampling.vllm_memory_gb")
@@ -111,42 +114,42 @@ class VllmEngine:
                 outputs = self.llm.llm_engine.step()
                 rows = [int(output.request_id) for output in outputs if output.finished]
                 on_progress(sum(not self.go_on(row) for row in rows))
-        record.rows = torch.arange(len(self.active), device=self.device)
-        record.active = self.active
-        return record.completions()
+        drawn.rows = torch.arange(len(self.active), device=self.device)
+        drawn.active = self.active
+        return drawn.completions()
 
     def add_request(self, row: int) -> None:
         """Let vLLM go on with a row, up to its end or to where it asks its tool."""
-        params, length = self.record.params, int(self.record.lengths[row])
+        params, length = self.drawn.params, int(self.drawn.lengths[row])
         request = self.make_request(
             temperature=0,  # of the logits that `draw` leaves, one is finite
             max_tokens=params.max_new_tokens - length,
-            stop_token_ids=sorted({*params.eos_ids, *self.record.asking_ids.tolist()}),
+            stop_token_ids=sorted({*params.eos_ids, *self.drawn.asking_ids.tolist()}),
             ignore_eos=True,  # the model's own; ours are among those
             detokenize=False,
             extra_args={"row": row, "start": length},
         )
-        ids = self.prompts[row // params.group_size] + self.record.tokens[row, :length].tolist()
+        ids = self.prompts[row // params.group_size] + self.drawn.tokens[row, :length].tolist()
         self.llm.llm_engine.add_request(str(row), {"prompt_token_ids": ids}, request)
 
     def go_on(self, row: int) -> bool:
         """After a row's request: whether it goes on, behind what its tool may have written."""
-        record, nothing = self.record, torch.zeros(1, device=self.device)
-        self.select([row], [int(record.lengths[row])])
-        record.insert_replies(record.tokens[row, record.t - 1])
-        inserts = record.inserts[row].tolist()
-        while (t := int(record.t)) < len(inserts) and inserts[t] >= 0:
-            self.write(record, nothing.long(), nothing, nothing)
-        self.active[row] = record.active[0]
-        if goes_on := bool(record.active[0]) and t < len(inserts):
+        drawn, nothing = self.drawn, torch.zeros(1, device=self.device)
+        self.select([row], [int(drawn.lengths[row])])
+        drawn.ask_tools(drawn.tokens[row, drawn.t - 1])
+        written = drawn.tool_tokens[row].tolist()
+        while (t := int(drawn.t)) < len(written) and written[t] >= 0:
+            drawn.append(nothing.long(), nothing, nothing)
+        self.active[row] = drawn.active[0]
+        if goes_on := bool(drawn.active[0]) and t < len(written):
             self.add_request(row)
         return goes_on
 
     def select(self, rows: list[int], columns: list[int]) -> None:
-        """Let what the record gets next be the tokens of these rows at these columns."""
-        record, index = self.record, torch.tensor(rows, device=self.device)
-        record.rows, record.t = index, torch.tensor(columns, device=self.device)
-        record.active, record.lengths[index] = self.active[index], record.t
+        """Let what is drawn next be the tokens of these rows at these columns."""
+        drawn, index = self.drawn, torch.tensor(rows, device=self.device)
+        drawn.rows, drawn.t = index, torch.tensor(columns, device=self.device)
+        drawn.active, drawn.lengths[index] = self.active[index], drawn.t
 
     def draw(self, logits: Tensor, rows: list[int], columns: list[int]) -> Tensor:
         """Draw and record a token of each row; of the logits (b, V) all others become -inf.
@@ -155,10 +158,9 @@ class VllmEngine:
         """
         self.active[rows] = True
         self.select(rows, columns)
-        uniforms = self.uniforms[self.record.rows, self.record.t]
-        drawn = self.sample_tokens(logits, uniforms, self.record.params)
-        tokens = self.write(self.record, *drawn)
-        self.active[rows] = self.record.active
+        uniforms = self.uniforms[self.drawn.rows, self.drawn.t]
+        tokens = self.drawn.draw(logits, uniforms)
+        self.active[rows] = self.drawn.active
         return torch.full_like(logits, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
 

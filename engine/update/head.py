@@ -26,25 +26,22 @@ CPU_BLOCK_BYTES, GPU_BLOCK_BYTES = 2**23, 2**26
 KEPT_BYTES = 2**29  # of logits kept for the backward pass; the others are computed twice
 
 
-def score_in_blocks(
-    model: nn.Module,
-    input_ids: Tensor,
-    mask: Tensor,
-    compute_dtype: torch.dtype,
-    temperature: float,
-) -> Tensor:
-    """What main.py's CompletionScorer computes, (B, S), by the chunked head.
+class ChunkedScorer(nn.Module):
+    """What main.py's CompletionScorer computes, by the chunked head."""
 
-    input_ids (B, S); log-probabilities of the tokens where `mask` (B, S) is True, else 0.
-    """
-    mask, token_ids = mask[:, 1:], input_ids[:, 1:]  # nothing predicts the first column
-    with autocast(input_ids.device, compute_dtype, keeps_casts=False):
-        hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-    hidden = hidden[:, :-1][mask].to(compute_dtype)  # (M, H)
-    log_probs = head_log_probs(
-        hidden, model.get_output_embeddings(), token_ids[mask], temperature=temperature
-    )
-    return F.pad(log_probs.new_zeros(mask.shape).masked_scatter(mask, log_probs), (1, 0))
+    def __init__(self, model: nn.Module, compute_dtype: torch.dtype):
+        super().__init__()
+        self.model, self.compute_dtype = model, compute_dtype
+
+    def forward(self, input_ids: Tensor, mask: Tensor, *, temperature: float) -> Tensor:
+        """Log-probabilities (B, S) of tokens input_ids (B, S) where the mask is True, else 0."""
+        mask, token_ids = mask[:, 1:], input_ids[:, 1:]  # nothing predicts the first column
+        with autocast(input_ids.device, self.compute_dtype, cache_casts=False):
+            output = self.model.base_model(input_ids=input_ids, use_cache=False)
+        hidden = output.last_hidden_state[:, :-1][mask].to(self.compute_dtype)  # (M, H)
+        head = self.model.get_output_embeddings()
+        log_probs = head_log_probs(hidden, head, token_ids[mask], temperature=temperature)
+        return F.pad(log_probs.new_zeros(mask.shape).masked_scatter(mask, log_probs), (1, 0))
 
 
 def head_log_probs(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.core.config import TrainingSettings
 from engine.core.types import MicroBatch, Trajectory
-from engine.questions.tasks import RewardError
+from engine.questions.user_file import RewardError
 
 KL_LOG_RATIO_LIMIT = 10.0  # its exponential is 22,026; an unlimited one overflows
 
@@ -146,23 +146,17 @@ def truncated_importance(log_probs: Tensor, sampler_log_probs: Tensor, *, clip: 
     return (log_probs - sampler_log_probs).exp().clamp(max=clip)
 
 
-def over_mean(advantages: Tensor, rewards: Tensor) -> Tensor:
+def over_mean(advantages: Tensor, rewards: Tensor, groups: list[list[Trajectory]]) -> Tensor:
     """(reward - mean) / mean of each group (N, G): the rarer a right answer, the more it counts.
 
     MaxRL (arXiv:2602.02710), for rewards of 0 and 1; `advantages` are reward - mean. A group whose
-    mean is 0 has advantage 0.
-    """
-    mean = rewards.mean(dim=1, keepdim=True)  # (N, 1)
-    return advantages / mean.where(mean > 0, 1.0)
-
-
-def check_not_negative(groups: list[list[Trajectory]]) -> None:
-    """Raises RewardError for a reward below 0, which `over_mean` is not made for.
-
-    As no weight is negative there (`impossible` in engine/core/config.py), one of its parts is.
+    mean is 0 has advantage 0. Raises RewardError for a reward below 0: as no weight is negative
+    there (`impossible` in engine/core/config.py), one of its parts is.
     """
     for trajectory in (t for group in groups for t in group if t.reward < 0):
         name, value = min(trajectory.reward_parts.items(), key=lambda part: part[1])
         fix = "write mean, or let the task pay 0 at least"
         problem = f"it divides by rewards of 0 and more, but part {name} was {value:g}"
         raise RewardError(f"training.advantage = over_mean: {problem}; {fix}")
+    mean = rewards.mean(dim=1, keepdim=True)  # (N, 1)
+    return advantages / mean.where(mean > 0, 1.0)

@@ -1,7 +1,6 @@
-"""The optimizer, its learning rate, and the loss scale of float16."""
+"""The optimizer and its learning rate."""
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -45,7 +44,8 @@ def make_optimizer(model: nn.Module, training: TrainingSettings) -> torch.optim.
     if matrices:
         group = {"params": matrices, "lr_scale": training.muon_learning_rate / rate}
         optimizer = Together(optimizer, torch.optim.Muon([group], weight_decay=decay))
-    set_learning_rate(optimizer, rate)
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_scale"]
     return optimizer
 
 
@@ -91,39 +91,15 @@ def learning_rate_at(step: int, training: TrainingSettings) -> float:
     return training.learning_rate * decay
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, step: int, training: TrainingSettings
+) -> None:
+    """Set the learning rate of each group for this step."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate * group["lr_scale"]
+        group["lr"] = learning_rate_at(step, training) * group["lr_scale"]
 
 
-class LossScale(torch.amp.GradScaler):
-    """A factor of the loss, and so of the gradients, in float16, whose range is 6e-8 to 65,504.
-
-    It is doubled after 100 updates, and halved if a gradient overflows: it stays a power of 2.
-    """
-
-    is_too_high = False  # at the last try
-
-    def tries(self, num_updates: int) -> Iterator[None]:
-        """Yield once for each update, and again after a try that `was_too_high`."""
-        while num_updates > 0:
-            yield
-            num_updates -= not self.is_too_high
-
-    def was_too_high(self, loss: float, grad_norm: float) -> bool:
-        """Halve the scale if the gradient overflowed; True if its update should begin again.
-
-        Both numbers are of all ranks, so that all do the same. If the loss is not finite, or the
-        gradient at scale 1, the scale is not to blame: the next step begins with the first one.
-        """
-        if math.isfinite(loss) and math.isfinite(grad_norm):
-            self.update()  # counts this update
-            self.is_too_high = False
-        else:
-            self.is_too_high = math.isfinite(loss) and self.get_scale() > 1
-            self.update(self.get_scale() / 2 if self.is_too_high else 2.0**16)
-        return self.is_too_high
-
-    def read(self) -> dict[str, float]:
-        """train/loss_scale, with which the next update begins; nothing where the scale is off."""
-        return {"train/loss_scale": self.get_scale()} if self.is_enabled() else {}
+def learning_rate_of(optimizer: torch.optim.Optimizer) -> float:
+    """The rate that was set last, as it is for groups whose `lr_scale` is 1."""
+    group = optimizer.param_groups[0]
+    return group["lr"] / group["lr_scale"]

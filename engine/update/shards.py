@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from engine.core.distributed import World
 from engine.core.files import sync
+from engine.core.tensors import whole
 from engine.core.types import MicroBatch
 
 PART = "part-{:05d}.safetensors"  # a rank's file in a checkpoint
@@ -36,19 +37,19 @@ PART = "part-{:05d}.safetensors"  # a rank's file in a checkpoint
 # Training
 
 
-def shard_scorer(scorer: nn.Module, world: World, *, keeps_root: bool) -> nn.Module:
+def shard_scorer(scorer: nn.Module, world: World, *, reshard_after_forward: bool) -> nn.Module:
     """Cut a CompletionScorer's weights in place, and put this rank's parts on its device.
 
-    Each block gathers its own weights, the scorer all others: embeddings, last norm and head. With
-    `keeps_root` these stay gathered until the backward pass has ended; a reference, which has none,
-    frees them after its forward pass.
+    Each block gathers its own weights, the scorer all others: embeddings, last norm and head. These
+    stay gathered until the backward pass has ended, or only until the forward pass has with
+    `reshard_after_forward`, for a reference, which has no backward pass.
     """
     if not dist.is_initialized():  # there is one rank, which gathers from itself
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh(world.device.type, (world.size,))
     for block in blocks_of(scorer):
         fully_shard(block, mesh=mesh)
-    return fully_shard(scorer, mesh=mesh, reshard_after_forward=not keeps_root)
+    return fully_shard(scorer, mesh=mesh, reshard_after_forward=reshard_after_forward)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -63,16 +64,13 @@ def count_weights(module: nn.Module) -> int:
 
 def equal_passes(micro_batches: list[MicroBatch], world: World) -> list[MicroBatch]:
     """Add micro-batches of weight 0 until this rank has as many as the rank with the most."""
+    if not micro_batches:  # on all ranks
+        return []
     counts = world.gather_rows([[len(micro_batches)]], shape=(world.size, 1))
     first, num_missing = micro_batches[0], int(counts.max()) - len(micro_batches)
     weights = torch.zeros_like(first.token_weights)
     nothing = [replace(first, trajectories=[], token_weights=weights) for _ in range(num_missing)]
     return micro_batches + nothing
-
-
-def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor that is cut into parts, gathered in the dtype; any other tensor as it is."""
-    return tensor.to(dtype).full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

@@ -14,17 +14,23 @@ from engine.core.config import (
     Config,
     ConfigError,
     TaskSettings,
-    check_same_run,
     check_world,
     differences,
     dotted_values,
     explained,
-    run_name,
 )
 from engine.core.packages import import_package
 from engine.core.text import Loader, show, to_yaml
 from engine.questions.tasks import built_in_tasks, load_task, schema
-from engine.run.config_file import RECIPES, WORDS, dump, load_config, parse_yaml
+from engine.run.config_file import (
+    NAMES_ELSEWHERE,
+    RATE_RECIPES,
+    dump,
+    load_config,
+    parse_yaml,
+)
+from engine.run.fingerprint import check_same_run
+from engine.run.folder import run_name
 from tools import chat
 from tools.write_config import write_config
 
@@ -468,7 +474,7 @@ SIXTEEN = "training.num_samples_per_step_global=16"
 
 @pytest.mark.parametrize(
     ("num_epochs", "num_questions", "num_ranks", "num_steps"),
-    [(1, 7_473, 1, 467), (1, 7_473, 2, 467), (3, 7_473, 1, 1_401), (0.5, 64, 2, 2), (1, 16, 1, 1)],
+    [(1, 7_473, 1, 467), (1, 7_473, 2, 467), (3, 7_473, 1, 1_401), (0.5, 64, 2, 2), (1, 31, 1, 1)],
 )
 def test_epochs_become_steps_rounded_down(num_epochs, num_questions, num_ranks, num_steps):
     """16 questions a step; 7,473 of them make nanochat's 467 steps."""
@@ -508,12 +514,12 @@ def test_an_override_to_another_task_leaves_the_files_options_of_its_own_task(tm
 def test_the_words_of_others_are_those_of_the_page_and_each_names_a_key():
     rows = re.findall(r"^\| `([\w.]+)` \| (`.*`) \|", COMPARISON.read_text(), re.MULTILINE)
     assert {key: words.strip("`").split("`, `") for key, words in rows} == {
-        key: words.split() for key, words in WORDS.items()
+        key: words.split() for key, words in NAMES_ELSEWHERE.items()
     }
     for name in load_task("countdown"), load_task("gsm8k"):
         known = {*dotted_values(schema(name)())}
-        assert known.issuperset(WORDS), name
-    words = [word for theirs in WORDS.values() for word in theirs.split()]
+        assert known.issuperset(NAMES_ELSEWHERE), name
+    words = [word for theirs in NAMES_ELSEWHERE.values() for word in theirs.split()]
     assert len({*words}) == len(words)
     for word in words:
         assert f", {word} is " in line_of(f"{word}=1")
@@ -529,7 +535,7 @@ def test_pass_k_follows_best_of_n():
 def test_tinys_learning_rate_is_refused_for_other_models(tmp_path, monkeypatch):
     """Bug: SmolLM2 at tiny's rate, which nobody had given, had no gradient after four steps."""
     assert "--config" not in (line := line_of("model.name=a/b"))
-    for recipe in RECIPES:
+    for recipe in RATE_RECIPES:
         rate = yaml.safe_load((ROOT / recipe).read_text())["training"]["learning_rate"]
         assert f"{rate:g} ({recipe})" in line
     monkeypatch.chdir(ROOT)
@@ -548,7 +554,7 @@ def test_tinys_learning_rate_is_refused_for_other_models(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("model", ["best", "checkpoints/step-000010", "merged"])
 def test_what_a_run_has_made_at_tinys_rate_may_be_trained_at_it(tmp_path, model):
-    (tmp_path / "x/checkpoints").mkdir(parents=True)
+    (tmp_path / "x" / model).mkdir(parents=True)
     (tmp_path / "x/metrics.jsonl").touch()
     name = f"model.name={tmp_path / 'x' / model}"
     for rate in (RATE, "training.learning_rate=1e-3"):
@@ -565,11 +571,12 @@ def test_a_run_goes_on_with_other_keys_than_those_that_shape_what_it_learns():
     free += ["logging.samples=0", "training.stop_on_collapse=true", "validation.pass_k=[1]"]
     for length in ("training.num_epochs=7", "training.num_steps=7"):
         assert check_same_run(saved, load("model.name=a", RATE, length, *free)) == []
-    fix = "restore it to continue countdown-b-grpo-s0, or set run.name for another run"
-    other = load("model.name=b", RATE, "task.max_target=98")
+    fix = "restore it to continue countdown-b-grpo-s1, or set run.name for another run"
+    other = load("model.name=b", RATE, "task.max_target=98", "training.seed=1")
     assert lines_raised(check_same_run, saved, other) == [
         f"model.name = b, but the run was started with a: {fix}",
         f"task.max_target = 98, but the run was started with 99: {fix}",
+        f"training.seed = 1, but the run was started with 0: {fix}",
     ]
 
 
@@ -593,6 +600,20 @@ def test_a_config_with_the_export_section_names_the_command_and_can_still_be_eva
     assert load(file, "mode=evaluate") == load("training.seed=3", "mode=evaluate")
     asked = chat.read_arguments([str(tmp_path), file])
     assert chat.chat_config(asked).training.seed == 3
+
+
+NO_WARM_START = "\nwarm_start: {data: null, num_steps: 50, only_solved: false}\n"
+
+
+def test_a_config_with_a_warm_start_names_the_command_and_can_still_be_evaluated(tmp_path):
+    """Every run wrote that section into its config.yaml while it had keys; few asked for it."""
+    written = dump(load("training.seed=3")) + NO_WARM_START
+    assert load(file_with(tmp_path, written)) == load("training.seed=3")
+    file = file_with(tmp_path, written.replace("data: null", "data: a/b.jsonl"))
+    line = "warm_start: it is a command now: python -m tools.imitate MODEL a/b.jsonl, then "
+    for arguments in ([file], [file, "mode=train"], ["warm_start.data=a/b.jsonl"]):
+        assert line_of(*arguments).startswith(line)
+    assert load(file, "mode=evaluate") == load("training.seed=3", "mode=evaluate")
 
 
 PACKAGES = ["peft", "bitsandbytes", "math-verify", "matplotlib", "reasoning-gym", "vllm"]
@@ -624,6 +645,20 @@ def test_a_missing_package_is_named_with_what_installs_it(package, monkeypatch):
 )
 def test_the_name_of_a_run_tells_runs_apart(overrides, name):
     assert run_name(load(*overrides, RATE)) == name
+
+
+@pytest.mark.parametrize("model", ["best", "merged", "checkpoints/step-000010", "checkpoints/last"])
+def test_a_run_that_goes_on_from_a_runs_model_is_named_after_that_run(tmp_path, model):
+    """Bug: all were named after `best`, so the second of two was refused as another run."""
+    for name in ("x", "y"):
+        (tmp_path / f"disk/{name}/best").mkdir(parents=True)  # best/ is a link to another disk
+        (tmp_path / f"{name}/checkpoints/step-000010").mkdir(parents=True)
+        (tmp_path / f"{name}/checkpoints/last").symlink_to("step-000010")
+        (tmp_path / f"{name}/merged").mkdir()
+        (tmp_path / f"{name}/best").symlink_to(tmp_path / f"disk/{name}/best")
+        (tmp_path / f"{name}/metrics.jsonl").touch()
+        config = load(f"model.name={tmp_path / name / model}", RATE)
+        assert run_name(config) == f"countdown-{name}-grpo-s0"
 
 
 def test_each_key_that_differs_from_its_default_is_listed_with_both_values():

@@ -1,23 +1,120 @@
-"""Which module may import which."""
+"""Which module may import which, and what a run loads."""
 
 import ast
+import copy
+import json
+import os
+import subprocess
+import sys
 
-from harness import ROOT
+from harness import ENVIRONMENT, ROOT, save_random, tokens_of
+from transformers import GPT2Config, GPT2LMHeadModel
 
 ROOMS = ("run", "report", "model", "sampling", "update", "questions", "core")
 
 
 def test_imports_of_engine_run_down():
-    """None from a lower room to a higher one, none to the program, its tasks and its tools."""
+    """None from a lower room to a higher one, none to the program, its logger, tasks and tools."""
     assert {path.name for path in (ROOT / "engine").iterdir() if path.is_dir()} - {
         "__pycache__"
     } == set(ROOMS)
     for path in ROOT.glob("engine/*/*.py"):
         higher = ROOMS[: ROOMS.index(path.parent.name)]
-        for node in ast.walk(ast.parse(path.read_text())):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            modules += [node.module] if isinstance(node, ast.ImportFrom) else []
-            for module in modules:
-                first, second, *_ = [*module.split("."), ""]
-                assert first not in ("main", "tasks", "tools", "countdown"), path
-                assert first != "engine" or second not in higher, f"{path}: {module}"
+        for module in imported(path):
+            first, second, *_ = [*module.split("."), ""]
+            assert first not in ("main", "logger", "tasks", "tools", "countdown"), path
+            assert first != "engine" or second not in higher, f"{path}: {module}"
+
+
+def test_no_two_modules_import_each_other():
+    """A circle holds no matter where an import stands: within a function it is hidden only."""
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for folder in ("engine", "tasks", "tools", ".")
+        for path in ROOT.glob(f"{folder}/**/*.py" if folder == "engine" else f"{folder}/*.py")
+    }
+    after = {name: {m for m in imported(path) if m in files} for name, path in files.items()}
+    while leaves := [name for name in after if not after[name] & after.keys()]:
+        for name in leaves:
+            del after[name]
+    assert not after, f"in or before a circle: {sorted(after)}"
+
+
+def imported(path) -> list[str]:
+    """The modules that a file imports anywhere, by their full names."""
+    modules = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return modules
+
+
+# What is off is not loaded
+
+OPTIONAL = {"vllm", "peft", "bitsandbytes", "datasets", "mlflow", "wandb", "pandas"}
+OPTIONAL |= {"engine.sampling.vllm", "engine.sampling.graphs", "engine.sampling.environment"}
+OPTIONAL |= {"engine.sampling.calculator", "engine.model.adapters", "engine.update.shards"}
+OPTIONAL |= {"engine.update.head", "engine.update.losses", "engine.report.boards"}
+OPTIONAL |= {"engine.questions.reward_functions", "tasks.guess", "tasks.gsm8k"}
+
+# In this order, in one process: what each run loads of these that no run before it has loaded
+RUNS = {
+    "the default": ([], set()),
+    "another advantage": (["training.advantage=over_mean"], {"engine.update.losses"}),
+    "a calculator": (["sampling.calculator=gsm8k"], {"engine.sampling.calculator"}),
+    "a large vocabulary": (["training.micro_batch_tokens=500000"], {"engine.update.head"}),
+    "an environment": (
+        ["task.name=guess", "task.reward_weights={answer: 1.0}"],
+        {"engine.sampling.environment", "tasks.guess"},
+    ),
+    "an adapter": (["model.lora.r=2"], {"peft", "bitsandbytes", "engine.model.adapters"}),  # peft's
+    "shards": (["model.shard=true"], {"engine.update.shards"}),
+}
+TURNS = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+PROGRAM = """
+import json, sys
+import main
+
+found, before = {}, set()
+for name, arguments in json.loads(sys.argv[1]).items():
+    run = main.build_run(main.load_config(arguments))
+    main.begin(run)
+    assert main.run_training(run) == 0
+    loaded = set(json.loads(sys.argv[2])) & sys.modules.keys()
+    found[name] = sorted(loaded - before)
+    before |= loaded
+print("\\n" + json.dumps(found))
+"""
+
+
+def test_a_feature_that_is_off_is_not_loaded(tmp_path, rotary_model_folder, tokenizer):
+    chatty = copy.deepcopy(tokenizer)
+    chatty.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    chatty.chat_template = TURNS
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=4, **tokens_of(chatty))
+    chat = save_random(GPT2LMHeadModel, config, chatty, tmp_path / "chat")
+    sizes = ["training.num_steps=1", "training.num_samples_per_step=1", "validation.best_of_n=1"]
+    sizes += ["training.k_best_of_n=[2,2]", "training.max_new_gen_tokens=8"]
+    sizes += ["validation.num_examples=1", f"run.dir={tmp_path}", "training.learning_rate=1e-4"]
+    arguments = {
+        name: [
+            f"--config={os.devnull}",
+            *sizes,
+            f"run.name=run{i}",
+            f"model.name={chat if name == 'an environment' else rotary_model_folder}",
+            *overrides,
+        ]
+        for i, (name, (overrides, _)) in enumerate(RUNS.items())
+    }
+    command = [sys.executable, "-c", PROGRAM, json.dumps(arguments), json.dumps(sorted(OPTIONAL))]
+    result = subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=200
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = json.loads(result.stdout.rstrip().split("\n")[-1])
+    assert found == {name: sorted(own) for name, (_, own) in RUNS.items()}

@@ -7,7 +7,7 @@ import harness
 import pytest
 import torch
 from graphs import Graph, install_graphs
-from harness import ROOT, make_policy, sample, save_random, tokens_of
+from harness import ROOT, loop_of, make_policy, sample, save_random, tokens_of
 from reference import score
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -16,7 +16,9 @@ from engine.core.tensors import left_pad
 from engine.model.policy import Policy
 from engine.model.probes import supports_grouped
 from engine.sampling.batches import kept_bytes
-from main import DecodeBatch
+from engine.sampling.graphs import CapturedSteps
+from engine.update.head import ChunkedScorer
+from main import CompletionScorer
 
 PROMPTS = [[5, 9, 30], [40, 41, 42, 43, 44, 45, 46, 47, 48], [7], [60, 5, 61, 5, 62]]
 NUM_TOKENS = 12
@@ -106,14 +108,14 @@ def test_a_token_scores_as_it_was_sampled_and_as_its_row_alone(family, monkeypat
     Rows end after some tokens, so that others move up in the batch. Logits are made both ways.
     """
     _, folder, overrides = family
-    monkeypatch.setattr("engine.run.load.MAX_LOGITS_BYTES", 0)
+    monkeypatch.setattr("engine.model.policy.MAX_LOGITS_BYTES", 0)
     policy = make_policy(folder, *overrides)
     ends = tuple(range(0, 345, 20))
     groups = sample(policy, PROMPTS, num_samples=4, max_new_tokens=NUM_TOKENS, eos_ids=ends)
     prompts = [prompt for prompt in PROMPTS for _ in range(4)]
     completions = [completion for group in groups for completion in group]
     scored, _ = score(policy, prompts, [c.token_ids for c in completions])
-    policy.scorer.in_blocks = False
+    policy.scorer = CompletionScorer(policy.model, policy.compute_dtype)
     at_once, _ = score(policy, prompts, [c.token_ids for c in completions])
     assert len({len(c.token_ids) for c in completions}) > 2
     for prompt, completion, *rows in zip(prompts, completions, scored, at_once, strict=True):
@@ -129,12 +131,12 @@ def test_the_readme_says_what_a_family_can_do(family, monkeypatch):
     """Its row: fast path, captured, chunked head, LoRA, 4 bits."""
     name, folder, overrides = family
     install_graphs(monkeypatch)
-    monkeypatch.setattr("engine.run.load.MAX_LOGITS_BYTES", 0)  # the head is tried in blocks
+    monkeypatch.setattr("engine.model.policy.MAX_LOGITS_BYTES", 0)  # the head is tried in blocks
     policy = make_policy(folder, *overrides)
     can = [
-        policy.backend == "grouped",
-        supports_grouped(policy.sampler, DecodeBatch, capture=True),
-        policy.scorer.in_blocks,
+        loop_of(policy) == "grouped",
+        supports_grouped(policy.sampler.model, CapturedSteps),
+        isinstance(policy.scorer, ChunkedScorer),
         adapter_learns(make_policy(folder, *overrides, ADAPTER)),
         adapter_learns(make_policy(folder, *overrides, ADAPTER, "model.load_in_4bit=true")),
     ]
@@ -175,7 +177,7 @@ def test_of_models_that_see_the_text_part_is_trained(tokenizer, tmp_path, model_
     policy = make_policy(folder)
     ids = torch.tensor([PROMPTS[1]])
     torch.testing.assert_close(policy.model(input_ids=ids).logits, whole(input_ids=ids).logits)
-    assert policy.backend == "grouped"
+    assert loop_of(policy) == "grouped"
     assert not any("vision" in name for name, _ in policy.model.named_parameters())
 
 
@@ -199,7 +201,7 @@ def test_the_estimate_counts_the_layers_that_keep_something(family):
     torch 2.13 compiles a kernel for that, and without a C compiler the run ended.
     """
     name, folder, overrides = family
-    model, seen = make_policy(folder, *overrides).sampler, []
+    model, seen = make_policy(folder, *overrides).sampler.model, []
     model.register_forward_pre_hook(lambda _, args, named: seen.append(named), with_kwargs=True)
     assert kept_bytes(model) == BYTES.get(name, OTHER)
     assert seen[0]["input_ids"].shape[1] > 1
@@ -211,9 +213,9 @@ def test_an_evaluation_in_bf16_draws_what_training_drew_bit_for_bit(family):
     drawn = []
     for mode in ("train", "evaluate"):
         policy = make_policy(folder, *overrides, "model.compute_dtype=bfloat16", f"mode={mode}")
-        with policy.autocast():
+        with policy.sampler.autocast():
             groups = sample(policy, PROMPTS, num_samples=4, max_new_tokens=NUM_TOKENS, eos_ids=())
         drawn.append([(c.token_ids, c.log_probs.tolist()) for group in groups for c in group])
-    assert policy.sampler is policy.model and policy.model.dtype == torch.bfloat16
+    assert policy.sampler.model is policy.model and policy.model.dtype == torch.bfloat16
     # Falcon-H1 rounds its multipliers, a buffer, to the dtype that it is loaded in (docs/models.md)
     assert drawn[0] == drawn[1] or name == "Falcon-H1"

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 from harness import (
+    CPU,
     NUMBERS,
-    alone,
     by_text,
     change_json,
     grade_by_text,
@@ -168,7 +168,7 @@ def sample_and_check(policy: Policy, *, num_samples: int) -> list[Completion]:
     completions = [completion for group in groups for completion in group]
     rows = [main.Trajectory([5] * (3 + i % 4), c, "", {}, 0.0) for i, c in enumerate(completions)]
     training = make_config().training
-    batch = main.make_micro_batch(rows, training, alone(), num_rows=len(rows), num_tokens=1)
+    batch = main.make_micro_batch(rows, training, CPU, num_rows=len(rows), num_tokens=1)
     for row, ids, mask, weights in zip(
         rows, batch.input_ids, batch.completion_mask, batch.token_weights, strict=True
     ):
@@ -399,7 +399,7 @@ def test_a_model_that_goes_nan_ends_the_run_and_the_last_good_checkpoint_is_kept
     model = make_answering()
     overrides = [f"checkpoint.keep={keep}", "validation.every=100"]
     overrides += ["training.max_skipped_steps=3", "training.num_steps=20"]
-    monkeypatch.setattr(main, "learning_rate_at", learning_rate_until(3, rate))
+    monkeypatch.setattr("engine.update.optimizer.learning_rate_at", learning_rate_until(3, rate))
     with pytest.raises(FloatingPointError, match=r"3 steps in a row.*training\.learning_rate"):
         train(model, *overrides, by_text=True)
     run = tmp_path / "runs/x"
@@ -413,7 +413,9 @@ def test_a_model_that_goes_nan_ends_the_run_and_the_last_good_checkpoint_is_kept
     assert weights_of(checkpoints / "last").isfinite().all()
     if rate == 1e30:
         assert (checkpoints / "last").resolve().name == "step-000003"
-        monkeypatch.setattr(main, "learning_rate_at", learning_rate_until(20, rate))
+        monkeypatch.setattr(
+            "engine.update.optimizer.learning_rate_at", learning_rate_until(20, rate)
+        )
         overrides += ["training.num_steps=4"]  # it can go on from there
         run, output = train(model, *overrides, by_text=True)
         assert "resumed after step 3" in output
@@ -422,13 +424,13 @@ def test_a_model_that_goes_nan_ends_the_run_and_the_last_good_checkpoint_is_kept
 
 def test_a_single_skipped_step_costs_no_checkpoint(make_answering, train, monkeypatch):
     """The weights from before it are saved at the next occasion, skipped or not."""
-    accumulate_gradient, steps = main.accumulate_gradient, itertools.count(1)
+    micro_batch_loss, steps = main.micro_batch_loss, itertools.count(1)
 
     def fails_in_step_four(*arguments):
-        loss = accumulate_gradient(*arguments)
-        return math.nan if next(steps) == 4 else loss
+        loss = micro_batch_loss(*arguments)
+        return math.nan * loss if next(steps) == 4 else loss
 
-    monkeypatch.setattr(main, "accumulate_gradient", fails_in_step_four)
+    monkeypatch.setattr(main, "micro_batch_loss", fails_in_step_four)
     overrides = ["checkpoint.every=2", "training.num_steps=4", "validation.every=100"]
     overrides += ["training.micro_batch_tokens=10000"]  # one micro-batch a step
     run, _ = train(make_answering(), *overrides, by_text=True)
@@ -445,7 +447,7 @@ def test_noise_from_a_broken_model_solves_nothing_and_is_never_the_best(
     """Bug: logits of NaN are sampled as if all were 0; by luck that solved more than the model did,
     and best/ was overwritten by weights that are not finite."""
     model = make_model(dict.fromkeys(answers, NEVER) | {list(answers)[-1]: 0.7})
-    monkeypatch.setattr(main, "learning_rate_at", lambda step, training: 1e30)
+    monkeypatch.setattr("engine.update.optimizer.learning_rate_at", lambda step, training: 1e30)
     overrides = ["validation.best_of_n=64", "validation.every=1", "training.k_best_of_n=[32,32]"]
     run, _ = train(model, *overrides, status=1)  # there was nothing to save at the end
     first, *rows = rows_of(run)

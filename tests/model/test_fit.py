@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3_5TextConfig
 
 from engine.model.load import check_host_memory, load_model_and_tokenizer
-from engine.run.saving import check_disk
+from engine.run.load import check_disk
 from engine.update.shards import blocks_of, count_weights
 
 

@@ -21,8 +21,10 @@ from harness import (
     change_json,
     grade_by_text,
     load_run,
+    loop_of,
     make_config,
     make_policy,
+    make_run,
     read_jsonl,
     read_rows,
     run_on_ranks,
@@ -50,15 +52,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-import countdown
 import main
 from engine.core.distributed import World
 from engine.core.statistics import Clock
 from engine.model.adapters import keep_4bit_layout, quantization_config
 from engine.model.policy import Policy
-from engine.run.log import run_evaluation
+from engine.update.head import ChunkedScorer
 from engine.update.optimizer import make_optimizer
-from logger import Logger
+from main import CompletionScorer
 
 LORA = "model.lora={r: 4, alpha: 8}"
 IN_4BIT = "model.load_in_4bit=true"
@@ -103,8 +104,8 @@ def sample(policy: Policy, config, *, num_samples: int = 4) -> list[main.Traject
     examples = [{"nums": [n], "target": n} for n in (3, 17)]
     seeds, temperature = [(0, seed(), 0), (0, seed(), 1)], config.sampling.temperature
     params = replace(policy.params, temperature=temperature, group_size=num_samples)
-    asked = (policy, countdown, config, examples, seeds, params)
-    groups = main.sample_trajectories(*asked, Clock(), Logger(rank=1))
+    run = make_run(policy, config)
+    groups = main.sample_trajectories(run, examples, seeds, params, Clock())
     return [trajectory for group in groups for trajectory in group]
 
 
@@ -167,6 +168,16 @@ def test_the_adapter_starts_from_the_seed_and_changes_nothing(rotary_model_folde
     assert torch.equal(row_log_probs(policies[0].model, row), row_log_probs(plain, row))
 
 
+def test_an_adapter_names_its_base_by_a_path_that_holds_in_every_folder(
+    rotary_model_folder, monkeypatch
+):
+    """Else best/ could be loaded only from the folder in which the run was started."""
+    monkeypatch.chdir(rotary_model_folder.parent)
+    model = make_policy(rotary_model_folder.name, LORA).model
+    base = model.peft_config["default"].base_model_name_or_path
+    assert Path(base) == rotary_model_folder.resolve()
+
+
 # The gradient
 
 
@@ -181,7 +192,9 @@ def test_the_gradient_is_that_of_all_rows_for_any_micro_batch_size(model_folder,
     expected = torch.cat([p.grad.flatten() for p in trained(policy.model)]).numpy()
     for limit, chunked in ((ALL_TOGETHER, False), (ONE_BY_ONE, False), (ALL_TOGETHER, True)):
         config = config_of(*GRPO, *kind, KL, f"training.micro_batch_tokens={limit}")
-        policy.scorer.in_blocks = chunked
+        policy.scorer = (ChunkedScorer if chunked else CompletionScorer)(
+            policy.model, policy.compute_dtype
+        )
         sample(policy, config)  # leaves nothing behind that a gradient would notice
         tolerance = 2e-6 if is_exact else FP32_ROUNDING  # the plain scorer's softmax is in fp32
         assert distance(gradient(policy, groups, config), expected) <= tolerance
@@ -227,7 +240,7 @@ def test_dropout_acts_in_the_update_alone(rotary_model_folder):
     assert tokens[0] == tokens[1]
     batch = torch.arange(2, 12)[None], torch.ones((1, 10), dtype=torch.bool)
     policy.model.train()
-    ref = [p.reference(*batch, temperature=1.0) for p in (policy, plain)]
+    ref = [p.score_by_reference(*batch, temperature=1.0) for p in (policy, plain)]
     assert torch.equal(*ref)
 
 
@@ -239,8 +252,8 @@ def test_the_reference_is_the_model_that_the_run_started_from(model_folder, kind
     start = make_policy(model_folder, "mode=evaluate", *kind[1:]).model
     ids = torch.arange(2, 12)[None]
     batch, how = (ids, torch.ones_like(ids).bool()), {"temperature": 1.0}
-    on, ref = policy.scorer(*batch, **how), policy.reference(*batch, **how)
-    scorer = main.CompletionScorer(start, torch.float32, in_blocks=False)
+    on, ref = policy.scorer(*batch, **how), policy.score_by_reference(*batch, **how)
+    scorer = main.CompletionScorer(start, torch.float32)
     assert torch.equal(ref, scorer(*batch, **how))
     assert (on - ref).abs().max() > 0.01
     assert torch.equal(policy.scorer(*batch, **how), on)
@@ -249,9 +262,9 @@ def test_the_reference_is_the_model_that_the_run_started_from(model_folder, kind
 def test_an_error_leaves_the_adapter_on(rotary_model_folder):
     policy = make_moved_policy(rotary_model_folder, LORA, KL)
     seen = []
-    policy.scorer.register_forward_pre_hook(lambda *_: seen.append(len(trained(policy.model))))
+    policy.reference.register_forward_pre_hook(lambda *_: seen.append(len(trained(policy.model))))
     with pytest.raises(TypeError):
-        policy.reference("no ids", "no mask", temperature=1.0)
+        policy.score_by_reference("no ids", "no mask", temperature=1.0)
     assert seen == [0]
     row = make_groups(config_of(*GRPO), EASY)[0][0]
     plain = make_policy(rotary_model_folder).model
@@ -267,7 +280,7 @@ def test_the_model_with_its_adapter_samples_what_it_scores(rotary_model_folder, 
     overrides = [*kind, f"sampling.backend={backend}", "sampling.temperature=0.7"]
     config = config_of(*overrides)
     policy = make_moved_policy(rotary_model_folder, *overrides, "training.max_new_gen_tokens=10")
-    assert policy.sampler is policy.model and policy.backend == backend
+    assert policy.sampler.model is policy.model and loop_of(policy) == backend
     assert mismatches(policy, config).max() <= 1e-4  # sums of other lengths round otherwise
 
 
@@ -290,10 +303,10 @@ def test_in_bf16_it_samples_in_the_arithmetic_of_the_scorer(rotary_model_folder)
     overrides = [LORA, "model.compute_dtype=bfloat16", "sampling.temperature=0.7"]
     config = config_of(*overrides)
     policy = make_moved_policy(rotary_model_folder, *overrides, "training.max_new_gen_tokens=10")
-    assert policy.model.dtype == torch.bfloat16 and policy.backend == "grouped"
+    assert policy.model.dtype == torch.bfloat16 and loop_of(policy) == "grouped"
     same = mismatches(policy, config, num_samples=16)
     assert np.mean(same > 1e-3) + 5 * math.sqrt(0.25 / len(same)) < 0.5  # five standard errors
-    policy.autocast = lambda: torch.autocast("cpu", enabled=False)
+    policy.sampler.autocast = lambda: torch.autocast("cpu", enabled=False)
     with pytest.raises(RuntimeError, match="dtype"):
         mismatches(policy, config, num_samples=16)
 
@@ -442,7 +455,7 @@ def test_an_adapter_is_evaluated_on_its_base(finished, tmp_path, monkeypatch):
     overrides = [f"--config={folder / 'config.yaml'}", "mode=evaluate"]
     overrides += [f"model.name={folder / 'best'}", f"run.dir={tmp_path}"]
     run = load_run(make_config(*overrides))
-    assert run_evaluation(run, main.sample_validation) == 0
+    assert main.run_evaluation(run) == 0
     (written,) = (tmp_path / "x").glob("eval-*")
     measured = json.loads((written / "metrics.json").read_text())
     assert measured.items() >= figures.items()

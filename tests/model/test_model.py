@@ -24,10 +24,10 @@ import countdown
 from engine.model.policy import Policy
 from engine.model.tokenizer import load_tokenizer
 from engine.questions.prompts import completion_text, end_of_turn, render_prompt
-from engine.run.load import load_policy
-from engine.sampling.record import Record
+from engine.sampling.draw import TokenBuffer
 from engine.update.optimizer import make_optimizer
-from main import DecodeBatch, token_log_probs, write
+from main import token_log_probs
+from tools.chat import load_policy
 
 # What the policy scores: the shift by one, padding, positions, the end
 
@@ -106,12 +106,12 @@ def test_with_bf16_a_copy_in_bf16_samples_and_follows_the_weights(rotary_model_f
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.add_(0.5)
-    policy.refresh_sampler()
-    pairs = list(zip(policy.model.parameters(), policy.sampler.parameters(), strict=True))
+    policy.sampler.refresh()
+    pairs = list(zip(policy.model.parameters(), policy.sampler.model.parameters(), strict=True))
     assert all(torch.equal(weight.bfloat16(), copied) for weight, copied in pairs)
     assert {weight.dtype for weight, _ in pairs} == {torch.float32}
     exact = make_policy(rotary_model_folder)
-    assert exact.sampler is exact.model
+    assert exact.sampler.model is exact.model
 
 
 def test_the_dropout_in_a_folders_config_is_off(model_folder):
@@ -133,7 +133,7 @@ def test_the_dropout_in_a_folders_config_is_off(model_folder):
 def load(folder: Path) -> tuple[PreTrainedTokenizerFast, list[str]]:
     """The policy's tokenizer, and the lines that loading the policy logs."""
     lines: list[str] = []
-    policy = load_policy(make_config(f"model.name={folder}"), alone(), lines.append, DecodeBatch)
+    policy = load_policy(make_config(f"model.name={folder}"), alone(), lines.append)
     assert policy.params.pad_id == policy.tokenizer.pad_token_id
     return policy.tokenizer, lines
 
@@ -196,10 +196,10 @@ def chat_folder(tokenizer, tmp_path_factory) -> Path:
 def written(policy: Policy, text: str) -> str:
     """What is kept of a completion in which the model draws the tokens of this text."""
     ids = policy.tokenizer.encode(text, add_special_tokens=False)
-    record = Record(1, policy.params, policy.model.device)
+    drawn = TokenBuffer(1, policy.params, policy.model.device)
     for token_id in ids:
-        write(record, torch.tensor([token_id]), torch.zeros(1), torch.zeros(1))
-    (completion,) = record.completions()
+        drawn.append(torch.tensor([token_id]), torch.zeros(1), torch.zeros(1))
+    (completion,) = drawn.completions()
     return completion_text(completion, policy.tokenizer)
 
 
@@ -213,6 +213,12 @@ def test_a_completion_ends_where_the_chat_template_ends_a_turn(chat_folder):
     assert countdown.format_reward_function(text) == 1.0
     assert written(policy, f"{answer}<|end|>More") == answer
     assert policy.end_tokens == "<|end|> or <|im_end|>"
+
+
+def test_a_completion_that_is_cut_off_keeps_its_last_token(chat_folder):
+    """It has no end token to leave out: an answer at the length limit would lose its last digit."""
+    policy = make_policy(chat_folder, "training.max_new_gen_tokens=2")
+    assert written(policy, "12") == "12"
 
 
 SWITCH = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"

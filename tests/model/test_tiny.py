@@ -8,8 +8,8 @@ import countdown
 from engine.questions.data import load_questions
 from engine.questions.prompts import render_prompts
 from engine.report.evaluation import evaluation_metrics
-from engine.run.load import load_policy
-from main import DecodeBatch, sample_validation
+from main import sample_validation
+from tools.chat import load_policy
 
 TINY = ROOT / "tiny"
 
@@ -20,7 +20,7 @@ def test_the_embedded_model_is_small_and_loads_as_any_other():
     assert sum(path.stat().st_size for path in TINY.iterdir() if path.is_file()) < 8_000_000
     assert model.dtype == torch.float32
     notes: list[str] = []
-    load_policy(make_config(f"model.name={TINY}"), alone(), notes.append, DecodeBatch)
+    load_policy(make_config(f"model.name={TINY}"), alone(), notes.append)
     assert notes == ["the tokenizer has no chat template: the prompt is plain text"]
 
 

@@ -19,13 +19,8 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 import countdown
 from engine.model.tokenizer import load_tokenizer
 from engine.questions.data import QuestionStream, load_questions
-from engine.questions.prompts import (
-    assistant_prefix,
-    encode_prompts,
-    pose,
-    render_prompt,
-    render_prompts,
-)
+from engine.questions.messages import assistant_prefix, pose
+from engine.questions.prompts import encode_prompts, render_prompt, render_prompts
 from engine.questions.tasks import is_in_split, load_task, reward_parts
 
 HUB_ID = "openai/gsm8k"
@@ -495,10 +490,10 @@ def test_a_question_may_leave_exactly_the_room_that_a_completion_needs(tmp_path,
 
 def stream_of(num: int, *too_long: int, log=None, **settings) -> QuestionStream:
     """A stream of the questions 0, 1, ..."""
-    settings = {"seed": seed(3), "shuffle": True, "room": 7} | settings
+    settings = {"seed": seed(3), "shuffle": True, "max_prompt_tokens": 7} | settings
     return QuestionStream(
         [{"id": i} for i in range(num)],
-        length=lambda question: 7 + (question["id"] in too_long),
+        prompt_tokens=lambda question: 7 + (question["id"] in too_long),
         log=log or (lambda line: None),
         **settings,
     )

@@ -12,14 +12,15 @@ import pytest
 from harness import ROOT, arguments, make_config, read_rows
 
 import main
-from engine.core.config import ConfigError, run_name
+from engine.core.config import ConfigError
 from engine.core.types import Completion, Trajectory
 from engine.questions.data import load_examples, load_questions
-from engine.questions.prompts import pose
+from engine.questions.messages import pose
 from engine.questions.tasks import load_task, read_answer, reward_parts
 from engine.run.config_file import check_paths, dump, load_config, read_file
-from engine.run.warm_start import read_answers
-from tools import attack, chat, report
+from engine.run.folder import run_name
+from tools import attack, chat, page
+from tools.imitate import read_answers
 
 REWARDS = '''
 def answer(completions, answer, **kwargs):
@@ -149,6 +150,7 @@ def see(**kwargs):
     ("row", "settings", "posed", "prompt", "completion"),
     [
         ({"prompt": "2?"}, (), "2?", "2?", "x"),
+        ({"prompt": "2?", "completion": "4"}, (), "2?", "2?", "x"),  # TRL leaves it out as well
         ({"prompt": "2?"}, ("task.system_prompt=S",), "S\n\n2?", "S\n\n2?", "x"),
         ({"q": "2"}, ("task.prompt='{q}!'",), [{"role": "user", "content": "2!"}], "2!", "x"),
         (
@@ -169,7 +171,7 @@ def test_a_function_is_given_text_or_messages_as_the_rows_are(
     row |= {"more": []}
     assert pose(row, task=load_task(options.code), options=options) == posed
     assert rewards_of("seen:see", row, "x", settings=settings) == [{"see": 1.0}]
-    names = sorted({"prompts", "completions", "completion_ids", *row} - {"prompt"})
+    names = sorted({"prompts", "completions", "completion_ids", *row} - {"prompt", "completion"})
     assert capsys.readouterr().out == f"{names} {[prompt]} {[completion]} {[[1]]}\n"
     assert row["more"] == []
 
@@ -208,15 +210,14 @@ def test_a_row_without_a_prompt_is_named_with_what_to_do(folder, row):
         split_of(["task.train=rows.jsonl"], "validation", 4, [])
 
 
-def test_answers_for_a_warm_start_keep_every_column(folder):
+def test_answers_to_imitate_keep_every_column(folder):
     (folder / "answers.jsonl").write_text(json.dumps(ROWS[1] | {"completion": "2"}))
-    given = ("task.train=rows.jsonl", "warm_start.data=answers.jsonl")
-    config = make_config("task.reward=my_rewards:answer", *given)
-    answers = read_answers(load_task(config.task.code), config)
+    config = make_config("task.reward=my_rewards:answer", "task.train=rows.jsonl")
+    answers = read_answers(load_task(config.task.code), config, "answers.jsonl")
     assert answers == [{"question": ROWS[1], "completion": "2"}]
     (folder / "answers.jsonl").write_text(json.dumps(ROWS[1]))
     with pytest.raises(ValueError, match="row 1: its completion is empty"):
-        read_answers(load_task(config.task.code), config)
+        read_answers(load_task(config.task.code), config, "answers.jsonl")
 
 
 # Mistakes
@@ -302,6 +303,7 @@ def test_a_reward_in_a_config_that_was_found_is_not_imported(folder, monkeypatch
     """As with a task's module: the folder with the model may be a stranger's."""
     (folder / "evil.py").write_text("raise SystemExit('its code has run')")
     (folder / "x/best").mkdir(parents=True)
+    (folder / "x/metrics.jsonl").touch()
     file = folder / "x/config.yaml"
     file.write_text(found)
 
@@ -319,7 +321,7 @@ def test_a_reward_in_a_config_that_was_found_is_not_imported(folder, monkeypatch
         except ConfigError as error:
             assert "cannot have code run" in str(error) or "write my_rewards:f" in str(error)
     if found == "task: {reward: 'evil:f'}":
-        assert {"key": "task.reward", "value": "evil:f", "default": "null"} in report.settings(file)
+        assert {"key": "task.reward", "value": "evil:f", "default": "null"} in page.settings(file)
         for trusting in (["--config=x/config.yaml"], ["task.reward=evil:f"]):
             with pytest.raises(ConfigError, match="its code has run"):
                 config_of(*trusting)

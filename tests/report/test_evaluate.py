@@ -21,15 +21,13 @@ from harness import (
 )
 
 import countdown
-import engine.run.load
 import main
 from engine.core.distributed import World
 from engine.core.types import Completion
 from engine.questions.prompts import encode_prompts
 from engine.report.evaluation import single_answer_metrics
 from engine.run.config_file import load_config
-from engine.run.load import run_folder
-from engine.run.log import run_evaluation
+from engine.run.folder import run_folder
 from engine.run.state import Run
 
 TINY = ROOT / "tiny"  # gives answers to vote on
@@ -91,6 +89,8 @@ def test_a_runs_own_models_are_evaluated_into_its_folder(tmp_path):
     for name in models[:-1]:
         (own / name).mkdir(parents=True)
     (own / models[-1]).symlink_to("step-000010")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/linked").symlink_to(own / "best")
 
     def folder_of(model: str, *overrides: str) -> Path:
         overrides = [f"model.name={own / model}", f"run.dir={tmp_path / 'runs'}", *overrides]
@@ -99,12 +99,12 @@ def test_a_runs_own_models_are_evaluated_into_its_folder(tmp_path):
     assert folder_of("best") == other  # there is no run
     (own / "metrics.jsonl").touch()
     assert [folder_of(model) for model in models] == [own] * len(models)
-    assert folder_of("best", "mode=train") == other
+    assert folder_of("best", "mode=train") == (named := tmp_path / "runs/countdown-own-grpo-s0")
     assert folder_of("best", "run.name=x") == tmp_path / "runs/x"
-    assert folder_of(".") == tmp_path / "runs/countdown-own-grpo-s0"
+    assert folder_of(".") == named and folder_of("../runs/linked") == own
     with pytest.MonkeyPatch.context() as patch:  # root may write anywhere
         patch.setattr("os.access", lambda path, mode: False)
-        assert folder_of("best") == other
+        assert folder_of("best") == named
 
 
 def test_an_evaluation_measures_what_training_measured_of_the_same_model(evaluated, trained):
@@ -139,7 +139,7 @@ def test_a_reward_function_may_change_its_question(tmp_path, monkeypatch):
 
     monkeypatch.setattr(countdown, "reward_function", spoil)
     run = load_evaluation(tmp_path)
-    assert run_evaluation(run, main.sample_validation) == 0
+    assert main.run_evaluation(run) == 0
     assert run.validation_questions == expected and all(row["nums"] for row in expected)
 
 
@@ -151,14 +151,14 @@ def load_evaluation(folder: Path, *overrides: str) -> Run:
 
 
 def test_nothing_that_only_training_needs_is_loaded_or_made(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(engine.run.load, "make_optimizer", pytest.fail)
+    monkeypatch.setattr(main, "make_optimizer", pytest.fail)
     monkeypatch.setattr(main, "wrap_policy", pytest.fail)
     nowhere, file = tmp_path / "nowhere.jsonl", tmp_path / "questions.jsonl"
     file.write_text('{"nums": [3, 4], "target": 7}\n')
     data = [f"task.train={nowhere}", f"task.eval={file}"]
     run = load_evaluation(tmp_path / "runs", *data, "sampling.top_k=5")
     assert run.validation_questions == [{"nums": [3, 4], "target": 7}]
-    assert run_evaluation(run, main.sample_validation) == 0
+    assert main.run_evaluation(run) == 0
     assert run.policy.scorer is None
     assert all(parameter.grad is None for parameter in run.policy.model.parameters())
     assert "gradient" not in capsys.readouterr().out
@@ -187,7 +187,7 @@ def test_the_greedy_figure_is_that_of_the_likeliest_tokens(tmp_path, monkeypatch
 
     monkeypatch.setattr(countdown, "reward_function", is_wanted)
     for _ in range(2):
-        run_evaluation(run, main.sample_validation)
+        main.run_evaluation(run)
         (folder,) = run.folder.iterdir()
         assert figures(folder)["eval/greedy"] == 5 / 9
         run.folder = tmp_path / "again"
@@ -257,3 +257,14 @@ def test_a_lenient_reading_stands_beside_the_strict_one_where_the_task_has_one(m
     assert metrics["eval/strict"] == metrics["eval/greedy"] == 0.2
     assert metrics["eval/lenient"] == 0.4
     assert metrics["eval/lenient_low"] == pytest.approx(0.1176, abs=1e-4)
+
+
+def test_each_rank_reads_its_answers_against_their_own_questions(monkeypatch):
+    """Rank 1 of 2 has the second and the fourth question, not the first two."""
+    read = []
+    note = lambda text, example, **_: read.append((text, example["target"]))  # noqa: E731
+    monkeypatch.setattr(countdown, "is_lenient_solved", note, raising=False)
+    world = World(1, 2, torch.device("cpu"))
+    monkeypatch.setattr(world, "sum", torch.as_tensor)  # there is no other rank
+    single_answer_metrics(countdown, TASK, QUESTIONS, GROUPS[1::2], GREEDY[1::2], world)
+    assert read == [("lenient: 1", 1)]  # that of the fourth question is broken

@@ -1,7 +1,6 @@
 """The logger: files that survive a kill, a readable terminal, boards that cannot hurt a run."""
 
 import contextlib
-import csv
 import fcntl
 import json
 import os
@@ -19,8 +18,10 @@ from collections.abc import Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
+import pandas
 import pytest
 import wandb
 from harness import ROOT, read_jsonl
@@ -29,12 +30,12 @@ from wandb.proto import wandb_internal_pb2 as pb
 import logger
 from engine.core.config import LoggingSettings
 from engine.report import boards as report_boards
-from engine.report.boards import make_boards
-from logger import Logger, import_mlflow
+from engine.report.boards import MLFLOW_ENVIRONMENT, MlflowRun, WandbRun, import_mlflow, make_boards
+from logger import Logger
 
 pytestmark = pytest.mark.timeout(120)
 
-FILES = ("metrics.jsonl", "metrics.csv", "samples.jsonl", "rollouts.jsonl")
+FILES = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")
 SAMPLE = {
     "prompt": "Use the numbers 3 7 25, to make 46.",
     "question": "nums: 3 7 25, target: 46",
@@ -79,23 +80,24 @@ def log_steps(log: Logger, steps: range) -> None:
 
 
 def logged_steps(folder: Path) -> tuple[list[int], ...]:
-    """The steps in metrics.jsonl, metrics.csv and samples.jsonl."""
-    jsonl, table, samples, _ = (folder / name for name in FILES)
-    with table.open(newline="") as file:
-        tables = read_jsonl(jsonl), list(csv.DictReader(file)), read_jsonl(samples)
-    return tuple([int(row["step"]) for row in rows] for rows in tables)
+    """The steps in metrics.jsonl and samples.jsonl."""
+    return tuple([row["step"] for row in read_jsonl(folder / name)] for name in FILES[:2])
 
 
 # Files
 
 
-JSON_FILES = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")
-
-
-@pytest.mark.parametrize("name", JSON_FILES)
+@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
     ("line", "problem"),
-    [(b"\xff\n", "is not UTF-8 text"), (b"{\n", "is not JSON"), (b"7\n", "no object with a step")],
+    [
+        (b"\xff\n", "is not UTF-8 text"),
+        (b"{\n", "is not JSON"),
+        (b"9" * 5_000 + b"\n", "is not JSON"),  # a number that Python refuses to read
+        (b"[" * 200_000 + b"\n", "is not JSON"),
+        (b"7\n", "no object with a step"),
+    ],
+    ids=["bytes", "brace", "digits", "brackets", "number"],
 )
 def test_a_damaged_file_of_a_resumed_run_is_named(tmp_path, name, line, problem):
     """The traceback did not say which file it was."""
@@ -103,18 +105,6 @@ def test_a_damaged_file_of_a_resumed_run_is_named(tmp_path, name, line, problem)
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes() + line)
     with pytest.raises(ValueError, match=f"{name}: .*{problem}"):
         start(tmp_path, resume_step=1)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"), [(",", ";"), ("step", "\ufeffstep"), ("train/loss", "train/lost")]
-)
-def test_a_table_that_a_spreadsheet_has_saved_is_made_anew(tmp_path, old, new):
-    log_steps(start(tmp_path), range(2))
-    table = tmp_path / "metrics.csv"
-    before = table.read_bytes()
-    table.write_bytes(table.read_text().replace(old, new).encode("utf-16"))
-    start(tmp_path, resume_step=1)
-    assert table.read_bytes() == before
 
 
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
@@ -125,7 +115,7 @@ def test_a_closed_terminal_stops_nothing(tmp_path, monkeypatch, closed):
     log.progress(3, "rollout", "seq").update(1)
 
 
-def test_a_step_is_a_json_line_and_a_csv_row_whose_columns_grow(tmp_path):
+def test_a_step_is_a_json_line_and_so_is_its_evaluation_which_pandas_reads(tmp_path):
     log = start(tmp_path / "runs/a")
     log.log_metrics(0, {"eval/pass@1": 0.25})
     log.log_metrics(1, {"train/reward": 1 / 3, "train/loss": -2})
@@ -137,21 +127,18 @@ def test_a_step_is_a_json_line_and_a_csv_row_whose_columns_grow(tmp_path):
         '{"step": 2, "train/loss": -3.0}',
         '{"step": 2, "eval/pass@1": 0.5}',
     ]
-    assert (tmp_path / "runs/a/metrics.csv").read_text().splitlines() == [
-        "step,eval/pass@1,train/reward,train/loss",
-        "0,0.25,,",
-        "1,,0.3333333333333333,-2.0",
-        "2,0.5,,-3.0",
-    ]
+    table = pandas.read_json(tmp_path / "runs/a/metrics.jsonl", lines=True)
+    assert [*table] == ["step", "eval/pass@1", "train/reward", "train/loss"]
+    assert table["step"].tolist() == [0, 1, 2, 2]
+    assert table["train/loss"].dropna().tolist() == [-2.0, -3.0]
 
 
-def test_values_that_are_not_finite_are_null_in_json_and_nan_in_csv(tmp_path):
+def test_values_that_are_not_finite_are_null(tmp_path):
     log = start(tmp_path)
     log.log_metrics(1, {"train/loss": float("nan"), "train/reward": float("-inf")})
     log.log_samples(1, [SAMPLE | {"reward": float("nan"), "seen": (float("inf"), 2, Path("a"))}])
     (row,), (sample,) = (read_jsonl(tmp_path / f"{name}.jsonl") for name in ("metrics", "samples"))
     assert row == {"step": 1, "train/loss": None, "train/reward": None}
-    assert (tmp_path / "metrics.csv").read_text().splitlines()[1] == "1,nan,nan"
     assert sample["reward"] is None and sample["seen"] == [None, 2, "a"]
 
 
@@ -177,7 +164,7 @@ def test_other_ranks_write_and_print_nothing(tmp_path, capfd):
 
 
 def test_a_logger_that_is_not_open_prints_but_writes_nothing(tmp_path, capfd):
-    log = Logger(rank=0, boards=make_boards(LoggingSettings(mlflow=True)))
+    log = Logger(rank=0, do_mlflow=True)
     log.info("hello")
     log_steps(log, range(1, 2))
     log.close("FAILED")
@@ -189,29 +176,53 @@ def test_a_logger_that_is_not_open_prints_but_writes_nothing(tmp_path, capfd):
 
 
 def test_a_new_run_starts_its_files_anew(tmp_path):
+    """And does not go on in the run that a board has of the one before it."""
     log_steps(start(tmp_path), range(1, 4))
+    for board in ("mlflow", "wandb"):
+        (tmp_path / f"{board}_run_id").write_text("that of the run before\n")
     log_steps(start(tmp_path), range(1, 2))
-    assert logged_steps(tmp_path) == ([1],) * 3
+    assert logged_steps(tmp_path) == ([1],) * 2
+    assert not list(tmp_path.glob("*_run_id"))
 
 
 def test_a_resumed_run_has_neither_a_gap_nor_a_doubled_step(tmp_path):
     unbroken, resumed = tmp_path / "unbroken", tmp_path / "resumed"
     log_steps(start(unbroken), range(1, 13))
     log_steps(start(resumed), range(1, 12))
-    for name, half_a_row in zip(FILES, ('{"step": 1', "1", "{", "{"), strict=True):
+    for name, half_a_row in zip(FILES, ('{"step": 1', "{", "{"), strict=True):
         with (resumed / name).open("a") as file:  # killed while writing
             file.write(half_a_row)
     log = start(resumed, resume_step=9)
-    assert logged_steps(resumed) == (list(range(1, 10)),) * 3
+    assert logged_steps(resumed) == (list(range(1, 10)),) * 2
     log_steps(log, range(10, 13))
     for name in FILES:
         assert (resumed / name).read_bytes() == (unbroken / name).read_bytes()
 
 
+@pytest.mark.parametrize("is_evaluated", [False, True])
+def test_an_evaluation_stays_if_the_checkpoint_knows_it(tmp_path, is_evaluated):
+    """Else the resumed run makes it again, and it would stand there twice."""
+    log = start(tmp_path)
+    for metrics in ({"train/loss": 0.5}, {"eval/pass@1": 0.5}):
+        log.log_metrics(2, metrics)
+    start(tmp_path, resume_step=2, is_evaluated=is_evaluated)
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 1 + is_evaluated
+
+
 def test_a_run_killed_before_its_first_row_can_be_resumed(tmp_path):
-    (tmp_path / "metrics.csv").write_text("step,trai")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "trai')
     log_steps(start(tmp_path, resume_step=0), range(1, 3))
-    assert logged_steps(tmp_path) == ([1, 2],) * 3
+    assert logged_steps(tmp_path) == ([1, 2],) * 2
+
+
+@pytest.mark.parametrize("resume_step", [None, 1])
+def test_a_run_goes_on_beside_an_older_versions_metrics_csv(tmp_path, resume_step):
+    log_steps(start(tmp_path), range(1, 3))
+    (tmp_path / "metrics.csv").write_text("step,train/loss\n1,half a row")
+    log_steps(start(tmp_path, resume_step=resume_step), range(2, 4))
+    kept = [] if resume_step is None else [1]
+    assert logged_steps(tmp_path) == ([*kept, 2, 3],) * 2
+    assert (tmp_path / "metrics.csv").read_text() == "step,train/loss\n1,half a row"
 
 
 # The terminal
@@ -431,6 +442,34 @@ def test_a_resumed_run_continues_its_mlflow_run_and_doubles_no_step(client, tmp_
     assert (tmp_path / "mlflow_run_id").read_text().strip() != run_id
 
 
+class Remembering:
+    """A stand-in for MLflow's client and its server, which keeps the tags of a run."""
+
+    def __init__(self) -> None:
+        self.data, self.info = SimpleNamespace(tags={}), SimpleNamespace(experiment_id="1")
+
+    def get_run(self, run_id: str) -> "Remembering":
+        return self
+
+    def update_run(self, run_id: str, status: str) -> None:
+        """It runs again."""
+
+    def log_batch(self, run_id: str, *, metrics: list, tags: list, synchronous: bool) -> None:
+        self.data.tags.update((tag.key, tag.value) for tag in tags)
+
+
+def test_mlflow_keeps_whether_the_last_evaluation_was_sent(tmp_path, monkeypatch):
+    """Else a run that is resumed at an evaluated step sends its evaluation a second time."""
+    about, server = {"params": {}, "config_text": ""}, Remembering()
+    monkeypatch.setattr(import_mlflow(), "MlflowClient", lambda: server)
+    for sent in ((2, False), (2, True)):
+        before, after = MlflowRun(), MlflowRun()
+        before.start("abc", tmp_path, about)
+        before.send_metrics(*sent, {"train/loss": 0.5})
+        after.start("abc", tmp_path, about)
+        assert after.last_sent == sent
+
+
 def check_one_warning(
     folder: Path, capfd: pytest.CaptureFixture[str], reason: str, board: str = "MLflow"
 ) -> None:
@@ -440,7 +479,7 @@ def check_one_warning(
     state = f"{board} is off until the run ends, the run's own files go on"
     assert out.startswith(f"warning: {state}: ")
     assert reason in out and "secret" not in out
-    assert logged_steps(folder) == ([1, 2, 3],) * 3
+    assert logged_steps(folder) == ([1, 2, 3],) * 2
 
 
 @pytest.mark.slow
@@ -456,6 +495,24 @@ def test_a_server_killed_in_mid_run_costs_one_warning_and_no_row(tmp_path, monke
         log.close()
         assert time.monotonic() - started_s < 20
     check_one_warning(tmp_path / "run", capfd, "Connection refused")
+
+
+def test_a_board_that_has_failed_is_not_called_again(tmp_path, monkeypatch, capfd):
+    """Each call to a server that is down costs seconds, in which all ranks wait."""
+    board, called = MlflowRun(), []
+
+    def refuse(*arguments: object) -> None:
+        called.append(arguments)
+        raise ConnectionError("Connection refused")
+
+    for method in ("start", "send_metrics", "send_samples", "finish"):
+        monkeypatch.setattr(board, method, refuse)
+    log = Logger(rank=0, boards=[board])
+    log.open(tmp_path, resume_step=None, is_evaluated=False, about={"params": {}})
+    log_steps(log, range(1, 4))
+    log.close()
+    assert len(called) == 1
+    check_one_warning(tmp_path, capfd, "Connection refused")
 
 
 class Overloaded(BaseHTTPRequestHandler):
@@ -529,7 +586,7 @@ def test_the_password_in_a_servers_address_is_not_printed(password, tmp_path, mo
 
 
 def test_the_default_limits_bound_a_request_to_half_a_minute():
-    limits = logger.MLFLOW_ENVIRONMENT
+    limits = MLFLOW_ENVIRONMENT
     num_tries = 1 + int(limits["MLFLOW_HTTP_REQUEST_MAX_RETRIES"])
     assert num_tries * int(limits["MLFLOW_HTTP_REQUEST_TIMEOUT"]) <= 30
 
@@ -537,13 +594,13 @@ def test_the_default_limits_bound_a_request_to_half_a_minute():
 def test_a_call_that_is_slow_is_the_last(client, tmp_path, monkeypatch, capfd):
     log = start(tmp_path, boards="mlflow")
     capfd.readouterr()
-    monkeypatch.setattr(logger, "SLOW_S", 0.0)
+    monkeypatch.setattr(report_boards, "SLOW_S", 0.0)
     log_steps(log, range(1, 4))
     check_one_warning(tmp_path, capfd, "a call took 0 s")
 
 
 def test_env_file_sets_mlflow_up_and_the_environment_wins(tmp_path, monkeypatch):
-    for name in (*logger.MLFLOW_ENVIRONMENT, "MLFLOW_TRACKING_URI"):
+    for name in (*MLFLOW_ENVIRONMENT, "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "real")
     (tmp_path / ".env").write_text(
@@ -653,6 +710,21 @@ def test_a_wandb_that_knows_the_run_gets_no_step_twice(offline, tmp_path):
     assert history(tmp_path) == [{"step": 2, "eval/pass@1": 0.5}]
 
 
+def test_a_resumed_wandb_run_is_the_one_that_its_server_has(offline, tmp_path, monkeypatch):
+    """Offline nobody can tell what was sent: here a stand-in for its server's answer does."""
+    asked, summary = {}, {"last_sent": [2, True]}
+    run = mock.Mock(id="abc", dir=tmp_path, summary=summary)
+    monkeypatch.setattr(wandb, "init", lambda **settings: asked.update(settings) or run)
+    board = WandbRun()
+    about = {"experiment": "x", "run_name": "y", "description": "", "params": {}}
+    board.start("abc", tmp_path, about)
+    assert (asked["id"], asked["resume"]) == ("abc", "allow")  # never would refuse it
+    assert board.last_sent == (2, True)
+    for sent in ([3, False], [3, True]):
+        board.send_metrics(*sent, {"train/loss": 0.5})
+        assert summary["last_sent"] == sent
+
+
 @pytest.mark.parametrize(
     ("key", "reason"), [(None, "no API key"), ("secret01" * 5, "wandb is off")]
 )
@@ -679,7 +751,7 @@ def test_two_boards_get_the_same_and_one_that_fails_leaves_the_other(
     """MLflow on SQLite, without a server: `logging.mlflow` is a word for it."""
     assert LoggingSettings(report_to="wandb").report_to == ["wandb"]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    boards = make_boards(LoggingSettings(report_to="wandb", mlflow=True))
+    boards = make_boards(LoggingSettings(report_to=["mlflow", "wandb"], mlflow=True))
     log = Logger(rank=0, boards=boards)
     about = {"experiment": "x", "run_name": "y", "description": "", "config_text": ""}
     log.open(tmp_path, resume_step=None, is_evaluated=False, about={**about, "params": {"a": 1}})

@@ -8,6 +8,7 @@ import pytest
 import torch
 from harness import CPU, alone
 
+from engine.core.distributed import World
 from engine.core.statistics import (
     Clock,
     confidence_interval,
@@ -67,6 +68,14 @@ def test_the_bootstraps_units_are_questions_not_samples():
     assert confidence_interval(np.full(9, 0.3), is_binary=False) == pytest.approx((0.3, 0.3))
 
 
+def test_the_interval_of_several_samples_is_that_of_so_many_questions():
+    """Over the samples of these 100 questions it would be 2.8 times too narrow."""
+    solved = np.repeat([[0.0], [1.0]] * 50, 8, axis=1)
+    rates = solve_rates(solved, [1])
+    interval = rates["eval/pass@1_low"], rates["eval/pass@1_high"]
+    assert interval == confidence_interval(solved[:, 0], is_binary=False)
+
+
 VOTES = [
     *((["1", "2", "2"], 1), ([None, "3", "1", "1", "3"], 1), (["4"], 0)),
     (["2", "1", "2", "1"], 0),  # of equals the one given earliest
@@ -82,6 +91,15 @@ def test_the_majority_is_the_earliest_sample_with_the_most_frequent_answer(answe
 def test_means_are_sums_over_counts_and_what_counts_nothing_is_left_out():
     sums = {"train/reward": (3.0, 4), "train/kl": (0.0, 0), "train/loss": (-1.0, 2)}
     assert reduce_means(sums, alone()) == {"train/reward": 0.75, "train/loss": -0.5}
+
+
+def test_the_rows_of_each_rank_come_to_their_own_places(monkeypatch):
+    """Questions go to the ranks in turn: else an answer would be counted for another question."""
+    monkeypatch.setattr(World, "sum", lambda world, table: torch.as_tensor(table))
+    rows = [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
+    ranks = [World(rank, size=2, device=CPU) for rank in range(2)]
+    tables = [world.gather_rows(rows[world.rank :: 2], shape=(5, 2)) for world in ranks]
+    assert sum(tables).tolist() == rows
 
 
 def test_a_clock_adds_up_a_phase_and_starts_anew_when_it_is_read():

@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from engine.core.types import Completion, MicroBatch, Trajectory
 from engine.report import completions as rollouts
 from engine.run import log as log_of_run
-from engine.run.log import rollouts_of
+from engine.run.log import describe_step
 from engine.run.state import Run
+from engine.update.outcome import Outcome, Update
 from engine.update.shards import equal_passes
 
 
@@ -37,8 +38,8 @@ def trajectory(ids: list[int], reward: float = 1.0, **changes) -> Trajectory:
 
 
 def log(run: Run, groups: list, questions: list[dict], *micro_batches: object, step: int) -> None:
-    run.state.step = step - 1
-    lines = rollouts_of(run, groups, questions, list(micro_batches))
+    run.state.step = step
+    lines = describe_step(run, questions, groups, Update(Outcome.UPDATED, list(micro_batches)))
     with (run.folder / "rollouts.jsonl").open("a") as file:
         file.write(lines)
 
@@ -80,8 +81,10 @@ def test_spaces_stay_where_the_tokenizer_drops_the_first_one_of_a_text():
 
 
 def test_a_line_holds_the_groups_completions_best_first(run):
+    """A token's weight is that of the formula, on two ranks too."""
     group = [trajectory([5, 6, 7], 0.25, advantage=-0.75), trajectory([8, 9], advantage=1 / 3)]
     trained = SimpleNamespace(trajectories=group[1:], token_weights=torch.tensor([[1 / 7, 0.0]]))
+    run.world.size = 2
     group[0].completion.is_inserted[1], group[0].completion.log_probs[2] = True, np.nan
     question = {"nums": [1, 2], "target": 3}
     log(run, [group], [question], trained, step=4)
@@ -103,7 +106,7 @@ def test_a_pass_that_a_shard_adds_has_no_completions(run):
     batch = MicroBatch(group, table, table > 0, table[:, 0], table / 8, table)
     world = SimpleNamespace(size=2, gather_rows=lambda mine, shape: np.array([*mine, [3]]))
     passes = equal_passes([batch], world)
-    assert len(passes) == 3
+    assert len(passes) == 3 and not any(added.token_weights.any() for added in passes[1:])
     log(run, [group], [{}], *passes, step=1)
     assert kept(run)[0]["completions"][0]["weight"] == 1 / 8
 

@@ -15,7 +15,8 @@ import torch
 from harness import change_json, finish, forkserver, program, read_rows, run_program, train
 from transformers import AutoModelForCausalLM
 
-from engine.run import checkpoint
+from engine.core.files import write_atomically
+from engine.run import resuming, saving
 
 # Whole runs
 
@@ -74,7 +75,7 @@ def save_best(root: Path, text: str, copies: Path | None = None) -> None:
     """Save two files as best/; `copies` gets a copy of `root` before each file event."""
     if copies is not None:
         sys.addaudithook(CopyBeforeEvents(root, copies))
-    with checkpoint.save_folder(root / "best") as temporary:
+    with saving.save_folder(root / "best") as temporary:
         for name in ("config", "weights"):
             (temporary / name).write_text(text)
 
@@ -83,7 +84,7 @@ def test_a_full_disk_leaves_the_folder_that_was_there(tmp_path):
     save_best(tmp_path, "old")
     with (
         pytest.raises(OSError, match=r"best could not be written: .*No space left"),
-        checkpoint.save_folder(tmp_path / "best") as temporary,
+        saving.save_folder(tmp_path / "best") as temporary,
     ):
         (temporary / "weights").write_text("n")
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -110,13 +111,23 @@ def test_a_kill_at_any_file_event_leaves_the_old_or_the_new_folder(tmp_path, nam
     seen, is_between_renames = [], False
     for copy in sorted(copies.iterdir()):
         is_between_renames |= not (copy / "best").exists()
-        checkpoint.mend(copy / "best")
+        resuming.mend(copy / "best")
         (text,) = {(copy / "best" / name).read_text() for name in ("config", "weights")}
         seen.append(text)
         save_best(copy, "next")  # whatever the kill has left does no harm
         assert [path.name for path in copy.iterdir()] == ["best"]
     assert seen == sorted(seen, reverse=True) and set(seen) == {"old", "new"}
     assert is_between_renames and len(seen) > 10
+
+
+def test_a_start_gives_what_a_kill_has_left_between_two_renames_its_name_back(tmp_path, parts):
+    """Else the best model and the newest checkpoint, both whole, would be taken for gone."""
+    save_best(tmp_path, "old")
+    newest = save(tmp_path / "checkpoints", parts, step=1)
+    for folder in (tmp_path / "best", newest):
+        folder.rename(folder.with_name(f"{folder.name}.old"))
+    assert resuming.find_start(tmp_path, may_resume=True, warn=pytest.fail) == newest
+    assert (tmp_path / "best/weights").read_text() == "old"
 
 
 def test_all_of_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -136,6 +147,21 @@ def test_all_of_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeyp
         save_best(tmp_path, text)
         assert tmp_path.stat().st_ino in synced  # the folder that has the name
         synced.discard(tmp_path.stat().st_ino)
+
+
+def test_a_file_is_whole_on_the_disk_before_it_takes_the_old_ones_place(tmp_path, monkeypatch):
+    """Until all of the new text is on the disk, a kill must leave the old one."""
+    file, seen, fsync = tmp_path / "config.yaml", [], os.fsync
+
+    def look(descriptor: int) -> None:
+        fsync(descriptor)
+        seen.append(file.read_text())
+
+    file.write_text("old")
+    monkeypatch.setattr(os, "fsync", look)
+    write_atomically(file, "new")
+    assert seen == ["old", "new"]  # the new file is on the disk; then its name is
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "file"])
@@ -171,16 +197,16 @@ def parts(rotary_model_folder, tokenizer) -> dict:
 
 
 def save(root: Path, parts: dict, *, step: int, keep: int | None = 2) -> Path:
-    write = functools.partial(checkpoint.write_model, **parts)
-    checkpoint.save_checkpoint(root, {"state": {"step": step}}, step=step, write=write, keep=keep)
+    write = functools.partial(saving.write_model, **parts)
+    saving.write_checkpoint(root, {"state": {"step": step}}, step=step, write=write, keep=keep)
     return root / f"step-{step:06d}"
 
 
 def test_all_checkpoints_are_kept_where_no_number_is_given(tmp_path, parts):
     saved = [save(tmp_path, parts, step=step, keep=None) for step in range(1, 5)]
-    assert checkpoint.list_checkpoints(tmp_path) == saved[::-1]
+    assert resuming.list_checkpoints(tmp_path) == saved[::-1]
     save(tmp_path, parts, step=5)
-    assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path)] == [5, 4]
+    assert [resuming.step_of(path) for path in resuming.list_checkpoints(tmp_path)] == [5, 4]
 
 
 def test_what_a_killed_save_left_goes_with_the_next(tmp_path, parts):
@@ -200,25 +226,25 @@ def test_only_plain_digits_make_a_checkpoint(tmp_path):
     """Bug: the digits of other scripts counted too, and such a folder could be the newest."""
     for name in ("step-000001", "step-٣", "step-²", "step-", "step-1.tmp"):
         (tmp_path / name).mkdir()
-    assert checkpoint.list_checkpoints(tmp_path) == [tmp_path / "step-000001"]
+    assert resuming.list_checkpoints(tmp_path) == [tmp_path / "step-000001"]
 
 
 def test_a_checkpoint_gives_back_weights_optimizer_and_state(tmp_path, rotary_model_folder, parts):
     folder = save(tmp_path, parts, step=1)
     model = AutoModelForCausalLM.from_pretrained(rotary_model_folder)
-    checkpoint.load_weights(folder, model)
+    resuming.load_weights(folder, model)
     assert all(map(torch.equal, parts["model"].parameters(), model.parameters()))
-    saved = checkpoint.load_optimizer_state(folder)["state"]
+    saved = resuming.load_optimizer_state(folder)["state"]
     for index, values in parts["optimizer"].state_dict()["state"].items():
         assert all(torch.equal(values[name], saved[index][name]) for name in values)
-    assert checkpoint.load_state(folder) == {"state": {"step": 1}}
+    assert resuming.load_state(folder) == {"state": {"step": 1}}
 
 
 def test_a_checkpoint_is_loaded_with_the_attention_of_the_run(tmp_path, parts):
     """Bug: a kernel that the checkpoint's config.json names was looked for."""
     folder = save(tmp_path, parts, step=1)
     change_json(folder / "config.json", _attn_implementation="flash_attention_2")
-    checkpoint.load_weights(folder, parts["model"])
+    resuming.load_weights(folder, parts["model"])
 
 
 # Damage is noticed
@@ -231,8 +257,27 @@ def test_an_optimizer_that_was_tampered_with_is_one_line_and_runs_nothing(tmp_pa
     for content in (pickle.dumps(os.mkdir, 2), pickle.dumps([os.remove], 2), b"", bytes(999)):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=r"optimizer\.pt cannot be read \(\w+\): delete ") as e:
-            checkpoint.load_optimizer_state(tmp_path)
+            resuming.load_optimizer_state(tmp_path)
         assert "\n" not in str(e.value)
+
+
+class Attack:
+    """What makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_an_optimizer_that_holds_code_is_refused_before_that_runs(tmp_path):
+    """Checkpoints are copied from machine to machine, and a pickle runs what it names."""
+    (tmp_path / "training_state").mkdir()
+    torch.save({"state": Attack(tmp_path / "made")}, tmp_path / "training_state/optimizer.pt")
+    with pytest.raises(ValueError, match=r"optimizer\.pt cannot be read"):
+        resuming.load_optimizer_state(tmp_path)
+    assert not (tmp_path / "made").exists()
 
 
 @pytest.fixture
@@ -265,9 +310,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
 ):
     folder = save(two_checkpoints, parts, step=3)
     (folder / ".DS_Store").write_text("")  # what others have put there is no damage
-    assert checkpoint.newest_whole(two_checkpoints, pytest.fail) == folder
+    assert resuming.newest_whole(two_checkpoints, pytest.fail) == folder
     damage(folder / name)
     warnings = []
-    newest = checkpoint.newest_whole(two_checkpoints, warnings.append)
+    newest = resuming.newest_whole(two_checkpoints, warnings.append)
     assert newest == two_checkpoints / "step-000002"
     assert len(warnings) == 1 and "step-000003" in warnings[0]

@@ -7,13 +7,14 @@ from harness import alone, make_config, read_rows, train
 
 from engine.report.metrics import WATCHED, mean_of_last, signs_of_collapse
 from engine.run.state import Run, State
+from engine.update.outcome import Outcome, Update
 from logger import Logger
 
 HEALTHY = {"train/solved": 0.6, "train/entropy": 0.3, "train/truncated_frac": 0.1}
 
 
 def run_with(warnings: list[str]) -> SimpleNamespace:
-    """What `Run.advance` uses of a run with 16 questions a step."""
+    """What `Run.end_step` uses of a run with 16 questions a step."""
     config, logger = make_config("training.num_samples_per_step=16"), Logger(rank=1)
     logger.warning = warnings.append
     return SimpleNamespace(state=State(), config=config, world=alone(), logger=logger)
@@ -22,7 +23,7 @@ def run_with(warnings: list[str]) -> SimpleNamespace:
 def advance(run: SimpleNamespace, metrics: dict) -> dict:
     """Count a step with these metrics; returns them with those that are added."""
     metrics = HEALTHY | metrics
-    Run.advance(run, metrics, 0, is_skipped=False, has_moved=True)
+    Run.end_step(run, Update(Outcome.UPDATED, has_moved=True), metrics, 0)
     return metrics
 
 
@@ -79,6 +80,15 @@ def test_a_sign_is_reported_once_while_it_lasts():
         advance(run, {"train/solved": solved})
     (warning,) = warnings
     assert "collapsing: solved fell from 0.600 to 0.240 (mean" in warning
+
+
+def test_a_collapsed_run_goes_on_unless_the_config_says_to_stop():
+    """A false alarm would end a run that was well, if its user had not asked for that."""
+    run = run_with([])
+    run.state.signs = {"train/solved": "solved fell from 0.600 to 0.240"}
+    assert not Run.is_over.fget(run)
+    run.config = make_config("training.stop_on_collapse=true")
+    assert Run.is_over.fget(run)
 
 
 @pytest.mark.slow

@@ -14,13 +14,11 @@ from harness import (
     alone,
     arguments,
     assert_same,
-    finish,
+    change_json,
     grade_by_text,
     load_run,
-    program,
     read_rows,
     set_rates,
-    start,
     train,
     train_forked,
 )
@@ -28,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 import main
 from engine.core.files import append_durably
-from engine.run import checkpoint
+from engine.run import resuming, saving
 from engine.run.config_file import load_config
 
 TWO, THREE = "training.num_steps=2", "training.num_steps=3"
@@ -97,6 +95,15 @@ def test_results_are_never_overwritten(spoil, resume, reason, parts, rotary_mode
     assert contents(parts / "x") == before
 
 
+def test_a_run_is_known_though_its_checkpoints_were_deleted(tmp_path):
+    """The empty file that its first save has left says so; else its metrics would be cut."""
+    write = lambda folder: (folder / "weights").touch()  # noqa: E731
+    saving.write_checkpoint(tmp_path / "checkpoints", {}, step=1, write=write, keep=1)
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(ValueError, match="holds the results of a run, and no whole checkpoint"):
+        resuming.find_start(tmp_path, may_resume=True, warn=pytest.fail)
+
+
 def test_a_folder_that_is_no_runs_is_left_alone(tmp_path, rotary_model_folder, data):
     (tmp_path / "x").mkdir()
     (tmp_path / "x/config.yaml").write_text("mine: 1\n")
@@ -133,15 +140,35 @@ def test_evaluations_are_no_results(tmp_path, rotary_model_folder, data):
 def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path, rotary_model_folder, data):
     """What it left is kept beside the new files."""
     fault = {"do": "raise", "rank": 0, "calls": 20}  # in the first step, after best/ was saved
-    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    command = program(tmp_path, rotary_model_folder, *data, THREE, fault=fault)
-    (status,) = finish(start(command, *options, log=tmp_path / "log"))
-    output = (tmp_path / "log").read_text(errors="replace")
-    assert status == 0, output
-    assert "killed before its first checkpoint" in output
+    given = (tmp_path, rotary_model_folder, *data, THREE)
+    status, output = train_forked(*given, num_ranks=2, fault=fault)
+    assert status == 1, output
+    assert "killed before its first checkpoint" in train(*given, num_ranks=2)
     (aside,) = (tmp_path / "x").glob("killed-*")
     assert {"best", "config.yaml", "metrics.jsonl", "samples.jsonl"} <= set(os.listdir(aside))
     assert [row["step"] for row in read_rows(tmp_path / "x")] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("num_moved", range(4))
+def test_a_kill_while_a_killed_run_is_moved_aside_leaves_the_rest_to_the_next_start(
+    tmp_path, monkeypatch, num_moved
+):
+    """A folder is a run's if it has a metrics.jsonl, which therefore moves last."""
+    names, rename = ["config.yaml", "metrics.csv", "metrics.jsonl", "samples.jsonl"], Path.rename
+    for name in names:
+        (tmp_path / name).touch()
+
+    def move(path: Path, target: Path) -> None:
+        if len(list(tmp_path.glob("killed-*/*"))) == num_moved:
+            raise KeyboardInterrupt
+        rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", move)
+        resuming.find_start(tmp_path, may_resume=True, warn=print)
+    assert resuming.find_start(tmp_path, may_resume=True, warn=print) is None
+    assert sorted(path.name for path in tmp_path.glob("killed-*/*")) == names
+    assert all(path.name.startswith("killed-") for path in tmp_path.iterdir())
 
 
 # Two starts of one run
@@ -151,7 +178,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path, rotary_
 def test_a_second_start_of_a_run_is_refused_while_the_first_lasts(parts, rotary_model_folder, data):
     """Bug: the two wrote steps 0, 1, 2, 3, 2, 4 into one file, and both ended with 0."""
     before = contents(parts / "x")
-    with checkpoint.lock_folder(parts / "x", print):
+    with resuming.lock_folder(parts / "x", print):
         status, output = train_forked(parts, rotary_model_folder, *data, THREE, num_ranks=2)
     assert status == 1  # torchrun's own
     assert f"error: {parts / 'x'}: process {os.getpid()} on" in output
@@ -159,13 +186,22 @@ def test_a_second_start_of_a_run_is_refused_while_the_first_lasts(parts, rotary_
     assert "resumed after step 2" in train(parts, rotary_model_folder, *data, THREE)
 
 
+def test_a_folder_is_locked_by_one_alone(tmp_path):
+    with (
+        resuming.lock_folder(tmp_path, pytest.fail),
+        pytest.raises(ValueError, match=f"process {os.getpid()} on .* trains there now"),
+    ):
+        resuming.lock_folder(tmp_path, pytest.fail)
+    resuming.lock_folder(tmp_path, pytest.fail).close()
+
+
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
     def refuse(file, operation):
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(checkpoint.fcntl, "flock", refuse)
+    monkeypatch.setattr(resuming.fcntl, "flock", refuse)
     warnings = []
-    checkpoint.lock_folder(tmp_path, warnings.append).close()
+    resuming.lock_folder(tmp_path, warnings.append).close()
     assert "No locks available" in warnings[0] and "twice at once" in warnings[0]
 
 
@@ -178,7 +214,7 @@ def test_a_file_behind_a_link_is_never_written(tmp_path, name):
     place.symlink_to(other)
     with pytest.raises(OSError, match=f"run/{name}"):
         if name == "lock":
-            checkpoint.lock_folder(place.parent, pytest.fail)
+            resuming.lock_folder(place.parent, pytest.fail)
         else:
             append_durably(place, "ours")
     assert other.read_text() == "mine"
@@ -256,8 +292,20 @@ def test_the_best_score_is_that_of_the_model_in_best(tmp_path, rotary_model_fold
     assert "resumed after step 1" in output
     assert "0.400 after step 2; best 0.500 at step 2" in output
     assert (run / "best/README.md").read_text() == card
-    state = checkpoint.load_state(run / "checkpoints/last")["state"]
+    state = resuming.load_state(run / "checkpoints/last")["state"]
     assert (state["best"], state["best_step"]) == (0.5, 2)
+
+
+def test_a_run_that_knew_of_warm_starts_goes_on(parts, rotary_model_folder, data):
+    """Until then each checkpoint said whether its run had had one, and each config asked for it."""
+    file = parts / "x/checkpoints/last/training_state/state.json"
+    known = json.loads(file.read_text())
+    known["state"]["is_warm"] = False
+    known["config"] |= {"warm_start.data": None, "warm_start.num_steps": 50}
+    file.write_text(json.dumps(known, indent=1))
+    change_json(file.with_name("files.json"), **{"training_state/state.json": file.stat().st_size})
+    output = train(parts, rotary_model_folder, *data, THREE)
+    assert "resumed after step 2" in output
 
 
 def test_a_checkpoint_of_another_version_is_named(parts, rotary_model_folder, data):
@@ -284,7 +332,7 @@ def test_a_state_edited_by_hand_is_one_line(
     parts, rotary_model_folder, data, capsys, monkeypatch, file, old, new
 ):
     """Bug: a traceback, or a line without a file's name."""
-    monkeypatch.setattr(checkpoint, "is_whole", lambda folder: True)  # as if it had its old size
+    monkeypatch.setattr(resuming, "is_whole", lambda folder: True)  # as if it had its old size
     edited = parts / "x" / file
     assert old in edited.read_text()
     edited.write_text(edited.read_text().replace(old, new))
@@ -303,7 +351,7 @@ def test_a_run_whose_best_model_was_lost_ends_with_1(
     tmp_path, rotary_model_folder, data, monkeypatch
 ):
     """Bug: a worse model that was saved later made it 0, and so did a new start."""
-    rates, save_model = [0.1, 0.5, 0.3, 0.5], checkpoint.save_model
+    rates, save_model = [0.1, 0.5, 0.3, 0.5], saving.save_model
     grade_by_text(monkeypatch)
 
     def fail_at_1(*arguments, **options):
@@ -313,7 +361,7 @@ def test_a_run_whose_best_model_was_lost_ends_with_1(
 
     for steps, status in ((TWO, 1), (TWO, 1), (THREE, 0)):  # the last one saves as good a model
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, "save_model", fail_at_1)
+            patch.setattr(saving, "save_model", fail_at_1)
             set_rates(patch, rates)
             settings = load_config(
                 arguments(tmp_path, rotary_model_folder, *data, steps, "validation.every=1")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from harness import assert_same, read_rows, seed, train, train_forked
 
-from engine.run import checkpoint
+from engine.run import resuming
 
 pytestmark = pytest.mark.slow
 
@@ -84,9 +84,9 @@ def steps_resumed_from(copies: list[Path]) -> list[int]:
     """For each copy of a run's folder the step of its newest checkpoint, which must be whole."""
     steps, warnings = [], []
     for copy in copies:
-        folder = checkpoint.newest_whole(copy / "x/checkpoints", warnings.append)
+        folder = resuming.newest_whole(copy / "x/checkpoints", warnings.append)
         assert folder is not None and warnings == [], copy
-        steps.append(checkpoint.load_state(folder)["state"]["step"])
+        steps.append(resuming.load_state(folder)["state"]["step"])
     return steps
 
 

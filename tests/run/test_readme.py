@@ -20,8 +20,7 @@ from tokenizers import Tokenizer
 import countdown
 from engine.core.types import MicroBatch
 from engine.run.config_file import combine
-from engine.update.optimizer import LossScale
-from main import accumulate_gradient, grpo_advantages, token_weights
+from main import grpo_advantages, micro_batch_loss, token_weights
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 README = TEXT.splitlines()
@@ -99,9 +98,9 @@ def test_the_example_by_numbers_is_what_main_computes():
         scorer=Mock(return_value=log_probs),
         reference=None,
         params=SimpleNamespace(temperature=1.0),
-        loss_scale=LossScale(enabled=False),
+        grad_scaler=torch.amp.GradScaler(enabled=False),
     )
-    accumulate_gradient(policy, batch, config.training, {})
+    micro_batch_loss(policy, batch, config.training, {}).backward()
     assert f"The mean of the group is {sum(rewards) / 4:.3f}," in " ".join(README)
     assert weights[mask].tolist() == pytest.approx([1 / 1280] * sum(lengths))
     rows = [line for line in README if re.match(r"\| [A-D]: ", line)]

@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, NanoChatConfig, NanoChatForCausal
 import main
 from engine.core.config import Config
 from engine.run.config_file import load_config
-from engine.run.log import run_evaluation
 from engine.update.optimizer import make_optimizer
+from main import CompletionScorer
 
 REAL_FILES = {"gsm8k": "gsm8k/test.jsonl", "math500": "math500/test.json"}
 ROWS = {
@@ -101,7 +101,7 @@ def run_recipe(recipe: Path, model: Path, rows: list[dict], folder: Path) -> Pat
     run.world.leave()  # with model.shard a rank alone has a process group too
     best = [f"model.name={run.folder / 'best'}", "mode=evaluate"]
     run = load_run(load(recipe, *small, *best))
-    assert run_evaluation(run, main.sample_validation) == 0
+    assert main.run_evaluation(run) == 0
     return run.folder
 
 
@@ -127,11 +127,13 @@ def test_a_recipe_runs_to_its_end(recipe, rotary_model_folder, nanochat_folder, 
 def test_nanochats_turns_logits_and_optimizer_are_its_sources(nanochat_folder, monkeypatch):
     """Muon for the blocks' matrices; for embeddings and head AdamW, with nanochat's settings."""
     config = load(NANOCHAT, f"model.name={nanochat_folder}")
-    monkeypatch.setattr("engine.run.load.MAX_LOGITS_BYTES", 0)
+    monkeypatch.setattr("engine.model.policy.MAX_LOGITS_BYTES", 0)
     policy = load_trained(config, alone())
     assert set(policy.tokenizer.encode("<|assistant_end|><|bos|>")) < set(policy.params.eos_ids)
     assert policy.params.calculator is not None
-    assert not policy.scorer.in_blocks  # the head alone would score as if there were no cap
+    assert (
+        type(policy.scorer) is CompletionScorer
+    )  # the head alone would score as if there were no cap
     *adamw, muon = make_optimizer(policy.model, config.training).param_groups
     assert len(muon["params"]) == 2 * 6
     assert (muon["momentum"], muon["nesterov"], muon["ns_steps"]) == (0.95, True, 5)

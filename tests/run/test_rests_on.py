@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from engine.core.config import Config, ConfigError
 from engine.core.distributed import World
-from engine.core.files import reach_hub
+from engine.core.hub import reach_hub
 from engine.questions.data import QuestionStream, load_table
 from engine.run.fingerprint import BLOCK, NUM_BLOCKS, commit_of, of_model, of_questions
-from engine.run.load import pin, run_folder
+from engine.run.folder import run_folder
+from engine.run.load import pin
 from engine.run.saving import write_config
 from engine.run.state import Run
 from logger import Logger
@@ -205,10 +206,12 @@ def problem_on(world: World, differs_in: str) -> str:
     rows = [{"nums": [n], "target": n} for n in NUMBERS]
     own = rows[world.rank :] + rows[: world.rank]
     trained = own if differs_in == "training" else rows
-    stream = QuestionStream(trained, seed=0, shuffle=True, length=len, room=9, log=print)
+    stream = QuestionStream(
+        trained, seed=0, shuffle=True, prompt_tokens=len, max_prompt_tokens=9, log=print
+    )
     validation = own[:9] if differs_in == "validation" else rows[:9]
     config, task = make_config(), None
-    run = Run(config, world, Logger(rank=1), Path(), task, None, validation, stream)
+    run = Run(config, world, Logger(rank=1), task, None, validation, stream)
     try:
         run.check_questions()
     except ConfigError as error:

@@ -6,11 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import harness
 import pytest
 from harness import (
+    CPU,
     ENVIRONMENT,
     NUMBERS,
     ROOT,
@@ -38,8 +40,10 @@ from engine.core.distributed import World
 from engine.core.types import SamplingParams
 from engine.questions.tasks import built_in_tasks
 from engine.run.config_file import load_config
-from engine.run.log import run_evaluation
+from engine.run.log import validation_samples
 from engine.run.state import Run
+from engine.sampling import draw, grouped
+from engine.update.outcome import Outcome, Update
 
 SIZES = [
     f"training.seed={seed()}",
@@ -96,7 +100,7 @@ def test_a_run_leaves_a_row_for_each_step_with_evaluations_at_both_ends(on_one_r
         assert row["train/sampler_mismatch"] < 1e-5
         assert row["train/grad_norm"] > 0 and row["train/lr"] == 0.003
         assert row["train/skipped_steps"] == row["train/clip_frac"] == 0
-    assert {"config.yaml", "metrics.csv", "samples.jsonl", "best"} <= set(os.listdir(on_one_rank))
+    assert {"config.yaml", "metrics.jsonl", "samples.jsonl", "best"} <= set(os.listdir(on_one_rank))
 
 
 def test_two_ranks_do_the_same_step_as_one(on_one_rank, on_two_ranks):
@@ -158,7 +162,7 @@ def test_epochs_set_the_number_of_steps_and_the_start_says_how_large_they_are(
     settings = [*given, *data, "training.num_epochs=2", "training.num_samples_per_step=4"]
     config = load_config(arguments(tmp_path, rotary_model_folder, *settings))
     run = harness.load_run(config)
-    num_steps = 2 * len(run.train_questions.questions) // 4
+    num_steps = 2 * len(run.stream.questions) // 4
     assert run.config.training.num_steps == num_steps > 20
     size = f"{num_steps} steps of 32 rows: 4 questions on each rank, 8 samples of each\n"
     assert size in capsys.readouterr().out
@@ -177,7 +181,7 @@ def test_a_run_that_skips_long_questions_goes_on_where_it_was(tmp_path, rotary_m
     shared += ["training.num_samples_per_step_global=4", "logging.train_samples_every=1"]
     assert_resumes(tmp_path, rotary_model_folder, *shared)
     run = load_run(tmp_path / "whole", rotary_model_folder, *shared, "checkpoint.resume=auto")
-    _, end = run.train_questions.take(0, 8)
+    _, end = run.stream.take(0, 8)
     assert run.state.position == end > 8
     samples = read_jsonl(tmp_path / "whole/x/samples.jsonl")
     assert {(s["split"], s["step"]) for s in samples if s["step"] > 0} == {
@@ -207,9 +211,9 @@ def test_a_step_whose_last_update_fails_is_saved(tmp_path, rotary_model_folder, 
     grade_by_text(monkeypatch)
     update_policy, saved = main.update_policy, tmp_path / "x/checkpoints/step-000002"
 
-    def fail(*arguments) -> tuple:
-        metrics, sums, num_updates = update_policy(*arguments)
-        return metrics, sums, num_updates - (run.state.step == 1)
+    def fail(run: Run, groups: list) -> Update:
+        update = update_policy(run, groups)
+        return replace(update, outcome=Outcome.BROKEN) if run.state.step == 1 else update
 
     monkeypatch.setattr(main, "update_policy", fail)
     run = load_run(tmp_path, rotary_model_folder, *data, "training.num_iterations=2")
@@ -232,7 +236,7 @@ def test_validation_has_its_own_length_and_a_greedy_one_samples_once(
     greedy = ["validation.temperature=0", "validation.best_of_n=1", "validation.pass_k=[1]"]
     settings = [*data, "mode=evaluate", "validation.max_new_gen_tokens=40", *greedy]
     run = load_run(tmp_path, rotary_model_folder, *settings)
-    assert run_evaluation(run, main.sample_validation) == 0
+    assert main.run_evaluation(run) == 0
     assert sampled == [(0, 40)]
     (file,) = (tmp_path / "x").glob("eval-*/metrics.json")
     metrics = json.loads(file.read_text())
@@ -244,7 +248,7 @@ def test_training_and_validation_never_draw_the_same_random_numbers(
     tmp_path, rotary_model_folder, data, monkeypatch
 ):
     """Here only the first word of a seed keeps position 0 apart from validation question 2."""
-    drawn, draw_uniforms = [], main.draw_uniforms
+    drawn, draw_uniforms = [], draw.draw_uniforms
 
     def seen(*arguments, **sizes):
         uniforms = draw_uniforms(*arguments, **sizes)
@@ -253,7 +257,7 @@ def test_training_and_validation_never_draw_the_same_random_numbers(
 
     settings = [*data, "training.num_steps=1", "training.seed=2"]
     run = load_run(tmp_path, rotary_model_folder, *settings)
-    monkeypatch.setattr(main, "draw_uniforms", seen)
+    monkeypatch.setattr(grouped, "draw_uniforms", seen)
     assert main.run_training(run) == 0
     num_training, num_validation = 2 * 8, 7 * 4
     assert len(drawn) == num_training + 2 * num_validation
@@ -264,7 +268,7 @@ def test_each_step_draws_for_the_next_questions_by_the_runs_seed(
     tmp_path, rotary_model_folder, data, monkeypatch
 ):
     """Not seen before: a stream that skips a question, random numbers of another run's seed."""
-    uniforms, draw_uniforms = {}, main.draw_uniforms
+    uniforms, draw_uniforms = {}, draw.draw_uniforms
 
     def seen(seeds, params):
         drawn = draw_uniforms(seeds, params)
@@ -272,7 +276,7 @@ def test_each_step_draws_for_the_next_questions_by_the_runs_seed(
         uniforms.update((s, row) for s, row in zip(seeds, numbers, strict=True) if len(s) == 3)
         return drawn
 
-    monkeypatch.setattr(main, "draw_uniforms", seen)
+    monkeypatch.setattr(grouped, "draw_uniforms", seen)
     for number in ("3", "4"):
         settings = [*data, "training.num_steps=2", f"training.seed={number}"]
         run = load_run(tmp_path / number, rotary_model_folder, *settings)
@@ -302,6 +306,30 @@ def test_sil_runs_and_of_equal_models_the_earliest_is_the_best(rotary_model_fold
     assert last["train/sampler_mismatch"] < 1e-5  # log-probabilities of about 6, in fp32
     assert first["eval/pass@1"] == last["eval/pass@1"] == 0.5
     assert re.search(r"best 0\.500 at step 0\b", output)
+
+
+def test_the_ranks_take_turns_with_the_validation_questions(rotary_model_folder):
+    """Rank 1 of 2 samples and shows the second, the fourth and so on, as a single rank would.
+
+    The metrics are gathered in this order: another one would mix up the questions of the ranks.
+    """
+    policy = make_policy(rotary_model_folder, "mode=evaluate", *SIZES, is_exact=True)
+    questions = [{"nums": [number], "target": number} for number in range(1, 6)]
+    given = {"optimizer": object(), "questions": questions}
+
+    def sampled(world: World) -> list[tuple]:
+        config = make_config(*SIZES, "logging.samples=5")
+        run = make_run(policy, config, world=world, **given)
+        groups = main.sample_validation(run)
+        shown = [sample["question"] for sample in validation_samples(run, groups)]
+        return [
+            (question, [(t.prompt_ids, t.completion.token_ids) for t in group])
+            for question, group in zip(shown, groups, strict=False)
+        ]
+
+    expected = sampled(alone())
+    for rank in range(2):
+        assert sampled(World(rank=rank, size=2, device=CPU)) == expected[rank::2]
 
 
 def evaluate_a_single_question(world: World, model: Path) -> dict[str, float]:
@@ -342,6 +370,7 @@ def broken(tmp_path, rotary_model_folder) -> Path:
         ("run.dir=BROKEN/rows.jsonl", ["BROKEN/rows.jsonl"]),
         # Bug: the run ended in a traceback, after it had written config.yaml.
         ("logging.mlflow=true", ["logging.report_to", "mlflow"]),
+        ("logging.report_to=mlflow", ["logging.report_to", "mlflow"]),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_key_or_file(
@@ -390,6 +419,25 @@ def test_a_mistake_ends_two_ranks_with_one_line(python, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+NO_BOARDS = """
+import runpy, sys
+try:
+    runpy.run_path("main.py", run_name="__main__")
+except SystemExit as end:
+    assert end.code == 0
+print(sorted({"mlflow", "wandb", "pandas", "engine.report.boards"} & sys.modules.keys()))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_without_boards_loads_none(tmp_path):
+    small = ["training.num_steps=1", "training.num_samples_per_step=2", "validation.num_examples=2"]
+    given = [f"run.dir={tmp_path}", *small, "training.max_new_gen_tokens=8"]
+    command = [sys.executable, "-c", NO_BOARDS, *given]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
 HEAVY = ("torch", "transformers", "datasets", "pandas")
 
 
@@ -402,7 +450,7 @@ HEAVY = ("torch", "transformers", "datasets", "pandas")
         ("training.learning_type=distill model.teacher=./no", "error: model.teacher = ./no: "),
         ("task.train=no.csv", "error: task.train = no.csv: "),
         ("mode=evaluate task.eval=no.csv", "error: task.eval = no.csv: "),
-        ("warm_start.data=no.csv", "error: warm_start.data = no.csv: "),
+        ("warm_start.data=no.csv", "error: warm_start: it is a command now: "),
         *((f"task.name={n} x=1", "error: x = 1: unknown key") for n in built_in_tasks()),
     ],
 )

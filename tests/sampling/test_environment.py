@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 import torch
 from graphs import install_graphs
-from harness import make_config, make_policy, make_run, save_writer
+from harness import LOOPS, make_config, make_policy, make_run, save_writer
 from tokenizers import AddedToken, normalizers
 from transformers import Qwen2ForCausalLM
 
 import main
 from engine.core.statistics import Clock
 from engine.core.types import Trajectory
-from engine.questions.tasks import RewardError
+from engine.questions.user_file import RewardError
 from engine.run.state import Run
-from engine.sampling.environment import Conversation, Turns, check_environment, encode_questions
+from engine.sampling.environment import Conversation, Turns, check_environment, start_conversations
 from tools import chat
 
 # Turns end and tools are called as in Qwen2.5's chats; the words are our own.
@@ -141,11 +141,10 @@ def make(folder: Path, code: str = "", *overrides: str, is_exact: bool = False) 
 
 def play(run: Run, num_samples: int = 60, backend: str = "grouped", **changes) -> list[Trajectory]:
     """The trajectories of one question."""
-    run.policy.backend = backend
+    if backend in LOOPS:  # vLLM samples by itself
+        run.policy.sampler.loop = LOOPS[backend]
     params = replace(run.policy.params, group_size=num_samples, **changes)
-    (group,) = main.sample_trajectories(
-        run.policy, run.task, run.config, [{"n": 1}], SEEDS, params, Clock(), run.logger
-    )
+    (group,) = main.sample_trajectories(run, [{"n": 1}], SEEDS, params, Clock())
     return group
 
 
@@ -178,7 +177,7 @@ def test_three_turns_by_hand_their_ids_and_which_of_them_are_trained(folder):
     assert len(encode(run, "nu")) == 1
     assert row.completion.num_turns == 3 and not row.completion.truncated
     training = run.config.training
-    batch = main.make_micro_batch([row], training, run.world, num_rows=1, num_tokens=1)
+    batch = main.make_micro_batch([row], training, run.world.device, num_rows=1, num_tokens=1)
     assert batch.completion_mask.tolist() == [trained]
     assert (batch.token_weights > 0).tolist() == [trained]
     assert batch.input_ids.tolist() == [row.prompt_ids + row.completion.token_ids]  # no hole
@@ -262,7 +261,7 @@ def test_an_end_token_that_is_inserted_ends_nothing(folder, backend):
 
 def start(run: Run) -> Conversation:
     """The first of the conversations that `play` has."""
-    _, ((conversation, *_),) = encode_questions(
+    prompts = start_conversations(
         run.task,
         run.config,
         [{"n": 1}],
@@ -273,6 +272,7 @@ def start(run: Run) -> Conversation:
         device=run.world.device,
         clock=Clock(),
     )
+    ((conversation, *_),) = prompts.conversations
     return conversation
 
 
@@ -280,6 +280,28 @@ def answer(run: Run, turn: str) -> str | None:
     """The reply to a first turn, as text."""
     ids = start(run).reply(encode(run, turn, END))
     return None if ids is None else run.policy.tokenizer.decode(ids)
+
+
+def two_turns(run: Run) -> tuple[Conversation, list[int], list[int]]:
+    """A conversation in which the model says "nu" and then calls; the ids of the two replies."""
+    conversation, ids = start(run), encode(run, "nu", END)
+    first = conversation.reply(ids)
+    return conversation, first, conversation.reply(ids + first + encode(run, ONE, END))
+
+
+def test_the_environment_hears_the_models_words_alone_in_each_turn(folder):
+    """If a turn began where the one before ended, it would hear its own reply as the model's."""
+    conversation, *_ = two_turns(make(folder, ECHO))
+    assert conversation.environment.said == ["nu", ONE]
+
+
+def test_each_turn_has_random_numbers_of_its_own(folder):
+    """Else an environment that throws dice throws the same ones in every turn."""
+    dice = ECHO.replace("{len(self.said)}: {message}", "{random.random()}")
+    run = make(folder, dice)
+    _, first, second = two_turns(run)
+    assert first != second
+    assert two_turns(run)[1:] == (first, second)
 
 
 def test_what_is_wrong_with_a_call_is_told_to_the_model(folder):

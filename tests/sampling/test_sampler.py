@@ -19,7 +19,9 @@ from harness import (
     CPU,
     ROOT,
     SIZES,
+    listener,
     load_rows,
+    loop_of,
     make_config,
     make_policy,
     peak_bytes,
@@ -46,10 +48,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_atten
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.core.distributed import init_world
-from engine.core.tensors import keep_likeliest, left_pad, right_pad
-from engine.core.types import Completion, SamplingParams
-from engine.model.policy import Policy, copy_in
+from engine.core.tensors import left_pad, right_pad
+from engine.core.types import Completion, PromptBatch, SamplingParams
+from engine.model.policy import Policy
 from engine.model.probes import supports_grouped
+from engine.model.sampler import copy_in
 from engine.questions.prompts import encode_prompts
 from engine.questions.tasks import load_task
 from engine.sampling.batches import (
@@ -59,9 +62,11 @@ from engine.sampling.batches import (
     tokens_that_fit,
 )
 from engine.sampling.cache import ReservedColumns, grown_length
-from engine.sampling.generate import get_generation_config
+from engine.sampling.draw import draw_uniforms, invert_cdf, keep_likeliest, sample_tokens
 from engine.sampling.graphs import CapturedSteps
-from main import DecodeBatch, decode_grouped, draw_uniforms, invert_cdf, sample_tokens
+from engine.sampling.grouped import DecodeBatch, decode_grouped
+from engine.update.head import ChunkedScorer
+from main import CompletionScorer, get_generation_config
 
 RAGGED = [[5, 9, 30], [40, 41, 42, 43, 44, 45, 46, 47, 48], [7], [60, 5, 61, 5, 62]]
 SEEDS = [(seed(), 0, i) for i in range(len(RAGGED))]
@@ -131,7 +136,7 @@ def test_the_hubs_generation_config_does_not_leak_into_sampling(poisoned_folder,
     To 1e-4: log-probabilities of fp32, down to -20, differ by the rounding of some 100 operations.
     """
     policy = make_policy(poisoned_folder, f"sampling.backend={backend}")
-    assert policy.backend == backend
+    assert loop_of(policy) == backend
     for temperature in (0.7, 1.0, 1.3):
         groups = sample(policy, temperature=temperature)
         for prompt_ids, group in zip(RAGGED, groups, strict=True):
@@ -193,6 +198,7 @@ def test_grouped_decoding_equals_a_plain_loop_without_cache_padding_or_batch(mod
     sum. Log-probabilities and entropies differ as above.
     """
     policy = make_policy(model_folder)
+    assert loop_of(policy) == "grouped"  # a model that the probe refuses would be sampled otherwise
     groups = sample(policy, temperature=1.2, eos_ids=MANY_EOS, num_samples=16)
     num_dropped = 0
     for prompt_ids, words, group in zip(RAGGED, SEEDS, groups, strict=True):
@@ -283,10 +289,10 @@ def test_replayed_steps_draw_the_same_tokens(model_folder, graphs):
 
 def test_a_step_that_waits_for_a_value_is_refused_before_any_capture(rotary_model_folder, graphs):
     """Bug: torch does not clean up after a failed capture, and soon runs out of memory."""
-    model = make_policy(rotary_model_folder).sampler.eval()
+    model = make_policy(rotary_model_folder).sampler.model.eval()
     model.lm_head.register_forward_hook(lambda module, args, logits: logits + logits.max().item())
-    assert supports_grouped(model, DecodeBatch)
-    assert not supports_grouped(model, DecodeBatch, capture=True)
+    assert supports_grouped(model)
+    assert not supports_grouped(model, CapturedSteps)
     assert Graph.num_captures == 0
     assert torch.cuda.get_sync_debug_mode() == 0  # put back
 
@@ -306,8 +312,8 @@ def test_a_capture_that_fails_leaves_no_stream_behind(rotary_model_folder, graph
     monkeypatch.setattr(torch.cuda, "graph", fail)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream[0])
     monkeypatch.setattr(torch.cuda, "stream", OnStream)
-    model = make_policy(rotary_model_folder).sampler
-    assert not supports_grouped(model, DecodeBatch, capture=True)
+    model = make_policy(rotary_model_folder).sampler.model
+    assert not supports_grouped(model, CapturedSteps)
     assert stream == ["default"]
 
 
@@ -327,7 +333,7 @@ def test_full_memory_is_not_taken_for_a_cache_that_cannot_be_shared(
 def test_a_step_that_would_not_replay_is_not_captured(rotary_model_folder, graphs, monkeypatch):
     """A graph that repeats its first step's result is found out by the probe."""
     monkeypatch.setattr(CapturedSteps, "capture", lambda steps, num_columns: lambda: None)
-    assert not supports_grouped(make_policy(rotary_model_folder).sampler, DecodeBatch, capture=True)
+    assert not supports_grouped(make_policy(rotary_model_folder).sampler.model, CapturedSteps)
 
 
 @each_backend
@@ -571,8 +577,9 @@ def test_a_row_of_broken_logits_gets_a_log_probability_of_nan_and_harms_no_other
     results = sample_tokens(broken, uniforms, PLAIN)
     for result, whole in zip(results, expected, strict=True):
         assert torch.equal(result[[0, 2]], whole[[0, 2]])
-    tokens, log_probs, _ = results
-    assert 0 <= tokens[1] < 50 and log_probs[1].isnan()
+    tokens, log_probs, entropies = results
+    assert tokens[1] == 0.5 * 50 and log_probs[1].isnan()  # all tokens are alike
+    assert entropies[1].item() == pytest.approx(math.log(50))
 
 
 @each_backend
@@ -605,7 +612,7 @@ def test_the_cache_grows_as_long_as_rows_stay_and_within_the_limit(model_folder,
     rows leave early, at least half of the cache is never taken.
     """
     monkeypatch.setattr("engine.sampling.cache.GROWTH", 16)
-    model = make_policy(model_folder).sampler.eval()
+    model = make_policy(model_folder).sampler.model.eval()
     sizes = {"num_rows": 64, "max_new_tokens": 128}
     config, num_tokens = model.config, 3 + 128
     heads = config.num_attention_heads
@@ -626,7 +633,9 @@ def test_the_head_reads_rows_that_lie_together(rotary_model_folder, chunked):
     A model of 135 million weights took 14 GB and 30 s for 256 prompts in bf16, and now 0.5 GB.
     """
     policy, inputs = make_policy(rotary_model_folder), []
-    policy.scorer.in_blocks = chunked
+    policy.scorer = (ChunkedScorer if chunked else CompletionScorer)(
+        policy.model, policy.compute_dtype
+    )
     head = policy.model.get_output_embeddings()  # fp32: the same model samples
     head.register_forward_pre_hook(lambda head, args: inputs.append(args[0]))
     groups = sample(policy, num_samples=1)
@@ -681,6 +690,20 @@ def test_prompts_that_are_read_and_top_p_have_room(
     assert 78e9 / 2 < num_rows * bytes_per_row < 78e9
 
 
+def test_a_batch_has_room_for_the_prompts_and_their_new_tokens():
+    """Without the new tokens all four questions would share the first batch, and fill the GPU."""
+    decoded = []
+
+    def decode(prompts, seeds, params, **settings):
+        decoded.append([len(prompt) for prompt in prompts])
+        return [None] * (len(prompts) * params.group_size)
+
+    params = replace(PLAIN, max_new_tokens=12, group_size=2)
+    sampler = SimpleNamespace(decode=decode)
+    decode_in_batches(sampler, PromptBatch(RAGGED, SEEDS), params, 84, listener(print))
+    assert decoded == [[9, 5], [3, 1]]  # 4 rows of 9 + 12 tokens, then 5 of 3 + 12
+
+
 def test_a_batch_that_is_too_large_is_decoded_again_in_halves(rotary_model_folder, monkeypatch):
     """Each question has its own random numbers, so it gets the completions that it had anyway."""
     policy, decoded, lines = make_policy(rotary_model_folder, is_exact=True), [], []
@@ -689,21 +712,22 @@ def test_a_batch_that_is_too_large_is_decoded_again_in_halves(rotary_model_folde
         decoded.append(len(prompts))
         if len(prompts) > limit:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return decode_grouped(policy.sampler, prompts, seeds, params, **settings)
+        return decode_grouped(model, prompts, seeds, params, **settings)
 
-    on_gpu = SimpleNamespace(device=torch.device("cuda"))
-    monkeypatch.setattr("engine.sampling.batches.tokens_that_fit", lambda *arguments: 10**6)
+    policy.sampler.loop = decode
+    monkeypatch.setattr("engine.model.sampler.tokens_that_fit", lambda *arguments: 10**6)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     prompts, seeds = [*RAGGED, [33]], [*SEEDS, (seed(), 99)]
     params = replace(policy.params, max_new_tokens=12, eos_ids=(), group_size=4)
-    settings = {"decode": decode, "max_batch_tokens": None, "log": lines.append}
-    settings |= {"on_progress": lambda num_ended: None}
+    logger = listener(lambda num_ended: None, lines.append)
     limit = 2
-    groups = decode_in_batches(on_gpu, prompts, seeds, params, **settings)
+    groups = decode_in_batches(policy.sampler, PromptBatch(prompts, seeds), params, None, logger)
     assert decoded == [5, 3, 2, 2, 1] and lines == ["5 questions x 4 samples took 3 batches"]
-    assert_equal(groups, sample(policy, prompts, seeds, num_samples=4, eos_ids=()))
+    plain = sample(policy, prompts, seeds, num_samples=4, eos_ids=(), backend="grouped")
+    assert_equal(groups, plain)
     limit = 0
     with pytest.raises(torch.OutOfMemoryError):
-        decode_in_batches(on_gpu, prompts, seeds, params, **settings)
+        decode_in_batches(policy.sampler, PromptBatch(prompts, seeds), params, None, logger)
     assert decoded[5:] == [5, 3, 2, 1]
 
 
@@ -726,7 +750,7 @@ def test_no_step_asks_for_a_value():
         for num_columns in (11, 12, 13):
             batch.step(num_columns)
     with pytest.raises(RuntimeError, match="meta"):
-        batch.record.active.tolist()  # what a step must not do
+        batch.drawn.active.tolist()  # what a step must not do
 
 
 class UnmaskedPrefill(DecodeBatch):
@@ -746,13 +770,13 @@ def test_no_layer_has_to_convert_the_mask_or_to_pad_it(rotary_model_folder):
 
     The last columns of the longest rows are fewer than a leap.
     """
-    model = make_policy(rotary_model_folder).sampler.eval()
+    model = make_policy(rotary_model_folder).sampler.model.eval()
     uniforms = torch.zeros(len(RAGGED), PLAIN.max_new_tokens)
     with torch.no_grad():
         batch = DecodeBatch(model, RAGGED, uniforms, PLAIN)
     limit = batch.mask.shape[1]
     num_columns = grown_length(limit, limit=limit)
-    mask = batch.reserved.reserve(batch.mask, num_columns)
+    mask = batch.reserved.visible_mask(batch.mask, num_columns)
     assert limit % 16 != 0 and num_columns % 16 == 0
     assert mask.dtype == model.dtype and mask.shape == (len(RAGGED), 1, 1, num_columns)
     assert torch.equal(mask[:, 0, 0, :limit] == 0, batch.mask)
@@ -767,7 +791,7 @@ def test_eager_attention_is_scored_as_it_was_sampled(model_folder, graphs, backe
     Captured steps see the columns ahead too. To 1e-4, as above.
     """
     policy = make_policy(model_folder, "model.attn_implementation=eager")
-    assert policy.backend == "grouped"
+    assert loop_of(policy) == "grouped"
     for prompt_ids, group in zip(RAGGED, sample(policy, backend=backend), strict=True):
         for completion in group:
             ids = prompt_ids + completion.token_ids
@@ -778,13 +802,13 @@ def test_eager_attention_is_scored_as_it_was_sampled(model_folder, graphs, backe
 
 def test_the_probe_sees_a_mask_that_is_added_instead_of_applied(rotary_model_folder, monkeypatch):
     """Bug: in bf16 its tolerance was wider than the error, and its prompt had no padding."""
-    reserve, overrides = ReservedColumns.reserve, ["model.attn_implementation=eager"]
-    model = make_policy(rotary_model_folder, *overrides).sampler
+    reserve, overrides = ReservedColumns.visible_mask, ["model.attn_implementation=eager"]
+    model = make_policy(rotary_model_folder, *overrides).sampler.model
     model = copy_in(torch.bfloat16, model, CPU)
-    assert supports_grouped(model, DecodeBatch)
+    assert supports_grouped(model)
 
-    monkeypatch.setattr(ReservedColumns, "reserve", lambda *given: reserve(*given) == 0)
-    assert not supports_grouped(model, DecodeBatch)
+    monkeypatch.setattr(ReservedColumns, "visible_mask", lambda *given: reserve(*given) == 0)
+    assert not supports_grouped(model)
 
 
 def test_on_a_gpu_cudnns_attention_is_off(monkeypatch):
@@ -816,7 +840,7 @@ def test_attention_that_takes_no_4d_mask_gets_its_own(rotary_model_folder, monke
     monkeypatch.setitem(attention._global_mapping, "by_2d_mask", attend_by_2d_mask)
     monkeypatch.setitem(masks._global_mapping, "by_2d_mask", flash_attention_mask)
     policy = make_policy(rotary_model_folder, "model.attn_implementation=by_2d_mask", is_exact=True)
-    assert policy.backend == "grouped"
+    assert loop_of(policy) == "grouped"
     expected = make_policy(rotary_model_folder, is_exact=True)
     assert token_ids(sample(policy)) == token_ids(sample(expected))
 
@@ -829,8 +853,8 @@ def test_a_recurrent_model_samples_with_generate(tmp_path, tokenizer):
     config = MambaConfig(vocab_size=345, hidden_size=32, num_hidden_layers=2, state_size=4)
     folder = save_random(MambaForCausalLM, config, tokenizer, tmp_path)
     policy = make_policy(folder, "model.attn_implementation=eager")
-    assert not supports_grouped(policy.sampler, DecodeBatch)
-    assert policy.backend == "generate"
+    assert not supports_grouped(policy.sampler.model)
+    assert loop_of(policy) == "generate"
     (group,) = sample(policy, RAGGED[:1], SEEDS[:1])
     assert len({tuple(c.token_ids) for c in group}) == 4
 

@@ -39,7 +39,10 @@ from transformers import (
 import main
 from engine.core.types import Completion
 from engine.model.policy import Policy
+from engine.model.sampler import LoopSampler
 from engine.run.state import Run
+from engine.sampling.draw import draw_uniforms
+from engine.sampling.grouped import decode_grouped
 from engine.sampling.vllm import VllmEngine
 
 pytestmark = pytest.mark.vllm
@@ -81,15 +84,13 @@ def by_both(
 ) -> tuple[list[list[int]], list[Completion], list[Completion]]:
     """Each completion's prompt, and the completions of `decode_grouped` and of vLLM."""
     prompts, seeds = prompts_of(policy.tokenizer, num_prompts), [(0, 0, i) for i in range(99)]
-    engine, both = policy.sampler, []
-    for backend, sampler in zip(BACKENDS, (policy.model, engine), strict=True):
-        policy.sampler = sampler
+    both = []
+    for backend in BACKENDS:
         groups = sample(
             policy, prompts, seeds[:num_prompts], num_samples=num_samples, backend=backend,
             **{"max_new_tokens": LONGEST} | changes,
         )  # fmt: skip
         both.append([completion for group in groups for completion in group])
-    policy.sampler = engine
     return [ids for ids in prompts for _ in range(num_samples)], *both
 
 
@@ -134,7 +135,7 @@ def test_tokens_are_those_of_grouped_but_where_a_uniform_lies_on_a_boundary(run)
     prompts, ours, theirs = by_both(policy)
     assert len(ours) == 256 and share_equal(ours, theirs) >= 0.97
     params = replace(policy.params, group_size=16, max_new_tokens=LONGEST)
-    uniforms = main.draw_uniforms([(0, 0, i) for i in range(16)], params)
+    uniforms = draw_uniforms([(0, 0, i) for i in range(16)], params)
     assert len({tuple(c.token_ids) for c in ours}) > 128  # a row in another's place is seen
     for row, (ids, a, b) in enumerate(zip(prompts, ours, theirs, strict=True)):
         t = common_length(a, b)
@@ -188,9 +189,10 @@ def test_each_steps_rollouts_are_of_that_steps_weights(run):
 
 def test_an_evaluation_is_that_of_grouped(run):
     by_vllm = main.sample_validation(run)
-    engine, run.policy.sampler, run.policy.backend = run.policy.sampler, run.policy.model, "grouped"
+    engine = run.policy.sampler
+    run.policy.sampler = LoopSampler(run.policy.model, run.policy.model, decode_grouped)
     by_grouped = main.sample_validation(run)
-    run.policy.sampler, run.policy.backend = engine, "vllm"
+    run.policy.sampler = engine
     pairs = [
         (a, b)
         for one, other in zip(by_vllm, by_grouped, strict=True)
@@ -206,11 +208,11 @@ def test_logits_that_are_not_finite_end_in_completions_that_are_broken(run):
     before = weight.detach().clone()
     with torch.no_grad():
         weight.fill_(float("nan"))
-    policy.refresh_sampler()
+    policy.sampler.refresh()
     (group,) = sample(policy, prompts_of(policy.tokenizer, 1), num_samples=3, max_new_tokens=5)
     with torch.no_grad():
         weight.copy_(before)
-    policy.refresh_sampler()
+    policy.sampler.refresh()
     assert all(completion.is_broken for completion in group)
 
 
@@ -222,7 +224,7 @@ def test_an_adapter_is_merged_for_vllm_and_never_into_the_model():
             if "lora_B" in name:
                 weight.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
                 before[name] = weight.clone()
-    policy.refresh_sampler()
+    policy.sampler.refresh()
     _, ours, theirs = by_both(policy, num_prompts=4)
     assert share_equal(ours, theirs) >= 0.95  # of 64
     assert numbers_differ_by(ours, theirs) < ROUNDING
@@ -319,7 +321,7 @@ def test_what_cannot_be_is_refused_in_one_line(
     if change == "device":
         monkeypatch.setattr(type(current_platform), "device_type", "cuda")
     if change == "weights":
-        monkeypatch.setattr(VllmEngine, "load_weights", lambda *_: None)  # they stay random
+        monkeypatch.setattr(VllmEngine, "refresh", lambda _: None)  # they stay random
     if change == "model":
         config = OpenAIGPTConfig(n_embd=32, n_layer=1, n_head=1, **tokens_of(tokenizer))
         model = save_random(OpenAIGPTLMHeadModel, config, tokenizer, tmp_path)

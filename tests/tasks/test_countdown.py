@@ -232,6 +232,12 @@ def test_time_grows_linearly_with_the_text(unit: str):
     assert_linear(lambda k: cpu_seconds(grade, unit * k, repeats=7), 2 * MILLION // len(unit))
 
 
+@pytest.mark.parametrize("unit", ["<think>", "<answer>", "</think>\n<answer>"])
+def test_a_few_thousand_unclosed_tags_take_less_than_100_ms(unit: str):
+    """A quadratic search takes seconds for these, and hours for the texts above."""
+    assert cpu_seconds(grade, unit * 5_000, repeats=3) < 0.1
+
+
 def test_the_longest_expressions_take_less_than_100_ms():
     """At the cap of 1,000 characters, with every number given, so that all of it is evaluated."""
     number = "9" * 20  # the longest that is read

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks import grader, grader_worker
+from tasks import grader, grader_worker, reasoning_gym
 from tasks.grader import MAX_LEAF_CHARS, grade
 from tasks.grader_worker import FORGIVEN_AFTER, MAX_LOST_S, WORKER, Worker, WorkerLost
 
@@ -237,9 +237,49 @@ def test_time_outs_cannot_hold_up_a_step_for_long(make_fake, monkeypatch):
 
 
 def test_a_second_lost_is_forgiven_after_ten(make_fake):
+    """And the ten seconds are added to those of the seconds that were lost before."""
     worker = make_fake(FAKES["silence"])
-    for lost_s in (0.5, 1.0):
+    for ahead_s in (0, 1_000):
         start = time.monotonic()
+        worker.forgiven_at = start + ahead_s
         with pytest.raises(WorkerLost):
             ask(worker, "a", "b", timeout_s=0.5)
-        assert worker.forgiven_at - start == pytest.approx(lost_s * FORGIVEN_AFTER, abs=4 * lost_s)
+        added_s = worker.forgiven_at - start - ahead_s
+        assert 0.4 * FORGIVEN_AFTER < added_s <= (time.monotonic() - start) * FORGIVEN_AFTER
+
+
+SCORER = """
+for line in sys.stdin:
+    request = json.loads(line)
+    answer = request["arguments"][-1]
+    score = {"right": 1.0, "near": 0.998}.get(answer, 0.0)
+    say(json.dumps({"id": request["id"], "reply": score}))
+"""
+
+
+def test_a_puzzle_is_solved_by_a_full_score_of_the_last_answer_alone(make_fake, monkeypatch):
+    """A score that is nearly full is kept beside it, as a part that is not paid."""
+    monkeypatch.setattr(reasoning_gym, "WORKER", make_fake(SCORER))
+    example, options = reasoning_gym.parse_question("?"), reasoning_gym.Options(scorer_timeout_s=30)
+    block = "<answer>{}</answer>".format
+    for completion, answer, partial in (
+        ("right", 1, 1),
+        (block("near"), 0, 0.998),
+        (block("wrong") + block("right"), 1, 1),
+        (block("right") + block("wrong"), 0, 0),
+        (f"{block('right')} </think> wrong", 0, 0),
+    ):
+        how = {"options": options, "num_tokens": 1}
+        paid = reasoning_gym.reward_function(completion, example, **how)
+        assert paid == {"answer": answer, "partial": partial, "timeout": 0.0}, completion
+
+
+def test_a_puzzle_whose_scorer_runs_code_is_not_even_asked_for(make_fake, monkeypatch):
+    monkeypatch.setattr(reasoning_gym, "WORKER", make_fake(SCORER))
+    monkeypatch.setattr(reasoning_gym, "import_package", lambda name, key: None)
+    for name in reasoning_gym.REFUSED:
+        with pytest.raises(ValueError, match="its scorer runs what the model wrote as code"):
+            reasoning_gym.parse_row(
+                {"seed": 0, "index": 0}, options=reasoning_gym.Options(dataset=name)
+            )
+    assert reasoning_gym.WORKER.process is None

@@ -106,7 +106,7 @@ def test_the_recipe_trains_saves_and_evaluates_in_bf16(folder, tmp_path):
     assert any("er: between " in text for text in inserted)  # lower or higher
     best = [f"model.name={run.folder / 'best'}", "mode=evaluate"]
     evaluation = load_run(load_config([*arguments, *best]))
-    assert main.run_evaluation(evaluation, main.sample_validation) == 0
+    assert main.run_evaluation(evaluation) == 0
     (measured,) = run.folder.glob("eval-*/metrics.json")
     metrics = json.loads(measured.read_text())
     assert "eval/majority" not in metrics and metrics["eval/turns"] > 1

@@ -16,7 +16,7 @@ import countdown
 from engine.core.config import Config, ConfigError
 from engine.core.distributed import World
 from engine.core.text import printable
-from engine.core.types import Completion, Trajectory
+from engine.core.types import Completion, SeedWord, Trajectory
 from engine.model.policy import Policy
 from engine.questions.prompts import completion_text
 from main import reward_group
@@ -61,7 +61,7 @@ def config_of(arguments: list[str]) -> Config:
 
 def test_piped_questions_are_answered_rewarded_and_repeat_exactly(ask, monkeypatch):
     """Whatever is asked before, and whatever torch's own random numbers are."""
-    blocks, judge, seeds, decode = [], chat.judge, [], chat.decode_with_generate
+    blocks, judge, seeds, decode = [], chat.judge, [], chat.generate
 
     def note_and_judge(task, options, example: dict, trajectory: Trajectory) -> str:
         verdict, text = judge(task, options, example, trajectory), printable(trajectory.text)
@@ -74,7 +74,7 @@ def test_piped_questions_are_answered_rewarded_and_repeat_exactly(ask, monkeypat
         return decode(model, prompts, drawn_with, params, **others)
 
     monkeypatch.setattr(chat, "judge", note_and_judge)
-    monkeypatch.setattr(chat, "decode_with_generate", note_and_decode)
+    monkeypatch.setattr(chat, "generate", note_and_decode)
     asked = ask(f"\ufeff{QUESTION}", "", QUESTION)  # a byte order mark is no part of it
     assert asked == (0, "".join(blocks), "")
     first, second = blocks
@@ -84,7 +84,7 @@ def test_piped_questions_are_answered_rewarded_and_repeat_exactly(ask, monkeypat
     ask(QUESTION, overrides=(f"training.seed={seed(1)}",))
     # One question twice, or with another training.seed, is two samples, which may be equal.
     numbers = [(seed(), 0), (seed(), 1)] * 2 + [(seed(), 0), (seed(1), 0)]
-    assert seeds == [(chat.TYPED, *pair) for pair in numbers]
+    assert seeds == [(SeedWord.TYPED, *pair) for pair in numbers]
 
 
 def test_what_streams_is_what_is_rewarded(monkeypatch):
@@ -107,14 +107,14 @@ def test_what_streams_is_what_is_rewarded(monkeypatch):
 
 def test_without_the_right_answer_the_answer_is_read_and_not_judged():
     overrides = "task.name=gsm8k", "task.reward_weights={answer: 1.0}"
-    (policy, task), options = load_tiny(*overrides), config_of([*TINY, *overrides]).task
+    (policy, task), config = load_tiny(*overrides), config_of([*TINY, *overrides])
     ids = policy.tokenizer.encode("so #### 1", add_special_tokens=False)
     completion = Completion(ids, torch.zeros(1).numpy(), None, True, is_inserted=None)
     judged = []
     for line in ("How many?", "How many? #### 1"):
         example = task.parse_question(line)
-        (trajectory,) = reward_group(policy, task, options, example, [], [completion])
-        judged.append(chat.judge(task, options, example, trajectory))
+        (trajectory,) = reward_group(policy, task, config, example, [], [completion])
+        judged.append(chat.judge(task, config.task, example, trajectory))
     unknown, known = judged
     cut_off = "; cut off at training.max_new_gen_tokens"
     assert unknown == f"its answer is read as 1; no reward without the right one{cut_off}"
@@ -149,6 +149,7 @@ def test_the_settings_are_those_given_or_of_the_models_run_or_of_the_folder(tmp_
     for number, file in enumerate(("given.yaml", "runs/x/config.yaml", "config.yaml"), start=1):
         text = f"mode: train\nmodel: {{name: other}}\ntraining: {{seed: {number}}}\n"
         (tmp_path / file).write_text(text)
+    (tmp_path / "runs/x/metrics.jsonl").touch()
     monkeypatch.chdir(tmp_path)
     cases = [
         ("runs/x/best", "--config given.yaml training.num_steps=3", 1),
@@ -173,6 +174,7 @@ def test_a_config_that_was_found_has_no_code_run(tmp_path, monkeypatch):
     The task here would be evil.py in the folder that the chat starts in.
     """
     (tmp_path / "x/best").mkdir(parents=True)
+    (tmp_path / "x/metrics.jsonl").touch()
     (tmp_path / "evil.py").write_text("raise SystemExit('its code has run')")
     file = tmp_path / "x/config.yaml"
     file.write_text(

@@ -7,9 +7,8 @@ import pytest
 from harness import ROOT, load_rows, make_config, make_policy, make_run, read_jsonl, seed
 
 import countdown
-from engine.run import warm_start
 from engine.run.saving import write_config
-from tools import collect
+from tools import collect, imitate
 
 SETTINGS = ["training.max_new_gen_tokens=200", f"training.seed={seed()}"]
 
@@ -33,7 +32,7 @@ def collected(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
     return status, *capsys.readouterr()
 
 
-def test_each_row_solves_a_training_question_and_a_warm_start_takes_it(run, monkeypatch, capsys):
+def test_each_row_solves_a_training_question_and_tools_imitate_takes_it(run, monkeypatch, capsys):
     """The embedded model solves a third of the questions: some of 160 samples in any case."""
     arguments = [run, "--questions", 40, "--samples", 4]
     status, output, _ = collected(monkeypatch, capsys, *arguments)
@@ -50,11 +49,20 @@ def test_each_row_solves_a_training_question_and_a_warm_start_takes_it(run, monk
             some["completion"], some, options=config.task, num_tokens=0
         )
         assert some.keys() == {"nums", "target", "completion"} and parts["answer"] == 1
-    config = make_config(*SETTINGS, f"warm_start.data={run / 'answers.jsonl'}")
-    warm = make_run(make_policy(ROOT / "tiny", *SETTINGS), config, questions=held_out)
-    warm_start.load_answers(warm, warm_start.read_answers(countdown, config))
-    assert [answer.text for answer in warm.answers] == [text for _, text in texts]
-    assert all(answer.is_solved for answer in warm.answers)
+    other, file = make_policy(ROOT / "tiny", *SETTINGS), str(run / "answers.jsonl")
+    other = make_run(other, config, questions=held_out)
+    read = imitate.read_answers(countdown, config, file)
+    chosen = imitate.choose_answers(other, read, file, only_solved=True)
+    assert [answer.text for answer in chosen] == [text for _, text in texts]
+
+
+def test_an_answer_that_was_cut_off_is_not_collected(run, monkeypatch, capsys):
+    """Who imitates it learns to stop in mid-sentence. Here every text is paid, and none ends."""
+    monkeypatch.setattr(countdown, "reward_function", lambda *_, **__: {"format": 1, "answer": 1})
+    short = ["--questions", 2, "--samples", 2, "training.max_new_gen_tokens=2"]
+    status, output, _ = collected(monkeypatch, capsys, run, *short)
+    assert status == 0 and "0 of 4 samples solve their question and end" in output
+    assert read_jsonl(run / "answers.jsonl") == []
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from harness import ROOT, USERS_ENVIRONMENT
 
-from tools import report
+from tools import page
 
 FILE = ROOT / "notebooks/first_run.ipynb"
 CELLS = [c for c in json.loads(FILE.read_text("utf-8"))["cells"] if c["cell_type"] == "code"]
@@ -42,14 +42,14 @@ def test_every_cell_runs_in_its_order(python, tmp_path, monkeypatch, capsys):
     display = SimpleNamespace(HTML=str)
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display))
     monkeypatch.setitem(sys.modules, "IPython.display", display)
-    monkeypatch.setattr(report, "PART_BYTES", dict(report.PART_BYTES))  # a cell changes it
+    monkeypatch.setattr(page, "PART_BYTES", dict(page.PART_BYTES))  # a cell changes it
     names = {"shell": functools.partial(shell, python.parent), "display": shown.append}
     for cell in CELLS:
         source = "".join(cell["source"]).replace('"first", ""', f'"first", "{SMALL}"')
         exec(re.sub(r"^( *)!(.*)$", r'\1shell(rf"""\2""")', source, flags=re.M), names)
-    first, page, second = shown
+    first, report, second = shown
     assert first.size == second.size
-    assert page.startswith("<iframe") and "run.name" in page and "advantage" in page
+    assert report.startswith("<iframe") and "run.name" in report and "advantage" in report
     printed = capsys.readouterr().out
     assert printed.count("--- after step 1:") == 3 and "\x1b[43m" in printed
 

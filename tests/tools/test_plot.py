@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine.core.files import json_line
 from tools import plot
 from tools.plot import PANELS, curve_of, group_seeds, main, make_figure, read_table
 
@@ -19,7 +20,11 @@ COLUMNS = (
 def write_run(
     file: Path, rewards: list, rates: dict[int, float] | None = None, *, step_s: float = 60
 ) -> Path:
-    """A run of one reward for each step, evaluated in 30 s at the steps in `rates`."""
+    """A run of one reward for each step, evaluated in 30 s at the steps in `rates`.
+
+    Where the file is a .jsonl, its lines are as a run writes them: a metric that a row lacks is not
+    there, and one that is not finite is null.
+    """
     lines, rates = [COLUMNS], rates or {}
     for step, reward in enumerate(["", *rewards]):
         if step:
@@ -28,6 +33,10 @@ def write_run(
             rate = rates[step]
             lines.append(f"{step},,,{rate},{rate - 0.1},{rate + 0.2},{rate * 2},30,")
     file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix == ".jsonl":
+        rows = [zip(COLUMNS.split(","), line.split(","), strict=True) for line in lines[1:]]
+        rows = [{name: float(cell) for name, cell in row if cell} for row in rows]
+        lines = [json_line(row).rstrip() for row in rows]
     file.write_text("\n".join(lines) + "\n")
     return file
 
@@ -45,10 +54,23 @@ def same(values: np.ndarray, expected: list[float]) -> bool:
 
 
 def test_a_folder_and_a_file_of_any_name_are_runs(tmp_path):
-    folder = write_run(tmp_path / "runs/countdown-s0/metrics.csv", [1]).parent
+    folder = write_run(tmp_path / "runs/countdown-s0/metrics.jsonl", [1], {0: 0.2}).parent
     file = write_run(tmp_path / "countdown-s1.csv", [1])
-    names = [read_table(path).name for path in (folder, folder / "metrics.csv", file)]
+    names = [read_table(path).name for path in (folder, folder / "metrics.jsonl", file)]
     assert names == ["countdown-s0", "countdown-s0", "countdown-s1"]
+
+
+def test_a_runs_lines_and_a_table_of_them_are_the_same(tmp_path):
+    """Also the metrics.csv that an older version left in a run's folder, beside its lines."""
+    measured = [0.3, 0.625, "nan", -0.125], {0: 0.25, 2: 0.5}
+    folder = write_run(tmp_path / "a/metrics.jsonl", *measured).parent
+    table = read_table(write_run(tmp_path / "a/metrics.csv", *measured))
+    lines = read_table(folder)
+    assert table.name == lines.name == "a"
+    assert table.rows[[*lines.rows]].equals(lines.rows)
+    assert lines.rows["step"].tolist() == [0, 1, 2, 3, 4]
+    assert same(lines.rows["train/reward"].to_numpy(), [math.nan, 0.3, 0.625, math.nan, -0.125])
+    assert same(lines.rows["eval/pass@1"].to_numpy(), [0.25, math.nan, 0.5, math.nan, math.nan])
 
 
 def test_runs_that_differ_in_their_seed_are_one_curve_and_others_keep_their_names(tmp_path):
@@ -87,7 +109,7 @@ def test_the_band_of_several_seeds_is_from_the_lowest_to_the_highest(tmp_path):
     steps, minutes, mean, low, high = curve_of([first, second], "eval/pass@1", window=1)
     assert same(steps, [0, 2]) and same(minutes, [0.5, (3.0 + 7.0) / 2])
     assert same(mean, [0.3, 0.65]) and same(low, [0.2, 0.5]) and same(high, [0.4, 0.8])
-    steps, _, mean, low, high = curve_of([first, second, third], "train/reward", window=1)
+    steps, _, mean, low, high = curve_of([second, third, first], "train/reward", window=1)
     assert same(steps, [1]) and same(mean, [4]) and same(low, [1]) and same(high, [8])
 
 
@@ -111,9 +133,13 @@ def test_a_metric_that_was_never_measured_has_no_points(tmp_path):
         assert curve_of([table], metric, window=5).shape == (5, 0)
 
 
-def test_a_row_that_is_being_written_waits(run):
+@pytest.mark.parametrize(
+    ("name", "half"), [("a.csv", "5,0.1"), ("metrics.jsonl", '{"step": 5, "t')]
+)
+def test_a_row_that_is_being_written_waits(tmp_path, name, half):
+    run = write_run(tmp_path / name, [1, 2], {0: 0.2})
     whole = read_table(run).rows
-    run.write_text(run.read_text() + "5,0.1")
+    run.write_text(run.read_text() + half)
     assert read_table(run).rows.equals(whole)
 
 
@@ -121,21 +147,30 @@ def test_a_row_that_is_being_written_waits(run):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("kind", "text", "message"),
     [
-        ("", "No columns to parse"),
-        ("step,time/eval_s\n0,1\n", "no rows of a run's metrics.csv"),
-        ("step,time/step_s,time/eval_s\n0,,1\n1,two,\n", "'two'"),
-        ("step,time/step_s,time/eval_s\n0,,1\n1,2,3,4\n", "Expected 3 fields in line 3, saw 4"),
+        ("csv", "", "No columns to parse"),
+        ("csv", "step,time/eval_s\n0,1\n", "no rows of a run's metrics"),
+        ("csv", "step,time/step_s,time/eval_s\n", "no rows of a run's metrics"),
+        ("csv", "step,time/step_s,time/eval_s\n0,,1\n1,two,\n", "'two'"),
+        ("csv", "step,time/step_s,time/eval_s\n0,,1\n1,2,3,4\n", "Expected 3 fields in line 3"),
+        ("jsonl", "", "no rows of a run's metrics"),
+        ("jsonl", '{"step": 0, "time/eval_s": 1}\n', "no rows of a run's metrics"),
+        ("jsonl", '{"step": null, "time/eval_s": 1, "time/step_s": 1}\n', "no rows of a run's"),
+        ("jsonl", '{"step": 0, "time/eval_s": 1}\n{"step": 1\n', "line 2 is not JSON"),
+        ("jsonl", '{"step": 0, "time/eval_s": "two"}\n', "'two'"),
+        ("jsonl", '{"step": 0, "time/eval_s": {}}\n', "not 'dict'"),
+        ("jsonl", f'{{"step": 0, "time/eval_s": 1{"0" * 400}}}\n', "int too large"),
     ],
 )
-def test_a_file_without_curves_is_one_line_that_names_it(tmp_path, text, message):
-    file = tmp_path / "metrics.csv"
+def test_a_file_without_curves_is_one_line_that_names_it(tmp_path, kind, text, message):
+    file = tmp_path / f"metrics.{kind}"
     file.write_text(text)
     with pytest.raises(ValueError) as caught:
         read_table(file)
     line = str(caught.value)
     assert line.startswith(f"{file}: ") and message in line and "\n" not in line
+    assert line.count(str(file)) == 1
 
 
 def test_two_runs_of_one_name_are_refused(run):
@@ -188,7 +223,7 @@ def test_every_metric_of_every_group_is_drawn_once_over_steps_or_over_minutes(ru
 
 def test_the_pictures_lie_in_the_runs_folder(tmp_path, monkeypatch, capsys):
     """Of several runs in the first one's; beside a file that has another name."""
-    folder = write_run(tmp_path / "a/metrics.csv", [1]).parent
+    folder = write_run(tmp_path / "a/metrics.jsonl", [1], {0: 0.2}).parent
     file = write_run(tmp_path / "b/c.csv", [1])
     for paths, place in (([folder, file], folder), ([file], file.parent)):
         monkeypatch.setattr(sys, "argv", ["plot.py", *map(str, paths)])

@@ -3,19 +3,18 @@
 import json
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import ROOT, make_config
+from harness import make_config
 
 from engine.run.config_file import dump
 from logger import Logger
 from tools import plot, report
+from tools.page import MAX_POINTS, read_run, settings
 
-COLUMNS = "step,train/reward,eval/pass@1,eval/pass@1_low,eval/pass@1_high,time/eval_s,time/step_s"
 # Ends of elements, a NUL, marks that turn text around, half a character, a separator of lines
 HOSTILE = (
     "</textarea></script><script>document.title = 'harmed'</script><img src=x "
@@ -39,14 +38,23 @@ def completion(text: str, reward: float, *, truncated: bool = False) -> dict:
     }
 
 
+def evaluation(step: int, rate: float, low: float, high: float) -> dict:
+    rates = {"eval/pass@1": rate, "eval/pass@1_low": low, "eval/pass@1_high": high}
+    return {"step": step} | rates | {"time/eval_s": 1}
+
+
+def write_lines(file: Path, rows: list[dict]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def write_run(folder: Path, *, steps: range = range(0, 41, 20), text: str = HOSTILE) -> Path:
     """A run that was evaluated, and whose rollouts were kept, at each of `steps`."""
     folder.mkdir()
-    table, samples, lines = [COLUMNS], [], []
+    metrics, samples, lines = [], [], []
     for step in steps:
         rate = 0.25 + step / 100
-        table.append(f"{step},{rate},,,,,1")
-        table.append(f"{step},,{rate},{rate - 0.125},{rate + 0.125},1,")
+        metrics.append({"step": step, "train/reward": rate, "time/step_s": 1})
+        metrics.append(evaluation(step, rate, rate - 0.125, rate + 0.125))
         for number in range(2):
             sample = {"step": step, "split": "validation", "prompt": f"question {number}"}
             sample |= {"question": f"nums: {number}", "gold": {"nums": [number]}, "answer": None}
@@ -62,9 +70,8 @@ def write_run(folder: Path, *, steps: range = range(0, 41, 20), text: str = HOST
             line = {"step": step, "prompt": f"make {number}", "gold": "46", "size": len(group)}
             lines.append(line | {"completions": group})
     samples.append(samples[-1] | {"split": "train", "prompt": "of training"})
-    (folder / "metrics.csv").write_text("\n".join(table) + "\n")
-    for name, rows in (("samples", samples), ("rollouts", lines)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, rows in (("metrics", metrics), ("samples", samples), ("rollouts", lines)):
+        write_lines(folder / f"{name}.jsonl", rows)
     config = make_config("training.num_steps=40", 'task.prompt="</script>{nums}"')
     (folder / "config.yaml").write_text(f"# plain-grpo 1, torch 2\n{dump(config)}")
     return folder
@@ -115,7 +122,8 @@ def test_the_page_holds_curves_evaluations_rollouts_and_the_config(tmp_path):
 def test_pass_at_1_is_the_number_that_the_run_printed(rate, tmp_path, capsys):
     """Bug: 0.36450 became 0.3645 and then 0.364 on the page, where the run had printed 0.365."""
     folder = write_run(tmp_path / "x", steps=[0])
-    (folder / "metrics.csv").write_text(f"{COLUMNS}\n0,0,{rate},{rate},{rate},1,1\n")
+    row = evaluation(0, rate, rate, rate) | {"time/step_s": 1}
+    write_lines(folder / "metrics.jsonl", [row])
     Logger(rank=0).print_evaluation("", {"eval/pass@1": rate}, [])
     printed = capsys.readouterr().out.split()[-1]
     assert data_of(make_page(folder))["evaluations"][0]["pass@1"] == [printed] * 3
@@ -142,12 +150,11 @@ def test_a_link_in_the_pages_place_is_replaced(tmp_path):
 def test_a_curve_keeps_its_ends_and_some_of_its_points(tmp_path):
     """Bug: the page of 100,000 steps had 10 MB, at each poll of the live one."""
     folder = write_run(tmp_path / "x")
-    header, *_ = (folder / "metrics.csv").read_text().splitlines()
-    rows = [f"{n},{n % 7},,,,,1" for n in range(20_000)]
-    (folder / "metrics.csv").write_text("\n".join([header, *rows]) + "\n")
-    (curve, *_) = report.read_run(folder)["curves"]
+    steps = [{"step": n, "train/reward": n % 7, "time/step_s": 1} for n in range(20_000)]
+    write_lines(folder / "metrics.jsonl", [evaluation(0, 0, 0, 0), *steps])
+    _, curve = read_run(folder)["curves"]
     assert (curve["steps"][0], curve["steps"][-1]) == (0, 19_999)
-    assert len(curve["steps"]) == len(curve["mean"]) == report.MAX_POINTS
+    assert len(curve["steps"]) == len(curve["mean"]) == MAX_POINTS
 
 
 def test_a_long_run_is_thinned_below_5_mb_and_its_first_and_last_step_stay(tmp_path):
@@ -177,7 +184,7 @@ def test_a_task_of_ones_own_is_not_imported(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("raise SystemExit('imported')")
     file = tmp_path / "config.yaml"
     file.write_text("mode: train\ntask: {name: mine, tolerance: 0.5, shuffle: false}\n")
-    assert list(report.settings(file)) == [
+    assert list(settings(file)) == [
         {"key": "mode", "value": "train", "default": "train"},
         {"key": "task.name", "value": "mine", "default": "countdown"},
         {"key": "task.tolerance", "value": "0.5", "default": None},
@@ -188,8 +195,8 @@ def test_a_task_of_ones_own_is_not_imported(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("metrics.csv", None, "metrics.csv"),
-        ("metrics.csv", b"step\n1\n", "metrics.csv: no rows of a run's"),
+        ("metrics.jsonl", None, "metrics.jsonl"),
+        ("metrics.jsonl", b'{"step": 1}\n', "metrics.jsonl: no rows of a run's"),
         ("config.yaml", None, "config.yaml"),
         ("config.yaml", b"[", "cannot be read as YAML"),
         ("rollouts.jsonl", b'{"step": 1}\n{\n', "rollouts.jsonl: line 2 is not JSON"),
@@ -221,17 +228,8 @@ def test_of_a_run_that_is_not_there_the_others_are_named(tool, tmp_path, monkeyp
         monkeypatch.setattr(sys, "argv", ["tool", path, *tool[1:]])
         with pytest.raises(SystemExit) as caught:
             tool[0].main()
-        line = f"error: {path}/metrics.csv: no such file; the runs are runs/a, runs/b\n"
+        line = f"error: {path}/metrics.jsonl: no such file; the runs are runs/a, runs/b\n"
         assert (caught.value.code, capsys.readouterr().err) == (2, line)
-
-
-@pytest.mark.parametrize("tool", ["attack", "chat", "collect", "export", "plot", "report"])
-def test_a_tool_that_is_started_as_a_file_says_how_to_start_it(tool):
-    """Bug: it was a traceback that ends in: No module named 'engine'."""
-    command = [sys.executable, ROOT / f"tools/{tool}.py"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    line = f"error: start it as: python -m tools.{tool}\n"
-    assert (done.returncode, done.stderr) == (2, line)
 
 
 def test_the_command_writes_the_page_beside_the_run_or_where_told(tmp_path, monkeypatch, capsys):

@@ -106,7 +106,7 @@ def test_the_data_are_sent_when_the_run_has_written_more(server, run):
     best = str(run / "best")
     assert (data["name"], data["step"], data["models"]) == ("x", 20, ["tiny", best])
     assert fetch(server, f"/data?{data['version']}") == (204, "")
-    os.utime(run / "metrics.csv", ns=(1, 1))
+    os.utime(run / "metrics.jsonl", ns=(1, 1))
     (run / "checkpoints/step-000020").mkdir(parents=True)
     (run / "checkpoints/step-000040.tmp").mkdir()  # one that is being written
     newer = json.loads(fetch(server, f"/data?{data['version']}")[1])
@@ -124,7 +124,7 @@ def test_a_run_that_is_moved_away_or_damaged_leaves_the_page_what_it_has(server,
             (run / "config.yaml").unlink()
         else:
             (run / "config.yaml").write_text(change)
-        os.utime(run / "metrics.csv", ns=(1, 1))
+        os.utime(run / "metrics.jsonl", ns=(1, 1))
         assert fetch(server, f"/data?{version}") == (204, "")
         status, text = fetch(server, "/")
         assert status == 200 and '"models":[]' in text and "config.yaml" in text
@@ -170,7 +170,7 @@ def test_the_command_says_where_it_serves_and_ends_with_ctrl_c(python, run):
     assert sorted(run.rglob("*")) == before  # it writes nothing
     command[3] = str(run / "best")
     missing = subprocess.run([*command, "0"], capture_output=True, **started)
-    assert missing.returncode == 2 and "best/metrics.csv" in missing.stderr
+    assert missing.returncode == 2 and "best/metrics.jsonl" in missing.stderr
     assert missing.stderr.count("\n") == 1
 
 
@@ -359,7 +359,7 @@ def test_newer_data_leave_what_is_read_in_its_place(page, run, server):
     place = "document.querySelector('#groups h3').getBoundingClientRect().y"
     before = page.evaluate(place)
     newer = write_run(run.parent / "y", steps=range(0, 41, 20), text="")
-    for name in ("rollouts.jsonl", "samples.jsonl", "metrics.csv"):
+    for name in ("rollouts.jsonl", "samples.jsonl", "metrics.jsonl"):
         (newer / name).replace(run / name)
     page.locator("#summary", has_text="40 steps").wait_for()
     page.locator("#live", has_text="live, read at ").wait_for()
@@ -377,7 +377,7 @@ def test_newer_data_leave_what_is_read_in_its_place(page, run, server):
 
 def test_a_run_that_has_just_begun_has_a_page_which_fills_itself(server, run, browser):  # noqa: F811
     """Two tabs of it; when the server ends, they keep what they have."""
-    names = ("metrics.csv", "samples.jsonl", "rollouts.jsonl", "best")
+    names = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "best")
     for name in names:
         (run / name).rename(run.parent / name)
     tabs = [browser.new_page() for _ in range(2)]

@@ -9,6 +9,7 @@ from harness import benchmark, make_config, make_policy, make_rows, make_run
 
 import main
 from engine.report.metrics import WATCHED
+from engine.update.outcome import Outcome, Update
 
 switched, ablations = map(benchmark, ("switched", "ablations"))
 
@@ -32,25 +33,25 @@ def test_a_stale_sampler_gets_the_weights_after_every_fourth_step(rotary_model_f
     """Each update adds 1 to all weights. Measured is the model itself."""
     switch(monkeypatch, "stale-4")
 
-    def update(policy):
+    def update(run, groups):
         with torch.no_grad():
-            for weights in policy.model.parameters():
+            for weights in run.policy.model.parameters():
                 weights += 1
-        policy.refresh_sampler()
+        run.policy.sampler.refresh()
+        return Update(Outcome.UPDATED, has_moved=True)
 
     measured = []
     monkeypatch.setattr(switched, "update_policy", update)
     monkeypatch.setattr(switched, "sample_validation", lambda run: measured.append(run.policy))
     run = make_run(make_policy(rotary_model_folder), make_config())
-    model, sampler = (next(m.parameters()) for m in (run.policy.model, run.policy.sampler))
+    model, sampler = (next(m.parameters()) for m in (run.policy.model, run.policy.sampler.model))
     lags, metrics = [], dict.fromkeys(WATCHED, 0.0)
     for _ in range(9):
-        main.update_policy(run.policy)
-        run.advance(metrics, 0, is_skipped=False, has_moved=True)
+        run.end_step(main.update_policy(run, []), metrics, 0)
         lags.append(round((model - sampler).mean().item()))
     assert lags == [1, 2, 3, 0, 1, 2, 3, 0, 1]
     main.sample_validation(run)
-    assert measured[0].sampler is run.policy.model is not run.policy.sampler
+    assert measured[0].sampler.model is run.policy.model is not run.policy.sampler.model
 
 
 # Advantages

@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness import (
     SIZES,
+    alone,
     assert_resumes,
     make_policy,
     read_rows,
@@ -117,7 +118,7 @@ def test_every_row_is_trained_and_one_sample_of_a_question_is_enough(rotary_mode
     single = [[trajectory] for group in groups for trajectory in group]
     for (trajectory,) in single:
         trajectory.advantage = 0.0
-    batches = make_micro_batches(single, config, World(0, 1, torch.device("cpu")))
+    batches = make_micro_batches(single, config.training, alone())
     assert sum(len(batch.trajectories) for batch in batches) == 8
     gradient, _ = recorded(policy, single, config)
     other, _ = recorded(policy, groups, config_of(*distilling(teacher)))
@@ -141,7 +142,8 @@ def test_the_teacher_is_a_second_model_also_with_lora(rotary_model_folder, teach
     expected = sum(
         (row_log_probs(models[0], t) - row_log_probs(models[1], t)).sum().item() for t in batch
     )
-    optimizer = torch.optim.SGD([p for p in policy.model.parameters() if p.requires_grad], lr=0.0)
+    trained = [p for p in policy.model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD([{"params": trained, "lr_scale": 0.0}], lr=0.0)
     _, sums, _ = update(policy, optimizer, groups, config)
     assert sums["train/kl"][0].item() == pytest.approx(expected, rel=1e-5)
     assert not any(p.requires_grad for p in policy.reference.model.parameters())

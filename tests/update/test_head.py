@@ -24,12 +24,12 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from engine.core.distributed import World
 from engine.model.policy import Policy
 from engine.update import head
-from engine.update.head import head_log_probs
+from engine.update.head import ChunkedScorer, head_log_probs
 from engine.update.shards import whole
-from main import token_log_probs
+from main import CompletionScorer, token_log_probs
 
 M, H, V = 5, 3, 11
-IN_BLOCKS, AT_ONCE = 0, 2**40  # engine.run.load.MAX_LOGITS_BYTES
+IN_BLOCKS, AT_ONCE = 0, 2**40  # engine.model.policy.MAX_LOGITS_BYTES
 COLUMNS = (1, 4, 11, 50)  # of a block: 4 does not divide V, and with 11 or 50 there is one block
 
 
@@ -125,7 +125,7 @@ def load(
     """The policy where logits of so many bytes are made at once, and what loading it logs."""
     config, lines = make_config(f"model.name={folder}", *overrides), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.run.load.MAX_LOGITS_BYTES", max_bytes)
+        patch.setattr("engine.model.policy.MAX_LOGITS_BYTES", max_bytes)
         return load_trained(config, world or alone(), lines.append), lines
 
 
@@ -141,7 +141,7 @@ def scored(policy: Policy, rows: slice = slice(None)) -> tuple[torch.Tensor, tor
 def scored_both_ways(folder: Path, *overrides: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """By the chunked head, and with all logits at once."""
     policies = [load(folder, *overrides, max_bytes=n)[0] for n in (IN_BLOCKS, AT_ONCE)]
-    assert [policy.scorer.in_blocks for policy in policies] == [True, False]
+    assert [type(policy.scorer) for policy in policies] == [ChunkedScorer, CompletionScorer]
     return [scored(policy) for policy in policies]
 
 
@@ -216,7 +216,7 @@ def test_capped_logits_are_scored_by_the_plain_path_and_that_is_logged(
     save_random(Gemma2ForCausalLM, Gemma2Config(**sizes), tokenizer, tmp_path)
     eager = "model.attn_implementation=eager"  # Gemma 2 has no other
     policy, lines = load(tmp_path, eager, max_bytes=IN_BLOCKS)
-    assert policy.scorer.in_blocks == (cap is None)
+    assert isinstance(policy.scorer, ChunkedScorer) == (cap is None)
     assert any("logits are more than head(hidden)" in line for line in lines) == (cap is not None)
     log_probs, mask = score(policy, PROMPTS, COMPLETIONS)
     ids = torch.tensor([PROMPTS[0] + COMPLETIONS[0]])

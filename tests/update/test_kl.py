@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,6 +36,8 @@ from transformers import AutoModelForCausalLM
 
 from engine.core.distributed import World
 from engine.model.policy import Policy
+from engine.update.head import ChunkedScorer
+from main import CompletionScorer, make_micro_batches
 
 KL = "training.kl_coef=0.5"
 
@@ -109,6 +112,16 @@ def test_the_gradient_does_not_depend_on_the_number_of_ranks(rotary_model_folder
     assert second[2] == [0, 0]
 
 
+def test_the_row_of_a_rank_without_a_lesson_weighs_nothing():
+    """Its advantage is 0, but it has a penalty. The other rank has four rows of 20 tokens."""
+    config = config_of(*IDLE)
+    others = lambda counts: torch.tensor(counts) + torch.tensor([4, 20, 4])  # noqa: E731
+    world = SimpleNamespace(size=2, device=torch.device("cpu"), sum=others)
+    (batch,) = make_micro_batches(make_groups(config, TRUNCATED), config.training, world)
+    assert len(batch.trajectories) == 1 and batch.completion_mask.any()
+    assert not batch.token_weights.any()
+
+
 def test_the_reference_scores_a_batch_once_for_all_iterations(rotary_model_folder):
     overrides = [*GRPO, KL, f"training.micro_batch_tokens={IN_TWO}"]
     config, rate = config_of(*overrides, "training.num_iterations=3"), 1.0
@@ -163,9 +176,10 @@ def test_a_reference_scores_in_blocks_where_the_policy_does(rotary_model_folder,
     """The gradient is that of scorers which make all logits at once."""
     config, gradients = config_of(*GRPO, KL), []
     for limit in (0, 2**40):
-        monkeypatch.setattr("engine.run.load.MAX_LOGITS_BYTES", limit)
+        monkeypatch.setattr("engine.model.policy.MAX_LOGITS_BYTES", limit)
         policy = make_moved_policy(rotary_model_folder)
-        assert policy.scorer.in_blocks == policy.reference.in_blocks == (limit == 0)
+        kind = CompletionScorer if limit else ChunkedScorer
+        assert type(policy.scorer) is type(policy.reference) is kind
         gradients.append(recorded(policy, make_groups(config, EASY, EQUAL, HARD), config)[0])
     assert distance(*gradients) <= ROUNDING
 

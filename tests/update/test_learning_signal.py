@@ -12,11 +12,10 @@ import torch
 from harness import alone, make_config, make_row, make_rows
 
 from engine.core.types import MicroBatch
-from engine.questions.tasks import RewardError
+from engine.questions.user_file import RewardError
 from engine.report.metrics import rollout_sums
 from engine.update import losses
-from engine.update.optimizer import LossScale
-from main import accumulate_gradient, assign_advantages, grpo_advantages, k_best_mask, token_weights
+from main import assign_advantages, grpo_advantages, k_best_mask, micro_batch_loss, token_weights
 
 # Advantages
 
@@ -167,10 +166,12 @@ def test_reinforce_and_the_ratio_have_the_same_gradient_while_the_ratio_is_one()
             scorer=Mock(return_value=log_probs),
             reference=None,
             params=SimpleNamespace(temperature=1.0),
-            loss_scale=LossScale(enabled=False),
+            grad_scaler=torch.amp.GradScaler(enabled=False),
         )
         training = make_config("training.num_iterations=2").training
-        found.append(accumulate_gradient(policy, batch, training, {}))
+        loss = micro_batch_loss(policy, batch, training, {})
+        loss.backward()
+        found.append(loss.item())
         gradients.append(log_probs.grad)
     assert torch.allclose(*gradients)
     assert gradients[0].tolist() == [[-0.75, -0.75], [0.75, 0.75]]
@@ -272,6 +273,16 @@ def test_the_kl_penalty_of_a_token_far_from_the_reference_is_finite(log_ratio):
     kl.sum().backward()
     assert kl.isfinite().all() and kl.item() > 8
     assert log_probs.grad.isfinite().all() and log_probs.grad.item() * log_ratio <= 0
+
+
+def test_the_kl_penalty_is_limited_on_both_sides():
+    """Beyond a log-ratio of 10 it stays what it is there, and has no gradient."""
+    log_probs = torch.tensor([[-60.0, -60.0]], dtype=torch.float64, requires_grad=True)
+    kl = losses.kl_penalty(log_probs, torch.tensor([[-10.0, -110.0]]))
+    expected = [math.exp(10) - 10 - 1, math.exp(-10) + 10 - 1]
+    assert kl[0].tolist() == pytest.approx(expected, rel=1e-12)
+    kl.sum().backward()
+    assert log_probs.grad.tolist() == [[0.0, 0.0]]
 
 
 def test_the_kl_penalty_is_never_below_zero_and_zero_at_the_reference():

@@ -1,4 +1,4 @@
-"""float16: small gradients survive, one that overflows is made again, a resumed run goes on.
+"""float16: small gradients survive, one that overflows skips its step, a resumed run goes on.
 
 On a CPU float16 products take several times as long as in float32, so all models here are tiny.
 """
@@ -26,14 +26,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import main
 from engine.core.distributed import World
-from engine.model.load import load_model_and_tokenizer
-from engine.model.policy import choose_compute_dtype
+from engine.core.tensors import whole
+from engine.model.load import choose_compute_dtype, load_model_and_tokenizer
+from engine.model.policy import INIT_SCALE
+from engine.report.metrics import WATCHED
 from engine.run.config_file import load_config
 from engine.run.state import Run
-from engine.update.shards import whole
+from engine.update.outcome import Outcome, Update
 
 FLOAT16 = "model.compute_dtype=float16"
-FIRST_SCALE = 65_536.0
+FIRST_SCALE = INIT_SCALE
 
 
 def prepared(folder: Path, *options: str, world: World | None = None, scale: float) -> Run:
@@ -41,13 +43,13 @@ def prepared(folder: Path, *options: str, world: World | None = None, scale: flo
     options = [*GRPO, FLOAT16, "training.learning_rate=1e-3", *options]
     config = config_of(*options, f"training.micro_batch_tokens={IN_TWO}")
     run = make_run(make_policy(folder, *options, world=world), config, world=world)
-    loss_scale = run.policy.loss_scale
-    loss_scale.load_state_dict(loss_scale.state_dict() | {"scale": scale})
+    scaler = run.policy.grad_scaler
+    scaler.load_state_dict(scaler.state_dict() | {"scale": scale})
     return run
 
 
-def update(run: Run, *, factor: float) -> tuple[dict, int, np.ndarray]:
-    """Metrics, optimizer steps and weights after an update by two groups, on two ranks by one each.
+def update(run: Run, *, factor: float) -> tuple[Update, np.ndarray]:
+    """What became of, and the weights after an update by two groups, on two ranks by one each.
 
     The advantages, and so all gradients, are `factor` times what they are elsewhere.
     """
@@ -55,12 +57,9 @@ def update(run: Run, *, factor: float) -> tuple[dict, int, np.ndarray]:
     made = make_groups(run.config, *groups)
     for trajectory in (t for group in made for t in group):
         trajectory.advantage *= factor
-    batches = main.make_micro_batches(made, run.config, run.world)
-    metrics, _, num_updates = main.update_policy(
-        run.policy, run.optimizer, batches, run.config.training, run.world, run.logger
-    )
+    result = main.update_policy(run, made)
     weights = [whole(p.detach(), p.dtype).flatten() for p in run.policy.model.parameters()]
-    return metrics, num_updates, torch.cat(weights).numpy().copy()
+    return result, torch.cat(weights).numpy().copy()
 
 
 # An update
@@ -72,48 +71,55 @@ def test_gradients_too_small_for_float16_are_those_of_float32(rotary_model_folde
     for dtype, scale in (("float32", 1.0), ("float16", FIRST_SCALE), ("float16", 1.0)):
         run = prepared(rotary_model_folder, f"model.compute_dtype={dtype}", scale=scale)
         run.optimizer = recorder = Recorder(run.policy.model)
-        recorder.param_groups = [{"params": recorder.parameters}]
-        _, num_updates, _ = update(run, factor=1e-6)
-        assert num_updates == 1
+        recorder.param_groups = [{"params": recorder.parameters, "lr_scale": 1.0}]
+        assert update(run, factor=1e-6)[0].outcome is Outcome.UPDATED
         gradients += recorder.gradients
     exact, scaled, unscaled = gradients
     assert distance(scaled, exact) < 0.02
     assert distance(unscaled, exact) > 0.5
 
 
-def test_an_update_that_overflows_begins_again_with_half_the_scale(rotary_model_folder):
-    """It ends where one ends that begins with that scale: nothing is left of the attempts."""
-    options = [rotary_model_folder, "training.num_iterations=2"]
-    run = prepared(*options, scale=FIRST_SCALE)
-    metrics, num_updates, weights = update(run, factor=1e4)
-    scale = run.policy.loss_scale.get_scale()
-    assert num_updates == 2 and 1 < scale < FIRST_SCALE / 2
-    other = prepared(*options, scale=scale)
-    expected, _, expected_weights = update(other, factor=1e4)
-    assert other.policy.loss_scale.get_scale() == scale
-    assert metrics["train/grad_norm"] == expected["train/grad_norm"]
-    assert np.array_equal(weights, expected_weights)
-
-
-@pytest.mark.parametrize("factor", [1e30, math.inf], ids=["gradient", "loss"])
-def test_what_is_not_finite_at_any_scale_skips_the_step(rotary_model_folder, factor):
-    """The scale is not to blame, so that the next step begins with the first one."""
-    run = prepared(rotary_model_folder, scale=8.0)
+def test_a_gradient_that_overflows_skips_the_step_and_halves_the_scale(rotary_model_folder):
+    """Until the scale fits; and the search for it does not count towards max_skipped_steps."""
+    options = [rotary_model_folder, "training.warmup_steps=0", "training.lr_schedule=constant"]
+    run, scales = prepared(*options, scale=FIRST_SCALE), []
     before = torch.cat([p.detach().flatten() for p in run.policy.model.parameters()]).numpy().copy()
-    metrics, num_updates, weights = update(run, factor=factor)
-    assert num_updates == 0 and np.array_equal(before, weights)
-    assert math.isfinite(metrics["train/loss"]) == math.isfinite(factor)
-    assert not math.isfinite(metrics["train/grad_norm"])
-    assert run.policy.loss_scale.read() == {"train/loss_scale": FIRST_SCALE}
-    _, num_updates, later = update(run, factor=1.0)
-    assert num_updates == 1 and not np.array_equal(later, weights) and np.isfinite(later).all()
+    while True:
+        result, weights = update(run, factor=1e4)
+        if result.outcome is Outcome.UPDATED:
+            break
+        scales.append(run.policy.grad_scaler.get_scale())
+        assert result.outcome is Outcome.OVERFLOWED and not result.has_moved
+        assert math.isfinite(result.metrics["train/loss"]) and np.array_equal(before, weights)
+        watched = dict.fromkeys(WATCHED, 0.5)
+        run.end_step(result, watched, 0)
+        assert watched["train/skipped_steps"] == len(scales) and run.state.skipped_in_a_row == 0
+    assert len(scales) > 1 and scales == [FIRST_SCALE / 2**n for n in range(1, len(scales) + 1)]
+    other = prepared(*options, scale=scales[-1])
+    expected, expected_weights = update(other, factor=1e4)
+    assert result.metrics["train/grad_norm"] == expected.metrics["train/grad_norm"]
+    assert np.array_equal(weights, expected_weights) and not np.array_equal(weights, before)
+
+
+@pytest.mark.parametrize(("factor", "scale"), [(1e30, 1.0), (math.inf, 8.0)], ids=["grad", "loss"])
+def test_what_is_not_finite_at_any_scale_counts_as_broken(rotary_model_folder, factor, scale):
+    """The scale is not to blame where it is 1, or where the loss is not finite."""
+    run = prepared(rotary_model_folder, scale=scale)
+    before = torch.cat([p.detach().flatten() for p in run.policy.model.parameters()]).numpy().copy()
+    result, weights = update(run, factor=factor)
+    assert result.outcome is Outcome.BROKEN and np.array_equal(before, weights)
+    assert math.isfinite(result.metrics["train/loss"]) == math.isfinite(factor)
+    assert not math.isfinite(result.metrics["train/grad_norm"])
+    result, later = update(run, factor=1.0)
+    assert result.outcome is Outcome.UPDATED
+    assert not np.array_equal(later, weights) and np.isfinite(later).all()
 
 
 def update_of_unlike_ranks(world: World, folder: Path, *options: str) -> tuple:
-    """Loss scale, optimizer steps and weights; the gradient overflows on rank 1 alone."""
+    """Outcome, loss scale and weights; the gradient overflows on rank 1 alone."""
     run = prepared(folder, *options, world=world, scale=FIRST_SCALE)
-    _, num_updates, weights = update(run, factor=(1.0, 1e4)[world.rank])
-    return run.policy.loss_scale.get_scale(), num_updates, weights
+    result, weights = update(run, factor=(1.0, 1e4)[world.rank])
+    return result.outcome.name, run.policy.grad_scaler.get_scale(), weights
 
 
 @pytest.mark.parametrize("shard", ["false", "true"])
@@ -121,9 +127,9 @@ def test_all_ranks_halve_the_scale_that_is_too_high_on_one(rotary_model_folder, 
     ranks = run_on_ranks(
         update_of_unlike_ranks, 2, rotary_model_folder, f"model.shard={shard}", folder=tmp_path
     )
-    (scale, num_updates, weights), (other_scale, _, other_weights) = ranks
-    assert num_updates == 1 and 1 < scale == other_scale < FIRST_SCALE
-    assert np.isfinite(weights).all() and np.array_equal(weights, other_weights)
+    (outcome, scale, weights), other = ranks
+    assert (outcome, scale) == other[:2] == ("OVERFLOWED", FIRST_SCALE / 2)
+    assert np.isfinite(weights).all() and np.array_equal(weights, other[2])
 
 
 # Whole runs
@@ -133,7 +139,7 @@ def train(folder: Path, model: Path, num_steps: int) -> list[float]:
     """The loss scale after each step of a run in float16, or of the one that goes on there."""
     settings = [FLOAT16, f"training.num_steps={num_steps}", "validation.every=1"]
     run = load_run(load_config(arguments(folder, model, *settings)))
-    run.policy.loss_scale.set_growth_interval(2)
+    run.policy.grad_scaler.set_growth_interval(2)
     assert main.run_training(run) == 0
     run.lock.close()
     _, *rows = read_rows(folder / "x")
@@ -172,8 +178,9 @@ def test_auto_takes_float16_only_where_numbers_stay_within(rotary_model_folder, 
     model.save_pretrained(tmp_path)
     for folder, expected in ((rotary_model_folder, torch.float16), (tmp_path, torch.float32)):
         config, lines = make_config(f"model.name={folder}", f"model.lora={lora}"), []
-        how = {"device": CPU, "compute_dtype": torch.float16, "log": lines.append}
-        model, *_, dtype = load_model_and_tokenizer(config, **how)
+        model, _, dtype = load_model_and_tokenizer(
+            config, CPU, lines.append, compute_dtype=torch.float16
+        )
         assert dtype == expected
         assert model.dtype == (torch.float32 if lora == "null" else expected)
         assert any("float32 is used" in line for line in lines) == (expected == torch.float32)

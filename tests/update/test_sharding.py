@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM
 import main
 from engine.core.distributed import World
 from engine.model.policy import Policy
-from engine.run import checkpoint
+from engine.run import resuming
 from engine.update.optimizer import make_optimizer
 from engine.update.shards import check_shared_disk, load_parts, local, save_parts, whole
 
@@ -152,7 +152,7 @@ def ten_updates(world: World, folder: Path, *options: str) -> tuple[np.ndarray, 
         assert is_skipped == (i == 7)
     after = whole_weights(policy)
     assert distance(after, before) > 1e-3
-    sampled = torch.cat([p.detach().flatten() for p in policy.sampler.parameters()]).numpy()
+    sampled = torch.cat([p.detach().flatten() for p in policy.sampler.model.parameters()]).numpy()
     ((completion, *_),) = sample(policy, [[5, 9, 30]], num_samples=2, max_new_tokens=4)
     is_sampler_fresh = np.array_equal(sampled, after) and len(completion.token_ids) > 0
     return after, is_sampler_fresh, bytes_for_a_weight(policy, optimizer)
@@ -248,7 +248,7 @@ def test_an_unwritable_part_costs_that_checkpoint_alone(rotary_model_folder, tmp
     assert "nothing saved at step 1" in output
     assert "1 of 2 ranks could not write their part" in output
     names = sorted(path.name for path in root.iterdir())
-    assert names == ["last", "step-000002"] and checkpoint.is_whole(root / "step-000002")
+    assert names == ["last", "step-000002"] and resuming.is_whole(root / "step-000002")
 
 
 def look_for_a_disk(world: World, folder: Path) -> list[str]:
@@ -281,7 +281,7 @@ def peaks_of_a_pass(world: World, folder: Path, shard: str) -> list[int]:
     ids, settings = torch.tensor([[5, 9, 30]]), {"temperature": 1.0}
     policy.scorer(ids, ids > 0, **settings)  # the first pass makes buffers that stay
     as_it_is = main.autocast
-    keeping = lambda device, dtype, keeps_casts: as_it_is(device, dtype)  # noqa: E731
+    keeping = lambda device, dtype, cache_casts: as_it_is(device, dtype)  # noqa: E731
     for main.autocast in (as_it_is, keeping):
         with (
             torch.no_grad(),

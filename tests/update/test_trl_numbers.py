@@ -32,8 +32,7 @@ from harness import make_config
 
 from benchmarks import trl_inputs as inputs
 from engine.core.types import MicroBatch
-from engine.update.optimizer import LossScale
-from main import accumulate_gradient, grpo_advantages, token_weights
+from main import grpo_advantages, micro_batch_loss, token_weights
 
 TOLERANCE = {"rtol": 0, "atol": 1e-6}
 NORMALIZATIONS = {"grpo": "sequence", "dapo": "token", "dr_grpo": "dr_grpo"}
@@ -139,16 +138,18 @@ def loss_and_gradient(
     log_probs = torch.tensor(inputs.LOG_PROBS, requires_grad=True)
     policy = SimpleNamespace(
         scorer=lambda *_, **__: log_probs,
-        reference=lambda *_, **__: torch.tensor(inputs.REF_LOG_PROBS),
+        reference=True,
+        score_by_reference=lambda *_, **__: torch.tensor(inputs.REF_LOG_PROBS),
         params=SimpleNamespace(temperature=1.0),
-        loss_scale=LossScale(enabled=False),
+        grad_scaler=torch.amp.GradScaler(enabled=False),
     )
     clip = [f"training.clip_eps={inputs.CLIP_EPS}"]
     clip += [f"training.clip_eps_high={inputs.CLIP_EPS_HIGH}"]
     settings = ["training.num_iterations=2", *clip, f"training.kl_coef={kl_coef}", *overrides]
     sums: dict[str, torch.Tensor] = {}
-    loss = accumulate_gradient(policy, batch, make_config(*settings).training, sums)
-    return loss, log_probs.grad, sums
+    loss = micro_batch_loss(policy, batch, make_config(*settings).training, sums)
+    loss.backward()
+    return loss.detach(), log_probs.grad, sums
 
 
 def assert_close(ours: torch.Tensor, figures: list[list[float]]) -> None:

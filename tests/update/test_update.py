@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import alone, make_policy, run_on_ranks, seed
+from harness import alone, make_policy, make_run, run_on_ranks, seed
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import (
@@ -41,14 +41,12 @@ from reference import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-import countdown
 from engine.core.config import Config
 from engine.core.distributed import World, order_ddp_buckets
 from engine.core.statistics import Clock
 from engine.core.types import Trajectory
 from engine.model.policy import Policy
 from engine.update.optimizer import make_optimizer
-from logger import Logger
 from main import pack, sample_trajectories
 
 # Micro-batches
@@ -353,14 +351,22 @@ def test_tokens_are_weighed_by_the_truncated_importance_ratio(rotary_model_folde
 
 
 def accumulate_in_ddp(world: World, folder: Path) -> tuple[list[bool], np.ndarray]:
-    """Whether gradients are in buckets, after settling and after an update; and the gradient."""
-    policy = make_policy(folder, is_exact=True)
+    """Whether gradients are in buckets, after settling, in an update and after it; and its own."""
+    policy, in_update = make_policy(folder, is_exact=True), []
     config = config_of(*GRPO, f"training.micro_batch_tokens={ONE_BY_ONE}")
     policy.scorer = DistributedDataParallel(policy.scorer, gradient_as_bucket_view=True)
     order_ddp_buckets(policy.scorer, world.device)
-    in_buckets = [has_gradients_in_buckets(policy)]
-    gradient, _ = recorded(policy, make_groups(config, EASY, HARD), config)
-    return [*in_buckets, has_gradients_in_buckets(policy)], gradient
+    in_buckets, parameters = has_gradients_in_buckets(policy), [*policy.model.parameters()]
+    note = lambda *_: in_update.append(all(is_in_bucket(p.grad) for p in parameters))  # noqa: E731
+    with policy.model.register_forward_pre_hook(note):
+        gradient, _ = recorded(policy, make_groups(config, EASY, HARD), config)
+    assert len(in_update) == 8  # micro-batches
+    return [in_buckets, all(in_update), has_gradients_in_buckets(policy)], gradient
+
+
+def is_in_bucket(gradient: torch.Tensor | None) -> bool:
+    """Whether it shares its storage with others."""
+    return gradient is not None and gradient.untyped_storage().nbytes() > gradient.nbytes
 
 
 def has_gradients_in_buckets(policy: Policy) -> bool:
@@ -371,7 +377,7 @@ def has_gradients_in_buckets(policy: Policy) -> bool:
         log_probs.sum().backward()
     gradients = [p.grad for p in policy.model.parameters()]
     assert all(gradient.any() for gradient in gradients)
-    return all(gradient.untyped_storage().nbytes() > gradient.nbytes for gradient in gradients)
+    return all(map(is_in_bucket, gradients))
 
 
 def test_ddp_holds_gradients_once_in_its_buckets(rotary_model_folder, tmp_path):
@@ -379,7 +385,7 @@ def test_ddp_holds_gradients_once_in_its_buckets(rotary_model_folder, tmp_path):
     ((in_buckets, gradient),) = run_on_ranks(
         accumulate_in_ddp, 1, rotary_model_folder, folder=tmp_path
     )
-    assert in_buckets == [True, True]
+    assert in_buckets == [True, True, True]
     policy, config = make_policy(rotary_model_folder, is_exact=True), config_of(*GRPO)
     expected, _ = reference(policy.model, make_groups(config, EASY, HARD), config)
     assert distance(gradient, expected) <= ROUNDING
@@ -448,7 +454,18 @@ def test_ranks_without_advantages_neither_hang_nor_diverge(rotary_model_folder, 
     assert first[0][1]["train/grad_norm"] == pytest.approx(np.linalg.norm(expected), rel=1e-5)
 
 
-# What a rollout leaves behind
+# What a rollout leaves behind, and an update
+
+
+def test_the_copy_that_samples_has_the_weights_of_each_update(rotary_model_folder):
+    """Else a model in 16 bits would sample from its first weights to the end of the run."""
+    policy = make_policy(rotary_model_folder, "model.compute_dtype=bfloat16")
+    config = config_of(*GRPO)
+    update(policy, Recorder(policy.model, rate=1.0), make_groups(config, EASY), config)
+    pairs = list(zip(policy.model.parameters(), policy.sampler.model.parameters(), strict=True))
+    assert all(torch.equal(weight.bfloat16(), copied) for weight, copied in pairs)
+    before = make_policy(rotary_model_folder).model.parameters()
+    assert not all(torch.equal(old, new) for old, (new, _) in zip(before, pairs, strict=True))
 
 
 @pytest.mark.parametrize("backend", ["grouped", "generate"])
@@ -483,14 +500,11 @@ def test_an_update_after_a_rollout_is_the_one_without(rotary_model_folder, backe
 def sample_some(policy: Policy, config: Config) -> None:
     """Trajectories of two questions, as a step or an evaluation samples them."""
     groups = sample_trajectories(
-        policy,
-        countdown,
-        config,
+        make_run(policy, config),
         [{"nums": [3], "target": 3}, {"nums": [3] * 20, "target": 4}],
         [(seed(), 1), (seed(), 2)],
         replace(policy.params, temperature=1.3, group_size=4),
         Clock(),
-        Logger(rank=1),
     )
     assert [len(group) for group in groups] == [4, 4]
 

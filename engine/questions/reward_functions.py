@@ -1,104 +1,23 @@
-"""A file of the user's own: how it is imported, and how a mistake in it becomes one line.
+"""A task made of reward functions in TRL's form, `f(completions, **columns) -> list[float]`.
 
-It may hold reward functions in TRL's form, `f(completions, **columns) -> list[float]`, in place of
-a task. They are called as trl.GRPOTrainer 1.16 calls them, except that what belongs to its trainer
+They are called as trl.GRPOTrainer 1.16 calls them, except that what belongs to its trainer
 (trainer_state, log_extra, log_metric, environments) is not passed.
 """
 
-import contextlib
 import copy
 import functools
-import importlib.util
 import inspect
 import json
-import re
-import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 from pydantic import model_validator
 
 from engine.core.config import ConfigError, Section, TaskSettings
-from engine.core.text import show
-
-NUMBERS = (int, float, np.integer, np.floating, np.bool_)
-LARGEST_PART = 1e30  # times a weight of at most 1e6 it is still finite in fp32
-
-
-class RewardError(ValueError):
-    """The user's own code has done what no run can use; the line names file, line and question."""
-
-
-@functools.cache
-def import_file(path: Path) -> ModuleType:
-    """The module in a file, under a name that cannot be taken for another module's."""
-    spec = importlib.util.spec_from_file_location(f"user_task_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # pickle and dataclasses look modules up by their names
-    try:
-        spec.loader.exec_module(module)
-    except SystemExit as error:
-        problem = f"it calls sys.exit({error.code!r}) when it is imported: raise an exception"
-        raise ConfigError([f"{path}: {problem} instead"]) from error
-    except Exception as error:
-        problem = f"{place(str(path), error=error)}: {type(error).__name__}: {error}"
-        raise ConfigError([problem]) from error
-    return module
-
-
-def place(file: str, *, error: Exception | None = None, function: Callable | None = None) -> str:
-    """The file with the line of it that raised the error, else the line where the function is."""
-    frames = traceback.extract_tb(error and error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == file]
-    if not lines and isinstance(error, SyntaxError):
-        lines = [error.lineno]
-    code = getattr(inspect.unwrap(function), "__code__", None) if function else None
-    if not lines and code is not None and code.co_filename == file:
-        lines = [code.co_firstlineno]
-    return f"{file}, line {lines[-1]}" if lines else file
-
-
-@contextlib.contextmanager
-def naming_mistakes(
-    file: str, function: Callable, question: object, *, passes: type[Exception] = RewardError
-) -> Iterator[None]:
-    """Make one line of an exception in a function of the user's file, unless it `passes`."""
-    try:
-        yield
-    except passes:
-        raise
-    except (Exception, SystemExit) as error:  # an exit would end the run as if all were well
-        where = place(file, error=error, function=function)
-        problem = f"{getattr(function, '__name__', 'it')} raised {type(error).__name__}: {error}"
-        raise RewardError(f"{where}: {problem}: question {question!r:.200}") from error
-
-
-def is_reward(value: object) -> bool:
-    """Whether it is a number that can be added up; NaN is none."""
-    return isinstance(value, NUMBERS) and abs(value) <= LARGEST_PART
-
-
-# Reward functions in TRL's form
-
-FORM = re.compile(r"(\w+):(?:(\w+)|\[\s*(\w+(?:\s*,\s*\w+)*)\s*\])")
-
-
-def load_functions(text: str) -> "RewardTask":
-    """The task of `file:function` or `file:[function, function]`, in the current folder's file."""
-    match = FORM.fullmatch(check_form(text))
-    return make_task(Path.cwd() / f"{match[1]}.py", *re.findall(r"\w+", match[2] or match[3]))
-
-
-def check_form(text: Any) -> str:
-    """The same, if it is the text of a task.reward; else ConfigError."""
-    if not isinstance(text, str) or not FORM.fullmatch(text):
-        forms = "my_rewards:f for the function f in my_rewards.py, or 'my_rewards:[f, g]'"
-        raise ConfigError([f"task.reward = {show(text):.80}: write {forms}"])
-    return text
+from engine.questions.messages import pose
+from engine.questions.user_file import RewardError, import_file, is_reward, line_of, naming_mistakes
 
 
 @functools.cache
@@ -111,7 +30,7 @@ def make_task(file: Path, *names: str) -> "RewardTask":
         kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
         if inspect.iscoroutinefunction(function) or inspect.Parameter.VAR_KEYWORD not in kinds:
             form = f"def {name}(completions, **kwargs), without async: every column comes by name"
-            raise ConfigError([f"{place(str(file), function=function)}: write {form}"])
+            raise ConfigError([f"{line_of(str(file), function=function)}: write {form}"])
     return RewardTask(str(file), functions)
 
 
@@ -166,8 +85,6 @@ class RewardTask:
 
         Prompts and completions are messages where the row holds messages, and plain text elsewhere.
         """
-        from engine.questions.prompts import pose  # here, since it imports transformers
-
         posed = pose(example, task=self, options=options)
         if isinstance(example.get("prompt"), list):
             prompt, written = posed, [[{"role": "assistant", "content": text}] for text in texts]
@@ -187,7 +104,7 @@ class RewardTask:
             paid = function(**copy.deepcopy(columns))  # a change would stay for the whole run
         is_list = isinstance(paid, list | tuple | np.ndarray) and len(paid) == num
         if not is_list or not all(map(is_reward, paid)):
-            where = f"{place(self.__file__, function=function)}: {name}"
+            where = f"{line_of(self.__file__, function=function)}: {name}"
             wanted = f"must return a list of {num} finite numbers, one a completion"
             raise RewardError(f"{where} {wanted}, not {paid!r:.80}: question {example!r:.200}")
         return [float(value) for value in paid]

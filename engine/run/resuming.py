@@ -1,37 +1,122 @@
-"""Saving and loading the folders of a run, so that a kill at any moment loses no saved work.
+"""How a run goes on where it was: its folder locked, its newest whole checkpoint found and loaded.
 
-    checkpoints/step-000010/     the model and its tokenizer, as `from_pretrained` loads them
-        training_state/          state.json, optimizer.pt, files.json (all files' sizes);
-                                 with model.shard a part-*.safetensors of each rank, and no model
-    checkpoints/last             a link to the newest checkpoint
-    best/                        the model, its tokenizer, its model card, its score (best.json)
-    has_checkpoints              written with the first checkpoint; it stays if they are deleted
-    lock                         locked by the process that trains here
-
-With LoRA only the adapter is saved, with the name of its base model. Loading runs no code from
-these files: weights are safetensors, and the optimizer is read with `weights_only=True`.
+Loading runs no code from these files: weights are safetensors, and the optimizer is read with
+`weights_only=True`.
 """
 
-import contextlib
 import fcntl
+import importlib
 import json
 import os
 import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import TextIO
+from types import ModuleType
+from typing import Any, TextIO
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
+from transformers import PreTrainedModel
 
-from engine.core.files import open_to_append, read_text, sync
-from engine.model.adapters import load_adapter_weights
+from engine.core.files import open_to_append, read_text
+from engine.model.load import of_teacher
+from engine.run.config_file import read_file
+from engine.run.fingerprint import MODEL_FILES, check_same_run, of_model
+from engine.run.state import Run, Saved
+from engine.update.optimizer import learning_rate_at
 
 MARKER = "has_checkpoints"
+
+
+def resume(run: Run) -> None:
+    """Go on from the newest whole checkpoint, if there is one; rank 0 reads and broadcasts it.
+
+    Raises ValueError where that checkpoint belongs to another configuration, and where the folder
+    is another process's or holds results that would be overwritten.
+    """
+    world, config = run.world, run.config
+    folder, saved = world.on_main(find_saved, run)
+    run.rests_on[MODEL_FILES] = world.on_main(of_model, config)
+    if config.model.teacher is not None:
+        run.rests_on["the files of model.teacher"] = world.on_main(of_model, of_teacher(config))
+    if config.model.shard:
+        shards().check_shared_disk(run.folder, world)
+    if saved is None:
+        return
+    for key in check_same_run(saved.config, config, run.rests_on):
+        run.logger.warning(f"{key} has changed: from here on no longer bit for bit the same")
+    training = config.training
+    before = saved.config.get("training.num_steps", training.num_steps)
+    if before != training.num_steps and training.lr_schedule != "constant":
+        rate = f"{learning_rate_at(saved.state.step + 1, training):.1e}"
+        change = f"training.num_steps was {before} and is {training.num_steps}"
+        run.logger.warning(f"{change}: the learning rate goes on at {rate}, as in the longer run")
+    num_ranks = saved.num_ranks
+    if num_ranks != world.size:
+        change = f"the run had {num_ranks} ranks and goes on with {world.size}"
+        run.logger.warning(f"{change}: not bit for bit the same")
+    if config.model.shard:  # each rank reads its own part
+        shards().load_parts(
+            folder, run.policy.model, run.optimizer, num_parts=num_ranks, rank=world.rank
+        )
+    else:
+        if world.is_main:
+            load_weights(folder, run.policy.model)
+            run.optimizer.load_state_dict(load_optimizer_state(folder))
+        world.broadcast_optimizer(run.optimizer)
+    scaler = run.policy.grad_scaler
+    scaler.load_state_dict(saved.loss_scale or scaler.state_dict())
+    run.policy.sampler.refresh()
+    run.state, run.is_resumed = saved.state, True
+    run.unsaved = {} if saved.lost_best is None else {"best": saved.lost_best}
+    run.logger.info(f"resumed after step {run.state.step}")
+
+
+def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
+    """Lock the run's folder; returns the checkpoint to go on from, if any, and its state.json."""
+    warn, may_resume = run.logger.warning, run.config.checkpoint.resume == "auto"
+    run.lock = lock_folder(run.folder, warn)
+    folder = find_start(run.folder, may_resume=may_resume, warn=warn)
+    if folder is None:
+        return None, None
+    content, best = load_state(folder), run.folder / "best"
+    file = folder / "training_state" / "state.json"
+    saved = checked(Saved, content, file)
+    if content["state"].keys() - {"is_warm"} != asdict(run.state).keys():  # an older run has that
+        fix = "go on with that one, or set run.name to start another run"
+        raise ValueError(f"{folder} was saved by another version of this program: {fix}")
+    if saved.state.evaluated_at >= 0 and None in (saved.state.first, saved.state.last):
+        raise ValueError(f"{file}: was edited: it lacks a score")
+    is_there, score = any(best.glob("*.safetensors")), best / "best.json"
+    if is_there and score.is_file():  # it may be newer than the checkpoint
+        kept = checked(dict[str, FiniteFloat], read_file(score), score)  # JSON is YAML too
+        saved.state.best = kept.get("best", saved.state.best)
+        saved.state.best_step = int(kept.get("best_step", saved.state.best_step))
+    elif saved.state.best is not None and not is_there:
+        warn(f"the model in {best} is gone: the best one from here on will be saved there")
+        saved.state.best = None
+    return folder, saved
+
+
+def checked(kind: type, content: object, file: Path) -> Any:
+    """A file's content as that type; ValueError, with the file's name, if somebody changed it."""
+    try:
+        return TypeAdapter(kind).validate_python(content)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        problem = f"was edited or damaged: {detail['loc']}: {detail['msg']}"
+        raise ValueError(f"{file}: {problem}") from error
+
+
+def shards() -> ModuleType:
+    """engine/update/shards.py, which only model.shard loads."""
+    return importlib.import_module("engine.update.shards")
+
 
 # A run's folder
 
@@ -96,36 +181,12 @@ def find_start(folder: Path, *, may_resume: bool, warn: Callable[[str], None]) -
     return None
 
 
-# Writing
-
-
-@contextlib.contextmanager
-def save_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder to write into, then put it in the place of `folder`.
-
-    The new files are on the disk itself before anything is renamed, so a kill at any moment leaves
-    the old folder (see `mend`) or the new one. If writing fails, as on a full disk, the temporary
-    folder is removed, the old one stays, and OSError is raised. Where `folder` is a link, as to a
-    larger disk, the folder that it leads to is replaced.
-    """
+def mend(folder: Path) -> None:
+    """Give the old folder its name back if a kill came between `save_folder`'s two renames."""
     folder = folder.resolve()
-    mend(folder)
-    temporary, old = (folder.with_name(f"{folder.name}.{end}") for end in ("tmp", "old"))
-    remove(temporary)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        for path in [*temporary.rglob("*"), temporary]:
-            sync(path)
-    except Exception as error:  # each library has its own exception for a full disk
-        remove(temporary)
-        raise OSError(f"{folder} could not be written: {error}") from error
-    remove(old)
-    if folder.exists():
-        folder.rename(old)
-    temporary.rename(folder)
-    sync(folder.parent)
-    remove(old)
+    old = folder.with_name(f"{folder.name}.old")
+    if old.is_dir() and not folder.exists():
+        old.rename(folder)
 
 
 def remove(path: Path) -> None:
@@ -136,87 +197,13 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def mend(folder: Path) -> None:
-    """Give the old folder its name back if a kill came between `save_folder`'s two renames."""
-    folder = folder.resolve()
-    old = folder.with_name(f"{folder.name}.old")
-    if old.is_dir() and not folder.exists():
-        old.rename(folder)
-
-
-def save_model(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    card: str,
-    folder: Path,
-    weights: dict[str, torch.Tensor] | None = None,
-    best: dict[str, float] | None = None,
-) -> None:
-    """Write the model, its tokenizer and its model card, as `from_pretrained` loads them.
-
-    With model.shard the model holds only a part of its weights: `weights` are all of them, by name.
-    `best` is what best/ keeps of its score, for a run that goes on from an older checkpoint.
-    """
-    with save_folder(folder) as temporary:
-        model.save_pretrained(temporary, state_dict=weights)
-        tokenizer.save_pretrained(temporary)
-        (temporary / "README.md").write_text(card, encoding="utf-8")  # in the place of peft's own
-        if best is not None:
-            (temporary / "best.json").write_text(json.dumps(best), encoding="utf-8")
-
-
-def save_checkpoint(
-    root: Path, state: dict, *, step: int, write: Callable[[Path], None], keep: int | None
-) -> None:
-    """Write step-<step> below `root`, link `last` to it, and delete all but the `keep` newest.
-
-    `write` puts weights and averages into a folder: `write_model`, or `move_parts` in sharding.py.
-    Damaged checkpoints are neither counted nor deleted. With `keep` None nothing is deleted.
-    """
-    checkpoint = root / f"step-{step:06d}"
-    with save_folder(checkpoint) as temporary:
-        inner = temporary / "training_state"
-        inner.mkdir()
-        write(temporary)
-        text = json.dumps(state, indent=1)
-        (inner / "state.json").write_text(text, encoding="utf-8")
-        (inner / "files.json").write_text(json.dumps(sizes_of(temporary)), encoding="utf-8")
-    open_to_append(root.parent / MARKER).close()
-    with contextlib.suppress(OSError):  # `last` is for people, and some file systems have no links
-        last, link = root / "last", root / "last.tmp"
-        remove(link)
-        link.symlink_to(checkpoint.name)
-        if last.is_dir() and not last.is_symlink():  # what `cp -rL` makes of a link: an old copy
-            shutil.rmtree(last)
-        link.replace(last)
-    sync(root)
-    whole = [folder for folder in list_checkpoints(root) if is_whole(folder)]
-    outdated = [] if keep is None else whole[keep:]
-    left_by_kills = [*root.glob("step-*.tmp"), *root.glob("step-*.old")]
-    for folder in [*outdated, *left_by_kills]:
-        remove(folder)
-
-
-def write_model(
-    folder: Path,
-    *,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    optimizer: torch.optim.Optimizer,
-) -> None:
-    """Write the model and its tokenizer, as `from_pretrained` loads them, and the optimizer."""
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    torch.save(optimizer.state_dict(), folder / "training_state" / "optimizer.pt")
+# Checkpoints
 
 
 def sizes_of(folder: Path) -> dict[str, int]:
     """The bytes of each file, by its path in the folder."""
     files = [file for file in folder.rglob("*") if file.is_file()]
     return {str(file.relative_to(folder)): file.stat().st_size for file in files}
-
-
-# Reading
 
 
 def list_checkpoints(root: Path) -> list[Path]:
@@ -264,6 +251,8 @@ def load_state(folder: Path) -> dict:
 def load_weights(folder: Path, model: PreTrainedModel) -> None:
     """Overwrite the model's weights, or those of its adapter, with a checkpoint's."""
     if (folder / "adapter_config.json").exists():
+        from engine.model.adapters import load_adapter_weights
+
         load_adapter_weights(model, folder)
     else:
         # By the model's config: that of the folder may name another attention, a kernel to load.

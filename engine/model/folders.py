@@ -1,0 +1,33 @@
+"""What lies at a model's path, and the mistakes that are made there.
+
+A config is checked by it before torch: it imports no heavy library.
+"""
+
+import difflib
+from pathlib import Path
+
+
+def check_folder(name: str) -> None:
+    """Raise ValueError if `name` is a path, not a hub id, and there is no model at it."""
+    path, pointer = Path(name), b"version https://git-lfs"  # in place of a file git has not fetched
+    if not path.exists():
+        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+        if is_path or ("/" in name and path.parent.is_dir()):
+            raise ValueError(no_such_folder(name))
+        return
+    if not any((path / file).exists() for file in ("config.json", "adapter_config.json")):
+        if (path / "best").is_dir():
+            raise ValueError(f"it is the folder of a run; its best model is {path / 'best'}")
+        raise ValueError("it is no folder with a config.json, so no model")
+    for file in path.iterdir():
+        if file.is_file() and file.open("rb").read(len(pointer)) == pointer:
+            raise ValueError(f"{file.name} is only a pointer; fetch the file with `git lfs pull`")
+
+
+def no_such_folder(name: str) -> str:
+    """The error for a path where there is nothing; it names the existing folder nearest to it."""
+    path = Path(name).absolute()
+    there = next(folder for folder in path.parents if folder.is_dir())
+    names = [folder.name for folder in there.iterdir() if folder.is_dir()]
+    close = difflib.get_close_matches(path.relative_to(there).parts[0], names, n=1)
+    return f"no such folder in {there}" + (f", the nearest is {there / close[0]}" if close else "")

@@ -1,0 +1,144 @@
+"""What samples for the policy: a backend by its name, on the policy's own weights or on a copy."""
+
+import copy
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+from engine.core.config import Config
+from engine.core.distributed import World
+from engine.core.tensors import autocast, whole
+from engine.core.types import Completion, Log, Sampler, SamplingParams, Seed
+from engine.model.probes import check_vllm, supports_grouped
+from engine.sampling.batches import tokens_that_fit
+from engine.sampling.grouped import decode_grouped
+
+DecodeLoop = Callable[..., list[Completion]]  # such as main.py's `generate`, and decode_grouped
+
+
+class LoopSampler:
+    """Samples by a decode loop on a transformers model: the policy's own or, in 16 bits, a copy."""
+
+    def __init__(self, model: nn.Module, trained: nn.Module, loop: DecodeLoop) -> None:
+        self.model, self.trained, self.loop = model, trained, loop
+
+    def decode(
+        self,
+        prompts: list[list[int]],
+        seeds: list[Seed],
+        params: SamplingParams,
+        *,
+        on_progress: Callable[[int], None],
+    ) -> list[Completion]:
+        """Sample a group of completions of each prompt: N * G of them, question by question."""
+        with self.autocast():
+            return self.loop(self.model.eval(), prompts, seeds, params, on_progress=on_progress)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the trained weights into the copy, in place."""
+        if self.model is self.trained:
+            return
+        copies = [*self.model.parameters(), *self.model.buffers()]
+        trained = [*self.trained.parameters(), *self.trained.buffers()]
+        for copied, weights in zip(copies, trained, strict=True):
+            copied.copy_(whole(weights, copied.dtype))
+
+    def tokens_at_once(self, longest: int, params: SamplingParams) -> int:
+        return tokens_that_fit(self.model, longest, params)
+
+    def autocast(self) -> torch.autocast:
+        """A bf16 model's fp32 adapter computes in bf16, as when it scores."""
+        is_mixed = any(p.dtype != self.model.dtype for p in self.model.parameters())
+        return autocast(self.model.device, self.model.dtype if is_mixed else torch.float32)
+
+
+def make_sampler(
+    config: Config,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerFast,
+    compute_dtype: torch.dtype,
+    world: World,
+    log: Log,
+    *,
+    generate: DecodeLoop,
+) -> Sampler:
+    """The backend that the config names; `generate` is main.py's loop, the one of that name."""
+    backends = {
+        "generate": functools.partial(sample_by_loop, loop=generate),
+        "grouped": functools.partial(sample_grouped, log=log, fallback=generate),
+        "vllm": functools.partial(sample_by_vllm, tokenizer=tokenizer),
+    }
+    return backends[config.sampling.backend](config, model, compute_dtype, world)
+
+
+def sample_by_loop(
+    config: Config, model: nn.Module, compute_dtype: torch.dtype, world: World, *, loop: DecodeLoop
+) -> LoopSampler:
+    """On the model itself or on a copy in the compute dtype, on the device.
+
+    Without the copy all weights would be cast, or gathered from shards, again for every token. It
+    is made before the model is cut into shards: after that no rank has all weights.
+    """
+    if config.model.shard or model.dtype != compute_dtype:
+        return LoopSampler(copy_in(compute_dtype, model, world.device), model, loop)
+    return LoopSampler(model.eval(), model, loop)
+
+
+def sample_grouped(
+    config: Config,
+    model: nn.Module,
+    compute_dtype: torch.dtype,
+    world: World,
+    *,
+    log: Log,
+    fallback: DecodeLoop,
+) -> LoopSampler:
+    """By decode_grouped, on a GPU in CUDA graphs; by `fallback` if the model supports neither."""
+    sampler = sample_by_loop(config, model, compute_dtype, world, loop=decode_grouped)
+    with sampler.autocast():
+        if not supports_grouped(sampler.model):
+            log("this model's cache cannot be shared by a group: sampling.backend=generate")
+            sampler.loop = fallback
+        elif world.device.type == "cuda":
+            from engine.sampling.graphs import CapturedSteps, decode_captured
+
+            if supports_grouped(sampler.model, CapturedSteps):
+                sampler.loop = decode_captured
+            else:
+                log("this model's decode step cannot be captured in a CUDA graph: it is slower")
+    return sampler
+
+
+def sample_by_vllm(
+    config: Config,
+    model: nn.Module,
+    compute_dtype: torch.dtype,
+    world: World,
+    *,
+    tokenizer: PreTrainedTokenizerFast,
+) -> Sampler:
+    """vLLM computes the logits, in evaluations too; ValueError if it computes another model."""
+    from engine.model.load import find_base
+    from engine.sampling.vllm import VllmEngine
+
+    base, memory_gb = find_base(config.model) or config.model, config.sampling.vllm_memory_gb
+    engine = VllmEngine(base, model, world, compute_dtype, memory_gb)
+    check_vllm(model, engine, tokenizer.encode("12 plus 30 is 42, and Rome is in Italy."))
+    return engine
+
+
+def copy_in(dtype: torch.dtype, model: nn.Module, device: torch.device) -> nn.Module:
+    """A frozen copy on the device: weights in the dtype, buffers as they are.
+
+    Rotary frequencies, which are buffers, would turn far positions by the wrong angle in bf16. Each
+    weight is cast while it is copied, so that there is never a second copy in fp32.
+    """
+    copies = {}
+    for p in model.parameters():
+        weights = p.detach().to(device, dtype, copy=True)
+        copies[id(p)] = nn.Parameter(weights, requires_grad=False)
+    return copy.deepcopy(model, copies).to(device).eval()

@@ -1,0 +1,71 @@
+"""A file of the user's own: how it is imported, and how a mistake in it becomes one line."""
+
+import contextlib
+import functools
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from engine.core.config import ConfigError
+
+NUMBER_TYPES = (int, float, np.integer, np.floating, np.bool_)
+MAX_REWARD = 1e30  # times a weight of at most 1e6 it is still finite in fp32
+
+
+class RewardError(ValueError):
+    """The user's own code has done what no run can use; the line names file, line and question."""
+
+
+@functools.cache
+def import_file(path: Path) -> ModuleType:
+    """The module in a file, under a name that cannot be taken for another module's."""
+    spec = importlib.util.spec_from_file_location(f"user_task_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # pickle and dataclasses look modules up by their names
+    try:
+        spec.loader.exec_module(module)
+    except SystemExit as error:
+        problem = f"it calls sys.exit({error.code!r}) when it is imported: raise an exception"
+        raise ConfigError([f"{path}: {problem} instead"]) from error
+    except Exception as error:
+        problem = f"{line_of(str(path), error=error)}: {type(error).__name__}: {error}"
+        raise ConfigError([problem]) from error
+    return module
+
+
+def line_of(file: str, *, error: Exception | None = None, function: Callable | None = None) -> str:
+    """The file with the line of it that raised the error, else the line where the function is."""
+    frames = traceback.extract_tb(error and error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == file]
+    if not lines and isinstance(error, SyntaxError):
+        lines = [error.lineno]
+    code = getattr(inspect.unwrap(function), "__code__", None) if function else None
+    if not lines and code is not None and code.co_filename == file:
+        lines = [code.co_firstlineno]
+    return f"{file}, line {lines[-1]}" if lines else file
+
+
+@contextlib.contextmanager
+def naming_mistakes(
+    file: str, function: Callable, question: object, *, passes: type[Exception] = RewardError
+) -> Iterator[None]:
+    """Make one line of an exception in a function of the user's file, unless it `passes`."""
+    try:
+        yield
+    except passes:
+        raise
+    except (Exception, SystemExit) as error:  # an exit would end the run as if all were well
+        where = line_of(file, error=error, function=function)
+        problem = f"{getattr(function, '__name__', 'it')} raised {type(error).__name__}: {error}"
+        raise RewardError(f"{where}: {problem}: question {question!r:.200}") from error
+
+
+def is_reward(value: object) -> bool:
+    """Whether it is a number that can be added up; NaN is none."""
+    return isinstance(value, NUMBER_TYPES) and abs(value) <= MAX_REWARD

@@ -1,0 +1,38 @@
+"""What a run's folder is called, and which run's folder a model lies in."""
+
+import os
+from pathlib import Path
+
+from engine.core.config import Config
+
+
+def run_name(config: Config) -> str:
+    """The name of the run's folder; by default switching grpo to sil makes another run."""
+    model = os.path.basename(os.path.abspath(run_that_made(config.model.name) or config.model.name))
+    kind = f"{config.training.learning_type}-s{config.training.seed}"
+    return config.run.name or f"{config.task.name}-{model}-{kind}"
+
+
+def run_folder(config: Config) -> Path:
+    """The folder of this run. An evaluated model's is that of the run that made it.
+
+    So `mode=evaluate` of runs/a/best, of a checkpoint or of an exported model writes to runs/a,
+    unless run.name is given or nothing can be written there.
+    """
+    if config.mode == "evaluate" and config.run.name is None:
+        folder = run_that_made(config.model.name)
+        if folder is not None and os.access(folder, os.W_OK):
+            return folder
+    return Path(config.run.dir) / run_name(config)
+
+
+def run_that_made(model_name: str) -> Path | None:
+    """The folder of the run whose best/, checkpoint or exported model this is; None if of no run.
+
+    best/ may be a link to a larger disk, and any name a link to best/, so we look at both ends.
+    """
+    ends = Path(os.path.abspath(model_name)), Path(model_name).resolve()
+    for folder in (folder for end in ends if end.is_dir() for folder in end.parents[:2]):
+        if (folder / "metrics.jsonl").is_file():
+            return folder
+    return None

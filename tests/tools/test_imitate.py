@@ -1,0 +1,387 @@
+"""tools.imitate: which answers it takes, what it computes, what it writes, and what ends it."""
+
+import copy
+import json
+import os
+import signal
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness import (
+    CPU,
+    NUMBERS,
+    alone,
+    arguments,
+    finish,
+    in_fp64,
+    make_config,
+    make_policy,
+    make_run,
+    measure,
+    read_jsonl,
+    start,
+)
+from huggingface_hub import ModelCard
+from reference import ROUNDING, Recorder, distance, row_log_probs
+from transformers import AutoModelForCausalLM
+
+import countdown
+from engine.core.config import ConfigError
+from engine.core.distributed import World
+from engine.questions.prompts import encode_prompts
+from engine.questions.tasks import is_in_split, load_task
+from engine.run.config_file import load_config
+from engine.run.state import Run, State
+from engine.update.outcome import Outcome, Update
+from main import build_run
+from tools import imitate
+
+TRAIN = [n for n in NUMBERS if is_in_split(f"[{n}] {n}", "train")]
+HELD_OUT = [n for n in NUMBERS if n not in TRAIN]
+STEPS = ["--steps=3", "--learning-rate=2e-3"]
+LORA = "model.lora={r: 2, dropout: 0.1}"
+
+
+def row(number: int, completion: object = None) -> dict:
+    """A question that has one answer, which is found without a word of thought."""
+    text = f"</think>\n<answer>{number}</answer>" if completion is None else completion
+    return {"nums": [number], "target": number, "completion": text}
+
+
+def write(file: Path, rows: list[dict]) -> Path:
+    file.write_text("".join(json.dumps(some) + "\n" for some in rows))
+    return file
+
+
+@pytest.fixture
+def answers(tmp_path) -> Path:
+    """Right answers to all questions, the validation's too, but for one that is wrong."""
+    wrong = row(TRAIN[0], f"</think>\n<answer>{TRAIN[1]}</answer>")
+    return write(tmp_path / "answers.jsonl", [wrong, *(row(n) for n in NUMBERS if n != TRAIN[0])])
+
+
+def choose(folder: Path, file: Path, *, only_solved: bool = False, log: list | None = None):
+    """The answers in the file that a run of the model in `folder` imitates, and this run."""
+    settings = ["training.max_new_gen_tokens=16"]
+    config = make_config(*settings)
+    questions = [{"nums": [n], "target": n} for n in HELD_OUT]
+    run = make_run(make_policy(folder, *settings), config, questions=questions)
+    run.logger.info = (log if log is not None else []).append
+    rows = imitate.read_answers(countdown, config, str(file))
+    return imitate.choose_answers(run, rows, str(file), only_solved=only_solved), run
+
+
+def program(folder: Path, model: Path, file: Path, *overrides: str) -> list[str]:
+    """What tools/imitate.py is given, for a folder folder/x-imitation."""
+    return [str(model), str(file), *arguments(folder, model, *overrides)]
+
+
+def imitated(monkeypatch, capsys, *given: object) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr."""
+    monkeypatch.setattr(sys, "argv", ["imitate", *map(str, given)])
+    status = 0
+    try:
+        imitate.main()
+    except SystemExit as end:
+        status = end.code
+    return status, *capsys.readouterr()
+
+
+# Which answers
+
+
+@pytest.mark.parametrize(("only_solved", "num"), [(False, len(TRAIN)), (True, len(TRAIN) - 1)])
+def test_answers_to_validation_questions_are_left_out_and_wrong_ones_counted(
+    rotary_model_folder, answers, only_solved, num
+):
+    log = []
+    chosen, run = choose(rotary_model_folder, answers, only_solved=only_solved, log=log)
+    assert len(chosen) == num
+    assert log == [
+        f"{answers}: {len(HELD_OUT)} answers to validation questions are left out",
+        f"{answers}: of {len(TRAIN)} answers 1 do not solve their question"
+        + ": left out" * only_solved,
+    ]
+    assert {t.advantage for t in chosen} == {1.0}
+    end = run.policy.tokenizer.eos_token_id
+    assert all(t.completion.token_ids[-1] == end for t in chosen)
+    assert not any(t.completion.truncated for t in chosen)
+
+
+def test_an_answer_ends_where_the_chat_template_ends_a_turn(rotary_model_folder, answers):
+    _, run = choose(rotary_model_folder, answers)
+    tokenizer = run.policy.tokenizer
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|pad|>{% endfor %}"
+    answer = imitate.make_answer(run, {"question": row(1), "completion": "5"}, "row 1")
+    five = tokenizer.encode("5", add_special_tokens=False)
+    assert answer.completion.token_ids == [*five, tokenizer.pad_token_id]
+
+
+LONG = "7 + 8 = 15, " * 9
+
+
+@pytest.mark.parametrize(
+    ("bad", "line"),
+    [
+        (row(1, ""), "row 2: its completion is empty; rows must look like {"),
+        (row(1, " \n"), "row 2: its completion is empty; rows must look like {"),
+        (row(1, 5), "row 2: its completion is empty; rows must look like {"),
+        (row(1, None) | {"target": "x"}, "row 2: target is 'x', not an integer; rows must"),
+        ({"nums": [1], "target": 1}, "row 2: no column completion among nums, target; rows must"),
+        (row(TRAIN[1], LONG), "row 2: with its end its completion has "),
+        (row(TRAIN[1], "a<|end|>b"), "row 2: the tokenizer cannot give its completion back, or it"),
+        (row(TRAIN[1], "half \ud800"), "row 2: the tokenizer cannot give its completion back, or"),
+    ],
+)
+def test_a_bad_answer_is_one_line_with_its_row(rotary_model_folder, tmp_path, bad, line):
+    file = write(tmp_path / "answers.jsonl", [row(TRAIN[0]), bad])
+    with pytest.raises(ValueError) as caught:
+        choose(rotary_model_folder, file)
+    assert str(caught.value).startswith(f"{file}, {line}") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "only_solved"), [([row(HELD_OUT[0])], False), ([row(TRAIN[0], "no")], True)]
+)
+def test_a_file_without_an_answer_to_imitate_is_refused(
+    rotary_model_folder, tmp_path, rows, only_solved
+):
+    file = write(tmp_path / "answers.jsonl", rows)
+    with pytest.raises(ValueError, match=r"no answer is left to imitate; give a file with more$"):
+        choose(rotary_model_folder, file, only_solved=only_solved)
+
+
+@pytest.mark.parametrize("text", ["", "\n"])
+def test_an_empty_file_is_refused(tmp_path, text):
+    """Bug: nothing was imitated, without a word."""
+    file = tmp_path / "answers.jsonl"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"answers.jsonl: "):
+        imitate.read_answers(countdown, make_config(), str(file))
+
+
+def test_a_task_of_several_turns_has_no_answers_in_a_file():
+    config = load_config(["task.name=guess"])
+    with pytest.raises(ConfigError, match=r"^task.name = guess: its questions or turns stand in"):
+        imitate.read_answers(load_task("guess"), config, "x.jsonl")
+
+
+# What is computed
+
+
+def test_its_gradient_is_that_of_the_cross_entropy_row_by_row(
+    rotary_model_folder, tmp_path, monkeypatch
+):
+    """Over the tokens of the answers and their ends, of all rows alike, and not of the prompts."""
+    texts = ["</think>\n", "7 + 8 = 15</think>\n", "5"]
+    rows = [row(n, text) for n, text in zip(TRAIN, texts, strict=False)]
+    file = write(tmp_path / "answers.jsonl", rows)
+    given = ["training.num_samples_per_step=3", "training.micro_batch_tokens=1"]
+    given += ["training.max_grad_norm=1e9", "training.max_new_gen_tokens=16"]
+    given += ["validation.num_examples=2", "validation.best_of_n=1"]
+    # what RL has on must not matter
+    given += ["training.policy_loss=dppo", "training.loss_normalization=sequence"]
+    given += ["training.kl_coef=0.1", "training.num_iterations=2", "training.skip_truncated=true"]
+    in_fp64(monkeypatch)
+    asked = {"model": rotary_model_folder, "config": os.devnull, "out": None}
+    asked |= {"steps": "1", "learning_rate": "1e-3", "overrides": given}
+    run = build_run(imitate.imitating(Namespace(**asked)))
+    model, recorder = copy.deepcopy(run.policy.model), Recorder(run.policy.model)
+    run.optimizer = recorder
+    read = imitate.read_answers(countdown, run.config, str(file))
+    chosen = imitate.choose_answers(run, read, str(file), only_solved=False)
+    imitate.imitate(run, chosen)
+    how = {"task": countdown, "options": run.config.task, "tokenizer": run.policy.tokenizer}
+    assert [t.prompt_ids for t in chosen] == encode_prompts(rows, **how)  # as RL's
+    num_tokens = sum(len(run.policy.tokenizer.encode(text)) + 1 for text in texts)  # and ends
+    loss = -sum(row_log_probs(model, t).sum() for t in chosen)
+    model.zero_grad()
+    (loss / num_tokens).backward()
+    expected = np.concatenate([p.grad.flatten().numpy() for p in model.parameters()])
+    (gradient,) = recorder.gradients
+    assert distance(gradient, expected) <= ROUNDING
+
+
+def test_two_ranks_take_a_step_on_other_rows_as_one_takes_it_on_all(
+    rotary_model_folder, tmp_path, answers, monkeypatch, capsys
+):
+    """With adam_eps=1 a step is nearly in proportion to its gradient, and so is its rounding."""
+    given = ["training.num_samples_per_step_global=4", "training.adam_eps=1", "--steps=3"]
+    given += ["--learning-rate=0.5", "training.warmup_steps=0", "task.train=generated"]
+    one, two, log = tmp_path / "one", tmp_path / "two", tmp_path / "log"
+    command = program(tmp_path, rotary_model_folder, answers, *given)
+    status, _, errors = imitated(monkeypatch, capsys, *command, f"--out={one}")
+    assert status == 0, errors
+    ranks = ["--standalone", "--nproc-per-node=2"]
+    process = start(["tools/imitate.py", *command, f"--out={two}"], *ranks, log=log)
+    assert finish(process) == [0], log.read_text()
+    models = [weights_of(folder) for folder in (rotary_model_folder, one, two)]
+    before, alone, together = (torch.cat([w.flatten() for w in m.values()]) for m in models)
+    moved, apart = (alone - before).norm(), (alone - together).norm()
+    assert 0 < apart / moved < 1e-4, "their sums are rounded alike, or their rows differ"
+    rows = [read_jsonl(folder / "imitation.jsonl")[1:-1] for folder in (one, two)]
+    for some, other in zip(*rows, strict=True):
+        assert some["train/loss"] == pytest.approx(other["train/loss"], rel=1e-5)
+
+
+def test_each_rank_imitates_its_own_share_of_the_shuffled_answers(
+    rotary_model_folder, answers, monkeypatch
+):
+    """Two steps of 3 rows on each of 2 ranks: 12 rows, which one rank takes in the same order, by
+    the seed and not as they lie in the file."""
+    chosen, run = choose(rotary_model_folder, answers)
+    changes = {"num_steps": 2, "num_samples_per_step_global": 6}
+    training = run.config.training.model_copy(update=changes)
+    run.config = run.config.model_copy(update={"training": training})
+    seen: list[int] = []
+
+    def note(run: Run, groups: list) -> Update:
+        seen.extend(chosen.index(answer) for (answer,) in groups)
+        return Update(Outcome.UPDATED, metrics={"train/loss": 0.0})
+
+    monkeypatch.setattr(imitate, "update_policy", note)
+    monkeypatch.setattr(imitate, "evaluate", lambda run: {})
+    taken = []
+    for run.world in (alone(), World(0, 2, CPU), World(1, 2, CPU)):
+        run.state = State()
+        imitate.imitate(run, chosen)
+        taken.append([*seen])
+        seen.clear()
+    whole, first, second = taken
+    assert len(set(whole)) == 12 and whole != sorted(whole)
+    assert whole == first[:3] + second[:3] + first[3:] + second[3:]
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+
+
+# What is left
+
+
+@pytest.mark.parametrize("lora", [[], [LORA]], ids=["all weights", "an adapter"])
+def test_it_writes_a_plain_model_from_which_a_run_goes_on(
+    rotary_model_folder, tmp_path, answers, data, monkeypatch, capsys, lora
+):
+    given = [*STEPS, *data, *lora]
+    command = program(tmp_path, rotary_model_folder, answers, *given)
+    status, output, errors = imitated(monkeypatch, capsys, *command)
+    assert status == 0, errors
+    folder = tmp_path / "x-imitation"
+    assert f"written: {folder}; train it: python main.py model.name={folder}\n" in output
+    assert {path.name for path in tmp_path.iterdir()} == {"answers.jsonl", folder.name}
+    first, *steps, last = read_jsonl(folder / "imitation.jsonl")
+    assert [some["step"] for some in (first, *steps, last)] == [0, 1, 2, 3, 3]
+    assert all(some["train/loss"] > 0 for some in steps)
+    assert [some["train/lr"] for some in steps] == pytest.approx([4e-4, 8e-4, 12e-4])
+    before, after = weights_of(rotary_model_folder), weights_of(folder)
+    assert before.keys() == after.keys()
+    frozen = {name for name in before if torch.equal(before[name], after[name])}
+    assert all(is_linear(name) for name in before.keys() - frozen) if lora else not frozen
+    assert any("q_proj" in name for name in before.keys() - frozen)
+    settings = [a for a in arguments(tmp_path, folder, *data) if not a.startswith("--")]
+    run = build_run(make_config(*settings))
+    metrics, _ = measure(run)
+    assert run.config.training.num_steps != 3 and run.policy.model.dtype == torch.float32
+    if not lora:  # the sum of adapter and base is rounded
+        assert metrics == {k: v for k, v in last.items() if k != "step"}
+
+
+def is_linear(name: str) -> bool:
+    return name.endswith("_proj.weight")
+
+
+def test_the_sum_of_adapter_and_base_computes_what_they_do_together(rotary_model_folder, tmp_path):
+    model = make_policy(rotary_model_folder, LORA).model
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(0))
+    ids = torch.arange(2, 40)[None]
+    with torch.no_grad():
+        expected = model.eval()(input_ids=ids).logits
+        base = AutoModelForCausalLM.from_pretrained(rotary_model_folder)(input_ids=ids).logits
+        imitate.merge_adapter(model)
+        model.save_pretrained(tmp_path)
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        merged = plain(input_ids=ids).logits
+    assert not (tmp_path / "adapter_config.json").exists()
+    assert (merged - expected).norm() < 1e-4 * (expected - base).norm()
+
+
+def test_its_card_names_the_imitation_and_no_folder_of_this_machine(
+    rotary_model_folder, tmp_path, answers, data, monkeypatch, capsys
+):
+    command = program(tmp_path, rotary_model_folder, answers, *STEPS, *data, LORA)
+    assert imitated(monkeypatch, capsys, *command, "--steps=1")[0] == 0
+    text = (tmp_path / "x-imitation/README.md").read_text()
+    card = ModelCard(text)
+    assert card.data.tags == ["sft", "countdown", "plain-grpo"]
+    assert card.data.library_name == "transformers"
+    assert "A fine-tuned copy of" in text and str(tmp_path) not in text
+    assert "trained on countdown by imitation of finished answers" in text
+    assert "Answers: `answers.jsonl` (a local file)" in text
+    assert "reinforcement" not in text and "best of its run" not in text
+    assert "| before training |" in text and "| this model, after step 1 |" in text
+
+
+# Mistakes, and what ends it
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (["--steps=0"], "error: training.num_steps = 0: "),
+        (["--learning-rate=fast"], "error: training.learning_rate = fast: "),
+        (["training.seeds=1"], "error: training.seeds = 1: unknown key"),
+        (["task.name=guess"], "error: task.name = guess: its questions or turns stand in no file"),
+        (["model.load_in_4bit=true", LORA], "error: model.load_in_4bit = true: the adapter is "),
+        (["--out=HERE"], "error: HERE is there already: remove it, or give another --out"),
+        (["--out=HERE/answers.jsonl/x"], "error: HERE/answers.jsonl cannot be written ("),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(
+    rotary_model_folder, tmp_path, answers, data, monkeypatch, capsys, given, line
+):
+    command = program(tmp_path, rotary_model_folder, answers, *data)
+    given = [text.replace("HERE", str(tmp_path)) for text in given]
+    status, _, errors = imitated(monkeypatch, capsys, *command, *given)
+    assert status == 2 and errors.count("\n") == 1
+    assert errors.replace(str(tmp_path), "HERE").startswith(line)
+    assert [path.name for path in tmp_path.iterdir()] == ["answers.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["no-file.jsonl", "no/hub/id"])
+def test_no_file_is_a_line_before_the_model_is_loaded(tmp_path, monkeypatch, capsys, name):
+    command = program(tmp_path, Path("/no/model"), Path(name))
+    status, _, errors = imitated(monkeypatch, capsys, *command)
+    assert status == 2 and errors.startswith(f"error: {name}: ") and "; give a .jsonl" in errors
+
+
+def test_a_loss_that_is_not_finite_ends_it_with_nothing_written(
+    rotary_model_folder, tmp_path, answers, data, monkeypatch, capsys
+):
+    monkeypatch.setattr(imitate, "update_policy", lambda *_: Update(Outcome.BROKEN))
+    with pytest.raises(FloatingPointError, match=r"step 1: .*lower --learning-rate"):
+        command = program(tmp_path, rotary_model_folder, answers, *data)
+        imitated(monkeypatch, capsys, *command)
+    assert [path.name for path in tmp_path.iterdir()] == ["answers.jsonl"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_a_signal_ends_it_at_once_with_nothing_written(
+    rotary_model_folder, tmp_path, answers, data, number
+):
+    command = program(tmp_path, rotary_model_folder, answers, *data, "--steps=1000000")
+    log, deadline = tmp_path / "log", time.monotonic() + 90
+    process = start(["tools/imitate.py", *command], log=log)
+    while not log.exists() or "imitation 2/" not in log.read_text():
+        assert time.monotonic() < deadline and process.is_alive(), log.read_text()
+        time.sleep(0.02)
+    os.kill(process.pid, number)
+    assert finish(process) == [-number]
+    assert {path.name for path in tmp_path.iterdir()} == {"answers.jsonl", "log"}

@@ -1,0 +1,240 @@
+"""Imitate finished answers (supervised fine-tuning): a model for a run to begin with.
+
+    python -m tools.imitate OTHER runs/x/answers.jsonl training.learning_rate=1e-5 --out runs/warm
+    python main.py model.name=runs/warm training.learning_rate=1e-6
+    torchrun --nproc-per-node=2 -m tools.imitate ...       # the same on several ranks
+
+ANSWERS is a .jsonl, .json, .csv or .parquet file or a hub id, with the columns of the task's rows
+and `completion`; tools.collect writes one. An answer is a completion whose advantage is 1: prompts,
+weights of tokens, micro-batches and update are main.py's, and its end token is trained too. A step
+has as many answers as one of main.py has questions. Answers to validation questions are left out.
+
+The model is evaluated before and after, and written with its card and all figures at the end: if
+the process is killed, start it again. A folder that is there already is refused.
+"""
+
+import argparse
+import functools
+import signal
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import torch
+from torch import nn
+
+from engine.core.config import Config, ConfigError, LoggingSettings
+from engine.core.distributed import order_ddp_buckets
+from engine.core.files import json_line, write_atomically
+from engine.core.packages import import_package
+from engine.core.statistics import Clock
+from engine.core.tensors import seeded
+from engine.core.types import Completion, SeedWord, Trajectory
+from engine.questions.data import FILE_OR_HUB, QuestionStream, load_table, read_rows
+from engine.questions.prompts import completion_text, encode_prompts, end_of_turn, whole_characters
+from engine.questions.tasks import load_task, reward_parts
+from engine.report.evaluation import evaluation_metrics
+from engine.run.card import merged_card, model_card
+from engine.run.config_file import load_config
+from engine.run.folder import run_name
+from engine.run.log import log_evaluation
+from engine.run.mistakes import crashes_name_the_fix, mistakes_cost_one_line
+from engine.run.resuming import make_folder
+from engine.run.saving import save_model
+from engine.run.state import Run
+from engine.update.optimizer import learning_rate_at
+from engine.update.outcome import Outcome
+from main import build_run, sample_validation, update_policy
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once: there is nothing to save
+    parser = argparse.ArgumentParser("python -m tools.imitate", description=__doc__.split("\n")[0])
+    parser.add_argument("model", help="a folder or a hub id")
+    parser.add_argument("answers", help="a file or a hub id")
+    parser.add_argument("--config", help="a YAML file; default: config.yaml")
+    parser.add_argument("--steps", default="50", help="default: 50")
+    parser.add_argument("--learning-rate", metavar="RATE", help="default: training.learning_rate")
+    parser.add_argument("--only-solved", action="store_true", help="leave out wrong answers")
+    parser.add_argument("--out", type=Path, help="default: runs/<as main.py's run>-imitation")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    options = parser.parse_intermixed_args()
+    with mistakes_cost_one_line():
+        config = imitating(options)
+        rows = read_answers(load_task(config.task.code), config, options.answers)
+        run = build_run(config)
+        run.folder = options.out or run.folder
+        run.world.on_main(make_folder, run.folder.parent)
+        answers = choose_answers(run, rows, options.answers, only_solved=options.only_solved)
+    with crashes_name_the_fix(run.folder):
+        measured = imitate(run, answers)
+    with mistakes_cost_one_line():  # such as a full disk
+        write_model(run, measured, options.answers)
+    run.policy.scorer = None  # frees DDP, which must not outlive the process group
+    run.world.leave()
+
+
+def imitating(options: argparse.Namespace) -> Config:
+    """The config of plain cross-entropy, over all tokens of a step alike; checks what is asked."""
+    given = [*options.overrides, "mode=train", f"model.name={options.model}"]
+    given += [f"training.num_steps={options.steps}"]
+    given += [f"training.learning_rate={options.learning_rate}"] * bool(options.learning_rate)
+    given += [f"--config={options.config}"] * bool(options.config)
+    config = load_config(given)
+    name = f"{run_name(config)}-imitation"
+    folder = options.out or Path(config.run.dir) / name
+    if folder.exists():
+        raise ConfigError([f"{folder} is there already: remove it, or give another --out"])
+    if config.model.load_in_4bit:
+        fix = "the adapter is added to its base, which 4 bits cannot hold; write false"
+        raise ConfigError([f"model.load_in_4bit = true: {fix}"])
+    size = max(config.training.group_size, 2)  # an answer has no group, but `check_world` asks
+    changes = {"learning_type": "grpo", "k_best_of_n": [size, size], "advantage": "mean"}
+    changes |= {"loss_normalization": "token", "num_iterations": 1, "policy_loss": "ppo"}
+    changes |= {"kl_coef": 0.0, "tis_clip": None, "skip_truncated": False}
+    sections = {"run": {"name": name}, "model": {"teacher": None}, "training": changes}
+    updates = {key: getattr(config, key).model_copy(update=sections[key]) for key in sections}
+    logging = LoggingSettings(samples=config.logging.samples)  # without boards
+    return config.model_copy(update=updates | {"logging": logging})
+
+
+# The answers
+
+
+def read_answers(task: ModuleType, config: Config, source: str) -> list[dict]:
+    """The rows, each a `question` and a `completion`; ValueError names the first that is none."""
+    if hasattr(task, "load_examples") or hasattr(task, "Environment"):
+        problem = "its questions or turns stand in no file, so there is nothing to imitate"
+        raise ConfigError([f"task.name = {config.task.name}: {problem}"])
+    row = task.EXAMPLE_ROW and task.EXAMPLE_ROW | {"completion": "..."}  # {} is every column
+    parse = functools.partial(parse_answer, task)
+    form = SimpleNamespace(EXAMPLE_ROW=row, parse_row=parse, __file__=task.__file__)
+    table = load_table(
+        source, columns=[*row], choices=FILE_OR_HUB, hub_config=None, hub_split="train"
+    )
+    rows = [*read_rows(table, source=source, task=form, options=config.task)]
+    if not rows:
+        raise ValueError(f"{source}: has no rows, so there is nothing to imitate")
+    return rows
+
+
+def parse_answer(task: ModuleType, row: dict, *, options: object) -> dict:
+    completion = row.pop("completion", None)
+    if not isinstance(completion, str) or not completion.strip():
+        raise ValueError("its completion is empty")
+    return {"question": task.parse_row(row, options=options), "completion": completion}
+
+
+def choose_answers(
+    run: Run, rows: list[dict], source: str, *, only_solved: bool
+) -> list[Trajectory]:
+    """The answers to questions that are not of the validation; ValueError if there are none."""
+    task, log = run.task, run.logger.info
+    held_out = {task.question_key(question) for question in run.validation_questions}
+    answers = [
+        make_answer(run, row, f"{source}, row {number}")
+        for number, row in enumerate(rows, start=1)
+        if task.question_key(row["question"]) not in held_out
+    ]
+    solved = [answer for answer in answers if answer.is_solved]
+    if num_held_out := len(rows) - len(answers):
+        log(f"{source}: {num_held_out:,} answers to validation questions are left out")
+    num_wrong = len(answers) - len(solved)
+    fate = ": left out" if only_solved and num_wrong else ""
+    log(f"{source}: of {len(answers):,} answers {num_wrong:,} do not solve their question{fate}")
+    chosen = solved if only_solved else answers
+    if not chosen:
+        raise ValueError(f"{source}: no answer is left to imitate; give a file with more")
+    return chosen
+
+
+def make_answer(run: Run, row: dict, place: str) -> Trajectory:
+    """A row as if it had been sampled; ValueError, with its place, if it cannot have been."""
+    policy, options = run.policy, run.config.task
+    question, text = row["question"], row["completion"]
+    tokenizer, end = policy.tokenizer, end_of_turn(policy.tokenizer)
+    (prompt,) = encode_prompts([question], task=run.task, options=options, tokenizer=tokenizer)
+    ids = tokenizer.encode(whole_characters(text), add_special_tokens=False)
+    ids.append(tokenizer.eos_token_id if end is None else end)
+    zeros = np.zeros(len(ids), np.float32)
+    completion = Completion(ids, zeros, zeros, False, zeros.astype(bool))
+    room = min((policy.context_length or 10**9) - len(prompt), policy.params.max_new_tokens)
+    if len(ids) > room:
+        problem = f"with its end its completion has {len(ids)} tokens, and there is room for {room}"
+        raise ValueError(f"{place}: {problem}; raise training.max_new_gen_tokens or cut the row")
+    if completion_text(completion, tokenizer) != text or {*ids[:-1]} & {*policy.params.eos_ids}:
+        problem = "the tokenizer cannot give its completion back, or it holds an end token"
+        raise ValueError(f"{place}: {problem}: {text!r:.60}")
+    (parts,) = reward_parts(run.task, [text], question, options, [completion])
+    return Trajectory(prompt, completion, text, parts, reward=0.0, advantage=1.0)
+
+
+# The imitation
+
+
+def imitate(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
+    """Train on the answers, shuffled by the seed; returns an evaluation, losses, an evaluation."""
+    world, state, training = run.world, run.state, run.config.training
+    stream = QuestionStream(answers, training.seed, True, lambda answer: 0, 0, run.logger.info)
+    per_rank = run.config.questions_per_rank(world.size)
+    order_ddp_buckets(run.policy.scorer, world.device)
+    measured = [evaluate(run)]
+    while not run.is_over:
+        step = state.step + 1
+        drawn, state.position = stream.take(state.position, per_rank * world.size)
+        groups = [[answer] for _, answer in drawn[world.rank * per_rank :][:per_rank]]
+        seed = (SeedWord.IMITATION, training.seed, step, world.rank)  # of LoRA dropout
+        with seeded([seed], world.device):
+            update = update_policy(run, groups)
+            while update.outcome is Outcome.OVERFLOWED:  # float16's loss scale is halved now
+                update = update_policy(run, groups)
+        if update.outcome is not Outcome.UPDATED:
+            problem = "loss or gradient not finite: lower --learning-rate"
+            raise FloatingPointError(f"imitation, step {step}: {problem}")
+        loss, rate = update.metrics["train/loss"], learning_rate_at(step, training)
+        measured.append({"step": step, "train/loss": loss, "train/lr": rate})
+        run.logger.info(f"imitation {step}/{training.num_steps}  loss {loss:.4f}  lr {rate:.1e}")
+        state.step = step
+    return [*measured, evaluate(run)]
+
+
+def evaluate(run: Run) -> dict[str, float]:
+    """Measure the model as a run does, and print that."""
+    clock = Clock()
+    with clock("eval"):
+        groups = sample_validation(run)
+        metrics = evaluation_metrics(groups, run.task, run.config.validation, run.world)
+    log_evaluation(run, metrics | clock.read(), groups)
+    run.state.count_evaluation(metrics, metrics[run.config.validation.best_metric])
+    return {"step": run.state.step} | metrics
+
+
+def write_model(run: Run, measured: list[dict[str, float]], source: str) -> None:
+    """Write the folder: plain weights in float32, the card, and imitation.jsonl."""
+    policy, card, weights = run.policy, model_card(run, measured[-1], answers=source), None
+    if run.config.model.lora is not None:
+        card = merged_card(card)
+        run.world.on_main(merge_adapter, policy.model)
+    elif run.config.model.shard:
+        from engine.update.shards import gather_weights
+
+        weights = gather_weights(policy.model, run.world)
+    run.world.on_main(save_model, policy.model, policy.tokenizer, card, run.folder, weights)
+    text = "".join(map(json_line, measured))
+    run.world.on_main(write_atomically, run.folder / "imitation.jsonl", text)
+    run.logger.info(f"written: {run.folder}; train it: python main.py model.name={run.folder}")
+
+
+def merge_adapter(model: nn.Module) -> None:
+    """Add the adapter to the weights of its layers, in float32, and take it out of the model."""
+    peft = import_package("peft", key="model.lora")
+    model.to("cpu", torch.float32)  # a GPU may have no room for it
+    for name, module in [*model.named_modules()]:
+        if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
+            module.merge()
+            model.set_submodule(name, module.get_base_layer())
+    model.delete_adapter("default")
+
+
+if __name__ == "__main__":
+    main()
