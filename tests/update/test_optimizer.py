@@ -6,7 +6,7 @@ from harness import assert_resumes, make_config, make_policy, read_rows, seed
 from transformers import get_scheduler
 
 from engine.model.policy import Policy
-from engine.update.optimizer import learning_rate_at, make_optimizer
+from engine.update.optimizer import learning_rate_at, make_optimizer, set_learning_rate
 
 
 @pytest.mark.parametrize("num_warmup", [0, 1, 7, 10])
@@ -60,8 +60,8 @@ def step_with_muon(policy: Policy, *, learning_rate: float | None) -> dict[str, 
     generator = torch.Generator().manual_seed(seed())
     optimizer = make_optimizer(policy.model, make_config(*MUON).training)
     if learning_rate is not None:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate * group["lr_scale"]
+        rate = [f"training.learning_rate={learning_rate}", "training.warmup_steps=0"]
+        set_learning_rate(optimizer, 1, make_config(*MUON, *rate).training)
     parameters = dict(policy.model.named_parameters())
     before = {name: p.detach().clone() for name, p in parameters.items()}
     for p in parameters.values():
