@@ -562,8 +562,8 @@ BUGS = [
     ),
     Bug(
         "one rate for all groups",
-        r'group\["lr"\] = learning_rate_at\(step, training\) \* group\["lr_scale"\]',
-        r'group["lr"] = learning_rate_at(step, training)',
+        r'group\["lr"\] = rate \* group\["lr_scale"\]',
+        r'group["lr"] = rate',
         "test_muon_steps_the_blocks_matrices_and_adamw_the_rest_each_at_its_rate",
     ),
     Bug(

@@ -44,8 +44,7 @@ def make_optimizer(model: nn.Module, training: TrainingSettings) -> torch.optim.
     if matrices:
         group = {"params": matrices, "lr_scale": training.muon_learning_rate / rate}
         optimizer = Together(optimizer, torch.optim.Muon([group], weight_decay=decay))
-    for group in optimizer.param_groups:
-        group["lr"] = rate * group["lr_scale"]
+    give_rate(optimizer, rate)
     return optimizer
 
 
@@ -95,8 +94,12 @@ def set_learning_rate(
     optimizer: torch.optim.Optimizer, step: int, training: TrainingSettings
 ) -> None:
     """Set the learning rate of each group for this step."""
+    give_rate(optimizer, learning_rate_at(step, training))
+
+
+def give_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate_at(step, training) * group["lr_scale"]
+        group["lr"] = rate * group["lr_scale"]
 
 
 def learning_rate_of(optimizer: torch.optim.Optimizer) -> float:
