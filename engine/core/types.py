@@ -23,6 +23,7 @@ class SeedWord(IntEnum):
     TYPED = 2  # a question that a person types into tools.chat
     IMITATION = 3
     COLLECTED = 4  # what tools.collect samples
+    ORDER = 5  # in which order an epoch has the questions
 
 
 class Tool(Protocol):

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.core.config import Config, ConfigError, TaskSettings
 from engine.core.hub import reach_hub
 from engine.core.packages import import_package
+from engine.core.types import SeedWord
 from engine.questions.messages import fill, pose
 from engine.questions.prompts import check_chat, prompt_length
 from engine.questions.tasks import Hub, hash_of, is_file_name, is_in_split, reward_parts
@@ -126,7 +127,7 @@ class QuestionStream:
         if not self.shuffle:
             return index
         if self.permutation is None or self.permutation[0] != epoch:
-            rng = np.random.default_rng([self.seed, epoch])
+            rng = np.random.default_rng([SeedWord.ORDER, self.seed, epoch])
             self.permutation = epoch, rng.permutation(len(self.questions))
         return int(self.permutation[1][index])
 

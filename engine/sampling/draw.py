@@ -151,14 +151,16 @@ def keep_likeliest(probs: Tensor, top_p: float, top_k: int) -> Tensor:
 
 
 def draw_indices(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Indices (B,) drawn in proportion to weights (B, V): first a block of 256, then one inside.
+    """Indices (B,) drawn in proportion to weights (B, V): first a block of 128, then one inside.
 
     The sums of blocks take a tenth of the time of a cumulative sum over all V.
     """
-    blocks = F.pad(weights, (0, -weights.shape[1] % 256)).unflatten(1, (-1, 256))  # (B, V/256, 256)
+    if weights.shape[1] % 128 != 0:  # most vocabularies are made to fit; padding copies all weights
+        weights = F.pad(weights, (0, -weights.shape[1] % 128))
+    blocks = weights.unflatten(1, (-1, 128))  # (B, V / 128, 128)
     block, uniforms = invert_cdf(blocks.sum(dim=-1), uniforms)
-    inside = blocks.gather(1, block[:, None, None].expand(-1, 1, 256))[:, 0]  # (B, 256)
-    return 256 * block + invert_cdf(inside, uniforms)[0]
+    inside = blocks.gather(1, block[:, None, None].expand(-1, 1, 128))[:, 0]  # (B, 128)
+    return 128 * block + invert_cdf(inside, uniforms)[0]
 
 
 def invert_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

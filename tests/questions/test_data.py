@@ -515,6 +515,15 @@ def test_the_question_stream_is_one_seeded_permutation_after_the_other():
     assert ids_of(stream_of(10, seed=seed(4)), 10) != epochs[0]
 
 
+def test_the_order_of_the_questions_shares_no_random_numbers_with_what_is_sampled():
+    """Without a word of its own the order of seed 0 was drawn from question 0's numbers, since a
+    seed is padded with zeros, and that of seed 1 from a validation question's."""
+    for number in (0, 1):
+        order = ids_of(stream_of(100, seed=number), 100)
+        for sampled in ([word, *rest] for word in range(5) for rest in ([], [0], [1], [0, 0])):
+            assert order != np.random.default_rng(sampled).permutation(100).tolist(), sampled
+
+
 def test_the_stream_skips_what_is_too_long_and_its_position_counts_it():
     """Questions 1 and 2 of 0, 1, 2, 3 are too long, and the file's order makes this plain."""
     stream = stream_of(4, 1, 2, shuffle=False)
