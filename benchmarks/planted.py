@@ -34,7 +34,7 @@ class Bug(NamedTuple):
     name: str
     expression: str
     replacement: str
-    test: str  # its name, with the file's where two files have a test of this name
+    test: str  # its name, with the file's where two have a test of this name, and a case's [name]
 
 
 BUGS = [
@@ -1330,11 +1330,11 @@ BUGS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", help="bugs with this text in their name")
+    parser.add_argument("--only", default="", help="bugs with this text in their or a test's name")
     parser.add_argument("--tree", type=Path, default=ROOT)
     parser.add_argument("--at-once", type=int, default=2, help="as many copies of the tree")
     options = parser.parse_args()
-    bugs = [bug for bug in BUGS if options.only in bug.name]
+    bugs = [bug for bug in BUGS if options.only in f"{bug.name} {bug.test}"]
     start, num_caught = time.perf_counter(), 0
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as pool:
         trees: SimpleQueue[Path] = SimpleQueue()  # those in which no test runs now
@@ -1401,11 +1401,12 @@ def run_tests(tree: Path, names: list[str]) -> tuple[str | None, str]:
     """The first of the tests that fails, "" if all pass, None if they did not run; their output."""
     ids = []
     for name in names:
-        stem, _, function = name.rpartition("::")
+        function, bracket, case = name.partition("[")
+        stem, _, function = function.rpartition("::")
         files = tree.glob(f"tests/**/{stem or '*'}.py")
         files = [path for path in files if f"def {function}(" in path.read_text()]
         assert len(files) == 1, f"{name} is in {len(files)} files of tests/: name one"
-        ids.append(f"{files[0].relative_to(tree)}::{function}")
+        ids.append(f"{files[0].relative_to(tree)}::{function}{bracket}{case}")
     # Without bytecode: a file that is changed twice in a second would be taken for the old one.
     settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     how = ["-x", "-n", "0", "-p", "no:cacheprovider", "-rf", f"--timeout={TIMEOUT_S}"]
