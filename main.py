@@ -87,20 +87,17 @@ def build_run(config: Config) -> Run:
     logger = Logger(rank=world.rank, boards=make_boards(config, world))
     config = prepare(config, world, notes, logger.info)
     task = load_task(config.task.code)
-    # An AutoModelForCausalLM whose trained weights are fp32. They compute in bf16 on a GPU, in fp32
-    # on a CPU (`compute_dtype`). With bf16, a bf16 copy samples, refreshed after each update.
+    # An AutoModelForCausalLM. Its trained weights are fp32 and compute in `dtype`: bf16 on a GPU,
+    # fp32 on a CPU. In bf16 a copy samples, which is refreshed after each update.
     model, tokenizer, dtype = load_model_and_tokenizer(config, world.device, logger.info)
     policy = make_policy(config, model, tokenizer, dtype, world, logger.info, generate=generate)
-    logger.info(f"a completion ends at {policy.end_tokens}")
     validation, stream = load_questions(
         task, config, tokenizer=tokenizer, context=policy.context_length, log=logger.info
     )
     run = Run(config, world, logger, task, policy, validation, stream)
     run.check_questions()  # at least one for each rank, and the same list on all of them
     if config.mode == "train":
-        run.config = config.with_num_steps(
-            len(stream.questions), world.size
-        )  # if num_epochs is set
+        run.config = config.with_num_steps(len(stream.questions), world.size)  # of num_epochs
         wrap_policy(policy, config, world, logger.info)
         run.optimizer = make_optimizer(model, config.training)
     return run
@@ -138,9 +135,8 @@ def run_training(run: Run) -> int:
         run.check_skipped_steps()  # FloatingPointError after too many in a row
         clock = Clock()
         with clock("step"):
-            # Each rank takes its slice of the next questions of the stream.
             taken, next_position = run.stream.take(state.position, per_rank * world.size)
-            mine = taken[world.rank * per_rank :][:per_rank]
+            mine = taken[world.rank * per_rank :][:per_rank]  # each rank takes its slice of them
             questions = [question for _, question in mine]
             seeds = [(SeedWord.TRAINING, config.training.seed, position) for position, _ in mine]
             groups = sample_trajectories(run, questions, seeds, run.policy.params, clock)
@@ -249,8 +245,10 @@ def reward_group(
     paid = reward_parts(task, texts, question, config.task, completions)  # each part by its name
     weights = config.task.reward_weights.items()
     rewards = [sum(weight * parts[name] for name, weight in weights) for parts in paid]
-    rows = zip(completions, texts, paid, rewards, strict=True)
-    return [Trajectory(prompt_ids, *row) for row in rows]  # its fields stand in this order
+    return [
+        Trajectory(prompt_ids, completion, text, parts, reward)
+        for completion, text, parts, reward in zip(completions, texts, paid, rewards, strict=True)
+    ]
 
 
 def assign_advantages(groups: list[list[Trajectory]], training: TrainingSettings) -> None:
@@ -302,69 +300,73 @@ def update_policy(run: Run, groups: list[list[Trajectory]]) -> Update:
     A completion, loss or gradient that is not finite ends it before the optimizer steps. If there
     is nothing to train on there is no step: AdamW would move the weights even at a gradient of 0.
     """
-    policy, optimizer, world, training = run.policy, run.optimizer, run.world, run.config.training
+    policy, optimizer, training = run.policy, run.optimizer, run.config.training
     set_learning_rate(optimizer, run.state.step + 1, training)
-    if count_broken(groups, world, run.logger.warning) > 0:  # on any rank
+    if count_broken(groups, run.world, run.logger.warning) > 0:  # on any rank
         return Update(Outcome.BROKEN)
-    micro_batches = policy.equal_passes(make_micro_batches(groups, training, world))  # if sharded
+    micro_batches = policy.equal_passes(make_micro_batches(groups, training, run.world))
     if not micro_batches:  # on no rank
         return Update(Outcome.NOTHING_TO_TRAIN_ON)
+    update, metric_sums, scaler = Update(Outcome.UPDATED, micro_batches), {}, policy.grad_scaler
     policy.model.train()  # the sampler calls eval()
-    update, sums, scaler = Update(Outcome.UPDATED, micro_batches), {}, policy.grad_scaler
-    in_ddp = isinstance(policy.scorer, DistributedDataParallel)  # its buckets hold the gradients
     for _ in range(training.num_iterations):
-        optimizer.zero_grad(set_to_none=not in_ddp)
-        total = 0.0
-        for micro_batch in run.logger.track(micro_batches, "update", "batch"):
-            # DDP averages gradients over the ranks in backward(). Once is enough, at the last
-            # micro-batch: until then they add up on each rank. A shard averages each time.
-            waits = in_ddp and micro_batch is not micro_batches[-1]
-            with policy.scorer.no_sync() if waits else contextlib.nullcontext():
-                loss = micro_batch_loss(policy, micro_batch, training, sums)
-                # The loss is a sum over the ranks, and DDP takes the mean of their gradients.
-                scaler.scale(world.size * loss).backward()
-            total += loss.detach().double()
+        loss = accumulate_gradients(run, micro_batches, metric_sums)
         scaler.unscale_(optimizer)  # of float16; otherwise the scaler does nothing
         grad_norm = nn.utils.clip_grad_norm_(policy.model.parameters(), training.max_grad_norm)
-        total, grad_norm = world.sum([total]).item(), grad_norm.item()
-        update.metrics |= {"train/loss": total, "train/grad_norm": grad_norm}
-        update.outcome = outcome_of(total, grad_norm, scaler)
+        update.metrics |= {"train/loss": loss, "train/grad_norm": grad_norm.item()}
+        update.outcome = outcome_of(loss, grad_norm.item(), scaler)
         if update.outcome is Outcome.UPDATED:
             scaler.step(optimizer)
             update.has_moved = True
         scaler.update()  # halves the scale after an overflow, doubles it after many steps without
+        optimizer.zero_grad(set_to_none=not policy.is_in_ddp)  # its buckets hold the gradients
         if update.outcome is not Outcome.UPDATED:
             break
-    optimizer.zero_grad(set_to_none=not in_ddp)
     policy.sampler.refresh()
-    update.metrics |= reduce_means(sums, world)
+    update.metrics |= reduce_means(metric_sums, run.world)
     return update
 
 
+def accumulate_gradients(
+    run: Run, micro_batches: list[MicroBatch], metric_sums: dict[str, Tensor]
+) -> float:
+    """Add up the gradient of the whole batch's loss on every rank; returns that loss."""
+    policy, world, total = run.policy, run.world, 0.0
+    for micro_batch in run.logger.track(micro_batches, "update", "batch"):
+        # DDP averages gradients over the ranks in backward(). Once is enough, at the last
+        # micro-batch: until then they add up on each rank. A shard averages each time.
+        waits = policy.is_in_ddp and micro_batch is not micro_batches[-1]
+        with policy.scorer.no_sync() if waits else contextlib.nullcontext():
+            loss = micro_batch_loss(policy, micro_batch, run.config.training, metric_sums)
+            # The loss is a sum over the ranks, and DDP takes the mean of their gradients.
+            policy.grad_scaler.scale(world.size * loss).backward()
+        total += loss.detach().double()
+    return world.sum([total]).item()
+
+
 def micro_batch_loss(
-    policy: Policy, batch: MicroBatch, training: TrainingSettings, sums: dict[str, Tensor]
+    policy: Policy, batch: MicroBatch, training: TrainingSettings, metric_sums: dict[str, Tensor]
 ) -> Tensor:
-    """The loss of one micro-batch, its part of the sum over all; adds to `sums` what is measured.
+    """The loss of one micro-batch, its part of the sum over all; adds to `metric_sums`.
 
     By default it is REINFORCE's; if the batch is used again, later passes compare with the first.
     """
     rows, temperature = (batch.input_ids, batch.completion_mask), policy.params.temperature
     log_probs = policy.scorer(*rows, temperature=temperature)  # (B, S), 0 where the mask is False
     token_loss, weights = -batch.advantages[:, None] * log_probs, batch.token_weights  # (B, S)
-    measured = {"train/clip_frac": torch.zeros_like(log_probs)}  # of REINFORCE, which clips nothing
-    is_first = batch.old_log_probs is None
+    is_first, metrics = batch.old_log_probs is None, {}
     if is_first:
         batch.old_log_probs = log_probs.detach()
-        measured["train/sampler_mismatch"] = (batch.old_log_probs - batch.sampler_log_probs).abs()
+        metrics["train/sampler_mismatch"] = (batch.old_log_probs - batch.sampler_log_probs).abs()
         if policy.reference is not None:
             batch.ref_log_probs = policy.score_by_reference(*rows, temperature=temperature)
     if not training.is_plain:  # a ratio, a KL penalty, importance weights: all off by default
         from engine.update.losses import apply_options
 
         token_loss, weights, more = apply_options(training, batch, log_probs, token_loss, is_first)
-        measured |= more
-    for name, values in measured.items():
-        add_to_mean(sums, name, values, batch.token_weights > 0)
+        metrics |= more
+    for name, values in metrics.items():
+        add_to_mean(metric_sums, name, values, batch.token_weights > 0)
     return (weights * token_loss).sum()
 
 
@@ -381,10 +383,8 @@ class CompletionScorer(nn.Module):
         They are those of softmax(logits / temperature), the distribution that was sampled. Rows are
         padded on the right, where no token looks: attention is causal and needs no mask.
         """
-        # What the model computes at a column predicts the token in the next one.
-        columns = (
-            mask[:, 1:].any(dim=0).nonzero()[:, 0]
-        )  # (K,), whose next token is scored in some row
+        # A column predicts the token of the next one: take those (K,) whose next token is scored.
+        columns = mask[:, 1:].any(dim=0).nonzero()[:, 0]
         token_ids, mask_there = input_ids[:, columns + 1], mask[:, columns + 1]  # (B, K)
         with autocast(input_ids.device, self.compute_dtype, cache_casts=False):
             output = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=columns)

@@ -41,11 +41,12 @@ from engine import ROOT
 from engine.core.distributed import World
 from engine.core.tensors import left_pad
 from engine.core.types import Completion, PromptBatch, SamplingParams
-from engine.model.sampler import LoopSampler, sample_grouped
+from engine.model.sampler import LoopSampler, choose_loop, sample_by_loop
 from engine.questions.prompts import encode_prompts
 from engine.questions.tasks import load_task
 from engine.run.config_file import load_config
 from engine.sampling.batches import decode_in_batches
+from engine.sampling.grouped import decode_grouped
 from logger import Logger
 from main import generate, get_generation_config
 from tools.chat import load_policy
@@ -400,8 +401,8 @@ def random_model(shape: dict[str, int], device: torch.device) -> nn.Module:
 def random_workload(model: nn.Module, size: Size) -> Workload:
     """Prompts of random tokens, for completions in bf16 that end as `end_rates` says."""
     config, world = load_config(["--config", os.devnull]), World(0, 1, model.device)
-    how = {"log": print, "fallback": generate}
-    sampler = sample_grouped(config, model, torch.bfloat16, world, **how)
+    sampler = sample_by_loop(config, model, torch.bfloat16, world, decode_grouped)
+    sampler = choose_loop(sampler, print, fallback=generate)
     rng = np.random.default_rng(0)
     prompts = rng.integers(2, model.config.vocab_size, (size.questions, PROMPT_TOKENS)).tolist()
     rates = end_rates(size.max_new_tokens).to(model.device)

@@ -96,7 +96,6 @@ def sample_a_copy(
     model: torch.nn.Module,
     compute_dtype: torch.dtype,
     world: World,
-    *,
     loop: DecodeLoop,
 ) -> LoopSampler:
     """The sampler is a copy in fp32 too, so that it need not follow the model at once."""

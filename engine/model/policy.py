@@ -7,6 +7,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerFast
 
 from engine.core.config import Config
@@ -48,6 +49,10 @@ class Policy:
         return torch.amp.GradScaler(
             device, init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL, enabled=is_on
         )
+
+    @property
+    def is_in_ddp(self) -> bool:
+        return isinstance(self.scorer, DistributedDataParallel)
 
     @property
     def context_length(self) -> int | None:
@@ -157,6 +162,7 @@ def make_policy(
     params = sampling_params(config, model, tokenizer, log)
     sampler = make_sampler(config, model, tokenizer, compute_dtype, world, log, generate=generate)
     policy = Policy(model, sampler, tokenizer, params, compute_dtype)
+    log(f"a completion ends at {policy.end_tokens}")
     if config.mode == "train" and config.model.teacher is not None:
         policy.teacher = load_teacher(
             config, device=world.device, compute_dtype=compute_dtype, log=log

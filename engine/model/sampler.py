@@ -1,7 +1,6 @@
 """What samples for the policy: a backend by its name, on the policy's own weights or on a copy."""
 
 import copy
-import functools
 from collections.abc import Callable
 
 import torch
@@ -12,6 +11,7 @@ from engine.core.config import Config
 from engine.core.distributed import World
 from engine.core.tensors import autocast, whole
 from engine.core.types import Completion, Log, Sampler, SamplingParams, Seed
+from engine.model.load import find_base
 from engine.model.probes import check_vllm, supports_grouped
 from engine.sampling.batches import tokens_that_fit
 from engine.sampling.grouped import decode_grouped
@@ -67,16 +67,28 @@ def make_sampler(
     generate: DecodeLoop,
 ) -> Sampler:
     """The backend that the config names; `generate` is main.py's loop, the one of that name."""
+
+    def sample_by(loop: DecodeLoop) -> LoopSampler:
+        return sample_by_loop(config, model, compute_dtype, world, loop)
+
+    def sample_by_vllm() -> Sampler:
+        from engine.sampling.vllm import VllmEngine
+
+        base = find_base(config.model) or config.model
+        engine = VllmEngine(base, model, world, compute_dtype, config.sampling.vllm_memory_gb)
+        check_vllm(model, engine, tokenizer.encode("12 plus 30 is 42, and Rome is in Italy."))
+        return engine
+
     backends = {
-        "generate": functools.partial(sample_by_loop, loop=generate),
-        "grouped": functools.partial(sample_grouped, log=log, fallback=generate),
-        "vllm": functools.partial(sample_by_vllm, tokenizer=tokenizer),
+        "generate": lambda: sample_by(generate),
+        "grouped": lambda: choose_loop(sample_by(decode_grouped), log, fallback=generate),
+        "vllm": sample_by_vllm,
     }
-    return backends[config.sampling.backend](config, model, compute_dtype, world)
+    return backends[config.sampling.backend]()
 
 
 def sample_by_loop(
-    config: Config, model: nn.Module, compute_dtype: torch.dtype, world: World, *, loop: DecodeLoop
+    config: Config, model: nn.Module, compute_dtype: torch.dtype, world: World, loop: DecodeLoop
 ) -> LoopSampler:
     """On the model itself or on a copy in the compute dtype, on the device.
 
@@ -88,22 +100,13 @@ def sample_by_loop(
     return LoopSampler(model.eval(), model, loop)
 
 
-def sample_grouped(
-    config: Config,
-    model: nn.Module,
-    compute_dtype: torch.dtype,
-    world: World,
-    *,
-    log: Log,
-    fallback: DecodeLoop,
-) -> LoopSampler:
-    """By decode_grouped, on a GPU in CUDA graphs; by `fallback` if the model supports neither."""
-    sampler = sample_by_loop(config, model, compute_dtype, world, loop=decode_grouped)
+def choose_loop(sampler: LoopSampler, log: Log, *, fallback: DecodeLoop) -> LoopSampler:
+    """Decode in CUDA graphs on a GPU, by `fallback` if a group cannot share the model's cache."""
     with sampler.autocast():
         if not supports_grouped(sampler.model):
             log("this model's cache cannot be shared by a group: sampling.backend=generate")
             sampler.loop = fallback
-        elif world.device.type == "cuda":
+        elif sampler.model.device.type == "cuda":
             from engine.sampling.graphs import CapturedSteps, decode_captured
 
             if supports_grouped(sampler.model, CapturedSteps):
@@ -111,24 +114,6 @@ def sample_grouped(
             else:
                 log("this model's decode step cannot be captured in a CUDA graph: it is slower")
     return sampler
-
-
-def sample_by_vllm(
-    config: Config,
-    model: nn.Module,
-    compute_dtype: torch.dtype,
-    world: World,
-    *,
-    tokenizer: PreTrainedTokenizerFast,
-) -> Sampler:
-    """vLLM computes the logits, in evaluations too; ValueError if it computes another model."""
-    from engine.model.load import find_base
-    from engine.sampling.vllm import VllmEngine
-
-    base, memory_gb = find_base(config.model) or config.model, config.sampling.vllm_memory_gb
-    engine = VllmEngine(base, model, world, compute_dtype, memory_gb)
-    check_vllm(model, engine, tokenizer.encode("12 plus 30 is 42, and Rome is in Italy."))
-    return engine
 
 
 def copy_in(dtype: torch.dtype, model: nn.Module, device: torch.device) -> nn.Module:

@@ -99,7 +99,7 @@ def test_a_run_leaves_a_row_for_each_step_with_evaluations_at_both_ends(on_one_r
     for row in rows[1:]:
         assert row["train/sampler_mismatch"] < 1e-5
         assert row["train/grad_norm"] > 0 and row["train/lr"] == 0.003
-        assert row["train/skipped_steps"] == row["train/clip_frac"] == 0
+        assert row["train/skipped_steps"] == 0 and "train/clip_frac" not in row
     assert {"config.yaml", "metrics.jsonl", "samples.jsonl", "best"} <= set(os.listdir(on_one_rank))
 
 

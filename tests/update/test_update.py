@@ -310,7 +310,7 @@ def test_one_iteration_clips_nothing_and_compares_sampler_and_trainer(rotary_mod
     total, count = sums["train/sampler_mismatch"]
     assert count == 45
     assert total == pytest.approx(np.abs(np.concatenate(differences)).sum(), rel=1e-5)
-    assert sums["train/clip_frac"][0] == 0
+    assert "train/clip_frac" not in sums
 
 
 def test_tokens_are_weighed_by_the_truncated_importance_ratio(rotary_model_folder):
@@ -444,8 +444,8 @@ def test_ranks_without_advantages_neither_hang_nor_diverge(rotary_model_folder, 
     for mine, others in zip(first, second, strict=True):
         assert np.array_equal(mine[0], others[0])
         assert mine[1:3] == others[1:3]
-    for name in ("train/clip_frac", "train/sampler_mismatch"):
-        assert [rank[0][3][name][1] for rank in (first, second)] == [5 + 7 + 2 + 6, 0]
+    counts = [rank[0][3]["train/sampler_mismatch"][1] for rank in (first, second)]
+    assert counts == [5 + 7 + 2 + 6, 0]
     check_that_only_the_first_update_moves_weights(first[:2], rotary_model_folder)
     assert not np.array_equal(first[1][0], first[2][0])
     policy, config = make_policy(rotary_model_folder, is_exact=True), config_of(*GRPO)
