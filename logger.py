@@ -8,20 +8,18 @@ Every rank makes a `Logger` and calls it in the same way; only rank 0 prints and
     samples.jsonl    one sample per line: step, prompt, completion, reward, gold answer and others
     rollouts.jsonl   a few groups of a step with their tokens: engine/report/completions.py
 
-With `do_mlflow` or `boards`, metrics and samples also go to MLflow, wandb and the like, whose code
-in engine/report/boards.py is loaded only then. The files mlflow_run_id and wandb_run_id have the
-id of the run there, which a resumed run continues.
+With `do_mlflow` or `boards`, metrics and samples also go to MLflow, wandb and the like
+(engine/report/boards.py). mlflow_run_id and wandb_run_id name the run there, which is resumed too.
 
-`log_metrics` returns when its row is on disk. A checkpoint is saved after that, so the files have
-every step and evaluation that it has. When a run is killed, they may also have later ones, and half
-a row at the end. They are cut off when the run is resumed.
+A row is on disk when `log_metrics` returns, and a checkpoint is saved after that: the files never
+lack a step that it has. After a kill they may have later ones, which are cut off on resume.
 """
 
 import functools
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,11 +41,7 @@ STEP_FIELDS = (  # label, metric, width, format
 
 
 class Logger:
-    """Prints what a run reports; from `open` on, also writes it to files and sends it to boards.
-
-    `boards` are rank 0's others beside MLflow, each a `Board` of engine/report/boards.py. Raises
-    ValueError with the command that installs MLflow, if it is wanted and missing.
-    """
+    """Prints what a run reports; from `open` on, also writes it to files and sends it to boards."""
 
     def __init__(self, *, rank: int, do_mlflow: bool = False, boards: Iterable[Any] = ()) -> None:
         self.is_main = rank == 0
@@ -62,17 +56,12 @@ class Logger:
         self.once = functools.cache(self.info)  # `info` for what is worth a line the first time
 
     def open(
-        self,
-        folder: Path,
-        *,
-        resume_step: int | None,
-        is_evaluated: bool,
-        about: dict[str, Any],
+        self, folder: Path, *, resume_step: int | None, is_evaluated: bool, about: dict[str, Any]
     ) -> None:
         """Start the files of a new run, or cut those of a resumed run back to `resume_step`.
 
-        If that step `is_evaluated`, its evaluation stays. `about` is what boards show of the run:
-        its experiment, run_name, description, params and config_text.
+        If it `is_evaluated`, its evaluation stays. `about` is what boards show: experiment,
+        run_name, description, params and config_text.
         """
         if not self.is_main:
             return
@@ -86,7 +75,7 @@ class Logger:
             rows = [row for row in rows if moment_of(row) <= (resume_step, is_evaluated)]
             write_atomically(folder / name, "".join(map(json_line, rows)))
         for board in self.boards:
-            board.open(folder, about, info=self.info, warning=self.warning)
+            board.open(folder, about, self)
 
     def info(self, text: str) -> None:
         """Print on rank 0, above a progress bar if one is drawn, in the encoding of stdout."""
@@ -97,20 +86,16 @@ class Logger:
     def warning(self, text: str) -> None:
         self.info(f"warning: {text}")
 
-    def progress(self, total: int, description: str, unit: str) -> tqdm:
+    def progress(self, total: int, description: str, unit: str, items: list | None = None) -> tqdm:
         """Return a bar with an ETA. It is drawn on rank 0 only, if stderr is a terminal."""
         is_off = None if self.is_main and sys.stderr is not None else True  # None lets tqdm see
-        return tqdm(None, description, total, False, unit=unit, dynamic_ncols=True, disable=is_off)
+        return tqdm(items, description, total, False, unit=unit, dynamic_ncols=True, disable=is_off)
 
-    def track(self, items: list, description: str, unit: str) -> Iterator[Any]:
+    def track(self, items: list, description: str, unit: str) -> tqdm:
         """The items, with a bar that shows how many are done."""
-        with self.progress(len(items), description, unit) as bar:
-            for item in items:
-                yield item
-                bar.update(1)
+        return self.progress(len(items), description, unit, items)
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Append one row to metrics.jsonl."""
         if self.folder is None:
             return
         values = {name: float(value) for name, value in metrics.items()}
@@ -129,7 +114,6 @@ class Logger:
             board.log_samples(moment_of(rows[0]), rows)
 
     def log_rollouts(self, lines: str) -> None:
-        """Append lines of engine/report/completions.py to rollouts.jsonl."""
         if self.folder is not None and lines:
             append_durably(self.folder / "rollouts.jsonl", lines)
 

@@ -701,8 +701,8 @@ BUGS = [
     ),
     Bug(
         "the card's scores of before training",
-        r'"before training": run\.state\.untrained,',
-        r'"before training": after,',
+        r"before=run\.state\.untrained,",
+        r"before=[measured[key] for key in PASS_AT_1],",
         "test_the_text_has_scores_beside_those_without_training_and_the_settings_of_the_recipe",
     ),
     Bug(

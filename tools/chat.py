@@ -6,16 +6,17 @@
 
 The settings are those of --config FILE, else of the run that the model lies in, else of config.yaml
 in the current folder or, if there is none, in the checkout. A file that you have not named may be a
-stranger's: it gives only the keys in `FOUND`, and cannot have code run. Each line is a question, in
-the form that the task's `parse_question` reads. Answers are sampled as in training. Their random
-numbers follow from training.seed and the number of the question, so the same questions in the same
-order get the same answers. With --watch the questions are those of validation. Nothing is written.
+stranger's: it gives only the keys in engine/run/config_file.py's `HARMLESS`, and has no code run.
+Each line is a question, in the form that the task's `parse_question` reads. Answers are sampled as
+in training, by training.seed and the number of the question: the same questions in the same order
+get the same answers. With --watch the questions are those of validation. Nothing is written.
 
 The exit status is 0 at the end of the input and 130 after Ctrl-C. A line that is no question gets a
 line on stderr; if the lines were piped in, the exit status is then 2.
 """
 
 import argparse
+import functools
 import os
 import signal
 import sys
@@ -24,7 +25,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from transformers import TextStreamer
@@ -40,32 +40,15 @@ from engine.model.load import load_model_and_tokenizer
 from engine.model.policy import Policy, make_policy
 from engine.questions.data import load_examples
 from engine.questions.messages import assistant_prefix, pose
-from engine.questions.tasks import built_in_tasks, load_task, read_answer
-from engine.run.config_file import (
-    combine,
-    merge,
-    nest,
-    parse_override,
-    read_file,
-    section_of,
-    task_name,
-    without_other_task,
-)
+from engine.questions.tasks import load_task, read_answer
+from engine.run.config_file import combine, harmless, read_file
 from engine.run.folder import run_that_made
 from engine.run.mistakes import mistakes_cost_one_line
 from logger import Logger
 from main import generate, reward_group
 
-FOUND = {  # section: its keys, all of them if none is named
-    "task": (),
-    "sampling": (),
-    "model": ("compute_dtype", "attn_implementation", "load_in_4bit"),
-    "training": ("max_new_gen_tokens", "seed"),
-}
-
 
 def main() -> None:
-    """Answer each line of the standard input."""
     for number in (signal.SIGINT, signal.SIGPIPE):  # Ctrl-C; a reader such as `head` that has left
         signal.signal(number, signal.SIG_DFL)
     with mistakes_cost_one_line():
@@ -100,32 +83,17 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
-def chat_config(options: argparse.Namespace, *, backend: str = "generate") -> Config:
-    """The configuration that the command line asks for; generate streams token by token."""
-    run = run_that_made(os.path.expanduser(options.model))
+def chat_config(
+    options: argparse.Namespace, *, run: Path | None = None, backend: str = "generate"
+) -> Config:
+    """What is asked for, beside the settings of `run`, by default the one that made the model."""
+    run = run or run_that_made(os.path.expanduser(options.model))
     files = [folder / "config.yaml" for folder in (run or Path(), Path(), ROOT)]
     overrides = [*options.overrides, "mode=evaluate", f"model.name={options.model}"]
-    overrides += [f"sampling.backend={backend}"]
+    overrides += [f"sampling.backend={backend}"]  # generate streams token by token
     if options.config:
         return combine(read_file(Path(options.config).expanduser()), overrides)
     return combine(harmless(next(filter(Path.is_file, files)), overrides), overrides)
-
-
-def harmless(file: Path, overrides: list[str]) -> dict[str, Any]:
-    """What a config.yaml that was found may set; ConfigError if it asks for a task of its own."""
-    values, typed, kept = nest(read_file(file).items()), nest(map(parse_override, overrides)), {}
-    for section, keys in FOUND.items():
-        found = section_of(values, section)
-        kept[section] = {key: found[key] for key in keys or found if key in found}
-    if "/" in str(kept["model"].get("attn_implementation")):  # a kernel on the hub, which is code
-        del kept["model"]["attn_implementation"]
-    kept, given = without_other_task(kept, typed), section_of(typed, "task")
-    name = task_name(merge(kept, typed))
-    if name not in built_in_tasks() and name not in (given.get("name"), given.get("reward")):
-        key = "task.name" if section_of(kept, "task").get("reward") is None else "task.reward"
-        problem = f"{file}: {key} = {name!r:.80}: a file that was found cannot have code run"
-        raise ConfigError([f"{problem}; if you trust it, add --config {file}"])
-    return kept
 
 
 def load_chat(config: Config, *, is_watching: bool = False) -> tuple[Policy, ModuleType]:
@@ -168,7 +136,6 @@ def read_lines() -> Iterator[str]:
 
 
 def watched(task: ModuleType, config: Config) -> list[dict]:
-    """A hundred validation questions."""
     options = config.task
     return load_examples(
         task,
@@ -190,10 +157,7 @@ def answer(
     number: int,
     streamer: BaseStreamer | None = None,  # None prints the answer
 ) -> Trajectory:
-    """Sample an answer, streaming it token by token, and reward it; `number` counts questions.
-
-    Raises ValueError if its prompt is too long.
-    """
+    """Sample an answer, streaming it, and reward it; `number` counts the questions."""
     seeds, tokenizer = [(SeedWord.TYPED, config.training.seed, number)], policy.tokenizer
     context, params = policy.context_length, replace(policy.params, group_size=1)
     num_new = params.max_new_tokens
@@ -209,15 +173,8 @@ def answer(
     if streamer is None:
         begun = assistant_prefix(pose(example, task=task, options=config.task))
         show(tokenizer.decode(prompt_ids) if conversations else begun)
-    with policy.sampler.autocast():
-        group = generate(
-            policy.sampler.model.eval(),
-            [prompt_ids],
-            seeds,
-            params,
-            on_progress=lambda _: None,
-            streamer=streamer or Stream(policy),
-        )
+    policy.sampler.loop = functools.partial(generate, streamer=streamer or Stream(policy))
+    group = policy.sampler.decode([prompt_ids], seeds, params, on_progress=lambda _: None)
     (trajectory,) = reward_group(policy, task, config, example, prompt_ids, group)
     return trajectory
 

@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def export(asked: argparse.Namespace, run: Path) -> None:
-    """Do what is asked for; raises ValueError for what is not possible, before anything is done."""
+    """Do what is asked for; ValueError for what is not possible, before anything is done."""
     model = run / "best"
     is_adapter = (model / "adapter_config.json").is_file()
     if not (is_adapter or (model / "config.json").is_file()):

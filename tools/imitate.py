@@ -5,12 +5,10 @@
     torchrun --nproc-per-node=2 -m tools.imitate ...       # the same on several ranks
 
 ANSWERS is a .jsonl, .json, .csv or .parquet file or a hub id, with the columns of the task's rows
-and `completion`; tools.collect writes one. An answer is a completion whose advantage is 1: prompts,
-weights of tokens, micro-batches and update are main.py's, and its end token is trained too. A step
-has as many answers as one of main.py has questions. Answers to validation questions are left out.
-
-The model is evaluated before and after, and written with its card and all figures at the end: if
-the process is killed, start it again. A folder that is there already is refused.
+and `completion`; tools.collect writes one. An answer is a completion whose advantage is 1, so its
+end is trained too, and the update is main.py's. A step has as many answers as one of main.py has
+questions. Answers to validation questions are left out. The model is evaluated before and after,
+and written at the end: if the process is killed, start it again.
 """
 
 import argparse
@@ -39,7 +37,7 @@ from engine.run.config_file import load_config
 from engine.run.folder import run_name
 from engine.run.log import log_evaluation
 from engine.run.mistakes import crashes_name_the_fix, mistakes_cost_one_line
-from engine.run.resuming import make_folder
+from engine.run.resuming import make_folder, shards
 from engine.run.saving import save_model
 from engine.run.state import Run
 from engine.update.optimizer import learning_rate_at
@@ -98,9 +96,6 @@ def imitating(options: argparse.Namespace) -> Config:
     return config.model_copy(update=updates | {"logging": logging})
 
 
-# The answers
-
-
 def read_answers(task: ModuleType, config: Config, source: str) -> list[dict]:
     """The rows, each a `question` and a `completion`; ValueError names the first that is none."""
     if hasattr(task, "load_examples") or hasattr(task, "Environment"):
@@ -136,14 +131,13 @@ def choose_answers(
         for number, row in enumerate(rows, start=1)
         if task.question_key(row["question"]) not in held_out
     ]
-    solved = [answer for answer in answers if answer.is_solved]
     if num_held_out := len(rows) - len(answers):
         log(f"{source}: {num_held_out:,} answers to validation questions are left out")
+    solved = [answer for answer in answers if answer.is_solved]
     num_wrong = len(answers) - len(solved)
     fate = ": left out" if only_solved and num_wrong else ""
     log(f"{source}: of {len(answers):,} answers {num_wrong:,} do not solve their question{fate}")
-    chosen = solved if only_solved else answers
-    if not chosen:
+    if not (chosen := solved if only_solved else answers):
         raise ValueError(f"{source}: no answer is left to imitate; give a file with more")
     return chosen
 
@@ -167,9 +161,6 @@ def make_answer(run: Run, row: dict, place: str) -> Trajectory:
         raise ValueError(f"{place}: {problem}: {text!r:.60}")
     (parts,) = reward_parts(run.task, [text], question, options, [completion])
     return Trajectory(prompt, completion, text, parts, reward=0.0, advantage=1.0)
-
-
-# The imitation
 
 
 def imitate(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
@@ -211,14 +202,12 @@ def evaluate(run: Run) -> dict[str, float]:
 
 def write_model(run: Run, measured: list[dict[str, float]], source: str) -> None:
     """Write the folder: plain weights in float32, the card, and imitation.jsonl."""
-    policy, card, weights = run.policy, model_card(run, measured[-1], answers=source), None
+    policy, card = run.policy, model_card(run, measured[-1], answers=source)
     if run.config.model.lora is not None:
         card = merged_card(card)
         run.world.on_main(merge_adapter, policy.model)
-    elif run.config.model.shard:
-        from engine.update.shards import gather_weights
-
-        weights = gather_weights(policy.model, run.world)
+    is_cut = run.config.model.shard
+    weights = shards().gather_weights(policy.model, run.world) if is_cut else None
     run.world.on_main(save_model, policy.model, policy.tokenizer, card, run.folder, weights)
     text = "".join(map(json_line, measured))
     run.world.on_main(write_atomically, run.folder / "imitation.jsonl", text)

@@ -67,37 +67,29 @@ def evaluations(table: Table, samples: list[dict]) -> list[dict]:
     """The evaluations' samples, each with its step's pass@1 and interval."""
     names = ["eval/pass@1", "eval/pass@1_low", "eval/pass@1_high"]
     rates = table.rows.set_index("step").reindex([e["step"] for e in samples], columns=names)
+    texts = ("prompt", "question", "completion", "gold", "answer")
     for evaluation, measured in zip(samples, rates.to_numpy(), strict=True):
         # as the run has printed them
         evaluation["pass@1"] = [f"{rate:.3f}" for rate in measured if math.isfinite(rate)]
-        evaluation["rows"] = [shortened(row) for row in evaluation["rows"][:MAX_QUESTIONS]]
+        del evaluation["rows"][MAX_QUESTIONS:]
+        for sample in evaluation["rows"]:
+            given = [name for name in texts if sample.get(name) is not None]
+            sample |= {name: shorten(plain(sample[name]), MAX_CHARACTERS) for name in given}
     return samples
 
 
-def shortened(sample: dict) -> dict:
-    """A line of samples.jsonl with long texts shortened."""
-    names = ("prompt", "question", "completion", "gold", "answer")  # older runs have no question
-    given = {name: plain(sample[name]) for name in names if sample.get(name) is not None}
-    return sample | {name: shorten(text, MAX_CHARACTERS) for name, text in given.items()}
-
-
 def settings(file: Path) -> Iterator[dict]:
-    """Each key of a run's config.yaml, its value and its default, as text.
-
-    A task of the user's own is not imported, so the defaults of its own keys are None.
-    """
+    """Each key of a run's config.yaml, its value and its default, as text."""
     values = read_file(file)
     name = task_name(values)
+    # A task of the user's own is not imported, so the defaults of its own keys are None.
     full_schema = schema(load_task(name)) if name in built_in_tasks() else Config
     for key, value, default in beside_defaults(values, full_schema):
         yield {"key": key, "value": shorten(value, MAX_CHARACTERS), "default": default}
 
 
 def thin(items: list[dict], max_bytes: int) -> list[dict]:
-    """Drop every second item until the JSON of the others has at most `max_bytes`.
-
-    The first and the last stay. If the two together are still too large, the last alone stays.
-    """
+    """Drop every second item but the ends until the JSON fits; at last the last one stays alone."""
     while sum(len(to_json(item)) for item in items) > max_bytes:
         items = items[:-1:2] + items[-1:] if len(items) > 2 else items[1:]
     return items

@@ -27,7 +27,7 @@ import pandas
 
 from engine.core.files import read_lines
 from engine.core.packages import import_package
-from engine.core.text import error_line
+from engine.run.mistakes import mistakes_cost_one_line
 
 BEST_OF = "eval/best_of_"  # the column's name goes on with the number of samples
 PANELS = (  # metric, title, label of the y-axis
@@ -63,7 +63,12 @@ def read_table(path: Path) -> Table:
         raise ValueError(f"{file}: no such file; the runs are {there}")
     lines = read_lines(file) if file.suffix == ".jsonl" else None
     try:
-        rows = read_csv(file) if lines is None else pandas.DataFrame(lines, dtype=float)
+        if lines is None:
+            text = file.read_text(encoding="utf-8", errors="replace")
+            whole = text[: text.rfind("\n") + 1]  # without a half-written last line
+            rows = pandas.read_csv(io.StringIO(whole), dtype=float)
+        else:
+            rows = pandas.DataFrame(lines, dtype=float)
     except (ValueError, TypeError, OverflowError) as error:  # something else than numbers
         raise ValueError(f"{file}: {' '.join(str(error).split())}") from None
     is_a_runs = {"step", "time/step_s", "time/eval_s"} <= {*rows}
@@ -71,13 +76,6 @@ def read_table(path: Path) -> Table:
         raise ValueError(f"{file}: no rows of a run's metrics")
     rows = rows.groupby("step", as_index=False).first()  # a step and its evaluation are two rows
     return Table(file.absolute().parent.name if file.stem == "metrics" else file.stem, rows)
-
-
-def read_csv(file: Path) -> pandas.DataFrame:
-    """The rows of a .csv file, in which a half-written last line is left out."""
-    text = file.read_text(encoding="utf-8", errors="replace")
-    text = text[: text.rfind("\n") + 1]
-    return pandas.read_csv(io.StringIO(text), dtype=float)
 
 
 def group_seeds(tables: list[Table]) -> dict[str, list[Table]]:
@@ -109,10 +107,7 @@ def curve_of(tables: list[Table], metric: str, *, window: int) -> np.ndarray:
 
 
 def points(table: Table, metric: str, *, window: int) -> np.ndarray:
-    """One table's curve at the steps where the metric was measured, in the rows of `curve_of`.
-
-    In training each point is the mean of a value and up to `window - 1` values before it.
-    """
+    """One table's curve, in `curve_of`'s rows; in training a point is a mean of `window` steps."""
     if metric == BEST_OF:
         metric = next((name for name in table.rows if name.startswith(BEST_OF)), BEST_OF)
     seconds = table.rows[["time/step_s", "time/eval_s"]].sum(axis=1)
@@ -184,28 +179,21 @@ def main() -> None:
     panels = [p for p in PANELS if p[0] in options.panels]
     out = out.with_suffix("") if out.suffix in (".png", ".svg") else out
     png, svg = (out.with_name(f"{out.name}.{kind}") for kind in ("png", "svg"))
-    try:
+    with mistakes_cost_one_line():
         if options.smooth < 1:
             raise ValueError(f"--smooth {options.smooth}: it must be at least 1: no smoothing")
         import_package("matplotlib", key="tools.plot")  # says how to install it
         from matplotlib import style
 
         groups = group_seeds([read_table(path.expanduser()) for path in options.paths])
+        window, title, over = options.smooth, options.title, options.over
         out.parent.mkdir(parents=True, exist_ok=True)
         with style.context(STYLE, after_reset=True):
-            figure = make_figure(
-                groups,
-                window=options.smooth,
-                panels=panels,
-                title=options.title,
-                over=options.over,
-            )
+            figure = make_figure(groups, window=window, panels=panels, title=title, over=over)
             for file in (png, svg):
                 file.unlink(missing_ok=True)  # a link there may lead to somebody's file
             figure.savefig(png, dpi=200)
             figure.savefig(svg, metadata={"Date": None})  # so that equal pictures are equal files
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{error_line(error)}\n")
     print(f"written: {png}, {svg}")
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from engine.core.files import json_line
 from engine.questions.tasks import load_task, read_answer
-from engine.run.config_file import combine, read_file
+from engine.run.config_file import read_file
 from tools import page
 
 HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")
@@ -64,9 +64,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         folder = self.server.options.folder
-        files = [
-            file for file in (folder / "metrics.jsonl", folder / "checkpoints") if file.exists()
-        ]
+        files = filter(Path.exists, (folder / "metrics.jsonl", folder / "checkpoints"))
         version = "-".join(str(file.stat().st_mtime_ns) for file in files)
         if self.path == f"/data?{version}":
             return self.begin(204, "application/json")
@@ -130,12 +128,10 @@ def answer(options: argparse.Namespace, request: dict, send: Callable[[dict], No
     name, number, temperature = request["model"], request["number"], float(request["temperature"])
     if name not in models(options.folder) or not (temperature == 0 or 0.01 <= temperature <= 100):
         raise ValueError("ask a model of this run, at temperature 0 (greedy) or 0.01 to 100")
-    found = options.folder / "config.yaml"
-    revision = json.dumps(read_file(found)["model"].get("revision"))
-    overrides = ["mode=evaluate", "sampling.backend=generate", f"model.revision={revision}"]
-    overrides += [f"model.name={json.dumps(name)}"]
-    trusted = options.config  # a file that was not named can have no code run
-    config = combine(read_file(trusted) if trusted else chat.harmless(found, overrides), overrides)
+    revision = read_file(options.folder / "config.yaml")["model"].get("revision")
+    overrides = [f"model.revision={json.dumps(revision)}"]
+    asked = argparse.Namespace(model=json.dumps(name), config=options.config, overrides=overrides)
+    config = chat.chat_config(asked, run=options.folder)
     task = load_task(config.task.code)
     if request.get("question") == "":
         raise ValueError(chat.how_to_ask(task))

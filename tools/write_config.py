@@ -9,10 +9,7 @@ from engine.questions.tasks import load_task, schema
 
 
 def write_config(file: Path) -> None:
-    """Replace all but the header, which ends at the first empty line.
-
-    Raises SystemExit where git does not hold what would be lost.
-    """
+    """Replace all below the header; SystemExit where git does not hold what would be lost."""
     git = ["git", "-C", str(file.parent), "diff", "--quiet", "--", file.name]
     if subprocess.run(git).returncode != 0:
         raise SystemExit(f"error: {file} is changed: git add it, or restore it, first")

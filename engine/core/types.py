@@ -137,6 +137,9 @@ class Trajectory:
         return self.is_solved and not self.completion.truncated
 
 
+Groups = list[list[Trajectory]]  # of each question the trajectories of its completions
+
+
 @dataclass
 class MicroBatch:
     """Trajectories that go through the model together, padded on the right."""

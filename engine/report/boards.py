@@ -1,14 +1,16 @@
 """Where a run's metrics go besides its own files: MLflow and wandb.
 
-This file is loaded only where one of them is wanted. Another board is a subclass of `Board` with
-the four methods of MlflowRun and WandbRun, and a name in BOARDS for logging.report_to.
+Another board is a subclass of `Board` with the four methods of MlflowRun and WandbRun, which may
+raise or take long, and a name in BOARDS for logging.report_to. Its `start` continues the run of an
+id, or creates one, and returns its id and address.
 """
 
+import contextlib
 import math
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,53 +48,44 @@ class Board:
     last_sent = (-1, False)
     is_on = False  # from `open` on, until a call fails or the run ends
 
-    def open(
-        self,
-        folder: Path,
-        about: dict[str, Any],
-        *,
-        info: Callable[[str], None],
-        warning: Callable[[str], None],
-    ) -> None:
-        """Start the board's run, or continue the one that it had; `about` is `Logger.open`'s."""
+    def open(self, folder: Path, about: dict[str, Any], logger: Any) -> None:
+        """Begin the board's run, or go on with the one whose id is in the folder; print where."""
         about = about | {"params": unnest(about["params"], separator=".")}
-        self.is_on, self.warning = True, warning
-        self._attempt(lambda: self._begin(folder, about, info))
-
-    def _begin(self, folder: Path, about: dict[str, Any], info: Callable[[str], None]) -> None:
-        """Print the run's address, and keep its id, by which a resumed run finds it."""
-        file = folder / f"{self.title.lower()}_run_id"
-        known = file.read_text().strip() if file.exists() else None
-        run_id, address = self.start(known, folder, about)
-        write_atomically(file, run_id + "\n")
-        info(f"{self.title}: {address}")
+        self.is_on, self.logger = True, logger
+        with self._guard():
+            file = folder / f"{self.title.lower()}_run_id"
+            known = file.read_text().strip() if file.exists() else None
+            run_id, address = self.start(known, folder, about)
+            write_atomically(file, run_id + "\n")
+            logger.info(f"{self.title}: {address}")
 
     def log_metrics(self, moment: tuple[int, bool], metrics: dict[str, float]) -> None:
         """Send metrics of a step or, where `moment` says so, of the evaluation after it."""
-        # Boards would draw infinity as 1.8e308.
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self._attempt(lambda: self.send_metrics(*moment, finite), moment)
+        if self.is_on and moment > self.last_sent:
+            # Boards would draw infinity as 1.8e308.
+            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+            with self._guard():
+                self.send_metrics(*moment, finite)
 
     def log_samples(self, moment: tuple[int, bool], samples: list[dict[str, Any]]) -> None:
-        rows = [unnest(sample, separator="/") for sample in samples]
-        names = dict.fromkeys(name for row in rows for name in row)
-        table = {name: [row.get(name) for row in rows] for name in names}
-        self._attempt(lambda: self.send_samples(table), moment)
+        if self.is_on and moment > self.last_sent:
+            rows = [unnest(sample, separator="/") for sample in samples]
+            names = dict.fromkeys(name for row in rows for name in row)
+            with self._guard():
+                self.send_samples({name: [row.get(name) for row in rows] for name in names})
 
     def close(self, status: str) -> None:
-        self._attempt(lambda: self.finish(status))
+        if self.is_on:
+            with self._guard():
+                self.finish(status)
         self.is_on = False
 
-    def _attempt(
-        self, call: Callable[[], None], moment: tuple[float, bool] = (math.inf, True)
-    ) -> None:
-        """Make the call if the board is on, and lacks what is sent of this moment."""
-        if not self.is_on:
-            return
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
+        """Switch the board off, with a warning, where a call to it fails or is slow."""
         started_s = time.monotonic()
         try:
-            if moment > self.last_sent:
-                call()
+            yield
             elapsed_s = time.monotonic() - started_s
             if elapsed_s > SLOW_S:
                 raise TimeoutError(f"a call took {elapsed_s:.0f} s")
@@ -102,14 +95,11 @@ class Board:
             if "@" in os.getenv(self.server, ""):  # the reason may quote the password
                 reason = type(error).__name__
             state = f"{self.title} is off until the run ends, the run's own files go on"
-            self.warning(f"{state}: {reason[:300]}")
+            self.logger.warning(f"{state}: {reason[:300]}")
 
 
 class MlflowRun(Board):
-    """The run in MLflow. Any of its methods may raise or take long; see `Board`.
-
-    MLflow rejects some characters in names: `eval/pass@1` is `eval/pass_at_1` there.
-    """
+    """The run in MLflow, where `eval/pass@1` is `eval/pass_at_1`: it refuses some characters."""
 
     title, server = "MLflow", "MLFLOW_TRACKING_URI"
 
@@ -117,7 +107,6 @@ class MlflowRun(Board):
         self.mlflow = import_mlflow()
 
     def start(self, run_id: str | None, folder: Path, about: dict[str, Any]) -> tuple[str, str]:
-        """Continue the run of that id, or create one; returns its id and address."""
         self.client = self.mlflow.MlflowClient()
         if run_id is not None:
             run = self.client.get_run(run_id)
@@ -139,10 +128,8 @@ class MlflowRun(Board):
 
     def send_metrics(self, step: int, is_evaluation: bool, metrics: dict[str, float]) -> None:
         entities, now_ms = self.mlflow.entities, int(time.time() * 1000)
-        points = [
-            entities.Metric(mlflow_name(name), value, now_ms, step)
-            for name, value in metrics.items()
-        ]
+        named = [(mlflow_name(name), value) for name, value in metrics.items()]
+        points = [entities.Metric(name, value, now_ms, step) for name, value in named]
         sent = f"{step} evaluated" if is_evaluation else str(step)
         tags = [entities.RunTag("last_sent", sent)]
         self.client.log_batch(self.run_id, metrics=points, tags=tags, synchronous=True)
@@ -163,16 +150,14 @@ def import_mlflow() -> ModuleType:
 
 
 def mlflow_name(name: str) -> str:
-    """Return `name` in the characters that MLflow allows: `pass@1` becomes `pass_at_1`."""
     return re.sub(r"[^\w./ -]", "_", name.replace("@", "_at_"))
 
 
 class WandbRun(Board):
-    """The run in Weights & Biases. Any of its methods may raise or take long; see `Board`.
+    """The run in Weights & Biases. Rows carry their `step`, by which all curves are drawn.
 
-    Rows carry their `step`, which is the axis of all curves: wandb's own counter would refuse the
-    evaluation of a step that it has seen. Where wandb is offline, its files lie in the run's
-    folder, and a resumed run sends again what the killed one has sent: nobody can tell it.
+    wandb's own counter would refuse the evaluation of a step that it has seen. Where wandb is
+    offline a resumed run sends again what the killed one has sent: nobody can tell it.
     """
 
     title, server = "wandb", "WANDB_BASE_URL"
@@ -182,7 +167,6 @@ class WandbRun(Board):
         self.wandb = import_package("wandb", key="logging.report_to")
 
     def start(self, run_id: str | None, folder: Path, about: dict[str, Any]) -> tuple[str, str]:
-        """Continue the run of that id, or create one; returns its id and address."""
         settings = self.wandb.Settings(
             silent=True,
             console="off",  # it would take over stdout
@@ -207,8 +191,7 @@ class WandbRun(Board):
             settings=settings,
         )
         self.run.define_metric("*", step_metric="step")
-        step, evaluated = self.run.summary.get("last_sent") or (-1, False)
-        self.last_sent = (step, evaluated)
+        self.last_sent = tuple(self.run.summary.get("last_sent") or (-1, False))
         sync_folder = Path(self.run.dir).parent
         return self.run.id, self.run.url if is_online else f"offline, wandb sync {sync_folder}"
 
@@ -230,9 +213,6 @@ BOARDS = {"mlflow": MlflowRun, "wandb": WandbRun}
 
 
 def make_boards(logging: LoggingSettings) -> list[Board]:
-    """The boards that logging.report_to and logging.mlflow name.
-
-    Raises ValueError with the command that installs a package, where one is missing.
-    """
-    names = {*logging.report_to} | ({"mlflow"} if logging.mlflow else set())
+    """The boards that logging.report_to and logging.mlflow name; ValueError without a package."""
+    names = [*logging.report_to, *["mlflow"] * logging.mlflow]
     return [board() for name, board in BOARDS.items() if name in names]

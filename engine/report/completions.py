@@ -16,53 +16,16 @@ Sampling and the update have computed all these numbers anyway. One line is one 
 
 The update makes a sampled token likelier if advantage * weight is above 0, and less likely below 0.
 This product is minus the derivative of the loss by the token's log-probability in the first pass,
-without a KL penalty and before training.tis_clip. samples.jsonl is another file, for people and
-boards: a completion as text, without these numbers, of every evaluation too.
+without a KL penalty and before training.tis_clip.
 """
 
 import numpy as np
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
-from engine.core.files import json_line
-from engine.core.text import plain, shorten
-from engine.core.types import MicroBatch, Trajectory
+from engine.core.types import Trajectory
 
-MAX_GROUPS = 3  # of a step
-MAX_COMPLETIONS = 16  # of a group
 HEAD, TAIL = 384, 128  # tokens kept of a longer completion
-MAX_CHARACTERS = 4_000  # of a prompt and of a gold answer
-
-
-def describe_rollouts(
-    groups: list[list[Trajectory]],
-    questions: list[dict],
-    micro_batches: list[MicroBatch],
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    step: int,
-) -> str:
-    """The lines for the first groups of this step on rank 0."""
-    weights: dict[int, float] = {}  # of a trajectory's tokens, by its id
-    for batch in micro_batches:
-        if not batch.trajectories:  # a pass that `equal_passes` adds
-            continue
-        row_weights = batch.token_weights.amax(dim=1).tolist()
-        for trajectory, weight in zip(batch.trajectories, row_weights, strict=True):
-            weights[id(trajectory)] = weight
-    lines = ""
-    for group, question in zip(groups[:MAX_GROUPS], questions, strict=False):
-        ordered = sorted(group, key=lambda t: -t.reward)  # ties in the order of sampling
-        del ordered[MAX_COMPLETIONS // 2 : -MAX_COMPLETIONS // 2]  # of a large group the middle
-        record = {
-            "step": step,
-            "prompt": shorten(tokenizer.decode(group[0].prompt_ids), MAX_CHARACTERS),
-            "gold": shorten(plain(question.get("answer", question)), MAX_CHARACTERS),
-            "size": len(group),
-            "completions": [completion_record(t, tokenizer, weights) for t in ordered],
-        }
-        lines += json_line(record)
-    return lines
 
 
 def completion_record(
@@ -92,10 +55,7 @@ def completion_record(
 
 
 def token_texts(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """The text of each token; joined, they are the text of all ids.
-
-    A character may take several tokens: the last of them has the character, the others have "".
-    """
+    """Each token's text; of those that make one character, the last has it and the others ""."""
     stream = DecodeStream(skip_special_tokens=False)
     texts = [stream.step(tokenizer.backend_tokenizer, token_id) or "" for token_id in ids]
     decoded = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
@@ -104,5 +64,4 @@ def token_texts(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> list[str]
 
 
 def rounded(value: float) -> float:
-    """Four significant digits."""
     return float(f"{value:.4g}")

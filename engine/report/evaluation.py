@@ -5,12 +5,12 @@ from types import ModuleType
 from engine.core.config import TaskSettings, ValidationSettings
 from engine.core.distributed import World
 from engine.core.statistics import majority_sample, reduce_means, single_rate, solve_rates
-from engine.core.types import Trajectory
+from engine.core.types import Groups
 from engine.questions.tasks import read_answer
 
 
 def evaluation_metrics(
-    groups: list[list[Trajectory]], task: ModuleType, validation: ValidationSettings, world: World
+    groups: Groups, task: ModuleType, validation: ValidationSettings, world: World
 ) -> dict[str, float]:
     """pass@k, lengths and shares over all questions, from this rank's groups."""
     num_questions = int(world.sum([len(groups)]))
@@ -32,14 +32,13 @@ def single_answer_metrics(
     task: ModuleType,
     options: TaskSettings,
     questions: list[dict],
-    groups: list[list[Trajectory]],
-    greedy: list[list[Trajectory]],
+    groups: Groups,
+    greedy: Groups,
     world: World,
 ) -> dict[str, float]:
     """Rates of one answer per question, with Wilson's interval: what the group votes for, greedy.
 
-    Also the mean length of the greedy answers and, where the task has `is_lenient_solved`, a
-    reading of them that forgives the form. `groups` and `greedy` answer this rank's `questions`.
+    `groups` and `greedy` answer this rank's `questions`. `is_lenient_solved` forgives the form.
     """
     mine = world.share(questions)
     answers = [trajectory for (trajectory,) in greedy]

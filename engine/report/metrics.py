@@ -6,14 +6,13 @@ import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
 
 import torch
 import transformers
 
 from engine import ROOT
 from engine.core.distributed import World
-from engine.core.types import Trajectory
+from engine.core.types import Groups, Log
 
 # A collapsed policy gives the same few answers, or rambles until it is cut off. More steps seldom
 # bring it back. The means of these metrics over the last steps show it.
@@ -31,9 +30,7 @@ def peak_memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
-def rollout_sums(
-    groups: list[list[Trajectory]], reward_parts: tuple[str, ...]
-) -> dict[str, tuple[float, float]]:
+def rollout_sums(groups: Groups, reward_parts: tuple[str, ...]) -> dict[str, tuple[float, float]]:
     """This rank's (sum, count) for each metric of the rollouts; `reduce_means` makes the means."""
     sampled = [t for group in groups for t in group]
     batch = [t for t in sampled if t.in_batch]
@@ -60,7 +57,7 @@ def rollout_sums(
     return sums
 
 
-def count_broken(groups: list[list[Trajectory]], world: World, warn: Callable[[str], None]) -> int:
+def count_broken(groups: Groups, world: World, warn: Log) -> int:
     """How many completions of all ranks met logits that were not finite; warns of them."""
     num_broken = int(world.sum([sum(t.completion.is_broken for group in groups for t in group)]))
     if num_broken > 0:

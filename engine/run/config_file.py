@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from engine import ROOT
 from engine.core.config import SECTIONS, Config, ConfigError, check_world, dotted_values, explained
-from engine.core.text import Loader, show, to_yaml
+from engine.core.text import Loader, show, to_yaml, unnest
 from engine.model.folders import check_folder
-from engine.questions.tasks import check_form, is_file_name, load_task, schema
+from engine.questions.tasks import built_in_tasks, check_form, is_file_name, load_task, schema
 from engine.run.folder import run_that_made
 
 USAGE = """\
@@ -24,7 +24,6 @@ usage: torchrun --nproc-per-node=2 main.py [--config FILE] [section.key=value ..
 FILE sets keys (config.yaml if not given); overrides come last and are read as YAML. These are the
 keys and their defaults; `--help task.name=gsm8k` prints them with those of another task.
 """
-
 
 # The words of TRL, verl and others for the keys here; docs/comparison.md has the same table.
 NAMES_ELSEWHERE = {
@@ -49,10 +48,7 @@ NAMES_ELSEWHERE = {
 
 
 def load_config(arguments: list[str]) -> Config:
-    """The configuration that `[--config FILE] [section.key=value ...]` asks for.
-
-    Raises ConfigError for a user's mistake. With --help it prints every key, on one rank, and ends.
-    """
+    """What `[--config FILE] [section.key=value ...]` asks for; --help prints every key and ends."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", action="append")
     parser.add_argument("-h", "--help", action="store_true")
@@ -84,15 +80,13 @@ RATE_RECIPES += ("configs/gsm8k-lora.yaml",)
 
 
 def check_default_rate(config: Config) -> None:
-    """Raise ConfigError if a model would be trained at a rate that is tiny's, and ruins others.
-
-    What a run has made at that rate may be trained further at it.
-    """
+    """Raise ConfigError if a model would be trained at a rate that is tiny's, and ruins others."""
     rate, model = config.training.learning_rate, Path(config.model.name).resolve()
     is_tiny = model in (Path("tiny").resolve(), ROOT / "tiny")
     run = run_that_made(config.model.name)
     made_with = {} if run is None else section_of(read_file(run / "config.yaml"), "training")
     is_given = rate != Config().training.learning_rate  # in config.yaml
+    # What a run has made at tiny's rate may be trained further at it.
     if is_tiny or is_given or made_with.get("learning_rate") == rate:
         return
     values = [(file, read_file(ROOT / file)["training"]["learning_rate"]) for file in RATE_RECIPES]
@@ -205,6 +199,32 @@ def without_other_task(values: dict[str, Any], overrides: dict[str, Any]) -> dic
     return values | {"task": {key: task[key] for key in task if key in shared}}
 
 
+# What a file that was found may set: of a section its keys, or all of them if none is named
+HARMLESS = {
+    "task": (),
+    "sampling": (),
+    "model": ("compute_dtype", "attn_implementation", "load_in_4bit"),
+    "training": ("max_new_gen_tokens", "seed"),
+}
+
+
+def harmless(file: Path, overrides: list[str]) -> dict[str, Any]:
+    """What a config.yaml that was found may set; ConfigError if it asks for a task of its own."""
+    values, typed, kept = nest(read_file(file).items()), nest(map(parse_override, overrides)), {}
+    for section, keys in HARMLESS.items():
+        found = section_of(values, section)
+        kept[section] = {key: found[key] for key in keys or found if key in found}
+    if "/" in str(kept["model"].get("attn_implementation")):  # a kernel on the hub, which is code
+        del kept["model"]["attn_implementation"]
+    kept, given = without_other_task(kept, typed), section_of(typed, "task")
+    name = task_name(merge(kept, typed))
+    if name not in built_in_tasks() and name not in (given.get("name"), given.get("reward")):
+        key = "task.name" if section_of(kept, "task").get("reward") is None else "task.reward"
+        problem = f"{file}: {key} = {name!r:.80}: a file that was found cannot have code run"
+        raise ConfigError([f"{problem}; if you trust it, add --config {file}"])
+    return kept
+
+
 def replaced_length(from_file: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """What unsets the file's num_steps or num_epochs if the command line gives the other one."""
     for source, values in (("file", from_file), ("command line", overrides)):
@@ -268,17 +288,10 @@ def error_lines(error: ValidationError, full_schema: type[Config], values: dict)
 def hint(key: str, value: Any, known: list[str]) -> str:
     """What an unknown key or the keys in it are called here, else the known key that is near."""
     ours = {word: name for name, words in NAMES_ELSEWHERE.items() for word in words.split()}
-    leaves = [f".{leaf.lstrip('-')}" for leaf in leaves_of(key, value)]
+    leaves = [f".{leaf.lstrip('-')}" for leaf in unnest({key: value}, separator=".")]
     if foreign := [word for leaf in leaves for word in ours if leaf.endswith(f".{word}")]:
         return "".join(f", {word} is {ours[word]} here" for word in foreign)
     close, last = difflib.get_close_matches, key.split(".")[-1]
     among = SECTIONS if isinstance(value, dict) else known
     near = [other for other in among if close(last, [other.split(".")[-1]], cutoff=0.8)]
     return f", the nearest is {close(key, near, n=1, cutoff=0)[0]}" if near else ""
-
-
-def leaves_of(key: str, value: Any) -> list[str]:
-    """The dotted keys below a key; the key itself if its value is no mapping."""
-    if not isinstance(value, dict):
-        return [key]
-    return [leaf for name in value for leaf in leaves_of(f"{key}.{name}", value[name])]

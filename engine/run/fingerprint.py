@@ -58,10 +58,7 @@ def of_model(config: Config) -> str:
 
 
 def commit_of(name: str, revision: str | None) -> str | None:
-    """The commit of a model on the hub; of a folder, and if the hub cannot tell, the revision.
-
-    Raises ValueError if the hub cannot be reached and its cache lacks the model.
-    """
+    """The commit of a model on the hub; of a folder, and if the hub cannot tell, the revision."""
     if Path(name).exists():
         return revision
     with one_line_errors(name):
@@ -83,11 +80,8 @@ ROUNDING_KEYS += ("model.gradient_checkpointing", "sampling.vllm_memory_gb")
 
 
 def check_same_run(saved: dict, config: Config, rests_on: dict | None = None) -> list[str]:
-    """Raises ConfigError if keys that must not change differ from the saved run's dotted values.
-
-    `rests_on` are more of these, such as hashes. Returns the ROUNDING_KEYS that differ.
-    """
-    now = dotted_values(config) | (rests_on or {})
+    """Raise ConfigError if a key has changed that must not; return the ROUNDING_KEYS that have."""
+    now = dotted_values(config) | (rests_on or {})  # such as hashes
     saved = now | dotted_values(type(config)()) | saved  # a run older than a key had its default
     fix = f"restore it to continue {run_name(config)}, or set run.name for another run"
     changed = [key for key in now if not key.startswith(FREE_SECTIONS) and saved[key] != now[key]]

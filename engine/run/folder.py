@@ -14,11 +14,7 @@ def run_name(config: Config) -> str:
 
 
 def run_folder(config: Config) -> Path:
-    """The folder of this run. An evaluated model's is that of the run that made it.
-
-    So `mode=evaluate` of runs/a/best, of a checkpoint or of an exported model writes to runs/a,
-    unless run.name is given or nothing can be written there.
-    """
+    """The folder of this run; of an evaluated model that of the run that made it, if possible."""
     if config.mode == "evaluate" and config.run.name is None:
         folder = run_that_made(config.model.name)
         if folder is not None and os.access(folder, os.W_OK):
@@ -27,10 +23,8 @@ def run_folder(config: Config) -> Path:
 
 
 def run_that_made(model_name: str) -> Path | None:
-    """The folder of the run whose best/, checkpoint or exported model this is; None if of no run.
-
-    best/ may be a link to a larger disk, and any name a link to best/, so we look at both ends.
-    """
+    """The folder of the run whose best/, checkpoint or exported model this is, if of any."""
+    # best/ may be a link to a larger disk, and any name a link to best/: look at both ends.
     ends = Path(os.path.abspath(model_name)), Path(model_name).resolve()
     for folder in (folder for end in ends if end.is_dir() for folder in end.parents[:2]):
         if (folder / "metrics.jsonl").is_file():

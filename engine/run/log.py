@@ -6,10 +6,10 @@ from datetime import datetime
 
 from engine.core.files import json_line, without_nan, write_atomically
 from engine.core.statistics import Clock, reduce_means
-from engine.core.text import plain
-from engine.core.types import Trajectory
+from engine.core.text import plain, shorten
+from engine.core.types import Groups
 from engine.questions.tasks import read_answer
-from engine.report.completions import describe_rollouts
+from engine.report.completions import completion_record
 from engine.report.evaluation import evaluation_metrics, single_answer_metrics
 from engine.report.metrics import count_broken, peak_memory_gb, rollout_sums
 from engine.run.saving import write_config
@@ -18,11 +18,11 @@ from engine.update.optimizer import learning_rate_of
 from engine.update.outcome import Update
 
 MAX_ROLLOUTS_BYTES = 16_000_000  # of rollouts.jsonl
+MAX_GROUPS, MAX_COMPLETIONS = 3, 16  # there, of a step and of a group
+MAX_CHARACTERS = 4_000  # there, of a prompt and of a gold answer
 
 
-def step_metrics(
-    run: Run, groups: list[list[Trajectory]], update: Update, clock: Clock
-) -> dict[str, float]:
+def step_metrics(run: Run, groups: Groups, update: Update, clock: Clock) -> dict[str, float]:
     """All that is measured of the step that ends: means over all ranks, times, memory."""
     world = run.world
     metrics = update.metrics | reduce_means(rollout_sums(groups, run.task.REWARD_PARTS), world)
@@ -38,11 +38,7 @@ def step_metrics(
 
 
 def log_step(
-    run: Run,
-    metrics: dict[str, float],
-    questions: list[dict],
-    groups: list[list[Trajectory]],
-    update: Update,
+    run: Run, metrics: dict[str, float], questions: list[dict], groups: Groups, update: Update
 ) -> None:
     """Print a step's line, and write its metrics, its rollouts and at times its samples."""
     step, every, logger = run.state.step, run.config.logging.train_samples_every, run.logger
@@ -59,54 +55,52 @@ def log_step(
     logger.log_metrics(step, metrics)
 
 
-def describe_step(
-    run: Run, questions: list[dict], groups: list[list[Trajectory]], update: Update
-) -> str:
+def describe_step(run: Run, questions: list[dict], groups: Groups, update: Update) -> str:
     """The lines of rollouts.jsonl for the step that has ended; "" if it is not logged."""
     every, step = run.config.logging.rollouts_every, run.state.step
     if not run.world.is_main or every == 0 or (step != 1 and step % every != 0):
         return ""
+    # The file has a size limit. As it fills we log more rarely: every fourth of these steps once it
+    # is half full, every 16th from three quarters on. A resumed run decides by the same numbers.
     num_bytes = (run.folder / "rollouts.jsonl").stat().st_size
-    if not is_kept(step // every, num_bytes):
+    free = 1 - num_bytes / MAX_ROLLOUTS_BYTES
+    if free <= 0 or step // every % 4 ** math.floor(-math.log2(free)) != 0:
         return ""
-    lines = describe_rollouts(
-        groups, questions, update.micro_batches, run.policy.tokenizer, step=step
-    )
+    weights: dict[int, float] = {}  # of a trajectory's tokens, by its id
+    for batch in update.micro_batches:
+        row_weights = batch.token_weights.amax(dim=1).tolist()
+        # A pass that `equal_passes` adds has rows, but no trajectories.
+        weights |= zip(map(id, batch.trajectories), row_weights, strict=False)
+    tokenizer, lines = run.policy.tokenizer, ""
+    for group, question in zip(groups[:MAX_GROUPS], questions, strict=False):
+        ordered = sorted(group, key=lambda t: -t.reward)  # ties in the order of sampling
+        del ordered[MAX_COMPLETIONS // 2 : -MAX_COMPLETIONS // 2]  # of a large group the middle
+        record = {
+            "step": step,
+            "prompt": shorten(tokenizer.decode(group[0].prompt_ids), MAX_CHARACTERS),
+            "gold": shorten(plain(question.get("answer", question)), MAX_CHARACTERS),
+            "size": len(group),
+            "completions": [completion_record(t, tokenizer, weights) for t in ordered],
+        }
+        lines += json_line(record)
     return lines if num_bytes + len(lines) <= MAX_ROLLOUTS_BYTES else ""
 
 
-def is_kept(turn: int, num_bytes: int) -> bool:
-    """Whether a step is logged. `turn` counts the steps that `logging.rollouts_every` asks for.
-
-    The file has a size limit. As it fills we log more rarely: every fourth turn once it is half
-    full, every 16th from three quarters on, and so on. A resumed run decides by the same numbers.
-    """
-    free = 1 - num_bytes / MAX_ROLLOUTS_BYTES
-    return free > 0 and turn % 4 ** math.floor(-math.log2(free)) == 0
-
-
-def log_evaluation(run: Run, metrics: dict[str, float], groups: list[list[Trajectory]]) -> None:
-    """Print and write an evaluation and its first completions."""
+def log_evaluation(run: Run, metrics: dict[str, float], groups: Groups) -> None:
     step, samples = run.state.step, validation_samples(run, groups)
     run.logger.print_evaluation(f"evaluation at step {step}", metrics, samples)
     run.logger.log_samples(step, samples)
     run.logger.log_metrics(step, metrics)
 
 
-def validation_samples(run: Run, groups: list[list[Trajectory]]) -> list[dict]:
+def validation_samples(run: Run, groups: Groups) -> list[dict]:
     """The first completions of this rank's share of the validation questions."""
     mine = run.world.share(run.validation_questions)
     return samples_of(run, groups, mine, split="validation")
 
 
-def samples_of(
-    run: Run, groups: list[list[Trajectory]], questions: list[dict], *, split: str
-) -> list[dict]:
-    """The first completion of each of some groups, as samples.jsonl keeps it.
-
-    With fewer groups than logging.samples the second completions follow, and so on. Where a
-    question has no key `answer`, the gold answer is the question: Countdown's numbers.
-    """
+def samples_of(run: Run, groups: Groups, questions: list[dict], *, split: str) -> list[dict]:
+    """The first completion of each group, then the second ones, as samples.jsonl keeps them."""
     numbered = zip(*groups, strict=True)  # the first completion of each group, then the second
     pairs = [pair for some in numbered for pair in zip(some, questions, strict=True)]
     return [
@@ -115,7 +109,7 @@ def samples_of(
             "prompt": run.policy.tokenizer.decode(trajectory.prompt_ids),
             "question": plain({k: v for k, v in question.items() if k != "answer"}),
             "completion": trajectory.text,
-            "gold": question.get("answer", question),
+            "gold": question.get("answer", question),  # Countdown: the question itself
             "answer": read_answer(run.task, trajectory.text, question, run.config.task),
             "reward": trajectory.reward,
             "reward_parts": trajectory.reward_parts,
@@ -126,9 +120,7 @@ def samples_of(
     ]
 
 
-def report_evaluation(
-    run: Run, groups: list[list[Trajectory]], greedy: list[list[Trajectory]], clock: Clock
-) -> int:
+def report_evaluation(run: Run, groups: Groups, greedy: Groups, clock: Clock) -> int:
     """Report mode=evaluate: as training measures, by majority votes, and greedily.
 
     The numbers are printed, and written to eval-<time>/ in the run's folder. `groups` and `greedy`
@@ -140,9 +132,8 @@ def report_evaluation(
     metrics, samples = metrics | clock.read(), validation_samples(run, groups)
     title = f"evaluation of {config.model.name} on {config.task.name}"
     num_questions, n = len(questions), config.validation.best_of_n
-    totals = dict.fromkeys(
-        (f"best_of_{n}", "majority", "greedy", "strict", "lenient"), num_questions
-    )
+    of_questions = (f"best_of_{n}", "majority", "greedy", "strict", "lenient")
+    totals = dict.fromkeys(of_questions, num_questions)
     totals |= dict.fromkeys(("pass@1", "solved_and_ended", "truncated_frac"), num_questions * n)
     run.logger.print_evaluation(title, metrics, samples, totals=totals)
     if world.is_main:

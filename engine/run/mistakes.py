@@ -39,10 +39,11 @@ def outlive(use: Callable[..., Any], stream: TextIO, *text: str) -> Any:
 def mistakes_cost_one_line() -> Iterator[None]:
     """Print a user's mistake on one rank, and once; exit with status 2."""
     outlive_terminal()  # here, since this is what main.py enters first
+    is_first_rank = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         yield
     except KeyboardInterrupt:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if is_first_rank:
             print("stopped by Ctrl-C before the start: nothing was changed", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
@@ -52,7 +53,6 @@ def mistakes_cost_one_line() -> Iterator[None]:
             fix = "end other programs on it, or set model.lora or model.shard (docs/models.md)"
             error = ValueError(f"the memory is full before anything is sampled: {fix}")
         is_config = isinstance(error, ConfigError)
-        is_first_rank = os.environ.get("LOCAL_RANK", "0") == "0"
         num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         # A mistake in the config was printed by the first start; that there is a restart is another
         # error (see `read_environment`), which the first restart prints.

@@ -1,7 +1,6 @@
 """How a run goes on where it was: its folder locked, its newest whole checkpoint found and loaded.
 
-Loading runs no code from these files: weights are safetensors, and the optimizer is read with
-`weights_only=True`.
+Loading runs no code from these files: safetensors, JSON, and a pickle of weights only.
 """
 
 import fcntl
@@ -9,10 +8,8 @@ import importlib
 import json
 import os
 import re
-import shutil
 import socket
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +21,7 @@ from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from transformers import PreTrainedModel
 
 from engine.core.files import open_to_append, read_text
+from engine.core.types import Log
 from engine.model.load import of_teacher
 from engine.run.config_file import read_file
 from engine.run.fingerprint import MODEL_FILES, check_same_run, of_model
@@ -34,12 +32,8 @@ MARKER = "has_checkpoints"
 
 
 def resume(run: Run) -> None:
-    """Go on from the newest whole checkpoint, if there is one; rank 0 reads and broadcasts it.
-
-    Raises ValueError where that checkpoint belongs to another configuration, and where the folder
-    is another process's or holds results that would be overwritten.
-    """
-    world, config = run.world, run.config
+    """Go on from the newest whole checkpoint, if there is one; rank 0 reads and broadcasts it."""
+    world, config, training = run.world, run.config, run.config.training
     folder, saved = world.on_main(find_saved, run)
     run.rests_on[MODEL_FILES] = world.on_main(of_model, config)
     if config.model.teacher is not None:
@@ -50,20 +44,17 @@ def resume(run: Run) -> None:
         return
     for key in check_same_run(saved.config, config, run.rests_on):
         run.logger.warning(f"{key} has changed: from here on no longer bit for bit the same")
-    training = config.training
     before = saved.config.get("training.num_steps", training.num_steps)
     if before != training.num_steps and training.lr_schedule != "constant":
         rate = f"{learning_rate_at(saved.state.step + 1, training):.1e}"
         change = f"training.num_steps was {before} and is {training.num_steps}"
         run.logger.warning(f"{change}: the learning rate goes on at {rate}, as in the longer run")
-    num_ranks = saved.num_ranks
-    if num_ranks != world.size:
-        change = f"the run had {num_ranks} ranks and goes on with {world.size}"
+    if saved.num_ranks != world.size:
+        change = f"the run had {saved.num_ranks} ranks and goes on with {world.size}"
         run.logger.warning(f"{change}: not bit for bit the same")
     if config.model.shard:  # each rank reads its own part
-        shards().load_parts(
-            folder, run.policy.model, run.optimizer, num_parts=num_ranks, rank=world.rank
-        )
+        model, num_parts = run.policy.model, saved.num_ranks
+        shards().load_parts(folder, model, run.optimizer, num_parts=num_parts, rank=world.rank)
     else:
         if world.is_main:
             load_weights(folder, run.policy.model)
@@ -118,9 +109,6 @@ def shards() -> ModuleType:
     return importlib.import_module("engine.update.shards")
 
 
-# A run's folder
-
-
 def make_folder(folder: Path) -> None:
     """Make the folder if there is none; ValueError if nothing can be written there."""
     try:
@@ -131,12 +119,8 @@ def make_folder(folder: Path) -> None:
         raise ValueError(problem) from error
 
 
-def lock_folder(folder: Path, warn: Callable[[str], None]) -> TextIO:
-    """Lock a run's folder, so that no other process trains in it, until the file is closed.
-
-    The lock is the operating system's (flock; Linux passes it on to NFS); it ends with the process.
-    Raises ValueError if another process has it, which is named, or if the folder is not writable.
-    """
+def lock_folder(folder: Path, warn: Log) -> TextIO:
+    """Lock a run's folder until the file is closed; ValueError names the process that has it."""
     make_folder(folder)
     file = open_to_append(folder / "lock")
     try:
@@ -153,11 +137,8 @@ def lock_folder(folder: Path, warn: Callable[[str], None]) -> TextIO:
     return file
 
 
-def find_start(folder: Path, *, may_resume: bool, warn: Callable[[str], None]) -> Path | None:
-    """The checkpoint to resume a run from, or None if it begins anew.
-
-    Raises ValueError, one line with the fix, if the folder holds results that would be overwritten.
-    """
+def find_start(folder: Path, *, may_resume: bool, warn: Log) -> Path | None:
+    """The checkpoint to resume from, or None; ValueError if results would be overwritten."""
     root = folder / "checkpoints"
     mend(folder / "best")
     newest = newest_whole(root, warn)
@@ -189,19 +170,7 @@ def mend(folder: Path) -> None:
         old.rename(folder)
 
 
-def remove(path: Path) -> None:
-    """Remove a folder, a file or a link (not what it leads to), if there is one."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-# Checkpoints
-
-
 def sizes_of(folder: Path) -> dict[str, int]:
-    """The bytes of each file, by its path in the folder."""
     files = [file for file in folder.rglob("*") if file.is_file()]
     return {str(file.relative_to(folder)): file.stat().st_size for file in files}
 
@@ -209,16 +178,14 @@ def sizes_of(folder: Path) -> dict[str, int]:
 def list_checkpoints(root: Path) -> list[Path]:
     """All folders of checkpoints, newest first."""
     named = [path for path in root.glob("step-*") if re.fullmatch("step-[0-9]+", path.name)]
-    folders = [path for path in named if path.is_dir()]
-    return sorted(folders, key=step_of, reverse=True)
+    return sorted(filter(Path.is_dir, named), key=step_of, reverse=True)
 
 
 def step_of(folder: Path) -> int:
-    """The step after which a checkpoint was saved."""
     return int(folder.name[5:])
 
 
-def newest_whole(root: Path, warn: Callable[[str], None] | None = None) -> Path | None:
+def newest_whole(root: Path, warn: Log | None = None) -> Path | None:
     """The newest checkpoint that is undamaged; newer ones that are damaged cost a warning each."""
     for old in root.glob("step-*.old"):
         mend(old.with_suffix(""))

@@ -18,56 +18,43 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from engine.core.config import Config, dotted_values
 from engine.core.files import open_to_append, sync, write_atomically
 from engine.report.metrics import versions
+from engine.run import resuming
 from engine.run.card import model_card
 from engine.run.config_file import dump
-from engine.run.resuming import (
-    MARKER,
-    is_whole,
-    list_checkpoints,
-    mend,
-    newest_whole,
-    remove,
-    shards,
-    sizes_of,
-    step_of,
-)
 from engine.run.state import Run, summary
 
 
 def save_best(run: Run, measured: dict[str, float]) -> bool:
     """Save the model in best/ with its card; returns False if that was not possible."""
-    model, config = run.policy.model, run.config
-    save = functools.partial(
-        save_model,
-        model,
-        run.policy.tokenizer,
-        model_card(run, measured),
-        run.folder / "best",
-        weights=shards().gather_weights(model, run.world) if config.model.shard else None,
-        # As `State` names them:
-        best={"best": measured[config.validation.best_metric], "best_step": run.state.step},
-    )
-    return save_on_main(run, "best", measured[config.validation.best_metric], save)
+    model, score = run.policy.model, measured[run.config.validation.best_metric]
+    whole = resuming.shards().gather_weights(model, run.world) if run.config.model.shard else None
+    best = {"best": score, "best_step": run.state.step}  # as `State` names them
+    card, folder = model_card(run, measured), run.folder / "best"
+    arguments = (model, run.policy.tokenizer, card, folder, whole, best)
+    return save_on_main(run, "best", score, save_model, *arguments)
 
 
 def save_checkpoint(run: Run) -> None:
     """Save all that a resumed run needs, if that is possible.
 
-    Steps are skipped one after the other where the last update has ruined the weights. Then only
-    the first checkpoint behind it is written: with checkpoint.keep=2 a good one before it stays.
+    Where the last update has ruined the weights, step after step is skipped. Only the first
+    checkpoint behind it is written: with checkpoint.keep=2 a good one before it stays.
     """
     root, world, state = run.folder / "checkpoints", run.world, run.state
     if state.skipped_in_a_row > 0:
-        newest = world.on_main(newest_whole, root)
-        if newest is not None and step_of(newest) >= state.changed_at:
+        newest = world.on_main(resuming.newest_whole, root)
+        if newest is not None and resuming.step_of(newest) >= state.changed_at:
             run.logger.info("all steps since the newest checkpoint were skipped: nothing to save")
             return
     # The norm can overflow for finite weights, but only for ones far too large for usable logits.
@@ -87,10 +74,10 @@ def save_checkpoint(run: Run) -> None:
     model, tokenizer, optimizer = run.policy.model, run.policy.tokenizer, run.optimizer
     name, keep = f"step-{state.step:06d}", run.config.checkpoint.keep
     if run.config.model.shard:
-        folder = root / f"{name}.parts.tmp"
-        num_failed = shards().save_parts(model, optimizer, folder, world)
+        shards, folder = resuming.shards(), root / f"{name}.parts.tmp"
+        num_failed = shards.save_parts(model, optimizer, folder, world)
         write = functools.partial(
-            shards().move_parts, written=folder, num_parts=world.size, num_failed=num_failed
+            shards.move_parts, written=folder, num_parts=world.size, num_failed=num_failed
         )
     else:
         write = functools.partial(
@@ -102,13 +89,15 @@ def save_checkpoint(run: Run) -> None:
         run.logger.info(f"saved checkpoint {root / name}")
 
 
-def save_on_main(run: Run, what: str, value: float, save: Callable[[], None]) -> bool:
+def save_on_main(
+    run: Run, what: str, value: float, save: Callable[..., None], *arguments: Any
+) -> bool:
     """Call `save` on rank 0; if the disk is full, warn, and return False on all ranks.
 
     Then the run's `unsaved` has the `value`, a metric or a step, until one not below it is saved.
     """
     try:
-        run.world.on_main(save)
+        run.world.on_main(save, *arguments)
     except ValueError as error:  # rank 0's OSError, on every rank
         fix = "what was saved before is kept; free some space, or lower checkpoint.keep"
         run.logger.warning(f"nothing saved at step {run.state.step}: {error}; {fix}")
@@ -124,20 +113,16 @@ def write_config(folder: Path, config: Config) -> None:
     write_atomically(folder / "config.yaml", f"# {versions()}\n{dump(config)}")
 
 
-# Folders
-
-
 @contextlib.contextmanager
 def save_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder to write into, then put it in the place of `folder`.
 
     The new files are on the disk itself before anything is renamed, so a kill at any moment leaves
-    the old folder (see `mend`) or the new one. If writing fails, as on a full disk, the temporary
-    folder is removed, the old one stays, and OSError is raised. Where `folder` is a link, as to a
-    larger disk, the folder that it leads to is replaced.
+    the old folder (see `mend`) or the new one. OSError, as on a full disk, leaves the old one too.
+    Where `folder` is a link, as to a larger disk, the folder that it leads to is replaced.
     """
     folder = folder.resolve()
-    mend(folder)
+    resuming.mend(folder)
     temporary, old = (folder.with_name(f"{folder.name}.{end}") for end in ("tmp", "old"))
     remove(temporary)
     temporary.mkdir(parents=True)
@@ -156,18 +141,25 @@ def save_folder(folder: Path) -> Iterator[Path]:
     remove(old)
 
 
+def remove(path: Path) -> None:
+    """Remove a folder, a file or a link (not what it leads to), if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def save_model(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     card: str,
     folder: Path,
     weights: dict[str, torch.Tensor] | None = None,
     best: dict[str, float] | None = None,
 ) -> None:
-    """Write the model, its tokenizer and its model card, as `from_pretrained` loads them.
+    """Write the model, its tokenizer and its card, as `from_pretrained` loads them.
 
-    With model.shard the model holds only a part of its weights: `weights` are all of them, by name.
-    `best` is what best/ keeps of its score, for a run that goes on from an older checkpoint.
+    `weights` are all of them where this rank's model has a part; `best` is what best.json keeps.
     """
     with save_folder(folder) as temporary:
         model.save_pretrained(temporary, state_dict=weights)
@@ -190,10 +182,10 @@ def write_checkpoint(
         inner = temporary / "training_state"
         inner.mkdir()
         write(temporary)
-        text = json.dumps(state, indent=1)
-        (inner / "state.json").write_text(text, encoding="utf-8")
-        (inner / "files.json").write_text(json.dumps(sizes_of(temporary)), encoding="utf-8")
-    open_to_append(root.parent / MARKER).close()
+        (inner / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+        sizes = json.dumps(resuming.sizes_of(temporary))
+        (inner / "files.json").write_text(sizes, encoding="utf-8")
+    open_to_append(root.parent / resuming.MARKER).close()
     with contextlib.suppress(OSError):  # `last` is for people, and some file systems have no links
         last, link = root / "last", root / "last.tmp"
         remove(link)
@@ -202,7 +194,7 @@ def write_checkpoint(
             shutil.rmtree(last)
         link.replace(last)
     sync(root)
-    whole = [folder for folder in list_checkpoints(root) if is_whole(folder)]
+    whole = [folder for folder in resuming.list_checkpoints(root) if resuming.is_whole(folder)]
     outdated = [] if keep is None else whole[keep:]
     left_by_kills = [*root.glob("step-*.tmp"), *root.glob("step-*.old")]
     for folder in [*outdated, *left_by_kills]:
@@ -210,26 +202,15 @@ def write_checkpoint(
 
 
 def write_model(
-    folder: Path,
-    *,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    optimizer: torch.optim.Optimizer,
+    folder: Path, *, model: PreTrainedModel, tokenizer: Tokenizer, optimizer: Optimizer
 ) -> None:
-    """Write the model and its tokenizer, as `from_pretrained` loads them, and the optimizer."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     torch.save(optimizer.state_dict(), folder / "training_state" / "optimizer.pt")
 
 
-# The end
-
-
 def finish(run: Run) -> int:
-    """Say how the run ended; returns the exit status.
-
-    0, or 1 if the best or the last model is not saved; 128 + the signal that has stopped it.
-    """
+    """Say how the run ended: returns 0, 1 if a model is not saved, or 128 + the signal."""
     step = run.state.step
     if run.is_over and run.state.evaluated_at == step:
         run.logger.info(summary(run))
