@@ -4,25 +4,8 @@ An example is a row such as {"nums": [3, 7, 25], "target": 46}; here 25 + 3 * 7 
 
 A task of your own is one new file. Copy this one, or the shorter tasks/template.py, to tv.py in the
 folder where you run main.py, change it, and set task.name=tv; there is nothing to register. A task
-needs generate_prompt and reward_function; main.py uses the other names if they are there. It calls
-the functions with the arguments that they have here:
-
-    Options             the task's own keys in the config; leave the class out if there are none
-    EXAMPLE_ROW         a good row: a source must have its columns, and error messages show it
-    parse_row           the example in a row, a dict with whatever the task needs
-    question_key        a text that is equal for equal questions, so that none is in both splits
-    generate_questions  optional: the questions of the source `generated`
-    generate_prompt     a question as chat messages, or as plain text for a base model
-    REWARD_PARTS        the names of the parts of the reward; task.reward_weights weighs them
-    reward_function     what a completion earns in each part; `answer` equal to 1.0 means solved
-    extract_answer      the answer in a normal form, so that majority votes count equal answers
-    parse_question      optional: the example in a line that a person types into tools.chat
-
-tasks/gsm8k.py shows two more optional names, HUB and is_lenient_solved, tasks/math500.py a third,
-PACKAGES. A task whose questions come in another way defines load_examples in place of EXAMPLE_ROW,
-parse_row and question_key; load_examples in engine/questions/data.py shows its arguments. A task
-needs two names of engine/: Section, the base of Options, and is_in_split, for questions that it
-generates. This one shares the calculator's exact arithmetic too.
+needs generate_prompt and reward_function; the other names, of which docs/tasks.md has a table, are
+used if they are there. All functions are called with the arguments that they have here.
 
 A model can write anything. So a grader must never run its text as code, must never raise, and must
 be fast: it takes time linear in the length of the text.
@@ -40,6 +23,14 @@ from engine.core.arithmetic import value_of
 from engine.core.config import Section
 from engine.questions.tasks import is_in_split
 
+EXAMPLE_ROW = {"nums": [3, 7, 25], "target": 46}
+REWARD_PARTS = ("format", "answer")
+MAX_GENERATED = 10_000
+MAX_TRIES = 20_000  # after so many draws without a new question, we take it that none is left
+MAX_ANSWER_CHARS = 1_000
+# A number is ASCII digits, at most 20 of them and without leading zeros: int() would also take the
+# digits of other scripts, and refuses very long numbers.
+TOKEN = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,19})(?![0-9])|[-+*/()]")
 Number = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
@@ -66,13 +57,6 @@ class Options(Section):
             if low > high:
                 raise ValueError(f"min_{name} = {low} must be at most max_{name} ({high})")
         return self
-
-
-# Data
-
-EXAMPLE_ROW = {"nums": [3, 7, 25], "target": 46}
-MAX_GENERATED = 10_000
-MAX_TRIES = 20_000  # after so many draws without a new question, we take it that none is left
 
 
 def question_key(example: dict) -> str:
@@ -113,8 +97,7 @@ def generate_questions(
 def draw_question(count: int, *, options: Options, rng: random.Random) -> dict:
     """`count` random numbers and a target that they make, perhaps one outside the allowed range.
 
-    Random pairs are combined until one value is left. Every value on the way is a positive integer,
-    and products stay small enough to come back into the range.
+    Random pairs are combined until one value is left: by positive integers that are not too large.
     """
     nums = [rng.randint(options.min_number, options.max_number) for _ in range(count)]
     max_product = options.max_number * options.max_target
@@ -157,8 +140,6 @@ def parse_question(text: str) -> dict:
     raise ValueError('write the question like this: "numbers: 3 7 25, target: 46"')
 
 
-# Prompt
-
 QUESTION = (
     "Use the numbers {nums}, each exactly once, with + - * / and parentheses, to make {target}."
     " Reason inside <think> </think> tags, then write only the expression inside"
@@ -172,11 +153,6 @@ def generate_prompt(example: dict, *, options: Options) -> list[dict]:
     question = QUESTION.format(nums=example["nums"], target=example["target"])
     prefix = {"role": "assistant", "content": ASSISTANT_PREFIX}
     return [{"role": "user", "content": question}, prefix]
-
-
-# Reward
-
-REWARD_PARTS = ("format", "answer")
 
 
 def reward_function(
@@ -207,14 +183,6 @@ def answer_reward_function(completion: str, *, nums: list[int], target: int) -> 
         return float(sorted(numbers) == sorted(nums) and value_of(tokens) == target)
     except (ValueError, ZeroDivisionError):
         return 0.0
-
-
-# Reading answers
-
-MAX_ANSWER_CHARS = 1_000
-# A number is ASCII digits, at most 20 of them and without leading zeros: int() would also take the
-# digits of other scripts, and refuses very long numbers.
-TOKEN = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,19})(?![0-9])|[-+*/()]")
 
 
 def extract_answer(completion: str, example: dict, *, options: Options) -> str | None:

@@ -1,7 +1,6 @@
 """Arithmetic: add two numbers. A small chat model can do it, once it answers instead of rambling.
 
-An example is a row such as {"a": 47, "b": 38}; 85 solves it. The answer is the last number of the
-completion, so there is nothing to gain from several numbers: only one of them counts.
+An example is a row such as {"a": 47, "b": 38}: it is solved if the last number written is 85.
 """
 
 import random
@@ -16,10 +15,13 @@ from engine.core.config import Section
 from engine.questions.tasks import is_in_split
 from tasks.gsm8k import MAX_TAIL_CHARS, lenient_answer
 
+EXAMPLE_ROW = {"a": 47, "b": 38}
+REWARD_PARTS = ("answer",)
+# 85! is 85, exclaimed. But in 5!/4!, 5! - 4! and 85!=86 the mark is an operator.
+EXCLAIMED = re.compile(r"(?<![\w.,+/^-])(?<![-+*/^\xd7\xf7x] )([0-9][0-9.,]*)!(?!!*[\w=+/^(\\-])")
+
 
 class Options(Section):
-    """Arithmetic's own keys in the config's `task` section."""
-
     min_number: int = Field(10, ge=0, le=999)
     """The smallest number that a generated sum may have."""
     max_number: int = Field(99, ge=0, le=999)
@@ -33,11 +35,6 @@ class Options(Section):
         return self
 
 
-# Data
-
-EXAMPLE_ROW = {"a": 47, "b": 38}
-
-
 def question_key(example: dict) -> str:
     """Equal for equal questions: 47 + 38 is 38 + 47."""
     return str(sorted((example["a"], example["b"])))
@@ -46,10 +43,7 @@ def question_key(example: dict) -> str:
 def generate_questions(
     split: str, *, options: Options, num_examples: int | None, seed: int, exclude: Iterable[dict]
 ) -> list[dict]:
-    """Different sums, the same for the same seed on every machine; None takes all of them.
-
-    Two numbers come together once, in an order that is drawn. ValueError if there are too few.
-    """
+    """Different sums, the same for the same seed on every machine; None takes all of them."""
     excluded = {question_key(row) for row in exclude}
     numbers = range(options.min_number, options.max_number + 1)
     pairs = []
@@ -81,19 +75,9 @@ def parse_question(text: str) -> dict:
     return {"a": int(match[1]), "b": int(match[2])}
 
 
-# Prompt
-
-
 def generate_prompt(example: dict, *, options: Options) -> list[dict]:
     """One chat message, without a word about how to answer."""
     return [{"role": "user", "content": f"What is {example['a']} + {example['b']}?"}]
-
-
-# Reward
-
-REWARD_PARTS = ("answer",)
-# 85! is 85, exclaimed. But in 5!/4!, 5! - 4! and 85!=86 the mark is an operator.
-EXCLAIMED = re.compile(r"(?<![\w.,+/^-])(?<![-+*/^\xd7\xf7x] )([0-9][0-9.,]*)!(?!!*[\w=+/^(\\-])")
 
 
 def reward_function(

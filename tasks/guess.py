@@ -1,8 +1,7 @@
 """Guess a number in several turns: an environment says whether it is higher or lower.
 
 An example is a row such as {"low": 23, "high": 37, "number": 31}: 15 numbers within 1 to 100, and
-the one to find. To halve what is left finds each in 4 guesses, and in 3.27 on average. A guess at
-random inside what is left finds 60% in 4.
+the one to find. To halve what is left finds each in 4 guesses, and a guess at random inside it 60%.
 """
 
 import math
@@ -17,14 +16,7 @@ REWARD_PARTS = ("answer", "narrowed", "inside")
 
 
 def load_examples(
-    source: str,
-    split: str,
-    *,
-    options: TaskSettings,
-    num_examples: int | None,
-    seed: int,
-    held_out: bool,
-    exclude: list[dict],
+    source: str, split: str, *, num_examples: int | None, seed: int, **others: object
 ) -> list[dict]:
     """Each number of each range of the split, drawn by the seed; no range is in both splits."""
     lows = [low for low in range(1, 102 - SIZE) if is_in_split(f"guess from {low}", split)]

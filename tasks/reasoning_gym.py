@@ -22,6 +22,8 @@ from engine.questions.tasks import is_in_split
 from tasks import grader_worker
 from tasks.grader_worker import OutOfPatience, Worker, WorkerLost
 
+EXAMPLE_ROW = {"seed": 0, "index": 7}
+REWARD_PARTS = ("answer", "partial", "timeout")
 # The scorers of these run what the model wrote as Python: by `eval`, or by SymPy's `parse_expr`.
 REFUSED = ("binary_matrix", "countdown", "intermediate_integration", "n_queens", "puzzle24")
 REFUSED += ("polynomial_multiplication", "simple_integration", "spiral_matrix", "string_insertion")
@@ -31,17 +33,12 @@ WORKER = Worker([*grader_worker.WORKER.command, "reasoning_gym"])
 
 
 class Options(Section):
-    """reasoning-gym's own keys in the config's `task` section."""
-
     dataset: str = "spell_backward"
     """The kind of puzzle; python -m tasks.reasoning_gym lists them."""
     dataset_config: dict[str, Any] = Field({})
     """Settings of the dataset that differ from its own defaults, such as max_word_len: 6."""
     scorer_timeout_s: PositiveFloat = 1.0
     """The longest time in seconds for scoring one answer; an answer that takes longer is wrong."""
-
-
-EXAMPLE_ROW = {"seed": 0, "index": 7}
 
 
 def parse_row(row: dict, *, options: Options) -> dict:
@@ -95,16 +92,10 @@ def generate_prompt(example: dict, *, options: Options) -> list[dict]:
     return [{"role": "user", "content": example["question"]}]
 
 
-REWARD_PARTS = ("answer", "partial", "timeout")
-
-
 def reward_function(
     completion: str, example: dict, *, options: Options, num_tokens: int
 ) -> dict[str, float]:
-    """`partial` is the package's score in [0, 1]; `answer` is 1.0 if that is at least 0.999.
-
-    `timeout` is 1.0 if the scorer had to be stopped; it is a measurement, whose weight is 0.
-    """
+    """`partial` is the package's score; `timeout` is 1.0 if its scorer had to be stopped."""
     answer = extract_answer(completion, example, options=options) or ""
     seed, index = example["seed"], example["index"]
     try:  # the longest right answer, of tower_of_hanoi, has 4,063 characters

@@ -2,7 +2,7 @@
 
     python main.py task.name=template task.train=plurals.csv task.eval=plurals.csv
 
-These are rows of the columns singular and plural, one in eight of which is held out. countdown.py
+These are rows of the columns singular and plural, one in eight of which is held out. docs/tasks.md
 lists what else a task may define, such as settings of its own and questions that it generates.
 """
 

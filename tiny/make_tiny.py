@@ -27,7 +27,6 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import countdown
-from engine.questions.prompts import plain_text
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 LARGEST = 99  # intermediate values stay below 100, so that each number is one token
@@ -149,7 +148,8 @@ def write_search(nums: list[int], target: int, phase: Phase, rng: random.Random)
 
 def prompt_text(example: dict) -> str:
     """The prompt as text: this model has no chat template."""
-    return plain_text(countdown.generate_prompt(example, options=countdown.Options()))
+    messages = countdown.generate_prompt(example, options=countdown.Options())
+    return "\n".join(message["content"] for message in messages)
 
 
 def make_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:

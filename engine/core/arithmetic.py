@@ -1,7 +1,4 @@
-"""Exact arithmetic with + - * / and parentheses: no eval, no rounding, no recursion.
-
-The calculator that completions use and the graders of tasks share it.
-"""
+"""Exact arithmetic with + - * / and parentheses, for the calculator and for graders: never eval."""
 
 import operator
 import re
@@ -22,8 +19,8 @@ OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": oper
 def evaluate(expression: str) -> str | None:
     """The exact result of an expression as text, such as "0.875" for "(1.5 + 2) / 4".
 
-    None for a text that is no expression or is longer than MAX_CHARS, and for a result that needs
-    more than MAX_DECIMALS decimals, such as 1 / 3, or MAX_RESULT_CHARS characters. Never raises.
+    None for a text that is longer than MAX_CHARS or no expression, and for a result of more than
+    MAX_DECIMALS decimals, such as 1 / 3, or MAX_RESULT_CHARS characters. Never raises.
     """
     if len(expression) > MAX_CHARS or not CHARS.issuperset(expression):
         return None

@@ -9,15 +9,8 @@ import textwrap
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 
 from engine import ROOT
 from engine.core.text import show
@@ -42,15 +35,12 @@ MIN_TEMPERATURE = 0.01  # logits / 0.01 are still finite
 Temperature = Annotated[float, Field(ge=MIN_TEMPERATURE, le=100)]
 
 
-class Section(
-    BaseModel,
-    extra="forbid",
-    strict=True,
-    frozen=True,
-    allow_inf_nan=False,
-    use_attribute_docstrings=True,
-):
+class Section(BaseModel):
     """What all sections share: no unknown keys, no silent conversion ("3" is not 3), read-only."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class RunSettings(Section):
@@ -475,7 +465,6 @@ SECTIONS = [name for name, value in Config() if isinstance(value, Section)]
 
 
 def dotted_values(config: Config) -> dict[str, Any]:
-    """The value of every key, by its dotted name."""
     return dotted(config.model_dump())
 
 
@@ -559,20 +548,13 @@ def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
         yield "model.shard", "an adapter's base is not trained; write false, or lora: null"
     if config.sampling.backend == "vllm" and model.load_in_4bit:
         yield "sampling.backend", "vLLM would sample from weights of 16 bits, not 4; write grouped"
-    if config.mode == "train":
-        yield from impossible_to_train(config, num_ranks)
-
-
-def impossible_to_train(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
-    """The same for what only training reads."""
-    model, training = config.model, config.training
+    if config.mode == "evaluate":
+        return  # the others are only read in training
     (k, n), is_sil = training.k_best_of_n, training.learning_type == "sil"
     key, is_taught = "training.k_best_of_n", training.learning_type == "distill"
-    if is_taught and model.teacher is None:
-        fix = "training.learning_type=distill needs one; give a folder or a hub id"
-        yield "model.teacher", fix
-    if model.teacher is not None and not is_taught:
-        yield "model.teacher", "only distill reads it; write null"
+    if is_taught != (model.teacher is not None):
+        needs_one = "training.learning_type=distill needs one; give a folder or a hub id"
+        yield "model.teacher", needs_one if is_taught else "only distill reads it; write null"
     if is_taught and training.kl_coef > 0:
         yield "training.kl_coef", "the teacher is in the place of the reference; write 0"
     if n < 2 and (not is_taught or training.distill_mix is not None):

@@ -106,8 +106,8 @@ class World:
     def leave(self) -> None:
         """Wait for the other ranks and leave the process group; signals then end the process again.
 
-        Delete the DDP wrapper before this: its destructor would tear down gloo while it holds
-        Python's lock, and a gloo thread that needs the lock would deadlock.
+        Delete the DDP wrapper before this: its destructor tears down gloo while it holds Python's
+        lock, and a gloo thread that needs the lock would deadlock.
         """
         self.sum([0.0])  # rank 0 may be saving: where a rank exits, torchrun ends the others
         if dist.is_initialized():  # by one rank too, with model.shard
@@ -125,9 +125,8 @@ def init_world() -> tuple[World, list[str]]:
     if num_gpus >= local_size:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        # On new GPUs torch prefers cuDNN's attention, which plans anew for every shape, and nearly
-        # every micro-batch and leap of a rollout has a new one. For a B200 0.4 s forward and 0.6 s
-        # backward are reported (github.com/modelscope/FunASR, issue 3704); not measured here.
+        # On new GPUs torch prefers cuDNN's attention, which plans anew for each shape: about 1 s
+        # for a micro-batch on a B200, as github.com/modelscope/FunASR, issue 3704, reports.
         torch.backends.cuda.enable_cudnn_sdp(False)
     elif num_gpus > 0:
         notes.append(f"{local_size} processes but {num_gpus} GPUs: running on the CPU")
@@ -142,9 +141,8 @@ def init_world() -> tuple[World, list[str]]:
 def read_environment() -> tuple[int, int, int, int]:
     """torchrun's RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; without it those of one rank.
 
-    Raises ValueError for values that torchrun would not set, and if it has restarted this process.
-    It gives all starts one store (pytorch issue 135712), in which gloo and NCCL would find the
-    addresses of killed ranks, and hang.
+    Raises ValueError if torchrun has restarted this process: it gives all starts one store (pytorch
+    issue 135712), in which gloo and NCCL would find the addresses of killed ranks, and hang.
     """
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         problem = "torchrun has restarted the run (--max-restarts), which is not supported"
@@ -162,11 +160,10 @@ def read_environment() -> tuple[int, int, int, int]:
 def order_ddp_buckets(scorer: nn.Module, device: torch.device) -> None:
     """Run two backward passes without effect, so that DDP's buckets are as they will stay.
 
-    DDP orders its buckets of gradients by the first backward pass that it sees, and makes them anew
-    at the next forward pass. The order changes how averages over 3 ranks or more are rounded, so a
-    resumed run would differ from an unbroken one in its first step. The second pass leaves the
-    gradients inside the new buckets. They stay there if they are set to 0; set to None, they would
-    be made beside the buckets, and all gradients held twice.
+    DDP orders its buckets of gradients by the first backward pass, and makes them anew at the next
+    forward pass. The order changes how averages over 3 ranks or more are rounded, so a resumed run
+    would differ in its first step. After the second pass the gradients are inside the new buckets.
+    Set to None in place of 0, they would be made beside the buckets, and held twice.
     """
     if not isinstance(scorer, DistributedDataParallel):
         return

@@ -9,10 +9,7 @@ from engine import ROOT
 
 
 def import_package(name: str, *, key: str) -> ModuleType:
-    """The package that pip calls `name`; `key` says what needs it, such as "model.lora".
-
-    Raises ValueError with the command that installs it, in the version which pyproject.toml pins.
-    """
+    """The package that pip calls `name`, which `key` needs; else ValueError with pip's command."""
     try:
         return importlib.import_module(name.replace("-", "_"))
     except ModuleNotFoundError as error:

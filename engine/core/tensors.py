@@ -50,10 +50,8 @@ def right_pad(sequences: list, value: float) -> Tensor:
 def autocast(
     device: torch.device, dtype: torch.dtype, *, cache_casts: bool = True
 ) -> torch.autocast:
-    """Multiplies matrices in bf16 or float16, whatever the weights are; fp32 changes nothing.
-
-    `cache_casts` holds each trained weight's copy to the end: for an adapter that samples.
-    """
+    """Multiplies matrices in bf16 or float16, whatever the weights are; fp32 changes nothing."""
+    # The cache holds each trained weight's copy to the end: for an adapter that samples.
     return torch.autocast(device.type, dtype, dtype.itemsize == 2, cache_enabled=cache_casts)
 
 

@@ -1,7 +1,4 @@
-"""What people read and write: values, long or hostile texts, mistakes, and YAML as they expect it.
-
-In that YAML 1e-5 is a number, 010 is ten, and a key is text and stands there once.
-"""
+"""What people read and write: values, long or hostile texts, mistakes; YAML as they expect it."""
 
 import collections
 import functools
@@ -56,9 +53,6 @@ def error_line(problem: object) -> str:
     return f"error: {printable(text)}"
 
 
-# YAML
-
-
 class Loader(yaml.SafeLoader):
     """PyYAML's SafeLoader reads 1e-5 as text, and of two equal keys only the last one."""
 
@@ -89,6 +83,5 @@ to_yaml = functools.partial(yaml.dump, Dumper=Dumper, allow_unicode=True, sort_k
 
 
 def show(value: Any) -> str:
-    """The value as YAML on one line."""
     text = to_yaml(value, default_flow_style=True, width=float("inf"))
     return text.removesuffix("...\n").strip()

@@ -62,21 +62,10 @@ class PromptBatch:
 class Sampler(Protocol):
     """Samples completions of the policy: a backend in engine/sampling/, found by its name."""
 
-    def decode(
-        self,
-        prompts: list[list[int]],
-        seeds: list[Seed],
-        params: SamplingParams,
-        *,
-        on_progress: Callable[[int], None],
-    ) -> "list[Completion]":
-        """Sample a group of completions of each prompt: N * G of them, question by question."""
-
-    def refresh(self) -> None:
-        """Take over the trained weights, after an update."""
-
-    def tokens_at_once(self, longest: int, params: SamplingParams) -> int:
-        """How many tokens of prompts, at most `longest`, and completions it decodes at once."""
+    decode: Callable[..., "list[Completion]"]  # called as main.py's `generate`, without a model
+    refresh: Callable[[], None]  # takes over the trained weights, after an update
+    # How many tokens it decodes at once, of completions and prompts, of which the longest is given
+    tokens_at_once: Callable[[int, SamplingParams], int]
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,12 @@
 """LoRA: train a small adapter on a model whose own weights stay as they are, in 4 bits if wanted.
 
-The adapter is put into the linear layers of the transformers model, which samples, scores and saves
-as before. With the adapter switched off it is the model that the run started from.
+It is in the linear layers of the transformers model, which samples, scores and saves as before.
 """
 
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -17,9 +16,6 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.core.config import ModelSettings
 from engine.core.packages import import_package
-
-if TYPE_CHECKING:  # a package that may be missing
-    from peft import LoraConfig
 
 MAMBA = ("falcon_h1", "nemotron_h")  # a kernel passes by what is added to out_proj: peft refuses
 
@@ -46,8 +42,8 @@ def keep_4bit_layout(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def adapter_config(settings: ModelSettings) -> "LoraConfig":
-    """The adapter that the config asks for. Raises ValueError if peft is missing."""
+def adapter_config(settings: ModelSettings) -> Any:
+    """The peft.LoraConfig that the config asks for. Raises ValueError if peft is missing."""
     peft, lora = import_package("peft", key="model.lora"), settings.lora
     return peft.LoraConfig(
         r=lora.r,
@@ -70,7 +66,7 @@ def check_targets(model: nn.Module, targets: Iterable[str]) -> None:
             raise ValueError(f"model.lora.target_modules: no layer is named {target}, but {known}")
 
 
-def add_adapter(model: nn.Module, described: "LoraConfig", *, seed: int) -> None:
+def add_adapter(model: nn.Module, described: Any, *, seed: int) -> None:
     """Freeze the model and add an adapter B A, of fp32 weights, to the layers `described` names."""
     if described.target_modules != "all-linear":
         check_targets(model, described.target_modules)

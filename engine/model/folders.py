@@ -1,7 +1,4 @@
-"""What lies at a model's path, and the mistakes that are made there.
-
-A config is checked by it before torch: it imports no heavy library.
-"""
+"""What lies at a model's path, looked at before torch: this imports no heavy library."""
 
 import difflib
 from pathlib import Path

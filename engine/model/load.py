@@ -17,16 +17,12 @@ from types import ModuleType
 
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.configuration_utils import PretrainedConfig
+from transformers.generation import GenerationConfig
 from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as transformers_logging
+from transformers.utils.quantization_config import BitsAndBytesConfig
 
 from engine.core.config import Config, ModelSettings
 from engine.core.hub import reach_hub
@@ -44,8 +40,7 @@ def load_model_and_tokenizer(
 ) -> tuple[nn.Module, PreTrainedTokenizerFast, torch.dtype]:
     """The model on the device, with any adapter; its tokenizer; the dtype that it computes in.
 
-    Of the hub's generation config only the end tokens are left, in best/ too. Raises ValueError of
-    one line if the model cannot be used.
+    Raises ValueError of one line if the model cannot be used.
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -165,7 +160,6 @@ def of_teacher(config: Config) -> Config:
 def load_teacher(
     config: Config, *, device: torch.device, compute_dtype: torch.dtype, log: Log
 ) -> nn.Module:
-    """model.teacher, frozen."""
     try:
         teacher, *_ = load_model_and_tokenizer(
             of_teacher(config),
@@ -212,9 +206,8 @@ def load_model_config(settings: ModelSettings) -> PretrainedConfig:
 def check_host_memory(model_config: PretrainedConfig, config: Config, dtype: torch.dtype) -> None:
     """Raises ValueError if this process's share of the host's memory is too small for the model.
 
-    Beyond that the system kills the process without a word. But a run that would fit must never be
-    refused, so only what it cannot do without is counted. Each rank of model.shard loads all
-    weights in fp32; what is trained on a CPU has gradients and averages too.
+    Then the system would kill it without a word. Only what it cannot do without is counted: each
+    rank of model.shard loads all weights; what a CPU trains has gradients and averages too.
     """
     settings, num_bytes = config.model, dtype.itemsize  # of each weight
     if config.mode == "train" and settings.lora is None and not settings.shard:

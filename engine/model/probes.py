@@ -19,9 +19,8 @@ def supports_grouped(
 ) -> bool:
     """Whether grouped decoding computes the same log-probabilities as one plain forward.
 
-    `replayed` may be CapturedSteps, which makes the batch's step one of a CUDA graph. A few tokens
-    are decoded after two short made-up prompts, one of them padded, and a row is dropped on the
-    way.
+    With `replayed`, CapturedSteps, as CUDA graphs. A few tokens are decoded after two short made-up
+    prompts, one of them padded, and a row is dropped on the way.
     """
     prompts = [[i % model.config.vocab_size for i in ids] for ids in (range(1, 25), (25, 26))]
     params = SamplingParams(5, 1.0, top_p=1.0, top_k=0, eos_ids=(), pad_id=0, group_size=2)
@@ -48,10 +47,8 @@ def supports_grouped(
 
 @torch.no_grad()
 def check_vllm(model: nn.Module, engine: Any, token_ids: list[int]) -> None:
-    """Raise ValueError if vLLM, a VllmEngine, scores some text otherwise than the model does.
-
-    It must be text: on tokens by chance a chat model in bf16 rounds by half a nat.
-    """
+    """Raise ValueError if vLLM, a VllmEngine, scores a text otherwise than the model does."""
+    # It must be text: on random tokens a chat model in bf16 rounds by half a nat.
     tokens = torch.tensor(token_ids[1:], device=model.device)
     log_probs = engine.score(token_ids).to(model.device)
     with autocast(model.device, engine.dtype):
@@ -62,13 +59,11 @@ def check_vllm(model: nn.Module, engine: Any, token_ids: list[int]) -> None:
 
 
 def mismatch_of(model: nn.Module, prompt: list[int], tokens: Tensor, log_probs: Tensor) -> float:
-    """How far the log-probabilities (T,) of tokens (T,) are from one plain forward's, on average.
-
-    In multiples of the largest logit, whose rounding they have, or in nats if that is below 1.
-    """
+    """How far the log-probabilities (T,) of tokens (T,) are from a plain forward's, on average."""
     ids = torch.cat([torch.tensor(prompt, device=model.device), tokens])
     logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
     difference = (log_probs + F.cross_entropy(logits, tokens, reduction="none")).abs().mean()
+    # In multiples of the largest logit, whose rounding they have, or in nats if that is below 1
     return float(difference / logits.abs().max().clamp(min=1.0))
 
 
@@ -87,8 +82,8 @@ def supports_float16(model: nn.Module) -> bool:
 def supports_chunked_head(model: nn.Module, log: Callable[[str], None]) -> bool:
     """Whether the logits are exactly those of a plain linear head on the last hidden states.
 
-    If not, that is logged. False for models that cap or scale their logits, such as Gemma 2: a cap
-    hardly changes those of a model that is not trained yet, so here only rounding may differ.
+    If not, that is logged. A cap, such as Gemma 2's, hardly changes those of a model that is not
+    trained yet, so here only rounding may differ.
     """
     head, is_plain = model.get_output_embeddings(), False
     if type(head) is nn.Linear:

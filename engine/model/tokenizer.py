@@ -14,6 +14,7 @@ from engine.core.types import Log
 from engine.questions.prompts import end_of_turn, render_prompt, special_ids
 
 TOKENIZER_PROBE = "Use [3, 17, 255] to make 46.\n<think>12 * 3 = 36, don't</think>\n\n  été"
+TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # a template's call for the date
 
 
 def load_tokenizer(config: Config, log: Log) -> PreTrainedTokenizerFast:
@@ -44,24 +45,18 @@ def load_tokenizer(config: Config, log: Log) -> PreTrainedTokenizerFast:
     if unread := [name for name in options if name not in str(tokenizer.chat_template)]:
         raise ValueError(f"task.template_options: its chat template has no {unread[0]}")
     if tokenizer.chat_template is not None and config.task.template_date is not None:
-        template = dated(tokenizer.get_chat_template(), config.task.template_date)
+        day = datetime.fromisoformat(config.task.template_date)
+        template = TODAY.sub(lambda m: repr(day.strftime(m[2])), tokenizer.get_chat_template())
         options = options | {"chat_template": template}  # best/ keeps the template as it was
     # Every call of it gets them: for prompts, for checks, for the token that ends a turn.
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
     return tokenizer
 
 
-def dated(template: str, day: str) -> str:
-    """The template, with the date of a day such as "2026-11-23" where it writes today's."""
-    call = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-    return call.sub(lambda match: repr(datetime.fromisoformat(day).strftime(match[2])), template)
-
-
 def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
     """Raise ValueError if the tokenizer can give an id that the model has no embedding for.
 
-    More embeddings than tokens do no harm: Qwen2.5 has 271 embeddings without a token. A special
-    token that no prompt contains, such as Gemma 3's for images, may have no embedding.
+    A special token that no prompt contains, such as Gemma 3's for images, may have none.
     """
     chat = [{"role": "user", "content": TOKENIZER_PROBE}]
     used = set(tokenizer.encode(render_prompt(chat, tokenizer), add_special_tokens=True))
@@ -78,8 +73,7 @@ def find_eos_ids(
 ) -> tuple[int, ...]:
     """The ids that end a completion, from tokenizer, generation config, model config and `stop`.
 
-    The chat template adds its end of a turn: base models such as Qwen2.5's write it but do not name
-    it. Raises ValueError for a text in `stop` that is not one token.
+    The chat template's end of a turn too: base models such as Qwen2.5's write but do not name it.
     """
     declared = [tokenizer.eos_token_id, model.generation_config.eos_token_id]
     declared += [model.config.get_text_config().eos_token_id, end_of_turn(tokenizer)]

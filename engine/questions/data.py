@@ -27,8 +27,7 @@ from engine.questions.prompts import check_chat, prompt_length
 from engine.questions.tasks import Hub, hash_of, is_file_name, is_in_split, reward_parts
 from engine.questions.user_file import naming_mistakes
 
-# A run's questions
-
+FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id (owner/name)"
 NONE_FITS = "no {} question fits: each holds a special token, or its prompt more than {:,} tokens, "
 NONE_FITS += "the model's context less {}.max_new_gen_tokens: lower that"
 
@@ -45,11 +44,9 @@ def load_questions(
 
     `context` is the number of tokens that the model can see, None for no limit. Questions without
     room for a completion are dropped: in training when the stream meets them, since to render
-    490,000 prompts first would take a minute. Raises ValueError for a source that cannot be used.
+    490,000 prompts first would take a minute.
     """
-    settings = config.task
-    # One source for both splits is divided between them; two different sources are used whole.
-    is_shared = settings.train == settings.eval
+    settings, is_shared = config.task, config.task.train == config.task.eval
     load = functools.partial(load_examples, task, options=settings, held_out=is_shared)
     # Seed 0: the same questions for every training.seed, so that runs can be compared.
     num = config.validation.num_examples
@@ -122,25 +119,19 @@ class QuestionStream:
     too_long: set[int] = field(default_factory=set)  # indices of questions that did not fit
     permutation: tuple[int, np.ndarray] | None = None  # the last epoch asked for, and its order
 
-    def index_at(self, position: int) -> int:
-        epoch, index = divmod(position, len(self.questions))
-        if not self.shuffle:
-            return index
-        if self.permutation is None or self.permutation[0] != epoch:
-            rng = np.random.default_rng([SeedWord.ORDER, self.seed, epoch])
-            self.permutation = epoch, rng.permutation(len(self.questions))
-        return int(self.permutation[1][index])
-
     def take(self, position: int, count: int) -> tuple[list[tuple[int, dict]], int]:
-        """The next `count` questions that fit, from a position on, and the position after them.
+        """The next `count` questions that fit, each with its position, and the position after them.
 
-        Each question comes with its own position. Logs now and then how many were too long, and
-        raises ValueError if all are.
+        Logs now and then how many were too long, and raises ValueError if all are.
         """
         taken: list[tuple[int, dict]] = []
         num_long = len(self.too_long)
         while len(taken) < count:
-            index = self.index_at(position)
+            epoch, index = divmod(position, len(self.questions))
+            if self.shuffle and (self.permutation is None or self.permutation[0] != epoch):
+                rng = np.random.default_rng([SeedWord.ORDER, self.seed, epoch])
+                self.permutation = epoch, rng.permutation(len(self.questions))
+            index = int(self.permutation[1][index]) if self.shuffle else index
             if self.prompt_tokens(self.questions[index]) <= self.max_prompt_tokens:
                 taken.append((position, self.questions[index]))
             else:
@@ -152,11 +143,6 @@ class QuestionStream:
             so_far = f"{len(self.too_long)} of {len(self.questions)} training questions"
             self.log(f"skipped so far since they are too long or hold a special token: {so_far}")
         return taken, position
-
-
-# The questions of one split, as the task declares them
-
-FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id (owner/name)"
 
 
 def load_examples(
@@ -174,8 +160,8 @@ def load_examples(
 
     `held_out` says that both splits have the same source: then 1 in 8 of its questions is for
     validation and the others are for training, unless the task's HUB says otherwise. `num_examples`
-    questions are drawn by `seed`; None takes all of a file or dataset, and as many generated ones
-    as the task chooses. Raises ValueError of one line with the source and the fix in it.
+    questions are drawn by `seed`; None takes all, or as many generated ones as the task chooses.
+    Raises ValueError of one line with the source and the fix in it.
     """
     for package in getattr(task, "PACKAGES", ()):
         import_package(package, key=f"task.name = {Path(task.__file__).stem}")
@@ -253,23 +239,18 @@ def read_text_file(path: Path) -> list[dict] | list[str]:
     the other cells, or is an error without the number of its row.
     """
     text = path.read_text("utf-8-sig")
-    if path.suffix.lower() == ".csv":
-        return list(read_csv(text))
-    if text.lstrip().startswith("["):
-        return json.loads(text)
-    return [line for line in text.split("\n") if line.strip()]
-
-
-def read_csv(text: str) -> Iterator[dict]:
-    """The rows of a CSV file; ValueError if a cell would be lost."""
-    reader = csv.DictReader(io.StringIO(text, newline=""))
+    if path.suffix.lower() != ".csv":
+        is_list = text.lstrip().startswith("[")
+        return json.loads(text) if is_list else [line for line in text.split("\n") if line.strip()]
+    rows, reader = [], csv.DictReader(io.StringIO(text, newline=""))
     names = collections.Counter(filter(None, reader.fieldnames or []))
     if twice := [name for name in names if names[name] > 1]:
         raise ValueError(f"two columns are named {twice[0]}")
     for row in reader:
         if any(row.pop(None, [])):  # cells beyond the last column
             raise ValueError(f"line {reader.line_num}: more cells than columns: quote commas")
-        yield row
+        rows.append(row)
+    return rows
 
 
 def read_rows(

@@ -14,11 +14,13 @@ from engine.core.config import TaskSettings
 from engine.core.types import Completion
 from engine.questions.messages import assistant_prefix, pose
 
+QUESTION = {"role": "user", "content": "A made-up question."}
+TURN = {"role": "assistant", "content": "A made-up turn."}
+
 
 def encode_prompts(
     examples: list[dict], *, task: ModuleType, options: TaskSettings, tokenizer: Tokenizer
 ) -> list[list[int]]:
-    """The ids of each question's prompt."""
     texts, adds = render_prompts(examples, task=task, options=options, tokenizer=tokenizer)
     if not texts:  # a rank without validation questions; the tokenizer would raise IndexError
         return []
@@ -46,11 +48,9 @@ def prompt_length(
 def render_prompts(
     examples: list[dict], *, task: ModuleType, options: TaskSettings, tokenizer: Tokenizer
 ) -> tuple[list[str], bool]:
-    """The text of each question's prompt, and whether the tokenizer must add special tokens to it.
-
-    A chat template has written them already: with it, the tokenizer would add them a second time.
-    """
+    """The text of each question's prompt, and whether the tokenizer must add special tokens."""
     prompts = [pose(example, task=task, options=options) for example in examples]
+    # A chat template has written them: with it, the tokenizer would add them a second time.
     is_chat = tokenizer.chat_template is not None and not any(isinstance(p, str) for p in prompts)
     tools = tool_schemas(task)
     return [render_prompt(prompt, tokenizer, tools) for prompt in prompts], not is_chat
@@ -58,7 +58,6 @@ def render_prompts(
 
 @functools.cache
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """The ids of the special tokens."""
     return frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
 
@@ -70,15 +69,11 @@ def whole_characters(text: str) -> str:
 def render_prompt(
     messages: list[dict] | str, tokenizer: Tokenizer, tools: Sequence[dict] = ()
 ) -> str:
-    """The chat as a text that the model continues; a last assistant message is continued too.
-
-    A plain text stays as it is, even if the tokenizer has a chat template: the tokenizers of many
-    base models have one, although these models have never seen a chat.
-    """
-    if isinstance(messages, str):
+    """The chat as a text that the model continues; a last assistant message is continued too."""
+    if isinstance(messages, str):  # many base models have a template, but have never seen a chat
         return messages
     if tokenizer.chat_template is None:
-        return plain_text(messages)
+        return "\n".join(message["content"] for message in messages)
     prefix = assistant_prefix(messages)
     chat = messages[:-1] if prefix else messages
     # Some templates rewrite what an assistant says, so we append the prefix to the text.
@@ -131,10 +126,6 @@ def check_chat(chat: list[dict] | str, tokenizer: Tokenizer) -> None:
             raise ValueError(f"the chat template of {problem}: return plain text as the prompt")
 
 
-QUESTION = {"role": "user", "content": "A made-up question."}
-TURN = {"role": "assistant", "content": "A made-up turn."}
-
-
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
     """The special token that the chat template writes after an assistant's message, if any."""
     try:
@@ -144,11 +135,6 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
     _, _, after = text.partition(TURN["content"])
     (first,) = tokenizer.encode(after.lstrip(), add_special_tokens=False)[:1] or [None]
     return first if first in special_ids(tokenizer) else None
-
-
-def plain_text(messages: list[dict]) -> str:
-    """The chat as text for a tokenizer without a chat template."""
-    return "\n".join(message["content"] for message in messages)
 
 
 def completion_text(completion: Completion, tokenizer: Tokenizer) -> str:

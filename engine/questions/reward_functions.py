@@ -1,7 +1,6 @@
 """A task made of reward functions in TRL's form, `f(completions, **columns) -> list[float]`.
 
-They are called as trl.GRPOTrainer 1.16 calls them, except that what belongs to its trainer
-(trainer_state, log_extra, log_metric, environments) is not passed.
+They are called as trl.GRPOTrainer 1.16 does it, but without what belongs to its trainer.
 """
 
 import copy
@@ -63,7 +62,6 @@ class RewardTask:
         return row
 
     def parse_question(self, text: str) -> dict:
-        """The row that a person types into tools.chat."""
         try:
             return dict(json.loads(text))
         except (ValueError, TypeError, RecursionError) as error:
@@ -81,10 +79,7 @@ class RewardTask:
     def reward_group(
         self, texts: list[str], example: dict, *, options: TaskSettings, completions: list
     ) -> list[dict[str, float]]:
-        """The parts of the reward of each completion of a question, by one call of each function.
-
-        Prompts and completions are messages where the row holds messages, and plain text elsewhere.
-        """
+        """The parts of the reward of each completion of a question: a call of each function."""
         posed = pose(example, task=self, options=options)
         if isinstance(example.get("prompt"), list):
             prompt, written = posed, [[{"role": "assistant", "content": text}] for text in texts]

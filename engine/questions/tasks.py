@@ -1,7 +1,4 @@
-"""The module of a task: where it is found, what it must define, which keys it adds to a config.
-
-Tasks import this module, and a config is read before torch: it imports no heavy library.
-"""
+"""The module of a task, which a config needs before torch: this imports no heavy library."""
 
 import copy
 import functools
@@ -23,15 +20,13 @@ from engine.core.config import Config, ConfigError, Section, TaskSettings, Text,
 from engine.core.text import show
 from engine.questions.user_file import RewardError, import_file, is_reward, line_of, naming_mistakes
 
+FILE_FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 # How task.reward names functions: my_rewards:f, or my_rewards:[f, g].
 REWARD_FORM = re.compile(r"(\w+):(?:(\w+)|\[\s*(\w+(?:\s*,\s*\w+)*)\s*\])")
 
 
 def load_task(name: str) -> ModuleType:
-    """One of the checkout's tasks, or <name>.py in the current folder, if it is a whole task.
-
-    `name` is TaskSettings.code: the functions of task.reward (my_rewards:f) are a task as well.
-    """
+    """A task of the checkout, <name>.py in the current folder, or functions (my_rewards:f)."""
     own_file = Path.cwd() / f"{name}.py"
     if name in built_in_tasks():
         module = importlib.import_module(name if name == "countdown" else f"tasks.{name}")
@@ -135,13 +130,11 @@ def reward_parts(
 def parts_of(
     task: ModuleType, text: str, example: dict, options: TaskSettings, completion: Any
 ) -> dict[str, float]:
-    """What reward_function and Environment pay for a completion; a number is the part `answer`.
-
-    They get a copy of the question: a change of the question itself would stay for the whole run.
-    """
+    """What reward_function and Environment pay for a completion; a number is the part `answer`."""
     parts, payer = {}, "get_reward"
     if hasattr(task, "reward_function"):
         payer, num_tokens = "reward_function", len(completion.token_ids) if completion else 0
+        # The function gets a copy: a change of the question would stay for the whole run.
         question = copy.deepcopy(example)
         with naming_mistakes(task.__file__, task.reward_function, example):
             parts = task.reward_function(text, question, options=options, num_tokens=num_tokens)
@@ -180,11 +173,6 @@ def schema(task: ModuleType) -> type[Config]:
     return create_model("Config", __base__=Config, task=(settings, settings()))
 
 
-# Which questions of a source are for training and which for validation
-
-FILE_FORMATS = (".jsonl", ".json", ".csv", ".parquet")
-
-
 @dataclass(frozen=True)
 class Hub:
     """Which part of a hub dataset is loaded. A task that needs another part sets its HUB."""
@@ -192,19 +180,16 @@ class Hub:
     usual_id: str | None = None  # the dataset that error messages suggest
     config: str | None = None  # the configuration of usual_id to load
     validation_split: str = "train"  # the split that holds the validation questions
-    # One dataset may serve training and validation. True: its split train is divided between them.
-    # False: its splits train and validation_split are used as they are.
-    divides_train: bool = True
+    divides_train: bool = True  # between both; else train and validation_split stay as they are
 
 
 def is_in_split(key: str, split: str) -> bool:
     """Whether a question belongs to the split, if the splits share one source.
 
-    A hash of the question's key decides, so that no question is in both splits, whatever the seed,
-    the number of questions or the order of a file. 1 question in 8 is for validation.
+    A hash of its key decides, so that no question is in both, whatever the seed or the order.
     """
     assert split in ("train", "validation"), split
-    is_held_out = hash_of(key)[0] < 256 / 8
+    is_held_out = hash_of(key)[0] < 256 / 8  # 1 question in 8
     return is_held_out == (split == "validation")
 
 

@@ -21,10 +21,10 @@ def decode_in_batches(
 ) -> list[list[Completion]]:
     """Sample a group of completions of each prompt: one list per prompt, in their order.
 
-    Questions are decoded together, longest prompts first, as long as rows * (longest prompt + new
-    tokens) <= `max_batch_tokens`; None is as many as the GPU will hold if they end as early as most
-    do. If they do not, and its memory runs out, they are decoded again in halves: the random
-    numbers are the questions' own. Conversations with an environment cannot begin again.
+    Questions are decoded together, longest prompts first, while rows * (longest + new tokens)
+    <= `max_batch_tokens`; None is as many as the GPU holds if they end as early as most do. If its
+    memory runs out all the same, they are decoded again in halves: the random numbers are the
+    questions' own. Conversations with an environment cannot begin again.
     """
     token_ids, conversations = prompts.token_ids, prompts.conversations
     groups: list[list[Completion]] = [[] for _ in token_ids]
@@ -67,9 +67,8 @@ def tokens_that_fit(model: nn.Module, longest: int, params: SamplingParams) -> i
     free = torch.cuda.mem_get_info(device)[0] + reserved
     config, size = model.config.get_text_config(), model.dtype.itemsize
     cached, states = kept_bytes(model)
-    likely_tokens = longest + 0.7 * params.max_new_tokens  # most completions end early
-    decoding = decode_bytes_per_row(config, likely_tokens, cached=cached, top_p=params.top_p)
-    decoding += states
+    likely = longest + 0.7 * params.max_new_tokens  # tokens: most completions end early
+    decoding = states + decode_bytes_per_row(config, likely, cached=cached, top_p=params.top_p)
     hidden_size = getattr(config, "hidden_size", 0)
     inner_size = getattr(config, "intermediate_size", None) or 4 * hidden_size
     layer = size * (5 * hidden_size + 3 * inner_size)  # what a prompt's token is made into
@@ -90,10 +89,8 @@ def decode_bytes_per_row(
 
 @torch.no_grad()
 def kept_bytes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of a token's keys and values, and of a row's recurrent states: seen on two tokens.
-
-    On one, torch 2.13 may compile a kernel for a GPU, which needs a C compiler.
-    """
+    """Bytes of a token's keys and values, and of a row's recurrent states: seen on two tokens."""
+    # On one token, torch 2.13 may compile a kernel for a GPU, which needs a C compiler.
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
     cache = getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)  # Mamba has none
     keys, states = [], []

@@ -1,7 +1,4 @@
-"""Caches with room: a decode step writes its keys and values into columns that are there already.
-
-transformers' DynamicLayer copies all columns of the cache to append one.
-"""
+"""Caches with room, where transformers would copy all columns of a cache to append one."""
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +37,7 @@ class ReservedColumns:
     def visible_mask(self, mask: Tensor, num_columns: int) -> Tensor | dict[str, Tensor]:
         """Let attention see the first `num_columns`; returns the mask for them, from `mask` (B, *).
 
-        The last of these columns belongs to the token that is drawn next. Where only some layers
-        have a sliding window, there are two masks, by the names that models look for.
+        Where only some layers have a sliding window, it is two, by the names that models look for.
         """
         if not self.is_possible:
             return mask[:, : num_columns - 1]

@@ -15,9 +15,8 @@ STYLES = {  # the text before an expression, the text that asks for its result, 
 class Calculator:
     """Writes the result into a completion that asks for it, in one of the STYLES.
 
-    gsm8k is the tool of "Training Verifiers to Solve Math Word Problems" (arXiv:2110.14168,
-    appendix C). nanochat's markers are special tokens of nanochat's models: raises ValueError if
-    the tokenizer lacks one of them.
+    gsm8k is the tool of arXiv:2110.14168, appendix C. nanochat's markers are special tokens of its
+    models: raises ValueError if the tokenizer lacks one of them.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, style: str):

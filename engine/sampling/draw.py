@@ -32,7 +32,8 @@ class TokenBuffer:
         shape = (num_rows, params.max_new_tokens)
         self.params = params
         self.tools = params.conversations or [params.calculator] * num_rows
-        asking_ids = self.tools[0].asking_ids if self.tools[0] is not None else []
+        self.has_tools = self.tools[0] is not None
+        asking_ids = self.tools[0].asking_ids if self.has_tools else []
         self.tokens = torch.full(shape, params.pad_id, device=device)  # (B, T)
         self.log_probs, self.entropies = torch.zeros((2, *shape), device=device)  # (B, T) each
         # What a row's tool has written ahead of the model; -1 where the model writes itself.
@@ -43,10 +44,6 @@ class TokenBuffer:
         self.active = torch.ones_like(self.rows, dtype=torch.bool)  # (b,), False once ended
         self.end_ids = torch.tensor(sorted({*params.eos_ids} - {*asking_ids}), device=device)
         self.asking_ids = torch.tensor(asking_ids, device=device)
-
-    @property
-    def has_tools(self) -> bool:
-        return self.tools[0] is not None
 
     def draw(self, logits: Tensor, uniforms: Tensor) -> Tensor:
         """Draw the next token of each row from logits (b, V) and uniforms (b,), and append it.
@@ -72,14 +69,12 @@ class TokenBuffer:
         return tokens
 
     def ask_tools(self, tokens: Tensor) -> None:
-        """Where a row's last token (b,) asks its tool, set what is written next, or end the row.
-
-        This waits for the GPU, so it is no part of a step, which may be captured.
-        """
+        """Where a row's last token (b,) asks its tool, set what is written next, or end the row."""
         if not self.has_tools:
             return
         is_drawn = self.tool_tokens[self.rows, self.t - 1] < 0
         asks = self.active & is_drawn & torch.isin(tokens, self.asking_ids)
+        # This waits for the GPU, so it is no part of a step, which may be captured.
         for i in asks.nonzero()[:, 0].tolist():
             row, length = int(self.rows[i]), int(self.t)
             reply_ids = self.tools[row].reply(self.tokens[row, :length].tolist())
@@ -92,7 +87,6 @@ class TokenBuffer:
         self.rows, self.active = self.rows[indices], self.active[indices]
 
     def completions(self) -> list[Completion]:
-        """The completions of all rows, each cut to its own length."""
         numbers = [x.cpu().numpy() for x in (self.log_probs, self.entropies, self.tool_tokens >= 0)]
         tokens, completions = self.tokens.tolist(), []
         unfinished = set(self.rows[self.active].tolist())
@@ -135,10 +129,7 @@ def sample_tokens(
 
 
 def keep_likeliest(probs: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Set the probabilities (B, V) outside the top k, then those outside the top p, to 0.
-
-    Both are off by default.
-    """
+    """Set the probabilities (B, V) outside the top k, then those outside the top p, to 0."""
     if 0 < top_k < probs.shape[-1]:
         kth = probs.topk(top_k, dim=-1).values[:, -1:]  # (B, 1)
         probs = probs.masked_fill(probs < kth, 0.0)
@@ -151,10 +142,8 @@ def keep_likeliest(probs: Tensor, top_p: float, top_k: int) -> Tensor:
 
 
 def draw_indices(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Indices (B,) drawn in proportion to weights (B, V): first a block of 128, then one inside.
-
-    The sums of blocks take a tenth of the time of a cumulative sum over all V.
-    """
+    """Indices (B,) drawn in proportion to weights (B, V): first a block of 128, then one inside."""
+    # The sums of blocks take a tenth of the time of a cumulative sum over all V.
     if weights.shape[1] % 128 != 0:  # most vocabularies are made to fit; padding copies all weights
         weights = F.pad(weights, (0, -weights.shape[1] % 128))
     blocks = weights.unflatten(1, (-1, 128))  # (B, V / 128, 128)

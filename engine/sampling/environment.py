@@ -1,8 +1,7 @@
 """Environments: a task's class that the model talks with for several turns, by the rules of TRL.
 
-Each completion has an instance of its own; docs/tasks.md explains its methods. What the model
-wrote is never rendered again, since a template may give it other tokens. A reply is rendered behind
-a made-up turn and inserted as ids.
+Each completion has an instance of its own; docs/tasks.md explains its methods. What the model wrote
+is never rendered again, since a template may give it other tokens: a reply is inserted as ids.
 """
 
 import copy
@@ -26,6 +25,11 @@ from engine.questions.user_file import RewardError
 
 REPLY = "A made-up reply."
 LONGEST_TOKEN = 64  # characters; a reply that cannot fit is cut before it is tokenised
+# How Qwen2.5, Qwen3 and Hermes write calls, in the form of transformers' `response_template`.
+CALL = {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True}
+FIELDS = {"tool_calls": CALL | {"transform": {"function": "{content}"}}}
+FIELDS |= {"thinking": {"open": "<think>", "close": "</think>"}}
+TURN_FORM = {"start_anchor_pattern": r"\A", "fields": FIELDS}
 
 
 def start_conversations(
@@ -42,23 +46,19 @@ def start_conversations(
 ) -> PromptBatch:
     """The prompts, and a conversation with the task's Environment for each sample of them.
 
-    `context` is the number of tokens that the model sees. A group shares one prompt, so RewardError
-    if `reset` returns different texts to it, or one that leaves too little room for a completion.
+    A group shares one prompt: RewardError if `reset` returns different or too long texts.
     """
-    options = config.task
-    turns, max_turns = Turns(tokenizer, task), config.sampling.max_turns
-    start = functools.partial(
-        Conversation, task, turns, max_turns=max_turns, device=device, clock=clock
-    )
-    groups, room = [], (context or 10**9) - params.max_new_tokens
+    turns, groups = Turns(tokenizer, task), []
+    room = (context or 10**9) - params.max_new_tokens
+    limits = params.max_new_tokens, config.sampling.max_turns
     for question, seed in zip(questions, seeds, strict=True):
         prompt_ids: list[int] = []  # filled below, once `reset` has said what it adds
         group = [
-            start(question, prompt_ids, (*seed, sample), params.max_new_tokens)
+            Conversation(task, turns, question, prompt_ids, (*seed, sample), *limits, device, clock)
             for sample in range(1, params.group_size + 1)
         ]
         texts = {conversation.opening for conversation in group}
-        *others, last = pose(question, task=task, options=options)
+        *others, last = pose(question, task=task, options=config.task)
         last = last | {"content": last["content"] + turns.clean(min(texts))}
         prompt_ids += turns.encode(turns.render([*others, last]))
         if len(texts) > 1:
@@ -185,15 +185,6 @@ def problems_of_environment(
             yield f"cannot reply: {model}'s chat template drops messages of role {reply['role']}"
 
 
-# Turns of a chat
-
-# How Qwen2.5, Qwen3 and Hermes write calls, in the form of transformers' `response_template`.
-CALL = {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True}
-FIELDS = {"tool_calls": CALL | {"transform": {"function": "{content}"}}}
-FIELDS |= {"thinking": {"open": "<think>", "close": "</think>"}}
-TURN_FORM = {"start_anchor_pattern": r"\A", "fields": FIELDS}
-
-
 class Turns:
     """How a model's chat template writes replies, and how the model writes calls of tools."""
 
@@ -210,10 +201,8 @@ class Turns:
         self.render = functools.partial(render, tools=self.tools)
 
     def clean(self, text: str) -> str:
-        """The text without special tokens, with which it could end the turn that it stands in.
-
-        They are found in its ids: a normalizer may make one of other characters.
-        """
+        """The text without special tokens, with which it could end the turn that it stands in."""
+        # They are found in its ids: a normalizer may make one of other characters.
         text, special = prompts.whole_characters(text), prompts.special_ids(self.tokenizer)
         while not special.isdisjoint(ids := self.encode(text)):
             text = self.decode([i for i in ids if i not in special])

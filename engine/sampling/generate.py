@@ -10,10 +10,7 @@ from engine.sampling.draw import TokenBuffer, draw_uniforms
 
 
 class DrawingProcessor(LogitsProcessor):
-    """Draws for `model.generate`, whose own temperature then has one token to choose from.
-
-    A tool's tokens take the place of drawn ones; it may end a row too.
-    """
+    """Draws for `model.generate`, whose own temperature then has one token to choose from."""
 
     def __init__(self, seeds: list[Seed], params: SamplingParams, device: torch.device):
         self.uniforms = draw_uniforms(seeds, params).to(device)  # (B, T)

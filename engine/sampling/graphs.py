@@ -1,38 +1,19 @@
 """Decode steps that are replayed from CUDA graphs.
 
-With one token per row, Python takes longer to launch the model's kernels than the GPU takes to run
-them; a graph launches all of them at once. It repeats the same kernels on the same tensors, so a
-graph serves one shape only.
+With one token per row, Python takes longer to launch the kernels than the GPU takes to run them; a
+graph launches all of them at once, on the same tensors: it serves one shape only.
 """
 
+import functools
 import warnings
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
-from engine.core.types import Completion, SamplingParams, Seed
 from engine.sampling.cache import grown_length
-from engine.sampling.draw import draw_uniforms
-from engine.sampling.grouped import DecodeBatch, decode
+from engine.sampling.grouped import DecodeBatch, decode_grouped
 
 warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")  # at each start
-STEPS_PER_CHECK = 16  # until ended rows are dropped again: each time makes another shape
-
-
-@torch.no_grad()
-def decode_captured(
-    model: nn.Module,
-    prompts: list[list[int]],
-    seeds: list[Seed],
-    params: SamplingParams,
-    *,
-    on_progress: Callable[[int], None],
-) -> list[Completion]:
-    """What `decode_grouped` does, with its steps replayed."""
-    batch = DecodeBatch(model, prompts, draw_uniforms(seeds, params), params)
-    steps = CapturedSteps(batch)
-    return decode(batch, steps, steps_per_check=STEPS_PER_CHECK, on_progress=on_progress)
 
 
 class CapturedSteps:
@@ -50,10 +31,9 @@ class CapturedSteps:
         shape = (num_rows, grown_length(num_columns, limit=limit))
         if self.shape != shape:
             self.shape, self.replay = shape, None
-            # The first step of a shape runs as usual: the GPU's libraries set up what they need.
-            # A capture fails where Python waits for the GPU, as it does for a tensor's value. After
-            # that torch's allocator stays in its capture mode, and memory soon runs out. So the
-            # first step must find such a place: here it raises RuntimeError.
+            # The first step of a shape runs as usual: the GPU's libraries set up what they need. A
+            # capture would fail where Python waits for the GPU, and leave torch's allocator in its
+            # capture mode, until memory runs out. So the first step raises RuntimeError there.
             mode = torch.cuda.get_sync_debug_mode()
             torch.cuda.set_sync_debug_mode("error")
             try:
@@ -75,3 +55,6 @@ class CapturedSteps:
         ):
             self.batch.step(num_columns)
         return graph.replay
+
+
+decode_captured = functools.partial(decode_grouped, replayed=CapturedSteps)

@@ -1,8 +1,7 @@
 """The decode loop of the default: each prompt is read once, and its cache repeated for the group.
 
 It draws the tokens that main.py's `generate` draws, up to rounding, and is several times as fast
-(benchmarks/RESULTS.md): rows that have ended leave the batch, and on a GPU a step is replayed from
-a CUDA graph.
+(benchmarks/RESULTS.md): rows that have ended leave the batch, and on a GPU steps are CUDA graphs.
 """
 
 from collections.abc import Callable
@@ -16,6 +15,8 @@ from engine.core.types import Completion, SamplingParams, Seed
 from engine.sampling.cache import ReservedColumns
 from engine.sampling.draw import TokenBuffer, draw_uniforms
 
+STEPS_PER_CHECK = 16  # if replayed, until ended rows are dropped: each time makes another shape
+
 
 @torch.no_grad()
 def decode_grouped(
@@ -25,23 +26,16 @@ def decode_grouped(
     params: SamplingParams,
     *,
     on_progress: Callable[[int], None],
+    replayed: "Callable[[DecodeBatch], Callable[[int], None]] | None" = None,
 ) -> list[Completion]:
-    """Sample a group of completions of each prompt: N * G of them, question by question."""
+    """Sample a group of completions of each prompt: N * G of them, question by question.
+
+    `replayed` may be CapturedSteps, which makes the batch's step one of a CUDA graph.
+    """
     batch = DecodeBatch(model, prompts, draw_uniforms(seeds, params), params)
-    return decode(batch, batch.step, steps_per_check=1, on_progress=on_progress)
-
-
-def decode(
-    batch: "DecodeBatch",
-    step: Callable[[int], None],
-    *,
-    steps_per_check: int,
-    on_progress: Callable[[int], None],
-) -> list[Completion]:
-    """Decode a batch to its end; after some steps each, rows that have ended are dropped."""
-    drawn, longest = batch.drawn, batch.mask.shape[1] - batch.drawn.params.max_new_tokens
-    num_unfinished = len(batch.tokens)
-    for t in range(1, drawn.params.max_new_tokens):
+    step, steps_per_check = (replayed(batch), STEPS_PER_CHECK) if replayed else (batch.step, 1)
+    drawn, num_unfinished, longest = batch.drawn, len(batch.tokens), max(map(len, prompts))
+    for t in range(1, params.max_new_tokens):
         drawn.ask_tools(batch.tokens[:, 0])  # a calculator or an environment
         if t == 1 or t % steps_per_check == 0:
             active = drawn.active  # (B,), False for the rows that have drawn an end token
@@ -61,8 +55,8 @@ def decode(
 class DecodeBatch:
     """Rows that are decoded together: each step draws one more token of every row.
 
-    The prompts fill the first P columns, padded on the left; each step fills the next column. It
-    changes tensors in place, for captured graphs (see `TokenBuffer`), but in `select`.
+    The prompts fill the first P columns, padded on the left; each step fills the next column, in
+    place but in `select` (see `TokenBuffer`).
     """
 
     def __init__(
@@ -112,7 +106,6 @@ class DecodeBatch:
         self.tokens.copy_(self.drawn.draw(logits, uniforms)[:, None])
 
     def select(self, indices: Tensor) -> None:
-        """Keep only these rows."""
         self.drawn.select(indices)
         self.mask, self.positions = self.mask[indices], self.positions[indices]
         self.tokens, self.uniforms = self.tokens[indices], self.uniforms[indices]

@@ -1,8 +1,5 @@
 """vLLM as the sampler: it computes logits, and draw.py draws from them, as for every backend.
 
-So completions are those of the other backends, up to rounding. Each rank has an engine in its own
-process and on its own device.
-
 Untried on a GPU. There, from 0.31 on, vLLM would take its second model runner, which refuses our
 logits processor: VLLM_USE_V2_MODEL_RUNNER=0 keeps the first. When vLLM drops that one, derive
 `Drawing` from the second's class of logits processors and take the variable away.
@@ -38,11 +35,7 @@ class VllmEngine:
         dtype: torch.dtype,
         memory_gb: float | None,
     ) -> None:
-        """An engine that computes in `dtype` with the weights of `model`; `settings` name its base.
-
-        `memory_gb` is for its cache, as the key sampling.vllm_memory_gb says. Raises ValueError if
-        vLLM is missing, or does not know the model.
-        """
+        """It computes in `dtype` with the weights of `model`; `settings` name its base."""
         vllm, self.device, self.dtype = import_vllm(world.device), world.device, dtype
         self.trained = model
         from vllm.v1.sample.logits_processor import LogitsProcessor
@@ -100,7 +93,6 @@ class VllmEngine:
         *,
         on_progress: Callable[[int], None],
     ) -> list[Completion]:
-        """Sample a group of completions of each prompt: N * G of them, question by question."""
         self.prompts, self.uniforms = prompts, draw_uniforms(seeds, params).to(self.device)
         self.drawn = drawn = TokenBuffer(len(self.uniforms), params, self.device)
         self.active = drawn.active.clone()  # (B,), False once a row has ended
@@ -152,11 +144,8 @@ class VllmEngine:
         drawn.active, drawn.lengths[index] = self.active[index], drawn.t
 
     def draw(self, logits: Tensor, rows: list[int], columns: list[int]) -> Tensor:
-        """Draw and record a token of each row; of the logits (b, V) all others become -inf.
-
-        vLLM drops what follows a part of a prompt, and draws at the same column again.
-        """
-        self.active[rows] = True
+        """Draw and record a token of each row; of the logits (b, V) all others become -inf."""
+        self.active[rows] = True  # also if vLLM dropped what it had drawn for a prompt's part
         self.select(rows, columns)
         uniforms = self.uniforms[self.drawn.rows, self.drawn.t]
         tokens = self.drawn.draw(logits, uniforms)

@@ -4,10 +4,8 @@ The logits of 8,192 tokens over a vocabulary of 151,936 take 5 GB, and log-softm
 make several tensors of that size. The chunked head goes through the vocabulary in blocks instead,
 as Cut Cross-Entropy does (arXiv:2411.09009). In the forward pass a block's logits only add to each
 token's log-sum-exp; the backward pass computes them again, except for the first blocks, which are
-kept while they fit.
-
-We cut the vocabulary into blocks, not the tokens. So a block's rows of the weight's gradient are
-complete when the block is done, and only one block of the weight is copied to bf16 at a time.
+kept while they fit. Blocks are of the vocabulary, not of the tokens: so a block's rows of the
+weight's gradient are complete when the block is done, and only these weights are copied to bf16.
 
 Shapes: M tokens, H hidden size, V vocabulary, v the size of one block of it.
 """

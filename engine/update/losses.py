@@ -1,9 +1,9 @@
 """What is off by default: batches that are used again, a KL penalty, a sampler that is another.
 
 Where a batch is used for several updates (`training.num_iterations`), the policy has moved since it
-sampled. Then the ratio pi / pi_old weighs each token: `old_log_probs` (B, S) are those of the first
-update's pass, whose loss is REINFORCE, -A log pi. All shapes are (B, S), but for advantages (B, 1);
-with a teacher each token has its own. DPPO alone compares with the sampler, mu, in every pass.
+sampled. Then the ratio pi / pi_old weighs each token: `old_log_probs` are those of the first pass,
+whose loss is REINFORCE, -A log pi. All shapes are (B, S), but for advantages (B, 1); with a teacher
+each token has its own. DPPO alone compares with the sampler, mu, in every pass.
 """
 
 import torch
@@ -26,8 +26,6 @@ def apply_options(
     """Token losses and weights with all that the config switches on, and metrics of each token.
 
     `token_loss` is REINFORCE's, which stays the loss of the first pass over a batch, but for DPPO.
-    The batch has the log-probabilities of the sampler, of the first pass and, if there is a KL
-    penalty, those of the reference.
     """
     weights, is_clipped, measured = batch.token_weights, torch.zeros_like(token_loss), {}
     advantages = batch.advantages[:, None]  # (B, 1)
@@ -42,9 +40,7 @@ def apply_options(
             log_probs, advantages, batch.sampler_log_probs, delta=training.dppo_delta
         )
     elif not is_first:
-        token_loss, is_clipped = off_policy_loss(
-            training, log_probs, advantages, batch.old_log_probs, batch.completion_mask
-        )
+        token_loss, is_clipped = off_policy_loss(training, batch, log_probs, advantages)
     measured["train/clip_frac"] = is_clipped
     if training.kl_coef > 0:
         kl = kl_penalty(log_probs, batch.ref_log_probs)
@@ -58,19 +54,16 @@ def apply_options(
 
 
 def off_policy_loss(
-    training: TrainingSettings,
-    log_probs: Tensor,
-    advantages: Tensor,
-    old_log_probs: Tensor,
-    completion_mask: Tensor,
+    training: TrainingSettings, batch: MicroBatch, log_probs: Tensor, advantages: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The loss of each token by `training.policy_loss`, and which tokens it clips."""
     eps, eps_high = training.clip_eps, training.clip_eps_high or training.clip_eps
+    old_log_probs = batch.old_log_probs
     if training.policy_loss == "cispo":
         return cispo_loss(log_probs, advantages, old_log_probs, eps_high=eps_high)
     if training.policy_loss == "gspo":
-        log_probs = completion_means(log_probs, completion_mask)
-        old_log_probs = completion_means(old_log_probs, completion_mask)
+        log_probs = completion_means(log_probs, batch.completion_mask)
+        old_log_probs = completion_means(old_log_probs, batch.completion_mask)
     return ppo_loss(log_probs, advantages, old_log_probs, eps=eps, eps_high=eps_high)
 
 
@@ -79,8 +72,7 @@ def ppo_loss(
 ) -> tuple[Tensor, Tensor]:
     """-min(ratio A, clip(ratio) A) (PPO, arXiv:1707.06347, equation 7).
 
-    A token is clipped, and has no gradient, where its ratio has gone too far in the direction that
-    the advantage asks for.
+    A token whose ratio has gone too far as the advantage asks is clipped, and has no gradient.
     """
     ratio = (log_probs - old_log_probs).exp()
     clipped = ratio.clamp(1 - eps, 1 + eps_high)
@@ -107,8 +99,7 @@ def dppo_loss(
 ) -> tuple[Tensor, Tensor]:
     """-pi / mu A, and 0 where |pi - mu| > delta and pi has moved as A asks (DPPO with Binary-TV).
 
-    arXiv:2602.04879, equations 11 and 12. The ratio is not truncated, as in the equation; TRL's
-    experimental trainer does that at 20.
+    arXiv:2602.04879, equations 11 and 12; the ratio is not truncated, as there.
     """
     moved = (log_probs.exp() - sampler_log_probs.exp()).detach()
     is_masked = (moved.abs() > delta) & (advantages * moved > 0)
@@ -119,8 +110,8 @@ def dppo_loss(
 def completion_means(log_probs: Tensor, completion_mask: Tensor) -> Tensor:
     """The mean log-probability of each completion, at all of its tokens.
 
-    PPO's loss of these is GSPO's (arXiv:2507.18071, equations 5 and 7): the ratio is then that of
-    whole completions, to the power of 1 / length, and its gradient reaches all of their tokens.
+    PPO's loss of these is GSPO's (arXiv:2507.18071, equations 5 and 7): the ratio of a whole
+    completion to the power of 1 / length, whose gradient reaches all of its tokens.
     """
     lengths = completion_mask.sum(dim=1, keepdim=True)  # (B, 1)
     means = (log_probs * completion_mask).sum(dim=1, keepdim=True) / lengths.clamp(min=1)
@@ -130,19 +121,15 @@ def completion_means(log_probs: Tensor, completion_mask: Tensor) -> Tensor:
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Estimate of KL(policy, reference) at each token: k3, 0 where the two agree, else above.
 
-    Schulman 2020, http://joschu.net/blog/kl-approx.html. The log-ratio is limited once for both
-    terms; limited in the exponential alone, the gradient of a token far from the reference would
-    push it further away.
+    Schulman 2020, http://joschu.net/blog/kl-approx.html. The log-ratio is limited in both terms;
+    in the exponential alone, the gradient of a far token would push it further away.
     """
     log_ratio = (ref_log_probs - log_probs).clamp(-KL_LOG_RATIO_LIMIT, KL_LOG_RATIO_LIMIT)
     return log_ratio.expm1() - log_ratio  # exp(x) - x - 1, which would round to below 0 near 0
 
 
 def truncated_importance(log_probs: Tensor, sampler_log_probs: Tensor, *, clip: float) -> Tensor:
-    """Truncated importance sampling, for a sampler of less precision: min(pi / pi_sampler, clip).
-
-    Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
-    """
+    """min(pi / pi_sampler, clip): truncated importance sampling (Yao et al. 2025)."""
     return (log_probs - sampler_log_probs).exp().clamp(max=clip)
 
 
@@ -150,8 +137,7 @@ def over_mean(advantages: Tensor, rewards: Tensor, groups: list[list[Trajectory]
     """(reward - mean) / mean of each group (N, G): the rarer a right answer, the more it counts.
 
     MaxRL (arXiv:2602.02710), for rewards of 0 and 1; `advantages` are reward - mean. A group whose
-    mean is 0 has advantage 0. Raises RewardError for a reward below 0: as no weight is negative
-    there (`impossible` in engine/core/config.py), one of its parts is.
+    mean is 0 has advantage 0. Raises RewardError for a reward below 0.
     """
     for trajectory in (t for group in groups for t in group if t.reward < 0):
         name, value = min(trajectory.reward_parts.items(), key=lambda part: part[1])

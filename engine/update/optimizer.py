@@ -15,8 +15,7 @@ FP32, AVERAGES = 4, {"adamw": 8, "adamw_8bit": 2, "muon": 4}
 def make_optimizer(model: nn.Module, training: TrainingSettings) -> torch.optim.Optimizer:
     """AdamW for all trainable weights, or Muon for the blocks' matrices and AdamW for the rest.
 
-    Weight decay is on matrices and embeddings only. A group's learning rate is the schedule's times
-    `lr_scale`. Raises ValueError if the package for 8-bit averages is missing.
+    Weight decay spares vectors. A group's learning rate is the schedule's times `lr_scale`.
     """
     others, matrices, embeddings = [p for p in model.parameters() if p.requires_grad], [], []
     rate = training.learning_rate
@@ -75,25 +74,20 @@ class Together(torch.optim.Optimizer):
 def learning_rate_at(step: int, training: TrainingSettings) -> float:
     """The learning rate of step 1, 2, ..., num_steps, for groups whose `lr_scale` is 1.
 
-    The warm-up ends at the full rate, and the decay begins after it. The decay is the factor of
-    transformers' schedulers at step - 1: at `step` it would be 0 in the last step.
+    The decay is that of transformers' schedulers at step - 1: at `step` the last would be 0.
     """
     num_warmup = training.warmup_steps
     if step <= num_warmup:
         return training.learning_rate * step / num_warmup
     progress = (step - 1 - num_warmup) / (training.num_steps - num_warmup)
-    decay = {
-        "constant": 1.0,
-        "linear": 1 - progress,
-        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-    }[training.lr_schedule]
-    return training.learning_rate * decay
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    decays = {"constant": 1.0, "linear": 1 - progress, "cosine": cosine}
+    return training.learning_rate * decays[training.lr_schedule]
 
 
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, step: int, training: TrainingSettings
 ) -> None:
-    """Set the learning rate of each group for this step."""
     give_rate(optimizer, learning_rate_at(step, training))
 
 

@@ -1,4 +1,4 @@
-"""What becomes of a step's update."""
+"""What became of a step's update."""
 
 import math
 from dataclasses import dataclass, field
@@ -10,8 +10,6 @@ from engine.core.types import MicroBatch
 
 
 class Outcome(Enum):
-    """What became of a step's update."""
-
     UPDATED = "updated"
     NOTHING_TO_TRAIN_ON = "nothing to train on"  # on any rank: all advantages are 0
     BROKEN = "broken"  # a completion, the loss or the gradient is not finite: the step is skipped
@@ -29,10 +27,7 @@ class Update:
 
 
 def outcome_of(loss: float, grad_norm: float, scaler: torch.amp.GradScaler) -> Outcome:
-    """Whether the optimizer may step by a gradient; both numbers are of all ranks.
-
-    Where only the gradient is not finite, float16's loss scale was too high, unless it is 1.
-    """
+    """Whether the optimizer may step by a gradient; both numbers are of all ranks."""
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return Outcome.UPDATED
     is_overflow = math.isfinite(loss) and scaler.get_scale() > 1  # 1 too where it is off

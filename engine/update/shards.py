@@ -5,13 +5,8 @@ its first dimension. A forward or backward pass gathers a block's weights from a
 it needs them, and frees them afterwards. So every rank must make the same number of passes.
 
 The arithmetic is that of DDP: weights are gathered in fp32, and each micro-batch's gradient is
-averaged over the ranks at once and added to fp32 parts, so no rank ever holds all of it. Without
-model.gradient_checkpointing autograd keeps the bf16 copy of every weight from the forward to the
-backward pass, as it does in DDP.
-
-Sampling would gather all weights for every token. So a full copy in the compute dtype samples, into
-which the weights are gathered after each step. At the start each rank loads the whole model in
-fp32; saving best/ takes as much again of rank 0's memory.
+averaged over the ranks at once and added to fp32 parts, so no rank ever holds all of it. Since
+sampling would gather all weights for every token, a full copy in the compute dtype samples.
 """
 
 import shutil
@@ -34,15 +29,12 @@ from engine.core.types import MicroBatch
 
 PART = "part-{:05d}.safetensors"  # a rank's file in a checkpoint
 
-# Training
-
 
 def shard_scorer(scorer: nn.Module, world: World, *, reshard_after_forward: bool) -> nn.Module:
     """Cut a CompletionScorer's weights in place, and put this rank's parts on its device.
 
     Each block gathers its own weights, the scorer all others: embeddings, last norm and head. These
-    stay gathered until the backward pass has ended, or only until the forward pass has with
-    `reshard_after_forward`, for a reference, which has no backward pass.
+    stay gathered until the backward pass has ended, or, for a reference, the forward pass.
     """
     if not dist.is_initialized():  # there is one rank, which gathers from itself
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
@@ -55,11 +47,7 @@ def shard_scorer(scorer: nn.Module, world: World, *, reshard_after_forward: bool
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The model's transformer blocks: of its lists of modules, the list with the most weights."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=count_weights))
-
-
-def count_weights(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    return list(max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters())))
 
 
 def equal_passes(micro_batches: list[MicroBatch], world: World) -> list[MicroBatch]:
@@ -82,9 +70,6 @@ def gather_weights(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
             on_device = whole(tensor, tensor.dtype)
             gathered[id(tensor)] = on_device.detach().cpu() if world.is_main else None
     return {name: gathered[id(tensor)] for name, tensor in tensors.items()} if world.is_main else {}
-
-
-# Checkpoints: a part for each rank
 
 
 def save_parts(
@@ -163,7 +148,6 @@ def check_shared_disk(folder: Path, world: World) -> None:
     holder = world.on_main(lock.read_text)  # a process and its machine
     num_blind = int(world.sum([not lock.is_file() or lock.read_text() != holder]))
     if num_blind > 0:
-        raise ValueError(
-            f"model.shard = true: {num_blind} of {world.size} ranks do not see {folder} as rank 0 "
-            "does, and each rank saves its part there: set run.dir to a disk that all nodes share"
-        )
+        some = f"{num_blind} of {world.size} ranks do not see {folder} as rank 0 does"
+        fix = "each rank saves its part there: set run.dir to a disk that all nodes share"
+        raise ValueError(f"model.shard = true: {some}, and {fix}")

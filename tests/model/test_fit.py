@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3_5T
 
 from engine.model.load import check_host_memory, load_model_and_tokenizer
 from engine.run.load import check_disk
-from engine.update.shards import blocks_of, count_weights
+from engine.update.shards import blocks_of
 
 
 def test_a_model_that_cannot_fit_is_refused_before_its_weights_are_read(
@@ -149,7 +149,8 @@ def test_the_table_of_memory_is_counted_from_the_models_shapes(name):
     )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)
-    blocks, num_weights = [count_weights(block) for block in blocks_of(model)], count_weights(model)
+    num_weights = model.num_parameters()
+    blocks = [sum(p.numel() for p in block.parameters()) for block in blocks_of(model)]
     outside = num_weights - sum(blocks)
     gathered = 4 * (outside + max(outside, 2 * max(blocks)))
     head = model.get_output_embeddings()

@@ -244,9 +244,7 @@ def test_gspo_clips_whole_completions_by_hand(advantage, product, gradient):
     log_probs, batch = make_compared([[4.0, product / 4, 9.0]], [[True, True, False]], [advantage])
     settings = ["policy_loss=gspo", "clip_eps=0.09", "clip_eps_high=0.2"]
     training = make_config(*(f"training.{setting}" for setting in settings)).training
-    loss, is_clipped = losses.off_policy_loss(
-        training, log_probs, batch.advantages, batch.old_log_probs, batch.completion_mask
-    )
+    loss, is_clipped = losses.off_policy_loss(training, batch, log_probs, batch.advantages)
     (batch.token_weights * loss).sum().backward()
     expected = torch.tensor([[-gradient, -gradient, 0.0]])
     torch.testing.assert_close(log_probs.grad, expected, rtol=0, atol=1e-6)
