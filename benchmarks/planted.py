@@ -818,13 +818,13 @@ BUGS = [
         "a difference of three from the right",
         r"min_precedence=PRECEDENCE\[token\]",
         r"min_precedence=PRECEDENCE[token] + 1",
-        "test_results_are_exact_and_without_needless_zeros",
+        "test_a_result_is_exact_and_short_or_there_is_none",
     ),
     Bug(
         "a calculator's result rounded",
         r"scaled = (value_of\(.+\)) \* 10\*\*MAX_DECIMALS",
         r"scaled = Fraction(round(\1 * 10**MAX_DECIMALS))",
-        "test_what_has_no_short_exact_result_has_none",
+        "test_a_result_is_exact_and_short_or_there_is_none",
     ),
     Bug(
         "runs of two seeds in one folder",

@@ -335,16 +335,9 @@ def load_rows(
     **options: object,
 ) -> list[dict]:
     """A task's questions of a split, from a file, the hub or "generated", under its `options`."""
-    return load_examples(
-        task,
-        str(source),
-        split,
-        options=task.Options(**options),
-        num_examples=num_examples,
-        seed=with_seed,
-        held_out=held_out,
-        exclude=exclude,
-    )
+    how = {"num_examples": num_examples, "seed": with_seed, "held_out": held_out}
+    settings = task.Options(**options)
+    return load_examples(task, str(source), split, options=settings, exclude=exclude, **how)
 
 
 # Rewards by construction
@@ -461,10 +454,9 @@ def run_on_ranks(
     context = forkserver()
     queue = context.SimpleQueue()
     store = folder / f"store-{time.monotonic_ns()}"
+    shared = (num_ranks, store, args, queue)
     ranks = [
-        context.Process(
-            target=run_rank, args=(function, rank, num_ranks, store, args, queue), daemon=True
-        )
+        context.Process(target=run_rank, args=(function, rank, *shared), daemon=True)
         for rank in range(num_ranks)
     ]
     for rank in ranks:

@@ -15,10 +15,9 @@ ROOMS = ("run", "report", "model", "sampling", "update", "questions", "core")
 
 def test_imports_of_engine_run_down():
     """None from a lower room to a higher one, none to the program, its logger, tasks and tools."""
-    assert {path.name for path in (ROOT / "engine").iterdir() if path.is_dir()} - {
-        "__pycache__"
-    } == set(ROOMS)
-    for path in ROOT.glob("engine/*/*.py"):
+    files = list(ROOT.glob("engine/*/*.py"))
+    assert {path.parent.name for path in files} == set(ROOMS)
+    for path in files:
         higher = ROOMS[: ROOMS.index(path.parent.name)]
         for module in imported(path):
             first, second, *_ = [*module.split("."), ""]
@@ -28,11 +27,10 @@ def test_imports_of_engine_run_down():
 
 def test_no_two_modules_import_each_other():
     """A circle holds no matter where an import stands: within a function it is hidden only."""
-    files = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
-        for folder in ("engine", "tasks", "tools", ".")
-        for path in ROOT.glob(f"{folder}/**/*.py" if folder == "engine" else f"{folder}/*.py")
-    }
+    paths = [
+        p for place in ("*", "engine/**/*", "tasks/*", "tools/*") for p in ROOT.glob(f"{place}.py")
+    ]
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
     after = {name: {m for m in imported(path) if m in files} for name, path in files.items()}
     while leaves := [name for name in after if not after[name] & after.keys()]:
         for name in leaves:
@@ -101,20 +99,14 @@ def test_a_feature_that_is_off_is_not_loaded(tmp_path, rotary_model_folder, toke
     sizes = ["training.num_steps=1", "training.num_samples_per_step=1", "validation.best_of_n=1"]
     sizes += ["training.k_best_of_n=[2,2]", "training.max_new_gen_tokens=8"]
     sizes += ["validation.num_examples=1", f"run.dir={tmp_path}", "training.learning_rate=1e-4"]
-    arguments = {
-        name: [
-            f"--config={os.devnull}",
-            *sizes,
-            f"run.name=run{i}",
-            f"model.name={chat if name == 'an environment' else rotary_model_folder}",
-            *overrides,
-        ]
-        for i, (name, (overrides, _)) in enumerate(RUNS.items())
-    }
+    arguments = {}
+    for i, (name, (overrides, _)) in enumerate(RUNS.items()):
+        model = chat if name == "an environment" else rotary_model_folder
+        where = [f"--config={os.devnull}", f"run.name=run{i}", f"model.name={model}"]
+        arguments[name] = [*where, *sizes, *overrides]
     command = [sys.executable, "-c", PROGRAM, json.dumps(arguments), json.dumps(sorted(OPTIONAL))]
-    result = subprocess.run(
-        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=200
-    )
+    how = {"capture_output": True, "text": True, "timeout": 200}
+    result = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, **how)
     assert result.returncode == 0, result.stderr[-3000:]
     found = json.loads(result.stdout.rstrip().split("\n")[-1])
     assert found == {name: sorted(own) for name, (_, own) in RUNS.items()}

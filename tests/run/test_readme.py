@@ -1,26 +1,26 @@
-"""README's and docs/' commands work, their code is the code, their links lead somewhere."""
+"""What README, docs/ and the notebook show: commands work, code is quoted, links lead somewhere."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 import textwrap
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
-import torch
 import yaml
-from harness import ROOT, USERS_ENVIRONMENT, make_config
+from harness import ROOT, USERS_ENVIRONMENT, make_config, make_row
 from packaging.requirements import Requirement
 from tokenizers import Tokenizer
 
 import countdown
-from engine.core.types import MicroBatch
 from engine.run.config_file import combine
-from main import grpo_advantages, micro_batch_loss, token_weights
+from main import assign_advantages
+from tools.page import PART_BYTES
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 README = TEXT.splitlines()
@@ -28,9 +28,12 @@ DOCS = {
     file.name: file.read_text(encoding="utf-8")
     for file in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 }
+NOTEBOOK = ROOT / "notebooks/first_run.ipynb"
+CELLS = [c for c in json.loads(NOTEBOOK.read_text("utf-8"))["cells"] if c["cell_type"] == "code"]
 FIRST = "pip install -r requirements.txt && OMP_NUM_THREADS=1 torchrun --nproc-per-node=2 main.py"
 TESTS = 'pip install -r requirements.txt ".[dev]" && python -m pytest'
-SMALL = "training.num_steps=1 training.num_samples_per_step=2 validation.num_examples=4"
+SMALL = "training.num_steps=1 training.num_samples_per_step=2 validation.num_examples=4 "
+SMALL += "validation.best_of_n=2 'validation.pass_k=[1]' logging.rollouts_every=1"
 
 
 def blocks(language: str, text: str = TEXT) -> list[str]:
@@ -57,60 +60,48 @@ def test_every_file_and_recipe_that_the_pages_name_is_there():
     assert [word for word in sorted(named) if not (ROOT / word).exists()] == []
 
 
-@pytest.mark.parametrize("folder", ["", "docs", "results", "configs", "benchmarks"])
-def test_every_link_leads_to_a_file_and_its_heading(folder):
-    for page in (ROOT / folder).glob("*.md"):
-        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
-            if "://" in target:
-                continue
-            name, _, heading = target.partition("#")
-            file = page.parent / name if name else page
-            assert file.exists(), f"{page.name}: {target}"
-            if heading:
-                text = file.read_text(encoding="utf-8")
-                titles = re.findall(r"^##+ (.*)$", text, re.MULTILINE)
-                slugs = [re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles]
-                assert heading in slugs, f"{page.name}: {target}"
+def test_every_link_leads_to_a_file_and_its_heading():
+    folders = ("", "docs", "results", "configs", "benchmarks")
+    pages = [page for folder in folders for page in (ROOT / folder).glob("*.md")]
+    links = [(p, link) for p in pages for link in re.findall(r"\]\(([^)\s]+)\)", p.read_text())]
+    assert len(links) > 50
+    for page, target in links:
+        name, _, heading = target.partition("#")
+        file = page.parent / name if name else page
+        assert "://" in target or file.exists(), f"{page.name}: {target}"
+        if heading and "://" not in target:
+            titles = re.findall(r"^##+ (.*)$", file.read_text(), re.MULTILINE)
+            slugs = [re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles]
+            assert heading in slugs, f"{page.name}: {target}"
 
 
 def test_the_example_by_numbers_is_what_main_computes():
-    """Rewards, mean, advantages, weights and gradients of README's four completions."""
+    """Rewards, mean, advantages and gradients of README's four completions."""
     posed, (example,) = blocks(""), [block for block in blocks("") if block.startswith("A  ")]
     texts = [re.sub(r"(?m)^[A-D ]  ", "", block).rstrip() for block in example.split("\n\n")]
-    config, rewards, lengths = make_config(), [], []
-    question = {"nums": [3, 7, 25], "target": 46}
+    config, question = make_config(), {"nums": [3, 7, 25], "target": 46}
     prompt = countdown.generate_prompt(question, options=config.task)
     assert "\n".join(message["content"] for message in prompt) + "\n" in posed
     tokenizer = Tokenizer.from_file(str(ROOT / "tiny/tokenizer.json"))
+    group = []
     for text in texts:
-        options = {"options": config.task, "num_tokens": 0}
-        parts = countdown.reward_function(f"\n{text}", question, **options)
-        rewards.append(sum(parts[name] * w for name, w in config.task.reward_weights.items()))
-        lengths.append(len(tokenizer.encode(f"\n{text}").ids) + 1)  # and the end token
-    (advantages,) = grpo_advantages(torch.tensor([rewards]), divide_by_std=False)
-    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # (4, T)
-    limit = config.training.max_new_gen_tokens
-    counts = {"num_rows": 4, "num_tokens": sum(lengths), "max_new_gen_tokens": limit}
-    weights = token_weights(mask, normalization=config.training.loss_normalization, **counts)
-    log_probs = torch.full(mask.shape, -0.5, requires_grad=True)
-    batch = MicroBatch([], torch.zeros_like(mask), mask, advantages, weights, log_probs.detach())
-    policy = SimpleNamespace(
-        scorer=Mock(return_value=log_probs),
-        reference=None,
-        params=SimpleNamespace(temperature=1.0),
-        grad_scaler=torch.amp.GradScaler(enabled=False),
-    )
-    micro_batch_loss(policy, batch, config.training, {}).backward()
-    assert f"The mean of the group is {sum(rewards) / 4:.3f}," in " ".join(README)
-    assert weights[mask].tolist() == pytest.approx([1 / 1280] * sum(lengths))
+        num_tokens = len(tokenizer.encode(f"\n{text}").ids) + 1  # and the end token
+        how = {"options": config.task, "num_tokens": num_tokens}
+        parts = countdown.reward_function(f"\n{text}", question, **how)
+        reward = sum(parts[name] * w for name, w in config.task.reward_weights.items())
+        group.append(make_row(reward, num_tokens=num_tokens))
+    assign_advantages([group], config.training)
+    assert config.training.loss_normalization == "dr_grpo"
+    divisor = len(group) * config.training.max_new_gen_tokens
+    mean = sum(t.reward for t in group) / 4
+    assert f"The mean of the group is {mean:.3f}," in " ".join(README)
     rows = [line for line in README if re.match(r"\| [A-D]: ", line)]
-    for row, reward, advantage, length, gradient in zip(
-        rows, rewards, advantages, lengths, log_probs.grad, strict=True
-    ):
-        cells = [str(length), f"{reward:.1f}", f"{advantage:+.3f}", "1/1280", f"{gradient[0]:+.5f}"]
-        cells.append("likelier" if gradient[0] < 0 else "less likely")
+    for row, t in zip(rows, group, strict=True):
+        gradient = -t.advantage / divisor  # of the loss, for each token's log-probability
+        length = len(t.completion.token_ids)
+        shown = f"{length} {t.reward:.1f} {t.advantage:+.3f} 1/{divisor} {gradient:+.5f}"
+        cells = [*shown.split(), "likelier" if gradient < 0 else "less likely"]
         assert [cell.strip() for cell in row.split("|")[2:-1]] == cells
-        assert (gradient[:length] == gradient[0]).all() and not gradient[length:].any()
 
 
 def test_the_edit_of_config_yaml_that_readme_shows_makes_the_recipe_of_sil():
@@ -164,6 +155,19 @@ def clone(tmp_path_factory) -> Path:
     return folder
 
 
+def shell(python: Path, command: str, **how) -> str:
+    """What a command prints; it finds `python` and the `torchrun` beside it."""
+    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+    line, environment = (
+        ["bash", "-o", "pipefail", "-c", command],
+        USERS_ENVIRONMENT | {"PATH": path},
+    )
+    how |= {"capture_output": True, "text": True, "timeout": 120}
+    result = subprocess.run(line, env=environment, **how)
+    assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
+    return result.stdout
+
+
 @pytest.mark.slow
 def test_every_command_that_needs_no_gpu_works_as_printed(clone, python):
     """In their order, from a copy of the repository; runs are made small by keys at the end."""
@@ -172,20 +176,41 @@ def test_every_command_that_needs_no_gpu_works_as_printed(clone, python):
     commands = [line.split(" && ")[-1] for line in lines if re.search(r"main\.py|-m tools", line)]
     commands = list(dict.fromkeys(command.replace("uv run ", "") for command in commands))
     assert len(commands) >= 7
-    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
     for command in commands:
-        result = subprocess.run(
-            f"{command} {SMALL}" if "main.py" in command else command,
-            shell=True,
-            cwd=clone,
-            env=USERS_ENVIRONMENT | {"PATH": path},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
-        commands += re.findall("ask it: +(.*--config.*)", result.stdout)  # for our own task
+        size = f" {SMALL}" if "main.py" in command else ""
+        printed = shell(python, command + size, cwd=clone)
+        commands += re.findall("ask it: +(.*--config.*)", printed)  # for our own task
     assert "tools.chat" in commands[-1] and "--config" in commands[-1]
+
+
+@pytest.mark.slow
+def test_every_cell_of_the_notebook_runs_in_its_order(clone, python, monkeypatch, capsys):
+    """In the copy, from the notebook's folder, with one small step.
+
+    Plain Python runs the cells and bash their lines that begin with `!`: IPython and its kernel
+    would be thirty packages more.
+    """
+    shown, display = [], SimpleNamespace(HTML=str)
+    monkeypatch.chdir(clone / "notebooks")
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    monkeypatch.setitem(PART_BYTES, "rollouts", PART_BYTES["rollouts"])  # a cell changes it
+    names = {"shell": lambda command: print(shell(python, command)), "display": shown.append}
+    for cell in CELLS:
+        source = "".join(cell["source"]).replace('"first", ""', f'"first", "{SMALL}"')
+        exec(re.sub(r"^( *)!(.*)$", r'\1shell(rf"""\2""")', source, flags=re.M), names)
+    first, report, second = shown
+    assert first.size == second.size
+    assert report.startswith("<iframe") and "run.name" in report and "advantage" in report
+    printed = capsys.readouterr().out
+    assert printed.count("--- after step 1:") == 3 and "\x1b[43m" in printed
+
+
+def test_the_notebooks_outputs_are_of_one_run_without_errors_and_name_no_machines_paths():
+    assert [cell["execution_count"] for cell in CELLS] == list(range(1, len(CELLS) + 1))
+    outputs = [output for cell in CELLS for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    assert not re.search(r"(?<![\w.<])/(tmp|root|home|work)/", NOTEBOOK.read_text("utf-8"))
 
 
 def test_the_task_of_the_docs_pays_for_being_near():

@@ -3,11 +3,12 @@
 import json
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from harness import ROOT, USERS_ENVIRONMENT, read_jsonl
+from harness import ROOT, USERS_ENVIRONMENT, benchmark, forkserver, read_jsonl
 from PIL import Image, ImageSequence
 from safetensors.torch import load_file
 
@@ -16,19 +17,21 @@ from tools.plot import read_table
 pytestmark = pytest.mark.slow
 
 
-def run_quickly(
-    python: Path, script: str, *arguments: str, size: str = "--quick", **environment: str
-) -> str:
+def run_quickly(python: Path, script: str, *arguments: str, size: str = "--quick") -> str:
     """What a benchmark prints on the smallest sizes."""
     command = [python, f"benchmarks/{script}", *size.split(), *arguments]
-    told = {"capture_output": True, "text": True, "timeout": 120}
-    result = subprocess.run(command, cwd=ROOT, env=USERS_ENVIRONMENT | environment, **told)
+    how = {"capture_output": True, "text": True, "timeout": 120}
+    result = subprocess.run(command, cwd=ROOT, env=USERS_ENVIRONMENT, **how)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
-def test_the_rollouts_benchmark_prints_every_table_and_what_was_not_measured(python):
-    output = run_quickly(python, "rollouts.py")
+def test_the_rollouts_benchmark_prints_every_table_and_what_was_not_measured(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # for the ranks, whose start is a fork here
+    rollouts = benchmark("rollouts")
+    monkeypatch.setattr(rollouts.multiprocessing, "get_context", lambda method: forkserver())
+    rollouts.main(["--quick"])
+    output = capsys.readouterr().out
     for name in ("grouped", "model.generate", "questions", "samples", "max_new_tokens", "2 ranks"):
         assert any(line.startswith(name) for line in output.splitlines()), name
     assert output.count("not measured") == 2
@@ -44,8 +47,8 @@ def test_searches_counts_tries_and_equations_and_answers_a_question(tmp_path, py
     assert any(line.startswith("README's question, greedily (") for line in lines)
     command, _, *table = file.read_text().splitlines()
     assert command == f"`python benchmarks/searches.py {size}`"
-    cells = [line.strip("|").split("|") for line in table]
-    assert cells[2][0].strip() == "completions" and cells[2][-1].strip() == "8"
+    cells = [cell.strip() for cell in table[2].strip("|").split("|")]
+    assert cells[0] == "completions" and cells[-1] == "8"
 
 
 def test_the_gif_of_readme_is_what_its_command_draws(python, tmp_path):
@@ -68,14 +71,21 @@ def test_what_only_a_gpu_can_show_runs_as_a_toy(python, part, tmp_path):
     assert all(row["is_reached"] and row["name"] in output for row in found["rows"])
 
 
-def test_a_tree_equals_itself_but_not_one_with_another_constant(python):
-    """The limit of the KL penalty matters where there is one, and there alone."""
-    changed = ["--set-b", "KL_LOG_RATIO_LIMIT=0.001", "--only", "default", "gspo-kl"]
-    command = [python, "benchmarks/equality.py", ROOT, ROOT, *changed]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 1, result.stderr
-    assert "| default | equal |" in result.stdout
-    assert "| gspo-kl | weights: at most " in result.stdout
+def test_a_tree_equals_itself_but_not_one_with_another_constant(python, monkeypatch, capsys):
+    """The limit of the KL penalty matters where there is one, and there alone. In one step."""
+    equality, names = benchmark("equality"), ["default", "gspo-kl"]
+    one_step = ["training.num_steps=1", "validation.num_examples=2", "checkpoint.every=1"]
+    for name in names:
+        overrides = [*equality.CONFIGURATIONS[name].overrides, *one_step]
+        monkeypatch.setitem(equality.CONFIGURATIONS, name, equality.Configuration(overrides))
+    changed = ["--set-b", "KL_LOG_RATIO_LIMIT=0.001", "--only", *names]
+    monkeypatch.setattr(sys, "argv", ["equality.py", str(ROOT), str(ROOT), *changed])
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(SystemExit, match="True"):
+        equality.main()
+    output = capsys.readouterr().out
+    assert "| default | equal |" in output
+    assert "| gspo-kl | weights: at most " in output
 
 
 def test_a_step_of_the_published_setting_is_timed(python):
@@ -93,18 +103,15 @@ def test_our_side_of_the_learning_benchmark_runs_once(python, tmp_path):
 
 
 def test_ablations_leave_metrics_a_table_and_a_picture_and_run_once(python, tmp_path):
-    rows = ["bf16-weights", "top-k-10"]  # with a switch each
+    rows = {"bf16-weights": torch.bfloat16, "top-k-10": torch.float32}  # with a switch each
     arguments = ["--rows", *rows, "--jobs", "1", "--out", str(tmp_path)]
     output = run_quickly(python, "ablations.py", *arguments)
     assert [f"{row}-s0: done" in output for row in rows] == [True, True]
     assert (tmp_path / "ablations.md").read_text().count("not run") > 15
-    runs = tmp_path / "ablations/runs"
-    for row, dtype in {"top-k-10": torch.float32, "bf16-weights": torch.bfloat16}.items():
-        state = runs / f"{row}-s0/checkpoints/last"
-        weights = load_file(state / "model.safetensors").values()
+    for row, dtype in rows.items():
+        run, kept = tmp_path / f"ablations/runs/{row}-s0", tmp_path / f"ablations/{row}-s0.csv"
+        weights = load_file(run / "checkpoints/last/model.safetensors").values()
         assert {weight.dtype for weight in weights} == {dtype}
-        lines = (tmp_path / f"ablations/{row}-s0.csv").read_text().splitlines()
-        assert [line.split(",")[0] for line in lines] == ["step", "0", "1", "2"]
-        whole = read_table(runs / f"{row}-s0").rows
-        assert read_table(tmp_path / f"ablations/{row}-s0.csv").rows.equals(whole)
+        assert read_table(kept).rows["step"].tolist() == [0, 1, 2]
+        assert read_table(kept).rows.equals(read_table(run).rows)
     assert "done" not in run_quickly(python, "ablations.py", *arguments)

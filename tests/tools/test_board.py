@@ -1,19 +1,13 @@
 """benchmarks/board.py: what a candidate for the board may not change, and what counts."""
 
-import importlib
-
 import numpy as np
 import pytest
-from harness import ROOT
+from harness import ROOT, benchmark
+
+board = benchmark("board")
 
 
-@pytest.fixture
-def board(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("board")
-
-
-def test_another_grader_is_refused(board, tmp_path):
+def test_another_grader_is_refused(tmp_path):
     for name in board.FIXED:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
@@ -30,7 +24,7 @@ def test_another_grader_is_refused(board, tmp_path):
         (["a"], ["c"], "are not the board's"),
     ],
 )
-def test_other_questions_are_refused(board, validation, training, message, monkeypatch):
+def test_other_questions_are_refused(validation, training, message, monkeypatch):
     splits = {str(ROOT): (["a", "b"], ["d"]), "honest": (["a", "b"], ["c"])}
     splits["candidate"] = (validation, training)
     monkeypatch.setattr(board, "questions", lambda folder, arguments: splits[str(folder)])
@@ -39,6 +33,6 @@ def test_other_questions_are_refused(board, validation, training, message, monke
         board.check_questions("candidate", [], "hard", [0])
 
 
-def test_what_was_measured_after_the_time_does_not_count(board):
+def test_what_was_measured_after_the_time_does_not_count():
     curve = np.array([[5.0, 53.0, 121.0], [0.4, 0.86, 0.9]])
     assert board.figures([curve, curve * [[1], [0.5]]], 120) == ["0.860, 0.430", "53, not reached"]

@@ -14,11 +14,6 @@ from engine.update.outcome import Outcome, Update
 switched, ablations = map(benchmark, ("switched", "ablations"))
 
 
-def switch(monkeypatch, name: str) -> None:
-    for replaced in switched.SWITCHES[name]:
-        monkeypatch.setattr(*replaced)
-
-
 def test_every_switch_of_a_row_is_there_and_replaces_what_is_there():
     for switches in ablations.SWITCHES.values():
         assert set(switches.split(",")) <= set(switched.SWITCHES)
@@ -26,12 +21,10 @@ def test_every_switch_of_a_row_is_there_and_replaces_what_is_there():
         assert all(hasattr(owner, name) for owner, name, _ in replaced)
 
 
-# A sampler that lags behind
-
-
 def test_a_stale_sampler_gets_the_weights_after_every_fourth_step(rotary_model_folder, monkeypatch):
     """Each update adds 1 to all weights. Measured is the model itself."""
-    switch(monkeypatch, "stale-4")
+    for replaced in switched.SWITCHES["stale-4"]:
+        monkeypatch.setattr(*replaced)
 
     def update(run, groups):
         with torch.no_grad():
@@ -52,9 +45,6 @@ def test_a_stale_sampler_gets_the_weights_after_every_fourth_step(rotary_model_f
     assert lags == [1, 2, 3, 0, 1, 2, 3, 0, 1]
     main.sample_validation(run)
     assert measured[0].sampler.model is run.policy.model is not run.policy.sampler.model
-
-
-# Advantages
 
 
 def test_the_most_varied_half_has_the_largest_variance_of_all_halves():
