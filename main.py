@@ -124,7 +124,7 @@ def run_training(run: Run) -> int:
     """The whole algorithm, in one loop; returns the exit status."""
     config, world, state = run.config, run.world, run.state
     per_rank = config.questions_per_rank(world.size)
-    world.catch_signals()  # after SIGTERM and the like the run ends its step, is saved, and ends
+    world.signals.start()  # after SIGTERM and the like the run ends its step, is saved, and ends
     while True:
         if run.is_evaluation_due:  # never once a signal has come; step 0 is the loaded model
             evaluate(run)
@@ -167,7 +167,7 @@ def sample_trajectories(
         groups = decode_in_batches(
             policy.sampler, prompts, params, config.sampling.max_batch_tokens, run.logger
         )
-    with clock("reward"):
+    with clock("reward"), run.world.signals.patience():  # given up 20 s after a signal
         return [
             reward_group(policy, task, config, *group)
             for group in zip(questions, prompts.token_ids, groups, strict=True)

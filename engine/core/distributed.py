@@ -1,8 +1,7 @@
 """What the processes of a run do together: sum numbers, broadcast rank 0's, and stop at signals."""
 
+import functools
 import os
-import signal
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from engine.core.signals import SignalWatch
+
 
 @dataclass
 class World:
@@ -22,13 +23,22 @@ class World:
     rank: int
     size: int
     device: torch.device
-    stop_signal: int = 0  # the first of SIGTERM, SIGINT, SIGHUP that this rank got, 0 for none
-    stop_signal_at_s: float = 0.0
     should_stop: bool = False  # whether any rank had got one when all were asked
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @functools.cached_property
+    def signals(self) -> SignalWatch:
+        return SignalWatch(is_main=self.is_main)
+
+    @property
+    def stop_signal(self) -> int:
+        """The first of SIGTERM, SIGINT and SIGHUP that this rank got, 0 for none."""
+        if self.signals.pipe is not None:
+            self.signals.read(self.signals.pipe[0])
+        return self.signals.first
 
     def sum(self, values: list[float] | np.ndarray | torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in float64 on the CPU."""
@@ -86,23 +96,6 @@ class World:
             for tensor in (parameter.data, *filter(torch.is_tensor, state.values())):
                 dist.broadcast(tensor, src=0)
 
-    def catch_signals(self) -> None:
-        """From here on a signal to end sets a flag, for which the ranks ask one another."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            # `nohup` makes a process ignore SIGHUP, which comes when a terminal is closed.
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self.note_signal)
-
-    def note_signal(self, number: int, frame: object) -> None:
-        """Keep the first signal; a second Ctrl-C ends this process at once."""
-        now_s = time.monotonic()
-        is_interrupt = number == self.stop_signal == signal.SIGINT
-        # Under torchrun one Ctrl-C comes twice: from the terminal and, a moment later, torchrun.
-        if is_interrupt and now_s - self.stop_signal_at_s > 1:
-            os._exit(128 + number)
-        if self.stop_signal == 0:
-            self.stop_signal, self.stop_signal_at_s = number, now_s
-
     def leave(self) -> None:
         """Wait for the other ranks and leave the process group; signals then end the process again.
 
@@ -112,10 +105,7 @@ class World:
         self.sum([0.0])  # rank 0 may be saving: where a rank exits, torchrun ends the others
         if dist.is_initialized():  # by one rank too, with model.shard
             dist.destroy_process_group()
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) == self.note_signal:
-                signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.signals.stop()
 
 
 def init_world() -> tuple[World, list[str]]:
