@@ -70,7 +70,7 @@ class Logger:
         if resume_step is None:
             for file in folder.glob("*_run_id"):
                 file.unlink()
-        for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"):
+        for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "remarks.jsonl"):
             rows = [] if resume_step is None else read_lines(folder / name)
             rows = [row for row in rows if moment_of(row) <= (resume_step, is_evaluated)]
             write_atomically(folder / name, "".join(map(json_line, rows)))

@@ -53,7 +53,7 @@ from engine.model.load import load_model_and_tokenizer
 from engine.model.policy import Policy, make_policy
 from engine.questions.data import load_questions
 from engine.questions.prompts import completion_text
-from engine.questions.tasks import load_task, reward_parts
+from engine.questions.tasks import load_task, reward_parts, total_reward
 from engine.report.evaluation import evaluation_metrics
 from engine.report.metrics import count_broken
 from engine.run.load import begin, make_boards, prepare
@@ -168,10 +168,7 @@ def sample_trajectories(
             policy.sampler, prompts, params, config.sampling.max_batch_tokens, run.logger
         )
     with clock("reward"), run.world.signals.patience():  # given up 20 s after a signal
-        return [
-            reward_group(policy, task, config, *group)
-            for group in zip(questions, prompts.token_ids, groups, strict=True)
-        ]
+        return score_groups(policy, task, config, questions, prompts.token_ids, groups)
 
 
 @torch.no_grad()
@@ -232,22 +229,24 @@ def get_generation_config(params: SamplingParams) -> GenerationConfig:
 # Rewards and advantages
 
 
-def reward_group(
+def score_groups(
     policy: Policy,
     task: ModuleType,
     config: Config,
-    question: dict,
-    prompt_ids: list[int],
-    completions: list[Completion],
-) -> list[Trajectory]:
-    """The completions of one question as text, with what the task's reward_function pays."""
-    texts = [completion_text(completion, policy.tokenizer) for completion in completions]
-    paid = reward_parts(task, texts, question, config.task, completions)  # each part by its name
-    weights = config.task.reward_weights.items()
-    rewards = [sum(weight * parts[name] for name, weight in weights) for parts in paid]
+    questions: list[dict],
+    prompts: list[list[int]],
+    groups: list[list[Completion]],
+) -> list[list[Trajectory]]:
+    """The completions as text, with what the task's reward_function pays for each."""
+    texts = [[completion_text(c, policy.tokenizer) for c in group] for group in groups]
+    paid = reward_parts(task, texts, questions, config.task, groups)  # each part by its name
+    weights = config.task.reward_weights
     return [
-        Trajectory(prompt_ids, completion, text, parts, reward)
-        for completion, text, parts, reward in zip(completions, texts, paid, rewards, strict=True)
+        [
+            Trajectory(prompt_ids, completion, text, parts, reward=total_reward(parts, weights))
+            for completion, text, parts in zip(*group, strict=True)
+        ]
+        for prompt_ids, *group in zip(prompts, groups, texts, paid, strict=True)
     ]
 
 
@@ -262,10 +261,10 @@ def assign_advantages(groups: list[list[Trajectory]], training: TrainingSettings
         advantages = in_batch.double()
     else:
         advantages = grpo_advantages(rewards, divide_by_std=training.advantage == "zscore")
-        if training.advantage == "over_mean":  # off by default
-            from engine.update.losses import over_mean
+        if training.advantage not in ("mean", "zscore"):  # off by default
+            from engine.update.losses import other_advantages
 
-            advantages = over_mean(advantages, rewards, groups)
+            advantages = other_advantages(training.advantage, advantages, rewards, groups)
     for i, group in enumerate(groups):
         for j, trajectory in enumerate(group):
             trajectory.advantage = advantages[i, j].item()

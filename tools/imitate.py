@@ -159,7 +159,7 @@ def make_answer(run: Run, row: dict, place: str) -> Trajectory:
     if completion_text(completion, tokenizer) != text or {*ids[:-1]} & {*policy.params.eos_ids}:
         problem = "the tokenizer cannot give its completion back, or it holds an end token"
         raise ValueError(f"{place}: {problem}: {text!r:.60}")
-    (parts,) = reward_parts(run.task, [text], question, options, [completion])
+    ((parts,),) = reward_parts(run.task, [[text]], [question], options, [[completion]])
     return Trajectory(prompt, completion, text, parts, reward=0.0, advantage=1.0)
 
 

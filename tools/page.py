@@ -37,6 +37,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "versions": config.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# "),
         "curves": without_nan(curves(table)),
         "settings": list(settings(config)),
+        "remarks": [row["line"] for row in read_lines(folder / "remarks.jsonl")],
         "evaluations": thin(without_nan(evaluations(table, samples)), PART_BYTES["evaluations"]),
         "rollouts": thin(rollouts, PART_BYTES["rollouts"]),
         "recorded": {"evaluations": len(samples), "rollouts": len(rollouts)},

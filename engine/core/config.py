@@ -5,6 +5,7 @@ into config.yaml. A task adds keys of its own to the task section by a class `Op
 """
 
 import os
+import re
 import textwrap
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -26,6 +27,20 @@ def in_checkout(name: str) -> str:
     return str(ROOT / name) if is_there and not os.path.exists(name) else name
 
 
+def names_function(text: str) -> str:
+    if not re.fullmatch(r"[\w.]+:\w+", text):
+        raise ValueError("my_algo:f for the function f in your file my_algo.py")
+    return text
+
+
+def as_reward(value: Any) -> Any:
+    """The text of a list of functions: YAML reads one of [a:f, b:[g, h]], and a mapping in it."""
+    if isinstance(value, dict):
+        return ", ".join(f"{file}:{as_reward(names)}" for file, names in value.items())
+    return f"[{', '.join(map(str, map(as_reward, value)))}]" if isinstance(value, list) else value
+
+
+FunctionName = Annotated[str, AfterValidator(names_function)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 # Limits that no sensible run comes near: a slip of the keyboard must not start endless work.
 Count = Annotated[int, Field(gt=0, le=1_000_000)]
@@ -123,14 +138,20 @@ class TaskSettings(Section):
     """The task's name: countdown, the name of a file in tasks/ (arithmetic, gsm8k, guess, math500
     or reasoning_gym), or the name of your own file in the folder where you run main.py (tv for
     tv.py)."""
-    reward: Text | None = None
+    reward: Annotated[Text, BeforeValidator(as_reward)] | None = None
     """Your own reward in place of a task: my_rewards:f is the function f in my_rewards.py, in the
-    folder where you run main.py, and 'my_rewards:[accuracy, format]' are two. They are called as
-    TRL calls them, f(completions, **columns), and return a list of numbers (docs/tasks.md). The
+    folder where you run main.py, and 'my_rewards:[accuracy, format]' are two; '[my_rewards:f,
+    lengths:soft_overlong]' are of two files, which are looked for here, in tasks/ and among the
+    installed modules. They are called as TRL calls them, f(completions, **columns), with async or
+    without, and return a list of numbers, None where they do not apply (docs/tasks.md). The
     rows of `train` are the questions, and their column `prompt`, or task.prompt, what is asked.
     `name` is then only what the run is called: the function's, unless given. Each weighs 1. The
     function `answer`, else the first, says by 1.0 that a question is solved. They run in the
     run's own process, which waits for them: they must bound their time and memory themselves."""
+    concurrency: Count = 64
+    """The most calls of an async function of task.reward that wait at once, one for a question."""
+    reward_timeout: PositiveFloat | None = None
+    """The seconds after which such a call counts as if it had returned None; null is no limit."""
     train: PathText = "generated"
     """The training questions: `generated` (by the task, if it can: countdown, arithmetic, guess,
     reasoning_gym), the id of a dataset on the hub, or a local .jsonl, .json, .csv or .parquet file.
@@ -272,18 +293,19 @@ class TrainingSettings(Section):
     max_grad_norm: PositiveFloat = 1.0
     """A gradient whose norm is larger is scaled down to this norm. A lower limit is safer and
     slower."""
-    advantage: Literal["mean", "over_mean", "zscore"] = "mean"
+    advantage: Literal["mean", "over_mean", "zscore"] | FunctionName = "mean"
     """For grpo, mean is the reward minus the mean of its group. zscore also divides by the group's
     standard deviation, which gives very easy and very hard questions more weight. over_mean divides
     by the mean itself (MaxRL, arXiv:2602.02710): the rarer a right answer is in its group, the more
     it counts. It is made for rewards of 0 and 1. With a format part, groups that earn only that
     have small means, and dividing by them blows up their advantages; set task.reward_weights:
-    {format: 0.0, answer: 1.0}, as its runs in results/hard.md do."""
+    {format: 0.0, answer: 1.0}, as its runs in results/hard.md do. my_algo:f is your own, the
+    function f in my_algo.py: f(rewards, **kwargs) -> advantages (docs/tasks.md)."""
     loss_normalization: Literal["dr_grpo", "token", "sequence", "sum"] = "dr_grpo"
     """What the loss is divided by. dr_grpo: rows times max_new_gen_tokens, so that length has no
     influence. token: all completion tokens. sequence: each row's own length and then the rows,
     which favours short right answers and long wrong ones. sum: the rows."""
-    policy_loss: Literal["ppo", "cispo", "gspo", "dppo"] = "ppo"
+    policy_loss: Literal["ppo", "cispo", "gspo", "dppo"] | FunctionName = "ppo"
     """The loss when completions are used again, so it matters if num_iterations is above 1; the
     first update is plain REINFORCE, except with dppo. ppo cuts off the gradient of tokens whose
     probability ratio has moved too far. cispo (arXiv:2506.13585) still trains those tokens, but
@@ -292,7 +314,8 @@ class TrainingSettings(Section):
     its tokens. It stays close to 1, so set clip_eps: 3.0e-04 and clip_eps_high: 4.0e-04 too; its
     paper uses loss_normalization sequence. dppo (arXiv:2602.04879) weighs each token by its ratio
     to the sampler, in the first update too, and leaves out those whose probability, not its ratio,
-    has moved further than dppo_delta."""
+    has moved further than dppo_delta. my_algo:g is your own, in every update: g(log_probs,
+    old_log_probs, advantages, mask, **kwargs) -> token losses (docs/tasks.md)."""
     dppo_delta: float = Field(0.15, gt=0, lt=1)
     """For dppo: how far a token's probability may move from the sampler's, in the direction that
     its advantage asks for, before its gradient is cut. Its authors use 0.15, prime-rl 0.2."""
@@ -336,9 +359,13 @@ class TrainingSettings(Section):
         return self.kl_coef > 0 or self.learning_type == "distill"
 
     @property
+    def has_own_function(self) -> bool:
+        return ":" in self.advantage + self.policy_loss
+
+    @property
     def is_plain(self) -> bool:
         """Whether the loss is -A log pi in every pass: see `apply_options` in losses.py."""
-        is_once = self.num_iterations == 1 and self.policy_loss != "dppo"
+        is_once = self.num_iterations == 1 and self.policy_loss in ("ppo", "cispo", "gspo")
         return is_once and not self.has_reference and self.tis_clip is None
 
 
@@ -419,6 +446,9 @@ class LoggingSettings(Section):
     and whenever this number of steps has passed; 0 is off. `python -m tools.report` shows them. The
     file stays below 16 MB: as it fills, fewer of these steps are kept. The metric
     time/rollouts_log_s is what it costs."""
+    completions_every: NonNegativeInt = 0
+    """Keep all completions of every so many steps, with their texts, parts and advantages, in
+    completions-<rank>.jsonl.gz (pandas.read_json(file, lines=True)); 0 is off."""
 
 
 class Config(Section):
@@ -572,6 +602,8 @@ def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
         yield "training.num_samples_per_step_global", f"must be a multiple of the {num_ranks} ranks"
     if is_sil and training.advantage != "mean":
         yield "training.advantage", "sil gives the k best the advantage 1; write mean"
+    if is_taught and ":" in training.advantage:
+        yield "training.advantage", "a teacher gives the advantage; write mean"
     negative = [name for name, weight in config.task.reward_weights.items() if weight < 0]
     if negative and training.advantage == "over_mean":
         fix = f"it divides by rewards of 0 and more, but {negative[0]} has a negative weight"

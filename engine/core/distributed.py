@@ -61,6 +61,13 @@ class World:
         table[self.rank :: self.size] = np.reshape(mine, (-1, shape[1]))  # `mine` may be empty
         return self.sum(table).numpy()
 
+    def gather(self, value: object) -> list[Any]:
+        """The values of all ranks, on every rank."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
     def broadcast(self, value: object) -> object:
         """Rank 0's value, on every rank."""
         box = [value]

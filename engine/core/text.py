@@ -20,9 +20,10 @@ def unnest(nested: dict[str, Any], *, separator: str) -> dict[str, Any]:
     return flat
 
 
-def format_reward(reward: float, parts: dict[str, float]) -> str:
+def format_reward(reward: float, parts: dict[str, float | None]) -> str:
     """Return "reward 1.10  (format 1.00  answer 1.00)", for example."""
-    shown = "  ".join(f"{name} {value:.2f}" for name, value in parts.items())
+    applying = {name: value for name, value in parts.items() if value is not None}
+    shown = "  ".join(f"{name} {value:.2f}" for name, value in applying.items())
     return f"reward {reward:.2f}  ({shown})"
 
 

@@ -102,7 +102,7 @@ class Trajectory:
     prompt_ids: list[int]
     completion: Completion
     text: str  # the completion without its end-of-sequence token
-    reward_parts: dict[str, float]
+    reward_parts: dict[str, float | None]  # None is a part that does not apply
     reward: float
     advantage: float = 0.0
     in_batch: bool = True  # counts in the loss's denominator; sil leaves out all but the k best
@@ -115,11 +115,13 @@ class Trajectory:
     @property
     def answer(self) -> float:
         """The part of the reward that says whether it is solved: `answer`, else the first."""
-        return self.reward_parts.get("answer", next(iter(self.reward_parts.values())))
+        parts = {"answer": self.reward_parts.get("answer")} | self.reward_parts
+        applying = [v for k, v in parts.items() if v is not None and k != "timeout"]
+        return next(iter(applying), 0.0)
 
     @property
     def is_solved(self) -> bool:
-        return self.answer == 1.0 and not self.completion.is_broken
+        return self.answer >= 1.0 and not self.completion.is_broken
 
     @property
     def is_solved_and_ended(self) -> bool:

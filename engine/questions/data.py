@@ -53,6 +53,8 @@ def load_questions(
     validation = load(settings.eval, "validation", num_examples=num, seed=0, exclude=[])
     # Equal questions would narrow the interval.
     validation = [*{task.question_key(row): row for row in validation}.values()]
+    if hasattr(task, "max_completion_length"):  # the functions of task.reward get it
+        task.max_completion_length = config.training.max_new_gen_tokens
     try:
         check_functions(task, validation[0], options=settings)
     except ValueError as error:  # the same on all ranks, of which one prints it
@@ -103,7 +105,7 @@ def check_functions(task: ModuleType, example: dict, *, options: TaskSettings) -
         problem = f"generate_prompt must return {wanted}, not {prompt!r:.80}"
         raise ValueError(f"{task.__file__}: {problem}")
     if not hasattr(task, "Environment"):
-        reward_parts(task, [""], example, options, [None])
+        reward_parts(task, [[""]], [example], options, [[None]])
 
 
 @dataclass

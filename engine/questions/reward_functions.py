@@ -1,14 +1,16 @@
 """A task made of reward functions in TRL's form, `f(completions, **columns) -> list[float]`.
 
-They are called as trl.GRPOTrainer 1.16 does it, but without what belongs to its trainer.
+They are called as trl.GRPOTrainer 1.16 calls them, except that what belongs to its trainer
+(trainer_state, log_extra, environments) is not passed. Those of `async def` are awaited together.
 """
 
+import asyncio
 import copy
 import functools
 import inspect
 import json
+from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,21 +18,35 @@ from pydantic import model_validator
 
 from engine.core.config import ConfigError, Section, TaskSettings
 from engine.questions.messages import pose
-from engine.questions.user_file import RewardError, import_file, is_reward, line_of, naming_mistakes
+from engine.questions.user_file import (
+    RewardError,
+    find_function,
+    is_reward,
+    line_of,
+    naming_mistakes,
+)
+
+TIMEOUT = "timeout"  # the part that says which calls took too long
+
+
+def make_task(names: list[str]) -> "RewardTask":
+    """The task of these functions, each given as module:function."""
+    return make_task_of(tuple(find_function(name, "task.reward") for name in names))
 
 
 @functools.cache
-def make_task(file: Path, *names: str) -> "RewardTask":
-    module = import_file(file)
-    functions = {name: getattr(module, name, None) for name in names}
-    if missing := [name for name, function in functions.items() if not callable(function)]:
-        raise ConfigError([f"{file}: {name} is no function of this file" for name in missing])
-    for name, function in functions.items():
+def make_task_of(found: tuple[tuple[str, Callable], ...]) -> "RewardTask":
+    functions = {}
+    for file, function in found:
+        name, where = function.__name__, line_of(file, function=function)
         kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
-        if inspect.iscoroutinefunction(function) or inspect.Parameter.VAR_KEYWORD not in kinds:
-            form = f"def {name}(completions, **kwargs), without async: every column comes by name"
-            raise ConfigError([f"{line_of(str(file), function=function)}: write {form}"])
-    return RewardTask(str(file), functions)
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
+            form = f"write def {name}(completions, **kwargs): every column comes by name"
+            raise ConfigError([f"{where}: {form}"])
+        if name in functions:
+            raise ConfigError([f"task.reward names {name} twice ({where}): rename one"])
+        functions[name] = file, function
+    return RewardTask(functions)
 
 
 class RewardTask:
@@ -47,10 +63,15 @@ class RewardTask:
                 return values | {"eval": values.get("train", "generated")}
             return values
 
-    def __init__(self, file: str, functions: dict[str, Callable]) -> None:
-        self.__file__, self.functions = file, functions
-        self.REWARD_PARTS, self.NAME = (*functions,), "+".join(functions)
+    def __init__(self, functions: dict[str, tuple[str, Callable]]) -> None:
+        self.functions = functions  # by name: its file, and itself
+        self.__file__ = next(iter(functions.values()))[0]
+        is_async = [inspect.iscoroutinefunction(function) for _, function in functions.values()]
+        self.REWARD_PARTS = (*functions, *[TIMEOUT] * any(is_async))
+        self.NAME = "+".join(functions)
         self.REWARD_WEIGHTS = dict.fromkeys(functions, 1.0)
+        self.max_completion_length: int | None = None  # of the run
+        self.logged: dict[str, list[float]] = defaultdict(list)  # by log_metric, since last taken
 
     def parse_row(self, row: dict, *, options: TaskSettings) -> dict:
         """The row as it is, if there is a prompt in it or task.prompt makes one of it."""
@@ -76,10 +97,46 @@ class RewardTask:
             return prompt
         return [{"role": "user", "content": options.prompt}]
 
-    def reward_group(
-        self, texts: list[str], example: dict, *, options: TaskSettings, completions: list
-    ) -> list[dict[str, float]]:
-        """The parts of the reward of each completion of a question: a call of each function."""
+    def reward_groups(
+        self,
+        texts: list[list[str]],
+        examples: list[dict],
+        *,
+        options: TaskSettings,
+        groups: list[list],
+    ) -> list[list[dict[str, float | None]]]:
+        """The parts of the reward of all completions, by one call of each function a question.
+
+        The functions are called in the order in which they are named. Each also gets `rewards`,
+        what those before it have paid, by their names.
+        """
+        columns = [
+            self.columns_of(*of_question, options=options)
+            for of_question in zip(texts, examples, groups, strict=True)
+        ]
+        parts = [[{} for _ in group] for group in groups]
+        for name, (_, function) in self.functions.items():
+            if inspect.iscoroutinefunction(function):
+                paid = asyncio.run(self.call_together(name, columns, examples, options))
+            else:
+                paid = [self.call(name, *one) for one in zip(columns, examples, strict=True)]
+            for of_question, values, column in zip(parts, paid, columns, strict=True):
+                is_late = values is None
+                values = [None] * len(of_question) if is_late else values
+                column["rewards"] |= {name: values}
+                for row, value in zip(of_question, values, strict=True):
+                    row[name] = value
+                    if TIMEOUT in self.REWARD_PARTS:
+                        row[TIMEOUT] = max(row.get(TIMEOUT, 0.0), float(is_late))
+        return parts
+
+    def columns_of(
+        self, texts: list[str], example: dict, completions: list, *, options: TaskSettings
+    ) -> dict[str, Any]:
+        """What the functions get of a question, by name: lists with an entry a completion.
+
+        Prompts and completions are messages where the row holds messages, and plain text elsewhere.
+        """
         posed = pose(example, task=self, options=options)
         if isinstance(example.get("prompt"), list):
             prompt, written = posed, [[{"role": "assistant", "content": text}] for text in texts]
@@ -87,19 +144,53 @@ class RewardTask:
             prompt, written = posed if isinstance(posed, str) else posed[-1]["content"], texts
         row = {key: example[key] for key in example if key not in ("prompt", "completion")}
         columns = {key: [value] * len(texts) for key, value in row.items()}
-        columns |= {"prompts": [prompt] * len(texts), "completions": written}
+        columns |= {"prompts": [prompt] * len(texts), "completions": written, "rewards": {}}
         columns["completion_ids"] = [[*c.token_ids] if c else [0] for c in completions]  # an end
-        paid = [self.call(name, columns, example) for name in self.functions]
-        return [dict(zip(self.functions, parts, strict=True)) for parts in zip(*paid, strict=True)]
+        return columns | {"max_completion_length": self.max_completion_length}
 
-    def call(self, name: str, columns: dict[str, list], example: dict) -> list[float]:
-        """What a function pays for each completion; RewardError if that is no list of numbers."""
-        function, num = self.functions[name], len(columns["completions"])
-        with naming_mistakes(self.__file__, function, example):
-            paid = function(**copy.deepcopy(columns))  # a change would stay for the whole run
+    def call(self, name: str, columns: dict[str, Any], example: dict) -> list[float | None]:
+        """What a function pays for each completion of a question."""
+        file, function = self.functions[name]
+        with naming_mistakes(file, function, example):
+            paid = function(**copy.deepcopy(columns), log_metric=self.log_metric)
+        return self.checked(paid, name, columns, example)
+
+    async def call_together(
+        self, name: str, columns: list[dict], examples: list[dict], options: TaskSettings
+    ) -> list[list[float | None] | None]:
+        """The same of all questions, by an async function; None where it took too long."""
+        (file, function), free = self.functions[name], asyncio.Semaphore(options.concurrency)
+
+        async def call(columns: dict[str, Any], example: dict) -> list[float | None] | None:
+            async with free:
+                with naming_mistakes(file, function, example):
+                    given = copy.deepcopy(columns)  # a change would stay for the whole run
+                    try:
+                        async with asyncio.timeout(options.reward_timeout) as limit:
+                            paid = await function(**given, log_metric=self.log_metric)
+                    except TimeoutError:
+                        if not limit.expired():
+                            raise
+                        return None
+            return self.checked(paid, name, columns, example)
+
+        return await asyncio.gather(*map(call, columns, examples))
+
+    def checked(self, paid: Any, name: str, columns: dict, example: dict) -> list[float | None]:
+        """What a function paid; RewardError if that is no list of numbers, one a completion."""
+        num, (file, function) = len(columns["completions"]), self.functions[name]
         is_list = isinstance(paid, list | tuple | np.ndarray) and len(paid) == num
-        if not is_list or not all(map(is_reward, paid)):
-            where = f"{line_of(self.__file__, function=function)}: {name}"
+        if not is_list or not all(value is None or is_reward(value) for value in paid):
             wanted = f"must return a list of {num} finite numbers, one a completion"
+            where = f"{line_of(file, function=function)}: {name}"
             raise RewardError(f"{where} {wanted}, not {paid!r:.80}: question {example!r:.200}")
-        return [float(value) for value in paid]
+        return [None if value is None else float(value) for value in paid]
+
+    def log_metric(self, name: str, value: float) -> None:
+        """What TRL passes under this name: the step's metric is the mean of all values."""
+        self.logged[name].append(float(value))
+
+    def take_logged(self) -> dict[str, tuple[float, float]]:
+        """(sum, count) of what was logged since the last time."""
+        logged, self.logged = self.logged, defaultdict(list)
+        return {name: (sum(values), len(values)) for name, values in logged.items()}

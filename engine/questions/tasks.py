@@ -16,13 +16,14 @@ from typing import Any, Literal
 from pydantic import create_model
 
 from engine import ROOT
-from engine.core.config import Config, ConfigError, Section, TaskSettings, Text, Weight
+from engine.core.config import Config, ConfigError, Section, TaskSettings, Text, Weight, as_reward
 from engine.core.text import show
 from engine.questions.user_file import RewardError, import_file, is_reward, line_of, naming_mistakes
 
 FILE_FORMATS = (".jsonl", ".json", ".csv", ".parquet")
-# How task.reward names functions: my_rewards:f, or my_rewards:[f, g].
-REWARD_FORM = re.compile(r"(\w+):(?:(\w+)|\[\s*(\w+(?:\s*,\s*\w+)*)\s*\])")
+# How task.reward names functions: my_rewards:f, my_rewards:[f, g] or [my_rewards:f, lengths:g].
+OF_ONE_FILE = r"[\w.]+:(?:\w+|\[\s*\w+(?:\s*,\s*\w+)*\s*\])"
+REWARD_FORM = re.compile(rf"{OF_ONE_FILE}|\[\s*{OF_ONE_FILE}(?:\s*,\s*{OF_ONE_FILE})*\s*\]")
 
 
 def load_task(name: str) -> ModuleType:
@@ -33,8 +34,7 @@ def load_task(name: str) -> ModuleType:
     elif ":" in str(name):
         from engine.questions.reward_functions import make_task  # off by default
 
-        file, one, several = REWARD_FORM.fullmatch(check_form(name)).groups()
-        module = make_task(Path.cwd() / f"{file}.py", *re.findall(r"\w+", one or several))
+        module = make_task(functions_in(check_form(name)))
     elif own_file.stem == name and own_file.is_file():
         module = import_file(own_file)
     else:
@@ -52,10 +52,18 @@ def load_task(name: str) -> ModuleType:
     return module
 
 
+def functions_in(reward: str) -> list[str]:
+    """The functions that a task.reward names, in its order, each as module:function."""
+    named = re.findall(r"([\w.]+):(\w+|\[[^\]]*\])", reward)
+    return [f"{module}:{name}" for module, names in named for name in re.findall(r"\w+", names)]
+
+
 def check_form(text: Any) -> str:
     """The text of a task.reward, if it names functions; else ConfigError."""
+    text = as_reward(text)
     if not isinstance(text, str) or not REWARD_FORM.fullmatch(text):
-        forms = "my_rewards:f for the function f in my_rewards.py, or 'my_rewards:[f, g]'"
+        forms = "my_rewards:f for the function f in my_rewards.py, 'my_rewards:[f, g]' for two, or "
+        forms += "'[my_rewards:f, lengths:g]'"
         raise ConfigError([f"task.reward = {show(text):.80}: write {forms}"])
     return text
 
@@ -94,7 +102,8 @@ def answer_or_text(
 
 def problems_of_task(module: ModuleType) -> Iterator[str]:
     """A line for each thing that is missing or wrong in a task's module."""
-    pays = any(hasattr(module, name) for name in ("Environment", "reward_function", "reward_group"))
+    payers = ("Environment", "reward_function", "reward_groups")
+    pays = any(hasattr(module, name) for name in payers)
     for name in ("generate_prompt", *(() if pays else ("reward_function",))):
         if not hasattr(module, name):
             yield f"a task must define {name}; tasks/template.py shows how"
@@ -102,7 +111,7 @@ def problems_of_task(module: ModuleType) -> Iterator[str]:
         if inspect.iscoroutinefunction(method):
             yield f"Environment.{name} must not be async"
     parts = module.REWARD_PARTS
-    if not (isinstance(parts, tuple) and ("answer" in parts or hasattr(module, "reward_group"))):
+    if not (isinstance(parts, tuple) and ("answer" in parts or hasattr(module, "reward_groups"))):
         yield 'REWARD_PARTS must be a tuple of names with "answer" among them, such as ("answer",)'
     options = getattr(module, "Options", Section)
     if not issubclass(options, Section):
@@ -115,16 +124,28 @@ def problems_of_task(module: ModuleType) -> Iterator[str]:
 
 
 def reward_parts(
-    task: ModuleType, texts: list[str], example: dict, options: TaskSettings, completions: list
-) -> list[dict[str, float]]:
-    """What a task pays for each completion of a question; RewardError if that is no number.
+    task: ModuleType,
+    texts: list[list[str]],
+    examples: list[dict],
+    options: TaskSettings,
+    groups: list[list],
+) -> list[list[dict[str, float | None]]]:
+    """What a task pays for each completion of each question; RewardError if that is no number.
 
-    `completions` are the Completions of these texts (their module imports torch), [None] to try it.
+    `groups` are the Completions of these texts (their module imports torch), [[None]] to try it. A
+    part that does not apply to a completion is None.
     """
-    if hasattr(task, "reward_group"):  # the functions of task.reward
-        return task.reward_group(texts, example, options=options, completions=completions)
-    pairs = zip(texts, completions, strict=True)
-    return [parts_of(task, text, example, options, completion) for text, completion in pairs]
+    if hasattr(task, "reward_groups"):  # the functions of task.reward
+        return task.reward_groups(texts, examples, options=options, groups=groups)
+    return [
+        [parts_of(task, text, example, options, c) for text, c in zip(of_group, group, strict=True)]
+        for of_group, example, group in zip(texts, examples, groups, strict=True)
+    ]
+
+
+def total_reward(parts: dict[str, float | None], weights: dict[str, float]) -> float:
+    """The sum of weight times part, over the parts that apply; 0 if none does, as in TRL."""
+    return sum(weight * parts[name] for name, weight in weights.items() if parts[name] is not None)
 
 
 def parts_of(
@@ -159,10 +180,15 @@ def read_answer(task: ModuleType, text: str, example: dict, options: TaskSetting
         return task.extract_answer(text, example, options=options)
 
 
+def default_weights(task: ModuleType) -> dict[str, float]:
+    """What the parts of its reward weigh, as the task says."""
+    return getattr(task, "REWARD_WEIGHTS", TaskSettings().reward_weights)
+
+
 @functools.cache
 def schema(task: ModuleType) -> type[Config]:
     """Config with the task's own keys and the parts of its reward in the task section."""
-    weights = getattr(task, "REWARD_WEIGHTS", TaskSettings().reward_weights)
+    weights = default_weights(task)
     defaults = {part: weights.get(part, 0.0) for part in task.REWARD_PARTS}
     settings = create_model(
         "TaskSettings",

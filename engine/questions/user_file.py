@@ -12,6 +12,7 @@ from types import ModuleType
 
 import numpy as np
 
+from engine import ROOT
 from engine.core.config import ConfigError
 
 NUMBER_TYPES = (int, float, np.integer, np.floating, np.bool_)
@@ -39,6 +40,26 @@ def import_file(path: Path) -> ModuleType:
     return module
 
 
+def find_function(name: str, key: str) -> tuple[str, Callable]:
+    """The function that `module:function` names, and its file.
+
+    The module is <module>.py in the current folder, else in tasks/, else one that is installed.
+    Raises ConfigError, naming the config's key, if there is none.
+    """
+    module_name, _, function_name = name.partition(":")
+    paths = [folder / f"{module_name}.py" for folder in (Path.cwd(), ROOT / "tasks")]
+    path = next((path for path in paths if path.is_file()), None)
+    try:
+        module = import_file(path) if path else importlib.import_module(module_name)
+    except ImportError as error:
+        problem = f"there is no {module_name}.py in {Path.cwd()} ({error})"
+        raise ConfigError([f"{key} = {name}: {problem}"]) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ConfigError([f"{key} = {name}: {module.__file__} has no function {function_name}"])
+    return module.__file__, function
+
+
 def line_of(file: str, *, error: Exception | None = None, function: Callable | None = None) -> str:
     """The file with the line of it that raised the error, else the line where the function is."""
     frames = traceback.extract_tb(error and error.__traceback__)
@@ -53,7 +74,11 @@ def line_of(file: str, *, error: Exception | None = None, function: Callable | N
 
 @contextlib.contextmanager
 def naming_mistakes(
-    file: str, function: Callable, question: object, *, passes: type[Exception] = RewardError
+    file: str,
+    function: Callable,
+    question: object = None,
+    *,
+    passes: type[Exception] = RewardError,
 ) -> Iterator[None]:
     """Make one line of an exception in a function of the user's file, unless it `passes`."""
     try:
@@ -63,7 +88,8 @@ def naming_mistakes(
     except (Exception, SystemExit) as error:  # an exit would end the run as if all were well
         where = line_of(file, error=error, function=function)
         problem = f"{getattr(function, '__name__', 'it')} raised {type(error).__name__}: {error}"
-        raise RewardError(f"{where}: {problem}: question {question!r:.200}") from error
+        about = "" if question is None else f": question {question!r:.200}"
+        raise RewardError(f"{where}: {problem}{about}") from error
 
 
 def is_reward(value: object) -> bool:

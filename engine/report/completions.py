@@ -63,5 +63,5 @@ def token_texts(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> list[str]
     return [*texts[:-1], *(text + rest for text in texts[-1:])]
 
 
-def rounded(value: float) -> float:
-    return float(f"{value:.4g}")
+def rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")

@@ -53,7 +53,8 @@ def rollout_sums(groups: Groups, reward_parts: tuple[str, ...]) -> dict[str, tup
         sums["train/turns"] = (sum(t.completion.num_turns for t in sampled), len(sampled))
     for part in reward_parts:
         name = "train/reward_timeouts" if part == "timeout" else f"train/part_{part}"
-        sums[name] = (sum(t.reward_parts[part] for t in sampled), len(sampled))
+        paid = [t.reward_parts[part] for t in sampled if t.reward_parts[part] is not None]
+        sums[name] = (sum(paid), len(paid))
     return sums
 
 

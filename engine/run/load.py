@@ -13,6 +13,7 @@ from engine.core.types import Log
 from engine.run.config_file import dump, read_file, section_of
 from engine.run.fingerprint import commit_of
 from engine.run.folder import run_folder, run_name
+from engine.run.remarks import remark_at_start
 from engine.run.resuming import make_folder, resume
 from engine.run.saving import write_config
 from engine.run.state import Run
@@ -35,6 +36,8 @@ def begin(run: Run) -> None:
     resume(run)
     order_ddp_buckets(run.policy.scorer, run.world.device)
     open_files(run)
+    if not run.is_resumed:
+        remark_at_start(run)
 
 
 def check_room(run: Run) -> None:
@@ -87,6 +90,11 @@ def open_files(run: Run) -> None:
             "config_text": dump(config),
         },
     )
+    if config.logging.completions_every > 0:
+        from engine.report.archive import cut_completions
+
+        for file in run.world.share(sorted(run.folder.glob("completions-*.jsonl.gz"))):
+            cut_completions(file, state.step)
     if run.world.is_main:
         write_config(run.folder, config)
     run.logger.info(f"look at it live: python -m tools.report {run.folder} --serve")
@@ -95,6 +103,10 @@ def open_files(run: Run) -> None:
 def prepare(config: Config, world: World, notes: list[str], log: Log) -> Config:
     """Check the config on these ranks, print what is not as usual, and `pin` what may change."""
     check_world(config, world.size)
+    if config.mode == "train" and config.training.has_own_function:
+        from engine.update.user_algorithm import try_algorithm
+
+        try_algorithm(config)
     for line in [*notes, *differences(config)]:
         log(line)
     return pin(config, world)

@@ -4,6 +4,8 @@ import json
 import math
 from datetime import datetime
 
+import numpy as np
+
 from engine.core.files import json_line, without_nan, write_atomically
 from engine.core.statistics import Clock, reduce_means
 from engine.core.text import plain, shorten
@@ -12,6 +14,7 @@ from engine.questions.tasks import read_answer
 from engine.report.completions import completion_record
 from engine.report.evaluation import evaluation_metrics, single_answer_metrics
 from engine.report.metrics import count_broken, peak_memory_gb, rollout_sums
+from engine.run.remarks import remark_on_evaluation, remark_on_step
 from engine.run.saving import write_config
 from engine.run.state import Run
 from engine.update.optimizer import learning_rate_of
@@ -26,6 +29,7 @@ def step_metrics(run: Run, groups: Groups, update: Update, clock: Clock) -> dict
     """All that is measured of the step that ends: means over all ranks, times, memory."""
     world = run.world
     metrics = update.metrics | reduce_means(rollout_sums(groups, run.task.REWARD_PARTS), world)
+    metrics |= logged_by_rewards(run, "train")
     metrics["train/lr"] = learning_rate_of(run.optimizer)
     if run.policy.grad_scaler.is_enabled():
         metrics["train/loss_scale"] = run.policy.grad_scaler.get_scale()  # of the next update
@@ -35,6 +39,17 @@ def step_metrics(run: Run, groups: Groups, update: Update, clock: Clock) -> dict
     metrics["perf/tokens_per_s"] = num_tokens / metrics["time/step_s"]
     metrics["perf/peak_memory_gb"] = peak_memory_gb(world.device)
     return metrics
+
+
+def logged_by_rewards(run: Run, split: str) -> dict[str, float]:
+    """The mean over all ranks of what the functions of task.reward have given to log_metric."""
+    if not hasattr(run.task, "take_logged"):
+        return {}
+    sums: dict[str, np.ndarray] = {}
+    for logged in run.world.gather(run.task.take_logged()):
+        for name, pair in logged.items():
+            sums[name] = sums.get(name, 0.0) + np.array(pair)
+    return {f"{split}/{name}": float(total / count) for name, (total, count) in sums.items()}
 
 
 def log_step(
@@ -52,7 +67,14 @@ def log_step(
         logger.print_samples(f"training completions of step {step}", samples)
         logger.log_samples(step, samples)
     logger.log_rollouts(rollouts)
+    completions_every = run.config.logging.completions_every
+    if completions_every > 0 and step % completions_every == 0:
+        from engine.report.archive import append_completions
+
+        file = run.folder / f"completions-{run.world.rank}.jsonl.gz"
+        append_completions(file, step, questions, groups)
     logger.log_metrics(step, metrics)
+    remark_on_step(run, metrics, questions, groups)
 
 
 def describe_step(run: Run, questions: list[dict], groups: Groups, update: Update) -> str:
@@ -88,9 +110,11 @@ def describe_step(run: Run, questions: list[dict], groups: Groups, update: Updat
 
 def log_evaluation(run: Run, metrics: dict[str, float], groups: Groups) -> None:
     step, samples = run.state.step, validation_samples(run, groups)
+    metrics |= logged_by_rewards(run, "eval")
     run.logger.print_evaluation(f"evaluation at step {step}", metrics, samples)
     run.logger.log_samples(step, samples)
     run.logger.log_metrics(step, metrics)
+    remark_on_evaluation(run, groups)
 
 
 def validation_samples(run: Run, groups: Groups) -> list[dict]:

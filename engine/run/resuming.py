@@ -77,6 +77,7 @@ def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
         return None, None
     content, best = load_state(folder), run.folder / "best"
     file = folder / "training_state" / "state.json"
+    content["state"].setdefault("has_trained", True)  # an older run does not say
     saved = checked(Saved, content, file)
     if content["state"].keys() - {"is_warm"} != asdict(run.state).keys():  # an older run has that
         fix = "go on with that one, or set run.name to start another run"

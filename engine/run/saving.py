@@ -32,6 +32,7 @@ from engine.report.metrics import versions
 from engine.run import resuming
 from engine.run.card import model_card
 from engine.run.config_file import dump
+from engine.run.remarks import remark_at_end
 from engine.run.state import Run, summary
 
 
@@ -210,12 +211,14 @@ def write_model(
 
 
 def finish(run: Run) -> int:
-    """Say how the run ended: returns 0, 1 if a model is not saved, or 128 + the signal."""
+    """Say how the run ended: returns 0, 1 if nothing was trained or saved, or 128 + the signal."""
     step = run.state.step
     if run.is_over and run.state.evaluated_at == step:
         run.logger.info(summary(run))
+        if not run.state.has_trained:
+            remark_at_end(run)
         run.logger.close()
-        return 1 if run.unsaved else 0
+        return 1 if run.unsaved or not run.state.has_trained else 0
     run.logger.close("KILLED")
     what = "all is saved" if run.state.is_saved else "only what was saved before is there"
     run.logger.info(f"stopped by a signal after step {step}; {what}; go on with the same command")

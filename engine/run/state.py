@@ -40,6 +40,7 @@ class State:
     signs: dict[str, str] = field(default_factory=dict)  # of a collapse: metric and description
     changed_at: int = 0  # the last step that moved the weights, or that was not skipped
     evaluated_at: int = -1  # the last step that was evaluated; 0 is the model as it was loaded
+    has_trained: bool = False  # whether a step has moved the weights
     is_saved: bool = False  # whether the newest checkpoint knows all this
 
     def count_evaluation(self, metrics: dict[str, float], score: float) -> None:
@@ -79,6 +80,7 @@ class Run:
     # Of "best" and "checkpoint", what could not be saved: its metric, or its step
     unsaved: dict[str, float] = field(default_factory=dict)
     rests_on: dict[str, str] = field(default_factory=dict)  # see engine/run/fingerprint.py
+    num_alike: int = 0  # groups of equal rewards, as long as there was no other
     lock: TextIO | None = None  # holds the folder while it is open
 
     def __post_init__(self) -> None:
@@ -142,6 +144,7 @@ class Run:
         state.skipped_steps += is_skipped
         if update.outcome is not Outcome.OVERFLOWED:
             state.skipped_in_a_row = state.skipped_in_a_row + 1 if is_skipped else 0
+        state.has_trained |= update.has_moved
         if update.has_moved or not is_skipped:
             state.changed_at = state.step
         num_questions = self.config.questions_per_rank(num_ranks) * num_ranks

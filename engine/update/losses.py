@@ -35,7 +35,11 @@ def apply_options(
         advantages = teaching if mix is None else advantages + mix * teaching
         token_loss = -advantages * log_probs
         measured = {"train/kl": -teaching} if is_first else {}
-    if training.policy_loss == "dppo":
+    if ":" in training.policy_loss:  # the user's own
+        from engine.update.user_algorithm import own_loss
+
+        token_loss = own_loss(training.policy_loss, batch, log_probs, advantages)
+    elif training.policy_loss == "dppo":
         token_loss, is_clipped = dppo_loss(
             log_probs, advantages, batch.sampler_log_probs, delta=training.dppo_delta
         )
@@ -133,6 +137,17 @@ def truncated_importance(log_probs: Tensor, sampler_log_probs: Tensor, *, clip: 
     return (log_probs - sampler_log_probs).exp().clamp(max=clip)
 
 
+def other_advantages(
+    name: str, advantages: Tensor, rewards: Tensor, groups: list[list[Trajectory]]
+) -> Tensor:
+    """Those of `training.advantage` that are not made of the mean alone, (N, G)."""
+    if name == "over_mean":
+        return over_mean(advantages, rewards, groups)
+    from engine.update.user_algorithm import own_advantages
+
+    return own_advantages(name, rewards, groups)
+
+
 def over_mean(advantages: Tensor, rewards: Tensor, groups: list[list[Trajectory]]) -> Tensor:
     """(reward - mean) / mean of each group (N, G): the rarer a right answer, the more it counts.
 
@@ -140,7 +155,8 @@ def over_mean(advantages: Tensor, rewards: Tensor, groups: list[list[Trajectory]
     mean is 0 has advantage 0. Raises RewardError for a reward below 0.
     """
     for trajectory in (t for group in groups for t in group if t.reward < 0):
-        name, value = min(trajectory.reward_parts.items(), key=lambda part: part[1])
+        parts = {k: v for k, v in trajectory.reward_parts.items() if v is not None}
+        name, value = min(parts.items(), key=lambda part: part[1])
         fix = "write mean, or let the task pay 0 at least"
         problem = f"it divides by rewards of 0 and more, but part {name} was {value:g}"
         raise RewardError(f"training.advantage = over_mean: {problem}; {fix}")

@@ -1,0 +1,92 @@
+"""What a run says when it cannot learn: one line each, once, with the key to turn.
+
+The lines are kept in remarks.jsonl, from which tools.report shows them.
+"""
+
+import torch
+
+from engine.core.files import append_durably, json_line, read_lines
+from engine.core.types import Trajectory
+from engine.questions.messages import pose
+from engine.questions.tasks import default_weights
+from engine.run.state import Run
+from engine.update.optimizer import learning_rate_at
+
+MIN_STEPS, MIN_GROUPS = 3, 32  # before a run says that no group teaches anything
+# What a weight changes by at least to be another number, as a share of it
+ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-9, torch.float32: 1e-7}
+
+
+def remark(run: Run, kind: str, line: str) -> None:
+    """Warn of this kind of thing, if the run has not yet."""
+    if run.world.is_main:
+        file = run.folder / "remarks.jsonl"
+        if all(row["kind"] != kind for row in read_lines(file)):
+            run.logger.warning(line)
+            append_durably(file, json_line({"step": run.state.step, "kind": kind, "line": line}))
+
+
+def remark_at_start(run: Run) -> None:
+    """On learning rates that move nothing, and parts of the reward that count nothing."""
+    training, weights = run.config.training, run.config.task.reward_weights
+    for part in run.task.REWARD_PARTS:
+        if weights[part] == 0 and part != "timeout" and part not in default_weights(run.task):
+            fix = f"set task.reward_weights={{{part}: 1.0}}"
+            remark(run, f"weight of {part}", f"the part {part} of the reward weighs 0: {fix}")
+    if training.optimizer == "muon" or run.config.model.lora is not None:
+        return  # Muon's step has another size, and half of an adapter is 0
+    some = [p.detach().flatten()[:: 1 + p.numel() // 10_000] for p in run.trained_weights]
+    some = [getattr(p, "to_local", lambda p=p: p)() for p in some]  # of shards
+    median = torch.cat([p.abs() for p in some]).float().median().item()
+    dtype = run.policy.compute_dtype
+    rates = (learning_rate_at(step, training) for step in range(1, training.num_steps + 1))
+    total, least = sum(rates), ROUNDING[dtype] * median  # AdamW moves a weight by its rate at most
+    if total < least:
+        moves = f"all learning rates together, {total:.1e}, are less than a rounding of half of the"
+        which = f"weights in {str(dtype).removeprefix('torch.')}, {least:.1e}"
+        remark(run, "rate", f"{moves} {which}: raise training.learning_rate")
+
+
+def remark_on_step(
+    run: Run, metrics: dict[str, float], questions: list[dict], groups: list[list[Trajectory]]
+) -> None:
+    """On groups of equal rewards in all steps, cut-off answers, and calls that took too long."""
+    run.num_alike += len(groups) * run.world.size
+    if metrics["train/zero_advantage_frac"] < 1 or run.config.training.learning_type != "grpo":
+        run.num_alike = -1_000_000_000  # something can be learned
+    trajectory = groups[0][0]
+    if run.num_alike >= MIN_GROUPS and run.state.step >= MIN_STEPS:
+        earned = f"every group's rewards were equal so far, the last {trajectory.reward:g}"
+        end = f"nothing can be learned from that; a completion ends with {trajectory.text[-60:]!r}"
+        fix = "look at task.reward, task.prompt and training.max_new_gen_tokens"
+        remark(run, "alike", f"{earned}: {end}: {fix}")
+    is_chat = run.policy.tokenizer.chat_template is not None
+    asked = pose(questions[0], task=run.task, options=run.config.task)
+    if metrics["train/truncated_frac"] > 0.5 and is_chat and isinstance(asked, str):
+        cut = "most completions were cut off, and this chat model was given plain text"
+        remark(run, "plain text", f"{cut}: task.prompt='{{prompt}}' makes a user's message of it")
+    if metrics.get("train/reward_timeouts", 0) > 0.1:
+        fix = "raise task.reward_timeout, or lower task.concurrency"
+        late = f"{metrics['train/reward_timeouts']:.0%} of a step's rewards took too long"
+        remark(run, "timeouts", f"{late} and did not count: {fix}")
+    for question, group in zip(questions, groups, strict=True):
+        if any(all(part is None for part in t.reward_parts.values()) for t in group):
+            unpaid = f"no function of task.reward applied to the question {question!r:.200}"
+            remark(run, "unpaid", f"{unpaid}: its reward is 0")
+
+
+def remark_on_evaluation(run: Run, groups: list[list[Trajectory]]) -> None:
+    """On an answer that is partly right at times, and never right."""
+    if "answer" in run.task.REWARD_PARTS:
+        paid = [t.reward_parts["answer"] or 0.0 for group in groups for t in group]
+        num_partly, num_right = sum(0 < part < 1 for part in paid), sum(part >= 1 for part in paid)
+        num_partly, num_right = run.world.sum([num_partly, num_right]).tolist()
+        if num_partly > 0 and num_right == 0:
+            most = "the part answer was above 0 and never 1, so nothing counts as solved"
+            fix = "let it pay 1 for what is right, or set validation.best_by=reward"
+            remark(run, "partly", f"{most}: {fix}")
+
+
+def remark_at_end(run: Run) -> None:
+    fix = "look at train/reward_std, then at task.reward and training.learning_rate"
+    remark(run, "untrained", f"no step has trained the model: {fix}")
