@@ -12,19 +12,17 @@ repository is private unless --public is given.
 import argparse
 import functools
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi, get_token
-from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from engine.core.config import Config, LoraSettings, ModelSettings
-from engine.core.packages import import_package
 from engine.model.adapters import quantization_config
-from engine.model.load import base_of
+from engine.model.load import base_of, find_base
+from engine.model.merge import merged
 from engine.model.tokenizer import load_tokenizer
 from engine.run.card import merged_card
 from engine.run.fingerprint import MODEL_FILES, of_model
@@ -35,7 +33,7 @@ from engine.run.saving import save_model
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m tools.export", description=__doc__.splitlines()[0])
-    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("run", type=Path, help="the folder of a run, or of an adapter")
     parser.add_argument("--merge", action="store_true", help="add the adapter to its base model")
     parser.add_argument("--4bit", dest="in_4bit", action="store_true", help="save a copy in 4 bits")
     parser.add_argument("--push", metavar="user/name", help="upload to the hub")
@@ -51,10 +49,10 @@ def main() -> None:
 
 def export(asked: argparse.Namespace, run: Path) -> None:
     """Do what is asked for; ValueError for what is not possible, before anything is done."""
-    model = run / "best"
+    model = run if (run / "adapter_config.json").is_file() else run / "best"
     is_adapter = (model / "adapter_config.json").is_file()
     if not (is_adapter or (model / "config.json").is_file()):
-        raise ValueError(f"{model}: there is no model; give the folder of a run")
+        raise ValueError(f"{model}: there is no model; give the folder of a run or an adapter")
     if asked.merge and not is_adapter:
         raise ValueError(f"--merge: {model} is no adapter")
     if not (asked.merge or asked.in_4bit or asked.push):
@@ -70,11 +68,16 @@ def export(asked: argparse.Namespace, run: Path) -> None:
     )
     config = Config(model=ModelSettings(name=str(model), trust_remote_code=trusted))
     tokenizer = load_tokenizer(config, lambda line: None)  # the run has said what it says of it
-    card = (model / "README.md").read_text(encoding="utf-8")
+    file = model / "README.md"
+    card = file.read_text(encoding="utf-8") if file.is_file() else ""
     if is_adapter and (asked.merge or asked.in_4bit):
+        if model != run:
+            check_base(run)
+        base = find_base(config.model)
+        plain = merged(config.model, base, dtype=torch.bfloat16)
         model, card = run / "merged", merged_card(card)
-        save_model(merge(run, load), tokenizer, card, model)
-        print(f"the best model, merged: {model}")
+        save_model(plain, tokenizer, card, model)
+        print(f"the adapter, merged: {model}")
     if asked.in_4bit:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         in_4bit = quantization_config(device, torch.bfloat16)
@@ -87,17 +90,15 @@ def export(asked: argparse.Namespace, run: Path) -> None:
         print(f"uploaded to https://huggingface.co/{asked.push}")
 
 
-def merge(run: Path, load: Callable[..., nn.Module]) -> nn.Module:
-    """The adapter's sum with its base; ValueError if that has changed since the training."""
-    peft, (name, revision) = import_package("peft", key="--merge"), base_of(run / "best")
+def check_base(run: Path) -> None:
+    """Raises ValueError if the base of a run's adapter has changed since the training."""
+    name, revision = base_of(run / "best")
     checkpoint = newest_whole(run / "checkpoints")
     if checkpoint is None:
         raise ValueError(f"{run}: no whole checkpoint says what the adapter was trained on")
     base = ModelSettings(name=name, revision=revision, lora=LoraSettings())
     if of_model(Config(model=base)) != load_state(checkpoint)["config"][MODEL_FILES]:
         raise ValueError(f"{name} is no longer the model that the adapter was trained on")
-    model = load(name, revision=revision)
-    return peft.PeftModel.from_pretrained(model, run / "best").merge_and_unload()
 
 
 if __name__ == "__main__":

@@ -617,5 +617,3 @@ def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
         yield "training.embedding_learning_rate", fix
     if model.lora is not None and training.optimizer == "muon":
         yield "training.optimizer", "cannot train the factors of model.lora; write adamw"
-    if model.lora is None and model.load_in_4bit:
-        yield "model.load_in_4bit", "cannot be trained; write false, or set model.lora='{r: 8}'"

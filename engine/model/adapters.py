@@ -82,9 +82,10 @@ def add_adapter(model: nn.Module, described: Any, *, seed: int) -> None:
     cast_adapter_to_fp32(model)
 
 
-def load_adapter(model: nn.Module, settings: ModelSettings) -> None:
-    """Put a saved adapter into its base model, to sample from it; ValueError if it does not fit."""
-    loading = model.load_adapter(settings.name, adapter_kwargs={"revision": settings.revision})
+def load_adapter(model: nn.Module, settings: ModelSettings, *, is_trainable: bool) -> None:
+    """Put a saved adapter into its base model; ValueError if it does not fit."""
+    revision = {"revision": settings.revision}
+    loading = model.load_adapter(settings.name, adapter_kwargs=revision, is_trainable=is_trainable)
     if wrong := sorted(loading.missing_keys | loading.unexpected_keys):
         raise ValueError(f"the adapter does not fit its base model, as at {wrong[0]}")
     cast_adapter_to_fp32(model)

@@ -24,7 +24,7 @@ from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import BitsAndBytesConfig
 
-from engine.core.config import Config, ModelSettings
+from engine.core.config import Config, ConfigError, ModelSettings
 from engine.core.hub import reach_hub
 from engine.core.packages import import_package
 from engine.core.tensors import autocast
@@ -49,17 +49,15 @@ def load_model_and_tokenizer(
     if is_training and settings.teacher is not None:
         check_teacher(config)  # its tokens, before any weights are loaded
     adapter = in_4bit = None
-    if is_training and settings.lora is not None:
-        adapter = adapters().adapter_config(settings)
     if settings.load_in_4bit:
         in_4bit = adapters().quantization_config(device, compute_dtype)
+    if is_training and settings.load_in_4bit and settings.lora is None:
+        fix = "cannot be trained; write false, or set model.lora='{r: 8}'"
+        raise ConfigError([f"model.load_in_4bit = true: {fix}"])
     with one_line_errors(settings.name):
         base, tokenizer = load_base_tokenizer(config, log)
-        if base is not None and is_training:
-            raise ValueError(
-                "it is an adapter: to train it further, start its run again with a larger "
-                "training.num_steps; to train on from it, merge it (python -m tools.export)"
-            )
+        if is_training and settings.lora is not None and base is None:
+            adapter = adapters().adapter_config(settings)
         base_settings = base or settings
         model_config = load_model_config(base_settings)
         is_quantized = bool(model_config.to_dict().get("quantization_config"))
@@ -81,7 +79,7 @@ def load_model_and_tokenizer(
         check_vocabulary(model, tokenizer)
         check_causal(model)
         if base is not None:
-            adapters().load_adapter(model, settings)
+            adapters().load_adapter(model, settings, is_trainable=is_training)
     is_auto = settings.compute_dtype == "auto" and compute_dtype == torch.float16
     if is_auto and not supports_float16(model):
         log("in float16 this model's logits are not finite, or far off: float32 is used")

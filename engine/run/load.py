@@ -10,6 +10,7 @@ from typing import Any
 from engine.core.config import Config, check_world, differences, dotted_values
 from engine.core.distributed import World, order_ddp_buckets
 from engine.core.types import Log
+from engine.model.load import find_base, one_line_errors
 from engine.run.config_file import dump, read_file, section_of
 from engine.run.fingerprint import commit_of
 from engine.run.folder import run_folder, run_name
@@ -109,7 +110,14 @@ def prepare(config: Config, world: World, notes: list[str], log: Log) -> Config:
         try_algorithm(config)
     for line in [*notes, *differences(config)]:
         log(line)
-    return pin(config, world)
+    config = pin(config, world)
+    with one_line_errors(config.model.name):
+        is_adapter = config.mode == "train" and find_base(config.model) is not None
+    if is_adapter:
+        from engine.model.merge import start_from_adapter
+
+        config = start_from_adapter(config, run_folder(config) / "base", world)
+    return config
 
 
 def pin(config: Config, world: World) -> Config:

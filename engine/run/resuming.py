@@ -155,7 +155,7 @@ def find_start(folder: Path, *, may_resume: bool, warn: Log) -> Path | None:
         # metrics.jsonl is how we recognise a used folder, so it is moved aside last: if we are
         # killed in between, the next start moves the rest.
         for path in sorted(folder.iterdir(), key=lambda path: path.name == "metrics.jsonl"):
-            if not path.name.startswith(("lock", "killed-", "eval-")):
+            if not path.name.startswith(("lock", "killed-", "eval-", "base")):
                 path.rename(aside / path.name)
         warn(f"this run was killed before its first checkpoint and begins again; see {aside}")
     elif (folder / "config.yaml").exists():
