@@ -217,9 +217,9 @@ BUGS = [
     ),
     Bug(
         "a second Ctrl-C without effect",
-        r"if is_interrupt and now_s",
+        r"if number == signal\.SIGINT and self\.first and now_s",
         r"if False and now_s",
-        "test_only_a_second_ctrl_c_ends_a_run_before_it_is_saved",
+        "test_signals[a second Ctrl-C ends it]",
     ),
     Bug(
         "the weights' hash left out with a KL penalty",
@@ -629,7 +629,7 @@ BUGS = [
     ),
     Bug(
         "a run without its best model ends well",
-        r"return 1 if run\.unsaved else 0",
+        r"return 1 if run\.unsaved or not run\.state\.has_trained else 0",
         r"return 0",
         "test_a_run_whose_best_model_was_lost_ends_with_1",
     ),
@@ -984,8 +984,8 @@ BUGS = [
     ),
     Bug(
         "solved by the first part of the reward",
-        r'self\.reward_parts\.get\("answer", (next\(iter\(.*?\)\)\))\)',
-        r"\1",
+        r'parts = \{"answer": self\.reward_parts\.get\("answer"\)\} \| self\.reward_parts',
+        r"parts = self.reward_parts",
         "test_solved_is_the_answer_else_the_first_function",
     ),
     Bug(
@@ -1128,8 +1128,8 @@ BUGS = [
     ),
     Bug(
         "columns that a reward function may change",
-        r"function\(\*\*copy\.deepcopy\(columns\)\)",
-        r"function(**columns)",
+        r"function\(\*\*copy\.deepcopy\(columns\), ",
+        r"function(**columns, ",
         "test_a_function_is_given_text_or_messages_as_the_rows_are",
     ),
     Bug(
