@@ -207,9 +207,10 @@ class SamplingSettings(Section):
     """Sample only from this many most likely tokens; 0 is off. Above 0 the sampled distribution is
     no longer the trained one."""
     stop: list[Text] = []
-    """Extra tokens that end a completion, such as ["<|bos|>"]. It always ends at those that the
-    model's files name, and at the one that its chat template writes after an assistant's turn; all
-    of them are printed at the start."""
+    """Extra texts that end a completion, such as ["</answer>"], with the token that completes one,
+    and extra special tokens, such as ["<|bos|>"]. It always ends at those that the model's files
+    name, and at the one that its chat template writes after an assistant's turn; all of them are
+    printed at the start."""
     max_batch_tokens: PositiveInt | None = None
     """The most tokens that are decoded at once: rows times (longest prompt + new tokens). null
     means what fits into the GPU's free memory, and 131072 on a CPU. Lower it if sampling runs out

@@ -62,7 +62,9 @@ class Policy:
     @property
     def end_tokens(self) -> str:
         """The tokens at which a completion ends, in words; None is an id without a token."""
-        return " or ".join(map(str, self.tokenizer.convert_ids_to_tokens(self.params.eos_ids)))
+        tokens = map(str, self.tokenizer.convert_ids_to_tokens(self.params.eos_ids))
+        texts = self.params.stop.texts if self.params.stop is not None else []
+        return " or ".join([*tokens, *map(repr, texts)])
 
     def make_prompts(
         self,
@@ -174,7 +176,12 @@ def sampling_params(
     config: Config, model: nn.Module, tokenizer: PreTrainedTokenizerFast, log: Log
 ) -> SamplingParams:
     """How the completions that are trained on are sampled."""
-    training, sampling, calculator = config.training, config.sampling, None
+    training, sampling, calculator, stop = config.training, config.sampling, None, None
+    eos_ids = tuple(model.generation_config.eos_token_id)  # with those tokens of sampling.stop
+    if texts := [text for text in sampling.stop if text not in tokenizer.get_added_vocab()]:
+        from engine.sampling.stop_texts import StopTexts
+
+        stop = StopTexts(tokenizer, texts, eos_ids)
     if config.mode == "train" and (sampling.top_p < 1 or sampling.top_k > 0):
         log("sampling.top_p or top_k draws from less than what is scored: the gradient is biased")
     if sampling.calculator is not None:
@@ -186,8 +193,9 @@ def sampling_params(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        eos_ids=tuple(model.generation_config.eos_token_id),
+        eos_ids=eos_ids,
         pad_id=tokenizer.pad_token_id,
         group_size=training.group_size,
         calculator=calculator,
+        stop=stop,
     )

@@ -77,11 +77,7 @@ def find_eos_ids(
     """
     declared = [tokenizer.eos_token_id, model.generation_config.eos_token_id]
     declared += [model.config.get_text_config().eos_token_id, end_of_turn(tokenizer)]
-    for text in stop:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        if len(ids) != 1:
-            raise ValueError(f"sampling.stop: {text!r} is not one token of its tokenizer: {ids}")
-        declared += ids
+    declared += [id for token, id in tokenizer.get_added_vocab().items() if token in stop]
     eos_ids = {i for ids in declared for i in (ids if isinstance(ids, list) else [ids])} - {None}
     if not eos_ids:
         raise ValueError("neither tokenizer nor model says which token ends text")

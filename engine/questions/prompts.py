@@ -139,5 +139,6 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
 
 def completion_text(completion: Completion, tokenizer: Tokenizer) -> str:
     """What the model wrote, without the end-of-sequence token."""
-    ids = completion.token_ids if completion.truncated else completion.token_ids[:-1]
+    has_end = not (completion.truncated or completion.ends_in_text)
+    ids = completion.token_ids[:-1] if has_end else completion.token_ids
     return tokenizer.decode(ids, clean_up_tokenization_spaces=False)

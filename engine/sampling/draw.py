@@ -32,6 +32,8 @@ class TokenBuffer:
         shape = (num_rows, params.max_new_tokens)
         self.params = params
         self.tools = params.conversations or [params.calculator] * num_rows
+        if params.stop is not None:
+            self.tools = [params.stop.around(tool) for tool in self.tools]
         self.has_tools = self.tools[0] is not None
         asking_ids = self.tools[0].asking_ids if self.has_tools else []
         self.tokens = torch.full(shape, params.pad_id, device=device)  # (B, T)
@@ -92,9 +94,11 @@ class TokenBuffer:
         unfinished = set(self.rows[self.active].tolist())
         for row, length in enumerate(self.lengths.tolist()):
             log_probs, entropies, is_inserted = (x[row, :length] for x in numbers)
-            conversation = self.tools[row] if self.params.conversations else None
-            ended = (row in unfinished, is_inserted, conversation)
-            completions.append(Completion(tokens[row][:length], log_probs, entropies, *ended))
+            conversation = self.params.conversations[row] if self.params.conversations else None
+            ids, is_unfinished = tokens[row][:length], row in unfinished
+            is_text = not is_unfinished and ids[-1] not in self.params.eos_ids
+            ended = (is_unfinished, is_inserted, is_text, conversation)
+            completions.append(Completion(ids, log_probs, entropies, *ended))
         return completions
 
 

@@ -1,0 +1,49 @@
+"""Texts that end a completion, in whatever tokens the model spells them (sampling.stop)."""
+
+from transformers import PreTrainedTokenizerFast
+
+from engine.core.types import Tool
+
+
+class StopTexts:
+    """Ends a row with the token that completes one of the texts; it is asked as a tool is."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, texts: list[str], eos_ids: tuple[int, ...]
+    ) -> None:
+        self.tokenizer, self.texts = tokenizer, texts
+        self.most_tokens = 1 + max(len(text.encode()) for text in texts)  # each has a byte of it
+        ids = sorted({*tokenizer.get_vocab().values()} - {*eos_ids})
+        self.asking_ids = [i for i in ids if self.may_complete(tokenizer.decode(i))]
+
+    def may_complete(self, token: str) -> bool:
+        """Whether one of the texts may end in this token; it may be a part of a character."""
+        ends = [text[i:] for text in self.texts for i in range(len(text))]
+        begins = token.startswith(tuple(ends)) or any(text in token for text in self.texts)
+        return begins or "\ufffd" in token
+
+    def is_completed_by_last(self, token_ids: list[int]) -> bool:
+        text, before = (
+            self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            for ids in (token_ids[-self.most_tokens :], token_ids[-self.most_tokens : -1])
+        )
+        return any(text.count(stop) > before.count(stop) for stop in self.texts)
+
+    def around(self, tool: Tool | None) -> "StoppedTool":
+        return StoppedTool(self, tool)
+
+
+class StoppedTool:
+    """A row's tool, if it has one, where a stop text may end the row."""
+
+    def __init__(self, stop: StopTexts, tool: Tool | None) -> None:
+        self.stop, self.tool = stop, tool
+        self.asking_ids = sorted({*stop.asking_ids, *(tool.asking_ids if tool else [])})
+
+    def reply(self, token_ids: list[int]) -> list[int] | None:
+        if self.stop.is_completed_by_last(token_ids):
+            if hasattr(self.tool, "environment"):  # it hears the last turn, as if that had ended
+                self.tool.reply([*token_ids, self.tool.asking_ids[0]])
+            return None
+        asks = self.tool is not None and token_ids[-1] in self.tool.asking_ids
+        return self.tool.reply(token_ids) if asks else []
