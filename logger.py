@@ -16,6 +16,7 @@ lack a step that it has. After a kill they may have later ones, which are cut of
 """
 
 import functools
+import shutil
 import sys
 import time
 from collections import deque
@@ -128,6 +129,9 @@ class Logger:
         if num_past > 0:  # the last steps with what came between them, such as evaluations
             mean_s = (self.printed_s[-1] - self.printed_s[0]) / num_past
         parts.append(f"left {timedelta(seconds=round(mean_s * (num_steps - step)))}")
+        if sys.stdout is not None and sys.stdout.isatty():
+            while len("  ".join(parts)) > shutil.get_terminal_size().columns and len(parts) > 4:
+                del parts[-3]  # before the seconds and what is left: the rate first
         self.info("  ".join(parts))
 
     def print_evaluation(
@@ -162,9 +166,11 @@ class Logger:
             lines += [f"    > {line}" for line in shorten(asked).split("\n")]
             completion = sample["completion"].strip("\n")
             lines += [f"    {line}" for line in shorten(completion).split("\n")]
-            lines.append(f"    read: {sample['answer']}")
+            read = sample["answer"] != sample["completion"].strip()  # else nothing was read in it
+            notes = [f"read: {sample['answer']}"] * read
             if (gold := plain(sample["gold"])) != sample["question"]:
-                lines[-1] += "  gold: " + gold.rpartition("\n")[2]  # a solution's end
+                notes.append("gold: " + gold.rpartition("\n")[2])  # a solution's end
+            lines += ["    " + "  ".join(notes)] * bool(notes)
         self.info("\n".join(lines))
 
     def close(self, status: str = "FINISHED") -> None:

@@ -31,12 +31,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 
-from engine.run.config_file import check_paths, load_config  # engine/ checks Python's version
+from engine.run.config_file import (  # engine/ checks Python's version
+    check_and_announce,
+    load_config,
+)
 from engine.run.mistakes import crashes_name_the_fix, mistakes_cost_one_line
 
 if __name__ == "__main__":  # a mistake and --help are answered before torch is imported
     with mistakes_cost_one_line():
-        check_paths(load_config(sys.argv[1:]))
+        check_and_announce(load_config(sys.argv[1:]))
 
 import numpy as np
 import torch
@@ -405,13 +408,13 @@ def make_micro_batches(
     """What this rank trains on; empty only if no rank has anything to train on.
 
     Of the batch, trajectories whose advantage is 0 have no gradient (without a KL penalty): they
-    count in the denominators and are left out.
+    count in the denominators and are left out. What skip_truncated leaves out counts as a row, and
+    none of its tokens do (as in TRL since 1.16).
     """
     batch = [t for group in groups for t in group if t.in_batch]
-    trained = [t for t in batch if t.advantage != 0.0 or training.has_reference]
-    if training.skip_truncated:
-        trained = [t for t in trained if not t.completion.truncated]
-    counts = [len(batch), sum(t.completion.num_sampled for t in batch), len(trained)]
+    kept = [t for t in batch if not (training.skip_truncated and t.completion.truncated)]
+    trained = [t for t in kept if t.advantage != 0.0 or training.has_reference]
+    counts = [len(batch), sum(t.completion.num_sampled for t in kept), len(trained)]
     num_rows, num_tokens, num_trained = world.sum(counts).tolist()
     if num_trained == 0:
         return []
@@ -497,7 +500,7 @@ def evaluate(run: Run) -> None:
         groups = sample_validation(run)
         metrics = evaluation_metrics(groups, run.task, run.config.validation, run.world)
     log_evaluation(run, metrics | clock.read(), groups)
-    score = metrics[run.config.validation.best_metric]
+    score = metrics[run.config.best_metric]
     state.count_evaluation(metrics, score)
     is_broken = count_broken(groups, run.world, run.logger.warning) > 0  # metrics mean nothing then
     is_best = not is_broken and (state.best is None or score > state.best)

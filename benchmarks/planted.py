@@ -96,7 +96,7 @@ BUGS = [
     ),
     Bug(
         "a zero-advantage row left out of the denominator",
-        r"counts = \[len\(batch\), sum\((.*?) for t in batch\)",
+        r"counts = \[len\(batch\), sum\((.*?) for t in kept\)",
         r"counts = [len(trained), sum(\1 for t in trained)",
         "test_update::test_the_gradient_does_not_depend_on_the_micro_batch_size",
     ),

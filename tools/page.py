@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from engine.core.files import read_lines, without_nan
 from engine.core.text import plain, shorten
 from engine.questions.tasks import built_in_tasks, load_task, schema
 from engine.run.config_file import read_file, task_name
-from tools.plot import BEST_OF, PANELS, Table, points, read_table
+from tools.plot import BEST_OF, Table, panels_of, points, read_table
 
 TEMPLATE = Path(__file__).with_name("report.html")  # the run's data replaces its {{data}}
 PART_BYTES = {"evaluations": 1_000_000, "rollouts": 3_500_000}  # the whole page is below 5 MB
@@ -31,14 +31,18 @@ def read_run(folder: Path) -> dict[str, Any]:
     rollouts = by_step(read_lines(folder / "rollouts.jsonl"))
     rows = read_lines(folder / "samples.jsonl")
     samples = by_step([row for row in rows if row.get("split", "validation") == "validation"])
+    panels = panels_of(folder)
+    metric = panels[0][0]  # what has chosen best/, if that is not best_of_n
+    evaluated = evaluations(table, samples, metric)
     return {
         "name": table.name,
         "step": int(table.rows["step"].iloc[-1]),
         "versions": config.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# "),
-        "curves": without_nan(curves(table)),
+        "curves": without_nan(curves(table, panels)),
         "settings": list(settings(config)),
         "remarks": [row["line"] for row in read_lines(folder / "remarks.jsonl")],
-        "evaluations": thin(without_nan(evaluations(table, samples)), PART_BYTES["evaluations"]),
+        "metric": metric.removeprefix("eval/"),
+        "evaluations": thin(without_nan(evaluated), PART_BYTES["evaluations"]),
         "rollouts": thin(rollouts, PART_BYTES["rollouts"]),
         "recorded": {"evaluations": len(samples), "rollouts": len(rollouts)},
     }
@@ -50,11 +54,11 @@ def by_step(rows: list[dict]) -> list[dict]:
     return [{"step": step, "rows": list(rows)} for step, rows in steps]
 
 
-def curves(table: Table) -> list[dict]:
+def curves(table: Table, panels_of_run: Sequence) -> list[dict]:
     """The run's panels of tools/plot.py: steps, means and, if it was measured, the interval."""
     counts = [name.removeprefix(BEST_OF) for name in table.rows if name.startswith(BEST_OF)]
     panels = []
-    for metric, title, label in PANELS:
+    for metric, title, label in panels_of_run:
         curve = points(table, metric, window=WINDOW)  # (5, points)
         if curve.size > 0:
             places = np.linspace(0, len(curve[0]) - 1, MAX_POINTS).round().astype(int)
@@ -64,14 +68,14 @@ def curves(table: Table) -> list[dict]:
     return panels
 
 
-def evaluations(table: Table, samples: list[dict]) -> list[dict]:
-    """The evaluations' samples, each with its step's pass@1 and interval."""
-    names = ["eval/pass@1", "eval/pass@1_low", "eval/pass@1_high"]
+def evaluations(table: Table, samples: list[dict], metric: str) -> list[dict]:
+    """The evaluations' samples, each with its step's `metric` and interval."""
+    names = [metric, f"{metric}_low", f"{metric}_high"]
     rates = table.rows.set_index("step").reindex([e["step"] for e in samples], columns=names)
     texts = ("prompt", "question", "completion", "gold", "answer")
     for evaluation, measured in zip(samples, rates.to_numpy(), strict=True):
         # as the run has printed them
-        evaluation["pass@1"] = [f"{rate:.3f}" for rate in measured if math.isfinite(rate)]
+        evaluation["score"] = [f"{rate:.3f}" for rate in measured if math.isfinite(rate)]
         del evaluation["rows"][MAX_QUESTIONS:]
         for sample in evaluation["rows"]:
             given = [name for name in texts if sample.get(name) is not None]

@@ -15,6 +15,7 @@ interval of its pass@1. Minutes are those of steps and evaluations, without load
 import argparse
 import functools
 import io
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -38,11 +39,19 @@ PANELS = (  # metric, title, label of the y-axis
     ("train/entropy", "entropy", "nats per token"),
     ("train/zero_advantage_frac", "zero-advantage groups", "share of groups"),
 )
+REWARD = ("eval/reward", "reward in evaluations", "mean per completion")
 # Okabe and Ito's colours, which the colour-blind can tell apart; dashes and markers for print
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v")
 STYLE = Path(__file__).with_name("plot.mplstyle")
+
+
+def panels_of(run: Path) -> Sequence:
+    """The panels of a run; first comes the reward of its evaluations if that chooses its best/."""
+    best = run / "best" / "best.json"
+    chosen_by = json.loads(best.read_text()).get("best_by") if best.is_file() else None
+    return (REWARD, *PANELS) if chosen_by == "reward" else PANELS
 
 
 @dataclass
@@ -171,12 +180,14 @@ def main() -> None:
     parser.add_argument("--over", choices=["steps", "minutes"], default="steps")
     parser.add_argument("--smooth", type=int, default=5, help="steps in the training curves' mean")
     parser.add_argument("--title", default="", help="what the picture shows, in one sentence")
-    names = [metric for metric, _, _ in PANELS]
-    parser.add_argument("--panels", nargs="+", choices=names, default=names, help="all without it")
+    names = [metric for metric, _, _ in (REWARD, *PANELS)]
+    parser.add_argument("--panels", nargs="+", choices=names, help="all without it")
     options = parser.parse_args()
     first = options.paths[0].expanduser()
     out = (options.out or (first if first.is_dir() else first.parent) / "curves").expanduser()
-    panels = [p for p in PANELS if p[0] in options.panels]
+    panels = panels_of(first)
+    if options.panels is not None:
+        panels = [panel for panel in (REWARD, *PANELS) if panel[0] in options.panels]
     out = out.with_suffix("") if out.suffix in (".png", ".svg") else out
     png, svg = (out.with_name(f"{out.name}.{kind}") for kind in ("png", "svg"))
     with mistakes_cost_one_line():

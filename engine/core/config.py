@@ -154,8 +154,10 @@ class TaskSettings(Section):
     """The seconds after which such a call counts as if it had returned None; null is no limit."""
     train: PathText = "generated"
     """The training questions: `generated` (by the task, if it can: countdown, arithmetic, guess,
-    reasoning_gym), the id of a dataset on the hub, or a local .jsonl, .json, .csv or .parquet file.
-    For a model with a chat template, questions that hold one of its special tokens are left out."""
+    reasoning_gym), the id of a dataset on the hub, with its configuration and split if you name
+    them (openai/gsm8k:main:test; either may be empty), or a local .jsonl, .json, .csv or .parquet
+    file. For a model with a chat template, questions that hold one of its special tokens are left
+    out."""
     eval: PathText = "generated"
     """The validation questions, from the same kinds of source. The model is never trained on any of
     them, even where both sources are the same."""
@@ -385,17 +387,14 @@ class ValidationSettings(Section):
     pass_k: Annotated[list[Count], Field(min_length=1)] | None = None
     """The k for which pass@k is reported, which is the chance that one of k samples is right. Each
     is at most best_of_n; null means [1, best_of_n]."""
-    best_by: Literal["pass@1", "best_of_n"] = "pass@1"
-    """What chooses the model in best/: the highest pass@1, or the highest best_of_n."""
+    best_by: Literal["pass@1", "best_of_n", "reward"] | None = None
+    """What chooses the model in best/: the highest pass@1, best_of_n, or mean reward. null is
+    pass@1, or reward for a task.reward of which no function is called `answer`."""
     temperature: float = Field(1.0, ge=0, le=100)
     """The temperature of validation samples. A lower one usually raises pass@1 and lowers best of
     n. 0 is greedy: always the likeliest token, so best_of_n must be 1."""
     max_new_gen_tokens: Count | None = None
     """The greatest length of a validation completion, in tokens; null means that of training."""
-
-    @property
-    def best_metric(self) -> str:
-        return "eval/pass@1" if self.best_by == "pass@1" else f"eval/best_of_{self.best_of_n}"
 
     @property
     def reported_k(self) -> list[int]:
@@ -477,6 +476,17 @@ class Config(Section):
     @property
     def max_validation_tokens(self) -> int:
         return self.validation.max_new_gen_tokens or self.training.max_new_gen_tokens
+
+    @property
+    def best_by(self) -> str:
+        """What validation.best_by chooses by."""
+        knows_right = self.task.reward is None or "answer" in self.task.reward_weights
+        return self.validation.best_by or ("pass@1" if knows_right else "reward")
+
+    @property
+    def best_metric(self) -> str:
+        is_best_of = self.best_by == "best_of_n"
+        return f"eval/best_of_{self.validation.best_of_n}" if is_best_of else f"eval/{self.best_by}"
 
     def with_num_steps(self, num_questions: int, num_ranks: int) -> "Config":
         """The same, with num_steps for num_epochs. Raises ConfigError if that is less than one."""

@@ -18,7 +18,10 @@ def load_env() -> None:
     """Set what ./.env names and the environment leaves unset."""
     import dotenv
 
-    dotenv.load_dotenv(".env")
+    try:
+        dotenv.load_dotenv(".env")
+    except ValueError as error:  # other bytes than utf-8, or a NUL
+        raise ValueError(f".env: cannot be read: {error}; write it as utf-8 text") from error
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

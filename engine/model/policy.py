@@ -56,8 +56,10 @@ class Policy:
 
     @property
     def context_length(self) -> int | None:
-        """The most tokens that the model can see; None for no limit."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        """The most tokens that the model, and its teacher, can see; None for no limit."""
+        texts = [m.config.get_text_config() for m in (self.model, self.teacher) if m is not None]
+        limits = [getattr(text, "max_position_embeddings", None) for text in texts]
+        return min(filter(None, limits), default=None)
 
     @property
     def end_tokens(self) -> str:
@@ -169,6 +171,8 @@ def make_policy(
         policy.teacher = load_teacher(
             config, device=world.device, compute_dtype=compute_dtype, log=log
         )
+        if {*policy.teacher.generation_config.eos_token_id} != {*params.eos_ids}:
+            log("warning: the teacher's texts end at other tokens than the trained model's")
     return policy
 
 

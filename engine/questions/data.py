@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.core.config import Config, ConfigError, TaskSettings
 from engine.core.hub import reach_hub
 from engine.core.packages import import_package
-from engine.core.types import SeedWord
+from engine.core.types import Log, SeedWord
 from engine.questions.messages import fill, pose
 from engine.questions.prompts import check_chat, prompt_length
 from engine.questions.tasks import Hub, hash_of, is_file_name, is_in_split, reward_parts
@@ -47,7 +47,7 @@ def load_questions(
     490,000 prompts first would take a minute.
     """
     settings, is_shared = config.task, config.task.train == config.task.eval
-    load = functools.partial(load_examples, task, options=settings, held_out=is_shared)
+    load = functools.partial(load_examples, task, options=settings, held_out=is_shared, log=log)
     # Seed 0: the same questions for every training.seed, so that runs can be compared.
     num = config.validation.num_examples
     validation = load(settings.eval, "validation", num_examples=num, seed=0, exclude=[])
@@ -157,6 +157,7 @@ def load_examples(
     seed: int,
     held_out: bool,
     exclude: Iterable[dict],
+    log: Log = lambda line: None,
 ) -> list[dict]:
     """The questions of one split, "train" or "validation", without those in `exclude`.
 
@@ -184,9 +185,11 @@ def load_examples(
             source,
             columns=[*task.EXAMPLE_ROW],
             choices=", ".join(choices),
-            hub_config=hub.config if source == hub.usual_id else None,
+            hub_config=hub.config if source.partition(":")[0] == hub.usual_id else None,
             hub_split="train" if split == "train" or is_divided else hub.validation_split,
         )
+        if hasattr(task, "reward_groups") and source.lower().endswith(".csv") and table:
+            table = with_numbers(table, log)
         rows = read_rows(table, source=source, task=task, options=options)
         excluded = {task.question_key(row) for row in exclude}
         rows = [row for row in rows if task.question_key(row) not in excluded]
@@ -210,6 +213,9 @@ def load_table(
 ) -> list[dict] | list[str]:
     """The rows of a file or of a part of a hub dataset; ValueError if it cannot be loaded."""
     path, is_parquet = Path(source), source.lower().endswith(".parquet")
+    # owner/name:configuration:split of a hub dataset; the last two may be left out, or empty
+    hub_id, *named = source.split(":") if source.count("/") == 1 else [source]
+    named_config, named_split = ([name or None for name in named] + [None, None])[:2]
     is_other = path.exists() and not (is_file_name(source) and path.is_file())  # a pipe has no end
     if is_other or (not is_file_name(source) and source.count("/") != 1):
         raise ValueError(f"{source}: unknown kind of source; give {choices}")
@@ -218,7 +224,7 @@ def load_table(
     try:
         if is_file_name(source) and not is_parquet:
             return read_text_file(path)
-        unreachable = reach_hub(source, None, kind="dataset")
+        unreachable = reach_hub(hub_id, None, kind="dataset")
         import datasets  # takes a second, so only where it is needed
 
         datasets.disable_progress_bars()  # they would fill a log file
@@ -226,7 +232,8 @@ def load_table(
         if is_parquet:
             table = datasets.load_dataset("parquet", data_files=glob.escape(source), split="train")
         else:
-            table = datasets.load_dataset(source, hub_config, split=hub_split)
+            part, split = named_config or hub_config, named_split or hub_split
+            table = datasets.load_dataset(hub_id, part, split=split)
     except errors as error:
         reason = str(unreachable or error.__cause__ or error).strip().split("\n")[0]
         raise ValueError(f"{source}: cannot be loaded ({reason}); give {choices}") from error
@@ -244,15 +251,42 @@ def read_text_file(path: Path) -> list[dict] | list[str]:
     if path.suffix.lower() != ".csv":
         is_list = text.lstrip().startswith("[")
         return json.loads(text) if is_list else [line for line in text.split("\n") if line.strip()]
-    rows, reader = [], csv.DictReader(io.StringIO(text, newline=""))
+    rows, reader = [], csv.DictReader(io.StringIO(text, newline=""), strict=True)
     names = collections.Counter(filter(None, reader.fieldnames or []))
     if twice := [name for name in names if names[name] > 1]:
         raise ValueError(f"two columns are named {twice[0]}")
-    for row in reader:
-        if any(row.pop(None, [])):  # cells beyond the last column
-            raise ValueError(f"line {reader.line_num}: more cells than columns: quote commas")
-        rows.append(row)
+    try:
+        for row in reader:
+            if any(row.pop(None, [])):  # cells beyond the last column
+                raise ValueError(f"line {reader.line_num}: more cells than columns: quote commas")
+            if None in row.values():
+                fix = "a quote that is not closed eats what follows"
+                raise ValueError(f"line {reader.line_num}: fewer cells than columns: {fix}")
+            rows.append(row)
+    except csv.Error as error:
+        fix = 'write a quote within quotes twice, as ""'
+        raise ValueError(f"line {reader.line_num}: {error}: {fix}") from error
     return rows
+
+
+def with_numbers(rows: list[dict], log: Log) -> list[dict]:
+    """A CSV's rows with numbers for text in columns of nothing else, as `datasets` makes them."""
+    columns = {name: [as_number(row[name]) for row in rows] for name in rows[0]}
+    for name, values in columns.items():
+        num_text = sum(value is None for value in values)
+        if 0 < num_text < len(values):
+            log(f"the column {name} stays text: {num_text} of its cells are no numbers")
+        elif num_text == 0:
+            kind = int if all(isinstance(value, int) for value in values) else float
+            for row, value in zip(rows, values, strict=True):
+                row[name] = kind(value)
+    return rows
+
+
+def as_number(cell: str) -> int | float | None:
+    """The number that a cell is in JSON's form, if it is one."""
+    is_number = re.fullmatch(r"-?(0|[1-9]\d{0,17})(\.\d+)?([eE][+-]?\d{1,2})?", cell)
+    return json.loads(cell) if is_number else None
 
 
 def read_rows(

@@ -24,7 +24,6 @@ def encode_prompts(
     texts, adds = render_prompts(examples, task=task, options=options, tokenizer=tokenizer)
     if not texts:  # a rank without validation questions; the tokenizer would raise IndexError
         return []
-    texts = [*map(whole_characters, texts)]
     encoded = tokenizer(texts, add_special_tokens=adds, return_special_tokens_mask=True)
     # Some add an end too (add_eos_token), behind which a model would begin another text: drop it.
     masks = ("".join(map(str, mask)).rstrip("1") for mask in encoded["special_tokens_mask"])
@@ -53,7 +52,8 @@ def render_prompts(
     # A chat template has written them: with it, the tokenizer would add them a second time.
     is_chat = tokenizer.chat_template is not None and not any(isinstance(p, str) for p in prompts)
     tools = tool_schemas(task)
-    return [render_prompt(prompt, tokenizer, tools) for prompt in prompts], not is_chat
+    texts = [whole_characters(render_prompt(prompt, tokenizer, tools)) for prompt in prompts]
+    return texts, not is_chat
 
 
 @functools.cache
@@ -77,7 +77,9 @@ def render_prompt(
     prefix = assistant_prefix(messages)
     chat = messages[:-1] if prefix else messages
     # Some templates rewrite what an assistant says, so we append the prefix to the text.
-    return apply_template(chat, tokenizer, tools) + prefix
+    text = apply_template(chat, tokenizer, tools)
+    opened = re.search(r"(<\w+>)\s*$", text)  # a template may open <think> itself, as R1-Distill's
+    return text + (prefix.replace(opened[1], "", 1) if opened else prefix)
 
 
 @functools.cache

@@ -16,7 +16,15 @@ from typing import Any, Literal
 from pydantic import create_model
 
 from engine import ROOT
-from engine.core.config import Config, ConfigError, Section, TaskSettings, Text, Weight, as_reward
+from engine.core.config import (
+    Config,
+    ConfigError,
+    Section,
+    TaskSettings,
+    Text,
+    Weight,
+    as_reward,
+)
 from engine.core.text import show
 from engine.questions.user_file import RewardError, import_file, is_reward, line_of, naming_mistakes
 

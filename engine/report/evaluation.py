@@ -1,10 +1,19 @@
 """What an evaluation measures: of training's, and by mode=evaluate alone."""
 
+import math
 from types import ModuleType
+
+import numpy as np
 
 from engine.core.config import TaskSettings, ValidationSettings
 from engine.core.distributed import World
-from engine.core.statistics import majority_sample, reduce_means, single_rate, solve_rates
+from engine.core.statistics import (
+    confidence_interval,
+    majority_sample,
+    reduce_means,
+    single_rate,
+    solve_rates,
+)
 from engine.core.types import Groups
 from engine.questions.tasks import read_answer
 
@@ -25,7 +34,28 @@ def evaluation_metrics(
     }
     if hasattr(task, "Environment"):
         sums["eval/turns"] = (sum(t.completion.num_turns for t in answers), len(answers))
-    return solve_rates(solved, validation.reported_k) | reduce_means(sums, world)
+    rates = solve_rates(solved, validation.reported_k)
+    rates |= mean_rewards(groups, task.REWARD_PARTS, num_questions, world)
+    return rates | reduce_means(sums, world)
+
+
+def mean_rewards(
+    groups: Groups, names: tuple[str, ...], num_questions: int, world: World
+) -> dict[str, float]:
+    """The means of the reward and, where it applies, of each part; with 95% intervals."""
+    parts = {f"part_{name}": [[t.reward_parts[name] for t in g] for g in groups] for name in names}
+    metrics = {}
+    parts.pop("part_timeout", None)
+    for name, rows in ({"reward": [[t.reward for t in g] for g in groups]} | parts).items():
+        applying = [[value for value in row if value is not None] for row in rows]
+        means = [sum(row) / len(row) if row else math.nan for row in applying]
+        means = world.gather_rows(means, shape=(num_questions, 1))[:, 0]
+        means = means[~np.isnan(means)]
+        if len(means) > 0:
+            low, high = confidence_interval(means, is_binary=False)
+            mean = {f"eval/{name}": float(means.mean())}
+            metrics |= mean | {f"eval/{name}_low": low, f"eval/{name}_high": high}
+    return metrics
 
 
 def single_answer_metrics(

@@ -29,8 +29,10 @@ keys and their defaults; `--help task.name=gsm8k` prints them with those of anot
 NAMES_ELSEWHERE = {
     "model.name": "model_name_or_path model.path",
     "run.dir": "output_dir default_local_dir",
+    "run.name": "run_name",
     "task.train": "train_files dataset_name",
     "task.eval": "val_files eval_dataset",
+    "task.reward": "reward_funcs",
     "training.learning_rate": "lr",
     "training.num_epochs": "epochs num_train_epochs total_epochs",
     "training.num_steps": "max_steps total_training_steps",
@@ -41,9 +43,37 @@ NAMES_ELSEWHERE = {
     "training.clip_eps": "epsilon clip_ratio",
     "training.clip_eps_high": "epsilon_high clip_ratio_high",
     "training.loss_normalization": "loss_type loss_agg_mode",
+    "training.skip_truncated": "mask_truncated_completions",
+    "training.tis_clip": "vllm_importance_sampling_correction",
+    "training.lr_schedule": "lr_scheduler_type",
+    "training.warmup_steps": "warmup_ratio",
+    "training.optimizer": "optim",
     "training.advantage": "scale_rewards adv_estimator norm_adv_by_std_in_grpo",
     "sampling.backend": "use_vllm rollout.name",
+    "sampling.vllm_memory_gb": "vllm_gpu_memory_utilization",
+    "model.compute_dtype": "bf16 fp16",
+    "checkpoint.every": "save_steps",
+    "checkpoint.keep": "save_total_limit",
+    "validation.every": "eval_steps",
     "logging.report_to": "wandb",
+    "logging.samples": "log_completions",
+}
+# What else there is to say of a word; of those that no key stands for, why
+REMARKS = {
+    "num_generations": "8 are [8, 8]",
+    "per_device_train_batch_size": "which counts questions, not completions",
+    "warmup_ratio": "in steps",
+    "loss_type": "dapo is token, grpo sequence, bnpo is none; cispo is a training.policy_loss",
+    "scale_rewards": "group is zscore, none is mean",
+    "vllm_gpu_memory_utilization": "in GB",
+    "top_entropy_quantile": "all tokens are trained",
+    "sync_ref_model": "the reference stays the model that the run started from",
+    "steps_per_generation": "a step is one rollout; training.num_iterations uses it again",
+    "gradient_accumulation_steps": "it follows from training.micro_batch_tokens",
+    "max_prompt_length": "prompts that leave no room in the model's context are left out",
+    "repetition_penalty": "the sampled distribution would not be the trained one",
+    "logging_steps": "every step is logged",
+    "disable_dropout": "there is none, unless model.lora.dropout is set",
 }
 
 
@@ -70,6 +100,7 @@ def load_config(arguments: list[str]) -> Config:
     of_user = {} if file.resolve() == ROOT / "config.yaml" else in_file
     given = merge(of_user, nest(map(parse_override, overrides)))
     if config.mode == "train" and "learning_rate" not in section_of(given, "training"):
+        check_paths(config)  # that there is no such model comes first
         check_default_rate(config)
     return config
 
@@ -96,7 +127,7 @@ def check_default_rate(config: Config) -> None:
 
 
 def check_paths(config: Config) -> None:
-    """Raise ConfigError for files and folders that are missing: main.py asks before torch."""
+    """Raise ConfigError for files and folders that are missing."""
     values, lines = dotted_values(config), []
     sources = ["task.eval", *["task.train"] * (config.mode == "train")]
     if hasattr(load_task(config.task.code), "load_examples"):
@@ -111,6 +142,13 @@ def check_paths(config: Config) -> None:
             lines.append(f"{key} = {values[key]}: cannot be used: {error}")
     if lines:
         raise ConfigError(lines)
+
+
+def check_and_announce(config: Config) -> None:
+    """Check the paths, and say what takes seconds now: main.py asks before it imports torch."""
+    check_paths(config)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"loading torch, transformers and {config.model.name} ...", flush=True)
 
 
 def combine(in_file: dict[str, Any], overrides: list[str]) -> Config:
@@ -166,7 +204,11 @@ def parse_override(override: str) -> tuple[str, Any]:
         if override.endswith((".yaml", ".yml")):
             example = f"--config {override}"
         raise ConfigError([f"{override}: write {example}"])
-    return key, parse_yaml(text, origin=override)
+    try:
+        return key, parse_yaml(text, origin=override)
+    except ConfigError as error:
+        fix = f"a text with such characters needs quotes of its own: {key}='\"...\"'"
+        raise ConfigError([f"{error}; {fix}"]) from error
 
 
 def nest(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -289,8 +331,13 @@ def hint(key: str, value: Any, known: list[str]) -> str:
     """What an unknown key or the keys in it are called here, else the known key that is near."""
     ours = {word: name for name, words in NAMES_ELSEWHERE.items() for word in words.split()}
     leaves = [f".{leaf.lstrip('-')}" for leaf in unnest({key: value}, separator=".")]
-    if foreign := [word for leaf in leaves for word in ours if leaf.endswith(f".{word}")]:
-        return "".join(f", {word} is {ours[word]} here" for word in foreign)
+    known_words = {**ours, **REMARKS}
+    if foreign := [word for leaf in leaves for word in known_words if leaf.endswith(f".{word}")]:
+        named = {word: f", {word} is {ours[word]} here" for word in foreign if word in ours}
+        return "".join(
+            named.get(word, f", {word}") + f" ({REMARKS[word]})" * (word in REMARKS)
+            for word in foreign
+        )
     close, last = difflib.get_close_matches, key.split(".")[-1]
     among = SECTIONS if isinstance(value, dict) else known
     near = [other for other in among if close(last, [other.split(".")[-1]], cutoff=0.8)]

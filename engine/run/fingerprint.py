@@ -5,15 +5,23 @@ A checkpoint keeps them, so that no run goes on with others that have the same n
 
 import hashlib
 import json
+import socket
+import sys
 from pathlib import Path
+from types import ModuleType
 
+import torch
+import transformers
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
-from engine.core.config import Config, ConfigError, dotted_values
+from engine import ROOT
+from engine.core.config import Config, ConfigError, TrainingSettings, dotted_values
+from engine.core.distributed import World
 from engine.core.hub import reach_hub
 from engine.core.text import show
 from engine.model.load import one_line_errors
+from engine.questions.user_file import find_function
 from engine.run.folder import run_name
 
 MODEL_FILES = "the files of model.name"  # where a checkpoint keeps what `of_model` says
@@ -70,6 +78,47 @@ def commit_of(name: str, revision: str | None) -> str | None:
     return extract_commit_hash(file, None)
 
 
+def of_sources() -> dict[str, str]:
+    """A hash of each file of the program and of the user's own that this process has imported."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("user_task_")]
+    files = [ROOT / "main.py", ROOT / "countdown.py", *sorted(ROOT.glob("engine/**/*.py"))]
+    named = {str(file.relative_to(ROOT)): file for file in files}
+    named |= {Path(module.__file__).name: Path(module.__file__) for module in modules}
+    return {
+        name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for name, file in named.items()
+    }
+
+
+def of_own_code(task: ModuleType, training: TrainingSettings) -> str:
+    """A hash of the files of the task, of its reward and of an algorithm of the user's own."""
+    files = {task.__file__, *(file for file, _ in getattr(task, "functions", {}).values())}
+    names = {"training.advantage": training.advantage, "training.policy_loss": training.policy_loss}
+    files |= {find_function(name, key)[0] for key, name in names.items() if ":" in name}
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(Path(file).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def check_same_everywhere(config: Config, world: World) -> None:
+    """Raises ValueError if ranks differ in their config, their code or their packages.
+
+    What only says where a machine keeps its files may differ.
+    """
+    values = {k: v for k, v in dotted_values(config).items() if not k.startswith(MAY_DIFFER)}
+    packages = {"torch": torch.__version__, "transformers": transformers.__version__}
+    mine = {k: show(v) for k, v in values.items()} | of_sources() | packages
+    (first, there), *others = world.gather((mine, socket.gethostname()))
+    for rank, (theirs, host) in enumerate(others, start=1):
+        for name in {**first, **theirs}:
+            if first.get(name) != theirs.get(name):
+                found = f"{theirs.get(name)} on rank {rank} ({host}), {first.get(name)} on rank 0"
+                fix = "give all nodes the same code, config and packages"
+                raise ValueError(f"{name} is {found} ({there}): {fix}")
+
+
+# What may name other places on another node
+MAY_DIFFER = ("run.dir", "model.name", "model.teacher", "task.train", "task.eval", "logging.")
 # These keys may change when a run is resumed. Changing any other key is refused.
 FREE_KEYS = ("mode", "training.num_steps", "training.num_epochs", "validation.every")
 FREE_KEYS += ("training.stop_on_collapse", "validation.pass_k")
@@ -77,12 +126,16 @@ FREE_SECTIONS = ("checkpoint.", "logging.", "run.")
 # So may these, which save memory. They change how sums are rounded, and LoRA's dropout masks.
 ROUNDING_KEYS = ("training.micro_batch_tokens", "sampling.max_batch_tokens")
 ROUNDING_KEYS += ("model.gradient_checkpointing", "sampling.vllm_memory_gb")
+OWN_CODE = "the code of the task, its reward or the algorithm"
+ROUNDING_KEYS += (OWN_CODE,)
 
 
 def check_same_run(saved: dict, config: Config, rests_on: dict | None = None) -> list[str]:
     """Raise ConfigError if a key has changed that must not; return the ROUNDING_KEYS that have."""
     now = dotted_values(config) | (rests_on or {})  # such as hashes
     saved = now | dotted_values(type(config)()) | saved  # a run older than a key had its default
+    for values in (now, saved):
+        values["validation.best_by"] = values["validation.best_by"] or config.best_by
     fix = f"restore it to continue {run_name(config)}, or set run.name for another run"
     changed = [key for key in now if not key.startswith(FREE_SECTIONS) and saved[key] != now[key]]
     lines = [

@@ -1,7 +1,9 @@
 """How a run begins: its settings, its folder, and where it was if it was interrupted."""
 
 import math
+import os
 import shutil
+import socket
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
@@ -12,7 +14,7 @@ from engine.core.distributed import World, order_ddp_buckets
 from engine.core.types import Log
 from engine.model.load import find_base, one_line_errors
 from engine.run.config_file import dump, read_file, section_of
-from engine.run.fingerprint import commit_of
+from engine.run.fingerprint import check_same_everywhere, commit_of
 from engine.run.folder import run_folder, run_name
 from engine.run.remarks import remark_at_start
 from engine.run.resuming import make_folder, resume
@@ -104,6 +106,12 @@ def open_files(run: Run) -> None:
 def prepare(config: Config, world: World, notes: list[str], log: Log) -> Config:
     """Check the config on these ranks, print what is not as usual, and `pin` what may change."""
     check_world(config, world.size)
+    check_same_everywhere(config, world)
+    if not world.is_main and os.environ.get("LOCAL_RANK") == "0":
+        print(
+            f"rank {world.rank} of {world.size} on {socket.gethostname()}; node 0 prints",
+            flush=True,
+        )
     if config.mode == "train" and config.training.has_own_function:
         from engine.update.user_algorithm import try_algorithm
 

@@ -10,6 +10,7 @@ from engine.core.files import json_line, without_nan, write_atomically
 from engine.core.statistics import Clock, reduce_means
 from engine.core.text import plain, shorten
 from engine.core.types import Groups
+from engine.questions.messages import pose
 from engine.questions.tasks import read_answer
 from engine.report.completions import completion_record
 from engine.report.evaluation import evaluation_metrics, single_answer_metrics
@@ -131,9 +132,9 @@ def samples_of(run: Run, groups: Groups, questions: list[dict], *, split: str) -
         {
             "split": split,
             "prompt": run.policy.tokenizer.decode(trajectory.prompt_ids),
-            "question": plain({k: v for k, v in question.items() if k != "answer"}),
+            "question": question_text(run, question),
             "completion": trajectory.text,
-            "gold": question.get("answer", question),  # Countdown: the question itself
+            "gold": question.get("answer", gold_of(run, question)),
             "answer": read_answer(run.task, trajectory.text, question, run.config.task),
             "reward": trajectory.reward,
             "reward_parts": trajectory.reward_parts,
@@ -142,6 +143,19 @@ def samples_of(run: Run, groups: Groups, questions: list[dict], *, split: str) -
         }
         for trajectory, question in pairs[: run.config.logging.samples]
     ]
+
+
+def gold_of(run: Run, question: dict) -> dict | str:
+    """Where no key is called answer: the question itself, as Countdown's numbers and target."""
+    return question_text(run, question) if hasattr(run.task, "reward_groups") else question
+
+
+def question_text(run: Run, question: dict) -> str:
+    """What a person reads of a question; with task.reward it is what the model is asked."""
+    if not hasattr(run.task, "reward_groups"):
+        return plain({key: value for key, value in question.items() if key != "answer"})
+    posed = pose(question, task=run.task, options=run.config.task)
+    return posed if isinstance(posed, str) else posed[-1]["content"]
 
 
 def report_evaluation(run: Run, groups: Groups, greedy: Groups, clock: Clock) -> int:

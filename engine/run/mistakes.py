@@ -83,7 +83,8 @@ def crashes_name_the_fix(folder: Path) -> Iterator[None]:
         yield
     except (RuntimeError, MemoryError) as error:
         if "by peer" in str(error):  # gloo's words, where the other rank has said why
-            print("this rank ends too, since another one has ended", file=sys.stderr)
+            fix = f"what was saved stays in {folder}; the same command on all nodes goes on"
+            print(f"this rank ends too, since another one has ended; {fix}", file=sys.stderr)
             sys.exit(1)
         if not is_out_of_memory(error):
             raise

@@ -88,5 +88,15 @@ def remark_on_evaluation(run: Run, groups: list[list[Trajectory]]) -> None:
 
 
 def remark_at_end(run: Run) -> None:
-    fix = "look at train/reward_std, then at task.reward and training.learning_rate"
-    remark(run, "untrained", f"no step has trained the model: {fix}")
+    """On a run of which no step has trained, and on evaluations that choose nothing."""
+    if not run.state.has_trained:
+        fix = "look at train/reward_std, then at task.reward and training.learning_rate"
+        remark(run, "untrained", f"no step has trained the model: {fix}")
+    if run.world.is_main:
+        metric = run.config.best_metric
+        scores = [row.get(metric) for row in read_lines(run.folder / "metrics.jsonl")]
+        scores = [score for score in scores if score is not None]
+        if len(scores) > 1 and len(set(scores)) == 1:
+            same = f"all {len(scores)} evaluations have the same {metric.removeprefix('eval/')}"
+            fix = "so best/ is the model of the first: let validation.best_by choose by another"
+            remark(run, "evaluations", f"{same}, {fix}")

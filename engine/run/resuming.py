@@ -20,11 +20,12 @@ import torch
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from transformers import PreTrainedModel
 
+from engine.core.distributed import World
 from engine.core.files import open_to_append, read_text
 from engine.core.types import Log
 from engine.model.load import of_teacher
 from engine.run.config_file import read_file
-from engine.run.fingerprint import MODEL_FILES, check_same_run, of_model
+from engine.run.fingerprint import MODEL_FILES, OWN_CODE, check_same_run, of_model, of_own_code
 from engine.run.state import Run, Saved
 from engine.update.optimizer import learning_rate_at
 
@@ -34,8 +35,10 @@ MARKER = "has_checkpoints"
 def resume(run: Run) -> None:
     """Go on from the newest whole checkpoint, if there is one; rank 0 reads and broadcasts it."""
     world, config, training = run.world, run.config, run.config.training
+    check_newest(run.folder / "checkpoints", world)
     folder, saved = world.on_main(find_saved, run)
     run.rests_on[MODEL_FILES] = world.on_main(of_model, config)
+    run.rests_on[OWN_CODE] = of_own_code(run.task, training)
     if config.model.teacher is not None:
         run.rests_on["the files of model.teacher"] = world.on_main(of_model, of_teacher(config))
     if config.model.shard:
@@ -66,6 +69,25 @@ def resume(run: Run) -> None:
     run.state, run.is_resumed = saved.state, True
     run.unsaved = {} if saved.lost_best is None else {"best": saved.lost_best}
     run.logger.info(f"resumed after step {run.state.step}")
+    if run.is_over:
+        fix = "raise training.num_steps, or set run.name to start another run"
+        run.logger.info(f"this run is finished, so nothing is trained: {fix}")
+
+
+def check_newest(root: Path, world: World) -> None:
+    """Raise ValueError if another node has a newer checkpoint than rank 0, which would begin anew.
+
+    Without a disk that all nodes share each keeps its own, and rank 0 may stand on another node
+    than at the last start.
+    """
+    steps = [step_of(folder) for folder in list_checkpoints(root) if is_whole(folder)]
+    (first, here), *others = world.gather((max(steps, default=-1), socket.gethostname()))
+    for step, host in others:
+        if step > first:
+            fix = f"start so that {host} has rank 0, or give a run.dir that all nodes share"
+            raise ValueError(
+                f"{host} has a checkpoint of step {step}, and {here} none so new: {fix}"
+            )
 
 
 def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
@@ -86,7 +108,9 @@ def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
         raise ValueError(f"{file}: was edited: it lacks a score")
     is_there, score = any(best.glob("*.safetensors")), best / "best.json"
     if is_there and score.is_file():  # it may be newer than the checkpoint
-        kept = checked(dict[str, FiniteFloat], read_file(score), score)  # JSON is YAML too
+        kept = read_file(score)  # JSON is YAML too
+        kept.pop("best_by", None)
+        kept = checked(dict[str, FiniteFloat], kept, score)
         saved.state.best = kept.get("best", saved.state.best)
         saved.state.best_step = int(kept.get("best_step", saved.state.best_step))
     elif saved.state.best is not None and not is_there:
@@ -123,6 +147,8 @@ def make_folder(folder: Path) -> None:
 def lock_folder(folder: Path, warn: Log) -> TextIO:
     """Lock a run's folder until the file is closed; ValueError names the process that has it."""
     make_folder(folder)
+    if (folder / "lock").is_symlink():
+        raise ValueError(f"{folder / 'lock'} is a link, which a run does not follow: remove it")
     file = open_to_append(folder / "lock")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -38,9 +38,10 @@ from engine.run.state import Run, summary
 
 def save_best(run: Run, measured: dict[str, float]) -> bool:
     """Save the model in best/ with its card; returns False if that was not possible."""
-    model, score = run.policy.model, measured[run.config.validation.best_metric]
+    model, score = run.policy.model, measured[run.config.best_metric]
     whole = resuming.shards().gather_weights(model, run.world) if run.config.model.shard else None
     best = {"best": score, "best_step": run.state.step}  # as `State` names them
+    best["best_by"] = run.config.best_by
     card, folder = model_card(run, measured), run.folder / "best"
     arguments = (model, run.policy.tokenizer, card, folder, whole, best)
     return save_on_main(run, "best", score, save_model, *arguments)
@@ -215,8 +216,7 @@ def finish(run: Run) -> int:
     step = run.state.step
     if run.is_over and run.state.evaluated_at == step:
         run.logger.info(summary(run))
-        if not run.state.has_trained:
-            remark_at_end(run)
+        remark_at_end(run)
         run.logger.close()
         return 1 if run.unsaved or not run.state.has_trained else 0
     run.logger.close("KILLED")

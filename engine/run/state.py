@@ -163,7 +163,7 @@ class Run:
 def summary(run: Run) -> str:
     """How well the first, the last and the best model solve, and what can be done with the best."""
     state, best = run.state, run.folder / "best"
-    metric = run.config.validation.best_metric.removeprefix("eval/")
+    metric = run.config.best_metric.removeprefix("eval/")
     scores = f"{metric} {state.first:.3f} at the start, {state.last:.3f} after step {state.step}"
     if state.best is None:
         return f"{scores}; there is no model in {best}"

@@ -192,13 +192,16 @@ class Turns:
         self.tokenizer, tools = tokenizer, prompts.tool_schemas(task)
         self.end_id = prompts.end_of_turn(tokenizer)  # this token asks for a reply
         self.end = tokenizer.convert_ids_to_tokens(self.end_id)
-        self.encode = functools.partial(tokenizer.encode, add_special_tokens=False)
         self.decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
         render = functools.partial(prompts.apply_template, tokenizer=tokenizer)
         plain, text = (render([prompts.QUESTION], tools=some) for some in ([], tools))
         self.tools = tools if text != plain else []  # not every template tells the model of tools
         self.names = [tool["function"]["name"] for tool in self.tools]
         self.render = functools.partial(render, tools=self.tools)
+
+    def encode(self, text: str) -> list[int]:
+        text = prompts.whole_characters(text)
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def clean(self, text: str) -> str:
         """The text without special tokens, with which it could end the turn that it stands in."""
