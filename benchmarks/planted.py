@@ -715,7 +715,7 @@ BUGS = [
         "a file's key comes before the command line's",
         r"merge\(without_other_task\(from_file, from_command_line\), from_command_line\)",
         r"merge(from_command_line, without_other_task(from_file, from_command_line))",
-        "test_later_overrides_win_over_earlier_ones_and_these_over_the_file",
+        "test_what_is_given_is_read_and_reads_the_same_once_it_is_written[the command line wins]",
     ),
     Bug(
         "tiny's learning rate for any model",
@@ -830,7 +830,7 @@ BUGS = [
         "runs of two seeds in one folder",
         r"-s\{config\.training\.seed\}",
         r"",
-        "test_the_name_of_a_run_tells_runs_apart",
+        "test_what_is_given_is_read_and_reads_the_same_once_it_is_written[a run]",
     ),
     Bug(
         "a key that an older run lacks",
@@ -932,7 +932,7 @@ BUGS = [
         "a learning rate of 1E-5 a text",
         r"\[eE\](\[-\+\]\?\[0-9\]\+\$)",
         r"[e]\1",
-        "test_a_number_in_scientific_notation_is_a_number",
+        "test_what_is_given_is_read_and_reads_the_same_once_it_is_written[1E-5]",
     ),
     Bug(
         "samples resampled in place of questions",
@@ -1100,7 +1100,7 @@ BUGS = [
         "a token one beyond the embeddings",
         r"largest >= num_embeddings",
         r"largest > num_embeddings",
-        "test_a_tokenizer_with_ids_beyond_the_embeddings_is_refused",
+        "test_a_mistake_in_a_models_folder_is_one_line_with_its_fix[a token]",
     ),
     Bug(
         "every epoch in the same order",
@@ -1136,13 +1136,13 @@ BUGS = [
         "NaN as a reward",
         r"abs\(value\) <= MAX_REWARD",
         r"not abs(value) > MAX_REWARD",
-        "test_a_mistake_at_a_question_is_one_line_with_file_line_and_question",
+        "test_a_mistake_in_a_reward_function_is_one_line_with_file_and_line[nan]",
     ),
     Bug(
         "special tokens added to a template's text",
         r"for prompt in prompts\], not is_chat",
         r"for prompt in prompts], True",
-        "test_only_a_prompt_without_a_template_gets_special_tokens",
+        "test_of_special_tokens_only_a_beginning_is_added_and_only_without_a_template",
     ),
     Bug(
         "the assistant's beginning closed by the template",

@@ -8,36 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import CPU, ROOT, make_config
+from harness import ROOT, make_config
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3_5TextConfig
 
-from engine.model.load import check_host_memory, load_model_and_tokenizer
+from engine.model.load import check_host_memory
 from engine.run.load import check_disk
-from engine.update.shards import blocks_of
-
-
-def test_a_model_that_cannot_fit_is_refused_before_its_weights_are_read(
-    rotary_model_folder, tmp_path
-):
-    """6.4 x 10^11 weights take 10 TB with their gradients and AdamW's averages."""
-    folder = shutil.copytree(rotary_model_folder, tmp_path / "big")
-    (folder / "model.safetensors").write_bytes(b"not read")
-    big = AutoConfig.from_pretrained(folder)
-    big.update({"hidden_size": 100_000, "intermediate_size": 1_000_000, "num_attention_heads": 100})
-    big.save_pretrained(folder)
-    config = make_config(f"model.name={folder}")
-    with pytest.raises(ValueError, match=r"cannot be used: it needs 10,.* MB of memory") as caught:
-        load_model_and_tokenizer(config, device=CPU, compute_dtype=torch.float32, log=print)
-    assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
-
-
-def test_the_check_of_memory_takes_the_attention_of_the_config_not_the_folders(rotary_model_folder):
-    """Bug: a kernel that config.json names was looked for, though the setting is sdpa."""
-    model_config = AutoConfig.from_pretrained(rotary_model_folder)
-    model_config._attn_implementation = "flash_attention_2"
-    config = make_config(f"model.name={rotary_model_folder}")
-    check_host_memory(model_config, config, torch.float32)
+from engine.update.shards import blocks_of, count_weights
 
 
 @pytest.mark.parametrize(
@@ -53,8 +30,12 @@ def test_the_check_of_memory_takes_the_attention_of_the_config_not_the_folders(r
 def test_the_host_must_hold_the_model_once_for_each_process(
     overrides, dtype, bytes_per_weight, rotary_model_folder, monkeypatch
 ):
-    """A rank of model.shard loads all of the 40,800 weights before it keeps its part."""
+    """A rank of model.shard loads all of the 40,800 weights before it keeps its part.
+
+    Bug: a kernel that config.json names was looked for, though the setting is sdpa.
+    """
     model_config, config = AutoConfig.from_pretrained(rotary_model_folder), make_config(*overrides)
+    model_config._attn_implementation = "flash_attention_2"
     pages = {"SC_PAGE_SIZE": 2, "SC_PHYS_PAGES": bytes_per_weight * 40_800}
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(os, "sysconf", pages.get)
@@ -72,25 +53,33 @@ def disk(monkeypatch) -> list[Path]:
     return asked
 
 
-def test_a_disk_that_is_too_small_is_refused_with_what_would_fit(tmp_path, disk):
-    """12 bytes per weight for each of keep + 1 checkpoints, and 4 for each of two best/."""
-    four, five, many = (make_config(f"checkpoint.keep={keep}") for keep in (4, 5, 100))
-    check_disk(tmp_path, four, num_weights=1000)  # 5 * 12,000 + 2 * 4,000
-    for config in (five, many):
-        with pytest.raises(ValueError, match=r"checkpoint\.keep=4 would fit"):
-            check_disk(tmp_path, config, num_weights=1000)
-    with pytest.raises(ValueError, match=r"checkpoint\.keep=3 would fit"):
-        check_disk(tmp_path, four, num_weights=1001)
-    with pytest.raises(ValueError, match=r"give run\.dir a larger disk"):
-        check_disk(tmp_path, four, num_weights=3000)
+@pytest.mark.parametrize(
+    ("given", "num_weights", "fix"),
+    [
+        ("checkpoint.keep=4", 1000, None),  # 5 * 12,000 + 2 * 4,000
+        ("checkpoint.keep=5", 1000, r"checkpoint\.keep=4 would fit"),
+        ("checkpoint.keep=100", 1000, r"checkpoint\.keep=4 would fit"),
+        ("checkpoint.keep=4", 1001, r"checkpoint\.keep=3 would fit"),
+        ("checkpoint.keep=4", 3000, r"give run\.dir a larger disk"),
+        # Of 9 steps, one each 2 makes 5 checkpoints.
+        ("checkpoint.keep=null training.num_steps=9", 1000, None),
+        ("checkpoint.keep=null training.num_steps=11", 1000, r"6 .* checkpoint\.keep=4 would fit"),
+    ],
+)
+def test_a_disk_must_hold_all_checkpoints_and_two_best_models(
+    tmp_path, disk, given, num_weights, fix
+):
+    """12 bytes per weight for each of keep + 1 checkpoints, and 4 for each of two best/.
 
-
-def test_a_run_that_keeps_all_its_checkpoints_needs_room_for_them(tmp_path, disk):
-    """Of 9 steps, one each 2 makes 5 checkpoints: 5 * 12,000 + 2 * 4,000 bytes."""
-    every = ["checkpoint.keep=null", "checkpoint.every=2"]
-    check_disk(tmp_path, make_config(*every, "training.num_steps=9"), num_weights=1000)
-    with pytest.raises(ValueError, match=r"6 checkpoints .* checkpoint\.keep=4 would fit"):
-        check_disk(tmp_path, make_config(*every, "training.num_steps=11"), num_weights=1000)
+    What the run has saved counts as room: a run that fills its disk must be able to go on.
+    """
+    config = make_config("checkpoint.every=2", *given.split())
+    if fix is not None:
+        with pytest.raises(ValueError, match=f"the disk is too small.*{fix}"):
+            check_disk(tmp_path, config, num_weights=num_weights)
+        (tmp_path / "best").mkdir()
+        (tmp_path / "best/model.safetensors").write_bytes(bytes(2_000_000))
+    check_disk(tmp_path, config, num_weights=num_weights)
 
 
 def test_the_disk_is_that_of_the_nearest_folder_that_is_there(tmp_path, disk, monkeypatch):
@@ -100,57 +89,41 @@ def test_the_disk_is_that_of_the_nearest_folder_that_is_there(tmp_path, disk, mo
     assert disk == [tmp_path] * 3
 
 
-def test_what_the_run_has_saved_already_counts_as_room(tmp_path, disk):
-    """A run that fills its disk must be able to go on."""
-    config = make_config("checkpoint.keep=4")
-    with pytest.raises(ValueError, match="the disk is too small"):
-        check_disk(tmp_path / "x", config, num_weights=1100)
-    (tmp_path / "x/best").mkdir(parents=True)
-    (tmp_path / "x/best/model.safetensors").write_bytes(bytes(6_800))
-    check_disk(tmp_path / "x", config, num_weights=1100)
-
-
-# Qwen2.5: hidden size, MLP size, layers, heads, key-value heads, vocabulary, tied embeddings
-QWEN = {
+# Hidden size, MLP size, layers, heads, key-value heads, vocabulary, tied embeddings
+SHAPES = {
     "1.5B": (1536, 8960, 28, 12, 2, 151_936, True),
     "3B": (2048, 11_008, 36, 16, 2, 151_936, True),
     "7B": (3584, 18_944, 28, 28, 4, 152_064, False),
     "14B": (5120, 13_824, 48, 40, 8, 152_064, False),
     "32B": (5120, 27_648, 64, 40, 8, 152_064, False),
+    "Qwen3.5-0.8B": (1024, 3584, 24, 8, 2, 248_320, True),
+    "Qwen3.5-2B": (2048, 6144, 24, 8, 2, 248_320, True),
+    "Qwen3.5-4B": (2560, 9216, 32, 16, 4, 248_320, True),
 }
+VALUE_HEADS = {"Qwen3.5-0.8B": 16, "Qwen3.5-2B": 16, "Qwen3.5-4B": 32}  # of the linear layers
 
 
-QWEN35 = {  # shape as above, and heads of the linear layers' values
-    "Qwen3.5-0.8B": (1024, 3584, 24, 8, 2, 248_320, True, 16),
-    "Qwen3.5-2B": (2048, 6144, 24, 8, 2, 248_320, True, 16),
-    "Qwen3.5-4B": (2560, 9216, 32, 16, 4, 248_320, True, 32),
-}
+def model_of(name: str) -> nn.Module:
+    """Qwen2.5 of these billions of weights, or the Qwen3.5, without memory for its weights."""
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    keys += ("num_key_value_heads", "vocab_size", "tie_word_embeddings")
+    shape = dict(zip(keys, SHAPES[name], strict=True))
+    config = Qwen2Config(**shape)
+    if name in VALUE_HEADS:
+        config = Qwen3_5TextConfig(**shape, linear_num_value_heads=VALUE_HEADS[name])
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("name", [*QWEN, *QWEN35])
+@pytest.mark.parametrize("name", SHAPES)
 def test_the_table_of_memory_is_counted_from_the_models_shapes(name):
     """Trained weights take 16 bytes and the copy that samples 2; an adapter's base takes 2 or 1/2.
 
     Each pass of a shard gathers all that is outside of the blocks, in fp32. Beside it is a block's
     weights and gradient or, at the end of the backward pass, the gradient of what is outside.
     """
-    shape = (QWEN | QWEN35)[name]
-    hidden, mlp, layers, heads, kv_heads, vocabulary, is_tied, *value_heads = shape
-    config_class = Qwen3_5TextConfig if value_heads else Qwen2Config
-    model_config = config_class(
-        **({"linear_num_value_heads": value_heads[0]} if value_heads else {}),
-        hidden_size=hidden,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=vocabulary,
-        tie_word_embeddings=is_tied,
-    )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config)
-    num_weights = model.num_parameters()
-    blocks = [sum(p.numel() for p in block.parameters()) for block in blocks_of(model)]
+    model = model_of(name)
+    blocks, num_weights = [count_weights(block) for block in blocks_of(model)], count_weights(model)
     outside = num_weights - sum(blocks)
     gathered = 4 * (outside + max(outside, 2 * max(blocks)))
     head = model.get_output_embeddings()

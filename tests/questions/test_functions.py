@@ -1,4 +1,7 @@
-"""Reward functions of one's own in TRL's form, in place of a task, and mistakes in them."""
+"""Reward functions of one's own in TRL's form, in place of a task, and what a task may leave out.
+
+Mistakes in them are in tests/run/test_mistakes.py.
+"""
 
 import json
 import random
@@ -14,7 +17,7 @@ from harness import ROOT, arguments, make_config, read_rows
 import main
 from engine.core.config import ConfigError
 from engine.core.types import Completion, Trajectory
-from engine.questions.data import load_examples, load_questions
+from engine.questions.data import load_examples
 from engine.questions.messages import pose
 from engine.questions.tasks import load_task, read_answer, reward_parts
 from engine.run.config_file import check_paths, dump, load_config, read_file
@@ -23,20 +26,25 @@ from tools import attack, chat, page
 from tools.imitate import read_answers
 
 REWARDS = '''
+import numpy as np
+
 def answer(completions, answer, **kwargs):
     """1.0 for the right answer."""
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
     return [float(text.strip() == right) for text, right in zip(texts, answer)]
-
 
 def short(prompts, completions, completion_ids, trainer_state=None, **kwargs):
     """Looks at the whole group."""
     longest = max(len(ids) for ids in completion_ids)
     return [1 - len(ids) / longest for ids in completion_ids]
 
-
 def exact(completions, **kwargs):
     return np.array([0.25] * len(completions))
+
+def see(more, **kwargs):
+    more[0].append(1)
+    print(sorted(kwargs), kwargs["prompts"], kwargs["completions"], more)
+    return [1] * len(more)
 '''
 ROWS = [{"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(40)]
 CHATS = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
@@ -45,7 +53,7 @@ CHATS = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     """Where main.py is started: my_rewards.py and rows.jsonl are there."""
-    (tmp_path / "my_rewards.py").write_text(f"import numpy as np\n{REWARDS}")
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -56,14 +64,9 @@ def completions_of(*texts: str) -> list[Completion]:
     return [Completion([*map(ord, text)], z, z, False, z > 0) for text, z in pairs]
 
 
-def rewards_of(
-    reward: str, row: dict, *texts: str, settings: tuple[str, ...] = ()
-) -> list[dict[str, float]]:
+def rewards_of(reward: str, row: dict, *texts: str, settings: tuple[str, ...] = ()) -> list[dict]:
     options = make_config(f"task.reward={reward}", *settings).task
     return reward_parts(load_task(options.code), [*texts], row, options, completions_of(*texts))
-
-
-# The configuration
 
 
 @pytest.mark.parametrize(
@@ -92,11 +95,11 @@ def test_a_run_has_the_functions_name_and_each_weighs_1(folder, reward, name, we
 def test_a_recipe_gives_its_settings_and_not_its_questions(folder):
     """Its task.eval stayed, whose rows have other columns."""
     recipe = str(ROOT / "configs/gsm8k-qwen2.5-1.5b-lora.yaml")
-    given = ["task.reward=my_rewards:short", "task.train=rows.jsonl"]
-    config = load_config(["--config", recipe, *given])
+    given = ["--config", recipe, "task.reward=my_rewards:short", "task.train=rows.jsonl"]
+    config = load_config(given)
     assert config.model.lora is not None
     assert config.task.train == config.task.eval == "rows.jsonl"
-    assert load_config(["--config", recipe, *given, "task.eval=b.csv"]).task.eval == "b.csv"
+    assert load_config([*given, "task.eval=b.csv"]).task.eval == "b.csv"
 
 
 def test_solved_is_the_answer_else_the_first_function():
@@ -114,66 +117,55 @@ def test_solved_is_the_answer_else_the_first_function():
 # The call
 
 
-def documented_call(functions: list, rows: list[dict], prompts, completions, ids) -> list:
-    """https://huggingface.co/docs/trl/grpo_trainer#using-a-custom-reward-function"""
-    columns = {key: [row[key] for row in rows] for key in rows[0] if key != "prompt"}
-    given = {"prompts": prompts, "completions": completions, "completion_ids": ids, **columns}
-    paid = [f(**given, trainer_state=None, log_extra=None, log_metric=None) for f in functions]
-    return [*zip(*paid, strict=True)]
-
-
 @pytest.mark.parametrize("row", [ROWS[3], CHATS[3] | {"completion": "6"}])
 def test_the_same_functions_pay_the_same_in_trl(folder, row):
-    """Plain text and messages; also a function that compares the completions of a group."""
-    texts, names = ["6", "six is it", " 6 ", ""], ["answer", "short", "exact"]
-    ours = rewards_of(f"my_rewards:[{', '.join(names)}]", row, *texts)
-    task = load_task(f"my_rewards:[{', '.join(names)}]")
+    """Plain text and messages; also a function that compares the completions of a group.
+
+    TRL's call: https://huggingface.co/docs/trl/grpo_trainer#using-a-custom-reward-function
+    """
+    texts, names = ["6", "six is it", " 6 ", ""], "my_rewards:[answer, short, exact]"
+    ours = np.float32([[*parts.values()] for parts in rewards_of(names, row, *texts)])
     is_text = isinstance(row["prompt"], str)
-    completions = texts if is_text else [[{"role": "assistant", "content": t}] for t in texts]
-    ids = [completion.token_ids for completion in completions_of(*texts)]
-    functions, num = [*task.functions.values()], len(texts)
-    theirs = documented_call(functions, [row] * num, [row["prompt"]] * num, completions, ids)
-    ours = np.float32([[*parts.values()] for parts in ours])  # which TRL's rewards are
-    np.testing.assert_array_equal(ours, np.float32(theirs))
+    columns = {key: [value] * 4 for key, value in row.items() if key != "prompt"}
+    columns |= {"prompts": [row["prompt"]] * 4, "completions": texts}
+    if not is_text:
+        columns["completions"] = [[{"role": "assistant", "content": text}] for text in texts]
+    columns["completion_ids"] = [completion.token_ids for completion in completions_of(*texts)]
+    columns |= {"trainer_state": None, "log_extra": None, "log_metric": None}
+    theirs = [function(**columns) for function in load_task(names).functions.values()]
+    np.testing.assert_array_equal(ours, np.float32(theirs).T)  # TRL's rewards are float32
     assert ours[:, 0].tolist() == [1.0, 0.0, 1.0, 0.0] and len({*ours[:, 1].tolist()}) == 4
 
 
-SEEN = """
-def see(**kwargs):
-    kwargs["more"][0].append(1)
-    print(sorted(kwargs), kwargs["prompts"], kwargs["completions"], kwargs["more"])
-    return [1] * len(kwargs["completions"])
-"""
+USER = {"role": "user", "content": "2?"}
+SYSTEM = {"role": "system", "content": "S"}
+SEEN = {  # the row, settings, what the model is asked, and the function's prompt and completion
+    "text": ({"prompt": "2?"}, (), "2?", "2?", "x"),
+    # A column completion is left out by TRL as well.
+    "with completion": ({"prompt": "2?", "completion": "4"}, (), "2?", "2?", "x"),
+    "system": ({"prompt": "2?"}, ("task.system_prompt=S",), "S\n\n2?", "S\n\n2?", "x"),
+    "worded": ({"q": "2"}, ("task.prompt='{q}?'",), [USER], "2?", "x"),
+    "messages": (
+        {"prompt": [USER]},
+        ("task.system_prompt=S",),
+        [SYSTEM, USER],
+        [SYSTEM, USER],
+        [{"role": "assistant", "content": "x"}],
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("row", "settings", "posed", "prompt", "completion"),
-    [
-        ({"prompt": "2?"}, (), "2?", "2?", "x"),
-        ({"prompt": "2?", "completion": "4"}, (), "2?", "2?", "x"),  # TRL leaves it out as well
-        ({"prompt": "2?"}, ("task.system_prompt=S",), "S\n\n2?", "S\n\n2?", "x"),
-        ({"q": "2"}, ("task.prompt='{q}!'",), [{"role": "user", "content": "2!"}], "2!", "x"),
-        (
-            {"prompt": [{"role": "user", "content": "2?"}]},
-            ("task.system_prompt=S",),
-            [{"role": "system", "content": "S"}, {"role": "user", "content": "2?"}],
-            [{"role": "system", "content": "S"}, {"role": "user", "content": "2?"}],
-            [{"role": "assistant", "content": "x"}],
-        ),
-    ],
-)
-def test_a_function_is_given_text_or_messages_as_the_rows_are(
-    folder, capsys, row, settings, posed, prompt, completion
-):
+@pytest.mark.parametrize("name", SEEN)
+def test_a_function_is_given_text_or_messages_as_the_rows_are(folder, capsys, name):
     """A change of what it was given stays nowhere."""
-    (folder / "seen.py").write_text(SEEN)
-    options = make_config("task.reward=seen:see", *settings).task
-    row |= {"more": []}
+    row, settings, posed, prompt, completion = SEEN[name]
+    row = row | {"more": []}
+    options = make_config("task.reward=my_rewards:see", *settings).task
     assert pose(row, task=load_task(options.code), options=options) == posed
-    assert rewards_of("seen:see", row, "x", settings=settings) == [{"see": 1.0}]
-    names = sorted({"prompts", "completions", "completion_ids", *row} - {"prompt", "completion"})
-    assert capsys.readouterr().out == f"{names} {[prompt]} {[completion]} {[[1]]}\n"
-    assert row["more"] == []
+    assert rewards_of("my_rewards:see", row, "x", settings=settings) == [{"see": 1.0}]
+    names = {"prompts", "completions", "completion_ids", *row} - {"prompt", "completion", "more"}
+    expected = f"{sorted(names)} {[prompt]} {[completion]} {[[1]]}\n"
+    assert capsys.readouterr().out == expected and row["more"] == []
 
 
 # The rows
@@ -203,13 +195,6 @@ def test_one_file_serves_both_and_so_many_rows_are_held_out_by_their_hash(folder
     assert len(split_of(two, "train", None, ROWS[1:2])) == 39
 
 
-@pytest.mark.parametrize("row", [{"q": "2?"}, {"q": "2?", "prompt": ""}, {"q": "", "prompt": 5}])
-def test_a_row_without_a_prompt_is_named_with_what_to_do(folder, row):
-    (folder / "rows.jsonl").write_text(json.dumps(row))
-    with pytest.raises(ValueError, match=r"^rows\.jsonl, row 1: no text or messages in .*\{q\}"):
-        split_of(["task.train=rows.jsonl"], "validation", 4, [])
-
-
 def test_answers_to_imitate_keep_every_column(folder):
     (folder / "answers.jsonl").write_text(json.dumps(ROWS[1] | {"completion": "2"}))
     config = make_config("task.reward=my_rewards:answer", "task.train=rows.jsonl")
@@ -218,73 +203,6 @@ def test_answers_to_imitate_keep_every_column(folder):
     (folder / "answers.jsonl").write_text(json.dumps(ROWS[1]))
     with pytest.raises(ValueError, match="row 1: its completion is empty"):
         read_answers(load_task(config.task.code), config, "answers.jsonl")
-
-
-# Mistakes
-
-ONE_LINE = [
-    ("f(:", "f", "line 1: SyntaxError: "),
-    ("import no_such_module", "f", "line 1: ModuleNotFoundError: No module named 'no_such_module'"),
-    ("x = 1\n1 / 0", "f", "line 2: ZeroDivisionError: division by zero"),
-    ("g = 1", "f", "f is no function of this file"),
-    (
-        "def f(completions, a): pass",
-        "f",
-        "line 1: write def f(completions, **kwargs), without async",
-    ),
-    ("async def f(completions, **kwargs): pass", "f", "line 1: write def f(completions, **kwargs)"),
-]
-NUMBERS = "line 1: f must return a list of 1 finite numbers, one a completion"
-AT_A_QUESTION = [
-    ("\n    return [kwargs['gold']]", "line 2: f raised KeyError: 'gold': "),
-    ("\n    raise SystemExit(0)", "line 2: f raised SystemExit: 0"),
-    ("\n    return [\n        int('x')]", "line 3: f raised ValueError: invalid literal for int"),
-    *((f" return {value}", f"{NUMBERS}, not {value}: ") for value in ("1.0", "[1, 2]", "[None]")),
-    (" return [float('nan')]", f"{NUMBERS}, not [nan]: "),
-    (" return [10**400]", f"{NUMBERS}, not [1000000000"),
-]
-
-
-def load_first(tokenizer, *settings: str) -> None:
-    """Load the questions of an evaluation; the first is tried."""
-    config = make_config(*settings, "mode=evaluate")
-    task, log = load_task(config.task.code), [].append
-    load_questions(task, config, tokenizer=tokenizer, context=None, log=log)
-
-
-@pytest.mark.parametrize(("code", "names", "line"), ONE_LINE)
-def test_a_mistake_in_the_file_is_one_line_at_the_start(folder, code, names, line):
-    (folder / "mine.py").write_text(code)
-    with pytest.raises(ConfigError) as caught:
-        make_config(f"task.reward=mine:{names}")
-    (found,) = caught.value.lines
-    assert found.startswith(f"{folder / 'mine.py'}") and line in found and "\n" not in found
-
-
-@pytest.mark.parametrize(("code", "line"), AT_A_QUESTION)
-def test_a_mistake_at_a_question_is_one_line_with_file_line_and_question(
-    folder, tokenizer, code, line
-):
-    """It is tried on the first question before a model samples anything, and one rank prints it."""
-    (folder / "mine.py").write_text(f"def f(completions, **kwargs):{code}\n")
-    with pytest.raises(ConfigError) as caught:
-        load_first(tokenizer, "task.reward=mine:f", "task.train=rows.jsonl")
-    found = str(caught.value)
-    assert found.startswith(f"{folder / 'mine.py'}, {line}") and "question {'prompt': '" in found
-
-
-@pytest.mark.parametrize(
-    ("reward", "line"),
-    [
-        ("my_rewards", "task.reward = my_rewards: write my_rewards:f for the function f in"),
-        ("../my_rewards:f", "task.reward = ../my_rewards:f: write my_rewards:f for the fun"),
-        ("[a]", "task.reward = [a]: write my_rewards:f for the function f in my_rewards.py, or"),
-    ],
-)
-def test_a_reward_that_is_not_there_is_one_line(folder, reward, line):
-    with pytest.raises(ConfigError) as caught:
-        make_config(f"task.reward={reward}")
-    assert len(caught.value.lines) == 1 and caught.value.lines[0].startswith(line)
 
 
 # Whose code runs
@@ -299,7 +217,7 @@ def test_a_reward_that_is_not_there_is_one_line(folder, reward, line):
         "task: {name: 'evil:f'}",
     ],
 )
-def test_a_reward_in_a_config_that_was_found_is_not_imported(folder, monkeypatch, found):
+def test_a_reward_in_a_config_that_was_found_is_not_imported(folder, found):
     """As with a task's module: the folder with the model may be a stranger's."""
     (folder / "evil.py").write_text("raise SystemExit('its code has run')")
     (folder / "x/best").mkdir(parents=True)
@@ -348,8 +266,7 @@ def reward_function(completion, example, *, options, num_tokens):
 def test_a_module_needs_a_prompt_and_a_reward_alone(folder, pays, answer):
     (folder / "mine.py").write_text(f"{MODULE}    {pays}\n")
     (folder / "rows.csv").write_text("q,level\n" + "".join(f"{n},3\n" for n in range(80)))
-    config = make_config("task.name=mine", "task.train=rows.csv", "task.eval=rows.csv")
-    task, options = load_task("mine"), config.task
+    task, options = load_task("mine"), make_config("task.name=mine").task
     assert options.reward_weights == {"answer": 1.0}
     how = {"options": options, "num_examples": None, "seed": 0, "held_out": True, "exclude": []}
     rows = load_examples(task, "rows.csv", "train", **how)
@@ -361,39 +278,32 @@ def test_a_module_needs_a_prompt_and_a_reward_alone(folder, pays, answer):
         attack.load("mine")
 
 
-@pytest.mark.parametrize(
-    ("code", "line"),
-    [
-        ("def parse_row(row, *, options):\n    return row['x']", "parse_row raised KeyError: 'x'"),
-        ("def load_examples(*_, **__): 1 / 0", "raised ZeroDivisionError: division by zero"),
-        ("def generate_prompt(example, *, options): 1 / 0", "generate_prompt raised ZeroDivision"),
-        ("def reward_function(completion, example): ...", "reward_function raised TypeError: "),
-    ],
-)
-def test_an_exception_in_a_module_is_one_line(folder, tokenizer, code, line):
-    (folder / "mine.py").write_text(f"{MODULE}    return 0.0\n{code}\n")
-    (folder / "rows.csv").write_text("q,level\n" + "".join(f"{n},3\n" for n in range(80)))
-    with pytest.raises(ValueError) as caught:
-        load_first(tokenizer, "task.name=mine", "task.eval=rows.csv", "task.train=rows.csv")
-    assert f"{folder / 'mine.py'}, line " in str(caught.value) and line in str(caught.value)
-
-
 # Whole runs
 
 
+@pytest.fixture
+def run_here(folder, rotary_model_folder, monkeypatch):
+    """`run_here(*overrides)` trains two steps in the current folder; the metrics of the last."""
+
+    def run(*overrides: str) -> dict[str, float]:
+        given = arguments(folder, rotary_model_folder, *overrides, "training.num_steps=2")
+        monkeypatch.setattr("sys.argv", ["main.py", *given])
+        with pytest.raises(SystemExit) as end:
+            main.main()
+        assert end.value.code == 0 and len(read_rows(folder / "x")) == 3
+        return read_rows(folder / "x")[2]
+
+    return run
+
+
 @pytest.mark.timeout(120)
-def test_a_run_learns_from_a_function_and_its_model_can_be_asked(
-    folder, rotary_model_folder, monkeypatch
-):
-    names = ["task.reward=my_rewards:[answer, short]", "task.train=rows.jsonl"]
-    run = run_here(folder, rotary_model_folder, monkeypatch, *names)
-    rows = read_rows(run)
-    assert {"train/part_answer", "train/part_short"} <= rows[2].keys() and len(rows) == 3
-    saved = read_file(run / "config.yaml")
-    assert (saved["task"]["reward"], saved["task"]["name"]) == (names[0][12:], "answer+short")
-    trusted = ["--config", f"{run}/config.yaml"]
-    policy, task = chat.load_chat(chat_of(run, *trusted))
-    config = chat_of(run, *trusted)
+def test_a_run_learns_from_a_function_and_its_model_can_be_asked(folder, run_here):
+    last = run_here("task.reward=my_rewards:[answer, short]", "task.train=rows.jsonl")
+    assert {"train/part_answer", "train/part_short"} <= last.keys()
+    saved = read_file("x/config.yaml")["task"]
+    assert (saved["reward"], saved["name"]) == ("my_rewards:[answer, short]", "answer+short")
+    trusted = chat.read_arguments(["x/best", "--config", "x/config.yaml"])
+    policy, task = chat.load_chat(config := chat.chat_config(trusted))
     with pytest.raises(ValueError, match="write a row with its columns as JSON"):
         task.parse_question("2 + 2 =")
     example = task.parse_question('{"prompt": "2 + 2 =", "answer": "4"}')
@@ -402,22 +312,8 @@ def test_a_run_learns_from_a_function_and_its_model_can_be_asked(
     assert len(chat.watched(task, config)) == config.validation.num_examples == 4
 
 
-def chat_of(run: Path, *others: str):
-    return chat.chat_config(chat.read_arguments([str(run / "best"), *others]))
-
-
-def run_here(folder: Path, model: Path, monkeypatch, *overrides: str) -> Path:
-    """Two steps in this process, in the current folder."""
-    given = arguments(folder, model, *overrides, "training.num_steps=2")
-    monkeypatch.setattr("sys.argv", ["main.py", *given])
-    with pytest.raises(SystemExit) as end:
-        main.main()
-    assert end.value.code == 0
-    return folder / "x"
-
-
 @pytest.mark.timeout(120)
-def test_the_first_lines_of_the_docs_train(folder, rotary_model_folder, monkeypatch):
+def test_the_first_lines_of_the_docs_and_the_template_train(folder, run_here):
     """Bug: what main.py asks before torch took the run's name for that of a task."""
     page = (ROOT / "docs/tasks.md").read_text()
     (code,) = re.findall("```python\n(def .*?)```", page, re.DOTALL)
@@ -425,16 +321,11 @@ def test_the_first_lines_of_the_docs_train(folder, rotary_model_folder, monkeypa
     (folder / "my_rewards.py").write_text(code)
     shutil.copy(ROOT / command[1], folder)
     typed = shlex.split(command[2].replace("\\\n", ""))
+    assert make_config(*typed).task.name == "plural"  # all of its keys are there
     small = [text for text in typed if text.startswith("task.")]
-    run = run_here(folder, rotary_model_folder, monkeypatch, *small)
-    assert make_config(*typed).task.name == "plural"  # the other keys are there too
     check_paths(make_config(*small))  # nothing is missing
-    assert "train/part_plural" in read_rows(run)[2]
-    assert "What is the plural of " in (run / "samples.jsonl").read_text()
-
-
-@pytest.mark.timeout(120)
-def test_the_template_trains(folder, rotary_model_folder, monkeypatch):
-    names = [f"task.{key}={ROOT}/tasks/plurals.csv" for key in ("train", "eval")]
-    run = run_here(folder, rotary_model_folder, monkeypatch, "task.name=template", *names)
-    assert len(read_rows(run)) == 3 and "train/part_answer" in read_rows(run)[2]
+    assert "train/part_plural" in run_here(*small)
+    assert "What is the plural of " in (folder / "x/samples.jsonl").read_text()
+    shutil.rmtree(folder / "x")
+    sources = [f"task.{key}={ROOT}/tasks/plurals.csv" for key in ("train", "eval")]
+    assert "train/part_answer" in run_here("task.name=template", *sources)
