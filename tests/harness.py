@@ -92,15 +92,6 @@ def cpu_seconds(function: Callable, *arguments: object, repeats: int = 1) -> flo
     return min(seconds)
 
 
-def assert_linear(seconds: Callable[[int], float], n: int) -> None:
-    """Fails unless, in one of three attempts, twice `n` takes less than three times as long."""
-    for _attempt in range(3):
-        once, twice = (seconds(k) for k in (n, 2 * n))
-        if twice < 3 * once or twice < 0.001:
-            return
-    pytest.fail(f"{once:.4f} s became {twice:.4f} s for twice the text")
-
-
 def real_file(*names: str) -> Path:
     """A file or folder of the real questions, which users lack: without them the test skips."""
     if "GRPO_TEST_DATA" not in os.environ:

@@ -64,7 +64,8 @@ def test_what_cannot_be_trained_is_one_line(dataset, config, problem):
     assert str(caught.value).endswith("; python -m tasks.reasoning_gym lists what there is")
 
 
-def test_too_few_different_questions_are_one_line():
+def test_too_few_different_questions_are_one_line(monkeypatch):
+    monkeypatch.setattr(task, "NUM_DRAWS", 500)
     coins = {"min_trials": 3, "max_trials": 3}
     with pytest.raises(ValueError, match=r"^num_examples 50: only \d different validation quest"):
         load("validation", dataset="coin_flip", dataset_config=coins)
@@ -85,17 +86,14 @@ def pay(completion: str, example: dict, options: Options) -> tuple[float, ...]:
     return tuple(parts[name] for name in ("answer", "partial", "timeout"))
 
 
-def test_the_answer_is_the_last_block_or_else_the_whole_completion():
+def test_the_packages_score_is_a_part_that_is_not_paid():
+    """Which block is scored, test_grader_worker.py knows."""
     example, options = example_of("spell_backward")
-    gold = example["answer"]
-    right = [f" {gold}\n", f"<think>x <answer>x</answer></think>\n{gold}", f"<answer>{gold}"]
-    for completion in (*right, f"<answer>x</answer> no: <answer> {gold} </answer> done"):
-        assert pay(completion, example, options) == (1, 1, 0), completion
-    for completion in ("", "<answer></answer>", f"{gold} <answer>x</answer>", "\0\ud800" * 10**6):
+    assert pay(f"<answer> {example['answer']}\n", example, options) == (1, 1, 0)
+    for completion in ("", f"{example['answer']} <answer>x</answer>", "\0\ud800" * 10**6):
         answer, partial, timeout = pay(completion, example, options)
         assert (answer, timeout) == (0, 0) and partial < 0.999, completion
-    assert task.extract_answer(" ", example, options=options) is None
-    example, options = example_of("chain_sum")  # partial is the package's score
+    example, options = example_of("chain_sum")
     assert pay(f"It is {example['answer']}", example, options)[:2] == (0, pytest.approx(1 / 3))
 
 

@@ -1,0 +1,293 @@
+"""What holds for every expression and every number that the graders read."""
+
+import json
+import os
+import re
+import string
+import subprocess
+import sys
+from fractions import Fraction
+from functools import partial
+
+import pytest
+from harness import ROOT, cpu_seconds
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from test_verdicts import ANSWER_BLOCK, GSM8K_WAYS, extract_answer, read_rows, reward
+
+import countdown
+from tasks import grader, gsm8k
+from tasks.grader import grade, is_equal, literal, normal_answer, normalise
+
+# Countdown
+
+
+def score(expression: str, nums: list[int], target: int | Fraction) -> float:
+    completion = ANSWER_BLOCK.format(expression)
+    return countdown.answer_reward_function(completion, nums=nums, target=target)
+
+
+expressions = st.recursive(
+    st.integers(0, 99).map(str),
+    lambda inner: (
+        st.builds("({}) {}({})".format, inner, st.sampled_from("+-*/"), inner)
+        | inner.map("-({})".format)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(expressions)
+def test_an_expression_is_paid_for_its_value_and_its_numbers_alone(text: str):
+    nums = [int(number) for number in re.findall("[0-9]+", text)]
+    try:
+        value = eval(re.sub("[0-9]+", r"Fraction(\g<0>)", text))
+    except ZeroDivisionError:
+        assert not any(score(text, nums, target) for target in range(-10, 30))
+        return
+    assert score(text, nums, value) == score(f" ({text}) ", nums[::-1], value) == 1.0
+    for wrong in (nums[1:], [*nums, nums[0]], [nums[0] + 1, *nums[1:]]):
+        assert score(text, wrong, value) == 0.0
+    assert score(text, nums, value + Fraction(1, 10**9)) == 0.0
+
+
+def test_the_longest_expressions_take_less_than_100_ms():
+    """At the cap of 1,000 characters, with every number given, so that all of it is evaluated."""
+    number = "9" * 20  # the longest that is read
+    texts = [sign.join([number] * (countdown.MAX_ANSWER_CHARS // 21)) for sign in "+-*/"]
+    for text in [*texts, "+".join(f"1/{n}" for n in range(2, 190))]:
+        nums = [int(each) for each in re.findall("[0-9]+", text)]
+        assert score(text, nums, 1) == 0.0
+        assert cpu_seconds(score, text, nums, 1) < 0.1
+
+
+PIECES = ["<think>", "</think>", "<answer>", "</answer>", "\n", "x", " ", "<", "</", "\r", ">", "1"]
+PIECES += ["</think>\n<answer>", "</answer>\n"]
+
+
+@settings(max_examples=1_000, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=14).map("".join))
+@example("several\nlines</think>\n<answer>1\n+ 2</answer>")  # 1.0
+@example("a</think>\n<answer>1</answer>\n")  # $ matches before one last newline
+@example("a</think> b</think>\n<answer>1</answer> c</answer>")  # .*? reaches further
+@example("a</think>\n<answer>1</answer> I am done")  # 0.6
+@example("<ANSWER>1</ANSWER></THINK>")  # 0.0
+def test_format_reward_agrees_with_the_regex_it_replaces(completion: str):
+    text, answer_block = "<think>" + completion, "<answer>.*?</answer>"
+    finds = partial(re.search, string=text, flags=re.DOTALL)
+    expected = 0.1 * bool(finds("<think>.*?</think>")) + 0.5 * bool(finds(answer_block))
+    if finds(rf"^<think>.*?</think>\n{answer_block}$"):
+        expected = 1.0
+    assert countdown.format_reward_function(completion) == expected
+
+
+# GSM8K
+
+
+def reads(text: str) -> set[str | None]:
+    """What is read of an answer in each style."""
+    ways = GSM8K_WAYS["number"]
+    return {extract_answer("gsm8k", frame.format(text), {}, **how) for how, frame in ways}
+
+
+def render(number: int, decimals: str, *, with_commas: bool = True) -> str:
+    digits = f"{abs(number):,}" if with_commas else str(abs(number))
+    return f"{'-' * (number < 0)}{digits}{'.' * bool(decimals)}{decimals}"
+
+
+whole = st.integers(-(10**12), 10**12)
+decimals = st.sampled_from(["", "0", "5", "25", "50", "000", "0001"])
+DECORATIONS = ["{}", "${}", "**{}**", "{} eggs", "{}.", "**${}.**", "{}%", r"\boxed{{{}}}"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(whole, decimals, st.booleans(), st.sampled_from(DECORATIONS))
+def test_every_rendering_of_a_number_is_that_number_alone(number, decimals, commas, decoration):
+    plain = render(number, decimals, with_commas=False)
+    text = decoration.format(render(number, decimals, with_commas=commas))
+    (answer,) = reads(text)
+    assert Fraction(answer) == Fraction(plain)
+    assert gsm8k.lenient_answer(f"It takes 7 days.\n{text}") == answer
+    for gold in (plain, f"{number + 1}", f"{plain.partition('.')[0]}.125", f"{number}0"):
+        paid = reward("gsm8k", f"#### {text}", {"answer": f"#### {gold}"})["answer"]
+        assert paid == (Fraction(gold) == Fraction(plain))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 999), st.sampled_from("/:^*=+-\u00d7\u00f7\u2044'"), st.integers(0, 999))
+def test_two_joined_numbers_are_never_read_as_one_of_them(a: int, joiner: str, b: int):
+    for text in (f"{a}{joiner}{b}", f"{a} {joiner} {b}", f"{a},{b:02d}", f"{a}e{b}"):
+        if not re.fullmatch("[1-9][0-9]{0,2},[0-9]{3}", text):
+            assert reads(text) == {None}
+
+
+JOINERS = ["and", "or", "minus", "boxes of", "= x *", "+", "hours,", "to", "~", "\\text{ and }"]
+joiner = st.lists(st.sampled_from(JOINERS) | st.text(st.characters(exclude_characters="\r\n#<([")))
+
+
+@settings(max_examples=300, deadline=None)
+@given(whole, decimals, joiner, whole, st.sampled_from(["{}", "{} (2 * 9)", "{} [boxes] ", "{}."]))
+def test_a_line_of_two_numbers_is_never_read_as_one_of_them(a, a_part, words, b, decoration):
+    first = decoration.format(render(a, a_part))
+    assert reads(f"{first} {' '.join(words)} {b} minutes\nso") == {None}
+
+
+@pytest.mark.parametrize("dash", "\u02d7\u2010\u2012\u2013\u2014\u2015\u2796\ufe63\uff0d\u00b1")
+def test_a_number_behind_a_dash_is_not_read_nor_is_the_one_before(dash: str):
+    for text in ("{}18", "{} 18", "{}$18", "{}(18)", "**{}18**", r"$\boxed{{{}18}}$", "20 {} 18"):
+        assert gsm8k.lenient_answer("It is 7, or " + text.format(dash)) is None
+    assert gsm8k.lenient_answer(f"the sum {dash} it is 18") == "18"
+    assert gsm8k.lenient_answer(f"18 {dash} that is it") == "18"
+
+
+BLOCK = "<thinking>\na\n</thinking>\n<answer>\n{}\n</answer>"
+TAGS = [  # completions, and what lenient and strict pay for format, ending, integer, answer
+    (BLOCK.format("18"), (1, 0, 1, 1), (1, 0, 1, 1)),
+    (BLOCK.format("$18"), (1, 0, -1, 1), (1, 0, -1, 1)),
+    (BLOCK.format("1,800"), (1, 0, 1, 0), (1, 0, -1, 0)),
+    (BLOCK.format("\u0661"), (1, 0, -1, 0), (1, 0, -1, 0)),
+    (BLOCK.format(""), (1, 0, -1, 0), (1, 0, -1, 0)),
+    (BLOCK.format("18") + "\n", (1, 0, 1, 1), (-1, 0, 1, 1)),
+    (BLOCK.format("18") + " Done.", (1, -0.5, 1, 1), (-1, -0.5, 1, 1)),
+    (BLOCK.format("18").replace("\n<answer>", "\n\n<answer>"), (1, 0, 1, 1), (-1, 0, 1, 1)),
+    ("<thinking>a</thinking>\n<answer>18</answer>", (1, 0, 1, 1), (-1, 0, 1, 1)),
+    ("<thinking>\n</thinking>\n<answer>\n</answer>", (1, 0, -1, 0), (-1, 0, -1, 0)),
+    ("Sure! " + BLOCK.format("18"), (-1, 0, 1, 1), (-1, 0, 1, 1)),
+    ("<thinking>a</thinking> so <answer>18</answer>", (-1, 0, 1, 1), (-1, 0, 1, 1)),
+    ("<thinking>a<answer>18</answer></thinking>", (-1, -0.5, 1, 1), (-1, -0.5, 1, 1)),
+    ("<answer>18</answer>", (-1, 0, 1, 1), (-1, 0, 1, 1)),
+    ("<thinking></answer></thinking><answer>18", (-1, -0.5, -1, 0), (-1, -0.5, -1, 0)),
+    (BLOCK.format("18") + BLOCK.format("19"), (-1, -0.5, 1, 1), (1, -0.5, 1, 1)),
+    (BLOCK.format("19") + BLOCK.format("18"), (-1, -0.5, 1, 0), (1, -0.5, 1, 0)),
+    ("<thinking>\na\n</thinking>\n<answer>\n18", (-1, 0, -1, 0), (-1, -0.5, -1, 0)),
+    ("<thinking>a</thinking><answer>18", (-1, 0, -1, 0), (-1, -0.5, -1, 0)),
+    ("", (-1, 0, -1, 0), (-1, -0.5, -1, 0)),
+]
+
+
+@pytest.mark.parametrize(("column", "grading"), [(1, "lenient"), (2, "strict")])
+def test_tags_pay_for_format_ending_integer_and_answer(column: int, grading: str):
+    """Strict ones want each newline: the four rewards of the run that gsm8k-lora.yaml repeats."""
+    for row in TAGS:
+        how = {"prompt_style": "tags", "tag_grading": grading}
+        parts = reward("gsm8k", row[0], {"answer": "#### 18"}, **how)
+        form, ending, integer, answer = row[column]
+        expected = {"format": form, "answer": answer, "ending": ending, "integer": integer}
+        assert parts == expected | {"length": 0}, row[0]
+
+
+def test_plain_pays_for_the_answer_alone_and_too_many_tokens_cost_something():
+    for completion, answer in {"#### 18": 1, "#### 19": 0, "": 0, BLOCK.format("18"): 0}.items():
+        parts = reward("gsm8k", completion, {"answer": "#### 18"})
+        assert parts == dict.fromkeys(gsm8k.REWARD_PARTS, 0) | {"answer": answer}
+    for style in ("plain", "tags"):
+        for limit, num_tokens, cost in ((3, 3, 0), (3, 4, -0.5), (None, 5_000, 0)):
+            options = gsm8k.Options(prompt_style=style, max_tokens=limit)
+            how = {"options": options, "num_tokens": num_tokens}
+            assert gsm8k.reward_function("18", {"answer": "#### 18"}, **how)["length"] == cost
+
+
+# Arithmetic
+
+
+def test_only_one_sum_is_paid_for_a_completion():
+    """Whatever it lists, a completion is right for one question at most."""
+    for joiner in (" ", "\n", ", ", " or ", "; ", "", " = ", "! "):
+        text = joiner.join(map(str, range(20, 199)))
+        assert sum(reward("arithmetic", text, {"a": n, "b": 0})["answer"] for n in range(199)) <= 1
+
+
+# MATH
+
+
+def test_equal_answers_are_one_vote_in_their_normal_form():
+    votes = {r"\boxed{1} \boxed{\dfrac{10}{12}}": "5/6", r"\boxed{x = 0.50}": "1/2"}
+    votes |= {r"\boxed{\dfrac12}": "1/2", r"\boxed{10,\!080}": "10080"}
+    votes |= {r"\boxed{\left( 3, \frac{\pi}2 \right)}": r"(3,\frac{\pi}{2})"}
+    votes |= dict.fromkeys([r"\boxed{ }", r"\boxed{1", "5"])  # None
+    votes |= {f"\\boxed{{{'(' * 300}}}": "(" * 300}
+    assert {text: extract_answer("math500", text, {}) for text in votes} == votes
+    votes = {" 25 + 3\n* 7 ": "25+3*7", "1</answer><answer>2": "1", " ": None, "1" * 1_001: None}
+    for text, vote in votes.items():
+        assert extract_answer("countdown", ANSWER_BLOCK.format(text), {}) == vote
+    assert {extract_answer("countdown", text, {}) for text in ("25 + 3", "<answer>25")} == {None}
+
+
+@st.composite
+def spellings(draw: st.DrawFn, number: Fraction) -> str:
+    """A text that a person reads as this number."""
+    sign, top, bottom = "-" * (number < 0), abs(number.numerator), number.denominator
+    factor = draw(st.integers(1, 5))
+    texts = [f"{sign}\\frac{{{top * factor}}}{{{bottom * factor}}}", f"{sign}{top}/{bottom}"]
+    texts += [f"\\dfrac{{{sign}{top}}}{{{bottom}}}", f"$ {sign} {top} / {bottom} $"]
+    if 100 % bottom == 0:
+        cents = top * 100 // bottom
+        decimal = f"{sign}{cents // 100}.{cents % 100:02d}"
+        texts += [decimal, f"{decimal}0", f"{sign}{cents} \\times 10^{{-2}}"]
+    if bottom > 1 and top > bottom:
+        texts.append(f"{sign}{top // bottom}\\frac{{{top % bottom}}}{{{bottom}}}")
+    if bottom == 1:
+        texts += [f"{sign}{top}", f"{sign}{top:,}", f"{sign}{top:,}".replace(",", ",\\!")]
+        texts += [f"\\text{{ }}{sign}{top}", f"x = {sign}{top}", f"{sign}{top}^\\circ"]
+    return draw(st.sampled_from(texts))
+
+
+def by_exact_layers(answer: str, gold: str) -> bool:
+    """Math-verify, were it asked, would raise."""
+    return is_equal(normalise(gold), normalise(answer), lambda *_: 1 / 0)
+
+
+numbers = st.builds(Fraction, st.integers(-2_000, 2_000), st.sampled_from([1, 2, 3, 4, 7, 10, 100]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), numbers, numbers)
+def test_literals_are_decided_as_fractions_decide(data, left: Fraction, right: Fraction):
+    spelled = [data.draw(spellings(number)) for number in (left, left, right)]
+    assert literal(normalise(f"{left.numerator}/{left.denominator}")) == left
+    assert by_exact_layers(spelled[0], spelled[1])
+    assert normal_answer(spelled[0]) == normal_answer(spelled[1])
+    assert by_exact_layers(spelled[0], spelled[2]) == (left == right)
+    assert by_exact_layers(f"{left.numerator}{'0' * 20}1", f"{left.numerator}{'0' * 20}2") is False
+
+
+def is_correct(answer: str, gold: str) -> bool | None:
+    """By all layers, math-verify in its worker included; None for a time-out."""
+    return grade(f"So it is $\\boxed{{{answer}}}$.", gold, timeout_s=30.0)
+
+
+TWINS = {r"\gamma": r"\Gamma", r"\pi": r"\Pi", r"\Pi": r"\pi", r"\omega": r"\Omega"}
+LETTERS = [*string.ascii_letters, *TWINS]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.sampled_from(LETTERS), st.integers(2, 99))
+def test_a_letter_at_the_end_and_the_case_of_each_letter_matter(data, last: str, number: int):
+    factors = [*data.draw(st.lists(st.sampled_from(LETTERS), max_size=3)), last]
+    assume("".join(factors) not in grader.UNITS)  # 2kg has a unit
+    gold, shorter = f"{number}{' '.join(factors)}", f"{number}{' '.join(factors[:-1])}"
+    assert is_correct(f"{' '.join(reversed(factors))} \\times {number}", gold) is True
+    assert is_correct(shorter, gold) is False
+    assert is_correct(gold, shorter) is False
+    twin = last.swapcase() if len(last) == 1 else TWINS[last]
+    assert is_correct(f"{number}{' '.join([*factors[:-1], twin])}", gold) is False
+
+
+def test_the_result_is_the_same_in_another_process_order_and_cache():
+    rows = [(gold, *answers["same"]) for _, gold, answers in read_rows("math500")]
+    pairs = [row[:2] for row in rows if len(row) > 1][:20]
+    pairs += [[r"\sqrt{8}", r"2\sqrt2"], ["a+b", "b+a"], ["a-b", "b-a"], ["x=5", "y=5"]]
+    pairs += [["r/R", r"\frac{R}{r}"], ["Ra+A+r", "aR+r+A"]]
+    pairs += [[r"\log 5", r"\ln 5"], ["xy=2", "y=2/x"]]
+    here = [is_correct(*pair) for pair in pairs]
+    grader.grade_answer.cache_clear()
+    assert [is_correct(*pair) for pair in reversed(pairs)] == here[::-1]
+    code = "import json, sys; from tasks.grader import grade; pairs = json.loads(sys.argv[1])"
+    code += "; how = {'timeout_s': 30.0}; box = '\\\\boxed{{{}}}'.format"
+    code += "; print(json.dumps([grade(box(a), g, **how) for a, g in pairs]))"
+    command = [sys.executable, "-c", code, json.dumps(pairs[::-1])]
+    environment = os.environ | {"PYTHONHASHSEED": "7"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
+    assert json.loads(result.stdout) == here[::-1]
+    assert {*here} == {True, False}

@@ -1,0 +1,194 @@
+"""What the tasks ask: which questions they make, load and understand, and how they pose them."""
+
+import hashlib
+import json
+import math
+import time
+from collections import Counter
+from fractions import Fraction
+from functools import partial
+from itertools import permutations
+
+import pytest
+from harness import ROOT, load_rows, seed
+from test_verdicts import reward
+
+import countdown
+from engine.questions.tasks import is_in_split
+from tasks import arithmetic, gsm8k, math500
+
+# What is asked
+
+
+def test_a_question_without_a_gold_answer_is_never_solved():
+    for text in ("", "#### 18", "####"):
+        for grading in ("exact", "official"):
+            assert reward("gsm8k", text, {"answer": ""}, grading=grading)["answer"] == 0.0
+    assert reward("math500", r"\boxed{}", {"answer": ""})["answer"] == 0.0
+
+
+def test_a_prompt_poses_the_question_and_what_it_shows_is_paid():
+    options, example = countdown.Options(), {"nums": [3, 7, 25], "target": 46}
+    user, assistant = countdown.generate_prompt(example, options=options)
+    assert (user["role"], assistant["role"]) == ("user", "assistant")
+    assert "[3, 7, 25]" in user["content"] and "make 46." in user["content"]
+    assert assistant["content"].endswith("<think>")
+    shown = user["content"].split("for example ")[1].removesuffix(".")
+    assert reward("countdown", shown, {"nums": [1, 2, 4], "target": 12})["answer"] == 1.0
+
+    row, question = gsm8k.parse_question("2 * 9? #### 18"), {"role": "user", "content": "2 * 9?"}
+    assert gsm8k.generate_prompt(row, options=gsm8k.Options()) == [question]
+    system, user = gsm8k.generate_prompt(row, options=gsm8k.Options(prompt_style="tags"))
+    assert user == question and system["role"] == "system"
+    layout = system["content"].partition(":\n")[2]
+    completion = layout.replace("the answer, a whole number and nothing else", "18")
+    for grading in ("lenient", "strict"):
+        parts = reward("gsm8k", completion, row, prompt_style="tags", tag_grading=grading)
+        assert sum(parts.values()) == 3.0
+
+
+# Rows of files
+
+
+def test_an_answer_in_a_file_may_be_only_the_number():
+    for answer in ("1,800", 1800, "2 * 900 #### 1800"):
+        for grading in ("exact", "official"):
+            options = gsm8k.Options(grading=grading)
+            row = gsm8k.parse_row({"question": "900 * 2?", "answer": answer}, options=options)
+            assert reward("gsm8k", "#### 1800", row, grading=grading)["answer"] == 1.0
+    row = {"problem": "What is $1 + 1$?", "answer": 2}
+    assert math500.parse_row(row, options=math500.Options()) == row | {"answer": "2"}
+
+
+def test_a_row_that_no_completion_can_earn_is_refused():
+    """The published regex wants one space behind the mark, in the gold answer too."""
+    row = {"question": "What is 2 + 3?", "answer": "2 + 3 = 5\n####5"}
+    assert reward("gsm8k", "#### 5", gsm8k.parse_row(row, options=gsm8k.Options()))["answer"] == 1.0
+    with pytest.raises(ValueError, match='official grading needs "#### 18", one space'):
+        gsm8k.parse_row(row, options=gsm8k.Options(grading="official"))
+
+
+# Generated questions
+
+generate = partial(load_rows, countdown, "generated")
+generated_tasks = pytest.mark.parametrize("task", [countdown, arithmetic])
+SMALL_SPACE = {"max_numbers": 3, "max_number": 3, "min_target": 1, "max_target": 9}
+
+
+@generated_tasks
+def test_train_and_validation_never_overlap_whatever_seed_order_and_size(task):
+    keys = {"train": set(), "validation": set()}
+    for split, n, num in (("train", 0, 3_000), ("train", 7, 300), ("validation", 0, 400)):
+        for row in load_rows(task, "generated", split, num, with_seed=seed(n)):
+            turned = {"nums": row.get("nums", [])[::-1], "a": row.get("b"), "b": row.get("a")}
+            keys[split] |= {task.question_key(each) for each in (row, row | turned)}
+    assert not keys["train"] & keys["validation"] and len(keys["train"]) >= 3_000
+    assert all(is_in_split(key, split) for split in keys for key in keys[split])
+
+
+PINNED = [  # a task, a split, and its first three questions
+    (countdown, "train", [([47, 44, 7, 24], 20), ([4, 30, 8, 8], 24), ([17, 39, 37], 93)]),
+    (arithmetic, "train", [(36, 85), (25, 57), (18, 74)]),
+    (arithmetic, "validation", [(14, 56), (78, 79), (16, 38)]),
+]
+
+
+@pytest.mark.parametrize(("task", "split", "first"), PINNED)
+def test_generated_questions_depend_on_the_seed_alone(task, split: str, first: list[tuple]):
+    """Pinned, as Countdown's of validation are below: else nobody could repeat published results.
+
+    Nor does it matter for Countdown how many are asked for.
+    """
+    rows = load_rows(task, "generated", split, 3)
+    assert [tuple(row.values()) for row in rows] == first
+    assert rows != load_rows(task, "generated", split, 3, with_seed=seed(1))
+    assert task is arithmetic or load_rows(task, "generated", split, 20)[:3] == rows
+
+
+IMPOSSIBLE = [  # a task, how many questions, its options, and what the refusal names
+    (countdown, 1_000, SMALL_SPACE, r"num_examples 1000: only \d+ different train questions"),
+    (countdown, None, {"max_number": 1, "min_target": 50}, "only 0 different train"),
+    (countdown, 5, {"min_numbers": 4, "max_numbers": 3}, "min_numbers = 4 must be .* max_numbers"),
+    (countdown, 5, {"min_number": 60}, r"min_number = 60 must be at most max_number \(50\)"),
+    (countdown, 5, {"max_target": 10**30}, "max_target\n"),  # refused by the schema
+    (countdown, 5, {"min_number": 0}, "min_number\n"),
+    (countdown, 5, {"min_target": -1}, "min_target\n"),
+    (arithmetic, 4_000, {}, r"num_examples 4000: there are only \d+ different train questions"),
+    (arithmetic, None, {"min_number": 47, "max_number": 47}, "there are only 0 different train"),
+    (arithmetic, 5, {"min_number": 60, "max_number": 50}, "min_number = 60 must be .* max_number"),
+    (arithmetic, 5, {"max_number": 1_000}, "max_number\n"),
+]
+
+
+@pytest.mark.parametrize(("task", "num_examples", "options", "message"), IMPOSSIBLE)
+def test_impossible_requests_are_named_and_do_not_loop(task, num_examples, options, message):
+    with pytest.raises(ValueError, match=message):
+        load_rows(task, "generated", "train", num_examples, **options)
+
+
+def is_solvable(values: list[Fraction], target: int) -> bool:
+    """Brute force: every pair, every operation."""
+    for a, b, *rest in permutations(values) if len(values) > 1 else []:
+        results = [a + b, a - b, a * b, *([a / b] if b else [])]
+        if any(is_solvable([*rest, result], target) for result in results):
+            return True
+    return values == [target]
+
+
+RANGES = [  # options, how many questions are asked for, and how many there are
+    ({}, None, [countdown.MAX_GENERATED]),
+    (SMALL_SPACE, None, range(20, 100)),  # all of them, which is no mistake
+    (SMALL_SPACE | {"min_numbers": 2, "max_numbers": 4}, 60, [60]),  # 2 numbers are soon used up
+    ({"max_numbers": 5}, 4_000, [4_000]),
+    ({"min_numbers": 5, "max_numbers": 7, "min_number": 20, "max_number": 30}, 10, [10]),
+    ({"max_numbers": 3, "min_number": 7, "max_number": 80, "max_target": 940}, 10, [10]),
+]
+
+
+@pytest.mark.parametrize(("changed", "num", "found"), RANGES)
+def test_generated_questions_are_different_solvable_and_in_their_ranges(changed, num, found):
+    """Each count of numbers is as likely; ten thousand questions take about a second."""
+    options, start = countdown.Options(**changed), time.process_time()
+    rows = generate("train", num, with_seed=seed(5), **changed)
+    assert time.process_time() - start < 3
+    assert len({countdown.question_key(row) for row in rows}) == len(rows) in found
+    for row in rows:
+        assert options.min_numbers <= len(row["nums"]) <= options.max_numbers
+        assert all(options.min_number <= number <= options.max_number for number in row["nums"])
+        assert options.min_target <= row["target"] <= options.max_target
+    for nums, target in (row.values() for row in rows[:60] if len(row["nums"]) <= 4):
+        assert is_solvable([Fraction(number) for number in nums], target)
+        assert not is_solvable([Fraction(number) for number in nums], target + 10**6)
+    counts = Counter(len(row["nums"]) for row in rows)
+    share = 1 / (options.max_numbers - options.min_numbers + 1)
+    standard_error = math.sqrt(share * (1 - share) / len(rows))
+    for count in counts if len(rows) > 1_000 else []:
+        assert counts[count] / len(rows) == pytest.approx(share, abs=5 * standard_error)
+
+
+def test_all_sums_of_the_range_but_the_excluded_are_in_one_split_once():
+    sums = partial(load_rows, arithmetic, "generated")
+    rows = sums("train", None) + sums("validation", None)
+    keys = {arithmetic.question_key(row) for row in rows}
+    assert len(keys) == len(rows) == 90 * 91 / 2
+    assert {number for row in rows for number in row.values()} == set(range(10, 100))
+    assert any(row["a"] > row["b"] for row in rows) and any(row["a"] < row["b"] for row in rows)
+    small = sums("train", None, min_number=0, max_number=20)
+    assert all(0 <= number <= 20 for row in small for number in row.values())
+    seen = sums("train", 20)
+    unseen = sums("train", None, exclude=[{"a": row["b"], "b": row["a"]} for row in seen])
+    assert len({arithmetic.question_key(row) for row in seen + unseen}) == len(unseen) + 20
+    assert len(unseen) == len(sums("train", None)) - 20
+
+
+def test_the_questions_in_results_are_generated_ones_and_those_of_tuning_are_apart():
+    """Scores on the board can only be compared if the validation's, the default, never change."""
+    files = [ROOT / f"results/countdown-{name}.jsonl" for name in ("tuning", "validation")]
+    tuning, validation = ([*map(json.loads, file.read_text().splitlines())] for file in files)
+    assert validation == generate("validation", 512)
+    digest = hashlib.sha256(files[1].read_bytes()).hexdigest()
+    assert digest in (ROOT / "results/board.md").read_text()
+    assert tuning == generate("validation", 512, with_seed=1, exclude=validation)
+    keys, other = ({countdown.question_key(row) for row in rows} for rows in (tuning, validation))
+    assert len(keys) == 512 and not keys & other
+    assert all(is_in_split(key, "validation") for key in keys)
