@@ -1,4 +1,4 @@
-"""How things are measured, by hand: pass@k and its interval, votes, means, seconds, columns."""
+"""How things are measured, by hand: pass@k and its interval, votes, means, seconds, memory."""
 
 import itertools
 import time
@@ -8,7 +8,6 @@ import pytest
 import torch
 from harness import CPU, alone
 
-from engine.core.distributed import World
 from engine.core.statistics import (
     Clock,
     confidence_interval,
@@ -44,36 +43,39 @@ def test_solve_rates_by_hand():
     assert list(rates) == [f"eval/{name}" for name in names]
 
 
-def test_the_interval_of_one_sample_per_question_is_wilsons():
-    """8 of 10: (0.490, 0.943), as in Wilson's tables; none of 10: (0, 0.278)."""
-    rates = np.array([1.0] * 8 + [0.0] * 2)
-    assert confidence_interval(rates, is_binary=True) == pytest.approx((0.4902, 0.9433), abs=1e-4)
-    low, high = confidence_interval(np.zeros(10), is_binary=True)
-    assert (low, high) == pytest.approx((0.0, 0.2775), abs=1e-4)
-    found = solve_rates(rates[:, None], [1])
-    assert found["eval/pass@1_low"] == pytest.approx(0.4902, abs=1e-4)
-    assert single_rate("greedy", rates) == {
-        "eval/greedy": 0.8,
-        "eval/greedy_low": found["eval/pass@1_low"],
-        "eval/greedy_high": found["eval/pass@1_high"],
-    }
+EIGHT_OF_TEN, HALF_OF_100 = [1.0] * 8 + [0.0] * 2, [0.0, 1.0] * 50
 
 
-def test_the_bootstraps_units_are_questions_not_samples():
-    """Half of 100 questions always right, half never: 0.5 +- 1.96 * 0.5 / sqrt(100)."""
-    rates = np.array([0.0, 1.0] * 50)
-    low, high = confidence_interval(rates, is_binary=False)
-    assert (low, high) == pytest.approx((0.402, 0.598), abs=0.011)
-    assert confidence_interval(rates, is_binary=False) == (low, high)  # the same every time
-    assert confidence_interval(np.full(9, 0.3), is_binary=False) == pytest.approx((0.3, 0.3))
+@pytest.mark.parametrize(
+    ("rates", "is_binary", "interval", "tolerance"),
+    [
+        (EIGHT_OF_TEN, True, (0.4902, 0.9433), 1e-4),  # Wilson's tables
+        ([0.0] * 10, True, (0.0, 0.2775), 1e-4),
+        (HALF_OF_100, False, (0.402, 0.598), 0.011),  # 0.5 +- 1.96 * 0.5 / sqrt(100)
+        ([0.3] * 9, False, (0.3, 0.3), 1e-6),
+    ],
+)
+def test_the_interval_is_wilsons_or_where_rates_are_shares_the_bootstraps(
+    rates, is_binary, interval, tolerance
+):
+    found = confidence_interval(np.array(rates), is_binary=is_binary)
+    assert found == pytest.approx(interval, abs=tolerance)
+    assert found == confidence_interval(np.array(rates), is_binary=is_binary)  # every time
 
 
-def test_the_interval_of_several_samples_is_that_of_so_many_questions():
+def test_the_units_of_the_interval_are_questions_not_samples():
     """Over the samples of these 100 questions it would be 2.8 times too narrow."""
-    solved = np.repeat([[0.0], [1.0]] * 50, 8, axis=1)
-    rates = solve_rates(solved, [1])
-    interval = rates["eval/pass@1_low"], rates["eval/pass@1_high"]
-    assert interval == confidence_interval(solved[:, 0], is_binary=False)
+    several = np.repeat(np.array(HALF_OF_100)[:, None], 8, axis=1)
+    one = np.array(EIGHT_OF_TEN)
+    for solved, is_binary in ((several, False), (one[:, None], True)):
+        rates = solve_rates(solved, [1])
+        interval = rates["eval/pass@1_low"], rates["eval/pass@1_high"]
+        assert interval == confidence_interval(solved[:, 0], is_binary=is_binary)
+    assert [*single_rate("greedy", one).items()] == [
+        ("eval/greedy", 0.8),
+        ("eval/greedy_low", interval[0]),
+        ("eval/greedy_high", interval[1]),
+    ]
 
 
 VOTES = [
@@ -93,15 +95,6 @@ def test_means_are_sums_over_counts_and_what_counts_nothing_is_left_out():
     assert reduce_means(sums, alone()) == {"train/reward": 0.75, "train/loss": -0.5}
 
 
-def test_the_rows_of_each_rank_come_to_their_own_places(monkeypatch):
-    """Questions go to the ranks in turn: else an answer would be counted for another question."""
-    monkeypatch.setattr(World, "sum", lambda world, table: torch.as_tensor(table))
-    rows = [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
-    ranks = [World(rank, size=2, device=CPU) for rank in range(2)]
-    tables = [world.gather_rows(rows[world.rank :: 2], shape=(5, 2)) for world in ranks]
-    assert sum(tables).tolist() == rows
-
-
 def test_a_clock_adds_up_a_phase_and_starts_anew_when_it_is_read():
     clock = Clock()
     for phase in ("rollout", "reward", "rollout"):
@@ -113,10 +106,7 @@ def test_a_clock_adds_up_a_phase_and_starts_anew_when_it_is_read():
     assert clock.read() == {}
 
 
-def test_a_process_that_has_loaded_torch_holds_between_50_mb_and_a_terabyte():
-    assert 0.05 < peak_memory_gb(CPU) < 1000
-
-
-def test_versions_name_the_revision_and_the_libraries():
+def test_the_memory_and_the_versions_are_those_of_this_process():
+    assert 0.05 < peak_memory_gb(CPU) < 1000  # torch takes 50 MB
     text = versions()
     assert text.startswith("plain-grpo ") and f"torch {torch.__version__}" in text

@@ -29,20 +29,11 @@ TINY = [str(ROOT / "tiny"), *SETTINGS]
 
 
 @pytest.fixture
-def ask(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
+def ask(call) -> Callable[..., tuple[int, str, str]]:
     """A function that pipes lines in; returns the exit status, what follows loading, and stderr."""
 
     def ask_lines(*lines: str, overrides: tuple[str, ...] = ()) -> tuple[int, str, str]:
-        piped = io.BytesIO("".join(f"{line}\n" for line in lines).encode())
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(piped))
-        monkeypatch.setattr(sys, "argv", ["chat.py", *TINY, *overrides])
-        capsys.readouterr()
-        status = 0
-        try:
-            chat.main()
-        except SystemExit as end:
-            status = end.code
-        output, errors = capsys.readouterr()
+        status, output, errors = call(chat, *TINY, *overrides, piped=lines)
         return status, output.partition("the prompt is plain text\n")[2], errors
 
     return ask_lines
@@ -184,13 +175,9 @@ def test_a_config_that_was_found_has_no_code_run(tmp_path, monkeypatch):
         "training: {seed: 3, max_new_gen_tokens: 9, num_steps: 2}\n"
     )
     monkeypatch.chdir(tmp_path)
-    trust = "model.trust_remote_code=true"
-    for others, trusts in (([], False), ([trust], True), ([f"--config={file}"], True)):
-        config = config_of(["x/best", *others])
-        assert config.model.trust_remote_code == trusts
-        assert (config.model.compute_dtype, config.training.seed) == ("float32", 3)
-        assert (config.training.max_new_gen_tokens, config.sampling.top_k) == (9, 7)
-        assert (config.task.name, config.task.system_prompt) == ("gsm8k", "Calculate.")
+    trust, named = "model.trust_remote_code=true", f"--config={file}"
+    for others, trusts in (([], False), ([trust], True), ([named], True)):
+        assert config_of(["x/best", *others]).model.trust_remote_code == trusts
     assert config_of(["x/best", trust]) == make_config(
         *("mode=evaluate", "model.name=x/best", "model.compute_dtype=float32", trust),
         *("task.name=gsm8k", "task.system_prompt=Calculate.", "sampling.top_k=7"),

@@ -1,6 +1,5 @@
 """What a run has learned becomes a file that another model can begin with."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,23 +20,11 @@ def run(tmp_path) -> Path:
     return tmp_path
 
 
-def collected(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr."""
-    monkeypatch.setattr(sys, "argv", ["collect", *map(str, arguments)])
-    status = 0
-    try:
-        collect.main()
-    except SystemExit as end:
-        status = end.code
-    return status, *capsys.readouterr()
-
-
-def test_each_row_solves_a_training_question_and_tools_imitate_takes_it(run, monkeypatch, capsys):
+def test_each_row_solves_a_training_question_and_tools_imitate_takes_it(run, call):
     """The embedded model solves a third of the questions: some of 160 samples in any case."""
-    arguments = [run, "--questions", 40, "--samples", 4]
-    status, output, _ = collected(monkeypatch, capsys, *arguments)
+    _, output, _ = call(collect, run, "--questions", 40, "--samples", 4)
     rows, config = read_jsonl(run / "answers.jsonl"), make_config(*SETTINGS)
-    assert status == 0 and f"written: {run / 'answers.jsonl'}, {len(rows)} different ans" in output
+    assert f"written: {run / 'answers.jsonl'}, {len(rows)} different ans" in output
     (counts,) = (line for line in output.splitlines() if "of 160 samples solve" in line)
     assert len(rows) <= int(counts.split()[0]) <= 160
     texts = [(countdown.question_key(some), some["completion"]) for some in rows]
@@ -56,12 +43,11 @@ def test_each_row_solves_a_training_question_and_tools_imitate_takes_it(run, mon
     assert [answer.text for answer in chosen] == [text for _, text in texts]
 
 
-def test_an_answer_that_was_cut_off_is_not_collected(run, monkeypatch, capsys):
+def test_an_answer_that_was_cut_off_is_not_collected(run, call, monkeypatch):
     """Who imitates it learns to stop in mid-sentence. Here every text is paid, and none ends."""
     monkeypatch.setattr(countdown, "reward_function", lambda *_, **__: {"format": 1, "answer": 1})
     short = ["--questions", 2, "--samples", 2, "training.max_new_gen_tokens=2"]
-    status, output, _ = collected(monkeypatch, capsys, run, *short)
-    assert status == 0 and "0 of 4 samples solve their question and end" in output
+    assert "0 of 4 samples solve their question and end" in call(collect, run, *short)[1]
     assert read_jsonl(run / "answers.jsonl") == []
 
 
@@ -72,7 +58,7 @@ def test_an_answer_that_was_cut_off_is_not_collected(run, monkeypatch, capsys):
         (["task.name=guess"], "error: task.name = guess: its questions or turns stand in no file"),
     ],
 )
-def test_what_cannot_be_collected_is_one_line(run, monkeypatch, capsys, arguments, line):
-    status, _, errors = collected(monkeypatch, capsys, run, *arguments)
+def test_what_cannot_be_collected_is_one_line(run, call, arguments, line):
+    status, _, errors = call(collect, run, *arguments)
     assert status == 2 and errors.startswith(line) and errors.count("\n") == 1
     assert not (run / "answers.jsonl").exists()

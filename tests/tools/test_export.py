@@ -1,8 +1,7 @@
 """`python -m tools.export`: what it refuses, and whom it shows an upload; see test_lora.py too."""
 
-import sys
 from pathlib import Path
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from harness import ROOT
@@ -18,60 +17,35 @@ def run(tmp_path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def asked(monkeypatch):
-    """Calls the command."""
-
-    def call(*arguments: object) -> None:
-        monkeypatch.setattr(sys, "argv", ["export", *map(str, arguments)])
-        export.main()
-
-    return call
-
-
 @pytest.mark.parametrize(
     ("arguments", "token", "problem"),
     [
-        ([], "a", "give --merge, --4bit or --push user/name"),
-        (["--merge"], "a", "--merge: RUN/best is no adapter"),
-        (["--push", "nobody"], "a", "--push needs user/name and a token"),
-        (["--push", "a/b"], None, "--push needs user/name and a token: `hf auth login`"),
-        (["--push", "a/b"], "a", "offline"),
+        (["RUN"], "a", "give --merge, --4bit or --push user/name"),
+        (["RUN", "--merge"], "a", "--merge: RUN/best is no adapter"),
+        (["RUN", "--push", "nobody"], "a", "--push needs user/name and a token"),
+        (["RUN", "--push", "a/b"], None, "--push needs user/name and a token: `hf auth login`"),
+        (["RUN", "--push", "a/b"], "a", "offline"),
+        (["RUN/best", "--merge"], "a", "RUN/best/best: there is no model; give the folder of"),
     ],
 )
-def test_what_is_not_possible_costs_one_line(
-    arguments, token, problem, run, asked, monkeypatch, capsys
-):
+def test_what_is_not_possible_costs_one_line(arguments, token, problem, run, call, monkeypatch):
     monkeypatch.setattr(export, "get_token", lambda: token)
-    with pytest.raises(SystemExit) as ended:
-        asked(run, *arguments)
-    line = capsys.readouterr().err
-    assert ended.value.code == 2 and line.startswith("error: ") and line.count("\n") == 1
+    status, _, line = call(export, *(text.replace("RUN", str(run)) for text in arguments))
+    assert status == 2 and line.startswith("error: ") and line.count("\n") == 1
     assert problem.replace("RUN", str(run)) in line
 
 
-def test_a_folder_that_is_no_runs_is_named(tmp_path, asked, capsys):
-    with pytest.raises(SystemExit):
-        asked(tmp_path, "--merge")
-    line = f"error: {tmp_path / 'best'}: there is no model; give the folder of a run\n"
-    assert capsys.readouterr().err == line
-
-
-def test_no_file_that_was_found_chooses_the_attention(run, asked):
+def test_no_file_that_was_found_chooses_the_attention(run, call):
     """Bug: export took that of the run's config.yaml, which may name a kernel on the hub."""
-    asked(run, "--4bit")
+    assert call(export, run, "--4bit")[0] == 0
     assert (run / "merged-4bit/config.json").is_file()
 
 
 @pytest.mark.parametrize("public", [[], ["--public"]])
-def test_a_new_repository_is_private_unless_it_is_to_be_public(run, asked, monkeypatch, public):
-    made = {}
-    hub = SimpleNamespace(
-        create_repo=lambda name, **settings: made.update(settings, name=name),
-        upload_folder=lambda **settings: made.update(settings),
-    )
-    monkeypatch.setattr(export, "get_token", lambda: "some token")
+def test_a_new_repository_is_private_unless_it_is_to_be_public(run, call, monkeypatch, public):
+    hub = mock.Mock()
     monkeypatch.setattr(export, "HfApi", lambda: hub)
-    asked(run, "--push", "a/b", *public)
-    best = {"repo_id": "a/b", "folder_path": run / "best"}
-    assert made == {"name": "a/b", "private": not public, "exist_ok": True} | best
+    monkeypatch.setattr(export, "get_token", lambda: "some token")
+    assert call(export, run, "--push", "a/b", *public)[0] == 0
+    hub.create_repo.assert_called_once_with("a/b", private=not public, exist_ok=True)
+    hub.upload_folder.assert_called_once_with(repo_id="a/b", folder_path=run / "best")

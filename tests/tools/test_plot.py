@@ -1,20 +1,17 @@
 """The curves that are drawn: which runs are one, where they lie, and what their bands are."""
 
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 
 from engine.core.files import json_line
 from tools import plot
-from tools.plot import PANELS, curve_of, group_seeds, main, make_figure, read_table
+from tools.plot import PANELS, curve_of, group_seeds, make_figure, read_table
 
-COLUMNS = (
-    "step,train/reward,train/entropy,eval/pass@1,eval/pass@1_low,eval/pass@1_high,eval/best_of_4,"
-    "time/eval_s,time/step_s"
-)
+NAN = math.nan
 
 
 def write_run(
@@ -22,22 +19,23 @@ def write_run(
 ) -> Path:
     """A run of one reward for each step, evaluated in 30 s at the steps in `rates`.
 
-    Where the file is a .jsonl, its lines are as a run writes them: a metric that a row lacks is not
-    there, and one that is not finite is null.
+    As a run writes it, or where the file is a .csv as one table.
     """
-    lines, rates = [COLUMNS], rates or {}
-    for step, reward in enumerate(["", *rewards]):
-        if step:
-            lines.append(f"{step},{reward},0.5,,,,,,{step_s}")
+    rows, rates = [{"step": 0, "time/eval_s": 30}], rates or {}  # a run always has that column
+    for step, reward in enumerate([None, *rewards]):
+        if step > 0:
+            row = {"step": step, "train/reward": reward, "train/entropy": 0.5}
+            rows.append(row | {"time/step_s": step_s})
         if step in rates:
             rate = rates[step]
-            lines.append(f"{step},,,{rate},{rate - 0.1},{rate + 0.2},{rate * 2},30,")
+            row = {"step": step, "eval/pass@1": rate, "eval/best_of_4": rate * 2}
+            row |= {"eval/pass@1_low": rate - 0.1, "eval/pass@1_high": rate + 0.2}
+            rows.append(row | {"time/eval_s": 30})
     file.parent.mkdir(parents=True, exist_ok=True)
-    if file.suffix == ".jsonl":
-        rows = [zip(COLUMNS.split(","), line.split(","), strict=True) for line in lines[1:]]
-        rows = [{name: float(cell) for name, cell in row if cell} for row in rows]
-        lines = [json_line(row).rstrip() for row in rows]
-    file.write_text("\n".join(lines) + "\n")
+    if file.suffix == ".csv":
+        pandas.DataFrame(rows).to_csv(file, index=False)
+    else:
+        file.write_text("".join(map(json_line, rows)))
     return file
 
 
@@ -46,36 +44,34 @@ def run(tmp_path) -> Path:
     return write_run(tmp_path / "solo.csv", [1, 2, 3, 4], {0: 0.2, 2: 0.4, 4: 0.3})
 
 
-def same(values: np.ndarray, expected: list[float]) -> bool:
-    return values.tolist() == pytest.approx(expected, nan_ok=True)
+def same(values: np.ndarray, expected: list) -> bool:
+    return np.allclose(values, expected, equal_nan=True) and values.shape == np.shape(expected)
 
 
 # What there is to draw
 
 
-def test_a_folder_and_a_file_of_any_name_are_runs(tmp_path):
-    folder = write_run(tmp_path / "runs/countdown-s0/metrics.jsonl", [1], {0: 0.2}).parent
-    file = write_run(tmp_path / "countdown-s1.csv", [1])
-    names = [read_table(path).name for path in (folder, folder / "metrics.jsonl", file)]
-    assert names == ["countdown-s0", "countdown-s0", "countdown-s1"]
-
-
 def test_a_runs_lines_and_a_table_of_them_are_the_same(tmp_path):
-    """Also the metrics.csv that an older version left in a run's folder, beside its lines."""
-    measured = [0.3, 0.625, "nan", -0.125], {0: 0.25, 2: 0.5}
+    """Also the metrics.csv that an older version left in a run's folder, beside its lines.
+
+    A run is named after its folder, and a file of another name after that.
+    """
+    measured = [0.3, 0.625, NAN, -0.125], {0: 0.25, 2: 0.5}
     folder = write_run(tmp_path / "a/metrics.jsonl", *measured).parent
     table = read_table(write_run(tmp_path / "a/metrics.csv", *measured))
     lines = read_table(folder)
-    assert table.name == lines.name == "a"
+    assert table.name == lines.name == read_table(folder / "metrics.jsonl").name == "a"
+    assert read_table(write_run(tmp_path / "countdown-s1.csv", [1])).name == "countdown-s1"
     assert table.rows[[*lines.rows]].equals(lines.rows)
     assert lines.rows["step"].tolist() == [0, 1, 2, 3, 4]
-    assert same(lines.rows["train/reward"].to_numpy(), [math.nan, 0.3, 0.625, math.nan, -0.125])
-    assert same(lines.rows["eval/pass@1"].to_numpy(), [0.25, math.nan, 0.5, math.nan, math.nan])
+    assert same(lines.rows["train/reward"].to_numpy(), [NAN, 0.3, 0.625, NAN, -0.125])
+    assert same(lines.rows["eval/pass@1"].to_numpy(), [0.25, NAN, 0.5, NAN, NAN])
 
 
 def test_runs_that_differ_in_their_seed_are_one_curve_and_others_keep_their_names(tmp_path):
     names = ["a-sil-s3", "a-s0", "a-s12", "a", "b-s1", "a-s1x"]
-    groups = group_seeds([read_table(write_run(tmp_path / f"{n}.csv", [1])) for n in names])
+    tables = [read_table(write_run(tmp_path / f"{n}.csv", [1])) for n in names]
+    groups = group_seeds(tables)
     assert {name: [table.name for table in tables] for name, tables in groups.items()} == {
         "a-sil-s3": ["a-sil-s3"],
         "a (2 seeds)": ["a-s0", "a-s12"],
@@ -83,54 +79,53 @@ def test_runs_that_differ_in_their_seed_are_one_curve_and_others_keep_their_name
         "b-s1": ["b-s1"],
         "a-s1x": ["a-s1x"],
     }
+    with pytest.raises(ValueError, match="two runs are named a: rename"):
+        group_seeds([*tables, tables[3]])
 
 
-def test_minutes_add_up_steps_and_evaluations(run):
-    """Half a minute for each evaluation, the one before the first step too, one for each step."""
-    steps, minutes, *_ = curve_of([read_table(run)], "eval/pass@1", window=1)
-    assert same(steps, [0, 2, 4]) and same(minutes, [0.5, 3.0, 5.5])
-    assert same(curve_of([read_table(run)], "train/reward", window=1)[1], [1.5, 3, 4, 5.5])
+SOLO = ("solo", [1, 2, 3, 4], {0: 0.2, 2: 0.4, 4: 0.3}, 60)
+JUMPS = ("a", [1, 2, 6, 7], {}, 60)
+BROKEN = ("a", [NAN, 2, math.inf, 4], {}, 60)
+SEED_0 = ("a-s0", [1, 5], {0: 0.2, 2: 0.5}, 60)
+SEED_1 = ("a-s1", [3, 6], {0: 0.4, 2: 0.8}, 180)
+SEED_2 = ("a-s2", [8], {0: 0.3}, 60)
+STEPS, MINUTES, MEAN, LOW, HIGH = range(5)
+RATE, REWARD = "eval/pass@1", "train/reward"
+CURVES = [  # runs, metric, window, which row of the curve, its values
+    ([SOLO], RATE, 1, STEPS, [0, 2, 4]),
+    ([SOLO], RATE, 1, MINUTES, [0.5, 3.0, 5.5]),  # half a minute for each evaluation,
+    ([SOLO], REWARD, 1, MINUTES, [1.5, 3, 4, 5.5]),  # also before the first step
+    ([SOLO], RATE, 1, MEAN, [0.2, 0.4, 0.3]),
+    ([SOLO], RATE, 1, LOW, [0.1, 0.3, 0.2]),  # the band of a single run is its interval
+    ([SOLO], RATE, 1, HIGH, [0.4, 0.6, 0.5]),
+    ([SOLO], plot.BEST_OF, 1, MEAN, [0.4, 0.8, 0.6]),
+    ([SOLO], plot.BEST_OF, 1, LOW, [NAN] * 3),
+    ([SOLO], plot.BEST_OF, 1, HIGH, [NAN] * 3),
+    ([SEED_0, SEED_1], RATE, 1, STEPS, [0, 2]),
+    ([SEED_0, SEED_1], RATE, 1, MINUTES, [0.5, (3.0 + 7.0) / 2]),  # a mean too
+    ([SEED_0, SEED_1], RATE, 1, MEAN, [0.3, 0.65]),
+    ([SEED_0, SEED_1], RATE, 1, LOW, [0.2, 0.5]),  # the band of seeds is from the lowest
+    ([SEED_0, SEED_1], RATE, 1, HIGH, [0.4, 0.8]),  # to the highest
+    ([SEED_1, SEED_2, SEED_0], REWARD, 1, STEPS, [1]),  # it ends with the shortest run
+    ([SEED_1, SEED_2, SEED_0], REWARD, 1, MEAN, [4]),
+    ([SEED_1, SEED_2, SEED_0], REWARD, 1, LOW, [1]),
+    ([SEED_1, SEED_2, SEED_0], REWARD, 1, HIGH, [8]),
+    ([JUMPS], REWARD, 1, MEAN, [1, 2, 6, 7]),
+    ([JUMPS], REWARD, 3, MEAN, [1, 1.5, 3, 5]),  # a mean of the last steps
+    ([BROKEN], REWARD, 2, STEPS, [2, 4]),  # what is not finite is left out
+    ([BROKEN], REWARD, 2, MEAN, [2, 3]),
+    ([JUMPS], RATE, 5, MEAN, []),  # never measured
+    ([JUMPS], "train/no_such_metric", 5, MEAN, []),
+]
 
 
-def test_the_band_of_a_single_run_is_the_interval_of_its_pass_at_1(run):
-    *_, mean, low, high = curve_of([read_table(run)], "eval/pass@1", window=1)
-    assert same(mean, [0.2, 0.4, 0.3])
-    assert same(low, [0.1, 0.3, 0.2]) and same(high, [0.4, 0.6, 0.5])
-    *_, mean, low, high = curve_of([read_table(run)], plot.BEST_OF, window=1)
-    assert same(mean, [0.4, 0.8, 0.6])
-    assert same(low, [math.nan] * 3) and same(high, [math.nan] * 3)
-
-
-def test_the_band_of_several_seeds_is_from_the_lowest_to_the_highest(tmp_path):
-    """Minutes are a mean too. The third seed has come to step 1 only, so the curve ends there."""
-    first = read_table(write_run(tmp_path / "a-s0.csv", [1, 5], {0: 0.2, 2: 0.5}))
-    second = read_table(write_run(tmp_path / "a-s1.csv", [3, 6], {0: 0.4, 2: 0.8}, step_s=180))
-    third = read_table(write_run(tmp_path / "a-s2.csv", [8], {0: 0.3}))
-    steps, minutes, mean, low, high = curve_of([first, second], "eval/pass@1", window=1)
-    assert same(steps, [0, 2]) and same(minutes, [0.5, (3.0 + 7.0) / 2])
-    assert same(mean, [0.3, 0.65]) and same(low, [0.2, 0.5]) and same(high, [0.4, 0.8])
-    steps, _, mean, low, high = curve_of([second, third, first], "train/reward", window=1)
-    assert same(steps, [1]) and same(mean, [4]) and same(low, [1]) and same(high, [8])
-
-
-@pytest.mark.parametrize(
-    ("rewards", "window", "steps", "means"),
-    [
-        ([1, 2, 6, 7], 1, [1, 2, 3, 4], [1, 2, 6, 7]),
-        ([1, 2, 6, 7], 3, [1, 2, 3, 4], [1, 1.5, 3, 5]),
-        (["nan", 2, "inf", 4], 2, [2, 4], [2, 3]),  # what is not finite is left out
-    ],
-)
-def test_training_curves_are_the_mean_of_the_last_steps(tmp_path, rewards, window, steps, means):
-    table = read_table(write_run(tmp_path / "a.csv", rewards))
-    curve = curve_of([table], "train/reward", window=window)
-    assert same(curve[0], steps) and same(curve[2], means)
-
-
-def test_a_metric_that_was_never_measured_has_no_points(tmp_path):
-    table = read_table(write_run(tmp_path / "a.csv", [1, 2]))
-    for metric in ("eval/pass@1", "train/no_such_metric"):
-        assert curve_of([table], metric, window=5).shape == (5, 0)
+@pytest.mark.parametrize(("runs", "metric", "window", "row", "expected"), CURVES)
+def test_curves_by_hand(tmp_path, runs, metric, window, row, expected):
+    tables = [
+        read_table(write_run(tmp_path / f"{name}.csv", rewards, rates, step_s=step_s))
+        for name, rewards, rates, step_s in runs
+    ]
+    assert same(curve_of(tables, metric, window=window)[row], expected)
 
 
 @pytest.mark.parametrize(
@@ -173,37 +168,16 @@ def test_a_file_without_curves_is_one_line_that_names_it(tmp_path, kind, text, m
     assert line.count(str(file)) == 1
 
 
-def test_two_runs_of_one_name_are_refused(run):
-    with pytest.raises(ValueError, match="two runs are named solo: rename"):
-        group_seeds([read_table(run), read_table(run)])
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"), [(["none.csv"], "none.csv"), (["--smooth=0", "a"], "at least 1")]
 )
-def test_a_mistake_on_the_command_line_is_one_line(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["plot.py", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    line = capsys.readouterr().err
-    assert caught.value.code == 2
-    assert line.startswith("error: ") and message in line and line.count("\n") == 1
+def test_a_mistake_on_the_command_line_is_one_line(arguments, message, call):
+    status, _, line = call(plot, *arguments)
+    assert status == 2 and line.count("\n") == 1
+    assert line.startswith("error: ") and message in line
 
 
 # The files
-
-
-def test_the_same_metrics_give_the_same_two_files(run, tmp_path, monkeypatch):
-    """A dot in the name is no suffix, folders are made, and a tilde is the home folder."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    contents = []
-    for out in ("one", "two"):
-        command = ["plot.py", f"~/{run.name}", "--out", f"~/{out}/v1.5", "--panels", "train/reward"]
-        monkeypatch.setattr(sys, "argv", command)
-        plot.main()
-        contents.append([(tmp_path / out / f"v1.5.{kind}").read_bytes() for kind in ("png", "svg")])
-    assert contents[0] == contents[1] and contents[0][0].startswith(b"\x89PNG")
-    assert contents[0][1].startswith(b"<?xml")
 
 
 def test_every_metric_of_every_group_is_drawn_once_over_steps_or_over_minutes(run, tmp_path):
@@ -221,13 +195,21 @@ def test_every_metric_of_every_group_is_drawn_once_over_steps_or_over_minutes(ru
     assert len(make_figure(groups, window=1, panels=PANELS[:3]).axes) == 3
 
 
-def test_the_pictures_lie_in_the_runs_folder(tmp_path, monkeypatch, capsys):
-    """Of several runs in the first one's; beside a file that has another name."""
+def test_the_two_files_lie_with_the_first_run_or_where_told_and_are_equal_for_equal_metrics(
+    run, tmp_path, call, monkeypatch
+):
+    """A dot in the name is no suffix, folders are made, and a tilde is the home folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     folder = write_run(tmp_path / "a/metrics.jsonl", [1], {0: 0.2}).parent
-    file = write_run(tmp_path / "b/c.csv", [1])
-    for paths, place in (([folder, file], folder), ([file], file.parent)):
-        monkeypatch.setattr(sys, "argv", ["plot.py", *map(str, paths)])
-        main()
-        written = [place / f"curves.{kind}" for kind in ("png", "svg")]
-        assert capsys.readouterr().out == f"written: {written[0]}, {written[1]}\n"
-        assert all(file.is_file() for file in written)
+    contents = []
+    for arguments, out in (
+        ([folder, run], folder / "curves"),
+        ([run], tmp_path / "curves"),
+        (["~/solo.csv", "--out", "~/made/v1.5"], tmp_path / "made/v1.5"),
+    ):
+        files = [out.with_name(f"{out.name}.{kind}") for kind in ("png", "svg")]
+        printed = f"written: {files[0]}, {files[1]}\n"
+        assert call(plot, *arguments, "--panels", "train/reward") == (0, printed, "")
+        contents.append([file.read_bytes() for file in files])
+    assert contents[1] == contents[2] != contents[0]
+    assert contents[1][0].startswith(b"\x89PNG") and contents[1][1].startswith(b"<?xml")

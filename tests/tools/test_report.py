@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,15 +9,15 @@ import pytest
 from harness import make_config
 
 from engine.run.config_file import dump
-from logger import Logger
 from tools import plot, report
-from tools.page import MAX_POINTS, read_run, settings
+from tools.page import MAX_POINTS, settings
 
 # Ends of elements, a NUL, marks that turn text around, half a character, a separator of lines
 HOSTILE = (
     "</textarea></script><script>document.title = 'harmed'</script><img src=x "
     "onerror=\"document.title='harmed'\"> \0 \u202eabc\u202c \u200f \ud83d \u2028 {{data}} &lt;"
 )
+RATES = {0: 1493 / 4096, 20: 0.3125}  # pass@1 at these steps, 0.65 at others
 
 
 def completion(text: str, reward: float, *, truncated: bool = False) -> dict:
@@ -38,43 +36,38 @@ def completion(text: str, reward: float, *, truncated: bool = False) -> dict:
     }
 
 
-def evaluation(step: int, rate: float, low: float, high: float) -> dict:
-    rates = {"eval/pass@1": rate, "eval/pass@1_low": low, "eval/pass@1_high": high}
-    return {"step": step} | rates | {"time/eval_s": 1}
-
-
-def write_lines(file: Path, rows: list[dict]) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def write_run(folder: Path, *, steps: range = range(0, 41, 20), text: str = HOSTILE) -> Path:
     """A run that was evaluated, and whose rollouts were kept, at each of `steps`."""
     folder.mkdir()
     metrics, samples, lines = [], [], []
     for step in steps:
-        rate = 0.25 + step / 100
+        rate = RATES.get(step, 0.65)
+        rates = {"eval/pass@1": rate, "eval/pass@1_low": rate - 0.125, "eval/pass@1_high": 0.75}
         metrics.append({"step": step, "train/reward": rate, "time/step_s": 1})
-        metrics.append(evaluation(step, rate, rate - 0.125, rate + 0.125))
+        metrics.append({"step": step, **rates, "time/eval_s": 1})
         for number in range(2):
             sample = {"step": step, "split": "validation", "prompt": f"question {number}"}
             sample |= {"question": f"nums: {number}", "gold": {"nums": [number]}, "answer": None}
             sample |= {"completion": f"at {step}: {text}"}
             parts = {"format": 1.0, "answer": float(number)}
             samples.append(sample | {"reward": 1.0, "reward_parts": parts, "truncated": False})
-            group = [
-                completion(f"best of {number}, {text}", 1.0),
-                completion("cut", 0.0, truncated=True),
-            ]
-            if (step, number) != (20, 1):  # there the advantages differ most
-                group.append(completion("plain", 0.0))
+            best, cut = f"best of {number}, {text}", completion("cut", 0.0, truncated=True)
+            group = [completion(best, 1.0), cut, completion("plain", 0.0)]
+            if (step, number) == (20, 1):  # there the advantages differ most
+                group.pop()
             line = {"step": step, "prompt": f"make {number}", "gold": "46", "size": len(group)}
             lines.append(line | {"completions": group})
     samples.append(samples[-1] | {"split": "train", "prompt": "of training"})
     for name, rows in (("metrics", metrics), ("samples", samples), ("rollouts", lines)):
-        write_lines(folder / f"{name}.jsonl", rows)
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = make_config("training.num_steps=40", 'task.prompt="</script>{nums}"')
     (folder / "config.yaml").write_text(f"# plain-grpo 1, torch 2\n{dump(config)}")
     return folder
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    return write_run(tmp_path / "x")
 
 
 def data_of(page: Path) -> dict:
@@ -93,73 +86,50 @@ def make_page(folder: Path) -> Path:
 # The data
 
 
-def test_the_page_holds_curves_evaluations_rollouts_and_the_config(tmp_path):
-    data = data_of(make_page(write_run(tmp_path / "x")))
+def test_the_page_holds_curves_evaluations_rollouts_and_the_config(run):
+    """Bug: 0.36450 became 0.3645 and then 0.364 on the page, where the run had printed 0.365."""
+    data = data_of(make_page(run))
     assert (data["name"], data["step"], data["versions"]) == ("x", 40, "plain-grpo 1, torch 2")
     pass_at_1, reward = data["curves"]
     assert (pass_at_1["title"], reward["title"]) == ("pass@1", "reward")
-    assert pass_at_1["steps"] == [0, 20, 40] and pass_at_1["mean"] == [0.25, 0.45, 0.65]
-    assert pass_at_1["low"] == [0.125, 0.325, 0.525] and reward["low"] == [None] * 3
-    assert [evaluation["step"] for evaluation in data["evaluations"]] == [0, 20, 40]
-    assert data["evaluations"][1]["pass@1"] == ["0.450", "0.325", "0.575"]
+    assert pass_at_1["steps"] == [0, 20, 40] and pass_at_1["mean"] == [0.3645, 0.3125, 0.65]
+    assert pass_at_1["low"] == [0.2395, 0.1875, 0.525] and reward["low"] == [None] * 3
+    assert [(e["step"], *e["pass@1"]) for e in data["evaluations"]] == [
+        (0, "0.365", "0.240", "0.750"),
+        (20, "0.312", "0.188", "0.750"),
+        (40, "0.650", "0.525", "0.750"),
+    ]
     for evaluation in data["evaluations"]:  # the questions of training are left out
         assert [row["prompt"] for row in evaluation["rows"]] == ["question 0", "question 1"]
         assert evaluation["rows"][0]["completion"] == f"at {evaluation['step']}: {HOSTILE}"
         assert [row["gold"] for row in evaluation["rows"]] == ["nums: 0", "nums: 1"]
-    assert [[row["prompt"] for row in step["rows"]] for step in data["rollouts"]] == [
-        ["make 0", "make 1"]
-    ] * 3
+    prompts = [[row["prompt"] for row in step["rows"]] for step in data["rollouts"]]
+    assert prompts == [["make 0", "make 1"]] * 3
     assert data["recorded"] == {"evaluations": 3, "rollouts": 3}
     different = {s["key"]: s for s in data["settings"] if s["value"] != s["default"]}
     assert different.keys() == {"training.num_steps", "task.prompt"}
-    assert (
-        different["training.num_steps"]["value"],
-        different["training.num_steps"]["default"],
-    ) == ("40", "20")
+    num_steps = different["training.num_steps"]
+    assert (num_steps["value"], num_steps["default"]) == ("40", "20")
 
 
-@pytest.mark.parametrize("rate", [1493 / 4096, 0.3125])
-def test_pass_at_1_is_the_number_that_the_run_printed(rate, tmp_path, capsys):
-    """Bug: 0.36450 became 0.3645 and then 0.364 on the page, where the run had printed 0.365."""
-    folder = write_run(tmp_path / "x", steps=[0])
-    row = evaluation(0, rate, rate, rate) | {"time/step_s": 1}
-    write_lines(folder / "metrics.jsonl", [row])
-    Logger(rank=0).print_evaluation("", {"eval/pass@1": rate}, [])
-    printed = capsys.readouterr().out.split()[-1]
-    assert data_of(make_page(folder))["evaluations"][0]["pass@1"] == [printed] * 3
-
-
-def test_no_text_can_leave_its_place_in_the_page(tmp_path):
+def test_no_text_can_leave_its_place_in_the_page(run):
     """Between the page's two scripts there is no `<` but for the end of the first."""
-    page = make_page(write_run(tmp_path / "x")).read_text()
+    page = make_page(run).read_text()
     assert page.isascii() or not set(HOSTILE) & {c for c in page if not c.isascii()}
     inside = page.partition('id="data">')[2].partition("<script>")[0]
     assert inside.count("<") == 1 and inside.endswith("</script>\n")
     assert "\0" not in page
 
 
-def test_a_link_in_the_pages_place_is_replaced(tmp_path):
-    """Bug: the page was written through it, over somebody's file."""
-    folder = write_run(tmp_path / "x")
-    (tmp_path / "precious").write_text("mine")
-    (folder / "report.html").symlink_to(tmp_path / "precious")
-    assert data_of(make_page(folder))["name"] == "x"
-    assert (tmp_path / "precious").read_text() == "mine"
-
-
-def test_a_curve_keeps_its_ends_and_some_of_its_points(tmp_path):
-    """Bug: the page of 100,000 steps had 10 MB, at each poll of the live one."""
-    folder = write_run(tmp_path / "x")
-    steps = [{"step": n, "train/reward": n % 7, "time/step_s": 1} for n in range(20_000)]
-    write_lines(folder / "metrics.jsonl", [evaluation(0, 0, 0, 0), *steps])
-    _, curve = read_run(folder)["curves"]
-    assert (curve["steps"][0], curve["steps"][-1]) == (0, 19_999)
-    assert len(curve["steps"]) == len(curve["mean"]) == MAX_POINTS
-
-
 def test_a_long_run_is_thinned_below_5_mb_and_its_first_and_last_step_stay(tmp_path):
-    """Each `<` of model text takes six bytes in the page."""
+    """Each `<` of model text takes six bytes in the page.
+
+    Bug: the page of 100,000 steps had 10 MB of curves, at each poll of the live one.
+    """
     folder = write_run(tmp_path / "x", steps=range(0, 4000, 20), text="<" * 6_000)
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step in range(4000, 20_000):
+            file.write(json.dumps({"step": step, "train/reward": 1, "time/step_s": 1}) + "\n")
     page = make_page(folder)
     data = data_of(page)
     assert page.stat().st_size < 5_000_000
@@ -167,15 +137,9 @@ def test_a_long_run_is_thinned_below_5_mb_and_its_first_and_last_step_stay(tmp_p
         steps = [item["step"] for item in data[name]]
         assert steps[0] == 0 and steps[-1] == 3980 and 10 < len(steps) < 200
         assert data["recorded"][name] == 200
-
-
-def test_a_run_that_kept_nothing_or_still_writes_has_a_page(tmp_path):
-    folder = write_run(tmp_path / "x")
-    (folder / "rollouts.jsonl").unlink()
-    with (folder / "samples.jsonl").open("a") as file:
-        file.write('{"step": 60, "pro')
-    data = data_of(make_page(folder))
-    assert data["rollouts"] == [] and len(data["evaluations"]) == 3
+    _, curve = data["curves"]
+    assert (curve["steps"][0], curve["steps"][-1]) == (0, 19_999)
+    assert len(curve["steps"]) == len(curve["mean"]) == MAX_POINTS
 
 
 def test_a_task_of_ones_own_is_not_imported(tmp_path, monkeypatch):
@@ -192,6 +156,28 @@ def test_a_task_of_ones_own_is_not_imported(tmp_path, monkeypatch):
     ]
 
 
+# The command
+
+
+def test_the_command_writes_the_page_beside_the_run_or_where_told(run, tmp_path, call):
+    """Also of a run that kept no rollouts, or still writes.
+
+    Bug: the page was written through a link in its place, over somebody's file.
+    """
+    (tmp_path / "precious").write_text("mine")
+    (run / "report.html").symlink_to(tmp_path / "precious")
+    (run / "rollouts.jsonl").unlink()
+    with (run / "samples.jsonl").open("a") as file:
+        file.write('{"step": 60, "pro')
+    elsewhere = tmp_path / "a/b.html"
+    for options, file in (([], run / "report.html"), (["--out", elsewhere], elsewhere)):
+        assert call(report, run, *options) == (0, f"written: {file}\n", "")
+        data = data_of(file)
+        assert data["name"] == "x"
+        assert data["rollouts"] == [] and len(data["evaluations"]) == 3
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -203,82 +189,39 @@ def test_a_task_of_ones_own_is_not_imported(tmp_path, monkeypatch):
         ("samples.jsonl", b"\xff\n", "samples.jsonl: is not UTF-8"),
     ],
 )
-def test_a_run_that_is_unreadable_is_one_line(
-    name, content, message, tmp_path, monkeypatch, capsys
-):
-    folder = write_run(tmp_path / "x")
-    (folder / name).unlink()
+def test_a_run_that_is_unreadable_is_one_line(name, content, message, run, call):
+    (run / name).unlink()
     if content is not None:
-        (folder / name).write_bytes(content)
-    monkeypatch.setattr(sys, "argv", ["report.py", str(folder)])
-    with pytest.raises(SystemExit) as caught:
-        report.main()
-    line = capsys.readouterr().err
-    assert caught.value.code == 2 and line.startswith("error: ") and message in line
-    assert line.count("\n") == 1 and not (folder / "report.html").exists()
+        (run / name).write_bytes(content)
+    status, _, line = call(report, run)
+    assert status == 2 and line.startswith("error: ") and message in line
+    assert line.count("\n") == 1 and not (run / "report.html").exists()
 
 
 @pytest.mark.parametrize("tool", [[report], [report, "--serve"], [plot]])
-def test_of_a_run_that_is_not_there_the_others_are_named(tool, tmp_path, monkeypatch, capsys):
+def test_of_a_run_that_is_not_there_the_others_are_named(tool, tmp_path, monkeypatch, call):
     (tmp_path / "runs").mkdir()
     for name in ("b", "a"):
         write_run(tmp_path / "runs" / name)
     monkeypatch.chdir(tmp_path)
     for path in ("runs/c", "runs", "c"):
-        monkeypatch.setattr(sys, "argv", ["tool", path, *tool[1:]])
-        with pytest.raises(SystemExit) as caught:
-            tool[0].main()
         line = f"error: {path}/metrics.jsonl: no such file; the runs are runs/a, runs/b\n"
-        assert (caught.value.code, capsys.readouterr().err) == (2, line)
-
-
-def test_the_command_writes_the_page_beside_the_run_or_where_told(tmp_path, monkeypatch, capsys):
-    folder = write_run(tmp_path / "x")
-    for options, file in (
-        ([], folder / "report.html"),
-        (["--out", f"{tmp_path}/a/b.html"], tmp_path / "a/b.html"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["report.py", str(folder), *options])
-        report.main()
-        assert capsys.readouterr().out == f"written: {file}\n"
-        assert data_of(file)["name"] == "x"
+        assert call(tool[0], path, *tool[1:]) == (2, "", line)
 
 
 # In a browser
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[object]:
-    """Chromium without a window; users' machines without it skip."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = shutil.which("chromium") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("chromium is not installed")
-    with playwright.sync_playwright() as api:
-        chromium = api.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=120_000)
-        yield chromium
-        chromium.close()
-
-
 @pytest.fixture
-def page(browser, tmp_path) -> Iterator[object]:
-    """The page of a run, on a phone; it may neither fail nor ask for anything but itself."""
-    page = browser.new_page(viewport={"width": 400, "height": 900}, color_scheme="dark")
-    page.set_default_timeout(60_000)
-    problems, requests = [], []
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("console", lambda message: problems.append(message.text))
-    page.on("request", lambda request: requests.append(request.url))
-    file = make_page(write_run(tmp_path / "x"))
-    page.goto(file.as_uri())
-    yield page
-    assert problems == [] and requests == [file.as_uri()]
-    page.close()
+def page(visit, run) -> Iterator[object]:
+    """The page of the run, on a phone."""
+    with visit(make_page(run).as_uri(), width=400) as page:
+        yield page
 
 
 def test_the_page_in_a_browser_shows_text_as_text_and_never_scrolls_sideways(page):
     assert page.title() == "x: a run of plain-grpo"  # no script of the model's has run
-    progress = "40 steps; pass@1 0.250 at step 0, 0.650 at step 40"
+    progress = "40 steps; pass@1 0.365 at step 0, 0.650 at step 40"
     assert page.locator("#summary").inner_text() == progress
     assert page.locator("img, textarea").count() == 0 and page.locator("script").count() == 2
     first = page.locator("#groups .token").first.inner_text()
@@ -304,7 +247,7 @@ def test_arrow_keys_move_the_evaluations_and_walk_through_the_tokens(page):
     assert samples.locator("article").count() == 2  # the one before training, and nothing beside it
     page.keyboard.press("ArrowRight")
     name = page.locator("#evaluation-name").inner_text()
-    assert name == "step 20: pass@1 0.450 (0.325 to 0.575)"
+    assert name == "step 20: pass@1 0.312 (0.188 to 0.750)"
     for _tab in range(60):  # the keyboard alone reaches the completions
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement.className") == "tokens":

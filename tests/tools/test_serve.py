@@ -21,13 +21,14 @@ from pathlib import Path
 import pytest
 from harness import ENVIRONMENT, ROOT, make_config
 from safetensors.torch import load_file, save_file
-from test_report import HOSTILE, browser, completion, data_of, write_run  # noqa: F401  (a fixture)
+from test_report import HOSTILE, completion, data_of, write_run
 
 import countdown
 from engine.run.config_file import dump
 from tools import chat, serve
 
 QUESTION = "numbers: 3 7 25, target: 46"
+SHORT = "training.max_new_gen_tokens=64"
 JSON = {"Content-Type": "application/json"}
 
 
@@ -36,7 +37,7 @@ def run(tmp_path) -> Path:
     """A run of the tiny model, whose best/ has the same weights."""
     folder = write_run(tmp_path / "x", steps=range(0, 21, 20), text="")
     shutil.copytree(ROOT / "tiny", folder / "best")
-    (folder / "config.yaml").write_text(dump(make_config()))
+    (folder / "config.yaml").write_text(dump(make_config(SHORT)))
     return folder
 
 
@@ -94,11 +95,10 @@ def test_only_a_page_of_this_server_is_answered(server, monkeypatch, headers, st
 
 
 def test_there_is_nothing_else_to_get_and_no_form_of_another_page_can_ask(server):
+    text, body = {"Content-Type": "text/plain"}, {"model": "tiny"}
+    assert fetch(server, "/ask", body, **text)[0] == fetch(server, "/data", body)[0] == 404
     for path in ("/config.yaml", "/../x/config.yaml", "/ask"):
         assert fetch(server, path)[0] == 404
-    body = {"model": "tiny"}
-    assert fetch(server, "/ask", body, **{"Content-Type": "text/plain"})[0] == 404
-    assert fetch(server, "/data", body)[0] == 404
 
 
 def test_the_data_are_sent_when_the_run_has_written_more(server, run):
@@ -186,7 +186,7 @@ def test_an_answer_is_what_the_chat_says_with_the_numbers_that_it_was_drawn_with
         for name, column in (("log_prob", "log_probs"), ("entropy", "entropies")):
             streamed = [line[name] for line in tokens]
             assert streamed == pytest.approx(end["row"][column], abs=1e-3), temperature
-        config = chat.chat_config(chat.read_arguments([str(ROOT / "tiny")]))
+        config = chat.chat_config(chat.read_arguments([str(ROOT / "tiny"), SHORT]))
         policy, task = chat.load_chat(config)
         policy.params = replace(policy.params, temperature=temperature)
         said = chat.answer(policy, task, config, task.parse_question(QUESTION), 3)
@@ -264,34 +264,27 @@ def test_one_answer_is_sampled_at_a_time(server, monkeypatch):
 # In a browser
 
 
-@pytest.fixture(params=[1280, 390])
-def page(request, browser, server) -> Iterator[object]:  # noqa: F811
-    """The live page on a desktop and on a phone; it asks this server alone, and never fails."""
-    page = browser.new_page(viewport={"width": request.param, "height": 844})
-    page.set_default_timeout(60_000)
-    problems, requests = [], []
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("console", lambda message: problems.append(message.text))
-    page.on("request", lambda request: requests.append(request.url))
+@pytest.fixture
+def page(request, visit, server) -> Iterator[object]:
+    """The live page on a phone, or in the width that a test asks for."""
     address = f"http://127.0.0.1:{server.server_port}/"
-    page.goto(address)
-    yield page
-    assert problems == [] and all(url.startswith(address) for url in requests)
-    page.close()
+    with visit(address, width=getattr(request, "param", 390)) as page:
+        yield page
 
 
-def both_answered(page: object) -> None:
+def wait_for_both(page: object) -> None:
     for id_ in ("left", "right"):
         page.locator(f"#{id_} + div > p").nth(1).wait_for()
 
 
+@pytest.mark.parametrize("page", [1280, 390], indirect=True)
 def test_a_question_that_is_typed_is_answered_twice_coloured_and_judged(page):
     page.locator(f"[placeholder*='{QUESTION}']").wait_for()
     labels = [page.locator(f"#{id_} option").all_inner_texts() for id_ in ("left", "right")]
     assert labels == [["before training: tiny", "best so far"]] * 2
     page.locator("#question").fill(QUESTION)
     page.keyboard.press("Enter")
-    both_answered(page)
+    wait_for_both(page)
     left, right = (page.locator(f"#{id_} + div") for id_ in ("left", "right"))
     assert left.inner_text() == right.inner_text()  # best/ has the same weights
     assert " reward " in left.inner_text() and "\nread: " in left.inner_text()
@@ -309,7 +302,7 @@ def test_a_question_that_is_typed_is_answered_twice_coloured_and_judged(page):
     page.locator("#temperature").fill("0")
     page.locator("#held-out").click()
     page.locator("#asked .text", has_not_text="[3, 7, 25]").wait_for(state="attached")
-    both_answered(page)
+    wait_for_both(page)
     page.locator("#question").fill("what?")
     page.locator("button[type=submit]").click()
     page.locator("#asked-state", has_text="write the question like this").wait_for()
@@ -320,9 +313,10 @@ def test_of_a_task_that_reads_no_question_a_held_out_one_is_asked(page, monkeypa
     page.reload()
     page.locator("#question").wait_for(state="hidden")
     page.locator("#held-out").click()
-    both_answered(page)
+    wait_for_both(page)
 
 
+@pytest.mark.parametrize("page", [1280, 390], indirect=True)
 def test_hostile_text_of_a_model_stays_text(page, monkeypatch):
     """Also in the place of the hint, which the page once read as one JSON document, not as lines.
 
@@ -342,7 +336,7 @@ def test_hostile_text_of_a_model_stays_text(page, monkeypatch):
     hint.value.finished()
     page.locator("#question").fill(HOSTILE)
     page.locator("button[type=submit]").click()
-    both_answered(page)
+    wait_for_both(page)
     assert page.title() == "x: a run of plain-grpo" and page.locator("img, textarea").count() == 0
     for text in (page.locator("#left + div").inner_text(), page.locator("#asked").text_content()):
         assert "</textarea></script><script>" in text and "⟨U+202E⟩" in text
@@ -375,7 +369,7 @@ def test_newer_data_leave_what_is_read_in_its_place(page, run, server):
     assert not page.locator("#newest").is_visible()
 
 
-def test_a_run_that_has_just_begun_has_a_page_which_fills_itself(server, run, browser):  # noqa: F811
+def test_a_run_that_has_just_begun_has_a_page_which_fills_itself(server, run, browser):
     """Two tabs of it; when the server ends, they keep what they have."""
     names = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "best")
     for name in names:
@@ -394,7 +388,7 @@ def test_a_run_that_has_just_begun_has_a_page_which_fills_itself(server, run, br
         assert tab.locator("#right").input_value() == str(run / "best")
         tab.locator("#held-out").click()
     for tab in tabs:  # they wait for each other
-        both_answered(tab)
+        wait_for_both(tab)
     server.shutdown()
     server.server_close()
     for tab in tabs:

@@ -1,0 +1,403 @@
+"""MLflow and wandb show what a run has written, and cannot hurt it."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import wandb
+from test_logger import SAMPLE, log_steps, logged_steps, start
+from wandb.proto import wandb_internal_pb2 as pb
+
+from engine.core.config import LoggingSettings
+from engine.report import boards as report_boards
+from engine.report.boards import (
+    MLFLOW_ENVIRONMENT,
+    Board,
+    MlflowRun,
+    WandbRun,
+    import_mlflow,
+    make_boards,
+)
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path, monkeypatch) -> Iterator[None]:
+    """Give each test a folder without .env, and take back what a board put into os.environ."""
+    monkeypatch.chdir(tmp_path)
+    with mock.patch.dict(os.environ):
+        yield
+    wandb.teardown()  # ends its process
+
+
+# What a board shows. `seen_by_...` reads it back, in the same form from each board.
+
+
+@contextlib.contextmanager
+def mlflow_server(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Run a real `mlflow server` on loopback; yield its address and what kills it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "server", f"--port={port}", "--workers=1"]
+    command += [f"--backend-store-uri=sqlite:///{folder}/mlflow.db"]
+    command += [f"--artifacts-destination={folder}/artifacts"]
+    light = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    how = {"cwd": folder, "env": os.environ | light, "start_new_session": True}
+    with (folder / "server.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, **how)
+    kill_with_its_workers = partial(os.killpg, process.pid, signal.SIGKILL)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        while not is_healthy(address):
+            assert process.poll() is None, (folder / "server.log").read_text()
+            time.sleep(0.1)
+        yield address, kill_with_its_workers
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            kill_with_its_workers()
+        process.wait()
+
+
+def is_healthy(address: str) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5):
+        return True
+    return False
+
+
+def seen_by_mlflow(folder: Path) -> dict:
+    """Its page also shows config.yaml, and the samples as a table."""
+    client, run_id = import_mlflow().MlflowClient(), (folder / "mlflow_run_id").read_text().strip()
+    run = client.get_run(run_id)
+    experiment_id, tags = run.info.experiment_id, run.data.tags
+    config = client.download_artifacts(run_id, "config.yaml", str(folder))
+    assert Path(config).read_text() == "training: {}\n"
+    assert json.loads(tags["mlflow.loggedArtifacts"])[0]["type"] == "table"
+    return {
+        "page": f"{os.environ['MLFLOW_TRACKING_URI']}/#/experiments/{experiment_id}/runs/{run_id}",
+        "experiment": client.get_experiment(experiment_id).name,
+        "run_name": run.info.run_name,
+        "description": tags["mlflow.note.content"],
+        "params": run.data.params,
+        "status": run.info.status,
+        "curves": {
+            name.replace("_at_", "@"): [
+                (point.step, point.value) for point in client.get_metric_history(run_id, name)
+            ]
+            for name in run.data.metrics
+        },
+        "samples": client.load_table(experiment_id, "samples.json", [run_id]).to_dict("records"),
+    }
+
+
+def seen_by_wandb(folder: Path) -> dict:
+    """From the files that it leaves where it is offline."""
+    written = records(folder)
+    runs = [record.run for record in written if record.HasField("run")]
+    assert {run.run_id for run in runs} == {(folder / "wandb_run_id").read_text().strip()}
+    exits = [record.exit.exit_code for record in written if record.HasField("exit")]
+    curves, samples = {}, []
+    for row in history(written):
+        step = row.pop("step")
+        if "samples/path" in row:
+            (file,) = folder.glob(f"wandb/offline-run-*/files/{row['samples/path']}")
+            table = json.loads(file.read_text())
+            samples += [dict(zip(table["columns"], cells, strict=True)) for cells in table["data"]]
+        else:
+            for name, value in row.items():
+                curves.setdefault(name, []).append((step, value))
+    return {
+        "page": f"offline, wandb sync {sorted(folder.glob('wandb/offline-run-*'))[-1]}",
+        "experiment": runs[0].project,
+        "run_name": runs[0].display_name,
+        "description": runs[0].notes,
+        "params": {i.key: str(json.loads(i.value_json)) for i in runs[0].config.update},
+        "status": "KILLED" if exits[-1] else "FINISHED",
+        "curves": curves,
+        "samples": samples,
+    }
+
+
+def records(folder: Path) -> list[pb.Record]:
+    """What wandb's files in a run's folder hold: LevelDB's log, in blocks of 32 kB."""
+    found = []
+    for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        data, place, record = file.read_bytes(), 7, b""
+        while place + 7 <= len(data):
+            _, length, kind = struct.unpack("<IHB", data[place : place + 7])
+            left = 2**15 - place % 2**15
+            if left < 7:
+                place += left
+                continue
+            record += data[place + 7 : place + 7 + length]
+            place += 7 + length
+            if kind in (1, 4):  # a whole record, or its last part
+                found.append(pb.Record.FromString(record))
+                record = b""
+    return found
+
+
+def history(written: list[pb.Record]) -> list[dict]:
+    """The rows that were logged, without what wandb adds to them."""
+    rows = [record.history.item for record in written if record.HasField("history")]
+    rows = [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in r} for r in rows]
+    return [{key: row[key] for key in row if not key.startswith("_")} for row in rows]
+
+
+NAMES = {"experiment": "countdown", "run_name": "first", "description": "- seed: 1"}
+PARAMS = {"training.learning_rate": 1e-4, "training.k_best_of_n": [8, 8], "run.name": "数"}
+PARAMS |= {"model.lora": {"r": 8}, "task.prompt": "half \ud83d"}
+PARAMS |= {f"task.key_{i}": i for i in range(120)}  # more than MLflow takes at once
+SHOWN = {"training.learning_rate": "0.0001", "training.k_best_of_n": "[8, 8]", "run.name": "数"}
+SHOWN |= {"model.lora.r": "8", "task.prompt": "half \\ud83d", "task.key_119": "119"}
+SEEN_BY = {"mlflow": seen_by_mlflow, "wandb": seen_by_wandb}
+
+
+@pytest.mark.parametrize("name", ["mlflow", "wandb"])
+def test_a_board_shows_a_run_and_a_resumed_run_goes_on_there_and_doubles_no_step(
+    name, tmp_path, monkeypatch, capfd
+):
+    """A real server of MLflow, which then dies: that costs one warning and no row."""
+    folder, board, see = tmp_path / "run", {"report_to": [name]}, SEEN_BY[name]
+    shown = {"params": PARAMS, "config_text": "training: {}\n", **NAMES}
+    with contextlib.ExitStack() as stack:
+        if name == "mlflow":
+            address, kill_server = stack.enter_context(mlflow_server(tmp_path))
+            monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        else:
+            monkeypatch.setenv("WANDB_MODE", "offline")
+        log = start(folder, boards=make_boards(LoggingSettings(**board)), **shown)
+        log.log_metrics(0, {"eval/pass@1": 0.25})
+        log.log_samples(0, [SAMPLE | {"completion": "half \ud83d, NUL \0"}])
+        log.log_metrics(1, {"train/loss": 0.5, "train/reward": float("nan")})
+        log.log_metrics(2, {"train/loss": 0.25})
+        log.log_metrics(2, {"eval/pass@1": 0.5})
+        log.close("KILLED")
+        seen = see(folder)
+        assert capfd.readouterr() == (f"{log.boards[0].title}: {seen.pop('page')}\n", "")
+        assert {key: seen[key] for key in NAMES} == NAMES and seen["status"] == "KILLED"
+        assert seen["params"].items() >= SHOWN.items()
+        assert seen["curves"]["train/loss"] == [(1, 0.5), (2, 0.25)]
+
+        time.sleep(1.1)  # wandb's folders are named by the second
+        resumed = start(folder, boards=make_boards(LoggingSettings(**board)), resume_step=1)
+        if name == "wandb":  # offline nobody can tell it what was sent
+            resumed.boards[0].last_sent = (2, True)
+        resumed.log_metrics(2, {"train/loss": 0.25})
+        resumed.log_metrics(2, {"eval/pass@1": 0.5})
+        resumed.log_metrics(3, {"train/loss": 0.125})
+        resumed.log_samples(3, [SAMPLE, SAMPLE])
+        resumed.close()
+        seen = see(folder)
+        losses, rates = [(1, 0.5), (2, 0.25), (3, 0.125)], [(0, 0.25), (2, 0.5)]
+        assert seen["curves"] == {"train/loss": losses, "eval/pass@1": rates}
+        assert seen["status"] == "FINISHED" and seen["params"].items() >= SHOWN.items()
+        assert [sample["step"] for sample in seen["samples"]] == [0, 3, 3]
+        assert seen["samples"][0]["completion"] == "half \\ud83d, NUL \\x00"
+        assert all(sample["reward_parts/answer"] == 1 for sample in seen["samples"])
+        assert not any("." in key for key in seen["samples"][0])  # MLflow shows such columns empty
+
+        if name == "mlflow":
+            dying = start(tmp_path / "other", boards=make_boards(LoggingSettings(**board)))
+            log_steps(dying, range(1, 2))
+            kill_server()
+            capfd.readouterr()
+            started_s = time.monotonic()
+            log_steps(dying, range(2, 4))
+            dying.close()
+            assert time.monotonic() - started_s < 20
+            check_one_warning(tmp_path / "other", capfd, "Connection refused")
+
+
+@pytest.mark.parametrize("board", [MlflowRun, WandbRun])
+def test_a_board_keeps_whether_the_last_evaluation_was_sent(board, tmp_path, monkeypatch):
+    """Else a run that is resumed at an evaluated step sends its evaluation a second time.
+
+    Stand-ins for the two servers remember what they are told.
+    """
+    tags, client = {}, mock.MagicMock()
+    client.get_run.return_value.data.tags = tags
+    client.log_batch = lambda *_, **sent: tags.update((tag.key, tag.value) for tag in sent["tags"])
+    monkeypatch.setattr(import_mlflow(), "MlflowClient", lambda: client)
+    init = mock.Mock(return_value=mock.Mock(id="abc", dir=tmp_path, summary={}))
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///x.db")
+    about = {"experiment": "x", "run_name": "y", "description": "", "params": {}}
+    for sent in ((2, False), (2, True), (3, False)):
+        before, after = board(), board()
+        before.start("abc", tmp_path, about)
+        before.send_metrics(*sent, {"train/loss": 0.5})
+        run_id, address = after.start("abc", tmp_path, about)
+        assert tuple(after.last_sent) == sent and run_id == "abc"
+    if board is WandbRun:
+        asked = init.call_args.kwargs
+        assert (asked["id"], asked["resume"]) == ("abc", "allow")  # never would refuse it
+    else:
+        assert address == "abc in sqlite:///x.db"
+
+
+# Failures
+
+
+def check_one_warning(
+    folder: Path, capfd: pytest.CaptureFixture[str], reason: str, board: str = "MLflow"
+) -> None:
+    """Three steps were logged: the board's failure is one line, and no row is missing."""
+    out, err = capfd.readouterr()
+    assert out.count("warning:") == 1 and len(out.splitlines()) == 1 and err == ""
+    state = f"{board} is off until the run ends, the run's own files go on"
+    assert out.startswith(f"warning: {state}: ")
+    assert reason in out and "secret" not in out
+    assert logged_steps(folder) == ([1, 2, 3],) * 2
+
+
+def stand_in(**behaviour: object) -> Board:
+    """A board whose methods are all one mock."""
+    board = Board()
+    board.title, board.server = "MLflow", "MLFLOW_TRACKING_URI"
+    board.start = mock.Mock(return_value=("1", "here"), **behaviour)
+    board.send_metrics = board.send_samples = board.finish = board.start
+    return board
+
+
+def test_a_board_that_has_failed_is_not_called_again(tmp_path, capfd):
+    """Each call to a server that is down costs seconds, in which all ranks wait."""
+    failing, working = stand_in(side_effect=ConnectionError("Connection refused")), stand_in()
+    log = start(tmp_path, boards=[failing, working])
+    warning, address = capfd.readouterr().out.splitlines()
+    assert "Connection refused" in warning and address == "MLflow: here"
+    log_steps(log, range(1, 4))
+    log.close()
+    assert failing.start.call_count == 1 and working.start.call_count == 1 + 3 + 3 + 1
+    assert capfd.readouterr() == ("", "") and logged_steps(tmp_path) == ([1, 2, 3],) * 2
+
+
+def test_a_call_that_is_slow_is_the_last(tmp_path, monkeypatch, capfd):
+    log = start(tmp_path, boards=[board := stand_in()])
+    capfd.readouterr()
+    monkeypatch.setattr(report_boards, "SLOW_S", 0.0)
+    log_steps(log, range(1, 4))
+    assert board.start.call_count == 2
+    check_one_warning(tmp_path, capfd, "a call took 0 s")
+
+
+class Overloaded(BaseHTTPRequestHandler):
+    """A server that asks its clients to come back in an hour."""
+
+    def do_GET(self) -> None:
+        self.send_response(503)
+        self.send_header("Retry-After", "3600")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        """Keep the test's output empty."""
+
+
+@contextlib.contextmanager
+def deaf_port(*, is_silent: bool = False) -> Iterator[int]:
+    """A port where nobody listens or, if it is silent, where nobody reads what is sent."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if is_silent:
+            listener.listen()  # from here on the kernel accepts connections
+        yield listener.getsockname()[1]
+
+
+@contextlib.contextmanager
+def overloaded_port() -> Iterator[int]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Overloaded) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+DOWN = {  # what is wrong: the board, its server, the user in its address, a part of the warning
+    "nobody listens": ("mlflow", deaf_port, "", "Connection refused"),
+    "it is silent": ("mlflow", partial(deaf_port, is_silent=True), "", "timed out"),
+    "it is overloaded": ("mlflow", overloaded_port, "", "503"),
+    # Bug: with a / in it, at which libraries cut the address, the password stood in the warning.
+    "a password with a slash": ("mlflow", deaf_port, "user:secret/slash@", ""),
+    "a password with an @": ("mlflow", deaf_port, "user:one@secret@", ""),
+    "a password with digits": ("mlflow", deaf_port, "user:12/secret@", ""),
+    "a password with an escape": ("mlflow", deaf_port, "user:a%2Fsecret?b@", ""),
+    "wandb has no key": ("wandb", deaf_port, "", "no API key"),  # and nobody is asked for it
+    "wandb has no server": ("wandb", deaf_port, "", "wandb is off"),
+}
+
+
+@pytest.mark.parametrize(("name", "open_port", "user", "reason"), DOWN.values(), ids=DOWN)
+def test_a_server_that_is_down_costs_one_warning_and_no_row(
+    name, open_port, user, reason, tmp_path, monkeypatch, capfd
+):
+    """It costs seconds only, whichever way it is down: refusing, silent or overloaded.
+
+    MLflow's own defaults wait 8 x 120 s for a silent one, and an hour for an overloaded one.
+    """
+    import_mlflow()
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setenv("HOME", str(tmp_path))  # without a .netrc
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setattr(report_boards, "SLOW_S", 2.0)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    if reason == "wandb is off":
+        monkeypatch.setenv("WANDB_API_KEY", "secret01" * 5)
+    with open_port() as port:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://{user}127.0.0.1:{port}")
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
+        started_s = time.monotonic()
+        log = start(tmp_path, boards=make_boards(LoggingSettings(report_to=[name])))
+        log_steps(log, range(1, 4))
+        log.close()
+        assert time.monotonic() - started_s < 10 or name == "wandb"
+    check_one_warning(tmp_path, capfd, reason, {"mlflow": "MLflow"}.get(name, name))
+    assert not (tmp_path / f"{name}_run_id").exists()
+
+
+# Settings
+
+
+def test_the_default_limits_bound_a_request_to_half_a_minute():
+    limits = MLFLOW_ENVIRONMENT
+    num_tries = 1 + int(limits["MLFLOW_HTTP_REQUEST_MAX_RETRIES"])
+    assert num_tries * int(limits["MLFLOW_HTTP_REQUEST_TIMEOUT"]) <= 30
+
+
+def test_env_file_sets_mlflow_up_and_the_environment_wins(tmp_path, monkeypatch):
+    for name in (*MLFLOW_ENVIRONMENT, "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "real")
+    (tmp_path / ".env").write_text(
+        "MLFLOW_TRACKING_URI=http://127.0.0.1:1\n"
+        "MLFLOW_TRACKING_USERNAME=file\n"
+        "MLFLOW_HTTP_REQUEST_TIMEOUT=77\n"
+    )
+    assert import_mlflow().get_tracking_uri() == "http://127.0.0.1:1"
+    assert os.environ["MLFLOW_TRACKING_USERNAME"] == "real"
+    assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "77"
+    assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "1"
+
+
+@pytest.mark.parametrize("board", ["mlflow", "wandb"])
+def test_a_missing_package_is_named_with_its_pip_command_at_once(board, monkeypatch):
+    """`logging.mlflow` is a word for that board."""
+    settings = LoggingSettings(report_to="wandb", mlflow=board == "mlflow")
+    monkeypatch.setitem(sys.modules, board, None)  # what an import finds if it is not installed
+    with pytest.raises(ValueError, match=f"pip install {board}"):
+        make_boards(settings)
