@@ -2,25 +2,31 @@
 
     python -m tools.attack my_task           # a task: its reward_function, on its EXAMPLE_ROW
     python -m tools.attack my_module:grade   # any function of a completion and the right answer
+    python -m tools.attack my_rewards:f --data rows.jsonl    # a function of task.reward, on a row
+    python -m tools.attack my_rewards:f --row '{"prompt": "2 + 2?", "answer": "4"}'
 
 No string is an answer. Each is graded in a process that can be killed and can write no file. Paid
 means full marks: the part `answer`, or what the function returns, is 1 or more. The exit status is
 1 if anything was found. Finding nothing is no proof: these are the tricks that are known.
 """
 
+import argparse
 import functools
 import importlib
 import itertools
+import json
 import sys
 import time
 from collections.abc import Callable
 
+from engine.questions.data import load_table
 from engine.questions.tasks import load_task, reward_parts, schema
 from tasks.grader_worker import Worker, WorkerLost, serve
 
 SIGN = "7305190721"  # code in which this number stands was made of our text
 RUNS: list[str] = []  # of such code
 FORMS = ["{}", "<answer>{}</answer>", "</think>\n<answer>{}</answer>", "\\boxed{{{}}}", "#### {}"]
+FORMS += ["<think>{}", "<think>\n</think>\n<answer>{}</answer>"]  # on which format rewards pay
 ODD = ["", "\0", "\ud800", "\u00b2", "\u0663", "1/0", "nan", "inf", "None", "1e999", "1.2.3", "--1"]
 ODD += ["()", "][", "x = x", "GOLD.5", "GOLD/7", "GOLD7", "GOLD1 GOLD GOLD2", SIGN, f"x('{SIGN}')"]
 LONG = ["9", "(", "[", "-", " ", "\n", "1,", "1+", "a ", "$", "{", "#### ", "\\boxed{"]
@@ -29,9 +35,19 @@ HUGE = ["99**98**97", "9^9^9^9", "9^{9^{9^9}}", "1e999999999", "2**99999999999",
 SLOW = "took more than linear time"
 
 
-def load(name: str) -> tuple[Callable[[str], float], str]:
+def load(name: str, row: dict | None = None) -> tuple[Callable[[str], float], str]:
     """What the grader pays for a completion, and the last word of the right answer."""
     module, is_function, function = name.partition(":")
+    if row is not None:  # a function of task.reward, called as a run does
+        task = load_task(name)
+        options, gold = schema(task)().task, str(row.get("answer", [*row.values()][-1]))
+        pay = functools.partial(reward_parts, task, examples=[row], options=options)
+
+        def grade(text: str) -> float:
+            ((parts,),) = pay(texts=[[text]], groups=[[None]])
+            return max(value or 0.0 for value in parts.values())
+
+        return grade, gold.split()[-1]
     if is_function:
         grade = getattr(importlib.import_module(module), function)
         return lambda completion: grade(completion, "46"), "46"
@@ -43,14 +59,18 @@ def load(name: str) -> tuple[Callable[[str], float], str]:
     options = schema(task)().task
     example = task.parse_row(task.EXAMPLE_ROW, options=options)
     gold = str(example.get("answer") or [*example.values()][-1]).split()[-1]
-    pay = functools.partial(reward_parts, task, example=example, options=options)
-    return lambda text: pay(texts=[text], completions=[None])[0]["answer"], gold
+    pay = functools.partial(reward_parts, task, examples=[example], options=options)
+    return lambda text: pay(texts=[[text]], groups=[[None]])[0][0]["answer"], gold
 
 
-def attack(name: str) -> dict[str, list[str]]:
-    """The strings at which something was found, by what it was."""
-    (_, gold), found = load(name), {k: [] for k in ("ran code", "raised", "paid", "hung", SLOW)}
-    worker = Worker([sys.executable, "-B", "-m", "tools.attack", name, "--serve"])
+def attack(name: str, row: dict | None = None) -> dict[str, list[str]]:
+    """The strings at which something was found, by what it was; prints the first exception."""
+    (_, gold), found = (
+        load(name, row),
+        {k: [] for k in ("ran code", "raised", "paid", "hung", SLOW)},
+    )
+    given = [] if row is None else ["--row", json.dumps(row)]
+    worker = Worker([sys.executable, "-B", "-m", "tools.attack", name, *given, "--serve"])
     for trick, form in itertools.product(ODD + LONG + HUGE, FORMS):
         if (found["hung"] and trick not in ODD) or (found[SLOW] and trick in LONG):
             continue  # one is enough, since each costs seconds
@@ -61,7 +81,10 @@ def attack(name: str) -> dict[str, list[str]]:
         except WorkerLost as lost:
             seen = ["hung" if isinstance(lost.__cause__, TimeoutError) else "raised"]
         for what in seen:
-            found[what].append(texts[0])
+            kind, _, detail = what.partition(": ")
+            if detail and not found["raised"]:
+                print(f"the first exception: {detail}", file=sys.stderr)
+            found[kind].append(texts[0])
     worker.stop()
     return found
 
@@ -73,8 +96,8 @@ def attempt(grade: Callable[[str], float], *texts: str) -> list[str]:
         start_s = time.process_time()
         try:
             seen += ["paid"] * bool(grade(text) >= 1)
-        except Exception:
-            seen.append("raised")
+        except Exception as error:
+            seen.append(f"raised: {type(error).__name__}: {error!s:.300}")
         seconds.append(time.process_time() - start_s)
     seen += [SLOW] * (seconds[-1] > max(0.1, 8 * seconds[0])) + ["ran code"] * len(RUNS)
     RUNS.clear()
@@ -87,12 +110,24 @@ def watch(event: str, arguments: tuple) -> None:
         RUNS.extend([event] * (SIGN in f"{arguments} {getattr(arguments[0], 'co_consts', '')}"))
 
 
-if __name__ == "__main__":
-    if "--serve" in sys.argv:  # the grader's process
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m tools.attack", description=__doc__.splitlines()[0])
+    parser.add_argument("name", help="a task, or module:function")
+    parser.add_argument("--row", type=json.loads, help="of task.reward's rows, as JSON")
+    parser.add_argument("--data", help="a file of such rows, of which the first is taken")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.data:
+        table = load_table(options.data, columns=[], choices="", hub_config=None, hub_split="train")
+        options.row = json.loads(table[0]) if isinstance(table[0], str) else table[0]
+    if options.serve:  # the grader's process
         sys.addaudithook(watch)
-        serve(lambda: functools.partial(attempt, load(sys.argv[1])[0]))
-    else:
-        found = attack(sys.argv[1])
-        for what, texts in found.items():
-            print(f"{what:<28}", f"{len(texts)}, such as {texts[0]!r:.90}" if texts else "nothing")
-        sys.exit(any(found.values()))
+        return serve(lambda: functools.partial(attempt, load(options.name, options.row)[0]))
+    found = attack(options.name, options.row)
+    for what, texts in found.items():
+        print(f"{what:<28}", f"{len(texts)}, such as {texts[0]!r:.90}" if texts else "nothing")
+    sys.exit(any(found.values()))
+
+
+if __name__ == "__main__":
+    main()
