@@ -55,6 +55,8 @@ def own_signal_handlers() -> Iterator[None]:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
     handlers = [signal.getsignal(number) for number in numbers]
     yield
+    signal.set_wakeup_fd(-1)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     for number, handler in zip(numbers, handlers, strict=True):
         signal.signal(number, handler)
 
