@@ -100,7 +100,6 @@ def load_config(arguments: list[str]) -> Config:
     of_user = {} if file.resolve() == ROOT / "config.yaml" else in_file
     given = merge(of_user, nest(map(parse_override, overrides)))
     if config.mode == "train" and "learning_rate" not in section_of(given, "training"):
-        check_paths(config)  # that there is no such model comes first
         check_default_rate(config)
     return config
 
@@ -112,6 +111,10 @@ RATE_RECIPES += ("configs/gsm8k-lora.yaml",)
 
 def check_default_rate(config: Config) -> None:
     """Raise ConfigError if a model would be trained at a rate that is tiny's, and ruins others."""
+    try:
+        check_folder(config.model.name)
+    except ValueError:
+        return  # that there is no such model comes first: `check_paths` says so
     rate, model = config.training.learning_rate, Path(config.model.name).resolve()
     is_tiny = model in (Path("tiny").resolve(), ROOT / "tiny")
     run = run_that_made(config.model.name)
