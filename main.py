@@ -94,6 +94,7 @@ def build_run(config: Config) -> Run:
     # fp32 on a CPU. In bf16 a copy samples, which is refreshed after each update.
     model, tokenizer, dtype = load_model_and_tokenizer(config, world.device, logger.info)
     policy = make_policy(config, model, tokenizer, dtype, world, logger.info, generate=generate)
+    logger.info(f"a completion ends at {policy.end_tokens}")
     validation, stream = load_questions(
         task, config, tokenizer=tokenizer, context=policy.context_length, log=logger.info
     )

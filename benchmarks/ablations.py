@@ -326,8 +326,11 @@ def write_table(rows: dict[str, list[str]], folder: Path, file: Path) -> None:
 
 
 def at_equal_minutes(folder: Path, row: str) -> str:
-    """pass@1 of a row and of the default when the first of them has ended; "" without both."""
-    files = [sorted(folder.glob(f"{name}-s[0-9]*.csv")) for name in (row, "default")]
+    """pass@1 of a row and of the default when the first of them has ended; "" without both.
+
+    The default's are its runs of then: those in its row ran while other work did.
+    """
+    files = [sorted(folder.glob(f"{name}-s[0-9]*.csv")) for name in (row, "earlier-default")]
     if not all(files):
         return ""
     curves = [curve_of([*map(read_table, some)], "eval/pass@1", window=1) for some in files]

@@ -24,7 +24,7 @@ from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import BitsAndBytesConfig
 
-from engine.core.config import Config, ConfigError, ModelSettings
+from engine.core.config import Config, ModelSettings
 from engine.core.hub import reach_hub
 from engine.core.packages import import_package
 from engine.core.tensors import autocast
@@ -51,9 +51,6 @@ def load_model_and_tokenizer(
     adapter = in_4bit = None
     if settings.load_in_4bit:
         in_4bit = adapters().quantization_config(device, compute_dtype)
-    if is_training and settings.load_in_4bit and settings.lora is None:
-        fix = "cannot be trained; write false, or set model.lora='{r: 8}'"
-        raise ConfigError([f"model.load_in_4bit = true: {fix}"])
     with one_line_errors(settings.name):
         base, tokenizer = load_base_tokenizer(config, log)
         if is_training and settings.lora is not None and base is None:

@@ -166,7 +166,6 @@ def make_policy(
     params = sampling_params(config, model, tokenizer, log)
     sampler = make_sampler(config, model, tokenizer, compute_dtype, world, log, generate=generate)
     policy = Policy(model, sampler, tokenizer, params, compute_dtype)
-    log(f"a completion ends at {policy.end_tokens}")
     if config.mode == "train" and config.model.teacher is not None:
         policy.teacher = load_teacher(
             config, device=world.device, compute_dtype=compute_dtype, log=log

@@ -259,7 +259,7 @@ def read_text_file(path: Path) -> list[dict] | list[str]:
         for row in reader:
             if any(row.pop(None, [])):  # cells beyond the last column
                 raise ValueError(f"line {reader.line_num}: more cells than columns: quote commas")
-            if None in row.values():
+            if any(cell is None for name, cell in row.items() if name):
                 fix = "a quote that is not closed eats what follows"
                 raise ValueError(f"line {reader.line_num}: fewer cells than columns: {fix}")
             rows.append(row)

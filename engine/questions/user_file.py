@@ -56,7 +56,7 @@ def find_function(name: str, key: str) -> tuple[str, Callable]:
         raise ConfigError([f"{key} = {name}: {problem}"]) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ConfigError([f"{key} = {name}: {module.__file__} has no function {function_name}"])
+        raise ConfigError([f"{module.__file__}: {function_name} is no function of this file"])
     return module.__file__, function
 
 

@@ -336,11 +336,9 @@ def hint(key: str, value: Any, known: list[str]) -> str:
     leaves = [f".{leaf.lstrip('-')}" for leaf in unnest({key: value}, separator=".")]
     known_words = {**ours, **REMARKS}
     if foreign := [word for leaf in leaves for word in known_words if leaf.endswith(f".{word}")]:
-        named = {word: f", {word} is {ours[word]} here" for word in foreign if word in ours}
-        return "".join(
-            named.get(word, f", {word}") + f" ({REMARKS[word]})" * (word in REMARKS)
-            for word in foreign
-        )
+        named = {word: f" is {ours[word]} here" for word in foreign if word in ours}
+        notes = {word: f" ({REMARKS[word]})" for word in foreign if word in REMARKS}
+        return "".join(f", {word}{named.get(word, '')}{notes.get(word, '')}" for word in foreign)
     close, last = difflib.get_close_matches, key.split(".")[-1]
     among = SECTIONS if isinstance(value, dict) else known
     near = [other for other in among if close(last, [other.split(".")[-1]], cutoff=0.8)]

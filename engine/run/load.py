@@ -9,7 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from engine.core.config import Config, check_world, differences, dotted_values
+from engine.core.config import Config, ConfigError, check_world, differences, dotted_values
 from engine.core.distributed import World, order_ddp_buckets
 from engine.core.types import Log
 from engine.model.load import find_base, one_line_errors
@@ -125,6 +125,10 @@ def prepare(config: Config, world: World, notes: list[str], log: Log) -> Config:
         from engine.model.merge import start_from_adapter
 
         config = start_from_adapter(config, run_folder(config) / "base", world)
+    model = config.model
+    if config.mode == "train" and model.load_in_4bit and model.lora is None:
+        fix = "cannot be trained; write false, or set model.lora='{r: 8}'"
+        raise ConfigError([f"model.load_in_4bit = true: {fix}"])
     return config
 
 

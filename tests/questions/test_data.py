@@ -183,7 +183,7 @@ def test_a_reward_may_have_numpys_numbers_and_other_parts(monkeypatch):
     paid = {"answer": np.bool_(True), "format": np.float32(0.5), "notes": object()}
     monkeypatch.setattr(countdown, "reward_function", lambda *_, **settings: paid)
     task, options = load_task("countdown"), make_config().task
-    (parts,) = reward_parts(task, [""], ROWS["countdown"][0], options, [None])
+    ((parts,),) = reward_parts(task, [[""]], [ROWS["countdown"][0]], options, [[None]])
     assert parts == {"format": 0.5, "answer": 1.0} and set(map(type, parts.values())) == {float}
 
 

@@ -66,7 +66,8 @@ def completions_of(*texts: str) -> list[Completion]:
 
 def rewards_of(reward: str, row: dict, *texts: str, settings: tuple[str, ...] = ()) -> list[dict]:
     options = make_config(f"task.reward={reward}", *settings).task
-    return reward_parts(load_task(options.code), [*texts], row, options, completions_of(*texts))
+    task, groups = load_task(options.code), [completions_of(*texts)]
+    return reward_parts(task, [[*texts]], [row], options, groups)[0]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_the_same_functions_pay_the_same_in_trl(folder, row):
         columns["completions"] = [[{"role": "assistant", "content": text}] for text in texts]
     columns["completion_ids"] = [completion.token_ids for completion in completions_of(*texts)]
     columns |= {"trainer_state": None, "log_extra": None, "log_metric": None}
-    theirs = [function(**columns) for function in load_task(names).functions.values()]
+    theirs = [f(**columns) for _, f in load_task(names).functions.values()]
     np.testing.assert_array_equal(ours, np.float32(theirs).T)  # TRL's rewards are float32
     assert ours[:, 0].tolist() == [1.0, 0.0, 1.0, 0.0] and len({*ours[:, 1].tolist()}) == 4
 
@@ -164,6 +165,7 @@ def test_a_function_is_given_text_or_messages_as_the_rows_are(folder, capsys, na
     assert pose(row, task=load_task(options.code), options=options) == posed
     assert rewards_of("my_rewards:see", row, "x", settings=settings) == [{"see": 1.0}]
     names = {"prompts", "completions", "completion_ids", *row} - {"prompt", "completion", "more"}
+    names |= {"rewards", "max_completion_length", "log_metric"}
     expected = f"{sorted(names)} {[prompt]} {[completion]} {[[1]]}\n"
     assert capsys.readouterr().out == expected and row["more"] == []
 
@@ -191,7 +193,7 @@ def test_one_file_serves_both_and_so_many_rows_are_held_out_by_their_hash(folder
     assert len(split_of(one, "validation", 512, [])) == 20  # half is left to train on
     (folder / "other.csv").write_text("prompt,answer\n1 + 1 =,2\n9?,9\n")
     two = [*one, "task.eval=other.csv"]
-    assert split_of(two, "validation", 512, [])[1] == {"prompt": "9?", "answer": "9"}
+    assert split_of(two, "validation", 512, [])[1] == {"prompt": "9?", "answer": 9}
     assert len(split_of(two, "train", None, ROWS[1:2])) == 39
 
 
@@ -272,7 +274,7 @@ def test_a_module_needs_a_prompt_and_a_reward_alone(folder, pays, answer):
     rows = load_examples(task, "rows.csv", "train", **how)
     assert 60 < len(rows) < 80 and rows[0].keys() == {"q", "level"}
     assert task.question_key({"b": 1, "a": 2}) == task.question_key({"a": 2, "b": 1})
-    assert reward_parts(task, ["y"], rows[0], options, [None])[0]["answer"] in (0.0, 0.5)
+    assert reward_parts(task, [["y"]], [rows[0]], options, [[None]])[0][0]["answer"] in (0.0, 0.5)
     assert read_answer(task, " x\n", rows[0], options) == answer
     with pytest.raises(SystemExit, match="give it an EXAMPLE_ROW"):
         attack.load("mine")
@@ -290,7 +292,8 @@ def run_here(folder, rotary_model_folder, monkeypatch):
         monkeypatch.setattr("sys.argv", ["main.py", *given])
         with pytest.raises(SystemExit) as end:
             main.main()
-        assert end.value.code == 0 and len(read_rows(folder / "x")) == 3
+        # 1 where no completion earned more than another, so that nothing was trained
+        assert end.value.code in (0, 1) and len(read_rows(folder / "x")) == 3
         return read_rows(folder / "x")[2]
 
     return run

@@ -149,7 +149,7 @@ def test_an_evaluation_prints_and_writes_its_figures_and_leaves_its_run_alone(ru
 
 def test_an_evaluation_measures_what_training_measured_of_the_same_model(run):
     logged = {name: value for name, value in run.rows[1].items() if name.startswith("eval/")}
-    assert len(logged) == 8 and 0 < logged["eval/pass@1"] < 1
+    assert len(logged) == 17 and 0 < logged["eval/pass@1"] < 1
     assert run.figures.items() >= logged.items()
     more = {f"eval/{name}{end}" for name in ("majority", "greedy") for end in ("", "_low", "_high")}
     assert set(run.figures) == {*logged, *more, "eval/greedy_tokens"}

@@ -200,7 +200,7 @@ def test_every_mistake_has_its_line(lines_of):
 
 
 def test_what_is_for_training_is_not_asked_of_an_evaluation(lines_of):
-    wrong = ["model.load_in_4bit=true", "training.k_best_of_n=[1, 1]"]
+    wrong = ["model.teacher=tiny", "training.k_best_of_n=[1, 1]"]
     wrong.append("training.num_samples_per_step_global=3")
     check_world(load_config(["mode=evaluate", *wrong]), 2)
     assert len(lines_of(*wrong)) == 2
@@ -413,7 +413,6 @@ IN_A_REWARD = {  # name: code of f's file, and what is said after the file's nam
     "an error in the file": ("x = 1\n1 / 0", ", line 2: ZeroDivisionError: "),
     "no function": ("f = 1", ": f is no function of this file"),
     "no columns": ("def f(completions, a): ...", ", line 1: write def f(completions, **kwargs)"),
-    "async": ("async def f(completions, **columns): ...", ", line 1: ... without async"),
     # At the first question, before a model samples anything.
     "no column": (
         f"{F}\n return [columns['gold']]",
@@ -426,7 +425,7 @@ IN_A_REWARD = {  # name: code of f's file, and what is said after the file's nam
     ),
     "no list": (f"{F} return 1.0", f"{NUMBERS}1.0{QUESTION}"),
     "too many": (f"{F} return [1, 2]", f"{NUMBERS}[1, 2]{QUESTION}"),
-    "none": (f"{F} return [None]", f"{NUMBERS}[None]{QUESTION}"),
+    "none": (f"{F} return None", f"{NUMBERS}None{QUESTION}"),
     "nan": (f"{F} return [float('nan')]", f"{NUMBERS}[nan]{QUESTION}"),
     "beyond floats": (f"{F} return [10**400]", f"{NUMBERS}[1000000000"),
 }

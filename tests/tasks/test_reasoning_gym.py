@@ -82,7 +82,7 @@ def test_a_missing_package_is_named_with_its_c_compiler(monkeypatch):
 
 
 def pay(completion: str, example: dict, options: Options) -> tuple[float, ...]:
-    (parts,) = reward_parts(task, [completion], example, options, [None])
+    ((parts,),) = reward_parts(task, [[completion]], [example], options, [[None]])
     return tuple(parts[name] for name in ("answer", "partial", "timeout"))
 
 

@@ -94,7 +94,7 @@ def test_the_page_holds_curves_evaluations_rollouts_and_the_config(run):
     assert (pass_at_1["title"], reward["title"]) == ("pass@1", "reward")
     assert pass_at_1["steps"] == [0, 20, 40] and pass_at_1["mean"] == [0.3645, 0.3125, 0.65]
     assert pass_at_1["low"] == [0.2395, 0.1875, 0.525] and reward["low"] == [None] * 3
-    assert [(e["step"], *e["pass@1"]) for e in data["evaluations"]] == [
+    assert [(e["step"], *e["score"]) for e in data["evaluations"]] == [
         (0, "0.365", "0.240", "0.750"),
         (20, "0.312", "0.188", "0.750"),
         (40, "0.650", "0.525", "0.750"),

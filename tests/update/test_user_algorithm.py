@@ -80,7 +80,7 @@ def test_ppo_as_a_user_writes_it_moves_the_weights_as_ours(rotary_model_folder):
         ("advantage", "one_group", "my_algo.py, line 14: one_group"),
         ("advantage", "unknown", "my_algo.py, line 18: unknown raised KeyError"),
         ("advantage", "nan", "training.advantage = my_algo:nan"),
-        ("advantage", "missing", "has no function missing"),
+        ("advantage", "missing", "missing is no function"),
         ("policy_loss", "constant", "no gradient"),
         ("policy_loss", "rloo", "my_algo.py, line"),
     ],
