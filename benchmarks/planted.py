@@ -165,7 +165,7 @@ BUGS = [
         "the cache not reordered",
         r"        self\.cache\.reorder_cache\(indices\)\n",
         r"",
-        "test_both_backends_draw_the_same_tokens_and_score_them_alike",
+        "test_what_is_drawn_is_what_one_plain_forward_pass_gives[rotary-grouped]",
     ),
     Bug(
         "the optimizer's state not loaded",
@@ -249,13 +249,13 @@ BUGS = [
         "a turn begins with the reply before it",
         r"self\.start = len\(token_ids\) \+ len\(reply_ids\)",
         r"self.start = len(token_ids)",
-        "test_the_environment_hears_the_models_words_alone_in_each_turn",
+        "test_each_turn_has_the_models_words_alone_and_random_numbers_of_its_own",
     ),
     Bug(
         "an environment's dice without the turn",
         r"else \(\*self\.seed, self\.num_turns\)",
         r"else self.seed",
-        "test_each_turn_has_random_numbers_of_its_own",
+        "test_each_turn_has_the_models_words_alone_and_random_numbers_of_its_own",
     ),
     Bug(
         "the first questions to each rank's answers",
@@ -388,7 +388,7 @@ BUGS = [
         r"torch\.zeros_like\(mask, dtype=self\.dtype\)\[:, None, None\]\n        full = "
         r"full\.masked_fill\(~mask\[:, None, None\], torch\.finfo\(self\.dtype\)\.min\)",
         r"mask.to(self.dtype)[:, None, None]",
-        "test_eager_attention_is_scored_as_it_was_sampled",
+        "test_what_is_drawn_is_what_one_plain_forward_pass_gives[rotary-grouped, eager]",
     ),
     Bug(
         "random numbers by a question's place on its rank",
@@ -400,7 +400,7 @@ BUGS = [
         "the seed of a question's kind alone",
         r"default_rng\(list\(seed\)\)",
         r"default_rng(seed[0])",
-        "test_two_equal_questions_with_different_seeds_get_different_samples",
+        "test_what_is_drawn_is_what_one_plain_forward_pass_gives[rotary-grouped]",
     ),
     Bug(
         "the last position asked for by a number",
@@ -412,7 +412,7 @@ BUGS = [
         "positions that stand still",
         r"        self\.positions \+= 1\n",
         r"",
-        "test_both_backends_draw_the_same_tokens_and_score_them_alike",
+        "test_what_is_drawn_is_what_one_plain_forward_pass_gives[rotary-grouped]",
     ),
     Bug(
         "tokens scored where they stand",
@@ -424,37 +424,37 @@ BUGS = [
         "tokens counted after the end",
         r"self\.rows, self\.active\.long\(\)",
         r"self.rows, torch.ones_like(self.rows)",
-        "test_a_completion_ends_with_its_first_eos_or_at_the_limit",
+        "test_what_is_drawn_is_what_one_plain_forward_pass_gives[rotary-grouped]",
     ),
     Bug(
         "uniforms of other rows after some have left",
         r"self\.tokens, self\.uniforms = self\.tokens\[indices\], self\.uniforms\[indices\]",
         r"self.tokens, self.uniforms = self.tokens[indices], self.uniforms[: len(indices)]",
-        "test_a_question_gets_the_same_completions_in_every_batch",
+        "test_what_is_drawn_is_what_one_plain_forward_pass_gives[rotary-grouped]",
     ),
     Bug(
         "completions in the order of lengths",
         r"for j, i in enumerate\(batch\):",
         r"for j, i in enumerate(sorted(batch)):",
-        "test_a_question_gets_the_same_completions_in_every_batch",
+        "test_what_is_drawn_is_what_one_plain_forward_pass_gives[rotary-grouped]",
     ),
     Bug(
         "greedy tokens scored at temperature 0.01",
         r"if params\.temperature not in \(0, 1\):",
         r"if params.temperature != 1:",
-        "test_temperature_0_takes_the_likeliest_tokens_and_scores_them_at_1",
+        "test_what_is_drawn_is_what_one_plain_forward_pass_gives[rotary-grouped]",
     ),
     Bug(
         "log-probabilities of what top-p has kept",
         r"log_probs = logits - log_sum\[:, None\]",
         r"log_probs = keep_likeliest(probs, params.top_p, params.top_k).log()",
-        "test_log_probs_and_entropies_are_those_of_the_whole_distribution_at_the_temperature",
+        "test_a_draw_by_hand",
     ),
     Bug(
         "an index of a block too far",
         r"right=True\)\.clamp\(max=cdf\.shape\[1\] - 1\)",
         r"right=False).clamp(max=cdf.shape[1] - 1)",
-        "test_extreme_uniforms_never_draw_a_token_of_probability_zero",
+        "test_a_draw_is_that_of_the_plain_formulas_in_double_precision",
     ),
     Bug(
         "equal rewards found by their deviation",
@@ -757,7 +757,7 @@ BUGS = [
         "the first expression calculated, not the last",
         r"text\.rpartition\(self\.opening\)",
         r"text.partition(self.opening)",
-        "test_what_cannot_be_calculated_is_left_to_the_model",
+        "test_the_last_expression_is_calculated_and_what_cannot_be_is_left_to_the_model",
     ),
     Bug(
         "an upload for everybody to see",
@@ -956,13 +956,13 @@ BUGS = [
         "positions that count padding",
         r"mask\.long\(\)\.cumsum",
         r"torch.ones_like(mask).cumsum",
-        "test_grouped_decoding_equals_a_plain_loop_without_cache_padding_or_batch",
+        "test_what_is_drawn_is_what_one_plain_forward_pass_gives[rotary-grouped]",
     ),
     Bug(
         "top-p of all though top-k has cut some",
         r"top_p \* ordered\.sum\(dim=-1, keepdim=True\)",
         r"top_p",
-        "test_top_k_and_top_p_keep_the_likeliest",
+        "test_truncated_sampling_draws_from_what_transformers_keeps",
     ),
     Bug(
         "random's state not put back",
@@ -1004,7 +1004,7 @@ BUGS = [
         "the hub's temperature and penalty kept",
         r"model\.generation_config = GenerationConfig\(",
         r"model.generation_config.update(",
-        "test_the_hubs_generation_config_does_not_leak_into_sampling",
+        "test_what_is_drawn_is_what_one_plain_forward_pass_gives[rotary-generate]",
     ),
     Bug(
         "missing weights drawn at random",
@@ -1028,7 +1028,7 @@ BUGS = [
         "an adapter's base at a relative path",
         r"os\.path\.abspath\(model\.name_or_path\)",
         r"model.name_or_path",
-        "test_an_adapter_names_its_base_by_a_path_that_holds_in_every_folder",
+        "test_best_loads_from_anywhere",
     ),
     Bug(
         "the adapter off after an error",

@@ -1,18 +1,19 @@
 """Families of models: each can do what docs/models.md says, and what it samples is right."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import harness
 import pytest
 import torch
 from graphs import Graph, install_graphs
-from harness import ROOT, loop_of, make_policy, sample, save_random, tokens_of
+from harness import ROOT, loop_of, make_policy, sample, save_random, seed, tokens_of
+from plain import ATOL, assert_plain, plain_logits
 from reference import score
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from engine.core.tensors import left_pad
 from engine.model.policy import Policy
 from engine.model.probes import supports_grouped
 from engine.sampling.batches import kept_bytes
@@ -22,7 +23,6 @@ from main import CompletionScorer
 
 PROMPTS = [[5, 9, 30], [40, 41, 42, 43, 44, 45, 46, 47, 48], [7], [60, 5, 61, 5, 62]]
 NUM_TOKENS = 12
-ATOL = 1e-4  # of log-probabilities in fp32
 SIZES = harness.SIZES | {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256}
 SIZES |= {"initializer_range": 0.2}  # far from uniform, so that a mistake shows
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
@@ -79,6 +79,15 @@ def family(request, tokenizer, tmp_path_factory) -> tuple[str, Path, list[str]]:
     return request.param, folder, [EAGER] if model_type == "gemma2" else []
 
 
+@pytest.fixture(scope="module")
+def policy(family) -> Policy:
+    """The family's policy in fp32; its logits are made in blocks, if that is possible."""
+    _, folder, overrides = family
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.model.policy.MAX_LOGITS_BYTES", 0)
+        return make_policy(folder, *overrides)
+
+
 def adapter_learns(policy: Policy) -> bool:
     """Whether a gradient that is finite reaches the adapter of every layer that has one."""
     ids = torch.tensor([PROMPTS[1]])
@@ -89,50 +98,34 @@ def adapter_learns(policy: Policy) -> bool:
     return bool(gradients) and all(g.isfinite().all() and g.any() for g in gradients)
 
 
-def test_completions_are_those_of_generate(family):
-    """Greedy in fp32, token for token; prompts of a batch are padded, and longer than a window."""
-    _, folder, overrides = family
-    policy = make_policy(folder, *overrides)
-    settings = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS, "eos_ids": ()}
-    groups = sample(policy, PROMPTS, num_samples=1, **settings)
-    ids, mask = left_pad(PROMPTS, 1, policy.model.device)
-    limits = {"min_new_tokens": NUM_TOKENS, "max_new_tokens": NUM_TOKENS}
-    model = policy.model.eval()
-    expected = model.generate(ids, attention_mask=mask, do_sample=False, eos_token_id=-1, **limits)
-    assert [c.token_ids for (c,) in groups] == expected[:, ids.shape[1] :].tolist()
-
-
-def test_a_token_scores_as_it_was_sampled_and_as_its_row_alone(family, monkeypatch):
+def test_a_token_is_drawn_and_scored_as_one_plain_forward_pass_of_its_row_says(policy):
     """Prompts are padded on the left to sample, rows on the right to score; a state sees neither.
 
-    Rows end after some tokens, so that others move up in the batch. Logits are made both ways.
+    Some prompts are longer than a window. Rows end after some tokens, so that others move up in the
+    batch. Logits are made both ways.
     """
-    _, folder, overrides = family
-    monkeypatch.setattr("engine.model.policy.MAX_LOGITS_BYTES", 0)
-    policy = make_policy(folder, *overrides)
-    ends = tuple(range(0, 345, 20))
-    groups = sample(policy, PROMPTS, num_samples=4, max_new_tokens=NUM_TOKENS, eos_ids=ends)
+    seeds = [(seed(), i) for i in range(len(PROMPTS))]
+    changes = {"max_new_tokens": NUM_TOKENS, "eos_ids": tuple(range(0, 345, 20))}
+    groups = sample(policy, PROMPTS, seeds, num_samples=4, **changes)
+    assert_plain(policy, PROMPTS, seeds, groups, rounding=ATOL, **changes)
     prompts = [prompt for prompt in PROMPTS for _ in range(4)]
-    completions = [completion for group in groups for completion in group]
-    scored, _ = score(policy, prompts, [c.token_ids for c in completions])
-    policy.scorer = CompletionScorer(policy.model, policy.compute_dtype)
-    at_once, _ = score(policy, prompts, [c.token_ids for c in completions])
-    assert len({len(c.token_ids) for c in completions}) > 2
-    for prompt, completion, *rows in zip(prompts, completions, scored, at_once, strict=True):
-        ids = torch.tensor([prompt + completion.token_ids])
-        logits = policy.model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
-        alone = logits.log_softmax(dim=-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
-        sampled = torch.from_numpy(completion.log_probs)
-        for other in (*(row[len(prompt) : ids.shape[1]] for row in rows), sampled):
-            torch.testing.assert_close(other, alone, rtol=0, atol=ATOL)
+    completions = [completion.token_ids for group in groups for completion in group]
+    assert len(set(map(len, completions))) > 2
+    scored, _ = score(policy, prompts, completions)
+    at_once = replace(policy, scorer=CompletionScorer(policy.model, policy.compute_dtype))
+    scored_at_once, _ = score(at_once, prompts, completions)
+    for prompt, ids, *rows in zip(prompts, completions, scored, scored_at_once, strict=True):
+        log_probs = plain_logits(policy.model, prompt, ids).log_softmax(dim=-1)
+        alone = log_probs.gather(1, torch.tensor(ids)[:, None])[:, 0]
+        for row in rows:
+            row = row[len(prompt) : len(prompt) + len(ids)]
+            torch.testing.assert_close(row, alone, rtol=0, atol=ATOL)
 
 
-def test_the_readme_says_what_a_family_can_do(family, monkeypatch):
+def test_the_readme_says_what_a_family_can_do(family, policy, monkeypatch):
     """Its row: fast path, captured, chunked head, LoRA, 4 bits."""
     name, folder, overrides = family
     install_graphs(monkeypatch)
-    monkeypatch.setattr("engine.model.policy.MAX_LOGITS_BYTES", 0)  # the head is tried in blocks
-    policy = make_policy(folder, *overrides)
     can = [
         loop_of(policy) == "grouped",
         supports_grouped(policy.sampler.model, CapturedSteps),
@@ -194,17 +187,19 @@ BYTES = {  # of a token's keys and values in fp32, and of a row's states
 OTHER = (2 * 2 * 2 * 8 * 4, 0)  # keys and values of 2 layers with 2 heads of 8
 
 
-def test_the_estimate_counts_the_layers_that_keep_something(family):
+def test_the_estimate_counts_the_layers_that_keep_something(family, policy):
     """Bug: it counted keys in recurrent layers, which have none, and failed on Gemma 4.
 
     On one token, a product of matrices has an inner size of 1 where attention is eager. On a GPU
     torch 2.13 compiles a kernel for that, and without a C compiler the run ended.
     """
-    name, folder, overrides = family
-    model, seen = make_policy(folder, *overrides).sampler.model, []
-    model.register_forward_pre_hook(lambda _, args, named: seen.append(named), with_kwargs=True)
+    (name, *_), model, lengths = family, policy.sampler.model, []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, named: lengths.append(named["input_ids"].shape[1]), with_kwargs=True
+    )
     assert kept_bytes(model) == BYTES.get(name, OTHER)
-    assert seen[0]["input_ids"].shape[1] > 1
+    hook.remove()
+    assert min(lengths) > 1
 
 
 def test_an_evaluation_in_bf16_draws_what_training_drew_bit_for_bit(family):

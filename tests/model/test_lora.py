@@ -1,21 +1,23 @@
 """LoRA: only the adapter is trained; it is switched off, merged, put on 4 bits, saved, resumed."""
 
+import contextlib
+import io
 import json
 import math
 import os
 import shutil
-import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
+import harness
 import numpy as np
 import peft
 import pytest
 import torch
 from harness import (
     CPU,
-    ENVIRONMENT,
     ROOT,
     assert_resumes,
     change_json,
@@ -32,6 +34,7 @@ from harness import (
     train,
     what_is_left,
 )
+from plain import ATOL, assert_plain
 from reference import (
     ALL_TOGETHER,
     EASY,
@@ -60,8 +63,10 @@ from engine.model.policy import Policy
 from engine.update.head import ChunkedScorer
 from engine.update.optimizer import make_optimizer
 from main import CompletionScorer
+from tools import export
 
 LORA = "model.lora={r: 4, alpha: 8}"
+BRIEF = "training.max_new_gen_tokens=10"  # of what is sampled
 IN_4BIT = "model.load_in_4bit=true"
 KL = "training.kl_coef=0.5"
 KINDS = {"fp32": [LORA], "4 bits": [LORA, IN_4BIT]}
@@ -168,28 +173,19 @@ def test_the_adapter_starts_from_the_seed_and_changes_nothing(rotary_model_folde
     assert torch.equal(row_log_probs(policies[0].model, row), row_log_probs(plain, row))
 
 
-def test_an_adapter_names_its_base_by_a_path_that_holds_in_every_folder(
-    rotary_model_folder, monkeypatch
-):
-    """Else best/ could be loaded only from the folder in which the run was started."""
-    monkeypatch.chdir(rotary_model_folder.parent)
-    model = make_policy(rotary_model_folder.name, LORA).model
-    base = model.peft_config["default"].base_model_name_or_path
-    assert Path(base) == rotary_model_folder.resolve()
-
-
 # The gradient
 
 
 def test_the_gradient_is_that_of_all_rows_for_any_micro_batch_size(model_folder, kind):
     is_exact = kind == KINDS["fp32"]
-    policy = make_moved_policy(model_folder, *kind, KL, is_exact=is_exact)
+    policy = make_moved_policy(model_folder, *kind, KL, BRIEF, is_exact=is_exact)
     config = config_of(*GRPO, *kind, KL)
     groups = make_groups(config, EASY, EQUAL, HARD)
     start = make_policy(model_folder, "mode=evaluate", *kind[1:], is_exact=is_exact).model
     ref = [row_log_probs(start, t).detach() for group in groups for t in group]
     reference_loss(policy.model, groups, config, ref=ref).backward()
     expected = torch.cat([p.grad.flatten() for p in trained(policy.model)]).numpy()
+    policy.model.zero_grad()
     for limit, chunked in ((ALL_TOGETHER, False), (ONE_BY_ONE, False), (ALL_TOGETHER, True)):
         config = config_of(*GRPO, *kind, KL, f"training.micro_batch_tokens={limit}")
         policy.scorer = (ChunkedScorer if chunked else CompletionScorer)(
@@ -232,8 +228,9 @@ def test_dropout_acts_in_the_update_alone(rotary_model_folder):
     dropout = "model.lora={r: 4, alpha: 8, dropout: 0.5}"
     config = config_of(*GRPO, KL)
     groups = make_groups(config, EASY)
-    policy = make_moved_policy(rotary_model_folder, dropout, KL)
-    plain = make_moved_policy(rotary_model_folder, LORA, KL)
+    policy, plain = (
+        make_moved_policy(rotary_model_folder, lora, KL, BRIEF) for lora in (dropout, LORA)
+    )
     first, second = (gradient(policy, groups, config) for _ in range(2))
     assert distance(first, second) > 0.1
     tokens = [[t.completion.token_ids for t in sample(p, config)] for p in (policy, plain)]
@@ -277,38 +274,29 @@ def test_an_error_leaves_the_adapter_on(rotary_model_folder):
 
 @pytest.mark.parametrize("backend", ["grouped", "generate"])
 def test_the_model_with_its_adapter_samples_what_it_scores(rotary_model_folder, kind, backend):
-    overrides = [*kind, f"sampling.backend={backend}", "sampling.temperature=0.7"]
-    config = config_of(*overrides)
-    policy = make_moved_policy(rotary_model_folder, *overrides, "training.max_new_gen_tokens=10")
+    policy = make_moved_policy(rotary_model_folder, *kind, f"sampling.backend={backend}")
     assert policy.sampler.model is policy.model and loop_of(policy) == backend
-    assert mismatches(policy, config).max() <= 1e-4  # sums of other lengths round otherwise
-
-
-def mismatches(policy: Policy, config, *, num_samples: int = 4) -> np.ndarray:
-    """How far each sampled token's log-probability is from the scorer's."""
-    found = []
-    rows = sample(policy, config, num_samples=num_samples)
-    assert len({tuple(t.completion.token_ids) for t in rows}) > num_samples
-    policy.model.train()
-    for t in rows:
-        rows = [t.prompt_ids], [t.completion.token_ids]
-        log_probs, mask = score(policy, *rows, temperature=0.7)
-        found.append(np.abs(log_probs[mask].detach().numpy() - t.completion.log_probs))
-    return np.concatenate(found)
+    prompts, seeds = [[5, 9, 30], [7]], [(seed(), 0), (seed(), 1)]
+    changes = {"temperature": 0.7, "max_new_tokens": 10}
+    groups = harness.sample(policy, prompts, seeds, num_samples=4, **changes)
+    assert_plain(policy, prompts, seeds, groups, rounding=ATOL, **changes)
 
 
 def test_in_bf16_it_samples_in_the_arithmetic_of_the_scorer(rotary_model_folder):
     """Decoding sums over other lengths than scoring does, which rounds some tokens otherwise, but
     not most of them. Outside of autocast it does not sample at all."""
-    overrides = [LORA, "model.compute_dtype=bfloat16", "sampling.temperature=0.7"]
-    config = config_of(*overrides)
-    policy = make_moved_policy(rotary_model_folder, *overrides, "training.max_new_gen_tokens=10")
+    policy = make_moved_policy(rotary_model_folder, LORA, "model.compute_dtype=bfloat16", BRIEF)
     assert policy.model.dtype == torch.bfloat16 and loop_of(policy) == "grouped"
-    same = mismatches(policy, config, num_samples=16)
-    assert np.mean(same > 1e-3) + 5 * math.sqrt(0.25 / len(same)) < 0.5  # five standard errors
+    (group,) = harness.sample(policy, [[5, 9, 30]], num_samples=32, temperature=0.7)
+    policy.model.train()
+    rows = [[5, 9, 30]] * len(group), [c.token_ids for c in group]
+    log_probs, mask = score(policy, *rows, temperature=0.7)
+    sampled = np.concatenate([c.log_probs for c in group])
+    differs = np.abs(log_probs[mask].detach().numpy() - sampled) > 1e-3
+    assert differs.mean() + 5 * math.sqrt(0.25 / len(differs)) < 0.5  # five standard errors
     policy.sampler.autocast = lambda: torch.autocast("cpu", enabled=False)
     with pytest.raises(RuntimeError, match="dtype"):
-        mismatches(policy, config, num_samples=16)
+        harness.sample(policy, [[5, 9, 30]], num_samples=4)
 
 
 def test_inputs_of_an_adapter_are_not_cast_to_fp32_and_back(rotary_model_folder):
@@ -358,9 +346,9 @@ def test_a_device_without_4_bits_is_refused():
 
 
 def test_a_run_in_two_parts_is_bit_for_bit_the_unbroken_one(tmp_path, rotary_model_folder, data):
-    """On two ranks, in 4 bits, with dropout: its random numbers follow from a step's questions."""
+    """In 4 bits, with dropout: its random numbers follow from a step's questions."""
     overrides = [*KINDS["4 bits"], "model.lora.dropout=0.1", KL, "training.num_iterations=2"]
-    assert_resumes(tmp_path, rotary_model_folder, *overrides, *data, num_ranks=2)
+    assert_resumes(tmp_path, rotary_model_folder, *overrides, *data)
     weights, *_ = what_is_left(tmp_path / "whole")
     adapter = [value for name, value in weights.items() if "last" in name and "lora_B" in name]
     assert len(adapter) == 14 and all(value.abs().max() > 0 for value in adapter)
@@ -382,21 +370,26 @@ def finished(tmp_path_factory, rotary_model_folder, data) -> Path:
 
 
 @pytest.fixture(scope="module")
-def exported(python, finished) -> subprocess.CompletedProcess:
-    """What the command says that merges, makes 4 bits of it, and cannot push without a network."""
-    command = [python, "-m", "tools.export", finished, "--merge", "--4bit"]
-    environment = ENVIRONMENT | {"HF_HUB_OFFLINE": "1", "HF_TOKEN": "some token"}
-    told = {"capture_output": True, "text": True}
-    return subprocess.run([*command, "--push=nobody/nothing"], cwd=ROOT, env=environment, **told)
+def exported(finished) -> list[str]:
+    """What the command prints that merges, makes 4 bits of it, and cannot push without a network.
+
+    The last line is the error's.
+    """
+    lines = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setenv("HF_TOKEN", "some token")
+        command = ["export", str(finished), "--merge", "--4bit", "--push=nobody/nothing"]
+        patch.setattr(sys, "argv", command)
+        both = contextlib.redirect_stdout(lines), contextlib.redirect_stderr(lines)
+        with both[0], both[1], pytest.raises(SystemExit, match="2"):
+            export.main()
+    return lines.getvalue().splitlines()
 
 
 def test_what_cannot_be_pushed_is_said_once_all_is_saved(exported, finished):
-    assert exported.returncode == 2
-    assert exported.stdout.splitlines() == [
-        f"the best model, merged: {finished / 'merged'}",
-        f"the best model, in 4 bits: {finished / 'merged-4bit'}",
-    ]
-    last = exported.stderr.splitlines()[-1]  # bitsandbytes warns before
+    merged, in_4bit, *_, last = exported  # bitsandbytes may warn before the error
+    assert merged == f"the best model, merged: {finished / 'merged'}"
+    assert in_4bit == f"the best model, in 4 bits: {finished / 'merged-4bit'}"
     assert last.startswith("error: ") and "offline" in last
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import SIZES, alone, change_json, make_config, make_policy, save_random, tokens_of
+from plain import plain_logits
 from reference import COMPLETIONS, PROMPTS, score
 from tokenizers import Tokenizer
 from transformers import (
@@ -50,28 +51,25 @@ def test_log_probs_of_tokens_by_hand():
 
 
 def test_padded_and_batched_log_probs_equal_those_of_each_row_alone(model_folder):
-    """Each row alone has no padding and no position ids; its logits are shifted here by hand."""
-    policy = make_policy(model_folder)
-    log_probs, mask = score(policy, PROMPTS, COMPLETIONS, temperature=0.7)
-    for row, (prompt_ids, token_ids) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
-        ids = torch.tensor([prompt_ids + token_ids])
-        logits = policy.model(input_ids=ids).logits[0] / 0.7
-        expected = logits.log_softmax(dim=-1)[torch.arange(ids.shape[1] - 1), ids[0, 1:]]
-        assert torch.allclose(log_probs[row, mask[row]], expected[-len(token_ids) :], atol=1e-5)
+    """Each row alone has no padding and no position ids; its logits are shifted here by hand.
 
-
-def test_the_token_that_stands_after_the_end_changes_nothing(model_folder):
-    policy = make_policy(model_folder)
-    results = []
+    The token that stands after the end changes nothing, not even the gradient.
+    """
+    policy, results = make_policy(model_folder), []
     for pad_id in (1, 0, 77):
         policy.model.zero_grad()
-        log_probs, mask = score(policy, PROMPTS, COMPLETIONS, pad_id=pad_id)
+        log_probs, mask = score(policy, PROMPTS, COMPLETIONS, pad_id=pad_id, temperature=0.7)
         log_probs[mask].sum().backward()
-        results.append((log_probs[mask].detach(), gradient_of(policy)))
+        results.append((log_probs.detach(), gradient_of(policy)))
+    first, first_gradient = results[0]
     for log_probs, gradient in results[1:]:
-        assert torch.allclose(log_probs, results[0][0], atol=1e-6)
-        assert (gradient - results[0][1]).norm() <= 1e-6 * gradient.norm()
+        assert torch.allclose(log_probs[mask], first[mask], atol=1e-6)
+        assert (gradient - first_gradient).norm() <= 1e-6 * gradient.norm()
         assert gradient.isfinite().all()
+    for row, (prompt_ids, token_ids) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        logits = plain_logits(policy.model, prompt_ids, token_ids) / 0.7
+        expected = logits.log_softmax(dim=-1)[torch.arange(len(token_ids)), token_ids]
+        assert torch.allclose(first[row, mask[row]], expected, atol=1e-5)
 
 
 # Loading the model: precision, dropout, ends
@@ -145,24 +143,22 @@ def copy_of(folder: Path, tmp_path: Path, **tokenizer_settings) -> Path:
     return copied
 
 
-def test_tokens_are_those_of_tokenizer_json(rotary_model_folder):
-    """AutoTokenizer replaces the pre-tokenizer of a qwen2 folder by the family's own."""
+def test_tokens_are_those_of_tokenizer_json(rotary_model_folder, tmp_path):
+    """AutoTokenizer replaces the pre-tokenizer of a qwen2 folder by the family's own.
+
+    The tokenizer that is used in its place keeps the template and the special tokens.
+    """
     text = "Use the numbers [12, 345] to make 12.\n<think> é"
     expected = Tokenizer.from_file(str(rotary_model_folder / "tokenizer.json")).encode(text).ids
     replaced = AutoTokenizer.from_pretrained(rotary_model_folder)
     assert replaced.encode(text) != expected  # or this test would show nothing
-    tokenizer, lines = load(rotary_model_folder)
-    assert tokenizer.encode(text) == expected
-    assert tokenizer.decode(expected) == text
-    assert any("AutoTokenizer changes this model's tokens" in line for line in lines)
-
-
-def test_a_replaced_tokenizer_keeps_its_template_and_tokens(rotary_model_folder, tmp_path):
     template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
     folder = copy_of(rotary_model_folder, tmp_path)
     (folder / "chat_template.jinja").write_text(template)
     tokenizer, lines = load(folder)
-    assert len(lines) == 1 and "AutoTokenizer" in lines[0]
+    assert tokenizer.encode(text) == expected
+    assert tokenizer.decode(expected) == text
+    assert any("AutoTokenizer changes this model's tokens" in line for line in lines)
     assert tokenizer.chat_template == template
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1)
 
@@ -355,9 +351,12 @@ MISFITS = [  # what is done to the folder or set in its config.json, and what is
     ({"hidden_size": "x"}, "cannot be used: "),
     ({"num_hidden_layers": -1}, "cannot be used: "),
     ({"vocab_size": None}, "cannot be used: "),
+    # bug: the start hung, since the model's shapes are made before its weights are read
+    ({"num_hidden_layers": 20_000, "layer_types": None}, "num_hidden_layers"),
 ]
 
 
+@pytest.mark.timeout(20)
 @pytest.mark.parametrize(("spoil", "problem"), MISFITS)
 def test_a_model_that_misfits_its_config_is_refused(rotary_model_folder, tmp_path, spoil, problem):
     """Bugs: an encoder was trained as it was, and noise; the others ended in tracebacks."""
@@ -374,14 +373,6 @@ def test_attention_that_is_not_there_is_named(rotary_model_folder, kernel):
     line = mistake(rotary_model_folder, f"model.attn_implementation={kernel}")
     assert any(name in line for name in ("attn_implementation", "flash_attn", "FlashAttention2"))
     assert "sdpa" in line
-
-
-@pytest.mark.timeout(20)
-def test_a_config_with_endless_layers_is_refused_at_once(rotary_model_folder, tmp_path):
-    """Bug: the start hung, since the model's shapes are made before its weights are read."""
-    folder = copy_of(rotary_model_folder, tmp_path)
-    change_json(folder / "config.json", num_hidden_layers=1_000_000, layer_types=None)
-    assert "num_hidden_layers" in mistake(folder)
 
 
 def test_weights_that_the_config_leaves_out_are_named(rotary_model_folder, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from graphs import install_graphs
 from harness import make_policy, save_writer, train_tokenizer
+from plain import assert_plain
 from reference import (
     GRPO,
     MAX_NEW_TOKENS,
@@ -40,12 +41,8 @@ FOLLOWS = {
 }
 ASKING = {"gsm8k": ("<<12*3=", "36>>"), "nanochat": (f"{START}12*3{END}", f"{REPLY}36{REPLIED}")}
 NOT_ASKING = {"gsm8k": "<12*3=x.", "nanochat": f"12*3{END}x."}
-NUM_SAMPLES = 200
+NUM_SAMPLES = 100
 LONGEST = 60  # tokens: fifty times < in a row do not occur
-
-BACKENDS = ["grouped", "generate", "captured"]
-each_backend = pytest.mark.parametrize("backend", BACKENDS)
-each_style = pytest.mark.parametrize("style", STYLES)
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +61,6 @@ def folders(rotary_model_folder, tokenizer, tmp_path_factory) -> dict[str, Path]
     }
 
 
-@pytest.fixture
-def calculating_folder(folders) -> Path:
-    return folders["gsm8k"]
-
-
 def sample(
     folder: Path, *overrides: str, backend: str = "grouped", is_exact: bool = False, **changes
 ) -> tuple[Policy, list[str], list[Completion]]:
@@ -84,11 +76,17 @@ def graphs(monkeypatch) -> None:
     install_graphs(monkeypatch)
 
 
-@each_style
-@each_backend
-def test_the_result_is_written_where_a_completion_asks_and_nowhere_else(folders, backend, style):
-    """With CUDA graphs too: results are looked up between the steps, which are captured."""
-    policy, texts, group = sample(folders[style], f"sampling.calculator={style}", backend=backend)
+@pytest.mark.parametrize("style", STYLES)
+def test_the_result_is_written_where_a_completion_asks_and_nowhere_else(folders, style):
+    """By all backends alike; with CUDA graphs results are looked up between captured steps."""
+    groups = []
+    for backend in ("grouped", "generate", "captured"):
+        given = (folders[style], f"sampling.calculator={style}")
+        policy, texts, group = sample(*given, backend=backend, is_exact=True)
+        groups.append([c.token_ids for c in group])
+    assert groups[0] == groups[1] == groups[2]
+    prompts, seeds = [policy.tokenizer.encode("?")], [(harness.seed(), 0)]
+    assert_plain(policy, prompts, seeds, [group], max_new_tokens=LONGEST)
     question, reply = ASKING[style]
     asking = [text for text in texts if question in text]
     standard_error = math.sqrt(NUM_SAMPLES / 4)
@@ -101,23 +99,32 @@ def test_the_result_is_written_where_a_completion_asks_and_nowhere_else(folders,
         assert completion.num_sampled == len(completion.token_ids) - len(inserted)
 
 
-def test_what_cannot_be_calculated_is_left_to_the_model(calculating_folder):
-    calculator = make_policy(calculating_folder, "sampling.calculator=gsm8k").params.calculator
+REPLIES = {  # for each style: texts that ask, and what is written behind them
+    "gsm8k": [
+        *((text, "") for text in ("<<1/3=", "<<1/0=", "<<2**3=", "<<=", "12*3=", "<<1=1=")),
+        ("9" * 10**5 + "=", ""),
+        ("<<12*3=36>> 5=", ""),
+        ("<<1=2>> then <<1/8=", "0.125>>"),
+        ("x" * 5000 + "<<" + "1+" * 90 + "1=", "91>>"),
+    ],
+    "nanochat": [
+        *((text + END, "") for text in ("12*3", START, f"{START}1/3", f"{START}1{END} 2")),
+        (f"{START}1{START}3/4{END}", f"{REPLY}0.75{REPLIED}"),
+    ],
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_last_expression_is_calculated_and_what_cannot_be_is_left_to_the_model(folders, style):
+    calculator = make_policy(folders[style], f"sampling.calculator={style}").params.calculator
     encode = calculator.tokenizer.encode
-    assert calculator.reply(encode("9" * 10**5 + "=")) == []
-    for text in ("<<1/3=", "<<1/0=", "<<2**3=", "<<=", "12*3=", "<<12*3=36>> 5=", "<<1=1="):
-        assert calculator.reply(encode(text)) == []
-    assert calculator.reply(encode("<<1=2>> then <<1/8=")) == encode("0.125>>")
-    assert calculator.reply(encode("x" * 5000 + "<<" + "1+" * 90 + "1=")) == encode("91>>")
+    for text, reply in REPLIES[style]:
+        assert calculator.reply(encode(text)) == encode(reply), text[:40]
+    if style == "nanochat":
+        assert calculator.asking_ids == encode(END)
 
 
-def test_nanochats_calculator_answers_the_last_expression_between_its_tokens(folders):
-    policy = make_policy(folders["nanochat"], "sampling.calculator=nanochat")
-    calculator, encode = policy.params.calculator, policy.tokenizer.encode
-    for text in (f"12*3{END}", f"{START}{END}", f"{START}1/3{END}", f"{START}1{END} 2{END}"):
-        assert calculator.reply(encode(text)) == []
-    assert calculator.reply(encode(f"{START}1{START}3/4{END}")) == encode(f"{REPLY}0.75{REPLIED}")
-    assert calculator.asking_ids == encode(END)
+def test_a_tokenizer_without_nanochats_tokens_is_refused():
     with pytest.raises(ValueError, match=r"no token <\|python_start\|>; write gsm8k"):
         Calculator(train_tokenizer(), "nanochat")
 

@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import itertools
 import json
 import random
 import sys
@@ -17,6 +16,7 @@ import pytest
 import torch
 from graphs import install_graphs
 from harness import LOOPS, make_config, make_policy, make_run, save_writer
+from plain import assert_plain
 from tokenizers import AddedToken, normalizers
 from transformers import Qwen2ForCausalLM
 
@@ -104,7 +104,6 @@ class Environment:
 END, BEGIN = "<|im_end|>", "\n<|im_start|>assistant\n"
 BACKENDS = ["grouped", "generate", "captured"]
 SEEDS = [(harness.seed(), 1)]
-each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 @pytest.fixture(scope="module")
@@ -183,76 +182,87 @@ def test_three_turns_by_hand_their_ids_and_which_of_them_are_trained(folder):
     assert batch.input_ids.tolist() == [row.prompt_ids + row.completion.token_ids]  # no hole
 
 
-@each_backend
-def test_sampled_tokens_are_scored_as_drawn_and_replies_have_no_numbers(folder, backend):
-    """Also a test of positions and of the cache: a hole in the mask would change the numbers."""
-    run = make(folder)
-    with torch.no_grad():
-        for name, weight in run.policy.model.named_parameters():  # else attention adds nothing
-            if "self_attn" in name:
-                weight.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
-    group = play(run, backend=backend)
-    assert max(t.completion.num_turns for t in group) > 2
-    for t in group:
-        ids, completion = torch.tensor([t.prompt_ids + t.completion.token_ids]), t.completion
-        mask, length = torch.ones_like(ids, dtype=torch.bool), len(completion.token_ids)
-        scored = run.policy.scorer(ids, mask, temperature=1.0)[0, -length:]
-        drawn = ~completion.is_inserted
-        assert np.abs(scored.detach().numpy() - completion.log_probs)[drawn].max() <= 1e-3
-        assert not completion.log_probs[~drawn].any() and not completion.entropies[~drawn].any()
-
-
 def test_all_backends_play_the_same_in_every_batch(folder):
-    """Also with random tools, whatever the order in which they are called; and nothing leaks."""
+    """Also with random tools, whatever the order in which they are called; and nothing leaks.
+
+    With attention that adds something, positions and the cache matter: a hole in the mask would
+    change the numbers.
+    """
     code = "    def increment(self, step: int) -> int:\n"
     drawing = TASK[TASK.index("class Environment") :].replace(code, code.replace("int:", "float:"))
     drawing = drawing.replace("+= step", "+= step + random.random() + float(np.random.rand())")
     run = make(folder, f"\nimport numpy as np\n{drawing}", is_exact=True)
+    with torch.no_grad():
+        for name, weight in run.policy.model.named_parameters():
+            if "self_attn" in name:
+                weight.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    groups = [play(run, backend=backend) for backend in BACKENDS]
-    groups.append(play(run, num_samples=7))
+    group = play_by_all(run, num_samples=16)
+    fewer = play(run, num_samples=5)
     assert random.getstate() == states[0] and np.random.get_state()[1].tolist() == states[1]
     assert torch.get_rng_state().tolist() == states[2]
-    for one, *others in itertools.zip_longest(*groups):
-        for other in filter(None, others):
-            assert one.completion.token_ids == other.completion.token_ids
-            assert one.completion.truncated == other.completion.truncated
-            assert one.reward_parts == other.reward_parts
-    texts = {t.text.partition("</tool_response>")[0] for t in groups[0] if END in t.text}
-    assert len(texts) > 10  # each sample has random numbers of its own
+    assert_equal(fewer, group[:5])
+    assert max(t.completion.num_turns for t in group) > 2
+    called = [t.text for t in group if "</tool_response>" in t.text]
+    assert len({text.partition("</tool_response>")[0] for text in called}) == len(called) > 2
 
 
-@each_backend
-def test_a_row_is_truncated_where_its_reply_does_not_fit(folder, backend):
+def play_by_all(run: Run, **changes) -> list[Trajectory]:
+    """The trajectories of one question, alike for all backends and as a plain forward pass draws.
+
+    The numbers of replies are 0.
+    """
+    group, *others = [play(run, backend=backend, **changes) for backend in BACKENDS]
+    changes.pop("num_samples", None)
+    completions = [t.completion for t in group]
+    assert_plain(run.policy, [group[0].prompt_ids], SEEDS, [completions], **changes)
+    for other in others:
+        assert_equal(other, group)
+    return group
+
+
+def assert_equal(group: list[Trajectory], other: list[Trajectory]) -> None:
+    """The same tokens, ends and rewards and, to the rounding of fp32, the same numbers."""
+    for a, b in zip(group, other, strict=True):
+        c, d = a.completion, b.completion
+        assert (c.token_ids, c.truncated, a.reward_parts) == (
+            d.token_ids,
+            d.truncated,
+            b.reward_parts,
+        )
+        assert np.allclose([c.log_probs, c.entropies], [d.log_probs, d.entropies], atol=1e-5)
+
+
+def test_a_row_is_truncated_where_its_reply_does_not_fit(folder):
     """Also where the turn is the last that fits, or the last token is a reply's end token."""
-    run = make(folder)
+    run = make(folder, is_exact=True)
     for num_inserted in (0, 1, len(encode(run, reply(1))) - len(encode(run, BEGIN))):
-        for t in play(run, backend=backend, max_new_tokens=2 + num_inserted):
+        for t in play_by_all(run, num_samples=12, max_new_tokens=2 + num_inserted):
             completion, counter = t.completion, t.completion.conversation.environment.counter
             if END in t.text or counter:
                 assert completion.truncated and completion.num_turns == 1 and counter in (1, 2)
                 assert completion.is_inserted.tolist() == [False] * 2 + [True] * num_inserted
 
 
-@each_backend
-def test_a_turn_is_the_last_after_max_turns_or_with_another_end_token(folder, backend):
+def test_a_turn_is_the_last_after_max_turns_or_with_another_end_token(folder):
     """The environment still gets the last turn; but no turn that another token has ended."""
-    run = make(folder, "", "sampling.max_turns=1")
+    run = make(folder, "", "sampling.max_turns=1", is_exact=True)
     ends = Counter()
-    for t in play(run, backend=backend, max_new_tokens=3):  # even if the limit is near
+    for t in play_by_all(run, max_new_tokens=3):  # even if the limit is near
         ids, counter = t.completion.token_ids, t.completion.conversation.environment.counter
         ends[t.text, run.policy.tokenizer.decode(ids[-1:]), counter] += 1
         assert not t.completion.truncated and not t.completion.is_inserted.any()
     assert set(ends) == {(ONE, END, 1), (TWO, END, 2), (TWO, "<|end|>", 0), ("nu", END, 0)}
 
 
-@each_backend
-def test_an_end_token_that_is_inserted_ends_nothing(folder, backend):
+def test_an_end_token_that_is_inserted_ends_nothing(folder):
     """Some templates write such a token into a message that is not the model's."""
-    run = make(folder)
+    run = make(folder, is_exact=True)
     ending = TEMPLATE.replace("</tool_response>", "</tool_response><|end|>")
     run.policy.tokenizer.chat_template = ending
-    called = [t for t in play(run, backend=backend) if t.text.startswith(ONE)]
+    called = [
+        t for t in play_by_all(run, num_samples=24, max_new_tokens=100) if t.text.startswith(ONE)
+    ]
     assert called and all("<|end|>" in t.text and t.completion.num_turns > 1 for t in called)
 
 
@@ -282,26 +292,18 @@ def answer(run: Run, turn: str) -> str | None:
     return None if ids is None else run.policy.tokenizer.decode(ids)
 
 
-def two_turns(run: Run) -> tuple[Conversation, list[int], list[int]]:
-    """A conversation in which the model says "nu" and then calls; the ids of the two replies."""
-    conversation, ids = start(run), encode(run, "nu", END)
-    first = conversation.reply(ids)
-    return conversation, first, conversation.reply(ids + first + encode(run, ONE, END))
-
-
-def test_the_environment_hears_the_models_words_alone_in_each_turn(folder):
+def test_each_turn_has_the_models_words_alone_and_random_numbers_of_its_own(folder):
     """If a turn began where the one before ended, it would hear its own reply as the model's."""
-    conversation, *_ = two_turns(make(folder, ECHO))
-    assert conversation.environment.said == ["nu", ONE]
-
-
-def test_each_turn_has_random_numbers_of_its_own(folder):
-    """Else an environment that throws dice throws the same ones in every turn."""
-    dice = ECHO.replace("{len(self.said)}: {message}", "{random.random()}")
-    run = make(folder, dice)
-    _, first, second = two_turns(run)
-    assert first != second
-    assert two_turns(run)[1:] == (first, second)
+    run, replies = make(folder, ECHO.replace("{message}", "{random.random()}")), []
+    for _ in range(2):
+        conversation, ids = start(run), encode(run, "nu", END)
+        first = conversation.reply(ids)
+        second = conversation.reply(ids + first + encode(run, ONE, END))
+        assert conversation.environment.said == ["nu", ONE]
+        dice = [run.policy.tokenizer.decode(ids).partition(": ")[2] for ids in (first, second)]
+        assert dice[0] != dice[1]
+        replies.append((first, second))
+    assert replies[0] == replies[1]
 
 
 def test_what_is_wrong_with_a_call_is_told_to_the_model(folder):
@@ -417,7 +419,7 @@ class Environment(Environment):
 def test_an_environment_that_fails_stops_the_run_in_one_line(folder, method, statement, message):
     run = make(folder, BROKEN.format(method=method, statement=statement))
     with pytest.raises(RewardError, match=message) as raised:
-        play(run)
+        play(run, num_samples=6)
     assert "{'n': 1}" in str(raised.value) and "\n" not in str(raised.value)
 
 
