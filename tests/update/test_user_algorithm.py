@@ -1,5 +1,7 @@
 """An advantage and a loss of the user's own take the place of ours, and of nothing else."""
 
+import re
+
 import numpy as np
 import pytest
 from harness import make_policy
@@ -11,11 +13,12 @@ from engine.update.optimizer import make_optimizer
 from engine.update.user_algorithm import try_algorithm
 from main import assign_advantages
 
-MY_ALGO = """
-def rloo(rewards, **kwargs):
-    others = (rewards.sum(dim=1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
-    return rewards - others
-
+README, DOCS = ((ROOT / name).read_text() for name in ("README.md", "docs/tasks.md"))
+(RLOO,) = re.findall(r"```python\n(def rloo.*?)```", README, re.DOTALL)
+(CLIP,) = re.findall(r"```python\n(def clip_higher.*?)```", DOCS, re.DOTALL)
+MY_ALGO = (
+    f"{RLOO}\n{CLIP}"
+    + """
 def by_length(rewards, lengths, truncated, parts, **kwargs):
     assert lengths.shape == truncated.shape == parts["answer"].shape == rewards.shape
     return rewards / lengths
@@ -36,6 +39,7 @@ def nan(rewards, **kwargs):
 def constant(log_probs, *args, **kwargs):
     return log_probs.detach()
 """
+)
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +64,11 @@ def test_leave_one_out_is_the_means_advantage_times_g_over_g_minus_1():
     assert np.array_equal(advantages_by("my_algo:by_length", groups), rewards / lengths)
 
 
+def test_readmes_and_the_docs_functions_are_taken():
+    names = ("training.advantage=my_algo:rloo", "training.policy_loss=my_algo:clip_higher")
+    try_algorithm(config_of(*GRPO, *names))
+
+
 def test_ppo_as_a_user_writes_it_moves_the_weights_as_ours(rotary_model_folder):
     """Over three passes, of which the first is REINFORCE in ours: at a ratio of 1 both are one."""
     weights = []
@@ -77,8 +86,8 @@ def test_ppo_as_a_user_writes_it_moves_the_weights_as_ours(rotary_model_folder):
 @pytest.mark.parametrize(
     ("key", "name", "line"),
     [
-        ("advantage", "one_group", "my_algo.py, line 14: one_group"),
-        ("advantage", "unknown", "my_algo.py, line 18: unknown raised KeyError"),
+        ("advantage", "one_group", r"my_algo.py, line \d+: one_group"),
+        ("advantage", "unknown", r"my_algo.py, line \d+: unknown raised KeyError"),
         ("advantage", "nan", "training.advantage = my_algo:nan"),
         ("advantage", "missing", "missing is no function"),
         ("policy_loss", "constant", "no gradient"),
