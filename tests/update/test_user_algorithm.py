@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from harness import make_policy
+from harness import ROOT, make_policy
 from reference import EASY, GRPO, HARD, config_of, make_groups, update
 from test_update import weights_of
 
