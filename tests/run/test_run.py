@@ -14,14 +14,11 @@ import pytest
 from harness import (
     CPU,
     ENVIRONMENT,
-    NUMBERS,
     ROOT,
     TORCHRUN,
     alone,
     arguments,
-    assert_resumes,
     grade_by_text,
-    in_fp64,
     make_config,
     make_policy,
     make_run,
@@ -31,7 +28,6 @@ from harness import (
     run_on_ranks,
     seed,
     train,
-    write_questions,
 )
 
 import engine.run.mistakes
@@ -49,6 +45,7 @@ SIZES = [
     f"training.seed={seed()}",
     "training.num_steps=2",
     "logging.samples=7",
+    "logging.train_samples_every=1",
     "training.warmup_steps=0",
     "training.learning_rate=0.003",
     "training.lr_schedule=constant",
@@ -59,7 +56,6 @@ SIZES = [
     "validation.pass_k=[1, 2]",
     "model.compute_dtype=float32",
 ]
-BEST_OF_4 = "eval/best_of_4"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 EXACT = {"is_exact": True}  # so that one rank and two sample the same
 
@@ -86,12 +82,8 @@ def load_run(folder: Path, model: Path, *overrides: str) -> Run:
     return harness.load_run(load_config(arguments(folder, model, *SIZES, *overrides)))
 
 
-def rows_of(run: Path) -> list[dict]:
-    return read_rows(run)
-
-
 def test_a_run_leaves_a_row_for_each_step_with_evaluations_at_both_ends(on_one_rank):
-    rows = rows_of(on_one_rank)
+    rows = read_rows(on_one_rank)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(0 <= row["eval/pass@1_low"] <= row["eval/pass@1_high"] <= 1 for row in rows)
     assert all(row["eval/pass@1"] <= row["eval/pass@2"] <= row["eval/best_of_4"] for row in rows)
@@ -101,11 +93,16 @@ def test_a_run_leaves_a_row_for_each_step_with_evaluations_at_both_ends(on_one_r
         assert row["train/grad_norm"] > 0 and row["train/lr"] == 0.003
         assert row["train/skipped_steps"] == 0 and "train/clip_frac" not in row
     assert {"config.yaml", "metrics.jsonl", "samples.jsonl", "best"} <= set(os.listdir(on_one_rank))
+    samples = read_jsonl(on_one_rank / "samples.jsonl")
+    kinds = {("validation", step) for step in (0, 1, 2)} | {("train", step) for step in (1, 2)}
+    assert {(sample["split"], sample["step"]) for sample in samples} == kinds
+    assert all(sample["gold"].keys() == {"nums", "target"} for sample in samples)
+    assert all("answer" in sample for sample in samples)
 
 
 def test_two_ranks_do_the_same_step_as_one(on_one_rank, on_two_ranks):
     """Twice 2 questions are the same 4 questions: completions, rewards, loss and gradient."""
-    (first, step, _), (other_first, other_step, _) = map(rows_of, (on_one_rank, on_two_ranks))
+    (first, step, _), (other_first, other_step, _) = map(read_rows, (on_one_rank, on_two_ranks))
     measured = [name for name in first if name.startswith("eval/")]
     assert len(measured) == 8
     assert [other_first[name] for name in measured] == [first[name] for name in measured]
@@ -118,40 +115,60 @@ def test_two_ranks_do_the_same_step_as_one(on_one_rank, on_two_ranks):
     assert other_step["train/grad_norm"] == pytest.approx(step["train/grad_norm"], rel=1e-6)
 
 
-def test_the_best_model_loads_and_scores_as_the_log_says(on_two_ranks, data, tmp_path, monkeypatch):
-    """It gives the completions that were logged at the step of the highest pass@1."""
-    best = max(rows_of(on_two_ranks), key=lambda row: row["eval/pass@1"])  # of equals the earliest
-    logged = [[], [], []]
-    for sample in read_jsonl(on_two_ranks / "samples.jsonl"):
-        logged[sample.pop("step")].append(sample)
-    assert logged[0] != logged[1] != logged[2] != logged[0], "the steps' samples are alike"
-    grade_by_text(monkeypatch)
-    in_fp64(monkeypatch)
-    run = load_run(tmp_path, on_two_ranks / "best", *data, "mode=evaluate")
-    metrics, samples = measure(run)
-    assert metrics.items() <= best.items() and len(metrics) == 8
-    mine = samples[::2]
-    assert mine == logged[best["step"]][: len(mine)]
+def train_here(run: Run) -> dict[int, dict]:
+    """Train in this process; the rows by step."""
+    assert main.run_training(run) == 0
+    return {row["step"]: row for row in read_rows(run.folder)}
 
 
-def test_the_best_model_is_chosen_by_the_metric_that_the_config_names(
-    tmp_path, rotary_model_folder, data, capsys, monkeypatch
-):
-    """best_of_4 rises at step 1 and falls at step 2, while pass@1 does the opposite."""
-    rates = {"eval/pass@1": iter([0.5, 0.3, 0.4]), BEST_OF_4: iter([0.6, 0.9, 0.7])}
+BY_BEST_OF_N = "validation.best_by=best_of_n"
+
+
+@pytest.mark.parametrize(
+    ("pass_at_1", "best_of_4", "given", "broken_from", "best", "best_step"),
+    [
+        ([0.5, 0.3, 0.4], [0.6, 0.9, 0.7], BY_BEST_OF_N, 3, 0.9, 1),
+        ([0.1, 0.5, 0.6], [0.5, 0.5, 0.7], "", 1, 0.1, 0),  # however much is solved otherwise
+    ],
+    ids=["by the metric that the config names", "never with a broken completion"],
+)
+def test_which_model_is_the_best(
+    pass_at_1, best_of_4, given, broken_from, best, best_step,
+    tmp_path, rotary_model_folder, data, monkeypatch, capsys,
+):  # fmt: skip
     measured = main.evaluation_metrics
 
     def with_rates(*arguments) -> dict[str, float]:
-        return measured(*arguments) | {name: next(rate) for name, rate in rates.items()}
+        rates = {"eval/pass@1": pass_at_1, "eval/best_of_4": best_of_4}
+        return measured(*arguments) | {name: rate[run.state.step] for name, rate in rates.items()}
 
     monkeypatch.setattr(main, "evaluation_metrics", with_rates)
+    monkeypatch.setattr(main, "count_broken", lambda *_: run.state.step >= broken_from)
     grade_by_text(monkeypatch)
-    best_by = "validation.best_by=best_of_n"
-    assert main.run_training(load_run(tmp_path, rotary_model_folder, *data, best_by)) == 0
-    scores = "best_of_4 0.600 at the start, 0.700 after step 2; best 0.900 at step 1"
-    assert scores in capsys.readouterr().out
-    card = (tmp_path / "x/best/README.md").read_text()
-    assert "| before training | 0.500 |" in card and "after step 1 | 0.300 |" in card
+    run = load_run(tmp_path, rotary_model_folder, *data, *given.split())
+    if broken_from <= 2:  # nothing is trained on them
+        main.run_training(run)
+    else:
+        train_here(run)
+        scores = "best_of_4 0.600 at the start, 0.700 after step 2; best 0.900 at step 1"
+        assert scores in capsys.readouterr().out
+        card = (tmp_path / "x/best/README.md").read_text()
+        assert "| before training | 0.500 |" in card and "after step 1 | 0.300 |" in card
+    assert (run.state.best, run.state.best_step) == (best, best_step)
+
+
+def test_sil_runs_and_of_equal_models_the_earliest_is_the_best(
+    rotary_model_folder, data, tmp_path, monkeypatch
+):
+    grade_by_text(monkeypatch)
+    harness.set_rates(monkeypatch, [0.5, 0.5])
+    sil = ["training.learning_type=sil", "training.k_best_of_n=[2,8]", "training.num_steps=1"]
+    run = load_run(tmp_path, rotary_model_folder, *data, *sil)
+    row = train_here(run)[1]
+    assert row["train/loss"] > 0  # minus log-probabilities of what is imitated
+    assert row["train/advantage_abs"] == 1
+    assert row["train/sampler_mismatch"] < 1e-5  # log-probabilities of about 6, in fp32
+    assert (run.state.last, run.state.best, run.state.best_step) == (0.5, 0.5, 0)
 
 
 def test_epochs_set_the_number_of_steps_and_the_start_says_how_large_they_are(
@@ -170,32 +187,13 @@ def test_epochs_set_the_number_of_steps_and_the_start_says_how_large_they_are(
     assert resolved == run.config and resolved.training.num_epochs is None
 
 
-def test_a_run_that_skips_long_questions_goes_on_where_it_was(tmp_path, rotary_model_folder):
-    """Two thirds of the questions do not fit, and the position counts them."""
-    file = write_questions(tmp_path / "rows.jsonl")
-    long_rows = [{"nums": [number] * 450, "target": 1} for number in [*NUMBERS, *NUMBERS]]
-    file.write_text(file.read_text() + "".join(json.dumps(row) + "\n" for row in long_rows))
-    evaluation = write_questions(tmp_path / "eval.jsonl")
-    evaluation.write_text("".join(evaluation.read_text().splitlines(True)[:8]))
-    shared = [f"task.train={file}", f"task.eval={evaluation}", *SIZES]
-    shared += ["training.num_samples_per_step_global=4", "logging.train_samples_every=1"]
-    assert_resumes(tmp_path, rotary_model_folder, *shared)
-    run = load_run(tmp_path / "whole", rotary_model_folder, *shared, "checkpoint.resume=auto")
-    _, end = run.stream.take(0, 8)
-    assert run.state.position == end > 8
-    samples = read_jsonl(tmp_path / "whole/x/samples.jsonl")
-    assert {(s["split"], s["step"]) for s in samples if s["step"] > 0} == {
-        (split, step) for split in ("train", "validation") for step in (1, 2)
-    }
-    for sample in samples:
-        assert sample["gold"].keys() == {"nums", "target"} and "answer" in sample
-
-
-def test_a_step_of_one_group_shows_several_of_its_completions(tmp_path, rotary_model_folder, data):
+def test_a_step_of_one_group_shows_several_of_its_completions(
+    tmp_path, rotary_model_folder, data, capsys
+):
     """Bug: where a step had one question, logging.samples=3 showed one completion."""
-    one_group = ["training.num_samples_per_step=1", "logging.samples=3", *data]
-    settings = [*SIZES, *one_group, "logging.train_samples_every=1"]
-    output = train(tmp_path, rotary_model_folder, *settings)
+    one_group = ["training.num_samples_per_step=1", "logging.samples=3"]
+    train_here(load_run(tmp_path, rotary_model_folder, *data, *one_group))
+    output = capsys.readouterr().out
     sampled = read_jsonl(tmp_path / "x/samples.jsonl")
     for step in (1, 2):
         shown = [s for s in sampled if s["split"] == "train" and s["step"] == step]
@@ -283,29 +281,6 @@ def test_each_step_draws_for_the_next_questions_by_the_runs_seed(
         assert main.run_training(run) == 0
     assert sorted(position for *_, position in uniforms) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert len(set(map(tuple, uniforms.values()))) == len(uniforms)
-
-
-def test_a_model_with_a_broken_completion_is_never_the_best(
-    tmp_path, rotary_model_folder, data, monkeypatch
-):
-    """However much its other completions solve."""
-    harness.set_rates(monkeypatch, [0.1, 0.5])
-    monkeypatch.setattr(main, "count_broken", lambda groups, world, warn: run.state.step)
-    run = load_run(tmp_path, rotary_model_folder, *data, "training.num_steps=1")
-    main.run_training(run)
-    assert (run.state.last, run.state.best, run.state.best_step) == (0.5, 0.1, 0)
-
-
-def test_sil_runs_and_of_equal_models_the_earliest_is_the_best(rotary_model_folder, data, tmp_path):
-    settings = ["training.learning_type=sil", "training.k_best_of_n=[2,8]", "training.num_steps=1"]
-    rates = {"rates": [0.5, 0.5]}
-    output = train(tmp_path, rotary_model_folder, *SIZES, *data, *settings, grading=rates)
-    first, last = rows_of(tmp_path / "x")
-    assert last["train/loss"] > 0  # minus log-probabilities of what is imitated
-    assert last["train/advantage_abs"] == 1
-    assert last["train/sampler_mismatch"] < 1e-5  # log-probabilities of about 6, in fp32
-    assert first["eval/pass@1"] == last["eval/pass@1"] == 0.5
-    assert re.search(r"best 0\.500 at step 0\b", output)
 
 
 def test_the_ranks_take_turns_with_the_validation_questions(rotary_model_folder):
@@ -419,47 +394,35 @@ def test_a_mistake_ends_two_ranks_with_one_line(python, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-NO_BOARDS = """
-import runpy, sys
-try:
-    runpy.run_path("main.py", run_name="__main__")
-except SystemExit as end:
-    assert end.code == 0
-print(sorted({"mlflow", "wandb", "pandas", "engine.report.boards"} & sys.modules.keys()))
-"""
-
-
-@pytest.mark.slow
-def test_a_run_without_boards_loads_none(tmp_path):
-    small = ["training.num_steps=1", "training.num_samples_per_step=2", "validation.num_examples=2"]
-    given = [f"run.dir={tmp_path}", *small, "training.max_new_gen_tokens=8"]
-    command = [sys.executable, "-c", NO_BOARDS, *given]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
-
-
 HEAVY = ("torch", "transformers", "datasets", "pandas")
+ASK_EACH = """
+import json, runpy, sys
+sys.modules |= dict.fromkeys(json.loads(sys.argv[1]))  # `import torch` would raise
+for given in json.loads(sys.argv[2]):
+    sys.argv = ["main.py", *given.split()]
+    try:
+        runpy.run_path("main.py", run_name="__main__")
+    except SystemExit as end:
+        print("ended with", end.code, flush=True)
+"""
+ANSWERS = {
+    "--help": "usage: ",
+    "--config no.yaml": "error: no.yaml: ",
+    "model.name=tests": "error: model.name = tests: ",
+    "training.learning_type=distill model.teacher=./no": "error: model.teacher = ./no: ",
+    "task.train=no.csv": "error: task.train = no.csv: ",
+    "mode=evaluate task.eval=no.csv": "error: task.eval = no.csv: ",
+    "warm_start.data=no.csv": "error: warm_start: it is a command now: ",
+} | {f"task.name={name} x=1": "error: x = 1: unknown key" for name in built_in_tasks()}
 
 
-@pytest.mark.parametrize(
-    ("given", "start"),
-    [
-        ("--help", "usage: "),
-        ("--config no.yaml", "error: no.yaml: "),
-        ("model.name=tests", "error: model.name = tests: "),
-        ("training.learning_type=distill model.teacher=./no", "error: model.teacher = ./no: "),
-        ("task.train=no.csv", "error: task.train = no.csv: "),
-        ("mode=evaluate task.eval=no.csv", "error: task.eval = no.csv: "),
-        ("warm_start.data=no.csv", "error: warm_start: it is a command now: "),
-        *((f"task.name={n} x=1", "error: x = 1: unknown key") for n in built_in_tasks()),
-    ],
-)
-def test_a_mistake_is_answered_before_torch_is_imported(given, start):
+def test_a_mistake_is_answered_before_torch_is_imported():
     """Bug: each took main.py's imports, 4 seconds and on a cold disk 11."""
-    code = f"import runpy, sys; sys.modules |= dict.fromkeys({HEAVY}); sys.argv[0] = 'main.py'\n"
-    code += "runpy.run_path('main.py', run_name='__main__')"  # its `import torch` would raise
-    done = subprocess.run(
-        [sys.executable, "-c", code, *given.split()], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == (0 if given == "--help" else 2)
-    assert (done.stdout + done.stderr).startswith(start)
+    command = [sys.executable, "-u", "-c", ASK_EACH, json.dumps(HEAVY), json.dumps([*ANSWERS])]
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    output = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, **how).stdout
+    *answers, end = re.split(r"ended with (\d)\n", output)
+    assert end == "" and len(answers) == 2 * len(ANSWERS), output
+    for given, answer, status in zip(ANSWERS, answers[::2], answers[1::2], strict=True):
+        assert answer.startswith(ANSWERS[given]), (given, answer)
+        assert status == ("0" if given == "--help" else "2"), given
