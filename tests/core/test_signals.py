@@ -68,6 +68,10 @@ assert executed.wait() == forked.exitcode == 0""",
         "send(signal.SIGINT, signal.SIGINT, seconds_between=1.1)\ntime.sleep(5)",
         130,
     ),
+    "a third Ctrl-C ends it, a second after the first": (
+        "send(*[signal.SIGINT] * 3, seconds_between=0.6)\ntime.sleep(5)",
+        130,
+    ),
     "a Ctrl-C after a SIGTERM ends it": (
         "send(signal.SIGTERM, signal.SIGINT, seconds_between=1.1)\ntime.sleep(5)",
         130,

@@ -23,14 +23,12 @@ from harness import (
     alone,
     arguments,
     finish,
-    forkserver,
     program,
     read_rows,
     run_on_ranks,
     start,
 )
 
-import engine.core.distributed
 import main
 from engine.core.distributed import World, read_environment
 from engine.run import resuming
@@ -41,39 +39,11 @@ TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 # Signals
 
 
-def send_signals(times_s: list[float], numbers: list[int]) -> None:
-    """Get these signals at these times, and exit with the number of the one that is noted."""
-    world, clock = alone(), iter(times_s)
-    engine.core.distributed.time = SimpleNamespace(monotonic=lambda: next(clock))
-    world.catch_signals()
-    for number in numbers:
-        signal.raise_signal(number)
-    os._exit(world.stop_signal)
-
-
-@pytest.mark.parametrize(
-    ("times_s", "numbers", "status"),
-    [
-        ([50.0, 50.1, 90.0], [TERM, TERM, TERM], TERM),
-        ([50.0, 90.0], [TERM, INT], TERM),
-        ([50.0, 90.0], [INT, TERM], INT),
-        ([50.0, 50.9], [INT, INT], INT),  # as of one Ctrl-C under torchrun
-        ([50.0, 51.1], [INT, INT], 128 + INT),  # at once
-        ([50.0, 50.1, 51.1], [INT, INT, INT], 128 + INT),
-    ],
-)
-def test_only_a_second_ctrl_c_ends_a_run_before_it_is_saved(times_s, numbers, status):
-    process = forkserver().Process(target=send_signals, args=(times_s, numbers))
-    process.start()
-    process.join(60)
-    assert process.exitcode == status
-
-
 def test_handlers_are_put_back_and_a_hangup_that_nohup_ignores_stays_ignored():
     """Bug: the handlers stayed, so that nothing could stop a long upload."""
     world = alone()
     signal.signal(HUP, signal.SIG_IGN)
-    world.catch_signals()
+    world.signals.start()
     signal.raise_signal(HUP)
     assert world.stop_signal == 0
     world.leave()
@@ -87,7 +57,7 @@ def learn_from_the_other(world: World) -> tuple[list, str]:
     world.ask_whether_to_stop()
     known = [world.should_stop]
     if world.rank == 1:
-        world.note_signal(TERM, None)
+        world.signals.note(TERM)
     known += [world.sum([[2.0], [world.rank]]).tolist(), world.should_stop]  # a sum only sums
     world.ask_whether_to_stop()
     with pytest.raises(ValueError) as caught:
