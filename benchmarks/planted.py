@@ -1229,6 +1229,24 @@ BUGS = [
         "test_each_answer_is_paid_or_not_as_the_tables_say[arithmetic]",
     ),
     Bug(
+        "capitals that commute",
+        r"\[A-Z\]\{3,\}",
+        r"[A-Z]{99,}",
+        "test_each_answer_is_paid_or_not_as_the_tables_say[math500]",
+    ),
+    Bug(
+        "an equation that is not solved paid",
+        r"if sign and is_solved and not any\(",
+        r"if False and not any(",
+        "test_each_answer_is_paid_or_not_as_the_tables_say[math500]",
+    ),
+    Bug(
+        "ten thousands of another script read as ones",
+        r"\n    \| \[\^\\W\\d_\\x00-\\u024f\][^\n]*",
+        r"",
+        "test_each_answer_is_paid_or_not_as_the_tables_say[gsm8k]",
+    ),
+    Bug(
         "5 hours and 30 minutes read as 5",
         r"None if OTHER\.search\(.*?\) else normal_form\(match\)",
         r"normal_form(match)",
@@ -1236,7 +1254,7 @@ BUGS = [
     ),
     Bug(
         "1,800 other than 1800",
-        r'match\["number"\]\.replace\(",", ""\)',
+        r're\.sub\("\[\{,\}\]", "", match\["number"\]\)',
         r'match["number"]',
         "test_each_answer_is_paid_or_not_as_the_tables_say[gsm8k]",
     ),

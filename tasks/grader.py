@@ -65,13 +65,14 @@ def is_equal(gold: str, prediction: str, check: Check) -> bool:
     if (g_name and p_name and g_name != p_name) or (g_unit and p_unit and g_unit != p_unit):
         return False
     by_value = "/" in g or "frac" in g or (literal(g) or 0) < 1  # 50% equals 0.5, 1/2 and 50
-    if p_unit in ("percent", "per cent") and not g_unit and by_value:
+    if p_unit in PERCENT and not g_unit and by_value:
         p = "" if literal(p) is None else str(literal(p) / 100)
     if g == p:
         return g != ""
     numbers = literal(g), literal(p)
     if None not in numbers:
-        return numbers[0] == numbers[1]
+        is_share = g_unit in PERCENT and not p_unit  # 25% is 25, and 1/4 too
+        return numbers[0] == numbers[1] or (is_share and numbers[0] == 100 * numbers[1])
     if WORDS.fullmatch(g) or WORDS.fullmatch(p):
         return words_of(g) == words_of(p) != "" and (len(g) > 2 or g in p)  # R is no \text{r}
     parts = entries(g), entries(p)
@@ -122,7 +123,7 @@ SPELLINGS = {  # one spelling for what LaTeX and people spell in many ways
 SYNONYMS = {name: spelling for spelling, names in SPELLINGS.items() for name in names.split()}
 SYNONYMS |= {"\\ ": " ", "%": "\\%", r"\lt": "<", r"\gt": ">", r"\lbrace": "\\{", r"\rbrace": "\\}"}
 SYNONYMS |= {r"\vert": "|", "\u221a": "\\sqrt", "\u03c0": "\\pi", "\u221e": "\\infty"}
-SYNONYMS |= {"\u222a": "\\cup", "\u2212": "-", "\u00b2": "^{2}", "\u00b3": "^{3}"}
+SYNONYMS |= {"\u222a": "\\cup", "\u00b1": "\\pm", "\u2212": "-", "\u00b2": "^{2}", "\u00b3": "^{3}"}
 TOKEN = re.compile(
     r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm|hbox) ?\{(?P<words>(?:[^{}\\]|\\.)*)\}"
     r"|\\sqrt ?\[[^]{]*\]|\\[a-zA-Z]+|\\.|."
@@ -140,6 +141,7 @@ REWRITTEN = [
     (r"(?<=[0-9])(?:\{,\}|,\\!|\\,|\\!,|,\\,) ?(?=[0-9]{3}(?![0-9]))", ""),  # 10,\!080
     (r"(?<=[ {])(?:and|or)(?=[ }])", ","),  # between two answers
 ]
+LESS_SIGN = re.compile(r"[<>\u2264\u2265]|\\[lg](?:t|e|eq|eqslant)(?![a-zA-Z])")
 LOG_OF_NUMBER = re.compile(r"(\\log_\{[^{}]*\})([0-9]+)(?=[-+=)},]|$)")  # \log_2 8
 ODD_ROOT = re.compile(  # of a negative number: \sqrt[3]{-8} is -\sqrt[3]{8}
     r"(\\sqrt\[[0-9]*[13579]\]\{)(?:-(?!.*(?:[-+]|[mp][mp]))|(\\frac\{)-(?!.*(?:[-+^]|[mp][mp])))"
@@ -156,6 +158,8 @@ def normalise(text: str) -> str:
     `\dfrac 12` and `$\frac{1}{2}$` both become `\frac{1}{2}`; `10,\!080` and `10,080` become
     10080, but (10,080) is a pair. Spaces stay only between numbers, since 1 2 is not 12.
     """
+    if LESS_SIGN.search(text):  # x < 2 or x > 5 is a union, not a list
+        text = re.sub(r"\\(?:text|mbox) ?\{ ?or ?\}|(?<= )or(?= )", r"\\cup ", text)
     for pattern, spelling in REWRITTEN:
         text = re.sub(pattern, spelling, text)
     if not re.search(r"[(\[]|\\\{|\\lbrace", text):
@@ -247,6 +251,7 @@ NAME = re.compile(
 LESS = r"<|>|\\[lg]eq ?"
 INEQUALITY = re.compile(rf"(?:({CONSTANT}+)({LESS}))?({VARIABLE})(?:({LESS})({CONSTANT}+))?")
 UNIT_SIGNS = {r"^\\\$(.+)$": "dollar", r"^(.+)\^\{\\circ\}$": "degree", r"^(.+)\\%$": "percent"}
+PERCENT = ("percent", "per cent")
 UNIT = re.compile(r"(.*[^\s=(,])(?:\\text\{([a-zA-Z ./]+)\}|(?<=[0-9}])([a-z]{2,}))(\^\{[23]\})?")
 # These are units behind any value, such as 5x cm. Behind a number any other plural is its unit too,
 # such as 12 students or 3 red balls, unless one of its words is among CHANGING_WORDS.
@@ -262,7 +267,7 @@ CHANGING_WORDS = (
     "and not nor but than more less fewer least most about above below under over minus negative "
     "mod modulo base times power squared cubed factorial pi zero one two three four five six seven "
     "eight nine ten twelve twenty dozen score gross hundred thousand million billion trillion half "
-    "halve third quarter fourth fifth sixth seventh eighth ninth tenth hundredth thousandth "
+    "halve pair third quarter fourth fifth sixth seventh eighth ninth tenth hundredth thousandth "
     "percentage basis plus without couple wrong false incorrect never always perhap yes was has doe"
 )
 
@@ -297,7 +302,8 @@ def split_unit(value: str) -> tuple[str, str]:
     """The value and its unit, which has one name for inches^{2} and square inches; "" for none."""
     for pattern, unit in UNIT_SIGNS.items():
         value = re.sub(pattern, rf"\1\\text{{{unit}}}", value)
-    match = UNIT.fullmatch(value)
+    # \text{6 hours} is 6\text{hours}
+    match = UNIT.fullmatch(re.sub(r"^\\text\{(-?[0-9.]+) ", r"\1\\text{", value))
     if match is None:
         return value, ""
     number, text, plain, power = match.groups(default="")
@@ -443,6 +449,10 @@ UNSAFE = re.compile(
     rf"|\\(?!{FUNCTIONS}|{GREEK}|(?:[lg]eq|circ|overline|vec|hat|angle)(?![a-zA-Z]))[a-zA-Z]"
 )
 LETTER = re.compile(r"(\\(?:gamma|infty)(?![a-zA-Z])|\\[A-Z][a-z]*|[a-zA-Z])|\\[a-zA-Z]+")
+CAPITALS = re.compile("[A-Z]{3,}")  # a word, such as AAS; two may be a product
+# What may stand left of an answer's =: a name, such as x_1, AB or f(2), or a sum of names
+SUBJECT = rf"(?:{VARIABLE}|\\overline\{{[A-Z]+\}}|(?:m?\\angle ?)?[A-Z]+|[a-zA-Z]\([^()=]*\))"
+SUBJECT += rf"(?:\+{SUBJECT})*"
 PLAIN_LETTERS = "abghjklmnpqrsuvwxyz"  # they spell no word such as or, inf or pct
 
 
@@ -455,9 +465,15 @@ def is_safe(gold: str, prediction: str) -> bool:
     constant = left + right if "=" in gold else left
     if "=" in left or (sign and re.fullmatch(f"{CONSTANT}*", constant)):
         return False  # of x = 3 = 7 and of 3 = 7 math-verify would take the 7
+    sides = (left, right) if "=" in gold else (left,)
+    is_solved = "=" not in gold or re.fullmatch(f"{SUBJECT}={CONSTANT}+", gold)
+    if sign and is_solved and not any(re.fullmatch(SUBJECT, side) for side in sides):
+        return False  # 2x = 5 and x - 1 = 5 are equations that have not been solved
+    if CAPITALS.findall(gold.rpartition("=")[2]) != CAPITALS.findall(right):
+        return False
     letters = {*LETTER.findall(gold)} | {"", "e", "i"}
     are_few = len(letters.union(LETTER.findall(left))) <= len(PLAIN_LETTERS)
-    return are_few and letters.issuperset(LETTER.findall(right))
+    return are_few and letters.issuperset(LETTER.findall(right + left * ("+" in left)))
 
 
 def in_plain_letters(*texts: str) -> list[str]:

@@ -141,12 +141,14 @@ def is_lenient_solved(completion: str, example: dict, *, options: Options) -> bo
 
 MARK = "####"
 MINUS = "\N{MINUS SIGN}"
+GROUPED = NUMBER.replace("(?:,", r"(?:(?:,|\{,\})")  # LaTeX has 9{,}500 for 9,500
 NUMERIC = r"[\d¹²³⁰⁴-⁹¼-¾⅐-⅞]"  # digits of any script, powers and fractions
 # What may stand before a number: $18, **18**, (18), = 18, \boxed{18}
 OPENING = r"""[\s$€£¥₹*_`"'(\[{:=\\]{0,20}(?:boxed\{[\s$*\\]{0,20})?"""
 # Words and signs behind it that make another number of it
 NOT_CHANGED = r"""(?!
       !  | [kKMB](?![A-Za-z]) | [^\S\r\n]{1,20}[kK](?![A-Za-z])  # 5!  5k  5 k
+    | [^\W\d_\x00-\u024f]                                       # a letter of another script
     | [^\S\r\n]{0,20}-?(?i:
           (?:hundred|thousand|million|billion|trillion|dozen|squared|cubed|hal(?:f|ves)|thirds?)\b
         | and[ ](?:a|an|one|two|three)[ ](?:hal|third|quarter|fourth|fifth|sixth|eighth|tenth)
@@ -161,8 +163,9 @@ NOT_CONTINUED = rf"""(?!(?:
     | [^\S\r\n]{{0,20}}(?:and|or|to|[xX])[^\w\r\n]{{0,20}}  # 2 and 1/2  18 or 20  3 x 4
     | [^\S\r\n]{{0,20}}\\(?:[dt]?frac\{{|times[ ]?|cdot[ ]?|div[ ]?)
     ){NUMERIC})"""
-SIGNED = rf"(?P<sign>[-+{MINUS}]?)\\?[$€£¥₹]?(?P<number>{NUMBER}){NOT_CHANGED}{NOT_CONTINUED}"
-ANSWER = re.compile(OPENING + SIGNED, re.VERBOSE)  # tried at a text's start or behind a mark
+SIGNED = rf"(?P<sign>[-+{MINUS}]?)\\?[$€£¥₹]?(?P<number>{GROUPED}){NOT_CHANGED}{NOT_CONTINUED}"
+TITLE = r"(?:\s{0,20}[*_]{0,2}(?i:answer)[*_]{0,2}\s?:)?"
+ANSWER = re.compile(TITLE + OPENING + SIGNED, re.VERBOSE)  # at a text's start or behind a mark
 # What an answer's line may hold behind the number: units such as m^2, and explanations in brackets
 # such as 18 (2 * 9), but not (or 19), (+ 1) or (3).
 JOINT = r"""(?:[-+/^&±\xd7\xf7] | \b(?i:or|and|to|plus|minus|times)\b
@@ -220,7 +223,8 @@ def only_number(text: str, start: int = 0) -> str | None:
     match = ANSWER.match(text, start)
     if match is None:
         return None
-    rest = re.split(r"[\r\n]|####|<[<|/a-z]", text[match.end() :][:MAX_REST_CHARS], maxsplit=1)[0]
+    rest = text[match.end() : match.end() + MAX_REST_CHARS]
+    rest = re.split(r"[\r\n]|####|<[<|/a-z]", rest, maxsplit=1)[0]
     return None if OTHER.search(IGNORED.sub("(", rest)) else normal_form(match)
 
 
@@ -242,7 +246,7 @@ def lenient_answer(completion: str) -> str | None:
 
 def normal_form(match: re.Match[str]) -> str:
     """The number without plus, commas and needless zeros: +1,800.50 is 1800.5, -0.0 is 0."""
-    whole, _, decimals = match["number"].replace(",", "").partition(".")
+    whole, _, decimals = re.sub("[{,}]", "", match["number"]).partition(".")
     whole, decimals = whole.lstrip("0") or "0", decimals.rstrip("0")
     text = f"{whole}.{decimals}" if decimals else whole
     return f"-{text}" if match["sign"] in ("-", MINUS) and text != "0" else text

@@ -3,15 +3,12 @@
 import contextlib
 import json
 import os
-import signal
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -48,40 +45,8 @@ def environment(tmp_path, monkeypatch) -> Iterator[None]:
 # What a board shows. `seen_by_...` reads it back, in the same form from each board.
 
 
-@contextlib.contextmanager
-def mlflow_server(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Run a real `mlflow server` on loopback; yield its address and what kills it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "server", f"--port={port}", "--workers=1"]
-    command += [f"--backend-store-uri=sqlite:///{folder}/mlflow.db"]
-    command += [f"--artifacts-destination={folder}/artifacts"]
-    light = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    how = {"cwd": folder, "env": os.environ | light, "start_new_session": True}
-    with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, **how)
-    kill_with_its_workers = partial(os.killpg, process.pid, signal.SIGKILL)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        while not is_healthy(address):
-            assert process.poll() is None, (folder / "server.log").read_text()
-            time.sleep(0.1)
-        yield address, kill_with_its_workers
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            kill_with_its_workers()
-        process.wait()
-
-
-def is_healthy(address: str) -> bool:
-    with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5):
-        return True
-    return False
-
-
 def seen_by_mlflow(folder: Path) -> dict:
-    """Its page also shows config.yaml, and the samples as a table."""
+    """Of SQLite, without a server; its page also shows config.yaml, and the samples as a table."""
     client, run_id = import_mlflow().MlflowClient(), (folder / "mlflow_run_id").read_text().strip()
     run = client.get_run(run_id)
     experiment_id, tags = run.info.experiment_id, run.data.tags
@@ -89,7 +54,7 @@ def seen_by_mlflow(folder: Path) -> dict:
     assert Path(config).read_text() == "training: {}\n"
     assert json.loads(tags["mlflow.loggedArtifacts"])[0]["type"] == "table"
     return {
-        "page": f"{os.environ['MLFLOW_TRACKING_URI']}/#/experiments/{experiment_id}/runs/{run_id}",
+        "page": f"{run_id} in {os.environ['MLFLOW_TRACKING_URI']}",
         "experiment": client.get_experiment(experiment_id).name,
         "run_name": run.info.run_name,
         "description": tags["mlflow.note.content"],
@@ -172,84 +137,82 @@ SEEN_BY = {"mlflow": seen_by_mlflow, "wandb": seen_by_wandb}
 def test_a_board_shows_a_run_and_a_resumed_run_goes_on_there_and_doubles_no_step(
     name, tmp_path, monkeypatch, capfd
 ):
-    """A real server of MLflow, which then dies: that costs one warning and no row."""
-    folder, board, see = tmp_path / "run", {"report_to": [name]}, SEEN_BY[name]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    settings, see = LoggingSettings(report_to=[name]), SEEN_BY[name]
     shown = {"params": PARAMS, "config_text": "training: {}\n", **NAMES}
-    with contextlib.ExitStack() as stack:
-        if name == "mlflow":
-            address, kill_server = stack.enter_context(mlflow_server(tmp_path))
-            monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-        else:
-            monkeypatch.setenv("WANDB_MODE", "offline")
-        log = start(folder, boards=make_boards(LoggingSettings(**board)), **shown)
-        log.log_metrics(0, {"eval/pass@1": 0.25})
-        log.log_samples(0, [SAMPLE | {"completion": "half \ud83d, NUL \0"}])
-        log.log_metrics(1, {"train/loss": 0.5, "train/reward": float("nan")})
-        log.log_metrics(2, {"train/loss": 0.25})
-        log.log_metrics(2, {"eval/pass@1": 0.5})
-        log.close("KILLED")
-        seen = see(folder)
-        assert capfd.readouterr() == (f"{log.boards[0].title}: {seen.pop('page')}\n", "")
-        assert {key: seen[key] for key in NAMES} == NAMES and seen["status"] == "KILLED"
-        assert seen["params"].items() >= SHOWN.items()
-        assert seen["curves"]["train/loss"] == [(1, 0.5), (2, 0.25)]
+    log = start(tmp_path, boards=make_boards(settings), **shown)
+    log.log_metrics(0, {"eval/pass@1": 0.25})
+    log.log_samples(0, [SAMPLE | {"completion": "half \ud83d, NUL \0"}])
+    log.log_metrics(1, {"train/loss": 0.5, "train/reward": float("nan")})
+    log.log_metrics(2, {"train/loss": 0.25})
+    log.log_metrics(2, {"eval/pass@1": 0.5})
+    log.close("KILLED")
+    seen = see(tmp_path)
+    assert capfd.readouterr() == (f"{log.boards[0].title}: {seen['page']}\n", "")
+    assert {key: seen[key] for key in NAMES} == NAMES and seen["status"] == "KILLED"
 
-        time.sleep(1.1)  # wandb's folders are named by the second
-        resumed = start(folder, boards=make_boards(LoggingSettings(**board)), resume_step=1)
-        if name == "wandb":  # offline nobody can tell it what was sent
-            resumed.boards[0].last_sent = (2, True)
-        resumed.log_metrics(2, {"train/loss": 0.25})
-        resumed.log_metrics(2, {"eval/pass@1": 0.5})
-        resumed.log_metrics(3, {"train/loss": 0.125})
-        resumed.log_samples(3, [SAMPLE, SAMPLE])
-        resumed.close()
-        seen = see(folder)
-        losses, rates = [(1, 0.5), (2, 0.25), (3, 0.125)], [(0, 0.25), (2, 0.5)]
-        assert seen["curves"] == {"train/loss": losses, "eval/pass@1": rates}
-        assert seen["status"] == "FINISHED" and seen["params"].items() >= SHOWN.items()
-        assert [sample["step"] for sample in seen["samples"]] == [0, 3, 3]
-        assert seen["samples"][0]["completion"] == "half \\ud83d, NUL \\x00"
-        assert all(sample["reward_parts/answer"] == 1 for sample in seen["samples"])
-        assert not any("." in key for key in seen["samples"][0])  # MLflow shows such columns empty
+    time.sleep(1.1)  # wandb's folders are named by the second
+    resumed = start(tmp_path, boards=make_boards(settings), resume_step=1)
+    if name == "wandb":  # offline nobody can tell it what was sent
+        resumed.boards[0].last_sent = (2, True)
+    resumed.log_metrics(2, {"train/loss": 0.25})
+    resumed.log_metrics(2, {"eval/pass@1": 0.5})
+    resumed.log_metrics(3, {"train/loss": 0.125})
+    resumed.log_samples(3, [SAMPLE, SAMPLE])
+    resumed.close()
+    seen = see(tmp_path)
+    losses, rates = [(1, 0.5), (2, 0.25), (3, 0.125)], [(0, 0.25), (2, 0.5)]
+    assert seen["curves"] == {"train/loss": losses, "eval/pass@1": rates}
+    assert seen["status"] == "FINISHED" and seen["params"].items() >= SHOWN.items()
+    assert [sample["step"] for sample in seen["samples"]] == [0, 3, 3]
+    assert seen["samples"][0]["completion"] == "half \\ud83d, NUL \\x00"
+    assert all(sample["reward_parts/answer"] == 1 for sample in seen["samples"])
+    assert not any("." in key for key in seen["samples"][0])  # MLflow shows such columns empty
 
-        if name == "mlflow":
-            dying = start(tmp_path / "other", boards=make_boards(LoggingSettings(**board)))
-            log_steps(dying, range(1, 2))
-            kill_server()
-            capfd.readouterr()
-            started_s = time.monotonic()
-            log_steps(dying, range(2, 4))
-            dying.close()
-            assert time.monotonic() - started_s < 20
-            check_one_warning(tmp_path / "other", capfd, "Connection refused")
+
+@pytest.fixture
+def client(tmp_path, monkeypatch) -> mock.Mock:
+    """Stand-ins for MLflow's client and server, and for wandb's run, which keep what is sent."""
+    client, tags = mock.MagicMock(), {}
+    run = client.get_run.return_value
+    run.data.tags, run.info.experiment_id = tags, "1"
+    client.log_batch = lambda *_, **sent: tags.update((tag.key, tag.value) for tag in sent["tags"])
+    monkeypatch.setattr(import_mlflow(), "MlflowClient", lambda: client)
+    client.init.return_value = mock.Mock(id="abc", dir=tmp_path, summary={})
+    monkeypatch.setattr(wandb, "init", client.init)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    return client
+
+
+ABOUT = {"experiment": "x", "run_name": "y", "description": "", "params": {}}
 
 
 @pytest.mark.parametrize("board", [MlflowRun, WandbRun])
-def test_a_board_keeps_whether_the_last_evaluation_was_sent(board, tmp_path, monkeypatch):
-    """Else a run that is resumed at an evaluated step sends its evaluation a second time.
-
-    Stand-ins for the two servers remember what they are told.
-    """
-    tags, client = {}, mock.MagicMock()
-    client.get_run.return_value.data.tags = tags
-    client.log_batch = lambda *_, **sent: tags.update((tag.key, tag.value) for tag in sent["tags"])
-    monkeypatch.setattr(import_mlflow(), "MlflowClient", lambda: client)
-    init = mock.Mock(return_value=mock.Mock(id="abc", dir=tmp_path, summary={}))
-    monkeypatch.setattr(wandb, "init", init)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///x.db")
-    about = {"experiment": "x", "run_name": "y", "description": "", "params": {}}
+def test_a_board_keeps_whether_the_last_evaluation_was_sent(board, client, tmp_path):
+    """Else a run that is resumed at an evaluated step sends its evaluation a second time."""
     for sent in ((2, False), (2, True), (3, False)):
         before, after = board(), board()
-        before.start("abc", tmp_path, about)
+        before.start("abc", tmp_path, ABOUT)
         before.send_metrics(*sent, {"train/loss": 0.5})
-        run_id, address = after.start("abc", tmp_path, about)
-        assert tuple(after.last_sent) == sent and run_id == "abc"
+        assert after.start("abc", tmp_path, ABOUT)[0] == "abc"
+        assert tuple(after.last_sent) == sent
     if board is WandbRun:
-        asked = init.call_args.kwargs
+        asked = client.init.call_args.kwargs
         assert (asked["id"], asked["resume"]) == ("abc", "allow")  # never would refuse it
-    else:
-        assert address == "abc in sqlite:///x.db"
+
+
+@pytest.mark.parametrize(
+    ("server", "address"),
+    [
+        ("sqlite:///x.db", "abc in sqlite:///x.db"),
+        ("http://127.0.0.1:5000", "http://127.0.0.1:5000/#/experiments/1/runs/abc"),
+        ("https://me:se/c@ret@host/", "https://host/#/experiments/1/runs/abc"),  # no password
+    ],
+)
+def test_the_address_of_a_run_in_mlflow(server, address, client, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
+    assert MlflowRun().start("abc", tmp_path, ABOUT) == ("abc", address)
 
 
 # Failures
@@ -277,15 +240,18 @@ def stand_in(**behaviour: object) -> Board:
 
 
 def test_a_board_that_has_failed_is_not_called_again(tmp_path, capfd):
-    """Each call to a server that is down costs seconds, in which all ranks wait."""
-    failing, working = stand_in(side_effect=ConnectionError("Connection refused")), stand_in()
+    """Each call to a server that is down costs seconds, in which all ranks wait.
+
+    The first board fails in mid-run, and the other goes on.
+    """
+    answers = [("1", "here"), None, None, ConnectionError("Connection refused")]
+    failing, working = stand_in(side_effect=answers), stand_in()
     log = start(tmp_path, boards=[failing, working])
-    warning, address = capfd.readouterr().out.splitlines()
-    assert "Connection refused" in warning and address == "MLflow: here"
+    assert capfd.readouterr() == ("MLflow: here\n" * 2, "")
     log_steps(log, range(1, 4))
     log.close()
-    assert failing.start.call_count == 1 and working.start.call_count == 1 + 3 + 3 + 1
-    assert capfd.readouterr() == ("", "") and logged_steps(tmp_path) == ([1, 2, 3],) * 2
+    assert failing.start.call_count == 4 and working.start.call_count == 1 + 3 + 3 + 1
+    check_one_warning(tmp_path, capfd, "Connection refused")
 
 
 def test_a_call_that_is_slow_is_the_last(tmp_path, monkeypatch, capfd):

@@ -139,18 +139,22 @@ def test_a_new_run_starts_its_files_anew(tmp_path):
     assert not list(tmp_path.glob("*_run_id"))
 
 
-def test_a_resumed_run_has_neither_a_gap_nor_a_doubled_step(tmp_path):
-    """Also beside the metrics.csv of an older version, which is left as it is."""
+@pytest.mark.parametrize(("killed", "resume_step"), [(12, 9), (1, 0)])
+def test_a_resumed_run_has_neither_a_gap_nor_a_doubled_step(tmp_path, killed, resume_step):
+    """Also if it was killed while writing its first row.
+
+    And beside the metrics.csv of an older version, which is left as it is.
+    """
     unbroken, resumed = tmp_path / "unbroken", tmp_path / "resumed"
     log_steps(start(unbroken), range(1, 13))
-    log_steps(start(resumed), range(1, 12))
+    log_steps(start(resumed), range(1, killed))
     for name, half_a_row in zip(FILES, ('{"step": 1', "{", "{"), strict=True):
         with (resumed / name).open("a") as file:  # killed while writing
             file.write(half_a_row)
     (resumed / "metrics.csv").write_text("step,train/loss\n1,half a row")
-    log = start(resumed, resume_step=9)
-    assert logged_steps(resumed) == (list(range(1, 10)),) * 2
-    log_steps(log, range(10, 13))
+    log = start(resumed, resume_step=resume_step)
+    assert logged_steps(resumed) == (list(range(1, resume_step + 1)),) * 2
+    log_steps(log, range(resume_step + 1, 13))
     for name in FILES:
         assert (resumed / name).read_bytes() == (unbroken / name).read_bytes()
     assert (resumed / "metrics.csv").read_text() == "step,train/loss\n1,half a row"
@@ -164,12 +168,6 @@ def test_an_evaluation_stays_if_the_checkpoint_knows_it(tmp_path, is_evaluated):
         log.log_metrics(2, metrics)
     start(tmp_path, resume_step=2, is_evaluated=is_evaluated)
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 1 + is_evaluated
-
-
-def test_a_run_killed_before_its_first_row_can_be_resumed(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "trai')
-    log_steps(start(tmp_path, resume_step=0), range(1, 3))
-    assert logged_steps(tmp_path) == ([1, 2],) * 2
 
 
 # The terminal
