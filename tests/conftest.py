@@ -97,6 +97,14 @@ def absolute_model_folder(tmp_path_factory, tokenizer) -> Path:
 
 
 @pytest.fixture(scope="session")
+def teacher_folder(tmp_path_factory, tokenizer) -> Path:
+    """A random Qwen2 of another shape, with the same tokens."""
+    sizes = SIZES | {"num_hidden_layers": 1, "hidden_size": 48, "num_key_value_heads": 4}
+    config = Qwen2Config(initializer_range=0.2, **sizes, **tokens_of(tokenizer))
+    return save_random(Qwen2ForCausalLM, config, tokenizer, tmp_path_factory.mktemp("teacher"))
+
+
+@pytest.fixture(scope="session")
 def data(tmp_path_factory) -> list[str]:
     """Overrides that name questions for the task, which holds some of them out to validate."""
     questions = write_questions(tmp_path_factory.mktemp("questions") / "questions.jsonl")

@@ -1,28 +1,28 @@
-"""The loss by its formula, one row at a time, and the made-up rollouts that it is computed from."""
+"""The update by its formulas, row by row in float64, and the made-up rollouts that it is given."""
+
+import statistics
 
 import numpy as np
-import pytest
 import torch
 from harness import make_config, make_run, seed
+from torch import Tensor, nn
 
 import main
-from engine.core.config import Config
+from engine.core.config import Config, TrainingSettings
 from engine.core.distributed import World
-from engine.core.statistics import reduce_means
-from engine.core.tensors import right_pad
+from engine.core.tensors import right_pad, whole
 from engine.core.types import Completion, Trajectory
 from engine.model.policy import Policy
-from engine.update.outcome import Outcome
+from engine.update.outcome import Update
 from main import assign_advantages
 
 NORMALIZATIONS = ["dr_grpo", "token", "sequence", "sum"]
 MAX_NEW_TOKENS = 10
 ALL_TOGETHER, IN_TWO, ONE_BY_ONE = 10**6, 70, 1  # training.micro_batch_tokens
 GRPO = ["training.k_best_of_n=[4,4]"]
-SIL = ["training.learning_type=sil", "training.k_best_of_n=[2,4]"]
 
-# With a model in fp64 only the tokens' weights and the advantages are rounded to fp32, each by 6e-8
-# at most; the sums of a loss add these errors up.
+# With a model in fp64 only the tokens' weights, the advantages and, where logits are not made in
+# blocks, the softmax are rounded to fp32, each by 6e-8 at most; the sums of a loss add these up.
 ROUNDING = 1e-6
 
 # Fixed rollouts: (prompt length, completion lengths, rewards); a row of 7 tokens is truncated
@@ -31,6 +31,7 @@ HARD = (9, (6, 8, 4, 7), (0.01, 1.1, 1.1, 0.0))
 EQUAL = (5, (4, 3, 6, 5), (0.1, 0.1, 0.1, 0.1))
 LONG = (40, (9, 10, 8, 9), (0.0, 1.1, 0.1, 1.1))
 TRUNCATED = (4, (7, 7, 7, 7), (1.0, 0.0, 0.0, 0.0))
+NO_LESSON = (4, (7, 7, 7, 7), (0.1, 0.1, 0.1, 0.1))  # equal rewards, and all are truncated
 
 
 def make_group(prompt_length: int, lengths: tuple, rewards: tuple) -> list[Trajectory]:
@@ -43,13 +44,8 @@ def make_group(prompt_length: int, lengths: tuple, rewards: tuple) -> list[Traje
         if length != 7:
             token_ids[-1] = 0  # the end token
         log_probs = rng.uniform(-6, -4, length).astype(np.float32)
-        completion = Completion(
-            token_ids,
-            log_probs,
-            entropies=np.zeros(length, np.float32),
-            truncated=length == 7,
-            is_inserted=np.zeros(length, bool),
-        )
+        none, is_cut = np.zeros(length, bool), length == 7
+        completion = Completion(token_ids, log_probs, np.float32(none), is_cut, is_inserted=none)
         rows.append(Trajectory(prompt_ids, completion, "", {"answer": 0.0}, reward))
     return rows
 
@@ -66,56 +62,44 @@ def config_of(*overrides: str) -> Config:
 
 
 class Recorder:
-    """Stands where the optimizer does: notes each gradient, then moves against it by `rate`."""
+    """Stands where the optimizer does: notes weights and gradients, then moves by `rate`."""
 
-    param_groups = ()  # which have a learning rate
-
-    def __init__(self, model: torch.nn.Module, rate: float = 0.0):
-        self.parameters = list(model.parameters())
+    def __init__(self, model: nn.Module, rate: float = 0.0):
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.param_groups = [{"params": self.parameters, "lr_scale": 1.0}]
         self.rate = rate
+        self.weights: list[np.ndarray] = []
         self.gradients: list[np.ndarray] = []
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for parameter in self.parameters:
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
+        for p in self.parameters:
+            p.grad = None if set_to_none or p.grad is None else p.grad.zero_()
 
     @torch.no_grad()
     def step(self) -> None:
-        self.gradients.append(torch.cat([p.grad.flatten() for p in self.parameters]).numpy())
+        self.weights.append(flat(self.parameters))
+        self.gradients.append(flat([p.grad for p in self.parameters]))
         for parameter in self.parameters:
             parameter -= self.rate * parameter.grad
 
 
+@torch.no_grad()
+def flat(tensors: list[Tensor]) -> np.ndarray:
+    """All numbers in one array, which is a copy; of shards those of all ranks."""
+    return torch.cat([whole(t, t.dtype).flatten() for t in tensors]).numpy().copy()
+
+
 def update(
-    policy: Policy,
-    optimizer: object,
-    groups: list[list[Trajectory]],
-    config: Config,
-    world: World | None = None,
-) -> tuple[dict[str, float], dict[str, torch.Tensor], bool]:
-    """Metrics of an update by these groups, whose step `optimizer` takes; this rank's (sum, count).
-
-    Also whether the step counts as skipped.
-    """
-    run, sums = make_run(policy, config, world=world, optimizer=optimizer), {}
-
-    def reduced(pairs: dict, world: World) -> dict[str, float]:
-        sums.update(pairs)
-        return reduce_means(pairs, world)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(main, "reduce_means", reduced)
-        result = main.update_policy(run, groups)
-    return result.metrics, sums, result.outcome in (Outcome.BROKEN, Outcome.OVERFLOWED)
+    policy: Policy, optimizer: object, groups, config: Config, world: World | None = None
+) -> Update:
+    """What became of an update by these groups, whose steps `optimizer` takes, and its metrics."""
+    return main.update_policy(make_run(policy, config, world=world, optimizer=optimizer), groups)
 
 
 def recorded(policy: Policy, groups, config: Config, world: World | None = None):
     """The gradient of an update (one iteration), and its metrics."""
     recorder = Recorder(policy.model)
-    metrics, _, _ = update(policy, recorder, groups, config, world)
+    metrics = update(policy, recorder, groups, config, world).metrics
     (gradient,) = recorder.gradients
     return gradient, metrics
 
@@ -123,47 +107,84 @@ def recorded(policy: Policy, groups, config: Config, world: World | None = None)
 # The reference: one row at a time, no padding, the loss as the README writes it
 
 
-def reference_loss(
-    model: torch.nn.Module, groups, config: Config, *, old=None, ref=None
-) -> torch.Tensor:
-    """The loss over whole groups.
+def reference_groups(config: Config, *groups: tuple) -> list[list[Trajectory]]:
+    """What `make_groups` gives, with advantages by their formulas."""
+    training, made = config.training, [make_group(*group) for group in groups]
+    for group in made:
+        rewards = [t.reward for t in group]
+        mean, deviation = statistics.fmean(rewards), statistics.stdev(rewards)
+        divisor = {"mean": 1.0, "zscore": deviation + 1e-4, "over_mean": mean}[training.advantage]
+        best_first = sorted(
+            range(len(rewards)), key=rewards.__getitem__, reverse=True
+        )  # stable for equals
+        for i, t in enumerate(group):
+            t.advantage = (t.reward - mean) / divisor if len(set(rewards)) > 1 else 0.0
+            if training.learning_type == "sil":
+                t.in_batch = i in best_first[: training.k_best_of_n[0]]
+                t.advantage = float(t.in_batch)
+    return made
 
-    `old` are log-probabilities before an earlier step, `ref` those of the reference, per row.
+
+def reference_loss(
+    model: nn.Module, groups, config: Config, *, old: list | None = None, ref: list | None = None
+) -> Tensor:
+    """The loss over whole groups, with the advantages that their trajectories have.
+
+    Of each row in the batch `old` has the log-probabilities before the first step, if that has been
+    taken, and `ref` those of the reference or teacher.
     """
     training = config.training
     batch = [t for group in groups for t in group if t.in_batch]
     num_tokens = sum(len(t.completion.token_ids) for t in batch)
     loss = torch.zeros((), dtype=torch.float64)
     for i, t in enumerate(batch):
-        length = len(t.completion.token_ids)
+        if training.skip_truncated and t.completion.truncated:
+            continue
         divisor = {
             "dr_grpo": len(batch) * MAX_NEW_TOKENS,
             "token": num_tokens,
-            "sequence": len(batch) * length,
+            "sequence": len(batch) * len(t.completion.token_ids),
             "sum": len(batch),
         }[training.loss_normalization]
-        if training.skip_truncated and t.completion.truncated:
-            continue
         log_probs = row_log_probs(model, t, temperature=config.sampling.temperature)
-        objective = t.advantage * log_probs
-        if old is not None:
-            log_ratio, eps = log_probs - old[i], training.clip_eps
-            ratio = (log_ratio.mean() if training.policy_loss == "gspo" else log_ratio).exp()
-            clipped = ratio.clamp(1 - eps, 1 + eps)
-            objective = torch.minimum(ratio * t.advantage, clipped * t.advantage)
-            objective = objective.expand(length)
-            if training.policy_loss == "cispo":
-                objective = ratio.clamp(max=1 + eps).detach() * t.advantage * log_probs
-        if ref is not None:
-            k3 = (ref[i] - log_probs).exp() - (ref[i] - log_probs) - 1
-            objective = objective - training.kl_coef * k3
+        first = log_probs.detach() if old is None else old[i]
+        sampler = torch.from_numpy(t.completion.log_probs)
+        advantage = torch.full_like(first, t.advantage)
+        if training.learning_type == "distill":
+            mix, teaching = training.distill_mix, ref[i] - first
+            advantage = teaching if mix is None else advantage + mix * teaching
+        if training.policy_loss == "dppo":
+            moved = log_probs.detach().exp() - sampler.exp()
+            is_masked = (moved.abs() > training.dppo_delta) & (advantage * moved > 0)
+            objective = advantage * (log_probs - sampler).exp() * ~is_masked
+        elif old is None:
+            objective = advantage * log_probs
+        else:
+            objective = clipped_objective(training, advantage, log_probs, first)
+        if training.kl_coef > 0:
+            log_ratio = ref[i] - log_probs
+            objective = objective - training.kl_coef * (log_ratio.exp() - log_ratio - 1)
+        if training.tis_clip is not None:
+            objective = objective * (first - sampler).exp().clamp(max=training.tis_clip)
         loss = loss - objective.double().sum() / divisor
     return loss
 
 
-def row_log_probs(
-    model: torch.nn.Module, t: Trajectory, *, temperature: float = 1.0
-) -> torch.Tensor:
+def clipped_objective(
+    training: TrainingSettings, advantage: Tensor, log_probs: Tensor, old: Tensor
+) -> Tensor:
+    """Of each token of a row, where the policy has moved since `old`; all are (T,)."""
+    low, high = 1 - training.clip_eps, 1 + (training.clip_eps_high or training.clip_eps)
+    log_ratio = log_probs - old
+    if training.policy_loss == "gspo":
+        log_ratio = log_ratio.mean().expand_as(log_ratio)
+    ratio = log_ratio.exp()
+    if training.policy_loss == "cispo":
+        return ratio.clamp(max=high).detach() * advantage * log_probs
+    return torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+
+
+def row_log_probs(model: nn.Module, t: Trajectory, *, temperature: float = 1.0) -> Tensor:
     """log pi(a_t | q, a_<t), (T,)."""
     ids = torch.tensor([t.prompt_ids + t.completion.token_ids])
     log_probs = (model(input_ids=ids).logits[0, :-1] / temperature).log_softmax(dim=-1)
@@ -171,14 +192,11 @@ def row_log_probs(
     return chosen[len(t.prompt_ids) - 1 :]
 
 
-def reference(model: torch.nn.Module, groups, config: Config, ref=None) -> tuple[np.ndarray, float]:
-    """Gradient and loss."""
-    model.zero_grad()
-    loss = reference_loss(model, groups, config, ref=ref)
-    loss.backward()
-    gradient = torch.cat([p.grad.flatten() for p in model.parameters()]).numpy()
-    model.zero_grad()
-    return gradient, loss.item()
+def reference(model: nn.Module, groups, config: Config, **scored) -> tuple[np.ndarray, float]:
+    """Gradient, before its norm is limited, and loss; `scored` are `old` and `ref`."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    loss = reference_loss(model, groups, config, **scored)
+    return flat(torch.autograd.grad(loss, trained)), loss.item()
 
 
 def distance(gradient: np.ndarray, expected: np.ndarray) -> float:

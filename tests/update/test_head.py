@@ -11,21 +11,18 @@ from harness import (
     load_trained,
     make_config,
     peak_bytes,
-    run_on_ranks,
     save_random,
     seed,
     tokens_of,
 )
-from reference import COMPLETIONS, PROMPTS, distance, score
+from reference import COMPLETIONS, PROMPTS, score
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from engine.core.distributed import World
 from engine.model.policy import Policy
 from engine.update import head
 from engine.update.head import ChunkedScorer, head_log_probs
-from engine.update.shards import whole
 from main import CompletionScorer, token_log_probs
 
 M, H, V = 5, 3, 11
@@ -119,54 +116,33 @@ def test_it_never_holds_all_logits(monkeypatch):
 # The scorer
 
 
-def load(
-    folder: Path, *overrides: str, max_bytes: int, world: World | None = None
-) -> tuple[Policy, list[str]]:
+def load(folder: Path, *overrides: str, max_bytes: int) -> tuple[Policy, list[str]]:
     """The policy where logits of so many bytes are made at once, and what loading it logs."""
     config, lines = make_config(f"model.name={folder}", *overrides), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine.model.policy.MAX_LOGITS_BYTES", max_bytes)
-        return load_trained(config, world or alone(), lines.append), lines
+        return load_trained(config, alone(), lines.append), lines
 
 
-def scored(policy: Policy, rows: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
+def scored(folder: Path, *overrides: str, max_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities (B, T), and the gradient of a loss that is not linear in them."""
+    policy, _ = load(folder, *overrides, max_bytes=max_bytes)
+    assert type(policy.scorer) is (CompletionScorer if max_bytes else ChunkedScorer)
     policy.model.train().zero_grad()
-    log_probs, mask = score(policy, PROMPTS[rows], COMPLETIONS[rows], temperature=0.7)
+    log_probs, mask = score(policy, PROMPTS, COMPLETIONS, temperature=0.7)
     (log_probs[mask] / 10).exp().sum().backward()
-    gradients = [whole(p.grad, p.dtype).flatten() for p in policy.model.parameters()]
-    return log_probs.detach(), torch.cat(gradients)
-
-
-def scored_both_ways(folder: Path, *overrides: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """By the chunked head, and with all logits at once."""
-    policies = [load(folder, *overrides, max_bytes=n)[0] for n in (IN_BLOCKS, AT_ONCE)]
-    assert [type(policy.scorer) for policy in policies] == [ChunkedScorer, CompletionScorer]
-    return [scored(policy) for policy in policies]
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_chunked_scorer_equals_the_plain_one(monkeypatch, model_folder, checkpointing):
-    """Separate and tied embeddings; ten columns a block, some of them kept."""
-    num_tokens = sum(len(ids) for ids in COMPLETIONS)
-    monkeypatch.setattr(head, "CPU_BLOCK_BYTES", 4 * num_tokens * 10)
-    monkeypatch.setattr(head, "KEPT_BYTES", 4 * num_tokens * 55)
-    (log_probs, gradient), (expected, expected_gradient) = scored_both_ways(
-        model_folder, f"model.gradient_checkpointing={checkpointing}"
-    )
-    assert torch.allclose(log_probs, expected, atol=1e-5)
-    assert (gradient - expected_gradient).norm() <= 1e-6 * expected_gradient.norm()
+    return log_probs.detach(), torch.cat([p.grad.flatten() for p in policy.model.parameters()])
 
 
 def test_in_bf16_the_chunked_and_the_plain_scorer_round_alike(monkeypatch, model_folder):
     """Both round the same logits to bf16, so that log-probabilities agree as in fp32."""
     monkeypatch.setattr(head, "CPU_BLOCK_BYTES", 4 * 11 * 10)
-    (log_probs, gradient), (expected, expected_gradient) = scored_both_ways(
-        model_folder, "model.compute_dtype=bfloat16"
-    )
+    bf16 = "model.compute_dtype=bfloat16"
+    log_probs, gradient = scored(model_folder, bf16, max_bytes=IN_BLOCKS)
+    expected, expected_gradient = scored(model_folder, bf16, max_bytes=AT_ONCE)
     assert log_probs.dtype == gradient.dtype == torch.float32
     assert torch.allclose(log_probs, expected, atol=1e-5)
-    exact_log_probs, exact = scored(load(model_folder, max_bytes=AT_ONCE)[0])
+    exact_log_probs, exact = scored(model_folder, max_bytes=AT_ONCE)
     assert 1e-5 < (log_probs - exact_log_probs).abs().max() < 0.5
     assert (gradient - expected_gradient).norm() <= 2**-6 * expected_gradient.norm()
     assert (gradient - exact).norm() <= 1.25 * (expected_gradient - exact).norm()
@@ -184,26 +160,14 @@ def test_padding_scores_0_and_has_no_gradient(model_folder, max_bytes):
 # The choice between the two
 
 
-def score_on_this_rank(world: World, folder: Path, max_bytes: int) -> tuple:
-    """What a shard logs of its choice, and `scored` of this rank's rows."""
-    overrides = ["model.shard=true", "training.micro_batch_tokens=10000"]
-    policy, lines = load(folder, *overrides, max_bytes=max_bytes, world=world)
-    (line,) = [line for line in lines if "logits" in line]
-    return line, *(x.numpy() for x in scored(policy, slice(world.rank, None, world.size)))
-
-
-def test_shards_score_alike_on_both_sides_of_the_limit(model_folder, tokenizer, tmp_path):
-    """The logits of 10,000 tokens may take as many bytes as they do, or one less than that."""
+def test_logits_are_made_at_once_up_to_a_limit(rotary_model_folder, tokenizer):
+    """Those of 10,000 tokens may take as many bytes as they do, or one less than that."""
     num_bytes = 4 * 10_000 * len(tokenizer)
-    at_once, in_blocks = (
-        run_on_ranks(score_on_this_rank, 2, model_folder, limit, folder=tmp_path)
-        for limit in (num_bytes, num_bytes - 1)
-    )
-    for (line, log_probs, gradient), (other_line, *others) in zip(at_once, in_blocks, strict=True):
-        assert line == "logits of a micro-batch: 13.8 MB, made at once"
-        assert other_line == "logits of a micro-batch: 13.8 MB, made in blocks of the vocabulary"
-        assert distance(others[0], log_probs) <= 1e-6
-        assert distance(others[1], gradient) <= 1e-6
+    for limit, how in ((num_bytes, "at once"), (num_bytes - 1, "in blocks of the vocabulary")):
+        keys = ["training.micro_batch_tokens=10000"]
+        policy, lines = load(rotary_model_folder, *keys, max_bytes=limit)
+        assert f"logits of a micro-batch: 13.8 MB, made {how}" in lines
+        assert isinstance(policy.scorer, CompletionScorer) == (how == "at once")
 
 
 @pytest.mark.parametrize(("cap", "initializer_range"), [(30.0, 0.02), (30.0, 0.2), (None, 0.02)])

@@ -21,12 +21,11 @@ from harness import (
     read_rows,
     run_on_ranks,
 )
-from reference import EASY, GRPO, HARD, IN_TWO, Recorder, config_of, distance, make_groups
+from reference import EASY, GRPO, HARD, IN_TWO, Recorder, config_of, distance, flat, make_groups
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import main
 from engine.core.distributed import World
-from engine.core.tensors import whole
 from engine.model.load import choose_compute_dtype, load_model_and_tokenizer
 from engine.model.policy import INIT_SCALE
 from engine.report.metrics import WATCHED
@@ -58,8 +57,11 @@ def update(run: Run, *, factor: float) -> tuple[Update, np.ndarray]:
     for trajectory in (t for group in made for t in group):
         trajectory.advantage *= factor
     result = main.update_policy(run, made)
-    weights = [whole(p.detach(), p.dtype).flatten() for p in run.policy.model.parameters()]
-    return result, torch.cat(weights).numpy().copy()
+    return result, weights_of(run)
+
+
+def weights_of(run: Run) -> np.ndarray:
+    return flat(list(run.policy.model.parameters()))
 
 
 # An update
@@ -71,7 +73,6 @@ def test_gradients_too_small_for_float16_are_those_of_float32(rotary_model_folde
     for dtype, scale in (("float32", 1.0), ("float16", FIRST_SCALE), ("float16", 1.0)):
         run = prepared(rotary_model_folder, f"model.compute_dtype={dtype}", scale=scale)
         run.optimizer = recorder = Recorder(run.policy.model)
-        recorder.param_groups = [{"params": recorder.parameters, "lr_scale": 1.0}]
         assert update(run, factor=1e-6)[0].outcome is Outcome.UPDATED
         gradients += recorder.gradients
     exact, scaled, unscaled = gradients
@@ -83,7 +84,7 @@ def test_a_gradient_that_overflows_skips_the_step_and_halves_the_scale(rotary_mo
     """Until the scale fits; and the search for it does not count towards max_skipped_steps."""
     options = [rotary_model_folder, "training.warmup_steps=0", "training.lr_schedule=constant"]
     run, scales = prepared(*options, scale=FIRST_SCALE), []
-    before = torch.cat([p.detach().flatten() for p in run.policy.model.parameters()]).numpy().copy()
+    before = weights_of(run)
     while True:
         result, weights = update(run, factor=1e4)
         if result.outcome is Outcome.UPDATED:
@@ -105,7 +106,7 @@ def test_a_gradient_that_overflows_skips_the_step_and_halves_the_scale(rotary_mo
 def test_what_is_not_finite_at_any_scale_counts_as_broken(rotary_model_folder, factor, scale):
     """The scale is not to blame where it is 1, or where the loss is not finite."""
     run = prepared(rotary_model_folder, scale=scale)
-    before = torch.cat([p.detach().flatten() for p in run.policy.model.parameters()]).numpy().copy()
+    before = weights_of(run)
     result, weights = update(run, factor=factor)
     assert result.outcome is Outcome.BROKEN and np.array_equal(before, weights)
     assert math.isfinite(result.metrics["train/loss"]) == math.isfinite(factor)
@@ -115,21 +116,21 @@ def test_what_is_not_finite_at_any_scale_counts_as_broken(rotary_model_folder, f
     assert not np.array_equal(later, weights) and np.isfinite(later).all()
 
 
-def update_of_unlike_ranks(world: World, folder: Path, *options: str) -> tuple:
-    """Outcome, loss scale and weights; the gradient overflows on rank 1 alone."""
-    run = prepared(folder, *options, world=world, scale=FIRST_SCALE)
-    result, weights = update(run, factor=(1.0, 1e4)[world.rank])
-    return result.outcome.name, run.policy.grad_scaler.get_scale(), weights
+def updates_of_unlike_ranks(world: World, folder: Path) -> list[tuple]:
+    """Outcome, loss scale and weights, of a whole model and of shards; rank 1 alone overflows."""
+    results = []
+    for shard in ("model.shard=false", "model.shard=true"):
+        run = prepared(folder, shard, world=world, scale=FIRST_SCALE)
+        result, weights = update(run, factor=(1.0, 1e4)[world.rank])
+        results.append((result.outcome.name, run.policy.grad_scaler.get_scale(), weights))
+    return results
 
 
-@pytest.mark.parametrize("shard", ["false", "true"])
-def test_all_ranks_halve_the_scale_that_is_too_high_on_one(rotary_model_folder, tmp_path, shard):
-    ranks = run_on_ranks(
-        update_of_unlike_ranks, 2, rotary_model_folder, f"model.shard={shard}", folder=tmp_path
-    )
-    (outcome, scale, weights), other = ranks
-    assert (outcome, scale) == other[:2] == ("OVERFLOWED", FIRST_SCALE / 2)
-    assert np.isfinite(weights).all() and np.array_equal(weights, other[2])
+def test_all_ranks_halve_the_scale_that_is_too_high_on_one(rotary_model_folder, tmp_path):
+    ranks = run_on_ranks(updates_of_unlike_ranks, 2, rotary_model_folder, folder=tmp_path)
+    for (outcome, scale, weights), other in zip(*ranks, strict=True):
+        assert (outcome, scale) == other[:2] == ("OVERFLOWED", FIRST_SCALE / 2)
+        assert np.isfinite(weights).all() and np.array_equal(weights, other[2])
 
 
 # Whole runs

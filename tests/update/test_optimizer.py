@@ -107,12 +107,17 @@ def test_weight_decay_is_on_all_but_the_vectors(model_folder, optimizer):
 # Whole runs
 
 
-@pytest.mark.parametrize(
-    "options", [["training.optimizer=adamw_8bit"], MUON], ids=["adamw_8bit", "muon"]
-)
-def test_a_run_in_two_parts_is_the_unbroken_one(tmp_path, rotary_model_folder, data, options):
+RUNS = {
+    "adamw_8bit": ["training.optimizer=adamw_8bit"],
+    "muon and a KL penalty": [*MUON, "training.kl_coef=0.5"],  # to the model of the start
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_in_two_parts_is_the_unbroken_one(tmp_path, rotary_model_folder, data, name):
     """On two ranks, of which rank 0 reads the checkpoint; the rates rise with each step."""
-    run = assert_resumes(tmp_path, rotary_model_folder, *options, *data, num_ranks=2)
+    run = assert_resumes(tmp_path, rotary_model_folder, *RUNS[name], *data, num_ranks=2)
     _, *rows = read_rows(run)
     assert [row["train/lr"] for row in rows] == pytest.approx([2e-4, 4e-4])
     assert all(row["train/grad_norm"] > 0 for row in rows)  # else there would be no state to keep
+    assert (rows[1].get("train/kl", 0.0) > 0) == ("KL" in name)

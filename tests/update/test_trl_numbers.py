@@ -34,9 +34,6 @@ from benchmarks import trl_inputs as inputs
 from engine.core.types import MicroBatch
 from main import grpo_advantages, micro_batch_loss, token_weights
 
-TOLERANCE = {"rtol": 0, "atol": 1e-6}
-NORMALIZATIONS = {"grpo": "sequence", "dapo": "token", "dr_grpo": "dr_grpo"}
-
 # TRL's figures
 
 TRL_ADVANTAGES = {
@@ -109,51 +106,71 @@ TRL_DISTILL_GRADIENT = [
     [-0.007692308, 0.084615385, 0.0, -0.015384615, 0.0],
 ]
 
-GSPO = ["training.policy_loss=gspo", f"training.clip_eps={inputs.GSPO_CLIP_EPS}"]
-GSPO += [f"training.clip_eps_high={inputs.GSPO_CLIP_EPS_HIGH}"]
-MASK = torch.arange(5) < torch.tensor(inputs.LENGTHS)[:, None]
-
-
-def make_batch(normalization: str, *, is_first: bool = False) -> MicroBatch:
-    """`is_first`: this policy sampled the batch, and the reference has not scored it yet."""
-    counts = {"num_rows": 4, "num_tokens": sum(inputs.LENGTHS)}
-    counts["max_new_gen_tokens"] = inputs.MAX_NEW_TOKENS
-    old, ref = torch.tensor(inputs.OLD_LOG_PROBS), torch.tensor(inputs.REF_LOG_PROBS)
-    return MicroBatch(
-        trajectories=[],
-        input_ids=torch.zeros(4, 5, dtype=torch.long),
-        completion_mask=MASK,
-        advantages=torch.tensor(inputs.ROW_ADVANTAGES),
-        token_weights=token_weights(MASK, normalization=normalization, **counts),
-        sampler_log_probs=old,
-        old_log_probs=None if is_first else old,
-        ref_log_probs=None if is_first else ref,
-    )
+GSPO = f"policy_loss=gspo clip_eps={inputs.GSPO_CLIP_EPS} clip_eps_high={inputs.GSPO_CLIP_EPS_HIGH}"
+DPPO = f"policy_loss=dppo dppo_delta={inputs.DPPO_DELTA}"
+KL = f"kl_coef={inputs.KL_COEF}"
+DISTILL = "learning_type=distill num_iterations=1"
+# (keys of training, loss_normalization, whether it is the first pass, TRL's loss, TRL's gradient).
+# Our first pass is plain REINFORCE: its loss is not TRL's, whose ratio is 1, but its gradient is.
+# In DPPO's later pass `old_log_probs` are others: it compares with the sampler, not with them.
+LOSSES = {
+    "grpo": (KL, "sequence", False, TRL_LOSS_WITH_KL["grpo"], TRL_GRADIENT_WITH_KL["grpo"]),
+    "dapo": (KL, "token", False, TRL_LOSS_WITH_KL["dapo"], TRL_GRADIENT_WITH_KL["dapo"]),
+    "dr_grpo": (KL, "dr_grpo", False, TRL_LOSS_WITH_KL["dr_grpo"], TRL_GRADIENT_WITH_KL["dr_grpo"]),
+    "first, once": ("num_iterations=1", "dr_grpo", True, None, TRL_FIRST_GRADIENT),
+    "first, ppo": ("policy_loss=ppo", "dr_grpo", True, None, TRL_FIRST_GRADIENT),
+    "first, cispo": ("policy_loss=cispo", "dr_grpo", True, None, TRL_FIRST_GRADIENT),
+    "first, gspo": (GSPO, "dr_grpo", True, None, TRL_FIRST_GRADIENT),
+    "cispo": ("policy_loss=cispo", "token", False, TRL_CISPO_LOSS, TRL_CISPO_GRADIENT),
+    "gspo": (GSPO, "sequence", False, TRL_GSPO_LOSS, TRL_GSPO_GRADIENT),
+    "first, dppo": (DPPO, "token", True, None, TRL_DPPO_GRADIENT),
+    "dppo": (DPPO, "token", False, None, TRL_DPPO_GRADIENT),
+    "distill": (DISTILL, "token", True, None, TRL_DISTILL_GRADIENT),
+}
+CLIPPED = [(KL, False, 3), ("policy_loss=cispo", False, 3), (DPPO, False, 2), (DPPO, True, 2)]
 
 
 def loss_and_gradient(
-    batch: MicroBatch, *overrides: str, kl_coef: float = 0.0
-) -> tuple[float, torch.Tensor, dict[str, tuple[float, float]]]:
-    """What the update computes where a policy and its reference give these log-probabilities."""
+    keys: str, normalization: str, *, is_first: bool = False
+) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
+    """What the update computes where a policy and its reference give these log-probabilities.
+
+    In the first pass this policy has sampled the batch, and the reference has not scored it yet.
+    """
+    mask = torch.arange(5) < torch.tensor(inputs.LENGTHS)[:, None]
+    counts = {"num_rows": 4, "num_tokens": sum(inputs.LENGTHS)}
+    counts["max_new_gen_tokens"] = inputs.MAX_NEW_TOKENS
+    sampler, ref = torch.tensor(inputs.OLD_LOG_PROBS), torch.tensor(inputs.REF_LOG_PROBS)
+    old = sampler - 1 if keys == DPPO else sampler
     log_probs = torch.tensor(inputs.LOG_PROBS, requires_grad=True)
+    batch = MicroBatch(
+        trajectories=[],
+        input_ids=torch.zeros(4, 5, dtype=torch.long),
+        completion_mask=mask,
+        advantages=torch.tensor(inputs.ROW_ADVANTAGES),
+        token_weights=token_weights(mask, normalization=normalization, **counts),
+        sampler_log_probs=sampler,
+        old_log_probs=None if is_first else old,
+        ref_log_probs=None if is_first else ref,
+    )
     policy = SimpleNamespace(
         scorer=lambda *_, **__: log_probs,
         reference=True,
-        score_by_reference=lambda *_, **__: torch.tensor(inputs.REF_LOG_PROBS),
+        score_by_reference=lambda *_, **__: ref,
         params=SimpleNamespace(temperature=1.0),
         grad_scaler=torch.amp.GradScaler(enabled=False),
     )
-    clip = [f"training.clip_eps={inputs.CLIP_EPS}"]
-    clip += [f"training.clip_eps_high={inputs.CLIP_EPS_HIGH}"]
-    settings = ["training.num_iterations=2", *clip, f"training.kl_coef={kl_coef}", *overrides]
+    clip = f"num_iterations=2 clip_eps={inputs.CLIP_EPS} clip_eps_high={inputs.CLIP_EPS_HIGH}"
+    overrides = [f"training.{key}" for key in f"{clip} {keys}".split()]
+    overrides += ["model.teacher=x"] if keys == DISTILL else []
     sums: dict[str, torch.Tensor] = {}
-    loss = micro_batch_loss(policy, batch, make_config(*settings).training, sums)
+    loss = micro_batch_loss(policy, batch, make_config(*overrides).training, sums)
     loss.backward()
-    return loss.detach(), log_probs.grad, sums
+    return loss.item(), log_probs.grad, sums
 
 
 def assert_close(ours: torch.Tensor, figures: list[list[float]]) -> None:
-    torch.testing.assert_close(ours.double(), torch.tensor(figures).double(), **TOLERANCE)
+    torch.testing.assert_close(ours.double(), torch.tensor(figures).double(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("scale", "divide_by_std"), [("none", False), ("group", True)])
@@ -162,65 +179,28 @@ def test_the_advantages_are_those_of_trl(scale, divide_by_std):
     assert_close(grpo_advantages(rewards, divide_by_std=divide_by_std), TRL_ADVANTAGES[scale])
 
 
-@pytest.mark.parametrize("loss_type", NORMALIZATIONS)
-def test_loss_and_gradient_with_a_penalty_are_those_of_trl(loss_type):
-    batch = make_batch(NORMALIZATIONS[loss_type])
-    loss, gradient, _ = loss_and_gradient(batch, kl_coef=inputs.KL_COEF)
-    assert loss == pytest.approx(TRL_LOSS_WITH_KL[loss_type], rel=0, abs=1e-6)
-    assert_close(gradient, TRL_GRADIENT_WITH_KL[loss_type])
-
-
-@pytest.mark.parametrize(
-    "options", [["training.num_iterations=1"], [], ["training.policy_loss=cispo"], GSPO]
-)
-def test_the_first_update_of_a_batch_has_the_gradient_without_a_ratio(options):
-    """TRL's ratio is 1 there; its loss is another, since ours is plain REINFORCE's."""
-    _, gradient, _ = loss_and_gradient(make_batch("dr_grpo", is_first=True), *options)
-    assert_close(gradient, TRL_FIRST_GRADIENT)
-
-
-def test_cispo_is_that_of_trl():
-    """What is limited is the tokens of a ratio above 1.28, whatever the sign of the advantage."""
-    loss, gradient, sums = loss_and_gradient(make_batch("token"), "training.policy_loss=cispo")
-    assert loss == pytest.approx(TRL_CISPO_LOSS, rel=0, abs=1e-6)
-    assert_close(gradient, TRL_CISPO_GRADIENT)
-    assert sums["train/clip_frac"][0] == 3
-
-
-def test_gspo_is_that_of_trl():
-    loss, gradient, _ = loss_and_gradient(make_batch("sequence"), *GSPO)
-    assert loss == pytest.approx(TRL_GSPO_LOSS, rel=0, abs=1e-6)
-    assert_close(gradient, TRL_GSPO_GRADIENT)
-
-
-@pytest.mark.parametrize("is_first", [False, True])
-def test_dppo_has_the_gradient_of_trl_in_every_pass(is_first):
-    """The policy is compared with the sampler, not with the pass before."""
-    options = ["training.policy_loss=dppo", f"training.dppo_delta={inputs.DPPO_DELTA}"]
-    batch = make_batch("token", is_first=is_first)
-    if not is_first:
-        batch.old_log_probs = batch.old_log_probs - 1
-    _, gradient, sums = loss_and_gradient(batch, *options)
-    assert_close(gradient, TRL_DPPO_GRADIENT)
-    assert sums["train/clip_frac"].tolist() == [2, 13]
-
-
-def test_distillation_has_the_gradient_of_trl():
-    """The rewards of its batch, which are not those of `distill_mix`, play no part."""
-    options = ["training.learning_type=distill", "model.teacher=x", "training.num_iterations=1"]
-    _, gradient, _ = loss_and_gradient(make_batch("token", is_first=True), *options)
-    assert_close(gradient, TRL_DISTILL_GRADIENT)
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_and_gradient_are_those_of_trl(name):
+    keys, normalization, is_first, trl_loss, trl_gradient = LOSSES[name]
+    loss, gradient, _ = loss_and_gradient(keys, normalization, is_first=is_first)
+    assert_close(gradient, trl_gradient)
+    if trl_loss is not None:
+        assert loss == pytest.approx(trl_loss, rel=0, abs=1e-6)
 
 
 def test_the_share_of_clipped_tokens_is_that_of_trl():
-    """Bug: a token whose advantage is 0 counted as clipped where its ratio was low."""
-    _, _, metrics = loss_and_gradient(make_batch("dr_grpo"), kl_coef=inputs.KL_COEF)
-    num_clipped, num_tokens = metrics["train/clip_frac"]
-    assert num_clipped == 3
+    """Bug: a token whose advantage is 0 counted as clipped where its ratio was low.
+
+    CISPO's three are those of a ratio above 1.28, whatever the sign of the advantage.
+    """
+    for keys, is_first, num_clipped in CLIPPED:
+        _, _, sums = loss_and_gradient(keys, "dr_grpo", is_first=is_first)
+        assert sums["train/clip_frac"].tolist() == [num_clipped, sum(inputs.LENGTHS)], keys
+    num_clipped, num_tokens = CLIPPED[0][2], sum(inputs.LENGTHS)
     assert num_clipped / num_tokens == pytest.approx(TRL_CLIP_FRAC, rel=0, abs=1e-6)
 
 
 def test_the_mean_kl_is_that_of_trl():
-    _, _, metrics = loss_and_gradient(make_batch("dr_grpo", is_first=True), kl_coef=inputs.KL_COEF)
+    _, _, metrics = loss_and_gradient(KL, "dr_grpo", is_first=True)
     kl, num_tokens = metrics["train/kl"]
     assert kl / num_tokens == pytest.approx(TRL_KL, rel=0, abs=1e-6)
