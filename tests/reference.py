@@ -135,10 +135,12 @@ def reference_loss(
     """
     training = config.training
     batch = [t for group in groups for t in group if t.in_batch]
-    num_tokens = sum(len(t.completion.token_ids) for t in batch)
+    is_skipped = [training.skip_truncated and t.completion.truncated for t in batch]
+    lengths = [len(t.completion.token_ids) for t in batch]
+    num_tokens = sum(n for n, skipped in zip(lengths, is_skipped, strict=True) if not skipped)
     loss = torch.zeros((), dtype=torch.float64)
     for i, t in enumerate(batch):
-        if training.skip_truncated and t.completion.truncated:
+        if is_skipped[i]:
             continue
         divisor = {
             "dr_grpo": len(batch) * MAX_NEW_TOKENS,
