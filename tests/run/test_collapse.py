@@ -3,9 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
-from harness import alone, make_config, read_rows, train
+from harness import alone, arguments, load_run, make_config, read_rows
 
+import main
 from engine.report.metrics import WATCHED, mean_of_last, signs_of_collapse
+from engine.run.config_file import load_config
 from engine.run.state import Run, State
 from engine.update.outcome import Outcome, Update
 from logger import Logger
@@ -25,15 +27,6 @@ def advance(run: SimpleNamespace, metrics: dict) -> dict:
     metrics = HEALTHY | metrics
     Run.end_step(run, Update(Outcome.UPDATED, has_moved=True), metrics, 0)
     return metrics
-
-
-def signs_after(steps: list[dict]) -> list[list[str]]:
-    """The names of the signs after each of the steps."""
-    run, signs = run_with([]), []
-    for metrics in steps:
-        assert advance(run, metrics)["train/collapsed"] == bool(run.state.signs)
-        signs.append(list(run.state.signs))
-    return signs
 
 
 @pytest.mark.parametrize(("num_questions", "expected"), [(16, 10), (32, 10), (8, 20), (1, 160)])
@@ -65,12 +58,23 @@ def test_signs_of_a_collapse():
         assert list(signs_of_collapse(HEALTHY | means, best_solved=best)) == expected, means
 
 
+CUT_OFF, UNSOLVED = {"train/truncated_frac": 1.0}, {"train/solved": 0.0}
+COURSES = [  # the steps' metrics, and the signs at the last of them
+    ([CUT_OFF] * 9, []),
+    ([CUT_OFF] * 10, ["train/truncated_frac"]),
+    ([{}] * 15 + [UNSOLVED] + [{}] * 9, []),  # a single bad step
+    ([{}] * 12 + [UNSOLVED] * 5, []),
+    ([{}] * 12 + [UNSOLVED] * 6, ["train/solved"]),
+    ([{}] * 12 + [UNSOLVED] * 10 + [{}] * 10, []),  # it has recovered
+]
+
+
 def test_a_fall_and_a_recovery_are_seen_but_no_single_bad_step():
-    signs = signs_after([{"train/truncated_frac": 1.0}] * 10)
-    assert signs == [[]] * 9 + [["train/truncated_frac"]]
-    assert not any(signs_after([{}] * 15 + [{"train/solved": 0.0}] + [{}] * 15))
-    signs = signs_after([{}] * 12 + [{"train/solved": 0.0}] * 10 + [{}] * 10)
-    assert signs[16] == [] and signs[17] == ["train/solved"] and signs[-1] == []
+    for steps, expected in COURSES:
+        run = run_with([])
+        for metrics in steps:
+            assert advance(run, metrics)["train/collapsed"] == bool(run.state.signs)
+        assert list(run.state.signs) == expected
 
 
 def test_a_sign_is_reported_once_while_it_lasts():
@@ -91,20 +95,21 @@ def test_a_collapsed_run_goes_on_unless_the_config_says_to_stop():
     assert Run.is_over.fget(run)
 
 
-@pytest.mark.slow
-def test_a_collapsed_run_stops_where_the_config_says_so(rotary_model_folder, tmp_path):
+def test_a_collapsed_run_stops_where_the_config_says_so(rotary_model_folder, tmp_path, capsys):
     """A random model writes until it is cut off, which the means of ten steps show at step 10."""
-    settings = ["training.num_samples_per_step=16", "training.max_new_gen_tokens=2"]
-    settings += ["training.k_best_of_n=[2, 2]", "training.num_steps=12"]
-    stop, model = "training.stop_on_collapse=true", rotary_model_folder
-    output = train(tmp_path, model, *settings, stop)
-    assert "warning: the model may be collapsing" in output
-    assert "after step 10; best" in output and "stopped, since the model has collapsed" in output
-    rows = read_rows(tmp_path / "x")
-    assert [row["step"] for row in rows] == list(range(11))
+    sizes = ["training.num_samples_per_step=16", "training.max_new_gen_tokens=2"]
+    sizes += ["training.k_best_of_n=[2, 2]", "training.num_steps=12", "checkpoint.every=100"]
+    given, said = arguments(tmp_path, rotary_model_folder, *sizes), []
+    for stops in ("true", "true", "false"):
+        run = load_run(load_config([*given, f"training.stop_on_collapse={stops}"]))
+        assert main.run_training(run) == 0
+        run.world.leave()
+        run.lock.close()
+        said.append("".join(capsys.readouterr()))
+    assert "warning: the model may be collapsing" in said[0]
+    assert "after step 10; best" in said[0] and "the model has collapsed" in said[0]
+    assert "the model has collapsed" in said[1] and "step 11/12" not in said[1]
+    assert "resumed after step 10" in said[2] and "after step 12; best" in said[2]
+    rows = read_rows(tmp_path / "x")[:11]
     assert [row.get("train/collapsed") for row in rows] == [None, *[0.0] * 9, 1.0]
-    assert "eval/pass@1" in rows[-1] and (tmp_path / "x/best").is_dir()
-    again = train(tmp_path, model, *settings, stop)
-    assert "stopped, since the model has collapsed" in again and "step 11/12" not in again
-    going_on = train(tmp_path, model, *settings)
-    assert "resumed after step 10" in going_on and "after step 12; best" in going_on
+    assert "eval/pass@1" in rows[10] and (tmp_path / "x/best").is_dir()

@@ -11,7 +11,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from harness import NUMBERS, alone, make_config, run_on_ranks, train, train_forked, write_questions
+from harness import NUMBERS, alone, make_config, run_on_ranks, train
 from transformers import AutoModelForCausalLM
 
 from engine.core.config import Config, ConfigError
@@ -68,26 +68,6 @@ def test_large_weights_are_sampled_all_over(model):
         flip_a_bit(file, block * BLOCK)
         assert (of_model(config) != before) == is_read
         flip_a_bit(file, block * BLOCK)
-
-
-def test_a_model_or_questions_that_have_changed_under_their_name_are_refused(tmp_path, model):
-    """Bugs: pass@1 fell from 0.438 to 0.062, or compared other questions, without a word."""
-    questions = write_questions(tmp_path / "rows.jsonl")
-    sources = [f"task.train={questions}", f"task.eval={questions}"]
-    train(tmp_path, model, *sources, ONE)
-    metrics = (tmp_path / "x/metrics.jsonl").read_bytes()
-    settings, lines = (model / "config.json").read_text(), questions.read_text().splitlines(True)
-    for name, file, text in (
-        ("the files of model.name", model / "config.json", settings.replace("1e-06", "0.5")),
-        ("the questions of task.train and task.eval", questions, "".join(reversed(lines))),
-    ):
-        before = file.read_text()
-        assert file.write_text(text) and text != before
-        status, output = train_forked(tmp_path, model, *sources, TWO)
-        assert status == 2 and "Traceback" not in output
-        assert f"error: {name} = " in output and "run.name" in output
-        file.write_text(before)
-    assert (tmp_path / "x/metrics.jsonl").read_bytes() == metrics
 
 
 def test_an_adapter_is_not_merged_into_another_model(tmp_path, model, monkeypatch, capsys):
@@ -201,27 +181,25 @@ def test_other_questions_or_another_order_are_seen_and_what_json_cannot_hold_is_
     assert of_questions([{"a": {1}}]) == of_questions([{"a": {2}}]) != of_questions([{"b": {2}}])
 
 
-def problem_on(world: World, differs_in: str) -> str:
-    """The error of ranks of which each has the same questions, or its own order in one split."""
+def problem_on(world: World) -> list[str]:
+    """The errors of ranks of which each has its own order in one split, and the same questions."""
     rows = [{"nums": [n], "target": n} for n in NUMBERS]
-    own = rows[world.rank :] + rows[: world.rank]
-    trained = own if differs_in == "training" else rows
-    stream = QuestionStream(
-        trained, seed=0, shuffle=True, prompt_tokens=len, max_prompt_tokens=9, log=print
-    )
-    validation = own[:9] if differs_in == "validation" else rows[:9]
-    config, task = make_config(), None
-    run = Run(config, world, Logger(rank=1), task, None, validation, stream)
-    try:
-        run.check_questions()
-    except ConfigError as error:
-        return str(error)
-    return ""
+    own, found = rows[world.rank :] + rows[: world.rank], []
+    for trained, validation in ((rows, own[:9]), (own, rows[:9]), (rows, rows[:9])):
+        how = {"seed": 0, "shuffle": True, "prompt_tokens": len, "max_prompt_tokens": 9}
+        stream = QuestionStream(trained, **how, log=print)
+        run = Run(make_config(), world, Logger(rank=1), None, None, validation, stream)
+        try:
+            run.check_questions()
+            found.append("")
+        except ConfigError as error:
+            found.append(str(error))
+    return found
 
 
-@pytest.mark.parametrize("differs_in", ["validation", "training", "nothing"])
-def test_ranks_with_different_questions_all_end_with_one_line(tmp_path, differs_in):
+def test_ranks_with_different_questions_all_end_with_one_line(tmp_path):
     """Bug: with list(set(...)) in a task, a rank was validated on what another had trained on."""
-    first, second = run_on_ranks(problem_on, 2, differs_in, folder=tmp_path)
-    assert first == second and "\n" not in first
-    assert ("task.name = countdown: " in first and "set(" in first) == (differs_in != "nothing")
+    first, second = run_on_ranks(problem_on, 2, folder=tmp_path)
+    assert first == second and first[2] == "" and first[0] == first[1]
+    assert first[0].startswith("task.name = countdown: ") and "set(" in first[0]
+    assert "\n" not in first[0]

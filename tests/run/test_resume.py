@@ -17,6 +17,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -118,6 +119,7 @@ def go_on(rotary_model_folder, settings) -> Callable[..., int | None]:
             except Interrupted:
                 return None
             finally:
+                run.world.leave()
                 run.lock.close()
 
     return started
@@ -130,7 +132,9 @@ def break_at(patch: pytest.MonkeyPatch, run: Run, place: str, step: int, fault: 
         if run.state.step == step:
             if fault is None:
                 raise Interrupted
-            signal.raise_signal(fault)
+            os.kill(os.getpid(), fault)
+            while run.world.stop_signal == 0:  # a thread notes it
+                time.sleep(0.001)
         return function(*arguments, **options)
 
     patch.setattr(place.replace(":", "."), replacement)
@@ -372,23 +376,6 @@ def test_a_kill_at_any_file_event_of_a_step_costs_no_more_than_that_step(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_a_kill_while_the_same_step_is_saved_again_leaves_its_checkpoint(
-    tmp_path, rotary_model_folder, settings, go_on
-):
-    """Bug: a kill between the two renames of the folder lost it."""
-    parts, whole, given = tmp_path / "parts", tmp_path / "whole", [THREE, EVALUATE]
-    assert go_on(whole, *given, rates=RISING) == 0
-    assert go_on(parts, *given, rates=RISING, breaks=(UPDATE, 1, TERM)) == 128 + TERM
-    copies = copies_of(parts, rotary_model_folder, *settings, TWO, EVALUATE, saves=0)
-    assert set(steps_resumed_from(copies)) == {2}
-    lost = [copy for copy in copies if (copy / "x/checkpoints/step-000002.old").exists()]
-    for copy in (copies[0], lost[0], lost[-1]):
-        assert go_on(copy, *given, rates=RISING) == 0
-        assert_same(whole, copy)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_kill_at_any_file_event_of_a_sharded_step_leaves_a_whole_checkpoint(
     tmp_path, rotary_model_folder, settings
@@ -609,15 +596,6 @@ def test_a_second_start_of_a_run_is_refused_while_the_first_lasts(parts, capsys)
     assert capsys.readouterr().err.startswith(f"error: x: process {os.getpid()} on ")
     assert contents(parts) == before
     assert begin() == 0
-
-
-def test_a_finished_run_started_again_takes_no_step(parts, three_steps, capsys):
-    shutil.rmtree(parts)
-    shutil.copytree(three_steps / "x", parts, symlinks=True)
-    assert begin() == 0
-    output = capsys.readouterr().out
-    assert "pass@1" in output and "step 3/3" not in output
-    assert_same(three_steps, Path())
 
 
 @pytest.mark.parametrize("gone", ["best", "best/model.safetensors"])

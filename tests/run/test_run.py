@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -96,8 +95,6 @@ def test_a_run_leaves_a_row_for_each_step_with_evaluations_at_both_ends(on_one_r
     samples = read_jsonl(on_one_rank / "samples.jsonl")
     kinds = {("validation", step) for step in (0, 1, 2)} | {("train", step) for step in (1, 2)}
     assert {(sample["split"], sample["step"]) for sample in samples} == kinds
-    assert all(sample["gold"].keys() == {"nums", "target"} for sample in samples)
-    assert all("answer" in sample for sample in samples)
 
 
 def test_two_ranks_do_the_same_step_as_one(on_one_rank, on_two_ranks):
@@ -146,15 +143,13 @@ def test_which_model_is_the_best(
     monkeypatch.setattr(main, "count_broken", lambda *_: run.state.step >= broken_from)
     grade_by_text(monkeypatch)
     run = load_run(tmp_path, rotary_model_folder, *data, *given.split())
-    if broken_from <= 2:  # nothing is trained on them
-        main.run_training(run)
-    else:
-        train_here(run)
+    main.run_training(run)
+    assert (run.state.best, run.state.best_step) == (best, best_step)
+    if given:
         scores = "best_of_4 0.600 at the start, 0.700 after step 2; best 0.900 at step 1"
         assert scores in capsys.readouterr().out
         card = (tmp_path / "x/best/README.md").read_text()
         assert "| before training | 0.500 |" in card and "after step 1 | 0.300 |" in card
-    assert (run.state.best, run.state.best_step) == (best, best_step)
 
 
 def test_sil_runs_and_of_equal_models_the_earliest_is_the_best(
@@ -242,45 +237,42 @@ def test_validation_has_its_own_length_and_a_greedy_one_samples_once(
     assert metrics["eval/greedy_tokens"] == metrics["eval/completion_tokens"]
 
 
+@pytest.fixture
+def draws(monkeypatch) -> list[tuple[tuple, tuple]]:
+    """Each seed for which random numbers are drawn from here on, with each row of these."""
+    seen, draw_uniforms = [], draw.draw_uniforms
+
+    def draw_and_note(seeds, params):
+        drawn = draw_uniforms(seeds, params)
+        for some, rows in zip(seeds, drawn.view(len(seeds), -1, drawn.shape[-1]), strict=True):
+            seen.extend((some, tuple(row)) for row in rows.tolist())
+        return drawn
+
+    monkeypatch.setattr(grouped, "draw_uniforms", draw_and_note)
+    return seen
+
+
 def test_training_and_validation_never_draw_the_same_random_numbers(
-    tmp_path, rotary_model_folder, data, monkeypatch
+    tmp_path, rotary_model_folder, data, draws
 ):
     """Here only the first word of a seed keeps position 0 apart from validation question 2."""
-    drawn, draw_uniforms = [], draw.draw_uniforms
-
-    def seen(*arguments, **sizes):
-        uniforms = draw_uniforms(*arguments, **sizes)
-        drawn.extend(map(tuple, uniforms.tolist()))
-        return uniforms
-
-    settings = [*data, "training.num_steps=1", "training.seed=2"]
-    run = load_run(tmp_path, rotary_model_folder, *settings)
-    monkeypatch.setattr(grouped, "draw_uniforms", seen)
-    assert main.run_training(run) == 0
+    given = [*data, "training.num_steps=1", "training.seed=2"]
+    train_here(load_run(tmp_path, rotary_model_folder, *given))
     num_training, num_validation = 2 * 8, 7 * 4
-    assert len(drawn) == num_training + 2 * num_validation
-    assert len(set(drawn)) == num_training + num_validation
+    assert len(draws) == num_training + 2 * num_validation
+    assert len({row for _, row in draws}) == num_training + num_validation
 
 
 def test_each_step_draws_for_the_next_questions_by_the_runs_seed(
-    tmp_path, rotary_model_folder, data, monkeypatch
+    tmp_path, rotary_model_folder, data, draws
 ):
     """Not seen before: a stream that skips a question, random numbers of another run's seed."""
-    uniforms, draw_uniforms = {}, draw.draw_uniforms
-
-    def seen(seeds, params):
-        drawn = draw_uniforms(seeds, params)
-        numbers = drawn.view(len(seeds), -1).tolist()
-        uniforms.update((s, row) for s, row in zip(seeds, numbers, strict=True) if len(s) == 3)
-        return drawn
-
-    monkeypatch.setattr(grouped, "draw_uniforms", seen)
     for number in ("3", "4"):
-        settings = [*data, "training.num_steps=2", f"training.seed={number}"]
-        run = load_run(tmp_path / number, rotary_model_folder, *settings)
-        assert main.run_training(run) == 0
-    assert sorted(position for *_, position in uniforms) == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert len(set(map(tuple, uniforms.values()))) == len(uniforms)
+        given = [*data, "training.num_steps=2", f"training.seed={number}"]
+        train_here(load_run(tmp_path / number, rotary_model_folder, *given))
+    trained = [(some, row) for some, row in draws if len(some) == 3]
+    assert sorted(some[-1] for some, _ in trained) == [n for n in (0, 1, 2, 3) for _ in range(16)]
+    assert len({row for _, row in trained}) == len(trained)
 
 
 def test_the_ranks_take_turns_with_the_validation_questions(rotary_model_folder):
@@ -324,46 +316,32 @@ def test_a_rank_without_a_question_waits_for_the_others(rotary_model_folder, tmp
 # A user's mistakes: one line on one rank, status 2, nothing written
 
 
-@pytest.fixture
-def broken(tmp_path, rotary_model_folder) -> Path:
-    """A folder with a model that lacks its weights, and rows that lack the task's columns."""
-    folder = tmp_path / "broken"
-    model = shutil.copytree(rotary_model_folder, folder / "model")
-    (model / "model.safetensors").unlink()
-    (folder / "rows.jsonl").write_text('{"numbers": [3], "goal": 3}\n')
-    return folder
-
-
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("training.max_new_gen_tokens=1000", ["training.max_new_gen_tokens"]),
-        ("model.name=BROKEN/model", ["model.name = BROKEN/model: ", "model.safetensors"]),
-        ("task.eval=nowhere.jsonl", ["nowhere.jsonl: "]),
-        ("task.eval=BROKEN/rows.jsonl", ["BROKEN/rows.jsonl, row 1: ", "nums", "target"]),
+        ("training.max_new_gen_tokens=1000", "training.max_new_gen_tokens"),
         # Bug: the error was raised outside the part of main that turns errors into a line.
-        ("run.dir=BROKEN/rows.jsonl", ["BROKEN/rows.jsonl"]),
+        ("run.dir=FILE", "FILE cannot be written"),
         # Bug: the run ended in a traceback, after it had written config.yaml.
-        ("logging.mlflow=true", ["logging.report_to", "mlflow"]),
-        ("logging.report_to=mlflow", ["logging.report_to", "mlflow"]),
+        ("logging.mlflow=true", "mlflow"),
+        ("logging.report_to=mlflow", "logging.report_to"),
     ],
 )
-def test_a_mistake_is_one_line_that_names_the_key_or_file(
-    capsys, monkeypatch, rotary_model_folder, data, broken, tmp_path, override, named
+def test_a_mistake_that_shows_late_is_one_line_and_nothing_is_written(
+    capsys, monkeypatch, rotary_model_folder, data, tmp_path, override, named
 ):
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    folder = tmp_path / "runs"
+    folder, file = tmp_path / "runs", tmp_path / "file"
     folder.mkdir()
-    override = override.replace("BROKEN", str(broken))
-    given = arguments(folder, rotary_model_folder, *SIZES, *data, override)
-    monkeypatch.setattr(sys, "argv", ["main.py", *given])
+    file.touch()
+    given = [*SIZES, *data, override.replace("FILE", str(file))]
+    monkeypatch.setattr(sys, "argv", ["main.py", *arguments(folder, rotary_model_folder, *given)])
     with pytest.raises(SystemExit) as caught:
         main.main()
-    assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert all(part.replace("BROKEN", str(broken)) in line for part in named), line
-    assert not list(folder.iterdir())
+    assert caught.value.code == 2 and line.startswith("error: ")
+    assert named.replace("FILE", str(file)) in line
+    assert not list(folder.iterdir()) and file.read_text() == ""
 
 
 @pytest.mark.parametrize(("variable", "waits_s"), [("LOCAL_RANK", [3]), (RESTARTS, [])])
