@@ -66,13 +66,13 @@ BUGS = [
         "the checkpoint written before the log",
         r"( +)log_step\(run, metrics",
         r"\1save_checkpoint(run)\n\1log_step(run, metrics",
-        "test_a_run_that_dies_as_it_writes_its_log_has_no_checkpoint_of_that_step",
+        "test_a_broken_run_goes_on_bit_for_bit[the log]",
     ),
     Bug(
         "the stream's position left out of the checkpoint",
         r'"state": asdict\(state\)',
         r'"state": asdict(state) | {"position": 0}',
-        "test_an_exception_leaves_the_last_checkpoint_and_the_run_goes_on_bit_for_bit",
+        "test_a_broken_run_goes_on_bit_for_bit[an exception]",
     ),
     Bug(
         "the KL reference made of the checkpoint",
@@ -171,13 +171,13 @@ BUGS = [
         "the optimizer's state not loaded",
         r"\n +run\.optimizer\.load_state_dict\(.*?\n",
         r"\n",
-        "test_an_exception_leaves_the_last_checkpoint_and_the_run_goes_on_bit_for_bit",
+        "test_a_broken_run_goes_on_bit_for_bit[an exception]",
     ),
     Bug(
         "one checkpoint more kept",
         r"whole\[keep:\]",
         r"whole[keep + 1 :]",
-        "test_all_checkpoints_are_kept_where_no_number_is_given",
+        "test_checkpoints_are_kept_as_the_config_says_and_what_a_killed_save_left_goes",
     ),
     Bug(
         "dropout not seeded",
@@ -213,7 +213,7 @@ BUGS = [
         "a broken model taken for the best",
         r"is_best = not is_broken and ",
         r"is_best = ",
-        "test_a_model_with_a_broken_completion_is_never_the_best",
+        "test_which_model_is_the_best",
     ),
     Bug(
         "a second Ctrl-C without effect",
@@ -576,7 +576,7 @@ BUGS = [
         "what a killed save left kept for ever",
         r"in \[\*outdated, \*left_by_kills\]:",
         r"in outdated:",
-        "test_what_a_killed_save_left_goes_with_the_next",
+        "test_checkpoints_are_kept_as_the_config_says_and_what_a_killed_save_left_goes",
     ),
     Bug(
         "a checkpoint whole though a file was cut",
@@ -588,19 +588,19 @@ BUGS = [
         "an optimizer's file that may run code",
         r"weights_only=True\)",
         r"weights_only=False)",
-        "test_an_optimizer_that_holds_code_is_refused_before_that_runs",
+        "test_an_optimizer_that_holds_code_or_was_damaged_is_one_line_and_runs_nothing",
     ),
     Bug(
         "a lock that two runs can hold",
         r"fcntl\.LOCK_EX \| fcntl\.LOCK_NB",
         r"fcntl.LOCK_SH | fcntl.LOCK_NB",
-        "test_a_folder_is_locked_by_one_alone",
+        "test_a_second_start_of_a_run_is_refused_while_the_first_lasts",
     ),
     Bug(
         "deleted checkpoints forgotten",
         r"\(folder / MARKER\)\.exists\(\) or list_checkpoints\(root\)",
         r"list_checkpoints(root)",
-        "test_a_run_is_known_though_its_checkpoints_were_deleted",
+        "test_a_run_that_cannot_go_on_is_refused_in_a_line_and_nothing_is_lost[no checkpoint]",
     ),
     Bug(
         "a checkpoint's attention in the place of the run's",
@@ -643,7 +643,7 @@ BUGS = [
         "a task's exit taken for the run's end",
         r'    except SystemExit as error:\n        problem = f"the task called',
         r'    except ZeroDivisionError as error:\n        problem = f"the task called',
-        "test_a_task_that_exits_is_a_failure",
+        "test_a_crash_names_its_fix",
     ),
     Bug(
         "a broken row with a finite log-probability",
@@ -854,7 +854,7 @@ BUGS = [
         "a signal to another rank not heeded",
         r"bool\(self\.sum\(\[self\.stop_signal > 0\]\) > 0\)",
         r"self.stop_signal > 0",
-        "test_all_ranks_learn_of_a_signal_to_one_when_they_are_asked",
+        "test_all_ranks_learn_of_a_signal_to_one_and_of_a_mistake_of_rank_0",
     ),
     Bug(
         "sums over ranks in float32",
@@ -872,7 +872,7 @@ BUGS = [
         "rank 0's mistake unknown to the others",
         r"if problem is not None:",
         r"if problem is not None and self.is_main:",
-        "test_a_mistake_of_rank_0_ends_every_rank",
+        "test_all_ranks_learn_of_a_signal_to_one_and_of_a_mistake_of_rank_0",
     ),
     Bug(
         "gradients beside DDP's buckets",

@@ -47,7 +47,9 @@ def test_handlers_are_put_back_and_a_hangup_that_nohup_ignores_stays_ignored():
     signal.raise_signal(HUP)
     assert world.stop_signal == 0
     world.leave()
-    assert signal.signal(HUP, before) is signal.SIG_IGN
+    assert signal.getsignal(HUP) is signal.SIG_IGN and signal.getsignal(TERM) is signal.SIG_DFL
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(INT)
 
 
 def learn_from_the_other(world: World) -> tuple[list, str]:
