@@ -213,7 +213,7 @@ BUGS = [
         "a broken model taken for the best",
         r"is_best = not is_broken and ",
         r"is_best = ",
-        "test_which_model_is_the_best",
+        "test_which_model_is_the_best[never with a broken completion]",
     ),
     Bug(
         "a second Ctrl-C without effect",
@@ -643,7 +643,7 @@ BUGS = [
         "a task's exit taken for the run's end",
         r'    except SystemExit as error:\n        problem = f"the task called',
         r'    except ZeroDivisionError as error:\n        problem = f"the task called',
-        "test_a_crash_names_its_fix",
+        "test_a_crash_names_its_fix[exit]",
     ),
     Bug(
         "a broken row with a finite log-probability",

@@ -601,7 +601,7 @@ def test_a_second_start_of_a_run_is_refused_while_the_first_lasts(parts, capsys)
 @pytest.mark.parametrize("gone", ["best", "best/model.safetensors"])
 def test_a_best_model_that_is_gone_is_replaced_by_the_next(parts, gone, capsys):
     """Even if the next one is worse; bug: the score alone was reported as the best model's."""
-    resuming.remove(parts / gone)
+    saving.remove(parts / gone)
     assert begin(rates=[0.1, 0.0, 0.4, 0.2]) == 0
     assert "best is gone" in capsys.readouterr().out
     best, last = (saved_weights(parts / name) for name in ("best", "checkpoints/last"))
@@ -611,7 +611,8 @@ def test_a_best_model_that_is_gone_is_replaced_by_the_next(parts, gone, capsys):
 def test_the_best_score_is_that_of_the_model_in_best(parts, capsys):
     """Bug: after a checkpoint was deleted, card and summary told of different models."""
     best = contents(parts / "best")
-    assert json.loads((parts / BEST).read_text()) == {"best": 0.5, "best_step": 3}
+    scores = {"best": 0.5, "best_step": 3, "best_by": "pass@1"}
+    assert json.loads((parts / BEST).read_text()) == scores
     assert begin(rates=[0.1, 0.0, 0.4, 0.3]) == 0
     assert "0.300 after step 3; best 0.500 at step 3" in capsys.readouterr().out
     assert contents(parts / "best") == best
@@ -626,10 +627,11 @@ def test_a_run_whose_best_model_was_lost_ends_with_1(tmp_path, go_on, monkeypatc
     """Bug: a worse model that was saved later made it 0, and so did a new start."""
     save_model = saving.save_model
 
-    def fail_at_1(*arguments, best: dict, **options):
+    def fail_at_1(*arguments):
+        *_, best = arguments
         if best["best_step"] == 1:
             raise OSError("No space left on device")
-        save_model(*arguments, best=best, **options)
+        save_model(*arguments)
 
     monkeypatch.setattr(saving, "save_model", fail_at_1)
     for steps, status in ((TWO, 1), (TWO, 1), (THREE, 0)):  # the last one saves as good a model
