@@ -570,7 +570,8 @@ def train_forked(
 def train(folder: Path, model: Path, *overrides: str, **how) -> str:
     """Output of a run that ends well; `how` is that of `train_forked`."""
     status, output = train_forked(folder, model, *overrides, **how)
-    assert status == 0, output
+    # a toy may earn nothing at all, and says so by its status
+    assert status == ("no step has trained the model" in output), output
     return output
 
 

@@ -71,13 +71,14 @@ def export(asked: argparse.Namespace, run: Path) -> None:
     file = model / "README.md"
     card = file.read_text(encoding="utf-8") if file.is_file() else ""
     if is_adapter and (asked.merge or asked.in_4bit):
+        what = "adapter" if model == run else "best model"
         if model != run:
             check_base(run)
         base = find_base(config.model)
         plain = merged(config.model, base, dtype=torch.bfloat16)
         model, card = run / "merged", merged_card(card)
         save_model(plain, tokenizer, card, model)
-        print(f"the adapter, merged: {model}")
+        print(f"the {what}, merged: {model}")
     if asked.in_4bit:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         in_4bit = quantization_config(device, torch.bfloat16)

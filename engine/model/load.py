@@ -53,8 +53,9 @@ def load_model_and_tokenizer(
         in_4bit = adapters().quantization_config(device, compute_dtype)
     with one_line_errors(settings.name):
         base, tokenizer = load_base_tokenizer(config, log)
-        if is_training and settings.lora is not None and base is None:
-            adapter = adapters().adapter_config(settings)
+    if is_training and settings.lora is not None and base is None:
+        adapter = adapters().adapter_config(settings)
+    with one_line_errors(settings.name):
         base_settings = base or settings
         model_config = load_model_config(base_settings)
         is_quantized = bool(model_config.to_dict().get("quantization_config"))

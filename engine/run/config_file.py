@@ -114,7 +114,8 @@ def check_default_rate(config: Config) -> None:
     try:
         check_folder(config.model.name)
     except ValueError:
-        return  # that there is no such model comes first: `check_paths` says so
+        if not os.path.exists(config.model.name):
+            return  # that there is no such model comes first: `check_paths` says so
     rate, model = config.training.learning_rate, Path(config.model.name).resolve()
     is_tiny = model in (Path("tiny").resolve(), ROOT / "tiny")
     run = run_that_made(config.model.name)

@@ -67,7 +67,7 @@ RUNS = {
         ["training.advantage=benchmarks.rloo:rloo"],
         {"engine.update.user_algorithm"},
     ),
-    "a stop text": (["sampling.stop=[no]"], {"engine.sampling.stop_texts"}),
+    "a stop text": (["sampling.stop=[is it]"], {"engine.sampling.stop_texts"}),
     "all completions": (["logging.completions_every=1"], {"engine.report.archive"}),
     "a calculator": (["sampling.calculator=gsm8k"], {"engine.sampling.calculator"}),
     "a large vocabulary": (["training.micro_batch_tokens=500000"], {"engine.update.head"}),

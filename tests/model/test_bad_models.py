@@ -101,7 +101,8 @@ def train(monkeypatch, capsys, tmp_path) -> Callable[..., tuple[Path, str]]:
         with pytest.raises(SystemExit) as ended:
             main.main()
         output, errors = capsys.readouterr()
-        assert ended.value.code == status, errors
+        untrained = "no step has trained the model" in output
+        assert ended.value.code == (status or int(untrained)), errors
         return tmp_path / "runs/x", output + errors
 
     return run

@@ -59,6 +59,7 @@ import main
 from engine.core.distributed import World
 from engine.core.statistics import Clock
 from engine.model.adapters import keep_4bit_layout, quantization_config
+from engine.model.load import base_of
 from engine.model.policy import Policy
 from engine.update.head import ChunkedScorer
 from engine.update.optimizer import make_optimizer
@@ -443,7 +444,7 @@ def test_an_adapter_is_evaluated_on_its_base(finished, tmp_path, monkeypatch):
     row = read_rows(folder)[2]
     figures = {name: value for name, value in row.items() if "eval/" in name}
     assert figures.pop("eval/pass@1") == 0.4  # as given
-    assert len(figures) == 7
+    assert len(figures) == 16
     grade_by_text(monkeypatch)
     overrides = [f"--config={folder / 'config.yaml'}", "mode=evaluate"]
     overrides += [f"model.name={folder / 'best'}", f"run.dir={tmp_path}"]
@@ -511,11 +512,28 @@ def test_a_missing_package_is_named(rotary_model_folder, monkeypatch, package):
         make_policy(rotary_model_folder, LORA, *[IN_4BIT] * (package == "bitsandbytes"))
 
 
-def test_an_adapter_is_not_trained_on_and_says_what_to_do(finished):
+def test_a_run_starts_at_its_adapters_evaluation_and_resumes_bit_for_bit(finished, tmp_path, data):
+    """The adapter is merged at the start, as a merge by hand does, and trained with all weights."""
     best = finished / "best"
-    with pytest.raises(ValueError, match=r"it is an adapter: .* merge it") as caught:
-        make_policy(best, LORA)
-    assert str(caught.value).startswith(f"model.name = {best}: ")
+    small = [*data, f"model.name={best}", "training.learning_rate=1e-3", NO_FILE]
+    config = load_config([*small, "mode=evaluate", f"run.dir={tmp_path}"])
+    before, _ = measure(load_run(config))
+    folders = {}
+    for name, steps in {"whole": [3], "broken": [1, 3]}.items():
+        for num_steps in steps:
+            how = [f"run.dir={tmp_path}", f"run.name={name}", "training.lr_schedule=constant"]
+            run = load_run(load_config([*small, *how, f"training.num_steps={num_steps}"]))
+            main.run_training(run)
+            run.lock.close()
+        folders[name] = run.folder
+    rows = [read_jsonl(folder / "metrics.jsonl") for folder in folders.values()]
+    assert rows[0][0]["eval/pass@1"] == pytest.approx(before["eval/pass@1"], abs=0.05)
+    weights = [load_file(folder / "best/model.safetensors") for folder in folders.values()]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    base = AutoModelForCausalLM.from_pretrained(base_of(best)[0], dtype=torch.float32)
+    by_hand = peft.PeftModel.from_pretrained(base, best).merge_and_unload().state_dict()
+    merged = AutoModelForCausalLM.from_pretrained(folders["whole"] / "base", dtype=torch.float32)
+    assert all(torch.equal(by_hand[key], value) for key, value in merged.state_dict().items())
 
 
 def test_a_base_that_is_quantised_already_is_refused(rotary_model_folder, tmp_path):
