@@ -18,6 +18,7 @@ import pytest
 import torch
 from harness import (
     CPU,
+    NO_FILE,
     ROOT,
     assert_resumes,
     change_json,
@@ -27,6 +28,7 @@ from harness import (
     make_config,
     make_policy,
     make_run,
+    measure,
     read_jsonl,
     read_rows,
     run_on_ranks,
@@ -61,6 +63,7 @@ from engine.core.statistics import Clock
 from engine.model.adapters import keep_4bit_layout, quantization_config
 from engine.model.load import base_of
 from engine.model.policy import Policy
+from engine.run.config_file import load_config
 from engine.update.head import ChunkedScorer
 from engine.update.optimizer import make_optimizer
 from main import CompletionScorer

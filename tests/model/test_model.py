@@ -254,10 +254,8 @@ def test_more_tokens_that_end_a_completion_can_be_named(absolute_model_folder):
     assert make_policy(absolute_model_folder).params.eos_ids == (0,)  # it has no chat template
     policy = make_policy(absolute_model_folder, "sampling.stop=['<answer>7</answer>']")
     assert written(policy, "7 * 1 <answer>7</answer>\n") == "7 * 1 "
-    assert (
-        written(make_policy(absolute_model_folder, "sampling.stop=[no text]"), "7 no text")
-        == "7 no text"
-    )
+    policy = make_policy(absolute_model_folder, "sampling.stop=[no token]")  # a text ends it too
+    assert policy.params.eos_ids == (0,) and policy.params.stop.texts == ["no token"]
 
 
 # A user's mistakes: one useful line, which main prints
