@@ -1343,6 +1343,60 @@ BUGS = [
         r"random.Random(hash((split, seed)))",
         "test_questions::test_generated_questions_depend_on_the_seed_alone",
     ),
+    Bug(
+        "the tokens that skip_truncated leaves out in the divisor",
+        r"num_sampled for t in kept\)",
+        r"num_sampled for t in batch)",
+        "test_update::test_an_update_equals_the_reference[skip, token-in several]",
+    ),
+    Bug(
+        "an advantage of one's own not taken",
+        r"return own_advantages\(name, rewards, groups\)",
+        r"return advantages",
+        "test_leave_one_out_is_the_means_advantage_times_g_over_g_minus_1",
+    ),
+    Bug(
+        "a forked child that no signal ends",
+        r"after_in_child=give_signals_back",
+        r"after_in_child=release_signals",
+        "test_signals[a forked child is terminated]",
+    ),
+    Bug(
+        "a stop text that only one token can spell",
+        r"self\.most_tokens = 1 \+ max",
+        r"self.most_tokens = 1 + 0 * max",
+        "test_a_completion_is_what_it_would_be_up_to_the_token_that_completes_a_stop_text",
+    ),
+    Bug(
+        "pass@1 chooses the best by a graded reward",
+        r'"pass@1" if knows_right else "reward"',
+        r'"pass@1"',
+        "test_the_reward_chooses_the_best_model_where_no_function_says_what_is_right",
+    ),
+    Bug(
+        "a call that is late paid in full",
+        r"is_late = values is None\n",
+        r"is_late, values = values is None, values or [1.0] * len(of_question)\n",
+        "test_async_functions_wait_together_and_one_that_is_late_does_not_apply",
+    ),
+    Bug(
+        "a torn step of completions kept",
+        r"if not member\.eof or json",
+        r"if json",
+        "test_later_steps_and_a_torn_one_are_cut_off_and_the_rest_is_read_in_one_line",
+    ),
+    Bug(
+        "a rank with another config trains along",
+        r"if first\.get\(name\) != theirs\.get\(name\)",
+        r"if False",
+        "test_ranks_with_another_config_end_with_its_first_key",
+    ),
+    Bug(
+        "a node with a newer checkpoint is not heard",
+        r"        if step > first:\n",
+        r"        if step > 10**9:\n",
+        "test_a_node_with_a_newer_checkpoint_than_rank_0s_ends_the_start",
+    ),
 ]
 
 

@@ -1,0 +1,80 @@
+"""What a run says of itself: that it cannot learn, and that its ranks or nodes do not fit."""
+
+from types import SimpleNamespace
+
+import pytest
+from harness import load_run, make_config, read_jsonl, run_on_ranks
+
+import main
+from engine.core.config import Config
+from engine.core.distributed import World
+from engine.run.fingerprint import check_same_everywhere
+from engine.run.resuming import check_newest
+
+REWARDS = """
+def nothing(completions, **kwargs): return [0.0 for _ in completions]
+def never(completions, **kwargs): return [None for _ in completions]
+def answer(completions, **kwargs): return [0.5 * (len(text) % 2) for text in completions]
+"""
+OWN = "task.train=rows.jsonl validation.num_examples=2 training.num_steps=4"
+# The settings; what the run remarks on, whatever it samples; and its exit status
+CASES = {
+    "no reward": (f"{OWN} task.reward=mine:nothing", {"alike", "untrained", "evaluations"}, 1),
+    "none applies": (f"{OWN} task.reward=mine:never", {"alike", "unpaid", "untrained"}, 1),
+    "never whole": (f"{OWN} task.reward=mine:answer", {"partly"}, 0),
+    "no weight": (
+        f"{OWN} task.reward=mine:[answer,nothing] task.reward_weights={{answer:1.0,nothing:0.0}}",
+        {"partly"},
+        0,
+    ),
+    "a rate too low": ("training.num_steps=1 training.learning_rate=1e-12", {"rate"}, None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_says_once_what_keeps_it_from_learning(name, tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(REWARDS)
+    rows = [f'{{"prompt": "{n} + {n}?"}}\n' for n in range(30)]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    monkeypatch.chdir(tmp_path)
+    settings, kinds, status = CASES[name]
+    sizes = ["training.num_samples_per_step=8", "training.k_best_of_n=[4,4]"]
+    sizes += ["training.max_new_gen_tokens=16", "validation.num_examples=4"]
+    run = load_run(make_config(*sizes, *settings.split()))
+    given = main.run_training(run)
+    assert status is None or given == status
+    remarks = read_jsonl(run.folder / "remarks.jsonl")
+    found = [row["kind"] for row in remarks]
+    assert kinds <= {*found} and len(found) == len({*found})
+    output = capsys.readouterr().out
+    assert all(output.count(f"warning: {row['line']}") == 1 for row in remarks)
+
+
+def differing(world: World, key: str, value: str) -> str:
+    """What each of two ranks says if the second has another value of a key."""
+    config: Config = make_config(*[f"{key}={value}"] * world.rank)
+    try:
+        check_same_everywhere(config, world)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_refused"),
+    [("training.max_grad_norm", "3.0", True), ("run.dir", "elsewhere", False)],
+)
+def test_ranks_with_another_config_end_with_its_first_key(key, value, is_refused, tmp_path):
+    said = run_on_ranks(differing, 2, key, value, folder=tmp_path)
+    assert said[0] == said[1]
+    assert ("training.max_grad_norm is 3.0 on rank 1" in said[0]) is is_refused
+
+
+@pytest.mark.parametrize(("others", "is_refused"), [([3, -1], True), ([0, 2], False)])
+def test_a_node_with_a_newer_checkpoint_than_rank_0s_ends_the_start(others, is_refused, tmp_path):
+    gathered = [(2, "first"), *((step, f"node{i}") for i, step in enumerate(others))]
+    world = SimpleNamespace(gather=lambda mine: gathered)
+    if not is_refused:
+        return check_newest(tmp_path, world)
+    with pytest.raises(ValueError, match="node0 has a checkpoint of step 3, and first"):
+        check_newest(tmp_path, world)
