@@ -40,7 +40,7 @@ def remark_at_start(run: Run) -> None:
     median = torch.cat([p.abs() for p in some]).float().median().item()
     dtype = run.policy.compute_dtype
     rates = (learning_rate_at(step, training) for step in range(1, training.num_steps + 1))
-    total, least = sum(rates), ROUNDING[dtype] * median  # AdamW moves a weight by its rate at most
+    total, least = sum(rates), ROUNDING.get(dtype, 0.0) * median  # AdamW moves a weight by its rate at most
     if total < least:
         moves = f"all learning rates together, {total:.1e}, are less than a rounding of half of the"
         which = f"weights in {str(dtype).removeprefix('torch.')}, {least:.1e}"

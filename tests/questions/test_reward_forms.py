@@ -111,11 +111,17 @@ def test_the_reward_chooses_the_best_model_where_no_function_says_what_is_right(
     assert make_config(*settings).best_metric == metric
 
 
+ALONG = np.cos(np.pi * np.arange(10) / 10)
 LENGTH_REWARDS = {  # of completions of 1, 2, 8, 9 and 10 tokens, at most 10, the first two right
     "soft_overlong": [0, 0, 0, -0.5, -1],
     "shorter": [-1 / (1 + np.e), -np.e / (1 + np.e), None, None, None],
-    "cosine": [1.5 + 0.5 * np.cos(0.1 * np.pi), 1.5 + 0.5 * np.cos(0.2 * np.pi)]
-    + [-5 - 5 * np.cos(0.8 * np.pi), -5 - 5 * np.cos(0.9 * np.pi), -10],
+    "cosine": [
+        1.5 + 0.5 * ALONG[1],
+        1.5 + 0.5 * ALONG[2],
+        -5 - 5 * ALONG[8],
+        -5 - 5 * ALONG[9],
+        -10,
+    ],
 }
 
 

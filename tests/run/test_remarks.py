@@ -22,11 +22,6 @@ CASES = {
     "no reward": (f"{OWN} task.reward=mine:nothing", {"alike", "untrained", "evaluations"}, 1),
     "none applies": (f"{OWN} task.reward=mine:never", {"alike", "unpaid", "untrained"}, 1),
     "never whole": (f"{OWN} task.reward=mine:answer", {"partly"}, 0),
-    "no weight": (
-        f"{OWN} task.reward=mine:[answer,nothing] task.reward_weights={{answer:1.0,nothing:0.0}}",
-        {"partly"},
-        0,
-    ),
     "a rate too low": ("training.num_steps=1 training.learning_rate=1e-12", {"rate"}, None),
 }
 

@@ -321,7 +321,7 @@ def test_a_rank_without_a_question_waits_for_the_others(rotary_model_folder, tmp
     [
         ("training.max_new_gen_tokens=1000", "training.max_new_gen_tokens"),
         # Bug: the error was raised outside the part of main that turns errors into a line.
-        ("run.dir=FILE", "FILE cannot be written"),
+        ("run.dir=FILE", "FILE/x cannot be written"),
         # Bug: the run ended in a traceback, after it had written config.yaml.
         ("logging.mlflow=true", "mlflow"),
         ("logging.report_to=mlflow", "logging.report_to"),
