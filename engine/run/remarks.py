@@ -28,19 +28,22 @@ def remark(run: Run, kind: str, line: str) -> None:
 
 def remark_at_start(run: Run) -> None:
     """On learning rates that move nothing, and parts of the reward that count nothing."""
-    training, weights = run.config.training, run.config.task.reward_weights
+    training, part_weights = run.config.training, run.config.task.reward_weights
     for part in run.task.REWARD_PARTS:
-        if weights[part] == 0 and part != "timeout" and part not in default_weights(run.task):
+        if part_weights[part] == 0 and part != "timeout" and part not in default_weights(run.task):
             fix = f"set task.reward_weights={{{part}: 1.0}}"
             remark(run, f"weight of {part}", f"the part {part} of the reward weighs 0: {fix}")
     if training.optimizer == "muon" or run.config.model.lora is not None:
         return  # Muon's step has another size, and half of an adapter is 0
-    some = [p.detach().flatten()[:: 1 + p.numel() // 10_000] for p in run.trained_weights]
-    some = [getattr(p, "to_local", lambda p=p: p)() for p in some]  # of shards
-    median = torch.cat([p.abs() for p in some]).float().median().item()
+    weights = [p.detach() for p in run.trained_weights]
+    if run.config.model.shard:
+        weights = [p.to_local() for p in weights]
+    some = torch.cat([p.flatten()[:: 1 + p.numel() // 10_000] for p in weights])
+    median = some.abs().float().median().item()
     dtype = run.policy.compute_dtype
     rates = (learning_rate_at(step, training) for step in range(1, training.num_steps + 1))
-    total, least = sum(rates), ROUNDING.get(dtype, 0.0) * median  # AdamW moves a weight by its rate at most
+    # AdamW moves a weight by its rate at most.
+    total, least = sum(rates), ROUNDING.get(dtype, 0.0) * median
     if total < least:
         moves = f"all learning rates together, {total:.1e}, are less than a rounding of half of the"
         which = f"weights in {str(dtype).removeprefix('torch.')}, {least:.1e}"
