@@ -85,6 +85,7 @@ def crashes_name_the_fix(folder: Path) -> Iterator[None]:
         if "by peer" in str(error):  # gloo's words, where the other rank has said why
             fix = f"what was saved stays in {folder}; the same command on all nodes goes on"
             print(f"this rank ends too, since another one has ended; {fix}", file=sys.stderr)
+            time.sleep(1)  # torchrun names the rank that ends first: let that be the other one
             sys.exit(1)
         if not is_out_of_memory(error):
             raise
