@@ -519,6 +519,8 @@ def test_a_run_starts_at_its_adapters_evaluation_and_resumes_bit_for_bit(finishe
     """The adapter is merged at the start, as a merge by hand does, and trained with all weights."""
     best = finished / "best"
     small = [*data, f"model.name={best}", "training.learning_rate=1e-3", NO_FILE]
+    small += ["training.num_samples_per_step=2", "training.k_best_of_n=[4,4]"]
+    small += ["training.max_new_gen_tokens=8", "validation.num_examples=4", "validation.every=3"]
     config = load_config([*small, "mode=evaluate", f"run.dir={tmp_path}"])
     before, _ = measure(load_run(config))
     folders = {}
