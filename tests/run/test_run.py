@@ -101,7 +101,7 @@ def test_two_ranks_do_the_same_step_as_one(on_one_rank, on_two_ranks):
     """Twice 2 questions are the same 4 questions: completions, rewards, loss and gradient."""
     (first, step, _), (other_first, other_step, _) = map(read_rows, (on_one_rank, on_two_ranks))
     measured = [name for name in first if name.startswith("eval/")]
-    assert len(measured) == 8
+    assert len(measured) == 17
     assert [other_first[name] for name in measured] == [first[name] for name in measured]
     names = "reward reward_std solved part_format advantage_abs completion_tokens truncated_frac"
     assert step["train/reward"] > 0
