@@ -350,7 +350,7 @@ IN_A_TASK = {  # code at the end of the task, and what is said after the file's 
     "f(:": ", line 22: SyntaxError",
     "import no_such_module": ", line 22: ModuleNotFoundError: No module named 'no_such_module'",
     "1 / 0": ", line 22: ZeroDivisionError",
-    "import sys; sys.exit()": ": it calls sys.exit(None)",
+    "import sys; sys.exit()": ": it calls sys.exit(",  # of 0 once wandb has replaced that
     "import sys; sys.exit(0)": ": it calls sys.exit(0)",  # bug: that ended the run with status 0
     "import sys; sys.exit('bye')": ": it calls sys.exit('bye')",
     "del reward_function": ": a task must define reward_function; tasks/template.py",
