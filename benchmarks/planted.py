@@ -1375,8 +1375,8 @@ BUGS = [
     ),
     Bug(
         "a call that is late paid in full",
-        r"is_late = values is None\n",
-        r"is_late, values = values is None, values or [1.0] * len(of_question)\n",
+        r"\[None\] \* len\(of_question\) if is_late",
+        r"[1.0] * len(of_question) if is_late",
         "test_async_functions_wait_together_and_one_that_is_late_does_not_apply",
     ),
     Bug(
