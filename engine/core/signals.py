@@ -27,6 +27,13 @@ def release_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
 
 
+def let_held_signals_end() -> None:
+    """SIGTERM and SIGHUP end the process again, unless it has ignored them before."""
+    for number in HELD:
+        if signal.getsignal(number) is leave_to_watch:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def give_signals_back() -> None:
     """In a forked child: SIGTERM and SIGHUP end it again, and Ctrl-C is the run's affair.
 
@@ -35,9 +42,7 @@ def give_signals_back() -> None:
     if signal.getsignal(signal.SIGTERM) is leave_to_watch:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for number in HELD:
-            if signal.getsignal(number) is leave_to_watch:
-                signal.signal(number, signal.SIG_DFL)
+        let_held_signals_end()
     release_signals()
 
 
@@ -79,9 +84,7 @@ class SignalWatch:
         if self.pipe is None:
             return
         signal.set_wakeup_fd(-1)
-        for number in HELD:
-            if signal.getsignal(number) is leave_to_watch:
-                signal.signal(number, signal.SIG_DFL)
+        let_held_signals_end()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         os.close(self.pipe[1])  # which ends the thread

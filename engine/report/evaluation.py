@@ -43,19 +43,29 @@ def mean_rewards(
     groups: Groups, names: tuple[str, ...], num_questions: int, world: World
 ) -> dict[str, float]:
     """The means of the reward and, where it applies, of each part; with 95% intervals."""
-    parts = {f"part_{name}": [[t.reward_parts[name] for t in g] for g in groups] for name in names}
+    parts = [name for name in names if name != "timeout"]
+    rows = [
+        [
+            mean_of([t.reward for t in group]),
+            *(mean_of([t.reward_parts[part] for t in group]) for part in parts),
+        ]
+        for group in groups
+    ]
+    table = world.gather_rows(rows, shape=(num_questions, 1 + len(parts)))
     metrics = {}
-    parts.pop("part_timeout", None)
-    for name, rows in ({"reward": [[t.reward for t in g] for g in groups]} | parts).items():
-        applying = [[value for value in row if value is not None] for row in rows]
-        means = [sum(row) / len(row) if row else math.nan for row in applying]
-        means = world.gather_rows(means, shape=(num_questions, 1))[:, 0]
+    for name, means in zip(["reward", *(f"part_{part}" for part in parts)], table.T, strict=True):
         means = means[~np.isnan(means)]
         if len(means) > 0:
             low, high = confidence_interval(means, is_binary=False)
-            mean = {f"eval/{name}": float(means.mean())}
-            metrics |= mean | {f"eval/{name}_low": low, f"eval/{name}_high": high}
+            metrics[f"eval/{name}"] = float(means.mean())
+            metrics |= {f"eval/{name}_low": low, f"eval/{name}_high": high}
     return metrics
+
+
+def mean_of(paid: list[float | None]) -> float:
+    """The mean of what applies; NaN if nothing does."""
+    applying = [value for value in paid if value is not None]
+    return sum(applying) / len(applying) if applying else math.nan
 
 
 def single_answer_metrics(

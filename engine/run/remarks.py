@@ -6,7 +6,7 @@ The lines are kept in remarks.jsonl, from which tools.report shows them.
 import torch
 
 from engine.core.files import append_durably, json_line, read_lines
-from engine.core.types import Trajectory
+from engine.core.types import Groups
 from engine.questions.messages import pose
 from engine.questions.tasks import default_weights
 from engine.run.state import Run
@@ -51,7 +51,7 @@ def remark_at_start(run: Run) -> None:
 
 
 def remark_on_step(
-    run: Run, metrics: dict[str, float], questions: list[dict], groups: list[list[Trajectory]]
+    run: Run, metrics: dict[str, float], questions: list[dict], groups: Groups
 ) -> None:
     """On groups of equal rewards in all steps, cut-off answers, and calls that took too long."""
     run.num_alike += len(groups) * run.world.size
@@ -64,10 +64,12 @@ def remark_on_step(
         fix = "look at task.reward, task.prompt and training.max_new_gen_tokens"
         remark(run, "alike", f"{earned}: {end}: {fix}")
     is_chat = run.policy.tokenizer.chat_template is not None
-    asked = pose(questions[0], task=run.task, options=run.config.task)
-    if metrics["train/truncated_frac"] > 0.5 and is_chat and isinstance(asked, str):
-        cut = "most completions were cut off, and this chat model was given plain text"
-        remark(run, "plain text", f"{cut}: task.prompt='{{prompt}}' makes a user's message of it")
+    if is_chat and metrics["train/truncated_frac"] > 0.5:
+        asked = pose(questions[0], task=run.task, options=run.config.task)
+        if isinstance(asked, str):
+            cut = "most completions were cut off, and this chat model was given plain text"
+            fix = "task.prompt='{prompt}' makes a user's message of it"
+            remark(run, "plain text", f"{cut}: {fix}")
     if metrics.get("train/reward_timeouts", 0) > 0.1:
         fix = "raise task.reward_timeout, or lower task.concurrency"
         late = f"{metrics['train/reward_timeouts']:.0%} of a step's rewards took too long"
@@ -78,7 +80,7 @@ def remark_on_step(
             remark(run, "unpaid", f"{unpaid}: its reward is 0")
 
 
-def remark_on_evaluation(run: Run, groups: list[list[Trajectory]]) -> None:
+def remark_on_evaluation(run: Run, groups: Groups) -> None:
     """On an answer that is partly right at times, and never right."""
     if "answer" in run.task.REWARD_PARTS:
         paid = [t.reward_parts["answer"] or 0.0 for group in groups for t in group]

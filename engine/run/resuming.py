@@ -80,6 +80,8 @@ def check_newest(root: Path, world: World) -> None:
     Without a disk that all nodes share each keeps its own, and rank 0 may stand on another node
     than at the last start.
     """
+    if world.size == 1:
+        return
     steps = [step_of(folder) for folder in list_checkpoints(root) if is_whole(folder)]
     (first, here), *others = world.gather((max(steps, default=-1), socket.gethostname()))
     for step, host in others:

@@ -68,7 +68,7 @@ def test_ranks_with_another_config_end_with_its_first_key(key, value, is_refused
 @pytest.mark.parametrize(("others", "is_refused"), [([3, -1], True), ([0, 2], False)])
 def test_a_node_with_a_newer_checkpoint_than_rank_0s_ends_the_start(others, is_refused, tmp_path):
     gathered = [(2, "first"), *((step, f"node{i}") for i, step in enumerate(others))]
-    world = SimpleNamespace(gather=lambda mine: gathered)
+    world = SimpleNamespace(gather=lambda mine: gathered, size=len(gathered))
     if not is_refused:
         return check_newest(tmp_path, world)
     with pytest.raises(ValueError, match="node0 has a checkpoint of step 3, and first"):
