@@ -12,7 +12,15 @@ import yaml
 from pydantic import ValidationError
 
 from engine import ROOT
-from engine.core.config import SECTIONS, Config, ConfigError, check_world, dotted_values, explained
+from engine.core.config import (
+    SECTIONS,
+    Config,
+    ConfigError,
+    as_reward,
+    check_world,
+    dotted_values,
+    explained,
+)
 from engine.core.text import Loader, show, to_yaml, unnest
 from engine.model.folders import check_folder
 from engine.questions.tasks import built_in_tasks, check_form, is_file_name, load_task, schema
@@ -264,7 +272,8 @@ def harmless(file: Path, overrides: list[str]) -> dict[str, Any]:
         del kept["model"]["attn_implementation"]
     kept, given = without_other_task(kept, typed), section_of(typed, "task")
     name = task_name(merge(kept, typed))
-    if name not in built_in_tasks() and name not in (given.get("name"), given.get("reward")):
+    typed_names = (given.get("name"), as_reward(given.get("reward")))
+    if name not in built_in_tasks() and name not in typed_names:
         key = "task.name" if section_of(kept, "task").get("reward") is None else "task.reward"
         problem = f"{file}: {key} = {name!r:.80}: a file that was found cannot have code run"
         raise ConfigError([f"{problem}; if you trust it, add --config {file}"])

@@ -9,6 +9,7 @@ from harness import make_config
 
 from engine.core.types import Completion, Trajectory
 from engine.questions.tasks import functions_in, load_task, reward_parts, total_reward
+from engine.run.config_file import harmless
 
 MINE = """
 import asyncio, time
@@ -60,6 +61,15 @@ def paid(reward: str, *settings: str) -> list[list[dict]]:
 def test_functions_are_named_of_one_file_or_of_several(reward, names):
     assert functions_in(reward) == names
     assert make_config("task.reward=[mine:judge, other:long]").task.reward.startswith("[mine:")
+
+
+def test_functions_of_several_files_that_were_typed_are_trusted(tmp_path):
+    """Bug: a list, as YAML reads it, was compared with its text, so tools.chat refused it."""
+    (tmp_path / "found.yaml").write_text("task: {reward: mine:judge}")
+    typed = "task.reward=[mine:judge, other:long]"
+    assert harmless(tmp_path / "found.yaml", [typed])
+    with pytest.raises(ValueError, match="a file that was found cannot have code run"):
+        harmless(tmp_path / "found.yaml", [])
 
 
 def test_parts_come_in_their_order_and_none_weighs_nothing():
