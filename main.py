@@ -12,7 +12,7 @@ One step of the algorithm (`run_training` is the loop):
        division by the standard deviation: Dr. GRPO, arXiv:2503.20783)
        sil (self-improvement learning): advantage = 1 for the k best of each group's n completions,
        which are imitated; the rest is dropped
-    4. loss = -sum of advantage * log-probability over all drawn tokens / (rows * length limit)
+    4. loss = -sum of advantage * log-probability, over all drawn tokens / (all rows * length limit)
     5. one optimizer step on that loss: what was better than its group's mean becomes more likely
     6. if one is due, an evaluation; the best model is kept
 
@@ -90,8 +90,8 @@ def build_run(config: Config) -> Run:
     logger = Logger(rank=world.rank, boards=make_boards(config, world))
     config = prepare(config, world, notes, logger.info)
     task = load_task(config.task.code)
-    # An AutoModelForCausalLM. Its trained weights are fp32 and compute in `dtype`: bf16 on a GPU,
-    # fp32 on a CPU. In bf16 a copy samples, which is refreshed after each update.
+    # An AutoModelForCausalLM. Its trained weights are fp32 and compute in `dtype`: bf16 on a GPU
+    # (float16 on one without), fp32 on a CPU. A copy of 16 bits samples, refreshed by each update.
     model, tokenizer, dtype = load_model_and_tokenizer(config, world.device, logger.info)
     policy = make_policy(config, model, tokenizer, dtype, world, logger.info, generate=generate)
     logger.info(f"a completion ends at {policy.end_tokens}")
@@ -101,7 +101,7 @@ def build_run(config: Config) -> Run:
     run = Run(config, world, logger, task, policy, validation, stream)
     run.check_questions()  # at least one for each rank, and the same list on all of them
     if config.mode == "train":
-        run.config = config.with_num_steps(len(stream.questions), world.size)  # of num_epochs
+        run.config = config.with_num_steps(len(stream.questions), world.size)  # by num_epochs
         wrap_policy(policy, config, world, logger.info)
         run.optimizer = make_optimizer(model, config.training)
     return run
@@ -109,7 +109,8 @@ def build_run(config: Config) -> Run:
 
 def wrap_policy(policy: Policy, config: Config, world: World, log: Callable[[str], None]) -> None:
     """Attach the scorer, which computes log-probabilities, and wrap it in DDP."""
-    scorer = policy.large_logits_scorer(config, log) or CompletionScorer  # the default
+    # Of large logits, such as a whole batch of Qwen's, those of a block at a time: another scorer.
+    scorer = policy.large_logits_scorer(config, log) or CompletionScorer
     policy.scorer = scorer(policy.model, policy.compute_dtype)
     if config.training.has_reference:  # a second, frozen model: off by default
         policy.reference = scorer(policy.reference_model(config), policy.compute_dtype)
@@ -117,8 +118,8 @@ def wrap_policy(policy: Policy, config: Config, world: World, log: Callable[[str
         policy.shard(world)
     elif world.size > 1:
         # Each rank has the whole model; DDP averages their gradients in the backward pass.
-        ids = [world.device.index] if world.device.type == "cuda" else None
-        policy.scorer = DistributedDataParallel(policy.scorer, ids, gradient_as_bucket_view=True)
+        gpus = [world.device.index] if world.device.type == "cuda" else None
+        policy.scorer = DistributedDataParallel(policy.scorer, gpus, gradient_as_bucket_view=True)
 
 
 # The run
@@ -130,12 +131,12 @@ def run_training(run: Run) -> int:
     per_rank = config.questions_per_rank(world.size)
     world.signals.start()  # after SIGTERM and the like the run ends its step, is saved, and ends
     while True:
-        if run.is_evaluation_due:  # never once a signal has come; step 0 is the loaded model
+        if run.is_evaluation_due:  # each validation.every steps, the first before training
             evaluate(run)
-        if run.is_checkpoint_due:  # the log is written before it: a crash loses no row
+        if run.is_checkpoint_due:  # each checkpoint.every steps, at the end, and after a signal
             save_checkpoint(run)
         if run.is_over or world.should_stop:
-            return finish(run)
+            return finish(run)  # all is saved: it says what was reached
         run.check_skipped_steps()  # FloatingPointError after too many in a row
         clock = Clock()
         with clock("step"):
@@ -167,12 +168,12 @@ def sample_trajectories(
     """
     policy, task, config = run.policy, run.task, run.config
     prompts = policy.make_prompts(task, config, questions, seeds, params, clock)
-    with clock("rollout"):  # by engine/sampling/grouped.py or, if the config says so, `generate`
+    with clock("rollout"):  # by sampling.backend: engine/sampling/grouped.py, `generate` or vLLM
         groups = decode_in_batches(
             policy.sampler, prompts, params, config.sampling.max_batch_tokens, run.logger
         )
     with clock("reward"), run.world.signals.patience():  # given up 20 s after a signal
-        return score_groups(policy, task, config, questions, prompts.token_ids, groups)
+        return compute_rewards(policy, task, config, questions, prompts.token_ids, groups)
 
 
 @torch.no_grad()
@@ -189,9 +190,9 @@ def generate(
     prompt_ids, prompt_mask = left_pad(prompts, params.pad_id, model.device)  # (N, P)
     # As in all backends engine/sampling/draw.py draws from softmax(logits / temperature): the first
     # token at which the cumulative probability exceeds a uniform number. A question's seed gives
-    # those of its G rows. transformers then sees logits of -inf for all other tokens.
+    # those of its G rows. For transformers all other tokens then have logits of -inf.
     drawing = DrawingProcessor(seeds, params, model.device)
-    with seeded(seeds, model.device):  # generate draws too, of one token: its state is put back
+    with seeded(seeds, model.device):  # its own draw, of one token, must not move torch's generator
         model.generate(
             prompt_ids,
             attention_mask=prompt_mask,
@@ -214,9 +215,9 @@ def get_generation_config(params: SamplingParams) -> GenerationConfig:
     return GenerationConfig(
         do_sample=True,  # without it generate refuses several samples of a prompt
         max_new_tokens=params.max_new_tokens,
-        temperature=params.temperature or 1.0,
-        top_p=params.top_p,
-        top_k=params.top_k,
+        temperature=params.temperature or 1.0,  # it refuses 0, at which draw.py is greedy
+        top_p=params.top_p,  # 1: all tokens
+        top_k=params.top_k,  # 0: all tokens
         min_p=0.0,
         typical_p=1.0,
         epsilon_cutoff=0.0,
@@ -225,6 +226,7 @@ def get_generation_config(params: SamplingParams) -> GenerationConfig:
         no_repeat_ngram_size=0,
         num_beams=1,
         num_return_sequences=params.group_size,
+        # A reply of an environment may follow an end token: draw.py then says when a row has ended.
         eos_token_id=[] if params.conversations else list(params.eos_ids),
         pad_token_id=params.pad_id,
     )
@@ -233,7 +235,7 @@ def get_generation_config(params: SamplingParams) -> GenerationConfig:
 # Rewards and advantages
 
 
-def score_groups(
+def compute_rewards(
     policy: Policy,
     task: ModuleType,
     config: Config,
@@ -241,7 +243,7 @@ def score_groups(
     prompts: list[list[int]],
     groups: list[list[Completion]],
 ) -> list[list[Trajectory]]:
-    """The completions as text, with what the task's reward_function pays for each."""
+    """The completions as text, each with its reward: the weighted sum of what the task pays."""
     texts = [[completion_text(c, policy.tokenizer) for c in group] for group in groups]
     paid = reward_parts(task, texts, questions, config.task, groups)  # each part by its name
     weights = config.task.reward_weights
@@ -300,15 +302,17 @@ def k_best_mask(rewards: Tensor, *, k: int) -> Tensor:
 def update_policy(run: Run, groups: list[list[Trajectory]]) -> Update:
     """The optimizer's step on these groups (`num_iterations` of them, 1 by default).
 
-    A completion, loss or gradient that is not finite ends it before the optimizer steps. If there
-    is nothing to train on there is no step: AdamW would move the weights even at a gradient of 0.
+    A completion, loss or gradient that is not finite ends it before the optimizer steps, and so
+    does an overflow of float16. If there is nothing to train on there is no step either: AdamW
+    would move the weights even at a gradient of 0. The outcome says which it was.
     """
     policy, optimizer, training = run.policy, run.optimizer, run.config.training
     set_learning_rate(optimizer, run.state.step + 1, training)
     if count_broken(groups, run.world, run.logger.warning) > 0:  # on any rank
         return Update(Outcome.BROKEN)
+    # `equal_passes`: in shards every rank needs as many as the others, so some get weight 0.
     micro_batches = policy.equal_passes(make_micro_batches(groups, training, run.world))
-    if not micro_batches:  # on no rank
+    if not micro_batches:  # on any rank: all advantages are 0
         return Update(Outcome.NOTHING_TO_TRAIN_ON)
     update, metric_sums, scaler = Update(Outcome.UPDATED, micro_batches), {}, policy.grad_scaler
     policy.model.train()  # the sampler calls eval()
@@ -322,7 +326,7 @@ def update_policy(run: Run, groups: list[list[Trajectory]]) -> Update:
             scaler.step(optimizer)
             update.has_moved = True
         scaler.update()  # halves the scale after an overflow, doubles it after many steps without
-        optimizer.zero_grad(set_to_none=not policy.is_in_ddp)  # its buckets hold the gradients
+        optimizer.zero_grad(set_to_none=not policy.is_in_ddp)  # DDP's buckets are the gradients
         if update.outcome is not Outcome.UPDATED:
             break
     policy.sampler.refresh()
@@ -333,16 +337,18 @@ def update_policy(run: Run, groups: list[list[Trajectory]]) -> Update:
 def accumulate_gradients(
     run: Run, micro_batches: list[MicroBatch], metric_sums: dict[str, Tensor]
 ) -> float:
-    """Add up the gradient of the whole batch's loss on every rank; returns that loss."""
+    """Add up the gradient of the whole batch's loss on every rank; returns that loss.
+
+    The loss is a sum over all micro-batches of all ranks. In backward() DDP takes the mean of the
+    ranks' gradients, which times their number is the sum. Once is enough, at the last micro-batch:
+    until then gradients add up on each rank. A shard takes the mean in each backward pass.
+    """
     policy, world, total = run.policy, run.world, 0.0
     for micro_batch in run.logger.track(micro_batches, "update", "batch"):
-        # DDP averages gradients over the ranks in backward(). Once is enough, at the last
-        # micro-batch: until then they add up on each rank. A shard averages each time.
-        waits = policy.is_in_ddp and micro_batch is not micro_batches[-1]
-        with policy.scorer.no_sync() if waits else contextlib.nullcontext():
+        syncs_later = policy.is_in_ddp and micro_batch is not micro_batches[-1]
+        with policy.scorer.no_sync() if syncs_later else contextlib.nullcontext():
             loss = micro_batch_loss(policy, micro_batch, run.config.training, metric_sums)
-            # The loss is a sum over the ranks, and DDP takes the mean of their gradients.
-            policy.grad_scaler.scale(world.size * loss).backward()
+            policy.grad_scaler.scale(world.size * loss).backward()  # float16's factor, or 1
         total += loss.detach().double()
     return world.sum([total]).item()
 
@@ -352,18 +358,16 @@ def micro_batch_loss(
 ) -> Tensor:
     """The loss of one micro-batch, its part of the sum over all; adds to `metric_sums`.
 
-    By default it is REINFORCE's; if the batch is used again, later passes compare with the first.
+    By default REINFORCE's: minus the advantage times the log-probability of each token, weighted.
     """
-    rows, temperature = (batch.input_ids, batch.completion_mask), policy.params.temperature
-    log_probs = policy.scorer(*rows, temperature=temperature)  # (B, S), 0 where the mask is False
-    token_loss, weights = -batch.advantages[:, None] * log_probs, batch.token_weights  # (B, S)
-    is_first, metrics = batch.old_log_probs is None, {}
-    if is_first:
-        batch.old_log_probs = log_probs.detach()
-        metrics["train/sampler_mismatch"] = (batch.old_log_probs - batch.sampler_log_probs).abs()
-        if policy.reference is not None:
-            batch.ref_log_probs = policy.score_by_reference(*rows, temperature=temperature)
-    if not training.is_plain:  # a ratio, a KL penalty, importance weights: all off by default
+    is_first = batch.old_log_probs is None  # the first pass over this batch, by default the only
+    log_probs = policy.scorer(  # (B, S), 0 where the mask is False
+        batch.input_ids, batch.completion_mask, temperature=policy.params.temperature
+    )
+    token_loss = -batch.advantages[:, None] * log_probs  # (B, S)
+    weights = batch.token_weights  # (B, S), 1 / (rows of all ranks * length limit) by default
+    metrics = policy.keep_first_pass(batch, log_probs) if is_first else {}
+    if not training.is_reinforce:  # a ratio, a KL penalty, importance weights: all off by default
         from engine.update.losses import apply_options
 
         token_loss, weights, more = apply_options(training, batch, log_probs, token_loss, is_first)
@@ -386,14 +390,15 @@ class CompletionScorer(nn.Module):
         They are those of softmax(logits / temperature), the distribution that was sampled. Rows are
         padded on the right, where no token looks: attention is causal and needs no mask.
         """
-        # A column predicts the token of the next one: take those (K,) whose next token is scored.
+        # The logits at a column are of the next column's token: take the columns (K,) before those
+        # that the mask has in any row.
         columns = mask[:, 1:].any(dim=0).nonzero()[:, 0]
-        token_ids, mask_there = input_ids[:, columns + 1], mask[:, columns + 1]  # (B, K)
+        token_ids, is_scored = input_ids[:, columns + 1], mask[:, columns + 1]  # (B, K)
         with autocast(input_ids.device, self.compute_dtype, cache_casts=False):
             output = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=columns)
         log_probs = token_log_probs(output.logits, token_ids, temperature=temperature)
-        scored = log_probs.new_zeros(mask.shape)
-        return scored.index_copy(1, columns + 1, log_probs.masked_fill(~mask_there, 0.0))
+        everywhere = log_probs.new_zeros(mask.shape)  # (B, S)
+        return everywhere.index_copy(1, columns + 1, log_probs.masked_fill(~is_scored, 0.0))
 
 
 def token_log_probs(logits: Tensor, token_ids: Tensor, *, temperature: float) -> Tensor:
@@ -420,8 +425,8 @@ def make_micro_batches(
     if num_trained == 0:
         return []
     if not trained:
-        # This rank has nothing to train on, but DDP needs a backward pass from every rank: send one
-        # row with weight 0 (1 / infinity), whose gradient is zero.
+        # This rank has nothing to train on, but DDP needs a backward pass from every rank: one row,
+        # whose advantage and weight (1 / infinity) are 0, and so is its gradient.
         trained, num_rows, num_tokens = [replace(batch[0], advantage=0.0)], torch.inf, torch.inf
     return [
         make_micro_batch(rows, training, world.device, num_rows=num_rows, num_tokens=num_tokens)
@@ -503,7 +508,7 @@ def evaluate(run: Run) -> None:
     log_evaluation(run, metrics | clock.read(), groups)
     score = metrics[run.config.best_metric]
     state.count_evaluation(metrics, score)
-    is_broken = count_broken(groups, run.world, run.logger.warning) > 0  # metrics mean nothing then
+    is_broken = count_broken(groups, run.world, run.logger.warning) > 0  # such a model is no best
     is_best = not is_broken and (state.best is None or score > state.best)
     if is_best and save_best(run, metrics):  # writes best/; False if it could not
         state.best, state.best_step = score, state.step

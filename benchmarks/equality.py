@@ -7,8 +7,8 @@
 
 Each configuration is a short run of main.py, in a process of its own for each tree, one thread a
 rank. Equal are: the exit statuses, the newest checkpoint's weights and optimizer, best/, the
-metrics of each step but time/ and perf/, and of samples.jsonl and rollouts.jsonl the columns that
-both trees write.
+metrics of each step that both trees write but time/ and perf/ (the others are named), and of
+samples.jsonl and rollouts.jsonl the columns that both write.
 A run in which no gradient moved anything, or that did not end as it should, shows nothing.
 
 Only what a run writes is looked at, so that files may move and functions may have other names.
@@ -222,9 +222,13 @@ def differences(a: Path, b: Path) -> Iterator[str]:
         for file in folder.rglob("optimizer.pt")  # with model.shard it is in the parts
     ]
     yield from numbers_differ("the optimizer's state", *(states or [{"": 0}] * 2))
-    rows = [{f"step {s}, {k}": v for s, row in m.items() for k, v in row.items()} for m in metrics]
+    names = [{name for row in m.values() for name in row} for m in metrics]
+    both, alone = names[0] & names[1], sorted(names[0] ^ names[1])
+    rows = [
+        {f"step {s}, {k}": v for s, row in m.items() for k, v in row.items() if k in both}
+        for m in metrics
+    ]
     yield from numbers_differ("metrics", *rows)
-    alone = []
     for name in ("samples.jsonl", "rollouts.jsonl"):
         files = [folder / "x" / name for folder in (a, b)]
         mine, others = (sorted(read_rows(file), key=lambda row: row["step"]) for file in files)
@@ -237,7 +241,7 @@ def differences(a: Path, b: Path) -> Iterator[str]:
             pairs = list(zip(mine, others, strict=False))
             differ = sorted(c for c in columns if any(one[c] != other[c] for one, other in pairs))
             yield f"{name}: {len(mine)} and {len(others)} rows; columns that differ: {differ}"
-    yield f"equal, but not both have {' and '.join(alone)}" if alone else "equal"
+    yield f"equal, but not both have {', '.join(alone)}" if alone else "equal"
 
 
 def numbers_differ(what: str, a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from engine import ROOT
 BOXES = (  # title, two lines, the function of main.py
     ("questions", "N of them, in a", "fixed random order", "run_training"),
     ("sample", "G completions of", "each: a group", "sample_trajectories"),
-    ("reward", "a rule reads each", "and pays it", "score_groups"),
+    ("reward", "a rule reads each", "and pays it", "compute_rewards"),
     ("compare", "reward minus the", "group's mean", "grpo_advantages"),
     ("update", "what was better", "gets likelier", "micro_batch_loss"),
 )

@@ -58,8 +58,8 @@ BUGS = [
     ),
     Bug(
         "the scorer at temperature 1 where sampling has 0.7",
-        r"batch\.completion_mask\), policy\.params\.temperature\b",
-        r"batch.completion_mask), 1.0",
+        r"batch\.completion_mask, temperature=policy\.params\.temperature\b",
+        r"batch.completion_mask, temperature=1.0",
         "test_update::test_an_update_equals_the_reference[temperature-in several]",
     ),
     Bug(
@@ -416,8 +416,8 @@ BUGS = [
     ),
     Bug(
         "tokens scored where they stand",
-        r"token_ids, mask_there = input_ids\[:, columns \+ 1\]",
-        r"token_ids, mask_there = input_ids[:, columns]",
+        r"token_ids, is_scored = input_ids\[:, columns \+ 1\]",
+        r"token_ids, is_scored = input_ids[:, columns]",
         "test_padded_and_batched_log_probs_equal_those_of_each_row_alone",
     ),
     Bug(

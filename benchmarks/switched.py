@@ -245,7 +245,7 @@ SWITCHES = {
     },
     "ratio-to-sampler": [
         (program, "make_micro_batch", compare_with_sampler),
-        (TrainingSettings, "is_plain", False),  # else the first update asks for no ratio
+        (TrainingSettings, "is_reinforce", False),  # else the first update asks for no ratio
     ],
     "most-varied-half": [(program, "assign_advantages", assign_to_half)],
     "unequal-groups": [(program, "assign_advantages", assign_to_unequal)],

@@ -45,7 +45,7 @@ from engine.run.config_file import combine, harmless, read_file
 from engine.run.folder import run_that_made
 from engine.run.mistakes import mistakes_cost_one_line
 from logger import Logger
-from main import generate, score_groups
+from main import compute_rewards, generate
 
 
 def main() -> None:
@@ -175,7 +175,7 @@ def answer(
         show(tokenizer.decode(prompt_ids) if conversations else begun)
     policy.sampler.loop = functools.partial(generate, streamer=streamer or Stream(policy))
     group = policy.sampler.decode([prompt_ids], seeds, params, on_progress=lambda _: None)
-    ((trajectory,),) = score_groups(policy, task, config, [example], [prompt_ids], [group])
+    ((trajectory,),) = compute_rewards(policy, task, config, [example], [prompt_ids], [group])
     return trajectory
 
 

@@ -366,7 +366,7 @@ class TrainingSettings(Section):
         return ":" in self.advantage + self.policy_loss
 
     @property
-    def is_plain(self) -> bool:
+    def is_reinforce(self) -> bool:
         """Whether the loss is -A log pi in every pass: see `apply_options` in losses.py."""
         is_once = self.num_iterations == 1 and self.policy_loss in ("ppo", "cispo", "gspo")
         return is_once and not self.has_reference and self.tis_clip is None

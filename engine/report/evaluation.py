@@ -25,18 +25,18 @@ def evaluation_metrics(
     num_questions = int(world.sum([len(groups)]))
     solved = [[t.is_solved for t in group] for group in groups]
     solved = world.gather_rows(solved, shape=(num_questions, validation.best_of_n))
-    answers = [t for group in groups for t in group]
-    num_tokens = sum(len(t.completion.token_ids) for t in answers)
-    sums = {
-        "eval/solved_and_ended": (sum(t.is_solved_and_ended for t in answers), len(answers)),
-        "eval/completion_tokens": (num_tokens, len(answers)),
-        "eval/truncated_frac": (sum(t.completion.truncated for t in answers), len(answers)),
+    sampled = [t for group in groups for t in group]
+    num_tokens = sum(len(t.completion.token_ids) for t in sampled)
+    metrics = {
+        "eval/solved_and_ended": (sum(t.is_solved_and_ended for t in sampled), len(sampled)),
+        "eval/completion_tokens": (num_tokens, len(sampled)),
+        "eval/truncated_frac": (sum(t.completion.truncated for t in sampled), len(sampled)),
     }
     if hasattr(task, "Environment"):
-        sums["eval/turns"] = (sum(t.completion.num_turns for t in answers), len(answers))
+        metrics["eval/turns"] = (sum(t.completion.num_turns for t in sampled), len(sampled))
     rates = solve_rates(solved, validation.reported_k)
     rates |= mean_rewards(groups, task.REWARD_PARTS, num_questions, world)
-    return rates | reduce_means(sums, world)
+    return rates | reduce_means(metrics, world)
 
 
 def mean_rewards(

@@ -30,7 +30,9 @@ def peak_memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
-def rollout_sums(groups: Groups, reward_parts: tuple[str, ...]) -> dict[str, tuple[float, float]]:
+def rollout_metrics(
+    groups: Groups, reward_parts: tuple[str, ...]
+) -> dict[str, tuple[float, float]]:
     """This rank's (sum, count) for each metric of the rollouts; `reduce_means` makes the means."""
     sampled = [t for group in groups for t in group]
     batch = [t for t in sampled if t.in_batch]
@@ -38,7 +40,7 @@ def rollout_sums(groups: Groups, reward_parts: tuple[str, ...]) -> dict[str, tup
     num, num_equal = rewards.shape[1], (rewards.amax(dim=1) == rewards.amin(dim=1)).sum().item()
     num_tokens = sum(len(t.completion.token_ids) for t in sampled)
     num_drawn = sum(t.completion.num_sampled for t in sampled)
-    sums = {
+    metrics = {
         "train/reward": (sum(t.reward for t in sampled), len(sampled)),
         "train/reward_std": (rewards.std(dim=1, correction=num > 1).sum().item(), len(groups)),
         "train/solved": (sum(t.is_solved for t in sampled), len(sampled)),
@@ -50,12 +52,12 @@ def rollout_sums(groups: Groups, reward_parts: tuple[str, ...]) -> dict[str, tup
         "train/zero_advantage_frac": (num_equal, len(groups)),
     }
     if sampled[0].completion.conversation is not None:
-        sums["train/turns"] = (sum(t.completion.num_turns for t in sampled), len(sampled))
+        metrics["train/turns"] = (sum(t.completion.num_turns for t in sampled), len(sampled))
     for part in reward_parts:
         name = "train/reward_timeouts" if part == "timeout" else f"train/part_{part}"
         paid = [t.reward_parts[part] for t in sampled if t.reward_parts[part] is not None]
-        sums[name] = (sum(paid), len(paid))
-    return sums
+        metrics[name] = (sum(paid), len(paid))
+    return metrics
 
 
 def count_broken(groups: Groups, world: World, warn: Log) -> int:

@@ -14,7 +14,7 @@ from engine.questions.messages import pose
 from engine.questions.tasks import read_answer
 from engine.report.completions import completion_record
 from engine.report.evaluation import evaluation_metrics, single_answer_metrics
-from engine.report.metrics import count_broken, peak_memory_gb, rollout_sums
+from engine.report.metrics import count_broken, peak_memory_gb, rollout_metrics
 from engine.run.remarks import remark_on_evaluation, remark_on_step
 from engine.run.saving import write_config
 from engine.run.state import Run
@@ -29,7 +29,7 @@ MAX_CHARACTERS = 4_000  # there, of a prompt and of a gold answer
 def step_metrics(run: Run, groups: Groups, update: Update, clock: Clock) -> dict[str, float]:
     """All that is measured of the step that ends: means over all ranks, times, memory."""
     world = run.world
-    metrics = update.metrics | reduce_means(rollout_sums(groups, run.task.REWARD_PARTS), world)
+    metrics = update.metrics | reduce_means(rollout_metrics(groups, run.task.REWARD_PARTS), world)
     metrics |= logged_by_rewards(run, "train")
     metrics["train/lr"] = learning_rate_of(run.optimizer)
     if run.policy.grad_scaler.is_enabled():

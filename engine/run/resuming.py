@@ -102,11 +102,14 @@ def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
     content, best = load_state(folder), run.folder / "best"
     file = folder / "training_state" / "state.json"
     content["state"].setdefault("has_trained", True)  # an older run does not say
+    for older in content["state"].keys() & {"first", "last"}:
+        content["state"][f"{older}_score"] = content["state"].pop(older)
     saved = checked(Saved, content, file)
     if content["state"].keys() - {"is_warm"} != asdict(run.state).keys():  # an older run has that
         fix = "go on with that one, or set run.name to start another run"
         raise ValueError(f"{folder} was saved by another version of this program: {fix}")
-    if saved.state.evaluated_at >= 0 and None in (saved.state.first, saved.state.last):
+    scores = [saved.state.first_score, saved.state.last_score]
+    if saved.state.evaluated_at >= 0 and None in scores:
         raise ValueError(f"{file}: was edited: it lacks a score")
     is_there, score = any(best.glob("*.safetensors")), best / "best.json"
     if is_there and score.is_file():  # it may be newer than the checkpoint

@@ -29,8 +29,8 @@ class State:
     step: NonNegativeInt = 0
     position: NonNegativeInt = 0  # of the stream: training questions walked so far, over all ranks
     untrained: list[float] = field(default_factory=list)  # eval/pass@1 and the ends of its interval
-    first: float | None = None  # the metric of validation.best_by before training
-    last: float | None = None  # the same at the last evaluation
+    first_score: float | None = None  # the metric of validation.best_by before training
+    last_score: float | None = None  # the same at the last evaluation
     best: float | None = None  # the same of the model in best/
     best_step: int = 0
     skipped_steps: int = 0
@@ -45,9 +45,9 @@ class State:
 
     def count_evaluation(self, metrics: dict[str, float], score: float) -> None:
         """Keep what the summary and the model card say of the model now and before training."""
-        self.last, self.evaluated_at, self.is_saved = score, self.step, False
+        self.last_score, self.evaluated_at, self.is_saved = score, self.step, False
         if self.step == 0:
-            self.first = score
+            self.first_score = score
             self.untrained = [metrics[name] for name in PASS_AT_1]
 
 
@@ -164,7 +164,8 @@ def summary(run: Run) -> str:
     """How well the first, the last and the best model solve, and what can be done with the best."""
     state, best = run.state, run.folder / "best"
     metric = run.config.best_metric.removeprefix("eval/")
-    scores = f"{metric} {state.first:.3f} at the start, {state.last:.3f} after step {state.step}"
+    scores = f"{metric} {state.first_score:.3f} at the start, "
+    scores += f"{state.last_score:.3f} after step {state.step}"
     if state.best is None:
         return f"{scores}; there is no model in {best}"
     needs = ", with peft" if run.config.model.lora is not None else ""

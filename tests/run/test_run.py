@@ -163,7 +163,7 @@ def test_sil_runs_and_of_equal_models_the_earliest_is_the_best(
     assert row["train/loss"] > 0  # minus log-probabilities of what is imitated
     assert row["train/advantage_abs"] == 1
     assert row["train/sampler_mismatch"] < 1e-5  # log-probabilities of about 6, in fp32
-    assert (run.state.last, run.state.best, run.state.best_step) == (0.5, 0.5, 0)
+    assert (run.state.last_score, run.state.best, run.state.best_step) == (0.5, 0.5, 0)
 
 
 def test_epochs_set_the_number_of_steps_and_the_start_says_how_large_they_are(

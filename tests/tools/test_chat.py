@@ -19,7 +19,7 @@ from engine.core.text import printable
 from engine.core.types import Completion, SeedWord, Trajectory
 from engine.model.policy import Policy
 from engine.questions.prompts import completion_text
-from main import score_groups
+from main import compute_rewards
 from tools import chat
 
 QUESTION = "numbers: 3 7 25, target: 46"
@@ -104,7 +104,7 @@ def test_without_the_right_answer_the_answer_is_read_and_not_judged():
     judged = []
     for line in ("How many?", "How many? #### 1"):
         example = task.parse_question(line)
-        ((trajectory,),) = score_groups(policy, task, config, [example], [[]], [[completion]])
+        ((trajectory,),) = compute_rewards(policy, task, config, [example], [[]], [[completion]])
         judged.append(chat.judge(task, config.task, example, trajectory))
     unknown, known = judged
     cut_off = "; cut off at training.max_new_gen_tokens"
