@@ -12,14 +12,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
-from harness import ROOT, USERS_ENVIRONMENT, make_config, make_row
+from harness import ROOT, USERS_ENVIRONMENT, make_config, make_policy, make_row
 from packaging.requirements import Requirement
-from tokenizers import Tokenizer
 
 import countdown
+from engine.questions.prompts import encode_prompts
 from engine.run.config_file import combine
-from main import assign_advantages
+from main import CompletionScorer, assign_advantages, k_best_mask
 from tools.page import PART_BYTES
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -76,16 +77,23 @@ def test_every_link_leads_to_a_file_and_its_heading():
 
 
 def test_the_example_by_numbers_is_what_main_computes():
-    """Rewards, mean, advantages and gradients of README's four completions."""
+    """Log-probabilities, rewards, mean, advantages and gradients of README's four completions."""
     posed, (example,) = blocks(""), [block for block in blocks("") if block.startswith("A  ")]
     texts = [re.sub(r"(?m)^[A-D ]  ", "", block).rstrip() for block in example.split("\n\n")]
     config, question = make_config(), {"nums": [3, 7, 25], "target": 46}
     prompt = countdown.generate_prompt(question, options=config.task)
     assert "\n".join(message["content"] for message in prompt) + "\n" in posed
-    tokenizer = Tokenizer.from_file(str(ROOT / "tiny/tokenizer.json"))
-    group = []
+    policy = make_policy(ROOT / "tiny")
+    (prompt_ids,) = encode_prompts(
+        [question], task=countdown, options=config.task, tokenizer=policy.tokenizer
+    )
+    group, log_probs = [], []
     for text in texts:
-        num_tokens = len(tokenizer.encode(f"\n{text}").ids) + 1  # and the end token
+        token_ids = [*policy.tokenizer.encode(f"\n{text}"), *policy.params.eos_ids]
+        num_tokens, row = len(token_ids), torch.tensor([prompt_ids + token_ids])
+        mask = torch.arange(row.shape[1])[None] >= len(prompt_ids)
+        scorer = CompletionScorer(policy.model, torch.float32)
+        log_probs.append(scorer(row, mask, temperature=1.0).sum().item())
         how = {"options": config.task, "num_tokens": num_tokens}
         parts = countdown.reward_function(f"\n{text}", question, **how)
         reward = sum(parts[name] * w for name, w in config.task.reward_weights.items())
@@ -96,11 +104,13 @@ def test_the_example_by_numbers_is_what_main_computes():
     mean = sum(t.reward for t in group) / 4
     assert f"The mean of the group is {mean:.3f}," in " ".join(README)
     rows = [line for line in README if re.match(r"\| [A-D]: ", line)]
-    for row, t in zip(rows, group, strict=True):
+    best = k_best_mask(torch.tensor([[t.reward for t in group]]), k=2)[0].tolist()
+    for row, t, log_prob, is_best in zip(rows, group, log_probs, best, strict=True):
         gradient = -t.advantage / divisor  # of the loss, for each token's log-probability
         length = len(t.completion.token_ids)
-        shown = f"{length} {t.reward:.1f} {t.advantage:+.3f} 1/{divisor} {gradient:+.5f}"
-        cells = [*shown.split(), "likelier" if gradient < 0 else "less likely"]
+        shown = f"{length} {log_prob:.1f} {t.reward:.1f} {t.advantage:+.3f} 1/{divisor}"
+        cells = [*shown.split(), f"{gradient:+.5f}", "likelier" if gradient < 0 else "less likely"]
+        cells.append("imitates it" if is_best else "drops it")
         assert [cell.strip() for cell in row.split("|")[2:-1]] == cells
 
 
@@ -128,11 +138,11 @@ def test_requirements_are_pinned_exactly_within_the_ranges_and_name_no_host():
     assert ranges == {}
 
 
-def test_every_excerpt_is_in_main_word_for_word():
+def test_every_excerpt_of_the_walkthrough_is_in_main_word_for_word():
     main = (ROOT / "main.py").read_text(encoding="utf-8")
-    excerpts = blocks("python", DOCS["tour.md"])
+    excerpts = blocks("python", TEXT.partition("\n## main.py, in the")[2].partition("\n## ")[0])
     assert len(excerpts) > 10
-    for file, lines in re.findall(r"`(engine/[\w/]+\.py)` \((\d+)", DOCS["tour.md"]):
+    for file, lines in re.findall(r"`([\w/]+\.py)`[\w ]* \((\d+) lines", TEXT):
         assert len((ROOT / file).read_text().splitlines()) == int(lines), file
     for excerpt in excerpts:
         assert any(textwrap.indent(excerpt, " " * n) in main for n in (0, 4, 8, 12, 16)), excerpt
