@@ -23,7 +23,7 @@ class World:
     rank: int
     size: int
     device: torch.device
-    should_stop: bool = False  # whether any rank had got one when all were asked
+    should_stop: bool = False  # whether any rank had got a signal when all were asked
 
     @property
     def is_main(self) -> bool:
