@@ -12,8 +12,8 @@ One step of the algorithm (`run_training` is the loop):
        division by the standard deviation: Dr. GRPO, arXiv:2503.20783)
        sil (self-improvement learning): advantage = 1 for the k best of each group's n completions,
        which are imitated; the rest is dropped
-    4. loss = -sum of advantage * log-probability, over all drawn tokens / (all rows * length limit)
-    5. one optimizer step on that loss: what was better than its group's mean becomes more likely
+    4. loss = -(sum of advantage * log-probability of all sampled tokens) / (rows * length limit)
+    5. one optimizer step on that loss: what has an advantage above 0 becomes more likely
     6. if one is due, an evaluation; the best model is kept
 
 There is no critic and, with one update per batch, no ratio and no clipping. Functions stand below
@@ -31,7 +31,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 
-from engine.run.config_file import (  # engine/ checks Python's version
+from engine.run.config_file import (
     check_and_announce,
     load_config,
 )
@@ -109,7 +109,7 @@ def build_run(config: Config) -> Run:
 
 def wrap_policy(policy: Policy, config: Config, world: World, log: Callable[[str], None]) -> None:
     """Attach the scorer, which computes log-probabilities, and wrap it in DDP."""
-    # Of large logits, such as a whole batch of Qwen's, those of a block at a time: another scorer.
+    # CompletionScorer makes all logits of a micro-batch at once; another one if they are too large.
     scorer = policy.large_logits_scorer(config, log) or CompletionScorer
     policy.scorer = scorer(policy.model, policy.compute_dtype)
     if config.training.has_reference:  # a second, frozen model: off by default
@@ -131,7 +131,7 @@ def run_training(run: Run) -> int:
     per_rank = config.questions_per_rank(world.size)
     world.signals.start()  # after SIGTERM and the like the run ends its step, is saved, and ends
     while True:
-        if run.is_evaluation_due:  # each validation.every steps, the first before training
+        if run.is_evaluation_due:  # before the first step, each validation.every steps, at the end
             evaluate(run)
         if run.is_checkpoint_due:  # each checkpoint.every steps, at the end, and after a signal
             save_checkpoint(run)
@@ -190,9 +190,10 @@ def generate(
     prompt_ids, prompt_mask = left_pad(prompts, params.pad_id, model.device)  # (N, P)
     # As in all backends engine/sampling/draw.py draws from softmax(logits / temperature): the first
     # token at which the cumulative probability exceeds a uniform number. A question's seed gives
-    # those of its G rows. For transformers all other tokens then have logits of -inf.
+    # the numbers of its G rows. For transformers all other tokens then have logits of -inf: it
+    # still draws, from one token, which must not move torch's generator.
     drawing = DrawingProcessor(seeds, params, model.device)
-    with seeded(seeds, model.device):  # its own draw, of one token, must not move torch's generator
+    with seeded(seeds, model.device):
         model.generate(
             prompt_ids,
             attention_mask=prompt_mask,
@@ -308,11 +309,11 @@ def update_policy(run: Run, groups: list[list[Trajectory]]) -> Update:
     """
     policy, optimizer, training = run.policy, run.optimizer, run.config.training
     set_learning_rate(optimizer, run.state.step + 1, training)
-    if count_broken(groups, run.world, run.logger.warning) > 0:  # on any rank
+    if count_broken(groups, run.world, run.logger.warning) > 0:  # on one rank or more
         return Update(Outcome.BROKEN)
-    # `equal_passes`: in shards every rank needs as many as the others, so some get weight 0.
+    # With model.shard all ranks must make as many passes: `equal_passes` adds some of weight 0.
     micro_batches = policy.equal_passes(make_micro_batches(groups, training, run.world))
-    if not micro_batches:  # on any rank: all advantages are 0
+    if not micro_batches:  # on no rank is an advantage other than 0
         return Update(Outcome.NOTHING_TO_TRAIN_ON)
     update, metric_sums, scaler = Update(Outcome.UPDATED, micro_batches), {}, policy.grad_scaler
     policy.model.train()  # the sampler calls eval()
@@ -326,86 +327,12 @@ def update_policy(run: Run, groups: list[list[Trajectory]]) -> Update:
             scaler.step(optimizer)
             update.has_moved = True
         scaler.update()  # halves the scale after an overflow, doubles it after many steps without
-        optimizer.zero_grad(set_to_none=not policy.is_in_ddp)  # DDP's buckets are the gradients
+        optimizer.zero_grad(set_to_none=not policy.is_in_ddp)  # views of DDP's buckets stay
         if update.outcome is not Outcome.UPDATED:
             break
     policy.sampler.refresh()
     update.metrics |= reduce_means(metric_sums, run.world)
     return update
-
-
-def accumulate_gradients(
-    run: Run, micro_batches: list[MicroBatch], metric_sums: dict[str, Tensor]
-) -> float:
-    """Add up the gradient of the whole batch's loss on every rank; returns that loss.
-
-    The loss is a sum over all micro-batches of all ranks. In backward() DDP takes the mean of the
-    ranks' gradients, which times their number is the sum. Once is enough, at the last micro-batch:
-    until then gradients add up on each rank. A shard takes the mean in each backward pass.
-    """
-    policy, world, total = run.policy, run.world, 0.0
-    for micro_batch in run.logger.track(micro_batches, "update", "batch"):
-        syncs_later = policy.is_in_ddp and micro_batch is not micro_batches[-1]
-        with policy.scorer.no_sync() if syncs_later else contextlib.nullcontext():
-            loss = micro_batch_loss(policy, micro_batch, run.config.training, metric_sums)
-            policy.grad_scaler.scale(world.size * loss).backward()  # float16's factor, or 1
-        total += loss.detach().double()
-    return world.sum([total]).item()
-
-
-def micro_batch_loss(
-    policy: Policy, batch: MicroBatch, training: TrainingSettings, metric_sums: dict[str, Tensor]
-) -> Tensor:
-    """The loss of one micro-batch, its part of the sum over all; adds to `metric_sums`.
-
-    By default REINFORCE's: minus the advantage times the log-probability of each token, weighted.
-    """
-    is_first = batch.old_log_probs is None  # the first pass over this batch, by default the only
-    log_probs = policy.scorer(  # (B, S), 0 where the mask is False
-        batch.input_ids, batch.completion_mask, temperature=policy.params.temperature
-    )
-    token_loss = -batch.advantages[:, None] * log_probs  # (B, S)
-    weights = batch.token_weights  # (B, S), 1 / (rows of all ranks * length limit) by default
-    metrics = policy.keep_first_pass(batch, log_probs) if is_first else {}
-    if not training.is_reinforce:  # a ratio, a KL penalty, importance weights: all off by default
-        from engine.update.losses import apply_options
-
-        token_loss, weights, more = apply_options(training, batch, log_probs, token_loss, is_first)
-        metrics |= more
-    for name, values in metrics.items():
-        add_to_mean(metric_sums, name, values, batch.token_weights > 0)
-    return (weights * token_loss).sum()
-
-
-class CompletionScorer(nn.Module):
-    """log pi of completions. It is an nn.Module because DDP wraps the forward of a module."""
-
-    def __init__(self, model: nn.Module, compute_dtype: torch.dtype):
-        super().__init__()
-        self.model, self.compute_dtype = model, compute_dtype
-
-    def forward(self, input_ids: Tensor, mask: Tensor, *, temperature: float) -> Tensor:
-        """Log-probabilities (B, S) of the tokens input_ids (B, S) where the mask is True, else 0.
-
-        They are those of softmax(logits / temperature), the distribution that was sampled. Rows are
-        padded on the right, where no token looks: attention is causal and needs no mask.
-        """
-        # The logits at a column are of the next column's token: take the columns (K,) before those
-        # that the mask has in any row.
-        columns = mask[:, 1:].any(dim=0).nonzero()[:, 0]
-        token_ids, is_scored = input_ids[:, columns + 1], mask[:, columns + 1]  # (B, K)
-        with autocast(input_ids.device, self.compute_dtype, cache_casts=False):
-            output = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=columns)
-        log_probs = token_log_probs(output.logits, token_ids, temperature=temperature)
-        everywhere = log_probs.new_zeros(mask.shape)  # (B, S)
-        return everywhere.index_copy(1, columns + 1, log_probs.masked_fill(~is_scored, 0.0))
-
-
-def token_log_probs(logits: Tensor, token_ids: Tensor, *, temperature: float) -> Tensor:
-    """log softmax(logits / temperature) of the given tokens; (B, K, V) and (B, K) to (B, K)."""
-    logits = logits.float() / temperature
-    chosen = logits.gather(-1, token_ids[..., None])[..., 0]
-    return chosen - logits.logsumexp(dim=-1)
 
 
 def make_micro_batches(
@@ -494,6 +421,80 @@ def token_weights(
     if normalization == "sequence":
         return mask / (num_rows * mask.sum(dim=1, keepdim=True).clamp(min=1))
     return mask / num_rows
+
+
+def accumulate_gradients(
+    run: Run, micro_batches: list[MicroBatch], metric_sums: dict[str, Tensor]
+) -> float:
+    """Add up the gradient of the whole batch's loss on every rank; returns that loss.
+
+    The loss is a sum over all micro-batches of all ranks. In backward() DDP takes the mean of the
+    ranks' gradients, which times their number is the sum. Once is enough, at the last micro-batch:
+    until then gradients add up on each rank. A shard takes the mean in each backward pass.
+    """
+    policy, world, total = run.policy, run.world, 0.0
+    for micro_batch in run.logger.track(micro_batches, "update", "batch"):
+        syncs_later = policy.is_in_ddp and micro_batch is not micro_batches[-1]
+        with policy.scorer.no_sync() if syncs_later else contextlib.nullcontext():
+            loss = micro_batch_loss(policy, micro_batch, run.config.training, metric_sums)
+            policy.grad_scaler.scale(world.size * loss).backward()  # float16's factor, or 1
+        total += loss.detach().double()
+    return world.sum([total]).item()
+
+
+def micro_batch_loss(
+    policy: Policy, batch: MicroBatch, training: TrainingSettings, metric_sums: dict[str, Tensor]
+) -> Tensor:
+    """The loss of one micro-batch, its part of the sum over all; adds to `metric_sums`.
+
+    By default REINFORCE's: minus the advantage times the log-probability of each token, weighted.
+    """
+    is_first = batch.old_log_probs is None  # the first pass over this batch, by default the only
+    log_probs = policy.scorer(  # (B, S), 0 where the mask is False
+        batch.input_ids, batch.completion_mask, temperature=policy.params.temperature
+    )
+    token_loss = -batch.advantages[:, None] * log_probs  # (B, S)
+    weights = batch.token_weights  # (B, S), 1 / (rows of all ranks * length limit) by default
+    metrics = policy.keep_first_pass(batch, log_probs) if is_first else {}
+    if not training.is_reinforce:  # a ratio, a KL penalty, importance weights: all off by default
+        from engine.update.losses import apply_options
+
+        token_loss, weights, more = apply_options(training, batch, log_probs, token_loss, is_first)
+        metrics |= more
+    for name, values in metrics.items():
+        add_to_mean(metric_sums, name, values, batch.token_weights > 0)
+    return (weights * token_loss).sum()
+
+
+class CompletionScorer(nn.Module):
+    """log pi of completions. It is an nn.Module because DDP wraps the forward of a module."""
+
+    def __init__(self, model: nn.Module, compute_dtype: torch.dtype):
+        super().__init__()
+        self.model, self.compute_dtype = model, compute_dtype
+
+    def forward(self, input_ids: Tensor, mask: Tensor, *, temperature: float) -> Tensor:
+        """Log-probabilities (B, S) of the tokens input_ids (B, S) where the mask is True, else 0.
+
+        They are those of softmax(logits / temperature), the distribution that was sampled. Rows are
+        padded on the right, where no token looks: attention is causal and needs no mask.
+        """
+        # The logits at a column are of the next column's token: take the columns (K,) before those
+        # that the mask has in any row.
+        columns = mask[:, 1:].any(dim=0).nonzero()[:, 0]
+        token_ids, is_scored = input_ids[:, columns + 1], mask[:, columns + 1]  # (B, K)
+        with autocast(input_ids.device, self.compute_dtype, cache_casts=False):
+            output = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=columns)
+        log_probs = token_log_probs(output.logits, token_ids, temperature=temperature)
+        everywhere = log_probs.new_zeros(mask.shape)  # (B, S)
+        return everywhere.index_copy(1, columns + 1, log_probs.masked_fill(~is_scored, 0.0))
+
+
+def token_log_probs(logits: Tensor, token_ids: Tensor, *, temperature: float) -> Tensor:
+    """log softmax(logits / temperature) of the given tokens; (B, K, V) and (B, K) to (B, K)."""
+    logits = logits.float() / temperature
+    chosen = logits.gather(-1, token_ids[..., None])[..., 0]
+    return chosen - logits.logsumexp(dim=-1)
 
 
 # Evaluation
