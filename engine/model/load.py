@@ -182,7 +182,7 @@ def one_line_errors(name: str, *, key: str = "model.name") -> Iterator[None]:
         if isinstance(error, OSError) and not Path(name).exists():
             problem = f"{no_such_folder(name)}; and from the hub: {problem}"
         if "FlashAttention" in problem:
-            problem += " Write model.attn_implementation=sdpa, which works everywhere"
+            problem += " Write model.attn_implementation=sdpa, which needs no package"
         raise ValueError(f"{key} = {name}: cannot be used: {problem}") from error
 
 

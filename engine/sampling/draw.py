@@ -24,8 +24,8 @@ def draw_uniforms(seeds: list[Seed], params: SamplingParams) -> Tensor:
 class TokenBuffer:
     """The tokens of all B rows with log-probabilities and entropies; b rows are still decoded.
 
-    All tensors change in place, but in `select`: a captured graph replays kernels on the same
-    addresses, and the Python in it is not run again.
+    Only `select` replaces tensors, all else changes them in place: a captured graph replays kernels
+    on the same addresses, and the Python in it is not run again.
     """
 
     def __init__(self, num_rows: int, params: SamplingParams, device: torch.device):

@@ -55,8 +55,8 @@ def decode_grouped(
 class DecodeBatch:
     """Rows that are decoded together: each step draws one more token of every row.
 
-    The prompts fill the first P columns, padded on the left; each step fills the next column, in
-    place but in `select` (see `TokenBuffer`).
+    The prompts fill the first P columns, padded on the left; each step fills the next column in
+    place (see `TokenBuffer`). `select` makes new tensors, and so does a cache that has to grow.
     """
 
     def __init__(
