@@ -62,9 +62,9 @@ class RunSettings(Section):
     """Where the results of the run are kept."""
 
     name: str | None = Field(None, pattern=r"^\w[\w.+=@-]*$")
-    """The folder of this run inside `dir`. Give each experiment its own name; starting an existing
-    name resumes that run. null makes the name <task>-<model>-<learning_type>-s<seed>, where the
-    <model> of runs/x/best is x."""
+    """The folder of this run inside `dir`. Give each experiment a new name; starting an existing
+    name resumes that run. null makes the name <task>-<model>-<learning_type>-s<seed>; if model.name
+    is runs/x/best, <model> is x."""
     dir: PathText = "runs"
     """The folder that holds the folders of all runs."""
 
@@ -94,34 +94,34 @@ class ModelSettings(Section):
     the newest version when a run begins, and a resumed run keeps it."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The precision of the arithmetic; the trained weights are float32 in any case. bfloat16 is
-    fast. float16 is as fast on a GPU and rounds 8 times less, but its numbers end at 65504: the
-    loss is scaled, and not every model stays within. float32 is exact, but several times slower on
+    fast. float16 is as fast on a GPU and rounds 8 times less, but its largest number is 65504: the
+    loss is scaled, and some models exceed it. float32 is exact, but several times slower on
     a GPU. auto is bfloat16 autocast on a GPU that supports it, float16 on other GPUs if this
     model's logits are then close to those of float32, and float32 elsewhere. A CPU can be faster
     with bfloat16 too, if it multiplies it in hardware (on Linux lscpu then lists avx512_bf16 or
     amx_bf16); otherwise it is far slower."""
     attn_implementation: Text = "sdpa"
-    """The attention kernel, by its name in transformers: sdpa works everywhere, eager is slow and
-    plain, flash_attention_2 needs the package of that name. Rollouts are fast with the first
-    two."""
+    """The attention kernel, by its name in transformers: sdpa works for nearly all models (Gemma 2
+    needs eager), eager is slow and plain, flash_attention_2 needs the package of that name.
+    Rollouts are fast with the first two."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them. The update then needs
     much less memory and about a third more time."""
     shard: bool = False
     """false keeps the whole model, its gradients and the optimizer's averages on each GPU (DDP), 16
-    bytes per weight. true splits them among the ranks (FSDP2), for a model that is too large for
-    that; only the copy that samples, 2 bytes per weight, stays whole. Each pass then waits for
+    bytes per weight. true splits them among the ranks (FSDP2), for a model that does not fit
+    otherwise; only the copy that samples, 2 bytes per weight, stays whole. Each pass then waits for
     weights of the other ranks. Set gradient_checkpointing too: without it the update keeps all
     weights in bfloat16, 2 more bytes each. It needs adamw, no lora, and a run.dir on a disk that
-    all nodes share, since each rank saves its part there. At the start each rank needs 4 bytes of
+    all nodes share, since each rank saves a part there. At the start each rank needs 4 bytes of
     host memory per weight. The checkpoints can only be resumed; best/ is an ordinary model."""
     lora: LoraSettings | None = None
-    """null trains all weights. {r: 8, alpha: 32, dropout: 0.0} leaves them as they are and trains a
-    low-rank adapter instead (LoRA, arXiv:2106.09685; package peft): to every linear layer of the
-    blocks it adds alpha / r times the product of two matrices of rank r. Dropout acts only in the
-    update, and differently in every pass. So with dropout above 0 the scored policy is not the one
-    that sampled, and with num_iterations above 1 the ratios are never quite 1. Instead of
-    all-linear, a list such as target_modules: [q_proj, v_proj] names the layers."""
+    """null trains all weights. {r: 8, alpha: 32, dropout: 0.0} freezes them and trains a low-rank
+    adapter instead (LoRA, arXiv:2106.09685; package peft): to every linear layer of the blocks it
+    adds alpha / r times the product of two matrices of rank r. Dropout acts only in the update, and
+    differently in every pass. So with dropout above 0 the scored policy is not the one that
+    sampled, and with num_iterations above 1 the ratios are never quite 1. To adapt only some
+    layers, list them: target_modules: [q_proj, v_proj]."""
     load_in_4bit: bool = False
     """Keep the weights below the adapter in 4 bits (NF4 with double quantisation; package
     bitsandbytes). They take a quarter of the memory of bfloat16 and are a little less exact."""
@@ -130,8 +130,8 @@ class ModelSettings(Section):
 
 
 class TaskSettings(Section):
-    """The questions, and how completions are rewarded. A task has keys of its own in this section,
-    which stand at its end; remove the # in front of one to set it. Those of another task are
+    """The questions, and how completions are rewarded. The keys that only this task has stand at
+    the end of the section; remove the # in front of one to set it. Those of another task are
     printed by `python main.py --help task.name=gsm8k`."""
 
     name: Text = "countdown"
@@ -139,44 +139,45 @@ class TaskSettings(Section):
     or reasoning_gym), or the name of your own file in the folder where you run main.py (tv for
     tv.py)."""
     reward: Annotated[Text, BeforeValidator(as_reward)] | None = None
-    """Your own reward in place of a task: my_rewards:f is the function f in my_rewards.py, in the
-    folder where you run main.py, and 'my_rewards:[accuracy, format]' are two; '[my_rewards:f,
-    lengths:soft_overlong]' are of two files, which are looked for here, in tasks/ and among the
-    installed modules. They are called as TRL calls them, f(completions, **columns), with async or
-    without, and return a list of numbers, None where they do not apply (docs/tasks.md). The
-    rows of `train` are the questions, and their column `prompt`, or task.prompt, what is asked.
-    `name` is then only what the run is called: the function's, unless given. Each weighs 1. The
-    function `answer`, else the first, says by 1.0 that a question is solved. They run in the
-    run's own process, which waits for them: they must bound their time and memory themselves."""
+    """Your own reward instead of a task: my_rewards:f is the function f in my_rewards.py, in the
+    folder where you run main.py. 'my_rewards:[accuracy, format]' are two functions of it, and
+    '[my_rewards:f, lengths:soft_overlong]' are of two files, which are looked for in that folder,
+    in tasks/ and among the installed modules. They are called as TRL calls them, f(completions,
+    **columns), async or not, and return a list of numbers, with None for a completion to which
+    they do not apply (docs/tasks.md). The rows of `train` are the questions; the model is asked
+    their column `prompt`, or task.prompt. `name` then only names the run (if not given, it is the
+    function's name). Each function has weight 1. A question is solved if the function `answer`, or
+    else the first, returns 1.0 or more. They run in the run's process, which waits for them: limit
+    their time and memory yourself."""
     concurrency: Count = 64
-    """The most calls of an async function of task.reward that wait at once, one for a question."""
+    """The most calls of an async task.reward that wait at once; each question is one call."""
     reward_timeout: PositiveFloat | None = None
-    """The seconds after which such a call counts as if it had returned None; null is no limit."""
+    """The seconds after which a call of an async task.reward counts as None; null is no limit."""
     train: PathText = "generated"
     """The training questions: `generated` (by the task, if it can: countdown, arithmetic, guess,
     reasoning_gym), the id of a dataset on the hub, with its configuration and split if you name
     them (openai/gsm8k:main:test; either may be empty), or a local .jsonl, .json, .csv or .parquet
-    file. For a model with a chat template, questions that hold one of its special tokens are left
-    out."""
+    file. For a model with a chat template, questions that contain one of its special tokens are
+    left out."""
     eval: PathText = "generated"
     """The validation questions, from the same kinds of source. The model is never trained on any of
-    them, even where both sources are the same."""
+    them, even if both sources are the same."""
     reward_weights: dict[str, Weight] = {"format": 0.1, "answer": 1.0}
     """The weight of each part of the reward. The reward is the sum of weight times part. With more
     weight on format the model learns the layout sooner and the answers later."""
     max_train_examples: Count | None = None
-    """The number of training questions: so many are drawn by the seed, or are the first ones
-    without shuffle. null takes them all."""
+    """The number of training questions. They are drawn by the seed; if shuffle is false, they are
+    the first ones. null uses all."""
     shuffle: bool = True
     """Draw a new order of the training questions for each epoch. false keeps the order of the
     file."""
     system_prompt: Text | None = None
-    """Your own system message, in place of the task's. null keeps what the task writes."""
+    """Your own system message, instead of the task's. null keeps the task's."""
     prompt: Text | None = None
-    """Your own wording of the question, in place of the task's. {question} stands for the value of
+    """Your own wording of the question, instead of the task's. {question} stands for the value of
     that key of the question, and so on for its other keys; all other braces stay, as LaTeX needs
-    them. An answer that the task begins, such as "<think>", is still begun. null keeps the task's
-    wording."""
+    them. If the task begins the answer, for example with "<think>", it still does. null keeps the
+    task's wording."""
     template_options: dict[str, bool | int | float | str] = {}
     """Options passed to the model's chat template, such as {enable_thinking: false} for Qwen3 and
     Qwen3.5."""
@@ -209,10 +210,10 @@ class SamplingSettings(Section):
     """Sample only from this many most likely tokens; 0 is off. Above 0 the sampled distribution is
     no longer the trained one."""
     stop: list[Text] = []
-    """Extra texts that end a completion, such as ["</answer>"], with the token that completes one,
-    and extra special tokens, such as ["<|bos|>"]. It always ends at those that the model's files
-    name, and at the one that its chat template writes after an assistant's turn; all of them are
-    printed at the start."""
+    """Extra texts that end a completion, such as ["</answer>"], and extra special tokens, such as
+    ["<|bos|>"]. A completion ends with the token that completes such a text. It always ends at the
+    end tokens that the model's files name, and at the token that the chat template writes after an
+    assistant's turn; all of them are printed at the start."""
     max_batch_tokens: PositiveInt | None = None
     """The most tokens that are decoded at once: rows times (longest prompt + new tokens). null
     means what fits into the GPU's free memory, and 131072 on a CPU. Lower it if sampling runs out
@@ -232,24 +233,30 @@ class SamplingSettings(Section):
 
 
 class TrainingSettings(Section):
-    """The learning algorithm. A step is one batch of completions and the update made from it."""
+    """The learning algorithm. A step is one batch of completions and the update made from it. The
+    first ten keys are those that you change most; the others are for other methods."""
 
     learning_type: Literal["grpo", "sil", "distill"] = "grpo"
     """grpo trains on all samples, each weighted by how much better it was than the mean of its
     group. sil (self-improvement learning) imitates the best samples of every question. distill
     trains on all samples too, and weighs each token by how much likelier model.teacher finds it:
     its advantage is log pi_teacher - log pi (on-policy distillation). The reward is only measured,
-    and one sample of a question is enough: k_best_of_n: [1, 1]. train/kl is the KL divergence of
-    the policy from the teacher."""
-    distill_mix: float | None = Field(None, gt=0, le=1000)
-    """For distill: grpo's advantage with this many times the teacher's added. null is the teacher's
-    only."""
+    and one sample per question is enough: k_best_of_n: [1, 1]. train/kl is the KL divergence of the
+    policy from the teacher. To switch from grpo to sil, change this line and the next two; for tiny
+    they are sil, [2, 32] and 0.0004."""
+    k_best_of_n: list[Count] = Field([16, 16], min_length=2, max_length=2)
+    """[k, n]: n completions are sampled for each question, and the k best are trained on. grpo
+    trains on all of them (k = n); sil needs k < n, such as [2, 32]."""
+    learning_rate: Rate = 6.0e-4
+    """AdamW's learning rate after the warm-up. A higher rate learns faster, until the model
+    collapses. Large models need a far lower one: about 1e-6 for 3 billion weights. The default is
+    for the model tiny: set another rate for any other model."""
     num_steps: PositiveInt = 20
     """The number of steps."""
     num_epochs: float | None = Field(None, gt=0, le=10_000)
-    """The number of passes over the training questions, such as 1 or 0.5: it sets num_steps,
-    rounded down, and a file sets only one of the two. Questions that are too long count. null means
-    num_steps. Generated questions have no epochs."""
+    """The number of passes over the training questions, such as 1 or 0.5, instead of num_steps: set
+    only one of the two. The number of steps is rounded down; questions that are left out as too
+    long count. null means num_steps. Generated questions have no epochs."""
     num_samples_per_step: Count = 16
     """The number of questions in a step on each rank. More of them make the gradient less noisy and
     the step longer."""
@@ -257,45 +264,22 @@ class TrainingSettings(Section):
     """The number of questions in a step over all ranks; the number of ranks must divide it. The run
     then makes the same steps on any number of ranks. null means num_samples_per_step on each
     rank."""
-    k_best_of_n: list[Count] = Field([16, 16], min_length=2, max_length=2)
-    """[k, n]: n completions are sampled for each question, and the k best are trained on. grpo
-    trains on all of them (k = n); sil needs k < n, such as [2, 32]."""
     max_new_gen_tokens: Count = 320
     """The greatest length of a completion, in tokens. A longer one is cut off, and usually earns
     nothing."""
     micro_batch_tokens: PositiveInt = 2_048
     """The most tokens in a forward and backward pass: rows times the longest (prompt + completion).
-    A longer row gets its own pass. The gradient does not depend on it. 2048 suits a CPU: it has
-    little padding and fits into caches. A GPU is faster with 8192 or more, if its memory allows."""
-    optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
-    """adamw keeps two float32 averages for each weight. adamw_8bit (package bitsandbytes) keeps
-    them in 8 bits, which saves 6 bytes for each weight. muon updates the matrices of the blocks by
-    Muon, which keeps one average, and the embeddings, the head and the vectors by AdamW."""
-    learning_rate: Rate = 6.0e-4
-    """AdamW's learning rate after the warm-up. A higher one learns faster, until the model
-    collapses. Big models need a far lower one: about 1e-6 for 3 billion weights. This one is
-    tiny's: set another rate for any other model."""
-    muon_learning_rate: Rate = 1.0e-3
-    """For muon, the learning rate of the matrices, on the same schedule. A step changes each
-    direction of a matrix by about this much, however large the gradient is."""
-    embedding_learning_rate: Rate | None = None
-    """For muon, AdamW's learning rate of the embeddings, and of the head if it shares their
-    weights, on the same schedule. null means learning_rate."""
-    adam_betas: list[Fraction] = Field([0.9, 0.999], min_length=2, max_length=2)
-    """How much of AdamW's two averages is kept at each step: of the gradient and of its square."""
-    adam_eps: float = Field(1.0e-8, gt=0, le=1)
-    """What AdamW adds to the root of the second average before it divides by it."""
+    A longer row gets a separate pass. The gradient does not depend on this limit. 2048 suits a CPU:
+    such a pass has little padding and fits into caches. A GPU is faster with 8192 or more, if its
+    memory allows."""
+    seed: int = Field(0, ge=0, lt=2**32)
+    """The seed of the questions, their order and the samples. Another seed makes another run."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     """The learning rate after the warm-up: constant, or falling to 0 in a straight line (linear) or
     along a cosine, as in transformers. It would reach 0 one step after the last."""
     warmup_steps: NonNegativeInt = 5
     """The number of steps in which the learning rate rises in a straight line to its full value,
     while AdamW's averages settle; 0 is off."""
-    weight_decay: float = Field(0.0, ge=0, le=10)
-    """Decoupled weight decay, for each step and unit of the learning rate; 0 is off."""
-    max_grad_norm: PositiveFloat = 1.0
-    """A gradient whose norm is larger is scaled down to this norm. A lower limit is safer and
-    slower."""
     advantage: Literal["mean", "over_mean", "zscore"] | FunctionName = "mean"
     """For grpo, mean is the reward minus the mean of its group. zscore also divides by the group's
     standard deviation, which gives very easy and very hard questions more weight. over_mean divides
@@ -306,8 +290,17 @@ class TrainingSettings(Section):
     function f in my_algo.py: f(rewards, **kwargs) -> advantages (docs/tasks.md)."""
     loss_normalization: Literal["dr_grpo", "token", "sequence", "sum"] = "dr_grpo"
     """What the loss is divided by. dr_grpo: rows times max_new_gen_tokens, so that length has no
-    influence. token: all completion tokens. sequence: each row's own length and then the rows,
+    influence. token: all completion tokens. sequence: the length of each row, and then the rows,
     which favours short right answers and long wrong ones. sum: the rows."""
+    kl_coef: float = Field(0.0, ge=0, le=1000)
+    """The weight of the KL penalty, which holds the policy near the model that the run started
+    from: exp(d) - d - 1 per token, d = log p(reference) - log p(policy). 0 is off and costs
+    nothing; 0.001 to 0.04 is usual. Above 0 a frozen copy of that model is kept in memory (with
+    model.lora it is the model without its adapter), it scores every batch too, and the update
+    includes completions without an advantage."""
+    num_iterations: Count = 1
+    """The number of updates made from the same completions. Above 1 a step learns more from each
+    sample, with the clipped ratio of policy_loss."""
     policy_loss: Literal["ppo", "cispo", "gspo", "dppo"] | FunctionName = "ppo"
     """The loss when completions are used again, so it matters if num_iterations is above 1; the
     first update is plain REINFORCE, except with dppo. ppo cuts off the gradient of tokens whose
@@ -319,24 +312,15 @@ class TrainingSettings(Section):
     to the sampler, in the first update too, and leaves out those whose probability, not its ratio,
     has moved further than dppo_delta. my_algo:g is your own, in every update: g(log_probs,
     old_log_probs, advantages, mask, **kwargs) -> token losses (docs/tasks.md)."""
-    dppo_delta: float = Field(0.15, gt=0, lt=1)
-    """For dppo: how far a token's probability may move from the sampler's, in the direction that
-    its advantage asks for, before its gradient is cut. Its authors use 0.15, prime-rl 0.2."""
-    kl_coef: float = Field(0.0, ge=0, le=1000)
-    """The weight of the KL penalty, which holds the policy near the model that the run started
-    from: exp(d) - d - 1 a token, d = log p(reference) - log p(policy). 0 is off and costs nothing;
-    0.001 to 0.04 is usual. Above 0 a frozen copy of that model is kept in memory (with model.lora
-    it is the model without its adapter), it scores every batch too, and the update includes
-    completions without an advantage."""
-    num_iterations: Count = 1
-    """The number of updates made from the same completions. Above 1 a step learns more from each
-    sample, with the clipped ratio of policy_loss."""
     clip_eps: float = Field(0.2, gt=0, lt=1)
     """How far the probability ratio may fall below 1 before its gradient is cut, and how far it may
     rise above 1 unless clip_eps_high says otherwise. It matters if num_iterations is above 1."""
     clip_eps_high: PositiveFloat | None = None
     """How far the probability ratio may rise above 1; null means clip_eps. A higher value lets
     unlikely tokens grow faster."""
+    dppo_delta: float = Field(0.15, gt=0, lt=1)
+    """For dppo: how far a token's probability may move from the sampler's, in the direction that
+    its advantage asks for, before its gradient is cut. Its authors use 0.15, prime-rl 0.2."""
     tis_clip: PositiveFloat | None = None
     """Weigh each token by how much more likely it is for the trained policy than for the sampler,
     at most by this factor (truncated importance sampling; 2 is usual); null is off. It corrects for
@@ -344,13 +328,33 @@ class TrainingSettings(Section):
     skip_truncated: bool = False
     """Do not train on completions that were cut off at max_new_gen_tokens. They still count in the
     mean of their group."""
+    distill_mix: float | None = Field(None, gt=0, le=1000)
+    """For distill: this number times the teacher's advantage is added to grpo's. null uses only the
+    teacher's."""
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """adamw keeps two float32 averages for each weight. adamw_8bit (package bitsandbytes) keeps
+    them in 8 bits, which saves 6 bytes for each weight. muon updates the matrices of the blocks by
+    Muon, which keeps one average, and the embeddings, the head and the vectors by AdamW."""
+    weight_decay: float = Field(0.0, ge=0, le=10)
+    """Decoupled weight decay, for each step and unit of the learning rate; 0 is off."""
+    max_grad_norm: PositiveFloat = 1.0
+    """A gradient whose norm is larger is scaled down to this norm. A lower limit is safer and
+    slower."""
+    adam_betas: list[Fraction] = Field([0.9, 0.999], min_length=2, max_length=2)
+    """How much of AdamW's two averages is kept at each step: of the gradient and of its square."""
+    adam_eps: float = Field(1.0e-8, gt=0, le=1)
+    """What AdamW adds to the root of the second average before it divides by it."""
+    muon_learning_rate: Rate = 1.0e-3
+    """For muon, the learning rate of the matrices, on the same schedule. A step changes each
+    direction of a matrix by about this much, however large the gradient is."""
+    embedding_learning_rate: Rate | None = None
+    """For muon, AdamW's learning rate of the embeddings, and of the head if it shares their
+    weights, on the same schedule. null means learning_rate."""
     max_skipped_steps: PositiveInt = 10
     """Stop after this many steps in a row whose loss or gradient was not finite."""
     stop_on_collapse: bool = False
     """Stop if the model has collapsed: over the last steps it solves half of what it solved at its
     best, or its entropy is near 0, or most of its completions are cut off. false only warns."""
-    seed: int = Field(0, ge=0, lt=2**32)
-    """The seed of the questions, their order and the samples. Another seed makes another run."""
 
     @property
     def group_size(self) -> int:
@@ -389,12 +393,12 @@ class ValidationSettings(Section):
     is at most best_of_n; null means [1, best_of_n]."""
     best_by: Literal["pass@1", "best_of_n", "reward"] | None = None
     """What chooses the model in best/: the highest pass@1, best_of_n, or mean reward. null is
-    pass@1, or reward for a task.reward of which no function is called `answer`."""
+    pass@1, or reward if task.reward is set and none of its functions is called `answer`."""
     temperature: float = Field(1.0, ge=0, le=100)
     """The temperature of validation samples. A lower one usually raises pass@1 and lowers best of
     n. 0 is greedy: always the likeliest token, so best_of_n must be 1."""
     max_new_gen_tokens: Count | None = None
-    """The greatest length of a validation completion, in tokens; null means that of training."""
+    """The greatest length of a validation completion, in tokens; null uses that of training."""
 
     @property
     def reported_k(self) -> list[int]:
@@ -431,24 +435,25 @@ class LoggingSettings(Section):
     Addresses and credentials come from the environment or a .env file (MLFLOW_TRACKING_URI,
     WANDB_API_KEY, WANDB_MODE=offline). If a board fails, the run warns once and stops using it."""
     mlflow: bool = False
-    """The same as mlflow in report_to."""
+    """true is the same as mlflow in report_to."""
     experiment: Text = "plain-grpo"
     """The name of the MLflow experiment, and of the wandb project."""
     samples: NonNegativeInt = 3
     """The number of completions kept in samples.jsonl at each evaluation; the first three are
     printed."""
     train_samples_every: NonNegativeInt = 0
-    """Print and keep so many completions of the training questions too, whenever this number of
-    steps has passed; 0 is off. They are of different questions, as far as the step has so many.
-    Their lines in samples.jsonl have "split": "train"."""
+    """Print and keep completions of training questions too, as many as `samples` says, whenever
+    this number of steps has passed; 0 is off. They are of different questions, if the step has
+    enough. Their lines in samples.jsonl have "split": "train"."""
     rollouts_every: NonNegativeInt = 10
     """Keep a few groups of a step in rollouts.jsonl, with the numbers of their tokens, at step 1
     and whenever this number of steps has passed; 0 is off. `python -m tools.report` shows them. The
     file stays below 16 MB: as it fills, fewer of these steps are kept. The metric
     time/rollouts_log_s is what it costs."""
     completions_every: NonNegativeInt = 0
-    """Keep all completions of every so many steps, with their texts, parts and advantages, in
-    completions-<rank>.jsonl.gz (pandas.read_json(file, lines=True)); 0 is off."""
+    """Keep all completions of a step, with their texts, parts and advantages, whenever this number
+    of steps has passed, in completions-<rank>.jsonl.gz (pandas.read_json(file, lines=True)); 0 is
+    off."""
 
 
 class Config(Section):
