@@ -109,14 +109,8 @@ IMPOSSIBLE = [  # a task, how many questions, its options, and what the refusal 
     (countdown, 1_000, SMALL_SPACE, r"num_examples 1000: only \d+ different train questions"),
     (countdown, None, {"max_number": 1, "min_target": 50}, "only 0 different train"),
     (countdown, 5, {"min_numbers": 4, "max_numbers": 3}, "min_numbers = 4 must be .* max_numbers"),
-    (countdown, 5, {"min_number": 60}, r"min_number = 60 must be at most max_number \(50\)"),
-    (countdown, 5, {"max_target": 10**30}, "max_target\n"),  # refused by the schema
-    (countdown, 5, {"min_number": 0}, "min_number\n"),
-    (countdown, 5, {"min_target": -1}, "min_target\n"),
     (arithmetic, 4_000, {}, r"num_examples 4000: there are only \d+ different train questions"),
     (arithmetic, None, {"min_number": 47, "max_number": 47}, "there are only 0 different train"),
-    (arithmetic, 5, {"min_number": 60, "max_number": 50}, "min_number = 60 must be .* max_number"),
-    (arithmetic, 5, {"max_number": 1_000}, "max_number\n"),
 ]
 
 
@@ -139,7 +133,6 @@ RANGES = [  # options, how many questions are asked for, and how many there are
     ({}, None, [countdown.MAX_GENERATED]),
     (SMALL_SPACE, None, range(20, 100)),  # all of them, which is no mistake
     (SMALL_SPACE | {"min_numbers": 2, "max_numbers": 4}, 60, [60]),  # 2 numbers are soon used up
-    ({"max_numbers": 5}, 4_000, [4_000]),
     ({"min_numbers": 5, "max_numbers": 7, "min_number": 20, "max_number": 30}, 10, [10]),
     ({"max_numbers": 3, "min_number": 7, "max_number": 80, "max_target": 940}, 10, [10]),
 ]

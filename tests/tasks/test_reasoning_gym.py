@@ -40,14 +40,6 @@ def test_questions_follow_from_their_seed_and_are_divided_by_a_hash():
     assert all(parse_row(row, options=Options()).keys() == row.keys() for row in train[:2])
 
 
-def test_generators_that_depend_on_shared_random_numbers_repeat_themselves():
-    """isomorphic_strings depends on Python's hash seed, list_functions on random's own numbers."""
-    for dataset in ("isomorphic_strings", "list_functions"):
-        rows = load("train", 20, dataset=dataset, dataset_config={})
-        task.WORKER.stop()
-        assert load("train", 20, dataset=dataset, dataset_config={}) == rows
-
-
 USELESS = [
     ("chess", {}, "ValueError: Dataset 'chess' not registered"),
     ("gcd", {"max_word_len": 6}, "TypeError: GCDConfig.__init__() got an unexpected keyword"),
@@ -62,20 +54,6 @@ def test_what_cannot_be_trained_is_one_line(dataset, config, problem):
         load("train", dataset=dataset, dataset_config=config)
     assert str(caught.value).startswith(f"task.dataset = {dataset}: {problem}")
     assert str(caught.value).endswith("; python -m tasks.reasoning_gym lists what there is")
-
-
-def test_too_few_different_questions_are_one_line(monkeypatch):
-    monkeypatch.setattr(task, "NUM_DRAWS", 500)
-    coins = {"min_trials": 3, "max_trials": 3}
-    with pytest.raises(ValueError, match=r"^num_examples 50: only \d different validation quest"):
-        load("validation", dataset="coin_flip", dataset_config=coins)
-
-
-def test_a_missing_package_is_named_with_its_c_compiler(monkeypatch):
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    line = r"^reasoning_gym, whose pycosat needs a C compiler: .*install reasoning-gym==0\.1\.25$"
-    with pytest.raises(ValueError, match=line):
-        load("train")
 
 
 # Rewards
