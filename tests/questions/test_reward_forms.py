@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from harness import make_config
 
-from engine.core.types import Completion, Trajectory
+from engine.core.types import Completion
 from engine.questions.tasks import functions_in, load_task, reward_parts, total_reward
 from engine.run.config_file import harmless
 
@@ -90,22 +90,6 @@ def test_async_functions_wait_together_and_one_that_is_late_does_not_apply():
     assert late[0] == {"judge": 1.0, "slow": None, "timeout": 1.0}
     with pytest.raises(RuntimeError):
         asyncio.get_running_loop()  # none is left behind
-
-
-@pytest.mark.parametrize(
-    ("parts", "solved"),
-    [
-        ({"form": 1.0, "answer": 0.0}, False),
-        ({"form": 0.0, "answer": 2.0}, True),
-        ({"first": None, "second": 1.0}, True),
-        ({"first": None, "timeout": 1.0}, False),
-        ({"first": 0.999}, False),
-    ],
-)
-def test_solved_is_the_answer_else_the_first_that_applies_at_one_or_more(parts, solved):
-    zeros = np.zeros(1, np.float32)
-    completion = Completion([1], zeros, zeros, False, zeros > 0)
-    assert Trajectory([1], completion, "", parts, 0.0).is_solved is solved
 
 
 @pytest.mark.parametrize(
