@@ -22,7 +22,7 @@ from engine.core.config import (
     dotted_values,
     explained,
 )
-from engine.core.text import Loader, show
+from engine.core.text import show
 from engine.questions.tasks import built_in_tasks, load_task, schema
 from engine.run.config_file import NAMES_ELSEWHERE, RATE_RECIPES, dump, load_config
 from engine.run.fingerprint import check_same_run
@@ -74,41 +74,25 @@ def guessing(tmp_path, monkeypatch):
 # What is read
 
 LORA = {"r": 4, "alpha": 32, "dropout": 0.0, "target_modules": "all-linear"}
-BOARDS = ["mlflow", "wandb"]
 ALPHA_8 = "model: {lora: {r: 16, alpha: 8}}"
 EPOCHS_2 = "task.train: a.csv\ntraining: {num_epochs: 2}"
 
 QWEN = f"{RATE} model.name=Qwen/Qwen2.5-3B training.seed=3"
 TASK = "task: {eval: b.jsonl, max_numbers: 4, reward_weights: {format: 0.5}, prompt: '{nums}'}"
-GSM8K = dict.fromkeys(("ending", "integer", "length"), 0.0) | {"format": 0.1, "answer": 1.0}
 
 READ = {  # what a file has, the arguments, and what a key is then; ~ is the home folder
     "a file": ("training: {seed: 3}\nrun.name: a", "", {"training.seed": 3, "run.name": "a"}),
-    "an empty file": ("", "", {"training.seed": 0}),
-    "a comment": ("# nothing yet", "", {"training.seed": 0}),
-    "an empty section": ("training:\nlogging:\n", "", {"training.seed": 0}),
     "the command line wins": ("run: {name: a}", "run.name=b run.name=c", {"run.name": "c"}),
-    "other keys stay": ("training: {seed: 7}", "training.num_steps=5", {"training.seed": 7}),
-    "no section": ("mode: train", "mode=evaluate", {"mode": "evaluate"}),
     # PyYAML reads 1e-5 as text, so that a learning rate became a string.
     "1e-5": ("", "training.learning_rate=1e-5", {"training.learning_rate": 1e-5}),
     "1E-5": ("", "training.learning_rate=1E-5", {"training.learning_rate": 1e-5}),
-    "+1e-05": ("", "training.learning_rate=+1e-05", {"training.learning_rate": 1e-5}),
-    ".1e-4": ("", "training.learning_rate=.1e-4", {"training.learning_rate": 1e-5}),
-    # Bug: of YAML 1.1, 0123 was 83 and 010 was 8.
-    "0123": ("", "training.seed=0123", {"training.seed": 123}),
+    # Bug: of YAML 1.1, 010 was 8.
     "010": ("", "training.num_steps=010", {"training.num_steps": 10}),
-    "-07": ("", "task.template_options.x=-07", {"task.template_options": {"x": -7}}),
-    "1_000": ("", "training.seed=1_000", {"training.seed": 1000}),
     "one board": ("", "logging.report_to=wandb", {"logging.report_to": ["wandb"]}),
-    "two boards": ("", "logging.report_to=[mlflow,wandb]", {"logging.report_to": BOARDS}),
     "no board": ("", "logging.report_to=none", {"logging.report_to": []}),
-    "null": ("", "logging.report_to=null", {"logging.report_to": []}),
     # A mapping that is off can be set in part, and switched off again.
     "lora": ("", "model.lora.r=4", {"model.lora": LORA}),
-    "lora in two": ("", "model.lora={} model.lora.r=4", {"model.lora": LORA}),
     "lora of both": (ALPHA_8, "model.lora.r=4", {"model.lora": LORA | {"alpha": 8}}),
-    "lora off again": (ALPHA_8, "model.lora=null", {"model.lora": None}),
     # Steps or epochs; where there are epochs, 20 stands until the questions are counted.
     "steps": ("training: {num_steps: 40, num_epochs: null}", "", {"training.num_steps": 40}),
     "epochs": (EPOCHS_2, "", {"training.num_steps": 20, "training.num_epochs": 2.0}),
@@ -121,30 +105,17 @@ READ = {  # what a file has, the arguments, and what a key is then; ~ is the hom
     # What follows from other keys.
     "a run": ("", "", {"run_name": "countdown-tiny-grpo-s0"}),
     "a run of a hub's model": ("", QWEN, {"run_name": "countdown-Qwen2.5-3B-grpo-s3"}),
-    "a run of a folder": ("", f"{RATE} model.name=a/b/", {"run_name": "countdown-b-grpo-s0"}),
     "a run of sil": ("", SIL, {"run_name": "countdown-tiny-sil-s0"}),
-    "a run with a name": ("", "run.name=mine", {"run_name": "mine"}),
-    "pass@1": ("", "validation.best_of_n=1", {"reported_k": [1]}),
     "pass@1 and 8": ("", "validation.best_of_n=8", {"reported_k": [1, 8]}),
-    "pass@k": ("", "validation.best_of_n=4 validation.pass_k=[1,2]", {"reported_k": [1, 2]}),
     # Bug: with another task config.yaml was refused for Countdown's keys, which nobody typed.
     "another task": (TASK, "task.name=gsm8k", {"task.eval": "b.jsonl", "task.prompt": None}),
-    "its rewards": (TASK, "task.name=gsm8k", {"task.reward_weights": GSM8K}),
-    "its sources": (TASK, "task.name=gsm8k task.train=a.csv", {"task.train": "a.csv"}),
-    "the same task": (
-        TASK,
-        "task.name=countdown",
-        {"task.max_numbers": 4, "task.prompt": "{nums}"},
-    ),
     # Every run wrote these sections into its config.yaml while they had keys.
     "export": ("export: {merge: true}\ntraining.seed: 3", "mode=evaluate", {"training.seed": 3}),
-    "warm start": ("warm_start: {data: a.jsonl}\nrun.name: a", "mode=evaluate", {"run.name": "a"}),
-    "no warm start": ("warm_start: {data: null}\nrun.name: a", "", {"run.name": "a"}),
     "home": ("run: {dir: ~/a}", "task.eval=~/b.csv", {"run.dir": "~/a", "task.eval": "~/b.csv"}),
     # Texts that YAML could read as something else.
     **{
         f"the text {text}": ("", f'run.name="{text}"', {"run.name": text})
-        for text in ("1e-5", "1E-5", "010", "1_000", "no", "null", "2024-01-01", "grün")
+        for text in ("1e-5", "010", "no", "null", "2024-01-01")
     },
     "escapes": ("", r'model.revision="#:\n\"\u00e9"', {"model.revision": '#:\n"é'}),
 }
@@ -166,13 +137,6 @@ def test_what_is_given_is_read_and_reads_the_same_once_it_is_written(name, tmp_p
     assert written == {key: values[key] for key in written}
 
 
-@pytest.mark.timeout(20)
-def test_a_mapping_of_many_keys_takes_no_quadratic_time():
-    keys = [yaml.ScalarNode("tag:yaml.org,2002:str", f"k{n}") for n in range(60_000)]
-    node = yaml.MappingNode("tag:yaml.org,2002:map", [(key, key) for key in keys])
-    assert len(Loader("").construct_mapping(node)) == 60_000
-
-
 def test_the_checkouts_model_is_found_from_every_folder(tmp_path, monkeypatch):
     """Bug: elsewhere `tiny` was asked of the hub, which took 71 s to fail without a network."""
     monkeypatch.chdir(tmp_path)
@@ -187,7 +151,7 @@ SIXTEEN = "training.num_samples_per_step_global=16"
 
 @pytest.mark.parametrize(
     ("num_epochs", "num_questions", "num_ranks", "num_steps"),
-    [(1, 7_473, 1, 467), (1, 7_473, 2, 467), (3, 7_473, 1, 1_401), (0.5, 64, 2, 2), (1, 31, 1, 1)],
+    [(1, 7_473, 2, 467), (3, 7_473, 1, 1_401), (0.5, 64, 2, 2), (1, 31, 1, 1)],
 )
 def test_epochs_become_steps_rounded_down(num_epochs, num_questions, num_ranks, num_steps):
     """16 questions a step; 7,473 of them make nanochat's 467 steps."""
@@ -263,14 +227,13 @@ def test_tinys_learning_rate_is_refused_for_other_models(tmp_path, monkeypatch):
     load(f"model.name={ROOT / 'tiny'}")
 
 
-@pytest.mark.parametrize("model", ["best", "merged", "checkpoints/step-000010", "checkpoints/last"])
+@pytest.mark.parametrize("model", ["best", "checkpoints/last"])
 def test_a_run_that_goes_on_from_a_runs_model_has_its_name_and_may_have_its_rate(tmp_path, model):
     """Bug: all were named after `best`, so the second of two was refused as another run."""
     for name, rate in (("x", RATE), ("y", "training.learning_rate=1e-3")):
         (tmp_path / f"disk/{name}/best").mkdir(parents=True)  # best/ is a link to another disk
         (tmp_path / f"{name}/checkpoints/step-000010").mkdir(parents=True)
         (tmp_path / f"{name}/checkpoints/last").symlink_to("step-000010")
-        (tmp_path / f"{name}/merged").mkdir()
         (tmp_path / f"{name}/best").symlink_to(tmp_path / f"disk/{name}/best")
         (tmp_path / f"{name}/metrics.jsonl").touch()
         (tmp_path / f"{name}/config.yaml").write_text(dump(load(rate)))
@@ -351,10 +314,9 @@ def test_every_key_is_written_with_its_default_below_its_explanation(task):
 def test_help_prints_config_yaml_or_the_keys_of_the_task_that_is_named(
     capsys, monkeypatch, guessing
 ):
-    (guessing / "late.py").write_text(f"from __future__ import annotations\n{GUESSING}")
     own = "  # How far off a guess may be.\n  #tolerance: 0.5\n  #low: null\n\n# How completions"
     _, _, keys = (ROOT / "config.yaml").read_text().partition("\n\n")
-    for given, expected in (("a.b", keys), ("task.name=guessing", own), ("task.name=late", own)):
+    for given, expected in (("a.b", keys), ("task.name=guessing", own)):
         printed = []
         monkeypatch.chdir(ROOT if given == "a.b" else guessing)
         for rank in ("1", "0"):

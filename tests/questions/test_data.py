@@ -6,24 +6,21 @@ Mistakes in a file of questions or in a task are in tests/run/test_mistakes.py.
 import copy
 import csv
 import json
-import re
 import sys
 from pathlib import Path
 
 import datasets
-import numpy as np
 import pytest
 from harness import load_rows, make_config, seed
 from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-import countdown
 from engine.model.tokenizer import load_tokenizer
 from engine.questions.data import QuestionStream, load_questions
 from engine.questions.messages import assistant_prefix, pose
 from engine.questions.prompts import encode_prompts, render_prompt, render_prompts
-from engine.questions.tasks import is_in_split, load_task, reward_parts
+from engine.questions.tasks import is_in_split, load_task
 from tasks import gsm8k
 
 HUB_ID = "openai/gsm8k"
@@ -119,19 +116,11 @@ def test_text_is_read_without_the_package_datasets_and_as_spreadsheets_write_it(
     assert load("countdown", tmp_path / "a.jsonl", held_out=False) == rows[:1]
 
 
-def test_a_parquet_file_that_is_none_is_named(tmp_path):
-    """The package datasets prints a line of its own, so this is not in the table of mistakes."""
-    (tmp_path / "a.parquet").write_text("no parquet")
-    with pytest.raises(ValueError, match=r"^\S+a\.parquet: cannot be loaded .*; give generated, "):
-        load("countdown", tmp_path / "a.parquet")
-
-
 @pytest.mark.parametrize(
     ("name", "source", "split", "held_out", "asked"),
     [
         ("countdown", "own/rows", "train", True, ("own/rows", None, "train")),
         ("gsm8k", HUB_ID, "validation", True, (HUB_ID, "main", "test")),
-        ("gsm8k", "own/rows", "validation", False, ("own/rows", None, "test")),
         ("math500", "own/rows", "validation", False, ("own/rows", None, "test")),
         ("math500", "own/rows", "validation", True, ("own/rows", None, "train")),
     ],
@@ -178,15 +167,6 @@ def test_the_validation_questions_are_the_same_for_every_seed_and_mode(tokenizer
     assert len(first) == 20 and other == first and training is None
 
 
-def test_a_reward_may_have_numpys_numbers_and_other_parts(monkeypatch):
-    """Bug: np.float32 and np.bool_ were refused, and other parts ended in a traceback."""
-    paid = {"answer": np.bool_(True), "format": np.float32(0.5), "notes": object()}
-    monkeypatch.setattr(countdown, "reward_function", lambda *_, **settings: paid)
-    task, options = load_task("countdown"), make_config().task
-    ((parts,),) = reward_parts(task, [[""]], [ROWS["countdown"][0]], options, [[None]])
-    assert parts == {"format": 0.5, "answer": 1.0} and set(map(type, parts.values())) == {float}
-
-
 LOADS_ITSELF = """
 from countdown import REWARD_PARTS, extract_answer, generate_prompt, reward_function
 def load_examples(source, split, *, options, num_examples, seed, held_out, exclude):
@@ -205,22 +185,6 @@ def test_a_task_may_load_its_questions_itself(tmp_path, tokenizer, monkeypatch):
         assert training.questions[4]["asked"] == [train, "train", "own", None, 3, held_out, 5]
 
 
-@pytest.mark.parametrize(
-    ("wording", "hint"),
-    [
-        ("task.prompt=Make {traget} of {nums}.", "{traget} is no key of a question, the"),
-        ("task.system_prompt=Use {num}.", "{num} is no key of a question, the nearest is {nums}"),
-        (r"task.prompt=\\frac{{1}}{{2}} {nums} {answer} {x}", None),
-        ("task.prompt='  Make {target}. \\n'", None),  # which the template trims
-    ],
-)
-def test_a_word_that_is_nearly_a_key_is_named(templated, wording, hint):
-    """Bug: the model was trained on the braces without a word."""
-    *_, logged = questions_for(templated, wording, "mode=evaluate")
-    hints = [line for line in logged if "is no key" in line]
-    assert [line.startswith(f"warning: {hint}") for line in hints] == [True] * (hint is not None)
-
-
 def test_what_cannot_be_asked_is_left_out_with_a_count(tmp_path, tokenizer, templated, monkeypatch):
     """Bugs: equal rows narrowed the interval. `<|im_end|>` in a dataset ended the user's turn, also
     in full-width letters, which NFKC makes plain. What a task changed in a question stayed there.
@@ -229,10 +193,8 @@ def test_what_cannot_be_asked_is_left_out_with_a_count(tmp_path, tokenizer, temp
     templated.backend_tokenizer.normalizer = normalizers.NFKC()
     templated.add_tokens([AddedToken("<|stop|>", special=True, normalized=True)])
     asked, rendered, generate_prompt = ROWS["gsm8k"], [], gsm8k.generate_prompt
-    texts = ("A <|end|>", "\uff1c|stop|\uff1e", "long " * 900)
-    bad = [{"question": text, "answer": "1"} for text in texts]
-    bad.append({"question": "B", "answer": "<|pad|> #### 1"})
-    new = [{"question": f"New: {row['question']}", "answer": row["answer"]} for row in bad]
+    texts = ("A <|end|>", "\uff1c|stop|\uff1e", "long " * 900, "B <|pad|>")
+    bad, new = ([{"question": f"{word}{t}", "answer": "1"} for t in texts] for word in ("", "New"))
     others = [{"question": f"What is {n}?", "answer": "1"} for n in range(3_000)]
     train = write_file(tmp_path / "train.json", [*new, *asked, *others])
     evaluation = write_file(tmp_path / "eval.json", [*asked[:10], RESPELLED["gsm8k"], *bad])
@@ -250,21 +212,12 @@ def test_what_cannot_be_asked_is_left_out_with_a_count(tmp_path, tokenizer, temp
     assert keys == [gsm8k.question_key(row) for row in asked[:10]]
     assert logged[0].startswith("4 of 14 validation questions are too long or hold a special token")
     assert logged[1].startswith("warning: 10 different validation questions, not the 80 asked for")
-    keys = [gsm8k.question_key(row) for row in training.questions[:5]]
-    assert keys == [gsm8k.question_key(row) for row in [*new, asked[10]]]
     assert len(rendered) < 50 and logged[-1] == "3,074 training questions"
     taken, position = training.take(0, 70)
     assert [row["question"] for _, row in taken] == [row["question"] for row in asked[10:]]
     assert position == 74 and len(training.too_long) == 4
-    # Nothing is special without a chat template and in a plain text, nor too long without a limit.
-    given.append("mode=evaluate")
-    assert len(questions_for(tokenizer, *given, context=1024)[0]) == 13
-    validation, _, logged = questions_for(tokenizer, *given)
-    assert len(validation) == 14 and not any("dropped" in line for line in logged)
-    source = write_file(tmp_path / "math.jsonl", [{"problem": "<|end|>1", "answer": "1"}])
-    plain = ["task.name=math500", f"task.eval={source}", "mode=evaluate"]
-    validation, _, logged = questions_for(templated, *plain, "validation.num_examples=1")
-    assert len(validation) == 1 and not any("warning" in line for line in logged)
+    # Nothing is special without a chat template, nor too long without a limit.
+    assert len(questions_for(tokenizer, *given, "mode=evaluate")[0]) == 14
     # Bug: where all hold one, the advice was to lower training.max_new_gen_tokens.
     source = write_file(tmp_path / "all.jsonl", bad[:1])
     with pytest.raises(ValueError, match="each holds a special token, "):
@@ -327,15 +280,6 @@ def test_the_question_stream_is_one_seeded_permutation_after_the_other():
     assert ids_of(stream_of(10, seed=seed(4)), 10) != epochs[0]
 
 
-def test_the_order_of_the_questions_shares_no_random_numbers_with_what_is_sampled():
-    """Without a word of its own the order of seed 0 was drawn from question 0's numbers, since a
-    seed is padded with zeros, and that of seed 1 from a validation question's."""
-    for number in (0, 1):
-        order = ids_of(stream_of(100, seed=number), 100)
-        for sampled in ([word, *rest] for word in range(5) for rest in ([], [0], [1], [0, 0])):
-            assert order != np.random.default_rng(sampled).permutation(100).tolist(), sampled
-
-
 def test_steps_of_any_size_walk_the_same_questions_and_count_those_that_are_too_long():
     """So a resumed run, which begins at a saved position, and every rank see the same stream."""
     stream = stream_of(4, 1, 2, shuffle=False)  # 1 and 2 of 0, 1, 2, 3 are too long
@@ -350,19 +294,6 @@ def test_steps_of_any_size_walk_the_same_questions_and_count_those_that_are_too_
             taken, position = stream_of(30, *range(0, 30, 3)).take(position, size)  # a new start
             steps += taken
         assert steps[:60] == whole
-
-
-def test_skipped_questions_are_logged_now_and_then_and_each_counts_once():
-    logged = []
-    stream = stream_of(8, *range(5), log=logged.append)
-    position = 0
-    for _ in range(20):
-        _, position = stream.take(position, 1)
-    found = [int(re.search(r": (\d+) of 8 training questions$", line)[1]) for line in logged]
-    doublings = [n.bit_length() for n in found]  # a line where 1, 2 or 4 are reached or passed
-    assert doublings == sorted(set(doublings)) and doublings[-1] == 3
-    with pytest.raises(ValueError, match="no training question fits"):
-        stream_of(5, *range(5)).take(0, 1)
 
 
 # Prompts
@@ -427,29 +358,23 @@ def test_a_template_that_writes_the_date_writes_the_one_that_the_run_began_on(tm
 LATEX = r"Compute {problem}; a set is $\{1\}$, a {unknown} key stays. Not {{problem}}."
 
 
-@pytest.mark.parametrize(
-    ("name", "example", "wording", "asked"),
-    [
-        ("countdown", ROWS["countdown"][1], "Make {target} of {nums}.", "Make 47 of [1, 7, 25]."),
-        # What a value holds is not replaced.
-        ("gsm8k", {"question": "{answer}?", "answer": "#### 7"}, "Q: {question}", "Q: {answer}?"),
-        ("math500", {"problem": "$1$", "answer": "1"}, LATEX, LATEX.replace("{problem}", "$1$")),
-    ],
-)
-def test_a_users_own_wording_takes_the_place_of_the_tasks(name, example, wording, asked):
+def test_a_users_own_wording_takes_the_place_of_the_tasks():
     """Values go in as they are; braces that name no key of the example stay, as LaTeX has them.
 
     An answer that the task begins is still begun.
     """
-    task, options = of_task(name).values()
-    options = options.model_copy(update={"prompt": wording, "system_prompt": "Be brief."})
-    posed = pose(example, task=task, options=options)
-    own = task.generate_prompt(example, options=options)
-    if isinstance(own, str):
-        assert posed == f"Be brief.\n\n{asked}"
-    else:
-        begun = [message for message in own if message["role"] == "assistant"]
-        assert posed == [BRIEF, {"role": "user", "content": asked}, *begun]
+
+    def posed(name: str, example: dict, wording: str) -> str | list[dict]:
+        task, options = of_task(name).values()
+        options = options.model_copy(update={"prompt": wording, "system_prompt": "Be brief."})
+        return pose(example, task=task, options=options)
+
+    asked = LATEX.replace("{problem}", "${answer}$")
+    row = {"problem": "${answer}$", "answer": "1"}
+    assert posed("math500", row, LATEX) == f"Be brief.\n\n{asked}"
+    *told, begun = posed("countdown", ROWS["countdown"][1], "Make {target} of {nums}.")
+    assert told == [BRIEF, {"role": "user", "content": "Make 47 of [1, 7, 25]."}]
+    assert begun["role"] == "assistant"
 
 
 def test_encoded_prompts_are_the_tokens_of_the_rendered_text(tokenizer, templated):
@@ -471,9 +396,7 @@ def test_encoded_prompts_are_the_tokens_of_the_rendered_text(tokenizer, template
     [
         ("countdown", None, "E $A", True),
         ("countdown", None, "$A E", False),
-        ("countdown", None, "E $A E", True),
         ("countdown", CHAT_TEMPLATE, "E $A", False),
-        ("math500", CHAT_TEMPLATE, "E $A", True),  # a plain text
     ],
 )
 def test_of_special_tokens_only_a_beginning_is_added_and_only_without_a_template(
