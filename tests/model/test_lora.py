@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import math
 import os
 import shutil
 import sys
@@ -31,7 +30,6 @@ from harness import (
     measure,
     read_jsonl,
     read_rows,
-    run_on_ranks,
     seed,
     train,
     what_is_left,
@@ -50,7 +48,6 @@ from reference import (
     make_groups,
     reference_loss,
     row_log_probs,
-    score,
     update,
 )
 from safetensors.torch import load_file, save_file
@@ -58,7 +55,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import main
-from engine.core.distributed import World
 from engine.core.statistics import Clock
 from engine.model.adapters import keep_4bit_layout, quantization_config
 from engine.model.load import base_of
@@ -91,11 +87,9 @@ def trained(model: nn.Module) -> nn.ParameterList:
 FP32_ROUNDING = 1e-5
 
 
-def make_moved_policy(
-    folder: Path, *overrides: str, world: World | None = None, is_exact: bool = False
-) -> Policy:
+def make_moved_policy(folder: Path, *overrides: str, is_exact: bool = False) -> Policy:
     """A policy whose adapter does something, the same each time."""
-    policy = make_policy(folder, *overrides, world=world, is_exact=is_exact)
+    policy = make_policy(folder, *overrides, is_exact=is_exact)
     generator = torch.Generator().manual_seed(seed())
     with torch.no_grad():
         for parameter in trained(policy.model):
@@ -103,18 +97,19 @@ def make_moved_policy(
     return policy
 
 
-def gradient(policy: Policy, groups, config, world: World | None = None) -> np.ndarray:
+def gradient(policy: Policy, groups, config) -> np.ndarray:
     recorder = Recorder(trained(policy.model))
-    update(policy, recorder, groups, config, world)
+    update(policy, recorder, groups, config)
     return recorder.gradients[0]
 
 
-def sample(policy: Policy, config, *, num_samples: int = 4) -> list[main.Trajectory]:
-    examples = [{"nums": [n], "target": n} for n in (3, 17)]
-    seeds, temperature = [(0, seed(), 0), (0, seed(), 1)], config.sampling.temperature
-    params = replace(policy.params, temperature=temperature, group_size=num_samples)
-    run = make_run(policy, config)
-    groups = main.sample_trajectories(run, examples, seeds, params, Clock())
+def sample(policy: Policy, config) -> list[main.Trajectory]:
+    examples, seeds = (
+        [{"nums": [n], "target": n} for n in (3, 17)],
+        [(0, seed(), 0), (0, seed(), 1)],
+    )
+    params = replace(policy.params, group_size=4)
+    groups = main.sample_trajectories(make_run(policy, config), examples, seeds, params, Clock())
     return [trajectory for group in groups for trajectory in group]
 
 
@@ -137,26 +132,7 @@ def test_each_linear_layer_but_the_head_has_an_adapter_in_fp32(model_folder):
     assert {*map(id, group["params"])} == {id(parameters[name]) for name in names}
 
 
-NAMED = {"self_attn.q_proj", "mlp.up_proj"}
-SEVERAL = NAMED | {"self_attn.k_proj", "self_attn.v_proj"}
-EVERY = SEVERAL | {"self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"}
-TARGETS = {"[q_proj, mlp.up_proj]": NAMED, "[v_proj, q_proj, up_proj, k_proj]": SEVERAL}
-TARGETS |= {"all-linear": EVERY}
-
-
-@pytest.mark.parametrize(("targets", "layers"), TARGETS.items())
-def test_layers_that_are_named_have_an_adapter(rotary_model_folder, tmp_path, targets, layers):
-    """Bug: peft keeps their names in a set, whose order, in the saved config, differed by run."""
-    model = make_policy(rotary_model_folder, f"{LORA[:-1]}, target_modules: {targets}}}").model
-    adapted = {name.split(".lora_")[0] for name, _ in model.named_parameters() if ".lora_" in name}
-    assert adapted == {f"model.layers.{i}.{layer}" for i in (0, 1) for layer in layers}
-    model.save_pretrained(tmp_path)
-    names = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
-    num_names = 14 if targets == "all-linear" else len(layers)
-    assert names == sorted(names) and len(names) == num_names
-
-
-@pytest.mark.parametrize("name", ["proj", "query", "lm_head", "embed_tokens"])
+@pytest.mark.parametrize("name", ["query", "lm_head"])
 def test_a_layer_that_is_not_there_or_not_adapted_is_refused(rotary_model_folder, name):
     """peft ignores a name that no layer has, as long as some layer has another of the names."""
     named = f"{LORA[:-1]}, target_modules: [q_proj, {name}]}}"
@@ -209,23 +185,6 @@ def test_gradient_checkpointing_changes_no_gradient(rotary_model_folder, kind):
         for more in ([], ["model.gradient_checkpointing=true"])
     )
     assert distance(again, plain) <= 1e-6  # the same operations, and not a hundred others
-
-
-def gradient_on_this_rank(world: World, folder: Path, kind: list[str]) -> np.ndarray:
-    config = config_of(*GRPO, *kind, KL)
-    policy = make_moved_policy(folder, *kind, KL, world=world)
-    return gradient(policy, make_groups(config, (EASY, HARD)[world.rank]), config, world)
-
-
-def test_two_ranks_have_the_gradient_of_one(rotary_model_folder, tmp_path):
-    kind = KINDS["4 bits"]
-    arguments = (gradient_on_this_rank, 2, rotary_model_folder, kind)
-    first, second = run_on_ranks(*arguments, folder=tmp_path)
-    config = config_of(*GRPO, *kind, KL)
-    alone = make_moved_policy(rotary_model_folder, *kind, KL)
-    assert np.array_equal(first, second)
-    expected = gradient(alone, make_groups(config, EASY, HARD), config)
-    assert distance(first, expected) <= FP32_ROUNDING
 
 
 def test_dropout_acts_in_the_update_alone(rotary_model_folder):
@@ -286,23 +245,6 @@ def test_the_model_with_its_adapter_samples_what_it_scores(rotary_model_folder, 
     assert_plain(policy, prompts, seeds, groups, rounding=ATOL, **changes)
 
 
-def test_in_bf16_it_samples_in_the_arithmetic_of_the_scorer(rotary_model_folder):
-    """Decoding sums over other lengths than scoring does, which rounds some tokens otherwise, but
-    not most of them. Outside of autocast it does not sample at all."""
-    policy = make_moved_policy(rotary_model_folder, LORA, "model.compute_dtype=bfloat16", BRIEF)
-    assert policy.model.dtype == torch.bfloat16 and loop_of(policy) == "grouped"
-    (group,) = harness.sample(policy, [[5, 9, 30]], num_samples=32, temperature=0.7)
-    policy.model.train()
-    rows = [[5, 9, 30]] * len(group), [c.token_ids for c in group]
-    log_probs, mask = score(policy, *rows, temperature=0.7)
-    sampled = np.concatenate([c.log_probs for c in group])
-    differs = np.abs(log_probs[mask].detach().numpy() - sampled) > 1e-3
-    assert differs.mean() + 5 * math.sqrt(0.25 / len(differs)) < 0.5  # five standard errors
-    policy.sampler.autocast = lambda: torch.autocast("cpu", enabled=False)
-    with pytest.raises(RuntimeError, match="dtype"):
-        harness.sample(policy, [[5, 9, 30]], num_samples=4)
-
-
 def test_inputs_of_an_adapter_are_not_cast_to_fp32_and_back(rotary_model_folder):
     """Bug: peft cast each layer's, twice as many kernels for a token; the bits are the same."""
     results, casts = [], []
@@ -341,11 +283,6 @@ def test_4_bit_weights_are_nf4_with_double_quantisation(rotary_model_folder, dty
         assert layer.support_avx512bf16_for_cpu is False
 
 
-def test_a_device_without_4_bits_is_refused():
-    with pytest.raises(ValueError, match=r"^model\.load_in_4bit = true: bitsandbytes does not sup"):
-        quantization_config(torch.device("meta"), torch.float32)
-
-
 # Whole runs
 
 
@@ -374,11 +311,8 @@ def finished(tmp_path_factory, rotary_model_folder, data) -> Path:
 
 
 @pytest.fixture(scope="module")
-def exported(finished) -> list[str]:
-    """What the command prints that merges, makes 4 bits of it, and cannot push without a network.
-
-    The last line is the error's.
-    """
+def exported(finished) -> None:
+    """Merged, and in 4 bits; what cannot be pushed without a network is said once all is saved."""
     lines = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         patch.setenv("HF_TOKEN", "some token")
@@ -387,11 +321,7 @@ def exported(finished) -> list[str]:
         both = contextlib.redirect_stdout(lines), contextlib.redirect_stderr(lines)
         with both[0], both[1], pytest.raises(SystemExit, match="2"):
             export.main()
-    return lines.getvalue().splitlines()
-
-
-def test_what_cannot_be_pushed_is_said_once_all_is_saved(exported, finished):
-    merged, in_4bit, *_, last = exported  # bitsandbytes may warn before the error
+    merged, in_4bit, *_, last = lines.getvalue().splitlines()  # bitsandbytes may warn
     assert merged == f"the best model, merged: {finished / 'merged'}"
     assert in_4bit == f"the best model, in 4 bits: {finished / 'merged-4bit'}"
     assert last.startswith("error: ") and "offline" in last
@@ -414,8 +344,6 @@ def test_best_loads_from_anywhere(finished, rotary_model_folder, tmp_path, monke
 
 def test_merged_is_the_base_in_bf16_plus_the_adapter(exported, finished, rotary_model_folder):
     """The base as it is on disk, not as it was in 4 bits."""
-    tokenizers = [(finished / name / "tokenizer.json").read_bytes() for name in ("best", "merged")]
-    assert tokenizers[0] == tokenizers[1]
     settings = json.loads((finished / "merged/config.json").read_text())
     assert settings["dtype"] == "bfloat16" and "quantization_config" not in settings
     assert not (finished / "merged/adapter_config.json").exists()  # else it is loaded as an adapter
@@ -439,18 +367,16 @@ def test_merged_is_the_base_in_bf16_plus_the_adapter(exported, finished, rotary_
 
 def test_an_adapter_is_evaluated_on_its_base(finished, tmp_path, monkeypatch):
     """With the run's own configuration it gives the samples and figures that were logged then."""
-    folder = finished
     logged = {0: [], 2: [], 4: []}
-    for sample in read_jsonl(folder / "samples.jsonl"):
+    for sample in read_jsonl(finished / "samples.jsonl"):
         logged[sample.pop("step")].append(sample)
     assert logged[0] != logged[2] != logged[4] != logged[0]
-    row = read_rows(folder)[2]
+    row = read_rows(finished)[2]
     figures = {name: value for name, value in row.items() if "eval/" in name}
     assert figures.pop("eval/pass@1") == 0.4  # as given
-    assert len(figures) == 16
     grade_by_text(monkeypatch)
-    overrides = [f"--config={folder / 'config.yaml'}", "mode=evaluate"]
-    overrides += [f"model.name={folder / 'best'}", f"run.dir={tmp_path}"]
+    overrides = [f"--config={finished / 'config.yaml'}", "mode=evaluate"]
+    overrides += [f"model.name={finished / 'best'}", f"run.dir={tmp_path}"]
     run = load_run(make_config(*overrides))
     assert main.run_evaluation(run) == 0
     (written,) = (tmp_path / "x").glob("eval-*")
@@ -500,44 +426,25 @@ def test_the_copy_in_4_bits_is_the_merged_model_rounded(exported, finished):
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
         assert torch.equal(rounded(ids).logits, copied(ids).logits)
-    for name in ("README.md", "tokenizer.json"):
-        assert (small / name).read_bytes() == (merged / name).read_bytes()
 
 
 # A user's mistakes: one line
 
 
-@pytest.mark.parametrize("package", ["peft", "bitsandbytes"])
-def test_a_missing_package_is_named(rotary_model_folder, monkeypatch, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    key = {"peft": "model.lora", "bitsandbytes": "model.load_in_4bit = true"}[package]
-    with pytest.raises(ValueError, match=rf"^{key}: needs a package: pip install {package}==\d"):
-        make_policy(rotary_model_folder, LORA, *[IN_4BIT] * (package == "bitsandbytes"))
-
-
-def test_a_run_starts_at_its_adapters_evaluation_and_resumes_bit_for_bit(finished, tmp_path, data):
+def test_a_run_starts_at_its_adapters_evaluation(finished, tmp_path, data):
     """The adapter is merged at the start, as a merge by hand does, and trained with all weights."""
     best = finished / "best"
     small = [*data, f"model.name={best}", "training.learning_rate=1e-3", NO_FILE]
     small += ["training.num_samples_per_step=2", "training.k_best_of_n=[4,4]"]
-    small += ["training.max_new_gen_tokens=8", "validation.num_examples=4", "validation.every=3"]
-    config = load_config([*small, "mode=evaluate", f"run.dir={tmp_path}"])
-    before, _ = measure(load_run(config))
-    folders = {}
-    for name, steps in {"whole": [3], "broken": [1, 3]}.items():
-        for num_steps in steps:
-            how = [f"run.dir={tmp_path}", f"run.name={name}", "training.lr_schedule=constant"]
-            run = load_run(load_config([*small, *how, f"training.num_steps={num_steps}"]))
-            main.run_training(run)
-            run.lock.close()
-        folders[name] = run.folder
-    rows = [read_jsonl(folder / "metrics.jsonl") for folder in folders.values()]
-    assert rows[0][0]["eval/pass@1"] == pytest.approx(before["eval/pass@1"], abs=0.05)
-    weights = [load_file(folder / "best/model.safetensors") for folder in folders.values()]
-    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    small += ["training.max_new_gen_tokens=8", "validation.num_examples=4", f"run.dir={tmp_path}"]
+    before, _ = measure(load_run(load_config([*small, "mode=evaluate"])))
+    run = load_run(load_config([*small, "training.num_steps=1"]))
+    main.run_training(run)
+    first = read_jsonl(run.folder / "metrics.jsonl")[0]
+    assert first["eval/pass@1"] == pytest.approx(before["eval/pass@1"], abs=0.05)
     base = AutoModelForCausalLM.from_pretrained(base_of(best)[0], dtype=torch.float32)
     by_hand = peft.PeftModel.from_pretrained(base, best).merge_and_unload().state_dict()
-    merged = AutoModelForCausalLM.from_pretrained(folders["whole"] / "base", dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(run.folder / "base", dtype=torch.float32)
     assert all(torch.equal(by_hand[key], value) for key, value in merged.state_dict().items())
 
 

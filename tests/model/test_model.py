@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import SIZES, alone, change_json, make_config, make_policy, save_random, tokens_of
+from harness import (
+    SIZES,
+    alone,
+    change_json,
+    make_config,
+    make_policy,
+    sample,
+    save_random,
+    tokens_of,
+)
 from plain import plain_logits
 from reference import COMPLETIONS, PROMPTS, score
 from tokenizers import Tokenizer
@@ -27,7 +36,6 @@ from engine.model.tokenizer import load_tokenizer
 from engine.questions.prompts import completion_text, end_of_turn, render_prompt
 from engine.sampling.draw import TokenBuffer
 from engine.update.optimizer import make_optimizer
-from main import token_log_probs
 from tools.chat import load_policy
 
 # What the policy scores: the shift by one, padding, positions, the end
@@ -35,19 +43,6 @@ from tools.chat import load_policy
 
 def gradient_of(policy: Policy) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in policy.model.parameters()])
-
-
-def test_log_probs_of_tokens_by_hand():
-    """softmax(log 1, log 2, log 5) = (1, 2, 5) / 8; at temperature 1/2 (1, 4, 25) / 30."""
-    logits = torch.tensor([[[1.0, 2.0, 5.0], [2.0, 2.0, 4.0]]]).log()  # (1, 2, 3)
-    ids = torch.tensor([[2, 0]])
-    whole = token_log_probs(logits, ids, temperature=1.0).exp()
-    assert whole.flatten().tolist() == pytest.approx([5 / 8, 2 / 8])
-    sharper = token_log_probs(logits, ids, temperature=0.5).exp()
-    assert sharper.flatten().tolist() == pytest.approx([25 / 30, 4 / 24])
-    of_bf16 = token_log_probs(logits.bfloat16(), ids, temperature=1.0)
-    assert of_bf16.dtype == torch.float32
-    assert of_bf16.exp().sum().item() == pytest.approx(7 / 8, abs=5e-3)
 
 
 def test_padded_and_batched_log_probs_equal_those_of_each_row_alone(model_folder):
@@ -110,6 +105,18 @@ def test_with_bf16_a_copy_in_bf16_samples_and_follows_the_weights(rotary_model_f
     assert {weight.dtype for weight, _ in pairs} == {torch.float32}
     exact = make_policy(rotary_model_folder)
     assert exact.sampler.model is exact.model
+
+
+def test_an_evaluation_in_bf16_draws_what_training_drew_bit_for_bit(rotary_model_folder):
+    """Bug: it held fp32 weights beside the bf16 copy that sampled, 6 bytes a weight, not 2."""
+    drawn = []
+    for mode in ("train", "evaluate"):
+        policy = make_policy(rotary_model_folder, "model.compute_dtype=bfloat16", f"mode={mode}")
+        with policy.sampler.autocast():
+            (group,) = sample(policy, PROMPTS[:1], num_samples=4, max_new_tokens=9)
+        drawn.append([(c.token_ids, c.log_probs.tolist()) for c in group])
+    assert policy.sampler.model is policy.model and policy.model.dtype == torch.bfloat16
+    assert drawn[0] == drawn[1]
 
 
 def test_the_dropout_in_a_folders_config_is_off(model_folder):
@@ -235,7 +242,6 @@ def test_a_chat_template_gets_the_options_of_the_config(chat_folder, tmp_path):
 TEMPLATES = {  # what a template ends a turn with
     TURNS: "<|im_end|>",
     TURNS.replace("<|im_end|>", "\n <|im_end|>"): "<|im_end|>",  # white space before it
-    TURNS.replace("<|im_end|>", ""): None,  # a turn ends where the next one begins
     TURNS.replace("<|im_end|>", " Over."): None,  # no special token
     TURNS.replace("m.content", "'Hello.'"): None,  # the turn is not in the text
     "{{ raise_exception('no assistant') }}": None,
@@ -270,30 +276,10 @@ def mistake(folder: Path | str, *overrides: str) -> str:
     return line
 
 
-FILES = [["model.safetensors"], ["config.json"], ["tokenizer.json", "tokenizer_config.json"]]
-
-
-@pytest.mark.parametrize("missing", FILES)
-def test_a_folder_without_a_file_or_with_half_is_refused(rotary_model_folder, tmp_path, missing):
-    """Bugs: without tokenizer files AutoTokenizer made one that turns every text into nothing.
-
-    Half a weights file ended in a traceback: SafetensorError is not a ValueError.
-    """
-    folder = copy_of(rotary_model_folder, tmp_path)
-    whole = (folder / missing[0]).read_bytes()
-    (folder / missing[0]).write_bytes(whole[: len(whole) // 2])
-    mistake(folder)
-    for name in missing:
-        (folder / name).unlink()
-    assert missing[0] in mistake(folder)
-
-
 PATHS = {
     "/nowhere": "no such folder in /",
-    "./nowhere": "no such folder in {here}",
     "mdels/mine": "no such folder in {here}, the nearest is {here}/models; and from the hub",
     "models/mime": "no such folder in {here}/models, the nearest is {here}/models/mine",
-    "runs/x/bst": "no such folder in {here}/runs/x, the nearest is {here}/runs/x/best",
     "modles": "no such folder in {here}, the nearest is {here}/models; and from the hub: ",
     "runs/x": "it is the folder of a run; its best model is runs/x/best",
     **dict.fromkeys(("models", "a.txt"), "it is no folder with a config.json"),
@@ -330,6 +316,18 @@ def drop_a_layer(folder: Path) -> None:
     model.save_pretrained(folder, state_dict=kept)
 
 
+def drop_the_tokenizer(folder: Path) -> None:
+    """AutoTokenizer makes one of nothing that turns every text into nothing."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+
+
+def halve_the_weights(folder: Path) -> None:
+    """SafetensorError is not a ValueError."""
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+
+
 def save_encoder(folder: Path) -> None:
     """A random BERT, which sees the words behind a word, in place of the model."""
     vocab_size = AutoModelForCausalLM.from_pretrained(folder).config.vocab_size
@@ -345,12 +343,12 @@ def write_pointer(folder: Path) -> None:
 
 MISFITS = [  # what is done to the folder or set in its config.json, and what is said of it
     (save_encoder, "it sees the tokens that come later"),
-    (write_pointer, "model.safetensors is only a pointer; fetch the file with `git lfs pull`"),
+    (write_pointer, "fetch the file with `git lfs pull`"),
     (drop_a_layer, "layers.1.mlp.up_proj"),
+    (drop_the_tokenizer, "tokenizer.json"),
+    (halve_the_weights, "cannot be used: "),
     ({"hidden_size": 64}, "do not fit its config.json, such as"),
     ({"hidden_size": "x"}, "cannot be used: "),
-    ({"num_hidden_layers": -1}, "cannot be used: "),
-    ({"vocab_size": None}, "cannot be used: "),
     # bug: the start hung, since the model's shapes are made before its weights are read
     ({"num_hidden_layers": 20_000, "layer_types": None}, "num_hidden_layers"),
 ]
@@ -365,14 +363,12 @@ def test_a_model_that_misfits_its_config_is_refused(rotary_model_folder, tmp_pat
         change_json(folder / "config.json", **spoil)
     else:
         spoil(folder)
-    assert all(problem in mistake(folder, f"mode={mode}") for mode in ("train", "evaluate"))
+    assert problem in mistake(folder)
 
 
-@pytest.mark.parametrize("kernel", ["no_such_kernel", "flash_attention_2"])
-def test_attention_that_is_not_there_is_named(rotary_model_folder, kernel):
-    line = mistake(rotary_model_folder, f"model.attn_implementation={kernel}")
-    assert any(name in line for name in ("attn_implementation", "flash_attn", "FlashAttention2"))
-    assert "sdpa" in line
+def test_attention_that_is_not_there_is_named(rotary_model_folder):
+    line = mistake(rotary_model_folder, "model.attn_implementation=no_such_kernel")
+    assert "attn_implementation" in line and "sdpa" in line
 
 
 def test_weights_that_the_config_leaves_out_are_named(rotary_model_folder, tmp_path):

@@ -1,11 +1,10 @@
 """The embedded model: what it is, and that the default run is about it."""
 
 import torch
-from harness import ROOT, alone, make_config, make_policy, make_run, measure
+from harness import ROOT, alone, make_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import countdown
-from engine.questions.data import load_questions
 from engine.questions.prompts import render_prompts
 from tools.chat import load_policy
 
@@ -30,17 +29,3 @@ def test_its_tokenizer_survives_auto_tokenizer_and_makes_short_prompts():
     assert len(tokenizer(prompt)["input_ids"]) <= 40
     for text in (prompt, "3 * 7 = 21, 21 + 25 = 46 yes\n", "Übung \U0001f600\t 123456 \\x00"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_it_solves_some_questions_not_most():
-    """The default run shall start between 0.15 and 0.45. Here its first 256 questions are asked."""
-    measured, low, high = 0.37, 0.15, 0.45
-    config, policy = make_config("validation.num_examples=256"), make_policy(TINY)
-    questions, _ = load_questions(
-        countdown, config, tokenizer=policy.tokenizer, context=policy.context_length, log=print
-    )
-    metrics, _ = measure(make_run(policy, config, questions=questions))
-    interval = metrics["eval/pass@1_high"] - metrics["eval/pass@1_low"]
-    standard_error = interval / (2 * 1.96)
-    assert 5 * standard_error < min(measured - low, high - measured)
-    assert abs(metrics["eval/pass@1"] - measured) < 5 * standard_error
