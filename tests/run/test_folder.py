@@ -1,12 +1,10 @@
 """A run's folder: what is saved is there whole or not at all, and nothing of a user's is lost."""
 
-import errno
 import multiprocessing
 import os
 import pickle
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,17 +56,6 @@ def names_in(folder: Path) -> list[str]:
 
 
 # A folder is there whole, or not at all
-
-
-def test_a_full_disk_leaves_the_folder_that_was_there(tmp_path):
-    save_best(tmp_path, "old")
-    with (
-        pytest.raises(OSError, match=r"best could not be written: .*No space left"),
-        saving.save_folder(tmp_path / "best") as temporary,
-    ):
-        (temporary / "weights").write_text("n")
-        raise OSError(errno.ENOSPC, "No space left on device")
-    assert (tmp_path / "best/weights").read_text() == "old" and names_in(tmp_path) == ["best"]
 
 
 @pytest.mark.parametrize("name", ["best", "best.old"])
@@ -168,7 +155,7 @@ def test_a_kill_while_a_killed_run_is_moved_aside_leaves_the_rest_to_the_next_st
 # What others have put there
 
 
-@pytest.mark.parametrize("kind", ["link", "dangling link", "file"])
+@pytest.mark.parametrize("kind", ["link", "file"])
 @pytest.mark.parametrize("name", ["best", "best.old", "best.tmp"])
 def test_what_stands_in_the_place_of_a_folder_is_no_obstacle(tmp_path, name, kind):
     """Bug: a link or file best.old stayed, and after it no best model could be saved."""
@@ -176,21 +163,18 @@ def test_what_stands_in_the_place_of_a_folder_is_no_obstacle(tmp_path, name, kin
     elsewhere.mkdir()
     (elsewhere / "note").write_text("mine")
     place.parent.mkdir()
-    if kind == "file":
-        place.write_text("")
-    else:
-        place.symlink_to(elsewhere if kind == "link" else tmp_path / "nowhere")
+    place.write_text("") if kind == "file" else place.symlink_to(elsewhere)
     for text in ("one", "two", "three"):
         save_best(tmp_path / "run", text)
         assert (tmp_path / "run/best/weights").read_text() == text
     assert names_in(tmp_path / "run") == ["best"]
-    if name == "best" and kind != "file":  # moved to a larger disk: it is written there
+    if name == "best" and kind == "link":  # moved to a larger disk: it is written there
         assert place.is_symlink() and (place.resolve() / "weights").read_text() == "three"
     else:  # what a link leads to is not ours
         assert (elsewhere / "note").read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", ["lock", "has_checkpoints", "metrics.jsonl"])
+@pytest.mark.parametrize("name", ["lock", "metrics.jsonl"])
 def test_a_file_behind_a_link_is_never_written(tmp_path, name):
     """Bug: the lock was opened through a link, and the file at its end was emptied."""
     other, place = tmp_path / "precious", tmp_path / "run" / name
@@ -203,16 +187,6 @@ def test_a_file_behind_a_link_is_never_written(tmp_path, name):
         else:
             append_durably(place, "ours")
     assert other.read_text() == "mine"
-
-
-def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
-    def refuse(file, operation):
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr(resuming.fcntl, "flock", refuse)
-    warnings = []
-    resuming.lock_folder(tmp_path, warnings.append).close()
-    assert "No locks available" in warnings[0] and "twice at once" in warnings[0]
 
 
 # Checkpoints
@@ -239,21 +213,13 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def write_text(text: str) -> Callable[[Path], object]:
-    return lambda file: file.write_text(text)
-
-
 @pytest.mark.parametrize(
     ("damage", "name"),
     [
         (Path.unlink, "config.json"),
-        (Path.unlink, "training_state/files.json"),
         (cut, "training_state/files.json"),
-        (cut, "training_state/optimizer.pt"),
         (cut, "model.safetensors"),
-        (write_text("[]"), "training_state/files.json"),
-        (write_text("{}"), "training_state/files.json"),
-        (write_text('{"a": 3}'), "training_state/files.json"),
+        (lambda file: file.write_text('{"a": 3}'), "training_state/files.json"),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, damage, name):

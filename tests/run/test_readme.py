@@ -34,6 +34,7 @@ CELLS = [c for c in json.loads(NOTEBOOK.read_text("utf-8"))["cells"] if c["cell_
 FIRST = "pip install -r requirements.txt && OMP_NUM_THREADS=1 torchrun --nproc-per-node=2 main.py"
 TESTS = 'pip install -r requirements.txt ".[dev]" && python -m pytest'
 SMALL = "training.num_steps=1 training.num_samples_per_step=2 validation.num_examples=4 "
+SMALL += "training.max_new_gen_tokens=40 "
 SMALL += "validation.best_of_n=2 'validation.pass_k=[1]' logging.rollouts_every=1"
 
 
@@ -221,19 +222,6 @@ def test_the_notebooks_outputs_are_of_one_run_without_errors_and_name_no_machine
     outputs = [output for cell in CELLS for output in cell["outputs"]]
     assert not [output for output in outputs if output["output_type"] == "error"]
     assert not re.search(r"(?<![\w.<])/(tmp|root|home|work)/", NOTEBOOK.read_text("utf-8"))
-
-
-def test_the_task_of_the_docs_pays_for_being_near():
-    module: dict = {}
-    exec(own_task(), module)
-    example, options = {"nums": [3, 7, 25], "target": 46}, module["Options"]()
-    expected = {"25 + 3 * 7": (1.0, 0.0), "25 * 7 / 3": (0.0, 0.0), "7 * 7": (0.0, 0.0)}
-    expected |= {"25 + 3 + 7": (0.0, 0.0), "25 * 3 - 25": (0.0, 0.0), "(25 - 7) * 3": (0.0, 0.5)}
-    expected |= {"7 * 3 + 25 - 25": (0.0, 0.0), "": (0.0, 0.0), "25 / 0": (0.0, 0.0)}
-    for answer, (solved, near) in expected.items():
-        text = f"</think>\n<answer>{answer}</answer>"
-        parts = module["reward_function"](text, example, options=options, num_tokens=20)
-        assert parts == {"answer": solved, "near": near}, answer
 
 
 def test_each_test_that_the_pitfalls_name_is_there():

@@ -2,7 +2,6 @@
 
 import contextlib
 import shutil
-import sys
 import threading
 from datetime import date
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -10,9 +9,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-import torch
-from harness import NUMBERS, alone, make_config, run_on_ranks, train
-from transformers import AutoModelForCausalLM
+from harness import NUMBERS, alone, make_config, run_on_ranks
 
 from engine.core.config import Config, ConfigError
 from engine.core.distributed import World
@@ -24,9 +21,8 @@ from engine.run.load import pin
 from engine.run.saving import write_config
 from engine.run.state import Run
 from logger import Logger
-from tools import export
 
-ONE, TWO = "training.num_steps=1", "training.num_steps=2"
+ONE = "training.num_steps=1"
 LORA, KL = "model.lora.r=4", "training.kl_coef=0.1"
 
 # The model
@@ -70,20 +66,6 @@ def test_large_weights_are_sampled_all_over(model):
         flip_a_bit(file, block * BLOCK)
 
 
-def test_an_adapter_is_not_merged_into_another_model(tmp_path, model, monkeypatch, capsys):
-    train(tmp_path, model, ONE, LORA)
-    weights = AutoModelForCausalLM.from_pretrained(model)
-    with torch.no_grad():
-        weights.model.layers[1].mlp.up_proj.weight.mul_(1.01)
-    weights.save_pretrained(model)
-    monkeypatch.setattr(sys, "argv", ["export", str(tmp_path / "x"), "--merge"])
-    with pytest.raises(SystemExit) as ended:
-        export.main()
-    line = f"error: {model} is no longer the model that the adapter was trained on\n"
-    assert (ended.value.code, capsys.readouterr().err) == (2, line)
-    assert not (tmp_path / "x/merged").exists()
-
-
 @pytest.fixture
 def hub(tmp_path, monkeypatch) -> Path:
     """The file that says which commit the newest version of a/b is, in a cache of the hub."""
@@ -118,23 +100,19 @@ def test_a_hub_model_goes_on_at_the_commit_that_it_began_with(tmp_path, hub):
     assert of_model(branch) == "2" * 40  # a branch moves too
 
 
-@pytest.mark.parametrize("status", [503, None])  # None: nobody listens
-def test_a_hub_out_of_reach_is_asked_once(tmp_path, hub, monkeypatch, status):
+def test_a_hub_out_of_reach_is_asked_once(tmp_path, hub, monkeypatch):
     """Bug: `tinny` in place of tiny took 104 s, since each file was asked for six times."""
     asked = []
 
     class Hub(BaseHTTPRequestHandler):
         def do_HEAD(self):
             asked.append(self.path)
-            self.send_response(status)
+            self.send_response(503)
             self.end_headers()
 
     server = HTTPServer(("127.0.0.1", 0), Hub)
     address = f"http://127.0.0.1:{server.server_port}"
-    if status is None:
-        server.server_close()
-    else:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     constants = huggingface_hub.constants
     monkeypatch.setattr(constants, "ENDPOINT", address)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/{filename}")
@@ -151,9 +129,8 @@ def test_a_hub_out_of_reach_is_asked_once(tmp_path, hub, monkeypatch, status):
     with pytest.raises(ValueError, match=rf"^a/rows: cannot be loaded \({address}.* reached: .*\)"):
         load_table("a/rows", **hub_columns)
     assert constants.HF_HUB_OFFLINE  # which datasets reads when it is imported
-    assert len(asked) == (0 if status is None else 3)
-    if status:
-        server.shutdown()
+    assert len(asked) == 3
+    server.shutdown()
 
 
 def test_a_run_keeps_the_day_of_its_first_start(tmp_path):
