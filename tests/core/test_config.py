@@ -6,7 +6,6 @@ Mistakes in it are in tests/run/test_mistakes.py.
 import re
 import shutil
 import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
@@ -161,8 +160,6 @@ def test_epochs_become_steps_rounded_down(num_epochs, num_questions, num_ranks, 
     assert resolved.with_num_steps(5, 1) == resolved  # steps stay steps
     assert resolved.questions_per_rank(num_ranks) == 16 / num_ranks
     assert load("training.num_samples_per_step=5").questions_per_rank(num_ranks) == 5
-    with pytest.raises(ValueError, match="frozen"):
-        config.training.num_steps = num_steps
     check_same_run(dotted_values(config), resolved)
 
 
@@ -181,18 +178,6 @@ def test_a_task_of_ones_own_is_a_file_in_the_current_folder(guessing):
     assert bare.keys() == TaskSettings.model_fields.keys() and bare["reward_weights"] == {
         "answer": 1
     }
-
-
-def test_a_task_of_ones_own_may_have_the_name_of_another_module(guessing):
-    """`math` is in the standard library, `statistics` too and imported already, `main` is ours."""
-    import math
-    import statistics
-
-    for name in ("math", "statistics", "main"):
-        (guessing / f"{name}.py").write_text(GUESSING)
-        assert load(f"task.name={name}", "task.tolerance=2").task.tolerance == 2.0
-        assert load_task(name).REWARD_PARTS == ("answer", "length")
-    assert sys.modules["math"] is math and sys.modules["statistics"] is statistics
 
 
 # What other runs and trainers have
@@ -282,20 +267,15 @@ def test_each_key_that_differs_from_its_default_is_listed_with_both_values():
 def test_config_yaml_is_written_by_the_schema_and_not_before_git_holds_it(tmp_path):
     """`python -m tools.write_config` writes it."""
     file, git = tmp_path / "config.yaml", ["git", "-C", tmp_path]
-    shutil.copy(ROOT / "config.yaml", file)
-    subprocess.run([*git, "init"], check=True, capture_output=True)
+    written = shutil.copy(ROOT / "config.yaml", file).read_text()
+    subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "add", "config.yaml"], check=True)
     write_config(file)
-    written = (ROOT / "config.yaml").read_text()
     assert file.read_text() == written
-    edited = written.replace("num_steps: 20", "num_steps: 21")
-    file.write_text(edited)
+    file.write_text(edited := written.replace("num_steps: 20", "num_steps: 21"))
     with pytest.raises(SystemExit, match="is changed: git add it, or restore it, first"):
         write_config(file)
     assert file.read_text() == edited
-    subprocess.run([*git, "add", "config.yaml"], check=True)
-    write_config(file)
-    assert file.read_text() == written
 
 
 @pytest.mark.parametrize("task", built_in_tasks())

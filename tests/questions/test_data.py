@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 from harness import load_rows, make_config, seed
 from tokenizers import normalizers
@@ -167,24 +168,6 @@ def test_the_validation_questions_are_the_same_for_every_seed_and_mode(tokenizer
     assert len(first) == 20 and other == first and training is None
 
 
-LOADS_ITSELF = """
-from countdown import REWARD_PARTS, extract_answer, generate_prompt, reward_function
-def load_examples(source, split, *, options, num_examples, seed, held_out, exclude):
-    asked = [source, split, options.name, num_examples, seed, held_out, len(exclude)]
-    return [{"nums": [n], "target": n, "asked": asked} for n in range(5)]
-"""
-
-
-def test_a_task_may_load_its_questions_itself(tmp_path, tokenizer, monkeypatch):
-    (tmp_path / "own.py").write_text(LOADS_ITSELF)
-    monkeypatch.chdir(tmp_path)
-    given = ["task.name=own", "task.eval=here", "training.seed=3", "validation.num_examples=5"]
-    for train, held_out in (("here", True), ("there", False)):
-        validation, training, _ = questions_for(tokenizer, *given, f"task.train={train}")
-        assert validation[4]["asked"] == ["here", "validation", "own", 5, 0, held_out, 0]
-        assert training.questions[4]["asked"] == [train, "train", "own", None, 3, held_out, 5]
-
-
 def test_what_cannot_be_asked_is_left_out_with_a_count(tmp_path, tokenizer, templated, monkeypatch):
     """Bugs: equal rows narrowed the interval. `<|im_end|>` in a dataset ended the user's turn, also
     in full-width letters, which NFKC makes plain. What a task changed in a question stayed there.
@@ -278,6 +261,15 @@ def test_the_question_stream_is_one_seeded_permutation_after_the_other():
     jumps = [25, 4, 17, 4]  # as a resumed run or another rank asks
     assert [again.take(i, 1) for i in jumps] == [([(i, {"id": order[i]})], i + 1) for i in jumps]
     assert ids_of(stream_of(10, seed=seed(4)), 10) != epochs[0]
+
+
+def test_the_order_of_the_questions_shares_no_random_numbers_with_what_is_sampled():
+    """Without a word of its own the order of seed 0 was drawn from question 0's numbers, since a
+    seed is padded with zeros, and that of seed 1 from a validation question's."""
+    for number in (0, 1):
+        order = ids_of(stream_of(100, seed=number), 100)
+        for sampled in ([word, *rest] for word in range(5) for rest in ([], [0], [1], [0, 0])):
+            assert order != np.random.default_rng(sampled).permutation(100).tolist(), sampled
 
 
 def test_steps_of_any_size_walk_the_same_questions_and_count_those_that_are_too_long():

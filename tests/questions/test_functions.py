@@ -23,31 +23,23 @@ from engine.questions.tasks import load_task, read_answer, reward_parts
 from engine.run.config_file import check_paths, dump, load_config, read_file
 from engine.run.folder import run_name
 from tools import attack, chat, page
-from tools.imitate import read_answers
 
-REWARDS = '''
+REWARDS = """
 import numpy as np
 
 def answer(completions, answer, **kwargs):
-    """1.0 for the right answer."""
-    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    return [float(text.strip() == right) for text, right in zip(texts, answer)]
+    return [float(text.strip() == right) for text, right in zip(completions, answer)]
 
 def short(prompts, completions, completion_ids, trainer_state=None, **kwargs):
-    """Looks at the whole group."""
     longest = max(len(ids) for ids in completion_ids)
     return [1 - len(ids) / longest for ids in completion_ids]
-
-def exact(completions, **kwargs):
-    return np.array([0.25] * len(completions))
 
 def see(more, **kwargs):
     more[0].append(1)
     print(sorted(kwargs), kwargs["prompts"], kwargs["completions"], more)
-    return [1] * len(more)
-'''
+    return np.array([1] * len(more))
+"""
 ROWS = [{"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(40)]
-CHATS = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
 
 
 @pytest.fixture
@@ -59,22 +51,10 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def completions_of(*texts: str) -> list[Completion]:
-    pairs = [(text, np.zeros(len(text), np.float32)) for text in texts]
-    return [Completion([*map(ord, text)], z, z, False, z > 0) for text, z in pairs]
-
-
-def rewards_of(reward: str, row: dict, *texts: str, settings: tuple[str, ...] = ()) -> list[dict]:
-    options = make_config(f"task.reward={reward}", *settings).task
-    task, groups = load_task(options.code), [completions_of(*texts)]
-    return reward_parts(task, [[*texts]], [row], options, groups)[0]
-
-
 @pytest.mark.parametrize(
     ("reward", "name", "weights"),
     [
         ("my_rewards:short", "short", {"short": 1.0}),
-        ("my_rewards:[short]", "short", {"short": 1.0}),
         ("my_rewards:[ short,answer ]", "short+answer", {"short": 1.0, "answer": 1.0}),
     ],
 )
@@ -93,16 +73,6 @@ def test_a_run_has_the_functions_name_and_each_weighs_1(folder, reward, name, we
     assert (other.name, other.reward, other.reward_weights["format"]) == ("gsm8k", None, 0.1)
 
 
-def test_a_recipe_gives_its_settings_and_not_its_questions(folder):
-    """Its task.eval stayed, whose rows have other columns."""
-    recipe = str(ROOT / "configs/gsm8k-qwen2.5-1.5b-lora.yaml")
-    given = ["--config", recipe, "task.reward=my_rewards:short", "task.train=rows.jsonl"]
-    config = load_config(given)
-    assert config.model.lora is not None
-    assert config.task.train == config.task.eval == "rows.jsonl"
-    assert load_config([*given, "task.eval=b.csv"]).task.eval == "b.csv"
-
-
 def test_solved_is_the_answer_else_the_first_function():
     zeros = np.zeros(1, np.float32)
     completion = Completion([1], zeros, zeros, False, zeros > 0)
@@ -110,7 +80,8 @@ def test_solved_is_the_answer_else_the_first_function():
         ({"short": 1.0}, True),
         ({"short": 0.9}, False),
         ({"short": 1.0, "answer": 0.0}, False),
-        ({"accuracy": 1.0, "format": 0.0}, True),
+        ({"first": None, "second": 1.0}, True),
+        ({"first": None, "timeout": 1.0}, False),
     ):
         assert Trajectory([1], completion, "", parts, reward=0.0).is_solved == solved, parts
 
@@ -118,28 +89,9 @@ def test_solved_is_the_answer_else_the_first_function():
 # The call
 
 
-@pytest.mark.parametrize("row", [ROWS[3], CHATS[3] | {"completion": "6"}])
-def test_the_same_functions_pay_the_same_in_trl(folder, row):
-    """Plain text and messages; also a function that compares the completions of a group.
-
-    TRL's call: https://huggingface.co/docs/trl/grpo_trainer#using-a-custom-reward-function
-    """
-    texts, names = ["6", "six is it", " 6 ", ""], "my_rewards:[answer, short, exact]"
-    ours = np.float32([[*parts.values()] for parts in rewards_of(names, row, *texts)])
-    is_text = isinstance(row["prompt"], str)
-    columns = {key: [value] * 4 for key, value in row.items() if key != "prompt"}
-    columns |= {"prompts": [row["prompt"]] * 4, "completions": texts}
-    if not is_text:
-        columns["completions"] = [[{"role": "assistant", "content": text}] for text in texts]
-    columns["completion_ids"] = [completion.token_ids for completion in completions_of(*texts)]
-    columns |= {"trainer_state": None, "log_extra": None, "log_metric": None}
-    theirs = [f(**columns) for _, f in load_task(names).functions.values()]
-    np.testing.assert_array_equal(ours, np.float32(theirs).T)  # TRL's rewards are float32
-    assert ours[:, 0].tolist() == [1.0, 0.0, 1.0, 0.0] and len({*ours[:, 1].tolist()}) == 4
-
-
 USER = {"role": "user", "content": "2?"}
 SYSTEM = {"role": "system", "content": "S"}
+# As in https://huggingface.co/docs/trl/grpo_trainer#using-a-custom-reward-function
 SEEN = {  # the row, settings, what the model is asked, and the function's prompt and completion
     "text": ({"prompt": "2?"}, (), "2?", "2?", "x"),
     # A column completion is left out by TRL as well.
@@ -162,8 +114,10 @@ def test_a_function_is_given_text_or_messages_as_the_rows_are(folder, capsys, na
     row, settings, posed, prompt, completion = SEEN[name]
     row = row | {"more": []}
     options = make_config("task.reward=my_rewards:see", *settings).task
-    assert pose(row, task=load_task(options.code), options=options) == posed
-    assert rewards_of("my_rewards:see", row, "x", settings=settings) == [{"see": 1.0}]
+    task, zeros = load_task(options.code), np.zeros(1, np.float32)
+    assert pose(row, task=task, options=options) == posed
+    drawn = Completion([1], zeros, zeros, False, zeros > 0)
+    assert reward_parts(task, [["x"]], [row], options, [[drawn]]) == [[{"see": 1.0}]]
     names = {"prompts", "completions", "completion_ids", *row} - {"prompt", "completion", "more"}
     names |= {"rewards", "max_completion_length", "log_metric"}
     expected = f"{sorted(names)} {[prompt]} {[completion]} {[[1]]}\n"
@@ -197,16 +151,6 @@ def test_one_file_serves_both_and_so_many_rows_are_held_out_by_their_hash(folder
     assert len(split_of(two, "train", None, ROWS[1:2])) == 39
 
 
-def test_answers_to_imitate_keep_every_column(folder):
-    (folder / "answers.jsonl").write_text(json.dumps(ROWS[1] | {"completion": "2"}))
-    config = make_config("task.reward=my_rewards:answer", "task.train=rows.jsonl")
-    answers = read_answers(load_task(config.task.code), config, "answers.jsonl")
-    assert answers == [{"question": ROWS[1], "completion": "2"}]
-    (folder / "answers.jsonl").write_text(json.dumps(ROWS[1]))
-    with pytest.raises(ValueError, match="row 1: its completion is empty"):
-        read_answers(load_task(config.task.code), config, "answers.jsonl")
-
-
 # Whose code runs
 
 
@@ -214,7 +158,6 @@ def test_answers_to_imitate_keep_every_column(folder):
     "found",
     [
         "task: {reward: 'evil:f'}",
-        "task: {reward: 'evil:f', name: gsm8k}",
         "task.reward: evil:f",
         "task: {name: 'evil:f'}",
     ],
@@ -233,18 +176,17 @@ def test_a_reward_in_a_config_that_was_found_is_not_imported(folder, found):
     with pytest.raises(ConfigError):
         config_of()
     assert config_of("task.name=gsm8k").task.code == "gsm8k"
-    assert config_of("task.reward=my_rewards:short").task.code == "my_rewards:short"
     assert config_of("task.reward=my_rewards:short", "task.name=evil").task.name == "evil"
     for override in ("task.reward=null", "task.prompt=evil:f", "task={}"):
         try:  # refused, or without the stranger's code
             assert config_of(override).task.code == "countdown"
         except ConfigError as error:
-            assert "cannot have code run" in str(error) or "write my_rewards:f" in str(error)
+            assert "its code has run" not in str(error)
     if found == "task: {reward: 'evil:f'}":
         assert {"key": "task.reward", "value": "evil:f", "default": "null"} in page.settings(file)
-        for trusting in (["--config=x/config.yaml"], ["task.reward=evil:f"]):
+        for trusting in ("--config=x/config.yaml", "task.reward=evil:f"):
             with pytest.raises(ConfigError, match="its code has run"):
-                config_of(*trusting)
+                config_of(trusting)
 
 
 # Defaults of a task's module
@@ -260,9 +202,7 @@ def reward_function(completion, example, *, options, num_tokens):
     ("pays", "answer"),
     [
         ("return completion == 'x'", "x"),
-        ("return {'answer': 0.5}", "x"),
         ("return {'answer': 0.5, 'read': 12}", "12"),
-        ("return {'answer': 0.5, 'read': None}", None),
     ],
 )
 def test_a_module_needs_a_prompt_and_a_reward_alone(folder, pays, answer):
