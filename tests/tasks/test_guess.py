@@ -1,21 +1,13 @@
-"""The guessing game: what its environment says and pays, and that its recipe runs."""
+"""The guessing game: what its environment says and pays."""
 
-import copy
 import functools
-import json
 import math
-from pathlib import Path
 
 import pytest
-from harness import ROOT, load_run, read_jsonl, read_rows, save_writer, seed
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-import main
-from engine.run.config_file import load_config
 from tasks import guess
 
 QUESTION = {"low": 23, "high": 37, "number": 28}
-RECIPE = ROOT / "configs/guess-smollm2.yaml"
 
 
 def play(*messages: str) -> tuple[list[str | None], dict[str, float]]:
@@ -66,46 +58,3 @@ def test_ranges_are_either_trained_on_or_validated():
     for row in training + validation:
         assert 1 <= row["low"] <= row["number"] <= row["high"] == row["low"] + 14 <= 100
     assert len(load("validation", num_examples=10)) == 10
-
-
-TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-# this tokenizer has other tokens to stop at
-SMALL = ["run.name=x", "sampling.stop=[]", f"training.seed={seed()}"]
-SMALL += ["training.num_steps=2", "training.num_samples_per_step_global=4", "checkpoint.every=1"]
-SMALL += ["validation.num_examples=4", "validation.every=1", "logging.rollouts_every=1"]
-
-
-@pytest.fixture
-def folder(rotary_model_folder, tokenizer: PreTrainedTokenizerFast, tmp_path) -> Path:
-    """A chat model whose turns are numbers of two digits."""
-    tokenizer, end = copy.deepcopy(tokenizer), "<|im_end|>"
-    tokenizer.add_tokens(["<|im_start|>", end], special_tokens=True)
-    tokenizer.chat_template = TEMPLATE
-    follows = {"\n": list("34567")} | {digit: list("01289") for digit in "34567"}
-    follows |= {digit: [end] for digit in "01289"}
-    model = Qwen2ForCausalLM.from_pretrained(rotary_model_folder)
-    return save_writer(model, tokenizer, follows, tmp_path / "writer")
-
-
-def test_the_recipe_trains_saves_and_evaluates_in_bf16(folder, tmp_path):
-    settings = ["--config", str(RECIPE), f"model.name={folder}", f"run.dir={tmp_path}", *SMALL]
-    run = load_run(load_config(settings))
-    assert main.run_training(run) == 0
-    first, *rows = read_rows(run.folder)
-    assert first["eval/turns"] > 1
-    for row in rows:  # its guesses may all be useless
-        assert row["train/turns"] > 2 and row["train/grad_norm"] > 0 and row["eval/turns"] > 1
-        parts = [row[f"train/part_{name}"] for name in guess.REWARD_PARTS]
-        assert row["train/reward"] == pytest.approx(sum(parts))
-        assert all(0 <= part <= 1 for part in parts)
-    line = read_jsonl(run.folder / "rollouts.jsonl")[0]
-    inserted = ["".join(c["tokens"][i] for i in c["inserted"]) for c in line["completions"]]
-    assert any("er: between " in text for text in inserted)  # lower or higher
-    best = [*settings, f"model.name={run.folder / 'best'}", "mode=evaluate"]
-    assert main.run_evaluation(load_run(load_config(best))) == 0
-    (measured,) = run.folder.glob("eval-*/metrics.json")
-    metrics = json.loads(measured.read_text())
-    assert "eval/majority" not in metrics and metrics["eval/turns"] > 1

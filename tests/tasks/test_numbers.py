@@ -6,11 +6,10 @@ import re
 import subprocess
 import sys
 from fractions import Fraction
-from functools import partial
 
 import pytest
 from harness import ROOT
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_verdicts import ANSWER_BLOCK, GSM8K_WAYS, extract_answer, read_rows, reward
 
@@ -51,24 +50,21 @@ def test_an_expression_is_paid_for_its_value_and_its_numbers_alone(text: str):
     assert score(text, nums, value + Fraction(1, 10**9)) == 0.0
 
 
-PIECES = ["<think>", "</think>", "<answer>", "</answer>", "\n", "x", " ", "<", "</", "\r", ">", "1"]
-PIECES += ["</think>\n<answer>", "</answer>\n"]
+FORMATS = {
+    "several\nlines</think>\n<answer>1\n+ 2</answer>": 1.0,
+    "a</think>\n<answer>1</answer>\n": 1.0,
+    "a</think> b</think>\n<answer>1</answer> c</answer>": 1.0,
+    "a</think>\n<answer>1</answer> I am done": 0.6,
+    "</think> x <answer>1</answer>": 0.6,
+    "<answer>1</answer>": 0.5,
+    "a</think>\n<answer>1": 0.1,
+    "<ANSWER>1</ANSWER></THINK>": 0.0,
+}
 
 
-@settings(max_examples=1_000, deadline=None)
-@given(st.lists(st.sampled_from(PIECES), max_size=14).map("".join))
-@example("several\nlines</think>\n<answer>1\n+ 2</answer>")  # 1.0
-@example("a</think>\n<answer>1</answer>\n")  # $ matches before one last newline
-@example("a</think> b</think>\n<answer>1</answer> c</answer>")  # .*? reaches further
-@example("a</think>\n<answer>1</answer> I am done")  # 0.6
-@example("<ANSWER>1</ANSWER></THINK>")  # 0.0
-def test_format_reward_agrees_with_the_regex_it_replaces(completion: str):
-    text, answer_block = "<think>" + completion, "<answer>.*?</answer>"
-    finds = partial(re.search, string=text, flags=re.DOTALL)
-    expected = 0.1 * bool(finds("<think>.*?</think>")) + 0.5 * bool(finds(answer_block))
-    if finds(rf"^<think>.*?</think>\n{answer_block}$"):
-        expected = 1.0
-    assert countdown.format_reward_function(completion) == expected
+def test_format_reward_is_that_of_the_published_regex():
+    """^<think>.*?</think>\\n<answer>.*?</answer>$, or 0.1 and 0.5 for its two blocks."""
+    assert {text: countdown.format_reward_function(text) for text in FORMATS} == FORMATS
 
 
 # GSM8K
@@ -111,14 +107,6 @@ def test_two_joined_numbers_are_never_read_as_one_of_them(a: int, joiner: str, b
             assert reads(text) == {None}
 
 
-@pytest.mark.parametrize("dash", "\u02d7\u2010\u2012\u2013\u2014\u2015\u2796\ufe63\uff0d\u00b1")
-def test_a_number_behind_a_dash_is_not_read_nor_is_the_one_before(dash: str):
-    for text in ("{}18", "{} 18", "{}$18", "{}(18)", "**{}18**", r"$\boxed{{{}18}}$", "20 {} 18"):
-        assert gsm8k.lenient_answer("It is 7, or " + text.format(dash)) is None
-    assert gsm8k.lenient_answer(f"the sum {dash} it is 18") == "18"
-    assert gsm8k.lenient_answer(f"18 {dash} that is it") == "18"
-
-
 BLOCK = "<thinking>\na\n</thinking>\n<answer>\n{}\n</answer>"
 TAGS = [  # completions, and what lenient and strict pay for format, ending, integer, answer
     (BLOCK.format("18"), (1, 0, 1, 1), (1, 0, 1, 1)),
@@ -158,16 +146,6 @@ def test_plain_pays_for_the_answer_alone_and_too_many_tokens_cost_something():
             options = gsm8k.Options(prompt_style=style, max_tokens=limit)
             how = {"options": options, "num_tokens": num_tokens}
             assert gsm8k.reward_function("18", {"answer": "#### 18"}, **how)["length"] == cost
-
-
-# Arithmetic
-
-
-def test_only_one_sum_is_paid_for_a_completion():
-    """Whatever it lists, a completion is right for one question at most."""
-    for joiner in (" ", "\n", ", ", " or ", "; ", "", " = ", "! "):
-        text = joiner.join(map(str, range(20, 199)))
-        assert sum(reward("arithmetic", text, {"a": n, "b": 0})["answer"] for n in range(199)) <= 1
 
 
 # MATH
