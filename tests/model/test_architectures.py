@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.model.policy import Policy
 from engine.model.probes import supports_grouped
+from engine.sampling.batches import kept_bytes
 from engine.sampling.graphs import CapturedSteps
 from engine.update.head import ChunkedScorer
 from main import CompletionScorer
@@ -158,3 +159,16 @@ def test_of_a_model_that_sees_the_text_part_is_trained_once_it_is_saved(tokenize
     policy, ids = make_policy(part), torch.tensor([PROMPTS[1]])
     torch.testing.assert_close(policy.model(input_ids=ids).logits, whole(input_ids=ids).logits)
     assert not any("vision" in name for name, _ in policy.model.named_parameters())
+
+
+BYTES = {  # of a token's keys and values in fp32, and of a row's states
+    "Gemma 4": (2 * 2 * (8 + 16) * 4, 0),  # 2 of 4 layers share: heads of 8, of 16 without a window
+    "Falcon-H1": (2 * 2 * 2 * 8 * 4, 2 * (8 * 8 * 8 + 80 * 4) * 4),
+    "GPT-2": (2 * 2 * 4 * 8 * 4, 0),
+}
+
+
+def test_the_estimate_counts_the_layers_that_keep_something(family, policy):
+    """Bug: it counted keys in recurrent layers, which have none, and failed on Gemma 4."""
+    if family[0] in BYTES:
+        assert kept_bytes(policy.sampler.model) == BYTES[family[0]]
