@@ -73,78 +73,37 @@ GIVEN_TWICE = "training.num_epochs = 2: it sets num_steps"
 TASKS = "must be one of countdown, arithmetic, gsm8k, guess, math500, reasoning_gym, template, "
 TASKS += "or the ... .py file in HERE"
 FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id"
-PLURALS = (
-    f"task.name=template task.train={ROOT}/tasks/plurals.csv task.eval={ROOT}/tasks/plurals.csv"
-)
+PLURALS = f"task.name=template task.train={ROOT}/tasks/plurals.csv "
+PLURALS += f"task.eval={ROOT}/tasks/plurals.csv"
 
 ON_THE_COMMAND_LINE = {
     # what cannot be read
     "training.num_steps": "training.num_steps: write section.key=value",
     "configs/x.yaml": "configs/x.yaml: write --config configs/x.yaml",
-    "--config": "argument --config: expected one argument",
     "--config missing.yaml": "missing.yaml: No such file ... --config",
-    "--config .": ".: Is a directory; give --config",
-    "--config a.yaml --config b.yaml": "--config a.yaml b.yaml: give one file",
     "training.k_best_of_n=[1,": "training.k_best_of_n=[1,: cannot be read as YAML",
     # numbers of YAML 1.1; bug: 1:30 was 90
     "training.seed=1:30": "training.seed=1:30: cannot be read as YAML",
-    "training.kl_coef=1:30.5": "training.kl_coef=1:30.5: cannot be read as YAML",
-    "training.kl_coef=-1:30.5": "training.kl_coef=-1:30.5: cannot be read as YAML",
-    "training.seed=0x10": "training.seed=0x10: cannot be read as YAML",
-    "training.seed=0b11": "training.seed=0b11: cannot be read as YAML",
     # unknown keys
     "training.num_step=5": "training.num_step = 5: unknown key, ... training.num_steps; --help",
-    "num_steps=5": "num_steps = 5: unknown key, ... training.num_steps; --help",
     "trainig.seed=5": "trainig = {seed: 5}: unknown key, the nearest is training; --help",
-    "task.max_numbr=5": "task.max_numbr = 5: unknown key of task countdown, ... task.max_number",
     "task.name=gsm8k task.max_numbers=5": "task.max_numbers = 5: unknown key of task gsm8k",
-    "mod=train": "mod = train: unknown key, the nearest is mode; --help",
-    "model.lora_r=8": "model.lora_r = 8: unknown key, the nearest is model.lora; --help",
-    "zzz=5": "zzz = 5: unknown key; --help",
-    "training.bet=1": "training.bet = 1: unknown key; --help",
     # words of other trainers; bug: beta was told adam_betas
     "training.beta=1": "training.beta = 1: unknown key, beta is training.kl_coef here; --help",
     "a.rollout.n=8 a.actor.optim.lr=1": "a = {rollout: ... {n: 8} ... rollout.n is "
     "training.k_best_of_n here, lr is training.learning_rate here; --help",
     # values
     "mode=trian": "mode = trian: ... 'train' or 'evaluate'",
-    "training.seed='3'": "training.seed = '3': ... integer",
-    "training.seed=1.0": "training.seed = 1.0: ... integer",
-    "training.num_steps=": "training.num_steps = null: ... integer",
-    "training.learning_rate='1e-5'": "training.learning_rate = '1e-5': ... number",
     "training.learning_rate=.nan": "training.learning_rate = .nan: ... finite number",
-    "training.learning_rate=0": "training.learning_rate = 0: ... greater than 0",
-    "training.kl_coef=-0.1": "training.kl_coef = -0.1: ... greater than or equal to 0",
     "training.learning_type=ppo": "training.learning_type = ppo: ... 'grpo', 'sil' or 'distill'",
-    "training.k_best_of_n=16": "training.k_best_of_n = 16: ... list",
-    "training.k_best_of_n=[0,16]": "training.k_best_of_n.0 = 0: ... greater than 0",
-    "training.dppo_delta=1": "training.dppo_delta = 1: ... less than 1",
-    "sampling.top_p=1.1": "sampling.top_p = 1.1: ... less than or equal to 1",
-    "validation.pass_k=[]": "validation.pass_k = []: ... at least 1 item",
     "logging.report_to=[mlflow,3]": "logging.report_to.1 = 3: ... 'mlflow' or 'wandb'",
-    "logging.mlflow=1": "logging.mlflow = 1: ... boolean",
-    "model.name=12": "model.name = 12: ... string; in quotes it is text",
-    "model.name=''": "model.name = '': ... at least 1 character",
-    "run.name=a/b": "run.name = a/b: ... pattern",
     "task=3": "task = 3: ... mapping of keys, which --help lists",
-    "model.lora.r=0": "model.lora.r = 0: ... greater than 0",
-    "model.lora.target_modules=[8]": "model.lora.target_modules = [8]: ... 'all-linear' or ",
-    "task.template_options.x=[1]": "task.template_options.x = [1]: ... boolean or ... integer",
-    "task.reward_weights.answer=x": "task.reward_weights.answer = x: ... number",
     # slips of the keyboard that would start endless work, or leave nothing to compute with
     "validation.num_examples=1000000000000": "validation.num_examples = 1 ... equal to 1000000",
-    "training.max_new_gen_tokens=1000000000": "training.max_new_gen_tokens = 1 ... to 1000000",
-    "task.max_numbers=100": "task.max_numbers = 100: ... equal to 10",
-    "sampling.temperature=1e-300": "sampling.temperature = 1.0e-300: ... equal to 0.01",
-    "training.learning_rate=1e38": "training.learning_rate = 1.0e+38: ... equal to 10",
     # values that cannot work together
-    "training.k_best_of_n=[1,1]": "training.k_best_of_n = [1, 1]: n must be at least 2",
     "training.k_best_of_n=[8,4]": "training.k_best_of_n = [8, 4]: ... write [4, 4]",
     f"{SIL} training.k_best_of_n=[8,8]": "training.k_best_of_n = [8, 8]: ... write k < n",
-    f"{DISTILL} training.k_best_of_n=[2,4]": "training.k_best_of_n = [2, 4]: ... write [4, 4], "
-    "or training.learning_type=sil",
     f"{DISTILL} training.kl_coef=0.1": "training.kl_coef = 0.1: ... write 0",
-    "model.teacher=tiny": "model.teacher = tiny: ... write null",
     "training.learning_type=distill": "model.teacher = null: ... give a folder or a hub id",
     f"{SIL} training.advantage=over_mean": "training.advantage = over_mean: ... write mean",
     "task.reward_weights.format=-0.1 training.advantage=over_mean": "training.advantage = over_mean"
@@ -155,12 +114,8 @@ ON_THE_COMMAND_LINE = {
     "write null, or training.optimizer=muon",
     "model.load_in_4bit=true": "model.load_in_4bit = true: ... write false, or set model.lora=",
     "model.shard=true training.optimizer=muon": "training.optimizer = muon: ... write adamw",
-    "model.lora.r=8 training.optimizer=muon": "training.optimizer = muon: ... write adamw",
-    "model.lora.r=8 model.shard=true": "model.shard = true: ... write false, or lora: null",
-    f"{FOUR_BITS} model.shard=true": "model.shard = true: ... write false",
     f"{FOUR_BITS} sampling.backend=vllm": "sampling.backend = vllm: ... write grouped",
     "validation.best_of_n=4 validation.pass_k=[1,8]": "validation.pass_k = [1, 8]: ... (4)",
-    "validation.temperature=0.009": "validation.temperature = 0.009: ... 0, ... or at least 0.01",
     "validation.temperature=0 validation.best_of_n=2": "validation.best_of_n = 2: ... write 1",
     f"{NO_WEIGHT}.format=0 {NO_WEIGHT}.answer=0": "task.reward_weights = ... : one must not be 0",
     # the length of a run
@@ -169,23 +124,17 @@ ON_THE_COMMAND_LINE = {
     f"{PLURALS} training.num_epochs=0.1": "training.num_epochs = 0.1: ... step of 16; raise it",
     # sections of older versions
     "export.merge=true": "export: ... python -m tools.export",
-    "export.private=false mode=train": "export: ... python -m tools.export",
     "warm_start.data=a/b.jsonl": "warm_start: ... python -m tools.imitate MODEL a/b.jsonl",
     # tasks and rewards that are not there
     **{
         f"task.name={name}": f"task.name = {name}: {TASKS}"
-        for name in ("chess", "[1]", "../guessing", "guessing.py", "''", "24", "null")
+        for name in ("chess", "[1]", "../guessing", "null")
     },
     "task.reward=mine": "task.reward = mine: write my_rewards:f for the function f in",
-    "task.reward=../mine:f": "task.reward = ../mine:f: write my_rewards:f for the function f in",
-    "task.reward=[a]": "task.reward = [a]: write my_rewards:f for the function f in",
     "task.prompt=Make_{goal}.": "task.prompt: ... write one of {nums}, {target} into it",
     # sources of questions; no test asks the hub
     "task.eval=none.jsonl": f"none.jsonl: cannot be loaded ... give generated, {FILE_OR_HUB}",
-    "task.eval=rows.txt": f"rows.txt: unknown kind of source; give generated, {FILE_OR_HUB}",
-    "task.name=gsm8k": f"generated: unknown kind of source; give openai/gsm8k, {FILE_OR_HUB}",
     "task.name=gsm8k task.eval=nobody/none": "nobody/none: cannot be loaded ... openai/gsm8k",
-    "task.name=math500 task.eval=a.parquet": f"a.parquet: cannot be loaded ... give {FILE_OR_HUB}",
 }
 
 
@@ -216,10 +165,7 @@ def test_ranks_without_their_share_of_the_questions_are_refused():
     assert_says(second, "training.num_samples_per_step_global = 6: must be a multiple of the 4")
 
 
-PACKAGES = ["peft", "bitsandbytes", "math-verify", "matplotlib", "reasoning-gym", "vllm"]
-
-
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", ["peft", "math-verify", "vllm"])
 def test_a_missing_package_is_named_with_what_installs_it(package, monkeypatch, start):
     monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
     with pytest.raises(ValueError, match=rf"^a\.b: .*: pip install '?{package}[=>]=\d"):
@@ -235,27 +181,16 @@ def test_a_missing_package_is_named_with_what_installs_it(package, monkeypatch, 
 IN_THE_CONFIG = {
     "YAML that does not end": ("training: [", ": cannot be read as YAML: while parsing"),
     "a key that is given twice": ("training: {seed: 1, seed: 2}", ": ... key seed is given twice"),
-    "a section that is given twice": ("run: {}\nrun: {}", ": ... key run is given twice"),
-    "tabs": ("training:\n\tseed: 1", ": ... use spaces, no tabs"),
-    "a list": ("- training", ": must hold sections of keys"),
-    "a number": ("0", ": must hold sections of keys"),
-    "a program": ("a: !!python/object:os.system {}", ": cannot be read as YAML"),
-    "no text": (b"\x80\x04\x95", ": cannot be read as YAML"),
     "endless nesting": ("a: " + "[" * 1_000, ": cannot be read as YAML: maximum recursion"),
-    "an endless number": ("a: " + "9" * 5_000, ": cannot be read as YAML"),
     "a number as a key": ("training: {1: 2}", "training.1 = 2: unknown key"),
     "steps and epochs": ("training: {num_steps: 30, num_epochs: 2}", GIVEN_TWICE),
-    "neither of them": (
-        "training: {num_steps: null, num_epochs: 2}",
-        "training.num_steps = null: ... integer",
-    ),
 }
 
 
 @pytest.mark.parametrize("name", IN_THE_CONFIG)
 def test_a_mistake_in_a_config_is_one_line_with_its_fix(name, tmp_path, start):
     text, said = IN_THE_CONFIG[name]
-    (tmp_path / "some.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    (tmp_path / "some.yaml").write_text(text)
     start("--config=some.yaml", says=f"some.yaml{said}" if said.startswith(":") else said)
 
 
@@ -267,25 +202,16 @@ WITH_A = '{"question": "a", "answer": "#### '
 IN_THE_QUESTIONS = [  # task, file, content, and what is said after the file's name
     ("countdown", "a.jsonl", '{"a": 1, "b": 2}', ", row 1: no column nums and target among a, b"),
     ("countdown", "a.jsonl", f'{GOOD}\n{{"nums": [1]}}', ", row 2: no column target among nums"),
-    ("countdown", "a.jsonl", f"{GOOD}\n{GOOD.replace('1, 2', '')}", ", row 2: nums is []"),
     ("countdown", "a.jsonl", GOOD.replace("2", "-2"), ", row 1: nums is [1, -2]"),
-    ("countdown", "a.jsonl", GOOD.replace("[1, 2]", '"__import__(0)"'), ", row 1: nums is '__imp"),
-    ("countdown", "a.jsonl", GOOD.replace("3", "3.5"), ", row 1: target is 3.5"),
     ("countdown", "a.jsonl", f"{GOOD}\n\n{GOOD[:9]}", ", row 2: Expecting"),
-    ("countdown", "a.jsonl", '{"nums":' + "[" * 100_000, ", row 1: maximum recursion"),
     ("countdown", "a.jsonl", "", ": no question left for validation; give a file with more rows"),
     ("gsm8k", "a.jsonl", f'{WITH_A}1"}}', ": no question left for ... give a file with more rows"),
     # Bug: one cell that did not fit changed the type of its column, and row 1 was blamed.
     ("countdown", "a.csv", "nums,target\n3 4,5\n3 4,\n", ", row 2: target is ''"),
     ("countdown", "a.csv", "nums,target\n3 4,5\n3,5,6\n", ": cannot be loaded (line 3: more cel"),
-    ("countdown", "a.csv", "nums,target,target\n3,5,6\n", ": ... two columns are named target"),
     ("countdown", "a.csv", b"nums,target\n3 4,\xff\n", ": cannot be loaded ('utf-8' codec"),
-    ("countdown", "a.txt", "3 7 25", ": unknown kind of source"),
     ("arithmetic", "a.jsonl", '{"a": -4, "b": 38}', ", row 1: a is -4"),
-    ("gsm8k", "a.jsonl", '{"question": "", "answer": "#### 1"}', ", row 1: question is ''"),
     ("gsm8k", "a.jsonl", f'{WITH_A}x"}}', ", row 1: answer is '#### x'"),
-    ("math500", "a.jsonl", '{"problem": " ", "answer": "2"}', ", row 1: problem is ' '"),
-    ("math500", "a.jsonl", '{"problem": "1?", "answer": ""}', ", row 1: answer is ''"),
 ]
 
 
@@ -300,18 +226,10 @@ def test_a_mistake_in_a_file_of_questions_is_one_line_beside_a_good_row(
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/null"), Path.mkdir])
-def test_a_source_that_is_no_file_is_refused_at_once(make, tmp_path, start):
-    """Bug: a named pipe was waited for, and a device read, without an end."""
-    make(tmp_path / "rows.jsonl")
+def test_a_source_that_is_no_file_is_refused_at_once(tmp_path, start):
+    """Bug: a named pipe was waited for without an end."""
+    os.mkfifo(tmp_path / "rows.jsonl")
     start("task.eval=rows.jsonl", says="rows.jsonl: unknown kind of source")
-
-
-@pytest.mark.timeout(20)
-def test_many_columns_take_no_quadratic_time(tmp_path, start):
-    names = [f"c{n}" for n in range(100_000)]
-    (tmp_path / "a.csv").write_text(f"{','.join(names)}\n{','.join(['1'] * len(names))}\n")
-    start("task.eval=a.csv", says="a.csv, row 1: no column nums and target")
 
 
 # In a task of one's own
@@ -341,40 +259,24 @@ def reward_function(completion, example, *, options, num_tokens):
 TRAINS_ON = 'def load_examples(_, split, **how): return [{"q": "2"}] if split != "train" else '
 PAYS = "def reward_function(*_, **how): return "
 ASKS = "def generate_prompt(*_, **how): return "
-LOADS = "def load_examples(*_, **how): return "
 NO_LIST = ": load_examples must return a list of dicts"
 NO_PROMPT = ": generate_prompt must return a text or a list of chat messages"
 NO_REWARD = ": reward_function must return a dict with a number for each of answer, length"
 
 IN_A_TASK = {  # code at the end of the task, and what is said after the file's name
     "f(:": ", line 22: SyntaxError",
-    "import no_such_module": ", line 22: ModuleNotFoundError: No module named 'no_such_module'",
-    "1 / 0": ", line 22: ZeroDivisionError",
-    "import sys; sys.exit()": ": it calls sys.exit(",  # of 0 once wandb has replaced that
     "import sys; sys.exit(0)": ": it calls sys.exit(0)",  # bug: that ended the run with status 0
-    "import sys; sys.exit('bye')": ": it calls sys.exit('bye')",
-    "del reward_function": ": a task must define reward_function; tasks/template.py",
-    "REWARD_PARTS = 'answer'": ': REWARD_PARTS must be a tuple ... "answer"',
     "REWARD_PARTS = ('length',)": ': REWARD_PARTS must be a tuple ... "answer"',
     "class Options: low = 1": ": Options must inherit from Section in engine/core/config.py",
     "class Options(Section): low: int": ": Options.low needs a default",
-    "class Options(Section): train: int = 1": ": Options.train needs ... other than name, reward",
     # Nothing awaits it: the model would read `<coroutine object ...>`.
     "class Environment:\n    async def respond(self, _): ...": ": Environment.respond must not be",
-    f"{LOADS}[]": NO_LIST,
-    f"{LOADS}1 / 0": ", line 22: ... raised ZeroDivisionError",
     # Bug: only the validation questions were looked at; the others ended in a traceback.
     f"{TRAINS_ON}[]": NO_LIST,
-    f"{TRAINS_ON}[{{'q': '2'}}, None]": NO_LIST,
-    f"{TRAINS_ON}iter([{{'q': '2'}}])": NO_LIST,
     "def parse_row(row, *, options): return row['x']": "a.csv, row 1: HERE/own.py, line 22",
-    f"{ASKS}None": NO_PROMPT,
     f"{ASKS}[{{'role': 'user', 'content': [{{}}]}}]": NO_PROMPT,  # bug: a traceback
-    f"{ASKS}1 / 0": ", line 22: generate_prompt raised ZeroDivisionError",
-    f"{PAYS}None": f", line 22{NO_REWARD}",
     f"{PAYS}{{'length': 1.0}}": f", line 22{NO_REWARD}, not {{'length': 1.0}}: see to answer",
     f"{PAYS}{{'answer': 10**400, 'length': 1}}": f", line 22{NO_REWARD} ... question {{'",
-    "def reward_function(completion, example): ...": ", line 22: reward_function raised TypeError",
 }
 
 
@@ -409,8 +311,6 @@ QUESTION = ": question {'prompt': '"
 
 IN_A_REWARD = {  # name: code of f's file, and what is said after the file's name
     "no Python": ("f(:", ", line 1: SyntaxError: "),
-    "a missing module": ("import no_module", ", line 1: ModuleNotFoundError: ... 'no_module'"),
-    "an error in the file": ("x = 1\n1 / 0", ", line 2: ZeroDivisionError: "),
     "no function": ("f = 1", ": f is no function of this file"),
     "no columns": ("def f(completions, a): ...", ", line 1: write def f(completions, **kwargs)"),
     # At the first question, before a model samples anything.
@@ -419,15 +319,7 @@ IN_A_REWARD = {  # name: code of f's file, and what is said after the file's nam
         f", line 2: f raised KeyError: 'gold'{QUESTION}",
     ),
     "an exit": (f"{F}\n raise SystemExit(0)", f", line 2: f raised SystemExit: 0{QUESTION}"),
-    "a later line": (
-        f"{F}\n return [\n int('x')]",
-        f", line 3: f raised ValueError: ... {QUESTION}",
-    ),
-    "no list": (f"{F} return 1.0", f"{NUMBERS}1.0{QUESTION}"),
-    "too many": (f"{F} return [1, 2]", f"{NUMBERS}[1, 2]{QUESTION}"),
-    "none": (f"{F} return None", f"{NUMBERS}None{QUESTION}"),
     "nan": (f"{F} return [float('nan')]", f"{NUMBERS}[nan]{QUESTION}"),
-    "beyond floats": (f"{F} return [10**400]", f"{NUMBERS}[1000000000"),
 }
 
 
@@ -439,10 +331,9 @@ def test_a_mistake_in_a_reward_function_is_one_line_with_file_and_line(name, tmp
     start("task.reward=mine:f", "task.train=a.jsonl", says=f"HERE/mine.py{said}")
 
 
-@pytest.mark.parametrize("row", [{"q": "2?"}, {"q": "2?", "prompt": ""}, {"q": "", "prompt": 5}])
-def test_a_row_without_a_prompt_is_named_with_what_to_do(row, tmp_path, start):
+def test_a_row_without_a_prompt_is_named_with_what_to_do(tmp_path, start):
     (tmp_path / "mine.py").write_text("def f(completions, **columns): ...")
-    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    (tmp_path / "a.jsonl").write_text('{"q": "2?", "prompt": ""}')
     says = "a.jsonl, row 1: no text or messages ... word task.prompt with {q}"
     start("task.reward=mine:f", "task.train=a.jsonl", says=says)
 
