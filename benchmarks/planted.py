@@ -104,7 +104,7 @@ BUGS = [
         "the evaluation's seeds those of training",
         r"\bVALIDATION = 1\b",
         r"VALIDATION = 0",
-        "test_training_and_validation_never_draw_the_same_random_numbers",
+        "test_no_two_samples_share_random_numbers",
     ),
     Bug(
         "world.size left out of the loss that goes backward",
@@ -141,13 +141,13 @@ BUGS = [
         "random numbers without training.seed",
         r"\(SeedWord\.TRAINING, config\.training\.seed, position\)",
         r"(SeedWord.TRAINING, position)",
-        "test_each_step_draws_for_the_next_questions_by_the_runs_seed",
+        "test_no_two_samples_share_random_numbers",
     ),
     Bug(
         "the stream's position one too far",
         r"run\.end_step\(update, metrics, next_position\)",
         r"run.end_step(update, metrics, next_position + 1)",
-        "test_each_step_draws_for_the_next_questions_by_the_runs_seed",
+        "test_no_two_samples_share_random_numbers",
     ),
     Bug(
         "no fsync of a saved folder's files",
@@ -394,7 +394,7 @@ BUGS = [
         "random numbers by a question's place on its rank",
         r"for position, _ in mine\]",
         r"for position, _ in enumerate(mine)]",
-        "test_each_step_draws_for_the_next_questions_by_the_runs_seed",
+        "test_no_two_samples_share_random_numbers",
     ),
     Bug(
         "the seed of a question's kind alone",
@@ -570,7 +570,7 @@ BUGS = [
         "the old folder removed before the new one has its name",
         r"        folder\.rename\(old\)\n",
         r"        remove(folder)\n",
-        "test_a_kill_at_any_file_event_leaves_the_old_or_the_new_folder",
+        "test_a_kill_at_any_file_event_of_a_step_costs_no_more_than_that_step",
     ),
     Bug(
         "what a killed save left kept for ever",

@@ -494,7 +494,6 @@ SHORT_RUN = (
     "checkpoint.every=1",
     "logging.rollouts_every=1",
 )
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 
 
 def arguments(folder: Path, model: Path, *overrides: str) -> list[str]:

@@ -7,7 +7,7 @@ when.
     {"do": "kill", ...}             SIGKILL this rank
     {"do": "kill other", ...}       of two ranks, the other
     {"do": "kill all", ...}         the process group: torchrun, if the ranks are its forks, too
-    {"do": "terminate", ...}        the same three with SIGTERM, or with "interrupt" SIGINT
+    {"do": "terminate", ...}        the same three with SIGTERM; "interrupt" is SIGINT
     {"do": "copy", "to": ..., ...}  copy the run's folder, at each file event from there on
     ... "saves": 2, "events": 7     at the 7th file event from the moment the 2nd checkpoint of
                                     this process is there, with 0 from the start; the events are
@@ -15,9 +15,7 @@ when.
     ... "saves": 2, "delay_s": 0.1  so long after that moment, or with "in": ["batches.py"] after
                                     the main thread is next in one of these files or functions
     a kill comes at the latest when the next checkpoint is there
-    {"do": "raise", "rank": 1, "calls": 40}  RuntimeError as that completion becomes text
-    {"do": "raise in reward", ...}           the same in the call of the reward function
-    {"do": "pay", "parts": ..., "rank": 1, "calls": 40}  that call returns these parts
+    {"do": "raise in reward", "rank": 1, "calls": 40}  RuntimeError in that call of the function
 
 run.dir/struck is made just before the fault.
 """
@@ -112,11 +110,9 @@ def is_main_thread_in(places: list[str]) -> bool:
 
 
 def fail_at_call(fault: dict, calls: itertools.count, function, folder: Path, *texts, **settings):
-    """Call the function; at one of the calls raise, or return what it should not."""
+    """Call the function, or raise if it is the fault's call."""
     if next(calls) == fault["calls"]:
         (folder / "struck").touch()
-        if fault["do"] == "pay":
-            return fault["parts"]
         raise RuntimeError("it fails here")
     return function(*texts, **settings)
 
@@ -139,11 +135,9 @@ def install_fault(fault: dict, arguments: list[str]) -> None:
     folder = Path(given)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     if rank == fault.get("rank", 0):
-        if fault["do"] in ("raise", "raise in reward", "pay"):
-            own = (program, "completion_text"), (countdown, "reward_function")
-            module, name = own[fault["do"] != "raise"]
-            function, calls = getattr(module, name), itertools.count(1)
-            setattr(module, name, functools.partial(fail_at_call, fault, calls, function, folder))
+        if fault["do"] == "raise in reward":
+            given = (fault, itertools.count(1), countdown.reward_function, folder)
+            countdown.reward_function = functools.partial(fail_at_call, *given)
         else:
             sys.addaudithook(Striker(fault, folder))
 

@@ -1,10 +1,8 @@
 """A run's folder: what is saved is there whole or not at all, and nothing of a user's is lost."""
 
-import multiprocessing
 import os
 import pickle
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,26 +13,8 @@ from transformers import AutoModelForCausalLM
 from engine.core.files import append_durably, write_atomically
 from engine.run import resuming, saving
 
-FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 
-
-class CopyBeforeEvents:
-    """An audit hook that copies `root` before each event that touches a file."""
-
-    def __init__(self, root: Path, copies: Path) -> None:
-        self.root, self.copies, self.is_copying = root, copies, False
-
-    def __call__(self, event: str, arguments: tuple) -> None:
-        if event in FILE_EVENTS and not self.is_copying:
-            self.is_copying = True
-            shutil.copytree(self.root, self.copies / f"{len(list(self.copies.iterdir())):03d}")
-            self.is_copying = False
-
-
-def save_best(root: Path, text: str, copies: Path | None = None) -> None:
-    """Save two files as best/; `copies` gets a copy of `root` before each file event."""
-    if copies is not None:
-        sys.addaudithook(CopyBeforeEvents(root, copies))
+def save_best(root: Path, text: str) -> None:
     with saving.save_folder(root / "best") as temporary:
         for name in ("config", "weights"):
             (temporary / name).write_text(text)
@@ -56,34 +36,6 @@ def names_in(folder: Path) -> list[str]:
 
 
 # A folder is there whole, or not at all
-
-
-@pytest.mark.parametrize("name", ["best", "best.old"])
-def test_a_kill_at_any_file_event_leaves_the_old_or_the_new_folder(tmp_path, name):
-    """A kill leaves what is on the disk at that moment: a copy of it is made before each event.
-
-    Another kill may have come between the two renames of the save before, and left best.old.
-    """
-    root, copies = tmp_path / "root", tmp_path / "copies"
-    copies.mkdir()
-    save_best(root, "old")
-    (root / "best").rename(root / name)
-    # In a process of its own, because an audit hook cannot be removed.
-    arguments = (root, "new", copies)
-    process = multiprocessing.get_context("fork").Process(target=save_best, args=arguments)
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
-    seen, is_between_renames = [], False
-    for copy in sorted(copies.iterdir()):
-        is_between_renames |= not (copy / "best").exists()
-        resuming.mend(copy / "best")
-        (text,) = {(copy / "best" / name).read_text() for name in ("config", "weights")}
-        seen.append(text)
-        save_best(copy, "next")  # whatever the kill has left does no harm
-        assert names_in(copy) == ["best"]
-    assert seen == sorted(seen, reverse=True) and set(seen) == {"old", "new"}
-    assert is_between_renames and len(seen) > 10
 
 
 def test_a_start_gives_what_a_kill_has_left_between_two_renames_its_name_back(tmp_path):
