@@ -1,13 +1,11 @@
 """Signals, terminals that are gone, mistakes at the start: a run ends as it should, never hangs."""
 
-import ast
 import contextlib
 import errno
 import os
 import pty
 import re
 import signal
-import subprocess
 import sys
 import time
 import weakref
@@ -16,17 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import (
-    ROOT,
-    USERS_ENVIRONMENT,
-    alone,
-    arguments,
-    finish,
-    program,
-    read_rows,
-    run_on_ranks,
-    start,
-)
+from harness import alone, arguments, finish, program, read_rows, run_on_ranks, start
 
 import main
 from engine.core.distributed import World, read_environment
@@ -130,20 +118,6 @@ def test_ddp_is_freed_before_the_process_group(tmp_path, rotary_model_folder, mo
 
 
 # Mistakes
-
-
-def test_an_old_python_is_named_before_a_package_is_missed():
-    """Bug: pip finds no transformers 5.23 for Python 3.10, and main.py had no module tomllib.
-
-    Without site-packages main.py can import none of its packages.
-    """
-    code = "import runpy, sys; sys.version_info = (3, 10, 12); runpy.run_path('main.py')"
-    command, told = [sys.executable, "-S", "-c", code], {"capture_output": True, "text": True}
-    done = subprocess.run(command, cwd=ROOT, env=USERS_ENVIRONMENT, **told)
-    line = "error: Python 3.11 or newer is needed, and this is 3.10\n"
-    assert (done.returncode, done.stderr) == (2, line)
-    for file in ("main.py", "engine/__init__.py"):
-        ast.parse((ROOT / file).read_text(), feature_version=(3, 8))
 
 
 def test_variables_that_torchrun_would_not_set_are_named(monkeypatch):

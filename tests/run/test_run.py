@@ -27,7 +27,6 @@ from harness import (
     train,
 )
 
-import engine.run.mistakes
 import main
 from engine.core.distributed import World
 from engine.core.types import SamplingParams
@@ -52,7 +51,6 @@ SIZES = [
     "validation.pass_k=[1, 2]",
     "model.compute_dtype=float32",
 ]
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 EXACT = {"is_exact": True}  # so that one rank and two sample the same
 
 
@@ -290,23 +288,6 @@ def test_a_mistake_that_shows_late_is_one_line_and_nothing_is_written(
     assert caught.value.code == 2 and line.startswith("error: ")
     assert named.replace("FILE", str(file)) in line
     assert not list(folder.iterdir()) and file.read_text() == ""
-
-
-@pytest.mark.parametrize(("variable", "waits_s"), [("LOCAL_RANK", [3]), (RESTARTS, [])])
-def test_a_mistake_is_printed_once(capsys, monkeypatch, tmp_path, variable, waits_s):
-    """Bug: under `torchrun --max-restarts` every restart printed it again.
-
-    Bug: torchrun ends all ranks with the first one, so another rank has to wait for rank 0.
-    """
-    waited_s = []
-    monkeypatch.setattr(engine.run.mistakes.time, "sleep", waited_s.append)
-    monkeypatch.setenv(variable, "1")
-    monkeypatch.setattr(sys, "argv", ["main.py", f"run.dir={tmp_path}", "training.num_step=5"])
-    with pytest.raises(SystemExit) as caught:
-        main.main()
-    assert caught.value.code == 2
-    assert capsys.readouterr().err == ""
-    assert waited_s == waits_s
 
 
 HEAVY = ("torch", "transformers", "datasets", "pandas")
