@@ -9,7 +9,7 @@ from engine.model.policy import Policy
 from engine.update.optimizer import learning_rate_at, make_optimizer, set_learning_rate
 
 
-@pytest.mark.parametrize("num_warmup", [0, 1, 7, 10])
+@pytest.mark.parametrize("num_warmup", [0, 7])
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_after_the_warm_up_each_rate_is_that_of_transformers_one_step_earlier(schedule, num_warmup):
     """Bug: the decay ran from step 1 on, so that the default never had its whole learning rate."""
@@ -55,13 +55,12 @@ MUON = ["training.optimizer=muon", "training.learning_rate=1e-3"]
 MUON += ["training.muon_learning_rate=2e-2", "training.embedding_learning_rate=5e-3"]
 
 
-def step_with_muon(policy: Policy, *, learning_rate: float | None) -> dict[str, torch.Tensor]:
-    """How one step moves each parameter, on the same random gradients each time."""
+def step_with_muon(policy: Policy, *, learning_rate: float) -> dict[str, torch.Tensor]:
+    """How one step moves each parameter, on random gradients."""
     generator = torch.Generator().manual_seed(seed())
     optimizer = make_optimizer(policy.model, make_config(*MUON).training)
-    if learning_rate is not None:
-        rate = [f"training.learning_rate={learning_rate}", "training.warmup_steps=0"]
-        set_learning_rate(optimizer, 1, make_config(*MUON, *rate).training)
+    rate = [f"training.learning_rate={learning_rate}", "training.warmup_steps=0"]
+    set_learning_rate(optimizer, 1, make_config(*MUON, *rate).training)
     parameters = dict(policy.model.named_parameters())
     before = {name: p.detach().clone() for name, p in parameters.items()}
     for p in parameters.values():
@@ -73,13 +72,11 @@ def step_with_muon(policy: Policy, *, learning_rate: float | None) -> dict[str, 
     return {name: p.detach() - before[name] for name, p in parameters.items()}
 
 
-@pytest.mark.parametrize("factor", [None, 0.25])
-def test_muon_steps_the_blocks_matrices_and_adamw_the_rest_each_at_its_rate(model_folder, factor):
+def test_muon_steps_the_blocks_matrices_and_adamw_the_rest_each_at_its_rate(model_folder):
     """AdamW's first step has the size of its rate everywhere. Muon's is a matrix whose singular
-    values are near its rate times sqrt(max(1, rows / columns)). GPT-2's head is its embedding."""
-    learning_rate = None if factor is None else 1e-3 * factor
-    factor = factor or 1.0
-    moved = step_with_muon(make_policy(model_folder), learning_rate=learning_rate)
+    values are near its rate times sqrt(max(1, rows / columns)). GPT-2's head is its embedding.
+    """
+    factor, moved = 0.25, step_with_muon(make_policy(model_folder), learning_rate=0.25e-3)
     in_blocks = [name for name in moved if ".layers." in name or ".h." in name]
     matrices = [name for name in in_blocks if moved[name].ndim == 2]
     assert len(matrices) in (2 * 7, 2 * 4) and len(matrices) < len(in_blocks) < len(moved)
@@ -115,8 +112,9 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_in_two_parts_is_the_unbroken_one(tmp_path, rotary_model_folder, data, name):
-    """On two ranks, of which rank 0 reads the checkpoint; the rates rise with each step."""
-    run = assert_resumes(tmp_path, rotary_model_folder, *RUNS[name], *data, num_ranks=2)
+    """On two ranks, of which rank 0 reads the checkpoint, or one; the rates rise with each step."""
+    num_ranks = 1 + ("KL" in name)
+    run = assert_resumes(tmp_path, rotary_model_folder, *RUNS[name], *data, num_ranks=num_ranks)
     _, *rows = read_rows(run)
     assert [row["train/lr"] for row in rows] == pytest.approx([2e-4, 4e-4])
     assert all(row["train/grad_norm"] > 0 for row in rows)  # else there would be no state to keep
