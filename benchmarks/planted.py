@@ -363,7 +363,7 @@ BUGS = [
         "the hub's repetition penalty not overwritten",
         r"        repetition_penalty=1\.0,\n",
         r"",
-        "test_generation_config_sets_every_field_that_changes_the_distribution",
+        "test_what_is_drawn_is_what_one_plain_forward_pass_gives[rotary-generate]",
     ),
     Bug(
         "a model that samples with its dropout on",
@@ -661,7 +661,7 @@ BUGS = [
         "a board that has failed called again",
         r"            self\.is_on = False\n            reason",
         r"            reason",
-        "test_a_board_that_has_failed_is_not_called_again",
+        "test_a_board_that_has_failed_or_is_slow_is_not_called_again",
     ),
     Bug(
         "a resumed run doubles the last step's evaluation",
@@ -739,7 +739,7 @@ BUGS = [
         "one turn more than max_turns",
         r"self\.num_turns >= self\.max_turns",
         r"self.num_turns > self.max_turns",
-        "test_a_turn_is_the_last_after_max_turns_or_with_another_end_token",
+        "test_a_turn_is_the_last_after_max_turns_or_with_another_end",
     ),
     Bug(
         "a tool's token asks the tool",
@@ -1360,6 +1360,12 @@ BUGS = [
         r"after_in_child=give_signals_back",
         r"after_in_child=release_signals",
         "test_signals[a forked child is terminated]",
+    ),
+    Bug(
+        "an environment that does not hear the turn that a stop text ends",
+        r"if hasattr\(self\.tool, \"environment\"\):",
+        r"if False:",
+        "test_a_turn_is_the_last_after_max_turns_or_with_another_end[a stop text]",
     ),
     Bug(
         "a stop text that only one token can spell",

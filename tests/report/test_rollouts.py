@@ -52,7 +52,7 @@ def test_the_texts_of_tokens_join_to_the_completion(tokenizer):
     """The tokenizer has a token for each byte of the characters that it was not trained on: the
     token that completes a character has all of it."""
     replacement = "\N{REPLACEMENT CHARACTER}"
-    for text in ("", "12 and 34", "é", "3 €\n😀😀", "日本", f"{replacement}x"):
+    for text in ("", "12 and 34", "3 €\n😀😀", f"{replacement}x"):
         ids = tokenizer.encode(text)
         texts = rollouts.token_texts(ids, tokenizer)
         assert len(texts) == len(ids) and "".join(texts) == text

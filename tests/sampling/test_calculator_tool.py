@@ -144,13 +144,12 @@ def insert(groups: list[list[Trajectory]], columns: slice) -> list[list[Trajecto
 def test_the_gradient_is_that_of_the_sampled_tokens_alone(rotary_model_folder, normalization):
     """Compared with a sum over the sampled tokens, divided by their number where that counts."""
     config = config_of(*GRPO, f"training.loss_normalization={normalization}")
-    groups = insert(make_groups(config, (3, (5, 7, 6, 6), (1.1, 0.1, 0.06, 0.1))), slice(1, 4))
+    (rows,) = insert(make_groups(config, (3, (5, 7, 6, 6), (1.1, 0.1, 0.06, 0.1))), slice(1, 4))
     policy = make_policy(rotary_model_folder, is_exact=True)
-    gradient, _ = recorded(policy, groups, config)
-
-    (rows,) = groups
+    gradient, _ = recorded(policy, [rows], config)
     sampled = [[0, *range(4, len(row.completion.token_ids))] for row in rows]
-    model, loss = make_policy(rotary_model_folder, is_exact=True).model, 0.0
+    model, loss = policy.model.eval(), 0.0
+    model.zero_grad()
     for row, columns in zip(rows, sampled, strict=True):
         divisor = {
             "dr_grpo": len(rows) * MAX_NEW_TOKENS,

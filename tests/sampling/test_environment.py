@@ -6,7 +6,6 @@ import json
 import random
 import sys
 import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -225,11 +224,8 @@ def assert_equal(group: list[Trajectory], other: list[Trajectory]) -> None:
     """The same tokens, ends and rewards and, to the rounding of fp32, the same numbers."""
     for a, b in zip(group, other, strict=True):
         c, d = a.completion, b.completion
-        assert (c.token_ids, c.truncated, a.reward_parts) == (
-            d.token_ids,
-            d.truncated,
-            b.reward_parts,
-        )
+        assert (c.token_ids, c.truncated) == (d.token_ids, d.truncated)
+        assert a.reward_parts == b.reward_parts
         assert np.allclose([c.log_probs, c.entropies], [d.log_probs, d.entropies], atol=1e-5)
 
 
@@ -244,15 +240,20 @@ def test_a_row_is_truncated_where_its_reply_does_not_fit(folder):
                 assert completion.is_inserted.tolist() == [False] * 2 + [True] * num_inserted
 
 
-def test_a_turn_is_the_last_after_max_turns_or_with_another_end_token(folder):
+@pytest.mark.parametrize(
+    ("stop", "after_two"),
+    [("[]", {(TWO, END, 2), (TWO, "<|end|>", 0)}), ('["2}}"]', {(TWO, TWO, 2)})],
+    ids=["", "a stop text"],
+)
+def test_a_turn_is_the_last_after_max_turns_or_with_another_end(folder, stop, after_two):
     """The environment still gets the last turn; but no turn that another token has ended."""
-    run = make(folder, "", "sampling.max_turns=1", is_exact=True)
-    ends = Counter()
+    run = make(folder, "", "sampling.max_turns=1", f"sampling.stop={stop}", is_exact=True)
+    ends = set()
     for t in play_by_all(run, max_new_tokens=3):  # even if the limit is near
         ids, counter = t.completion.token_ids, t.completion.conversation.environment.counter
-        ends[t.text, run.policy.tokenizer.decode(ids[-1:]), counter] += 1
+        ends.add((t.text, run.policy.tokenizer.decode(ids[-1:]), counter))
         assert not t.completion.truncated and not t.completion.is_inserted.any()
-    assert set(ends) == {(ONE, END, 1), (TWO, END, 2), (TWO, "<|end|>", 0), ("nu", END, 0)}
+    assert ends == {(ONE, END, 1), ("nu", END, 0)} | after_two
 
 
 def test_an_end_token_that_is_inserted_ends_nothing(folder):
@@ -260,9 +261,8 @@ def test_an_end_token_that_is_inserted_ends_nothing(folder):
     run = make(folder, is_exact=True)
     ending = TEMPLATE.replace("</tool_response>", "</tool_response><|end|>")
     run.policy.tokenizer.chat_template = ending
-    called = [
-        t for t in play_by_all(run, num_samples=24, max_new_tokens=100) if t.text.startswith(ONE)
-    ]
+    group = play_by_all(run, num_samples=24, max_new_tokens=100)
+    called = [t for t in group if t.text.startswith(ONE)]
     assert called and all("<|end|>" in t.text and t.completion.num_turns > 1 for t in called)
 
 

@@ -7,9 +7,7 @@ benchmarks/trl_inputs.py:
 
 The conventions differ in places. Inputs and comparisons are chosen so that both agree there:
 
-- All rows are one micro-batch on one rank. With several micro-batches TRL's bnpo averages their
-  losses, while its dapo divides by the tokens of all, as ours does. With one the two are the same
-  numbers, so that only those of dapo stand below.
+- All rows are one micro-batch on one rank: with several TRL's bnpo averages their losses.
 - TRL multiplies the KL by the ratio (`use_bias_correction_kl`) unless told not to, as here. GRPO
   (arXiv:2402.03300, equations 3 and 4) does not.
 - GSPO is TRL's `importance_sampling_level="sequence"`. For CISPO TRL takes the limit of the weight
