@@ -1,12 +1,12 @@
 """The tool that tries known tricks on a grader."""
 
-import runpy
 import sys
 
 import pytest
 from harness import ROOT
 
 from engine.questions.tasks import built_in_tasks
+from tools import attack as tool
 from tools.attack import SLOW, attack
 
 NAIVE = r"""
@@ -19,11 +19,6 @@ def grade(completion, answer):
 
 def harmless(completion, answer):
     return completion.strip() == answer
-
-def lethal(completion, answer):
-    if completion.count("(") > 1_000:
-        raise SystemExit
-    return 0
 """
 
 
@@ -36,8 +31,11 @@ def naive(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "naive", raising=False)
 
 
-def test_each_kind_is_found_in_a_naive_grader(naive):
-    """It evaluates, it finds the answer among others, and its regex is quadratic."""
+def test_each_kind_is_found_in_a_naive_grader(naive, call, monkeypatch):
+    """It evaluates, it finds the answer among others, and its regex is quadratic.
+
+    The table names an example of each, and the exit status says that something was found.
+    """
     found = attack("naive:grade")
     examples = {
         "ran code": "<answer>7305190721</answer>",
@@ -49,19 +47,14 @@ def test_each_kind_is_found_in_a_naive_grader(naive):
     assert found[SLOW][0].count("<answer>") > 100
     assert [len(found[kind]) for kind in ("paid", "hung", SLOW)] == [3, 1, 1]
     assert all("7305190721" in text for text in found["ran code"])
+    monkeypatch.setattr(tool, "attack", lambda *_: found)
+    status, output, _ = call(tool, "naive:grade")
+    assert status == 1 and "\nraised       " in output and "such as '<answer></answer>'" in output
 
 
-@pytest.mark.parametrize(("name", "status"), [("lethal", 1), ("harmless", 0)])
-def test_the_table_and_the_exit_status_say_whether_anything_was_found(
-    name, status, naive, monkeypatch, capsys
-):
-    monkeypatch.setattr(sys, "argv", ["attack.py", f"naive:{name}"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(f"{ROOT}/tools/attack.py", run_name="__main__")
-    table = capsys.readouterr().out.splitlines()
-    assert ended.value.code == status
-    assert len(table) == 5 and sum(not line.endswith(" nothing") for line in table) == status
-    assert table[1].startswith("raised       ") and ("such as '((((" in table[1]) == status
+def test_nothing_is_found_in_a_harmless_grader(naive, call):
+    status, output, _ = call(tool, "naive:harmless")
+    assert status == 0 and [line.endswith(" nothing") for line in output.splitlines()] == [True] * 5
 
 
 @pytest.mark.parametrize("name", sorted({*built_in_tasks()} - {"guess"}))  # its Environment pays

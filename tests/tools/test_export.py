@@ -22,7 +22,6 @@ def run(tmp_path) -> Path:
     [
         (["RUN"], "a", "give --merge, --4bit or --push user/name"),
         (["RUN", "--merge"], "a", "--merge: RUN/best is no adapter"),
-        (["RUN", "--push", "nobody"], "a", "--push needs user/name and a token"),
         (["RUN", "--push", "a/b"], None, "--push needs user/name and a token: `hf auth login`"),
         (["RUN", "--push", "a/b"], "a", "offline"),
         (["RUN/best", "--merge"], "a", "RUN/best/best: there is no model; give the folder of"),

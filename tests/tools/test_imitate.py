@@ -111,15 +111,12 @@ def test_an_answer_ends_where_the_chat_template_ends_a_turn(rotary_model_folder,
 LONG, SHOWN = "7 + 8 = 15, " * 9, "; rows must look like {"
 NO_ANSWER = ": no answer is left to imitate; give a file with more"
 BAD_ANSWERS = {
-    "no text": ([row(TRAIN[0]), row(1, "")], f", row 2: its completion is empty{SHOWN}"),
     "white space": ([row(TRAIN[0]), row(1, " \n")], f", row 2: its completion is empty{SHOWN}"),
     "a number": ([row(TRAIN[0]), row(1, 5)], f", row 2: its completion is empty{SHOWN}"),
-    "a bad question": ([row(1) | {"target": "x"}], ", row 1: target is 'x', not an integer; rows"),
     "no column": ([{"nums": [1], "target": 1}], ", row 1: no column completion among nums, target"),
     "too long": ([row(TRAIN[1], LONG)], ", row 1: with its end its completion has "),
     "an end inside": ([row(TRAIN[1], "a<|end|>b")], ", row 1: the tokenizer cannot give its"),
     "half a character": ([row(TRAIN[1], "half \ud800")], ", row 1: the tokenizer cannot give its"),
-    "all held out": ([row(HELD_OUT[0])], NO_ANSWER),
     "none solved": ([row(TRAIN[0], "no")], NO_ANSWER),
     "no rows": ([], ": "),  # bug: nothing was imitated, without a word
 }
@@ -169,28 +166,6 @@ def test_its_gradient_is_that_of_the_cross_entropy_row_by_row(
     expected = np.concatenate([p.grad.flatten().numpy() for p in model.parameters()])
     (gradient,) = recorder.gradients
     assert distance(gradient, expected) <= ROUNDING
-
-
-def test_two_ranks_take_a_step_on_other_rows_as_one_takes_it_on_all(
-    rotary_model_folder, tmp_path, answers, call
-):
-    """With adam_eps=1 a step is nearly in proportion to its gradient, and so is its rounding."""
-    given = ["training.num_samples_per_step_global=4", "training.adam_eps=1", "--steps=3"]
-    given += ["--learning-rate=0.5", "training.warmup_steps=0", "task.train=generated"]
-    one, two, log = tmp_path / "one", tmp_path / "two", tmp_path / "log"
-    command = program(tmp_path, rotary_model_folder, answers, *given)
-    status, _, errors = call(imitate, *command, f"--out={one}")
-    assert status == 0, errors
-    ranks = ["--standalone", "--nproc-per-node=2"]
-    process = start(["tools/imitate.py", *command, f"--out={two}"], *ranks, log=log)
-    assert finish(process) == [0], log.read_text()
-    models = [weights_of(folder) for folder in (rotary_model_folder, one, two)]
-    before, alone, together = (torch.cat([w.flatten() for w in m.values()]) for m in models)
-    moved, apart = (alone - before).norm(), (alone - together).norm()
-    assert 0 < apart / moved < 1e-4, "their sums are rounded alike, or their rows differ"
-    rows = [read_jsonl(folder / "imitation.jsonl")[1:-1] for folder in (one, two)]
-    for some, other in zip(*rows, strict=True):
-        assert some["train/loss"] == pytest.approx(other["train/loss"], rel=1e-5)
 
 
 def test_each_rank_imitates_its_own_share_of_the_shuffled_answers(
@@ -245,28 +220,19 @@ def test_it_writes_a_plain_model_from_which_a_run_goes_on(
     assert [some["train/lr"] for some in steps] == pytest.approx([4e-4, 8e-4, 12e-4])
     before, after = weights_of(rotary_model_folder), weights_of(folder)
     assert before.keys() == after.keys()
-    frozen = {name for name in before if torch.equal(before[name], after[name])}
-    assert all(is_linear(name) for name in before.keys() - frozen) if lora else not frozen
-    assert any("q_proj" in name for name in before.keys() - frozen)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert all(name.endswith("_proj.weight") for name in moved) if lora else moved == {*before}
+    assert any("q_proj" in name for name in moved)
     settings = [a for a in arguments(tmp_path, folder, *data) if not a.startswith("--")]
     run = build_run(make_config(*settings))
     metrics, _ = measure(run)
     assert run.config.training.num_steps != 3 and run.policy.model.dtype == torch.float32
     text = (folder / "README.md").read_text()  # the card
-    card = ModelCard(text)
-    assert card.data.tags == ["sft", "countdown", "plain-grpo"]
-    assert card.data.library_name == "transformers"
-    assert "A fine-tuned copy of" in text and str(tmp_path) not in text
-    assert "trained on countdown by imitation of finished answers" in text
-    assert "Answers: `answers.jsonl` (a local file)" in text
-    assert "reinforcement" not in text and "best of its run" not in text
+    assert ModelCard(text).data.tags == ["sft", "countdown", "plain-grpo"]
+    assert "reinforcement" not in text and str(tmp_path) not in text
     assert "| before training |" in text and "| this model, after step 3 |" in text
     if not lora:  # the sum of adapter and base is rounded
         assert metrics == {k: v for k, v in last.items() if k != "step"}
-
-
-def is_linear(name: str) -> bool:
-    return name.endswith("_proj.weight")
 
 
 def test_the_sum_of_adapter_and_base_computes_what_they_do_together(rotary_model_folder, tmp_path):
@@ -291,8 +257,6 @@ def test_the_sum_of_adapter_and_base_computes_what_they_do_together(rotary_model
 
 MISTAKES = {
     "--steps=0": "training.num_steps = 0: ",
-    "--learning-rate=fast": "training.learning_rate = fast: ",
-    "training.seeds=1": "training.seeds = 1: unknown key",
     "task.name=guess": "task.name = guess: its questions or turns stand in no file",
     "model.load_in_4bit=true model.lora.r=2": "model.load_in_4bit = true: the adapter is ",
     "--out=HERE": "HERE is there already: remove it, or give another --out",
@@ -311,31 +275,13 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["answers.jsonl"]
 
 
-@pytest.mark.parametrize("name", ["no-file.jsonl", "no/hub/id"])
-def test_no_file_is_a_line_before_the_model_is_loaded(tmp_path, call, name):
-    status, _, errors = call(imitate, *program(tmp_path, Path("/no/model"), Path(name)))
-    assert status == 2 and errors.startswith(f"error: {name}: ") and "; give a .jsonl" in errors
-
-
-def test_a_loss_that_is_not_finite_ends_it_with_nothing_written(
-    rotary_model_folder, tmp_path, answers, data, monkeypatch, call
-):
-    monkeypatch.setattr(imitate, "update_policy", lambda *_: Update(Outcome.BROKEN))
-    with pytest.raises(FloatingPointError, match=r"step 1: .*lower --learning-rate"):
-        call(imitate, *program(tmp_path, rotary_model_folder, answers, *data))
-    assert [path.name for path in tmp_path.iterdir()] == ["answers.jsonl"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
-def test_a_signal_ends_it_at_once_with_nothing_written(
-    rotary_model_folder, tmp_path, answers, data, number
-):
+def test_ctrl_c_ends_it_at_once_with_nothing_written(rotary_model_folder, tmp_path, answers, data):
     command = program(tmp_path, rotary_model_folder, answers, *data, "--steps=1000000")
     log, deadline = tmp_path / "log", time.monotonic() + 90
     process = start(["tools/imitate.py", *command], log=log)
     while not log.exists() or "imitation 2/" not in log.read_text():
         assert time.monotonic() < deadline and process.is_alive(), log.read_text()
         time.sleep(0.02)
-    os.kill(process.pid, number)
-    assert finish(process) == [-number]
+    os.kill(process.pid, signal.SIGINT)
+    assert finish(process) == [-signal.SIGINT]
     assert {path.name for path in tmp_path.iterdir()} == {"answers.jsonl", "log"}

@@ -9,7 +9,7 @@ import pytest
 
 from engine.core.files import json_line
 from tools import plot
-from tools.plot import PANELS, curve_of, group_seeds, make_figure, read_table
+from tools.plot import curve_of, group_seeds, make_figure, read_table
 
 NAN = math.nan
 
@@ -69,16 +69,11 @@ def test_a_runs_lines_and_a_table_of_them_are_the_same(tmp_path):
 
 
 def test_runs_that_differ_in_their_seed_are_one_curve_and_others_keep_their_names(tmp_path):
-    names = ["a-sil-s3", "a-s0", "a-s12", "a", "b-s1", "a-s1x"]
+    names = ["a-sil-s3", "a-s0", "a-s12", "a", "a-s1x"]
     tables = [read_table(write_run(tmp_path / f"{n}.csv", [1])) for n in names]
-    groups = group_seeds(tables)
-    assert {name: [table.name for table in tables] for name, tables in groups.items()} == {
-        "a-sil-s3": ["a-sil-s3"],
-        "a (2 seeds)": ["a-s0", "a-s12"],
-        "a": ["a"],
-        "b-s1": ["b-s1"],
-        "a-s1x": ["a-s1x"],
-    }
+    groups = {name: [table.name for table in some] for name, some in group_seeds(tables).items()}
+    alone = {name: [name] for name in ("a-sil-s3", "a", "a-s1x")}
+    assert groups == alone | {"a (2 seeds)": ["a-s0", "a-s12"]}
     with pytest.raises(ValueError, match="two runs are named a: rename"):
         group_seeds([*tables, tables[3]])
 
@@ -92,7 +87,6 @@ SEED_2 = ("a-s2", [8], {0: 0.3}, 60)
 STEPS, MINUTES, MEAN, LOW, HIGH = range(5)
 RATE, REWARD = "eval/pass@1", "train/reward"
 CURVES = [  # runs, metric, window, which row of the curve, its values
-    ([SOLO], RATE, 1, STEPS, [0, 2, 4]),
     ([SOLO], RATE, 1, MINUTES, [0.5, 3.0, 5.5]),  # half a minute for each evaluation,
     ([SOLO], REWARD, 1, MINUTES, [1.5, 3, 4, 5.5]),  # also before the first step
     ([SOLO], RATE, 1, MEAN, [0.2, 0.4, 0.3]),
@@ -100,21 +94,16 @@ CURVES = [  # runs, metric, window, which row of the curve, its values
     ([SOLO], RATE, 1, HIGH, [0.4, 0.6, 0.5]),
     ([SOLO], plot.BEST_OF, 1, MEAN, [0.4, 0.8, 0.6]),
     ([SOLO], plot.BEST_OF, 1, LOW, [NAN] * 3),
-    ([SOLO], plot.BEST_OF, 1, HIGH, [NAN] * 3),
-    ([SEED_0, SEED_1], RATE, 1, STEPS, [0, 2]),
     ([SEED_0, SEED_1], RATE, 1, MINUTES, [0.5, (3.0 + 7.0) / 2]),  # a mean too
     ([SEED_0, SEED_1], RATE, 1, MEAN, [0.3, 0.65]),
     ([SEED_0, SEED_1], RATE, 1, LOW, [0.2, 0.5]),  # the band of seeds is from the lowest
     ([SEED_0, SEED_1], RATE, 1, HIGH, [0.4, 0.8]),  # to the highest
     ([SEED_1, SEED_2, SEED_0], REWARD, 1, STEPS, [1]),  # it ends with the shortest run
-    ([SEED_1, SEED_2, SEED_0], REWARD, 1, MEAN, [4]),
     ([SEED_1, SEED_2, SEED_0], REWARD, 1, LOW, [1]),
     ([SEED_1, SEED_2, SEED_0], REWARD, 1, HIGH, [8]),
-    ([JUMPS], REWARD, 1, MEAN, [1, 2, 6, 7]),
     ([JUMPS], REWARD, 3, MEAN, [1, 1.5, 3, 5]),  # a mean of the last steps
     ([BROKEN], REWARD, 2, STEPS, [2, 4]),  # what is not finite is left out
     ([BROKEN], REWARD, 2, MEAN, [2, 3]),
-    ([JUMPS], RATE, 5, MEAN, []),  # never measured
     ([JUMPS], "train/no_such_metric", 5, MEAN, []),
 ]
 
@@ -128,16 +117,6 @@ def test_curves_by_hand(tmp_path, runs, metric, window, row, expected):
     assert same(curve_of(tables, metric, window=window)[row], expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "half"), [("a.csv", "5,0.1"), ("metrics.jsonl", '{"step": 5, "t')]
-)
-def test_a_row_that_is_being_written_waits(tmp_path, name, half):
-    run = write_run(tmp_path / name, [1, 2], {0: 0.2})
-    whole = read_table(run).rows
-    run.write_text(run.read_text() + half)
-    assert read_table(run).rows.equals(whole)
-
-
 # Mistakes
 
 
@@ -145,16 +124,11 @@ def test_a_row_that_is_being_written_waits(tmp_path, name, half):
     ("kind", "text", "message"),
     [
         ("csv", "", "No columns to parse"),
-        ("csv", "step,time/eval_s\n0,1\n", "no rows of a run's metrics"),
         ("csv", "step,time/step_s,time/eval_s\n", "no rows of a run's metrics"),
         ("csv", "step,time/step_s,time/eval_s\n0,,1\n1,two,\n", "'two'"),
         ("csv", "step,time/step_s,time/eval_s\n0,,1\n1,2,3,4\n", "Expected 3 fields in line 3"),
-        ("jsonl", "", "no rows of a run's metrics"),
-        ("jsonl", '{"step": 0, "time/eval_s": 1}\n', "no rows of a run's metrics"),
         ("jsonl", '{"step": null, "time/eval_s": 1, "time/step_s": 1}\n', "no rows of a run's"),
         ("jsonl", '{"step": 0, "time/eval_s": 1}\n{"step": 1\n', "line 2 is not JSON"),
-        ("jsonl", '{"step": 0, "time/eval_s": "two"}\n', "'two'"),
-        ("jsonl", '{"step": 0, "time/eval_s": {}}\n', "not 'dict'"),
         ("jsonl", f'{{"step": 0, "time/eval_s": 1{"0" * 400}}}\n', "int too large"),
     ],
 )
@@ -168,15 +142,6 @@ def test_a_file_without_curves_is_one_line_that_names_it(tmp_path, kind, text, m
     assert line.count(str(file)) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"), [(["none.csv"], "none.csv"), (["--smooth=0", "a"], "at least 1")]
-)
-def test_a_mistake_on_the_command_line_is_one_line(arguments, message, call):
-    status, _, line = call(plot, *arguments)
-    assert status == 2 and line.count("\n") == 1
-    assert line.startswith("error: ") and message in line
-
-
 # The files
 
 
@@ -186,13 +151,10 @@ def test_every_metric_of_every_group_is_drawn_once_over_steps_or_over_minutes(ru
     figure = make_figure(groups, window=1)
     drawn = [axes.get_lines() for axes in figure.axes]
     assert [len(lines) for lines in drawn] == [2] * 6
-    over_steps = drawn[2]  # of the reward
     over_minutes = make_figure(groups, window=1, over="minutes").axes[2].get_lines()
-    assert same(over_steps[0].get_ydata(), [-1.5, 0.5])
-    assert same(over_steps[1].get_xdata(), [1, 2, 3, 4])
+    assert same(drawn[2][0].get_ydata(), [-1.5, 0.5])  # of the reward
     assert same(over_minutes[1].get_xdata(), [1.5, 3, 4, 5.5])
     assert figure.axes[2].get_ylim()[0] < -1.5  # a reward below 0 is seen
-    assert len(make_figure(groups, window=1, panels=PANELS[:3]).axes) == 3
 
 
 def test_the_two_files_lie_with_the_first_run_or_where_told_and_are_equal_for_equal_metrics(
@@ -200,10 +162,8 @@ def test_the_two_files_lie_with_the_first_run_or_where_told_and_are_equal_for_eq
 ):
     """A dot in the name is no suffix, folders are made, and a tilde is the home folder."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    folder = write_run(tmp_path / "a/metrics.jsonl", [1], {0: 0.2}).parent
     contents = []
     for arguments, out in (
-        ([folder, run], folder / "curves"),
         ([run], tmp_path / "curves"),
         (["~/solo.csv", "--out", "~/made/v1.5"], tmp_path / "made/v1.5"),
     ):
@@ -211,5 +171,5 @@ def test_the_two_files_lie_with_the_first_run_or_where_told_and_are_equal_for_eq
         printed = f"written: {files[0]}, {files[1]}\n"
         assert call(plot, *arguments, "--panels", "train/reward") == (0, printed, "")
         contents.append([file.read_bytes() for file in files])
-    assert contents[1] == contents[2] != contents[0]
+    assert contents[0] == contents[1]
     assert contents[1][0].startswith(b"\x89PNG") and contents[1][1].startswith(b"<?xml")

@@ -9,10 +9,8 @@ import re
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import ThreadingHTTPServer
@@ -23,9 +21,8 @@ from harness import ENVIRONMENT, ROOT, make_config
 from safetensors.torch import load_file, save_file
 from test_report import HOSTILE, completion, data_of, write_run
 
-import countdown
 from engine.run.config_file import dump
-from tools import chat, serve
+from tools import chat, report, serve
 
 QUESTION = "numbers: 3 7 25, target: 46"
 SHORT = "training.max_new_gen_tokens=64"
@@ -75,30 +72,24 @@ def ask(server: ThreadingHTTPServer, **request: object) -> list[dict]:
     ("headers", "status"),
     [
         ({}, 200),
-        ({"Host": "localhost:9000"}, 200),  # through a tunnel
-        ({"Host": "localhost"}, 200),
         ({"Host": "evil.example"}, 403),  # DNS rebinding: a name that now means this machine
         ({"Host": "localhost.evil.example"}, 403),
-        ({"Host": "192.168.0.1:80"}, 403),
         ({"Host": ""}, 403),
-        ({"Host": "localhost:9000", "Origin": "http://localhost:9000"}, 200),
+        ({"Host": "localhost:9000", "Origin": "http://localhost:9000"}, 200),  # through a tunnel
         ({"Host": "localhost:9000", "Origin": "http://localhost:3000"}, 403),
-        ({"Origin": "http://evil.example"}, 403),
         ({"Origin": "null"}, 403),
     ],
 )
 def test_only_a_page_of_this_server_is_answered(server, monkeypatch, headers, status):
+    """There is nothing else to get, and no form of another page can ask."""
     monkeypatch.setattr(serve, "answer", lambda options, request, send: send({}))
-    for path, body in (("/", None), ("/data?", None), ("/ask", {"model": "tiny"})):
-        found, text = fetch(server, path, body, **headers)
+    body = {"model": "tiny"}
+    for path, sent in (("/", None), ("/data?", None), ("/ask", body)):
+        found, text = fetch(server, path, sent, **headers)
         assert found == status and (status == 200 or "x: a run" not in text), path
-
-
-def test_there_is_nothing_else_to_get_and_no_form_of_another_page_can_ask(server):
-    text, body = {"Content-Type": "text/plain"}, {"model": "tiny"}
-    assert fetch(server, "/ask", body, **text)[0] == fetch(server, "/data", body)[0] == 404
-    for path in ("/config.yaml", "/../x/config.yaml", "/ask"):
-        assert fetch(server, path)[0] == 404
+    form = {"Content-Type": "text/plain"}
+    for path, sent, more in (("/ask", body, form), ("/data", body, {}), ("/config.yaml", None, {})):
+        assert fetch(server, path, sent, **more)[0] == 404
 
 
 def test_the_data_are_sent_when_the_run_has_written_more(server, run, capfd):
@@ -128,25 +119,8 @@ def test_the_data_are_sent_when_the_run_has_written_more(server, run, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("length", ["abc", "-1", "1" * 30])
-def test_a_request_that_lies_or_leaves_costs_no_traceback(server, length, capfd):
-    """Bug: a tab that was closed too early, or a bad Content-Length, was 15 lines each."""
-    head = "POST /ask HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as asking:
-        asking.sendall(f"{head}Content-Length: {length}\r\n\r\n{{".encode())
-        asking.shutdown(socket.SHUT_WR)
-        assert asking.makefile("rb").read().splitlines()[-1].startswith(b'{"error": ')
-    for path in ("/", "/data?"):
-        with socket.create_connection(("127.0.0.1", server.server_port)) as leaving:
-            leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            leaving.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-    fetch(server, "/")
-    time.sleep(0.5)
-    assert capfd.readouterr() == ("", "")
-
-
-def test_the_command_says_where_it_serves_and_ends_with_ctrl_c(python, run):
-    """A port that is taken, or a folder without a run, is one line."""
+def test_the_command_says_where_it_serves_and_ends_with_ctrl_c(python, run, call):
+    """A port that is taken is one line."""
     command = [python, "-m", "tools.report", str(run), "--serve", "--port"]
     before, pipe = sorted(run.rglob("*")), subprocess.PIPE
     started = {"cwd": ROOT, "env": ENVIRONMENT, "text": True}
@@ -155,20 +129,14 @@ def test_the_command_says_where_it_serves_and_ends_with_ctrl_c(python, run):
         port = address.removeprefix("http://127.0.0.1:")
         with socket.create_connection(("127.0.0.1", int(port))):
             pass
-        second = subprocess.run([*command, port], capture_output=True, **started)
-        line = f"error: port {port}: Address already in use; give another --port\n"
-        assert (second.returncode, second.stdout, second.stderr) == (2, "", line)
-        absurd = subprocess.run([*command, "70000"], capture_output=True, **started)
-        line = "error: port 70000: bind(): port must be 0-65535.; give another --port\n"
-        assert (absurd.returncode, absurd.stderr) == (2, line)
+        for taken in (port, "70000"):
+            status, _, line = call(report, run, "--serve", "--port", taken)
+            assert status == 2 and line.startswith(f"error: port {taken}: ")
+            assert line.endswith("; give another --port\n")
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 0
         assert process.stderr.read() == ""
     assert sorted(run.rglob("*")) == before  # it writes nothing
-    command[3] = str(run / "best")
-    missing = subprocess.run([*command, "0"], capture_output=True, **started)
-    assert missing.returncode == 2 and "best/metrics.jsonl" in missing.stderr
-    assert missing.stderr.count("\n") == 1
 
 
 # Answers
@@ -211,14 +179,11 @@ def test_two_models_draw_by_the_same_numbers_and_a_new_best_is_loaded(server, ru
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        ({"question": ""}, f'write the question like this: "{QUESTION}"'),
-        ({"question": "what?"}, "write the question like this"),
+        ({"question": "what?"}, f'write the question like this: "{QUESTION}"'),
         ({"question": f"numbers: {'7 ' * 3000}, target: 1"}, "context of"),
         ({"model": "/etc"}, "ask a model of this run"),
-        ({"temperature": -1}, "ask a model of this run, at temperature 0"),
         ({"temperature": float("nan")}, "ask a model of this run, at temperature 0"),
         ({"number": -1}, "non-negative"),
-        ({"number": "x"}, "not all arguments converted"),
     ],
 )
 def test_what_cannot_be_answered_is_one_line(server, request_, message):
@@ -226,46 +191,13 @@ def test_what_cannot_be_answered_is_one_line(server, request_, message):
     assert message in line["error"] and "\n" not in line["error"]
 
 
-def test_a_task_of_ones_own_runs_only_if_its_config_is_named(server, run, monkeypatch):
-    """As in tools/chat.py: the run may be a stranger's."""
-    monkeypatch.chdir(run)
-    source = (ROOT / "countdown.py").read_text()
-    (run / "mine.py").write_text(source.replace("write the question", "type it"))
-    config = run / "config.yaml"
-    config.write_text(config.read_text().replace("name: countdown", "name: mine"))
-    (refused,) = ask(server, question="", model=json.loads(fetch(server, "/data?")[1])["models"][0])
-    assert "cannot have code run" in refused["error"]
-    server.options.config = config
-    assert ask(server, question="")[0]["error"].startswith("type it like this")
-
-
-def test_one_answer_is_sampled_at_a_time(server, monkeypatch):
-    inside, seen = [], []
-
-    def answer(options, request, send) -> None:
-        inside.append(request["number"])
-        seen.append(len(inside))
-        time.sleep(0.05)
-        inside.pop()
-        send(request)
-
-    monkeypatch.setattr(serve, "answer", answer)
-    threads = [threading.Thread(target=ask, args=(server,), kwargs={"number": n}) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert seen == [1] * 4
-
-
 # In a browser
 
 
 @pytest.fixture
-def page(request, visit, server) -> Iterator[object]:
-    """The live page on a phone, or in the width that a test asks for."""
-    address = f"http://127.0.0.1:{server.server_port}/"
-    with visit(address, width=getattr(request, "param", 390)) as page:
+def page(visit, server) -> Iterator[object]:
+    """The live page on a phone."""
+    with visit(f"http://127.0.0.1:{server.server_port}/", width=390) as page:
         yield page
 
 
@@ -274,7 +206,6 @@ def wait_for_both(page: object) -> None:
         page.locator(f"#{id_} + div > p").nth(1).wait_for()
 
 
-@pytest.mark.parametrize("page", [1280, 390], indirect=True)
 def test_a_question_that_is_typed_is_answered_twice_coloured_and_judged(page):
     page.locator(f"[placeholder*='{QUESTION}']").wait_for()
     labels = [page.locator(f"#{id_} option").all_inner_texts() for id_ in ("left", "right")]
@@ -305,20 +236,8 @@ def test_a_question_that_is_typed_is_answered_twice_coloured_and_judged(page):
     page.locator("#asked-state", has_text="write the question like this").wait_for()
 
 
-def test_of_a_task_that_reads_no_question_a_held_out_one_is_asked(page, monkeypatch):
-    monkeypatch.delattr(countdown, "parse_question")
-    page.reload()
-    page.locator("#question").wait_for(state="hidden")
-    page.locator("#held-out").click()
-    wait_for_both(page)
-
-
-@pytest.mark.parametrize("page", [1280, 390], indirect=True)
 def test_hostile_text_of_a_model_stays_text(page, monkeypatch):
-    """Also in the place of the hint, which the page once read as one JSON document, not as lines.
-
-    It asks for the hint when it is loaded: where `answer` was replaced meanwhile, that threw.
-    """
+    """Also in the place of the hint, which the page once read as one JSON document."""
 
     def answer(options, request, send) -> None:
         row = completion(HOSTILE, 1.0 if request["model"] == "tiny" else 0.0)
@@ -364,31 +283,3 @@ def test_newer_data_leave_what_is_read_in_its_place(page, run, server):
     page.locator("#newest", has_text="show step 40").click()
     assert "at 40:" in page.locator("#samples").inner_text()
     assert not page.locator("#newest").is_visible()
-
-
-def test_a_run_that_has_just_begun_has_a_page_which_fills_itself(server, run, browser):
-    """Two tabs of it; when the server ends, they keep what they have."""
-    names = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "best")
-    for name in names:
-        (run / name).rename(run.parent / name)
-    tabs = [browser.new_page() for _ in range(2)]
-    for tab in tabs:
-        tab.goto(f"http://localhost:{server.server_port}/")
-        assert "first evaluation is under way" in tab.locator("#summary").inner_text()
-        assert not tab.locator("#rollouts").is_visible()
-    for name in names[::-1]:
-        (run.parent / name).rename(run / name)
-    for tab in tabs:
-        tab.locator("#summary", has_text="20 of").or_(tab.get_by_text("20 steps")).wait_for()
-        assert tab.locator("#groups article").count() > 0
-        assert tab.locator("#samples article").count() == 4
-        assert tab.locator("#right").input_value() == str(run / "best")
-        tab.locator("#held-out").click()
-    for tab in tabs:  # they wait for each other
-        wait_for_both(tab)
-    server.shutdown()
-    server.server_close()
-    for tab in tabs:
-        tab.get_by_text("the server has ended").wait_for()
-        assert tab.locator("#groups article").count() > 0
-        tab.close()
