@@ -3,6 +3,7 @@
 Mistakes in a file of questions or in a task are in tests/run/test_mistakes.py.
 """
 
+import ast
 import copy
 import csv
 import json
@@ -12,7 +13,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from harness import load_rows, make_config, seed
+from harness import ROOT, load_rows, make_config, seed
 from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AddedToken, PreTrainedTokenizerFast
@@ -381,6 +382,30 @@ def test_encoded_prompts_are_the_tokens_of_the_rendered_text(tokenizer, template
     assert "What is ?3?" in tokenizer.decode(ids)
     # Bug: the tokenizer raises IndexError for an empty list, where a rank had no question.
     assert encode_prompts([], tokenizer=tokenizer, **of_task("countdown")) == []
+
+
+# Where a tokenizer gets a text of the program's own, or numbers
+OWN_TEXTS = {"check_vocabulary", "end_of_turn", "reply"}
+TOKENIZES = re.compile(r"(\w+\.)*tokenizer(\.(encode\w*|tokenize|__call__|batch_encode\w*))?")
+
+
+def test_every_text_that_a_tokenizer_gets_has_whole_characters():
+    """By the sources: what calls one also calls the function that replaces half characters."""
+    files = [*map(ROOT.joinpath, ("main.py", "countdown.py", "logger.py"))]
+    seen = set()
+    for file in [*files, *ROOT.glob("engine/**/*.py"), *ROOT.glob("t[ao][so][kl]s/*.py")]:
+        nodes = [*ast.walk(ast.parse(file.read_text()))]
+        for function in (node for node in nodes if isinstance(node, ast.FunctionDef)):
+            calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+            names = {ast.unparse(call.func).rpartition(".")[2] for call in calls}
+            for call in calls:
+                is_own = isinstance(call.args[0] if call.args else None, ast.Constant)
+                is_own = is_own or [ast.unparse(a) for a in call.args[:1]] == ["TOKENIZER_PROBE"]
+                if TOKENIZES.fullmatch(ast.unparse(call.func)) and not is_own:
+                    seen.add(function.name)
+                    is_clean = names & {"whole_characters", "render_prompts"}
+                    assert is_clean or function.name in OWN_TEXTS, f"{file}: {function.name}"
+    assert {"encode_prompts", "encode", "model_card"} | OWN_TEXTS <= seen
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,9 @@ HUB = ("model.name=Qwen/Qwen2.5-0.5B", "task.name=gsm8k", "task.train=openai/gsm
 QUESTION = {"nums": [3, 4], "target": 12}
 
 
-def card_of(*overrides: str, step: int = 5, tokenizer: object = None) -> str:
+def card_of(
+    *overrides: str, step: int = 5, tokenizer: object = None, question: dict = QUESTION
+) -> str:
     empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))
     run = SimpleNamespace(
         config=make_config(*overrides),
@@ -33,7 +35,7 @@ def card_of(*overrides: str, step: int = 5, tokenizer: object = None) -> str:
         state=State(step=step, untrained=[0.2, 0.1, 0.3]),
         policy=SimpleNamespace(tokenizer=tokenizer or empty),
         task=load_task("countdown"),
-        validation_questions=[QUESTION] * 500,
+        validation_questions=[question] * 500,
     )
     return model_card(run, MEASURED)
 
@@ -110,6 +112,20 @@ def test_the_code_in_the_card_asks_the_model_as_training_did(
     drawn = names["output"][0, len(prompt_ids[0]) :]  # an end token alone, at times
     text = tokenizer.decode(drawn, skip_special_tokens=True)
     assert capsys.readouterr().out == f"{text}\n"
+
+
+@pytest.mark.parametrize(
+    ("best_by", "metric"), [("pass@1", "pass@1"), ("reward", "reward"), ("best_of_n", "best_of_8")]
+)
+def test_the_card_names_the_metric_that_has_chosen_the_model(best_by, metric):
+    card = card_of(f"validation.best_by={best_by}")
+    assert f"best of its run so far, by\n{metric} on these same questions" in card
+
+
+def test_half_a_character_in_the_first_question_is_none_in_the_card(tokenizer):
+    """Bug: JSON can hold one; the tokenizer's error ended the run when best/ was saved."""
+    card = card_of(tokenizer=tokenizer, question={"nums": "3 \ud83d", "target": 12})
+    assert "numbers 3 ?" in card.encode().decode()
 
 
 def test_the_code_in_the_card_samples_as_the_scores_were_measured():
