@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from engine.core.config import Config, beside_defaults
-from engine.core.files import read_lines, without_nan
+from engine.core.files import read_lines, read_text, without_nan
 from engine.core.text import plain, shorten
 from engine.questions.tasks import built_in_tasks, load_task, schema
 from engine.run.config_file import read_file, task_name
@@ -22,14 +22,16 @@ PART_BYTES = {"evaluations": 1_000_000, "rollouts": 3_500_000}  # the whole page
 WINDOW = 5  # steps in the mean of a training curve, as in tools/plot.py
 MAX_POINTS = 2_000  # of a curve, the first and the last among them
 MAX_QUESTIONS = 12  # of an evaluation
+SAMPLE = ("step", "prompt", "completion", "reward", "reward_parts")  # what the page reads
+ROLLOUT = ("step", "prompt", "gold", "size", "completions")
 MAX_CHARACTERS = 4_000  # of a sample's prompt, completion or gold answer
 
 
 def read_run(folder: Path) -> dict[str, Any]:
     """All that the page shows of a run; raises OSError or ValueError with the file's name."""
     table, config = read_table(folder), folder / "config.yaml"
-    rollouts = by_step(read_lines(folder / "rollouts.jsonl"))
-    rows = read_lines(folder / "samples.jsonl")
+    rollouts = by_step(read_lines(folder / "rollouts.jsonl", ROLLOUT))
+    rows = read_lines(folder / "samples.jsonl", SAMPLE)
     samples = by_step([row for row in rows if row.get("split", "validation") == "validation"])
     panels = panels_of(folder)
     metric = panels[0][0]  # what has chosen best/, if that is not best_of_n
@@ -37,10 +39,10 @@ def read_run(folder: Path) -> dict[str, Any]:
     return {
         "name": table.name,
         "step": int(table.rows["step"].iloc[-1]),
-        "versions": config.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# "),
+        "versions": read_text(config).partition("\n")[0].removeprefix("# "),
         "curves": without_nan(curves(table, panels)),
         "settings": list(settings(config)),
-        "remarks": [row["line"] for row in read_lines(folder / "remarks.jsonl")],
+        "remarks": [row["line"] for row in read_lines(folder / "remarks.jsonl", ("step", "line"))],
         "metric": metric.removeprefix("eval/"),
         "evaluations": thin(without_nan(evaluated), PART_BYTES["evaluations"]),
         "rollouts": thin(rollouts, PART_BYTES["rollouts"]),
@@ -90,6 +92,7 @@ def settings(file: Path) -> Iterator[dict]:
     # A task of the user's own is not imported, so the defaults of its own keys are None.
     full_schema = schema(load_task(name)) if name in built_in_tasks() else Config
     for key, value, default in beside_defaults(values, full_schema):
+        default = value if key == "task.template_date" else default  # the run's first day
         yield {"key": key, "value": shorten(value, MAX_CHARACTERS), "default": default}
 
 

@@ -50,7 +50,10 @@ STYLE = Path(__file__).with_name("plot.mplstyle")
 def panels_of(run: Path) -> Sequence:
     """The panels of a run; first comes the reward of its evaluations if that chooses its best/."""
     best = run / "best" / "best.json"
-    chosen_by = json.loads(best.read_text()).get("best_by") if best.is_file() else None
+    try:
+        chosen_by = json.loads(best.read_text()).get("best_by") if best.is_file() else None
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{best}: is no object in JSON: {error}") from error
     return (REWARD, *PANELS) if chosen_by == "reward" else PANELS
 
 

@@ -6,6 +6,8 @@ the Origin, where a browser sends one, must agree with it.
 """
 
 import argparse
+import errno
+import itertools
 import json
 import os
 import re
@@ -18,28 +20,33 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.files import json_line
+from engine.questions.messages import question_text
 from engine.questions.tasks import load_task, read_answer
-from engine.run.config_file import read_file
+from engine.run.config_file import read_file, section_of
 from tools import page
 
 HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")
 ANSWERING = threading.Lock()  # one answer at a time
+UNDER_WAY = {"problem": "The first evaluation is under way; the page fills itself."}
 LOADED: dict[tuple, Any] = {}  # the policies of the two models that were asked last
 
 
 def serve(options: argparse.Namespace) -> None:
     """Serve the run in options.folder until Ctrl-C; raises ValueError or OSError of one line."""
-    models(options.folder)
     os.nice(10)  # the run that trains comes first
     os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
-    except (OSError, OverflowError) as error:  # it is taken, or above 65535
-        problem = getattr(error, "strerror", error)
-        raise ValueError(f"port {options.port}: {problem}; give another --port") from error
+    for port in itertools.count(options.port):  # the next free one
+        try:
+            server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+            break
+        except (OSError, OverflowError) as error:  # it is taken, not ours to take, or above 65535
+            if getattr(error, "errno", None) != errno.EADDRINUSE:
+                problem = getattr(error, "strerror", error)
+                raise ValueError(f"port {port}: {problem}; give another --port") from error
     server.options = options
     address = f"http://127.0.0.1:{server.server_port}"
-    print(f"{address}  for this machine alone, reads only, Ctrl-C ends it", flush=True)
+    taken = f" (port {options.port} is taken)" * (port != options.port)
+    print(f"{address}{taken}  for this machine alone, reads only, Ctrl-C ends it", flush=True)
     with server, suppress(KeyboardInterrupt):
         server.serve_forever()
 
@@ -70,14 +77,16 @@ class Handler(BaseHTTPRequestHandler):
             return self.begin(204, "application/json")
         if self.path != "/" and not self.path.startswith("/data?"):
             return self.send_error(404)
-        data = {"name": folder.resolve().name, "models": [], "version": version}
+        data, metrics = {"models": [], "version": version}, folder / "metrics.jsonl"
         try:
             data["models"] = models(folder)
-            data |= page.read_run(folder)
-        except (ValueError, OSError) as error:  # it has just begun, or was moved away meanwhile
-            if self.path != "/":
-                return self.begin(204, "application/json")  # the page keeps what it has
+            has_begun = metrics.is_file() and metrics.stat().st_size > 0
+            data |= page.read_run(folder) if has_begun else UNDER_WAY
+        except (ValueError, OSError) as error:  # it was moved away meanwhile, or a file is damaged
             data["problem"] = str(error)
+        if "problem" in data and self.path != "/":
+            return self.begin(204, "application/json")  # the page keeps what it has
+        data["name"] = folder.resolve().name
         text = page.to_json(data)
         if self.path == "/":
             text = page.TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", text)
@@ -85,7 +94,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def do_POST(self) -> None:
-        """Lines of JSON: the prompt, each token, what the reward read and paid; or an error."""
+        """Lines of JSON: question, prompt, tokens, what the reward read and paid; or an error."""
         if self.path != "/ask" or self.headers.get_content_type() != "application/json":
             return self.send_error(404)
         self.begin(200, "application/x-ndjson")
@@ -112,7 +121,10 @@ class Handler(BaseHTTPRequestHandler):
 
 def models(folder: Path) -> list[str]:
     """What can be asked: the model before training, best/ and the checkpoints."""
-    before = read_file(folder / "config.yaml")["model"]["name"]
+    file = folder / "config.yaml"
+    before = section_of(read_file(file), "model").get("name")
+    if not isinstance(before, str):
+        raise ValueError(f"{file}: it names no model: not a run's")
     own = [*folder.glob("best"), *sorted(folder.glob("checkpoints/step-??????"))]
     return [before, *map(str, own)]
 
@@ -140,7 +152,9 @@ def answer(options: argparse.Namespace, request: dict, send: Callable[[dict], No
     else:
         held_out = chat.watched(task, config)
         example = held_out[number % len(held_out)]
+    asked = question_text(example, task=task, options=config.task)  # refuses an own row's form
     key = name, Path(name).stat().st_mtime if Path(name).is_dir() else 0  # best/ is replaced
+    send({"question": asked, "is_loading": key not in LOADED})
     if key not in LOADED:
         world = World(rank=0, size=1, device=torch.device(options.device))
         for old in [*LOADED][:-1]:

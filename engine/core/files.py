@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,6 +15,11 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: is not UTF-8 text ({error}); save it as UTF-8") from error
 
 
+def size_of(folder: Path) -> int:
+    """The bytes of all files in a folder."""
+    return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
+
+
 def load_env() -> None:
     """Set what ./.env names and the environment leaves unset."""
     import dotenv
@@ -24,7 +30,7 @@ def load_env() -> None:
         raise ValueError(f".env: cannot be read: {error}; write it as utf-8 text") from error
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path, names: Sequence[str] = ("step",)) -> list[dict[str, Any]]:
     """The whole lines of a .jsonl file, [] if it is absent; ValueError names a line that is bad."""
     rows = []
     for number, line in enumerate(read_text(path).split("\n")[:-1] if path.exists() else [], 1):
@@ -32,8 +38,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             rows.append(json.loads(line))
         except (ValueError, RecursionError) as error:  # also of 5,000 digits, or brackets
             raise ValueError(f"{path}: line {number} is not JSON: {error}") from None
-        if not isinstance(rows[-1], dict) or "step" not in rows[-1]:
-            raise ValueError(f"{path}: line {number} is no object with a step: not a run's")
+        if not isinstance(rows[-1], dict) or not {*names} <= rows[-1].keys():
+            what = f"is no object with a {', '.join(names)}: not a run's"
+            raise ValueError(f"{path}: line {number} {what}")
     return rows
 
 

@@ -5,6 +5,7 @@ import re
 from types import ModuleType
 
 from engine.core.config import TaskSettings
+from engine.core.text import plain
 from engine.questions.user_file import naming_mistakes
 
 
@@ -26,6 +27,14 @@ def pose(example: dict, *, task: ModuleType, options: TaskSettings) -> list[dict
         others = [m for m in messages if m["role"] != "system"]
         messages = [{"role": "system", "content": system}, *others]
     return messages
+
+
+def question_text(example: dict, *, task: ModuleType, options: TaskSettings) -> str:
+    """What a person reads of a question; with task.reward it is what the model is asked."""
+    if not hasattr(task, "reward_groups"):
+        return plain({key: value for key, value in example.items() if key != "answer"})
+    posed = pose(example, task=task, options=options)
+    return posed if isinstance(posed, str) else posed[-1]["content"]
 
 
 def fill(text: str, example: dict) -> str:

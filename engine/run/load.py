@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.core.config import Config, ConfigError, check_world, differences, dotted_values
 from engine.core.distributed import World, order_ddp_buckets
+from engine.core.files import size_of
 from engine.core.types import Log
 from engine.model.load import find_base, one_line_errors
 from engine.run.config_file import dump, read_file, section_of
@@ -66,10 +67,9 @@ def check_disk(folder: Path, config: Config, *, num_weights: int) -> None:
     if config.checkpoint.keep is not None:
         num_checkpoints = config.checkpoint.keep + 1  # one more while it is written
     needed = num_checkpoints * checkpoint + twice_best
-    # What is saved already counts as room: a resumed run overwrites it.
-    saved = sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    room = shutil.disk_usage(there).free + saved
+    # What is saved already counts as room: a resumed run overwrites it.
+    room = shutil.disk_usage(there).free + size_of(folder)
     if needed > room:
         keep = math.floor((room - twice_best) / checkpoint) - 1
         fix = f"checkpoint.keep={keep} would fit" if keep > 0 else "give run.dir a larger disk"

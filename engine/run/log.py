@@ -10,7 +10,7 @@ from engine.core.files import json_line, without_nan, write_atomically
 from engine.core.statistics import Clock, reduce_means
 from engine.core.text import plain, shorten
 from engine.core.types import Groups
-from engine.questions.messages import pose
+from engine.questions.messages import question_text
 from engine.questions.tasks import read_answer
 from engine.report.completions import completion_record
 from engine.report.evaluation import evaluation_metrics, single_answer_metrics
@@ -24,6 +24,7 @@ from engine.update.outcome import Update
 MAX_ROLLOUTS_BYTES = 16_000_000  # of rollouts.jsonl
 MAX_GROUPS, MAX_COMPLETIONS = 3, 16  # there, of a step and of a group
 MAX_CHARACTERS = 4_000  # there, of a prompt and of a gold answer
+MAX_HEADING = 300  # and of a question
 
 
 def step_metrics(run: Run, groups: Groups, update: Update, clock: Clock) -> dict[str, float]:
@@ -100,6 +101,7 @@ def describe_step(run: Run, questions: list[dict], groups: Groups, update: Updat
         del ordered[MAX_COMPLETIONS // 2 : -MAX_COMPLETIONS // 2]  # of a large group the middle
         record = {
             "step": step,
+            "question": shorten(text_of(run, question), MAX_HEADING),
             "prompt": shorten(tokenizer.decode(group[0].prompt_ids), MAX_CHARACTERS),
             "gold": shorten(plain(question.get("answer", question)), MAX_CHARACTERS),
             "size": len(group),
@@ -132,7 +134,7 @@ def samples_of(run: Run, groups: Groups, questions: list[dict], *, split: str) -
         {
             "split": split,
             "prompt": run.policy.tokenizer.decode(trajectory.prompt_ids),
-            "question": question_text(run, question),
+            "question": text_of(run, question),
             "completion": trajectory.text,
             "gold": question.get("answer", gold_of(run, question)),
             "answer": read_answer(run.task, trajectory.text, question, run.config.task),
@@ -147,15 +149,11 @@ def samples_of(run: Run, groups: Groups, questions: list[dict], *, split: str) -
 
 def gold_of(run: Run, question: dict) -> dict | str:
     """Where no key is called answer: the question itself, as Countdown's numbers and target."""
-    return question_text(run, question) if hasattr(run.task, "reward_groups") else question
+    return text_of(run, question) if hasattr(run.task, "reward_groups") else question
 
 
-def question_text(run: Run, question: dict) -> str:
-    """What a person reads of a question; with task.reward it is what the model is asked."""
-    if not hasattr(run.task, "reward_groups"):
-        return plain({key: value for key, value in question.items() if key != "answer"})
-    posed = pose(question, task=run.task, options=run.config.task)
-    return posed if isinstance(posed, str) else posed[-1]["content"]
+def text_of(run: Run, question: dict) -> str:
+    return question_text(question, task=run.task, options=run.config.task)
 
 
 def report_evaluation(run: Run, groups: Groups, greedy: Groups, clock: Clock) -> int:

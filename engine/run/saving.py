@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from engine.core.config import Config, dotted_values
-from engine.core.files import open_to_append, sync, write_atomically
+from engine.core.files import open_to_append, size_of, sync, write_atomically
 from engine.report.metrics import versions
 from engine.run import resuming
 from engine.run.card import model_card
@@ -216,6 +216,7 @@ def finish(run: Run) -> int:
     step = run.state.step
     if run.is_over and run.state.evaluated_at == step:
         run.logger.info(summary(run))
+        run.logger.info(f"on the disk:    {size_of(run.folder) / 1e6:,.1f} MB in {run.folder}")
         remark_at_end(run)
         run.logger.close()
         return 1 if run.unsaved or not run.state.has_trained else 0

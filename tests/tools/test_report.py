@@ -56,6 +56,7 @@ def write_run(folder: Path, *, steps: range = range(0, 41, 20), text: str = HOST
             if (step, number) == (20, 1):  # there the advantages differ most
                 group.pop()
             line = {"step": step, "prompt": f"make {number}", "gold": "46", "size": len(group)}
+            line |= {"question": f"nums: {number}"} if step == 20 else {}  # older runs lack it
             lines.append(line | {"completions": group})
     samples.append(samples[-1] | {"split": "train", "prompt": "of training"})
     for name, rows in (("metrics", metrics), ("samples", samples), ("rollouts", lines)):
@@ -178,22 +179,36 @@ def test_the_command_writes_the_page_beside_the_run_or_where_told(run, tmp_path,
     assert (tmp_path / "precious").read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("metrics.jsonl", b'{"step": 1}\n', "metrics.jsonl: no rows of a run's"),
-        ("config.yaml", None, "config.yaml"),
-        ("config.yaml", b"[", "cannot be read as YAML"),
-        ("rollouts.jsonl", b'{"step": 1}\n{\n', "rollouts.jsonl: line 2 is not JSON"),
-    ],
-)
+DAMAGED = [
+    ("metrics.jsonl", None, "metrics.jsonl"),
+    ("metrics.jsonl", b'{"step": 1}\n', "metrics.jsonl: no rows of a run's"),
+    ("config.yaml", None, "config.yaml"),
+    ("config.yaml", b"[", "cannot be read as YAML"),
+    ("config.yaml", b"\xff: 1", "config.yaml"),
+    ("rollouts.jsonl", b'{"st\n', "rollouts.jsonl: line 1 is not JSON"),
+    ("rollouts.jsonl", b'{"step": 1}\n', "rollouts.jsonl: line 1 is no object with a step, p"),
+    ("samples.jsonl", b"\xff\n", "samples.jsonl: is not UTF-8"),
+    ("samples.jsonl", b'{"step": 1}\n', "samples.jsonl: line 1 is no object with a step, pro"),
+    ("remarks.jsonl", b'{"step": 1}\n', "remarks.jsonl: line 1 is no object with a step, lin"),
+    ("best/best.json", b'{"best": 0.', "best.json: is no object in JSON: Exp"),
+    ("best/best.json", b"[]", "best.json: is no object in JSON: 'list'"),
+]
+damaged = pytest.mark.parametrize(("name", "content", "message"), DAMAGED)
+
+
+@damaged
 def test_a_run_that_is_unreadable_is_one_line(name, content, message, run, call):
-    (run / name).unlink()
-    if content is not None:
-        (run / name).write_bytes(content)
+    damage(run / name, content)
     status, _, line = call(report, run)
     assert status == 2 and line.startswith("error: ") and message in line
     assert line.count("\n") == 1 and not (run / "report.html").exists()
+
+
+def damage(file: Path, content: bytes | None) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    if content is not None:
+        file.write_bytes(content)
 
 
 @pytest.mark.parametrize("tool", [[report], [report, "--serve"], [plot]])
@@ -243,6 +258,9 @@ def test_arrow_keys_move_the_evaluations_and_walk_through_the_tokens(page):
 def test_filters_colours_and_a_click_show_what_they_say(page):
     cards, count = page.locator("#groups article"), page.locator("#count")
     assert page.locator("#step").input_value() == "20" and cards.count() == 5
+    headings = page.locator("#groups h3")
+    assert headings.first.inner_text() == "nums: 1: 2 completions, 1 solved"
+    assert [heading.get_attribute("open") for heading in page.locator(".group").all()] == ["", None]
     page.locator("#step").select_option("40")
     verdicts = ["✓ solved", "✗ failed, cut off", "✗ failed"] * 2
     assert cards.locator("strong").all_text_contents() == verdicts

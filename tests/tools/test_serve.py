@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from harness import ENVIRONMENT, ROOT, make_config
 from safetensors.torch import load_file, save_file
-from test_report import HOSTILE, completion, data_of, write_run
+from test_report import HOSTILE, completion, damage, damaged, data_of, write_run
 
 from engine.run.config_file import dump
 from tools import chat, report, serve
@@ -119,8 +119,20 @@ def test_the_data_are_sent_when_the_run_has_written_more(server, run, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@damaged
+@pytest.mark.parametrize("is_open", [False, True], ids=["opened now", "open already"])
+def test_a_damaged_file_is_a_line_on_the_page(server, run, capfd, name, content, message, is_open):
+    """Bug: a config.yaml without `model` ended each request in a traceback."""
+    damage(run / name, content)
+    if is_open:
+        assert fetch(server, "/data?") == (204, "")
+    elif (name, content) != ("metrics.jsonl", None):  # then the run has just begun
+        assert json.dumps(message)[1:-1] in fetch(server, "/")[1]
+    assert capfd.readouterr() == ("", "")
+
+
 def test_the_command_says_where_it_serves_and_ends_with_ctrl_c(python, run, call):
-    """A port that is taken is one line."""
+    """Where the port is taken it is the next free one; a folder without a run is one line."""
     command = [python, "-m", "tools.report", str(run), "--serve", "--port"]
     before, pipe = sorted(run.rglob("*")), subprocess.PIPE
     started = {"cwd": ROOT, "env": ENVIRONMENT, "text": True}
@@ -129,10 +141,13 @@ def test_the_command_says_where_it_serves_and_ends_with_ctrl_c(python, run, call
         port = address.removeprefix("http://127.0.0.1:")
         with socket.create_connection(("127.0.0.1", int(port))):
             pass
-        for taken in (port, "70000"):
-            status, _, line = call(report, run, "--serve", "--port", taken)
-            assert status == 2 and line.startswith(f"error: port {taken}: ")
-            assert line.endswith("; give another --port\n")
+        with subprocess.Popen([*command, port], stdout=pipe, stderr=pipe, **started) as second:
+            other, _, words = second.stdout.readline().partition(" ")
+            assert int(other.rpartition(":")[2]) > int(port)
+            assert words.startswith(f"(port {port} is taken)  for this machine alone")
+            second.send_signal(signal.SIGINT)
+        status, _, line = call(report, run, "--serve", "--port", "70000")
+        assert status == 2 and line.startswith("error: port 70000: ")
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 0
         assert process.stderr.read() == ""
@@ -145,8 +160,8 @@ def test_the_command_says_where_it_serves_and_ends_with_ctrl_c(python, run, call
 def test_an_answer_is_what_the_chat_says_with_the_numbers_that_it_was_drawn_with(server):
     """And its tokens, as they came, are those of the whole: by the same random numbers."""
     for temperature in (1.0, 1.5, 0.0):
-        prompt, *tokens, end = ask(server, question=QUESTION, temperature=temperature)
-        assert "[3, 7, 25]" in prompt["prompt"]
+        asked, prompt, *tokens, end = ask(server, question=QUESTION, temperature=temperature)
+        assert asked["question"] == "nums: 3 7 25, target: 46" and "[3, 7, 25]" in prompt["prompt"]
         assert [line["token"] for line in tokens] == end["row"]["tokens"]
         for name, column in (("log_prob", "log_probs"), ("entropy", "entropies")):
             streamed = [line[name] for line in tokens]
@@ -163,17 +178,17 @@ def test_an_answer_is_what_the_chat_says_with_the_numbers_that_it_was_drawn_with
 
 def test_two_models_draw_by_the_same_numbers_and_a_new_best_is_loaded(server, run):
     best = str(run / "best")
-    before, same = (ask(server, model=model) for model in ("tiny", best))
+    (asked, *before), (_, *same) = (ask(server, model=model) for model in ("tiny", best))
     assert before == same and "numbers [" in before[0]["prompt"]  # a held-out question
-    other = ask(server, number=4)
-    assert other[0] != before[0]
+    assert ask(server, number=4)[0]["question"] != asked["question"]
     hot = {"question": QUESTION, "temperature": 5}
     assert ask(server, **hot) != ask(server, **hot, number=4)
     weights = load_file(run / "best/model.safetensors")
     changed = {name: -tensor for name, tensor in weights.items()}
     save_file(changed, run / "best/model.safetensors", metadata={"format": "pt"})
     os.utime(run / "best", ns=(1, 1))  # as a run does, which puts a new folder in its place
-    assert ask(server, model=best) != before
+    asked, *after = ask(server, model=best)
+    assert asked["is_loading"] and after != before
 
 
 @pytest.mark.parametrize(
@@ -186,8 +201,12 @@ def test_two_models_draw_by_the_same_numbers_and_a_new_best_is_loaded(server, ru
         ({"number": -1}, "non-negative"),
     ],
 )
-def test_what_cannot_be_answered_is_one_line(server, request_, message):
-    (line,) = ask(server, **request_)
+def test_what_cannot_be_answered_is_one_line(server, request_, message, monkeypatch):
+    """What is no question is refused before its model is loaded."""
+    if message.startswith("write"):
+        monkeypatch.setattr(serve, "LOADED", {})
+        monkeypatch.setattr(chat, "load_policy", lambda *_: pytest.fail("it was loaded"))
+    *_, line = ask(server, **request_)
     assert message in line["error"] and "\n" not in line["error"]
 
 
@@ -217,6 +236,7 @@ def test_a_question_that_is_typed_is_answered_twice_coloured_and_judged(page):
     assert left.inner_text() == right.inner_text()  # best/ has the same weights
     assert " reward " in left.inner_text() and "\nread: " in left.inner_text()
     assert page.locator(".parting").count() == 0
+    assert page.locator("#asked summary").inner_text() == "asked: nums: 3 7 25, target: 46"
     assert "[3, 7, 25]" in page.locator("#asked .text").text_content()
     shown = "tokens => tokens.map(token => [token.style.getPropertyValue('--alpha'), token.title])"
     for alpha, title in left.locator(".token").evaluate_all(shown):
@@ -242,6 +262,7 @@ def test_hostile_text_of_a_model_stays_text(page, monkeypatch):
     def answer(options, request, send) -> None:
         row = completion(HOSTILE, 1.0 if request["model"] == "tiny" else 0.0)
         row["tokens"][1] = "left" if request["model"] == "tiny" else "right"
+        send({"question": HOSTILE, "is_loading": True})
         send({"prompt": HOSTILE})
         send({"token": HOSTILE, "log_prob": -1.0, "entropy": None})
         send({"row": row, "paid": HOSTILE, "read": HOSTILE})
