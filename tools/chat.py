@@ -11,12 +11,16 @@ Each line is a question, in the form that the task's `parse_question` reads. Ans
 in training, by training.seed and the number of the question: the same questions in the same order
 get the same answers. With --watch the questions are those of validation. Nothing is written.
 
+A chat model that no task was named for, as one that was downloaded or trained by a reward of your
+own, just talks: a line is a user's message, after the turns before it.
+
 The exit status is 0 at the end of the input and 130 after Ctrl-C. A line that is no question gets a
 line on stderr; if the lines were piped in, the exit status is then 2.
 """
 
 import argparse
 import functools
+import json
 import os
 import signal
 import sys
@@ -41,7 +45,7 @@ from engine.model.policy import Policy, make_policy
 from engine.questions.data import load_examples
 from engine.questions.messages import assistant_prefix, pose
 from engine.questions.tasks import load_task, read_answer
-from engine.run.config_file import combine, harmless, read_file
+from engine.run.config_file import combine, harmless, read_file, section_of
 from engine.run.folder import run_that_made
 from engine.run.mistakes import mistakes_cost_one_line
 from logger import Logger
@@ -53,11 +57,17 @@ def main() -> None:
         signal.signal(number, signal.SIG_DFL)
     with mistakes_cost_one_line():
         options = read_arguments(sys.argv[1:])
-        config = chat_config(options)
+        talks = without_task(options)
+        config = chat_config(talks or options)
         policy, task = load_chat(config, is_watching=options.watch)
+        if talks is not None and policy.tokenizer.chat_template is not None:
+            task = Talk()
+        elif talks is not None:
+            config = chat_config(options)  # refuses a reward whose code must be asked for
     if sys.stdin is not None and sys.stdin.isatty() and not options.watch:
         own = config.task.model_dump(exclude={*TaskSettings.model_fields})  # the task's own keys
         known = f"the model knows {config.task.name}" + f" ({plain(own)})" * bool(own)
+        known = "no task is named: it just talks" if isinstance(task, Talk) else known
         show(f"{how_to_ask(task)}\n{known}\nCtrl-D or Ctrl-C ends\n\n")
     num_answered = num_refused = 0
     for line in watched(task, config) if options.watch else read_lines():
@@ -68,7 +78,7 @@ def main() -> None:
             print(error_line(error), file=sys.stderr, flush=True)
             num_refused += 1
             continue
-        show(f"{judge(task, config.task, example, trajectory)}\n\n")
+        show(f"{judge(task, config.task, example, trajectory)}\n\n".removeprefix("\n"))
         num_answered += 1
     if num_refused > 0 and not sys.stdin.isatty():
         sys.exit(2)
@@ -94,6 +104,43 @@ def chat_config(
     if options.config:
         return combine(read_file(Path(options.config).expanduser()), overrides)
     return combine(harmless(next(filter(Path.is_file, files)), overrides), overrides)
+
+
+def without_task(options: argparse.Namespace) -> argparse.Namespace | None:
+    """What to ask for if no task but the default is named, or only an own reward; else None."""
+    run = run_that_made(os.path.expanduser(options.model))
+    file, default = (run or Path()) / "config.yaml", Config().task.name
+    found = section_of(read_file(file), "task") if file.is_file() else {}
+    is_free = found.get("reward") is not None or (
+        run is None and found.get("name") in (None, default)
+    )
+    is_named = any(o.startswith(("task.name=", "task.reward=", "task=")) for o in options.overrides)
+    if options.config or options.watch or is_named or not is_free:
+        return None
+    talk = [f"task.system_prompt={json.dumps(found.get('system_prompt'))}", "task.prompt=null"]
+    overrides = [*talk, *options.overrides, f"task.name={default}"]
+    return argparse.Namespace(**vars(options) | {"overrides": overrides})
+
+
+class Talk:
+    """In the place of a task: a line is a user's message, after the turns before it."""
+
+    __file__, REWARD_PARTS = __file__, ()
+
+    def __init__(self) -> None:
+        self.turns: list[dict] = []
+
+    def parse_question(self, text: str) -> dict:
+        return {"messages": [*self.turns, {"role": "user", "content": text}]}
+
+    def generate_prompt(self, example: dict, *, options: TaskSettings) -> list[dict]:
+        return example["messages"]
+
+    def reward_groups(self, texts: list, examples: list[dict], *, options: TaskSettings, **_):
+        """No reward; the answer becomes a turn."""
+        ((text,),), (example,) = texts, examples
+        self.turns = [*example["messages"], {"role": "assistant", "content": text}]
+        return [[dict.fromkeys(options.reward_weights)]]
 
 
 def load_chat(config: Config, *, is_watching: bool = False) -> tuple[Policy, ModuleType]:
@@ -181,7 +228,8 @@ def answer(
 
 def judge(task: ModuleType, options: TaskSettings, example: dict, trajectory: Trajectory) -> str:
     """The reward with its parts; where the right answer is unknown, how the task reads this one."""
-    notes = [format_reward(trajectory.reward, trajectory.reward_parts)]
+    is_paid = not isinstance(task, Talk)
+    notes = [format_reward(trajectory.reward, trajectory.reward_parts)] * is_paid
     if example.get("answer") == "":  # tasks leave it empty where only a question was typed
         read = read_answer(task, trajectory.text, example, options)
         notes = [f"its answer is read as {read or 'none'}; no reward without the right one"]

@@ -7,6 +7,7 @@ import ast
 import copy
 import csv
 import json
+import re
 import sys
 from pathlib import Path
 

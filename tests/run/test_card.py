@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from harness import alone, make_config
 from huggingface_hub import ModelCard

@@ -1,6 +1,7 @@
 """tools/chat.py: questions from a person, answered as they stream, rewarded, nothing written."""
 
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -88,6 +89,48 @@ def test_without_the_right_answer_the_answer_is_read_and_not_judged():
     cut_off = "; cut off at training.max_new_gen_tokens"
     assert unknown == f"its answer is read as 1; no reward without the right one{cut_off}"
     assert known.startswith("reward 1.00  (format 0.00  answer 1.0") and known.endswith(cut_off)
+
+
+TALK = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+def test_a_chat_model_without_a_task_just_talks(tmp_path, call, monkeypatch):
+    """One that was downloaded, or trained by an own reward, whose code is not run: with the turns
+    before, and no reward. Where a task is named, its question form stays."""
+    monkeypatch.chdir(tmp_path)
+    best, prompts, generate = tmp_path / "x/best", [], chat.generate
+    shutil.copytree(ROOT / "tiny", best)
+    (best / "chat_template.jinja").write_text(TALK)
+
+    def note(model, some, seeds, params, **others):
+        (completion,) = completions = generate(model, some, seeds, params, **others)
+        texts = tokenizer.decode(some[0]), completion_text(completion, tokenizer)
+        prompts.append(texts)
+        return completions
+
+    tokenizer = load_tiny()[0].tokenizer
+    monkeypatch.setattr(chat, "generate", note)
+    for found, system in (
+        ("", ""),
+        ("task: {reward: 'evil:f', system_prompt: Be brief.}", "<system>Be brief."),
+    ):
+        if found:
+            (tmp_path / "x/metrics.jsonl").touch()
+            (tmp_path / "x/config.yaml").write_text(found)
+        prompts.clear()
+        status, output, errors = call(chat, best, *SETTINGS, piped=("Hello?", "And then?"))
+        assert (status, errors) == (0, "") and "reward" not in output
+        (first, answer), (second, _) = prompts
+        assert first == f"{system}<user>Hello?<assistant>"
+        assert second == f"{first}{answer}<user>And then?<assistant>"
+    named = ["task.name=countdown"], [f"--config={ROOT / 'config.yaml'}"]
+    (tmp_path / "x/config.yaml").write_text("task: {name: gsm8k}")
+    for given, form in ((named[0], "write the question"), (named[1], "write the question")):
+        assert form in call(chat, best, *SETTINGS, *given, piped=("Hello?",))[2]
+    assert "no reward without the right one" in call(chat, best, *SETTINGS, piped=("Hello?",))[1]
+    (best / "chat_template.jinja").unlink()
+    (tmp_path / "x/config.yaml").write_text("task: {reward: 'evil:f'}")
+    assert "cannot have code run" in call(chat, best, *SETTINGS, piped=("Hello?",))[2]
 
 
 # How it begins and ends
