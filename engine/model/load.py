@@ -47,7 +47,7 @@ def load_model_and_tokenizer(
     settings, is_training = config.model, config.mode == "train"
     compute_dtype = compute_dtype or choose_compute_dtype(settings, device)
     if is_training and settings.teacher is not None:
-        check_teacher(config)  # its tokens, before any weights are loaded
+        check_teacher(config, log)  # its tokens, before any weights are loaded
     adapter = in_4bit = None
     if settings.load_in_4bit:
         in_4bit = adapters().quantization_config(device, compute_dtype)
@@ -132,17 +132,22 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
     return saved["base_model_name_or_path"], saved.get("revision")
 
 
-def check_teacher(config: Config) -> None:
+def check_teacher(config: Config, log: Log) -> None:
     """Raise ValueError unless model.teacher has each token of model.name at the same id."""
-    vocabularies = []
+    tokenizers = []
     for settings, key in ((config, "model.name"), (of_teacher(config), "model.teacher")):
         with one_line_errors(settings.model.name, key=key):
-            vocabularies.append(load_base_tokenizer(settings, lambda line: None)[1].get_vocab())
-    ids, others = vocabularies
+            tokenizers.append(load_base_tokenizer(settings, lambda line: None)[1])
+    ids, others = (tokenizer.get_vocab() for tokenizer in tokenizers)
     if missing := [token for token in ids if others.get(token) != ids[token]]:
         some = f"its tokenizer lacks {len(missing):,} of {len(ids):,} tokens of the trained model"
         problem = f"{some}, or has other ids: {missing[0]!r}"
         raise ValueError(f"model.teacher = {config.model.teacher}: {problem}")
+    known = "it reads what the trained model gets, which it may not have been trained on"
+    if len({str(tokenizer.chat_template) for tokenizer in tokenizers}) > 1:
+        log(f"warning: the teacher has another chat template: {known}")
+    if len({tuple(tokenizer.encode("Is 17 a prime?")) for tokenizer in tokenizers}) > 1:
+        log(f"warning: the teacher's tokenizer makes other tokens of a text: {known}")
 
 
 def of_teacher(config: Config) -> Config:

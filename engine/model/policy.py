@@ -179,11 +179,17 @@ def make_policy(
     sampler = make_sampler(config, model, tokenizer, compute_dtype, world, log, generate=generate)
     policy = Policy(model, sampler, tokenizer, params, compute_dtype)
     if config.mode == "train" and config.model.teacher is not None:
+        own_context = policy.context_length
         policy.teacher = load_teacher(
             config, device=world.device, compute_dtype=compute_dtype, log=log
         )
         if {*policy.teacher.generation_config.eos_token_id} != {*params.eos_ids}:
             log("warning: the teacher's texts end at other tokens than the trained model's")
+        if policy.context_length != own_context:
+            sees = (
+                f"the teacher sees {policy.context_length:,} tokens, fewer than the trained model"
+            )
+            log(f"warning: {sees}: questions without room for a completion there are left out")
     return policy
 
 
