@@ -147,6 +147,10 @@ class QuestionStream:
         return taken, position
 
 
+def no_log(line: str) -> None:
+    """What is said elsewhere."""
+
+
 def load_examples(
     task: ModuleType,
     source: str,
@@ -157,7 +161,7 @@ def load_examples(
     seed: int,
     held_out: bool,
     exclude: Iterable[dict],
-    log: Log = lambda line: None,
+    log: Log = no_log,
 ) -> list[dict]:
     """The questions of one split, "train" or "validation", without those in `exclude`.
 
@@ -188,9 +192,13 @@ def load_examples(
             hub_config=hub.config if source.partition(":")[0] == hub.usual_id else None,
             hub_split="train" if split == "train" or is_divided else hub.validation_split,
         )
+        if held_out and split == "train":
+            log = no_log  # it was said of this source with the validation questions
         if hasattr(task, "reward_groups") and source.lower().endswith(".csv") and table:
             table = with_numbers(table, log)
-        rows = read_rows(table, source=source, task=task, options=options)
+        rows = [*read_rows(table, source=source, task=task, options=options)]
+        if not task.EXAMPLE_ROW:  # of rows with all of their columns
+            say_what_is_missing(rows, source, log)
         excluded = {task.question_key(row) for row in exclude}
         rows = [row for row in rows if task.question_key(row) not in excluded]
         if is_divided and not hasattr(task, "HOLDS_OUT_NUM_EXAMPLES"):
@@ -281,6 +289,14 @@ def with_numbers(rows: list[dict], log: Log) -> list[dict]:
             for row, value in zip(rows, values, strict=True):
                 row[name] = kind(value)
     return rows
+
+
+def say_what_is_missing(rows: list[dict], source: str, log: Log) -> None:
+    """Log how many rows lack a column that others have: an own reward does not get it for them."""
+    counts = collections.Counter(name for row in rows for name in row)
+    if lacking := {name: len(rows) - n for name, n in counts.items() if n < len(rows)}:
+        some = ", ".join(f"no {name} in {num}" for name, num in lacking.items())
+        log(f"warning: {source}: {some} of its {len(rows)} rows; the others have it")
 
 
 def as_number(cell: str) -> int | float | None:

@@ -49,6 +49,13 @@ def make_task_of(found: tuple[tuple[str, Callable], ...]) -> "RewardTask":
     return RewardTask(functions)
 
 
+def form_of(columns: dict[str, Any]) -> str:
+    """Which of TRL's two forms a function got its completions in, and why."""
+    if isinstance(columns["completions"][0], str):
+        return " (each completion is a text, since no row has messages in a column prompt)"
+    return " (each completion is a list of messages, since the rows' column prompt holds messages)"
+
+
 class RewardTask:
     """What a task's module is to a run, made of reward functions and the rows that they judge."""
 
@@ -151,7 +158,7 @@ class RewardTask:
     def call(self, name: str, columns: dict[str, Any], example: dict) -> list[float | None]:
         """What a function pays for each completion of a question."""
         file, function = self.functions[name]
-        with naming_mistakes(file, function, example):
+        with naming_mistakes(file, function, example, form=form_of(columns)):
             paid = function(**copy.deepcopy(columns), log_metric=self.log_metric)
         return self.checked(paid, name, columns, example)
 
@@ -163,7 +170,7 @@ class RewardTask:
 
         async def call(columns: dict[str, Any], example: dict) -> list[float | None] | None:
             async with free:
-                with naming_mistakes(file, function, example):
+                with naming_mistakes(file, function, example, form=form_of(columns)):
                     given = copy.deepcopy(columns)  # a change would stay for the whole run
                     try:
                         async with asyncio.timeout(options.reward_timeout) as limit:

@@ -174,9 +174,9 @@ def parts_of(
         value = parts.get(name) if isinstance(parts, dict) else None
         if not is_reward(value):
             wanted = f"must return a dict with a number for each of {', '.join(task.REWARD_PARTS)}"
-            see_to = f"see to {name} for the question {example!r:.200}"
+            found = f"not {parts!r:.80}: {name} is missing or no finite number"
             where = line_of(task.__file__, function=getattr(task, payer, None))
-            raise RewardError(f"{where}: {payer} {wanted}, not {parts!r:.80}: {see_to}")
+            raise RewardError(f"{where}: {payer} {wanted}, {found}: question {example!r:.200}")
     return {name: float(parts[name]) for name in task.REWARD_PARTS}
 
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -79,6 +80,7 @@ def naming_mistakes(
     question: object = None,
     *,
     passes: type[Exception] = RewardError,
+    form: str = "",  # of the two forms of a text, for an exception that speaks of one
 ) -> Iterator[None]:
     """Make one line of an exception in a function of the user's file, unless it `passes`."""
     try:
@@ -89,7 +91,8 @@ def naming_mistakes(
         where = line_of(file, error=error, function=function)
         problem = f"{getattr(function, '__name__', 'it')} raised {type(error).__name__}: {error}"
         about = "" if question is None else f": question {question!r:.200}"
-        raise RewardError(f"{where}: {problem}{about}") from error
+        form = form if re.search(r"\b(str|string|list)\b", str(error)) else ""
+        raise RewardError(f"{where}: {problem}{form}{about}") from error
 
 
 def is_reward(value: object) -> bool:

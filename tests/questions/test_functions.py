@@ -19,7 +19,7 @@ from harness import ROOT, arguments, make_config, read_rows
 import main
 from engine.core.config import ConfigError
 from engine.core.types import Completion, Trajectory
-from engine.questions.data import load_examples
+from engine.questions.data import load_examples, load_questions
 from engine.questions.messages import pose
 from engine.questions.tasks import functions_in, load_task, read_answer, reward_parts, total_reward
 from engine.run.config_file import check_paths, dump, harmless, load_config, read_file
@@ -263,6 +263,20 @@ def test_one_file_serves_both_and_so_many_rows_are_held_out_by_their_hash(folder
     two = [*one, "task.eval=other.csv"]
     assert split_of(two, "validation", 512, [])[1] == {"prompt": "9?", "answer": 9}
     assert len(split_of(two, "train", None, ROWS[1:2])) == 39
+
+
+def test_rows_without_a_column_that_others_have_are_counted_in_one_line(folder, tokenizer):
+    """Of one file for both splits too, which is read for each of them."""
+    rows = [{**row, "hint": n} if n > 2 else row for n, row in enumerate(ROWS[:39])]
+    rows.append({"prompt": "9?", "hint": 1})
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config, lines = make_config("task.reward=my_rewards:short", "task.train=rows.jsonl"), []
+    task = load_task(config.task.code)
+    load_questions(task, config, tokenizer=tokenizer, context=None, log=lines.append)
+    told = [line for line in lines if "of its" in line]
+    assert told == [
+        "warning: rows.jsonl: no answer in 1, no hint in 3 of its 40 rows; the others have it"
+    ]
 
 
 # Whose code runs

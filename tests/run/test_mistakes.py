@@ -275,7 +275,7 @@ IN_A_TASK = {  # code at the end of the task, and what is said after the file's 
     f"{TRAINS_ON}[]": NO_LIST,
     "def parse_row(row, *, options): return row['x']": "a.csv, row 1: HERE/own.py, line 22",
     f"{ASKS}[{{'role': 'user', 'content': [{{}}]}}]": NO_PROMPT,  # bug: a traceback
-    f"{PAYS}{{'length': 1.0}}": f", line 22{NO_REWARD}, not {{'length': 1.0}}: see to answer",
+    f"{PAYS}{{'length': 1.0}}": f", line 22{NO_REWARD}, not {{'length': 1.0}}: answer is miss",
     f"{PAYS}{{'answer': 10**400, 'length': 1}}": f", line 22{NO_REWARD} ... question {{'",
 }
 
@@ -319,6 +319,11 @@ IN_A_REWARD = {  # name: code of f's file, and what is said after the file's nam
         f", line 2: f raised KeyError: 'gold'{QUESTION}",
     ),
     "an exit": (f"{F}\n raise SystemExit(0)", f", line 2: f raised SystemExit: 0{QUESTION}"),
+    "for messages": (  # as most of TRL's examples are, and task.prompt gives plain text
+        f"{F}\n return [len(c[0]['content']) for c in completions]",
+        ", line 2: f raised IndexError: string index out of range (each completion is a text,"
+        f" since no row has messages in a column prompt){QUESTION}",
+    ),
     "nan": (f"{F} return [float('nan')]", f"{NUMBERS}[nan]{QUESTION}"),
 }
 
