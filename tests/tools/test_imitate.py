@@ -1,5 +1,6 @@
 """tools.imitate: which answers it takes, what it computes, what it writes, and what ends it."""
 
+import contextlib
 import copy
 import json
 import os
@@ -183,15 +184,21 @@ def test_each_rank_imitates_its_own_share_of_the_shuffled_answers(
         seen.extend(chosen.index(answer) for (answer,) in groups)
         return Update(Outcome.UPDATED, metrics={"train/loss": 0.0})
 
+    def note_seeds(some: list, device: torch.device) -> contextlib.AbstractContextManager:
+        seeds.extend(some)
+        return contextlib.nullcontext()
+
     monkeypatch.setattr(imitate, "update_policy", note)
+    monkeypatch.setattr(imitate, "seeded", note_seeds)
     monkeypatch.setattr(imitate, "evaluate", lambda run: {})
-    taken = []
+    taken, seeds = [], []
     for run.world in (alone(), World(0, 2, CPU), World(1, 2, CPU)):
         run.state = State()
         imitate.imitate(run, chosen)
         taken.append([*seen])
         seen.clear()
     whole, first, second = taken
+    assert len({*seeds[2:]}) == 4  # of dropout, in two steps on two ranks
     assert len(set(whole)) == 12 and whole != sorted(whole)
     assert whole == first[:3] + second[:3] + first[3:] + second[3:]
 
