@@ -125,10 +125,7 @@ def without_task(options: argparse.Namespace) -> argparse.Namespace | None:
 class Talk:
     """In the place of a task: a line is a user's message, after the turns before it."""
 
-    __file__, REWARD_PARTS = __file__, ()
-
-    def __init__(self) -> None:
-        self.turns: list[dict] = []
+    __file__, REWARD_PARTS, turns = __file__, (), ()
 
     def parse_question(self, text: str) -> dict:
         return {"messages": [*self.turns, {"role": "user", "content": text}]}
