@@ -55,6 +55,7 @@ def main() -> None:
     with_kl = {kind: loss_and_gradient(trainer, mask, kind, KL_COEF) for kind in loss_types}
     _, _, metrics = with_kl["grpo"]
     _, first_gradient, _ = loss_and_gradient(trainer, mask, "dr_grpo", 0.0, is_first=True)
+    skipping = loss_and_gradient(trainer, without_truncated(trainer), "dapo", 0.0)
     trainer.epsilon_high = 1 + CLIP_EPS_HIGH  # for cispo the limit itself, not its distance from 1
     cispo = loss_and_gradient(trainer, mask, "cispo", 0.0)
     trainer.epsilon_low, trainer.epsilon_high = GSPO_CLIP_EPS, GSPO_CLIP_EPS_HIGH
@@ -71,6 +72,8 @@ def main() -> None:
         "TRL_GRADIENT_WITH_KL": {kind: gradient for kind, (_, gradient, _) in with_kl.items()},
         "TRL_CLIP_FRAC": metrics["clip_ratio/region_mean"],
         "TRL_KL": metrics["kl"],
+        "TRL_SKIP_LOSS": skipping[0],
+        "TRL_SKIP_GRADIENT": skipping[1],
         "TRL_CISPO_LOSS": cispo[0],
         "TRL_CISPO_GRADIENT": cispo[1],
         "TRL_DISTILL_GRADIENT": distill_gradient(mask),
@@ -124,6 +127,21 @@ def advantages(trainer: GRPOTrainer, scale_rewards: str) -> list[list[float]]:
     trainer.model.train()
     scored = trainer._generate_and_score_completions(rows)
     return scored["advantages"].view(len(REWARDS), -1).tolist()
+
+
+def without_truncated(trainer: GRPOTrainer) -> torch.Tensor:
+    """TRL's mask with mask_truncated_completions where the last of the four has no end."""
+    end, num_rows = trainer.processing_class.eos_token_id, len(trainer.train_dataset)
+    ids = [[end + 1] * (length - 1) + [end] for length in LENGTHS]
+    ids[-1] = [end + 1] * LENGTHS[-1]
+    ids += [[end + 1]] * (num_rows - len(ids))  # truncated too, so that they count for nothing
+    drawn = {"prompt_ids": [[end]] * num_rows, "completion_ids": ids, "logprobs": None}
+    trainer.rollout_func = lambda prompts, trainer: drawn
+    trainer.mask_truncated_completions, trainer.beta = True, 0.0
+    scored = trainer._generate_and_score_completions([*trainer.train_dataset])
+    mask = scored["completion_mask"][: len(LENGTHS)].bool()
+    assert scored["num_items_in_batch"] == mask.sum() == sum(LENGTHS[:-1]), scored
+    return mask
 
 
 def token_by_token(trainer: GRPOTrainer, mask: torch.Tensor) -> tuple[list, list]:

@@ -24,13 +24,14 @@ The conventions differ in places. Inputs and comparisons are chosen so that both
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from harness import make_config
+from harness import alone, make_config
 
 from benchmarks import trl_inputs as inputs
-from engine.core.types import MicroBatch
-from main import grpo_advantages, micro_batch_loss, token_weights
+from engine.core.types import Completion, MicroBatch, Trajectory
+from main import grpo_advantages, make_micro_batches, micro_batch_loss, token_weights
 
 # TRL's figures
 
@@ -83,6 +84,13 @@ TRL_GSPO_GRADIENT = [
     [0.131408887, 0.131408887, 0.131408887, 0.131408887, 0.0],
 ]
 TRL_CLIP_FRAC = 0.230769232
+TRL_SKIP_LOSS = -0.529618137
+TRL_SKIP_GRADIENT = [
+    [0.0, -0.203567126, -0.101088443, -0.166666667, -0.150806236],
+    [0.0, 0.137393439, 0.101783563, 0.0, 0.0],
+    [0.0, 0.0, 0.0, 0.0, 0.0],
+    [0.0, 0.0, 0.0, 0.0, 0.0],
+]
 TRL_CISPO_LOSS = -0.210600854
 TRL_CISPO_GRADIENT = [
     [-0.147692308, -0.140931087, -0.069984307, -0.115384615, -0.104404317],
@@ -128,7 +136,7 @@ CLIPPED = [(KL, False, 3), ("policy_loss=cispo", False, 3), (DPPO, False, 2), (D
 
 
 def loss_and_gradient(
-    keys: str, normalization: str, *, is_first: bool = False
+    keys: str, normalization: str, *, is_first: bool = False, weights: torch.Tensor | None = None
 ) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
     """What the update computes where a policy and its reference give these log-probabilities.
 
@@ -145,7 +153,9 @@ def loss_and_gradient(
         input_ids=torch.zeros(4, 5, dtype=torch.long),
         completion_mask=mask,
         advantages=torch.tensor(inputs.ROW_ADVANTAGES),
-        token_weights=token_weights(mask, normalization=normalization, **counts),
+        token_weights=weights
+        if weights is not None
+        else token_weights(mask, normalization=normalization, **counts),
         sampler_log_probs=sampler,
         old_log_probs=None if is_first else old,
         ref_log_probs=None if is_first else ref,
@@ -183,6 +193,25 @@ def test_loss_and_gradient_are_those_of_trl(name):
     assert_close(gradient, trl_gradient)
     if trl_loss is not None:
         assert loss == pytest.approx(trl_loss, rel=0, abs=1e-6)
+
+
+def test_without_cut_off_completions_loss_and_gradient_are_those_of_trl():
+    """Bug: their tokens stayed in the divisor; the last one of the four has no end."""
+    keys, rows = "skip_truncated=true", []
+    for advantage, length in zip(inputs.ROW_ADVANTAGES, inputs.LENGTHS, strict=True):
+        zeros, is_cut = np.zeros(length, np.float32), len(rows) == 3
+        completion = Completion([1] * length, zeros, zeros, is_cut, zeros > 0)
+        rows.append(Trajectory([1], completion, "", {}, 0.0, advantage=advantage))
+    config = make_config(f"training.{keys}", "training.loss_normalization=token")
+    (batch,) = make_micro_batches([rows], config.training, alone())
+    weights = torch.zeros(4, 5)
+    for trajectory, of_row in zip(batch.trajectories, batch.token_weights[:, 1:], strict=True):
+        weights[[row is trajectory for row in rows].index(True)] = (
+            of_row  # behind the prompt's one token
+        )
+    loss, gradient, _ = loss_and_gradient(keys, "token", weights=weights)
+    assert_close(gradient, TRL_SKIP_GRADIENT)
+    assert loss == pytest.approx(TRL_SKIP_LOSS, rel=0, abs=1e-6)
 
 
 def test_the_share_of_clipped_tokens_is_that_of_trl():
