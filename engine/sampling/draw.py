@@ -147,7 +147,7 @@ def keep_likeliest(probs: Tensor, top_p: float, top_k: int) -> Tensor:
 
 def draw_indices(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Indices (B,) drawn in proportion to weights (B, V): first a block of 128, then one inside."""
-    # The sums of blocks take a tenth of the time of a cumulative sum over all V.
+    # The sums of blocks take 5 to 11% of the time of a cumulative sum over all V (one core).
     if weights.shape[1] % 128 != 0:  # most vocabularies are made to fit; padding copies all weights
         weights = F.pad(weights, (0, -weights.shape[1] % 128))
     blocks = weights.unflatten(1, (-1, 128))  # (B, V / 128, 128)
