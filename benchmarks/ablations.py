@@ -9,9 +9,9 @@
 Each run takes 40 steps on one process with one thread, and as many samples a step as the default on
 two ranks. "default" is here the one before today's, with which these runs were made. A run that is
 stopped goes on from its last checkpoint in runs/ablations/. The metrics of a run that has ended are
-written to results/ablations/<row>-s<seed>.csv, and it is not run again. Table and picture,
-results/ablations.md and .png, come from these files alone. What one sees in a row is written by
-hand in results/ablations/remarks.yaml, a sentence for each name.
+kept in results/ablations.csv, whose column `run` has the row and the seed, and it is not run again.
+Table and picture, results/ablations.md and .png, come from that file alone. What one sees in a row
+is written by hand in results/ablations.yaml, a sentence for each name.
 
 The lab "hard" (configs/countdown-tiny-hard.yaml) has rows of its own, also of variants for which
 there is no key (switched.py); its files are named hard instead of ablations. A step of some rows is
@@ -29,13 +29,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from common import questions_per_step  # first: it finds the script's modules
+from common import keep_run, kept_runs, questions_per_step, seeds_of  # first: modules
+from pandas import DataFrame
 
 from engine import ROOT
 from engine.core.files import write_atomically
 from engine.core.packages import import_package
 from engine.run.config_file import load_config, read_file
-from tools.plot import BEST_OF, COLORS, STYLE, curve_of, points, read_table
+from tools.plot import BEST_OF, COLORS, STYLE, Table, curve_of, points, read_table
 
 NUM_STEPS = 40
 CLOSE = 0.02  # a smaller difference in pass@1 is called none by the picture's title
@@ -215,11 +216,11 @@ def main() -> None:
     rows = make(2 if options.quick else questions_per_step(LABS[options.lab]))
     if unknown := set(options.rows or ()) - set(rows):
         parser.error(f"{', '.join(unknown)}: must be among {', '.join(rows)}")
-    folder = options.out / options.lab
-    folder.mkdir(parents=True, exist_ok=True)
-    failed = [] if options.draw else run_all(rows, folder, options)
-    write_table(rows, folder, options.out / f"{options.lab}.md")
-    draw(rows, folder, options.out / f"{options.lab}.png")
+    file = options.out / f"{options.lab}.csv"
+    failed = [] if options.draw else run_all(rows, file, options)
+    runs = kept_runs(file)
+    write_table(rows, runs, file.with_suffix(".md"))
+    draw(rows, runs, file.with_suffix(".png"))
     if failed:
         raise SystemExit(f"failed, see their logs: {', '.join(failed)}")
 
@@ -227,20 +228,20 @@ def main() -> None:
 # The runs
 
 
-def run_all(rows: dict[str, list[str]], folder: Path, options: argparse.Namespace) -> list[str]:
-    """Run what has no metrics in `folder` yet; returns the names of the runs that failed.
+def run_all(rows: dict[str, list[str]], file: Path, options: argparse.Namespace) -> list[str]:
+    """Run what has no metrics in `file` yet; returns the names of the runs that failed.
 
     All rows of one seed come before the next seed. A sampler that lags behind is in no checkpoint:
     a run with one that was stopped begins again.
     """
-    runs = folder / "runs" if options.quick else ROOT / "runs" / options.lab
-    runs.mkdir(parents=True, exist_ok=True)
-    commands = {}
+    folder = (options.out if options.quick else ROOT) / "runs" / options.lab
+    folder.mkdir(parents=True, exist_ok=True)
+    commands, kept = {}, kept_runs(file)
     for seed in options.seeds:
         for row in options.rows or rows:
             name = f"{row}-s{seed}"
-            if not (folder / f"{name}.csv").exists():
-                where = [f"run.dir={runs}", f"run.name={name}", f"training.seed={seed}"]
+            if name not in kept:
+                where = [f"run.dir={folder}", f"run.name={name}", f"training.seed={seed}"]
                 sizes = QUICK if options.quick else [f"training.num_steps={NUM_STEPS}"]
                 questions = 2 if options.quick else questions_per_step(LABS[options.lab])
                 sizes = [f"training.num_samples_per_step_global={questions}", *sizes]
@@ -249,10 +250,10 @@ def run_all(rows: dict[str, list[str]], folder: Path, options: argparse.Namespac
                     sizes.append(f"validation.every={every}")
                 commands[name] = [*program_of(row), *LABS[options.lab], *where, *sizes, *rows[row]]
                 if row.startswith("stale-"):
-                    shutil.rmtree(runs / name, ignore_errors=True)
+                    shutil.rmtree(folder / name, ignore_errors=True)
     pool = ThreadPoolExecutor(options.jobs)
     try:
-        ended = pool.map(lambda name: run_one(name, commands[name], runs, folder), commands)
+        ended = pool.map(lambda name: run_one(name, commands[name], folder, file), commands)
         return [name for name, is_done in zip(commands, ended, strict=True) if not is_done]
     finally:
         pool.shutdown(cancel_futures=True)  # Ctrl-C: those that run end by themselves
@@ -264,16 +265,15 @@ def program_of(row: str) -> list[str]:
     return [sys.executable, "main.py"]
 
 
-def run_one(name: str, command: list[str], runs: Path, folder: Path) -> bool:
-    """Run it with one thread; if it ended well, write its metrics to `folder`, a row for a step."""
-    with (runs / f"{name}.log").open("a") as log:
+def run_one(name: str, command: list[str], folder: Path, file: Path) -> bool:
+    """Run it with one thread; if it ended well, keep its metrics in `file`, a row for a step."""
+    with (folder / f"{name}.log").open("a") as log:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         status = subprocess.run(
             command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
         ).returncode
     if status == 0:
-        rows = read_table(runs / name).rows.astype({"step": int})  # a step's with its evaluation's
-        write_atomically(folder / f"{name}.csv", rows.to_csv(index=False))
+        keep_run(file, name, read_table(folder / name).rows.astype({"step": int}))
     print(f"{name}: {'done' if status == 0 else f'status {status}'}", flush=True)
     return status == 0
 
@@ -281,11 +281,11 @@ def run_one(name: str, command: list[str], runs: Path, folder: Path) -> bool:
 # What is seen
 
 
-def last_values(folder: Path, row: str) -> np.ndarray:
+def last_values(runs: dict[str, DataFrame], row: str) -> np.ndarray:
     """pass@1, best of n and minutes at the end of each seed of a row, (seeds, 3)."""
     values = []
-    for file in sorted(folder.glob(f"{row}-s[0-9]*.csv")):
-        table = read_table(file)
+    for run in seeds_of(runs, row).items():
+        table = Table(*run)
         _, minutes, rates, *_ = points(table, "eval/pass@1", window=1)
         values.append([rates[-1], points(table, BEST_OF, window=1)[2, -1], minutes[-1]])
     return np.array(values).reshape(-1, 3)
@@ -301,16 +301,16 @@ def bounds(values: np.ndarray) -> tuple[float, float]:
     return float(values.min()), float(values.max())
 
 
-def write_table(rows: dict[str, list[str]], folder: Path, file: Path) -> None:
+def write_table(rows: dict[str, list[str]], runs: dict[str, DataFrame], file: Path) -> None:
     """A line of Markdown for each row; those without a run say so."""
-    remarks_file = folder / "remarks.yaml"
-    remarks = read_file(remarks_file) if remarks_file.exists() else {}
+    by_hand = file.with_suffix(".yaml")
+    remarks = read_file(by_hand) if by_hand.exists() else {}
     lines = [
         f"| row | changed | seeds | {' | '.join(TITLES)} | minutes | what one sees |",
         "|---|---|---|---|---|---|---|",
     ]
     for row, overrides in rows.items():
-        values = last_values(folder, row)
+        values = last_values(runs, row)
         figures = ["not run", "", ""]
         if len(values):
             figures = [shown(values[:, i], decimals) for i, decimals in enumerate((3, 3, 1))]
@@ -318,28 +318,28 @@ def write_table(rows: dict[str, list[str]], folder: Path, file: Path) -> None:
         changed = " ".join(f"`{change}`" for change in changes)
         cells = [row, changed, len(values), *figures, remarks.get(row, "")]
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    compared = [at_equal_minutes(folder, row) for row in AT_EQUAL_MINUTES if row in rows]
+    compared = [at_equal_minutes(runs, row) for row in AT_EQUAL_MINUTES if row in rows]
     if found := [line for line in compared if line]:
         lines += ["", "pass@1 at equal minutes:", "", *found]
     write_atomically(file, "\n".join(lines) + "\n")
     print(f"written: {file}")
 
 
-def at_equal_minutes(folder: Path, row: str) -> str:
+def at_equal_minutes(runs: dict[str, DataFrame], row: str) -> str:
     """pass@1 of a row and of the default when the first of them has ended; "" without both.
 
     The default's are its runs of then: those in its row ran while other work did.
     """
-    files = [sorted(folder.glob(f"{name}-s[0-9]*.csv")) for name in (row, "earlier-default")]
-    if not all(files):
+    both = [seeds_of(runs, name).items() for name in (row, "earlier-default")]
+    if not all(both):
         return ""
-    curves = [curve_of([*map(read_table, some)], "eval/pass@1", window=1) for some in files]
+    curves = [curve_of([Table(*run) for run in some], "eval/pass@1", window=1) for some in both]
     minutes = min(curve[1, -1] for curve in curves)
     ours, default = (float(np.interp(minutes, curve[1], curve[2])) for curve in curves)
     return f"- {row}: {ours:.3f} after {minutes:.1f} minutes, the default {default:.3f}"
 
 
-def draw(rows: dict[str, list[str]], folder: Path, file: Path) -> None:
+def draw(rows: dict[str, list[str]], runs: dict[str, DataFrame], file: Path) -> None:
     """pass@1 of each row, the best at the top: a point for each seed, a stroke for their mean.
 
     The default's mean goes through all rows.
@@ -348,7 +348,7 @@ def draw(rows: dict[str, list[str]], folder: Path, file: Path) -> None:
     from matplotlib import style
     from matplotlib.figure import Figure
 
-    measured = {row: last_values(folder, row)[:, 0] for row in rows}
+    measured = {row: last_values(runs, row)[:, 0] for row in rows}
     measured = {row: rates for row, rates in measured.items() if len(rates)}
     names = sorted(measured, key=lambda row: measured[row].mean())
     with style.context(STYLE, after_reset=True):

@@ -1,16 +1,23 @@
-"""What the benchmarks share: the script's modules, timing in turns, and tables."""
+"""What the benchmarks share: the script's modules, the tables in results/, and timing in turns."""
 
+import csv
+import fcntl
+import io
+import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pandas
 import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the script's modules
 
 import main
+from engine.core.files import write_atomically
 from engine.model.sampler import copy_in
 from engine.run.config_file import load_config
 from engine.run.state import Run
@@ -34,6 +41,48 @@ def load_run(arguments: Sequence[str]) -> Run:
 def bf16_copy(model: nn.Module) -> nn.Module:
     """A frozen copy that samples as the one in a run: bf16 weights, and the buffers as they are."""
     return copy_in(torch.bfloat16, model, model.device)
+
+
+# A table of runs: a .csv file of results/ whose column `run` has the row's name and seed
+
+
+def kept_runs(file: Path) -> dict[str, pandas.DataFrame]:
+    """The runs of a table by name, each with the columns that it has; {} if there is no file."""
+    if not file.exists():
+        return {}
+    groups = pandas.read_csv(file, dtype={"run": str}).groupby("run")
+    return {run: rows.drop(columns="run").dropna(axis=1, how="all") for run, rows in groups}
+
+
+def seeds_of(runs: dict[str, pandas.DataFrame], row: str) -> dict[str, pandas.DataFrame]:
+    """The runs <row>-s0, <row>-s1 and so on."""
+    return {run: rows for run, rows in runs.items() if re.fullmatch(rf"{row}-s\d+", run)}
+
+
+def keep_run(file: Path, run: str, rows: pandas.DataFrame) -> None:
+    """Add a run to a table, or put it in its old place.
+
+    The other runs' numbers stay to the last digit. The lock on the folder makes scripts that write
+    at the same time wait for each other; else the second would write the table without the first's.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        old = list(csv.DictReader(file.open(newline=""))) if file.exists() else []
+        new = csv.DictReader(io.StringIO(rows.to_csv(index=False)))
+        table = [row for row in old if row["run"] != run] + [{"run": run} | row for row in new]
+        table.sort(key=lambda row: row["run"])  # the order does not tell which run ended first
+        text, names = io.StringIO(), dict.fromkeys(name for row in table for name in row)
+        writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table)
+        write_atomically(file, text.getvalue())
+    finally:
+        os.close(folder)  # and so unlocks it
+
+
+# Timing
 
 
 def in_turns(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:

@@ -13,14 +13,12 @@ temperature 1, and pass@k for each k is the unbiased estimate from these.
 
 Without --models tiny is trained by both learning types, 60 steps of seed 0, and measured before,
 after 20 and after 60 of them. Two processes of one thread each work at a time. How many of its
-samples solve each question is kept in results/pass-at-k/<name>/<model>.json; a model that has its
-file is not measured again, and a training that was stopped goes on. Table and picture,
-results/pass-at-k/<name>.md and .png, come from these files alone. All other arguments are
-main.py's.
+samples solve each question is kept in results/pass-at-k/<name>.csv, a row a model; a model that has
+its row is not measured again, and a training that was stopped goes on. Table and picture,
+results/pass-at-k/<name>.md and .png, come from this file alone. All other arguments are main.py's.
 """
 
 import argparse
-import json
 import os
 import re
 import subprocess
@@ -30,7 +28,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from common import load_run, questions_per_step  # first: it finds the script's modules
+from common import keep_run, kept_runs, load_run, questions_per_step  # first: it finds the modules
+from pandas import DataFrame
 
 import main as program
 from engine import ROOT
@@ -52,29 +51,28 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "results/pass-at-k")
     parser.add_argument("--title", default="pass@k before and after training")
     parser.add_argument("--draw", action="store_true", help="run nothing")
-    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)  # in a process of its own
+    parser.add_argument("--measure", help=argparse.SUPPRESS)  # a name, in a process of its own
     options, keys = parser.parse_known_args()
+    file = options.out / f"{options.name}.csv"
     if options.measure:
-        return measure(options.measure, keys)
-    folder = options.out / options.name
-    folder.mkdir(parents=True, exist_ok=True)
+        return measure(file, options.measure, keys)
     models = dict(text.split("=", 1) for text in options.models or ()) or tiny_models()
-    files = {name: folder / f"{name}.json" for name in models}
     if not options.draw:
         keys += [f"validation.best_of_n={options.samples}", "validation.pass_k=[1]"]
         if not options.models:
             run_two_at_a_time(trainings())
-        this = [sys.executable, __file__, "--measure"]
+        this = [sys.executable, __file__, f"--out={options.out}", f"--name={options.name}"]
         run_two_at_a_time(
             [
-                [*this, str(file), *keys, f"model.name={models[name]}"]
-                for name, file in files.items()
-                if not file.exists()
+                [*this, f"--measure={name}", *keys, f"model.name={model}"]
+                for name, model in models.items()
+                if name not in kept_runs(file)
             ]
         )
-    counts = {name: json.loads(file.read_text())["solved"] for name, file in files.items()}
-    write_table(counts, options.samples, options.out / f"{options.name}.md")
-    draw(counts, options.samples, options.title, options.out / f"{options.name}.png")
+    kept = kept_runs(file)
+    counts = {name: [*map(int, kept[name]["solved"].item().split())] for name in models}
+    write_table(counts, options.samples, file.with_suffix(".md"))
+    draw(counts, options.samples, options.title, file.with_suffix(".png"))
 
 
 def tiny_models() -> dict[str, str]:
@@ -109,15 +107,14 @@ def run_two_at_a_time(commands: list[list[str]]) -> None:
             run.result()
 
 
-def measure(file: Path, keys: list[str]) -> None:
-    """Write how many of its samples solve each validation question."""
+def measure(file: Path, name: str, keys: list[str]) -> None:
+    """Keep how many of a model's samples solve each validation question, by a name for it."""
     with tempfile.TemporaryDirectory() as folder:
         run = load_run([*keys, "mode=evaluate", f"run.dir={folder}"])
     groups = program.sample_validation(run)
-    solved = [sum(t.is_solved for t in group) for group in groups]
-    samples = run.config.validation.best_of_n
-    found = {"model": run.config.model.name, "samples": samples, "solved": solved}
-    write_atomically(file, json.dumps(found) + "\n")
+    solved = " ".join(str(sum(t.is_solved for t in group)) for group in groups)
+    found = {"model": run.config.model.name, "samples": run.config.validation.best_of_n}
+    keep_run(file, name, DataFrame([found | {"solved": solved}]))
 
 
 # What is seen

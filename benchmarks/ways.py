@@ -10,29 +10,29 @@ The students are the embedded model and "weak", which the same script makes in 3
 teacher is best/ of 60 steps of the default, as many samples a step as on two ranks; the answers are
 500 of its own (tools.collect). These are made first, in runs/ways/. Each row takes 20 steps of the
 default, a "warm" one from a model that tools.imitate has made; an "sft" row takes one, which is not
-looked at. What a run has measured is kept in results/ways/<row>-s<seed>.csv, and what tools.imitate
-has in .warm.jsonl; a run that has its file is not run again, and one that was stopped goes on.
-Table and picture, results/ways.md and .png, come from these files alone. Those of before there was
-tools.imitate, up to e8c738d, are of one run each, by `warm_start.data`: it computed the same.
+looked at. What a run has measured is kept in results/ways.csv, whose column `run` has row and seed,
+and what tools.imitate has in ways-imitation.csv; a run that has its rows is not run again, and one
+that was stopped goes on. Table and picture, results/ways.md and .png, come from these files alone.
+Those of before there was tools.imitate, up to e8c738d, are of one run each, by `warm_start.data`:
+it computed the same.
 
 The sums are arithmetic-smollm2.yaml's, on two ranks, after imitation of 500 answers that a program
-writes, such as "47 + 38 = 85." Without it: results/arithmetic-smollm2-s*.csv.
+writes, such as "47 + 38 = 85." Without it: results/arithmetic-smollm2.csv.
 """
 
 import argparse
-import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 from ablations import shown
-from common import load_config, questions_per_step  # first: it finds the script's modules
+from common import keep_run, kept_runs, load_config, questions_per_step, seeds_of  # first: modules
+from pandas import DataFrame
 
 from engine import ROOT
-from engine.core.files import json_line, write_atomically
+from engine.core.files import json_line, read_lines, write_atomically
 from engine.core.packages import import_package
 from engine.questions.data import load_examples
 from engine.questions.tasks import load_task
@@ -83,16 +83,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "results")
     parser.add_argument("--draw", action="store_true", help="run nothing")
     options = parser.parse_args()
-    folder = options.out / "ways"
-    folder.mkdir(parents=True, exist_ok=True)
+    file, imitation_file = options.out / "ways.csv", options.out / "ways-imitation.csv"
     if not options.draw:
         prepare(options.rows)
         for seed in options.seeds:
             for row in options.rows:
-                if not (folder / f"{row}-s{seed}.csv").exists():
-                    run_row(row, seed, folder, options.smollm2)
-    write_table(folder, options.out / "ways.md")
-    draw(folder, options.title, options.out / "ways.png")
+                if f"{row}-s{seed}" not in kept_runs(file):
+                    run_row(row, seed, file, imitation_file, options.smollm2)
+    curves = {row: curve(row, kept_runs(file), kept_runs(imitation_file)) for row in ROWS}
+    write_table(curves, options.out / "ways.md")
+    draw(curves, options.title, options.out / "ways.png")
 
 
 # The runs
@@ -127,8 +127,8 @@ def write_sums(file: Path) -> None:
     write_atomically(file, "".join(map(json_line, lines)))
 
 
-def run_row(row: str, seed: int, folder: Path, smollm2: str | None) -> None:
-    kept, made, script = folder / f"{row}-s{seed}", RUNS / f"{row}-s{seed}", []
+def run_row(row: str, seed: int, file: Path, imitation_file: Path, smollm2: str | None) -> None:
+    made, script = RUNS / f"{row}-s{seed}", []
     given = [*ROWS[row], f"run.dir={RUNS}", f"run.name={made.name}", f"training.seed={seed}"]
     if row.startswith("sums"):  # on two ranks, as the recipe
         script = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
@@ -141,11 +141,10 @@ def run_row(row: str, seed: int, folder: Path, smollm2: str | None) -> None:
         if not model.exists():
             how = [f"--steps={IMITATED[row]}", f"--out={model}"]
             run(*script, "-m", "tools.imitate", str(student), str(answers), *given, *how)
-        shutil.copyfile(model / "imitation.jsonl", kept.with_suffix(".warm.jsonl"))
+        keep_run(imitation_file, made.name, DataFrame(read_lines(model / "imitation.jsonl")))
         student = model
     run(*script, "main.py", *given, f"model.name={student}")
-    rows = read_table(made).rows.astype({"step": int})
-    write_atomically(kept.with_suffix(".csv"), rows.to_csv(index=False))
+    keep_run(file, made.name, read_table(made).rows.astype({"step": int}))
 
 
 def run(*command: str) -> None:
@@ -158,35 +157,35 @@ def run(*command: str) -> None:
 # What is seen
 
 
-def curve(folder: Path, row: str) -> dict[str, np.ndarray]:
-    """Steps, and pass@1 and best of 8 at each of them for each seed; imitation is before 0."""
+def curve(
+    row: str, runs: dict[str, DataFrame], imitations: dict[str, DataFrame]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Steps (points,), and each seed's pass@1 and best of n (seeds, points, 2).
+
+    Imitation is before step 0.
+    """
     tables, steps = [], np.array([])
-    for file in sorted(folder.glob(f"{row}-s[0-9]*.csv")):
-        rows = read_table(file).rows
-        best = next(name for name in rows if name.startswith("eval/best_of_"))
-        rows = rows[np.isfinite(rows["eval/pass@1"])][["step", "eval/pass@1", best]].to_numpy(
-            copy=True
-        )
-        warm_file = file.with_suffix(".warm.jsonl")
-        if warm_file.exists():
-            start, *_, end = map(json.loads, warm_file.read_text().splitlines())
-            before, after = ([some.get("eval/pass@1"), some.get(best)] for some in (start, end))
-            if before[0] is None:  # by warm_start.data: the run itself had measured that
-                before = rows[0, 1:]
+    for run, metrics in seeds_of(runs, row).items():
+        best = next(name for name in metrics if name.startswith("eval/best_of_"))
+        columns = ["step", "eval/pass@1", best]
+        rows = metrics[columns].dropna().to_numpy()
+        if run in imitations:
+            before, *_, after = imitations[run][columns].to_numpy()
+            if np.isnan(before[1]):  # by warm_start.data: the run itself had measured that
+                before = rows[0]
             ends = rows[1:] if not row.endswith("-sft") else rows[:0]
-            rows = np.vstack([[-end["step"], *before], [0, *after], ends])
+            rows = np.vstack([[-after[0], *before[1:]], [0, *after[1:]], ends])
         tables.append(rows[:, 1:])
         steps = rows[:, 0]
-    return {"steps": steps, "rates": np.array(tables)}  # (points,), (seeds, points, 2)
+    return steps, np.array(tables)
 
 
-def write_table(folder: Path, file: Path) -> None:
+def write_table(curves: dict[str, tuple[np.ndarray, np.ndarray]], file: Path) -> None:
     """Before, after imitation and at the end; and the steps to LEVEL of each seed."""
     lines = ["| row | seeds | before | after imitation | at the end | best of n at the end "]
     lines[0] += f"| steps to {LEVEL} |"
     lines.append("|---|---|---|---|---|---|---|")
-    for row in ROWS:
-        steps, rates = curve(folder, row).values()
+    for row, (steps, rates) in curves.items():
         if not len(rates):
             lines.append(f"| {row} | 0 | not run | | | | |")
             continue
@@ -202,7 +201,7 @@ def write_table(folder: Path, file: Path) -> None:
     print(f"written: {file}")
 
 
-def draw(folder: Path, title: str, file: Path) -> None:
+def draw(curves: dict[str, tuple[np.ndarray, np.ndarray]], title: str, file: Path) -> None:
     """pass@1 over the steps of RL, of the weak student and of the embedded one."""
     import_package("matplotlib", key="benchmarks/ways.py")
     from matplotlib import style
@@ -212,7 +211,7 @@ def draw(folder: Path, title: str, file: Path) -> None:
         figure = Figure(figsize=(8, 3.4), layout="constrained")  # inches
         for axes, kind in zip(figure.subplots(1, 2, sharey=True), ("weak", "tiny"), strict=True):
             for i, row in enumerate(name for name in ROWS if name.startswith(kind)):
-                steps, rates = curve(folder, row).values()
+                steps, rates = curves[row]
                 if not len(rates):
                     continue
                 steps, solved = steps[steps >= 0], rates[:, steps >= 0, 0]

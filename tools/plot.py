@@ -2,17 +2,19 @@
 
     python -m tools.plot runs/a runs/b               # writes runs/a/curves.png and curves.svg
     python -m tools.plot runs/a runs/b --over minutes
-    python -m tools.plot results/*.csv --out runs/curves --smooth 1
+    python -m tools.plot results/countdown-tiny-*.csv --out runs/curves --smooth 1
     python -m tools.plot runs/a --panels eval/pass@1 train/completion_tokens
 
-Give each run as its folder, or as a .csv file that has a row a step, such as those in results/. The
-pictures lie beside the first one's metrics, unless --out says otherwise. Runs whose names differ
-only in the seed at the end (-s0, -s1) share a curve: the mean over the seeds, in a band from the
-lowest to the highest seed, up to the end of the shortest run. The band of a single run is the 95%
-interval of its pass@1. Minutes are those of steps and evaluations, without loading and saving.
+Give each run as its folder, or as a .csv file that has a row a step; one with a column
+`run`, such as those in results/, has several runs. The pictures lie beside the first one's metrics,
+unless --out says otherwise. Runs whose names differ only in the seed at the end (-s0, -s1) share a
+curve: the mean over the seeds, in a band from the lowest to the highest seed, up to the end of the
+shortest run. The band of a single run is the 95% interval of its pass@1. Minutes are those of steps
+and evaluations, without loading and saving.
 """
 
 import argparse
+import collections
 import functools
 import io
 import json
@@ -66,7 +68,13 @@ class Table:
 
 
 def read_table(path: Path) -> Table:
-    """Read a run's folder or .csv file; raises OSError or ValueError with the file's name."""
+    """Read a run's folder or file; raises OSError or ValueError with the file's name."""
+    (table,) = read_tables(path)
+    return table
+
+
+def read_tables(path: Path) -> list[Table]:
+    """Read a run's folder, or the runs of a .csv file, by its column `run`; raises as above."""
     file = path if path.suffix in (".csv", ".jsonl") else path / "metrics.jsonl"
     if not file.is_file():
         places = [path, path.parent, Path("runs")]
@@ -78,7 +86,8 @@ def read_table(path: Path) -> Table:
         if lines is None:
             text = file.read_text(encoding="utf-8", errors="replace")
             whole = text[: text.rfind("\n") + 1]  # without a half-written last line
-            rows = pandas.read_csv(io.StringIO(whole), dtype=float)
+            types = collections.defaultdict(lambda: float, run=str)
+            rows = pandas.read_csv(io.StringIO(whole), dtype=types)
         else:
             rows = pandas.DataFrame(lines, dtype=float)
     except (ValueError, TypeError, OverflowError) as error:  # something else than numbers
@@ -86,8 +95,14 @@ def read_table(path: Path) -> Table:
     is_a_runs = {"step", "time/step_s", "time/eval_s"} <= {*rows}
     if not is_a_runs or rows["step"].isna().all():
         raise ValueError(f"{file}: no rows of a run's metrics")
-    rows = rows.groupby("step", as_index=False).first()  # a step and its evaluation are two rows
-    return Table(file.absolute().parent.name if file.stem == "metrics" else file.stem, rows)
+    if "run" in rows:
+        groups = rows.groupby("run")  # each without the columns that only others have
+        runs = {run: some.drop(columns="run").dropna(axis=1, how="all") for run, some in groups}
+    else:
+        runs = {file.absolute().parent.name if file.stem == "metrics" else file.stem: rows}
+    # A step and its evaluation are two rows of a run
+    merged = {run: some.groupby("step", as_index=False).first() for run, some in runs.items()}
+    return [Table(run, some) for run, some in merged.items()]
 
 
 def group_seeds(tables: list[Table]) -> dict[str, list[Table]]:
@@ -199,7 +214,7 @@ def main() -> None:
         import_package("matplotlib", key="tools.plot")  # says how to install it
         from matplotlib import style
 
-        groups = group_seeds([read_table(path.expanduser()) for path in options.paths])
+        groups = group_seeds([t for path in options.paths for t in read_tables(path.expanduser())])
         window, title, over = options.smooth, options.title, options.over
         out.parent.mkdir(parents=True, exist_ok=True)
         with style.context(STYLE, after_reset=True):

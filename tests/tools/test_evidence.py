@@ -3,25 +3,26 @@
 A figure that three seeds gave is quoted as "0.873, 0.869, 0.862", or as "0.862 to 0.873".
 """
 
-import json
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from harness import ROOT, benchmark, read_jsonl
+from harness import ROOT, benchmark
+from pandas import DataFrame
 
 from engine.core.config import dotted_values
 from engine.core.statistics import pass_at_k as rate_of
 from engine.run.config_file import load_config
-from tools.plot import read_table
 
 learning, ablations, switched, pass_at_k = map(
     benchmark, ("learning", "ablations", "switched", "pass_at_k")
 )
+keep_run, kept_runs = benchmark("common").keep_run, benchmark("common").kept_runs
 RESULTS = ROOT / "results"
 
 
@@ -81,32 +82,42 @@ def test_every_figure_of_three_seeds_is_that_of_kept_runs():
 
 def evaluations_of_three_seeds() -> Iterator[list[float]]:
     """pass@1 and pass@8 of each seed, of every evaluation that is kept; pass@64 too, if sampled."""
-    for group in by_name(RESULTS.rglob("*s[0-2].csv")):
-        tables = [read_table(file).rows.set_index("step") for file in group]
+    for seeds in (seeds for file in RESULTS.rglob("*.csv") for seeds in by_name(kept_runs(file))):
+        if "solved" in seeds[0]:
+            counts = [np.array(rows["solved"].item().split(), dtype=int) for rows in seeds]
+            for k in (1, 8, 64):
+                yield [rate_of(solved, seeds[0]["samples"].item(), k) for solved in counts]
+            continue
+        tables = [rows.groupby("step").first() for rows in seeds]
         for name in ("eval/pass@1", "eval/pass@8"):
             if all(name in table for table in tables):
                 curves = [table[name].dropna() for table in tables]
                 for step in set.intersection(*[set(curve.index) for curve in curves]):
                     yield [curve[step] for curve in curves]
-    for group in by_name(RESULTS.rglob("*s[0-2].*jsonl")):
-        for rows in zip(*map(read_jsonl, group), strict=False):
-            for name in rows[0].keys() & {"eval/pass@1", "eval/pass@8"}:
-                yield [row[name] for row in rows]
-    for group in by_name(RESULTS.glob("pass-at-k/*/*s[0-2].json")):
-        kept = [json.loads(file.read_text()) for file in group]
-        for k in (1, 8, 64):
-            yield [rate_of(np.array(one["solved"]), one["samples"], k) for one in kept]
 
 
-def by_name(files: Iterable[Path]) -> list[list[Path]]:
+def by_name(runs: dict[str, DataFrame]) -> list[list[DataFrame]]:
     """Those of seeds 0, 1 and 2, where all three are there."""
-    groups: dict[str, list[Path]] = {}
-    for file in sorted(files):
-        groups.setdefault(re.sub(r"\bs\d\.", ".", str(file)), []).append(file)
+    groups: dict[str, list[DataFrame]] = {}
+    for run, rows in runs.items():
+        if re.search(r"\bs[0-2]$", run):
+            groups.setdefault(run[:-2], []).append(rows)
     return [group for group in groups.values() if len(group) == 3]
 
 
 # What the benchmarks run
+
+
+def test_runs_that_are_kept_at_the_same_time_are_all_in_the_table_to_the_last_digit(tmp_path):
+    """They have other columns, and one of them is kept twice."""
+    file, names = tmp_path / "new/table.csv", [f"row-s{seed}" for seed in range(8)]
+    runs = {name: DataFrame({"step": [0, 1], name: [0.1 + 0.2, None]}) for name in names}
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: keep_run(file, name, runs[name]), [*names, names[0]]))
+    assert file.read_text().count("0.30000000000000004") == 8
+    found = {name: rows.reset_index(drop=True) for name, rows in kept_runs(file).items()}
+    assert list(found) == names and all(found[name].equals(runs[name]) for name in names)
+    assert [path.name for path in file.parent.iterdir()] == ["table.csv"]
 
 
 def test_what_is_compared_takes_the_steps_of_the_default_run():

@@ -9,7 +9,7 @@ import pytest
 
 from engine.core.files import json_line
 from tools import plot
-from tools.plot import curve_of, group_seeds, make_figure, read_table
+from tools.plot import curve_of, group_seeds, make_figure, read_table, read_tables
 
 NAN = math.nan
 
@@ -66,6 +66,16 @@ def test_a_runs_lines_and_a_table_of_them_are_the_same(tmp_path):
     assert lines.rows["step"].tolist() == [0, 1, 2, 3, 4]
     assert same(lines.rows["train/reward"].to_numpy(), [NAN, 0.3, 0.625, NAN, -0.125])
     assert same(lines.rows["eval/pass@1"].to_numpy(), [0.25, NAN, 0.5, NAN, NAN])
+
+
+def test_a_file_with_a_column_run_has_several_runs_each_with_the_columns_that_it_measured(tmp_path):
+    seeds = [write_run(tmp_path / "a-s0.csv", [1, 2], {2: 0.5}), write_run(tmp_path / "b.csv", [3])]
+    rows = [pandas.read_csv(file).assign(run=file.stem) for file in seeds]
+    pandas.concat(rows).to_csv(tmp_path / "all.csv", index=False)
+    tables = read_tables(tmp_path / "all.csv")
+    assert [table.name for table in tables] == ["a-s0", "b"]
+    for table, alone in zip(tables, map(read_table, seeds), strict=True):
+        assert table.rows.equals(alone.rows)
 
 
 def test_runs_that_differ_in_their_seed_are_one_curve_and_others_keep_their_names(tmp_path):
