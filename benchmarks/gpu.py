@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import signal
 import statistics
@@ -34,36 +35,40 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common import bf16_copy, in_turns, print_table, synchronize, time_once  # first: the modules
-from rollouts import (
-    QWEN_SHAPES,
-    TINY,
-    Size,
-    bandwidth_bound,
-    copy_bandwidth,
-    random_model,
-    random_workload,
-)
-from step_3b import RECIPE, TOY, Step
+from rollouts import TINY, Size, Workload
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoTokenizer
-from update import WholePass, matmul_flops
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from engine import ROOT
 from engine.core.distributed import World, order_ddp_buckets
 from engine.core.tensors import right_pad
-from engine.core.types import SamplingParams
+from engine.core.types import SamplingParams, Trajectory
+from engine.model.policy import Policy
+from engine.model.sampler import choose_loop, sample_by_loop
 from engine.report.metrics import peak_memory_gb
 from engine.run.config_file import load_config
+from engine.run.state import Run
 from engine.sampling.draw import draw_uniforms
 from engine.sampling.graphs import CapturedSteps, decode_captured
 from engine.sampling.grouped import DecodeBatch, decode_grouped
 from engine.update.head import ChunkedScorer, head_log_probs
 from engine.update.optimizer import make_optimizer
 from logger import Logger
-from main import wrap_policy
+from main import assign_advantages, generate, update_policy, wrap_policy
 from tools.chat import load_policy
 
+RECIPE = ROOT / "configs/countdown-qwen2.5-3b.yaml"
+TOY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+TOY |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+QWEN_3B = {
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+}
+PROMPT_TOKENS, MEAN_LENGTH = 128, 400
 CARD_BYTES = 80e9  # what the step may use; the rest of a larger GPU is filled with ballast
 NO_ENDS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "eos_ids": (), "pad_id": 0}
 
@@ -99,7 +104,11 @@ class Setting:
 
     @property
     def shape(self) -> dict[str, int]:
-        return TOY if self.is_quick else QWEN_SHAPES["Qwen2.5-3B"]
+        return TOY if self.is_quick else QWEN_3B
+
+    @property
+    def size(self) -> Size:
+        return Size(2, 2, 4) if self.is_quick else Size(max_new_tokens=1024)
 
     @property
     def few_layers(self) -> dict[str, int]:
@@ -117,6 +126,86 @@ class Setting:
     def speed_aim(self, **aim: float) -> dict[str, float]:
         """An aim that a toy is not held to."""
         return {} if self.is_quick else aim
+
+
+# Random models, prompts and lengths
+
+
+def random_model(shape: dict[str, int], device: torch.device) -> nn.Module:
+    """A Qwen2 of that shape, with random weights in fp32."""
+    config = Qwen2Config(vocab_size=151936, tie_word_embeddings=True, rope_theta=1e6, **shape)
+    config.eos_token_id, config.pad_token_id = 1, 0
+    with torch.device(device):
+        return Qwen2ForCausalLM(config)
+
+
+def random_workload(model: nn.Module, size: Size) -> Workload:
+    """Prompts of random tokens, for completions in bf16 that end as `end_rates` says."""
+    config, world = load_config(["--config", os.devnull]), World(0, 1, model.device)
+    sampler = sample_by_loop(config, model, torch.bfloat16, world, decode_grouped)
+    sampler = choose_loop(sampler, print, fallback=generate)
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(2, model.config.vocab_size, (size.questions, PROMPT_TOKENS)).tolist()
+    rates = end_rates(size.max_new_tokens).to(model.device)
+    end_at_random = functools.partial(force_ends, rates=rates, eos_id=1)
+    sampler.model.register_forward_hook(end_at_random, with_kwargs=True)
+    params = SamplingParams(
+        size.max_new_tokens,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        eos_ids=(1,),
+        pad_id=0,
+        group_size=size.samples,
+    )
+    return Workload(sampler, prompts, params)
+
+
+def end_rates(max_length: int) -> torch.Tensor:
+    """How probably a completion ends at its token 0, 1, ..., given that it got there.
+
+    Lengths are log-normal, as those of reasoning models are about, with a mean of MEAN_LENGTH.
+    """
+    spread = 0.6
+    centre = math.log(MEAN_LENGTH) - spread**2 / 2
+    lengths = np.random.default_rng(0).lognormal(centre, spread, 100_000).astype(int)
+    counts = torch.bincount(torch.from_numpy(lengths).clamp(1, max_length + 1))
+    num_reached = counts.flip(0).cumsum(0).flip(0)
+    return (counts / num_reached)[1 : max_length + 1].float()
+
+
+def force_ends(model, args, kwargs: dict, output, *, rates: torch.Tensor, eos_id: int):
+    """Forward hook: the next token is EOS with the rate of its place, and never else.
+
+    It works on positions alone, so that all three backends draw from the same distribution.
+    """
+    if "position_ids" not in kwargs:  # of the pass that estimates a row's bytes on a GPU
+        return output
+    positions, kept = kwargs["position_ids"], kwargs.get("logits_to_keep", 0)
+    kept = slice(-kept, None) if isinstance(kept, int) else kept
+    places = (positions[:, kept] - (PROMPT_TOKENS - 1)).clamp(0, len(rates) - 1)
+    ends = torch.rand(places.shape, device=places.device) < rates[places]
+    output.logits[..., eos_id] = torch.where(ends, 1e4, -torch.inf).to(output.logits.dtype)
+    return output
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second that a large copy reads and writes."""
+    source = torch.empty(2**30, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    (seconds,) = in_turns({"copy": lambda: target.copy_(source)}, 5).values()
+    return 2 * source.nbytes / statistics.median(seconds)
+
+
+def bandwidth_bound(model: nn.Module, lengths: list[int], bytes_per_s: float) -> float:
+    """Tokens per second if decoding cost no more than reading weights and cache once a token."""
+    config = model.config
+    head_size = config.hidden_size // config.num_attention_heads
+    cache_bytes = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_size
+    weight_bytes = sum(p.nbytes for p in model.parameters())
+    cached = sum(length * PROMPT_TOKENS + length * (length + 1) / 2 for length in lengths)
+    num_bytes = max(lengths) * weight_bytes + cached * cache_bytes
+    return sum(lengths) * bytes_per_s / num_bytes
 
 
 # Correctness
@@ -346,8 +435,7 @@ def time_rollout(setting: Setting) -> list[Row]:
     """The published rollout beside `model.generate`, and what its captures cost."""
     model = bf16_copy(random_model(setting.shape, setting.device))
     rows = time_steps(setting, model)
-    size = Size(2, 2, 4) if setting.is_quick else Size(max_new_tokens=1024)
-    workload = random_workload(model, size)
+    workload = random_workload(model, setting.size)
     capture, capture_s = CapturedSteps.capture, []
 
     def timed_capture(steps: CapturedSteps, num_columns: int):
@@ -409,21 +497,55 @@ def time_head(setting: Setting) -> list[Row]:
 
 def time_update(setting: Setting) -> list[Row]:
     """Forward and backward of a micro-batch, as a share of the rate of one bf16 product."""
-    if setting.is_quick:
-        rate, whole = matmul_flops(64), WholePass(TOY, num_rows=1, num_tokens=8)
-    else:
-        rate, whole = matmul_flops(), WholePass(QWEN_SHAPES["Qwen2.5-3B"])
-    passes = in_turns({"ours": functools.partial(whole.run, ChunkedScorer)}, repeats=1)["ours"]
-    flops = 6 * sum(p.numel() for p in whole.model.parameters()) * whole.input_ids.numel()
-    share = flops / statistics.median(passes) / rate
+    size, num_rows, num_tokens = (64, 1, 8) if setting.is_quick else (8192, 8, 1024)
+    a, b = torch.randn(2, size, size, device=setting.device, dtype=torch.bfloat16)
+    model = random_model(setting.shape, setting.device)
+    ids = torch.randint(model.config.vocab_size, (num_rows, num_tokens), device=setting.device)
+    mask = torch.arange(num_tokens, device=setting.device) >= num_tokens // 4  # after the prompt
+    update = functools.partial(score_and_differentiate, model, ids, mask.expand_as(ids))
+    (product_s,) = in_turns({"product": functools.partial(torch.mm, a, b)}, repeats=20).values()
+    (update_s,) = in_turns({"update": update}, repeats=1).values()
+    rate = 2 * size**3 / statistics.median(product_s)
+    flops = 6 * sum(p.numel() for p in model.parameters()) * ids.numel()
     aim = setting.speed_aim(at_least=0.4)
     return [
         Row("one bf16 product", rate / 1e12, "TFLOP/s"),
-        Row("update, of that", share, "", **aim),
+        Row("update, of that", flops / statistics.median(update_s) / rate, "", **aim),
     ]
 
 
+def score_and_differentiate(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> None:
+    model.zero_grad()
+    ChunkedScorer(model, torch.bfloat16)(ids, mask, temperature=1.0).sum().backward()
+
+
 # A whole step
+
+
+class Step:
+    """Rollout and update of one policy, again and again; completions have random rewards."""
+
+    def __init__(self, setting: Setting):
+        model = random_model(setting.shape, setting.device)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.workload = random_workload(model, setting.size)
+        sampler, params = self.workload.sampler, self.workload.params
+        scorer = ChunkedScorer(model, torch.bfloat16)
+        policy = Policy(model, sampler, None, params, torch.bfloat16, scorer)
+        config, world = load_config(["--config", str(RECIPE)]), World(0, 1, setting.device)
+        self.run = Run(config, world, Logger(rank=1), None, policy, [], folder=Path())
+        self.run.optimizer = make_optimizer(model, config.training)
+        self.rng = np.random.default_rng(0)
+
+    def rollout(self) -> None:
+        self.groups = [
+            [Trajectory(prompt, c, "", {}, float(self.rng.integers(2))) for c in group]
+            for prompt, group in zip(self.workload.prompts, self.workload.sample(), strict=True)
+        ]
+        assign_advantages(self.groups, self.run.config.training)
+
+    def update(self) -> None:
+        update_policy(self.run, self.groups)
 
 
 def measure_step(setting: Setting, name: str = "plain") -> list[Row]:
@@ -442,8 +564,7 @@ def measure_step_in_ddp(setting: Setting) -> list[Row]:
 
 
 def time_whole_step(setting: Setting, name: str, *, ballast_gb: float) -> list[Row]:
-    size = Size(2, 2, 4) if setting.is_quick else Size(max_new_tokens=1024)
-    step = Step(setting.shape, size, setting.device, load_config(["--config", str(RECIPE)]))
+    step = Step(setting)
     if name == "DDP":
         step.run.policy.scorer = in_ddp(step.run.policy.scorer, setting)
     phases = {"rollout": step.rollout, "update": step.update}

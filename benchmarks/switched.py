@@ -1,7 +1,6 @@
 """main.py with one thing changed for which the config has no key, for benchmarks/ablations.py.
 
 python benchmarks/switched.py bf16-weights [section.key=value ...]
-python benchmarks/switched.py score-in-sampler --config configs/arithmetic-smollm2.yaml
 python benchmarks/switched.py stale-4,ratio-to-sampler training.policy_loss=cispo
 
 SWITCHES, at the end, has them all. A switch puts a function of this file in the place of one of
@@ -10,7 +9,6 @@ main.py's or of engine's. They are for one process.
 
 import functools
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
@@ -26,12 +24,11 @@ from engine.core.config import Config, TrainingSettings
 from engine.core.distributed import World
 from engine.core.statistics import Clock
 from engine.core.types import MicroBatch, SamplingParams, Seed, Trajectory
-from engine.model.policy import Policy
 from engine.model.sampler import DecodeLoop, LoopSampler, copy_in
 from engine.run.state import Run
 from engine.update.outcome import Update
 
-load_model, wrap_policy, end_step = engine.model.load.load_model, program.wrap_policy, Run.end_step
+load_model, end_step = engine.model.load.load_model, Run.end_step
 sample_trajectories, sample_validation = program.sample_trajectories, program.sample_validation
 update_policy = program.update_policy
 make_micro_batch, assign_advantages = program.make_micro_batch, program.assign_advantages
@@ -54,32 +51,6 @@ def main() -> None:
 def load_in_bf16(*arguments: object, **settings: object) -> torch.nn.Module:
     """The trained weights are bf16, and with them gradients, AdamW's averages and arithmetic."""
     return load_model(*arguments, **settings | {"dtype": torch.bfloat16})
-
-
-def score_in_the_sampler(
-    policy: Policy, config: Config, world: World, log: Callable[[str], None]
-) -> None:
-    """The bf16 copy that samples scores too, in the same arithmetic: nothing is cast in a pass.
-
-    Its gradients, which are bf16, are added to those of the fp32 weights, micro-batch by
-    micro-batch. With several ranks DDP would have to average them in between: so it needs one.
-    """
-    wrap_policy(policy, config, world, log)
-    if world.size > 1 or policy.compute_dtype != torch.bfloat16 or config.model.lora is not None:
-        fix = "needs one process, model.compute_dtype=bfloat16 and model.lora=null"
-        raise SystemExit(f"score-in-sampler: {fix}")
-    sampler = policy.sampler.model
-    for weights, copied in zip(policy.model.parameters(), sampler.parameters(), strict=True):
-        copied.requires_grad_()
-        copied.register_post_accumulate_grad_hook(functools.partial(hand_over, weights))
-    policy.scorer = type(policy.scorer)(sampler, torch.bfloat16)
-
-
-def hand_over(weights: torch.nn.Parameter, copied: torch.nn.Parameter) -> None:
-    """Add the gradient of a copied weight to that of the trained one, and drop it."""
-    gradient = copied.grad.to(weights.dtype)
-    weights.grad = gradient if weights.grad is None else weights.grad.add_(gradient)
-    copied.grad = None
 
 
 def sample_untruncated(run: Run, **settings: object) -> list[list[Trajectory]]:
@@ -232,7 +203,6 @@ def sample_with_length_reward(
 
 SWITCHES = {
     "bf16-weights": [(engine.model.load, "load_model", load_in_bf16)],
-    "score-in-sampler": [(program, "wrap_policy", score_in_the_sampler)],
     "whole-evaluation": [(program, "sample_validation", sample_untruncated)],
     **{
         f"stale-{every}": [

@@ -1,17 +1,14 @@
 """results/think.gif: one question's answers before and after training, token by token.
 
-    python benchmarks/think.py RUN --number 2 --title "Make 54 from 11, 4, 45 and 6"
-    python benchmarks/think.py --title "Make 54 from 11, 4, 45 and 6"     # draws the kept answers
+    python benchmarks/think.py --title "Make 54 from 11, 4, 45 and 6"
 
-Both models are asked as the page of `python -m tools.report RUN --serve` asks them: a held-out
-question by its number, the same random numbers, temperature 1. What they said is kept in
-results/think.jsonl, a line a model. The less likely a token was when it was sampled, the fuller its
-colour.
+results/think.jsonl has a line for each model, as the page of `python -m tools.report RUN --serve`
+asked it: validation question number 2, the same random numbers, temperature 1. The less likely a
+token was when it was sampled, the fuller its colour.
 """
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from matplotlib.font_manager import findfont
@@ -23,28 +20,6 @@ COLUMN, LEFT, TOP, LINE = 450, 14, 72, 22  # pixels
 TOKENS_PER_FRAME, FRAME_MS, HOLD_MS = 2, 110, 6000
 GOOD, BAD, PLAIN = "#00795c", "#b3401a", "#333333"
 UNLIKELY, FULL_NATS, MAX_ALPHA = (150, 70, 190), 3, 0.6  # the hue of tools/report.html
-
-
-def ask(folder: Path, number: int) -> list[dict]:
-    """What the model before training and best/ answer: tokens, log_probs, is_solved."""
-    sys.path.insert(0, str(ROOT))  # the script's modules, which take seconds: only where needed
-    from tools import serve
-
-    options = argparse.Namespace(folder=folder, config=None, device="cpu")
-    answers = []
-    for model in serve.models(folder)[:2]:
-        lines: list[dict] = []
-        request = {"model": model, "number": number, "temperature": 1.0}
-        serve.answer(options, request, lines.append)
-        tokens = [line for line in lines if "token" in line]
-        answers.append(
-            {
-                "tokens": [line["token"] for line in tokens],
-                "log_probs": [round(line["log_prob"], 3) for line in tokens],
-                "is_solved": lines[-1]["row"]["solved"],
-            }
-        )
-    return answers
 
 
 def draw(title: str, answers: list[dict], shown: int) -> Image.Image:
@@ -79,14 +54,9 @@ def draw(title: str, answers: list[dict], shown: int) -> Image.Image:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run", type=Path, nargs="?", help="a run's folder; none: the kept answers")
-    parser.add_argument("--number", type=int, default=0, help="which held-out question")
     parser.add_argument("--title", default="", help="the question, above its answers")
     parser.add_argument("--out", type=Path, default=ROOT / "results/think.gif")
     options = parser.parse_args()
-    if options.run:
-        answers = ask(options.run, options.number)
-        KEPT.write_text("".join(json.dumps(answer) + "\n" for answer in answers))
     answers = [json.loads(line) for line in KEPT.read_text(encoding="utf-8").splitlines()]
     longest = max(len(answer["tokens"]) for answer in answers)
     counts = [*range(TOKENS_PER_FRAME, longest, TOKENS_PER_FRAME), longest]

@@ -16,13 +16,12 @@ from statistics import median
 
 import torch
 from common import in_turns, print_table  # first: it finds the script's modules
-from rollouts import QWEN_SHAPES, random_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from engine.report.metrics import peak_memory_gb
-from engine.update.head import ChunkedScorer, head_log_probs
-from main import CompletionScorer, token_log_probs
+from engine.update.head import head_log_probs
+from main import token_log_probs
 
 HIDDEN, VOCABULARY, TEMPERATURE = 896, 151_936, 1.0
 MEASURED_TOKENS, REPEATS = (512, 2048, 8192), 3
@@ -126,54 +125,10 @@ def print_times() -> None:
     print_table(["tokens", *METHODS, "naive / ours"], rows)
 
 
-# A whole micro-batch on a GPU
-
-
-def matmul_flops(size: int = 8192) -> float:
-    """bf16 FLOP/s of a large matrix product here."""
-    a, b = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * size**3 / median(in_turns({"matmul": partial(torch.mm, a, b)}, 20)["matmul"])
-
-
-class WholePass:
-    """Forward and backward of a random model over rows of a quarter prompt, the rest completion."""
-
-    def __init__(self, shape: dict[str, int], *, num_rows: int = 8, num_tokens: int = 1024):
-        self.model = random_model(shape, DEVICE)
-        self.input_ids = torch.randint(VOCABULARY, (num_rows, num_tokens), device=DEVICE)
-        self.mask = torch.arange(num_tokens, device=DEVICE).expand(num_rows, -1) >= num_tokens // 4
-
-    def run(self, scorer: type[nn.Module]) -> None:
-        self.model.zero_grad()
-        score = scorer(self.model, DTYPE)
-        score(self.input_ids, self.mask, temperature=TEMPERATURE).sum().backward()
-
-
-def print_whole_passes() -> None:
-    """The share of the matrix rate is 6 x parameters x tokens / time / FLOP/s of a product."""
-    rate, rows = matmul_flops(), []
-    for name, shape in QWEN_SHAPES.items():
-        whole = WholePass(shape)
-        methods = {
-            "naive": partial(whole.run, CompletionScorer),
-            "ours": partial(whole.run, ChunkedScorer),
-        }
-        flops = 6 * sum(p.numel() for p in whole.model.parameters()) * whole.input_ids.numel()
-        for method, seconds in in_turns(methods, REPEATS).items():
-            share = flops / median(seconds) / rate
-            rows.append([f"{name} {method}", f"{median(seconds):.3f}", f"{share:.0%}"])
-    print(
-        f"A whole micro-batch of 8,192 tokens; a matrix product reaches {rate / 1e12:.0f} TFLOP/s"
-    )
-    print_table(["model", "s", "of matrix rate"], rows)
-
-
 def main() -> None:
     print(f"{DEVICE.type}, {DTYPE}, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
     print_memory()  # first, while this process is small
     print_times()
-    if DEVICE.type == "cuda":
-        print_whole_passes()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Advantages, loss, gradient and clip are those that TRL's GRPOTrainer computes.
 
-TRL's figures below are of what this printed with trl 1.16.0 and torch 2.13.0, for the inputs of
-benchmarks/trl_inputs.py:
+TRL's figures below are what this printed, for its inputs, with trl 1.16.0 and torch 2.13.0:
 
     python benchmarks/trl_numbers.py
 
@@ -30,7 +29,7 @@ import pytest
 import torch
 from harness import alone, make_config
 
-from benchmarks import trl_inputs as inputs
+from benchmarks import trl_numbers as inputs
 from engine.core.types import Completion, MicroBatch, Trajectory
 from engine.model.policy import Policy
 from main import grpo_advantages, make_micro_batches, micro_batch_loss, token_weights
