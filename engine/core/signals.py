@@ -1,6 +1,7 @@
 """Signals that end a run: a thread notes them at once, wherever the main thread is."""
 
 import contextlib
+import functools
 import os
 import select
 import signal
@@ -18,13 +19,9 @@ def leave_to_watch(number: int, frame: object) -> None:
     """Python's handler does nothing: the number is in the pipe of `SignalWatch` already."""
 
 
-def hold_signals() -> None:
-    """Before a fork: a signal that comes before the child has its handlers back would be lost."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
-
-
-def release_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+# Around a fork: a signal that comes before the child has its handlers back would be lost.
+hold_signals = functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, HELD)
+release_signals = functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, HELD)
 
 
 def let_held_signals_end() -> None:

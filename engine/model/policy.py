@@ -84,17 +84,7 @@ class Policy:
             return PromptBatch(ids, seeds)
         from engine.sampling.environment import start_conversations
 
-        return start_conversations(
-            task,
-            config,
-            questions,
-            seeds,
-            params,
-            tokenizer=self.tokenizer,
-            context=self.context_length,
-            device=self.model.device,
-            clock=clock,
-        )
+        return start_conversations(self, task, config, questions, seeds, params, clock)
 
     def large_logits_scorer(self, config: Config, log: Log) -> type[nn.Module] | None:
         """The scorer that makes logits block by block, if all of a micro-batch's would be large.

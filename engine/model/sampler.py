@@ -67,24 +67,15 @@ def make_sampler(
     generate: DecodeLoop,
 ) -> Sampler:
     """The backend that the config names; `generate` is main.py's loop, the one of that name."""
-
-    def sample_by(loop: DecodeLoop) -> LoopSampler:
-        return sample_by_loop(config, model, compute_dtype, world, loop)
-
-    def sample_by_vllm() -> Sampler:
+    if config.sampling.backend == "vllm":
         from engine.sampling.vllm import VllmEngine
 
         base = find_base(config.model) or config.model
         engine = VllmEngine(base, model, world, compute_dtype, config.sampling.vllm_memory_gb)
         check_vllm(model, engine, tokenizer.encode("12 plus 30 is 42, and Rome is in Italy."))
         return engine
-
-    backends = {
-        "generate": lambda: sample_by(generate),
-        "grouped": lambda: choose_loop(sample_by(decode_grouped), log, fallback=generate),
-        "vllm": sample_by_vllm,
-    }
-    return backends[config.sampling.backend]()
+    sampler = sample_by_loop(config, model, compute_dtype, world, generate)
+    return choose_loop(sampler, log) if config.sampling.backend == "grouped" else sampler
 
 
 def sample_by_loop(
@@ -100,13 +91,14 @@ def sample_by_loop(
     return LoopSampler(model.eval(), model, loop)
 
 
-def choose_loop(sampler: LoopSampler, log: Log, *, fallback: DecodeLoop) -> LoopSampler:
-    """Decode in CUDA graphs on a GPU, by `fallback` if a group cannot share the model's cache."""
+def choose_loop(sampler: LoopSampler, log: Log) -> LoopSampler:
+    """Decode grouped if a group can share the model's cache, and on a GPU in CUDA graphs."""
     with sampler.autocast():
         if not supports_grouped(sampler.model):
             log("this model's cache cannot be shared by a group: sampling.backend=generate")
-            sampler.loop = fallback
-        elif sampler.model.device.type == "cuda":
+            return sampler
+        sampler.loop = decode_grouped
+        if sampler.model.device.type == "cuda":
             from engine.sampling.graphs import CapturedSteps, decode_captured
 
             if supports_grouped(sampler.model, CapturedSteps):

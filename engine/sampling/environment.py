@@ -33,23 +33,20 @@ TURN_FORM = {"start_anchor_pattern": r"\A", "fields": FIELDS}
 
 
 def start_conversations(
+    policy: Any,  # model/policy.py's Policy
     task: ModuleType,
     config: Config,
     questions: list[dict],
     seeds: list[Seed],
     params: SamplingParams,
-    *,
-    tokenizer: PreTrainedTokenizerFast,
-    context: int | None,
-    device: torch.device,
     clock: Clock,
 ) -> PromptBatch:
     """The prompts, and a conversation with the task's Environment for each sample of them.
 
     A group shares one prompt: RewardError if `reset` returns different or too long texts.
     """
-    turns, groups = Turns(tokenizer, task), []
-    room = (context or 10**9) - params.max_new_tokens
+    turns, device, groups = Turns(policy.tokenizer, task), policy.model.device, []
+    room = (policy.context_length or 10**9) - params.max_new_tokens
     limits = params.max_new_tokens, config.sampling.max_turns
     for question, seed in zip(questions, seeds, strict=True):
         prompt_ids: list[int] = []  # filled below, once `reset` has said what it adds

@@ -271,16 +271,9 @@ def test_an_end_token_that_is_inserted_ends_nothing(folder):
 
 def start(run: Run) -> Conversation:
     """The first of the conversations that `play` has."""
+    policy, questions = run.policy, [{"n": 1}]
     prompts = start_conversations(
-        run.task,
-        run.config,
-        [{"n": 1}],
-        SEEDS,
-        run.policy.params,
-        tokenizer=run.policy.tokenizer,
-        context=run.policy.context_length,
-        device=run.world.device,
-        clock=Clock(),
+        policy, run.task, run.config, questions, SEEDS, policy.params, Clock()
     )
     ((conversation, *_),) = prompts.conversations
     return conversation
