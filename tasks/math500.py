@@ -20,8 +20,6 @@ class Options(Section):
     """The longest time in seconds for grading one answer; an answer that takes longer is wrong."""
 
 
-# Data
-
 EXAMPLE_ROW = {"problem": "What is $1+1$?", "answer": "2"}
 HUB = Hub(validation_split="test")
 PACKAGES = ("math-verify",)  # pip names; one that is missing is named before questions are loaded
@@ -54,8 +52,6 @@ def parse_question(text: str) -> dict:
     return {"problem": text.strip(), "answer": ""}
 
 
-# Prompt
-
 PROMPT = r"""You solve math problems.
 Write the final result on a line of its own, as \boxed{{ANSWER}}.
 
@@ -70,8 +66,6 @@ def generate_prompt(example: dict, *, options: Options) -> str:
     return PROMPT.format(problem=example["problem"])
 
 
-# Reward
-
 REWARD_PARTS = ("answer", "timeout")
 
 
@@ -84,9 +78,6 @@ def reward_function(
     """
     is_right = grade(completion, example["answer"], timeout_s=options.grader_timeout_s)
     return {"answer": float(is_right is True), "timeout": float(is_right is None)}
-
-
-# Reading answers
 
 
 def extract_answer(completion: str, example: dict, *, options: Options) -> str | None:

@@ -37,38 +37,33 @@ SLOW = "took more than linear time"
 
 def load(name: str, row: dict | None = None) -> tuple[Callable[[str], float], str]:
     """What the grader pays for a completion, and the last word of the right answer."""
-    module, is_function, function = name.partition(":")
-    if row is not None:  # a function of task.reward, called as a run does
-        task = load_task(name)
-        options, gold = schema(task)().task, str(row.get("answer", [*row.values()][-1]))
-        pay = functools.partial(reward_parts, task, examples=[row], options=options)
-
-        def grade(text: str) -> float:
-            ((parts,),) = pay(texts=[[text]], groups=[[None]])
-            return max(value or 0.0 for value in parts.values())
-
-        return grade, gold.split()[-1]
-    if is_function:
+    module, _, function = name.partition(":")
+    if function and row is None:
         grade = getattr(importlib.import_module(module), function)
         return lambda completion: grade(completion, "46"), "46"
-    task = load_task(module)
-    if not hasattr(task, "reward_function"):
-        raise SystemExit(f"{name}: its Environment pays; name the function that reads: module:name")
-    if not task.EXAMPLE_ROW:
-        raise SystemExit(f"{name}: give it an EXAMPLE_ROW, whose completions are graded")
-    options = schema(task)().task
-    example = task.parse_row(task.EXAMPLE_ROW, options=options)
-    gold = str(example.get("answer") or [*example.values()][-1]).split()[-1]
-    pay = functools.partial(reward_parts, task, examples=[example], options=options)
-    return lambda text: pay(texts=[[text]], groups=[[None]])[0][0]["answer"], gold
+    task = load_task(name)  # of a function of task.reward, which is called as a run does
+    options, is_task = schema(task)().task, row is None
+    if is_task:
+        if not hasattr(task, "reward_function"):
+            fix = "name the function that reads: module:name"
+            raise SystemExit(f"{name}: its Environment pays; {fix}")
+        if not task.EXAMPLE_ROW:
+            raise SystemExit(f"{name}: give it an EXAMPLE_ROW, whose completions are graded")
+        row = task.parse_row(task.EXAMPLE_ROW, options=options)
+    pay = functools.partial(reward_parts, task, examples=[row], options=options)
+
+    def grade(text: str) -> float:
+        ((parts,),) = pay(texts=[[text]], groups=[[None]])
+        return parts["answer"] if is_task else max(value or 0.0 for value in parts.values())
+
+    gold = str(row.get("answer", "")) or str([*row.values()][-1])
+    return grade, gold.split()[-1]
 
 
 def attack(name: str, row: dict | None = None) -> dict[str, list[str]]:
     """The strings at which something was found, by what it was; prints the first exception."""
-    (_, gold), found = (
-        load(name, row),
-        {k: [] for k in ("ran code", "raised", "paid", "hung", SLOW)},
-    )
+    _, gold = load(name, row)
+    found = {kind: [] for kind in ("ran code", "raised", "paid", "hung", SLOW)}
     given = [] if row is None else ["--row", json.dumps(row)]
     worker = Worker([sys.executable, "-B", "-m", "tools.attack", name, *given, "--serve"])
     for trick, form in itertools.product(ODD + LONG + HUGE, FORMS):

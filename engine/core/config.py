@@ -366,10 +366,6 @@ class TrainingSettings(Section):
         return self.kl_coef > 0 or self.learning_type == "distill"
 
     @property
-    def has_own_function(self) -> bool:
-        return ":" in self.advantage + self.policy_loss
-
-    @property
     def is_reinforce(self) -> bool:
         """Whether the loss is -A log pi in every pass: see `apply_options` in losses.py."""
         is_once = self.num_iterations == 1 and self.policy_loss in ("ppo", "cispo", "gspo")

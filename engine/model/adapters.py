@@ -1,7 +1,4 @@
-"""LoRA: train a small adapter on a model whose own weights stay as they are, in 4 bits if wanted.
-
-It is in the linear layers of the transformers model, which samples, scores and saves as before.
-"""
+"""LoRA: train a small adapter on a model whose own weights stay as they are, maybe in 4 bits."""
 
 import os
 from collections.abc import Iterable

@@ -38,10 +38,7 @@ from engine.update.optimizer import AVERAGES, FP32
 def load_model_and_tokenizer(
     config: Config, device: torch.device, log: Log, *, compute_dtype: torch.dtype | None = None
 ) -> tuple[nn.Module, PreTrainedTokenizerFast, torch.dtype]:
-    """The model on the device, with any adapter; its tokenizer; the dtype that it computes in.
-
-    Raises ValueError of one line if the model cannot be used.
-    """
+    """The model on the device, with any adapter; its tokenizer; the dtype that it computes in."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     settings, is_training = config.model, config.mode == "train"

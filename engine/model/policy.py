@@ -87,11 +87,7 @@ class Policy:
         return start_conversations(self, task, config, questions, seeds, params, clock)
 
     def large_logits_scorer(self, config: Config, log: Log) -> type[nn.Module] | None:
-        """The scorer that makes logits block by block, if all of a micro-batch's would be large.
-
-        Every rank decides by the same numbers. The blocks cost time, and a model whose logits are
-        more than head(hidden) cannot use them.
-        """
+        """The scorer that makes logits block by block, if all of a micro-batch's would be large."""
         vocab_size = self.model.config.get_text_config().vocab_size
         num_bytes = 4 * config.training.micro_batch_tokens * vocab_size
         scored = [self.model] if self.teacher is None else [self.model, self.teacher]
@@ -159,12 +155,7 @@ def make_policy(
     *,
     generate: DecodeLoop,
 ) -> Policy:
-    """What samples from the model, and how; `generate` is main.py's loop for that backend.
-
-    The trained weights are fp32. Their arithmetic is bf16 on a GPU (float16 on one without bf16),
-    fp32 on a CPU, or what `compute_dtype` says. In 16 bits a copy samples, refreshed every step;
-    with sampling.backend=vllm that copy is vLLM's, which samples in evaluations too.
-    """
+    """What samples from the model, and how; `generate` is main.py's loop for that backend."""
     params = sampling_params(config, model, tokenizer, log)
     sampler = make_sampler(config, model, tokenizer, compute_dtype, world, log, generate=generate)
     policy = Policy(model, sampler, tokenizer, params, compute_dtype)

@@ -108,11 +108,9 @@ def prepare(config: Config, world: World, notes: list[str], log: Log) -> Config:
     check_world(config, world.size)
     check_same_everywhere(config, world)
     if not world.is_main and os.environ.get("LOCAL_RANK") == "0":
-        print(
-            f"rank {world.rank} of {world.size} on {socket.gethostname()}; node 0 prints",
-            flush=True,
-        )
-    if config.mode == "train" and config.training.has_own_function:
+        here = f"rank {world.rank} of {world.size} on {socket.gethostname()}"
+        print(f"{here}; node 0 prints", flush=True)
+    if config.mode == "train" and ":" in config.training.advantage + config.training.policy_loss:
         from engine.update.user_algorithm import try_algorithm
 
         try_algorithm(config)

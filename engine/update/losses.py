@@ -51,9 +51,9 @@ def apply_options(
         token_loss = token_loss + training.kl_coef * kl
         measured |= {"train/kl": kl.detach()} if is_first else {}
     if training.tis_clip is not None:
-        weights = weights * truncated_importance(
-            batch.old_log_probs, batch.sampler_log_probs, clip=training.tis_clip
-        )
+        # Truncated importance sampling (Yao et al. 2025): min(pi / pi_sampler, tis_clip)
+        ratio = (batch.old_log_probs - batch.sampler_log_probs).exp()
+        weights = weights * ratio.clamp(max=training.tis_clip)
     return token_loss, weights, measured
 
 
@@ -130,11 +130,6 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """
     log_ratio = (ref_log_probs - log_probs).clamp(-KL_LOG_RATIO_LIMIT, KL_LOG_RATIO_LIMIT)
     return log_ratio.expm1() - log_ratio  # exp(x) - x - 1, which would round to below 0 near 0
-
-
-def truncated_importance(log_probs: Tensor, sampler_log_probs: Tensor, *, clip: float) -> Tensor:
-    """min(pi / pi_sampler, clip): truncated importance sampling (Yao et al. 2025)."""
-    return (log_probs - sampler_log_probs).exp().clamp(max=clip)
 
 
 def other_advantages(

@@ -43,7 +43,6 @@ def make_optimizer(model: nn.Module, training: TrainingSettings) -> torch.optim.
     if matrices:
         group = {"params": matrices, "lr_scale": training.muon_learning_rate / rate}
         optimizer = Together(optimizer, torch.optim.Muon([group], weight_decay=decay))
-    give_rate(optimizer, rate)
     return optimizer
 
 
@@ -88,10 +87,7 @@ def learning_rate_at(step: int, training: TrainingSettings) -> float:
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, step: int, training: TrainingSettings
 ) -> None:
-    give_rate(optimizer, learning_rate_at(step, training))
-
-
-def give_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    rate = learning_rate_at(step, training)
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_scale"]
 
