@@ -28,10 +28,7 @@ Check = Callable[[str, str], bool]  # math-verify's opinion on (gold, prediction
 
 
 def grade(completion: str, gold: str, *, timeout_s: float) -> bool | None:
-    """Whether the last boxed answer is mathematically equal to `gold`.
-
-    None if math-verify was asked, but did not answer in `timeout_s`; the answer counts as wrong.
-    """
+    """Whether the last boxed answer equals `gold`; None, so wrong, if grading took too long."""
     prediction = last_boxed(completion)
     try:
         return prediction is not None and grade_answer(prediction, gold, timeout_s)

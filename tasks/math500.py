@@ -72,10 +72,7 @@ REWARD_PARTS = ("answer", "timeout")
 def reward_function(
     completion: str, example: dict, *, options: Options, num_tokens: int
 ) -> dict[str, float]:
-    """`answer` is 1.0 if the last boxed answer equals the gold one, else 0.0.
-
-    `timeout` is 1.0 if the grader had to be stopped; it is a measurement, whose weight is 0.
-    """
+    """`answer` is 1.0 if the last boxed answer is right; `timeout` if the grader was stopped."""
     is_right = grade(completion, example["answer"], timeout_s=options.grader_timeout_s)
     return {"answer": float(is_right is True), "timeout": float(is_right is None)}
 

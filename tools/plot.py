@@ -120,10 +120,7 @@ def group_seeds(tables: list[Table]) -> dict[str, list[Table]]:
 
 
 def curve_of(tables: list[Table], metric: str, *, window: int) -> np.ndarray:
-    """The mean over the tables at the steps where all have measured the metric; (5, points).
-
-    The five rows are steps, minutes, mean, low and high; low and high are NaN without a band.
-    """
+    """Steps, minutes, mean, low and high (5, points) where all tables have measured the metric."""
     curves = [points(table, metric, window=window) for table in tables]
     common = functools.reduce(np.intersect1d, [curve[0] for curve in curves])
     stacked = np.stack([curve[:, np.isin(curve[0], common)] for curve in curves])

@@ -32,10 +32,7 @@ def let_held_signals_end() -> None:
 
 
 def give_signals_back() -> None:
-    """In a forked child: SIGTERM and SIGHUP end it again, and Ctrl-C is the run's affair.
-
-    What a child executes anew has the first two from the start, and SIGINT blocked, as its parent.
-    """
+    """In a forked child: SIGTERM and SIGHUP end it again, and Ctrl-C is the run's affair."""
     if signal.getsignal(signal.SIGTERM) is leave_to_watch:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -102,10 +102,7 @@ class Policy:
         return ChunkedScorer
 
     def reference_model(self, config: Config) -> nn.Module:
-        """The teacher, else the model that the run starts from: a frozen copy of it.
-
-        With LoRA that is the policy's own model, whose adapter `score_by_reference` switches off.
-        """
+        """The teacher, else the model that the run starts from: a frozen copy, but with LoRA."""
         if self.teacher is not None:
             return self.teacher
         if config.model.lora is not None:

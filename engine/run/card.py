@@ -1,7 +1,6 @@
-"""The card of the best model of a run, and of one that tools.imitate has made.
+"""The card, README.md, of a run's best model: metadata that the hub reads, then text for people.
 
-A model card is the README.md beside a model: metadata that the hub reads, then text for people. It
-names no folder of this machine, so equal runs in different folders have equal cards.
+It names no folder of this machine, so equal runs in different folders have equal cards.
 """
 
 from pathlib import Path

@@ -101,10 +101,7 @@ def of_own_code(task: ModuleType, training: TrainingSettings) -> str:
 
 
 def check_same_everywhere(config: Config, world: World) -> None:
-    """Raises ValueError if ranks differ in their config, their code or their packages.
-
-    What only says where a machine keeps its files may differ.
-    """
+    """Raises ValueError if ranks differ in their config, their code or their packages."""
     if world.size == 1:
         return
     values = {k: v for k, v in dotted_values(config).items() if not k.startswith(MAY_DIFFER)}

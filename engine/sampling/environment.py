@@ -41,10 +41,7 @@ def start_conversations(
     params: SamplingParams,
     clock: Clock,
 ) -> PromptBatch:
-    """The prompts, and a conversation with the task's Environment for each sample of them.
-
-    A group shares one prompt: RewardError if `reset` returns different or too long texts.
-    """
+    """The prompts, and a conversation with the task's Environment for each sample of them."""
     turns, device, groups = Turns(policy.tokenizer, task), policy.model.device, []
     room = (policy.context_length or 10**9) - params.max_new_tokens
     limits = params.max_new_tokens, config.sampling.max_turns

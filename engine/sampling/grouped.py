@@ -28,10 +28,7 @@ def decode_grouped(
     on_progress: Callable[[int], None],
     replayed: "Callable[[DecodeBatch], Callable[[int], None]] | None" = None,
 ) -> list[Completion]:
-    """Sample a group of completions of each prompt: N * G of them, question by question.
-
-    `replayed` may be CapturedSteps, which makes the batch's step one of a CUDA graph.
-    """
+    """Sample N * G completions; `replayed`, CapturedSteps, makes a step one of a CUDA graph."""
     batch = DecodeBatch(model, prompts, draw_uniforms(seeds, params), params)
     step, steps_per_check = (replayed(batch), STEPS_PER_CHECK) if replayed else (batch.step, 1)
     drawn, num_unfinished, longest = batch.drawn, len(batch.tokens), max(map(len, prompts))

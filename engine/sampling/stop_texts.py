@@ -1,5 +1,7 @@
 """Texts that end a completion, in whatever tokens the model spells them (sampling.stop)."""
 
+import copy
+
 from transformers import PreTrainedTokenizerFast
 
 from engine.core.types import Tool
@@ -11,7 +13,7 @@ class StopTexts:
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, texts: list[str], eos_ids: tuple[int, ...]
     ) -> None:
-        self.tokenizer, self.texts = tokenizer, texts
+        self.tokenizer, self.texts, self.tool = tokenizer, texts, None
         self.most_tokens = 1 + max(len(text.encode()) for text in texts)  # each has a byte of it
         ids = sorted({*tokenizer.get_vocab().values()} - {*eos_ids})
         self.asking_ids = [i for i in ids if self.may_complete(tokenizer.decode(i))]
@@ -29,19 +31,15 @@ class StopTexts:
         )
         return any(text.count(stop) > before.count(stop) for stop in self.texts)
 
-    def around(self, tool: Tool | None) -> "StoppedTool":
-        return StoppedTool(self, tool)
-
-
-class StoppedTool:
-    """A row's tool, if it has one, where a stop text may end the row."""
-
-    def __init__(self, stop: StopTexts, tool: Tool | None) -> None:
-        self.stop, self.tool = stop, tool
-        self.asking_ids = sorted({*stop.asking_ids, *(tool.asking_ids if tool else [])})
+    def around(self, tool: Tool | None) -> "StopTexts":
+        """The same for a row that has a tool too."""
+        row = copy.copy(self)
+        row.tool = tool
+        row.asking_ids = sorted({*self.asking_ids, *(tool.asking_ids if tool else [])})
+        return row
 
     def reply(self, token_ids: list[int]) -> list[int] | None:
-        if self.stop.is_completed_by_last(token_ids):
+        if self.is_completed_by_last(token_ids):
             if hasattr(self.tool, "environment"):  # it hears the last turn, as if that had ended
                 self.tool.reply([*token_ids, self.tool.asking_ids[0]])
             return None

@@ -23,10 +23,7 @@ def apply_options(
     token_loss: Tensor,
     is_first: bool,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Token losses and weights with all that the config switches on, and metrics of each token.
-
-    `token_loss` is REINFORCE's, which stays the loss of the first pass over a batch, but for DPPO.
-    """
+    """REINFORCE's token losses and weights with what the config switches on; metrics of tokens."""
     weights, is_clipped, measured = batch.token_weights, torch.zeros_like(token_loss), {}
     advantages = batch.advantages[:, None]  # (B, 1)
     if training.learning_type == "distill":
