@@ -8,9 +8,6 @@ Every rank makes a `Logger` and calls it in the same way; only rank 0 prints and
     samples.jsonl    one sample per line: step, prompt, completion, reward, gold answer and others
     rollouts.jsonl   a few groups of a step with their tokens: engine/report/completions.py
 
-With `do_mlflow` or `boards`, metrics and samples also go to MLflow, wandb and the like
-(engine/report/boards.py). mlflow_run_id and wandb_run_id name the run there, which is resumed too.
-
 A row is on disk when `log_metrics` returns, and a checkpoint is saved after that: the files never
 lack a step that it has. After a kill they may have later ones, which are cut off on resume.
 """

@@ -8,8 +8,6 @@ r"""Whether a boxed answer equals the gold answer: exact layers first, math-veri
     4. words decide as text; of tuples, intervals, sets and matrices each entry is graded by itself
     5. guards: what is too long or too big, or what math-verify gets wrong, counts as wrong
     6. math-verify, in a worker process that can be killed (grader_worker.py)
-
-Nothing here runs the model's text as code.
 """
 
 import functools

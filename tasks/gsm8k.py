@@ -1,9 +1,7 @@
 """GSM8K: grade-school word problems whose answer is a number.
 
 An example is a row of openai/gsm8k, {"question": "...", "answer": "... #### 18"}: the gold number
-stands behind the mark ####. `task.prompt_style` chooses between two ways of asking and grading.
-
-The graders never run the model's text as code, never raise, and take time linear in its length.
+stands behind the mark ####. The graders take time linear in a text's length, and never raise.
 """
 
 import re
@@ -36,8 +34,6 @@ class Options(Section):
     """A completion of more tokens than this gets -0.5 in the reward part `length`; null is off."""
 
 
-# Data
-
 EXAMPLE_ROW = {"question": "How many is a dozen and a half?", "answer": "12 + 6 = 18 #### 18"}
 HUB = Hub(usual_id="openai/gsm8k", config="main", validation_split="test", divides_train=False)
 
@@ -68,8 +64,6 @@ def parse_question(text: str) -> dict:
     return {"question": question.strip(), "answer": mark + answer}
 
 
-# Prompt
-
 SYSTEM_PROMPT = (
     "Solve the problem of the user. Answer in this layout, and write nothing after it:\n"
     "<thinking>\nyour reasoning, step by step\n</thinking>\n"
@@ -84,8 +78,6 @@ def generate_prompt(example: dict, *, options: Options) -> list[dict]:
         messages.insert(0, {"role": "system", "content": SYSTEM_PROMPT})
     return messages
 
-
-# Reward
 
 REWARD_PARTS = ("format", "answer", "ending", "integer", "length")
 TAGS = ("<thinking>", "</thinking>", "<answer>", "</answer>")

@@ -1,13 +1,11 @@
 r"""reasoning-gym: 96 kinds of generated puzzles, from words spelt backward to Sudoku.
 
     python -m tasks.reasoning_gym  # lists them, with their settings and an example each
-    torchrun --nproc-per-node=2 main.py task.name=reasoning_gym task.dataset=spell_backward \
-        'task.dataset_config={max_word_len: 6}'
 
 The package (github.com/open-thought/reasoning-gym, Apache-2.0) makes a question of a seed and an
 index, and scores answers. Both happen in a worker (grader_worker.py): a few scorers hang, such as
 coin_flip's at 1e999999999, and a few generators depend on Python's hash seed, which is fixed there.
-Two pay for what is no answer: game_of_life_halting for every text, complex_arithmetic for nan.
+docs/tasks.md says how to choose one, and which pay for what is no answer.
 """
 
 import json

@@ -10,7 +10,6 @@ repository is private unless --public is given.
 """
 
 import argparse
-import functools
 import warnings
 from pathlib import Path
 
@@ -60,12 +59,6 @@ def export(asked: argparse.Namespace, run: Path) -> None:
     if asked.push and ("/" not in asked.push or get_token() is None):
         raise ValueError("--push needs user/name and a token: `hf auth login` or set HF_TOKEN")
     trusted = asked.trust_remote_code  # no file that was found can ask for it
-    load = functools.partial(
-        AutoModelForCausalLM.from_pretrained,
-        attn_implementation="eager",  # nothing is computed, and every model has it
-        trust_remote_code=trusted,
-        dtype=torch.bfloat16,
-    )
     config = Config(model=ModelSettings(name=str(model), trust_remote_code=trusted))
     tokenizer = load_tokenizer(config, lambda line: None)  # the run has said what it says of it
     file = model / "README.md"
@@ -82,7 +75,14 @@ def export(asked: argparse.Namespace, run: Path) -> None:
     if asked.in_4bit:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         in_4bit = quantization_config(device, torch.bfloat16)
-        small = load(model, device_map={"": device}, quantization_config=in_4bit)
+        small = AutoModelForCausalLM.from_pretrained(
+            model,
+            attn_implementation="eager",  # nothing is computed, and every model has it
+            trust_remote_code=trusted,
+            dtype=torch.bfloat16,
+            device_map={"": device},
+            quantization_config=in_4bit,
+        )
         save_model(small, tokenizer, card, run / "merged-4bit")
         print(f"the best model, in 4 bits: {run / 'merged-4bit'}")
     if asked.push:

@@ -4,11 +4,8 @@
     python main.py model.name=runs/warm training.learning_rate=1e-6
     torchrun --nproc-per-node=2 -m tools.imitate ...       # the same on several ranks
 
-ANSWERS is a .jsonl, .json, .csv or .parquet file or a hub id, with the columns of the task's rows
-and `completion`; tools.collect writes one. An answer is a completion whose advantage is 1, so its
-end is trained too, and the update is main.py's. A step has as many answers as one of main.py has
-questions. Answers to validation questions are left out. The model is evaluated before and after,
-and written at the end: if the process is killed, start it again.
+An answer is a completion whose advantage is 1, and the update is main.py's. docs/running.md says
+what the file of answers holds, and how many a step has.
 """
 
 import argparse

@@ -94,10 +94,8 @@ def of_own_code(task: ModuleType, training: TrainingSettings) -> str:
     files = {task.__file__, *(file for file, _ in getattr(task, "functions", {}).values())}
     names = {"training.advantage": training.advantage, "training.policy_loss": training.policy_loss}
     files |= {find_function(name, key)[0] for key, name in names.items() if ":" in name}
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        digest.update(Path(file).read_bytes())
-    return digest.hexdigest()[:16]
+    content = b"".join(Path(file).read_bytes() for file in sorted(files))
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def check_same_everywhere(config: Config, world: World) -> None:
