@@ -156,7 +156,7 @@ def of_teacher(config: Config) -> Config:
 
 
 def load_teacher(
-    config: Config, *, device: torch.device, compute_dtype: torch.dtype, log: Log
+    config: Config, device: torch.device, compute_dtype: torch.dtype, log: Log
 ) -> nn.Module:
     try:
         teacher, *_ = load_model_and_tokenizer(

@@ -158,9 +158,7 @@ def make_policy(
     policy = Policy(model, sampler, tokenizer, params, compute_dtype)
     if config.mode == "train" and config.model.teacher is not None:
         own_context = policy.context_length
-        policy.teacher = load_teacher(
-            config, device=world.device, compute_dtype=compute_dtype, log=log
-        )
+        policy.teacher = load_teacher(config, world.device, compute_dtype, log)
         if {*policy.teacher.generation_config.eos_token_id} != {*params.eos_ids}:
             log("warning: the teacher's texts end at other tokens than the trained model's")
         if policy.context_length != own_context:
