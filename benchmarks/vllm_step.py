@@ -19,7 +19,7 @@ from common import load_run, print_table, time_once  # first: it finds the scrip
 
 from engine.core.statistics import Clock, reduce_means
 from engine.core.types import SeedWord
-from engine.report.metrics import rollout_sums
+from engine.report.metrics import rollout_metrics
 from engine.run.state import Run
 from main import assign_advantages, sample_trajectories, update_policy
 
@@ -76,7 +76,7 @@ def take_step(run: Run) -> dict[str, float]:
             trajectory.advantage = 1.0 if i % 2 else -1.0
     with clock("update"):
         metrics = update_policy(run, groups).metrics
-    metrics |= reduce_means(rollout_sums(groups, run.task.REWARD_PARTS), run.world)
+    metrics |= reduce_means(rollout_metrics(groups, run.task.REWARD_PARTS), run.world)
     sync = {"time/sync_s": time_once(run.policy.sampler.refresh)}
     num_tokens = sum(len(t.completion.token_ids) for group in groups for t in group)
     return metrics | clock.read() | sync | {"num_tokens": num_tokens}

@@ -27,7 +27,7 @@ from transformers import Qwen2ForCausalLM
 from engine.core.types import Completion, Trajectory
 from engine.model.policy import Policy
 from engine.questions.prompts import completion_text
-from engine.report.metrics import rollout_sums
+from engine.report.metrics import rollout_metrics
 from engine.sampling.calculator import STYLES, Calculator
 
 START, END, REPLY, REPLIED = (*STYLES["nanochat"][:2], "<|output_start|>", "<|output_end|>")
@@ -167,6 +167,6 @@ def test_entropy_is_a_mean_over_sampled_tokens_and_length_counts_all():
     groups = insert(make_groups(config_of(*GRPO), (3, (4, 4, 4, 4), (1, 0, 0, 0))), slice(1, 3))
     for row in groups[0]:
         row.completion.entropies[[0, 3]] = 2.0
-    sums = rollout_sums(groups, ("answer",))
+    sums = rollout_metrics(groups, ("answer",))
     assert sums["train/entropy"] == (16.0, 8)
     assert sums["train/completion_tokens"] == (16, 4)

@@ -10,7 +10,7 @@ import torch
 from harness import alone, make_config, make_row, make_rows
 
 from engine.questions.user_file import RewardError
-from engine.report.metrics import rollout_sums
+from engine.report.metrics import rollout_metrics
 from engine.update import losses
 from main import assign_advantages, grpo_advantages, k_best_mask
 
@@ -107,7 +107,7 @@ def test_rollout_metrics_are_sums_and_counts_over_all_rows():
         [make_row(0.1), make_row(0.1, solved=True, truncated=True)],  # it does not stop
     ]
     assign_advantages(groups, make_config("training.k_best_of_n=[2,2]").training)
-    sums = rollout_sums(groups, ("format", "answer"))
+    sums = rollout_metrics(groups, ("format", "answer"))
     expected = {"reward": (1.2, 4), "reward_std": (math.sqrt(0.5), 2), "solved": (2, 4)}
     expected |= {"solved_and_ended": (1, 4), "part_format": (2.0, 4), "part_answer": (2.0, 4)}
     expected |= {"advantage_abs": (1.0, 4), "entropy": (28.0, 14), "completion_tokens": (14, 4)}
@@ -116,7 +116,7 @@ def test_rollout_metrics_are_sums_and_counts_over_all_rows():
     assert "train/reward_timeouts" not in sums
     groups[0][1].reward_parts = {"answer": 0.0, "timeout": 1.0}
     groups[0][0].reward_parts |= {"timeout": 0.0}
-    sums = rollout_sums(groups[:1], ("answer", "timeout"))
+    sums = rollout_metrics(groups[:1], ("answer", "timeout"))
     assert sums["train/reward_timeouts"] == (1.0, 2) and "train/part_timeout" not in sums
 
 
