@@ -43,6 +43,7 @@ def make_optimizer(model: nn.Module, training: TrainingSettings) -> torch.optim.
     if matrices:
         group = {"params": matrices, "lr_scale": training.muon_learning_rate / rate}
         optimizer = Together(optimizer, torch.optim.Muon([group], weight_decay=decay))
+    give_rate(optimizer, rate)
     return optimizer
 
 
@@ -87,7 +88,10 @@ def learning_rate_at(step: int, training: TrainingSettings) -> float:
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, step: int, training: TrainingSettings
 ) -> None:
-    rate = learning_rate_at(step, training)
+    give_rate(optimizer, learning_rate_at(step, training))
+
+
+def give_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_scale"]
 
