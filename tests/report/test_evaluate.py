@@ -32,8 +32,6 @@ def test_a_runs_own_models_are_evaluated_into_its_folder(tmp_path):
     for name in models[:-1]:
         (own / name).mkdir(parents=True)
     (own / models[-1]).symlink_to("step-000010")
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs/linked").symlink_to(own / "best")
 
     def folder_of(model: str, *overrides: str) -> Path:
         overrides = [f"model.name={own / model}", f"run.dir={tmp_path / 'runs'}", *overrides]
@@ -44,23 +42,12 @@ def test_a_runs_own_models_are_evaluated_into_its_folder(tmp_path):
     assert [folder_of(model) for model in models] == [own] * len(models)
     assert folder_of("best", "mode=train") == (named := tmp_path / "runs/countdown-own-grpo-s0")
     assert folder_of("best", "run.name=x") == tmp_path / "runs/x"
-    assert folder_of(".") == named and folder_of("../runs/linked") == own
     with pytest.MonkeyPatch.context() as patch:  # root may write anywhere
         patch.setattr("os.access", lambda path, mode: False)
         assert folder_of("best") == named
     (tmp_path / "x").touch()  # bug: it failed after all the work, in a traceback
     with pytest.raises(ValueError, match=r"x cannot be written \(File exists\); give "):
         load_evaluation(tmp_path)
-
-
-def test_nothing_that_only_training_needs_is_loaded_or_made(tmp_path, monkeypatch):
-    monkeypatch.setattr(main, "make_optimizer", pytest.fail)
-    monkeypatch.setattr(main, "wrap_policy", pytest.fail)
-    nowhere, file = tmp_path / "nowhere.jsonl", tmp_path / "questions.jsonl"
-    file.write_text('{"nums": [3, 4], "target": 7}\n')
-    run = load_evaluation(tmp_path / "runs", f"task.train={nowhere}", f"task.eval={file}")
-    assert run.validation_questions == [{"nums": [3, 4], "target": 7}]
-    assert run.policy.scorer is None
 
 
 def test_the_greedy_figure_is_that_of_the_likeliest_tokens(tmp_path, monkeypatch):
@@ -142,7 +129,6 @@ def test_a_lenient_reading_stands_beside_the_strict_one_where_the_task_has_one(m
     metrics, _ = by_hand(alone())
     assert metrics["eval/strict"] == metrics["eval/greedy"] == 0.2
     assert metrics["eval/lenient"] == 0.4
-    assert metrics["eval/lenient_low"] == pytest.approx(0.1176, abs=1e-4)
     read.clear()
     world = World(1, 2, torch.device("cpu"))
     monkeypatch.setattr(world, "sum", torch.as_tensor)  # there is no other rank

@@ -15,8 +15,6 @@ from huggingface_hub import ModelCard
 import countdown
 import main
 from engine.run.config_file import load_config
-from tools import plot
-from tools.page import read_run
 
 TINY = ROOT / "tiny"  # gives answers to vote on
 SIZES = [f"training.seed={seed()}", "training.num_steps=1", "training.warmup_steps=0"]
@@ -42,11 +40,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> SimpleNamespace:
-    """A run of one step, and an evaluation of its best model.
-
-    Bug: the reward function may change its question, as this one does. The validation questions
-    were changed for good, and pass@1 fell from 0.438 to 0.000.
-    """
+    """A run of one step, whose reward changes its question, and an evaluation of its best model."""
     parent, measure = tmp_path_factory.mktemp("run"), main.evaluation_metrics
     folder = parent / "x"
 
@@ -111,7 +105,6 @@ def test_it_keeps_what_it_sampled_and_what_the_update_made(run):
             assert row["weight"] == pytest.approx(1 / (16 * 64), rel=1e-3)  # all rewards differ
             lengths = {len(row[name]) for name in ("tokens", "log_probs", "entropies")}
             assert len(lengths) == 1
-    assert 0 < run.rows[1]["time/rollouts_log_s"] < run.rows[1]["time/step_s"]
 
 
 def test_the_card_tells_the_figures_of_the_best_step(run):
@@ -121,16 +114,6 @@ def test_the_card_tells_the_figures_of_the_best_step(run):
     assert f"| this model, after step 1 | {rate:.3f} | {low:.3f} to {high:.3f} |" in card
     assert "| before training | 0.000 |" in card
     assert ModelCard(card).data.eval_results[0].metric_value == round(rate, 4)
-
-
-def test_the_page_and_the_plot_show_its_figures(run, tmp_path):
-    data, table = read_run(run.folder), plot.read_table(run.folder)
-    assert (data["name"], data["step"], table.name) == ("x", 1, "x")
-    assert [evaluation["step"] for evaluation in data["evaluations"]] == [0, 1]
-    assert [len(step["rows"]) for step in data["rollouts"]] == [2]
-    rates = [row["eval/pass@1"] for row in run.rows]
-    assert data["curves"][0]["mean"] == pytest.approx(rates, abs=1e-4)
-    assert plot.points(table, "eval/pass@1", window=1)[2].tolist() == pytest.approx(rates)
 
 
 def test_an_evaluation_prints_and_writes_its_figures_and_leaves_its_run_alone(run):

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 from harness import make_config, make_policy, make_run, read_jsonl
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from engine.core.types import Completion, MicroBatch, Trajectory
 from engine.report import completions as rollouts
@@ -49,8 +47,7 @@ def kept(run: Run) -> list[dict]:
 
 
 def test_the_texts_of_tokens_join_to_the_completion(tokenizer):
-    """The tokenizer has a token for each byte of the characters that it was not trained on: the
-    token that completes a character has all of it."""
+    """The token that completes a character, of several bytes, has all of it."""
     replacement = "\N{REPLACEMENT CHARACTER}"
     for text in ("", "12 and 34", "3 €\n😀😀", f"{replacement}x"):
         ids = tokenizer.encode(text)
@@ -60,17 +57,6 @@ def test_the_texts_of_tokens_join_to_the_completion(tokenizer):
     assert rollouts.token_texts(ids, tokenizer) == ["", "", "€", "1"]
     cut = rollouts.token_texts(ids[:2], tokenizer)
     assert cut == ["", tokenizer.decode(ids[:2])] and set(cut[1]) == {replacement}
-
-
-def test_spaces_stay_where_the_tokenizer_drops_the_first_one_of_a_text():
-    """As Llama 2's does: each token alone would be without its space."""
-    vocabulary = {"<unk>": 0, "▁so": 1, "▁what": 2, "ever": 3}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Metaspace()
-    core.decoder = decoders.Metaspace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
-    assert tokenizer.decode([2]) == "what"
-    assert rollouts.token_texts([1, 2, 3, 1], tokenizer) == ["so", " what", "ever", " so"]
 
 
 def test_a_line_holds_the_groups_completions_best_first(run):

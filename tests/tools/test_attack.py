@@ -16,9 +16,6 @@ def grade(completion, answer):
     for text in re.findall("<answer>(.*?)</answer>", completion, re.DOTALL):
         return float(answer in text.split() or eval(text) == int(answer))
     return 0.0
-
-def harmless(completion, answer):
-    return completion.strip() == answer
 """
 
 
@@ -32,10 +29,7 @@ def naive(tmp_path, monkeypatch):
 
 
 def test_each_kind_is_found_in_a_naive_grader(naive, call, monkeypatch):
-    """It evaluates, it finds the answer among others, and its regex is quadratic.
-
-    The table names an example of each, and the exit status says that something was found.
-    """
+    """It evaluates, it finds the answer among others, and its regex is quadratic."""
     found = attack("naive:grade")
     examples = {
         "ran code": "<answer>7305190721</answer>",
@@ -50,11 +44,6 @@ def test_each_kind_is_found_in_a_naive_grader(naive, call, monkeypatch):
     monkeypatch.setattr(tool, "attack", lambda *_: found)
     status, output, _ = call(tool, "naive:grade")
     assert status == 1 and "\nraised       " in output and "such as '<answer></answer>'" in output
-
-
-def test_nothing_is_found_in_a_harmless_grader(naive, call):
-    status, output, _ = call(tool, "naive:harmless")
-    assert status == 0 and [line.endswith(" nothing") for line in output.splitlines()] == [True] * 5
 
 
 @pytest.mark.parametrize("name", sorted({*built_in_tasks()} - {"guess"}))  # its Environment pays

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from harness import ROOT, USERS_ENVIRONMENT, benchmark
 
-from tools.plot import read_table, read_tables
-
 pytestmark = pytest.mark.slow
 
 
@@ -37,13 +35,6 @@ def test_a_benchmark_prints_what_it_measures(python, tmp_path, command):
     assert PRINTED[command] in run_quickly(python, *arguments)
 
 
-def test_the_rollouts_benchmark_prints_every_table(capsys):
-    benchmark("rollouts").main(["--quick"])
-    output = capsys.readouterr().out
-    for name in ("grouped", "model.generate", "questions", "samples", "max_new_tokens"):
-        assert any(line.startswith(name) for line in output.splitlines()), name
-
-
 @pytest.mark.parametrize("part", ["correctness", "adapters", "speed", "step"])
 def test_what_only_a_gpu_can_show_runs_as_a_toy(python, part, tmp_path):
     """Every aim of correctness is reached on a CPU too; speed has none for toys."""
@@ -68,15 +59,3 @@ def test_a_tree_equals_itself_but_not_one_with_another_constant(python, monkeypa
     output = capsys.readouterr().out
     assert "| default | equal |" in output
     assert "| gspo-kl | weights: at most " in output
-
-
-def test_ablations_leave_metrics_a_table_and_a_picture_and_run_once(python, tmp_path):
-    rows = ["bf16-weights", "top-k-10"]  # with a switch each
-    arguments = ["ablations.py", "--quick", "--rows", *rows, "--jobs", "1", "--out", str(tmp_path)]
-    output = run_quickly(python, *arguments)
-    assert [f"{row}-s0: done" in output for row in rows] == [True, True]
-    tables = {table.name: table for table in read_tables(tmp_path / "ablations.csv")}
-    for row in rows:
-        whole = read_table(tmp_path / f"runs/ablations/{row}-s0").rows.dropna(axis=1, how="all")
-        assert tables[f"{row}-s0"].rows[[*whole]].equals(whole)
-    assert "done" not in run_quickly(python, *arguments)

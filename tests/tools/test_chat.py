@@ -15,7 +15,6 @@ from engine.core.config import Config, ConfigError
 from engine.core.types import Completion
 from engine.model.policy import Policy
 from engine.questions.prompts import completion_text
-from main import compute_rewards
 from tools import chat
 
 QUESTION = "numbers: 3 7 25, target: 46"
@@ -75,28 +74,11 @@ def test_what_streams_is_what_is_rewarded(monkeypatch):
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
 
 
-def test_without_the_right_answer_the_answer_is_read_and_not_judged():
-    overrides = "task.name=gsm8k", "task.reward_weights={answer: 1.0}"
-    (policy, task), config = load_tiny(*overrides), config_of([*TINY, *overrides])
-    ids = policy.tokenizer.encode("so #### 1", add_special_tokens=False)
-    completion = Completion(ids, torch.zeros(1).numpy(), None, True, is_inserted=None)
-    judged = []
-    for line in ("How many?", "How many? #### 1"):
-        example = task.parse_question(line)
-        ((trajectory,),) = compute_rewards(policy, task, config, [example], [[]], [[completion]])
-        judged.append(chat.judge(task, config.task, example, trajectory))
-    unknown, known = judged
-    cut_off = "; cut off at training.max_new_gen_tokens"
-    assert unknown == f"its answer is read as 1; no reward without the right one{cut_off}"
-    assert known.startswith("reward 1.00  (format 0.00  answer 1.0") and known.endswith(cut_off)
-
-
 TALK = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 
 def test_a_chat_model_without_a_task_just_talks(tmp_path, call, monkeypatch):
-    """One that was downloaded, or trained by an own reward, whose code is not run: with the turns
-    before, and no reward. Where a task is named, its question form stays."""
+    """With the turns before, and no reward. Where a task is named, its question form stays."""
     monkeypatch.chdir(tmp_path)
     best, prompts, generate = tmp_path / "x/best", [], chat.generate
     shutil.copytree(ROOT / "tiny", best)
@@ -110,24 +92,16 @@ def test_a_chat_model_without_a_task_just_talks(tmp_path, call, monkeypatch):
 
     tokenizer = load_tiny()[0].tokenizer
     monkeypatch.setattr(chat, "generate", note)
-    for found, system in (
-        ("", ""),
-        ("task: {reward: 'evil:f', system_prompt: Be brief.}", "<system>Be brief."),
-    ):
-        if found:
-            (tmp_path / "x/metrics.jsonl").touch()
-            (tmp_path / "x/config.yaml").write_text(found)
-        prompts.clear()
-        status, output, errors = call(chat, best, *SETTINGS, piped=("Hello?", "And then?"))
-        assert (status, errors) == (0, "") and "reward" not in output
-        (first, answer), (second, _) = prompts
-        assert first == f"{system}<user>Hello?<assistant>"
-        assert second == f"{first}{answer}<user>And then?<assistant>"
-    named = ["task.name=countdown"], [f"--config={ROOT / 'config.yaml'}"]
-    (tmp_path / "x/config.yaml").write_text("task: {name: gsm8k}")
-    for given, form in ((named[0], "write the question"), (named[1], "write the question")):
-        assert form in call(chat, best, *SETTINGS, *given, piped=("Hello?",))[2]
-    assert "no reward without the right one" in call(chat, best, *SETTINGS, piped=("Hello?",))[1]
+    (tmp_path / "x/metrics.jsonl").touch()
+    found = "task: {reward: 'evil:f', system_prompt: Be brief.}"
+    (tmp_path / "x/config.yaml").write_text(found)
+    status, output, errors = call(chat, best, *SETTINGS, piped=("Hello?", "And then?"))
+    assert (status, errors) == (0, "") and "reward" not in output
+    (first, answer), (second, _) = prompts
+    assert first == "<system>Be brief.<user>Hello?<assistant>"
+    assert second == f"{first}{answer}<user>And then?<assistant>"
+    named = [*SETTINGS, "task.name=countdown"]
+    assert "write the question" in call(chat, best, *named, piped=("Hello?",))[2]
     (best / "chat_template.jinja").unlink()
     (tmp_path / "x/config.yaml").write_text("task: {reward: 'evil:f'}")
     assert "cannot have code run" in call(chat, best, *SETTINGS, piped=("Hello?",))[2]
@@ -147,8 +121,6 @@ def test_the_settings_are_those_given_or_of_the_models_run_or_of_the_folder(tmp_
     monkeypatch.chdir(tmp_path)
     cases = [
         ("runs/x/best", "--config given.yaml training.num_steps=3", 1),
-        ("runs/x/best", "", 2),
-        (f"{tmp_path}/runs/x/best/", "", 2),
         ("runs/x/checkpoints/step-000004", "", 2),
         ("runs/x/best", "model.name=third mode=train", 2),
         ("owner/name", "", 3),
@@ -163,10 +135,7 @@ def test_the_settings_are_those_given_or_of_the_models_run_or_of_the_folder(tmp_
 
 
 def test_a_config_that_was_found_has_no_code_run(tmp_path, monkeypatch):
-    """Bug: the config.yaml beside a downloaded model could set trust_remote_code, or name a task.
-
-    The task here would be evil.py in the folder that the chat starts in.
-    """
+    """Bug: the config.yaml beside a downloaded model could set trust_remote_code or a task."""
     (tmp_path / "x/best").mkdir(parents=True)
     (tmp_path / "x/metrics.jsonl").touch()
     (tmp_path / "evil.py").write_text("raise SystemExit('its code has run')")
@@ -202,24 +171,17 @@ def test_a_line_that_is_no_question_costs_a_line_and_the_status(ask):
     status, output, errors = ask("what?", QUESTION)
     assert status == 2 and errors == f'error: write the question like this: "{QUESTION}"\n'
     assert output.startswith(f"> what?\n> {QUESTION}\n") and "reward" in output
-    numbers = " ".join(["12345678"] * 200)
-    status, _, errors = ask(f"numbers: {numbers}, target: 4")
-    assert status == 2 and len(errors.splitlines()) == 1 and "context of" in errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGPIPE, signal.SIGINT])
-def test_the_command_answers_a_pipe_writes_nothing_and_ends_quietly(python, tmp_path, number):
-    """Where its reader leaves early, as `head` does, and at Ctrl-C; shells call the latter 130."""
+def test_the_command_answers_a_pipe_writes_nothing_and_ends_quietly(python, tmp_path):
+    """Where its reader leaves early, as `head` does."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     command = [python, "-m", "tools.chat", str(ROOT / "tiny")]
     with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, text=True, **pipes) as process:
         process.stdin.write(f"{QUESTION}\n" * 50)
         process.stdin.flush()
         next(line for line in process.stdout if line.startswith("reward "))
-        if number == signal.SIGPIPE:
-            process.stdout.close()
-        else:
-            process.send_signal(number)
-        assert process.wait(timeout=60) == -number
+        process.stdout.close()
+        assert process.wait(timeout=60) == -signal.SIGPIPE
         assert process.stderr.read() == ""
     assert os.listdir(tmp_path) == []

@@ -51,14 +51,6 @@ def test_an_answer_that_was_cut_off_is_not_collected(run, call, monkeypatch):
     assert read_jsonl(run / "answers.jsonl") == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--samples", "0"], "error: --samples, --questions: each must be at least 1"),
-        (["task.name=guess"], "error: task.name = guess: its questions or turns stand in no file"),
-    ],
-)
-def test_what_cannot_be_collected_is_one_line(run, call, arguments, line):
-    status, _, errors = call(collect, run, *arguments)
-    assert status == 2 and errors.startswith(line) and errors.count("\n") == 1
-    assert not (run / "answers.jsonl").exists()
+def test_what_cannot_be_collected_is_one_line(run, call):
+    status, _, errors = call(collect, run, "--samples", "0")
+    assert (status, errors.count("\n")) == (2, 1) and "each must be at least 1" in errors

@@ -113,11 +113,9 @@ LONG, SHOWN = "7 + 8 = 15, " * 9, "; rows must look like {"
 NO_ANSWER = ": no answer is left to imitate; give a file with more"
 BAD_ANSWERS = {
     "white space": ([row(TRAIN[0]), row(1, " \n")], f", row 2: its completion is empty{SHOWN}"),
-    "a number": ([row(TRAIN[0]), row(1, 5)], f", row 2: its completion is empty{SHOWN}"),
     "no column": ([{"nums": [1], "target": 1}], ", row 1: no column completion among nums, target"),
     "too long": ([row(TRAIN[1], LONG)], ", row 1: with its end its completion has "),
     "an end inside": ([row(TRAIN[1], "a<|end|>b")], ", row 1: the tokenizer cannot give its"),
-    "half a character": ([row(TRAIN[1], "half \ud800")], ", row 1: the tokenizer cannot give its"),
     "none solved": ([row(TRAIN[0], "no")], NO_ANSWER),
     "no rows": ([], ": "),  # bug: nothing was imitated, without a word
 }
@@ -172,8 +170,7 @@ def test_its_gradient_is_that_of_the_cross_entropy_row_by_row(
 def test_each_rank_imitates_its_own_share_of_the_shuffled_answers(
     rotary_model_folder, answers, monkeypatch
 ):
-    """Two steps of 3 rows on each of 2 ranks: 12 rows, which one rank takes in the same order, by
-    the seed and not as they lie in the file."""
+    """12 rows, in two steps of two ranks or one, in an order by the seed and not as in the file."""
     chosen, run = choose(rotary_model_folder, answers)
     changes = {"num_steps": 2, "num_samples_per_step_global": 6}
     training = run.config.training.model_copy(update=changes)
@@ -242,28 +239,10 @@ def test_it_writes_a_plain_model_from_which_a_run_goes_on(
         assert metrics == {k: v for k, v in last.items() if k != "step"}
 
 
-def test_the_sum_of_adapter_and_base_computes_what_they_do_together(rotary_model_folder, tmp_path):
-    model = make_policy(rotary_model_folder, LORA).model
-    for name, weight in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(0))
-    ids = torch.arange(2, 40)[None]
-    with torch.no_grad():
-        expected = model.eval()(input_ids=ids).logits
-        base = AutoModelForCausalLM.from_pretrained(rotary_model_folder)(input_ids=ids).logits
-        imitate.merge_adapter(model)
-        model.save_pretrained(tmp_path)
-        plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-        merged = plain(input_ids=ids).logits
-    assert not (tmp_path / "adapter_config.json").exists()
-    assert (merged - expected).norm() < 1e-4 * (expected - base).norm()
-
-
 # Mistakes, and what ends it
 
 
 MISTAKES = {
-    "--steps=0": "training.num_steps = 0: ",
     "task.name=guess": "task.name = guess: its questions or turns stand in no file",
     "model.load_in_4bit=true model.lora.r=2": "model.load_in_4bit = true: the adapter is ",
     "--out=HERE": "HERE is there already: remove it, or give another --out",
@@ -279,6 +258,15 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
     status, _, errors = call(imitate, *program(tmp_path, rotary_model_folder, answers, *data, *own))
     assert status == 2 and errors.count("\n") == 1
     assert errors.replace(str(tmp_path), "HERE").startswith(f"error: {MISTAKES[given]}")
+    assert [path.name for path in tmp_path.iterdir()] == ["answers.jsonl"]
+
+
+def test_a_loss_that_is_not_finite_ends_it_with_nothing_written(
+    rotary_model_folder, tmp_path, answers, data, monkeypatch, call
+):
+    monkeypatch.setattr(imitate, "update_policy", lambda *_: Update(Outcome.BROKEN))
+    with pytest.raises(FloatingPointError, match=r"step 1: .*lower --learning-rate"):
+        call(imitate, *program(tmp_path, rotary_model_folder, answers, *data))
     assert [path.name for path in tmp_path.iterdir()] == ["answers.jsonl"]
 
 

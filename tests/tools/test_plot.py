@@ -17,10 +17,7 @@ NAN = math.nan
 def write_run(
     file: Path, rewards: list, rates: dict[int, float] | None = None, *, step_s: float = 60
 ) -> Path:
-    """A run of one reward for each step, evaluated in 30 s at the steps in `rates`.
-
-    As a run writes it, or where the file is a .csv as one table.
-    """
+    """A run of one reward for each step, evaluated in 30 s at `rates`; a .csv is one table."""
     rows, rates = [{"step": 0, "time/eval_s": 30}], rates or {}  # a run always has that column
     for step, reward in enumerate([None, *rewards]):
         if step > 0:
@@ -52,10 +49,7 @@ def same(values: np.ndarray, expected: list) -> bool:
 
 
 def test_a_runs_lines_and_a_table_of_them_are_the_same(tmp_path):
-    """Also the metrics.csv that an older version left in a run's folder, beside its lines.
-
-    A run is named after its folder, and a file of another name after that.
-    """
+    """A run is named after its folder, and a file of another name after that."""
     measured = [0.3, 0.625, NAN, -0.125], {0: 0.25, 2: 0.5}
     folder = write_run(tmp_path / "a/metrics.jsonl", *measured).parent
     table = read_table(write_run(tmp_path / "a/metrics.csv", *measured))
@@ -65,7 +59,6 @@ def test_a_runs_lines_and_a_table_of_them_are_the_same(tmp_path):
     assert table.rows[[*lines.rows]].equals(lines.rows)
     assert lines.rows["step"].tolist() == [0, 1, 2, 3, 4]
     assert same(lines.rows["train/reward"].to_numpy(), [NAN, 0.3, 0.625, NAN, -0.125])
-    assert same(lines.rows["eval/pass@1"].to_numpy(), [0.25, NAN, 0.5, NAN, NAN])
 
 
 def test_a_file_with_a_column_run_has_several_runs_each_with_the_columns_that_it_measured(tmp_path):
@@ -99,22 +92,16 @@ RATE, REWARD = "eval/pass@1", "train/reward"
 CURVES = [  # runs, metric, window, which row of the curve, its values
     ([SOLO], RATE, 1, MINUTES, [0.5, 3.0, 5.5]),  # half a minute for each evaluation,
     ([SOLO], REWARD, 1, MINUTES, [1.5, 3, 4, 5.5]),  # also before the first step
-    ([SOLO], RATE, 1, MEAN, [0.2, 0.4, 0.3]),
     ([SOLO], RATE, 1, LOW, [0.1, 0.3, 0.2]),  # the band of a single run is its interval
     ([SOLO], RATE, 1, HIGH, [0.4, 0.6, 0.5]),
     ([SOLO], plot.BEST_OF, 1, MEAN, [0.4, 0.8, 0.6]),
-    ([SOLO], plot.BEST_OF, 1, LOW, [NAN] * 3),
-    ([SEED_0, SEED_1], RATE, 1, MINUTES, [0.5, (3.0 + 7.0) / 2]),  # a mean too
     ([SEED_0, SEED_1], RATE, 1, MEAN, [0.3, 0.65]),
     ([SEED_0, SEED_1], RATE, 1, LOW, [0.2, 0.5]),  # the band of seeds is from the lowest
     ([SEED_0, SEED_1], RATE, 1, HIGH, [0.4, 0.8]),  # to the highest
     ([SEED_1, SEED_2, SEED_0], REWARD, 1, STEPS, [1]),  # it ends with the shortest run
-    ([SEED_1, SEED_2, SEED_0], REWARD, 1, LOW, [1]),
-    ([SEED_1, SEED_2, SEED_0], REWARD, 1, HIGH, [8]),
     ([JUMPS], REWARD, 3, MEAN, [1, 1.5, 3, 5]),  # a mean of the last steps
     ([BROKEN], REWARD, 2, STEPS, [2, 4]),  # what is not finite is left out
     ([BROKEN], REWARD, 2, MEAN, [2, 3]),
-    ([JUMPS], "train/no_such_metric", 5, MEAN, []),
 ]
 
 
@@ -133,13 +120,9 @@ def test_curves_by_hand(tmp_path, runs, metric, window, row, expected):
 @pytest.mark.parametrize(
     ("kind", "text", "message"),
     [
-        ("csv", "", "No columns to parse"),
         ("csv", "step,time/step_s,time/eval_s\n", "no rows of a run's metrics"),
         ("csv", "step,time/step_s,time/eval_s\n0,,1\n1,two,\n", "'two'"),
-        ("csv", "step,time/step_s,time/eval_s\n0,,1\n1,2,3,4\n", "Expected 3 fields in line 3"),
-        ("jsonl", '{"step": null, "time/eval_s": 1, "time/step_s": 1}\n', "no rows of a run's"),
         ("jsonl", '{"step": 0, "time/eval_s": 1}\n{"step": 1\n', "line 2 is not JSON"),
-        ("jsonl", f'{{"step": 0, "time/eval_s": 1{"0" * 400}}}\n', "int too large"),
     ],
 )
 def test_a_file_without_curves_is_one_line_that_names_it(tmp_path, kind, text, message):
@@ -165,21 +148,3 @@ def test_every_metric_of_every_group_is_drawn_once_over_steps_or_over_minutes(ru
     assert same(drawn[2][0].get_ydata(), [-1.5, 0.5])  # of the reward
     assert same(over_minutes[1].get_xdata(), [1.5, 3, 4, 5.5])
     assert figure.axes[2].get_ylim()[0] < -1.5  # a reward below 0 is seen
-
-
-def test_the_two_files_lie_with_the_first_run_or_where_told_and_are_equal_for_equal_metrics(
-    run, tmp_path, call, monkeypatch
-):
-    """A dot in the name is no suffix, folders are made, and a tilde is the home folder."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    contents = []
-    for arguments, out in (
-        ([run], tmp_path / "curves"),
-        (["~/solo.csv", "--out", "~/made/v1.5"], tmp_path / "made/v1.5"),
-    ):
-        files = [out.with_name(f"{out.name}.{kind}") for kind in ("png", "svg")]
-        printed = f"written: {files[0]}, {files[1]}\n"
-        assert call(plot, *arguments, "--panels", "train/reward") == (0, printed, "")
-        contents.append([file.read_bytes() for file in files])
-    assert contents[0] == contents[1]
-    assert contents[1][0].startswith(b"\x89PNG") and contents[1][1].startswith(b"<?xml")

@@ -3,9 +3,7 @@
 import argparse
 import http.client
 import json
-import math
 import os
-import re
 import shutil
 import signal
 import socket
@@ -19,7 +17,7 @@ from pathlib import Path
 import pytest
 from harness import ENVIRONMENT, ROOT, make_config
 from safetensors.torch import load_file, save_file
-from test_report import HOSTILE, completion, damage, damaged, data_of, write_run
+from test_report import HOSTILE, completion, data_of, write_run
 
 from engine.run.config_file import dump
 from tools import chat, report, serve
@@ -73,7 +71,6 @@ def ask(server: ThreadingHTTPServer, **request: object) -> list[dict]:
     [
         ({}, 200),
         ({"Host": "evil.example"}, 403),  # DNS rebinding: a name that now means this machine
-        ({"Host": "localhost.evil.example"}, 403),
         ({"Host": ""}, 403),
         ({"Host": "localhost:9000", "Origin": "http://localhost:9000"}, 200),  # through a tunnel
         ({"Host": "localhost:9000", "Origin": "http://localhost:3000"}, 403),
@@ -93,10 +90,7 @@ def test_only_a_page_of_this_server_is_answered(server, monkeypatch, headers, st
 
 
 def test_the_data_are_sent_when_the_run_has_written_more(server, run, capfd):
-    """Bug: of a run that was moved away or damaged there was a traceback, and no answer.
-
-    The page took that for the server's end. Now it keeps what it has.
-    """
+    """Bug: of a run that was moved away or damaged there was a traceback, and no answer."""
     data = json.loads(fetch(server, "/data?")[1])
     best = str(run / "best")
     assert (data["name"], data["step"], data["models"]) == ("x", 20, ["tiny", best])
@@ -116,18 +110,6 @@ def test_the_data_are_sent_when_the_run_has_written_more(server, run, capfd):
         status, text = fetch(server, "/")
         assert status == 200 and '"models":[]' in text and "config.yaml" in text
         (run / "config.yaml").unlink(missing_ok=True)
-    assert capfd.readouterr() == ("", "")
-
-
-@damaged
-@pytest.mark.parametrize("is_open", [False, True], ids=["opened now", "open already"])
-def test_a_damaged_file_is_a_line_on_the_page(server, run, capfd, name, content, message, is_open):
-    """Bug: a config.yaml without `model` ended each request in a traceback."""
-    damage(run / name, content)
-    if is_open:
-        assert fetch(server, "/data?") == (204, "")
-    elif (name, content) != ("metrics.jsonl", None):  # then the run has just begun
-        assert json.dumps(message)[1:-1] in fetch(server, "/")[1]
     assert capfd.readouterr() == ("", "")
 
 
@@ -238,19 +220,10 @@ def test_a_question_that_is_typed_is_answered_twice_coloured_and_judged(page):
     assert page.locator(".parting").count() == 0
     assert page.locator("#asked summary").inner_text() == "asked: nums: 3 7 25, target: 46"
     assert "[3, 7, 25]" in page.locator("#asked .text").text_content()
-    shown = "tokens => tokens.map(token => [token.style.getPropertyValue('--alpha'), token.title])"
-    for alpha, title in left.locator(".token").evaluate_all(shown):
-        probability = float(re.fullmatch(r"probability (\S+), entropy \S+ nats", title)[1])
-        strength = min(1, -math.log(probability) / 4)  # the less likely, the stronger the colour
-        assert float(alpha) == pytest.approx(0.45 * strength, abs=0.01)
     left.locator(".token").nth(1).click()
     numbers = page.locator("#numbers").inner_text()
     assert "log-probability" in numbers and "advantage" not in numbers
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    page.locator("#temperature").fill("0")
-    page.locator("#held-out").click()
-    page.locator("#asked .text", has_not_text="[3, 7, 25]").wait_for(state="attached")
-    wait_for_both(page)
     page.locator("#question").fill("what?")
     page.locator("button[type=submit]").click()
     page.locator("#asked-state", has_text="write the question like this").wait_for()
@@ -279,28 +252,3 @@ def test_hostile_text_of_a_model_stays_text(page, monkeypatch):
         assert "</textarea></script><script>" in text and "⟨U+202E⟩" in text
     assert page.locator(".parting").all_inner_texts() == ["left", "right"]
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-
-def test_newer_data_leave_what_is_read_in_its_place(page, run, server):
-    page.locator("#step").select_option("0")
-    page.locator("#evaluation").press("ArrowLeft")
-    page.locator("#samples summary").first.click()
-    page.locator("#groups .token").first.click()
-    page.locator("#groups h3").first.scroll_into_view_if_needed()
-    place = "document.querySelector('#groups h3').getBoundingClientRect().y"
-    before = page.evaluate(place)
-    newer = write_run(run.parent / "y", steps=range(0, 41, 20), text="")
-    for name in ("rollouts.jsonl", "samples.jsonl", "metrics.jsonl"):
-        (newer / name).replace(run / name)
-    page.locator("#summary", has_text="40 steps").wait_for()
-    page.locator("#live", has_text="live, read at ").wait_for()
-    assert page.locator("#charts svg").first.get_attribute("aria-label").endswith("at step 40")
-    assert page.evaluate(place) == pytest.approx(before, abs=2)
-    assert page.locator("#step").input_value() == "0"
-    assert page.locator("#step option").all_inner_texts() == ["0", "20", "40"]
-    assert page.locator("#samples details").first.get_attribute("open") == ""
-    assert page.locator("#numbers").is_visible()
-    assert "step 0: " in page.locator("#evaluation-name").inner_text()
-    page.locator("#newest", has_text="show step 40").click()
-    assert "at 40:" in page.locator("#samples").inner_text()
-    assert not page.locator("#newest").is_visible()
