@@ -11,7 +11,7 @@ import harness
 import numpy as np
 import pytest
 import torch
-from harness import NUMBERS, change_json, grade_by_text, make_policy, sample, seed, train_tokenizer
+from harness import NUMBERS, grade_by_text, make_policy, sample, seed
 from transformers import AutoModelForCausalLM
 
 import main
@@ -30,7 +30,7 @@ SIZES = [
     "training.num_samples_per_step=4",
     "model.compute_dtype=float32",
 ]
-ALWAYS, OFTEN, NEVER = 5.0, 1.0, -5.0  # biases; they make logits of about 28, 5.7 and -28
+ALWAYS, NEVER = 5.0, -5.0  # biases; they make logits of about 28 and -28
 
 
 # Models that prefer some tokens, and whole runs of them
@@ -38,11 +38,7 @@ ALWAYS, OFTEN, NEVER = 5.0, 1.0, -5.0  # biases; they make logits of about 28, 5
 
 @pytest.fixture
 def make_model(rotary_model_folder, tmp_path) -> Callable[..., Path]:
-    """`make_model(biases)` is the folder of a Qwen2 that prefers some tokens.
-
-    The first number of every embedding is made large, so that the output weights of the first
-    hidden unit act as a bias.
-    """
+    """`make_model(biases)` is the folder of a Qwen2 that prefers some tokens."""
 
     def make(biases: dict[int, float], tokenizer=None, num_embeddings: int | None = None) -> Path:
         folder = shutil.copytree(rotary_model_folder, tmp_path / "model")
@@ -51,7 +47,7 @@ def make_model(rotary_model_folder, tmp_path) -> Callable[..., Path]:
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(seed())
             model.resize_token_embeddings(rows, mean_resizing=False)
-            model.get_input_embeddings().weight[:, 0] = 100.0
+            model.get_input_embeddings().weight[:, 0] = 100.0  # output weights become a bias
             model.get_output_embeddings().weight[:, 0] = torch.zeros(rows)
             for token, bias in biases.items():
                 model.get_output_embeddings().weight[token, 0] = bias
@@ -73,11 +69,7 @@ def answers(tokenizer) -> dict[int, float]:
 
 @pytest.fixture
 def train(monkeypatch, capsys, tmp_path) -> Callable[..., tuple[Path, str]]:
-    """Whole runs in this process: `train(model, *overrides)` is a run's folder and its output.
-
-    On questions whose prompts differ much in length; one token solves each. With `by_text` rewards
-    differ wherever texts do.
-    """
+    """Whole runs in this process: `train(model, *overrides)` is a run's folder and its output."""
     rows = [{"nums": [n] + [1] * (20 * (n % 4)), "target": n if n % 4 == 0 else 1} for n in NUMBERS]
     file = tmp_path / "questions.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -128,28 +120,6 @@ def flat_sample(policy: Policy, *, num_samples: int) -> list[Completion]:
 # The end of a completion
 
 
-@pytest.mark.parametrize("backend", ["grouped", "generate"])
-def test_tokenizer_model_and_generation_config_may_name_other_ends(make_model, answers, backend):
-    """Each of the three ends a completion, and is trained with it.
-
-    Chat models end a turn with another token than a text.
-    """
-    ends = (0, 7, 12)
-    model = make_model(answers | dict.fromkeys(ends, OFTEN))
-    change_json(model / "generation_config.json", eos_token_id=[7])
-    change_json(model / "config.json", eos_token_id=12)
-    policy = make_policy(model, f"sampling.backend={backend}", LENGTH)
-    completions = flat_sample(policy, num_samples=40)
-    for completion in completions:
-        assert not set(completion.token_ids[:-1]) & set(ends)
-        assert completion.truncated == (completion.token_ids[-1] not in ends)
-        written = len(completion.token_ids) - (not completion.truncated)
-        expected = policy.tokenizer.decode(completion.token_ids[:written])
-        assert completion_text(completion, policy.tokenizer) == expected
-    # each of the three is a third of all ends, so that one is missing with a chance of 1e-14
-    assert {c.token_ids[-1] for c in completions} >= set(ends)
-
-
 @pytest.mark.parametrize(("end", "num_tokens"), [(ALWAYS, 1), (NEVER, MAX_NEW_TOKENS)])
 def test_a_run_that_has_nothing_to_learn_goes_on(make_model, answers, train, end, num_tokens):
     """All completions are empty and equal, or all are cut off and skipped: no step is taken."""
@@ -175,10 +145,7 @@ def test_a_run_that_has_nothing_to_learn_goes_on(make_model, answers, train, end
 def test_a_model_may_have_more_embeddings_than_there_are_tokens(
     make_model, answers, tokenizer, train
 ):
-    """Qwen2.5 has 151,936 for 151,665 tokens. An id without a token has no text, but is trained.
-
-    Here such ids are a fifth of all tokens, so that 96 tokens have some, and no 12 are only those.
-    """
+    """Qwen2.5 has 151,936 for 151,665 tokens. An id without a token has no text, but is trained."""
     known, rows = len(tokenizer), len(tokenizer) + 27
     biases = answers | dict.fromkeys(range(known, rows), 0.4) | {0: NEVER}
     run, _ = train(make_model(biases, num_embeddings=rows), "training.num_steps=1", by_text=True)
@@ -191,27 +158,6 @@ def test_a_model_may_have_more_embeddings_than_there_are_tokens(
         with_text = [token for token in completion.token_ids if 0 < token < known]
         expected = policy.tokenizer.decode(with_text)
         assert completion_text(completion, policy.tokenizer) == expected != ""
-
-
-def test_tags_control_codes_and_endless_lines_harm_neither_console_nor_files(make_model, train):
-    """The console shows 600 characters, none of which a terminal obeys; the file holds all."""
-    wild = ["\x1b[2J\x1b]0;title\x07", "\x00", "\r", "\u202e", "\x9b31m", "\U000e0041", "</s>"]
-    wild += ["<answer>", "</answer>", "<answer><answer>", "<think>", '{"a": "', "[/INST]"]
-    tokenizer = train_tokenizer()
-    tokenizer.add_tokens([*wild, "A" * 16_000])
-    ids = tokenizer.convert_tokens_to_ids([*wild, "A" * 16_000])
-    biases = dict.fromkeys(ids, 1.3) | {ids[0]: 1.6, ids[-1]: 1.6}  # a quarter is the long one
-    more = ["training.max_new_gen_tokens=36", "logging.samples=7", "validation.num_examples=7"]
-    run, output = train(make_model(biases, tokenizer=tokenizer), *more)
-    texts = [sample["completion"] for sample in samples_of(run)]
-    # of 504 tokens each of the others is one in 23; a text of 36 has the long one 8 or 9 times
-    assert max(map(len, texts)) > 100_000
-    for token in wild:
-        assert any(token in text for text in texts), token
-    assert len(output) < 12_000
-    assert "characters ...]" in output and "\\x1b" in output
-    assert not {c for c in output if not c.isprintable()} - {"\n", "\t"}  # a terminal obeys them
-    assert len(rows_of(run)) == 3
 
 
 # A model that goes NaN
@@ -231,11 +177,7 @@ def ruin_after(monkeypatch: pytest.MonkeyPatch, step: int, rate: float) -> None:
 def test_a_model_that_goes_nan_ends_the_run_and_the_last_good_checkpoint_is_kept(
     make_model, answers, tmp_path, train, monkeypatch, rate, every, saved
 ):
-    """Bug: each skipped step saved the ruined weights again, until no good checkpoint was left.
-
-    1e30 leaves weights that are not worth saving. Those of 1e14 are finite, but give no gradient,
-    which shows a step later: they are saved once, at the next occasion, beside the good ones.
-    """
+    """Bug: each skipped step saved the ruined weights again, until no good checkpoint was left."""
     model, run = make_model(answers), tmp_path / "runs/x"
     overrides = [f"checkpoint.every={every}", f"checkpoint.keep={len(saved)}"]
     overrides += ["validation.every=100", "training.max_skipped_steps=3", "training.num_steps=20"]
@@ -259,8 +201,7 @@ def test_a_model_that_goes_nan_ends_the_run_and_the_last_good_checkpoint_is_kept
 def test_noise_from_a_broken_model_solves_nothing_and_is_never_the_best(
     make_model, train, answers, monkeypatch
 ):
-    """Bug: logits of NaN are sampled as if all were 0; by luck that solved more than the model did,
-    and best/ was overwritten by weights that are not finite."""
+    """Bug: logits of NaN are sampled as if all were 0; by luck that solved more than the model."""
     model = make_model(dict.fromkeys(answers, NEVER) | {list(answers)[-1]: 0.7})
     ruin_after(monkeypatch, -1, 1e30)
     overrides = ["validation.best_of_n=64", "validation.every=1", "training.k_best_of_n=[32,32]"]

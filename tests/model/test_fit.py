@@ -26,10 +26,7 @@ from engine.run.load import check_disk
 def test_the_host_must_hold_the_model_once_for_each_process(
     overrides, dtype, bytes_per_weight, rotary_model_folder, monkeypatch
 ):
-    """A rank of model.shard loads all of the 40,800 weights before it keeps its part.
-
-    Bug: a kernel that config.json names was looked for, though the setting is sdpa.
-    """
+    """Bug: a kernel that config.json names was looked for, though the setting is sdpa."""
     model_config, config = AutoConfig.from_pretrained(rotary_model_folder), make_config(*overrides)
     model_config._attn_implementation = "flash_attention_2"
     pages = {"SC_PAGE_SIZE": 2, "SC_PHYS_PAGES": bytes_per_weight * 40_800}
@@ -55,18 +52,14 @@ def disk(monkeypatch) -> list[Path]:
         ("checkpoint.keep=4", 1000, None),  # 5 * 12,000 + 2 * 4,000
         ("checkpoint.keep=5", 1000, r"checkpoint\.keep=4 would fit"),
         ("checkpoint.keep=4", 3000, r"give run\.dir a larger disk"),
-        # Of 9 steps, one each 2 makes 5 checkpoints.
-        ("checkpoint.keep=null training.num_steps=9", 1000, None),
+        ("checkpoint.keep=null training.num_steps=9", 1000, None),  # one each 2 steps makes 5
         ("checkpoint.keep=null training.num_steps=11", 1000, r"6 .* checkpoint\.keep=4 would fit"),
     ],
 )
 def test_a_disk_must_hold_all_checkpoints_and_two_best_models(
     tmp_path, disk, given, num_weights, fix
 ):
-    """12 bytes per weight for each of keep + 1 checkpoints, and 4 for each of two best/.
-
-    What the run has saved counts as room: a run that fills its disk must be able to go on.
-    """
+    """What the run has saved counts as room: a run that fills its disk must be able to go on."""
     config = make_config("checkpoint.every=2", *given.split())
     if fix is not None:
         with pytest.raises(ValueError, match=f"the disk is too small.*{fix}"):

@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from harness import (
-    ROOT,
     SIZES,
     alone,
     change_json,
     make_config,
     make_policy,
-    sample,
     save_random,
     tokens_of,
 )
@@ -34,7 +32,7 @@ from transformers import (
 import countdown
 from engine.model.policy import Policy
 from engine.model.tokenizer import load_tokenizer
-from engine.questions.prompts import completion_text, end_of_turn, render_prompt, render_prompts
+from engine.questions.prompts import completion_text, end_of_turn, render_prompt
 from engine.sampling.draw import TokenBuffer
 from engine.update.optimizer import make_optimizer
 from tools.chat import load_policy
@@ -47,10 +45,7 @@ def gradient_of(policy: Policy) -> torch.Tensor:
 
 
 def test_padded_and_batched_log_probs_equal_those_of_each_row_alone(model_folder):
-    """Each row alone has no padding and no position ids; its logits are shifted here by hand.
-
-    The token that stands after the end changes nothing, not even the gradient.
-    """
+    """The token that stands after the end changes nothing, not even the gradient."""
     policy, results = make_policy(model_folder), []
     for pad_id in (1, 0, 77):
         policy.model.zero_grad()
@@ -94,32 +89,6 @@ def test_weights_and_adamw_moments_are_fp32_though_the_folder_holds_bf16(
     assert torch.cat(has_moved)[used].sum() > 0.99 * used.sum() > 30_000
 
 
-def test_with_bf16_a_copy_in_bf16_samples_and_follows_the_weights(rotary_model_folder):
-    """On a CPU too: autocast would cast all weights anew for every token."""
-    policy = make_policy(rotary_model_folder, "model.compute_dtype=bfloat16")
-    with torch.no_grad():
-        for parameter in policy.model.parameters():
-            parameter.add_(0.5)
-    policy.sampler.refresh()
-    pairs = list(zip(policy.model.parameters(), policy.sampler.model.parameters(), strict=True))
-    assert all(torch.equal(weight.bfloat16(), copied) for weight, copied in pairs)
-    assert {weight.dtype for weight, _ in pairs} == {torch.float32}
-    exact = make_policy(rotary_model_folder)
-    assert exact.sampler.model is exact.model
-
-
-def test_an_evaluation_in_bf16_draws_what_training_drew_bit_for_bit(rotary_model_folder):
-    """Bug: it held fp32 weights beside the bf16 copy that sampled, 6 bytes a weight, not 2."""
-    drawn = []
-    for mode in ("train", "evaluate"):
-        policy = make_policy(rotary_model_folder, "model.compute_dtype=bfloat16", f"mode={mode}")
-        with policy.sampler.autocast():
-            (group,) = sample(policy, PROMPTS[:1], num_samples=4, max_new_tokens=9)
-        drawn.append([(c.token_ids, c.log_probs.tolist()) for c in group])
-    assert policy.sampler.model is policy.model and policy.model.dtype == torch.bfloat16
-    assert drawn[0] == drawn[1]
-
-
 def test_the_dropout_in_a_folders_config_is_off(model_folder):
     """Otherwise the scored policy is not the sampled one, and no two scores are the same."""
     saved = json.loads((model_folder / "config.json").read_text())
@@ -152,10 +121,7 @@ def copy_of(folder: Path, tmp_path: Path, **tokenizer_settings) -> Path:
 
 
 def test_tokens_are_those_of_tokenizer_json(rotary_model_folder, tmp_path):
-    """AutoTokenizer replaces the pre-tokenizer of a qwen2 folder by the family's own.
-
-    The tokenizer that is used in its place keeps the template and the special tokens.
-    """
+    """AutoTokenizer replaces the pre-tokenizer of a qwen2 folder by the family's own."""
     text = "Use the numbers [12, 345] to make 12.\n<think> é"
     expected = Tokenizer.from_file(str(rotary_model_folder / "tokenizer.json")).encode(text).ids
     replaced = AutoTokenizer.from_pretrained(rotary_model_folder)
@@ -176,31 +142,6 @@ def test_a_missing_pad_token_becomes_eos_with_a_message(absolute_model_folder, t
     tokenizer, lines = load(folder)
     assert tokenizer.pad_token_id == 0
     assert any("no pad token: its eos token is used" in line for line in lines)
-
-
-# The embedded model
-
-TINY = ROOT / "tiny"
-
-
-def test_the_embedded_model_is_small_and_loads_as_any_other():
-    model = AutoModelForCausalLM.from_pretrained(TINY)
-    assert model.num_parameters() < 3_000_000
-    assert sum(path.stat().st_size for path in TINY.iterdir() if path.is_file()) < 8_000_000
-    assert model.dtype == torch.float32
-    notes: list[str] = []
-    load_policy(make_config(f"model.name={TINY}"), alone(), notes.append)
-    assert notes == ["the tokenizer has no chat template: the prompt is plain text"]
-
-
-def test_its_tokenizer_survives_auto_tokenizer_and_makes_short_prompts():
-    """AutoTokenizer replaces the pre-tokenizer of some types: a prompt then has 200 tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    rendering = {"task": countdown, "options": make_config().task, "tokenizer": tokenizer}
-    (prompt,), _ = render_prompts([{"nums": [3, 7, 25, 12], "target": 46}], **rendering)
-    assert len(tokenizer(prompt)["input_ids"]) <= 40
-    for text in (prompt, "3 * 7 = 21, 21 + 25 = 46 yes\n", "Übung \U0001f600\t 123456 \\x00"):
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
 # Where a completion ends
@@ -266,12 +207,10 @@ def test_a_chat_template_gets_the_options_of_the_config(chat_folder, tmp_path):
 
 
 TEMPLATES = {  # what a template ends a turn with
-    TURNS: "<|im_end|>",
     TURNS.replace("<|im_end|>", "\n <|im_end|>"): "<|im_end|>",  # white space before it
     TURNS.replace("<|im_end|>", " Over."): None,  # no special token
     TURNS.replace("m.content", "'Hello.'"): None,  # the turn is not in the text
     "{{ raise_exception('no assistant') }}": None,
-    None: None,
 }
 
 
@@ -282,50 +221,34 @@ def test_the_end_of_a_turn_is_what_the_template_writes_behind_it(chat_folder):
         assert end_of_turn(tokenizer) == (token and tokenizer.convert_tokens_to_ids(token))
 
 
-def test_more_tokens_that_end_a_completion_can_be_named(absolute_model_folder):
-    assert make_policy(absolute_model_folder).params.eos_ids == (0,)  # it has no chat template
-    policy = make_policy(absolute_model_folder, "sampling.stop=['<answer>7</answer>']")
-    assert written(policy, "7 * 1 <answer>7</answer>\n") == "7 * 1 "
-    policy = make_policy(absolute_model_folder, "sampling.stop=[no token]")  # a text ends it too
-    assert policy.params.eos_ids == (0,) and policy.params.stop.texts == ["no token"]
+def test_all_files_and_the_config_may_name_tokens_that_end_a_completion(
+    absolute_model_folder, tmp_path
+):
+    folder = copy_of(absolute_model_folder, tmp_path)
+    change_json(folder / "generation_config.json", eos_token_id=[7])
+    change_json(folder / "config.json", eos_token_id=12)
+    policy = make_policy(folder, "sampling.stop=['<answer>7</answer>', no token]")
+    assert {*policy.params.eos_ids} == {0, 7, 12, *policy.tokenizer.encode("<answer>7</answer>")}
+    assert policy.params.stop.texts == ["no token"]
 
 
 # A user's mistakes: one useful line, which main prints
 
 
-def mistake(folder: Path | str, *overrides: str) -> str:
+def mistake(folder: Path | str) -> str:
     """The error that loading raises: one line that names the model."""
     with pytest.raises(ValueError) as caught:
-        make_policy(folder, *overrides)
+        make_policy(folder)
     line = str(caught.value)
     assert line.startswith(f"model.name = {folder}: ") and "\n" not in line
     return line
 
 
-PATHS = {
-    "/nowhere": "no such folder in /",
-    "mdels/mine": "no such folder in {here}, the nearest is {here}/models; and from the hub",
-    "models/mime": "no such folder in {here}/models, the nearest is {here}/models/mine",
-    "modles": "no such folder in {here}, the nearest is {here}/models; and from the hub: ",
-    "runs/x": "it is the folder of a run; its best model is runs/x/best",
-    **dict.fromkeys(("models", "a.txt"), "it is no folder with a config.json"),
-}
-
-
-def test_a_path_without_a_model_is_named_with_what_is_near(tmp_path, monkeypatch):
-    """Bug: a slip in a path ended in a message about a connection to the hub."""
-    for folder in ("models/mine", "runs/x/best"):
-        (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "a.txt").write_text("")
+def test_a_folder_without_a_model_or_a_token_that_ends_text_is_refused(
+    absolute_model_folder, tmp_path, monkeypatch
+):
+    (tmp_path / "models/mine").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    for name, problem in PATHS.items():
-        line, problem = mistake(name), problem.format(here=tmp_path)
-        assert line.startswith(f"model.name = {name}: cannot be used: {problem}")
-        assert ("connect" in line) == ("hub" in problem)
-    mistake("nobody/no-such-model")  # bug: transformers' message had two lines, and no name
-
-
-def test_without_any_token_that_ends_text_a_model_is_refused(absolute_model_folder, tmp_path):
     folder = copy_of(absolute_model_folder, tmp_path, eos_token=None)
     for name in ("config.json", "generation_config.json"):
         settings = json.loads((folder / name).read_text()) | {"eos_token_id": None}
@@ -333,6 +256,8 @@ def test_without_any_token_that_ends_text_a_model_is_refused(absolute_model_fold
     assert "which token ends text" in mistake(folder)
     change_json(folder / "tokenizer_config.json", pad_token=None)
     assert "neither a pad nor an eos token" in mistake(folder)
+    for name, near in (("models/mime", "models/mine"), ("nobody/no-such-model", "")):
+        assert near in mistake(name)  # bugs: a message of the hub's, in two lines and with no name
 
 
 def drop_a_layer(folder: Path) -> None:
@@ -374,7 +299,6 @@ MISFITS = [  # what is done to the folder or set in its config.json, and what is
     (drop_the_tokenizer, "tokenizer.json"),
     (halve_the_weights, "cannot be used: "),
     ({"hidden_size": 64}, "do not fit its config.json, such as"),
-    ({"hidden_size": "x"}, "cannot be used: "),
     # bug: the start hung, since the model's shapes are made before its weights are read
     ({"num_hidden_layers": 20_000, "layer_types": None}, "num_hidden_layers"),
 ]
@@ -390,11 +314,6 @@ def test_a_model_that_misfits_its_config_is_refused(rotary_model_folder, tmp_pat
     else:
         spoil(folder)
     assert problem in mistake(folder)
-
-
-def test_attention_that_is_not_there_is_named(rotary_model_folder):
-    line = mistake(rotary_model_folder, "model.attn_implementation=no_such_kernel")
-    assert "attn_implementation" in line and "sdpa" in line
 
 
 def test_weights_that_the_config_leaves_out_are_named(rotary_model_folder, tmp_path):

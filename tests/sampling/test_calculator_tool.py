@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from graphs import install_graphs
-from harness import make_policy, save_writer, train_tokenizer
+from harness import make_policy, save_writer
 from plain import assert_plain
 from reference import (
     GRPO,
@@ -28,7 +28,7 @@ from engine.core.types import Completion, Trajectory
 from engine.model.policy import Policy
 from engine.questions.prompts import completion_text
 from engine.report.metrics import rollout_metrics
-from engine.sampling.calculator import STYLES, Calculator
+from engine.sampling.calculator import STYLES
 
 START, END, REPLY, REPLIED = (*STYLES["nanochat"][:2], "<|output_start|>", "<|output_end|>")
 # Which tokens may follow which, each as likely as the others. In one case of two a completion asks
@@ -102,7 +102,6 @@ def test_the_result_is_written_where_a_completion_asks_and_nowhere_else(folders,
 REPLIES = {  # for each style: texts that ask, and what is written behind them
     "gsm8k": [
         *((text, "") for text in ("<<1/3=", "<<1/0=", "<<2**3=", "<<=", "12*3=", "<<1=1=")),
-        ("9" * 10**5 + "=", ""),
         ("<<12*3=36>> 5=", ""),
         ("<<1=2>> then <<1/8=", "0.125>>"),
         ("x" * 5000 + "<<" + "1+" * 90 + "1=", "91>>"),
@@ -122,11 +121,6 @@ def test_the_last_expression_is_calculated_and_what_cannot_be_is_left_to_the_mod
         assert calculator.reply(encode(text)) == encode(reply), text[:40]
     if style == "nanochat":
         assert calculator.asking_ids == encode(END)
-
-
-def test_a_tokenizer_without_nanochats_tokens_is_refused():
-    with pytest.raises(ValueError, match=r"no token <\|python_start\|>; write gsm8k"):
-        Calculator(train_tokenizer(), "nanochat")
 
 
 # Training

@@ -4,7 +4,6 @@ import copy
 import hashlib
 import json
 import random
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,6 @@ from engine.core.types import Trajectory
 from engine.questions.user_file import RewardError
 from engine.run.state import Run
 from engine.sampling.environment import Conversation, Turns, check_environment, start_conversations
-from tools import chat
 
 # Turns end and tools are called as in Qwen2.5's chats; the words are our own.
 TEMPLATE = """{%- if tools %}<|im_start|>system
@@ -80,9 +78,6 @@ class Environment:
 
         Args:
             step: What is added to it.
-
-        Returns:
-            The counter.
         """
         self.counter += step
         return self.counter
@@ -161,10 +156,7 @@ def reply(text: object) -> str:
 
 
 def test_three_turns_by_hand_their_ids_and_which_of_them_are_trained(folder):
-    """Bugs of others: replies that are trained, end tokens that are not, tokens made anew of text.
-
-    The last turn is "nu", which the model has drawn as two tokens and the tokenizer writes as one.
-    """
+    """The last turn is "nu": the model draws two tokens where the tokenizer writes one."""
     run = make(folder)
     pieces = {0: ONE, 1: END, 2: reply(1), 3: ONE, 4: END, 5: reply(2), 6: "n", 7: "u", 8: END}
     text = "".join(pieces.values()).removesuffix(END)
@@ -182,11 +174,7 @@ def test_three_turns_by_hand_their_ids_and_which_of_them_are_trained(folder):
 
 
 def test_all_backends_play_the_same_in_every_batch(folder):
-    """Also with random tools, whatever the order in which they are called; and nothing leaks.
-
-    With attention that adds something, positions and the cache matter: a hole in the mask would
-    change the numbers.
-    """
+    """Also with random tools, whatever the order in which they are called; and nothing leaks."""
     code = "    def increment(self, step: int) -> int:\n"
     drawing = TASK[TASK.index("class Environment") :].replace(code, code.replace("int:", "float:"))
     drawing = drawing.replace("+= step", "+= step + random.random() + float(np.random.rand())")
@@ -207,10 +195,7 @@ def test_all_backends_play_the_same_in_every_batch(folder):
 
 
 def play_by_all(run: Run, **changes) -> list[Trajectory]:
-    """The trajectories of one question, alike for all backends and as a plain forward pass draws.
-
-    The numbers of replies are 0.
-    """
+    """The trajectories of one question, which all backends draw as a plain forward pass does."""
     group, *others = [play(run, backend=backend, **changes) for backend in BACKENDS]
     changes.pop("num_samples", None)
     completions = [t.completion for t in group]
@@ -306,9 +291,8 @@ def test_what_is_wrong_with_a_call_is_told_to_the_model(folder):
     assert answer(run, call("3")) == reply(3)  # by the schema
     assert answer(run, call(1, "jump")) == reply("error: NameError: there is no tool jump")
     assert answer(run, call(1, "reset")) == reply("error: NameError: there is no tool reset")
-    assert "error: TypeError: " in answer(run, call("one"))
-    assert "error: TypeError: " in answer(run, '<tool_call>{"name": "increment"}</tool_call>')
-    assert "error: TypeError: " in answer(run, ONE.replace("step", "self"))
+    for wrong in (call("one"), ONE.replace("step", "self")):
+        assert "error: TypeError: " in answer(run, wrong)
     two, turn = answer(run, f"{ONE}\n{TWO}"), "\n<|im_start|>user\n<tool_response>"
     assert two == f"{turn}1</tool_response>{END}{turn}3</tool_response>{END}{BEGIN}"
     for turn in ("nu", "<tool_call>{</tool_call>", "<tool_call>[1]</tool_call>", "<tool_call>"):
@@ -338,23 +322,11 @@ def test_a_reply_holds_no_special_token_and_is_cut_before_it_is_tokenised(folder
     assert len(answer(run, call(2))) < 150 * 100
     assert time.process_time() - start_s < 1
     assert answer(run, call(3)) == reply("[1, None]")
-
-
-def test_a_reply_holds_no_special_token_that_the_normalizer_makes(folder):
-    """Bug: full-width letters, which NFKC turns into plain ones, ended the turn."""
-    run = make(folder, ECHO)
+    # bug: full-width letters, which NFKC turns into plain ones, ended the turn
     tokenizer = copy.deepcopy(run.policy.tokenizer)
     tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
     tokenizer.add_tokens([AddedToken("<|stop|>", special=True, normalized=True)])
     assert Turns(tokenizer, run.task).clean("a\uff1c|stop|\uff1eb") == "ab"
-
-
-def test_a_reply_is_found_behind_turns_that_the_template_rewrites(folder):
-    """As Qwen3 drops thinking, and the words of the reply may stand in an earlier turn too."""
-    run = make(folder, ECHO)
-    shorter = TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.last else m.content[:3] }}")
-    run.policy.tokenizer.chat_template = shorter
-    assert answer(run, "A made-up turn.") == (f"\n<|im_start|>user\n1: A made-up turn.{END}{BEGIN}")
 
 
 # Refusals
@@ -365,13 +337,11 @@ def test_a_reply_is_found_behind_turns_that_the_template_rewrites(folder):
     [
         ("", None, [], "chat template that ends turns by a special token"),
         ("", NO_TOOLS, [], "does not tell: write respond"),
-        ("", TEMPLATE.replace("<tool_call>{{", "<call>{{"), [], "it has no response_template"),
         ("", TEMPLATE.replace("in messages", "in messages if m.role != 'tool'"), [], "role tool"),
         (ECHO, TEMPLATE.replace("in messages", "in messages[:2]"), [], "role user"),
         ("", TEMPLATE, ["sampling.calculator=gsm8k"], "write sampling.calculator=null"),
         ("\ndef generate_prompt(example, *, options): return 'x'", TEMPLATE, [], "return messages"),
         ("\nclass Environment:\n def reset(self): pass", TEMPLATE, [], "no get_reward"),
-        ("\nclass Environment(Environment):\n def f(self, x): 'T'", TEMPLATE, [], "type hint in"),
         ("\nclass Environment(Environment):\n def f(self, x: int): 'T'", TEMPLATE, [], "'x'"),
     ],
 )
@@ -381,13 +351,6 @@ def test_what_cannot_be_played_is_refused_at_the_start(folder, code, template, o
     with pytest.raises(ValueError, match=r"^\S+py: Environment") as raised:
         check_environment(run.task, run.config, run.policy.tokenizer, {"n": 1})
     assert message in str(raised.value) and "\n" not in str(raised.value)
-
-
-def test_a_model_that_calls_no_tools_plays_by_respond(folder):
-    run = make(folder, ECHO)
-    run.policy.tokenizer.chat_template = NO_TOOLS
-    check_environment(run.task, run.config, run.policy.tokenizer, {"n": 1})
-    assert "1: <tool_call>" in answer(run, ONE)
 
 
 BROKEN = """
@@ -405,7 +368,6 @@ class Environment(Environment):
         ("reset", "self.x = id(self); return str(id(self))", "different texts to a group"),
         ("reset", "return '1' * 2000", "longer than the 874 tokens of room"),
         ("respond", "1 / 0", "raised ZeroDivisionError"),
-        ("respond", "return [1]", "must return a text or None"),
         ("get_reward", "return None", "must return a dict with a number for each of answer"),
     ],
 )
@@ -414,21 +376,3 @@ def test_an_environment_that_fails_stops_the_run_in_one_line(folder, method, sta
     with pytest.raises(RewardError, match=message) as raised:
         play(run, num_samples=6)
     assert "{'n': 1}" in str(raised.value) and "\n" not in str(raised.value)
-
-
-# A person
-
-
-def test_chat_shows_both_sides_to_a_person_who_reads_along(folder, monkeypatch, capsys):
-    Path("task.py").write_text(TASK + ECHO)
-    Path("rows.jsonl").write_text("".join(f'{{"n": {n}}}\n' for n in range(40)))
-    data = ["task.train=rows.jsonl", "task.eval=rows.jsonl", "task.name=task"]
-    arguments = ["chat", str(folder), "--watch", *data, f"training.seed={harness.seed()}"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    chat.main()
-    talks = capsys.readouterr().out.split("<|im_start|>user\nUse the tool. <|im_end|>")[1:]
-    assert len(talks) > 1
-    for talk in talks:
-        model, user = talk.count("<|im_start|>assistant"), talk.count("<|im_start|>user")
-        assert model == user + 1 and "\nreward " in talk
-        assert all(f"<|im_start|>user\n{i}: " in talk for i in range(1, user + 1))
