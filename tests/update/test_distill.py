@@ -3,7 +3,6 @@
 What the student learns from it is in test_update.py.
 """
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 from harness import (
     alone,
+    change_json,
     grade_by_text,
     load_run,
     load_trained,
@@ -72,39 +72,30 @@ def test_a_teacher_of_other_tokens_is_refused_by_its_tokens(
         make_policy(model, *distilling(other))
 
 
-KNOWN = "it reads what the trained model gets, which it may not have been trained on"
-SAID = {
-    "a shorter context": (
-        {"config.json": {"max_position_embeddings": 64}},
-        "the teacher sees 64 tokens, fewer than the trained model: questions without room for a "
-        "completion there are left out",
+SAID = [  # what is changed in the teacher's files, and the warning about it
+    (
+        "config.json",
+        {"max_position_embeddings": 64},
+        ["sees 64 tokens, fewer than the tra"],
     ),
-    "another end": (
-        {"config.json": {"eos_token_id": 7}},
-        "the teacher's texts end at other tokens than the trained model's",
+    ("config.json", {"eos_token_id": 7}, ["texts end at other tokens than the trained model's"]),
+    ("tokenizer_config.json", {"chat_template": "x"}, ["has another chat template: it reads what"]),
+    (
+        "tokenizer.json",
+        {"pre_tokenizer": None},
+        ["tokenizer makes other tokens of a text: it r"],
     ),
-    "another chat template": (
-        {"tokenizer_config.json": {"chat_template": "{{ messages[0].content }}"}},
-        f"the teacher has another chat template: {KNOWN}",
-    ),
-    "other tokens of a text": (
-        {"tokenizer.json": {"pre_tokenizer": None}},
-        f"the teacher's tokenizer makes other tokens of a text: {KNOWN}",
-    ),
-    "the same": ({}, None),
-}
+    ("config.json", {}, []),
+]
 
 
-@pytest.mark.parametrize("name", SAID)
+@pytest.mark.parametrize(("file", "changes", "said"), SAID)
 def test_what_a_teachers_files_say_and_the_students_do_not_is_a_line(
-    name, rotary_model_folder, teacher_folder, tmp_path
+    file, changes, said, rotary_model_folder, teacher_folder, tmp_path
 ):
-    changes, line = SAID[name]
     folder, lines = Path(shutil.copytree(teacher_folder, tmp_path / "teacher")), []
-    for file, values in changes.items():
-        text = json.loads((folder / file).read_text()) | values
-        (folder / file).write_text(json.dumps(text))
+    change_json(folder / file, **changes)
     config = make_config(f"model.name={rotary_model_folder}", *distilling(folder))
     load_trained(config, alone(), lines.append)
-    warnings = [line for line in lines if line.startswith("warning: ")]
-    assert warnings == ([] if line is None else [f"warning: {line}"])
+    warnings = [line for line in lines if line.startswith("warning: the teacher")]
+    assert len(warnings) == len(said) and all(map(str.__contains__, warnings, said))

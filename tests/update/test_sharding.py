@@ -26,12 +26,10 @@ from reference import (
     GRPO,
     HARD,
     LONG,
-    ROUNDING,
     config_of,
     distance,
     flat,
     make_groups,
-    recorded,
 )
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -42,10 +40,9 @@ from engine.run import resuming
 from engine.run.state import Run
 from engine.update.optimizer import make_optimizer
 from engine.update.outcome import Outcome
-from engine.update.shards import check_shared_disk, load_parts, local, save_parts
+from engine.update.shards import load_parts, local, save_parts
 
 SHARD, WHOLE = "model.shard=true", "model.shard=false"
-BF16 = "model.compute_dtype=bfloat16"
 
 UPDATED, NO_STEP, BROKEN = Outcome.UPDATED, Outcome.NOTHING_TO_TRAIN_ON, Outcome.BROKEN
 STEPS = [  # a group of each rank, what is not finite on the last one, the outcome on all
@@ -58,8 +55,7 @@ STEPS = [  # a group of each rank, what is not finite on the last one, the outco
 
 
 def take_steps(world: World, folder: Path) -> list[tuple]:
-    """Of whole models and of shards: outcomes, and weights before and after each of AdamW's steps;
-    whether the sampler has the last ones; bytes."""
+    """Of whole models and shards: outcomes, weights, whether the sampler has the last, bytes."""
     results = []
     for shard in (WHOLE, SHARD):
         keys = [*GRPO, "training.max_grad_norm=0.1", "training.learning_rate=1e-3", shard]
@@ -104,10 +100,7 @@ def bytes_in_memory(tensors: list[torch.Tensor]) -> int:
 def test_all_ranks_take_the_same_steps_with_whole_models_and_with_shards(
     rotary_model_folder, tmp_path
 ):
-    """All skip the step that is broken on one; a rank without advantages holds up no other.
-
-    In fp32; AdamW divides by roots of tiny averages, where rounding shows, hence 1e-5.
-    """
+    """All skip the step that is broken on one; a rank without advantages holds up no other."""
     ranks = run_on_ranks(take_steps, 3, rotary_model_folder, folder=tmp_path)
     expected = [outcome.name for *_, outcome in STEPS]
     for outcomes, weights, is_fresh, _ in (kind for rank in ranks for kind in rank):
@@ -148,10 +141,7 @@ def load_and_save(world: World, model: Path, folder: Path, again: Path) -> int:
 def test_a_run_is_resumed_bit_for_bit_and_goes_on_with_another_number_of_ranks(
     absolute_model_folder, tmp_path, data
 ):
-    """Rank 1 of the unbroken run finds a folder in the place of its part, as if its disk were full.
-
-    From 2 ranks to 3, parts are cut elsewhere; the embeddings are tied.
-    """
+    """Rank 1 of the unbroken run finds a folder in the place of its part, as on a full disk."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     keys = [*data, SHARD, "training.warmup_steps=0", "training.kl_coef=0.1"]
     keys += ["training.micro_batch_tokens=99"]  # several passes on each rank
@@ -181,38 +171,3 @@ def test_a_run_is_resumed_bit_for_bit_and_goes_on_with_another_number_of_ranks(
     again = merged(tmp_path / "again")
     assert again.keys() == weights.keys()
     assert all(torch.equal(again[name], weights[name]) for name in weights)
-
-
-def small_claims(world: World, model: Path, folder: Path) -> tuple[list, list[str]]:
-    """(gradient in bf16, whether a pass keeps casts) of whole models and of shards; and what a rank
-    is told that sees an older lock than rank 0, or none."""
-    passes, said = [], []
-    groups = [(EASY, HARD), (LONG, EQUAL)][world.rank]
-    config = config_of(*GRPO, "training.micro_batch_tokens=45")
-    for shard in (WHOLE, SHARD):
-        policy, keeps = make_policy(model, BF16, shard, world=world), set()
-        note = lambda *_, keeps=keeps: keeps.add(torch.is_autocast_cache_enabled())  # noqa: E731
-        policy.model.model.layers[0].mlp.register_forward_pre_hook(note)
-        gradient, _ = recorded(policy, make_groups(config, *groups), config, world)
-        passes.append((gradient, keeps))
-    for name in ("shared", "empty", "copied"):
-        own = folder / name if name == "shared" else folder / f"{name}-{world.rank}"
-        own.mkdir(exist_ok=True)
-        if world.is_main or name == "copied":
-            (own / "lock").write_text(f"process {7 - world.rank} on a")
-        world.sum([0.0])
-        if name == "shared":
-            check_shared_disk(own, world)
-            continue
-        with pytest.raises(ValueError, match="1 of 2 ranks do not see") as caught:
-            check_shared_disk(own, world)
-        said.append(str(caught.value))
-    return passes, said
-
-
-def test_in_bf16_too_and_ranks_that_do_not_share_a_disk_are_told(rotary_model_folder, tmp_path):
-    """Bug: autocast kept the bf16 copy of each weight until the pass ended."""
-    ranks = run_on_ranks(small_claims, 2, rotary_model_folder, tmp_path, folder=tmp_path)
-    for ((whole, keeps), (in_shards, keep)), said in ranks:
-        assert distance(in_shards, whole) <= ROUNDING and keeps == keep == {False}
-        assert all("set run.dir to a disk that all nodes share" in line for line in said)

@@ -56,7 +56,7 @@ TRL_FIRST_GRADIENT = [
     [0.0, 0.0, 0.0, 0.0, 0.0],
     [0.083333333, 0.083333333, 0.083333333, 0.083333333, 0.0],
 ]
-TRL_LOSS_WITH_KL = {"grpo": 0.440660382, "dapo": 0.343774973, "dr_grpo": 0.186211444}
+TRL_LOSS_WITH_KL = {"grpo": 0.440660382, "dapo": 0.343774973}
 TRL_GRADIENT_WITH_KL = {
     "grpo": [
         [0.000906346, -0.091605207, -0.042522648, -0.075525855, -0.07293157],
@@ -69,12 +69,6 @@ TRL_GRADIENT_WITH_KL = {
         [0.00347068, 0.094309528, 0.070465544, 0.0, 0.0],
         [-0.011227716, 0.0, 0.0, 0.0, 0.0],
         [0.153037147, 0.005131761, 0.280325969, 0.137502658, 0.0],
-    ],
-    "dr_grpo": [
-        [0.000755289, -0.076337672, -0.03543554, -0.062938212, -0.060776308],
-        [0.001879952, 0.051084328, 0.038168836, 0.0, 0.0],
-        [-0.00608168, 0.0, 0.0, 0.0, 0.0],
-        [0.082895121, 0.002779704, 0.151843233, 0.074480607, 0.0],
     ],
 }
 TRL_GSPO_LOSS = 0.345436631
@@ -122,10 +116,8 @@ DISTILL = "learning_type=distill num_iterations=1"
 LOSSES = {
     "grpo": (KL, "sequence", False, TRL_LOSS_WITH_KL["grpo"], TRL_GRADIENT_WITH_KL["grpo"]),
     "dapo": (KL, "token", False, TRL_LOSS_WITH_KL["dapo"], TRL_GRADIENT_WITH_KL["dapo"]),
-    "dr_grpo": (KL, "dr_grpo", False, TRL_LOSS_WITH_KL["dr_grpo"], TRL_GRADIENT_WITH_KL["dr_grpo"]),
     "first, once": ("num_iterations=1", "dr_grpo", True, None, TRL_FIRST_GRADIENT),
     "first, ppo": ("policy_loss=ppo", "dr_grpo", True, None, TRL_FIRST_GRADIENT),
-    "first, cispo": ("policy_loss=cispo", "dr_grpo", True, None, TRL_FIRST_GRADIENT),
     "first, gspo": (GSPO, "dr_grpo", True, None, TRL_FIRST_GRADIENT),
     "cispo": ("policy_loss=cispo", "token", False, TRL_CISPO_LOSS, TRL_CISPO_GRADIENT),
     "gspo": (GSPO, "sequence", False, TRL_GSPO_LOSS, TRL_GSPO_GRADIENT),
@@ -139,10 +131,7 @@ CLIPPED = [(KL, False, 3), ("policy_loss=cispo", False, 3), (DPPO, False, 2), (D
 def loss_and_gradient(
     keys: str, normalization: str, *, is_first: bool = False, weights: torch.Tensor | None = None
 ) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
-    """What the update computes where a policy and its reference give these log-probabilities.
-
-    In the first pass this policy has sampled the batch, and the reference has not scored it yet.
-    """
+    """What the update computes where a policy and its reference give these log-probabilities."""
     mask = torch.arange(5) < torch.tensor(inputs.LENGTHS)[:, None]
     counts = {"num_rows": 4, "num_tokens": sum(inputs.LENGTHS)}
     counts["max_new_gen_tokens"] = inputs.MAX_NEW_TOKENS
@@ -208,19 +197,15 @@ def test_without_cut_off_completions_loss_and_gradient_are_those_of_trl():
     (batch,) = make_micro_batches([rows], config.training, alone())
     weights = torch.zeros(4, 5)
     for trajectory, of_row in zip(batch.trajectories, batch.token_weights[:, 1:], strict=True):
-        weights[[row is trajectory for row in rows].index(True)] = (
-            of_row  # behind the prompt's one token
-        )
+        place = [row is trajectory for row in rows].index(True)
+        weights[place] = of_row  # behind the prompt's one token
     loss, gradient, _ = loss_and_gradient(keys, "token", weights=weights)
     assert_close(gradient, TRL_SKIP_GRADIENT)
     assert loss == pytest.approx(TRL_SKIP_LOSS, rel=0, abs=1e-6)
 
 
 def test_the_share_of_clipped_tokens_is_that_of_trl():
-    """Bug: a token whose advantage is 0 counted as clipped where its ratio was low.
-
-    CISPO's three are those of a ratio above 1.28, whatever the sign of the advantage.
-    """
+    """Bug: a token whose advantage is 0 counted as clipped where its ratio was low."""
     for keys, is_first, num_clipped in CLIPPED:
         _, _, sums = loss_and_gradient(keys, "dr_grpo", is_first=is_first)
         assert sums["train/clip_frac"].tolist() == [num_clipped, sum(inputs.LENGTHS)], keys
