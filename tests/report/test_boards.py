@@ -135,6 +135,12 @@ def test_a_board_keeps_whether_the_last_evaluation_was_sent(board, client, tmp_p
         assert (asked["id"], asked["resume"]) == ("abc", "allow")  # never would refuse it
 
 
+def test_the_address_of_a_run_in_mlflow_has_no_password(client, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:se/c@ret@host/")
+    address = "https://host/#/experiments/1/runs/abc"
+    assert MlflowRun().start("abc", tmp_path, ABOUT) == ("abc", address)
+
+
 # Failures
 
 
@@ -224,6 +230,15 @@ def test_the_default_limits_bound_a_request_to_half_a_minute():
     limits = MLFLOW_ENVIRONMENT
     num_tries = 1 + int(limits["MLFLOW_HTTP_REQUEST_MAX_RETRIES"])
     assert num_tries * int(limits["MLFLOW_HTTP_REQUEST_TIMEOUT"]) <= 30
+
+
+def test_env_file_sets_mlflow_up_and_the_environment_wins(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "real")
+    (tmp_path / ".env").write_text("MLFLOW_TRACKING_URI=a\nMLFLOW_TRACKING_USERNAME=file\n")
+    import_mlflow()
+    assert os.environ["MLFLOW_TRACKING_URI"] == "a"
+    assert os.environ["MLFLOW_TRACKING_USERNAME"] == "real"
 
 
 @pytest.mark.parametrize("board", ["mlflow", "wandb"])

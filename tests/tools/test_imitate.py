@@ -4,8 +4,6 @@ import contextlib
 import copy
 import json
 import os
-import signal
-import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -17,14 +15,12 @@ from harness import (
     NUMBERS,
     alone,
     arguments,
-    finish,
     in_fp64,
     make_config,
     make_policy,
     make_run,
     measure,
     read_jsonl,
-    start,
 )
 from huggingface_hub import ModelCard
 from reference import ROUNDING, Recorder, distance, row_log_probs
@@ -268,15 +264,3 @@ def test_a_loss_that_is_not_finite_ends_it_with_nothing_written(
     with pytest.raises(FloatingPointError, match=r"step 1: .*lower --learning-rate"):
         call(imitate, *program(tmp_path, rotary_model_folder, answers, *data))
     assert [path.name for path in tmp_path.iterdir()] == ["answers.jsonl"]
-
-
-def test_ctrl_c_ends_it_at_once_with_nothing_written(rotary_model_folder, tmp_path, answers, data):
-    command = program(tmp_path, rotary_model_folder, answers, *data, "--steps=1000000")
-    log, deadline = tmp_path / "log", time.monotonic() + 90
-    process = start(["tools/imitate.py", *command], log=log)
-    while not log.exists() or "imitation 2/" not in log.read_text():
-        assert time.monotonic() < deadline and process.is_alive(), log.read_text()
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGINT)
-    assert finish(process) == [-signal.SIGINT]
-    assert {path.name for path in tmp_path.iterdir()} == {"answers.jsonl", "log"}
