@@ -59,7 +59,6 @@ from tools.chat import load_policy
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 NUM_THREADS = int(os.environ.get("GRPO_TEST_THREADS", "1"))
-SEED_SHIFT = int(os.environ.get("GRPO_TEST_SEED", "0"))
 ENVIRONMENT = os.environ | {
     "OMP_NUM_THREADS": str(NUM_THREADS),
     "CUDA_VISIBLE_DEVICES": "",
@@ -79,7 +78,7 @@ def alone() -> World:
 
 def seed(n: int = 0) -> int:
     """A seed for weights, data or sampling; GRPO_TEST_SEED shifts all, so luck shows."""
-    return n + SEED_SHIFT
+    return n + int(os.environ.get("GRPO_TEST_SEED", "0"))
 
 
 def cpu_seconds(function: Callable, *arguments: object, repeats: int = 1) -> float:
@@ -131,11 +130,7 @@ def tokens_of(tokenizer: PreTrainedTokenizerFast) -> dict[str, int | None]:
 
 
 def train_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of about 350 tokens, with an end and a padding token.
-
-    It splits digits from words in a way of its own (no Qwen's or Llama's), and has one token for
-    each answer `<answer>n</answer>`.
-    """
+    """A byte-level tokenizer of about 350 tokens, which splits words as no Qwen or Llama does."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -175,10 +170,7 @@ def save_writer(
     follows: dict[str, str | list[str]],
     folder: Path,
 ) -> Path:
-    """Save a model that goes on from each token with one of those that `follows` has for it.
-
-    All of these are equally likely; after "." the text ends. The hidden size must be 32.
-    """
+    """Save a model whose every token one of its `follows` follows, all as likely; "." ends it."""
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     ids = {text: tokenizer.encode(text)[0] for text in [*follows, "."]}
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -210,10 +202,7 @@ def make_config(*overrides: str) -> Config:
 
 
 def no_file(overrides: Sequence[str]) -> list[str]:
-    """What keeps config.yaml out and gives its rate, unless the overrides name a file themselves.
-
-    A rate that is not given is refused for other models than tiny.
-    """
+    """What keeps config.yaml out and gives its rate, unless the overrides name a file."""
     if any(text.startswith("--config") for text in overrides):
         return []
     return [NO_FILE, "training.learning_rate=6e-4"]
@@ -286,10 +275,7 @@ def sample(
     on_progress: Callable[[int], None] = lambda num_ended: None,
     **changes,
 ) -> list[list[Completion]]:
-    """Completions of each prompt, by the policy's own backend if none is named.
-
-    `changes` are to the policy's sampling parameters.
-    """
+    """Completions of each prompt; `changes` are to the policy's sampling parameters."""
     sampler = policy.sampler
     if backend in LOOPS:
         model = sampler.model if isinstance(sampler, LoopSampler) else policy.model  # beside vLLM
@@ -350,11 +336,7 @@ def make_rows(*rewards: float) -> list[Trajectory]:
 
 
 def by_text(reward_function: Callable[..., dict]) -> Callable[..., dict]:
-    """The task's reward function, with another answer (and format, if it has one).
-
-    What a random model writes differs between processors, and no test may need luck. So each reward
-    follows from a digest of question and text, and half of all texts count as solved.
-    """
+    """The task's reward function, but a digest solves half of all texts: no test needs luck."""
 
     @functools.wraps(reward_function)
     def graded(completion: str, example: dict, **settings) -> dict[str, float]:
@@ -390,11 +372,7 @@ def set_rates(patch: pytest.MonkeyPatch, rates: list[float]) -> None:
 
 
 def in_fp64(patch: pytest.MonkeyPatch) -> None:
-    """Models are loaded, run and saved in fp64, but for those in 4 bits, which cannot be.
-
-    Batches of different shapes round a token's threshold differently: the chance that a uniform
-    number falls in between is 1e-5 in fp32, too much for thousands of tokens.
-    """
+    """Models compute in fp64: in fp32 a token's threshold rounds otherwise in another batch."""
     load_model, add_adapter = engine.model.load.load_model, engine.model.adapters.add_adapter
 
     def load_in_fp64(*arguments, **settings):
@@ -410,11 +388,7 @@ def in_fp64(patch: pytest.MonkeyPatch) -> None:
 
 
 def install_grading(options: dict) -> None:
-    """For the rest of this process: rewards by text, and what the options ask for.
-
-    {"rates": [0.1, 0.3]}      eval/pass@1 at step 0, at step 1 and so on
-    {"is_exact": true}         weights and arithmetic in fp64: see `in_fp64`
-    """
+    """For the rest of this process: rewards by text, and `rates` or `is_exact` if given."""
     patch = pytest.MonkeyPatch()
     grade_by_text(patch)
     if "rates" in options:
@@ -437,14 +411,9 @@ def forkserver() -> multiprocessing.context.BaseContext:
 def run_on_ranks(
     function: Callable[..., Any], num_ranks: int, *args: Any, folder: Path, timeout_s: float = 90
 ) -> list[Any]:
-    """What `function(world, *args)` returns on each of `num_ranks` gloo ranks.
-
-    The function is one of a test module. If a rank raises or time is up, all of them are ended and
-    the test fails: it never hangs.
-    """
-    context = forkserver()
+    """What a test module's `function(world, *args)` returns on each of `num_ranks` gloo ranks."""
+    context, store = forkserver(), folder / f"store-{time.monotonic_ns()}"
     queue = context.SimpleQueue()
-    store = folder / f"store-{time.monotonic_ns()}"
     shared = (num_ranks, store, args, queue)
     ranks = [
         context.Process(target=run_rank, args=(function, rank, *shared), daemon=True)
@@ -550,25 +519,20 @@ def finish(*processes: BaseProcess, timeout_s: float = 90) -> list[int | None]:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def train_forked(
+def train(
     folder: Path,
     model: Path,
     *overrides: str,
     num_ranks: int = 1,
     fault: dict | None = None,
     grading: dict | None = None,
-) -> tuple[int | None, str]:
-    """Exit status and output."""
+) -> str:
+    """Output of a run that ends well."""
     folder.mkdir(exist_ok=True)
     options = ["--standalone", f"--nproc-per-node={num_ranks}"] if num_ranks > 1 else []
     arguments = program(folder, model, *overrides, fault=fault, grading=grading)
     (status,) = finish(start(arguments, *options, log=folder / "log"))
-    return status, (folder / "log").read_text(errors="replace")
-
-
-def train(folder: Path, model: Path, *overrides: str, **how) -> str:
-    """Output of a run that ends well; `how` is that of `train_forked`."""
-    status, output = train_forked(folder, model, *overrides, **how)
+    output = (folder / "log").read_text(errors="replace")
     # a toy may earn nothing at all, and says so by its status
     assert status == ("no step has trained the model" in output), output
     return output
@@ -637,10 +601,7 @@ def assert_same(one: Path, other: Path) -> None:
 
 
 def assert_resumes(folder: Path, model: Path, *overrides: str, **how) -> Path:
-    """A run that goes on from the first of its two checkpoints leaves what the unbroken one does.
-
-    Returns the folder of the run in two parts; `how` is that of `train`.
-    """
+    """A run in two parts, whose folder this gives, leaves what the unbroken one does."""
     overrides, parts = (*overrides, "validation.every=1", "training.num_steps=2"), folder / "parts"
     train(folder / "whole", model, *overrides, **how)
     shutil.copytree(folder / "whole", parts, symlinks=True)

@@ -1,20 +1,12 @@
 """main.py with rewards by construction and perhaps a fault: `python launcher.py PLAN ARGUMENTS`.
 
-The arguments are main.py's. The plan is JSON: {"grading": {...}, "fault": {...} or null}; the
-grading is that of `harness.install_grading`. The fault says what is to be done, on which rank, and
-when.
+The plan is JSON: {"grading": {...}, "fault": {...} or null}; see `harness.install_grading`. Faults:
 
-    {"do": "kill", ...}             SIGKILL this rank
+    {"do": "kill", ...}             SIGKILL this rank; "terminate" is SIGTERM
     {"do": "kill other", ...}       of two ranks, the other
     {"do": "kill all", ...}         the process group: torchrun, if the ranks are its forks, too
-    {"do": "terminate", ...}        the same three with SIGTERM; "interrupt" is SIGINT
     {"do": "copy", "to": ..., ...}  copy the run's folder, at each file event from there on
-    ... "saves": 2, "events": 7     at the 7th file event from the moment the 2nd checkpoint of
-                                    this process is there, with 0 from the start; the events are
-                                    those of rank 0
-    ... "saves": 2, "delay_s": 0.1  so long after that moment, or with "in": ["batches.py"] after
-                                    the main thread is next in one of these files or functions
-    a kill comes at the latest when the next checkpoint is there
+    ... "saves": 2, "events": 7     at rank 0's 7th file event after its 2nd checkpoint is there
     {"do": "raise in reward", "rank": 1, "calls": 40}  RuntimeError in that call of the function
 
 run.dir/struck is made just before the fault.
@@ -28,9 +20,6 @@ import os
 import shutil
 import signal
 import sys
-import threading
-import time
-import traceback
 from pathlib import Path
 
 import torch
@@ -43,7 +32,7 @@ FILE_EVENTS = {
     *("open", "os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir", "shutil.rmtree")
 }
 
-SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
+SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM}
 
 
 class Striker:
@@ -63,28 +52,12 @@ class Striker:
             return
         if event == "os.rename" and paths[1].endswith("/checkpoints/last"):
             self.saves += 1
-            self.see_checkpoint()
-        if self.saves >= self.fault["saves"] and "events" in self.fault:
+        if self.saves >= self.fault["saves"]:
             self.events += 1
             if self.events >= self.fault["events"]:
                 self.strike()
 
-    def see_checkpoint(self) -> None:
-        if self.saves == self.fault["saves"]:
-            if "delay_s" in self.fault:
-                threading.Thread(target=self.wait, daemon=True).start()
-        elif self.saves > self.fault["saves"] and self.fault["do"].startswith("kill"):
-            self.strike()
-
-    def wait(self) -> None:
-        while "in" in self.fault and not is_main_thread_in(self.fault["in"]):
-            time.sleep(0.001)
-        time.sleep(self.fault["delay_s"])
-        self.strike()
-
     def strike(self) -> None:
-        if self.is_busy:  # a delay and an event may both strike
-            return
         self.is_busy = True
         verb, _, victim = self.fault["do"].partition(" ")
         if verb == "copy":
@@ -100,13 +73,6 @@ class Striker:
         else:
             rank = 1 if victim == "other" else 0
             os.kill(int((self.folder / f"pid-{rank}").read_text()), SIGNALS[verb])
-
-
-def is_main_thread_in(places: list[str]) -> bool:
-    frame = sys._current_frames()[threading.main_thread().ident]
-    codes = [frame.f_code for frame, _ in traceback.walk_stack(frame)]
-    stack = [f"{code.co_filename} in {code.co_name}" for code in codes]
-    return any(place in name for place in places for name in stack)
 
 
 def fail_at_call(fault: dict, calls: itertools.count, function, folder: Path, *texts, **settings):

@@ -25,12 +25,10 @@ def assert_plain(
     rounding: float | None = None,
     **changes,
 ) -> None:
-    """Each completion has the tokens, numbers and end that one plain forward pass gives.
+    """Each completion has the tokens, numbers and end of one plain pass, but for `rounding`.
 
-    `changes` are to the policy's sampling parameters. `rounding` is how far a uniform may lie from
-    its token's part of the cumulative sum, or a greedy token's logit from the largest. By default
-    that is 0 for the latter, and for the former what fp32 rounds in such a sum: each of its V
-    probabilities by up to 2**-24.
+    That is of a uniform's place in the cumulative sum, by default V times 2**-24, or of a greedy
+    token's logit, by default 0. `changes` are to the policy's sampling parameters.
     """
     max_new_tokens = changes.get("max_new_tokens", policy.params.max_new_tokens)
     for prompt, words, group in zip(prompts, seeds, groups, strict=True):

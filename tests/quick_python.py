@@ -1,9 +1,7 @@
-"""`python` and `torchrun` that start at once, since all packages are imported already.
+"""`python` and `torchrun` that start at once: forks of a process that has imported all packages.
 
-Most of a command's time would be these imports, 4 seconds. Here it runs in a fork of a process that
-has the packages loaded but none of our modules, which it finds as `python` would. The two programs
-give the fork their arguments, folder, environment and open files, and pass signals on to it; they
-end with its status, or by the signal that ended it.
+Imports would be 4 seconds of each command. The fork gets the arguments, folder, environment and
+files of the two programs, which end as it does.
 """
 
 import contextlib
@@ -11,7 +9,6 @@ import json
 import multiprocessing
 import os
 import runpy
-import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -21,21 +18,13 @@ from pathlib import Path
 from harness import ROOT, forkserver
 
 PROGRAM = """#!{python} -IS
-import json, os, signal, socket, sys
+import json, os, socket, sys
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 given = [{first!r} + sys.argv[1:], os.getcwd(), dict(os.environ)]
 socket.send_fds(server, [b"."], [0, 1, 2])
 server.sendall(json.dumps(given).encode() + b"\\n")
-replies = server.makefile()
-pid = int(replies.readline())
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-    signal.signal(number, lambda number, frame: os.kill(pid, number))
-status = int(replies.readline())
-if status < 0:
-    signal.signal(-status, signal.SIG_DFL) if status != -signal.SIGKILL else None
-    os.kill(os.getpid(), -status)
-sys.exit(status)
+sys.exit(int(server.makefile().readline()) & 255)
 """
 
 
@@ -78,11 +67,10 @@ def answer(client: socket.socket) -> None:
     """Run one command, and kill it if the program that stands for it is gone."""
     _, files, *_ = socket.recv_fds(client, 1, 3)
     given = json.loads(client.makefile().readline())
-    process = multiprocessing.get_context("fork").Process(target=run, args=(client, files, *given))
+    process = multiprocessing.get_context("fork").Process(target=run, args=(files, *given))
     process.start()
     for file in files:
         os.close(file)
-    client.sendall(b"%d\n" % process.pid)
     wait([process.sentinel, client])
     process.kill()
     process.join()
@@ -90,13 +78,8 @@ def answer(client: socket.socket) -> None:
         client.sendall(b"%d\n" % process.exitcode)
 
 
-def run(
-    client: socket.socket, files: list[int], arguments: list[str], place: str, environment: dict
-) -> None:
+def run(files: list[int], arguments: list[str], place: str, environment: dict) -> None:
     """What `python ARGUMENTS` does."""
-    client.close()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    os.setsid()
     os.chdir(place)
     os.environ.clear()
     os.environ.update(environment)

@@ -128,11 +128,7 @@ def reference_groups(config: Config, *groups: tuple) -> list[list[Trajectory]]:
 def reference_loss(
     model: nn.Module, groups, config: Config, *, old: list | None = None, ref: list | None = None
 ) -> Tensor:
-    """The loss over whole groups, with the advantages that their trajectories have.
-
-    Of each row in the batch `old` has the log-probabilities before the first step, if that has been
-    taken, and `ref` those of the reference or teacher.
-    """
+    """The loss of whole groups; `old` has each row's log-probabilities before the first step."""
     training = config.training
     batch = [t for group in groups for t in group if t.in_batch]
     is_skipped = [training.skip_truncated and t.completion.truncated for t in batch]

@@ -12,15 +12,7 @@ import pytest
 import yaml
 
 from engine import ROOT
-from engine.core.config import (
-    Config,
-    ConfigError,
-    TaskSettings,
-    differences,
-    dotted,
-    dotted_values,
-    explained,
-)
+from engine.core.config import Config, ConfigError, differences, dotted, dotted_values, explained
 from engine.core.text import show
 from engine.questions.tasks import built_in_tasks, load_task
 from engine.run.config_file import NAMES_ELSEWHERE, RATE_RECIPES, dump, load_config
@@ -43,7 +35,6 @@ def reward_function(completion, example, *, options, num_tokens): ...
 PARTS = 'REWARD_PARTS = ("answer", "length")'
 GUESSING = f"{OPTIONS}{FUNCTIONS}{PARTS}\n"
 RATE = "training.learning_rate=6e-4"
-SIL = "training.learning_type=sil training.k_best_of_n=[2,4]"
 
 
 def load(*arguments):
@@ -73,10 +64,8 @@ def guessing(tmp_path, monkeypatch):
 # What is read
 
 LORA = {"r": 4, "alpha": 32, "dropout": 0.0, "target_modules": "all-linear"}
-ALPHA_8 = "model: {lora: {r: 16, alpha: 8}}"
 EPOCHS_2 = "task.train: a.csv\ntraining: {num_epochs: 2}"
 
-QWEN = f"{RATE} model.name=Qwen/Qwen2.5-3B training.seed=3"
 TASK = "task: {eval: b.jsonl, max_numbers: 4, reward_weights: {format: 0.5}, prompt: '{nums}'}"
 
 READ = {  # what a file has, the arguments, and what a key is then; ~ is the home folder
@@ -85,27 +74,15 @@ READ = {  # what a file has, the arguments, and what a key is then; ~ is the hom
     # PyYAML reads 1e-5 as text, so that a learning rate became a string.
     "1e-5": ("", "training.learning_rate=1e-5", {"training.learning_rate": 1e-5}),
     "1E-5": ("", "training.learning_rate=1E-5", {"training.learning_rate": 1e-5}),
-    # Bug: of YAML 1.1, 010 was 8.
-    "010": ("", "training.num_steps=010", {"training.num_steps": 10}),
-    "one board": ("", "logging.report_to=wandb", {"logging.report_to": ["wandb"]}),
     "no board": ("", "logging.report_to=none", {"logging.report_to": []}),
     # A mapping that is off can be set in part, and switched off again.
     "lora": ("", "model.lora.r=4", {"model.lora": LORA}),
-    "lora of both": (ALPHA_8, "model.lora.r=4", {"model.lora": LORA | {"alpha": 8}}),
     # Steps or epochs; where there are epochs, 20 stands until the questions are counted.
     "steps": ("training: {num_steps: 40, num_epochs: null}", "", {"training.num_steps": 40}),
     "epochs": (EPOCHS_2, "", {"training.num_steps": 20, "training.num_epochs": 2.0}),
     "steps win": (EPOCHS_2, "training.num_steps=5", {"training.num_epochs": None}),
-    "epochs win": (
-        "training: {num_steps: 40}",
-        "task.train=a.csv training.num_epochs=0.5",
-        {"training.num_steps": 20, "training.num_epochs": 0.5},
-    ),
     # What follows from other keys.
     "a run": ("", "", {"run_name": "countdown-tiny-grpo-s0"}),
-    "a run of a hub's model": ("", QWEN, {"run_name": "countdown-Qwen2.5-3B-grpo-s3"}),
-    "a run of sil": ("", SIL, {"run_name": "countdown-tiny-sil-s0"}),
-    "pass@1 and 8": ("", "validation.best_of_n=8", {"reported_k": [1, 8]}),
     # Bug: with another task config.yaml was refused for Countdown's keys, which nobody typed.
     "another task": (TASK, "task.name=gsm8k", {"task.eval": "b.jsonl", "task.prompt": None}),
     # Every run wrote these sections into its config.yaml while they had keys.
@@ -145,22 +122,18 @@ def test_the_checkouts_model_is_found_from_every_folder(tmp_path, monkeypatch):
     assert load().model.name == "tiny"
 
 
-SIXTEEN = "training.num_samples_per_step_global=16"
-
-
-@pytest.mark.parametrize(
-    ("num_epochs", "num_questions", "num_ranks", "num_steps"),
-    [(1, 7_473, 2, 467), (3, 7_473, 1, 1_401), (0.5, 64, 2, 2), (1, 31, 1, 1)],
-)
-def test_epochs_become_steps_rounded_down(num_epochs, num_questions, num_ranks, num_steps):
+def test_epochs_become_steps_rounded_down():
     """16 questions a step; 7,473 of them make nanochat's 467 steps."""
-    config = load("task.train=a.jsonl", f"training.num_epochs={num_epochs}", SIXTEEN)
-    resolved = config.with_num_steps(num_questions, num_ranks)
-    assert resolved == load("task.train=a.jsonl", f"training.num_steps={num_steps}", SIXTEEN)
-    assert resolved.with_num_steps(5, 1) == resolved  # steps stay steps
-    assert resolved.questions_per_rank(num_ranks) == 16 / num_ranks
-    assert load("training.num_samples_per_step=5").questions_per_rank(num_ranks) == 5
-    check_same_run(dotted_values(config), resolved)
+    sixteen = "training.num_samples_per_step_global=16"
+    cases = ((1, 7_473, 2, 467), (3, 7_473, 1, 1_401), (0.5, 64, 2, 2), (1, 31, 1, 1))
+    for num_epochs, num_questions, num_ranks, num_steps in cases:
+        config = load("task.train=a.jsonl", f"training.num_epochs={num_epochs}", sixteen)
+        resolved = config.with_num_steps(num_questions, num_ranks)
+        assert resolved == load("task.train=a.jsonl", f"training.num_steps={num_steps}", sixteen)
+        assert resolved.with_num_steps(5, 1) == resolved  # steps stay steps
+        assert resolved.questions_per_rank(num_ranks) == 16 / num_ranks
+        assert load("training.num_samples_per_step=5").questions_per_rank(num_ranks) == 5
+        check_same_run(dotted_values(config), resolved)
 
 
 # Tasks
@@ -173,11 +146,6 @@ def test_a_task_of_ones_own_is_a_file_in_the_current_folder(guessing):
     assert not hasattr(config.task, "max_target")
     module = load_task("guessing")
     assert module is load_task("guessing") and module.__file__ == str(guessing / "guessing.py")
-    (guessing / "bare.py").write_text(FUNCTIONS)  # without options of its own
-    bare = load("task.name=bare").task.model_dump()
-    assert bare.keys() == TaskSettings.model_fields.keys() and bare["reward_weights"] == {
-        "answer": 1
-    }
 
 
 # What other runs and trainers have
@@ -192,8 +160,6 @@ def test_the_words_of_others_are_those_of_the_page_and_each_names_a_key():
     assert NAMES_ELSEWHERE.keys() <= dotted_values(load()).keys()
     words = [word for theirs in NAMES_ELSEWHERE.values() for word in theirs.split()]
     assert len({*words}) == len(words)
-    lines = "\n".join(lines_raised(load, *(f"{word}=1" for word in words)))
-    assert all(f", {word} is " in lines for word in words)
 
 
 def test_tinys_learning_rate_is_refused_for_other_models(tmp_path, monkeypatch):
@@ -211,8 +177,7 @@ def test_tinys_learning_rate_is_refused_for_other_models(tmp_path, monkeypatch):
     load(f"model.name={ROOT / 'tiny'}")
 
 
-@pytest.mark.parametrize("model", ["best", "checkpoints/last"])
-def test_a_run_that_goes_on_from_a_runs_model_has_its_name_and_may_have_its_rate(tmp_path, model):
+def test_a_run_that_goes_on_from_a_runs_model_has_its_name_and_may_have_its_rate(tmp_path):
     """Bug: all were named after `best`, so the second of two was refused as another run."""
     for name, rate in (("x", RATE), ("y", "training.learning_rate=1e-3")):
         (tmp_path / f"disk/{name}/best").mkdir(parents=True)  # best/ is a link to another disk
@@ -221,9 +186,11 @@ def test_a_run_that_goes_on_from_a_runs_model_has_its_name_and_may_have_its_rate
         (tmp_path / f"{name}/best").symlink_to(tmp_path / f"disk/{name}/best")
         (tmp_path / f"{name}/metrics.jsonl").touch()
         (tmp_path / f"{name}/config.yaml").write_text(dump(load(rate)))
-        assert run_name(load(f"model.name={tmp_path / name / model}", RATE)).split("-")[1] == name
-    load(f"model.name={tmp_path / 'x' / model}")
-    (line,) = lines_raised(load, f"model.name={tmp_path / 'y' / model}")
+        for model in ("best", "checkpoints/last"):
+            config = load(f"model.name={tmp_path / name / model}", RATE)
+            assert run_name(config).split("-")[1] == name
+    load(f"model.name={tmp_path}/x/best")
+    (line,) = lines_raised(load, f"model.name={tmp_path}/y/checkpoints/last")
     assert "tiny's and ruins" in line
 
 
@@ -295,16 +262,12 @@ def test_help_prints_config_yaml_or_the_keys_of_the_task_that_is_named(
 ):
     own = "  # How far off a guess may be.\n  #tolerance: 0.5\n  #low: null\n\n# How completions"
     _, _, keys = (ROOT / "config.yaml").read_text().partition("\n\n")
-    for given, expected in (("a.b", keys), ("task.name=guessing", own)):
-        printed = []
-        monkeypatch.chdir(ROOT if given == "a.b" else guessing)
-        for rank in ("1", "0"):
-            monkeypatch.setenv("RANK", rank)
-            with pytest.raises(SystemExit) as ended:
-                load("--help", given)
-            printed.append(capsys.readouterr().out)
-        assert ended.value.code == 0 and printed[0] == ""  # one rank prints
-        assert printed[1].startswith("usage: ") and expected in printed[1]
+    for given, folder, expected in (("a.b", ROOT, keys), ("task.name=guessing", guessing, own)):
+        monkeypatch.chdir(folder)
+        with pytest.raises(SystemExit) as ended:
+            load("--help", given)
+        printed = capsys.readouterr().out
+        assert ended.value.code == 0 and printed.startswith("usage: ") and expected in printed
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.yaml")), ids=lambda path: path.name)
@@ -319,12 +282,3 @@ def test_a_recipe_loads_and_holds_only_what_differs(path):
     for word in ("command", "hardware", "time", "result"):
         assert re.search(rf"^#   {word} ", path.read_text(), re.MULTILINE), word
     assert f"--config configs/{path.name}" in path.read_text()
-
-
-def test_every_key_is_read_somewhere():
-    sources = [*ROOT.glob("*.py"), *ROOT.glob("engine/**/*.py")]
-    text = "\n".join(path.read_text() for path in sources if not path.name.startswith("config"))
-    text += " ".join(re.findall(r"self\.[\w.]+", (ROOT / "engine/core/config.py").read_text()))
-    keys = dotted_values(Config())
-    unread = [key for key in keys if not re.search(rf"\.{key.split('.')[-1]}\b", text)]
-    assert unread == []

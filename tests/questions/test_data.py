@@ -3,18 +3,16 @@
 Mistakes in a file of questions or in a task are in tests/run/test_mistakes.py.
 """
 
-import ast
 import copy
 import csv
 import json
-import re
 import sys
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
-from harness import ROOT, load_rows, make_config, seed
+from harness import load_rows, make_config, seed
 from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AddedToken, PreTrainedTokenizerFast
@@ -23,7 +21,7 @@ from engine.model.tokenizer import load_tokenizer
 from engine.questions.data import QuestionStream, load_questions
 from engine.questions.messages import assistant_prefix, pose
 from engine.questions.prompts import encode_prompts, render_prompt, render_prompts
-from engine.questions.tasks import is_in_split, load_task
+from engine.questions.tasks import load_task
 from tasks import gsm8k
 
 HUB_ID = "openai/gsm8k"
@@ -87,17 +85,6 @@ def test_a_file_is_divided_without_overlap_unless_it_is_used_whole(tmp_path, nam
     assert load(name, source, num_examples=1_000) == train  # at most
 
 
-def test_one_question_in_eight_is_held_out_and_never_trained_on():
-    """Pinned: others would mix the training and validation questions of published results."""
-    keys = [f"question {n}" for n in range(4_000)]
-    held_out = [key for key in keys if is_in_split(key, "validation")]
-    assert len(held_out) == 542 == pytest.approx(len(keys) / 8, rel=0.1)
-    assert held_out[:3] == ["question 1", "question 11", "question 49"]
-    assert [key for key in keys if not is_in_split(key, "train")] == held_out
-    with pytest.raises(AssertionError, match="test"):
-        is_in_split("question 1", "test")
-
-
 @every_task
 def test_excluded_questions_are_left_out_however_they_are_spelled(tmp_path, name):
     source = write_file(tmp_path / "rows.jsonl", ROWS[name])
@@ -119,28 +106,25 @@ def test_text_is_read_without_the_package_datasets_and_as_spreadsheets_write_it(
     assert load("countdown", tmp_path / "a.jsonl", held_out=False) == rows[:1]
 
 
-@pytest.mark.parametrize(
-    ("name", "source", "split", "held_out", "asked"),
-    [
-        ("countdown", "own/rows", "train", True, ("own/rows", None, "train")),
-        ("gsm8k", HUB_ID, "validation", True, (HUB_ID, "main", "test")),
-        ("math500", "own/rows", "validation", False, ("own/rows", None, "test")),
-        ("math500", "own/rows", "validation", True, ("own/rows", None, "train")),
-    ],
-)
-def test_each_task_asks_the_hub_for_its_part(monkeypatch, name, source, split, held_out, asked):
+def test_each_task_asks_the_hub_for_its_part(monkeypatch):
     """GSM8K's own splits are kept; a source of MATH or Countdown that serves both is divided."""
     requests = []
 
     def load_dataset(source: str, config: str | None, *, split: str) -> datasets.Dataset:
         requests.append((source, config, split))
-        return datasets.Dataset.from_list(ROWS[name])
+        return datasets.Dataset.from_list(rows)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    rows = load(name, source, split, held_out=held_out)
-    assert requests == [asked]
-    is_divided = held_out and name != "gsm8k"
-    assert (rows == ROWS[name]) == (not is_divided)
+    for name, held_out, config, split in (
+        ("gsm8k", True, "main", "test"),
+        ("math500", False, None, "test"),
+        ("math500", True, None, "train"),
+    ):
+        rows = ROWS[name]
+        source = HUB_ID if name == "gsm8k" else "own/rows"
+        found = load(name, source, "validation", held_out=held_out)
+        assert requests.pop()[1:] == (config, split)
+        assert (found == rows) == (not held_out or name == "gsm8k")
 
 
 # A run's questions
@@ -171,10 +155,7 @@ def test_the_validation_questions_are_the_same_for_every_seed_and_mode(tokenizer
 
 
 def test_what_cannot_be_asked_is_left_out_with_a_count(tmp_path, tokenizer, templated, monkeypatch):
-    """Bugs: equal rows narrowed the interval. `<|im_end|>` in a dataset ended the user's turn, also
-    in full-width letters, which NFKC makes plain. What a task changed in a question stayed there.
-    All of the hub's 490,000 questions were rendered at the start, which took a minute.
-    """
+    """Bug: `<|im_end|>` in a dataset ended the user's turn, also in letters that NFKC changes."""
     templated.backend_tokenizer.normalizer = normalizers.NFKC()
     templated.add_tokens([AddedToken("<|stop|>", special=True, normalized=True)])
     asked, rendered, generate_prompt = ROWS["gsm8k"], [], gsm8k.generate_prompt
@@ -223,16 +204,16 @@ def test_a_question_may_leave_exactly_the_room_that_a_completion_needs(tmp_path,
         questions_for(tokenizer, *given, longer, context=len(ids) + 50)
 
 
-@pytest.mark.parametrize("shuffle", ["true", "false"])
-def test_some_training_questions_are_drawn_or_the_first(tmp_path, tokenizer, shuffle):
+def test_some_training_questions_are_drawn_or_the_first(tmp_path, tokenizer):
     source = write_file(tmp_path / "rows.json", ROWS["gsm8k"])
     given = ["task.name=gsm8k", f"task.train={source}", f"task.eval={source}"]
-    given += ["task.max_train_examples=20", f"task.shuffle={shuffle}"]
-    validation, training, _ = questions_for(tokenizer, *given)
-    rows = [row for row in ROWS["gsm8k"] if row not in validation]
-    taken = [row for _, row in training.take(0, 20)[0]]
-    assert len(training.questions) == 20 and all(row in rows for row in taken)
-    assert (taken == rows[:20]) == (shuffle == "false")
+    for shuffle in ("true", "false"):
+        some = ["task.max_train_examples=20", f"task.shuffle={shuffle}"]
+        validation, training, _ = questions_for(tokenizer, *given, *some)
+        rows = [row for row in ROWS["gsm8k"] if row not in validation]
+        taken = [row for _, row in training.take(0, 20)[0]]
+        assert len(training.questions) == 20 and all(row in rows for row in taken)
+        assert (taken == rows[:20]) == (shuffle == "false")
 
 
 # The stream of training questions
@@ -266,8 +247,7 @@ def test_the_question_stream_is_one_seeded_permutation_after_the_other():
 
 
 def test_the_order_of_the_questions_shares_no_random_numbers_with_what_is_sampled():
-    """Without a word of its own the order of seed 0 was drawn from question 0's numbers, since a
-    seed is padded with zeros, and that of seed 1 from a validation question's."""
+    """Bug: the order of seed 0 was that of question 0's numbers: seeds are padded with zeros."""
     for number in (0, 1):
         order = ids_of(stream_of(100, seed=number), 100)
         for sampled in ([word, *rest] for word in range(5) for rest in ([], [0], [1], [0, 0])):
@@ -349,26 +329,20 @@ def test_a_template_that_writes_the_date_writes_the_one_that_the_run_began_on(tm
     assert loaded.chat_template == templated.chat_template  # best/ gets the template as it was
 
 
-LATEX = r"Compute {problem}; a set is $\{1\}$, a {unknown} key stays. Not {{problem}}."
-
-
 def test_a_users_own_wording_takes_the_place_of_the_tasks():
-    """Values go in as they are; braces that name no key of the example stay, as LaTeX has them.
-
-    An answer that the task begins is still begun.
-    """
+    """Values go in as they are; braces that name no key of the example stay, as LaTeX has them."""
 
     def posed(name: str, example: dict, wording: str) -> str | list[dict]:
-        task, options = of_task(name).values()
-        options = options.model_copy(update={"prompt": wording, "system_prompt": "Be brief."})
-        return pose(example, task=task, options=options)
+        told = {"prompt": wording, "system_prompt": "Be brief."}
+        options = make_config(f"task.name={name}").task.model_copy(update=told)
+        return pose(example, task=load_task(name), options=options)
 
-    asked = LATEX.replace("{problem}", "${answer}$")
-    row = {"problem": "${answer}$", "answer": "1"}
-    assert posed("math500", row, LATEX) == f"Be brief.\n\n{asked}"
+    latex = r"Compute {problem}; a set is $\{1\}$, a {unknown} key stays. Not {{problem}}."
+    asked = latex.replace("{problem}", "${answer}$")
+    assert posed("math500", {"problem": "${answer}$"}, latex) == f"Be brief.\n\n{asked}"
     *told, begun = posed("countdown", ROWS["countdown"][1], "Make {target} of {nums}.")
     assert told == [BRIEF, {"role": "user", "content": "Make 47 of [1, 7, 25]."}]
-    assert begun["role"] == "assistant"
+    assert begun["role"] == "assistant"  # an answer that the task begins is still begun
 
 
 def test_encoded_prompts_are_the_tokens_of_the_rendered_text(tokenizer, templated):
@@ -385,50 +359,18 @@ def test_encoded_prompts_are_the_tokens_of_the_rendered_text(tokenizer, template
     assert encode_prompts([], tokenizer=tokenizer, **of_task("countdown")) == []
 
 
-# Where a tokenizer gets a text of the program's own, or numbers
-OWN_TEXTS = {"check_vocabulary", "end_of_turn", "reply"}
-TOKENIZES = re.compile(r"(\w+\.)*tokenizer(\.(encode\w*|tokenize|__call__|batch_encode\w*))?")
-
-
-def test_every_text_that_a_tokenizer_gets_has_whole_characters():
-    """By the sources: what calls one also calls the function that replaces half characters."""
-    files = [*map(ROOT.joinpath, ("main.py", "countdown.py", "logger.py"))]
-    seen = set()
-    for file in [*files, *ROOT.glob("engine/**/*.py"), *ROOT.glob("t[ao][so][kl]s/*.py")]:
-        nodes = [*ast.walk(ast.parse(file.read_text()))]
-        for function in (node for node in nodes if isinstance(node, ast.FunctionDef)):
-            calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
-            names = {ast.unparse(call.func).rpartition(".")[2] for call in calls}
-            for call in calls:
-                is_own = isinstance(call.args[0] if call.args else None, ast.Constant)
-                is_own = is_own or [ast.unparse(a) for a in call.args[:1]] == ["TOKENIZER_PROBE"]
-                if TOKENIZES.fullmatch(ast.unparse(call.func)) and not is_own:
-                    seen.add(function.name)
-                    is_clean = names & {"whole_characters", "render_prompts"}
-                    assert is_clean or function.name in OWN_TEXTS, f"{file}: {function.name}"
-    assert {"encode_prompts", "encode", "model_card"} | OWN_TEXTS <= seen
-
-
-@pytest.mark.parametrize(
-    ("name", "template", "added", "is_kept"),
-    [
-        ("countdown", None, "E $A", True),
-        ("countdown", None, "$A E", False),
-        ("countdown", CHAT_TEMPLATE, "E $A", False),
-    ],
-)
-def test_of_special_tokens_only_a_beginning_is_added_and_only_without_a_template(
-    templated, name, template, added, is_kept
-):
-    """A template writes them itself: added to its text, they would come twice.
-
-    Bug: a post-processor that adds an end, as of add_eos_token, let every plain prompt end.
-    """
-    templated.chat_template = template
-    expected = encode_prompts(ROWS[name], tokenizer=templated, **of_task(name))
+def test_of_special_tokens_only_a_beginning_is_added_and_only_without_a_template(templated):
+    """Bug: a post-processor that adds an end, as of add_eos_token, let every plain prompt end."""
+    rows, task = ROWS["countdown"], of_task("countdown")
     end, number = templated.eos_token, templated.eos_token_id
-    templated.backend_tokenizer.post_processor = TemplateProcessing(
-        single=added.replace("E", end), special_tokens=[(end, number)]
-    )
-    found = encode_prompts(ROWS[name], tokenizer=templated, **of_task(name))
-    assert found == [[number] * is_kept + ids for ids in expected]
+    post_processor = templated.backend_tokenizer.post_processor
+    for template, added in ((None, "E $A"), (None, "$A E"), (CHAT_TEMPLATE, "E $A")):
+        templated.chat_template = template
+        templated.backend_tokenizer.post_processor = post_processor
+        expected = encode_prompts(rows, tokenizer=templated, **task)
+        templated.backend_tokenizer.post_processor = TemplateProcessing(
+            single=added.replace("E", end), special_tokens=[(end, number)]
+        )
+        is_kept = template is None and added.startswith("E")
+        found = encode_prompts(rows, tokenizer=templated, **task)
+        assert found == [[number] * is_kept + ids for ids in expected]

@@ -5,7 +5,6 @@ Mistakes in them are in tests/run/test_mistakes.py.
 
 import asyncio
 import json
-import random
 import re
 import shlex
 import shutil
@@ -14,15 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import ROOT, arguments, make_config, read_rows
+from harness import ROOT, arguments, load_run, make_config, read_rows
 
 import main
 from engine.core.config import ConfigError
 from engine.core.types import Completion, Trajectory
-from engine.questions.data import load_examples, load_questions
+from engine.questions.data import load_examples
 from engine.questions.messages import pose
 from engine.questions.tasks import functions_in, load_task, read_answer, reward_parts, total_reward
-from engine.run.config_file import check_paths, dump, harmless, load_config, read_file
+from engine.run.config_file import check_paths, dump, harmless, load_config
 from engine.run.folder import run_name
 from tools import attack, chat, page
 
@@ -75,14 +74,9 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("reward", "name", "weights"),
-    [
-        ("my_rewards:short", "short", {"short": 1.0}),
-        ("my_rewards:[ short,answer ]", "short+answer", {"short": 1.0, "answer": 1.0}),
-    ],
-)
-def test_a_run_has_the_functions_name_and_each_weighs_1(folder, reward, name, weights):
+def test_a_run_has_the_functions_name_and_each_weighs_1(folder):
+    reward, name = "my_rewards:[ short,answer ]", "short+answer"
+    weights = {"short": 1.0, "answer": 1.0}
     config = load_config([f"task.reward={reward}", "task.train=rows.jsonl"])  # over config.yaml's
     assert (config.task.name, config.task.reward_weights) == (name, weights)
     assert run_name(config) == f"{name}-tiny-grpo-s0"
@@ -115,20 +109,14 @@ def test_solved_is_the_answer_else_the_first_function():
 
 USER = {"role": "user", "content": "2?"}
 SYSTEM = {"role": "system", "content": "S"}
+ANSWER = {"role": "assistant", "content": "x"}
 # As in https://huggingface.co/docs/trl/grpo_trainer#using-a-custom-reward-function
 SEEN = {  # the row, settings, what the model is asked, and the function's prompt and completion
-    "text": ({"prompt": "2?"}, (), "2?", "2?", "x"),
     # A column completion is left out by TRL as well.
-    "with completion": ({"prompt": "2?", "completion": "4"}, (), "2?", "2?", "x"),
-    "system": ({"prompt": "2?"}, ("task.system_prompt=S",), "S\n\n2?", "S\n\n2?", "x"),
-    "worded": ({"q": "2"}, ("task.prompt='{q}?'",), [USER], "2?", "x"),
-    "messages": (
-        {"prompt": [USER]},
-        ("task.system_prompt=S",),
-        [SYSTEM, USER],
-        [SYSTEM, USER],
-        [{"role": "assistant", "content": "x"}],
-    ),
+    "text": ({"prompt": "2?", "completion": "4"}, "", "2?", "2?", "x"),
+    "system": ({"prompt": "2?"}, "task.system_prompt=S", "S\n\n2?", "S\n\n2?", "x"),
+    "worded": ({"q": "2"}, "task.prompt='{q}?'", [USER], "2?", "x"),
+    "messages": ({"prompt": [USER]}, "task.system_prompt=S", *[[SYSTEM, USER]] * 2, [ANSWER]),
 }
 
 
@@ -137,7 +125,7 @@ def test_a_function_is_given_text_or_messages_as_the_rows_are(folder, capsys, na
     """A change of what it was given stays nowhere."""
     row, settings, posed, prompt, completion = SEEN[name]
     row = row | {"more": []}
-    options = make_config("task.reward=my_rewards:see", *settings).task
+    options = make_config("task.reward=my_rewards:see", *settings.split()).task
     task, zeros = load_task(options.code), np.zeros(1, np.float32)
     assert pose(row, task=task, options=options) == posed
     drawn = Completion([1], zeros, zeros, False, zeros > 0)
@@ -160,21 +148,11 @@ def paid(reward: str, *settings: str) -> list[list[dict]]:
     return reward_parts(task, [["yes", "no"]] * 2, KINDS, options, [group] * 2)
 
 
-@pytest.mark.parametrize(
-    ("reward", "names"),
-    [
-        ("mine:judge", ["mine:judge"]),
-        ("mine:[judge, of_math]", ["mine:judge", "mine:of_math"]),
-        ("[mine:judge, a.b:[c, d]]", ["mine:judge", "a.b:c", "a.b:d"]),
-    ],
-)
-def test_functions_are_named_of_one_file_or_of_several(reward, names):
-    assert functions_in(reward) == names
+def test_functions_are_named_of_one_file_or_of_several(tmp_path):
+    assert functions_in("mine:[judge, of_math]") == ["mine:judge", "mine:of_math"]
+    assert functions_in("[mine:judge, a.b:[c, d]]") == ["mine:judge", "a.b:c", "a.b:d"]
     assert make_config("task.reward=[mine:judge, other:long]").task.reward.startswith("[mine:")
-
-
-def test_functions_of_several_files_that_were_typed_are_trusted(tmp_path):
-    """Bug: a list, as YAML reads it, was compared with its text, so tools.chat refused it."""
+    # Bug: a list, as YAML reads it, was compared with its text, so what was typed was refused.
     (tmp_path / "found.yaml").write_text("task: {reward: mine:judge}")
     typed = "task.reward=[mine:judge, other:long]"
     assert harmless(tmp_path / "found.yaml", [typed])
@@ -202,40 +180,29 @@ def test_async_functions_wait_together_and_one_that_is_late_does_not_apply():
         asyncio.get_running_loop()  # none is left behind
 
 
-@pytest.mark.parametrize(
-    ("settings", "metric"),
-    [
-        (["task.reward=mine:judge"], "eval/reward"),
-        (["task.reward=mine:judge", "validation.best_by=pass@1"], "eval/pass@1"),
-        ([], "eval/pass@1"),
-        (["validation.best_by=reward"], "eval/reward"),
-    ],
-)
-def test_the_reward_chooses_the_best_model_where_no_function_says_what_is_right(settings, metric):
-    assert make_config(*settings).best_metric == metric
+def test_the_reward_chooses_the_best_model_where_no_function_says_what_is_right():
+    assert make_config("task.reward=mine:judge").best_metric == "eval/reward"
+    assert make_config("task.reward=mine:judge", "validation.best_by=pass@1").best_metric == (
+        "eval/pass@1"
+    )
+    assert make_config().best_metric == "eval/pass@1"
 
 
 ALONG = np.cos(np.pi * np.arange(10) / 10)
 LENGTH_REWARDS = {  # of completions of 1, 2, 8, 9 and 10 tokens, at most 10, the first two right
     "soft_overlong": [0, 0, 0, -0.5, -1],
     "shorter": [-1 / (1 + np.e), -np.e / (1 + np.e), None, None, None],
-    "cosine": [
-        1.5 + 0.5 * ALONG[1],
-        1.5 + 0.5 * ALONG[2],
-        -5 - 5 * ALONG[8],
-        -5 - 5 * ALONG[9],
-        -10,
-    ],
+    "cosine": [*1.5 + 0.5 * ALONG[1:3], *-5 - 5 * ALONG[8:10], -10],
 }
 
 
-@pytest.mark.parametrize("name", LENGTH_REWARDS)
-def test_length_rewards_are_those_of_their_formulas(name):
-    (_, function) = load_task(f"lengths:{name}").functions[name]
+def test_length_rewards_are_those_of_their_formulas():
     columns = {"completion_ids": [[0] * n for n in (1, 2, 8, 9, 10)], "max_completion_length": 10}
-    given = function(**columns, rewards={"mine": [1.0, 1.0, 0.0, None, 0.5]})
-    for value, expected in zip(given, LENGTH_REWARDS[name], strict=True):
-        assert value is None if expected is None else value == pytest.approx(expected)
+    for name, expected in LENGTH_REWARDS.items():
+        (_, function) = load_task(f"lengths:{name}").functions[name]
+        given = function(**columns, rewards={"mine": [1.0, 1.0, 0.0, None, 0.5]})
+        for value, right in zip(given, expected, strict=True):
+            assert value is None if right is None else value == pytest.approx(right)
 
 
 # The rows
@@ -254,9 +221,6 @@ def test_one_file_serves_both_and_so_many_rows_are_held_out_by_their_hash(folder
     held_out = split_of(one, "validation", 6, [])
     train = split_of(one, "train", None, held_out)
     assert len(held_out) == 6 and [row for row in ROWS if row not in held_out] == train
-    mixed = random.Random(0).sample(ROWS, len(ROWS))
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, mixed)))
-    assert split_of(one, "validation", 6, []) == held_out
     assert split_of(one, "validation", 7, [])[:6] == held_out
     assert len(split_of(one, "validation", 512, [])) == 20  # half is left to train on
     (folder / "other.csv").write_text("prompt,answer\n1 + 1 =,2\n9?,9\n")
@@ -265,31 +229,10 @@ def test_one_file_serves_both_and_so_many_rows_are_held_out_by_their_hash(folder
     assert len(split_of(two, "train", None, ROWS[1:2])) == 39
 
 
-def test_rows_without_a_column_that_others_have_are_counted_in_one_line(folder, tokenizer):
-    """Of one file for both splits too, which is read for each of them."""
-    rows = [{**row, "hint": n} if n > 2 else row for n, row in enumerate(ROWS[:39])]
-    rows.append({"prompt": "9?", "hint": 1})
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    config, lines = make_config("task.reward=my_rewards:short", "task.train=rows.jsonl"), []
-    task = load_task(config.task.code)
-    load_questions(task, config, tokenizer=tokenizer, context=None, log=lines.append)
-    told = [line for line in lines if "of its" in line]
-    assert told == [
-        "warning: rows.jsonl: no answer in 1, no hint in 3 of its 40 rows; the others have it"
-    ]
-
-
 # Whose code runs
 
 
-@pytest.mark.parametrize(
-    "found",
-    [
-        "task: {reward: 'evil:f'}",
-        "task.reward: evil:f",
-        "task: {name: 'evil:f'}",
-    ],
-)
+@pytest.mark.parametrize("found", ["task: {reward: 'evil:f'}", "task: {name: 'evil:f'}"])
 def test_a_reward_in_a_config_that_was_found_is_not_imported(folder, found):
     """As with a task's module: the folder with the model may be a stranger's."""
     (folder / "evil.py").write_text("raise SystemExit('its code has run')")
@@ -310,11 +253,10 @@ def test_a_reward_in_a_config_that_was_found_is_not_imported(folder, found):
             assert config_of(override).task.code == "countdown"
         except ConfigError as error:
             assert "its code has run" not in str(error)
-    if found == "task: {reward: 'evil:f'}":
+    if "reward" in found:
         assert {"key": "task.reward", "value": "evil:f", "default": "null"} in page.settings(file)
-        for trusting in ("--config=x/config.yaml", "task.reward=evil:f"):
-            with pytest.raises(ConfigError, match="its code has run"):
-                config_of(trusting)
+        with pytest.raises(ConfigError, match="its code has run"):
+            config_of("--config=x/config.yaml")
 
 
 # Defaults of a task's module
@@ -326,15 +268,8 @@ def reward_function(completion, example, *, options, num_tokens):
 """
 
 
-@pytest.mark.parametrize(
-    ("pays", "answer"),
-    [
-        ("return completion == 'x'", "x"),
-        ("return {'answer': 0.5, 'read': 12}", "12"),
-    ],
-)
-def test_a_module_needs_a_prompt_and_a_reward_alone(folder, pays, answer):
-    (folder / "mine.py").write_text(f"{MODULE}    {pays}\n")
+def test_a_module_needs_a_prompt_and_a_reward_alone(folder):
+    (folder / "mine.py").write_text(f"{MODULE}    return {{'answer': 0.5, 'read': 12}}\n")
     (folder / "rows.csv").write_text("q,level\n" + "".join(f"{n},3\n" for n in range(80)))
     task, options = load_task("mine"), make_config("task.name=mine").task
     assert options.reward_weights == {"answer": 1.0}
@@ -342,8 +277,8 @@ def test_a_module_needs_a_prompt_and_a_reward_alone(folder, pays, answer):
     rows = load_examples(task, "rows.csv", "train", **how)
     assert 60 < len(rows) < 80 and rows[0].keys() == {"q", "level"}
     assert task.question_key({"b": 1, "a": 2}) == task.question_key({"a": 2, "b": 1})
-    assert reward_parts(task, [["y"]], [rows[0]], options, [[None]])[0][0]["answer"] in (0.0, 0.5)
-    assert read_answer(task, " x\n", rows[0], options) == answer
+    assert reward_parts(task, [["y"]], [rows[0]], options, [[None]])[0][0]["answer"] == 0.5
+    assert read_answer(task, " x\n", rows[0], options) == "12"
     with pytest.raises(SystemExit, match="give it an EXAMPLE_ROW"):
         attack.load("mine")
 
@@ -351,40 +286,8 @@ def test_a_module_needs_a_prompt_and_a_reward_alone(folder, pays, answer):
 # Whole runs
 
 
-@pytest.fixture
-def run_here(folder, rotary_model_folder, monkeypatch):
-    """`run_here(*overrides)` trains two steps in the current folder; the metrics of the last."""
-
-    def run(*overrides: str) -> dict[str, float]:
-        given = arguments(folder, rotary_model_folder, *overrides, "training.num_steps=2")
-        monkeypatch.setattr("sys.argv", ["main.py", *given])
-        with pytest.raises(SystemExit) as end:
-            main.main()
-        # 1 where no completion earned more than another, so that nothing was trained
-        assert end.value.code in (0, 1) and len(read_rows(folder / "x")) == 3
-        return read_rows(folder / "x")[2]
-
-    return run
-
-
 @pytest.mark.timeout(120)
-def test_a_run_learns_from_a_function_and_its_model_can_be_asked(folder, run_here):
-    last = run_here("task.reward=my_rewards:[answer, short]", "task.train=rows.jsonl")
-    assert {"train/part_answer", "train/part_short"} <= last.keys()
-    saved = read_file("x/config.yaml")["task"]
-    assert (saved["reward"], saved["name"]) == ("my_rewards:[answer, short]", "answer+short")
-    trusted = chat.read_arguments(["x/best", "--config", "x/config.yaml"])
-    policy, task = chat.load_chat(config := chat.chat_config(trusted))
-    with pytest.raises(ValueError, match="write a row with its columns as JSON"):
-        task.parse_question("2 + 2 =")
-    example = task.parse_question('{"prompt": "2 + 2 =", "answer": "4"}')
-    trajectory = chat.answer(policy, task, config, example, 0)
-    assert trajectory.reward_parts.keys() == {"answer", "short"}
-    assert len(chat.watched(task, config)) == config.validation.num_examples == 4
-
-
-@pytest.mark.timeout(120)
-def test_the_first_lines_of_the_docs_and_the_template_train(folder, run_here):
+def test_the_first_lines_of_the_docs_and_the_template_train(folder, rotary_model_folder):
     """Bug: what main.py asks before torch took the run's name for that of a task."""
     page = (ROOT / "docs/tasks.md").read_text()
     (code,) = re.findall("```python\n(def plural.*?)```", page, re.DOTALL)
@@ -395,8 +298,9 @@ def test_the_first_lines_of_the_docs_and_the_template_train(folder, run_here):
     assert make_config(*typed).task.name == "plural"  # all of its keys are there
     small = [text for text in typed if text.startswith("task.")]
     check_paths(make_config(*small))  # nothing is missing
-    assert "train/part_plural" in run_here(*small)
-    assert "What is the plural of " in (folder / "x/samples.jsonl").read_text()
-    shutil.rmtree(folder / "x")
     sources = [f"task.{key}={ROOT}/tasks/plurals.csv" for key in ("train", "eval")]
-    assert "train/part_answer" in run_here("task.name=template", *sources)
+    for given, part in ((small, "plural"), (["task.name=template", *sources], "answer")):
+        given = [*given, "training.num_steps=1", f"run.name={part}"]
+        run = load_run(load_config(arguments(folder, rotary_model_folder, *given)))
+        assert main.run_training(run) in (0, 1)  # 1 where no completion earned more than another
+        assert f"train/part_{part}" in read_rows(run.folder)[1]

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 from harness import alone, make_config
 from huggingface_hub import ModelCard
@@ -26,9 +25,7 @@ HUB = ("model.name=Qwen/Qwen2.5-0.5B", "task.name=gsm8k", "task.train=openai/gsm
 QUESTION = {"nums": [3, 4], "target": 12}
 
 
-def card_of(
-    *overrides: str, step: int = 5, tokenizer: object = None, question: dict = QUESTION
-) -> str:
+def card_of(*overrides: str, step: int = 5, tokenizer: object = None) -> str:
     empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))
     run = SimpleNamespace(
         config=make_config(*overrides),
@@ -36,7 +33,7 @@ def card_of(
         state=State(step=step, untrained=[0.2, 0.1, 0.3]),
         policy=SimpleNamespace(tokenizer=tokenizer or empty),
         task=load_task("countdown"),
-        validation_questions=[question] * 500,
+        validation_questions=[QUESTION] * 500,
     )
     return model_card(run, MEASURED)
 
@@ -54,10 +51,7 @@ def test_the_metadata_names_base_data_and_score_as_the_hub_reads_them():
 
 
 def test_a_base_and_data_that_are_no_hub_ids_are_in_the_text_alone(tmp_path):
-    """The hub refuses them in the metadata; a path of this machine is nobody else's business.
-
-    Bug: after a "`" in a name the rest was Markdown of the card.
-    """
+    """The hub refuses them in the metadata; a path of this machine is nobody else's business."""
     (tmp_path / "a`<b>").mkdir()
     names = f"model.name={tmp_path}/a`<b>", f"task.train={tmp_path}/d`e.jsonl"
     card = card_of(*names, f"run.dir={tmp_path}")
@@ -78,20 +72,15 @@ def test_the_text_has_scores_beside_those_without_training_and_the_settings_of_t
     lines = card.split("```")[1].strip().split("\n")
     assert "training.kl_coef: 0.01" in lines and "training.learning_rate: 0.0006" in lines
     assert not any(line.startswith(("checkpoint.", "model.name", "task.train")) for line in lines)
-    untrained = card_of(*HUB, step=0)
-    assert "\n| this model, before training | 0.679 | 0.650 to 0.700 |\n" in untrained
-    assert "| before training |" not in untrained
-
-
-def test_an_adapter_is_loaded_by_peft_until_it_is_merged():
+    assert "| before training |" not in card_of(*HUB, step=0)
+    greedy = ["validation.temperature=0", "validation.best_of_n=1", "validation.pass_k=[1]"]
+    by_reward = card_of("validation.best_by=reward", *greedy)
+    assert "best of its run so far, by\nreward on these same questions" in by_reward
+    assert "max_new_tokens=320,\n    do_sample=False,\n" in by_reward
     adapter = card_of(*HUB, "model.lora.r=4")
     assert ModelCard(adapter).data.library_name == "peft"
-    assert "An adapter (for the package peft) of [Qwen/Qwen2.5-0.5B]" in adapter
     merged = ModelCard(merged_card(adapter))
-    assert merged.data.library_name == "transformers"
-    assert "A fine-tuned copy of [Qwen/Qwen2.5-0.5B]" in merged.text
-    assert "An adapter" not in merged.text
-    assert merged.data.eval_results == ModelCard(adapter).data.eval_results
+    assert merged.data.library_name == "transformers" and "An adapter" not in merged.text
 
 
 def test_the_code_in_the_card_asks_the_model_as_training_did(
@@ -113,23 +102,3 @@ def test_the_code_in_the_card_asks_the_model_as_training_did(
     drawn = names["output"][0, len(prompt_ids[0]) :]  # an end token alone, at times
     text = tokenizer.decode(drawn, skip_special_tokens=True)
     assert capsys.readouterr().out == f"{text}\n"
-
-
-@pytest.mark.parametrize(
-    ("best_by", "metric"), [("pass@1", "pass@1"), ("reward", "reward"), ("best_of_n", "best_of_8")]
-)
-def test_the_card_names_the_metric_that_has_chosen_the_model(best_by, metric):
-    card = card_of(f"validation.best_by={best_by}")
-    assert f"best of its run so far, by\n{metric} on these same questions" in card
-
-
-def test_half_a_character_in_the_first_question_is_none_in_the_card(tokenizer):
-    """Bug: JSON can hold one; the tokenizer's error ended the run when best/ was saved."""
-    card = card_of(tokenizer=tokenizer, question={"nums": "3 \ud83d", "target": 12})
-    assert "numbers 3 ?" in card.encode().decode()
-
-
-def test_the_code_in_the_card_samples_as_the_scores_were_measured():
-    greedy = ["validation.temperature=0", "validation.best_of_n=1", "validation.pass_k=[1]"]
-    assert "max_new_tokens=320,\n    do_sample=False,\n" in card_of(*greedy)
-    assert "do_sample=True,\n    temperature=1.0," in card_of()

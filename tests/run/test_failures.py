@@ -14,30 +14,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import alone, arguments, finish, program, read_rows, run_on_ranks, start
+from harness import arguments, finish, program, read_rows, run_on_ranks, start
 
 import main
 from engine.core.distributed import World, read_environment
 from engine.run import resuming
-from engine.run.mistakes import crashes_name_the_fix, mistakes_cost_one_line, outlive
+from engine.run.mistakes import crashes_name_the_fix, outlive
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 TWO_RANKS = ["--standalone", "--nproc-per-node=2"]
 
 # Signals
-
-
-def test_handlers_are_put_back_and_a_hangup_that_nohup_ignores_stays_ignored():
-    """Bug: the handlers stayed, so that nothing could stop a long upload."""
-    world = alone()
-    signal.signal(HUP, signal.SIG_IGN)
-    world.signals.start()
-    signal.raise_signal(HUP)
-    assert world.stop_signal == 0
-    world.leave()
-    assert signal.getsignal(HUP) is signal.SIG_IGN and signal.getsignal(TERM) is signal.SIG_DFL
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(INT)
 
 
 def learn_from_the_other(world: World) -> tuple[list, str]:
@@ -63,10 +50,7 @@ def test_all_ranks_learn_of_a_signal_to_one_and_of_a_mistake_of_rank_0(tmp_path)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["terminal", "pipe"])
 def test_a_terminal_or_pipe_that_is_gone_loses_nothing(kind, tmp_path, rotary_model_folder, data):
-    """Two ranks whose terminal is closed are signalled; who reads `2>&1 | tee log` just dies.
-
-    Bug: the next line that was logged raised EIO or EPIPE, before the run was saved.
-    """
+    """Two ranks whose terminal is closed are signalled; who reads `2>&1 | tee log` just dies."""
     if kind == "terminal":
         (reader, terminal), steps, options = pty.openpty(), 100_000, TWO_RANKS
         place = Path(os.ttyname(terminal))
@@ -102,10 +86,7 @@ def test_what_is_written_into_a_dead_pipe_goes_nowhere():
 
 
 def test_ddp_is_freed_before_the_process_group(tmp_path, rotary_model_folder, monkeypatch):
-    """Bug: freed after it, DDP waited for a thread of gloo's, which waited for Python's lock.
-
-    One in ten runs on two ranks never ended.
-    """
+    """Bug: freed after it, DDP waited for a thread of gloo's, which waited for Python's lock."""
     seen = []
     monkeypatch.setattr(
         main, "run_training", lambda run: seen.append(weakref.ref(run.policy.scorer)) or 0
@@ -136,34 +117,6 @@ def test_variables_that_torchrun_would_not_set_are_named(monkeypatch):
         assert all(text in str(caught.value) for text in given.split())
 
 
-def raise_out_of_memory() -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-def raise_on_a_cpu() -> None:
-    """Bug: torch's plain RuntimeError was a traceback without a fix."""
-    torch.empty(1 << 60)
-
-
-def press_ctrl_c() -> None:
-    signal.signal(INT, signal.default_int_handler)  # a shell's background jobs ignore it
-    signal.raise_signal(INT)
-
-
-WHILE_LOADING = [
-    (press_ctrl_c, 130, "stopped by Ctrl-C before the start: nothing was changed"),
-    (raise_on_a_cpu, 2, "error: .* model.lora or model.shard .*"),
-]
-
-
-@pytest.mark.parametrize(("happens", "status", "line"), WHILE_LOADING)
-def test_what_happens_while_loading_is_one_line(happens, status, line, capsys):
-    with pytest.raises(SystemExit) as ended, mistakes_cost_one_line():
-        happens()
-    assert ended.value.code == status
-    assert re.fullmatch(f"{line}\n", capsys.readouterr().err)
-
-
 def print_to_a_full_disk() -> None:
     def fail(text: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -172,8 +125,7 @@ def print_to_a_full_disk() -> None:
 
 
 WHILE_RUNNING = {
-    "GPU": (raise_out_of_memory, "micro_batch_tokens"),
-    "CPU": (raise_on_a_cpu, "micro_batch_tokens"),
+    "CPU": (lambda: torch.empty(1 << 60), "micro_batch_tokens"),  # bug: a plain RuntimeError
     # bug: sys.exit(0) in a task ended the run after the first of three steps, with status 0
     "exit": (lambda: sys.exit(0), r"called sys\.exit\(0\)"),
     # bug: it said that the disk of the run's folder was full

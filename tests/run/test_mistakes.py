@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from harness import CPU, ROOT, change_json, make_policy, train_tokenizer
-from transformers import PreTrainedTokenizerFast
 
 import main
 from engine.core.config import ConfigError, check_world
@@ -69,9 +68,7 @@ SIL = "training.learning_type=sil training.k_best_of_n=[2,4]"
 FOUR_BITS = "model.lora.r=8 model.load_in_4bit=true"
 DISTILL = "training.learning_type=distill model.teacher=tiny"
 NO_WEIGHT = "task.reward_weights"
-GIVEN_TWICE = "training.num_epochs = 2: it sets num_steps"
-TASKS = "must be one of countdown, arithmetic, gsm8k, guess, math500, reasoning_gym, template, "
-TASKS += "or the ... .py file in HERE"
+TASKS = "must be one of countdown, arithmetic, gsm8k, guess, ... or the ... .py file in HERE"
 FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id"
 PLURALS = f"task.name=template task.train={ROOT}/tasks/plurals.csv "
 PLURALS += f"task.eval={ROOT}/tasks/plurals.csv"
@@ -79,14 +76,10 @@ PLURALS += f"task.eval={ROOT}/tasks/plurals.csv"
 ON_THE_COMMAND_LINE = {
     # what cannot be read
     "training.num_steps": "training.num_steps: write section.key=value",
-    "configs/x.yaml": "configs/x.yaml: write --config configs/x.yaml",
     "--config missing.yaml": "missing.yaml: No such file ... --config",
     "training.k_best_of_n=[1,": "training.k_best_of_n=[1,: cannot be read as YAML",
-    # numbers of YAML 1.1; bug: 1:30 was 90
-    "training.seed=1:30": "training.seed=1:30: cannot be read as YAML",
     # unknown keys
     "training.num_step=5": "training.num_step = 5: unknown key, ... training.num_steps; --help",
-    "trainig.seed=5": "trainig = {seed: 5}: unknown key, the nearest is training; --help",
     "task.name=gsm8k task.max_numbers=5": "task.max_numbers = 5: unknown key of task gsm8k",
     # words of other trainers; bug: beta was told adam_betas
     "training.beta=1": "training.beta = 1: unknown key, beta is training.kl_coef here; --help",
@@ -94,43 +87,35 @@ ON_THE_COMMAND_LINE = {
     "training.k_best_of_n here, lr is training.learning_rate here; --help",
     # values
     "mode=trian": "mode = trian: ... 'train' or 'evaluate'",
-    "training.learning_rate=.nan": "training.learning_rate = .nan: ... finite number",
     "training.learning_type=ppo": "training.learning_type = ppo: ... 'grpo', 'sil' or 'distill'",
-    "logging.report_to=[mlflow,3]": "logging.report_to.1 = 3: ... 'mlflow' or 'wandb'",
-    "task=3": "task = 3: ... mapping of keys, which --help lists",
     # slips of the keyboard that would start endless work, or leave nothing to compute with
     "validation.num_examples=1000000000000": "validation.num_examples = 1 ... equal to 1000000",
     # values that cannot work together
     "training.k_best_of_n=[8,4]": "training.k_best_of_n = [8, 4]: ... write [4, 4]",
-    f"{SIL} training.k_best_of_n=[8,8]": "training.k_best_of_n = [8, 8]: ... write k < n",
-    f"{DISTILL} training.kl_coef=0.1": "training.kl_coef = 0.1: ... write 0",
-    "training.learning_type=distill": "model.teacher = null: ... give a folder or a hub id",
     f"{SIL} training.advantage=over_mean": "training.advantage = over_mean: ... write mean",
-    "task.reward_weights.format=-0.1 training.advantage=over_mean": "training.advantage = over_mean"
-    ": ... format has a negative weight; write mean",
     "training.policy_loss=dppo training.tis_clip=2.0": "training.tis_clip = 2.0: ... write null",
-    "training.policy_loss=gspo": "training.clip_eps = 0.2: ... write 3e-4",
-    "training.embedding_learning_rate=0.001": "training.embedding_learning_rate = 0.001: ... "
-    "write null, or training.optimizer=muon",
+    f"{SIL} training.k_best_of_n=[8,8]": "training.k_best_of_n = [8, 8]: ... write k < n",
+    "training.learning_type=distill": "model.teacher = null: ... give a folder or a hub id",
+    f"{DISTILL} training.kl_coef=0.1": "training.kl_coef = 0.1: ... write 0",
+    "training.embedding_learning_rate=0.001": "training.embedding_learning_rate = 0.001: ... muon",
     "model.load_in_4bit=true": "model.load_in_4bit = true: ... write false, or set model.lora=",
     "model.shard=true training.optimizer=muon": "training.optimizer = muon: ... write adamw",
-    f"{FOUR_BITS} sampling.backend=vllm": "sampling.backend = vllm: ... write grouped",
     "validation.best_of_n=4 validation.pass_k=[1,8]": "validation.pass_k = [1, 8]: ... (4)",
     "validation.temperature=0 validation.best_of_n=2": "validation.best_of_n = 2: ... write 1",
+    "training.num_epochs=2.0": "training.num_epochs = 2.0: ... write null and num_steps",
+    "training.policy_loss=gspo": "training.clip_eps = 0.2: ... write 3e-4",
+    f"{FOUR_BITS} sampling.backend=vllm": "sampling.backend = vllm: ... write grouped",
     f"{NO_WEIGHT}.format=0 {NO_WEIGHT}.answer=0": "task.reward_weights = ... : one must not be 0",
     # the length of a run
-    "training.num_epochs=2.0": "training.num_epochs = 2.0: ... write null and num_steps",
-    "task.train=a.csv training.num_epochs=2 training.num_steps=5": GIVEN_TWICE,
+    "task.train=a.csv training.num_epochs=2 training.num_steps=5": "training.num_epochs = 2: it "
+    "sets num_steps",
     f"{PLURALS} training.num_epochs=0.1": "training.num_epochs = 0.1: ... step of 16; raise it",
+    # a folder that cannot be there; bug: its error was a traceback
+    "run.dir=/dev/null": "/dev/null/countdown-tiny-grpo-s0 cannot be written",
     # sections of older versions
-    "export.merge=true": "export: ... python -m tools.export",
     "warm_start.data=a/b.jsonl": "warm_start: ... python -m tools.imitate MODEL a/b.jsonl",
     # tasks and rewards that are not there
-    **{
-        f"task.name={name}": f"task.name = {name}: {TASKS}"
-        for name in ("chess", "[1]", "../guessing", "null")
-    },
-    "task.reward=mine": "task.reward = mine: write my_rewards:f for the function f in",
+    "task.name=chess": f"task.name = chess: {TASKS}",
     "task.prompt=Make_{goal}.": "task.prompt: ... write one of {nums}, {target} into it",
     # sources of questions; no test asks the hub
     "task.eval=none.jsonl": f"none.jsonl: cannot be loaded ... give generated, {FILE_OR_HUB}",
@@ -146,13 +131,6 @@ def test_a_mistake_on_the_command_line_is_one_line_with_its_fix(given, start):
 def test_every_mistake_has_its_line(lines_of):
     assert len(lines_of("training.seed=x", "sampling.top_p=7", "zzz=1", "task.min_target=1.5")) == 4
     assert len(lines_of("training.k_best_of_n=[1, 2]", "validation.pass_k=[9]")) == 2
-
-
-def test_what_is_for_training_is_not_asked_of_an_evaluation(lines_of):
-    wrong = ["model.teacher=tiny", "training.k_best_of_n=[1, 1]"]
-    wrong.append("training.num_samples_per_step_global=3")
-    check_world(load_config(["mode=evaluate", *wrong]), 2)
-    assert len(lines_of(*wrong)) == 2
 
 
 def test_ranks_without_their_share_of_the_questions_are_refused():
@@ -172,26 +150,24 @@ def test_a_missing_package_is_named_with_what_installs_it(package, monkeypatch, 
         import_package(package, key="a.b")
     with pytest.raises(ValueError, match=r"pip install a-package-of-the-users$"):
         import_package("a-package-of-the-users", key="task.name = own")
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    start("logging.report_to=mlflow", says="logging.report_to ... pip install ")
     if package == "math-verify":
         start("task.name=math500", says="task.name = math500: ... pip install math-verify==")
 
 
 # In a file of settings
 
-IN_THE_CONFIG = {
-    "YAML that does not end": ("training: [", ": cannot be read as YAML: while parsing"),
-    "a key that is given twice": ("training: {seed: 1, seed: 2}", ": ... key seed is given twice"),
-    "endless nesting": ("a: " + "[" * 1_000, ": cannot be read as YAML: maximum recursion"),
-    "a number as a key": ("training: {1: 2}", "training.1 = 2: unknown key"),
-    "steps and epochs": ("training: {num_steps: 30, num_epochs: 2}", GIVEN_TWICE),
-}
 
-
-@pytest.mark.parametrize("name", IN_THE_CONFIG)
-def test_a_mistake_in_a_config_is_one_line_with_its_fix(name, tmp_path, start):
-    text, said = IN_THE_CONFIG[name]
-    (tmp_path / "some.yaml").write_text(text)
-    start("--config=some.yaml", says=f"some.yaml{said}" if said.startswith(":") else said)
+def test_a_mistake_in_a_config_is_one_line_with_its_fix(tmp_path, start):
+    for text, said in (
+        ("training: [", "some.yaml: cannot be read as YAML: while parsing"),
+        ("training: {seed: 1, seed: 2}", "some.yaml: ... key seed is given twice"),
+        ("a: " + "[" * 1_000, "some.yaml: cannot be read as YAML: maximum recursion"),
+        ("training: {1: 2}", "training.1 = 2: unknown key"),
+    ):
+        (tmp_path / "some.yaml").write_text(text)
+        start("--config=some.yaml", says=said)
 
 
 # In a file of questions
@@ -201,16 +177,12 @@ WITH_A = '{"question": "a", "answer": "#### '
 
 IN_THE_QUESTIONS = [  # task, file, content, and what is said after the file's name
     ("countdown", "a.jsonl", '{"a": 1, "b": 2}', ", row 1: no column nums and target among a, b"),
-    ("countdown", "a.jsonl", f'{GOOD}\n{{"nums": [1]}}', ", row 2: no column target among nums"),
     ("countdown", "a.jsonl", GOOD.replace("2", "-2"), ", row 1: nums is [1, -2]"),
     ("countdown", "a.jsonl", f"{GOOD}\n\n{GOOD[:9]}", ", row 2: Expecting"),
     ("countdown", "a.jsonl", "", ": no question left for validation; give a file with more rows"),
-    ("gsm8k", "a.jsonl", f'{WITH_A}1"}}', ": no question left for ... give a file with more rows"),
     # Bug: one cell that did not fit changed the type of its column, and row 1 was blamed.
     ("countdown", "a.csv", "nums,target\n3 4,5\n3 4,\n", ", row 2: target is ''"),
     ("countdown", "a.csv", "nums,target\n3 4,5\n3,5,6\n", ": cannot be loaded (line 3: more cel"),
-    ("countdown", "a.csv", b"nums,target\n3 4,\xff\n", ": cannot be loaded ('utf-8' codec"),
-    ("arithmetic", "a.jsonl", '{"a": -4, "b": 38}', ", row 1: a is -4"),
     ("gsm8k", "a.jsonl", f'{WITH_A}x"}}', ", row 1: answer is '#### x'"),
 ]
 
@@ -219,7 +191,7 @@ IN_THE_QUESTIONS = [  # task, file, content, and what is said after the file's n
 def test_a_mistake_in_a_file_of_questions_is_one_line_beside_a_good_row(
     task, file, content, said, tmp_path, start
 ):
-    (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (tmp_path / file).write_text(content)
     good = f" ... ; rows must look like {json.dumps(load_task(task).EXAMPLE_ROW)}"
     given = [f"task.name={task}", f"task.train={file}", f"task.eval={file}"]
     start(*given, says=f"{file}{said}{good if ', row' in said else ''}")
@@ -235,17 +207,12 @@ def test_a_source_that_is_no_file_is_refused_at_once(tmp_path, start):
 # In a task of one's own
 
 OWN_TASK = """
-from pydantic import field_validator, model_validator
+from pydantic import model_validator
 from engine.core.config import Section
 REWARD_PARTS = ("answer", "length")
 class Options(Section):
     low: int = 5
     high: int = 10
-    @field_validator("low")
-    def check_low(cls, low):
-        if low == 13:
-            raise ValueError("must not be 13")
-        return low
     @model_validator(mode="after")
     def check_both(self):
         if self.low > self.high:
@@ -258,25 +225,21 @@ def reward_function(completion, example, *, options, num_tokens):
 """
 TRAINS_ON = 'def load_examples(_, split, **how): return [{"q": "2"}] if split != "train" else '
 PAYS = "def reward_function(*_, **how): return "
-ASKS = "def generate_prompt(*_, **how): return "
 NO_LIST = ": load_examples must return a list of dicts"
-NO_PROMPT = ": generate_prompt must return a text or a list of chat messages"
 NO_REWARD = ": reward_function must return a dict with a number for each of answer, length"
 
 IN_A_TASK = {  # code at the end of the task, and what is said after the file's name
-    "f(:": ", line 22: SyntaxError",
+    "f(:": ", line 17: SyntaxError",
     "import sys; sys.exit(0)": ": it calls sys.exit(0)",  # bug: that ended the run with status 0
     "REWARD_PARTS = ('length',)": ': REWARD_PARTS must be a tuple ... "answer"',
     "class Options: low = 1": ": Options must inherit from Section in engine/core/config.py",
-    "class Options(Section): low: int": ": Options.low needs a default",
     # Nothing awaits it: the model would read `<coroutine object ...>`.
     "class Environment:\n    async def respond(self, _): ...": ": Environment.respond must not be",
     # Bug: only the validation questions were looked at; the others ended in a traceback.
     f"{TRAINS_ON}[]": NO_LIST,
-    "def parse_row(row, *, options): return row['x']": "a.csv, row 1: HERE/own.py, line 22",
-    f"{ASKS}[{{'role': 'user', 'content': [{{}}]}}]": NO_PROMPT,  # bug: a traceback
-    f"{PAYS}{{'length': 1.0}}": f", line 22{NO_REWARD}, not {{'length': 1.0}}: answer is miss",
-    f"{PAYS}{{'answer': 10**400, 'length': 1}}": f", line 22{NO_REWARD} ... question {{'",
+    "def parse_row(row, *, options): return row['x']": "a.csv, row 1: HERE/own.py, line 17",
+    f"{PAYS}{{'length': 1.0}}": f", line 17{NO_REWARD}, not {{'length': 1.0}}: answer is miss",
+    f"{PAYS}{{'answer': 10**400, 'length': 1}}": f", line 17{NO_REWARD} ... question {{'",
 }
 
 
@@ -296,7 +259,6 @@ def test_a_mistake_in_a_task_is_one_line_with_file_and_line(code, own_task, star
 
 
 def test_a_tasks_options_parts_and_generated_questions_are_checked(own_task, start):
-    start(*own_task, "task.low=13", "task.high=20", says="task.low = 13: must not be 13")
     start(*own_task, "task.low=12", says="task: low must be at most high")
     start("task.name=own", "task.reward_weights.a=1", says="task.reward_weights.a: ... 'answer'")
     Path("other.py").write_text(f"{OWN_TASK}def generate_questions(*_, **how): return None\n")
@@ -310,15 +272,8 @@ F = "def f(completions, **columns):"
 QUESTION = ": question {'prompt': '"
 
 IN_A_REWARD = {  # name: code of f's file, and what is said after the file's name
-    "no Python": ("f(:", ", line 1: SyntaxError: "),
     "no function": ("f = 1", ": f is no function of this file"),
     "no columns": ("def f(completions, a): ...", ", line 1: write def f(completions, **kwargs)"),
-    # At the first question, before a model samples anything.
-    "no column": (
-        f"{F}\n return [columns['gold']]",
-        f", line 2: f raised KeyError: 'gold'{QUESTION}",
-    ),
-    "an exit": (f"{F}\n raise SystemExit(0)", f", line 2: f raised SystemExit: 0{QUESTION}"),
     "for messages": (  # as most of TRL's examples are, and task.prompt gives plain text
         f"{F}\n return [len(c[0]['content']) for c in completions]",
         ", line 2: f raised IndexError: string index out of range (each completion is a text,"
@@ -336,29 +291,22 @@ def test_a_mistake_in_a_reward_function_is_one_line_with_file_and_line(name, tmp
     start("task.reward=mine:f", "task.train=a.jsonl", says=f"HERE/mine.py{said}")
 
 
-def test_a_row_without_a_prompt_is_named_with_what_to_do(tmp_path, start):
-    (tmp_path / "mine.py").write_text("def f(completions, **columns): ...")
-    (tmp_path / "a.jsonl").write_text('{"q": "2?", "prompt": ""}')
-    says = "a.jsonl, row 1: no text or messages ... word task.prompt with {q}"
-    start("task.reward=mine:f", "task.train=a.jsonl", says=says)
-
-
 # In a model's folder
 
 
-def with_template(template: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / "chat_template.jinja").write_text(template)
+def parts(folder: Path) -> None:
+    """Bug: the prompts of such a template were empty, and the run trained on them."""
+    text = (
+        "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+    )
+    (folder / "chat_template.jinja").write_text(text)
 
 
-def with_tokens(add: Callable[[PreTrainedTokenizerFast], object]) -> Callable[[Path], None]:
-    """A tokenizer with one token more than the model has embeddings."""
-
-    def save(folder: Path) -> None:
-        larger = train_tokenizer()
-        add(larger)
-        larger.save_pretrained(folder)
-
-    return save
+def add_token(folder: Path) -> None:
+    """Bug: the run started, and ended in an IndexError at the first prompt with such a token."""
+    larger = train_tokenizer()
+    larger.add_tokens(["Use the numbers"])
+    larger.save_pretrained(folder)
 
 
 def grow(folder: Path) -> None:
@@ -368,18 +316,9 @@ def grow(folder: Path) -> None:
     change_json(folder / "config.json", **sizes)
 
 
-PARTS = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
-OTHER_ROLE = "{% for m in messages if m.role == 'human' %}{{ m.content }}{% endfor %}AI:"
-NO_EMBEDDING = "model.name = HERE/model: ... ids up to 345, but it has 345 embeddings"
-
 IN_A_MODEL = {
-    # Bug: the prompts were empty, and the run trained on them.
-    "content as parts": (with_template(PARTS), "the chat template of HERE/model leaves out"),
-    "another role": (with_template(OTHER_ROLE), "the chat template of HERE/model leaves out"),
-    "a failure": (with_template("{{ messages[0].a.b }}"), "model.name = ... chat template ... 'a'"),
-    # Bug: the run started, and ended in an IndexError at the first prompt with such a token.
-    "a token": (with_tokens(lambda t: t.add_tokens(["Use the numbers"])), NO_EMBEDDING),
-    "padding": (with_tokens(lambda t: t.add_special_tokens({"pad_token": "<p>"})), NO_EMBEDDING),
+    "content as parts": (parts, "the chat template of HERE/model leaves out"),
+    "a token": (add_token, "model.name = HERE/model: ... ids up to 345, but it has 345 embeddings"),
     "too large": (grow, "model.name = HERE/model: cannot be used: it needs 10, ... MB of memory"),
 }
 
@@ -398,9 +337,7 @@ def test_a_special_token_that_no_prompt_has_may_lie_beyond_the_embeddings(
     rotary_model_folder, tmp_path
 ):
     """Gemma 3's token for images is id 262,144 of 262,144 embeddings in the model without them."""
-    model = shutil.copytree(rotary_model_folder, tmp_path / "model")
-    with_tokens(lambda t: t.add_special_tokens({"additional_special_tokens": ["<image>"]}))(model)
+    model, larger = shutil.copytree(rotary_model_folder, tmp_path / "model"), train_tokenizer()
+    larger.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    larger.save_pretrained(model)
     assert make_policy(model).tokenizer.pad_token_id == 1
-    with_template("{{ '<image>' }}")(model)
-    with pytest.raises(ValueError, match="ids up to 345"):
-        make_policy(model)

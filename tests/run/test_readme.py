@@ -136,39 +136,26 @@ def test_every_excerpt_of_the_walkthrough_is_in_main_word_for_word():
         assert any(textwrap.indent(excerpt, " " * n) in main for n in (0, 4, 8, 12, 16)), excerpt
 
 
-def own_task() -> str:
-    """The file of docs/tasks.md's "A task of your own"."""
-    return next(block for block in blocks("python", DOCS["tasks.md"]) if block.startswith('"""'))
-
-
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory) -> Path:
-    """A copy of what is in the repository, and the two files of docs/tasks.md's own task."""
-    folder = tmp_path_factory.mktemp("clone") / "plain-grpo"
-    no_results = shutil.ignore_patterns(".*", "runs", "mlruns*", "__pycache__")
-    shutil.copytree(ROOT, folder, ignore=no_results)
-    (recipe,) = blocks("yaml", DOCS["tasks.md"])
-    (folder / "tv.py").write_text(own_task())
-    (folder / "configs/tv.yaml").write_text(recipe)
-    return folder
-
-
 def shell(python: Path, command: str, **how) -> str:
     """What a command prints; it finds `python` and the `torchrun` beside it."""
-    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
-    line, environment = (
-        ["bash", "-o", "pipefail", "-c", command],
-        USERS_ENVIRONMENT | {"PATH": path},
-    )
     how |= {"capture_output": True, "text": True, "timeout": 120}
-    result = subprocess.run(line, env=environment, **how)
+    how["env"] = USERS_ENVIRONMENT | {"PATH": f"{python.parent}:{os.environ['PATH']}"}
+    result = subprocess.run(["bash", "-o", "pipefail", "-c", command], **how)
     assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
     return result.stdout
 
 
 @pytest.mark.slow
-def test_every_command_that_needs_no_gpu_works_as_printed(clone, python):
+def test_every_command_that_needs_no_gpu_and_every_cell_of_the_notebook_work_as_printed(
+    tmp_path, python, monkeypatch, capsys
+):
     """In their order, from a copy of the repository; runs are made small by keys at the end."""
+    clone = tmp_path / "plain-grpo"
+    no_results = shutil.ignore_patterns(".*", "runs", "mlruns*", "__pycache__")
+    shutil.copytree(ROOT, clone, ignore=no_results)
+    own_task = [text for text in blocks("python", DOCS["tasks.md"]) if text.startswith('"""')]
+    (clone / "tv.py").write_text(own_task[0])
+    (clone / "configs/tv.yaml").write_text(*blocks("yaml", DOCS["tasks.md"]))
     pages = [block for text in DOCS.values() for block in blocks("sh", text)]
     lines = [line for block in pages for line in block.splitlines()]
     commands = [line.split(" && ")[-1] for line in lines if re.search(r"main\.py|-m tools", line)]
@@ -179,15 +166,7 @@ def test_every_command_that_needs_no_gpu_works_as_printed(clone, python):
         printed = shell(python, command + size, cwd=clone)
         commands += re.findall("ask it: +(.*--config.*)", printed)  # for our own task
     assert "tools.chat" in commands[-1] and "--config" in commands[-1]
-
-
-@pytest.mark.slow
-def test_every_cell_of_the_notebook_runs_in_its_order(clone, python, monkeypatch, capsys):
-    """In the copy, from the notebook's folder, with one small step.
-
-    Plain Python runs the cells and bash their lines that begin with `!`: IPython and its kernel
-    would be thirty packages more.
-    """
+    # The notebook's cells run in plain Python, and their lines that begin with `!` in bash.
     shown, display = [], SimpleNamespace(HTML=str)
     monkeypatch.chdir(clone / "notebooks")
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display))

@@ -1,4 +1,4 @@
-"""Recipes: what they leave to defaults is their sources', and each runs on a random model."""
+"""Recipes: what differs from their sources is named, and each runs on a random model."""
 
 import json
 import math
@@ -23,29 +23,8 @@ def load(name: str, *overrides: str) -> Config:
 
 # The numbers of published runs
 
-# What recipes of published runs leave to a default; each was looked up in their sources.
-RELIED_ON = {
-    "model": {"lora": None, "attn_implementation": "sdpa"},
-    "task": {"reward_weights": {"format": 0.1, "answer": 1.0}},
-    "sampling": {"temperature": 1.0, "top_p": 1.0},
-    "training": {
-        **{"learning_type": "grpo", "policy_loss": "ppo", "clip_eps": 0.2, "clip_eps_high": None},
-        **{"tis_clip": None, "skip_truncated": False, "kl_coef": 0.0, "num_iterations": 1},
-        **{"advantage": "mean", "loss_normalization": "dr_grpo", "lr_schedule": "linear"},
-        **{"optimizer": "adamw", "adam_betas": [0.9, 0.999], "adam_eps": 1e-8},
-        **{"weight_decay": 0.0, "max_grad_norm": 1.0, "muon_learning_rate": 1e-3},
-    },
-    "validation": {"every": 10, "best_of_n": 8, "temperature": 1.0, "max_new_gen_tokens": None},
-    "logging": {"samples": 3},
-}
 # "#   training.learning_rate  1e-6 (source: unknown): why"
 NAMED = re.compile(r"^#   (\w+\.[\w.]+)  (\S+) \(source: [^)]*\)", re.MULTILINE)
-
-
-def test_the_defaults_that_recipes_rely_on_are_those_of_their_sources():
-    defaults = Config().model_dump()
-    for section, keys in RELIED_ON.items():
-        assert {key: defaults[section][key] for key in keys} == keys, section
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -74,7 +53,7 @@ SMALL += ["validation.max_new_gen_tokens=8", "validation.num_examples=4", "valid
 SMALL += ["checkpoint.every=1", "logging.samples=1", "run.name=x"]
 
 
-# A task with an Environment needs a chat model: core/test_imports.py trains on that one.
+# A task with an Environment needs a chat model.
 RECIPES = [name for name in CONFIGS if load(name).task.name in ROWS]
 
 # What a random model of another family lacks: nanochat's tokens.

@@ -20,52 +20,42 @@ from tasks import arithmetic, gsm8k, math500
 # What is asked
 
 
-def test_a_question_without_a_gold_answer_is_never_solved():
-    for text in ("", "#### 18", "####"):
-        for grading in ("exact", "official"):
-            assert reward("gsm8k", text, {"answer": ""}, grading=grading)["answer"] == 0.0
-    assert reward("math500", r"\boxed{}", {"answer": ""})["answer"] == 0.0
-
-
 def test_a_prompt_poses_the_question_and_what_it_shows_is_paid():
     options, example = countdown.Options(), {"nums": [3, 7, 25], "target": 46}
     user, assistant = countdown.generate_prompt(example, options=options)
-    assert (user["role"], assistant["role"]) == ("user", "assistant")
     assert "[3, 7, 25]" in user["content"] and "make 46." in user["content"]
-    assert assistant["content"].endswith("<think>")
+    assert assistant["role"] == "assistant" and assistant["content"].endswith("<think>")
     shown = user["content"].split("for example ")[1].removesuffix(".")
     assert reward("countdown", shown, {"nums": [1, 2, 4], "target": 12})["answer"] == 1.0
 
     row, question = gsm8k.parse_question("2 * 9? #### 18"), {"role": "user", "content": "2 * 9?"}
     assert gsm8k.generate_prompt(row, options=gsm8k.Options()) == [question]
     system, user = gsm8k.generate_prompt(row, options=gsm8k.Options(prompt_style="tags"))
-    assert user == question and system["role"] == "system"
     layout = system["content"].partition(":\n")[2]
     completion = layout.replace("the answer, a whole number and nothing else", "18")
     for grading in ("lenient", "strict"):
         parts = reward("gsm8k", completion, row, prompt_style="tags", tag_grading=grading)
-        assert sum(parts.values()) == 3.0
+        assert user == question and sum(parts.values()) == 3.0
 
 
 # Rows of files
 
 
-def test_an_answer_in_a_file_may_be_only_the_number():
+def test_an_answer_in_a_file_may_be_only_the_number_and_must_be_one_that_is_paid():
+    for text in ("", "#### 18", "####"):
+        assert reward("gsm8k", text, {"answer": ""})["answer"] == 0.0
+    assert reward("math500", r"\boxed{}", {"answer": ""})["answer"] == 0.0
     for answer in ("1,800", 1800, "2 * 900 #### 1800"):
         for grading in ("exact", "official"):
             options = gsm8k.Options(grading=grading)
             row = gsm8k.parse_row({"question": "900 * 2?", "answer": answer}, options=options)
             assert reward("gsm8k", "#### 1800", row, grading=grading)["answer"] == 1.0
-    row = {"problem": "What is $1 + 1$?", "answer": 2}
-    assert math500.parse_row(row, options=math500.Options()) == row | {"answer": "2"}
-
-
-def test_a_row_that_no_completion_can_earn_is_refused():
-    """The published regex wants one space behind the mark, in the gold answer too."""
     row = {"question": "What is 2 + 3?", "answer": "2 + 3 = 5\n####5"}
     assert reward("gsm8k", "#### 5", gsm8k.parse_row(row, options=gsm8k.Options()))["answer"] == 1.0
     with pytest.raises(ValueError, match='official grading needs "#### 18", one space'):
         gsm8k.parse_row(row, options=gsm8k.Options(grading="official"))
+    row = {"problem": "What is $1 + 1$?", "answer": 2}
+    assert math500.parse_row(row, options=math500.Options()) == row | {"answer": "2"}
 
 
 # Generated questions
@@ -93,31 +83,23 @@ PINNED = [  # a task, a split, and its first three questions
 ]
 
 
-@pytest.mark.parametrize(("task", "split", "first"), PINNED)
-def test_generated_questions_depend_on_the_seed_alone(task, split: str, first: list[tuple]):
-    """Pinned, as Countdown's of validation are below: else nobody could repeat published results.
-
-    Nor does it matter for Countdown how many are asked for.
-    """
-    rows = load_rows(task, "generated", split, 3)
-    assert [tuple(row.values()) for row in rows] == first
-    assert rows != load_rows(task, "generated", split, 3, with_seed=seed(1))
-    assert task is arithmetic or load_rows(task, "generated", split, 20)[:3] == rows
+def test_generated_questions_depend_on_the_seed_alone():
+    """Pinned: else nobody could repeat published results."""
+    for task, split, first in PINNED:
+        rows = load_rows(task, "generated", split, 3)
+        assert [tuple(row.values()) for row in rows] == first
+        assert rows != load_rows(task, "generated", split, 3, with_seed=seed(1))
+        assert task is arithmetic or load_rows(task, "generated", split, 20)[:3] == rows
 
 
-IMPOSSIBLE = [  # a task, how many questions, its options, and what the refusal names
-    (countdown, 1_000, SMALL_SPACE, r"num_examples 1000: only \d+ different train questions"),
-    (countdown, None, {"max_number": 1, "min_target": 50}, "only 0 different train"),
-    (countdown, 5, {"min_numbers": 4, "max_numbers": 3}, "min_numbers = 4 must be .* max_numbers"),
-    (arithmetic, 4_000, {}, r"num_examples 4000: there are only \d+ different train questions"),
-    (arithmetic, None, {"min_number": 47, "max_number": 47}, "there are only 0 different train"),
-]
-
-
-@pytest.mark.parametrize(("task", "num_examples", "options", "message"), IMPOSSIBLE)
-def test_impossible_requests_are_named_and_do_not_loop(task, num_examples, options, message):
-    with pytest.raises(ValueError, match=message):
-        load_rows(task, "generated", "train", num_examples, **options)
+def test_impossible_requests_are_named_and_do_not_loop():
+    for task, num_examples, options, message in (
+        (countdown, 1_000, SMALL_SPACE, r"num_examples 1000: only \d+ different train questions"),
+        (countdown, 5, {"min_numbers": 4, "max_numbers": 3}, "min_numbers = 4 must be .* max_num"),
+        (arithmetic, 4_000, {}, r"num_examples 4000: there are only \d+ different train"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_rows(task, "generated", "train", num_examples, **options)
 
 
 def is_solvable(values: list[Fraction], target: int) -> bool:
@@ -164,10 +146,6 @@ def test_all_sums_of_the_range_but_the_excluded_are_in_one_split_once():
     rows = sums("train", None) + sums("validation", None)
     keys = {arithmetic.question_key(row) for row in rows}
     assert len(keys) == len(rows) == 90 * 91 / 2
-    assert {number for row in rows for number in row.values()} == set(range(10, 100))
-    assert any(row["a"] > row["b"] for row in rows) and any(row["a"] < row["b"] for row in rows)
-    small = sums("train", None, min_number=0, max_number=20)
-    assert all(0 <= number <= 20 for row in small for number in row.values())
     seen = sums("train", 20)
     unseen = sums("train", None, exclude=[{"a": row["b"], "b": row["a"]} for row in seen])
     assert len({arithmetic.question_key(row) for row in seen + unseen}) == len(unseen) + 20

@@ -219,10 +219,7 @@ def grade(name: str, text: str, options: dict) -> None:
 
 @every_task
 def test_a_million_characters_of_garbage_take_less_than_100_ms(name: str, monkeypatch, capfd):
-    """A lazy regex over repeated unclosed tags needed 23 s for 22,000 of them.
-
-    Fewer characters first, since a search in quadratic time would take hours for a million.
-    """
+    """A lazy regex over repeated unclosed tags needed 23 s for 22,000 of them."""
     monkeypatch.setattr(grader.WORKER, "ask", lambda *_, deadline: False)
     for unit, frame, num_chars in product(ANY + UNITS[name], FRAMES[name], (990, 50_000, MILLION)):
         text = frame.format(unit * (num_chars // len(unit)))
