@@ -1,9 +1,7 @@
 """What stands for CUDA graphs on a machine without a GPU, and behaves as they do.
 
-While a step is captured, Python runs, and what it writes is taken back. A replay repeats the same
-operations on the same tensors, with the Python numbers that they had then. Where Python would have
-to wait for a tensor's value, a capture raises RuntimeError, and so does torch.cuda's
-`set_sync_debug_mode("error")`.
+What a capture writes is taken back; a replay repeats its operations, with its Python numbers.
+To wait for a tensor's value raises in a capture, and under `set_sync_debug_mode("error")`.
 """
 
 from collections.abc import Callable

@@ -2,8 +2,7 @@
 
 The plan is JSON: {"grading": {...}, "fault": {...} or null}; see `harness.install_grading`. Faults:
 
-    {"do": "kill", ...}             SIGKILL this rank; "terminate" is SIGTERM
-    {"do": "kill other", ...}       of two ranks, the other
+    {"do": "kill other", ...}       SIGKILL rank 1; "terminate" is SIGTERM
     {"do": "kill all", ...}         the process group: torchrun, if the ranks are its forks, too
     {"do": "copy", "to": ..., ...}  copy the run's folder, at each file event from there on
     ... "saves": 2, "events": 7     at rank 0's 7th file event after its 2nd checkpoint is there
@@ -31,8 +30,6 @@ import main as program
 FILE_EVENTS = {
     *("open", "os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir", "shutil.rmtree")
 }
-
-SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM}
 
 
 class Striker:
@@ -68,11 +65,11 @@ class Striker:
             return
         (self.folder / "struck").touch()
         faulthandler.dump_traceback()  # where it was
+        number = signal.SIGTERM if verb == "terminate" else signal.SIGKILL
         if victim == "all":
-            os.killpg(0, SIGNALS[verb])
+            os.killpg(0, number)
         else:
-            rank = 1 if victim == "other" else 0
-            os.kill(int((self.folder / f"pid-{rank}").read_text()), SIGNALS[verb])
+            os.kill(int((self.folder / "pid-1").read_text()), number)
 
 
 def fail_at_call(fault: dict, calls: itertools.count, function, folder: Path, *texts, **settings):

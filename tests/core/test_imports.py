@@ -66,12 +66,12 @@ print("loaded:", *set(sys.argv[1].split()) & sys.modules.keys())
 """
 
 
-def test_a_feature_that_is_off_is_not_loaded(tmp_path, rotary_model_folder):
+def test_a_feature_that_is_off_is_not_loaded(tmp_path, rotary_model_folder, data):
     ours = [name.replace(".", "/") for name in OPTIONAL if "." in name]
     assert all((ROOT / f"{name}.py").exists() for name in ours)
     sizes = ["training.num_samples_per_step=1", "validation.best_of_n=1", "training.num_steps=1"]
     sizes += ["training.k_best_of_n=[2,2]", "training.max_new_gen_tokens=8"]
-    given = arguments(tmp_path, rotary_model_folder, "logging.rollouts_every=0", *sizes)
+    given = arguments(tmp_path, rotary_model_folder, *data, *sizes)
     command = [sys.executable, "-c", PROGRAM, " ".join(OPTIONAL), *given]
     how = {"capture_output": True, "text": True, "timeout": 200}
     result = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, **how)

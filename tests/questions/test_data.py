@@ -4,13 +4,11 @@ Mistakes in a file of questions or in a task are in tests/run/test_mistakes.py.
 """
 
 import copy
-import csv
-import json
-import sys
 from pathlib import Path
 
 import datasets
 import numpy as np
+import pandas
 import pytest
 from harness import load_rows, make_config, seed
 from tokenizers import normalizers
@@ -52,17 +50,11 @@ def load(name: str, source: str | Path, split: str = "train", **how) -> list[dic
 
 
 def write_file(path: Path, rows: list[dict]) -> Path:
-    if path.suffix == ".jsonl":
-        path.write_text("\n".join(map(json.dumps, rows)))
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
-    elif path.suffix == ".parquet":
-        datasets.Dataset.from_list(rows).to_parquet(path)
-    elif path.suffix == ".csv":
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+    frame, suffix = pandas.DataFrame(rows), path.suffix.removeprefix(".")
+    if suffix in ("csv", "parquet"):
+        getattr(frame, f"to_{suffix}")(path, index=False)
+    else:
+        frame.to_json(path, orient="records", lines=suffix == "jsonl")
     return path
 
 
@@ -92,18 +84,6 @@ def test_excluded_questions_are_left_out_however_they_are_spelled(tmp_path, name
     assert rows == [*ROWS[name][:3], *ROWS[name][4:]]
     source = write_file(tmp_path / "more.jsonl", [RESPELLED[name], *ROWS[name]])
     assert load(name, source, held_out=False, exclude=ROWS[name][:20]) == ROWS[name][20:]
-
-
-def test_text_is_read_without_the_package_datasets_and_as_spreadsheets_write_it(
-    tmp_path, monkeypatch
-):
-    """Bug: it was imported for every file, which takes a second."""
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    (tmp_path / "a.csv").write_text("id,nums,target,,\na,3 7 25,46\nb,[1 2 3],6,,,\n")
-    (tmp_path / "a.jsonl").write_text('{"nums": [3, 7, 25], "target": 46}')
-    rows = [{"nums": [3, 7, 25], "target": 46}, {"nums": [1, 2, 3], "target": 6}]
-    assert load("countdown", tmp_path / "a.csv", held_out=False) == rows
-    assert load("countdown", tmp_path / "a.jsonl", held_out=False) == rows[:1]
 
 
 def test_each_task_asks_the_hub_for_its_part(monkeypatch):

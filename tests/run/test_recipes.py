@@ -1,7 +1,9 @@
 """Recipes: what differs from their sources is named, and each runs on a random model."""
 
+import functools
 import json
 import math
+import operator
 import re
 
 import pytest
@@ -11,7 +13,7 @@ from harness import ROOT, grade_by_text, load_run, read_rows, seed
 from transformers import AutoModelForCausalLM
 
 import main
-from engine.core.config import Config
+from engine.core.config import Config, dotted_values
 from engine.run.config_file import load_config
 
 CONFIGS = {file.stem: file for file in sorted(ROOT.glob("configs/*.yaml"))}
@@ -28,11 +30,19 @@ NAMED = re.compile(r"^#   (\w+\.[\w.]+)  (\S+) \(source: [^)]*\)", re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_differs_from_a_recipes_source_is_named_as_it_is(name: str):
-    for key, ours in NAMED.findall(CONFIGS[name].read_text().partition("\n\n")[0]):
-        value = load(name).model_dump()
-        for part in key.split("."):
-            value = value[part]
+def test_a_recipe_holds_only_what_differs_and_names_what_differs_from_its_source(name: str):
+    config, text = load(name), CONFIGS[name].read_text()
+    values, defaults = dotted_values(config), dotted_values(type(config)())
+    given = yaml.safe_load(text)
+    named = {f"{section}.{key}" for section, keys in given.items() for key in keys}
+    same = {key for key in named if values[key] == defaults[key]}
+    spelled_out = {"training.k_best_of_n", "training.micro_batch_tokens"}  # for the reader
+    assert same <= spelled_out, "all else differs"
+    for word in ("command", "hardware", "time", "result"):
+        assert re.search(rf"^#   {word} ", text, re.MULTILINE), word
+    assert f"--config configs/{name}.yaml" in text
+    for key, ours in NAMED.findall(text.partition("\n\n")[0]):
+        value = functools.reduce(operator.getitem, key.split("."), config.model_dump())
         number = float(ours) if re.fullmatch(r"[0-9.]+e[-+]?[0-9]+", ours) else yaml.safe_load(ours)
         assert value == number, key
 
@@ -60,16 +70,12 @@ RECIPES = [name for name in CONFIGS if load(name).task.name in ROWS]
 LACKS = {"gsm8k-chat-rl": ["sampling.stop=[]", "sampling.calculator=null"]}
 
 
-@pytest.fixture(autouse=True)
-def rewards_that_differ(monkeypatch) -> None:
-    grade_by_text(monkeypatch)
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_two_steps_and_evaluates_the_best_model(
-    name, rotary_model_folder, tmp_path
+    name, rotary_model_folder, tmp_path, monkeypatch
 ):
     """The rewards differ by construction, so every weight that is trained moves."""
+    grade_by_text(monkeypatch)
     questions = tmp_path / "rows.jsonl"
     rows = ROWS[load(name).task.name]
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -153,15 +153,10 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("fault", "place", "step", "own", "first", "saved", "last_row", "status"),
-    BREAKS.values(),
-    ids=BREAKS,
-)
-def test_a_broken_run_goes_on_bit_for_bit(
-    fault, place, step, own, first, saved, last_row, status, go_on, unbroken, tmp_path
-):
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_broken_run_goes_on_bit_for_bit(name, go_on, unbroken, tmp_path):
     """What raises does so twice, in the first start and in the one that goes on."""
+    fault, place, step, own, first, saved, last_row, status = BREAKS[name]
     signal.signal(HUP, signal.SIG_DFL)  # the tests may run under nohup, which ignores it
     given = (FOUR, *own.split())
     for _ in range(2 if fault is RAISE else 1):
@@ -430,10 +425,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("change", "given", "warned"), GOES_ON.values(), ids=GOES_ON)
+@pytest.mark.parametrize("name", GOES_ON)
 def test_what_has_changed_between_two_starts_is_harmless_or_warned_of(
-    change, given, warned, parts, three_steps, capsys, request
+    name, parts, three_steps, capsys
 ):
+    change, given, warned = GOES_ON[name]
     change(parts)
     status = begin(*given.split())
     output = "".join(capsys.readouterr())
@@ -441,7 +437,7 @@ def test_what_has_changed_between_two_starts_is_harmless_or_warned_of(
     assert len(warnings) == len(warned), warnings
     assert all(text in "\n".join(warnings) for text in warned), warnings
     assert status == 0 and "a larger training.num_steps; its learning rate" in output
-    if SAME in request.node.name:
+    if SAME in name:
         assert_same(three_steps, Path())
 
 
@@ -467,10 +463,9 @@ def test_a_second_start_of_a_run_is_refused_while_the_first_lasts(parts, capsys)
     assert begin() == 0
 
 
-@pytest.mark.parametrize("gone", ["best", "best/model.safetensors"])
-def test_a_best_model_that_is_gone_is_replaced_by_the_next(parts, gone, capsys):
+def test_a_best_model_that_is_gone_is_replaced_by_the_next(parts, capsys):
     """Even if the next one is worse; bug: the score alone was reported as the best model's."""
-    saving.remove(parts / gone)
+    saving.remove(parts / "best/model.safetensors")
     assert begin(rates=[0.1, 0.0, 0.4, 0.2]) == 0
     assert "best is gone" in capsys.readouterr().out
     best, last = (saved_weights(parts / name) for name in ("best", "checkpoints/last"))

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 from harness import ENVIRONMENT, ROOT
@@ -15,25 +14,6 @@ SRUN = """worst=0
 for node in 1 2; do setsid "$@" & echo $! >> "$SLURM/tasks"; done
 for task in $(jobs -p); do wait "$task" || { s=$?; [ $s -gt $worst ] && worst=$s; }; done
 exit $worst"""
-
-
-def submit(folder: Path, *given: str, torchrun: str) -> subprocess.Popen:
-    """The batch script as Slurm starts it on the first node; `torchrun` is a stand-in's shell."""
-    programs = {"scontrol": SCONTROL, "srun": SRUN, "torchrun": torchrun}
-    for name, text in programs.items():
-        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
-        (folder / name).chmod(0o755)
-    slurm = {"SLURM": folder, "SLURM_NNODES": 2, "SLURM_GPUS_ON_NODE": 1}
-    slurm |= {"SLURM_JOB_ID": 7, "SLURM_JOB_NODELIST": "n[1-2]"}
-    environment = ENVIRONMENT | {name: str(value) for name, value in slurm.items()}
-    return subprocess.Popen(
-        ["bash", "launch/train.sbatch", *given],
-        cwd=ROOT,
-        env=environment | {"PATH": f"{folder}:{environment['PATH']}"},
-        stdout=(folder / "log").open("w"),
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
 
 
 @pytest.mark.parametrize(
@@ -47,7 +27,15 @@ def submit(folder: Path, *given: str, torchrun: str) -> subprocess.Popen:
 )
 def test_only_a_stopped_job_is_queued_again(torchrun, killed, status, requeued, tmp_path):
     """`scancel` signals the batch script as well, and the job has ended for good."""
-    job, log = submit(tmp_path, "run.name=x", torchrun=torchrun), tmp_path / "log"
+    for name, text in {"scontrol": SCONTROL, "srun": SRUN, "torchrun": torchrun}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM": tmp_path, "SLURM_NNODES": 2, "SLURM_GPUS_ON_NODE": 1, "SLURM_JOB_ID": 7}
+    slurm |= {"SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{tmp_path}:{ENVIRONMENT['PATH']}"}
+    environment, log = ENVIRONMENT | {k: str(v) for k, v in slurm.items()}, tmp_path / "log"
+    how = {"env": environment, "stdout": log.open("w"), "stderr": subprocess.STDOUT}
+    command = ["bash", "launch/train.sbatch", "run.name=x"]
+    job = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **how)
     while killed and log.read_text().count("there") < 2:
         assert job.poll() is None, "it has ended before"
         time.sleep(0.05)
