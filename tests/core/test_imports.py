@@ -1,10 +1,14 @@
 """Which module may import which, and what a run loads."""
 
 import ast
+import copy
+import json
+import os
 import subprocess
 import sys
 
-from harness import ENVIRONMENT, ROOT, arguments
+from harness import ENVIRONMENT, ROOT, save_random, tokens_of
+from transformers import GPT2Config, GPT2LMHeadModel
 
 ROOMS = ("run", "report", "model", "sampling", "update", "questions", "core")
 
@@ -55,25 +59,62 @@ OPTIONAL |= {"engine.questions.reward_functions", "tasks.guess", "tasks.gsm8k"}
 OPTIONAL |= {"engine.update.user_algorithm", "engine.sampling.stop_texts", "engine.report.archive"}
 OPTIONAL |= {"engine.model.merge", "tasks.lengths"}
 
+# In this order, in one process: what each run loads of these that no run before it has loaded
+RUNS = {
+    "the default": ([], set()),
+    "another advantage": (["training.advantage=over_mean"], {"engine.update.losses"}),
+    "an advantage of one's own": (
+        ["training.advantage=benchmarks.rloo:rloo"],
+        {"engine.update.user_algorithm"},
+    ),
+    "a stop text": (["sampling.stop=[is it]"], {"engine.sampling.stop_texts"}),
+    "all completions": (["logging.completions_every=1"], {"engine.report.archive"}),
+    "a calculator": (["sampling.calculator=gsm8k"], {"engine.sampling.calculator"}),
+    "a large vocabulary": (["training.micro_batch_tokens=500000"], {"engine.update.head"}),
+    "an environment": (
+        ["task.name=guess", "task.reward_weights={answer: 1.0}"],
+        {"engine.sampling.environment", "tasks.guess"},
+    ),
+    "an adapter": (["model.lora.r=2"], {"peft", "bitsandbytes", "engine.model.adapters"}),  # peft's
+    "shards": (["model.shard=true"], {"engine.update.shards"}),
+}
+TURNS = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 PROGRAM = """
-import sys
+import json, sys
 import main
 
-run = main.build_run(main.load_config(sys.argv[2:]))
-main.begin(run)
-assert main.run_training(run) in (0, 1)  # 1 where no step had anything to learn
-print("loaded:", *set(sys.argv[1].split()) & sys.modules.keys())
+found, before = {}, set()
+for name, arguments in json.loads(sys.argv[1]).items():
+    run = main.build_run(main.load_config(arguments))
+    main.begin(run)
+    assert main.run_training(run) in (0, 1)  # 1 where no step had anything to learn
+    loaded = set(json.loads(sys.argv[2])) & sys.modules.keys()
+    found[name] = sorted(loaded - before)
+    before |= loaded
+print("\\n" + json.dumps(found))
 """
 
 
-def test_a_feature_that_is_off_is_not_loaded(tmp_path, rotary_model_folder, data):
-    ours = [name.replace(".", "/") for name in OPTIONAL if "." in name]
-    assert all((ROOT / f"{name}.py").exists() for name in ours)
-    sizes = ["training.num_samples_per_step=1", "validation.best_of_n=1", "training.num_steps=1"]
+def test_a_feature_that_is_off_is_not_loaded(tmp_path, rotary_model_folder, tokenizer):
+    chatty = copy.deepcopy(tokenizer)
+    chatty.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    chatty.chat_template = TURNS
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=4, **tokens_of(chatty))
+    chat = save_random(GPT2LMHeadModel, config, chatty, tmp_path / "chat")
+    sizes = ["training.num_steps=1", "training.num_samples_per_step=1", "validation.best_of_n=1"]
     sizes += ["training.k_best_of_n=[2,2]", "training.max_new_gen_tokens=8"]
-    given = arguments(tmp_path, rotary_model_folder, *data, *sizes)
-    command = [sys.executable, "-c", PROGRAM, " ".join(OPTIONAL), *given]
+    sizes += ["validation.num_examples=1", f"run.dir={tmp_path}", "training.learning_rate=1e-4"]
+    arguments = {}
+    for i, (name, (overrides, _)) in enumerate(RUNS.items()):
+        model = chat if name == "an environment" else rotary_model_folder
+        where = [f"--config={os.devnull}", f"run.name=run{i}", f"model.name={model}"]
+        arguments[name] = [*where, *sizes, *overrides]
+    command = [sys.executable, "-c", PROGRAM, json.dumps(arguments), json.dumps(sorted(OPTIONAL))]
     how = {"capture_output": True, "text": True, "timeout": 200}
     result = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, **how)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.endswith("\nloaded:\n")
+    found = json.loads(result.stdout.rstrip().split("\n")[-1])
+    assert found == {name: sorted(own) for name, (_, own) in RUNS.items()}

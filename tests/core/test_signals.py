@@ -49,6 +49,10 @@ forked.join()
 assert executed.wait() == forked.exitcode == 0""",
         0,
     ),
+    "two SIGTERM change nothing": (
+        "send(signal.SIGTERM, signal.SIGTERM, seconds_between=1.1)\nassert first() == 15",
+        0,
+    ),
     "one Ctrl-C that torchrun passes on is one": (
         "send(signal.SIGINT, signal.SIGINT, seconds_between=0.1)\nassert first() == signal.SIGINT",
         0,

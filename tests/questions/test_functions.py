@@ -18,7 +18,7 @@ from harness import ROOT, arguments, load_run, make_config, read_rows
 import main
 from engine.core.config import ConfigError
 from engine.core.types import Completion, Trajectory
-from engine.questions.data import load_examples
+from engine.questions.data import load_examples, load_questions
 from engine.questions.messages import pose
 from engine.questions.tasks import functions_in, load_task, read_answer, reward_parts, total_reward
 from engine.run.config_file import check_paths, dump, harmless, load_config
@@ -304,3 +304,16 @@ def test_the_first_lines_of_the_docs_and_the_template_train(folder, rotary_model
         run = load_run(load_config(arguments(folder, rotary_model_folder, *given)))
         assert main.run_training(run) in (0, 1)  # 1 where no completion earned more than another
         assert f"train/part_{part}" in read_rows(run.folder)[1]
+
+
+def test_rows_without_a_column_that_others_have_are_counted_in_one_line(folder, tokenizer):
+    rows = [{**row, "hint": n} if n > 2 else row for n, row in enumerate(ROWS[:39])]
+    rows.append({"prompt": "9?", "hint": 1})
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config, lines = make_config("task.reward=my_rewards:short", "task.train=rows.jsonl"), []
+    task = load_task(config.task.code)
+    load_questions(task, config, tokenizer=tokenizer, context=None, log=lines.append)
+    told = [line for line in lines if "of its" in line]
+    assert told == [
+        "warning: rows.jsonl: no answer in 1, no hint in 3 of its 40 rows; the others have it"
+    ]
