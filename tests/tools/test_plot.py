@@ -99,6 +99,7 @@ CURVES = [  # runs, metric, window, which row of the curve, its values
     ([SEED_0, SEED_1], RATE, 1, LOW, [0.2, 0.5]),  # the band of seeds is from the lowest
     ([SEED_0, SEED_1], RATE, 1, HIGH, [0.4, 0.8]),  # to the highest
     ([SEED_1, SEED_2, SEED_0], REWARD, 1, STEPS, [1]),  # it ends with the shortest run
+    ([SEED_1, SEED_2, SEED_0], REWARD, 1, HIGH, [8]),
     ([JUMPS], REWARD, 3, MEAN, [1, 1.5, 3, 5]),  # a mean of the last steps
     ([BROKEN], REWARD, 2, STEPS, [2, 4]),  # what is not finite is left out
     ([BROKEN], REWARD, 2, MEAN, [2, 3]),
