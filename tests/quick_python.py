@@ -1,7 +1,7 @@
 """`python` and `torchrun` that start at once: forks of a process that has imported all packages.
 
 Imports would be 4 seconds of each command. The fork gets the arguments, folder, environment and
-files of the two programs, which end as it does.
+files of the two programs, which pass signals on to it and end as it does.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -18,13 +19,21 @@ from pathlib import Path
 from harness import ROOT, forkserver
 
 PROGRAM = """#!{python} -IS
-import json, os, socket, sys
+import json, os, signal, socket, sys
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 given = [{first!r} + sys.argv[1:], os.getcwd(), dict(os.environ)]
 socket.send_fds(server, [b"."], [0, 1, 2])
 server.sendall(json.dumps(given).encode() + b"\\n")
-sys.exit(int(server.makefile().readline()) & 255)
+replies = server.makefile()
+pid = int(replies.readline())
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, lambda number, frame: os.kill(pid, number))
+status = int(replies.readline())
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL) if status != -signal.SIGKILL else None
+    os.kill(os.getpid(), -status)
+sys.exit(status)
 """
 
 
@@ -67,10 +76,11 @@ def answer(client: socket.socket) -> None:
     """Run one command, and kill it if the program that stands for it is gone."""
     _, files, *_ = socket.recv_fds(client, 1, 3)
     given = json.loads(client.makefile().readline())
-    process = multiprocessing.get_context("fork").Process(target=run, args=(files, *given))
+    process = multiprocessing.get_context("fork").Process(target=run, args=(client, files, *given))
     process.start()
     for file in files:
         os.close(file)
+    client.sendall(b"%d\n" % process.pid)
     wait([process.sentinel, client])
     process.kill()
     process.join()
@@ -78,8 +88,13 @@ def answer(client: socket.socket) -> None:
         client.sendall(b"%d\n" % process.exitcode)
 
 
-def run(files: list[int], arguments: list[str], place: str, environment: dict) -> None:
+def run(
+    client: socket.socket, files: list[int], arguments: list[str], place: str, environment: dict
+) -> None:
     """What `python ARGUMENTS` does."""
+    client.close()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    os.setsid()
     os.chdir(place)
     os.environ.clear()
     os.environ.update(environment)

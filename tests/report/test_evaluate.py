@@ -59,9 +59,6 @@ def test_the_greedy_figure_is_that_of_the_likeliest_tokens(tmp_path, monkeypatch
     assert_plain(run.policy, prompts, [(i,) for i in range(9)], groups, temperature=0.0)
 
 
-# Votes
-
-
 def answered(text: str, *, solved: bool, broken: bool = False, length: int = 1) -> main.Trajectory:
     log_probs = np.full(length, np.nan if broken else -1.0)
     none = np.zeros(length)

@@ -146,9 +146,6 @@ def test_a_run_keeps_the_day_of_its_first_start(tmp_path):
     assert abs((date.fromisoformat(today) - date.today()).days) <= 1  # it may be midnight
 
 
-# The questions
-
-
 def test_other_questions_or_another_order_are_seen_and_what_json_cannot_hold_is_left_out():
     rows = [{"a": n, "b": [str(n)]} for n in range(4)]
     same = of_questions(rows[:2], rows[2:])

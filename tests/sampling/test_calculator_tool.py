@@ -123,9 +123,6 @@ def test_the_last_expression_is_calculated_and_what_cannot_be_is_left_to_the_mod
         assert calculator.asking_ids == encode(END)
 
 
-# Training
-
-
 def insert(groups: list[list[Trajectory]], columns: slice) -> list[list[Trajectory]]:
     """The groups, with some of their tokens marked as the calculator's."""
     for row in (row for group in groups for row in group):

@@ -98,9 +98,6 @@ def by_name(runs: dict[str, DataFrame]) -> list[list[DataFrame]]:
     return [group for group in groups.values() if len(group) == 3]
 
 
-# What the benchmarks run
-
-
 def test_runs_that_are_kept_at_the_same_time_are_all_in_the_table_to_the_last_digit(tmp_path):
     """They have other columns, and one of them is kept twice."""
     file, names = tmp_path / "new/table.csv", [f"row-s{seed}" for seed in range(8)]

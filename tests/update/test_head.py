@@ -80,9 +80,6 @@ def test_it_never_holds_all_logits(monkeypatch):
     assert peak_bytes(profiler) < bound
 
 
-# The scorer
-
-
 def load(folder: Path, *overrides: str, max_bytes: int) -> tuple[Policy, list[str]]:
     """The policy where logits of so many bytes are made at once, and what loading it logs."""
     config, lines = make_config(f"model.name={folder}", *overrides), []

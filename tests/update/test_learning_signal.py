@@ -81,9 +81,6 @@ def test_the_kl_penalty_is_limited_on_both_sides():
     assert log_probs.grad.tolist() == [0.0] * 6
 
 
-# What a step logs of its rollouts
-
-
 def test_rollout_metrics_are_sums_and_counts_over_all_rows():
     """Two groups of two: rewards (1, 0) and (0.1, 0.1), 2 + 4 + 4 + 4 tokens of 2 nats each."""
     groups = [
