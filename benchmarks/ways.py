@@ -13,8 +13,8 @@ default, a "warm" one from a model that tools.imitate has made; an "sft" row tak
 looked at. What a run has measured is kept in results/ways.csv, whose column `run` has row and seed,
 and what tools.imitate has in ways-imitation.csv; a run that has its rows is not run again, and one
 that was stopped goes on. Table and picture, results/ways.md and .png, come from these files alone.
-Those of before there was tools.imitate, up to e8c738d, are of one run each, by `warm_start.data`:
-it computed the same.
+The warm rows but tiny-sft, weak-warm-200-grpo and sums-warm-sil are of e8c738d, of one run each, by
+`warm_start.data`, which computed the same.
 
 The sums are arithmetic-smollm2.yaml's, on two ranks, after imitation of 500 answers that a program
 writes, such as "47 + 38 = 85." Without it: results/arithmetic-smollm2.csv.
