@@ -8,10 +8,8 @@
 Each configuration is a short run of main.py, in a process of its own for each tree, one thread a
 rank. Equal are: the exit statuses, the newest checkpoint's weights and optimizer, best/, the
 metrics of each step that both trees write but time/ and perf/ (the others are named), and of
-samples.jsonl and rollouts.jsonl the columns that both write.
-A run in which no gradient moved anything, or that did not end as it should, shows nothing.
-
-Only what a run writes is looked at, so that files may move and functions may have other names.
+samples.jsonl and rollouts.jsonl the columns that both write. Files may move, functions may have
+other names. A run in which no gradient moved anything, or that ended otherwise, shows nothing.
 """
 
 import argparse
