@@ -220,12 +220,9 @@ def differences(a: Path, b: Path) -> Iterator[str]:
         for file in folder.rglob("optimizer.pt")  # with model.shard it is in the parts
     ]
     yield from numbers_differ("the optimizer's state", *(states or [{"": 0}] * 2))
-    names = [{name for row in m.values() for name in row} for m in metrics]
+    names = [set().union(*m.values()) for m in metrics]
     both, alone = names[0] & names[1], sorted(names[0] ^ names[1])
-    rows = [
-        {f"step {s}, {k}": v for s, row in m.items() for k, v in row.items() if k in both}
-        for m in metrics
-    ]
+    rows = [{f"step {s}, {k}": m[s][k] for s in m for k in m[s] if k in both} for m in metrics]
     yield from numbers_differ("metrics", *rows)
     for name in ("samples.jsonl", "rollouts.jsonl"):
         files = [folder / "x" / name for folder in (a, b)]
