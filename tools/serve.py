@@ -46,8 +46,8 @@ def serve(options: argparse.Namespace) -> None:
     server.options = options
     address = f"http://127.0.0.1:{server.server_port}"
     taken = f" (port {options.port} is taken)" * (port != options.port)
-    print(f"{address}{taken}  for this machine alone, reads only, Ctrl-C ends it", flush=True)
     with server, suppress(KeyboardInterrupt):
+        print(f"{address}{taken}  for this machine alone, reads only, Ctrl-C ends it", flush=True)
         server.serve_forever()
 
 
