@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from engine.core.config import Config, LoraSettings, ModelSettings
+from engine.core.types import no_log
 from engine.model.adapters import quantization_config
 from engine.model.load import base_of, find_base
 from engine.model.merge import merged
@@ -60,7 +61,7 @@ def export(asked: argparse.Namespace, run: Path) -> None:
         raise ValueError("--push needs user/name and a token: `hf auth login` or set HF_TOKEN")
     trusted = asked.trust_remote_code  # no file that was found can ask for it
     config = Config(model=ModelSettings(name=str(model), trust_remote_code=trusted))
-    tokenizer = load_tokenizer(config, lambda line: None)  # the run has said what it says of it
+    tokenizer = load_tokenizer(config, no_log)  # the run has said what it says of it
     file = model / "README.md"
     card = file.read_text(encoding="utf-8") if file.is_file() else ""
     if is_adapter and (asked.merge or asked.in_4bit):

@@ -15,6 +15,10 @@ Log = Callable[[str], None]  # prints a line, on rank 0
 Seed = Sequence[int]  # a SeedWord, then numbers such as training.seed and a question's place
 
 
+def no_log(line: str) -> None:
+    """A Log for what is said elsewhere."""
+
+
 class SeedWord(IntEnum):
     """The first word of a seed, so that the random numbers of these never meet."""
 

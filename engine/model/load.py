@@ -28,7 +28,7 @@ from engine.core.config import Config, ModelSettings
 from engine.core.hub import reach_hub
 from engine.core.packages import import_package
 from engine.core.tensors import autocast
-from engine.core.types import Log
+from engine.core.types import Log, no_log
 from engine.model.folders import check_folder, no_such_folder
 from engine.model.probes import supports_float16
 from engine.model.tokenizer import check_vocabulary, find_eos_ids, load_tokenizer
@@ -134,7 +134,7 @@ def check_teacher(config: Config, log: Log) -> None:
     tokenizers = []
     for settings, key in ((config, "model.name"), (of_teacher(config), "model.teacher")):
         with one_line_errors(settings.model.name, key=key):
-            tokenizers.append(load_base_tokenizer(settings, lambda line: None)[1])
+            tokenizers.append(load_base_tokenizer(settings, no_log)[1])
     ids, others = (tokenizer.get_vocab() for tokenizer in tokenizers)
     if missing := [token for token in ids if others.get(token) != ids[token]]:
         some = f"its tokenizer lacks {len(missing):,} of {len(ids):,} tokens of the trained model"

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from engine.core.config import Config, ConfigError, LoraSettings, ModelSettings
 from engine.core.distributed import World
 from engine.core.packages import import_package
+from engine.core.types import no_log
 from engine.model.load import find_base, one_line_errors
 from engine.model.tokenizer import load_tokenizer
 
@@ -67,7 +68,7 @@ def write_merged(folder: Path, config: Config) -> None:
     shutil.rmtree(unfinished, ignore_errors=True)
     model = merged(config.model, base, dtype=torch.float32)
     model.save_pretrained(unfinished)
-    tokenizer = load_tokenizer(config.model_copy(update={"model": base}), lambda line: None)
+    tokenizer = load_tokenizer(config.model_copy(update={"model": base}), no_log)
     tokenizer.save_pretrained(unfinished)
     unfinished.rename(folder)
 

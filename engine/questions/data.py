@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.core.config import Config, ConfigError, TaskSettings
 from engine.core.hub import reach_hub
 from engine.core.packages import import_package
-from engine.core.types import Log, SeedWord
+from engine.core.types import Log, SeedWord, no_log
 from engine.questions.messages import fill, pose
 from engine.questions.prompts import check_chat, prompt_length
 from engine.questions.tasks import Hub, hash_of, is_file_name, is_in_split, reward_parts
@@ -145,10 +145,6 @@ class QuestionStream:
             so_far = f"{len(self.too_long)} of {len(self.questions)} training questions"
             self.log(f"skipped so far since they are too long or hold a special token: {so_far}")
         return taken, position
-
-
-def no_log(line: str) -> None:
-    """What is said elsewhere."""
 
 
 def load_examples(
