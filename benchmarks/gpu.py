@@ -43,12 +43,13 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from engine import ROOT
 from engine.core.distributed import World, order_ddp_buckets
 from engine.core.tensors import right_pad
-from engine.core.types import SamplingParams, Trajectory
+from engine.core.types import PromptBatch, SamplingParams, Trajectory
 from engine.model.policy import Policy
 from engine.model.sampler import choose_loop, sample_by_loop
 from engine.report.metrics import peak_memory_gb
 from engine.run.config_file import load_config
 from engine.run.state import Run
+from engine.sampling.batches import decode_in_batches
 from engine.sampling.draw import draw_uniforms
 from engine.sampling.graphs import CapturedSteps, decode_captured
 from engine.sampling.grouped import DecodeBatch, decode_grouped
@@ -364,6 +365,8 @@ def check_lora(setting: Setting, in_4bit: str = "false") -> list[Row]:
         log = Logger(rank=1).info
         policy = load_policy(config, world, log)
         wrap_policy(policy, config, world, log)
+    prompts, params = PromptBatch([[5, 9, 30]], [(0, 0)]), policy.params
+    groups = decode_in_batches(policy.sampler, prompts, params, None, Logger(rank=1))
     ids = torch.arange(2, 34, device=setting.device)[None]
     policy.model.train()
     policy.scorer(ids, ids > 0, temperature=1.0).sum().backward()
@@ -374,6 +377,7 @@ def check_lora(setting: Setting, in_4bit: str = "false") -> list[Row]:
     return [
         Row(f"{name}: gradients are finite", is_finite, "", at_least=1),
         Row(f"{name}: the fast path", fast, "", at_least=1),
+        Row(f"{name}: a group is sampled", len(groups[0]) == params.group_size, "", at_least=1),
     ]
 
 

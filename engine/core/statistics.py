@@ -79,7 +79,7 @@ def confidence_interval(rates: np.ndarray, *, is_binary: bool) -> tuple[float, f
         z = 1.96
         centre = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
         half = z / (1 + z**2 / n) * math.sqrt(mean * (1 - mean) / n + z**2 / (4 * n**2))
-        return centre - half, centre + half
+        return max(0.0, centre - half), min(1.0, centre + half)  # rounding, at 0 and 1
     # A bootstrap of questions, not of samples: eight samples of one question are not independent.
     resampled = np.random.default_rng(0).choice(rates, size=(2000, n)).mean(axis=1)
     low, high = np.quantile(resampled, [0.025, 0.975])

@@ -48,7 +48,8 @@ class LoopSampler:
             copied.copy_(whole(weights, copied.dtype))
 
     def tokens_at_once(self, longest: int, params: SamplingParams) -> int:
-        return tokens_that_fit(self.model, longest, params)
+        with self.autocast():
+            return tokens_that_fit(self.model, longest, params)
 
     def autocast(self) -> torch.autocast:
         """A bf16 model's fp32 adapter computes in bf16, as when it scores."""

@@ -55,10 +55,12 @@ from transformers import AutoModelForCausalLM
 
 import main
 from engine.core.statistics import Clock
+from engine.model import sampler
 from engine.model.adapters import keep_4bit_layout, quantization_config
 from engine.model.load import base_of
 from engine.model.policy import Policy
 from engine.run.config_file import load_config
+from engine.sampling.batches import kept_bytes
 from engine.update.head import ChunkedScorer
 from engine.update.optimizer import make_optimizer
 from main import CompletionScorer
@@ -231,6 +233,18 @@ def test_the_model_with_its_adapter_samples_what_it_scores(rotary_model_folder, 
     changes = {"temperature": 0.7, "max_new_tokens": 10}
     groups = harness.sample(policy, prompts, seeds, num_samples=4, **changes)
     assert_plain(policy, prompts, seeds, groups, rounding=ATOL, **changes)
+
+
+def test_the_memory_of_a_row_is_estimated_in_the_dtype_that_decodes(
+    rotary_model_folder, monkeypatch
+):
+    """Bug: a GPU's first estimate ran the fp32 adapter on layers in bf16, and raised."""
+    policy = make_policy(rotary_model_folder, LORA, "model.compute_dtype=bfloat16")
+    monkeypatch.setattr(sampler, "tokens_that_fit", lambda model, *_: kept_bytes(model)[0])
+    config = policy.model.config
+    size = 2 * config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
+    num_bytes = policy.sampler.tokens_at_once(9, policy.params)
+    assert num_bytes == 2 * config.num_hidden_layers * size  # keys and values, of 2 bytes each
 
 
 def test_inputs_of_an_adapter_are_not_cast_to_fp32_and_back(rotary_model_folder):
