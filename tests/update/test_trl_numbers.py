@@ -134,7 +134,9 @@ def loss_and_gradient(
     """What the update computes where a policy and its reference give these log-probabilities."""
     mask = torch.arange(5) < torch.tensor(inputs.LENGTHS)[:, None]
     counts = {"num_rows": 4, "num_tokens": sum(inputs.LENGTHS)}
-    counts["max_new_gen_tokens"] = inputs.MAX_NEW_TOKENS
+    training = SimpleNamespace(
+        loss_normalization=normalization, max_new_gen_tokens=inputs.MAX_NEW_TOKENS
+    )
     sampler, ref = torch.tensor(inputs.OLD_LOG_PROBS), torch.tensor(inputs.REF_LOG_PROBS)
     old = sampler - 1 if keys == DPPO else sampler
     log_probs = torch.tensor(inputs.LOG_PROBS, requires_grad=True)
@@ -143,9 +145,7 @@ def loss_and_gradient(
         input_ids=torch.zeros(4, 5, dtype=torch.long),
         completion_mask=mask,
         advantages=torch.tensor(inputs.ROW_ADVANTAGES),
-        token_weights=weights
-        if weights is not None
-        else token_weights(mask, normalization=normalization, **counts),
+        token_weights=weights if weights is not None else token_weights(mask, training, **counts),
         sampler_log_probs=sampler,
         old_log_probs=None if is_first else old,
         ref_log_probs=None if is_first else ref,
