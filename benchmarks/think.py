@@ -1,9 +1,9 @@
 """results/think.gif: one question's answers before and after training, token by token.
 
-    python benchmarks/think.py --title "Make 54 from 11, 4, 45 and 6"
+    python benchmarks/think.py --title "Make 11 from 24, 9, 12 and 14"
 
 results/think.jsonl has a line for each model, as the page of `python -m tools.report RUN --serve`
-asked it: validation question number 2, the same random numbers, temperature 1. The less likely a
+asked it: validation question number 3, the same random numbers, temperature 1. The less likely a
 token was when it was sampled, the fuller its colour.
 """
 
