@@ -6,7 +6,8 @@
     python -m tools.attack my_rewards:f --row '{"prompt": "2 + 2?", "answer": "4"}'
 
 No string is an answer. Each is graded in a process that can be killed and can write no file. Paid
-means full marks: the part `answer`, or what the function returns, is 1 or more.
+means full marks: the part `answer`, or what the function returns, is 1 or more. The exit status is
+1 if anything was found.
 """
 
 import argparse

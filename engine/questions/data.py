@@ -10,7 +10,7 @@ import io
 import json
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -172,12 +172,7 @@ def load_examples(
     load = generate if source == "generated" else None
     if hasattr(task, "load_examples"):  # the task has its own way to load
         load = functools.partial(task.load_examples, source, held_out=held_out)
-    if load is not None:
-        with naming_mistakes(task.__file__, load, split, passes=ValueError):  # what it says itself
-            rows = load(
-                split, options=options, num_examples=num_examples, seed=seed, exclude=exclude
-            )
-    else:
+    if load is None:
         hub = getattr(task, "HUB", Hub())
         is_divided = held_out and (hub.divides_train or is_file_name(source))
         choices = filter(None, [generate and "generated", hub.usual_id, FILE_OR_HUB])
@@ -190,26 +185,34 @@ def load_examples(
         )
         if held_out and split == "train":
             log = no_log  # it was said of this source with the validation questions
-        if hasattr(task, "reward_groups") and source.lower().endswith(".csv") and table:
-            table = with_numbers(table, log)
-        rows = [*read_rows(table, source=source, task=task, options=options)]
-        if not task.EXAMPLE_ROW:  # of rows with all of their columns
-            say_what_is_missing(rows, source, log)
+        rows = parse_table(table, task, source, options, log)
         excluded = {task.question_key(row) for row in exclude}
         rows = [row for row in rows if task.question_key(row) not in excluded]
-        if is_divided and not hasattr(task, "HOLDS_OUT_NUM_EXAMPLES"):
-            rows = [row for row in rows if is_in_split(task.question_key(row), split)]
-        elif is_divided and split == "validation":  # else they are those in `exclude`
-            rows.sort(key=lambda row: hash_of(task.question_key(row)))
-            rows = rows[: min(num_examples, (len(rows) + 1) // 2)]  # half is left to train on
+        if is_divided:
+            rows = part_of(rows, split, task, num_examples)
         if not rows:
             raise ValueError(f"{source}: no question left for {split}; give a file with more rows")
         if num_examples is not None and num_examples < len(rows):
             rows = random.Random(seed).sample(rows, num_examples)
+    else:
+        with naming_mistakes(task.__file__, load, split, passes=ValueError):  # what it says itself
+            rows = load(
+                split, options=options, num_examples=num_examples, seed=seed, exclude=exclude
+            )
     if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)):
         name = "load_examples" if hasattr(task, "load_examples") else "generate_questions"
         raise ValueError(f"{task.__file__}: {name} must return a list of dicts, parse_row a dict")
     return rows
+
+
+def part_of(rows: list[dict], split: str, task: ModuleType, num_examples: int) -> list[dict]:
+    """The rows of a split, if both splits have the same rows."""
+    if not hasattr(task, "HOLDS_OUT_NUM_EXAMPLES"):
+        return [row for row in rows if is_in_split(task.question_key(row), split)]
+    if split == "train":
+        return rows  # those of validation were excluded
+    rows = sorted(rows, key=lambda row: hash_of(task.question_key(row)))
+    return rows[: min(num_examples, (len(rows) + 1) // 2)]  # half is left to train on
 
 
 def load_table(
@@ -287,24 +290,19 @@ def with_numbers(rows: list[dict], log: Log) -> list[dict]:
     return rows
 
 
-def say_what_is_missing(rows: list[dict], source: str, log: Log) -> None:
-    """Log how many rows lack a column that others have: an own reward does not get it for them."""
-    counts = collections.Counter(name for row in rows for name in row)
-    if lacking := {name: len(rows) - n for name, n in counts.items() if n < len(rows)}:
-        some = ", ".join(f"no {name} in {num}" for name, num in lacking.items())
-        log(f"warning: {source}: {some} of its {len(rows)} rows; the others have it")
-
-
 def as_number(cell: str) -> int | float | None:
     """The number that a cell is in JSON's form, if it is one."""
     is_number = re.fullmatch(r"-?(0|[1-9]\d{0,17})(\.\d+)?([eE][+-]?\d{1,2})?", cell)
     return json.loads(cell) if is_number else None
 
 
-def read_rows(
-    table: list[dict] | list[str], *, source: str, task: ModuleType, options: TaskSettings
-) -> Iterator[dict]:
+def parse_table(
+    table: list[dict] | list[str], task: ModuleType, source: str, options: TaskSettings, log: Log
+) -> list[dict]:
     """The example in each row of the table; ValueError for the first row without one."""
+    if hasattr(task, "reward_groups") and source.lower().endswith(".csv") and table:
+        table = with_numbers(table, log)
+    rows: list[dict] = []
     for number, row in enumerate(table, start=1):
         try:
             row = json.loads(row) if isinstance(row, str) else row
@@ -319,4 +317,10 @@ def read_rows(
         except (ValueError, RecursionError) as error:
             example = task.EXAMPLE_ROW and f"; rows must look like {json.dumps(task.EXAMPLE_ROW)}"
             raise ValueError(f"{source}, row {number}: {error}{example or ''}") from error
-        yield row
+        rows.append(row)
+    if not task.EXAMPLE_ROW:  # rows have all of their columns, of which a reward may ask for each
+        counts = collections.Counter(name for row in rows for name in row)
+        if lacking := {name: len(rows) - n for name, n in counts.items() if n < len(rows)}:
+            some = ", ".join(f"no {name} in {num}" for name, num in lacking.items())
+            log(f"warning: {source}: {some} of its {len(rows)} rows; the others have it")
+    return rows
