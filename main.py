@@ -38,7 +38,6 @@ if __name__ == "__main__":  # a mistake and --help are answered before torch is 
     with mistakes_cost_one_line():
         check_and_announce(load_config(sys.argv[1:]))
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -380,11 +379,11 @@ def make_micro_batch(
     """Tensors on the device; the counts are those of the whole batch over all ranks."""
     token_ids, is_sampled, log_probs = [], [], []
     for t in trajectories:
-        completion, prompt_columns = t.completion, (len(t.prompt_ids), 0)  # to pad on the left
+        completion, of_prompt = t.completion, torch.zeros(len(t.prompt_ids))
         token_ids.append(t.prompt_ids + completion.token_ids)
         # End tokens are trained. What a tool has written, if any, is read only, as the prompt is.
-        is_sampled.append(np.pad(~completion.is_inserted, prompt_columns))
-        log_probs.append(np.pad(completion.log_probs, prompt_columns))
+        is_sampled.append(torch.cat([of_prompt.bool(), torch.from_numpy(~completion.is_inserted)]))
+        log_probs.append(torch.cat([of_prompt, torch.from_numpy(completion.log_probs)]))
     completion_mask = right_pad(is_sampled, False).to(device)  # (B, S)
     return MicroBatch(
         trajectories,
@@ -446,8 +445,7 @@ def micro_batch_loss(
     )
     token_loss = -batch.advantages[:, None] * log_probs  # (B, S)
     weights = batch.token_weights  # (B, S), 1 / (rows of all ranks * length limit) by default
-    # The batch keeps these for later passes; what is measured is how far the sampler is from them.
-    metrics = policy.keep_first_pass(batch, log_probs) if is_first else {}
+    metrics = policy.keep_first_pass(batch, log_probs) if is_first else {}  # for later passes
     if not training.is_reinforce:  # a ratio, a KL penalty, importance weights: all off by default
         from engine.update.losses import apply_options
 

@@ -96,8 +96,8 @@ BUGS = [
     ),
     Bug(
         "an end token not trained",
-        r"np\.pad\(~completion\.is_inserted, ",
-        r"np.pad(np.r_[~completion.is_inserted[:-1], completion.truncated], ",
+        r"torch\.from_numpy\(~completion\.is_inserted\)",
+        r"torch.tensor([*~completion.is_inserted[:-1], completion.truncated])",
         "test_update::test_an_update_equals_the_reference[grpo-one by one]",
     ),
     Bug(
@@ -139,8 +139,8 @@ BUGS = [
     ),
     Bug(
         "a reply of a tool trained",
-        r"np\.pad\(~completion\.is_inserted, ",
-        r"np.pad(np.ones_like(completion.is_inserted), ",
+        r"torch\.from_numpy\(~completion\.is_inserted\)",
+        r"torch.ones(len(completion.token_ids)).bool()",
         "test_the_gradient_is_that_of_the_sampled_tokens_alone",
     ),
     Bug(
