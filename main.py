@@ -12,14 +12,14 @@ One step of the algorithm (`run_training` is the loop):
        division by the standard deviation: Dr. GRPO, arXiv:2503.20783)
        sil (self-improvement learning): advantage = 1 for the k best completions of each group,
        which are imitated; the rest is dropped
-    4. loss = -(sum of advantage * log-probability of all sampled tokens) / (N * G * length limit)
+    4. loss = -(sum of advantage * log-probability of all sampled tokens) / (rows * length limit)
     5. one optimizer step on that loss
     6. before the next step, if one is due, an evaluation; the best model is kept
 
-There is no critic and, with one update per batch, no ratio and no clipping. Functions stand below
-those that call them. `generate` samples for any model; the default draws the same tokens, several
-times as fast, by engine/sampling/grouped.py. Rewards are the task's (countdown.py). The rest of
-engine/ checks settings, loads and saves; what is off by default is imported only where it is used.
+Rows are the completions in the batch, of all ranks. There is no critic and, with one update per
+batch, no ratio and no clipping. Functions stand below their callers. `generate` samples for any
+model; the default draws the same tokens faster, by engine/sampling/grouped.py. Rewards are the
+task's (countdown.py). What is off by default is imported only where it is used.
 
 Shapes: N questions, G completions each, B rows of a micro-batch, P longest prompt, S longest prompt
 with its completion, K columns that are scored, V vocabulary. Masks are bool, True = keep.
@@ -187,9 +187,9 @@ def generate(
     """Sample a group of completions of each prompt, by any model; `streamer` gets each token."""
     prompt_ids, prompt_mask = left_pad(prompts, params.pad_id, model.device)  # (N, P)
     # As in all backends engine/sampling/draw.py draws from softmax(logits / temperature), cut by
-    # top_p and top_k: the first token at which the cumulative probability exceeds a uniform number.
-    # A question's seed gives the numbers of its G rows. All other tokens then get logits of -inf:
-    # transformers still draws, from one token, which must not move torch's generator.
+    # top_p and top_k: the first token at which the cumulative probability exceeds a uniform number,
+    # which a question's seed gives. It sets all other logits to -inf, so that transformers' own
+    # draw can only return that token; `seeded` keeps this draw from moving torch's generator.
     drawing = DrawingProcessor(seeds, params, model.device)
     with seeded(seeds, model.device):
         model.generate(
@@ -209,7 +209,7 @@ def get_generation_config(params: SamplingParams) -> GenerationConfig:
     """A fresh generation config: nothing of the hub's leaks into sampling.
 
     transformers fills a field left None from the model's own generation config. That is emptied at
-    load, and what such configs set is set here too, so that it changes nothing: draw.py draws.
+    load, and what such configs set is neutral here, since draw.py has drawn.
     """
     return GenerationConfig(
         do_sample=True,  # without it generate refuses several samples of a prompt
@@ -260,8 +260,8 @@ def assign_advantages(groups: list[list[Trajectory]], training: TrainingSettings
     rewards = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
     in_batch = torch.ones_like(rewards, dtype=torch.bool)
     if training.learning_type == "sil":
-        # The k best of every group, even if all rewards are equal: to leave those groups out would
-        # drop the questions that the policy always solves.
+        # The k best of every group, even if all rewards are equal, right or wrong (as easy-GRPO):
+        # to leave those groups out would drop the questions that the policy always solves.
         in_batch = k_best_mask(rewards, k=training.k_best_of_n[0])
         advantages = in_batch.double()
     else:
@@ -313,11 +313,12 @@ def update_policy(run: Run, groups: list[list[Trajectory]]) -> Update:
     micro_batches = policy.equal_passes(make_micro_batches(groups, training, run.world))
     if not micro_batches:  # no rank has a row to train on
         return Update(Outcome.NOTHING_TO_TRAIN_ON)
-    update, metric_sums, scaler = Update(Outcome.UPDATED, micro_batches), {}, policy.grad_scaler
+    update, metric_sums = Update(Outcome.UPDATED, micro_batches), {}
+    scaler = policy.grad_scaler  # for float16; otherwise it does nothing
     policy.model.train()  # the sampler calls eval()
     for _ in range(training.num_iterations):
         loss = accumulate_gradients(run, micro_batches, metric_sums)
-        scaler.unscale_(optimizer)  # of float16; otherwise the scaler does nothing
+        scaler.unscale_(optimizer)
         grad_norm = nn.utils.clip_grad_norm_(policy.model.parameters(), training.max_grad_norm)
         update.metrics |= {"train/loss": loss, "train/grad_norm": grad_norm.item()}
         update.outcome = outcome_of(loss, grad_norm.item(), scaler)
@@ -349,9 +350,8 @@ def make_micro_batches(
     if num_trained == 0:
         return []
     if not trained:
-        # Only this rank has nothing to train on, and DDP needs a backward pass from each: one row
-        # of advantage 0 and weight 0 (1 / infinity), whose gradient is 0.
-        trained, num_rows, num_tokens = [replace(batch[0], advantage=0.0)], torch.inf, torch.inf
+        # DDP needs a backward pass from each rank: any row will do, of weight 1 / infinity = 0.
+        trained, num_rows, num_tokens = batch[:1], torch.inf, torch.inf
     return [
         make_micro_batch(rows, training, world.device, num_rows=num_rows, num_tokens=num_tokens)
         for rows in pack(trained, training.micro_batch_tokens)
@@ -421,9 +421,9 @@ def accumulate_gradients(
 ) -> float:
     """Add up the gradient of the whole batch's loss on every rank; returns that loss.
 
-    The loss is a sum over all micro-batches of all ranks. DDP takes the mean of the ranks'
-    gradients, in backward(): times their number, it is the sum. It does so only at the last
-    micro-batch; until then each rank adds up its own. With model.shard each backward() does so.
+    The loss is a sum over all micro-batches of all ranks. DDP's backward() averages the ranks'
+    gradients; times their number, that is the sum. It averages at the last micro-batch only, and
+    until then each rank adds up its own. With model.shard every backward() averages.
     """
     policy, world, total = run.policy, run.world, 0.0
     for micro_batch in run.logger.track(micro_batches, "update", "batch"):
@@ -445,14 +445,14 @@ def micro_batch_loss(
     )
     token_loss = -batch.advantages[:, None] * log_probs  # (B, S)
     weights = batch.token_weights  # (B, S), 1 / (rows of all ranks * length limit) by default
-    metrics = policy.keep_first_pass(batch, log_probs) if is_first else {}  # for later passes
+    metrics = policy.keep_first_pass(batch, log_probs) if is_first else {}  # sets old_log_probs
     if not training.is_reinforce:  # a ratio, a KL penalty, importance weights: all off by default
         from engine.update.losses import apply_options
 
         token_loss, weights, more = apply_options(training, batch, log_probs, token_loss, is_first)
         metrics |= more
     for name, values in metrics.items():
-        add_to_mean(metric_sums, name, values, batch.token_weights > 0)
+        add_to_mean(metric_sums, name, values, batch.token_weights > 0)  # no row of weight 0
     return (weights * token_loss).sum()
 
 
@@ -474,7 +474,7 @@ class CompletionScorer(nn.Module):
         # scored in some row are needed.
         columns = mask[:, 1:].any(dim=0).nonzero()[:, 0]
         token_ids, is_scored = input_ids[:, columns + 1], mask[:, columns + 1]  # (B, K)
-        with autocast(input_ids.device, self.compute_dtype, cache_casts=False):
+        with autocast(input_ids.device, self.compute_dtype, cache_casts=False):  # saves memory
             output = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=columns)
         log_probs = token_log_probs(output.logits, token_ids, temperature=temperature)
         everywhere = log_probs.new_zeros(mask.shape)  # (B, S)
