@@ -60,7 +60,7 @@ BUGS = [
         "a row's bytes seen outside of the adapter's autocast",
         r"with self\.autocast\(\):(\n +return tokens_that_fit)",
         r"with autocast(self.model.device, torch.float32):\1",
-        "test_the_memory_of_a_row_is_estimated_in_the_dtype_that_decodes",
+        "test_a_rows_memory_is_estimated_in_the_dtype_that_decodes",
     ),
     Bug(
         "the scorer at temperature 1 where sampling has 0.7",
