@@ -25,7 +25,7 @@ from engine.core.packages import import_package
 from engine.core.statistics import Clock
 from engine.core.tensors import seeded
 from engine.core.types import Completion, SeedWord, Trajectory
-from engine.questions.data import FILE_OR_HUB, QuestionStream, load_table, read_rows
+from engine.questions.data import FILE_OR_HUB, QuestionStream, load_table, parse_table
 from engine.questions.prompts import completion_text, encode_prompts, end_of_turn, whole_characters
 from engine.questions.tasks import load_task, reward_parts
 from engine.report.evaluation import evaluation_metrics
@@ -104,7 +104,7 @@ def read_answers(task: ModuleType, config: Config, source: str) -> list[dict]:
     table = load_table(
         source, columns=[*row], choices=FILE_OR_HUB, hub_config=None, hub_split="train"
     )
-    rows = [*read_rows(table, source=source, task=form, options=config.task)]
+    rows = parse_table(table, form, source, config.task)
     if not rows:
         raise ValueError(f"{source}: has no rows, so there is nothing to imitate")
     return rows

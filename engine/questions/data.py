@@ -297,7 +297,11 @@ def as_number(cell: str) -> int | float | None:
 
 
 def parse_table(
-    table: list[dict] | list[str], task: ModuleType, source: str, options: TaskSettings, log: Log
+    table: list[dict] | list[str],
+    task: ModuleType,
+    source: str,
+    options: TaskSettings,
+    log: Log = no_log,
 ) -> list[dict]:
     """The example in each row of the table; ValueError for the first row without one."""
     if hasattr(task, "reward_groups") and source.lower().endswith(".csv") and table:
