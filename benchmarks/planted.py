@@ -8,26 +8,31 @@ A bug is a regular expression and what takes the place of its match. It is looke
 files outside tests/ and benchmarks/, and its tests are looked for by name, so that files may move.
 The expression must match exactly once. Where the code is rewritten it no longer does, and that is
 reported like a bug that no test catches: the expression must then be written anew. First the tests
-are run on the tree as it is, since one that fails there shows nothing.
+are run on the tree as it is, since one that fails there shows nothing. Each run of a test is a fork
+of a process that has imported the packages.
 """
 
 import argparse
 import contextlib
+import importlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
-from queue import SimpleQueue
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+TREE = ROOT  # a worker's copy, where the bugs are planted
 TIMEOUT_S = 120  # of a test that a bug makes hang
+PACKAGES = ("torch.distributed.run", "transformers.modeling_utils", "transformers.models.qwen2")
+PACKAGES += ("transformers.models.gpt2", "pytest", "datasets", "peft", "bitsandbytes", "mlflow")
 
 
 class Bug(NamedTuple):
@@ -1480,19 +1485,21 @@ def main() -> None:
     options = parser.parse_args()
     bugs = [bug for bug in BUGS if options.only in f"{bug.name} {bug.test}"]
     start, num_caught = time.perf_counter(), 0
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as pool:
-        trees: SimpleQueue[Path] = SimpleQueue()  # those in which no test runs now
-        for number in range(options.at_once):
-            trees.put(copy_tree(options.tree, Path(folder, f"tree-{number}")))
+    # Without bytecode: a file that is changed twice in a second would be taken for the old one.
+    os.environ |= {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        given = (options.tree, folder)
+        pool = ProcessPoolExecutor(options.at_once, get_context("fork"), prepare, given)
         names = sorted({bug.test for bug in bugs})
         parts = [names[first :: options.at_once] for first in range(options.at_once)]
-        for failed, output in pool.map(lambda part: check(part, trees), filter(None, parts)):
+        for failed, output in pool.map(run_tests, filter(None, parts)):
             if failed != "":
                 sys.exit(f"{output}\nwithout any bug: {failed or 'not all tests ran'}")
         elapsed_s = time.perf_counter() - start
         print(f"Without a bug all {len(names)} tests pass ({elapsed_s:.0f} s).\n")
         print("| bug | test that failed | seconds |\n|---|---|---|")
-        for line, is_caught in pool.map(lambda bug: plant(bug, trees), bugs):
+        for line, is_caught in pool.map(plant, bugs):
             print(line, flush=True)
             num_caught += is_caught
     elapsed_s = time.perf_counter() - start
@@ -1500,40 +1507,32 @@ def main() -> None:
     sys.exit(num_caught < len(bugs))
 
 
-@contextlib.contextmanager
-def one_of(trees: SimpleQueue) -> Iterator[Path]:
-    """Take a tree out of the queue while it is used."""
-    tree = trees.get()
-    try:
-        yield tree
-    finally:
-        trees.put(tree)
+def prepare(tree: Path, folder: str) -> None:
+    """A worker's copy of the tree, and the packages, whose imports would take seconds a test."""
+    global TREE
+    TREE = copy_tree(tree, Path(folder, f"tree-{os.getpid()}"))
+    del sys.path[0]  # benchmarks/, whose files no test imports
+    for name in PACKAGES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
 
-def check(names: list[str], trees: SimpleQueue) -> tuple[str | None, str]:
-    """Run tests without a bug; the first that fails as in `run_tests`, and their output."""
-    with one_of(trees) as tree:
-        return run_tests(tree, names)
-
-
-def plant(bug: Bug, trees: SimpleQueue) -> tuple[str, bool]:
-    """Run the bug's test with it in a tree, then mend that; a table's line, and if it failed."""
-    start, failed = time.perf_counter(), None
-    with one_of(trees) as tree:
-        found = find(bug.expression, tree)
-        result = f"NOT PLANTED: the expression matches {len(found)} times, not once"
-        if len(found) == 1:
-            text = found[0].read_text()
-            found[0].write_text(re.sub(bug.expression, bug.replacement, text))
-            failed, output = run_tests(tree, [bug.test])
-            found[0].write_text(text)
-            result = failed or ("NOT CAUGHT" if failed == "" else f"NO TEST RAN: {output[-500:]}")
+def plant(bug: Bug) -> tuple[str, bool]:
+    """Run the bug's test with it in the tree, then mend that; a table's line, and if it failed."""
+    start, failed, found = time.perf_counter(), None, find(bug.expression)
+    result = f"NOT PLANTED: the expression matches {len(found)} times, not once"
+    if len(found) == 1:
+        text = found[0].read_text()
+        found[0].write_text(re.sub(bug.expression, bug.replacement, text))
+        failed, output = run_tests([bug.test])
+        found[0].write_text(text)
+        result = failed or ("NOT CAUGHT" if failed == "" else f"NO TEST RAN: {output[-500:]}")
     return f"| {bug.name} | {result} | {time.perf_counter() - start:.0f} |", bool(failed)
 
 
-def find(expression: str, tree: Path) -> list[Path]:
+def find(expression: str) -> list[Path]:
     """The program's files in which the expression matches, each as often as it does."""
-    files = [path for path in sorted(tree.rglob("*.py")) if not is_apart(path.relative_to(tree))]
+    files = [path for path in sorted(TREE.rglob("*.py")) if not is_apart(path.relative_to(TREE))]
     return [path for path in files for _ in re.finditer(expression, path.read_text())]
 
 
@@ -1541,29 +1540,41 @@ def is_apart(path: Path) -> bool:
     return path.parts[0] in ("tests", "benchmarks")
 
 
-def run_tests(tree: Path, names: list[str]) -> tuple[str | None, str]:
+def run_tests(names: list[str]) -> tuple[str | None, str]:
     """The first of the tests that fails, "" if all pass, None if they did not run; their output."""
     ids = []
     for name in names:
         function, bracket, case = name.partition("[")
         stem, _, function = function.rpartition("::")
-        files = tree.glob(f"tests/**/{stem or '*'}.py")
+        files = TREE.glob(f"tests/**/{stem or '*'}.py")
         files = [path for path in files if f"def {function}(" in path.read_text()]
         assert len(files) == 1, f"{name} is in {len(files)} files of tests/: name one"
-        ids.append(f"{files[0].relative_to(tree)}::{function}{bracket}{case}")
-    # Without bytecode: a file that is changed twice in a second would be taken for the old one.
-    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        ids.append(f"{files[0].relative_to(TREE)}::{function}{bracket}{case}")
+    log = TREE.with_suffix(".log")
+    process = get_context("fork").Process(target=call_pytest, args=(ids, log))
+    process.start()
+    process.join()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # what a test has left running
+    output = log.read_text(errors="replace")
+    failed = re.search(r"^FAILED \S+?::(.+?)(?: - .*)?$", output, re.MULTILINE)
+    name = failed[1] if failed and process.exitcode == 1 else {0: ""}.get(process.exitcode)
+    return name, output
+
+
+def call_pytest(ids: list[str], log: Path) -> None:
+    """In a fork: `python -m pytest` in the tree, which writes to the file."""
+    import pytest
+
+    os.setsid()
+    os.chdir(TREE)
+    sys.path.insert(0, str(TREE))
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = ["pytest"]
     how = ["-x", "-n", "0", "-p", "no:cacheprovider", "-rf", f"--timeout={TIMEOUT_S}"]
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", *how, *ids],
-        cwd=tree,
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-    )
-    failed = re.search(r"^FAILED \S+?::(.+?)(?: - .*)?$", result.stdout, re.MULTILINE)
-    name = failed[1] if failed and result.returncode == 1 else {0: ""}.get(result.returncode)
-    return name, result.stdout + result.stderr
+    sys.exit(int(pytest.main([*how, *ids])))
 
 
 def copy_tree(tree: Path, copy: Path) -> Path:
