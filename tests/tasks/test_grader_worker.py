@@ -148,7 +148,7 @@ def test_a_worker_that_talks_nonsense_is_replaced(name: str, make_fake):
 
 def test_the_time_in_which_a_worker_starts_is_no_time_of_the_question(make_fake):
     worker = make_fake(HONEST, ready="import time; time.sleep(0.6)\n" + READY)
-    assert ask(worker, "1", "1", timeout_s=0.5) is True
+    assert ask(worker, "1", "1", timeout_s=0.5) is True and worker.startup_s > 0.5
 
 
 def test_time_outs_cannot_hold_up_a_step_for_long(make_fake, monkeypatch):
