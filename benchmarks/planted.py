@@ -1486,11 +1486,13 @@ def main() -> None:
     bugs = [bug for bug in BUGS if options.only in f"{bug.name} {bug.test}"]
     start, num_caught = time.perf_counter(), 0
     # Without bytecode: a file that is changed twice in a second would be taken for the old one.
-    os.environ |= {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as folder:
-        given = (options.tree, folder)
-        pool = ProcessPoolExecutor(options.at_once, get_context("fork"), prepare, given)
+    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    os.environ |= settings
+    fork = get_context("fork")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(options.at_once, fork, prepare, (options.tree, folder)) as pool,
+    ):
         names = sorted({bug.test for bug in bugs})
         parts = [names[first :: options.at_once] for first in range(options.at_once)]
         for failed, output in pool.map(run_tests, filter(None, parts)):

@@ -134,6 +134,7 @@ def answer(options: argparse.Namespace, request: dict, send: Callable[[dict], No
     import torch  # it and what needs it take seconds: only where something is asked
 
     from engine.core.distributed import World
+    from engine.core.types import no_log
     from engine.report.completions import completion_record
     from tools import chat
 
@@ -159,7 +160,7 @@ def answer(options: argparse.Namespace, request: dict, send: Callable[[dict], No
         world = World(rank=0, size=1, device=torch.device(options.device))
         for old in [*LOADED][:-1]:
             del LOADED[old]
-        LOADED[key] = chat.load_policy(config, world, lambda _: None)
+        LOADED[key] = chat.load_policy(config, world, no_log)
     policy = replace(LOADED[key], params=replace(LOADED[key].params, temperature=temperature))
     sender = Sender(policy, send)
     with policy.sampler.model.register_forward_hook(sender.keep):

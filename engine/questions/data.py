@@ -322,7 +322,7 @@ def parse_table(
             example = task.EXAMPLE_ROW and f"; rows must look like {json.dumps(task.EXAMPLE_ROW)}"
             raise ValueError(f"{source}, row {number}: {error}{example or ''}") from error
         rows.append(row)
-    if not task.EXAMPLE_ROW:  # rows have all of their columns, of which a reward may ask for each
+    if not task.EXAMPLE_ROW:  # a reward function gets every column, so say which rows lack one
         counts = collections.Counter(name for row in rows for name in row)
         if lacking := {name: len(rows) - n for name, n in counts.items() if n < len(rows)}:
             some = ", ".join(f"no {name} in {num}" for name, num in lacking.items())
