@@ -1521,7 +1521,7 @@ def prepare(tree: Path, folder: str) -> None:
 
 def plant(bug: Bug) -> tuple[str, bool]:
     """Run the bug's test with it in the tree, then mend that; a table's line, and if it failed."""
-    start, failed, found = time.perf_counter(), None, find(bug.expression)
+    start, failed, found = time.perf_counter(), None, find(bug.expression, TREE)
     result = f"NOT PLANTED: the expression matches {len(found)} times, not once"
     if len(found) == 1:
         text = found[0].read_text()
@@ -1532,9 +1532,9 @@ def plant(bug: Bug) -> tuple[str, bool]:
     return f"| {bug.name} | {result} | {time.perf_counter() - start:.0f} |", bool(failed)
 
 
-def find(expression: str) -> list[Path]:
-    """The program's files in which the expression matches, each as often as it does."""
-    files = [path for path in sorted(TREE.rglob("*.py")) if not is_apart(path.relative_to(TREE))]
+def find(expression: str, tree: Path) -> list[Path]:
+    """A tree's program files in which the expression matches, each as often as it does."""
+    files = [path for path in sorted(tree.rglob("*.py")) if not is_apart(path.relative_to(tree))]
     return [path for path in files for _ in re.finditer(expression, path.read_text())]
 
 
