@@ -1,7 +1,10 @@
-"""Set up before any test: no hub, one thread for each process, tiny random models as fixtures."""
+"""Set up before any test: no hub, one thread for each process, one quick python for all."""
 
+import contextlib
+import gc
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,24 +14,21 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ["OMP_NUM_THREADS"] = os.environ.get("GRPO_TEST_THREADS", "1")
 
 import pytest
-import torch
-from harness import NUM_THREADS, SIZES, save_random, tokens_of, train_tokenizer, write_questions
 from quick_python import quick_python
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
-from transformers.utils import logging as transformers_logging
-
-torch.set_num_threads(NUM_THREADS)  # as in launcher.py
-transformers_logging.set_verbosity_error()
-transformers_logging.disable_progress_bar()
-
 
 UNEXCUSED_SKIPS: list[str] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The process that only waits for those that run the tests imports no torch."""
+    if config.option.numprocesses and not hasattr(config, "workerinput"):
+        stack = contextlib.ExitStack()
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        os.environ["GRPO_TEST_PYTHON"] = str(stack.enter_context(quick_python(folder)))
+        config.add_cleanup(stack.close)
+    else:
+        gc.disable()  # until all is imported, which is no garbage: a quarter of the time
+        config.pluginmanager.import_plugin("models")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -41,6 +41,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if os.environ.get("CI") and UNEXCUSED_SKIPS:
         print(f"\nskipped in CI: {', '.join(UNEXCUSED_SKIPS)}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -64,54 +69,8 @@ def own_signal_handlers() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def python(tmp_path_factory) -> Iterator[Path]:
     """A `python`, with a `torchrun` beside it, that has imported all packages already."""
-    with quick_python(tmp_path_factory.mktemp("bin")) as path:
-        yield path
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return train_tokenizer()
-
-
-@pytest.fixture(scope="session")
-def rotary_model_folder(tmp_path_factory, tokenizer) -> Path:
-    """A random Qwen2: rotary positions, grouped key-value heads, separate output embeddings."""
-    config = Qwen2Config(
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        initializer_range=0.2,  # far from uniform, so that a mistake shows
-        attention_dropout=0.1,
-        tie_word_embeddings=False,
-        **SIZES,
-        **tokens_of(tokenizer),
-    )
-    return save_random(Qwen2ForCausalLM, config, tokenizer, tmp_path_factory.mktemp("rotary"))
-
-
-@pytest.fixture(scope="session")
-def absolute_model_folder(tmp_path_factory, tokenizer) -> Path:
-    """A random GPT-2: learned absolute positions, tied embeddings, dropout in its config."""
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024}
-    config = GPT2Config(initializer_range=0.2, **sizes, **tokens_of(tokenizer))
-    return save_random(GPT2LMHeadModel, config, tokenizer, tmp_path_factory.mktemp("absolute"))
-
-
-@pytest.fixture(scope="session")
-def teacher_folder(tmp_path_factory, tokenizer) -> Path:
-    """A random Qwen2 of another shape, with the same tokens."""
-    sizes = SIZES | {"num_hidden_layers": 1, "hidden_size": 48, "num_key_value_heads": 4}
-    config = Qwen2Config(initializer_range=0.2, **sizes, **tokens_of(tokenizer))
-    return save_random(Qwen2ForCausalLM, config, tokenizer, tmp_path_factory.mktemp("teacher"))
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory) -> list[str]:
-    """Overrides that name questions for the task, which holds some of them out to validate."""
-    questions = write_questions(tmp_path_factory.mktemp("questions") / "questions.jsonl")
-    return [f"task.train={questions}", f"task.eval={questions}"]
-
-
-@pytest.fixture(params=["rotary", "absolute"])
-def model_folder(request, rotary_model_folder, absolute_model_folder) -> Path:
-    """Each of the two models, for what must hold with both kinds of positions."""
-    return rotary_model_folder if request.param == "rotary" else absolute_model_folder
+    if path := os.environ.get("GRPO_TEST_PYTHON"):
+        yield Path(path)
+    else:  # with -n 0
+        with quick_python(tmp_path_factory.mktemp("bin")) as path:
+            yield path

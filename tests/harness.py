@@ -5,7 +5,7 @@ import functools
 import hashlib
 import importlib
 import json
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import runpy
@@ -32,8 +32,8 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen2ForCausalLM,
 )
+from transformers.utils import logging as transformers_logging
 
 import engine.model.adapters
 import engine.model.load
@@ -65,6 +65,9 @@ ENVIRONMENT = os.environ | {
     "PYTHONPATH": str(ROOT),
 }
 USERS_ENVIRONMENT = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
+torch.set_num_threads(NUM_THREADS)  # as in launcher.py
+transformers_logging.set_verbosity_error()
+transformers_logging.disable_progress_bar()
 LOOPS = {"generate": main.generate, "grouped": decode_grouped, "captured": decode_captured}
 NO_FILE = f"--config={os.devnull}"
 NUMBERS = range(1, 65)  # the tokenizer has one token for each <answer>n</answer>
@@ -401,10 +404,12 @@ def install_grading(options: dict) -> None:
 
 
 def forkserver() -> multiprocessing.context.BaseContext:
-    """Makes processes by forking one that has imported all that the tests need."""
+    """Makes processes by forking one that has imported what most of them need."""
     context = multiprocessing.get_context("forkserver")
-    libraries = ("datasets", "peft", "bitsandbytes", "torch.distributed.run", "hypothesis")
-    context.set_forkserver_preload(["main", "pytest", *libraries, Qwen2ForCausalLM.__module__])
+    context.set_forkserver_preload(["preloaded"])
+    with pytest.MonkeyPatch.context() as patch:  # Python 3.11 imports it before it sets sys.path
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+        multiprocessing.forkserver.ensure_running()
     return context
 
 

@@ -5,19 +5,21 @@ files of the two programs, which pass signals on to it and end as it does.
 """
 
 import contextlib
+import gc
+import importlib
 import json
 import multiprocessing
 import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from harness import ROOT, forkserver
-
+ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = """#!{python} -IS
 import json, os, signal, socket, sys
 server = socket.socket(socket.AF_UNIX)
@@ -48,22 +50,27 @@ def quick_python(folder: Path) -> Iterator[Path]:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(address)
         server.listen()
-        process = forkserver().Process(target=serve, args=(server, str(folder / "python")))
-        process.start()
+        command = [sys.executable, __file__, str(server.fileno()), str(folder / "python")]
+        files = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL}  # its own, no command's
+        process = subprocess.Popen(command, pass_fds=[server.fileno()], **files)
     yield folder / "python"
     process.kill()
-    process.join()
+    process.wait()
 
 
 def serve(server: socket.socket, python: str) -> None:
     """A fork for each command, until this process is killed or the tests' own is gone."""
     sys.executable = python  # what a command starts is as quick
+    for name in ("datasets", "peft", "bitsandbytes"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     folders = (ROOT, ROOT / "tests")  # whose modules are forgotten, and the way to them
     sys.path[:] = [place for place in sys.path if place not in ("", *map(str, folders))]
     ours = {path.stem for folder in folders for path in folder.iterdir()}
     for name in [name for name in sys.modules if name.split(".")[0] in ours]:
         del sys.modules[name]
-    while wait([server, multiprocessing.parent_process().sentinel])[0] is server:
+    gc.freeze()
+    while wait([server, sys.stdin])[0] is server:
         client, _ = server.accept()
         if os.fork() == 0:
             server.close()
@@ -114,3 +121,9 @@ def run(
         sys.argv = arguments
         sys.path[:0] = [str(Path(arguments[0]).resolve().parent), *paths]
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    importlib.import_module("preloaded")
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])

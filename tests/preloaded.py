@@ -1,0 +1,16 @@
+"""What a process has imported before it forks, for the tests."""
+# ruff: noqa: E402, F401
+
+import gc
+import inspect
+import sys
+
+gc.disable()
+
+import harness
+import torch.distributed.run
+import transformers.models.qwen2.modeling_qwen2
+
+inspect.getmodule(sys._getframe())  # asks all modules for their files, once for all forks
+gc.freeze()  # no fork looks through them for garbage, which would copy their pages
+gc.enable()
