@@ -10,8 +10,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that asks the hub fails at once
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-# by default 1: several test processes with several threads stall each other
-os.environ["OMP_NUM_THREADS"] = os.environ.get("GRPO_TEST_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"  # processes with several threads stall each other
 
 import pytest
 from quick_python import quick_python
@@ -28,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(stack.close)
     else:
         gc.disable()  # until all is imported, which is no garbage: a quarter of the time
-        config.pluginmanager.import_plugin("models")
+        config.pluginmanager.import_plugin("harness")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -29,9 +29,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch.profiler import profile
 from transformers import (
     AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -58,14 +62,11 @@ from tools.chat import load_policy
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
-NUM_THREADS = int(os.environ.get("GRPO_TEST_THREADS", "1"))
-ENVIRONMENT = os.environ | {
-    "OMP_NUM_THREADS": str(NUM_THREADS),
-    "CUDA_VISIBLE_DEVICES": "",
-    "PYTHONPATH": str(ROOT),
-}
+ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 USERS_ENVIRONMENT = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
-torch.set_num_threads(NUM_THREADS)  # as in launcher.py
+# The environment alone is not enough: from there MKL takes no more threads than there are cores,
+# and sums over another number of threads differ in their last bits.
+torch.set_num_threads(1)
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 LOOPS = {"generate": main.generate, "grouped": decode_grouped, "captured": decode_captured}
@@ -188,6 +189,58 @@ def save_writer(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+# The fixtures of tests/, which conftest.py makes known
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def rotary_model_folder(tmp_path_factory, tokenizer) -> Path:
+    """A random Qwen2: rotary positions, grouped key-value heads, separate output embeddings."""
+    config = Qwen2Config(
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.2,  # far from uniform, so that a mistake shows
+        attention_dropout=0.1,
+        tie_word_embeddings=False,
+        **SIZES,
+        **tokens_of(tokenizer),
+    )
+    return save_random(Qwen2ForCausalLM, config, tokenizer, tmp_path_factory.mktemp("rotary"))
+
+
+@pytest.fixture(scope="session")
+def absolute_model_folder(tmp_path_factory, tokenizer) -> Path:
+    """A random GPT-2: learned absolute positions, tied embeddings, dropout in its config."""
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024}
+    config = GPT2Config(initializer_range=0.2, **sizes, **tokens_of(tokenizer))
+    return save_random(GPT2LMHeadModel, config, tokenizer, tmp_path_factory.mktemp("absolute"))
+
+
+@pytest.fixture(scope="session")
+def teacher_folder(tmp_path_factory, tokenizer) -> Path:
+    """A random Qwen2 of another shape, with the same tokens."""
+    sizes = SIZES | {"num_hidden_layers": 1, "hidden_size": 48, "num_key_value_heads": 4}
+    config = Qwen2Config(initializer_range=0.2, **sizes, **tokens_of(tokenizer))
+    return save_random(Qwen2ForCausalLM, config, tokenizer, tmp_path_factory.mktemp("teacher"))
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> list[str]:
+    """Overrides that name questions for the task, which holds some of them out to validate."""
+    questions = write_questions(tmp_path_factory.mktemp("questions") / "questions.jsonl")
+    return [f"task.train={questions}", f"task.eval={questions}"]
+
+
+@pytest.fixture(params=["rotary", "absolute"])
+def model_folder(request, rotary_model_folder, absolute_model_folder) -> Path:
+    """Each of the two models, for what must hold with both kinds of positions."""
+    return rotary_model_folder if request.param == "rotary" else absolute_model_folder
 
 
 def change_json(file: Path, **changes) -> None:
@@ -444,7 +497,6 @@ def run_on_ranks(
 
 def run_rank(function: Callable, rank: int, num_ranks: int, store: Path, args: tuple, queue):
     """The body of one rank's process."""
-    torch.set_num_threads(NUM_THREADS)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     value = function(World(rank=rank, size=num_ranks, device=CPU), *args)
     queue.put(pickle.dumps((rank, value)))  # else a tensor is fetched, from a rank that may be gone

@@ -11,7 +11,6 @@ The plan is JSON: {"grading": {...}, "fault": {...} or null}; see `harness.insta
 run.dir/struck is made just before the fault.
 """
 
-import faulthandler
 import functools
 import itertools
 import json
@@ -21,8 +20,7 @@ import signal
 import sys
 from pathlib import Path
 
-import torch
-from harness import NUM_THREADS, install_grading
+from harness import install_grading
 
 import countdown
 import main as program
@@ -64,7 +62,6 @@ class Striker:
             self.is_busy = False
             return
         (self.folder / "struck").touch()
-        faulthandler.dump_traceback()  # where it was
         number = signal.SIGTERM if verb == "terminate" else signal.SIGKILL
         if victim == "all":
             os.killpg(0, number)
@@ -81,9 +78,6 @@ def fail_at_call(fault: dict, calls: itertools.count, function, folder: Path, *t
 
 
 def main() -> None:
-    # The environment alone is not enough: from there MKL takes no more threads than there are
-    # cores, and sums over another number of threads differ in their last bits.
-    torch.set_num_threads(NUM_THREADS)
     plan, arguments = json.loads(sys.argv[1]), sys.argv[2:]
     sys.argv = ["main.py", *arguments]
     install_grading(plan["grading"])

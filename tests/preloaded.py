@@ -7,7 +7,9 @@ import sys
 
 gc.disable()
 
+import datasets
 import harness
+import peft
 import torch.distributed.run
 import transformers.models.qwen2.modeling_qwen2
 

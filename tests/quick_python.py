@@ -61,9 +61,6 @@ def quick_python(folder: Path) -> Iterator[Path]:
 def serve(server: socket.socket, python: str) -> None:
     """A fork for each command, until this process is killed or the tests' own is gone."""
     sys.executable = python  # what a command starts is as quick
-    for name in ("datasets", "peft", "bitsandbytes"):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
     folders = (ROOT, ROOT / "tests")  # whose modules are forgotten, and the way to them
     sys.path[:] = [place for place in sys.path if place not in ("", *map(str, folders))]
     ours = {path.stem for folder in folders for path in folder.iterdir()}

@@ -14,7 +14,7 @@ import yaml
 from engine import ROOT
 from engine.core.config import Config, ConfigError, differences, dotted, dotted_values, explained
 from engine.core.text import show
-from engine.questions.tasks import built_in_tasks, load_task
+from engine.questions.tasks import built_in_tasks
 from engine.run.config_file import NAMES_ELSEWHERE, RATE_RECIPES, dump, load_config
 from engine.run.fingerprint import check_same_run
 from engine.run.folder import run_name
@@ -130,18 +130,6 @@ def test_epochs_become_steps_rounded_down():
         assert resolved.questions_per_rank(num_ranks) == 16 / num_ranks
         assert load("training.num_samples_per_step=5").questions_per_rank(num_ranks) == 5
         check_same_run(dotted_values(config), resolved)
-
-
-# Tasks
-
-
-def test_a_task_of_ones_own_is_a_file_in_the_current_folder(guessing):
-    config = load("task.name=guessing", "task.tolerance=1", "task.reward_weights.length=-0.5")
-    assert (config.task.tolerance, config.task.low) == (1.0, None)
-    assert config.task.reward_weights == {"answer": 1.0, "length": -0.5}
-    assert not hasattr(config.task, "max_target")
-    module = load_task("guessing")
-    assert module is load_task("guessing") and module.__file__ == str(guessing / "guessing.py")
 
 
 # What other runs and trainers have

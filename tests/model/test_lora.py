@@ -264,9 +264,6 @@ def test_inputs_of_an_adapter_are_not_cast_to_fp32_and_back(rotary_model_folder)
     assert all(torch.equal(a, b) and b.any() for a, b in zip(*results, strict=True))
 
 
-# 4 bits
-
-
 # Whole runs
 
 

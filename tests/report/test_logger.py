@@ -72,20 +72,6 @@ def test_a_damaged_file_of_a_resumed_run_is_named(tmp_path, name):
             start(tmp_path, resume_step=1)
 
 
-def test_a_step_is_a_json_line_and_so_is_its_evaluation(tmp_path):
-    log = start(tmp_path / "runs/a")
-    log.log_metrics(0, {"eval/pass@1": 0.25})
-    log.log_metrics(1, {"train/reward": 1 / 3, "train/loss": -2})
-    log.log_metrics(2, {"train/loss": float("nan"), "train/reward": float("-inf")})
-    log.log_metrics(2, {"eval/pass@1": 0.5})
-    assert (tmp_path / "runs/a/metrics.jsonl").read_text().splitlines() == [
-        '{"step": 0, "eval/pass@1": 0.25}',
-        '{"step": 1, "train/reward": 0.3333333333333333, "train/loss": -2.0}',
-        '{"step": 2, "train/loss": null, "train/reward": null}',
-        '{"step": 2, "eval/pass@1": 0.5}',
-    ]
-
-
 def test_any_text_survives_in_a_sample_and_a_number_that_is_not_finite_is_null(tmp_path):
     text = 'half a character \ud83d, NUL \0, é, 数, \u2028, quote ", NaN, newline \n'
     changes = {"completion": text, "reward": float("nan"), "seen": (float("inf"), 2, Path("a"))}

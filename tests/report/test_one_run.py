@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 from harness import ROOT, arguments, grade_by_text, read_jsonl, read_rows, seed
-from huggingface_hub import ModelCard
 
 import countdown
 import main
@@ -105,15 +104,6 @@ def test_it_keeps_what_it_sampled_and_what_the_update_made(run):
             assert row["weight"] == pytest.approx(1 / (16 * 64), rel=1e-3)  # all rewards differ
             lengths = {len(row[name]) for name in ("tokens", "log_probs", "entropies")}
             assert len(lengths) == 1
-
-
-def test_the_card_tells_the_figures_of_the_best_step(run):
-    names = ("eval/pass@1", "eval/pass@1_low", "eval/pass@1_high")
-    rate, low, high = (run.rows[1][name] for name in names)
-    card = (run.folder / "best/README.md").read_text()
-    assert f"| this model, after step 1 | {rate:.3f} | {low:.3f} to {high:.3f} |" in card
-    assert "| before training | 0.000 |" in card
-    assert ModelCard(card).data.eval_results[0].metric_value == round(rate, 4)
 
 
 def test_an_evaluation_prints_and_writes_its_figures_and_leaves_its_run_alone(run):

@@ -45,8 +45,9 @@ def test_ci_runs_the_test_command_and_the_first_command():
     assert TESTS in README and FIRST in README
     script = (ROOT / ".ci/run").read_text()
     install, test = TESTS.split(" && ")
-    quiet = install.replace("pip install", "pip install --quiet --disable-pip-version-check")
-    assert f"{quiet}\n" in script and f"\n{test}\n" in script
+    for how in ("pip install --quiet --dry-run", "uv pip install --quiet --compile-bytecode"):
+        assert f"\n{install.replace('pip install', how)}\n" in script
+    assert f"\n{test}\n" in script
     assert FIRST.split(" && ")[1] in script
 
 
