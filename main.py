@@ -8,8 +8,8 @@ One step of the algorithm (`run_training` is the loop):
 
     1. take N questions and sample G completions of each: the groups
     2. a rule says what each completion earns: the reward
-    3. grpo: advantage = reward - mean reward of its group (GRPO, arXiv:2402.03300, without the
-       division by the standard deviation: Dr. GRPO, arXiv:2503.20783)
+    3. grpo (default): advantage = reward - mean reward of its group (GRPO, arXiv:2402.03300,
+       without the division by the standard deviation: Dr. GRPO, arXiv:2503.20783)
        sil (self-improvement learning): advantage = 1 for the k best completions of each group,
        which are imitated; the rest is dropped
     4. loss = -(sum of advantage * log-probability of all sampled tokens) / (rows * length limit)
@@ -88,7 +88,7 @@ def build_run(config: Config) -> Run:
     task = load_task(config.task.code)
     # An AutoModelForCausalLM. Its trained weights are fp32 and compute in `dtype`: bf16 on a GPU
     # that has it, otherwise float16; fp32 on a CPU. If `dtype` has 16 bits, a copy in it samples,
-    # refreshed after each update.
+    # refreshed after each update; else the model itself does.
     model, tokenizer, dtype = load_model_and_tokenizer(config, world.device, logger.info)
     policy = make_policy(config, model, tokenizer, dtype, world, logger.info, generate=generate)
     logger.info(f"a completion ends at {policy.end_tokens}")
@@ -98,7 +98,7 @@ def build_run(config: Config) -> Run:
     run = Run(config, world, logger, task, policy, validation, stream)
     run.check_questions()  # at least one for each rank, and the same list on all of them
     if config.mode == "train":
-        # From here on num_epochs is a number of steps.
+        # num_epochs, if it was given, becomes num_steps.
         run.config = config = config.with_num_steps(len(stream.questions), world.size)
         wrap_policy(policy, config, world, logger.info)
         run.optimizer = make_optimizer(model, config.training)
@@ -129,7 +129,7 @@ def run_training(run: Run) -> int:
     per_rank = config.questions_per_rank(world.size)
     world.signals.start()  # after SIGTERM and the like the run ends its step, is saved, and ends
     while True:
-        if run.is_evaluation_due:  # before the first step, each validation.every steps, at the end
+        if run.is_evaluation_due:  # at both ends, each validation.every steps; not after a signal
             evaluate(run)
         if run.is_checkpoint_due:  # each checkpoint.every steps, at the end, and after a signal
             save_checkpoint(run)
@@ -144,7 +144,7 @@ def run_training(run: Run) -> int:
             seeds = [(SeedWord.TRAINING, config.training.seed, position) for position, _ in mine]
             groups = sample_trajectories(run, questions, seeds, run.policy.params, clock)
             assign_advantages(groups, config.training)
-            # LoRA dropout is the only randomness here; its seed lets a resumed run repeat it.
+            # Only LoRA dropout is random here (a model's own is 0): a resumed run repeats it.
             with clock("update"), seeded(seeds, world.device):
                 update = update_policy(run, groups)
         metrics = step_metrics(run, groups, update, clock)  # means over all ranks, times
@@ -170,7 +170,7 @@ def sample_trajectories(
         groups = decode_in_batches(
             policy.sampler, prompts, params, config.sampling.max_batch_tokens, run.logger
         )
-    with clock("reward"), run.world.signals.patience():  # 20 s after a signal it ends the run
+    with clock("reward"), run.world.signals.patience():  # a hung reward ends 20 s after a signal
         return compute_rewards(policy, task, config, questions, prompts.token_ids, groups)
 
 
@@ -249,9 +249,9 @@ def compute_rewards(
     return [
         [
             Trajectory(prompt_ids, completion, text, parts, reward=total_reward(parts, weights))
-            for completion, text, parts in zip(*columns, strict=True)
+            for completion, text, parts in zip(group, said, earned, strict=True)
         ]
-        for prompt_ids, *columns in zip(prompts, groups, texts, paid, strict=True)
+        for prompt_ids, group, said, earned in zip(prompts, groups, texts, paid, strict=True)
     ]
 
 
@@ -329,7 +329,7 @@ def update_policy(run: Run, groups: list[list[Trajectory]]) -> Update:
         optimizer.zero_grad(set_to_none=not policy.is_in_ddp)  # DDP's are views of its buckets
         if update.outcome is not Outcome.UPDATED:
             break
-    policy.sampler.refresh()
+    policy.sampler.refresh()  # the copy that samples, if there is one, takes over the weights
     update.metrics |= reduce_means(metric_sums, run.world)
     return update
 
@@ -499,7 +499,7 @@ def evaluate(run: Run) -> None:
         metrics = evaluation_metrics(groups, run.task, run.config.validation, run.world)
     log_evaluation(run, metrics | clock.read(), groups)
     score = metrics[run.config.best_metric]
-    state.count_evaluation(metrics, score)
+    state.keep_scores(metrics, score)
     is_broken = count_broken(groups, run.world, run.logger.warning) > 0  # such a model is no best
     is_best = not is_broken and (state.best is None or score > state.best)
     if is_best and save_best(run, metrics):  # writes best/; False if it could not

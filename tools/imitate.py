@@ -193,7 +193,7 @@ def evaluate(run: Run) -> dict[str, float]:
         groups = sample_validation(run)
         metrics = evaluation_metrics(groups, run.task, run.config.validation, run.world)
     log_evaluation(run, metrics | clock.read(), groups)
-    run.state.count_evaluation(metrics, metrics[run.config.best_metric])
+    run.state.keep_scores(metrics, metrics[run.config.best_metric])
     return {"step": run.state.step} | metrics
 
 

@@ -43,7 +43,7 @@ class State:
     has_trained: bool = False  # whether a step has moved the weights
     is_saved: bool = False  # whether the newest checkpoint knows all this
 
-    def count_evaluation(self, metrics: dict[str, float], score: float) -> None:
+    def keep_scores(self, metrics: dict[str, float], score: float) -> None:
         """Keep what the summary and the model card say of the model now and before training."""
         self.last_score, self.evaluated_at, self.is_saved = score, self.step, False
         if self.step == 0:
