@@ -41,6 +41,7 @@ from reference import (
     GRPO,
     HARD,
     ONE_BY_ONE,
+    ROUNDING,
     Recorder,
     config_of,
     distance,
@@ -81,11 +82,6 @@ def kind(request) -> list[str]:
 
 def trained(model: nn.Module) -> nn.ParameterList:
     return nn.ParameterList(p for p in model.parameters() if p.requires_grad)
-
-
-# Models in 4 bits cannot compute in fp64, so that their gradients are compared in fp32: some
-# hundred operations round by up to 6e-8 each, and gradients cancel in part. A mistake makes 1e-3.
-FP32_ROUNDING = 1e-5
 
 
 def make_moved_policy(folder: Path, *overrides: str, is_exact: bool = False) -> Policy:
@@ -173,8 +169,7 @@ def test_the_gradient_is_that_of_all_rows_for_any_micro_batch_size(model_folder,
             policy.model, policy.compute_dtype
         )
         sample(policy, config)  # leaves nothing behind that a gradient would notice
-        tolerance = 2e-6 if is_exact else FP32_ROUNDING  # the plain scorer's softmax is in fp32
-        assert distance(gradient(policy, groups, config), expected) <= tolerance
+        assert distance(gradient(policy, groups, config), expected) <= ROUNDING
 
 
 def test_dropout_acts_in_the_update_alone(rotary_model_folder):

@@ -195,7 +195,7 @@ def check(options: str, found: tuple, expected: tuple) -> None:
     is_clipped, is_penalized = (key in OPTIONS[options] for key in ("num_iterations", "kl_coef"))
     assert ("train/clip_frac" in metrics) == (is_clipped or is_penalized), options
     assert (metrics.pop("train/clip_frac", 0.0) > 0) == is_clipped, options
-    assert metrics == pytest.approx(expected_metrics, rel=1e-6, abs=1e-6), options
+    assert metrics == pytest.approx(expected_metrics, rel=ROUNDING, abs=ROUNDING), options
 
 
 def ways_of(num_ranks: int) -> list[str]:
