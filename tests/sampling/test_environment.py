@@ -374,5 +374,5 @@ class Environment(Environment):
 def test_an_environment_that_fails_stops_the_run_in_one_line(folder, method, statement, message):
     run = make(folder, BROKEN.format(method=method, statement=statement))
     with pytest.raises(RewardError, match=message) as raised:
-        play(run, num_samples=6)
+        play(run, num_samples=40)
     assert "{'n': 1}" in str(raised.value) and "\n" not in str(raised.value)
