@@ -21,10 +21,12 @@ MAX_NEW_TOKENS = 10
 ALL_TOGETHER, IN_TWO, ONE_BY_ONE = 10**6, 70, 1  # training.micro_batch_tokens
 GRPO = ["training.k_best_of_n=[4,4]"]
 
-# With a model in fp64 the tokens' weights, the advantages and, where logits are not made in blocks,
-# the softmax are rounded to fp32: the log-probability of logits up to 20 by 20 * 6e-8, and what is
-# left of a gradient that cancels in part by more. The least of two rows' differences is 0.01.
-ROUNDING = 1e-5
+# With a model in fp64 only the tokens' weights and the advantages are rounded to fp32, each by 6e-8
+# at most; the sums of a loss add these up.
+ROUNDING = 1e-6
+# Where logits are not made in blocks the softmax is too, the log-probability of a logit of 20 by
+# 20 * 6e-8, and in 4 bits all is; gradients cancel in part. A mistake makes 1e-3.
+FP32_ROUNDING = 1e-5
 
 # Fixed rollouts: (prompt length, completion lengths, rewards); a row of 7 tokens is truncated
 EASY = (3, (5, 7, 2, 6), (1.1, 0.1, 0.06, 0.1))
