@@ -101,7 +101,7 @@ def adapter_learns(policy: Policy) -> bool:
 def test_a_token_is_drawn_and_scored_as_one_plain_forward_pass_of_its_row_says(policy):
     """Prompts are padded on the left to sample, rows on the right to score."""
     seeds = [(seed(), i) for i in range(len(PROMPTS))]
-    changes = {"max_new_tokens": NUM_TOKENS, "eos_ids": tuple(range(0, 345, 20))}
+    changes = {"max_new_tokens": NUM_TOKENS, "eos_ids": tuple(range(0, 345, 8))}
     groups = sample(policy, PROMPTS, seeds, num_samples=4, **changes)
     assert_plain(policy, PROMPTS, seeds, groups, rounding=ATOL, **changes)
     prompts = [prompt for prompt in PROMPTS for _ in range(4)]
