@@ -55,12 +55,12 @@ from engine.questions.prompts import completion_text
 from engine.questions.tasks import load_task, reward_parts, total_reward
 from engine.report.evaluation import evaluation_metrics
 from engine.report.metrics import count_broken
-from engine.run.load import begin, make_boards, prepare
-from engine.run.log import log_evaluation, log_step, report_evaluation, step_metrics
-from engine.run.saving import finish, save_best, save_checkpoint
+from engine.run.checkpoint import save_best, save_checkpoint
+from engine.run.log import finish, log_evaluation, log_step, report_evaluation, step_metrics
+from engine.run.start import begin, make_boards, prepare
 from engine.run.state import Run
 from engine.sampling.batches import decode_in_batches
-from engine.sampling.generate import DrawingProcessor
+from engine.sampling.drawing_processor import DrawingProcessor
 from engine.update.optimizer import make_optimizer, set_learning_rate
 from engine.update.outcome import Outcome, Update, outcome_of
 from logger import Logger

@@ -41,7 +41,7 @@ from transformers.utils import logging as transformers_logging
 
 import engine.model.adapters
 import engine.model.load
-import engine.run.load
+import engine.run.start
 import main
 from engine.core.config import Config
 from engine.core.distributed import World

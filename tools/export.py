@@ -25,10 +25,9 @@ from engine.model.load import base_of, find_base
 from engine.model.merge import merged
 from engine.model.tokenizer import load_tokenizer
 from engine.run.card import merged_card
+from engine.run.checkpoint import load_state, newest_whole, save_model
 from engine.run.fingerprint import MODEL_FILES, of_model
 from engine.run.mistakes import mistakes_cost_one_line
-from engine.run.resuming import load_state, newest_whole
-from engine.run.saving import save_model
 
 
 def main() -> None:

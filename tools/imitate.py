@@ -30,12 +30,12 @@ from engine.questions.prompts import completion_text, encode_prompts, end_of_tur
 from engine.questions.tasks import load_task, reward_parts
 from engine.report.evaluation import evaluation_metrics
 from engine.run.card import merged_card, model_card
+from engine.run.checkpoint import save_model
 from engine.run.config_file import load_config
 from engine.run.folder import run_name
 from engine.run.log import log_evaluation
 from engine.run.mistakes import crashes_name_the_fix, mistakes_cost_one_line
-from engine.run.resuming import make_folder, shards
-from engine.run.saving import save_model
+from engine.run.resume import make_folder
 from engine.run.state import Run
 from engine.update.optimizer import learning_rate_at
 from engine.update.outcome import Outcome
@@ -203,8 +203,11 @@ def write_model(run: Run, measured: list[dict[str, float]], source: str) -> None
     if run.config.model.lora is not None:
         card = merged_card(card)
         run.world.on_main(merge_adapter, policy.model)
-    is_cut = run.config.model.shard
-    weights = shards().gather_weights(policy.model, run.world) if is_cut else None
+    weights = None
+    if run.config.model.shard:
+        from engine.update.shards import gather_weights
+
+        weights = gather_weights(policy.model, run.world)
     run.world.on_main(save_model, policy.model, policy.tokenizer, card, run.folder, weights)
     text = "".join(map(json_line, measured))
     run.world.on_main(write_atomically, run.folder / "imitation.jsonl", text)

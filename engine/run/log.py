@@ -1,12 +1,14 @@
-"""What a run logs of a step and of an evaluation."""
+"""What a run logs of a step, of an evaluation, and of its end."""
 
 import json
 import math
 from datetime import datetime
+from pathlib import Path
 
 import numpy as np
 
-from engine.core.files import json_line, without_nan, write_atomically
+from engine.core.config import Config
+from engine.core.files import json_line, size_of, without_nan, write_atomically
 from engine.core.statistics import Clock, reduce_means
 from engine.core.text import plain, shorten
 from engine.core.types import Groups
@@ -14,10 +16,10 @@ from engine.questions.messages import question_text
 from engine.questions.tasks import read_answer
 from engine.report.completions import completion_record
 from engine.report.evaluation import evaluation_metrics, single_answer_metrics
-from engine.report.metrics import count_broken, peak_memory_gb, rollout_metrics
-from engine.run.remarks import remark_on_evaluation, remark_on_step
-from engine.run.saving import write_config
-from engine.run.state import Run
+from engine.report.metrics import count_broken, peak_memory_gb, rollout_metrics, versions
+from engine.run.config_file import dump
+from engine.run.remarks import remark_at_end, remark_on_evaluation, remark_on_step
+from engine.run.state import Run, summary
 from engine.update.optimizer import learning_rate_of
 from engine.update.outcome import Update
 
@@ -175,9 +177,29 @@ def report_evaluation(run: Run, groups: Groups, greedy: Groups, clock: Clock) ->
     if world.is_main:
         folder = run.folder / f"eval-{datetime.now():%Y%m%d-%H%M%S-%f}"
         folder.mkdir(parents=True)
-        write_config(folder, config)
+        write_settings(folder, config)
         write_atomically(folder / "samples.jsonl", "".join(map(json_line, samples)))
         text = json.dumps(without_nan(metrics), allow_nan=False, indent=1) + "\n"
         write_atomically(folder / "metrics.json", text)
         run.logger.info(f"written to {folder}")
     return 2 if count_broken(groups, world, run.logger.warning) > 0 else 0
+
+
+def write_settings(folder: Path, config: Config) -> None:
+    """Write every setting to config.yaml, below the versions in use; `pin` reads it."""
+    write_atomically(folder / "config.yaml", f"# {versions()}\n{dump(config)}")
+
+
+def finish(run: Run) -> int:
+    """Say how the run ended: returns 0, 1 if nothing was trained or saved, or 128 + the signal."""
+    step = run.state.step
+    if run.is_over and run.state.evaluated_at == step:
+        run.logger.info(summary(run))
+        run.logger.info(f"on the disk:    {size_of(run.folder) / 1e6:,.1f} MB in {run.folder}")
+        remark_at_end(run)
+        run.logger.close()
+        return 1 if run.unsaved or not run.state.has_trained else 0
+    run.logger.close("KILLED")
+    what = "all is saved" if run.state.is_saved else "only what was saved before is there"
+    run.logger.info(f"stopped by a signal after step {step}; {what}; go on with the same command")
+    return 128 + (run.world.stop_signal or 15)  # SIGTERM, where another rank was sent the signal

@@ -11,7 +11,7 @@ from harness import make_config
 from transformers import AutoConfig
 
 from engine.model.load import check_host_memory
-from engine.run.load import check_disk
+from engine.run.start import check_disk
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from reference import EASY, GRPO, HARD, config_of, make_groups
 
 from engine.core.distributed import World
 from engine.report.archive import append_completions, cut_completions
-from engine.run.load import open_files
+from engine.run.start import open_files
 from engine.run.state import State
 from logger import Logger
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from engine.questions.prompts import encode_prompts
 from engine.questions.tasks import load_task
 from engine.run.card import merged_card, model_card
-from engine.run.saving import save_model
+from engine.run.checkpoint import save_model
 from engine.run.state import State
 
 MEASURED = {"eval/pass@1": 0.67912, "eval/pass@1_low": 0.65, "eval/pass@1_high": 0.7}

@@ -16,7 +16,7 @@ from harness import arguments, finish, program, read_rows, run_on_ranks, start
 
 import main
 from engine.core.distributed import World, read_environment
-from engine.run import resuming
+from engine.run.checkpoint import load_state
 from engine.run.mistakes import crashes_name_the_fix, outlive
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
@@ -69,7 +69,7 @@ def test_a_terminal_or_pipe_that_is_gone_loses_nothing(kind, tmp_path, rotary_mo
         os.close(terminal)
         os.killpg(process.pid, HUP)
     assert finish(process) == [1 if kind == "terminal" else 0]  # 1 is torchrun's own
-    step = resuming.load_state(tmp_path / "x/checkpoints/last")["state"]["step"]
+    step = load_state(tmp_path / "x/checkpoints/last")["state"]["step"]
     assert [row["step"] for row in read_rows(tmp_path / "x")] == [*range(step + 1)]
     assert step >= 1 if kind == "terminal" else step == 4
 

@@ -11,11 +11,11 @@ from harness import change_json
 from transformers import AutoModelForCausalLM
 
 from engine.core.files import append_durably, write_atomically
-from engine.run import resuming, saving
+from engine.run import checkpoint, resume
 
 
 def save_best(root: Path, text: str) -> None:
-    with saving.save_folder(root / "best") as temporary:
+    with checkpoint.save_folder(root / "best") as temporary:
         for name in ("config", "weights"):
             (temporary / name).write_text(text)
 
@@ -27,7 +27,7 @@ def write(folder: Path) -> None:
 
 
 def save(root: Path, step: int, keep: int | None = 2) -> Path:
-    saving.write_checkpoint(root, {"state": {"step": step}}, step=step, write=write, keep=keep)
+    checkpoint.write_checkpoint(root, {"state": {"step": step}}, step=step, write=write, keep=keep)
     return root / f"step-{step:06d}"
 
 
@@ -44,7 +44,7 @@ def test_a_start_gives_what_a_kill_has_left_between_two_renames_its_name_back(tm
     newest = save(tmp_path / "checkpoints", 1)
     for folder in (tmp_path / "best", newest):
         folder.rename(folder.with_name(f"{folder.name}.old"))
-    assert resuming.find_start(tmp_path, may_resume=True, warn=pytest.fail) == newest
+    assert resume.find_start(tmp_path, may_resume=True, warn=pytest.fail) == newest
     assert (tmp_path / "best/weights").read_text() == "old"
 
 
@@ -98,8 +98,8 @@ def test_a_kill_while_a_killed_run_is_moved_aside_leaves_the_rest_to_the_next_st
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Path, "rename", move)
-        resuming.find_start(tmp_path, may_resume=True, warn=print)
-    assert resuming.find_start(tmp_path, may_resume=True, warn=print) is None
+        resume.find_start(tmp_path, may_resume=True, warn=print)
+    assert resume.find_start(tmp_path, may_resume=True, warn=print) is None
     assert sorted(path.name for path in tmp_path.glob("killed-*/*")) == names
     assert all(name.startswith("killed-") for name in names_in(tmp_path))
 
@@ -132,7 +132,7 @@ def test_a_file_behind_a_link_is_never_written(tmp_path, name):
     place.symlink_to(other)
     with pytest.raises((OSError, ValueError), match=f"run/{name}"):
         if name == "lock":
-            resuming.lock_folder(place.parent, pytest.fail)
+            resume.lock_folder(place.parent, pytest.fail)
         else:
             append_durably(place, "ours")
     assert other.read_text() == "mine"
@@ -144,14 +144,14 @@ def test_a_file_behind_a_link_is_never_written(tmp_path, name):
 def test_checkpoints_are_kept_as_the_config_says_and_what_a_killed_save_left_goes(tmp_path):
     """Bugs: it stayed for ever where no later save had the same step, as after a signal."""
     saved = [save(tmp_path, step, keep=None) for step in range(1, 5)]
-    assert resuming.list_checkpoints(tmp_path) == saved[::-1]
+    assert checkpoint.list_checkpoints(tmp_path) == saved[::-1]
     for name in ("step-000003.tmp", "step-000003.old", "step-٣", "step-²", "step-"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-000007.tmp").symlink_to(tmp_path)
     (tmp_path / "last").unlink()
     (tmp_path / "last").mkdir()  # as `cp -rL` leaves it
     save(tmp_path, 5)
-    assert [resuming.step_of(path) for path in resuming.list_checkpoints(tmp_path)] == [5, 4]
+    assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path)] == [5, 4]
     not_ours = {"step-٣", "step-²", "step-"}
     assert {*names_in(tmp_path)} - not_ours == {"last", "step-000004", "step-000005"}
     assert (tmp_path / "last").resolve() == tmp_path / "step-000005"
@@ -173,10 +173,10 @@ def cut(file: Path) -> None:
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, damage, name):
     before, folder = (save(tmp_path, step) for step in (2, 3))
     (folder / ".DS_Store").write_text("")  # what others have put there is no damage
-    assert resuming.newest_whole(tmp_path, pytest.fail) == folder
+    assert checkpoint.newest_whole(tmp_path, pytest.fail) == folder
     damage(folder / name)
     warnings = []
-    assert resuming.newest_whole(tmp_path, warnings.append) == before
+    assert checkpoint.newest_whole(tmp_path, warnings.append) == before
     assert len(warnings) == 1 and "step-000003" in warnings[0]
 
 
@@ -184,7 +184,7 @@ def test_a_checkpoint_is_loaded_with_the_attention_of_the_run(tmp_path, rotary_m
     """Bug: a kernel that the checkpoint's config.json names was looked for."""
     folder = shutil.copytree(rotary_model_folder, tmp_path / "step-000001")
     change_json(folder / "config.json", _attn_implementation="flash_attention_2")
-    resuming.load_weights(folder, AutoModelForCausalLM.from_pretrained(rotary_model_folder))
+    checkpoint.load_weights(folder, AutoModelForCausalLM.from_pretrained(rotary_model_folder))
 
 
 class Attack:
@@ -206,6 +206,6 @@ def test_an_optimizer_that_holds_code_or_was_damaged_is_one_line_and_runs_nothin
     for content in (*code, b"", bytes(999)):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=r"optimizer\.pt cannot be read \(\w+\): delete ") as e:
-            resuming.load_optimizer_state(tmp_path)
+            checkpoint.load_optimizer_state(tmp_path)
         assert "\n" not in str(e.value)
     assert not (tmp_path / "made").exists()

@@ -9,7 +9,7 @@ import main
 from engine.core.config import Config
 from engine.core.distributed import World
 from engine.run.fingerprint import check_same_everywhere
-from engine.run.resuming import check_newest
+from engine.run.resume import check_newest
 
 REWARDS = """
 def nothing(completions, **kwargs): return [0.0 for _ in completions]

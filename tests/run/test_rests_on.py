@@ -17,8 +17,8 @@ from engine.core.hub import reach_hub
 from engine.questions.data import QuestionStream, load_table
 from engine.run.fingerprint import BLOCK, NUM_BLOCKS, commit_of, of_model, of_questions
 from engine.run.folder import run_folder
-from engine.run.load import pin
-from engine.run.saving import write_config
+from engine.run.log import write_settings
+from engine.run.start import pin
 from engine.run.state import Run
 from logger import Logger
 
@@ -84,7 +84,7 @@ def first_start(folder: Path, *overrides: str) -> tuple[Config, Config]:
     config = make_config(f"run.dir={folder}", "run.name=x", *overrides)
     settled = pin(config, alone())
     run_folder(config).mkdir()
-    write_config(run_folder(config), settled)
+    write_settings(run_folder(config), settled)
     return config, settled
 
 

@@ -43,7 +43,7 @@ from harness import (
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import main
-from engine.run import resuming, saving
+from engine.run import checkpoint, resume
 from engine.run.config_file import load_config
 from engine.run.state import Run
 
@@ -72,7 +72,7 @@ def unbroken(tmp_path_factory, rotary_model_folder, settings) -> Callable[..., P
 
 def last_state(folder: Path) -> dict:
     """The state in the newest checkpoint."""
-    return resuming.load_state(folder / "x/checkpoints/last")["state"]
+    return checkpoint.load_state(folder / "x/checkpoints/last")["state"]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -281,8 +281,8 @@ def test_a_kill_at_any_file_event_of_a_step_costs_no_more_than_that_step(
     how = {"fault": {"do": "copy", "to": str(folder), "saves": 1, "events": 1}}
     train(parts, rotary_model_folder, *settings, TWO, EVALUATE, grading={"rates": RISING}, **how)
     copies = sorted(folder.iterdir())
-    found = [resuming.newest_whole(copy / "x/checkpoints", pytest.fail) for copy in copies]
-    steps = [resuming.load_state(checkpoint)["state"]["step"] for checkpoint in found]
+    found = [checkpoint.newest_whole(copy / "x/checkpoints", pytest.fail) for copy in copies]
+    steps = [checkpoint.load_state(checkpoint)["state"]["step"] for checkpoint in found]
     assert steps == sorted(steps) and set(steps) == {1, 2}
     bests = [contents(folder / "x/best") for folder in (copies[0], parts)]
     assert bests[0] != bests[1], "best/ has not been replaced"
@@ -456,7 +456,7 @@ def test_a_run_that_cannot_go_on_is_refused_in_a_line_and_nothing_is_lost(
 def test_a_second_start_of_a_run_is_refused_while_the_first_lasts(parts, capsys):
     """Bug: the two wrote steps 0, 1, 2, 3, 2, 4 into one file, and both ended with 0."""
     before = contents(parts)
-    with resuming.lock_folder(parts, print):
+    with resume.lock_folder(parts, print):
         assert begin() == 2
     assert capsys.readouterr().err.startswith(f"error: x: process {os.getpid()} on ")
     assert contents(parts) == before
@@ -465,7 +465,7 @@ def test_a_second_start_of_a_run_is_refused_while_the_first_lasts(parts, capsys)
 
 def test_a_best_model_that_is_gone_is_replaced_by_the_next(parts, capsys):
     """Even if the next one is worse; bug: the score alone was reported as the best model's."""
-    saving.remove(parts / "best/model.safetensors")
+    checkpoint.remove(parts / "best/model.safetensors")
     assert begin(rates=[0.1, 0.0, 0.4, 0.2]) == 0
     assert "best is gone" in capsys.readouterr().out
     best, last = (saved_weights(parts / name) for name in ("best", "checkpoints/last"))
@@ -477,7 +477,7 @@ def test_a_best_model_that_is_gone_is_replaced_by_the_next(parts, capsys):
 
 def test_a_run_whose_best_model_was_lost_ends_with_1(tmp_path, go_on, monkeypatch):
     """Bug: a worse model that was saved later made it 0, and so did a new start."""
-    save_model = saving.save_model
+    save_model = checkpoint.save_model
 
     def fail_at_1(*arguments):
         *_, best = arguments
@@ -485,7 +485,7 @@ def test_a_run_whose_best_model_was_lost_ends_with_1(tmp_path, go_on, monkeypatc
             raise OSError("No space left on device")
         save_model(*arguments)
 
-    monkeypatch.setattr(saving, "save_model", fail_at_1)
+    monkeypatch.setattr(checkpoint, "save_model", fail_at_1)
     for steps, status in ((TWO, 1), (TWO, 1), (THREE, 0)):  # the last one saves as good a model
         assert go_on(tmp_path, steps, EVALUATE, rates=[0.1, 0.5, 0.3, 0.5]) == status
 

@@ -6,7 +6,7 @@ import pytest
 from harness import ROOT, load_rows, make_config, make_policy, make_run, read_jsonl, seed
 
 import countdown
-from engine.run.saving import write_config
+from engine.run.log import write_settings
 from tools import collect, imitate
 
 SETTINGS = ["training.max_new_gen_tokens=200", f"training.seed={seed()}"]
@@ -16,7 +16,7 @@ SETTINGS = ["training.max_new_gen_tokens=200", f"training.seed={seed()}"]
 def run(tmp_path) -> Path:
     """The folder of a run whose best/ is the embedded model."""
     (tmp_path / "best").symlink_to(ROOT / "tiny")
-    write_config(tmp_path, make_config(*SETTINGS))
+    write_settings(tmp_path, make_config(*SETTINGS))
     return tmp_path
 
 

@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM
 
 import main
 from engine.core.distributed import World
-from engine.run import resuming
+from engine.run import checkpoint
 from engine.run.state import Run
 from engine.update.optimizer import make_optimizer
 from engine.update.outcome import Outcome
@@ -153,7 +153,7 @@ def test_a_run_is_resumed_bit_for_bit_and_goes_on_with_another_number_of_ranks(
     assert "nothing saved at step 1" in output
     assert "1 of 2 ranks could not write their part" in output
     last = whole / "x/checkpoints/step-000003"
-    assert resuming.is_whole(last)
+    assert checkpoint.is_whole(last)
     assert not list(last.glob("*.safetensors"))  # no rank has written the whole model
 
     shutil.copytree(whole, parts, symlinks=True)

@@ -17,9 +17,9 @@ from engine.model.load import find_base, one_line_errors
 from engine.run.config_file import dump, read_file, section_of
 from engine.run.fingerprint import check_same_everywhere, commit_of
 from engine.run.folder import run_folder, run_name
+from engine.run.log import write_settings
 from engine.run.remarks import remark_at_start
-from engine.run.resuming import make_folder, resume
-from engine.run.saving import write_config
+from engine.run.resume import make_folder, resume
 from engine.run.state import Run
 from engine.update.optimizer import AVERAGES, FP32
 
@@ -99,7 +99,7 @@ def open_files(run: Run) -> None:
         for file in run.world.share(sorted(run.folder.glob("completions-*.jsonl.gz"))):
             cut_completions(file, state.step)
     if run.world.is_main:
-        write_config(run.folder, config)
+        write_settings(run.folder, config)
     run.logger.info(f"look at it live: python -m tools.report {run.folder} --serve")
 
 

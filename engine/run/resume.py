@@ -1,35 +1,38 @@
-"""How a run goes on where it was: its folder locked, its newest whole checkpoint found and loaded.
+"""How a run goes on where it was: its folder locked, its newest checkpoint found, compared, loaded.
 
-Loading runs no code from these files: safetensors, JSON, and a pickle of weights only.
+Another start of the same run waits at the file `lock`, which the process that trains here holds.
 """
 
 import fcntl
-import importlib
-import json
 import os
-import re
 import socket
 import tempfile
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TextIO
 
-import torch
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
-from transformers import PreTrainedModel
 
 from engine.core.distributed import World
-from engine.core.files import open_to_append, read_text
+from engine.core.files import open_to_append
 from engine.core.types import Log
 from engine.model.load import of_teacher
+from engine.run.checkpoint import (
+    MARKER,
+    is_whole,
+    list_checkpoints,
+    load_optimizer_state,
+    load_state,
+    load_weights,
+    mend,
+    newest_whole,
+    step_of,
+)
 from engine.run.config_file import read_file
 from engine.run.fingerprint import MODEL_FILES, OWN_CODE, check_same_run, of_model, of_own_code
 from engine.run.state import Run, Saved
 from engine.update.optimizer import learning_rate_at
-
-MARKER = "has_checkpoints"
 
 
 def resume(run: Run) -> None:
@@ -42,7 +45,9 @@ def resume(run: Run) -> None:
     if config.model.teacher is not None:
         run.rests_on["the files of model.teacher"] = world.on_main(of_model, of_teacher(config))
     if config.model.shard:
-        shards().check_shared_disk(run.folder, world)
+        from engine.update import shards
+
+        shards.check_shared_disk(run.folder, world)
     if saved is None:
         return
     for key in check_same_run(saved.config, config, run.rests_on):
@@ -57,7 +62,7 @@ def resume(run: Run) -> None:
         run.logger.warning(f"{change}: not bit for bit the same")
     if config.model.shard:  # each rank reads its own part
         model, num_parts = run.policy.model, saved.num_ranks
-        shards().load_parts(folder, model, run.optimizer, num_parts=num_parts, rank=world.rank)
+        shards.load_parts(folder, model, run.optimizer, num_parts=num_parts, rank=world.rank)
     else:
         if world.is_main:
             load_weights(folder, run.policy.model)
@@ -134,41 +139,6 @@ def checked(kind: type, content: object, file: Path) -> Any:
         raise ValueError(f"{file}: {problem}") from error
 
 
-def shards() -> ModuleType:
-    """engine/update/shards.py, which only model.shard loads."""
-    return importlib.import_module("engine.update.shards")
-
-
-def make_folder(folder: Path) -> None:
-    """Make the folder if there is none; ValueError if nothing can be written there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        problem = f"{folder} cannot be written ({error.strerror}); give another run.dir"
-        raise ValueError(problem) from error
-
-
-def lock_folder(folder: Path, warn: Log) -> TextIO:
-    """Lock a run's folder until the file is closed; ValueError names the process that has it."""
-    make_folder(folder)
-    if (folder / "lock").is_symlink():
-        raise ValueError(f"{folder / 'lock'} is a link, which a run does not follow: remove it")
-    file = open_to_append(folder / "lock")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        fix = "wait until it ends, or set run.name to start another run"
-        raise ValueError(f"{folder}: {file.read()} trains there now: {fix}") from None
-    except OSError as error:
-        warn(f"{folder} cannot be locked ({error.strerror}): do not start this run twice at once")
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
-    return file
-
-
 def find_start(folder: Path, *, may_resume: bool, warn: Log) -> Path | None:
     """The checkpoint to resume from, or None; ValueError if results would be overwritten."""
     root = folder / "checkpoints"
@@ -194,76 +164,31 @@ def find_start(folder: Path, *, may_resume: bool, warn: Log) -> Path | None:
     return None
 
 
-def mend(folder: Path) -> None:
-    """Give the old folder its name back if a kill came between `save_folder`'s two renames."""
-    folder = folder.resolve()
-    old = folder.with_name(f"{folder.name}.old")
-    if old.is_dir() and not folder.exists():
-        old.rename(folder)
-
-
-def sizes_of(folder: Path) -> dict[str, int]:
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    return {str(file.relative_to(folder)): file.stat().st_size for file in files}
-
-
-def list_checkpoints(root: Path) -> list[Path]:
-    """All folders of checkpoints, newest first."""
-    named = [path for path in root.glob("step-*") if re.fullmatch("step-[0-9]+", path.name)]
-    return sorted(filter(Path.is_dir, named), key=step_of, reverse=True)
-
-
-def step_of(folder: Path) -> int:
-    return int(folder.name[5:])
-
-
-def newest_whole(root: Path, warn: Log | None = None) -> Path | None:
-    """The newest checkpoint that is undamaged; newer ones that are damaged cost a warning each."""
-    for old in root.glob("step-*.old"):
-        mend(old.with_suffix(""))
-    for folder in list_checkpoints(root):
-        if is_whole(folder):
-            return folder
-        if warn:
-            warn(f"{folder} is damaged and not used")
-    return None
-
-
-def is_whole(folder: Path) -> bool:
-    """Whether each file that was saved still has its size."""
+def lock_folder(folder: Path, warn: Log) -> TextIO:
+    """Lock a run's folder until the file is closed; ValueError names the process that has it."""
+    make_folder(folder)
+    if (folder / "lock").is_symlink():
+        raise ValueError(f"{folder / 'lock'} is a link, which a run does not follow: remove it")
+    file = open_to_append(folder / "lock")
     try:
-        saved = json.loads((folder / "training_state" / "files.json").read_text())
-        return "training_state/state.json" in saved and saved.items() <= sizes_of(folder).items()
-    except (OSError, ValueError, AttributeError):  # files.json itself is missing or damaged
-        return False
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        fix = "wait until it ends, or set run.name to start another run"
+        raise ValueError(f"{folder}: {file.read()} trains there now: {fix}") from None
+    except OSError as error:
+        warn(f"{folder} cannot be locked ({error.strerror}): do not start this run twice at once")
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file
 
 
-def load_state(folder: Path) -> dict:
-    """The state that `save_checkpoint` was given; ValueError if its file was edited since."""
-    file = folder / "training_state" / "state.json"
+def make_folder(folder: Path) -> None:
+    """Make the folder if there is none; ValueError if nothing can be written there."""
     try:
-        return json.loads(read_text(file))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file}: is no JSON: {error}") from error
-
-
-def load_weights(folder: Path, model: PreTrainedModel) -> None:
-    """Overwrite the model's weights, or those of its adapter, with a checkpoint's."""
-    if (folder / "adapter_config.json").exists():
-        from engine.model.adapters import load_adapter_weights
-
-        load_adapter_weights(model, folder)
-    else:
-        # By the model's config: that of the folder may name another attention, a kernel to load.
-        saved = type(model).from_pretrained(folder, config=model.config, dtype=model.dtype)
-        model.load_state_dict(saved.state_dict())
-
-
-def load_optimizer_state(folder: Path) -> dict:
-    """The optimizer's averages. Raises ValueError if the file was damaged or tampered with."""
-    file = folder / "training_state" / "optimizer.pt"
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever an unpickler raises at bytes that it did not write
-        problem = f"{file} cannot be read ({type(error).__name__})"
-        raise ValueError(f"{problem}: delete {folder}, to go on from the one before it") from error
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        problem = f"{folder} cannot be written ({error.strerror}); give another run.dir"
+        raise ValueError(problem) from error

@@ -1,0 +1,287 @@
+"""How a run is saved, so that a kill at any moment loses no saved work, and what is whole of that.
+
+    checkpoints/step-000010/     the model and its tokenizer, as `from_pretrained` loads them
+        training_state/          state.json, optimizer.pt, files.json (all files' sizes);
+                                 with model.shard a part-*.safetensors of each rank, and no model
+    checkpoints/last             a link to the newest checkpoint
+    best/                        the model, its tokenizer, its model card, its score (best.json)
+    has_checkpoints              written with the first checkpoint; it stays if they are deleted
+
+With LoRA only the adapter is saved, with the name of its base model. Loading runs no code from
+these files: safetensors, JSON, and a pickle of weights only.
+"""
+
+import contextlib
+import functools
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from engine.core.config import dotted_values
+from engine.core.files import open_to_append, read_text, sync
+from engine.core.types import Log
+from engine.run.card import model_card
+from engine.run.state import Run
+
+MARKER = "has_checkpoints"
+
+
+def save_best(run: Run, measured: dict[str, float]) -> bool:
+    """Save the model in best/ with its card; returns False if that was not possible."""
+    model, score = run.policy.model, measured[run.config.best_metric]
+    weights = None
+    if run.config.model.shard:
+        from engine.update.shards import gather_weights
+
+        weights = gather_weights(model, run.world)
+    best = {"best": score, "best_step": run.state.step}  # as `State` names them
+    best["best_by"] = run.config.best_by
+    card, folder = model_card(run, measured), run.folder / "best"
+    arguments = (model, run.policy.tokenizer, card, folder, weights, best)
+    return save_on_main(run, "best", score, save_model, *arguments)
+
+
+def save_checkpoint(run: Run) -> None:
+    """Save all that a resumed run needs, if that is possible.
+
+    Where the last update has ruined the weights, step after step is skipped. Only the first
+    checkpoint behind it is written: with checkpoint.keep=2 a good one before it stays.
+    """
+    root, world, state = run.folder / "checkpoints", run.world, run.state
+    if state.skipped_in_a_row > 0:
+        newest = world.on_main(newest_whole, root)
+        if newest is not None and step_of(newest) >= state.changed_at:
+            run.logger.info("all steps since the newest checkpoint were skipped: nothing to save")
+            return
+    # The norm can overflow for finite weights, but only for ones far too large for usable logits.
+    if not nn.utils.get_total_norm(run.trained_weights).isfinite():
+        problem = "since the weights are not finite: what was saved before stays"
+        run.logger.warning(f"nothing saved at step {state.step}, {problem}")
+        run.unsaved["checkpoint"] = state.step
+        return
+    state.is_saved = True  # the checkpoint says so too: the resumed run does not save it again
+    known = {
+        "state": asdict(state),
+        "loss_scale": run.policy.grad_scaler.state_dict(),
+        "num_ranks": world.size,
+        "config": dotted_values(run.config) | run.rests_on,
+        "lost_best": run.unsaved.get("best"),
+    }
+    model, tokenizer, optimizer = run.policy.model, run.policy.tokenizer, run.optimizer
+    name, keep = f"step-{state.step:06d}", run.config.checkpoint.keep
+    if run.config.model.shard:
+        from engine.update import shards
+
+        folder = root / f"{name}.parts.tmp"
+        num_failed = shards.save_parts(model, optimizer, folder, world)
+        write = functools.partial(
+            shards.move_parts, written=folder, num_parts=world.size, num_failed=num_failed
+        )
+    else:
+        write = functools.partial(
+            write_model, model=model, tokenizer=tokenizer, optimizer=optimizer
+        )
+    save = functools.partial(write_checkpoint, root, known, step=state.step, write=write, keep=keep)
+    state.is_saved = save_on_main(run, "checkpoint", state.step, save)
+    if state.is_saved:
+        run.logger.info(f"saved checkpoint {root / name}")
+
+
+def save_on_main(
+    run: Run, what: str, value: float, save: Callable[..., None], *arguments: Any
+) -> bool:
+    """Call `save` on rank 0; if the disk is full, warn, and return False on all ranks.
+
+    Then the run's `unsaved` has the `value`, a metric or a step, until one not below it is saved.
+    """
+    try:
+        run.world.on_main(save, *arguments)
+    except ValueError as error:  # rank 0's OSError, on every rank
+        fix = "what was saved before is kept; free some space, or lower checkpoint.keep"
+        run.logger.warning(f"nothing saved at step {run.state.step}: {error}; {fix}")
+        run.unsaved[what] = max(value, run.unsaved.get(what, value))
+        return False
+    if value >= run.unsaved.get(what, value):
+        run.unsaved.pop(what, None)
+    return True
+
+
+def write_checkpoint(
+    root: Path, state: dict, *, step: int, write: Callable[[Path], None], keep: int | None
+) -> None:
+    """Write step-<step> below `root`, link `last` to it, and delete all but the `keep` newest.
+
+    `write` puts weights and averages into a folder: `write_model`, or `move_parts` of shards.py.
+    Damaged checkpoints are neither counted nor deleted. With `keep` None nothing is deleted.
+    """
+    checkpoint = root / f"step-{step:06d}"
+    with save_folder(checkpoint) as temporary:
+        inner = temporary / "training_state"
+        inner.mkdir()
+        write(temporary)
+        (inner / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+        sizes = json.dumps(sizes_of(temporary))
+        (inner / "files.json").write_text(sizes, encoding="utf-8")
+    open_to_append(root.parent / MARKER).close()
+    with contextlib.suppress(OSError):  # `last` is for people, and some file systems have no links
+        last, link = root / "last", root / "last.tmp"
+        remove(link)
+        link.symlink_to(checkpoint.name)
+        if last.is_dir() and not last.is_symlink():  # what `cp -rL` makes of a link: an old copy
+            shutil.rmtree(last)
+        link.replace(last)
+    sync(root)
+    whole = [folder for folder in list_checkpoints(root) if is_whole(folder)]
+    outdated = [] if keep is None else whole[keep:]
+    left_by_kills = [*root.glob("step-*.tmp"), *root.glob("step-*.old")]
+    for folder in [*outdated, *left_by_kills]:
+        remove(folder)
+
+
+def write_model(
+    folder: Path, *, model: PreTrainedModel, tokenizer: Tokenizer, optimizer: Optimizer
+) -> None:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    torch.save(optimizer.state_dict(), folder / "training_state" / "optimizer.pt")
+
+
+def save_model(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    card: str,
+    folder: Path,
+    weights: dict[str, torch.Tensor] | None = None,
+    best: dict[str, float] | None = None,
+) -> None:
+    """Write the model, its tokenizer and its card, as `from_pretrained` loads them.
+
+    `weights` are all of them where this rank's model has a part; `best` is what best.json keeps.
+    """
+    with save_folder(folder) as temporary:
+        model.save_pretrained(temporary, state_dict=weights)
+        tokenizer.save_pretrained(temporary)
+        (temporary / "README.md").write_text(card, encoding="utf-8")  # in the place of peft's own
+        if best is not None:
+            (temporary / "best.json").write_text(json.dumps(best), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def save_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder to write into, then put it in the place of `folder`.
+
+    The new files are on the disk itself before anything is renamed, so a kill at any moment leaves
+    the old folder (see `mend`) or the new one. OSError, as on a full disk, leaves the old one too.
+    Where `folder` is a link, as to a larger disk, the folder that it leads to is replaced.
+    """
+    folder = folder.resolve()
+    mend(folder)
+    temporary, old = (folder.with_name(f"{folder.name}.{end}") for end in ("tmp", "old"))
+    remove(temporary)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for path in [*temporary.rglob("*"), temporary]:
+            sync(path)
+    except Exception as error:  # each library has its own exception for a full disk
+        remove(temporary)
+        raise OSError(f"{folder} could not be written: {error}") from error
+    remove(old)
+    if folder.exists():
+        folder.rename(old)
+    temporary.rename(folder)
+    sync(folder.parent)
+    remove(old)
+
+
+def mend(folder: Path) -> None:
+    """Give the old folder its name back if a kill came between `save_folder`'s two renames."""
+    folder = folder.resolve()
+    old = folder.with_name(f"{folder.name}.old")
+    if old.is_dir() and not folder.exists():
+        old.rename(folder)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, a file or a link (not what it leads to), if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def newest_whole(root: Path, warn: Log | None = None) -> Path | None:
+    """The newest checkpoint that is undamaged; newer ones that are damaged cost a warning each."""
+    for old in root.glob("step-*.old"):
+        mend(old.with_suffix(""))
+    for folder in list_checkpoints(root):
+        if is_whole(folder):
+            return folder
+        if warn:
+            warn(f"{folder} is damaged and not used")
+    return None
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """All folders of checkpoints, newest first."""
+    named = [path for path in root.glob("step-*") if re.fullmatch("step-[0-9]+", path.name)]
+    return sorted(filter(Path.is_dir, named), key=step_of, reverse=True)
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name[5:])
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether each file that was saved still has its size."""
+    try:
+        saved = json.loads((folder / "training_state" / "files.json").read_text())
+        return "training_state/state.json" in saved and saved.items() <= sizes_of(folder).items()
+    except (OSError, ValueError, AttributeError):  # files.json itself is missing or damaged
+        return False
+
+
+def sizes_of(folder: Path) -> dict[str, int]:
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return {str(file.relative_to(folder)): file.stat().st_size for file in files}
+
+
+def load_state(folder: Path) -> dict:
+    """The state that `save_checkpoint` was given; ValueError if its file was edited since."""
+    file = folder / "training_state" / "state.json"
+    try:
+        return json.loads(read_text(file))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}: is no JSON: {error}") from error
+
+
+def load_weights(folder: Path, model: PreTrainedModel) -> None:
+    """Overwrite the model's weights, or those of its adapter, with a checkpoint's."""
+    if (folder / "adapter_config.json").exists():
+        from engine.model.adapters import load_adapter_weights
+
+        load_adapter_weights(model, folder)
+    else:
+        # By the model's config: that of the folder may name another attention, a kernel to load.
+        saved = type(model).from_pretrained(folder, config=model.config, dtype=model.dtype)
+        model.load_state_dict(saved.state_dict())
+
+
+def load_optimizer_state(folder: Path) -> dict:
+    """The optimizer's averages. Raises ValueError if the file was damaged or tampered with."""
+    file = folder / "training_state" / "optimizer.pt"
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever an unpickler raises at bytes that it did not write
+        problem = f"{file} cannot be read ({type(error).__name__})"
+        raise ValueError(f"{problem}: delete {folder}, to go on from the one before it") from error
