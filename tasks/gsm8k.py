@@ -8,7 +8,7 @@ import re
 from itertools import islice
 from typing import Literal
 
-from pydantic import PositiveInt
+from pydantic import PositiveInt, ValidationInfo, field_validator
 
 from engine.core.arithmetic import NUMBER
 from engine.core.config import Section
@@ -30,8 +30,27 @@ class Options(Section):
     """How the number is read. exact reads it as a person would: $18.00 is 18, and 1/2 is not 1.
     official is the published regex for the text behind ####; it allows comparisons with published
     results."""
+    answer_mark: Literal["hashes", "boxed"] = "hashes"
+    r"""Where style plain reads the number: behind ####, or in the last whole \boxed{}. (The gold
+    number stands behind #### in any case.) The prompt must ask for what is read; write \boxed{} in
+    it, since {answer} in a prompt becomes the right answer."""
     max_tokens: PositiveInt | None = None
     """A completion of more tokens than this gets -0.5 in the reward part `length`; null is off."""
+
+    @field_validator("answer_mark")
+    @classmethod
+    def check_mark(cls, mark: str, fields: ValidationInfo) -> str:
+        """Refuse a mark that other options do not read, or that the prompt does not ask for."""
+        known, is_boxed = fields.data, mark == "boxed"
+        is_plain, grading = known.get("prompt_style") == "plain", known.get("grading")
+        if is_boxed and not (is_plain and grading == "exact"):
+            raise ValueError("it needs task.prompt_style=plain and task.grading=exact")
+        asked = f"{known.get('system_prompt')} {known.get('prompt')}"
+        is_asked_for = "boxed" in asked if is_boxed else "boxed" not in asked or MARK in asked
+        if "prompt" in known and is_plain and not is_asked_for:
+            reads = r"\boxed{}" if is_boxed else MARK
+            raise ValueError(f"task.prompt must ask for {reads}, since the answer is read there")
+        return mark
 
 
 EXAMPLE_ROW = {"question": "How many is a dozen and a half?", "answer": "12 + 6 = 18 #### 18"}
@@ -193,7 +212,7 @@ def extract_answer(completion: str, example: dict, *, options: Options) -> str |
     if options.prompt_style == "tags":
         answer = find_answer(completion, in_any_case=options.tag_grading == "strict")
         return only_number(answer or "")
-    return marked_answer(completion)
+    return (boxed_answer if options.answer_mark == "boxed" else marked_answer)(completion)
 
 
 def official_answer(text: str) -> str | None:
@@ -208,6 +227,15 @@ def marked_answer(text: str) -> str | None:
         if answer := only_number(text, mark.end()):
             return answer
     return None
+
+
+def boxed_answer(text: str) -> str | None:
+    r"""The number in the last whole box; \text{18} and x = 18 are 18, an empty box is nothing."""
+    from tasks.grader import last_boxed
+
+    boxed = " ".join((last_boxed(text) or "").split())  # in LaTeX a new line is a space
+    boxed = re.sub(r"^\\text ?\{([^{}]*)\}$", r"\1", boxed)
+    return only_number(re.sub(r"^ ?[A-Za-z] ?=", "", boxed))
 
 
 def only_number(text: str, start: int = 0) -> str | None:

@@ -117,6 +117,11 @@ ON_THE_COMMAND_LINE = {
     # tasks and rewards that are not there
     "task.name=chess": f"task.name = chess: {TASKS}",
     "task.prompt=Make_{goal}.": "task.prompt: ... write one of {nums}, {target} into it",
+    # where GSM8K's answer is read, and what the prompt asks for
+    "task.name=gsm8k task.answer_mark=boxed": "task.answer_mark = boxed: ... ask for \\boxed{}",
+    "task.name=gsm8k task.prompt=A\\boxed{}": "task.answer_mark = hashes: ... must ask for ####",
+    "task.name=gsm8k task.answer_mark=boxed task.grading=official task.prompt=A\\boxed": "task."
+    "answer_mark = boxed: ... task.prompt_style=plain and task.grading=exact",
     # sources of questions; no test asks the hub
     "task.eval=none.jsonl": f"none.jsonl: cannot be loaded ... give generated, {FILE_OR_HUB}",
     "task.name=gsm8k task.eval=nobody/none": "nobody/none: cannot be loaded ... openai/gsm8k",

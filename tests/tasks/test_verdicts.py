@@ -92,6 +92,7 @@ def arithmetic_holds(section: str, gold: str, answer: str, is_paid: bool) -> boo
 GSM8K_WAYS = {  # of each section: options, and the completion with an answer
     "number": [({}, "so\n#### {}"), ({"prompt_style": "tags"}, ANSWER_BLOCK)],
     "completions": [({}, "{}")],
+    "boxed": [({"answer_mark": "boxed"}, "{}")],
     "official": [({"grading": "official"}, "{}")],
 }
 
@@ -177,6 +178,7 @@ EXAMPLES = {
 STYLE = {"prompt_style": "tags", "max_tokens": 5}
 WAYS = {name: [{}] for name in TASKS}
 WAYS["gsm8k"] += [{"grading": "official"}, STYLE, STYLE | {"tag_grading": "strict"}]
+WAYS["gsm8k"] += [{"answer_mark": "boxed"}]
 ALLOWED = {"answer": {0.0, 1.0}, "timeout": {0.0}, "length": {0.0, -0.5}, "ending": {0.0, -0.5}}
 ALLOWED |= {"integer": {-1.0, 0.0, 1.0}, "format": {-1.0, 0.0, 0.1, 0.5, 0.6, 1.0}}
 READ = {"countdown": r"\S+", "arithmetic": r"-?[0-9]+(\.[0-9]+)?", "gsm8k": r"-?[0-9.]*"}
