@@ -29,7 +29,6 @@ import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
 
 from engine.run.config_file import check_and_announce, load_config
 from engine.run.mistakes import crashes_name_the_fix, mistakes_cost_one_line
@@ -50,6 +49,7 @@ from engine.core.tensors import autocast, left_pad, right_pad, seeded
 from engine.core.types import Completion, MicroBatch, SamplingParams, Seed, SeedWord, Trajectory
 from engine.model.load import load_model_and_tokenizer
 from engine.model.policy import Policy, make_policy
+from engine.questions.contract import Task
 from engine.questions.data import load_questions
 from engine.questions.prompts import completion_text
 from engine.questions.tasks import load_task, reward_parts, total_reward
@@ -236,7 +236,7 @@ def get_generation_config(params: SamplingParams) -> GenerationConfig:
 
 def compute_rewards(
     policy: Policy,
-    task: ModuleType,
+    task: Task,
     config: Config,
     questions: list[dict],
     prompts: list[list[int]],

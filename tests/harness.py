@@ -48,8 +48,9 @@ from engine.core.distributed import World
 from engine.core.types import Completion, Log, PromptBatch, Seed, Trajectory
 from engine.model.policy import Policy
 from engine.model.sampler import LoopSampler
+from engine.questions.contract import Task
 from engine.questions.data import load_examples
-from engine.questions.tasks import load_task
+from engine.questions.tasks import load_task, task_of
 from engine.run.config_file import load_config
 from engine.run.log import validation_samples
 from engine.run.state import Run
@@ -357,7 +358,7 @@ def loop_of(policy: Policy) -> str:
 
 
 def load_rows(
-    task: ModuleType,
+    task: Task | ModuleType,
     source: str | Path,
     split: str,
     num_examples: int | None = None,
@@ -369,7 +370,10 @@ def load_rows(
 ) -> list[dict]:
     """A task's questions of a split, from a file, the hub or "generated", under its `options`."""
     how = {"num_examples": num_examples, "seed": with_seed, "held_out": held_out}
-    settings = task.Options(**options)
+    task, settings = (
+        task_of(task) if isinstance(task, ModuleType) else task,
+        task.Options(**options),
+    )
     return load_examples(task, str(source), split, options=settings, exclude=exclude, **how)
 
 

@@ -44,7 +44,7 @@ def load(name: str, row: dict | None = None) -> tuple[Callable[[str], float], st
     task = load_task(name)  # of a function of task.reward, which is called as a run does
     options, is_task = schema(task)().task, row is None
     if is_task:
-        if not hasattr(task, "reward_function"):
+        if task.reward_function is None:
             fix = "name the function that reads: module:name"
             raise SystemExit(f"{name}: its Environment pays; {fix}")
         if not task.EXAMPLE_ROW:

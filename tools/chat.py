@@ -28,7 +28,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from transformers import TextStreamer
@@ -42,6 +41,7 @@ from engine.core.text import error_line, format_reward, plain, printable
 from engine.core.types import Log, SeedWord, Trajectory
 from engine.model.load import load_model_and_tokenizer
 from engine.model.policy import Policy, make_policy
+from engine.questions.contract import Task
 from engine.questions.data import load_examples
 from engine.questions.messages import assistant_prefix, pose
 from engine.questions.tasks import load_task, read_answer
@@ -61,7 +61,7 @@ def main() -> None:
         config = chat_config(talks or options)
         policy, task = load_chat(config, is_watching=options.watch)
         if talks is not None and policy.tokenizer.chat_template is not None:
-            task = Talk()
+            task = Talk(__file__, {})
         elif talks is not None:
             config = chat_config(options)  # refuses a reward whose code must be asked for
     if sys.stdin is not None and sys.stdin.isatty() and not options.watch:
@@ -122,10 +122,10 @@ def without_task(options: argparse.Namespace) -> argparse.Namespace | None:
     return argparse.Namespace(**vars(options) | {"overrides": overrides})
 
 
-class Talk:
+class Talk(Task):
     """In the place of a task: a line is a user's message, after the turns before it."""
 
-    __file__, REWARD_PARTS, turns = __file__, (), ()
+    REWARD_PARTS, turns = (), ()
 
     def parse_question(self, text: str) -> dict:
         return {"messages": [*self.turns, {"role": "user", "content": text}]}
@@ -140,13 +140,13 @@ class Talk:
         return [[dict.fromkeys(options.reward_weights)]]
 
 
-def load_chat(config: Config, *, is_watching: bool = False) -> tuple[Policy, ModuleType]:
+def load_chat(config: Config, *, is_watching: bool = False) -> tuple[Policy, Task]:
     """The model and the task, without questions and without a folder."""
     world, _ = init_world()
     if world.size > 1:
         raise ConfigError([f"{world.size} ranks: start one process only, without torchrun"])
     task = load_task(config.task.code)
-    if not hasattr(task, "parse_question") and not is_watching:
+    if task.parse_question is None and not is_watching:
         raise ConfigError([f"task.name = {config.task.name}: it has no parse_question"])
     return load_policy(config, world, Logger(rank=0).info), task
 
@@ -157,7 +157,7 @@ def load_policy(config: Config, world: World, log: Log) -> Policy:
     return make_policy(config, model, tokenizer, dtype, world, log, generate=generate)
 
 
-def how_to_ask(task: ModuleType) -> str:
+def how_to_ask(task: Task) -> str:
     """How a question must be typed, in the words of the task's parse_question."""
     try:
         task.parse_question("")
@@ -179,7 +179,7 @@ def read_lines() -> Iterator[str]:
                 yield line
 
 
-def watched(task: ModuleType, config: Config) -> list[dict]:
+def watched(task: Task, config: Config) -> list[dict]:
     options = config.task
     return load_examples(
         task,
@@ -195,7 +195,7 @@ def watched(task: ModuleType, config: Config) -> list[dict]:
 
 def answer(
     policy: Policy,
-    task: ModuleType,
+    task: Task,
     config: Config,
     example: dict,
     number: int,
@@ -223,7 +223,7 @@ def answer(
     return trajectory
 
 
-def judge(task: ModuleType, options: TaskSettings, example: dict, trajectory: Trajectory) -> str:
+def judge(task: Task, options: TaskSettings, example: dict, trajectory: Trajectory) -> str:
     """The reward with its parts; where the right answer is unknown, how the task reads this one."""
     is_paid = not isinstance(task, Talk)
     notes = [format_reward(trajectory.reward, trajectory.reward_parts)] * is_paid

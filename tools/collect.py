@@ -49,7 +49,7 @@ def main() -> None:
 def collect(config: Config, options: argparse.Namespace) -> tuple[list[str], int, int]:
     """The rows for tools.imitate, and how many samples solve their question, of how many."""
     policy, task = load_chat(config, is_watching=True)
-    if hasattr(task, "Environment") or hasattr(task, "load_examples"):
+    if task.Environment is not None or task.load_examples is not None:
         problem = "its questions or turns stand in no file, so there is nothing to collect"
         raise ConfigError([f"task.name = {config.task.name}: {problem}"])
     config, logger = config.model_copy(update={"mode": "train"}), Logger(rank=0)

@@ -12,7 +12,6 @@ import argparse
 import functools
 import signal
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from engine.core.packages import import_package
 from engine.core.statistics import Clock
 from engine.core.tensors import seeded
 from engine.core.types import Completion, SeedWord, Trajectory
+from engine.questions.contract import Task
 from engine.questions.data import FILE_OR_HUB, QuestionStream, load_table, parse_table
 from engine.questions.prompts import completion_text, encode_prompts, end_of_turn, whole_characters
 from engine.questions.tasks import load_task, reward_parts
@@ -93,14 +93,14 @@ def imitating(options: argparse.Namespace) -> Config:
     return config.model_copy(update=updates | {"logging": logging})
 
 
-def read_answers(task: ModuleType, config: Config, source: str) -> list[dict]:
+def read_answers(task: Task, config: Config, source: str) -> list[dict]:
     """The rows, each a `question` and a `completion`; ValueError names the first that is none."""
-    if hasattr(task, "load_examples") or hasattr(task, "Environment"):
+    if task.Environment is not None or task.load_examples is not None:
         problem = "its questions or turns stand in no file, so there is nothing to imitate"
         raise ConfigError([f"task.name = {config.task.name}: {problem}"])
     row = task.EXAMPLE_ROW and task.EXAMPLE_ROW | {"completion": "..."}  # {} is every column
     parse = functools.partial(parse_answer, task)
-    form = SimpleNamespace(EXAMPLE_ROW=row, parse_row=parse, __file__=task.__file__)
+    form = Task(task.file, {"EXAMPLE_ROW": row, "parse_row": parse})
     table = load_table(
         source, columns=[*row], choices=FILE_OR_HUB, hub_config=None, hub_split="train"
     )
@@ -110,7 +110,7 @@ def read_answers(task: ModuleType, config: Config, source: str) -> list[dict]:
     return rows
 
 
-def parse_answer(task: ModuleType, row: dict, *, options: object) -> dict:
+def parse_answer(task: Task, row: dict, *, options: object) -> dict:
     completion = row.pop("completion", None)
     if not isinstance(completion, str) or not completion.strip():
         raise ValueError("its completion is empty")

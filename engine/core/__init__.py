@@ -1,1 +1,1 @@
-"""What every package uses: types, tensors, ranks, the config, statistics, text, files, the hub."""
+"""What every package uses: types, tensors, ranks, config, statistics, text, files, own code."""

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from engine.core.types import Log, MicroBatch, PromptBatch, Sampler, SamplingPar
 from engine.model.load import load_teacher
 from engine.model.probes import supports_chunked_head
 from engine.model.sampler import DecodeLoop, copy_in, make_sampler
+from engine.questions.contract import Task
 from engine.questions.prompts import encode_prompts
 
 # Up to so many bytes the fp32 logits of a whole micro-batch are made at once; larger ones would be
@@ -70,7 +70,7 @@ class Policy:
 
     def make_prompts(
         self,
-        task: ModuleType,
+        task: Task,
         config: Config,
         questions: list[dict],
         seeds: list[Seed],
@@ -78,7 +78,7 @@ class Policy:
         clock: Clock,
     ) -> PromptBatch:
         """The prompts of questions and, if the task has an Environment, their conversations."""
-        if not hasattr(task, "Environment"):
+        if task.Environment is None:
             options, tokenizer = config.task, self.tokenizer
             ids = encode_prompts(questions, task=task, options=options, tokenizer=tokenizer)
             return PromptBatch(ids, seeds)

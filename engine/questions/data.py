@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -22,10 +21,11 @@ from engine.core.config import Config, ConfigError, TaskSettings
 from engine.core.hub import reach_hub
 from engine.core.packages import import_package
 from engine.core.types import Log, SeedWord, no_log
+from engine.core.user_file import naming_mistakes
+from engine.questions.contract import Task
 from engine.questions.messages import fill, pose
 from engine.questions.prompts import check_chat, prompt_length
 from engine.questions.tasks import Hub, hash_of, is_file_name, is_in_split, reward_parts
-from engine.questions.user_file import naming_mistakes
 
 FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id (owner/name)"
 NONE_FITS = "no {} question fits: each holds a special token, or its prompt more than {:,} tokens, "
@@ -33,7 +33,7 @@ NONE_FITS += "the model's context less {}.max_new_gen_tokens: lower that"
 
 
 def load_questions(
-    task: ModuleType,
+    task: Task,
     config: Config,
     *,
     tokenizer: PreTrainedTokenizerFast,
@@ -53,8 +53,7 @@ def load_questions(
     validation = load(settings.eval, "validation", num_examples=num, seed=0, exclude=[])
     # Equal questions would narrow the interval.
     validation = [*{task.question_key(row): row for row in validation}.values()]
-    if hasattr(task, "max_completion_length"):  # the functions of task.reward get it
-        task.max_completion_length = config.training.max_new_gen_tokens
+    task.max_completion_length = config.training.max_new_gen_tokens
     try:
         check_functions(task, validation[0], options=settings)
     except ValueError as error:  # the same on all ranks, of which one prints it
@@ -94,17 +93,17 @@ def load_questions(
     return fitting, stream
 
 
-def check_functions(task: ModuleType, example: dict, *, options: TaskSettings) -> None:
+def check_functions(task: Task, example: dict, *, options: TaskSettings) -> None:
     """Try a task's functions on a question; ValueError if they return what no run can use."""
-    with naming_mistakes(task.__file__, task.generate_prompt, example):
+    with naming_mistakes(task.file, task.generate_prompt, example):
         prompt = task.generate_prompt(copy.deepcopy(example), options=options)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     texts = [isinstance(m, dict) and m.get("role") and m.get("content") for m in messages or [0]]
     if not all(isinstance(text, str) and text for text in texts):
         wanted = 'a text or a list of chat messages such as {"role": "user", "content": "..."}'
         problem = f"generate_prompt must return {wanted}, not {prompt!r:.80}"
-        raise ValueError(f"{task.__file__}: {problem}")
-    if not hasattr(task, "Environment"):
+        raise ValueError(f"{task.file}: {problem}")
+    if task.Environment is None:
         reward_parts(task, [[""]], [example], options, [[None]])
 
 
@@ -148,7 +147,7 @@ class QuestionStream:
 
 
 def load_examples(
-    task: ModuleType,
+    task: Task,
     source: str,
     split: str,
     *,
@@ -166,16 +165,15 @@ def load_examples(
     questions are drawn by `seed`; None takes all, or as many generated ones as the task chooses.
     Raises ValueError of one line with the source and the fix in it.
     """
-    for package in getattr(task, "PACKAGES", ()):
-        import_package(package, key=f"task.name = {Path(task.__file__).stem}")
-    generate = getattr(task, "generate_questions", None)
-    load = generate if source == "generated" else None
-    if hasattr(task, "load_examples"):  # the task has its own way to load
+    for package in task.PACKAGES:
+        import_package(package, key=f"task.name = {Path(task.file).stem}")
+    load = task.generate_questions if source == "generated" else None
+    if task.load_examples is not None:  # the task has its own way to load
         load = functools.partial(task.load_examples, source, held_out=held_out)
     if load is None:
-        hub = getattr(task, "HUB", Hub())
+        hub = task.HUB or Hub()
         is_divided = held_out and (hub.divides_train or is_file_name(source))
-        choices = filter(None, [generate and "generated", hub.usual_id, FILE_OR_HUB])
+        choices = filter(None, [task.generate_questions and "generated", hub.usual_id, FILE_OR_HUB])
         table = load_table(
             source,
             columns=[*task.EXAMPLE_ROW],
@@ -195,19 +193,19 @@ def load_examples(
         if num_examples is not None and num_examples < len(rows):
             rows = random.Random(seed).sample(rows, num_examples)
     else:
-        with naming_mistakes(task.__file__, load, split, passes=ValueError):  # what it says itself
+        with naming_mistakes(task.file, load, split, passes=ValueError):  # what it says itself
             rows = load(
                 split, options=options, num_examples=num_examples, seed=seed, exclude=exclude
             )
     if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)):
-        name = "load_examples" if hasattr(task, "load_examples") else "generate_questions"
-        raise ValueError(f"{task.__file__}: {name} must return a list of dicts, parse_row a dict")
+        name = "load_examples" if task.load_examples else "generate_questions"
+        raise ValueError(f"{task.file}: {name} must return a list of dicts, parse_row a dict")
     return rows
 
 
-def part_of(rows: list[dict], split: str, task: ModuleType, num_examples: int) -> list[dict]:
+def part_of(rows: list[dict], split: str, task: Task, num_examples: int) -> list[dict]:
     """The rows of a split, if both splits have the same rows."""
-    if not hasattr(task, "HOLDS_OUT_NUM_EXAMPLES"):
+    if not task.functions:  # they hold out as many as are asked for, not 1 question in 8
         return [row for row in rows if is_in_split(task.question_key(row), split)]
     if split == "train":
         return rows  # those of validation were excluded
@@ -298,13 +296,13 @@ def as_number(cell: str) -> int | float | None:
 
 def parse_table(
     table: list[dict] | list[str],
-    task: ModuleType,
+    task: Task,
     source: str,
     options: TaskSettings,
     log: Log = no_log,
 ) -> list[dict]:
     """The example in each row of the table; ValueError for the first row without one."""
-    if hasattr(task, "reward_groups") and source.lower().endswith(".csv") and table:
+    if task.functions and source.lower().endswith(".csv") and table:
         table = with_numbers(table, log)
     rows: list[dict] = []
     for number, row in enumerate(table, start=1):
@@ -316,7 +314,7 @@ def parse_table(
                 found = ", ".join(map(str, row))
                 raise ValueError(f"no column {' and '.join(missing)} among {found}")
             row = {name: row[name] for name in task.EXAMPLE_ROW or row}
-            with naming_mistakes(task.__file__, task.parse_row, row, passes=ValueError):
+            with naming_mistakes(task.file, task.parse_row, row, passes=ValueError):
                 row = task.parse_row(row, options=options)
         except (ValueError, RecursionError) as error:
             example = task.EXAMPLE_ROW and f"; rows must look like {json.dumps(task.EXAMPLE_ROW)}"

@@ -2,20 +2,20 @@
 
 import copy
 import re
-from types import ModuleType
 
 from engine.core.config import TaskSettings
 from engine.core.text import plain
-from engine.questions.user_file import naming_mistakes
+from engine.core.user_file import naming_mistakes
+from engine.questions.contract import Task
 
 
-def pose(example: dict, *, task: ModuleType, options: TaskSettings) -> list[dict] | str:
+def pose(example: dict, *, task: Task, options: TaskSettings) -> list[dict] | str:
     """The task's prompt for a question, with the words of the config if it has any.
 
     task.prompt replaces the plain text or the user's message. task.system_prompt becomes the system
     message, or the beginning of a plain text. An assistant prefix stays.
     """
-    with naming_mistakes(task.__file__, task.generate_prompt, example):
+    with naming_mistakes(task.file, task.generate_prompt, example):
         messages = task.generate_prompt(copy.deepcopy(example), options=options)  # it may change it
     texts = (options.system_prompt, options.prompt)
     system, prompt = (None if text is None else fill(text, example) for text in texts)
@@ -29,9 +29,9 @@ def pose(example: dict, *, task: ModuleType, options: TaskSettings) -> list[dict
     return messages
 
 
-def question_text(example: dict, *, task: ModuleType, options: TaskSettings) -> str:
+def question_text(example: dict, *, task: Task, options: TaskSettings) -> str:
     """What a person reads of a question; with task.reward it is what the model is asked."""
-    if not hasattr(task, "reward_groups"):
+    if not task.functions:
         return plain({key: value for key, value in example.items() if key != "answer"})
     posed = pose(example, task=task, options=options)
     return posed if isinstance(posed, str) else posed[-1]["content"]

@@ -5,13 +5,13 @@ import inspect
 import math
 import re
 from collections.abc import Sequence
-from types import ModuleType
 
 from transformers import PreTrainedTokenizerFast as Tokenizer
 from transformers.utils import get_json_schema
 
 from engine.core.config import TaskSettings
 from engine.core.types import Completion
+from engine.questions.contract import Task
 from engine.questions.messages import assistant_prefix, pose
 
 QUESTION = {"role": "user", "content": "A made-up question."}
@@ -19,7 +19,7 @@ TURN = {"role": "assistant", "content": "A made-up turn."}
 
 
 def encode_prompts(
-    examples: list[dict], *, task: ModuleType, options: TaskSettings, tokenizer: Tokenizer
+    examples: list[dict], *, task: Task, options: TaskSettings, tokenizer: Tokenizer
 ) -> list[list[int]]:
     texts, adds = render_prompts(examples, task=task, options=options, tokenizer=tokenizer)
     if not texts:  # a rank without validation questions; the tokenizer would raise IndexError
@@ -31,7 +31,7 @@ def encode_prompts(
 
 
 def prompt_length(
-    example: dict, *, task: ModuleType, options: TaskSettings, tokenizer: Tokenizer
+    example: dict, *, task: Task, options: TaskSettings, tokenizer: Tokenizer
 ) -> float:
     """The tokens of a question's prompt; infinite if it holds a special one, which ends a turn."""
     prompt = pose(example, task=task, options=options)
@@ -45,7 +45,7 @@ def prompt_length(
 
 
 def render_prompts(
-    examples: list[dict], *, task: ModuleType, options: TaskSettings, tokenizer: Tokenizer
+    examples: list[dict], *, task: Task, options: TaskSettings, tokenizer: Tokenizer
 ) -> tuple[list[str], bool]:
     """The text of each question's prompt, and whether the tokenizer must add special tokens."""
     prompts = [pose(example, task=task, options=options) for example in examples]
@@ -83,15 +83,15 @@ def render_prompt(
 
 
 @functools.cache
-def tool_schemas(task: ModuleType) -> list[dict]:
+def tool_schemas(task: Task) -> list[dict]:
     """The tools of the task's Environment, its public methods, as a chat template tells of them."""
-    environment = task.Environment() if hasattr(task, "Environment") else None
+    environment = task.Environment() if task.Environment is not None else None
     methods = inspect.getmembers(type(environment), inspect.isfunction)
     names = [name for name, _ in methods if not re.match("_|(reset|respond|get_reward)$", name)]
     try:
         return [get_json_schema(getattr(environment, name)) for name in names]
     except Exception as error:  # of types that transformers does not export
-        raise ValueError(f"{task.__file__}: Environment: {error}") from error
+        raise ValueError(f"{task.file}: Environment: {error}") from error
 
 
 def apply_template(chat: list[dict], tokenizer: Tokenizer, tools: Sequence[dict]) -> str:

@@ -17,14 +17,9 @@ import numpy as np
 from pydantic import model_validator
 
 from engine.core.config import ConfigError, Section, TaskSettings
+from engine.core.user_file import RewardError, find_function, line_of, naming_mistakes
+from engine.questions.contract import Task, is_reward
 from engine.questions.messages import pose
-from engine.questions.user_file import (
-    RewardError,
-    find_function,
-    is_reward,
-    line_of,
-    naming_mistakes,
-)
 
 TIMEOUT = "timeout"  # the part that says which calls took too long
 
@@ -56,10 +51,8 @@ def form_of(columns: dict[str, Any]) -> str:
     return " (each completion is a list of messages, since the rows' column prompt holds messages)"
 
 
-class RewardTask:
-    """What a task's module is to a run, made of reward functions and the rows that they judge."""
-
-    HOLDS_OUT_NUM_EXAMPLES = True  # of one source for both splits, in place of 1 question in 8
+class RewardTask(Task):
+    """A task made of reward functions and the rows that they judge."""
 
     class Options(Section):
         @model_validator(mode="before")
@@ -71,13 +64,10 @@ class RewardTask:
             return values
 
     def __init__(self, functions: dict[str, tuple[str, Callable]]) -> None:
-        self.functions = functions  # by name: its file, and itself
-        self.__file__ = next(iter(functions.values()))[0]
         is_async = [inspect.iscoroutinefunction(function) for _, function in functions.values()]
-        self.REWARD_PARTS = (*functions, *[TIMEOUT] * any(is_async))
-        self.NAME = "+".join(functions)
-        self.REWARD_WEIGHTS = dict.fromkeys(functions, 1.0)
-        self.max_completion_length: int | None = None  # of the run
+        (file, _), *_ = functions.values()
+        super().__init__(file, {"REWARD_PARTS": (*functions, *[TIMEOUT] * any(is_async))})
+        self.functions = functions
         self.logged: dict[str, list[float]] = defaultdict(list)  # by log_metric, since last taken
 
     def parse_row(self, row: dict, *, options: TaskSettings) -> dict:

@@ -5,7 +5,6 @@ import functools
 import hashlib
 import importlib
 import inspect
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +25,8 @@ from engine.core.config import (
     as_reward,
 )
 from engine.core.text import show
-from engine.questions.user_file import RewardError, import_file, is_reward, line_of, naming_mistakes
+from engine.core.user_file import RewardError, import_file, line_of, naming_mistakes
+from engine.questions.contract import Task, is_reward
 
 FILE_FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 # How task.reward names functions: my_rewards:f, my_rewards:[f, g] or [my_rewards:f, lengths:g].
@@ -34,30 +34,28 @@ OF_ONE_FILE = r"[\w.]+:(?:\w+|\[\s*\w+(?:\s*,\s*\w+)*\s*\])"
 REWARD_FORM = re.compile(rf"{OF_ONE_FILE}|\[\s*{OF_ONE_FILE}(?:\s*,\s*{OF_ONE_FILE})*\s*\]")
 
 
-def load_task(name: str) -> ModuleType:
+def load_task(name: str) -> Task:
     """A task of the checkout, <name>.py in the current folder, or functions (my_rewards:f)."""
     own_file = Path.cwd() / f"{name}.py"
     if name in built_in_tasks():
-        module = importlib.import_module(name if name == "countdown" else f"tasks.{name}")
-    elif ":" in str(name):
+        return task_of(importlib.import_module(name if name == "countdown" else f"tasks.{name}"))
+    if ":" in str(name):
         from engine.questions.reward_functions import make_task  # off by default
 
-        module = make_task(functions_in(check_form(name)))
-    elif own_file.stem == name and own_file.is_file():
-        module = import_file(own_file)
-    else:
-        choices = f"{', '.join(built_in_tasks())}, or the name of a .py file in {Path.cwd()}"
-        raise ConfigError([f"task.name = {show(name):.80}: must be one of {choices}"])
-    defaults = {"EXAMPLE_ROW": {}, "parse_row": parse_row, "question_key": question_key}
-    defaults["REWARD_PARTS"] = ("answer",)  # where the reward is a number
-    if not hasattr(module, "Environment"):
-        defaults["extract_answer"] = functools.partial(answer_or_text, module)
-    for key, default in defaults.items():
-        if not hasattr(module, key):
-            setattr(module, key, default)
-    if problems := list(problems_of_task(module)):
-        raise ConfigError([f"{module.__file__}: {problem}" for problem in problems])
-    return module
+        return make_task(functions_in(check_form(name)))
+    if own_file.stem == name and own_file.is_file():
+        return task_of(import_file(own_file))
+    choices = f"{', '.join(built_in_tasks())}, or the name of a .py file in {Path.cwd()}"
+    raise ConfigError([f"task.name = {show(name):.80}: must be one of {choices}"])
+
+
+@functools.cache
+def task_of(module: ModuleType) -> Task:
+    """The task that a module defines; ConfigError if it lacks what each task needs."""
+    task = Task(module.__file__, vars(module))
+    if problems := list(problems_of_task(task)):
+        raise ConfigError([f"{task.file}: {problem}" for problem in problems])
+    return task
 
 
 def functions_in(reward: str) -> list[str]:
@@ -84,55 +82,28 @@ def built_in_tasks() -> list[str]:
     return [path.stem for path in paths if pays.search(path.read_text("utf-8"))]
 
 
-# What a task is given that it does not define, beside EXAMPLE_ROW (all columns) and REWARD_PARTS
-
-
-def parse_row(row: dict, *, options: TaskSettings) -> dict:
-    return row
-
-
-def question_key(example: dict) -> str:
-    """The whole row, whatever the order of its columns."""
-    return json.dumps(example, sort_keys=True, default=repr)
-
-
-def answer_or_text(
-    task: ModuleType, completion: str, example: dict, *, options: TaskSettings
-) -> str | None:
-    """What the reward read, if reward_function returns that as `read`; else the text."""
-    read = completion.strip()
-    if hasattr(task, "reward_function"):
-        question = copy.deepcopy(example)
-        paid = task.reward_function(completion, question, options=options, num_tokens=0)
-        read = paid.get("read", read) if isinstance(paid, dict) else read
-    return None if read is None else str(read) or None
-
-
-def problems_of_task(module: ModuleType) -> Iterator[str]:
+def problems_of_task(task: Task) -> Iterator[str]:
     """A line for each thing that is missing or wrong in a task's module."""
-    payers = ("Environment", "reward_function", "reward_groups")
-    pays = any(hasattr(module, name) for name in payers)
-    for name in ("generate_prompt", *(() if pays else ("reward_function",))):
-        if not hasattr(module, name):
-            yield f"a task must define {name}; tasks/template.py shows how"
-    for name, method in vars(getattr(module, "Environment", object)).items():
+    needed = {"generate_prompt": task.generate_prompt}
+    needed["reward_function"] = task.reward_function or task.Environment
+    for name in (name for name, function in needed.items() if function is None):
+        yield f"a task must define {name}; tasks/template.py shows how"
+    for name, method in vars(task.Environment or object).items():
         if inspect.iscoroutinefunction(method):
             yield f"Environment.{name} must not be async"
-    parts = module.REWARD_PARTS
-    if not (isinstance(parts, tuple) and ("answer" in parts or hasattr(module, "reward_groups"))):
+    if not isinstance(task.REWARD_PARTS, tuple) or "answer" not in task.REWARD_PARTS:
         yield 'REWARD_PARTS must be a tuple of names with "answer" among them, such as ("answer",)'
-    options = getattr(module, "Options", Section)
-    if not issubclass(options, Section):
+    if not issubclass(task.Options, Section):
         yield "Options must inherit from Section in engine/core/config.py"
         return
-    for key, field in options.model_fields.items():
+    for key, field in task.Options.model_fields.items():
         if field.is_required() or key in TaskSettings.model_fields:
             shared = ", ".join(TaskSettings.model_fields)
             yield f"Options.{key} needs a default, and a name other than {shared}"
 
 
 def reward_parts(
-    task: ModuleType,
+    task: Task,
     texts: list[list[str]],
     examples: list[dict],
     options: TaskSettings,
@@ -143,7 +114,7 @@ def reward_parts(
     `groups` are the Completions of these texts (their module imports torch), [[None]] to try it. A
     part that does not apply to a completion is None.
     """
-    if hasattr(task, "reward_groups"):  # the functions of task.reward
+    if task.reward_groups is not None:
         return task.reward_groups(texts, examples, options=options, groups=groups)
     return [
         [parts_of(task, text, example, options, c) for text, c in zip(of_group, group, strict=True)]
@@ -157,15 +128,15 @@ def total_reward(parts: dict[str, float | None], weights: dict[str, float]) -> f
 
 
 def parts_of(
-    task: ModuleType, text: str, example: dict, options: TaskSettings, completion: Any
+    task: Task, text: str, example: dict, options: TaskSettings, completion: Any
 ) -> dict[str, float]:
     """What reward_function and Environment pay for a completion; a number is the part `answer`."""
     parts, payer = {}, "get_reward"
-    if hasattr(task, "reward_function"):
+    if task.reward_function is not None:
         payer, num_tokens = "reward_function", len(completion.token_ids) if completion else 0
         # The function gets a copy: a change of the question would stay for the whole run.
         question = copy.deepcopy(example)
-        with naming_mistakes(task.__file__, task.reward_function, example):
+        with naming_mistakes(task.file, task.reward_function, example):
             parts = task.reward_function(text, question, options=options, num_tokens=num_tokens)
         parts = {"answer": parts} if is_reward(parts) else parts
     if completion and completion.conversation and isinstance(parts, dict):
@@ -175,33 +146,33 @@ def parts_of(
         if not is_reward(value):
             wanted = f"must return a dict with a number for each of {', '.join(task.REWARD_PARTS)}"
             found = f"not {parts!r:.80}: {name} is missing or no finite number"
-            where = line_of(task.__file__, function=getattr(task, payer, None))
+            where = line_of(task.file, function=task.reward_function)
             raise RewardError(f"{where}: {payer} {wanted}, {found}: question {example!r:.200}")
     return {name: float(parts[name]) for name in task.REWARD_PARTS}
 
 
-def read_answer(task: ModuleType, text: str, example: dict, options: TaskSettings) -> str | None:
+def read_answer(task: Task, text: str, example: dict, options: TaskSettings) -> str | None:
     """The answer in a completion; None if there is none, or the task reads none."""
-    if not hasattr(task, "extract_answer"):
+    if task.extract_answer is None:
         return None
-    with naming_mistakes(task.__file__, task.extract_answer, example):
+    with naming_mistakes(task.file, task.extract_answer, example):
         return task.extract_answer(text, example, options=options)
 
 
-def default_weights(task: ModuleType) -> dict[str, float]:
+def default_weights(task: Task) -> dict[str, float]:
     """What the parts of its reward weigh, as the task says."""
-    return getattr(task, "REWARD_WEIGHTS", TaskSettings().reward_weights)
+    return dict.fromkeys(task.functions, 1.0) or TaskSettings().reward_weights
 
 
 @functools.cache
-def schema(task: ModuleType) -> type[Config]:
+def schema(task: Task) -> type[Config]:
     """Config with the task's own keys and the parts of its reward in the task section."""
     weights = default_weights(task)
     defaults = {part: weights.get(part, 0.0) for part in task.REWARD_PARTS}
     settings = create_model(
         "TaskSettings",
-        __base__=(task.Options, TaskSettings) if hasattr(task, "Options") else TaskSettings,
-        name=(Text, getattr(task, "NAME", TaskSettings().name)),
+        __base__=(task.Options, TaskSettings),
+        name=(Text, "+".join(task.functions) or TaskSettings().name),
         reward_weights=(dict[Literal[task.REWARD_PARTS], Weight], defaults),
     )
     return create_model("Config", __base__=Config, task=(settings, settings()))

@@ -1,7 +1,6 @@
 """What an evaluation measures: of training's, and by mode=evaluate alone."""
 
 import math
-from types import ModuleType
 
 import numpy as np
 
@@ -15,11 +14,12 @@ from engine.core.statistics import (
     solve_rates,
 )
 from engine.core.types import Groups
+from engine.questions.contract import Task
 from engine.questions.tasks import read_answer
 
 
 def evaluation_metrics(
-    groups: Groups, task: ModuleType, validation: ValidationSettings, world: World
+    groups: Groups, task: Task, validation: ValidationSettings, world: World
 ) -> dict[str, float]:
     """pass@k, lengths and shares over all questions, from this rank's groups."""
     num_questions = int(world.sum([len(groups)]))
@@ -32,7 +32,7 @@ def evaluation_metrics(
         "eval/completion_tokens": (num_tokens, len(sampled)),
         "eval/truncated_frac": (sum(t.completion.truncated for t in sampled), len(sampled)),
     }
-    if hasattr(task, "Environment"):
+    if task.Environment is not None:
         metrics["eval/turns"] = (sum(t.completion.num_turns for t in sampled), len(sampled))
     rates = solve_rates(solved, validation.reported_k)
     rates |= mean_rewards(groups, task.REWARD_PARTS, num_questions, world)
@@ -69,7 +69,7 @@ def mean_of(paid: list[float | None]) -> float:
 
 
 def single_answer_metrics(
-    task: ModuleType,
+    task: Task,
     options: TaskSettings,
     questions: list[dict],
     groups: Groups,
@@ -83,14 +83,14 @@ def single_answer_metrics(
     mine = world.share(questions)
     answers = [trajectory for (trajectory,) in greedy]
     solved = {}
-    if hasattr(task, "extract_answer"):
+    if task.extract_answer is not None:
         solved["majority"] = []
         for group, example in zip(groups, mine, strict=True):
             votes = [read_answer(task, t.text, example, options) for t in group]
             chosen = majority_sample(votes)
             solved["majority"].append(chosen is not None and group[chosen].is_solved)
     solved["greedy"] = [t.is_solved for t in answers]
-    if hasattr(task, "is_lenient_solved"):
+    if task.is_lenient_solved is not None:
         solved["strict"] = solved["greedy"]
         solved["lenient"] = [
             not t.completion.is_broken and task.is_lenient_solved(t.text, example, options=options)

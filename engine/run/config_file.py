@@ -142,7 +142,7 @@ def check_paths(config: Config) -> None:
     """Raise ConfigError for files and folders that are missing."""
     values, lines = dotted_values(config), []
     sources = ["task.eval", *["task.train"] * (config.mode == "train")]
-    if hasattr(load_task(config.task.code), "load_examples"):
+    if load_task(config.task.code).load_examples is not None:
         sources = []  # the task says what a source is
     for key in sources:
         if values[key] and is_file_name(values[key]) and not Path(values[key]).exists():

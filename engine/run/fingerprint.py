@@ -8,7 +8,6 @@ import json
 import socket
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import torch
 import transformers
@@ -20,8 +19,9 @@ from engine.core.config import Config, ConfigError, TrainingSettings, dotted_val
 from engine.core.distributed import World
 from engine.core.hub import reach_hub
 from engine.core.text import show
+from engine.core.user_file import find_function
 from engine.model.load import one_line_errors
-from engine.questions.user_file import find_function
+from engine.questions.contract import Task
 from engine.run.folder import run_name
 
 MODEL_FILES = "the files of model.name"  # where a checkpoint keeps what `of_model` says
@@ -89,9 +89,9 @@ def of_sources() -> dict[str, str]:
     }
 
 
-def of_own_code(task: ModuleType, training: TrainingSettings) -> str:
+def of_own_code(task: Task, training: TrainingSettings) -> str:
     """A hash of the files of the task, of its reward and of an algorithm of the user's own."""
-    files = {task.__file__, *(file for file, _ in getattr(task, "functions", {}).values())}
+    files = {task.file, *(file for file, _ in task.functions.values())}
     names = {"training.advantage": training.advantage, "training.policy_loss": training.policy_loss}
     files |= {find_function(name, key)[0] for key, name in names.items() if ":" in name}
     content = b"".join(Path(file).read_bytes() for file in sorted(files))

@@ -47,7 +47,7 @@ def step_metrics(run: Run, groups: Groups, update: Update, clock: Clock) -> dict
 
 def logged_by_rewards(run: Run, split: str) -> dict[str, float]:
     """The mean over all ranks of what the functions of task.reward have given to log_metric."""
-    if not hasattr(run.task, "take_logged"):
+    if not run.task.functions:
         return {}
     sums: dict[str, np.ndarray] = {}
     for logged in run.world.gather(run.task.take_logged()):
@@ -151,7 +151,7 @@ def samples_of(run: Run, groups: Groups, questions: list[dict], *, split: str) -
 
 def gold_of(run: Run, question: dict) -> dict | str:
     """Where no key is called answer: the question itself, as Countdown's numbers and target."""
-    return text_of(run, question) if hasattr(run.task, "reward_groups") else question
+    return text_of(run, question) if run.task.functions else question
 
 
 def text_of(run: Run, question: dict) -> str:

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from engine.core.config import ConfigError
 from engine.core.text import error_line
-from engine.questions.user_file import RewardError
+from engine.core.user_file import RewardError
 
 
 def outlive_terminal() -> None:

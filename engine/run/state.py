@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TextIO
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 from engine.core.config import Config, ConfigError
 from engine.core.distributed import World
 from engine.model.policy import Policy
+from engine.questions.contract import Task
 from engine.questions.data import QuestionStream
 from engine.questions.tasks import built_in_tasks
 from engine.report.metrics import mean_of_last, signs_of_collapse
@@ -69,7 +69,7 @@ class Run:
     config: Config
     world: World
     logger: Any  # logger.py's Logger, which main.py makes
-    task: ModuleType
+    task: Task
     policy: Policy
     validation_questions: list[dict]
     stream: QuestionStream | None = None  # of training questions
@@ -101,7 +101,7 @@ class Run:
         if len(validation) < world.size:
             raise ConfigError([f"{len(validation)} validation questions for {world.size} ranks"])
         self.rests_on["the questions of task.train and task.eval"] = mine
-        if hasattr(self.task, "Environment"):
+        if self.task.Environment is not None:
             from engine.sampling.environment import check_environment
 
             check_environment(self.task, self.config, self.policy.tokenizer, validation[0])

@@ -9,7 +9,6 @@ import functools
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,9 +18,10 @@ from engine.core.config import Config
 from engine.core.statistics import Clock
 from engine.core.tensors import seeded
 from engine.core.types import PromptBatch, SamplingParams, Seed
+from engine.core.user_file import RewardError
 from engine.questions import prompts
+from engine.questions.contract import Task
 from engine.questions.messages import assistant_prefix, pose
-from engine.questions.user_file import RewardError
 
 REPLY = "A made-up reply."
 LONGEST_TOKEN = 64  # characters; a reply that cannot fit is cut before it is tokenised
@@ -34,7 +34,7 @@ TURN_FORM = {"start_anchor_pattern": r"\A", "fields": FIELDS}
 
 def start_conversations(
     policy: Any,  # model/policy.py's Policy
-    task: ModuleType,
+    task: Task,
     config: Config,
     questions: list[dict],
     seeds: list[Seed],
@@ -67,7 +67,7 @@ def start_conversations(
 class Conversation:
     """The tool of a row that replies to each turn of the model: its environment."""
 
-    task: ModuleType
+    task: Task
     turns: "Turns"
     question: dict
     prompt_ids: list[int]
@@ -135,20 +135,20 @@ class Conversation:
         return result
 
     def error(self, method: str, problem: str) -> RewardError:
-        name = f"{self.task.__file__}: {type(self.environment).__name__}.{method}"
+        name = f"{self.task.file}: {type(self.environment).__name__}.{method}"
         return RewardError(f"{name} {' '.join(problem.split())}: question {self.question!r:.200}")
 
 
 def check_environment(
-    task: ModuleType, config: Config, tokenizer: PreTrainedTokenizerFast, question: dict
+    task: Task, config: Config, tokenizer: PreTrainedTokenizerFast, question: dict
 ) -> None:
     """Raise ValueError of one line, with the fix, if the task's Environment cannot be played."""
     for problem in problems_of_environment(task, config, tokenizer, question):
-        raise ValueError(f"{task.__file__}: Environment {problem}")
+        raise ValueError(f"{task.file}: Environment {problem}")
 
 
 def problems_of_environment(
-    task: ModuleType, config: Config, tokenizer: PreTrainedTokenizerFast, question: dict
+    task: Task, config: Config, tokenizer: PreTrainedTokenizerFast, question: dict
 ) -> Iterator[str]:
     """The first is the one to mend: what comes later may rest on it."""
     environment, model = task.Environment(), tokenizer.name_or_path
@@ -156,7 +156,7 @@ def problems_of_environment(
     prompt = pose(question, task=task, options=config.task)
     if not hasattr(environment, "reset"):
         yield "has no reset: write def reset(self, **example)"
-    if not hasattr(environment, "get_reward") and not hasattr(task, "reward_function"):
+    if not hasattr(environment, "get_reward") and task.reward_function is None:
         yield "has no get_reward, and the task no reward_function: write one of them"
     if config.sampling.calculator:
         yield "replies alone: write sampling.calculator=null"
@@ -182,7 +182,7 @@ def problems_of_environment(
 class Turns:
     """How a model's chat template writes replies, and how the model writes calls of tools."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, task: ModuleType):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, task: Task):
         self.tokenizer, tools = tokenizer, prompts.tool_schemas(task)
         self.end_id = prompts.end_of_turn(tokenizer)  # this token asks for a reply
         self.end = tokenizer.convert_ids_to_tokens(self.end_id)

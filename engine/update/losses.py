@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.core.config import TrainingSettings
 from engine.core.types import MicroBatch, Trajectory
-from engine.questions.user_file import RewardError
+from engine.core.user_file import RewardError
 
 KL_LOG_RATIO_LIMIT = 10.0  # its exponential is 22,026; an unlimited one overflows
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.core.config import Config
 from engine.core.types import MicroBatch, Trajectory
-from engine.questions.user_file import RewardError, find_function, line_of, naming_mistakes
+from engine.core.user_file import RewardError, find_function, line_of, naming_mistakes
 
 
 def own_advantages(name: str, rewards: Tensor, groups: list[list[Trajectory]]) -> Tensor:

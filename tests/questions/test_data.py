@@ -152,7 +152,7 @@ def test_what_cannot_be_asked_is_left_out_with_a_count(tmp_path, tokenizer, temp
         example["question"] += " Again."
         return generate_prompt(example, **settings)
 
-    monkeypatch.setattr(gsm8k, "generate_prompt", change)
+    monkeypatch.setattr(load_task("gsm8k"), "generate_prompt", change)
     given = ["task.name=gsm8k", f"task.train={train}", f"task.eval={evaluation}"]
     given += ["task.shuffle=false", "task.system_prompt=Hello<|end|>"]  # the task's own words stay
     validation, training, logged = questions_for(templated, *given, context=1024)

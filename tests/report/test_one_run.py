@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 from harness import ROOT, arguments, grade_by_text, read_jsonl, read_rows, seed
 
-import countdown
 import main
+from engine.questions.tasks import load_task
 from engine.run.config_file import load_config
 
 TINY = ROOT / "tiny"  # gives answers to vote on
@@ -55,8 +55,8 @@ def run(tmp_path_factory) -> SimpleNamespace:
 
     with pytest.MonkeyPatch.context() as patch:
         grade_by_text(patch)
-        by_text = countdown.reward_function
-        patch.setattr(countdown, "reward_function", spoil)
+        by_text = load_task("countdown").reward_function
+        patch.setattr(load_task("countdown"), "reward_function", spoil)
         patch.setattr(main, "evaluation_metrics", measure_before_training)
         output = run_main(*arguments(parent, TINY, *SIZES))
         before = files_of(folder)

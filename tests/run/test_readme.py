@@ -17,6 +17,7 @@ from harness import ROOT, USERS_ENVIRONMENT, make_config, make_policy, make_row
 
 import countdown
 from engine.questions.prompts import encode_prompts
+from engine.questions.tasks import load_task
 from engine.run.config_file import combine
 from main import CompletionScorer, assign_advantages, k_best_mask
 from tools.page import PART_BYTES
@@ -85,7 +86,7 @@ def test_the_example_by_numbers_is_what_main_computes():
     assert "\n".join(message["content"] for message in prompt) + "\n" in posed
     policy = make_policy(ROOT / "tiny")
     (prompt_ids,) = encode_prompts(
-        [question], task=countdown, options=config.task, tokenizer=policy.tokenizer
+        [question], task=load_task("countdown"), options=config.task, tokenizer=policy.tokenizer
     )
     group, log_probs = [], []
     for text in texts:

@@ -21,7 +21,7 @@ from transformers import Qwen2ForCausalLM
 import main
 from engine.core.statistics import Clock
 from engine.core.types import Trajectory
-from engine.questions.user_file import RewardError
+from engine.core.user_file import RewardError
 from engine.run.state import Run
 from engine.sampling.environment import Conversation, Turns, check_environment, start_conversations
 

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable
-from types import ModuleType
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from harness import ENVIRONMENT, ROOT, make_config, seed
 from engine.core.config import Config, ConfigError
 from engine.core.types import Completion
 from engine.model.policy import Policy
+from engine.questions.contract import Task
 from engine.questions.prompts import completion_text
 from tools import chat
 
@@ -34,7 +34,7 @@ def ask(call) -> Callable[..., tuple[int, str, str]]:
     return ask_lines
 
 
-def load_tiny(*overrides: str) -> tuple[Policy, ModuleType]:
+def load_tiny(*overrides: str) -> tuple[Policy, Task]:
     return chat.load_chat(config_of([*TINY, *overrides]))
 
 

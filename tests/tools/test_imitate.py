@@ -26,15 +26,15 @@ from huggingface_hub import ModelCard
 from reference import ROUNDING, Recorder, distance, row_log_probs
 from transformers import AutoModelForCausalLM
 
-import countdown
 from engine.core.distributed import World
 from engine.questions.prompts import encode_prompts
-from engine.questions.tasks import is_in_split
+from engine.questions.tasks import is_in_split, load_task
 from engine.run.state import Run, State
 from engine.update.outcome import Outcome, Update
 from main import build_run
 from tools import imitate
 
+COUNTDOWN = load_task("countdown")
 TRAIN = [n for n in NUMBERS if is_in_split(f"[{n}] {n}", "train")]
 HELD_OUT = [n for n in NUMBERS if n not in TRAIN]
 STEPS = ["--steps=3", "--learning-rate=2e-3"]
@@ -66,7 +66,7 @@ def choose(folder: Path, file: Path, *, only_solved: bool = False, log: list | N
     questions = [{"nums": [n], "target": n} for n in HELD_OUT]
     run = make_run(make_policy(folder, *settings), config, questions=questions)
     run.logger.info = (log if log is not None else []).append
-    rows = imitate.read_answers(countdown, config, str(file))
+    rows = imitate.read_answers(COUNTDOWN, config, str(file))
     return imitate.choose_answers(run, rows, str(file), only_solved=only_solved), run
 
 
@@ -149,10 +149,10 @@ def test_its_gradient_is_that_of_the_cross_entropy_row_by_row(
     run = build_run(imitate.imitating(Namespace(**asked)))
     model, recorder = copy.deepcopy(run.policy.model), Recorder(run.policy.model)
     run.optimizer = recorder
-    read = imitate.read_answers(countdown, run.config, str(file))
+    read = imitate.read_answers(COUNTDOWN, run.config, str(file))
     chosen = imitate.choose_answers(run, read, str(file), only_solved=False)
     imitate.imitate(run, chosen)
-    how = {"task": countdown, "options": run.config.task, "tokenizer": run.policy.tokenizer}
+    how = {"task": COUNTDOWN, "options": run.config.task, "tokenizer": run.policy.tokenizer}
     assert [t.prompt_ids for t in chosen] == encode_prompts(rows, **how)  # as RL's
     num_tokens = sum(len(run.policy.tokenizer.encode(text)) + 1 for text in texts)  # and ends
     loss = -sum(row_log_probs(model, t).sum() for t in chosen)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import alone, make_config, make_row, make_rows
 
-from engine.questions.user_file import RewardError
+from engine.core.user_file import RewardError
 from engine.report.metrics import rollout_metrics
 from engine.update import losses
 from main import assign_advantages, grpo_advantages, k_best_mask

@@ -11,13 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
-
 from engine import ROOT
 from engine.core.config import ConfigError
-
-NUMBER_TYPES = (int, float, np.integer, np.floating, np.bool_)
-MAX_REWARD = 1e30  # times a weight of at most 1e6 it is still finite in fp32
 
 
 class RewardError(ValueError):
@@ -93,8 +88,3 @@ def naming_mistakes(
         about = "" if question is None else f": question {question!r:.200}"
         form = form if re.search(r"\b(str|string|list)\b", str(error)) else ""
         raise RewardError(f"{where}: {problem}{form}{about}") from error
-
-
-def is_reward(value: object) -> bool:
-    """Whether it is a number that can be added up; NaN is none."""
-    return isinstance(value, NUMBER_TYPES) and abs(value) <= MAX_REWARD

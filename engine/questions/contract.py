@@ -1,0 +1,63 @@
+"""What a task may define, and what stands for the names that it leaves out: class Task."""
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from engine.core.config import Section, TaskSettings
+
+NUMBER_TYPES = (int, float, np.integer, np.floating, np.bool_)
+MAX_REWARD = 1e30  # times a weight of at most 1e6 it is still finite in fp32
+
+
+class Task:
+    """A task as a run uses it: what its module defines, and these where it defines nothing.
+
+    docs/tasks.md explains the names. Nothing is set on the module.
+    """
+
+    generate_prompt = None  # each task must define it, and one of the next two
+    reward_function = Environment = None
+    reward_groups = None  # pays whole groups, as task.reward's functions do
+    REWARD_PARTS: tuple[str, ...] = ("answer",)  # where the reward is a number
+    EXAMPLE_ROW: Mapping[str, Any] = MappingProxyType({})  # every column is kept
+    PACKAGES: tuple[str, ...] = ()
+    HUB = generate_questions = load_examples = parse_question = is_lenient_solved = None
+
+    class Options(Section):
+        """No keys of its own."""
+
+    def parse_row(self, row: dict, *, options: TaskSettings) -> dict:
+        return row
+
+    def question_key(self, example: dict) -> str:
+        """The whole row, whatever the order of its columns."""
+        return json.dumps(example, sort_keys=True, default=repr)
+
+    def extract_answer(self, completion: str, example: dict, *, options: TaskSettings) -> Any:
+        """What the reward read, if reward_function returns that as `read`; else the text."""
+        read = completion.strip()
+        if self.reward_function is not None:
+            question = copy.deepcopy(example)
+            paid = self.reward_function(completion, question, options=options, num_tokens=0)
+            read = paid.get("read", read) if isinstance(paid, dict) else read
+        return None if read is None else str(read) or None
+
+    def __init__(self, file: str, defined: Mapping[str, Any]) -> None:
+        """`defined` are the names of the module in the file."""
+        if "Environment" in defined:
+            self.extract_answer = None  # the text of a whole talk is no answer to vote for
+        names = [name for name in vars(Task) if not name.startswith("_")]
+        vars(self).update({name: defined[name] for name in names if name in defined})
+        self.file = file
+        self.functions: dict[str, tuple[str, Callable]] = {}  # of task.reward, by name: its file
+        self.max_completion_length: int | None = None  # in tokens, of the run
+
+
+def is_reward(value: object) -> bool:
+    """Whether it is a number that can be added up; NaN is none."""
+    return isinstance(value, NUMBER_TYPES) and abs(value) <= MAX_REWARD
