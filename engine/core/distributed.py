@@ -36,8 +36,6 @@ class World:
     @property
     def stop_signal(self) -> int:
         """The first of SIGTERM, SIGINT and SIGHUP that this rank got, 0 for none."""
-        if self.signals.pipe is not None:
-            self.signals.read(self.signals.pipe[0])
         return self.signals.first
 
     def sum(self, values: list[float] | np.ndarray | torch.Tensor) -> torch.Tensor:

@@ -1,18 +1,14 @@
 """Signals that end a run: a thread notes them at once, wherever the main thread is."""
 
-import contextlib
 import functools
 import os
-import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 
 HELD = (signal.SIGTERM, signal.SIGHUP)
 CAUGHT = (*HELD, signal.SIGINT)
-GRACE_S = 20.0  # for a reward that runs when a signal comes; torchrun kills after 30
 
 
 def leave_to_watch(number: int, frame: object) -> None:
@@ -55,56 +51,37 @@ class SignalWatch:
     def __init__(self, *, is_main: bool) -> None:
         self.is_main = is_main
         self.first, self.first_at_s = 0, 0.0  # 0 for none
-        self.reward_since_s: float | None = None  # while one runs
-        self.pipe: tuple[int, int] | None = None
-        self.lock = threading.Lock()
+        self.writer: int | None = None  # the end of the pipe that signals are written to
 
     def start(self) -> None:
         """Catch signals from here on."""
-        self.pipe = os.pipe()
-        for end in self.pipe:
-            os.set_blocking(end, False)
-        signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
+        reader, self.writer = os.pipe()
+        os.set_blocking(self.writer, False)
+        signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
         for number in CAUGHT:
             # `nohup` makes a process ignore SIGHUP, which comes when a terminal is closed.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, leave_to_watch)
-        threading.Thread(target=self.watch, args=(self.pipe[0],), daemon=True).start()
+        threading.Thread(target=self.watch, args=(reader,), daemon=True).start()
         # The thread gets it then. Processes that a reward starts inherit this.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
     def stop(self) -> None:
         """Signals end this process again."""
-        if self.pipe is None:
+        if self.writer is None:
             return
         signal.set_wakeup_fd(-1)
         let_held_signals_end()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        os.close(self.pipe[1])  # which ends the thread
-        self.pipe = None
+        os.close(self.writer)  # which ends the thread
+        self.writer = None
 
-    def watch(self, pipe: int) -> None:
-        """The thread: note signals as they come, and give up a reward that outlasts one."""
-        while True:
-            if select.select([pipe], [], [], 1.0)[0] and not self.read(pipe):
-                return os.close(pipe)
-            since_s = self.reward_since_s
-            if self.first and since_s is not None:
-                waited_s = time.monotonic() - max(since_s, self.first_at_s)
-                if waited_s > GRACE_S:
-                    problem = f"a reward has not returned {GRACE_S:.0f} s after the signal"
-                    print(f"{problem}: given up; the last checkpoint stays", file=sys.stderr)
-                    os._exit(128 + self.first)
-
-    def read(self, pipe: int) -> bool:
-        """Note what is in the pipe; False once its other end is closed."""
-        with self.lock, contextlib.suppress(BlockingIOError):
-            numbers = os.read(pipe, 1024)
-            for number in numbers:
-                self.note(number)
-            return bool(numbers)
-        return True
+    def watch(self, reader: int) -> None:
+        """The thread: note signals as they come, until the pipe's other end is closed."""
+        while number := os.read(reader, 1):
+            self.note(number[0])
+        os.close(reader)
 
     def note(self, number: int) -> None:
         """Keep the first signal; a second Ctrl-C, also after a SIGTERM, ends this process."""
@@ -116,12 +93,3 @@ class SignalWatch:
             self.first, self.first_at_s = number, now_s
             if number == signal.SIGINT and self.is_main:
                 print("\nsaving after this step; Ctrl-C again to quit at once", file=sys.stderr)
-
-    @contextlib.contextmanager
-    def patience(self) -> Iterator[None]:
-        """While a reward runs: 20 s after a signal it is given up, and the process ends."""
-        self.reward_since_s = time.monotonic()
-        try:
-            yield
-        finally:
-            self.reward_since_s = None
