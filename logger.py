@@ -7,6 +7,7 @@ Every rank makes a `Logger` and calls it in the same way; only rank 0 prints and
                      pandas.read_json("metrics.jsonl", lines=True)
     samples.jsonl    one sample per line: step, prompt, completion, reward, gold answer and others
     rollouts.jsonl   a few groups of a step with their tokens: engine/report/completions.py
+    completions.jsonl  all completions of some steps, if logging.completions_every is set
 
 A row is on disk when `log_metrics` returns, and a checkpoint is saved after that: the files never
 lack a step that it has. After a kill they may have later ones, which are cut off on resume.
@@ -24,9 +25,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engine.core.files import append_durably, json_line, read_lines, write_atomically
+from engine.core.files import append_durably, cut_lines, json_line
 from engine.core.text import format_reward, plain, printable, shorten
 
+LOGS = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "remarks.jsonl")
 STEP_FIELDS = (  # label, metric, width, format
     ("reward", "train/reward", 6, ".3f"),
     ("solved", "train/solved", 5, ".3f"),
@@ -68,10 +70,9 @@ class Logger:
         if resume_step is None:
             for file in folder.glob("*_run_id"):
                 file.unlink()
-        for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "remarks.jsonl"):
-            rows = [] if resume_step is None else read_lines(folder / name)
-            rows = [row for row in rows if moment_of(row) <= (resume_step, is_evaluated)]
-            write_atomically(folder / name, "".join(map(json_line, rows)))
+        last = (-1, False) if resume_step is None else (resume_step, is_evaluated)
+        for file in [*(folder / name for name in LOGS), *folder.glob("completions.jsonl")]:
+            cut_lines(file, lambda row: moment_of(row) <= last)
         for board in self.boards:
             board.open(folder, about, self)
 
@@ -111,9 +112,10 @@ class Logger:
         for board in self.boards:
             board.log_samples(moment_of(rows[0]), rows)
 
-    def log_rollouts(self, lines: str) -> None:
+    def log_lines(self, name: str, lines: str) -> None:
+        """Append to one of the other files."""
         if self.folder is not None and lines:
-            append_durably(self.folder / "rollouts.jsonl", lines)
+            append_durably(self.folder / name, lines)
 
     def print_step(self, step: int, num_steps: int, metrics: dict[str, float]) -> None:
         """Print a step's line, aligned, a dash for a missing metric, and the time left."""

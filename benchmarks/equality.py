@@ -8,12 +8,14 @@
 Each configuration is a short run of main.py, in a process of its own for each tree, one thread a
 rank. Equal are: the exit statuses, the newest checkpoint's weights and optimizer, best/, the
 metrics of each step that both trees write but time/ and perf/ (the others are named), and of
-samples.jsonl and rollouts.jsonl the columns that both write. Files may move, functions may have
-other names. A run in which no gradient moved anything, or that ended otherwise, shows nothing.
+samples.jsonl, rollouts.jsonl and completions.jsonl the columns that both write. Files may move,
+functions may have other names. A run in which no gradient moved anything, or that ended otherwise,
+shows nothing.
 """
 
 import argparse
 import functools
+import gzip
 import json
 import math
 import os
@@ -41,6 +43,7 @@ SHORT = ["run.name=x", "training.num_steps=3", "training.warmup_steps=0"]
 SHORT += ["training.num_samples_per_step_global=4", "validation.num_examples=16"]
 SHORT += ["validation.every=2", "checkpoint.every=2"]
 SHORT += ["logging.rollouts_every=1", "logging.train_samples_every=1"]
+SHORT += ["logging.completions_every=1"]
 TINY = ["training.k_best_of_n=[8,8]", "training.max_new_gen_tokens=128"]
 TINY += ["validation.best_of_n=2"]
 THREE = [*TINY, "training.num_iterations=3"]
@@ -226,7 +229,7 @@ def differences(a: Path, b: Path) -> Iterator[str]:
     both, alone = names[0] & names[1], sorted(names[0] ^ names[1])
     rows = [{f"step {s}, {k}": m[s][k] for s in m for k in m[s] if k in both} for m in metrics]
     yield from numbers_differ("metrics", *rows)
-    for name in ("samples.jsonl", "rollouts.jsonl"):
+    for name in ("samples.jsonl", "rollouts.jsonl", "completions.jsonl"):
         files = [folder / "x" / name for folder in (a, b)]
         mine, others = (sorted(read_rows(file), key=lambda row: row["step"]) for file in files)
         if not (mine and others):
@@ -283,6 +286,8 @@ def gradient_verdict(a: Path, b: Path) -> str:
 def read_rows(file: Path) -> list[dict]:
     """The whole lines of a .jsonl file, which may be growing."""
     text = file.read_text() if file.exists() else ""
+    for share in sorted(file.parent.glob(f"{file.stem}-*.jsonl.gz")):  # older trees: one a rank
+        text += gzip.decompress(share.read_bytes()).decode()
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 

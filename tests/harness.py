@@ -639,7 +639,7 @@ def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def what_is_left(folder: Path) -> tuple[dict, list[dict], list[str]]:
-    """Weights, metrics but times, samples, rollouts: equal for a resumed and an unbroken run."""
+    """Weights, metrics but times, texts: equal for a resumed and an unbroken run."""
     run = folder / "x"
     weights = {}
     for name in ("checkpoints/last", "best"):
@@ -649,7 +649,8 @@ def what_is_left(folder: Path) -> tuple[dict, list[dict], list[str]]:
     assert len(set(kinds)) == len(kinds), "a row is there twice"
     steps = sorted({step for step, _ in kinds})
     assert steps == list(range(len(steps))), "a step is missing"
-    texts = [(run / name).read_text() for name in ("samples.jsonl", "rollouts.jsonl")]
+    names = ("samples.jsonl", "rollouts.jsonl", "completions.jsonl")
+    texts = [file.read_text() for name in names for file in run.glob(name)]
     return weights, rows, texts
 
 

@@ -447,9 +447,8 @@ class LoggingSettings(Section):
     file stays below 16 MB: as it fills, fewer of these steps are kept. The metric
     time/rollouts_log_s is what it costs."""
     completions_every: NonNegativeInt = 0
-    """Keep all completions of a step, with their texts, parts and advantages, whenever this number
-    of steps has passed, in completions-<rank>.jsonl.gz (pandas.read_json(file, lines=True)); 0 is
-    off."""
+    """Keep all completions of a step, with their texts, rewards and advantages, whenever this
+    number of steps has passed, in completions.jsonl; 0 is off."""
 
 
 class Config(Section):

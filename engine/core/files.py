@@ -1,8 +1,9 @@
 """Text files that a crash leaves whole, and strict JSON for them."""
 
+import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -32,16 +33,33 @@ def load_env() -> None:
 
 def read_lines(path: Path, names: Sequence[str] = ("step",)) -> list[dict[str, Any]]:
     """The whole lines of a .jsonl file, [] if it is absent; ValueError names a line that is bad."""
-    rows = []
-    for number, line in enumerate(read_text(path).split("\n")[:-1] if path.exists() else [], 1):
-        try:
-            rows.append(json.loads(line))
-        except (ValueError, RecursionError) as error:  # also of 5,000 digits, or brackets
-            raise ValueError(f"{path}: line {number} is not JSON: {error}") from None
-        if not isinstance(rows[-1], dict) or not {*names} <= rows[-1].keys():
-            what = f"is no object with a {', '.join(names)}: not a run's"
-            raise ValueError(f"{path}: line {number} {what}")
-    return rows
+    return [row for row, _ in whole_lines(path, names)] if path.exists() else []
+
+
+def cut_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
+    """Cut a .jsonl file off behind its last line that is kept, or make an empty one.
+
+    The lines stand in the order in which they were written, and only one at a time is in memory.
+    """
+    with open_to_append(path) as file:
+        kept = itertools.takewhile(lambda line: is_kept(line[0]), whole_lines(path, ("step",)))
+        file.truncate(sum(num_bytes for _, num_bytes in kept))
+
+
+def whole_lines(path: Path, names: Sequence[str]) -> Iterator[tuple[dict[str, Any], int]]:
+    """Each line's object and its number of bytes, but for a last line that a kill has torn."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:  # also of 5,000 digits, or brackets
+                raise ValueError(f"{path}: line {number} is not JSON: {error}") from None
+            if not isinstance(row, dict) or not {*names} <= row.keys():
+                what = f"is no object with a {', '.join(names)}: not a run's"
+                raise ValueError(f"{path}: line {number} {what}")
+            yield row, len(line)
 
 
 def open_to_append(path: Path) -> TextIO:

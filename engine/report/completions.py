@@ -1,6 +1,10 @@
-"""rollouts.jsonl: a few groups of a step with each token's numbers, for `python -m tools.report`.
+"""What the files of completions hold: completions.jsonl, and rollouts.jsonl for tools.report.
 
-Sampling and the update have computed all these numbers anyway. One line is one group:
+Both are of some steps. completions.jsonl has all completions of such a step, in the order of the
+batch. rollouts.jsonl has a few groups of it, with the numbers of each token.
+
+Sampling and the update have computed all these numbers anyway. One line of rollouts.jsonl is one
+group:
 
     step, prompt, gold    the group's question, shortened if it is very long
     size                  how many completions were sampled
@@ -19,13 +23,31 @@ This product is minus the derivative of the loss by the token's log-probability 
 without a KL penalty and before training.tis_clip.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
-from engine.core.types import Trajectory
+from engine.core.types import Groups, Trajectory
 
 HEAD, TAIL = 384, 128  # tokens kept of a longer completion
+
+
+def completion_rows(step: int, questions: list[dict], groups: Groups) -> Iterator[dict]:
+    """The rows of completions.jsonl for this rank's completions of a step."""
+    for question, group in zip(questions, groups, strict=True):
+        for t in group:
+            yield {
+                "step": step,
+                "question": question,
+                "text": t.text,
+                "reward": t.reward,
+                "parts": t.reward_parts,
+                "advantage": t.advantage,
+                "tokens": len(t.completion.token_ids),
+                "truncated": t.completion.truncated,
+            }
 
 
 def completion_record(

@@ -14,7 +14,7 @@ from engine.core.text import plain, shorten
 from engine.core.types import Groups
 from engine.questions.messages import question_text
 from engine.questions.tasks import read_answer
-from engine.report.completions import completion_record
+from engine.report.completions import completion_record, completion_rows
 from engine.report.evaluation import evaluation_metrics, single_answer_metrics
 from engine.report.metrics import count_broken, peak_memory_gb, rollout_metrics, versions
 from engine.run.config_file import dump
@@ -70,13 +70,11 @@ def log_step(
         samples = samples_of(run, groups, questions, split="train")
         logger.print_samples(f"training completions of step {step}", samples)
         logger.log_samples(step, samples)
-    logger.log_rollouts(rollouts)
+    logger.log_lines("rollouts.jsonl", rollouts)
     completions_every = run.config.logging.completions_every
     if completions_every > 0 and step % completions_every == 0:
-        from engine.report.archive import append_completions
-
-        file = run.folder / f"completions-{run.world.rank}.jsonl.gz"
-        append_completions(file, step, questions, groups)
+        mine = "".join(map(json_line, completion_rows(step, questions, groups)))
+        logger.log_lines("completions.jsonl", "".join(run.world.gather(mine)))
     logger.log_metrics(step, metrics)
     remark_on_step(run, metrics, questions, groups)
 

@@ -93,11 +93,6 @@ def open_files(run: Run) -> None:
             "config_text": dump(config),
         },
     )
-    if config.logging.completions_every > 0:
-        from engine.report.archive import cut_completions
-
-        for file in run.world.share(sorted(run.folder.glob("completions-*.jsonl.gz"))):
-            cut_completions(file, state.step)
     if run.world.is_main:
         write_settings(run.folder, config)
     run.logger.info(f"look at it live: python -m tools.report {run.folder} --serve")

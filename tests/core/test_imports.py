@@ -56,7 +56,7 @@ OPTIONAL |= {"engine.sampling.vllm", "engine.sampling.graphs", "engine.sampling.
 OPTIONAL |= {"engine.sampling.calculator", "engine.model.adapters", "engine.update.shards"}
 OPTIONAL |= {"engine.update.head", "engine.update.losses", "engine.report.boards"}
 OPTIONAL |= {"engine.questions.reward_functions", "tasks.guess", "tasks.gsm8k"}
-OPTIONAL |= {"engine.update.user_algorithm", "engine.sampling.stop_texts", "engine.report.archive"}
+OPTIONAL |= {"engine.update.user_algorithm", "engine.sampling.stop_texts"}
 OPTIONAL |= {"engine.model.merge", "tasks.lengths"}
 
 # In this order, in one process: what each run loads of these that no run before it has loaded
@@ -68,7 +68,6 @@ RUNS = {
         {"engine.update.user_algorithm"},
     ),
     "a stop text": (["sampling.stop=[is it]"], {"engine.sampling.stop_texts"}),
-    "all completions": (["logging.completions_every=1"], {"engine.report.archive"}),
     "a calculator": (["sampling.calculator=gsm8k"], {"engine.sampling.calculator"}),
     "a large vocabulary": (["training.micro_batch_tokens=500000"], {"engine.update.head"}),
     "an environment": (

@@ -56,7 +56,7 @@ def logged_steps(folder: Path) -> tuple[list[int], ...]:
 
 
 DAMAGED = {  # 5,000 digits are a number that Python refuses to read
-    b"\xff\n": "is not UTF-8 text",
+    b"\xff\n": "is not JSON",
     b"9" * 5_000 + b"\n": "is not JSON",
     b"[" * 200_000 + b"\n": "is not JSON",
     b"7\n": "no object with a step",
@@ -86,7 +86,7 @@ def test_other_ranks_and_a_logger_that_is_not_open_write_nothing(tmp_path, capfd
     other, closed = start(tmp_path / "run", rank=1, boards=boards), Logger(rank=0, boards=boards)
     for log in (other, closed):
         log_steps(log, range(1, 2))
-        log.log_rollouts("{}\n")
+        log.log_lines("rollouts.jsonl", "{}\n")
         log.close("FAILED")
     other.warning("careful")
     with other.progress(10, "rollouts", "rows") as bar:

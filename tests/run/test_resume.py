@@ -1,7 +1,7 @@
 """A run that was broken, however it was, goes on and leaves what the unbroken one does.
 
-Its metrics, samples, rollouts and weights are equal bit for bit. Or what the run rests on has
-changed meanwhile: then it is refused, and nothing is lost.
+Its metrics, samples, rollouts, completions and weights are equal bit for bit. Or what the run rests
+on has changed meanwhile: then it is refused, and nothing is lost.
 """
 
 import functools
@@ -53,8 +53,8 @@ TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 @pytest.fixture(scope="module")
 def settings(data) -> list[str]:
-    samples = "logging.train_samples_every=1"
-    return [*data, samples, "training.warmup_steps=0", "training.learning_rate=3e-3"]
+    texts = ["logging.train_samples_every=1", "logging.completions_every=1"]
+    return [*data, *texts, "training.warmup_steps=0", "training.learning_rate=3e-3"]
 
 
 @pytest.fixture(scope="module")
@@ -302,7 +302,7 @@ def test_a_kill_at_any_file_event_of_a_step_costs_no_more_than_that_step(
 # What was done to the folder, or to what the run rests on, between two starts
 
 
-SHORT = [THREE, "training.warmup_steps=0"]
+SHORT = [THREE, "training.warmup_steps=0", "logging.completions_every=1"]
 SHORT += ["task.train=questions.jsonl", "task.eval=questions.jsonl"]
 
 
