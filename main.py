@@ -30,12 +30,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from engine.run.config_file import check_and_announce, load_config
+from engine.run.config_file import check_files, load_config
 from engine.run.mistakes import crashes_name_the_fix, mistakes_cost_one_line
 
 if __name__ == "__main__":  # a mistake and --help are answered before torch is imported
     with mistakes_cost_one_line():
-        check_and_announce(load_config(sys.argv[1:]))
+        CONFIG = load_config(sys.argv[1:])
+        check_files(CONFIG)
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +58,7 @@ from engine.report.evaluation import evaluation_metrics
 from engine.report.metrics import count_broken
 from engine.run.checkpoint import save_best, save_checkpoint
 from engine.run.log import finish, log_evaluation, log_step, report_evaluation, step_metrics
-from engine.run.start import begin, make_boards, prepare
+from engine.run.start import begin, make_boards, settle_config
 from engine.run.state import Run
 from engine.sampling.batches import decode_in_batches
 from engine.sampling.drawing_processor import DrawingProcessor
@@ -66,10 +67,10 @@ from engine.update.outcome import Outcome, Update, outcome_of
 from logger import Logger
 
 
-def main() -> None:
-    """Do what the command line asks for; a user's mistake costs one line and exit status 2."""
+def main(config: Config) -> None:
+    """Do what the config asks for; a user's mistake costs one line and exit status 2."""
     with mistakes_cost_one_line():
-        run = build_run(load_config(sys.argv[1:]))
+        run = build_run(config)
         is_training = run.config.mode == "train"
         if is_training:
             begin(run)  # from its newest checkpoint, if any: weights, optimizer, state, position
@@ -81,10 +82,10 @@ def main() -> None:
 
 
 def build_run(config: Config) -> Run:
-    """Load what the config names on this rank, one of those that torchrun has started."""
+    """Load what the config names on this rank. `begin` is apart: tools.imitate goes without."""
     world, notes = init_world()  # rank, number of ranks, and this rank's device
     logger = Logger(rank=world.rank, boards=make_boards(config, world))
-    config = prepare(config, world, notes, logger.info)
+    config = settle_config(config, world, notes, logger.info)  # its commit, date, merged base
     task = load_task(config.task.code)
     # An AutoModelForCausalLM. Its trained weights are fp32 and compute in `dtype`: bf16 on a GPU
     # that has it, otherwise float16; fp32 on a CPU. If `dtype` has 16 bits, a copy in it samples,
@@ -537,4 +538,4 @@ def run_evaluation(run: Run) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    main(CONFIG)

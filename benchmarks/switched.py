@@ -41,8 +41,7 @@ def main() -> None:
             raise SystemExit(f"{name}: must be among {', '.join(SWITCHES)}")
         for owner, attribute, replacement in SWITCHES[name]:
             setattr(owner, attribute, replacement)
-    sys.argv[1:] = arguments
-    program.main()
+    program.main(program.load_config(arguments))
 
 
 # Numbers of less precision

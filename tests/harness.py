@@ -53,6 +53,7 @@ from engine.questions.data import load_examples
 from engine.questions.tasks import load_task, task_of
 from engine.run.config_file import load_config
 from engine.run.log import validation_samples
+from engine.run.mistakes import mistakes_cost_one_line
 from engine.run.state import Run
 from engine.sampling.batches import decode_in_batches
 from engine.sampling.graphs import decode_captured
@@ -251,6 +252,15 @@ def change_json(file: Path, **changes) -> None:
 
 
 # Configurations, policies, runs
+
+
+def run_main(*given: str) -> int:
+    """The exit status of main.py, in this process."""
+    with pytest.raises(SystemExit) as ended:
+        with mistakes_cost_one_line():
+            config = load_config(list(given))
+        main.main(config)
+    return ended.value.code
 
 
 def make_config(*overrides: str) -> Config:

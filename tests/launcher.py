@@ -79,11 +79,10 @@ def fail_at_call(fault: dict, calls: itertools.count, function, folder: Path, *t
 
 def main() -> None:
     plan, arguments = json.loads(sys.argv[1]), sys.argv[2:]
-    sys.argv = ["main.py", *arguments]
     install_grading(plan["grading"])
     if plan["fault"]:
         install_fault(plan["fault"], arguments)
-    program.main()
+    program.main(program.load_config(arguments))
 
 
 def install_fault(fault: dict, arguments: list[str]) -> None:

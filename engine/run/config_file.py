@@ -123,7 +123,7 @@ def check_default_rate(config: Config) -> None:
         check_folder(config.model.name)
     except ValueError:
         if not os.path.exists(config.model.name):
-            return  # that there is no such model comes first: `check_paths` says so
+            return  # that there is no such model comes first: `check_files` says so
     rate, model = config.training.learning_rate, Path(config.model.name).resolve()
     is_tiny = model in (Path("tiny").resolve(), ROOT / "tiny")
     run = run_that_made(config.model.name)
@@ -138,8 +138,8 @@ def check_default_rate(config: Config) -> None:
     raise ConfigError([f"model.name = {config.model.name}: {problem}: give one, such as {shown}"])
 
 
-def check_paths(config: Config) -> None:
-    """Raise ConfigError for files and folders that are missing."""
+def check_files(config: Config) -> None:
+    """Raise ConfigError for files and folders that are missing; else say what takes seconds now."""
     values, lines = dotted_values(config), []
     sources = ["task.eval", *["task.train"] * (config.mode == "train")]
     if load_task(config.task.code).load_examples is not None:
@@ -154,11 +154,6 @@ def check_paths(config: Config) -> None:
             lines.append(f"{key} = {values[key]}: cannot be used: {error}")
     if lines:
         raise ConfigError(lines)
-
-
-def check_and_announce(config: Config) -> None:
-    """Check the paths, and say what takes seconds now: main.py asks before it imports torch."""
-    check_paths(config)
     if os.environ.get("RANK", "0") == "0":
         print(f"loading torch, transformers and {config.model.name} ...", flush=True)
 
@@ -169,14 +164,6 @@ def combine(in_file: dict[str, Any], overrides: list[str]) -> Config:
     from_command_line = nest(map(parse_override, overrides))
     values = merge(without_other_task(from_file, from_command_line), from_command_line)
     values = merge(values, replaced_length(from_file, from_command_line))
-    # Runs wrote such a section into their config.yaml, by which they can still be evaluated.
-    if values.pop("export", None) is not None and values.get("mode") != "evaluate":
-        command = "python -m tools.export RUN [--merge] [--4bit] [--push user/name]"
-        raise ConfigError([f"export: it is a command now: remove the section, and run {command}"])
-    answers = values.pop("warm_start", None)
-    if isinstance(answers, dict) and answers.get("data") and values.get("mode") != "evaluate":
-        command = f"python -m tools.imitate MODEL {answers['data']}"
-        raise ConfigError([f"warm_start: it is a command now: {command}, then model.name=FOLDER"])
     full_schema = schema(load_task(task_name(values)))
     values = merge(full_schema().model_dump(), values)
     try:

@@ -106,11 +106,8 @@ def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
         return None, None
     content, best = load_state(folder), run.folder / "best"
     file = folder / "training_state" / "state.json"
-    content["state"].setdefault("has_trained", True)  # an older run does not say
-    for older in content["state"].keys() & {"first", "last"}:
-        content["state"][f"{older}_score"] = content["state"].pop(older)
     saved = checked(Saved, content, file)
-    if content["state"].keys() - {"is_warm"} != asdict(run.state).keys():  # an older run has that
+    if content["state"].keys() != asdict(run.state).keys():
         fix = "go on with that one, or set run.name to start another run"
         raise ValueError(f"{folder} was saved by another version of this program: {fix}")
     scores = [saved.state.first_score, saved.state.last_score]

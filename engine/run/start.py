@@ -1,4 +1,17 @@
-"""How a run begins: its settings, its folder, and where it was if it was interrupted."""
+"""How a run begins: its settings, its folder, and where it was if it was interrupted.
+
+A config is checked as soon as what the question needs is there:
+
+    load_config              each key, by pydantic; keys beside each other (`impossible`); the rate
+                             of the embedded model, which ruins others (`check_default_rate`)
+    check_files              before torch is imported: whether files and folders are there
+    settle_config            on all ranks: `impossible` with their number, whether all have the same
+                             config, code and packages; the algorithm of one's own, tried
+    check_functions          the task's functions, tried on its first question
+    Run.check_questions      the same questions on all ranks, at least one each; a game, played once
+    check_room               the disk, for this number of weights
+    check_same_run           what must not have changed since the run was started
+"""
 
 import math
 import os
@@ -98,8 +111,11 @@ def open_files(run: Run) -> None:
     run.logger.info(f"look at it live: python -m tools.report {run.folder} --serve")
 
 
-def prepare(config: Config, world: World, notes: list[str], log: Log) -> Config:
-    """Check the config on these ranks, print what is not as usual, and `pin` what may change."""
+def settle_config(config: Config, world: World, notes: list[str], log: Log) -> Config:
+    """Check the config on these ranks, print what is not as usual, and fix what it leaves open.
+
+    `pin` fills in what another start could find changed; a merged base takes an adapter's place.
+    """
     check_world(config, world.size)
     check_same_everywhere(config, world)
     if not world.is_main and os.environ.get("LOCAL_RANK") == "0":

@@ -83,8 +83,6 @@ def save_parts(
     file = folder / PART.format(world.rank)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if folder.is_symlink() or file.is_symlink():
-            raise OSError("a link stands there, which may lead to somebody's file")
         save_file({name: local(tensor).cpu().contiguous() for name, tensor in part.items()}, file)
         sync(file)
     except (OSError, SafetensorError):  # such as a full disk

@@ -81,8 +81,6 @@ READ = {  # what a file has, the arguments, and what a key is then; ~ is the hom
     "a run": ("", "", {"run_name": "countdown-tiny-grpo-s0"}),
     # Bug: with another task config.yaml was refused for Countdown's keys, which nobody typed.
     "another task": (TASK, "task.name=gsm8k", {"task.eval": "b.jsonl", "task.prompt": None}),
-    # Every run wrote these sections into its config.yaml while they had keys.
-    "export": ("export: {merge: true}\ntraining.seed: 3", "mode=evaluate", {"training.seed": 3}),
     "home": ("run: {dir: ~/a}", "task.eval=~/b.csv", {"run.dir": "~/a", "task.eval": "~/b.csv"}),
     # Texts that YAML could read as something else.
     **{

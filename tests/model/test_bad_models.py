@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,12 +78,10 @@ def train(monkeypatch, capsys, tmp_path) -> Callable[..., tuple[Path, str]]:
             grade_by_text(monkeypatch)
         given = [*SIZES, f"task.train={file}", f"task.eval={file}", *overrides]
         command = harness.arguments(tmp_path / "runs", model, *given)
-        monkeypatch.setattr(sys, "argv", ["main.py", *command])
-        with pytest.raises(SystemExit) as ended:
-            main.main()
+        ended = harness.run_main(*command)
         output, errors = capsys.readouterr()
         untrained = "no step has trained the model" in output
-        assert ended.value.code == (status or int(untrained)), errors
+        assert ended == (status or int(untrained)), errors
         return tmp_path / "runs/x", output + errors
 
     return run

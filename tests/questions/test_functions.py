@@ -21,7 +21,7 @@ from engine.core.types import Completion, Trajectory
 from engine.questions.data import load_examples, load_questions
 from engine.questions.messages import pose
 from engine.questions.tasks import functions_in, load_task, read_answer, reward_parts, total_reward
-from engine.run.config_file import check_paths, dump, harmless, load_config
+from engine.run.config_file import check_files, dump, harmless, load_config
 from engine.run.folder import run_name
 from tools import attack, chat, page
 
@@ -297,7 +297,7 @@ def test_the_first_lines_of_the_docs_and_the_template_train(folder, rotary_model
     typed = shlex.split(command[2].replace("\\\n", ""))
     assert make_config(*typed).task.name == "plural"  # all of its keys are there
     small = [text for text in typed if text.startswith("task.")]
-    check_paths(make_config(*small))  # nothing is missing
+    check_files(make_config(*small))  # nothing is missing
     sources = [f"task.{key}={ROOT}/tasks/plurals.csv" for key in ("train", "eval")]
     for given, part in ((small, "plural"), (["task.name=template", *sources], "answer")):
         given = [*given, "training.num_steps=1", f"run.name={part}"]

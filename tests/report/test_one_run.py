@@ -4,12 +4,11 @@ import contextlib
 import io
 import json
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from harness import ROOT, arguments, grade_by_text, read_jsonl, read_rows, seed
+from harness import ROOT, arguments, grade_by_text, read_jsonl, read_rows, run_main, seed
 
 import main
 from engine.questions.tasks import load_task
@@ -22,14 +21,12 @@ SIZES += ["validation.num_examples=9", "validation.best_of_n=4", "validation.eve
 SIZES += ["logging.samples=2", "logging.train_samples_every=1"]
 
 
-def run_main(*arguments: str) -> str:
+def output_of(*arguments: str) -> str:
     """What main.py prints, in this process, where it must end well."""
     output = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
-        patch.setattr(sys, "argv", ["main.py", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main.main()
-    assert ended.value.code == 0, output.getvalue()
+    with contextlib.redirect_stdout(output):
+        status = run_main(*arguments)
+    assert status == 0, output.getvalue()
     return output.getvalue()
 
 
@@ -58,9 +55,9 @@ def run(tmp_path_factory) -> SimpleNamespace:
         by_text = load_task("countdown").reward_function
         patch.setattr(load_task("countdown"), "reward_function", spoil)
         patch.setattr(main, "evaluation_metrics", measure_before_training)
-        output = run_main(*arguments(parent, TINY, *SIZES))
+        output = output_of(*arguments(parent, TINY, *SIZES))
         before = files_of(folder)
-        evaluated = run_main(*arguments(parent, folder / "best", *SIZES, "mode=evaluate"))
+        evaluated = output_of(*arguments(parent, folder / "best", *SIZES, "mode=evaluate"))
     (evaluation,) = folder.glob("eval-*")
     figures = json.loads((evaluation / "metrics.json").read_text())
     return SimpleNamespace(

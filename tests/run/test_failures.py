@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import arguments, finish, program, read_rows, run_on_ranks, start
+from harness import arguments, finish, program, read_rows, run_main, run_on_ranks, start
 
 import main
 from engine.core.distributed import World, read_environment
@@ -90,10 +90,7 @@ def test_ddp_is_freed_before_the_process_group(tmp_path, rotary_model_folder, mo
         main, "run_training", lambda run: seen.append(weakref.ref(run.policy.scorer)) or 0
     )
     monkeypatch.setattr(World, "leave", lambda world: seen.append(seen[0]() is None))
-    monkeypatch.setattr(sys, "argv", ["main.py", *arguments(tmp_path, rotary_model_folder)])
-    with pytest.raises(SystemExit) as caught:
-        main.main()
-    assert caught.value.code == 0 and seen[1:] == [True]
+    assert run_main(*arguments(tmp_path, rotary_model_folder)) == 0 and seen[1:] == [True]
 
 
 # Mistakes
@@ -135,9 +132,8 @@ def test_an_error_is_one_printable_line(text, monkeypatch, capsys):
     def fail(*arguments, **options):
         raise ValueError(f"before {text} behind")
 
-    monkeypatch.setattr(main, "load_config", fail)
-    with pytest.raises(SystemExit) as ended:
-        main.main()
+    monkeypatch.setattr(main, "build_run", fail)
+    status = run_main()
     (line,) = capsys.readouterr().err.split("\n")[:-1]
-    assert ended.value.code == 2 and line.isprintable() and len(line) < 3_000
+    assert status == 2 and line.isprintable() and len(line) < 3_000
     assert line.startswith("error: before ") and line.endswith(" behind")

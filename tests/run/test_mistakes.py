@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import CPU, ROOT, change_json, make_policy, train_tokenizer
+from harness import CPU, ROOT, change_json, make_policy, run_main, train_tokenizer
 
 import main
 from engine.core.config import ConfigError, check_world
@@ -29,10 +29,7 @@ def lines_of(tmp_path, monkeypatch, capsys) -> Callable[..., list[str]]:
     monkeypatch.chdir(tmp_path)
 
     def lines(*given: str) -> list[str]:
-        monkeypatch.setattr(sys, "argv", ["main.py", *given])
-        with pytest.raises(SystemExit) as ended:
-            main.main()
-        assert ended.value.code == 2 and not Path("runs").exists()
+        assert run_main(*given) == 2 and not Path("runs").exists()
         printed = capsys.readouterr().err.splitlines()
         assert all(line.startswith("error: ") for line in printed)
         return [line.removeprefix("error: ").replace(str(tmp_path), "HERE") for line in printed]
@@ -112,8 +109,6 @@ ON_THE_COMMAND_LINE = {
     f"{PLURALS} training.num_epochs=0.1": "training.num_epochs = 0.1: ... step of 16; raise it",
     # a folder that cannot be there; bug: its error was a traceback
     "run.dir=/dev/null": "/dev/null/countdown-tiny-grpo-s0 cannot be written",
-    # sections of older versions
-    "warm_start.data=a/b.jsonl": "warm_start: ... python -m tools.imitate MODEL a/b.jsonl",
     # tasks and rewards that are not there
     "task.name=chess": f"task.name = chess: {TASKS}",
     "task.prompt=Make_{goal}.": "task.prompt: ... write one of {nums}, {target} into it",

@@ -14,7 +14,6 @@ import resource
 import shutil
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +32,7 @@ from harness import (
     program,
     read_jsonl,
     read_rows,
+    run_main,
     save_random,
     saved_weights,
     set_rates,
@@ -311,12 +311,7 @@ def begin(*overrides: str, rates: list[float] = (0.1, 0.0, 0.4, 0.5)) -> int:
     with pytest.MonkeyPatch.context() as patch:
         grade_by_text(patch)
         set_rates(patch, rates)
-        given = arguments(Path(), Path("model"), *SHORT, *overrides)
-        patch.setattr(sys, "argv", ["main.py", *given])
-        with pytest.raises(SystemExit) as ended:
-            main.main()
-        status = ended.value.code
-        del ended
+        status = run_main(*arguments(Path(), Path("model"), *SHORT, *overrides))
         gc.collect()  # the frames of the exception, which hold the folder's lock
         return status
 

@@ -232,7 +232,6 @@ ANSWERS = {
     "training.learning_type=distill model.teacher=./no": "error: model.teacher = ./no: ",
     "task.train=no.csv": "error: task.train = no.csv: ",
     "mode=evaluate task.eval=no.csv": "error: task.eval = no.csv: ",
-    "warm_start.data=no.csv": "error: warm_start: it is a command now: ",
 } | {f"task.name={name} x=1": "error: x = 1: unknown key" for name in built_in_tasks()}
 
 
