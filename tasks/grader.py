@@ -12,6 +12,7 @@ r"""Whether a boxed answer equals the gold answer: exact layers first, math-veri
 
 import functools
 import re
+import unicodedata
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 
@@ -37,11 +38,12 @@ def grade(completion: str, gold: str, *, timeout_s: float) -> bool | None:
 @functools.lru_cache(4_096)
 def grade_answer(prediction: str, gold: str, timeout_s: float) -> bool | None:
     """The grade of a boxed text. Samples often repeat an answer; its time-out is cached too."""
-    check = functools.partial(WORKER.ask, deadline=WORKER.clock() + timeout_s)
-    try:
-        return is_equal(normalise(gold), normalise(prediction), check)
-    except WorkerLost:
-        return None
+    with WORKER.lock:
+        check = functools.partial(WORKER.ask, deadline=WORKER.clock() + timeout_s)
+        try:
+            return is_equal(normalise(gold), normalise(prediction), check)
+        except WorkerLost:
+            return None
 
 
 def normal_answer(boxed: str) -> str:
@@ -118,18 +120,26 @@ SPELLINGS = {  # one spelling for what LaTeX and people spell in many ways
 SYNONYMS = {name: spelling for spelling, names in SPELLINGS.items() for name in names.split()}
 SYNONYMS |= {"\\ ": " ", "%": "\\%", r"\lt": "<", r"\gt": ">", r"\lbrace": "\\{", r"\rbrace": "\\}"}
 SYNONYMS |= {r"\vert": "|", "\u221a": "\\sqrt", "\u03c0": "\\pi", "\u221e": "\\infty"}
-SYNONYMS |= {"\u222a": "\\cup", "\u00b1": "\\pm", "\u2212": "-", "\u00b2": "^{2}", "\u00b3": "^{3}"}
+SYNONYMS |= {"\u222a": "\\cup", "\u00b1": "\\pm", "\u2212": "-", "\u2011": "-", "\u00f7": "\\div"}
 TOKEN = re.compile(
-    r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm|hbox) ?\{(?P<words>(?:[^{}\\]|\\.)*)\}"
+    r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mbox|math(?:rm|sf|tt)|hbox) ?"
+    r"\{(?P<words>(?:[^{}\\]|\\.)*)\}"
     r"|\\sqrt ?\[[^]{]*\]|\\[a-zA-Z]+|\\.|."
 )
 NUM_ARGUMENTS = {"^": 1, "_": 1, "\\sqrt": 1, "\\frac": 2, "\\binom": 2}
-FONT = re.compile(r"\\(?:math(?:rm|bf|it)|boldsymbol|bm|textbf|fbox)")  # around a formula
+FONT = re.compile(r"\\(?:math(?:rm|bf|it|sf|tt)|boldsymbol|bm|textbf|fbox)")  # around a formula
 THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?!,?[0-9])")
+SUPERSCRIPT = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u207b\u207f]+")  # x⁻¹² is x^{-12}
 REWRITTEN = [
+    (r"(?<=[0-9])[\u00a0\u2009\u202f](?=[0-9]{3}(?![0-9]))", ""),  # a narrow space parts thousands
     (r"[\s~]+", " "),
     (r"\\\\ ?\[-?[0-9.]+ ?(?:pt|ex|em|cm|mm|in)\]", r"\\\\"),  # the gap between two rows
-    (r"\\mathrm ?\{(?! ?[hms] ?\})([^a-zA-Z{}\\]*(?:[a-zA-Z][^a-zA-Z{}\\]*)?)\}", r" \1 "),
+    (
+        r"\\math(?:rm|sf|tt) ?\{(?! ?[hms] ?\})([^a-zA-Z{}\\]*(?:[a-zA-Z][^a-zA-Z{}\\]*)?)\}",
+        r" \1 ",
+    ),
+    # \text{50\%} and \text{x = 5} hold no words
+    (r"\\(?:text|mbox) ?\{(?![ .,]*\})( ?(?:[a-z] ?[=<>])?[^a-zA-Z{}]*)\}", r" \1 "),
     # 3*sqrt(13) is LaTeX with a \times and braces left out
     (r"(?:(?<![a-zA-Z\\])sqrt|\u221a) ?(?:\(([^()]*)\)|([0-9]+))", r"\\sqrt{\1\2}"),
     (r"(?<=[\w)}]) ?\* ?(?=[\w(\\.])", r"\\times "),
@@ -155,6 +165,7 @@ def normalise(text: str) -> str:
     """
     if LESS_SIGN.search(text):  # x < 2 or x > 5 is a union, not a list
         text = re.sub(r"\\(?:text|mbox) ?\{ ?or ?\}|(?<= )or(?= )", r"\\cup ", text)
+    text = SUPERSCRIPT.sub(lambda power: f"^{{{unicodedata.normalize('NFKC', power[0])}}}", text)
     for pattern, spelling in REWRITTEN:
         text = re.sub(pattern, spelling, text)
     if not re.search(r"[(\[]|\\\{|\\lbrace", text):
@@ -233,9 +244,10 @@ FUNCTIONS = (
     r"(?:frac|sqrt|times|div|binom|log|ln|exp|(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|min|max|gcd|lcm"
     r"|[lr](?:floor|ceil|vert)|pi|infty)(?![a-zA-Z])"
 )
+CAPITAL = "(?:Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Upsilon|Phi|Psi|Omega)"
 GREEK = (
     r"(?:[bz]?eta|theta|(?:var)?(?:epsilon|phi)|alpha|gamma|delta|kappa|lambda|mu|nu|xi|rho|sigma"
-    r"|tau|chi|psi|omega|ell|[A-Z][a-z]*)(?![a-zA-Z])"
+    rf"|tau|chi|psi|omega|ell|{CAPITAL})(?![a-zA-Z])"
 )
 CONSTANT = rf"(?:[^a-zA-Z\\<>=,]|[ei](?![a-zA-Z])|\\{FUNCTIONS})"
 VARIABLE = rf"(?:[a-zA-Z]|\\{GREEK})(?:_\{{[^{{}}]*\}})?(?:\([a-z]\))?"
@@ -252,9 +264,9 @@ UNIT = re.compile(r"(.*[^\s=(,])(?:\\text\{([a-zA-Z ./]+)\}|(?<=[0-9}])([a-z]{2,
 # such as 12 students or 3 red balls, unless one of its words is among CHANGING_WORDS.
 UNIT_SPELLINGS = (
     "degree cent dollar percent/percents inch/in/inche foot/ft/feet yard mile meter/m "
-    "centimeter/cm millimeter/mm kilometer/km gram kilogram/kg pound ounce liter gallon per "
-    "second/sec minute/min hour/h day week month year unit mph radian student person/people "
-    "man/men woman/women child/children ^{2}/square/sq ^{3}/cubic"
+    "centimeter/cm millimeter/mm kilometer/km gram kilogram/kg pound ounce/oz liter gallon/gal per "
+    "second/sec minute/min hour/h day week month year unit mph kph rpm radian/rad student "
+    "person/people man/men woman/women child/children ^{2}/square/sq ^{3}/cubic"
 )
 UNITS = {name: unit.split("/")[0] for unit in UNIT_SPELLINGS.split() for name in unit.split("/")}
 NOUN = re.compile(r"(?:[a-z]{3,} )?[a-z]+[^isu]s(?: per [a-z]{3,})?")
@@ -343,7 +355,7 @@ def literal(value: str) -> Fraction | None:
 
 WORDS = re.compile(r"\\text\{([^{}]*)\}")
 MATRIX = re.compile(
-    r"[(\[]?\\begin\{([pbv]?matrix|array)\}(?:\{[lcr|]*\})?((?:(?!\\begin).)*)\\end\{\1\}[)\]]?"
+    r"[(\[]?\\begin\{([pbv]?(?:small)?matrix|array)\}(?:\{[lcr|]*\})?((?:(?!\\begin).)*)\\end\{\1\}[)\]]?"
 )
 TUPLE = re.compile(r"(\(|\[|\\langle(?![a-zA-Z]))(.*)(\)|\]|\\rangle)")
 BRACKET = re.compile(
@@ -364,7 +376,7 @@ def entries(value: str) -> tuple[str, list[str]] | None:
     """
     if match := MATRIX.fullmatch(value):
         rows = match[2].removesuffix("\\\\")
-        kind = "determinant" if match[1] == "vmatrix" else "matrix"
+        kind = "determinant" if match[1].startswith("v") else "matrix"
         return kind + re.sub(r"(&|\\\\)|.", r"\1", rows), re.split(r"&|\\\\", rows)
     if len(parts := split_list(value, separator="\\cup")) > 1:
         return "union", parts
@@ -443,11 +455,14 @@ UNSAFE = re.compile(
     r"|['\"?:;&@#`%]|\|_|\\\\|\\frac\{d[a-z]?\}\{d[a-z]\}"  # what math-verify passes over
     rf"|\\(?!{FUNCTIONS}|{GREEK}|(?:[lg]eq|circ|overline|vec|hat|angle)(?![a-zA-Z]))[a-zA-Z]"
 )
-LETTER = re.compile(r"(\\(?:gamma|infty)(?![a-zA-Z])|\\[A-Z][a-z]*|[a-zA-Z])|\\[a-zA-Z]+")
+LETTER = re.compile(
+    rf"(\\(?:gamma|infty)(?![a-zA-Z])|\\{CAPITAL}(?![a-zA-Z])|[a-zA-Z])|\\[a-zA-Z]+"
+)
 CAPITALS = re.compile("[A-Z]{3,}")  # a word, such as AAS; two may be a product
-# What may stand left of an answer's =: a name, such as x_1, AB or f(2), or a sum of names
+# What may stand left of an answer's =: a name, such as x_1, AB, f(2) or \cos B, or a sum of names
 SUBJECT = rf"(?:{VARIABLE}|\\overline\{{[A-Z]+\}}|(?:m?\\angle ?)?[A-Z]+|[a-zA-Z]\([^()=]*\))"
-SUBJECT += rf"(?:\+{SUBJECT})*"
+ANGLE = rf"\\(?:sin|cos|tan) ?[({{]?(?:\\angle ?)?(?:{VARIABLE}|[A-Z]+)[)}}]?"
+SUBJECT = rf"(?:{SUBJECT}(?:\+{SUBJECT})*|{ANGLE})"
 PLAIN_LETTERS = "abghjklmnpqrsuvwxyz"  # they spell no word such as or, inf or pct
 
 

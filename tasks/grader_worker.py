@@ -21,6 +21,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -48,13 +49,21 @@ class OutOfPatience(Exception):
 
 @dataclass
 class Worker:
-    """A process that answers one question at a time, started when the first one is asked."""
+    """A process that answers one question at a time, started when the first one is asked.
+
+    Several threads may ask: each holds the lock while its deadline runs.
+    """
 
     command: list[str]
     process: subprocess.Popen | None = None
     last_id: int = 0  # 0 as long as the process has not said that it is ready
     startup_s: float = 0.0
     forgiven_at: float = 0.0  # when all the time that was lost is forgiven
+
+    def __post_init__(self):
+        """A fork's child may find the lock taken by a thread that it has not: it gets a new one."""
+        self.lock = threading.Lock()
+        os.register_at_fork(after_in_child=lambda: setattr(self, "lock", threading.Lock()))
 
     def clock(self) -> float:
         """The time in seconds. It stands still while a worker starts: no answer is to blame."""
@@ -186,7 +195,8 @@ def math_verify_equal(gold: str, prediction: str) -> bool:
 def has_same_values(gold: Any, prediction: Any, is_exact: bool) -> bool:
     """Whether two of SymPy's expressions, equations or inequalities agree at three fixed points.
 
-    To 1e-12, or exactly: with `is_exact`, or for a rational difference. Equations may be multiples.
+    To 1e-100; or exactly, with `is_exact` and for a rational difference. Equations may be
+    multiples.
     """
     from sympy import Eq, Rational, fraction, together
     from sympy.core.relational import Relational
@@ -206,7 +216,7 @@ def has_same_values(gold: Any, prediction: Any, is_exact: bool) -> bool:
         gold, prediction = gold.gts - gold.lts, prediction.gts - prediction.lts
     gold, prediction = getattr(gold, "rhs", gold), getattr(prediction, "rhs", prediction)
     difference = gold - prediction
-    tolerance = Rational(1, 10 ** (400 if is_exact else 12))  # no decimal has so many digits
+    tolerance = Rational(1, 10 ** (400 if is_exact else 100))  # no decimal has so many digits
     for point in points:
         error, scale = difference.subs(point).evalf(30, maxn=500), abs(gold.subs(point).evalf(30))
         if error != 0 and not abs(error) <= tolerance * (min(1, scale) or 1):

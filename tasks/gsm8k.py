@@ -152,16 +152,20 @@ def is_lenient_solved(completion: str, example: dict, *, options: Options) -> bo
 
 MARK = "####"
 MINUS = "\N{MINUS SIGN}"
-GROUPED = NUMBER.replace("(?:,", r"(?:(?:,|\{,\})")  # LaTeX has 9{,}500 for 9,500
+# LaTeX has 9{,}500, 9\,500 and 9,\!500 for 9,500, and others a space that is no ordinary one.
+GROUPED = NUMBER.replace("(?:,", r"(?:(?:,|\{,\}|,?\\[,!]|[\u00a0\u2009\u202f])")
 NUMERIC = r"[\d¹²³⁰⁴-⁹¼-¾⅐-⅞]"  # digits of any script, powers and fractions
 # What may stand before a number: $18, **18**, (18), = 18, \boxed{18}
 OPENING = r"""[\s$€£¥₹*_`"'(\[{:=\\]{0,20}(?:boxed\{[\s$*\\]{0,20})?"""
 # Words and signs behind it that make another number of it
-NOT_CHANGED = r"""(?!
-      !  | [kKMB](?![A-Za-z]) | [^\S\r\n]{1,20}[kK](?![A-Za-z])  # 5!  5k  5 k
+LARGE = "(?:hundred|thousand|million|(?:b|tr|quadr|z)illion|lakh|crore|dozen)s?"
+CHANGED = "(?:(?:doubl|tripl|quadrupl|halv)ed)"
+NOT_CHANGED = rf"""(?!
+      !  | [^\S\r\n]{{0,20}}[kKMB](?![A-Za-z&-])                    # 5!  5k  5 k
     | [^\W\d_\x00-\u024f]                                       # a letter of another script
-    | [^\S\r\n]{0,20}-?(?i:
-          (?:hundred|thousand|million|billion|trillion|dozen|squared|cubed|hal(?:f|ves)|thirds?)\b
+    | [^\S\r\n]{{0,20}}-?(?i:
+          (?:{LARGE}|{CHANGED}|grand|score|pairs?|couples?|[bmt]n|mi[lo]|[bm]ln|twice|thrice
+          |squared|cubed|hal(?:f|ves)|thirds?|ninths?)\b
         | and[ ](?:a|an|one|two|three)[ ](?:hal|third|quarter|fourth|fifth|sixth|eighth|tenth)
         | (?:%|percent|per[ ]cent)[ ]of\b
     ))"""
@@ -174,16 +178,23 @@ NOT_CONTINUED = rf"""(?!(?:
     | [^\S\r\n]{{0,20}}(?:and|or|to|[xX])[^\w\r\n]{{0,20}}  # 2 and 1/2  18 or 20  3 x 4
     | [^\S\r\n]{{0,20}}\\(?:[dt]?frac\{{|times[ ]?|cdot[ ]?|div[ ]?)
     ){NUMERIC})"""
-SIGNED = rf"(?P<sign>[-+{MINUS}]?)\\?[$€£¥₹]?(?P<number>{GROUPED}){NOT_CHANGED}{NOT_CONTINUED}"
+SIGNED = (
+    rf"(?P<sign>[-+{MINUS}\u2011]?)\\?[$€£¥₹]?(?P<number>{GROUPED}){NOT_CHANGED}{NOT_CONTINUED}"
+)
 TITLE = r"(?:\s{0,20}[*_]{0,2}(?i:answer)[*_]{0,2}\s?:)?"
 ANSWER = re.compile(TITLE + OPENING + SIGNED, re.VERBOSE)  # at a text's start or behind a mark
 # What an answer's line may hold behind the number: units such as m^2, and explanations in brackets
-# such as 18 (2 * 9), but not (or 19), (+ 1) or (3).
+# such as 18 (2 * 9), but not (or 19), (+ 1), (3), (maybe 19) or (in thousands).
+HEDGE = r"""(?: \? | \bor[ ]{1,5}\$?\d | (?i:\b(?:maybe|may[ ]be|perhaps|possibly|is[ ]possible
+    |probably|actually|rather(?![ ]than)|instead(?![ ]of)|otherwise|alternatively|unless|if[ ]not
+    |wait,|well,|hmm|sorry|correct(?:ion|ed)|(?:could|might)(?:[ ]also)?[ ]be)))"""
 JOINT = r"""(?:[-+/^&±\xd7\xf7] | \b(?i:or|and|to|plus|minus|times)\b
     | [*]{1,2}(?=[(\[]) | (?<=[\s(\[])[*]{1,2}(?=\s))"""  # not the end of **18**
 IGNORED = re.compile(  # replaced by "(", so that OTHER still finds the "+ (" of 5 + (2 * 9)
     rf"""(?<![A-Za-z])(?:[cdkm]?m|ft|in)\}}?\^?\{{?[23²³]
     | (?<=[^\\\w)\]])[(\[]
+      (?![^()\[\]]{{0,200}}{HEDGE})
+      (?!(?i:(?:in[ ])?{LARGE}\b | {CHANGED}))
       (?!\s{{0,20}}+(?:{JOINT} | [$*]{{0,3}}[$\d.,;\s]{{0,50}}(?:/\d{{1,9}})?[$*]{{0,3}}[)\]]))
       (?:[^()\[\]] | [(\[][^()\[\]]{{0,200}}[)\]]){{0,500}}+[)\]]""",
     re.VERBOSE,
@@ -191,7 +202,7 @@ IGNORED = re.compile(  # replaced by "(", so that OTHER still finds the "+ (" of
 OTHER = re.compile(  # a digit, a bracket that a sign joins, a number word (but not ten-dollar)
     rf"""{NUMERIC} | (?:{JOINT}|=)\s{{0,20}}[(\[] | (?i:(?:-|[ ]an?[ ])(?:third|quarter)
     | (?<![a-z])(?:(?:one|ten|half)(?![a-z])|zero|two|three|four|five|six|seven|eight|nine|tenth
-      |eleven|twel|twent|thirt|fift|forty|hundred|thousand|million|dozen)(?!\w{{0,4}}-[a-z]))""",
+      |eleven|twel|twent|thirt|fift|forty|{LARGE}|{CHANGED})(?!\w{{0,4}}-[a-z]))""",
     re.VERBOSE,
 )
 # A dash may be a minus. Then the number is not 85, and whether it is -85 is anyone's guess.
@@ -233,7 +244,7 @@ def boxed_answer(text: str) -> str | None:
     r"""The number in the last whole box; \text{18} and x = 18 are 18, an empty box is nothing."""
     from tasks.grader import last_boxed
 
-    boxed = " ".join((last_boxed(text) or "").split())  # in LaTeX a new line is a space
+    boxed = re.sub(r"\s*[\r\n]\s*", " ", last_boxed(text) or "").strip()
     boxed = re.sub(r"^\\text ?\{([^{}]*)\}$", r"\1", boxed)
     return only_number(re.sub(r"^ ?[A-Za-z] ?=", "", boxed))
 
@@ -266,7 +277,7 @@ def lenient_answer(completion: str) -> str | None:
 
 def normal_form(match: re.Match[str]) -> str:
     """The number without plus, commas and needless zeros: +1,800.50 is 1800.5, -0.0 is 0."""
-    whole, _, decimals = re.sub("[{,}]", "", match["number"]).partition(".")
+    whole, _, decimals = re.sub("[^0-9.]", "", match["number"]).partition(".")
     whole, decimals = whole.lstrip("0") or "0", decimals.rstrip("0")
     text = f"{whole}.{decimals}" if decimals else whole
-    return f"-{text}" if match["sign"] in ("-", MINUS) and text != "0" else text
+    return f"-{text}" if match["sign"] not in ("", "+") and text != "0" else text

@@ -58,8 +58,9 @@ def parse_row(row: dict, *, options: Options) -> dict:
 def ask(options: Options, seed: int, index: int, answer: str | None, *, limit_s: float) -> Any:
     """The reply of `ask_reasoning_gym`, from the worker."""
     config = json.dumps({"size": NUM_DRAWS} | options.dataset_config)
-    deadline = WORKER.clock() + limit_s
-    return WORKER.ask(options.dataset, config, seed, index, answer, deadline=deadline)
+    with WORKER.lock:
+        deadline = WORKER.clock() + limit_s
+        return WORKER.ask(options.dataset, config, seed, index, answer, deadline=deadline)
 
 
 def question_key(example: dict) -> str:

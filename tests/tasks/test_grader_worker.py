@@ -5,8 +5,10 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -177,6 +179,32 @@ def test_a_second_lost_is_forgiven_after_ten(make_fake):
             ask(worker, "a", "b", timeout_s=0.5)
         added_s = worker.forgiven_at - start - ahead_s
         assert 0.4 * FORGIVEN_AFTER < added_s <= (time.monotonic() - start) * FORGIVEN_AFTER
+
+
+def test_threads_and_a_forks_child_ask_one_after_the_other(make_fake, monkeypatch):
+    """Bug: of 8 right answers from 8 threads none was paid, and 7 processes stayed behind."""
+    worker, starts = make_fake(HONEST.replace("gold == prediction", "not time.sleep(0.1)")), []
+    monkeypatch.setattr(grader, "WORKER", worker)
+    start, is_taken, may_end = worker.start, threading.Event(), threading.Event()
+    monkeypatch.setattr(worker, "start", lambda: starts.append(start()))
+
+    def paid(n: int) -> bool | None:
+        return grade(f"\\boxed{{{n}+x}}", f"x+{n}", timeout_s=5)
+
+    def hold_lock() -> None:
+        with worker.lock:
+            is_taken.set()
+            may_end.wait()
+
+    with ThreadPoolExecutor(8) as threads:
+        assert [*threads.map(paid, range(8))] == [True] * 8 and len(starts) == 1
+        threads.submit(hold_lock)
+        assert is_taken.wait(30)
+        if (child := os.fork()) == 0:
+            signal.alarm(30)  # of a child that waits for a lock that nobody gives back
+            os._exit(paid(9) is not True)
+        may_end.set()
+    assert os.waitpid(child, 0)[1] == 0 and paid(10)
 
 
 SCORER = """
