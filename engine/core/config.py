@@ -172,12 +172,14 @@ class TaskSettings(Section):
     """Draw a new order of the training questions for each epoch. false keeps the order of the
     file."""
     system_prompt: Text | None = None
-    """Your own system message, instead of the task's. null keeps the task's."""
+    """Your own system message, instead of the task's. null keeps the task's. On the command line
+    its words stand as typed, as those of prompt do."""
     prompt: Text | None = None
     """Your own wording of the question, instead of the task's. {question} stands for the value of
     that key of the question, and so on for its other keys; all other braces stay, as LaTeX needs
     them. If the task begins the answer, for example with "<think>", it still does. null keeps the
-    task's wording."""
+    task's wording. On the command line the words stand as typed (other values are read as YAML);
+    null alone, and a text in quotes of its own, are read."""
     template_options: dict[str, bool | int | float | str] = {}
     """Options passed to the model's chat template, such as {enable_thinking: false} for Qwen3 and
     Qwen3.5."""

@@ -3,10 +3,11 @@
 import argparse
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -16,6 +17,7 @@ from engine.core.config import (
     SECTIONS,
     Config,
     ConfigError,
+    TaskSettings,
     as_reward,
     check_world,
     dotted_values,
@@ -29,60 +31,12 @@ from engine.run.folder import run_that_made
 USAGE = """\
 usage: torchrun --nproc-per-node=2 main.py [--config FILE] [section.key=value ...]
 
-FILE sets keys (config.yaml if not given); overrides come last and are read as YAML. These are the
-keys and their defaults; `--help task.name=gsm8k` prints them with those of another task.
+FILE sets keys (config.yaml if not given); overrides come last and are read as YAML, but for the
+task's texts, such as task.prompt: they stand as typed. These are the keys and their defaults;
+`--help task.name=gsm8k` prints them with those of another task.
 """
 
-# The words of TRL, verl and others for the keys here; docs/comparison.md has the same table.
-NAMES_ELSEWHERE = {
-    "model.name": "model_name_or_path model.path",
-    "run.dir": "output_dir default_local_dir",
-    "run.name": "run_name",
-    "task.train": "train_files dataset_name",
-    "task.eval": "val_files eval_dataset",
-    "task.reward": "reward_funcs",
-    "training.learning_rate": "lr",
-    "training.num_epochs": "epochs num_train_epochs total_epochs",
-    "training.num_steps": "max_steps total_training_steps",
-    "training.num_samples_per_step": "batch_size per_device_train_batch_size train_batch_size",
-    "training.k_best_of_n": "num_generations group_size rollout.n",
-    "training.max_new_gen_tokens": "max_completion_length max_new_tokens max_response_length",
-    "training.kl_coef": "beta kl kl_loss_coef",
-    "training.clip_eps": "epsilon clip_ratio",
-    "training.clip_eps_high": "epsilon_high clip_ratio_high",
-    "training.loss_normalization": "loss_type loss_agg_mode",
-    "training.skip_truncated": "mask_truncated_completions",
-    "training.tis_clip": "vllm_importance_sampling_correction",
-    "training.lr_schedule": "lr_scheduler_type",
-    "training.warmup_steps": "warmup_ratio",
-    "training.optimizer": "optim",
-    "training.advantage": "scale_rewards adv_estimator norm_adv_by_std_in_grpo",
-    "sampling.backend": "use_vllm rollout.name",
-    "sampling.vllm_memory_gb": "vllm_gpu_memory_utilization",
-    "model.compute_dtype": "bf16 fp16",
-    "checkpoint.every": "save_steps",
-    "checkpoint.keep": "save_total_limit",
-    "validation.every": "eval_steps",
-    "logging.report_to": "wandb",
-    "logging.samples": "log_completions",
-}
-# What else there is to say of a word; of those that no key stands for, why
-REMARKS = {
-    "num_generations": "8 are [8, 8]",
-    "per_device_train_batch_size": "which counts questions, not completions",
-    "warmup_ratio": "in steps",
-    "loss_type": "dapo is token, grpo sequence, bnpo is none; cispo is a training.policy_loss",
-    "scale_rewards": "group is zscore, none is mean",
-    "vllm_gpu_memory_utilization": "in GB",
-    "top_entropy_quantile": "all tokens are trained",
-    "sync_ref_model": "the reference stays the model that the run started from",
-    "steps_per_generation": "a step is one rollout; training.num_iterations uses it again",
-    "gradient_accumulation_steps": "it follows from training.micro_batch_tokens",
-    "max_prompt_length": "prompts that leave no room in the model's context are left out",
-    "repetition_penalty": "the sampled distribution would not be the trained one",
-    "logging_steps": "every step is logged",
-    "disable_dropout": "there is none, unless model.lora.dropout is set",
-}
+WORDS_ELSEWHERE = Path(__file__).with_name("words_elsewhere.yaml")
 
 
 def load_config(arguments: list[str]) -> Config:
@@ -165,6 +119,7 @@ def combine(in_file: dict[str, Any], overrides: list[str]) -> Config:
     values = merge(without_other_task(from_file, from_command_line), from_command_line)
     values = merge(values, replaced_length(from_file, from_command_line))
     full_schema = schema(load_task(task_name(values)))
+    values = merge(values, nest(texts_of(overrides, full_schema)))
     values = merge(full_schema().model_dump(), values)
     try:
         config = full_schema.model_validate(values)
@@ -206,8 +161,41 @@ def parse_override(override: str) -> tuple[str, Any]:
     try:
         return key, parse_yaml(text, origin=override)
     except ConfigError as error:
+        if may_be_text(key):
+            return key, text  # `combine` knows the task's keys
         fix = f"a text with such characters needs quotes of its own: {key}='\"...\"'"
         raise ConfigError([f"{error}; {fix}"]) from error
+
+
+def as_typed(text: str) -> str | None:
+    """The words of a text key as they are; null alone unsets, one quoted YAML text is read."""
+    if text[:1] in ("'", '"'):
+        with suppress(yaml.YAMLError):
+            node = yaml.compose(text, Loader=Loader)
+            if isinstance(node, yaml.ScalarNode) and node.end_mark.index == len(text):
+                return node.value
+    return None if text == "null" else text
+
+
+def texts_of(overrides: list[str], full_schema: type[Config]) -> Iterator[tuple[str, str | None]]:
+    """The prompts and the task's own text keys on the command line, which are not read as YAML."""
+    fields = full_schema.model_fields["task"].annotation.model_fields
+    for key, _, text in (override.partition("=") for override in overrides):
+        if may_be_text(key) and (field := fields.get(key.removeprefix("task."))) is not None:
+            kinds = get_args(field.annotation) or (field.annotation,)  # of str | None both
+            is_union = get_origin(field.annotation) in (None, Union, UnionType)
+            if is_union and {getattr(kind, "__origin__", kind) for kind in kinds} <= {
+                str,
+                NoneType,
+            }:
+                yield key, as_typed(text)
+
+
+def may_be_text(key: str) -> bool:
+    """Whether the key is a prompt or a task's own; names, sources and the like stay YAML."""
+    name = key.removeprefix("task.")
+    is_own = name in ("system_prompt", "prompt") or name not in TaskSettings.model_fields
+    return key.startswith("task.") and is_own
 
 
 def nest(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -302,7 +290,8 @@ def dump(config: Config) -> str:
 
 def error_lines(error: ValidationError, full_schema: type[Config], values: dict) -> list[str]:
     """One line for each key that pydantic rejects: its value, and what it should be."""
-    known, problems = [*SECTIONS, *dotted_values(full_schema())], {}
+    defaults, problems, notes = full_schema(), {}, {}
+    known, theirs = [*SECTIONS, *dotted_values(defaults)], read_file(WORDS_ELSEWHERE)["values"]
     for detail in error.errors():
         names, value, kind = [], values, detail["type"]
         with suppress(LookupError, TypeError):  # the place in a union ends with names of types
@@ -322,21 +311,32 @@ def error_lines(error: ValidationError, full_schema: type[Config], values: dict)
         # Beside a wrong key in a mapping, and for a rule about several keys, no value is at fault.
         is_bare = detail["loc"][-1] == "[key]" or (key in SECTIONS and kind == "value_error")
         subject = key if is_bare else f"{key} = {show(value):.80}"
+        if isinstance(value, str) and value in theirs.get(key, {}):
+            notes[subject] = f"; {value} is {theirs[key][value]} here"
+        elif key == "task.reward_weights" and kind == "dict_type":
+            notes[subject] = f", by name, such as {show(defaults.task.reward_weights)}"
         problems.setdefault(subject, {})[problem] = None  # a union has one for each of its types
-    lines = [f"{subject}: {' or '.join(each)}" for subject, each in problems.items()]
+    lines = [f"{key}: {' or '.join(all_)}{notes.get(key, '')}" for key, all_ in problems.items()]
     return [line.replace(" or Input should be ", " or ") for line in lines]
 
 
 def hint(key: str, value: Any, known: list[str]) -> str:
     """What an unknown key or the keys in it are called here, else the known key that is near."""
-    ours = {word: name for name, words in NAMES_ELSEWHERE.items() for word in words.split()}
-    leaves = [f".{leaf.lstrip('-')}" for leaf in unnest({key: value}, separator=".")]
-    known_words = {**ours, **REMARKS}
+    words = read_file(WORDS_ELSEWHERE)
+    ours = {word: name for name, theirs in words["keys"].items() for word in theirs}
+    typed = (name.lstrip("-").replace("-", "_") for name in unnest({key: value}, separator="."))
+    leaves, remarks = [f".{name}" for name in typed], words["remarks"]
+    known_words = {**ours, **remarks}
     if foreign := [word for leaf in leaves for word in known_words if leaf.endswith(f".{word}")]:
         named = {word: f" is {ours[word]} here" for word in foreign if word in ours}
-        notes = {word: f" ({REMARKS[word]})" for word in foreign if word in REMARKS}
+        notes = {word: f" ({remarks[word]})" for word in foreign if word in remarks}
         return "".join(f", {word}{named.get(word, '')}{notes.get(word, '')}" for word in foreign)
-    close, last = difflib.get_close_matches, key.split(".")[-1]
-    among = SECTIONS if isinstance(value, dict) else known
-    near = [other for other in among if close(last, [other.split(".")[-1]], cutoff=0.8)]
+    close, (section, _, last) = difflib.get_close_matches, key.rpartition(".")
+    among = [name.rpartition(".") for name in (SECTIONS if isinstance(value, dict) else known)]
+    # Of other sections only the same word: one that is merely near counts other things there.
+    near = [
+        ".".join(filter(None, (its, leaf)))
+        for its, _, leaf in among
+        if leaf == last or (its == section and close(last, [leaf], cutoff=0.8))
+    ]
     return f", the nearest is {close(key, near, n=1, cutoff=0)[0]}" if near else ""

@@ -31,7 +31,7 @@ def remark_at_start(run: Run) -> None:
     training, part_weights = run.config.training, run.config.task.reward_weights
     for part in run.task.REWARD_PARTS:
         if part_weights[part] == 0 and part != "timeout" and part not in default_weights(run.task):
-            fix = f"set task.reward_weights={{{part}: 1.0}}"
+            fix = f"set task.reward_weights='{{{part}: 1.0}}'"
             remark(run, f"weight of {part}", f"the part {part} of the reward weighs 0: {fix}")
     if training.optimizer == "muon" or run.config.model.lora is not None:
         return  # Muon's step has another size, and half of an adapter is 0

@@ -3,22 +3,42 @@
 Mistakes in it are in tests/run/test_mistakes.py.
 """
 
+import argparse
+import ast
+import importlib
 import re
 import shutil
 import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import yaml
 
 from engine import ROOT
-from engine.core.config import Config, ConfigError, differences, dotted, dotted_values, explained
+from engine.core.config import (
+    SECTIONS,
+    Config,
+    ConfigError,
+    differences,
+    dotted,
+    dotted_values,
+    explained,
+)
 from engine.core.text import show
 from engine.questions.tasks import built_in_tasks
-from engine.run.config_file import NAMES_ELSEWHERE, RATE_RECIPES, dump, load_config
+from engine.run.config_file import (
+    RATE_RECIPES,
+    WORDS_ELSEWHERE,
+    dump,
+    load_config,
+    parse_override,
+    read_file,
+)
 from engine.run.fingerprint import check_same_run
 from engine.run.folder import run_name
-from tools.write_config import write_config
+from tools.write_config import write_config, write_words
 
 GUESSING = """
 from engine.core.config import Section
@@ -27,6 +47,7 @@ class Options(Section):
     tolerance: float = 0.5
     '''How far off a guess may be.'''
     low: int | None = None
+    note: str | None = None
 def generate_prompt(example, *, options): ...
 def reward_function(completion, example, *, options, num_tokens): ...
 """
@@ -133,15 +154,62 @@ def test_epochs_become_steps_rounded_down():
 # What other runs and trainers have
 
 
-def test_the_words_of_others_are_those_of_the_page_and_each_names_a_key():
-    page = (ROOT / "docs/comparison.md").read_text()
-    rows = re.findall(r"^\| `([\w.]+)` \| (`.*`) \|", page, re.MULTILINE)
-    assert {key: words.strip("`").split("`, `") for key, words in rows} == {
-        key: words.split() for key, words in NAMES_ELSEWHERE.items()
-    }
-    assert NAMES_ELSEWHERE.keys() <= dotted_values(load()).keys()
-    words = [word for theirs in NAMES_ELSEWHERE.values() for word in theirs.split()]
+def test_the_words_of_others_are_those_of_the_page_and_each_names_a_key(tmp_path):
+    page, elsewhere = ROOT / "docs/comparison.md", read_file(WORDS_ELSEWHERE)
+    write_words(Path(shutil.copy(page, tmp_path)))
+    assert (tmp_path / page.name).read_text() == page.read_text()
+    assert elsewhere["keys"].keys() | elsewhere["values"].keys() <= dotted_values(load()).keys()
+    words = [word for theirs in elsewhere["keys"].values() for word in theirs]
     assert len({*words}) == len(words)
+
+
+@pytest.mark.parametrize("key", ["task.prompt", "task.system_prompt", "task.note"])
+def test_the_words_of_a_text_key_on_the_command_line_stand_as_typed(key, guessing):
+    """Bug: behind " #" they were cut without a word, and `Date: {words}` was an error."""
+    texts = ["A #1", "Date: {words}", "{prompt}", "a\n  b", "[a", "1e-5", '"a" # "b"', "'a' or 'b'"]
+    read = {"null": None, "'null'": "null", r'"a\nb"': "a\nb", "'it''s'": "it's"}
+    for text, meant in ({text: text for text in texts} | read).items():
+        config = load("task.name=guessing", f"{key}={text}", "task.low=3")
+        assert getattr(config.task, key[5:]) == meant and config.task.low == 3
+
+
+OVERRIDE = rf"(?:{'|'.join(SECTIONS)})\.[\w.]+=(?:'[^']*'|{{[^}}]*}}|\[[^]]*\]|[^\s,;:)`'\"{{[]+)"
+COMMAND = rf"python -m tools\.\w+(?: (?:{OVERRIDE}|[\w/.@*-]+))+|{OVERRIDE}"
+
+
+def commands_in(file):
+    """What a file's texts tell users to type; 1 stands for what an f-string fills in."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+        texts = [part.value if isinstance(part, ast.Constant) else "1" for part in parts]
+        if isinstance(node, ast.JoinedStr | ast.Constant) and {*map(type, texts)} == {str}:
+            yield from re.findall(COMMAND, "".join(texts))
+
+
+def test_what_the_program_tells_one_to_type_passes_the_shell_and_the_parser(monkeypatch):
+    """Bug: of a hint of task.reward_weights={format: 1.0} a shell makes two words."""
+    files = [*ROOT.glob("*.py"), *ROOT.glob("engine/*/*.py"), *ROOT.glob("tools/*.py")]
+    commands = sorted({command for file in files for command in commands_in(file)})
+    assert len(commands) > 25 and "task.prompt='{prompt}'" in commands
+
+    def parse(parser, *_):
+        parser.parse_known_args(sys.argv[1:])
+        raise LookupError
+
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # tools.chat's
+    for method in ("parse_args", "parse_intermixed_args"):
+        monkeypatch.setattr(argparse.ArgumentParser, method, parse)
+    keys = dotted_values(load())
+    for command in commands:
+        words = subprocess.check_output(["bash", "-c", f"printf '%s\\0' {command}"], text=True)
+        words = words.split("\0")[:-1]
+        if words[0] == "python" and words[2] != "tools.write_config":
+            monkeypatch.setattr(sys, "argv", words[2:])
+            with pytest.raises(LookupError):
+                importlib.import_module(words[2]).main()
+        for word in words:
+            if "=" in word or words[0] != "python":
+                assert parse_override(word)[0] in keys
 
 
 def test_tinys_learning_rate_is_refused_for_other_models(tmp_path, monkeypatch):
@@ -242,7 +310,7 @@ def test_every_key_is_written_with_its_default_below_its_explanation(task):
 def test_help_prints_config_yaml_or_the_keys_of_the_task_that_is_named(
     capsys, monkeypatch, guessing
 ):
-    own = "  # How far off a guess may be.\n  #tolerance: 0.5\n  #low: null\n\n# How completions"
+    own = "  # How far off a guess may be.\n  #tolerance: 0.5\n  #low: null\n  #note: null\n\n"
     _, _, keys = (ROOT / "config.yaml").read_text().partition("\n\n")
     for given, folder, expected in (("a.b", ROOT, keys), ("task.name=guessing", guessing, own)):
         monkeypatch.chdir(folder)
