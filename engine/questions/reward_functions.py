@@ -19,6 +19,7 @@ from pydantic import model_validator
 from engine.core.config import ConfigError, Section, TaskSettings
 from engine.core.user_file import RewardError, find_function, line_of, naming_mistakes
 from engine.questions.contract import Task, is_reward
+from engine.questions.event_loop import EventLoop
 from engine.questions.messages import pose
 
 TIMEOUT = "timeout"  # the part that says which calls took too long
@@ -68,6 +69,7 @@ class RewardTask(Task):
         (file, _), *_ = functions.values()
         super().__init__(file, {"REWARD_PARTS": (*functions, *[TIMEOUT] * any(is_async))})
         self.functions = functions
+        self.loop = EventLoop()  # of the async functions
         self.logged: dict[str, list[float]] = defaultdict(list)  # by log_metric, since last taken
 
     def parse_row(self, row: dict, *, options: TaskSettings) -> dict:
@@ -114,7 +116,7 @@ class RewardTask(Task):
         parts = [[{} for _ in group] for group in groups]
         for name, (_, function) in self.functions.items():
             if inspect.iscoroutinefunction(function):
-                paid = asyncio.run(self.call_together(name, columns, examples, options))
+                paid = self.loop.run(self.call_together(name, columns, examples, options))
             else:
                 paid = [self.call(name, *one) for one in zip(columns, examples, strict=True)]
             for of_question, values, column in zip(parts, paid, columns, strict=True):
@@ -162,13 +164,12 @@ class RewardTask(Task):
             async with free:
                 with naming_mistakes(file, function, example, form=form_of(columns)):
                     given = copy.deepcopy(columns)  # a change would stay for the whole run
-                    try:
-                        async with asyncio.timeout(options.reward_timeout) as limit:
-                            paid = await function(**given, log_metric=self.log_metric)
-                    except TimeoutError:
-                        if not limit.expired():
-                            raise
+                    running = asyncio.ensure_future(function(**given, log_metric=self.log_metric))
+                    await asyncio.wait([running], timeout=options.reward_timeout)
+                    if not running.done():
+                        running.cancel()
                         return None
+                    paid = running.result()
             return self.checked(paid, name, columns, example)
 
         return await asyncio.gather(*map(call, columns, examples))

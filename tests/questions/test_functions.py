@@ -5,22 +5,28 @@ Mistakes in them are in tests/run/test_mistakes.py.
 
 import asyncio
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import ROOT, arguments, load_run, make_config, read_rows
+from harness import ENVIRONMENT, ROOT, arguments, load_run, make_config, read_rows
 
 import main
 from engine.core.config import ConfigError
 from engine.core.types import Completion, Trajectory
+from engine.core.user_file import import_file
 from engine.questions.data import load_examples, load_questions
+from engine.questions.event_loop import EventLoop
 from engine.questions.messages import pose
 from engine.questions.tasks import functions_in, load_task, read_answer, reward_parts, total_reward
+from engine.run.checkpoint import load_state
 from engine.run.config_file import check_files, dump, harmless, load_config
 from engine.run.folder import run_name
 from tools import attack, chat, page
@@ -178,6 +184,64 @@ def test_async_functions_wait_together_and_one_that_is_late_does_not_apply():
     assert late[0] == {"judge": 1.0, "slow": None, "timeout": 1.0}
     with pytest.raises(RuntimeError):
         asyncio.get_running_loop()  # none is left behind
+
+
+JUDGES = """
+import asyncio, os, pathlib, signal, threading, time
+LOCK, LOOPS, LEFT, HUNG = asyncio.Lock(), set(), [], threading.Event()
+
+async def client(completions, **kwargs):
+    async with LOCK:  # which others wait for: it belongs to a loop from then on
+        await asyncio.sleep(0.001)
+    LOOPS.add(asyncio.get_running_loop())
+    LEFT.append(asyncio.create_task(asyncio.sleep(60)))
+    return [float(len(text) % 2) for text in completions]
+
+async def hangs(completions, **kwargs):
+    await asyncio.to_thread(HUNG.wait)  # which nothing sets
+
+async def signalled(completions, **kwargs):
+    pathlib.Path("calls").open("a").write(".")
+    if pathlib.Path("calls").stat().st_size == 20:  # 1 to try it, 4 to evaluate, 8 a step
+        os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(0.05)
+    return [1.0] * len(completions)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_async_functions_have_one_loop_for_all_steps_which_a_hung_thread_does_not_hold(folder):
+    """Bug: a lock or client at module level ended the run in its second evaluation."""
+    (folder / "judges.py").write_text(JUDGES)
+    module = import_file(folder / "judges.py")
+    for _ in range(3):
+        start = time.perf_counter()
+        (row, _), _ = paid("judges:[client, hangs]", "task.reward_timeout=0.2")
+        assert row == {"client": 1.0, "hangs": None, "timeout": 1.0}
+        assert all(task.cancelled() for task in module.LEFT)
+        assert time.perf_counter() - start < 10
+    assert len(module.LOOPS) == 1 and len(module.LEFT) == 6
+    pool = EventLoop()
+    pool.run(asyncio.sleep(0))
+    child = os.fork()
+    if child == 0:  # with a loop of its own
+        os._exit(pool.run(asyncio.sleep(0, 7)))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert pool.run(asyncio.sleep(0, 8)) == 8
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_in_an_await_ends_the_run_after_its_step(folder, rotary_model_folder):
+    """At the end nothing waits for the threads that hang."""
+    (folder / "judges.py").write_text(JUDGES)
+    given = ["task.reward=judges:[client, hangs, signalled]", f"task.train={folder}/rows.jsonl"]
+    sizes = ["training.num_samples_per_step=8", "validation.num_examples=4", "validation.every=1"]
+    given = arguments(folder, rotary_model_folder, *given, *sizes, "task.reward_timeout=0.1")
+    command = [sys.executable, str(ROOT / "main.py"), *given]
+    result = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
+    assert result.returncode == 143, result.stderr[-2000:]
+    assert load_state(folder / "x/checkpoints/last")["state"]["step"] == 2
+    assert read_rows(folder / "x")[-1]["train/reward_timeouts"] == 1.0
 
 
 def test_the_reward_chooses_the_best_model_where_no_function_says_what_is_right():

@@ -1,0 +1,74 @@
+"""The loop in which async reward functions run: one for the life of a task, in each process.
+
+What a user's module keeps between calls, such as a client or a lock, belongs to the loop that has
+used it first: in a loop of its own, the second step would fail.
+"""
+
+import asyncio
+import atexit
+import os
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+GRACE_S = 1.0  # for what a step has left behind to end, once it is cancelled
+
+
+class EventLoop:
+    def __init__(self) -> None:
+        # By process: a fork's child must leave its parent's alone, whose sockets it shares.
+        self.runners: dict[int, tuple[asyncio.Runner, threading.Lock]] = {}
+        atexit.register(self.close)
+
+    def run(self, coroutine: Coroutine) -> Any:
+        """What the coroutine returns; what it has begun and not awaited is cancelled."""
+        ours = asyncio.Runner(loop_factory=make_loop), threading.Lock()  # empty until it is used
+        runner, lock = self.runners.setdefault(os.getpid(), ours)
+        with lock:
+            return runner.run(alone(coroutine))
+
+    def close(self) -> None:
+        """Close this process's, unless a thread, or a task that heeds no end, is still in it."""
+        runner, lock = self.runners.get(os.getpid(), (None, None))
+        if runner and lock.acquire(blocking=False) and not asyncio.all_tasks(runner.get_loop()):
+            runner.close()
+
+
+async def alone(coroutine: Coroutine) -> Any:
+    try:
+        return await coroutine
+    finally:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=GRACE_S)
+
+
+def make_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    loop.set_default_executor(DaemonThreads())
+    return loop
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """Runs each call of asyncio.to_thread in a thread of its own, for which no exit waits.
+
+    Nothing ends a call that hangs. In a pool it would hold one of a few threads for good, and
+    Python would wait for it at the end.
+    """
+
+    def submit(self, function, /, *arguments, **named) -> Future:
+        future = Future()
+        given = future, function, arguments, named
+        threading.Thread(target=fulfil, args=given, daemon=True).start()
+        return future
+
+
+def fulfil(future: Future, function: Any, arguments: tuple, named: dict) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(function(*arguments, **named))
+        except BaseException as error:
+            future.set_exception(error)
