@@ -68,17 +68,17 @@ def main() -> None:
         own = config.task.model_dump(exclude={*TaskSettings.model_fields})  # the task's own keys
         known = f"the model knows {config.task.name}" + f" ({plain(own)})" * bool(own)
         known = "no task is named: it just talks" if isinstance(task, Talk) else known
-        show(f"{how_to_ask(task)}\n{known}\nCtrl-D or Ctrl-C ends\n\n")
+        print_now(f"{how_to_ask(task)}\n{known}\nCtrl-D or Ctrl-C ends\n\n")
     num_answered = num_refused = 0
-    for line in watched(task, config) if options.watch else read_lines():
+    for line in watched(task, config) if options.watch else typed_lines():
         try:
             example = line if options.watch else task.parse_question(line)
-            trajectory = answer(policy, task, config, example, num_answered)
+            trajectory = sample_answer(policy, task, config, example, num_answered)
         except ValueError as error:
             print(error_line(error), file=sys.stderr, flush=True)
             num_refused += 1
             continue
-        show(f"{judge(task, config.task, example, trajectory)}\n\n".removeprefix("\n"))
+        print_now(f"{judge(task, config.task, example, trajectory)}\n\n".removeprefix("\n"))
         num_answered += 1
     if num_refused > 0 and not sys.stdin.isatty():
         sys.exit(2)
@@ -166,7 +166,7 @@ def how_to_ask(task: Task) -> str:
     return "write a question"
 
 
-def read_lines() -> Iterator[str]:
+def typed_lines() -> Iterator[str]:
     """The lines that are not empty. Lines that are piped in are shown as if they were typed."""
     if sys.stdin is None:  # it was closed before the start
         return
@@ -175,7 +175,7 @@ def read_lines() -> Iterator[str]:
     with suppress(EOFError):
         while True:
             if line := input("> " if is_terminal else "").removeprefix("\ufeff").strip():
-                show("" if is_terminal else f"> {line}\n")
+                print_now("" if is_terminal else f"> {line}\n")
                 yield line
 
 
@@ -193,7 +193,7 @@ def watched(task: Task, config: Config) -> list[dict]:
     )
 
 
-def answer(
+def sample_answer(
     policy: Policy,
     task: Task,
     config: Config,
@@ -216,7 +216,7 @@ def answer(
         params = replace(params, conversations=conversations[0])
     if streamer is None:
         begun = assistant_prefix(pose(example, task=task, options=config.task))
-        show(tokenizer.decode(prompt_ids) if conversations else begun)
+        print_now(tokenizer.decode(prompt_ids) if conversations else begun)
     policy.sampler.loop = functools.partial(generate, streamer=streamer or Stream(policy))
     group = policy.sampler.decode([prompt_ids], seeds, params, on_progress=lambda _: None)
     ((trajectory,),) = compute_rewards(policy, task, config, [example], [prompt_ids], [group])
@@ -235,7 +235,7 @@ def judge(task: Task, options: TaskSettings, example: dict, trajectory: Trajecto
     return "; ".join(notes)
 
 
-def show(text: str) -> None:
+def print_now(text: str) -> None:
     """Print without a newline, at once, in whatever encoding stdout has."""
     print(printable(text, encoding=sys.stdout.encoding or "utf-8"), end="", flush=True)
 
@@ -251,7 +251,7 @@ class Stream(TextStreamer):
         super().put(value[~torch.isin(value, self.eos_ids)])
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        show(text + "\n" * stream_end)
+        print_now(text + "\n" * stream_end)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ class Handler(BaseHTTPRequestHandler):
             length = min(int(self.headers.get("Content-Length", 0)), 100_000)
             request = json.loads(self.rfile.read(max(length, 0)))
             with ANSWERING:
-                answer(self.server.options, request, self.send)
+                answer_to(self.server.options, request, self.send)
         except Exception as error:  # whatever a model does at loading: the page shows it
             with suppress(ConnectionError):  # the reader has left, which ends an answer
                 self.send({"error": " ".join(str(error).split())})
@@ -129,7 +129,7 @@ def models(folder: Path) -> list[str]:
     return [before, *map(str, own)]
 
 
-def answer(options: argparse.Namespace, request: dict, send: Callable[[dict], None]) -> None:
+def answer_to(options: argparse.Namespace, request: dict, send: Callable[[dict], None]) -> None:
     """Sample an answer to a question that was typed, or to the held-out one of that number."""
     import torch  # it and what needs it take seconds: only where something is asked
 
@@ -164,7 +164,7 @@ def answer(options: argparse.Namespace, request: dict, send: Callable[[dict], No
     policy = replace(LOADED[key], params=replace(LOADED[key].params, temperature=temperature))
     sender = Sender(policy, send)
     with policy.sampler.model.register_forward_hook(sender.keep):
-        trajectory = chat.answer(policy, task, config, example, number, sender)
+        trajectory = chat.sample_answer(policy, task, config, example, number, sender)
     answered = {"row": completion_record(trajectory, policy.tokenizer, {})}
     answered["read"] = read_answer(task, trajectory.text, example, config.task)
     send(answered | {"paid": chat.judge(task, config.task, example, trajectory)})

@@ -16,7 +16,7 @@ PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "negate": 3}
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
-def evaluate(expression: str) -> str | None:
+def evaluate_expression(expression: str) -> str | None:
     """The exact result of an expression as text, such as "0.875" for "(1.5 + 2) / 4".
 
     None for a text that is longer than MAX_CHARS or no expression, and for a result of more than

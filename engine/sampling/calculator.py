@@ -4,7 +4,7 @@ import re
 
 from transformers import PreTrainedTokenizerFast
 
-from engine.core.arithmetic import MAX_CHARS, evaluate
+from engine.core.arithmetic import MAX_CHARS, evaluate_expression
 
 STYLES = {  # the text before an expression, the text that asks for its result, our reply
     "gsm8k": ("<<", "=", "{}>>"),
@@ -35,7 +35,7 @@ class Calculator:
         # Each token of an expression has at least one character: these ids hold even the longest.
         text = self.tokenizer.decode(token_ids[-MAX_CHARS - 3 :])
         _, opening, expression = text.rpartition(self.opening)
-        result = evaluate(expression.removesuffix(self.closing)) if opening else None
+        result = evaluate_expression(expression.removesuffix(self.closing)) if opening else None
         if result is None:
             return []
         return self.tokenizer.encode(self.form.format(result), add_special_tokens=False)

@@ -62,7 +62,7 @@ def test_what_streams_is_what_is_rewarded(monkeypatch):
     tokenizer, eos_ids = policy.tokenizer, policy.params.eos_ids
     text = "é 数\n</think>\n  <answer>3 * 7</answer>"
     ids = tokenizer.encode(text, add_special_tokens=False)
-    monkeypatch.setattr(chat, "show", pieces.append)
+    monkeypatch.setattr(chat, "print_now", pieces.append)
     stream = chat.Stream(policy)
     stream.put(torch.tensor([tokenizer.encode(QUESTION)]))
     for token in [*ids, eos_ids[0]]:

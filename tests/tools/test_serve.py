@@ -79,7 +79,7 @@ def ask(server: ThreadingHTTPServer, **request: object) -> list[dict]:
 )
 def test_only_a_page_of_this_server_is_answered(server, monkeypatch, headers, status):
     """There is nothing else to get, and no form of another page can ask."""
-    monkeypatch.setattr(serve, "answer", lambda options, request, send: send({}))
+    monkeypatch.setattr(serve, "answer_to", lambda options, request, send: send({}))
     body = {"model": "tiny"}
     for path, sent in (("/", None), ("/data?", None), ("/ask", body)):
         found, text = fetch(server, path, sent, **headers)
@@ -154,7 +154,7 @@ def test_an_answer_is_what_the_chat_says_with_the_numbers_that_it_was_drawn_with
         config = chat.chat_config(chat.read_arguments([str(ROOT / "tiny"), SHORT]))
         policy, task = chat.load_chat(config)
         policy.params = replace(policy.params, temperature=temperature)
-        said = chat.answer(policy, task, config, task.parse_question(QUESTION), 3)
+        said = chat.sample_answer(policy, task, config, task.parse_question(QUESTION), 3)
         ending = "" if end["row"]["truncated"] else policy.end_tokens
         assert "".join(end["row"]["tokens"]) == said.text + ending
         assert end["row"]["reward"] == said.reward and end["paid"].startswith("reward ")
@@ -243,7 +243,7 @@ def test_hostile_text_of_a_model_stays_text(page, monkeypatch):
         send({"token": HOSTILE, "log_prob": -1.0, "entropy": None})
         send({"row": row, "paid": HOSTILE, "read": HOSTILE})
 
-    monkeypatch.setattr(serve, "answer", answer)
+    monkeypatch.setattr(serve, "answer_to", answer)
     with page.expect_response("**/ask") as hint:
         page.reload()
     hint.value.finished()
