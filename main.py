@@ -46,24 +46,23 @@ from transformers import GenerationConfig
 from engine.core.config import Config, TrainingSettings
 from engine.core.distributed import World, init_world
 from engine.core.statistics import Clock, add_to_mean, reduce_means
-from engine.core.tensors import autocast, left_pad, right_pad, seeded
+from engine.core.tensors import autocast, left_pad, pack, right_pad, seeded
 from engine.core.types import Completion, MicroBatch, SamplingParams, Seed, SeedWord, Trajectory
 from engine.model.load import load_model_and_tokenizer
 from engine.model.policy import Policy, make_policy
 from engine.questions.contract import Task
 from engine.questions.data import load_questions
 from engine.questions.prompts import completion_text
-from engine.questions.tasks import load_task, reward_parts, total_reward
+from engine.questions.tasks import load_task, reward_parts
 from engine.report.evaluation import evaluation_metrics
-from engine.report.metrics import count_broken
 from engine.run.checkpoint import save_best, save_checkpoint
 from engine.run.log import finish, log_evaluation, log_step, report_evaluation, step_metrics
-from engine.run.start import begin, make_boards, settle_config
+from engine.run.start import begin, boards_of, settle_config
 from engine.run.state import Run
 from engine.sampling.batches import decode_in_batches
 from engine.sampling.drawing_processor import DrawingProcessor
 from engine.update.optimizer import make_optimizer, set_learning_rate
-from engine.update.outcome import Outcome, Update, outcome_of
+from engine.update.outcome import Outcome, Update
 from logger import Logger
 
 
@@ -71,11 +70,10 @@ def main(config: Config) -> None:
     """Do what the config asks for; a user's mistake costs one line and exit status 2."""
     with mistakes_cost_one_line():
         run = build_run(config)
-        is_training = run.config.mode == "train"
-        if is_training:
+        if config.mode == "train":
             begin(run)  # from its newest checkpoint, if any: weights, optimizer, state, position
     with crashes_name_the_fix(run.folder):
-        exit_status = run_training(run) if is_training else run_evaluation(run)
+        exit_status = run_training(run) if config.mode == "train" else run_evaluation(run)
         run.policy.scorer = None  # frees DDP, which must not outlive the process group
         run.world.leave()
     sys.exit(exit_status)
@@ -84,7 +82,7 @@ def main(config: Config) -> None:
 def build_run(config: Config) -> Run:
     """Load what the config names on this rank. `begin` is apart: tools.imitate goes without."""
     world, notes = init_world()  # rank, number of ranks, and this rank's device
-    logger = Logger(rank=world.rank, boards=make_boards(config, world))
+    logger = Logger(rank=world.rank, boards=boards_of(config, world))
     config = settle_config(config, world, notes, logger.info)  # its commit, date, merged base
     task = load_task(config.task.code)
     # An AutoModelForCausalLM. Its trained weights are fp32 and compute in `dtype`: bf16 on a GPU
@@ -98,8 +96,7 @@ def build_run(config: Config) -> Run:
     )
     run = Run(config, world, logger, task, policy, validation, stream)
     run.check_questions()  # at least one for each rank, and the same list on all of them
-    if config.mode == "train":
-        # num_epochs, if it was given, becomes num_steps.
+    if config.mode == "train":  # num_epochs, if it was given, becomes num_steps
         run.config = config = config.with_num_steps(len(stream.questions), world.size)
         wrap_policy(policy, config, world, logger.info)
         run.optimizer = make_optimizer(model, config.training)
@@ -107,16 +104,14 @@ def build_run(config: Config) -> Run:
 
 
 def wrap_policy(policy: Policy, config: Config, world: World, log: Callable[[str], None]) -> None:
-    """Attach the scorer, which computes log-probabilities, and wrap it in DDP."""
-    # CompletionScorer makes all logits of a micro-batch at once; another one if they are too large.
+    """Attach the scorer, which computes log-probabilities, in DDP; another if logits are large."""
     scorer = policy.large_logits_scorer(config, log) or CompletionScorer
     policy.scorer = scorer(policy.model, policy.compute_dtype)
     if config.training.has_reference:  # a second, frozen model: off by default
         policy.reference = scorer(policy.reference_model(config), policy.compute_dtype)
     if config.model.shard:  # off by default: each rank has a part of the model
         policy.shard(world)
-    elif world.size > 1:
-        # Each rank has the whole model; DDP averages their gradients in the backward pass.
+    elif world.size > 1:  # each has the whole model; DDP averages gradients in the backward pass
         gpus = [world.device.index] if world.device.type == "cuda" else None
         policy.scorer = DistributedDataParallel(policy.scorer, gpus, gradient_as_bucket_view=True)
 
@@ -127,7 +122,8 @@ def wrap_policy(policy: Policy, config: Config, world: World, log: Callable[[str
 def run_training(run: Run) -> int:
     """The whole algorithm, in one loop; returns the exit status."""
     config, world, state = run.config, run.world, run.state
-    per_rank = config.questions_per_rank(world.size)
+    questions_per_step = config.questions_per_step(world.size)  # of all ranks
+    per_rank = questions_per_step // world.size
     world.signals.start()  # after SIGTERM and the like the run ends its step, is saved, and ends
     while True:
         if run.is_evaluation_due:  # at both ends, each validation.every steps; not after a signal
@@ -139,7 +135,7 @@ def run_training(run: Run) -> int:
         run.check_skipped_steps()  # FloatingPointError after too many in a row
         clock = Clock()
         with clock("step"):
-            taken, next_position = run.stream.take(state.position, per_rank * world.size)
+            taken, next_position = run.stream.take(state.position, questions_per_step)
             mine = taken[world.rank * per_rank :][:per_rank]  # each rank takes its slice of them
             questions = [question for _, question in mine]
             seeds = [(SeedWord.TRAINING, config.training.seed, position) for position, _ in mine]
@@ -187,10 +183,10 @@ def generate(
 ) -> list[Completion]:
     """Sample a group of completions of each prompt, by any model; `streamer` gets each token."""
     prompt_ids, prompt_mask = left_pad(prompts, params.pad_id, model.device)  # (N, P)
-    # As in all backends engine/sampling/draw.py draws from softmax(logits / temperature), cut by
-    # top_p and top_k: the first token at which the cumulative probability exceeds a uniform number,
-    # which a question's seed gives. It sets all other logits to -inf, so that transformers' own
-    # draw can only return that token; `seeded` keeps this draw from moving torch's generator.
+    # engine/sampling/draw.py draws for all backends: of softmax(logits / temperature), cut by top_p
+    # and top_k, the first token whose cumulative probability exceeds a uniform number that follows
+    # from the question's seed. DrawingProcessor sets all other logits to -inf, so that transformers
+    # draws that token again. `seeded` keeps this second draw from moving torch's generator.
     drawing = DrawingProcessor(seeds, params, model.device)
     with seeded(seeds, model.device):
         model.generate(
@@ -209,22 +205,13 @@ def generate(
 def get_generation_config(params: SamplingParams) -> GenerationConfig:
     """A fresh generation config: nothing of the hub's leaks into sampling.
 
-    transformers fills a field left None from the model's own generation config. That is emptied at
-    load, and what such configs set is neutral here, since draw.py has drawn.
+    transformers fills a field left None from the model's own generation config, which was emptied
+    at load, and then with its defaults, of which only top_k's (50) would cut the distribution.
     """
     return GenerationConfig(
         do_sample=True,  # without it generate refuses several samples of a prompt
         max_new_tokens=params.max_new_tokens,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,  # all tokens
-        min_p=0.0,
-        typical_p=1.0,
-        epsilon_cutoff=0.0,
-        eta_cutoff=0.0,
-        repetition_penalty=1.0,
-        no_repeat_ngram_size=0,
-        num_beams=1,
+        top_k=0,  # all tokens: draw.py has drawn
         num_return_sequences=params.group_size,
         # In a game of several turns a reply may follow an end token: then draw.py ends the row.
         eos_token_id=[] if params.conversations else list(params.eos_ids),
@@ -245,15 +232,13 @@ def compute_rewards(
 ) -> list[list[Trajectory]]:
     """The completions as text, each with its reward: the weighted sum of what the task pays."""
     texts = [[completion_text(c, policy.tokenizer) for c in group] for group in groups]
-    paid = reward_parts(task, texts, questions, config.task, groups)  # each part by its name
-    weights = config.task.reward_weights
-    return [
-        [
-            Trajectory(prompt_ids, completion, text, parts, reward=total_reward(parts, weights))
-            for completion, text, parts in zip(group, said, earned, strict=True)
-        ]
-        for prompt_ids, group, said, earned in zip(prompts, groups, texts, paid, strict=True)
-    ]
+    parts = reward_parts(task, texts, questions, config.task, groups)  # of each, by name
+    rewarded: list[list[Trajectory]] = [[] for _ in groups]
+    for i, group in enumerate(groups):
+        for j, completion in enumerate(group):
+            reward = config.task.total_reward(parts[i][j])
+            rewarded[i].append(Trajectory(prompts[i], completion, texts[i][j], parts[i][j], reward))
+    return rewarded
 
 
 def assign_advantages(groups: list[list[Trajectory]], training: TrainingSettings) -> None:
@@ -263,14 +248,18 @@ def assign_advantages(groups: list[list[Trajectory]], training: TrainingSettings
     if training.learning_type == "sil":
         # The k best of every group, even if all rewards are equal, right or wrong (as easy-GRPO):
         # to leave those groups out would drop the questions that the policy always solves.
-        in_batch = k_best_mask(rewards, k=training.k_best_of_n[0])
+        in_batch = k_best_mask(rewards, k=training.num_best)
         advantages = in_batch.double()
-    else:
+    elif training.advantage in ("mean", "zscore"):
         advantages = grpo_advantages(rewards, divide_by_std=training.advantage == "zscore")
-        if training.advantage not in ("mean", "zscore"):  # off by default
-            from engine.update.losses import other_advantages
+    elif training.advantage == "over_mean":
+        from engine.update.losses import over_mean
 
-            advantages = other_advantages(training.advantage, advantages, rewards, groups)
+        advantages = over_mean(rewards, groups)
+    else:  # a function of the user's own
+        from engine.update.user_algorithm import own_advantages
+
+        advantages = own_advantages(training.advantage, rewards, groups)
     for i, group in enumerate(groups):
         for j, trajectory in enumerate(group):
             trajectory.advantage = advantages[i, j].item()
@@ -302,13 +291,12 @@ def k_best_mask(rewards: Tensor, *, k: int) -> Tensor:
 def update_policy(run: Run, groups: list[list[Trajectory]]) -> Update:
     """The optimizer's step on these groups (`num_iterations` of them, 1 by default).
 
-    A completion, loss or gradient that is not finite ends it before the optimizer steps, and so
-    does an overflow of float16. If there is nothing to train on there is no step either: AdamW
-    would move the weights even at a gradient of 0. The outcome says which it was.
+    There is none if a completion, loss or gradient is not finite or overflows float16, nor if there
+    is nothing to train on: AdamW moves weights even at a gradient of 0. The outcome says which.
     """
     policy, optimizer, training = run.policy, run.optimizer, run.config.training
     set_learning_rate(optimizer, run.state.step + 1, training)
-    if count_broken(groups, run.world, run.logger.warning) > 0:  # on one rank or more
+    if run.count_broken(groups) > 0:  # on one rank or more
         return Update(Outcome.BROKEN)
     # With model.shard all ranks need equally many passes: `equal_passes` adds some of weight 0.
     micro_batches = policy.equal_passes(make_micro_batches(groups, training, run.world))
@@ -322,7 +310,7 @@ def update_policy(run: Run, groups: list[list[Trajectory]]) -> Update:
         scaler.unscale_(optimizer)
         grad_norm = nn.utils.clip_grad_norm_(policy.model.parameters(), training.max_grad_norm)
         update.metrics |= {"train/loss": loss, "train/grad_norm": grad_norm.item()}
-        update.outcome = outcome_of(loss, grad_norm.item(), scaler)
+        update.outcome = Outcome.of(loss, grad_norm.item(), scaler, training)
         if update.outcome is Outcome.UPDATED:
             scaler.step(optimizer)
             update.has_moved = True
@@ -340,33 +328,23 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """What this rank trains on; empty only if no rank has anything to train on.
 
-    Rows of advantage 0 have no gradient (without a KL penalty), so they are not computed; they do
-    count in the denominators. A row that skip_truncated drops counts as a row, without its tokens.
+    By default rows of advantage 0 have no gradient, so they are not computed; they do count in the
+    denominators. A row that skip_truncated drops counts as a row, without its tokens.
     """
     batch = [t for group in groups for t in group if t.in_batch]
     kept = [t for t in batch if not (training.skip_truncated and t.completion.truncated)]
-    trained = [t for t in kept if t.advantage != 0.0 or training.has_reference]
-    counts = [len(batch), sum(t.completion.num_sampled for t in kept), len(trained)]
-    num_rows, num_tokens, num_trained = world.sum(counts).tolist()
+    trained = [t for t in kept if t.advantage != 0.0 or training.trains_all_rows]
+    num_rows, num_tokens, num_trained = world.sum(
+        [len(batch), sum(t.completion.num_sampled for t in kept), len(trained)]
+    ).tolist()
     if num_trained == 0:
         return []
-    if not trained:
-        # DDP needs a backward pass from each rank: any row will do, of weight 1 / infinity = 0.
+    if not trained:  # DDP needs a backward pass from each rank: any row, of weight 1 / inf = 0
         trained, num_rows, num_tokens = batch[:1], torch.inf, torch.inf
     return [
         make_micro_batch(rows, training, world.device, num_rows=num_rows, num_tokens=num_tokens)
         for rows in pack(trained, training.micro_batch_tokens)
     ]
-
-
-def pack(trajectories: list[Trajectory], max_tokens: int) -> list[list[Trajectory]]:
-    """Batches by length: rows * longest (prompt + completion) <= max_tokens, or a single row."""
-    batches: list[list[Trajectory]] = [[]]
-    for t in sorted(trajectories, key=lambda t: t.num_tokens):
-        if batches[-1] and (len(batches[-1]) + 1) * t.num_tokens > max_tokens:
-            batches.append([])
-        batches[-1].append(t)
-    return batches
 
 
 def make_micro_batch(
@@ -380,20 +358,19 @@ def make_micro_batch(
     """Tensors on the device; the counts are those of the whole batch over all ranks."""
     token_ids, is_sampled, log_probs = [], [], []
     for t in trajectories:
-        completion, of_prompt = t.completion, torch.zeros(len(t.prompt_ids))
+        completion, num_prompt = t.completion, len(t.prompt_ids)
         token_ids.append(t.prompt_ids + completion.token_ids)
         # End tokens are trained. What a tool has written, if any, is read only, as the prompt is.
-        is_sampled.append(torch.cat([of_prompt.bool(), torch.from_numpy(~completion.is_inserted)]))
-        log_probs.append(torch.cat([of_prompt, torch.from_numpy(completion.log_probs)]))
+        is_sampled.append([False] * num_prompt + (~completion.is_inserted).tolist())
+        log_probs.append([0.0] * num_prompt + completion.log_probs.tolist())
     completion_mask = right_pad(is_sampled, False).to(device)  # (B, S)
+    weights = token_weights(completion_mask, training, num_rows=num_rows, num_tokens=num_tokens)
     return MicroBatch(
         trajectories,
         input_ids=right_pad(token_ids, 0).to(device),
         completion_mask=completion_mask,
         advantages=torch.tensor([t.advantage for t in trajectories], device=device),
-        token_weights=token_weights(
-            completion_mask, training, num_rows=num_rows, num_tokens=num_tokens
-        ),
+        token_weights=weights,
         sampler_log_probs=right_pad(log_probs, 0.0).to(device),
     )
 
@@ -404,17 +381,16 @@ def token_weights(
     """What each token counts for in the loss, (B, S) to (B, S); 0 where the mask is False.
 
     The counts are over all ranks, so the gradient depends on neither the number of ranks nor the
-    micro-batches' size. dr_grpo (the default): arXiv:2503.20783; token: DAPO, arXiv:2503.14476;
-    sequence: GRPO, arXiv:2402.03300; sum: plain REINFORCE.
+    micro-batches' size.
     """
     mask, normalization = mask.float(), training.loss_normalization
-    if normalization == "dr_grpo":
+    if normalization == "dr_grpo":  # the default: arXiv:2503.20783
         return mask / (num_rows * training.max_new_gen_tokens)
-    if normalization == "token":
+    if normalization == "token":  # DAPO, arXiv:2503.14476
         return mask / num_tokens
-    if normalization == "sequence":
+    if normalization == "sequence":  # GRPO, arXiv:2402.03300
         return mask / (num_rows * mask.sum(dim=1, keepdim=True).clamp(min=1))
-    return mask / num_rows
+    return mask / num_rows  # sum: plain REINFORCE
 
 
 def accumulate_gradients(
@@ -422,9 +398,8 @@ def accumulate_gradients(
 ) -> float:
     """Add up the gradient of the whole batch's loss on every rank; returns that loss.
 
-    The loss is a sum over all micro-batches of all ranks. DDP's backward() averages the ranks'
-    gradients; times their number, that is the sum. It averages at the last micro-batch only, and
-    until then each rank adds up its own. With model.shard every backward() averages.
+    DDP's backward() averages over the ranks, but the loss is a sum over them: hence `world.size`.
+    It does so at the last micro-batch only (`no_sync`); with model.shard each backward() averages.
     """
     policy, world, total = run.policy, run.world, 0.0
     for micro_batch in run.logger.track(micro_batches, "update", "batch"):
@@ -440,17 +415,21 @@ def micro_batch_loss(
     policy: Policy, batch: MicroBatch, training: TrainingSettings, metric_sums: dict[str, Tensor]
 ) -> Tensor:
     """One micro-batch's part of the loss, by default REINFORCE's; adds to `metric_sums`."""
-    is_first = batch.old_log_probs is None  # the first pass over this batch, by default the only
     log_probs = policy.scorer(  # (B, S), 0 where the mask is False
         batch.input_ids, batch.completion_mask, temperature=policy.params.temperature
     )
     token_loss = -batch.advantages[:, None] * log_probs  # (B, S)
     weights = batch.token_weights  # (B, S), 1 / (rows of all ranks * length limit) by default
-    metrics = policy.keep_first_pass(batch, log_probs) if is_first else {}  # sets old_log_probs
+    metrics, is_first = {}, batch.old_log_probs is None  # the first pass, by default the only one
+    if is_first:
+        batch.old_log_probs = log_probs.detach()
+        metrics["train/sampler_mismatch"] = (batch.old_log_probs - batch.sampler_log_probs).abs()
     if not training.is_reinforce:  # a ratio, a KL penalty, importance weights: all off by default
         from engine.update.losses import apply_options
 
-        token_loss, weights, more = apply_options(training, batch, log_probs, token_loss, is_first)
+        token_loss, weights, more = apply_options(
+            training, batch, log_probs, token_loss, is_first, policy.score_by_reference
+        )
         metrics |= more
     for name, values in metrics.items():
         add_to_mean(metric_sums, name, values, batch.token_weights > 0)  # no row of weight 0
@@ -471,8 +450,7 @@ class CompletionScorer(nn.Module):
         top_p or top_k cut it, which is warned of). Rows are padded on the right, where no token
         looks: attention is causal and needs no mask.
         """
-        # Logits at column c are of the token at c + 1: only the columns (K,) whose next token is
-        # scored in some row are needed.
+        # Logits at column c are of the token at c + 1: take the columns (K,) before scored tokens.
         columns = mask[:, 1:].any(dim=0).nonzero()[:, 0]
         token_ids, is_scored = input_ids[:, columns + 1], mask[:, columns + 1]  # (B, K)
         with autocast(input_ids.device, self.compute_dtype, cache_casts=False):  # saves memory
@@ -495,17 +473,23 @@ def token_log_probs(logits: Tensor, token_ids: Tensor, *, temperature: float) ->
 def evaluate(run: Run) -> None:
     """Measure the policy on all validation questions, log that, and keep it if it is the best."""
     state, clock = run.state, Clock()
-    with clock("eval"):
-        groups = sample_validation(run)
-        metrics = evaluation_metrics(groups, run.task, run.config.validation, run.world)
+    metrics, groups = measure_policy(run, clock)
     log_evaluation(run, metrics | clock.read(), groups)
     score = metrics[run.config.best_metric]
     state.keep_scores(metrics, score)
-    is_broken = count_broken(groups, run.world, run.logger.warning) > 0  # such a model is no best
+    is_broken = run.count_broken(groups) > 0  # such a model is no best
     is_best = not is_broken and (state.best is None or score > state.best)
     if is_best and save_best(run, metrics):  # writes best/; False if it could not
         state.best, state.best_step = score, state.step
     run.world.ask_whether_to_stop()
+
+
+def measure_policy(run: Run, clock: Clock) -> tuple[dict[str, float], list[list[Trajectory]]]:
+    """The metrics of all validation questions, and the completions of this rank's share."""
+    with clock("eval"):
+        groups = sample_validation(run)
+        metrics = evaluation_metrics(groups, run.task, run.config.validation, run.world)
+    return metrics, groups
 
 
 def sample_validation(run: Run, *, is_greedy: bool = False) -> list[list[Trajectory]]:
@@ -530,11 +514,10 @@ def sample_validation(run: Run, *, is_greedy: bool = False) -> list[list[Traject
 def run_evaluation(run: Run) -> int:
     """mode=evaluate: measure as training would, and greedily; returns the exit status."""
     clock = Clock()
-    with clock("eval"):
-        groups = sample_validation(run)
-        is_greedy = run.config.validation.temperature == 0
-        greedy = groups if is_greedy else sample_validation(run, is_greedy=True)
-    return report_evaluation(run, groups, greedy, clock)
+    metrics, groups = measure_policy(run, clock)
+    is_greedy = run.config.validation.temperature == 0
+    greedy = groups if is_greedy else sample_validation(run, is_greedy=True)
+    return report_evaluation(run, metrics | clock.read(), groups, greedy)
 
 
 if __name__ == "__main__":

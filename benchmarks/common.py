@@ -27,7 +27,7 @@ torch.backends.cuda.enable_cudnn_sdp(False)  # as engine/core/distributed.py doe
 
 def questions_per_step(arguments: Sequence[str] = ()) -> int:
     """Questions in a step of the default run, or of what arguments name, on two ranks."""
-    return 2 * load_config(list(arguments)).questions_per_rank(2)
+    return load_config(list(arguments)).questions_per_step(2)
 
 
 def load_run(arguments: Sequence[str]) -> Run:

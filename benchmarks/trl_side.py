@@ -34,13 +34,13 @@ def load_silent_run(overrides: list[str]) -> Run:
 
 def num_rows(run: Run) -> int:
     """Completions in a step."""
-    return run.config.questions_per_rank(1) * run.config.training.group_size
+    return run.config.questions_per_step(1) * run.config.training.group_size
 
 
 def roll_out(run: Run, clock: Clock) -> list[list[Trajectory]]:
     """The groups of the next questions."""
     config = run.config
-    drawn, _ = run.stream.take(run.state.position, config.questions_per_rank(1))
+    drawn, _ = run.stream.take(run.state.position, config.questions_per_step(1))
     questions = [question for _, question in drawn]
     seeds = [(SeedWord.TRAINING, config.training.seed, position) for position, _ in drawn]
     return program.sample_trajectories(run, questions, seeds, run.policy.params, clock)
@@ -54,7 +54,7 @@ def make_trainer(
     `micro_batch` is in rows and must divide those of a step. TRL samples with `model.generate`,
     without vLLM, and writes no files of its own.
     """
-    training, num_questions = run.config.training, run.config.questions_per_rank(1)
+    training, num_questions = run.config.training, run.config.questions_per_step(1)
     drawn, _ = run.stream.take(0, num_questions * training.num_steps)
     rows = [as_trl_row(example, run) for _, example in drawn]
     trainer = GRPOTrainer(

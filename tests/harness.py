@@ -45,6 +45,7 @@ import engine.run.start
 import main
 from engine.core.config import Config
 from engine.core.distributed import World
+from engine.core.statistics import Clock
 from engine.core.types import Completion, Log, PromptBatch, Seed, Trajectory
 from engine.model.policy import Policy
 from engine.model.sampler import LoopSampler
@@ -304,8 +305,7 @@ def load_run(config: Config) -> Run:
 
 def measure(run: Run) -> tuple[dict[str, float], list[dict]]:
     """The metrics and the samples of an evaluation."""
-    groups = main.sample_validation(run)
-    metrics = main.evaluation_metrics(groups, run.task, run.config.validation, run.world)
+    metrics, groups = main.measure_policy(run, Clock())
     return metrics, validation_samples(run, groups)
 
 

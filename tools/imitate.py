@@ -28,7 +28,6 @@ from engine.questions.contract import Task
 from engine.questions.data import FILE_OR_HUB, QuestionStream, load_table, parse_table
 from engine.questions.prompts import completion_text, encode_prompts, end_of_turn, whole_characters
 from engine.questions.tasks import load_task, reward_parts
-from engine.report.evaluation import evaluation_metrics
 from engine.run.card import merged_card, model_card
 from engine.run.checkpoint import save_model
 from engine.run.config_file import load_config
@@ -39,7 +38,7 @@ from engine.run.resume import make_folder
 from engine.run.state import Run
 from engine.update.optimizer import learning_rate_at
 from engine.update.outcome import Outcome
-from main import build_run, sample_validation, update_policy
+from main import build_run, measure_policy, update_policy
 
 
 def main() -> None:
@@ -64,7 +63,7 @@ def main() -> None:
     with crashes_name_the_fix(run.folder):
         measured = imitate(run, answers)
     with mistakes_cost_one_line():  # such as a full disk
-        write_model(run, measured, options.answers)
+        write_imitation(run, measured, options.answers)
     run.policy.scorer = None  # frees DDP, which must not outlive the process group
     run.world.leave()
 
@@ -164,12 +163,13 @@ def imitate(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
     """Train on the answers, shuffled by the seed; returns an evaluation, losses, an evaluation."""
     world, state, training = run.world, run.state, run.config.training
     stream = QuestionStream(answers, training.seed, True, lambda answer: 0, 0, run.logger.info)
-    per_rank = run.config.questions_per_rank(world.size)
+    questions_per_step = run.config.questions_per_step(world.size)
+    per_rank = questions_per_step // world.size
     order_ddp_buckets(run.policy.scorer, world.device)
-    measured = [evaluate(run)]
+    measured = [measure_and_log(run)]
     while not run.is_over:
         step = state.step + 1
-        drawn, state.position = stream.take(state.position, per_rank * world.size)
+        drawn, state.position = stream.take(state.position, questions_per_step)
         groups = [[answer] for _, answer in drawn[world.rank * per_rank :][:per_rank]]
         seed = (SeedWord.IMITATION, training.seed, step, world.rank)  # of LoRA dropout
         with seeded([seed], world.device):
@@ -183,21 +183,19 @@ def imitate(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
         measured.append({"step": step, "train/loss": loss, "train/lr": rate})
         run.logger.info(f"imitation {step}/{training.num_steps}  loss {loss:.4f}  lr {rate:.1e}")
         state.step = step
-    return [*measured, evaluate(run)]
+    return [*measured, measure_and_log(run)]
 
 
-def evaluate(run: Run) -> dict[str, float]:
+def measure_and_log(run: Run) -> dict[str, float]:
     """Measure the model as a run does, and print that."""
     clock = Clock()
-    with clock("eval"):
-        groups = sample_validation(run)
-        metrics = evaluation_metrics(groups, run.task, run.config.validation, run.world)
+    metrics, groups = measure_policy(run, clock)
     log_evaluation(run, metrics | clock.read(), groups)
     run.state.keep_scores(metrics, metrics[run.config.best_metric])
     return {"step": run.state.step} | metrics
 
 
-def write_model(run: Run, measured: list[dict[str, float]], source: str) -> None:
+def write_imitation(run: Run, measured: list[dict[str, float]], source: str) -> None:
     """Write the folder: plain weights in float32, the card, and imitation.jsonl."""
     policy, card = run.policy, model_card(run, measured[-1], answers=source)
     if run.config.model.lora is not None:

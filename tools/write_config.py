@@ -14,7 +14,7 @@ from engine.questions.tasks import load_task, schema
 from engine.run.config_file import WORDS_ELSEWHERE, read_file
 
 
-def write_config(file: Path) -> None:
+def write_defaults(file: Path) -> None:
     """Replace all below the header; SystemExit where git does not hold what would be lost."""
     git = ["git", "-C", str(file.parent), "diff", "--quiet", "--", file.name]
     if subprocess.run(git).returncode != 0:
@@ -34,4 +34,4 @@ def write_words(file: Path) -> None:
 
 if __name__ == "__main__":
     write_words(ROOT / "docs/comparison.md")
-    write_config(ROOT / "config.yaml")
+    write_defaults(ROOT / "config.yaml")

@@ -192,6 +192,11 @@ class TaskSettings(Section):
         """What `load_task` loads."""
         return self.reward or self.name
 
+    def total_reward(self, parts: dict[str, float | None]) -> float:
+        """The sum of weight times part, over the parts that apply; 0 if none does, as in TRL."""
+        weights = self.reward_weights
+        return sum(weights[name] * parts[name] for name in weights if parts[name] is not None)
+
 
 class SamplingSettings(Section):
     """How completions are sampled during training and evaluation."""
@@ -359,6 +364,10 @@ class TrainingSettings(Section):
     best, or its entropy is near 0, or most of its completions are cut off. false only warns."""
 
     @property
+    def num_best(self) -> int:
+        return self.k_best_of_n[0]
+
+    @property
     def group_size(self) -> int:
         return self.k_best_of_n[1]
 
@@ -366,6 +375,11 @@ class TrainingSettings(Section):
     def has_reference(self) -> bool:
         """Whether another model scores completions too: the first one, or a teacher."""
         return self.kl_coef > 0 or self.learning_type == "distill"
+
+    @property
+    def trains_all_rows(self) -> bool:
+        """Whether a row of advantage 0 can have a gradient: by a KL penalty, or one's own loss."""
+        return self.has_reference or ":" in self.policy_loss
 
     @property
     def is_reinforce(self) -> bool:
@@ -470,10 +484,10 @@ class Config(Section):
     checkpoint: CheckpointSettings = CheckpointSettings()
     logging: LoggingSettings = LoggingSettings()
 
-    def questions_per_rank(self, num_ranks: int) -> int:
-        """Training questions of a step on each rank; `check_world` makes sure that they divide."""
-        per_step = self.training.num_samples_per_step_global
-        return self.training.num_samples_per_step if per_step is None else per_step // num_ranks
+    def questions_per_step(self, num_ranks: int) -> int:
+        """Training questions of a step over all ranks, which divide them (see `check_world`)."""
+        training = self.training
+        return training.num_samples_per_step_global or training.num_samples_per_step * num_ranks
 
     @property
     def max_validation_tokens(self) -> int:
@@ -495,7 +509,7 @@ class Config(Section):
         num_epochs = self.training.num_epochs
         if num_epochs is None:
             return self
-        questions_per_step = self.questions_per_rank(num_ranks) * num_ranks
+        questions_per_step = self.questions_per_step(num_ranks)
         num_steps = int(num_epochs * num_questions / questions_per_step)
         if num_steps == 0:
             problem = f"of {num_questions} questions is less than a step of {questions_per_step}"
@@ -593,7 +607,7 @@ def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
         yield "sampling.backend", "vLLM would sample from weights of 16 bits, not 4; write grouped"
     if config.mode == "evaluate":
         return  # the others are only read in training
-    (k, n), is_sil = training.k_best_of_n, training.learning_type == "sil"
+    k, n, is_sil = training.num_best, training.group_size, training.learning_type == "sil"
     key, is_taught = "training.k_best_of_n", training.learning_type == "distill"
     if is_taught != (model.teacher is not None):
         needs_one = "training.learning_type=distill needs one; give a folder or a hub id"

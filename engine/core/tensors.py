@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from engine.core.types import Seed
+from engine.core.types import Seed, Trajectory
 
 
 @contextlib.contextmanager
@@ -45,6 +45,16 @@ def right_pad(sequences: list, value: float) -> Tensor:
     """Sequences as one tensor (B, longest), padded on the right."""
     tensors = [torch.as_tensor(sequence) for sequence in sequences]
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
+
+
+def pack(trajectories: list[Trajectory], max_tokens: int) -> list[list[Trajectory]]:
+    """Batches by length: rows * longest (prompt + completion) <= max_tokens, or a single row."""
+    batches: list[list[Trajectory]] = [[]]
+    for t in sorted(trajectories, key=lambda t: t.num_tokens):
+        if batches[-1] and (len(batches[-1]) + 1) * t.num_tokens > max_tokens:
+            batches.append([])
+        batches[-1].append(t)
+    return batches
 
 
 def autocast(

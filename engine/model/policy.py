@@ -109,18 +109,6 @@ class Policy:
             return self.model
         return copy_in(self.compute_dtype, self.model, self.model.device)
 
-    def keep_first_pass(self, batch: MicroBatch, log_probs: Tensor) -> dict[str, Tensor]:
-        """Keep what a batch's later passes, and a KL penalty, compare with; how the sampler fits.
-
-        Returns |log pi - log pi_sampler| of each token, (B, S).
-        """
-        batch.old_log_probs = log_probs.detach()
-        if self.reference is not None:
-            batch.ref_log_probs = self.score_by_reference(
-                batch.input_ids, batch.completion_mask, temperature=self.params.temperature
-            )
-        return {"train/sampler_mismatch": (batch.old_log_probs - batch.sampler_log_probs).abs()}
-
     def shard(self, world: World) -> None:
         """Cut the weights that are trained, and those of a reference, into a part for each rank."""
         from engine.update.shards import equal_passes, shard_scorer
@@ -131,8 +119,9 @@ class Policy:
         self.equal_passes = functools.partial(equal_passes, world=world)
 
     @torch.no_grad()
-    def score_by_reference(self, input_ids: Tensor, mask: Tensor, *, temperature: float) -> Tensor:
-        """What the reference, if there is one, says of the same tokens, (B, S)."""
+    def score_by_reference(self, input_ids: Tensor, mask: Tensor) -> Tensor:
+        """The log-probabilities (B, S) that the reference gives to the tokens, as the scorer's."""
+        temperature = self.params.temperature
         if self.reference.model is not self.model:
             return self.reference(input_ids, mask, temperature=temperature)
         self.model.disable_adapters()  # LoRA: its base is the model that the run started from

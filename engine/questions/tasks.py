@@ -122,11 +122,6 @@ def reward_parts(
     ]
 
 
-def total_reward(parts: dict[str, float | None], weights: dict[str, float]) -> float:
-    """The sum of weight times part, over the parts that apply; 0 if none does, as in TRL."""
-    return sum(weight * parts[name] for name, weight in weights.items() if parts[name] is not None)
-
-
 def parts_of(
     task: Task, text: str, example: dict, options: TaskSettings, completion: Any
 ) -> dict[str, float]:

@@ -11,8 +11,7 @@ import torch
 import transformers
 
 from engine import ROOT
-from engine.core.distributed import World
-from engine.core.types import Groups, Log
+from engine.core.types import Groups
 
 # A collapsed policy gives the same few answers, or rambles until it is cut off. More steps seldom
 # bring it back. The means of these metrics over the last steps show it.
@@ -58,14 +57,6 @@ def rollout_metrics(
         paid = [t.reward_parts[part] for t in sampled if t.reward_parts[part] is not None]
         metrics[name] = (sum(paid), len(paid))
     return metrics
-
-
-def count_broken(groups: Groups, world: World, warn: Log) -> int:
-    """How many completions of all ranks met logits that were not finite; warns of them."""
-    num_broken = int(world.sum([sum(t.completion.is_broken for group in groups for t in group)]))
-    if num_broken > 0:
-        warn(f"{num_broken} completions ended at logits that were not finite")
-    return num_broken
 
 
 def mean_of_last(

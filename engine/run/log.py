@@ -15,8 +15,8 @@ from engine.core.types import Groups
 from engine.questions.messages import question_text
 from engine.questions.tasks import read_answer
 from engine.report.completions import completion_record, completion_rows
-from engine.report.evaluation import evaluation_metrics, single_answer_metrics
-from engine.report.metrics import count_broken, peak_memory_gb, rollout_metrics, versions
+from engine.report.evaluation import single_answer_metrics
+from engine.report.metrics import peak_memory_gb, rollout_metrics, versions
 from engine.run.config_file import dump
 from engine.run.remarks import remark_at_end, remark_on_evaluation, remark_on_step
 from engine.run.state import Run, summary
@@ -156,16 +156,17 @@ def text_of(run: Run, question: dict) -> str:
     return question_text(question, task=run.task, options=run.config.task)
 
 
-def report_evaluation(run: Run, groups: Groups, greedy: Groups, clock: Clock) -> int:
+def report_evaluation(run: Run, metrics: dict[str, float], groups: Groups, greedy: Groups) -> int:
     """Report mode=evaluate: as training measures, by majority votes, and greedily.
 
     The numbers are printed, and written to eval-<time>/ in the run's folder. `groups` and `greedy`
     answer this rank's questions. Returns the exit status, 2 where logits are not finite.
     """
     config, world, questions = run.config, run.world, run.validation_questions
-    metrics = evaluation_metrics(groups, run.task, config.validation, world)
-    metrics |= single_answer_metrics(run.task, config.task, questions, groups, greedy, world)
-    metrics, samples = metrics | clock.read(), validation_samples(run, groups)
+    metrics = metrics | single_answer_metrics(
+        run.task, config.task, questions, groups, greedy, world
+    )
+    samples = validation_samples(run, groups)
     title = f"evaluation of {config.model.name} on {config.task.name}"
     num_questions, n = len(questions), config.validation.best_of_n
     of_questions = (f"best_of_{n}", "majority", "greedy", "strict", "lenient")
@@ -180,7 +181,7 @@ def report_evaluation(run: Run, groups: Groups, greedy: Groups, clock: Clock) ->
         text = json.dumps(without_nan(metrics), allow_nan=False, indent=1) + "\n"
         write_atomically(folder / "metrics.json", text)
         run.logger.info(f"written to {folder}")
-    return 2 if count_broken(groups, world, run.logger.warning) > 0 else 0
+    return 2 if run.count_broken(groups) > 0 else 0
 
 
 def write_settings(folder: Path, config: Config) -> None:

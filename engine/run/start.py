@@ -37,7 +37,7 @@ from engine.run.state import Run
 from engine.update.optimizer import AVERAGES, FP32
 
 
-def make_boards(config: Config, world: World) -> Sequence[Any]:
+def boards_of(config: Config, world: World) -> Sequence[Any]:
     """What logging.report_to names, on rank 0 of a training run; ValueError without its package."""
     logging = config.logging
     if config.mode != "train" or not world.is_main or not (logging.report_to or logging.mlflow):
@@ -60,11 +60,12 @@ def begin(run: Run) -> None:
 def check_room(run: Run) -> None:
     """Log on what the run computes and where it writes; ValueError if the disk is too small."""
     num_weights, world = run.policy.model.num_parameters(), run.world
-    training, num_questions = run.config.training, run.config.questions_per_rank(world.size)
+    training, num_questions = run.config.training, run.config.questions_per_step(world.size)
     place = f"{world.size} x {world.device.type}"
     run.logger.info(f"{num_weights:,} weights, on {place}; results in {run.folder}")
-    k, n = training.k_best_of_n
-    rows = f"{num_questions * world.size * k:,} rows: {num_questions} questions on each rank"
+    k, n = training.num_best, training.group_size
+    per_rank = num_questions // world.size
+    rows = f"{num_questions * k:,} rows: {per_rank} questions on each rank"
     best = f", of which the best {k}" if k < n else ""
     run.logger.info(f"{training.num_steps} steps of {rows}, {n} samples of each{best}")
     if world.is_main:
@@ -124,7 +125,7 @@ def settle_config(config: Config, world: World, notes: list[str], log: Log) -> C
     if config.mode == "train" and ":" in config.training.advantage + config.training.policy_loss:
         from engine.update.user_algorithm import try_algorithm
 
-        try_algorithm(config)
+        try_algorithm(config, world)
     for line in [*notes, *differences(config)]:
         log(line)
     config = pin(config, world)

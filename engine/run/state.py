@@ -10,6 +10,7 @@ from torch import nn
 
 from engine.core.config import Config, ConfigError
 from engine.core.distributed import World
+from engine.core.types import Groups
 from engine.model.policy import Policy
 from engine.questions.contract import Task
 from engine.questions.data import QuestionStream
@@ -106,6 +107,13 @@ class Run:
 
             check_environment(self.task, self.config, self.policy.tokenizer, validation[0])
 
+    def count_broken(self, groups: Groups) -> int:
+        """How many completions of all ranks met logits that were not finite; warns of them."""
+        num_broken = int(self.world.sum([sum(t.completion.is_broken for g in groups for t in g)]))
+        if num_broken > 0:
+            self.logger.warning(f"{num_broken} completions ended at logits that were not finite")
+        return num_broken
+
     @property
     def is_over(self) -> bool:
         """Whether all steps are done, or the model has collapsed and the config says to stop."""
@@ -138,7 +146,7 @@ class Run:
         `position` is where it ended in the stream of questions. A step that float16's loss scale
         has cost is skipped too, but is no sign that the run is broken: the scale is halved.
         """
-        state, num_ranks = self.state, self.world.size
+        state = self.state
         is_skipped = update.outcome in (Outcome.BROKEN, Outcome.OVERFLOWED)
         state.step, state.position, state.is_saved = state.step + 1, position, False
         state.skipped_steps += is_skipped
@@ -147,7 +155,7 @@ class Run:
         state.has_trained |= update.has_moved
         if update.has_moved or not is_skipped:
             state.changed_at = state.step
-        num_questions = self.config.questions_per_rank(num_ranks) * num_ranks
+        num_questions = self.config.questions_per_step(self.world.size)
         state.recent, means = mean_of_last(state.recent, metrics, num_questions=num_questions)
         before, state.signs = state.signs, {}
         if means:

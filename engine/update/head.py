@@ -6,6 +6,8 @@ as Cut Cross-Entropy does (arXiv:2411.09009). In the forward pass a block's logi
 token's log-sum-exp; the backward pass computes them again, except for the first blocks, which are
 kept while they fit. Blocks are of the vocabulary, not of the tokens: so a block's rows of the
 weight's gradient are complete when the block is done, and only these weights are copied to bf16.
+torch 2.13's F.linear_cross_entropy is as fast in fp32, but rounds its result to the dtype of the
+hidden states: in bf16 its log-probabilities are 0.015 nats off, these 0.001.
 
 Shapes: M tokens, H hidden size, V vocabulary, v the size of one block of it.
 """

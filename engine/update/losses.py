@@ -6,6 +6,8 @@ whose loss is REINFORCE, -A log pi. All shapes are (B, S), but for advantages (B
 each token has its own. DPPO alone compares with the sampler, mu, in every pass.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -22,8 +24,11 @@ def apply_options(
     log_probs: Tensor,
     token_loss: Tensor,
     is_first: bool,
+    score_by_reference: Callable[[Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """REINFORCE's token losses and weights with what the config switches on; metrics of tokens."""
+    if is_first and training.has_reference:  # it does not move: later passes compare with the same
+        batch.ref_log_probs = score_by_reference(batch.input_ids, batch.completion_mask)
     weights, is_clipped, measured = batch.token_weights, torch.zeros_like(token_loss), {}
     advantages = batch.advantages[:, None]  # (B, 1)
     if training.learning_type == "distill":
@@ -129,22 +134,11 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return log_ratio.expm1() - log_ratio  # exp(x) - x - 1, which would round to below 0 near 0
 
 
-def other_advantages(
-    name: str, advantages: Tensor, rewards: Tensor, groups: list[list[Trajectory]]
-) -> Tensor:
-    """Those of `training.advantage` that are not made of the mean alone, (N, G)."""
-    if name == "over_mean":
-        return over_mean(advantages, rewards, groups)
-    from engine.update.user_algorithm import own_advantages
-
-    return own_advantages(name, rewards, groups)
-
-
-def over_mean(advantages: Tensor, rewards: Tensor, groups: list[list[Trajectory]]) -> Tensor:
+def over_mean(rewards: Tensor, groups: list[list[Trajectory]]) -> Tensor:
     """(reward - mean) / mean of each group (N, G): the rarer a right answer, the more it counts.
 
-    MaxRL (arXiv:2602.02710), for rewards of 0 and 1; `advantages` are reward - mean. A group whose
-    mean is 0 has advantage 0. Raises RewardError for a reward below 0.
+    MaxRL (arXiv:2602.02710), for rewards of 0 and 1. A group of equal rewards has advantage 0.
+    Raises RewardError for a reward below 0.
     """
     for trajectory in (t for group in groups for t in group if t.reward < 0):
         parts = {k: v for k, v in trajectory.reward_parts.items() if v is not None}
@@ -153,4 +147,5 @@ def over_mean(advantages: Tensor, rewards: Tensor, groups: list[list[Trajectory]
         problem = f"it divides by rewards of 0 and more, but part {name} was {value:g}"
         raise RewardError(f"training.advantage = over_mean: {problem}; {fix}")
     mean = rewards.mean(dim=1, keepdim=True)  # (N, 1)
-    return advantages / mean.where(mean > 0, 1.0)
+    is_equal = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)  # also where the mean is 0
+    return ((rewards - mean) / mean).masked_fill(is_equal, 0.0)

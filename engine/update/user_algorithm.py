@@ -1,6 +1,7 @@
 """An advantage or a token loss of the user's own: training.advantage or policy_loss = my_algo:f.
 
-Everything else stays the run's: which rows are trained, token weights, denominators, ranks.
+Everything else stays the run's: token weights, denominators, ranks. A loss of the user's own gets
+all rows of the batch, of advantage 0 too, since a term of it may move them.
 """
 
 import math
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.core.config import Config
+from engine.core.distributed import World
 from engine.core.types import MicroBatch, Trajectory
 from engine.core.user_file import RewardError, find_function, line_of, naming_mistakes
 
@@ -65,26 +67,33 @@ def call(key: str, name: str, *tensors: Tensor, like: Tensor, **kwargs) -> Tenso
     return result
 
 
-def try_algorithm(config: Config) -> None:
-    """Call the user's functions on a made-up batch, before the model is loaded."""
-    training, parts = config.training, config.task.reward_weights
-    rewards = torch.tensor([[0.0, 1.0, 0.5], [1.0, 1.0, 1.0]], dtype=torch.float64)
+def try_algorithm(config: Config, world: World) -> None:
+    """Call the user's functions on a batch that looks like one of the run, before it is loaded.
+
+    An advantage is asked twice: for groups of different rewards, and for groups of equal ones.
+    """
+    training, device = config.training, world.device
+    size, longest = training.group_size, training.max_new_gen_tokens
+    lengths = [longest - i * longest // size for i in range(size)]  # of a group's completions
     if ":" in training.advantage:
-        completion = SimpleNamespace(token_ids=[1, 2], truncated=False)
-        groups = [
-            [Trajectory([1], completion, "", dict.fromkeys(parts, x), reward=x) for x in group]
-            for group in rewards.tolist()
-        ]
-        own_advantages(training.advantage, rewards, groups)
+        for worse in (0.0, 1.0):
+            group, num_groups = [], config.questions_per_step(world.size) // world.size
+            for i, length in enumerate(lengths):
+                parts = dict.fromkeys(config.task.reward_weights, worse if i % 2 else 1.0)
+                completion = SimpleNamespace(token_ids=range(length), truncated=i == 0)
+                reward = config.task.total_reward(parts)
+                group.append(Trajectory([1], completion, "", parts, reward))
+            rewards = torch.tensor([[t.reward for t in group]] * num_groups, dtype=torch.float64)
+            own_advantages(training.advantage, rewards, [group] * num_groups)
     if ":" in training.policy_loss:
-        log_probs = torch.linspace(-2, -0.1, 8).reshape(2, 4).requires_grad_()
-        old, advantages = log_probs.detach(), torch.tensor([[1.0], [-0.5]])
-        batch = SimpleNamespace(
-            old_log_probs=old,
-            sampler_log_probs=old,
-            ref_log_probs=old if training.has_reference else None,
-            completion_mask=torch.ones_like(old, dtype=torch.bool),
-        )
+        columns = torch.arange(8 + longest, device=device)  # a prompt of 8 tokens, a completion
+        ends = 8 + torch.tensor(lengths, device=device)[:, None]
+        mask = (columns >= 8) & (columns < ends)
+        log_probs = torch.linspace(-2, -0.1, mask.numel(), device=device).reshape(mask.shape)
+        log_probs = (log_probs * mask).requires_grad_()
+        old, advantages = log_probs.detach(), torch.linspace(-1, 1, size, device=device)[:, None]
+        batch = SimpleNamespace(old_log_probs=old, sampler_log_probs=old, completion_mask=mask)
+        batch.ref_log_probs = old if training.has_reference else None
         loss = own_loss(training.policy_loss, batch, log_probs, advantages)
         if not loss.isfinite().all() or not loss.requires_grad:
             problem = "its loss is not finite, or has no gradient"

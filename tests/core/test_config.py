@@ -38,7 +38,7 @@ from engine.run.config_file import (
 )
 from engine.run.fingerprint import check_same_run
 from engine.run.folder import run_name
-from tools.write_config import write_config, write_words
+from tools.write_config import write_defaults, write_words
 
 GUESSING = """
 from engine.core.config import Section
@@ -146,8 +146,9 @@ def test_epochs_become_steps_rounded_down():
         resolved = config.with_num_steps(num_questions, num_ranks)
         assert resolved == load("task.train=a.jsonl", f"training.num_steps={num_steps}", sixteen)
         assert resolved.with_num_steps(5, 1) == resolved  # steps stay steps
-        assert resolved.questions_per_rank(num_ranks) == 16 / num_ranks
-        assert load("training.num_samples_per_step=5").questions_per_rank(num_ranks) == 5
+        assert resolved.questions_per_step(num_ranks) == 16
+        each = load("training.num_samples_per_step=5")
+        assert each.questions_per_step(num_ranks) == 5 * num_ranks
         check_same_run(dotted_values(config), resolved)
 
 
@@ -286,11 +287,11 @@ def test_config_yaml_is_written_by_the_schema_and_not_before_git_holds_it(tmp_pa
     written = shutil.copy(ROOT / "config.yaml", file).read_text()
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "add", "config.yaml"], check=True)
-    write_config(file)
+    write_defaults(file)
     assert file.read_text() == written
     file.write_text(edited := written.replace("num_steps: 20", "num_steps: 21"))
     with pytest.raises(SystemExit, match="is changed: git add it, or restore it, first"):
-        write_config(file)
+        write_defaults(file)
     assert file.read_text() == edited
 
 

@@ -186,7 +186,7 @@ def test_dropout_acts_in_the_update_alone(rotary_model_folder):
     assert tokens[0] == tokens[1]
     batch = torch.arange(2, 12)[None], torch.ones((1, 10), dtype=torch.bool)
     policy.model.train()
-    ref = [p.score_by_reference(*batch, temperature=1.0) for p in (policy, plain)]
+    ref = [p.score_by_reference(*batch) for p in (policy, plain)]
     assert torch.equal(*ref)
 
 
@@ -198,7 +198,7 @@ def test_the_reference_is_the_model_that_the_run_started_from(model_folder, kind
     start = make_policy(model_folder, "mode=evaluate", *kind[1:]).model
     ids = torch.arange(2, 12)[None]
     batch, how = (ids, torch.ones_like(ids).bool()), {"temperature": 1.0}
-    on, ref = policy.scorer(*batch, **how), policy.score_by_reference(*batch, **how)
+    on, ref = policy.scorer(*batch, **how), policy.score_by_reference(*batch)
     scorer = main.CompletionScorer(start, torch.float32)
     assert torch.equal(ref, scorer(*batch, **how))
     assert (on - ref).abs().max() > 0.01
@@ -210,7 +210,7 @@ def test_an_error_leaves_the_adapter_on(rotary_model_folder):
     seen = []
     policy.reference.register_forward_pre_hook(lambda *_: seen.append(len(trained(policy.model))))
     with pytest.raises(TypeError):
-        policy.score_by_reference("no ids", "no mask", temperature=1.0)
+        policy.score_by_reference("no ids", "no mask")
     assert seen == [0]
     row = make_groups(config_of(*GRPO), EASY)[0][0]
     plain = make_policy(rotary_model_folder).model

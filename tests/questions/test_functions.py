@@ -19,13 +19,13 @@ import pytest
 from harness import ENVIRONMENT, ROOT, arguments, load_run, make_config, read_rows
 
 import main
-from engine.core.config import ConfigError
+from engine.core.config import ConfigError, TaskSettings
 from engine.core.types import Completion, Trajectory
 from engine.core.user_file import import_file
 from engine.questions.data import load_examples, load_questions
 from engine.questions.event_loop import EventLoop
 from engine.questions.messages import pose
-from engine.questions.tasks import functions_in, load_task, read_answer, reward_parts, total_reward
+from engine.questions.tasks import functions_in, load_task, read_answer, reward_parts
 from engine.run.checkpoint import load_state
 from engine.run.config_file import check_files, dump, harmless, load_config
 from engine.run.folder import run_name
@@ -171,8 +171,9 @@ def test_parts_come_in_their_order_and_none_weighs_nothing():
     assert math[0] == {"judge": 1.0, "of_math": 0.5, "long": 0.5, "timeout": 0.0}
     assert code[1] == {"judge": 0.0, "of_math": None, "long": 0.5, "timeout": 0.0}
     weights = {"judge": 1.0, "of_math": 2.0, "long": 1.0, "timeout": 0.0}
-    assert [total_reward(row, weights) for row in (math[0], code[1])] == [2.5, 0.5]
-    assert total_reward(dict.fromkeys(weights), weights) == 0
+    settings = TaskSettings(reward_weights=weights)
+    assert [settings.total_reward(row) for row in (math[0], code[1])] == [2.5, 0.5]
+    assert settings.total_reward(dict.fromkeys(weights)) == 0
     assert load_task("[mine:judge, mine:of_math, other:long]").take_logged() == {"judged": (4, 2)}
 
 

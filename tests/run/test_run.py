@@ -116,7 +116,7 @@ def test_which_model_is_the_best(tmp_path, rotary_model_folder, data, monkeypatc
         return measured(*arguments) | {name: s[run.state.step] for name, s in scores.items()}
 
     monkeypatch.setattr(main, "evaluation_metrics", with_rates)
-    monkeypatch.setattr(main, "count_broken", lambda *_: run.state.step >= 2)
+    monkeypatch.setattr(Run, "count_broken", lambda *_: run.state.step >= 2)
     grade_by_text(monkeypatch)
     run = load_run(tmp_path, rotary_model_folder, *data, "validation.best_by=best_of_n")
     main.run_training(run)

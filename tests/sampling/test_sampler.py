@@ -48,7 +48,7 @@ from engine.sampling.draw import invert_cdf, sample_tokens
 from engine.sampling.graphs import CapturedSteps
 from engine.sampling.grouped import decode_grouped
 from engine.update.head import ChunkedScorer
-from main import CompletionScorer, get_generation_config
+from main import CompletionScorer
 
 RAGGED = [[5, 9, 30], [40, 41, 42, 43, 44, 45, 46, 47, 48], [7], [60, 5, 61, 5, 62]]
 EQUAL = [[5, 9], [5, 9]]  # two questions with one text
@@ -159,15 +159,6 @@ def test_what_is_drawn_is_what_one_plain_forward_pass_gives(
             assert min(lengths) < 16 and max(lengths) > 256 - 238
     assert ends == {(True, True), (True, False), (False, False)}  # an end at the limit is one too
     assert backend != "captured" or Graph.num_captures > 1
-
-
-def test_generation_config_sets_every_field_that_changes_the_distribution():
-    """A field left None would be filled from the model's own generation config."""
-    config = get_generation_config(replace(PLAIN, temperature=0.7, top_p=0.9, top_k=20))
-    expected = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    expected |= {"typical_p": 1.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
-    assert {name: getattr(config, name) for name in expected} == expected
-    assert config.num_beams == 1
 
 
 # Steps that can be captured

@@ -183,7 +183,7 @@ def test_each_rank_imitates_its_own_share_of_the_shuffled_answers(
 
     monkeypatch.setattr(imitate, "update_policy", note)
     monkeypatch.setattr(imitate, "seeded", note_seeds)
-    monkeypatch.setattr(imitate, "evaluate", lambda run: {})
+    monkeypatch.setattr(imitate, "measure_and_log", lambda run: {})
     taken, seeds = [], []
     for run.world in (alone(), World(0, 2, CPU), World(1, 2, CPU)):
         run.state = State()

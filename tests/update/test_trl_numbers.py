@@ -21,7 +21,6 @@ The conventions differ in places. Inputs and comparisons are chosen so that both
   there is a KL penalty, as here.
 """
 
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,7 +30,6 @@ from harness import alone, make_config
 
 from benchmarks import trl_numbers as inputs
 from engine.core.types import Completion, MicroBatch, Trajectory
-from engine.model.policy import Policy
 from main import grpo_advantages, make_micro_batches, micro_batch_loss, token_weights
 
 # TRL's figures
@@ -152,12 +150,10 @@ def loss_and_gradient(
     )
     policy = SimpleNamespace(
         scorer=lambda *_, **__: log_probs,
-        reference=True,
         score_by_reference=lambda *_, **__: ref,
         params=SimpleNamespace(temperature=1.0),
         grad_scaler=torch.amp.GradScaler(enabled=False),
     )
-    policy.keep_first_pass = partial(Policy.keep_first_pass, policy)
     clip = f"num_iterations=2 clip_eps={inputs.CLIP_EPS} clip_eps_high={inputs.CLIP_EPS_HIGH}"
     overrides = [f"training.{key}" for key in f"{clip} {keys}".split()]
     overrides += ["model.teacher=x"] if keys == DISTILL else []

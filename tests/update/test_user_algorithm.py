@@ -4,12 +4,28 @@ import re
 
 import numpy as np
 import pytest
-from harness import ROOT, make_policy
-from reference import EASY, GRPO, HARD, config_of, make_groups, update
+import torch
+from harness import ROOT, alone, make_policy
+from reference import (
+    EASY,
+    EQUAL,
+    FP32_ROUNDING,
+    GRPO,
+    HARD,
+    MAX_NEW_TOKENS,
+    config_of,
+    distance,
+    flat,
+    make_groups,
+    recorded,
+    row_log_probs,
+    update,
+)
 from test_update import weights_of
 
 from engine.core.types import Trajectory
 from engine.update.optimizer import make_optimizer
+from engine.update.outcome import Outcome
 from engine.update.user_algorithm import try_algorithm
 from main import assign_advantages
 
@@ -17,7 +33,7 @@ README, DOCS = ((ROOT / name).read_text() for name in ("README.md", "docs/tasks.
 (RLOO,) = re.findall(r"```python\n(def rloo.*?)```", README, re.DOTALL)
 (CLIP,) = re.findall(r"```python\n(def clip_higher.*?)```", DOCS, re.DOTALL)
 MY_ALGO = (
-    f"{RLOO}\n{CLIP}"
+    f"import torch\n{RLOO}\n{CLIP}"
     + """
 def by_length(rewards, lengths, truncated, parts, **kwargs):
     assert lengths.shape == truncated.shape == parts["answer"].shape == rewards.shape
@@ -26,6 +42,16 @@ def by_length(rewards, lengths, truncated, parts, **kwargs):
 def ppo(log_probs, old_log_probs, advantages, mask, **kwargs):
     ratio = (log_probs - old_log_probs).exp()
     return -(ratio * advantages).minimum(ratio.clamp(0.8, 1.2) * advantages)
+
+def by_pairs(rewards, lengths, truncated, parts, **kwargs):
+    assert rewards.shape == (3, 4) and set(parts) == {"format", "answer"}
+    assert lengths.max() == 10 and truncated.tolist() == (lengths == 10).tolist()
+    first, second = rewards.reshape(-1, 2).unbind(dim=1)
+    return torch.stack([first - second, second - first], dim=1).reshape(rewards.shape)
+
+def with_bonus(log_probs, old_log_probs, advantages, mask, **kwargs):
+    assert not mask.all() and not log_probs[~mask].any()
+    return 0.1 * log_probs.exp() * log_probs - advantages * log_probs
 
 def one_group(rewards, **kwargs):
     return rewards[0]
@@ -63,7 +89,7 @@ def test_leave_one_out_is_the_means_advantage_times_g_over_g_minus_1():
     rewards = np.array([[t.reward for t in group] for group in groups])
     assert np.array_equal(advantages_by("my_algo:by_length", groups), rewards / lengths)
     names = ("training.advantage=my_algo:rloo", "training.policy_loss=my_algo:clip_higher")
-    try_algorithm(config_of(*GRPO, *names))  # README's and the docs' functions are taken
+    try_algorithm(config_of(*GRPO, *names), alone())  # README's and the docs' functions are taken
 
 
 def test_ppo_as_a_user_writes_it_moves_the_weights_as_ours(rotary_model_folder):
@@ -78,6 +104,45 @@ def test_ppo_as_a_user_writes_it_moves_the_weights_as_ours(rotary_model_folder):
     assert np.array_equal(*weights)
 
 
+def test_the_functions_are_tried_on_a_batch_that_looks_like_one_of_the_run():
+    """Bug: its groups were of three samples, so a function of pairs of samples was refused."""
+    names = ("training.advantage=my_algo:by_pairs", "training.policy_loss=my_algo:with_bonus")
+    try_algorithm(config_of(*GRPO, *names, "training.num_samples_per_step=3"), alone())
+
+
+def test_a_loss_of_ones_own_gets_the_rows_of_advantage_0_too(rotary_model_folder):
+    """Bug: they were left out, though this one's bonus moves them as all others."""
+    config = config_of(
+        *GRPO, "training.policy_loss=my_algo:with_bonus", "training.skip_truncated=true"
+    )
+    policy, groups = (
+        make_policy(rotary_model_folder, is_exact=True),
+        make_groups(config, EASY, EQUAL),
+    )
+    gradient, _ = recorded(policy, groups, config)
+    rows, loss = [t for group in groups for t in group], 0.0
+    for t in (t for t in rows if not t.completion.truncated):
+        log_probs = row_log_probs(policy.model, t)
+        loss += (0.1 * log_probs.exp() * log_probs - t.advantage * log_probs).sum()
+    loss /= len(rows) * MAX_NEW_TOKENS
+    expected = flat(torch.autograd.grad(loss, list(policy.model.parameters())))
+    assert distance(gradient, expected) <= FP32_ROUNDING
+
+
+def test_a_loss_whose_gradient_is_exactly_0_makes_no_step(rotary_model_folder):
+    """AdamW would move the weights on by its averages."""
+    policy, config = (
+        make_policy(rotary_model_folder),
+        config_of(*GRPO, "training.policy_loss=my_algo:ppo"),
+    )
+    optimizer, weights = make_optimizer(policy.model, config.training), []
+    for group in (EASY, EQUAL):
+        result = update(policy, optimizer, make_groups(config, group), config)
+        weights.append(weights_of(policy))
+    assert result.outcome is Outcome.NOTHING_TO_TRAIN_ON and not result.has_moved
+    assert np.array_equal(*weights)
+
+
 @pytest.mark.parametrize(
     ("key", "name", "line"),
     [
@@ -89,5 +154,5 @@ def test_ppo_as_a_user_writes_it_moves_the_weights_as_ours(rotary_model_folder):
 )
 def test_a_mistake_costs_one_line_before_the_model_is_loaded(key, name, line):
     with pytest.raises(ValueError, match=line) as error:
-        try_algorithm(config_of(*GRPO, f"training.{key}=my_algo:{name}"))
+        try_algorithm(config_of(*GRPO, f"training.{key}=my_algo:{name}"), alone())
     assert "\n" not in str(error.value)
