@@ -131,15 +131,21 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
 
 def check_teacher(config: Config, log: Log) -> None:
     """Raise ValueError unless model.teacher has each token of model.name at the same id."""
-    tokenizers = []
+    tokenizers, sizes = [], []
     for settings, key in ((config, "model.name"), (of_teacher(config), "model.teacher")):
         with one_line_errors(settings.model.name, key=key):
-            tokenizers.append(load_base_tokenizer(settings, no_log)[1])
+            base, tokenizer = load_base_tokenizer(settings, no_log)
+            model_config = load_model_config(base or settings.model)
+        tokenizers.append(tokenizer)
+        sizes.append(model_config.get_text_config().vocab_size)
     ids, others = (tokenizer.get_vocab() for tokenizer in tokenizers)
     if missing := [token for token in ids if others.get(token) != ids[token]]:
         some = f"its tokenizer lacks {len(missing):,} of {len(ids):,} tokens of the trained model"
         problem = f"{some}, or has other ids: {missing[0]!r}"
         raise ValueError(f"model.teacher = {config.model.teacher}: {problem}")
+    if sizes[1] < sizes[0]:
+        problem = f"it can read {sizes[1]:,} tokens, and the trained model writes {sizes[0]:,}"
+        raise ValueError(f"model.teacher = {config.model.teacher}: {problem}; give another one")
     known = "it reads what the trained model gets, which it may not have been trained on"
     if len({str(tokenizer.chat_template) for tokenizer in tokenizers}) > 1:
         log(f"warning: the teacher has another chat template: {known}")
