@@ -4,6 +4,7 @@
     python -m tools.attack my_module:grade   # any function of a completion and the right answer
     python -m tools.attack my_rewards:f --data rows.jsonl    # a function of task.reward, on a row
     python -m tools.attack my_rewards:f --row '{"prompt": "2 + 2?", "answer": "4"}'
+    python -m tools.attack gsm8k task.prompt_style=tags      # with other keys of the task
 
 No string is an answer. Each is graded in a process that can be killed and can write no file. Paid
 means full marks: the part `answer`, or what the function returns, is 1 or more. The exit status is
@@ -17,10 +18,12 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from engine.questions.data import load_table
-from engine.questions.tasks import load_task, reward_parts, schema
+from engine.questions.tasks import load_task, reward_parts
+from engine.run.config_file import combine
+from engine.run.mistakes import mistakes_cost_one_line
 from tasks.grader_worker import Worker, WorkerLost, serve
 
 SIGN = "7305190721"  # code in which this number stands was made of our text
@@ -35,14 +38,15 @@ HUGE = ["99**98**97", "9^9^9^9", "9^{9^{9^9}}", "1e999999999", "2**99999999999",
 SLOW = "took more than linear time"
 
 
-def load(name: str, row: dict | None = None) -> tuple[Callable[[str], float], str]:
+def load(name: str, row: dict | None, overrides: list[str]) -> tuple[Callable[[str], float], str]:
     """What the grader pays for a completion, and the last word of the right answer."""
     module, _, function = name.partition(":")
     if function and row is None:
         grade = getattr(importlib.import_module(module), function)
         return lambda completion: grade(completion, "46"), "46"
     task = load_task(name)  # of a function of task.reward, which is called as a run does
-    options, is_task = schema(task)().task, row is None
+    key, is_task = "task.reward" if function else "task.name", row is None
+    options = combine({}, [f"{key}={name}", *overrides]).task
     if is_task:
         if task.reward_function is None:
             fix = "name the function that reads: module:name"
@@ -60,12 +64,16 @@ def load(name: str, row: dict | None = None) -> tuple[Callable[[str], float], st
     return grade, gold.split()[-1]
 
 
-def attack(name: str, row: dict | None = None) -> dict[str, list[str]]:
+def attack(
+    name: str, row: dict | None = None, overrides: Sequence[str] = ()
+) -> dict[str, list[str]]:
     """The strings at which something was found, by what it was; prints the first exception."""
-    _, gold = load(name, row)
+    _, gold = load(name, row, [*overrides])
     found = {kind: [] for kind in ("ran code", "raised", "paid", "hung", SLOW)}
     given = [] if row is None else ["--row", json.dumps(row)]
-    worker = Worker([sys.executable, "-B", "-m", "tools.attack", name, *given, "--serve"])
+    worker = Worker(
+        [sys.executable, "-B", "-m", "tools.attack", name, *overrides, *given, "--serve"]
+    )
     for trick, form in itertools.product(ODD + LONG + HUGE, FORMS):
         if (found["hung"] and trick not in ODD) or (found[SLOW] and trick in LONG):
             continue  # one is enough, since each costs seconds
@@ -111,14 +119,20 @@ def main() -> None:
     parser.add_argument("--row", type=json.loads, help="of task.reward's rows, as JSON")
     parser.add_argument("--data", help="a file of such rows, of which the first is taken")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    options = parser.parse_intermixed_args()
     if options.data:
         table = load_table(options.data, columns=[], choices="", hub_config=None, hub_split="train")
         options.row = json.loads(table[0]) if isinstance(table[0], str) else table[0]
     if options.serve:  # the grader's process
         sys.addaudithook(watch)
-        return serve(lambda: functools.partial(attempt, load(options.name, options.row)[0]))
-    found = attack(options.name, options.row)
+        return serve(
+            lambda: functools.partial(
+                attempt, load(options.name, options.row, options.overrides)[0]
+            )
+        )
+    with mistakes_cost_one_line():
+        found = attack(options.name, options.row, options.overrides)
     for what, texts in found.items():
         print(f"{what:<28}", f"{len(texts)}, such as {texts[0]!r:.90}" if texts else "nothing")
     sys.exit(any(found.values()))

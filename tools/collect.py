@@ -14,7 +14,7 @@ from pathlib import Path
 
 from engine.core.config import Config, ConfigError
 from engine.core.distributed import World
-from engine.core.files import json_line, write_atomically
+from engine.core.files import check_replaceable, json_line, write_atomically
 from engine.core.statistics import Clock
 from engine.core.types import SeedWord
 from engine.questions.data import load_questions
@@ -38,6 +38,7 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     options.model, out = str(options.run / "best"), options.out or options.run / "answers.jsonl"
     with mistakes_cost_one_line():
+        check_replaceable(out)
         if min(options.samples, options.questions) < 1:
             raise ConfigError(["--samples, --questions: each must be at least 1"])
         lines, num_solved, num_sampled = collect(chat_config(options, backend="grouped"), options)

@@ -10,6 +10,9 @@ what the file of answers holds, and how many a step has.
 
 import argparse
 import functools
+import os
+import shlex
+import shutil
 import signal
 from pathlib import Path
 
@@ -31,12 +34,12 @@ from engine.questions.tasks import load_task, reward_parts
 from engine.run.card import merged_card, model_card
 from engine.run.checkpoint import save_model
 from engine.run.config_file import load_config
-from engine.run.folder import run_name
+from engine.run.folder import command, run_folder, run_name
 from engine.run.log import log_evaluation
 from engine.run.mistakes import crashes_name_the_fix, mistakes_cost_one_line
 from engine.run.resume import make_folder
 from engine.run.state import Run
-from engine.update.optimizer import learning_rate_at
+from engine.update.optimizer import FP32, learning_rate_at
 from engine.update.outcome import Outcome
 from main import build_run, measure_policy, update_policy
 
@@ -56,14 +59,23 @@ def main() -> None:
     with mistakes_cost_one_line():
         config = imitating(options)
         rows = read_answers(load_task(config.task.code), config, options.answers)
-        run = build_run(config)
-        run.folder = options.out or run.folder
-        run.world.on_main(make_folder, run.folder.parent)
-        answers = choose_answers(run, rows, options.answers, only_solved=options.only_solved)
+        try:
+            run = build_run(config)
+            answers = choose_answers(run, rows, options.answers, only_solved=options.only_solved)
+            run.world.on_main(make_room, run)
+        except BaseException:  # an adapter's base may be there, summed up, which nobody will need
+            if os.environ.get("RANK", "0") == "0":
+                shutil.rmtree(run_folder(config), ignore_errors=True)
+            raise
     with crashes_name_the_fix(run.folder):
         measured = imitate(run, answers)
     with mistakes_cost_one_line():  # such as a full disk
         write_imitation(run, measured, options.answers)
+        given = [f"--config={options.config}"] * bool(options.config) + options.overrides
+        given += [f"model.name={run.folder}"]
+        given += [f"training.learning_rate={config.training.learning_rate:g}"]
+        again = f"{command('main.py')} {shlex.join(given)}"
+        run.logger.info(f"written: {run.folder}; train it: {again}")
     run.policy.scorer = None  # frees DDP, which must not outlive the process group
     run.world.leave()
 
@@ -86,10 +98,21 @@ def imitating(options: argparse.Namespace) -> Config:
     changes = {"learning_type": "grpo", "k_best_of_n": [size, size], "advantage": "mean"}
     changes |= {"loss_normalization": "token", "num_iterations": 1, "policy_loss": "ppo"}
     changes |= {"kl_coef": 0.0, "tis_clip": None, "skip_truncated": False}
-    sections = {"run": {"name": name}, "model": {"teacher": None}, "training": changes}
+    place = {"dir": str(folder.parent), "name": folder.name}
+    sections = {"run": place, "model": {"teacher": None}, "training": changes}
     updates = {key: getattr(config, key).model_copy(update=sections[key]) for key in sections}
     logging = LoggingSettings(samples=config.logging.samples)  # without boards
     return config.model_copy(update=updates | {"logging": logging})
+
+
+def make_room(run: Run) -> None:
+    """Make the folder that the model's is put into; ValueError if its disk is too small for it."""
+    make_folder(run.folder.parent)
+    needed = FP32 * run.policy.model.num_parameters()
+    room = shutil.disk_usage(run.folder.parent).free
+    if needed > room:
+        problem = f"the model needs {needed / 1e6:,.0f} MB, there is room for {room / 1e6:,.0f} MB"
+        raise ValueError(f"{run.folder}: the disk is too small: {problem}: give another --out")
 
 
 def read_answers(task: Task, config: Config, source: str) -> list[dict]:
@@ -97,7 +120,8 @@ def read_answers(task: Task, config: Config, source: str) -> list[dict]:
     if task.Environment is not None or task.load_examples is not None:
         problem = "its questions or turns stand in no file, so there is nothing to imitate"
         raise ConfigError([f"task.name = {config.task.name}: {problem}"])
-    row = task.EXAMPLE_ROW and task.EXAMPLE_ROW | {"completion": "..."}  # {} is every column
+    # {} is every column: a row may have `messages`, as for TRL's SFTTrainer.
+    row = task.EXAMPLE_ROW and task.EXAMPLE_ROW | {"completion": "..."}
     parse = functools.partial(parse_answer, task)
     form = Task(task.file, {"EXAMPLE_ROW": row, "parse_row": parse})
     table = load_table(
@@ -110,6 +134,10 @@ def read_answers(task: Task, config: Config, source: str) -> list[dict]:
 
 
 def parse_answer(task: Task, row: dict, *, options: object) -> dict:
+    match row:
+        case {"messages": [*asked, {"role": "assistant", "content": text}]}:
+            rest = {name: value for name, value in row.items() if name != "messages"}
+            row = {"prompt": asked, "completion": text} | rest
     completion = row.pop("completion", None)
     if not isinstance(completion, str) or not completion.strip():
         raise ValueError("its completion is empty")
@@ -209,7 +237,6 @@ def write_imitation(run: Run, measured: list[dict[str, float]], source: str) -> 
     run.world.on_main(save_model, policy.model, policy.tokenizer, card, run.folder, weights)
     text = "".join(map(json_line, measured))
     run.world.on_main(write_atomically, run.folder / "imitation.jsonl", text)
-    run.logger.info(f"written: {run.folder}; train it: python main.py model.name={run.folder}")
 
 
 def merge_adapter(model: nn.Module) -> None:

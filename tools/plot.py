@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import pandas
 
-from engine.core.files import read_lines
+from engine.core.files import check_replaceable, read_lines
 from engine.core.packages import import_package
 from engine.run.mistakes import mistakes_cost_one_line
 
@@ -211,6 +211,8 @@ def main() -> None:
         import_package("matplotlib", key="tools.plot")  # says how to install it
         from matplotlib import style
 
+        for file in (png, svg):
+            check_replaceable(file)
         groups = group_seeds([t for path in options.paths for t in read_tables(path.expanduser())])
         window, title, over = options.smooth, options.title, options.over
         out.parent.mkdir(parents=True, exist_ok=True)

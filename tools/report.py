@@ -10,8 +10,10 @@ that were recorded, and says how many are left out.
 """
 
 import argparse
+import time
 from pathlib import Path
 
+from engine.core.files import check_replaceable
 from engine.run.mistakes import mistakes_cost_one_line
 from tools.page import TEMPLATE, read_run, to_json
 from tools.serve import serve
@@ -19,6 +21,7 @@ from tools.serve import serve
 
 def write_report(folder: Path, out: Path) -> None:
     """Write the page of the run in `folder`; raises OSError or ValueError with the file's name."""
+    check_replaceable(out)
     before, after = TEMPLATE.read_text(encoding="utf-8").split("{{data}}")
     out.parent.mkdir(parents=True, exist_ok=True)
     page = before + to_json(read_run(folder)) + after
@@ -39,7 +42,11 @@ def main() -> None:
     folder = options.folder = options.folder.expanduser()
     out = folder / "report.html" if options.out is None else options.out.expanduser()
     with mistakes_cost_one_line():
-        if options.serve and (folder / "config.yaml").is_file():
+        if options.serve and not (folder / "metrics.jsonl").is_file():
+            print(f"waiting for the run in {folder}; Ctrl-C ends it", flush=True)
+        while options.serve and not (folder / "config.yaml").is_file():
+            time.sleep(0.2)  # it was just started, and loads its model
+        if options.serve:
             return serve(options)
         write_report(folder, out)
     print(f"written: {out}")

@@ -76,8 +76,15 @@ def append_durably(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
+def check_replaceable(path: Path) -> None:
+    """Raises ValueError where a device, a pipe or a folder stands: a file would take its place."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path}: is no regular file, which could be written over: name another")
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replace the file's text. A crash leaves either the whole old text or the whole new one."""
+    check_replaceable(path)
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)
     append_durably(temporary, text)

@@ -1,9 +1,23 @@
 """What a run's folder is called, and which run's folder a model lies in."""
 
 import os
+import shlex
 from pathlib import Path
 
+from engine import ROOT
 from engine.core.config import Config
+
+
+def command(program: str) -> str:
+    """How main.py, or a module such as tools.report, is started from the current folder."""
+    is_here = Path.cwd() == ROOT
+    if program.endswith(".py"):
+        return f"python {program if is_here else shlex.quote(str(ROOT / program))}"
+    return (
+        f"python -m {program}"
+        if is_here
+        else f"PYTHONPATH={shlex.quote(str(ROOT))} python -m {program}"
+    )
 
 
 def run_name(config: Config) -> str:

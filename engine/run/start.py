@@ -29,7 +29,7 @@ from engine.core.types import Log
 from engine.model.load import find_base, one_line_errors
 from engine.run.config_file import dump, read_file, section_of
 from engine.run.fingerprint import check_same_everywhere, commit_of
-from engine.run.folder import run_folder, run_name
+from engine.run.folder import command, run_folder, run_name
 from engine.run.log import write_settings
 from engine.run.remarks import remark_at_start
 from engine.run.resume import make_folder, resume
@@ -109,7 +109,7 @@ def open_files(run: Run) -> None:
     )
     if run.world.is_main:
         write_settings(run.folder, config)
-    run.logger.info(f"look at it live: python -m tools.report {run.folder} --serve")
+    run.logger.info(f"look at it live: {command('tools.report')} {run.folder} --serve")
 
 
 def settle_config(config: Config, world: World, notes: list[str], log: Log) -> Config:

@@ -17,7 +17,7 @@ from engine.questions.data import QuestionStream
 from engine.questions.tasks import built_in_tasks
 from engine.report.metrics import mean_of_last, signs_of_collapse
 from engine.run.fingerprint import of_questions
-from engine.run.folder import run_folder
+from engine.run.folder import command, run_folder
 from engine.update.outcome import Outcome, Update
 
 PASS_AT_1 = ("eval/pass@1", "eval/pass@1_low", "eval/pass@1_high")  # with its 95% interval
@@ -184,8 +184,8 @@ def summary(run: Run) -> str:
         "validation questions",
         f"the best model: {best}",
         f'load it:        AutoModelForCausalLM.from_pretrained("{best}"){needs}',
-        f"ask it:         python -m tools.chat {best}{settings}",
-        f"look at it all: python -m tools.report {run.folder}",
+        f"ask it:         {command('tools.chat')} {best}{settings}",
+        f"look at it all: {command('tools.report')} {run.folder}",
         "train on:       the same command with a larger training.num_steps; its learning rate "
         "is then that of the longer run",
     ]

@@ -7,7 +7,7 @@ from harness import ROOT
 
 from engine.questions.tasks import built_in_tasks
 from tools import attack as tool
-from tools.attack import SLOW, attack
+from tools.attack import SLOW, attack, load
 
 NAIVE = r"""
 import re
@@ -44,6 +44,12 @@ def test_each_kind_is_found_in_a_naive_grader(naive, call, monkeypatch):
     monkeypatch.setattr(tool, "attack", lambda *_: found)
     status, output, _ = call(tool, "naive:grade")
     assert status == 1 and "\nraised       " in output and "such as '<answer></answer>'" in output
+
+
+def test_a_task_is_attacked_with_the_keys_that_a_run_has():
+    for given, paid in (([], 0.0), (["task.prompt_style=tags"], 1.0)):
+        grade, gold = load("gsm8k", None, given)
+        assert gold == "18" and grade("<answer>18</answer>") == paid
 
 
 @pytest.mark.parametrize("name", sorted({*built_in_tasks()} - {"guess"}))  # its Environment pays

@@ -4,6 +4,8 @@ import contextlib
 import copy
 import json
 import os
+import re
+import shlex
 from argparse import Namespace
 from pathlib import Path
 
@@ -27,8 +29,11 @@ from reference import ROUNDING, Recorder, distance, row_log_probs
 from transformers import AutoModelForCausalLM
 
 from engine.core.distributed import World
+from engine.questions.contract import Task
 from engine.questions.prompts import encode_prompts
 from engine.questions.tasks import is_in_split, load_task
+from engine.run.config_file import load_config
+from engine.run.folder import run_folder
 from engine.run.state import Run, State
 from engine.update.outcome import Outcome, Update
 from main import build_run
@@ -76,6 +81,13 @@ def program(folder: Path, model: Path, file: Path, *overrides: str) -> list[str]
 
 
 # Which answers
+
+
+def test_of_a_row_with_messages_the_last_answer_is_imitated():
+    asked, answered = {"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}
+    task = Task("a.py", {"parse_row": lambda row, options: row})
+    read = imitate.parse_answer(task, {"messages": [asked, answered], "n": 2}, options=None)
+    assert read == {"question": {"prompt": [asked], "n": 2}, "completion": "4"}
 
 
 @pytest.mark.parametrize(("only_solved", "num"), [(False, len(TRAIN)), (True, len(TRAIN) - 1)])
@@ -212,7 +224,10 @@ def test_it_writes_a_plain_model_from_which_a_run_goes_on(
     status, output, errors = call(imitate, *command)
     assert status == 0, errors
     folder = tmp_path / "x-imitation"
-    assert f"written: {folder}; train it: python main.py model.name={folder}\n" in output
+    (again,) = re.findall(f"written: {folder}; train it: python main.py (.*)\n", output)
+    trained = load_config(shlex.split(again))
+    assert trained.model.name == str(folder) and trained.training.learning_rate == 2e-3
+    assert trained.task.eval == make_config(*data).task.eval
     assert {path.name for path in tmp_path.iterdir()} == {"answers.jsonl", folder.name}
     first, *steps, last = read_jsonl(folder / "imitation.jsonl")
     assert [some["step"] for some in (first, *steps, last)] == [0, 1, 2, 3, 3]
@@ -254,6 +269,24 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
     status, _, errors = call(imitate, *program(tmp_path, rotary_model_folder, answers, *data, *own))
     assert status == 2 and errors.count("\n") == 1
     assert errors.replace(str(tmp_path), "HERE").startswith(f"error: {MISTAKES[given]}")
+    assert [path.name for path in tmp_path.iterdir()] == ["answers.jsonl"]
+
+
+def test_a_start_that_fails_leaves_no_base_behind_and_a_full_disk_is_seen_before_the_training(
+    rotary_model_folder, tmp_path, answers, data, call, monkeypatch
+):
+    """Bug: the sum of an adapter and its base stayed in runs/, beside --out."""
+
+    def build(config):
+        (tmp_path / "o/base").mkdir(parents=True)
+        assert run_folder(config) == tmp_path / "o"
+        return build_run(config)
+
+    monkeypatch.setattr(imitate, "build_run", build)
+    monkeypatch.setattr(imitate.shutil, "disk_usage", lambda path: Namespace(free=1_000))
+    command = program(tmp_path, rotary_model_folder, answers, *data, f"--out={tmp_path}/o")
+    status, _, errors = call(imitate, *command)
+    assert status == 2 and errors.startswith(f"error: {tmp_path}/o: the disk is too small: the m")
     assert [path.name for path in tmp_path.iterdir()] == ["answers.jsonl"]
 
 

@@ -1,15 +1,20 @@
 """tools/report.py: what the page holds, that model text does no harm, and the page in a browser."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from harness import make_config
 
+from engine.core.files import write_atomically
 from engine.run.config_file import dump
-from tools import plot, report
+from engine.run.folder import command
+from tools import collect, plot, report
 from tools.page import MAX_POINTS, settings
 
 # Ends of elements, a NUL, marks that turn text around, half a character, a separator of lines
@@ -193,7 +198,33 @@ def test_a_run_that_is_unreadable_is_one_line(name, content, message, run, call)
     assert line.count("\n") == 1 and not (run / "report.html").exists()
 
 
-@pytest.mark.parametrize("tool", [[report], [report, "--serve"], [plot]])
+@pytest.mark.parametrize("tool", [report, plot, collect])
+def test_what_is_no_regular_file_is_not_written_over(tool, run, tmp_path, call):
+    """Bug: `tools.collect --out` a device, as root, put a file in the device's place."""
+    os.mkfifo(node := tmp_path / "node.png")
+    line = f"error: {node}: is no regular file, which could be written over: name another\n"
+    assert call(tool, run, "--out", node) == (2, "", line) and node.is_fifo()
+    with pytest.raises(ValueError, match="is no regular file"):
+        write_atomically(node, "")
+
+
+def test_the_live_page_waits_for_a_run_that_has_just_been_started(tmp_path, monkeypatch, call):
+    folder, served = tmp_path / "x", []
+    monkeypatch.setattr(report.time, "sleep", lambda seconds: write_run(folder))
+    monkeypatch.setattr(report, "serve", lambda options: served.append(options.folder))
+    waits = f"waiting for the run in {folder}; Ctrl-C ends it\n"
+    assert call(report, folder, "--serve") == (0, waits, "") and served == [folder]
+
+
+def test_a_printed_command_works_from_the_users_own_folder(tmp_path, monkeypatch):
+    """Bug: there was no module tools there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable), prepend=os.pathsep)
+    printed = subprocess.check_output(f"{command('tools.report')} --help", shell=True, text=True)
+    assert printed.startswith("usage:") and command("main.py").endswith("/main.py")
+
+
+@pytest.mark.parametrize("tool", [[report], [plot]])
 def test_of_a_run_that_is_not_there_the_others_are_named(tool, tmp_path, monkeypatch, call):
     write_run(tmp_path / "a", steps=range(1))
     monkeypatch.chdir(tmp_path)
