@@ -3,15 +3,15 @@
 import itertools
 import json
 import math
-import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from engine.core.config import Config, beside_defaults
-from engine.core.files import read_lines, read_text, without_nan
+from engine.core.files import read_text, whole_lines, without_nan
 from engine.core.text import plain, shorten
 from engine.questions.tasks import built_in_tasks, load_task, schema
 from engine.run.config_file import read_file, task_name
@@ -27,33 +27,91 @@ ROLLOUT = ("step", "prompt", "gold", "size", "completions")
 MAX_CHARACTERS = 4_000  # of a sample's prompt, completion or gold answer
 
 
-def read_run(folder: Path) -> dict[str, Any]:
+@dataclass
+class GrowingFile:
+    """A .jsonl file of a run, of which each call of `read` parses only what has been added."""
+
+    path: Path
+    names: Sequence[str]  # what each row has
+    prepare: Callable[[dict], dict] = dict  # makes of a row what the page shows of it
+    rows: list[dict] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # of the rows, as JSON
+    num_bytes: int = 0  # that have been parsed
+    last: bytes = b""  # the end of them, by which a file that was cut or replaced is known
+
+    def read(self) -> None:
+        if self.end_of_parsed() != self.last:
+            self.rows, self.sizes, self.num_bytes = [], [], 0
+        if not self.path.exists():
+            return
+        start, first = self.num_bytes, len(self.rows) + 1
+        for row, num_bytes in whole_lines(self.path, self.names, start=start, first=first):
+            self.rows.append(self.prepare(row))
+            self.sizes.append(len(to_json(without_nan(self.rows[-1]))))
+            self.num_bytes += num_bytes
+        self.last = self.end_of_parsed()
+
+    def end_of_parsed(self) -> bytes:
+        """The last 200 bytes of what has been parsed, as they are in the file now."""
+        if self.num_bytes == 0 or not self.path.exists():
+            return b""
+        with self.path.open("rb") as file:
+            file.seek(max(0, self.num_bytes - 200))
+            return file.read(min(200, self.num_bytes))
+
+
+def files_of(folder: Path) -> dict[str, GrowingFile]:
+    """What a run appends to; the live page keeps these from one refresh to the next."""
+    kinds = {"metrics": (("step",), dict), "rollouts": (ROLLOUT, dict)}
+    kinds |= {"samples": (SAMPLE, shortened), "remarks": (("step", "line"), dict)}
+    return {kind: GrowingFile(folder / f"{kind}.jsonl", *kinds[kind]) for kind in kinds}
+
+
+def read_run(folder: Path, files: dict[str, GrowingFile] | None = None) -> dict[str, Any]:
     """All that the page shows of a run; raises OSError or ValueError with the file's name."""
-    table, config = read_table(folder), folder / "config.yaml"
-    rollouts = by_step(read_lines(folder / "rollouts.jsonl", ROLLOUT))
-    rows = read_lines(folder / "samples.jsonl", SAMPLE)
-    samples = by_step([row for row in rows if row.get("split", "validation") == "validation"])
+    files, config = files or files_of(folder), folder / "config.yaml"
+    for file in files.values():
+        file.read()
+    table = read_table(folder, files["metrics"].rows or None)
+    rollouts = by_step(files["rollouts"])
+    samples = by_step(files["samples"], is_of_validation, MAX_QUESTIONS)
     panels = panels_of(folder)
     metric = panels[0][0]  # what has chosen best/, if that is not best_of_n
-    evaluated = evaluations(table, samples, metric)
     return {
         "name": table.name,
         "step": int(table.rows["step"].iloc[-1]),
         "versions": read_text(config).partition("\n")[0].removeprefix("# "),
         "curves": without_nan(curves(table, panels)),
         "settings": list(settings(config)),
-        "remarks": [row["line"] for row in read_lines(folder / "remarks.jsonl", ("step", "line"))],
+        "remarks": [row["line"] for row in files["remarks"].rows],
         "metric": metric.removeprefix("eval/"),
-        "evaluations": thin(without_nan(evaluated), PART_BYTES["evaluations"]),
+        "evaluations": evaluations(table, thin(samples, PART_BYTES["evaluations"]), metric),
         "rollouts": thin(rollouts, PART_BYTES["rollouts"]),
         "recorded": {"evaluations": len(samples), "rollouts": len(rollouts)},
     }
 
 
-def by_step(rows: list[dict]) -> list[dict]:
-    """Rows of one step together: [{"step": 20, "rows": [...]}, ...]."""
-    steps = itertools.groupby(rows, key=operator.itemgetter("step"))
-    return [{"step": step, "rows": list(rows)} for step, rows in steps]
+def by_step(
+    file: GrowingFile, is_shown: Callable[[dict], bool] = bool, most: int | None = None
+) -> list[tuple[dict, int]]:
+    """Rows of one step together, `most` at most, with their size: {"step": 20, "rows": [...]}."""
+    shown = ((row, size) for row, size in zip(file.rows, file.sizes, strict=True) if is_shown(row))
+    steps = []
+    for step, pairs in itertools.groupby(shown, key=lambda pair: pair[0]["step"]):
+        rows, sizes = zip(*itertools.islice(pairs, most), strict=True)
+        steps.append(({"step": step, "rows": [*rows]}, sum(sizes) + 100))  # and its braces
+    return steps
+
+
+def is_of_validation(sample: dict) -> bool:
+    return sample.get("split", "validation") == "validation"
+
+
+def shortened(sample: dict) -> dict:
+    """A sample with texts that fit on the page."""
+    texts = ("prompt", "question", "completion", "gold", "answer")
+    given = [name for name in texts if sample.get(name) is not None]
+    return sample | {name: shorten(plain(sample[name]), MAX_CHARACTERS) for name in given}
 
 
 def curves(table: Table, panels_of_run: Sequence) -> list[dict]:
@@ -71,18 +129,12 @@ def curves(table: Table, panels_of_run: Sequence) -> list[dict]:
 
 
 def evaluations(table: Table, samples: list[dict], metric: str) -> list[dict]:
-    """The evaluations' samples, each with its step's `metric` and interval."""
+    """The evaluations' samples, each with its step's `metric` and interval as the run prints it."""
     names = [metric, f"{metric}_low", f"{metric}_high"]
     rates = table.rows.set_index("step").reindex([e["step"] for e in samples], columns=names)
-    texts = ("prompt", "question", "completion", "gold", "answer")
     for evaluation, measured in zip(samples, rates.to_numpy(), strict=True):
-        # as the run has printed them
         evaluation["score"] = [f"{rate:.3f}" for rate in measured if math.isfinite(rate)]
-        del evaluation["rows"][MAX_QUESTIONS:]
-        for sample in evaluation["rows"]:
-            given = [name for name in texts if sample.get(name) is not None]
-            sample |= {name: shorten(plain(sample[name]), MAX_CHARACTERS) for name in given}
-    return samples
+    return without_nan(samples)
 
 
 def settings(file: Path) -> Iterator[dict]:
@@ -96,11 +148,11 @@ def settings(file: Path) -> Iterator[dict]:
         yield {"key": key, "value": shorten(value, MAX_CHARACTERS), "default": default}
 
 
-def thin(items: list[dict], max_bytes: int) -> list[dict]:
-    """Drop every second item but the ends until the JSON fits; at last the last one stays alone."""
-    while sum(len(to_json(item)) for item in items) > max_bytes:
+def thin(items: list[tuple[dict, int]], max_bytes: int) -> list[dict]:
+    """Drop every second item but the ends until their sizes fit; at last the last stays alone."""
+    while sum(size for _, size in items) > max_bytes:
         items = items[:-1:2] + items[-1:] if len(items) > 2 else items[1:]
-    return items
+    return [item for item, _ in items]
 
 
 def to_json(value: Any) -> str:

@@ -67,13 +67,16 @@ class Table:
     rows: pandas.DataFrame
 
 
-def read_table(path: Path) -> Table:
-    """Read a run's folder or file; raises OSError or ValueError with the file's name."""
-    (table,) = read_tables(path)
+def read_table(path: Path, lines: list[dict] | None = None) -> Table:
+    """Read a run's folder or file; raises OSError or ValueError with the file's name.
+
+    `lines` are those of metrics.jsonl, if they have been read before.
+    """
+    (table,) = read_tables(path, lines)
     return table
 
 
-def read_tables(path: Path) -> list[Table]:
+def read_tables(path: Path, lines: list[dict] | None = None) -> list[Table]:
     """Read a run's folder, or the runs of a .csv file, by its column `run`; raises as above."""
     file = path if path.suffix in (".csv", ".jsonl") else path / "metrics.jsonl"
     if not file.is_file():
@@ -81,7 +84,8 @@ def read_tables(path: Path) -> list[Table]:
         runs = [str(found.parent) for place in places for found in place.glob("*/metrics.jsonl")]
         there = ", ".join(sorted({*runs})) or "none here"
         raise ValueError(f"{file}: no such file; the runs are {there}")
-    lines = read_lines(file) if file.suffix == ".jsonl" else None
+    if file.suffix == ".jsonl":
+        lines = read_lines(file) if lines is None else lines
     try:
         if lines is None:
             text = file.read_text(encoding="utf-8", errors="replace")

@@ -26,6 +26,7 @@ from engine.run.config_file import read_file, section_of
 from tools import page
 
 HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")
+READING = threading.Lock()  # two tabs would parse the same new lines twice
 ANSWERING = threading.Lock()  # one answer at a time
 UNDER_WAY = {"problem": "The first evaluation is under way; the page fills itself."}
 LOADED: dict[tuple, Any] = {}  # the policies of the two models that were asked last
@@ -43,7 +44,7 @@ def serve(options: argparse.Namespace) -> None:
             if getattr(error, "errno", None) != errno.EADDRINUSE:
                 problem = getattr(error, "strerror", error)
                 raise ValueError(f"port {port}: {problem}; give another --port") from error
-    server.options = options
+    server.options, server.files = options, page.files_of(options.folder)
     address = f"http://127.0.0.1:{server.server_port}"
     taken = f" (port {options.port} is taken)" * (port != options.port)
     with server, suppress(KeyboardInterrupt):
@@ -81,7 +82,8 @@ class Handler(BaseHTTPRequestHandler):
         try:
             data["models"] = models(folder)
             has_begun = metrics.is_file() and metrics.stat().st_size > 0
-            data |= page.read_run(folder) if has_begun else UNDER_WAY
+            with READING:
+                data |= page.read_run(folder, self.server.files) if has_begun else UNDER_WAY
         except (ValueError, OSError) as error:  # it was moved away meanwhile, or a file is damaged
             data["problem"] = str(error)
         if "problem" in data and self.path != "/":

@@ -46,10 +46,16 @@ def cut_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
         file.truncate(sum(num_bytes for _, num_bytes in kept))
 
 
-def whole_lines(path: Path, names: Sequence[str]) -> Iterator[tuple[dict[str, Any], int]]:
-    """Each line's object and its number of bytes, but for a last line that a kill has torn."""
+def whole_lines(
+    path: Path, names: Sequence[str], *, start: int = 0, first: int = 1
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """Each line's object and its number of bytes, but for a last line that a kill has torn.
+
+    It reads from the byte `start`, at which the line of the number `first` begins.
+    """
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        file.seek(start)
+        for number, line in enumerate(file, start=first):
             if not line.endswith(b"\n"):
                 return
             try:

@@ -15,7 +15,7 @@ from engine.core.files import write_atomically
 from engine.run.config_file import dump
 from engine.run.folder import command
 from tools import collect, plot, report
-from tools.page import MAX_POINTS, settings
+from tools.page import MAX_POINTS, files_of, read_run, settings
 
 # Ends of elements, a NUL, marks that turn text around, half a character, a separator of lines
 HOSTILE = (
@@ -145,6 +145,24 @@ def test_a_long_run_is_thinned_below_5_mb_and_its_first_and_last_step_stay(tmp_p
     assert len(curve["steps"]) == len(curve["mean"]) == MAX_POINTS
 
 
+def test_a_refresh_parses_only_what_is_new_and_a_run_that_was_cut_anew(run, monkeypatch):
+    """Bug: each refresh of the live page read and parsed all again, which is quadratic."""
+    files, parsed = files_of(run), []
+    before = read_run(run, files)
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 60, "train/reward": 1, "time/step_s": 1}\n{"step"')
+    loads, whole = json.loads, read_run(run)
+    monkeypatch.setattr("json.loads", lambda text, **how: parsed.append(text) or loads(text, **how))
+    assert read_run(run, files) == whole != before
+    assert [line for line in parsed if isinstance(line, bytes)] == [
+        b'{"step": 60, "train/reward": 1, "time/step_s": 1}\n'
+    ]
+    (run / "metrics.jsonl").write_bytes(b"".join(lines[:-2]))
+    (run / "rollouts.jsonl").unlink()
+    assert read_run(run, files) == read_run(run) != whole
+
+
 def test_a_task_of_ones_own_is_not_imported(tmp_path, monkeypatch):
     """Its keys have no default on the page."""
     monkeypatch.chdir(tmp_path)
@@ -182,7 +200,7 @@ DAMAGED = [
     ("metrics.jsonl", b'{"step": 1}\n', "metrics.jsonl: no rows of a run's"),
     ("config.yaml", b"[", "cannot be read as YAML"),
     ("rollouts.jsonl", b'{"step": 1}\n', "rollouts.jsonl: line 1 is no object with a step, p"),
-    ("samples.jsonl", b"\xff\n", "samples.jsonl: is not UTF-8"),
+    ("samples.jsonl", b"\xff\n", "samples.jsonl: line 1 is not JSON: 'utf-8'"),
     ("samples.jsonl", b'{"step": 1}\n', "samples.jsonl: line 1 is no object with a step, pro"),
     ("remarks.jsonl", b'{"step": 1}\n', "remarks.jsonl: line 1 is no object with a step, lin"),
     ("best/best.json", b"[]", "best.json: is no object in JSON: 'list'"),

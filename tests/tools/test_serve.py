@@ -21,6 +21,7 @@ from test_report import DAMAGED, HOSTILE, completion, data_of, write_run
 
 from engine.run.config_file import dump
 from tools import chat, report, serve
+from tools.page import files_of
 
 QUESTION = "numbers: 3 7 25, target: 46"
 SHORT = "training.max_new_gen_tokens=64"
@@ -41,6 +42,7 @@ def server(run) -> Iterator[ThreadingHTTPServer]:
     """The server of the run, in a thread of this process."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), serve.Handler)
     server.options = argparse.Namespace(folder=run, config=None, device="cpu")
+    server.files = files_of(run)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
