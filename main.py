@@ -167,6 +167,7 @@ def sample_trajectories(
         groups = decode_in_batches(
             policy.sampler, prompts, params, config.sampling.max_batch_tokens, run.logger
         )
+    task.max_completion_length = params.max_new_tokens  # rewards for length compare with it
     with clock("reward"):
         return compute_rewards(policy, task, config, questions, prompts.token_ids, groups)
 

@@ -10,7 +10,7 @@ import statistics
 
 def soft_overlong(completion_ids, max_completion_length, **kwargs):
     """0 up to 4/5 L, then down to -1 at L, and -1 beyond (DAPO, arXiv:2503.14476, equation 13)."""
-    cache = max_completion_length / 5
+    cache = max(max_completion_length, 1) / 5
     over = [(len(ids) - max_completion_length + cache) / cache for ids in completion_ids]
     return [-min(max(x, 0.0), 1.0) for x in over]
 
@@ -35,7 +35,7 @@ def cosine(completion_ids, rewards, max_completion_length, **kwargs):
     paid = []
     for ids, right in zip(completion_ids, is_right(rewards), strict=True):
         at_0, at_end = (2.0, 1.0) if right else (-10.0, 0.0)
-        share = len(ids) / max_completion_length
+        share = len(ids) / max(max_completion_length, 1)
         along = at_end + (at_0 - at_end) * (1 + math.cos(math.pi * share)) / 2
         paid.append(along if share < 1 else -10.0)
     return paid
@@ -43,4 +43,7 @@ def cosine(completion_ids, rewards, max_completion_length, **kwargs):
 
 def is_right(rewards):
     """Whether the first function paid at least 1, of each completion."""
+    if not rewards:
+        fix = "the first says what is right, as in '[my_rewards:f, lengths:cosine]'"
+        raise ValueError(f"it is named first: {fix}")
     return [paid is not None and paid >= 1 for paid in next(iter(rewards.values()))]

@@ -20,7 +20,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from engine.questions.data import load_table
+from engine.questions.contract import CsvRow, with_numbers
+from engine.questions.data import fit_to_config, load_table, number_columns
 from engine.questions.tasks import load_task, reward_parts
 from engine.run.config_file import combine
 from engine.run.mistakes import mistakes_cost_one_line
@@ -46,7 +47,9 @@ def load(name: str, row: dict | None, overrides: list[str]) -> tuple[Callable[[s
         return lambda completion: grade(completion, "46"), "46"
     task = load_task(name)  # of a function of task.reward, which is called as a run does
     key, is_task = "task.reward" if function else "task.name", row is None
-    options = combine({}, [f"{key}={name}", *overrides]).task
+    config = combine({}, [f"{key}={name}", *overrides])
+    fit_to_config(task, config)
+    options = config.task
     if is_task:
         if task.reward_function is None:
             fix = "name the function that reads: module:name"
@@ -124,6 +127,8 @@ def main() -> None:
     if options.data:
         table = load_table(options.data, columns=[], choices="", hub_config=None, hub_split="train")
         options.row = json.loads(table[0]) if isinstance(table[0], str) else table[0]
+        if isinstance(options.row, CsvRow):
+            options.row = with_numbers(options.row, number_columns(table))
     if options.serve:  # the grader's process
         sys.addaudithook(watch)
         return serve(

@@ -42,7 +42,7 @@ from engine.core.types import Log, SeedWord, Trajectory
 from engine.model.load import load_model_and_tokenizer
 from engine.model.policy import Policy, make_policy
 from engine.questions.contract import Task
-from engine.questions.data import load_examples
+from engine.questions.data import fit_to_config, load_examples
 from engine.questions.messages import assistant_prefix, pose
 from engine.questions.tasks import load_task, read_answer
 from engine.run.config_file import combine, harmless, read_file, section_of
@@ -146,6 +146,7 @@ def load_chat(config: Config, *, is_watching: bool = False) -> tuple[Policy, Tas
     if world.size > 1:
         raise ConfigError([f"{world.size} ranks: start one process only, without torchrun"])
     task = load_task(config.task.code)
+    fit_to_config(task, config)
     if task.parse_question is None and not is_watching:
         raise ConfigError([f"task.name = {config.task.name}: it has no parse_question"])
     return load_policy(config, world, Logger(rank=0).info), task

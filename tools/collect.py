@@ -17,6 +17,7 @@ from engine.core.distributed import World
 from engine.core.files import check_replaceable, json_line, write_atomically
 from engine.core.statistics import Clock
 from engine.core.types import SeedWord
+from engine.questions.contract import with_numbers
 from engine.questions.data import load_questions
 from engine.run.mistakes import mistakes_cost_one_line
 from engine.run.state import Run
@@ -71,7 +72,8 @@ def collect(config: Config, options: argparse.Namespace) -> tuple[list[str], int
         for question, group in zip(questions, groups, strict=True):
             solved = [trajectory for trajectory in group if trajectory.is_solved_and_ended]
             num_solved += len(solved)
-            row = {name: question[name] for name in task.EXAMPLE_ROW or question}
+            row = with_numbers(question, task.number_columns)  # a .jsonl has numbers
+            row = {name: row[name] for name in task.EXAMPLE_ROW or row}
             lines |= {json_line(row | {"completion": t.text}): None for t in solved}
     return [*lines], num_solved, num_questions * options.samples
 

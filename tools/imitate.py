@@ -28,7 +28,13 @@ from engine.core.statistics import Clock
 from engine.core.tensors import seeded
 from engine.core.types import Completion, SeedWord, Trajectory
 from engine.questions.contract import Task
-from engine.questions.data import FILE_OR_HUB, QuestionStream, load_table, parse_table
+from engine.questions.data import (
+    FILE_OR_HUB,
+    QuestionStream,
+    fit_to_config,
+    load_table,
+    parse_table,
+)
 from engine.questions.prompts import completion_text, encode_prompts, end_of_turn, whole_characters
 from engine.questions.tasks import load_task, reward_parts
 from engine.run.card import merged_card, model_card
@@ -61,6 +67,7 @@ def main() -> None:
         rows = read_answers(load_task(config.task.code), config, options.answers)
         try:
             run = build_run(config)
+            fit_to_config(run.task, config, run.logger.info, options.answers)
             answers = choose_answers(run, rows, options.answers, only_solved=options.only_solved)
             run.world.on_main(make_room, run)
         except BaseException:  # an adapter's base may be there, summed up, which nobody will need

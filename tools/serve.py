@@ -137,6 +137,7 @@ def answer_to(options: argparse.Namespace, request: dict, send: Callable[[dict],
 
     from engine.core.distributed import World
     from engine.core.types import no_log
+    from engine.questions.data import fit_to_config
     from engine.report.completions import completion_record
     from tools import chat
 
@@ -148,6 +149,7 @@ def answer_to(options: argparse.Namespace, request: dict, send: Callable[[dict],
     asked = argparse.Namespace(model=json.dumps(name), config=options.config, overrides=overrides)
     config = chat.chat_config(asked, run=options.folder)
     task = load_task(config.task.code)
+    fit_to_config(task, config)
     if request.get("question") == "":
         raise ValueError(chat.how_to_ask(task))
     if "question" in request:

@@ -26,7 +26,8 @@ def import_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # pickle and dataclasses look modules up by their names
     try:
-        spec.loader.exec_module(module)
+        with contextlib.chdir("."):  # it may go elsewhere, but all paths are relative to here
+            spec.loader.exec_module(module)
     except SystemExit as error:
         problem = f"it calls sys.exit({error.code!r}) when it is imported: raise an exception"
         raise ConfigError([f"{path}: {problem} instead"]) from error
@@ -62,6 +63,10 @@ def line_of(file: str, *, error: Exception | None = None, function: Callable | N
     lines = [frame.lineno for frame in frames if frame.filename == file]
     if not lines and isinstance(error, SyntaxError):
         lines = [error.lineno]
+    if isinstance(function, functools.partial):
+        function = function.func
+    if function and not inspect.isroutine(function):  # an object that can be called
+        function = type(function).__call__
     code = getattr(inspect.unwrap(function), "__code__", None) if function else None
     if not lines and code is not None and code.co_filename == file:
         lines = [code.co_firstlineno]
@@ -74,6 +79,7 @@ def naming_mistakes(
     function: Callable,
     question: object = None,
     *,
+    name: str = "",  # as the user wrote it; by default the function's own
     passes: type[Exception] = RewardError,
     form: str = "",  # of the two forms of a text, for an exception that speaks of one
 ) -> Iterator[None]:
@@ -84,7 +90,8 @@ def naming_mistakes(
         raise
     except (Exception, SystemExit) as error:  # an exit would end the run as if all were well
         where = line_of(file, error=error, function=function)
-        problem = f"{getattr(function, '__name__', 'it')} raised {type(error).__name__}: {error}"
+        name = name or getattr(function, "__name__", "it")
+        problem = f"{name} raised {type(error).__name__}: {error}"
         about = "" if question is None else f": question {question!r:.200}"
         form = form if re.search(r"\b(str|string|list)\b", str(error)) else ""
         raise RewardError(f"{where}: {problem}{form}{about}") from error

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +13,24 @@ from engine.core.config import Section, TaskSettings
 
 NUMBER_TYPES = (int, float, np.integer, np.floating, np.bool_)
 MAX_REWARD = 1e30  # times a weight of at most 1e6 it is still finite in fp32
+DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,17})(\.[0-9]+)?")
+
+
+class CsvRow(dict):
+    """A row of a CSV file: its cells are text, whatever else is in the file."""
+
+
+def number_in(cell: str) -> int | float | str:
+    """The number that a plain decimal is; other texts stay themselves, such as 007 and 1e7."""
+    return json.loads(cell) if DECIMAL.fullmatch(cell) else cell
+
+
+def with_numbers(row: dict, columns: Mapping[str, type]) -> dict:
+    """A CSV's row with int or float cells in these columns, None where one is blank."""
+    if not isinstance(row, CsvRow):
+        return row
+    cells = {name: columns[name](row[name]) if row[name].strip() else None for name in columns}
+    return {name: cells.get(name, cell) for name, cell in row.items()}
 
 
 class Task:
@@ -35,8 +54,10 @@ class Task:
         return row
 
     def question_key(self, example: dict) -> str:
-        """The whole row, whatever the order of its columns."""
-        return json.dumps(example, sort_keys=True, default=repr)
+        """The whole row, whatever the order of its columns; in a CSV 9.50 is the number 9.5."""
+        is_csv = isinstance(example, CsvRow)
+        row = {name: number_in(example[name]) for name in example} if is_csv else example
+        return json.dumps(row, sort_keys=True, default=repr)
 
     def extract_answer(self, completion: str, example: dict, *, options: TaskSettings) -> Any:
         """What the reward read, if reward_function returns that as `read`; else the text."""
@@ -55,7 +76,8 @@ class Task:
         vars(self).update({name: defined[name] for name in names if name in defined})
         self.file = file
         self.functions: dict[str, tuple[str, Callable]] = {}  # of task.reward, by name: its file
-        self.max_completion_length: int | None = None  # in tokens, of the run
+        self.number_columns: dict[str, type] = {}  # of CSV files: int or float, for the functions
+        self.max_completion_length: int | None = None  # in tokens, of the run or of an evaluation
 
 
 def is_reward(value: object) -> bool:

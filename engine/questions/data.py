@@ -7,6 +7,7 @@ import difflib
 import functools
 import glob
 import io
+import itertools
 import json
 import random
 import re
@@ -22,11 +23,12 @@ from engine.core.hub import reach_hub
 from engine.core.packages import import_package
 from engine.core.types import Log, SeedWord, no_log
 from engine.core.user_file import naming_mistakes
-from engine.questions.contract import Task
+from engine.questions.contract import CsvRow, Task, number_in
 from engine.questions.messages import fill, pose
 from engine.questions.prompts import check_chat, prompt_length
 from engine.questions.tasks import Hub, hash_of, is_file_name, is_in_split, reward_parts
 
+GOLD_KEYS = ("answer", "solution", "gold", "ground_truth")  # as data sets call the right answer
 FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id (owner/name)"
 NONE_FITS = "no {} question fits: each holds a special token, or its prompt more than {:,} tokens, "
 NONE_FITS += "the model's context less {}.max_new_gen_tokens: lower that"
@@ -53,7 +55,7 @@ def load_questions(
     validation = load(settings.eval, "validation", num_examples=num, seed=0, exclude=[])
     # Equal questions would narrow the interval.
     validation = [*{task.question_key(row): row for row in validation}.values()]
-    task.max_completion_length = config.training.max_new_gen_tokens
+    fit_to_config(task, config, log)
     try:
         check_functions(task, validation[0], options=settings)
     except ValueError as error:  # the same on all ranks, of which one prints it
@@ -65,6 +67,9 @@ def load_questions(
         near = difflib.get_close_matches(word, validation[0], n=1, cutoff=0.75)
         if near and word not in validation[0]:
             log(f"warning: {{{word}}} is no key of a question, the nearest is {{{near[0]}}}")
+        if word in GOLD_KEYS and word in validation[0]:
+            shown = f"the model is shown column {word}, which the reward reads"
+            log(f"warning: {{{word}}} in the prompt: {shown}: leave it out, or rename the column")
     check_chat(pose(validation[0], task=task, options=settings), tokenizer)
     length = functools.partial(prompt_length, task=task, options=settings, tokenizer=tokenizer)
     lengths = [length(question) for question in validation]
@@ -93,6 +98,20 @@ def load_questions(
     return fitting, stream
 
 
+def fit_to_config(task: Task, config: Config, log: Log = no_log, *others: str) -> None:
+    """Set what reward functions get of a config: the length limit, and a CSV's numbers as such.
+
+    Which columns are numbers is decided over all rows of task.train, task.eval and `others`.
+    """
+    task.max_completion_length = config.training.max_new_gen_tokens
+    sources = dict.fromkeys([config.task.train, config.task.eval, *others])
+    files = [file for file in sources if file.lower().endswith(".csv") and Path(file).is_file()]
+    how = {"columns": [], "choices": FILE_OR_HUB, "hub_config": None, "hub_split": "train"}
+    if task.functions:
+        rows = itertools.chain.from_iterable(load_table(file, **how) for file in files)
+        task.number_columns = number_columns(rows, log)
+
+
 def check_functions(task: Task, example: dict, *, options: TaskSettings) -> None:
     """Try a task's functions on a question; ValueError if they return what no run can use."""
     with naming_mistakes(task.file, task.generate_prompt, example):
@@ -105,6 +124,8 @@ def check_functions(task: Task, example: dict, *, options: TaskSettings) -> None
         raise ValueError(f"{task.file}: {problem}")
     if task.Environment is None:
         reward_parts(task, [[""]], [example], options, [[None]])
+    if task.functions:
+        task.check_logged()
 
 
 @dataclass
@@ -200,6 +221,8 @@ def load_examples(
     if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)):
         name = "load_examples" if task.load_examples else "generate_questions"
         raise ValueError(f"{task.file}: {name} must return a list of dicts, parse_row a dict")
+    if others := [key for row in rows for key in row if not isinstance(key, str)]:
+        raise ValueError(f"{task.file}: a question has the key {others[0]!r}: keys must be text")
     return rows
 
 
@@ -240,14 +263,17 @@ def load_table(
             part, split = named_config or hub_config, named_split or hub_split
             table = datasets.load_dataset(hub_id, part, split=split)
     except errors as error:
-        reason = str(unreachable or error.__cause__ or error).strip().split("\n")[0]
-        raise ValueError(f"{source}: cannot be loaded ({reason}); give {choices}") from error
+        reason, fix = str(unreachable or error.__cause__ or error), f"give {choices}"
+        if isinstance(error, OSError) and error.filename and Path(error.filename) != path:
+            fix = "set HF_HOME to a folder that can be written"  # for the cache of `datasets`
+        reason = reason.strip().split("\n")[0]
+        raise ValueError(f"{source}: cannot be loaded ({reason}); {fix}") from error
     shared = [name for name in columns if name in table.column_names]
     return table.select_columns(shared or table.column_names).to_list()
 
 
 def read_text_file(path: Path) -> list[dict] | list[str]:
-    """The rows of a .csv, .json or .jsonl file; a CSV file's numbers and a .jsonl row are text.
+    """The rows of a .csv, .json or .jsonl file; a CSV file's cells and a .jsonl row are text.
 
     `datasets` would guess one type for a whole column. Then a single cell of another type changes
     the other cells, or is an error without the number of its row.
@@ -256,42 +282,38 @@ def read_text_file(path: Path) -> list[dict] | list[str]:
     if path.suffix.lower() != ".csv":
         is_list = text.lstrip().startswith("[")
         return json.loads(text) if is_list else [line for line in text.split("\n") if line.strip()]
-    rows, reader = [], csv.DictReader(io.StringIO(text, newline=""), strict=True)
-    names = collections.Counter(filter(None, reader.fieldnames or []))
-    if twice := [name for name in names if names[name] > 1]:
-        raise ValueError(f"two columns are named {twice[0]}")
+    rows, start, reader = [], 1, csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
+        names = reader.fieldnames or []
+        if twice := [name for name in filter(None, names) if names.count(name) > 1]:
+            raise ValueError(f"two columns are named {twice[0]}")
+        # A column without a name gets the one that `datasets` gives it.
+        reader.fieldnames = [name or f"Unnamed: {place}" for place, name in enumerate(names)]
+        start = reader.line_num + 1
         for row in reader:
             if any(row.pop(None, [])):  # cells beyond the last column
-                raise ValueError(f"line {reader.line_num}: more cells than columns: quote commas")
-            if any(cell is None for name, cell in row.items() if name):
+                raise ValueError("more cells than columns: quote commas")
+            if any(row[name] is None for name in filter(None, names)):
                 fix = "a quote that is not closed eats what follows"
-                raise ValueError(f"line {reader.line_num}: fewer cells than columns: {fix}")
-            rows.append(row)
-    except csv.Error as error:
-        fix = 'write a quote within quotes twice, as ""'
-        raise ValueError(f"line {reader.line_num}: {error}: {fix}") from error
+                raise ValueError(f"fewer cells than columns: {fix}")
+            rows.append(CsvRow((name, cell or "") for name, cell in row.items()))
+            start = reader.line_num + 1
+    except (csv.Error, ValueError) as error:
+        fix = ': write a quote within quotes twice, as ""' * isinstance(error, csv.Error)
+        raise ValueError(f"line {start}: {error}{fix}") from None
     return rows
 
 
-def with_numbers(rows: list[dict], log: Log) -> list[dict]:
-    """A CSV's rows with numbers for text in columns of nothing else, as `datasets` makes them."""
-    columns = {name: [as_number(row[name]) for row in rows] for name in rows[0]}
-    for name, values in columns.items():
-        num_text = sum(value is None for value in values)
-        if 0 < num_text < len(values):
-            log(f"the column {name} stays text: {num_text} of its cells are no numbers")
-        elif num_text == 0:
-            kind = int if all(isinstance(value, int) for value in values) else float
-            for row, value in zip(rows, values, strict=True):
-                row[name] = kind(value)
-    return rows
-
-
-def as_number(cell: str) -> int | float | None:
-    """The number that a cell is in JSON's form, if it is one."""
-    is_number = re.fullmatch(r"-?(0|[1-9]\d{0,17})(\.\d+)?([eE][+-]?\d{1,2})?", cell)
-    return json.loads(cell) if is_number else None
+def number_columns(rows: Iterable[CsvRow], log: Log = no_log) -> dict[str, type]:
+    """The columns whose cells are plain decimals or blank, each with int or float for all of it."""
+    kinds: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+    for row in rows:
+        for name, cell in row.items():
+            kinds[name].update([type(number_in(cell))] if cell.strip() else [])
+    for name in [name for name, found in kinds.items() if str in found]:
+        if len(found := kinds.pop(name)) > 1:
+            log(f"the column {name} stays text: {found[str]} of its cells are no numbers")
+    return {name: float if float in found else int for name, found in kinds.items()}
 
 
 def parse_table(
@@ -302,8 +324,6 @@ def parse_table(
     log: Log = no_log,
 ) -> list[dict]:
     """The example in each row of the table; ValueError for the first row without one."""
-    if task.functions and source.lower().endswith(".csv") and table:
-        table = with_numbers(table, log)
     rows: list[dict] = []
     for number, row in enumerate(table, start=1):
         try:
@@ -313,7 +333,7 @@ def parse_table(
             if missing := sorted(task.EXAMPLE_ROW.keys() - row.keys()):
                 found = ", ".join(map(str, row))
                 raise ValueError(f"no column {' and '.join(missing)} among {found}")
-            row = {name: row[name] for name in task.EXAMPLE_ROW or row}
+            row = type(row)((name, row[name]) for name in task.EXAMPLE_ROW or row)
             with naming_mistakes(task.file, task.parse_row, row, passes=ValueError):
                 row = task.parse_row(row, options=options)
         except (ValueError, RecursionError) as error:

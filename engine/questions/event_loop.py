@@ -12,8 +12,6 @@ from collections.abc import Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-GRACE_S = 1.0  # for what a step has left behind to end, once it is cancelled
-
 
 class EventLoop:
     def __init__(self) -> None:
@@ -23,8 +21,8 @@ class EventLoop:
 
     def run(self, coroutine: Coroutine) -> Any:
         """What the coroutine returns; what it has begun and not awaited is cancelled."""
-        ours = asyncio.Runner(loop_factory=make_loop), threading.Lock()  # empty until it is used
-        runner, lock = self.runners.setdefault(os.getpid(), ours)
+        new = asyncio.Runner(), threading.Lock()  # nothing yet: its loop is made in its first run
+        runner, lock = self.runners.setdefault(os.getpid(), new)
         with lock:
             return runner.run(alone(coroutine))
 
@@ -36,39 +34,31 @@ class EventLoop:
 
 
 async def alone(coroutine: Coroutine) -> Any:
+    asyncio.get_running_loop().set_default_executor(DaemonThreads())
     try:
         return await coroutine
     finally:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
+        for task in (others := asyncio.all_tasks() - {asyncio.current_task()}):
             task.cancel()
         if others:
-            await asyncio.wait(others, timeout=GRACE_S)
-
-
-def make_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    loop.set_default_executor(DaemonThreads())
-    return loop
+            await asyncio.wait(others, timeout=1.0)  # seconds
 
 
 class DaemonThreads(ThreadPoolExecutor):
     """Runs each call of asyncio.to_thread in a thread of its own, for which no exit waits.
 
-    Nothing ends a call that hangs. In a pool it would hold one of a few threads for good, and
-    Python would wait for it at the end.
+    Nothing ends a call that hangs: it would hold one of a pool's few threads for good.
     """
 
     def submit(self, function, /, *arguments, **named) -> Future:
-        future = Future()
-        given = future, function, arguments, named
+        given = future, *_ = Future(), function, arguments, named
+        future.set_running_or_notify_cancel()
         threading.Thread(target=fulfil, args=given, daemon=True).start()
         return future
 
 
 def fulfil(future: Future, function: Any, arguments: tuple, named: dict) -> None:
-    if future.set_running_or_notify_cancel():
-        try:
-            future.set_result(function(*arguments, **named))
-        except BaseException as error:
-            future.set_exception(error)
+    try:
+        future.set_result(function(*arguments, **named))
+    except BaseException as error:
+        future.set_exception(error)

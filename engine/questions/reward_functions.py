@@ -9,8 +9,10 @@ import copy
 import functools
 import inspect
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,29 +20,33 @@ from pydantic import model_validator
 
 from engine.core.config import ConfigError, Section, TaskSettings
 from engine.core.user_file import RewardError, find_function, line_of, naming_mistakes
-from engine.questions.contract import Task, is_reward
+from engine.questions.contract import Task, is_reward, with_numbers
 from engine.questions.event_loop import EventLoop
 from engine.questions.messages import pose
 
 TIMEOUT = "timeout"  # the part that says which calls took too long
-
-
-def make_task(names: list[str]) -> "RewardTask":
-    """The task of these functions, each given as module:function."""
-    return make_task_of(tuple(find_function(name, "task.reward") for name in names))
+# What a run itself logs below train/ and eval/
+OWN_METRICS = r"loss|reward(_std|_low|_high|_timeouts)?|part_.*|solved.*|advantage_abs|entropy|kl|"
+OWN_METRICS += r"clip_frac|grad_norm|lr|(zero_advantage|truncated)_frac|skipped_steps|loss_scale|"
+OWN_METRICS += r"turns|sampler_mismatch|(completion|greedy)_tokens|pass@.*|best_of_.*|"
+OWN_METRICS = re.compile(OWN_METRICS + r"(majority|greedy|strict|lenient)(_low|_high)?")
 
 
 @functools.cache
-def make_task_of(found: tuple[tuple[str, Callable], ...]) -> "RewardTask":
+def make_task(folder: Path, *names: str) -> "RewardTask":
+    """The task of these functions, each given as module:function; `folder` is the current one."""
     functions = {}
-    for file, function in found:
-        name, where = function.__name__, line_of(file, function=function)
+    for named in names:
+        (file, function), name = find_function(named, "task.reward"), named.partition(":")[2]
+        where = line_of(file, function=function)
         kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
         if inspect.Parameter.VAR_KEYWORD not in kinds:
             form = f"write def {name}(completions, **kwargs): every column comes by name"
             raise ConfigError([f"{where}: {form}"])
         if name in functions:
             raise ConfigError([f"task.reward names {name} twice ({where}): rename one"])
+        if name == TIMEOUT:
+            raise ConfigError([f"{where}: {name} counts the calls that took too long: rename it"])
         functions[name] = file, function
     return RewardTask(functions)
 
@@ -65,9 +71,10 @@ class RewardTask(Task):
             return values
 
     def __init__(self, functions: dict[str, tuple[str, Callable]]) -> None:
-        is_async = [inspect.iscoroutinefunction(function) for _, function in functions.values()]
         (file, _), *_ = functions.values()
-        super().__init__(file, {"REWARD_PARTS": (*functions, *[TIMEOUT] * any(is_async))})
+        called = {name: (f, type(f).__call__) for name, (_, f) in functions.items()}  # or objects
+        self.awaited = [n for n in called if any(map(inspect.iscoroutinefunction, called[n]))]
+        super().__init__(file, {"REWARD_PARTS": (*functions, *[TIMEOUT] * bool(self.awaited))})
         self.functions = functions
         self.loop = EventLoop()  # of the async functions
         self.logged: dict[str, list[float]] = defaultdict(list)  # by log_metric, since last taken
@@ -114,8 +121,8 @@ class RewardTask(Task):
             for of_question in zip(texts, examples, groups, strict=True)
         ]
         parts = [[{} for _ in group] for group in groups]
-        for name, (_, function) in self.functions.items():
-            if inspect.iscoroutinefunction(function):
+        for name in self.functions:
+            if name in self.awaited:
                 paid = self.loop.run(self.call_together(name, columns, examples, options))
             else:
                 paid = [self.call(name, *one) for one in zip(columns, examples, strict=True)]
@@ -141,7 +148,8 @@ class RewardTask(Task):
             prompt, written = posed, [[{"role": "assistant", "content": text}] for text in texts]
         else:
             prompt, written = posed if isinstance(posed, str) else posed[-1]["content"], texts
-        row = {key: example[key] for key in example if key not in ("prompt", "completion")}
+        row = with_numbers(example, self.number_columns)
+        row = {key: row[key] for key in row if key not in ("prompt", "completion")}
         columns = {key: [value] * len(texts) for key, value in row.items()}
         columns |= {"prompts": [prompt] * len(texts), "completions": written, "rewards": {}}
         columns["completion_ids"] = [[*c.token_ids] if c else [0] for c in completions]  # an end
@@ -150,7 +158,7 @@ class RewardTask(Task):
     def call(self, name: str, columns: dict[str, Any], example: dict) -> list[float | None]:
         """What a function pays for each completion of a question."""
         file, function = self.functions[name]
-        with naming_mistakes(file, function, example, form=form_of(columns)):
+        with naming_mistakes(file, function, example, name=name, form=form_of(columns)):
             paid = function(**copy.deepcopy(columns), log_metric=self.log_metric)
         return self.checked(paid, name, columns, example)
 
@@ -162,7 +170,8 @@ class RewardTask(Task):
 
         async def call(columns: dict[str, Any], example: dict) -> list[float | None] | None:
             async with free:
-                with naming_mistakes(file, function, example, form=form_of(columns)):
+                form = form_of(columns)
+                with naming_mistakes(file, function, example, name=name, form=form):
                     given = copy.deepcopy(columns)  # a change would stay for the whole run
                     running = asyncio.ensure_future(function(**given, log_metric=self.log_metric))
                     await asyncio.wait([running], timeout=options.reward_timeout)
@@ -187,6 +196,11 @@ class RewardTask(Task):
     def log_metric(self, name: str, value: float) -> None:
         """What TRL passes under this name: the step's metric is the mean of all values."""
         self.logged[name].append(float(value))
+
+    def check_logged(self) -> None:
+        """ValueError if the trial call has logged a metric of the run's; it does not count."""
+        for name in filter(OWN_METRICS.fullmatch, self.take_logged()):
+            raise ValueError(f"{self.file}: log_metric: {name} is the run's own: rename the metric")
 
     def take_logged(self) -> dict[str, tuple[float, float]]:
         """(sum, count) of what was logged since the last time."""

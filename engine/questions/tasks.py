@@ -1,5 +1,6 @@
 """The module of a task, which a config needs before torch: this imports no heavy library."""
 
+import contextlib
 import copy
 import functools
 import hashlib
@@ -42,7 +43,7 @@ def load_task(name: str) -> Task:
     if ":" in str(name):
         from engine.questions.reward_functions import make_task  # off by default
 
-        return make_task(functions_in(check_form(name)))
+        return make_task(Path.cwd(), *functions_in(check_form(name)))
     if own_file.stem == name and own_file.is_file():
         return task_of(import_file(own_file))
     choices = f"{', '.join(built_in_tasks())}, or the name of a .py file in {Path.cwd()}"
@@ -114,12 +115,13 @@ def reward_parts(
     `groups` are the Completions of these texts (their module imports torch), [[None]] to try it. A
     part that does not apply to a completion is None.
     """
-    if task.reward_groups is not None:
-        return task.reward_groups(texts, examples, options=options, groups=groups)
-    return [
-        [parts_of(task, text, example, options, c) for text, c in zip(of_group, group, strict=True)]
-        for of_group, example, group in zip(texts, examples, groups, strict=True)
-    ]
+    with contextlib.chdir("."):  # a reward may go elsewhere, but all paths are relative to here
+        if task.reward_groups is not None:
+            return task.reward_groups(texts, examples, options=options, groups=groups)
+        return [
+            [parts_of(task, text, example, options, c) for text, c in zip(some, group, strict=True)]
+            for some, example, group in zip(texts, examples, groups, strict=True)
+        ]
 
 
 def parts_of(

@@ -34,6 +34,9 @@ def evaluation_metrics(
     }
     if task.Environment is not None:
         metrics["eval/turns"] = (sum(t.completion.num_turns for t in sampled), len(sampled))
+    if "timeout" in task.REWARD_PARTS:
+        late = [t.reward_parts["timeout"] for t in sampled]
+        metrics["eval/reward_timeouts"] = (sum(late), len(late))
     rates = solve_rates(solved, validation.reported_k)
     rates |= mean_rewards(groups, task.REWARD_PARTS, num_questions, world)
     return rates | reduce_means(metrics, world)

@@ -25,7 +25,14 @@ from engine.core.config import (
 )
 from engine.core.text import Loader, show, to_yaml, unnest
 from engine.model.folders import check_folder
-from engine.questions.tasks import built_in_tasks, check_form, is_file_name, load_task, schema
+from engine.questions.tasks import (
+    built_in_tasks,
+    check_form,
+    functions_in,
+    is_file_name,
+    load_task,
+    schema,
+)
 from engine.run.folder import run_that_made
 
 USAGE = """\
@@ -59,6 +66,9 @@ def load_config(arguments: list[str]) -> Config:
     file = Path(files[0]).expanduser()
     in_file = read_file(file)
     config = combine(in_file, overrides)
+    lost = left_out(nest(in_file.items()), nest(map(parse_override, overrides)))
+    if lost and os.environ.get("RANK", "0") == "0":
+        print(f"left out of {file}: {', '.join(lost)}", flush=True)
     of_user = {} if file.resolve() == ROOT / "config.yaml" else in_file
     given = merge(of_user, nest(map(parse_override, overrides)))
     if config.mode == "train" and "learning_rate" not in section_of(given, "training"):
@@ -217,15 +227,34 @@ def merge(base: Any, new: Any) -> Any:
 
 
 def without_other_task(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """The file's values, without those for its task if the command line names another task."""
+    """The file's values, without those for its task if the command line names another task.
+
+    Other reward functions for the file's own rows leave all but the weights of those that are gone.
+    """
     task, given = section_of(values, "task"), section_of(overrides, "task")
     is_other = not given.keys().isdisjoint({"name", "reward"})
     if not task or not is_other or task_name(values) == task_name(overrides):
         return values
+    if task.get("reward") is not None and given.get("reward") is not None and "train" not in given:
+        before, after = (functions_in(task_name(of)) for of in (values, overrides))
+        weights, names = section_of(task, "reward_weights"), [f.split(":")[1] for f in after]
+        kept = task | {"reward_weights": {part: weights[part] for part in weights if part in names}}
+        if task.get("name") == "+".join(f.split(":")[1] for f in before):  # it names the run itself
+            del kept["name"]
+        return values | {"task": kept}
     own = {"name", "reward", "reward_weights", "system_prompt", "prompt"}
     own |= {"eval"} if {"reward", "train"} <= given.keys() else set()  # its rows have other columns
     shared = Config().task.model_dump().keys() - own
     return values | {"task": {key: task[key] for key in task if key in shared}}
+
+
+def left_out(values: dict[str, Any], overrides: dict[str, Any]) -> list[str]:
+    """The keys of the file's task that `without_other_task` drops, but for those at the default."""
+    sections = (Config().model_dump(), values, without_other_task(values, overrides))
+    usual, before, after = (unnest(section_of(of, "task"), separator=".") for of in sections)
+    usual |= {"name": before.get("name"), "reward_weights.timeout": 0.0}
+    lost = [key for key in before if key not in after and before[key] != usual.get(key)]
+    return [f"task.{key}" for key in lost if key != "reward"]
 
 
 # What a file that was found may set: of a section its keys, or all of them if none is named

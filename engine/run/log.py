@@ -18,7 +18,7 @@ from engine.report.completions import completion_record, completion_rows
 from engine.report.evaluation import single_answer_metrics
 from engine.report.metrics import peak_memory_gb, rollout_metrics, versions
 from engine.run.config_file import dump
-from engine.run.remarks import remark_at_end, remark_on_evaluation, remark_on_step
+from engine.run.remarks import remark, remark_at_end, remark_on_evaluation, remark_on_step
 from engine.run.state import Run, summary
 from engine.update.optimizer import learning_rate_of
 from engine.update.outcome import Update
@@ -33,7 +33,6 @@ def step_metrics(run: Run, groups: Groups, update: Update, clock: Clock) -> dict
     """All that is measured of the step that ends: means over all ranks, times, memory."""
     world = run.world
     metrics = update.metrics | reduce_means(rollout_metrics(groups, run.task.REWARD_PARTS), world)
-    metrics |= logged_by_rewards(run, "train")
     metrics["train/lr"] = learning_rate_of(run.optimizer)
     if run.policy.grad_scaler.is_enabled():
         metrics["train/loss_scale"] = run.policy.grad_scaler.get_scale()  # of the next update
@@ -42,18 +41,24 @@ def step_metrics(run: Run, groups: Groups, update: Update, clock: Clock) -> dict
     num_tokens = metrics["train/completion_tokens"] * num_completions
     metrics["perf/tokens_per_s"] = num_tokens / metrics["time/step_s"]
     metrics["perf/peak_memory_gb"] = peak_memory_gb(world.device)
-    return metrics
+    return metrics | logged_by_rewards(run, "train", metrics)
 
 
-def logged_by_rewards(run: Run, split: str) -> dict[str, float]:
-    """The mean over all ranks of what the functions of task.reward have given to log_metric."""
+def logged_by_rewards(run: Run, split: str, own: dict[str, float]) -> dict[str, float]:
+    """The mean over all ranks of what the functions of task.reward have given to log_metric.
+
+    It never takes the place of one of the run's `own` metrics.
+    """
     if not run.task.functions:
         return {}
     sums: dict[str, np.ndarray] = {}
     for logged in run.world.gather(run.task.take_logged()):
         for name, pair in logged.items():
             sums[name] = sums.get(name, 0.0) + np.array(pair)
-    return {f"{split}/{name}": float(total / count) for name, (total, count) in sums.items()}
+    for name in (name for name in sums if f"{split}/{name}" in own):
+        remark(run, "log_metric", f"log_metric: {name} is the run's own: rename the metric")
+    means = {f"{split}/{name}": float(total / count) for name, (total, count) in sums.items()}
+    return {name: mean for name, mean in means.items() if name not in own}
 
 
 def log_step(
@@ -113,11 +118,11 @@ def describe_step(run: Run, questions: list[dict], groups: Groups, update: Updat
 
 def log_evaluation(run: Run, metrics: dict[str, float], groups: Groups) -> None:
     step, samples = run.state.step, validation_samples(run, groups)
-    metrics |= logged_by_rewards(run, "eval")
+    metrics |= logged_by_rewards(run, "eval", metrics)
     run.logger.print_evaluation(f"evaluation at step {step}", metrics, samples)
     run.logger.log_samples(step, samples)
     run.logger.log_metrics(step, metrics)
-    remark_on_evaluation(run, groups)
+    remark_on_evaluation(run, metrics, run.world.share(run.validation_questions), groups)
 
 
 def validation_samples(run: Run, groups: Groups) -> list[dict]:

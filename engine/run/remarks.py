@@ -23,7 +23,9 @@ def remark(run: Run, kind: str, line: str) -> None:
         file = run.folder / "remarks.jsonl"
         if all(row["kind"] != kind for row in read_lines(file)):
             run.logger.warning(line)
-            append_durably(file, json_line({"step": run.state.step, "kind": kind, "line": line}))
+            row = {"step": run.state.step, "kind": kind, "line": line}
+            if run.folder.is_dir():  # that of tools.imitate is not there yet
+                append_durably(file, json_line(row))
 
 
 def remark_at_start(run: Run) -> None:
@@ -53,7 +55,7 @@ def remark_at_start(run: Run) -> None:
 def remark_on_step(
     run: Run, metrics: dict[str, float], questions: list[dict], groups: Groups
 ) -> None:
-    """On groups of equal rewards in all steps, cut-off answers, and calls that took too long."""
+    """On groups of equal rewards in all steps, and on the step's completions."""
     run.num_alike += len(groups) * run.world.size
     if metrics["train/zero_advantage_frac"] < 1 or run.config.training.learning_type != "grpo":
         run.num_alike = -1_000_000_000  # something can be learned
@@ -63,25 +65,36 @@ def remark_on_step(
         end = f"nothing can be learned from that; a completion ends with {trajectory.text[-60:]!r}"
         fix = "look at task.reward, task.prompt and training.max_new_gen_tokens"
         remark(run, "alike", f"{earned}: {end}: {fix}")
+    remark_on_completions(run, metrics, "train", questions, groups)
+
+
+def remark_on_completions(
+    run: Run, metrics: dict[str, float], split: str, questions: list[dict], groups: Groups
+) -> None:
+    """On completions that were cut off, and on rewards that came too late or for nothing."""
     is_chat = run.policy.tokenizer.chat_template is not None
-    if is_chat and metrics["train/truncated_frac"] > 0.5:
+    if is_chat and questions and metrics[f"{split}/truncated_frac"] > 0.5:
         asked = pose(questions[0], task=run.task, options=run.config.task)
         if isinstance(asked, str):
             cut = "most completions were cut off, and this chat model was given plain text"
             fix = "task.prompt='{prompt}' makes a user's message of it"
             remark(run, "plain text", f"{cut}: {fix}")
-    if metrics.get("train/reward_timeouts", 0) > 0.1:
+    if (share := metrics.get(f"{split}/reward_timeouts", 0)) > 0.1:
         fix = "raise task.reward_timeout, or lower task.concurrency"
-        late = f"{metrics['train/reward_timeouts']:.0%} of a step's rewards took too long"
+        late = f"{share:.0%} of the rewards took too long"
         remark(run, "timeouts", f"{late} and did not count: {fix}")
     for question, group in zip(questions, groups, strict=True):
-        if any(all(part is None for part in t.reward_parts.values()) for t in group):
+        parts = [t.reward_parts.items() for t in group]  # timeout 0 says that nothing was late
+        if any(all(x is None for name, x in of if (name, x) != ("timeout", 0)) for of in parts):
             unpaid = f"no function of task.reward applied to the question {question!r:.200}"
             remark(run, "unpaid", f"{unpaid}: its reward is 0")
 
 
-def remark_on_evaluation(run: Run, groups: Groups) -> None:
-    """On an answer that is partly right at times, and never right."""
+def remark_on_evaluation(
+    run: Run, metrics: dict[str, float], questions: list[dict], groups: Groups
+) -> None:
+    """On an answer that is partly right at times, and never right; and on the completions."""
+    remark_on_completions(run, metrics, "eval", questions, groups)
     if "answer" in run.task.REWARD_PARTS:
         paid = [t.reward_parts["answer"] or 0.0 for group in groups for t in group]
         num_partly, num_right = sum(0 < part < 1 for part in paid), sum(part >= 1 for part in paid)

@@ -4,6 +4,7 @@ Everything else stays the run's: token weights, denominators, ranks. A loss of t
 all rows of the batch, of advantage 0 too, since a term of it may move them.
 """
 
+import contextlib
 import math
 from types import SimpleNamespace
 
@@ -57,13 +58,14 @@ def own_loss(name: str, batch: MicroBatch, log_probs: Tensor, advantages: Tensor
 def call(key: str, name: str, *tensors: Tensor, like: Tensor, **kwargs) -> Tensor:
     """What the function gives; RewardError, with its file and line, if that is of another shape."""
     file, function = find_function(name, key)
-    with naming_mistakes(file, function):
+    written = name.partition(":")[2]
+    with contextlib.chdir("."), naming_mistakes(file, function, name=written):
         result = function(*tensors, **kwargs)
     shape, dtype = getattr(result, "shape", None), getattr(result, "dtype", None)
     if shape != like.shape or not isinstance(result, Tensor) or not dtype.is_floating_point:
         given = result if shape is None else f"{tuple(shape)} of {dtype}"
         wanted = f"must return a tensor of floats, {tuple(like.shape)}, not {given!s:.80}"
-        raise RewardError(f"{line_of(file, function=function)}: {function.__name__} {wanted}")
+        raise RewardError(f"{line_of(file, function=function)}: {written} {wanted}")
     return result
 
 

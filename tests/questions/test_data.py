@@ -109,6 +109,13 @@ def test_each_task_asks_the_hub_for_its_part(monkeypatch):
         assert (found == rows) == (not held_out or name == "gsm8k")
 
 
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    source = write_file(tmp_path / "rows.parquet", ROWS["gsm8k"])
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", source / "cache")
+    with pytest.raises(ValueError, match="set HF_HOME to a folder that can be written"):
+        load("gsm8k", source)
+
+
 # A run's questions
 
 

@@ -16,12 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import ENVIRONMENT, ROOT, arguments, load_run, make_config, read_rows
+import torch
+from harness import ENVIRONMENT, ROOT, arguments, load_run, make_config, make_row, read_rows
 
 import main
 from engine.core.config import ConfigError, TaskSettings
 from engine.core.types import Completion, Trajectory
-from engine.core.user_file import import_file
+from engine.core.user_file import RewardError, import_file
 from engine.questions.data import load_examples, load_questions
 from engine.questions.event_loop import EventLoop
 from engine.questions.messages import pose
@@ -29,6 +30,7 @@ from engine.questions.tasks import functions_in, load_task, read_answer, reward_
 from engine.run.checkpoint import load_state
 from engine.run.config_file import check_files, dump, harmless, load_config
 from engine.run.folder import run_name
+from engine.update.user_algorithm import own_advantages
 from tools import attack, chat, page
 
 REWARDS = """
@@ -95,6 +97,25 @@ def test_a_run_has_the_functions_name_and_each_weighs_1(folder):
     assert config.task.reward_weights == weights | {"short": 0.5} and config.task.name == "x"
     other = load_config(["--config", "saved.yaml", "task.name=gsm8k"]).task
     assert (other.name, other.reward, other.reward_weights["format"]) == ("gsm8k", None, 0.1)
+
+
+def test_one_more_reward_leaves_the_files_words_and_what_is_left_out_is_named(folder, capsys):
+    """Bug: prompt, system prompt and weights of the file were dropped without a word."""
+    words = "prompt: '{prompt}!', system_prompt: S, reward_weights: {answer: 0.5, short: 2.0}"
+    (folder / "own.yaml").write_text(
+        f"task: {{reward: 'my_rewards:[answer, short]', train: rows.jsonl, {words}}}"
+    )
+    mine, train = "task.reward=[my_rewards:answer, other:long]", "task.train=rows.jsonl"
+    for given, prompt, weight, lost in (
+        ([mine], "{prompt}!", 0.5, "task.reward_weights.short"),
+        ([mine, train], None, 1.0, "task.prompt, task.system_prompt, task.reward_weights.answer, "),
+        (["task.name=gsm8k"], None, 1.0, "task.prompt, task.system_prompt, "),
+        ([], "{prompt}!", 0.5, ""),
+    ):
+        task = load_config(["--config", "own.yaml", *given]).task
+        assert (task.prompt, task.reward_weights["answer"]) == (prompt, weight)
+        said = capsys.readouterr().out
+        assert said.startswith(f"left out of own.yaml: {lost}") if lost else said == ""
 
 
 def test_solved_is_the_answer_else_the_first_function():
@@ -290,8 +311,106 @@ def test_one_file_serves_both_and_so_many_rows_are_held_out_by_their_hash(folder
     assert len(split_of(one, "validation", 512, [])) == 20  # half is left to train on
     (folder / "other.csv").write_text("prompt,answer\n1 + 1 =,2\n9?,9\n")
     two = [*one, "task.eval=other.csv"]
-    assert split_of(two, "validation", 512, [])[1] == {"prompt": "9?", "answer": 9}
+    assert split_of(two, "validation", 512, [])[1] == {"prompt": "9?", "answer": "9"}
     assert len(split_of(two, "train", None, ROWS[1:2])) == 39
+
+
+TYPED = """
+def typed(prompts, price, code, n, level, **kwargs):
+    print(prompts[0], price, code, n, level, kwargs["max_completion_length"])
+    return [1.0] * len(prompts)
+"""
+
+
+def test_what_a_csvs_row_is_does_not_depend_on_its_file(folder, tokenizer, capsys):
+    """Bug: numbers were made per file, so an "n/a" let questions that were held out be trained on.
+
+    And 9.50 was asked as 9.5.
+    """
+    (folder / "typed.py").write_text(TYPED)
+    head = "q,price,code,n,level,\n"
+    (folder / "train.csv").write_text(f"{head}1,9.50,007,1,2,a\n2,8,1e7,,3,b\n")
+    (folder / "eval.csv").write_text(f"{head}1,9.5,007,1,2,a\n2,,1e7,n/a,3,b\n")
+    given = ["task.reward=typed:typed", "task.train=train.csv", "task.eval=eval.csv"]
+    config, lines = make_config(*given, "task.prompt='{q} at {price}?'"), []
+    task = load_task(config.task.code)
+    how = {"tokenizer": tokenizer, "context": None, "log": lines.append}
+    validation, stream = load_questions(task, config, **how)
+    assert "the column n stays text: 1 of its cells are no numbers" in lines
+    row = {"q": "2", "price": "8", "code": "1e7", "n": "", "level": "3", "Unnamed: 5": "b"}
+    assert stream.questions == [row]  # the other is held out
+    capsys.readouterr()
+    for question in (*validation, row := stream.questions[0]):
+        reward_parts(task, [["x"]], [question], config.task, [[None]])
+    assert capsys.readouterr().out.splitlines() == [
+        "1 at 9.5? [9.5] ['007'] ['1'] [2] 320",
+        "2 at ? [None] ['1e7'] ['n/a'] [3] 320",
+        "2 at 8? [8.0] ['1e7'] [''] [3] 320",
+    ]
+    numbers = {"q": 2, "price": 8, "code": "1e7", "n": "", "level": 3, "Unnamed: 5": "b"}
+    assert task.question_key(numbers) == task.question_key(row) != task.question_key(dict(row))
+    load_questions(task, make_config(*given, "mode=evaluate", "task.prompt={q}"), **how)
+    assert task.number_columns == {"q": int, "price": float, "level": int}  # as in training
+
+
+def test_a_reward_for_length_gets_the_limit_of_an_evaluation_there(folder, rotary_model_folder):
+    """And tools.chat and tools.attack, which have no questions of a run, give it one too."""
+    given = ["task.reward=other:long", "task.train=rows.jsonl", "validation.max_new_gen_tokens=4"]
+    run = load_run(load_config(arguments(folder, rotary_model_folder, *given)))
+    groups = main.sample_validation(run)
+    lengths = [len(t.completion.token_ids) for group in groups for t in group]
+    assert [t.reward for group in groups for t in group] == [n / 4 for n in lengths]
+    assert max(lengths) == 4
+    assert attack.load("lengths:soft_overlong", {"prompt": "2?"}, [])[0]("x") == 0.0
+
+
+def test_a_prompt_that_shows_the_right_answer_is_warned_of(tokenizer):
+    for prompt in ("{prompt} \\boxed{answer}", "{prompt} \\boxed{...}"):
+        given = ["task.reward=my_rewards:answer", "task.train=rows.jsonl", "mode=evaluate"]
+        config, lines = make_config(*given, f"task.prompt={json.dumps(prompt)}"), []
+        task = load_task(config.task.code)
+        load_questions(task, config, tokenizer=tokenizer, context=None, log=lines.append)
+        warned = [line for line in lines if "the model is shown column answer" in line]
+        assert len(warned) == ("{answer}" in prompt)
+
+
+WRITTEN = """
+import functools, os
+os.chdir("/")
+
+def scaled(completions, scale=1.0, **kwargs):
+    os.chdir("/")
+    return [scale] * len(completions)
+
+class Judge:
+    __hash__ = None
+    def __call__(self, completions, **kwargs):
+        raise KeyError("judge")
+
+def timed(function):
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+    return wrapper
+
+half, judge, one, two = functools.partial(scaled, scale=0.5), Judge(), timed(scaled), timed(scaled)
+
+def timeout(completions, **kwargs): ...
+"""
+
+
+def test_functions_are_named_as_they_are_written_and_leave_the_run_where_it_is(folder):
+    """Bug: partial and objects have no __name__, two of one decorator the same; chdir moved all."""
+    (folder / "written.py").write_text(WRITTEN)
+    (row, _), _ = paid("written:[half, one, two]")
+    assert row == {"half": 0.5, "one": 1.0, "two": 1.0} and Path.cwd() == folder
+    with pytest.raises(RewardError, match=r"written\.py, line 12: judge raised KeyError"):
+        paid("written:judge")
+    with pytest.raises(RewardError, match=r"written\.py, line 15: two must return a tensor"):
+        own_advantages("written:two", torch.zeros(1, 1), [[make_row(0.0)]])
+    with pytest.raises(ConfigError, match="timeout counts the calls that took too long: rename"):
+        paid("written:timeout")
+    with pytest.raises(RewardError, match=r"cosine raised .* named first: the first says"):
+        paid("[lengths:cosine, written:one]")
 
 
 # Whose code runs
@@ -345,7 +464,7 @@ def test_a_module_needs_a_prompt_and_a_reward_alone(folder):
     assert reward_parts(task, [["y"]], [rows[0]], options, [[None]])[0][0]["answer"] == 0.5
     assert read_answer(task, " x\n", rows[0], options) == "12"
     with pytest.raises(SystemExit, match="give it an EXAMPLE_ROW"):
-        attack.load("mine")
+        attack.load("mine", None, [])
 
 
 # Whole runs

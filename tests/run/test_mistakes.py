@@ -191,6 +191,12 @@ IN_THE_QUESTIONS = [  # task, file, content, and what is said after the file's n
     ("countdown", "a.jsonl", "", ": no question left for validation; give a file with more rows"),
     # Bug: one cell that did not fit changed the type of its column, and row 1 was blamed.
     ("countdown", "a.csv", "nums,target\n3 4,5\n3 4,\n", ", row 2: target is ''"),
+    (
+        "countdown",
+        "a.csv",
+        'nums,target\n3 4,5\n"3,5\n4,5\n',
+        ": cannot be loaded (line 3: unexp",
+    ),
     ("countdown", "a.csv", "nums,target\n3 4,5\n3,5,6\n", ": cannot be loaded (line 3: more cel"),
     ("gsm8k", "a.jsonl", f'{WITH_A}x"}}', ", row 1: answer is '#### x'"),
 ]
@@ -246,6 +252,7 @@ IN_A_TASK = {  # code at the end of the task, and what is said after the file's 
     "class Environment:\n    async def respond(self, _): ...": ": Environment.respond must not be",
     # Bug: only the validation questions were looked at; the others ended in a traceback.
     f"{TRAINS_ON}[]": NO_LIST,
+    f"{TRAINS_ON}[{{1: 2}}]": ": a question has the key 1: keys must be text",
     "def parse_row(row, *, options): return row['x']": "a.csv, row 1: HERE/own.py, line 17",
     f"{PAYS}{{'length': 1.0}}": f", line 17{NO_REWARD}, not {{'length': 1.0}}: answer is miss",
     f"{PAYS}{{'answer': 10**400, 'length': 1}}": f", line 17{NO_REWARD} ... question {{'",
@@ -287,6 +294,10 @@ IN_A_REWARD = {  # name: code of f's file, and what is said after the file's nam
         f"{F}\n return [len(c[0]['content']) for c in completions]",
         ", line 2: f raised IndexError: string index out of range (each completion is a text,"
         f" since no row has messages in a column prompt){QUESTION}",
+    ),
+    "a metric of the run's": (
+        f"{F} columns['log_metric']('reward', 2.0); return [1.0]",
+        ": log_metric: reward is the run's own: rename the metric",
     ),
     "nan": (f"{F} return [float('nan')]", f"{NUMBERS}[nan]{QUESTION}"),
 }

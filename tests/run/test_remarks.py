@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from harness import load_run, make_config, read_jsonl, run_on_ranks
+from harness import load_run, make_config, read_jsonl, read_rows, run_on_ranks
 
 import main
 from engine.core.config import Config
@@ -12,8 +12,15 @@ from engine.run.fingerprint import check_same_everywhere
 from engine.run.resume import check_newest
 
 REWARDS = """
+import asyncio
 def nothing(completions, **kwargs): return [0.0 for _ in completions]
 def never(completions, **kwargs): return [None for _ in completions]
+async def later(completions, **kwargs): return [None for _ in completions]
+async def late(completions, **kwargs): await asyncio.sleep(9)
+def logs(completions, log_metric, **kwargs):
+    if any(completions):  # not when it is tried
+        log_metric("reward", 1e9)
+    return [0.5 for _ in completions]
 def answer(completions, **kwargs): return [0.5 * (len(text) % 2) for text in completions]
 """
 OWN = "task.train=rows.jsonl validation.num_examples=2 training.num_steps=4"
@@ -21,6 +28,9 @@ OWN = "task.train=rows.jsonl validation.num_examples=2 training.num_steps=4"
 CASES = {
     "no reward": (f"{OWN} task.reward=mine:nothing", {"alike", "untrained", "evaluations"}, 1),
     "none applies": (f"{OWN} task.reward=mine:never", {"alike", "unpaid", "untrained"}, 1),
+    "async, none applies": (f"{OWN} task.reward=mine:later", {"unpaid"}, 1),
+    "async, late": (f"{OWN} task.reward=mine:late task.reward_timeout=0.01", {"timeouts"}, 1),
+    "a name that is taken": (f"{OWN} task.reward=mine:logs", {"log_metric"}, 1),
     "never whole": (f"{OWN} task.reward=mine:answer", {"partly"}, 0),
     "a rate too low": ("training.num_steps=1 training.learning_rate=1e-12", {"rate"}, None),
 }
@@ -41,6 +51,11 @@ def test_a_run_says_once_what_keeps_it_from_learning(name, tmp_path, monkeypatch
     remarks = read_jsonl(run.folder / "remarks.jsonl")
     found = [row["kind"] for row in remarks]
     assert kinds <= {*found} and len(found) == len({*found})
+    rows = read_rows(run.folder)
+    assert all(row.get("train/reward", 0) <= 1 and row.get("eval/reward", 0) <= 1 for row in rows)
+    if "late" in name:
+        assert rows[0]["eval/reward_timeouts"] == rows[1]["train/reward_timeouts"] == 1
+        assert "100% of the rewards took too long" in remarks[0]["line"] and remarks[0]["step"] == 0
     output = capsys.readouterr().out
     assert all(output.count(f"warning: {row['line']}") == 1 for row in remarks)
 

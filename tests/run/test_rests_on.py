@@ -14,6 +14,7 @@ from harness import NUMBERS, alone, make_config, run_on_ranks
 from engine.core.config import Config, ConfigError
 from engine.core.distributed import World
 from engine.core.hub import reach_hub
+from engine.questions.contract import Task
 from engine.questions.data import QuestionStream, load_table
 from engine.run.fingerprint import BLOCK, NUM_BLOCKS, commit_of, of_model, of_questions
 from engine.run.folder import run_folder
@@ -162,7 +163,7 @@ def problem_on(world: World) -> list[str]:
     for trained, validation in ((rows, own[:9]), (own, rows[:9]), (rows, rows[:9])):
         how = {"seed": 0, "shuffle": True, "prompt_tokens": len, "max_prompt_tokens": 9}
         stream = QuestionStream(trained, **how, log=print)
-        run = Run(make_config(), world, Logger(rank=1), None, None, validation, stream)
+        run = Run(make_config(), world, Logger(rank=1), Task("", {}), None, validation, stream)
         try:
             run.check_questions()
             found.append("")
