@@ -117,7 +117,7 @@ ON_THE_COMMAND_LINE = {
     "sets num_steps",
     f"{PLURALS} training.num_epochs=0.1": "training.num_epochs = 0.1: ... step of 16; raise it",
     # a folder that cannot be there; bug: its error was a traceback
-    "run.dir=/dev/null": "/dev/null/countdown-tiny-grpo-s0 cannot be written",
+    f"run.dir={ROOT}/LICENSE": f"{ROOT}/LICENSE/countdown-tiny-grpo-s0 cannot be written",
     # tasks and rewards that are not there
     "task.name=chess": f"task.name = chess: {TASKS}",
     "task.prompt=Make_{goal}.": "task.prompt: ... write one of {nums}, {target} into it",
