@@ -63,7 +63,7 @@ def test_every_file_and_recipe_that_the_pages_name_is_there():
 
 
 def test_every_link_leads_to_a_file_and_its_heading():
-    folders = ("", "docs", "results", "configs", "benchmarks")
+    folders = ("", "docs", "docs/exercises", "results", "configs", "benchmarks")
     pages = [page for folder in folders for page in (ROOT / folder).glob("*.md")]
     links = [(p, link) for p in pages for link in re.findall(r"\]\(([^)\s]+)\)", p.read_text())]
     assert len(links) > 50

@@ -1,0 +1,50 @@
+"""The exercises: thirteen places differ in each copy, the bug is found where it is, a copy runs."""
+
+import subprocess
+import sys
+from difflib import SequenceMatcher
+from pathlib import Path
+
+import pytest
+from harness import ROOT, USERS_ENVIRONMENT
+
+from tools import exercise
+
+SMALL = ["training.num_steps=1", "training.num_samples_per_step=2", "training.k_best_of_n=[2,2]"]
+SMALL += ["training.max_new_gen_tokens=8", "validation.num_examples=2", "validation.best_of_n=2"]
+
+
+def changed_lines(file: str, copy: Path) -> list[range]:
+    """The lines of the copy, from 1 on, in each place where it differs from ours."""
+    ours, theirs = ((root / file).read_text().splitlines() for root in (ROOT, copy))
+    places = SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes()
+    return [range(j1 + 1, j2 + 2) for tag, _, _, j1, j2 in places if tag != "equal"]
+
+
+@pytest.mark.parametrize("number", range(1, 11))
+def test_a_copy_differs_in_thirteen_places_and_the_bug_is_found_in_one_of_them(
+    number, tmp_path, call
+):
+    """Also that each expression of the bugs and rewrites matches once, and that Python reads it."""
+    assert call(exercise, number, tmp_path / "copy")[0] == 0
+    texts, file, line = exercise.changed(number)
+    places = {name: changed_lines(name, tmp_path / "copy") for name in texts}
+    assert sum(map(len, places.values())) == 13
+    assert [line in lines for lines in places[file]].count(True) == 1
+    for name, text in texts.items():
+        compile(text, name, "exec")
+    near = [call(exercise, number, f"--check=./{file}:{line + off}")[0] for off in (-3, -2, 2, 3)]
+    assert [status == 0 for status in near] == [False, True, True, False]
+    assert call(exercise, number, f"--check=logger.py:{line}")[0] != 0
+
+
+def test_a_copy_runs_without_git_and_a_mistake_is_one_line(tmp_path, call):
+    folder = tmp_path / "copy"
+    assert call(exercise, 5, folder)[0] == 0  # a bug that a single rank does not see
+    command = [sys.executable, "main.py", *SMALL]
+    how = {"cwd": folder, "env": USERS_ENVIRONMENT, "capture_output": True, "text": True}
+    result = subprocess.run(command, timeout=120, **how)
+    assert result.returncode == 0 or "no step has trained" in result.stdout, result.stderr
+    for arguments in ([5, folder], [11, tmp_path / "new"], [5, "--check=main.py"]):
+        status, printed, error = call(exercise, *arguments)
+        assert (status, printed, error.count("\n")) == (2, "", 1) and error.startswith("error: ")
