@@ -21,6 +21,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -191,6 +192,18 @@ def save_writer(
                 head[follower, i] = 5.0  # times the norm's sqrt(32): a logit of 28, others have 0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_adapter(folder: Path, base: Path, number: int = 0, **shape) -> Path:
+    """An adapter that does something, as another trainer saves it."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    shape = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | shape
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**shape))
+    generator = torch.Generator().manual_seed(seed(number))
+    for parameter in (p for p in adapted.parameters() if p.requires_grad):
+        parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+    adapted.save_pretrained(folder)
     return folder
 
 

@@ -21,12 +21,11 @@ from transformers.utils import logging as transformers_logging
 from engine.core.config import Config, LoraSettings, ModelSettings
 from engine.core.types import no_log
 from engine.model.adapters import quantization_config
-from engine.model.load import base_of, find_base
-from engine.model.merge import merged
-from engine.model.tokenizer import load_tokenizer
+from engine.model.load import base_of, load_base_tokenizer
 from engine.run.card import merged_card
 from engine.run.checkpoint import load_state, newest_whole, save_model
 from engine.run.fingerprint import MODEL_FILES, of_model
+from engine.run.merge import merged
 from engine.run.mistakes import mistakes_cost_one_line
 
 
@@ -60,15 +59,14 @@ def export(asked: argparse.Namespace, run: Path) -> None:
         raise ValueError("--push needs user/name and a token: `hf auth login` or set HF_TOKEN")
     trusted = asked.trust_remote_code  # no file that was found can ask for it
     config = Config(model=ModelSettings(name=str(model), trust_remote_code=trusted))
-    tokenizer = load_tokenizer(config, no_log)  # the run has said what it says of it
+    _, tokenizer = load_base_tokenizer(config, no_log)  # the run has said what it says of it
     file = model / "README.md"
     card = file.read_text(encoding="utf-8") if file.is_file() else ""
     if is_adapter and (asked.merge or asked.in_4bit):
         what = "adapter" if model == run else "best model"
         if model != run:
             check_base(run)
-        base = find_base(config.model)
-        plain = merged(config.model, base, dtype=torch.bfloat16)
+        plain, tokenizer = merged(config, dtype=torch.bfloat16)
         model, card = run / "merged", merged_card(card)
         save_model(plain, tokenizer, card, model)
         print(f"the {what}, merged: {model}")
@@ -98,7 +96,8 @@ def check_base(run: Path) -> None:
     if checkpoint is None:
         raise ValueError(f"{run}: no whole checkpoint says what the adapter was trained on")
     base = ModelSettings(name=name, revision=revision, lora=LoraSettings())
-    if of_model(Config(model=base)) != load_state(checkpoint)["config"][MODEL_FILES]:
+    saved = load_state(checkpoint)["config"]  # of a run in 4 bits from an adapter: its base's hash
+    if of_model(Config(model=base)) != saved.get(f"{MODEL_FILES}'s base", saved[MODEL_FILES]):
         raise ValueError(f"{name} is no longer the model that the adapter was trained on")
 
 

@@ -8,7 +8,7 @@ import os
 import re
 import textwrap
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
@@ -127,6 +127,12 @@ class ModelSettings(Section):
     bitsandbytes). They take a quarter of the memory of bfloat16 and are a little less exact."""
     trust_remote_code: bool = False
     """Run the Python code that comes with the model. Do this only if you trust its authors."""
+    _merged: Self | None = None  # in a run from an adapter: the settings of its sum with its base
+
+    @property
+    def source(self) -> Self:
+        """The settings of what is loaded."""
+        return self._merged or self
 
 
 class TaskSettings(Section):

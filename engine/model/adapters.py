@@ -1,6 +1,7 @@
 """LoRA: train a small adapter on a model whose own weights stay as they are, maybe in 4 bits."""
 
 import os
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -80,12 +81,39 @@ def add_adapter(model: nn.Module, described: Any, *, seed: int) -> None:
 
 
 def load_adapter(model: nn.Module, settings: ModelSettings, *, is_trainable: bool) -> None:
-    """Put a saved adapter into its base model; ValueError if it does not fit."""
-    revision = {"revision": settings.revision}
-    loading = model.load_adapter(settings.name, adapter_kwargs=revision, is_trainable=is_trainable)
-    if wrong := sorted(loading.missing_keys | loading.unexpected_keys):
-        raise ValueError(f"the adapter does not fit its base model, as at {wrong[0]}")
+    """Put a saved adapter into its base model, which then saves and disables it as its own."""
+    load_by_peft(model, settings, is_trainable=is_trainable)
+    model._hf_peft_config_loaded = True  # as transformers' load_adapter sets it
     cast_adapter_to_fp32(model)
+
+
+def load_by_peft(model: nn.Module, settings: ModelSettings, *, is_trainable: bool = False) -> Any:
+    """The PeftModel of a base model and a saved adapter; ValueError if that does not fit.
+
+    transformers' own load_adapter does not know the weights of DoRA or of single tokens.
+    """
+    peft = import_package("peft", key="it is an adapter")
+    described = peft.PeftConfig.from_pretrained(settings.name, revision=settings.revision)
+    described.inference_mode = not is_trainable
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        peft_model = peft.PeftModel(model, described)  # reads what transformers has renamed
+    try:
+        how = {"revision": settings.revision, "torch_device": str(model.device)}
+        loading = peft_model.load_adapter(settings.name, "default", is_trainable, **how)
+    except (KeyError, RuntimeError) as error:  # of a layer that is saved whole: absent, or larger
+        raise ValueError(f"the adapter does not fit its base model: {error}") from error
+    check_fit(loading)
+    return peft_model
+
+
+def check_fit(loading: Any) -> None:
+    """Raise ValueError for the first weight without a layer, or layer of the adapter without one.
+
+    peft loads what matches and is silent about the rest: a prefix that differs adds nothing.
+    """
+    missing = [key for key in loading.missing_keys if ".default" in key]  # others are the base's
+    if wrong := sorted({*missing, *loading.unexpected_keys}):
+        raise ValueError(f"the adapter does not fit its base model, as at {wrong[0]}")
 
 
 def cast_adapter_to_fp32(model: nn.Module) -> None:
@@ -103,5 +131,4 @@ def load_adapter_weights(model: nn.Module, folder: Path) -> None:
     peft = import_package("peft", key="model.lora")
     saved = load_file(folder / "adapter_model.safetensors")
     weights = {key.removeprefix("base_model.model."): value for key, value in saved.items()}
-    unexpected = peft.set_peft_model_state_dict(model, weights).unexpected_keys
-    assert not unexpected, f"{folder} holds weights of another model: {unexpected}"
+    check_fit(peft.set_peft_model_state_dict(model, weights))

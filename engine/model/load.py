@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.configuration_utils import PretrainedConfig
 from transformers.generation import GenerationConfig
-from transformers.utils import find_adapter_config_file
+from transformers.utils import cached_file, find_adapter_config_file
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import BitsAndBytesConfig
 
@@ -41,18 +41,18 @@ def load_model_and_tokenizer(
     """The model on the device, with any adapter; its tokenizer; the dtype that it computes in."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    settings, is_training = config.model, config.mode == "train"
+    settings, is_training = config.model.source, config.mode == "train"
     compute_dtype = compute_dtype or choose_compute_dtype(settings, device)
     if is_training and settings.teacher is not None:
         check_teacher(config, log)  # its tokens, before any weights are loaded
     adapter = in_4bit = None
     if settings.load_in_4bit:
         in_4bit = adapters().quantization_config(device, compute_dtype)
-    with one_line_errors(settings.name):
+    with one_line_errors(config.model.name):
         base, tokenizer = load_base_tokenizer(config, log)
     if is_training and settings.lora is not None and base is None:
         adapter = adapters().adapter_config(settings)
-    with one_line_errors(settings.name):
+    with one_line_errors(config.model.name):
         base_settings = base or settings
         model_config = load_model_config(base_settings)
         is_quantized = bool(model_config.to_dict().get("quantization_config"))
@@ -67,11 +67,11 @@ def load_model_and_tokenizer(
             model_config, base_settings, dtype=dtype, quantization=in_4bit, device=device, log=log
         )
         eos_ids = find_eos_ids(model, tokenizer, stop=config.sampling.stop)
+        check_vocabulary(model, tokenizer, log)
         # transformers fills the open fields of a generation config from the model's own: empty it
         model.generation_config = GenerationConfig(
             eos_token_id=list(eos_ids), pad_token_id=tokenizer.pad_token_id
         )
-        check_vocabulary(model, tokenizer)
         check_causal(model)
         if base is not None:
             adapters().load_adapter(model, settings, is_trainable=is_training)
@@ -104,12 +104,19 @@ def choose_compute_dtype(settings: ModelSettings, device: torch.device) -> torch
 def load_base_tokenizer(
     config: Config, log: Log
 ) -> tuple[ModelSettings | None, PreTrainedTokenizerFast]:
-    """The settings of the base if the model is an adapter, else None; and its tokenizer."""
-    check_folder(config.model.name)
-    reach_hub(config.model.name, config.model.revision)
-    base = find_base(config.model)
-    settings = base or config.model
+    """The settings of the base if the model is an adapter, else None; and its tokenizer.
+
+    An adapter may have one of its own, with the chat template that it was trained with.
+    """
+    settings = config.model.source
+    check_folder(settings.name)
     reach_hub(settings.name, settings.revision)
+    base, file = find_base(settings), "tokenizer_config.json"
+    if base is not None:
+        reach_hub(base.name, base.revision)
+        quiet = {"revision": settings.revision, "_raise_exceptions_for_missing_entries": False}
+        if cached_file(settings.name, file, **quiet) is None:
+            settings = base
     return base, load_tokenizer(config.model_copy(update={"model": settings}), log)
 
 
@@ -157,7 +164,7 @@ def of_teacher(config: Config) -> Config:
     """The config that loads the teacher: as a model that is evaluated, whole and frozen."""
     changes = {"name": config.model.teacher, "revision": None, "lora": None, "shard": False}
     changes |= {"load_in_4bit": False, "gradient_checkpointing": False}
-    model = config.model.model_copy(update=changes)
+    model = config.model.source.model_copy(update=changes)
     return config.model_copy(update={"mode": "evaluate", "model": model})
 
 

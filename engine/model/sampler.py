@@ -71,7 +71,7 @@ def make_sampler(
     if config.sampling.backend == "vllm":
         from engine.sampling.vllm import VllmEngine
 
-        base = find_base(config.model) or config.model
+        base = find_base(config.model.source) or config.model.source
         engine = VllmEngine(base, model, world, compute_dtype, config.sampling.vllm_memory_gb)
         check_vllm(model, engine, tokenizer.encode("12 plus 30 is 42, and Rome is in Italy."))
         return engine

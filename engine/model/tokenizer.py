@@ -53,16 +53,21 @@ def load_tokenizer(config: Config, log: Log) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
+def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerFast, log: Log) -> None:
     """Raise ValueError if the tokenizer can give an id that the model has no embedding for.
 
-    A special token that no prompt contains, such as Gemma 3's for images, may have none.
+    A special token that no prompt contains, such as Gemma 3's for images, may have none. Nor need a
+    pad token, which many trainers of adapters add: an end token, masked as well, takes its place.
     """
-    chat = [{"role": "user", "content": TOKENIZER_PROBE}]
-    used = set(tokenizer.encode(render_prompt(chat, tokenizer), add_special_tokens=True))
-    unused = special_ids(tokenizer) - used - {tokenizer.pad_token_id}
-    largest = max(set(tokenizer.get_vocab().values()) - unused)
     num_embeddings = len(model.get_input_embeddings().weight)
+    if tokenizer.pad_token_id >= num_embeddings and tokenizer.eos_token is not None:
+        log("the tokenizer's pad token has no embedding: its eos token is used")
+        tokenizer.pad_token = tokenizer.eos_token
+    chat = [{"role": "user", "content": TOKENIZER_PROBE}]
+    used = {*tokenizer.encode(render_prompt(chat, tokenizer), add_special_tokens=True)}
+    used |= {tokenizer.pad_token_id, tokenizer.eos_token_id, end_of_turn(tokenizer)}
+    unused = special_ids(tokenizer) - used
+    largest = max(set(tokenizer.get_vocab().values()) - unused)
     if largest >= num_embeddings:
         problem = f"gives ids up to {largest}, but it has {num_embeddings} embeddings"
         raise ValueError(f"its tokenizer {problem}; give a tokenizer that belongs to it")

@@ -3,8 +3,10 @@
 A checkpoint keeps them, so that no run goes on with others that have the same name.
 """
 
+import contextlib
 import hashlib
 import json
+import os
 import socket
 import sys
 from pathlib import Path
@@ -20,7 +22,7 @@ from engine.core.distributed import World
 from engine.core.hub import reach_hub
 from engine.core.text import show
 from engine.core.user_file import find_function
-from engine.model.load import one_line_errors
+from engine.model.load import find_base, of_teacher, one_line_errors
 from engine.questions.contract import Task
 from engine.run.folder import run_name
 
@@ -42,16 +44,31 @@ def of_questions(*splits: list[dict]) -> str:
     return digest.hexdigest()[:16]
 
 
-def of_model(config: Config) -> str:
+def of_files(
+    config: Config, key: str = "model.name", *, with_weights: bool = False
+) -> dict[str, str]:
+    """What `of_model` says of the model, and of its base if it is an adapter; `key` names it."""
+    source, what = config.model.source, f"the files of {key}"
+    found = {what: of_model(config, with_weights=with_weights)}
+    with one_line_errors(source.name, key=key):
+        base = find_base(source)
+    if base is not None:
+        config = config.model_copy(update={"model": base})
+        found[f"{what}'s base"] = of_model(config, with_weights=with_weights)
+    return found
+
+
+def of_model(config: Config, *, with_weights: bool = False) -> str:
     """A hash of the files of a model's folder; of a model on the hub its commit.
 
     The weights count where the run goes on reading them: below an adapter, as the reference of a KL
     penalty, or as a teacher. Blocks are enough, since training changes weights everywhere.
     """
-    folder, digest = Path(config.model.name), hashlib.sha256()
+    source, digest = config.model.source, hashlib.sha256()
+    folder = Path(source.name)
     if not folder.is_dir():
-        return str(commit_of(config.model.name, config.model.revision))
-    reads_weights = config.model.lora is not None or config.training.has_reference
+        return str(commit_of(source.name, source.revision))
+    reads_weights = with_weights or config.model.lora is not None or config.training.has_reference
     patterns = FILES + WEIGHTS * reads_weights
     files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
     for file in sorted(files):
@@ -71,11 +88,10 @@ def commit_of(name: str, revision: str | None) -> str | None:
         return revision
     with one_line_errors(name):
         reach_hub(name, revision)
-    try:
-        file = cached_file(name, "config.json", revision=revision)
-    except OSError:  # loading the model will say it better
-        return revision
-    return extract_commit_hash(file, None)
+    for file in ("config.json", "adapter_config.json"):
+        with contextlib.suppress(OSError):  # loading the model will say it better
+            return extract_commit_hash(cached_file(name, file, revision=revision), None)
+    return revision
 
 
 def of_sources() -> dict[str, str]:
@@ -105,13 +121,33 @@ def check_same_everywhere(config: Config, world: World) -> None:
     values = {k: v for k, v in dotted_values(config).items() if not k.startswith(MAY_DIFFER)}
     packages = {"torch": torch.__version__, "transformers": transformers.__version__}
     mine = {k: show(v) for k, v in values.items()} | of_sources() | packages
+    check_equal(mine, world, "the same code, config and packages")
+
+
+def check_same_files(config: Config, world: World) -> None:
+    """Raises ValueError if nodes hold other files of the model or its teacher.
+
+    DDP makes trained weights equal only after each rank has made its tokenizer, its sampler and its
+    reference of the files.
+    """
+    if world.size == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        return
+    mine = {}
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a node read the same files
+        mine = of_files(config, with_weights=True)
+        if config.mode == "train" and config.model.teacher is not None:
+            mine |= of_files(of_teacher(config), "model.teacher", with_weights=True)
+    check_equal(mine, world, "the same files")
+
+
+def check_equal(mine: dict[str, str], world: World, what: str) -> None:
+    """Raises ValueError on all ranks for the first value that a rank, if it has any, has alone."""
     (first, there), *others = world.gather((mine, socket.gethostname()))
     for rank, (theirs, host) in enumerate(others, start=1):
-        for name in {**first, **theirs}:
+        for name in {**first, **theirs} if theirs else ():
             if first.get(name) != theirs.get(name):
                 found = f"{theirs.get(name)} on rank {rank} ({host}), {first.get(name)} on rank 0"
-                fix = "give all nodes the same code, config and packages"
-                raise ValueError(f"{name} is {found} ({there}): {fix}")
+                raise ValueError(f"{name} is {found} ({there}): give all nodes {what}")
 
 
 # What may name other places on another node
@@ -133,6 +169,9 @@ def check_same_run(saved: dict, config: Config, rests_on: dict | None = None) ->
     saved = now | dotted_values(type(config)()) | saved  # a run older than a key had its default
     for values in (now, saved):
         values["validation.best_by"] = values["validation.best_by"] or config.best_by
+    if config.model.source is not config.model and saved["model.name"].endswith("/base"):
+        saved["model.name"] = config.model.name  # an older version named the sum of the adapter
+        saved["model.revision"] = config.model.revision
     fix = f"restore it to continue {run_name(config)}, or set run.name for another run"
     changed = [key for key in now if not key.startswith(FREE_SECTIONS) and saved[key] != now[key]]
     lines = [

@@ -30,7 +30,7 @@ from engine.run.checkpoint import (
     step_of,
 )
 from engine.run.config_file import read_file
-from engine.run.fingerprint import MODEL_FILES, OWN_CODE, check_same_run, of_model, of_own_code
+from engine.run.fingerprint import OWN_CODE, check_same_run, of_files, of_own_code
 from engine.run.state import Run, Saved
 from engine.update.optimizer import learning_rate_at
 
@@ -40,10 +40,10 @@ def resume(run: Run) -> None:
     world, config, training = run.world, run.config, run.config.training
     check_newest(run.folder / "checkpoints", world)
     folder, saved = world.on_main(find_saved, run)
-    run.rests_on[MODEL_FILES] = world.on_main(of_model, config)
+    run.rests_on |= world.on_main(of_files, config)
     run.rests_on[OWN_CODE] = of_own_code(run.task, training)
     if config.model.teacher is not None:
-        run.rests_on["the files of model.teacher"] = world.on_main(of_model, of_teacher(config))
+        run.rests_on |= world.on_main(of_files, of_teacher(config), "model.teacher")
     if config.model.shard:
         from engine.update import shards
 

@@ -28,7 +28,7 @@ from engine.core.files import size_of
 from engine.core.types import Log
 from engine.model.load import find_base, one_line_errors
 from engine.run.config_file import dump, read_file, section_of
-from engine.run.fingerprint import check_same_everywhere, commit_of
+from engine.run.fingerprint import check_same_everywhere, check_same_files, commit_of
 from engine.run.folder import command, run_folder, run_name
 from engine.run.log import write_settings
 from engine.run.remarks import remark_at_start
@@ -129,12 +129,13 @@ def settle_config(config: Config, world: World, notes: list[str], log: Log) -> C
     for line in [*notes, *differences(config)]:
         log(line)
     config = pin(config, world)
+    check_same_files(config, world)
     with one_line_errors(config.model.name):
         is_adapter = config.mode == "train" and find_base(config.model) is not None
     if is_adapter:
-        from engine.model.merge import start_from_adapter
+        from engine.run.merge import start_from_adapter
 
-        config = start_from_adapter(config, run_folder(config) / "base", world)
+        config = start_from_adapter(config, world, log)
     model = config.model
     if config.mode == "train" and model.load_in_4bit and model.lora is None:
         fix = "cannot be trained; write false, or set model.lora='{r: 8}'"

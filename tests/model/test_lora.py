@@ -19,6 +19,8 @@ from harness import (
     CPU,
     NO_FILE,
     ROOT,
+    SHORT_RUN,
+    alone,
     assert_resumes,
     change_json,
     grade_by_text,
@@ -29,8 +31,10 @@ from harness import (
     make_run,
     read_jsonl,
     read_rows,
+    save_adapter,
     seed,
     train,
+    train_tokenizer,
     what_is_left,
 )
 from plain import ATOL, assert_plain
@@ -52,15 +56,17 @@ from reference import (
 )
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import main
 from engine.core.statistics import Clock
 from engine.model import sampler
 from engine.model.adapters import keep_4bit_layout, quantization_config
-from engine.model.load import base_of
+from engine.model.load import base_of, load_model_and_tokenizer
 from engine.model.policy import Policy
 from engine.run.config_file import load_config
+from engine.run.fingerprint import of_files
+from engine.run.start import settle_config
 from engine.sampling.batches import kept_bytes
 from engine.update.head import ChunkedScorer
 from engine.update.optimizer import make_optimizer
@@ -367,24 +373,129 @@ def drop_a_layer(adapter: Path) -> None:
     save_file({name: weights[name] for name in weights if "layers.1.mlp.up" not in name}, file)
 
 
+def name_other_layers(adapter: Path) -> None:
+    """As of a model that sees pictures too."""
+    file = adapter / "adapter_model.safetensors"
+    names = {key: key.replace(".layers", ".text.layers") for key in load_file(file)}
+    save_file({names[key]: value for key, value in load_file(file).items()}, file)
+
+
+def save_more_embeddings(adapter: Path) -> None:
+    file = adapter / "adapter_model.safetensors"
+    larger = {"base_model.model.model.embed_tokens.weight": torch.zeros(346, 32)}
+    save_file(load_file(file) | larger, file)
+
+
+def want_a_head(adapter: Path) -> None:
+    change_json(adapter / "adapter_config.json", modules_to_save=["lm_head"])
+
+
 def move_the_base(adapter: Path) -> None:
     change_json(adapter / "adapter_config.json", base_model_name_or_path="/moved/away")
 
 
-MISFIT = "the adapter does not fit its base model, as at model.layers.1.mlp.up_proj"
-SPOILT = [(drop_a_layer, MISFIT), (move_the_base, "/moved/away")]
+AT, IN_16_BITS = "base_model.model.model", ["model.load_in_4bit=false", "model.lora=null"]
+SPOILT = [(drop_a_layer, f"does not fit its base model, as at {AT}.layers.1.mlp.up_proj")]
+SPOILT += [(name_other_layers, f"does not fit its base model, as at {AT}.layers.0.mlp.down_proj")]
+SPOILT += [(save_more_embeddings, f"size mismatch for {AT}.embed_tokens.weight")]
+SPOILT += [(want_a_head, "does not fit its base model: 'base_model.model.lm_head.weight'")]
+SPOILT += [(move_the_base, "/moved/away")]
 
 
+@pytest.mark.parametrize("asked", (["mode=evaluate"], IN_16_BITS), ids=["evaluate", "train"])
 @pytest.mark.parametrize(("spoil", "problem"), SPOILT)
-def test_an_adapter_that_has_no_whole_base_is_refused(finished, tmp_path, spoil, problem):
-    """Bug: the weights that it lacked were drawn at random, without a word."""
+def test_an_adapter_that_has_no_whole_base_is_refused(finished, tmp_path, spoil, problem, asked):
+    """Bugs: the weights that it lacked were drawn at random, or a run began without its layers."""
     adapter = Path(shutil.copytree(finished / "best", tmp_path / "adapter"))
     spoil(adapter)
-    overrides = [f"--config={finished / 'config.yaml'}", "mode=evaluate"]
+    overrides = [f"--config={finished / 'config.yaml'}", *asked]
     with pytest.raises(ValueError) as caught:
         load_run(make_config(*overrides, f"model.name={adapter}", f"run.dir={tmp_path}"))
     line = str(caught.value)
-    assert line.startswith(f"model.name = {adapter}: ") and problem in line
+    assert line.startswith(f"model.name = {adapter}: ") and problem in line and "\n" not in line
+
+
+SHAPES = {"plain": {}, "DoRA": {"use_dora": True}}
+SHAPES["a whole layer"] = {"modules_to_save": ["lm_head"]}
+SHAPES["single tokens"] = {"trainable_token_indices": {"embed_tokens": [5, 9]}}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_an_adapter_computes_what_peft_says_alone_and_merged(rotary_model_folder, tmp_path, shape):
+    """Bug: DoRA's and single tokens' trained, but could not be evaluated: half was not loaded."""
+    adapter, ids = save_adapter(tmp_path / "a", rotary_model_folder, **shape), torch.arange(2, 12)
+    base = AutoModelForCausalLM.from_pretrained(rotary_model_folder, dtype=torch.float32)
+    before = base(ids[None]).logits
+    expected = peft.PeftModel.from_pretrained(base, adapter)(ids[None]).logits
+    assert (expected - before).abs().max() > 0.01
+    for asked in ("mode=evaluate", "mode=train"):
+        config = make_config(f"model.name={adapter}", asked, f"run.dir={tmp_path}", "run.name=x")
+        model = load_model_and_tokenizer(settle_config(config, alone(), [], print), CPU, print)[0]
+        assert torch.allclose(model(ids[None]).logits, expected, atol=1e-4)
+
+
+def test_an_adapter_of_embeddings_that_are_the_head_too_is_not_merged(
+    absolute_model_folder, tmp_path
+):
+    """Bug: the sum changed both, and its logits were off by 18."""
+    adapter = save_adapter(tmp_path / "a", absolute_model_folder, target_modules=["wte"])
+    config = make_config(f"model.name={adapter}", f"run.dir={tmp_path}")
+    with pytest.raises(ValueError, match="a: cannot be used: it adapts one of embeddings and head"):
+        settle_config(config, alone(), [], print)
+
+
+# Its own tokenizer
+
+
+def own_tokenizer(adapter: Path, *, begin: str = "", end: str = "", **tokens: str) -> str:
+    """Save a tokenizer beside an adapter; returns its chat template.
+
+    The `tokens` are new: its base has no embeddings of them.
+    """
+    tokenizer = train_tokenizer()
+    tokenizer.add_special_tokens(tokens)
+    message = begin + "{{ m.content }}" + end
+    tokenizer.chat_template = "{% for m in messages %}" + message + "{% endfor %}"
+    tokenizer.save_pretrained(adapter)
+    return tokenizer.chat_template
+
+
+def test_an_adapters_own_tokenizer_is_that_of_the_run(rotary_model_folder, tmp_path, data):
+    """Bug: that of its base was taken. Trainers add a pad token, which has no embedding there."""
+    adapter = save_adapter(tmp_path / "a", rotary_model_folder)
+    template = own_tokenizer(adapter, begin="Q: ", pad_token="<|new|>")
+    given = [*data, f"model.name={adapter}", f"run.dir={tmp_path}", "run.name=x", *SHORT_RUN]
+    for asked in ("mode=evaluate", "mode=train"):
+        run = load_run(make_config(*given, asked))
+        main.sample_validation(run)  # pads rows
+        tokenizer = run.policy.tokenizer
+        assert tokenizer.chat_template == template and tokenizer.pad_token == tokenizer.eos_token
+    before = of_files(run.config.model_copy(update={"model": make_config(*given).model}))
+    template = own_tokenizer(adapter, begin="A: ", pad_token="<|new|>")
+    now = of_files(make_config(*given))
+    assert [before[key] == now[key] for key in now] == [False, True]  # its own files, its base's
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["export", str(adapter), "--merge"])
+        export.main()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(adapter / "merged")
+    assert tokenizer.chat_template == template and tokenizer.pad_token == tokenizer.eos_token
+
+
+NEW = {"bos_token": "<|new|>"}
+MET = {"in a prompt": {"begin": "<|new|>"} | NEW, "behind a turn": {"end": "<|new|>"} | NEW}
+MET["at the end"] = {"eos_token": "<|new|>"}
+
+
+@pytest.mark.parametrize("asked", ["mode=evaluate", "mode=train"])
+@pytest.mark.parametrize("tokens", MET.values(), ids=MET)
+def test_a_token_without_an_embedding_is_refused_where_a_run_can_meet_it(
+    rotary_model_folder, tmp_path, tokens, asked
+):
+    adapter = save_adapter(tmp_path / "a", rotary_model_folder)
+    own_tokenizer(adapter, **tokens)
+    config = make_config(f"model.name={adapter}", asked, f"run.dir={tmp_path}", "run.name=x")
+    with pytest.raises(ValueError, match="a: cannot be used: its tokenizer gives ids up to 345, b"):
+        load_model_and_tokenizer(settle_config(config, alone(), [], print), CPU, print)
 
 
 def test_the_copy_in_4_bits_is_the_merged_model_rounded(exported, finished):

@@ -1,6 +1,7 @@
 """What a run rests on: it goes on with the model, the questions and the day that it began with."""
 
 import contextlib
+import json
 import shutil
 import threading
 from datetime import date
@@ -9,16 +10,35 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from harness import NUMBERS, alone, make_config, run_on_ranks
+import torch
+from harness import (
+    NUMBERS,
+    SHORT_RUN,
+    alone,
+    change_json,
+    load_run,
+    make_config,
+    run_on_ranks,
+    save_adapter,
+)
 
+import main
 from engine.core.config import Config, ConfigError
 from engine.core.distributed import World
 from engine.core.hub import reach_hub
 from engine.questions.contract import Task
 from engine.questions.data import QuestionStream, load_table
-from engine.run.fingerprint import BLOCK, NUM_BLOCKS, commit_of, of_model, of_questions
+from engine.run.fingerprint import (
+    BLOCK,
+    NUM_BLOCKS,
+    check_same_files,
+    commit_of,
+    of_model,
+    of_questions,
+)
 from engine.run.folder import run_folder
 from engine.run.log import write_settings
+from engine.run.resume import lock_folder
 from engine.run.start import pin
 from engine.run.state import Run
 from logger import Logger
@@ -67,14 +87,82 @@ def test_large_weights_are_sampled_all_over(model):
         flip_a_bit(file, block * BLOCK)
 
 
-@pytest.fixture
-def hub(tmp_path, monkeypatch) -> Path:
+def test_a_run_goes_on_with_the_adapter_and_the_base_that_it_began_with(
+    model, tmp_path, data, monkeypatch, capsys
+):
+    """Bugs: with the same run.name another adapter, or base, trained or resumed the old weights."""
+    monkeypatch.chdir(tmp_path)
+    first, second = (save_adapter(tmp_path / name, model, n) for n, name in enumerate("ab"))
+    given = [*data, *SHORT_RUN, ONE, "run.dir=runs", "run.name=x"]
+
+    def begin(adapter: Path, *overrides: str) -> Run:
+        run = load_run(make_config(*given, f"model.name={adapter}", *overrides))
+        run.lock.close()
+        return run
+
+    with lock_folder(Path("runs/x"), print), pytest.raises(ValueError, match="trains there now"):
+        begin(first)  # bug: two first starts wrote the sum at once
+    sums = [begin(adapter).policy.model.state_dict() for adapter in (first, second, first)]
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(sums[0][name], sums[2][name]) and not sums[0][name].equal(sums[1][name])
+    main.run_training(begin(first))
+    # bug: another spelling was refused, and a folder named that nobody had given
+    assert begin(first, f"run.dir={tmp_path}/runs").is_resumed
+    assert begin(first).config.model.name == str(first)
+    read = {"model.name's base": model / "model.safetensors"}
+    read["model.name"] = first / "adapter_model.safetensors"
+    for what, file in read.items():
+        flip_a_bit(file, file.stat().st_size // 2)
+        with pytest.raises(ValueError, match=f"^the files of {what} = .*, but the run was start"):
+            begin(first)
+        flip_a_bit(file, file.stat().st_size // 2)
+    with pytest.raises(ValueError, match=r"^the files of model.name = .* or set run.name"):
+        begin(second)
+    # As an older version left it
+    Path("runs/x/base/made_of.json").unlink()
+    file = Path("runs/x/checkpoints/last/training_state/state.json")
+    change_json(file, config=json.loads(file.read_text())["config"] | {"model.name": "runs/x/base"})
+    sizes = {"training_state/state.json": file.stat().st_size}
+    change_json(file.with_name("files.json"), **sizes)
+    capsys.readouterr()
+    assert begin(first).is_resumed
+    assert capsys.readouterr().out.count("is of an older version") == 1
+
+
+def problem_with(world: World, folders: list[Path], local_rank: int) -> str:
+    """What a rank says whose node has files of its own; `local_rank` is the second one's."""
+    teacher = ["training.learning_type=distill", f"model.teacher={folders[2 + world.rank]}"]
+    config = make_config(f"model.name={folders[world.rank]}", *teacher)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", str(world.rank * local_rank))
+        try:
+            check_same_files(config, world)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_nodes_with_other_files_of_a_model_or_teacher_all_end_with_one_line(tmp_path, model):
+    """Bug: rank 0 alone hashed, and a second node sampled and compared with weights of its own."""
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    (same,) = {*run_on_ranks(problem_with, 2, [model, other] * 2, 0, folder=tmp_path)}
+    flip_a_bit(other / "model.safetensors", 9_999)
+    for local_rank, folders in ((0, [model, other] * 2), (0, [model] * 3 + [other])):
+        (line,) = {*run_on_ranks(problem_with, 2, folders, local_rank, folder=tmp_path)}
+        key = "model.name" if folders[1] == other else "model.teacher"
+        assert line.startswith(f"the files of {key} is ") and "on rank 1" in line
+    (of_one_node,) = {*run_on_ranks(problem_with, 2, [model, other] * 2, 1, folder=tmp_path)}
+    assert same == of_one_node == ""
+
+
+@pytest.fixture(params=["config.json"])
+def hub(request, tmp_path, monkeypatch) -> Path:
     """The file that says which commit the newest version of a/b is, in a cache of the hub."""
     monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     model = tmp_path / "hub/models--a--b"
     for digit in "12c":
         (model / "snapshots" / (digit * 40)).mkdir(parents=True)
-        (model / "snapshots" / (digit * 40) / "config.json").write_text("{}")
+        (model / "snapshots" / (digit * 40) / request.param).write_text("{}")
     (model / "refs").mkdir()
     (model / "refs/main").write_text("1" * 40)
     return model / "refs/main"
@@ -89,6 +177,7 @@ def first_start(folder: Path, *overrides: str) -> tuple[Config, Config]:
     return config, settled
 
 
+@pytest.mark.parametrize("hub", ["config.json", "adapter_config.json"], indirect=True)
 def test_a_hub_model_goes_on_at_the_commit_that_it_began_with(tmp_path, hub):
     config, settled = first_start(tmp_path, "model.name=a/b")
     assert settled.model.revision == of_model(settled) == "1" * 40
