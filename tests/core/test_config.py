@@ -200,7 +200,7 @@ def test_what_the_program_tells_one_to_type_passes_the_shell_and_the_parser(monk
     monkeypatch.setattr("signal.signal", lambda *_: None)  # tools.chat's
     for method in ("parse_args", "parse_intermixed_args"):
         monkeypatch.setattr(argparse.ArgumentParser, method, parse)
-    keys = dotted_values(load())
+    keys = dotted_values(load()) | dotted_values(load("task.name=gsm8k"))
     for command in commands:
         words = subprocess.check_output(["bash", "-c", f"printf '%s\\0' {command}"], text=True)
         words = words.split("\0")[:-1]
