@@ -32,6 +32,7 @@ def test_equal_rewards_give_exactly_zero(divide_by_std, dtype):
     """The mean of three 0.1 is not 0.1 in floating point, so a threshold would not do."""
     rewards = torch.full((1, 3), 0.1, dtype=dtype)
     assert grpo_advantages(rewards, divide_by_std=divide_by_std).tolist() == [[0, 0, 0]]
+    assert losses.over_mean(rewards, groups=[]).tolist() == [[0, 0, 0]]
     assert grpo_advantages(torch.tensor([[0.1, 0.1 + 1e-7]]), divide_by_std=divide_by_std).all()
 
 
