@@ -28,13 +28,7 @@ from engine.core.statistics import Clock
 from engine.core.tensors import seeded
 from engine.core.types import Completion, SeedWord, Trajectory
 from engine.questions.contract import Task
-from engine.questions.data import (
-    FILE_OR_HUB,
-    QuestionStream,
-    fit_to_config,
-    load_table,
-    parse_table,
-)
+from engine.questions.data import QuestionStream, fit_to_config, load_table, parse_table
 from engine.questions.prompts import completion_text, encode_prompts, end_of_turn, whole_characters
 from engine.questions.tasks import load_task, reward_parts
 from engine.run.card import merged_card, model_card
@@ -131,10 +125,7 @@ def read_answers(task: Task, config: Config, source: str) -> list[dict]:
     row = task.EXAMPLE_ROW and task.EXAMPLE_ROW | {"completion": "..."}
     parse = functools.partial(parse_answer, task)
     form = Task(task.file, {"EXAMPLE_ROW": row, "parse_row": parse})
-    table = load_table(
-        source, columns=[*row], choices=FILE_OR_HUB, hub_config=None, hub_split="train"
-    )
-    rows = parse_table(table, form, source, config.task)
+    rows = parse_table(load_table(source, columns=row), form, source, config.task)
     if not rows:
         raise ValueError(f"{source}: has no rows, so there is nothing to imitate")
     return rows

@@ -63,8 +63,7 @@ def line_of(file: str, *, error: Exception | None = None, function: Callable | N
     lines = [frame.lineno for frame in frames if frame.filename == file]
     if not lines and isinstance(error, SyntaxError):
         lines = [error.lineno]
-    if isinstance(function, functools.partial):
-        function = function.func
+    function = function.func if isinstance(function, functools.partial) else function
     if function and not inspect.isroutine(function):  # an object that can be called
         function = type(function).__call__
     code = getattr(inspect.unwrap(function), "__code__", None) if function else None

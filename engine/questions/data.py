@@ -99,17 +99,12 @@ def load_questions(
 
 
 def fit_to_config(task: Task, config: Config, log: Log = no_log, *others: str) -> None:
-    """Set what reward functions get of a config: the length limit, and a CSV's numbers as such.
-
-    Which columns are numbers is decided over all rows of task.train, task.eval and `others`.
-    """
+    """Set the length limit, and which columns are numbers in all CSV files of config and others."""
     task.max_completion_length = config.training.max_new_gen_tokens
     sources = dict.fromkeys([config.task.train, config.task.eval, *others])
     files = [file for file in sources if file.lower().endswith(".csv") and Path(file).is_file()]
-    how = {"columns": [], "choices": FILE_OR_HUB, "hub_config": None, "hub_split": "train"}
     if task.functions:
-        rows = itertools.chain.from_iterable(load_table(file, **how) for file in files)
-        task.number_columns = number_columns(rows, log)
+        task.number_columns = number_columns(itertools.chain(*map(load_table, files)), log)
 
 
 def check_functions(task: Task, example: dict, *, options: TaskSettings) -> None:
@@ -237,7 +232,12 @@ def part_of(rows: list[dict], split: str, task: Task, num_examples: int) -> list
 
 
 def load_table(
-    source: str, *, columns: list[str], choices: str, hub_config: str | None, hub_split: str
+    source: str,
+    *,
+    columns: Iterable[str] = (),
+    choices: str = FILE_OR_HUB,
+    hub_config: str | None = None,
+    hub_split: str = "train",
 ) -> list[dict] | list[str]:
     """The rows of a file or of a part of a hub dataset; ValueError if it cannot be loaded."""
     path, is_parquet = Path(source), source.lower().endswith(".parquet")

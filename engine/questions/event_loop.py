@@ -1,7 +1,6 @@
-"""The loop in which async reward functions run: one for the life of a task, in each process.
+"""The loop of async reward functions: one for the life of a task, in each process.
 
-What a user's module keeps between calls, such as a client or a lock, belongs to the loop that has
-used it first: in a loop of its own, the second step would fail.
+A client or a lock that a user's module keeps belongs to the loop that has used it first.
 """
 
 import asyncio

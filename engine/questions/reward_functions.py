@@ -26,9 +26,11 @@ from engine.questions.messages import pose
 
 TIMEOUT = "timeout"  # the part that says which calls took too long
 # What a run itself logs below train/ and eval/
-OWN_METRICS = r"loss|reward(_std|_low|_high|_timeouts)?|part_.*|solved.*|advantage_abs|entropy|kl|"
-OWN_METRICS += r"clip_frac|grad_norm|lr|(zero_advantage|truncated)_frac|skipped_steps|loss_scale|"
-OWN_METRICS += r"turns|sampler_mismatch|(completion|greedy)_tokens|pass@.*|best_of_.*|"
+OWN_METRICS = (
+    r"loss|lr|kl|entropy|turns|grad_norm|loss_scale|advantage_abs|sampler_mismatch|part_.*|"
+)
+OWN_METRICS += r"reward(_std|_low|_high|_timeouts)?|solved(_and_ended)?|skipped_steps|pass@.*|"
+OWN_METRICS += r"(clip|truncated|zero_advantage)_frac|(completion|greedy)_tokens|best_of_.*|"
 OWN_METRICS = re.compile(OWN_METRICS + r"(majority|greedy|strict|lenient)(_low|_high)?")
 
 
@@ -170,8 +172,7 @@ class RewardTask(Task):
 
         async def call(columns: dict[str, Any], example: dict) -> list[float | None] | None:
             async with free:
-                form = form_of(columns)
-                with naming_mistakes(file, function, example, name=name, form=form):
+                with naming_mistakes(file, function, example, name=name, form=form_of(columns)):
                     given = copy.deepcopy(columns)  # a change would stay for the whole run
                     running = asyncio.ensure_future(function(**given, log_metric=self.log_metric))
                     await asyncio.wait([running], timeout=options.reward_timeout)

@@ -227,14 +227,12 @@ def merge(base: Any, new: Any) -> Any:
 
 
 def without_other_task(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """The file's values, without those for its task if the command line names another task.
-
-    Other reward functions for the file's own rows leave all but the weights of those that are gone.
-    """
+    """The file's values, without those for its task if the command line names another task."""
     task, given = section_of(values, "task"), section_of(overrides, "task")
     is_other = not given.keys().isdisjoint({"name", "reward"})
     if not task or not is_other or task_name(values) == task_name(overrides):
         return values
+    # Other functions for the file's rows leave all but the weights of those that are gone.
     if task.get("reward") is not None and given.get("reward") is not None and "train" not in given:
         before, after = (functions_in(task_name(of)) for of in (values, overrides))
         weights, names = section_of(task, "reward_weights"), [f.split(":")[1] for f in after]

@@ -45,10 +45,7 @@ def step_metrics(run: Run, groups: Groups, update: Update, clock: Clock) -> dict
 
 
 def logged_by_rewards(run: Run, split: str, own: dict[str, float]) -> dict[str, float]:
-    """The mean over all ranks of what the functions of task.reward have given to log_metric.
-
-    It never takes the place of one of the run's `own` metrics.
-    """
+    """Means over all ranks of what task.reward gave to log_metric, but not under `own` names."""
     if not run.task.functions:
         return {}
     sums: dict[str, np.ndarray] = {}
