@@ -236,13 +236,13 @@ def test_async_functions_have_one_loop_for_all_steps_which_a_hung_thread_does_no
     """Bug: a lock or client at module level ended the run in its second evaluation."""
     (folder / "judges.py").write_text(JUDGES)
     module = import_file(folder / "judges.py")
-    for _ in range(3):
+    for _ in range(2):
         start = time.perf_counter()
-        (row, _), _ = paid("judges:[client, hangs]", "task.reward_timeout=0.2")
+        (row, _), _ = paid("judges:[client, hangs]", "task.reward_timeout=1")
         assert row == {"client": 1.0, "hangs": None, "timeout": 1.0}
         assert all(task.cancelled() for task in module.LEFT)
         assert time.perf_counter() - start < 10
-    assert len(module.LOOPS) == 1 and len(module.LEFT) == 6
+    assert len(module.LOOPS) == 1 and len(module.LEFT) == 4
     pool = EventLoop()
     pool.run(asyncio.sleep(0))
     child = os.fork()
