@@ -25,12 +25,12 @@ def number_in(cell: str) -> int | float | str:
     return json.loads(cell) if DECIMAL.fullmatch(cell) else cell
 
 
-def with_numbers(row: dict, columns: Mapping[str, type]) -> dict:
-    """A CSV's row with int or float cells in these columns, None where one is blank."""
+def with_numbers(row: dict, columns: set[str]) -> dict:
+    """A CSV's row with numbers in these columns, None where a cell is blank."""
     if not isinstance(row, CsvRow):
         return row
-    cells = {name: columns[name](row[name]) if row[name].strip() else None for name in columns}
-    return {name: cells.get(name, cell) for name, cell in row.items()}
+    numbers = {n: number_in(row[n]) if row[n].strip() else None for n in columns & row.keys()}
+    return {name: numbers.get(name, cell) for name, cell in row.items()}
 
 
 class Task:
@@ -76,7 +76,7 @@ class Task:
         vars(self).update({name: defined[name] for name in names if name in defined})
         self.file = file
         self.functions: dict[str, tuple[str, Callable]] = {}  # of task.reward, by name: its file
-        self.number_columns: dict[str, type] = {}  # of CSV files: int or float, for the functions
+        self.number_columns: set[str] = set()  # of CSV files: the functions get their numbers
         self.max_completion_length: int | None = None  # in tokens, of the run or of an evaluation
 
 

@@ -304,16 +304,13 @@ def read_text_file(path: Path) -> list[dict] | list[str]:
     return rows
 
 
-def number_columns(rows: Iterable[CsvRow], log: Log = no_log) -> dict[str, type]:
-    """The columns whose cells are plain decimals or blank, each with int or float for all of it."""
-    kinds: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
-    for row in rows:
-        for name, cell in row.items():
-            kinds[name].update([type(number_in(cell))] if cell.strip() else [])
-    for name in [name for name, found in kinds.items() if str in found]:
-        if len(found := kinds.pop(name)) > 1:
-            log(f"the column {name} stays text: {found[str]} of its cells are no numbers")
-    return {name: float if float in found else int for name, found in kinds.items()}
+def number_columns(rows: Iterable[CsvRow], log: Log = no_log) -> set[str]:
+    """The columns that have plain decimals alone, beside blank cells."""
+    cells = ((name, number_in(cell)) for row in rows for name, cell in row.items() if cell.strip())
+    counts = collections.Counter((name, isinstance(value, str)) for name, value in cells)
+    for name in (name for name, is_text in counts if is_text and counts[name, False]):
+        log(f"the column {name} stays text: {counts[name, True]} of its cells are no numbers")
+    return {name for name, is_text in counts if not is_text and not counts[name, True]}
 
 
 def parse_table(

@@ -23,6 +23,7 @@ import main
 from engine.core.config import ConfigError, TaskSettings
 from engine.core.types import Completion, Trajectory
 from engine.core.user_file import RewardError, import_file
+from engine.questions.contract import CsvRow, with_numbers
 from engine.questions.data import load_examples, load_questions
 from engine.questions.event_loop import EventLoop
 from engine.questions.messages import pose
@@ -345,12 +346,13 @@ def test_what_a_csvs_row_is_does_not_depend_on_its_file(folder, tokenizer, capsy
     assert capsys.readouterr().out.splitlines() == [
         "1 at 9.5? [9.5] ['007'] ['1'] [2] 320",
         "2 at ? [None] ['1e7'] ['n/a'] [3] 320",
-        "2 at 8? [8.0] ['1e7'] [''] [3] 320",
+        "2 at 8? [8] ['1e7'] [''] [3] 320",
     ]
     numbers = {"q": 2, "price": 8, "code": "1e7", "n": "", "level": 3, "Unnamed: 5": "b"}
     assert task.question_key(numbers) == task.question_key(row) != task.question_key(dict(row))
     load_questions(task, make_config(*given, "mode=evaluate", "task.prompt={q}"), **how)
-    assert task.number_columns == {"q": int, "price": float, "level": int}  # as in training
+    assert task.number_columns == {"q", "price", "level"}  # as in training
+    assert with_numbers(CsvRow(q="7"), task.number_columns) == {"q": 7}  # a file may lack columns
 
 
 def test_a_reward_for_length_gets_the_limit_of_an_evaluation_there(folder, rotary_model_folder):
