@@ -1,5 +1,8 @@
 """What a run leaves behind: lines on the terminal, and files in its folder.
 
+It prints and writes what it is given, of whatever run. What a run logs, engine/run/log.py decides;
+what it warns of, engine/run/remarks.py; how both are measured and written down, engine/report/.
+
 Every rank makes a `Logger` and calls it in the same way; only rank 0 prints and writes.
 
     metrics.jsonl    one object per step, and after it one per evaluation, which has the step too; a

@@ -7,7 +7,6 @@ tokenizer   gives the ids of its tokenizer.json, for which the model must have e
 """
 
 import contextlib
-import importlib
 import json
 import os
 import warnings
@@ -89,7 +88,9 @@ def load_model_and_tokenizer(
 
 def adapters() -> ModuleType:
     """engine/model/adapters.py, which is loaded only where there is an adapter, or 4 bits."""
-    return importlib.import_module("engine.model.adapters")
+    from engine.model import adapters as module
+
+    return module
 
 
 def choose_compute_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:

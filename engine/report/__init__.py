@@ -1,1 +1,1 @@
-"""What is measured and kept of completions: metrics, evaluations, the log of completions."""
+"""What is measured of completions, and the forms that files, boards and people get of it."""

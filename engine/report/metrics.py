@@ -1,16 +1,11 @@
 """What is measured of a step: means of the rollouts, memory, signs of a collapse."""
 
-import contextlib
 import math
-import platform
 import resource
-import subprocess
 import sys
 
 import torch
-import transformers
 
-from engine import ROOT
 from engine.core.types import Groups
 
 # A collapsed policy gives the same few answers, or rambles until it is cut off. More steps seldom
@@ -82,12 +77,3 @@ def signs_of_collapse(means: dict[str, float], *, best_solved: float) -> dict[st
     if truncated > 0.5:
         signs["train/truncated_frac"] = f"{truncated:.0%} of completions are cut off"
     return signs
-
-
-def versions() -> str:
-    """The revision of this code and the versions of Python, torch and transformers."""
-    command, revision = ["git", "rev-parse", "--short", "HEAD"], ""
-    with contextlib.suppress(OSError):  # no git here
-        revision = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    libraries = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    return f"plain-grpo {revision or 'unknown'}, Python {platform.python_version()}, {libraries}"

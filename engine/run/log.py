@@ -1,12 +1,18 @@
-"""What a run logs of a step, of an evaluation, and of its end."""
+"""What a run logs of a step, of an evaluation, and of its end: logger.py prints and writes it."""
 
+import contextlib
 import json
 import math
+import platform
+import subprocess
 from datetime import datetime
 from pathlib import Path
 
 import numpy as np
+import torch
+import transformers
 
+from engine import ROOT
 from engine.core.config import Config
 from engine.core.files import json_line, size_of, without_nan, write_atomically
 from engine.core.statistics import Clock, reduce_means
@@ -16,7 +22,7 @@ from engine.questions.messages import question_text
 from engine.questions.tasks import read_answer
 from engine.report.completions import completion_record, completion_rows
 from engine.report.evaluation import single_answer_metrics
-from engine.report.metrics import peak_memory_gb, rollout_metrics, versions
+from engine.report.metrics import peak_memory_gb, rollout_metrics
 from engine.run.config_file import dump
 from engine.run.remarks import remark, remark_at_end, remark_on_evaluation, remark_on_step
 from engine.run.state import Run, summary
@@ -189,6 +195,16 @@ def report_evaluation(run: Run, metrics: dict[str, float], groups: Groups, greed
 def write_settings(folder: Path, config: Config) -> None:
     """Write every setting to config.yaml, below the versions in use; `pin` reads it."""
     write_atomically(folder / "config.yaml", f"# {versions()}\n{dump(config)}")
+
+
+def versions() -> str:
+    """The revision of this code and the versions of Python, torch and transformers."""
+    # Without a tag it is the commit's hash; an edited tree is called dirty.
+    command, revision = ["git", "describe", "--always", "--dirty"], ""
+    with contextlib.suppress(OSError):  # no git here
+        revision = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    libraries = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return f"plain-grpo {revision or 'unknown'}, Python {platform.python_version()}, {libraries}"
 
 
 def finish(run: Run) -> int:

@@ -1,11 +1,11 @@
-"""What a run says when it cannot learn: one line each, once, with the key to turn.
+"""What a run warns of when it cannot learn: one line each, once, with the key to turn.
 
 The lines are kept in remarks.jsonl, from which tools.report shows them.
 """
 
 import torch
 
-from engine.core.files import append_durably, json_line, read_lines
+from engine.core.files import json_line, read_lines
 from engine.core.types import Groups
 from engine.questions.messages import pose
 from engine.questions.tasks import default_weights
@@ -20,12 +20,11 @@ ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-9, torch.float32: 1e-7
 def remark(run: Run, kind: str, line: str) -> None:
     """Warn of this kind of thing, if the run has not yet."""
     if run.world.is_main:
-        file = run.folder / "remarks.jsonl"
-        if all(row["kind"] != kind for row in read_lines(file)):
+        said = read_lines(run.folder / "remarks.jsonl")
+        if all(row["kind"] != kind for row in said):
             run.logger.warning(line)
             row = {"step": run.state.step, "kind": kind, "line": line}
-            if run.folder.is_dir():  # that of tools.imitate is not there yet
-                append_durably(file, json_line(row))
+            run.logger.log_lines("remarks.jsonl", json_line(row))
 
 
 def remark_at_start(run: Run) -> None:
