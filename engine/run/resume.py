@@ -51,15 +51,21 @@ def resume(run: Run) -> None:
     if saved is None:
         return
     for key in check_same_run(saved.config, config, run.rests_on):
-        run.logger.warning(f"{key} has changed: from here on no longer bit for bit the same")
+        means = "from here on no longer bit for bit the same"
+        if key == OWN_CODE:
+            means = "the rest of the run is paid, or trained, by other code than the steps before"
+        run.logger.warning(f"{key} has changed: {means}")
     before = saved.config.get("training.num_steps", training.num_steps)
     if before != training.num_steps and training.lr_schedule != "constant":
         rate = f"{learning_rate_at(saved.state.step + 1, training):.1e}"
         change = f"training.num_steps was {before} and is {training.num_steps}"
         run.logger.warning(f"{change}: the learning rate goes on at {rate}, as in the longer run")
     if saved.num_ranks != world.size:
+        then, now = (n * config.questions_per_rank(n) for n in (saved.num_ranks, world.size))
+        means = f"a step now has {now} questions, not {then}"
+        means = "no longer bit for bit the same" if now == then else means
         change = f"the run had {saved.num_ranks} ranks and goes on with {world.size}"
-        run.logger.warning(f"{change}: not bit for bit the same")
+        run.logger.warning(f"{change}: {means}")
     if config.model.shard:  # each rank reads its own part
         model, num_parts = run.policy.model, saved.num_ranks
         shards.load_parts(folder, model, run.optimizer, num_parts=num_parts, rank=world.rank)

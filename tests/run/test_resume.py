@@ -396,6 +396,9 @@ GOES_ON = {
     f"{SAME}: no score": (lambda run: (run / BEST).write_text(""), "", []),
     # bug: README advised it, and the resumed run was refused
     "smaller batches": (nothing, SMALLER, ROUNDED),
+    # bugs: "not bit for bit the same" was all that was said of these two
+    "fewer ranks": (edit(STATE, {'ranks": 1': 'ranks": 2'}), "", ["now has 2 questions, not 4"]),
+    "other code": (edit(STATE, {'algorithm": "': 'algorithm": "x'}), "", ["paid, or trained, by"]),
     # bug: trained on with more steps, the rate fell to near 0 and rose again without a word
     "more steps": (edit(STATE, LINEAR | TWO_BEFORE), "training.lr_schedule=linear", [RATE]),
 }
