@@ -17,6 +17,7 @@ lack a step that it has. After a kill they may have later ones, which are cut of
 """
 
 import functools
+import os
 import shutil
 import sys
 import time
@@ -90,7 +91,8 @@ class Logger:
 
     def progress(self, total: int, description: str, unit: str, items: list | None = None) -> tqdm:
         """Return a bar with an ETA. It is drawn on rank 0 only, if stderr is a terminal."""
-        is_off = None if self.is_main and sys.stderr is not None else True  # None lets tqdm see
+        can_draw = self.is_main and sys.stderr is not None and os.environ.get("TERM") != "dumb"
+        is_off = None if can_draw else True  # None lets tqdm see whether it is a terminal
         return tqdm(items, description, total, False, unit=unit, dynamic_ncols=True, disable=is_off)
 
     def track(self, items: list, description: str, unit: str) -> tqdm:
@@ -150,7 +152,7 @@ class Logger:
         lines, width = [title], max(map(len, names), default=0)
         for name in names:
             value, low, high = (metrics.get(f"eval/{name}{end}") for end in ("", "_low", "_high"))
-            decimals = 1 if value > 1 else 3  # numbers of tokens with one, rates with three
+            decimals = 1 if name.endswith("tokens") else 3
             total = (totals or {}).get(name)
             count = "" if total is None else f"  ({round(value * total):,} of {total:,})"
             interval = "" if low is None else f"  (95% interval {low:.3f} to {high:.3f})"

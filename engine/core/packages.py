@@ -1,11 +1,15 @@
 """Packages that only some runs need: they are imported on use, and a missing one is named."""
 
 import importlib
+import logging
 import tomllib
 from shlex import quote
 from types import ModuleType
 
 from engine import ROOT
+
+# Else bitsandbytes, which peft imports too, says that it did not fetch a kernel of the hub's.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def import_package(name: str, *, key: str) -> ModuleType:

@@ -27,7 +27,7 @@ from engine.run.config_file import dump
 from engine.run.remarks import remark, remark_at_end, remark_on_evaluation, remark_on_step
 from engine.run.state import Run, summary
 from engine.update.optimizer import learning_rate_of
-from engine.update.outcome import Update
+from engine.update.outcome import Outcome, Update
 
 MAX_ROLLOUTS_BYTES = 16_000_000  # of rollouts.jsonl
 MAX_GROUPS, MAX_COMPLETIONS = 3, 16  # there, of a step and of a group
@@ -84,6 +84,8 @@ def log_step(
         mine = "".join(map(json_line, completion_rows(step, questions, groups)))
         logger.log_lines("completions.jsonl", "".join(run.world.gather(mine)))
     logger.log_metrics(step, metrics)
+    if update.outcome is Outcome.NOTHING_TO_TRAIN_ON:
+        logger.once("grad norm -: nothing to train on (a group teaches if its rewards differ)")
     remark_on_step(run, metrics, questions, groups)
 
 

@@ -92,7 +92,7 @@ def remark_on_completions(
 def remark_on_evaluation(
     run: Run, metrics: dict[str, float], questions: list[dict], groups: Groups
 ) -> None:
-    """On an answer that is partly right at times, and never right; and on the completions."""
+    """On answers that are never right, in part or of an untrained model; and on the completions."""
     remark_on_completions(run, metrics, "eval", questions, groups)
     if "answer" in run.task.REWARD_PARTS:
         paid = [t.reward_parts["answer"] or 0.0 for group in groups for t in group]
@@ -102,6 +102,10 @@ def remark_on_evaluation(
             most = "the part answer was above 0 and never 1, so nothing counts as solved"
             fix = "let it pay 1 for what is right, or set validation.best_by=reward"
             remark(run, "partly", f"{most}: {fix}")
+        elif num_right == 0 and run.state.step == 0 and run.logger.folder:  # not as it imitates
+            none = "the model solves no validation question, so little can be learned from answers"
+            fix = "begin with easier questions, or imitate answers first (python -m tools.imitate)"
+            remark(run, "unsolved", f"{none}: {fix}")
 
 
 def remark_at_end(run: Run) -> None:
@@ -109,11 +113,11 @@ def remark_at_end(run: Run) -> None:
     if not run.state.has_trained:
         fix = "look at train/reward_std, then at task.reward and training.learning_rate"
         remark(run, "untrained", f"no step has trained the model: {fix}")
-    if run.world.is_main:
+    elif run.world.is_main:
         metric = run.config.best_metric
         scores = [row.get(metric) for row in read_lines(run.folder / "metrics.jsonl")]
         scores = [score for score in scores if score is not None]
-        if len(scores) > 1 and len(set(scores)) == 1:
+        if len(scores) > 2 and len(set(scores)) == 1:
             same = f"all {len(scores)} evaluations have the same {metric.removeprefix('eval/')}"
             fix = "so best/ is the model of the first: let validation.best_by choose by another"
             remark(run, "evaluations", f"{same}, {fix}")

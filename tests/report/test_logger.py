@@ -149,21 +149,23 @@ def test_printing_never_raises_and_never_obeys_control_codes(monkeypatch):
 
 def test_an_evaluation_shows_the_interval_and_three_completions_with_their_rewards(capsys):
     metrics = {"eval/pass@1": 0.431, "eval/pass@1_low": 0.4, "eval/pass@1_high": 0.462}
-    metrics |= {"eval/pass@8": 0.75, "eval/completion_tokens": 312.44, "time/eval_s": 2.0}
+    metrics |= {"eval/pass@8": 0.75, "eval/completion_tokens": 312.44}
+    metrics |= {"eval/reward": 1.125, "time/eval_s": 2.0}
     long = SAMPLE | {"completion": "a" * 700 + "<answer>1</answer>"}
     samples = [SAMPLE, long, SAMPLE, SAMPLE]
     Logger(rank=0).print_evaluation("evaluation at step 10", metrics, samples)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:9] == [
+    assert lines[:10] == [
         "evaluation at step 10",
         "  pass@1              0.431  (95% interval 0.400 to 0.462)",
         "  pass@8              0.750",
         "  completion_tokens   312.4",
+        "  reward              1.125",
         "  completion 1  reward 1.10  (format 1.00  answer 1.00)  9 tokens",
         "    > Use the numbers 3 7 25, to make 46.",
         "    <think>25 + 7 * 3</think>",
         "    <answer>25 + 7 * 3</answer>",
         "    read: 25+7*3  gold: #### 46",
     ]
-    assert lines[11:13] == ["    " + "a" * 400, "    [... 118 characters ...]"]
+    assert lines[12:14] == ["    " + "a" * 400, "    [... 118 characters ...]"]
     assert sum(line.startswith("  completion ") for line in lines) == 3

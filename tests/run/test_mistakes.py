@@ -5,6 +5,7 @@ HERE the folder in which main.py is started.
 """
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -159,6 +160,7 @@ def test_a_missing_package_is_named_with_what_installs_it(package, monkeypatch, 
         import_package(package, key="a.b")
     with pytest.raises(ValueError, match=r"pip install a-package-of-the-users$"):
         import_package("a-package-of-the-users", key="task.name = own")
+    assert not logging.getLogger("bitsandbytes.backends.cpu.ops").isEnabledFor(logging.WARNING)
     monkeypatch.setitem(sys.modules, "mlflow", None)
     start("logging.report_to=mlflow", says="logging.report_to ... pip install ")
     if package == "math-verify":
