@@ -147,6 +147,16 @@ def test_printing_never_raises_and_never_obeys_control_codes(monkeypatch):
     assert printed.getvalue() == b"warning: \\ud800 \\x00 \\xe9 \\x1b[2J \\r\n\tend\n"
 
 
+def test_a_dumb_terminal_gets_no_bars(monkeypatch):
+    """Bug: it got each redrawing of a bar as text."""
+    monkeypatch.setattr(sys, "stderr", terminal := io.StringIO())
+    terminal.isatty = lambda: True
+    for kind in ("dumb", "xterm"):
+        monkeypatch.setenv("TERM", kind)
+        with Logger(rank=0).progress(3, "rollouts", "rows") as bar:
+            assert bar.disable == (kind == "dumb")
+
+
 def test_an_evaluation_shows_the_interval_and_three_completions_with_their_rewards(capsys):
     metrics = {"eval/pass@1": 0.431, "eval/pass@1_low": 0.4, "eval/pass@1_high": 0.462}
     metrics |= {"eval/pass@8": 0.75, "eval/completion_tokens": 312.44}
