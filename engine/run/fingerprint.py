@@ -7,8 +7,10 @@ import contextlib
 import hashlib
 import json
 import os
+import site
 import socket
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -26,6 +28,10 @@ from engine.model.load import find_base, of_teacher, one_line_errors
 from engine.questions.contract import Task
 from engine.run.folder import run_name
 
+COUNTDOWN = ROOT / "countdown.py"
+NOT_OWN = [ROOT / name for name in ("engine", "tools", "main.py", "logger.py")]
+INSTALLED = (sys.prefix, sys.base_prefix, site.getusersitepackages())
+NOT_OWN += [Path(place).resolve() for place in INSTALLED]
 MODEL_FILES = "the files of model.name"  # where a checkpoint keeps what `of_model` says
 # In a model's folder: what decides on its prompts, its tokens and its arithmetic.
 FILES = ("*config.json", "*token*", "vocab*", "merges*", "chat_template*", "*.model", "*.py")
@@ -106,12 +112,25 @@ def of_sources() -> dict[str, str]:
 
 
 def of_own_code(task: Task, training: TrainingSettings) -> str:
-    """A hash of the files of the task, of its reward and of an algorithm of the user's own."""
-    files = {task.file, *(file for file, _ in task.functions.values())}
+    """A hash of the files of the task, of its reward and of an algorithm of the user's own.
+
+    With them count the modules in or below the folder of a file of the user's, which it may import.
+    """
+    named = {task.file, *(file for file, _ in task.functions.values())}
     names = {"training.advantage": training.advantage, "training.policy_loss": training.policy_loss}
-    files |= {find_function(name, key)[0] for key, name in names.items() if ":" in name}
-    content = b"".join(Path(file).read_bytes() for file in sorted(files))
+    named |= {find_function(name, key)[0] for key, name in names.items() if ":" in name}
+    files = {Path(file).resolve() for file in named}
+    folders = {file.parent for file in files if not lies_in(file, [ROOT / "tasks", COUNTDOWN])}
+    loaded = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
+    for file in (Path(name).resolve() for name in loaded if name.endswith(".py")):
+        if lies_in(file, folders) and not lies_in(file, NOT_OWN):
+            files.add(file)
+    content = b"".join(file.read_bytes() for file in sorted(files, key=str))
     return hashlib.sha256(content).hexdigest()[:16]
+
+
+def lies_in(file: Path, places: Iterable[Path]) -> bool:
+    return any(file.is_relative_to(place) for place in places)
 
 
 def check_same_everywhere(config: Config, world: World) -> None:

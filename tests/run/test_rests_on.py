@@ -28,12 +28,14 @@ from engine.core.distributed import World
 from engine.core.hub import reach_hub
 from engine.questions.contract import Task
 from engine.questions.data import QuestionStream, load_table
+from engine.questions.tasks import load_task
 from engine.run.fingerprint import (
     BLOCK,
     NUM_BLOCKS,
     check_same_files,
     commit_of,
     of_model,
+    of_own_code,
     of_questions,
 )
 from engine.run.folder import run_folder
@@ -243,6 +245,21 @@ def test_other_questions_or_another_order_are_seen_and_what_json_cannot_hold_is_
     others = [(rows[:3], rows[3:]), (rows[:2], rows[:1:-1]), (rows[:2], [*rows[2:], {}])]
     assert same not in {of_questions(*splits) for splits in others}
     assert of_questions([{"a": {1}}]) == of_questions([{"a": {2}}]) != of_questions([{"b": {2}}])
+
+
+def test_a_helper_that_a_rewards_file_imports_is_its_code(tmp_path, monkeypatch):
+    """Bug: it was edited, and the resumed run paid otherwise without a word."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "helper_of_mine.py").write_text("WORTH = 1.0")
+    pays = "def f(completions, **kwargs): return [helper_of_mine.WORTH for _ in completions]"
+    (tmp_path / "mine.py").write_text(f"import helper_of_mine\n{pays}")
+    config = make_config("task.reward=mine:f", "task.train=rows.jsonl")
+    task = load_task(config.task.code)
+    before = of_own_code(task, config.training)
+    for name, is_its_code in (("elsewhere.py", False), ("helper_of_mine.py", True)):
+        (tmp_path / name).write_text("WORTH = 2.0")
+        assert (of_own_code(task, config.training) != before) == is_its_code
 
 
 def problem_on(world: World) -> list[str]:
