@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import pandas
 
-from engine.core.files import check_replaceable, read_lines
+from engine.core.files import check_replaceable, read_lines, read_text
 from engine.core.packages import import_package
 from engine.run.mistakes import mistakes_cost_one_line
 
@@ -65,6 +65,7 @@ class Table:
 
     name: str
     rows: pandas.DataFrame
+    code: str = ""  # the hash of the task's code, from the head of the run's config.yaml
 
 
 def read_table(path: Path, lines: list[dict] | None = None) -> Table:
@@ -106,7 +107,10 @@ def read_tables(path: Path, lines: list[dict] | None = None) -> list[Table]:
         runs = {file.absolute().parent.name if file.stem == "metrics" else file.stem: rows}
     # A step and its evaluation are two rows of a run
     merged = {run: some.groupby("step", as_index=False).first() for run, some in runs.items()}
-    return [Table(run, some) for run, some in merged.items()]
+    head = file.with_name("config.yaml")
+    text = read_text(head) if file.suffix == ".jsonl" and head.is_file() else ""
+    code = re.search(r"^# the code of the task.*: (\w+)$", text, re.MULTILINE)
+    return [Table(run, some, code[1] if code else "") for run, some in merged.items()]
 
 
 def group_seeds(tables: list[Table]) -> dict[str, list[Table]]:
@@ -177,8 +181,16 @@ def make_figure(
     figure.suptitle(title, size=12, weight="bold", x=0.01, ha="left")
     if len(groups) > 1 or not title:
         lines = figure.axes[0].get_lines()
-        figure.legend(lines, list(groups), loc="outside lower center", ncols=2, handlelength=4)
+        figure.legend(lines, labels_of(groups), loc="outside lower center", ncols=2, handlelength=4)
     return figure
+
+
+def labels_of(groups: dict[str, list[Table]]) -> list[str]:
+    """The curves' names; where rewards may differ, since the code of tasks does, also its hash."""
+    codes = [sorted({table.code[:6] for table in group} - {""}) for group in groups.values()]
+    if len({code for some in codes for code in some}) < 2:
+        return list(groups)
+    return [f"{name}, code {' '.join(some)}" for name, some in zip(groups, codes, strict=True)]
 
 
 def draw_curve(axes: Any, i: int, x: np.ndarray, curve: np.ndarray) -> None:

@@ -19,11 +19,12 @@ from engine.core.statistics import Clock, reduce_means
 from engine.core.text import plain, shorten
 from engine.core.types import Groups
 from engine.questions.messages import question_text
-from engine.questions.tasks import read_answer
+from engine.questions.tasks import load_task, read_answer
 from engine.report.completions import completion_record, completion_rows
 from engine.report.evaluation import single_answer_metrics
 from engine.report.metrics import peak_memory_gb, rollout_metrics
 from engine.run.config_file import dump
+from engine.run.fingerprint import OWN_CODE, of_own_code
 from engine.run.remarks import remark, remark_at_end, remark_on_evaluation, remark_on_step
 from engine.run.state import Run, summary
 from engine.update.optimizer import learning_rate_of
@@ -195,8 +196,10 @@ def report_evaluation(run: Run, metrics: dict[str, float], groups: Groups, greed
 
 
 def write_settings(folder: Path, config: Config) -> None:
-    """Write every setting to config.yaml, below the versions in use; `pin` reads it."""
-    write_atomically(folder / "config.yaml", f"# {versions()}\n{dump(config)}")
+    """Write every setting to config.yaml, which `pin` reads, below the versions in use."""
+    code = of_own_code(load_task(config.task.code), config.training)
+    head = f"# {versions()}\n# {OWN_CODE}: {code}\n"  # tools.plot tells runs apart by it
+    write_atomically(folder / "config.yaml", head + dump(config))
 
 
 def versions() -> str:

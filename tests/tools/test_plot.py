@@ -8,6 +8,7 @@ import pandas
 import pytest
 
 from engine.core.files import json_line
+from engine.run.fingerprint import OWN_CODE
 from tools import plot
 from tools.plot import curve_of, group_seeds, make_figure, read_table, read_tables
 
@@ -79,6 +80,18 @@ def test_runs_that_differ_in_their_seed_are_one_curve_and_others_keep_their_name
     assert groups == alone | {"a (2 seeds)": ["a-s0", "a-s12"]}
     with pytest.raises(ValueError, match="two runs are named a: rename"):
         group_seeds([*tables, tables[3]])
+
+
+def test_runs_of_other_code_are_told_apart(tmp_path):
+    """Bug: two rewards were drawn into one panel without a word."""
+    tables = []
+    for name, code in (("a", "1a2b3c4d"), ("b", "1a2b3c4d"), ("c", "5e6f7a8b")):
+        file = write_run(tmp_path / name / "metrics.jsonl", [1])
+        head = f"# plain-grpo 1\n# {OWN_CODE}: {code}\ntask: {{}}\n"
+        (file.parent / "config.yaml").write_text(head)
+        tables.append(read_table(file))
+    assert plot.labels_of(group_seeds(tables[:2])) == ["a", "b"]
+    assert plot.labels_of(group_seeds(tables[1:])) == ["b, code 1a2b3c", "c, code 5e6f7a"]
 
 
 SOLO = ("solo", [1, 2, 3, 4], {0: 0.2, 2: 0.4, 4: 0.3}, 60)
