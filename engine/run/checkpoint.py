@@ -44,8 +44,7 @@ def save_best(run: Run, measured: dict[str, float]) -> bool:
         from engine.update.shards import gather_weights
 
         weights = gather_weights(model, run.world)
-    best = {"best": score, "best_step": run.state.step}  # as `State` names them
-    best["best_by"] = run.config.best_by
+    best = {"best": score, "best_step": run.state.step, "best_by": run.config.best_by}
     card, folder = model_card(run, measured), run.folder / "best"
     arguments = (model, run.policy.tokenizer, card, folder, weights, best)
     return save_on_main(run, "best", score, save_model, *arguments)
@@ -79,6 +78,7 @@ def save_checkpoint(run: Run) -> None:
     }
     model, tokenizer, optimizer = run.policy.model, run.policy.tokenizer, run.optimizer
     name, keep = f"step-{state.step:06d}", run.config.checkpoint.keep
+    write = functools.partial(write_model, model=model, tokenizer=tokenizer, optimizer=optimizer)
     if run.config.model.shard:
         from engine.update import shards
 
@@ -86,10 +86,6 @@ def save_checkpoint(run: Run) -> None:
         num_failed = shards.save_parts(model, optimizer, folder, world)
         write = functools.partial(
             shards.move_parts, written=folder, num_parts=world.size, num_failed=num_failed
-        )
-    else:
-        write = functools.partial(
-            write_model, model=model, tokenizer=tokenizer, optimizer=optimizer
         )
     save = functools.partial(write_checkpoint, root, known, step=state.step, write=write, keep=keep)
     state.is_saved = save_on_main(run, "checkpoint", state.step, save)

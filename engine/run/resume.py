@@ -37,11 +37,11 @@ from engine.update.optimizer import learning_rate_at
 
 def resume(run: Run) -> None:
     """Go on from the newest whole checkpoint, if there is one; rank 0 reads and broadcasts it."""
-    world, config, training = run.world, run.config, run.config.training
+    world, config = run.world, run.config
     check_newest(run.folder / "checkpoints", world)
     folder, saved = world.on_main(find_saved, run)
     run.rests_on |= world.on_main(of_files, config)
-    run.rests_on[OWN_CODE] = of_own_code(run.task, training)
+    run.rests_on[OWN_CODE] = of_own_code(run.task, config.training)
     if config.model.teacher is not None:
         run.rests_on |= world.on_main(of_files, of_teacher(config), "model.teacher")
     if config.model.shard:
@@ -50,22 +50,7 @@ def resume(run: Run) -> None:
         shards.check_shared_disk(run.folder, world)
     if saved is None:
         return
-    for key in check_same_run(saved.config, config, run.rests_on):
-        means = "from here on no longer bit for bit the same"
-        if key == OWN_CODE:
-            means = "the rest of the run is paid, or trained, by other code than the steps before"
-        run.logger.warning(f"{key} has changed: {means}")
-    before = saved.config.get("training.num_steps", training.num_steps)
-    if before != training.num_steps and training.lr_schedule != "constant":
-        rate = f"{learning_rate_at(saved.state.step + 1, training):.1e}"
-        change = f"training.num_steps was {before} and is {training.num_steps}"
-        run.logger.warning(f"{change}: the learning rate goes on at {rate}, as in the longer run")
-    if saved.num_ranks != world.size:
-        then, now = (n * config.questions_per_rank(n) for n in (saved.num_ranks, world.size))
-        means = f"a step now has {now} questions, not {then}"
-        means = "no longer bit for bit the same" if now == then else means
-        change = f"the run had {saved.num_ranks} ranks and goes on with {world.size}"
-        run.logger.warning(f"{change}: {means}")
+    compare(run, saved)
     if config.model.shard:  # each rank reads its own part
         model, num_parts = run.policy.model, saved.num_ranks
         shards.load_parts(folder, model, run.optimizer, num_parts=num_parts, rank=world.rank)
@@ -83,6 +68,27 @@ def resume(run: Run) -> None:
     if run.is_over:
         fix = "raise training.num_steps, or set run.name to start another run"
         run.logger.info(f"this run is finished, so nothing is trained: {fix}")
+
+
+def compare(run: Run, saved: Saved) -> None:
+    """Refuse what must not have changed since then, and say what else has changed, and means."""
+    config, training, num_ranks = run.config, run.config.training, run.world.size
+    for key in check_same_run(saved.config, config, run.rests_on):
+        means = "from here on no longer bit for bit the same"
+        if key == OWN_CODE:
+            means = "the rest of the run is paid, or trained, by other code than the steps before"
+        run.logger.warning(f"{key} has changed: {means}")
+    before = saved.config.get("training.num_steps", training.num_steps)
+    if before != training.num_steps and training.lr_schedule != "constant":
+        rate = f"{learning_rate_at(saved.state.step + 1, training):.1e}"
+        change = f"training.num_steps was {before} and is {training.num_steps}"
+        run.logger.warning(f"{change}: the learning rate goes on at {rate}, as in the longer run")
+    if saved.num_ranks != num_ranks:
+        then, now = (n * config.questions_per_rank(n) for n in (saved.num_ranks, num_ranks))
+        means = f"a step now has {now} questions, not {then}"
+        means = "no longer bit for bit the same" if now == then else means
+        change = f"the run had {saved.num_ranks} ranks and goes on with {num_ranks}"
+        run.logger.warning(f"{change}: {means}")
 
 
 def check_newest(root: Path, world: World) -> None:
