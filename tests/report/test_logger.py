@@ -154,7 +154,7 @@ def test_a_dumb_terminal_gets_no_bars(monkeypatch):
     for kind in ("dumb", "xterm"):
         monkeypatch.setenv("TERM", kind)
         with Logger(rank=0).progress(3, "rollouts", "rows") as bar:
-            assert bar.disable == (kind == "dumb")
+            assert bool(bar.disable) == (kind == "dumb")
 
 
 def test_an_evaluation_shows_the_interval_and_three_completions_with_their_rewards(capsys):
