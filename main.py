@@ -487,6 +487,7 @@ def evaluate(run: Run) -> None:
 
 def measure_policy(run: Run, clock: Clock) -> tuple[dict[str, float], list[list[Trajectory]]]:
     """The metrics of all validation questions, and the completions of this rank's share."""
+    run.logger.info(run.evaluation_plan)  # "evaluating: 512 questions, 8 samples each"
     with clock("eval"):
         groups = sample_validation(run)
         metrics = evaluation_metrics(groups, run.task, run.config.validation, run.world)

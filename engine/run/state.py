@@ -128,6 +128,12 @@ class Run:
         return is_due and self.state.evaluated_at < self.state.step and not self.world.should_stop
 
     @property
+    def evaluation_plan(self) -> str:
+        """What an evaluation begins with: a log file would be silent for as long as it lasts."""
+        num_questions, n = len(self.validation_questions), self.config.validation.best_of_n
+        return f"evaluating: {num_questions:,} questions, {n} sample{'s' * (n > 1)} each"
+
+    @property
     def is_checkpoint_due(self) -> bool:
         step = self.state.step
         is_due = self.is_over or (step > 0 and step % self.config.checkpoint.every == 0)

@@ -79,6 +79,7 @@ def test_the_terminal_shows_the_step_the_evaluations_and_how_to_ask_the_model(ru
         assert re.search(shown, run.output, re.MULTILINE)
     assert f"\nstep 1/1  reward {run.rows[1]['train/reward']:6.3f}  " in run.output
     assert "\ntraining completions of step 1\n" in run.output
+    assert run.output.count("\nevaluating: 9 questions, 4 samples each\n") == 2
     (folder,) = re.findall(r"^ask it: +python -m tools\.chat (.*)$", run.output, re.MULTILINE)
     assert Path(folder) == run.folder / "best"
 
