@@ -490,8 +490,7 @@ def measure_policy(run: Run, clock: Clock) -> tuple[dict[str, float], list[list[
     run.logger.info(run.evaluation_plan)  # "evaluating: 512 questions, 8 samples each"
     with clock("eval"):
         groups = sample_validation(run)
-        metrics = evaluation_metrics(groups, run.task, run.config.validation, run.world)
-    return metrics, groups
+        return evaluation_metrics(groups, run.task, run.config.validation, run.world), groups
 
 
 def sample_validation(run: Run, *, is_greedy: bool = False) -> list[list[Trajectory]]:

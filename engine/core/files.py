@@ -60,6 +60,8 @@ def whole_lines(
                 return
             try:
                 row = json.loads(line)
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}: is not UTF-8 text ({error})") from None
             except (ValueError, RecursionError) as error:  # also of 5,000 digits, or brackets
                 raise ValueError(f"{path}: line {number} is not JSON: {error}") from None
             if not isinstance(row, dict) or not {*names} <= row.keys():

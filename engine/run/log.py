@@ -85,7 +85,7 @@ def log_step(
         mine = "".join(map(json_line, completion_rows(step, questions, groups)))
         logger.log_lines("completions.jsonl", "".join(run.world.gather(mine)))
     logger.log_metrics(step, metrics)
-    if update.outcome is Outcome.NOTHING_TO_TRAIN_ON:
+    if update.outcome is Outcome.NOTHING_TO_TRAIN_ON and "train/grad_norm" not in metrics:
         logger.once("grad norm -: nothing to train on (a group teaches if its rewards differ)")
     remark_on_step(run, metrics, questions, groups)
 

@@ -56,7 +56,7 @@ def logged_steps(folder: Path) -> tuple[list[int], ...]:
 
 
 DAMAGED = {  # 5,000 digits are a number that Python refuses to read
-    b"\xff\n": "is not JSON",
+    b"\xff\n": "is not UTF-8 text",
     b"9" * 5_000 + b"\n": "is not JSON",
     b"[" * 200_000 + b"\n": "is not JSON",
     b"7\n": "no object with a step",

@@ -58,7 +58,7 @@ def test_a_run_says_once_what_keeps_it_from_learning(name, tmp_path, monkeypatch
         assert rows[0]["eval/reward_timeouts"] == rows[1]["train/reward_timeouts"] == 1
         assert "100% of the rewards took too long" in remarks[0]["line"] and remarks[0]["step"] == 0
     output = capsys.readouterr().out
-    assert status is None or output.count("grad norm -:") == status
+    assert status != 1 or output.count("grad norm -:") == 1
     assert all(output.count(f"warning: {row['line']}") == 1 for row in remarks)
 
 
