@@ -1,1 +1,1 @@
-"""Programs for a run or its model: python -m tools.plot, report, chat, collect, export, attack."""
+"""For a run or its model: python -m tools.plot, report, chat, collect, export, attack, play."""
