@@ -72,7 +72,7 @@ def main(config: Config) -> None:
         run = build_run(config)
         if config.mode == "train":
             begin(run)  # from its newest checkpoint, if any: weights, optimizer, state, position
-    with crashes_name_the_fix(run.folder):
+    with crashes_name_the_fix(run.folder, run.training):
         exit_status = run_training(run) if config.mode == "train" else run_evaluation(run)
         run.policy.scorer = None  # frees DDP, which must not outlive the process group
         run.world.leave()
@@ -105,7 +105,7 @@ def build_run(config: Config) -> Run:
 
 def wrap_policy(policy: Policy, config: Config, world: World, log: Callable[[str], None]) -> None:
     """Attach the scorer, which computes log-probabilities, in DDP; another if logits are large."""
-    scorer = policy.large_logits_scorer(config, log) or CompletionScorer
+    scorer = policy.large_logits_scorer(config, world.device, log) or CompletionScorer
     policy.scorer = scorer(policy.model, policy.compute_dtype)
     if config.training.has_reference:  # a second, frozen model: off by default
         policy.reference = scorer(policy.reference_model(config), policy.compute_dtype)
@@ -295,7 +295,7 @@ def update_policy(run: Run, groups: list[list[Trajectory]]) -> Update:
     There is none if a completion, loss or gradient is not finite or overflows float16, nor if there
     is nothing to train on: AdamW moves weights even at a gradient of 0. The outcome says which.
     """
-    policy, optimizer, training = run.policy, run.optimizer, run.config.training
+    policy, optimizer, training = run.policy, run.optimizer, run.training
     set_learning_rate(optimizer, run.state.step + 1, training)
     if run.count_broken(groups) > 0:  # on one rank or more
         return Update(Outcome.BROKEN)

@@ -68,7 +68,7 @@ def main() -> None:
             if os.environ.get("RANK", "0") == "0":
                 shutil.rmtree(run_folder(config), ignore_errors=True)
             raise
-    with crashes_name_the_fix(run.folder):
+    with crashes_name_the_fix(run.folder, run.training):
         measured = imitate(run, answers)
     with mistakes_cost_one_line():  # such as a full disk
         write_imitation(run, measured, options.answers)

@@ -97,16 +97,18 @@ class ModelSettings(Section):
     fast. float16 is as fast on a GPU and rounds 8 times less, but its largest number is 65504: the
     loss is scaled, and some models exceed it. float32 is exact, but several times slower on
     a GPU. auto is bfloat16 autocast on a GPU that supports it, float16 on other GPUs if this
-    model's logits are then close to those of float32, and float32 elsewhere. A CPU can be faster
-    with bfloat16 too, if it multiplies it in hardware (on Linux lscpu then lists avx512_bf16 or
-    amx_bf16); otherwise it is far slower."""
+    model's logits are then close to those of float32, and float32 elsewhere; but a run that trains
+    all weights, with a hidden size of 512 or more, on a CPU that multiplies bfloat16 in hardware
+    (on Linux lscpu then lists amx_bf16), takes it if the logits are close, and keeps it when it is
+    resumed. On other CPUs bfloat16 is far slower than float32."""
     attn_implementation: Text = "sdpa"
     """The attention kernel, by its name in transformers: sdpa works for nearly all models (Gemma 2
     needs eager), eager is slow and plain, flash_attention_2 needs the package of that name.
     Rollouts are fast with the first two."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass instead of keeping them. The update then needs
-    much less memory and about a third more time."""
+    much less memory and about a third more time. null does so on a GPU that would hold neither 8192
+    tokens otherwise, nor two of the longest rows, and with shard; it never does on a CPU."""
     shard: bool = False
     """false keeps the whole model, its gradients and the optimizer's averages on each GPU (DDP), 16
     bytes per weight. true splits them among the ranks (FSDP2), for a model that does not fit
@@ -229,8 +231,8 @@ class SamplingSettings(Section):
     assistant's turn; all of them are printed at the start."""
     max_batch_tokens: PositiveInt | None = None
     """The most tokens that are decoded at once: rows times (longest prompt + new tokens). null
-    means what fits into the GPU's free memory, and 131072 on a CPU. Lower it if sampling runs out
-    of memory."""
+    means what fits into the GPU's free memory, and on a CPU what takes about 1 GB, but at most
+    524288. Lower it if sampling runs out of memory."""
     vllm_memory_gb: PositiveFloat | None = None
     """For backend vllm, the size of its cache of keys and values on each rank, in GB. If it is too
     small for all completions at once, some wait. null means a fifth of the GPU's free memory once
@@ -280,11 +282,11 @@ class TrainingSettings(Section):
     max_new_gen_tokens: Count = 320
     """The greatest length of a completion, in tokens. A longer one is cut off, and usually earns
     nothing."""
-    micro_batch_tokens: PositiveInt = 2_048
+    micro_batch_tokens: PositiveInt | None = None
     """The most tokens in a forward and backward pass: rows times the longest (prompt + completion).
-    A longer row gets a separate pass. The gradient does not depend on this limit. 2048 suits a CPU:
-    such a pass has little padding and fits into caches. A GPU is faster with 8192 or more, if its
-    memory allows."""
+    A longer row gets a separate pass. The gradient does not depend on this limit. null is 2048 on a
+    CPU, which such a pass suits: it has little padding and fits into caches. On a GPU it is as many
+    as fit into the memory, found at the start and kept when the run is resumed on such GPUs."""
     seed: int = Field(0, ge=0, lt=2**32)
     """The seed of the questions, their order and the samples. Another seed makes another run."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"

@@ -29,7 +29,7 @@ from engine.core.packages import import_package
 from engine.core.tensors import autocast
 from engine.core.types import Log, no_log
 from engine.model.folders import check_folder, no_such_folder
-from engine.model.probes import supports_float16
+from engine.model.probes import supports_dtype
 from engine.model.tokenizer import check_vocabulary, find_eos_ids, load_tokenizer
 from engine.update.optimizer import AVERAGES, FP32
 
@@ -75,7 +75,7 @@ def load_model_and_tokenizer(
         if base is not None:
             adapters().load_adapter(model, settings, is_trainable=is_training)
     is_auto = settings.compute_dtype == "auto" and compute_dtype == torch.float16
-    if is_auto and not supports_float16(model):
+    if is_auto and not supports_dtype(model, torch.float16):
         log("in float16 this model's logits are not finite, or far off: float32 is used")
         del model  # there may be no room for two
         return load_model_and_tokenizer(config, device, log, compute_dtype=torch.float32)
@@ -275,10 +275,15 @@ def load_model(
     else:
         adapters().keep_4bit_layout(model)
     if settings.gradient_checkpointing:
-        # transformers 5.23 has a new name for it, 5.17 only this one
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute(model)
     return model
+
+
+def recompute(model: nn.Module) -> None:
+    """Let the backward pass compute activations again, instead of keeping them for it."""
+    # transformers 5.23 has a new name for it, 5.17 only this one
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 @torch.no_grad()

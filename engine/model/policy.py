@@ -22,6 +22,8 @@ from engine.questions.prompts import encode_prompts
 # Up to so many bytes the fp32 logits of a whole micro-batch are made at once; larger ones would be
 # most of a GPU's memory (8,192 tokens x 151,936 make 5 GB), so they are made block by block.
 MAX_LOGITS_BYTES = 2**28
+# A micro-batch's tokens where the config says null: on a GPU it has as many as fit, up to these.
+CPU_TOKENS, MOST_TOKENS = 2_048, 65_536
 # float16's loss scale at the start: SmolLM2's gradients do not overflow at it. It doubles after so
 # many updates in a row that did not overflow; one that does throws a step away.
 INIT_SCALE, GROWTH_INTERVAL = 2.0**14, 100
@@ -55,6 +57,11 @@ class Policy:
         return isinstance(self.scorer, DistributedDataParallel)
 
     @property
+    def inner_scorer(self) -> nn.Module:
+        """Below DDP, where no rank waits for another."""
+        return self.scorer.module if self.is_in_ddp else self.scorer
+
+    @property
     def context_length(self) -> int | None:
         """The most tokens that the model, and its teacher, can see; None for no limit."""
         texts = [m.config.get_text_config() for m in (self.model, self.teacher) if m is not None]
@@ -86,10 +93,13 @@ class Policy:
 
         return start_conversations(self, task, config, questions, seeds, params, clock)
 
-    def large_logits_scorer(self, config: Config, log: Log) -> type[nn.Module] | None:
+    def large_logits_scorer(
+        self, config: Config, device: torch.device, log: Log
+    ) -> type[nn.Module] | None:
         """The scorer that makes logits block by block, if all of a micro-batch's would be large."""
         vocab_size = self.model.config.get_text_config().vocab_size
-        num_bytes = 4 * config.training.micro_batch_tokens * vocab_size
+        most = MOST_TOKENS if device.type == "cuda" else CPU_TOKENS
+        num_bytes = 4 * (config.training.micro_batch_tokens or most) * vocab_size
         scored = [self.model] if self.teacher is None else [self.model, self.teacher]
         in_blocks = num_bytes > MAX_LOGITS_BYTES
         in_blocks = in_blocks and all(supports_chunked_head(model, log) for model in scored)
@@ -108,6 +118,13 @@ class Policy:
         if config.model.lora is not None:
             return self.model
         return copy_in(self.compute_dtype, self.model, self.model.device)
+
+    def compute_in_bf16(self) -> None:
+        """Where the scorer and the sampler have computed in fp32, with the same weights."""
+        self.compute_dtype = torch.bfloat16
+        self.sampler.model = copy_in(torch.bfloat16, self.sampler.model, self.model.device)
+        for scorer in filter(None, (self.inner_scorer, self.reference)):
+            scorer.compute_dtype = torch.bfloat16
 
     def shard(self, world: World) -> None:
         """Cut the weights that are trained, and those of a reference, into a part for each rank."""

@@ -68,12 +68,15 @@ def mismatch_of(model: nn.Module, prompt: list[int], tokens: Tensor, log_probs: 
 
 
 @torch.no_grad()
-def supports_float16(model: nn.Module) -> bool:
-    """Whether float16 arithmetic gives finite logits near those in the weights' own dtype."""
+def supports_dtype(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether arithmetic in 16 bits gives finite logits near those in the weights' own dtype.
+
+    Of the largest logit, SmolLM2-135M's differ by 0.1% in float16 and by 0.9% in bf16; 1.6% pass.
+    """
     ids = torch.arange(1, 65, device=model.device)[None] % model.config.vocab_size  # made-up tokens
     with autocast(model.device, model.dtype):
         expected = model(input_ids=ids).logits.float()
-    with autocast(model.device, torch.float16):
+    with autocast(model.device, dtype):
         difference = (model(input_ids=ids).logits - expected).abs().mean()
     return bool(difference <= 2**-6 * expected.abs().max())  # as above; False for NaN
 

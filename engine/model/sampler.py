@@ -1,6 +1,7 @@
 """What samples for the policy: a backend by its name, on the policy's own weights or on a copy."""
 
 import copy
+import functools
 from collections.abc import Callable
 
 import torch
@@ -13,7 +14,7 @@ from engine.core.tensors import autocast, whole
 from engine.core.types import Completion, Log, Sampler, SamplingParams, Seed
 from engine.model.load import find_base
 from engine.model.probes import check_vllm, supports_grouped
-from engine.sampling.batches import tokens_that_fit
+from engine.sampling.batches import kept_bytes, tokens_that_fit
 from engine.sampling.grouped import decode_grouped
 
 DecodeLoop = Callable[..., list[Completion]]  # such as main.py's `generate`, and decode_grouped
@@ -47,9 +48,14 @@ class LoopSampler:
         for copied, weights in zip(copies, trained, strict=True):
             copied.copy_(whole(weights, copied.dtype))
 
-    def tokens_at_once(self, longest: int, params: SamplingParams) -> int:
+    @functools.cached_property
+    def kept_bytes(self) -> tuple[int, int]:
+        """Of a token and of a row: see engine/sampling/batches.py."""
         with self.autocast():
-            return tokens_that_fit(self.model, longest, params)
+            return kept_bytes(self.model)
+
+    def tokens_at_once(self, longest: int, params: SamplingParams) -> int:
+        return tokens_that_fit(self.model, longest, params, self.kept_bytes)
 
     def autocast(self) -> torch.autocast:
         """A bf16 model's fp32 adapter computes in bf16, as when it scores."""

@@ -75,6 +75,7 @@ def save_checkpoint(run: Run) -> None:
         "num_ranks": world.size,
         "config": dotted_values(run.config) | run.rests_on,
         "lost_best": run.unsaved.get("best"),
+        "fit": asdict(run.fit),
     }
     model, tokenizer, optimizer = run.policy.model, run.policy.tokenizer, run.optimizer
     name, keep = f"step-{state.step:06d}", run.config.checkpoint.keep

@@ -179,6 +179,8 @@ FREE_SECTIONS = ("checkpoint.", "logging.", "run.")
 # So may these, which save memory. They change how sums are rounded, and LoRA's dropout masks.
 ROUNDING_KEYS = ("training.micro_batch_tokens", "sampling.max_batch_tokens")
 ROUNDING_KEYS += ("model.gradient_checkpointing", "sampling.vllm_memory_gb")
+# What stood where null now leaves it to the hardware: on a CPU it is still that
+BEFORE_NULL = {"training.micro_batch_tokens": 2048, "model.gradient_checkpointing": False}
 OWN_CODE = "the code of the task, its reward or the algorithm"
 ROUNDING_KEYS += (OWN_CODE,)
 
@@ -187,6 +189,8 @@ def check_same_run(saved: dict, config: Config, rests_on: dict | None = None) ->
     """Raise ConfigError if a key has changed that must not; return the ROUNDING_KEYS that have."""
     now = dotted_values(config) | (rests_on or {})  # such as hashes
     saved = now | dotted_values(type(config)()) | saved  # a run older than a key had its default
+    for key, value in BEFORE_NULL.items():
+        saved[key] = now[key] if (now[key], saved[key]) == (None, value) else saved[key]
     for values in (now, saved):
         values["validation.best_by"] = values["validation.best_by"] or config.best_by
     if config.model.source is not config.model and saved["model.name"].endswith("/base"):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from engine.core.config import ConfigError
+from engine.core.config import ConfigError, TrainingSettings
 from engine.core.text import error_line
 from engine.core.user_file import RewardError
 
@@ -77,7 +77,7 @@ def tell_torchrun(text: str) -> None:
 
 
 @contextlib.contextmanager
-def crashes_name_the_fix(folder: Path) -> Iterator[None]:
+def crashes_name_the_fix(folder: Path, training: TrainingSettings) -> Iterator[None]:
     """Where memory or the disk is full, or a task exits, say below the traceback what to do."""
     try:
         yield
@@ -90,8 +90,9 @@ def crashes_name_the_fix(folder: Path) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise RuntimeError(
-            "out of memory: lower sampling.max_batch_tokens if it was sampling, else "
-            "training.micro_batch_tokens, or set model.gradient_checkpointing=true"
+            "out of memory: lower sampling.max_batch_tokens if it was sampling, else set "
+            f"training.micro_batch_tokens={training.micro_batch_tokens // 2}, or set "
+            "model.gradient_checkpointing=true"
         ) from error
     except RewardError as error:
         with mistakes_cost_one_line():

@@ -62,7 +62,7 @@ def resume(run: Run) -> None:
     scaler = run.policy.grad_scaler
     scaler.load_state_dict(saved.loss_scale or scaler.state_dict())
     run.policy.sampler.refresh()
-    run.state, run.is_resumed = saved.state, True
+    run.state, run.fit, run.is_resumed = saved.state, saved.fit, True
     run.unsaved = {} if saved.lost_best is None else {"best": saved.lost_best}
     run.logger.info(f"resumed after step {run.state.step}")
     if run.is_over:

@@ -22,11 +22,14 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engine.core.config import Config, ConfigError, check_world, differences, dotted_values
 from engine.core.distributed import World, order_ddp_buckets
 from engine.core.files import size_of
 from engine.core.types import Log
 from engine.model.load import find_base, one_line_errors
+from engine.model.probes import supports_dtype
 from engine.run.config_file import dump, read_file, section_of
 from engine.run.fingerprint import check_same_everywhere, check_same_files, commit_of
 from engine.run.folder import command, run_folder, run_name
@@ -35,6 +38,8 @@ from engine.run.remarks import remark_at_start
 from engine.run.resume import make_folder, resume
 from engine.run.state import Run
 from engine.update.optimizer import AVERAGES, FP32
+
+MIN_SIZE = 512  # of the hidden states, from which on a CPU gains by products in bf16
 
 
 def boards_of(config: Config, world: World) -> Sequence[Any]:
@@ -52,9 +57,33 @@ def begin(run: Run) -> None:
     check_room(run)
     resume(run)
     order_ddp_buckets(run.policy.scorer, run.world.device)
+    if run.world.device.type == "cuda":
+        from engine.run.fit import fit_micro_batches
+
+        fit_micro_batches(run)
+    elif run.config.model.compute_dtype == "auto":
+        choose_dtype(run)
     open_files(run)
     if not run.is_resumed:
         remark_at_start(run)
+
+
+def choose_dtype(run: Run) -> None:
+    """bf16 instead of fp32 for a run of all weights of a large model on a CPU that is made for it.
+
+    Rank 0 decides for all at the first start. Smaller matrices gain nothing, and an adapter's base
+    or a model that is evaluated would itself be rounded.
+    """
+    policy, settings, backend = run.policy, run.config.model, run.config.sampling.backend
+    is_made_for_it = torch.cpu.get_capabilities().get("amx_bf16", False)
+    if not run.is_resumed and settings.lora is None and backend != "vllm":
+        may_gain = is_made_for_it and getattr(policy.model.config, "hidden_size", 0) >= MIN_SIZE
+        is_near = may_gain and supports_dtype(policy.sampler.model, torch.bfloat16)
+        run.fit.in_bf16 = run.world.broadcast(is_near)
+    if run.fit.in_bf16:
+        policy.compute_in_bf16()
+        how = "multiplies in hardware" if is_made_for_it else "has no hardware for: that is slow"
+        run.logger.info(f"it computes in bfloat16, which this processor {how}")
 
 
 def check_room(run: Run) -> None:
@@ -63,13 +92,17 @@ def check_room(run: Run) -> None:
     training, num_questions = run.config.training, run.config.questions_per_step(world.size)
     place = f"{world.size} x {world.device.type}"
     run.logger.info(f"{num_weights:,} weights, on {place}; results in {run.folder}")
+    num_trained = sum(parameter.numel() for parameter in run.trained_weights)
+    if world.device.type == "cpu" and num_weights > 50_000_000:
+        num_bytes = FP32 * num_weights + (FP32 + AVERAGES[training.optimizer]) * num_trained
+        what = "weights, gradients and averages; a batch's cache and activations come on top"
+        run.logger.info(f"each process needs {num_bytes / 1e9:.1f} GB for {what}")
     k, n = training.num_best, training.group_size
     per_rank = num_questions // world.size
     rows = f"{num_questions * k:,} rows: {per_rank} questions on each rank"
     best = f", of which the best {k}" if k < n else ""
     run.logger.info(f"{training.num_steps} steps of {rows}, {n} samples of each{best}")
     if world.is_main:
-        num_trained = sum(parameter.numel() for parameter in run.trained_weights)
         check_disk(run.folder, run.config, num_weights=num_trained)
 
 

@@ -8,10 +8,10 @@ import torch
 from pydantic import NonNegativeInt
 from torch import nn
 
-from engine.core.config import Config, ConfigError
+from engine.core.config import Config, ConfigError, TrainingSettings
 from engine.core.distributed import World
 from engine.core.types import Groups
-from engine.model.policy import Policy
+from engine.model.policy import CPU_TOKENS, Policy
 from engine.questions.contract import Task
 from engine.questions.data import QuestionStream
 from engine.questions.tasks import built_in_tasks
@@ -53,6 +53,16 @@ class State:
 
 
 @dataclass
+class Fit:
+    """What was chosen for this machine where the config leaves it open: see engine/run/fit.py."""
+
+    tokens: int = CPU_TOKENS  # of a micro-batch
+    recomputes: bool = False  # instead of keeping activations
+    in_bf16: bool = False  # on a CPU
+    where: str = ""  # the number of ranks and their GPUs
+
+
+@dataclass
 class Saved:
     """What a checkpoint's state.json holds."""
 
@@ -61,6 +71,7 @@ class Saved:
     config: dict[str, Any]  # dotted values, and what else the run rests on
     loss_scale: dict[str, Any] = field(default_factory=dict)
     lost_best: float | None = None  # the metric of a best model that could not be saved
+    fit: Fit = field(default_factory=Fit)
 
 
 @dataclass
@@ -77,6 +88,7 @@ class Run:
     optimizer: torch.optim.Optimizer | None = None
     folder: Path | None = None  # by default the one that the config names
     state: State = field(default_factory=State)
+    fit: Fit = field(default_factory=Fit)
     is_resumed: bool = False
     # Of "best" and "checkpoint", what could not be saved: its metric, or its step
     unsaved: dict[str, float] = field(default_factory=dict)
@@ -113,6 +125,12 @@ class Run:
         if num_broken > 0:
             self.logger.warning(f"{num_broken} completions ended at logits that were not finite")
         return num_broken
+
+    @property
+    def training(self) -> TrainingSettings:
+        """Those of the config, with the micro-batches that were found for null."""
+        tokens = self.config.training.micro_batch_tokens or self.fit.tokens
+        return self.config.training.model_copy(update={"micro_batch_tokens": tokens})
 
     @property
     def is_over(self) -> bool:

@@ -1,6 +1,8 @@
 """Which questions are decoded together: as many as the memory holds."""
 
+import ctypes
 import math
+import resource
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +12,10 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from engine.core.types import Completion, PromptBatch, Sampler, SamplingParams
+
+# Of the rows that a CPU decodes at once; more rows than these are hardly faster, each for itself.
+CPU_BYTES, CPU_TOKENS = 2**30, 524_288
+SMALL_PROCESS_KB = 2**20  # at its peak
 
 
 def decode_in_batches(
@@ -22,14 +28,16 @@ def decode_in_batches(
     """Sample a group of completions of each prompt: one list per prompt, in their order.
 
     Questions are decoded together, longest prompts first, while rows * (longest + new tokens)
-    <= `max_batch_tokens`; None is as many as the GPU holds if they end as early as most do. If its
-    memory runs out all the same, they are decoded again in halves: the random numbers are the
-    questions' own. Conversations with an environment cannot begin again.
+    <= `max_batch_tokens`; None is as many as the GPU holds if they end as early as most do, or as
+    take about 1 GB on a CPU. If a GPU's memory runs out all the same, they are decoded again in
+    halves: the random numbers are the questions' own. Conversations with an environment cannot
+    begin again.
     """
     token_ids, conversations = prompts.token_ids, prompts.conversations
     groups: list[list[Completion]] = [[] for _ in token_ids]
     by_length = sorted(range(len(token_ids)), key=lambda i: -len(token_ids[i]))
     most, num_batches = len(token_ids), 0
+    trim_heap()  # of what the last update has left
     with logger.progress(len(token_ids) * params.group_size, "sampling", "seq") as bar:
         while by_length:
             longest = len(token_ids[by_length[0]])
@@ -55,20 +63,40 @@ def decode_in_batches(
     if num_batches > 1 and torch.cuda.is_available():
         sampled = f"{len(token_ids)} questions x {params.group_size} samples"
         logger.once(f"{sampled} took {num_batches} batches")
+    trim_heap()
     return groups
 
 
-def tokens_that_fit(model: nn.Module, longest: int, params: SamplingParams) -> int:
-    """How many tokens of prompts and completions fit into the memory now free, decoded at once."""
+def trim_heap() -> None:
+    """Give the free memory of the process back to the system, where the C library can (glibc).
+
+    The tensors of each rollout and each update have other shapes: where they were freed, the heap
+    keeps holes that the next ones do not fit into. It then grows though nothing is kept. A small
+    process is left alone, since it would only ask for the same pages again.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > SMALL_PROCESS_KB:
+        trim(0)
+
+
+def tokens_that_fit(
+    model: nn.Module, longest: int, params: SamplingParams, kept: tuple[int, int]
+) -> int:
+    """How many tokens of prompts and completions can be decoded at once; `kept` are `kept_bytes`.
+
+    On a GPU as many as fit into the memory now free; on a CPU, whose caches many rows do not help,
+    as many as take `CPU_BYTES` if each row gets as long as it may.
+    """
     device, row_tokens = model.device, longest + params.max_new_tokens
+    config, (cached, states), top_p = model.config.get_text_config(), kept, params.top_p
     if device.type != "cuda":
-        return 131_072
+        row = states + decode_bytes_per_row(config, row_tokens, cached=cached, top_p=top_p)
+        return min(CPU_TOKENS, int(CPU_BYTES / row) * row_tokens)
     reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + reserved
-    config, size = model.config.get_text_config(), model.dtype.itemsize
-    cached, states = kept_bytes(model)
+    size = model.dtype.itemsize
     likely = longest + 0.7 * params.max_new_tokens  # tokens: most completions end early
-    decoding = states + decode_bytes_per_row(config, likely, cached=cached, top_p=params.top_p)
+    decoding = states + decode_bytes_per_row(config, likely, cached=cached, top_p=top_p)
     hidden_size = getattr(config, "hidden_size", 0)
     inner_size = getattr(config, "intermediate_size", None) or 4 * hidden_size
     layer = size * (5 * hidden_size + 3 * inner_size)  # what a prompt's token is made into

@@ -57,7 +57,7 @@ OPTIONAL |= {"engine.sampling.calculator", "engine.model.adapters", "engine.upda
 OPTIONAL |= {"engine.update.head", "engine.update.losses", "engine.report.boards"}
 OPTIONAL |= {"engine.questions.reward_functions", "engine.questions.event_loop", "tasks.guess"}
 OPTIONAL |= {"engine.update.user_algorithm", "engine.sampling.stop_texts"}
-OPTIONAL |= {"engine.run.merge", "tasks.lengths", "tasks.gsm8k"}
+OPTIONAL |= {"engine.run.merge", "tasks.lengths", "tasks.gsm8k", "engine.run.fit"}
 
 # In this order, in one process: what each run loads of these that no run before it has loaded
 RUNS = {

@@ -1,4 +1,7 @@
-"""A run that cannot fit is refused at its start, with what would fit; one that can fit is not."""
+"""A run that cannot fit is refused at its start, with what would fit; one that can fit is not.
+
+And a GPU gets the micro-batches that fit: the card is made up, the passes are made.
+"""
 
 import os
 import shutil
@@ -7,10 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import make_config
+from harness import arguments, load_run, make_config
 from transformers import AutoConfig
 
 from engine.model.load import check_host_memory
+from engine.run import fit
+from engine.run.config_file import load_config
 from engine.run.start import check_disk
 
 
@@ -67,3 +72,64 @@ def test_a_disk_must_hold_all_checkpoints_and_two_best_models(
         (tmp_path / "best").mkdir()
         (tmp_path / "best/model.safetensors").write_bytes(bytes(2_000_000))
     check_disk(tmp_path, config, num_weights=num_weights)
+
+
+GB = 10**9
+KEPT, RECOMPUTED = GB, GB // 10  # what a row takes in a pass
+
+
+@pytest.fixture
+def card(monkeypatch) -> SimpleNamespace:
+    """A GPU with so many bytes free beside weights and gradients."""
+    card, peak = SimpleNamespace(free=0, name="H100", recomputes=False), fit.peak_of_pass
+
+    def peak_of_pass(run, num_rows: int, row: int) -> int:
+        peak(run, num_rows, row)
+        needed = num_rows * (RECOMPUTED if card.recomputes else KEPT)
+        if needed > card.free:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return needed
+
+    monkeypatch.setattr(fit, "peak_of_pass", peak_of_pass)
+    monkeypatch.setattr(fit, "recompute", lambda model: setattr(card, "recomputes", True))
+    for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card.name)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (card.free, 10**12))
+    return card
+
+
+@pytest.mark.parametrize(
+    ("given", "free", "num_rows", "recomputes"),
+    [
+        ("", 20.1 * GB, 17, False),  # 85% of what is free
+        ("", 8.1 * GB, 68, True),  # 6 rows without recomputation are too few
+        ("", 1.9 * GB, 16, True),  # two rows do not even fit
+        ("model.gradient_checkpointing=false", 8.1 * GB, 6, False),
+        ("model.gradient_checkpointing=false", 0.1 * GB, 1, False),  # out of memory: in the update
+        ("training.kl_coef=0.1", 20.1 * GB, 17, False),
+        ("", 900 * GB, 100, False),  # more are no faster
+    ],
+)
+def test_a_gpu_gets_the_micro_batches_that_fit(
+    tmp_path, rotary_model_folder, card, monkeypatch, given, free, num_rows, recomputes
+):
+    """And a resumed run has its own again, on such a card, whatever is free there."""
+    run = load_run(load_config(arguments(tmp_path, rotary_model_folder, *given.split())))
+    assert run.training.micro_batch_tokens == 2_048  # on a CPU
+    row, weights = fit.longest_row(run), [p.detach().clone() for p in run.trained_weights]
+    monkeypatch.setattr(fit, "FEW_TOKENS", 8 * row)
+    monkeypatch.setattr(fit, "MOST_TOKENS", 100 * row)
+    card.free = free
+    fit.fit_micro_batches(run)
+    assert (run.training.micro_batch_tokens, run.fit.recomputes) == (num_rows * row, recomputes)
+    assert card.recomputes == recomputes
+    assert all(map(torch.equal, weights, run.trained_weights))
+    assert all(weight.grad is None for weight in run.trained_weights)
+    card.free, card.recomputes, before = 3.6 * GB, False, run.fit
+    fit.fit_micro_batches(run)
+    assert run.fit == before and card.recomputes == recomputes
+    card.name, card.recomputes = "T4", False
+    fit.fit_micro_batches(run)
+    assert run.fit.where == "1 x T4" and run.fit.tokens == (3 if "false" in given else 30) * row
+    run.lock.close()

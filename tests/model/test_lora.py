@@ -60,7 +60,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import main
 from engine.core.statistics import Clock
-from engine.model import sampler
 from engine.model.adapters import keep_4bit_layout, quantization_config
 from engine.model.load import base_of, load_model_and_tokenizer
 from engine.model.policy import Policy
@@ -237,12 +236,11 @@ def test_the_model_with_its_adapter_samples_what_it_scores(rotary_model_folder, 
     assert_plain(policy, prompts, seeds, groups, rounding=ATOL, **changes)
 
 
-def test_a_rows_memory_is_estimated_in_the_dtype_that_decodes(rotary_model_folder, monkeypatch):
+def test_a_rows_memory_is_estimated_in_the_dtype_that_decodes(rotary_model_folder):
     """Bug: a GPU's first estimate ran the fp32 adapter on layers in bf16, and raised."""
-    monkeypatch.setattr(sampler, "tokens_that_fit", lambda model, *_: kept_bytes(model))
     policy = make_policy(rotary_model_folder, LORA, "model.compute_dtype=bfloat16")
     plain = make_policy(rotary_model_folder, "model.compute_dtype=bfloat16").sampler.model
-    assert policy.sampler.tokens_at_once(9, policy.params) == kept_bytes(plain)
+    assert policy.sampler.kept_bytes == kept_bytes(plain)
 
 
 def test_inputs_of_an_adapter_are_not_cast_to_fp32_and_back(rotary_model_folder):

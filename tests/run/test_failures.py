@@ -12,7 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import arguments, finish, program, read_rows, run_main, run_on_ranks, start
+from harness import (
+    arguments,
+    finish,
+    make_config,
+    program,
+    read_rows,
+    run_main,
+    run_on_ranks,
+    start,
+)
 
 import main
 from engine.core.distributed import World, read_environment
@@ -113,7 +122,7 @@ def test_variables_that_torchrun_would_not_set_are_named(monkeypatch):
 
 
 WHILE_RUNNING = {
-    "CPU": (lambda: torch.empty(1 << 60), "micro_batch_tokens"),  # bug: a plain RuntimeError
+    "CPU": (lambda: torch.empty(1 << 60), "micro_batch_tokens=1024,"),  # bug: a plain RuntimeError
     # bug: sys.exit(0) in a task ended the run after the first of three steps, with status 0
     "exit": (lambda: sys.exit(0), r"called sys\.exit\(0\)"),
 }
@@ -121,7 +130,8 @@ WHILE_RUNNING = {
 
 @pytest.mark.parametrize(("happens", "fix"), WHILE_RUNNING.values(), ids=WHILE_RUNNING)
 def test_a_crash_names_its_fix(happens, fix):
-    with pytest.raises(RuntimeError, match=fix), crashes_name_the_fix(Path()):
+    small = make_config("training.micro_batch_tokens=2048").training
+    with pytest.raises(RuntimeError, match=fix), crashes_name_the_fix(Path(), small):
         happens()
 
 

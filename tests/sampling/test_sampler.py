@@ -1,6 +1,8 @@
 """Sampling: what is drawn is what one plain forward pass gives, in any batch, by any backend."""
 
+import ctypes
 import math
+import os
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -42,6 +44,7 @@ from engine.sampling.batches import (
     decode_bytes_per_row,
     decode_in_batches,
     kept_bytes,
+    tokens_that_fit,
 )
 from engine.sampling.cache import ReservedColumns
 from engine.sampling.draw import invert_cdf, sample_tokens
@@ -326,6 +329,45 @@ def test_a_batch_has_room_for_the_prompts_and_their_new_tokens():
     sampler = SimpleNamespace(decode=decode)
     decode_in_batches(sampler, PromptBatch(RAGGED, SEEDS[:4]), params, 84, listener(print))
     assert decoded == [[9, 5], [3, 1]]  # 4 rows of 9 + 12 tokens, then 5 of 3 + 12
+
+
+@pytest.mark.parametrize(
+    ("cached", "states", "num_rows"),
+    [
+        (8_192, 0, 2**30 // (512 * (8_192 + 4_096) + 24 * 80)),  # a layer of two is copied
+        (0, 2**22, 255),  # a recurrent model: each row's states, and what draws its token
+        (0, 0, 1_024),  # no bytes to speak of: 524,288 tokens
+    ],
+)
+def test_a_cpu_decodes_as_many_rows_as_take_a_gigabyte(cached, states, num_rows):
+    """Bug: 131,072 tokens, whatever a token took: few rows of a small model, 15 GB of a large."""
+    config = SimpleNamespace(vocab_size=80, num_hidden_layers=2)
+    config.get_text_config = lambda: config
+    model, params = SimpleNamespace(device=CPU, config=config), replace(PLAIN, max_new_tokens=500)
+    fit = tokens_that_fit(model, 12, params, (cached, states))
+    assert fit // 512 == num_rows
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
+def test_a_rollout_gives_back_the_memory_that_an_update_has_left(monkeypatch):
+    """Bug: a run of a 0.5B model on a CPU grew from 14 to 23 GB in twelve steps, and kept 8."""
+
+    def held_mb() -> float:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+    monkeypatch.setattr("engine.sampling.batches.SMALL_PROCESS_KB", 0)
+    sampler = SimpleNamespace(decode=lambda prompts, *_, **__: [None] * len(prompts))
+    arguments = (PromptBatch(RAGGED, SEEDS[:4]), PLAIN, 10**6, listener(print))
+    torch.ones(2**22 * 15 // 8)  # once freed, blocks of up to 30 MB come from the heap
+    decode_in_batches(sampler, *arguments)
+    before = held_mb()
+    blocks = [(torch.ones(2**20), torch.ones(2**17)) for _ in range(100)]  # 4 and 0.5 MB each
+    small = [pair[1] for pair in blocks]
+    blocks.clear()
+    assert held_mb() - before > 300 and len(small) == 100  # they hold what lies between them
+    decode_in_batches(sampler, *arguments)
+    assert held_mb() - before < 150
 
 
 def test_a_batch_that_is_too_large_is_decoded_again_in_halves(rotary_model_folder, monkeypatch):

@@ -24,6 +24,7 @@ from harness import (
 from reference import EASY, GRPO, HARD, IN_TWO, config_of, flat, make_groups
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import engine.run.start
 import main
 from engine.core.distributed import World
 from engine.model.load import choose_compute_dtype, load_model_and_tokenizer
@@ -151,6 +152,46 @@ def test_a_gpu_without_bfloat16_computes_in_float16(monkeypatch, has_bf16, dtype
     assert choose_compute_dtype(make_config().model, torch.device("cuda")) == dtype
     assert choose_compute_dtype(make_config().model, CPU) == torch.float32
     assert choose_compute_dtype(make_config(FLOAT16).model, CPU) == torch.float16
+
+
+@pytest.fixture
+def hardware(monkeypatch) -> dict[str, bool]:
+    """What the processor has; products of any size then count."""
+    has = {"amx_bf16": True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+    monkeypatch.setattr(engine.run.start, "MIN_SIZE", 32)
+    return has
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        ([], "bfloat16"),
+        (["training.kl_coef=0.1"], "bfloat16"),  # the reference too
+        (["model.compute_dtype=float32"], "float32"),
+        (["model.lora={r: 2}"], "float32"),  # its base would be rounded
+        (["no hardware"], "float32"),
+        (["another model"], "float32"),  # whose logits in bf16 are far off
+    ],
+)
+def test_a_run_keeps_the_dtype_that_was_chosen_for_its_first_processor(
+    rotary_model_folder, tmp_path, monkeypatch, hardware, given, dtype
+):
+    """A run of before there was a choice is in fp32, as if there were no hardware."""
+    grade_by_text(monkeypatch)
+    if given == ["another model"]:
+        monkeypatch.setattr(engine.run.start, "supports_dtype", lambda *_: False)
+    hardware["amx_bf16"] = given != ["no hardware"]
+    for num_steps in (1, 2):
+        options = [*(word for word in given if "=" in word), f"training.num_steps={num_steps}"]
+        run = load_run(load_config(arguments(tmp_path, rotary_model_folder, *options)))
+        policy, expected = run.policy, getattr(torch, dtype)
+        assert policy.compute_dtype == policy.scorer.compute_dtype == expected
+        assert policy.sampler.model.dtype == expected and run.is_resumed == (num_steps == 2)
+        assert policy.reference is None or policy.reference.compute_dtype == expected
+        assert main.run_training(run) == 0
+        run.lock.close()
+        hardware["amx_bf16"] = not hardware["amx_bf16"]
 
 
 @pytest.mark.parametrize("lora", ["null", "{r: 2}"])

@@ -1,0 +1,82 @@
+"""How large a micro-batch a GPU holds, and whether it must recompute: found by trying.
+
+A pass of one row and one of two, of weight 0, show what each further row takes.
+"""
+
+import torch
+
+from engine.model.load import recompute
+from engine.model.policy import MOST_TOKENS
+from engine.questions.prompts import encode_prompts
+from engine.run.state import Fit, Run
+from engine.update.optimizer import AVERAGES
+
+SHARE = 0.85  # of the free memory; the rest is for what a shape of its own fragments
+NCCL_BYTES = 10**9  # of its buffers, which it takes at its first sum
+FEW_TOKENS = 8_192  # it recomputes rather than have fewer
+NUM_PROMPTS = 256
+
+
+def fit_micro_batches(run: Run) -> None:
+    """Set `run.fit` where the config leaves open what it says; a resumed run keeps its own."""
+    training, settings, fit = run.config.training, run.config.model, run.fit
+    may_recompute = settings.gradient_checkpointing is None
+    if training.micro_batch_tokens and not may_recompute:
+        return
+    gpus = f"{run.world.size} x {torch.cuda.get_device_name(run.world.device)}"
+    if fit.where != gpus:
+        row = longest_row(run)
+        enough = max(training.micro_batch_tokens or FEW_TOKENS, 2 * row)
+        # All ranks gather shards in a pass: one that ran out of memory there would end the run.
+        tokens = 0 if settings.shard and may_recompute else tokens_that_fit(run, row)
+        fit = Fit(max(tokens, row), may_recompute and tokens < enough, where=gpus)
+    if fit.recomputes and may_recompute:
+        recompute(run.policy.model)
+        if fit is not run.fit:
+            fit.tokens = max(tokens_that_fit(run, row), row)
+    run.fit, how = fit, "with" if fit.recomputes or settings.gradient_checkpointing else "without"
+    run.logger.info(f"micro-batches of {fit.tokens:,} tokens fit on {gpus}, {how} recomputation")
+
+
+def longest_row(run: Run) -> int:
+    """Of a training completion, in tokens: as many as it may have, and the longest of prompts."""
+    questions = [question for _, question in run.stream.take(0, NUM_PROMPTS)[0]]
+    task, options, tokenizer = run.task, run.config.task, run.policy.tokenizer
+    ids = encode_prompts(questions, task=task, options=options, tokenizer=tokenizer)
+    return max(map(len, ids)) + run.config.training.max_new_gen_tokens
+
+
+def tokens_that_fit(run: Run, row: int) -> int:
+    """In whole rows, on the rank that holds the fewest; 0 if not even one row fits."""
+    policy, device, is_cut, num_rows = run.policy, run.world.device, run.config.model.shard, 0
+    weights = [weight.to_local() if is_cut else weight for weight in run.trained_weights]
+    later = NCCL_BYTES * (run.world.size > 1)  # bytes; those of decoding's graphs are free by then
+    if not run.optimizer.state:
+        later += AVERAGES[run.config.training.optimizer] * sum(w.numel() for w in weights)
+    try:
+        peak_of_pass(run, 1, row)  # makes the gradients
+        held = torch.cuda.memory_allocated(device)
+        one, two = (peak_of_pass(run, n, row) - held for n in (1, 2))
+        torch.cuda.empty_cache()
+        room = SHARE * (torch.cuda.mem_get_info(device)[0] - later)
+        num_rows = max(0, 1 + int((room - one) // max(1, two - one)))
+    except torch.OutOfMemoryError:
+        if is_cut:
+            raise
+    policy.model.zero_grad(set_to_none=not policy.is_in_ddp)
+    return min(run.world.gather(min(num_rows * row, MOST_TOKENS)))
+
+
+def peak_of_pass(run: Run, num_rows: int, row: int) -> int:
+    """The most bytes that are held in a pass of an update that changes nothing."""
+    policy, device = run.policy, run.world.device
+    ids = torch.zeros((num_rows, row), dtype=torch.long, device=device)
+    columns = torch.arange(row, device=device) >= row - run.config.training.max_new_gen_tokens
+    mask = columns.expand_as(ids)
+    policy.model.train()  # only then are activations recomputed
+    torch.cuda.reset_peak_memory_stats(device)
+    log_probs = policy.inner_scorer(ids, mask, temperature=policy.params.temperature)
+    if policy.reference is not None:
+        policy.score_by_reference(ids, mask)
+    (0.0 * log_probs.sum()).backward()
+    return torch.cuda.max_memory_allocated(device)
