@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py correctness     # then adapters (needs peft, bitsandbytes), speed, step
     python benchmarks/gpu.py step --quick    # toys on any device: does it run?
+    python benchmarks/gpu.py evening --weights QWEN --data GSM8K    # a quarter of an hour on a card
 
 Random weights in the shape of Qwen2.5-3B; no network. Each part is meant for one GPU of 80 GB or
 more and at most 5 minutes. Each of its checks prints a table when it has ended, and all figures so
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -42,8 +44,9 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from engine import ROOT
 from engine.core.distributed import World, order_ddp_buckets
-from engine.core.tensors import right_pad
+from engine.core.tensors import autocast, right_pad
 from engine.core.types import PromptBatch, SamplingParams, Trajectory
+from engine.model.load import recompute
 from engine.model.policy import Policy
 from engine.model.sampler import choose_loop, sample_by_loop
 from engine.report.metrics import peak_memory_gb
@@ -67,6 +70,13 @@ QWEN_3B = {
     "intermediate_size": 11008,
     "num_hidden_layers": 36,
     "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+}
+QWEN_05B = {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
     "num_key_value_heads": 2,
 }
 PROMPT_TOKENS, MEAN_LENGTH = 128, 400
@@ -102,6 +112,8 @@ class Setting:
 
     device: torch.device
     is_quick: bool
+    weights: Path = Path("none")  # of Qwen2.5-0.5B-Instruct, or a model of its shape
+    data: Path = Path("none")  # of GSM8K: train.jsonl and test.jsonl
 
     @property
     def shape(self) -> dict[str, int]:
@@ -198,15 +210,59 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * source.nbytes / statistics.median(seconds)
 
 
-def bandwidth_bound(model: nn.Module, lengths: list[int], bytes_per_s: float) -> float:
-    """Tokens per second if decoding cost no more than reading weights and cache once a token."""
+def decoding_bound(
+    model: nn.Module, lengths: list[int], *, bytes_per_s: float, flops_per_s: float
+) -> float:
+    """Tokens per second if a step took as long as reading weights and cache, or as its products."""
     config = model.config
     head_size = config.hidden_size // config.num_attention_heads
     cache_bytes = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_size
     weight_bytes = sum(p.nbytes for p in model.parameters())
-    cached = sum(length * PROMPT_TOKENS + length * (length + 1) / 2 for length in lengths)
-    num_bytes = max(lengths) * weight_bytes + cached * cache_bytes
-    return sum(lengths) * bytes_per_s / num_bytes
+    steps = np.arange(max(lengths))
+    num_rows = (np.array(lengths)[:, None] > steps).sum(axis=0)  # those that a step still decodes
+    num_bytes = weight_bytes + num_rows * (PROMPT_TOKENS + steps + 1) * cache_bytes
+    flops = 2 * model.num_parameters() * num_rows
+    return sum(lengths) / np.maximum(num_bytes / bytes_per_s, flops / flops_per_s).sum()
+
+
+def product_rate(setting: Setting) -> float:
+    """Floating-point operations per second of one bf16 product of large matrices."""
+    size = 64 if setting.is_quick else 8192
+    a, b = torch.randn(2, size, size, device=setting.device, dtype=torch.bfloat16)
+    (seconds,) = in_turns({"product": functools.partial(torch.mm, a, b)}, repeats=20).values()
+    return 2 * size**3 / statistics.median(seconds)
+
+
+def fuse_norms(model: nn.Module) -> int:
+    """Let plain RMSNorms compute by torch's fused kernel, which has a backward pass; how many do.
+
+    Bound to the module, so that a copy's norm reads the copy's weight. A norm that computes
+    something else (Gemma's 1 + weight), or that answers in another dtype, stays as it is.
+    """
+    norms = [norm for norm in model.modules() if type(norm).__name__.endswith("RMSNorm")]
+    is_plain = dict.fromkeys(norms, True)
+    hooks = [n.register_forward_hook(functools.partial(compare_norm, is_plain)) for n in norms]
+    ids = torch.arange(8, device=model.device)[None]
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.no_grad(), autocast(model.device, dtype):
+            model(input_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    for norm in filter(is_plain.get, norms):
+        norm.forward = types.MethodType(fused_norm, norm)
+    return sum(is_plain.values())
+
+
+def fused_norm(norm: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    return F.rms_norm(hidden, norm.weight.shape, norm.weight, eps)
+
+
+def compare_norm(is_plain: dict[nn.Module, bool], norm: nn.Module, args: tuple, output) -> None:
+    """Forward hook: whether the fused kernel says the same in the same dtype, to a unit of bf16."""
+    found = fused_norm(norm, *args)
+    is_near = found.dtype == output.dtype and torch.allclose(found, output, 2**-7, 1e-6)
+    is_plain[norm] &= is_near
 
 
 # Correctness
@@ -460,8 +516,12 @@ def time_rollout(setting: Setting) -> list[Row]:
     aim = setting.speed_aim(at_least=2)
     share = []
     if not setting.is_quick:  # a toy has no 8 GB to copy
-        bound = bandwidth_bound(model, lengths["ours"], copy_bandwidth(setting.device))
-        share = [Row("rollout, of what the memory bandwidth allows", speed / bound, "")]
+        rates = {
+            "bytes_per_s": copy_bandwidth(setting.device),
+            "flops_per_s": product_rate(setting),
+        }
+        bound = decoding_bound(model, lengths["ours"], **rates)
+        share = [Row("rollout, of what bandwidth and products allow", speed / bound, "")]
     return [
         *rows,
         Row("rollout", ours_s, "s"),
@@ -501,22 +561,27 @@ def time_head(setting: Setting) -> list[Row]:
 
 
 def time_update(setting: Setting) -> list[Row]:
-    """Forward and backward of a micro-batch, as a share of the rate of one bf16 product."""
-    size, num_rows, num_tokens = (64, 1, 8) if setting.is_quick else (8192, 8, 1024)
-    a, b = torch.randn(2, size, size, device=setting.device, dtype=torch.bfloat16)
-    model = random_model(setting.shape, setting.device)
-    ids = torch.randint(model.config.vocab_size, (num_rows, num_tokens), device=setting.device)
-    mask = torch.arange(num_tokens, device=setting.device) >= num_tokens // 4  # after the prompt
-    update = functools.partial(score_and_differentiate, model, ids, mask.expand_as(ids))
-    (product_s,) = in_turns({"product": functools.partial(torch.mm, a, b)}, repeats=20).values()
-    (update_s,) = in_turns({"update": update}, repeats=1).values()
-    rate = 2 * size**3 / statistics.median(product_s)
-    flops = 6 * sum(p.numel() for p in model.parameters()) * ids.numel()
+    """Forward and backward of a micro-batch, as a share of the rate of one bf16 product.
+
+    It counts 6 operations a weight and token: not the products of attention, no recomputation, no
+    optimizer's step, and the head for the prompt's tokens too, which are not scored.
+    """
+    num_rows, num_tokens = (1, 8) if setting.is_quick else (8, 1024)
+    model, rate = random_model(setting.shape, setting.device), product_rate(setting)
+    update_s = seconds_of_update(setting, model, num_rows, num_tokens)
+    flops = 6 * sum(p.numel() for p in model.parameters()) * num_rows * num_tokens
     aim = setting.speed_aim(at_least=0.4)
     return [
         Row("one bf16 product", rate / 1e12, "TFLOP/s"),
-        Row("update, of that", flops / statistics.median(update_s) / rate, "", **aim),
+        Row("update, of that", flops / update_s / rate, "", **aim),
     ]
+
+
+def seconds_of_update(setting: Setting, model: nn.Module, num_rows: int, num_tokens: int) -> float:
+    ids = torch.randint(model.config.vocab_size, (num_rows, num_tokens), device=setting.device)
+    mask = torch.arange(num_tokens, device=setting.device) >= num_tokens // 4  # after the prompt
+    update = functools.partial(score_and_differentiate, model, ids, mask.expand_as(ids))
+    return statistics.median(in_turns({"update": update}, repeats=1)["update"])
 
 
 def score_and_differentiate(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> None:
@@ -530,9 +595,11 @@ def score_and_differentiate(model: nn.Module, ids: torch.Tensor, mask: torch.Ten
 class Step:
     """Rollout and update of one policy, again and again; completions have random rewards."""
 
-    def __init__(self, setting: Setting):
+    def __init__(self, setting: Setting, *, fused: bool):
         model = random_model(setting.shape, setting.device)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute(model)
+        if fused:
+            print(f"{fuse_norms(model)} norms by torch's fused kernel")
         self.workload = random_workload(model, setting.size)
         sampler, params = self.workload.sampler, self.workload.params
         scorer = ChunkedScorer(model, torch.bfloat16)
@@ -568,8 +635,12 @@ def measure_step_in_ddp(setting: Setting) -> list[Row]:
     return measure_step(setting, "DDP")
 
 
+def measure_step_with_fused_norms(setting: Setting) -> list[Row]:
+    return measure_step(setting, "fused norms")
+
+
 def time_whole_step(setting: Setting, name: str, *, ballast_gb: float) -> list[Row]:
-    step = Step(setting)
+    step = Step(setting, fused=name == "fused norms")
     if name == "DDP":
         step.run.policy.scorer = in_ddp(step.run.policy.scorer, setting)
     phases = {"rollout": step.rollout, "update": step.update}
@@ -583,12 +654,81 @@ def time_whole_step(setting: Setting, name: str, *, ballast_gb: float) -> list[R
     ]
 
 
+# An evening with a card: what is short and asked for most comes first
+
+
+def time_small_updates(setting: Setting) -> list[Row]:
+    """Seconds of 32,768 tokens at 0.5B, in micro-batches of three sizes; rows of 512 tokens."""
+    row, sizes = (8, (8, 16)) if setting.is_quick else (512, (2048, 8192, 32768))
+    model = random_model(TOY if setting.is_quick else QWEN_05B, setting.device)
+    return [
+        Row(
+            f"update of {sizes[-1]:,} tokens by {tokens:,}",
+            seconds_of_update(setting, model, tokens // row, row) * sizes[-1] / tokens,
+            "s",
+        )
+        for tokens in sizes
+    ]
+
+
+def train_real(setting: Setting) -> list[Row]:
+    """The 0.5B recipe on real weights for 5 minutes, then its last evaluation; as a toy, two steps.
+
+    The first evaluation is inside. Left out if the weights are not there within 3 minutes.
+    """
+    run_s, wait_s, arguments = 300, 180, ["--config", "configs/gsm8k-qwen2.5-0.5b.yaml"]
+    arguments += [f"model.name={setting.weights}", "validation.num_examples=256"]
+    arguments += [f"task.train={setting.data}/train.jsonl", f"task.eval={setting.data}/test.jsonl"]
+    if setting.is_quick:
+        run_s, wait_s, arguments = 60, 0, ["training.max_new_gen_tokens=8"]
+        arguments += ["validation.num_examples=2", "training.num_samples_per_step=2"]
+    deadline = time.monotonic() + wait_s
+    while not setting.is_quick and not (setting.weights / "config.json").is_file():
+        if time.monotonic() > deadline:
+            return [Row("real weights: not there", 0.0, "")]
+        time.sleep(1)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "main.py", *arguments, f"run.dir={folder}", "run.name=x"]
+        num_steps = 2 if setting.is_quick else 100
+        process = subprocess.Popen([*command, f"training.num_steps={num_steps}"], cwd=ROOT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(run_s)
+        process.send_signal(signal.SIGTERM)  # it ends its step, and saves
+        process.wait()
+        file = Path(folder, "x/metrics.jsonl")
+        num_steps = max(row["step"] for row in map(json.loads, file.open()))
+        subprocess.run([*command, f"training.num_steps={max(1, num_steps)}"], cwd=ROOT)
+        rows = [json.loads(line) for line in file.open()]
+    steps = [row for row in rows if "time/step_s" in row]
+    scores = [row["eval/pass@1"] for row in rows if "eval/pass@1" in row]
+    names = ["time/step_s", "time/rollout_s", "time/update_s", "perf/tokens_per_s"]
+    medians = [Row(name, statistics.median(row[name] for row in steps), "") for name in names]
+    ends = [Row("pass@1 before", scores[0], ""), Row("pass@1 after", scores[-1], "")]
+    peak = Row("peak memory", steps[-1]["perf/peak_memory_gb"], "GB")
+    return [Row("steps", len(steps), "", at_least=1), *medians, *ends, peak]
+
+
+def train_lora(setting: Setting) -> list[Row]:
+    """Two steps of the embedded model with an adapter, in both precisions."""
+    rows = []
+    for dtype in ("bfloat16", "float16"):
+        with tempfile.TemporaryDirectory() as folder:
+            settings = ["model.lora.r=8", f"model.compute_dtype={dtype}", "training.num_steps=2"]
+            settings += ["validation.num_examples=2", "training.max_new_gen_tokens=32"]
+            command = [sys.executable, "main.py", f"run.dir={folder}", *settings]
+            is_done = subprocess.run(command, cwd=ROOT).returncode in (0, 1)
+            rows.append(Row(f"two steps with LoRA in {dtype}", is_done, "", at_least=1))
+    return rows
+
+
 PARTS: dict[str, tuple[Callable[[Setting], list[Row]], ...]] = {
     "correctness": (check_sampling, check_optimizers, check_ddp, check_resume),
     "adapters": (check_8bit_averages, check_lora, check_4bit_lora),
     "speed": (time_attention, time_rollout, time_head, time_update),
-    "step": (measure_step, measure_step_in_ddp),
+    "step": (measure_step, measure_step_in_ddp, measure_step_with_fused_norms),
 }
+PARTS["evening"] = (time_small_updates, train_real, *PARTS["correctness"], train_lora)
+PARTS["evening"] += (*PARTS["adapters"], *PARTS["step"])
 
 
 def rows_of(check: Callable[[Setting], list[Row]], setting: Setting) -> list[Row]:
@@ -610,6 +750,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--quick", action="store_true", help="toys, on any device")
     parser.add_argument("--out", type=Path, default=Path(), help="the folder of gpu-<part>.json")
+    parser.add_argument("--weights", type=Path, default=Path("none"), help="for evening")
+    parser.add_argument("--data", type=Path, default=Path("none"), help="for evening")
     options = parser.parse_args(arguments)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu" and not options.quick:
@@ -620,7 +762,8 @@ def main(arguments: list[str] | None = None) -> None:
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"{options.part} on {name}, torch {torch.__version__}\n", flush=True)
     for check in PARTS[options.part]:
-        new = rows_of(check, Setting(device, options.quick))
+        setting = Setting(device, options.quick, options.weights.resolve(), options.data.resolve())
+        new = rows_of(check, setting)
         print_table([check.__name__, "measured", "aim", "reached"], [row.cells() for row in new])
         rows += new
         elapsed_s = time.perf_counter() - start

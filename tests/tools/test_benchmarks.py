@@ -6,7 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import ROOT, USERS_ENVIRONMENT, benchmark
+import torch
+from harness import CPU, ROOT, USERS_ENVIRONMENT, benchmark
+from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM
+
+from engine.model.sampler import copy_in
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +46,32 @@ def test_what_only_a_gpu_can_show_runs_as_a_toy(python, part, tmp_path):
     found = json.loads((tmp_path / f"gpu-{part}.json").read_text())
     assert found["part"] == part and len(found["rows"]) >= 5
     assert all(row["is_reached"] and row["name"] in output for row in found["rows"])
+
+
+def test_an_evening_with_a_card_runs_as_a_toy(python, monkeypatch):
+    """What it does beside the other parts."""
+    gpu = benchmark("gpu")
+    monkeypatch.setattr(gpu.sys, "executable", str(python))
+    others = {check for name, checks in gpu.PARTS.items() if name != "evening" for check in checks}
+    own = [check for check in gpu.PARTS["evening"] if check not in others]
+    rows = [row for check in own for row in check(gpu.Setting(CPU, is_quick=True))]
+    assert len(own) == 3 and len(rows) >= 10 and all(row.is_reached for row in rows)
+
+
+def test_fused_norms_are_those_that_compute_the_same(rotary_model_folder):
+    """And a copy's norm reads the copy's weight; a norm of 1 + weight (Gemma's) stays as it is."""
+    gpu, ids = benchmark("gpu"), torch.arange(2, 9)[None]
+    model = AutoModelForCausalLM.from_pretrained(rotary_model_folder, dtype=torch.float32)
+    names, expected = list(model.state_dict()), model(input_ids=ids).logits
+    assert gpu.fuse_norms(model) == 2 * model.config.num_hidden_layers + 1
+    torch.testing.assert_close(model(input_ids=ids).logits, expected)
+    copied = copy_in(torch.float32, model, model.device)
+    copied.model.norm.weight *= 2
+    torch.testing.assert_close(copied(input_ids=ids).logits, 2 * expected)
+    assert list(model.state_dict()) == list(copied.state_dict()) == names
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "head_dim"), 16)
+    heads = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1)
+    assert gpu.fuse_norms(GemmaForCausalLM(GemmaConfig(vocab_size=99, **sizes, **heads))) == 0
 
 
 def test_a_tree_does_not_equal_one_with_another_constant(python, monkeypatch, capsys):
