@@ -26,12 +26,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 STARTUP_S = 60.0  # a worker may take so long to start: importing SymPy is slow on a busy disk
 MAX_LOST_S = 120.0  # after so many seconds of waiting in vain no question is asked for a while
 FORGIVEN_AFTER = 10.0  # seconds after which one lost second no longer counts
-MEMORY_BYTES = 2 * 1024**3
+MEMORY_BYTES = 2 * 1024**3  # beside what the grader has mapped when it is loaded
 MAX_REPLY_BYTES = 65_536
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")  # a decimal, which SymPy would round
@@ -147,8 +148,10 @@ def serve(load: Callable[[], Callable[..., Any]]) -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints goes to stderr, not among the replies
     grader = load()  # slow, so the first request need not wait for it
-    with suppress(ValueError, OSError):  # macOS does not limit memory
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    with suppress(ValueError, OSError):  # macOS has no such file, and does not limit memory
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        limit = mapped + MEMORY_BYTES  # CUDA's torch maps 3 GB when it is imported
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     print(json.dumps({"id": 0, "reply": None}), file=replies, flush=True)

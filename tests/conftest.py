@@ -30,9 +30,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.import_plugin("harness")
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+def pytest_runtest_logreport(report: pytest.TestReport | pytest.CollectReport) -> None:
     if report.skipped and "GRPO_TEST_DATA" not in str(report.longrepr):
         UNEXCUSED_SKIPS.append(report.nodeid)
+
+
+pytest_collectreport = pytest_runtest_logreport  # a whole module can be skipped too
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -50,7 +53,9 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked vllm need a package that does not fit ours: they run where -m names them."""
     if "vllm" not in config.option.markexpr:
-        items[:] = [item for item in items if item.get_closest_marker("vllm") is None]
+        left_out = [item for item in items if item.get_closest_marker("vllm")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)

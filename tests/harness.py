@@ -8,11 +8,13 @@ import json
 import multiprocessing.forkserver
 import os
 import pickle
+import random
 import runpy
 import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
@@ -499,7 +501,7 @@ def run_on_ranks(
     """What a test module's `function(world, *args)` returns on each of `num_ranks` gloo ranks."""
     context, store = forkserver(), folder / f"store-{time.monotonic_ns()}"
     queue = context.SimpleQueue()
-    shared = (num_ranks, store, args, queue)
+    shared = (num_ranks, store, args, queue, dict(os.environ))
     ranks = [
         context.Process(target=run_rank, args=(function, rank, *shared), daemon=True)
         for rank in range(num_ranks)
@@ -508,27 +510,49 @@ def run_on_ranks(
         rank.start()
     deadline = time.monotonic() + timeout_s
     results: dict[int, Any] = {}
+    failures: dict[int, str] = {}  # a rank's traceback
     while len(results) < num_ranks and time.monotonic() < deadline:
         while not queue.empty():
-            rank, value = pickle.loads(queue.get())
-            results[rank] = value
-        if any(rank.exitcode not in (None, 0) for rank in ranks):
+            rank, value, failure = pickle.loads(queue.get())
+            (failures if failure else results)[rank] = failure or value
+        if failures or any(rank.exitcode not in (None, 0) for rank in ranks):
             break
         time.sleep(0.02)
     for rank in ranks:
         rank.join(timeout=5 if len(results) == num_ranks else 0)
         rank.kill()
-    assert len(results) == num_ranks, f"only ranks {sorted(results)} finished"
+    problem = "".join(f"\non rank {rank}: {text}" for rank, text in failures.items())
+    assert len(results) == num_ranks, f"only ranks {sorted(results)} finished{problem}"
     return [results[rank] for rank in range(num_ranks)]
 
 
-def run_rank(function: Callable, rank: int, num_ranks: int, store: Path, args: tuple, queue):
+def run_rank(
+    function: Callable, rank: int, num_ranks: int, store: Path, args: tuple, queue, environment
+):
     """The body of one rank's process."""
+    begin_apart(environment)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
-    value = function(World(rank=rank, size=num_ranks, device=CPU), *args)
-    queue.put(pickle.dumps((rank, value)))  # else a tensor is fetched, from a rank that may be gone
+    try:
+        value = function(World(rank=rank, size=num_ranks, device=CPU), *args)
+    except BaseException:
+        queue.put(pickle.dumps((rank, None, traceback.format_exc())))
+        raise
+    # Pickled here: else a tensor is fetched later, from a rank that may be gone.
+    queue.put(pickle.dumps((rank, value, "")))
     dist.barrier()  # a rank that ends early would take its connections with it
     dist.destroy_process_group()
+
+
+def begin_apart(environment: dict[str, str]) -> None:
+    """In a fork: the environment of the test that asked for it, and random numbers of its own.
+
+    Forks of one server share what it had, so ranks that draw from a shared generator would agree.
+    """
+    os.environ.clear()
+    os.environ.update(environment)
+    random.seed(os.getpid())
+    np.random.seed(os.getpid())
+    torch.manual_seed(os.getpid())
 
 
 # Whole runs of main.py, in a fork of a process that has imported everything: a start takes a
@@ -569,17 +593,20 @@ def program(
 
 def start(arguments: list[str], *torchrun: str, log: Path) -> BaseProcess:
     """A process of its own that runs the program, under torchrun if that is given options."""
-    process = forkserver().Process(target=run_program, args=(arguments, torchrun, log))
+    environment = os.environ | ENVIRONMENT
+    process = forkserver().Process(target=run_program, args=(arguments, torchrun, log, environment))
     process.start()
     return process
 
 
-def run_program(arguments: list[str], torchrun: tuple[str, ...], log: Path) -> None:
+def run_program(
+    arguments: list[str], torchrun: tuple[str, ...], log: Path, environment: dict[str, str]
+) -> None:
     """The body of that process, and of a group: torchrun's workers are forks of it."""
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which ignores it
     os.chdir(ROOT)
-    os.environ.update(ENVIRONMENT)
+    begin_apart(environment)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)

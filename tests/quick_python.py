@@ -52,7 +52,9 @@ def quick_python(folder: Path) -> Iterator[Path]:
         server.listen()
         command = [sys.executable, __file__, str(server.fileno()), str(folder / "python")]
         files = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL}  # its own, no command's
-        process = subprocess.Popen(command, pass_fds=[server.fileno()], **files)
+        # Forks keep the hash seed: this one differs from those of other processes of the tests.
+        environment = os.environ | {"PYTHONHASHSEED": "1"}
+        process = subprocess.Popen(command, pass_fds=[server.fileno()], env=environment, **files)
     yield folder / "python"
     process.kill()
     process.wait()

@@ -10,7 +10,9 @@ from tools import attack as tool
 from tools.attack import SLOW, attack, load
 
 NAIVE = r"""
-import re
+import mmap, re
+
+MAPPED = mmap.mmap(-1, 3 * 1024**3)  # as CUDA's torch does when it is imported
 
 def grade(completion, answer):
     for text in re.findall("<answer>(.*?)</answer>", completion, re.DOTALL):
@@ -29,7 +31,9 @@ def naive(tmp_path, monkeypatch):
 
 
 def test_each_kind_is_found_in_a_naive_grader(naive, call, monkeypatch):
-    """It evaluates, it finds the answer among others, and its regex is quadratic."""
+    """It evaluates, it finds the answer among others, its regex is quadratic, and it maps 3 GB.
+
+    Under a limit of 2 GiB in all, a grader that hangs ran out of memory instead."""
     found = attack("naive:grade")
     examples = {
         "ran code": "<answer>7305190721</answer>",
