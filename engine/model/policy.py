@@ -23,7 +23,7 @@ from engine.questions.prompts import encode_prompts
 # most of a GPU's memory (8,192 tokens x 151,936 make 5 GB), so they are made block by block.
 MAX_LOGITS_BYTES = 2**28
 # A micro-batch's tokens where the config says null: on a GPU it has as many as fit, up to these.
-CPU_TOKENS, MOST_TOKENS = 2_048, 65_536
+CPU_TOKENS, MOST_TOKENS = 2_048, 32_768
 # float16's loss scale at the start: SmolLM2's gradients do not overflow at it. It doubles after so
 # many updates in a row that did not overflow; one that does throws a step away.
 INIT_SCALE, GROWTH_INTERVAL = 2.0**14, 100

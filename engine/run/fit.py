@@ -3,6 +3,8 @@
 A pass of one row and one of two, of weight 0, show what each further row takes.
 """
 
+import math
+
 import torch
 
 from engine.model.load import recompute
@@ -11,7 +13,7 @@ from engine.questions.prompts import encode_prompts
 from engine.run.state import Fit, Run
 from engine.update.optimizer import AVERAGES
 
-SHARE = 0.85  # of the free memory; the rest is for what a shape of its own fragments
+SHARE = 0.7  # of the free memory: micro-batches of several shapes leave a part of it in fragments
 NCCL_BYTES = 10**9  # of its buffers, which it takes at its first sum
 FEW_TOKENS = 8_192  # it recomputes rather than have fewer
 NUM_PROMPTS = 256
@@ -48,35 +50,41 @@ def longest_row(run: Run) -> int:
 
 def tokens_that_fit(run: Run, row: int) -> int:
     """In whole rows, on the rank that holds the fewest; 0 if not even one row fits."""
-    policy, device, is_cut, num_rows = run.policy, run.world.device, run.config.model.shard, 0
+    world, is_cut, num_rows = run.world, run.config.model.shard, 0
     weights = [weight.to_local() if is_cut else weight for weight in run.trained_weights]
-    later = NCCL_BYTES * (run.world.size > 1)  # bytes; those of decoding's graphs are free by then
+    later = NCCL_BYTES * (world.size > 1)  # bytes; those of decoding's graphs are free by then
     if not run.optimizer.state:
         later += AVERAGES[run.config.training.optimizer] * sum(w.numel() for w in weights)
-    try:
-        peak_of_pass(run, 1, row)  # makes the gradients
-        held = torch.cuda.memory_allocated(device)
-        one, two = (peak_of_pass(run, n, row) - held for n in (1, 2))
-        torch.cuda.empty_cache()
-        room = SHARE * (torch.cuda.mem_get_info(device)[0] - later)
-        num_rows = max(0, 1 + int((room - one) // max(1, two - one)))
-    except torch.OutOfMemoryError:
-        if is_cut:
-            raise
-    policy.model.zero_grad(set_to_none=not policy.is_in_ddp)
-    return min(run.world.gather(min(num_rows * row, MOST_TOKENS)))
+    bytes_of_pass(run, 1, row)  # makes the gradients
+    one, two = (bytes_of_pass(run, n, row) for n in (1, 2))
+    torch.cuda.empty_cache()
+    room = SHARE * (torch.cuda.mem_get_info(world.device)[0] - later)
+    if one <= room:
+        num_rows = min(1 + int((room - one) // max(1, two - one)), MOST_TOKENS // row)
+    num_rows = min(world.gather(num_rows))
+    # The head's gradient, which any pass makes, may hide what one row or two take: try them all.
+    while num_rows > 1 and max(world.gather(bytes_of_pass(run, num_rows, row) - room)) > 0:
+        num_rows //= 2
+    run.policy.model.zero_grad(set_to_none=not run.policy.is_in_ddp)
+    return num_rows * row
 
 
-def peak_of_pass(run: Run, num_rows: int, row: int) -> int:
-    """The most bytes that are held in a pass of an update that changes nothing."""
+def bytes_of_pass(run: Run, num_rows: int, row: int) -> float:
+    """The most that a pass of an update takes, one of weight 0; infinite if it does not fit."""
     policy, device = run.policy, run.world.device
     ids = torch.zeros((num_rows, row), dtype=torch.long, device=device)
     columns = torch.arange(row, device=device) >= row - run.config.training.max_new_gen_tokens
     mask = columns.expand_as(ids)
     policy.model.train()  # only then are activations recomputed
     torch.cuda.reset_peak_memory_stats(device)
-    log_probs = policy.inner_scorer(ids, mask, temperature=policy.params.temperature)
-    if policy.reference is not None:
-        policy.score_by_reference(ids, mask)
-    (0.0 * log_probs.sum()).backward()
-    return torch.cuda.max_memory_allocated(device)
+    held = torch.cuda.memory_allocated(device)
+    try:
+        log_probs = policy.inner_scorer(ids, mask, temperature=policy.params.temperature)
+        if policy.reference is not None:
+            policy.score_by_reference(ids, mask)
+        (0.0 * log_probs.sum()).backward()
+    except torch.OutOfMemoryError:
+        if run.config.model.shard:  # the other ranks wait in the middle of the pass
+            raise
+        return math.inf
+    return torch.cuda.max_memory_allocated(device) - held
