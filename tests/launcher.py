@@ -22,8 +22,8 @@ from pathlib import Path
 
 from harness import install_grading
 
-import countdown
 import main as program
+from engine.questions.tasks import load_task
 
 FILE_EVENTS = {
     *("open", "os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir", "shutil.rmtree")
@@ -92,8 +92,9 @@ def install_fault(fault: dict, arguments: list[str]) -> None:
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     if rank == fault.get("rank", 0):
         if fault["do"] == "raise in reward":
-            given = (fault, itertools.count(1), countdown.reward_function, folder)
-            countdown.reward_function = functools.partial(fail_at_call, *given)
+            task = load_task("countdown")
+            given = (fault, itertools.count(1), task.reward_function, folder)
+            task.reward_function = functools.partial(fail_at_call, *given)
         else:
             sys.addaudithook(Striker(fault, folder))
 

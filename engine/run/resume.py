@@ -84,7 +84,7 @@ def compare(run: Run, saved: Saved) -> None:
         change = f"training.num_steps was {before} and is {training.num_steps}"
         run.logger.warning(f"{change}: the learning rate goes on at {rate}, as in the longer run")
     if saved.num_ranks != num_ranks:
-        then, now = (n * config.questions_per_rank(n) for n in (saved.num_ranks, num_ranks))
+        then, now = (config.questions_per_step(n) for n in (saved.num_ranks, num_ranks))
         means = f"a step now has {now} questions, not {then}"
         means = "no longer bit for bit the same" if now == then else means
         change = f"the run had {saved.num_ranks} ranks and goes on with {num_ranks}"

@@ -366,7 +366,7 @@ def test_of_special_tokens_only_a_beginning_is_added_and_only_without_a_template
 
 
 # Where a tokenizer gets a text of the program's own, or numbers
-OWN_TEXTS = {"check_vocabulary", "end_of_turn", "reply"}
+OWN_TEXTS = {"check_vocabulary", "end_of_turn", "reply", "tables"}
 TOKENIZES = re.compile(r"(\w+\.)*tokenizer(\.(encode\w*|tokenize|__call__|batch_encode\w*))?")
 
 

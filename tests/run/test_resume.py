@@ -282,7 +282,7 @@ def test_a_kill_at_any_file_event_of_a_step_costs_no_more_than_that_step(
     train(parts, rotary_model_folder, *settings, TWO, EVALUATE, grading={"rates": RISING}, **how)
     copies = sorted(folder.iterdir())
     found = [checkpoint.newest_whole(copy / "x/checkpoints", pytest.fail) for copy in copies]
-    steps = [checkpoint.load_state(checkpoint)["state"]["step"] for checkpoint in found]
+    steps = [checkpoint.load_state(path)["state"]["step"] for path in found]
     assert steps == sorted(steps) and set(steps) == {1, 2}
     bests = [contents(folder / "x/best") for folder in (copies[0], parts)]
     assert bests[0] != bests[1], "best/ has not been replaced"
