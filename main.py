@@ -83,11 +83,11 @@ def build_run(config: Config) -> Run:
     """Load what the config names on this rank. `begin` is apart: tools.imitate goes without."""
     world, notes = init_world()  # rank, number of ranks, and this rank's device
     logger = Logger(rank=world.rank, boards=boards_of(config, world))
-    config = settle_config(config, world, notes, logger.info)  # its commit, date, merged base
+    config = settle_config(config, world, notes, logger.info)  # fills in commit and date, merges
     task = load_task(config.task.code)
-    # An AutoModelForCausalLM. Its trained weights are fp32 and compute in `dtype`: bf16 on a GPU
-    # that has it, otherwise float16; fp32 on a CPU. If `dtype` has 16 bits, a copy in it samples,
-    # refreshed after each update; else the model itself does.
+    # An AutoModelForCausalLM. Its trained weights are fp32; its forward pass runs in `dtype`: bf16
+    # on a GPU that has it, otherwise float16; fp32 on most CPUs. If `dtype` has 16 bits, a copy in
+    # it samples, refreshed after each update; else the model itself does.
     model, tokenizer, dtype = load_model_and_tokenizer(config, world.device, logger.info)
     policy = make_policy(config, model, tokenizer, dtype, world, logger.info, generate=generate)
     logger.info(f"a completion ends at {policy.end_tokens}")
@@ -104,11 +104,11 @@ def build_run(config: Config) -> Run:
 
 
 def wrap_policy(policy: Policy, config: Config, world: World, log: Callable[[str], None]) -> None:
-    """Attach the scorer, which computes log-probabilities, in DDP; another if logits are large."""
-    scorer = policy.large_logits_scorer(config, world.device, log) or CompletionScorer
-    policy.scorer = scorer(policy.model, policy.compute_dtype)
+    """Wrap what computes log-probabilities in DDP: a leaner scorer where logits are large."""
+    scorer_class = policy.large_logits_scorer(config, world.device, log) or CompletionScorer
+    policy.scorer = scorer_class(policy.model, policy.compute_dtype)
     if config.training.has_reference:  # a second, frozen model: off by default
-        policy.reference = scorer(policy.reference_model(config), policy.compute_dtype)
+        policy.reference = scorer_class(policy.reference_model(config), policy.compute_dtype)
     if config.model.shard:  # off by default: each rank has a part of the model
         policy.shard(world)
     elif world.size > 1:  # each has the whole model; DDP averages gradients in the backward pass
@@ -184,10 +184,10 @@ def generate(
 ) -> list[Completion]:
     """Sample a group of completions of each prompt, by any model; `streamer` gets each token."""
     prompt_ids, prompt_mask = left_pad(prompts, params.pad_id, model.device)  # (N, P)
-    # engine/sampling/draw.py draws for all backends: of softmax(logits / temperature), cut by top_p
-    # and top_k, the first token whose cumulative probability exceeds a uniform number that follows
-    # from the question's seed. DrawingProcessor sets all other logits to -inf, so that transformers
-    # draws that token again. `seeded` keeps this second draw from moving torch's generator.
+    # DrawingProcessor draws before transformers does, and leaves it one token: the other logits are
+    # -inf. As for all backends engine/sampling/draw.py draws: of softmax(logits / temperature), cut
+    # by top_p and top_k, the first token whose cumulative probability exceeds a uniform number of
+    # the question's seed. `seeded` keeps transformers' own draw from moving torch's generator.
     drawing = DrawingProcessor(seeds, params, model.device)
     with seeded(seeds, model.device):
         model.generate(
@@ -311,7 +311,7 @@ def update_policy(run: Run, groups: list[list[Trajectory]]) -> Update:
         scaler.unscale_(optimizer)
         grad_norm = nn.utils.clip_grad_norm_(policy.model.parameters(), training.max_grad_norm)
         update.metrics |= {"train/loss": loss, "train/grad_norm": grad_norm.item()}
-        update.outcome = Outcome.of(loss, grad_norm.item(), scaler, training)
+        update.outcome = Outcome.of(loss, grad_norm.item(), scaler, training)  # BROKEN at a NaN
         if update.outcome is Outcome.UPDATED:
             scaler.step(optimizer)
             update.has_moved = True
@@ -340,7 +340,7 @@ def make_micro_batches(
     ).tolist()
     if num_trained == 0:
         return []
-    if not trained:  # DDP needs a backward pass from each rank: any row, of weight 1 / inf = 0
+    if not trained:  # DDP needs a backward pass from each rank: a placeholder, of weight 1 / inf
         trained, num_rows, num_tokens = batch[:1], torch.inf, torch.inf
     return [
         make_micro_batch(rows, training, world.device, num_rows=num_rows, num_tokens=num_tokens)
@@ -406,7 +406,7 @@ def accumulate_gradients(
     for micro_batch in run.logger.track(micro_batches, "update", "batch"):
         syncs_later = policy.is_in_ddp and micro_batch is not micro_batches[-1]
         with policy.scorer.no_sync() if syncs_later else contextlib.nullcontext():
-            loss = micro_batch_loss(policy, micro_batch, run.config.training, metric_sums)
+            loss = micro_batch_loss(policy, micro_batch, run.training, metric_sums)
             policy.grad_scaler.scale(world.size * loss).backward()  # float16's factor, or 1
         total += loss.detach().double()
     return world.sum([total]).item()
