@@ -168,10 +168,9 @@ def make_policy(
         if {*policy.teacher.generation_config.eos_token_id} != {*params.eos_ids}:
             log("warning: the teacher's texts end at other tokens than the trained model's")
         if policy.context_length != own_context:
-            sees = (
-                f"the teacher sees {policy.context_length:,} tokens, fewer than the trained model"
-            )
-            log(f"warning: {sees}: questions without room for a completion there are left out")
+            sees = f"sees {policy.context_length:,} tokens, fewer than the trained model"
+            lost = "questions without room for a completion there are left out"
+            log(f"warning: the teacher {sees}: {lost}")
     return policy
 
 

@@ -314,11 +314,7 @@ def number_columns(rows: Iterable[CsvRow], log: Log = no_log) -> set[str]:
 
 
 def parse_table(
-    table: list[dict] | list[str],
-    task: Task,
-    source: str,
-    options: TaskSettings,
-    log: Log = no_log,
+    table: list[dict] | list[str], task: Task, source: str, options: TaskSettings, log: Log = no_log
 ) -> list[dict]:
     """The example in each row of the table; ValueError for the first row without one."""
     rows: list[dict] = []

@@ -16,15 +16,7 @@ from typing import Any, Literal
 from pydantic import create_model
 
 from engine import ROOT
-from engine.core.config import (
-    Config,
-    ConfigError,
-    Section,
-    TaskSettings,
-    Text,
-    Weight,
-    as_reward,
-)
+from engine.core.config import Config, ConfigError, Section, TaskSettings, Text, Weight, as_reward
 from engine.core.text import show
 from engine.core.user_file import RewardError, import_file, line_of, naming_mistakes
 from engine.questions.contract import Task, is_reward

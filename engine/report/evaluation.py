@@ -1,18 +1,13 @@
 """What an evaluation measures: of training's, and by mode=evaluate alone."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
+from engine.core import statistics
 from engine.core.config import TaskSettings, ValidationSettings
 from engine.core.distributed import World
-from engine.core.statistics import (
-    confidence_interval,
-    majority_sample,
-    reduce_means,
-    single_rate,
-    solve_rates,
-)
 from engine.core.types import Groups
 from engine.questions.contract import Task
 from engine.questions.tasks import read_answer
@@ -37,9 +32,9 @@ def evaluation_metrics(
     if "timeout" in task.REWARD_PARTS:
         late = [t.reward_parts["timeout"] for t in sampled]
         metrics["eval/reward_timeouts"] = (sum(late), len(late))
-    rates = solve_rates(solved, validation.reported_k)
+    rates = statistics.solve_rates(solved, validation.reported_k)
     rates |= mean_rewards(groups, task.REWARD_PARTS, num_questions, world)
-    return rates | reduce_means(metrics, world)
+    return rates | statistics.reduce_means(metrics, world)
 
 
 def mean_rewards(
@@ -47,25 +42,22 @@ def mean_rewards(
 ) -> dict[str, float]:
     """The means of the reward and, where it applies, of each part; with 95% intervals."""
     parts = [name for name in names if name != "timeout"]
-    rows = [
-        [
-            mean_of([t.reward for t in group]),
-            *(mean_of([t.reward_parts[part] for t in group]) for part in parts),
-        ]
-        for group in groups
-    ]
+    rows = []
+    for group in groups:
+        paid = [(t.reward, *(t.reward_parts[part] for part in parts)) for t in group]
+        rows.append([mean_of(column) for column in zip(*paid, strict=True)])
     table = world.gather_rows(rows, shape=(num_questions, 1 + len(parts)))
     metrics = {}
     for name, means in zip(["reward", *(f"part_{part}" for part in parts)], table.T, strict=True):
         means = means[~np.isnan(means)]
         if len(means) > 0:
-            low, high = confidence_interval(means, is_binary=False)
+            low, high = statistics.confidence_interval(means, is_binary=False)
             metrics[f"eval/{name}"] = float(means.mean())
             metrics |= {f"eval/{name}_low": low, f"eval/{name}_high": high}
     return metrics
 
 
-def mean_of(paid: list[float | None]) -> float:
+def mean_of(paid: Sequence[float | None]) -> float:
     """The mean of what applies; NaN if nothing does."""
     applying = [value for value in paid if value is not None]
     return sum(applying) / len(applying) if applying else math.nan
@@ -90,7 +82,7 @@ def single_answer_metrics(
         solved["majority"] = []
         for group, example in zip(groups, mine, strict=True):
             votes = [read_answer(task, t.text, example, options) for t in group]
-            chosen = majority_sample(votes)
+            chosen = statistics.majority_sample(votes)
             solved["majority"].append(chosen is not None and group[chosen].is_solved)
     solved["greedy"] = [t.is_solved for t in answers]
     if task.is_lenient_solved is not None:
@@ -100,8 +92,8 @@ def single_answer_metrics(
             for t, example in zip(answers, mine, strict=True)
         ]
     num_tokens = sum(len(t.completion.token_ids) for t in answers)
-    metrics = reduce_means({"eval/greedy_tokens": (num_tokens, len(answers))}, world)
+    metrics = statistics.reduce_means({"eval/greedy_tokens": (num_tokens, len(answers))}, world)
     for name, column in solved.items():
         table = world.gather_rows(column, shape=(len(questions), 1))
-        metrics |= single_rate(name, table[:, 0])
+        metrics |= statistics.single_rate(name, table[:, 0])
     return metrics

@@ -25,14 +25,7 @@ from engine.core.config import (
 )
 from engine.core.text import Loader, show, to_yaml, unnest
 from engine.model.folders import check_folder
-from engine.questions.tasks import (
-    built_in_tasks,
-    check_form,
-    functions_in,
-    is_file_name,
-    load_task,
-    schema,
-)
+from engine.questions import tasks
 from engine.run.folder import run_that_made
 
 USAGE = """\
@@ -106,10 +99,10 @@ def check_files(config: Config) -> None:
     """Raise ConfigError for files and folders that are missing; else say what takes seconds now."""
     values, lines = dotted_values(config), []
     sources = ["task.eval", *["task.train"] * (config.mode == "train")]
-    if load_task(config.task.code).load_examples is not None:
+    if tasks.load_task(config.task.code).load_examples is not None:
         sources = []  # the task says what a source is
     for key in sources:
-        if values[key] and is_file_name(values[key]) and not Path(values[key]).exists():
+        if values[key] and tasks.is_file_name(values[key]) and not Path(values[key]).exists():
             lines.append(f"{key} = {values[key]}: no such file in {Path.cwd()}")
     for key in filter(values.get, ("model.name", "model.teacher")):
         try:
@@ -128,7 +121,7 @@ def combine(in_file: dict[str, Any], overrides: list[str]) -> Config:
     from_command_line = nest(map(parse_override, overrides))
     values = merge(without_other_task(from_file, from_command_line), from_command_line)
     values = merge(values, replaced_length(from_file, from_command_line))
-    full_schema = schema(load_task(task_name(values)))
+    full_schema = tasks.schema(tasks.load_task(task_name(values)))
     values = merge(values, nest(texts_of(overrides, full_schema)))
     values = merge(full_schema().model_dump(), values)
     try:
@@ -192,12 +185,9 @@ def texts_of(overrides: list[str], full_schema: type[Config]) -> Iterator[tuple[
     fields = full_schema.model_fields["task"].annotation.model_fields
     for key, _, text in (override.partition("=") for override in overrides):
         if may_be_text(key) and (field := fields.get(key.removeprefix("task."))) is not None:
-            kinds = get_args(field.annotation) or (field.annotation,)  # of str | None both
-            is_union = get_origin(field.annotation) in (None, Union, UnionType)
-            if is_union and {getattr(kind, "__origin__", kind) for kind in kinds} <= {
-                str,
-                NoneType,
-            }:
+            kind = field.annotation
+            kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else [kind]
+            if {getattr(kind, "__origin__", kind) for kind in kinds} <= {str, NoneType}:
                 yield key, as_typed(text)
 
 
@@ -234,7 +224,7 @@ def without_other_task(values: dict[str, Any], overrides: dict[str, Any]) -> dic
         return values
     # Other functions for the file's rows leave all but the weights of those that are gone.
     if task.get("reward") is not None and given.get("reward") is not None and "train" not in given:
-        before, after = (functions_in(task_name(of)) for of in (values, overrides))
+        before, after = (tasks.functions_in(task_name(of)) for of in (values, overrides))
         weights, names = section_of(task, "reward_weights"), [f.split(":")[1] for f in after]
         kept = task | {"reward_weights": {part: weights[part] for part in weights if part in names}}
         if task.get("name") == "+".join(f.split(":")[1] for f in before):  # it names the run itself
@@ -275,7 +265,7 @@ def harmless(file: Path, overrides: list[str]) -> dict[str, Any]:
     kept, given = without_other_task(kept, typed), section_of(typed, "task")
     name = task_name(merge(kept, typed))
     typed_names = (given.get("name"), as_reward(given.get("reward")))
-    if name not in built_in_tasks() and name not in typed_names:
+    if name not in tasks.built_in_tasks() and name not in typed_names:
         key = "task.name" if section_of(kept, "task").get("reward") is None else "task.reward"
         problem = f"{file}: {key} = {name!r:.80}: a file that was found cannot have code run"
         raise ConfigError([f"{problem}; if you trust it, add --config {file}"])
@@ -304,7 +294,7 @@ def task_name(values: dict[str, Any]) -> Any:
     """The task that the values ask for, before they are checked: its name, or task.reward."""
     task = section_of(values, "task")
     name, reward = task.get("name", Config().task.name), task.get("reward")
-    return name if reward is None else check_form(reward)
+    return name if reward is None else tasks.check_form(reward)
 
 
 def dump(config: Config) -> str:

@@ -13,11 +13,8 @@ def command(program: str) -> str:
     is_here = Path.cwd() == ROOT
     if program.endswith(".py"):
         return f"python {program if is_here else shlex.quote(str(ROOT / program))}"
-    return (
-        f"python -m {program}"
-        if is_here
-        else f"PYTHONPATH={shlex.quote(str(ROOT))} python -m {program}"
-    )
+    path = "" if is_here else f"PYTHONPATH={shlex.quote(str(ROOT))} "
+    return f"{path}python -m {program}"
 
 
 def run_name(config: Config) -> str:

@@ -18,17 +18,7 @@ from engine.core.distributed import World
 from engine.core.files import open_to_append
 from engine.core.types import Log
 from engine.model.load import of_teacher
-from engine.run.checkpoint import (
-    MARKER,
-    is_whole,
-    list_checkpoints,
-    load_optimizer_state,
-    load_state,
-    load_weights,
-    mend,
-    newest_whole,
-    step_of,
-)
+from engine.run import checkpoint
 from engine.run.config_file import read_file
 from engine.run.fingerprint import OWN_CODE, check_same_run, of_files, of_own_code
 from engine.run.state import Run, Saved
@@ -56,8 +46,8 @@ def resume(run: Run) -> None:
         shards.load_parts(folder, model, run.optimizer, num_parts=num_parts, rank=world.rank)
     else:
         if world.is_main:
-            load_weights(folder, run.policy.model)
-            run.optimizer.load_state_dict(load_optimizer_state(folder))
+            checkpoint.load_weights(folder, run.policy.model)
+            run.optimizer.load_state_dict(checkpoint.load_optimizer_state(folder))
         world.broadcast_optimizer(run.optimizer)
     scaler = run.policy.grad_scaler
     scaler.load_state_dict(saved.loss_scale or scaler.state_dict())
@@ -99,8 +89,9 @@ def check_newest(root: Path, world: World) -> None:
     """
     if world.size == 1:
         return
-    steps = [step_of(folder) for folder in list_checkpoints(root) if is_whole(folder)]
-    (first, here), *others = world.gather((max(steps, default=-1), socket.gethostname()))
+    whole = filter(checkpoint.is_whole, checkpoint.list_checkpoints(root))
+    newest = max(map(checkpoint.step_of, whole), default=-1)
+    (first, here), *others = world.gather((newest, socket.gethostname()))
     for step, host in others:
         if step > first:
             fix = f"start so that {host} has rank 0, or give a run.dir that all nodes share"
@@ -116,7 +107,7 @@ def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
     folder = find_start(run.folder, may_resume=may_resume, warn=warn)
     if folder is None:
         return None, None
-    content, best = load_state(folder), run.folder / "best"
+    content, best = checkpoint.load_state(folder), run.folder / "best"
     file = folder / "training_state" / "state.json"
     saved = checked(Saved, content, file)
     if content["state"].keys() != asdict(run.state).keys():
@@ -151,12 +142,12 @@ def checked(kind: type, content: object, file: Path) -> Any:
 def find_start(folder: Path, *, may_resume: bool, warn: Log) -> Path | None:
     """The checkpoint to resume from, or None; ValueError if results would be overwritten."""
     root = folder / "checkpoints"
-    mend(folder / "best")
-    newest = newest_whole(root, warn)
+    checkpoint.mend(folder / "best")
+    newest = checkpoint.newest_whole(root, warn)
     if newest is not None and may_resume:
         return newest
     fix = "set run.name to start another run, or move this folder away"
-    if (folder / MARKER).exists() or list_checkpoints(root):
+    if (folder / checkpoint.MARKER).exists() or checkpoint.list_checkpoints(root):
         why = "no whole checkpoint to go on from" if may_resume else "checkpoint.resume is never"
         raise ValueError(f"{folder} holds the results of a run, and {why}: {fix}")
     if (folder / "metrics.jsonl").exists():

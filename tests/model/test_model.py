@@ -7,15 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import (
-    SIZES,
-    alone,
-    change_json,
-    make_config,
-    make_policy,
-    save_random,
-    tokens_of,
-)
+from harness import SIZES, alone, change_json, make_config, make_policy, save_random, tokens_of
 from plain import plain_logits
 from reference import COMPLETIONS, PROMPTS, score
 from tokenizers import Tokenizer

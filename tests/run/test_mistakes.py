@@ -193,12 +193,7 @@ IN_THE_QUESTIONS = [  # task, file, content, and what is said after the file's n
     ("countdown", "a.jsonl", "", ": no question left for validation; give a file with more rows"),
     # Bug: one cell that did not fit changed the type of its column, and row 1 was blamed.
     ("countdown", "a.csv", "nums,target\n3 4,5\n3 4,\n", ", row 2: target is ''"),
-    (
-        "countdown",
-        "a.csv",
-        'nums,target\n3 4,5\n"3,5\n4,5\n',
-        ": cannot be loaded (line 3: unexp",
-    ),
+    ("countdown", "a.csv", 'nums,target\n3 4,5\n"3,5\n4,5\n', ": cannot be loaded (line 3: unexp"),
     ("countdown", "a.csv", "nums,target\n3 4,5\n3,5,6\n", ": cannot be loaded (line 3: more cel"),
     ("gsm8k", "a.jsonl", f'{WITH_A}x"}}', ", row 1: answer is '#### x'"),
 ]

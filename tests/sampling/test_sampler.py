@@ -13,14 +13,7 @@ import harness
 import pytest
 import torch
 from graphs import Graph, install_graphs
-from harness import (
-    CPU,
-    listener,
-    loop_of,
-    make_policy,
-    peak_bytes,
-    seed,
-)
+from harness import CPU, listener, loop_of, make_policy, peak_bytes, seed
 from plain import assert_plain
 from reference import score
 from torch.profiler import ProfilerActivity, profile

@@ -11,26 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import (
-    assert_same,
-    make_config,
-    make_policy,
-    make_run,
-    run_on_ranks,
-    sample,
-    train,
-)
-from reference import (
-    EASY,
-    EQUAL,
-    GRPO,
-    HARD,
-    LONG,
-    config_of,
-    distance,
-    flat,
-    make_groups,
-)
+from harness import assert_same, make_config, make_policy, make_run, run_on_ranks, sample, train
+from reference import EASY, EQUAL, GRPO, HARD, LONG, config_of, distance, flat, make_groups
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 

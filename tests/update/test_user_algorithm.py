@@ -112,13 +112,10 @@ def test_the_functions_are_tried_on_a_batch_that_looks_like_one_of_the_run():
 
 def test_a_loss_of_ones_own_gets_the_rows_of_advantage_0_too(rotary_model_folder):
     """Bug: they were left out, though this one's bonus moves them as all others."""
-    config = config_of(
-        *GRPO, "training.policy_loss=my_algo:with_bonus", "training.skip_truncated=true"
-    )
-    policy, groups = (
-        make_policy(rotary_model_folder, is_exact=True),
-        make_groups(config, EASY, EQUAL),
-    )
+    given = ("training.policy_loss=my_algo:with_bonus", "training.skip_truncated=true")
+    config = config_of(*GRPO, *given)
+    policy = make_policy(rotary_model_folder, is_exact=True)
+    groups = make_groups(config, EASY, EQUAL)
     gradient, _ = recorded(policy, groups, config)
     rows, loss = [t for group in groups for t in group], 0.0
     for t in (t for t in rows if not t.completion.truncated):
@@ -131,10 +128,8 @@ def test_a_loss_of_ones_own_gets_the_rows_of_advantage_0_too(rotary_model_folder
 
 def test_a_loss_whose_gradient_is_exactly_0_makes_no_step(rotary_model_folder):
     """AdamW would move the weights on by its averages."""
-    policy, config = (
-        make_policy(rotary_model_folder),
-        config_of(*GRPO, "training.policy_loss=my_algo:ppo"),
-    )
+    config = config_of(*GRPO, "training.policy_loss=my_algo:ppo")
+    policy = make_policy(rotary_model_folder)
     optimizer, weights = make_optimizer(policy.model, config.training), []
     for group in (EASY, EQUAL):
         result = update(policy, optimizer, make_groups(config, group), config)
