@@ -87,7 +87,7 @@ def build_run(config: Config) -> Run:
     task = load_task(config.task.code)
     # An AutoModelForCausalLM. Its trained weights are fp32; its forward pass runs in `dtype`: bf16
     # on a GPU that has it, otherwise float16; fp32 on most CPUs. If `dtype` has 16 bits, a copy in
-    # it samples, refreshed after each update; else the model itself does.
+    # it samples, refreshed after each update; else, or with LoRA, the model itself does.
     model, tokenizer, dtype = load_model_and_tokenizer(config, world.device, logger.info)
     policy = make_policy(config, model, tokenizer, dtype, world, logger.info, generate=generate)
     logger.info(f"a completion ends at {policy.end_tokens}")

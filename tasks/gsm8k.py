@@ -72,7 +72,7 @@ def parse_row(row: dict, *, options: Options) -> dict:
         raise ValueError(f"answer is {answer!r:.60}, without a number behind {MARK}")
     if options.grading == "official" and official_answer(marked) is None:
         raise ValueError(f'answer is {answer!r:.60}; official grading needs "{MARK} 18", one space')
-    return {"question": question, "answer": marked}
+    return {"question": question.strip(), "answer": marked}
 
 
 def parse_question(text: str) -> dict:

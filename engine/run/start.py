@@ -91,8 +91,9 @@ def check_room(run: Run) -> None:
     num_weights, world = run.policy.model.num_parameters(), run.world
     training, num_questions = run.config.training, run.config.questions_per_step(world.size)
     place = f"{world.size} x {world.device.type}"
-    run.logger.info(f"{num_weights:,} weights, on {place}; results in {run.folder}")
     num_trained = sum(parameter.numel() for parameter in run.trained_weights)
+    share = f" ({num_trained / num_weights:.2%} trained)" if num_trained < num_weights else ""
+    run.logger.info(f"{num_weights:,} weights{share}, on {place}; results in {run.folder}")
     if world.device.type == "cpu" and num_weights > 50_000_000:
         num_bytes = FP32 * num_weights + (FP32 + AVERAGES[training.optimizer]) * num_trained
         what = "weights, gradients and averages; a batch's cache and activations come on top"

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -274,6 +275,8 @@ def test_a_run_in_two_parts_is_bit_for_bit_the_unbroken_one(tmp_path, rotary_mod
     weights, *_ = what_is_left(tmp_path / "whole")
     adapter = [value for name, value in weights.items() if "last" in name and "lora_B" in name]
     assert len(adapter) == 14 and all(value.abs().max() > 0 for value in adapter)
+    log = (tmp_path / "whole/log").read_text()
+    assert re.search(r"\d weights \(\d\d?\.\d\d% trained\), on 1 x cpu", log)
 
 
 @pytest.fixture(scope="module")

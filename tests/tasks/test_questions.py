@@ -50,8 +50,10 @@ def test_an_answer_in_a_file_may_be_only_the_number_and_must_be_one_that_is_paid
             options = gsm8k.Options(grading=grading)
             row = gsm8k.parse_row({"question": "900 * 2?", "answer": answer}, options=options)
             assert reward("gsm8k", "#### 1800", row, grading=grading)["answer"] == 1.0
-    row = {"question": "What is 2 + 3?", "answer": "2 + 3 = 5\n####5"}
-    assert reward("gsm8k", "#### 5", gsm8k.parse_row(row, options=gsm8k.Options()))["answer"] == 1.0
+    row = {"question": " What is 2 + 3?\n", "answer": "2 + 3 = 5\n####5"}
+    parsed = gsm8k.parse_row(row, options=gsm8k.Options())
+    assert parsed["question"] == "What is 2 + 3?"
+    assert reward("gsm8k", "#### 5", parsed)["answer"] == 1.0
     with pytest.raises(ValueError, match='official grading needs "#### 18", one space'):
         gsm8k.parse_row(row, options=gsm8k.Options(grading="official"))
     row = {"problem": "What is $1 + 1$?", "answer": 2}
