@@ -3,72 +3,65 @@
     python -m tools.play runs/x                     # writes docs/play/index.html
     python -m tools.play runs/x --out elsewhere.html
 
-The page is docs/play/page.html with both models in it, in half precision, and with tables: random
-numbers, the ids of a prompt's pieces, held-out questions. It computes Qwen3 in the shape of tiny/.
+The page is docs/play/page.html with the weights of both models, in half precision, and with tables:
+random numbers, the ids of a prompt's pieces, held-out questions.
 """
 
 import argparse
 import base64
+import json
 from pathlib import Path
 
-import numpy as np
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
-import countdown
 from engine import ROOT
 from engine.core.files import read_lines
 from engine.core.types import SamplingParams, SeedWord
 from engine.questions.prompts import encode_prompts
-from engine.questions.tasks import schema
+from engine.questions.tasks import load_task, schema
 from engine.run.mistakes import mistakes_cost_one_line
 from engine.sampling.draw import draw_uniforms
 from tools.page import to_json
 
-TEMPLATE = ROOT / "docs/play/page.html"  # the data replace its {{data}}
+TINY, TEMPLATE = ROOT / "tiny", ROOT / "docs/play/page.html"  # the data replace its {{data}}
 NUM_DRAWS, NUM_QUESTIONS, MAX_TOKENS = 16, 100, 320
 
 
-def half(weights: np.ndarray) -> str:
-    return base64.b64encode(weights.astype("<f2").tobytes()).decode()
+def to_base64(numbers: Tensor) -> str:
+    return base64.b64encode(numbers.numpy().tobytes()).decode()
 
 
-def model_data(folder: str | Path, name: str, pass_at_1: float) -> dict:
-    """A model's weights by the names of its parameters, without what they have in common."""
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype="float32")
-    weights = {
-        key.removeprefix("model.").removesuffix(".weight"): half(tensor.detach().numpy())
-        for key, tensor in model.named_parameters()  # the head is the embeddings again
-    }
-    score = f"solves {100 * pass_at_1:.0f}% of held-out questions"
-    return {"name": name, "score": score, "weights": weights}
+def model_data(folder: Path, name: str, pass_at_1: float) -> dict:
+    weights = load_file(folder / "model.safetensors")
+    halves = {key: to_base64(weights[key].half()) for key in weights}
+    score = f"solves {pass_at_1:.0%} of held-out questions"
+    return {"name": name, "score": score, "weights": halves}
 
 
-def tables(tokenizer: PreTrainedTokenizerFast, config: Qwen3Config) -> dict:
+def tables() -> dict:
     """What the page knows beside the weights."""
-    task = schema(countdown)().task
-    rows = {"options": task, "num_examples": NUM_QUESTIONS, "seed": 0, "exclude": []}
-    questions = countdown.generate_questions("validation", **rows)
-    numbers = [tokenizer.encode(str(number)) for number in range(100)]
-    first, second, target = numbers[77][0], numbers[88][0], numbers[99][0]
+    task, tokenizer = load_task("countdown"), PreTrainedTokenizerFast.from_pretrained(TINY)
+    options = schema(task)().task
+    rows = task.generate_questions(
+        "validation", options=options, num_examples=NUM_QUESTIONS, seed=0, exclude=[]
+    )
+    numbers = [token for n in range(100) for token in tokenizer.encode(str(n))]  # one token each
     example = {"nums": [77, 88], "target": 99}
-    (ids,) = encode_prompts([example], task=countdown, options=task, tokenizer=tokenizer)
-    a, b, c = map(ids.index, (first, second, target))
+    (ids,) = encode_prompts([example], task=task, options=options, tokenizer=tokenizer)
+    a, b, c = (ids.index(numbers[n]) for n in (77, 88, 99))
     params = SamplingParams(MAX_TOKENS, 1.0, 1.0, 0, (), 0, group_size=NUM_DRAWS)
-    uniforms = draw_uniforms([(SeedWord.TYPED, 0, 0)], params).numpy()  # (NUM_DRAWS, MAX_TOKENS)
-    shape = {"hidden": config.hidden_size, "layers": config.num_hidden_layers}
-    shape |= {"heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads}
-    shape |= {"head_size": config.head_dim, "eps": config.rms_norm_eps}
     return {
-        "shape": shape | {"theta": config.rope_parameters["rope_theta"]},
+        "config": json.loads((TINY / "config.json").read_text(encoding="utf-8")),
         "tokens": [tokenizer.decode([i]) for i in range(len(tokenizer))],
-        "end": tokenizer.eos_token_id,
         "prompt": [ids[:a], ids[a + 1 : b], ids[b + 1 : c], ids[c + 1 :]],
-        "numbers": [number for (number,) in numbers],
-        "questions": [[row["nums"], row["target"]] for row in questions],
-        "reward_weights": task.reward_weights,
+        "numbers": numbers,
+        "questions": [[row["nums"], row["target"]] for row in rows],
+        "reward_weights": options.reward_weights,
         "draws": NUM_DRAWS,
         "max_tokens": MAX_TOKENS,
-        "uniforms": base64.b64encode(uniforms.tobytes()).decode(),
+        "uniforms": to_base64(draw_uniforms([(SeedWord.TYPED, 0, 0)], params)),
     }
 
 
@@ -82,13 +75,14 @@ def main() -> None:
         scores = {r["step"]: r["eval/pass@1"] for r in rows if "eval/pass@1" in r}
         if 0 not in scores:
             raise ValueError(f"{options.folder}: no run whose pass@1 was measured at its start")
-        best = max(scores, key=scores.get)
-        after = model_data(options.folder / "best", f"after {best} steps", scores[best])
-        before = model_data(ROOT / "tiny", "before training", scores[0])
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(ROOT / "tiny")
-        data = tables(tokenizer, Qwen3Config.from_pretrained(ROOT / "tiny"))
+        best = options.folder / "best"
+        step = json.loads((best / "best.json").read_text(encoding="utf-8"))["best_step"]
+        before = model_data(TINY, "before training", scores[0])
+        after = model_data(best, f"after {step} steps", scores[step])
+        if len(to_json(before["weights"])) != len(to_json(after["weights"])):
+            raise ValueError(f"{options.folder}: its model is not the embedded one")
         page = TEMPLATE.read_text(encoding="utf-8")
-        page = page.replace("{{data}}", to_json(data | {"models": [before, after]}))
+        page = page.replace("{{data}}", to_json(tables() | {"models": [before, after]}))
         options.out.write_text(page, encoding="utf-8")
     print(f"written: {options.out}")
 

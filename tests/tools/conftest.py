@@ -44,7 +44,7 @@ def browser() -> Iterator[object]:
         chromium.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def visit(browser) -> Callable[..., contextlib.AbstractContextManager]:
     """Opens a page that may neither fail nor ask for anything but what is below its address."""
 

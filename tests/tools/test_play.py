@@ -1,0 +1,137 @@
+"""docs/play/index.html in a browser: it writes, draws and pays as Python does.
+
+GRPO_PLAY_QUESTIONS=50 compares more held-out questions; -s shows what was compared.
+"""
+
+import base64
+import json
+import os
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from harness import ROOT, make_policy, sample
+
+from engine.core.types import SeedWord
+from engine.questions.prompts import completion_text, encode_prompts
+from engine.questions.tasks import load_task, schema
+from tools import play
+
+INDEX = ROOT / "docs/play/index.html"
+NUM_QUESTIONS = int(os.environ.get("GRPO_PLAY_QUESTIONS", "6"))
+TASK = load_task("countdown")
+OPTIONS = schema(TASK)().task
+WRITE = """([number, question, draw, temperature]) => {
+  const model = models[number], begun = model.begin(promptOf(question));
+  const answer = new Answer(model, begun, draw, temperature);
+  while (!answer.ended) answer.write();
+  return [answer.ids, answer.logProbs, answer.text];
+}"""
+JUDGE = """(cases) => cases.map(([text, nums, target]) => {
+  const {format, answer} = judge(text, {nums, target});
+  return {format, answer};
+})"""
+
+
+def parts(page: str) -> tuple[str, dict, str]:
+    """The data of a page, and what stands before and behind it."""
+    before, data, after = re.split(r'(?<=id="data">)(.*?)(?=</script>)', page, maxsplit=1)
+    return before, json.loads(data), after
+
+
+DATA = parts(INDEX.read_text(encoding="utf-8"))[1]
+EXAMPLES = [{"nums": nums, "target": target} for nums, target in DATA["questions"]]
+
+
+@pytest.fixture(scope="module")
+def page(visit):
+    """The page on a phone, once both models have answered the question that it begins with."""
+    with visit(INDEX.as_uri(), width=390) as page:
+        page.emulate_media(reduced_motion="reduce")
+        page.locator(".verdict b").nth(1).wait_for()
+        yield page
+
+
+def test_index_is_what_the_tool_writes_of_a_run(tmp_path, call):
+    """A run that trained nothing: its page differs in the weights and the scores of training."""
+    shutil.copytree(ROOT / "tiny", tmp_path / "best")
+    (tmp_path / "best/best.json").write_text('{"best_step": 0}')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/pass@1": 0.3765}\n')
+    assert call(play, tmp_path, "--out", tmp_path / "page.html")[0] == 0
+    pages = [parts(file.read_text("utf-8")) for file in (tmp_path / "page.html", INDEX)]
+    for _, data, _ in pages:
+        assert data["models"].pop()["weights"].keys() == data["models"][0]["weights"].keys()
+    assert pages[0] == pages[1]
+    status, _, line = call(play, tmp_path / "none")
+    assert (status, line.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_both_models_write_what_python_writes(number: int, page):
+    """Greedily, with the same log-probabilities; and by the page's uniforms, as draw.py draws."""
+    policy, halves = make_policy(ROOT / "tiny"), DATA["models"][number]["weights"]
+    with torch.no_grad():
+        for name, weight in policy.model.named_parameters():
+            numbers = np.frombuffer(base64.b64decode(halves[name]), np.float16).astype(np.float32)
+            weight.copy_(torch.from_numpy(numbers).view_as(weight))
+    examples, differences, gaps = EXAMPLES[:NUM_QUESTIONS], [], []
+    how = {"task": TASK, "options": OPTIONS, "tokenizer": policy.tokenizer}
+    prompts = encode_prompts(examples, **how)
+    groups = sample(policy, prompts, num_samples=1, backend="grouped", temperature=0.0)
+    for question, prompt, (completion,) in zip(examples, prompts, groups, strict=True):
+        ids, log_probs, text = page.evaluate(WRITE, [number, question, 0, 0])
+        assert ids == completion.token_ids and text == completion_text(completion, policy.tokenizer)
+        differences.append(np.abs(np.array(log_probs) - completion.log_probs).max())
+        with torch.no_grad():
+            logits = policy.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        gaps.append(-logits.topk(2).values.diff().max().item())
+    assert max(differences) < 1e-3
+    compared = f"{len(gaps)} equal texts, log-probabilities within {max(differences):.1e}"
+    print(f"\nmodel {number}: {compared}, smallest gap of the two best logits {min(gaps):.1e}")
+    seeds, sixteen = [(SeedWord.TYPED, 0, 0)], DATA["draws"]
+    (group,) = sample(policy, prompts[:1], seeds, num_samples=sixteen, backend="grouped")
+    for draw, completion in enumerate(group):
+        assert page.evaluate(WRITE, [number, examples[0], draw, 1])[0] == completion.token_ids
+
+
+def test_the_rule_pays_what_countdown_pays(page, monkeypatch):
+    """For each cell of countdown.txt, in an answer block and as it stands."""
+    monkeypatch.syspath_prepend(ROOT / "tests/tasks")
+    from test_verdicts import ANSWER_BLOCK, verdicts
+
+    cases, paid = [], []
+    for _, gold, answer, _ in verdicts("countdown"):
+        numbers = [int(n) for n in re.findall("[0-9]{1,4300}", answer if gold == "any" else gold)]
+        for nums, target in ((numbers[:-1], sum(numbers[-1:])), (numbers, 5)):
+            example = {"nums": nums, "target": target}
+            for text in (answer, ANSWER_BLOCK.format(answer)):
+                cases.append([text, [*map(str, nums)], str(target)])
+                paid.append(TASK.reward_function(text, example, options=OPTIONS, num_tokens=0))
+    assert page.evaluate(JUDGE, cases) == paid
+    assert sum(part["answer"] for part in paid) > 10
+
+
+def test_a_row_of_a_group_is_shown_above_and_leaves_the_group(page):
+    """The first row that was tapped took the whole group away."""
+    page.click("#sixteen")
+    row = page.locator("#groups .card").nth(1).locator(".row").nth(2)
+    row.dispatch_event("click")  # a click would miss a row that the next answer draws anew
+    page.locator("#again", has_text="3 of 16").wait_for()
+    verdict = page.locator("#answers .card").nth(1).locator(".verdict b")
+    assert verdict.inner_text().endswith(f"reward {row.locator('> span').nth(2).inner_text()}")
+    page.fill("#temperature", "0")
+    page.locator(".verdict b").nth(1).wait_for()
+    assert page.locator(".row").count() == 0  # they were drawn at another temperature
+
+
+def test_a_bad_question_is_one_line(page):
+    asked = [("a b", "5"), ("1 2", "0"), ("7 " * 30, "5"), ("", "5"), ("1.5 2", "9")]
+    for numbers, target in asked:
+        page.fill("#numbers", numbers)
+        page.fill("#target", target)
+        page.click("button.main")
+        line = page.locator("#state").inner_text()
+        assert line and "\n" not in line
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
