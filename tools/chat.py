@@ -6,7 +6,7 @@
 
 The settings are those of --config FILE, else of the run that the model lies in, else of config.yaml
 in the current folder or, if there is none, in the checkout. A file that you have not named may be a
-stranger's: it gives only the keys in engine/run/config_file.py's `HARMLESS`, and has no code run.
+stranger's: it gives only the keys in `HARMLESS`, and has no code run.
 Each line is a question, in the form that the task's `parse_question` reads. Answers are sampled as
 in training, by training.seed and the number of the question: the same questions in the same order
 get the same answers. With --watch the questions are those of validation. Nothing is written.
@@ -28,13 +28,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import TextStreamer
 from transformers.generation import BaseStreamer
 
 from engine import ROOT
-from engine.core.config import Config, ConfigError, TaskSettings
+from engine.core.config import Config, ConfigError, TaskSettings, as_reward
 from engine.core.distributed import World, init_world
 from engine.core.statistics import Clock
 from engine.core.text import error_line, format_reward, plain, printable
@@ -44,8 +45,9 @@ from engine.model.policy import Policy, make_policy
 from engine.questions.contract import Task
 from engine.questions.data import fit_to_config, load_examples
 from engine.questions.messages import assistant_prefix, pose
-from engine.questions.tasks import load_task, read_answer
-from engine.run.config_file import combine, harmless, read_file, section_of
+from engine.questions.tasks import built_in_tasks, load_task, read_answer
+from engine.run import config_file
+from engine.run.config_file import combine, nest, read_file, section_of
 from engine.run.folder import run_that_made
 from engine.run.mistakes import mistakes_cost_one_line
 from logger import Logger
@@ -104,6 +106,34 @@ def chat_config(
     if options.config:
         return combine(read_file(Path(options.config).expanduser()), overrides)
     return combine(harmless(next(filter(Path.is_file, files)), overrides), overrides)
+
+
+# What a file that was found may set: of a section its keys, or all of them if none is named
+HARMLESS = {
+    "task": (),
+    "sampling": (),
+    "model": ("compute_dtype", "attn_implementation", "load_in_4bit"),
+    "training": ("max_new_gen_tokens", "seed"),
+}
+
+
+def harmless(file: Path, overrides: list[str]) -> dict[str, Any]:
+    """What a config.yaml that was found may set; ConfigError if it asks for a task of its own."""
+    typed = nest(map(config_file.parse_override, overrides))
+    values, kept = nest(read_file(file).items()), {}
+    for section, keys in HARMLESS.items():
+        found = section_of(values, section)
+        kept[section] = {key: found[key] for key in keys or found if key in found}
+    if "/" in str(kept["model"].get("attn_implementation")):  # a kernel on the hub, which is code
+        del kept["model"]["attn_implementation"]
+    kept, given = config_file.without_other_task(kept, typed), section_of(typed, "task")
+    name = config_file.task_name(config_file.merge(kept, typed))
+    typed_names = (given.get("name"), as_reward(given.get("reward")))
+    if name not in built_in_tasks() and name not in typed_names:
+        key = "task.name" if section_of(kept, "task").get("reward") is None else "task.reward"
+        problem = f"{file}: {key} = {name!r:.80}: a file that was found cannot have code run"
+        raise ConfigError([f"{problem}; if you trust it, add --config {file}"])
+    return kept
 
 
 def without_task(options: argparse.Namespace) -> argparse.Namespace | None:

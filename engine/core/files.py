@@ -31,9 +31,9 @@ def load_env() -> None:
         raise ValueError(f".env: cannot be read: {error}; write it as utf-8 text") from error
 
 
-def read_lines(path: Path, names: Sequence[str] = ("step",)) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a .jsonl file, [] if it is absent; ValueError names a line that is bad."""
-    return [row for row, _ in whole_lines(path, names)] if path.exists() else []
+    return [row for row, _ in whole_lines(path)] if path.exists() else []
 
 
 def cut_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
@@ -42,12 +42,12 @@ def cut_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
     The lines stand in the order in which they were written, and only one at a time is in memory.
     """
     with open_to_append(path) as file:
-        kept = itertools.takewhile(lambda line: is_kept(line[0]), whole_lines(path, ("step",)))
+        kept = itertools.takewhile(lambda line: is_kept(line[0]), whole_lines(path))
         file.truncate(sum(num_bytes for _, num_bytes in kept))
 
 
 def whole_lines(
-    path: Path, names: Sequence[str], *, start: int = 0, first: int = 1
+    path: Path, names: Sequence[str] = ("step",), *, start: int = 0, first: int = 1
 ) -> Iterator[tuple[dict[str, Any], int]]:
     """Each line's object and its number of bytes, but for a last line that a kill has torn.
 

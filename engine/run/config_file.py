@@ -18,7 +18,6 @@ from engine.core.config import (
     Config,
     ConfigError,
     TaskSettings,
-    as_reward,
     check_world,
     dotted_values,
     explained,
@@ -243,33 +242,6 @@ def left_out(values: dict[str, Any], overrides: dict[str, Any]) -> list[str]:
     usual |= {"name": before.get("name"), "reward_weights.timeout": 0.0}
     lost = [key for key in before if key not in after and before[key] != usual.get(key)]
     return [f"task.{key}" for key in lost if key != "reward"]
-
-
-# What a file that was found may set: of a section its keys, or all of them if none is named
-HARMLESS = {
-    "task": (),
-    "sampling": (),
-    "model": ("compute_dtype", "attn_implementation", "load_in_4bit"),
-    "training": ("max_new_gen_tokens", "seed"),
-}
-
-
-def harmless(file: Path, overrides: list[str]) -> dict[str, Any]:
-    """What a config.yaml that was found may set; ConfigError if it asks for a task of its own."""
-    values, typed, kept = nest(read_file(file).items()), nest(map(parse_override, overrides)), {}
-    for section, keys in HARMLESS.items():
-        found = section_of(values, section)
-        kept[section] = {key: found[key] for key in keys or found if key in found}
-    if "/" in str(kept["model"].get("attn_implementation")):  # a kernel on the hub, which is code
-        del kept["model"]["attn_implementation"]
-    kept, given = without_other_task(kept, typed), section_of(typed, "task")
-    name = task_name(merge(kept, typed))
-    typed_names = (given.get("name"), as_reward(given.get("reward")))
-    if name not in tasks.built_in_tasks() and name not in typed_names:
-        key = "task.name" if section_of(kept, "task").get("reward") is None else "task.reward"
-        problem = f"{file}: {key} = {name!r:.80}: a file that was found cannot have code run"
-        raise ConfigError([f"{problem}; if you trust it, add --config {file}"])
-    return kept
 
 
 def replaced_length(from_file: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

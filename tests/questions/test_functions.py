@@ -29,7 +29,7 @@ from engine.questions.event_loop import EventLoop
 from engine.questions.messages import pose
 from engine.questions.tasks import functions_in, load_task, read_answer, reward_parts
 from engine.run.checkpoint import load_state
-from engine.run.config_file import check_files, dump, harmless, load_config
+from engine.run.config_file import check_files, dump, load_config
 from engine.run.folder import run_name
 from engine.update.user_algorithm import own_advantages
 from tools import attack, chat, page
@@ -183,9 +183,9 @@ def test_functions_are_named_of_one_file_or_of_several(tmp_path):
     # Bug: a list, as YAML reads it, was compared with its text, so what was typed was refused.
     (tmp_path / "found.yaml").write_text("task: {reward: mine:judge}")
     typed = "task.reward=[mine:judge, other:long]"
-    assert harmless(tmp_path / "found.yaml", [typed])
+    assert chat.harmless(tmp_path / "found.yaml", [typed])
     with pytest.raises(ValueError, match="a file that was found cannot have code run"):
-        harmless(tmp_path / "found.yaml", [])
+        chat.harmless(tmp_path / "found.yaml", [])
 
 
 def test_parts_come_in_their_order_and_none_weighs_nothing():
