@@ -395,10 +395,8 @@ def load_rows(
 ) -> list[dict]:
     """A task's questions of a split, from a file, the hub or "generated", under its `options`."""
     how = {"num_examples": num_examples, "seed": with_seed, "held_out": held_out}
-    task, settings = (
-        task_of(task) if isinstance(task, ModuleType) else task,
-        task.Options(**options),
-    )
+    settings = task.Options(**options)
+    task = task_of(task) if isinstance(task, ModuleType) else task
     return load_examples(task, str(source), split, options=settings, exclude=exclude, **how)
 
 

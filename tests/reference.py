@@ -117,9 +117,8 @@ def reference_groups(config: Config, *groups: tuple) -> list[list[Trajectory]]:
         rewards = [t.reward for t in group]
         mean, deviation = statistics.fmean(rewards), statistics.stdev(rewards)
         divisor = {"mean": 1.0, "zscore": deviation + 1e-4, "over_mean": mean}[training.advantage]
-        best_first = sorted(
-            range(len(rewards)), key=rewards.__getitem__, reverse=True
-        )  # stable for equals
+        # Stable for equals
+        best_first = sorted(range(len(rewards)), key=rewards.__getitem__, reverse=True)
         for i, t in enumerate(group):
             t.advantage = (t.reward - mean) / divisor if len(set(rewards)) > 1 else 0.0
             if training.learning_type == "sil":

@@ -26,12 +26,12 @@ from engine.questions.messages import pose
 
 TIMEOUT = "timeout"  # the part that says which calls took too long
 # What a run itself logs below train/ and eval/
-OWN_METRICS = (
-    r"loss|lr|kl|entropy|turns|grad_norm|loss_scale|advantage_abs|sampler_mismatch|part_.*|"
-)
-OWN_METRICS += r"reward(_std|_low|_high|_timeouts)?|solved(_and_ended)?|skipped_steps|pass@.*|"
+OWN_METRICS = r"loss|lr|kl|entropy|turns|grad_norm|loss_scale|advantage_abs|part_.*|"
+OWN_METRICS += r"sampler_mismatch|reward(_std|_low|_high|_timeouts)?|solved(_and_ended)?|pass@.*|"
 OWN_METRICS += r"(clip|truncated|zero_advantage)_frac|(completion|greedy)_tokens|best_of_.*|"
-OWN_METRICS = re.compile(OWN_METRICS + r"(majority|greedy|strict|lenient)(_low|_high)?")
+OWN_METRICS = re.compile(
+    OWN_METRICS + r"skipped_steps|(majority|greedy|strict|lenient)(_low|_high)?"
+)
 
 
 @functools.cache

@@ -95,9 +95,8 @@ def check_newest(root: Path, world: World) -> None:
     for step, host in others:
         if step > first:
             fix = f"start so that {host} has rank 0, or give a run.dir that all nodes share"
-            raise ValueError(
-                f"{host} has a checkpoint of step {step}, and {here} none so new: {fix}"
-            )
+            problem = f"{host} has a checkpoint of step {step}, and {here} none so new"
+            raise ValueError(f"{problem}: {fix}")
 
 
 def find_saved(run: Run) -> tuple[Path | None, Saved | None]:

@@ -107,10 +107,8 @@ def gradient(policy: Policy, groups, config) -> np.ndarray:
 
 
 def sample(policy: Policy, config) -> list[main.Trajectory]:
-    examples, seeds = (
-        [{"nums": [n], "target": n} for n in (3, 17)],
-        [(0, seed(), 0), (0, seed(), 1)],
-    )
+    examples = [{"nums": [n], "target": n} for n in (3, 17)]
+    seeds = [(0, seed(), 0), (0, seed(), 1)]
     params = replace(policy.params, group_size=4)
     groups = main.sample_trajectories(make_run(policy, config), examples, seeds, params, Clock())
     return [trajectory for group in groups for trajectory in group]

@@ -103,9 +103,8 @@ def test_a_run_has_the_functions_name_and_each_weighs_1(folder):
 def test_one_more_reward_leaves_the_files_words_and_what_is_left_out_is_named(folder, capsys):
     """Bug: prompt, system prompt and weights of the file were dropped without a word."""
     words = "prompt: '{prompt}!', system_prompt: S, reward_weights: {answer: 0.5, short: 2.0}"
-    (folder / "own.yaml").write_text(
-        f"task: {{reward: 'my_rewards:[answer, short]', train: rows.jsonl, {words}}}"
-    )
+    task = f"reward: 'my_rewards:[answer, short]', train: rows.jsonl, {words}"
+    (folder / "own.yaml").write_text(f"task: {{{task}}}")
     mine, train = "task.reward=[my_rewards:answer, other:long]", "task.train=rows.jsonl"
     for given, prompt, weight, lost in (
         ([mine], "{prompt}!", 0.5, "task.reward_weights.short"),
@@ -119,9 +118,11 @@ def test_one_more_reward_leaves_the_files_words_and_what_is_left_out_is_named(fo
         assert said.startswith(f"left out of own.yaml: {lost}") if lost else said == ""
 
 
+ZEROS = np.zeros(2, np.float32)
+DRAWN = Completion([1, 2], ZEROS, ZEROS, False, ZEROS > 0)
+
+
 def test_solved_is_the_answer_else_the_first_function():
-    zeros = np.zeros(1, np.float32)
-    completion = Completion([1], zeros, zeros, False, zeros > 0)
     for parts, solved in (
         ({"short": 1.0}, True),
         ({"short": 0.9}, False),
@@ -129,7 +130,7 @@ def test_solved_is_the_answer_else_the_first_function():
         ({"first": None, "second": 1.0}, True),
         ({"first": None, "timeout": 1.0}, False),
     ):
-        assert Trajectory([1], completion, "", parts, reward=0.0).is_solved == solved, parts
+        assert Trajectory([1], DRAWN, "", parts, reward=0.0).is_solved == solved, parts
 
 
 # The call
@@ -154,10 +155,9 @@ def test_a_function_is_given_text_or_messages_as_the_rows_are(folder, capsys, na
     row, settings, posed, prompt, completion = SEEN[name]
     row = row | {"more": []}
     options = make_config("task.reward=my_rewards:see", *settings.split()).task
-    task, zeros = load_task(options.code), np.zeros(1, np.float32)
+    task = load_task(options.code)
     assert pose(row, task=task, options=options) == posed
-    drawn = Completion([1], zeros, zeros, False, zeros > 0)
-    assert reward_parts(task, [["x"]], [row], options, [[drawn]]) == [[{"see": 1.0}]]
+    assert reward_parts(task, [["x"]], [row], options, [[DRAWN]]) == [[{"see": 1.0}]]
     names = {"prompts", "completions", "completion_ids", *row} - {"prompt", "completion", "more"}
     names |= {"rewards", "max_completion_length", "log_metric"}
     expected = f"{sorted(names)} {[prompt]} {[completion]} {[[1]]}\n"
@@ -171,9 +171,7 @@ def paid(reward: str, *settings: str) -> list[list[dict]]:
     options = make_config(f"task.reward={reward}", *settings).task
     task = load_task(options.code)
     task.max_completion_length = 4
-    zeros = np.zeros(2, np.float32)
-    group = [Completion([1, 2], zeros, zeros, False, zeros > 0)] * 2
-    return reward_parts(task, [["yes", "no"]] * 2, KINDS, options, [group] * 2)
+    return reward_parts(task, [["yes", "no"]] * 2, KINDS, options, [[DRAWN] * 2] * 2)
 
 
 def test_functions_are_named_of_one_file_or_of_several(tmp_path):
@@ -269,9 +267,8 @@ def test_a_signal_in_an_await_ends_the_run_after_its_step(folder, rotary_model_f
 
 def test_the_reward_chooses_the_best_model_where_no_function_says_what_is_right():
     assert make_config("task.reward=mine:judge").best_metric == "eval/reward"
-    assert make_config("task.reward=mine:judge", "validation.best_by=pass@1").best_metric == (
-        "eval/pass@1"
-    )
+    chosen = make_config("task.reward=mine:judge", "validation.best_by=pass@1")
+    assert chosen.best_metric == "eval/pass@1"
     assert make_config().best_metric == "eval/pass@1"
 
 
@@ -499,7 +496,6 @@ def test_rows_without_a_column_that_others_have_are_counted_in_one_line(folder, 
     config, lines = make_config("task.reward=my_rewards:short", "task.train=rows.jsonl"), []
     task = load_task(config.task.code)
     load_questions(task, config, tokenizer=tokenizer, context=None, log=lines.append)
-    told = [line for line in lines if "of its" in line]
-    assert told == [
-        "warning: rows.jsonl: no answer in 1, no hint in 3 of its 40 rows; the others have it"
-    ]
+    (told,) = (line for line in lines if "of its" in line)
+    lacking = "no answer in 1, no hint in 3 of its 40 rows; the others have it"
+    assert told == f"warning: rows.jsonl: {lacking}"

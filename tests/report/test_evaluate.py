@@ -94,16 +94,10 @@ def by_hand(world: World) -> list[dict[str, float]]:
     share, options = slice(world.rank, None, world.size), make_config().task
     rows = [[i, -i] for i in range(9)]  # more than ranks: else one after the other is in turn
     assert world.gather_rows(rows[share], shape=(9, 2)).tolist() == rows, "in their own places"
+    task, all_of = load_task("countdown"), [(GROUPS[:n][share], GREEDY[:n][share]) for n in (5, 2)]
     return [
-        single_answer_metrics(
-            load_task("countdown"),
-            options,
-            QUESTIONS[:n],
-            GROUPS[:n][share],
-            GREEDY[:n][share],
-            world,
-        )
-        for n in (5, 2)
+        single_answer_metrics(task, options, QUESTIONS[:n], *mine, world)
+        for n, mine in zip((5, 2), all_of, strict=True)
     ]
 
 

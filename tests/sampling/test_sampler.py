@@ -140,9 +140,7 @@ def test_what_is_drawn_is_what_one_plain_forward_pass_gives(
         changes = SHORT | changes
         groups = sample(policy, prompts, backend=backend, on_progress=done.append, **changes)
         assert torch.equal(torch.get_rng_state(), state)
-        num_samples, max_batch_tokens = (
-            changes.pop(n) for n in ("num_samples", "max_batch_tokens")
-        )
+        num_samples, max_batch_tokens = map(changes.pop, ("num_samples", "max_batch_tokens"))
         assert_plain(policy, prompts, SEEDS[: len(prompts)], groups, **changes)
         rows, lengths = tokens_of(groups), Counter(map(len, tokens_of(groups)))
         assert len(rows) == num_samples * len(prompts) == sum(done) and min(done) >= 0

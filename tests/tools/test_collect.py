@@ -33,9 +33,8 @@ def test_each_row_solves_a_training_question_and_tools_imitate_takes_it(run, cal
     held_out = load_rows(countdown, "generated", "validation", 512)
     assert not {key for key, _ in texts} & set(map(countdown.question_key, held_out))
     for some in rows:
-        parts = countdown.reward_function(
-            some["completion"], some, options=config.task, num_tokens=0
-        )
+        how = {"options": config.task, "num_tokens": 0}
+        parts = countdown.reward_function(some["completion"], some, **how)
         assert some.keys() == {"nums", "target", "completion"} and parts["answer"] == 1
     other, file = make_policy(ROOT / "tiny", *SETTINGS), str(run / "answers.jsonl")
     other = make_run(other, config, questions=held_out)

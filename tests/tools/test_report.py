@@ -78,9 +78,8 @@ def run(tmp_path) -> Path:
 
 def data_of(page: Path) -> dict:
     """The data in a page, found as a browser finds it: up to the first end of a script."""
-    (text,) = re.findall(
-        r'<script type="application/json" id="data">(.*?)</script', page.read_text()
-    )
+    element = r'<script type="application/json" id="data">(.*?)</script'
+    (text,) = re.findall(element, page.read_text())
     return json.loads(text)
 
 
@@ -150,14 +149,13 @@ def test_a_refresh_parses_only_what_is_new_and_a_run_that_was_cut_anew(run, monk
     files, parsed = files_of(run), []
     before = read_run(run, files)
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    new = '{"step": 60, "train/reward": 1, "time/step_s": 1}\n'
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 60, "train/reward": 1, "time/step_s": 1}\n{"step"')
+        file.write(f'{new}{{"step"')
     loads, whole = json.loads, read_run(run)
     monkeypatch.setattr("json.loads", lambda text, **how: parsed.append(text) or loads(text, **how))
     assert read_run(run, files) == whole != before
-    assert [line for line in parsed if isinstance(line, bytes)] == [
-        b'{"step": 60, "train/reward": 1, "time/step_s": 1}\n'
-    ]
+    assert [line for line in parsed if isinstance(line, bytes)] == [new.encode()]
     (run / "metrics.jsonl").write_bytes(b"".join(lines[:-2]))
     (run / "rollouts.jsonl").unlink()
     assert read_run(run, files) == read_run(run) != whole

@@ -69,9 +69,8 @@ def test_a_teacher_of_other_tokens_or_fewer_is_refused_without_its_weights(
         shutil.copytree(folder, copied)
         (copied / "model.safetensors").unlink()
     change_json(model / "config.json", vocab_size=400)
-    with pytest.raises(
-        ValueError, match=f"^model.teacher = {other}: it can read 345 tokens, and the "
-    ):
+    says = f"^model.teacher = {other}: it can read 345 tokens, and the "
+    with pytest.raises(ValueError, match=says):
         make_policy(model, *distilling(other))
     text = (other / "tokenizer.json").read_text()
     text = re.sub("(?<=<answer>)[79](?=</answer>)", lambda match: str(16 - int(match[0])), text)

@@ -189,9 +189,8 @@ def test_without_cut_off_completions_loss_and_gradient_are_those_of_trl():
         zeros, is_cut = np.zeros(length, np.float32), len(rows) == 3
         completion = Completion([1] * length, zeros, zeros, is_cut, zeros > 0)
         rows.append(Trajectory([1], completion, "", {}, 0.0, advantage=advantage))
-    config = make_config(
-        f"training.{keys}", "training.loss_normalization=token", "training.micro_batch_tokens=2048"
-    )
+    given = ("training.loss_normalization=token", "training.micro_batch_tokens=2048")
+    config = make_config(f"training.{keys}", *given)
     (batch,) = make_micro_batches([rows], config.training, alone())
     weights = torch.zeros(4, 5)
     for trajectory, of_row in zip(batch.trajectories, batch.token_weights[:, 1:], strict=True):
