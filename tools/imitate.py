@@ -10,6 +10,7 @@ what the file of answers holds, and how many a step has.
 
 import argparse
 import functools
+import json
 import os
 import shlex
 import shutil
@@ -121,24 +122,32 @@ def read_answers(task: Task, config: Config, source: str) -> list[dict]:
     if task.Environment is not None or task.load_examples is not None:
         problem = "its questions or turns stand in no file, so there is nothing to imitate"
         raise ConfigError([f"task.name = {config.task.name}: {problem}"])
-    # {} is every column: a row may have `messages`, as for TRL's SFTTrainer.
-    row = task.EXAMPLE_ROW and task.EXAMPLE_ROW | {"completion": "..."}
-    parse = functools.partial(parse_answer, task)
-    form = Task(task.file, {"EXAMPLE_ROW": row, "parse_row": parse})
-    rows = parse_table(load_table(source, columns=row), form, source, config.task)
+    parse, table = functools.partial(parse_answer, task), load_table(source)
+    form = Task(task.file, {"EXAMPLE_ROW": {}, "parse_row": parse})  # {} is every column
+    try:
+        rows = parse_table(table, form, source, config.task)
+    except ValueError as error:
+        row = json.dumps(task.EXAMPLE_ROW | {"completion": "..."})
+        hint = f"; rows must look like {row}" if task.EXAMPLE_ROW else ""
+        raise ValueError(f"{error}{hint}") from error
     if not rows:
         raise ValueError(f"{source}: has no rows, so there is nothing to imitate")
     return rows
 
 
 def parse_answer(task: Task, row: dict, *, options: object) -> dict:
+    """A row's question and completion: of `messages`, as for TRL's SFTTrainer, the last answer."""
     match row:
         case {"messages": [*asked, {"role": "assistant", "content": text}]}:
             rest = {name: value for name, value in row.items() if name != "messages"}
             row = {"prompt": asked, "completion": text} | rest
+    wanted = {*task.EXAMPLE_ROW, "completion"} if task.EXAMPLE_ROW else set()
+    if missing := sorted(wanted - row.keys()):
+        raise ValueError(f"no column {' and '.join(missing)} among {', '.join(map(str, row))}")
     completion = row.pop("completion", None)
     if not isinstance(completion, str) or not completion.strip():
         raise ValueError("its completion is empty")
+    row = type(row)((name, row[name]) for name in task.EXAMPLE_ROW or row)
     return {"question": task.parse_row(row, options=options), "completion": completion}
 
 
