@@ -379,6 +379,15 @@ def name_other_layers(adapter: Path) -> None:
     save_file({names[key]: value for key, value in load_file(file).items()}, file)
 
 
+def add_a_layer(adapter: Path) -> None:
+    """As of a deeper model."""
+    file = adapter / "adapter_model.safetensors"
+    more = {
+        key.replace(".layers.1.", ".layers.7."): value for key, value in load_file(file).items()
+    }
+    save_file(load_file(file) | more, file)
+
+
 def save_more_embeddings(adapter: Path) -> None:
     file = adapter / "adapter_model.safetensors"
     larger = {"base_model.model.model.embed_tokens.weight": torch.zeros(346, 32)}
@@ -396,6 +405,7 @@ def move_the_base(adapter: Path) -> None:
 AT, IN_16_BITS = "base_model.model.model", ["model.load_in_4bit=false", "model.lora=null"]
 SPOILT = [(drop_a_layer, f"does not fit its base model, as at {AT}.layers.1.mlp.up_proj")]
 SPOILT += [(name_other_layers, f"does not fit its base model, as at {AT}.layers.0.mlp.down_proj")]
+SPOILT += [(add_a_layer, f"does not fit its base model, as at {AT}.layers.7.mlp.down_proj")]
 SPOILT += [(save_more_embeddings, f"size mismatch for {AT}.embed_tokens.weight")]
 SPOILT += [(want_a_head, "does not fit its base model: 'base_model.model.lm_head.weight'")]
 SPOILT += [(move_the_base, "/moved/away")]
