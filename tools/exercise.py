@@ -26,8 +26,10 @@ def changed(number: int) -> tuple[dict[str, str], str, int]:
     """The text of each file that the copy changes; the bug's file, and its line in the copy."""
     answer = ANSWERS / f"{number:02}.md"
     name = answer.is_file() and re.search(r"^bug: (.+)$", answer.read_text("utf-8"), re.MULTILINE)
+    if not ANSWERS.is_dir():
+        raise ValueError(f"there is no {ANSWERS}: ask from a clone that has the answers")
     if not name:
-        raise ValueError(f"{number}: {answer} names no bug; the exercises 1 to 10 have one")
+        raise ValueError(f"{number}: the exercises 1 to 10 have a bug")
     bugs = read_changes(ROOT / "benchmarks/planted.txt")
     texts: dict[str, str] = {}
     for change in read_changes(ANSWERS / "rewrites.txt") + [b for b in bugs if b["bug"] == name[1]]:
