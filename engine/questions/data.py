@@ -60,16 +60,7 @@ def load_questions(
         check_functions(task, validation[0], options=settings)
     except ValueError as error:  # the same on all ranks, of which one prints it
         raise ConfigError([str(error)]) from error
-    if settings.prompt is not None and fill(settings.prompt, validation[0]) == settings.prompt:
-        keys = ", ".join(f"{{{key}}}" for key in validation[0])
-        raise ValueError(f"task.prompt: it does not hold the question; write one of {keys} into it")
-    for word in re.findall(r"\{(\w+)\}", f"{settings.prompt} {settings.system_prompt}"):
-        near = difflib.get_close_matches(word, validation[0], n=1, cutoff=0.75)
-        if near and word not in validation[0]:
-            log(f"warning: {{{word}}} is no key of a question, the nearest is {{{near[0]}}}")
-        if word in GOLD_KEYS and word in validation[0]:
-            shown = f"the model is shown column {word}, which the reward reads"
-            log(f"warning: {{{word}}} in the prompt: {shown}: leave it out, or rename the column")
+    check_wording(settings, validation[0], log)
     check_chat(pose(validation[0], task=task, options=settings), tokenizer)
     length = functools.partial(prompt_length, task=task, options=settings, tokenizer=tokenizer)
     lengths = [length(question) for question in validation]
@@ -105,6 +96,20 @@ def fit_to_config(task: Task, config: Config, log: Log = no_log, *others: str) -
     files = [file for file in sources if file.lower().endswith(".csv") and Path(file).is_file()]
     if task.functions:
         task.number_columns = number_columns(itertools.chain(*map(load_table, files)), log)
+
+
+def check_wording(settings: TaskSettings, question: dict, log: Log) -> None:
+    """ValueError if task.prompt names no key of the question; warns of a word that looks wrong."""
+    if settings.prompt is not None and fill(settings.prompt, question) == settings.prompt:
+        keys = ", ".join(f"{{{key}}}" for key in question)
+        raise ValueError(f"task.prompt: it does not hold the question; write one of {keys} into it")
+    for word in re.findall(r"\{(\w+)\}", f"{settings.prompt} {settings.system_prompt}"):
+        near = difflib.get_close_matches(word, question, n=1, cutoff=0.75)
+        if near and word not in question:
+            log(f"warning: {{{word}}} is no key of a question, the nearest is {{{near[0]}}}")
+        if word in GOLD_KEYS and word in question:
+            shown = f"the model is shown column {word}, which the reward reads"
+            log(f"warning: {{{word}}} in the prompt: {shown}: leave it out, or rename the column")
 
 
 def check_functions(task: Task, example: dict, *, options: TaskSettings) -> None:

@@ -121,7 +121,8 @@ def of_own_code(task: Task, training: TrainingSettings) -> str:
     named |= {find_function(name, key)[0] for key, name in names.items() if ":" in name}
     files = {Path(file).resolve() for file in named}
     folders = {file.parent for file in files if not lies_in(file, [ROOT / "tasks", COUNTDOWN])}
-    loaded = [Path(str(getattr(module, "__file__", ""))) for module in [*sys.modules.values()]]
+    modules = [*sys.modules.values()] if folders else []  # of which thousands would be looked up
+    loaded = [Path(str(getattr(module, "__file__", ""))) for module in modules]
     # torch has modules whose file, such as _ops.py, is nowhere.
     for file in (path.resolve() for path in loaded if path.suffix == ".py" and path.is_file()):
         if lies_in(file, folders) and not lies_in(file, NOT_OWN):
