@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 from common import keep_run, kept_runs, questions_per_step, seeds_of  # first: modules
-from pandas import DataFrame
+from pandas import DataFrame, read_csv
 
 from engine import ROOT
 from engine.core.files import write_atomically
@@ -49,20 +49,47 @@ LABS = {
     ],
     "hard": ["--config", "configs/countdown-tiny-hard.yaml"],
 }
+# Where settings are chosen: 512 questions that are in neither split
+LABS["hard-tuning"] = [*LABS["hard"], "task.eval=results/hard-tuning.jsonl"]
+# Losses for a sampler that lags behind: name, keys, switches
+STALE = {
+    "": ("plain", [], []),
+    "-ppo": ("PPO", [], ["ratio-to-sampler"]),
+    "-tis": ("TIS", ["training.tis_clip=2"], []),
+    "-cispo": ("CISPO", ["training.policy_loss=cispo"], ["ratio-to-sampler"]),
+    "-dppo": ("DPPO", ["training.policy_loss=dppo"], []),
+    "-ipo-0.1": ("IPO, 0.1", ["training.policy_loss=benchmarks.own:ipo_10"], []),
+    "-ipo-0.3": ("IPO, 0.3", ["training.policy_loss=benchmarks.own:ipo_30"], []),
+    "-ipo-0.3-alone": (
+        "IPO, 0.3, no square",
+        ["training.policy_loss=benchmarks.own:ipo_30_alone"],
+        [],
+    ),
+    **{
+        f"-dppo-{delta}": (
+            f"DPPO, {delta}",
+            ["training.policy_loss=dppo", f"training.dppo_delta={delta}"],
+            ["masked-tokens"],
+        )
+        for delta in (0.1, 0.2, 0.3)
+    },
+    "-centered": ("score centering", [], ["score-centering"]),
+    "-centered-tis": ("score centering, TIS", ["training.tis_clip=2"], ["score-centering"]),
+    "-dro-0.1": ("DRO, 0.1", ["training.policy_loss=benchmarks.own:dro_01"], []),
+    "-dro-1": ("DRO, 1", ["training.policy_loss=benchmarks.own:dro_1"], []),
+}
+AGES = {4: [*STALE][:5], 8: [*STALE], 16: ["", "-ppo"]}  # of the sampler, in updates
 # What no key of the config changes: see switched.py
 SWITCHES = {
     "top-k-10": "whole-evaluation",
     "bf16-weights": "bf16-weights",
-    "stale-4": "stale-4",
-    "stale-4-ppo": "stale-4,ratio-to-sampler",
-    "stale-4-tis": "stale-4",
-    "stale-4-cispo": "stale-4,ratio-to-sampler",
-    "stale-4-dppo": "stale-4",
-    "stale-8": "stale-8",
-    "stale-8-ppo": "stale-8,ratio-to-sampler",
-    "stale-8-tis": "stale-8",
-    "stale-8-cispo": "stale-8,ratio-to-sampler",
-    "stale-8-dppo": "stale-8",
+    **{
+        f"stale-{age}{ending}": ",".join([f"stale-{age}", *STALE[ending][2]])
+        for age, endings in AGES.items()
+        for ending in endings
+    },
+    "sign-sgd": "sign-sgd",
+    "default-processor": "processor-time",
     "most-varied-half": "most-varied-half",
     "fresh-questions": "fresh-questions",
     "sil-1-unequal": "unequal-groups",
@@ -113,11 +140,28 @@ LABELS = {
     "fresh-questions": "groups of equals drawn anew (DAPO)",
     "random-reward": "a random reward",
     "length-reward": "a reward for length",
+    "default-processor": "unchanged, processor minutes",
+    "sign-sgd": "sign-SGD instead of AdamW",
+    "evolution": "evolution strategies, processor minutes",
+    "entropy-lr-x2": "learning rate doubled, entropy bonus",
+    "only-worse": "only advantages below 0",
+    "only-better": "only advantages above 0",
+    "only-wrong": "-1 for each wrong answer (NSR)",
+    "only-right": "1 for each right answer (PSR)",
 }
-LOSSES = {"": "plain", "-ppo": "PPO", "-tis": "TIS", "-cispo": "CISPO", "-dppo": "DPPO"}
-for age in (4, 8):
-    for ending, loss in LOSSES.items():
-        LABELS[f"stale-{age}{ending}"] = f"samples up to {age - 1} updates old, {loss}"
+SIGN_RATES = {f"sign-sgd-x{factor}": factor * 3e-4 for factor in (0.25, 0.5, 1, 2)}
+# SIGMA and ALPHA of evolution.py: the noise on weights of 0.2, and of ALPHA half as in the paper
+EVOLUTIONS = {
+    f"evolution-{sigma}-x{factor}": (sigma, sigma * factor)
+    for sigma in (0.01, 0.03)
+    for factor in (0.5, 2)
+}
+EVOLUTION = EVOLUTIONS["evolution-0.01-x0.5"]
+SWITCHES |= dict.fromkeys(SIGN_RATES, "sign-sgd")
+LABELS |= {name: name for name in (*SIGN_RATES, *EVOLUTIONS)}  # the trials
+for age, endings in AGES.items():
+    for ending in endings:
+        LABELS[f"stale-{age}{ending}"] = f"samples up to {age - 1} updates old, {STALE[ending][0]}"
 QUICK = [
     "training.num_steps=2",
     "training.max_new_gen_tokens=64",  # long enough for an answer
@@ -179,14 +223,8 @@ def make_hard_rows(questions: int) -> dict[str, list[str]]:
     both = make_rows(questions, "hard")
     rows = {name: both[name] for name in IN_BOTH}
     rows["iterations-4-dppo"] = ["training.num_iterations=4", "training.policy_loss=dppo"]
-    for age in (4, 8):
-        rows |= {
-            f"stale-{age}": [],
-            f"stale-{age}-ppo": [],
-            f"stale-{age}-tis": ["training.tis_clip=2"],
-            f"stale-{age}-cispo": ["training.policy_loss=cispo"],
-            f"stale-{age}-dppo": ["training.policy_loss=dppo"],
-        }
+    for age, endings in AGES.items():
+        rows |= {f"stale-{age}{ending}": STALE[ending][1] for ending in endings}
     answer = "task.reward_weights={format: 0.0, answer: 1.0}"
     return rows | {
         "answer": [answer],
@@ -199,7 +237,21 @@ def make_hard_rows(questions: int) -> dict[str, list[str]]:
         "sil-1-unequal": rows["sil-1"],
         "random-reward": [],
         "length-reward": [],
+        "default-processor": [],
+        "sign-sgd": [],
+        "evolution": [],
+        "entropy-lr-x2": ["training.policy_loss=benchmarks.own:entropy_001", *rows["lr-x2"]],
+        **{
+            name: [f"training.advantage=benchmarks.own:{name.replace('-', '_')}"]
+            for name in ("only-worse", "only-better", "only-wrong", "only-right")
+        },
     }
+
+
+def make_tuning_rows(questions: int) -> dict[str, list[str]]:
+    """The trials by which sign-SGD's rate and evolution strategies' two numbers are chosen."""
+    rates = {name: [f"training.learning_rate={rate:g}"] for name, rate in SIGN_RATES.items()}
+    return rates | {name: [] for name in EVOLUTIONS}
 
 
 def main() -> None:
@@ -212,7 +264,7 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="run nothing")
     parser.add_argument("--quick", action="store_true", help="two tiny steps: does it run?")
     options = parser.parse_args()
-    make = make_hard_rows if options.lab == "hard" else make_rows
+    make = {"hard": make_hard_rows, "hard-tuning": make_tuning_rows}.get(options.lab, make_rows)
     rows = make(2 if options.quick else questions_per_step(LABS[options.lab]))
     if unknown := set(options.rows or ()) - set(rows):
         parser.error(f"{', '.join(unknown)}: must be among {', '.join(rows)}")
@@ -245,11 +297,12 @@ def run_all(rows: dict[str, list[str]], file: Path, options: argparse.Namespace)
                 sizes = QUICK if options.quick else [f"training.num_steps={NUM_STEPS}"]
                 questions = 2 if options.quick else questions_per_step(LABS[options.lab])
                 sizes = [f"training.num_samples_per_step_global={questions}", *sizes]
-                if options.lab == "hard":  # a curve over minutes needs more points
+                if options.lab != "ablations":  # a curve over minutes needs more points
                     every = 10 if row in ("default", *AT_EQUAL_MINUTES) else NUM_STEPS
                     sizes.append(f"validation.every={every}")
-                commands[name] = [*program_of(row), *LABS[options.lab], *where, *sizes, *rows[row]]
-                if row.startswith("stale-"):
+                program = program_of(row, seed, options)
+                commands[name] = [*program, *LABS[options.lab], *where, *sizes, *rows[row]]
+                if row.startswith(("stale-", "evolution")):
                     shutil.rmtree(folder / name, ignore_errors=True)
     pool = ThreadPoolExecutor(options.jobs)
     try:
@@ -259,7 +312,14 @@ def run_all(rows: dict[str, list[str]], file: Path, options: argparse.Namespace)
         pool.shutdown(cancel_futures=True)  # Ctrl-C: those that run end by themselves
 
 
-def program_of(row: str) -> list[str]:
+def program_of(row: str, seed: int, options: argparse.Namespace) -> list[str]:
+    if row.startswith("evolution"):  # for the processor seconds of the default with this seed
+        seconds = 5.0
+        if not options.quick:
+            default = kept_runs(options.out / "hard.csv")[f"default-processor-s{seed}"]
+            seconds = default["time/step_s"].sum()
+        numbers = (*EVOLUTIONS.get(row, EVOLUTION), seconds)
+        return [sys.executable, "benchmarks/evolution.py", *map(str, numbers)]
     if row in SWITCHES:
         return [sys.executable, "benchmarks/switched.py", SWITCHES[row]]
     return [sys.executable, "main.py"]
@@ -274,6 +334,8 @@ def run_one(name: str, command: list[str], folder: Path, file: Path) -> bool:
         ).returncode
     if status == 0:
         keep_run(file, name, read_table(folder / name).rows.astype({"step": int}))
+        if (masked := folder / name / "masked.csv").exists():
+            keep_run(file.with_stem(f"{file.stem}-masked"), name, read_csv(masked))
     print(f"{name}: {'done' if status == 0 else f'status {status}'}", flush=True)
     return status == 0
 

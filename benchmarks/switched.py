@@ -7,31 +7,40 @@ SWITCHES, at the end, has them all. A switch puts a function of this file in the
 main.py's or of engine's. They are for one process.
 """
 
+import collections
 import functools
 import sys
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import common  # noqa: F401  # first: it finds the script's modules
 import numpy as np
 import torch
+from pandas import DataFrame
 from torch import Tensor
 
+import engine.core.statistics
 import engine.model.load
 import engine.model.sampler
+import engine.update.losses
 import main as program
 from engine.core.config import Config, TrainingSettings
 from engine.core.distributed import World
-from engine.core.statistics import Clock
+from engine.core.statistics import Clock, add_to_mean
 from engine.core.types import MicroBatch, SamplingParams, Seed, Trajectory
+from engine.model.policy import Policy
 from engine.model.sampler import DecodeLoop, LoopSampler, copy_in
 from engine.run.state import Run
 from engine.update.outcome import Update
 
 load_model, end_step = engine.model.load.load_model, Run.end_step
 sample_trajectories, sample_validation = program.sample_trajectories, program.sample_validation
-update_policy = program.update_policy
+update_policy, step_metrics = program.update_policy, program.step_metrics
 make_micro_batch, assign_advantages = program.make_micro_batch, program.assign_advantages
+apply_options = engine.update.losses.apply_options
+MASKED, ALL = collections.Counter(), collections.Counter()  # of which tokens DPPO masks how many
 
 
 def main() -> None:
@@ -102,6 +111,56 @@ def compare_with_sampler(*arguments: object, **counts: float) -> MicroBatch:
     """
     batch = make_micro_batch(*arguments, **counts)
     return replace(batch, old_log_probs=batch.sampler_log_probs)
+
+
+def centered_loss(
+    policy: Policy, batch: MicroBatch, training: TrainingSettings, metric_sums: dict[str, Tensor]
+) -> Tensor:
+    """-A (w(y) log pi(y) - sum over v of mu(v) w(v) log pi(v)), over the whole vocabulary.
+
+    Score centering (arXiv:2609.20807): what tokens drawn from mu would add on average, whatever
+    their advantages, is taken off. w is 1 or, with training.tis_clip, min(pi / mu, tis_clip)
+    without a gradient. The copy that samples says what mu is.
+    """
+    columns = batch.completion_mask[:, 1:].any(dim=0).nonzero()[:, 0]
+    token_ids, is_scored = (x[:, columns + 1] for x in (batch.input_ids, batch.completion_mask))
+    temperature = policy.params.temperature
+
+    def score(model: torch.nn.Module) -> Tensor:
+        output = model(input_ids=batch.input_ids, use_cache=False, logits_to_keep=columns)
+        return (output.logits.float() / temperature).log_softmax(dim=-1)  # (B, K, V)
+
+    with torch.no_grad():
+        sampler = score(policy.sampler.model)
+    log_probs = score(policy.model)
+    clip = training.tis_clip or torch.inf
+    ratio = (log_probs.detach() - sampler).exp().clamp(max=clip) if training.tis_clip else 1.0
+    weighted = log_probs * ratio
+    drawn = weighted.gather(-1, token_ids[..., None])[..., 0]
+    centered = drawn - (sampler.exp() * weighted).sum(dim=-1)  # (B, K)
+    said = sampler.gather(-1, token_ids[..., None])[..., 0]
+    mismatch = (said - batch.sampler_log_probs[:, columns + 1]).abs()  # 0, but for rounding
+    add_to_mean(metric_sums, "train/sampler_mismatch", mismatch, is_scored)
+    weights = batch.token_weights[:, columns + 1]
+    return -(weights * batch.advantages[:, None] * centered.masked_fill(~is_scored, 0.0)).sum()
+
+
+def count_masked(
+    training: TrainingSettings, batch: MicroBatch, *arguments: object
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Which tokens `training.policy_loss` leaves out, and which it is asked about, by their ids."""
+    token_loss, weights, measured = apply_options(training, batch, *arguments)
+    for counter, mask in ((MASKED, measured["train/clip_frac"] > 0), (ALL, batch.completion_mask)):
+        counter.update(batch.input_ids[mask & batch.completion_mask].tolist())
+    return token_loss, weights, measured
+
+
+def measure_and_write_masked(run: Run, *arguments: object) -> dict[str, float]:
+    """masked.csv in the run's folder has the counts of the run up to here."""
+    words = [run.policy.tokenizer.decode([token]) for token in ALL]
+    counts = {"masked": [MASKED[token] for token in ALL], "of": list(ALL.values())}
+    DataFrame({"token": words, **counts}).to_csv(run.folder / "masked.csv", index=False)
+    return step_metrics(run, *arguments)
 
 
 # Other advantages
@@ -200,6 +259,23 @@ def sample_with_length_reward(
     return groups
 
 
+# Another optimizer, another clock
+
+
+class SignSGD(torch.optim.Optimizer):
+    """Each weight moves by the learning rate, against its gradient's sign; nothing is kept."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad.sign(), alpha=group["lr"])
+
+
+def make_sign_sgd(model: torch.nn.Module, training: TrainingSettings) -> SignSGD:
+    return SignSGD(model.parameters(), {"lr": training.learning_rate, "lr_scale": 1.0})
+
+
 SWITCHES = {
     "bf16-weights": [(engine.model.load, "load_model", load_in_bf16)],
     "whole-evaluation": [(program, "sample_validation", sample_untruncated)],
@@ -210,11 +286,20 @@ SWITCHES = {
             (Run, "end_step", functools.partialmethod(end_and_refresh, every=every)),
             (program, "sample_validation", sample_from_the_model),
         ]
-        for every in (4, 8)
+        for every in (4, 8, 16)
     },
     "ratio-to-sampler": [
         (program, "make_micro_batch", compare_with_sampler),
         (TrainingSettings, "is_reinforce", False),  # else the first update asks for no ratio
+    ],
+    "score-centering": [(program, "micro_batch_loss", centered_loss)],
+    "masked-tokens": [
+        (engine.update.losses, "apply_options", count_masked),
+        (program, "step_metrics", measure_and_write_masked),
+    ],
+    "sign-sgd": [(program, "make_optimizer", make_sign_sgd)],
+    "processor-time": [
+        (engine.core.statistics, "time", SimpleNamespace(perf_counter=time.process_time))
     ],
     "most-varied-half": [(program, "assign_advantages", assign_to_half)],
     "unequal-groups": [(program, "assign_advantages", assign_to_unequal)],
