@@ -19,11 +19,12 @@ UNEXCUSED_SKIPS: list[str] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The process that only waits for those that run the tests imports no torch."""
+    """The process that only waits imports no torch; those that run the tests are its forks."""
     if config.option.numprocesses and not hasattr(config, "workerinput"):
         stack = contextlib.ExitStack()
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        os.environ["GRPO_TEST_PYTHON"] = str(stack.enter_context(quick_python(folder)))
+        python = os.environ["GRPO_TEST_PYTHON"] = str(stack.enter_context(quick_python(folder)))
+        config.option.tx = [f"popen//python={python}" for _ in config.option.tx]
         config.add_cleanup(stack.close)
     else:
         gc.disable()  # until all is imported, which is no garbage: a quarter of the time
@@ -45,9 +46,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     gc.enable()
+    if harness := session.config.pluginmanager.get_plugin("harness"):
+        harness.forkserver()  # now: a process that has threads cannot be forked
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -4,8 +4,10 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import itertools
 import json
 import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import pickle
 import random
@@ -484,13 +486,25 @@ def install_grading(options: dict) -> None:
 
 
 def forkserver() -> multiprocessing.context.BaseContext:
-    """Makes processes by forking one that has imported what most of them need."""
+    """Makes processes by forking one that is itself a fork of this one, before it ran a test."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["preloaded"])
-    with pytest.MonkeyPatch.context() as patch:  # Python 3.11 imports it before it sets sys.path
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing.util, "spawnv_passfds", fork_instead)
         multiprocessing.forkserver.ensure_running()
     return context
+
+
+def fork_instead(path: str, arguments: list[str], files: list[int]) -> int:
+    """A fork runs the code that a fresh Python, in which nothing is imported, would be given."""
+    pid = os.fork()
+    if pid == 0:
+        for before, after in itertools.pairwise([2, *sorted(files), os.sysconf("SC_OPEN_MAX")]):
+            os.closerange(before + 1, after)
+        try:
+            exec(arguments[-1])
+        finally:
+            os._exit(0)
+    return pid
 
 
 def run_on_ranks(

@@ -7,7 +7,17 @@ import os
 import subprocess
 import sys
 
-from harness import ENVIRONMENT, ROOT, save_random, tokens_of
+import torch
+from harness import (
+    ENVIRONMENT,
+    ROOT,
+    read_rows,
+    run_main,
+    save_random,
+    saved_weights,
+    tokens_of,
+    without_times,
+)
 from transformers import GPT2Config, GPT2LMHeadModel
 
 ROOMS = ("run", "report", "model", "sampling", "update", "questions", "core")
@@ -59,6 +69,7 @@ OPTIONAL |= {"engine.questions.reward_functions", "engine.questions.event_loop",
 OPTIONAL |= {"engine.update.user_algorithm", "engine.sampling.stop_texts"}
 OPTIONAL |= {"engine.run.merge", "tasks.lengths", "tasks.gsm8k", "engine.run.fit"}
 
+SIL = ("training.learning_type=sil", "training.k_best_of_n=[1,2]")  # trains whatever is paid
 # In this order, in one process: what each run loads of these that no run before it has loaded
 RUNS = {
     "the default": ([], set()),
@@ -74,7 +85,15 @@ RUNS = {
         ["task.name=guess", "task.reward_weights={answer: 1.0}"],
         {"engine.sampling.environment", "tasks.guess"},
     ),
-    "an adapter": (["model.lora.r=2"], {"peft", "bitsandbytes", "engine.model.adapters"}),  # peft's
+    "a reward's function": (
+        [
+            "task.reward=lengths:soft_overlong",
+            f"task.train={ROOT}/tasks/plurals.csv",
+            "task.prompt='{singular}'",
+            *SIL,
+        ],
+        {"engine.questions.reward_functions", "engine.questions.event_loop"},
+    ),
     "shards": (["model.shard=true"], {"engine.update.shards"}),
 }
 TURNS = """{% for m in messages %}<|im_start|>{{ m.role }}
@@ -97,7 +116,10 @@ print("\\n" + json.dumps(found))
 """
 
 
-def test_a_feature_that_is_off_is_not_loaded(tmp_path, rotary_model_folder, tokenizer):
+def test_a_feature_that_is_off_is_not_loaded_and_nothing_follows_from_the_hash_seed(
+    tmp_path, rotary_model_folder, tokenizer
+):
+    """The order of a set does: a run of that process is made again in this one."""
     chatty = copy.deepcopy(tokenizer)
     chatty.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
     chatty.chat_template = TURNS
@@ -117,3 +139,9 @@ def test_a_feature_that_is_off_is_not_loaded(tmp_path, rotary_model_folder, toke
     assert result.returncode == 0, result.stderr[-3000:]
     found = json.loads(result.stdout.rstrip().split("\n")[-1])
     assert found == {name: sorted(own) for name, (_, own) in RUNS.items()}
+    assert run_main(*arguments["a reward's function"], "run.name=again") in (0, 1)
+    number = [*RUNS].index("a reward's function")
+    before, again = (tmp_path / name for name in (f"run{number}", "again"))
+    assert [*map(without_times, read_rows(before))] == [*map(without_times, read_rows(again))]
+    weights, others = (saved_weights(run / "checkpoints/last") for run in (before, again))
+    assert all(torch.equal(weights[name], others[name]) for name in weights)

@@ -15,12 +15,10 @@ from harness import (
     ROOT,
     alone,
     arguments,
-    assert_same,
     grade_by_text,
     make_config,
     make_policy,
     make_run,
-    program,
     read_jsonl,
     read_rows,
     seed,
@@ -62,14 +60,6 @@ def on_one_rank(rotary_model_folder, data, tmp_path_factory) -> Path:
     settings = [*SIZES, *data, "training.num_samples_per_step=4"]
     train(folder, rotary_model_folder, *settings, grading=EXACT)
     return folder / "x"
-
-
-def test_a_run_follows_from_no_hash_seed(on_one_rank, rotary_model_folder, data, tmp_path, python):
-    """The order of a set does: `python` has another hash seed than what forked that run."""
-    settings = [*SIZES, *data, "training.num_samples_per_step=4"]
-    command = [python, *program(tmp_path, rotary_model_folder, *settings, grading=EXACT)]
-    subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
-    assert_same(on_one_rank.parent, tmp_path)
 
 
 def load_run(folder: Path, model: Path, *overrides: str) -> Run:
