@@ -134,6 +134,8 @@ def test_every_excerpt_of_the_walkthrough_is_in_main_word_for_word():
     assert len(excerpts) > 10
     for file, lines in re.findall(r"`([\w/]+\.py)`[\w ]* \((\d+) lines", TEXT):
         assert len((ROOT / file).read_text().splitlines()) == int(lines), file
+    engine = sum(len(file.read_text().splitlines()) for file in ROOT.glob("engine/**/*.py"))
+    assert f"`engine/` (about {round(engine, -3):,} lines)" in TEXT
     for excerpt in excerpts:
         assert any(textwrap.indent(excerpt, " " * n) in main for n in (0, 4, 8, 12, 16)), excerpt
 
