@@ -16,7 +16,6 @@ from engine.model.policy import Policy
 from engine.update.outcome import Update
 from main import assign_advantages
 
-NORMALIZATIONS = ["dr_grpo", "token", "sequence", "sum"]
 MAX_NEW_TOKENS = 10
 ALL_TOGETHER, IN_TWO, ONE_BY_ONE = 10**6, 70, 1  # training.micro_batch_tokens
 GRPO = ["training.k_best_of_n=[4,4]"]

@@ -30,7 +30,7 @@ OWN_METRICS = r"loss|lr|kl|entropy|turns|grad_norm|loss_scale|advantage_abs|part
 OWN_METRICS += r"sampler_mismatch|reward(_std|_low|_high|_timeouts)?|solved(_and_ended)?|pass@.*|"
 OWN_METRICS += r"(clip|truncated|zero_advantage)_frac|(completion|greedy)_tokens|best_of_.*|"
 OWN_METRICS = re.compile(
-    OWN_METRICS + r"skipped_steps|(majority|greedy|strict|lenient)(_low|_high)?"
+    OWN_METRICS + r"skipped_steps|collapsed|(majority|greedy|strict|lenient)(_low|_high)?"
 )
 
 

@@ -1,43 +1,32 @@
-"""How things are measured, by hand: pass@k and its interval, votes, means, seconds, memory."""
+"""How things are measured: intervals and votes by hand, each number of a run a second time."""
 
+import contextlib
+import copy
+import io
 import itertools
+import pkgutil
+import re
+import statistics
 import time
+from collections import defaultdict
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from harness import ROOT, alone, arguments, make_row, read_jsonl, run_main, save_writer, seed
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from engine.core.statistics import (
-    Clock,
-    confidence_interval,
-    majority_sample,
-    pass_at_k,
-    single_rate,
-    solve_rates,
-)
-
-
-@pytest.mark.parametrize("k", [1, 2, 3, 5])
-def test_pass_at_k_is_the_share_of_all_subsets_with_a_right_sample(k):
-    counts, n = np.array([0, 1, 3, 5]), 5
-    shares = []
-    for right in counts:
-        samples = [i < right for i in range(n)]
-        subsets = list(itertools.combinations(samples, k))
-        shares.append(sum(any(subset) for subset in subsets) / len(subsets))
-    assert pass_at_k(counts, n, k) == pytest.approx(np.mean(shares))
-
-
-def test_solve_rates_by_hand():
-    """4 samples, of which 0, 1, 2 are right: pass@2 = 1 - C(4 - c, 2) / 6 is 0, 1/2, 5/6."""
-    solved = np.array([[0, 0, 0, 0], [0, 1, 0, 0], [1, 0, 0, 1]], dtype=float)
-    rates = solve_rates(solved, [1, 2])
-    assert rates["eval/pass@1"] == pytest.approx(0.25)
-    assert rates["eval/pass@2"] == pytest.approx((0 + 1 / 2 + 5 / 6) / 3)
-    assert rates["eval/best_of_4"] == pytest.approx(2 / 3)
-    assert rates["eval/pass@1_low"] <= 0.25 <= rates["eval/pass@1_high"]
-    names = ["pass@1", "pass@1_low", "pass@1_high", "pass@2", "best_of_4"]
-    assert list(rates) == [f"eval/{name}" for name in names]
-
+from engine.core.statistics import confidence_interval, majority_sample, reduce_means
+from engine.core.types import Groups, Trajectory
+from engine.questions.reward_functions import OWN_METRICS
+from engine.report.boards import Board
+from engine.report.evaluation import mean_rewards
+from engine.report.metrics import rollout_metrics
 
 EIGHT_OF_TEN, HALF_OF_100 = [1.0] * 8 + [0.0] * 2, [0.0, 1.0] * 50
 INTERVALS = [  # rates, whether they are 0 or 1, their interval and how near it is
@@ -54,21 +43,6 @@ def test_the_interval_is_wilsons_or_where_rates_are_shares_the_bootstraps():
         assert found == confidence_interval(np.array(rates), is_binary=is_binary)  # every time
 
 
-def test_the_units_of_the_interval_are_questions_not_samples():
-    """Over the samples of these 100 questions it would be 2.8 times too narrow."""
-    several = np.repeat(np.array(HALF_OF_100)[:, None], 8, axis=1)
-    one = np.array(EIGHT_OF_TEN)
-    for solved, is_binary in ((several, False), (one[:, None], True)):
-        rates = solve_rates(solved, [1])
-        interval = rates["eval/pass@1_low"], rates["eval/pass@1_high"]
-        assert interval == confidence_interval(solved[:, 0], is_binary=is_binary)
-    assert [*single_rate("greedy", one).items()] == [
-        ("eval/greedy", 0.8),
-        ("eval/greedy_low", interval[0]),
-        ("eval/greedy_high", interval[1]),
-    ]
-
-
 VOTES = [
     *((["1", "2", "2"], 1), ([None, "3", "1", "1", "3"], 1), (["4"], 0)),
     (["2", "1", "2", "1"], 0),  # of equals the one given earliest
@@ -80,12 +54,259 @@ def test_the_majority_is_the_earliest_sample_with_the_most_frequent_answer():
     assert [majority_sample(answers) for answers, _ in VOTES] == [chosen for _, chosen in VOTES]
 
 
-def test_a_clock_adds_up_a_phase_and_starts_anew_when_it_is_read():
-    clock = Clock()
-    for phase in ("rollout", "reward", "rollout"):
-        with clock(phase):
-            time.sleep(0.02)
-    seconds = clock.read()
-    assert list(seconds) == ["time/rollout_s", "time/reward_s"]
-    assert seconds["time/rollout_s"] >= 0.04 and seconds["time/reward_s"] >= 0.02
-    assert clock.read() == {}
+def test_a_parts_mean_is_over_what_it_applies_to():
+    """In training over completions, in an evaluation over the means of its questions."""
+    random, names = Random(seed()), ("often", "seldom", "never")
+    groups = [[make_row(0.0) for _ in range(3)] for _ in range(9)]
+    for t in itertools.chain(*groups):
+        often, seldom = random.random() < 0.7, random.random() < 0.3
+        t.reward_parts = {"often": random.random() if often else None, "never": None}
+        t.reward_parts["seldom"] = random.random() if seldom else None
+    trained = reduce_means(rollout_metrics(groups, names), alone())
+    measured = mean_rewards(groups, names, len(groups), alone())
+    for name in names:
+        of_groups = [[t.reward_parts[name] for t in group] for group in groups]
+        applying = [[x for x in values if x is not None] for values in of_groups]
+        applying = [values for values in applying if values]
+        flat, means = [*itertools.chain(*applying)], [*map(statistics.fmean, applying)]
+        assert trained.get(f"train/part_{name}") == (pytest.approx(np.mean(flat)) if flat else None)
+        found = measured.get(f"eval/part_{name}")
+        assert found == (pytest.approx(np.mean(means)) if means else None)
+
+
+# A run, each number of which is derived a second time: from ids, from what was paid, from one plain
+# forward pass, from the system's accounting, and from clocks inside and around what is timed
+
+END, BEGIN = "<|im_end|>", "<|im_start|>assistant\n"
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+TEMPLATE += "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+GAME = """
+import time
+REWARD_PARTS = ("answer", "said", "timeout")
+
+def load_examples(source, split, **how):
+    return [{"n": n} for n in (range(50, 58) if split == "train" else range(12))]
+
+def generate_prompt(example, *, options):
+    return [{"role": "user", "content": f"Go {'on and ' * (example['n'] % 5)}on. "}]
+
+class Environment:
+    def reset(self, n):
+        self.n, self.said, self.is_over = n, [], False
+
+    def respond(self, message):
+        time.sleep(0.002)
+        self.said.append(message)
+        self.is_over = len(self.said) == 3 or message.endswith("n")
+        return None if self.is_over else "Go on."
+
+    def get_reward(self):
+        answer = self.n % 2 * 0.875 + "".join(self.said).count("u") / 8
+        return {"answer": answer, "said": self.said[:1] > ["u"], "timeout": len(self.said) == 2}
+"""
+WEIGHTS, RATE = {"answer": 1.0, "said": 0.25, "timeout": 0.0}, 2e-3
+SETTINGS = "task.name=game task.reward_weights.said=0.25 training.num_steps=2 "
+SETTINGS += f"training.max_new_gen_tokens=60 training.learning_rate={RATE} "
+SETTINGS += "training.warmup_steps=3 training.max_grad_norm=0.001 validation.num_examples=12 "
+SETTINGS += "validation.best_of_n=3 validation.pass_k=[1,2] logging.samples=5 "
+SETTINGS += "training.loss_normalization=token"
+WATCHED = ["engine.questions.data.QuestionStream.take", "engine.model.policy.Policy.make_prompts"]
+WATCHED += ["engine.run.log.describe_step", "engine.sampling.environment.Conversation.ask"]
+WATCHED += ["logger.Logger.print_step"]
+WATCHED += [f"main.{name}" for name in ("decode_in_batches", "compute_rewards", "update_policy")]
+WATCHED += [f"main.{name}" for name in ("assign_advantages", "step_metrics", "sample_validation")]
+WATCHED += [f"main.{name}" for name in ("evaluation_metrics", "log_evaluation")]
+# From the beginning of one to the end of another, at least; at most from there to there
+TIMES = {
+    "time/rollout_s": "decode_in_batches decode_in_batches make_prompts compute_rewards",
+    "time/reward_s": "compute_rewards compute_rewards decode_in_batches assign_advantages",
+    "time/update_s": "update_policy update_policy assign_advantages step_metrics",
+    "time/step_s": "take update_policy before step_metrics",
+    "time/rollouts_log_s": "describe_step describe_step step_metrics print_step",
+    "time/eval_s": "sample_validation evaluation_metrics before log_evaluation",
+}
+LINE = {"reward": "train/reward", "solved": "train/solved", "length": "train/completion_tokens"}
+LINE |= {"entropy": "train/entropy", "grad norm": "train/grad_norm", "lr": "train/lr"}
+LINE |= {"seconds": "time/step_s"}
+# The tests that derive the numbers which this run does not have
+ELSEWHERE = {"train/kl": "update/test_update.py", "train/clip_frac": "update/test_trl_numbers.py"}
+ELSEWHERE |= {"train/loss_scale": "update/test_loss_scale.py"}
+ELSEWHERE |= {"eval/greedy_tokens": "report/test_evaluate.py"}
+Moment = dict[str, list[SimpleNamespace]]  # the calls of a step or of an evaluation, by their names
+
+
+def watch(patch: pytest.MonkeyPatch) -> list[Moment]:
+    """What is called from here on: what it returns, when, and the most memory until then."""
+    started = SimpleNamespace(end_s=time.perf_counter())
+    moments: list[Moment] = [defaultdict(list, before=[started])]
+
+    def watched(place: str, name: str) -> Callable:
+        function = pkgutil.resolve_name(place)
+
+        def replacement(*given, **named):
+            if name == "update_policy":
+                moments[-1]["plain"] = by_plain_pass(given[0].policy.model, given[1])
+            call = SimpleNamespace(begin_s=time.perf_counter())
+            call.result = function(*given, **named)
+            call.end_s = time.perf_counter()
+            status = Path("/proc/self/status").read_text()
+            call.peak_gb = int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) * 1.024e-6
+            if name == "decode_in_batches":  # let them differ from the scorer's
+                for completion in itertools.chain(*call.result):
+                    shift = np.linspace(0, 1, len(completion.token_ids), dtype=np.float32)
+                    completion.log_probs[:] += shift * ~completion.is_inserted
+            moments[-1][name].append(call)
+            if name in ("print_step", "log_evaluation"):
+                moments.append(defaultdict(list, before=[call]))
+            return call.result
+
+        return replacement
+
+    for place in WATCHED:
+        patch.setattr(place, watched(place, place.rpartition(".")[2]))
+    return moments
+
+
+def by_plain_pass(model: torch.nn.Module, groups: Groups) -> dict[str, float]:
+    """What an update finds of these rows, each of which goes through the model alone."""
+    loss, gaps, entropies = 0.0, [], []
+    for group in groups:
+        mean, is_equal = np.mean([t.reward for t in group]), len({t.reward for t in group}) == 1
+        for t in group:
+            ids, start = torch.tensor(t.prompt_ids + t.completion.token_ids), len(t.prompt_ids)
+            log_probs = model(input_ids=ids[None]).logits[0, start - 1 : -1].log_softmax(dim=-1)
+            drawn = ~torch.from_numpy(t.completion.is_inserted)
+            entropies.append(-(log_probs.exp() * log_probs).sum(dim=-1)[drawn].detach())
+            chosen = log_probs.gather(1, ids[start:, None])[drawn, 0]
+            loss = loss - (t.reward - mean) * chosen.sum()
+            gap = (chosen.detach() - torch.tensor(t.completion.log_probs)[drawn]).abs()
+            gaps += [] if is_equal else [gap]
+    loss = loss / len(torch.cat(entropies))  # all tokens that were drawn
+    gradients = torch.autograd.grad(loss, [*model.parameters()])
+    return {
+        "train/loss": loss.item(),
+        "train/grad_norm": torch.cat([g.flatten() for g in gradients]).norm().item(),
+        "train/sampler_mismatch": torch.cat(gaps).mean().item(),
+        "train/entropy": torch.cat(entropies).mean().item(),
+    }
+
+
+def of_completion(t: Trajectory, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
+    """Its numbers, by its ids and by what its environment knows."""
+    ids, environment = t.completion.token_ids, t.completion.conversation.environment
+    parts, is_over = environment.get_reward(), environment.is_over
+    _, *turns = tokenizer.decode(ids).split(BEGIN)
+    return {
+        "reward": sum(WEIGHTS[name] * parts[name] for name in parts),
+        "part_answer": parts["answer"],
+        "part_said": parts["said"],
+        "reward_timeouts": parts["timeout"],
+        "solved": parts["answer"] >= 1,
+        "solved_and_ended": parts["answer"] >= 1 and is_over,
+        "completion_tokens": len(ids),
+        "truncated_frac": not is_over,
+        "turns": 1 + sum(map(bool, turns)),
+    }
+
+
+def derive(moment: Moment, step: int, tokenizer: PreTrainedTokenizerFast) -> dict:
+    """All numbers of a step or an evaluation; of some the least and the most that they can be."""
+    (call,), is_step, found = moment["compute_rewards"], "plain" in moment, {}
+    rows = [[of_completion(t, tokenizer) for t in group] for group in call.result]
+    tables = {n: np.array([[row[n] for row in group] for group in rows], float) for n in rows[0][0]}
+    for name, places in TIMES.items():
+        if is_step == (name != "time/eval_s"):
+            first, last, before, after = (moment[place] for place in places.split())
+            found[name] = last[-1].end_s - first[0].begin_s, after[0].begin_s - before[-1].end_s
+    if not is_step:
+        solved = tables.pop("solved")
+        for k, name in ((1, "pass@1"), (2, "pass@2"), (3, "best_of_3")):
+            subsets = [[*itertools.combinations(row, k)] for row in solved]
+            found[f"eval/{name}"] = np.mean([[any(some) for some in of] for of in subsets])
+        for name in ("pass@1", "reward", "part_answer", "part_said"):
+            means = tables.get(name, solved).mean(axis=1)
+            half = 1.96 * means.std() / len(means) ** 0.5  # of a bootstrap of many questions
+            for end, far, near in (("low", -1.3, -0.7), ("high", 0.7, 1.3)):
+                found[f"eval/{name}_{end}"] = tuple(means.mean() + half * np.array([far, near]))
+        return found | {f"eval/{name}": table.mean() for name, table in tables.items()}
+    rewards, num_tokens = tables["reward"], tables["completion_tokens"].sum()
+    said = [t.completion.conversation.environment.said for t in itertools.chain(*call.result)]
+    found |= {f"train/{name}": table.mean() for name, table in tables.items()} | moment["plain"]
+    return found | {
+        "train/reward_std": rewards.std(axis=1, ddof=1).mean(),
+        "train/advantage_abs": abs(rewards - rewards.mean(axis=1, keepdims=True)).mean(),
+        "train/zero_advantage_frac": np.mean([len({*row}) == 1 for row in rewards]),
+        "train/lr": RATE * step / 3,
+        "train/skipped_steps": 0,
+        "train/collapsed": 0,
+        "time/environment_s": (
+            0.002 * sum(map(len, said)),
+            sum(call.end_s - call.begin_s for call in moment["ask"]),
+        ),
+        "perf/tokens_per_s": tuple(num_tokens / s for s in reversed(found["time/step_s"])),
+        "perf/peak_memory_gb": (
+            0.99 * moment["update_policy"][0].peak_gb,
+            1.01 * moment["step_metrics"][0].peak_gb,
+        ),
+    }
+
+
+def is_near(shown: float, second: float | tuple, unit: float = 0.0) -> bool:
+    """Whether a number, rounded to a unit, is the second one or between its ends."""
+    low, high = second if isinstance(second, tuple) else (second, second)
+    slack = 0.5001 * unit + 1e-5 * abs(high) + 1e-7
+    return low - slack <= shown <= high + slack
+
+
+def test_each_number_that_a_run_shows_is_derived_a_second_time(
+    rotary_model_folder, tokenizer, tmp_path, monkeypatch
+):
+    """In metrics.jsonl, in a step's line, on boards, of samples; a new one needs a second too.
+
+    Bug: `collapsed` of a user's log_metric was written over without a word.
+    """
+    monkeypatch.chdir(tmp_path)
+    Path("game.py").write_text(GAME)
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens(["<|im_start|>", END], special_tokens=True)
+    tokenizer.chat_template = TEMPLATE
+    model, follows = Qwen2ForCausalLM.from_pretrained(rotary_model_folder), {"\n": ["n", "u"]}
+    save_writer(model, tokenizer, follows | {"n": ["u", END], "u": ["n", END]}, Path("model"))
+    board, sent, tables, output = Board(), [], [], io.StringIO()
+    vars(board).update(title="Shown", server="", finish=print, send_samples=tables.append)
+    board.start = lambda *_: ("1", "here")
+    board.send_metrics = lambda step, is_evaluation, found: sent.append({"step": step} | found)
+    monkeypatch.setattr("main.boards_of", lambda *_: [board])
+    moments = watch(monkeypatch)
+    with contextlib.redirect_stdout(output):
+        assert run_main(*arguments(Path(), Path("model"), *SETTINGS.split())) == 0
+    rows, samples = (read_jsonl(Path(f"x/{name}.jsonl")) for name in ("metrics", "samples"))
+    steps = [0, 1, 2, 2]  # the first and the last are evaluations
+    seconds = [derive(*of, tokenizer) for of in zip(moments[:4], steps, strict=True)]
+    assert [row["step"] for row in rows] == steps and sent == rows
+    for row, second in zip(rows, seconds, strict=True):
+        assert row.keys() == second.keys() | {"step"}
+        pairs = {name: (row[name], second[name]) for name in second}
+        assert [pair for pair in pairs.items() if not is_near(*pair[1])] == []
+    lines = re.findall(r"^step (\d)/2  (.*)  left ", output.getvalue(), re.MULTILINE)
+    assert [int(step) for step, _ in lines] == [1, 2]
+    for (_, line), second in zip(lines, seconds[1:3], strict=True):
+        shown = dict(re.findall(r"([a-z]+(?: [a-z]+)?) +(\S+)", line))
+        assert shown.keys() == LINE.keys()
+        for label, text in shown.items():
+            unit = 10.0 ** Decimal(text).as_tuple().exponent  # of its last digit
+            assert is_near(float(text), second[LINE[label]], unit), (label, text)
+    groups = [g for m in (moments[0], moments[3]) for g in m["compute_rewards"][0].result[:5]]
+    for name, own in (("tokens", "completion_tokens"), ("reward", "reward")):
+        found = [of_completion(group[0], tokenizer)[own] for group in groups]
+        assert [sample[name] for sample in samples] == pytest.approx(found)
+        assert [value for table in tables for value in table[name]] == [s[name] for s in samples]
+    sources = [ROOT / "main.py", ROOT / "logger.py", *ROOT.glob("engine/**/*.py")]
+    code, derived = "".join(path.read_text() for path in sources), {*seconds[0], *seconds[1]}
+    named = {*re.findall(r'"((?:train|eval|perf)/[\w@]+)"', code)}
+    named |= {f"time/{phase}_s" for phase in re.findall(r'clock\("(\w+)"\)', code)}
+    assert named - derived == {*ELSEWHERE}
+    for name, file in ELSEWHERE.items():
+        assert f'"{name}"' in (ROOT / "tests" / file).read_text()
+    own = [name[name.index("/") + 1 :] for name in derived | named if re.match("train|eval", name)]
+    assert [name for name in own if not OWN_METRICS.fullmatch(name)] == []

@@ -1,7 +1,6 @@
 """Whole runs of main.py: what they leave behind, on one rank and on two, and what they refuse."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -64,22 +63,6 @@ def on_one_rank(rotary_model_folder, data, tmp_path_factory) -> Path:
 
 def load_run(folder: Path, model: Path, *overrides: str) -> Run:
     return harness.load_run(load_config(arguments(folder, model, *SIZES, *overrides)))
-
-
-def test_a_run_leaves_a_row_for_each_step_with_evaluations_at_both_ends(on_one_rank):
-    rows = read_rows(on_one_rank)
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    assert all(0 <= row["eval/pass@1_low"] <= row["eval/pass@1_high"] <= 1 for row in rows)
-    assert all(row["eval/pass@1"] <= row["eval/pass@2"] <= row["eval/best_of_4"] for row in rows)
-    assert not any(name.startswith("train/") for name in rows[0])
-    for row in rows[1:]:
-        assert row["train/sampler_mismatch"] < 1e-5
-        assert row["train/grad_norm"] > 0 and row["train/lr"] == 0.003
-        assert row["train/skipped_steps"] == 0 and "train/clip_frac" not in row
-    assert {"config.yaml", "metrics.jsonl", "samples.jsonl", "best"} <= set(os.listdir(on_one_rank))
-    samples = read_jsonl(on_one_rank / "samples.jsonl")
-    kinds = {("validation", step) for step in (0, 1, 2)} | {("train", step) for step in (1, 2)}
-    assert {(sample["split"], sample["step"]) for sample in samples} == kinds
 
 
 def test_two_ranks_do_the_same_step_as_one(on_one_rank, rotary_model_folder, data, tmp_path):
@@ -160,7 +143,8 @@ def test_validation_has_its_own_length_and_a_greedy_one_samples_once(
     assert sampled == [(0, 40)]
     (file,) = (tmp_path / "x").glob("eval-*/metrics.json")
     metrics = json.loads(file.read_text())
-    assert metrics["eval/pass@1"] == metrics["eval/greedy"]
+    for end in ("", "_low", "_high"):  # of one sample for each question: Wilson's interval
+        assert metrics[f"eval/pass@1{end}"] == metrics[f"eval/greedy{end}"]
     assert metrics["eval/greedy_tokens"] == metrics["eval/completion_tokens"]
 
 

@@ -1,4 +1,4 @@
-"""The calculator in a completion: what it writes, and that none of it is trained on."""
+"""The calculator in a completion: what it writes, and where."""
 
 import copy
 import math
@@ -7,27 +7,14 @@ from pathlib import Path
 import harness
 import numpy as np
 import pytest
-import torch
 from graphs import install_graphs
 from harness import make_policy, save_writer
 from plain import assert_plain
-from reference import (
-    GRPO,
-    MAX_NEW_TOKENS,
-    NORMALIZATIONS,
-    ROUNDING,
-    config_of,
-    distance,
-    make_groups,
-    recorded,
-    row_log_probs,
-)
 from transformers import Qwen2ForCausalLM
 
-from engine.core.types import Completion, Trajectory
+from engine.core.types import Completion
 from engine.model.policy import Policy
 from engine.questions.prompts import completion_text
-from engine.report.metrics import rollout_metrics
 from engine.sampling.calculator import STYLES
 
 START, END, REPLY, REPLIED = (*STYLES["nanochat"][:2], "<|output_start|>", "<|output_end|>")
@@ -121,43 +108,3 @@ def test_the_last_expression_is_calculated_and_what_cannot_be_is_left_to_the_mod
         assert calculator.reply(encode(text)) == encode(reply), text[:40]
     if style == "nanochat":
         assert calculator.asking_ids == encode(END)
-
-
-def insert(groups: list[list[Trajectory]], columns: slice) -> list[list[Trajectory]]:
-    """The groups, with some of their tokens marked as the calculator's."""
-    for row in (row for group in groups for row in group):
-        row.completion.is_inserted[columns] = True
-        row.completion.log_probs[columns] = 0.0
-    return groups
-
-
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-def test_the_gradient_is_that_of_the_sampled_tokens_alone(rotary_model_folder, normalization):
-    """Compared with a sum over the sampled tokens, divided by their number where that counts."""
-    config = config_of(*GRPO, f"training.loss_normalization={normalization}")
-    (rows,) = insert(make_groups(config, (3, (5, 7, 6, 6), (1.1, 0.1, 0.06, 0.1))), slice(1, 4))
-    policy = make_policy(rotary_model_folder, is_exact=True)
-    gradient, _ = recorded(policy, [rows], config)
-    sampled = [[0, *range(4, len(row.completion.token_ids))] for row in rows]
-    model, loss = policy.model.eval(), 0.0
-    model.zero_grad()
-    for row, columns in zip(rows, sampled, strict=True):
-        divisor = {
-            "dr_grpo": len(rows) * MAX_NEW_TOKENS,
-            "token": sum(map(len, sampled)),
-            "sequence": len(rows) * len(columns),
-            "sum": len(rows),
-        }[normalization]
-        loss = loss - row.advantage * row_log_probs(model, row)[columns].sum() / divisor
-    loss.backward()
-    expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    assert distance(gradient, expected.numpy()) <= ROUNDING
-
-
-def test_entropy_is_a_mean_over_sampled_tokens_and_length_counts_all():
-    groups = insert(make_groups(config_of(*GRPO), (3, (4, 4, 4, 4), (1, 0, 0, 0))), slice(1, 3))
-    for row in groups[0]:
-        row.completion.entropies[[0, 3]] = 2.0
-    sums = rollout_metrics(groups, ("answer",))
-    assert sums["train/entropy"] == (16.0, 8)
-    assert sums["train/completion_tokens"] == (16, 4)

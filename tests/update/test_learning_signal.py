@@ -1,4 +1,4 @@
-"""The maths of a step where numbers are special: ties, equals, limits; and a rollout's metrics.
+"""The maths of a step where numbers are special: ties, equals, limits.
 
 What advantages and losses are otherwise is in test_trl_numbers.py and, by formulas, test_update.py.
 """
@@ -7,10 +7,9 @@ import math
 
 import pytest
 import torch
-from harness import alone, make_config, make_row, make_rows
+from harness import alone, make_config, make_rows
 
 from engine.core.user_file import RewardError
-from engine.report.metrics import rollout_metrics
 from engine.update import losses
 from main import assign_advantages, grpo_advantages, k_best_mask
 
@@ -80,26 +79,6 @@ def test_the_kl_penalty_is_limited_on_both_sides():
     assert kl.tolist() == pytest.approx(expected, rel=1e-6)
     kl.sum().backward()
     assert log_probs.grad.tolist() == [0.0] * 6
-
-
-def test_rollout_metrics_are_sums_and_counts_over_all_rows():
-    """Two groups of two: rewards (1, 0) and (0.1, 0.1), 2 + 4 + 4 + 4 tokens of 2 nats each."""
-    groups = [
-        [make_row(1.0, num_tokens=2, solved=True), make_row(0.0, truncated=True)],
-        [make_row(0.1), make_row(0.1, solved=True, truncated=True)],  # it does not stop
-    ]
-    assign_advantages(groups, make_config("training.k_best_of_n=[2,2]").training)
-    sums = rollout_metrics(groups, ("format", "answer"))
-    expected = {"reward": (1.2, 4), "reward_std": (math.sqrt(0.5), 2), "solved": (2, 4)}
-    expected |= {"solved_and_ended": (1, 4), "part_format": (2.0, 4), "part_answer": (2.0, 4)}
-    expected |= {"advantage_abs": (1.0, 4), "entropy": (28.0, 14), "completion_tokens": (14, 4)}
-    expected |= {"truncated_frac": (2, 4), "zero_advantage_frac": (1, 2)}
-    assert {name: pytest.approx(sums[f"train/{name}"]) for name in expected} == expected
-    assert "train/reward_timeouts" not in sums
-    groups[0][1].reward_parts = {"answer": 0.0, "timeout": 1.0}
-    groups[0][0].reward_parts |= {"timeout": 0.0}
-    sums = rollout_metrics(groups[:1], ("answer", "timeout"))
-    assert sums["train/reward_timeouts"] == (1.0, 2) and "train/part_timeout" not in sums
 
 
 def test_sums_over_ranks_are_exact_in_float64_and_leave_the_caller_its_values():
