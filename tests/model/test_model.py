@@ -24,7 +24,7 @@ from transformers import (
 import countdown
 from engine.model.policy import Policy
 from engine.model.tokenizer import load_tokenizer
-from engine.questions.prompts import completion_text, end_of_turn, render_prompt
+from engine.questions.prompts import completion_text, end_of_turn
 from engine.sampling.draw import TokenBuffer
 from engine.update.optimizer import make_optimizer
 from tools.chat import load_policy
@@ -183,19 +183,9 @@ def test_a_completion_that_is_cut_off_keeps_its_last_token(chat_folder):
     assert written(policy, "12") == "12"
 
 
-SWITCH = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
-
-
-def test_a_chat_template_gets_the_options_of_the_config(chat_folder, tmp_path):
-    """As Qwen3.5's thinking is switched off; a name that it does not read is refused."""
-    folder = shutil.copytree(chat_folder, tmp_path / "switched")
-    (folder / "chat_template.jinja").write_text(TURNS + SWITCH)
-    for options, end in (("{}", "assistant\n"), ("{enable_thinking: false}", "<think></think>")):
-        config = make_config(f"model.name={folder}", f"task.template_options={options}")
-        tokenizer = load_tokenizer(config, lambda line: None)
-        assert render_prompt([{"role": "user", "content": "Hi."}], tokenizer).endswith(end)
+def test_an_option_that_the_chat_template_does_not_read_is_refused(chat_folder):
     with pytest.raises(ValueError, match=r"template_options: its chat template has no thinks"):
-        make_policy(folder, "task.template_options={thinks: true}")
+        make_policy(chat_folder, "task.template_options={thinks: true}")
 
 
 TEMPLATES = {  # what a template ends a turn with
