@@ -16,7 +16,11 @@ class StopTexts:
         self.tokenizer, self.texts, self.tool = tokenizer, texts, None
         self.most_tokens = 1 + max(len(text.encode()) for text in texts)  # each has a byte of it
         ids = sorted({*tokenizer.get_vocab().values()} - {*eos_ids})
-        self.asking_ids = [i for i in ids if self.may_complete(tokenizer.decode(i))]
+        # Some tokenizers drop a token's space at the beginning of a text: look at it behind another
+        before = tokenizer.encode("a", add_special_tokens=False)
+        start = len(tokenizer.decode(before))
+        behind = {i: tokenizer.decode([*before, i])[start:] for i in ids}
+        self.asking_ids = [i for i in ids if self.may_complete(behind[i])]
 
     def may_complete(self, token: str) -> bool:
         """Whether one of the texts may end in this token; it may be a part of a character."""

@@ -123,6 +123,8 @@ def test_what_is_given_is_read_and_reads_the_same_once_it_is_written(name, tmp_p
     for key, value in expected.items():
         is_path = str(value).startswith("~/")
         assert values[key] == (value.replace("~", str(tmp_path)) if is_path else value)
+    (tmp_path / "some.yaml").write_text(f"\ufeff{text}", newline="\r\n")
+    assert load("--config=~/some.yaml", *given.split()) == config
     assert load(file_with(tmp_path, dump(config))) == config
     written = dotted(yaml.safe_load(dump(config)))  # by any other program
     assert written == {key: values[key] for key in written}

@@ -74,6 +74,10 @@ def test_a_file_is_divided_without_overlap_unless_it_is_used_whole(tmp_path, nam
         assert [row for row in ROWS[name] if row not in validation] == train
         assert [row for row in ROWS[name] if row not in train] == validation
         assert 0 < len(validation) < len(train)
+        if suffix != "parquet":  # as Windows writes it
+            text = source.read_bytes().replace(b"\n", b"\r\n")
+            source.write_bytes(b"\xef\xbb\xbf" + text)
+            assert load(name, source, "train") == train
     first, same, other = (load(name, source, num_examples=10, with_seed=seed(n)) for n in (3, 3, 4))
     assert first == same != other and len(first) == 10  # drawn by the seed
     assert load(name, source, num_examples=1_000) == train  # at most
@@ -318,18 +322,35 @@ def test_a_template_that_writes_the_date_writes_the_one_that_the_run_began_on(tm
     assert loaded.chat_template == templated.chat_template  # best/ gets the template as it was
 
 
+OPAQUE, GOLD = "\ue000", "the right one"
+SPECIAL = "{answer} {question}{problem} {prompt} {{x}} {0} %s ${y}$ \\1 \\g<0> {"
+OF_TEXTS = {"task.name=gsm8k": "question", "task.name=math500": "problem"}
+OF_TEXTS |= {"task.reward=lengths:soft_overlong": "prompt"}
+
+
+@pytest.mark.parametrize("wording", [None, r"{KEY}, {KEY}: \{1\}, {no key}, {{KEY}}, {answer."])
+@pytest.mark.parametrize(("task", "key"), OF_TEXTS.items())
+def test_a_question_is_never_read_as_a_template(task, key, wording):
+    """Else one with {answer} in it would show the model the right answer."""
+    words = wording and wording.replace("KEY", key)
+    told = {"prompt": words, "system_prompt": words}
+    options = make_config(task, "task.train=rows.jsonl").task.model_copy(update=told)
+
+    def posed(text: str) -> list[str]:
+        chat = pose({key: text, "answer": GOLD}, task=load_task(options.code), options=options)
+        return [chat] if isinstance(chat, str) else [message["content"] for message in chat]
+
+    assert posed(SPECIAL) == [text.replace(OPAQUE, SPECIAL) for text in posed(OPAQUE)]
+    assert GOLD not in "".join(posed(SPECIAL))
+    if words is not None:  # all other braces stay
+        parts = "\n\n".join(posed(OPAQUE)).split("\n\n")
+        assert {*parts} == {words.replace(f"{{{key}}}", OPAQUE)}
+
+
 def test_a_users_own_wording_takes_the_place_of_the_tasks():
-    """Values go in as they are; braces that name no key of the example stay, as LaTeX has them."""
-
-    def posed(name: str, example: dict, wording: str) -> str | list[dict]:
-        told = {"prompt": wording, "system_prompt": "Be brief."}
-        options = make_config(f"task.name={name}").task.model_copy(update=told)
-        return pose(example, task=load_task(name), options=options)
-
-    latex = r"Compute {problem}; a set is $\{1\}$, a {unknown} key stays. Not {{problem}}."
-    asked = latex.replace("{problem}", "${answer}$")
-    assert posed("math500", {"problem": "${answer}$"}, latex) == f"Be brief.\n\n{asked}"
-    *told, begun = posed("countdown", ROWS["countdown"][1], "Make {target} of {nums}.")
+    told = {"prompt": "Make {target} of {nums}.", "system_prompt": "Be brief."}
+    options = make_config().task.model_copy(update=told)
+    *told, begun = pose(ROWS["countdown"][1], task=load_task("countdown"), options=options)
     assert told == [BRIEF, {"role": "user", "content": "Make 47 of [1, 7, 25]."}]
     assert begun["role"] == "assistant"  # an answer that the task begins is still begun
 
