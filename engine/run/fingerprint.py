@@ -114,13 +114,15 @@ def of_sources() -> dict[str, str]:
 def of_own_code(task: Task, training: TrainingSettings) -> str:
     """A hash of the files of the task, of its reward and of an algorithm of the user's own.
 
-    With them count the modules in or below the folder of a file of the user's, which it may import.
+    With them count the modules in or below the folder of a file of the user's, or the current one,
+    which it may import.
     """
     named = {task.file, *(file for file, _ in task.functions.values())}
     names = {"training.advantage": training.advantage, "training.policy_loss": training.policy_loss}
     named |= {find_function(name, key)[0] for key, name in names.items() if ":" in name}
     files = {Path(file).resolve() for file in named}
     folders = {file.parent for file in files if not lies_in(file, [ROOT / "tasks", COUNTDOWN])}
+    folders |= {Path.cwd()} if folders else set()
     modules = [*sys.modules.values()] if folders else []  # of which thousands would be looked up
     loaded = [Path(str(getattr(module, "__file__", ""))) for module in modules]
     # torch has modules whose file, such as _ops.py, is nowhere.

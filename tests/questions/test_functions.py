@@ -4,6 +4,7 @@ Mistakes in them are in tests/run/test_mistakes.py.
 """
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -186,25 +187,49 @@ def test_functions_are_named_of_one_file_or_of_several(tmp_path):
         chat.harmless(tmp_path / "found.yaml", [])
 
 
-def test_parts_come_in_their_order_and_none_weighs_nothing():
-    math, code = paid("[mine:judge, mine:of_math, other:long]")
-    assert math[0] == {"judge": 1.0, "of_math": 0.5, "long": 0.5, "timeout": 0.0}
-    assert code[1] == {"judge": 0.0, "of_math": None, "long": 0.5, "timeout": 0.0}
-    weights = {"judge": 1.0, "of_math": 2.0, "long": 1.0, "timeout": 0.0}
-    settings = TaskSettings(reward_weights=weights)
-    assert [settings.total_reward(row) for row in (math[0], code[1])] == [2.5, 0.5]
-    assert settings.total_reward(dict.fromkeys(weights)) == 0
-    assert load_task("[mine:judge, mine:of_math, other:long]").take_logged() == {"judged": (4, 2)}
+SEVERAL = """
+import asyncio
+SEEN = []
+
+async def judge(completions, log_metric, rewards, **kwargs):
+    SEEN.append(("judge", *rewards))
+    log_metric("judged", len(completions))
+    return [float("yes" in text) for text in completions]
+
+async def slow(completions, prompts, rewards, **kwargs):
+    SEEN.append(("slow", *rewards))
+    await asyncio.sleep(30 if "late" in prompts[0] else 0)
+    return [1.0] * len(completions)
+
+def of_math(completions, kind, rewards, **kwargs):
+    SEEN.append(("of_math", *rewards))
+    return [0.5 if k == "math" else None for k in kind]
+"""
+PAID = {"judge": [1.0, 0.0], "slow": [1.0, 1.0], "of_math": [0.5, 0.5], "long": [0.5, 0.5]}
+WORTH = {"judge": 1.0, "slow": 2.0, "of_math": 4.0, "long": 8.0, "timeout": 0.0}
 
 
-def test_async_functions_wait_together_and_one_that_is_late_does_not_apply():
+@pytest.mark.parametrize("order", itertools.permutations(("judge", "slow", "of_math")))
+def test_functions_pay_the_same_in_every_order(order, folder):
+    """One of another file too; for the second question one is late, and one does not apply."""
+    (folder / "several.py").write_text(SEVERAL)
+    reward = f"[several:[{', '.join(order)}], other:long]"
     start = time.perf_counter()
-    in_time, late = paid("mine:[judge, slow]", "task.reward_timeout=1")
+    questions = paid(reward, "task.reward_timeout=0.1")
     assert time.perf_counter() - start < 10  # not 30
-    assert in_time[0] == {"judge": 1.0, "slow": 1.0, "timeout": 0.0}
-    assert late[0] == {"judge": 1.0, "slow": None, "timeout": 1.0}
     with pytest.raises(RuntimeError):
         asyncio.get_running_loop()  # none is left behind
+    for rows, absent in zip(questions, ((), ("slow", "of_math")), strict=True):
+        for row, place in zip(rows, (0, 1), strict=True):
+            applying = {name: None if name in absent else PAID[name][place] for name in PAID}
+            assert row == applying | {"timeout": float(absent != ())}
+            assert [name for name in row if name != "timeout"] == [*order, "long"]
+            total = sum(WORTH[name] * (value or 0.0) for name, value in applying.items())
+            assert TaskSettings(reward_weights=WORTH).total_reward(row) == total
+    assert TaskSettings(reward_weights=WORTH).total_reward(dict.fromkeys(WORTH)) == 0
+    before = [(name, *order[:place]) for place, name in enumerate(order)]
+    assert [one for one in before for _ in KINDS] == import_file(folder / "several.py").SEEN
+    assert load_task(reward).take_logged() == {"judged": (4, 2)}
 
 
 JUDGES = """

@@ -3,10 +3,12 @@
 import contextlib
 import json
 import shutil
+import sys
 import threading
 from datetime import date
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -247,19 +249,38 @@ def test_other_questions_or_another_order_are_seen_and_what_json_cannot_hold_is_
     assert of_questions([{"a": {1}}]) == of_questions([{"a": {2}}]) != of_questions([{"b": {2}}])
 
 
-def test_a_helper_that_a_rewards_file_imports_is_its_code(tmp_path, monkeypatch):
-    """Bug: it was edited, and the resumed run paid otherwise without a word."""
+OF_TWO, OTHERS = ("inner/two", "inner/deep", "beside"), ("one", "helper", "algo", "basis")
+IMPORTED = [("[one:f, inner.two:g]", OF_TWO + OTHERS), ("[inner.two:g, one:f]", OF_TWO + OTHERS)]
+IMPORTED += [("inner.two:g", OF_TWO)]
+
+
+@pytest.mark.parametrize(("reward", "imported"), IMPORTED)
+def test_a_byte_of_any_file_of_the_users_that_was_imported_is_seen(
+    reward, imported, tmp_path, monkeypatch
+):
+    """Bug: a helper was edited, and the resumed run paid otherwise without a word."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "helper_of_mine.py").write_text("WORTH = 1.0")
-    pays = "def f(completions, **kwargs): return [helper_of_mine.WORTH for _ in completions]"
-    (tmp_path / "mine.py").write_text(f"import helper_of_mine\n{pays}")
-    config = make_config("task.reward=mine:f", "task.train=rows.jsonl")
+    pays = "def f(completions, **kwargs): return [1.0] * len(completions)\ng = h = f\n"
+    code = dict.fromkeys(("elsewhere", *imported), "") | {"algo": f"import basis\n{pays}"}
+    code |= {"one": f"import helper\n{pays}", "inner/two": f"import inner.deep, beside\n{pays}"}
+    (tmp_path / "inner").mkdir()
+    for name in ("inner", *code):
+        monkeypatch.delitem(sys.modules, name.replace("/", "."), raising=False)
+    for name, text in code.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    given = ["training.advantage=algo:h"] if "algo" in imported else []
+    config = make_config(f"task.reward={reward}", "task.train=rows.jsonl", *given)
     task = load_task(config.task.code)
     before = of_own_code(task, config.training)
-    for name, is_its_code in (("elsewhere.py", False), ("helper_of_mine.py", True)):
-        (tmp_path / name).write_text("WORTH = 2.0")
-        assert (of_own_code(task, config.training) != before) == is_its_code
+    own = {n: m for n, m in sys.modules.items() if f"{tmp_path}" in f"{vars(m).get('__file__')}"}
+    monkeypatch.setattr("engine.run.fingerprint.sys", SimpleNamespace(modules=own))  # few: quick
+    assert of_own_code(task, config.training) == before
+    for name in ("elsewhere", *imported):
+        file = tmp_path / f"{name}.py"
+        file.write_text(f"{file.read_text()} ")
+        assert (of_own_code(task, config.training) != before) == (name in imported), name
+        before = of_own_code(task, config.training)
 
 
 def problem_on(world: World) -> list[str]:
