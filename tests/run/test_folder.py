@@ -1,5 +1,6 @@
 """A run's folder: what is saved is there whole or not at all, and nothing of a user's is lost."""
 
+import itertools
 import os
 import pickle
 import shutil
@@ -161,23 +162,32 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize(
-    ("damage", "name"),
-    [
-        (Path.unlink, "config.json"),
-        (cut, "training_state/files.json"),
-        (cut, "model.safetensors"),
-        (lambda file: file.write_text('{"a": 3}'), "training_state/files.json"),
-    ],
-)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, damage, name):
-    before, folder = (save(tmp_path, step) for step in (2, 3))
-    (folder / ".DS_Store").write_text("")  # what others have put there is no damage
-    assert checkpoint.newest_whole(tmp_path, pytest.fail) == folder
-    damage(folder / name)
-    warnings = []
-    assert checkpoint.newest_whole(tmp_path, warnings.append) == before
-    assert len(warnings) == 1 and "step-000003" in warnings[0]
+DAMAGES = [
+    (Path.unlink, "config.json"),
+    (cut, "training_state/files.json"),
+    (cut, "model.safetensors"),
+    (lambda file: file.write_text('{"a": 3}'), "training_state/files.json"),
+]
+
+
+def test_whichever_checkpoints_are_damaged_the_newest_whole_ones_are_used_and_kept(tmp_path):
+    """Those newer than the one that is used are named; none that is damaged is counted."""
+    for number, is_damaged in enumerate(itertools.product((False, True), repeat=4)):
+        root, keep, warnings = tmp_path / str(number), 1 + number % 3, []
+        saved = [save(root, step, keep=None) for step in range(1, 5)]
+        for place, folder in enumerate(saved):
+            (folder / ".DS_Store").write_text("")  # what others have put there is no damage
+            if is_damaged[place]:
+                damage, name = DAMAGES[(number + place) % 4]
+                damage(folder / name)
+        whole = [folder for folder, is_out in zip(saved, is_damaged, strict=True) if not is_out]
+        damaged = [folder for folder in saved if folder not in whole]
+        assert checkpoint.newest_whole(root, warnings.append) == (whole or [None])[-1]
+        named = [folder for folder in damaged if not whole or folder > whole[-1]]
+        assert len(named) == len(warnings)
+        assert all(str(one) in line for one, line in zip(named[::-1], warnings, strict=True))
+        kept = [*whole, save(root, 5, keep)][-keep:]
+        assert {*checkpoint.list_checkpoints(root)} == {*kept, *damaged}
 
 
 def test_a_checkpoint_is_loaded_with_the_attention_of_the_run(tmp_path, rotary_model_folder):

@@ -65,7 +65,12 @@ def test_it_has_its_own_session_and_limits_and_ends_with_its_trainer():
         assert resource.prlimit(process.pid, resource.RLIMIT_FSIZE) == (0, 0)
         environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
         assert b"CUDA_VISIBLE_DEVICES=" in environment
-    request = {"id": 1, "arguments": [EASY, HARD], "limit_s": 1}
+    request = {"id": 1, "arguments": ["a+b", "b+a"], "limit_s": 1}
+    process.stdin.write(json.dumps(request).encode() + b"\n")
+    assert json.loads(process.stdout.readline())["reply"]
+    time.sleep(1.1)
+    assert process.poll() is None  # it may idle
+    request["arguments"] = [EASY, HARD]
     process.stdin.write(json.dumps(request).encode() + b"\n")
     assert process.wait(timeout=30) == -signal.SIGALRM
     assert ask(WORKER, "a+b", "b+a")

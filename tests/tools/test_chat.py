@@ -50,6 +50,7 @@ def test_piped_questions_are_answered_rewarded_and_repeat_exactly(ask):
     status, output, errors = ask(f"\ufeff{QUESTION}", "", QUESTION)  # a byte order mark is no part
     assert (status, errors) == (0, "") and output.count("\nreward ") == 2
     _, first, second = output.split(f"> {QUESTION}\n")
+    assert first != second
     torch.manual_seed(seed(5))
     assert ask("numbers: 1 2, target: 3", QUESTION)[1].endswith(second)
     again, *others = [ask(QUESTION, overrides=(f"training.seed={seed(n)}",))[1] for n in range(4)]
