@@ -11,7 +11,9 @@ two ranks. "default" is here the one before today's, with which these runs were 
 stopped goes on from its last checkpoint in runs/ablations/. The metrics of a run that has ended are
 kept in results/ablations.csv, whose column `run` has the row and the seed, and it is not run again.
 Table and picture, results/ablations.md and .png, come from that file alone. What one sees in a row
-is written by hand in results/ablations.yaml, a sentence for each name.
+is written by hand in results/ablations.yaml, a sentence for each name. The lab "hard" also has
+results/quarrels.md, what was expected of some rows (quarrels.yaml, from before their first run)
+beside what came.
 
 The lab "hard" (configs/countdown-tiny-hard.yaml) has rows of its own, also of variants for which
 there is no key (switched.py); its files are named hard instead of ablations. A step of some rows is
@@ -52,31 +54,23 @@ LABS = {
 # Where settings are chosen: 512 questions that are in neither split
 LABS["hard-tuning"] = [*LABS["hard"], "task.eval=results/hard-tuning.jsonl"]
 # Losses for a sampler that lags behind: name, keys, switches
+OWN, DPPO = "training.policy_loss=benchmarks.own:", "training.policy_loss=dppo"
 STALE = {
     "": ("plain", [], []),
     "-ppo": ("PPO", [], ["ratio-to-sampler"]),
     "-tis": ("TIS", ["training.tis_clip=2"], []),
     "-cispo": ("CISPO", ["training.policy_loss=cispo"], ["ratio-to-sampler"]),
-    "-dppo": ("DPPO", ["training.policy_loss=dppo"], []),
-    "-ipo-0.1": ("IPO, 0.1", ["training.policy_loss=benchmarks.own:ipo_10"], []),
-    "-ipo-0.3": ("IPO, 0.3", ["training.policy_loss=benchmarks.own:ipo_30"], []),
-    "-ipo-0.3-alone": (
-        "IPO, 0.3, no square",
-        ["training.policy_loss=benchmarks.own:ipo_30_alone"],
-        [],
-    ),
-    **{
-        f"-dppo-{delta}": (
-            f"DPPO, {delta}",
-            ["training.policy_loss=dppo", f"training.dppo_delta={delta}"],
-            ["masked-tokens"],
-        )
-        for delta in (0.1, 0.2, 0.3)
-    },
+    "-dppo": ("DPPO", [DPPO], []),
+    "-ipo-0.1": ("IPO, 0.1", [OWN + "ipo_10"], []),
+    "-ipo-0.3": ("IPO, 0.3", [OWN + "ipo_30"], []),
+    "-ipo-0.3-alone": ("IPO, 0.3, no square", [OWN + "ipo_30_alone"], []),
+    "-dppo-0.1": ("DPPO, 0.1", [DPPO, "training.dppo_delta=0.1"], ["masked-tokens"]),
+    "-dppo-0.2": ("DPPO, 0.2", [DPPO, "training.dppo_delta=0.2"], ["masked-tokens"]),
+    "-dppo-0.3": ("DPPO, 0.3", [DPPO, "training.dppo_delta=0.3"], ["masked-tokens"]),
     "-centered": ("score centering", [], ["score-centering"]),
     "-centered-tis": ("score centering, TIS", ["training.tis_clip=2"], ["score-centering"]),
-    "-dro-0.1": ("DRO, 0.1", ["training.policy_loss=benchmarks.own:dro_01"], []),
-    "-dro-1": ("DRO, 1", ["training.policy_loss=benchmarks.own:dro_1"], []),
+    "-dro-0.1": ("DRO, 0.1", [OWN + "dro_01"], []),
+    "-dro-1": ("DRO, 1", [OWN + "dro_1"], []),
 }
 AGES = {4: [*STALE][:5], 8: [*STALE], 16: ["", "-ppo"]}  # of the sampler, in updates
 # What no key of the config changes: see switched.py
@@ -273,6 +267,8 @@ def main() -> None:
     runs = kept_runs(file)
     write_table(rows, runs, file.with_suffix(".md"))
     draw(rows, runs, file.with_suffix(".png"))
+    if options.lab == "hard":
+        write_quarrels(rows, runs, options.out / "quarrels.md")
     if failed:
         raise SystemExit(f"failed, see their logs: {', '.join(failed)}")
 
@@ -399,6 +395,34 @@ def at_equal_minutes(runs: dict[str, DataFrame], row: str) -> str:
     minutes = min(curve[1, -1] for curve in curves)
     ours, default = (float(np.interp(minutes, curve[1], curve[2])) for curve in curves)
     return f"- {row}: {ours:.3f} after {minutes:.1f} minutes, the default {default:.3f}"
+
+
+def write_quarrels(rows: dict[str, list[str]], runs: dict[str, DataFrame], file: Path) -> None:
+    """Of the rows in quarrels.yaml what was expected, and what came; with a picture of them."""
+    titles = ["row", "loss of a token", "from", "expected", "seeds", *TITLES, "against"]
+    lines, shown_rows = [titles, ["---"] * len(titles)], {"default"}
+    for name, row in read_file(ROOT / "results/quarrels.yaml").items():
+        values, others = last_values(runs, name), {}
+        if len(values):
+            others = {other: verdict(values, last_values(runs, other)) for other in row["against"]}
+        came = [shown(values[:, i], 3) for i in (0, 1)] if len(values) else ["not run", ""]
+        texts = (row[key].replace("|", r"\|") for key in ("formula", "source", "expected"))
+        against = "; ".join(f"{other}: {words}" for other, words in others.items())
+        lines.append([name, *texts, len(values), *came, against])
+        shown_rows |= {name, *row["against"]}
+    write_atomically(file, "".join(f"| {' | '.join(map(str, cells))} |\n" for cells in lines))
+    draw({row: rows[row] for row in rows if row in shown_rows}, runs, file.with_suffix(".png"))
+
+
+def verdict(ours: np.ndarray, theirs: np.ndarray) -> str:
+    """Whether pass@1 and best of 8 are above or below, or equal: the seeds' ranges meet."""
+    few, words = min(len(ours), len(theirs)), []
+    if few == 0:
+        return "not run"
+    for i in (0, 1):
+        (low, high), (their_low, their_high) = bounds(ours[:, i]), bounds(theirs[:, i])
+        words.append("above" if low > their_high else "below" if high < their_low else "equal")
+    return ", ".join(words) + (f" ({few} seed{'s' * (few > 1)})" if few < 3 else "")
 
 
 def draw(rows: dict[str, list[str]], runs: dict[str, DataFrame], file: Path) -> None:

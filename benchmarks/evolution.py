@@ -27,12 +27,11 @@ NUM_MEMBERS, NUM_QUESTIONS = 8, 64
 
 
 def main() -> None:
-    *numbers, seconds = map(float, sys.argv[1:4])
+    *numbers, left_s = map(float, sys.argv[1:4])
     for owner, attribute, replacement in SWITCHES["processor-time"]:
         setattr(owner, attribute, replacement)
     run = common.load_run(sys.argv[4:])
-    measure(run)
-    left_s = seconds
+    program.evaluate(run)
     while left_s > 0:
         clock = Clock()
         with clock("step"):
@@ -42,14 +41,7 @@ def main() -> None:
         left_s -= times["time/step_s"]
         run.logger.log_metrics(run.state.step, {"train/reward": rewards.mean().item(), **times})
         print(f"generation {run.state.step}: {rewards.mean():.3f}", flush=True)
-    measure(run)
-
-
-def measure(run: Run) -> None:
-    clock = Clock()
-    metrics, _ = program.measure_policy(run, clock)
-    run.logger.log_metrics(run.state.step, metrics | clock.read())
-    print(f"pass@1 {metrics['eval/pass@1']:.3f}", flush=True)
+    program.evaluate(run)
 
 
 @torch.no_grad()
@@ -57,17 +49,15 @@ def evolve(run: Run, sigma: float, alpha: float) -> torch.Tensor:
     """One generation; returns the members' rewards."""
     seed, step = run.config.training.seed, run.state.step
     taken, run.state.position = run.stream.take(run.state.position, NUM_QUESTIONS)
-    questions = [question for _, question in taken]
-    seeds = [(SeedWord.TRAINING, seed, position) for position, _ in taken]
+    asked = [q for _, q in taken], [(SeedWord.TRAINING, seed, position) for position, _ in taken]
     params = replace(run.policy.params, group_size=1)
-    weights = list(run.policy.model.parameters())
-    theta = parameters_to_vector(weights)
+    theta = parameters_to_vector(weights := list(run.policy.model.parameters()))
     generator = torch.Generator().manual_seed(1_000_000 * seed + step)
     noise = torch.randn(NUM_MEMBERS, len(theta), generator=generator)
     rewards = torch.zeros(NUM_MEMBERS)
     for i in range(NUM_MEMBERS):
         vector_to_parameters(theta + sigma * noise[i], weights)
-        groups = program.sample_trajectories(run, questions, seeds, params, Clock())
+        groups = program.sample_trajectories(run, *asked, params, Clock())
         rewards[i] = sum(t.reward for (t,) in groups) / len(groups)
     scores = (rewards - rewards.mean()) / (rewards.std() + 1e-8)
     vector_to_parameters(theta + alpha / NUM_MEMBERS * scores @ noise, weights)
