@@ -41,7 +41,7 @@ SIZES = [
     "training.warmup_steps=0",
     "training.learning_rate=0.003",
     "training.lr_schedule=constant",
-    "training.max_new_gen_tokens=24",
+    "training.max_new_gen_tokens=12",
     "validation.every=1",
     "validation.num_examples=7",
     "validation.best_of_n=4",
@@ -67,7 +67,7 @@ def load_run(folder: Path, model: Path, *overrides: str) -> Run:
 
 def test_two_ranks_do_the_same_step_as_one(on_one_rank, rotary_model_folder, data, tmp_path):
     """Twice 2 questions are the same 4, in micro-batches of another size too."""
-    shared = ["training.num_samples_per_step_global=4", "training.micro_batch_tokens=1200"]
+    shared = ["training.num_samples_per_step_global=4", "training.micro_batch_tokens=300"]
     train(tmp_path, rotary_model_folder, *SIZES, *data, *shared, num_ranks=2, grading=EXACT)
     (first, step, _), (other_first, other_step, _) = map(read_rows, (on_one_rank, tmp_path / "x"))
     measured = [name for name in first if name.startswith("eval/")]

@@ -51,10 +51,14 @@ def test_muon_has_the_blocks_matrices_and_adamw_the_rest(model_folder):
     assert {"embedding", "matrix"}.isdisjoint({*others[0], *others[-1]})
 
 
+@pytest.mark.timeout(240)
 def test_a_run_in_two_parts_is_the_unbroken_one(tmp_path, rotary_model_folder, data):
-    """On two ranks, of which rank 0 reads the checkpoint; the KL is to the model of the start."""
+    """On three ranks, of which rank 0 reads the checkpoint; the KL is to the model of the start.
+
+    DDP reorders gradients after the first backward pass; sums of three then round otherwise.
+    """
     settings = [*MUON, "training.kl_coef=0.5", *data]
-    run = assert_resumes(tmp_path, rotary_model_folder, *settings, num_ranks=2)
+    run = assert_resumes(tmp_path, rotary_model_folder, *settings, num_ranks=3)
     _, *rows = read_rows(run)
     assert [row["train/lr"] for row in rows] == pytest.approx([2e-4, 4e-4])  # they rise
     assert all(row["train/grad_norm"] > 0 for row in rows)  # else there would be no state to keep
