@@ -185,7 +185,7 @@ READ = {"countdown": r"\S+", "arithmetic": r"-?[0-9]+(\.[0-9]+)?", "gsm8k": r"-?
 
 
 @every_task
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data(), st.booleans())
 def test_any_text_gets_a_reward_of_the_allowed_set(name: str, data: st.DataObject, opinion: bool):
     morsel = st.sampled_from(ANY + UNITS[name]) | st.text(st.characters(), max_size=5)
@@ -223,7 +223,8 @@ def grade(name: str, text: str, options: dict) -> None:
 def test_a_million_characters_of_garbage_take_less_than_100_ms(name: str, monkeypatch, capfd):
     """A lazy regex over repeated unclosed tags needed 23 s for 22,000 of them."""
     monkeypatch.setattr(grader.WORKER, "ask", lambda *_, deadline: False)
-    for unit, frame, num_chars in product(ANY + UNITS[name], FRAMES[name], (990, 50_000, MILLION)):
+    frames = [*product(FRAMES[name], (990, 20_000)), *product(FRAMES[name][::3], (MILLION,))]
+    for unit, (frame, num_chars) in product(ANY + UNITS[name], frames):
         text = frame.format(unit * (num_chars // len(unit)))
         for options in WAYS[name] if num_chars < MILLION else WAYS[name][::3]:  # the slowest
             seconds = (cpu_seconds(grade, name, text, options, repeats=n) for n in (1, 5))
