@@ -215,7 +215,7 @@ def grade(name: str, text: str, options: dict) -> None:
     grader.grade_answer.cache_clear()
     assert reward(name, text, EXAMPLES[name][0], **options)["answer"] == 0
     extract_answer(name, text, EXAMPLES[name][0], **options)
-    if name == "gsm8k":
+    if name == "gsm8k" and not options:  # it has none
         gsm8k.lenient_answer(text)
 
 
@@ -223,7 +223,7 @@ def grade(name: str, text: str, options: dict) -> None:
 def test_a_million_characters_of_garbage_take_less_than_100_ms(name: str, monkeypatch, capfd):
     """A lazy regex over repeated unclosed tags needed 23 s for 22,000 of them."""
     monkeypatch.setattr(grader.WORKER, "ask", lambda *_, deadline: False)
-    frames = [*product(FRAMES[name], (990, 20_000)), *product(FRAMES[name][::3], (MILLION,))]
+    frames = [*product(FRAMES[name], (990, 50_000)), *product(FRAMES[name][::3], (MILLION,))]
     for unit, (frame, num_chars) in product(ANY + UNITS[name], frames):
         text = frame.format(unit * (num_chars // len(unit)))
         for options in WAYS[name] if num_chars < MILLION else WAYS[name][::3]:  # the slowest
