@@ -38,14 +38,17 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_says_once_what_keeps_it_from_learning(name, tmp_path, monkeypatch, capsys):
+def test_a_run_says_once_what_keeps_it_from_learning(
+    name, rotary_model_folder, tmp_path, monkeypatch, capsys
+):
     (tmp_path / "mine.py").write_text(REWARDS)
     rows = [f'{{"prompt": "{n} + {n}?"}}\n' for n in range(30)]
     (tmp_path / "rows.jsonl").write_text("".join(rows))
     monkeypatch.chdir(tmp_path)
     settings, kinds, status = CASES[name]
     sizes = ["training.num_samples_per_step=8", "training.k_best_of_n=[4,4]"]
-    sizes += ["training.max_new_gen_tokens=16", "validation.num_examples=4"]
+    sizes += ["training.max_new_gen_tokens=4", "validation.num_examples=4"]
+    sizes.append(f"model.name={rotary_model_folder}")
     run = load_run(make_config(*sizes, *settings.split()))
     given = main.run_training(run)
     assert status is None or given == status
