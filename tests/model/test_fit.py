@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import arguments, load_run, make_config
+from harness import arguments, grade_by_text, load_run, make_config
 from transformers import AutoConfig
 
 from engine.model.load import check_host_memory
@@ -83,6 +83,7 @@ KEPT, RECOMPUTED = GB, GB // 10  # what a row takes in a pass
 def card(monkeypatch) -> SimpleNamespace:
     """A GPU with so many bytes free beside weights and gradients."""
     card = SimpleNamespace(free=0, name="H100", recomputes=False, head=0)
+    grade_by_text(monkeypatch)  # whose prompts are short
     bytes_of_pass = fit.bytes_of_pass
 
     def bytes_on_card(run, num_rows: int, row: int) -> float:

@@ -11,7 +11,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -277,13 +276,13 @@ def test_async_functions_have_one_loop_for_all_steps_which_a_hung_thread_does_no
 
 
 @pytest.mark.timeout(60)
-def test_a_signal_in_an_await_ends_the_run_after_its_step(folder, rotary_model_folder):
+def test_a_signal_in_an_await_ends_the_run_after_its_step(folder, rotary_model_folder, python):
     """At the end nothing waits for the threads that hang."""
     (folder / "judges.py").write_text(JUDGES)
     given = ["task.reward=judges:[client, hangs, signalled]", f"task.train={folder}/rows.jsonl"]
     sizes = ["training.num_samples_per_step=8", "validation.num_examples=4", "validation.every=1"]
     given = arguments(folder, rotary_model_folder, *given, *sizes, "task.reward_timeout=0.1")
-    command = [sys.executable, str(ROOT / "main.py"), *given]
+    command = [python, str(ROOT / "main.py"), *given]
     result = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
     assert result.returncode == 143, result.stderr[-2000:]
     assert load_state(folder / "x/checkpoints/last")["state"]["step"] == 2

@@ -43,10 +43,10 @@ def test_a_copy_differs_in_thirteen_places_and_the_bug_is_found_in_one_of_them(
     assert call(exercise, number, f"--check=logger.py:{line}")[0] != 0
 
 
-def test_a_copy_runs_without_git_and_a_mistake_is_one_line(tmp_path, call):
+def test_a_copy_runs_without_git_and_a_mistake_is_one_line(tmp_path, call, python):
     folder = tmp_path / "copy"
     assert call(exercise, 5, folder)[0] == 0  # a bug that a single rank does not see
-    command = [sys.executable, "main.py", *SMALL]
+    command = [python, "main.py", *SMALL]
     how = {"cwd": folder, "env": USERS_ENVIRONMENT, "capture_output": True, "text": True}
     result = subprocess.run(command, timeout=120, **how)
     assert result.returncode == 0 or "no step has trained" in result.stdout, result.stderr
