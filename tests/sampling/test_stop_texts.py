@@ -14,7 +14,8 @@ from engine.sampling.stop_texts import StopTexts
 from main import sample_trajectories
 
 STOPS = ["no\n", "= 8", "</answer>"]
-BACKENDS = ["grouped", "generate", pytest.param("vllm", marks=pytest.mark.vllm)]
+WAYS = [("grouped", "gsm8k"), ("generate", "null")]
+WAYS += [pytest.param("vllm", name, marks=pytest.mark.vllm) for name in ("gsm8k", "null")]
 
 
 def texts_of(*overrides: str) -> tuple[list, object]:
@@ -27,8 +28,7 @@ def texts_of(*overrides: str) -> tuple[list, object]:
     return [t for group in groups for t in group], run.policy.tokenizer
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("calculator", ["null", "gsm8k"])
+@pytest.mark.parametrize(("backend", "calculator"), WAYS)
 def test_a_completion_is_what_it_would_be_up_to_the_token_that_completes_a_stop_text(
     backend, calculator
 ):
