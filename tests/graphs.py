@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal")  # operations of aten
+WAITS = ("_local_scalar_dense", "item", "nonzero", "masked_select", "equal")  # operations of aten
 WAIT_IF_BOOL = ("index", "index_put", "index_put_")  # they count what a bool index keeps
 
 
@@ -20,6 +20,11 @@ def refuse_to_wait(function: Callable, args: tuple) -> None:
     indices = args[1] if name in WAIT_IF_BOOL else []
     if name in WAITS or any(i is not None and i.dtype == torch.bool for i in indices):
         raise RuntimeError(f"{name} waits for the GPU")
+
+
+def storages(values: object) -> set[int]:
+    tensors = [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 class Graph:
@@ -60,7 +65,9 @@ class Capture(TorchDispatchMode):
                 self.before.append((written, written.clone()))
         outputs = function(*args, **kwargs)
         aliases = [returned.alias_info for returned in schema.returns]
-        if not any(alias is not None and not alias.is_write for alias in aliases):  # no view
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        # In inference mode `to` and `reshape` arrive whole: said to be views, but copies at times.
+        if not is_view or storages((args, kwargs)).isdisjoint(storages(outputs)):
             self.graph.operations.append((function, args, kwargs, tree_leaves(outputs)))
         return outputs
 

@@ -20,6 +20,7 @@ class ReservedColumns:
     def __init__(self, model: nn.Module, cache: Cache, column: Tensor):
         """The tensor `column` (1,) says where a token is written; the caller moves it on."""
         self.cache, self.dtype = cache, model.dtype
+        self.lowest = torch.finfo(self.dtype).min
         text, self.column = model.config.get_text_config(), column
         plain = (DynamicLayer, DynamicSlidingWindowLayer)  # Llama 4 has the latter for its chunks
         growing = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
@@ -34,25 +35,32 @@ class ReservedColumns:
                 if layer in growing:
                     cache.layers[i] = ReservedLayer(layer, column)
 
+    def mask_for(self, mask: Tensor) -> Tensor:
+        """The mask (B, C) as attention wants it here, made once for all steps.
+
+        Where there are empty columns it is added to the scores, (B, 1, 1, C): on a GPU, sdpa would
+        make that of True and False anew in each layer.
+        """
+        if not self.is_possible:
+            return mask
+        hidden = ~mask[:, None, None]
+        return torch.zeros_like(hidden, dtype=self.dtype).masked_fill(hidden, self.lowest)
+
     def visible_mask(self, mask: Tensor, num_columns: int) -> Tensor | dict[str, Tensor]:
-        """Let attention see the first `num_columns`; returns the mask for them, from `mask` (B, *).
+        """Let attention see the first `num_columns`, and the token written now: the mask for them.
 
         Where only some layers have a sliding window, it is two, by the names that models look for.
         """
         if not self.is_possible:
-            return mask[:, : num_columns - 1]
+            return mask.index_fill_(1, self.column, True)[:, : num_columns - 1]
         for layer in self.cache.layers:
             if isinstance(layer, ReservedLayer):
-                layer.grow(num_columns, limit=mask.shape[1])
-        mask = F.pad(mask[:, :num_columns], (0, max(0, num_columns - mask.shape[1])), value=False)
-        # Attention adds it to its scores, (B, heads, 1, columns). On a GPU, sdpa would make it of
-        # True and False anew in each layer.
-        full = torch.zeros_like(mask, dtype=self.dtype)[:, None, None]
-        full = full.masked_fill(~mask[:, None, None], torch.finfo(self.dtype).min)
+                layer.grow(num_columns, limit=mask.shape[3])
+        full = mask.index_fill_(3, self.column, 0.0)[..., :num_columns]
         if self.window is None:
             return full
         is_old = torch.arange(num_columns, device=mask.device) <= self.column - self.window
-        sliding = full.masked_fill(is_old, torch.finfo(self.dtype).min)
+        sliding = full.masked_fill(is_old, self.lowest)
         return {"full_attention": full, "sliding_attention": sliding} if self.is_mixed else sliding
 
 
@@ -84,5 +92,5 @@ class ReservedLayer(DynamicLayer):
 
 
 def grown_length(num_columns: int, *, limit: int) -> int:
-    """The next multiple of GROWTH, at most the limit, in whole 16s: sdpa would copy the mask."""
-    return min(-(-num_columns // GROWTH) * GROWTH, -(-limit // 16) * 16)
+    """The next multiple of GROWTH, at most the limit."""
+    return min(-(-num_columns // GROWTH) * GROWTH, limit)

@@ -27,7 +27,7 @@ class CapturedSteps:
         self.replay: Callable[[], None] | None = None  # runs the graph of this shape, once captured
 
     def __call__(self, num_columns: int) -> None:
-        num_rows, limit = self.batch.mask.shape
+        num_rows, *_, limit = self.batch.mask.shape
         shape = (num_rows, grown_length(num_columns, limit=limit))
         if self.shape != shape:
             self.shape, self.replay = shape, None

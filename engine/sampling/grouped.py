@@ -18,7 +18,7 @@ from engine.sampling.draw import TokenBuffer, draw_uniforms
 STEPS_PER_CHECK = 16  # if replayed, until ended rows are dropped: each time makes another shape
 
 
-@torch.no_grad()
+@torch.inference_mode()  # not no_grad: each of a step's 500 operations costs less
 def decode_grouped(
     model: nn.Module,
     prompts: list[list[int]],
@@ -69,18 +69,19 @@ class DecodeBatch:
         logits = self.read(prompt_ids, prompt_mask, position_ids(prompt_mask))  # (N, V)
         group = torch.arange(len(uniforms), device=model.device) // params.group_size
         self.cache.reorder_cache(group)  # the one call that moves a recurrent layer's state too
-        self.mask = F.pad(prompt_mask, (0, params.max_new_tokens), value=False)[group]  # (B, P + T)
-        self.positions = self.mask.sum(dim=1, keepdim=True) - 1  # (B, 1), of the last token read
+        self.positions = prompt_mask.sum(dim=1, keepdim=True)[group] - 1  # (B, 1), of what was read
         self.tokens = torch.zeros_like(self.positions)  # (B, 1), the last ones drawn
         self.column = torch.full((1,), prompt_ids.shape[1] - 1, device=model.device)  # last filled
         self.reserved = ReservedColumns(model, self.cache, self.column)
+        room = params.max_new_tokens  # and more, to whole 16s: else sdpa would copy the mask
+        room += -(prompt_ids.shape[1] + room) % 16
+        self.mask = self.reserved.mask_for(F.pad(prompt_mask, (0, room), value=False)[group])
         self.draw(logits[group])
 
     def step(self, num_columns: int) -> None:
         """Read the last tokens and draw the next; attention sees the first `num_columns`."""
         self.column += 1
         self.positions += 1
-        self.mask.index_fill_(1, self.column, True)
         visible = self.reserved.visible_mask(self.mask, num_columns)
         self.draw(self.read(self.tokens, visible, self.positions))
 
