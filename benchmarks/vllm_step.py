@@ -1,12 +1,13 @@
-"""A whole step of a chat model, sampled by vLLM and by `decode_grouped`, in turns.
+"""A whole step of a chat model, sampled by vLLM or by `decode_grouped`.
 
-    OMP_NUM_THREADS=1 python benchmarks/vllm_step.py --model FOLDER                    # fp32
-    OMP_NUM_THREADS=1 python benchmarks/vllm_step.py --model FOLDER --dtype bfloat16
+    OMP_NUM_THREADS=1 python benchmarks/vllm_step.py grouped --model FOLDER  # then vllm, and again
+    OMP_NUM_THREADS=1 python benchmarks/vllm_step.py vllm --model FOLDER --dtype bfloat16
 
-One process with two runs of the same model, which learns to add (8 questions x 16 samples, up to 48
-tokens); each takes its steps on the same questions with the same random numbers. `sync` hands the
-trained weights to the sampler: it is a part of the update. At a learning rate of 1e-6 the models
-hardly change, so that their completions stay equally long.
+A process for each, in an environment of its own: vLLM brings an older transformers, whose sdpa
+repeats grouped keys in each layer. The model learns to add (8 questions x 16 samples, up to 48
+tokens), on the same questions with the same random numbers. `sync` hands the trained weights to the
+sampler: it is a part of the update. At a learning rate of 1e-6 the models hardly change, so that
+their completions stay equally long. `--rollouts` leaves the update out.
 """
 
 import argparse
@@ -23,35 +24,33 @@ from engine.report.metrics import rollout_metrics
 from engine.run.state import Run
 from main import assign_advantages, sample_trajectories, update_policy
 
-BACKENDS = ("grouped", "vllm")
 PHASES = ("rollout", "update", "sync")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("backend", help="grouped or vllm")
     parser.add_argument("--model", required=True, help="a folder with a chat model")
     parser.add_argument("--dtype", default="float32", help="float32 or bfloat16")
-    parser.add_argument("--steps", type=int, default=3, help="of each, after one to warm up")
+    parser.add_argument("--steps", type=int, default=3, help="after one to warm up")
+    parser.add_argument("--rollouts", action="store_true", help="without updates")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        runs = [load(f"{folder}/{backend}", backend, options) for backend in BACKENDS]
-        rows: dict[str, list[dict]] = {backend: [] for backend in BACKENDS}
-        for _ in range(options.steps + 1):
-            for backend, run in zip(BACKENDS, runs, strict=True):
-                rows[backend].append(take_step(run))
+        run = load(folder, options)
+        rows = [take_step(run, options.rollouts) for _ in range(options.steps + 1)]
     print(f"{torch.get_num_threads()} threads, {options.dtype}; medians of {options.steps} steps\n")
     print_table(
-        ["", *(f"{phase}, s" for phase in PHASES), "tokens/s", "mismatch, nats"],
-        [[backend, *summary(rows[backend][1:])] for backend in BACKENDS],
+        ["", *(f"{phase}, s" for phase in PHASES), "tokens", "tokens/s", "mismatch, nats"],
+        [[options.backend, *summary(rows[1:])]],
     )
 
 
-def load(folder: str, backend: str, options: argparse.Namespace) -> Run:
+def load(folder: str, options: argparse.Namespace) -> Run:
     overrides = [
         f"run.dir={folder}",
         f"model.name={options.model}",
         f"model.compute_dtype={options.dtype}",
-        f"sampling.backend={backend}",
+        f"sampling.backend={options.backend}",
         "task.name=arithmetic",
         f"training.num_steps={options.steps + 1}",
         "training.num_samples_per_step=8",
@@ -63,7 +62,7 @@ def load(folder: str, backend: str, options: argparse.Namespace) -> Run:
     return load_run(["--config", os.devnull, *overrides])
 
 
-def take_step(run: Run) -> dict[str, float]:
+def take_step(run: Run, is_rollout_only: bool) -> dict[str, float]:
     """One step as main.py takes it, without evaluation and files; returns its metrics."""
     clock, count = Clock(), run.config.training.num_samples_per_step
     drawn, run.state.position = run.stream.take(run.state.position, count)
@@ -74,8 +73,10 @@ def take_step(run: Run) -> dict[str, float]:
     for group in groups:  # all rows are trained, also where all of a group earn the same
         for i, trajectory in enumerate(group):
             trajectory.advantage = 1.0 if i % 2 else -1.0
+    metrics = {}
     with clock("update"):
-        metrics = update_policy(run, groups).metrics
+        if not is_rollout_only:
+            metrics = update_policy(run, groups).metrics
     metrics |= reduce_means(rollout_metrics(groups, run.task.REWARD_PARTS), run.world)
     sync = {"time/sync_s": time_once(run.policy.sampler.refresh)}
     num_tokens = sum(len(t.completion.token_ids) for group in groups for t in group)
@@ -84,9 +85,10 @@ def take_step(run: Run) -> dict[str, float]:
 
 def summary(rows: list[dict]) -> list[str]:
     cells = [f"{statistics.median(row[f'time/{phase}_s'] for row in rows):.2f}" for phase in PHASES]
+    num_tokens = statistics.median(row["num_tokens"] for row in rows)
     speed = statistics.median(row["num_tokens"] / row["time/rollout_s"] for row in rows)
-    mismatch = statistics.mean(row["train/sampler_mismatch"] for row in rows)
-    return [*cells, f"{speed:.0f}", f"{mismatch:.1e}"]
+    mismatch = statistics.mean(row.get("train/sampler_mismatch", 0.0) for row in rows)
+    return [*cells, f"{num_tokens:.0f}", f"{speed:.0f}", f"{mismatch:.1e}"]
 
 
 if __name__ == "__main__":
