@@ -90,9 +90,9 @@ def trained(model: nn.Module) -> nn.ParameterList:
     return nn.ParameterList(p for p in model.parameters() if p.requires_grad)
 
 
-def make_moved_policy(folder: Path, *overrides: str, is_exact: bool = False) -> Policy:
+def make_moved_policy(folder: Path, *overrides: str) -> Policy:
     """A policy whose adapter does something, the same each time."""
-    policy = make_policy(folder, *overrides, is_exact=is_exact)
+    policy = make_policy(folder, *overrides)
     generator = torch.Generator().manual_seed(seed())
     with torch.no_grad():
         for parameter in trained(policy.model):
@@ -157,24 +157,22 @@ def test_the_adapter_starts_from_the_seed_and_changes_nothing(rotary_model_folde
 # The gradient
 
 
-def test_the_gradient_is_that_of_all_rows_for_any_micro_batch_size(model_folder, kind):
-    is_exact = kind == KINDS["fp32"]
-    policy = make_moved_policy(model_folder, *kind, KL, BRIEF, is_exact=is_exact)
-    config = config_of(*GRPO, *kind, KL)
+def test_the_gradient_in_4_bits_is_that_of_all_rows_for_any_micro_batch_size(model_folder):
+    """That on weights in fp32 is in test_update.py."""
+    policy = make_moved_policy(model_folder, LORA, IN_4BIT, KL, BRIEF)
+    config = config_of(*GRPO, LORA, IN_4BIT, KL)
     groups = make_groups(config, EASY, EQUAL, HARD)
-    start = make_policy(model_folder, "mode=evaluate", *kind[1:], is_exact=is_exact).model
+    start = make_policy(model_folder, "mode=evaluate", IN_4BIT).model
     ref = [row_log_probs(start, t).detach() for group in groups for t in group]
     reference_loss(policy.model, groups, config, ref=ref).backward()
     expected = torch.cat([p.grad.flatten() for p in trained(policy.model)]).numpy()
     policy.model.zero_grad()
-    for limit, chunked in ((ALL_TOGETHER, False), (ONE_BY_ONE, False), (ALL_TOGETHER, True)):
-        config = config_of(*GRPO, *kind, KL, f"training.micro_batch_tokens={limit}")
-        policy.scorer = (ChunkedScorer if chunked else CompletionScorer)(
-            policy.model, policy.compute_dtype
-        )
+    ways = [(ALL_TOGETHER, CompletionScorer), (ONE_BY_ONE, CompletionScorer)]
+    for limit, scorer in [*ways, (ALL_TOGETHER, ChunkedScorer)]:
+        config = config_of(*GRPO, LORA, IN_4BIT, KL, f"training.micro_batch_tokens={limit}")
+        policy.scorer = scorer(policy.model, policy.compute_dtype)
         sample(policy, config)  # leaves nothing behind that a gradient would notice
-        tolerance = 2e-6 if is_exact else FP32_ROUNDING  # the plain scorer's softmax is in fp32
-        assert distance(gradient(policy, groups, config), expected) <= tolerance
+        assert distance(gradient(policy, groups, config), expected) <= FP32_ROUNDING
 
 
 def test_dropout_acts_in_the_update_alone(rotary_model_folder):
