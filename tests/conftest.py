@@ -19,12 +19,11 @@ UNEXCUSED_SKIPS: list[str] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The process that only waits imports no torch; those that run the tests are its forks."""
+    """The process that only waits for those that run the tests imports no torch."""
     if config.option.numprocesses and not hasattr(config, "workerinput"):
         stack = contextlib.ExitStack()
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        python = os.environ["GRPO_TEST_PYTHON"] = str(stack.enter_context(quick_python(folder)))
-        config.option.tx = [f"popen//python={python}" for _ in config.option.tx]
+        os.environ["GRPO_TEST_PYTHON"] = str(stack.enter_context(quick_python(folder)))
         config.add_cleanup(stack.close)
     else:
         gc.disable()  # until all is imported, which is no garbage: a quarter of the time

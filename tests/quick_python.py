@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import types
 from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -63,6 +62,7 @@ def quick_python(folder: Path) -> Iterator[Path]:
 
 def serve(server: socket.socket, python: str) -> None:
     """A fork for each command, until this process is killed or the tests' own is gone."""
+    sys.executable = python  # what a command starts is as quick
     folders = (ROOT, ROOT / "tests")  # whose modules are forgotten, and the way to them
     sys.path[:] = [place for place in sys.path if place not in ("", *map(str, folders))]
     ours = {path.stem for folder in folders for path in folder.iterdir()}
@@ -73,17 +73,16 @@ def serve(server: socket.socket, python: str) -> None:
         client, _ = server.accept()
         if os.fork() == 0:
             server.close()
-            answer(client, python)
+            answer(client)
             os._exit(0)
         client.close()
 
 
-def answer(client: socket.socket, python: str) -> None:
+def answer(client: socket.socket) -> None:
     """Run one command, and kill it if the program that stands for it is gone."""
     _, files, *_ = socket.recv_fds(client, 1, 3)
     given = json.loads(client.makefile().readline())
-    arguments = (client, files, python, *given)
-    process = multiprocessing.get_context("fork").Process(target=run, args=arguments)
+    process = multiprocessing.get_context("fork").Process(target=run, args=(client, files, *given))
     process.start()
     for file in files:
         os.close(file)
@@ -96,12 +95,7 @@ def answer(client: socket.socket, python: str) -> None:
 
 
 def run(
-    client: socket.socket,
-    files: list[int],
-    python: str,
-    arguments: list[str],
-    place: str,
-    environment: dict[str, str],
+    client: socket.socket, files: list[int], arguments: list[str], place: str, environment: dict
 ) -> None:
     """What `python ARGUMENTS` does."""
     client.close()
@@ -117,11 +111,6 @@ def run(
     while arguments[0] in ("-u", "-B", "-P"):
         del arguments[0]
     paths = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-    if arguments[0] == "-c":  # a process that runs tests: what these start by its name is not quick
-        sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(arguments[1], vars(sys.modules["__main__"]))
-        return
-    sys.executable = python  # what a command starts is as quick
     if arguments[0] == "-m":
         _, name, *sys.argv[1:] = arguments
         sys.path[:0] = [place, *paths]
