@@ -139,24 +139,17 @@ class Logger:
         self.info("  ".join(parts))
 
     def print_evaluation(
-        self,
-        title: str,
-        metrics: dict[str, float],
-        samples: list[dict[str, Any]],
-        *,
-        totals: dict[str, int] | None = None,
+        self, title: str, metrics: dict[str, float], samples: list[dict[str, Any]]
     ) -> None:
-        """Print metrics of an evaluation, some as "2 of 8" by `totals`, and its first samples."""
+        """Print the metrics of an evaluation, and its first samples."""
         names = [name.removeprefix("eval/") for name in metrics if name.startswith("eval/")]
         names = [name for name in names if not name.endswith(("_low", "_high"))]
         lines, width = [title], max(map(len, names), default=0)
         for name in names:
             value, low, high = (metrics.get(f"eval/{name}{end}") for end in ("", "_low", "_high"))
             decimals = 1 if name.endswith("tokens") else 3
-            total = (totals or {}).get(name)
-            count = "" if total is None else f"  ({round(value * total):,} of {total:,})"
             interval = "" if low is None else f"  (95% interval {low:.3f} to {high:.3f})"
-            lines.append(f"  {name:<{width}} {value:7.{decimals}f}{count}{interval}")
+            lines.append(f"  {name:<{width}} {value:7.{decimals}f}{interval}")
         self.print_samples("\n".join(lines), samples)
 
     def print_samples(self, title: str, samples: list[dict[str, Any]]) -> None:

@@ -54,15 +54,14 @@ from engine.questions.contract import Task
 from engine.questions.data import load_questions
 from engine.questions.prompts import completion_text
 from engine.questions.tasks import load_task, reward_parts
-from engine.report.evaluation import evaluation_metrics
+from engine.report.metrics import evaluation_metrics
 from engine.run.checkpoint import save_best, save_checkpoint
 from engine.run.log import finish, log_evaluation, log_step, report_evaluation, step_metrics
-from engine.run.start import begin, boards_of, settle_config
+from engine.run.start import begin, settle_config
 from engine.run.state import Run
 from engine.sampling.batches import decode_in_batches
 from engine.sampling.drawing_processor import DrawingProcessor
-from engine.update.optimizer import make_optimizer, set_learning_rate
-from engine.update.outcome import Outcome, Update
+from engine.update.optimizer import Outcome, Update, make_optimizer, set_learning_rate
 from logger import Logger
 
 
@@ -82,8 +81,8 @@ def main(config: Config) -> None:
 def build_run(config: Config) -> Run:
     """Load what the config names on this rank. `begin` is apart: tools.imitate goes without."""
     world, notes = init_world()  # rank, number of ranks, and this rank's device
-    logger = Logger(rank=world.rank, boards=boards_of(config, world))
-    config = settle_config(config, world, notes, logger.info)  # fills in commit and date, merges
+    logger = Logger(rank=world.rank)  # `settle_config` gives it the boards of logging.report_to
+    config = settle_config(config, world, notes, logger)  # fills in commit and date, merges
     task = load_task(config.task.code)
     # An AutoModelForCausalLM. Its trained weights are fp32; its forward pass runs in `dtype`: bf16
     # on a GPU that has it, otherwise float16; fp32 on most CPUs. If `dtype` has 16 bits, a copy in
@@ -256,7 +255,7 @@ def assign_advantages(groups: list[list[Trajectory]], training: TrainingSettings
     elif training.advantage == "over_mean":
         from engine.update.losses import over_mean
 
-        advantages = over_mean(rewards, groups)
+        advantages = over_mean(rewards)
     else:  # a function of the user's own
         from engine.update.user_algorithm import own_advantages
 
@@ -487,7 +486,8 @@ def evaluate(run: Run) -> None:
 
 def measure_policy(run: Run, clock: Clock) -> tuple[dict[str, float], list[list[Trajectory]]]:
     """The metrics of all validation questions, and the completions of this rank's share."""
-    run.logger.info(run.evaluation_plan)  # "evaluating: 512 questions, 8 samples each"
+    num_questions, n = len(run.validation_questions), run.config.validation.best_of_n
+    run.logger.info(f"evaluating: {num_questions:,} questions x {n} samples")
     with clock("eval"):
         groups = sample_validation(run)
         return evaluation_metrics(groups, run.task, run.config.validation, run.world), groups

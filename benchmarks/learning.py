@@ -39,7 +39,7 @@ import main as program
 from engine import ROOT
 from engine.core.packages import import_package
 from engine.core.statistics import Clock
-from engine.report.evaluation import evaluation_metrics
+from engine.report.metrics import evaluation_metrics
 from engine.run.state import Run
 from tools.plot import STYLE, draw_curve
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import engine.core.statistics
 import engine.model.load
-import engine.model.sampler
+import engine.model.policy
 import engine.update.losses
 import main as program
 from engine.core.config import Config, TrainingSettings
@@ -33,7 +33,7 @@ from engine.core.types import MicroBatch, SamplingParams, Seed, Trajectory
 from engine.model.policy import Policy
 from engine.model.sampler import DecodeLoop, LoopSampler, copy_in
 from engine.run.state import Run
-from engine.update.outcome import Update
+from engine.update.optimizer import Update
 
 load_model, end_step = engine.model.load.load_model, Run.end_step
 sample_trajectories, sample_validation = program.sample_trajectories, program.sample_validation
@@ -281,7 +281,7 @@ SWITCHES = {
     "whole-evaluation": [(program, "sample_validation", sample_untruncated)],
     **{
         f"stale-{every}": [
-            (engine.model.sampler, "sample_by_loop", sample_a_copy),
+            (engine.model.policy, "sample_by_loop", sample_a_copy),
             (program, "update_policy", update_without_refresh),
             (Run, "end_step", functools.partialmethod(end_and_refresh, every=every)),
             (program, "sample_validation", sample_from_the_model),

@@ -13,7 +13,7 @@ from engine.core.distributed import World
 from engine.core.tensors import right_pad, whole
 from engine.core.types import Completion, Trajectory
 from engine.model.policy import Policy
-from engine.update.outcome import Update
+from engine.update.optimizer import Update
 from main import assign_advantages
 
 MAX_NEW_TOKENS = 10

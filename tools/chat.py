@@ -42,9 +42,8 @@ from engine.core.text import error_line, format_reward, plain, printable
 from engine.core.types import Log, SeedWord, Trajectory
 from engine.model.load import load_model_and_tokenizer
 from engine.model.policy import Policy, make_policy
-from engine.questions.contract import Task
+from engine.questions.contract import Task, assistant_prefix, pose
 from engine.questions.data import fit_to_config, load_examples
-from engine.questions.messages import assistant_prefix, pose
 from engine.questions.tasks import built_in_tasks, load_task, read_answer
 from engine.run import config_file
 from engine.run.config_file import combine, nest, read_file, section_of

@@ -45,7 +45,7 @@ def read_changes(file: Path) -> list[dict[str, str]]:
     return [dict(pair.findall(block)) for block in file.read_text("utf-8").split("\n\n")]
 
 
-def left_out(folder: str, names: list[str]) -> set[str]:
+def not_copied(folder: str, names: list[str]) -> set[str]:
     return {*names} - COPIED if Path(folder) == ROOT else {"__pycache__", "exercise.py"}
 
 
@@ -59,7 +59,7 @@ def main() -> None:
     with mistakes_cost_one_line():
         texts, file, line = changed(options.number)
         if options.check is None:
-            folder = shutil.copytree(ROOT, options.folder.expanduser(), ignore=left_out)
+            folder = shutil.copytree(ROOT, options.folder.expanduser(), ignore=not_copied)
             for name, text in texts.items():
                 (folder / name).write_text(text, "utf-8")
             return print(f"written: {folder}; docs/exercises/{options.number:02}.md asks about it")

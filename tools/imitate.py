@@ -40,8 +40,7 @@ from engine.run.log import log_evaluation
 from engine.run.mistakes import crashes_name_the_fix, mistakes_cost_one_line
 from engine.run.resume import make_folder
 from engine.run.state import Run
-from engine.update.optimizer import FP32, learning_rate_at
-from engine.update.outcome import Outcome
+from engine.update.optimizer import FP32, Outcome, learning_rate_at
 from main import build_run, measure_policy, update_policy
 
 

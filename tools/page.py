@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from engine.core.config import Config, beside_defaults
-from engine.core.files import read_text, whole_lines, without_nan
+from engine.core.files import whole_lines, without_nan
 from engine.core.text import plain, shorten
 from engine.questions.tasks import built_in_tasks, load_task, schema
 from engine.run.config_file import read_file, task_name
@@ -80,7 +80,7 @@ def read_run(folder: Path, files: dict[str, GrowingFile] | None = None) -> dict[
     return {
         "name": table.name,
         "step": int(table.rows["step"].iloc[-1]),
-        "versions": read_text(config).partition("\n")[0].removeprefix("# "),
+        "versions": config.read_text("utf-8").partition("\n")[0].removeprefix("# "),
         "curves": without_nan(curves(table, panels)),
         "settings": list(settings(config)),
         "remarks": [row["line"] for row in files["remarks"].rows],

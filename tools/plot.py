@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import pandas
 
-from engine.core.files import check_replaceable, read_lines, read_text
+from engine.core.files import check_replaceable, read_lines
 from engine.core.packages import import_package
 from engine.run.mistakes import mistakes_cost_one_line
 
@@ -108,7 +108,7 @@ def read_tables(path: Path, lines: list[dict] | None = None) -> list[Table]:
     # A step and its evaluation are two rows of a run
     merged = {run: some.groupby("step", as_index=False).first() for run, some in runs.items()}
     head = file.with_name("config.yaml")
-    text = read_text(head) if file.suffix == ".jsonl" and head.is_file() else ""
+    text = head.read_text("utf-8") if file.suffix == ".jsonl" and head.is_file() else ""
     code = re.search(r"^# the code of the task.*: (\w+)$", text, re.MULTILINE)
     return [Table(run, some, code[1] if code else "") for run, some in merged.items()]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.files import json_line
-from engine.questions.messages import question_text
+from engine.questions.contract import question_text
 from engine.questions.tasks import load_task, read_answer
 from engine.run.config_file import read_file, section_of
 from tools import page

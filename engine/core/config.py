@@ -62,9 +62,8 @@ class RunSettings(Section):
     """Where the results of the run are kept."""
 
     name: str | None = Field(None, pattern=r"^\w[\w.+=@-]*$")
-    """The folder of this run inside `dir`. Give each experiment a new name; starting an existing
-    name resumes that run. null makes the name <task>-<model>-<learning_type>-s<seed>; if model.name
-    is runs/x/best, <model> is x."""
+    """The folder of this run inside `dir`. Give each experiment a new name: an existing one resumes
+    that run. null is <task>-<model>-<learning_type>-s<seed>; of runs/x/best, <model> is x."""
     dir: PathText = "runs"
     """The folder that holds the folders of all runs."""
 
@@ -84,8 +83,7 @@ class ModelSettings(Section):
     """The model that is trained."""
 
     name: Annotated[PathText, AfterValidator(in_checkout)] = "tiny"
-    """The causal language model to start from: a folder with Hugging Face files, or an id on the
-    hub."""
+    """The causal language model to start from: a folder with Hugging Face files, or a hub id."""
     teacher: PathText | None = None
     """For training.learning_type=distill: the model that the trained one learns from, a folder or a
     hub id. It must have the same tokens; its weights stay in memory, in the compute dtype."""
@@ -97,14 +95,12 @@ class ModelSettings(Section):
     fast. float16 is as fast on a GPU and rounds 8 times less, but its largest number is 65504: the
     loss is scaled, and some models exceed it. float32 is exact, but several times slower on
     a GPU. auto is bfloat16 autocast on a GPU that supports it, float16 on other GPUs if this
-    model's logits are then close to those of float32, and float32 elsewhere; but a run that trains
-    all weights, with a hidden size of 512 or more, on a CPU that multiplies bfloat16 in hardware
-    (on Linux lscpu then lists amx_bf16), takes it if the logits are close, and keeps it when it is
-    resumed. On other CPUs bfloat16 is far slower than float32."""
+    model's logits are then close to those of float32, and float32 elsewhere; but on a CPU that
+    multiplies bfloat16 in hardware (lscpu lists amx_bf16), a run of all weights, with a hidden size
+    of 512 or more, takes it if the logits are close. On other CPUs it is far slower."""
     attn_implementation: Text = "sdpa"
-    """The attention kernel, by its name in transformers: sdpa works for nearly all models (Gemma 2
-    needs eager), eager is slow and plain, flash_attention_2 needs the package of that name.
-    Rollouts are fast with the first two."""
+    """The attention kernel, by its name in transformers. Rollouts are fast with sdpa, and with
+    eager, which is slow in updates (Gemma 2 needs it); flash_attention_2 needs its package."""
     gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass instead of keeping them. The update then needs
     much less memory and about a third more time. null does so on a GPU that would hold neither 8192
@@ -113,17 +109,15 @@ class ModelSettings(Section):
     """false keeps the whole model, its gradients and the optimizer's averages on each GPU (DDP), 16
     bytes per weight. true splits them among the ranks (FSDP2), for a model that does not fit
     otherwise; only the copy that samples, 2 bytes per weight, stays whole. Each pass then waits for
-    weights of the other ranks. Set gradient_checkpointing too: without it the update keeps all
-    weights in bfloat16, 2 more bytes each. It needs adamw, no lora, and a run.dir on a disk that
-    all nodes share, since each rank saves a part there. At the start each rank needs 4 bytes of
-    host memory per weight. The checkpoints can only be resumed; best/ is an ordinary model."""
+    weights of the other ranks. It needs adamw, no lora, and a run.dir on a disk that all nodes
+    share, since each rank saves a part there. At the start each rank needs 4 bytes of host memory
+    per weight. The checkpoints can only be resumed; best/ is an ordinary model."""
     lora: LoraSettings | None = None
     """null trains all weights. {r: 8, alpha: 32, dropout: 0.0} freezes them and trains a low-rank
     adapter instead (LoRA, arXiv:2106.09685; package peft): to every linear layer of the blocks it
-    adds alpha / r times the product of two matrices of rank r. Dropout acts only in the update, and
-    differently in every pass. So with dropout above 0 the scored policy is not the one that
-    sampled, and with num_iterations above 1 the ratios are never quite 1. To adapt only some
-    layers, list them: target_modules: [q_proj, v_proj]."""
+    adds alpha / r times the product of two matrices of rank r. Dropout acts only in the update,
+    differently in every pass: the scored policy is then not the one that sampled, and with
+    num_iterations above 1 no ratio is quite 1. target_modules: [q_proj, v_proj] are some layers."""
     load_in_4bit: bool = False
     """Keep the weights below the adapter in 4 bits (NF4 with double quantisation; package
     bitsandbytes). They take a quarter of the memory of bfloat16 and are a little less exact."""
@@ -143,20 +137,17 @@ class TaskSettings(Section):
     printed by `python main.py --help task.name=gsm8k`."""
 
     name: Text = "countdown"
-    """The task's name: countdown, the name of a file in tasks/ (arithmetic, gsm8k, guess, math500
-    or reasoning_gym), or the name of your own file in the folder where you run main.py (tv for
-    tv.py)."""
+    """countdown, the name of a file in tasks/ (arithmetic, gsm8k, guess, math500 or reasoning_gym),
+    or that of your own file in the folder where you run main.py (tv for tv.py)."""
     reward: Annotated[Text, BeforeValidator(as_reward)] | None = None
     """Your own reward instead of a task: my_rewards:f is the function f in my_rewards.py, in the
-    folder where you run main.py. 'my_rewards:[accuracy, format]' are two functions of it, and
-    '[my_rewards:f, lengths:soft_overlong]' are of two files, which are looked for in that folder,
-    in tasks/ and among the installed modules. They are called as TRL calls them, f(completions,
-    **columns), async or not, and return a list of numbers, with None for a completion to which
-    they do not apply (docs/tasks.md). The rows of `train` are the questions; the model is asked
-    their column `prompt`, or task.prompt. `name` then only names the run (if not given, it is the
-    function's name). Each function has weight 1. A question is solved if the function `answer`, or
-    else the first, returns 1.0 or more. They run in the run's process, which waits for them: limit
-    their time and memory yourself."""
+    folder where you run main.py; 'my_rewards:[accuracy, format]' are two functions of it, and
+    '[my_rewards:f, lengths:soft_overlong]' are of two files, looked for there, in tasks/ and among
+    the installed modules. They are called as TRL calls them, f(completions, **columns), async or
+    not (docs/tasks.md). The rows of `train` are the questions; the model is asked their column
+    `prompt`, or task.prompt. `name` then only names the run. Each function has weight 1. A question
+    is solved if the function `answer`, or else the first, returns 1.0 or more. They run in the
+    run's process, which waits for them: limit their time and memory yourself."""
     concurrency: Count = 64
     """The most calls of an async task.reward that wait at once; each question is one call."""
     reward_timeout: PositiveFloat | None = None
@@ -165,23 +156,18 @@ class TaskSettings(Section):
     """The training questions: `generated` (by the task, if it can: countdown, arithmetic, guess,
     reasoning_gym), the id of a dataset on the hub, with its configuration and split if you name
     them (openai/gsm8k:main:test; either may be empty), or a local .jsonl, .json, .csv or .parquet
-    file. For a model with a chat template, questions that contain one of its special tokens are
-    left out."""
+    file. With a chat template, questions that contain one of its special tokens are left out."""
     eval: PathText = "generated"
-    """The validation questions, from the same kinds of source. The model is never trained on any of
-    them, even if both sources are the same."""
+    """The validation questions, of such a source; never trained on, even if both are the same."""
     reward_weights: dict[str, Weight] = {"format": 0.1, "answer": 1.0}
     """The weight of each part of the reward. The reward is the sum of weight times part. With more
     weight on format the model learns the layout sooner and the answers later."""
     max_train_examples: Count | None = None
-    """The number of training questions. They are drawn by the seed; if shuffle is false, they are
-    the first ones. null uses all."""
+    """How many training questions, drawn by the seed, or the first without shuffle; null is all."""
     shuffle: bool = True
-    """Draw a new order of the training questions for each epoch. false keeps the order of the
-    file."""
+    """Draw a new order of the training questions for each epoch. false keeps the file's order."""
     system_prompt: Text | None = None
-    """Your own system message, instead of the task's. null keeps the task's. On the command line
-    its words stand as typed, as those of prompt do."""
+    """Your own system message; null keeps the task's. On the command line it stands as typed."""
     prompt: Text | None = None
     """Your own wording of the question, instead of the task's. {question} stands for the value of
     that key of the question, and so on for its other keys; all other braces stay, as LaTeX needs
@@ -189,11 +175,9 @@ class TaskSettings(Section):
     task's wording. On the command line the words stand as typed (other values are read as YAML);
     null alone, and a text in quotes of its own, are read."""
     template_options: dict[str, bool | int | float | str] = {}
-    """Options passed to the model's chat template, such as {enable_thinking: false} for Qwen3 and
-    Qwen3.5."""
+    """Options of the model's chat template, such as {enable_thinking: false} for Qwen3 or 3.5."""
     template_date: str | None = Field(None, pattern=r"^\d{4}-\d\d-\d\d$")
-    """The date that a chat template uses as today's, such as "2026-11-23". null is the day of the
-    first start."""
+    """A chat template's today, such as "2026-11-23". null is the day of the first start."""
 
     @property
     def code(self) -> str:
@@ -216,35 +200,30 @@ class SamplingSettings(Section):
     the same random numbers draw from its logits; untried on a GPU."""
     temperature: Temperature = 1.0
     """The temperature of training samples, and of the log-probabilities that are trained on. At a
-    higher temperature the model explores more and solves less; at a low one the samples of a group
-    are alike and teach little."""
+    higher one the model explores more and solves less; at a low one samples are too much alike."""
     top_p: float = Field(1.0, ge=1e-6, le=1)
     """Sample only from the most likely tokens that together hold this share of the probability.
     Below 1 the sampled distribution is no longer the trained one."""
     top_k: NonNegativeInt = 0
-    """Sample only from this many most likely tokens; 0 is off. Above 0 the sampled distribution is
-    no longer the trained one."""
+    """The same with this many most likely tokens; 0 is off."""
     stop: list[Text] = []
     """Extra texts that end a completion, such as ["</answer>"], and extra special tokens, such as
     ["<|bos|>"]. A completion ends with the token that completes such a text. It always ends at the
     end tokens that the model's files name, and at the token that the chat template writes after an
     assistant's turn; all of them are printed at the start."""
     max_batch_tokens: PositiveInt | None = None
-    """The most tokens that are decoded at once: rows times (longest prompt + new tokens). null
-    means what fits into the GPU's free memory, and on a CPU what takes about 1 GB, but at most
-    524288. Lower it if sampling runs out of memory."""
+    """The most tokens decoded at once: rows times (longest prompt + new tokens). null is what fits
+    into the GPU's free memory, or on a CPU into 1 GB, at most 524288. Lower it if that runs out."""
     vllm_memory_gb: PositiveFloat | None = None
-    """For backend vllm, the size of its cache of keys and values on each rank, in GB. If it is too
-    small for all completions at once, some wait. null means a fifth of the GPU's free memory once
-    the model is loaded, and 1 on a CPU."""
+    """For backend vllm, the size of its cache of keys and values on each rank, in GB. If that is
+    too small for all completions, some wait. null is a fifth of a GPU's free memory, else 1."""
     calculator: Literal["gsm8k", "nanochat"] | None = None
     """A calculator that writes exact results into completions; null is none. gsm8k continues
     <<12*3= with 36>>, as in the solutions of GSM8K. nanochat continues
     <|python_start|>12*3<|python_end|> with <|output_start|>36<|output_end|>, in the special tokens
     of nanochat's models. What it writes counts in the completion's length and is not trained on."""
     max_turns: Count = 8
-    """The most turns that the model has with a task's Environment (docs/tasks.md); then the
-    completion ends, and does not count as cut off."""
+    """The most turns with a task's Environment (docs/tasks.md); it ends then, not as cut off."""
 
 
 class TrainingSettings(Section):
@@ -257,8 +236,7 @@ class TrainingSettings(Section):
     trains on all samples too, and weighs each token by how much likelier model.teacher finds it:
     its advantage is log pi_teacher - log pi (on-policy distillation). The reward is only measured,
     and one sample per question is enough: k_best_of_n: [1, 1]. train/kl is the KL divergence of the
-    policy from the teacher. To switch from grpo to sil, change this line and the next two; for tiny
-    they are sil, [2, 32] and 0.0004."""
+    policy from the teacher. For sil change this and the next two: tiny's are sil, [2, 32], 4e-4."""
     k_best_of_n: list[Count] = Field([16, 16], min_length=2, max_length=2)
     """[k, n]: n completions are sampled for each question, and the k best are trained on. grpo
     trains on all of them (k = n); sil needs k < n, such as [2, 32]."""
@@ -269,40 +247,33 @@ class TrainingSettings(Section):
     num_steps: PositiveInt = 20
     """The number of steps."""
     num_epochs: float | None = Field(None, gt=0, le=10_000)
-    """The number of passes over the training questions, such as 1 or 0.5, instead of num_steps: set
-    only one of the two. The number of steps is rounded down; questions that are left out as too
-    long count. null means num_steps. Generated questions have no epochs."""
+    """Passes over the training questions, such as 1 or 0.5, in place of num_steps: set only one.
+    Steps are rounded down; questions left out as too long count; generated ones have no epochs."""
     num_samples_per_step: Count = 16
-    """The number of questions in a step on each rank. More of them make the gradient less noisy and
-    the step longer."""
+    """The questions in a step on each rank. More make the gradient less noisy, the step longer."""
     num_samples_per_step_global: Count | None = None
-    """The number of questions in a step over all ranks; the number of ranks must divide it. The run
-    then makes the same steps on any number of ranks. null means num_samples_per_step on each
-    rank."""
+    """The questions in a step over all ranks, whose number must divide them: the run then makes the
+    same steps on any number of ranks. null means num_samples_per_step on each rank."""
     max_new_gen_tokens: Count = 320
-    """The greatest length of a completion, in tokens. A longer one is cut off, and usually earns
-    nothing."""
+    """A completion's greatest length, in tokens. A longer one is cut off, and seldom earns."""
     micro_batch_tokens: PositiveInt | None = None
     """The most tokens in a forward and backward pass: rows times the longest (prompt + completion).
     A longer row gets a separate pass. The gradient does not depend on this limit. null is 2048 on a
-    CPU, which such a pass suits: it has little padding and fits into caches. On a GPU it is as many
-    as fit into the memory, found at the start and kept when the run is resumed on such GPUs."""
+    CPU; on a GPU as many as fit, found at the start and kept when the run resumes on such GPUs."""
     seed: int = Field(0, ge=0, lt=2**32)
     """The seed of the questions, their order and the samples. Another seed makes another run."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     """The learning rate after the warm-up: constant, or falling to 0 in a straight line (linear) or
     along a cosine, as in transformers. It would reach 0 one step after the last."""
     warmup_steps: NonNegativeInt = 5
-    """The number of steps in which the learning rate rises in a straight line to its full value,
-    while AdamW's averages settle; 0 is off."""
+    """The steps in which the rate rises in a straight line, while averages settle; 0 is off."""
     advantage: Literal["mean", "over_mean", "zscore"] | FunctionName = "mean"
     """For grpo, mean is the reward minus the mean of its group. zscore also divides by the group's
     standard deviation, which gives very easy and very hard questions more weight. over_mean divides
     by the mean itself (MaxRL, arXiv:2602.02710): the rarer a right answer is in its group, the more
-    it counts. It is made for rewards of 0 and 1. With a format part, groups that earn only that
-    have small means, and dividing by them blows up their advantages; set task.reward_weights:
-    {format: 0.0, answer: 1.0}, as its runs in results/hard.md do. my_algo:f is your own, the
-    function f in my_algo.py: f(rewards, **kwargs) -> advantages (docs/tasks.md)."""
+    it counts. It is made for rewards of 0 and 1: a small mean, of groups that earn the format part
+    alone, blows up advantages, so set task.reward_weights: {format: 0.0, answer: 1.0}. my_algo:f is
+    your own, the function f in my_algo.py: f(rewards, **kwargs) -> advantages (docs/tasks.md)."""
     loss_normalization: Literal["dr_grpo", "token", "sequence", "sum"] = "dr_grpo"
     """What the loss is divided by. dr_grpo: rows times max_new_gen_tokens, so that length has no
     influence. token: all completion tokens. sequence: the length of each row, and then the rows,
@@ -310,29 +281,25 @@ class TrainingSettings(Section):
     kl_coef: float = Field(0.0, ge=0, le=1000)
     """The weight of the KL penalty, which holds the policy near the model that the run started
     from: exp(d) - d - 1 per token, d = log p(reference) - log p(policy). 0 is off and costs
-    nothing; 0.001 to 0.04 is usual. Above 0 a frozen copy of that model is kept in memory (with
-    model.lora it is the model without its adapter), it scores every batch too, and the update
-    includes completions without an advantage."""
+    nothing; 0.001 to 0.04 is usual. Above 0 a frozen copy of that model (with model.lora the model
+    without its adapter) scores every batch too, and completions without an advantage count."""
     num_iterations: Count = 1
-    """The number of updates made from the same completions. Above 1 a step learns more from each
-    sample, with the clipped ratio of policy_loss."""
+    """Updates from the same completions; above 1 each sample teaches more (see policy_loss)."""
     policy_loss: Literal["ppo", "cispo", "gspo", "dppo"] | FunctionName = "ppo"
     """The loss when completions are used again, so it matters if num_iterations is above 1; the
     first update is plain REINFORCE, except with dppo. ppo cuts off the gradient of tokens whose
-    probability ratio has moved too far. cispo (arXiv:2506.13585) still trains those tokens, but
-    limits the ratio that weighs them to 1 + clip_eps_high; there is no lower limit. gspo
-    (arXiv:2507.18071) is ppo with one ratio for a whole completion, the geometric mean of those of
-    its tokens. It stays close to 1, so set clip_eps: 3.0e-04 and clip_eps_high: 4.0e-04 too; its
-    paper uses loss_normalization sequence. dppo (arXiv:2602.04879) weighs each token by its ratio
-    to the sampler, in the first update too, and leaves out those whose probability, not its ratio,
-    has moved further than dppo_delta. my_algo:g is your own, in every update: g(log_probs,
-    old_log_probs, advantages, mask, **kwargs) -> token losses (docs/tasks.md)."""
+    probability ratio has moved too far. cispo (arXiv:2506.13585) still trains those, but limits the
+    ratio that weighs them to 1 + clip_eps_high. gspo (arXiv:2507.18071) is ppo with one ratio for a
+    whole completion, the geometric mean of its tokens' ratios; it stays close to 1, so set
+    clip_eps: 3.0e-04 and clip_eps_high: 4.0e-04 too, and loss_normalization: sequence as its paper.
+    dppo (arXiv:2602.04879) weighs each token by its ratio to the sampler, in the first update too,
+    and leaves out those whose probability has moved further than dppo_delta. my_algo:g is your own:
+    g(log_probs, old_log_probs, advantages, mask, **kwargs) -> token losses (docs/tasks.md)."""
     clip_eps: float = Field(0.2, gt=0, lt=1)
     """How far the probability ratio may fall below 1 before its gradient is cut, and how far it may
     rise above 1 unless clip_eps_high says otherwise. It matters if num_iterations is above 1."""
     clip_eps_high: PositiveFloat | None = None
-    """How far the probability ratio may rise above 1; null means clip_eps. A higher value lets
-    unlikely tokens grow faster."""
+    """How far it may rise above 1; null is clip_eps. More lets unlikely tokens grow faster."""
     dppo_delta: float = Field(0.15, gt=0, lt=1)
     """For dppo: how far a token's probability may move from the sampler's, in the direction that
     its advantage asks for, before its gradient is cut. Its authors use 0.15, prime-rl 0.2."""
@@ -341,11 +308,9 @@ class TrainingSettings(Section):
     at most by this factor (truncated importance sampling; 2 is usual); null is off. It corrects for
     `train/sampler_mismatch`, which is large if sampling is in bf16."""
     skip_truncated: bool = False
-    """Do not train on completions that were cut off at max_new_gen_tokens. They still count in the
-    mean of their group."""
+    """Do not train on completions that were cut off; they do count in the mean of their group."""
     distill_mix: float | None = Field(None, gt=0, le=1000)
-    """For distill: this number times the teacher's advantage is added to grpo's. null uses only the
-    teacher's."""
+    """For distill: this times the teacher's advantage is added to grpo's. null is the teacher's."""
     optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
     """adamw keeps two float32 averages for each weight. adamw_8bit (package bitsandbytes) keeps
     them in 8 bits, which saves 6 bytes for each weight. muon updates the matrices of the blocks by
@@ -353,8 +318,7 @@ class TrainingSettings(Section):
     weight_decay: float = Field(0.0, ge=0, le=10)
     """Decoupled weight decay, for each step and unit of the learning rate; 0 is off."""
     max_grad_norm: PositiveFloat = 1.0
-    """A gradient whose norm is larger is scaled down to this norm. A lower limit is safer and
-    slower."""
+    """A gradient of a larger norm is scaled down to it. A lower limit is safer and slower."""
     adam_betas: list[Fraction] = Field([0.9, 0.999], min_length=2, max_length=2)
     """How much of AdamW's two averages is kept at each step: of the gradient and of its square."""
     adam_eps: float = Field(1.0e-8, gt=0, le=1)
@@ -400,17 +364,14 @@ class ValidationSettings(Section):
     """How the model is measured, on questions that it is never trained on."""
 
     every: PositiveInt = 10
-    """The number of steps between two evaluations. The start and the end are always evaluated.
-    Training does not depend on it."""
+    """Steps between two evaluations, beside both ends. Training does not depend on it."""
     num_examples: Count = 512
-    """The number of validation questions over all ranks. Four times as many make the interval
-    around pass@1 half as wide."""
+    """Validation questions over all ranks. Four times as many halve the interval around pass@1."""
     best_of_n: Count = 8
     """The number of completions sampled for each validation question. pass@1 is the share of them
     that are right; best of n is the share of questions with a right one among them."""
     pass_k: Annotated[list[Count], Field(min_length=1)] | None = None
-    """The k for which pass@k is reported, which is the chance that one of k samples is right. Each
-    is at most best_of_n; null means [1, best_of_n]."""
+    """The k of pass@k, the chance that one of k samples is right; null means [1, best_of_n]."""
     best_by: Literal["pass@1", "best_of_n", "reward"] | None = None
     """What chooses the model in best/: the highest pass@1, best_of_n, or mean reward. null is
     pass@1, or reward if task.reward is set and none of its functions is called `answer`."""
@@ -430,13 +391,11 @@ class CheckpointSettings(Section):
 
     every: PositiveInt = 20
     """The number of steps between two checkpoints. The run also saves at its end and, after a
-    signal (SIGTERM or SIGINT), at the end of its step. If a machine dies, you lose at most this
-    many steps. The same is true if a signal comes in a step longer than the 30 s after which
-    torchrun kills the ranks (`torchrun --shutdown-timeout`); choose 10 if steps take that long."""
+    signal (SIGTERM or SIGINT), at the end of its step. This many are lost at most, if a machine
+    dies or a step outlasts the 30 s that torchrun then gives (--shutdown-timeout): choose 10."""
     keep: PositiveInt | None = 2
-    """The number of newest checkpoints to keep. Each holds the weights and AdamW's two averages, 12
-    bytes per weight. With 2 or more a good one remains even after a step that ruined the weights.
-    null keeps all of them."""
+    """How many of the newest to keep; null keeps all. Each holds the weights and AdamW's averages,
+    12 bytes per weight. With 2 or more a good one remains after a step that ruined the weights."""
     resume: Literal["auto", "never"] = "auto"
     """auto resumes the run of this name from its newest whole checkpoint. With never, a run that
     already has a checkpoint stops with an error and stays unchanged."""
@@ -459,17 +418,14 @@ class LoggingSettings(Section):
     experiment: Text = "plain-grpo"
     """The name of the MLflow experiment, and of the wandb project."""
     samples: NonNegativeInt = 3
-    """The number of completions kept in samples.jsonl at each evaluation; the first three are
-    printed."""
+    """How many completions samples.jsonl keeps of each evaluation; the first three are printed."""
     train_samples_every: NonNegativeInt = 0
     """Print and keep completions of training questions too, as many as `samples` says, whenever
-    this number of steps has passed; 0 is off. They are of different questions, if the step has
-    enough. Their lines in samples.jsonl have "split": "train"."""
+    this number of steps has passed; 0 is off. samples.jsonl has them with "split": "train"."""
     rollouts_every: NonNegativeInt = 10
     """Keep a few groups of a step in rollouts.jsonl, with the numbers of their tokens, at step 1
     and whenever this number of steps has passed; 0 is off. `python -m tools.report` shows them. The
-    file stays below 16 MB: as it fills, fewer of these steps are kept. The metric
-    time/rollouts_log_s is what it costs."""
+    file stays below 16 MB: as it fills, fewer steps are kept. It costs time/rollouts_log_s."""
     completions_every: NonNegativeInt = 0
     """Keep all completions of a step, with their texts, rewards and advantages, whenever this
     number of steps has passed, in completions.jsonl; 0 is off."""
@@ -595,16 +551,12 @@ def check_world(config: Config, num_ranks: int) -> None:
 def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
     """Each key whose value cannot work beside the other values, with the fix."""
     model, training, validation = config.model, config.training, config.validation
-    if validation.num_examples < num_ranks:
-        yield "validation.num_examples", f"must be at least {num_ranks}, one for each rank"
     if 0 < validation.temperature < MIN_TEMPERATURE:
         yield "validation.temperature", f"must be 0, which is greedy, or at least {MIN_TEMPERATURE}"
     if validation.temperature == 0 and validation.best_of_n > 1:
         yield "validation.best_of_n", "at temperature 0 a question's samples are all alike; write 1"
     if max(validation.reported_k) > validation.best_of_n:
         yield "validation.pass_k", f"each must be at most best_of_n ({validation.best_of_n})"
-    if not any(config.task.reward_weights.values()):
-        yield "task.reward_weights", "one must not be 0"
     if model.shard and training.optimizer != "adamw":
         yield "training.optimizer", "it cannot step what model.shard cuts; write adamw"
     if model.shard and model.load_in_4bit:
@@ -637,12 +589,6 @@ def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
         yield "training.num_samples_per_step_global", f"must be a multiple of the {num_ranks} ranks"
     if is_sil and training.advantage != "mean":
         yield "training.advantage", "sil gives the k best the advantage 1; write mean"
-    if is_taught and ":" in training.advantage:
-        yield "training.advantage", "a teacher gives the advantage; write mean"
-    negative = [name for name, weight in config.task.reward_weights.items() if weight < 0]
-    if negative and training.advantage == "over_mean":
-        fix = f"it divides by rewards of 0 and more, but {negative[0]} has a negative weight"
-        yield "training.advantage", f"{fix}; write mean"
     if training.policy_loss == "dppo" and training.tis_clip is not None:
         yield "training.tis_clip", "dppo weighs by the ratio to the sampler already; write null"
     if training.policy_loss == "gspo" and training.clip_eps >= 0.1:

@@ -33,11 +33,6 @@ class World:
     def signals(self) -> SignalWatch:
         return SignalWatch(is_main=self.is_main)
 
-    @property
-    def stop_signal(self) -> int:
-        """The first of SIGTERM, SIGINT and SIGHUP that this rank got, 0 for none."""
-        return self.signals.first
-
     def sum(self, values: list[float] | np.ndarray | torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in float64 on the CPU."""
         total = torch.as_tensor(values, dtype=torch.float64, device="cpu").clone()
@@ -47,7 +42,7 @@ class World:
 
     def ask_whether_to_stop(self) -> None:
         """Let all ranks learn whether one of them got a signal, so that they stop together."""
-        self.should_stop = bool(self.sum([self.stop_signal > 0]) > 0)
+        self.should_stop = bool(self.sum([self.signals.first > 0]) > 0)
 
     def share(self, items: Sequence[Any]) -> Sequence[Any]:
         """This rank's share of what all ranks divide: the items rank, rank + size and so on."""
@@ -142,14 +137,13 @@ def read_environment() -> tuple[int, int, int, int]:
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         problem = "torchrun has restarted the run (--max-restarts), which is not supported"
         raise ValueError(f"{problem}: start the command again, it resumes")
-    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    values = {name: os.environ.get(name, default) for name, default in defaults.items()}
-    if all(value.isdecimal() for value in values.values()):
-        rank, size, local_rank, local_size = map(int, values.values())
-        if rank < size and local_rank < local_size <= size:
-            return rank, size, local_rank, local_size
-    found = ", ".join(f"{name}={value}" for name, value in values.items())
-    raise ValueError(f"{found}: start with torchrun, which sets these, or unset them all")
+    defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    values = {name: int(os.environ.get(name, default)) for name, default in defaults.items()}
+    rank, size, local_rank, local_size = values.values()
+    if not (rank < size and local_rank < local_size <= size):
+        found = ", ".join(f"{name}={value}" for name, value in values.items())
+        raise ValueError(f"{found}: start with torchrun, which sets these, or unset them all")
+    return rank, size, local_rank, local_size
 
 
 def order_ddp_buckets(scorer: nn.Module, device: torch.device) -> None:

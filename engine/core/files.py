@@ -8,27 +8,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 
-def read_text(path: Path) -> str:
-    """Return a file's text; raises ValueError, with the file's name, if it is not UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is not UTF-8 text ({error}); save it as UTF-8") from error
-
-
-def size_of(folder: Path) -> int:
-    """The bytes of all files in a folder."""
-    return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
-
-
-def load_env() -> None:
-    """Set what ./.env names and the environment leaves unset."""
-    import dotenv
-
-    try:
-        dotenv.load_dotenv(".env")
-    except ValueError as error:  # other bytes than utf-8, or a NUL
-        raise ValueError(f".env: cannot be read: {error}; write it as utf-8 text") from error
+def sizes_of(folder: Path) -> dict[str, int]:
+    """The bytes of each file in a folder, by its path there."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return {str(file.relative_to(folder)): file.stat().st_size for file in files}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -60,8 +43,6 @@ def whole_lines(
                 return
             try:
                 row = json.loads(line)
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path}: is not UTF-8 text ({error})") from None
             except (ValueError, RecursionError) as error:  # also of 5,000 digits, or brackets
                 raise ValueError(f"{path}: line {number} is not JSON: {error}") from None
             if not isinstance(row, dict) or not {*names} <= row.keys():

@@ -54,11 +54,10 @@ def solve_rates(solved: np.ndarray, pass_k: list[int]) -> dict[str, float]:
     return {name: float(rate) for name, rate in rates.items()}
 
 
-def single_rate(name: str, solved: np.ndarray) -> dict[str, float]:
-    """Share of right answers and its 95% interval, from `solved` (questions,), one answer each."""
-    low, high = confidence_interval(solved, is_binary=True)
-    name = f"eval/{name}"
-    return {name: float(solved.mean()), f"{name}_low": low, f"{name}_high": high}
+def with_interval(name: str, rates: np.ndarray, *, is_binary: bool) -> dict[str, float]:
+    """The mean of `rates` (questions,) and its 95% interval, as three metrics."""
+    low, high = confidence_interval(rates, is_binary=is_binary)
+    return {name: float(rates.mean()), f"{name}_low": low, f"{name}_high": high}
 
 
 def majority_sample(answers: list[str | None]) -> int | None:

@@ -28,10 +28,7 @@ def import_file(path: Path) -> ModuleType:
     try:
         with contextlib.chdir("."):  # it may go elsewhere, but all paths are relative to here
             spec.loader.exec_module(module)
-    except SystemExit as error:
-        problem = f"it calls sys.exit({error.code!r}) when it is imported: raise an exception"
-        raise ConfigError([f"{path}: {problem} instead"]) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # an exit would end the run as if all were well
         problem = f"{line_of(str(path), error=error)}: {type(error).__name__}: {error}"
         raise ConfigError([problem]) from error
     return module

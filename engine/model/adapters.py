@@ -2,7 +2,6 @@
 
 import os
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,21 +52,15 @@ def adapter_config(settings: ModelSettings) -> Any:
     )
 
 
-def check_targets(model: nn.Module, targets: Iterable[str]) -> None:
-    """Raises ValueError for a name of no linear layer but the head, which peft would ignore."""
-    modules, head = model.named_modules(), model.get_output_embeddings()
-    linear = {f".{name}": m for name, m in modules if isinstance(m, (nn.Linear, Conv1D))}
-    layers = [name for name, module in linear.items() if module is not head]
-    for target in targets:  # it names the end of a layer's path, as in peft
+def add_adapter(model: nn.Module, described: Any, *, seed: int) -> None:
+    """Freeze the model and add an adapter B A, of fp32 weights; ValueError for a layer it lacks."""
+    head, targets = model.get_output_embeddings(), described.target_modules
+    linear = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
+    layers = [f".{name}" for name, module in linear.items() if module is not head]
+    for target in targets if targets != "all-linear" else ():  # each the end of a layer's path
         if not any(name.endswith(f".{target}") for name in layers):
             known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
             raise ValueError(f"model.lora.target_modules: no layer is named {target}, but {known}")
-
-
-def add_adapter(model: nn.Module, described: Any, *, seed: int) -> None:
-    """Freeze the model and add an adapter B A, of fp32 weights, to the layers `described` names."""
-    if described.target_modules != "all-linear":
-        check_targets(model, described.target_modules)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # A is drawn; B starts at zero, so the model is unchanged
         if model.config.model_type in MAMBA and described.target_modules == "all-linear":

@@ -12,7 +12,6 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import nn
@@ -35,7 +34,12 @@ from engine.update.optimizer import AVERAGES, FP32
 
 
 def load_model_and_tokenizer(
-    config: Config, device: torch.device, log: Log, *, compute_dtype: torch.dtype | None = None
+    config: Config,
+    device: torch.device,
+    log: Log,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    key: str = "model.name",  # which names it
 ) -> tuple[nn.Module, PreTrainedTokenizerFast, torch.dtype]:
     """The model on the device, with any adapter; its tokenizer; the dtype that it computes in."""
     transformers_logging.set_verbosity_error()
@@ -45,13 +49,15 @@ def load_model_and_tokenizer(
     if is_training and settings.teacher is not None:
         check_teacher(config, log)  # its tokens, before any weights are loaded
     adapter = in_4bit = None
-    if settings.load_in_4bit:
-        in_4bit = adapters().quantization_config(device, compute_dtype)
-    with one_line_errors(config.model.name):
+    with one_line_errors(config.model.name, key=key):
         base, tokenizer = load_base_tokenizer(config, log)
+    if base is not None or settings.load_in_4bit or settings.lora is not None:
+        from engine.model import adapters  # off by default
+    if settings.load_in_4bit:
+        in_4bit = adapters.quantization_config(device, compute_dtype)
     if is_training and settings.lora is not None and base is None:
-        adapter = adapters().adapter_config(settings)
-    with one_line_errors(config.model.name):
+        adapter = adapters.adapter_config(settings)
+    with one_line_errors(config.model.name, key=key):
         base_settings = base or settings
         model_config = load_model_config(base_settings)
         is_quantized = bool(model_config.to_dict().get("quantization_config"))
@@ -65,6 +71,8 @@ def load_model_and_tokenizer(
         model = load_model(
             model_config, base_settings, dtype=dtype, quantization=in_4bit, device=device, log=log
         )
+        if in_4bit is not None:
+            adapters.keep_4bit_layout(model)
         eos_ids = find_eos_ids(model, tokenizer, stop=config.sampling.stop)
         check_vocabulary(model, tokenizer, log)
         # transformers fills the open fields of a generation config from the model's own: empty it
@@ -73,24 +81,17 @@ def load_model_and_tokenizer(
         )
         check_causal(model)
         if base is not None:
-            adapters().load_adapter(model, settings, is_trainable=is_training)
+            adapters.load_adapter(model, settings, is_trainable=is_training)
     is_auto = settings.compute_dtype == "auto" and compute_dtype == torch.float16
     if is_auto and not supports_dtype(model, torch.float16):
         log("in float16 this model's logits are not finite, or far off: float32 is used")
         del model  # there may be no room for two
-        return load_model_and_tokenizer(config, device, log, compute_dtype=torch.float32)
+        return load_model_and_tokenizer(config, device, log, compute_dtype=torch.float32, key=key)
     if adapter is not None:
-        adapters().add_adapter(model, adapter, seed=config.training.seed)
+        adapters.add_adapter(model, adapter, seed=config.training.seed)
         num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         log(f"LoRA: {num_trained:,} weights are trained, all others stay as they are")
     return model, tokenizer, compute_dtype
-
-
-def adapters() -> ModuleType:
-    """engine/model/adapters.py, which is loaded only where there is an adapter, or 4 bits."""
-    from engine.model import adapters as module
-
-    return module
 
 
 def choose_compute_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
@@ -154,11 +155,9 @@ def check_teacher(config: Config, log: Log) -> None:
     if sizes[1] < sizes[0]:
         problem = f"it can read {sizes[1]:,} tokens, and the trained model writes {sizes[0]:,}"
         raise ValueError(f"model.teacher = {config.model.teacher}: {problem}; give another one")
-    known = "it reads what the trained model gets, which it may not have been trained on"
     if len({str(tokenizer.chat_template) for tokenizer in tokenizers}) > 1:
-        log(f"warning: the teacher has another chat template: {known}")
-    if len({tuple(tokenizer.encode("Is 17 a prime?")) for tokenizer in tokenizers}) > 1:
-        log(f"warning: the teacher's tokenizer makes other tokens of a text: {known}")
+        reads = "it reads what the trained model gets, which it may not have been trained on"
+        log(f"warning: the teacher has another chat template: {reads}")
 
 
 def of_teacher(config: Config) -> Config:
@@ -167,21 +166,6 @@ def of_teacher(config: Config) -> Config:
     changes |= {"load_in_4bit": False, "gradient_checkpointing": False}
     model = config.model.source.model_copy(update=changes)
     return config.model_copy(update={"mode": "evaluate", "model": model})
-
-
-def load_teacher(
-    config: Config, device: torch.device, compute_dtype: torch.dtype, log: Log
-) -> nn.Module:
-    try:
-        teacher, *_ = load_model_and_tokenizer(
-            of_teacher(config),
-            device,
-            lambda line: log(f"teacher: {line}"),
-            compute_dtype=compute_dtype,
-        )
-    except ValueError as error:
-        raise ValueError(str(error).replace("model.name", "model.teacher", 1)) from error
-    return teacher.eval().requires_grad_(False)
 
 
 @contextlib.contextmanager
@@ -207,8 +191,6 @@ def load_model_config(settings: ModelSettings) -> PretrainedConfig:
     model_config = AutoConfig.from_pretrained(
         settings.name, revision=settings.revision, trust_remote_code=settings.trust_remote_code
     )
-    if getattr(model_config.get_text_config(), "num_hidden_layers", 0) > 10_000:
-        raise ValueError("its config.json has more than 10,000 num_hidden_layers")  # takes hours
     for key, value in model_config.to_dict().items():
         if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
             setattr(model_config, key, 0.0)
@@ -272,8 +254,6 @@ def load_model(
         log(f"warning: {some}: its config.json describes a model without them")
     if quantization is None:
         model.to("cpu" if settings.shard else device)  # each shard goes to the device later
-    else:
-        adapters().keep_4bit_layout(model)
     if settings.gradient_checkpointing:
         recompute(model)
     return model

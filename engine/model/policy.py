@@ -13,9 +13,9 @@ from engine.core.config import Config
 from engine.core.distributed import World
 from engine.core.statistics import Clock
 from engine.core.types import Log, MicroBatch, PromptBatch, Sampler, SamplingParams, Seed
-from engine.model.load import load_teacher
-from engine.model.probes import supports_chunked_head
-from engine.model.sampler import DecodeLoop, copy_in, make_sampler
+from engine.model.load import find_base, load_model_and_tokenizer, of_teacher
+from engine.model.probes import check_vllm, supports_chunked_head
+from engine.model.sampler import DecodeLoop, choose_loop, copy_in, sample_by_loop
 from engine.questions.contract import Task
 from engine.questions.prompts import encode_prompts
 
@@ -159,12 +159,27 @@ def make_policy(
     generate: DecodeLoop,
 ) -> Policy:
     """What samples from the model, and how; `generate` is main.py's loop for that backend."""
-    params = sampling_params(config, model, tokenizer, log)
-    sampler = make_sampler(config, model, tokenizer, compute_dtype, world, log, generate=generate)
+    params, settings = sampling_params(config, model, tokenizer, log), config.sampling
+    if settings.backend == "vllm":
+        from engine.sampling.vllm import VllmEngine
+
+        base = find_base(config.model.source) or config.model.source
+        sampler = VllmEngine(base, model, world, compute_dtype, settings.vllm_memory_gb)
+        check_vllm(model, sampler, tokenizer.encode("12 plus 30 is 42, and Rome is in Italy."))
+    else:
+        sampler = sample_by_loop(config, model, compute_dtype, world, generate)
+        sampler = choose_loop(sampler, log) if settings.backend == "grouped" else sampler
     policy = Policy(model, sampler, tokenizer, params, compute_dtype)
     if config.mode == "train" and config.model.teacher is not None:
         own_context = policy.context_length
-        policy.teacher = load_teacher(config, world.device, compute_dtype, log)
+        teacher, *_ = load_model_and_tokenizer(
+            of_teacher(config),
+            world.device,
+            lambda line: log(f"teacher: {line}"),
+            compute_dtype=compute_dtype,
+            key="model.teacher",
+        )
+        policy.teacher = teacher.eval().requires_grad_(False)
         if {*policy.teacher.generation_config.eos_token_id} != {*params.eos_ids}:
             log("warning: the teacher's texts end at other tokens than the trained model's")
         if policy.context_length != own_context:

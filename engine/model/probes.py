@@ -85,8 +85,7 @@ def supports_dtype(model: nn.Module, dtype: torch.dtype) -> bool:
 def supports_chunked_head(model: nn.Module, log: Callable[[str], None]) -> bool:
     """Whether the logits are exactly those of a plain linear head on the last hidden states.
 
-    If not, that is logged. A cap, such as Gemma 2's, hardly changes those of a model that is not
-    trained yet, so here only rounding may differ.
+    If not, that is logged. Only rounding may differ: a cap hardly changes an untrained model's.
     """
     head, is_plain = model.get_output_embeddings(), False
     if type(head) is nn.Linear:

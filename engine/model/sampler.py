@@ -6,14 +6,12 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerFast
 
 from engine.core.config import Config
 from engine.core.distributed import World
 from engine.core.tensors import autocast, whole
-from engine.core.types import Completion, Log, Sampler, SamplingParams, Seed
-from engine.model.load import find_base
-from engine.model.probes import check_vllm, supports_grouped
+from engine.core.types import Completion, Log, SamplingParams, Seed
+from engine.model.probes import supports_grouped
 from engine.sampling.batches import kept_bytes, tokens_that_fit
 from engine.sampling.grouped import decode_grouped
 
@@ -61,28 +59,6 @@ class LoopSampler:
         """A bf16 model's fp32 adapter computes in bf16, as when it scores."""
         is_mixed = any(p.dtype != self.model.dtype for p in self.model.parameters())
         return autocast(self.model.device, self.model.dtype if is_mixed else torch.float32)
-
-
-def make_sampler(
-    config: Config,
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerFast,
-    compute_dtype: torch.dtype,
-    world: World,
-    log: Log,
-    *,
-    generate: DecodeLoop,
-) -> Sampler:
-    """The backend that the config names; `generate` is main.py's loop, the one of that name."""
-    if config.sampling.backend == "vllm":
-        from engine.sampling.vllm import VllmEngine
-
-        base = find_base(config.model.source) or config.model.source
-        engine = VllmEngine(base, model, world, compute_dtype, config.sampling.vllm_memory_gb)
-        check_vllm(model, engine, tokenizer.encode("12 plus 30 is 42, and Rome is in Italy."))
-        return engine
-    sampler = sample_by_loop(config, model, compute_dtype, world, generate)
-    return choose_loop(sampler, log) if config.sampling.backend == "grouped" else sampler
 
 
 def sample_by_loop(

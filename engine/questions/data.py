@@ -23,8 +23,7 @@ from engine.core.hub import reach_hub
 from engine.core.packages import import_package
 from engine.core.types import Log, SeedWord, no_log
 from engine.core.user_file import naming_mistakes
-from engine.questions.contract import CsvRow, Task, number_in
-from engine.questions.messages import fill, pose
+from engine.questions.contract import CsvRow, Task, fill, number_in, pose
 from engine.questions.prompts import check_chat, prompt_length
 from engine.questions.tasks import Hub, hash_of, is_file_name, is_in_split, reward_parts
 
@@ -45,8 +44,7 @@ def load_questions(
     """The validation questions, and the stream of training questions if the run trains.
 
     `context` is the number of tokens that the model can see, None for no limit. Questions without
-    room for a completion are dropped: in training when the stream meets them, since to render
-    490,000 prompts first would take a minute.
+    room for a completion are dropped, in training when the stream meets them: all would take long.
     """
     settings, is_shared = config.task, config.task.train == config.task.eval
     load = functools.partial(load_examples, task, options=settings, held_out=is_shared, log=log)
@@ -125,7 +123,7 @@ def check_functions(task: Task, example: dict, *, options: TaskSettings) -> None
     if task.Environment is None:
         reward_parts(task, [[""]], [example], options, [[None]])
     if task.functions:
-        task.check_logged()
+        task.take_logged()  # what the trial has logged does not count
 
 
 @dataclass
@@ -245,15 +243,13 @@ def load_table(
     hub_split: str = "train",
 ) -> list[dict] | list[str]:
     """The rows of a file or of a part of a hub dataset; ValueError if it cannot be loaded."""
-    path, is_parquet = Path(source), source.lower().endswith(".parquet")
+    path, is_parquet, unreachable = Path(source), source.lower().endswith(".parquet"), None
     # owner/name:configuration:split of a hub dataset; the last two may be left out, or empty
     hub_id, *named = source.split(":") if source.count("/") == 1 else [source]
     named_config, named_split = ([name or None for name in named] + [None, None])[:2]
     is_other = path.exists() and not (is_file_name(source) and path.is_file())  # a pipe has no end
     if is_other or (not is_file_name(source) and source.count("/") != 1):
         raise ValueError(f"{source}: unknown kind of source; give {choices}")
-    # JSON that is nested too deeply raises RecursionError.
-    errors, unreachable = (OSError, ValueError, RecursionError, csv.Error), None
     try:
         if is_file_name(source) and not is_parquet:
             return read_text_file(path)
@@ -261,13 +257,12 @@ def load_table(
         import datasets  # takes a second, so only where it is needed
 
         datasets.disable_progress_bars()  # they would fill a log file
-        errors += (datasets.exceptions.DatasetsError,)
         if is_parquet:
             table = datasets.load_dataset("parquet", data_files=glob.escape(source), split="train")
         else:
             part, split = named_config or hub_config, named_split or hub_split
             table = datasets.load_dataset(hub_id, part, split=split)
-    except errors as error:
+    except Exception as error:  # each format has its own
         reason, fix = str(unreachable or error.__cause__ or error), f"give {choices}"
         if isinstance(error, OSError) and error.filename and Path(error.filename) != path:
             fix = "set HF_HOME to a folder that can be written"  # for the cache of `datasets`

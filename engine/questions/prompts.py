@@ -11,8 +11,7 @@ from transformers.utils import get_json_schema
 
 from engine.core.config import TaskSettings
 from engine.core.types import Completion
-from engine.questions.contract import Task
-from engine.questions.messages import assistant_prefix, pose
+from engine.questions.contract import Task, assistant_prefix, pose
 
 QUESTION = {"role": "user", "content": "A made-up question."}
 TURN = {"role": "assistant", "content": "A made-up turn."}

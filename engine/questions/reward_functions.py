@@ -5,13 +5,16 @@ They are called as trl.GRPOTrainer 1.16 calls them, except that what belongs to 
 """
 
 import asyncio
+import atexit
 import copy
 import functools
 import inspect
 import json
-import re
+import os
+import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +23,9 @@ from pydantic import model_validator
 
 from engine.core.config import ConfigError, Section, TaskSettings
 from engine.core.user_file import RewardError, find_function, line_of, naming_mistakes
-from engine.questions.contract import Task, is_reward, with_numbers
-from engine.questions.event_loop import EventLoop
-from engine.questions.messages import pose
+from engine.questions.contract import Task, is_reward, pose, with_numbers
 
 TIMEOUT = "timeout"  # the part that says which calls took too long
-# What a run itself logs below train/ and eval/
-OWN_METRICS = r"loss|lr|kl|entropy|turns|grad_norm|loss_scale|advantage_abs|part_.*|"
-OWN_METRICS += r"sampler_mismatch|reward(_std|_low|_high|_timeouts)?|solved(_and_ended)?|pass@.*|"
-OWN_METRICS += r"(clip|truncated|zero_advantage)_frac|(completion|greedy)_tokens|best_of_.*|"
-OWN_METRICS = re.compile(
-    OWN_METRICS + r"skipped_steps|collapsed|(majority|greedy|strict|lenient)(_low|_high)?"
-)
 
 
 @functools.cache
@@ -115,8 +109,7 @@ class RewardTask(Task):
     ) -> list[list[dict[str, float | None]]]:
         """The parts of the reward of all completions, by one call of each function a question.
 
-        The functions are called in the order in which they are named. Each also gets `rewards`,
-        what those before it have paid, by their names.
+        Each also gets, as `rewards`, what those that are named before it have paid, by name.
         """
         columns = [
             self.columns_of(*of_question, options=options)
@@ -198,12 +191,60 @@ class RewardTask(Task):
         """What TRL passes under this name: the step's metric is the mean of all values."""
         self.logged[name].append(float(value))
 
-    def check_logged(self) -> None:
-        """ValueError if the trial call has logged a metric of the run's; it does not count."""
-        for name in filter(OWN_METRICS.fullmatch, self.take_logged()):
-            raise ValueError(f"{self.file}: log_metric: {name} is the run's own: rename the metric")
-
     def take_logged(self) -> dict[str, tuple[float, float]]:
         """(sum, count) of what was logged since the last time."""
         logged, self.logged = self.logged, defaultdict(list)
         return {name: (sum(values), len(values)) for name, values in logged.items()}
+
+
+class EventLoop:
+    """One for a task's life, in each process: a user's client belongs to the first it meets."""
+
+    def __init__(self) -> None:
+        # By process: a fork's child must leave its parent's alone, whose sockets it shares.
+        self.runners: dict[int, tuple[asyncio.Runner, threading.Lock]] = {}
+        atexit.register(self.close)
+
+    def run(self, coroutine: Coroutine) -> Any:
+        """What the coroutine returns; what it has begun and not awaited is cancelled."""
+        new = asyncio.Runner(), threading.Lock()  # nothing yet: its loop is made in its first run
+        runner, lock = self.runners.setdefault(os.getpid(), new)
+        with lock:
+            return runner.run(alone(coroutine))
+
+    def close(self) -> None:
+        """Close this process's, unless a thread, or a task that heeds no end, is still in it."""
+        runner, lock = self.runners.get(os.getpid(), (None, None))
+        if runner and lock.acquire(blocking=False) and not asyncio.all_tasks(runner.get_loop()):
+            runner.close()
+
+
+async def alone(coroutine: Coroutine) -> Any:
+    asyncio.get_running_loop().set_default_executor(DaemonThreads())
+    try:
+        return await coroutine
+    finally:
+        for task in (others := asyncio.all_tasks() - {asyncio.current_task()}):
+            task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=1.0)  # seconds
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """Runs each call of asyncio.to_thread in a thread of its own, for which no exit waits.
+
+    Nothing ends a call that hangs: it would hold one of a pool's few threads for good.
+    """
+
+    def submit(self, function, /, *arguments, **named) -> Future:
+        given = future, *_ = Future(), function, arguments, named
+        future.set_running_or_notify_cancel()
+        threading.Thread(target=fulfil, args=given, daemon=True).start()
+        return future
+
+
+def fulfil(future: Future, function: Any, arguments: tuple, named: dict) -> None:
+    try:
+        future.set_result(function(*arguments, **named))
+    except BaseException as error:
+        future.set_exception(error)

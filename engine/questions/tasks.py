@@ -104,8 +104,7 @@ def reward_parts(
 ) -> list[list[dict[str, float | None]]]:
     """What a task pays for each completion of each question; RewardError if that is no number.
 
-    `groups` are the Completions of these texts (their module imports torch), [[None]] to try it. A
-    part that does not apply to a completion is None.
+    `groups` are the Completions of these texts, [[None]] to try it. A part may be None: not to pay.
     """
     with contextlib.chdir("."):  # a reward may go elsewhere, but all paths are relative to here
         if task.reward_groups is not None:
@@ -182,7 +181,6 @@ def is_in_split(key: str, split: str) -> bool:
 
     A hash of its key decides, so that no question is in both, whatever the seed or the order.
     """
-    assert split in ("train", "validation"), split
     is_held_out = hash_of(key)[0] < 256 / 8  # 1 question in 8
     return is_held_out == (split == "validation")
 

@@ -1,6 +1,6 @@
 """Where a run's metrics go besides its own files: MLflow and wandb.
 
-Another board is a subclass of `Board` with the four methods of MlflowRun and WandbRun, which may
+Another board is a subclass of `Board` with what MlflowRun and WandbRun have, whose four methods may
 raise or take long, and a name in BOARDS for logging.report_to. Its `start` continues the run of an
 id, or creates one, and returns its id and address.
 """
@@ -12,17 +12,16 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
-from engine.core.config import LoggingSettings
-from engine.core.files import load_env, write_atomically
+import dotenv
+
+from engine.core.files import write_atomically
 from engine.core.packages import import_package
 from engine.core.text import unnest
 
-# When a server does not answer, MLflow's own defaults would stop the training for many minutes: it
-# tries 8 times for 120 s, and sleeps as long as a Retry-After header asks for. We set these values
-# instead, except for those that the environment or .env sets.
+# When a server does not answer, MLflow by default tries 8 times for 120 s, and sleeps as long as a
+# Retry-After header asks for. These are for what neither the environment nor .env sets.
 MLFLOW_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -44,11 +43,18 @@ class Board:
     step and whether its evaluation, and gets only what comes later.
     """
 
-    title: str
+    title: str  # in lower case, its package
     server: str  # the environment variable that has its server's address
+    environment: ClassVar[dict[str, str]] = {}
     last_sent = (-1, False)
     is_on = False  # from `open` on, until a call fails or the run ends
     was_slow = False  # the last call, but for the first
+
+    def __init__(self) -> None:
+        dotenv.load_dotenv(".env")  # sets what the environment leaves unset, and so does the next
+        for name, value in self.environment.items():
+            os.environ.setdefault(name, value)
+        self.package = import_package(self.title.lower(), key="logging.report_to")
 
     def open(self, folder: Path, about: dict[str, Any], logger: Any) -> None:
         """Begin the board's run, or go on with the one whose id is in the folder; print where."""
@@ -105,33 +111,30 @@ class Board:
 class MlflowRun(Board):
     """The run in MLflow, where `eval/pass@1` is `eval/pass_at_1`: it refuses some characters."""
 
-    title, server = "MLflow", "MLFLOW_TRACKING_URI"
-
-    def __init__(self) -> None:
-        self.mlflow = import_mlflow()
+    title, server, environment = "MLflow", "MLFLOW_TRACKING_URI", MLFLOW_ENVIRONMENT
 
     def start(self, run_id: str | None, folder: Path, about: dict[str, Any]) -> tuple[str, str]:
-        self.client = self.mlflow.MlflowClient()
+        self.client = self.package.MlflowClient()
         if run_id is not None:
             run = self.client.get_run(run_id)
             step, _, evaluated = run.data.tags.get("last_sent", "-1").partition(" ")
             self.last_sent = (int(step), evaluated != "")
             self.client.update_run(run_id, status="RUNNING")
         else:
-            experiment_id = self.mlflow.set_experiment(about["experiment"]).experiment_id
+            experiment_id = self.package.set_experiment(about["experiment"]).experiment_id
             tags = {"mlflow.note.content": about["description"]}  # Markdown
             run = self.client.create_run(experiment_id, run_name=about["run_name"], tags=tags)
             run_id = run.info.run_id
             named = {mlflow_name(name): value for name, value in about["params"].items()}
-            self.mlflow.log_params(named, synchronous=True, run_id=run_id)
+            self.package.log_params(named, synchronous=True, run_id=run_id)
             self.client.log_text(run_id, about["config_text"], "config.yaml")
-        server = re.sub("//.*@", "//", self.mlflow.get_tracking_uri()).rstrip("/")  # no password
+        server = re.sub("//.*@", "//", self.package.get_tracking_uri()).rstrip("/")  # no password
         page = f"#/experiments/{run.info.experiment_id}/runs/{run_id}"
         self.run_id = run_id
         return run_id, f"{server}/{page}" if "http" in server else f"{run_id} in {server}"
 
     def send_metrics(self, step: int, is_evaluation: bool, metrics: dict[str, float]) -> None:
-        entities, now_ms = self.mlflow.entities, int(time.time() * 1000)
+        entities, now_ms = self.package.entities, int(time.time() * 1000)
         named = [(mlflow_name(name), value) for name, value in metrics.items()]
         points = [entities.Metric(name, value, now_ms, step) for name, value in named]
         sent = f"{step} evaluated" if is_evaluation else str(step)
@@ -143,14 +146,6 @@ class MlflowRun(Board):
 
     def finish(self, status: str) -> None:
         self.client.set_terminated(self.run_id, status)
-
-
-def import_mlflow() -> ModuleType:
-    """Import MLflow, or raise ValueError; ./.env sets what the environment leaves unset."""
-    load_env()
-    for name, value in MLFLOW_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    return import_package("mlflow", key="logging.report_to")
 
 
 def mlflow_name(name: str) -> str:
@@ -166,12 +161,8 @@ class WandbRun(Board):
 
     title, server = "wandb", "WANDB_BASE_URL"
 
-    def __init__(self) -> None:
-        load_env()
-        self.wandb = import_package("wandb", key="logging.report_to")
-
     def start(self, run_id: str | None, folder: Path, about: dict[str, Any]) -> tuple[str, str]:
-        settings = self.wandb.Settings(
+        settings = self.package.Settings(
             silent=True,
             console="off",  # it would take over stdout
             disable_code=True,
@@ -181,10 +172,10 @@ class WandbRun(Board):
             finish_timeout=SLOW_S,
             finish_timeout_raises=True,
         )
-        is_online = self.wandb.setup(settings).settings.mode == "online"
-        if is_online and not self.wandb.login(prompt=False):  # init would ask for it, and wait
+        is_online = self.package.setup(settings).settings.mode == "online"
+        if is_online and not self.package.login(prompt=False):  # init would ask for it, and wait
             raise ValueError("no API key: run `wandb login`, or set WANDB_MODE=offline")
-        self.run = self.wandb.init(
+        self.run = self.package.init(
             project=about["experiment"],
             name=about["run_name"],
             notes=about["description"],
@@ -205,18 +196,12 @@ class WandbRun(Board):
 
     def send_samples(self, table: dict[str, list]) -> None:
         rows = [list(row) for row in zip(*table.values(), strict=True)]
-        samples = self.wandb.Table(columns=[*table], data=rows, allow_mixed_types=True)
+        samples = self.package.Table(columns=[*table], data=rows, allow_mixed_types=True)
         self.run.log({"step": table["step"][0], "samples": samples})
 
     def finish(self, status: str) -> None:
         self.run.finish(exit_code=int(status != "FINISHED"))
-        self.wandb.teardown()  # waits for its process, which writes the last rows
+        self.package.teardown()  # waits for its process, which writes the last rows
 
 
 BOARDS = {"mlflow": MlflowRun, "wandb": WandbRun}
-
-
-def make_boards(logging: LoggingSettings) -> list[Board]:
-    """The boards that logging.report_to and logging.mlflow name; ValueError without a package."""
-    names = [*logging.report_to, *["mlflow"] * logging.mlflow]
-    return [board() for name, board in BOARDS.items() if name in names]

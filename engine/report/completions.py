@@ -3,8 +3,7 @@
 Both are of some steps. completions.jsonl has all completions of such a step, in the order of the
 batch. rollouts.jsonl has a few groups of it, with the numbers of each token.
 
-Sampling and the update have computed all these numbers anyway. One line of rollouts.jsonl is one
-group:
+Sampling and the update have computed all these numbers anyway. A line of rollouts.jsonl is a group:
 
     step, prompt, gold    the group's question, shortened if it is very long
     size                  how many completions were sampled
@@ -19,8 +18,7 @@ group:
         gap               [position, number] of tokens left out of the middle of a long completion
 
 The update makes a sampled token likelier if advantage * weight is above 0, and less likely below 0.
-This product is minus the derivative of the loss by the token's log-probability in the first pass,
-without a KL penalty and before training.tis_clip.
+It is minus the loss's derivative by the log-probability in the first pass, without KL and tis_clip.
 """
 
 from collections.abc import Iterator

@@ -5,11 +5,11 @@ It names no folder of this machine, so equal runs in different folders have equa
 
 from pathlib import Path
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Template
 from transformers import PreTrainedTokenizerFast
 
-from engine.core.config import dotted_values
+from engine.core.config import Config, dotted_values
 from engine.core.text import show
 from engine.questions.data import is_file_name
 from engine.questions.prompts import encode_prompts, render_prompts
@@ -38,7 +38,7 @@ def model_card(run: Run, measured: dict[str, float], *, answers: str | None = No
     # For a tokenizer of the plain class, AutoTokenizer may give other ids than in training.
     is_plain = type(tokenizer) is PreTrainedTokenizerFast
     return CARD.render(
-        metadata=metadata(run, measured, answers),
+        metadata=metadata(config, answers),
         kinds=KINDS,
         base=base,
         describe_source=describe_source,
@@ -46,36 +46,19 @@ def model_card(run: Run, measured: dict[str, float], *, answers: str | None = No
         config=config,
         settings=dotted_values(config),
         run=run,
-        step=run.state.step,
         answers=answers,
-        before=run.state.untrained,
         after=[measured[key] for key in PASS_AT_1],
         others={key.removeprefix("eval/"): measured[key] for key in names},
-        num_questions=len(run.validation_questions),
         tokenizer_class="PreTrainedTokenizerFast" if is_plain else "AutoTokenizer",
         prompt=prompt,
         add_special_tokens=add_special_tokens,
     )
 
 
-def metadata(run: Run, measured: dict[str, float], answers: str | None) -> ModelCardData:
+def metadata(config: Config, answers: str | None) -> ModelCardData:
     """What the hub reads of a card. No licence is named: that of the base model holds."""
-    config, task, validation = run.config, run.config.task, run.config.validation
-    source = answers or task.train
+    source = answers or config.task.train
     tags = ["sft"] if answers else ["reinforcement-learning", config.training.learning_type]
-    rate, low, high = (measured[key] for key in PASS_AT_1)
-    result = EvalResult(
-        task_type="text-generation",
-        dataset_type=task.eval if is_on_hub(task.eval) else task.name,
-        dataset_name=f"{task.name}, {len(run.validation_questions)} validation questions",
-        metric_type="pass@1",
-        metric_name=f"pass@1, 95% interval {low:.3f} to {high:.3f}",
-        metric_value=round(rate, 4),
-        metric_args={
-            "samples_per_question": validation.best_of_n,
-            "temperature": validation.temperature,
-        },
-    )
     # The hub refuses the names of a base and of data that it does not have.
     return ModelCardData(
         model_name=run_name(config),
@@ -83,8 +66,7 @@ def metadata(run: Run, measured: dict[str, float], answers: str | None) -> Model
         datasets=[source] if is_on_hub(source) else None,
         library_name="transformers" if config.model.lora is None else "peft",
         pipeline_tag="text-generation",
-        tags=[*tags, task.name, "plain-grpo"],
-        eval_results=[result],
+        tags=[*tags, config.task.name, "plain-grpo"],
     )
 
 

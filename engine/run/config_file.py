@@ -13,15 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from engine import ROOT
-from engine.core.config import (
-    SECTIONS,
-    Config,
-    ConfigError,
-    TaskSettings,
-    check_world,
-    dotted_values,
-    explained,
-)
+from engine.core.config import SECTIONS, Config, ConfigError, check_world, dotted_values, explained
 from engine.core.text import Loader, show, to_yaml, unnest
 from engine.model.folders import check_folder
 from engine.questions import tasks
@@ -40,22 +32,16 @@ WORDS_ELSEWHERE = Path(__file__).with_name("words_elsewhere.yaml")
 
 def load_config(arguments: list[str]) -> Config:
     """What `[--config FILE] [section.key=value ...]` asks for; --help prints every key and ends."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config", action="append")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default=ROOT / "config.yaml")
     parser.add_argument("-h", "--help", action="store_true")
-    try:
-        options, overrides = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise ConfigError([str(error)]) from error
+    options, overrides = parser.parse_known_args(arguments)
     if options.help:
         if os.environ.get("RANK", "0") == "0":
             named = [t for t in overrides if t.startswith(("task.name=", "task.reward="))]
             print(USAGE, explained(combine({}, named)), sep="\n")
         raise SystemExit(0)
-    files = options.config or [ROOT / "config.yaml"]
-    if len(files) > 1:
-        raise ConfigError([f"--config {' '.join(files)}: give one file; keys can follow it"])
-    file = Path(files[0]).expanduser()
+    file = Path(options.config).expanduser()
     in_file = read_file(file)
     config = combine(in_file, overrides)
     lost = left_out(nest(in_file.items()), nest(map(parse_override, overrides)))
@@ -66,11 +52,6 @@ def load_config(arguments: list[str]) -> Config:
     if config.mode == "train" and "learning_rate" not in section_of(given, "training"):
         check_default_rate(config)
     return config
-
-
-# An error names their learning rates: of 135 million weights, of 3 billion, and with LoRA.
-RATE_RECIPES = ("configs/arithmetic-smollm2.yaml", "configs/countdown-qwen2.5-3b.yaml")
-RATE_RECIPES += ("configs/gsm8k-lora.yaml",)
 
 
 def check_default_rate(config: Config) -> None:
@@ -88,10 +69,9 @@ def check_default_rate(config: Config) -> None:
     # What a run has made at tiny's rate may be trained further at it.
     if is_tiny or is_given or made_with.get("learning_rate") == rate:
         return
-    values = [(file, read_file(ROOT / file)["training"]["learning_rate"]) for file in RATE_RECIPES]
-    shown = ", ".join(f"{value:g} ({file})" for file, value in values)
-    problem = f"training.learning_rate = {rate:g} is tiny's and ruins other models"
-    raise ConfigError([f"model.name = {config.model.name}: {problem}: give one, such as {shown}"])
+    problem = f"training.learning_rate = {rate:g} is tiny's and ruins other models: give one, as in"
+    fix = "configs/: 2e-05 for 135 million weights, 1e-06 for 3 billion, 0.0002 with LoRA"
+    raise ConfigError([f"model.name = {config.model.name}: {problem} {fix}"])
 
 
 def check_files(config: Config) -> None:
@@ -137,8 +117,7 @@ def parse_yaml(text: str | bytes, *, origin: str | Path) -> Any:
         return yaml.load(text, Loader=Loader)
     except (RecursionError, yaml.YAMLError, ValueError) as error:  # ValueError: a date in month 13
         problem = " ".join(str(error).split())
-        fix = ": use spaces, no tabs" if r"'\t'" in problem else ""
-        raise ConfigError([f"{origin}: cannot be read as YAML: {problem}{fix}"]) from error
+        raise ConfigError([f"{origin}: cannot be read as YAML: {problem}"]) from error
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
@@ -192,8 +171,7 @@ def texts_of(overrides: list[str], full_schema: type[Config]) -> Iterator[tuple[
 
 def may_be_text(key: str) -> bool:
     """Whether the key is a prompt or a task's own; names, sources and the like stay YAML."""
-    name = key.removeprefix("task.")
-    is_own = name in ("system_prompt", "prompt") or name not in TaskSettings.model_fields
+    is_own = key in ("task.system_prompt", "task.prompt") or key not in dotted_values(Config())
     return key.startswith("task.") and is_own
 
 

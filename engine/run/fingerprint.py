@@ -100,17 +100,6 @@ def commit_of(name: str, revision: str | None) -> str | None:
     return revision
 
 
-def of_sources() -> dict[str, str]:
-    """A hash of each file of the program and of the user's own that this process has imported."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("user_task_")]
-    files = [ROOT / "main.py", ROOT / "countdown.py", *sorted(ROOT.glob("engine/**/*.py"))]
-    named = {str(file.relative_to(ROOT)): file for file in files}
-    named |= {Path(module.__file__).name: Path(module.__file__) for module in modules}
-    return {
-        name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for name, file in named.items()
-    }
-
-
 def of_own_code(task: Task, training: TrainingSettings) -> str:
     """A hash of the files of the task, of its reward and of an algorithm of the user's own.
 
@@ -143,15 +132,20 @@ def check_same_everywhere(config: Config, world: World) -> None:
         return
     values = {k: v for k, v in dotted_values(config).items() if not k.startswith(MAY_DIFFER)}
     packages = {"torch": torch.__version__, "transformers": transformers.__version__}
-    mine = {k: show(v) for k, v in values.items()} | of_sources() | packages
+    mine = {k: show(v) for k, v in values.items()} | packages
+    own = [module for name, module in sys.modules.items() if name.startswith("user_task_")]
+    files = [ROOT / "main.py", ROOT / "countdown.py", *ROOT.glob("engine/**/*.py")]
+    named = {str(file.relative_to(ROOT)): file for file in files}
+    named |= {Path(module.__file__).name: Path(module.__file__) for module in own}
+    for name, file in named.items():
+        mine[name] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
     check_equal(mine, world, "the same code, config and packages")
 
 
 def check_same_files(config: Config, world: World) -> None:
     """Raises ValueError if nodes hold other files of the model or its teacher.
 
-    DDP makes trained weights equal only after each rank has made its tokenizer, its sampler and its
-    reference of the files.
+    Before DDP makes weights equal, each rank has made a tokenizer, sampler and reference of them.
     """
     if world.size == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         return
@@ -176,8 +170,8 @@ def check_equal(mine: dict[str, str], world: World, what: str) -> None:
 # What may name other places on another node
 MAY_DIFFER = ("run.dir", "model.name", "model.teacher", "task.train", "task.eval", "logging.")
 # These keys may change when a run is resumed. Changing any other key is refused.
-FREE_KEYS = ("mode", "training.num_steps", "training.num_epochs", "validation.every")
-FREE_KEYS += ("training.stop_on_collapse", "validation.pass_k")
+FREE_KEYS = ("mode", "training.num_steps", "training.num_epochs", "training.stop_on_collapse")
+FREE_KEYS += ("validation.every", "validation.pass_k")
 FREE_SECTIONS = ("checkpoint.", "logging.", "run.")
 # So may these, which save memory. They change how sums are rounded, and LoRA's dropout masks.
 ROUNDING_KEYS = ("training.micro_batch_tokens", "sampling.max_batch_tokens")

@@ -30,12 +30,12 @@ def fit_micro_batches(run: Run) -> None:
         row = longest_row(run)
         enough = max(training.micro_batch_tokens or FEW_TOKENS, 2 * row)
         # All ranks gather shards in a pass: one that ran out of memory there would end the run.
-        tokens = 0 if settings.shard and may_recompute else tokens_that_fit(run, row)
+        tokens = 0 if settings.shard and may_recompute else micro_batch_that_fits(run, row)
         fit = Fit(max(tokens, row), may_recompute and tokens < enough, where=gpus)
     if fit.recomputes and may_recompute:
         recompute(run.policy.model)
         if fit is not run.fit:
-            fit.tokens = max(tokens_that_fit(run, row), row)
+            fit.tokens = max(micro_batch_that_fits(run, row), row)
     run.fit, how = fit, "with" if fit.recomputes or settings.gradient_checkpointing else "without"
     run.logger.info(f"micro-batches of {fit.tokens:,} tokens fit on {gpus}, {how} recomputation")
 
@@ -48,7 +48,7 @@ def longest_row(run: Run) -> int:
     return max(map(len, ids)) + run.config.training.max_new_gen_tokens
 
 
-def tokens_that_fit(run: Run, row: int) -> int:
+def micro_batch_that_fits(run: Run, row: int) -> int:
     """In whole rows, on the rank that holds the fewest; 0 if not even one row fits."""
     world, is_cut, num_rows = run.world, run.config.model.shard, 0
     weights = [weight.to_local() if is_cut else weight for weight in run.trained_weights]

@@ -14,21 +14,20 @@ import transformers
 
 from engine import ROOT
 from engine.core.config import Config
-from engine.core.files import json_line, size_of, without_nan, write_atomically
+from engine.core.files import json_line, sizes_of, without_nan, write_atomically
 from engine.core.statistics import Clock, reduce_means
 from engine.core.text import plain, shorten
 from engine.core.types import Groups
-from engine.questions.messages import question_text
+from engine.core.user_file import RewardError
+from engine.questions.contract import question_text
 from engine.questions.tasks import load_task, read_answer
 from engine.report.completions import completion_record, completion_rows
-from engine.report.evaluation import single_answer_metrics
-from engine.report.metrics import peak_memory_gb, rollout_metrics
+from engine.report.metrics import peak_memory_gb, rollout_metrics, single_answer_metrics
 from engine.run.config_file import dump
 from engine.run.fingerprint import OWN_CODE, of_own_code
 from engine.run.remarks import remark, remark_at_end, remark_on_evaluation, remark_on_step
 from engine.run.state import Run, summary
-from engine.update.optimizer import learning_rate_of
-from engine.update.outcome import Outcome, Update
+from engine.update.optimizer import Outcome, Update, learning_rate_at
 
 MAX_ROLLOUTS_BYTES = 16_000_000  # of rollouts.jsonl
 MAX_GROUPS, MAX_COMPLETIONS = 3, 16  # there, of a step and of a group
@@ -40,7 +39,7 @@ def step_metrics(run: Run, groups: Groups, update: Update, clock: Clock) -> dict
     """All that is measured of the step that ends: means over all ranks, times, memory."""
     world = run.world
     metrics = update.metrics | reduce_means(rollout_metrics(groups, run.task.REWARD_PARTS), world)
-    metrics["train/lr"] = learning_rate_of(run.optimizer)
+    metrics["train/lr"] = learning_rate_at(run.state.step + 1, run.config.training)
     if run.policy.grad_scaler.is_enabled():
         metrics["train/loss_scale"] = run.policy.grad_scaler.get_scale()  # of the next update
     metrics |= clock.read()
@@ -60,7 +59,10 @@ def logged_by_rewards(run: Run, split: str, own: dict[str, float]) -> dict[str, 
         for name, pair in logged.items():
             sums[name] = sums.get(name, 0.0) + np.array(pair)
     for name in (name for name in sums if f"{split}/{name}" in own):
-        remark(run, "log_metric", f"log_metric: {name} is the run's own: rename the metric")
+        problem = f"log_metric: {name} is the run's own: rename the metric"
+        if run.state.step == 0:  # in the first evaluation or step: later it ends no run
+            raise RewardError(problem)
+        remark(run, "log_metric", problem)
     means = {f"{split}/{name}": float(total / count) for name, (total, count) in sums.items()}
     return {name: mean for name, mean in means.items() if name not in own}
 
@@ -139,6 +141,7 @@ def validation_samples(run: Run, groups: Groups) -> list[dict]:
 
 def samples_of(run: Run, groups: Groups, questions: list[dict], *, split: str) -> list[dict]:
     """The first completion of each group, then the second ones, as samples.jsonl keeps them."""
+    is_worded = bool(run.task.functions)  # by the config: a row is not what a person reads
     numbered = zip(*groups, strict=True)  # the first completion of each group, then the second
     pairs = [pair for some in numbered for pair in zip(some, questions, strict=True)]
     return [
@@ -147,7 +150,7 @@ def samples_of(run: Run, groups: Groups, questions: list[dict], *, split: str) -
             "prompt": run.policy.tokenizer.decode(trajectory.prompt_ids),
             "question": text_of(run, question),
             "completion": trajectory.text,
-            "gold": question.get("answer", gold_of(run, question)),
+            "gold": question.get("answer", text_of(run, question) if is_worded else question),
             "answer": read_answer(run.task, trajectory.text, question, run.config.task),
             "reward": trajectory.reward,
             "reward_parts": trajectory.reward_parts,
@@ -156,11 +159,6 @@ def samples_of(run: Run, groups: Groups, questions: list[dict], *, split: str) -
         }
         for trajectory, question in pairs[: run.config.logging.samples]
     ]
-
-
-def gold_of(run: Run, question: dict) -> dict | str:
-    """Where no key is called answer: the question itself, as Countdown's numbers and target."""
-    return text_of(run, question) if run.task.functions else question
 
 
 def text_of(run: Run, question: dict) -> str:
@@ -179,11 +177,7 @@ def report_evaluation(run: Run, metrics: dict[str, float], groups: Groups, greed
     )
     samples = validation_samples(run, groups)
     title = f"evaluation of {config.model.name} on {config.task.name}"
-    num_questions, n = len(questions), config.validation.best_of_n
-    of_questions = (f"best_of_{n}", "majority", "greedy", "strict", "lenient")
-    totals = dict.fromkeys(of_questions, num_questions)
-    totals |= dict.fromkeys(("pass@1", "solved_and_ended", "truncated_frac"), num_questions * n)
-    run.logger.print_evaluation(title, metrics, samples, totals=totals)
+    run.logger.print_evaluation(title, metrics, samples)
     if world.is_main:
         folder = run.folder / f"eval-{datetime.now():%Y%m%d-%H%M%S-%f}"
         folder.mkdir(parents=True)
@@ -197,31 +191,28 @@ def report_evaluation(run: Run, metrics: dict[str, float], groups: Groups, greed
 
 def write_settings(folder: Path, config: Config) -> None:
     """Write every setting to config.yaml, which `pin` reads, below the versions in use."""
-    code = of_own_code(load_task(config.task.code), config.training)
-    head = f"# {versions()}\n# {OWN_CODE}: {code}\n"  # tools.plot tells runs apart by it
-    write_atomically(folder / "config.yaml", head + dump(config))
-
-
-def versions() -> str:
-    """The revision of this code and the versions of Python, torch and transformers."""
     # Without a tag it is the commit's hash; an edited tree is called dirty.
     command, revision = ["git", "describe", "--always", "--dirty"], ""
     with contextlib.suppress(OSError):  # no git here
         revision = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     libraries = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    return f"plain-grpo {revision or 'unknown'}, Python {platform.python_version()}, {libraries}"
+    head = f"# plain-grpo {revision or '?'}, Python {platform.python_version()}, {libraries}\n"
+    code = of_own_code(load_task(config.task.code), config.training)
+    head += f"# {OWN_CODE}: {code}\n"  # tools.plot tells runs apart by it
+    write_atomically(folder / "config.yaml", head + dump(config))
 
 
 def finish(run: Run) -> int:
     """Say how the run ended: returns 0, 1 if nothing was trained or saved, or 128 + the signal."""
     step = run.state.step
     if run.is_over and run.state.evaluated_at == step:
+        num_bytes = sum(sizes_of(run.folder).values())
         run.logger.info(summary(run))
-        run.logger.info(f"on the disk:    {size_of(run.folder) / 1e6:,.1f} MB in {run.folder}")
+        run.logger.info(f"on the disk:    {num_bytes / 1e6:,.1f} MB in {run.folder}")
         remark_at_end(run)
         run.logger.close()
         return 1 if run.unsaved or not run.state.has_trained else 0
     run.logger.close("KILLED")
     what = "all is saved" if run.state.is_saved else "only what was saved before is there"
     run.logger.info(f"stopped by a signal after step {step}; {what}; go on with the same command")
-    return 128 + (run.world.stop_signal or 15)  # SIGTERM, where another rank was sent the signal
+    return 128 + (run.world.signals.first or 15)  # SIGTERM, where another rank was sent the signal

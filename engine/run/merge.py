@@ -26,8 +26,7 @@ MADE_OF = "made_of.json"  # in base/: the hashes of what it was derived from
 def start_from_adapter(config: Config, world: World, log: Log) -> Config:
     """The config of a run from the adapter that model.name is; ConfigError if that cannot be.
 
-    The run starts from base/ in its folder, the adapter's sum with its base in float32. In 4 bits
-    nothing can be merged: there the adapter itself trains on.
+    The run starts from base/, the adapter's sum with its base in float32; in 4 bits from itself.
     """
     settings = config.model
     with one_line_errors(settings.name):

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import functools
-import json
 import os
 import signal
 import sys
@@ -15,13 +14,6 @@ from typing import Any, TextIO
 from engine.core.config import ConfigError, TrainingSettings
 from engine.core.text import error_line
 from engine.core.user_file import RewardError
-
-
-def outlive_terminal() -> None:
-    """Let what is printed where nobody reads it any more go nowhere: an error would end the run."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # a daemon may have closed them
-        for name in ("write", "flush"):
-            setattr(stream, name, functools.partial(outlive, getattr(stream, name), stream))
 
 
 def outlive(use: Callable[..., Any], stream: TextIO, *text: str) -> Any:
@@ -38,7 +30,10 @@ def outlive(use: Callable[..., Any], stream: TextIO, *text: str) -> Any:
 @contextlib.contextmanager
 def mistakes_cost_one_line() -> Iterator[None]:
     """Print a user's mistake on one rank, and once; exit with status 2."""
-    outlive_terminal()  # here, since this is what main.py enters first
+    # What is printed where nobody reads it any more goes nowhere: an error would end the run.
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # a daemon may have closed them
+        for name in ("write", "flush"):
+            setattr(stream, name, functools.partial(outlive, getattr(stream, name), stream))
     is_first_rank = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         yield
@@ -60,25 +55,16 @@ def mistakes_cost_one_line() -> Iterator[None]:
         if is_new and not is_first_rank:
             # torchrun ends all ranks with the first: give rank 0 time to print the same mistake.
             time.sleep(3)
-        text = "\n".join(map(error_line, error.lines if is_config else [str(error)]))
         if is_new and (is_first_rank or not is_config):
-            print(text, file=sys.stderr)
-        tell_torchrun(text)
+            print(
+                *map(error_line, error.lines if is_config else [error]), sep="\n", file=sys.stderr
+            )
         sys.exit(2)
-
-
-def tell_torchrun(text: str) -> None:
-    """Put the mistake into the file from which torchrun's own report, the last one, quotes."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        details = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        record = {"message": {"message": text, "extraInfo": details}}
-        with contextlib.suppress(OSError):  # on a full disk the report goes without it
-            Path(file).write_text(json.dumps(record), encoding="utf-8")
 
 
 @contextlib.contextmanager
 def crashes_name_the_fix(folder: Path, training: TrainingSettings) -> Iterator[None]:
-    """Where memory or the disk is full, or a task exits, say below the traceback what to do."""
+    """Where memory or the disk is full, say below the traceback what to do."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -102,9 +88,6 @@ def crashes_name_the_fix(folder: Path, training: TrainingSettings) -> Iterator[N
             raise
         fix = "free some space; the same command goes on from the last checkpoint"
         raise RuntimeError(f"{error.filename or folder}: the disk is full: {fix}") from error
-    except SystemExit as error:
-        problem = f"the task called sys.exit({error.code}): let it raise an exception instead"
-        raise RuntimeError(problem) from error
 
 
 def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:

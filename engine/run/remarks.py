@@ -7,7 +7,7 @@ import torch
 
 from engine.core.files import json_line, read_lines
 from engine.core.types import Groups
-from engine.questions.messages import pose
+from engine.questions.contract import pose
 from engine.questions.tasks import default_weights
 from engine.run.state import Run
 from engine.update.optimizer import learning_rate_at

@@ -4,22 +4,22 @@ Another start of the same run waits at the file `lock`, which the process that t
 """
 
 import fcntl
+import json
 import os
 import socket
 import tempfile
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
-from pydantic import FiniteFloat, TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from engine.core.distributed import World
 from engine.core.files import open_to_append
 from engine.core.types import Log
 from engine.model.load import of_teacher
 from engine.run import checkpoint
-from engine.run.config_file import read_file
 from engine.run.fingerprint import OWN_CODE, check_same_run, of_files, of_own_code
 from engine.run.state import Run, Saved
 from engine.update.optimizer import learning_rate_at
@@ -55,9 +55,6 @@ def resume(run: Run) -> None:
     run.state, run.fit, run.is_resumed = saved.state, saved.fit, True
     run.unsaved = {} if saved.lost_best is None else {"best": saved.lost_best}
     run.logger.info(f"resumed after step {run.state.step}")
-    if run.is_over:
-        fix = "raise training.num_steps, or set run.name to start another run"
-        run.logger.info(f"this run is finished, so nothing is trained: {fix}")
 
 
 def compare(run: Run, saved: Saved) -> None:
@@ -84,8 +81,7 @@ def compare(run: Run, saved: Saved) -> None:
 def check_newest(root: Path, world: World) -> None:
     """Raise ValueError if another node has a newer checkpoint than rank 0, which would begin anew.
 
-    Without a disk that all nodes share each keeps its own, and rank 0 may stand on another node
-    than at the last start.
+    Without a shared disk each keeps its own, and rank 0 may be elsewhere than at the last start.
     """
     if world.size == 1:
         return
@@ -107,35 +103,18 @@ def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
     if folder is None:
         return None, None
     content, best = checkpoint.load_state(folder), run.folder / "best"
-    file = folder / "training_state" / "state.json"
-    saved = checked(Saved, content, file)
     if content["state"].keys() != asdict(run.state).keys():
         fix = "go on with that one, or set run.name to start another run"
         raise ValueError(f"{folder} was saved by another version of this program: {fix}")
-    scores = [saved.state.first_score, saved.state.last_score]
-    if saved.state.evaluated_at >= 0 and None in scores:
-        raise ValueError(f"{file}: was edited: it lacks a score")
+    saved = TypeAdapter(Saved).validate_python(content)
     is_there, score = any(best.glob("*.safetensors")), best / "best.json"
     if is_there and score.is_file():  # it may be newer than the checkpoint
-        kept = read_file(score)  # JSON is YAML too
-        kept.pop("best_by", None)
-        kept = checked(dict[str, FiniteFloat], kept, score)
-        saved.state.best = kept.get("best", saved.state.best)
-        saved.state.best_step = int(kept.get("best_step", saved.state.best_step))
+        kept = json.loads(score.read_text())
+        saved.state.best, saved.state.best_step = kept["best"], kept["best_step"]
     elif saved.state.best is not None and not is_there:
         warn(f"the model in {best} is gone: the best one from here on will be saved there")
         saved.state.best = None
     return folder, saved
-
-
-def checked(kind: type, content: object, file: Path) -> Any:
-    """A file's content as that type; ValueError, with the file's name, if somebody changed it."""
-    try:
-        return TypeAdapter(kind).validate_python(content)
-    except ValidationError as error:
-        detail = error.errors()[0]
-        problem = f"was edited or damaged: {detail['loc']}: {detail['msg']}"
-        raise ValueError(f"{file}: {problem}") from error
 
 
 def find_start(folder: Path, *, may_resume: bool, warn: Log) -> Path | None:
@@ -152,8 +131,7 @@ def find_start(folder: Path, *, may_resume: bool, warn: Log) -> Path | None:
     if (folder / "metrics.jsonl").exists():
         aside = folder / f"killed-{datetime.now():%Y%m%d-%H%M%S-%f}"
         aside.mkdir()
-        # metrics.jsonl is how we recognise a used folder, so it is moved aside last: if we are
-        # killed in between, the next start moves the rest.
+        # metrics.jsonl marks a used folder, so it goes last: after a kill the next start goes on.
         for path in sorted(folder.iterdir(), key=lambda path: path.name == "metrics.jsonl"):
             if not path.name.startswith(("lock", "killed-", "eval-", "base")):
                 path.rename(aside / path.name)

@@ -17,7 +17,6 @@ import math
 import os
 import shutil
 import socket
-from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,7 @@ import torch
 
 from engine.core.config import Config, ConfigError, check_world, differences, dotted_values
 from engine.core.distributed import World, order_ddp_buckets
-from engine.core.files import size_of
-from engine.core.types import Log
+from engine.core.files import sizes_of
 from engine.model.load import find_base, one_line_errors
 from engine.model.probes import supports_dtype
 from engine.run.config_file import dump, read_file, section_of
@@ -42,16 +40,6 @@ from engine.update.optimizer import AVERAGES, FP32
 MIN_SIZE = 512  # of the hidden states, from which on a CPU gains by products in bf16
 
 
-def boards_of(config: Config, world: World) -> Sequence[Any]:
-    """What logging.report_to names, on rank 0 of a training run; ValueError without its package."""
-    logging = config.logging
-    if config.mode != "train" or not world.is_main or not (logging.report_to or logging.mlflow):
-        return ()
-    from engine.report import boards
-
-    return boards.make_boards(logging)
-
-
 def begin(run: Run) -> None:
     """Open a run's folder, and go on from its newest checkpoint if there is one."""
     check_room(run)
@@ -63,7 +51,22 @@ def begin(run: Run) -> None:
         fit_micro_batches(run)
     elif run.config.model.compute_dtype == "auto":
         choose_dtype(run)
-    open_files(run)
+    config, state = run.config, run.state
+    run.logger.open(
+        run.folder,
+        resume_step=state.step if run.is_resumed else None,
+        is_evaluated=state.evaluated_at == state.step,
+        about={
+            "experiment": config.logging.experiment,
+            "run_name": run_name(config),
+            "description": "\n".join(f"- {line}" for line in differences(config)),
+            "params": dotted_values(config),
+            "config_text": dump(config),
+        },
+    )
+    if run.world.is_main:
+        write_settings(run.folder, config)
+    run.logger.info(f"look at it live: {command('tools.report')} {run.folder} --serve")
     if not run.is_resumed:
         remark_at_start(run)
 
@@ -71,8 +74,7 @@ def begin(run: Run) -> None:
 def choose_dtype(run: Run) -> None:
     """bf16 instead of fp32 for a run of all weights of a large model on a CPU that is made for it.
 
-    Rank 0 decides for all at the first start. Smaller matrices gain nothing, and an adapter's base
-    or a model that is evaluated would itself be rounded.
+    Rank 0 decides, once. Smaller matrices gain nothing, and what is not trained would be rounded.
     """
     policy, settings, backend = run.policy, run.config.model, run.config.sampling.backend
     is_made_for_it = torch.cpu.get_capabilities().get("amx_bf16", False)
@@ -90,17 +92,16 @@ def check_room(run: Run) -> None:
     """Log on what the run computes and where it writes; ValueError if the disk is too small."""
     num_weights, world = run.policy.model.num_parameters(), run.world
     training, num_questions = run.config.training, run.config.questions_per_step(world.size)
-    place = f"{world.size} x {world.device.type}"
     num_trained = sum(parameter.numel() for parameter in run.trained_weights)
     share = f" ({num_trained / num_weights:.2%} trained)" if num_trained < num_weights else ""
+    place = f"{world.size} x {world.device.type}"
     run.logger.info(f"{num_weights:,} weights{share}, on {place}; results in {run.folder}")
     if world.device.type == "cpu" and num_weights > 50_000_000:
         num_bytes = FP32 * num_weights + (FP32 + AVERAGES[training.optimizer]) * num_trained
         what = "weights, gradients and averages; a batch's cache and activations come on top"
         run.logger.info(f"each process needs {num_bytes / 1e9:.1f} GB for {what}")
     k, n = training.num_best, training.group_size
-    per_rank = num_questions // world.size
-    rows = f"{num_questions * k:,} rows: {per_rank} questions on each rank"
+    rows = f"{num_questions * k:,} rows: {num_questions // world.size} questions on each rank"
     best = f", of which the best {k}" if k < n else ""
     run.logger.info(f"{training.num_steps} steps of {rows}, {n} samples of each{best}")
     if world.is_main:
@@ -117,7 +118,7 @@ def check_disk(folder: Path, config: Config, *, num_weights: int) -> None:
     needed = num_checkpoints * checkpoint + twice_best
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     # What is saved already counts as room: a resumed run overwrites it.
-    room = shutil.disk_usage(there).free + size_of(folder)
+    room = shutil.disk_usage(there).free + sum(sizes_of(folder).values())
     if needed > room:
         keep = math.floor((room - twice_best) / checkpoint) - 1
         fix = f"checkpoint.keep={keep} would fit" if keep > 0 else "give run.dir a larger disk"
@@ -126,27 +127,7 @@ def check_disk(folder: Path, config: Config, *, num_weights: int) -> None:
         raise ValueError(f"run.dir = {config.run.dir}: {problem}: {fix}")
 
 
-def open_files(run: Run) -> None:
-    """Make the run's folder, write its resolved config, and start the files of its metrics."""
-    config, state = run.config, run.state
-    run.logger.open(
-        run.folder,
-        resume_step=state.step if run.is_resumed else None,
-        is_evaluated=state.evaluated_at == state.step,
-        about={
-            "experiment": config.logging.experiment,
-            "run_name": run_name(config),
-            "description": "\n".join(f"- {line}" for line in differences(config)),
-            "params": dotted_values(config),
-            "config_text": dump(config),
-        },
-    )
-    if run.world.is_main:
-        write_settings(run.folder, config)
-    run.logger.info(f"look at it live: {command('tools.report')} {run.folder} --serve")
-
-
-def settle_config(config: Config, world: World, notes: list[str], log: Log) -> Config:
+def settle_config(config: Config, world: World, notes: list[str], logger: Any) -> Config:
     """Check the config on these ranks, print what is not as usual, and fix what it leaves open.
 
     `pin` fills in what another start could find changed; a merged base takes an adapter's place.
@@ -160,8 +141,13 @@ def settle_config(config: Config, world: World, notes: list[str], log: Log) -> C
         from engine.update.user_algorithm import try_algorithm
 
         try_algorithm(config, world)
+    names = {*config.logging.report_to, *["mlflow"] * config.logging.mlflow}
+    if config.mode == "train" and world.is_main and names:
+        from engine.report.boards import BOARDS
+
+        logger.boards += [board() for name, board in BOARDS.items() if name in names]
     for line in [*notes, *differences(config)]:
-        log(line)
+        logger.info(line)
     config = pin(config, world)
     check_same_files(config, world)
     with one_line_errors(config.model.name):
@@ -169,7 +155,7 @@ def settle_config(config: Config, world: World, notes: list[str], log: Log) -> C
     if is_adapter:
         from engine.run.merge import start_from_adapter
 
-        config = start_from_adapter(config, world, log)
+        config = start_from_adapter(config, world, logger.info)
     model = config.model
     if config.mode == "train" and model.load_in_4bit and model.lora is None:
         fix = "cannot be trained; write false, or set model.lora='{r: 8}'"

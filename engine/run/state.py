@@ -18,7 +18,7 @@ from engine.questions.tasks import built_in_tasks
 from engine.report.metrics import mean_of_last, signs_of_collapse
 from engine.run.fingerprint import of_questions
 from engine.run.folder import command, run_folder
-from engine.update.outcome import Outcome, Update
+from engine.update.optimizer import Outcome, Update
 
 PASS_AT_1 = ("eval/pass@1", "eval/pass@1_low", "eval/pass@1_high")  # with its 95% interval
 
@@ -115,9 +115,11 @@ class Run:
             raise ConfigError([f"{len(validation)} validation questions for {world.size} ranks"])
         self.rests_on["the questions of task.train and task.eval"] = mine
         if self.task.Environment is not None:
-            from engine.sampling.environment import check_environment
+            from engine.sampling.environment import problems_of_environment
 
-            check_environment(self.task, self.config, self.policy.tokenizer, validation[0])
+            asked = self.task, self.config, self.policy.tokenizer, validation[0]
+            for problem in problems_of_environment(*asked):
+                raise ValueError(f"{self.task.file}: Environment {problem}")
 
     def count_broken(self, groups: Groups) -> int:
         """How many completions of all ranks met logits that were not finite; warns of them."""
@@ -144,12 +146,6 @@ class Run:
         """Not after a signal, when there may be no time: the resumed run sees what is due."""
         is_due = self.state.step % self.config.validation.every == 0 or self.is_over
         return is_due and self.state.evaluated_at < self.state.step and not self.world.should_stop
-
-    @property
-    def evaluation_plan(self) -> str:
-        """What an evaluation begins with: a log file would be silent for as long as it lasts."""
-        num_questions, n = len(self.validation_questions), self.config.validation.best_of_n
-        return f"evaluating: {num_questions:,} questions, {n} sample{'s' * (n > 1)} each"
 
     @property
     def is_checkpoint_due(self) -> bool:

@@ -30,8 +30,7 @@ def decode_in_batches(
     Questions are decoded together, longest prompts first, while rows * (longest + new tokens)
     <= `max_batch_tokens`; None is as many as the GPU holds if they end as early as most do, or as
     take about 1 GB on a CPU. If a GPU's memory runs out all the same, they are decoded again in
-    halves: the random numbers are the questions' own. Conversations with an environment cannot
-    begin again.
+    halves: the random numbers are the questions' own. Conversations cannot begin again.
     """
     token_ids, conversations = prompts.token_ids, prompts.conversations
     groups: list[list[Completion]] = [[] for _ in token_ids]

@@ -6,7 +6,6 @@ is never rendered again, since a template may give it other tokens: a reply is i
 
 import copy
 import functools
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +17,9 @@ from engine.core.config import Config
 from engine.core.statistics import Clock
 from engine.core.tensors import seeded
 from engine.core.types import PromptBatch, SamplingParams, Seed
-from engine.core.user_file import RewardError
+from engine.core.user_file import RewardError, naming_mistakes
 from engine.questions import prompts
-from engine.questions.contract import Task
-from engine.questions.messages import assistant_prefix, pose
+from engine.questions.contract import Task, assistant_prefix, pose
 
 REPLY = "A made-up reply."
 LONGEST_TOKEN = 64  # characters; a reply that cannot fit is cut before it is tokenised
@@ -121,36 +119,25 @@ class Conversation:
     def ask(self, method: str, /, *arguments: str, **named: Any) -> Any:
         """Call a method; its random numbers follow from question, sample and turn."""
         words = self.seed[:-1] if method == "reset" else (*self.seed, self.num_turns)
-        try:
-            with self.clock("environment"), seeded([words], self.device):
-                result = getattr(self.environment, method)(*arguments, **named)
-        except Exception as error:
-            if method in self.turns.names:
-                raise  # a tool's: the model reads it
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{frame.filename}, line {frame.lineno}"
-            raise self.error(method, f"raised {type(error).__name__}: {error} ({place})") from error
+        passes = Exception if method in self.turns.names else RewardError  # a tool's: it is read
+        how = {"name": f"Environment.{method}", "passes": passes}
+        function = getattr(self.environment, method)
+        guard = naming_mistakes(self.task.file, function, self.question, **how)
+        with self.clock("environment"), seeded([words], self.device), guard:
+            result = function(*arguments, **named)
         if method in ("reset", "respond") and not isinstance(result, str | None):
             raise self.error(method, f"must return a text or None, not {result!r:.80}")
         return result
 
     def error(self, method: str, problem: str) -> RewardError:
-        name = f"{self.task.file}: {type(self.environment).__name__}.{method}"
-        return RewardError(f"{name} {' '.join(problem.split())}: question {self.question!r:.200}")
-
-
-def check_environment(
-    task: Task, config: Config, tokenizer: PreTrainedTokenizerFast, question: dict
-) -> None:
-    """Raise ValueError of one line, with the fix, if the task's Environment cannot be played."""
-    for problem in problems_of_environment(task, config, tokenizer, question):
-        raise ValueError(f"{task.file}: Environment {problem}")
+        name = f"{self.task.file}: Environment.{method}"
+        return RewardError(f"{name} {problem}: question {self.question!r:.200}")
 
 
 def problems_of_environment(
     task: Task, config: Config, tokenizer: PreTrainedTokenizerFast, question: dict
 ) -> Iterator[str]:
-    """The first is the one to mend: what comes later may rest on it."""
+    """Why it cannot be played. The first is the one to mend: what comes later may rest on it."""
     environment, model = task.Environment(), tokenizer.name_or_path
     responds = hasattr(environment, "respond")
     prompt = pose(question, task=task, options=config.task)

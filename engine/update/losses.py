@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.core.config import TrainingSettings
-from engine.core.types import MicroBatch, Trajectory
+from engine.core.types import MicroBatch
 from engine.core.user_file import RewardError
 
 KL_LOG_RATIO_LIMIT = 10.0  # its exponential is 22,026; an unlimited one overflows
@@ -134,18 +134,14 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return log_ratio.expm1() - log_ratio  # exp(x) - x - 1, which would round to below 0 near 0
 
 
-def over_mean(rewards: Tensor, groups: list[list[Trajectory]]) -> Tensor:
+def over_mean(rewards: Tensor) -> Tensor:
     """(reward - mean) / mean of each group (N, G): the rarer a right answer, the more it counts.
 
-    MaxRL (arXiv:2602.02710), for rewards of 0 and 1. A group of equal rewards has advantage 0.
-    Raises RewardError for a reward below 0.
+    MaxRL (arXiv:2602.02710), for rewards of 0 and 1: 0 for equal ones, RewardError for one below 0.
     """
-    for trajectory in (t for group in groups for t in group if t.reward < 0):
-        parts = {k: v for k, v in trajectory.reward_parts.items() if v is not None}
-        name, value = min(parts.items(), key=lambda part: part[1])
-        fix = "write mean, or let the task pay 0 at least"
-        problem = f"it divides by rewards of 0 and more, but part {name} was {value:g}"
-        raise RewardError(f"training.advantage = over_mean: {problem}; {fix}")
+    if (least := rewards.min()) < 0:
+        problem = f"it is for rewards of 0 and more, but one was {least:g}"
+        raise RewardError(f"training.advantage = over_mean: {problem}; write mean")
     mean = rewards.mean(dim=1, keepdim=True)  # (N, 1)
     is_equal = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)  # also where the mean is 0
     return ((rewards - mean) / mean).masked_fill(is_equal, 0.0)

@@ -1,12 +1,17 @@
-"""The optimizer and its learning rate."""
+"""The optimizer, its learning rate, and what becomes of its step."""
 
 import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Self
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 
 from engine.core.config import TrainingSettings
 from engine.core.packages import import_package
+from engine.core.types import MicroBatch
 
 # Bytes per weight: of the weight itself, and of what an optimizer keeps
 FP32, AVERAGES = 4, {"adamw": 8, "adamw_8bit": 2, "muon": 4}
@@ -43,7 +48,6 @@ def make_optimizer(model: nn.Module, training: TrainingSettings) -> torch.optim.
     if matrices:
         group = {"params": matrices, "lr_scale": training.muon_learning_rate / rate}
         optimizer = Together(optimizer, torch.optim.Muon([group], weight_decay=decay))
-    give_rate(optimizer, rate)
     return optimizer
 
 
@@ -88,15 +92,31 @@ def learning_rate_at(step: int, training: TrainingSettings) -> float:
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, step: int, training: TrainingSettings
 ) -> None:
-    give_rate(optimizer, learning_rate_at(step, training))
-
-
-def give_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = rate * group["lr_scale"]
+        group["lr"] = learning_rate_at(step, training) * group["lr_scale"]
 
 
-def learning_rate_of(optimizer: torch.optim.Optimizer) -> float:
-    """The rate that was set last, as it is for groups whose `lr_scale` is 1."""
-    group = optimizer.param_groups[0]
-    return group["lr"] / group["lr_scale"]
+class Outcome(Enum):
+    UPDATED = "updated"
+    NOTHING_TO_TRAIN_ON = "nothing to train on"  # on any rank: advantages of 0, or a gradient of 0
+    BROKEN = "broken"  # a completion, the loss or the gradient is not finite: the step is skipped
+    OVERFLOWED = "overflowed"  # skipped too: float16's loss scale was too high, and is halved now
+
+    @classmethod
+    def of(cls, loss: float, norm: float, scaler: GradScaler, training: TrainingSettings) -> Self:
+        """Whether the optimizer may step: by loss and gradient norm, which are of all ranks."""
+        if not math.isfinite(loss + norm):
+            is_overflow = math.isfinite(loss) and scaler.get_scale() > 1  # 1 too where it is off
+            return cls.OVERFLOWED if is_overflow else cls.BROKEN
+        # Rows of advantage 0, where they are not left out, may turn out to move nothing.
+        return cls.NOTHING_TO_TRAIN_ON if norm == 0 and training.trains_all_rows else cls.UPDATED
+
+
+@dataclass
+class Update:
+    """One step's update: what became of it, and what it measured, means over all ranks."""
+
+    outcome: Outcome
+    micro_batches: list[MicroBatch] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    has_moved: bool = False  # the weights; a later one of num_iterations may still be broken

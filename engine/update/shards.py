@@ -39,15 +39,11 @@ def shard_scorer(scorer: nn.Module, world: World, *, reshard_after_forward: bool
     if not dist.is_initialized():  # there is one rank, which gathers from itself
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh(world.device.type, (world.size,))
-    for block in blocks_of(scorer):
+    lists = [module for module in scorer.modules() if isinstance(module, nn.ModuleList)]
+    # The blocks are the list with the most weights.
+    for block in max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters())):
         fully_shard(block, mesh=mesh)
     return fully_shard(scorer, mesh=mesh, reshard_after_forward=reshard_after_forward)
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The model's transformer blocks: of its lists of modules, the list with the most weights."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters())))
 
 
 def equal_passes(micro_batches: list[MicroBatch], world: World) -> list[MicroBatch]:

@@ -20,8 +20,7 @@ from engine.core.user_file import RewardError, find_function, line_of, naming_mi
 def own_advantages(name: str, rewards: Tensor, groups: list[list[Trajectory]]) -> Tensor:
     """f(rewards, **kwargs), (N, G) to (N, G) in float64.
 
-    kwargs are `lengths` in tokens and `truncated`, (N, G) each, and `parts`, a dict of (N, G) with
-    NaN where a part does not apply.
+    kwargs are `lengths` in tokens, `truncated`, and `parts` by name, NaN for none; all (N, G).
     """
 
     def of_all(values: list[float]) -> Tensor:

@@ -65,7 +65,7 @@ OPTIONAL = {"vllm", "peft", "bitsandbytes", "datasets", "mlflow", "wandb", "pand
 OPTIONAL |= {"engine.sampling.vllm", "engine.sampling.graphs", "engine.sampling.environment"}
 OPTIONAL |= {"engine.sampling.calculator", "engine.model.adapters", "engine.update.shards"}
 OPTIONAL |= {"engine.update.head", "engine.update.losses", "engine.report.boards"}
-OPTIONAL |= {"engine.questions.reward_functions", "engine.questions.event_loop", "tasks.guess"}
+OPTIONAL |= {"engine.questions.reward_functions", "tasks.guess"}
 OPTIONAL |= {"engine.update.user_algorithm", "engine.sampling.stop_texts"}
 OPTIONAL |= {"engine.run.merge", "tasks.lengths", "tasks.gsm8k", "engine.run.fit"}
 
@@ -92,7 +92,7 @@ RUNS = {
             "task.prompt='{singular}'",
             *SIL,
         ],
-        {"engine.questions.reward_functions", "engine.questions.event_loop"},
+        {"engine.questions.reward_functions"},
     ),
     "shards": (["model.shard=true"], {"engine.update.shards"}),
 }

@@ -18,7 +18,7 @@ from reference import EASY, config_of, make_groups, recorded
 from transformers import BitsAndBytesConfig, GenerationConfig
 
 from engine.core.config import Config, LoraSettings, dotted_values
-from engine.update.optimizer import make_optimizer
+from engine.update.optimizer import make_optimizer, set_learning_rate
 from main import get_generation_config
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{{ shown }}{{ strftime_now('%F') }}"
@@ -119,7 +119,9 @@ def build(kind: str, folder: Path, *given: str) -> SimpleNamespace:
             watch_loader(patch, f"engine.model.{name}", calls)
         policy = make_policy(folder, *overrides)
     model, made = policy.model, get_generation_config(policy.params)
-    optimizer = make_optimizer(model, make_config(*overrides).training)
+    training = make_config(*overrides).training
+    optimizer = make_optimizer(model, training)
+    set_learning_rate(optimizer, training.warmup_steps, training)  # to its full value
     if kind in OPTIMIZERS:
         assert isinstance(getattr(optimizer, "optimizers", [optimizer])[-1], OPTIMIZERS[kind])
     trained = [id(p) for group in optimizer.param_groups for p in group["params"]]

@@ -70,6 +70,7 @@ from engine.run.start import settle_config
 from engine.sampling.batches import kept_bytes
 from engine.update.head import ChunkedScorer
 from engine.update.optimizer import make_optimizer
+from logger import Logger
 from main import CompletionScorer
 from tools import export
 
@@ -437,7 +438,9 @@ def test_an_adapter_computes_what_peft_says_alone_and_merged(rotary_model_folder
     assert (expected - before).abs().max() > 0.01
     for asked in ("mode=evaluate", "mode=train"):
         config = make_config(f"model.name={adapter}", asked, f"run.dir={tmp_path}", "run.name=x")
-        model = load_model_and_tokenizer(settle_config(config, alone(), [], print), CPU, print)[0]
+        model = load_model_and_tokenizer(
+            settle_config(config, alone(), [], Logger(rank=0)), CPU, print
+        )[0]
         assert torch.allclose(model(ids[None]).logits, expected, atol=1e-4)
 
 
@@ -448,7 +451,7 @@ def test_an_adapter_of_embeddings_that_are_the_head_too_is_not_merged(
     adapter = save_adapter(tmp_path / "a", absolute_model_folder, target_modules=["wte"])
     config = make_config(f"model.name={adapter}", f"run.dir={tmp_path}")
     with pytest.raises(ValueError, match="a: cannot be used: it adapts one of embeddings and head"):
-        settle_config(config, alone(), [], print)
+        settle_config(config, alone(), [], Logger(rank=0))
 
 
 # Its own tokenizer
@@ -502,7 +505,7 @@ def test_a_token_without_an_embedding_is_refused_where_a_run_can_meet_it(
     own_tokenizer(adapter, **tokens)
     config = make_config(f"model.name={adapter}", asked, f"run.dir={tmp_path}", "run.name=x")
     with pytest.raises(ValueError, match="a: cannot be used: its tokenizer gives ids up to 345, b"):
-        load_model_and_tokenizer(settle_config(config, alone(), [], print), CPU, print)
+        load_model_and_tokenizer(settle_config(config, alone(), [], Logger(rank=0)), CPU, print)
 
 
 def test_the_copy_in_4_bits_is_the_merged_model_rounded(exported, finished):

@@ -18,8 +18,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from engine.model.tokenizer import load_tokenizer
+from engine.questions.contract import assistant_prefix, pose
 from engine.questions.data import QuestionStream, load_questions
-from engine.questions.messages import assistant_prefix, pose
 from engine.questions.prompts import encode_prompts, render_prompt, render_prompts
 from engine.questions.tasks import load_task
 from tasks import gsm8k

@@ -23,10 +23,9 @@ import main
 from engine.core.config import ConfigError, TaskSettings
 from engine.core.types import Completion, Trajectory
 from engine.core.user_file import RewardError, import_file
-from engine.questions.contract import CsvRow, with_numbers
+from engine.questions.contract import CsvRow, pose, with_numbers
 from engine.questions.data import load_examples, load_questions
-from engine.questions.event_loop import EventLoop
-from engine.questions.messages import pose
+from engine.questions.reward_functions import EventLoop
 from engine.questions.tasks import functions_in, load_task, read_answer, reward_parts
 from engine.run.checkpoint import load_state
 from engine.run.config_file import check_files, dump, load_config

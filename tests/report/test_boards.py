@@ -12,18 +12,14 @@ from unittest import mock
 
 import pytest
 import wandb
+from harness import alone
 from test_logger import SAMPLE, log_steps, logged_steps, start
 
-from engine.core.config import LoggingSettings
+from engine.core.config import Config, LoggingSettings
 from engine.report import boards as report_boards
-from engine.report.boards import (
-    MLFLOW_ENVIRONMENT,
-    Board,
-    MlflowRun,
-    WandbRun,
-    import_mlflow,
-    make_boards,
-)
+from engine.report.boards import BOARDS, MLFLOW_ENVIRONMENT, Board, MlflowRun, WandbRun
+from engine.run.start import settle_config
+from logger import Logger
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -42,7 +38,10 @@ def environment(tmp_path, monkeypatch) -> Iterator[None]:
 
 def seen_by_mlflow(folder: Path) -> dict:
     """Of SQLite, without a server; its page also shows config.yaml, and the samples as a table."""
-    client, run_id = import_mlflow().MlflowClient(), (folder / "mlflow_run_id").read_text().strip()
+    client, run_id = (
+        MlflowRun().package.MlflowClient(),
+        (folder / "mlflow_run_id").read_text().strip(),
+    )
     run, history = client.get_run(run_id), client.get_metric_history
     experiment_id, tags = run.info.experiment_id, run.data.tags
     config = client.download_artifacts(run_id, "config.yaml", str(folder))
@@ -75,26 +74,25 @@ def test_a_board_shows_a_run_and_a_resumed_run_goes_on_there_and_doubles_no_step
     tmp_path, monkeypatch, capfd
 ):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    settings, see = LoggingSettings(report_to=["mlflow"]), seen_by_mlflow
     shown = {"params": PARAMS, "config_text": "training: {}\n", **NAMES}
-    log = start(tmp_path, boards=make_boards(settings), **shown)
+    log = start(tmp_path, boards=[MlflowRun()], **shown)
     log.log_metrics(0, {"eval/pass@1": 0.25})
     log.log_samples(0, [SAMPLE | {"completion": "half \ud83d, NUL \0"}])
     log.log_metrics(1, {"train/loss": 0.5, "train/reward": float("nan")})
     log.log_metrics(2, {"train/loss": 0.25})
     log.log_metrics(2, {"eval/pass@1": 0.5})
     log.close("KILLED")
-    seen = see(tmp_path)
+    seen = seen_by_mlflow(tmp_path)
     assert capfd.readouterr() == (f"{log.boards[0].title}: {seen['page']}\n", "")
     assert {key: seen[key] for key in NAMES} == NAMES and seen["status"] == "KILLED"
 
-    resumed = start(tmp_path, boards=make_boards(settings), resume_step=1)
+    resumed = start(tmp_path, boards=[MlflowRun()], resume_step=1)
     resumed.log_metrics(2, {"train/loss": 0.25})
     resumed.log_metrics(2, {"eval/pass@1": 0.5})
     resumed.log_metrics(3, {"train/loss": 0.125})
     resumed.log_samples(3, [SAMPLE, SAMPLE])
     resumed.close()
-    seen = see(tmp_path)
+    seen = seen_by_mlflow(tmp_path)
     losses, rates = [(1, 0.5), (2, 0.25), (3, 0.125)], [(0, 0.25), (2, 0.5)]
     assert seen["curves"] == {"train/loss": losses, "eval/pass@1": rates}
     assert seen["status"] == "FINISHED" and seen["params"].items() >= SHOWN.items()
@@ -111,7 +109,7 @@ def client(tmp_path, monkeypatch) -> mock.Mock:
     run = client.get_run.return_value
     run.data.tags, run.info.experiment_id = tags, "1"
     client.log_batch = lambda *_, **sent: tags.update((tag.key, tag.value) for tag in sent["tags"])
-    monkeypatch.setattr(import_mlflow(), "MlflowClient", lambda: client)
+    monkeypatch.setattr(MlflowRun().package, "MlflowClient", lambda: client)
     client.init.return_value = mock.Mock(id="abc", dir=tmp_path, summary={})
     monkeypatch.setattr(wandb, "init", client.init)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -158,8 +156,7 @@ def check_one_warning(
 
 def stand_in(**behaviour: object) -> Board:
     """A board whose methods are all one mock."""
-    board = Board()
-    board.title, board.server = "MLflow", "MLFLOW_TRACKING_URI"
+    board = MlflowRun()
     board.start = mock.Mock(return_value=("1", "here"), **behaviour)
     board.send_metrics = board.send_samples = board.finish = board.start
     return board
@@ -210,7 +207,7 @@ def test_a_server_that_is_down_costs_one_warning_and_no_row(
     name, is_silent, user, reason, tmp_path, monkeypatch, capfd
 ):
     """It costs seconds only, refusing or silent; MLflow's own defaults wait 8 x 120 s."""
-    import_mlflow()
+    MlflowRun()
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     monkeypatch.setenv("HOME", str(tmp_path))  # without a .netrc
     monkeypatch.setenv("WANDB_MODE", "online")
@@ -220,7 +217,7 @@ def test_a_server_that_is_down_costs_one_warning_and_no_row(
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://{user}127.0.0.1:{port}")
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
         started_s = time.monotonic()
-        log = start(tmp_path, boards=make_boards(LoggingSettings(report_to=[name])))
+        log = start(tmp_path, boards=[BOARDS[name]()])
         log_steps(log, range(1, 4))
         log.close()
         assert time.monotonic() - started_s < 10
@@ -241,7 +238,7 @@ def test_env_file_sets_mlflow_up_and_the_environment_wins(tmp_path, monkeypatch)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "real")
     (tmp_path / ".env").write_text("MLFLOW_TRACKING_URI=a\nMLFLOW_TRACKING_USERNAME=file\n")
-    import_mlflow()
+    MlflowRun()
     assert os.environ["MLFLOW_TRACKING_URI"] == "a"
     assert os.environ["MLFLOW_TRACKING_USERNAME"] == "real"
 
@@ -249,7 +246,7 @@ def test_env_file_sets_mlflow_up_and_the_environment_wins(tmp_path, monkeypatch)
 @pytest.mark.parametrize("board", ["mlflow", "wandb"])
 def test_a_missing_package_is_named_with_its_pip_command_at_once(board, monkeypatch):
     """`logging.mlflow` is a word for that board."""
-    settings = LoggingSettings(report_to="wandb", mlflow=board == "mlflow")
+    logging = LoggingSettings(report_to="wandb", mlflow=board == "mlflow")
     monkeypatch.setitem(sys.modules, board, None)  # what an import finds if it is not installed
     with pytest.raises(ValueError, match=f"pip install {board}"):
-        make_boards(settings)
+        settle_config(Config(logging=logging), alone(), [], Logger(rank=0))

@@ -12,7 +12,7 @@ import main
 from engine.core.distributed import World
 from engine.core.types import Completion
 from engine.questions.tasks import load_task
-from engine.report.evaluation import single_answer_metrics
+from engine.report.metrics import single_answer_metrics
 from engine.run.config_file import load_config
 from engine.run.folder import run_folder
 from engine.run.state import Run

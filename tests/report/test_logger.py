@@ -56,7 +56,7 @@ def logged_steps(folder: Path) -> tuple[list[int], ...]:
 
 
 DAMAGED = {  # 5,000 digits are a number that Python refuses to read
-    b"\xff\n": "is not UTF-8 text",
+    b"\xff\n": "is not JSON: 'utf-8' codec",
     b"9" * 5_000 + b"\n": "is not JSON",
     b"[" * 200_000 + b"\n": "is not JSON",
     b"7\n": "no object with a step",
@@ -82,7 +82,7 @@ def test_any_text_survives_in_a_sample_and_a_number_that_is_not_finite_is_null(t
 
 
 def test_other_ranks_and_a_logger_that_is_not_open_write_nothing(tmp_path, capfd):
-    boards = [Board()]  # fails where it is used
+    boards = [Board.__new__(Board)]  # fails where it is used
     other, closed = start(tmp_path / "run", rank=1, boards=boards), Logger(rank=0, boards=boards)
     for log in (other, closed):
         log_steps(log, range(1, 2))

@@ -13,7 +13,7 @@ from engine.report import completions as rollouts
 from engine.run import log as log_of_run
 from engine.run.log import describe_step
 from engine.run.state import Run
-from engine.update.outcome import Outcome, Update
+from engine.update.optimizer import Outcome, Update
 from engine.update.shards import equal_passes
 
 

@@ -6,7 +6,7 @@ from harness import alone, make_config
 
 from engine.report.metrics import WATCHED, mean_of_last, signs_of_collapse
 from engine.run.state import Run, State
-from engine.update.outcome import Outcome, Update
+from engine.update.optimizer import Outcome, Update
 from logger import Logger
 
 HEALTHY = {"train/solved": 0.6, "train/entropy": 0.3, "train/truncated_frac": 0.1}

@@ -65,7 +65,6 @@ def assert_says(line: str, said: str) -> None:
 SIL = "training.learning_type=sil training.k_best_of_n=[2,4]"
 FOUR_BITS = "model.lora.r=8 model.load_in_4bit=true"
 DISTILL = "training.learning_type=distill model.teacher=tiny"
-NO_WEIGHT = "task.reward_weights"
 TASKS = "must be one of countdown, arithmetic, gsm8k, guess, ... or the ... .py file in HERE"
 FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id"
 PLURALS = f"task.name=template task.train={ROOT}/tasks/plurals.csv "
@@ -112,7 +111,6 @@ ON_THE_COMMAND_LINE = {
     "training.num_epochs=2.0": "training.num_epochs = 2.0: ... write null and num_steps",
     "training.policy_loss=gspo": "training.clip_eps = 0.2: ... write 3e-4",
     f"{FOUR_BITS} sampling.backend=vllm": "sampling.backend = vllm: ... write grouped",
-    f"{NO_WEIGHT}.format=0 {NO_WEIGHT}.answer=0": "task.reward_weights = ... : one must not be 0",
     # the length of a run
     "task.train=a.csv training.num_epochs=2 training.num_steps=5": "training.num_epochs = 2: it "
     "sets num_steps",
@@ -144,13 +142,12 @@ def test_every_mistake_has_its_line(lines_of):
 
 
 def test_ranks_without_their_share_of_the_questions_are_refused():
-    config = load_config(["validation.num_examples=3", "training.num_samples_per_step_global=6"])
+    config = load_config(["training.num_samples_per_step_global=6"])
     check_world(config, 3)
     with pytest.raises(ConfigError) as caught:
         check_world(config, 4)
-    first, second = caught.value.lines
-    assert_says(first, "validation.num_examples = 3: must be at least 4")
-    assert_says(second, "training.num_samples_per_step_global = 6: must be a multiple of the 4")
+    (line,) = caught.value.lines
+    assert_says(line, "training.num_samples_per_step_global = 6: must be a multiple of the 4")
 
 
 @pytest.mark.parametrize("package", ["peft", "math-verify", "vllm"])
@@ -242,7 +239,7 @@ NO_REWARD = ": reward_function must return a dict with a number for each of answ
 
 IN_A_TASK = {  # code at the end of the task, and what is said after the file's name
     "f(:": ", line 17: SyntaxError",
-    "import sys; sys.exit(0)": ": it calls sys.exit(0)",  # bug: that ended the run with status 0
+    "import sys; sys.exit(0)": ", line 17: SystemExit: 0",  # bug: that ended the run with status 0
     "REWARD_PARTS = ('length',)": ': REWARD_PARTS must be a tuple ... "answer"',
     "class Options: low = 1": ": Options must inherit from Section in engine/core/config.py",
     # Nothing awaits it: the model would read `<coroutine object ...>`.
@@ -291,10 +288,6 @@ IN_A_REWARD = {  # name: code of f's file, and what is said after the file's nam
         f"{F}\n return [len(c[0]['content']) for c in completions]",
         ", line 2: f raised IndexError: string index out of range (each completion is a text,"
         f" since no row has messages in a column prompt){QUESTION}",
-    ),
-    "a metric of the run's": (
-        f"{F} columns['log_metric']('reward', 2.0); return [1.0]",
-        ": log_metric: reward is the run's own: rename the metric",
     ),
     "nan": (f"{F} return [float('nan')]", f"{NUMBERS}[nan]{QUESTION}"),
 }

@@ -8,6 +8,7 @@ from harness import load_run, make_config, read_jsonl, read_rows, run_on_ranks
 import main
 from engine.core.config import Config
 from engine.core.distributed import World
+from engine.core.user_file import RewardError
 from engine.run.fingerprint import check_same_everywhere
 from engine.run.resume import check_newest
 
@@ -18,8 +19,13 @@ def never(completions, **kwargs): return [None for _ in completions]
 async def later(completions, **kwargs): return [None for _ in completions]
 async def late(completions, **kwargs): await asyncio.sleep(9)
 def logs(completions, log_metric, **kwargs):
-    if any(completions):  # not when it is tried
+    CALLS.append(1)
+    if len(CALLS) > 20:  # in a later step
         log_metric("reward", 1e9)
+    return [0.5 for _ in completions]
+CALLS = []
+def taken(completions, log_metric, **kwargs):
+    log_metric("reward", 1.0)
     return [0.5 for _ in completions]
 def answer(completions, **kwargs): return [0.5 * (len(text) % 2) for text in completions]
 """
@@ -32,6 +38,7 @@ CASES = {
     "async, none applies": (f"{OWN} task.reward=mine:later", {"unpaid"}, 1),
     "async, late": (f"{OWN} task.reward=mine:late task.reward_timeout=0.01", {"timeouts"}, 1),
     "a name that is taken": (f"{OWN} task.reward=mine:logs", {"log_metric"}, 1),
+    "a name that is taken at once": (f"{OWN} task.reward=mine:taken", set(), None),
     "never whole": (f"{OWN} task.reward=mine:answer", {"partly", "evaluations"}, 0),
     "a rate too low": (f"{ONE} training.learning_rate=1e-12", {"rate", "unsolved"}, None),
 }
@@ -50,6 +57,10 @@ def test_a_run_says_once_what_keeps_it_from_learning(
     sizes += ["training.max_new_gen_tokens=4", "validation.num_examples=4"]
     sizes.append(f"model.name={rotary_model_folder}")
     run = load_run(make_config(*sizes, *settings.split()))
+    if name == "a name that is taken at once":
+        with pytest.raises(RewardError, match="log_metric: reward is the run's own: rename"):
+            main.run_training(run)
+        return
     given = main.run_training(run)
     assert status is None or given == status
     remarks = read_jsonl(run.folder / "remarks.jsonl")

@@ -23,7 +23,7 @@ from engine.core.statistics import Clock
 from engine.core.types import Trajectory
 from engine.core.user_file import RewardError
 from engine.run.state import Run
-from engine.sampling.environment import Conversation, Turns, check_environment, start_conversations
+from engine.sampling.environment import Conversation, Turns, start_conversations
 
 # Turns end and tools are called as in Qwen2.5's chats; the words are our own.
 TEMPLATE = """{%- if tools %}<|im_start|>system
@@ -347,9 +347,9 @@ def test_a_reply_holds_no_special_token_and_is_cut_before_it_is_tokenised(folder
 )
 def test_what_cannot_be_played_is_refused_at_the_start(folder, code, template, overrides, message):
     run = make(folder, code, *overrides)
-    run.policy.tokenizer.chat_template = template
+    run.policy.tokenizer.chat_template, run.validation_questions = template, [{"n": 1}]
     with pytest.raises(ValueError, match=r"^\S+py: Environment") as raised:
-        check_environment(run.task, run.config, run.policy.tokenizer, {"n": 1})
+        run.check_questions()
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
@@ -364,7 +364,8 @@ class Environment(Environment):
 @pytest.mark.parametrize(
     ("method", "statement", "message"),
     [
-        ("reset", "1 / 0", r"Environment.reset raised ZeroDivisionError: .*, line 4\d\): question"),
+        ("reset", "1 / 0", r", line 4\d: Environment.reset raised ZeroDivisionError: .*: question"),
+        ("respond", "raise SystemExit(0)", "raised SystemExit: 0"),  # bug: it ended the run with 0
         ("reset", "self.x = id(self); return str(id(self))", "different texts to a group"),
         ("reset", "return '1' * 2000", "longer than the 874 tokens of room"),
         ("respond", "1 / 0", "raised ZeroDivisionError"),

@@ -35,7 +35,7 @@ from engine.questions.tasks import is_in_split, load_task
 from engine.run.config_file import load_config
 from engine.run.folder import run_folder
 from engine.run.state import Run, State
-from engine.update.outcome import Outcome, Update
+from engine.update.optimizer import Outcome, Update
 from main import build_run
 from tools import imitate
 

@@ -198,7 +198,7 @@ DAMAGED = [
     ("metrics.jsonl", b'{"step": 1}\n', "metrics.jsonl: no rows of a run's"),
     ("config.yaml", b"[", "cannot be read as YAML"),
     ("rollouts.jsonl", b'{"step": 1}\n', "rollouts.jsonl: line 1 is no object with a step, p"),
-    ("samples.jsonl", b"\xff\n", "samples.jsonl: is not UTF-8 text ('utf-8' codec"),
+    ("samples.jsonl", b"\xff\n", "samples.jsonl: line 1 is not JSON: 'utf-8' codec"),
     ("samples.jsonl", b'{"step": 1}\n', "samples.jsonl: line 1 is no object with a step, pro"),
     ("remarks.jsonl", b'{"step": 1}\n', "remarks.jsonl: line 1 is no object with a step, lin"),
     ("best/best.json", b"[]", "best.json: is no object in JSON: 'list'"),

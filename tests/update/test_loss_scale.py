@@ -32,7 +32,7 @@ from engine.model.policy import INIT_SCALE
 from engine.report.metrics import WATCHED
 from engine.run.config_file import load_config
 from engine.run.state import Run
-from engine.update.outcome import Outcome, Update
+from engine.update.optimizer import Outcome, Update
 
 FLOAT16 = "model.compute_dtype=float16"
 FIRST_SCALE = INIT_SCALE

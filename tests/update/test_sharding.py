@@ -19,8 +19,7 @@ import main
 from engine.core.distributed import World
 from engine.run import checkpoint
 from engine.run.state import Run
-from engine.update.optimizer import make_optimizer
-from engine.update.outcome import Outcome
+from engine.update.optimizer import Outcome, make_optimizer
 from engine.update.shards import check_shared_disk, load_parts, local, save_parts
 
 SHARD, WHOLE = "model.shard=true", "model.shard=false"

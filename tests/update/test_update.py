@@ -45,8 +45,7 @@ from engine.core.types import Trajectory
 from engine.model.policy import Policy
 from engine.update import head
 from engine.update.head import ChunkedScorer
-from engine.update.optimizer import make_optimizer
-from engine.update.outcome import Outcome, Update
+from engine.update.optimizer import Outcome, Update, make_optimizer
 from main import pack
 
 SIL = "learning_type=sil k_best_of_n=[2,4]"

@@ -24,8 +24,7 @@ from reference import (
 from test_update import weights_of
 
 from engine.core.types import Trajectory
-from engine.update.optimizer import make_optimizer
-from engine.update.outcome import Outcome
+from engine.update.optimizer import Outcome, make_optimizer
 from engine.update.user_algorithm import try_algorithm
 from main import assign_advantages
 
