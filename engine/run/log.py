@@ -215,4 +215,4 @@ def finish(run: Run) -> int:
     run.logger.close("KILLED")
     what = "all is saved" if run.state.is_saved else "only what was saved before is there"
     run.logger.info(f"stopped by a signal after step {step}; {what}; go on with the same command")
-    return 128 + (run.world.signals.first or 15)  # SIGTERM, where another rank was sent the signal
+    return 128 + run.world.stop_signal

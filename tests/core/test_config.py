@@ -138,21 +138,6 @@ def test_the_checkouts_model_is_found_from_every_folder(tmp_path, monkeypatch):
     assert load().model.name == "tiny"
 
 
-def test_epochs_become_steps_rounded_down():
-    """16 questions a step; 7,473 of them make nanochat's 467 steps."""
-    sixteen = "training.num_samples_per_step_global=16"
-    cases = ((1, 7_473, 2, 467), (3, 7_473, 1, 1_401), (0.5, 64, 2, 2), (1, 31, 1, 1))
-    for num_epochs, num_questions, num_ranks, num_steps in cases:
-        config = load("task.train=a.jsonl", f"training.num_epochs={num_epochs}", sixteen)
-        resolved = config.with_num_steps(num_questions, num_ranks)
-        assert resolved == load("task.train=a.jsonl", f"training.num_steps={num_steps}", sixteen)
-        assert resolved.with_num_steps(5, 1) == resolved  # steps stay steps
-        assert resolved.questions_per_step(num_ranks) == 16
-        each = load("training.num_samples_per_step=5")
-        assert each.questions_per_step(num_ranks) == 5 * num_ranks
-        check_same_run(dotted_values(config), resolved)
-
-
 # What other runs and trainers have
 
 

@@ -160,7 +160,6 @@ def test_what_cannot_be_asked_is_left_out_with_a_count(tmp_path, tokenizer, temp
 
     def change(example: dict, **settings) -> list[dict]:
         rendered.append(example["question"])
-        example["question"] += " Again."
         return generate_prompt(example, **settings)
 
     monkeypatch.setattr(load_task("gsm8k"), "generate_prompt", change)
@@ -183,18 +182,28 @@ def test_what_cannot_be_asked_is_left_out_with_a_count(tmp_path, tokenizer, temp
         questions_for(templated, *given, f"task.eval={source}")
 
 
-def test_a_question_may_leave_exactly_the_room_that_a_completion_needs(tmp_path, tokenizer):
-    rows = ROWS["gsm8k"][:1]
-    given = ["task.name=gsm8k", "task.prompt_style=tags", "training.max_new_gen_tokens=50"]
-    given += [f"task.eval={write_file(tmp_path / 'rows.json', rows)}", "mode=evaluate"]
-    tags = of_task("gsm8k", prompt_style="tags")  # these prompts are longer than the default's
-    (ids,) = encode_prompts(rows, tokenizer=tokenizer, **tags)
-    assert questions_for(tokenizer, *given, context=len(ids) + 50)[0] == rows
-    with pytest.raises(ValueError, match=r"than \d+ tokens, .* training\.max_new_gen_tok"):
-        questions_for(tokenizer, *given, context=len(ids) + 49)
-    with pytest.raises(ValueError, match=r"than \d+ tokens, .* validation\.max_new_g"):
-        longer = "validation.max_new_gen_tokens=51"
-        questions_for(tokenizer, *given, longer, context=len(ids) + 50)
+def test_a_split_has_the_questions_that_leave_room_for_its_own_completions(tmp_path, tokenizer):
+    """All of them, whatever the other split's limit is, if it has one of its own."""
+    given, lengths = ["task.name=gsm8k", "task.shuffle=false"], {}
+    for split in ("train", "eval"):
+        rows = [{"question": f"{split}{' word' * n}?", "answer": "1"} for n in range(40)]
+        given.append(f"task.{split}={write_file(tmp_path / f'{split}.jsonl', rows)}")
+        prompts = encode_prompts(rows, tokenizer=tokenizer, **of_task("gsm8k"))
+        lengths[split] = {row["question"]: len(ids) for row, ids in zip(rows, prompts, strict=True)}
+    context = max(lengths["train"].values())
+    for new_tokens in ((20, 50), (50, 20), (30, None)):
+        sections = zip(("training", "validation"), new_tokens, strict=True)
+        limits = [f"{section}.max_new_gen_tokens={num or 'null'}" for section, num in sections]
+        validation, stream, _ = questions_for(tokenizer, *given, *limits, context=context)
+        train, evaluated = new_tokens[0], new_tokens[1] or new_tokens[0]
+        fit = [text for text, num in lengths["train"].items() if num + train <= context]
+        taken, _ = stream.take(0, len(fit) + 1)
+        assert [row["question"] for _, row in taken] == [*fit, fit[0]] and len(fit) < 40
+        fit = [text for text, num in lengths["eval"].items() if num + evaluated <= context]
+        assert [row["question"] for row in validation] == fit and 0 < len(fit) < 40
+        named = "training" if new_tokens[1] is None else "validation"
+        with pytest.raises(ValueError, match=rf"than \d+ tokens, .* {named}\.max_new_gen_tok"):
+            questions_for(tokenizer, *given, *limits, context=evaluated + 1)
 
 
 def test_some_training_questions_are_drawn_or_the_first(tmp_path, tokenizer):

@@ -9,15 +9,10 @@ from pathlib import Path
 import harness
 import pytest
 from harness import (
-    CPU,
     ENVIRONMENT,
     ROOT,
-    alone,
     arguments,
     grade_by_text,
-    make_config,
-    make_policy,
-    make_run,
     read_jsonl,
     read_rows,
     seed,
@@ -25,22 +20,19 @@ from harness import (
 )
 
 import main
-from engine.core.distributed import World
 from engine.core.types import SamplingParams
 from engine.questions.tasks import built_in_tasks
 from engine.run.config_file import load_config
-from engine.run.log import validation_samples
 from engine.run.state import Run
 from engine.sampling import draw, grouped
 
 SIZES = [
     f"training.seed={seed()}",
-    "training.num_steps=2",
     "logging.samples=7",
     "logging.train_samples_every=1",
     "training.warmup_steps=0",
     "training.learning_rate=0.003",
-    "training.lr_schedule=constant",
+    "training.lr_schedule=linear",
     "training.max_new_gen_tokens=12",
     "validation.every=1",
     "validation.num_examples=7",
@@ -49,6 +41,8 @@ SIZES = [
     "logging.completions_every=1",
     "model.compute_dtype=float32",
 ]
+TWO = "training.num_steps=2"
+OF_FOUR = ["training.num_epochs=0.22", "training.num_samples_per_step_global=4"]  # 2.86 steps
 EXACT = {"is_exact": True}  # so that one rank and two sample the same
 
 
@@ -56,20 +50,24 @@ EXACT = {"is_exact": True}  # so that one rank and two sample the same
 def on_one_rank(rotary_model_folder, data, tmp_path_factory) -> Path:
     """The folder of a run of two steps of four questions."""
     folder = tmp_path_factory.mktemp("one")
-    settings = [*SIZES, *data, "training.num_samples_per_step=4"]
-    train(folder, rotary_model_folder, *settings, grading=EXACT)
+    train(folder, rotary_model_folder, *SIZES, *data, *OF_FOUR, grading=EXACT)
     return folder / "x"
 
 
 def load_run(folder: Path, model: Path, *overrides: str) -> Run:
-    return harness.load_run(load_config(arguments(folder, model, *SIZES, *overrides)))
+    return harness.load_run(load_config(arguments(folder, model, *SIZES, TWO, *overrides)))
 
 
 def test_two_ranks_do_the_same_step_as_one(on_one_rank, rotary_model_folder, data, tmp_path):
-    """Twice 2 questions are the same 4, in micro-batches of another size too."""
-    shared = ["training.num_samples_per_step_global=4", "training.micro_batch_tokens=300"]
-    train(tmp_path, rotary_model_folder, *SIZES, *data, *shared, num_ranks=2, grading=EXACT)
-    (first, step, _), (other_first, other_step, _) = map(read_rows, (on_one_rank, tmp_path / "x"))
+    """Twice 2 questions are the same 4, in micro-batches of another size too; and as many steps.
+
+    Rank 0 shows every other validation question. A rate times its time is what all ranks wrote.
+    """
+    own = [OF_FOUR[0], "training.num_samples_per_step=2", "training.micro_batch_tokens=300"]
+    train(tmp_path, rotary_model_folder, *SIZES, *data, *own, num_ranks=2, grading=EXACT)
+    folders, written = (on_one_rank, tmp_path / "x"), []
+    (first, step, last), (other_first, other_step, _) = map(read_rows, folders)
+    assert [row["train/lr"] for row in (step, last)] == [0.003, 0.0015]
     measured = [name for name in first if name.startswith("eval/")]
     assert [other_first[name] for name in measured] == [first[name] for name in measured]
     names = "reward reward_std solved part_format advantage_abs completion_tokens truncated_frac"
@@ -79,9 +77,14 @@ def test_two_ranks_do_the_same_step_as_one(on_one_rank, rotary_model_folder, dat
     for name in ("train/loss", "train/entropy"):  # what is kept of a token is in fp32, to 6e-8
         assert other_step[name] == pytest.approx(step[name], abs=1e-6)
     assert other_step["train/grad_norm"] == pytest.approx(step["train/grad_norm"], rel=1e-6)
-    files = [folder / "completions.jsonl" for folder in (on_one_rank, tmp_path / "x")]
-    alone, both = ([row for row in read_jsonl(file) if row["step"] == 1] for file in files)
-    assert len(alone) == 32 and both == alone  # of which advantages are equal bit for bit
+    for some, folder in zip((step, other_step), folders, strict=True):
+        rows = [row for row in read_jsonl(folder / "completions.jsonl") if row["step"] == 1]
+        num_tokens = sum(row["tokens"] for row in rows)
+        assert some["perf/tokens_per_s"] * some["time/step_s"] == pytest.approx(num_tokens)
+        written.append(rows)
+    assert len(written[0]) == 32 and written[1] == written[0]  # advantages bit for bit, too
+    alone, shared = (read_jsonl(folder / "samples.jsonl")[:7] for folder in folders)
+    assert shared[:4] == alone[::2]
 
 
 def train_here(run: Run) -> dict[int, dict]:
@@ -173,27 +176,6 @@ def test_no_two_samples_share_random_numbers(tmp_path, rotary_model_folder, data
     num_validation = 7 * 4
     assert len(draws) == len(trained) + 2 * 3 * num_validation
     assert len({row for _, row in draws}) == len(trained) + num_validation
-
-
-def test_the_ranks_take_turns_with_the_validation_questions(rotary_model_folder):
-    """Rank 1 of 2 samples and shows the second, the fourth and so on, as a single rank would."""
-    policy = make_policy(rotary_model_folder, "mode=evaluate", *SIZES, is_exact=True)
-    questions = [{"nums": [number], "target": number} for number in range(1, 6)]
-    given = {"optimizer": object(), "questions": questions}
-
-    def sampled(world: World) -> list[tuple]:
-        config = make_config(*SIZES, "logging.samples=5")
-        run = make_run(policy, config, world=world, **given)
-        groups = main.sample_validation(run)
-        shown = [sample["question"] for sample in validation_samples(run, groups)]
-        return [
-            (question, [(t.prompt_ids, t.completion.token_ids) for t in group])
-            for question, group in zip(shown, groups, strict=False)
-        ]
-
-    expected = sampled(alone())
-    for rank in range(2):
-        assert sampled(World(rank=rank, size=2, device=CPU)) == expected[rank::2]
 
 
 # A user's mistakes
