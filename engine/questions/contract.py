@@ -1,6 +1,5 @@
 """What a task may define, what stands for the names that it leaves out; a question as messages."""
 
-import copy
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -65,8 +64,7 @@ class Task:
         """What the reward read, if reward_function returns that as `read`; else the text."""
         read = completion.strip()
         if self.reward_function is not None:
-            question = copy.deepcopy(example)
-            paid = self.reward_function(completion, question, options=options, num_tokens=0)
+            paid = self.reward_function(completion, example, options=options, num_tokens=0)
             read = paid.get("read", read) if isinstance(paid, dict) else read
         return None if read is None else str(read) or None
 

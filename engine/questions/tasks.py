@@ -144,7 +144,7 @@ def read_answer(task: Task, text: str, example: dict, options: TaskSettings) -> 
     if task.extract_answer is None:
         return None
     with naming_mistakes(task.file, task.extract_answer, example):
-        return task.extract_answer(text, example, options=options)
+        return task.extract_answer(text, copy.deepcopy(example), options=options)
 
 
 def default_weights(task: Task) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """What is measured: of a step, of an evaluation, by mode=evaluate alone; signs of a collapse."""
 
+import copy
 import math
 import resource
 import sys
@@ -154,7 +155,7 @@ def single_answer_metrics(
         solved["strict"] = solved["greedy"]
         solved["lenient"] = [
             not t.completion.is_broken and task.is_lenient_solved(t.text, example, options=options)
-            for t, example in zip(answers, mine, strict=True)
+            for t, example in zip(answers, copy.deepcopy(mine), strict=True)
         ]
     num_tokens = sum(len(t.completion.token_ids) for t in answers)
     metrics = statistics.reduce_means({"eval/greedy_tokens": (num_tokens, len(answers))}, world)

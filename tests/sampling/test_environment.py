@@ -1,9 +1,12 @@
 """Environments: several turns by ids, what is trained of them, what is refused."""
 
+import contextlib
 import copy
 import hashlib
 import json
 import random
+import re
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from graphs import install_graphs
-from harness import LOOPS, make_config, make_policy, make_run, save_writer
+from harness import LOOPS, make_config, make_policy, make_run, read_jsonl, save_writer
 from plain import assert_plain
 from tokenizers import AddedToken, normalizers
 from transformers import Qwen2ForCausalLM
@@ -22,6 +25,7 @@ import main
 from engine.core.statistics import Clock
 from engine.core.types import Trajectory
 from engine.core.user_file import RewardError
+from engine.run.config_file import load_config
 from engine.run.state import Run
 from engine.sampling.environment import Conversation, Turns, start_conversations
 
@@ -327,6 +331,111 @@ def test_a_reply_holds_no_special_token_and_is_cut_before_it_is_tokenised(folder
     tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
     tokenizer.add_tokens([AddedToken("<|stop|>", special=True, normalized=True)])
     assert Turns(tokenizer, run.task).clean("a\uff1c|stop|\uff1eb") == "ab"
+
+
+# What is given away
+
+SPOILING = """
+import random
+
+EXAMPLE_ROW = {"n": 1, "nested": [], "prompt": []}
+ASKED, PAID = [], []
+
+def spoil(value):
+    for inner in value.values() if isinstance(value, dict) else value:
+        if isinstance(inner, dict | list):
+            spoil(inner)
+    value.clear()
+
+def question_key(example):
+    return str(example["n"])
+
+def generate_prompt(example, *, options):
+    messages = example.pop("prompt")
+    spoil(example)
+    return messages
+
+def extract_answer(completion, example, *, options):
+    spoil(example)
+
+def is_lenient_solved(completion, example, *, options):
+    spoil(example)
+    return False
+
+class Environment:
+    def reset(self, **example):
+        spoil(example)
+        self.said = []
+        ASKED.append(self)
+
+    def respond(self, message):
+        self.said.append(message)
+        return "Again." if len(self.said) < 2 else None
+
+    def get_reward(self):
+        self.said.append(None)
+        PAID.append(random.random())
+        return PAID[-1]
+
+def pay(completions, log_metric, **columns):
+    num = len(completions)
+    spoil(columns | {"completions": completions})
+    PAID.append(random.random())
+    log_metric("reported", PAID[-1])
+    return [PAID[-1]] * num
+"""
+
+
+@pytest.mark.parametrize("given", ["task.name=spoiling", "task.reward=spoiling:pay"])
+def test_what_is_given_away_is_a_copy_and_is_asked_for_once(folder, tmp_path, given):
+    """Whatever a task does to all it gets, in runs, evaluations, and where memory runs out.
+
+    Each row of metrics is of what was paid since the row before it: per completion by an
+    environment, per question by a function.
+    """
+    Path("spoiling.py").write_text(SPOILING)
+    chat = [{"role": "user", "content": "Use the tool. "}]
+    rows = [{"n": n, "nested": [[n], {"a": [n]}], "prompt": chat} for n in range(60)]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = [given, "task.train=rows.jsonl", "task.eval=rows.jsonl", "training.num_steps=2"]
+    settings += ["validation.every=1", "training.max_new_gen_tokens=60"]
+    run = harness.load_run(load_config(harness.arguments(tmp_path, folder, *settings)))
+    questions, module = (
+        (run.validation_questions, run.stream.questions),
+        sys.modules["user_task_spoiling"],
+    )
+    before, is_played = copy.deepcopy(questions), run.task.Environment is not None
+    module.PAID.clear()
+    assert main.run_training(run) == (0 if is_played else 1)  # it pays equally within a group
+    assert main.run_evaluation(run) == 0
+    evaluated, trained = (4 * 2, 2 * 8) if is_played else (4, 2)
+    sizes = iter([evaluated, trained, evaluated, trained, evaluated])
+    assert len(module.PAID) == 3 * evaluated + 2 * trained + evaluated + 4  # and 4 greedy ones
+    paid = iter(module.PAID)
+    for row in read_jsonl(run.folder / "metrics.jsonl"):
+        mean = np.mean([next(paid) for _ in range(next(sizes))])
+        own = {name: row[name] for name in row if re.search("/(reward|reported)$", name)}
+        assert [*own.values()] == pytest.approx([mean] * (1 if is_played else 2))
+    assert next(sizes, None) is None
+
+    loop, decoded, expected = run.policy.sampler.loop, [], main.sample_validation(run)
+
+    def fail_at_four(model, prompts: list, *given, **settings):
+        decoded.append(len(prompts))
+        completions = loop(model, prompts, *given, **settings)
+        if len(prompts) == 4:
+            raise torch.OutOfMemoryError
+        return completions
+
+    run.policy.sampler.loop = fail_at_four
+    with pytest.raises(torch.OutOfMemoryError) if is_played else contextlib.nullcontext():
+        again = main.sample_validation(run)
+        assert [[t.text for t in g] for g in again] == [[t.text for t in g] for g in expected]
+    assert decoded == ([4] if is_played else [4, 2, 2]) and questions == before
+    said = [[text for text in environment.said if text] for environment in module.ASKED]
+    assert all(len(texts) <= 2 for texts in said)
+    num_paid = [environment.said.count(None) for environment in module.ASKED]
+    assert num_paid == [1] * len(module.PAID) + [0] * 8 if is_played else not num_paid
 
 
 # Refusals
