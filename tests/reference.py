@@ -46,8 +46,9 @@ def make_group(prompt_length: int, lengths: tuple, rewards: tuple) -> list[Traje
         if length != 7:
             token_ids[-1] = 0  # the end token
         log_probs = rng.uniform(-6, -4, length).astype(np.float32)
-        none, is_cut = np.zeros(length, bool), length == 7
-        completion = Completion(token_ids, log_probs, np.float32(none), is_cut, is_inserted=none)
+        zeros, is_inserted = np.zeros(length, np.float32), np.zeros(length, bool)
+        is_inserted[2:4] = prompt_length == 40  # as a calculator writes
+        completion = Completion(token_ids, log_probs, zeros, length == 7, is_inserted)
         rows.append(Trajectory(prompt_ids, completion, "", {"answer": 0.0}, reward))
     return rows
 
@@ -133,7 +134,7 @@ def reference_loss(
     training = config.training
     batch = [t for group in groups for t in group if t.in_batch]
     is_skipped = [training.skip_truncated and t.completion.truncated for t in batch]
-    lengths = [len(t.completion.token_ids) for t in batch]
+    lengths = [int((~t.completion.is_inserted).sum()) for t in batch]
     num_tokens = sum(n for n, skipped in zip(lengths, is_skipped, strict=True) if not skipped)
     loss = torch.zeros((), dtype=torch.float64)
     for i, t in enumerate(batch):
@@ -142,12 +143,12 @@ def reference_loss(
         divisor = {
             "dr_grpo": len(batch) * MAX_NEW_TOKENS,
             "token": num_tokens,
-            "sequence": len(batch) * len(t.completion.token_ids),
+            "sequence": len(batch) * lengths[i],
             "sum": len(batch),
         }[training.loss_normalization]
         log_probs = row_log_probs(model, t, temperature=config.sampling.temperature)
         first = log_probs.detach() if old is None else old[i]
-        sampler = torch.from_numpy(t.completion.log_probs)
+        sampler = sampler_log_probs(t)
         advantage = torch.full_like(first, t.advantage)
         if training.learning_type == "distill":
             mix, teaching = training.distill_mix, ref[i] - first
@@ -184,11 +185,15 @@ def clipped_objective(
 
 
 def row_log_probs(model: nn.Module, t: Trajectory, *, temperature: float = 1.0) -> Tensor:
-    """log pi(a_t | q, a_<t), (T,)."""
+    """log pi(a_t | q, a_<t) of the sampled tokens, (T,)."""
     ids = torch.tensor([t.prompt_ids + t.completion.token_ids])
     log_probs = (model(input_ids=ids).logits[0, :-1] / temperature).log_softmax(dim=-1)
     chosen = log_probs[torch.arange(ids.shape[1] - 1), ids[0, 1:]]
-    return chosen[len(t.prompt_ids) - 1 :]
+    return chosen[len(t.prompt_ids) - 1 :][torch.from_numpy(~t.completion.is_inserted)]
+
+
+def sampler_log_probs(t: Trajectory) -> Tensor:
+    return torch.from_numpy(t.completion.log_probs[~t.completion.is_inserted])
 
 
 def reference(model: nn.Module, groups, config: Config, **scored) -> tuple[np.ndarray, float]:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from harness import SIZES, alone, change_json, make_config, make_policy, save_random, tokens_of
-from plain import plain_logits
 from reference import COMPLETIONS, PROMPTS, score
 from tokenizers import Tokenizer
 from transformers import (
@@ -28,32 +27,6 @@ from engine.questions.prompts import completion_text, end_of_turn
 from engine.sampling.draw import TokenBuffer
 from engine.update.optimizer import make_optimizer
 from tools.chat import load_policy
-
-# What the policy scores: the shift by one, padding, positions, the end
-
-
-def gradient_of(policy: Policy) -> torch.Tensor:
-    return torch.cat([p.grad.flatten() for p in policy.model.parameters()])
-
-
-def test_padded_and_batched_log_probs_equal_those_of_each_row_alone(model_folder):
-    """The token that stands after the end changes nothing, not even the gradient."""
-    policy, results = make_policy(model_folder), []
-    for pad_id in (1, 0, 77):
-        policy.model.zero_grad()
-        log_probs, mask = score(policy, PROMPTS, COMPLETIONS, pad_id=pad_id, temperature=0.7)
-        log_probs[mask].sum().backward()
-        results.append((log_probs.detach(), gradient_of(policy)))
-    first, first_gradient = results[0]
-    for log_probs, gradient in results[1:]:
-        assert torch.allclose(log_probs[mask], first[mask], atol=1e-6)
-        assert (gradient - first_gradient).norm() <= 1e-6 * gradient.norm()
-        assert gradient.isfinite().all()
-    for row, (prompt_ids, token_ids) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
-        logits = plain_logits(policy.model, prompt_ids, token_ids) / 0.7
-        expected = logits.log_softmax(dim=-1)[torch.arange(len(token_ids)), token_ids]
-        assert torch.allclose(first[row, mask[row]], expected, atol=1e-5)
-
 
 # Loading the model: precision, dropout, ends
 

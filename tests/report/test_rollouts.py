@@ -8,13 +8,12 @@ import pytest
 import torch
 from harness import make_config, make_policy, make_run, read_jsonl
 
-from engine.core.types import Completion, MicroBatch, Trajectory
+from engine.core.types import Completion, Trajectory
 from engine.report import completions as rollouts
 from engine.run import log as log_of_run
 from engine.run.log import describe_step
 from engine.run.state import Run
 from engine.update.optimizer import Outcome, Update
-from engine.update.shards import equal_passes
 
 
 @pytest.fixture
@@ -77,17 +76,6 @@ def test_a_line_holds_the_groups_completions_best_first(run):
     assert "".join(worst["tokens"]) == tokenizer.decode([5, 6, 7])
     assert worst["log_probs"] == [0, -1, None] and worst["entropies"] == [0, 0.125, 0.25]
     assert worst["inserted"] == [1] and best["inserted"] == []
-
-
-def test_a_pass_that_a_shard_adds_has_no_completions(run):
-    """Bug: a rank with fewer micro-batches than another ended at the step that it logged."""
-    group, table = [trajectory([5])], torch.ones(1, 3)
-    batch = MicroBatch(group, table, table > 0, table[:, 0], table / 8, table)
-    world = SimpleNamespace(size=2, gather_rows=lambda mine, shape: np.array([*mine, [3]]))
-    passes = equal_passes([batch], world)
-    assert len(passes) == 3 and not any(added.token_weights.any() for added in passes[1:])
-    log(run, [group], [{}], *passes, step=1)
-    assert kept(run)[0]["completions"][0]["weight"] == 1 / 8
 
 
 def test_of_a_large_group_the_best_and_the_worst_are_kept_and_of_a_long_completion_both_ends(run):

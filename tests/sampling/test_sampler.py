@@ -183,28 +183,6 @@ def test_a_step_that_would_not_replay_is_not_captured(rotary_model_folder, graph
 
 # Drawing one token
 
-LN_2 = math.log(2)
-BY_HAND = {  # probabilities, uniform and parameters give token, log-probability and entropy
-    "whole": ([2, 1, 1], 0.0, {}, (0, -LN_2, 1.5 * LN_2)),  # 1/2, 1/4 and 1/4
-    "scored among all": ([2, 1, 1], 0.9, {"top_p": 0.4, "top_k": 1}, (0, -LN_2, 1.5 * LN_2)),
-    "at temperature 1/2 it is (4, 1, 1) / 6": (
-        *([2, 1, 1], 0.0, {"temperature": 0.5}),
-        (0, math.log(4 / 6), math.log(6) - 4 / 6 * math.log(4)),
-    ),
-    "of equally likely ones the greedy token is the first": (
-        *([1, 3, 3, 1], 0.99, {"temperature": 0.0}),
-        (1, math.log(3 / 8), 0.75 * math.log(8 / 3) + 0.25 * math.log(8)),
-    ),
-}
-
-
-def test_a_draw_by_hand():
-    """The numbers are those of the whole distribution at the temperature; greedy ones at 1."""
-    for name, (weights, uniform, changes, expected) in BY_HAND.items():
-        logits = torch.tensor([weights]).log()
-        drawn = sample_tokens(logits, torch.tensor([uniform]), replace(PLAIN, **changes))
-        assert [number.item() for number in drawn] == pytest.approx(expected, abs=1e-6), name
-
 
 @pytest.mark.parametrize("num_logits", [3, 255, 256, 257, 554, 5000])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
@@ -368,33 +346,7 @@ def test_a_rollout_gives_back_the_memory_that_an_update_has_left(monkeypatch):
     assert held_mb() - before < 150
 
 
-def test_a_batch_that_is_too_large_is_decoded_again_in_halves(rotary_model_folder, monkeypatch):
-    """Each question has its own random numbers, so it gets the completions that it had anyway."""
-    policy, decoded, lines = make_policy(rotary_model_folder, is_exact=True), [], []
-
-    def decode(model, prompts, seeds, params, **settings):
-        decoded.append(len(prompts))
-        if len(prompts) > limit:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return decode_grouped(model, prompts, seeds, params, **settings)
-
-    policy.sampler.loop = decode
-    monkeypatch.setattr("engine.model.sampler.tokens_that_fit", lambda *arguments: 10**6)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    prompts, seeds = [*RAGGED, [33]], SEEDS
-    params = replace(policy.params, max_new_tokens=12, eos_ids=(), group_size=4)
-    logger = listener(lambda num_ended: None, lines.append)
-    limit = 2
-    groups = decode_in_batches(policy.sampler, PromptBatch(prompts, seeds), params, None, logger)
-    assert decoded == [5, 3, 2, 2, 1] and lines == ["5 questions x 4 samples took 3 batches"]
-    assert_plain(policy, prompts, seeds, groups, max_new_tokens=12, eos_ids=())
-    limit = 0
-    with pytest.raises(torch.OutOfMemoryError):
-        decode_in_batches(policy.sampler, PromptBatch(prompts, seeds), params, None, logger)
-    assert decoded[5:] == [5, 3, 2, 1]
-
-
-# Attention, and the copy in bf16
+# Attention
 
 
 def test_the_probe_sees_a_mask_that_is_added_instead_of_applied(rotary_model_folder, monkeypatch):
@@ -406,14 +358,3 @@ def test_the_probe_sees_a_mask_that_is_added_instead_of_applied(rotary_model_fol
 
     monkeypatch.setattr(ReservedColumns, "visible_mask", lambda *given: reserve(*given) == 0)
     assert not supports_grouped(model)
-
-
-def test_the_bf16_sampler_keeps_its_rotary_frequencies(rotary_model_folder):
-    """Bug: `.to(torch.bfloat16)` rounded the frequencies too: far positions had the wrong angle."""
-    model = make_policy(rotary_model_folder).model
-    copied = copy_in(torch.bfloat16, model, CPU)
-    assert {p.dtype for p in copied.parameters()} == {torch.bfloat16}
-    assert not any(p.requires_grad for p in copied.parameters())
-    buffers = zip(copied.buffers(), model.buffers(), strict=True)
-    assert all(torch.equal(kept, original) for kept, original in buffers)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}

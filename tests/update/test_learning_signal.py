@@ -34,15 +34,9 @@ def test_equal_rewards_give_exactly_zero(divide_by_std, dtype):
     assert grpo_advantages(torch.tensor([[0.1, 0.1 + 1e-7]]), divide_by_std=divide_by_std).all()
 
 
-def test_the_k_best_are_marked_and_ties_go_to_the_lower_index():
-    rewards = torch.tensor([[0.1, 1.1, 0.1, 1.1], [0.5, 0.5, 0.5, 0.5], [0.0, 0.1, 0.1, 0.1]])
-    assert k_best_mask(rewards, k=2).tolist() == [
-        [False, True, False, True],
-        [True, True, False, False],
-        [False, True, True, False],
-    ]
-    many = torch.zeros((1, 200))  # a sort that is not stable shows from a few dozen equals on
-    assert k_best_mask(many, k=3)[0].nonzero()[:, 0].tolist() == [0, 1, 2]
+def test_of_equals_the_lower_indices_are_the_k_best():
+    """A sort that is not stable shows from a few dozen equals on."""
+    assert k_best_mask(torch.zeros((1, 200)), k=3)[0].nonzero()[:, 0].tolist() == [0, 1, 2]
 
 
 def test_a_quarter_of_sils_gradient_comes_from_groups_of_equals():

@@ -1,4 +1,4 @@
-"""float16: small gradients survive, one that overflows skips its step, a resumed run goes on.
+"""float16: any loss scale that fits makes the same update; and which dtype a run computes in.
 
 On a CPU float16 products take several times as long as in float32, so all models here are tiny.
 """
@@ -21,7 +21,9 @@ from harness import (
     read_rows,
     run_on_ranks,
 )
-from reference import EASY, GRPO, HARD, IN_TWO, config_of, flat, make_groups
+from reference import EASY, GRPO, HARD, IN_TWO, Recorder, config_of, flat, make_groups
+from test_update import AT_ONCE, IN_BLOCKS, RATE
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import engine.run.start
@@ -35,7 +37,6 @@ from engine.run.state import Run
 from engine.update.optimizer import Outcome, Update
 
 FLOAT16 = "model.compute_dtype=float16"
-FIRST_SCALE = INIT_SCALE
 
 
 def prepared(folder: Path, *options: str, world: World | None = None, scale: float) -> Run:
@@ -65,26 +66,38 @@ def weights_of(run: Run) -> np.ndarray:
 # An update
 
 
-def test_a_gradient_that_overflows_skips_the_step_and_halves_the_scale(rotary_model_folder):
-    """Until the scale fits; and the search for it does not count towards max_skipped_steps."""
-    options = [rotary_model_folder, "training.warmup_steps=0", "training.lr_schedule=constant"]
-    run, scales = prepared(*options, scale=FIRST_SCALE), []
-    before = weights_of(run)
-    while True:
-        result, weights = update(run, factor=1e4)
+@pytest.mark.parametrize(("limit", "max_bytes"), [("1e9", AT_ONCE), ("1e-3", IN_BLOCKS)])
+def test_an_update_is_the_same_at_every_loss_scale_that_fits(
+    rotary_model_folder, monkeypatch, limit, max_bytes
+):
+    """Bit for bit, where the norm is limited too; that it is right is in test_update.py.
+
+    A smaller scale loses small gradients. A larger one overflows: it is halved, and costs a step.
+    """
+    monkeypatch.setattr("engine.model.policy.MAX_LOGITS_BYTES", max_bytes)
+    hot = "sampling.temperature=4"  # logits that are close to each other have gradients that are
+    run = prepared(rotary_model_folder, hot, f"training.max_grad_norm={limit}", scale=1.0)
+    scaler, before, made, exponents = run.policy.grad_scaler, weights_of(run), {}, range(8, 27)
+    for exponent in exponents:
+        nn.utils.vector_to_parameters(torch.tensor(before), run.policy.model.parameters())
+        scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**exponent})
+        run.optimizer = Recorder(run.policy.model, RATE)
+        result, weights = update(run, factor=1.0)
         if result.outcome is Outcome.UPDATED:
-            break
-        scales.append(run.policy.grad_scaler.get_scale())
-        assert result.outcome is Outcome.OVERFLOWED and not result.has_moved
-        assert math.isfinite(result.metrics["train/loss"]) and np.array_equal(before, weights)
-        watched = dict.fromkeys(WATCHED, 0.5)
-        run.end_step(result, watched, 0)
-        assert watched["train/skipped_steps"] == len(scales) and run.state.skipped_in_a_row == 0
-    assert len(scales) > 1 and scales == [FIRST_SCALE / 2**n for n in range(1, len(scales) + 1)]
-    other = prepared(*options, scale=scales[-1])
-    expected, expected_weights = update(other, factor=1e4)
-    assert result.metrics["train/grad_norm"] == expected.metrics["train/grad_norm"]
-    assert np.array_equal(weights, expected_weights) and not np.array_equal(weights, before)
+            assert scaler.get_scale() == 2.0**exponent
+            numbers = np.concatenate([*run.optimizer.gradients, weights])
+            made[exponent] = numbers.tobytes(), result.metrics
+        else:
+            assert result.outcome is Outcome.OVERFLOWED and scaler.get_scale() == 2.0**exponent / 2
+            assert not result.has_moved and np.array_equal(before, weights)
+            assert result.metrics["train/loss"] == made[8][1]["train/loss"]
+            run.end_step(result, dict.fromkeys(WATCHED, 0.5), 0)
+    assert run.state.skipped_steps == len(exponents) - len(made) > 1
+    assert run.state.skipped_in_a_row == 0  # the search for a scale does not end the run
+    last = max(made)
+    fitting = [exponent for exponent in made if made[exponent] == made[last]]
+    assert [*made] == [*range(8, last + 1)] and fitting == [*range(fitting[0], last + 1)]
+    assert fitting[0] > 8 and len(fitting) >= 5
 
 
 @pytest.mark.parametrize(("factor", "scale"), [(1e30, 1.0), (math.inf, 8.0)], ids=["grad", "loss"])
@@ -105,7 +118,7 @@ def updates_of_unlike_ranks(world: World, folder: Path) -> list[tuple]:
     """Outcome, loss scale and weights, of a whole model and of shards; rank 1 alone overflows."""
     results = []
     for shard in ("model.shard=false", "model.shard=true"):
-        run = prepared(folder, shard, world=world, scale=FIRST_SCALE)
+        run = prepared(folder, shard, world=world, scale=INIT_SCALE)
         result, weights = update(run, factor=(1.0, 1e4)[world.rank])
         results.append((result.outcome.name, run.policy.grad_scaler.get_scale(), weights))
     return results
@@ -114,7 +127,7 @@ def updates_of_unlike_ranks(world: World, folder: Path) -> list[tuple]:
 def test_all_ranks_halve_the_scale_that_is_too_high_on_one(rotary_model_folder, tmp_path):
     ranks = run_on_ranks(updates_of_unlike_ranks, 2, rotary_model_folder, folder=tmp_path)
     for (outcome, scale, weights), other in zip(*ranks, strict=True):
-        assert (outcome, scale) == other[:2] == ("OVERFLOWED", FIRST_SCALE / 2)
+        assert (outcome, scale) == other[:2] == ("OVERFLOWED", INIT_SCALE / 2)
         assert np.isfinite(weights).all() and np.array_equal(weights, other[2])
 
 
@@ -137,7 +150,7 @@ def test_a_resumed_run_is_bit_for_bit_the_unbroken_one(rotary_model_folder, tmp_
     """The scale doubles after two updates, of which one was before the break."""
     grade_by_text(monkeypatch)
     scales = train(tmp_path / "whole", rotary_model_folder, 3)
-    assert scales == [FIRST_SCALE, 2 * FIRST_SCALE, 2 * FIRST_SCALE]
+    assert scales == [INIT_SCALE, 2 * INIT_SCALE, 2 * INIT_SCALE]
     train(tmp_path / "parts", rotary_model_folder, 1)
     assert train(tmp_path / "parts", rotary_model_folder, 3) == scales
     assert_same(tmp_path / "whole", tmp_path / "parts")
