@@ -1,5 +1,6 @@
 """What a task may define, what stands for the names that it leaves out; a question as messages."""
 
+import copy
 import json
 import re
 from collections.abc import Callable, Mapping

@@ -129,6 +129,16 @@ def write_checkpoint(
         (inner / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
         sizes = json.dumps(sizes_of(temporary))
         (inner / "files.json").write_text(sizes, encoding="utf-8")
+    mark(root, checkpoint)
+    whole = [folder for folder in list_checkpoints(root) if is_whole(folder)]
+    outdated = [] if keep is None else whole[keep:]
+    left_by_kills = [*root.glob("step-*.tmp"), *root.glob("step-*.old")]
+    for folder in [*outdated, *left_by_kills]:
+        remove(folder)
+
+
+def mark(root: Path, checkpoint: Path) -> None:
+    """Write that there are checkpoints, and link `last` to the newest."""
     open_to_append(root.parent / MARKER).close()
     with contextlib.suppress(OSError):  # `last` is for people, and some file systems have no links
         last, link = root / "last", root / "last.tmp"
@@ -136,11 +146,6 @@ def write_checkpoint(
         link.symlink_to(checkpoint.name)
         link.replace(last)
     sync(root)
-    whole = [folder for folder in list_checkpoints(root) if is_whole(folder)]
-    outdated = [] if keep is None else whole[keep:]
-    left_by_kills = [*root.glob("step-*.tmp"), *root.glob("step-*.old")]
-    for folder in [*outdated, *left_by_kills]:
-        remove(folder)
 
 
 def write_model(

@@ -41,6 +41,7 @@ def resume(run: Run) -> None:
     if saved is None:
         return
     compare(run, saved)
+    world.on_main(checkpoint.mark, folder.parent, folder)  # a kill may have come before
     if config.model.shard:  # each rank reads its own part
         model, num_parts = run.policy.model, saved.num_ranks
         shards.load_parts(folder, model, run.optimizer, num_parts=num_parts, rank=world.rank)
