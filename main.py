@@ -129,7 +129,7 @@ def run_training(run: Run) -> int:
             evaluate(run)
         if run.is_checkpoint_due:  # each checkpoint.every steps, at the end, and after a signal
             save_checkpoint(run)
-        if run.is_over or world.should_stop:
+        if run.is_over or world.stop_signal:
             return finish(run)  # all is saved: it says what was reached
         run.check_skipped_steps()  # FloatingPointError after too many in a row
         clock = Clock()

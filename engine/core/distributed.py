@@ -23,7 +23,7 @@ class World:
     rank: int
     size: int
     device: torch.device
-    stop_signal: int = 0  # SIGTERM, SIGINT or SIGHUP, if a rank had got one when all were asked
+    stop_signal: int = 0  # SIGTERM, SIGINT or SIGHUP: one that a rank had got when all were asked
 
     @property
     def is_main(self) -> bool:
@@ -32,10 +32,6 @@ class World:
     @functools.cached_property
     def signals(self) -> SignalWatch:
         return SignalWatch(is_main=self.is_main)
-
-    @property
-    def should_stop(self) -> bool:
-        return self.stop_signal > 0
 
     def sum(self, values: list[float] | np.ndarray | torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in float64 on the CPU."""
@@ -46,8 +42,7 @@ class World:
 
     def ask_whether_to_stop(self) -> None:
         """Let all ranks learn of a signal to one of them, so that they stop together."""
-        first = self.gather_rows([[self.signals.first]], shape=(self.size, 1))  # of each rank
-        self.stop_signal = int(first.max())
+        self.stop_signal = max(self.gather(self.signals.first))
 
     def share(self, items: Sequence[Any]) -> Sequence[Any]:
         """This rank's share of what all ranks divide: the items rank, rank + size and so on."""

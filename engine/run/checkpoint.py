@@ -127,14 +127,12 @@ def write_checkpoint(
         inner.mkdir()
         write(temporary)
         (inner / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-        sizes = json.dumps(sizes_of(temporary))
-        (inner / "files.json").write_text(sizes, encoding="utf-8")
+        (inner / "files.json").write_text(json.dumps(sizes_of(temporary)), encoding="utf-8")
     mark(root, checkpoint)
     whole = [folder for folder in list_checkpoints(root) if is_whole(folder)]
     outdated = [] if keep is None else whole[keep:]
-    left_by_kills = [*root.glob("step-*.tmp"), *root.glob("step-*.old")]
-    for folder in [*outdated, *left_by_kills]:
-        remove(folder)
+    for folder in [*outdated, *root.glob("step-*.tmp"), *root.glob("step-*.old")]:
+        remove(folder)  # kills have left the last two
 
 
 def mark(root: Path, checkpoint: Path) -> None:

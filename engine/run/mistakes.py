@@ -56,9 +56,8 @@ def mistakes_cost_one_line() -> Iterator[None]:
             # torchrun ends all ranks with the first: give rank 0 time to print the same mistake.
             time.sleep(3)
         if is_new and (is_first_rank or not is_config):
-            print(
-                *map(error_line, error.lines if is_config else [error]), sep="\n", file=sys.stderr
-            )
+            lines = error.lines if is_config else [error]
+            print(*map(error_line, lines), sep="\n", file=sys.stderr)
         sys.exit(2)
 
 
@@ -75,11 +74,10 @@ def crashes_name_the_fix(folder: Path, training: TrainingSettings) -> Iterator[N
             sys.exit(1)
         if not is_out_of_memory(error):
             raise
-        raise RuntimeError(
-            "out of memory: lower sampling.max_batch_tokens if it was sampling, else set "
-            f"training.micro_batch_tokens={training.micro_batch_tokens // 2}, or set "
-            "model.gradient_checkpointing=true"
-        ) from error
+        fix = f"training.micro_batch_tokens={training.micro_batch_tokens // 2}"
+        fix = f"{fix}, or set model.gradient_checkpointing=true"
+        cause = "out of memory: lower sampling.max_batch_tokens if it was sampling, else set"
+        raise RuntimeError(f"{cause} {fix}") from error
     except RewardError as error:
         with mistakes_cost_one_line():
             raise error

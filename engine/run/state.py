@@ -145,13 +145,13 @@ class Run:
     def is_evaluation_due(self) -> bool:
         """Not after a signal, when there may be no time: the resumed run sees what is due."""
         is_due = self.state.step % self.config.validation.every == 0 or self.is_over
-        return is_due and self.state.evaluated_at < self.state.step and not self.world.should_stop
+        return is_due and self.state.evaluated_at < self.state.step and not self.world.stop_signal
 
     @property
     def is_checkpoint_due(self) -> bool:
         step = self.state.step
         is_due = self.is_over or (step > 0 and step % self.config.checkpoint.every == 0)
-        return (is_due or self.world.should_stop) and not self.state.is_saved
+        return (is_due or self.world.stop_signal > 0) and not self.state.is_saved
 
     def check_skipped_steps(self) -> None:
         """Raises FloatingPointError if too many steps in a row were skipped."""

@@ -40,15 +40,15 @@ TWO_RANKS = ["--standalone", "--nproc-per-node=2"]
 def learn_from_the_other(world: World) -> tuple[list, str]:
     """What each of two ranks knows of a signal to rank 1, and of a file that rank 0 lacks."""
     world.ask_whether_to_stop()
-    known = [world.should_stop]
+    known = [world.stop_signal]
     if world.rank == 1:
         world.signals.note(INT)
-    known += [world.sum([[2.0], [world.rank]]).tolist(), world.should_stop]  # a sum only sums
+    known += [world.sum([[2.0], [world.rank]]).tolist(), world.stop_signal]  # a sum only sums
     world.ask_whether_to_stop()
     with pytest.raises(ValueError) as caught:
         world.on_main(Path("/no/such/file").read_text)
     run = SimpleNamespace(state=State(), world=world, is_over=False, logger=Logger(rank=1))
-    return [*known, world.should_stop, log.finish(run)], str(caught.value)
+    return [*known, world.stop_signal, log.finish(run)], str(caught.value)
 
 
 def test_all_ranks_learn_of_a_signal_to_one_and_of_a_mistake_of_rank_0(tmp_path):
@@ -57,7 +57,7 @@ def test_all_ranks_learn_of_a_signal_to_one_and_of_a_mistake_of_rank_0(tmp_path)
     Bug: the status of a rank that was not sent the signal itself was always SIGTERM's.
     """
     ranks = run_on_ranks(learn_from_the_other, 2, folder=tmp_path)
-    assert [known for known, _ in ranks] == [[False, [[4.0], [1.0]], False, True, 130]] * 2
+    assert [known for known, _ in ranks] == [[0, [[4.0], [1.0]], 0, INT, 130]] * 2
     assert ranks[0][1] == ranks[1][1] and "/no/such/file" in ranks[0][1]
 
 
