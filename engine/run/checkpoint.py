@@ -137,9 +137,11 @@ def write_checkpoint(
 
 def mark(root: Path, checkpoint: Path) -> None:
     """Write that there are checkpoints, and link `last` to the newest."""
-    open_to_append(root.parent / MARKER).close()
+    last, link, marker = root / "last", root / "last.tmp", root.parent / MARKER
+    if marker.exists() and last.resolve() == checkpoint.resolve():
+        return
+    open_to_append(marker).close()
     with contextlib.suppress(OSError):  # `last` is for people, and some file systems have no links
-        last, link = root / "last", root / "last.tmp"
         remove(link)
         link.symlink_to(checkpoint.name)
         link.replace(last)

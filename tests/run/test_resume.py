@@ -177,7 +177,7 @@ AT_A_SAVE, RANK_1 = {"saves": 1, "events": 1}, {"rank": 1, "calls": 30}  # in it
 LATER = {"saves": 1, "events": 8}
 STOPPED = "stopped by a signal after step"
 IN_REWARD = f"\nerror: {ROOT}/countdown.py: it raised RuntimeError: it fails here"
-RESTARTED = ["traceback : error: torchrun has", "start the command again, it resumes"]
+RESTARTED = ["error: torchrun has", "start the command again, it resumes"]
 OTHERS_END = ["in sample_trajectories", "by peer"]  # of which nobody should read
 # One start after the other: the fault, an option of torchrun, what is said and what must not be.
 STARTS = [
