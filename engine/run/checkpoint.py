@@ -129,8 +129,7 @@ def write_checkpoint(
         (inner / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
         (inner / "files.json").write_text(json.dumps(sizes_of(temporary)), encoding="utf-8")
     mark(root, checkpoint)
-    whole = [folder for folder in list_checkpoints(root) if is_whole(folder)]
-    outdated = [] if keep is None else whole[keep:]
+    outdated = [old for old in list_checkpoints(root) if is_whole(old)][keep:] if keep else []
     for folder in [*outdated, *root.glob("step-*.tmp"), *root.glob("step-*.old")]:
         remove(folder)  # kills have left the last two
 

@@ -78,8 +78,7 @@ def write_merged(folder: Path, config: Config, log: Log) -> None:
     run, files = folder.parent, of_files(config, with_weights=True)
     with lock_folder(run, log):  # another first start would write there too
         if folder.is_dir() and not (folder / MADE_OF).is_file():
-            older = "is of an older version, which does not say what it was made of"
-            return log(f"warning: {folder} {older}: it is used as it is")
+            return log(f"warning: {folder} does not say what it was made of: used as it is")
         if folder.is_dir():
             made_of = read_file(folder / MADE_OF)
             if made_of == files:

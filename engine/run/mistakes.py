@@ -53,8 +53,7 @@ def mistakes_cost_one_line() -> Iterator[None]:
         # error (see `read_environment`), which the first restart prints.
         is_new = num_restarts <= (0 if is_config else 1)
         if is_new and not is_first_rank:
-            # torchrun ends all ranks with the first: give rank 0 time to print the same mistake.
-            time.sleep(3)
+            time.sleep(3)  # torchrun ends all ranks with the first: let rank 0 print it before
         if is_new and (is_first_rank or not is_config):
             lines = error.lines if is_config else [error]
             print(*map(error_line, lines), sep="\n", file=sys.stderr)

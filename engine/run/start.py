@@ -117,8 +117,7 @@ def check_disk(folder: Path, config: Config, *, num_weights: int) -> None:
         num_checkpoints = config.checkpoint.keep + 1  # one more while it is written
     needed = num_checkpoints * checkpoint + twice_best
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    # What is saved already counts as room: a resumed run overwrites it.
-    room = shutil.disk_usage(there).free + sum(sizes_of(folder).values())
+    room = shutil.disk_usage(there).free + sum(sizes_of(folder).values())  # a resume overwrites it
     if needed > room:
         keep = math.floor((room - twice_best) / checkpoint) - 1
         fix = f"checkpoint.keep={keep} would fit" if keep > 0 else "give run.dir a larger disk"

@@ -130,7 +130,7 @@ def test_a_run_goes_on_with_the_adapter_and_the_base_that_it_began_with(
     change_json(file.with_name("files.json"), **sizes)
     capsys.readouterr()
     assert begin(first).is_resumed
-    assert capsys.readouterr().out.count("is of an older version") == 1
+    assert capsys.readouterr().out.count("does not say what it was made of") == 1
 
 
 def problem_with(world: World, folders: list[Path], local_rank: int) -> str:
