@@ -137,13 +137,14 @@ def read_environment() -> tuple[int, int, int, int]:
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         problem = "torchrun has restarted the run (--max-restarts), which is not supported"
         raise ValueError(f"{problem}: start the command again, it resumes")
-    defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    values = {name: int(os.environ.get(name, default)) for name, default in defaults.items()}
-    rank, size, local_rank, local_size = values.values()
-    if not (rank < size and local_rank < local_size <= size):
-        found = ", ".join(f"{name}={value}" for name, value in values.items())
-        raise ValueError(f"{found}: start with torchrun, which sets these, or unset them all")
-    return rank, size, local_rank, local_size
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    values = {name: os.environ.get(name, default) for name, default in defaults.items()}
+    if all(value.isdecimal() for value in values.values()):
+        rank, size, local_rank, local_size = map(int, values.values())
+        if rank < size and local_rank < local_size <= size:
+            return rank, size, local_rank, local_size
+    found = ", ".join(f"{name}={value}" for name, value in values.items())
+    raise ValueError(f"{found}: start with torchrun, which sets these, or unset them all")
 
 
 def order_ddp_buckets(scorer: nn.Module, device: torch.device) -> None:

@@ -181,6 +181,7 @@ def is_in_split(key: str, split: str) -> bool:
 
     A hash of its key decides, so that no question is in both, whatever the seed or the order.
     """
+    assert split in ("train", "validation"), split
     is_held_out = hash_of(key)[0] < 256 / 8  # 1 question in 8
     return is_held_out == (split == "validation")
 

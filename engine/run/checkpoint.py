@@ -267,6 +267,6 @@ def load_weights(folder: Path, model: PreTrainedModel) -> None:
 
 
 def load_optimizer_state(folder: Path) -> dict:
-    """The optimizer's averages, which run no code: a pickle may name any function."""
+    """The optimizer's averages. A pickle may name any function to call, so it is of weights only."""
     file = folder / "training_state" / "optimizer.pt"
     return torch.load(file, map_location="cpu", weights_only=True)

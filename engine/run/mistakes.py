@@ -73,10 +73,10 @@ def crashes_name_the_fix(folder: Path, training: TrainingSettings) -> Iterator[N
             sys.exit(1)
         if not is_out_of_memory(error):
             raise
-        fix = f"training.micro_batch_tokens={training.micro_batch_tokens // 2}"
-        fix = f"{fix}, or set model.gradient_checkpointing=true"
-        cause = "out of memory: lower sampling.max_batch_tokens if it was sampling, else set"
-        raise RuntimeError(f"{cause} {fix}") from error
+        sampling = "if it was sampling, lower sampling.max_batch_tokens"
+        update = f"set training.micro_batch_tokens={training.micro_batch_tokens // 2}, or"
+        fix = f"{sampling}, else {update} model.gradient_checkpointing=true"
+        raise RuntimeError(f"out of memory: {fix}") from error
     except RewardError as error:
         with mistakes_cost_one_line():
             raise error

@@ -91,6 +91,7 @@ READ = {  # what a file has, the arguments, and what a key is then; ~ is the hom
     "1e-5": ("", "training.learning_rate=1e-5", {"training.learning_rate": 1e-5}),
     "1E-5": ("", "training.learning_rate=1E-5", {"training.learning_rate": 1e-5}),
     "no board": ("", "logging.report_to=none", {"logging.report_to": []}),
+    "010": ("", "training.seed=010", {"training.seed": 10}),  # bug: YAML 1.1 reads it as 8
     # A mapping that is off can be set in part, and switched off again.
     "lora": ("", "model.lora.r=4", {"model.lora": LORA}),
     # Steps or epochs; where there are epochs, 20 stands until the questions are counted.

@@ -118,7 +118,7 @@ def test_variables_that_torchrun_would_not_set_are_named(monkeypatch):
     for name in names:
         monkeypatch.delenv(name, raising=False)
     assert read_environment() == (0, 1, 0, 1)
-    wrong = ["RANK=1", "WORLD_SIZE=0", "WORLD_SIZE=-1", "LOCAL_RANK=1"]
+    wrong = ["RANK=1", "RANK=-1", "WORLD_SIZE=0", "WORLD_SIZE=abc", "LOCAL_RANK=1"]
     for given in (*wrong, "LOCAL_WORLD_SIZE=2", "RANK=2 WORLD_SIZE=2"):
         with monkeypatch.context() as patch:
             for name, value in (text.split("=") for text in given.split()):
