@@ -267,6 +267,6 @@ def load_weights(folder: Path, model: PreTrainedModel) -> None:
 
 
 def load_optimizer_state(folder: Path) -> dict:
-    """The optimizer's averages. A pickle may name any function to call, so it is of weights only."""
+    """The optimizer's averages; only weights are read, since a pickle may name code to run."""
     file = folder / "training_state" / "optimizer.pt"
     return torch.load(file, map_location="cpu", weights_only=True)

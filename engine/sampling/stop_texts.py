@@ -19,8 +19,8 @@ class StopTexts:
         # Some tokenizers drop a token's space at the beginning of a text: look at it behind another
         before = tokenizer.encode("a", add_special_tokens=False)
         start = len(tokenizer.decode(before))
-        behind = (tokenizer.decode([*before, i])[start:] for i in ids)
-        self.asking_ids = [i for i, text in zip(ids, behind) if self.may_complete(text)]
+        texts_behind = {i: tokenizer.decode([*before, i])[start:] for i in ids}
+        self.asking_ids = [i for i, text in texts_behind.items() if self.may_complete(text)]
 
     def may_complete(self, token: str) -> bool:
         """Whether one of the texts may end in this token; it may be a part of a character."""
