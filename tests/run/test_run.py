@@ -168,8 +168,8 @@ def draws(monkeypatch) -> list[tuple[tuple, tuple]]:
 
 def test_no_two_samples_share_random_numbers(tmp_path, rotary_model_folder, data, draws):
     """Training's are of the run's seed and the question, validation's are always the same."""
-    for number in ("2", "3"):
-        given = [*data, f"training.seed={number}"]
+    for number in ("2", "3"):  # an epoch is of three questions, and ends in the second step
+        given = [*data, f"training.seed={number}", "task.max_train_examples=3"]
         train_here(load_run(tmp_path / number, rotary_model_folder, *given))
     trained = [some for some, _ in draws if len(some) == 3]
     assert sorted(some[-1] for some in trained) == [n for n in (0, 1, 2, 3) for _ in range(16)]
