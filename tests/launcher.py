@@ -45,7 +45,7 @@ class Striker:
         paths = [str(argument) for argument in arguments[:2]]
         if event == "open" and not paths[0].startswith(str(self.folder)):
             return
-        if event == "os.rename" and paths[1].endswith("/checkpoints/last"):
+        if event == "os.symlink" and paths[1].endswith("/checkpoints/last"):
             self.saves += 1
         if self.saves >= self.fault["saves"]:
             self.events += 1

@@ -129,15 +129,12 @@ def main() -> None:
         options.row = json.loads(table[0]) if isinstance(table[0], str) else table[0]
         if isinstance(options.row, CsvRow):
             options.row = with_numbers(options.row, number_columns(table))
+    asked = options.name, options.row, options.overrides
     if options.serve:  # the grader's process
         sys.addaudithook(watch)
-        return serve(
-            lambda: functools.partial(
-                attempt, load(options.name, options.row, options.overrides)[0]
-            )
-        )
+        return serve(lambda: functools.partial(attempt, load(*asked)[0]))
     with mistakes_cost_one_line():
-        found = attack(options.name, options.row, options.overrides)
+        found = attack(*asked)
     for what, texts in found.items():
         print(f"{what:<28}", f"{len(texts)}, such as {texts[0]!r:.90}" if texts else "nothing")
     sys.exit(any(found.values()))

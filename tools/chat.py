@@ -140,9 +140,8 @@ def without_task(options: argparse.Namespace) -> argparse.Namespace | None:
     run = run_that_made(os.path.expanduser(options.model))
     file, default = (run or Path()) / "config.yaml", Config().task.name
     found = section_of(read_file(file), "task") if file.is_file() else {}
-    is_free = found.get("reward") is not None or (
-        run is None and found.get("name") in (None, default)
-    )
+    is_default = run is None and found.get("name") in (None, default)
+    is_free = is_default or found.get("reward") is not None
     is_named = any(o.startswith(("task.name=", "task.reward=", "task=")) for o in options.overrides)
     if options.config or options.watch or is_named or not is_free:
         return None

@@ -74,7 +74,7 @@ def read_run(folder: Path, files: dict[str, GrowingFile] | None = None) -> dict[
         file.read()
     table = read_table(folder, files["metrics"].rows or None)
     rollouts = by_step(files["rollouts"])
-    samples = by_step(files["samples"], is_of_validation, MAX_QUESTIONS)
+    samples = by_step(files["samples"], lambda row: row.get("split") != "train", MAX_QUESTIONS)
     panels = panels_of(folder)
     metric = panels[0][0]  # what has chosen best/, if that is not best_of_n
     return {
@@ -101,10 +101,6 @@ def by_step(
         rows, sizes = zip(*itertools.islice(pairs, most), strict=True)
         steps.append(({"step": step, "rows": [*rows]}, sum(sizes) + 100))  # and its braces
     return steps
-
-
-def is_of_validation(sample: dict) -> bool:
-    return sample.get("split", "validation") == "validation"
 
 
 def shortened(sample: dict) -> dict:

@@ -114,10 +114,10 @@ class ModelSettings(Section):
     per weight. The checkpoints can only be resumed; best/ is an ordinary model."""
     lora: LoraSettings | None = None
     """null trains all weights. {r: 8, alpha: 32, dropout: 0.0} freezes them and trains a low-rank
-    adapter instead (LoRA, arXiv:2106.09685; package peft): to every linear layer of the blocks it
-    adds alpha / r times the product of two matrices of rank r. Dropout acts only in the update,
-    differently in every pass: the scored policy is then not the one that sampled, and with
-    num_iterations above 1 no ratio is quite 1. target_modules: [q_proj, v_proj] are some layers."""
+    adapter instead (LoRA, arXiv:2106.09685; package peft): to every linear layer of the blocks, or
+    to some (target_modules: [q_proj, v_proj]), it adds alpha / r times the product of two matrices
+    of rank r. Dropout acts only in the update, differently in every pass: the scored policy is then
+    not the one that sampled, and with num_iterations above 1 no ratio is quite 1."""
     load_in_4bit: bool = False
     """Keep the weights below the adapter in 4 bits (NF4 with double quantisation; package
     bitsandbytes). They take a quarter of the memory of bfloat16 and are a little less exact."""
@@ -177,7 +177,7 @@ class TaskSettings(Section):
     template_options: dict[str, bool | int | float | str] = {}
     """Options of the model's chat template, such as {enable_thinking: false} for Qwen3 or 3.5."""
     template_date: str | None = Field(None, pattern=r"^\d{4}-\d\d-\d\d$")
-    """A chat template's today, such as "2026-11-23". null is the day of the first start."""
+    """The date in a chat template, such as "2026-11-23". null is the day of the first start."""
 
     @property
     def code(self) -> str:
@@ -207,10 +207,9 @@ class SamplingSettings(Section):
     top_k: NonNegativeInt = 0
     """The same with this many most likely tokens; 0 is off."""
     stop: list[Text] = []
-    """Extra texts that end a completion, such as ["</answer>"], and extra special tokens, such as
-    ["<|bos|>"]. A completion ends with the token that completes such a text. It always ends at the
-    end tokens that the model's files name, and at the token that the chat template writes after an
-    assistant's turn; all of them are printed at the start."""
+    """Texts that end a completion, such as ["</answer>"], with the token that completes them, and
+    special tokens, such as ["<|bos|>"]. The end tokens of the model's files always end it, and so
+    does what its chat template writes after a turn; all of them are printed at the start."""
     max_batch_tokens: PositiveInt | None = None
     """The most tokens decoded at once: rows times (longest prompt + new tokens). null is what fits
     into the GPU's free memory, or on a CPU into 1 GB, at most 524288. Lower it if that runs out."""
@@ -223,7 +222,7 @@ class SamplingSettings(Section):
     <|python_start|>12*3<|python_end|> with <|output_start|>36<|output_end|>, in the special tokens
     of nanochat's models. What it writes counts in the completion's length and is not trained on."""
     max_turns: Count = 8
-    """The most turns with a task's Environment (docs/tasks.md); it ends then, not as cut off."""
+    """The most turns with a task's Environment; a completion that ends there is not cut off."""
 
 
 class TrainingSettings(Section):
@@ -266,7 +265,7 @@ class TrainingSettings(Section):
     """The learning rate after the warm-up: constant, or falling to 0 in a straight line (linear) or
     along a cosine, as in transformers. It would reach 0 one step after the last."""
     warmup_steps: NonNegativeInt = 5
-    """The steps in which the rate rises in a straight line, while averages settle; 0 is off."""
+    """The steps in which the rate rises in a line, while AdamW's averages settle; 0 is off."""
     advantage: Literal["mean", "over_mean", "zscore"] | FunctionName = "mean"
     """For grpo, mean is the reward minus the mean of its group. zscore also divides by the group's
     standard deviation, which gives very easy and very hard questions more weight. over_mean divides
@@ -282,7 +281,7 @@ class TrainingSettings(Section):
     """The weight of the KL penalty, which holds the policy near the model that the run started
     from: exp(d) - d - 1 per token, d = log p(reference) - log p(policy). 0 is off and costs
     nothing; 0.001 to 0.04 is usual. Above 0 a frozen copy of that model (with model.lora the model
-    without its adapter) scores every batch too, and completions without an advantage count."""
+    without its adapter) scores every batch too, and completions of advantage 0 are trained on."""
     num_iterations: Count = 1
     """Updates from the same completions; above 1 each sample teaches more (see policy_loss)."""
     policy_loss: Literal["ppo", "cispo", "gspo", "dppo"] | FunctionName = "ppo"
@@ -310,7 +309,7 @@ class TrainingSettings(Section):
     skip_truncated: bool = False
     """Do not train on completions that were cut off; they do count in the mean of their group."""
     distill_mix: float | None = Field(None, gt=0, le=1000)
-    """For distill: this times the teacher's advantage is added to grpo's. null is the teacher's."""
+    """For distill: grpo's advantage plus this times the teacher's. null is the teacher's alone."""
     optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
     """adamw keeps two float32 averages for each weight. adamw_8bit (package bitsandbytes) keeps
     them in 8 bits, which saves 6 bytes for each weight. muon updates the matrices of the blocks by
@@ -425,7 +424,7 @@ class LoggingSettings(Section):
     rollouts_every: NonNegativeInt = 10
     """Keep a few groups of a step in rollouts.jsonl, with the numbers of their tokens, at step 1
     and whenever this number of steps has passed; 0 is off. `python -m tools.report` shows them. The
-    file stays below 16 MB: as it fills, fewer steps are kept. It costs time/rollouts_log_s."""
+    file stays below 16 MB: as it fills, fewer steps are kept. time/rollouts_log_s is its cost."""
     completions_every: NonNegativeInt = 0
     """Keep all completions of a step, with their texts, rewards and advantages, whenever this
     number of steps has passed, in completions.jsonl; 0 is off."""

@@ -89,8 +89,6 @@ def load_model_and_tokenizer(
         return load_model_and_tokenizer(config, device, log, compute_dtype=torch.float32, key=key)
     if adapter is not None:
         adapters.add_adapter(model, adapter, seed=config.training.seed)
-        num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        log(f"LoRA: {num_trained:,} weights are trained, all others stay as they are")
     return model, tokenizer, compute_dtype
 
 

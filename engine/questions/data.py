@@ -44,7 +44,7 @@ def load_questions(
     """The validation questions, and the stream of training questions if the run trains.
 
     `context` is the number of tokens that the model can see, None for no limit. Questions without
-    room for a completion are dropped, in training when the stream meets them: all would take long.
+    room for a completion are dropped: in training by the stream, since to render all takes long.
     """
     settings, is_shared = config.task, config.task.train == config.task.eval
     load = functools.partial(load_examples, task, options=settings, held_out=is_shared, log=log)
@@ -72,9 +72,8 @@ def load_questions(
         log(f"{some} are too long or hold a special token: dropped")
     if len(fitting) < num:
         log(f"warning: {len(fitting)} different validation questions, not the {num} asked for")
-    lengths = [num for num in lengths if num <= longest]
-    means = f"{np.mean(lengths):.0f} tokens on average, {max(lengths)} the longest"
-    log(f"prompts of validation questions: {means}")
+    kept = [num for num in lengths if num <= longest]
+    log(f"validation prompts: {np.mean(kept):.0f} tokens on average, {max(kept)} the longest")
     if config.mode != "train":
         return fitting, None
     limit, seed = settings.max_train_examples, config.training.seed

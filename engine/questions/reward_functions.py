@@ -151,7 +151,7 @@ class RewardTask(Task):
         return columns | {"max_completion_length": self.max_completion_length}
 
     def call(self, name: str, columns: dict[str, Any], example: dict) -> list[float | None]:
-        """What a function pays for each completion of a question."""
+        """What a function, given a copy, pays for each completion of a question."""
         file, function = self.functions[name]
         with naming_mistakes(file, function, example, name=name, form=form_of(columns)):
             paid = function(**copy.deepcopy(columns), log_metric=self.log_metric)
@@ -161,21 +161,25 @@ class RewardTask(Task):
         self, name: str, columns: list[dict], examples: list[dict], options: TaskSettings
     ) -> list[list[float | None] | None]:
         """The same of all questions, by an async function; None where it took too long."""
-        (file, function), free = self.functions[name], asyncio.Semaphore(options.concurrency)
+        free = asyncio.Semaphore(options.concurrency)
 
-        async def call(columns: dict[str, Any], example: dict) -> list[float | None] | None:
+        async def in_time(columns: dict[str, Any], example: dict) -> list[float | None] | None:
             async with free:
-                with naming_mistakes(file, function, example, name=name, form=form_of(columns)):
-                    given = copy.deepcopy(columns)  # a change would stay for the whole run
-                    running = asyncio.ensure_future(function(**given, log_metric=self.log_metric))
-                    await asyncio.wait([running], timeout=options.reward_timeout)
-                    if not running.done():
-                        running.cancel()
-                        return None
-                    paid = running.result()
-            return self.checked(paid, name, columns, example)
+                running = asyncio.ensure_future(self.call_async(name, columns, example))
+                await asyncio.wait([running], timeout=options.reward_timeout)
+                if running.done():
+                    return running.result()
+                running.cancel()
+                return None
 
-        return await asyncio.gather(*map(call, columns, examples))
+        return await asyncio.gather(*map(in_time, columns, examples))
+
+    async def call_async(self, name: str, columns: dict[str, Any], example: dict) -> list:
+        """The same by an async function: a sys.exit() that left its task would end the process."""
+        file, function = self.functions[name]
+        with naming_mistakes(file, function, example, name=name, form=form_of(columns)):
+            paid = await function(**copy.deepcopy(columns), log_metric=self.log_metric)
+        return self.checked(paid, name, columns, example)
 
     def checked(self, paid: Any, name: str, columns: dict, example: dict) -> list[float | None]:
         """What a function paid; RewardError if that is no list of numbers, one a completion."""

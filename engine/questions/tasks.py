@@ -104,7 +104,7 @@ def reward_parts(
 ) -> list[list[dict[str, float | None]]]:
     """What a task pays for each completion of each question; RewardError if that is no number.
 
-    `groups` are the Completions of these texts, [[None]] to try it. A part may be None: not to pay.
+    `groups` are the texts' Completions, [[None]] to try it. A part that does not apply is None.
     """
     with contextlib.chdir("."):  # a reward may go elsewhere, but all paths are relative to here
         if task.reward_groups is not None:

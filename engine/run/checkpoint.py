@@ -136,14 +136,13 @@ def write_checkpoint(
 
 def mark(root: Path, checkpoint: Path) -> None:
     """Write that there are checkpoints, and link `last` to the newest."""
-    last, link, marker = root / "last", root / "last.tmp", root.parent / MARKER
+    last, marker = root / "last", root.parent / MARKER
     if marker.exists() and last.resolve() == checkpoint.resolve():
         return
     open_to_append(marker).close()
     with contextlib.suppress(OSError):  # `last` is for people, and some file systems have no links
-        remove(link)
-        link.symlink_to(checkpoint.name)
-        link.replace(last)
+        remove(last)  # also what `scp -r` makes of the link: a copy, which would grow old
+        last.symlink_to(checkpoint.name)
     sync(root)
 
 

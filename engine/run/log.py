@@ -14,7 +14,7 @@ import transformers
 
 from engine import ROOT
 from engine.core.config import Config
-from engine.core.files import json_line, sizes_of, without_nan, write_atomically
+from engine.core.files import json_line, without_nan, write_atomically
 from engine.core.statistics import Clock, reduce_means
 from engine.core.text import plain, shorten
 from engine.core.types import Groups
@@ -47,10 +47,11 @@ def step_metrics(run: Run, groups: Groups, update: Update, clock: Clock) -> dict
     num_tokens = metrics["train/completion_tokens"] * num_completions
     metrics["perf/tokens_per_s"] = num_tokens / metrics["time/step_s"]
     metrics["perf/peak_memory_gb"] = peak_memory_gb(world.device)
-    return metrics | logged_by_rewards(run, "train", metrics)
+    own = {*metrics, "train/skipped_steps", "train/collapsed"}  # `Run.end_step` adds these two
+    return metrics | logged_by_rewards(run, "train", own)
 
 
-def logged_by_rewards(run: Run, split: str, own: dict[str, float]) -> dict[str, float]:
+def logged_by_rewards(run: Run, split: str, own: set[str]) -> dict[str, float]:
     """Means over all ranks of what task.reward gave to log_metric, but not under `own` names."""
     if not run.task.functions:
         return {}
@@ -126,7 +127,7 @@ def describe_step(run: Run, questions: list[dict], groups: Groups, update: Updat
 
 def log_evaluation(run: Run, metrics: dict[str, float], groups: Groups) -> None:
     step, samples = run.state.step, validation_samples(run, groups)
-    metrics |= logged_by_rewards(run, "eval", metrics)
+    metrics |= logged_by_rewards(run, "eval", {*metrics})
     run.logger.print_evaluation(f"evaluation at step {step}", metrics, samples)
     run.logger.log_samples(step, samples)
     run.logger.log_metrics(step, metrics)
@@ -141,7 +142,7 @@ def validation_samples(run: Run, groups: Groups) -> list[dict]:
 
 def samples_of(run: Run, groups: Groups, questions: list[dict], *, split: str) -> list[dict]:
     """The first completion of each group, then the second ones, as samples.jsonl keeps them."""
-    is_worded = bool(run.task.functions)  # by the config: a row is not what a person reads
+    has_rows = bool(run.task.functions)  # of any columns: people read what the model is asked
     numbered = zip(*groups, strict=True)  # the first completion of each group, then the second
     pairs = [pair for some in numbered for pair in zip(some, questions, strict=True)]
     return [
@@ -150,7 +151,7 @@ def samples_of(run: Run, groups: Groups, questions: list[dict], *, split: str) -
             "prompt": run.policy.tokenizer.decode(trajectory.prompt_ids),
             "question": text_of(run, question),
             "completion": trajectory.text,
-            "gold": question.get("answer", text_of(run, question) if is_worded else question),
+            "gold": question.get("answer", text_of(run, question) if has_rows else question),
             "answer": read_answer(run.task, trajectory.text, question, run.config.task),
             "reward": trajectory.reward,
             "reward_parts": trajectory.reward_parts,
@@ -206,9 +207,7 @@ def finish(run: Run) -> int:
     """Say how the run ended: returns 0, 1 if nothing was trained or saved, or 128 + the signal."""
     step = run.state.step
     if run.is_over and run.state.evaluated_at == step:
-        num_bytes = sum(sizes_of(run.folder).values())
         run.logger.info(summary(run))
-        run.logger.info(f"on the disk:    {num_bytes / 1e6:,.1f} MB in {run.folder}")
         remark_at_end(run)
         run.logger.close()
         return 1 if run.unsaved or not run.state.has_trained else 0

@@ -26,7 +26,7 @@ MADE_OF = "made_of.json"  # in base/: the hashes of what it was derived from
 def start_from_adapter(config: Config, world: World, log: Log) -> Config:
     """The config of a run from the adapter that model.name is; ConfigError if that cannot be.
 
-    The run starts from base/, the adapter's sum with its base in float32; in 4 bits from itself.
+    The run starts from base/, the adapter added to its base in float32; in 4 bits from the adapter.
     """
     settings = config.model
     with one_line_errors(settings.name):

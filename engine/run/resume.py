@@ -4,7 +4,6 @@ Another start of the same run waits at the file `lock`, which the process that t
 """
 
 import fcntl
-import json
 import os
 import socket
 import tempfile
@@ -20,6 +19,7 @@ from engine.core.files import open_to_append
 from engine.core.types import Log
 from engine.model.load import of_teacher
 from engine.run import checkpoint
+from engine.run.config_file import read_file
 from engine.run.fingerprint import OWN_CODE, check_same_run, of_files, of_own_code
 from engine.run.state import Run, Saved
 from engine.update.optimizer import learning_rate_at
@@ -110,7 +110,7 @@ def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
     saved = TypeAdapter(Saved).validate_python(content)
     is_there, score = any(best.glob("*.safetensors")), best / "best.json"
     if is_there and score.is_file():  # it may be newer than the checkpoint
-        kept = json.loads(score.read_text())
+        kept = read_file(score)  # JSON is YAML too
         saved.state.best, saved.state.best_step = kept["best"], kept["best_step"]
     elif saved.state.best is not None and not is_there:
         warn(f"the model in {best} is gone: the best one from here on will be saved there")

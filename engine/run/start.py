@@ -74,7 +74,7 @@ def begin(run: Run) -> None:
 def choose_dtype(run: Run) -> None:
     """bf16 instead of fp32 for a run of all weights of a large model on a CPU that is made for it.
 
-    Rank 0 decides, once. Smaller matrices gain nothing, and what is not trained would be rounded.
+    Rank 0 decides once. Smaller matrices gain nothing, and an adapter's base would be rounded too.
     """
     policy, settings, backend = run.policy, run.config.model, run.config.sampling.backend
     is_made_for_it = torch.cpu.get_capabilities().get("amx_bf16", False)
@@ -96,10 +96,6 @@ def check_room(run: Run) -> None:
     share = f" ({num_trained / num_weights:.2%} trained)" if num_trained < num_weights else ""
     place = f"{world.size} x {world.device.type}"
     run.logger.info(f"{num_weights:,} weights{share}, on {place}; results in {run.folder}")
-    if world.device.type == "cpu" and num_weights > 50_000_000:
-        num_bytes = FP32 * num_weights + (FP32 + AVERAGES[training.optimizer]) * num_trained
-        what = "weights, gradients and averages; a batch's cache and activations come on top"
-        run.logger.info(f"each process needs {num_bytes / 1e9:.1f} GB for {what}")
     k, n = training.num_best, training.group_size
     rows = f"{num_questions * k:,} rows: {num_questions // world.size} questions on each rank"
     best = f", of which the best {k}" if k < n else ""

@@ -35,7 +35,7 @@ def decode_in_batches(
     token_ids, conversations = prompts.token_ids, prompts.conversations
     groups: list[list[Completion]] = [[] for _ in token_ids]
     by_length = sorted(range(len(token_ids)), key=lambda i: -len(token_ids[i]))
-    most, num_batches = len(token_ids), 0
+    most = len(token_ids)
     trim_heap()  # of what the last update has left
     with logger.progress(len(token_ids) * params.group_size, "sampling", "seq") as bar:
         while by_length:
@@ -56,12 +56,9 @@ def decode_in_batches(
                     raise
                 most = math.ceil(len(batch) / 2)
                 continue
-            by_length, num_batches = by_length[len(batch) :], num_batches + 1
+            by_length = by_length[len(batch) :]
             for j, i in enumerate(batch):
                 groups[i] = completions[j * params.group_size :][: params.group_size]
-    if num_batches > 1 and torch.cuda.is_available():
-        sampled = f"{len(token_ids)} questions x {params.group_size} samples"
-        logger.once(f"{sampled} took {num_batches} batches")
     trim_heap()
     return groups
 

@@ -137,7 +137,7 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 def over_mean(rewards: Tensor) -> Tensor:
     """(reward - mean) / mean of each group (N, G): the rarer a right answer, the more it counts.
 
-    MaxRL (arXiv:2602.02710), for rewards of 0 and 1: 0 for equal ones, RewardError for one below 0.
+    MaxRL (arXiv:2602.02710), for rewards of 0 and 1. Equal ones give 0, one below 0 a RewardError.
     """
     if (least := rewards.min()) < 0:
         problem = f"it is for rewards of 0 and more, but one was {least:g}"

@@ -20,7 +20,7 @@ from engine.core.user_file import RewardError, find_function, line_of, naming_mi
 def own_advantages(name: str, rewards: Tensor, groups: list[list[Trajectory]]) -> Tensor:
     """f(rewards, **kwargs), (N, G) to (N, G) in float64.
 
-    kwargs are `lengths` in tokens, `truncated`, and `parts` by name, NaN for none; all (N, G).
+    kwargs, (N, G) each: `lengths` in tokens, `truncated`, and by name in `parts`, NaN for None.
     """
 
     def of_all(values: list[float]) -> Tensor:

@@ -149,6 +149,8 @@ def test_checkpoints_are_kept_as_the_config_says_and_what_a_killed_save_left_goe
     for name in ("step-000003.tmp", "step-000003.old", "step-٣", "step-²", "step-"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-000007.tmp").symlink_to(tmp_path)
+    (tmp_path / "last").unlink()
+    (tmp_path / "last").mkdir()  # as `scp -r` leaves it
     save(tmp_path, 5)
     assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path)] == [5, 4]
     not_ours = {"step-٣", "step-²", "step-"}

@@ -290,6 +290,8 @@ IN_A_REWARD = {  # name: code of f's file, and what is said after the file's nam
         f" since no row has messages in a column prompt){QUESTION}",
     ),
     "nan": (f"{F} return [float('nan')]", f"{NUMBERS}[nan]{QUESTION}"),
+    # Bug: the run ended with status 0, as if all were well.
+    "exit": (f"async {F}\n exit(0)", f", line 2: f raised SystemExit: 0{QUESTION}"),
 }
 
 

@@ -25,7 +25,7 @@ def logs(completions, log_metric, **kwargs):
     return [0.5 for _ in completions]
 CALLS = []
 def taken(completions, log_metric, **kwargs):
-    log_metric("reward", 1.0)
+    log_metric("collapsed", 1.0)  # bug: the run's was written over it without a word
     return [0.5 for _ in completions]
 def answer(completions, **kwargs): return [0.5 * (len(text) % 2) for text in completions]
 """
@@ -58,7 +58,7 @@ def test_a_run_says_once_what_keeps_it_from_learning(
     sizes.append(f"model.name={rotary_model_folder}")
     run = load_run(make_config(*sizes, *settings.split()))
     if name == "a name that is taken at once":
-        with pytest.raises(RewardError, match="log_metric: reward is the run's own: rename"):
+        with pytest.raises(RewardError, match="log_metric: collapsed is the run's own: rename"):
             main.run_training(run)
         return
     given = main.run_training(run)
