@@ -80,6 +80,7 @@ transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 LOOPS = {"generate": main.generate, "grouped": decode_grouped, "captured": decode_captured}
 NO_FILE = f"--config={os.devnull}"
+STARTS = itertools.count()  # of torchrun by this process
 NUMBERS = range(1, 65)  # the tokenizer has one token for each <answer>n</answer>
 REWARDED_TASKS = ("countdown", "arithmetic", "gsm8k", "math500")
 
@@ -614,6 +615,12 @@ def start(arguments: list[str], *torchrun: str, log: Path) -> BaseProcess:
     return process
 
 
+def with_ranks(number: int, *more: str) -> list[str]:
+    """torchrun's options, with another port each time; --standalone would take 3 s longer."""
+    port = 10_000 + (os.getpid() + 997 * next(STARTS)) % 20_000  # the system gives none of these
+    return [f"--nproc-per-node={number}", f"--master-port={port}", *more]
+
+
 def run_program(
     arguments: list[str], torchrun: tuple[str, ...], log: Path, environment: dict[str, str]
 ) -> None:
@@ -655,7 +662,7 @@ def train(
 ) -> str:
     """Output of a run that ends well."""
     folder.mkdir(exist_ok=True)
-    options = ["--standalone", f"--nproc-per-node={num_ranks}"] if num_ranks > 1 else []
+    options = with_ranks(num_ranks) if num_ranks > 1 else []
     arguments = program(folder, model, *overrides, fault=fault, grading=grading)
     (status,) = finish(start(arguments, *options, log=folder / "log"))
     output = (folder / "log").read_text(errors="replace")

@@ -2,11 +2,11 @@
 
 The plan is JSON: {"grading": {...}, "fault": {...} or null}; see `harness.install_grading`. Faults:
 
-    {"do": "kill other", ...}       SIGKILL rank 1; "terminate" is SIGTERM
+    {"do": "kill other", ...}       SIGKILL rank 1
     {"do": "kill all", ...}         the process group: torchrun, if the ranks are its forks, too
     {"do": "copy", "to": ..., ...}  copy the run's folder, at each file event from there on
-    ... "saves": 2, "events": 7     at rank 0's 7th file event after its 2nd checkpoint is there
-    {"do": "raise in reward", "rank": 1, "calls": 40}  RuntimeError in that call of the function
+    ... "saves": 1, "events": 7     at rank 0's 7th file event after that many of its checkpoints
+    {"do": "raise", "calls": 40}    RuntimeError in rank 0's 40th call of the reward function
 
 run.dir/struck is made just before the fault.
 """
@@ -47,26 +47,23 @@ class Striker:
             return
         if event == "os.symlink" and paths[1].endswith("/checkpoints/last"):
             self.saves += 1
-        if self.saves >= self.fault["saves"]:
+        if self.saves >= self.fault.get("saves", 1):
             self.events += 1
             if self.events >= self.fault["events"]:
                 self.strike()
 
     def strike(self) -> None:
         self.is_busy = True
-        verb, _, victim = self.fault["do"].partition(" ")
-        if verb == "copy":
+        if self.fault["do"] == "copy":
             copy = Path(self.fault["to"]) / f"{self.events:04d}" / "x"
             if (self.folder / "x").is_dir():
                 shutil.copytree(self.folder / "x", copy, symlinks=True)
             self.is_busy = False
             return
         (self.folder / "struck").touch()
-        number = signal.SIGTERM if verb == "terminate" else signal.SIGKILL
-        if victim == "all":
-            os.killpg(0, number)
-        else:
-            os.kill(int((self.folder / "pid-1").read_text()), number)
+        if self.fault["do"] == "kill all":
+            os.killpg(0, signal.SIGKILL)
+        os.kill(int((self.folder / "pid-1").read_text()), signal.SIGKILL)
 
 
 def fail_at_call(fault: dict, calls: itertools.count, function, folder: Path, *texts, **settings):
@@ -90,8 +87,8 @@ def install_fault(fault: dict, arguments: list[str]) -> None:
     (given,) = (a.partition("=")[2] for a in arguments if a.startswith("run.dir="))
     folder = Path(given)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
-    if rank == fault.get("rank", 0):
-        if fault["do"] == "raise in reward":
+    if rank == 0:
+        if fault["do"] == "raise":
             task = load_task("countdown")
             given = (fault, itertools.count(1), task.reward_function, folder)
             task.reward_function = functools.partial(fail_at_call, *given)

@@ -30,14 +30,13 @@ def start(
     rank: int = 0,
     boards: Iterable[object] = (),
     resume_step: int | None = None,
-    is_evaluated: bool = False,
     **shown,
 ) -> Logger:
     """A logger whose files are open, and the runs of its boards too."""
     log = Logger(rank=rank, boards=boards)
     about = {"experiment": "plain-grpo", "run_name": "test", "description": ""}
     about |= {"config_text": "", "params": {}} | shown
-    log.open(folder, resume_step=resume_step, is_evaluated=is_evaluated, about=about)
+    log.open(folder, resume_step=resume_step, is_evaluated=False, about=about)
     return log
 
 
@@ -109,32 +108,6 @@ def test_a_new_run_starts_its_files_anew(tmp_path):
     log_steps(start(tmp_path), range(1, 2))
     assert logged_steps(tmp_path) == ([1],) * 2
     assert not list(tmp_path.glob("*_run_id"))
-
-
-@pytest.mark.parametrize(("killed", "resume_step"), [(12, 9), (1, 0)])
-def test_a_resumed_run_has_neither_a_gap_nor_a_doubled_step(tmp_path, killed, resume_step):
-    """Also if it was killed while writing its first row."""
-    unbroken, resumed = tmp_path / "unbroken", tmp_path / "resumed"
-    log_steps(start(unbroken), range(1, 13))
-    log_steps(start(resumed), range(1, killed))
-    for name, half_a_row in zip(FILES, ('{"step": 1', "{", "{"), strict=True):
-        with (resumed / name).open("a") as file:  # killed while writing
-            file.write(half_a_row)
-    log = start(resumed, resume_step=resume_step)
-    assert logged_steps(resumed) == (list(range(1, resume_step + 1)),) * 2
-    log_steps(log, range(resume_step + 1, 13))
-    for name in FILES:
-        assert (resumed / name).read_bytes() == (unbroken / name).read_bytes()
-
-
-@pytest.mark.parametrize("is_evaluated", [False, True])
-def test_an_evaluation_stays_if_the_checkpoint_knows_it(tmp_path, is_evaluated):
-    """Else the resumed run makes it again, and it would stand there twice."""
-    log = start(tmp_path)
-    for metrics in ({"train/loss": 0.5}, {"eval/pass@1": 0.5}):
-        log.log_metrics(2, metrics)
-    start(tmp_path, resume_step=2, is_evaluated=is_evaluated)
-    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 1 + is_evaluated
 
 
 # The terminal

@@ -21,6 +21,7 @@ from harness import (
     run_main,
     run_on_ranks,
     start,
+    with_ranks,
 )
 
 import main
@@ -32,7 +33,6 @@ from engine.run.state import State
 from logger import Logger
 
 INT, HUP = signal.SIGINT, signal.SIGHUP
-TWO_RANKS = ["--standalone", "--nproc-per-node=2"]
 
 # Signals
 
@@ -66,7 +66,7 @@ def test_all_ranks_learn_of_a_signal_to_one_and_of_a_mistake_of_rank_0(tmp_path)
 def test_a_terminal_or_pipe_that_is_gone_loses_nothing(kind, tmp_path, rotary_model_folder, data):
     """Two ranks whose terminal is closed are signalled; who reads `2>&1 | tee log` just dies."""
     if kind == "terminal":
-        (reader, terminal), steps, options = pty.openpty(), 100_000, TWO_RANKS
+        (reader, terminal), steps, options = pty.openpty(), 100_000, with_ranks(2)
         place = Path(os.ttyname(terminal))
     else:
         place, steps, options = tmp_path / "pipe", 4, []
@@ -102,9 +102,8 @@ def test_what_is_written_into_a_dead_pipe_goes_nowhere():
 def test_ddp_is_freed_before_the_process_group(tmp_path, rotary_model_folder, monkeypatch):
     """Bug: freed after it, DDP waited for a thread of gloo's, which waited for Python's lock."""
     seen = []
-    monkeypatch.setattr(
-        main, "run_training", lambda run: seen.append(weakref.ref(run.policy.scorer)) or 0
-    )
+    note = lambda run: seen.append(weakref.ref(run.policy.scorer)) or 0  # noqa: E731
+    monkeypatch.setattr(main, "run_training", note)
     monkeypatch.setattr(World, "leave", lambda world: seen.append(seen[0]() is None))
     assert run_main(*arguments(tmp_path, rotary_model_folder)) == 0 and seen[1:] == [True]
 
@@ -128,16 +127,11 @@ def test_variables_that_torchrun_would_not_set_are_named(monkeypatch):
         assert all(text in str(caught.value) for text in given.split())
 
 
-WHILE_RUNNING = {
-    "CPU": (lambda: torch.empty(1 << 60), "micro_batch_tokens=1024,"),  # bug: a plain RuntimeError
-}
-
-
-@pytest.mark.parametrize(("happens", "fix"), WHILE_RUNNING.values(), ids=WHILE_RUNNING)
-def test_a_crash_names_its_fix(happens, fix):
-    small = make_config("training.micro_batch_tokens=2048").training
-    with pytest.raises(RuntimeError, match=fix), crashes_name_the_fix(Path(), small):
-        happens()
+def test_where_a_cpus_memory_runs_out_the_fix_is_named():
+    """Bug: it was a plain RuntimeError."""
+    training, fix = make_config("training.micro_batch_tokens=2048").training, "_tokens=1024,"
+    with pytest.raises(RuntimeError, match=fix), crashes_name_the_fix(Path(), training):
+        torch.empty(1 << 60)
 
 
 @pytest.mark.parametrize("text", ["\x1b[2J\x1b]0;evil\x07", "two\nlines\r\u202e", "9" * 5_000])

@@ -308,9 +308,8 @@ def test_a_mistake_in_a_reward_function_is_one_line_with_file_and_line(name, tmp
 
 def parts(folder: Path) -> None:
     """Bug: the prompts of such a template were empty, and the run trained on them."""
-    text = (
-        "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
-    )
+    inner = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+    text = f"{{% for m in messages %}}{inner}{{% endfor %}}"
     (folder / "chat_template.jinja").write_text(text)
 
 

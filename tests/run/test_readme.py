@@ -117,11 +117,9 @@ def test_the_example_by_numbers_is_what_main_computes():
 
 def test_the_edit_of_config_yaml_that_readme_shows_makes_the_recipe_of_sil():
     (diff,) = blocks("diff")
-    before, after = (
-        "".join(re.findall(rf"^\{sign}(.*\n)", diff, re.MULTILINE)) for sign in ("-", "+")
-    )
+    before, after = (re.findall(rf"^\{sign}(.*)", diff, re.MULTILINE) for sign in "-+")
     text = (ROOT / "config.yaml").read_text()
-    for old, new in zip(before.splitlines(), after.splitlines(), strict=True):
+    for old, new in zip(before, after, strict=True):
         assert text.splitlines().count(old) == 1
         text = text.replace(old, new)
     recipe = yaml.safe_load((ROOT / "configs/countdown-tiny-sil.yaml").read_text())

@@ -1,7 +1,9 @@
 """What a run rests on: it goes on with the model, the questions and the day that it began with."""
 
 import contextlib
+import functools
 import json
+import os
 import shutil
 import sys
 import threading
@@ -25,7 +27,7 @@ from harness import (
 )
 
 import main
-from engine.core.config import Config, ConfigError
+from engine.core.config import Config
 from engine.core.distributed import World
 from engine.core.hub import reach_hub
 from engine.questions.contract import Task
@@ -34,6 +36,7 @@ from engine.questions.tasks import load_task
 from engine.run.fingerprint import (
     BLOCK,
     NUM_BLOCKS,
+    check_same_everywhere,
     check_same_files,
     commit_of,
     of_model,
@@ -60,9 +63,9 @@ def model(tmp_path, rotary_model_folder) -> Path:
 
 
 def flip_a_bit(file: Path, position: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[position] ^= 1
-    file.write_bytes(content)
+    with file.open("r+b") as opened:
+        (byte,) = os.pread(opened.fileno(), 1, position)
+        os.pwrite(opened.fileno(), bytes([byte ^ 1]), position)
 
 
 READ = [("config.json", ONE), ("tokenizer.json", ONE), ("tokenizer_config.json", ONE)]
@@ -131,32 +134,6 @@ def test_a_run_goes_on_with_the_adapter_and_the_base_that_it_began_with(
     capsys.readouterr()
     assert begin(first).is_resumed
     assert capsys.readouterr().out.count("does not say what it was made of") == 1
-
-
-def problem_with(world: World, folders: list[Path], local_rank: int) -> str:
-    """What a rank says whose node has files of its own; `local_rank` is the second one's."""
-    teacher = ["training.learning_type=distill", f"model.teacher={folders[2 + world.rank]}"]
-    config = make_config(f"model.name={folders[world.rank]}", *teacher)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCAL_RANK", str(world.rank * local_rank))
-        try:
-            check_same_files(config, world)
-        except ValueError as error:
-            return str(error)
-    return ""
-
-
-def test_nodes_with_other_files_of_a_model_or_teacher_all_end_with_one_line(tmp_path, model):
-    """Bug: rank 0 alone hashed, and a second node sampled and compared with weights of its own."""
-    other = Path(shutil.copytree(model, tmp_path / "other"))
-    (same,) = {*run_on_ranks(problem_with, 2, [model, other] * 2, 0, folder=tmp_path)}
-    flip_a_bit(other / "model.safetensors", 9_999)
-    for local_rank, folders in ((0, [model, other] * 2), (0, [model] * 3 + [other])):
-        (line,) = {*run_on_ranks(problem_with, 2, folders, local_rank, folder=tmp_path)}
-        key = "model.name" if folders[1] == other else "model.teacher"
-        assert line.startswith(f"the files of {key} is ") and "on rank 1" in line
-    (of_one_node,) = {*run_on_ranks(problem_with, 2, [model, other] * 2, 1, folder=tmp_path)}
-    assert same == of_one_node == ""
 
 
 @pytest.fixture(params=["config.json"])
@@ -283,25 +260,49 @@ def test_a_byte_of_any_file_of_the_users_that_was_imported_is_seen(
         before = of_own_code(task, config.training)
 
 
-def problem_on(world: World) -> list[str]:
-    """The errors of ranks of which each has its own order in one split, and the same questions."""
-    rows = [{"nums": [n], "target": n} for n in NUMBERS]
-    own, found = rows[world.rank :] + rows[: world.rank], []
-    for trained, validation in ((rows, own[:9]), (own, rows[:9]), (rows, rows[:9])):
-        how = {"seed": 0, "shuffle": True, "prompt_tokens": len, "max_prompt_tokens": 9}
-        stream = QuestionStream(trained, **how, log=print)
-        run = Run(make_config(), world, Logger(rank=1), Task("", {}), None, validation, stream)
-        try:
-            run.check_questions()
-            found.append("")
-        except ConfigError as error:
-            found.append(str(error))
-    return found
+# What ranks must have in common
 
 
-def test_ranks_with_different_questions_all_end_with_one_line(tmp_path):
-    """Bug: with list(set(...)) in a task, a rank was validated on what another had trained on."""
-    first, second = run_on_ranks(problem_on, 2, folder=tmp_path)
-    assert first == second and first[2] == "" and first[0] == first[1]
-    assert first[0].startswith("task.name = countdown: ") and "set(" in first[0]
-    assert "\n" not in first[0]
+def check_files(world: World, model: Path, teacher: Path, *, same_node: bool = False) -> None:
+    names = [f"model.name={model}", f"model.teacher={teacher}", "training.learning_type=distill"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", str(world.rank * same_node))
+        check_same_files(make_config(*names), world)
+
+
+def check_questions(world: World, trained: list[dict], validation: list[dict]) -> None:
+    how = {"seed": 0, "shuffle": True, "prompt_tokens": len, "max_prompt_tokens": 9}
+    stream = QuestionStream(trained, **how, log=print)
+    run = Run(make_config(), world, Logger(rank=1), Task("", {}), None, validation, stream)
+    run.check_questions()
+
+
+def compare(world: World, model: Path, same: Path, other: Path) -> None:
+    """What is said on both of two ranks, in one line, if the second has something of its own."""
+    rank, rows = world.rank, [{"nums": [n], "target": n} for n in NUMBERS]
+    copy, mine = (same, other) if rank else (model, model)
+    own, elsewhere = rows[rank:] + rows[:rank], make_config(*["run.dir=elsewhere"] * rank)
+    limited = make_config(*["training.max_grad_norm=3.0"] * rank)
+    unlike = r"task\.name = countdown: each rank has other questions; .*set\("
+    for said, check, *given in (
+        (r"training\.max_grad_norm is 3\.0 on rank 1", check_same_everywhere, limited, world),
+        (None, check_same_everywhere, elsewhere, world),
+        (r"the files of model\.name is .* on rank 1", check_files, world, mine, model),
+        (r"the files of model\.teacher is .* on rank 1", check_files, world, model, mine),
+        (None, check_files, world, copy, copy),
+        (None, functools.partial(check_files, same_node=True), world, mine, mine),
+        (unlike, check_questions, world, rows, own[:9]),
+        (unlike, check_questions, world, own, rows[:9]),
+        (None, check_questions, world, rows, rows[:9]),
+    ):
+        with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext() as caught:
+            check(*given)
+        assert not said or "\n" not in str(caught.value)
+
+
+def test_ranks_with_other_settings_files_or_questions_all_end_with_one_line(tmp_path, model):
+    """Bugs: rank 0 alone hashed, and a second node sampled with weights of its own; and with
+    list(set(...)) in a task a rank was validated on what another had trained on."""
+    same, other = (Path(shutil.copytree(model, tmp_path / name)) for name in ("same", "other"))
+    flip_a_bit(other / "model.safetensors", 9_999)
+    run_on_ranks(compare, 2, model, same, other, folder=tmp_path)

@@ -5,7 +5,6 @@ on has changed meanwhile: then it is refused, and nothing is lost.
 """
 
 import functools
-import gc
 import itertools
 import json
 import os
@@ -33,13 +32,12 @@ from harness import (
     program,
     read_jsonl,
     read_rows,
-    run_main,
     save_adapter,
     saved_weights,
-    seed,
     set_rates,
     start,
     train,
+    with_ranks,
     write_questions,
 )
 
@@ -48,7 +46,7 @@ from engine.run import checkpoint, resume
 from engine.run.config_file import load_config
 from engine.run.state import Run
 
-TWO, THREE, FOUR, FIVE = (f"training.num_steps={steps}" for steps in (2, 3, 4, 5))
+TWO, THREE, FOUR = (f"training.num_steps={steps}" for steps in (2, 3, 4))
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
@@ -89,7 +87,7 @@ class Interrupted(Exception):
     """Ends a run where it is, as a kill does: the folder stays as it was at that moment."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def go_on(rotary_model_folder, settings) -> Callable[..., int | None]:
     """Starts a folder's run, or goes on with it; the exit status, None if it was interrupted."""
 
@@ -173,41 +171,33 @@ def test_a_broken_run_goes_on_bit_for_bit(name, go_on, unbroken, tmp_path):
 # On several ranks, each a process
 
 
-AT_A_SAVE, RANK_1 = {"saves": 1, "events": 1}, {"rank": 1, "calls": 30}  # in its second step
-LATER = {"saves": 1, "events": 8}
-STOPPED = "stopped by a signal after step"
 IN_REWARD = f"\nerror: {ROOT}/countdown.py: it raised RuntimeError: it fails here"
 RESTARTED = ["error: torchrun has", "start the command again, it resumes"]
 OTHERS_END = ["in sample_trajectories", "by peer"]  # of which nobody should read
 # One start after the other: the fault, an option of torchrun, what is said and what must not be.
 STARTS = [
     # bug: new ranks found the old ones' addresses in torchrun's store; half of the starts hung
-    ({"do": "kill other"} | AT_A_SAVE, "--max-restarts=2", RESTARTED, ["resumed after step"]),
-    # bug: an exception was 27 lines
-    ({"do": "raise in reward"} | RANK_1, "", [IN_REWARD, " question {'nums': ["], OTHERS_END),
-    ({"do": "terminate all"} | AT_A_SAVE, "", [STOPPED], []),  # torchrun too, which passes it on
+    ({"do": "kill other", "events": 1}, "--max-restarts=2", RESTARTED, ["resumed after step"]),
+    # in its second step; bug: an exception was 27 lines
+    ({"do": "raise", "calls": 30}, "", [IN_REWARD, " question {'nums': ["], OTHERS_END),
 ]
-SHARDED_STARTS = [
-    ({"do": "kill other"} | LATER, "", ["Signal 9 (SIGKILL)"], []),
-    ({"do": "kill all", "saves": 1, "events": 20}, "", [], []),  # and torchrun
-]
+SHARDED_STARTS = [({"do": "kill all", "events": 20}, "", [], [])]  # and torchrun
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("overrides", "starts"),
-    [([FIVE], STARTS), ([FIVE, "model.shard=true"], SHARDED_STARTS)],
+    [([THREE], STARTS), ([THREE, "model.shard=true"], SHARDED_STARTS)],
     ids=["whole", "sharded"],
 )
 def test_two_ranks_broken_again_and_again_end_as_the_unbroken_ones(
     overrides, starts, tmp_path, rotary_model_folder, settings, unbroken
 ):
-    """Each start takes one step or two, and none hangs: the other rank ends too."""
+    """Each start takes one step, and none hangs: the other rank ends too."""
     given = (tmp_path, rotary_model_folder, *settings, *overrides)
     for fault, option, said, unsaid in starts:
         (tmp_path / "struck").unlink(missing_ok=True)
-        options, log = ["--standalone", "--nproc-per-node=2", *option.split()], tmp_path / "log"
+        log, options = tmp_path / "log", with_ranks(2, *option.split())
         (status,) = finish(start(program(*given, fault=fault), *options, log=log))
         output = log.read_text(errors="replace")
         assert status == (-signal.SIGKILL if fault["do"] == "kill all" else 1), output
@@ -215,22 +205,18 @@ def test_two_ranks_broken_again_and_again_end_as_the_unbroken_ones(
         assert all(text in output for text in said), (fault, output)
         assert not any(text in output for text in [*unsaid, "forcefully exiting"]), (fault, output)
         assert len(re.findall("^error: ", output, re.MULTILINE)) <= 1, output
-        if said == [STOPPED]:
-            assert re.findall(rf"{STOPPED} (\d+)", output) == [str(last_state(tmp_path)["step"])]
-            assert set(re.findall(r"exitcode: +(\S+)\)", output)) <= {"143"}, output
     assert "resumed after step" in train(*given, num_ranks=2)
     assert_same(unbroken(*overrides, num_ranks=2), tmp_path)
 
 
-@pytest.mark.timeout(240)
 def test_two_nodes_without_a_shared_disk_go_on_as_two_ranks_of_one(
     tmp_path, rotary_model_folder, settings, unbroken
 ):
     """Only rank 0 has the checkpoint: it decides where to go on, and broadcasts that."""
-    whole = unbroken(FIVE, num_ranks=2)
+    whole = unbroken(THREE, num_ranks=2)
     first, second = (tmp_path / name for name in ("first", "second"))
     shutil.copytree(whole, first, symlinks=True)
-    shutil.rmtree(first / "x/checkpoints/step-000005")
+    shutil.rmtree(first / "x/checkpoints/step-000003")
     second.mkdir()
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -238,11 +224,11 @@ def test_two_nodes_without_a_shared_disk_go_on_as_two_ranks_of_one(
     options += ["--nnodes=2", "--nproc-per-node=1", "--rdzv-id=nodes"]
     nodes = []
     for number, folder in enumerate((first, second), start=1):
-        given = program(folder, rotary_model_folder, *settings, FIVE)
+        given = program(folder, rotary_model_folder, *settings, THREE)
         log, address = folder / "log", f"--local-addr=127.0.0.{number}"
         nodes.append(start(given, *options, address, log=log))
     assert finish(*nodes) == [0, 0], (first / "log").read_text() + (second / "log").read_text()
-    assert "resumed after step 4" in (first / "log").read_text()
+    assert "resumed after step 2" in (first / "log").read_text()
     assert_same(whole, first)
     assert [path.name for path in second.iterdir()] == ["log"]
 
@@ -259,16 +245,20 @@ def outline(copy: Path) -> set[tuple[Path, int]]:
     return {(p.relative_to(copy), p.stat().st_size if p.is_file() else 0) for p in paths}
 
 
-FIRST, SECOND = [0, 1, {-1, 1}], [1, 2, {1, 2}]  # checkpoints before, steps, checkpoints found
-KILLS = {"first start, four": [*FIRST, 4]}  # drawn by the commit's seed
-SLOW_KILLS = {"first start": [*FIRST, 999], "second step": [*SECOND, 999]}
-KILLS |= {name: pytest.param(*how, marks=pytest.mark.slow) for name, how in SLOW_KILLS.items()}
+def best_score(run: Path) -> float:
+    """That of the best model that is there, also between the two renames; -1 without one."""
+    files = [run / name / "best.json" for name in ("best", "best.old")]
+    return max((json.loads(f.read_text())["best"] for f in files if f.exists()), default=-1)
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize(("saves", "num_steps", "found", "most"), KILLS.values(), ids=KILLS)
+# The checkpoints before, the steps, and the newest checkpoints that are found
+KILLS = {"first start": (0, 1, {-1, 1}), "second step": (1, 2, {1, 2})}
+DRAWN = os.environ.get("GRPO_TEST_KILLS", "0")  # four events, drawn by this word; or "all"
+
+
+@pytest.mark.parametrize(("saves", "num_steps", "found"), KILLS.values(), ids=KILLS)
 def test_a_kill_at_any_file_event_costs_no_more_than_its_step(
-    saves, num_steps, found, most, tmp_path, rotary_model_folder, settings, go_on
+    saves, num_steps, found, tmp_path, rotary_model_folder, settings, go_on
 ):
     """From an adapter, whose sum with its base is kept; best.json and checkpoints never fall."""
     adapter = save_adapter(tmp_path / "adapter", rotary_model_folder)
@@ -279,13 +269,13 @@ def test_a_kill_at_any_file_event_costs_no_more_than_its_step(
     copies = sorted(folder.iterdir())
     newest = [checkpoint.newest_whole(copy / "x/checkpoints", pytest.fail) for copy in copies]
     steps = [-1 if path is None else checkpoint.step_of(path) for path in newest]
-    files = [copy / "x/best/best.json" for copy in copies]
-    scores = [json.loads(file.read_text())["best"] for file in files if file.exists()]
-    assert steps == sorted(steps) and {*steps} == found and scores == sorted(scores) != []
+    scores = [best_score(copy / "x") for copy in copies]
+    assert steps == sorted(steps) and {*steps} == found
+    assert scores == sorted(scores) and scores[-1] == RISING[num_steps]
     pairs = itertools.pairwise(copies)
     differing = [copy for before, copy in pairs if outline(before) != outline(copy)]
     assert len(differing) > 10
-    for copy in Random(seed()).sample(differing, min(most, len(differing))):
+    for copy in differing if DRAWN == "all" else Random(DRAWN).sample(differing, 4):
         assert go_on(copy, *given, rates=RISING) == 0
         assert_same(whole, copy)
 
@@ -293,29 +283,25 @@ def test_a_kill_at_any_file_event_costs_no_more_than_its_step(
 # What was done to the folder, or to what the run rests on, between two starts
 
 
-SHORT = [THREE, "training.warmup_steps=0", "logging.completions_every=1"]
-SHORT += ["task.train=questions.jsonl", "task.eval=questions.jsonl"]
+@pytest.fixture(scope="module")
+def begin(go_on) -> Callable[..., int]:
+    """Starts the run of the current folder, with what is there, or goes on with it."""
+    here = ["model.name=model", "task.train=questions.jsonl", "task.eval=questions.jsonl"]
+    return functools.partial(go_on, Path(), THREE, *here)
 
 
-def begin(*overrides: str, rates: list[float] = (0.1, 0.0, 0.4, 0.5)) -> int:
-    """Exit status of main.py, in this process, for the run x in the current folder."""
-    with pytest.MonkeyPatch.context() as patch:
-        grade_by_text(patch)
-        set_rates(patch, rates)
-        status = run_main(*arguments(Path(), Path("model"), *SHORT, *overrides))
-        gc.collect()  # the frames of the exception, which hold the folder's lock
-        return status
+RATES = [0.1, 0.0, 0.4, 0.5]
 
 
 @pytest.fixture(scope="module")
-def three_steps(tmp_path_factory, rotary_model_folder) -> Path:
+def three_steps(tmp_path_factory, rotary_model_folder, begin) -> Path:
     """A folder with a model, with questions, and with an unbroken run of three steps."""
     folder = tmp_path_factory.mktemp("three")
     shutil.copytree(rotary_model_folder, folder / "model")
     write_questions(folder / "questions.jsonl")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert begin() == 0
+        assert begin(rates=RATES) == 0
     return folder
 
 
@@ -368,15 +354,17 @@ def reverse_questions(run: Path) -> None:
 
 
 LINEAR, TWO_BEFORE = {'"constant"': '"linear"'}, {'.num_steps": 3': '.num_steps": 2'}
+EVALUATED_BEFORE = {'"evaluated_at": 2': '"evaluated_at": 0'}  # a checkpoint that a signal wrote
 SMALLER = "training.micro_batch_tokens=512 sampling.max_batch_tokens=4096 "
 SMALLER += "model.gradient_checkpointing=true"
 ROUNDED = [f"{text.split('=')[0]} has changed: from here on no" for text in SMALLER.split()]
-RATE = "training.num_steps was 2 and is 3: the learning rate goes on at 3.3e-04"
+RATE = "training.num_steps was 2 and is 3: the learning rate goes on at 1.0e-03"
 SAME = "as the unbroken run"
 # What was done, what the next start is given, and what it warns of.
 GOES_ON = {
     f"{SAME}: nothing": (nothing, "", []),
     f"{SAME}: a torn line": (tear_the_logs, "", []),
+    f"{SAME}: killed after its evaluation": (edit(STATE, EVALUATED_BEFORE), "", []),
     # bug: README advised it, and the resumed run was refused
     "smaller batches": (nothing, SMALLER, ROUNDED),
     # bugs: "not bit for bit the same" was all that was said of these two
@@ -387,7 +375,7 @@ GOES_ON = {
 }
 NO_CHECKPOINT = "holds the results of a run, and no whole checkpoint to go on from: set run.name"
 NEVER = "checkpoint.resume is never: set run.name"
-OTHER_QUESTIONS = "error: the questions of task.train and task.eval = "
+OTHER_QUESTIONS = "the questions of task.train and task.eval = "
 EPS = lambda run: change_json(Path("model/config.json"), rms_norm_eps=0.5)  # noqa: E731
 # What was done, what the next start is given, and what its error says; no file is touched then.
 REFUSED = {
@@ -396,20 +384,20 @@ REFUSED = {
     "not to resume": (nothing, "checkpoint.resume=never", NEVER),
     "no run's": (leave_a_config, "", "config.yaml, but no run"),
     # bugs: pass@1 fell from 0.438 to 0.062, or compared other questions, without a word
-    "another model": (EPS, "", "error: the files of model.name = "),
+    "another model": (EPS, "", "the files of model.name = "),
     "other questions": (reverse_questions, "", OTHER_QUESTIONS),
-    "another key": (nothing, "training.max_grad_norm=3", "error: training.max_grad_norm = 3"),
+    "another key": (nothing, "training.max_grad_norm=3", "training.max_grad_norm = 3"),
     "another version": (edit(STATE, {'"best_solved"': '"sowed"'}), "", "another version"),
 }
 
 
 @pytest.mark.parametrize("name", GOES_ON)
 def test_what_has_changed_between_two_starts_is_harmless_or_warned_of(
-    name, parts, three_steps, capsys
+    name, parts, three_steps, begin, capsys
 ):
     change, given, warned = GOES_ON[name]
     change(parts)
-    status = begin(*given.split())
+    status = begin(*given.split(), rates=RATES)
     output = "".join(capsys.readouterr())
     warnings = re.findall("warning: (.*)", output)
     assert len(warnings) == len(warned), warnings
@@ -421,27 +409,26 @@ def test_what_has_changed_between_two_starts_is_harmless_or_warned_of(
 
 @pytest.mark.parametrize(("change", "given", "error"), REFUSED.values(), ids=REFUSED)
 def test_a_run_that_cannot_go_on_is_refused_in_a_line_and_nothing_is_lost(
-    change, given, error, parts, capsys
+    change, given, error, parts, begin
 ):
     change(parts)
     before = contents(parts)
-    status = begin(*given.split())
-    (line,) = (text for text in capsys.readouterr().err.splitlines() if "warning" not in text)
-    assert status == 2 and line.startswith("error: ") and error in line
+    with pytest.raises(ValueError) as caught:
+        begin(*given.split())
+    assert error in (line := str(caught.value)) and "\n" not in line
     assert contents(parts) == before
 
 
-def test_a_second_start_of_a_run_is_refused_while_the_first_lasts(parts, capsys):
+def test_a_second_start_of_a_run_is_refused_while_the_first_lasts(parts, begin):
     """Bug: the two wrote steps 0, 1, 2, 3, 2, 4 into one file, and both ended with 0."""
-    before = contents(parts)
-    with resume.lock_folder(parts, print):
-        assert begin() == 2
-    assert capsys.readouterr().err.startswith(f"error: x: process {os.getpid()} on ")
+    before, refused = contents(parts), pytest.raises(ValueError, match=f"^x: process {os.getpid()}")
+    with resume.lock_folder(parts, print), refused:
+        begin()
     assert contents(parts) == before
-    assert begin() == 0
+    assert begin(rates=RATES) == 0
 
 
-def test_a_best_model_that_is_gone_is_replaced_by_the_next(parts, capsys):
+def test_a_best_model_that_is_gone_is_replaced_by_the_next(parts, begin, capsys):
     """Even if the next one is worse; bug: the score alone was reported as the best model's."""
     checkpoint.remove(parts / "best/model.safetensors")
     assert begin(rates=[0.1, 0.0, 0.4, 0.2]) == 0

@@ -8,16 +8,7 @@ from pathlib import Path
 
 import harness
 import pytest
-from harness import (
-    ENVIRONMENT,
-    ROOT,
-    arguments,
-    grade_by_text,
-    read_jsonl,
-    read_rows,
-    seed,
-    train,
-)
+from harness import ENVIRONMENT, ROOT, arguments, grade_by_text, read_jsonl, read_rows, seed, train
 
 import main
 from engine.core.types import SamplingParams
@@ -151,23 +142,17 @@ def test_validation_has_its_own_length_and_a_greedy_one_samples_once(
     assert metrics["eval/greedy_tokens"] == metrics["eval/completion_tokens"]
 
 
-@pytest.fixture
-def draws(monkeypatch) -> list[tuple[tuple, tuple]]:
-    """Each seed for which random numbers are drawn from here on, with each row of these."""
-    seen, draw_uniforms = [], draw.draw_uniforms
+def test_no_two_samples_share_random_numbers(tmp_path, rotary_model_folder, data, monkeypatch):
+    """Training's are of the run's seed and the question, validation's are always the same."""
+    draws, draw_uniforms = [], draw.draw_uniforms  # a question's seed, and a row of its numbers
 
     def draw_and_note(seeds, params):
         drawn = draw_uniforms(seeds, params)
         for some, rows in zip(seeds, drawn.view(len(seeds), -1, drawn.shape[-1]), strict=True):
-            seen.extend((some, tuple(row)) for row in rows.tolist())
+            draws.extend((some, tuple(row)) for row in rows.tolist())
         return drawn
 
     monkeypatch.setattr(grouped, "draw_uniforms", draw_and_note)
-    return seen
-
-
-def test_no_two_samples_share_random_numbers(tmp_path, rotary_model_folder, data, draws):
-    """Training's are of the run's seed and the question, validation's are always the same."""
     for number in ("2", "3"):  # an epoch is of three questions, and ends in the second step
         given = [*data, f"training.seed={number}", "task.max_train_examples=3"]
         train_here(load_run(tmp_path / number, rotary_model_folder, *given))
