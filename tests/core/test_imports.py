@@ -69,32 +69,25 @@ OPTIONAL |= {"engine.questions.reward_functions", "tasks.guess"}
 OPTIONAL |= {"engine.update.user_algorithm", "engine.sampling.stop_texts"}
 OPTIONAL |= {"engine.run.merge", "tasks.lengths", "tasks.gsm8k", "engine.run.fit"}
 
-SIL = ("training.learning_type=sil", "training.k_best_of_n=[1,2]")  # trains whatever is paid
 # In this order, in one process: what each run loads of these that no run before it has loaded
 RUNS = {
-    "the default": ([], set()),
-    "another advantage": (["training.advantage=over_mean"], {"engine.update.losses"}),
-    "an advantage of one's own": (
-        ["training.advantage=benchmarks.rloo:rloo"],
-        {"engine.update.user_algorithm"},
+    "the default": ("", set()),
+    "what is one key": (
+        "training.advantage=over_mean training.micro_batch_tokens=500000 "
+        "sampling.calculator=gsm8k sampling.stop=['no']",
+        {"engine.update.losses", "engine.update.head"}
+        | {"engine.sampling.calculator", "engine.sampling.stop_texts"},
     ),
-    "a stop text": (["sampling.stop=[is it]"], {"engine.sampling.stop_texts"}),
-    "a calculator": (["sampling.calculator=gsm8k"], {"engine.sampling.calculator"}),
-    "a large vocabulary": (["training.micro_batch_tokens=500000"], {"engine.update.head"}),
-    "an environment": (
-        ["task.name=guess", "task.reward_weights={answer: 1.0}"],
-        {"engine.sampling.environment", "tasks.guess"},
+    "an environment, and an advantage of one's own": (
+        "task.name=guess task.reward_weights={'answer':1} training.advantage=benchmarks.rloo:rloo",
+        {"engine.sampling.environment", "tasks.guess", "engine.update.user_algorithm"},
     ),
-    "a reward's function": (
-        [
-            "task.reward=lengths:soft_overlong",
-            f"task.train={ROOT}/tasks/plurals.csv",
-            "task.prompt='{singular}'",
-            *SIL,
-        ],
+    "a reward's function": (  # and sil, which trains whatever is paid
+        f"task.reward=lengths:soft_overlong task.train={ROOT}/tasks/plurals.csv "
+        "task.prompt={singular} training.learning_type=sil training.k_best_of_n=[1,2]",
         {"engine.questions.reward_functions"},
     ),
-    "shards": (["model.shard=true"], {"engine.update.shards"}),
+    "shards": ("model.shard=true", {"engine.update.shards"}),
 }
 TURNS = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
@@ -130,9 +123,9 @@ def test_a_feature_that_is_off_is_not_loaded_and_nothing_follows_from_the_hash_s
     sizes += ["validation.num_examples=1", f"run.dir={tmp_path}", "training.learning_rate=1e-4"]
     arguments = {}
     for i, (name, (overrides, _)) in enumerate(RUNS.items()):
-        model = chat if name == "an environment" else rotary_model_folder
+        model = chat if "environment" in name else rotary_model_folder
         where = [f"--config={os.devnull}", f"run.name=run{i}", f"model.name={model}"]
-        arguments[name] = [*where, *sizes, *overrides]
+        arguments[name] = [*where, *sizes, *overrides.split()]
     command = [sys.executable, "-c", PROGRAM, json.dumps(arguments), json.dumps(sorted(OPTIONAL))]
     how = {"capture_output": True, "text": True, "timeout": 200}
     result = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, **how)

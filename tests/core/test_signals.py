@@ -84,12 +84,6 @@ groups[0].allreduce([torch.ones(1)]).wait()""",
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_signals(name):
     program, status = PROGRAMS[name]
-    result = subprocess.run(
-        [sys.executable, "-c", START + program],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    how = {"cwd": ROOT, "env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 60}
+    result = subprocess.run([sys.executable, "-c", START + program], **how)
     assert result.returncode == status, result.stderr

@@ -38,10 +38,8 @@ def environment(tmp_path, monkeypatch) -> Iterator[None]:
 
 def seen_by_mlflow(folder: Path) -> dict:
     """Of SQLite, without a server; its page also shows config.yaml, and the samples as a table."""
-    client, run_id = (
-        MlflowRun().package.MlflowClient(),
-        (folder / "mlflow_run_id").read_text().strip(),
-    )
+    client = MlflowRun().package.MlflowClient()
+    run_id = (folder / "mlflow_run_id").read_text().strip()
     run, history = client.get_run(run_id), client.get_metric_history
     experiment_id, tags = run.info.experiment_id, run.data.tags
     config = client.download_artifacts(run_id, "config.yaml", str(folder))

@@ -103,7 +103,7 @@ class Environment:
         return {"answer": answer, "said": self.said[:1] > ["u"], "timeout": len(self.said) == 2}
 """
 WEIGHTS, RATE = {"answer": 1.0, "said": 0.25, "timeout": 0.0}, 2e-3
-SETTINGS = "task.name=game task.reward_weights.said=0.25 training.num_steps=2 "
+SETTINGS = "logging.mlflow=true task.name=game task.reward_weights.said=0.25 training.num_steps=2 "
 SETTINGS += f"training.max_new_gen_tokens=60 training.learning_rate={RATE} "
 SETTINGS += "training.warmup_steps=3 training.max_grad_norm=0.001 validation.num_examples=12 "
 SETTINGS += "validation.best_of_n=3 validation.pass_k=[1,2] logging.samples=5 "
@@ -278,10 +278,7 @@ def test_each_number_that_a_run_shows_is_derived_a_second_time(
     monkeypatch.setitem(BOARDS, "mlflow", lambda: board)
     moments = watch(monkeypatch)
     with contextlib.redirect_stdout(output):
-        assert (
-            run_main(*arguments(Path(), Path("model"), *SETTINGS.split(), "logging.mlflow=true"))
-            == 0
-        )
+        assert run_main(*arguments(Path(), Path("model"), *SETTINGS.split())) == 0
     rows, samples = (read_jsonl(Path(f"x/{name}.jsonl")) for name in ("metrics", "samples"))
     steps = [0, 1, 2, 2]  # the first and the last are evaluations
     seconds = [derive(*of, tokenizer) for of in zip(moments[:4], steps, strict=True)]

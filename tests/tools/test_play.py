@@ -1,6 +1,6 @@
 """docs/play/index.html in a browser: it writes, draws and pays as Python does.
 
-GRPO_PLAY_QUESTIONS=50 compares more held-out questions; -s shows what was compared.
+GRPO_PLAY_QUESTIONS=50 compares more held-out questions, and draws; -s shows what was compared.
 """
 
 import base64
@@ -20,7 +20,7 @@ from engine.questions.tasks import load_task, schema
 from tools import play
 
 INDEX = ROOT / "docs/play/index.html"
-NUM_QUESTIONS = int(os.environ.get("GRPO_PLAY_QUESTIONS", "6"))
+NUM_QUESTIONS = int(os.environ.get("GRPO_PLAY_QUESTIONS", "2"))
 TASK = load_task("countdown")
 OPTIONS = schema(TASK)().task
 WRITE = """([number, question, draw, temperature]) => {
@@ -90,10 +90,10 @@ def test_both_models_write_what_python_writes(number: int, page):
     assert max(differences) < 1e-3
     compared = f"{len(gaps)} equal texts, log-probabilities within {max(differences):.1e}"
     print(f"\nmodel {number}: {compared}, smallest gap of the two best logits {min(gaps):.1e}")
-    seeds, sixteen = [(SeedWord.TYPED, 0, 0)], DATA["draws"]
-    (group,) = sample(policy, prompts[:1], seeds, num_samples=sixteen, backend="grouped")
-    for draw, completion in enumerate(group):
-        assert page.evaluate(WRITE, [number, examples[0], draw, 1])[0] == completion.token_ids
+    seeds, num_draws = [(SeedWord.TYPED, 0, 0)], DATA["draws"]
+    (group,) = sample(policy, prompts[:1], seeds, num_samples=num_draws, backend="grouped")
+    for draw in range(num_draws)[-2 * NUM_QUESTIONS :]:
+        assert page.evaluate(WRITE, [number, examples[0], draw, 1])[0] == group[draw].token_ids
 
 
 def test_the_rule_pays_what_countdown_pays(page, monkeypatch):
@@ -115,10 +115,11 @@ def test_the_rule_pays_what_countdown_pays(page, monkeypatch):
 
 def test_a_row_of_a_group_is_shown_above_and_leaves_the_group(page):
     """The first row that was tapped took the whole group away."""
+    page.evaluate("data.draws = 3")  # sixteen take long
     page.click("#sixteen")
     row = page.locator("#groups .card").nth(1).locator(".row").nth(2)
     row.dispatch_event("click")  # a click would miss a row that the next answer draws anew
-    page.locator("#again", has_text="3 of 16").wait_for()
+    page.locator("#again", has_text="3 of 3").wait_for()
     verdict = page.locator("#answers .card").nth(1).locator(".verdict b")
     assert verdict.inner_text().endswith(f"reward {row.locator('> span').nth(2).inner_text()}")
     page.fill("#temperature", "0")

@@ -43,7 +43,7 @@ def server(run) -> Iterator[ThreadingHTTPServer]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), serve.Handler)
     server.options = argparse.Namespace(folder=run, config=None, device="cpu")
     server.files = files_of(run)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield server
     server.shutdown()
     server.server_close()
@@ -146,6 +146,8 @@ def test_the_command_says_where_it_serves_and_ends_with_ctrl_c(python, run, call
 
 def test_an_answer_is_what_the_chat_says_with_the_numbers_that_it_was_drawn_with(server):
     """And its tokens, as they came, are those of the whole: by the same random numbers."""
+    config = chat.chat_config(chat.read_arguments([str(ROOT / "tiny"), SHORT]))
+    policy, task = chat.load_chat(config)
     for temperature in (1.0, 1.5, 0.0):
         asked, prompt, *tokens, end = ask(server, question=QUESTION, temperature=temperature)
         assert asked["question"] == "nums: 3 7 25, target: 46" and "[3, 7, 25]" in prompt["prompt"]
@@ -153,8 +155,6 @@ def test_an_answer_is_what_the_chat_says_with_the_numbers_that_it_was_drawn_with
         for name, column in (("log_prob", "log_probs"), ("entropy", "entropies")):
             streamed = [line[name] for line in tokens]
             assert streamed == pytest.approx(end["row"][column], abs=1e-3), temperature
-        config = chat.chat_config(chat.read_arguments([str(ROOT / "tiny"), SHORT]))
-        policy, task = chat.load_chat(config)
         policy.params = replace(policy.params, temperature=temperature)
         said = chat.sample_answer(policy, task, config, task.parse_question(QUESTION), 3)
         ending = "" if end["row"]["truncated"] else policy.end_tokens
