@@ -63,22 +63,11 @@ from main import assign_advantages, generate, update_policy, wrap_policy
 from tools.chat import load_policy
 
 RECIPE = ROOT / "configs/countdown-qwen2.5-3b.yaml"
-TOY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-TOY |= {"num_attention_heads": 2, "num_key_value_heads": 1}
-QWEN_3B = {
-    "hidden_size": 2048,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-}
-QWEN_05B = {
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-}
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers")
+SIZES += ("num_attention_heads", "num_key_value_heads")
+TOY = dict(zip(SIZES, (16, 32, 1, 2, 1), strict=True))
+QWEN_3B = dict(zip(SIZES, (2048, 11008, 36, 16, 2), strict=True))
+QWEN_05B = dict(zip(SIZES, (896, 4864, 24, 14, 2), strict=True))
 PROMPT_TOKENS, MEAN_LENGTH = 128, 400
 CARD_BYTES = 80e9  # what the step may use; the rest of a larger GPU is filled with ballast
 NO_ENDS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "eos_ids": (), "pad_id": 0}

@@ -1,24 +1,18 @@
-"""Sampling speed: `grouped` against transformers, and how its cost grows.
+"""Sampling speed: `grouped` against transformers.
 
     python benchmarks/rollouts.py             # everything that this machine can run
     python benchmarks/rollouts.py --quick     # the smallest sizes: does it run?
-    python benchmarks/rollouts.py --only growth      # one of its tables
     python benchmarks/rollouts.py --model FOLDER     # a chat model
 
-On the embedded model in fp32: tokens per second beside `model.generate` called as users would (on a
-GPU beside `generate_batch` too), and seconds as questions, samples and length double twice. A large
-model on a GPU: `gpu.py speed`.
-
-`--model` makes only the first table, of a chat model that is asked for sums: 16 questions x 8
-samples x 48 tokens, whose end is ignored so that all do equal work. vLLM: see vllm_step.py.
+Tokens per second on the embedded model in fp32, beside `model.generate` called as users would; with
+`--model` on a chat model that is asked for sums, 16 questions x 8 samples x 48 tokens, whose end is
+ignored so that all do equal work. A large model on a GPU: `gpu.py speed`; vLLM: vllm_step.py.
 """
 
 import argparse
 import functools
 import os
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -89,38 +83,25 @@ class Workload:
         lengths = (~ended).sum(dim=1) + 1  # the EOS belongs to the completion
         return lengths.clamp(max=self.params.max_new_tokens).tolist()
 
-    def continuous(self) -> list[int]:
-        """Lengths of the completions, by transformers' continuous batching."""
-        config = get_generation_config(self.params)
-        with torch.no_grad():
-            outputs = self.model.generate_batch(self.prompts, generation_config=config)
-        return [len(output.generated_tokens) for output in outputs.values()]
-
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the smallest sizes, once")
-    parser.add_argument("--only", choices=("backends", "growth"))
     parser.add_argument("--repeats", type=int, default=5, help="calls of each function")
-    parser.add_argument("--model", help="a folder with a chat model, for the first table alone")
+    parser.add_argument("--model", help="a folder with a chat model")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args(arguments)
     repeats = 1 if options.quick else options.repeats
     size = Size(2, 2, 4) if options.quick else Size()
-    base = Size(1, 2, 4) if options.quick else Size(16, 8, 28)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(f"torch {torch.__version__}, {device}, {torch.get_num_threads()} CPU threads\n")
-    if options.model:
-        size = size if options.quick else Size(16, 8, 48)
-        workload = load_workload(size, device, model=options.model, dtype=options.dtype)
-        print(f"{options.model}, {options.dtype}")
-        compare_backends(resized(workload, size), repeats)
-        return
-    if options.only != "growth":
-        compare_backends(load_workload(size, device), repeats)
-    if options.only != "backends":
-        show_growth(base, repeats, device)
+    if options.model is None:
+        return compare_backends(load_workload(size, device), repeats)
+    size = size if options.quick else Size(16, 8, 48)
+    workload = load_workload(size, device, model=options.model, dtype=options.dtype)
+    print(f"{options.model}, {options.dtype}")
+    compare_backends(resized(workload, size), repeats)
 
 
 def load_workload(
@@ -136,30 +117,22 @@ def load_workload(
     world = World(rank=0, size=1, device=device)
     policy = load_policy(config, world, Logger(rank=1).info)
     task, options = load_task(config.task.name), config.task
-    questions = task.generate_questions(
-        "train", options=options, num_examples=size.questions, seed=0, exclude=[]
-    )
+    how = {"options": options, "num_examples": size.questions, "seed": 0, "exclude": []}
+    questions = task.generate_questions("train", **how)
     prompts = encode_prompts(questions, task=task, options=options, tokenizer=policy.tokenizer)
     params = replace(policy.params, group_size=size.samples)
     return Workload(policy.sampler, prompts, params)
 
 
-# Backends
-
-
 def compare_backends(workload: Workload, repeats: int) -> None:
     """Print tokens per second."""
     backends = {"grouped": workload.grouped, "model.generate": workload.generate}
-    if workload.model.device.type == "cuda":  # it is meant for GPUs
-        backends["generate_batch"] = workload.continuous
     lengths: dict[str, list[list[int]]] = {name: [] for name in backends}
-    seconds = in_turns(
-        {
-            name: functools.partial(note, function, lengths[name])
-            for name, function in backends.items()
-        },
-        repeats,
-    )
+
+    def note(name: str) -> None:
+        lengths[name].append(backends[name]())
+
+    seconds = in_turns({name: functools.partial(note, name) for name in backends}, repeats)
     speeds, table = {}, []
     for name, calls in lengths.items():
         calls = calls[-repeats:]  # without the warm-up
@@ -171,34 +144,6 @@ def compare_backends(workload: Workload, repeats: int) -> None:
     for row, name in zip(table, speeds, strict=True):
         row.append(f"{speeds[name] / speeds['model.generate']:.2f}")
     print_table(["", "seconds", "mean tokens", "tokens per second", "times generate"], table)
-
-
-def note(function: Callable[[], list[int]], results: list[list[int]]) -> None:
-    results.append(function())
-
-
-# Growth
-
-
-def show_growth(base: Size, repeats: int, device: torch.device) -> None:
-    """Print the seconds of 1, 2 and 4 times as many questions, samples and tokens."""
-    tiny = load_workload(replace(base, questions=4 * base.questions), device)
-    factors, fields = (1, 2, 4), ("questions", "samples", "max_new_tokens")
-    functions = {
-        f"{field} {factor}": resized(
-            tiny, replace(base, **{field: factor * getattr(base, field)})
-        ).grouped
-        for field in fields
-        for factor in factors
-    }
-    seconds = in_turns(functions, repeats)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    table = []
-    for field in fields:
-        times = [medians[f"{field} {factor}"] for factor in factors]
-        row = [getattr(base, field), *(f"{time_s:.3f} s" for time_s in times)]
-        table.append([field, *row, f"{times[2] / times[0]:.2f}"])
-    print_table(["", "base", "1x", "2x", "4x", "4x / 1x"], table)
 
 
 def resized(workload: Workload, size: Size) -> Workload:
@@ -213,6 +158,4 @@ def resized(workload: Workload, size: Size) -> Workload:
 
 
 if __name__ == "__main__":
-    start = time.perf_counter()
     main()
-    print(f"{time.perf_counter() - start:.0f} s in all")
