@@ -9,6 +9,8 @@ gc.disable()
 
 import datasets
 import harness
+import matplotlib.backends.backend_agg
+import matplotlib.figure
 import peft
 import torch.distributed.run
 import transformers.models.qwen2.modeling_qwen2

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,14 +11,10 @@ from unittest import mock
 
 import pytest
 import wandb
-from harness import alone
 from test_logger import SAMPLE, log_steps, logged_steps, start
 
-from engine.core.config import Config, LoggingSettings
 from engine.report import boards as report_boards
 from engine.report.boards import BOARDS, MLFLOW_ENVIRONMENT, Board, MlflowRun, WandbRun
-from engine.run.start import settle_config
-from logger import Logger
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -100,41 +95,28 @@ def test_a_board_shows_a_run_and_a_resumed_run_goes_on_there_and_doubles_no_step
     assert not any("." in key for key in seen["samples"][0])  # MLflow shows such columns empty
 
 
-@pytest.fixture
-def client(tmp_path, monkeypatch) -> mock.Mock:
-    """Stand-ins for MLflow's client and server, and for wandb's run, which keep what is sent."""
-    client, tags = mock.MagicMock(), {}
-    run = client.get_run.return_value
-    run.data.tags, run.info.experiment_id = tags, "1"
-    client.log_batch = lambda *_, **sent: tags.update((tag.key, tag.value) for tag in sent["tags"])
-    monkeypatch.setattr(MlflowRun().package, "MlflowClient", lambda: client)
-    client.init.return_value = mock.Mock(id="abc", dir=tmp_path, summary={})
-    monkeypatch.setattr(wandb, "init", client.init)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    return client
-
-
-ABOUT = {"experiment": "x", "run_name": "y", "description": "", "params": {}}
-
-
-@pytest.mark.parametrize("board", [MlflowRun, WandbRun])
-def test_a_board_keeps_whether_the_last_evaluation_was_sent(board, client, tmp_path):
+def test_wandb_keeps_whether_the_last_evaluation_was_sent(tmp_path, monkeypatch):
     """Else a run that is resumed at an evaluated step sends its evaluation a second time."""
+    about = {"experiment": "x", "run_name": "y", "description": "", "params": {}}
+    run = mock.Mock(id="abc", dir=tmp_path, summary={})
+    monkeypatch.setattr(wandb, "init", init := mock.Mock(return_value=run))
+    monkeypatch.setenv("WANDB_MODE", "offline")
     for sent in ((2, False), (2, True), (3, False)):
-        before, after = board(), board()
-        before.start("abc", tmp_path, ABOUT)
+        before, after = WandbRun(), WandbRun()
+        before.start("abc", tmp_path, about)
         before.send_metrics(*sent, {"train/loss": 0.5})
-        assert after.start("abc", tmp_path, ABOUT)[0] == "abc"
-        assert tuple(after.last_sent) == sent
-    if board is WandbRun:
-        asked = client.init.call_args.kwargs
-        assert (asked["id"], asked["resume"]) == ("abc", "allow")  # never would refuse it
+        assert after.start("abc", tmp_path, about)[0] == "abc" and after.last_sent == sent
+    assert (init.call_args.kwargs["id"], init.call_args.kwargs["resume"]) == ("abc", "allow")
 
 
-def test_the_address_of_a_run_in_mlflow_has_no_password(client, tmp_path, monkeypatch):
+def test_the_address_of_a_run_in_mlflow_has_no_password(tmp_path, monkeypatch):
+    client = mock.MagicMock()
+    run = client.get_run.return_value
+    run.data.tags, run.info.experiment_id = {}, "1"
+    monkeypatch.setattr(MlflowRun().package, "MlflowClient", lambda: client)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:se/c@ret@host/")
     address = "https://host/#/experiments/1/runs/abc"
-    assert MlflowRun().start("abc", tmp_path, ABOUT) == ("abc", address)
+    assert MlflowRun().start("abc", tmp_path, {}) == ("abc", address)
 
 
 # Failures
@@ -239,12 +221,3 @@ def test_env_file_sets_mlflow_up_and_the_environment_wins(tmp_path, monkeypatch)
     MlflowRun()
     assert os.environ["MLFLOW_TRACKING_URI"] == "a"
     assert os.environ["MLFLOW_TRACKING_USERNAME"] == "real"
-
-
-@pytest.mark.parametrize("board", ["mlflow", "wandb"])
-def test_a_missing_package_is_named_with_its_pip_command_at_once(board, monkeypatch):
-    """`logging.mlflow` is a word for that board."""
-    logging = LoggingSettings(report_to="wandb", mlflow=board == "mlflow")
-    monkeypatch.setitem(sys.modules, board, None)  # what an import finds if it is not installed
-    with pytest.raises(ValueError, match=f"pip install {board}"):
-        settle_config(Config(logging=logging), alone(), [], Logger(rank=0))

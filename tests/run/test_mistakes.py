@@ -150,18 +150,18 @@ def test_ranks_without_their_share_of_the_questions_are_refused():
     assert_says(line, "training.num_samples_per_step_global = 6: must be a multiple of the 4")
 
 
-@pytest.mark.parametrize("package", ["peft", "math-verify", "vllm"])
-def test_a_missing_package_is_named_with_what_installs_it(package, monkeypatch, start):
-    monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
-    with pytest.raises(ValueError, match=rf"^a\.b: .*: pip install '?{package}[=>]=\d"):
-        import_package(package, key="a.b")
+def test_a_missing_package_is_named_with_what_installs_it(monkeypatch, start):
+    for package in ("peft", "math-verify", "vllm"):
+        monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
+        with pytest.raises(ValueError, match=rf"^a\.b: .*: pip install '?{package}[=>]=\d"):
+            import_package(package, key="a.b")
     with pytest.raises(ValueError, match=r"pip install a-package-of-the-users$"):
         import_package("a-package-of-the-users", key="task.name = own")
     assert not logging.getLogger("bitsandbytes.backends.cpu.ops").isEnabledFor(logging.WARNING)
-    monkeypatch.setitem(sys.modules, "mlflow", None)
-    start("logging.report_to=mlflow", says="logging.report_to ... pip install ")
-    if package == "math-verify":
-        start("task.name=math500", says="task.name = math500: ... pip install math-verify==")
+    for board in ("mlflow", "wandb"):
+        monkeypatch.setitem(sys.modules, board, None)
+        start(f"logging.report_to={board}", says=f"logging.report_to ... pip install {board}")
+    start("task.name=math500", says="task.name = math500: ... pip install math-verify==")
 
 
 # In a file of settings

@@ -116,10 +116,10 @@ ROWS = {
     "math500": [{"problem": f"${n} + {n}$?", "answer": str(2 * n)} for n in range(1, 41)],
 }
 # Sizes and the seed: what a recipe teaches and how stays as it is. A step teaches nothing if all of
-# its completions are solved, which for 32 of them is a chance of 2^-32.
-SMALL = [f"training.seed={seed()}", "training.num_steps=2", "training.k_best_of_n=[8, 8]"]
+# its completions are solved, which for 16 of them is a chance of 2^-16.
+SMALL = [f"training.seed={seed()}", "training.num_steps=2", "training.k_best_of_n=[4, 4]"]
 SMALL += ["training.num_samples_per_step_global=4", "training.max_new_gen_tokens=8"]
-SMALL += ["validation.max_new_gen_tokens=8", "validation.num_examples=4", "validation.every=1"]
+SMALL += ["validation.max_new_gen_tokens=8", "validation.num_examples=2", "validation.every=1"]
 SMALL += ["checkpoint.every=1", "logging.samples=1", "run.name=x"]
 
 
@@ -141,7 +141,7 @@ def test_a_recipe_trains_two_steps_and_evaluates_the_best_model(
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
     small = [f"task.train={questions}", f"task.eval={questions}", f"run.dir={tmp_path}", *SMALL]
     if load(name).training.learning_type == "sil":
-        small.append("training.k_best_of_n=[2, 8]")
+        small.append("training.k_best_of_n=[2, 4]")
     small += LACKS.get(name, [])
     run = load_run(load(name, f"model.name={rotary_model_folder}", *small))
     config = run.config

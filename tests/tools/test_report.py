@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -232,22 +231,22 @@ def test_the_live_page_waits_for_a_run_that_has_just_been_started(tmp_path, monk
     assert call(report, folder, "--serve") == (0, waits, "") and served == [folder]
 
 
-def test_a_printed_command_works_from_the_users_own_folder(tmp_path, monkeypatch):
+def test_a_printed_command_works_from_the_users_own_folder(tmp_path, monkeypatch, python):
     """Bug: there was no module tools there."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", os.path.dirname(sys.executable), prepend=os.pathsep)
+    monkeypatch.setenv("PATH", str(python.parent), prepend=os.pathsep)
     printed = subprocess.check_output(f"{command('tools.report')} --help", shell=True, text=True)
     assert printed.startswith("usage:") and command("main.py").endswith("/main.py")
 
 
-@pytest.mark.parametrize("tool", [[report], [plot]])
+@pytest.mark.parametrize("tool", [report, plot])
 def test_of_a_run_that_is_not_there_the_others_are_named(tool, tmp_path, monkeypatch, call):
     write_run(tmp_path / "a", steps=range(1))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "a").rename("runs/a")
     line = "error: runs/c/metrics.jsonl: no such file; the runs are runs/a\n"
-    assert call(tool[0], "runs/c", *tool[1:]) == (2, "", line)
+    assert call(tool, "runs/c") == (2, "", line)
 
 
 # In a browser

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from harness import ENVIRONMENT, ROOT, make_config
 from safetensors.torch import load_file, save_file
-from test_report import DAMAGED, HOSTILE, completion, data_of, write_run
+from test_report import HOSTILE, completion, data_of, write_run
 
 from engine.run.config_file import dump
 from tools import chat, report, serve
@@ -92,7 +92,7 @@ def test_only_a_page_of_this_server_is_answered(server, monkeypatch, headers, st
 
 
 def test_the_data_are_sent_when_the_run_has_written_more(server, run, capfd):
-    """Bug: of a run that was moved away or damaged there was a traceback, and no answer."""
+    """Bugs: a run that was moved away, or whose config.yaml had no `model`, cost a traceback."""
     data = json.loads(fetch(server, "/data?")[1])
     best = str(run / "best")
     assert (data["name"], data["step"], data["models"]) == ("x", 20, ["tiny", best])
@@ -105,21 +105,13 @@ def test_the_data_are_sent_when_the_run_has_written_more(server, run, capfd):
     page = run / "live.html"
     page.write_text(fetch(server, "/")[1])
     assert data_of(page) == newer
-    (run / "config.yaml").write_text("{")
+    (run / "config.yaml").write_text("{}")
     for version in (data["version"], newer["version"]):
         os.utime(run / "metrics.jsonl")
         assert fetch(server, f"/data?{version}") == (204, "")
         status, text = fetch(server, "/")
         assert status == 200 and '"models":[]' in text and "config.yaml" in text
         (run / "config.yaml").unlink(missing_ok=True)
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize(("name", "content", "message"), DAMAGED)
-def test_a_damaged_file_is_a_line_on_the_page(server, run, capfd, name, content, message):
-    """Bug: a config.yaml without `model` ended each request in a traceback."""
-    (run / name).write_bytes(content)
-    assert json.dumps(message)[1:-1] in fetch(server, "/")[1]
     assert capfd.readouterr() == ("", "")
 
 
