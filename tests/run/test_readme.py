@@ -153,7 +153,7 @@ def test_every_command_that_needs_no_gpu_and_every_cell_of_the_notebook_work_as_
 ):
     """In their order, from a copy of the repository; runs are made small by keys at the end."""
     clone = tmp_path / "plain-grpo"
-    no_results = shutil.ignore_patterns(".*", "runs", "mlruns*", "__pycache__")
+    no_results = shutil.ignore_patterns(".*", "runs", "mlruns*")
     shutil.copytree(ROOT, clone, ignore=no_results)
     own_task = [text for text in blocks("python", DOCS["tasks.md"]) if text.startswith('"""')]
     (clone / "tv.py").write_text(own_task[0])
