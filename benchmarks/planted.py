@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TREE = ROOT  # a worker's copy, where the bugs are planted
 TIMEOUT_S = 120  # of a test that a bug makes hang
 PACKAGES = ("torch.distributed.run", "transformers.modeling_utils", "transformers.models.qwen2")
-PACKAGES += ("transformers.models.gpt2", "pytest", "datasets", "peft", "bitsandbytes", "mlflow")
+PACKAGES += ("transformers.models.gpt2", "pytest", "datasets", "peft", "bitsandbytes")
 
 
 class Bug(NamedTuple):
