@@ -7,8 +7,8 @@
 
 TRL's own code takes the inputs below, as ours does in the test: its advantages of given rewards,
 and its loss, clip and KL metrics of given log-probabilities, which stand where a model's would.
-Prints the figures as the literals that the test keeps. All is float64 but the advantages, which TRL
-keeps in float32.
+Of the figures that it prints trl_numbers.txt, beside the test, has those that are compared. All is
+float64 but the advantages, which TRL keeps in float32.
 """
 
 import sys
@@ -62,7 +62,7 @@ def main() -> None:
     if GRPOTrainer is None:
         raise SystemExit("no trl here: pip install trl==1.16.0")
     if sys.argv[1:] == ["--dppo"]:
-        print(f"TRL_DPPO_GRADIENT = {rounded(dppo_gradient())!r}")
+        print(f"DPPO_GRADIENT = {rounded(dppo_gradient())!r}")
         return
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(folder)
@@ -78,25 +78,25 @@ def main() -> None:
     cispo = loss_and_gradient(trainer, mask, "cispo", 0.0)
     trainer.epsilon_low, trainer.epsilon_high = GSPO_CLIP_EPS, GSPO_CLIP_EPS_HIGH
     trainer.importance_sampling_level = "sequence"
-    gspo = {kind: loss_and_gradient(trainer, mask, kind, 0.0) for kind in ("grpo", "dr_grpo")}
+    gspo = loss_and_gradient(trainer, mask, "grpo", 0.0)
     figures = {
-        "TRL_ADVANTAGES": {scale: advantages(trainer, scale) for scale in ("none", "group")},
-        "TRL_TOKEN_LOSS": token_loss,
-        "TRL_TOKEN_KL": token_kl,
-        "TRL_FIRST_GRADIENT": first_gradient,
-        "TRL_LOSS": {kind: loss for kind, (loss, _, _) in plain.items()},
-        "TRL_GRADIENT": {kind: gradient for kind, (_, gradient, _) in plain.items()},
-        "TRL_LOSS_WITH_KL": {kind: loss for kind, (loss, _, _) in with_kl.items()},
-        "TRL_GRADIENT_WITH_KL": {kind: gradient for kind, (_, gradient, _) in with_kl.items()},
-        "TRL_CLIP_FRAC": metrics["clip_ratio/region_mean"],
-        "TRL_KL": metrics["kl"],
-        "TRL_SKIP_LOSS": skipping[0],
-        "TRL_SKIP_GRADIENT": skipping[1],
-        "TRL_CISPO_LOSS": cispo[0],
-        "TRL_CISPO_GRADIENT": cispo[1],
-        "TRL_DISTILL_GRADIENT": distill_gradient(mask),
-        "TRL_GSPO_LOSS": {kind: loss for kind, (loss, _, _) in gspo.items()},
-        "TRL_GSPO_GRADIENT": {kind: gradient for kind, (_, gradient, _) in gspo.items()},
+        "ADVANTAGES": {scale: advantages(trainer, scale) for scale in ("none", "group")},
+        "TOKEN_LOSS": token_loss,
+        "TOKEN_KL": token_kl,
+        "FIRST_GRADIENT": first_gradient,
+        "LOSS": {kind: loss for kind, (loss, _, _) in plain.items()},
+        "GRADIENT": {kind: gradient for kind, (_, gradient, _) in plain.items()},
+        "LOSS_WITH_KL": {kind: loss for kind, (loss, _, _) in with_kl.items()},
+        "GRADIENT_WITH_KL": {kind: gradient for kind, (_, gradient, _) in with_kl.items()},
+        "CLIP_FRAC": metrics["clip_ratio/region_mean"],
+        "KL": metrics["kl"],
+        "SKIP_LOSS": skipping[0],
+        "SKIP_GRADIENT": skipping[1],
+        "CISPO_LOSS": cispo[0],
+        "CISPO_GRADIENT": cispo[1],
+        "DISTILL_GRADIENT": distill_gradient(mask),
+        "GSPO_LOSS": gspo[0],
+        "GSPO_GRADIENT": gspo[1],
     }
     for name, value in figures.items():
         print(f"{name} = {rounded(value)!r}")

@@ -4,13 +4,15 @@ The reference is in reference.py: plain formulas, row by row, from the same made
 """
 
 import functools
+import sys
 from itertools import compress, permutations
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from harness import alone, make_policy, run_on_ranks, sample
+from harness import alone, make_policy, run_on_ranks, sample, seed
 from plain import plain_logits
 from reference import (
     ALL_TOGETHER,
@@ -44,7 +46,6 @@ from transformers import AutoModelForCausalLM
 
 from engine.core.config import Config
 from engine.core.distributed import World, order_ddp_buckets
-from engine.core.types import Trajectory
 from engine.model.policy import Policy
 from engine.update import head
 from engine.update.head import ChunkedScorer
@@ -257,15 +258,24 @@ def largest_logit(folder: Path) -> float:
     return max(plain_logits(model, *row).abs().max().item() for row in rows)
 
 
-def test_each_row_of_the_table_has_a_gradient_of_its_own(folders):
+class Bigram(nn.Embedding):
+    """A model of the last token alone, which costs nothing."""
+
+    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=super().forward(input_ids))
+
+
+def test_each_row_of_the_table_has_a_gradient_of_its_own(folders, monkeypatch):
     """Else an update that ignores it would pass. Here weights move by a tenth."""
-    folder, gradients = folders["absolute"], {}
-    model = moved_policy(folder, is_exact=True).model
-    last = flat(trained(model))
+    start, model = Bigram(345, 345, dtype=torch.double), Bigram(345, 345, dtype=torch.double)
+    generator, gradients = torch.Generator().manual_seed(seed()), {}
+    nn.init.normal_(start.weight, std=2.0, generator=generator)
+    last = 0.9 * flat(trained(start)) + 0.01
+    monkeypatch.setattr(sys.modules[__name__], "fp64_model", lambda folder: start)
     for options in (name for name in OPTIONS if "lora" not in name):
         config = config_of(*overrides_of(OPTIONS[options], folders))
         weights = [0.9 * last] * (config.training.num_iterations - 1) + [last]
-        gradients[options] = by_reference(model, weights, config, folder)[0][-1]
+        gradients[options] = by_reference(model, weights, config, Path())[0][-1]
     for one, other in permutations(gradients, 2):
         assert distance(gradients[one], gradients[other]) > 0.01, (one, other)
 
@@ -297,13 +307,9 @@ def test_an_update_on_several_ranks_equals_the_reference(folders, tmp_path, num_
 # Micro-batches
 
 
-def make_rows(*lengths: tuple[int, int]) -> list[Trajectory]:
-    return [make_group(prompt, (completion,), (0.0,))[0] for prompt, completion in lengths]
-
-
 def test_rows_share_a_micro_batch_as_long_as_they_fit():
     """In order of length: 3 x (3 + 4) would be above 16, 2 x (3 + 5) is not."""
-    rows = make_rows((3, 4), (3, 1), (3, 5), (3, 2))
+    rows = make_group(3, (4, 1, 5, 2), (0.0,) * 4)
     lengths = [[len(row.completion.token_ids) for row in batch] for batch in pack(rows, 16)]
     assert lengths == [[1, 2], [4, 5]]
 
