@@ -60,6 +60,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import main
+from engine.core.config import Config
 from engine.core.statistics import Clock
 from engine.model.adapters import keep_4bit_layout, quantization_config
 from engine.model.load import base_of, load_model_and_tokenizer
@@ -79,12 +80,6 @@ BRIEF = "training.max_new_gen_tokens=10"  # of what is sampled
 IN_4BIT = "model.load_in_4bit=true"
 KL = "training.kl_coef=0.5"
 KINDS = {"fp32": [LORA], "4 bits": [LORA, IN_4BIT]}
-
-
-@pytest.fixture(params=KINDS.values(), ids=KINDS)
-def kind(request) -> list[str]:
-    """An adapter on weights in fp32, and in 4 bits."""
-    return request.param
 
 
 def trained(model: nn.Module) -> nn.ParameterList:
@@ -193,19 +188,7 @@ def test_dropout_acts_in_the_update_alone(rotary_model_folder):
     assert torch.equal(*ref)
 
 
-# The reference
-
-
-def test_the_reference_is_the_model_that_the_run_started_from(model_folder, kind):
-    policy = make_moved_policy(model_folder, *kind, KL)
-    start = make_policy(model_folder, "mode=evaluate", *kind[1:]).model
-    ids = torch.arange(2, 12)[None]
-    batch, how = (ids, torch.ones_like(ids).bool()), {"temperature": 1.0}
-    on, ref = policy.scorer(*batch, **how), policy.score_by_reference(*batch)
-    scorer = main.CompletionScorer(start, torch.float32)
-    assert torch.equal(ref, scorer(*batch, **how))
-    assert (on - ref).abs().max() > 0.01
-    assert torch.equal(policy.scorer(*batch, **how), on)
+# The reference: its numbers are in the gradient's test
 
 
 def test_an_error_leaves_the_adapter_on(rotary_model_folder):
@@ -224,6 +207,7 @@ def test_an_error_leaves_the_adapter_on(rotary_model_folder):
 # Sampling
 
 
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("backend", ["grouped", "generate"])
 def test_the_model_with_its_adapter_samples_what_it_scores(rotary_model_folder, kind, backend):
     policy = make_moved_policy(rotary_model_folder, *kind, f"sampling.backend={backend}")
@@ -365,62 +349,54 @@ def test_an_adapter_is_evaluated_on_its_base(finished, tmp_path, monkeypatch):
     assert {p.dtype for p in run.policy.model.parameters()} == {torch.uint8, torch.float32}
 
 
-def drop_a_layer(adapter: Path) -> None:
-    file = adapter / "adapter_model.safetensors"
-    weights = load_file(file)
-    save_file({name: weights[name] for name in weights if "layers.1.mlp.up" not in name}, file)
-
-
-def name_other_layers(adapter: Path) -> None:
-    """As of a model that sees pictures too."""
-    file = adapter / "adapter_model.safetensors"
-    names = {key: key.replace(".layers", ".text.layers") for key in load_file(file)}
-    save_file({names[key]: value for key, value in load_file(file).items()}, file)
-
-
-def add_a_layer(adapter: Path) -> None:
-    """As of a deeper model."""
-    file = adapter / "adapter_model.safetensors"
-    more = {
-        key.replace(".layers.1.", ".layers.7."): value for key, value in load_file(file).items()
-    }
-    save_file(load_file(file) | more, file)
-
-
-def save_more_embeddings(adapter: Path) -> None:
-    file = adapter / "adapter_model.safetensors"
-    larger = {"base_model.model.model.embed_tokens.weight": torch.zeros(346, 32)}
-    save_file(load_file(file) | larger, file)
-
-
-def want_a_head(adapter: Path) -> None:
-    change_json(adapter / "adapter_config.json", modules_to_save=["lm_head"])
-
-
-def move_the_base(adapter: Path) -> None:
-    change_json(adapter / "adapter_config.json", base_model_name_or_path="/moved/away")
-
-
 AT, IN_16_BITS = "base_model.model.model", ["model.load_in_4bit=false", "model.lora=null"]
-SPOILT = [(drop_a_layer, f"does not fit its base model, as at {AT}.layers.1.mlp.up_proj")]
-SPOILT += [(name_other_layers, f"does not fit its base model, as at {AT}.layers.0.mlp.down_proj")]
-SPOILT += [(add_a_layer, f"does not fit its base model, as at {AT}.layers.7.mlp.down_proj")]
-SPOILT += [(save_more_embeddings, f"size mismatch for {AT}.embed_tokens.weight")]
-SPOILT += [(want_a_head, "does not fit its base model: 'base_model.model.lm_head.weight'")]
-SPOILT += [(move_the_base, "/moved/away")]
+EMBEDDINGS = f"{AT}.embed_tokens.weight"
+SPOILT = {  # what is made of an adapter's weights or set in its config, and what is said of it
+    "a layer less": (
+        lambda weights: {k: weights[k] for k in weights if "layers.1.mlp.up" not in k},
+        f"does not fit its base model, as at {AT}.layers.1.mlp.up_proj",
+    ),
+    "of a model that sees pictures too": (
+        lambda weights: {k.replace(".layers", ".text.layers"): weights[k] for k in weights},
+        f"does not fit its base model, as at {AT}.layers.0.mlp.down_proj",
+    ),
+    "of a deeper model": (
+        lambda weights: weights | {k.replace("layers.1", "layers.7"): weights[k] for k in weights},
+        f"does not fit its base model, as at {AT}.layers.7.mlp.down_proj",
+    ),
+    "more embeddings": (
+        lambda weights: weights | {EMBEDDINGS: torch.zeros(346, 32)},
+        f"size mismatch for {EMBEDDINGS}",
+    ),
+    "no head": (
+        {"modules_to_save": ["lm_head"]},
+        "does not fit its base model: 'base_model.model.lm_head.weight'",
+    ),
+    "a base that is gone": ({"base_model_name_or_path": "/moved/away"}, "/moved/away"),
+}
 
 
 @pytest.mark.parametrize("asked", (["mode=evaluate"], IN_16_BITS), ids=["evaluate", "train"])
-@pytest.mark.parametrize(("spoil", "problem"), SPOILT)
+@pytest.mark.parametrize(("spoil", "problem"), SPOILT.values(), ids=SPOILT)
 def test_an_adapter_that_has_no_whole_base_is_refused(finished, tmp_path, spoil, problem, asked):
     """Bugs: the weights that it lacked were drawn at random, or a run began without its layers."""
     adapter = Path(shutil.copytree(finished / "best", tmp_path / "adapter"))
-    spoil(adapter)
+    if isinstance(spoil, dict):
+        change_json(adapter / "adapter_config.json", **spoil)
+    else:
+        file = adapter / "adapter_model.safetensors"
+        save_file(spoil(load_file(file)), file)
     overrides = [f"--config={finished / 'config.yaml'}", *asked]
     with pytest.raises(ValueError) as caught:
         load_run(make_config(*overrides, f"model.name={adapter}", f"run.dir={tmp_path}"))
     line = str(caught.value)
     assert line.startswith(f"model.name = {adapter}: ") and problem in line and "\n" not in line
+
+
+def settled(adapter: Path, folder: Path, asked: str = "mode=train") -> Config:
+    """The config of a run in `folder`; to train, the adapter is merged into its base."""
+    config = make_config(f"model.name={adapter}", asked, f"run.dir={folder}", "run.name=x")
+    return settle_config(config, alone(), [], Logger(rank=0))
 
 
 SHAPES = {"plain": {}, "DoRA": {"use_dora": True}}
@@ -437,10 +413,7 @@ def test_an_adapter_computes_what_peft_says_alone_and_merged(rotary_model_folder
     expected = peft.PeftModel.from_pretrained(base, adapter)(ids[None]).logits
     assert (expected - before).abs().max() > 0.01
     for asked in ("mode=evaluate", "mode=train"):
-        config = make_config(f"model.name={adapter}", asked, f"run.dir={tmp_path}", "run.name=x")
-        model = load_model_and_tokenizer(
-            settle_config(config, alone(), [], Logger(rank=0)), CPU, print
-        )[0]
+        model, *_ = load_model_and_tokenizer(settled(adapter, tmp_path, asked), CPU, print)
         assert torch.allclose(model(ids[None]).logits, expected, atol=1e-4)
 
 
@@ -449,9 +422,8 @@ def test_an_adapter_of_embeddings_that_are_the_head_too_is_not_merged(
 ):
     """Bug: the sum changed both, and its logits were off by 18."""
     adapter = save_adapter(tmp_path / "a", absolute_model_folder, target_modules=["wte"])
-    config = make_config(f"model.name={adapter}", f"run.dir={tmp_path}")
     with pytest.raises(ValueError, match="a: cannot be used: it adapts one of embeddings and head"):
-        settle_config(config, alone(), [], Logger(rank=0))
+        settled(adapter, tmp_path)
 
 
 # Its own tokenizer
@@ -503,9 +475,8 @@ def test_a_token_without_an_embedding_is_refused_where_a_run_can_meet_it(
 ):
     adapter = save_adapter(tmp_path / "a", rotary_model_folder)
     own_tokenizer(adapter, **tokens)
-    config = make_config(f"model.name={adapter}", asked, f"run.dir={tmp_path}", "run.name=x")
     with pytest.raises(ValueError, match="a: cannot be used: its tokenizer gives ids up to 345, b"):
-        load_model_and_tokenizer(settle_config(config, alone(), [], Logger(rank=0)), CPU, print)
+        load_model_and_tokenizer(settled(adapter, tmp_path, asked), CPU, print)
 
 
 def test_the_copy_in_4_bits_is_the_merged_model_rounded(exported, finished):

@@ -47,22 +47,6 @@ def see(**kwargs):
     print(sorted(kwargs), kwargs["prompts"], kwargs["completions"])
     return np.array([1] * len(kwargs["prompts"]))
 """
-MINE = """
-import asyncio, time
-
-async def judge(completions, log_metric, **kwargs):
-    await asyncio.sleep(0.2)
-    log_metric("judged", len(completions))
-    return [float("yes" in text) for text in completions]
-
-async def slow(completions, prompts, **kwargs):
-    await asyncio.sleep(30 if "late" in prompts[0] else 0)
-    return [1.0] * len(completions)
-
-def of_math(completions, kind, rewards, **kwargs):
-    assert rewards["judge"] == [float("yes" in text) for text in completions]
-    return [0.5 if k == "math" else None for k in kind]
-"""
 LENGTHS = """
 def long(completion_ids, max_completion_length, **kwargs):
     return [len(ids) / max_completion_length for ids in completion_ids]
@@ -74,7 +58,7 @@ ROWS = [{"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(40)]
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch) -> Path:
     """Where main.py is started: files of reward functions, and rows.jsonl."""
-    for name, code in {"my_rewards": REWARDS, "mine": MINE, "other": LENGTHS}.items():
+    for name, code in {"my_rewards": REWARDS, "other": LENGTHS}.items():
         (tmp_path / f"{name}.py").write_text(code)
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     monkeypatch.chdir(tmp_path)
@@ -172,10 +156,10 @@ def paid(reward: str, *settings: str) -> list[list[dict]]:
 def test_functions_are_named_of_one_file_or_of_several(tmp_path):
     assert functions_in("mine:[judge, of_math]") == ["mine:judge", "mine:of_math"]
     assert functions_in("[mine:judge, a.b:[c, d]]") == ["mine:judge", "a.b:c", "a.b:d"]
-    assert make_config("task.reward=[mine:judge, other:long]").task.reward.startswith("[mine:")
+    typed = "task.reward=[my_rewards:short, other:long]"
+    assert make_config(typed).task.reward.startswith("[my_rewards:")
     # Bug: a list, as YAML reads it, was compared with its text, so what was typed was refused.
-    (tmp_path / "found.yaml").write_text("task: {reward: mine:judge}")
-    typed = "task.reward=[mine:judge, other:long]"
+    (tmp_path / "found.yaml").write_text("task: {reward: my_rewards:short}")
     assert chat.harmless(tmp_path / "found.yaml", [typed])
     with pytest.raises(ValueError, match="a file that was found cannot have code run"):
         chat.harmless(tmp_path / "found.yaml", [])
@@ -285,8 +269,8 @@ def test_a_signal_in_an_await_ends_the_run_after_its_step(folder, rotary_model_f
 
 
 def test_the_reward_chooses_the_best_model_where_no_function_says_what_is_right():
-    assert make_config("task.reward=mine:judge").best_metric == "eval/reward"
-    chosen = make_config("task.reward=mine:judge", "validation.best_by=pass@1")
+    assert make_config("task.reward=my_rewards:short").best_metric == "eval/reward"
+    chosen = make_config("task.reward=my_rewards:short", "validation.best_by=pass@1")
     assert chosen.best_metric == "eval/pass@1"
     assert make_config().best_metric == "eval/pass@1"
 
