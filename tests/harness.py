@@ -4,6 +4,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import io
 import itertools
 import json
 import multiprocessing.forkserver
@@ -734,12 +735,41 @@ def assert_same(one: Path, other: Path) -> None:
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
-def assert_resumes(folder: Path, model: Path, *overrides: str, **how) -> Path:
-    """A run in two parts, whose folder this gives, leaves what the unbroken one does."""
-    overrides, parts = (*overrides, "validation.every=1", "training.num_steps=2"), folder / "parts"
-    train(folder / "whole", model, *overrides, **how)
-    shutil.copytree(folder / "whole", parts, symlinks=True)
-    shutil.rmtree(parts / "x/checkpoints/step-000002")
-    assert "resumed after step 1" in train(parts, model, *overrides, **how)
-    assert_same(folder / "whole", parts)
-    return parts / "x"
+def train_here(
+    world: World, folder: Path, model: Path, *overrides: str, rates: Sequence[float] = ()
+) -> str:
+    """A run on this rank of `run_on_ranks`, or alone, with rewards by text; what it prints."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
+        grade_by_text(patch)
+        if rates:
+            set_rates(patch, rates)
+        patch.setattr(main, "init_world", lambda: (replace(world), []))
+        run = load_run(load_config(arguments(folder, model, *overrides)))
+        assert main.run_training(run) == 0
+        run.world.signals.stop()
+        if world.is_main:
+            run.lock.close()
+    return output.getvalue()
+
+
+def train_in_parts(world: World, folder: Path, model: Path, overrides: Sequence[str]) -> str:
+    """A rank's run `whole`, and `parts`, which goes on after its first step; what they print."""
+    overrides = (*overrides, "validation.every=1", "training.num_steps=2")
+    output = train_here(world, folder / "whole", model, *overrides)
+    if world.is_main:
+        shutil.copytree(folder / "whole", folder / "parts", symlinks=True)
+        shutil.rmtree(folder / "parts/x/checkpoints/step-000002")
+    world.sum([0.0])  # waits for that
+    return output + train_here(world, folder / "parts", model, *overrides)
+
+
+def assert_resumes(folder: Path, model: Path, *overrides: str, num_ranks: int = 1) -> str:
+    """A run in two parts leaves what the unbroken one does; gives what rank 0 prints."""
+    if num_ranks == 1:
+        output = train_in_parts(alone(), folder, model, overrides)
+    else:
+        given = (folder, model, overrides)
+        output, *_ = run_on_ranks(train_in_parts, num_ranks, *given, folder=folder)
+    assert "resumed after step 1" in output
+    assert_same(folder / "whole", folder / "parts")
+    return output

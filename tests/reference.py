@@ -68,7 +68,7 @@ class Recorder:
     """Stands where the optimizer does: notes weights and gradients, then moves by `rate`."""
 
     def __init__(self, model: nn.Module, rate: float = 0.0):
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = trained(model)
         self.param_groups = [{"params": self.parameters, "lr_scale": 1.0}]
         self.rate = rate
         self.weights: list[np.ndarray] = []
@@ -90,6 +90,14 @@ class Recorder:
 def flat(tensors: list[Tensor]) -> np.ndarray:
     """All numbers in one array, which is a copy; of shards those of all ranks."""
     return torch.cat([whole(t, t.dtype).flatten() for t in tensors]).numpy().copy()
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def weights_of(policy: Policy) -> np.ndarray:
+    return flat(list(policy.model.parameters()))
 
 
 def update(
@@ -198,9 +206,8 @@ def sampler_log_probs(t: Trajectory) -> Tensor:
 
 def reference(model: nn.Module, groups, config: Config, **scored) -> tuple[np.ndarray, float]:
     """Gradient, before its norm is limited, and loss; `scored` are `old` and `ref`."""
-    trained = [p for p in model.parameters() if p.requires_grad]
     loss = reference_loss(model, groups, config, **scored)
-    return flat(torch.autograd.grad(loss, trained)), loss.item()
+    return flat(torch.autograd.grad(loss, trained(model))), loss.item()
 
 
 def distance(gradient: np.ndarray, expected: np.ndarray) -> float:

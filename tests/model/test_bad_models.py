@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 import main
 from engine.core.types import Completion
-from engine.model.policy import Policy
 from engine.questions.prompts import completion_text
 
 MAX_NEW_TOKENS = 12
@@ -94,10 +93,6 @@ def rows_of(run: Path) -> list[dict]:
     return rows
 
 
-def samples_of(run: Path) -> list[dict]:
-    return harness.read_jsonl(run / "samples.jsonl")
-
-
 def weights_of(folder: Path) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -106,12 +101,6 @@ def weights_of(folder: Path) -> torch.Tensor:
 def gives_finite_logits(folder: Path) -> bool:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return bool(model(torch.arange(2, 40)[None]).logits.isfinite().all())
-
-
-def flat_sample(policy: Policy, *, num_samples: int) -> list[Completion]:
-    """Completions of two prompts, as one list."""
-    groups = sample(policy, [[5, 9], [40, 41, 42, 43]], num_samples=num_samples)
-    return [completion for group in groups for completion in group]
 
 
 # The end of a completion
@@ -132,7 +121,8 @@ def test_a_run_that_has_nothing_to_learn_goes_on(make_model, answers, train, end
         assert row["train/truncated_frac"] == is_cut
         assert (row["train/advantage_abs"] > 0) == is_cut
         assert row["train/skipped_steps"] == 0 and "train/grad_norm" not in row
-    assert {sample["truncated"] for sample in samples_of(run)} == {is_cut}
+    samples = harness.read_jsonl(run / "samples.jsonl")
+    assert {sample["truncated"] for sample in samples} == {is_cut}
     assert torch.equal(weights_of(run / "checkpoints/last"), weights_of(model))
 
 
@@ -149,7 +139,8 @@ def test_a_model_may_have_more_embeddings_than_there_are_tokens(
     assert rows_of(run)[1]["train/grad_norm"] > 0
     assert len(AutoModelForCausalLM.from_pretrained(run / "best").lm_head.weight) == rows
     policy = make_policy(run / "best", LENGTH)
-    completions = flat_sample(policy, num_samples=4)
+    groups = sample(policy, [[5, 9], [40, 41, 42, 43]], num_samples=4)
+    completions = [completion for group in groups for completion in group]
     assert any(token >= known for c in completions for token in c.token_ids)
     for completion in completions:
         with_text = [token for token in completion.token_ids if 0 < token < known]

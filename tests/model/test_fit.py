@@ -6,7 +6,6 @@ And a GPU gets the micro-batches that fit: the card is made up, the passes are m
 import math
 import os
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +17,7 @@ from engine.model.load import check_host_memory
 from engine.run import fit
 from engine.run.config_file import load_config
 from engine.run.start import check_disk
+from engine.run.state import Fit
 
 
 @pytest.mark.parametrize(
@@ -44,14 +44,6 @@ def test_the_host_must_hold_the_model_once_for_each_process(
         check_host_memory(model_config, config, dtype)
 
 
-@pytest.fixture
-def disk(monkeypatch) -> list[Path]:
-    """A disk with 68,000 free bytes; returns the folders for which it is asked."""
-    asked, usage = [], SimpleNamespace(free=68_000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: asked.append(folder) or usage)
-    return asked
-
-
 @pytest.mark.parametrize(
     ("given", "num_weights", "fix"),
     [
@@ -63,9 +55,10 @@ def disk(monkeypatch) -> list[Path]:
     ],
 )
 def test_a_disk_must_hold_all_checkpoints_and_two_best_models(
-    tmp_path, disk, given, num_weights, fix
+    tmp_path, monkeypatch, given, num_weights, fix
 ):
     """What the run has saved counts as room: a run that fills its disk must be able to go on."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=68_000))
     config = make_config("checkpoint.every=2", *given.split())
     if fix is not None:
         with pytest.raises(ValueError, match=f"the disk is too small.*{fix}"):
@@ -100,20 +93,24 @@ def card(monkeypatch) -> SimpleNamespace:
     return card
 
 
-@pytest.mark.parametrize(
-    ("given", "free", "num_rows", "recomputes"),
-    [
-        ("", 20.1 * GB, 14, False),  # 70% of what is free
-        ("", 8.1 * GB, 56, True),  # 5 rows without recomputation are too few
-        ("", 1.9 * GB, 13, True),  # two rows do not even fit
-        ("model.gradient_checkpointing=false", 8.1 * GB, 5, False),
-        ("model.gradient_checkpointing=false", 0.1 * GB, 1, False),  # out of memory: in the update
-        ("training.kl_coef=0.1", 20.1 * GB, 14, False),
-        ("", 900 * GB, 100, False),  # more are no faster
+FREE = {  # what is set; bytes that are free, the rows that fit, and whether they are recomputed
+    "": [
+        (20.1 * GB, 14, False),  # 70% of what is free
+        (8.1 * GB, 56, True),  # 5 rows without recomputation are too few
+        (1.9 * GB, 13, True),  # two rows do not even fit
+        (900 * GB, 100, False),  # more are no faster
     ],
-)
+    "model.gradient_checkpointing=false": [
+        (8.1 * GB, 5, False),
+        (0.1 * GB, 1, False),  # out of memory: in the update
+    ],
+    "training.kl_coef=0.1": [(20.1 * GB, 14, False)],
+}
+
+
+@pytest.mark.parametrize("given", FREE)
 def test_a_gpu_gets_the_micro_batches_that_fit(
-    tmp_path, rotary_model_folder, card, monkeypatch, given, free, num_rows, recomputes
+    tmp_path, rotary_model_folder, card, monkeypatch, given
 ):
     """And a resumed run has its own again, on such a card, whatever is free there."""
     run = load_run(load_config(arguments(tmp_path, rotary_model_folder, *given.split())))
@@ -121,19 +118,20 @@ def test_a_gpu_gets_the_micro_batches_that_fit(
     row, weights = fit.longest_row(run), [p.detach().clone() for p in run.trained_weights]
     monkeypatch.setattr(fit, "FEW_TOKENS", 8 * row)
     monkeypatch.setattr(fit, "MOST_TOKENS", 100 * row)
-    card.free = free
-    fit.fit_micro_batches(run)
-    assert (run.training.micro_batch_tokens, run.fit.recomputes) == (num_rows * row, recomputes)
-    assert card.recomputes == recomputes
+    for free, num_rows, recomputes in FREE[given]:
+        card.free, card.name, card.recomputes, card.head, run.fit = free, "H100", False, 0, Fit()
+        fit.fit_micro_batches(run)
+        assert run.training.micro_batch_tokens == num_rows * row
+        assert run.fit.recomputes == card.recomputes == recomputes
+        card.free, card.recomputes, before = 3.6 * GB, False, run.fit
+        fit.fit_micro_batches(run)
+        assert run.fit == before and card.recomputes == recomputes
+        card.name, card.recomputes = "T4", False
+        fit.fit_micro_batches(run)
+        assert run.fit.where == "1 x T4" and run.fit.tokens == (2 if "false" in given else 25) * row
+        card.name, card.head, card.free, card.recomputes = "A100", 2 * GB, 20.1 * GB, False
+        fit.fit_micro_batches(run)  # bug: one row and two took the same, so all fitted
+        assert run.fit.tokens == 12 * row
     assert all(map(torch.equal, weights, run.trained_weights))
     assert all(weight.grad is None for weight in run.trained_weights)
-    card.free, card.recomputes, before = 3.6 * GB, False, run.fit
-    fit.fit_micro_batches(run)
-    assert run.fit == before and card.recomputes == recomputes
-    card.name, card.recomputes = "T4", False
-    fit.fit_micro_batches(run)
-    assert run.fit.where == "1 x T4" and run.fit.tokens == (2 if "false" in given else 25) * row
-    card.name, card.head, card.free, card.recomputes = "A100", 2 * GB, 20.1 * GB, False
-    fit.fit_micro_batches(run)  # bug: one row and two took the same, so all fitted
-    assert run.fit.tokens == 12 * row
     run.lock.close()

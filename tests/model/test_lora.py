@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import harness
-import numpy as np
 import peft
 import pytest
 import torch
@@ -47,16 +46,15 @@ from reference import (
     GRPO,
     HARD,
     ONE_BY_ONE,
-    Recorder,
     config_of,
     distance,
     make_groups,
+    recorded,
     reference_loss,
     row_log_probs,
-    update,
+    trained,
 )
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import main
@@ -82,10 +80,6 @@ KL = "training.kl_coef=0.5"
 KINDS = {"fp32": [LORA], "4 bits": [LORA, IN_4BIT]}
 
 
-def trained(model: nn.Module) -> nn.ParameterList:
-    return nn.ParameterList(p for p in model.parameters() if p.requires_grad)
-
-
 def make_moved_policy(folder: Path, *overrides: str) -> Policy:
     """A policy whose adapter does something, the same each time."""
     policy = make_policy(folder, *overrides)
@@ -94,12 +88,6 @@ def make_moved_policy(folder: Path, *overrides: str) -> Policy:
         for parameter in trained(policy.model):
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     return policy
-
-
-def gradient(policy: Policy, groups, config) -> np.ndarray:
-    recorder = Recorder(trained(policy.model))
-    update(policy, recorder, groups, config)
-    return recorder.gradients[0]
 
 
 def sample(policy: Policy, config) -> list[main.Trajectory]:
@@ -168,7 +156,7 @@ def test_the_gradient_in_4_bits_is_that_of_all_rows_for_any_micro_batch_size(mod
         config = config_of(*GRPO, LORA, IN_4BIT, KL, f"training.micro_batch_tokens={limit}")
         policy.scorer = scorer(policy.model, policy.compute_dtype)
         sample(policy, config)  # leaves nothing behind that a gradient would notice
-        assert distance(gradient(policy, groups, config), expected) <= FP32_ROUNDING
+        assert distance(recorded(policy, groups, config)[0], expected) <= FP32_ROUNDING
 
 
 def test_dropout_acts_in_the_update_alone(rotary_model_folder):
@@ -178,7 +166,7 @@ def test_dropout_acts_in_the_update_alone(rotary_model_folder):
     policy, plain = (
         make_moved_policy(rotary_model_folder, lora, KL, BRIEF) for lora in (dropout, LORA)
     )
-    first, second = (gradient(policy, groups, config) for _ in range(2))
+    (first, _), (second, _) = (recorded(policy, groups, config) for _ in range(2))
     assert distance(first, second) > 0.1
     tokens = [[t.completion.token_ids for t in sample(p, config)] for p in (policy, plain)]
     assert tokens[0] == tokens[1]
@@ -252,12 +240,11 @@ def test_inputs_of_an_adapter_are_not_cast_to_fp32_and_back(rotary_model_folder)
 def test_a_run_in_two_parts_is_bit_for_bit_the_unbroken_one(tmp_path, rotary_model_folder, data):
     """In 4 bits, with dropout: its random numbers follow from a step's questions."""
     overrides = [*KINDS["4 bits"], "model.lora.dropout=0.1", KL, "training.num_iterations=2"]
-    assert_resumes(tmp_path, rotary_model_folder, *overrides, *data)
+    output = assert_resumes(tmp_path, rotary_model_folder, *overrides, *data)
     weights, *_ = what_is_left(tmp_path / "whole")
     adapter = [value for name, value in weights.items() if "last" in name and "lora_B" in name]
     assert len(adapter) == 14 and all(value.abs().max() > 0 for value in adapter)
-    log = (tmp_path / "whole/log").read_text()
-    assert re.search(r"\d weights \(\d\d?\.\d\d% trained\), on 1 x cpu", log)
+    assert re.search(r"\d weights \(\d\d?\.\d\d% trained\), on 1 x cpu", output)
 
 
 @pytest.fixture(scope="module")

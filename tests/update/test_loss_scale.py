@@ -20,7 +20,7 @@ from harness import (
     read_rows,
     run_on_ranks,
 )
-from reference import EASY, GRPO, HARD, IN_TWO, Recorder, config_of, flat, make_groups
+from reference import EASY, GRPO, HARD, IN_TWO, Recorder, config_of, make_groups, weights_of
 from test_update import AT_ONCE, IN_BLOCKS, RATE
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -55,11 +55,7 @@ def update(run: Run, *, factor: float) -> tuple[Update, np.ndarray]:
     for trajectory in (t for group in made for t in group):
         trajectory.advantage *= factor
     result = main.update_policy(run, made)
-    return result, weights_of(run)
-
-
-def weights_of(run: Run) -> np.ndarray:
-    return flat(list(run.policy.model.parameters()))
+    return result, weights_of(run.policy)
 
 
 # An update
@@ -76,7 +72,12 @@ def test_an_update_is_the_same_at_every_loss_scale_that_fits(
     monkeypatch.setattr("engine.model.policy.MAX_LOGITS_BYTES", max_bytes)
     hot = "sampling.temperature=4"  # logits that are close to each other have gradients that are
     run = prepared(rotary_model_folder, hot, f"training.max_grad_norm={limit}", scale=1.0)
-    scaler, before, made, exponents = run.policy.grad_scaler, weights_of(run), {}, range(8, 27)
+    scaler, before, made, exponents = (
+        run.policy.grad_scaler,
+        weights_of(run.policy),
+        {},
+        range(8, 27),
+    )
     for exponent in exponents:
         nn.utils.vector_to_parameters(torch.tensor(before), run.policy.model.parameters())
         scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**exponent})
@@ -103,7 +104,7 @@ def test_an_update_is_the_same_at_every_loss_scale_that_fits(
 def test_what_is_not_finite_at_any_scale_counts_as_broken(rotary_model_folder, factor, scale):
     """The scale is not to blame where it is 1, or where the loss is not finite."""
     run = prepared(rotary_model_folder, scale=scale)
-    before = weights_of(run)
+    before = weights_of(run.policy)
     result, weights = update(run, factor=factor)
     assert result.outcome is Outcome.BROKEN and np.array_equal(before, weights)
     assert math.isfinite(result.metrics["train/loss"]) == math.isfinite(factor)

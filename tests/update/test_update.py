@@ -38,7 +38,9 @@ from reference import (
     reference_groups,
     row_log_probs,
     sampler_log_probs,
+    trained,
     update,
+    weights_of,
 )
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -128,10 +130,6 @@ def moved_policy(folder: Path, *overrides: str, **how) -> Policy:
         for parameter in trained(policy.model):
             parameter.mul_(0.9).add_(0.01)
     return policy
-
-
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
 
 
 def compute(world: World, folders: dict, options: str, way: str, *more: str) -> tuple:
@@ -339,10 +337,6 @@ def test_ddp_holds_gradients_once_in_its_buckets(rotary_model_folder, tmp_path):
 
 
 # Whether the optimizer steps
-
-
-def weights_of(policy: Policy) -> np.ndarray:
-    return flat(list(policy.model.parameters()))
 
 
 @pytest.mark.parametrize(

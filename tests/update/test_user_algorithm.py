@@ -20,8 +20,8 @@ from reference import (
     recorded,
     row_log_probs,
     update,
+    weights_of,
 )
-from test_update import weights_of
 
 from engine.core.types import Trajectory
 from engine.update.optimizer import Outcome, make_optimizer
