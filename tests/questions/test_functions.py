@@ -161,8 +161,6 @@ def test_functions_are_named_of_one_file_or_of_several(tmp_path):
     # Bug: a list, as YAML reads it, was compared with its text, so what was typed was refused.
     (tmp_path / "found.yaml").write_text("task: {reward: my_rewards:short}")
     assert chat.harmless(tmp_path / "found.yaml", [typed])
-    with pytest.raises(ValueError, match="a file that was found cannot have code run"):
-        chat.harmless(tmp_path / "found.yaml", [])
 
 
 SEVERAL = """
@@ -418,31 +416,28 @@ def test_functions_are_named_as_they_are_written_and_leave_the_run_where_it_is(f
 # Whose code runs
 
 
-@pytest.mark.parametrize("found", ["task: {reward: 'evil:f'}", "task: {name: 'evil:f'}"])
-def test_a_reward_in_a_config_that_was_found_is_not_imported(folder, found):
-    """As with a task's module: the folder with the model may be a stranger's."""
+def test_a_reward_in_a_config_that_was_found_is_not_imported(folder):
+    """As a task's module is not (tools/test_chat.py): the folder may be a stranger's."""
     (folder / "evil.py").write_text("raise SystemExit('its code has run')")
     (folder / "x/best").mkdir(parents=True)
     (folder / "x/metrics.jsonl").touch()
     file = folder / "x/config.yaml"
-    file.write_text(found)
+    file.write_text("task: {reward: 'evil:f'}")
 
     def config_of(*others: str):
         return chat.chat_config(chat.read_arguments(["x/best", *others]))
 
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="a file that was found cannot have code run"):
         config_of()
-    assert config_of("task.name=gsm8k").task.code == "gsm8k"
     assert config_of("task.reward=my_rewards:short", "task.name=evil").task.name == "evil"
     for override in ("task.reward=null", "task.prompt=evil:f", "task={}"):
         try:  # refused, or without the stranger's code
             assert config_of(override).task.code == "countdown"
         except ConfigError as error:
             assert "its code has run" not in str(error)
-    if "reward" in found:
-        assert {"key": "task.reward", "value": "evil:f", "default": "null"} in page.settings(file)
-        with pytest.raises(ConfigError, match="its code has run"):
-            config_of("--config=x/config.yaml")
+    assert {"key": "task.reward", "value": "evil:f", "default": "null"} in page.settings(file)
+    with pytest.raises(ConfigError, match="its code has run"):
+        config_of("--config=x/config.yaml")
 
 
 # Defaults of a task's module
