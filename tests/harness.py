@@ -738,7 +738,7 @@ def assert_same(one: Path, other: Path) -> None:
 def train_here(
     world: World, folder: Path, model: Path, *overrides: str, rates: Sequence[float] = ()
 ) -> str:
-    """A run on this rank of `run_on_ranks`, or alone, with rewards by text; what it prints."""
+    """A run on this rank of `run_on_ranks`, with rewards by text; what it prints."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
         grade_by_text(patch)
         if rates:
@@ -765,11 +765,7 @@ def train_in_parts(world: World, folder: Path, model: Path, overrides: Sequence[
 
 def assert_resumes(folder: Path, model: Path, *overrides: str, num_ranks: int = 1) -> str:
     """A run in two parts leaves what the unbroken one does; gives what rank 0 prints."""
-    if num_ranks == 1:
-        output = train_in_parts(alone(), folder, model, overrides)
-    else:
-        given = (folder, model, overrides)
-        output, *_ = run_on_ranks(train_in_parts, num_ranks, *given, folder=folder)
+    output, *_ = run_on_ranks(train_in_parts, num_ranks, folder, model, overrides, folder=folder)
     assert "resumed after step 1" in output
     assert_same(folder / "whole", folder / "parts")
     return output

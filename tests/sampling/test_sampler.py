@@ -85,7 +85,7 @@ SETTINGS = {  # the prompts, and how they are sampled
         {"pad_id": 8, "max_new_tokens": 3, "num_samples": 20, "eos_ids": tuple(range(2, 345, 3))},
     ),
     # Attention leaps to more columns, and rows leave before and after it does
-    "long": (BESIDE_A_LONG_ONE, {"max_new_tokens": 40, "eos_ids": tuple(range(0, 345, 20))}),
+    "long": (BESIDE_A_LONG_ONE, {"max_new_tokens": 32, "eos_ids": tuple(range(0, 345, 20))}),
 }
 
 

@@ -2,8 +2,10 @@
 
 import re
 from fractions import Fraction
+from random import Random
 
 import pytest
+from harness import seed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_verdicts import ANSWER_BLOCK, GSM8K_WAYS, extract_answer, reward
@@ -19,29 +21,29 @@ def score(expression: str, nums: list[int], target: int | Fraction) -> float:
     return countdown.answer_reward_function(completion, nums=nums, target=target)
 
 
-expressions = st.recursive(
-    st.integers(0, 99).map(str),
-    lambda inner: (
-        st.builds("({}) {}({})".format, inner, st.sampled_from("+-*/"), inner)
-        | inner.map("-({})".format)
-    ),
-    max_leaves=6,
-)
+def expression(random: Random, num_leaves: int) -> str:
+    if random.random() < 0.2:
+        return f"-({expression(random, num_leaves)})"
+    if num_leaves == 1:
+        return str(random.randint(0, 99))
+    first, operation = random.randrange(1, num_leaves), random.choice("+-*/")
+    others = expression(random, num_leaves - first)
+    return f"({expression(random, first)}) {operation}({others})"
 
 
-@settings(max_examples=500, deadline=None)
-@given(expressions)
-def test_an_expression_is_paid_for_its_value_and_its_numbers_alone(text: str):
-    nums = [int(number) for number in re.findall("[0-9]+", text)]
-    try:
-        value = eval(re.sub("[0-9]+", r"Fraction(\g<0>)", text))
-    except ZeroDivisionError:
-        assert not any(score(text, nums, target) for target in range(-10, 30))
-        return
-    assert score(text, nums, value) == score(f" ({text}) ", nums[::-1], value) == 1.0
-    for wrong in (nums[1:], [*nums, nums[0]], [nums[0] + 1, *nums[1:]]):
-        assert score(text, wrong, value) == 0.0
-    assert score(text, nums, value + Fraction(1, 10**9)) == 0.0
+def test_an_expression_is_paid_for_its_value_and_its_numbers_alone():
+    for i in range(500):
+        text = expression(Random(seed(i)), 1 + i % 6)
+        nums = [int(number) for number in re.findall("[0-9]+", text)]
+        try:
+            value = eval(re.sub("[0-9]+", r"Fraction(\g<0>)", text))
+        except ZeroDivisionError:
+            assert not any(score(text, nums, target) for target in range(-10, 30)), text
+            continue
+        assert score(text, nums, value) == score(f" ({text}) ", nums[::-1], value) == 1.0, text
+        for wrong in (nums[1:], [*nums, nums[0]], [nums[0] + 1, *nums[1:]]):
+            assert score(text, wrong, value) == 0.0, text
+        assert score(text, nums, value + Fraction(1, 10**9)) == 0.0, text
 
 
 FORMATS = {
