@@ -17,7 +17,6 @@ import pytest
 import torch
 from harness import (
     CPU,
-    NO_FILE,
     ROOT,
     SHORT_RUN,
     alone,
@@ -61,9 +60,8 @@ import main
 from engine.core.config import Config
 from engine.core.statistics import Clock
 from engine.model.adapters import keep_4bit_layout, quantization_config
-from engine.model.load import base_of, load_model_and_tokenizer
+from engine.model.load import load_model_and_tokenizer
 from engine.model.policy import Policy
-from engine.run.config_file import load_config
 from engine.run.fingerprint import of_files
 from engine.run.start import settle_config
 from engine.sampling.batches import kept_bytes
@@ -336,7 +334,8 @@ def test_an_adapter_is_evaluated_on_its_base(finished, tmp_path, monkeypatch):
     assert {p.dtype for p in run.policy.model.parameters()} == {torch.uint8, torch.float32}
 
 
-AT, IN_16_BITS = "base_model.model.model", ["model.load_in_4bit=false", "model.lora=null"]
+EVALUATE, TRAIN = ["mode=evaluate"], ["model.load_in_4bit=false", "model.lora=null"]
+AT = "base_model.model.model"
 EMBEDDINGS = f"{AT}.embed_tokens.weight"
 SPOILT = {  # what is made of an adapter's weights or set in its config, and what is said of it
     "a layer less": (
@@ -363,10 +362,11 @@ SPOILT = {  # what is made of an adapter's weights or set in its config, and wha
 }
 
 
-@pytest.mark.parametrize("asked", (["mode=evaluate"], IN_16_BITS), ids=["evaluate", "train"])
-@pytest.mark.parametrize(("spoil", "problem"), SPOILT.values(), ids=SPOILT)
-def test_an_adapter_that_has_no_whole_base_is_refused(finished, tmp_path, spoil, problem, asked):
+@pytest.mark.parametrize("name", SPOILT)
+def test_an_adapter_that_has_no_whole_base_is_refused(finished, tmp_path, name):
     """Bugs: the weights that it lacked were drawn at random, or a run began without its layers."""
+    asked = (EVALUATE, TRAIN)[[*SPOILT].index(name) % 2]  # by turns
+    spoil, problem = SPOILT[name]
     adapter = Path(shutil.copytree(finished / "best", tmp_path / "adapter"))
     if isinstance(spoil, dict):
         change_json(adapter / "adapter_config.json", **spoil)
@@ -451,14 +451,18 @@ def test_an_adapters_own_tokenizer_is_that_of_the_run(rotary_model_folder, tmp_p
 
 
 NEW = {"bos_token": "<|new|>"}
-MET = {"in a prompt": {"begin": "<|new|>"} | NEW, "behind a turn": {"end": "<|new|>"} | NEW}
-MET["at the end"] = {"eos_token": "<|new|>"}
 
 
-@pytest.mark.parametrize("asked", ["mode=evaluate", "mode=train"])
-@pytest.mark.parametrize("tokens", MET.values(), ids=MET)
+@pytest.mark.parametrize(
+    ("asked", "tokens"),
+    [
+        ("mode=evaluate", {"begin": "<|new|>"} | NEW),  # in a prompt
+        ("mode=train", {"end": "<|new|>"} | NEW),  # behind a turn
+        ("mode=train", {"eos_token": "<|new|>"}),
+    ],
+)
 def test_a_token_without_an_embedding_is_refused_where_a_run_can_meet_it(
-    rotary_model_folder, tmp_path, tokens, asked
+    rotary_model_folder, tmp_path, asked, tokens
 ):
     adapter = save_adapter(tmp_path / "a", rotary_model_folder)
     own_tokenizer(adapter, **tokens)
@@ -479,13 +483,3 @@ def test_the_copy_in_4_bits_is_the_merged_model_rounded(exported, finished):
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
         assert torch.equal(rounded(ids).logits, copied(ids).logits)
-
-
-def test_a_run_of_an_adapter_starts_at_its_sum_with_the_base(finished, tmp_path, data):
-    best = finished / "best"
-    given = [*data, f"model.name={best}", "training.learning_rate=1e-3", f"run.dir={tmp_path}"]
-    run = load_run(load_config([*given, NO_FILE]))
-    base = AutoModelForCausalLM.from_pretrained(base_of(best)[0], dtype=torch.float32)
-    by_hand = peft.PeftModel.from_pretrained(base, best).merge_and_unload().state_dict()
-    merged = run.policy.model.state_dict()
-    assert all(torch.equal(value, merged[name]) for name, value in by_hand.items())
