@@ -347,7 +347,9 @@ SPOILT = {  # what is made of an adapter's weights or set in its config, and wha
         f"does not fit its base model, as at {AT}.layers.0.mlp.down_proj",
     ),
     "of a deeper model": (
-        lambda weights: weights | {k.replace("layers.1", "layers.7"): weights[k] for k in weights},
+        lambda weights: (
+            weights | {k.replace("layers.1", "layers.7"): weights[k].clone() for k in weights}
+        ),
         f"does not fit its base model, as at {AT}.layers.7.mlp.down_proj",
     ),
     "more embeddings": (
