@@ -192,7 +192,7 @@ def test_noise_from_a_broken_model_solves_nothing_and_is_never_the_best(
     """Bug: logits of NaN are sampled as if all were 0; by luck that solved more than the model."""
     model = make_model(dict.fromkeys(answers, NEVER) | {list(answers)[-1]: 0.7})
     ruin_after(monkeypatch, -1, 1e30)
-    overrides = ["validation.best_of_n=64", "validation.every=1", "training.k_best_of_n=[32,32]"]
+    overrides = ["validation.best_of_n=16", "validation.every=1", "training.k_best_of_n=[16,16]"]
     run, _ = train(model, *overrides, status=1)  # there was nothing to save at the end
     first, *rows = rows_of(run)
     assert first["eval/pass@1"] == 0

@@ -176,17 +176,17 @@ def hardware(monkeypatch) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize(
-    ("given", "dtype"),
+    ("given", "dtype", "num_starts"),
     [
-        (["training.kl_coef=0.1"], "bfloat16"),  # the reference too
-        (["model.compute_dtype=float32"], "float32"),
-        (["model.lora={r: 2}"], "float32"),  # its base would be rounded
-        (["no hardware"], "float32"),
-        (["another model"], "float32"),  # whose logits in bf16 are far off
+        (["training.kl_coef=0.1"], "bfloat16", 2),  # the reference too
+        (["model.compute_dtype=float32"], "float32", 1),
+        (["model.lora={r: 2}"], "float32", 1),  # its base would be rounded
+        (["no hardware"], "float32", 2),
+        (["another model"], "float32", 1),  # whose logits in bf16 are far off
     ],
 )
 def test_a_run_keeps_the_dtype_that_was_chosen_for_its_first_processor(
-    rotary_model_folder, tmp_path, monkeypatch, hardware, given, dtype
+    rotary_model_folder, tmp_path, monkeypatch, hardware, given, dtype, num_starts
 ):
     """A run of before there was a choice is in fp32, as if there were no hardware."""
     grade_by_text(monkeypatch)
@@ -196,14 +196,14 @@ def test_a_run_keeps_the_dtype_that_was_chosen_for_its_first_processor(
     sizes = ["training.num_samples_per_step=1", "training.k_best_of_n=[2,2]"]
     sizes += ["training.max_new_gen_tokens=2", "validation.num_examples=1"]
     sizes += ["validation.best_of_n=1"]
-    for num_steps in (1, 2):
+    for num_steps in range(1, num_starts + 1):
         options = [*(word for word in given if "=" in word), f"training.num_steps={num_steps}"]
         run = load_run(load_config(arguments(tmp_path, rotary_model_folder, *sizes, *options)))
         policy, expected = run.policy, getattr(torch, dtype)
         assert policy.compute_dtype == policy.scorer.compute_dtype == expected
         assert policy.sampler.model.dtype == expected and run.is_resumed == (num_steps == 2)
         assert policy.reference is None or policy.reference.compute_dtype == expected
-        if num_steps == 1:
+        if num_steps < num_starts:
             assert main.run_training(run) == 0
         run.lock.close()
         hardware["amx_bf16"] = not hardware["amx_bf16"]
