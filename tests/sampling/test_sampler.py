@@ -82,7 +82,7 @@ SETTINGS = {  # the prompts, and how they are sampled
     "no end": (EQUAL, {"eos_ids": ()}),
     "an end as padding": (
         RAGGED,
-        {"pad_id": 8, "max_new_tokens": 3, "num_samples": 20, "eos_ids": tuple(range(2, 345, 3))},
+        {"pad_id": 8, "max_new_tokens": 3, "num_samples": 10, "eos_ids": tuple(range(2, 345, 3))},
     ),
     # Attention leaps to more columns, and rows leave before and after it does
     "long": (BESIDE_A_LONG_ONE, {"max_new_tokens": 32, "eos_ids": tuple(range(0, 345, 20))}),
