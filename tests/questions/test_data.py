@@ -3,16 +3,14 @@
 Mistakes in a file of questions or in a task are in tests/run/test_mistakes.py.
 """
 
-import ast
 import copy
-import re
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pandas
 import pytest
-from harness import ROOT, load_rows, make_config, seed
+from harness import load_rows, make_config, seed
 from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AddedToken, PreTrainedTokenizerFast
@@ -393,27 +391,3 @@ def test_of_special_tokens_only_a_beginning_is_added_and_only_without_a_template
         is_kept = template is None and added.startswith("E")
         found = encode_prompts(rows, tokenizer=templated, **task)
         assert found == [[number] * is_kept + ids for ids in expected]
-
-
-# Where a tokenizer gets a text of the program's own, or numbers
-OWN_TEXTS = {"check_vocabulary", "end_of_turn", "reply", "tables"}
-TOKENIZES = re.compile(r"(\w+\.)*tokenizer(\.(encode\w*|tokenize|__call__|batch_encode\w*))?")
-
-
-def test_every_text_that_a_tokenizer_gets_has_whole_characters():
-    """By the sources: what calls one also calls the function that replaces half characters."""
-    files = [*map(ROOT.joinpath, ("main.py", "countdown.py", "logger.py"))]
-    seen = set()
-    for file in [*files, *ROOT.glob("engine/**/*.py"), *ROOT.glob("t[ao][so][kl]s/*.py")]:
-        nodes = [*ast.walk(ast.parse(file.read_text()))]
-        for function in (node for node in nodes if isinstance(node, ast.FunctionDef)):
-            calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
-            names = {ast.unparse(call.func).rpartition(".")[2] for call in calls}
-            for call in calls:
-                is_own = isinstance(call.args[0] if call.args else None, ast.Constant)
-                is_own = is_own or [ast.unparse(a) for a in call.args[:1]] == ["TOKENIZER_PROBE"]
-                if TOKENIZES.fullmatch(ast.unparse(call.func)) and not is_own:
-                    seen.add(function.name)
-                    is_clean = names & {"whole_characters", "render_prompts"}
-                    assert is_clean or function.name in OWN_TEXTS, f"{file}: {function.name}"
-    assert {"encode_prompts", "encode", "model_card"} | OWN_TEXTS <= seen

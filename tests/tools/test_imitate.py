@@ -124,6 +124,7 @@ BAD_ANSWERS = {
     "no column": ([{"nums": [1], "target": 1}], ", row 1: no column completion among nums, target"),
     "too long": ([row(TRAIN[1], LONG)], ", row 1: with its end its completion has "),
     "an end inside": ([row(TRAIN[1], "a<|end|>b")], ", row 1: the tokenizer cannot give its"),
+    "half a character": ([row(TRAIN[1], "7\ud800")], ", row 1: the tokenizer cannot give its"),
     "none solved": ([row(TRAIN[0], "no")], NO_ANSWER),
     "no rows": ([], ": "),  # bug: nothing was imitated, without a word
 }
