@@ -17,7 +17,6 @@ import pytest
 import torch
 from harness import (
     CPU,
-    ROOT,
     SHORT_RUN,
     alone,
     assert_resumes,
@@ -32,7 +31,7 @@ from harness import (
     read_rows,
     save_adapter,
     seed,
-    train,
+    train_here,
     train_tokenizer,
     what_is_left,
 )
@@ -249,11 +248,10 @@ def test_a_run_in_two_parts_is_bit_for_bit_the_unbroken_one(tmp_path, rotary_mod
 def finished(tmp_path_factory, rotary_model_folder, data) -> Path:
     """The folder of a run in 4 bits, whose best/ is neither the base nor the last model."""
     folder = tmp_path_factory.mktemp("finished")
-    model = Path(os.path.relpath(rotary_model_folder, ROOT))
     overrides = [*KINDS["4 bits"], *data, "training.num_steps=4", "training.warmup_steps=0"]
-    overrides += ["training.learning_rate=0.03", "training.num_samples_per_step=8"]
-    overrides += ["validation.num_examples=16", "validation.best_of_n=16"]
-    train(folder, model, *overrides, grading={"rates": [0.1, 0.0, 0.4, 0.0, 0.3]})
+    overrides += ["training.learning_rate=0.03", "validation.best_of_n=8"]
+    model, rates = Path(os.path.relpath(rotary_model_folder)), [0.1, 0.0, 0.4, 0.0, 0.3]
+    train_here(alone(), folder, model, *overrides, rates=rates)
     return folder / "x"
 
 

@@ -38,15 +38,10 @@ def test_a_run_learns_from_single_completions_and_its_teacher_must_not_change(
     grade_by_text(monkeypatch)
     teacher = Path(shutil.copytree(teacher_folder, tmp_path / "model"))
 
-    def train(num_steps: int) -> int:
-        own = distilling(teacher, f"training.num_steps={num_steps}")
-        run = load_run(load_config(arguments_of(tmp_path, rotary_model_folder, *data, *own)))
-        try:
-            return main.run_training(run)
-        finally:
-            run.lock.close()
-
-    assert train(1) == 0
+    given = arguments_of(tmp_path, rotary_model_folder, *data, *distilling(teacher))
+    run = load_run(load_config([*given, "training.num_steps=1"]))
+    assert main.run_training(run) == 0
+    run.lock.close()
     _, row = read_rows(tmp_path / "x")
     assert row["train/kl"] and row["train/reward_std"] == 0
     weights = AutoModelForCausalLM.from_pretrained(teacher)
@@ -54,7 +49,7 @@ def test_a_run_learns_from_single_completions_and_its_teacher_must_not_change(
         weights.lm_head.weight.mul_(1.01)
     weights.save_pretrained(teacher)
     with pytest.raises(ConfigError, match=r"the files of model\.teacher = "):
-        train(2)
+        load_run(load_config([*given, "training.num_steps=2"]))
 
 
 def test_a_teacher_of_other_tokens_or_fewer_is_refused_without_its_weights(
