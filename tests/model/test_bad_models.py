@@ -38,10 +38,10 @@ ALWAYS, NEVER = 5.0, -5.0  # biases; they make logits of about 28 and -28
 def make_model(rotary_model_folder, tmp_path) -> Callable[..., Path]:
     """`make_model(biases)` is the folder of a Qwen2 that prefers some tokens."""
 
-    def make(biases: dict[int, float], tokenizer=None, num_embeddings: int | None = None) -> Path:
+    def make(biases: dict[int, float], num_embeddings: int | None = None) -> Path:
         folder = shutil.copytree(rotary_model_folder, tmp_path / "model")
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        rows = num_embeddings or len(tokenizer or model.get_input_embeddings().weight)
+        rows = num_embeddings or len(model.get_input_embeddings().weight)
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(seed())
             model.resize_token_embeddings(rows, mean_resizing=False)
@@ -50,8 +50,6 @@ def make_model(rotary_model_folder, tmp_path) -> Callable[..., Path]:
             for token, bias in biases.items():
                 model.get_output_embeddings().weight[token, 0] = bias
         model.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
         return folder
 
     return make

@@ -205,17 +205,12 @@ def play_by_all(run: Run, num_samples: int = 60, **changes) -> list[Trajectory]:
     completions = [t.completion for t in group[:FEW]]
     assert_plain(run.policy, [group[0].prompt_ids], SEEDS, [completions], **changes)
     for backend in ("generate", "captured"):
-        assert_equal(play(run, FEW, backend, **changes), group[:FEW])
+        for one, other in zip(play(run, FEW, backend, **changes), group[:FEW], strict=True):
+            a, b = one.completion, other.completion
+            assert (a.token_ids, a.truncated) == (b.token_ids, b.truncated)
+            assert one.reward_parts == other.reward_parts
+            assert np.allclose([a.log_probs, a.entropies], [b.log_probs, b.entropies], atol=1e-5)
     return group
-
-
-def assert_equal(group: list[Trajectory], other: list[Trajectory]) -> None:
-    """The same tokens, ends and rewards and, to the rounding of fp32, the same numbers."""
-    for a, b in zip(group, other, strict=True):
-        c, d = a.completion, b.completion
-        assert (c.token_ids, c.truncated) == (d.token_ids, d.truncated)
-        assert a.reward_parts == b.reward_parts
-        assert np.allclose([c.log_probs, c.entropies], [d.log_probs, d.entropies], atol=1e-5)
 
 
 def test_a_row_is_truncated_where_its_reply_does_not_fit(folder):

@@ -210,10 +210,6 @@ def check(options: str, way: str, found: tuple, expected: tuple) -> None:
     assert metrics == pytest.approx(expected_metrics, rel=1e-6, abs=1e-6), options
 
 
-def ways_of(num_ranks: int) -> list[str]:
-    return [way for way, (ranks, *_) in WAYS.items() if ranks == num_ranks]
-
-
 # What meets other code in the other way: the head in blocks, rows without padding, a GPT-2
 ONE_BY_ONE_TOO = (
     "grpo",
@@ -301,7 +297,7 @@ ON_THREE = ("grpo", "token", "sil", "kl, skip", "skip", "ppo, kl")
 
 def cases_of(num_ranks: int) -> list[tuple[str, str]]:
     """(row, way): by turns whole models and shards, into which no adapter is cut."""
-    ways = ways_of(num_ranks)
+    ways = [way for way, (ranks, *_) in WAYS.items() if ranks == num_ranks]
     names = ON_TWO if num_ranks == 2 else ON_THREE
     return [(name, ways["lora" not in name and i % 2]) for i, name in enumerate(names)]
 
