@@ -48,6 +48,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.core.config import Config
 from engine.core.distributed import World, order_ddp_buckets
+from engine.core.types import Trajectory
 from engine.model.policy import Policy
 from engine.update import head
 from engine.update.head import ChunkedScorer
@@ -174,13 +175,13 @@ def by_reference(model: nn.Module, all_weights: list, config: Config, folder: Pa
     batch = [t for group in groups for t in group if t.in_batch]
     if training.has_reference:
         scorer = fp64_model(config.model.teacher or folder)
-        ref = [row_log_probs(scorer, t, **how).detach() for t in batch]
+        ref = scores(scorer, batch, **how)
     for weights in all_weights:
         nn.utils.vector_to_parameters(torch.from_numpy(weights), trained(model))
         gradient, loss = reference(model, groups, config, old=old, ref=ref)
         norm = np.linalg.norm(gradient)
         gradients.append(gradient * min(1.0, training.max_grad_norm / (norm + 1e-6)))
-        old = old or [row_log_probs(model, t, **how).detach() for t in batch]
+        old = old or scores(model, batch, **how)
     # The metrics of the first pass are means over the tokens that are trained.
     is_trained = [
         (t.advantage != 0 or training.has_reference)
@@ -196,6 +197,11 @@ def by_reference(model: nn.Module, all_weights: list, config: Config, folder: Pa
         kl = (-kl).exp() + kl - 1 if training.kl_coef else kl  # distillation logs log-ratios
         metrics["train/kl"] = kl.mean().item()
     return gradients, metrics
+
+
+@torch.no_grad()
+def scores(model: nn.Module, batch: list[Trajectory], *, temperature: float) -> list[torch.Tensor]:
+    return [row_log_probs(model, trajectory, temperature=temperature) for trajectory in batch]
 
 
 def check(options: str, way: str, found: tuple, expected: tuple) -> None:
