@@ -22,7 +22,6 @@ from engine.questions.prompts import encode_prompts, render_prompt, render_promp
 from engine.questions.tasks import load_task
 from tasks import gsm8k
 
-HUB_ID = "openai/gsm8k"
 ROWS = {
     "countdown": [{"nums": [n, 7, 25], "target": 46 + n} for n in range(80)],
     "arithmetic": [{"a": n, "b": 38} for n in range(80)],
@@ -105,7 +104,7 @@ def test_each_task_asks_the_hub_for_its_part(monkeypatch):
         ("math500", True, None, "train"),
     ):
         rows = ROWS[name]
-        source = HUB_ID if name == "gsm8k" else "own/rows"
+        source = "openai/gsm8k" if name == "gsm8k" else "own/rows"
         found = load(name, source, "validation", held_out=held_out)
         assert requests.pop()[1:] == (config, split)
         assert (found == rows) == (not held_out or name == "gsm8k")

@@ -106,20 +106,16 @@ def graphs(monkeypatch) -> None:
     install_graphs(monkeypatch)
 
 
-@pytest.fixture
-def poisoned_folder(model_folder: Path, tmp_path: Path) -> Path:
-    """The model with a generation_config that makes sampling greedy and forbids half the tokens."""
-    folder = shutil.copytree(model_folder, tmp_path / "poisoned")
-    GenerationConfig(
-        do_sample=True,
-        temperature=0.1,
-        top_k=1,
-        repetition_penalty=1.3,
-        min_p=0.3,
-        suppress_tokens=list(range(2, 345, 2)),  # a field that nobody thinks of
-        eos_token_id=0,
-    ).save_pretrained(folder)
-    return folder
+# Greedy, and without half of the tokens
+POISON = GenerationConfig(
+    do_sample=True,
+    temperature=0.1,
+    top_k=1,
+    repetition_penalty=1.3,
+    min_p=0.3,
+    suppress_tokens=list(range(2, 345, 2)),  # a field that nobody thinks of
+    eos_token_id=0,
+)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +124,7 @@ def poisoned_folder(model_folder: Path, tmp_path: Path) -> Path:
     indirect=["model_folder"],
 )
 def test_what_is_drawn_is_what_one_plain_forward_pass_gives(
-    poisoned_folder, graphs, monkeypatch, way
+    model_folder, tmp_path, graphs, monkeypatch, way
 ):
     """Whatever the batch, the model's own generation config and torch's random state."""
     attention, masks = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
@@ -137,7 +133,9 @@ def test_what_is_drawn_is_what_one_plain_forward_pass_gives(
     backend, attention = WAYS[way]
     loop = "generate" if backend == "generate" else "grouped"
     overrides = [f"sampling.backend={loop}", f"model.attn_implementation={attention}"]
-    policy = make_policy(poisoned_folder, *overrides, is_exact=attention != "eager")
+    folder = shutil.copytree(model_folder, tmp_path / "poisoned")
+    POISON.save_pretrained(folder)
+    policy = make_policy(folder, *overrides, is_exact=attention != "eager")
     assert loop_of(policy) == loop  # a model that the probe refuses would be sampled otherwise
     ends = set()
     for name, (prompts, changes) in SETTINGS.items():

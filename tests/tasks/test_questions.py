@@ -63,11 +63,10 @@ def test_an_answer_in_a_file_may_be_only_the_number_and_must_be_one_that_is_paid
 # Generated questions
 
 generate = partial(load_rows, countdown, "generated")
-generated_tasks = pytest.mark.parametrize("task", [countdown, arithmetic])
 SMALL_SPACE = {"max_numbers": 3, "max_number": 3, "min_target": 1, "max_target": 9}
 
 
-@generated_tasks
+@pytest.mark.parametrize("task", [countdown, arithmetic])
 def test_train_and_validation_never_overlap_whatever_seed_order_and_size(task):
     keys = {"train": set(), "validation": set()}
     for split, n, num in (("train", 0, 3_000), ("train", 7, 300), ("validation", 0, 400)):

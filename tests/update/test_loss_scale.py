@@ -166,15 +166,6 @@ def test_a_gpu_without_bfloat16_computes_in_float16(monkeypatch, has_bf16, dtype
     assert choose_compute_dtype(make_config(FLOAT16).model, CPU) == torch.float16
 
 
-@pytest.fixture
-def hardware(monkeypatch) -> dict[str, bool]:
-    """What the processor has; products of any size then count."""
-    has = {"amx_bf16": True}
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
-    monkeypatch.setattr(engine.run.start, "MIN_SIZE", 32)
-    return has
-
-
 @pytest.mark.parametrize(
     ("given", "dtype", "num_starts"),
     [
@@ -186,13 +177,15 @@ def hardware(monkeypatch) -> dict[str, bool]:
     ],
 )
 def test_a_run_keeps_the_dtype_that_was_chosen_for_its_first_processor(
-    rotary_model_folder, tmp_path, monkeypatch, hardware, given, dtype, num_starts
+    rotary_model_folder, tmp_path, monkeypatch, given, dtype, num_starts
 ):
     """A run of before there was a choice is in fp32, as if there were no hardware."""
     grade_by_text(monkeypatch)
     if given == ["another model"]:
         monkeypatch.setattr(engine.run.start, "supports_dtype", lambda *_: False)
-    hardware["amx_bf16"] = given != ["no hardware"]
+    hardware = {"amx_bf16": given != ["no hardware"]}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: hardware)
+    monkeypatch.setattr(engine.run.start, "MIN_SIZE", 32)  # products of any size count
     sizes = ["training.num_samples_per_step=1", "training.k_best_of_n=[2,2]"]
     sizes += ["training.max_new_gen_tokens=2", "validation.num_examples=1"]
     sizes += ["validation.best_of_n=1"]
