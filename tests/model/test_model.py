@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -222,18 +223,6 @@ def drop_a_layer(folder: Path) -> None:
     model.save_pretrained(folder, state_dict=kept)
 
 
-def drop_the_tokenizer(folder: Path) -> None:
-    """AutoTokenizer makes one of nothing that turns every text into nothing."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).unlink()
-
-
-def halve_the_weights(folder: Path) -> None:
-    """SafetensorError is not a ValueError."""
-    whole = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-
-
 def save_encoder(folder: Path) -> None:
     """A random BERT, which sees the words behind a word, in place of the model."""
     vocab_size = AutoModelForCausalLM.from_pretrained(folder).config.vocab_size
@@ -241,18 +230,16 @@ def save_encoder(folder: Path) -> None:
     save_random(BertLMHeadModel, config, AutoTokenizer.from_pretrained(folder), folder)
 
 
-def write_pointer(folder: Path) -> None:
-    """What git leaves where it has not fetched a large file."""
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 5\n"
-    (folder / "model.safetensors").write_text(pointer)
-
-
+WEIGHTS, POINTER = "model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:1\n"
 MISFITS = [  # what is done to the folder or set in its config.json, and what is said of it
     (save_encoder, "it sees the tokens that come later"),
-    (write_pointer, "fetch the file with `git lfs pull`"),
+    # git leaves a pointer where it has not fetched a large file
+    (lambda folder: (folder / WEIGHTS).write_text(POINTER), "fetch the file with `git lfs pull`"),
     (drop_a_layer, "layers.1.mlp.up_proj"),
-    (drop_the_tokenizer, "tokenizer.json"),
-    (halve_the_weights, "cannot be used: "),
+    # AutoTokenizer makes one of nothing that turns every text into nothing
+    (lambda folder: [file.unlink() for file in folder.glob("tokenizer*")], "tokenizer.json"),
+    # SafetensorError is not a ValueError
+    (lambda folder: os.truncate(folder / WEIGHTS, 9_999), "cannot be used: "),
     ({"hidden_size": 64}, "do not fit its config.json, such as"),
 ]
 
