@@ -185,7 +185,7 @@ READ = {"countdown": r"\S+", "arithmetic": r"-?[0-9]+(\.[0-9]+)?", "gsm8k": r"-?
 
 
 @every_task
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data(), st.booleans())
 def test_any_text_gets_a_reward_of_the_allowed_set(name: str, data: st.DataObject, opinion: bool):
     morsel = st.sampled_from(ANY + UNITS[name]) | st.text(st.characters(), max_size=5)
