@@ -60,6 +60,20 @@ def test_it_is_log_softmax_for_any_loss(monkeypatch, kept_bytes, columns, bias, 
         assert (ours - expected).norm() <= tolerance * size.norm()
 
 
+def test_sums_of_blocks_are_in_fp32_where_products_are_in_16_bits(monkeypatch):
+    """Of whole numbers, whose products are exact."""
+    monkeypatch.setattr(head, "CPU_BLOCK_BYTES", 4 * M * 4)
+    generator, linear = torch.Generator().manual_seed(seed()), nn.Linear(H, V)
+    nn.utils.vector_to_parameters(
+        torch.randint(-2, 3, (V * H + V,), generator=generator).float(), linear.parameters()
+    )
+    hidden = torch.randint(-8, 9, (M, H), generator=generator).float()
+    token_ids = torch.tensor([0, V - 1, 4, 5, 5])
+    log_probs = head_log_probs(hidden.bfloat16(), linear, token_ids, temperature=0.7)
+    expected = naive(hidden.double(), linear.double(), token_ids, temperature=0.7)
+    torch.testing.assert_close(log_probs.double(), expected, rtol=0, atol=1e-4)
+
+
 def test_it_never_holds_all_logits(monkeypatch):
     """Counts all tensors alive at once, gradients too."""
     num_tokens, hidden_size, vocabulary = 512, 32, 20_000
