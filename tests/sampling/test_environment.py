@@ -53,18 +53,14 @@ import random
 
 EXAMPLE_ROW = {"n": 1}
 
-
 def parse_row(row, *, options):
     return row
-
 
 def question_key(example):
     return str(example["n"])
 
-
 def generate_prompt(example, *, options):
     return [{"role": "user", "content": "Use the tool. "}]
-
 
 class Environment:
     """Like IncrementEnv on the page of TRL's GRPOTrainer."""
@@ -468,7 +464,7 @@ class Environment(Environment):
 @pytest.mark.parametrize(
     ("method", "statement", "message"),
     [
-        ("reset", "1 / 0", r", line 4\d: Environment.reset raised ZeroDivisionError: .*: question"),
+        ("reset", "1 / 0", r", line 3\d: Environment.reset raised ZeroDivisionError: .*: question"),
         ("respond", "raise SystemExit(0)", "raised SystemExit: 0"),  # bug: it ended the run with 0
         ("reset", "self.x = id(self); return str(id(self))", "different texts to a group"),
         ("reset", "return '1' * 2000", "longer than the 874 tokens of room"),
