@@ -3,6 +3,7 @@
 That a shard's gradients are those of a whole model is in test_update.py.
 """
 
+import functools
 import itertools
 import math
 from pathlib import Path
@@ -118,24 +119,18 @@ def load_and_save(world: World, model: Path, folder: Path, again: Path) -> int:
     return save_parts(policy.model, optimizer, again, world)
 
 
-def train_on_shards(world: World, folder: Path, model: Path, keys: list[str]) -> str:
-    """Two steps, of which the last makes the best model."""
-    keys = [*keys, SHARD, "training.num_steps=2"]
-    return train_here(world, folder, model, *keys, rates=[0.1, 0.2, 0.3])
-
-
 def test_a_run_goes_on_with_another_number_of_ranks(absolute_model_folder, tmp_path, data):
     """Rank 1 finds a folder in the place of its part, as on a full disk.
 
     That a run on shards is resumed bit for bit is in test_resume.py.
     """
     whole = tmp_path / "whole"
-    keys = [*data, "training.warmup_steps=0", "training.kl_coef=0.1"]
+    keys = [*data, SHARD, "training.num_steps=2", "training.warmup_steps=0", "training.kl_coef=0.1"]
     keys += ["training.micro_batch_tokens=99"]  # several passes on each rank
     in_the_way = whole / "x/checkpoints/step-000001.parts.tmp/part-00001.safetensors"
     in_the_way.mkdir(parents=True)
-    given = (whole, absolute_model_folder, keys)
-    output, _ = run_on_ranks(train_on_shards, 2, *given, folder=tmp_path)
+    run = functools.partial(train_here, rates=[0.1, 0.2, 0.3])  # the last model is the best
+    output, _ = run_on_ranks(run, 2, whole, absolute_model_folder, *keys, folder=tmp_path)
     assert "nothing saved at step 1" in output
     assert "1 of 2 ranks could not write their part" in output
     last = whole / "x/checkpoints/step-000002"
