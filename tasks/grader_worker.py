@@ -143,7 +143,7 @@ WORKER = Worker([sys.executable, "-P", "-B", os.path.abspath(__file__)])
 # The worker's side
 
 
-def serve(load: Callable[[], Callable[..., Any]]) -> None:
+def answer_requests(load: Callable[[], Callable[..., Any]]) -> None:
     """Answer requests, a line each, until stdin ends, by the grader that `load` imports."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints goes to stderr, not among the replies
@@ -252,6 +252,6 @@ def gym_dataset(name: str, config: str, seed: int) -> tuple[Any, Callable[[int],
 
 if __name__ == "__main__":
     if "reasoning_gym" in sys.argv:
-        serve(lambda: importlib.import_module("reasoning_gym") and ask_reasoning_gym)
+        answer_requests(lambda: importlib.import_module("reasoning_gym") and ask_reasoning_gym)
     else:
-        serve(lambda: importlib.import_module("math_verify") and math_verify_equal)
+        answer_requests(lambda: importlib.import_module("math_verify") and math_verify_equal)

@@ -25,7 +25,7 @@ from engine.questions.data import fit_to_config, load_table, number_columns
 from engine.questions.tasks import load_task, reward_parts
 from engine.run.config_file import combine
 from engine.run.mistakes import mistakes_cost_one_line
-from tasks.grader_worker import Worker, WorkerLost, serve
+from tasks.grader_worker import Worker, WorkerLost, answer_requests
 
 SIGN = "7305190721"  # code in which this number stands was made of our text
 RUNS: list[str] = []  # of such code
@@ -132,7 +132,7 @@ def main() -> None:
     asked = options.name, options.row, options.overrides
     if options.serve:  # the grader's process
         sys.addaudithook(watch)
-        return serve(lambda: functools.partial(attempt, load(*asked)[0]))
+        return answer_requests(lambda: functools.partial(attempt, load(*asked)[0]))
     with mistakes_cost_one_line():
         found = attack(*asked)
     for what, texts in found.items():

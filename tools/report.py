@@ -22,9 +22,8 @@ from tools.serve import serve
 def write_report(folder: Path, out: Path) -> None:
     """Write the page of the run in `folder`; raises OSError or ValueError with the file's name."""
     check_replaceable(out)
-    before, after = TEMPLATE.read_text(encoding="utf-8").split("{{data}}")
+    page = TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", to_json(read_run(folder)))
     out.parent.mkdir(parents=True, exist_ok=True)
-    page = before + to_json(read_run(folder)) + after
     if out == folder / "report.html":
         out.unlink(missing_ok=True)  # a link there may lead to somebody's file
     out.write_text(page, encoding="utf-8")

@@ -69,7 +69,7 @@ class Sampler(Protocol):
 
     decode: Callable[..., "list[Completion]"]  # called as main.py's `generate`, without a model
     refresh: Callable[[], None]  # takes over the trained weights, after an update
-    # How many tokens it decodes at once, of completions and prompts, of which the longest is given
+    # How many tokens, of prompts and completions, it decodes at once; given is the longest prompt
     tokens_at_once: Callable[[int, SamplingParams], int]
 
 

@@ -293,8 +293,7 @@ def read_text_file(path: Path) -> list[dict] | list[str]:
             if any(row.pop(None, [])):  # cells beyond the last column
                 raise ValueError("more cells than columns: quote commas")
             if any(row[name] is None for name in filter(None, names)):
-                fix = "a quote that is not closed eats what follows"
-                raise ValueError(f"fewer cells than columns: {fix}")
+                raise ValueError("fewer cells than columns: an unclosed quote eats what follows")
             rows.append(CsvRow((name, cell or "") for name, cell in row.items()))
             start = reader.line_num + 1
     except (csv.Error, ValueError) as error:

@@ -1,8 +1,8 @@
 """Where a run's metrics go besides its own files: MLflow and wandb.
 
-Another board is a subclass of `Board` with what MlflowRun and WandbRun have, whose four methods may
-raise or take long, and a name in BOARDS for logging.report_to. Its `start` continues the run of an
-id, or creates one, and returns its id and address.
+Another board is a subclass of `Board` with the attributes and the four methods that MlflowRun and
+WandbRun have, which may raise or take long, and a name in BOARDS for logging.report_to. Its `start`
+continues the run of an id, or creates one, and returns its id and address.
 """
 
 import contextlib

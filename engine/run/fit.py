@@ -41,7 +41,7 @@ def fit_micro_batches(run: Run) -> None:
 
 
 def longest_row(run: Run) -> int:
-    """Of a training completion, in tokens: as many as it may have, and the longest of prompts."""
+    """The most tokens of a row: the longest of some prompts, and a completion of full length."""
     questions = [question for _, question in run.stream.take(0, NUM_PROMPTS)[0]]
     task, options, tokenizer = run.task, run.config.task, run.policy.tokenizer
     ids = encode_prompts(questions, task=task, options=options, tokenizer=tokenizer)
@@ -49,7 +49,7 @@ def longest_row(run: Run) -> int:
 
 
 def micro_batch_that_fits(run: Run, row: int) -> int:
-    """In whole rows, on the rank that holds the fewest; 0 if not even one row fits."""
+    """The tokens of the whole rows that fit on the rank with the least room; 0 if not one does."""
     world, is_cut, num_rows = run.world, run.config.model.shard, 0
     weights = [weight.to_local() if is_cut else weight for weight in run.trained_weights]
     later = NCCL_BYTES * (world.size > 1)  # bytes; those of decoding's graphs are free by then

@@ -62,7 +62,7 @@ def mistakes_cost_one_line() -> Iterator[None]:
 
 @contextlib.contextmanager
 def crashes_name_the_fix(folder: Path, training: TrainingSettings) -> Iterator[None]:
-    """Where memory or the disk is full, say below the traceback what to do."""
+    """Where memory or the disk is full, or a task exits, say below the traceback what to do."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -73,10 +73,9 @@ def crashes_name_the_fix(folder: Path, training: TrainingSettings) -> Iterator[N
             sys.exit(1)
         if not is_out_of_memory(error):
             raise
-        sampling = "if it was sampling, lower sampling.max_batch_tokens"
-        update = f"set training.micro_batch_tokens={training.micro_batch_tokens // 2}, or"
-        fix = f"{sampling}, else {update} model.gradient_checkpointing=true"
-        raise RuntimeError(f"out of memory: {fix}") from error
+        half = f"training.micro_batch_tokens={training.micro_batch_tokens // 2}"
+        fix = f"if it was sampling, lower sampling.max_batch_tokens, else set {half}, or"
+        raise RuntimeError(f"out of memory: {fix} model.gradient_checkpointing=true") from error
     except RewardError as error:
         with mistakes_cost_one_line():
             raise error
@@ -85,6 +84,8 @@ def crashes_name_the_fix(folder: Path, training: TrainingSettings) -> Iterator[N
             raise
         fix = "free some space; the same command goes on from the last checkpoint"
         raise RuntimeError(f"{error.filename or folder}: the disk is full: {fix}") from error
+    except SystemExit as error:
+        raise RuntimeError(f"a task called sys.exit({error.code}): let it raise instead") from error
 
 
 def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:

@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import signal
+import sys
 import time
 import weakref
 from pathlib import Path
@@ -117,11 +118,13 @@ def test_variables_that_torchrun_would_not_set_are_named(monkeypatch):
         assert all(text in str(caught.value) for text in given.split())
 
 
-def test_where_a_cpus_memory_runs_out_the_fix_is_named():
-    """Bug: it was a plain RuntimeError."""
+def test_where_a_cpus_memory_runs_out_or_a_task_exits_the_fix_is_named():
+    """Bugs: a plain RuntimeError; status 0 of an evaluation in which is_lenient_solved exits."""
     training, fix = make_config("training.micro_batch_tokens=2048").training, "_tokens=1024,"
     with pytest.raises(RuntimeError, match=fix), crashes_name_the_fix(Path(), training):
         torch.empty(1 << 60)
+    with pytest.raises(RuntimeError, match=r"exit\(0\)"), crashes_name_the_fix(Path(), training):
+        sys.exit(0)
 
 
 @pytest.mark.parametrize("text", ["\x1b[2J\x1b]0;evil\x07", "two\nlines\r\u202e", "9" * 5_000])
