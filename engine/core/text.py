@@ -64,9 +64,6 @@ class Loader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return {str(key): value for key, value in super().construct_mapping(node, deep).items()}
 
-    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
-        return float(node.value) if ":" in node.value else super().construct_yaml_float(node)
-
 
 class Dumper(yaml.SafeDumper):
     """Writes what Loader reads, so the text "1e-5" goes in quotes."""
@@ -75,9 +72,8 @@ class Dumper(yaml.SafeDumper):
 NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")  # with an exponent
 for yaml_class in (Loader, Dumper):
     yaml_class.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
-# YAML 1.1 reads 010 as 8 and 1:30 as 90; here 010 is 10, and 1:30 and 1:30.5 are a ValueError
+# YAML 1.1 reads 010 as 8 and 1:30 as 90; here 010 is 10, and 1:30 a ValueError
 Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
-Loader.add_constructor("tag:yaml.org,2002:float", Loader.construct_yaml_float)
 
 # YAML that Loader reads as the same value
 to_yaml = functools.partial(yaml.dump, Dumper=Dumper, allow_unicode=True, sort_keys=False)

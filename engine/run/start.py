@@ -96,6 +96,9 @@ def check_room(run: Run) -> None:
     share = f" ({num_trained / num_weights:.2%} trained)" if num_trained < num_weights else ""
     place = f"{world.size} x {world.device.type}"
     run.logger.info(f"{num_weights:,} weights{share}, on {place}; results in {run.folder}")
+    if world.device.type == "cpu" and num_weights > 50_000_000:
+        held = (FP32 * num_weights + (FP32 + AVERAGES[training.optimizer]) * num_trained) / 1e9
+        run.logger.info(f"each process holds {held:.1f} GB, and caches and activations on top")
     k, n = training.num_best, training.group_size
     rows = f"{num_questions * k:,} rows: {num_questions // world.size} questions on each rank"
     best = f", of which the best {k}" if k < n else ""
