@@ -227,8 +227,9 @@ def test_other_questions_or_another_order_are_seen_and_what_json_cannot_hold_is_
 
 
 OF_TWO, OTHERS = ("inner/two", "inner/deep", "beside"), ("one", "helper", "algo", "basis")
-IMPORTED = [("[one:f, inner.two:g]", OF_TWO + OTHERS), ("[inner.two:g, one:f]", OF_TWO + OTHERS)]
-IMPORTED += [("inner.two:g", OF_TWO)]
+OTHERS += ("../there/far",)  # on Python's path, in no folder of the others
+IMPORTED = [("[one:f, inner.two:g, far:h]", OF_TWO + OTHERS)]
+IMPORTED += [("[far:h, inner.two:g, one:f]", OF_TWO + OTHERS), ("inner.two:g", OF_TWO)]
 
 
 @pytest.mark.parametrize(("reward", "imported"), IMPORTED)
@@ -236,16 +237,20 @@ def test_a_byte_of_any_file_of_the_users_that_was_imported_is_seen(
     reward, imported, tmp_path, monkeypatch
 ):
     """Bug: a helper was edited, and the resumed run paid otherwise without a word."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here / "inner", there):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    for folder in (here, there):
+        monkeypatch.syspath_prepend(folder)
     pays = "def f(completions, **kwargs): return [1.0] * len(completions)\ng = h = f\n"
     code = dict.fromkeys(("elsewhere", *imported), "") | {"algo": f"import basis\n{pays}"}
     code |= {"one": f"import helper\n{pays}", "inner/two": f"import inner.deep, beside\n{pays}"}
-    (tmp_path / "inner").mkdir()
-    for name in ("inner", *code):
+    code |= {"../there/far": pays} if "far" in reward else {}
+    for name in ("inner", "far", *code):
         monkeypatch.delitem(sys.modules, name.replace("/", "."), raising=False)
     for name, text in code.items():
-        (tmp_path / f"{name}.py").write_text(text)
+        (here / f"{name}.py").write_text(text)
     given = ["training.advantage=algo:h"] if "algo" in imported else []
     config = make_config(f"task.reward={reward}", "task.train=rows.jsonl", *given)
     task = load_task(config.task.code)
@@ -254,7 +259,7 @@ def test_a_byte_of_any_file_of_the_users_that_was_imported_is_seen(
     monkeypatch.setattr("engine.run.fingerprint.sys", SimpleNamespace(modules=own))  # few: quick
     assert of_own_code(task, config.training) == before
     for name in ("elsewhere", *imported):
-        file = tmp_path / f"{name}.py"
+        file = here / f"{name}.py"
         file.write_text(f"{file.read_text()} ")
         assert (of_own_code(task, config.training) != before) == (name in imported), name
         before = of_own_code(task, config.training)
