@@ -346,6 +346,10 @@ def generate_prompt(example, *, options):
     spoil(example)
     return messages
 
+def reward_function(completion, example, *, options, num_tokens):
+    spoil(example)
+    return {}  # the environment pays
+
 def extract_answer(completion, example, *, options):
     spoil(example)
 
