@@ -124,7 +124,7 @@ def run_tests(names: list[str]) -> tuple[str | None, str]:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # what a test has left running
     output = log.read_text(errors="replace")
-    failed = re.search(r"^FAILED \S+?::(.+?)(?: - .*)?$", output, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) \S+?::(.+?)(?: - .*)?$", output, re.MULTILINE)
     name = failed[1] if failed and process.exitcode == 1 else {0: ""}.get(process.exitcode)
     return name, output
 
@@ -140,7 +140,7 @@ def call_pytest(ids: list[str], log: Path) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.argv = ["pytest"]
-    how = ["-x", "-n", "0", "-p", "no:cacheprovider", "-rf", f"--timeout={TIMEOUT_S}"]
+    how = ["-x", "-n", "0", "-p", "no:cacheprovider", "-rfE", f"--timeout={TIMEOUT_S}"]
     sys.exit(int(pytest.main([*how, *ids])))
 
 
