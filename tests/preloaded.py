@@ -14,7 +14,6 @@ import matplotlib.figure
 import peft
 import torch.distributed.run
 import transformers.models.qwen2.modeling_qwen2
-import transformers.models.qwen3.modeling_qwen3  # the embedded model's
 
 inspect.getmodule(sys._getframe())  # asks all modules for their files, once for all forks
 gc.freeze()  # no fork looks through them for garbage, which would copy their pages
