@@ -73,7 +73,8 @@ def load_questions(
     if len(fitting) < num:
         log(f"warning: {len(fitting)} different validation questions, not the {num} asked for")
     kept = [num for num in lengths if num <= longest]
-    log(f"validation prompts: {np.mean(kept):.0f} tokens on average, {max(kept)} the longest")
+    means = f"{np.mean(kept):.0f} tokens on average, {max(kept)} the longest"
+    log(f"prompts of validation questions: {means}")
     if config.mode != "train":
         return fitting, None
     limit, seed = settings.max_train_examples, config.training.seed

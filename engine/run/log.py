@@ -14,7 +14,7 @@ import transformers
 
 from engine import ROOT
 from engine.core.config import Config
-from engine.core.files import json_line, without_nan, write_atomically
+from engine.core.files import json_line, sizes_of, without_nan, write_atomically
 from engine.core.statistics import Clock, reduce_means
 from engine.core.text import plain, shorten
 from engine.core.types import Groups
@@ -198,16 +198,17 @@ def write_settings(folder: Path, config: Config) -> None:
         revision = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     libraries = f"torch {torch.__version__}, transformers {transformers.__version__}"
     head = f"# plain-grpo {revision or '?'}, Python {platform.python_version()}, {libraries}\n"
-    code = of_own_code(load_task(config.task.code), config.training)
-    head += f"# {OWN_CODE}: {code}\n"  # tools.plot tells runs apart by it
-    write_atomically(folder / "config.yaml", head + dump(config))
+    own = f"# {OWN_CODE}: {of_own_code(load_task(config.task.code), config.training)}\n"
+    write_atomically(folder / "config.yaml", head + own + dump(config))  # tools.plot reads `own`
 
 
 def finish(run: Run) -> int:
     """Say how the run ended: returns 0, 1 if nothing was trained or saved, or 128 + the signal."""
     step = run.state.step
     if run.is_over and run.state.evaluated_at == step:
+        num_bytes = sum(sizes_of(run.folder).values())
         run.logger.info(summary(run))
+        run.logger.info(f"on the disk:    {num_bytes / 1e6:,.1f} MB in {run.folder}")
         remark_at_end(run)
         run.logger.close()
         return 1 if run.unsaved or not run.state.has_trained else 0

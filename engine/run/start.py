@@ -154,8 +154,7 @@ def settle_config(config: Config, world: World, notes: list[str], logger: Any) -
         from engine.run.merge import start_from_adapter
 
         config = start_from_adapter(config, world, logger.info)
-    model = config.model
-    if config.mode == "train" and model.load_in_4bit and model.lora is None:
+    if config.mode == "train" and config.model.load_in_4bit and config.model.lora is None:
         fix = "cannot be trained; write false, or set model.lora='{r: 8}'"
         raise ConfigError([f"model.load_in_4bit = true: {fix}"])
     return config
