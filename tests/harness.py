@@ -735,7 +735,7 @@ def assert_same(one: Path, other: Path) -> None:
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
-def train_here(
+def train_on_rank(
     world: World, folder: Path, model: Path, *overrides: str, rates: Sequence[float] = ()
 ) -> str:
     """A run on this rank of `run_on_ranks`, with rewards by text; what it prints."""
@@ -755,12 +755,12 @@ def train_here(
 def train_in_parts(world: World, folder: Path, model: Path, overrides: Sequence[str]) -> str:
     """A rank's run `whole`, and `parts`, which goes on after its first step; what they print."""
     overrides = (*overrides, "validation.every=1", "training.num_steps=2")
-    output = train_here(world, folder / "whole", model, *overrides)
+    output = train_on_rank(world, folder / "whole", model, *overrides)
     if world.is_main:
         shutil.copytree(folder / "whole", folder / "parts", symlinks=True)
         shutil.rmtree(folder / "parts/x/checkpoints/step-000002")
     world.sum([0.0])  # waits for that
-    return output + train_here(world, folder / "parts", model, *overrides)
+    return output + train_on_rank(world, folder / "parts", model, *overrides)
 
 
 def assert_resumes(folder: Path, model: Path, *overrides: str, num_ranks: int = 1) -> str:

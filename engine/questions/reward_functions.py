@@ -175,7 +175,7 @@ class RewardTask(Task):
         return await asyncio.gather(*map(in_time, columns, examples))
 
     async def call_async(self, name: str, columns: dict[str, Any], example: dict) -> list:
-        """The same by an async function: a sys.exit() that left its task would end the process."""
+        """As `call`, of an async function; a sys.exit() that got past it would end the process."""
         file, function = self.functions[name]
         with naming_mistakes(file, function, example, name=name, form=form_of(columns)):
             paid = await function(**copy.deepcopy(columns), log_metric=self.log_metric)

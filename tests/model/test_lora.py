@@ -31,7 +31,7 @@ from harness import (
     read_rows,
     save_adapter,
     seed,
-    train_here,
+    train_on_rank,
     train_tokenizer,
     what_is_left,
 )
@@ -251,7 +251,7 @@ def finished(tmp_path_factory, rotary_model_folder, data) -> Path:
     overrides = [*KINDS["4 bits"], *data, "training.num_steps=4", "training.warmup_steps=0"]
     overrides += ["training.learning_rate=0.03", "validation.best_of_n=8"]
     model, rates = Path(os.path.relpath(rotary_model_folder)), [0.1, 0.0, 0.4, 0.0, 0.3]
-    train_here(alone(), folder, model, *overrides, rates=rates)
+    train_on_rank(alone(), folder, model, *overrides, rates=rates)
     return folder / "x"
 
 

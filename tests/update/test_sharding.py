@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import make_config, make_policy, make_run, run_on_ranks, sample, train_here
+from harness import make_config, make_policy, make_run, run_on_ranks, sample, train_on_rank
 from reference import EASY, EQUAL, GRPO, HARD, LONG, config_of, distance, flat, make_groups
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -129,7 +129,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(absolute_model_folder, tmp_p
     keys += ["training.micro_batch_tokens=99"]  # several passes on each rank
     in_the_way = whole / "x/checkpoints/step-000001.parts.tmp/part-00001.safetensors"
     in_the_way.mkdir(parents=True)
-    run = functools.partial(train_here, rates=[0.1, 0.2, 0.3])  # the last model is the best
+    run = functools.partial(train_on_rank, rates=[0.1, 0.2, 0.3])  # the last model is the best
     output, _ = run_on_ranks(run, 2, whole, absolute_model_folder, *keys, folder=tmp_path)
     assert "nothing saved at step 1" in output
     assert "1 of 2 ranks could not write their part" in output
