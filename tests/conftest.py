@@ -23,7 +23,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.numprocesses and not hasattr(config, "workerinput"):
         stack = contextlib.ExitStack()
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        os.environ["GRPO_TEST_PYTHON"] = str(stack.enter_context(quick_python(folder)))
+        python = os.environ["GRPO_TEST_PYTHON"] = str(stack.enter_context(quick_python(folder)))
+        config.option.tx = [f"popen//python={python}"] * config.option.numprocesses
         config.add_cleanup(stack.close)
     else:
         gc.disable()  # until all is imported, which is no garbage: a quarter of the time

@@ -20,6 +20,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+USUAL = sys.executable
 PROGRAM = """#!{python} -IS
 import json, os, signal, socket, sys
 server = socket.socket(socket.AF_UNIX)
@@ -116,6 +117,10 @@ def run(
         sys.path[:0] = [place, *paths]
         sys.modules.pop(name, None)
         runpy.run_module(name, run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":  # one that runs tests; what it starts itself has imported nothing
+        sys.executable = USUAL
+        sys.argv, sys.path[:0] = ["-c"], ["", *paths]
+        exec(arguments[1], {"__name__": "__main__"})
     else:
         sys.argv = arguments
         sys.path[:0] = [str(Path(arguments[0]).resolve().parent), *paths]

@@ -157,13 +157,15 @@ def schema(task: Task) -> type[Config]:
     """Config with the task's own keys and the parts of its reward in the task section."""
     weights = default_weights(task)
     defaults = {part: weights.get(part, 0.0) for part in task.REWARD_PARTS}
-    settings = create_model(
+    # The keys' explanations are those of the bases: pydantic would search all modules for more.
+    make = functools.partial(create_model, __cls_kwargs__={"use_attribute_docstrings": False})
+    settings = make(
         "TaskSettings",
         __base__=(task.Options, TaskSettings),
         name=(Text, "+".join(task.functions) or TaskSettings().name),
         reward_weights=(dict[Literal[task.REWARD_PARTS], Weight], defaults),
     )
-    return create_model("Config", __base__=Config, task=(settings, settings()))
+    return make("Config", __base__=Config, task=(settings, settings()))
 
 
 @dataclass(frozen=True)

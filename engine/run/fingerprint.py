@@ -112,9 +112,10 @@ def of_own_code(task: Task, training: TrainingSettings) -> str:
     files = {Path(file).resolve() for file in named}
     folders = {file.parent for file in files if not lies_in(file, [ROOT / "tasks", COUNTDOWN])}
     folders |= {Path.cwd()} if folders else set()
-    modules = [*sys.modules.values()] if folders else []  # of which thousands would be looked up
-    loaded = [Path(str(getattr(module, "__file__", ""))) for module in modules]
-    # torch has modules whose file, such as _ops.py, is nowhere.
+    modules = [*sys.modules.values()] if folders else []
+    names = {str(getattr(module, "__file__", "")) for module in modules}
+    # Most of the thousands are installed; torch has some whose file, such as _ops.py, is nowhere.
+    loaded = [Path(name) for name in names if not name.startswith(INSTALLED)]
     for file in (path.resolve() for path in loaded if path.suffix == ".py" and path.is_file()):
         if lies_in(file, folders) and not lies_in(file, NOT_OWN):
             files.add(file)

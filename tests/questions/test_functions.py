@@ -185,7 +185,7 @@ PAID = {"judge": [1.0, 0.0], "slow": [1.0, 1.0], "of_math": [0.5, 0.5], "long": 
 WORTH = {"judge": 1.0, "slow": 2.0, "of_math": 4.0, "long": 8.0, "timeout": 0.0}
 
 
-@pytest.mark.parametrize("order", itertools.permutations(("judge", "slow", "of_math")))
+@pytest.mark.parametrize("order", [*itertools.permutations(("judge", "slow", "of_math"))])
 def test_functions_pay_the_same_in_every_order(order, folder):
     """One of another file too; for the second question one is late, and one does not apply."""
     (folder / "several.py").write_text(SEVERAL)
