@@ -12,9 +12,11 @@ import harness
 import matplotlib.backends.backend_agg
 import matplotlib.figure
 import peft
+import torch.distributed.elastic.rendezvous.dynamic_rendezvous as rendezvous
 import torch.distributed.run
 import transformers.models.qwen2.modeling_qwen2
 
 inspect.getmodule(sys._getframe())  # asks all modules for their files, once for all forks
+rendezvous.get_method_name = lambda: ""  # asks them again for each message, for a log
 gc.freeze()  # no fork looks through them for garbage, which would copy their pages
 gc.enable()
