@@ -63,6 +63,7 @@ def quick_python(folder: Path) -> Iterator[Path]:
 
 def serve(server: socket.socket, python: str) -> None:
     """A fork for each command, until this process is killed or the tests' own is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # each program passes a Ctrl-C on
     sys.executable = python  # what a command starts is as quick
     folders = (ROOT, ROOT / "tests")  # whose modules are forgotten, and the way to them
     sys.path[:] = [place for place in sys.path if place not in ("", *map(str, folders))]

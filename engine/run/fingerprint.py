@@ -30,7 +30,7 @@ from engine.run.folder import run_name
 
 COUNTDOWN = ROOT / "countdown.py"
 NOT_OWN = [ROOT / name for name in ("engine", "tools", "main.py", "logger.py")]
-INSTALLED = (sys.prefix, sys.base_prefix, site.getusersitepackages())
+INSTALLED = tuple(f"{p}/" for p in (sys.prefix, sys.base_prefix, site.getusersitepackages()))
 NOT_OWN += [Path(place).resolve() for place in INSTALLED]
 MODEL_FILES = "the files of model.name"  # where a checkpoint keeps what `of_model` says
 # In a model's folder: what decides on its prompts, its tokens and its arithmetic.
