@@ -43,6 +43,7 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import logging as transformers_logging
 
 import countdown
@@ -77,6 +78,7 @@ USERS_ENVIRONMENT = {name: value for name, value in ENVIRONMENT.items() if name 
 # The environment alone is not enough: from there MKL takes no more threads than there are cores,
 # and sums over another number of threads differ in their last bits.
 torch.set_num_threads(1)
+os.fsync = lambda descriptor: None
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 LOOPS = {"generate": main.generate, "grouped": decode_grouped, "captured": decode_captured}
@@ -84,6 +86,10 @@ NO_FILE = f"--config={os.devnull}"
 STARTS = itertools.count()  # of torchrun by this process
 NUMBERS = range(1, 65)  # the tokenizer has one token for each <answer>n</answer>
 REWARDED_TASKS = ("countdown", "arithmetic", "gsm8k", "math500")
+# Made once for all forks
+for name in REWARDED_TASKS:
+    load_task(name)
+get_checkpoint_conversion_mapping("qwen2")
 
 
 def alone() -> World:
@@ -582,6 +588,7 @@ SHORT_RUN = (
     "training.max_new_gen_tokens=8",
     "training.learning_rate=1e-3",
     "training.lr_schedule=constant",  # a run in two parts is the unbroken one at any num_steps
+    "task.max_train_examples=99",  # to generate thousands would take most of a start
     "validation.num_examples=4",
     "validation.best_of_n=2",
     "validation.every=2",
@@ -752,20 +759,35 @@ def train_on_rank(
     return output.getvalue()
 
 
-def train_in_parts(world: World, folder: Path, model: Path, overrides: Sequence[str]) -> str:
-    """A rank's run `whole`, and `parts`, which goes on after its first step; what they print."""
-    overrides = (*overrides, "validation.every=1", "training.num_steps=2")
-    output = train_on_rank(world, folder / "whole", model, *overrides)
+def train_in_parts(
+    world: World,
+    folder: Path,
+    model: Path,
+    overrides: Sequence[str],
+    num_steps: int,
+    rates: Sequence[float],
+) -> str:
+    """A rank's run `whole`, and `parts`, which goes on at its last step; what they print."""
+    overrides = (*overrides, "validation.every=1", f"training.num_steps={num_steps}")
+    output = train_on_rank(world, folder / "whole", model, *overrides, rates=rates)
     if world.is_main:
         shutil.copytree(folder / "whole", folder / "parts", symlinks=True)
-        shutil.rmtree(folder / "parts/x/checkpoints/step-000002")
+        shutil.rmtree(folder / f"parts/x/checkpoints/step-{num_steps:06d}")
     world.sum([0.0])  # waits for that
-    return output + train_on_rank(world, folder / "parts", model, *overrides)
+    return output + train_on_rank(world, folder / "parts", model, *overrides, rates=rates)
 
 
-def assert_resumes(folder: Path, model: Path, *overrides: str, num_ranks: int = 1) -> str:
+def assert_resumes(
+    folder: Path,
+    model: Path,
+    *overrides: str,
+    num_ranks: int = 1,
+    num_steps: int = 2,
+    rates: Sequence[float] = (),
+) -> str:
     """A run in two parts leaves what the unbroken one does; gives what rank 0 prints."""
-    output, *_ = run_on_ranks(train_in_parts, num_ranks, folder, model, overrides, folder=folder)
-    assert "resumed after step 1" in output
+    given = (folder, model, overrides, num_steps, rates)
+    output, *_ = run_on_ranks(train_in_parts, num_ranks, *given, folder=folder)
+    assert f"resumed after step {num_steps - 1}" in output
     assert_same(folder / "whole", folder / "parts")
     return output

@@ -3,7 +3,6 @@
 The plan is JSON: {"grading": {...}, "fault": {...} or null}; see `harness.install_grading`. Faults:
 
     {"do": "kill other", ...}       SIGKILL rank 1
-    {"do": "kill all", ...}         the process group: torchrun, if the ranks are its forks, too
     {"do": "copy", "to": ..., ...}  copy the run's folder, at each file event from there on
     ... "saves": 1, "events": 7     at rank 0's 7th file event after that many of its checkpoints
     {"do": "raise", "calls": 40}    RuntimeError in rank 0's 40th call of the reward function
@@ -61,8 +60,6 @@ class Striker:
             self.is_busy = False
             return
         (self.folder / "struck").touch()
-        if self.fault["do"] == "kill all":
-            os.killpg(0, signal.SIGKILL)
         os.kill(int((self.folder / "pid-1").read_text()), signal.SIGKILL)
 
 

@@ -121,6 +121,7 @@ def test_a_feature_that_is_off_is_not_loaded_and_nothing_follows_from_the_hash_s
     sizes = ["training.num_steps=1", "training.num_samples_per_step=1", "validation.best_of_n=1"]
     sizes += ["training.k_best_of_n=[2,2]", "training.max_new_gen_tokens=8"]
     sizes += ["validation.num_examples=1", f"run.dir={tmp_path}", "training.learning_rate=1e-4"]
+    sizes += ["task.max_train_examples=9"]
     arguments = {}
     for i, (name, (overrides, _)) in enumerate(RUNS.items()):
         model = chat if "environment" in name else rotary_model_folder

@@ -34,7 +34,7 @@ FIRST = "pip install -r requirements.txt && OMP_NUM_THREADS=1 torchrun --nproc-p
 TESTS = 'pip install -r requirements.txt ".[dev]" && python -m pytest'
 SMALL = "training.num_steps=1 training.num_samples_per_step=1 training.max_new_gen_tokens=30 "
 SMALL += "validation.num_examples=4 validation.best_of_n=2 'validation.pass_k=[1]' "
-SMALL += "logging.rollouts_every=1"
+SMALL += "task.max_train_examples=99 logging.rollouts_every=1"
 
 
 def blocks(language: str, text: str = TEXT) -> list[str]:

@@ -50,7 +50,7 @@ def test_a_run_says_once_what_keeps_it_from_learning(
     settings, kinds, status = CASES[name]
     sizes = ["training.num_samples_per_step=8", "training.k_best_of_n=[4,4]"]
     sizes += ["training.max_new_gen_tokens=4", "validation.num_examples=4"]
-    sizes.append(f"model.name={rotary_model_folder}")
+    sizes += ["task.max_train_examples=99", f"model.name={rotary_model_folder}"]
     run = load_run(make_config(*sizes, *settings.split()))
     if name == "a name that is taken at once":
         with pytest.raises(RewardError, match="log_metric: collapsed is the run's own: rename"):
