@@ -79,14 +79,14 @@ def main(config: Config) -> None:
 
 
 def build_run(config: Config) -> Run:
-    """Load what the config names on this rank. `begin` is apart: tools.imitate goes without."""
+    """Load what the config names on this rank, without what a run has done before: `begin`."""
     world, notes = init_world()  # rank, number of ranks, and this rank's device
     logger = Logger(rank=world.rank)  # `settle_config` gives it the boards of logging.report_to
-    config = settle_config(config, world, notes, logger)  # fills in commit and date, merges
+    config = settle_config(config, world, notes, logger)  # fills in what it leaves open
     task = load_task(config.task.code)
-    # An AutoModelForCausalLM. Its trained weights are fp32; its forward pass runs in `dtype`: bf16
-    # on a GPU that has it, otherwise float16; fp32 on most CPUs. If `dtype` has 16 bits, a copy in
-    # it samples, refreshed after each update; else, or with LoRA, the model itself does.
+    # An AutoModelForCausalLM. Trained weights and AdamW's averages are fp32. Forward passes
+    # run in `dtype`: bf16 on a GPU that has it, otherwise float16; fp32 on most CPUs. In 16 bits a
+    # copy samples, refreshed at a resume and after each update; in fp32 or with LoRA, the model.
     model, tokenizer, dtype = load_model_and_tokenizer(config, world.device, logger.info)
     policy = make_policy(config, model, tokenizer, dtype, world, logger.info, generate=generate)
     logger.info(f"a completion ends at {policy.end_tokens}")
@@ -98,12 +98,12 @@ def build_run(config: Config) -> Run:
     if config.mode == "train":  # num_epochs, if it was given, becomes num_steps
         run.config = config = config.with_num_steps(len(stream.questions), world.size)
         wrap_policy(policy, config, world, logger.info)
-        run.optimizer = make_optimizer(model, config.training)
+        run.optimizer = make_optimizer(policy.model, config.training)
     return run
 
 
 def wrap_policy(policy: Policy, config: Config, world: World, log: Callable[[str], None]) -> None:
-    """Wrap what computes log-probabilities in DDP: a leaner scorer where logits are large."""
+    """Wrap in DDP what computes log-probabilities: where logits are large, never all at once."""
     scorer_class = policy.large_logits_scorer(config, world.device, log) or CompletionScorer
     policy.scorer = scorer_class(policy.model, policy.compute_dtype)
     if config.training.has_reference:  # a second, frozen model: off by default
@@ -121,9 +121,9 @@ def wrap_policy(policy: Policy, config: Config, world: World, log: Callable[[str
 def run_training(run: Run) -> int:
     """The whole algorithm, in one loop; returns the exit status."""
     config, world, state = run.config, run.world, run.state
-    questions_per_step = config.questions_per_step(world.size)  # of all ranks
+    questions_per_step = config.questions_per_step(world.size)  # num_samples_per_step of each rank
     per_rank = questions_per_step // world.size
-    world.signals.start()  # after SIGTERM and the like the run ends its step, is saved, and ends
+    world.signals.start()  # Ctrl-C or SIGTERM: it ends its step, saves, ends; a second one: at once
     while True:
         if run.is_evaluation_due:  # at both ends, each validation.every steps; not after a signal
             evaluate(run)
@@ -135,7 +135,7 @@ def run_training(run: Run) -> int:
         clock = Clock()
         with clock("step"):
             taken, next_position = run.stream.take(state.position, questions_per_step)
-            mine = taken[world.rank * per_rank :][:per_rank]  # each rank takes its slice of them
+            mine = taken[world.rank * per_rank :][:per_rank]  # this rank's (position, question)
             questions = [question for _, question in mine]
             seeds = [(SeedWord.TRAINING, config.training.seed, position) for position, _ in mine]
             groups = sample_trajectories(run, questions, seeds, run.policy.params, clock)
@@ -144,9 +144,9 @@ def run_training(run: Run) -> int:
             with clock("update"), seeded(seeds, world.device):
                 update = update_policy(run, groups)
         metrics = step_metrics(run, groups, update, clock)  # means over all ranks, times
-        run.end_step(update, metrics, next_position)
+        run.end_step(update, metrics, next_position)  # from which, and the seed, all is drawn
         log_step(run, metrics, questions, groups, update)
-        world.ask_whether_to_stop()  # all ranks, whether one was sent a signal
+        world.ask_whether_to_stop()  # sets `stop_signal` on all ranks if one was sent a signal
 
 
 # Rollouts
@@ -161,7 +161,7 @@ def sample_trajectories(
     rank, or what was sampled before. In another batch rounding may differ, and so, rarely, a token.
     """
     policy, task, config = run.policy, run.task, run.config
-    prompts = policy.make_prompts(task, config, questions, seeds, params, clock)
+    prompts = policy.make_prompts(task, config, questions, seeds, params, clock)  # ids, seeds
     with clock("rollout"):  # by sampling.backend: engine/sampling/grouped.py, `generate` or vLLM
         groups = decode_in_batches(
             policy.sampler, prompts, params, config.sampling.max_batch_tokens, run.logger
@@ -183,10 +183,10 @@ def generate(
 ) -> list[Completion]:
     """Sample a group of completions of each prompt, by any model; `streamer` gets each token."""
     prompt_ids, prompt_mask = left_pad(prompts, params.pad_id, model.device)  # (N, P)
-    # DrawingProcessor draws before transformers does, and leaves it one token: the other logits are
-    # -inf. As for all backends engine/sampling/draw.py draws: of softmax(logits / temperature), cut
-    # by top_p and top_k, the first token whose cumulative probability exceeds a uniform number of
-    # the question's seed. `seeded` keeps transformers' own draw from moving torch's generator.
+    # As for all backends engine/sampling/draw.py draws: of softmax(logits / temperature), cut by
+    # top_p and top_k, the first token whose cumulative probability exceeds a uniform number of the
+    # question's seed. DrawingProcessor sets all other logits to -inf, so transformers' own draw has
+    # no choice; `seeded` keeps that draw from moving torch's generator.
     drawing = DrawingProcessor(seeds, params, model.device)
     with seeded(seeds, model.device):
         model.generate(
@@ -213,7 +213,7 @@ def get_generation_config(params: SamplingParams) -> GenerationConfig:
         max_new_tokens=params.max_new_tokens,
         top_k=0,  # all tokens: draw.py has drawn
         num_return_sequences=params.group_size,
-        # In a game of several turns a reply may follow an end token: then draw.py ends the row.
+        # In a game of several turns a reply may follow an end token: [] stops no row, draw.py does.
         eos_token_id=[] if params.conversations else list(params.eos_ids),
         pad_token_id=params.pad_id,
     )
@@ -232,7 +232,7 @@ def compute_rewards(
 ) -> list[list[Trajectory]]:
     """The completions as text, each with its reward: the weighted sum of what the task pays."""
     texts = [[completion_text(c, policy.tokenizer) for c in group] for group in groups]
-    parts = reward_parts(task, texts, questions, config.task, groups)  # of each, by name
+    parts = reward_parts(task, texts, questions, config.task, groups)  # parts[i][j]: by name
     rewarded: list[list[Trajectory]] = [[] for _ in groups]
     for i, group in enumerate(groups):
         for j, completion in enumerate(group):
@@ -246,8 +246,8 @@ def assign_advantages(groups: list[list[Trajectory]], training: TrainingSettings
     rewards = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
     in_batch = torch.ones_like(rewards, dtype=torch.bool)
     if training.learning_type == "sil":
-        # The k best of every group, even if all rewards are equal, right or wrong (as easy-GRPO):
-        # to leave those groups out would drop the questions that the policy always solves.
+        # The k best of every group, even if all rewards are equal, right or wrong: to leave those
+        # groups out would drop the questions that the policy always solves.
         in_batch = k_best_mask(rewards, k=training.num_best)
         advantages = in_batch.double()
     elif training.advantage in ("mean", "zscore"):
@@ -296,7 +296,7 @@ def update_policy(run: Run, groups: list[list[Trajectory]]) -> Update:
     """
     policy, optimizer, training = run.policy, run.optimizer, run.training
     set_learning_rate(optimizer, run.state.step + 1, training)
-    if run.count_broken(groups) > 0:  # on one rank or more
+    if run.count_broken(groups) > 0:  # of all ranks: their logits were not finite
         return Update(Outcome.BROKEN)
     # With model.shard all ranks need equally many passes: `equal_passes` adds some of weight 0.
     micro_batches = policy.equal_passes(make_micro_batches(groups, training, run.world))
@@ -310,7 +310,7 @@ def update_policy(run: Run, groups: list[list[Trajectory]]) -> Update:
         scaler.unscale_(optimizer)
         grad_norm = nn.utils.clip_grad_norm_(policy.model.parameters(), training.max_grad_norm)
         update.metrics |= {"train/loss": loss, "train/grad_norm": grad_norm.item()}
-        update.outcome = Outcome.of(loss, grad_norm.item(), scaler, training)  # BROKEN at a NaN
+        update.outcome = Outcome.of(loss, grad_norm.item(), scaler, training)  # equal on all ranks
         if update.outcome is Outcome.UPDATED:
             scaler.step(optimizer)
             update.has_moved = True
@@ -328,8 +328,8 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """What this rank trains on; empty only if no rank has anything to train on.
 
-    By default rows of advantage 0 have no gradient, so they are not computed; they do count in the
-    denominators. A row that skip_truncated drops counts as a row, without its tokens.
+    In the denominators `batch` counts as rows, and `kept` (without what skip_truncated drops) as
+    tokens. Only `trained` is computed: by default rows of advantage 0 have no gradient.
     """
     batch = [t for group in groups for t in group if t.in_batch]
     kept = [t for t in batch if not (training.skip_truncated and t.completion.truncated)]
@@ -398,8 +398,8 @@ def accumulate_gradients(
 ) -> float:
     """Add up the gradient of the whole batch's loss on every rank; returns that loss.
 
-    DDP's backward() averages over the ranks, but the loss is a sum over them: hence `world.size`.
-    It does so at the last micro-batch only (`no_sync`); with model.shard each backward() averages.
+    DDP averages gradients over the ranks, and ours must add up: hence `world.size`. It does so at
+    the last micro-batch only (`no_sync`); with model.shard each backward() averages.
     """
     policy, world, total = run.policy, run.world, 0.0
     for micro_batch in run.logger.track(micro_batches, "update", "batch"):
@@ -420,12 +420,12 @@ def micro_batch_loss(
     )
     token_loss = -batch.advantages[:, None] * log_probs  # (B, S)
     weights = batch.token_weights  # (B, S), 1 / (rows of all ranks * length limit) by default
-    metrics, is_first = {}, batch.old_log_probs is None  # the first pass, by default the only one
+    metrics, is_first = {}, batch.old_log_probs is None  # in the first of num_iterations
     if is_first:
         batch.old_log_probs = log_probs.detach()
         metrics["train/sampler_mismatch"] = (batch.old_log_probs - batch.sampler_log_probs).abs()
     if not training.is_reinforce:  # a ratio, a KL penalty, importance weights: all off by default
-        from engine.update.losses import apply_options
+        from engine.update.losses import apply_options  # asks a reference in the first pass alone
 
         token_loss, weights, more = apply_options(
             training, batch, log_probs, token_loss, is_first, policy.score_by_reference
@@ -450,10 +450,10 @@ class CompletionScorer(nn.Module):
         top_p or top_k cut it, which is warned of). Rows are padded on the right, where no token
         looks: attention is causal and needs no mask.
         """
-        # Logits at column c are of the token at c + 1: take the columns (K,) before scored tokens.
+        # Logits at column c are of the token at c + 1: those of tokens 5 to 9 are at 4 to 8, (K,).
         columns = mask[:, 1:].any(dim=0).nonzero()[:, 0]
         token_ids, is_scored = input_ids[:, columns + 1], mask[:, columns + 1]  # (B, K)
-        with autocast(input_ids.device, self.compute_dtype, cache_casts=False):  # saves memory
+        with autocast(input_ids.device, self.compute_dtype, cache_casts=False):  # of weights
             output = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=columns)
         log_probs = token_log_probs(output.logits, token_ids, temperature=temperature)
         everywhere = log_probs.new_zeros(mask.shape)  # (B, S)
@@ -475,7 +475,7 @@ def evaluate(run: Run) -> None:
     state, clock = run.state, Clock()
     metrics, groups = measure_policy(run, clock)
     log_evaluation(run, metrics | clock.read(), groups)
-    score = metrics[run.config.best_metric]
+    score = metrics[run.config.best_metric]  # higher is better
     state.keep_scores(metrics, score)
     is_broken = run.count_broken(groups) > 0  # such a model is no best
     is_best = not is_broken and (state.best is None or score > state.best)
@@ -509,7 +509,7 @@ def sample_validation(run: Run, *, is_greedy: bool = False) -> list[list[Traject
     mine = run.world.share(range(len(run.validation_questions)))
     questions = [run.validation_questions[i] for i in mine]
     seeds = [(SeedWord.VALIDATION, i) for i in mine]
-    return sample_trajectories(run, questions, seeds, params, Clock())
+    return sample_trajectories(run, questions, seeds, params, Clock())  # "eval" has its times
 
 
 def run_evaluation(run: Run) -> int:
