@@ -78,7 +78,7 @@ USERS_ENVIRONMENT = {name: value for name, value in ENVIRONMENT.items() if name 
 # The environment alone is not enough: from there MKL takes no more threads than there are cores,
 # and sums over another number of threads differ in their last bits.
 torch.set_num_threads(1)
-os.fsync = lambda descriptor: None
+os.fsync = lambda descriptor: None  # nobody pulls the plug: a run would wait a third of its time
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 LOOPS = {"generate": main.generate, "grouped": decode_grouped, "captured": decode_captured}
@@ -86,7 +86,7 @@ NO_FILE = f"--config={os.devnull}"
 STARTS = itertools.count()  # of torchrun by this process
 NUMBERS = range(1, 65)  # the tokenizer has one token for each <answer>n</answer>
 REWARDED_TASKS = ("countdown", "arithmetic", "gsm8k", "math500")
-# Made once for all forks
+# What each fork would import and make anew
 for name in REWARDED_TASKS:
     load_task(name)
 get_checkpoint_conversion_mapping("qwen2")

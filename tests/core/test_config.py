@@ -144,7 +144,7 @@ def test_the_words_of_others_are_those_of_the_page_and_each_names_a_key(tmp_path
     assert len({*words}) == len(words)
 
 
-@pytest.mark.parametrize("key", ["task.prompt", "task.system_prompt", "task.note"])
+@pytest.mark.parametrize("key", ["task.prompt", "task.note"])
 def test_the_words_of_a_text_key_on_the_command_line_stand_as_typed(key, guessing):
     """Bug: behind " #" they were cut without a word, and `Date: {words}` was an error."""
     texts = ["A #1", "Date: {words}", "{prompt}", "a\n  b", "[a", "1e-5", '"a" # "b"', "'a' or 'b'"]

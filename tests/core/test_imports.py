@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import functools
 import json
 import os
 import subprocess
@@ -48,6 +49,7 @@ def test_no_two_modules_import_each_other():
     assert not after, f"in or before a circle: {sorted(after)}"
 
 
+@functools.cache
 def imported(path) -> list[str]:
     """The modules that a file imports anywhere, by their full names."""
     modules = []

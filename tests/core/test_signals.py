@@ -27,7 +27,7 @@ def first():
 # From another process, as a terminal does: this one will be deep in a library
 SEND_TWO = """
 kill = f"kill -INT {os.getpid()}"
-subprocess.Popen(["sh", "-c", f"sleep 1; {kill}; sleep 1.1; {kill}"])"""
+subprocess.Popen(["sh", "-c", f"sleep 0.3; {kill}; sleep 1.1; {kill}"])"""
 # What a process does once it catches signals, and its exit status
 PROGRAMS = {
     "a forked child is terminated": (

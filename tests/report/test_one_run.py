@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,14 +46,13 @@ def run(tmp_path_factory) -> SimpleNamespace:
     with pytest.MonkeyPatch.context() as patch:
         grade_by_text(patch)
         patch.setattr(main, "evaluation_metrics", measure_before_training)
-        output = output_of(*arguments(parent, TINY, *SIZES))
+        output_of(*arguments(parent, TINY, *SIZES))
         before = files_of(folder)
         evaluated = output_of(*arguments(parent, folder / "best", *SIZES, "mode=evaluate"))
     (evaluation,) = folder.glob("eval-*")
     figures = json.loads((evaluation / "metrics.json").read_text())
     return SimpleNamespace(
         folder=folder,
-        output=output,
         files=before,
         rows=read_rows(folder),
         samples=read_jsonl(folder / "samples.jsonl"),
@@ -62,18 +60,6 @@ def run(tmp_path_factory) -> SimpleNamespace:
         evaluation_output=evaluated,
         figures={name: value for name, value in figures.items() if name.startswith("eval/")},
     )
-
-
-def test_the_terminal_shows_the_step_the_evaluations_and_how_to_ask_the_model(run):
-    before, after = (f"{row['eval/pass@1']:.3f}" for row in run.rows)
-    for step, rate in ((0, before), (1, after)):
-        shown = rf"^evaluation at step {step}\n  pass@1 +{rate}  \(95% interval "
-        assert re.search(shown, run.output, re.MULTILINE)
-    assert f"\nstep 1/1  reward {run.rows[1]['train/reward']:6.3f}  " in run.output
-    assert "\ntraining completions of step 1\n" in run.output
-    assert run.output.count("\nevaluating: 9 questions x 4 samples\n") == 2
-    (folder,) = re.findall(r"^ask it: +python -m tools\.chat (.*)$", run.output, re.MULTILINE)
-    assert Path(folder) == run.folder / "best"
 
 
 def test_it_keeps_what_it_sampled_and_what_the_update_made(run):

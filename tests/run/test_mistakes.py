@@ -85,14 +85,11 @@ ON_THE_COMMAND_LINE = {
     # what others count counts here: verl's of all ranks; nanochat's of a question
     "data.train_batch_size=8": "data = ... train_batch_size is ... num_samples_per_step_global",
     "--num-samples=8": "--num-samples = 8: ... num_samples is training.k_best_of_n here (8 are",
-    "num_example=8": "num_example = 8: unknown key; --help",
     "seed=1": "seed = 1: unknown key, the nearest is training.seed",
     # values of other trainers
     "training.loss_normalization=dapo": "training.loss_normalization = ... ; dapo is token",
-    "training.advantage=group": "training.advantage = group: ... ; group is zscore here",
     "task.reward_weights=[1,0.5]": "task.reward_weights = ... such as {format: 0.1, answer: ",
     # values
-    "mode=trian": "mode = trian: ... 'train' or 'evaluate'",
     "training.learning_type=ppo": "training.learning_type = ppo: ... 'grpo', 'sil' or 'distill'",
     # slips of the keyboard that would start endless work, or leave nothing to compute with
     "validation.num_examples=1000000000000": "validation.num_examples = 1 ... equal to 1000000",

@@ -119,7 +119,7 @@ ROWS = {
 # its completions are solved, which for 16 of them is a chance of 2^-16.
 SMALL = [f"training.seed={seed()}", "training.num_steps=2", "training.k_best_of_n=[4, 4]"]
 SMALL += ["training.num_samples_per_step_global=4", "training.max_new_gen_tokens=8"]
-SMALL += ["validation.max_new_gen_tokens=8", "validation.num_examples=2", "validation.every=1"]
+SMALL += ["validation.max_new_gen_tokens=8", "validation.num_examples=2", "validation.every=2"]
 SMALL += ["checkpoint.every=1", "logging.samples=1", "run.name=x"]
 
 
@@ -161,5 +161,5 @@ def test_a_recipe_trains_two_steps_and_evaluates_the_best_model(
     AutoModelForCausalLM.from_pretrained(run.folder / "best")  # an adapter too
     (measured,) = run.folder.glob("eval-*/metrics.json")
     metrics, best_metric = json.loads(measured.read_text()), config.best_metric
-    assert metrics[best_metric] == max(row[best_metric] for row in rows)
+    assert metrics[best_metric] == max(row[best_metric] for row in rows[::2])
     assert {"eval/greedy", "eval/majority"} <= set(metrics)

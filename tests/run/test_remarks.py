@@ -11,7 +11,6 @@ from engine.run.resume import check_newest
 
 REWARDS = """
 import asyncio
-def nothing(completions, **kwargs): return [0.0 for _ in completions]
 async def later(completions, **kwargs): return [None for _ in completions]
 async def late(completions, **kwargs): await asyncio.sleep(9)
 def logs(completions, log_metric, **kwargs):
@@ -29,7 +28,6 @@ OWN = "task.train=rows.jsonl validation.num_examples=2 validation.every=2 traini
 ONE = "training.num_steps=1"
 # The settings; what the run remarks on, whatever it samples; and its exit status
 CASES = {
-    "no reward": (f"{OWN} task.reward=mine:nothing", {"alike", "untrained"}, 1),
     "none applies": (f"{OWN} task.reward=mine:later", {"alike", "unpaid", "untrained"}, 1),
     "async, late": (f"{OWN} task.reward=mine:late task.reward_timeout=0.01", {"timeouts"}, 1),
     "a name that is taken": (f"{OWN} task.reward=mine:logs", {"log_metric"}, 1),

@@ -48,6 +48,7 @@ from engine.run.log import write_settings
 from engine.run.resume import lock_folder
 from engine.run.start import pin
 from engine.run.state import Run
+from engine.update.shards import check_shared_disk
 from logger import Logger
 
 ONE = "training.num_steps=1"
@@ -282,6 +283,15 @@ def check_questions(world: World, trained: list[dict], validation: list[dict]) -
     run.check_questions()
 
 
+def check_disk(world: World, folder: Path) -> None:
+    """Rank 1 sees no lock of rank 0."""
+    (own := folder / f"disk-{world.rank}").mkdir()
+    if world.is_main:
+        (own / "lock").write_text("process 7 on a")
+    world.sum([0.0])  # waits for that
+    check_shared_disk(own, world)
+
+
 def compare(world: World, model: Path, same: Path, other: Path) -> None:
     """What is said on both of two ranks, in one line, if the second has something of its own."""
     rank, rows = world.rank, [{"nums": [n], "target": n} for n in NUMBERS]
@@ -299,6 +309,7 @@ def compare(world: World, model: Path, same: Path, other: Path) -> None:
         (unlike, check_questions, world, rows, own[:9]),
         (unlike, check_questions, world, own, rows[:9]),
         (None, check_questions, world, rows, rows[:9]),
+        (r"1 of 2 ranks do not see .* set run\.dir to a disk that", check_disk, world, same.parent),
     ):
         with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext() as caught:
             check(*given)

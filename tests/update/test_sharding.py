@@ -20,7 +20,7 @@ from engine.core.distributed import World
 from engine.run import checkpoint
 from engine.run.state import Run
 from engine.update.optimizer import Outcome, make_optimizer
-from engine.update.shards import check_shared_disk, load_parts, local, save_parts
+from engine.update.shards import load_parts, local, save_parts
 
 SHARD, WHOLE = "model.shard=true", "model.shard=false"
 
@@ -146,20 +146,3 @@ def test_a_run_goes_on_with_another_number_of_ranks(absolute_model_folder, tmp_p
     again = merged(tmp_path / "again")
     assert again.keys() == weights.keys()
     assert all(torch.equal(again[name], weights[name]) for name in weights)
-
-
-def look_at_disk(world: World, folder: Path) -> str:
-    """What a rank is told that sees no lock of rank 0."""
-    own = folder / str(world.rank)
-    own.mkdir()
-    if world.is_main:
-        (own / "lock").write_text("process 7 on a")
-    world.sum([0.0])
-    with pytest.raises(ValueError, match="1 of 2 ranks do not see") as caught:
-        check_shared_disk(own, world)
-    return str(caught.value)
-
-
-def test_ranks_that_do_not_share_a_disk_are_told(tmp_path):
-    for line in run_on_ranks(look_at_disk, 2, tmp_path, folder=tmp_path):
-        assert "set run.dir to a disk that all nodes share" in line
