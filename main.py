@@ -16,10 +16,10 @@ One step of the algorithm (`run_training` is the loop):
     5. one optimizer step on that loss
     6. before the next step, if one is due, an evaluation; the best model is kept
 
-Rows are the completions in the batch, of all ranks. There is no critic and, with one update per
-batch, no ratio and no clipping. Functions stand below their callers. `generate` samples for any
-model; the default draws the same tokens faster, by engine/sampling/grouped.py. Rewards are the
-task's (countdown.py). What is off by default is imported only where it is used.
+Rows are the batch's completions (of sil the k best), of all ranks. There is no critic and, with one
+update per batch, no ratio and no clipping. Functions stand below their callers. `generate` samples
+for any model; the default draws the same tokens faster, by engine/sampling/grouped.py. Rewards are
+the task's (countdown.py). What is off by default is imported only where it is used.
 
 Shapes: N questions, G completions each, B rows of a micro-batch, P longest prompt, S longest prompt
 with its completion, K columns that are scored, V vocabulary. Masks are bool, True = keep.
@@ -84,9 +84,9 @@ def build_run(config: Config) -> Run:
     logger = Logger(rank=world.rank)  # `settle_config` gives it the boards of logging.report_to
     config = settle_config(config, world, notes, logger)  # fills in what it leaves open
     task = load_task(config.task.code)
-    # An AutoModelForCausalLM. Trained weights and AdamW's averages are fp32. Forward passes
-    # run in `dtype`: bf16 on a GPU that has it, otherwise float16; fp32 on most CPUs. In 16 bits a
-    # copy samples, refreshed at a resume and after each update; in fp32 or with LoRA, the model.
+    # An AutoModelForCausalLM. Its trained weights and AdamW's moments are fp32; autocast runs its
+    # forward pass in `dtype`: bf16 on a GPU that has it, otherwise float16; fp32 on most CPUs. What
+    # samples is, in 16 bits, a copy, refreshed after each update; in fp32 or with LoRA the model.
     model, tokenizer, dtype = load_model_and_tokenizer(config, world.device, logger.info)
     policy = make_policy(config, model, tokenizer, dtype, world, logger.info, generate=generate)
     logger.info(f"a completion ends at {policy.end_tokens}")
@@ -103,7 +103,7 @@ def build_run(config: Config) -> Run:
 
 
 def wrap_policy(policy: Policy, config: Config, world: World, log: Callable[[str], None]) -> None:
-    """Wrap in DDP what computes log-probabilities: where logits are large, never all at once."""
+    """Make the scorer (of log-probabilities, piecewise if logits are large); wrap it in DDP."""
     scorer_class = policy.large_logits_scorer(config, world.device, log) or CompletionScorer
     policy.scorer = scorer_class(policy.model, policy.compute_dtype)
     if config.training.has_reference:  # a second, frozen model: off by default
@@ -121,11 +121,11 @@ def wrap_policy(policy: Policy, config: Config, world: World, log: Callable[[str
 def run_training(run: Run) -> int:
     """The whole algorithm, in one loop; returns the exit status."""
     config, world, state = run.config, run.world, run.state
-    questions_per_step = config.questions_per_step(world.size)  # num_samples_per_step of each rank
+    questions_per_step = config.questions_per_step(world.size)  # num_samples_per_step x ranks
     per_rank = questions_per_step // world.size
-    world.signals.start()  # Ctrl-C or SIGTERM: it ends its step, saves, ends; a second one: at once
+    world.signals.start()  # Ctrl-C or SIGTERM: finish the step, save, leave; a second: at once
     while True:
-        if run.is_evaluation_due:  # at both ends, each validation.every steps; not after a signal
+        if run.is_evaluation_due:  # first, last, each validation.every steps; not after a signal
             evaluate(run)
         if run.is_checkpoint_due:  # each checkpoint.every steps, at the end, and after a signal
             save_checkpoint(run)
@@ -144,7 +144,7 @@ def run_training(run: Run) -> int:
             with clock("update"), seeded(seeds, world.device):
                 update = update_policy(run, groups)
         metrics = step_metrics(run, groups, update, clock)  # means over all ranks, times
-        run.end_step(update, metrics, next_position)  # from which, and the seed, all is drawn
+        run.end_step(update, metrics, next_position)  # the seed and the position fix each draw
         log_step(run, metrics, questions, groups, update)
         world.ask_whether_to_stop()  # sets `stop_signal` on all ranks if one was sent a signal
 
@@ -183,10 +183,10 @@ def generate(
 ) -> list[Completion]:
     """Sample a group of completions of each prompt, by any model; `streamer` gets each token."""
     prompt_ids, prompt_mask = left_pad(prompts, params.pad_id, model.device)  # (N, P)
-    # As for all backends engine/sampling/draw.py draws: of softmax(logits / temperature), cut by
-    # top_p and top_k, the first token whose cumulative probability exceeds a uniform number of the
-    # question's seed. DrawingProcessor sets all other logits to -inf, so transformers' own draw has
-    # no choice; `seeded` keeps that draw from moving torch's generator.
+    # All backends draw in engine/sampling/draw.py: from softmax(logits / temperature), cut by top_p
+    # and top_k, it takes the first token whose cumulative probability exceeds a uniform number of
+    # the question's seed. DrawingProcessor sets all other logits to -inf, so transformers' own draw
+    # has no choice; `seeded` keeps that draw from moving torch's generator.
     drawing = DrawingProcessor(seeds, params, model.device)
     with seeded(seeds, model.device):
         model.generate(
@@ -289,7 +289,7 @@ def k_best_mask(rewards: Tensor, *, k: int) -> Tensor:
 
 
 def update_policy(run: Run, groups: list[list[Trajectory]]) -> Update:
-    """The optimizer's step on these groups (`num_iterations` of them, 1 by default).
+    """The optimizer's step, or `num_iterations` steps (1 by default), on these groups.
 
     There is none if a completion, loss or gradient is not finite or overflows float16, nor if there
     is nothing to train on: AdamW moves weights even at a gradient of 0. The outcome says which.
@@ -328,8 +328,8 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """What this rank trains on; empty only if no rank has anything to train on.
 
-    In the denominators `batch` counts as rows, and `kept` (without what skip_truncated drops) as
-    tokens. Only `trained` is computed: by default rows of advantage 0 have no gradient.
+    The denominators count `batch` (as rows) and `kept` (as tokens; skip_truncated drops some). Only
+    `trained` is computed: by default rows of advantage 0 have no gradient.
     """
     batch = [t for group in groups for t in group if t.in_batch]
     kept = [t for t in batch if not (training.skip_truncated and t.completion.truncated)]
@@ -380,8 +380,8 @@ def token_weights(
 ) -> Tensor:
     """What each token counts for in the loss, (B, S) to (B, S); 0 where the mask is False.
 
-    The counts are over all ranks, so the gradient depends on neither the number of ranks nor the
-    micro-batches' size.
+    The counts are over all ranks, so the gradient of a batch depends on neither the number of ranks
+    nor the micro-batches' size.
     """
     mask, normalization = mask.float(), training.loss_normalization
     if normalization == "dr_grpo":  # the default: arXiv:2503.20783
@@ -398,8 +398,8 @@ def accumulate_gradients(
 ) -> float:
     """Add up the gradient of the whole batch's loss on every rank; returns that loss.
 
-    DDP averages gradients over the ranks, and ours must add up: hence `world.size`. It does so at
-    the last micro-batch only (`no_sync`); with model.shard each backward() averages.
+    DDP averages gradients over the ranks, and ours must add up: hence `world.size`. It does so in
+    the last micro-batch alone (`no_sync`): ranks may have unequally many; with model.shard in all.
     """
     policy, world, total = run.policy, run.world, 0.0
     for micro_batch in run.logger.track(micro_batches, "update", "batch"):
@@ -425,7 +425,7 @@ def micro_batch_loss(
         batch.old_log_probs = log_probs.detach()
         metrics["train/sampler_mismatch"] = (batch.old_log_probs - batch.sampler_log_probs).abs()
     if not training.is_reinforce:  # a ratio, a KL penalty, importance weights: all off by default
-        from engine.update.losses import apply_options  # asks a reference in the first pass alone
+        from engine.update.losses import apply_options  # it asks the reference if `is_first`
 
         token_loss, weights, more = apply_options(
             training, batch, log_probs, token_loss, is_first, policy.score_by_reference
@@ -450,10 +450,10 @@ class CompletionScorer(nn.Module):
         top_p or top_k cut it, which is warned of). Rows are padded on the right, where no token
         looks: attention is causal and needs no mask.
         """
-        # Logits at column c are of the token at c + 1: those of tokens 5 to 9 are at 4 to 8, (K,).
-        columns = mask[:, 1:].any(dim=0).nonzero()[:, 0]
+        # Logits at column c predict the token at c + 1. columns: those whose next one a row scores.
+        columns = mask[:, 1:].any(dim=0).nonzero()[:, 0]  # (K,)
         token_ids, is_scored = input_ids[:, columns + 1], mask[:, columns + 1]  # (B, K)
-        with autocast(input_ids.device, self.compute_dtype, cache_casts=False):  # of weights
+        with autocast(input_ids.device, self.compute_dtype, cache_casts=False):  # saves memory
             output = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=columns)
         log_probs = token_log_probs(output.logits, token_ids, temperature=temperature)
         everywhere = log_probs.new_zeros(mask.shape)  # (B, S)

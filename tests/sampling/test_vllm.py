@@ -102,8 +102,26 @@ def test_tokens_numbers_and_ends_are_those_of_one_plain_forward_pass(run, change
     assert "eos_ids" not in changes or 0 < sum(c.truncated for c in drawn) < len(drawn)
 
 
+GIVEN = ("model.revision=one", "model.trust_remote_code=true", "model.compute_dtype=float32")
+ARRIVES = [  # what of vLLM's config has a value of ours, which is not vLLM's own
+    (lambda c: c.model_config.revision, "one"),
+    (lambda c: c.model_config.trust_remote_code, True),
+    (lambda c: c.model_config.dtype, torch.float32),
+    (lambda c: c.model_config.skip_tokenizer_init, True),
+    (lambda c: c.model_config.generation_config, "vllm"),
+    (lambda c: c.model_config.enforce_eager, True),
+    (lambda c: c.model_config.max_model_len, 512),
+    (lambda c: c.load_config.load_format, "dummy"),
+    (lambda c: c.cache_config.kv_cache_memory_bytes, 100_000_000),
+    (lambda c: c.cache_config.gpu_memory_utilization, 0.01),
+    (lambda c: c.scheduler_config.async_scheduling, False),
+]
+
+
 def test_an_adapter_is_merged_for_vllm_and_never_into_the_model():
-    policy = make_policy(ROOT / "tiny", *VLLM, "model.lora={r: 4}")
+    policy = make_policy(ROOT / "tiny", *VLLM, "model.lora={r: 4}", *GIVEN)
+    config = policy.sampler.llm.llm_engine.vllm_config
+    assert [read(config) for read, _ in ARRIVES] == [value for _, value in ARRIVES]
     with torch.no_grad():
         for name, weight in policy.model.named_parameters():
             if "lora_B" in name:
