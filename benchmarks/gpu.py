@@ -64,12 +64,14 @@ from tools.chat import load_policy
 
 RECIPE = ROOT / "configs/countdown-qwen2.5-3b.yaml"
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers")
-SIZES += ("num_attention_heads", "num_key_value_heads")
-TOY = dict(zip(SIZES, (16, 32, 1, 2, 1), strict=True))
-QWEN_3B = dict(zip(SIZES, (2048, 11008, 36, 16, 2), strict=True))
-QWEN_05B = dict(zip(SIZES, (896, 4864, 24, 14, 2), strict=True))
+SIZES += ("num_attention_heads", "num_key_value_heads", "vocab_size")
+TOY = dict(zip(SIZES, (16, 32, 1, 2, 1, 600), strict=True))
+QWEN_3B = dict(zip(SIZES, (2048, 11008, 36, 16, 2, 151936), strict=True))
+QWEN_05B = dict(zip(SIZES, (896, 4864, 24, 14, 2, 151936), strict=True))
 PROMPT_TOKENS, MEAN_LENGTH = 128, 400
 CARD_BYTES = 80e9  # what the step may use; the rest of a larger GPU is filled with ballast
+FEW = ["training.k_best_of_n=[4,4]", "task.max_train_examples=64", "checkpoint.every=1"]
+FEW += ["training.num_samples_per_step=1", "validation.num_examples=2", "validation.best_of_n=1"]
 NO_ENDS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "eos_ids": (), "pad_id": 0}
 
 
@@ -135,7 +137,7 @@ class Setting:
 
 def random_model(shape: dict[str, int], device: torch.device) -> nn.Module:
     """A Qwen2 of that shape, with random weights in fp32."""
-    config = Qwen2Config(vocab_size=151936, tie_word_embeddings=True, rope_theta=1e6, **shape)
+    config = Qwen2Config(tie_word_embeddings=True, rope_theta=1e6, **shape)
     config.eos_token_id, config.pad_token_id = 1, 0
     with torch.device(device):
         return Qwen2ForCausalLM(config)
@@ -332,8 +334,7 @@ def step_by_made_up_gradient(model: nn.Module, optimizer: torch.optim.Optimizer)
 def check_resume(setting: Setting) -> list[Row]:
     """main.py on the embedded model for 5 steps, killed after the second and started again."""
     with tempfile.TemporaryDirectory() as folder:
-        sizes = ["training.num_samples_per_step=1", "training.max_new_gen_tokens=32"]
-        sizes += ["validation.num_examples=4", "checkpoint.every=1", "training.num_steps=5"]
+        sizes = [*FEW, "training.max_new_gen_tokens=32", "training.num_steps=5"]
         command = [sys.executable, "main.py", f"run.dir={folder}", "run.name=x", *sizes]
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
         deadline_s = time.monotonic() + 120
@@ -669,8 +670,7 @@ def train_real(setting: Setting) -> list[Row]:
     arguments += [f"model.name={setting.weights}", "validation.num_examples=256"]
     arguments += [f"task.train={setting.data}/train.jsonl", f"task.eval={setting.data}/test.jsonl"]
     if setting.is_quick:
-        run_s, wait_s, arguments = 60, 0, ["training.max_new_gen_tokens=8"]
-        arguments += ["validation.num_examples=2", "training.num_samples_per_step=2"]
+        run_s, wait_s, arguments = 60, 0, [*FEW, "training.max_new_gen_tokens=8"]
     deadline = time.monotonic() + wait_s
     while not setting.is_quick and not (setting.weights / "config.json").is_file():
         if time.monotonic() > deadline:
@@ -702,9 +702,8 @@ def train_lora(setting: Setting) -> list[Row]:
     rows = []
     for dtype in ("bfloat16", "float16"):
         with tempfile.TemporaryDirectory() as folder:
-            settings = ["model.lora.r=8", f"model.compute_dtype={dtype}", "training.num_steps=2"]
-            settings += ["validation.num_examples=2", "training.max_new_gen_tokens=32"]
-            settings += ["training.num_samples_per_step=1", "training.k_best_of_n=[4,4]"]
+            settings = [*FEW, "model.lora.r=8", f"model.compute_dtype={dtype}"]
+            settings += ["training.max_new_gen_tokens=32", "training.num_steps=2"]
             command = [sys.executable, "main.py", f"run.dir={folder}", *settings]
             is_done = subprocess.run(command, cwd=ROOT).returncode in (0, 1)
             rows.append(Row(f"two steps with LoRA in {dtype}", is_done, "", at_least=1))

@@ -14,44 +14,11 @@ from pathlib import Path
 import harness
 import peft
 import pytest
+import reference
 import torch
-from harness import (
-    CPU,
-    SHORT_RUN,
-    alone,
-    assert_resumes,
-    change_json,
-    grade_by_text,
-    load_run,
-    loop_of,
-    make_config,
-    make_policy,
-    make_run,
-    read_jsonl,
-    read_rows,
-    save_adapter,
-    seed,
-    train_on_rank,
-    train_tokenizer,
-    what_is_left,
-)
+from harness import SHORT_RUN, load_run, make_config, make_policy, read_jsonl, save_adapter, seed
 from plain import ATOL, assert_plain
-from reference import (
-    ALL_TOGETHER,
-    EASY,
-    EQUAL,
-    FP32_ROUNDING,
-    GRPO,
-    HARD,
-    ONE_BY_ONE,
-    config_of,
-    distance,
-    make_groups,
-    recorded,
-    reference_loss,
-    row_log_probs,
-    trained,
-)
+from reference import EASY, GRPO, config_of, distance, make_groups, recorded, row_log_probs, trained
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -90,8 +57,8 @@ def make_moved_policy(folder: Path, *overrides: str) -> Policy:
 def sample(policy: Policy, config) -> list[main.Trajectory]:
     examples = [{"nums": [n], "target": n} for n in (3, 17)]
     seeds = [(0, seed(), 0), (0, seed(), 1)]
-    params = replace(policy.params, group_size=4)
-    groups = main.sample_trajectories(make_run(policy, config), examples, seeds, params, Clock())
+    params, run = replace(policy.params, group_size=4), harness.make_run(policy, config)
+    groups = main.sample_trajectories(run, examples, seeds, params, Clock())
     return [trajectory for group in groups for trajectory in group]
 
 
@@ -142,18 +109,18 @@ def test_the_gradient_in_4_bits_is_that_of_all_rows_for_any_micro_batch_size(mod
     """That on weights in fp32 is in test_update.py."""
     policy = make_moved_policy(model_folder, LORA, IN_4BIT, KL, BRIEF)
     config = config_of(*GRPO, LORA, IN_4BIT, KL)
-    groups = make_groups(config, EASY, EQUAL, HARD)
+    groups = make_groups(config, EASY, reference.EQUAL, reference.HARD)
     start = make_policy(model_folder, "mode=evaluate", IN_4BIT).model
     ref = [row_log_probs(start, t).detach() for group in groups for t in group]
-    reference_loss(policy.model, groups, config, ref=ref).backward()
+    reference.reference_loss(policy.model, groups, config, ref=ref).backward()
     expected = torch.cat([p.grad.flatten() for p in trained(policy.model)]).numpy()
     policy.model.zero_grad()
-    ways = [(ALL_TOGETHER, CompletionScorer), (ONE_BY_ONE, CompletionScorer)]
-    for limit, scorer in [*ways, (ALL_TOGETHER, ChunkedScorer)]:
+    ways = [(reference.ALL_TOGETHER, CompletionScorer), (reference.ONE_BY_ONE, CompletionScorer)]
+    for limit, scorer in [*ways, (reference.ALL_TOGETHER, ChunkedScorer)]:
         config = config_of(*GRPO, LORA, IN_4BIT, KL, f"training.micro_batch_tokens={limit}")
         policy.scorer = scorer(policy.model, policy.compute_dtype)
         sample(policy, config)  # leaves nothing behind that a gradient would notice
-        assert distance(recorded(policy, groups, config)[0], expected) <= FP32_ROUNDING
+        assert distance(recorded(policy, groups, config)[0], expected) <= reference.FP32_ROUNDING
 
 
 def test_dropout_acts_in_the_update_alone(rotary_model_folder):
@@ -196,7 +163,7 @@ def test_an_error_leaves_the_adapter_on(rotary_model_folder):
 @pytest.mark.parametrize("backend", ["grouped", "generate"])
 def test_the_model_with_its_adapter_samples_what_it_scores(rotary_model_folder, kind, backend):
     policy = make_moved_policy(rotary_model_folder, *kind, f"sampling.backend={backend}")
-    assert policy.sampler.model is policy.model and loop_of(policy) == backend
+    assert policy.sampler.model is policy.model and harness.loop_of(policy) == backend
     prompts, seeds = [[5, 9, 30], [7]], [(seed(), 0), (seed(), 1)]
     changes = {"temperature": 0.7, "max_new_tokens": 10}
     groups = harness.sample(policy, prompts, seeds, num_samples=4, **changes)
@@ -237,8 +204,8 @@ def test_inputs_of_an_adapter_are_not_cast_to_fp32_and_back(rotary_model_folder)
 def test_a_run_in_two_parts_is_bit_for_bit_the_unbroken_one(tmp_path, rotary_model_folder, data):
     """In 4 bits, with dropout: its random numbers follow from a step's questions."""
     overrides = [*KINDS["4 bits"], "model.lora.dropout=0.1", KL, "training.num_iterations=2"]
-    output = assert_resumes(tmp_path, rotary_model_folder, *overrides, *data)
-    weights, *_ = what_is_left(tmp_path / "whole")
+    output = harness.assert_resumes(tmp_path, rotary_model_folder, *overrides, *data)
+    weights, *_ = harness.what_is_left(tmp_path / "whole")
     adapter = [value for name, value in weights.items() if "last" in name and "lora_B" in name]
     assert len(adapter) == 14 and all(value.abs().max() > 0 for value in adapter)
     assert re.search(r"\d weights \(\d\d?\.\d\d% trained\), on 1 x cpu", output)
@@ -251,7 +218,7 @@ def finished(tmp_path_factory, rotary_model_folder, data) -> Path:
     overrides = [*KINDS["4 bits"], *data, "training.num_steps=4", "training.warmup_steps=0"]
     overrides += ["training.learning_rate=0.03", "validation.best_of_n=8"]
     model, rates = Path(os.path.relpath(rotary_model_folder)), [0.1, 0.0, 0.4, 0.0, 0.3]
-    train_on_rank(alone(), folder, model, *overrides, rates=rates)
+    harness.train_on_rank(harness.alone(), folder, model, *overrides, rates=rates)
     return folder / "x"
 
 
@@ -316,10 +283,10 @@ def test_an_adapter_is_evaluated_on_its_base(finished, tmp_path, monkeypatch):
     for sample in read_jsonl(finished / "samples.jsonl"):
         logged[sample.pop("step")].append(sample)
     assert logged[0] != logged[2] != logged[4] != logged[0]
-    row = read_rows(finished)[2]
+    row = harness.read_rows(finished)[2]
     figures = {name: value for name, value in row.items() if "eval/" in name}
     assert figures.pop("eval/pass@1") == 0.4  # as given
-    grade_by_text(monkeypatch)
+    harness.grade_by_text(monkeypatch)
     overrides = [f"--config={finished / 'config.yaml'}", "mode=evaluate"]
     overrides += [f"model.name={finished / 'best'}", f"run.dir={tmp_path}"]
     run = load_run(make_config(*overrides))
@@ -369,7 +336,7 @@ def test_an_adapter_that_has_no_whole_base_is_refused(finished, tmp_path, name):
     spoil, problem = SPOILT[name]
     adapter = Path(shutil.copytree(finished / "best", tmp_path / "adapter"))
     if isinstance(spoil, dict):
-        change_json(adapter / "adapter_config.json", **spoil)
+        harness.change_json(adapter / "adapter_config.json", **spoil)
     else:
         file = adapter / "adapter_model.safetensors"
         save_file(spoil(load_file(file)), file)
@@ -383,7 +350,7 @@ def test_an_adapter_that_has_no_whole_base_is_refused(finished, tmp_path, name):
 def settled(adapter: Path, folder: Path, asked: str = "mode=train") -> Config:
     """The config of a run in `folder`; to train, the adapter is merged into its base."""
     config = make_config(f"model.name={adapter}", asked, f"run.dir={folder}", "run.name=x")
-    return settle_config(config, alone(), [], Logger(rank=0))
+    return settle_config(config, harness.alone(), [], Logger(rank=0))
 
 
 SHAPES = {"plain": {}, "DoRA": {"use_dora": True}}
@@ -400,7 +367,7 @@ def test_an_adapter_computes_what_peft_says_alone_and_merged(rotary_model_folder
     expected = peft.PeftModel.from_pretrained(base, adapter)(ids[None]).logits
     assert (expected - before).abs().max() > 0.01
     for asked in ("mode=evaluate", "mode=train"):
-        model, *_ = load_model_and_tokenizer(settled(adapter, tmp_path, asked), CPU, print)
+        model, *_ = load_model_and_tokenizer(settled(adapter, tmp_path, asked), harness.CPU, print)
         assert torch.allclose(model(ids[None]).logits, expected, atol=1e-4)
 
 
@@ -421,7 +388,7 @@ def own_tokenizer(adapter: Path, *, begin: str = "", end: str = "", **tokens: st
 
     The `tokens` are new: its base has no embeddings of them.
     """
-    tokenizer = train_tokenizer()
+    tokenizer = harness.train_tokenizer()
     tokenizer.add_special_tokens(tokens)
     message = begin + "{{ m.content }}" + end
     tokenizer.chat_template = "{% for m in messages %}" + message + "{% endfor %}"
@@ -467,13 +434,13 @@ def test_a_token_without_an_embedding_is_refused_where_a_run_can_meet_it(
     adapter = save_adapter(tmp_path / "a", rotary_model_folder)
     own_tokenizer(adapter, **tokens)
     with pytest.raises(ValueError, match="a: cannot be used: its tokenizer gives ids up to 345, b"):
-        load_model_and_tokenizer(settled(adapter, tmp_path, asked), CPU, print)
+        load_model_and_tokenizer(settled(adapter, tmp_path, asked), harness.CPU, print)
 
 
 def test_the_copy_in_4_bits_is_the_merged_model_rounded(exported, finished):
     """It loads by itself, as the model that `load_in_4bit` makes of the merged one."""
     merged, small = finished / "merged", finished / "merged-4bit"
-    in_4bit = {"quantization_config": quantization_config(CPU, torch.bfloat16)}
+    in_4bit = {"quantization_config": quantization_config(harness.CPU, torch.bfloat16)}
     rounded = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.bfloat16, **in_4bit)
     copied = AutoModelForCausalLM.from_pretrained(small)
     weights = [model.model.layers[0].mlp.up_proj.weight for model in (rounded, copied)]

@@ -97,7 +97,7 @@ class Environment:
         return {"answer": len(self.said) / 3}
 """
 END, BEGIN = "<|im_end|>", "\n<|im_start|>assistant\n"
-FEW = 16  # samples by another backend, in a batch of its own
+FEW = 8  # samples by another backend, in a batch of its own
 SEEDS = [(harness.seed(), 1)]
 
 

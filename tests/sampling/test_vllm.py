@@ -9,23 +9,13 @@ between two tokens, the two may draw different ones, and their completions part.
 from collections.abc import Iterator
 from pathlib import Path
 
+import harness
 import numpy as np
 import pytest
 import test_calculator_tool
 import test_environment
 import torch
-from harness import (
-    ROOT,
-    SIZES,
-    load_run,
-    make_config,
-    make_policy,
-    read_rows,
-    sample,
-    save_random,
-    tokens_of,
-    train,
-)
+from harness import ROOT, SIZES, make_config, make_policy, read_rows, save_random, tokens_of
 from plain import assert_plain
 from transformers import (
     OpenAIGPTConfig,
@@ -64,7 +54,7 @@ def run(tmp_path_factory) -> Iterator[Run]:
     settings = (f"run.dir={tmp_path_factory.mktemp('runs')}", "run.name=x", "training.num_steps=3")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        run = load_run(make_config("model.name=tiny", *VLLM, *SEED, *settings))
+        run = harness.load_run(make_config("model.name=tiny", *VLLM, *SEED, *settings))
         assert main.run_training(run) == 0
     yield run
 
@@ -80,7 +70,8 @@ def assert_plainly_drawn(
     """The completions of some prompts; a uniform may lie 5e-5 from the boundary of its token."""
     prompts, seeds = prompts_of(policy.tokenizer, num_prompts), [(0, 0, i) for i in range(99)]
     seeds, changes = seeds[:num_prompts], {"max_new_tokens": LONGEST} | changes
-    groups = sample(policy, prompts, seeds, num_samples=num_samples, backend="vllm", **changes)
+    how = {"num_samples": num_samples, "backend": "vllm"}
+    groups = harness.sample(policy, prompts, seeds, **how, **changes)
     assert_plain(policy, prompts, seeds, groups, rounding=5e-5, **changes)
     return [completion for group in groups for completion in group]
 
@@ -178,7 +169,7 @@ def assert_same(ours: list[Completion], theirs: list[Completion]) -> None:
 
 def test_two_ranks_give_vllm_the_weights_of_all_their_shards(tmp_path):
     settings = (*VLLM, "model.shard=true", "training.num_steps=2", "validation.every=10")
-    train(tmp_path, ROOT / "tiny", *settings, num_ranks=2)
+    harness.train(tmp_path, ROOT / "tiny", *settings, num_ranks=2)
     assert_on_policy(tmp_path / "x", num_steps=2)
 
 

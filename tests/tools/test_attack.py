@@ -22,12 +22,13 @@ def grade(completion, answer):
 
 
 @pytest.fixture
-def naive(tmp_path, monkeypatch):
+def naive(tmp_path, monkeypatch, python):
     (tmp_path / "naive.py").write_text(NAIVE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delitem(sys.modules, "naive", raising=False)
+    monkeypatch.setattr(sys, "executable", str(python))  # one that is killed starts again at once
 
 
 def test_each_kind_is_found_in_a_naive_grader(naive, call, monkeypatch):
@@ -59,8 +60,7 @@ def test_a_task_is_attacked_with_the_keys_that_a_run_has():
 @pytest.mark.parametrize("name", sorted({*built_in_tasks()} - {"guess"}))  # its Environment pays
 def test_nothing_is_found_in_our_own_tasks(name, monkeypatch, python):
     monkeypatch.chdir(ROOT)
-    if name == "reasoning_gym":  # whose task has a worker of its own
-        pytest.importorskip("reasoning_gym", reason="needs a C compiler: pip install '.[gym]'")
-    else:
-        monkeypatch.setattr(sys, "executable", str(python))
+    if name == "reasoning_gym":
+        pytest.importorskip(name, reason="needs a C compiler: pip install '.[gym]'")
+    monkeypatch.setattr(sys, "executable", str(python))
     assert not any(attack(name).values())

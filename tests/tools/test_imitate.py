@@ -9,21 +9,11 @@ import shlex
 from argparse import Namespace
 from pathlib import Path
 
+import harness
 import numpy as np
 import pytest
 import torch
-from harness import (
-    CPU,
-    NUMBERS,
-    alone,
-    arguments,
-    in_fp64,
-    make_config,
-    make_policy,
-    make_run,
-    measure,
-    read_jsonl,
-)
+from harness import NUMBERS, make_config, make_policy, make_run, read_jsonl
 from huggingface_hub import ModelCard
 from reference import ROUNDING, Recorder, distance, row_log_probs
 from transformers import AutoModelForCausalLM
@@ -77,7 +67,7 @@ def choose(folder: Path, file: Path, *, only_solved: bool = False, log: list | N
 
 def program(folder: Path, model: Path, file: Path, *overrides: str) -> list[str]:
     """What tools/imitate.py is given, for a folder folder/x-imitation."""
-    return [str(model), str(file), *arguments(folder, model, *overrides)]
+    return [str(model), str(file), *harness.arguments(folder, model, *overrides)]
 
 
 # Which answers
@@ -156,7 +146,7 @@ def test_its_gradient_is_that_of_the_cross_entropy_row_by_row(
     # what RL has on must not matter
     given += ["training.policy_loss=dppo", "training.loss_normalization=sequence"]
     given += ["training.kl_coef=0.1", "training.num_iterations=2", "training.skip_truncated=true"]
-    in_fp64(monkeypatch)
+    harness.in_fp64(monkeypatch)
     asked = {"model": rotary_model_folder, "config": os.devnull, "out": None}
     asked |= {"steps": "1", "learning_rate": "1e-3", "overrides": given}
     run = build_run(imitate.imitating(Namespace(**asked)))
@@ -198,7 +188,7 @@ def test_each_rank_imitates_its_own_share_of_the_shuffled_answers(
     monkeypatch.setattr(imitate, "seeded", note_seeds)
     monkeypatch.setattr(imitate, "measure_and_log", lambda run: {})
     taken, seeds = [], []
-    for run.world in (alone(), World(0, 2, CPU), World(1, 2, CPU)):
+    for run.world in (harness.alone(), World(0, 2, harness.CPU), World(1, 2, harness.CPU)):
         run.state = State()
         imitate.imitate(run, chosen)
         taken.append([*seen])
@@ -239,9 +229,9 @@ def test_it_writes_a_plain_model_from_which_a_run_goes_on(
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert all(name.endswith("_proj.weight") for name in moved) if lora else moved == {*before}
     assert any("q_proj" in name for name in moved)
-    settings = [a for a in arguments(tmp_path, folder, *data) if not a.startswith("--")]
+    settings = [a for a in harness.arguments(tmp_path, folder, *data) if not a.startswith("--")]
     run = build_run(make_config(*settings))
-    metrics, _ = measure(run)
+    metrics, _ = harness.measure(run)
     assert run.config.training.num_steps != 3 and run.policy.model.dtype == torch.float32
     text = (folder / "README.md").read_text()  # the card
     assert ModelCard(text).data.tags == ["sft", "countdown", "plain-grpo"]
