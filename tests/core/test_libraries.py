@@ -1,6 +1,7 @@
 """What the config sets of a library's object stands there, whatever the library's default is."""
 
 import contextlib
+import datetime
 import pkgutil
 import re
 from pathlib import Path
@@ -12,12 +13,14 @@ import numpy as np
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
-from harness import ROOT, make_config, make_policy
+from harness import ROOT, make_config, make_policy, run_on_ranks
 from reference import EASY, config_of, make_groups, recorded
 from transformers import BitsAndBytesConfig, GenerationConfig
 
 from engine.core.config import Config, LoraSettings, dotted_values
+from engine.core.distributed import World, init_world
 from engine.update.optimizer import make_optimizer, set_learning_rate
 from main import get_generation_config
 
@@ -160,6 +163,27 @@ def test_a_key_arrives_at_the_librarys_object(kind, folder):
             value, found = yaml.safe_load(values[name]), read(o)
             found = [*found] if isinstance(found, set) else found
             assert found == (pytest.approx(value) if isinstance(value, float) else value), name
+
+
+def wrapped(world: World, folder: Path) -> list[bool]:
+    """Of DDP, and of FSDP around a scorer and around a reference, what is not their default."""
+    whole = make_policy(folder, world=world).scorer
+    cut = make_policy(folder, "model.shard=true", "training.kl_coef=0.1", world=world)
+    groups = [scorer._get_fsdp_state()._fsdp_param_group for scorer in (cut.scorer, cut.reference)]
+    return [whole.gradient_as_bucket_view, *(g.post_forward_mesh_info is not None for g in groups)]
+
+
+def test_the_constants_of_ours_arrive_at_ddp_fsdp_and_the_process_group(
+    rotary_model_folder, tmp_path, monkeypatch
+):
+    found = run_on_ranks(wrapped, 2, rotary_model_folder, folder=tmp_path)
+    assert found == [[True, False, True]] * 2
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    calls = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *given, **named: calls.append(named))
+    init_world()
+    assert calls == [{"timeout": datetime.timedelta(minutes=30)}]  # NCCL's own: 10
 
 
 def test_each_key_has_a_row_and_no_value_is_ours_or_the_librarys():

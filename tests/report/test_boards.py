@@ -97,7 +97,7 @@ def test_a_board_shows_a_run_and_a_resumed_run_goes_on_there_and_doubles_no_step
 
 def test_wandb_keeps_whether_the_last_evaluation_was_sent(tmp_path, monkeypatch):
     """Else a run that is resumed at an evaluated step sends its evaluation a second time."""
-    about = {"experiment": "x", "run_name": "y", "description": "", "params": {}}
+    about = NAMES | {"params": PARAMS}
     run = mock.Mock(id="abc", dir=tmp_path, summary={})
     monkeypatch.setattr(wandb, "init", init := mock.Mock(return_value=run))
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -106,7 +106,12 @@ def test_wandb_keeps_whether_the_last_evaluation_was_sent(tmp_path, monkeypatch)
         before.start("abc", tmp_path, about)
         before.send_metrics(*sent, {"train/loss": 0.5})
         assert after.start("abc", tmp_path, about)[0] == "abc" and after.last_sent == sent
-    assert (init.call_args.kwargs["id"], init.call_args.kwargs["resume"]) == ("abc", "allow")
+    given, names = init.call_args.kwargs, ("project", "name", "notes", "config", "id", "resume")
+    assert [given[name] for name in names] == [*NAMES.values(), PARAMS, "abc", "allow"]
+    settings = given["settings"]
+    assert all((settings.silent, settings.disable_code, settings.disable_git))
+    assert settings.x_disable_meta and settings.finish_timeout_raises and settings.console == "off"
+    assert settings.init_timeout == settings.finish_timeout == report_boards.SLOW_S
 
 
 def test_the_address_of_a_run_in_mlflow_has_no_password(tmp_path, monkeypatch):

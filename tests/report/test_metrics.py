@@ -25,6 +25,7 @@ from engine.core.statistics import confidence_interval, majority_sample, reduce_
 from engine.core.types import Groups, Trajectory
 from engine.report.boards import BOARDS, Board
 from engine.report.metrics import mean_rewards, rollout_metrics
+from logger import Logger
 
 EIGHT_OF_TEN, HALF_OF_100 = [1.0] * 8 + [0.0] * 2, [0.0, 1.0] * 50
 INTERVALS = [  # rates, whether they are 0 or 1, their interval and how near it is
@@ -107,7 +108,7 @@ SETTINGS = "logging.mlflow=true task.name=game task.reward_weights.said=0.25 tra
 SETTINGS += f"training.max_new_gen_tokens=60 training.learning_rate={RATE} "
 SETTINGS += "training.warmup_steps=3 training.max_grad_norm=0.001 validation.num_examples=12 "
 SETTINGS += "validation.best_of_n=3 validation.pass_k=[1,2] logging.samples=5 "
-SETTINGS += "training.loss_normalization=token"
+SETTINGS += "training.loss_normalization=token logging.experiment=shown"
 WATCHED = ["engine.questions.data.QuestionStream.take", "engine.model.policy.Policy.make_prompts"]
 WATCHED += ["engine.run.log.describe_step", "engine.sampling.environment.Conversation.ask"]
 WATCHED += ["logger.Logger.print_step"]
@@ -249,6 +250,22 @@ def derive(moment: Moment, step: int, tokenizer: PreTrainedTokenizerFast) -> dic
     }
 
 
+def test_the_time_left_is_that_of_the_last_steps_with_what_came_between_them(monkeypatch, capsys):
+    """Of the last 19, as clocks say; the first step has its own time alone."""
+    random, log, num_steps = Random(seed()), Logger(rank=0), 1000
+    printed_s = [*itertools.accumulate(random.uniform(1, 60) for _ in range(60))]
+    for step, now_s in enumerate(printed_s, start=1):
+        monkeypatch.setattr(time, "monotonic", lambda now_s=now_s: now_s)
+        log.print_step(step, num_steps, {"time/step_s": 7.25})
+    shown = re.findall(r"left (?:(\d+) days?, )?(\d+):(\d+):(\d+)$", capsys.readouterr().out, re.M)
+    for i, (days, hours, minutes, seconds) in enumerate(shown):
+        past = [b - a for a, b in itertools.pairwise(printed_s[: i + 1])][-19:] or [7.25]
+        left_s = statistics.fmean(past) * (num_steps - 1 - i)
+        found_s = 60 * (60 * (24 * int(days or 0) + int(hours)) + int(minutes)) + int(seconds)
+        assert abs(found_s - left_s) <= 0.501
+    assert len(shown) == 60
+
+
 def is_near(shown: float, second: float | tuple, unit: float = 0.0) -> bool:
     """Whether a number, rounded to a unit, is the second one or between its ends."""
     low, high = second if isinstance(second, tuple) else (second, second)
@@ -271,14 +288,16 @@ def test_each_number_that_a_run_shows_is_derived_a_second_time(
     tokenizer.chat_template = TEMPLATE
     model, follows = Qwen2ForCausalLM.from_pretrained(rotary_model_folder), {"\n": ["n", "u"]}
     save_writer(model, tokenizer, follows | {"n": ["u", END], "u": ["n", END]}, Path("model"))
-    board, sent, tables, output = Board.__new__(Board), [], [], io.StringIO()
+    board, about, sent, tables, output = Board.__new__(Board), {}, [], [], io.StringIO()
     vars(board).update(title="Shown", server="", finish=print, send_samples=tables.append)
-    board.start = lambda *_: ("1", "here")
+    board.start = lambda *given: about.update(given[-1]) or ("1", "here")
     board.send_metrics = lambda step, is_evaluation, found: sent.append({"step": step} | found)
     monkeypatch.setitem(BOARDS, "mlflow", lambda: board)
     moments = watch(monkeypatch)
     with contextlib.redirect_stdout(output):
         assert run_main(*arguments(Path(), Path("model"), *SETTINGS.split())) == 0
+    named = (about["experiment"], about["run_name"], about["params"]["training.learning_rate"])
+    assert named == ("shown", "x", RATE) and about["description"].startswith("- run.name: x")
     rows, samples = (read_jsonl(Path(f"x/{name}.jsonl")) for name in ("metrics", "samples"))
     steps = [0, 1, 2, 2]  # the first and the last are evaluations
     seconds = [derive(*of, tokenizer) for of in zip(moments[:4], steps, strict=True)]
