@@ -1,10 +1,10 @@
 """mode=evaluate: where it writes, what it loads, votes, greedy answers; test_one_run.py too."""
 
+from copy import copy
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from harness import ROOT, alone, arguments, in_fp64, load_run, make_config, run_on_ranks, seed
 from plain import assert_plain
 
@@ -89,46 +89,35 @@ GREEDY = [
 QUESTIONS = [{"target": target} for target in range(5)]
 
 
+def is_lenient_solved(text: str, example: dict, **_: object) -> bool:
+    return text in ("first", f"lenient: {example['target']}")
+
+
 def by_hand(world: World) -> list[dict[str, float]]:
     """The metrics of this rank's share of all questions, and of two: they go to ranks in turn."""
     share, options = slice(world.rank, None, world.size), make_config().task
     rows = [[i, -i] for i in range(9)]  # more than ranks: else one after the other is in turn
     assert world.gather_rows(rows[share], shape=(9, 2)).tolist() == rows, "in their own places"
-    task, all_of = load_task("countdown"), [(GROUPS[:n][share], GREEDY[:n][share]) for n in (5, 2)]
+    task = copy(load_task("countdown"))
+    task.is_lenient_solved = is_lenient_solved
     return [
-        single_answer_metrics(task, options, QUESTIONS[:n], *mine, world)
-        for n, mine in zip((5, 2), all_of, strict=True)
+        single_answer_metrics(
+            task, options, QUESTIONS[:n], GROUPS[:n][share], GREEDY[:n][share], world
+        )
+        for n in (5, 2)
     ]
 
 
 def test_votes_and_greedy_answers_by_hand(tmp_path):
-    """2 and 1 of 5 questions, with Wilson's intervals; the same from three ranks."""
+    """2 and 1 of 5 questions, with Wilson's intervals; the same from three ranks.
+
+    A lenient reading stands beside the strict one where the task has one.
+    """
     metrics, _ = by_hand(alone())
-    expected = {"eval/majority": (0.4, 0.1176, 0.7693), "eval/greedy": (0.2, 0.0362, 0.6245)}
-    for name, rates in expected.items():
-        found = [metrics.pop(name + end) for end in ("", "_low", "_high")]
+    two, one = (0.4, 0.1176, 0.7693), (0.2, 0.0362, 0.6245)
+    for name, rates in {"majority": two, "greedy": one, "strict": one, "lenient": two}.items():
+        found = [metrics.pop(f"eval/{name}{end}") for end in ("", "_low", "_high")]
         assert found == pytest.approx(rates, abs=1e-4), name
     assert metrics == {"eval/greedy_tokens": 6 / 5}
     ranks = run_on_ranks(by_hand, 3, folder=tmp_path)  # of which one has none of two questions
     assert ranks == [by_hand(alone())] * 3
-
-
-def test_a_lenient_reading_stands_beside_the_strict_one_where_the_task_has_one(monkeypatch):
-    """And a rank reads its own questions: rank 1 of 2 has the second and the fourth."""
-    read = []
-
-    def is_lenient_solved(text: str, example: dict, **_: object) -> bool:
-        read.append((text, example["target"]))
-        return text in ("first", f"lenient: {example['target']}")
-
-    task = load_task("countdown")
-    monkeypatch.setattr(task, "is_lenient_solved", is_lenient_solved)
-    metrics, _ = by_hand(alone())
-    assert metrics["eval/strict"] == metrics["eval/greedy"] == 0.2
-    assert metrics["eval/lenient"] == 0.4
-    read.clear()
-    world = World(1, 2, torch.device("cpu"))
-    monkeypatch.setattr(world, "sum", torch.as_tensor)  # there is no other rank
-    options = make_config().task
-    single_answer_metrics(task, options, QUESTIONS, GROUPS[1::2], GREEDY[1::2], world)
-    assert read == [("lenient: 1", 1)]  # that of the fourth question is broken
