@@ -125,7 +125,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(absolute_model_folder, tmp_p
     """
     whole = tmp_path / "whole"
     keys = [*data, SHARD, "training.warmup_steps=0", "training.kl_coef=0.1"]
-    keys += ["training.micro_batch_tokens=99"]  # several passes on each rank
+    keys += ["training.micro_batch_tokens=200"]  # several passes on each rank
     in_the_way = whole / "x/checkpoints/step-000001.parts.tmp/part-00001.safetensors"
     in_the_way.mkdir(parents=True)
     how = {"num_ranks": 2, "num_steps": 3, "rates": [0.1, 0.2, 0.3, 0.4]}  # the last is the best
