@@ -118,9 +118,20 @@ def test_a_token_is_drawn_and_scored_as_one_plain_forward_pass_of_its_row_says(p
             torch.testing.assert_close(row, alone, rtol=0, atol=ATOL)
 
 
+BYTES = {  # of a token's keys and values in fp32, and of a row's states
+    "Gemma 4": (2 * 2 * (8 + 16) * 4, 0),  # 2 of 4 layers share: heads of 8, of 16 without a window
+    "Falcon-H1": (2 * 2 * 2 * 8 * 4, 2 * (8 * 8 * 8 + 80 * 4) * 4),
+    "GPT-2": (2 * 2 * 4 * 8 * 4, 0),
+}
+
+
 def test_the_readme_says_what_a_family_can_do(family, policy, monkeypatch):
-    """Its row: fast path, captured, chunked head, LoRA, 4 bits."""
+    """Its row: fast path, captured, chunked head, LoRA, 4 bits.
+
+    Bug: the estimate counted keys in recurrent layers, which have none, and failed on Gemma 4.
+    """
     name, folder, overrides = family
+    assert name not in BYTES or kept_bytes(policy.sampler.model) == BYTES[name]
     install_graphs(monkeypatch)
     can = [
         loop_of(policy) == "grouped",
@@ -155,16 +166,3 @@ def test_of_a_model_that_sees_the_text_part_is_trained_once_it_is_saved(tokenize
     policy, ids = make_policy(part), torch.tensor([PROMPTS[1]])
     torch.testing.assert_close(policy.model(input_ids=ids).logits, whole(input_ids=ids).logits)
     assert not any("vision" in name for name, _ in policy.model.named_parameters())
-
-
-BYTES = {  # of a token's keys and values in fp32, and of a row's states
-    "Gemma 4": (2 * 2 * (8 + 16) * 4, 0),  # 2 of 4 layers share: heads of 8, of 16 without a window
-    "Falcon-H1": (2 * 2 * 2 * 8 * 4, 2 * (8 * 8 * 8 + 80 * 4) * 4),
-    "GPT-2": (2 * 2 * 4 * 8 * 4, 0),
-}
-
-
-def test_the_estimate_counts_the_layers_that_keep_something(family, policy):
-    """Bug: it counted keys in recurrent layers, which have none, and failed on Gemma 4."""
-    if family[0] in BYTES:
-        assert kept_bytes(policy.sampler.model) == BYTES[family[0]]

@@ -31,9 +31,6 @@ SIZES = [
 ALWAYS, NEVER = 5.0, -5.0  # biases; they make logits of about 28 and -28
 
 
-# Models that prefer some tokens, and whole runs of them
-
-
 @pytest.fixture
 def make_model(rotary_model_folder, tmp_path) -> Callable[..., Path]:
     """`make_model(biases)` is the folder of a Qwen2 that prefers some tokens."""
@@ -101,9 +98,6 @@ def gives_finite_logits(folder: Path) -> bool:
     return bool(model(torch.arange(2, 40)[None]).logits.isfinite().all())
 
 
-# The end of a completion
-
-
 @pytest.mark.parametrize(("end", "num_tokens"), [(ALWAYS, 1), (NEVER, MAX_NEW_TOKENS)])
 def test_a_run_that_has_nothing_to_learn_goes_on(make_model, answers, train, end, num_tokens):
     """All completions are empty and equal, or all are cut off and skipped: no step is taken."""
@@ -124,9 +118,6 @@ def test_a_run_that_has_nothing_to_learn_goes_on(make_model, answers, train, end
     assert torch.equal(weights_of(run / "checkpoints/last"), weights_of(model))
 
 
-# Tokens and texts
-
-
 def test_a_model_may_have_more_embeddings_than_there_are_tokens(
     make_model, answers, tokenizer, train
 ):
@@ -144,9 +135,6 @@ def test_a_model_may_have_more_embeddings_than_there_are_tokens(
         with_text = [token for token in completion.token_ids if 0 < token < known]
         expected = policy.tokenizer.decode(with_text)
         assert completion_text(completion, policy.tokenizer) == expected != ""
-
-
-# A model that goes NaN
 
 
 def ruin_after(monkeypatch: pytest.MonkeyPatch, step: int, rate: float) -> None:

@@ -62,9 +62,6 @@ def sample(policy: Policy, config) -> list[main.Trajectory]:
     return [trajectory for group in groups for trajectory in group]
 
 
-# What is trained
-
-
 def test_each_linear_layer_but_the_head_has_an_adapter_in_fp32(model_folder):
     policy = make_policy(model_folder, LORA, "model.compute_dtype=bfloat16")
     plain = AutoModelForCausalLM.from_pretrained(model_folder)
@@ -102,9 +99,6 @@ def test_the_adapter_starts_from_the_seed_and_changes_nothing(rotary_model_folde
     assert torch.equal(row_log_probs(policies[0].model, row), row_log_probs(plain, row))
 
 
-# The gradient
-
-
 def test_the_gradient_in_4_bits_is_that_of_all_rows_for_any_micro_batch_size(model_folder):
     """That on weights in fp32 is in test_update.py."""
     policy = make_moved_policy(model_folder, LORA, IN_4BIT, KL, BRIEF)
@@ -140,9 +134,6 @@ def test_dropout_acts_in_the_update_alone(rotary_model_folder):
     assert torch.equal(*ref)
 
 
-# The reference: its numbers are in the gradient's test
-
-
 def test_an_error_leaves_the_adapter_on(rotary_model_folder):
     policy = make_moved_policy(rotary_model_folder, LORA, KL)
     seen = []
@@ -154,9 +145,6 @@ def test_an_error_leaves_the_adapter_on(rotary_model_folder):
     plain = make_policy(rotary_model_folder).model
     assert not torch.equal(row_log_probs(policy.model, row), row_log_probs(plain, row))
     assert len(trained(policy.model)) == 28
-
-
-# Sampling
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -196,9 +184,6 @@ def test_inputs_of_an_adapter_are_not_cast_to_fp32_and_back(rotary_model_folder)
         results.append([log_probs.detach(), *gradients])
     assert casts == [torch.bfloat16] * 14 + [torch.float32] * 14
     assert all(torch.equal(a, b) and b.any() for a, b in zip(*results, strict=True))
-
-
-# Whole runs
 
 
 def test_a_run_in_two_parts_is_bit_for_bit_the_unbroken_one(tmp_path, rotary_model_folder, data):
@@ -378,9 +363,6 @@ def test_an_adapter_of_embeddings_that_are_the_head_too_is_not_merged(
     adapter = save_adapter(tmp_path / "a", absolute_model_folder, target_modules=["wte"])
     with pytest.raises(ValueError, match="a: cannot be used: it adapts one of embeddings and head"):
         settled(adapter, tmp_path)
-
-
-# Its own tokenizer
 
 
 def own_tokenizer(adapter: Path, *, begin: str = "", end: str = "", **tokens: str) -> str:

@@ -8,18 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from harness import SIZES, alone, change_json, make_config, make_policy, save_random, tokens_of
 from reference import COMPLETIONS, PROMPTS, score
 from tokenizers import Tokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BertConfig,
-    BertLMHeadModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import countdown
 from engine.model.policy import Policy
@@ -28,8 +21,6 @@ from engine.questions.prompts import completion_text, end_of_turn
 from engine.sampling.draw import TokenBuffer
 from engine.update.optimizer import make_optimizer
 from tools.chat import load_policy
-
-# Loading the model: precision, dropout, ends
 
 
 def test_weights_and_adamw_moments_are_fp32_though_the_folder_holds_bf16(
@@ -66,9 +57,6 @@ def test_the_dropout_in_a_folders_config_is_off(model_folder):
     assert torch.equal(first, second)
     policy.model.eval()
     assert torch.allclose(score(policy, PROMPTS, COMPLETIONS)[0][mask], first[mask], atol=1e-6)
-
-
-# Loading the tokenizer
 
 
 def load(folder: Path) -> tuple[PreTrainedTokenizerFast, list[str]]:
@@ -110,8 +98,6 @@ def test_a_missing_pad_token_becomes_eos_with_a_message(absolute_model_folder, t
     assert any("no pad token: its eos token is used" in line for line in lines)
 
 
-# Where a completion ends
-
 TURNS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -124,9 +110,9 @@ def chat_folder(tokenizer, tmp_path_factory) -> Path:
     chatty = copy.deepcopy(tokenizer)
     chatty.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     chatty.chat_template = TURNS
-    config = GPT2Config(n_embd=32, n_layer=1, n_head=4, **tokens_of(chatty))
+    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, **tokens_of(chatty))
     folder = tmp_path_factory.mktemp("chat")
-    return save_random(GPT2LMHeadModel, config, chatty, folder)
+    return save_random(transformers.GPT2LMHeadModel, config, chatty, folder)
 
 
 def written(policy: Policy, text: str) -> str:
@@ -188,9 +174,6 @@ def test_all_files_and_the_config_may_name_tokens_that_end_a_completion(
     assert policy.params.stop.texts == ["no token"]
 
 
-# A user's mistakes: one useful line, which main prints
-
-
 def mistake(folder: Path | str) -> str:
     """The error that loading raises: one line that names the model."""
     with pytest.raises(ValueError) as caught:
@@ -226,8 +209,8 @@ def drop_a_layer(folder: Path) -> None:
 def save_encoder(folder: Path) -> None:
     """A random BERT, which sees the words behind a word, in place of the model."""
     vocab_size = AutoModelForCausalLM.from_pretrained(folder).config.vocab_size
-    config = BertConfig(vocab_size=vocab_size, initializer_range=0.5, **SIZES)
-    save_random(BertLMHeadModel, config, AutoTokenizer.from_pretrained(folder), folder)
+    config = transformers.BertConfig(vocab_size=vocab_size, initializer_range=0.5, **SIZES)
+    save_random(transformers.BertLMHeadModel, config, AutoTokenizer.from_pretrained(folder), folder)
 
 
 WEIGHTS, POINTER = "model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:1\n"

@@ -4,6 +4,7 @@ Mistakes in a file of questions or in a task are in tests/run/test_mistakes.py.
 """
 
 import copy
+from itertools import product
 from pathlib import Path
 
 import datasets
@@ -55,9 +56,6 @@ def write_file(path: Path, rows: list[dict]) -> Path:
     else:
         frame.to_json(path, orient="records", lines=suffix == "jsonl")
     return path
-
-
-# Files and the hub
 
 
 @every_task
@@ -115,9 +113,6 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", source / "cache")
     with pytest.raises(ValueError, match="set HF_HOME to a folder that can be written"):
         load("gsm8k", source)
-
-
-# A run's questions
 
 
 def questions_for(
@@ -215,9 +210,6 @@ def test_some_training_questions_are_drawn_or_the_first(tmp_path, tokenizer):
         assert (taken == rows[:20]) == (shuffle == "false")
 
 
-# The stream of training questions
-
-
 def stream_of(num: int, *too_long: int, log=None, **settings) -> QuestionStream:
     """A stream of the questions 0, 1, ..."""
     settings = {"seed": seed(3), "shuffle": True, "max_prompt_tokens": 7} | settings
@@ -268,8 +260,6 @@ def test_steps_of_any_size_walk_the_same_questions_and_count_those_that_are_too_
             steps += taken
         assert steps[:60] == whole
 
-
-# Prompts
 
 CHAT = [
     {"role": "user", "content": "Make 24."},
@@ -353,21 +343,15 @@ def test_a_question_is_never_read_as_a_template(task, key, wording):
         assert {*parts} == {words.replace(f"{{{key}}}", OPAQUE)}
 
 
-def test_a_users_own_wording_takes_the_place_of_the_tasks():
-    told = {"prompt": "Make {target} of {nums}.", "system_prompt": "Be brief."}
-    options = make_config().task.model_copy(update=told)
-    *told, begun = pose(ROWS["countdown"][1], task=load_task("countdown"), options=options)
-    assert told == [BRIEF, {"role": "user", "content": "Make 47 of [1, 7, 25]."}]
-    assert begun["role"] == "assistant"  # an answer that the task begins is still begun
-
-
 def test_encoded_prompts_are_the_tokens_of_the_rendered_text(tokenizer, templated):
     """Bug: for half a character, which JSON can hold, the tokenizer raised a TypeError."""
-    for one in (tokenizer, templated):
-        arguments = {"examples": ROWS["countdown"][:2], "tokenizer": one, **of_task("countdown")}
+    own = of_task("countdown", prompt="make {target}.", system_prompt="Be brief.")
+    for one, task in product((tokenizer, templated), (of_task("countdown"), own)):
+        arguments = {"examples": ROWS["countdown"][:2], "tokenizer": one, **task}
         texts, _ = render_prompts(**arguments)
         assert [one.decode(ids) for ids in encode_prompts(**arguments)] == texts
         assert all(text.endswith("<think>") for text in texts) and "make 46." in texts[0]
+        assert ("Be brief." in texts[0]) == ("[0, 7, 25]" not in texts[0]) == (task is own)
     half = [{"question": "What is \ud8003?", "answer": "#### 3"}]
     (ids,) = encode_prompts(half, tokenizer=tokenizer, **of_task("gsm8k"))
     assert "What is ?3?" in tokenizer.decode(ids)

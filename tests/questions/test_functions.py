@@ -115,9 +115,6 @@ def test_solved_is_the_answer_else_the_first_function():
         assert Trajectory([1], DRAWN, "", parts, reward=0.0).is_solved == solved, parts
 
 
-# The call
-
-
 USER = {"role": "user", "content": "2?"}
 SYSTEM = {"role": "system", "content": "S"}
 ANSWER = {"role": "assistant", "content": "x"}
@@ -141,9 +138,6 @@ def test_a_function_is_given_text_or_messages_as_the_rows_are(folder, capsys, na
     names = {"prompts", "completions", "completion_ids", *row} - {"prompt", "completion"}
     names |= {"rewards", "max_completion_length", "log_metric"}
     assert capsys.readouterr().out == f"{sorted(names)} {[prompt]} {[completion]}\n"
-
-
-# Several functions: async, of several files, that apply to some rows only
 
 
 def paid(reward: str, *settings: str) -> list[list[dict]]:
@@ -290,9 +284,6 @@ def test_length_rewards_are_those_of_their_formulas():
             assert value is None if right is None else value == pytest.approx(right)
 
 
-# The rows
-
-
 def split_of(settings: list[str], split: str, num: int | None, exclude: list[dict]) -> list[dict]:
     options = make_config("task.reward=my_rewards:answer", *settings).task
     source = options.eval if split == "validation" else options.train
@@ -364,16 +355,6 @@ def test_a_reward_for_length_gets_the_limit_of_an_evaluation_there(folder, rotar
     assert attack.load("lengths:soft_overlong", {"prompt": "2?"}, [])[0]("x") == 0.0
 
 
-def test_a_prompt_that_shows_the_right_answer_is_warned_of(tokenizer):
-    for prompt in ("{prompt} \\boxed{answer}", "{prompt} \\boxed{...}"):
-        given = ["task.reward=my_rewards:answer", "task.train=rows.jsonl", "mode=evaluate"]
-        config, lines = make_config(*given, f"task.prompt={json.dumps(prompt)}"), []
-        task = load_task(config.task.code)
-        load_questions(task, config, tokenizer=tokenizer, context=None, log=lines.append)
-        warned = [line for line in lines if "the model is shown column answer" in line]
-        assert len(warned) == ("{answer}" in prompt)
-
-
 WRITTEN = """
 import functools, os
 os.chdir("/")
@@ -413,9 +394,6 @@ def test_functions_are_named_as_they_are_written_and_leave_the_run_where_it_is(f
         paid("[lengths:cosine, written:one]")
 
 
-# Whose code runs
-
-
 def test_a_reward_in_a_config_that_was_found_is_not_imported(folder):
     """As a task's module is not (tools/test_chat.py): the folder may be a stranger's."""
     (folder / "evil.py").write_text("raise SystemExit('its code has run')")
@@ -440,8 +418,6 @@ def test_a_reward_in_a_config_that_was_found_is_not_imported(folder):
         config_of("--config=x/config.yaml")
 
 
-# Defaults of a task's module
-
 MODULE = """
 def generate_prompt(example, *, options):
     return example["q"]
@@ -464,9 +440,6 @@ def test_a_module_needs_a_prompt_and_a_reward_alone(folder):
         attack.load("mine", None, [])
 
 
-# Whole runs
-
-
 @pytest.mark.timeout(120)
 def test_the_first_lines_of_the_docs_and_the_template_train(folder, rotary_model_folder):
     """Bug: what main.py asks before torch took the run's name for that of a task."""
@@ -487,13 +460,19 @@ def test_the_first_lines_of_the_docs_and_the_template_train(folder, rotary_model
         assert f"train/part_{part}" in read_rows(run.folder)[1]
 
 
-def test_rows_without_a_column_that_others_have_are_counted_in_one_line(folder, tokenizer):
+def test_a_prompt_that_shows_the_right_answer_and_columns_that_rows_lack_are_told(
+    folder, tokenizer
+):
     rows = [{**row, "hint": n} if n > 2 else row for n, row in enumerate(ROWS[:39])]
     rows.append({"prompt": "9?", "hint": 1})
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    config, lines = make_config("task.reward=my_rewards:short", "task.train=rows.jsonl"), []
-    task = load_task(config.task.code)
-    load_questions(task, config, tokenizer=tokenizer, context=None, log=lines.append)
-    (told,) = (line for line in lines if "of its" in line)
-    lacking = "no answer in 1, no hint in 3 of its 40 rows; the others have it"
-    assert told == f"warning: rows.jsonl: {lacking}"
+    for prompt in ("{prompt} \\boxed{answer}", "{prompt} \\boxed{...}"):
+        given = ["task.reward=my_rewards:answer", "task.train=rows.jsonl"]
+        config, lines = make_config(*given, f"task.prompt={json.dumps(prompt)}"), []
+        task = load_task(config.task.code)
+        load_questions(task, config, tokenizer=tokenizer, context=None, log=lines.append)
+        warned = [line for line in lines if "the model is shown column answer" in line]
+        assert len(warned) == ("{answer}" in prompt)
+        (told,) = (line for line in lines if "of its" in line)
+        lacking = "no answer in 1, no hint in 3 of its 40 rows; the others have it"
+        assert told == f"warning: rows.jsonl: {lacking}"

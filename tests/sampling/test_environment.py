@@ -153,9 +153,6 @@ def reply(text: object) -> str:
     return f"\n<|im_start|>user\n<tool_response>{text}</tool_response>{END}{BEGIN}"
 
 
-# Ids, and what is trained of them
-
-
 def test_three_turns_by_hand_their_ids_and_which_of_them_are_trained(folder):
     """The last turn is "nu": the model draws two tokens where the tokenizer writes one."""
     run = make(folder)
@@ -246,9 +243,6 @@ def test_an_end_token_that_is_inserted_ends_nothing(folder):
     assert called and all("<|end|>" in t.text and t.completion.num_turns > 1 for t in called)
 
 
-# Replies
-
-
 def start(run: Run) -> Conversation:
     """The first of the conversations that `play` has."""
     policy, questions = run.policy, [{"n": 1}]
@@ -323,8 +317,6 @@ def test_a_reply_holds_no_special_token_and_is_cut_before_it_is_tokenised(folder
     tokenizer.add_tokens([AddedToken("<|stop|>", special=True, normalized=True)])
     assert Turns(tokenizer, run.task).clean("a\uff1c|stop|\uff1eb") == "ab"
 
-
-# What is given away
 
 SPOILING = """
 import random
@@ -431,9 +423,6 @@ def test_what_is_given_away_is_a_copy_and_is_asked_for_once(folder, tmp_path, gi
     assert all(len(texts) <= 2 for texts in said)
     num_paid = [environment.said.count(None) for environment in module.ASKED]
     assert num_paid == [1] * len(module.PAID) + [0] * 8 if is_played else not num_paid
-
-
-# Refusals
 
 
 @pytest.mark.parametrize(

@@ -12,18 +12,13 @@ from types import SimpleNamespace
 import harness
 import pytest
 import torch
+import transformers
 from graphs import Graph, install_graphs
 from harness import CPU, listener, loop_of, make_policy, peak_bytes, seed
 from plain import assert_plain
 from reference import score
 from torch.profiler import ProfilerActivity, profile
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
@@ -33,12 +28,7 @@ from engine.core.types import Completion, PromptBatch, SamplingParams
 from engine.model.policy import Policy
 from engine.model.probes import supports_grouped
 from engine.model.sampler import copy_in
-from engine.sampling.batches import (
-    decode_bytes_per_row,
-    decode_in_batches,
-    kept_bytes,
-    tokens_that_fit,
-)
+from engine.sampling import batches
 from engine.sampling.cache import ReservedColumns
 from engine.sampling.draw import invert_cdf, sample_tokens
 from engine.sampling.graphs import CapturedSteps
@@ -64,8 +54,6 @@ def sample(policy: Policy, prompts: list[list[int]] = RAGGED, **changes) -> list
 def tokens_of(groups: list[list[Completion]]) -> list[list[int]]:
     return [completion.token_ids for group in groups for completion in group]
 
-
-# What is drawn is what one plain forward pass gives
 
 WAYS = {  # the decode loop, and the attention in the model
     "grouped": ("grouped", "sdpa"),
@@ -107,7 +95,7 @@ def graphs(monkeypatch) -> None:
 
 
 # Greedy, and without half of the tokens
-POISON = GenerationConfig(
+POISON = transformers.GenerationConfig(
     do_sample=True,
     temperature=0.1,
     top_k=1,
@@ -160,26 +148,23 @@ def test_what_is_drawn_is_what_one_plain_forward_pass_gives(
     assert backend != "captured" or Graph.num_captures > 1
 
 
-# Steps that can be captured
-
-
-def test_a_step_that_waits_for_a_value_is_refused_before_any_capture(rotary_model_folder, graphs):
+def test_a_step_that_waits_for_a_value_or_would_not_replay_is_not_captured(
+    rotary_model_folder, graphs, monkeypatch
+):
     """Bug: torch does not clean up after a failed capture, and soon runs out of memory."""
     model = make_policy(rotary_model_folder).sampler.model.eval()
-    model.lm_head.register_forward_hook(lambda module, args, logits: logits + logits.max().item())
+    waits = model.lm_head.register_forward_hook(
+        lambda module, args, logits: logits + logits.max().item()
+    )
     assert supports_grouped(model)
     assert not supports_grouped(model, CapturedSteps)
     assert Graph.num_captures == 0
     assert torch.cuda.get_sync_debug_mode() == 0  # put back
-
-
-def test_a_step_that_would_not_replay_is_not_captured(rotary_model_folder, graphs, monkeypatch):
-    """A graph that repeats its first step's result is found out by the probe."""
+    waits.remove()
+    assert supports_grouped(model, CapturedSteps)
+    # A graph that repeats its first step's result is found out by the probe.
     monkeypatch.setattr(CapturedSteps, "capture", lambda steps, num_columns: lambda: None)
-    assert not supports_grouped(make_policy(rotary_model_folder).sampler.model, CapturedSteps)
-
-
-# Drawing one token
+    assert not supports_grouped(model, CapturedSteps)
 
 
 @pytest.mark.parametrize("num_logits", [3, 255, 256, 257, 554, 5000])
@@ -226,7 +211,7 @@ def test_truncated_sampling_draws_from_what_transformers_keeps(temperature):
     logits = torch.randn((1, 50), generator=torch.Generator().manual_seed(seed()))
     uniforms = (torch.arange(10_000) + 0.5) / 10_000
     for top_k, top_p in ((10, 1.0), (0, 0.8), (10, 0.8), (1, 1.0), (0, 0.01)):
-        warpers = [TemperatureLogitsWarper(temperature), TopKLogitsWarper(top_k or 50)]
+        warpers = [transformers.TemperatureLogitsWarper(temperature), TopKLogitsWarper(top_k or 50)]
         warped = LogitsProcessorList([*warpers, TopPLogitsWarper(top_p)])(None, logits)
         expected = 10_000 * warped.softmax(dim=-1)[0]
         params = replace(PLAIN, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -253,9 +238,6 @@ def test_a_row_of_broken_logits_gets_a_log_probability_of_nan_and_harms_no_other
     assert entropies[1].item() == pytest.approx(math.log(50))
 
 
-# Memory
-
-
 def test_the_cache_grows_as_long_as_rows_stay_and_within_the_limit(model_folder, monkeypatch):
     """Bug: there was room for the longest completion of every row from the start."""
     monkeypatch.setattr("engine.sampling.cache.GROWTH", 16)
@@ -269,8 +251,8 @@ def test_the_cache_grows_as_long_as_rows_stay_and_within_the_limit(model_folder,
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             decode_grouped(model, [[5, 9, 30]], [(seed(), 0)], params, on_progress=lambda num: None)
         peaks.append(peak_bytes(profiler) / num_rows)
-    cached, _ = kept_bytes(model)
-    limit = decode_bytes_per_row(model.config, num_tokens, cached=cached, top_p=1.0)
+    cached, _ = batches.kept_bytes(model)
+    limit = batches.decode_bytes_per_row(model.config, num_tokens, cached=cached, top_p=1.0)
     limit, cache = limit + 64 * num_tokens, num_tokens * cached
     assert cache < peaks[0] <= limit and peaks[1] <= limit - cache / 2
 
@@ -301,7 +283,7 @@ def test_a_batch_has_room_for_the_prompts_and_their_new_tokens():
 
     params = replace(PLAIN, max_new_tokens=12, group_size=2)
     sampler = SimpleNamespace(decode=decode)
-    decode_in_batches(sampler, PromptBatch(RAGGED, SEEDS[:4]), params, 84, listener(print))
+    batches.decode_in_batches(sampler, PromptBatch(RAGGED, SEEDS[:4]), params, 84, listener(print))
     assert decoded == [[9, 5], [3, 1]]  # 4 rows of 9 + 12 tokens, then 5 of 3 + 12
 
 
@@ -318,7 +300,7 @@ def test_a_cpu_decodes_as_many_rows_as_take_a_gigabyte(cached, states, num_rows)
     config = SimpleNamespace(vocab_size=80, num_hidden_layers=2)
     config.get_text_config = lambda: config
     model, params = SimpleNamespace(device=CPU, config=config), replace(PLAIN, max_new_tokens=500)
-    fit = tokens_that_fit(model, 12, params, (cached, states))
+    fit = batches.tokens_that_fit(model, 12, params, (cached, states))
     assert fit // 512 == num_rows
 
 
@@ -334,17 +316,14 @@ def test_a_rollout_gives_back_the_memory_that_an_update_has_left(monkeypatch):
     sampler = SimpleNamespace(decode=lambda prompts, *_, **__: [None] * len(prompts))
     arguments = (PromptBatch(RAGGED, SEEDS[:4]), PLAIN, 10**6, listener(print))
     torch.ones(2**22 * 15 // 8)  # once freed, blocks of up to 30 MB come from the heap
-    decode_in_batches(sampler, *arguments)
+    batches.decode_in_batches(sampler, *arguments)
     before = held_mb()
     blocks = [(torch.ones(2**20), torch.ones(2**17)) for _ in range(100)]  # 4 and 0.5 MB each
     small = [pair[1] for pair in blocks]
     blocks.clear()
     assert held_mb() - before > 300 and len(small) == 100  # they hold what lies between them
-    decode_in_batches(sampler, *arguments)
+    batches.decode_in_batches(sampler, *arguments)
     assert held_mb() - before < 150
-
-
-# Attention
 
 
 def test_the_probe_sees_a_mask_that_is_added_instead_of_applied(rotary_model_folder, monkeypatch):

@@ -15,15 +15,10 @@ import pytest
 import test_calculator_tool
 import test_environment
 import torch
+import transformers
 from harness import ROOT, SIZES, make_config, make_policy, read_rows, save_random, tokens_of
 from plain import assert_plain
-from transformers import (
-    OpenAIGPTConfig,
-    OpenAIGPTLMHeadModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 import main
 from engine.core.types import Completion
@@ -203,8 +198,9 @@ def test_what_cannot_be_is_refused_in_one_line(
     if change == "weights":
         monkeypatch.setattr(VllmEngine, "refresh", lambda _: None)  # they stay random
     if change == "model":
-        config = OpenAIGPTConfig(n_embd=32, n_layer=1, n_head=1, **tokens_of(tokenizer))
-        model = save_random(OpenAIGPTLMHeadModel, config, tokenizer, tmp_path)
+        sizes = {"n_embd": 32, "n_layer": 1, "n_head": 1}
+        config = transformers.OpenAIGPTConfig(**sizes, **tokens_of(tokenizer))
+        model = save_random(transformers.OpenAIGPTLMHeadModel, config, tokenizer, tmp_path)
     with pytest.raises(ValueError, match=r"^sampling\.backend = vllm: " + fix) as error:
         make_policy(model, *VLLM, "model.attn_implementation=eager")
     assert "\n" not in str(error.value)

@@ -33,9 +33,6 @@ def fresh_cache() -> Iterator[None]:
     grader.grade_answer.cache_clear()
 
 
-# The real worker
-
-
 def test_a_hanging_worker_is_killed_counted_once_and_replaced():
     assert ask(WORKER, "a+b", "b+a")
     hanging = WORKER.process
@@ -93,8 +90,6 @@ def test_a_time_out_is_counted_and_earns_nothing(monkeypatch):
         assert parts == {"answer": 0.0, "timeout": 1.0}
     assert limits == [5.0, 2.5]
 
-
-# Programs that behave as a worker might
 
 READY = """
 import json, os, sys, time

@@ -13,8 +13,6 @@ from test_verdicts import ANSWER_BLOCK, GSM8K_WAYS, extract_answer, reward
 import countdown
 from tasks import gsm8k
 
-# Countdown
-
 
 def score(expression: str, nums: list[int], target: int | Fraction) -> float:
     completion = ANSWER_BLOCK.format(expression)
@@ -61,9 +59,6 @@ FORMATS = {
 def test_format_reward_is_that_of_the_published_regex():
     """^<think>.*?</think>\\n<answer>.*?</answer>$, or 0.1 and 0.5 for its two blocks."""
     assert {text: countdown.format_reward_function(text) for text in FORMATS} == FORMATS
-
-
-# GSM8K
 
 
 def reads(text: str) -> set[str | None]:
@@ -142,9 +137,6 @@ def test_plain_pays_for_the_answer_alone_and_too_many_tokens_cost_something():
             options = gsm8k.Options(prompt_style=style, max_tokens=limit)
             how = {"options": options, "num_tokens": num_tokens}
             assert gsm8k.reward_function("18", {"answer": "#### 18"}, **how)["length"] == cost
-
-
-# MATH
 
 
 def test_equal_answers_are_one_vote_in_their_normal_form():

@@ -17,8 +17,6 @@ import countdown
 from engine.questions.tasks import is_in_split
 from tasks import arithmetic, gsm8k, math500
 
-# What is asked
-
 
 def test_a_prompt_poses_the_question_and_what_it_shows_is_paid():
     options, example = countdown.Options(), {"nums": [3, 7, 25], "target": 46}
@@ -36,9 +34,6 @@ def test_a_prompt_poses_the_question_and_what_it_shows_is_paid():
     for grading in ("lenient", "strict"):
         parts = reward("gsm8k", completion, row, prompt_style="tags", tag_grading=grading)
         assert user == question and sum(parts.values()) == 3.0
-
-
-# Rows of files
 
 
 def test_an_answer_in_a_file_may_be_only_the_number_and_must_be_one_that_is_paid():
@@ -59,8 +54,6 @@ def test_an_answer_in_a_file_may_be_only_the_number_and_must_be_one_that_is_paid
     row = {"problem": "What is $1 + 1$?", "answer": 2}
     assert math500.parse_row(row, options=math500.Options()) == row | {"answer": "2"}
 
-
-# Generated questions
 
 generate = partial(load_rows, countdown, "generated")
 SMALL_SPACE = {"max_numbers": 3, "max_number": 3, "min_target": 1, "max_target": 9}

@@ -35,9 +35,6 @@ def extract_answer(name: str, completion: str, example: dict, **options: object)
     return TASKS[name].extract_answer(completion, example, options=TASKS[name].Options(**options))
 
 
-# The tables
-
-
 def read_rows(name: str) -> list[tuple[str, str, dict[str, list[str]]]]:
     """Section, gold answer, and its answers by the word before them."""
     rows, section, word, answers = [], "", "", {}
@@ -146,8 +143,6 @@ def test_each_answer_is_paid_or_not_as_the_tables_say(name: str):
     assert not slips, f"section, gold answer, answer, whether it is paid: {slips}"
 
 
-# Any text at all is graded, and fast
-
 TAGS = ["<think>", "</think>", "</think>\n<answer>", "<answer>", "</answer>", "</answer>\n", "</"]
 ANY = [*"x \n\0\r$1(.-<", "\ud800", "\udfff", "\u0663", "\u00b2", "\u2212", "\U0001f600", *TAGS]
 UNITS = {
@@ -230,9 +225,6 @@ def test_a_million_characters_of_garbage_take_less_than_100_ms(name: str, monkey
             seconds = (cpu_seconds(grade, name, text, options, repeats=n) for n in (1, 5))
             assert any(each < 0.1 for each in seconds), (unit, frame, num_chars, options)
     assert capfd.readouterr() == ("", "")
-
-
-# The gold answers of the real rows
 
 
 def test_the_gold_answers_of_gsm8k_are_paid(tmp_path, monkeypatch):

@@ -42,9 +42,6 @@ def config_of(arguments: list[str]) -> Config:
     return chat.chat_config(chat.read_arguments(arguments))
 
 
-# Answers
-
-
 def test_piped_questions_are_answered_rewarded_and_repeat_exactly(ask):
     """Whatever is asked before, and torch's own random numbers are; no question costs a line."""
     asked = f"\ufeff{QUESTION}", "", QUESTION, "what?"  # a byte order mark is no part of it
@@ -108,9 +105,6 @@ def test_a_chat_model_without_a_task_just_talks(tmp_path, call, monkeypatch):
     (best / "chat_template.jinja").unlink()
     (tmp_path / "x/config.yaml").write_text("task: {reward: 'evil:f'}")
     assert "cannot have code run" in call(chat, best, *SETTINGS, piped=("Hello?",))[2]
-
-
-# How it begins and ends
 
 
 def test_the_settings_are_those_given_or_of_the_models_run_or_of_the_folder(tmp_path, monkeypatch):

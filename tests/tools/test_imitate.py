@@ -70,9 +70,6 @@ def program(folder: Path, model: Path, file: Path, *overrides: str) -> list[str]
     return [str(model), str(file), *harness.arguments(folder, model, *overrides)]
 
 
-# Which answers
-
-
 def test_of_a_row_with_messages_the_last_answer_is_imitated():
     asked, answered = {"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}
     task = Task("a.py", {"parse_row": lambda row, options: row})
@@ -128,9 +125,6 @@ def test_a_file_without_an_answer_or_with_a_bad_one_is_one_line(
     with pytest.raises(ValueError) as caught:
         choose(rotary_model_folder, file, only_solved=line == NO_ANSWER)
     assert str(caught.value).startswith(f"{file}{line}") and "\n" not in str(caught.value)
-
-
-# What is computed
 
 
 def test_its_gradient_is_that_of_the_cross_entropy_row_by_row(
@@ -203,9 +197,6 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
 
 
-# What is left
-
-
 @pytest.mark.parametrize("lora", [[], [LORA]], ids=["all weights", "an adapter"])
 def test_it_writes_a_plain_model_from_which_a_run_goes_on(
     rotary_model_folder, tmp_path, answers, data, call, lora
@@ -239,9 +230,6 @@ def test_it_writes_a_plain_model_from_which_a_run_goes_on(
     assert "| before training |" in text and "| this model, after step 3 |" in text
     if not lora:  # the sum of adapter and base is rounded
         assert metrics == {k: v for k, v in last.items() if k != "step"}
-
-
-# Mistakes, and what ends it
 
 
 MISTAKES = {

@@ -46,9 +46,6 @@ def same(values: np.ndarray, expected: list) -> bool:
     return np.allclose(values, expected, equal_nan=True) and values.shape == np.shape(expected)
 
 
-# What there is to draw
-
-
 def test_a_runs_lines_and_a_table_of_them_are_the_same(tmp_path):
     """A run is named after its folder, and a file of another name after that."""
     measured = [0.3, 0.625, NAN, -0.125], {0: 0.25, 2: 0.5}
@@ -128,9 +125,6 @@ def test_curves_by_hand(tmp_path, runs, metric, window, row, expected):
     assert same(curve_of(tables, metric, window=window)[row], expected)
 
 
-# Mistakes
-
-
 @pytest.mark.parametrize(
     ("kind", "text", "message"),
     [
@@ -147,9 +141,6 @@ def test_a_file_without_curves_is_one_line_that_names_it(tmp_path, kind, text, m
     line = str(caught.value)
     assert line.startswith(f"{file}: ") and message in line and "\n" not in line
     assert line.count(str(file)) == 1
-
-
-# The files
 
 
 def test_every_metric_of_every_group_is_drawn_once_over_steps_or_over_minutes(run, tmp_path):

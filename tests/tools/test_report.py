@@ -87,9 +87,6 @@ def make_page(folder: Path) -> Path:
     return folder / "report.html"
 
 
-# The data
-
-
 def test_the_page_holds_curves_evaluations_rollouts_and_the_config(run):
     """Bug: 0.36450 became 0.3645 and then 0.364 on the page, where the run had printed 0.365."""
     data = data_of(make_page(run))
@@ -174,9 +171,6 @@ def test_a_task_of_ones_own_is_not_imported(tmp_path, monkeypatch):
     ]
 
 
-# The command
-
-
 def test_the_command_writes_the_page_beside_the_run_or_where_told(run, tmp_path, call):
     """Bug: the page was written through a link in its place, over somebody's file."""
     (tmp_path / "precious").write_text("mine")
@@ -247,9 +241,6 @@ def test_of_a_run_that_is_not_there_the_others_are_named(tool, tmp_path, monkeyp
     (tmp_path / "a").rename("runs/a")
     line = "error: runs/c/metrics.jsonl: no such file; the runs are runs/a\n"
     assert call(tool, "runs/c") == (2, "", line)
-
-
-# In a browser
 
 
 @pytest.fixture

@@ -65,9 +65,6 @@ def ask(server: ThreadingHTTPServer, **request: object) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-# Who is answered, and how
-
-
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
@@ -133,9 +130,6 @@ def test_the_command_says_where_it_serves_and_ends_with_ctrl_c(python, run, call
     assert sorted(run.rglob("*")) == before  # it writes nothing
 
 
-# Answers
-
-
 def test_an_answer_is_what_the_chat_says_with_the_numbers_that_it_was_drawn_with(server):
     """And its tokens, as they came, are those of the whole: by the same random numbers."""
     config = chat.chat_config(chat.read_arguments([str(ROOT / "tiny"), SHORT]))
@@ -187,9 +181,6 @@ def test_what_cannot_be_answered_is_one_line(server, request_, message, monkeypa
         monkeypatch.setattr(chat, "load_policy", lambda *_: pytest.fail("it was loaded"))
     *_, line = ask(server, **request_)
     assert message in line["error"] and "\n" not in line["error"]
-
-
-# In a browser
 
 
 @pytest.fixture
