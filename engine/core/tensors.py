@@ -15,12 +15,11 @@ from engine.core.types import Seed, Trajectory
 @contextlib.contextmanager
 def seeded(seeds: list[Seed], device: torch.device) -> Iterator[None]:
     """Let all random numbers follow from the seeds, and put the generators' states back after."""
-    words = [word for seed in seeds for word in seed]
-    number = int(np.random.SeedSequence(words).generate_state(1)[0])
+    sequence = np.random.SeedSequence([word for seed in seeds for word in seed])
+    number = int(sequence.generate_state(1)[0])
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        # torch.manual_seed writes the whole stack down for devices that are not in use: 1 ms.
-        of_torch = torch.default_generator if device.type == "cpu" else torch
+        of_torch = torch.default_generator if device.type == "cpu" else torch  # whose takes 1 ms
         for seed in (of_torch.manual_seed, np.random.seed, random.seed):
             seed(number)
         try:

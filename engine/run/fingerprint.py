@@ -112,13 +112,11 @@ def of_own_code(task: Task, training: TrainingSettings) -> str:
     files = {Path(file).resolve() for file in named}
     folders = {file.parent for file in files if not lies_in(file, [ROOT / "tasks", COUNTDOWN])}
     folders |= {Path.cwd()} if folders else set()
-    modules = [*sys.modules.values()] if folders else []
-    names = {str(getattr(module, "__file__", "")) for module in modules}
     # Most of the thousands are installed; torch has some whose file, such as _ops.py, is nowhere.
-    loaded = [Path(name) for name in names if not name.startswith(INSTALLED)]
-    for file in (path.resolve() for path in loaded if path.suffix == ".py" and path.is_file()):
-        if lies_in(file, folders) and not lies_in(file, NOT_OWN):
-            files.add(file)
+    names = {str(getattr(module, "__file__", "")) for module in [*sys.modules.values()]}
+    loaded = (Path(name) for name in names if not name.startswith(INSTALLED))
+    loaded = {path.resolve() for path in loaded if path.suffix == ".py" and path.is_file()}
+    files |= {f for f in loaded if lies_in(f, folders) and not lies_in(f, NOT_OWN)}
     content = b"".join(file.read_bytes() for file in sorted(files, key=str))
     return hashlib.sha256(content).hexdigest()[:16]
 
