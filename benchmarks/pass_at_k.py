@@ -71,8 +71,9 @@ def main() -> None:
         )
     kept = kept_runs(file)
     counts = {name: [*map(int, kept[name]["solved"].item().split())] for name in models}
-    write_table(counts, options.samples, file.with_suffix(".md"))
-    draw(counts, options.samples, options.title, file.with_suffix(".png"))
+    curves = {name: curve(solved, options.samples) for name, solved in counts.items()}
+    write_table(counts, curves, file.with_suffix(".md"))
+    draw(curves, options.title, file.with_suffix(".png"))
 
 
 def tiny_models() -> dict[str, str]:
@@ -133,16 +134,16 @@ def crossing(before: np.ndarray, after: np.ndarray) -> int | None:
     return first if first <= len(before) else None
 
 
-def write_table(counts: dict[str, list[int]], num_samples: int, file: Path) -> None:
+def write_table(counts: dict[str, list[int]], curves: dict[str, np.ndarray], file: Path) -> None:
     """pass@k of each model; where it falls below the first one's; which questions came and went."""
+    (first, before), *_ = counts.items()
+    num_samples = len(curves[first])
     ks = [2**i for i in range(num_samples.bit_length()) if 2**i <= num_samples]
     lines = [
         f"| model | {' | '.join(f'pass@{k}' for k in ks)} | below the first from k | newly solved "
         "| no more solved |",
         f"|{'---|' * (len(ks) + 4)}",
     ]
-    (first, before), *_ = counts.items()
-    curves = {name: curve(solved, num_samples) for name, solved in counts.items()}
     for name, solved in counts.items():
         rates, others = curves[name], ["", "", ""]
         if name != first:
@@ -157,7 +158,7 @@ def write_table(counts: dict[str, list[int]], num_samples: int, file: Path) -> N
     print(f"written: {file}")
 
 
-def draw(counts: dict[str, list[int]], num_samples: int, title: str, file: Path) -> None:
+def draw(models: dict[str, np.ndarray], title: str, file: Path) -> None:
     """A curve for each model; those of one kind (grpo-20, grpo-60) have its colour.
 
     Seeds (grpo-20-s0, grpo-20-s1) are one model: the mean of their curves, and a band over all.
@@ -167,14 +168,14 @@ def draw(counts: dict[str, list[int]], num_samples: int, title: str, file: Path)
     from matplotlib.figure import Figure
 
     curves, kinds = {}, {}
-    for name, solved in counts.items():
-        curves.setdefault(re.sub(r"-s\d+$", "", name), []).append(curve(solved, num_samples))
+    for name, rates in models.items():
+        curves.setdefault(re.sub(r"-s\d+$", "", name), []).append(rates)
     for name in curves:
         kinds.setdefault(name.rsplit("-", 1)[0], []).append(name)
     with style.context(STYLE, after_reset=True):
         figure = Figure(figsize=(6, 3.6), layout="constrained")  # inches
         axes = figure.subplots()
-        ks = range(1, num_samples + 1)
+        ks = range(1, len(rates) + 1)
         for i, names in enumerate(kinds.values()):
             color = COLORS[i % len(COLORS)]
             for j, name in enumerate(names, 1 - len(names)):  # the last one's line is solid

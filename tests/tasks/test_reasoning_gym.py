@@ -23,7 +23,7 @@ sys.addaudithook(watch)
 for name in sorted(DATASETS.keys() - {"composite"}):
     dataset = create_dataset(name, seed=0)
     random.seed(0)
-    entry = dataset[7]
+    entry = dataset[3]  # the 7th would take seconds
     gold = str(entry["answer"])
     for text in (SIGN, f"[{SIGN}]", f"{gold} {SIGN}", f"{gold}\\n{SIGN}", f"{gold} + {SIGN}"):
         try:

@@ -235,14 +235,13 @@ def test_the_gold_answers_of_gsm8k_are_paid(tmp_path, monkeypatch):
         assert rows == [json.loads(line) for line in source.read_text().splitlines()]
         assert len(rows) == num_rows
         for row in rows:
-            gold = extract_answer("gsm8k", row["answer"], row, grading="official")
-            assert gold == str(int(gold)) == gsm8k.lenient_answer(row["answer"])
+            gold = gsm8k.lenient_answer(row["answer"])
+            assert gold == str(int(gold))
             block = f"<thinking>\na\n</thinking>\n<answer>\n{gold}\n</answer>"
             assert sum(reward("gsm8k", block, row, prompt_style="tags").values()) == 3.0
-            texts = {row["answer"]: 1.0, "": 0.0, f"#### {int(gold) + 1}": 0.0}
             for grading in ("exact", "official"):
                 assert extract_answer("gsm8k", row["answer"], row, grading=grading) == gold
-                for text, paid in texts.items():
+                for text, paid in ((row["answer"], 1.0), (f"#### {int(gold) + 1}", 0.0)):
                     assert reward("gsm8k", text, row, grading=grading)["answer"] == paid
 
 
