@@ -213,6 +213,7 @@ def test_two_ranks_broken_again_and_again_end_as_the_unbroken_ones(
     assert "resumed after step 2" in (first / "log").read_text()
     assert_same(whole, first)
     assert [path.name for path in second.iterdir()] == ["log"]
+    assert not re.search("resumed|step|evaluat|reward", (second / "log").read_text())  # rank 1's
 
 
 # A kill at every file event leaves what is on the disk at that moment: a copy is made before each
