@@ -120,7 +120,7 @@ ROWS = {
 SMALL = [f"training.seed={seed()}", "training.num_steps=2", "training.k_best_of_n=[4, 4]"]
 SMALL += ["training.num_samples_per_step_global=4", "training.max_new_gen_tokens=8"]
 SMALL += ["validation.max_new_gen_tokens=8", "validation.num_examples=2", "validation.every=2"]
-SMALL += ["checkpoint.every=1", "logging.samples=1", "run.name=x"]
+SMALL += ["checkpoint.every=2", "logging.samples=1", "run.name=x"]
 
 
 # A task with an Environment needs a chat model.
