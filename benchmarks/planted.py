@@ -33,6 +33,7 @@ TREE = ROOT  # a worker's copy, where the bugs are planted
 TIMEOUT_S = 120  # of a test that a bug makes hang
 PACKAGES = ("torch.distributed.run", "transformers.modeling_utils", "transformers.models.qwen2")
 PACKAGES += ("transformers.models.gpt2", "pytest", "datasets", "peft", "bitsandbytes")
+PACKAGES += ("hypothesis.strategies", "anyio.pytest_plugin")  # plugins, with all that they import
 
 
 class Bug(NamedTuple):
