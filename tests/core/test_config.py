@@ -71,8 +71,6 @@ def guessing(tmp_path, monkeypatch):
     return tmp_path
 
 
-# What is read
-
 LORA = {"r": 4, "alpha": 32, "dropout": 0.0, "target_modules": "all-linear"}
 EPOCHS_2 = "task.train: a.csv\ntraining: {num_epochs: 2}"
 
@@ -130,9 +128,6 @@ def test_the_checkouts_model_is_found_from_every_folder(tmp_path, monkeypatch):
     assert load("model.name=engine", "mode=evaluate").model.name == "engine"  # no model
     (tmp_path / "tiny").mkdir()
     assert load().model.name == "tiny"
-
-
-# What other runs and trainers have
 
 
 def test_the_words_of_others_are_those_of_the_page_and_each_names_a_key(tmp_path):
@@ -247,9 +242,6 @@ def test_a_run_of_before_a_key_was_there_had_its_default():
     check_same_run(saved | {"export.merge": True}, load())  # and a key that is gone is not asked
     (line,) = lines_raised(check_same_run, saved, load("training.tis_clip=2"))
     assert re.match(r"training\.tis_clip = 2\.0, but .* with null", line)
-
-
-# What is written
 
 
 def test_each_key_that_differs_from_its_default_is_listed_with_both_values():

@@ -8,17 +8,9 @@ import os
 import subprocess
 import sys
 
+import harness
 import torch
-from harness import (
-    ENVIRONMENT,
-    ROOT,
-    read_rows,
-    run_main,
-    save_random,
-    saved_weights,
-    tokens_of,
-    without_times,
-)
+from harness import ENVIRONMENT, ROOT, read_rows, save_random, saved_weights, without_times
 from transformers import GPT2Config, GPT2LMHeadModel
 
 ROOMS = ("run", "report", "model", "sampling", "update", "questions", "core")
@@ -60,8 +52,6 @@ def imported(path) -> list[str]:
             modules += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     return modules
 
-
-# What is off is not loaded
 
 OPTIONAL = {"vllm", "peft", "bitsandbytes", "datasets", "mlflow", "wandb", "pandas"}
 OPTIONAL |= {"engine.sampling.vllm", "engine.sampling.graphs", "engine.sampling.environment"}
@@ -118,7 +108,7 @@ def test_a_feature_that_is_off_is_not_loaded_and_nothing_follows_from_the_hash_s
     chatty = copy.deepcopy(tokenizer)
     chatty.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
     chatty.chat_template = TURNS
-    config = GPT2Config(n_embd=32, n_layer=1, n_head=4, **tokens_of(chatty))
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=4, **harness.tokens_of(chatty))
     chat = save_random(GPT2LMHeadModel, config, chatty, tmp_path / "chat")
     sizes = ["training.num_steps=1", "training.num_samples_per_step=1", "validation.best_of_n=1"]
     sizes += ["training.k_best_of_n=[2,2]", "training.max_new_gen_tokens=8"]
@@ -135,7 +125,7 @@ def test_a_feature_that_is_off_is_not_loaded_and_nothing_follows_from_the_hash_s
     assert result.returncode == 0, result.stderr[-3000:]
     found = json.loads(result.stdout.rstrip().split("\n")[-1])
     assert found == {name: sorted(own) for name, (_, own) in RUNS.items()}
-    assert run_main(*arguments["a reward's function"], "run.name=again") in (0, 1)
+    assert harness.run_main(*arguments["a reward's function"], "run.name=again") in (0, 1)
     number = [*RUNS].index("a reward's function")
     before, again = (tmp_path / name for name in (f"run{number}", "again"))
     assert [*map(without_times, read_rows(before))] == [*map(without_times, read_rows(again))]

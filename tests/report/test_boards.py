@@ -28,9 +28,6 @@ def environment(tmp_path, monkeypatch) -> Iterator[None]:
     wandb.teardown()  # ends its process
 
 
-# What a board shows
-
-
 def seen_by_mlflow(folder: Path) -> dict:
     """Of SQLite, without a server; its page also shows config.yaml, and the samples as a table."""
     client = MlflowRun().package.MlflowClient()
@@ -124,9 +121,6 @@ def test_the_address_of_a_run_in_mlflow_has_no_password(tmp_path, monkeypatch):
     assert MlflowRun().start("abc", tmp_path, {}) == ("abc", address)
 
 
-# Failures
-
-
 def check_one_warning(
     folder: Path, capfd: pytest.CaptureFixture[str], reason: str, board: str = "MLflow"
 ) -> None:
@@ -208,9 +202,6 @@ def test_a_server_that_is_down_costs_one_warning_and_no_row(
         assert time.monotonic() - started_s < 10
     check_one_warning(tmp_path, capfd, reason, {"mlflow": "MLflow"}.get(name, name))
     assert not (tmp_path / f"{name}_run_id").exists()
-
-
-# Settings
 
 
 def test_the_default_limits_bound_a_request_to_half_a_minute():

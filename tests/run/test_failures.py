@@ -11,19 +11,10 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
+import harness
 import pytest
 import torch
-from harness import (
-    arguments,
-    finish,
-    make_config,
-    program,
-    read_rows,
-    run_main,
-    run_on_ranks,
-    start,
-    with_ranks,
-)
+from harness import arguments, make_config, read_rows, run_main, run_on_ranks, start, with_ranks
 
 import main
 from engine.core.distributed import World, read_environment
@@ -67,7 +58,8 @@ def test_a_terminal_that_is_gone_loses_nothing(tmp_path, rotary_model_folder, da
     reader, terminal = pty.openpty()
     os.set_blocking(reader, False)
     for_long = ["training.num_steps=100000", "checkpoint.every=100000"]
-    given, place = program(tmp_path, rotary_model_folder, *data, *for_long), os.ttyname(terminal)
+    given = harness.program(tmp_path, rotary_model_folder, *data, *for_long)
+    place = os.ttyname(terminal)
     process, seen = start(given, *with_ranks(2), log=Path(place)), b""
     while not re.search(rb"step +1/", seen):  # the line of the first step
         time.sleep(0.02)
@@ -76,7 +68,7 @@ def test_a_terminal_that_is_gone_loses_nothing(tmp_path, rotary_model_folder, da
     os.close(reader)
     os.close(terminal)
     os.killpg(process.pid, HUP)
-    assert finish(process) == [1]  # torchrun's own
+    assert harness.finish(process) == [1]  # torchrun's own
     step = load_state(tmp_path / "x/checkpoints/last")["state"]["step"]
     assert [row["step"] for row in read_rows(tmp_path / "x")] == [*range(step + 1)] and step >= 1
 
@@ -97,9 +89,6 @@ def test_ddp_is_freed_before_the_process_group(tmp_path, rotary_model_folder, mo
     monkeypatch.setattr(main, "run_training", note)
     monkeypatch.setattr(World, "leave", lambda world: seen.append(seen[0]() is None))
     assert run_main(*arguments(tmp_path, rotary_model_folder)) == 0 and seen[1:] == [True]
-
-
-# Mistakes
 
 
 def test_variables_that_torchrun_would_not_set_are_named(monkeypatch):

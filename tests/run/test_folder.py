@@ -36,9 +36,6 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-# A folder is there whole, or not at all
-
-
 def test_a_start_gives_what_a_kill_has_left_between_two_renames_its_name_back(tmp_path):
     """Else the best model and the newest checkpoint, both whole, would be taken for gone."""
     save_best(tmp_path, "old")
@@ -105,9 +102,6 @@ def test_a_kill_while_a_killed_run_is_moved_aside_leaves_the_rest_to_the_next_st
     assert all(name.startswith("killed-") for name in names_in(tmp_path))
 
 
-# What others have put there
-
-
 @pytest.mark.parametrize("name", ["best", "best.old", "best.tmp"])
 def test_what_stands_in_the_place_of_a_folder_is_no_obstacle(tmp_path, name):
     """Bug: a link or file best.old stayed, and after it no best model could be saved."""
@@ -137,9 +131,6 @@ def test_a_file_behind_a_link_is_never_written(tmp_path, name):
         else:
             append_durably(place, "ours")
     assert other.read_text() == "mine"
-
-
-# Checkpoints
 
 
 def test_checkpoints_are_kept_as_the_config_says_and_what_a_killed_save_left_goes(tmp_path):

@@ -23,8 +23,6 @@ def load(name: str, *overrides: str) -> Config:
     return load_config(["--config", str(CONFIGS[name]), *overrides])
 
 
-# The numbers of published runs
-
 # "#   training.learning_rate  1e-6 (source: unknown): why"
 NAMED = re.compile(r"^#   (\w+\.[\w.]+)  (\S+) \(source: ([^)]*)\)", re.MULTILINE)
 # What each source has, as read there: a recipe that drifts from it, and does not say so, fails.
@@ -106,8 +104,6 @@ def test_a_recipe_holds_only_what_differs_and_names_what_differs_from_its_source
         number = float(ours) if re.fullmatch(r"[0-9.]+e[-+]?[0-9]+", ours) else yaml.safe_load(ours)
         assert value == number, key
 
-
-# The runs
 
 ROWS = {
     "countdown": [{"nums": [n, n + 3, 7], "target": n + 10} for n in range(1, 41)],

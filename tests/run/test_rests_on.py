@@ -12,19 +12,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
+import harness
 import huggingface_hub
 import pytest
 import torch
-from harness import (
-    NUMBERS,
-    SHORT_RUN,
-    alone,
-    change_json,
-    load_run,
-    make_config,
-    run_on_ranks,
-    save_adapter,
-)
+from harness import SHORT_RUN, alone, change_json, load_run, make_config, run_on_ranks, save_adapter
 
 import main
 from engine.core.config import Config
@@ -266,9 +258,6 @@ def test_a_byte_of_any_file_of_the_users_that_was_imported_is_seen(
         before = of_own_code(task, config.training)
 
 
-# What ranks must have in common
-
-
 def check_files(world: World, model: Path, teacher: Path, *, same_node: bool = False) -> None:
     names = [f"model.name={model}", f"model.teacher={teacher}", "training.learning_type=distill"]
     with pytest.MonkeyPatch.context() as patch:
@@ -294,7 +283,7 @@ def check_disk(world: World, folder: Path) -> None:
 
 def compare(world: World, model: Path, same: Path, other: Path) -> None:
     """What is said on both of two ranks, in one line, if the second has something of its own."""
-    rank, rows = world.rank, [{"nums": [n], "target": n} for n in NUMBERS]
+    rank, rows = world.rank, [{"nums": [n], "target": n} for n in harness.NUMBERS]
     copy, mine = (same, other) if rank else (model, model)
     own, elsewhere = rows[rank:] + rows[:rank], make_config(*["run.dir=elsewhere"] * rank)
     limited = make_config(*["training.max_grad_norm=3.0"] * rank)

@@ -157,8 +157,6 @@ def test_no_two_samples_share_random_numbers(tmp_path, rotary_model_folder, data
     assert len({row for _, row in draws}) == len(trained) + num_validation
 
 
-# A user's mistakes
-
 ASK_EACH = """
 import json, runpy, sys
 for name in ("torch", "transformers", "datasets", "pandas"):

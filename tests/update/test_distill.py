@@ -7,19 +7,11 @@ import re
 import shutil
 from pathlib import Path
 
+import harness
 import pytest
 import torch
-from harness import (
-    alone,
-    change_json,
-    grade_by_text,
-    load_run,
-    load_trained,
-    make_config,
-    make_policy,
-    read_rows,
-)
 from harness import arguments as arguments_of
+from harness import change_json, grade_by_text, load_run, load_trained, make_config, make_policy
 from transformers import AutoModelForCausalLM
 
 import main
@@ -42,7 +34,7 @@ def test_a_run_learns_from_single_completions_and_its_teacher_must_not_change(
     run = load_run(load_config([*given, "training.num_steps=1"]))
     assert main.run_training(run) == 0
     run.lock.close()
-    _, row = read_rows(tmp_path / "x")
+    _, row = harness.read_rows(tmp_path / "x")
     assert row["train/kl"] and row["train/reward_std"] == 0
     weights = AutoModelForCausalLM.from_pretrained(teacher)
     with torch.no_grad():
@@ -89,6 +81,6 @@ def test_what_a_teachers_files_say_and_the_students_do_not_is_a_line(
     folder, lines = Path(shutil.copytree(teacher_folder, tmp_path / "teacher")), []
     change_json(folder / file, **changes)
     config = make_config(f"model.name={rotary_model_folder}", *distilling(folder))
-    load_trained(config, alone(), lines.append)
+    load_trained(config, harness.alone(), lines.append)
     warnings = [line for line in lines if line.startswith("warning: the teacher")]
     assert len(warnings) == len(said) and all(map(str.__contains__, warnings, said))

@@ -1,18 +1,10 @@
 """The head's log-probabilities without all logits: the same numbers in less memory."""
 
+import harness
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import (
-    SIZES,
-    alone,
-    load_trained,
-    make_config,
-    peak_bytes,
-    save_random,
-    seed,
-    tokens_of,
-)
+from harness import SIZES, load_trained, make_config, peak_bytes, save_random, seed, tokens_of
 from reference import COMPLETIONS, PROMPTS, score
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -100,7 +92,7 @@ def test_capped_logits_are_scored_by_the_plain_path_and_that_is_logged(
     monkeypatch.setattr("engine.model.policy.MAX_LOGITS_BYTES", 0)
     eager = "model.attn_implementation=eager"  # Gemma 2 has no other
     config, lines = make_config(f"model.name={tmp_path}", eager), []
-    policy = load_trained(config, alone(), lines.append)
+    policy = load_trained(config, harness.alone(), lines.append)
     assert not isinstance(policy.scorer, ChunkedScorer)
     assert any("logits are more than head(hidden)" in line for line in lines)
     log_probs, mask = score(policy, PROMPTS, COMPLETIONS)

@@ -51,9 +51,6 @@ def test_a_quarter_of_sils_gradient_comes_from_groups_of_equals():
     assert (parts[0] + parts[-1]) / sum(parts) == pytest.approx(0.27, abs=0.005)
 
 
-# Losses of tokens that are far from where they were
-
-
 def test_a_masked_token_whose_ratio_overflows_leaves_the_gradient_finite():
     log_probs = torch.tensor([[-0.1, -1.0]], requires_grad=True)
     sampled = torch.tensor([[-200.0, -1.0]])

@@ -6,20 +6,11 @@ On a CPU float16 products take several times as long as in float32, so all model
 import math
 from pathlib import Path
 
+import harness
 import numpy as np
 import pytest
 import torch
-from harness import (
-    CPU,
-    arguments,
-    grade_by_text,
-    load_run,
-    make_config,
-    make_policy,
-    make_run,
-    read_rows,
-    run_on_ranks,
-)
+from harness import CPU, arguments, grade_by_text, load_run, make_config, make_policy, run_on_ranks
 from reference import EASY, GRPO, HARD, IN_TWO, Recorder, config_of, make_groups, weights_of
 from test_update import AT_ONCE, IN_BLOCKS, RATE
 from torch import nn
@@ -42,7 +33,7 @@ def prepared(folder: Path, *options: str, world: World | None = None, scale: flo
     """A run in float16 whose loss scale is `scale`."""
     options = [*GRPO, FLOAT16, "training.learning_rate=1e-3", *options]
     config = config_of(*options, f"training.micro_batch_tokens={IN_TWO}")
-    run = make_run(make_policy(folder, *options, world=world), config, world=world)
+    run = harness.make_run(make_policy(folder, *options, world=world), config, world=world)
     scaler = run.policy.grad_scaler
     scaler.load_state_dict(scaler.state_dict() | {"scale": scale})
     return run
@@ -56,9 +47,6 @@ def update(run: Run, *, factor: float) -> tuple[Update, np.ndarray]:
         trajectory.advantage *= factor
     result = main.update_policy(run, made)
     return result, weights_of(run.policy)
-
-
-# An update
 
 
 @pytest.mark.parametrize(("limit", "max_bytes"), [("1e9", AT_ONCE), ("1e-3", IN_BLOCKS)])
@@ -131,9 +119,6 @@ def test_all_ranks_halve_the_scale_that_is_too_high_on_one(rotary_model_folder, 
         assert np.isfinite(weights).all() and np.array_equal(weights, other[2])
 
 
-# A run that goes on
-
-
 def test_a_resumed_run_has_the_loss_scale_and_the_sampler_of_its_checkpoint(
     rotary_model_folder, tmp_path, monkeypatch
 ):
@@ -149,13 +134,10 @@ def test_a_resumed_run_has_the_loss_scale_and_the_sampler_of_its_checkpoint(
             assert all(torch.equal(weights.half(), copied) for weights, copied in pairs)
         assert main.run_training(run) == 0
         run.lock.close()
-    _, *rows = read_rows(run.folder)
+    _, *rows = harness.read_rows(run.folder)
     scales = [row["train/loss_scale"] for row in rows]
     assert scales == [INIT_SCALE, 2 * INIT_SCALE, 2 * INIT_SCALE]
     assert all(0 < row["train/sampler_mismatch"] < 0.01 for row in rows)
-
-
-# The choice
 
 
 @pytest.mark.parametrize(("has_bf16", "dtype"), [(True, torch.bfloat16), (False, torch.float16)])

@@ -32,8 +32,6 @@ def test_after_the_warm_up_each_rate_is_that_of_transformers_one_step_earlier(sc
     assert all(rate > 0 for rate in ours)
 
 
-# Muon for the matrices of the blocks, AdamW for all else
-
 MUON = ["training.optimizer=muon", "training.learning_rate=1e-3"]
 MUON += ["training.muon_learning_rate=2e-2", "training.embedding_learning_rate=5e-3"]
 

@@ -98,9 +98,6 @@ def test_all_ranks_take_the_same_steps_with_whole_models_and_with_shards(
         assert measured == pytest.approx(num_bytes, rel=0.04)
 
 
-# Whole runs
-
-
 def merged(folder: Path) -> dict[str, torch.Tensor]:
     """Whole tensors of all parts below a folder; counts of steps, which all parts have, once."""
     parts = [load_file(file) for file in sorted(folder.rglob("part-*"))]

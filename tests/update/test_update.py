@@ -310,9 +310,6 @@ def test_an_update_on_several_ranks_equals_the_reference(folders, tmp_path, num_
         check(*case, *numbers)
 
 
-# Micro-batches
-
-
 def test_rows_share_a_micro_batch_as_long_as_they_fit():
     """In order of length: 3 x (3 + 4) would be above 16, 2 x (3 + 5) is not."""
     rows = make_group(3, (4, 1, 5, 2), (0.0,) * 4)
@@ -344,9 +341,6 @@ def test_ddp_holds_gradients_once_in_its_buckets(rotary_model_folder, tmp_path):
     assert results == [[True] * 16]
 
 
-# Whether the optimizer steps
-
-
 @pytest.mark.parametrize(
     ("group", "options"),
     [(EQUAL, []), (TRUNCATED, ["training.skip_truncated=true"])],
@@ -361,9 +355,6 @@ def test_no_advantage_means_no_optimizer_step(rotary_model_folder, group, option
         weights.append(weights_of(policy))
     assert result == Update(Outcome.NOTHING_TO_TRAIN_ON)
     assert not np.array_equal(weights[0], weights[1]) and np.array_equal(weights[1], weights[2])
-
-
-# What a rollout leaves behind
 
 
 def test_an_update_after_a_rollout_is_the_one_without(rotary_model_folder):

@@ -4,24 +4,10 @@ import re
 
 import numpy as np
 import pytest
+import reference
 import torch
 from harness import ROOT, alone, make_policy
-from reference import (
-    EASY,
-    EQUAL,
-    FP32_ROUNDING,
-    GRPO,
-    HARD,
-    MAX_NEW_TOKENS,
-    config_of,
-    distance,
-    flat,
-    make_groups,
-    recorded,
-    row_log_probs,
-    update,
-    weights_of,
-)
+from reference import EASY, EQUAL, GRPO, HARD, config_of, distance, make_groups, update, weights_of
 
 from engine.core.types import Trajectory
 from engine.update.optimizer import Outcome, make_optimizer
@@ -115,14 +101,14 @@ def test_a_loss_of_ones_own_gets_the_rows_of_advantage_0_too(rotary_model_folder
     config = config_of(*GRPO, *given)
     policy = make_policy(rotary_model_folder, is_exact=True)
     groups = make_groups(config, EASY, EQUAL)
-    gradient, _ = recorded(policy, groups, config)
+    gradient, _ = reference.recorded(policy, groups, config)
     rows, loss = [t for group in groups for t in group], 0.0
     for t in (t for t in rows if not t.completion.truncated):
-        log_probs = row_log_probs(policy.model, t)
+        log_probs = reference.row_log_probs(policy.model, t)
         loss += (0.1 * log_probs.exp() * log_probs - t.advantage * log_probs).sum()
-    loss /= len(rows) * MAX_NEW_TOKENS
-    expected = flat(torch.autograd.grad(loss, list(policy.model.parameters())))
-    assert distance(gradient, expected) <= FP32_ROUNDING
+    loss /= len(rows) * reference.MAX_NEW_TOKENS
+    expected = reference.flat(torch.autograd.grad(loss, list(policy.model.parameters())))
+    assert distance(gradient, expected) <= reference.FP32_ROUNDING
 
 
 def test_a_loss_whose_gradient_is_exactly_0_makes_no_step(rotary_model_folder):
