@@ -56,7 +56,6 @@ QUICK = [
     "validation.num_examples=4",
     "validation.best_of_n=2",
     "validation.pass_k=[1]",
-    "validation.every=1",
 ]
 
 
