@@ -11,6 +11,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that asks the hub fails at once
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ["OMP_NUM_THREADS"] = "1"  # processes with several threads stall each other
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # bitsandbytes would import the compiler: 2 s
 
 import pytest
 from quick_python import quick_python
