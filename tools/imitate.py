@@ -35,6 +35,7 @@ from engine.questions.tasks import load_task, reward_parts
 from engine.run.card import merged_card, model_card
 from engine.run.checkpoint import save_model
 from engine.run.config_file import load_config
+from engine.run.fit import fit_micro_batches
 from engine.run.folder import command, run_folder, run_name
 from engine.run.log import log_evaluation
 from engine.run.mistakes import crashes_name_the_fix, mistakes_cost_one_line
@@ -64,6 +65,9 @@ def main() -> None:
             fit_to_config(run.task, config, run.logger.info, options.answers)
             answers = choose_answers(run, rows, options.answers, only_solved=options.only_solved)
             run.world.on_main(make_room, run)
+            order_ddp_buckets(run.policy.scorer, run.world.device)
+            if run.world.device.type == "cuda":
+                fit_micro_batches(run)
         except BaseException:  # an adapter's base may be there, summed up, which nobody will need
             if os.environ.get("RANK", "0") == "0":
                 shutil.rmtree(run_folder(config), ignore_errors=True)
@@ -199,7 +203,6 @@ def imitate(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
     stream = QuestionStream(answers, training.seed, True, lambda answer: 0, 0, run.logger.info)
     questions_per_step = run.config.questions_per_step(world.size)
     per_rank = questions_per_step // world.size
-    order_ddp_buckets(run.policy.scorer, world.device)
     measured = [measure_and_log(run)]
     while not run.is_over:
         step = state.step + 1
