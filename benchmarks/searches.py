@@ -35,8 +35,7 @@ def main() -> None:
     options, keys = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         run = load_run(["mode=evaluate", f"run.dir={folder}", *keys])
-    questions = run.validation_questions
-    groups = program.sample_validation(run)
+    questions, groups = run.validation_questions, program.sample_validation(run)
     rows = defaultdict(list)  # by how many numbers a question has
     for question, group in zip(questions, groups, strict=True):
         rows[f"{len(question['nums'])} numbers"] += [(t, question["target"]) for t in group]

@@ -90,7 +90,8 @@ def main() -> None:
             for row in options.rows:
                 if f"{row}-s{seed}" not in kept_runs(file):
                     run_row(row, seed, file, imitation_file, options.smollm2)
-    curves = {row: curve(row, kept_runs(file), kept_runs(imitation_file)) for row in ROWS}
+    tables = kept_runs(file), kept_runs(imitation_file)
+    curves = {row: curve(row, *tables) for row in ROWS}
     write_table(curves, options.out / "ways.md")
     draw(curves, options.title, options.out / "ways.png")
 
