@@ -78,6 +78,8 @@ USERS_ENVIRONMENT = {name: value for name, value in ENVIRONMENT.items() if name 
 # The environment alone is not enough: from there MKL takes no more threads than there are cores,
 # and sums over another number of threads differ in their last bits.
 torch.set_num_threads(1)
+# A fork makes torch's pool of threads anew, and "Invalid thread pool!" if two threads ask at once.
+os.register_at_fork(after_in_child=functools.partial(torch.set_num_threads, 1))
 os.fsync = lambda descriptor: None  # nobody pulls the plug: a run would wait a third of its time
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
