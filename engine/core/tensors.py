@@ -19,7 +19,7 @@ def seeded(seeds: list[Seed], device: torch.device) -> Iterator[None]:
     number = int(sequence.generate_state(1)[0])
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        of_torch = torch.default_generator if device.type == "cpu" else torch  # whose takes 1 ms
+        of_torch = torch.default_generator if device.type == "cpu" else torch  # 1 ms slower
         for seed in (of_torch.manual_seed, np.random.seed, random.seed):
             seed(number)
         try:

@@ -113,7 +113,7 @@ def of_own_code(task: Task, training: TrainingSettings) -> str:
     folders = {file.parent for file in files if not lies_in(file, [ROOT / "tasks", COUNTDOWN])}
     folders |= {Path.cwd()} if folders else set()
     # Most of the thousands are installed; torch has some whose file, such as _ops.py, is nowhere.
-    names = {str(getattr(module, "__file__", "")) for module in [*sys.modules.values()]}
+    names = {str(getattr(m, "__file__", "")) for m in [*sys.modules.values()] if folders}
     loaded = (Path(name) for name in names if not name.startswith(INSTALLED))
     loaded = {path.resolve() for path in loaded if path.suffix == ".py" and path.is_file()}
     files |= {f for f in loaded if lies_in(f, folders) and not lies_in(f, NOT_OWN)}

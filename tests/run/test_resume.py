@@ -183,8 +183,8 @@ def test_two_ranks_broken_again_and_again_end_as_the_unbroken_ones(
 ):
     """Each start takes one step, and none hangs: the other rank ends too.
 
-    The last one is on two nodes without a shared disk, of which only the first has the checkpoint:
-    rank 0 decides where to go on, and broadcasts that.
+    The last one is on two nodes that share no disk, and only the first has the checkpoint. Rank 0
+    says on both where to go on: else the second would begin anew, and the ranks would differ.
     """
     whole, first, second = (tmp_path / name for name in ("whole", "first", "second"))
     train(whole, rotary_model_folder, *settings, THREE, num_ranks=2)
