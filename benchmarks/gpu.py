@@ -105,6 +105,7 @@ class Setting:
     is_quick: bool
     weights: Path = Path("none")  # of Qwen2.5-0.5B-Instruct, or a model of its shape
     data: Path = Path("none")  # of GSM8K: train.jsonl and test.jsonl
+    out: Path = Path()  # where figures go, and what an evening trains
 
     @property
     def shape(self) -> dict[str, int]:
@@ -274,15 +275,16 @@ def sample(loop: Callable[..., list], model: nn.Module, prompts: list, *, num_to
     )
 
 
-def check_sampling(setting: Setting) -> list[Row]:
+def check_sampling(setting: Setting, *, fused: bool = False) -> list[Row]:
     """Captured steps against plain ones in fp32, and the bf16 copy against the scorer."""
     model = random_model(setting.shape, setting.device).eval()
+    rows = [Row("norms fused", fuse_norms(model), "", at_least=1)] if fused else []
     num_tokens = 4 if setting.is_quick else 300  # over a leap of the cache
     prompts = ragged_prompts(model, (3, 17, 60, 9))
     plain = sample(decode_grouped, model, prompts, num_tokens=num_tokens)
     replayed = sample(setting.fast_loop, model, prompts, num_tokens=num_tokens)
     same = [a.token_ids == b.token_ids for a, b in zip(plain, replayed, strict=True)]
-    rows = [Row("captured rows with the tokens of plain ones", np.mean(same), "", at_least=0.9)]
+    rows.append(Row("captured rows with the tokens of plain ones", np.mean(same), "", at_least=0.9))
 
     sampler = bf16_copy(model)
     completions = sample(setting.fast_loop, sampler, prompts, num_tokens=num_tokens)
@@ -299,6 +301,10 @@ def check_sampling(setting: Setting) -> list[Row]:
     (-log_probs.mean()).backward()
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
     return [*rows, Row("norm of the gradient is finite", float(np.isfinite(norm)), "", at_least=1)]
+
+
+def check_fused_norms(setting: Setting) -> list[Row]:
+    return check_sampling(setting, fused=True)
 
 
 def check_optimizers(setting: Setting, names: tuple[str, ...] = ("adamw", "muon")) -> list[Row]:
@@ -662,39 +668,47 @@ def time_small_updates(setting: Setting) -> list[Row]:
 
 
 def train_real(setting: Setting) -> list[Row]:
-    """The 0.5B recipe on real weights for 5 minutes, then its last evaluation; as a toy, two steps.
+    """The 0.5B recipe on real weights, and what its first and its last model solve of the test.
 
-    The first evaluation is inside. Left out if the weights are not there within 3 minutes.
+    best/ is chosen on 256 training questions that are held out. After `run_s` the run is stopped as
+    a user would, unless its 100 steps are done; it stays in the folder of `--out`. As a toy, two
+    steps of the default. Left out if the weights are not there within 3 minutes.
     """
-    run_s, wait_s, arguments = 300, 180, ["--config", "configs/gsm8k-qwen2.5-0.5b.yaml"]
-    arguments += [f"model.name={setting.weights}", "validation.num_examples=256"]
-    arguments += [f"task.train={setting.data}/train.jsonl", f"task.eval={setting.data}/test.jsonl"]
+    run_s, wait_s = (60, 0) if setting.is_quick else (330, 180)
+    weights, data, folder = setting.weights, setting.data, setting.out / "real"
+    files = [f"task.train={data}/train.jsonl", f"task.eval={data}/train.jsonl"]
+    arguments = ["--config", "configs/gsm8k-qwen2.5-0.5b.yaml", f"model.name={weights}", *files]
+    test = [f"task.eval={data}/test.jsonl", "logging.samples=1319"]
+    held_out = ["validation.num_examples=256", "validation.every=25", "checkpoint.every=1000"]
+    held_out += ["training.micro_batch_tokens=null"]
     if setting.is_quick:
-        run_s, wait_s, arguments = 60, 0, [*FEW, "training.max_new_gen_tokens=8"]
+        arguments, test, weights = [*FEW, "training.max_new_gen_tokens=8"], [], TINY
+        held_out = ["training.num_steps=2"]
     deadline = time.monotonic() + wait_s
-    while not setting.is_quick and not (setting.weights / "config.json").is_file():
+    while not (weights / "config.json").is_file():
         if time.monotonic() > deadline:
             return [Row("real weights: not there", 0.0, "")]
         time.sleep(1)
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "main.py", *arguments, f"run.dir={folder}", "run.name=x"]
-        num_steps = 2 if setting.is_quick else 100
-        process = subprocess.Popen([*command, f"training.num_steps={num_steps}"], cwd=ROOT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(run_s)
-        process.send_signal(signal.SIGTERM)  # it ends its step, and saves
+    command = [sys.executable, "main.py", *arguments, f"run.dir={folder.parent}", "run.name=real"]
+    process = subprocess.Popen([*command, *held_out], cwd=ROOT)
+    try:
+        process.wait(run_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # it ends its step, and saves
         process.wait()
-        file = Path(folder, "x/metrics.jsonl")
-        num_steps = max(row["step"] for row in map(json.loads, file.open()))
-        subprocess.run([*command, f"training.num_steps={max(1, num_steps)}"], cwd=ROOT)
-        rows = [json.loads(line) for line in file.open()]
+    for model in (weights, folder / "checkpoints/last"):
+        subprocess.run([*command, "mode=evaluate", f"model.name={model}", *test], cwd=ROOT)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     steps = [row for row in rows if "time/step_s" in row]
-    scores = [row["eval/pass@1"] for row in rows if "eval/pass@1" in row]
     names = ["time/step_s", "time/rollout_s", "time/update_s", "perf/tokens_per_s"]
-    medians = [Row(name, statistics.median(row[name] for row in steps), "") for name in names]
-    ends = [Row("pass@1 before", scores[0], ""), Row("pass@1 after", scores[-1], "")]
-    peak = Row("peak memory", steps[-1]["perf/peak_memory_gb"], "GB")
-    return [Row("steps", len(steps), "", at_least=1), *medians, *ends, peak]
+    found = [Row(name, statistics.median(row[name] for row in steps), "") for name in names]
+    found.append(Row("peak memory", steps[-1]["perf/peak_memory_gb"], "GB"))
+    ends = [json.loads(file.read_text()) for file in sorted(folder.glob("eval-*/metrics.json"))]
+    for when, measured in zip(("before", "after"), ends, strict=True):
+        for name in ("strict", "strict_low", "strict_high", "lenient", "truncated_frac"):
+            if f"eval/{name}" in measured:
+                found.append(Row(f"{name} {when}", measured[f"eval/{name}"], ""))
+    return [Row("steps", len(steps), "", at_least=1), *found]
 
 
 def train_lora(setting: Setting) -> list[Row]:
@@ -711,13 +725,14 @@ def train_lora(setting: Setting) -> list[Row]:
 
 
 PARTS: dict[str, tuple[Callable[[Setting], list[Row]], ...]] = {
-    "correctness": (check_sampling, check_optimizers, check_ddp, check_resume),
+    "correctness": (check_sampling, check_fused_norms, check_optimizers, check_ddp, check_resume),
     "adapters": (check_8bit_averages, check_lora, check_4bit_lora),
     "speed": (time_attention, time_rollout, time_head, time_update),
-    "step": (measure_step, measure_step_in_ddp, measure_step_with_fused_norms),
+    "step": (measure_step, measure_step_with_fused_norms, measure_step_in_ddp),
 }
-PARTS["evening"] = (time_small_updates, train_real, *PARTS["correctness"], train_lora)
-PARTS["evening"] += (*PARTS["adapters"], *PARTS["step"])
+# Weights may still be on their way to the machine while the first two are at work.
+PARTS["evening"] = (time_small_updates, *PARTS["correctness"], train_real, *PARTS["step"][:2])
+PARTS["evening"] += (train_lora, *PARTS["adapters"], measure_step_in_ddp)
 
 
 def rows_of(check: Callable[[Setting], list[Row]], setting: Setting) -> list[Row]:
@@ -751,7 +766,8 @@ def main(arguments: list[str] | None = None) -> None:
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"{options.part} on {name}, torch {torch.__version__}\n", flush=True)
     for check in PARTS[options.part]:
-        setting = Setting(device, options.quick, options.weights.resolve(), options.data.resolve())
+        folders = [path.resolve() for path in (options.weights, options.data, options.out)]
+        setting = Setting(device, options.quick, *folders)
         new = rows_of(check, setting)
         print_table([check.__name__, "measured", "aim", "reached"], [row.cells() for row in new])
         rows += new
