@@ -28,12 +28,8 @@ def remark(run: Run, kind: str, line: str) -> None:
 
 
 def remark_at_start(run: Run) -> None:
-    """On learning rates that move nothing, and parts of the reward that count nothing."""
-    training, part_weights = run.config.training, run.config.task.reward_weights
-    for part in run.task.REWARD_PARTS:
-        if part_weights[part] == 0 and part != "timeout" and part not in default_weights(run.task):
-            fix = f"set task.reward_weights='{{{part}: 1.0}}'"
-            remark(run, f"weight of {part}", f"the part {part} of the reward weighs 0: {fix}")
+    """On learning rates that move nothing."""
+    training, dtype = run.config.training, run.policy.compute_dtype
     if training.optimizer == "muon" or run.config.model.lora is not None:
         return  # Muon's step has another size, and half of an adapter is 0
     weights = [p.detach() for p in run.trained_weights]
@@ -41,7 +37,6 @@ def remark_at_start(run: Run) -> None:
         weights = [p.to_local() for p in weights]
     some = torch.cat([p.flatten()[:: 1 + p.numel() // 10_000] for p in weights])
     median = some.abs().float().median().item()
-    dtype = run.policy.compute_dtype
     rates = (learning_rate_at(step, training) for step in range(1, training.num_steps + 1))
     # AdamW moves a weight by its rate at most.
     total, least = sum(rates), ROUNDING.get(dtype, 0.0) * median
@@ -54,7 +49,12 @@ def remark_at_start(run: Run) -> None:
 def remark_on_step(
     run: Run, metrics: dict[str, float], questions: list[dict], groups: Groups
 ) -> None:
-    """On groups of equal rewards in all steps, and on the step's completions."""
+    """On parts that are paid for nothing, groups of equal rewards, and the step's completions."""
+    for part, weight in run.config.task.reward_weights.items():
+        is_unpaid = weight == 0 and metrics.get(f"train/part_{part}", 0) != 0
+        if is_unpaid and part not in default_weights(run.task):
+            fix = f"set task.reward_weights='{{{part}: 1.0}}'"
+            remark(run, f"weight of {part}", f"the part {part} of the reward weighs 0: {fix}")
     run.num_alike += len(groups) * run.world.size
     if metrics["train/zero_advantage_frac"] < 1 or run.config.training.learning_type != "grpo":
         run.num_alike = -1_000_000_000  # something can be learned

@@ -26,6 +26,7 @@ def answer(completions, **kwargs): return [0.5 * (len(text) % 2) for text in com
 """
 OWN = "task.train=rows.jsonl validation.num_examples=2 validation.every=2 training.num_steps=4"
 ONE = "training.num_steps=1"
+WORDS = "task.name=gsm8k task.train=rows.jsonl task.eval=rows.jsonl validation.num_examples=2"
 # The settings; what the run remarks on, whatever it samples; and its exit status
 CASES = {
     "none applies": (f"{OWN} task.reward=mine:later", {"alike", "unpaid", "untrained"}, 1),
@@ -33,6 +34,9 @@ CASES = {
     "a name that is taken": (f"{OWN} task.reward=mine:logs", {"log_metric"}, 1),
     "a name that is taken at once": (f"{OWN} task.reward=mine:taken", set(), None),
     "never whole": (f"{OWN} task.reward=mine:answer", {"partly", "evaluations"}, 0),
+    # Bug: every run of GSM8K warned of three parts that only style tags pays.
+    "nothing unpaid": (f"{ONE} {WORDS}", {"unsolved"}, None),
+    "a part unweighed": (f"{ONE} {WORDS} task.prompt_style=tags", {"weight of integer"}, None),
     "a rate too low": (f"{ONE} training.learning_rate=1e-12", {"rate", "unsolved"}, None),
 }
 
@@ -42,7 +46,8 @@ def test_a_run_says_once_what_keeps_it_from_learning(
     name, rotary_model_folder, tmp_path, monkeypatch, capsys
 ):
     (tmp_path / "mine.py").write_text(REWARDS)
-    rows = [f'{{"prompt": "{n} + {n}?"}}\n' for n in range(30)]
+    row = '{"prompt": "N + N?", "question": "N + N?", "answer": "N"}\n'
+    rows = [row.replace("N", str(n)) for n in range(30)]
     (tmp_path / "rows.jsonl").write_text("".join(rows))
     monkeypatch.chdir(tmp_path)
     settings, kinds, status = CASES[name]
@@ -59,6 +64,7 @@ def test_a_run_says_once_what_keeps_it_from_learning(
     remarks = read_jsonl(run.folder / "remarks.jsonl")
     found = [row["kind"] for row in remarks]
     assert kinds <= {*found} and len(found) == len({*found})
+    assert any("weight of" in kind for kind in found) == (name == "a part unweighed")
     rows = read_rows(run.folder)
     assert all(row.get("train/reward", 0) <= 1 and row.get("eval/reward", 0) <= 1 for row in rows)
     if "late" in name:
