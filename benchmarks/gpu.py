@@ -303,10 +303,6 @@ def check_sampling(setting: Setting, *, fused: bool = False) -> list[Row]:
     return [*rows, Row("norm of the gradient is finite", float(np.isfinite(norm)), "", at_least=1)]
 
 
-def check_fused_norms(setting: Setting) -> list[Row]:
-    return check_sampling(setting, fused=True)
-
-
 def check_optimizers(setting: Setting, names: tuple[str, ...] = ("adamw", "muon")) -> list[Row]:
     """A step, save, load into a new one: the next step is the same, bit for bit."""
     rows = []
@@ -434,35 +430,7 @@ def check_lora(setting: Setting, in_4bit: str = "false") -> list[Row]:
     ]
 
 
-def check_4bit_lora(setting: Setting) -> list[Row]:
-    return check_lora(setting, in_4bit="true")
-
-
 # Speed
-
-
-def time_attention(setting: Setting) -> list[Row]:
-    """Forward and backward with a mask on ten new shapes each, with and without cuDNN."""
-    rows, heads = [], (2, 1) if setting.is_quick else (16, 2)
-    for offset, use_cudnn in ((0, False), (1, True)):
-        torch.backends.cuda.enable_cudnn_sdp(use_cudnn)
-        seconds = [
-            time_once(functools.partial(attend, setting, 8 if setting.is_quick else tokens, heads))
-            for tokens in range(900 + offset, 1000, 10)
-        ]
-        name = "attention on a new shape, " + ("cuDNN" if use_cudnn else "ours")
-        rows.append(Row(name, 1000 * statistics.median(seconds), "ms"))
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    return rows
-
-
-def attend(setting: Setting, num_tokens: int, heads: tuple[int, int]) -> None:
-    make = functools.partial(torch.randn, device=setting.device, dtype=torch.bfloat16)
-    query = make(4, heads[0], num_tokens, 128, requires_grad=True)
-    key, value = (make(4, heads[1], num_tokens, 128, requires_grad=True) for _ in range(2))
-    mask = torch.ones(4, 1, num_tokens, num_tokens, dtype=torch.bool, device=setting.device).tril()
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-    out.sum().backward()
 
 
 def time_steps(setting: Setting, model: nn.Module) -> list[Row]:
@@ -624,25 +592,13 @@ def measure_step(setting: Setting, name: str = "plain") -> list[Row]:
         ballast_bytes = max(0, int(total - CARD_BYTES))
     ballast = torch.empty(ballast_bytes, dtype=torch.uint8, device=setting.device)
     with one_rank(setting) if name == "DDP" else contextlib.nullcontext():
-        return time_whole_step(setting, name, ballast_gb=ballast.nbytes / 1e9)
-
-
-def measure_step_in_ddp(setting: Setting) -> list[Row]:
-    return measure_step(setting, "DDP")
-
-
-def measure_step_with_fused_norms(setting: Setting) -> list[Row]:
-    return measure_step(setting, "fused norms")
-
-
-def time_whole_step(setting: Setting, name: str, *, ballast_gb: float) -> list[Row]:
-    step = Step(setting, fused=name == "fused norms")
-    if name == "DDP":
-        step.run.policy.scorer = in_ddp(step.run.policy.scorer, setting)
-    phases = {"rollout": step.rollout, "update": step.update}
-    seconds = {phase: s[0] for phase, s in in_turns(phases, repeats=1).items()}
-    step.run.policy.scorer = None  # frees DDP before its process group
-    peak_gb = peak_memory_gb(setting.device) - ballast_gb
+        step = Step(setting, fused=name == "fused norms")
+        if name == "DDP":
+            step.run.policy.scorer = in_ddp(step.run.policy.scorer, setting)
+        phases = {"rollout": step.rollout, "update": step.update}
+        seconds = {phase: s[0] for phase, s in in_turns(phases, repeats=1).items()}
+        step.run.policy.scorer = None  # frees DDP before its process group
+    peak_gb = peak_memory_gb(setting.device) - ballast.nbytes / 1e9
     return [
         *(Row(f"{name}: {phase}", s, "s") for phase, s in seconds.items()),
         Row(f"{name}: step", sum(seconds.values()), "s", **setting.speed_aim(at_most=40)),
@@ -680,7 +636,6 @@ def train_real(setting: Setting) -> list[Row]:
     arguments = ["--config", "configs/gsm8k-qwen2.5-0.5b.yaml", f"model.name={weights}", *files]
     test = [f"task.eval={data}/test.jsonl", "logging.samples=1319"]
     held_out = ["validation.num_examples=256", "validation.every=25", "checkpoint.every=1000"]
-    held_out += ["training.micro_batch_tokens=null"]
     if setting.is_quick:
         arguments, test, weights = [*FEW, "training.max_new_gen_tokens=8"], [], TINY
         held_out = ["training.num_steps=2"]
@@ -724,24 +679,42 @@ def train_lora(setting: Setting) -> list[Row]:
     return rows
 
 
-PARTS: dict[str, tuple[Callable[[Setting], list[Row]], ...]] = {
-    "correctness": (check_sampling, check_fused_norms, check_optimizers, check_ddp, check_resume),
-    "adapters": (check_8bit_averages, check_lora, check_4bit_lora),
-    "speed": (time_attention, time_rollout, time_head, time_update),
-    "step": (measure_step, measure_step_with_fused_norms, measure_step_in_ddp),
+PARTS: dict[str, dict[str, Callable[[Setting], list[Row]]]] = {
+    "correctness": {
+        "sampling": check_sampling,
+        "fused norms": functools.partial(check_sampling, fused=True),
+        "optimizers": check_optimizers,
+        "DDP": check_ddp,
+        "resume": check_resume,
+    },
+    "adapters": {
+        "8-bit averages": check_8bit_averages,
+        "LoRA": check_lora,
+        "LoRA on 4 bits": functools.partial(check_lora, in_4bit="true"),
+    },
+    "speed": {
+        "rollout": time_rollout,
+        "head": time_head,
+        "update": time_update,
+    },
+    "step": {
+        f"step, {name}": functools.partial(measure_step, name=name)
+        for name in ("plain", "fused norms", "DDP")
+    },
 }
-# Weights may still be on their way to the machine while the first two are at work.
-PARTS["evening"] = (time_small_updates, *PARTS["correctness"], train_real, *PARTS["step"][:2])
-PARTS["evening"] += (train_lora, *PARTS["adapters"], measure_step_in_ddp)
+# Real weights may still be on their way to the machine while the first are at work.
+EVENING = {"small updates": time_small_updates, **PARTS["correctness"], "real weights": train_real}
+EVENING |= {**PARTS["step"], "LoRA by main.py": train_lora, **PARTS["adapters"]}
+PARTS["evening"] = EVENING
 
 
-def rows_of(check: Callable[[Setting], list[Row]], setting: Setting) -> list[Row]:
+def rows_of(name: str, check: Callable[[Setting], list[Row]], setting: Setting) -> list[Row]:
     """What the check finds; if it raises, one row that says so, and is not reached."""
     try:
         return check(setting)
     except Exception as error:
         traceback.print_exc()
-        problem = f"{check.__name__}: {type(error).__name__}: {' '.join(str(error).split())}"
+        problem = f"{name}: {type(error).__name__}: {' '.join(str(error).split())}"
         return [Row(problem[:100], 0.0, "", at_least=1)]
     finally:
         if setting.device.type == "cuda":
@@ -752,6 +725,7 @@ def rows_of(check: Callable[[Setting], list[Row]], setting: Setting) -> list[Row
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--only", nargs="+", help="these checks of the part, by name")
     parser.add_argument("--quick", action="store_true", help="toys, on any device")
     parser.add_argument("--out", type=Path, default=Path(), help="the folder of gpu-<part>.json")
     parser.add_argument("--weights", type=Path, default=Path("none"), help="for evening")
@@ -765,11 +739,11 @@ def main(arguments: list[str] | None = None) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"{options.part} on {name}, torch {torch.__version__}\n", flush=True)
-    for check in PARTS[options.part]:
+    for check in options.only or PARTS[options.part]:
         folders = [path.resolve() for path in (options.weights, options.data, options.out)]
         setting = Setting(device, options.quick, *folders)
-        new = rows_of(check, setting)
-        print_table([check.__name__, "measured", "aim", "reached"], [row.cells() for row in new])
+        new = rows_of(check, PARTS[options.part][check], setting)
+        print_table([check, "measured", "aim", "reached"], [row.cells() for row in new])
         rows += new
         elapsed_s = time.perf_counter() - start
         found = [dataclasses.asdict(row) | {"is_reached": row.is_reached} for row in rows]
