@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import CPU, ROOT, change_json, make_policy, run_main, train_tokenizer
+from harness import CPU, ROOT, change_json, run_main, train_tokenizer
 
 import main
 from engine.core.config import ConfigError, check_world
@@ -141,10 +141,9 @@ def test_every_mistake_has_its_line(lines_of):
 def test_ranks_without_their_share_of_the_questions_are_refused():
     config = load_config(["training.num_samples_per_step_global=6"])
     check_world(config, 3)
-    with pytest.raises(ConfigError) as caught:
+    line = r"^training\.num_samples_per_step_global = 6: must be a multiple of the 4.*$"
+    with pytest.raises(ConfigError, match=line):
         check_world(config, 4)
-    (line,) = caught.value.lines
-    assert_says(line, "training.num_samples_per_step_global = 6: must be a multiple of the 4")
 
 
 def test_a_missing_package_is_named_with_what_installs_it(monkeypatch, start):
@@ -339,13 +338,3 @@ def test_a_mistake_in_a_models_folder_is_one_line_with_its_fix(
     spoil(shutil.copytree(rotary_model_folder, tmp_path / "model"))
     (line,) = lines_of(f"model.name={tmp_path}/model", "training.learning_rate=1e-3")
     assert_says(line, said)
-
-
-def test_a_special_token_that_no_prompt_has_may_lie_beyond_the_embeddings(
-    rotary_model_folder, tmp_path
-):
-    """Gemma 3's token for images is id 262,144 of 262,144 embeddings in the model without them."""
-    model, larger = shutil.copytree(rotary_model_folder, tmp_path / "model"), train_tokenizer()
-    larger.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    larger.save_pretrained(model)
-    assert make_policy(model).tokenizer.pad_token_id == 1
