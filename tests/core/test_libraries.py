@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from shutil import copytree
 from types import SimpleNamespace
+from unittest import mock
 
 import bitsandbytes
 import numpy as np
@@ -55,12 +56,7 @@ ARRIVES = [
     ("muon", "training.muon_learning_rate", "2.0e-2 | 5.0e-3", lambda o: o.groups[-1]["lr"]),
     ("muon", "training.max_grad_norm", "0.01 | 0.003", lambda o: o.norm),
     ("adamw", "training.max_new_gen_tokens", "15 | 25", lambda o: o.made.max_new_tokens),
-    (
-        "adamw",
-        "training.k_best_of_n",
-        "[3, 3] | [5, 5]",
-        lambda o: [o.made.num_return_sequences] * 2,
-    ),
+    ("adamw", "training.k_best_of_n", "[3,3] | [5,5]", lambda o: [o.made.num_return_sequences] * 2),
     ("adamw", "sampling.stop", "[<answer>7</answer>] | [<answer>8</answer>]", lambda o: o.stops),
     ("adamw", "do_sample", "true", lambda o: o.made.do_sample),
     ("adamw", "top_k", "0", lambda o: o.made.top_k),
@@ -104,23 +100,16 @@ def folder(rotary_model_folder, tmp_path_factory) -> Path:
     return folder
 
 
-def watch_loader(patch: pytest.MonkeyPatch, place: str, calls: list[dict]) -> None:
-    """Keep what from_pretrained of a class is given by our module."""
-    loader = pkgutil.resolve_name(place)
-    methods = {"from_config": getattr(loader, "from_config", None)}
-    methods["from_pretrained"] = lambda *given, **named: (
-        calls.append(named) or loader.from_pretrained(*given, **named)
-    )
-    patch.setattr(place, SimpleNamespace(**methods))
-
-
 def build(kind: str, folder: Path, *given: str) -> SimpleNamespace:
     """The objects of libraries that a run of this kind makes, or what it gives them."""
-    calls, overrides = [], [*KINDS[kind], *given]
+    overrides, spies = [*KINDS[kind], *given], []
     with pytest.MonkeyPatch.context() as patch:
         for name in ("load.AutoConfig", "load.AutoModelForCausalLM", "tokenizer.AutoTokenizer"):
-            watch_loader(patch, f"engine.model.{name}", calls)
+            loader = pkgutil.resolve_name(f"engine.model.{name}")
+            spies.append(mock.Mock(wraps=loader))
+            patch.setattr(f"engine.model.{name}", spies[-1])
         policy = make_policy(folder, *overrides)
+    calls = [call.kwargs for spy in spies for call in spy.from_pretrained.call_args_list]
     model, made = policy.model, get_generation_config(policy.params)
     training = make_config(*overrides).training
     optimizer = make_optimizer(model, training)

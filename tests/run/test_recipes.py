@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 import operator
 import re
 
@@ -76,31 +75,26 @@ gsm8k-qwen2.5-0.5b:
 """)
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_a_recipe_has_its_sources_numbers_or_names_what_differs(name: str):
-    config, header = load(name).model_dump(mode="json"), CONFIGS[name].read_text().split("\n\n")[0]
+@pytest.mark.parametrize("name", SOURCES | CONFIGS)
+def test_a_recipe_holds_only_what_differs_and_has_its_sources_numbers_or_names_its_own(name: str):
+    config, text = load(name), CONFIGS[name].read_text()
+    numbers, header = config.model_dump(mode="json"), text.partition("\n\n")[0]
     named = {key: source for key, _, source in NAMED.findall(header)}
-    for section, keys in SOURCES[name].items():
+    for section, keys in SOURCES.get(name, {}).items():
         for key, source in (keys if isinstance(keys, dict) else {"": keys}).items():
             path = f"{section}.{key}".strip(".")
-            ours = functools.reduce(operator.getitem, path.split("."), config)
+            ours = functools.reduce(operator.getitem, path.split("."), numbers)
             assert ours == source or named.get(path) == str(source), (path, ours, source)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_recipe_holds_only_what_differs_and_names_what_differs_from_its_source(name: str):
-    config, text = load(name), CONFIGS[name].read_text()
     values, defaults = dotted_values(config), dotted_values(type(config)())
-    given = yaml.safe_load(text)
-    named = {f"{section}.{key}" for section, keys in given.items() for key in keys}
-    same = {key for key in named if values[key] == defaults[key]}
+    given = [f"{name}.{key}" for name, keys in yaml.safe_load(text).items() for key in keys]
+    same = {key for key in given if values[key] == defaults[key]}
     spelled_out = {"training.k_best_of_n", "training.micro_batch_tokens"}  # for the reader
     assert same <= spelled_out, "all else differs"
     for word in ("command", "hardware", "time", "result"):
         assert re.search(rf"^#   {word} ", text, re.MULTILINE), word
     assert f"--config configs/{name}.yaml" in text
-    for key, ours, _ in NAMED.findall(text.partition("\n\n")[0]):
-        value = functools.reduce(operator.getitem, key.split("."), config.model_dump())
+    for key, ours, _ in NAMED.findall(header):
+        value = functools.reduce(operator.getitem, key.split("."), numbers)
         number = float(ours) if re.fullmatch(r"[0-9.]+e[-+]?[0-9]+", ours) else yaml.safe_load(ours)
         assert value == number, key
 
@@ -117,11 +111,8 @@ SMALL = [f"training.seed={seed()}", "training.num_steps=2", "training.k_best_of_
 SMALL += ["training.num_samples_per_step_global=4", "training.max_new_gen_tokens=8"]
 SMALL += ["validation.max_new_gen_tokens=8", "validation.num_examples=2", "validation.every=2"]
 SMALL += ["checkpoint.every=2", "logging.samples=1", "run.name=x"]
-
-
 # A task with an Environment needs a chat model.
 RECIPES = [name for name in CONFIGS if load(name).task.name in ROWS]
-
 # What a random model of another family lacks: nanochat's tokens.
 LACKS = {"gsm8k-chat-rl": ["sampling.stop=[]", "sampling.calculator=null"]}
 
@@ -134,7 +125,7 @@ def test_a_recipe_trains_two_steps_and_evaluates_the_best_model(
     grade_by_text(monkeypatch)
     questions = tmp_path / "rows.jsonl"
     rows = ROWS[load(name).task.name]
-    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    questions.write_text("\n".join(map(json.dumps, rows)))
     small = [f"task.train={questions}", f"task.eval={questions}", f"run.dir={tmp_path}", *SMALL]
     if load(name).training.learning_type == "sil":
         small.append("training.k_best_of_n=[2, 4]")
@@ -150,7 +141,6 @@ def test_a_recipe_trains_two_steps_and_evaluates_the_best_model(
     assert main.run_evaluation(run) == 0
     rows = read_rows(run.folder)
     assert [row["step"] for row in rows] == [0, 1, 2]
-    assert all(math.isfinite(row["train/reward"]) for row in rows[1:])
     assert all(row["train/grad_norm"] > 0 for row in rows[1:])
     is_rounded = config.model.compute_dtype == "bfloat16"  # else it is fp32 on a CPU
     assert all(row["train/sampler_mismatch"] < (0.1 if is_rounded else 1e-4) for row in rows[1:])

@@ -294,21 +294,18 @@ def parts(three_steps, tmp_path, monkeypatch) -> Path:
     return Path("x")
 
 
-STATE = "checkpoints/step-000002/training_state/state.json"
-
-
-def edit(name: str, changes: dict[str, str]) -> Callable[[Path], None]:
-    """Replace text in a file of the run; a checkpoint is still taken for whole."""
+def edit(changes: dict[str, str]) -> Callable[[Path], None]:
+    """Replace text in the run's state; its checkpoint is still taken for whole."""
 
     def change(run: Path) -> None:
-        text = (run / name).read_text()
+        file = run / "checkpoints/step-000002/training_state/state.json"
+        text = file.read_text()
         for old, new in changes.items():
             assert old in text
             text = text.replace(old, new)
-        (run / name).write_text(text)
-        if name == STATE:
-            sizes = {"training_state/state.json": (run / name).stat().st_size}
-            change_json((run / name).with_name("files.json"), **sizes)
+        file.write_text(text)
+        sizes = {"training_state/state.json": file.stat().st_size}
+        change_json(file.with_name("files.json"), **sizes)
 
     return change
 
@@ -343,14 +340,14 @@ SAME = "as the unbroken run"
 # What was done, what the next start is given, and what it warns of.
 GOES_ON = {
     f"{SAME}: a torn line": (tear_the_logs, "", []),
-    f"{SAME}: killed after its evaluation": (edit(STATE, EVALUATED_BEFORE), "", []),
+    f"{SAME}: killed after its evaluation": (edit(EVALUATED_BEFORE), "", []),
     # bug: README advised it, and the resumed run was refused
     "smaller batches": (nothing, SMALLER, ROUNDED),
     # bugs: "not bit for bit the same" was all that was said of these two
-    "fewer ranks": (edit(STATE, {'ranks": 1': 'ranks": 2'}), "", ["now has 2 questions, not 4"]),
-    "other code": (edit(STATE, {'algorithm": "': 'algorithm": "x'}), "", ["paid, or trained, by"]),
+    "fewer ranks": (edit({'ranks": 1': 'ranks": 2'}), "", ["now has 2 questions, not 4"]),
+    "other code": (edit({'algorithm": "': 'algorithm": "x'}), "", ["paid, or trained, by"]),
     # bug: trained on with more steps, the rate fell to near 0 and rose again without a word
-    "more steps": (edit(STATE, LINEAR | TWO_BEFORE), "training.lr_schedule=linear", [RATE]),
+    "more steps": (edit(LINEAR | TWO_BEFORE), "training.lr_schedule=linear", [RATE]),
 }
 NO_CHECKPOINT = "holds the results of a run, and no whole checkpoint to go on from: set run.name"
 NEVER = "checkpoint.resume is never: set run.name"
@@ -366,7 +363,7 @@ REFUSED = {
     "another model": (EPS, "", "the files of model.name = "),
     "other questions": (reverse_questions, "", OTHER_QUESTIONS),
     "another key": (nothing, "training.max_grad_norm=3", "training.max_grad_norm = 3"),
-    "another version": (edit(STATE, {'"best_solved"': '"sowed"'}), "", "another version"),
+    "another version": (edit({'"best_solved"': '"sowed"'}), "", "another version"),
 }
 
 
