@@ -280,9 +280,7 @@ def test_every_key_is_written_with_its_default_below_its_explanation(task):
     assert type(default).model_validate(default.model_dump()) == default
 
 
-def test_help_prints_config_yaml_or_the_keys_of_the_task_that_is_named(
-    capsys, monkeypatch, guessing
-):
+def test_help_prints_config_yaml_or_the_keys_of_a_named_task(capsys, monkeypatch, guessing):
     own = "  # How far off a guess may be.\n  #tolerance: 0.5\n  #low: null\n  #note: null\n\n"
     _, _, keys = (ROOT / "config.yaml").read_text().partition("\n\n")
     for given, folder, expected in (("a.b", ROOT, keys), ("task.name=guessing", guessing, own)):

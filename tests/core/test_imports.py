@@ -4,7 +4,6 @@ import ast
 import copy
 import functools
 import json
-import os
 import subprocess
 import sys
 
@@ -108,21 +107,17 @@ def test_a_feature_that_is_off_is_not_loaded_and_nothing_follows_from_the_hash_s
     chatty.chat_template = TURNS
     config = GPT2Config(n_embd=32, n_layer=1, n_head=4, **harness.tokens_of(chatty))
     chat = save_random(GPT2LMHeadModel, config, chatty, tmp_path / "chat")
-    sizes = ["training.num_steps=1", "training.num_samples_per_step=1", "validation.best_of_n=1"]
-    sizes += ["training.k_best_of_n=[2,2]", "training.max_new_gen_tokens=8"]
-    sizes += ["validation.num_examples=1", "run.name=x", "training.learning_rate=1e-4"]
-    sizes += ["task.max_train_examples=9"]
-    arguments = {}
+    given = {}
     for name, (overrides, _) in RUNS.items():
         model = chat if "environment" in name else rotary_model_folder
-        where = [f"--config={os.devnull}", f"run.dir={tmp_path / name}", f"model.name={model}"]
-        arguments[name] = [*where, *sizes, *overrides.split()]
-    command = [sys.executable, "-c", PROGRAM, json.dumps(arguments), json.dumps(sorted(OPTIONAL))]
+        settings = ["training.num_steps=1", *overrides.split()]
+        given[name] = harness.arguments(tmp_path / name, model, *settings)
+    command = [sys.executable, "-c", PROGRAM, json.dumps(given), json.dumps(sorted(OPTIONAL))]
     how = {"capture_output": True, "text": True, "timeout": 200}
     result = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, **how)
     assert result.returncode == 0, result.stderr[-3000:]
     found = json.loads(result.stdout.rstrip().split("\n")[-1])
     assert found == {name: sorted(own) for name, (_, own) in RUNS.items()}
     name, again = "a reward's function", tmp_path / "again"
-    assert harness.run_main(*arguments[name], f"run.dir={again}") in (0, 1)
+    assert harness.run_main(*given[name], f"run.dir={again}") in (0, 1)
     assert_same(tmp_path / name, again)

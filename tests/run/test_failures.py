@@ -10,6 +10,7 @@ import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import harness
 import pytest
@@ -116,11 +117,8 @@ def test_where_a_cpus_memory_runs_out_or_a_task_exits_the_fix_is_named():
 @pytest.mark.parametrize("text", ["\x1b[2J\x1b]0;evil\x07", "two\nlines\r\u202e", "9" * 5_000])
 def test_an_error_is_one_printable_line(text, monkeypatch, capsys):
     """Bug: a column's name or an exception's text reached the terminal raw, escapes and all."""
-
-    def fail(*arguments, **options):
-        raise ValueError(f"before {text} behind")
-
-    monkeypatch.setattr(main, "build_run", fail)
+    error = ValueError(f"before {text} behind")
+    monkeypatch.setattr(main, "build_run", mock.Mock(side_effect=error))
     status = run_main()
     (line,) = capsys.readouterr().err.split("\n")[:-1]
     assert status == 2 and line.isprintable() and len(line) < 3_000

@@ -5,17 +5,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import harness
 import pytest
 from harness import ENVIRONMENT, ROOT, arguments, grade_by_text, read_jsonl, read_rows, train
 
 import main
-from engine.core.types import SamplingParams
 from engine.questions.tasks import built_in_tasks
 from engine.run.config_file import load_config
 from engine.run.state import Run
 from engine.sampling import draw, grouped
+from main import sample_trajectories
 
 SIZES = ["training.warmup_steps=0", "training.learning_rate=0.003", "training.lr_schedule=linear"]
 SIZES += ["training.max_new_gen_tokens=12", "validation.every=1", "validation.num_examples=7"]
@@ -99,20 +100,13 @@ def test_sil_runs_and_of_equal_models_the_earliest_is_the_best(
 def test_validation_has_its_own_length_and_a_greedy_one_samples_once(
     tmp_path, rotary_model_folder, data, monkeypatch
 ):
-    sampled = []
-    sample_trajectories = main.sample_trajectories
-
-    def seen(*arguments):
-        (params,) = (argument for argument in arguments if isinstance(argument, SamplingParams))
-        sampled.append((params.temperature, params.max_new_tokens))
-        return sample_trajectories(*arguments)
-
-    monkeypatch.setattr(main, "sample_trajectories", seen)
+    monkeypatch.setattr(main, "sample_trajectories", spy := mock.Mock(wraps=sample_trajectories))
     greedy = ["validation.temperature=0", "validation.best_of_n=1", "validation.pass_k=[1]"]
     settings = [*data, "mode=evaluate", "validation.max_new_gen_tokens=40", *greedy]
     run = load_run(tmp_path, rotary_model_folder, *settings)
     assert main.run_evaluation(run) == 0
-    assert sampled == [(0, 40)]
+    ((_, _, _, params, _),) = [call.args for call in spy.call_args_list]
+    assert (params.temperature, params.max_new_tokens) == (0, 40)
     (file,) = (tmp_path / "x").glob("eval-*/metrics.json")
     metrics = json.loads(file.read_text())
     for end in ("", "_low", "_high"):  # of one sample for each question: Wilson's interval
