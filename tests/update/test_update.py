@@ -11,37 +11,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import reference
 import torch
 from harness import alone, make_policy, run_on_ranks, sample, seed
 from plain import plain_logits
-from reference import (
-    ALL_TOGETHER,
-    EASY,
-    EQUAL,
-    FP32_ROUNDING,
-    GRPO,
-    HARD,
-    LONG,
-    MAX_NEW_TOKENS,
-    NO_LESSON,
-    ONE_BY_ONE,
-    ROUNDING,
-    TRUNCATED,
-    Recorder,
-    config_of,
-    distance,
-    flat,
-    make_group,
-    make_groups,
-    recorded,
-    reference,
-    reference_groups,
-    row_log_probs,
-    sampler_log_probs,
-    trained,
-    update,
-    weights_of,
-)
+from reference import EASY, GRPO, HARD, LONG, config_of, make_groups, trained, update, weights_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
@@ -94,18 +68,18 @@ AT_ONCE, IN_BLOCKS = 2**40, 0  # engine.model.policy.MAX_LOGITS_BYTES
 CHECKPOINTING, SHARD = "model.gradient_checkpointing=true", "model.shard=true"
 WAYS = {
     "in several": (1, "rotary", 150, AT_ONCE, CHECKPOINTING),
-    "one by one": (1, "absolute", ONE_BY_ONE, IN_BLOCKS),
+    "one by one": (1, "absolute", reference.ONE_BY_ONE, IN_BLOCKS),
     "two ranks": (2, "rotary", 150, IN_BLOCKS),
-    "two shards": (2, "absolute", ALL_TOGETHER, AT_ONCE, SHARD),
+    "two shards": (2, "absolute", reference.ALL_TOGETHER, AT_ONCE, SHARD),
     "three ranks": (3, "absolute", 45, AT_ONCE),
     "three shards": (3, "rotary", 150, IN_BLOCKS, SHARD, CHECKPOINTING),
 }
 # The groups of each rank. They make another number of micro-batches on each, and the third rank has
 # nothing to train on, unless there is a reference.
 SHARES = {
-    1: [[EASY, NO_LESSON, HARD, LONG]],
-    2: [[EASY], [NO_LESSON, HARD, LONG]],
-    3: [[EASY], [HARD, LONG], [NO_LESSON]],
+    1: [[EASY, reference.NO_LESSON, HARD, LONG]],
+    2: [[EASY], [reference.NO_LESSON, HARD, LONG]],
+    3: [[EASY], [HARD, LONG], [reference.NO_LESSON]],
 }
 RATE = 1.0  # of the steps between two passes
 C = 4  # roundings of the largest logit that 16 bits may cost an update
@@ -146,7 +120,7 @@ def compute(world: World, folders: dict, options: str, way: str, *more: str) -> 
         for scorer in (policy.scorer, policy.reference):
             in_blocks = scorer and any(isinstance(m, ChunkedScorer) for m in scorer.modules())
             assert in_blocks in (None, max_bytes == IN_BLOCKS)
-        recorder = Recorder(policy.model, RATE)
+        recorder = reference.Recorder(policy.model, RATE)
         mine = make_groups(config, *SHARES[world.size][world.rank])
         metrics = update(policy, recorder, mine, config, world).metrics
     return policy, config, recorder, metrics
@@ -171,14 +145,14 @@ def fp64_model(folder: Path) -> nn.Module:
 def by_reference(model: nn.Module, all_weights: list, config: Config, folder: Path) -> tuple:
     """(gradients, metrics) at the weights of each pass."""
     training, how = config.training, {"temperature": config.sampling.temperature}
-    groups, gradients, old, ref = reference_groups(config, *SHARES[1][0]), [], None, None
+    groups, gradients, old, ref = reference.reference_groups(config, *SHARES[1][0]), [], None, None
     batch = [t for group in groups for t in group if t.in_batch]
     if training.has_reference:
         scorer = fp64_model(config.model.teacher or folder)
         ref = scores(scorer, batch, **how)
     for weights in all_weights:
         nn.utils.vector_to_parameters(torch.from_numpy(weights), trained(model))
-        gradient, loss = reference(model, groups, config, old=old, ref=ref)
+        gradient, loss = reference.reference(model, groups, config, old=old, ref=ref)
         norm = np.linalg.norm(gradient)
         gradients.append(gradient * min(1.0, training.max_grad_norm / (norm + 1e-6)))
         old = old or scores(model, batch, **how)
@@ -188,7 +162,7 @@ def by_reference(model: nn.Module, all_weights: list, config: Config, folder: Pa
         and not (t.completion.truncated and training.skip_truncated)
         for t in batch
     ]
-    sampler = [sampler_log_probs(t) for t in batch]
+    sampler = [reference.sampler_log_probs(t) for t in batch]
     old, sampler = (torch.cat(list(compress(rows, is_trained))) for rows in (old, sampler))
     metrics = {"train/loss": loss, "train/grad_norm": norm}
     metrics["train/sampler_mismatch"] = (old - sampler).abs().mean().item()
@@ -201,15 +175,15 @@ def by_reference(model: nn.Module, all_weights: list, config: Config, folder: Pa
 
 @torch.no_grad()
 def scores(model: nn.Module, batch: list[Trajectory], *, temperature: float) -> list[torch.Tensor]:
-    return [row_log_probs(model, trajectory, temperature=temperature) for trajectory in batch]
+    return [reference.row_log_probs(model, t, temperature=temperature) for t in batch]
 
 
 def check(options: str, way: str, found: tuple, expected: tuple) -> None:
     """That an update's gradients and metrics are the reference's, up to rounding."""
     (gradients, metrics), (expected_gradients, expected_metrics) = found, expected
-    in_blocks = WAYS[way][3] == IN_BLOCKS
+    bound = reference.ROUNDING if WAYS[way][3] == IN_BLOCKS else reference.FP32_ROUNDING
     for one, other in zip(gradients, expected_gradients, strict=True):
-        assert distance(one, other) <= (ROUNDING if in_blocks else FP32_ROUNDING), options
+        assert reference.distance(one, other) <= bound, options
     is_clipped, is_penalized = (key in OPTIONS[options] for key in ("num_iterations", "kl_coef"))
     assert ("train/clip_frac" in metrics) == (is_clipped or is_penalized), options
     assert (metrics.pop("train/clip_frac", 0.0) > 0) == is_clipped, options
@@ -239,7 +213,7 @@ def test_an_update_equals_the_reference(folders, options, way):
     policy, config, recorder, metrics = compute(alone(), folders, options, way, compute_dtype)
     bound = C * torch.finfo(dtype).eps * largest_logit(folders[WAYS[way][1]])
     bound /= config.sampling.temperature
-    assert distance(recorder.gradients[0], expected[0][0]) <= bound
+    assert reference.distance(recorder.gradients[0], expected[0][0]) <= bound
     names = {"train/sampler_mismatch", "train/kl"}  # of the first pass; the others of the last one
     names |= {"train/loss", "train/grad_norm"} if config.training.num_iterations == 1 else set()
     measured = {name: value for name, value in expected[1].items() if name in names}
@@ -260,8 +234,9 @@ def test_an_update_equals_the_reference(folders, options, way):
 def largest_logit(folder: Path) -> float:
     """Of all rows, in fp64."""
     model = moved_policy(folder, is_exact=True).model.eval()
-    rows = [(t.prompt_ids, t.completion.token_ids) for g in SHARES[1][0] for t in make_group(*g)]
-    return max(plain_logits(model, *row).abs().max().item() for row in rows)
+    rows = [t for group in SHARES[1][0] for t in reference.make_group(*group)]
+    logits = (plain_logits(model, t.prompt_ids, t.completion.token_ids) for t in rows)
+    return max(some.abs().max().item() for some in logits)
 
 
 class Bigram(nn.Embedding):
@@ -276,14 +251,14 @@ def test_each_row_of_the_table_has_a_gradient_of_its_own(folders, monkeypatch):
     start, model = Bigram(345, 345, dtype=torch.double), Bigram(345, 345, dtype=torch.double)
     generator, gradients = torch.Generator().manual_seed(seed()), {}
     nn.init.normal_(start.weight, std=2.0, generator=generator)
-    last = 0.9 * flat(trained(start)) + 0.01
+    last = 0.9 * reference.flat(trained(start)) + 0.01
     monkeypatch.setattr(sys.modules[__name__], "fp64_model", lambda folder: start)
     for options in (name for name in OPTIONS if "lora" not in name):
         config = config_of(*overrides_of(OPTIONS[options], folders))
         weights = [0.9 * last] * (config.training.num_iterations - 1) + [last]
         gradients[options] = by_reference(model, weights, config, Path())[0][-1]
     for one, other in permutations(gradients, 2):
-        assert distance(gradients[one], gradients[other]) > 0.01, (one, other)
+        assert reference.distance(gradients[one], gradients[other]) > 0.01, (one, other)
 
 
 # Rows in which ranks have to agree: on denominators, the norm, rows that are left out, references
@@ -312,7 +287,7 @@ def test_an_update_on_several_ranks_equals_the_reference(folders, tmp_path, num_
 
 def test_rows_share_a_micro_batch_as_long_as_they_fit():
     """In order of length: 3 x (3 + 4) would be above 16, 2 x (3 + 5) is not."""
-    rows = make_group(3, (4, 1, 5, 2), (0.0,) * 4)
+    rows = reference.make_group(3, (4, 1, 5, 2), (0.0,) * 4)
     lengths = [[len(row.completion.token_ids) for row in batch] for batch in pack(rows, 16)]
     assert lengths == [[1, 2], [4, 5]]
 
@@ -331,7 +306,7 @@ def look_at_buckets(world: World, folder: Path) -> list[bool]:
         in_buckets.append(all(shared))
 
     policy.model.register_forward_pre_hook(note)
-    update(policy, Recorder(policy.model), make_groups(config, EASY, HARD), config)
+    update(policy, reference.Recorder(policy.model), make_groups(config, EASY, HARD), config)
     return in_buckets
 
 
@@ -343,7 +318,7 @@ def test_ddp_holds_gradients_once_in_its_buckets(rotary_model_folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("group", "options"),
-    [(EQUAL, []), (TRUNCATED, ["training.skip_truncated=true"])],
+    [(reference.EQUAL, []), (reference.TRUNCATED, ["training.skip_truncated=true"])],
     ids=["equal rewards", "truncated rows that are skipped"],
 )
 def test_no_advantage_means_no_optimizer_step(rotary_model_folder, group, options):
@@ -359,7 +334,7 @@ def test_no_advantage_means_no_optimizer_step(rotary_model_folder, group, option
 
 def test_an_update_after_a_rollout_is_the_one_without(rotary_model_folder):
     """Sampling needs eval mode, in which gradient checkpointing is silently off."""
-    length = f"training.max_new_gen_tokens={MAX_NEW_TOKENS}"
+    length = f"training.max_new_gen_tokens={reference.MAX_NEW_TOKENS}"
     overrides = ["model.gradient_checkpointing=true", length]
     config, results = config_of(*GRPO), []
     for do_rollout in (False, True):
@@ -368,7 +343,7 @@ def test_an_update_after_a_rollout_is_the_one_without(rotary_model_folder):
         if do_rollout:
             sample(policy, [[5, 9, 30], [7] * 40], num_samples=4, temperature=1.3)
         layer.register_forward_pre_hook(lambda module, args, passes=passes: passes.append(1))
-        gradient, metrics = recorded(policy, make_groups(config, EASY, HARD), config)
+        gradient, metrics = reference.recorded(policy, make_groups(config, EASY, HARD), config)
         left = policy.model.config.to_dict(), policy.model.generation_config.to_dict()
         results.append((gradient.tolist(), metrics, left))
         assert len(passes) == 2  # forward, and once more in the backward pass
