@@ -60,12 +60,8 @@ def test_an_update_is_the_same_at_every_loss_scale_that_fits(
     monkeypatch.setattr("engine.model.policy.MAX_LOGITS_BYTES", max_bytes)
     hot = "sampling.temperature=4"  # logits that are close to each other have gradients that are
     run = prepared(rotary_model_folder, hot, f"training.max_grad_norm={limit}", scale=1.0)
-    scaler, before, made, exponents = (
-        run.policy.grad_scaler,
-        weights_of(run.policy),
-        {},
-        range(8, 27),
-    )
+    scaler, before = run.policy.grad_scaler, weights_of(run.policy)
+    made, exponents = {}, range(8, 27)
     for exponent in exponents:
         nn.utils.vector_to_parameters(torch.tensor(before), run.policy.model.parameters())
         scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**exponent})
@@ -170,7 +166,6 @@ def test_a_run_keeps_the_dtype_that_was_chosen_for_its_first_processor(
     monkeypatch.setattr(engine.run.start, "MIN_SIZE", 32)  # products of any size count
     sizes = ["training.num_samples_per_step=1", "training.k_best_of_n=[2,2]"]
     sizes += ["training.max_new_gen_tokens=2", "validation.num_examples=1"]
-    sizes += ["validation.best_of_n=1"]
     for num_steps in range(1, num_starts + 1):
         options = [*(word for word in given if "=" in word), f"training.num_steps={num_steps}"]
         run = load_run(load_config(arguments(tmp_path, rotary_model_folder, *sizes, *options)))

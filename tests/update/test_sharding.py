@@ -67,14 +67,11 @@ def bytes_for_a_weight(run: Run) -> dict[str, float]:
         "gradients": [p.grad for p in weights],
         "averages": [value for state in averages for value in state.values() if value.ndim > 0],
     }
-    num_weights = sum(p.numel() for p in weights)
-    return {name: bytes_in_memory(some) / num_weights for name, some in tensors.items()}
-
-
-def bytes_in_memory(tensors: list[torch.Tensor]) -> int:
-    """The size of the storages behind this rank's parts of the tensors, each counted once."""
-    storages = [local(tensor).untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    num_weights, sizes = sum(p.numel() for p in weights), {}
+    for name, some in tensors.items():  # the storages behind this rank's parts, each counted once
+        storages = [local(tensor).untyped_storage() for tensor in some]
+        sizes[name] = sum({s.data_ptr(): s.nbytes() for s in storages}.values()) / num_weights
+    return sizes
 
 
 def test_all_ranks_take_the_same_steps_with_whole_models_and_with_shards(
