@@ -30,6 +30,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+from graphs import install_graphs
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.profiler import profile
@@ -38,7 +39,6 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     PretrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -188,12 +188,10 @@ def save_random(
 
 
 def save_writer(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    follows: dict[str, str | list[str]],
-    folder: Path,
+    base: Path, tokenizer: PreTrainedTokenizerFast, follows: dict[str, Sequence[str]], folder: Path
 ) -> Path:
     """Save a model whose every token one of its `follows` follows, all as likely; "." ends it."""
+    model = Qwen2ForCausalLM.from_pretrained(base)
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     ids = {text: tokenizer.encode(text)[0] for text in [*follows, "."]}
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -266,6 +264,12 @@ def data(tmp_path_factory) -> list[str]:
     """Overrides that name questions for the task, which holds some of them out to validate."""
     questions = write_questions(tmp_path_factory.mktemp("questions") / "questions.jsonl")
     return [f"task.train={questions}", f"task.eval={questions}"]
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> None:
+    """This machine has no CUDA graphs: others take their place, see graphs.py."""
+    install_graphs(monkeypatch)
 
 
 @pytest.fixture(params=["rotary", "absolute"])

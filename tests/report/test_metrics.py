@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from harness import ROOT, alone, arguments, make_row, read_jsonl, run_main, save_writer, seed
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from engine.core.statistics import confidence_interval, majority_sample, reduce_means
 from engine.core.types import Groups, Trajectory
@@ -286,8 +286,8 @@ def test_each_number_that_a_run_shows_is_derived_a_second_time(
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_tokens(["<|im_start|>", END], special_tokens=True)
     tokenizer.chat_template = TEMPLATE
-    model, follows = Qwen2ForCausalLM.from_pretrained(rotary_model_folder), {"\n": ["n", "u"]}
-    save_writer(model, tokenizer, follows | {"n": ["u", END], "u": ["n", END]}, Path("model"))
+    follows = {"\n": ["n", "u"], "n": ["u", END], "u": ["n", END]}
+    save_writer(rotary_model_folder, tokenizer, follows, Path("model"))
     board, about, sent, tables, output = Board.__new__(Board), {}, [], [], io.StringIO()
     vars(board).update(title="Shown", server="", finish=print, send_samples=tables.append)
     board.start = lambda *given: about.update(given[-1]) or ("1", "here")

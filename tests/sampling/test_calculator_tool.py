@@ -7,10 +7,8 @@ from pathlib import Path
 import harness
 import numpy as np
 import pytest
-from graphs import install_graphs
 from harness import make_policy, save_writer
 from plain import assert_plain
-from transformers import Qwen2ForCausalLM
 
 from engine.core.types import Completion
 from engine.model.policy import Policy
@@ -38,12 +36,7 @@ def folders(rotary_model_folder, tokenizer, tmp_path_factory) -> dict[str, Path]
     parent, tokenizer = tmp_path_factory.mktemp("calculating"), copy.deepcopy(tokenizer)
     tokenizer.add_tokens([START, END, REPLY, REPLIED], special_tokens=True)
     return {
-        style: save_writer(
-            Qwen2ForCausalLM.from_pretrained(rotary_model_folder),
-            tokenizer,
-            follows,
-            parent / style,
-        )
+        style: save_writer(rotary_model_folder, tokenizer, follows, parent / style)
         for style, follows in FOLLOWS.items()
     }
 
@@ -57,14 +50,8 @@ def sample(
     return policy, [completion_text(c, policy.tokenizer) for c in group], group
 
 
-@pytest.fixture(autouse=True)
-def graphs(monkeypatch) -> None:
-    """This machine has no CUDA graphs: others take their place, see graphs.py."""
-    install_graphs(monkeypatch)
-
-
 @pytest.mark.parametrize("style", STYLES)
-def test_the_result_is_written_where_a_completion_asks_and_nowhere_else(folders, style):
+def test_the_result_is_written_where_a_completion_asks_and_nowhere_else(folders, style, graphs):
     """By all backends alike; with CUDA graphs results are looked up between captured steps."""
     groups = []
     for backend in ("grouped", "generate", "captured"):

@@ -16,11 +16,9 @@ import harness
 import numpy as np
 import pytest
 import torch
-from graphs import install_graphs
 from harness import LOOPS, make_config, make_policy, make_run, read_jsonl, save_writer
 from plain import assert_plain
 from tokenizers import AddedToken, normalizers
-from transformers import Qwen2ForCausalLM
 
 import main
 from engine.core.statistics import Clock
@@ -28,7 +26,7 @@ from engine.core.types import Trajectory
 from engine.core.user_file import RewardError
 from engine.run.config_file import load_config
 from engine.run.state import Run
-from engine.sampling.environment import Conversation, Turns, start_conversations
+from engine.sampling.environment import Conversation, Turns
 
 # Turns end and tools are called as in Qwen2.5's chats; the words are our own.
 TEMPLATE = """{%- if tools %}<|im_start|>system
@@ -108,20 +106,14 @@ def folder(rotary_model_folder, tokenizer, tmp_path_factory) -> Path:
     tokenizer.add_tokens(["<|im_start|>", END], special_tokens=True)
     tokenizer.add_tokens([ONE, TWO])
     tokenizer.chat_template = TEMPLATE
-    ends = {ONE: [END], TWO: [END, "<|end|>"], "u": [END]}
-    return save_writer(
-        Qwen2ForCausalLM.from_pretrained(rotary_model_folder),
-        tokenizer,
-        ends | {"\n": [ONE, TWO, "n"], "n": ["u"]},
-        tmp_path_factory.mktemp("calling"),
-    )
+    follows = {ONE: [END], TWO: [END, "<|end|>"], "u": [END], "\n": [ONE, TWO, "n"], "n": ["u"]}
+    return save_writer(rotary_model_folder, tokenizer, follows, tmp_path_factory.mktemp("calling"))
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch) -> None:
-    """Tasks are found in the current folder; this machine has no CUDA graphs, see graphs.py."""
+def here(tmp_path, monkeypatch, graphs) -> None:
+    """Tasks are found in the current folder."""
     monkeypatch.chdir(tmp_path)
-    install_graphs(monkeypatch)
 
 
 def make(folder: Path, code: str = "", *overrides: str, is_exact: bool = False) -> Run:
@@ -245,11 +237,8 @@ def test_an_end_token_that_is_inserted_ends_nothing(folder):
 
 def start(run: Run) -> Conversation:
     """The first of the conversations that `play` has."""
-    policy, questions = run.policy, [{"n": 1}]
-    prompts = start_conversations(
-        policy, run.task, run.config, questions, SEEDS, policy.params, Clock()
-    )
-    ((conversation, *_),) = prompts.conversations
+    given = run.task, run.config, [{"n": 1}], SEEDS, run.policy.params, Clock()
+    ((conversation, *_),) = run.policy.make_prompts(*given).conversations
     return conversation
 
 
@@ -387,10 +376,8 @@ def test_what_is_given_away_is_a_copy_and_is_asked_for_once(folder, tmp_path, gi
     settings = [given, "task.train=rows.jsonl", "task.eval=rows.jsonl", "training.num_steps=2"]
     settings += ["validation.every=1", "training.max_new_gen_tokens=60"]
     run = harness.load_run(load_config(harness.arguments(tmp_path, folder, *settings)))
-    questions, module = (
-        (run.validation_questions, run.stream.questions),
-        sys.modules["user_task_spoiling"],
-    )
+    questions = run.validation_questions, run.stream.questions
+    module = sys.modules["user_task_spoiling"]
     before, is_played = copy.deepcopy(questions), run.task.Environment is not None
     module.PAID.clear()
     assert main.run_training(run) == (0 if is_played else 1)  # it pays equally within a group

@@ -13,7 +13,7 @@ import harness
 import pytest
 import torch
 import transformers
-from graphs import Graph, install_graphs
+from graphs import Graph
 from harness import CPU, listener, loop_of, make_policy, peak_bytes, seed
 from plain import assert_plain
 from reference import score
@@ -88,22 +88,9 @@ def attend_by_2d_mask(module, query, key, value, attention_mask, **settings):
     return sdpa_attention_forward(module, query, key, value, mask, **settings)
 
 
-@pytest.fixture
-def graphs(monkeypatch) -> None:
-    """This machine has no CUDA graphs: others take their place, see graphs.py."""
-    install_graphs(monkeypatch)
-
-
-# Greedy, and without half of the tokens
-POISON = transformers.GenerationConfig(
-    do_sample=True,
-    temperature=0.1,
-    top_k=1,
-    repetition_penalty=1.3,
-    min_p=0.3,
-    suppress_tokens=list(range(2, 345, 2)),  # a field that nobody thinks of
-    eos_token_id=0,
-)
+POISON = {"do_sample": True, "temperature": 0.1, "top_k": 1, "repetition_penalty": 1.3}  # greedy
+POISON |= {"min_p": 0.3, "eos_token_id": 0}
+POISON |= {"suppress_tokens": [*range(2, 345, 2)]}  # a field that nobody thinks of
 
 
 @pytest.mark.parametrize(
@@ -122,7 +109,7 @@ def test_what_is_drawn_is_what_one_plain_forward_pass_gives(
     loop = "generate" if backend == "generate" else "grouped"
     overrides = [f"sampling.backend={loop}", f"model.attn_implementation={attention}"]
     folder = shutil.copytree(model_folder, tmp_path / "poisoned")
-    POISON.save_pretrained(folder)
+    transformers.GenerationConfig(**POISON).save_pretrained(folder)
     policy = make_policy(folder, *overrides, is_exact=attention != "eager")
     assert loop_of(policy) == loop  # a model that the probe refuses would be sampled otherwise
     ends = set()
@@ -257,19 +244,17 @@ def test_the_cache_grows_as_long_as_rows_stay_and_within_the_limit(model_folder,
     assert cache < peaks[0] <= limit and peaks[1] <= limit - cache / 2
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-def test_the_head_reads_rows_that_lie_together(rotary_model_folder, chunked):
+@pytest.mark.parametrize("scorer", [CompletionScorer, ChunkedScorer])
+def test_the_head_reads_rows_that_lie_together(rotary_model_folder, scorer):
     """Bug: the last column of many prompts is a slice: torch copied the head row by row."""
     policy, inputs = make_policy(rotary_model_folder), []
-    policy.scorer = (ChunkedScorer if chunked else CompletionScorer)(
-        policy.model, policy.compute_dtype
-    )
+    policy.scorer = scorer(policy.model, policy.compute_dtype)
     head = policy.model.get_output_embeddings()  # fp32: the same model samples
     head.register_forward_pre_hook(lambda head, args: inputs.append(args[0]))
     groups = sample(policy, num_samples=1)
     num_read = len(inputs)
     score(policy, RAGGED, [completion.token_ids for (completion,) in groups])
-    assert num_read > 0 and (len(inputs) > num_read) != chunked
+    assert num_read > 0 and (len(inputs) > num_read) == (scorer is CompletionScorer)
     assert all(hidden.is_contiguous() for hidden in inputs)
 
 

@@ -8,10 +8,9 @@ from harness import load_run, seed
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from engine.core.statistics import Clock
 from engine.run.config_file import load_config
 from engine.sampling.stop_texts import StopTexts
-from main import sample_trajectories
+from main import sample_validation
 
 STOPS = ["no\n", "= 8", "</answer>"]
 WAYS = [("grouped", "gsm8k"), ("generate", "null")]
@@ -21,11 +20,8 @@ WAYS += [pytest.param("vllm", name, marks=pytest.mark.vllm) for name in ("gsm8k"
 def texts_of(*overrides: str) -> tuple[list, object]:
     """Completions of four questions by the embedded model, and their tokenizer."""
     sizes = ["mode=evaluate", "training.max_new_gen_tokens=64", "validation.num_examples=4"]
-    run = load_run(load_config([*sizes, "training.k_best_of_n=[4,4]", *overrides]))
-    seeds = [(0, 0, i) for i in range(4)]
-    params = run.policy.params
-    groups = sample_trajectories(run, run.validation_questions, seeds, params, Clock())
-    return [t for group in groups for t in group], run.policy.tokenizer
+    run = load_run(load_config([*sizes, "validation.best_of_n=4", *overrides]))
+    return [t for group in sample_validation(run) for t in group], run.policy.tokenizer
 
 
 @pytest.mark.parametrize(("backend", "calculator"), WAYS)
