@@ -19,15 +19,8 @@ from engine.questions.prompts import completion_text
 
 MAX_NEW_TOKENS = 12
 LENGTH = f"training.max_new_gen_tokens={MAX_NEW_TOKENS}"
-SIZES = [
-    "training.num_steps=2",
-    "training.warmup_steps=0",
-    "training.learning_rate=0.003",
-    LENGTH,
-    "training.k_best_of_n=[4,4]",
-    "training.num_samples_per_step=4",
-    "model.compute_dtype=float32",
-]
+SIZES = ["training.num_steps=2", "training.k_best_of_n=[4,4]", "training.num_samples_per_step=4"]
+SIZES += ["training.learning_rate=0.003", "training.warmup_steps=0", "model.compute_dtype=float32"]
 ALWAYS, NEVER = 5.0, -5.0  # biases; they make logits of about 28 and -28
 
 
@@ -70,9 +63,8 @@ def train(monkeypatch, capsys, tmp_path) -> Callable[..., tuple[Path, str]]:
     def run(model: Path, *overrides: str, by_text: bool = False, status: int = 0):
         if by_text:
             grade_by_text(monkeypatch)
-        given = [*SIZES, f"task.train={file}", f"task.eval={file}", *overrides]
-        command = harness.arguments(tmp_path / "runs", model, *given)
-        ended = harness.run_main(*command)
+        given = [*SIZES, LENGTH, f"task.train={file}", f"task.eval={file}", *overrides]
+        ended = harness.run_main(*harness.arguments(tmp_path / "runs", model, *given))
         output, errors = capsys.readouterr()
         untrained = "no step has trained the model" in output
         assert ended == (status or int(untrained)), errors

@@ -4,6 +4,7 @@ Mistakes in them are in tests/run/test_mistakes.py.
 """
 
 import asyncio
+import functools
 import itertools
 import json
 import os
@@ -17,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import ENVIRONMENT, ROOT, arguments, load_run, make_config, make_row, read_rows
+from harness import ENVIRONMENT, ROOT, arguments, load_rows, load_run, make_config, read_rows
 
 import main
 from engine.core.config import ConfigError, TaskSettings
@@ -284,25 +285,19 @@ def test_length_rewards_are_those_of_their_formulas():
             assert value is None if right is None else value == pytest.approx(right)
 
 
-def split_of(settings: list[str], split: str, num: int | None, exclude: list[dict]) -> list[dict]:
-    options = make_config("task.reward=my_rewards:answer", *settings).task
-    source = options.eval if split == "validation" else options.train
-    how = {"seed": 0, "held_out": options.train == options.eval, "exclude": exclude}
-    task = load_task(options.code)
-    return load_examples(task, source, split, options=options, num_examples=num, **how)
-
-
 def test_one_file_serves_both_and_so_many_rows_are_held_out_by_their_hash(folder):
-    one = ["task.train=rows.jsonl"]
-    held_out = split_of(one, "validation", 6, [])
-    train = split_of(one, "train", None, held_out)
+    options = make_config("task.reward=my_rewards:answer").task
+    how = {"options": options, "num_examples": 512, "seed": 0, "held_out": True, "exclude": []}
+    load = functools.partial(load_examples, load_task(options.code), **how)
+    held_out = load("rows.jsonl", "validation", num_examples=6)
+    train = load("rows.jsonl", "train", exclude=held_out)
     assert len(held_out) == 6 and [row for row in ROWS if row not in held_out] == train
-    assert split_of(one, "validation", 7, [])[:6] == held_out
-    assert len(split_of(one, "validation", 512, [])) == 20  # half is left to train on
+    assert load("rows.jsonl", "validation", num_examples=7)[:6] == held_out
+    assert len(load("rows.jsonl", "validation")) == 20  # half is left to train on
     (folder / "other.csv").write_text("prompt,answer\n1 + 1 =,2\n9?,9\n")
-    two = [*one, "task.eval=other.csv"]
-    assert split_of(two, "validation", 512, [])[1] == {"prompt": "9?", "answer": "9"}
-    assert len(split_of(two, "train", None, ROWS[1:2])) == 39
+    _, row = load("other.csv", "validation", held_out=False)
+    assert row == {"prompt": "9?", "answer": "9"}
+    assert len(load("rows.jsonl", "train", held_out=False, exclude=ROWS[1:2])) == 39
 
 
 TYPED = """
@@ -387,7 +382,7 @@ def test_functions_are_named_as_they_are_written_and_leave_the_run_where_it_is(f
     with pytest.raises(RewardError, match=r"written\.py, line 12: judge raised KeyError"):
         paid("written:judge")
     with pytest.raises(RewardError, match=r"written\.py, line 15: two must return a tensor"):
-        own_advantages("written:two", torch.zeros(1, 1), [[make_row(0.0)]])
+        own_advantages("written:two", torch.zeros(1, 1), [[Trajectory([1], DRAWN, "", {}, 0.0)]])
     with pytest.raises(ConfigError, match="timeout counts the calls that took too long: rename"):
         paid("written:timeout")
     with pytest.raises(RewardError, match=r"cosine raised .* named first: the first says"):
@@ -430,8 +425,7 @@ def test_a_module_needs_a_prompt_and_a_reward_alone(folder):
     (folder / "rows.csv").write_text("q,level\n" + "".join(f"{n},3\n" for n in range(80)))
     task, options = load_task("mine"), make_config("task.name=mine").task
     assert options.reward_weights == {"answer": 1.0}
-    how = {"options": options, "num_examples": None, "seed": 0, "held_out": True, "exclude": []}
-    rows = load_examples(task, "rows.csv", "train", **how)
+    rows = load_rows(task, "rows.csv", "train")
     assert 60 < len(rows) < 80 and rows[0].keys() == {"q", "level"}
     assert task.question_key({"b": 1, "a": 2}) == task.question_key({"a": 2, "b": 1})
     assert reward_parts(task, [["y"]], [rows[0]], options, [[None]])[0][0]["answer"] == 0.5
