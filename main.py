@@ -17,9 +17,9 @@ One step of the algorithm (`run_training` is the loop):
     6. before the next step, if one is due, an evaluation; the best model is kept
 
 Rows are the batch's completions (of sil the k best), of all ranks. There is no critic and, with one
-update per batch, no ratio and no clipping. Functions stand below their callers. `generate` samples
-for any model; the default draws the same tokens faster, by engine/sampling/grouped.py. Rewards are
-the task's (countdown.py). What is off by default is imported only where it is used.
+update per batch, no ratio and no clipping. Functions stand below their callers. `generate` shows
+how any model samples; the default draws the same tokens faster, in engine/sampling/grouped.py.
+Rewards are the task's (countdown.py). What is off by default is imported only where it is used.
 
 Shapes: N questions, G completions each, B rows of a micro-batch, P longest prompt, S longest prompt
 with its completion, K columns that are scored, V vocabulary. Masks are bool, True = keep.
@@ -84,9 +84,9 @@ def build_run(config: Config) -> Run:
     logger = Logger(rank=world.rank)  # `settle_config` gives it the boards of logging.report_to
     config = settle_config(config, world, notes, logger)  # fills in what it leaves open
     task = load_task(config.task.code)
-    # An AutoModelForCausalLM. Its trained weights and AdamW's moments are fp32; autocast runs its
-    # forward pass in `dtype`: bf16 on a GPU that has it, otherwise float16; fp32 on most CPUs. What
-    # samples is, in 16 bits, a copy, refreshed after each update; in fp32 or with LoRA the model.
+    # An AutoModelForCausalLM. Trained weights and AdamW's moments are fp32. `dtype` is that of the
+    # forward pass: bf16 on a GPU that has it, otherwise float16; fp32 on most CPUs. In 16 bits the
+    # sampler is a copy, refreshed after each update; in fp32, or with LoRA, it is the model itself.
     model, tokenizer, dtype = load_model_and_tokenizer(config, world.device, logger.info)
     policy = make_policy(config, model, tokenizer, dtype, world, logger.info, generate=generate)
     logger.info(f"a completion ends at {policy.end_tokens}")
@@ -103,7 +103,7 @@ def build_run(config: Config) -> Run:
 
 
 def wrap_policy(policy: Policy, config: Config, world: World, log: Callable[[str], None]) -> None:
-    """Make the scorer (of log-probabilities, piecewise if logits are large); wrap it in DDP."""
+    """Make the scorer of log-probabilities, piece by piece if logits are large; wrap it in DDP."""
     scorer_class = policy.large_logits_scorer(config, world.device, log) or CompletionScorer
     policy.scorer = scorer_class(policy.model, policy.compute_dtype)
     if config.training.has_reference:  # a second, frozen model: off by default
@@ -125,13 +125,13 @@ def run_training(run: Run) -> int:
     per_rank = questions_per_step // world.size
     world.signals.start()  # Ctrl-C or SIGTERM: finish the step, save, leave; a second: at once
     while True:
-        if run.is_evaluation_due:  # first, last, each validation.every steps; not after a signal
+        if run.is_evaluation_due:  # first, last, each validation.every steps, once; no signal
             evaluate(run)
         if run.is_checkpoint_due:  # each checkpoint.every steps, at the end, and after a signal
             save_checkpoint(run)
         if run.is_over or world.stop_signal:
-            return finish(run)  # all is saved: it says what was reached
-        run.check_skipped_steps()  # FloatingPointError after too many in a row
+            return finish(run)  # all is saved: it says what was reached, and gives the exit status
+        run.check_skipped_steps()  # FloatingPointError after too many in a row were not finite
         clock = Clock()
         with clock("step"):
             taken, next_position = run.stream.take(state.position, questions_per_step)
@@ -144,7 +144,7 @@ def run_training(run: Run) -> int:
             with clock("update"), seeded(seeds, world.device):
                 update = update_policy(run, groups)
         metrics = step_metrics(run, groups, update, clock)  # means over all ranks, times
-        run.end_step(update, metrics, next_position)  # the seed and the position fix each draw
+        run.end_step(update, metrics, next_position)  # the next step, also if nothing was updated
         log_step(run, metrics, questions, groups, update)
         world.ask_whether_to_stop()  # sets `stop_signal` on all ranks if one was sent a signal
 
@@ -162,11 +162,11 @@ def sample_trajectories(
     """
     policy, task, config = run.policy, run.task, run.config
     prompts = policy.make_prompts(task, config, questions, seeds, params, clock)  # ids, seeds
-    with clock("rollout"):  # by sampling.backend: engine/sampling/grouped.py, `generate` or vLLM
+    with clock("rollout"):  # by sampling.backend: grouped, `generate` (below) or vLLM
         groups = decode_in_batches(
             policy.sampler, prompts, params, config.sampling.max_batch_tokens, run.logger
         )
-    task.max_completion_length = params.max_new_tokens  # rewards for length compare with it
+    task.max_completion_length = params.max_new_tokens  # of this call, for rewards for length
     with clock("reward"):
         return compute_rewards(policy, task, config, questions, prompts.token_ids, groups)
 
@@ -181,12 +181,12 @@ def generate(
     on_progress: Callable[[int], None],
     streamer: object | None = None,
 ) -> list[Completion]:
-    """Sample a group of completions of each prompt, by any model; `streamer` gets each token."""
+    """A group of completions of each prompt, in one list, by any model; `streamer` gets tokens."""
     prompt_ids, prompt_mask = left_pad(prompts, params.pad_id, model.device)  # (N, P)
-    # All backends draw in engine/sampling/draw.py: from softmax(logits / temperature), cut by top_p
-    # and top_k, it takes the first token whose cumulative probability exceeds a uniform number of
-    # the question's seed. DrawingProcessor sets all other logits to -inf, so transformers' own draw
-    # has no choice; `seeded` keeps that draw from moving torch's generator.
+    # All backends draw in engine/sampling/draw.py: from softmax(logits / temperature) (0: the
+    # likeliest), cut by top_p and top_k, the first token whose cumulative probability exceeds a
+    # uniform number of the question's seed. DrawingProcessor sets all other logits to -inf: so
+    # transformers' own draw has no choice. `seeded` keeps it from moving torch's generator.
     drawing = DrawingProcessor(seeds, params, model.device)
     with seeded(seeds, model.device):
         model.generate(
@@ -310,12 +310,12 @@ def update_policy(run: Run, groups: list[list[Trajectory]]) -> Update:
         scaler.unscale_(optimizer)
         grad_norm = nn.utils.clip_grad_norm_(policy.model.parameters(), training.max_grad_norm)
         update.metrics |= {"train/loss": loss, "train/grad_norm": grad_norm.item()}
-        update.outcome = Outcome.of(loss, grad_norm.item(), scaler, training)  # equal on all ranks
+        update.outcome = Outcome.of(loss, grad_norm.item(), scaler, training)  # are both finite?
         if update.outcome is Outcome.UPDATED:
             scaler.step(optimizer)
-            update.has_moved = True
+            update.has_moved = True  # and stays so if a later iteration is broken
         scaler.update()  # halves the scale after an overflow, doubles it after many steps without
-        optimizer.zero_grad(set_to_none=not policy.is_in_ddp)  # DDP's are views of its buckets
+        optimizer.zero_grad(set_to_none=not policy.is_in_ddp)  # DDP's are views: zeroed in place
         if update.outcome is not Outcome.UPDATED:
             break
     policy.sampler.refresh()  # the copy that samples, if there is one, takes over the weights
@@ -328,8 +328,8 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """What this rank trains on; empty only if no rank has anything to train on.
 
-    The denominators count `batch` (as rows) and `kept` (as tokens; skip_truncated drops some). Only
-    `trained` is computed: by default rows of advantage 0 have no gradient.
+    The denominators: `num_rows` counts `batch`, `num_tokens` the sampled tokens of `kept`. Passes
+    are made of `trained` alone: by default rows of advantage 0 have no gradient.
     """
     batch = [t for group in groups for t in group if t.in_batch]
     kept = [t for t in batch if not (training.skip_truncated and t.completion.truncated)]
@@ -384,7 +384,7 @@ def token_weights(
     nor the micro-batches' size.
     """
     mask, normalization = mask.float(), training.loss_normalization
-    if normalization == "dr_grpo":  # the default: arXiv:2503.20783
+    if normalization == "dr_grpo":  # the default, rows * length limit: arXiv:2503.20783
         return mask / (num_rows * training.max_new_gen_tokens)
     if normalization == "token":  # DAPO, arXiv:2503.14476
         return mask / num_tokens
@@ -401,14 +401,14 @@ def accumulate_gradients(
     DDP averages gradients over the ranks, and ours must add up: hence `world.size`. It does so in
     the last micro-batch alone (`no_sync`): ranks may have unequally many; with model.shard in all.
     """
-    policy, world, total = run.policy, run.world, 0.0
+    policy, world, losses = run.policy, run.world, []
     for micro_batch in run.logger.track(micro_batches, "update", "batch"):
         syncs_later = policy.is_in_ddp and micro_batch is not micro_batches[-1]
         with policy.scorer.no_sync() if syncs_later else contextlib.nullcontext():
             loss = micro_batch_loss(policy, micro_batch, run.training, metric_sums)
             policy.grad_scaler.scale(world.size * loss).backward()  # float16's factor, or 1
-        total += loss.detach().double()
-    return world.sum([total]).item()
+        losses.append(loss.detach())
+    return world.sum([sum(torch.stack(losses).tolist())]).item()  # Apple's GPU has no float64
 
 
 def micro_batch_loss(
@@ -424,7 +424,7 @@ def micro_batch_loss(
     if is_first:
         batch.old_log_probs = log_probs.detach()
         metrics["train/sampler_mismatch"] = (batch.old_log_probs - batch.sampler_log_probs).abs()
-    if not training.is_reinforce:  # a ratio, a KL penalty, importance weights: all off by default
+    if not training.is_reinforce:  # num_iterations > 1, a KL penalty, weights: off by default
         from engine.update.losses import apply_options  # it asks the reference if `is_first`
 
         token_loss, weights, more = apply_options(
@@ -450,10 +450,10 @@ class CompletionScorer(nn.Module):
         top_p or top_k cut it, which is warned of). Rows are padded on the right, where no token
         looks: attention is causal and needs no mask.
         """
-        # Logits at column c predict the token at c + 1. columns: those whose next one a row scores.
+        # Logits at column c predict the token at c + 1. columns: each whose next one a row scores.
         columns = mask[:, 1:].any(dim=0).nonzero()[:, 0]  # (K,)
         token_ids, is_scored = input_ids[:, columns + 1], mask[:, columns + 1]  # (B, K)
-        with autocast(input_ids.device, self.compute_dtype, cache_casts=False):  # saves memory
+        with autocast(input_ids.device, self.compute_dtype, cache_casts=False):  # keeps no casts
             output = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=columns)
         log_probs = token_log_probs(output.logits, token_ids, temperature=temperature)
         everywhere = log_probs.new_zeros(mask.shape)  # (B, S)
@@ -476,7 +476,7 @@ def evaluate(run: Run) -> None:
     metrics, groups = measure_policy(run, clock)
     log_evaluation(run, metrics | clock.read(), groups)
     score = metrics[run.config.best_metric]  # higher is better
-    state.keep_scores(metrics, score)
+    state.keep_scores(metrics, score)  # for the summary and the model card
     is_broken = run.count_broken(groups) > 0  # such a model is no best
     is_best = not is_broken and (state.best is None or score > state.best)
     if is_best and save_best(run, metrics):  # writes best/; False if it could not

@@ -39,6 +39,8 @@ def reduce_means(sums: dict[str, Tensor | tuple[float, float]], world: World) ->
 
 def add_to_mean(sums: dict[str, Tensor], name: str, values: Tensor, mask: Tensor) -> None:
     """Add the values (B, T) where the mask is True to a metric's (sum, count), a tensor (2,)."""
+    if values.device.type == "mps":  # Apple's GPU, which has no float64
+        values, mask = values.cpu(), mask.cpu()
     pair = torch.where(mask, values, 0).sum(dtype=torch.float64), mask.sum(dtype=torch.float64)
     sums[name] = sums.get(name, 0.0) + torch.stack(pair)
 
@@ -79,5 +81,4 @@ def confidence_interval(rates: np.ndarray, *, is_binary: bool) -> tuple[float, f
         return max(0.0, centre - half), min(1.0, centre + half)  # rounding, at 0 and 1
     # A bootstrap of questions, not of samples: eight samples of one question are not independent.
     resampled = np.random.default_rng(0).choice(rates, size=(2000, n)).mean(axis=1)
-    low, high = np.quantile(resampled, [0.025, 0.975])
-    return float(low), float(high)
+    return tuple(np.quantile(resampled, [0.025, 0.975]).tolist())

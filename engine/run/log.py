@@ -136,8 +136,7 @@ def log_evaluation(run: Run, metrics: dict[str, float], groups: Groups) -> None:
 
 def validation_samples(run: Run, groups: Groups) -> list[dict]:
     """The first completions of this rank's share of the validation questions."""
-    mine = run.world.share(run.validation_questions)
-    return samples_of(run, groups, mine, split="validation")
+    return samples_of(run, groups, run.world.share(run.validation_questions), split="validation")
 
 
 def samples_of(run: Run, groups: Groups, questions: list[dict], *, split: str) -> list[dict]:

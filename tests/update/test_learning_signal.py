@@ -4,11 +4,17 @@ What advantages and losses are otherwise is in test_trl_numbers.py and, by formu
 """
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from harness import alone, make_config, make_rows
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import main
+from engine.core.statistics import add_to_mean
 from engine.core.user_file import RewardError
 from engine.update import losses
 from main import assign_advantages, grpo_advantages, k_best_mask
@@ -75,3 +81,32 @@ def test_sums_over_ranks_are_exact_in_float64_and_leave_the_caller_its_values():
     values = torch.tensor([0.1], dtype=torch.float64)
     assert alone().sum([0.1, 2**24 + 1]).tolist() == [0.1, 2**24 + 1]
     assert alone().sum(values).data_ptr() != values.data_ptr()
+
+
+# Apple's GPU
+
+
+class NoFloat64(TorchDispatchMode):
+    """As on Apple's GPU, whose kernels have no float64."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        kinds = {(t.device.type, t.dtype) for t in tree_leaves(out) if torch.is_tensor(t)}
+        assert ("mps", torch.float64) not in kinds, func
+        return out
+
+
+def test_apples_gpu_is_asked_for_no_float64(monkeypatch):
+    """Bug: the first update of every run there ended with an error. Fake tensors have no values."""
+    scaled = SimpleNamespace(backward=lambda: None)  # torch has no such pass without the GPU
+    scaler = SimpleNamespace(scale=lambda loss: scaled)
+    policy = SimpleNamespace(is_in_ddp=False, grad_scaler=scaler)
+    logger = SimpleNamespace(track=lambda batches, *names: batches)
+    world = SimpleNamespace(size=1, sum=None)
+    run = SimpleNamespace(policy=policy, logger=logger, world=world, training=None)
+    with FakeTensorMode(), NoFloat64():
+        values, sums = torch.ones(2, 3, device="mps"), {}
+        add_to_mean(sums, "entropy", values, values > 0)
+        monkeypatch.setattr(main, "micro_batch_loss", lambda *given: values.sum())
+        with pytest.raises(DataDependentOutputException):  # where the losses are read
+            main.accumulate_gradients(run, [None, None], sums)
