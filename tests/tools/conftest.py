@@ -1,10 +1,11 @@
-"""What the tests of several tools share: a call of the command, and a browser."""
+"""What the tests of several tools share: a call of the command, a run's folder, a browser."""
 
 import contextlib
 import io
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -31,26 +32,27 @@ def call(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
     return call_tool
 
 
+@pytest.fixture
+def run(tmp_path, pytestconfig) -> Path:
+    """The folder of a run whose best/ is the embedded model."""
+    (tmp_path / "best").symlink_to(pytestconfig.rootpath / "tiny")
+    return tmp_path
+
+
 @pytest.fixture(scope="session")
-def browser() -> Iterator[object]:
-    """Chromium without a window; users' machines without it skip."""
+def visit() -> Iterator[Callable[..., contextlib.AbstractContextManager]]:
+    """Opens a page in Chromium, which users' machines may lack.
+
+    It may neither fail, nor ask for anything but what is below its address, nor be too wide.
+    """
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     path = shutil.which("chromium") or shutil.which("google-chrome")
     if path is None:
         pytest.skip("chromium is not installed")
-    with playwright.sync_playwright() as api:
-        chromium = api.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=120_000)
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture(scope="session")
-def visit(browser) -> Callable[..., contextlib.AbstractContextManager]:
-    """Opens a page that may neither fail nor ask for anything but what is below its address."""
 
     @contextlib.contextmanager
     def open_page(address: str, *, width: int) -> Iterator[object]:
-        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme="dark")
+        page = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme="dark")
         page.set_default_timeout(60_000)
         problems, requests = [], []
         page.on("pageerror", lambda error: problems.append(str(error)))
@@ -59,6 +61,10 @@ def visit(browser) -> Callable[..., contextlib.AbstractContextManager]:
         page.goto(address)
         yield page
         assert problems == [] and all(url.startswith(address) for url in requests)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         page.close()
 
-    return open_page
+    with playwright.sync_playwright() as api:
+        chromium = api.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=120_000)
+        yield open_page
+        chromium.close()

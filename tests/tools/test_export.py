@@ -1,20 +1,10 @@
 """`python -m tools.export`: what it refuses, and whom it shows an upload; see test_lora.py too."""
 
-from pathlib import Path
 from unittest import mock
 
 import pytest
-from harness import ROOT
 
 from tools import export
-
-
-@pytest.fixture
-def run(tmp_path) -> Path:
-    """A folder as a run leaves it, whose best model is the embedded one."""
-    (tmp_path / "best").symlink_to(ROOT / "tiny")
-    (tmp_path / "config.yaml").write_text("model: {attn_implementation: flash_attention_2}\n")
-    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -36,6 +26,7 @@ def test_what_is_not_possible_costs_one_line(arguments, token, problem, run, cal
 
 def test_no_file_that_was_found_chooses_the_attention(run, call):
     """Bug: export took that of the run's config.yaml, which may name a kernel on the hub."""
+    (run / "config.yaml").write_text("model: {attn_implementation: flash_attention_2}\n")
     assert call(export, run, "--4bit")[0] == 0
     assert (run / "merged-4bit/config.json").is_file()
 

@@ -25,7 +25,6 @@ from tools.page import files_of
 
 QUESTION = "numbers: 3 7 25, target: 46"
 SHORT = "training.max_new_gen_tokens=64"
-JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture
@@ -53,7 +52,7 @@ def fetch(server: ThreadingHTTPServer, path: str, body: dict | None = None, **he
     """The status and the text of what is answered."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=120)
     method, data = ("GET", None) if body is None else ("POST", json.dumps(body))
-    connection.request(method, path, data, {**(JSON if body else {}), **headers})
+    connection.request(method, path, data, {"Content-Type": "application/json", **headers})
     response = connection.getresponse()
     return response.status, response.read().decode()
 
@@ -211,7 +210,6 @@ def test_a_question_that_is_typed_is_answered_twice_coloured_and_judged(page):
     left.locator(".token").nth(1).click()
     numbers = page.locator("#numbers").inner_text()
     assert "log-probability" in numbers and "advantage" not in numbers
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     page.locator("#question").fill("what?")
     page.locator("button[type=submit]").click()
     page.locator("#asked-state", has_text="write the question like this").wait_for()
@@ -239,4 +237,3 @@ def test_hostile_text_of_a_model_stays_text(page, monkeypatch):
     for text in (page.locator("#left + div").inner_text(), page.locator("#asked").text_content()):
         assert "</textarea></script><script>" in text and "⟨U+202E⟩" in text
     assert page.locator(".parting").all_inner_texts() == ["left", "right"]
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
