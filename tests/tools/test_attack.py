@@ -21,20 +21,15 @@ def grade(completion, answer):
 """
 
 
-@pytest.fixture
-def naive(tmp_path, monkeypatch, python):
+def test_each_kind_is_found_in_a_naive_grader(tmp_path, call, monkeypatch, python):
+    """It evaluates, it finds the answer among others, its regex is quadratic, and it maps 3 GB.
+
+    Under a limit of 2 GiB in all, a grader that hangs ran out of memory instead."""
     (tmp_path / "naive.py").write_text(NAIVE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.delitem(sys.modules, "naive", raising=False)
     monkeypatch.setattr(sys, "executable", str(python))  # one that is killed starts again at once
-
-
-def test_each_kind_is_found_in_a_naive_grader(naive, call, monkeypatch):
-    """It evaluates, it finds the answer among others, its regex is quadratic, and it maps 3 GB.
-
-    Under a limit of 2 GiB in all, a grader that hangs ran out of memory instead."""
     found = attack("naive:grade")
     examples = {
         "ran code": "<answer>7305190721</answer>",

@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from harness import ENVIRONMENT, ROOT, make_config, seed
 
 from engine.core.config import Config, ConfigError
 from engine.core.types import Completion
-from engine.model.policy import Policy
-from engine.questions.contract import Task
 from engine.questions.prompts import completion_text
 from tools import chat
 
@@ -23,27 +20,17 @@ SETTINGS = ["sampling.temperature=2", "training.max_new_gen_tokens=64", f"traini
 TINY = [str(ROOT / "tiny"), *SETTINGS]
 
 
-@pytest.fixture
-def ask(call) -> Callable[..., tuple[int, str, str]]:
-    """A function that pipes lines in; returns the exit status, what follows loading, and stderr."""
-
-    def ask_lines(*lines: str, overrides: tuple[str, ...] = ()) -> tuple[int, str, str]:
-        status, output, errors = call(chat, *TINY, *overrides, piped=lines)
-        return status, output.partition("the prompt is plain text\n")[2], errors
-
-    return ask_lines
-
-
-def load_tiny(*overrides: str) -> tuple[Policy, Task]:
-    return chat.load_chat(config_of([*TINY, *overrides]))
-
-
 def config_of(arguments: list[str]) -> Config:
     return chat.chat_config(chat.read_arguments(arguments))
 
 
-def test_piped_questions_are_answered_rewarded_and_repeat_exactly(ask):
+def test_piped_questions_are_answered_rewarded_and_repeat_exactly(call):
     """Whatever is asked before, and torch's own random numbers are; no question costs a line."""
+
+    def ask(*lines: str, overrides: tuple[str, ...] = ()) -> tuple[int, str, str]:
+        status, output, errors = call(chat, *TINY, *overrides, piped=lines)
+        return status, output.partition("the prompt is plain text\n")[2], errors
+
     asked = f"\ufeff{QUESTION}", "", QUESTION, "what?"  # a byte order mark is no part of it
     status, output, errors = ask(*asked)
     assert status == 2 and errors == f'error: write the question like this: "{QUESTION}"\n'
@@ -58,7 +45,7 @@ def test_piped_questions_are_answered_rewarded_and_repeat_exactly(ask):
 
 def test_what_streams_is_what_is_rewarded(monkeypatch):
     """Token by token, without the end; a character of several tokens comes as a whole."""
-    (policy, _), pieces = load_tiny(), []
+    (policy, _), pieces = chat.load_chat(config_of(TINY)), []
     tokenizer, eos_ids = policy.tokenizer, policy.params.eos_ids
     text = "é 数\n</think>\n  <answer>3 * 7</answer>"
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -86,15 +73,13 @@ def test_a_chat_model_without_a_task_just_talks(tmp_path, call, monkeypatch):
 
     def note(model, some, seeds, params, **others):
         (completion,) = completions = generate(model, some, seeds, params, **others)
-        texts = tokenizer.decode(some[0]), completion_text(completion, tokenizer)
-        prompts.append(texts)
+        prompts.append((tokenizer.decode(some[0]), completion_text(completion, tokenizer)))
         return completions
 
-    tokenizer = load_tiny()[0].tokenizer
+    tokenizer = chat.load_chat(config_of(TINY))[0].tokenizer
     monkeypatch.setattr(chat, "generate", note)
     (tmp_path / "x/metrics.jsonl").touch()
-    found = "task: {reward: 'evil:f', system_prompt: Be brief.}"
-    (tmp_path / "x/config.yaml").write_text(found)
+    (tmp_path / "x/config.yaml").write_text("task: {reward: 'evil:f', system_prompt: Be brief.}")
     status, output, errors = call(chat, best, *SETTINGS, piped=("Hello?", "And then?"))
     assert (status, errors) == (0, "") and "reward" not in output
     (first, answer), (second, _) = prompts

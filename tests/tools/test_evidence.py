@@ -1,7 +1,4 @@
-"""results/: the kept runs give every table and figure again. And what the benchmarks run for them.
-
-A figure that three seeds gave is quoted as "0.873, 0.869, 0.862", or as "0.862 to 0.873".
-"""
+"""results/: the kept runs give every table and figure again. And how a benchmark keeps a run."""
 
 import re
 import shutil
@@ -60,6 +57,7 @@ OTHERS = {
 
 
 def test_every_figure_of_three_seeds_is_that_of_kept_runs():
+    """It is quoted as "0.873, 0.869, 0.862", or as "0.862 to 0.873"."""
     pages = ("README.md", "results/README.md", "docs/comparison.md", "benchmarks/RESULTS.md")
     text = " ".join(" ".join((ROOT / page).read_text().split()) for page in pages)
     seeds = r"(?<![\d,] )\b[01]\.\d{2,3}, [01]\.\d{2,3}(?:,| and) [01]\.\d{2,3}\b"
@@ -75,7 +73,7 @@ def test_every_figure_of_three_seeds_is_that_of_kept_runs():
 
 def evaluations_of_three_seeds() -> Iterator[list[float]]:
     """pass@1 and pass@8 of each seed, of every evaluation that is kept; pass@64 too, if sampled."""
-    for seeds in (seeds for file in RESULTS.rglob("*.csv") for seeds in by_name(kept_runs(file))):
+    for seeds in (seeds for file in RESULTS.rglob("*.csv") for seeds in triples(kept_runs(file))):
         if "solved" in seeds[0]:
             counts = [np.array(rows["solved"].item().split(), dtype=int) for rows in seeds]
             for k in (1, 8, 64):
@@ -89,13 +87,10 @@ def evaluations_of_three_seeds() -> Iterator[list[float]]:
                     yield [curve[step] for curve in curves]
 
 
-def by_name(runs: dict[str, DataFrame]) -> list[list[DataFrame]]:
+def triples(runs: dict[str, DataFrame]) -> list[list[DataFrame]]:
     """Those of seeds 0, 1 and 2, where all three are there."""
-    groups: dict[str, list[DataFrame]] = {}
-    for run, rows in runs.items():
-        if re.search(r"\bs[0-2]$", run):
-            groups.setdefault(run[:-2], []).append(rows)
-    return [group for group in groups.values() if len(group) == 3]
+    names = [[f"{run[:-1]}{seed}" for seed in range(3)] for run in runs if re.search(r"\bs0$", run)]
+    return [[runs[name] for name in three] for three in names if {*three} <= {*runs}]
 
 
 def test_runs_that_are_kept_at_the_same_time_are_all_in_the_table_to_the_last_digit(tmp_path):

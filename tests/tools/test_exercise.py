@@ -5,13 +5,9 @@ import sys
 from difflib import SequenceMatcher
 from pathlib import Path
 
-from harness import ROOT, USERS_ENVIRONMENT
+from harness import ROOT, SHORT_RUN, USERS_ENVIRONMENT
 
 from tools import exercise
-
-SMALL = ["training.num_steps=1", "training.num_samples_per_step=2", "training.k_best_of_n=[2,2]"]
-SMALL += ["training.max_new_gen_tokens=8", "validation.num_examples=2", "validation.best_of_n=2"]
-SMALL += ["task.max_train_examples=64"]
 
 
 def changed_lines(file: str, copy: Path) -> list[range]:
@@ -22,10 +18,7 @@ def changed_lines(file: str, copy: Path) -> list[range]:
 
 
 def test_a_copy_differs_in_thirteen_places_and_the_bug_is_found_in_one_of_them(tmp_path, call):
-    """Each expression of the bugs and rewrites matches once, and no linter finds their places.
-
-    Bug: a linter named five of the ten, by long lines and unused names.
-    """
+    """Bug: a linter named five of the ten, by long lines and unused names."""
     for number in range(1, 11):
         copy, (texts, file, line) = tmp_path / f"{number}", exercise.changed(number)
         assert call(exercise, number, copy)[0] == 0
@@ -44,7 +37,7 @@ def test_a_copy_differs_in_thirteen_places_and_the_bug_is_found_in_one_of_them(t
 def test_a_copy_runs_without_git_and_a_mistake_is_one_line(tmp_path, call, python):
     folder = tmp_path / "copy"
     assert call(exercise, 5, folder)[0] == 0  # a bug that a single rank does not see
-    command = [python, "main.py", *SMALL]
+    command = [python, "main.py", *SHORT_RUN, "training.num_steps=1"]
     how = {"cwd": folder, "env": USERS_ENVIRONMENT, "capture_output": True, "text": True}
     result = subprocess.run(command, timeout=120, **how)
     assert result.returncode == 0 or "no step has trained" in result.stdout, result.stderr

@@ -7,16 +7,16 @@ import os
 import re
 import shlex
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import harness
 import numpy as np
 import pytest
 import torch
-from harness import NUMBERS, make_config, make_policy, make_run, read_jsonl
+from harness import NUMBERS, make_config, make_policy, make_run, read_jsonl, saved_weights
 from huggingface_hub import ModelCard
 from reference import ROUNDING, Recorder, distance, row_log_probs
-from transformers import AutoModelForCausalLM
 
 from engine.core.distributed import World
 from engine.questions.contract import Task
@@ -32,7 +32,6 @@ from tools import imitate
 COUNTDOWN = load_task("countdown")
 TRAIN = [n for n in NUMBERS if is_in_split(f"[{n}] {n}", "train")]
 HELD_OUT = [n for n in NUMBERS if n not in TRAIN]
-STEPS = ["--steps=3", "--learning-rate=2e-3"]
 LORA = "model.lora={r: 2, dropout: 0.1}"
 
 
@@ -65,9 +64,11 @@ def choose(folder: Path, file: Path, *, only_solved: bool = False, log: list | N
     return imitate.choose_answers(run, rows, str(file), only_solved=only_solved), run
 
 
-def program(folder: Path, model: Path, file: Path, *overrides: str) -> list[str]:
-    """What tools/imitate.py is given, for a folder folder/x-imitation."""
-    return [str(model), str(file), *harness.arguments(folder, model, *overrides)]
+@pytest.fixture
+def begin(rotary_model_folder, tmp_path, answers, data, call) -> partial:
+    """Calls tools/imitate.py, which is to write tmp_path/x-imitation."""
+    given = harness.arguments(tmp_path, rotary_model_folder, *data)
+    return partial(call, imitate, rotary_model_folder, answers, *given)
 
 
 def test_of_a_row_with_messages_the_last_answer_is_imitated():
@@ -118,9 +119,7 @@ BAD_ANSWERS = {
 
 
 @pytest.mark.parametrize(("rows", "line"), BAD_ANSWERS.values(), ids=BAD_ANSWERS)
-def test_a_file_without_an_answer_or_with_a_bad_one_is_one_line(
-    rotary_model_folder, tmp_path, rows, line
-):
+def test_a_file_with_a_bad_answer_or_none_is_one_line(rotary_model_folder, tmp_path, rows, line):
     file = write(tmp_path / "answers.jsonl", rows)
     with pytest.raises(ValueError) as caught:
         choose(rotary_model_folder, file, only_solved=line == NO_ANSWER)
@@ -193,17 +192,11 @@ def test_each_rank_imitates_its_own_share_of_the_shuffled_answers(
     assert whole == first[:3] + second[:3] + first[3:] + second[3:]
 
 
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
-
-
 @pytest.mark.parametrize("lora", [[], [LORA]], ids=["all weights", "an adapter"])
 def test_it_writes_a_plain_model_from_which_a_run_goes_on(
-    rotary_model_folder, tmp_path, answers, data, call, lora
+    rotary_model_folder, tmp_path, data, begin, lora
 ):
-    given = [*STEPS, *data, *lora]
-    command = program(tmp_path, rotary_model_folder, answers, *given)
-    status, output, errors = call(imitate, *command)
+    status, output, errors = begin("--steps=3", "--learning-rate=2e-3", *lora)
     assert status == 0, errors
     folder = tmp_path / "x-imitation"
     (again,) = re.findall(f"written: {folder}; train it: python main.py (.*)\n", output)
@@ -215,7 +208,7 @@ def test_it_writes_a_plain_model_from_which_a_run_goes_on(
     assert [some["step"] for some in (first, *steps, last)] == [0, 1, 2, 3, 3]
     assert all(some["train/loss"] > 0 for some in steps)
     assert [some["train/lr"] for some in steps] == pytest.approx([4e-4, 8e-4, 12e-4])
-    before, after = weights_of(rotary_model_folder), weights_of(folder)
+    before, after = saved_weights(rotary_model_folder), saved_weights(folder)
     assert before.keys() == after.keys()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert all(name.endswith("_proj.weight") for name in moved) if lora else moved == {*before}
@@ -241,19 +234,14 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("given", MISTAKES)
-def test_a_mistake_is_one_line_and_nothing_is_written(
-    rotary_model_folder, tmp_path, answers, data, call, given
-):
-    own = given.replace("HERE", str(tmp_path)).split()
-    status, _, errors = call(imitate, *program(tmp_path, rotary_model_folder, answers, *data, *own))
+def test_a_mistake_is_one_line_and_nothing_is_written(tmp_path, begin, given):
+    status, _, errors = begin(*given.replace("HERE", str(tmp_path)).split())
     assert status == 2 and errors.count("\n") == 1
     assert errors.replace(str(tmp_path), "HERE").startswith(f"error: {MISTAKES[given]}")
     assert [path.name for path in tmp_path.iterdir()] == ["answers.jsonl"]
 
 
-def test_a_start_that_fails_leaves_no_base_behind_and_a_full_disk_is_seen_before_the_training(
-    rotary_model_folder, tmp_path, answers, data, call, monkeypatch
-):
+def test_a_full_disk_is_seen_before_the_training_and_no_base_is_left(tmp_path, begin, monkeypatch):
     """Bug: the sum of an adapter and its base stayed in runs/, beside --out."""
 
     def build(config):
@@ -263,16 +251,13 @@ def test_a_start_that_fails_leaves_no_base_behind_and_a_full_disk_is_seen_before
 
     monkeypatch.setattr(imitate, "build_run", build)
     monkeypatch.setattr(imitate.shutil, "disk_usage", lambda path: Namespace(free=1_000))
-    command = program(tmp_path, rotary_model_folder, answers, *data, f"--out={tmp_path}/o")
-    status, _, errors = call(imitate, *command)
+    status, _, errors = begin(f"--out={tmp_path}/o")
     assert status == 2 and errors.startswith(f"error: {tmp_path}/o: the disk is too small: the m")
     assert [path.name for path in tmp_path.iterdir()] == ["answers.jsonl"]
 
 
-def test_a_loss_that_is_not_finite_ends_it_with_nothing_written(
-    rotary_model_folder, tmp_path, answers, data, monkeypatch, call
-):
+def test_a_loss_that_is_not_finite_ends_it_with_nothing_written(tmp_path, begin, monkeypatch):
     monkeypatch.setattr(imitate, "update_policy", lambda *_: Update(Outcome.BROKEN))
     with pytest.raises(FloatingPointError, match=r"step 1: .*lower --learning-rate"):
-        call(imitate, *program(tmp_path, rotary_model_folder, answers, *data))
+        begin()
     assert [path.name for path in tmp_path.iterdir()] == ["answers.jsonl"]

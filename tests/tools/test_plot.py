@@ -37,11 +37,6 @@ def write_run(
     return file
 
 
-@pytest.fixture
-def run(tmp_path) -> Path:
-    return write_run(tmp_path / "solo.csv", [1, 2, 3, 4], {0: 0.2, 2: 0.4, 4: 0.3})
-
-
 def same(values: np.ndarray, expected: list) -> bool:
     return np.allclose(values, expected, equal_nan=True) and values.shape == np.shape(expected)
 
@@ -92,7 +87,6 @@ def test_runs_of_other_code_are_told_apart(tmp_path):
 
 
 SOLO = ("solo", [1, 2, 3, 4], {0: 0.2, 2: 0.4, 4: 0.3}, 60)
-JUMPS = ("a", [1, 2, 6, 7], {}, 60)
 BROKEN = ("a", [NAN, 2, math.inf, 4], {}, 60)
 SEED_0 = ("a-s0", [1, 5], {0: 0.2, 2: 0.5}, 60)
 SEED_1 = ("a-s1", [3, 6], {0: 0.4, 2: 0.8}, 180)
@@ -110,7 +104,7 @@ CURVES = [  # runs, metric, window, which row of the curve, its values
     ([SEED_0, SEED_1], RATE, 1, HIGH, [0.4, 0.8]),  # to the highest
     ([SEED_1, SEED_2, SEED_0], REWARD, 1, STEPS, [1]),  # it ends with the shortest run
     ([SEED_1, SEED_2, SEED_0], REWARD, 1, HIGH, [8]),
-    ([JUMPS], REWARD, 3, MEAN, [1, 1.5, 3, 5]),  # a mean of the last steps
+    ([("a", [1, 2, 6, 7], {}, 60)], REWARD, 3, MEAN, [1, 1.5, 3, 5]),  # a mean of the last steps
     ([BROKEN], REWARD, 2, STEPS, [2, 4]),  # what is not finite is left out
     ([BROKEN], REWARD, 2, MEAN, [2, 3]),
 ]
@@ -143,9 +137,10 @@ def test_a_file_without_curves_is_one_line_that_names_it(tmp_path, kind, text, m
     assert line.count(str(file)) == 1
 
 
-def test_every_metric_of_every_group_is_drawn_once_over_steps_or_over_minutes(run, tmp_path):
+def test_every_metric_of_every_group_is_drawn_once_over_steps_or_over_minutes(tmp_path):
+    solo = write_run(tmp_path / "solo.csv", *SOLO[1:3])
     seeds = [write_run(tmp_path / f"a-s{i}.csv", [i - 2, i], {0: 0.1, 2: 0.5}) for i in range(2)]
-    groups = group_seeds([read_table(path) for path in [*seeds, run]])
+    groups = group_seeds([read_table(path) for path in [*seeds, solo]])
     figure = make_figure(groups, window=1)
     drawn = [axes.get_lines() for axes in figure.axes]
     assert [len(lines) for lines in drawn] == [2] * 6
