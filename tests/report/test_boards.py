@@ -1,6 +1,5 @@
 """MLflow and wandb show what a run has written, and cannot hurt it."""
 
-import contextlib
 import json
 import os
 import socket
@@ -60,9 +59,7 @@ SHOWN = {"training.learning_rate": "0.0001", "training.k_best_of_n": "[8, 8]", "
 SHOWN |= {"model.lora.r": "8", "task.prompt": "half \\ud83d", "task.key_119": "119"}
 
 
-def test_a_board_shows_a_run_and_a_resumed_run_goes_on_there_and_doubles_no_step(
-    tmp_path, monkeypatch, capfd
-):
+def test_a_board_shows_a_run_and_a_resumed_one_doubles_no_step(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     shown = {"params": PARAMS, "config_text": "training: {}\n", **NAMES}
     log = start(tmp_path, boards=[MlflowRun()], **shown)
@@ -142,10 +139,7 @@ def stand_in(**behaviour: object) -> Board:
 
 
 def test_a_board_that_has_failed_or_is_slow_is_not_called_again(tmp_path, monkeypatch, capfd):
-    """The first board fails in mid-run, and the other goes on until two of its calls are slow.
-
-    Bug: MLflow made its database in 24 s, and one slow call switched it off for good.
-    """
+    """Bug: MLflow made its database in 24 s, and one slow call switched it off for good."""
     answers = [("1", "here"), None, None, ConnectionError("Connection refused")]
     failing, working = stand_in(side_effect=answers), stand_in()
     log = start(tmp_path, boards=[failing, working])
@@ -160,16 +154,6 @@ def test_a_board_that_has_failed_or_is_slow_is_not_called_again(tmp_path, monkey
     assert "two calls in a row" in capfd.readouterr().out
     log_steps(start(tmp_path, boards=[slow := stand_in()]), range(1, 4))
     assert slow.start.call_count == 1 + 2  # the first call does not count
-
-
-@contextlib.contextmanager
-def deaf_port(*, is_silent: bool = False) -> Iterator[int]:
-    """A port where nobody listens or, if it is silent, where nobody reads what is sent."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        if is_silent:
-            listener.listen()  # from here on the kernel accepts connections
-        yield listener.getsockname()[1]
 
 
 DOWN = {  # what is wrong: the board, its server, the user in its address, a part of the warning
@@ -192,9 +176,13 @@ def test_a_server_that_is_down_costs_one_warning_and_no_row(
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setattr(report_boards, "SLOW_S", 2.0)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    with deaf_port(is_silent=is_silent) as port:
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://{user}127.0.0.1:{port}")
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if is_silent:
+            listener.listen()  # the kernel accepts connections, and nobody reads what is sent
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://{user}{address}")
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://{address}")
         started_s = time.monotonic()
         log = start(tmp_path, boards=[BOARDS[name]()])
         log_steps(log, range(1, 4))

@@ -1,6 +1,7 @@
 """mode=evaluate: where it writes, what it loads, votes, greedy answers; test_one_run.py too."""
 
 from copy import copy
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -95,24 +96,17 @@ def is_lenient_solved(text: str, example: dict, **_: object) -> bool:
 
 def by_hand(world: World) -> list[dict[str, float]]:
     """The metrics of this rank's share of all questions, and of two: they go to ranks in turn."""
-    share, options = slice(world.rank, None, world.size), make_config().task
+    share = slice(world.rank, None, world.size)
     rows = [[i, -i] for i in range(9)]  # more than ranks: else one after the other is in turn
     assert world.gather_rows(rows[share], shape=(9, 2)).tolist() == rows, "in their own places"
     task = copy(load_task("countdown"))
     task.is_lenient_solved = is_lenient_solved
-    return [
-        single_answer_metrics(
-            task, options, QUESTIONS[:n], GROUPS[:n][share], GREEDY[:n][share], world
-        )
-        for n in (5, 2)
-    ]
+    measure = partial(single_answer_metrics, task, make_config().task)
+    return [measure(QUESTIONS[:n], GROUPS[:n][share], GREEDY[:n][share], world) for n in (5, 2)]
 
 
 def test_votes_and_greedy_answers_by_hand(tmp_path):
-    """2 and 1 of 5 questions, with Wilson's intervals; the same from three ranks.
-
-    A lenient reading stands beside the strict one where the task has one.
-    """
+    """2 and 1 of 5 questions, with Wilson's intervals; the same from three ranks."""
     metrics, _ = by_hand(alone())
     two, one = (0.4, 0.1176, 0.7693), (0.2, 0.0362, 0.6245)
     for name, rates in {"majority": two, "greedy": one, "strict": one, "lenient": two}.items():

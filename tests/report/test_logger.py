@@ -51,9 +51,6 @@ def logged_steps(folder: Path) -> tuple[list[int], ...]:
     return tuple([row["step"] for row in read_jsonl(folder / name)] for name in FILES[:2])
 
 
-# Files
-
-
 DAMAGED = {  # 5,000 digits are a number that Python refuses to read
     b"\xff\n": "is not JSON: 'utf-8' codec",
     b"9" * 5_000 + b"\n": "is not JSON",
@@ -90,9 +87,6 @@ def test_other_ranks_and_a_logger_that_is_not_open_write_nothing(tmp_path, capfd
     assert capfd.readouterr() == ("", "") and list(tmp_path.iterdir()) == []
 
 
-# Resume
-
-
 def test_a_new_run_starts_its_files_anew(tmp_path):
     """And does not go on in the run that a board has of the one before it."""
     log_steps(start(tmp_path), range(1, 4))
@@ -101,9 +95,6 @@ def test_a_new_run_starts_its_files_anew(tmp_path):
     log_steps(start(tmp_path), range(1, 2))
     assert logged_steps(tmp_path) == ([1],) * 2
     assert not list(tmp_path.glob("*_run_id"))
-
-
-# The terminal
 
 
 def test_printing_never_raises_and_never_obeys_control_codes(monkeypatch):

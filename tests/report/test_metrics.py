@@ -27,11 +27,10 @@ from engine.report.boards import BOARDS, Board
 from engine.report.metrics import mean_rewards, rollout_metrics
 from logger import Logger
 
-EIGHT_OF_TEN, HALF_OF_100 = [1.0] * 8 + [0.0] * 2, [0.0, 1.0] * 50
 INTERVALS = [  # rates, whether they are 0 or 1, their interval and how near it is
-    (EIGHT_OF_TEN, True, (0.4902, 0.9433), 1e-4),  # Wilson's tables
+    ([1.0] * 8 + [0.0] * 2, True, (0.4902, 0.9433), 1e-4),  # Wilson's tables
     ([0.0] * 10, True, (0.0, 0.2775), 1e-4),
-    (HALF_OF_100, False, (0.402, 0.598), 0.011),  # 0.5 +- 1.96 * 0.5 / sqrt(100)
+    ([0.0, 1.0] * 50, False, (0.402, 0.598), 0.011),  # 0.5 +- 1.96 * 0.5 / sqrt(100)
 ]
 
 

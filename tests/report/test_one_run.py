@@ -12,7 +12,6 @@ from harness import ROOT, arguments, grade_by_text, read_jsonl, read_rows, run_m
 import main
 from engine.run.config_file import load_config
 
-TINY = ROOT / "tiny"  # gives answers to vote on
 SIZES = [f"training.seed={seed()}", "training.num_steps=1", "training.warmup_steps=0"]
 SIZES += ["training.learning_rate=3e-2", "training.max_new_gen_tokens=64"]
 SIZES += ["validation.num_examples=9", "validation.best_of_n=4", "validation.every=1"]
@@ -46,7 +45,7 @@ def run(tmp_path_factory) -> SimpleNamespace:
     with pytest.MonkeyPatch.context() as patch:
         grade_by_text(patch)
         patch.setattr(main, "evaluation_metrics", measure_before_training)
-        output_of(*arguments(parent, TINY, *SIZES))
+        output_of(*arguments(parent, ROOT / "tiny", *SIZES))
         before = files_of(folder)
         evaluated = output_of(*arguments(parent, folder / "best", *SIZES, "mode=evaluate"))
     (evaluation,) = folder.glob("eval-*")

@@ -58,7 +58,7 @@ def test_the_texts_of_tokens_join_to_the_completion(tokenizer):
     assert cut == ["", tokenizer.decode(ids[:2])] and set(cut[1]) == {replacement}
 
 
-def test_a_line_holds_the_groups_completions_best_first(run):
+def test_a_line_holds_the_groups_completions_best_first(run, tokenizer):
     """A token's weight is that of the formula, on two ranks too."""
     group = [trajectory([5, 6, 7], 0.25, advantage=-0.75), trajectory([8, 9], advantage=1 / 3)]
     trained = SimpleNamespace(trajectories=group[1:], token_weights=torch.tensor([[1 / 7, 0.0]]))
@@ -68,7 +68,6 @@ def test_a_line_holds_the_groups_completions_best_first(run):
     log(run, [group], [question], trained, step=4)
     (line,) = kept(run)
     best, worst = line["completions"]
-    tokenizer = run.policy.tokenizer
     assert (line["step"], line["size"]) == (4, 2)
     assert line["gold"] == "nums: 1 2, target: 3" and line["prompt"] == tokenizer.decode([2, 3])
     assert (best["advantage"], best["weight"], best["solved"]) == (0.3333, 0.1429, True)

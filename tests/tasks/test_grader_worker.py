@@ -37,12 +37,11 @@ def test_a_hanging_worker_is_killed_counted_once_and_replaced():
     assert ask(WORKER, "a+b", "b+a")
     hanging = WORKER.process
     start = time.monotonic()
-    result = grade(rf"\boxed{{{HARD}}}", EASY, timeout_s=0.5)
+    assert grade(rf"\boxed{{{HARD}}}", EASY, timeout_s=0.5) is None
     assert 0.4 < time.monotonic() - start < 5
-    assert result is None
     assert hanging.returncode == -signal.SIGKILL
     start = time.monotonic()
-    assert grade(rf"\boxed{{{HARD}}}", EASY, timeout_s=0.5) == result
+    assert grade(rf"\boxed{{{HARD}}}", EASY, timeout_s=0.5) is None
     assert time.monotonic() - start < 0.1, "the samples of a question pay for one time-out"
     assert ask(WORKER, "a+b", "b+a")
     assert not ask(WORKER, "a+b", "b-a")

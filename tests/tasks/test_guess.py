@@ -7,13 +7,11 @@ import pytest
 
 from tasks import guess
 
-QUESTION = {"low": 23, "high": 37, "number": 28}
-
 
 def play(*messages: str) -> tuple[list[str | None], dict[str, float]]:
     """What the environment says to each message, and what it pays."""
     environment = guess.Environment()
-    environment.reset(**QUESTION)
+    environment.reset(low=23, high=37, number=28)
     return [environment.respond(message) for message in messages], environment.get_reward()
 
 

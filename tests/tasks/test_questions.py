@@ -156,4 +156,3 @@ def test_the_questions_in_results_are_generated_ones_and_those_of_tuning_are_apa
     assert tuning == generate("validation", 512, with_seed=1, exclude=validation)
     keys, other = ({countdown.question_key(row) for row in rows} for rows in (tuning, validation))
     assert len(keys) == 512 and not keys & other
-    assert all(is_in_split(key, "validation") for key in keys)

@@ -1,5 +1,6 @@
 """The package reasoning-gym; what its task pays is in test_grader_worker.py."""
 
+import json
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ from tasks.reasoning_gym import REFUSED
 gym = pytest.importorskip("reasoning_gym", reason="needs a C compiler: pip install '.[gym]'")
 
 SWEEP = """
-import random, sys
+import contextlib, json, random, sys
 from reasoning_gym.factory import DATASETS, create_dataset
 
 SIGN, ran, wrong = "7305190721", set(), []
@@ -26,21 +27,17 @@ for name in sorted(DATASETS.keys() - {"composite"}):
     entry = dataset[3]  # the 7th would take seconds
     gold = str(entry["answer"])
     for text in (SIGN, f"[{SIGN}]", f"{gold} {SIGN}", f"{gold}\\n{SIGN}", f"{gold} + {SIGN}"):
-        try:
+        with contextlib.suppress(Exception):
             dataset.score_answer(text, entry)
-        except Exception:
-            pass
     if entry["answer"] is not None and not dataset.score_answer(gold, entry) >= 0.999:
         wrong.append(name)
-print(*sorted(ran), file=sys.stderr)
-print(*wrong, file=sys.stderr)
-print(len(DATASETS), file=sys.stderr)
+print(json.dumps([sorted(ran), wrong, len(DATASETS)]), file=sys.stderr)
 """
 
 
 def test_those_that_run_an_answer_as_code_are_refused_and_no_others():
     """All pay the right answer in full, where the package has one."""
     result = subprocess.run([sys.executable, "-c", SWEEP], capture_output=True, text=True)
-    ran, wrong, num = result.stderr.splitlines()[-3:]
-    assert ran.split() == sorted(REFUSED) and wrong.split() == []
-    assert int(num) - len(REFUSED) - 1 == 96, "composite mixes others; it has no default"
+    ran, wrong, num = json.loads(result.stderr.splitlines()[-1])
+    assert ran == sorted(REFUSED) and wrong == []
+    assert num - len(REFUSED) - 1 == 96, "composite mixes others; it has no default"

@@ -245,9 +245,7 @@ def test_the_gold_answers_of_gsm8k_are_paid(tmp_path, monkeypatch):
                     assert reward("gsm8k", text, row, grading=grading)["answer"] == paid
 
 
-def test_the_gold_answers_of_math_are_equal_to_themselves_and_to_their_solutions(
-    tmp_path, monkeypatch
-):
+def test_the_gold_answers_of_math_equal_themselves_and_their_solutions(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     file = real_file("math500", "test.json")
     loaded = load_rows(math500, file, "validation", 500, held_out=False)
