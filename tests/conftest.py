@@ -30,6 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         gc.disable()  # until all is imported, which is no garbage: a quarter of the time
         config.pluginmanager.import_plugin("harness")
+        config.pluginmanager.import_plugin("graphs")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport | pytest.CollectReport) -> None:

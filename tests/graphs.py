@@ -96,11 +96,12 @@ class SyncDebug:
         self.mode = mode
 
 
-def install_graphs(patch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def graphs(monkeypatch) -> None:
     debug = SyncDebug()
-    patch.setattr(torch.cuda, "CUDAGraph", Graph)
-    patch.setattr(torch.cuda, "graph", Capture)
-    patch.setattr(torch.cuda, "current_stream", lambda: None)
-    patch.setattr(torch.cuda, "set_sync_debug_mode", debug.set)
-    patch.setattr(torch.cuda, "get_sync_debug_mode", lambda: debug.mode)
-    patch.setattr(Graph, "num_captures", 0)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", debug.set)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: debug.mode)
+    monkeypatch.setattr(Graph, "num_captures", 0)

@@ -30,19 +30,10 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-from graphs import install_graphs
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.profiler import profile
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PretrainedConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import logging as transformers_logging
 
@@ -140,6 +131,7 @@ def peak_bytes(profiler: profile) -> int:
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64}
 SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+FAR_FROM_UNIFORM = {"initializer_range": 0.2}  # so that a mistake shows
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerFast) -> dict[str, int | None]:
@@ -176,12 +168,13 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_random(
-    model_class: type, config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, folder: Path
+    model_type: str, tokenizer: PreTrainedTokenizerFast, folder: Path, **settings
 ) -> Path:
-    """Save a model with random weights, and its tokenizer."""
+    """Save a model with random weights, of transformers' `model_type`, and its tokenizer."""
+    config = AutoConfig.for_model(model_type, **tokens_of(tokenizer), **settings)
     with torch.random.fork_rng():
         torch.manual_seed(seed())
-        model = model_class(config)
+        model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -191,7 +184,7 @@ def save_writer(
     base: Path, tokenizer: PreTrainedTokenizerFast, follows: dict[str, Sequence[str]], folder: Path
 ) -> Path:
     """Save a model whose every token one of its `follows` follows, all as likely; "." ends it."""
-    model = Qwen2ForCausalLM.from_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base)
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     ids = {text: tokenizer.encode(text)[0] for text in [*follows, "."]}
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -231,32 +224,24 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def rotary_model_folder(tmp_path_factory, tokenizer) -> Path:
     """A random Qwen2: rotary positions, grouped key-value heads, separate output embeddings."""
-    config = Qwen2Config(
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        initializer_range=0.2,  # far from uniform, so that a mistake shows
-        attention_dropout=0.1,
-        tie_word_embeddings=False,
-        **SIZES,
-        **tokens_of(tokenizer),
-    )
-    return save_random(Qwen2ForCausalLM, config, tokenizer, tmp_path_factory.mktemp("rotary"))
+    settings = {"num_key_value_heads": 2, "max_position_embeddings": 1024, "attention_dropout": 0.1}
+    settings |= SIZES | FAR_FROM_UNIFORM | {"tie_word_embeddings": False}
+    return save_random("qwen2", tokenizer, tmp_path_factory.mktemp("rotary"), **settings)
 
 
 @pytest.fixture(scope="session")
 def absolute_model_folder(tmp_path_factory, tokenizer) -> Path:
     """A random GPT-2: learned absolute positions, tied embeddings, dropout in its config."""
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024}
-    config = GPT2Config(initializer_range=0.2, **sizes, **tokens_of(tokenizer))
-    return save_random(GPT2LMHeadModel, config, tokenizer, tmp_path_factory.mktemp("absolute"))
+    settings = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024} | FAR_FROM_UNIFORM
+    return save_random("gpt2", tokenizer, tmp_path_factory.mktemp("absolute"), **settings)
 
 
 @pytest.fixture(scope="session")
 def teacher_folder(tmp_path_factory, tokenizer) -> Path:
     """A random Qwen2 of another shape, with the same tokens."""
-    sizes = SIZES | {"num_hidden_layers": 1, "hidden_size": 48, "num_key_value_heads": 4}
-    config = Qwen2Config(initializer_range=0.2, **sizes, **tokens_of(tokenizer))
-    return save_random(Qwen2ForCausalLM, config, tokenizer, tmp_path_factory.mktemp("teacher"))
+    settings = SIZES | {"num_hidden_layers": 1, "hidden_size": 48, "num_key_value_heads": 4}
+    settings |= FAR_FROM_UNIFORM
+    return save_random("qwen2", tokenizer, tmp_path_factory.mktemp("teacher"), **settings)
 
 
 @pytest.fixture(scope="session")
@@ -264,12 +249,6 @@ def data(tmp_path_factory) -> list[str]:
     """Overrides that name questions for the task, which holds some of them out to validate."""
     questions = write_questions(tmp_path_factory.mktemp("questions") / "questions.jsonl")
     return [f"task.train={questions}", f"task.eval={questions}"]
-
-
-@pytest.fixture
-def graphs(monkeypatch) -> None:
-    """This machine has no CUDA graphs: others take their place, see graphs.py."""
-    install_graphs(monkeypatch)
 
 
 @pytest.fixture(params=["rotary", "absolute"])
@@ -710,10 +689,6 @@ def read_rows(run: Path) -> list[dict]:
     return list(rows.values())
 
 
-def without_times(row: dict) -> dict:
-    return {name: row[name] for name in row if not name.startswith(("time/", "perf/"))}
-
-
 def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
     """A saved model's weights, or all ranks' parts of weights and averages if it is sharded."""
     parts = sorted(folder.glob("training_state/part-*"))
@@ -730,7 +705,10 @@ def what_is_left(folder: Path) -> tuple[dict, list[dict], list[str]]:
     weights = {}
     for name in ("checkpoints/last", "best"):
         weights |= {f"{name}: {key}": value for key, value in saved_weights(run / name).items()}
-    rows = [without_times(row) for row in read_jsonl(run / "metrics.jsonl")]
+    rows = [
+        {name: row[name] for name in row if not name.startswith(("time/", "perf/"))}
+        for row in read_jsonl(run / "metrics.jsonl")
+    ]
     kinds = [(row["step"], "eval/pass@1" in row) for row in rows]
     assert len(set(kinds)) == len(kinds), "a row is there twice"
     steps = sorted({step for step, _ in kinds})

@@ -9,7 +9,6 @@ import sys
 
 import harness
 from harness import ENVIRONMENT, ROOT, assert_same, save_random
-from transformers import GPT2Config, GPT2LMHeadModel
 
 ROOMS = ("run", "report", "model", "sampling", "update", "questions", "core")
 
@@ -105,8 +104,7 @@ def test_a_feature_that_is_off_is_not_loaded_and_nothing_follows_from_the_hash_s
     chatty = copy.deepcopy(tokenizer)
     chatty.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
     chatty.chat_template = TURNS
-    config = GPT2Config(n_embd=32, n_layer=1, n_head=4, **harness.tokens_of(chatty))
-    chat = save_random(GPT2LMHeadModel, config, chatty, tmp_path / "chat")
+    chat = save_random("gpt2", chatty, tmp_path / "chat", n_embd=32, n_layer=1, n_head=4)
     given = {}
     for name, (overrides, _) in RUNS.items():
         model = chat if "environment" in name else rotary_model_folder

@@ -12,7 +12,6 @@ from harness import ROOT, loop_of, make_policy, sample, save_random, seed, token
 from plain import ATOL, assert_plain, plain_logits
 from reference import score
 from transformers import AutoConfig, AutoModelForImageTextToText
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.model.policy import Policy
 from engine.model.probes import supports_grouped
@@ -72,9 +71,7 @@ ADAPTER = "model.lora.r=4"
 def family(request, tokenizer, tmp_path_factory) -> tuple[str, Path, list[str]]:
     """A family's name, the folder of a tiny random model of it, and what it is loaded with."""
     model_type, sizes = FAMILIES[request.param]
-    config = AutoConfig.for_model(model_type, **tokens_of(tokenizer), **sizes)
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    folder = save_random(model_class, config, tokenizer, tmp_path_factory.mktemp(model_type))
+    folder = save_random(model_type, tokenizer, tmp_path_factory.mktemp(model_type), **sizes)
     eager = ["model.attn_implementation=eager"]  # transformers has no other for Gemma 2
     return request.param, folder, eager if model_type == "gemma2" else []
 

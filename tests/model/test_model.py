@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from harness import SIZES, alone, change_json, make_config, make_policy, save_random, tokens_of
+from harness import SIZES, alone, change_json, make_config, make_policy, save_random
 from reference import COMPLETIONS, PROMPTS, score
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -110,9 +109,8 @@ def chat_folder(tokenizer, tmp_path_factory) -> Path:
     chatty = copy.deepcopy(tokenizer)
     chatty.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     chatty.chat_template = TURNS
-    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, **tokens_of(chatty))
-    folder = tmp_path_factory.mktemp("chat")
-    return save_random(transformers.GPT2LMHeadModel, config, chatty, folder)
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4}
+    return save_random("gpt2", chatty, tmp_path_factory.mktemp("chat"), **sizes)
 
 
 def written(policy: Policy, text: str) -> str:
@@ -208,9 +206,8 @@ def drop_a_layer(folder: Path) -> None:
 
 def save_encoder(folder: Path) -> None:
     """A random BERT, which sees the words behind a word, in place of the model."""
-    vocab_size = AutoModelForCausalLM.from_pretrained(folder).config.vocab_size
-    config = transformers.BertConfig(vocab_size=vocab_size, initializer_range=0.5, **SIZES)
-    save_random(transformers.BertLMHeadModel, config, AutoTokenizer.from_pretrained(folder), folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    save_random("bert", tokenizer, folder, initializer_range=0.5, **SIZES)
 
 
 WEIGHTS, POINTER = "model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:1\n"

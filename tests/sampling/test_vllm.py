@@ -15,10 +15,9 @@ import pytest
 import test_calculator_tool
 import test_environment
 import torch
-import transformers
-from harness import ROOT, SIZES, make_config, make_policy, read_rows, save_random, tokens_of
+from harness import ROOT, SIZES, make_config, make_policy, read_rows, save_random
 from plain import assert_plain
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 import main
 from engine.core.types import Completion
@@ -39,8 +38,8 @@ folder, folders = test_environment.folder, test_calculator_tool.folders  # model
 def rotary_model_folder(tmp_path_factory, tokenizer) -> Path:
     """A random model for those, with one head: on a CPU vLLM has none of fewer than 32 numbers."""
     sizes = SIZES | {"num_attention_heads": 1, "num_key_value_heads": 1}
-    config = Qwen2Config(tie_word_embeddings=False, **sizes, **tokens_of(tokenizer))
-    return save_random(Qwen2ForCausalLM, config, tokenizer, tmp_path_factory.mktemp("one-head"))
+    sizes |= {"tie_word_embeddings": False}
+    return save_random("qwen2", tokenizer, tmp_path_factory.mktemp("one-head"), **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -199,8 +198,7 @@ def test_what_cannot_be_is_refused_in_one_line(
         monkeypatch.setattr(VllmEngine, "refresh", lambda _: None)  # they stay random
     if change == "model":
         sizes = {"n_embd": 32, "n_layer": 1, "n_head": 1}
-        config = transformers.OpenAIGPTConfig(**sizes, **tokens_of(tokenizer))
-        model = save_random(transformers.OpenAIGPTLMHeadModel, config, tokenizer, tmp_path)
+        model = save_random("openai-gpt", tokenizer, tmp_path, **sizes)
     with pytest.raises(ValueError, match=r"^sampling\.backend = vllm: " + fix) as error:
         make_policy(model, *VLLM, "model.attn_implementation=eager")
     assert "\n" not in str(error.value)

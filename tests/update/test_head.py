@@ -4,10 +4,9 @@ import harness
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import SIZES, load_trained, make_config, peak_bytes, save_random, seed, tokens_of
+from harness import SIZES, load_trained, make_config, peak_bytes, save_random, seed
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from engine.update import head
 from engine.update.head import ChunkedScorer, head_log_probs
@@ -83,9 +82,8 @@ def test_capped_logits_are_scored_by_the_plain_path_and_that_is_logged(
     tokenizer, tmp_path, monkeypatch
 ):
     """Gemma 2 caps logits at 30, which hardly changes those of a model not trained yet."""
-    sizes = SIZES | {"num_key_value_heads": 2, "head_dim": 8, **tokens_of(tokenizer)}
-    sizes |= {"final_logit_softcapping": 30.0, "initializer_range": 0.02}
-    save_random(Gemma2ForCausalLM, Gemma2Config(**sizes), tokenizer, tmp_path)
+    settings = SIZES | {"num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.02}
+    save_random("gemma2", tokenizer, tmp_path, final_logit_softcapping=30.0, **settings)
     monkeypatch.setattr("engine.model.policy.MAX_LOGITS_BYTES", 0)
     eager = "model.attn_implementation=eager"  # Gemma 2 has no other
     config, lines = make_config(f"model.name={tmp_path}", eager), []
