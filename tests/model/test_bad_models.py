@@ -7,14 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import harness
-import numpy as np
 import pytest
 import torch
-from harness import NUMBERS, grade_by_text, make_policy, sample, seed
+from harness import NUMBERS, grade_by_text, make_policy, make_row, sample, seed
 from transformers import AutoModelForCausalLM
 
-import main
-from engine.core.types import Completion
 from engine.questions.prompts import completion_text
 
 MAX_NEW_TOKENS = 12
@@ -188,8 +185,6 @@ def test_an_evaluation_of_a_model_whose_logits_are_nan_says_so_and_fails(make_mo
 
 @pytest.mark.parametrize(("log_prob", "is_broken"), [(-2.0, False), (math.nan, True)])
 def test_a_completion_of_nan_log_probabilities_is_broken_and_not_solved(log_prob, is_broken):
-    log_probs, entropies = np.array([-1.0, log_prob], np.float32), np.ones(2, np.float32)
-    completion = Completion([7, 8], log_probs, entropies, True, is_inserted=np.zeros(2, bool))
-    assert completion.is_broken is is_broken
-    row = main.Trajectory([5], completion, "", {"answer": 1.0}, 1.0)
-    assert row.is_solved is not is_broken
+    row = make_row(1.0, solved=True)
+    row.completion.log_probs[2] = log_prob
+    assert row.completion.is_broken is is_broken and row.is_solved is not is_broken

@@ -10,30 +10,23 @@ from pathlib import Path
 import harness
 import pytest
 import torch
-from harness import arguments as arguments_of
-from harness import change_json, grade_by_text, load_run, load_trained, make_config, make_policy
+from harness import change_json, load_trained, make_config, make_policy
 from transformers import AutoModelForCausalLM
 
-import main
 from engine.core.config import ConfigError
-from engine.run.config_file import load_config
 
 
-def distilling(teacher: Path, *overrides: str) -> list[str]:
-    settings = ["training.learning_type=distill", f"model.teacher={teacher}"]
-    return [*settings, "training.k_best_of_n=[1,1]", *overrides]
+def distilling(teacher: Path) -> list[str]:
+    single = "training.k_best_of_n=[1,1]"
+    return [single, "training.learning_type=distill", f"model.teacher={teacher}"]
 
 
 def test_a_run_learns_from_single_completions_and_its_teacher_must_not_change(
-    tmp_path, rotary_model_folder, teacher_folder, data, monkeypatch
+    tmp_path, rotary_model_folder, teacher_folder, data
 ):
-    grade_by_text(monkeypatch)
     teacher = Path(shutil.copytree(teacher_folder, tmp_path / "model"))
-
-    given = arguments_of(tmp_path, rotary_model_folder, *data, *distilling(teacher))
-    run = load_run(load_config([*given, "training.num_steps=1"]))
-    assert main.run_training(run) == 0
-    run.lock.close()
+    given = (harness.alone(), tmp_path, rotary_model_folder, *data, *distilling(teacher))
+    harness.train_on_rank(*given, "training.num_steps=1")
     _, row = harness.read_rows(tmp_path / "x")
     assert row["train/kl"] and row["train/reward_std"] == 0
     weights = AutoModelForCausalLM.from_pretrained(teacher)
@@ -41,7 +34,7 @@ def test_a_run_learns_from_single_completions_and_its_teacher_must_not_change(
         weights.lm_head.weight.mul_(1.01)
     weights.save_pretrained(teacher)
     with pytest.raises(ConfigError, match=r"the files of model\.teacher = "):
-        load_run(load_config([*given, "training.num_steps=2"]))
+        harness.train_on_rank(*given, "training.num_steps=2")
 
 
 def test_a_teacher_of_other_tokens_or_fewer_is_refused_without_its_weights(
