@@ -103,7 +103,7 @@ def build_run(config: Config) -> Run:
 
 
 def wrap_policy(policy: Policy, config: Config, world: World, log: Callable[[str], None]) -> None:
-    """Make the scorer of log-probabilities, piece by piece if logits are large; wrap it in DDP."""
+    """Make the scorer of log-probabilities (in pieces if logits are large), and wrap it in DDP."""
     scorer_class = policy.large_logits_scorer(config, world.device, log) or CompletionScorer
     policy.scorer = scorer_class(policy.model, policy.compute_dtype)
     if config.training.has_reference:  # a second, frozen model: off by default
@@ -125,7 +125,7 @@ def run_training(run: Run) -> int:
     per_rank = questions_per_step // world.size
     world.signals.start()  # Ctrl-C or SIGTERM: finish the step, save, leave; a second: at once
     while True:
-        if run.is_evaluation_due:  # first, last, each validation.every steps, once; no signal
+        if run.is_evaluation_due:  # first, last, each validation.every; not twice, nor if signalled
             evaluate(run)
         if run.is_checkpoint_due:  # each checkpoint.every steps, at the end, and after a signal
             save_checkpoint(run)
@@ -166,7 +166,7 @@ def sample_trajectories(
         groups = decode_in_batches(
             policy.sampler, prompts, params, config.sampling.max_batch_tokens, run.logger
         )
-    task.max_completion_length = params.max_new_tokens  # of this call, for rewards for length
+    task.max_completion_length = params.max_new_tokens  # read by rewards for length, just below
     with clock("reward"):
         return compute_rewards(policy, task, config, questions, prompts.token_ids, groups)
 
@@ -183,10 +183,10 @@ def generate(
 ) -> list[Completion]:
     """A group of completions of each prompt, in one list, by any model; `streamer` gets tokens."""
     prompt_ids, prompt_mask = left_pad(prompts, params.pad_id, model.device)  # (N, P)
-    # All backends draw in engine/sampling/draw.py: from softmax(logits / temperature) (0: the
-    # likeliest), cut by top_p and top_k, the first token whose cumulative probability exceeds a
-    # uniform number of the question's seed. DrawingProcessor sets all other logits to -inf: so
-    # transformers' own draw has no choice. `seeded` keeps it from moving torch's generator.
+    # All backends draw in engine/sampling/draw.py: from softmax(logits / temperature), cut by top_p
+    # and top_k, the first token whose cumulative probability exceeds a uniform number of its own,
+    # by the question's seed; at temperature 0 the likeliest. DrawingProcessor sets other logits to
+    # -inf, so transformers' own draw has no choice; `seeded` keeps it off torch's generator.
     drawing = DrawingProcessor(seeds, params, model.device)
     with seeded(seeds, model.device):
         model.generate(
@@ -205,15 +205,15 @@ def generate(
 def get_generation_config(params: SamplingParams) -> GenerationConfig:
     """A fresh generation config: nothing of the hub's leaks into sampling.
 
-    transformers fills a field left None from the model's own generation config, which was emptied
-    at load, and then with its defaults, of which only top_k's (50) would cut the distribution.
+    In `generate` transformers fills what is None from the model's own config, which was emptied
+    at load, and then from its defaults, of which only top_k's (50) would cut the distribution.
     """
     return GenerationConfig(
         do_sample=True,  # without it generate refuses several samples of a prompt
         max_new_tokens=params.max_new_tokens,
         top_k=0,  # all tokens: draw.py has drawn
         num_return_sequences=params.group_size,
-        # In a game of several turns a reply may follow an end token: [] stops no row, draw.py does.
+        # In a game a reply may follow an end token: with [] none ends a row, and draw.py decides.
         eos_token_id=[] if params.conversations else list(params.eos_ids),
         pad_token_id=params.pad_id,
     )
@@ -398,8 +398,8 @@ def accumulate_gradients(
 ) -> float:
     """Add up the gradient of the whole batch's loss on every rank; returns that loss.
 
-    DDP averages gradients over the ranks, and ours must add up: hence `world.size`. It does so in
-    the last micro-batch alone (`no_sync`): ranks may have unequally many; with model.shard in all.
+    DDP averages gradients over the ranks, and ours must add up: hence `world.size`. DDP does so in
+    the last micro-batch alone (`no_sync`), since ranks may have unequally many; shards do in each.
     """
     policy, world, losses = run.policy, run.world, []
     for micro_batch in run.logger.track(micro_batches, "update", "batch"):
@@ -408,7 +408,7 @@ def accumulate_gradients(
             loss = micro_batch_loss(policy, micro_batch, run.training, metric_sums)
             policy.grad_scaler.scale(world.size * loss).backward()  # float16's factor, or 1
         losses.append(loss.detach())
-    return world.sum([sum(torch.stack(losses).tolist())]).item()  # Apple's GPU has no float64
+    return world.sum([sum(torch.stack(losses).tolist())]).item()  # floats: Apple has no float64
 
 
 def micro_batch_loss(
@@ -424,7 +424,7 @@ def micro_batch_loss(
     if is_first:
         batch.old_log_probs = log_probs.detach()
         metrics["train/sampler_mismatch"] = (batch.old_log_probs - batch.sampler_log_probs).abs()
-    if not training.is_reinforce:  # num_iterations > 1, a KL penalty, weights: off by default
+    if not training.is_reinforce:  # ratio and clip (num_iterations > 1), KL, ...: off by default
         from engine.update.losses import apply_options  # it asks the reference if `is_first`
 
         token_loss, weights, more = apply_options(
@@ -447,13 +447,13 @@ class CompletionScorer(nn.Module):
         """Log-probabilities (B, S) of the tokens input_ids (B, S) where the mask is True, else 0.
 
         They are those of softmax(logits / temperature), the distribution that was sampled (unless
-        top_p or top_k cut it, which is warned of). Rows are padded on the right, where no token
-        looks: attention is causal and needs no mask.
+        top_p or top_k cut it, which is warned of). Rows are padded on the right, which causal
+        attention never sees: no mask is needed.
         """
         # Logits at column c predict the token at c + 1. columns: each whose next one a row scores.
         columns = mask[:, 1:].any(dim=0).nonzero()[:, 0]  # (K,)
         token_ids, is_scored = input_ids[:, columns + 1], mask[:, columns + 1]  # (B, K)
-        with autocast(input_ids.device, self.compute_dtype, cache_casts=False):  # keeps no casts
+        with autocast(input_ids.device, self.compute_dtype, cache_casts=False):  # to save memory
             output = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=columns)
         log_probs = token_log_probs(output.logits, token_ids, temperature=temperature)
         everywhere = log_probs.new_zeros(mask.shape)  # (B, S)
