@@ -37,7 +37,7 @@ def fit_micro_batches(run: Run) -> None:
         if fit is not run.fit:
             fit.tokens = max(micro_batch_that_fits(run, row), row)
     run.fit, how = fit, "with" if fit.recomputes or settings.gradient_checkpointing else "without"
-    run.logger.info(f"micro-batches of {fit.tokens:,} tokens fit on {gpus}, {how} recomputation")
+    run.logger.info(f"micro-batches of {fit.tokens:,} tokens on {gpus}, {how} recomputation")
 
 
 def longest_row(run: Run) -> int:
