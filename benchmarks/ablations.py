@@ -150,7 +150,7 @@ EVOLUTIONS = {
     for sigma in (0.01, 0.03)
     for factor in (0.5, 2)
 }
-EVOLUTION = EVOLUTIONS["evolution-0.01-x0.5"]
+EVOLUTION = EVOLUTIONS["evolution-0.03-x0.5"]  # the best of the trials
 SWITCHES |= dict.fromkeys(SIGN_RATES, "sign-sgd")
 LABELS |= {name: name for name in (*SIGN_RATES, *EVOLUTIONS)}  # the trials
 for age, endings in AGES.items():
@@ -232,7 +232,7 @@ def make_hard_rows(questions: int) -> dict[str, list[str]]:
         "random-reward": [],
         "length-reward": [],
         "default-processor": [],
-        "sign-sgd": [],
+        "sign-sgd": [f"training.learning_rate={SIGN_RATES['sign-sgd-x2']:g}"],  # the same
         "evolution": [],
         "entropy-lr-x2": ["training.policy_loss=benchmarks.own:entropy_001", *rows["lr-x2"]],
         **{
