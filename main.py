@@ -84,9 +84,9 @@ def build_run(config: Config) -> Run:
     logger = Logger(rank=world.rank)  # `settle_config` gives it the boards of logging.report_to
     config = settle_config(config, world, notes, logger)  # fills in what it leaves open
     task = load_task(config.task.code)
-    # An AutoModelForCausalLM. Trained weights and AdamW's moments are fp32. `dtype` is that of the
-    # forward pass: bf16 on a GPU that has it, otherwise float16; fp32 on most CPUs. In 16 bits the
-    # sampler is a copy, refreshed after each update; in fp32, or with LoRA, it is the model itself.
+    # An AutoModelForCausalLM; its trained weights and AdamW's moments are fp32. Its forward
+    # pass has `dtype`: bf16 on a GPU that has it, otherwise float16; fp32 on most CPUs. In 16 bits
+    # the sampler is a copy, refreshed after each update; in fp32, or with LoRA, the model itself.
     model, tokenizer, dtype = load_model_and_tokenizer(config, world.device, logger.info)
     policy = make_policy(config, model, tokenizer, dtype, world, logger.info, generate=generate)
     logger.info(f"a completion ends at {policy.end_tokens}")
@@ -205,8 +205,8 @@ def generate(
 def get_generation_config(params: SamplingParams) -> GenerationConfig:
     """A fresh generation config: nothing of the hub's leaks into sampling.
 
-    In `generate` transformers fills what is None from the model's own config, which was emptied
-    at load, and then from its defaults, of which only top_k's (50) would cut the distribution.
+    transformers fills what is None here from the model's own generation config, which is emptied
+    at load, and then from defaults. Of those top_k (50) alone would cut the distribution.
     """
     return GenerationConfig(
         do_sample=True,  # without it generate refuses several samples of a prompt

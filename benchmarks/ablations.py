@@ -232,7 +232,7 @@ def make_hard_rows(questions: int) -> dict[str, list[str]]:
         "random-reward": [],
         "length-reward": [],
         "default-processor": [],
-        "sign-sgd": [f"training.learning_rate={SIGN_RATES['sign-sgd-x2']:g}"],  # the same
+        "sign-sgd": [f"training.learning_rate={SIGN_RATES['sign-sgd-x2']:g}"],  # so too
         "evolution": [],
         "entropy-lr-x2": ["training.policy_loss=benchmarks.own:entropy_001", *rows["lr-x2"]],
         **{

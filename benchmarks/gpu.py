@@ -632,8 +632,8 @@ def train_real(setting: Setting) -> list[Row]:
     """
     run_s, wait_s = (60, 0) if setting.is_quick else (330, 180)
     weights, data, folder = setting.weights, setting.data, setting.out / "real"
-    files = [f"task.train={data}/train.jsonl", f"task.eval={data}/train.jsonl"]
-    arguments = ["--config", "configs/gsm8k-qwen2.5-0.5b.yaml", f"model.name={weights}", *files]
+    arguments = ["--config", "configs/gsm8k-qwen2.5-0.5b.yaml", f"model.name={weights}"]
+    arguments += [f"task.train={data}/train.jsonl", f"task.eval={data}/train.jsonl"]
     test = [f"task.eval={data}/test.jsonl", "logging.samples=1319"]
     held_out = ["validation.num_examples=256", "validation.every=25", "checkpoint.every=1000"]
     if setting.is_quick:
@@ -658,7 +658,8 @@ def train_real(setting: Setting) -> list[Row]:
     names = ["time/step_s", "time/rollout_s", "time/update_s", "perf/tokens_per_s"]
     found = [Row(name, statistics.median(row[name] for row in steps), "") for name in names]
     found.append(Row("peak memory", steps[-1]["perf/peak_memory_gb"], "GB"))
-    ends = [json.loads(file.read_text()) for file in sorted(folder.glob("eval-*/metrics.json"))]
+    files = sorted(folder.glob("eval-*/metrics.json"))[-2:]  # an earlier evening may have left some
+    ends = [json.loads(file.read_text()) for file in files]
     for when, measured in zip(("before", "after"), ends, strict=True):
         for name in ("strict", "strict_low", "strict_high", "lenient", "truncated_frac"):
             if f"eval/{name}" in measured:
@@ -703,9 +704,14 @@ PARTS: dict[str, dict[str, Callable[[Setting], list[Row]]]] = {
     },
 }
 # Real weights may still be on their way to the machine while the first are at work.
-EVENING = {"small updates": time_small_updates, **PARTS["correctness"], "real weights": train_real}
-EVENING |= {**PARTS["step"], "LoRA by main.py": train_lora, **PARTS["adapters"]}
-PARTS["evening"] = EVENING
+PARTS["evening"] = {
+    "small updates": time_small_updates,
+    **PARTS["correctness"],
+    "real weights": train_real,
+    **PARTS["step"],
+    "LoRA by main.py": train_lora,
+    **PARTS["adapters"],
+}
 
 
 def rows_of(name: str, check: Callable[[Setting], list[Row]], setting: Setting) -> list[Row]:
@@ -739,9 +745,9 @@ def main(arguments: list[str] | None = None) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"{options.part} on {name}, torch {torch.__version__}\n", flush=True)
+    folders = [path.resolve() for path in (options.weights, options.data, options.out)]
+    setting = Setting(device, options.quick, *folders)
     for check in options.only or PARTS[options.part]:
-        folders = [path.resolve() for path in (options.weights, options.data, options.out)]
-        setting = Setting(device, options.quick, *folders)
         new = rows_of(check, PARTS[options.part][check], setting)
         print_table([check, "measured", "aim", "reached"], [row.cells() for row in new])
         rows += new

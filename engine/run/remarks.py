@@ -49,7 +49,7 @@ def remark_at_start(run: Run) -> None:
 def remark_on_step(
     run: Run, metrics: dict[str, float], questions: list[dict], groups: Groups
 ) -> None:
-    """On parts that are paid for nothing, groups of equal rewards, and the step's completions."""
+    """On parts of the reward that are paid but weigh 0, equal rewards, and completions."""
     for part, weight in run.config.task.reward_weights.items():
         is_unpaid = weight == 0 and metrics.get(f"train/part_{part}", 0) != 0
         if is_unpaid and part not in default_weights(run.task):
