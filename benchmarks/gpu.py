@@ -737,6 +737,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--weights", type=Path, default=Path("none"), help="for evening")
     parser.add_argument("--data", type=Path, default=Path("none"), help="for evening")
     options = parser.parse_args(arguments)
+    if unknown := {*(options.only or [])} - {*PARTS[options.part]}:
+        parser.error(f"no check {unknown}; {options.part} has {', '.join(PARTS[options.part])}")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu" and not options.quick:
         print("no GPU: not measured")
