@@ -140,14 +140,20 @@ def ruin_after(monkeypatch: pytest.MonkeyPatch, step: int, rate: float) -> None:
 def test_a_model_that_goes_nan_ends_the_run_and_the_last_good_checkpoint_is_kept(
     make_model, answers, tmp_path, train, monkeypatch, rate, every, saved
 ):
-    """Bug: each skipped step saved the ruined weights again, until no good checkpoint was left."""
+    """Bug: each skipped step saved the ruined weights again, until no good checkpoint was left.
+
+    Bug: logits of NaN are sampled as if all were 0; by luck that solved more than the model.
+    """
     model, run = make_model(answers), tmp_path / "runs/x"
     overrides = [f"checkpoint.every={every}", f"checkpoint.keep={len(saved)}"]
-    overrides += ["validation.every=100", "training.max_skipped_steps=3", "training.num_steps=20"]
+    overrides += ["validation.every=1", "training.max_skipped_steps=3", "training.num_steps=20"]
     ruin_after(monkeypatch, 2, rate)
     with pytest.raises(FloatingPointError, match=r"3 steps in a row.*training\.learning_rate"):
         train(model, *overrides, by_text=True)
-    assert [row["train/skipped_steps"] for row in rows_of(run)[1:]] == [0, 0, 0, 1, 2, 3]
+    rows = rows_of(run)
+    assert [row["train/skipped_steps"] for row in rows[1:]] == [0, 0, 0, 1, 2, 3]
+    assert not any(row["eval/pass@1"] for row in rows[3:6])  # texts alone solve half of them
+    assert not any(row["train/solved"] for row in rows[4:])
     checkpoints = run / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir() if path.name != "last") == saved
     assert gives_finite_logits(run / "best") and gives_finite_logits(checkpoints / "step-000002")
@@ -159,22 +165,6 @@ def test_a_model_that_goes_nan_ends_the_run_and_the_last_good_checkpoint_is_kept
         run, output = train(model, *overrides, "training.num_steps=3", by_text=True)
         assert "resumed after step 2" in output
         assert [row["step"] for row in rows_of(run)] == list(range(4))
-
-
-def test_noise_from_a_broken_model_solves_nothing_and_is_never_the_best(
-    make_model, train, answers, monkeypatch
-):
-    """Bug: logits of NaN are sampled as if all were 0; by luck that solved more than the model."""
-    model = make_model(dict.fromkeys(answers, NEVER) | {list(answers)[-1]: 0.7})
-    ruin_after(monkeypatch, -1, 1e30)
-    overrides = ["validation.best_of_n=16", "validation.every=1", "training.k_best_of_n=[16,16]"]
-    run, _ = train(model, *overrides, status=1)  # there was nothing to save at the end
-    first, *rows = rows_of(run)
-    assert first["eval/pass@1"] == 0
-    # its rewards differ by the end of thinking, which three of four completions have
-    assert rows[0]["train/grad_norm"] > 0 and rows[1]["train/skipped_steps"] == 1
-    assert all(row["eval/pass@1"] == row["train/solved"] == 0 for row in rows)
-    assert torch.equal(weights_of(run / "best"), weights_of(model))
 
 
 def test_an_evaluation_of_a_model_whose_logits_are_nan_says_so_and_fails(make_model, train):

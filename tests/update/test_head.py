@@ -3,7 +3,6 @@
 import harness
 import pytest
 import torch
-import torch.nn.functional as F
 from harness import SIZES, load_trained, make_config, peak_bytes, save_random, seed
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -20,33 +19,21 @@ def naive(hidden, linear, token_ids, *, temperature):
 
 
 @pytest.mark.parametrize("columns", [1, 4, 11, 50])  # 4 does not divide V, 11 and 50 are one block
-@pytest.mark.parametrize("kept_bytes", [0, 4 * M * 8, 10**9], ids=["none", "some", "all"])
+@pytest.mark.parametrize("kept_bytes", [0, 8 * M * 8, 10**9], ids=["none", "some", "all"])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_it_is_log_softmax_for_any_loss(monkeypatch, kept_bytes, columns, bias, dtype):
+def test_it_is_log_softmax_for_any_loss(monkeypatch, kept_bytes, columns, bias):
     """A loss that is not linear, such as a ratio's, and hidden states and logits far from 0."""
     monkeypatch.setattr(head, "KEPT_BYTES", kept_bytes)  # of logits, for the backward pass
     monkeypatch.setattr(head, "CPU_BLOCK_BYTES", 4 * M * columns)
     torch.manual_seed(seed())
-    hidden, temperature = (10 * torch.randn(M, H, dtype=dtype)).requires_grad_(), 0.7
-    linear, token_ids = nn.Linear(H, V, bias=bias, dtype=dtype), torch.tensor([0, V - 1, 4, 5, 5])
-    inputs, results = [hidden, *linear.parameters()], []
+    hidden, token_ids = 10 * torch.randn(M, H).double(), torch.tensor([0, V - 1, 4, 5, 5])
+    linear = nn.Linear(H, V, bias=bias).double()
+    inputs, results = [hidden.requires_grad_(), *linear.parameters()], []
     for function in (head_log_probs, naive):
-        log_probs = function(hidden, linear, token_ids, temperature=temperature)
+        log_probs = function(hidden, linear, token_ids, temperature=0.7)
         loss = (log_probs / 10).exp().sum()
         results.append([log_probs, *torch.autograd.grad(loss, inputs)])
-    # The rounding of a logit is a relative error of its probability: half a bit (2**-24 in fp32)
-    # times its size. Each of the two computations rounds a logit and a few sums of them. A gradient
-    # is a sum of terms that may cancel, as 1 - p does: it errs by as much as their sizes.
-    logits = linear(hidden).detach() / temperature
-    tolerance = 4 * torch.finfo(dtype).eps / 2 * logits.abs().max().item()
-    assert tolerance < 1e-4  # or it would say nothing
-    log_probs = results[1][0].detach()
-    terms = logits.softmax(dim=-1) + F.one_hot(token_ids, V)  # (M, V)
-    terms *= (log_probs / 10).exp()[:, None] / (10 * temperature)
-    sizes = [log_probs, terms @ linear.weight.abs(), terms.T @ hidden.abs(), terms.sum(dim=0)]
-    for ours, expected, size in zip(*results, sizes[: len(results[0])], strict=True):
-        assert (ours - expected).norm() <= tolerance * size.norm()
+    torch.testing.assert_close(*results, rtol=0, atol=1e-13)
 
 
 def test_sums_of_blocks_are_in_fp32_where_products_are_in_16_bits(monkeypatch):
