@@ -84,9 +84,9 @@ def build_run(config: Config) -> Run:
     logger = Logger(rank=world.rank)  # `settle_config` gives it the boards of logging.report_to
     config = settle_config(config, world, notes, logger)  # fills in what it leaves open
     task = load_task(config.task.code)
-    # An AutoModelForCausalLM; its trained weights and AdamW's moments are fp32. Its forward
-    # pass has `dtype`: bf16 on a GPU that has it, otherwise float16; fp32 on most CPUs. In 16 bits
-    # the sampler is a copy, refreshed after each update; in fp32, or with LoRA, the model itself.
+    # An AutoModelForCausalLM; what is trained of it, and AdamW's moments, are fp32. It computes in
+    # `dtype`: bf16 on a GPU that has it, otherwise float16; fp32 on most CPUs. policy.sampler is a
+    # copy in 16 bits, refreshed after each update; in fp32, or with LoRA, it is the model itself.
     model, tokenizer, dtype = load_model_and_tokenizer(config, world.device, logger.info)
     policy = make_policy(config, model, tokenizer, dtype, world, logger.info, generate=generate)
     logger.info(f"a completion ends at {policy.end_tokens}")
@@ -111,8 +111,9 @@ def wrap_policy(policy: Policy, config: Config, world: World, log: Callable[[str
     if config.model.shard:  # off by default: each rank has a part of the model
         policy.shard(world)
     elif world.size > 1:  # each has the whole model; DDP averages gradients in the backward pass
-        gpus = [world.device.index] if world.device.type == "cuda" else None
-        policy.scorer = DistributedDataParallel(policy.scorer, gpus, gradient_as_bucket_view=True)
+        policy.scorer = DistributedDataParallel(
+            policy.scorer, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
 
 
 # The run
@@ -121,7 +122,7 @@ def wrap_policy(policy: Policy, config: Config, world: World, log: Callable[[str
 def run_training(run: Run) -> int:
     """The whole algorithm, in one loop; returns the exit status."""
     config, world, state = run.config, run.world, run.state
-    questions_per_step = config.questions_per_step(world.size)  # num_samples_per_step x ranks
+    questions_per_step = config.questions_per_step(world.size)  # num_samples_per_step is a rank's
     per_rank = questions_per_step // world.size
     world.signals.start()  # Ctrl-C or SIGTERM: finish the step, save, leave; a second: at once
     while True:
@@ -186,7 +187,7 @@ def generate(
     # All backends draw in engine/sampling/draw.py: from softmax(logits / temperature), cut by top_p
     # and top_k, the first token whose cumulative probability exceeds a uniform number of its own,
     # by the question's seed; at temperature 0 the likeliest. DrawingProcessor sets other logits to
-    # -inf, so transformers' own draw has no choice; `seeded` keeps it off torch's generator.
+    # -inf, so transformers' own draw has no choice; after it, `seeded` restores torch's generator.
     drawing = DrawingProcessor(seeds, params, model.device)
     with seeded(seeds, model.device):
         model.generate(
@@ -213,7 +214,7 @@ def get_generation_config(params: SamplingParams) -> GenerationConfig:
         max_new_tokens=params.max_new_tokens,
         top_k=0,  # all tokens: draw.py has drawn
         num_return_sequences=params.group_size,
-        # In a game a reply may follow an end token: with [] none ends a row, and draw.py decides.
+        # An environment may reply after an end token: with [] none ends a row, and draw.py decides.
         eos_token_id=[] if params.conversations else list(params.eos_ids),
         pad_token_id=params.pad_id,
     )
@@ -310,12 +311,12 @@ def update_policy(run: Run, groups: list[list[Trajectory]]) -> Update:
         scaler.unscale_(optimizer)
         grad_norm = nn.utils.clip_grad_norm_(policy.model.parameters(), training.max_grad_norm)
         update.metrics |= {"train/loss": loss, "train/grad_norm": grad_norm.item()}
-        update.outcome = Outcome.of(loss, grad_norm.item(), scaler, training)  # are both finite?
+        update.outcome = Outcome.of(loss, grad_norm.item(), scaler, training)  # finite, and not 0?
         if update.outcome is Outcome.UPDATED:
             scaler.step(optimizer)
             update.has_moved = True  # and stays so if a later iteration is broken
         scaler.update()  # halves the scale after an overflow, doubles it after many steps without
-        optimizer.zero_grad(set_to_none=not policy.is_in_ddp)  # DDP's are views: zeroed in place
+        optimizer.zero_grad(set_to_none=not policy.is_in_ddp)  # DDP's views are kept, zeroed
         if update.outcome is not Outcome.UPDATED:
             break
     policy.sampler.refresh()  # the copy that samples, if there is one, takes over the weights
@@ -328,8 +329,8 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """What this rank trains on; empty only if no rank has anything to train on.
 
-    The denominators: `num_rows` counts `batch`, `num_tokens` the sampled tokens of `kept`. Passes
-    are made of `trained` alone: by default rows of advantage 0 have no gradient.
+    The denominators: `num_rows` counts `batch` (a skipped row has loss 0), `num_tokens` the sampled
+    tokens of `kept`. Passes are made of `trained`: by default rows of advantage 0 have no gradient.
     """
     batch = [t for group in groups for t in group if t.in_batch]
     kept = [t for t in batch if not (training.skip_truncated and t.completion.truncated)]
@@ -380,8 +381,7 @@ def token_weights(
 ) -> Tensor:
     """What each token counts for in the loss, (B, S) to (B, S); 0 where the mask is False.
 
-    The counts are over all ranks, so the gradient of a batch depends on neither the number of ranks
-    nor the micro-batches' size.
+    The counts are of all ranks: neither their number nor the micro-batches' size matters.
     """
     mask, normalization = mask.float(), training.loss_normalization
     if normalization == "dr_grpo":  # the default, rows * length limit: arXiv:2503.20783
@@ -408,7 +408,7 @@ def accumulate_gradients(
             loss = micro_batch_loss(policy, micro_batch, run.training, metric_sums)
             policy.grad_scaler.scale(world.size * loss).backward()  # float16's factor, or 1
         losses.append(loss.detach())
-    return world.sum([sum(torch.stack(losses).tolist())]).item()  # floats: Apple has no float64
+    return world.sum([sum(torch.stack(losses).tolist())]).item()  # Python's sum: MPS has no float64
 
 
 def micro_batch_loss(
@@ -453,7 +453,7 @@ class CompletionScorer(nn.Module):
         # Logits at column c predict the token at c + 1. columns: each whose next one a row scores.
         columns = mask[:, 1:].any(dim=0).nonzero()[:, 0]  # (K,)
         token_ids, is_scored = input_ids[:, columns + 1], mask[:, columns + 1]  # (B, K)
-        with autocast(input_ids.device, self.compute_dtype, cache_casts=False):  # to save memory
+        with autocast(input_ids.device, self.compute_dtype, cache_casts=False):  # keeps no copies
             output = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=columns)
         log_probs = token_log_probs(output.logits, token_ids, temperature=temperature)
         everywhere = log_probs.new_zeros(mask.shape)  # (B, S)
@@ -479,7 +479,7 @@ def evaluate(run: Run) -> None:
     state.keep_scores(metrics, score)  # for the summary and the model card
     is_broken = run.count_broken(groups) > 0  # such a model is no best
     is_best = not is_broken and (state.best is None or score > state.best)
-    if is_best and save_best(run, metrics):  # writes best/; False if it could not
+    if is_best and save_best(run, metrics):  # rank 0 writes best/; False on all if it cannot
         state.best, state.best_step = score, state.step
     run.world.ask_whether_to_stop()
 

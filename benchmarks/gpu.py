@@ -367,8 +367,7 @@ def one_rank(setting: Setting) -> Iterator[None]:
 
 
 def in_ddp(scorer: ChunkedScorer, setting: Setting) -> DistributedDataParallel:
-    device_ids = [0] if setting.device.type == "cuda" else None
-    wrapped = DistributedDataParallel(scorer, device_ids, gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(scorer, broadcast_buffers=False, gradient_as_bucket_view=True)
     order_ddp_buckets(wrapped, setting.device)
     return wrapped
 
