@@ -400,14 +400,14 @@ def load_rows(
 
 
 def make_row(
-    reward: float, *, num_tokens: int = 4, truncated: bool = False, solved: bool = False
+    reward: float = 0.0, *, text: str = "", num_tokens: int = 4, solved: bool = False
 ) -> Trajectory:
     """A trajectory of made-up tokens, each drawn where the entropy was 2 nats."""
     log_probs, entropies = np.full((2, num_tokens), [[-1.0], [2.0]], np.float32)
     none = np.zeros(num_tokens, bool)
-    completion = Completion([7] * num_tokens, log_probs, entropies, truncated, is_inserted=none)
+    completion = Completion([7] * num_tokens, log_probs, entropies, False, is_inserted=none)
     parts = {"format": 0.5, "answer": 1.0 if solved else 0.0}
-    return Trajectory([5, 5, 5], completion, "", parts, reward)
+    return Trajectory([5, 5, 5], completion, text, parts, reward)
 
 
 def make_rows(*rewards: float) -> list[Trajectory]:

@@ -1,4 +1,4 @@
-"""How things are measured: intervals and votes by hand, each number of a run a second time."""
+"""How things are measured: intervals by hand, each number of a run a second time."""
 
 import contextlib
 import copy
@@ -21,41 +21,23 @@ import torch
 from harness import ROOT, alone, arguments, make_row, read_jsonl, run_main, save_writer, seed
 from transformers import PreTrainedTokenizerFast
 
-from engine.core.statistics import confidence_interval, majority_sample, reduce_means
+from engine.core.statistics import confidence_interval, reduce_means
 from engine.core.types import Groups, Trajectory
 from engine.report.boards import BOARDS, Board
 from engine.report.metrics import mean_rewards, rollout_metrics
 from logger import Logger
 
-INTERVALS = [  # rates, whether they are 0 or 1, their interval and how near it is
-    ([1.0] * 8 + [0.0] * 2, True, (0.4902, 0.9433), 1e-4),  # Wilson's tables
-    ([0.0] * 10, True, (0.0, 0.2775), 1e-4),
-    ([0.0, 1.0] * 50, False, (0.402, 0.598), 0.011),  # 0.5 +- 1.96 * 0.5 / sqrt(100)
-]
 
-
-def test_the_interval_is_wilsons_or_where_rates_are_shares_the_bootstraps():
-    for rates, is_binary, interval, tolerance in INTERVALS:
-        found = confidence_interval(np.array(rates), is_binary=is_binary)
-        assert found == pytest.approx(interval, abs=tolerance)
-        assert found == confidence_interval(np.array(rates), is_binary=is_binary)  # every time
-
-
-VOTES = [
-    *((["1", "2", "2"], 1), ([None, "3", "1", "1", "3"], 1), (["4"], 0)),
-    (["2", "1", "2", "1"], 0),  # of equals the one given earliest
-    *(([None, None, None, "5"], 3), ([None, None], None), ([], None)),  # no answer is no vote
-]
-
-
-def test_the_majority_is_the_earliest_sample_with_the_most_frequent_answer():
-    assert [majority_sample(answers) for answers, _ in VOTES] == [chosen for _, chosen in VOTES]
+def test_the_interval_of_shares_is_the_bootstraps():
+    """Wilson's, of what is right or wrong, is in test_evaluate.py."""
+    found = confidence_interval(np.array([0.0, 1.0] * 50), is_binary=False)
+    assert found == pytest.approx((0.402, 0.598), abs=0.011)  # 0.5 +- 1.96 * 0.5 / sqrt(100)
 
 
 def test_a_parts_mean_is_over_what_it_applies_to():
     """In training over completions, in an evaluation over the means of its questions."""
     random, names = Random(seed()), ("often", "seldom", "never")
-    groups = [[make_row(0.0) for _ in range(3)] for _ in range(9)]
+    groups = [[make_row() for _ in range(3)] for _ in range(9)]
     for t in itertools.chain(*groups):
         often, seldom = random.random() < 0.7, random.random() < 0.3
         t.reward_parts = {"often": random.random() if often else None, "never": None}
