@@ -77,23 +77,19 @@ class Capture(TorchDispatchMode):
             tensor.copy_(before)
 
 
-class NoWaiting(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        refuse_to_wait(function, args)
-        return function(*args, **(kwargs or {}))
-
-
-class SyncDebug:
+class SyncDebug(TorchDispatchMode):
     """In the place of torch.cuda's mode in which waiting is an error."""
 
-    def __init__(self) -> None:
-        self.mode = 0
-        self.watch = NoWaiting()
+    mode: int | str = 0
 
     def set(self, mode: int | str) -> None:
         if (mode == "error") != (self.mode == "error"):
-            self.watch.__enter__() if mode == "error" else self.watch.__exit__(None, None, None)
+            self.__enter__() if mode == "error" else self.__exit__(None, None, None)
         self.mode = mode
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        refuse_to_wait(function, args)
+        return function(*args, **(kwargs or {}))
 
 
 @pytest.fixture

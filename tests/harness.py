@@ -17,6 +17,7 @@ import shutil
 import signal
 import sys
 import time
+import timeit
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -97,12 +98,8 @@ def seed(n: int = 0) -> int:
 
 def cpu_seconds(function: Callable, *arguments: object, repeats: int = 1) -> float:
     """The best of `repeats` calls, so that other work on the machine does not count."""
-    seconds = []
-    for _ in range(repeats):
-        start = time.process_time()
-        function(*arguments)
-        seconds.append(time.process_time() - start)
-    return min(seconds)
+    call = functools.partial(function, *arguments)
+    return min(timeit.repeat(call, timer=time.process_time, number=1, repeat=repeats))
 
 
 def real_file(*names: str) -> Path:
@@ -147,12 +144,9 @@ def tokens_of(tokenizer: PreTrainedTokenizerFast) -> dict[str, int | None]:
 def train_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level tokenizer of about 350 tokens, which splits words as no Qwen or Llama does."""
     core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"[0-9]+|[^0-9]+"), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split = pre_tokenizers.Split(Regex(r"[0-9]+|[^0-9]+"), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=280,
@@ -239,8 +233,8 @@ def absolute_model_folder(tmp_path_factory, tokenizer) -> Path:
 @pytest.fixture(scope="session")
 def teacher_folder(tmp_path_factory, tokenizer) -> Path:
     """A random Qwen2 of another shape, with the same tokens."""
-    settings = SIZES | {"num_hidden_layers": 1, "hidden_size": 48, "num_key_value_heads": 4}
-    settings |= FAR_FROM_UNIFORM
+    shape = {"num_hidden_layers": 1, "hidden_size": 48, "num_key_value_heads": 4}
+    settings = SIZES | FAR_FROM_UNIFORM | shape
     return save_random("qwen2", tokenizer, tmp_path_factory.mktemp("teacher"), **settings)
 
 
@@ -588,15 +582,8 @@ def arguments(folder: Path, model: Path, *overrides: str) -> list[str]:
     return [*settings, f"model.name={model}", f"run.dir={folder}", "run.name=x", *overrides]
 
 
-def program(
-    folder: Path,
-    model: Path,
-    *overrides: str,
-    fault: dict | None = None,
-    grading: dict | None = None,
-) -> list[str]:
-    """main.py and its arguments, with rewards by text and perhaps a fault (see launcher.py)."""
-    plan = {"fault": fault, "grading": grading or {}}
+def program(folder: Path, model: Path, *overrides: str, **plan: dict) -> list[str]:
+    """main.py and its arguments, with rewards by text; launcher.py says what `plan` may hold."""
     return ["tests/launcher.py", json.dumps(plan), *arguments(folder, model, *overrides)]
 
 
@@ -645,18 +632,11 @@ def finish(*processes: BaseProcess, timeout_s: float = 90) -> list[int | None]:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def train(
-    folder: Path,
-    model: Path,
-    *overrides: str,
-    num_ranks: int = 1,
-    fault: dict | None = None,
-    grading: dict | None = None,
-) -> str:
+def train(folder: Path, model: Path, *overrides: str, num_ranks: int = 1, **plan: dict) -> str:
     """Output of a run that ends well."""
     folder.mkdir(exist_ok=True)
     options = with_ranks(num_ranks) if num_ranks > 1 else []
-    arguments = program(folder, model, *overrides, fault=fault, grading=grading)
+    arguments = program(folder, model, *overrides, **plan)
     (status,) = finish(start(arguments, *options, log=folder / "log"))
     output = (folder / "log").read_text(errors="replace")
     # a toy may earn nothing at all, and says so by its status

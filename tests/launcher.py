@@ -1,13 +1,12 @@
 """main.py with rewards by construction and perhaps a fault: `python launcher.py PLAN ARGUMENTS`.
 
-The plan is JSON: {"grading": {...}, "fault": {...} or null}; see `harness.install_grading`. Faults:
+The plan is JSON: {"grading": {...}, "fault": {...}} or less; see `harness.install_grading`. Faults:
 
-    {"do": "kill other", ...}       SIGKILL rank 1
-    {"do": "copy", "to": ..., ...}  copy the run's folder, at each file event from there on
-    ... "saves": 1, "events": 7     at rank 0's 7th file event after that many of its checkpoints
+    {"do": "kill other"}            SIGKILL rank 1 as soon as rank 0 has saved a checkpoint
     {"do": "raise", "calls": 40}    RuntimeError in rank 0's 40th call of the reward function
+    {"do": "copy", "to": "/there"}  copy the run's folder at each file event, and break nothing
 
-run.dir/struck is made just before the fault.
+run.dir/struck is made just before what breaks the run.
 """
 
 import functools
@@ -29,38 +28,30 @@ FILE_EVENTS = {
 }
 
 
-class Striker:
-    """An audit hook that waits for the moment, and strikes."""
+def kill_other(folder: Path, event: str, arguments: tuple) -> None:
+    """An audit hook."""
+    if event == "os.symlink" and str(arguments[1]).endswith("/checkpoints/last"):
+        (folder / "struck").touch()
+        os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
 
-    def __init__(self, fault: dict, folder: Path) -> None:
-        self.fault = fault
-        self.folder = folder
-        self.saves = self.events = 0
-        self.is_busy = False
+
+class Copier:
+    """An audit hook."""
+
+    def __init__(self, folder: Path, copies: Path) -> None:
+        self.folder, self.copies = folder, copies
+        self.numbers = itertools.count()
+        self.is_copying = False
 
     def __call__(self, event: str, arguments: tuple) -> None:
-        if event not in FILE_EVENTS or self.is_busy:
+        is_ours = event != "open" or str(arguments[0]).startswith(str(self.folder))
+        if event not in FILE_EVENTS or not is_ours or self.is_copying:
             return
-        paths = [str(argument) for argument in arguments[:2]]
-        if event == "open" and not paths[0].startswith(str(self.folder)):
-            return
-        if event == "os.symlink" and paths[1].endswith("/checkpoints/last"):
-            self.saves += 1
-        if self.saves >= self.fault.get("saves", 1):
-            self.events += 1
-            if self.events >= self.fault["events"]:
-                self.strike()
-
-    def strike(self) -> None:
-        self.is_busy = True
-        if self.fault["do"] == "copy":
-            copy = Path(self.fault["to"]) / f"{self.events:04d}" / "x"
-            if (self.folder / "x").is_dir():
-                shutil.copytree(self.folder / "x", copy, symlinks=True)
-            self.is_busy = False
-            return
-        (self.folder / "struck").touch()
-        os.kill(int((self.folder / "pid-1").read_text()), signal.SIGKILL)
+        self.is_copying = True
+        copy = self.copies / f"{next(self.numbers):04d}" / "x"
+        if (self.folder / "x").is_dir():
+            shutil.copytree(self.folder / "x", copy, symlinks=True)
+        self.is_copying = False
 
 
 def fail_at_call(fault: dict, calls: itertools.count, function, folder: Path, *texts, **settings):
@@ -73,8 +64,8 @@ def fail_at_call(fault: dict, calls: itertools.count, function, folder: Path, *t
 
 def main() -> None:
     plan, arguments = json.loads(sys.argv[1]), sys.argv[2:]
-    install_grading(plan["grading"])
-    if plan["fault"]:
+    install_grading(plan.get("grading", {}))
+    if "fault" in plan:
         install_fault(plan["fault"], arguments)
     program.main(program.load_config(arguments))
 
@@ -84,13 +75,13 @@ def install_fault(fault: dict, arguments: list[str]) -> None:
     (given,) = (a.partition("=")[2] for a in arguments if a.startswith("run.dir="))
     folder = Path(given)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
-    if rank == 0:
-        if fault["do"] == "raise":
-            task = load_task("countdown")
-            given = (fault, itertools.count(1), task.reward_function, folder)
-            task.reward_function = functools.partial(fail_at_call, *given)
-        else:
-            sys.addaudithook(Striker(fault, folder))
+    if rank == 0 and fault["do"] == "raise":
+        task = load_task("countdown")
+        given = (fault, itertools.count(1), task.reward_function, folder)
+        task.reward_function = functools.partial(fail_at_call, *given)
+    elif rank == 0:
+        hook = functools.partial(kill_other, folder)
+        sys.addaudithook(Copier(folder, Path(fault["to"])) if fault["do"] == "copy" else hook)
 
 
 if __name__ == "__main__":

@@ -171,7 +171,7 @@ OTHERS_END = ["in sample_trajectories", "by peer"]  # of which nobody should rea
 # One start after the other: the fault, an option of torchrun, what is said and what must not be.
 STARTS = [
     # bug: new ranks found the old ones' addresses in torchrun's store; half of the starts hung
-    ({"do": "kill other", "events": 1}, "--max-restarts=2", RESTARTED, ["resumed after step"]),
+    ({"do": "kill other"}, "--max-restarts=2", RESTARTED, ["resumed after step"]),
     # in its second step; bug: an exception was 27 lines
     ({"do": "raise", "calls": 30}, "", [IN_REWARD, " question {'nums': ["], OTHERS_END),
 ]
@@ -244,7 +244,7 @@ def test_a_kill_at_any_file_event_costs_no_more_than_its_step(
     adapter = save_adapter(tmp_path / "adapter", rotary_model_folder)
     given = [f"model.name={adapter}", TWO, EVALUATE]
     whole, folder = tmp_path / "whole", tmp_path / "copies"
-    how = {"fault": {"do": "copy", "to": str(folder), "saves": 0, "events": 1}}
+    how = {"fault": {"do": "copy", "to": str(folder)}}
     train(whole, rotary_model_folder, *settings, *given, grading={"rates": RISING}, **how)
     copies = sorted(folder.iterdir())
     newest = [checkpoint.newest_whole(copy / "x/checkpoints", pytest.fail) for copy in copies]
