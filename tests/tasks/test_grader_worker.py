@@ -27,9 +27,7 @@ def ask(worker: Worker, gold: str, prediction: str, *, timeout_s: float = 30.0) 
 
 
 @pytest.fixture(autouse=True)
-def fresh_cache() -> Iterator[None]:
-    grader.grade_answer.cache_clear()
-    yield
+def fresh_cache() -> None:
     grader.grade_answer.cache_clear()
 
 
@@ -98,14 +96,14 @@ say('{"id": 0, "reply": null}')
 HONEST = """
 for line in sys.stdin:
     request = json.loads(line)
-    gold, prediction = request["arguments"]
+    *_, gold, prediction = request["arguments"]
     say(json.dumps({"id": request["id"], "reply": gold == prediction}))
 """
+SCORER = HONEST.replace("gold == prediction", '{"right": 1.0, "near": 0.998}.get(prediction, 0)')
 FAKES = {
     "no start": "raise ImportError",
     "garbage": 'for line in sys.stdin: say("garbage")',
-    "an old reply": "for line in sys.stdin: "
-    'say(json.dumps({"id": json.loads(line)["id"] - 1, "reply": True}))',
+    "an old reply": HONEST.replace('request["id"]', 'request["id"] - 1'),
     "not text": 'for line in sys.stdin: sys.stdout.buffer.write(b"\\xff\\n"); sys.stdout.flush()',
     "an endless line": 'for line in sys.stdin: print("x" * 10**6, end="", flush=True)',
     "an end": "sys.exit(1)",
@@ -207,15 +205,6 @@ def test_threads_and_a_forks_child_ask_one_after_the_other(make_fake, monkeypatc
             os._exit(paid(9) is not True)
         may_end.set()
     assert os.waitpid(child, 0)[1] == 0 and paid(10)
-
-
-SCORER = """
-for line in sys.stdin:
-    request = json.loads(line)
-    answer = request["arguments"][-1]
-    score = {"right": 1.0, "near": 0.998}.get(answer, 0.0)
-    say(json.dumps({"id": request["id"], "reply": score}))
-"""
 
 
 SCORES = {"right": (1, 1), "<answer>near</answer>": (0, 0.998)}
