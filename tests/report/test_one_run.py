@@ -1,15 +1,12 @@
 """One short run, and what it leaves looked at from all sides: files, card, page, evaluation."""
 
-import contextlib
-import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from harness import ROOT, arguments, grade_by_text, read_jsonl, read_rows, run_main, seed
+from harness import ROOT, read_jsonl, read_rows, seed, train
 
-import main
 from engine.run.config_file import load_config
 
 SIZES = [f"training.seed={seed()}", "training.num_steps=1", "training.warmup_steps=0"]
@@ -18,42 +15,22 @@ SIZES += ["validation.num_examples=9", "validation.best_of_n=4", "validation.eve
 SIZES += ["logging.samples=2", "logging.train_samples_every=1"]
 
 
-def output_of(*arguments: str) -> str:
-    """What main.py prints, in this process, where it must end well."""
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        status = run_main(*arguments)
-    assert status == 0, output.getvalue()
-    return output.getvalue()
-
-
 def files_of(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> SimpleNamespace:
-    """A run of one step, and an evaluation of its best model."""
-    parent, measure = tmp_path_factory.mktemp("run"), main.evaluation_metrics
-    folder = parent / "x"
-
-    def measure_before_training(*given) -> dict[str, float]:
-        """Nothing is solved, so that the trained model is the best."""
-        patch.setattr(main, "evaluation_metrics", measure)
-        return measure(*given) | {"eval/pass@1": 0.0}
-
-    with pytest.MonkeyPatch.context() as patch:
-        grade_by_text(patch)
-        patch.setattr(main, "evaluation_metrics", measure_before_training)
-        output_of(*arguments(parent, ROOT / "tiny", *SIZES))
-        before = files_of(folder)
-        evaluated = output_of(*arguments(parent, folder / "best", *SIZES, "mode=evaluate"))
+    """A run of one step, and an evaluation of the model that it has made."""
+    parent = tmp_path_factory.mktemp("run")
+    train(parent, ROOT / "tiny", *SIZES)
+    before, trained = files_of(folder := parent / "x"), folder / "checkpoints/last"
+    evaluated = train(parent, trained, *SIZES, "mode=evaluate")
     (evaluation,) = folder.glob("eval-*")
     figures = json.loads((evaluation / "metrics.json").read_text())
     return SimpleNamespace(
         folder=folder,
         files=before,
-        rows=read_rows(folder),
         samples=read_jsonl(folder / "samples.jsonl"),
         evaluation=evaluation,
         evaluation_output=evaluated,
@@ -71,13 +48,10 @@ def test_it_keeps_what_it_sampled_and_what_the_update_made(run):
         texts = ["".join(row["tokens"]) for row in group["completions"]]
         assert any(text.removesuffix("<|endoftext|>") == sample["completion"] for text in texts)
         rewards = [row["reward"] for row in group["completions"]]
-        assert rewards == sorted(rewards, reverse=True)
         for row in group["completions"]:
             expected = row["reward"] - sum(rewards) / len(rewards)
             assert row["advantage"] == pytest.approx(expected, abs=1e-3)
             assert row["weight"] == pytest.approx(1 / (16 * 64), rel=1e-3)  # all rewards differ
-            lengths = {len(row[name]) for name in ("tokens", "log_probs", "entropies")}
-            assert len(lengths) == 1
 
 
 def test_an_evaluation_prints_and_writes_its_figures_and_leaves_its_run_alone(run):
@@ -86,7 +60,7 @@ def test_an_evaluation_prints_and_writes_its_figures_and_leaves_its_run_alone(ru
     assert "metrics.jsonl" in run.files and "best/model.safetensors" in run.files
     assert set(files_of(run.evaluation)) == {"config.yaml", "metrics.json", "samples.jsonl"}
     config = load_config(["--config", str(run.evaluation / "config.yaml")])
-    assert config.mode == "evaluate" and config.model.name == str(run.folder / "best")
+    assert config.mode == "evaluate" and config.model.name == str(run.folder / "checkpoints/last")
     rate, low, high = (figures[f"eval/majority{end}"] for end in ("", "_low", "_high"))
     interval = f"(95% interval {low:.3f} to {high:.3f})"
     assert f"\n  majority            {rate:.3f}  {interval}\n" in output
@@ -94,7 +68,8 @@ def test_an_evaluation_prints_and_writes_its_figures_and_leaves_its_run_alone(ru
 
 
 def test_an_evaluation_measures_what_training_measured_of_the_same_model(run):
-    logged = {name: value for name, value in run.rows[1].items() if name.startswith("eval/")}
+    _, row = read_rows(run.folder)
+    logged = {name: value for name, value in row.items() if name.startswith("eval/")}
     assert len(logged) == 17 and 0 < logged["eval/pass@1"] < 1
     assert run.figures.items() >= logged.items()
     more = {f"eval/{name}{end}" for name in ("majority", "greedy") for end in ("", "_low", "_high")}

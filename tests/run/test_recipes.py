@@ -141,6 +141,8 @@ def test_a_recipe_trains_two_steps_and_evaluates_the_best_model(
     rows = read_rows(run.folder)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["train/grad_norm"] > 0 for row in rows[1:])
+    if config.training.learning_type == "sil":
+        assert all(row["train/advantage_abs"] == 1 for row in rows[1:])  # of those it imitates
     is_rounded = config.model.compute_dtype == "bfloat16"  # else it is fp32 on a CPU
     assert all(row["train/sampler_mismatch"] < (0.1 if is_rounded else 1e-4) for row in rows[1:])
     (measured,) = run.folder.glob("eval-*/metrics.json")

@@ -134,8 +134,7 @@ SAMPLING, UPDATE = "main:sample_trajectories", "main:update_policy"
 # metrics.jsonl; and the exit status. After a signal no evaluation begins: the resumed run makes it.
 BREAKS = {
     "before step 1": (TERM, "main:evaluate", 0, RARELY, 0, (0, "eval"), 143),
-    "it samples": (INT, SAMPLING, 1, RARELY, 2, (2, "train"), 130),
-    "a terminal is closed": (HUP, UPDATE, 1, RARELY, 2, (2, "train"), 129),
+    "it samples, and a terminal is closed": (HUP, SAMPLING, 1, RARELY, 2, (2, "train"), 129),
     "it evaluates": (INT, "main:evaluate", 2, RARELY, 2, (2, "eval"), 130),
     "the last step": (TERM, UPDATE, 3, RARELY, 4, (4, "train"), 143),
     "all is done": (INT, "main:evaluate", 4, RARELY, 4, (4, "eval"), 0),
@@ -310,10 +309,6 @@ def edit(changes: dict[str, str]) -> Callable[[Path], None]:
     return change
 
 
-def nothing(run: Path) -> None:
-    pass
-
-
 def tear_the_logs(run: Path) -> None:
     for file in run.glob("*.jsonl"):
         file.write_text(file.read_text() + '{"step": 3, "eval/pa')
@@ -342,7 +337,7 @@ GOES_ON = {
     f"{SAME}: a torn line": (tear_the_logs, "", []),
     f"{SAME}: killed after its evaluation": (edit(EVALUATED_BEFORE), "", []),
     # bug: README advised it, and the resumed run was refused
-    "smaller batches": (nothing, SMALLER, ROUNDED),
+    "smaller batches": (edit({}), SMALLER, ROUNDED),
     # bugs: "not bit for bit the same" was all that was said of these two
     "fewer ranks": (edit({'ranks": 1': 'ranks": 2'}), "", ["now has 2 questions, not 4"]),
     "other code": (edit({'algorithm": "': 'algorithm": "x'}), "", ["paid, or trained, by"]),
@@ -357,12 +352,12 @@ EPS = lambda run: change_json(Path("model/config.json"), rms_norm_eps=0.5)  # no
 REFUSED = {
     # bug: the run began again, cut its metrics and replaced best/ by the untrained model
     "no checkpoint": (lambda run: shutil.rmtree(run / "checkpoints"), "", NO_CHECKPOINT),
-    "not to resume": (nothing, "checkpoint.resume=never", NEVER),
+    "not to resume": (edit({}), "checkpoint.resume=never", NEVER),
     "no run's": (leave_a_config, "", "config.yaml, but no run"),
     # bugs: pass@1 fell from 0.438 to 0.062, or compared other questions, without a word
     "another model": (EPS, "", "the files of model.name = "),
     "other questions": (reverse_questions, "", OTHER_QUESTIONS),
-    "another key": (nothing, "training.max_grad_norm=3", "training.max_grad_norm = 3"),
+    "another key": (edit({}), "training.max_grad_norm=3", "training.max_grad_norm = 3"),
     "another version": (edit({'"best_solved"': '"sowed"'}), "", "another version"),
 }
 
