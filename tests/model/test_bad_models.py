@@ -57,9 +57,8 @@ def train(monkeypatch, capsys, tmp_path) -> Callable[..., tuple[Path, str]]:
     file = tmp_path / "questions.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def run(model: Path, *overrides: str, by_text: bool = False, status: int = 0):
-        if by_text:
-            grade_by_text(monkeypatch)
+    def run(model: Path, *overrides: str, status: int = 0):
+        grade_by_text(monkeypatch)
         given = [*SIZES, LENGTH, f"task.train={file}", f"task.eval={file}", *overrides]
         ended = harness.run_main(*harness.arguments(tmp_path / "runs", model, *given))
         output, errors = capsys.readouterr()
@@ -91,7 +90,7 @@ def gives_finite_logits(folder: Path) -> bool:
 def test_a_run_that_has_nothing_to_learn_goes_on(make_model, answers, train, end, num_tokens):
     """All completions are empty and equal, or all are cut off and skipped: no step is taken."""
     model = make_model({0: end} if end == ALWAYS else answers | {0: end})
-    run, _ = train(model, "training.skip_truncated=true", by_text=True)
+    run, _ = train(model, "training.skip_truncated=true")
     first, *rows = rows_of(run)
     is_cut = end == NEVER
     assert first["eval/completion_tokens"] == num_tokens
@@ -113,7 +112,7 @@ def test_a_model_may_have_more_embeddings_than_there_are_tokens(
     """Qwen2.5 has 151,936 for 151,665 tokens. An id without a token has no text, but is trained."""
     known, rows = len(tokenizer), len(tokenizer) + 27
     biases = answers | dict.fromkeys(range(known, rows), 0.4) | {0: NEVER}
-    run, _ = train(make_model(biases, num_embeddings=rows), "training.num_steps=1", by_text=True)
+    run, _ = train(make_model(biases, num_embeddings=rows), "training.num_steps=1")
     assert rows_of(run)[1]["train/grad_norm"] > 0
     assert len(AutoModelForCausalLM.from_pretrained(run / "best").lm_head.weight) == rows
     policy = make_policy(run / "best", LENGTH)
@@ -149,7 +148,7 @@ def test_a_model_that_goes_nan_ends_the_run_and_the_last_good_checkpoint_is_kept
     overrides += ["validation.every=1", "training.max_skipped_steps=3", "training.num_steps=20"]
     ruin_after(monkeypatch, 2, rate)
     with pytest.raises(FloatingPointError, match=r"3 steps in a row.*training\.learning_rate"):
-        train(model, *overrides, by_text=True)
+        train(model, *overrides)
     rows = rows_of(run)
     assert [row["train/skipped_steps"] for row in rows[1:]] == [0, 0, 0, 1, 2, 3]
     assert not any(row["eval/pass@1"] for row in rows[3:6])  # texts alone solve half of them
@@ -162,7 +161,7 @@ def test_a_model_that_goes_nan_ends_the_run_and_the_last_good_checkpoint_is_kept
     assert (checkpoints / "last").resolve().name == saved[-1]
     if rate == 1e30:
         ruin_after(monkeypatch, 20, rate)  # it can go on from there
-        run, output = train(model, *overrides, "training.num_steps=3", by_text=True)
+        run, output = train(model, *overrides, "training.num_steps=3")
         assert "resumed after step 2" in output
         assert [row["step"] for row in rows_of(run)] == list(range(4))
 

@@ -30,7 +30,6 @@ from engine.run.fingerprint import of_files
 from engine.run.start import settle_config
 from engine.sampling.batches import kept_bytes
 from engine.update.head import ChunkedScorer
-from engine.update.optimizer import make_optimizer
 from logger import Logger
 from main import CompletionScorer
 from tools import export
@@ -65,8 +64,6 @@ def test_each_linear_layer_but_the_head_has_an_adapter_in_fp32(model_folder):
     assert names == {f"{name}.lora_{ab}.default.weight" for name in linear for ab in "AB"}
     assert {parameters[name].dtype for name in names} == {torch.float32}
     assert {p.dtype for name, p in parameters.items() if name not in names} == {torch.bfloat16}
-    (group,) = make_optimizer(policy.model, make_config().training).param_groups
-    assert {*map(id, group["params"])} == {id(parameters[name]) for name in names}
 
 
 @pytest.mark.parametrize("name", ["query", "lm_head"])
@@ -97,8 +94,8 @@ def test_the_gradient_in_4_bits_is_that_of_all_rows_for_any_micro_batch_size(mod
     start = make_policy(model_folder, "mode=evaluate", IN_4BIT).model
     ref = [row_log_probs(start, t).detach() for group in groups for t in group]
     expected, _ = reference.reference(policy.model, groups, config, ref=ref)
-    ways = [(reference.ALL_TOGETHER, CompletionScorer), (reference.ONE_BY_ONE, CompletionScorer)]
-    for limit, scorer in [*ways, (reference.ALL_TOGETHER, ChunkedScorer)]:
+    at_once, ways = reference.ALL_TOGETHER, [(reference.ONE_BY_ONE, CompletionScorer)]
+    for limit, scorer in [*ways, (at_once, CompletionScorer), (at_once, ChunkedScorer)]:
         config = config_of(*GRPO, LORA, IN_4BIT, KL, f"training.micro_batch_tokens={limit}")
         policy.scorer = scorer(policy.model, policy.compute_dtype)
         harness.sample(policy, PROMPTS, num_samples=4)  # leaves nothing that a gradient notices
@@ -148,24 +145,14 @@ def test_a_rows_memory_is_estimated_in_the_dtype_that_decodes(rotary_model_folde
 
 
 def test_inputs_of_an_adapter_are_not_cast_to_fp32_and_back(rotary_model_folder):
-    """Bug: peft cast each layer's, twice as many kernels for a token; the bits are the same."""
-    results, casts = [], []
-    for is_cast in (False, True):
-        policy = make_moved_policy(rotary_model_folder, LORA, "model.compute_dtype=bfloat16")
-        kind = peft.tuners.tuners_utils.BaseTunerLayer
-        layers = [m for m in policy.model.modules() if isinstance(m, kind)]
-        assert len(layers) == 14 and not any(layer.cast_input_dtype_enabled for layer in layers)
-        for layer in layers:
-            layer.cast_input_dtype_enabled = is_cast
-            factor = layer.lora_A["default"]
-            factor.register_forward_pre_hook(lambda module, args: casts.append(args[0].dtype))
-        ids = torch.tensor([[5, 9, 30, 7]])
-        log_probs = policy.scorer(ids, ids > 0, temperature=1.0)
-        log_probs.sum().backward()
-        gradients = [p.grad for p in policy.model.parameters() if p.requires_grad]
-        results.append([log_probs.detach(), *gradients])
-    assert casts == [torch.bfloat16] * 14 + [torch.float32] * 14
-    assert all(torch.equal(a, b) and b.any() for a, b in zip(*results, strict=True))
+    """Bug: peft cast each layer's, twice as many kernels for a token."""
+    policy, dtypes = make_policy(rotary_model_folder, LORA, "model.compute_dtype=bfloat16"), []
+    for name, factor in policy.model.named_modules():
+        if name.endswith("lora_A.default"):
+            factor.register_forward_pre_hook(lambda factor, args: dtypes.append(args[0].dtype))
+    ids = torch.tensor([[5, 9, 30, 7]])
+    policy.scorer(ids, ids > 0, temperature=1.0)
+    assert dtypes == [torch.bfloat16] * 14
 
 
 def test_a_run_in_two_parts_is_bit_for_bit_the_unbroken_one(tmp_path, rotary_model_folder, data):
@@ -206,21 +193,6 @@ def exported(finished) -> None:
     assert last.startswith("error: ") and "offline" in last
 
 
-def test_best_loads_from_anywhere(finished, rotary_model_folder, tmp_path, monkeypatch):
-    best = finished / "best"
-    saved = json.loads((best / "adapter_config.json").read_text())
-    assert Path(saved["base_model_name_or_path"]) == rotary_model_folder
-    assert not (best / "model.safetensors").exists()
-    monkeypatch.chdir(tmp_path)
-    ids = torch.arange(2, 12)[None]
-    plain = AutoModelForCausalLM.from_pretrained(rotary_model_folder, dtype=torch.float32)
-    before = plain(ids).logits
-    by_transformers = AutoModelForCausalLM.from_pretrained(best, dtype=torch.float32)(ids).logits
-    by_peft = peft.PeftModel.from_pretrained(plain, best)(ids).logits
-    assert torch.allclose(by_transformers, by_peft, atol=1e-5)
-    assert (by_peft - before).abs().max() > 0.01
-
-
 def test_merged_is_the_base_in_bf16_plus_the_adapter(exported, finished, rotary_model_folder):
     """The base as it is on disk, not as it was in 4 bits."""
     settings = json.loads((finished / "merged/config.json").read_text())
@@ -244,8 +216,11 @@ def test_merged_is_the_base_in_bf16_plus_the_adapter(exported, finished, rotary_
     assert num_adapted == 14
 
 
-def test_an_adapter_is_evaluated_on_its_base(finished, tmp_path, monkeypatch):
+def test_an_adapter_is_evaluated_on_its_base(finished, rotary_model_folder, tmp_path, monkeypatch):
     """With the run's own configuration it gives the samples and figures that were logged then."""
+    saved = json.loads((finished / "best/adapter_config.json").read_text())
+    assert Path(saved["base_model_name_or_path"]) == rotary_model_folder  # found from anywhere
+    assert not (finished / "best/model.safetensors").exists()
     logged = {0: [], 2: [], 4: []}
     for sample in read_jsonl(finished / "samples.jsonl"):
         logged[sample.pop("step")].append(sample)
@@ -273,10 +248,6 @@ SPOILT = {  # what is made of an adapter's weights or set in its config, and wha
     "a layer less": (
         lambda weights: {k: weights[k] for k in weights if "layers.1.mlp.up" not in k},
         f"does not fit its base model, as at {AT}.layers.1.mlp.up_proj",
-    ),
-    "of a model that sees pictures too": (
-        lambda weights: {k.replace(".layers", ".text.layers"): weights[k] for k in weights},
-        f"does not fit its base model, as at {AT}.layers.0.mlp.down_proj",
     ),
     "of a deeper model": (
         lambda weights: (

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import SIZES, alone, change_json, make_config, make_policy, save_random
-from reference import COMPLETIONS, PROMPTS, score
+from harness import SIZES, alone, change_json, load_trained, make_config, make_policy, save_random
+from reference import COMPLETIONS, PROMPTS, flat, score
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -19,7 +19,6 @@ from engine.model.tokenizer import load_tokenizer
 from engine.questions.prompts import completion_text, end_of_turn
 from engine.sampling.draw import TokenBuffer
 from engine.update.optimizer import make_optimizer
-from tools.chat import load_policy
 
 
 def test_weights_and_adamw_moments_are_fp32_though_the_folder_holds_bf16(
@@ -29,39 +28,34 @@ def test_weights_and_adamw_moments_are_fp32_though_the_folder_holds_bf16(
     folder = copy_of(absolute_model_folder, tmp_path)
     AutoModelForCausalLM.from_pretrained(folder).to(torch.bfloat16).save_pretrained(folder)
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
-    learning_rate = "training.learning_rate=1e-6"
-    policy = make_policy(folder, learning_rate)
+    policy, training = make_policy(folder), make_config("training.learning_rate=1e-6").training
+    optimizer = make_optimizer(policy.model, training)
     parameters = list(policy.model.parameters())
-    assert {p.dtype for p in parameters} == {torch.float32}
-    before = [p.detach().clone() for p in parameters]
-    optimizer = make_optimizer(policy.model, make_config(learning_rate).training)
+    before = flat(parameters)
     log_probs, mask = score(policy, PROMPTS, COMPLETIONS)
     log_probs[mask].sum().backward()
     optimizer.step()
     moments = [optimizer.state[p][name] for p in parameters for name in ("exp_avg", "exp_avg_sq")]
-    assert {moment.dtype for moment in moments} == {torch.float32}
-    used = torch.cat([(p.grad != 0).flatten() for p in parameters])  # others: unused positions
-    has_moved = [(p != old).flatten() for p, old in zip(parameters, before, strict=True)]
-    assert torch.cat(has_moved)[used].sum() > 0.99 * used.sum() > 30_000
+    assert {kept.dtype for kept in parameters + moments} == {torch.float32}
+    used = flat([p.grad for p in parameters]) != 0  # others: unused positions
+    assert (flat(parameters) != before)[used].sum() > 0.99 * used.sum() > 30_000
 
 
 def test_the_dropout_in_a_folders_config_is_off(model_folder):
-    """Otherwise the scored policy is not the sampled one, and no two scores are the same."""
+    """Otherwise the scored policy is not the sampled one."""
     saved = json.loads((model_folder / "config.json").read_text())
     assert 0.1 in (saved.get("attention_dropout"), saved.get("resid_pdrop"))
     policy = make_policy(model_folder)
     policy.model.train()
-    first, mask = score(policy, PROMPTS, COMPLETIONS)
-    second, _ = score(policy, PROMPTS, COMPLETIONS)
-    assert torch.equal(first, second)
+    trained, mask = score(policy, PROMPTS, COMPLETIONS)
     policy.model.eval()
-    assert torch.allclose(score(policy, PROMPTS, COMPLETIONS)[0][mask], first[mask], atol=1e-6)
+    assert torch.allclose(score(policy, PROMPTS, COMPLETIONS)[0][mask], trained[mask], atol=1e-6)
 
 
 def load(folder: Path) -> tuple[PreTrainedTokenizerFast, list[str]]:
     """The policy's tokenizer, and the lines that loading the policy logs."""
     lines: list[str] = []
-    policy = load_policy(make_config(f"model.name={folder}"), alone(), lines.append)
+    policy = load_trained(make_config(f"model.name={folder}"), alone(), lines.append)
     assert policy.params.pad_id == policy.tokenizer.pad_token_id
     return policy.tokenizer, lines
 
@@ -124,7 +118,10 @@ def written(policy: Policy, text: str) -> str:
 
 
 def test_a_completion_ends_where_the_chat_template_ends_a_turn(chat_folder):
-    """Bug: Qwen2.5-3B closes its answer with <|im_end|>, and went on to the length limit."""
+    """Bug: Qwen2.5-3B closes its answer with <|im_end|>, and went on to the length limit.
+
+    One that is cut off has no end token to leave out: it would lose its answer's last digit.
+    """
     policy = make_policy(chat_folder)
     assert policy.params.eos_ids == tuple(policy.tokenizer.encode("<|end|><|im_end|>"))
     answer = "12 </think>\n<answer>12</answer>"
@@ -133,10 +130,6 @@ def test_a_completion_ends_where_the_chat_template_ends_a_turn(chat_folder):
     assert countdown.format_reward_function(text) == 1.0
     assert written(policy, f"{answer}<|end|>More") == answer
     assert policy.end_tokens == "<|end|> or <|im_end|>"
-
-
-def test_a_completion_that_is_cut_off_keeps_its_last_token(chat_folder):
-    """It has no end token to leave out: an answer at the length limit would lose its last digit."""
     policy = make_policy(chat_folder, "training.max_new_gen_tokens=2")
     assert written(policy, "12") == "12"
 

@@ -38,7 +38,6 @@ Tools: {{ tools | tojson }}. Write <tool_call>json</tool_call>.<|im_end|>
 {%- endfor %}{% if m.role == 'tool' %}</tool_response>{% endif %}<|im_end|>
 {% endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-NO_TOOLS = TEMPLATE.replace("{%- if tools %}", "{%- if false %}")
 
 
 def call(step: object, name: str = "increment") -> str:
@@ -48,14 +47,6 @@ def call(step: object, name: str = "increment") -> str:
 ONE, TWO = call(1), call(2)
 TASK = '''
 import random
-
-EXAMPLE_ROW = {"n": 1}
-
-def parse_row(row, *, options):
-    return row
-
-def question_key(example):
-    return str(example["n"])
 
 def generate_prompt(example, *, options):
     return [{"role": "user", "content": "Use the tool. "}]
@@ -81,6 +72,7 @@ class Environment:
         self.counter += step
         return self.counter
 '''
+ENVIRONMENT = TASK[TASK.index("class Environment") :]
 ECHO = """
 
 class Environment:
@@ -167,8 +159,7 @@ def test_three_turns_by_hand_their_ids_and_which_of_them_are_trained(folder):
 
 def test_all_backends_play_the_same_in_every_batch(folder):
     """Also with random tools, whatever the order in which they are called; and nothing leaks."""
-    code = "    def increment(self, step: int) -> int:\n"
-    drawing = TASK[TASK.index("class Environment") :].replace(code, code.replace("int:", "float:"))
+    drawing = ENVIRONMENT.replace("-> int:", "-> float:")
     drawing = drawing.replace("+= step", "+= step + random.random() + float(np.random.rand())")
     run = make(folder, f"\nimport numpy as np\n{drawing}", is_exact=True)
     with torch.no_grad():
@@ -278,22 +269,9 @@ def test_what_is_wrong_with_a_call_is_told_to_the_model(folder):
     assert answer(run, "<tool_call>" + "[" * 10**5) is None
 
 
-LOUD = """
-
-class Environment(Environment):
-    def increment(self, step: int):
-        \"\"\"Count.
-
-        Args:
-            step: Ignored.
-        \"\"\"
-        return {results}[step]
-"""
-
-
 def test_a_reply_holds_no_special_token_and_is_cut_before_it_is_tokenised(folder):
-    nested = "a<|im_<|im_end|>end|>b"
-    run = make(folder, LOUD.format(results=[nested, "\ud800", "x" * 10**7, [1, None]]))
+    results = ["a<|im_<|im_end|>end|>b", "\ud800", "x" * 10**7, [1, None]]
+    run = make(folder, ENVIRONMENT.replace("return self.counter\n", f"return {results}[step]\n"))
     assert answer(run, call(0)) == reply("ab")
     assert answer(run, call(1)) == reply("?")
     start_s = time.process_time()
@@ -310,7 +288,6 @@ def test_a_reply_holds_no_special_token_and_is_cut_before_it_is_tokenised(folder
 SPOILING = """
 import random
 
-EXAMPLE_ROW = {"n": 1, "nested": [], "prompt": []}
 ASKED, PAID = [], []
 
 def spoil(value):
@@ -318,9 +295,6 @@ def spoil(value):
         if isinstance(inner, dict | list):
             spoil(inner)
     value.clear()
-
-def question_key(example):
-    return str(example["n"])
 
 def generate_prompt(example, *, options):
     messages = example.pop("prompt")
@@ -416,7 +390,7 @@ def test_what_is_given_away_is_a_copy_and_is_asked_for_once(folder, tmp_path, gi
     ("code", "template", "overrides", "message"),
     [
         ("", None, [], "chat template that ends turns by a special token"),
-        ("", NO_TOOLS, [], "does not tell: write respond"),
+        ("", TEMPLATE.replace("if tools", "if false"), [], "does not tell: write respond"),
         ("", TEMPLATE.replace("in messages", "in messages if m.role != 'tool'"), [], "role tool"),
         (ECHO, TEMPLATE.replace("in messages", "in messages[:2]"), [], "role user"),
         ("", TEMPLATE, ["sampling.calculator=gsm8k"], "write sampling.calculator=null"),
