@@ -1,6 +1,7 @@
 """What the tests share: seeds, tiny random models, configurations, ranks, whole runs."""
 
 import contextlib
+import copy
 import functools
 import hashlib
 import importlib
@@ -129,6 +130,10 @@ def peak_bytes(profiler: profile) -> int:
 SIZES = {"hidden_size": 32, "intermediate_size": 64}
 SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4}
 FAR_FROM_UNIFORM = {"initializer_range": 0.2}  # so that a mistake shows
+TURNS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerFast) -> dict[str, int | None]:
@@ -159,6 +164,14 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token="<|end|>", pad_token="<|pad|>", model_max_length=1024
     )
+
+
+def chatty(tokenizer: PreTrainedTokenizerFast, template: str = TURNS) -> PreTrainedTokenizerFast:
+    """The same tokenizer with a chat template, and with the tokens of Qwen's."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def save_random(
@@ -236,6 +249,13 @@ def teacher_folder(tmp_path_factory, tokenizer) -> Path:
     shape = {"num_hidden_layers": 1, "hidden_size": 48, "num_key_value_heads": 4}
     settings = SIZES | FAR_FROM_UNIFORM | shape
     return save_random("qwen2", tokenizer, tmp_path_factory.mktemp("teacher"), **settings)
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tmp_path_factory, tokenizer) -> Path:
+    """A base model in Qwen2.5's form: its files name <|end|> alone, its chat ends in <|im_end|>."""
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4}
+    return save_random("gpt2", chatty(tokenizer), tmp_path_factory.mktemp("chat"), **sizes)
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,13 @@
 """Which module may import which, and what a run loads."""
 
 import ast
-import copy
 import functools
 import json
 import subprocess
 import sys
 
 import harness
-from harness import ENVIRONMENT, ROOT, assert_same, save_random
+from harness import ENVIRONMENT, ROOT, assert_same
 
 ROOMS = ("run", "report", "model", "sampling", "update", "questions", "core")
 
@@ -77,10 +76,6 @@ RUNS = {
     ),
     "shards": ("model.shard=true", {"engine.update.shards"}),
 }
-TURNS = """{% for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 PROGRAM = """
 import json, sys
 import main
@@ -98,16 +93,12 @@ print("\\n" + json.dumps(found))
 
 
 def test_a_feature_that_is_off_is_not_loaded_and_nothing_follows_from_the_hash_seed(
-    tmp_path, rotary_model_folder, tokenizer
+    tmp_path, rotary_model_folder, chat_folder
 ):
     """The order of a set does: a run of that process is made again in this one."""
-    chatty = copy.deepcopy(tokenizer)
-    chatty.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
-    chatty.chat_template = TURNS
-    chat = save_random("gpt2", chatty, tmp_path / "chat", n_embd=32, n_layer=1, n_head=4)
     given = {}
     for name, (overrides, _) in RUNS.items():
-        model = chat if "environment" in name else rotary_model_folder
+        model = chat_folder if "environment" in name else rotary_model_folder
         settings = ["training.num_steps=1", *overrides.split()]
         given[name] = harness.arguments(tmp_path / name, model, *settings)
     command = [sys.executable, "-c", PROGRAM, json.dumps(given), json.dumps(sorted(OPTIONAL))]

@@ -1,14 +1,14 @@
 """The policy: what it scores, and how it is loaded from folders with surprises in them."""
 
-import copy
 import json
 import os
 import shutil
 from pathlib import Path
 
+import harness
 import pytest
 import torch
-from harness import SIZES, alone, change_json, load_trained, make_config, make_policy, save_random
+from harness import SIZES, TURNS, alone, change_json, load_trained, make_config, make_policy
 from reference import COMPLETIONS, PROMPTS, flat, score
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -89,22 +89,6 @@ def test_a_missing_pad_token_becomes_eos_with_a_message(absolute_model_folder, t
     tokenizer, lines = load(folder)
     assert tokenizer.pad_token_id == 0
     assert any("no pad token: its eos token is used" in line for line in lines)
-
-
-TURNS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def chat_folder(tokenizer, tmp_path_factory) -> Path:
-    """A base model in Qwen2.5's form: its files name <|end|> alone, its chat ends in <|im_end|>."""
-    chatty = copy.deepcopy(tokenizer)
-    chatty.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    chatty.chat_template = TURNS
-    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4}
-    return save_random("gpt2", chatty, tmp_path_factory.mktemp("chat"), **sizes)
 
 
 def written(policy: Policy, text: str) -> str:
@@ -200,7 +184,7 @@ def drop_a_layer(folder: Path) -> None:
 def save_encoder(folder: Path) -> None:
     """A random BERT, which sees the words behind a word, in place of the model."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    save_random("bert", tokenizer, folder, initializer_range=0.5, **SIZES)
+    harness.save_random("bert", tokenizer, folder, initializer_range=0.5, **SIZES)
 
 
 WEIGHTS, POINTER = "model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:1\n"

@@ -3,7 +3,6 @@
 Mistakes in a file of questions or in a task are in tests/run/test_mistakes.py.
 """
 
-import copy
 from itertools import product
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import datasets
 import numpy as np
 import pandas
 import pytest
-from harness import load_rows, make_config, seed
+from harness import chatty, load_rows, make_config, seed
 from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AddedToken, PreTrainedTokenizerFast
@@ -274,9 +273,7 @@ CHAT_TEMPLATE = (
 @pytest.fixture
 def templated(tokenizer) -> PreTrainedTokenizerFast:
     """The same tokenizer with a chat template."""
-    copied = copy.deepcopy(tokenizer)
-    copied.chat_template = CHAT_TEMPLATE
-    return copied
+    return chatty(tokenizer, CHAT_TEMPLATE)
 
 
 BRIEF = {"role": "system", "content": "Be brief."}

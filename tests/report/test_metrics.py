@@ -1,7 +1,6 @@
 """How things are measured: intervals by hand, each number of a run a second time."""
 
 import contextlib
-import copy
 import io
 import itertools
 import pkgutil
@@ -15,6 +14,7 @@ from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 
+import harness
 import numpy as np
 import pytest
 import torch
@@ -58,8 +58,6 @@ def test_a_parts_mean_is_over_what_it_applies_to():
 # forward pass, from the system's accounting, and from clocks inside and around what is timed
 
 END, BEGIN = "<|im_end|>", "<|im_start|>assistant\n"
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-TEMPLATE += "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 GAME = """
 import time
 REWARD_PARTS = ("answer", "said", "timeout")
@@ -264,11 +262,8 @@ def test_each_number_that_a_run_shows_is_derived_a_second_time(
     """
     monkeypatch.chdir(tmp_path)
     Path("game.py").write_text(GAME)
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.add_tokens(["<|im_start|>", END], special_tokens=True)
-    tokenizer.chat_template = TEMPLATE
     follows = {"\n": ["n", "u"], "n": ["u", END], "u": ["n", END]}
-    save_writer(rotary_model_folder, tokenizer, follows, Path("model"))
+    save_writer(rotary_model_folder, tokenizer := harness.chatty(tokenizer), follows, Path("model"))
     board, about, sent, tables, output = Board.__new__(Board), {}, [], [], io.StringIO()
     vars(board).update(title="Shown", server="", finish=print, send_samples=tables.append)
     board.start = lambda *given: about.update(given[-1]) or ("1", "here")

@@ -94,10 +94,8 @@ SEEDS = [(harness.seed(), 1)]
 @pytest.fixture(scope="module")
 def folder(rotary_model_folder, tokenizer, tmp_path_factory) -> Path:
     """A model that calls the tool with 1 or 2, or says "nu", in two tokens where one would do."""
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.add_tokens(["<|im_start|>", END], special_tokens=True)
+    tokenizer = harness.chatty(tokenizer, TEMPLATE)
     tokenizer.add_tokens([ONE, TWO])
-    tokenizer.chat_template = TEMPLATE
     follows = {ONE: [END], TWO: [END, "<|end|>"], "u": [END], "\n": [ONE, TWO, "n"], "n": ["u"]}
     return save_writer(rotary_model_folder, tokenizer, follows, tmp_path_factory.mktemp("calling"))
 
