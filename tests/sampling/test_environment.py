@@ -420,7 +420,6 @@ class Environment(Environment):
         ("respond", "raise SystemExit(0)", "raised SystemExit: 0"),  # bug: it ended the run with 0
         ("reset", "self.x = id(self); return str(id(self))", "different texts to a group"),
         ("reset", "return '1' * 2000", "longer than the 874 tokens of room"),
-        ("respond", "1 / 0", "raised ZeroDivisionError"),
         ("get_reward", "return None", "must return a dict with a number for each of answer"),
     ],
 )

@@ -1,7 +1,4 @@
-"""The teacher of on-policy distillation: which one may be taken, and that it stays the same.
-
-What the student learns from it is in test_update.py.
-"""
+"""Which teacher may be taken, and that it stays; what is learned of it: see test_update.py."""
 
 import re
 import shutil

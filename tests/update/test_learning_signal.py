@@ -1,7 +1,4 @@
-"""The maths of a step where numbers are special: ties, equals, limits.
-
-What advantages and losses are otherwise is in test_trl_numbers.py and, by formulas, test_update.py.
-"""
+"""The maths of a step where numbers are special; for all others see test_update.py."""
 
 import math
 from types import SimpleNamespace
@@ -18,8 +15,6 @@ from engine.core.statistics import add_to_mean
 from engine.core.user_file import RewardError
 from engine.update import losses
 from main import assign_advantages, grpo_advantages, k_best_mask
-
-# Advantages
 
 
 def test_over_mean_refuses_a_negative_reward_in_a_line():
@@ -69,9 +64,6 @@ def test_sums_over_ranks_are_exact_in_float64_and_leave_the_caller_its_values():
     values = torch.tensor([0.1], dtype=torch.float64)
     assert alone().sum([0.1, 2**24 + 1]).tolist() == [0.1, 2**24 + 1]
     assert alone().sum(values).data_ptr() != values.data_ptr()
-
-
-# Apple's GPU
 
 
 class NoFloat64(TorchDispatchMode):

@@ -1,7 +1,4 @@
-"""Weights cut into a part for each rank (model.shard): the same steps, on less memory each.
-
-That a shard's gradients are those of a whole model is in test_update.py.
-"""
+"""model.shard: the same steps, on less memory each; for the gradients see test_update.py."""
 
 import itertools
 import math

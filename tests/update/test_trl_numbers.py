@@ -47,9 +47,7 @@ DISTILL = "learning_type=distill num_iterations=1"
 LOSSES = {
     "grpo": (KL, "sequence", False, TRL["LOSS_WITH_KL"]["grpo"], TRL["GRADIENT_WITH_KL"]["grpo"]),
     "dapo": (KL, "token", False, TRL["LOSS_WITH_KL"]["dapo"], TRL["GRADIENT_WITH_KL"]["dapo"]),
-    "first, once": ("num_iterations=1", "dr_grpo", True, None, TRL["FIRST_GRADIENT"]),
-    "first, ppo": ("policy_loss=ppo", "dr_grpo", True, None, TRL["FIRST_GRADIENT"]),
-    "first, gspo": (GSPO, "dr_grpo", True, None, TRL["FIRST_GRADIENT"]),
+    "first": ("policy_loss=ppo", "dr_grpo", True, None, TRL["FIRST_GRADIENT"]),
     "cispo": ("policy_loss=cispo", "token", False, TRL["CISPO_LOSS"], TRL["CISPO_GRADIENT"]),
     "gspo": (GSPO, "sequence", False, TRL["GSPO_LOSS"], TRL["GSPO_GRADIENT"]),
     "first, dppo": (DPPO, "token", True, None, TRL["DPPO_GRADIENT"]),
