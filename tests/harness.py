@@ -77,7 +77,6 @@ os.fsync = lambda descriptor: None  # nobody pulls the plug: a run would wait a 
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 LOOPS = {"generate": main.generate, "grouped": decode_grouped, "captured": decode_captured}
-NO_FILE = f"--config={os.devnull}"
 STARTS = itertools.count()  # of torchrun by this process
 NUMBERS = range(1, 65)  # the tokenizer has one token for each <answer>n</answer>
 REWARDED_TASKS = ("countdown", "arithmetic", "gsm8k", "math500")
@@ -298,7 +297,7 @@ def no_file(overrides: Sequence[str]) -> list[str]:
     """What keeps config.yaml out and gives its rate, unless the overrides name a file."""
     if any(text.startswith("--config") for text in overrides):
         return []
-    return [NO_FILE, "training.learning_rate=6e-4"]
+    return [f"--config={os.devnull}", "training.learning_rate=6e-4"]
 
 
 def make_policy(

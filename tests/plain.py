@@ -30,12 +30,12 @@ def assert_plain(
     That is of a uniform's place in the cumulative sum, by default V times 2**-24, or of a greedy
     token's logit, by default 0. `changes` are to the policy's sampling parameters.
     """
-    max_new_tokens = changes.get("max_new_tokens", policy.params.max_new_tokens)
+    policy = replace(policy, params=replace(policy.params, **changes))
     for prompt, words, group in zip(prompts, seeds, groups, strict=True):
-        shape = (len(group), max_new_tokens)
+        shape = (len(group), policy.params.max_new_tokens)
         uniforms = np.random.default_rng(list(words)).random(shape, dtype=np.float32)
         for completion, row in zip(group, uniforms, strict=True):
-            assert_row(policy, prompt, completion, row, rounding, changes)
+            assert_row(policy, prompt, completion, row, rounding)
 
 
 def assert_row(
@@ -44,9 +44,8 @@ def assert_row(
     completion: Completion,
     uniforms: np.ndarray,
     rounding: float | None,
-    changes: dict,
 ) -> None:
-    params, ids = replace(policy.params, **changes), completion.token_ids
+    params, ids = policy.params, completion.token_ids
     is_drawn = torch.from_numpy(~completion.is_inserted)  # (T,), False for what a tool has written
     if completion.conversation is None:  # else its environment may end it
         ends = [i in params.eos_ids and bool(drawn) for i, drawn in zip(ids, is_drawn, strict=True)]

@@ -32,7 +32,7 @@ from engine.run.checkpoint import load_state
 from engine.run.config_file import check_files, dump, load_config
 from engine.run.folder import run_name
 from engine.update.user_algorithm import own_advantages
-from tools import attack, chat, page
+from tools import attack, chat
 
 REWARDS = """
 import numpy as np
@@ -387,30 +387,6 @@ def test_functions_are_named_as_they_are_written_and_leave_the_run_where_it_is(f
         paid("written:timeout")
     with pytest.raises(RewardError, match=r"cosine raised .* named first: the first says"):
         paid("[lengths:cosine, written:one]")
-
-
-def test_a_reward_in_a_config_that_was_found_is_not_imported(folder):
-    """As a task's module is not (tools/test_chat.py): the folder may be a stranger's."""
-    (folder / "evil.py").write_text("raise SystemExit('its code has run')")
-    (folder / "x/best").mkdir(parents=True)
-    (folder / "x/metrics.jsonl").touch()
-    file = folder / "x/config.yaml"
-    file.write_text("task: {reward: 'evil:f'}")
-
-    def config_of(*others: str):
-        return chat.chat_config(chat.read_arguments(["x/best", *others]))
-
-    with pytest.raises(ConfigError, match="a file that was found cannot have code run"):
-        config_of()
-    assert config_of("task.reward=my_rewards:short", "task.name=evil").task.name == "evil"
-    for override in ("task.reward=null", "task.prompt=evil:f", "task={}"):
-        try:  # refused, or without the stranger's code
-            assert config_of(override).task.code == "countdown"
-        except ConfigError as error:
-            assert "its code has run" not in str(error)
-    assert {"key": "task.reward", "value": "evil:f", "default": "null"} in page.settings(file)
-    with pytest.raises(ConfigError, match="its code has run"):
-        config_of("--config=x/config.yaml")
 
 
 MODULE = """

@@ -227,8 +227,7 @@ def test_a_million_characters_of_garbage_take_less_than_100_ms(name: str, monkey
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_gold_answers_of_gsm8k_are_paid(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+def test_the_gold_answers_of_gsm8k_are_paid():
     for split, num_rows in (("train", 7473), ("test", 1319)):
         source = real_file("gsm8k", f"{split}.jsonl")
         rows = load_rows(gsm8k, source, "train", held_out=False)
@@ -245,8 +244,7 @@ def test_the_gold_answers_of_gsm8k_are_paid(tmp_path, monkeypatch):
                     assert reward("gsm8k", text, row, grading=grading)["answer"] == paid
 
 
-def test_the_gold_answers_of_math_equal_themselves_and_their_solutions(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+def test_the_gold_answers_of_math_equal_themselves_and_their_solutions():
     file = real_file("math500", "test.json")
     loaded = load_rows(math500, file, "validation", 500, held_out=False)
     assert len({math500.question_key(row) for row in loaded}) == 500

@@ -12,7 +12,7 @@ from harness import ENVIRONMENT, ROOT, make_config, seed
 from engine.core.config import Config, ConfigError
 from engine.core.types import Completion
 from engine.questions.prompts import completion_text
-from tools import chat
+from tools import chat, page
 
 QUESTION = "numbers: 3 7 25, target: 46"
 # Hot, and short.
@@ -117,7 +117,10 @@ def test_the_settings_are_those_given_or_of_the_models_run_or_of_the_folder(tmp_
 
 
 def test_a_config_that_was_found_has_no_code_run(tmp_path, monkeypatch):
-    """Bug: the config.yaml beside a downloaded model could set trust_remote_code or a task."""
+    """Bug: the config.yaml beside a downloaded model could set trust_remote_code or a task.
+
+    Or functions that pay. Either it is refused, or it is left out; no report's page imports it.
+    """
     (tmp_path / "x/best").mkdir(parents=True)
     (tmp_path / "x/metrics.jsonl").touch()
     (tmp_path / "evil.py").write_text("raise SystemExit('its code has run')")
@@ -141,12 +144,26 @@ def test_a_config_that_was_found_has_no_code_run(tmp_path, monkeypatch):
     for kernel, taken in (("eager", "eager"), ("someone/kernel", "sdpa"), ("a/b@v:c", "sdpa")):
         file.write_text(f"model: {{attn_implementation: '{kernel}'}}\n")  # of a hub repository
         assert config_of(["x/best"]).model.attn_implementation == taken
-    file.write_text("task: {name: evil}\n")
+    file.write_text("task: {name: evil, tolerance: 0.5, shuffle: false}\n")
+    shown = [("task.name", "evil", "countdown"), ("task.tolerance", "0.5", None)]
+    shown += [("task.shuffle", "false", "true")]  # key, value, default
+    assert [tuple(setting.values()) for setting in page.settings(file)] == shown
     with pytest.raises(ConfigError, match=r"x/config\.yaml: task\.name = 'evil': "):
         config_of(["x/best"])
     assert config_of(["x/best", "task.name=gsm8k"]).task.name == "gsm8k"
-    with pytest.raises(ConfigError, match="its code has run"):
-        config_of(["x/best", "task.name=evil"])
+    file.write_text("task: {reward: 'evil:f'}\n")
+    with pytest.raises(ConfigError, match="a file that was found cannot have code run"):
+        config_of(["x/best"])
+    assert [tuple(s.values()) for s in page.settings(file)] == [("task.reward", "evil:f", "null")]
+    assert config_of(["x/best", "task.reward=lengths:cosine", "task.name=evil"]).task.name == "evil"
+    for override in ("task.reward=null", "task.prompt=evil:f", "task={}"):
+        try:
+            assert config_of(["x/best", override]).task.code == "countdown"
+        except ConfigError as error:
+            assert "its code has run" not in str(error)
+    for asked in ("task.name=evil", named):
+        with pytest.raises(ConfigError, match="its code has run"):
+            config_of(["x/best", asked])
 
 
 def test_the_command_answers_a_pipe_writes_nothing_and_ends_quietly(python, tmp_path):

@@ -1,6 +1,5 @@
 """tools.imitate: which answers it takes, what it computes, what it writes, and what ends it."""
 
-import contextlib
 import copy
 import json
 import os
@@ -9,6 +8,7 @@ import shlex
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import harness
 import numpy as np
@@ -173,21 +173,18 @@ def test_each_rank_imitates_its_own_share_of_the_shuffled_answers(
         seen.extend(chosen.index(answer) for (answer,) in groups)
         return Update(Outcome.UPDATED, metrics={"train/loss": 0.0})
 
-    def note_seeds(some: list, device: torch.device) -> contextlib.AbstractContextManager:
-        seeds.extend(some)
-        return contextlib.nullcontext()
-
     monkeypatch.setattr(imitate, "update_policy", note)
-    monkeypatch.setattr(imitate, "seeded", note_seeds)
+    monkeypatch.setattr(imitate, "seeded", seeded := MagicMock())
     monkeypatch.setattr(imitate, "measure_and_log", lambda run: {})
-    taken, seeds = [], []
+    taken = []
     for run.world in (harness.alone(), World(0, 2, harness.CPU), World(1, 2, harness.CPU)):
         run.state = State()
         imitate.imitate(run, chosen)
         taken.append([*seen])
         seen.clear()
     whole, first, second = taken
-    assert len({*seeds[2:]}) == 4  # of dropout, in two steps on two ranks
+    seeds = [some for (some, _), _ in seeded.call_args_list]  # of dropout
+    assert len({*map(tuple, seeds[2:])}) == 4  # in two steps on two ranks
     assert len(set(whole)) == 12 and whole != sorted(whole)
     assert whole == first[:3] + second[:3] + first[3:] + second[3:]
 
@@ -213,8 +210,7 @@ def test_it_writes_a_plain_model_from_which_a_run_goes_on(
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert all(name.endswith("_proj.weight") for name in moved) if lora else moved == {*before}
     assert any("q_proj" in name for name in moved)
-    settings = [a for a in harness.arguments(tmp_path, folder, *data) if not a.startswith("--")]
-    run = build_run(make_config(*settings))
+    run = build_run(load_config(harness.arguments(tmp_path, folder, *data)))
     metrics, _ = harness.measure(run)
     assert run.config.training.num_steps != 3 and run.policy.model.dtype == torch.float32
     text = (folder / "README.md").read_text()  # the card

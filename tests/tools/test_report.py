@@ -13,7 +13,7 @@ from engine.core.files import write_atomically
 from engine.run.config_file import dump
 from engine.run.folder import command
 from tools import collect, plot, report
-from tools.page import MAX_POINTS, files_of, read_run, settings
+from tools.page import MAX_POINTS, files_of, read_run
 
 # Ends of elements, a NUL, marks that turn text around, half a character, a separator of lines
 HOSTILE = (
@@ -156,20 +156,6 @@ def test_a_refresh_parses_only_what_is_new_and_a_run_that_was_cut_anew(run, monk
     assert read_run(run, files) == read_run(run) != whole
 
 
-def test_a_task_of_ones_own_is_not_imported(tmp_path, monkeypatch):
-    """Its keys have no default on the page."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("raise SystemExit('imported')")
-    file = tmp_path / "config.yaml"
-    file.write_text("mode: train\ntask: {name: mine, tolerance: 0.5, shuffle: false}\n")
-    assert list(settings(file)) == [
-        {"key": "mode", "value": "train", "default": "train"},
-        {"key": "task.name", "value": "mine", "default": "countdown"},
-        {"key": "task.tolerance", "value": "0.5", "default": None},
-        {"key": "task.shuffle", "value": "false", "default": "true"},
-    ]
-
-
 def test_the_command_writes_the_page_beside_the_run_or_where_told(run, tmp_path, call):
     """Bug: the page was written through a link in its place, over somebody's file."""
     (tmp_path / "precious").write_text("mine")
@@ -189,7 +175,6 @@ DAMAGED = [
     ("metrics.jsonl", b'{"step": 1}\n', "metrics.jsonl: no rows of a run's"),
     ("config.yaml", b"[", "cannot be read as YAML"),
     ("rollouts.jsonl", b'{"step": 1}\n', "rollouts.jsonl: line 1 is no object with a step, p"),
-    ("samples.jsonl", b"\xff\n", "samples.jsonl: line 1 is not JSON: 'utf-8' codec"),
     ("samples.jsonl", b'{"step": 1}\n', "samples.jsonl: line 1 is no object with a step, pro"),
     ("remarks.jsonl", b'{"step": 1}\n', "remarks.jsonl: line 1 is no object with a step, lin"),
     ("best/best.json", b"[]", "best.json: is no object in JSON: 'list'"),
