@@ -79,9 +79,17 @@ transformers_logging.disable_progress_bar()
 LOOPS = {"generate": main.generate, "grouped": decode_grouped, "captured": decode_captured}
 STARTS = itertools.count()  # of torchrun by this process
 NUMBERS = range(1, 65)  # the tokenizer has one token for each <answer>n</answer>
-REWARDED_TASKS = ("countdown", "arithmetic", "gsm8k", "math500")
+# Questions of each task that pays for completions, as a file has them
+ROWS = {
+    "countdown": [{"nums": [n, 7, 25], "target": 46 + n} for n in range(80)],
+    "arithmetic": [{"a": n, "b": 38} for n in range(80)],
+    "gsm8k": [
+        {"question": f"What is {n} + {n}?", "answer": f"So\n#### {2 * n}"} for n in range(80)
+    ],
+    "math500": [{"problem": f"What is ${n} + 1$?", "answer": str(n + 1)} for n in range(80)],
+}
 # What each fork would import and make anew
-for name in REWARDED_TASKS:
+for name in ROWS:
     load_task(name)
 get_checkpoint_conversion_mapping("qwen2")
 
@@ -446,7 +454,7 @@ def grade_by_text(patch: pytest.MonkeyPatch) -> None:
     """Rewards are by text from here on, and countdown asks in 16 tokens instead of 238."""
     patch.setattr(countdown, "QUESTION", "{nums} = {target}")
     patch.setattr(countdown, "ASSISTANT_PREFIX", "<think>")
-    for name in REWARDED_TASKS:
+    for name in ROWS:
         task = load_task(name)
         patch.setattr(task, "reward_function", by_text(task.reward_function))
 

@@ -10,7 +10,7 @@ import datasets
 import numpy as np
 import pandas
 import pytest
-from harness import chatty, load_rows, make_config, seed
+from harness import ROWS, chatty, load_rows, make_config, seed
 from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AddedToken, PreTrainedTokenizerFast
@@ -22,14 +22,6 @@ from engine.questions.prompts import encode_prompts, render_prompt, render_promp
 from engine.questions.tasks import load_task
 from tasks import gsm8k
 
-ROWS = {
-    "countdown": [{"nums": [n, 7, 25], "target": 46 + n} for n in range(80)],
-    "arithmetic": [{"a": n, "b": 38} for n in range(80)],
-    "gsm8k": [
-        {"question": f"What is {n} + {n}?", "answer": f"So\n#### {2 * n}"} for n in range(80)
-    ],
-    "math500": [{"problem": f"What is ${n} + 1$?", "answer": str(n + 1)} for n in range(80)],
-}
 RESPELLED = {  # the fourth of the rows
     "countdown": {"nums": [25, 3, 7], "target": 49},
     "arithmetic": {"a": 38, "b": 3},

@@ -256,10 +256,7 @@ def is_near(shown: float, second: float | tuple, unit: float = 0.0) -> bool:
 def test_each_number_that_a_run_shows_is_derived_a_second_time(
     rotary_model_folder, tokenizer, tmp_path, monkeypatch
 ):
-    """In metrics.jsonl, in a step's line, on boards, of samples; a new one needs a second too.
-
-    Bug: `collapsed` of a user's log_metric was written over without a word.
-    """
+    """In metrics.jsonl, in a step's line, on boards, of samples; a new one needs a second too."""
     monkeypatch.chdir(tmp_path)
     Path("game.py").write_text(GAME)
     follows = {"\n": ["n", "u"], "n": ["u", END], "u": ["n", END]}

@@ -27,8 +27,6 @@ from logger import Logger
 
 INT, HUP = signal.SIGINT, signal.SIGHUP
 
-# Signals
-
 
 def learn_from_the_other(world: World) -> tuple[list, str]:
     """What each of two ranks knows of a signal to rank 1, and of a file that rank 0 lacks."""

@@ -19,7 +19,7 @@ import countdown
 from engine.questions.prompts import encode_prompts
 from engine.questions.tasks import load_task
 from engine.run.config_file import combine
-from main import CompletionScorer, assign_advantages, k_best_mask
+from main import assign_advantages, k_best_mask
 from tools.page import PART_BYTES
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -91,8 +91,7 @@ def test_the_example_by_numbers_is_what_main_computes():
         token_ids = [*policy.tokenizer.encode(f"\n{text}"), *policy.params.eos_ids]
         num_tokens, row = len(token_ids), torch.tensor([prompt_ids + token_ids])
         mask = torch.arange(row.shape[1])[None] >= len(prompt_ids)
-        scorer = CompletionScorer(policy.model, torch.float32)
-        log_probs.append(scorer(row, mask, temperature=1.0).sum().item())
+        log_probs.append(policy.scorer(row, mask, temperature=1.0).sum().item())
         how = {"options": config.task, "num_tokens": num_tokens}
         parts = countdown.reward_function(f"\n{text}", question, **how)
         reward = sum(parts[name] * w for name, w in config.task.reward_weights.items())

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 import yaml
-from harness import ROOT, grade_by_text, load_run, read_rows, seed
+from harness import ROOT, ROWS, grade_by_text, load_run, read_rows, seed
 
 import main
 from engine.core.config import Config, dotted_values
@@ -98,12 +98,6 @@ def test_a_recipe_holds_only_what_differs_and_has_its_sources_numbers_or_names_i
         assert value == number, key
 
 
-ROWS = {
-    "countdown": [{"nums": [n, n + 3, 7], "target": n + 10} for n in range(1, 41)],
-    "arithmetic": [{"a": n, "b": n + 50} for n in range(1, 41)],
-    "gsm8k": [{"question": f"{n} and {n}?", "answer": f"#### {2 * n}"} for n in range(1, 41)],
-    "math500": [{"problem": f"${n} + {n}$?", "answer": str(2 * n)} for n in range(1, 41)],
-}
 # Sizes and the seed: what a recipe teaches and how stays as it is. A step teaches nothing if all of
 # its completions are solved, which for 16 of them is a chance of 2^-16.
 SMALL = [f"training.seed={seed()}", "training.num_steps=2", "training.k_best_of_n=[4, 4]"]

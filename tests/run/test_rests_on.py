@@ -46,8 +46,6 @@ from logger import Logger
 ONE = "training.num_steps=1"
 LORA, KL = "model.lora.r=4", "training.kl_coef=0.1"
 
-# The model
-
 
 @pytest.fixture
 def model(tmp_path, rotary_model_folder) -> Path:
