@@ -461,16 +461,13 @@ def grade_by_text(patch: pytest.MonkeyPatch) -> None:
 
 def set_rates(patch: pytest.MonkeyPatch, rates: list[float]) -> None:
     """From here on the evaluation at step i logs `rates[i]` as pass@1."""
-    evaluate, measure = main.evaluate, main.evaluation_metrics
+    measure_policy = main.measure_policy
 
-    def with_rate(run: Run) -> None:
-        def measured(*arguments, **settings) -> dict[str, float]:
-            return measure(*arguments, **settings) | {"eval/pass@1": rates[run.state.step]}
+    def measured(run: Run, clock: Clock) -> tuple[dict[str, float], list]:
+        metrics, groups = measure_policy(run, clock)
+        return metrics | {"eval/pass@1": rates[run.state.step]}, groups
 
-        patch.setattr(main, "evaluation_metrics", measured)
-        evaluate(run)
-
-    patch.setattr(main, "evaluate", with_rate)
+    patch.setattr(main, "measure_policy", measured)
 
 
 def in_fp64(patch: pytest.MonkeyPatch) -> None:

@@ -47,8 +47,7 @@ def short(prompts, completions, completion_ids, trainer_state=None, **kwargs):
 def see(**kwargs):
     print(sorted(kwargs), kwargs["prompts"], kwargs["completions"])
     return np.array([1] * len(kwargs["prompts"]))
-"""
-LENGTHS = """
+
 def long(completion_ids, max_completion_length, **kwargs):
     return [len(ids) / max_completion_length for ids in completion_ids]
 """
@@ -58,9 +57,8 @@ ROWS = [{"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(40)]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch) -> Path:
-    """Where main.py is started: files of reward functions, and rows.jsonl."""
-    for name, code in {"my_rewards": REWARDS, "other": LENGTHS}.items():
-        (tmp_path / f"{name}.py").write_text(code)
+    """Where main.py is started: my_rewards.py and rows.jsonl."""
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -88,7 +86,7 @@ def test_one_more_reward_leaves_the_files_words_and_what_is_left_out_is_named(fo
     words = "prompt: '{prompt}!', system_prompt: S, reward_weights: {answer: 0.5, short: 2.0}"
     task = f"reward: 'my_rewards:[answer, short]', train: rows.jsonl, {words}"
     (folder / "own.yaml").write_text(f"task: {{{task}}}")
-    mine, train = "task.reward=[my_rewards:answer, other:long]", "task.train=rows.jsonl"
+    mine, train = "task.reward=[my_rewards:answer, lengths:cosine]", "task.train=rows.jsonl"
     for given, prompt, weight, lost in (
         ([mine], "{prompt}!", 0.5, "task.reward_weights.short"),
         ([mine, train], None, 1.0, "task.prompt, task.system_prompt, task.reward_weights.answer, "),
@@ -151,7 +149,7 @@ def paid(reward: str, *settings: str) -> list[list[dict]]:
 def test_functions_are_named_of_one_file_or_of_several(tmp_path):
     assert functions_in("mine:[judge, of_math]") == ["mine:judge", "mine:of_math"]
     assert functions_in("[mine:judge, a.b:[c, d]]") == ["mine:judge", "a.b:c", "a.b:d"]
-    typed = "task.reward=[my_rewards:short, other:long]"
+    typed = "task.reward=[my_rewards:short, lengths:cosine]"
     assert make_config(typed).task.reward.startswith("[my_rewards:")
     # Bug: a list, as YAML reads it, was compared with its text, so what was typed was refused.
     (tmp_path / "found.yaml").write_text("task: {reward: my_rewards:short}")
@@ -184,7 +182,7 @@ WORTH = {"judge": 1.0, "slow": 2.0, "of_math": 4.0, "long": 8.0, "timeout": 0.0}
 def test_functions_pay_the_same_in_every_order(order, folder):
     """One of another file too; for the second question one is late, and one does not apply."""
     (folder / "several.py").write_text(SEVERAL)
-    reward = f"[several:[{', '.join(order)}], other:long]"
+    reward = f"[several:[{', '.join(order)}], my_rewards:long]"
     start = time.perf_counter()
     questions = paid(reward, "task.reward_timeout=0.1")
     assert time.perf_counter() - start < 10  # not 30
@@ -341,8 +339,9 @@ def test_what_a_csvs_row_is_does_not_depend_on_its_file(folder, tokenizer, capsy
 
 def test_a_reward_for_length_gets_the_limit_of_an_evaluation_there(folder, rotary_model_folder):
     """And tools.chat and tools.attack, which have no questions of a run, give it one too."""
-    given = ["task.reward=other:long", "task.train=rows.jsonl", "validation.max_new_gen_tokens=4"]
-    run = load_run(load_config(arguments(folder, rotary_model_folder, *given)))
+    given = ["task.reward=my_rewards:long", "task.train=rows.jsonl"]
+    given = arguments(folder, rotary_model_folder, *given, "validation.max_new_gen_tokens=4")
+    run = load_run(load_config(given))
     groups = main.sample_validation(run)
     lengths = [len(t.completion.token_ids) for group in groups for t in group]
     assert [t.reward for group in groups for t in group] == [n / 4 for n in lengths]

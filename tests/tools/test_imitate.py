@@ -164,9 +164,7 @@ def test_each_rank_imitates_its_own_share_of_the_shuffled_answers(
 ):
     """12 rows, in two steps of two ranks or one, in an order by the seed and not as in the file."""
     chosen, run = choose(rotary_model_folder, answers)
-    changes = {"num_steps": 2, "num_samples_per_step_global": 6}
-    training = run.config.training.model_copy(update=changes)
-    run.config = run.config.model_copy(update={"training": training})
+    run.config = make_config("training.num_steps=2", "training.num_samples_per_step_global=6")
     seen: list[int] = []
 
     def note(run: Run, groups: list) -> Update:
