@@ -2,6 +2,7 @@
 
 import re
 from fractions import Fraction
+from itertools import product
 from random import Random
 
 import pytest
@@ -44,21 +45,17 @@ def test_an_expression_is_paid_for_its_value_and_its_numbers_alone():
         assert score(text, nums, value + Fraction(1, 10**9)) == 0.0, text
 
 
-FORMATS = {
-    "several\nlines</think>\n<answer>1\n+ 2</answer>": 1.0,
-    "a</think>\n<answer>1</answer>\n": 1.0,
-    "a</think> b</think>\n<answer>1</answer> c</answer>": 1.0,
-    "a</think>\n<answer>1</answer> I am done": 0.6,
-    "</think> x <answer>1</answer>": 0.6,
-    "<answer>1</answer>": 0.5,
-    "a</think>\n<answer>1": 0.1,
-    "<ANSWER>1</ANSWER></THINK>": 0.0,
-}
+PIECES = ("a", "\n", "</think>", "</think>\n<answer>", "<answer>", "</answer>", "</ANSWER>")
 
 
 def test_format_reward_is_that_of_the_published_regex():
     """^<think>.*?</think>\\n<answer>.*?</answer>$, or 0.1 and 0.5 for its two blocks."""
-    assert {text: countdown.format_reward_function(text) for text in FORMATS} == FORMATS
+    blocks = "<think>.*?</think>", "<answer>.*?</answer>"
+    forms = (*blocks, "^{}\n{}$".format(*blocks))
+    for text in map("".join, product(PIECES, repeat=5)):
+        think, answer, both = (re.search(f, f"<think>{text}", re.DOTALL) for f in forms)
+        paid = 1.0 if both else 0.1 * bool(think) + 0.5 * bool(answer)
+        assert countdown.format_reward_function(text) == paid, text
 
 
 def reads(text: str) -> set[str | None]:
