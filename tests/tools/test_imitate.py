@@ -53,15 +53,15 @@ def answers(tmp_path) -> Path:
     return write(tmp_path / "answers.jsonl", [wrong, *(row(n) for n in NUMBERS if n != TRAIN[0])])
 
 
-def choose(folder: Path, file: Path, *, only_solved: bool = False, log: list | None = None):
-    """The answers in the file that a run of the model in `folder` imitates, and this run."""
-    settings = ["training.max_new_gen_tokens=16"]
+def choose(folder: Path, file: Path, *, only_solved: bool = False):
+    """The answers in the file that a run of the model in `folder` imitates; this run; its lines."""
+    settings, lines = ["training.max_new_gen_tokens=16"], []
     config = make_config(*settings)
     questions = [{"nums": [n], "target": n} for n in HELD_OUT]
     run = make_run(make_policy(folder, *settings), config, questions=questions)
-    run.logger.info = (log if log is not None else []).append
+    run.logger.info = lines.append
     rows = imitate.read_answers(COUNTDOWN, config, str(file))
-    return imitate.choose_answers(run, rows, str(file), only_solved=only_solved), run
+    return imitate.choose_answers(run, rows, str(file), only_solved=only_solved), run, lines
 
 
 @pytest.fixture
@@ -82,22 +82,19 @@ def test_of_a_row_with_messages_the_last_answer_is_imitated():
 def test_answers_to_validation_questions_are_left_out_and_wrong_ones_counted(
     rotary_model_folder, answers, only_solved, num
 ):
-    log = []
-    chosen, run = choose(rotary_model_folder, answers, only_solved=only_solved, log=log)
+    chosen, run, lines = choose(rotary_model_folder, answers, only_solved=only_solved)
     assert len(chosen) == num
-    assert log == [
+    assert lines == [
         f"{answers}: {len(HELD_OUT)} answers to validation questions are left out",
         f"{answers}: of {len(TRAIN)} answers 1 do not solve their question"
         + ": left out" * only_solved,
     ]
-    assert {t.advantage for t in chosen} == {1.0}
-    end = run.policy.tokenizer.eos_token_id
-    assert all(t.completion.token_ids[-1] == end for t in chosen)
+    assert {t.completion.token_ids[-1] for t in chosen} == {run.policy.tokenizer.eos_token_id}
     assert not any(t.completion.truncated for t in chosen)
 
 
 def test_an_answer_ends_where_the_chat_template_ends_a_turn(rotary_model_folder, answers):
-    _, run = choose(rotary_model_folder, answers)
+    _, run, _ = choose(rotary_model_folder, answers)
     tokenizer = run.policy.tokenizer
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|pad|>{% endfor %}"
     answer = imitate.make_answer(run, {"question": row(1), "completion": "5"}, "row 1")
@@ -163,7 +160,7 @@ def test_each_rank_imitates_its_own_share_of_the_shuffled_answers(
     rotary_model_folder, answers, monkeypatch
 ):
     """12 rows, in two steps of two ranks or one, in an order by the seed and not as in the file."""
-    chosen, run = choose(rotary_model_folder, answers)
+    chosen, run, _ = choose(rotary_model_folder, answers)
     run.config = make_config("training.num_steps=2", "training.num_samples_per_step_global=6")
     seen: list[int] = []
 
