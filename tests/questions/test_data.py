@@ -45,14 +45,14 @@ def write_file(path: Path, rows: list[dict]) -> Path:
     if suffix in ("csv", "parquet"):
         getattr(frame, f"to_{suffix}")(path, index=False)
     else:
-        frame.to_json(path, orient="records", lines=suffix == "jsonl")
+        frame.to_json(path, orient="records", lines=suffix == "jsonl", force_ascii=False)
     return path
 
 
 @every_task
 def test_a_file_is_divided_without_overlap_unless_it_is_used_whole(tmp_path, name):
     (tmp_path / "run[1]*").mkdir()  # brackets in a folder's name are no pattern
-    rows = [{**row, "level": 3} for row in ROWS[name]]
+    rows = [{**row, "level": 3, "note": "a\u2028line"} for row in ROWS[name]]
     for suffix in ("jsonl", "json", "csv", "parquet"):
         source = write_file(tmp_path / f"run[1]*/rows.{suffix}", rows)
         train, validation = load(name, source, "train"), load(name, source, "validation")

@@ -79,13 +79,15 @@ def test_a_line_holds_the_groups_completions_best_first(run, tokenizer):
 
 def test_of_a_large_group_the_best_and_the_worst_are_kept_and_of_a_long_completion_both_ends(run):
     ids = list(itertools.islice(itertools.cycle(range(5, 205)), 600))
-    log(run, [[trajectory(ids, reward) for reward in range(40)]], [{}], step=1)
+    group = [trajectory(ids, reward) for reward in range(40)]
+    group[-1].completion.is_inserted[[100, 400, 500]] = True
+    log(run, [group], [{}], step=1)
     (line,) = kept(run)
     rewards = [row["reward"] for row in line["completions"]]
     assert line["size"] == 40
     assert rewards == [*range(39, 31, -1), *range(7, -1, -1)]
     row = line["completions"][0]
-    assert row["gap"] == [384, 600 - 512]
+    assert (row["gap"], row["inserted"]) == ([384, 600 - 512], [100, 500 - 88])
     assert row["log_probs"] == [-float(i) for i in [*range(384), *range(472, 600)]]
     tokenizer = run.policy.tokenizer
     assert "".join(row["tokens"][:384]) == tokenizer.decode(ids[:384])

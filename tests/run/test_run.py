@@ -33,9 +33,12 @@ def load_run(folder: Path, model: Path, *overrides: str) -> Run:
 def test_two_ranks_do_the_same_step_as_one(rotary_model_folder, data, tmp_path):
     """Twice 2 questions are the same 4, in micro-batches of another size too; and as many steps.
 
-    Rank 0 shows every other validation question. A rate times its time is what all ranks wrote. In
-    fp64, so that both sample the same.
+    No question comes twice, though half of them are too long. Rank 0 shows every other validation
+    question. A rate times its time is what all ranks wrote. In fp64, so that both sample the same.
     """
+    rows = [{"nums": [n] * (1 if n % 2 else 1100), "target": n} for n in range(101, 153)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = [*data, f"task.train={tmp_path}/rows.jsonl"]
     own = [OF_FOUR[0], "training.num_samples_per_step=2", "training.micro_batch_tokens=300"]
     for num_ranks, settings in ((1, OF_FOUR), (2, own)):
         given = [rotary_model_folder, *SIZES, *data, *settings]
@@ -53,7 +56,9 @@ def test_two_ranks_do_the_same_step_as_one(rotary_model_folder, data, tmp_path):
         assert other_step[name] == pytest.approx(step[name], abs=1e-6)
     assert other_step["train/grad_norm"] == pytest.approx(step["train/grad_norm"], rel=1e-6)
     for some, folder in zip((step, other_step), folders, strict=True):
-        rows = [row for row in read_jsonl(folder / "completions.jsonl") if row["step"] == 1]
+        trained = read_jsonl(folder / "completions.jsonl")
+        assert len({str(row["question"]) for row in trained}) == 8
+        rows = [row for row in trained if row["step"] == 1]
         num_tokens = sum(row["tokens"] for row in rows)
         assert some["perf/tokens_per_s"] * some["time/step_s"] == pytest.approx(num_tokens)
         written.append(rows)

@@ -99,6 +99,7 @@ BLOCK = "<thinking>\na\n</thinking>\n<answer>\n{}\n</answer>"
 TAGS = [  # completions, and what lenient and strict pay for format, ending, integer, answer
     (BLOCK.format("18"), (1, 0, 1, 1), (1, 0, 1, 1)),
     (BLOCK.format("$18"), (1, 0, -1, 1), (1, 0, -1, 1)),
+    (BLOCK.format("18.0"), (1, 0, -1, 1), (1, 0, -1, 1)),
     (BLOCK.format("1,800"), (1, 0, 1, 0), (1, 0, -1, 0)),
     (BLOCK.format(""), (1, 0, -1, 0), (1, 0, -1, 0)),
     (BLOCK.format("18") + "\n", (1, 0, 1, 1), (-1, 0, 1, 1)),
