@@ -79,9 +79,10 @@ def install_fault(fault: dict, arguments: list[str]) -> None:
         task = load_task("countdown")
         given = (fault, itertools.count(1), task.reward_function, folder)
         task.reward_function = functools.partial(fail_at_call, *given)
+    elif rank == 0 and fault["do"] == "copy":
+        sys.addaudithook(Copier(folder, Path(fault["to"])))
     elif rank == 0:
-        hook = functools.partial(kill_other, folder)
-        sys.addaudithook(Copier(folder, Path(fault["to"])) if fault["do"] == "copy" else hook)
+        sys.addaudithook(functools.partial(kill_other, folder))
 
 
 if __name__ == "__main__":

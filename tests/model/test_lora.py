@@ -193,6 +193,21 @@ def exported(finished) -> None:
     assert last.startswith("error: ") and "offline" in last
 
 
+def test_best_loads_from_anywhere(finished, rotary_model_folder, tmp_path, monkeypatch):
+    best = finished / "best"
+    saved = json.loads((best / "adapter_config.json").read_text())
+    assert Path(saved["base_model_name_or_path"]) == rotary_model_folder
+    assert not (best / "model.safetensors").exists()
+    monkeypatch.chdir(tmp_path)
+    ids = torch.arange(2, 12)[None]
+    plain = AutoModelForCausalLM.from_pretrained(rotary_model_folder, dtype=torch.float32)
+    before = plain(ids).logits
+    by_transformers = AutoModelForCausalLM.from_pretrained(best, dtype=torch.float32)(ids).logits
+    by_peft = peft.PeftModel.from_pretrained(plain, best)(ids).logits
+    assert torch.allclose(by_transformers, by_peft, atol=1e-5)
+    assert (by_peft - before).abs().max() > 0.01
+
+
 def test_merged_is_the_base_in_bf16_plus_the_adapter(exported, finished, rotary_model_folder):
     """The base as it is on disk, not as it was in 4 bits."""
     settings = json.loads((finished / "merged/config.json").read_text())
@@ -216,11 +231,8 @@ def test_merged_is_the_base_in_bf16_plus_the_adapter(exported, finished, rotary_
     assert num_adapted == 14
 
 
-def test_an_adapter_is_evaluated_on_its_base(finished, rotary_model_folder, tmp_path, monkeypatch):
+def test_an_adapter_is_evaluated_on_its_base(finished, tmp_path, monkeypatch):
     """With the run's own configuration it gives the samples and figures that were logged then."""
-    saved = json.loads((finished / "best/adapter_config.json").read_text())
-    assert Path(saved["base_model_name_or_path"]) == rotary_model_folder  # found from anywhere
-    assert not (finished / "best/model.safetensors").exists()
     logged = {0: [], 2: [], 4: []}
     for sample in read_jsonl(finished / "samples.jsonl"):
         logged[sample.pop("step")].append(sample)

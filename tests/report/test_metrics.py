@@ -28,8 +28,10 @@ from engine.report.metrics import mean_rewards, rollout_metrics
 from logger import Logger
 
 
-def test_the_interval_of_shares_is_the_bootstraps():
-    """Wilson's, of what is right or wrong, is in test_evaluate.py."""
+def test_the_interval_is_wilsons_or_where_rates_are_shares_the_bootstraps():
+    for rates, interval in ((8 * [1.0] + 2 * [0.0], (0.4902, 0.9433)), (10 * [0.0], (0.0, 0.2775))):
+        found = confidence_interval(np.array(rates), is_binary=True)
+        assert found == pytest.approx(interval, abs=1e-4)  # Wilson's tables
     found = confidence_interval(np.array([0.0, 1.0] * 50), is_binary=False)
     assert found == pytest.approx((0.402, 0.598), abs=0.011)  # 0.5 +- 1.96 * 0.5 / sqrt(100)
 

@@ -61,7 +61,9 @@ def test_an_evaluation_prints_and_writes_its_figures_and_leaves_its_run_alone(ru
     assert set(files_of(run.evaluation)) == {"config.yaml", "metrics.json", "samples.jsonl"}
     config = load_config(["--config", str(run.evaluation / "config.yaml")])
     assert config.mode == "evaluate" and config.model.name == str(run.folder / "checkpoints/last")
-    assert f"\n  majority            {figures['eval/majority']:.3f}  (95% interval" in output
+    rate, low, high = (figures[f"eval/majority{end}"] for end in ("", "_low", "_high"))
+    interval = f"(95% interval {low:.3f} to {high:.3f})"
+    assert f"\n  majority            {rate:.3f}  {interval}\n" in output
     assert output.endswith(f"written to {run.evaluation}\n")
 
 

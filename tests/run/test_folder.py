@@ -66,7 +66,7 @@ def test_all_of_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeyp
 
 
 def test_a_file_is_whole_on_the_disk_before_it_takes_the_old_ones_place(tmp_path, monkeypatch):
-    """Until all of the new text is on the disk, a kill must leave the old one, and it may recur."""
+    """A kill before that leaves the old one; what it had written is no part of the next one."""
     file, seen, fsync = tmp_path / "config.yaml", [], os.fsync
 
     def look(descriptor: int) -> None:

@@ -15,6 +15,19 @@ def play(*messages: str) -> tuple[list[str | None], dict[str, float]]:
     return [environment.respond(message) for message in messages], environment.get_reward()
 
 
+def test_halving_finds_each_number_in_four_guesses_and_327_on_average():
+    counts = []
+    for number in range(23, 38):
+        environment = guess.Environment()
+        environment.reset(low=23, high=37, number=number)
+        reply = ""
+        while reply is not None:
+            reply = environment.respond(str((environment.low + environment.high) // 2))
+        assert environment.get_reward() == {"answer": 1.0, "narrowed": 1.0, "inside": 1.0}
+        counts.append(len(environment.guesses))
+    assert max(counts) == 4 and sum(counts) == 49  # 3.27 on average
+
+
 def test_it_says_higher_or_lower_and_what_is_left():
     replies, paid = play("37.", "I say 23", "22", "between 20 and 26: 100")
     assert replies[0] == "Lower: between 23 and 36."

@@ -120,11 +120,16 @@ def test_curves_by_hand(tmp_path, runs, metric, window, row, expected):
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"), [("", "no rows of a run's metrics"), ("0,,1\n1,two,\n", "'two'")]
+    ("kind", "text", "message"),
+    [
+        ("csv", "step,time/step_s,time/eval_s\n", "no rows of a run's metrics"),
+        ("csv", "step,time/step_s,time/eval_s\n0,,1\n1,two,\n", "'two'"),
+        ("jsonl", '{"step": 0, "time/eval_s": 1}\n{"step": 1\n', "line 2 is not JSON"),
+    ],
 )
-def test_a_file_without_curves_is_one_line_that_names_it(tmp_path, rows, message):
-    file = tmp_path / "metrics.csv"
-    file.write_text(f"step,time/step_s,time/eval_s\n{rows}")
+def test_a_file_without_curves_is_one_line_that_names_it(tmp_path, kind, text, message):
+    file = tmp_path / f"metrics.{kind}"
+    file.write_text(text)
     with pytest.raises(ValueError) as caught:
         read_table(file)
     line = str(caught.value)

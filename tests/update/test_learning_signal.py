@@ -39,6 +39,18 @@ def test_of_equals_the_lower_indices_are_the_k_best():
     assert k_best_mask(torch.zeros((1, 200)), k=3)[0].nonzero()[:, 0].tolist() == [0, 1, 2]
 
 
+def test_a_quarter_of_sils_gradient_comes_from_groups_of_equals():
+    """By the logit of a policy that is right with probability p = 0.85: see PITFALLS.md."""
+    p, n, parts = 0.85, 8, []
+    sil = make_config("training.learning_type=sil", f"training.k_best_of_n=[1,{n}]").training
+    for num_right in range(n + 1):
+        group = make_rows(*[1.0] * num_right, *[0.0] * (n - num_right))
+        assign_advantages([group], sil)
+        chance = math.comb(n, num_right) * p**num_right * (1 - p) ** (n - num_right)
+        parts.append(chance * sum(t.advantage * (1 - p if t.reward else -p) for t in group))
+    assert (parts[0] + parts[-1]) / sum(parts) == pytest.approx(0.27, abs=0.005)
+
+
 def test_a_masked_token_whose_ratio_overflows_leaves_the_gradient_finite():
     log_probs = torch.tensor([[-0.1, -1.0]], requires_grad=True)
     sampled = torch.tensor([[-200.0, -1.0]])

@@ -78,7 +78,7 @@ def test_leave_one_out_is_the_means_advantage_times_g_over_g_minus_1():
 
 
 def test_ppo_as_a_user_writes_it_moves_the_weights_as_ours(rotary_model_folder):
-    """Over three passes, of which the first is REINFORCE in ours: at a ratio of 1 both are one.
+    """Of our three passes the first is REINFORCE, the user's is not: its ratio is 1, so all agree.
 
     A gradient of exactly 0 makes no step: AdamW would move the weights on by its averages.
     """
