@@ -13,6 +13,7 @@ import multiprocessing.util
 import os
 import pickle
 import random
+import re
 import runpy
 import shutil
 import signal
@@ -161,13 +162,17 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
     core.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=280,
+        vocab_size=277,
         special_tokens=["<|end|>", "<|pad|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     core.train_from_iterator(["Use the numbers to make 12", "each number exactly once"], trainer)
-    core.add_tokens(["</think>\n", *(f"<answer>{number}</answer>" for number in NUMBERS)])
+    # Countdown's prompt would be 250 tokens, most of the cost of a short run.
+    prompt = f"{countdown.QUESTION}\n{countdown.ASSISTANT_PREFIX}"
+    _, *phrases, _ = re.split(r"{\w+}|\n", prompt)
+    answers = [f"<answer>{number}</answer>" for number in NUMBERS]
+    core.add_tokens(["</think>\n", *phrases, *answers])
     return PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token="<|end|>", pad_token="<|pad|>", model_max_length=1024
     )

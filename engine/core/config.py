@@ -508,10 +508,11 @@ def beside_defaults(
 
 def differences(config: Config) -> list[str]:
     """A line such as "training.num_steps: 5 (default 20)" for each key not at its default."""
+    defaults = dotted_values(type(config)())
     return [
-        f"{key}: {value} (default {default})"
-        for key, value, default in beside_defaults(config.model_dump(), type(config))
-        if value != default
+        f"{key}: {show(value)} (default {show(defaults[key])})"
+        for key, value in dotted_values(config).items()
+        if value != defaults[key]
     ]
 
 

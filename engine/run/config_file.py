@@ -44,11 +44,12 @@ def load_config(arguments: list[str]) -> Config:
     file = Path(options.config).expanduser()
     in_file = read_file(file)
     config = combine(in_file, overrides)
-    lost = left_out(nest(in_file.items()), nest(map(parse_override, overrides)))
+    typed = nest(map(parse_override, overrides))
+    lost = left_out(nest(in_file.items()), typed)
     if lost and os.environ.get("RANK", "0") == "0":
         print(f"left out of {file}: {', '.join(lost)}", flush=True)
     of_user = {} if file.resolve() == ROOT / "config.yaml" else in_file
-    given = merge(of_user, nest(map(parse_override, overrides)))
+    given = merge(of_user, typed)
     if config.mode == "train" and "learning_rate" not in section_of(given, "training"):
         check_default_rate(config)
     return config
