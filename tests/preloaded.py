@@ -16,6 +16,7 @@ import matplotlib.figure
 import peft
 import torch.distributed.elastic.rendezvous.dynamic_rendezvous as rendezvous
 import torch.distributed.run
+import transformers.models.gpt2.modeling_gpt2
 import transformers.models.qwen2.modeling_qwen2
 
 with contextlib.suppress(ImportError):

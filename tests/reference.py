@@ -18,7 +18,7 @@ from main import assign_advantages
 
 MAX_NEW_TOKENS = 10
 ALL_TOGETHER, IN_TWO, ONE_BY_ONE = 10**6, 70, 1  # training.micro_batch_tokens
-GRPO = ["training.k_best_of_n=[4,4]"]
+GRPO = ["training.k_best_of_n=[4,4]", "sampling.backend=generate"]  # the one without a probe
 
 # With a model in fp64 only the tokens' weights and the advantages are rounded to fp32, each by 6e-8
 # at most; the sums of a loss add these up.
@@ -136,9 +136,9 @@ def reference_groups(config: Config, *groups: tuple) -> list[list[Trajectory]]:
 
 
 def reference_loss(
-    model: nn.Module, groups, config: Config, *, old: list | None = None, ref: list | None = None
+    rows: list[Tensor], groups, config: Config, *, old: list | None = None, ref: list | None = None
 ) -> Tensor:
-    """The loss of whole groups; `old` has each row's log-probabilities before the first step."""
+    """The loss of whole groups by each row's log-probabilities; `old` has those before a step."""
     training = config.training
     batch = [t for group in groups for t in group if t.in_batch]
     is_skipped = [training.skip_truncated and t.completion.truncated for t in batch]
@@ -154,7 +154,7 @@ def reference_loss(
             "sequence": len(batch) * lengths[i],
             "sum": len(batch),
         }[training.loss_normalization]
-        log_probs = row_log_probs(model, t, temperature=config.sampling.temperature)
+        log_probs = rows[i]
         first = log_probs.detach() if old is None else old[i]
         sampler = sampler_log_probs(t)
         advantage = torch.full_like(first, t.advantage)
@@ -204,10 +204,13 @@ def sampler_log_probs(t: Trajectory) -> Tensor:
     return torch.from_numpy(t.completion.log_probs[~t.completion.is_inserted])
 
 
-def reference(model: nn.Module, groups, config: Config, **scored) -> tuple[np.ndarray, float]:
-    """Gradient, before its norm is limited, and loss; `scored` are `old` and `ref`."""
-    loss = reference_loss(model, groups, config, **scored)
-    return flat(torch.autograd.grad(loss, trained(model))), loss.item()
+def reference(model: nn.Module, groups, config: Config, **scored) -> tuple:
+    """Gradient, before its norm is limited, loss and log-probabilities; `scored`: `old`, `ref`."""
+    batch = [t for group in groups for t in group if t.in_batch]
+    rows = [row_log_probs(model, t, temperature=config.sampling.temperature) for t in batch]
+    loss = reference_loss(rows, groups, config, **scored)
+    gradient = flat(torch.autograd.grad(loss, trained(model)))
+    return gradient, loss.item(), [row.detach() for row in rows]
 
 
 def distance(gradient: np.ndarray, expected: np.ndarray) -> float:

@@ -93,7 +93,7 @@ def test_the_gradient_in_4_bits_is_that_of_all_rows_for_any_micro_batch_size(mod
     groups = make_groups(config, EASY, reference.EQUAL, reference.HARD)
     start = make_policy(model_folder, "mode=evaluate", IN_4BIT).model
     ref = [row_log_probs(start, t).detach() for group in groups for t in group]
-    expected, _ = reference.reference(policy.model, groups, config, ref=ref)
+    expected, *_ = reference.reference(policy.model, groups, config, ref=ref)
     at_once, ways = reference.ALL_TOGETHER, [(reference.ONE_BY_ONE, CompletionScorer)]
     for limit, scorer in [*ways, (at_once, CompletionScorer), (at_once, ChunkedScorer)]:
         config = config_of(*GRPO, LORA, IN_4BIT, KL, f"training.micro_batch_tokens={limit}")

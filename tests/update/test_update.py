@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM
 
 from engine.core.config import Config
 from engine.core.distributed import World, order_ddp_buckets
-from engine.core.types import Trajectory
 from engine.model.policy import Policy
 from engine.update import head
 from engine.update.head import ChunkedScorer
@@ -144,18 +143,19 @@ def fp64_model(folder: Path) -> nn.Module:
 
 def by_reference(model: nn.Module, all_weights: list, config: Config, folder: Path) -> tuple:
     """(gradients, metrics) at the weights of each pass."""
-    training, how = config.training, {"temperature": config.sampling.temperature}
+    training = config.training
     groups, gradients, old, ref = reference.reference_groups(config, *SHARES[1][0]), [], None, None
     batch = [t for group in groups for t in group if t.in_batch]
     if training.has_reference:
-        scorer = fp64_model(config.model.teacher or folder)
-        ref = scores(scorer, batch, **how)
+        scorer, heat = fp64_model(config.model.teacher or folder), config.sampling.temperature
+        with torch.no_grad():
+            ref = [reference.row_log_probs(scorer, t, temperature=heat) for t in batch]
     for weights in all_weights:
         nn.utils.vector_to_parameters(torch.from_numpy(weights), trained(model))
-        gradient, loss = reference.reference(model, groups, config, old=old, ref=ref)
+        gradient, loss, rows = reference.reference(model, groups, config, old=old, ref=ref)
         norm = np.linalg.norm(gradient)
         gradients.append(gradient * min(1.0, training.max_grad_norm / (norm + 1e-6)))
-        old = old or scores(model, batch, **how)
+        old = old or rows
     # The metrics of the first pass are means over the tokens that are trained.
     is_trained = [
         (t.advantage != 0 or training.has_reference)
@@ -171,11 +171,6 @@ def by_reference(model: nn.Module, all_weights: list, config: Config, folder: Pa
         kl = (-kl).exp() + kl - 1 if training.kl_coef else kl  # distillation logs log-ratios
         metrics["train/kl"] = kl.mean().item()
     return gradients, metrics
-
-
-@torch.no_grad()
-def scores(model: nn.Module, batch: list[Trajectory], *, temperature: float) -> list[torch.Tensor]:
-    return [reference.row_log_probs(model, t, temperature=temperature) for t in batch]
 
 
 def check(options: str, way: str, found: tuple, expected: tuple) -> None:
