@@ -72,7 +72,8 @@ STALE = {
     "-dro-0.1": ("DRO, 0.1", [OWN + "dro_01"], []),
     "-dro-1": ("DRO, 1", [OWN + "dro_1"], []),
 }
-AGES = {4: [*STALE][:5], 8: [*STALE], 16: ["", "-ppo"]}  # of the sampler, in updates
+AGES = {4: [*STALE][:5], 8: [*STALE]}  # of the sampler, in updates
+AGES[16] = ["", "-ppo", "-centered", "-centered-tis", "-ipo-0.1"]  # the three best at an age of 8
 # What no key of the config changes: see switched.py
 SWITCHES = {
     "top-k-10": "whole-evaluation",
