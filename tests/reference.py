@@ -136,11 +136,10 @@ def reference_groups(config: Config, *groups: tuple) -> list[list[Trajectory]]:
 
 
 def reference_loss(
-    rows: list[Tensor], groups, config: Config, *, old: list | None = None, ref: list | None = None
+    rows: list[Tensor], batch, config: Config, *, old: list | None = None, ref: list | None = None
 ) -> Tensor:
-    """The loss of whole groups by each row's log-probabilities; `old` has those before a step."""
+    """The loss of a batch by each row's log-probabilities; `old` has those before a step."""
     training = config.training
-    batch = [t for group in groups for t in group if t.in_batch]
     is_skipped = [training.skip_truncated and t.completion.truncated for t in batch]
     lengths = [int((~t.completion.is_inserted).sum()) for t in batch]
     num_tokens = sum(n for n, skipped in zip(lengths, is_skipped, strict=True) if not skipped)
@@ -208,7 +207,7 @@ def reference(model: nn.Module, groups, config: Config, **scored) -> tuple:
     """Gradient, before its norm is limited, loss and log-probabilities; `scored`: `old`, `ref`."""
     batch = [t for group in groups for t in group if t.in_batch]
     rows = [row_log_probs(model, t, temperature=config.sampling.temperature) for t in batch]
-    loss = reference_loss(rows, groups, config, **scored)
+    loss = reference_loss(rows, batch, config, **scored)
     gradient = flat(torch.autograd.grad(loss, trained(model)))
     return gradient, loss.item(), [row.detach() for row in rows]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.config import Config, beside_defaults
+from engine.core.config import Config, dotted, dotted_values
 from engine.core.files import whole_lines, without_nan
-from engine.core.text import plain, shorten
+from engine.core.text import plain, shorten, show
 from engine.questions.tasks import built_in_tasks, load_task, schema
 from engine.run.config_file import read_file, task_name
 from tools.plot import BEST_OF, Table, panels_of, points, read_table
@@ -139,9 +139,11 @@ def settings(file: Path) -> Iterator[dict]:
     name = task_name(values)
     # A task of the user's own is not imported, so the defaults of its own keys are None.
     full_schema = schema(load_task(name)) if name in built_in_tasks() else Config
-    for key, value, default in beside_defaults(values, full_schema):
-        default = value if key == "task.template_date" else default  # the run's first day
-        yield {"key": key, "value": shorten(value, MAX_CHARACTERS), "default": default}
+    defaults = dotted_values(full_schema())
+    for key, value in dotted(values).items():
+        text, default = show(value), show(defaults[key]) if key in defaults else None
+        default = text if key == "task.template_date" else default  # the run's first day
+        yield {"key": key, "value": shorten(text, MAX_CHARACTERS), "default": default}
 
 
 def thin(items: list[tuple[dict, int]], max_bytes: int) -> list[dict]:

@@ -497,15 +497,6 @@ def dotted(values: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def beside_defaults(
-    values: dict[str, Any], schema: type[Config]
-) -> Iterator[tuple[str, str, str | None]]:
-    """Each dotted key with its value and its default as text; None for a key without a default."""
-    defaults = dotted_values(schema())
-    for key, value in dotted(values).items():
-        yield key, show(value), show(defaults[key]) if key in defaults else None
-
-
 def differences(config: Config) -> list[str]:
     """A line such as "training.num_steps: 5 (default 20)" for each key not at its default."""
     defaults = dotted_values(type(config)())

@@ -147,9 +147,10 @@ def by_reference(model: nn.Module, all_weights: list, config: Config, folder: Pa
     groups, gradients, old, ref = reference.reference_groups(config, *SHARES[1][0]), [], None, None
     batch = [t for group in groups for t in group if t.in_batch]
     if training.has_reference:
-        scorer, heat = fp64_model(config.model.teacher or folder), config.sampling.temperature
+        scorer = fp64_model(config.model.teacher or folder)
+        temperature = config.sampling.temperature
         with torch.no_grad():
-            ref = [reference.row_log_probs(scorer, t, temperature=heat) for t in batch]
+            ref = [reference.row_log_probs(scorer, t, temperature=temperature) for t in batch]
     for weights in all_weights:
         nn.utils.vector_to_parameters(torch.from_numpy(weights), trained(model))
         gradient, loss, rows = reference.reference(model, groups, config, old=old, ref=ref)
