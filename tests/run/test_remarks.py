@@ -25,7 +25,7 @@ def taken(completions, log_metric, **kwargs):
 def answer(completions, **kwargs): return [0.5 * (len(text) % 2) for text in completions]
 """
 OWN = "task.train=rows.jsonl validation.num_examples=2 validation.every=2 training.num_steps=4"
-ONE = "training.num_steps=1"
+ONE, BF16 = "training.num_steps=1", "model.compute_dtype=bfloat16"
 WORDS = "task.name=gsm8k task.train=rows.jsonl task.eval=rows.jsonl validation.num_examples=2"
 # The settings; what the run remarks on, whatever it samples; and its exit status
 CASES = {
@@ -38,6 +38,8 @@ CASES = {
     "nothing unpaid": (f"{ONE} {WORDS}", {"unsolved"}, None),
     "a part unweighed": (f"{ONE} {WORDS} task.prompt_style=tags", {"weight of integer"}, None),
     "a rate too low": (f"{ONE} training.learning_rate=1e-12", {"rate", "unsolved"}, None),
+    # Bug: a run in bf16 that learned well was told to raise its rate.
+    "a tenth of a rounding": (f"{ONE} {BF16} training.learning_rate=1e-4", {"unsolved"}, None),
 }
 
 
@@ -65,6 +67,7 @@ def test_a_run_says_once_what_keeps_it_from_learning(
     found = [row["kind"] for row in remarks]
     assert kinds <= {*found} and len(found) == len({*found})
     assert any("weight of" in kind for kind in found) == (name == "a part unweighed")
+    assert ("rate" in found) == (name == "a rate too low")
     rows = read_rows(run.folder)
     assert all(row.get("train/reward", 0) <= 1 and row.get("eval/reward", 0) <= 1 for row in rows)
     if "late" in name:
