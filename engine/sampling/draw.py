@@ -13,6 +13,8 @@ from torch import Tensor
 
 from engine.core.types import Completion, SamplingParams, Seed
 
+CPU_BLOCK = 2**20  # logits drawn from at a time: a CPU's cache holds what is made of them
+
 
 def draw_uniforms(seeds: list[Seed], params: SamplingParams) -> Tensor:
     """Uniform random numbers in [0, 1), (N * G, T), each question's from its own seed."""
@@ -53,8 +55,11 @@ class TokenBuffer:
         Returns what the model reads next (b,): the tokens drawn or, where a tool has written ahead,
         the tool's. Rows that have ended get padding. A row ends with the first end token drawn.
         """
-        tokens, log_probs, entropies = sample_tokens(logits, uniforms, self.params)
-        return self.append(tokens, log_probs, entropies)
+        is_cpu = logits.device.type == "cpu"
+        num_rows = max(1, CPU_BLOCK // logits.shape[1]) if is_cpu else len(logits)
+        blocks = zip(logits.split(num_rows), uniforms.split(num_rows), strict=True)
+        drawn = [sample_tokens(*block, self.params) for block in blocks]
+        return self.append(*map(torch.cat, zip(*drawn, strict=True)))
 
     def append(self, tokens: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
         """Append tokens (b,) with their numbers; see `draw`."""
