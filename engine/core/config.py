@@ -96,8 +96,8 @@ class ModelSettings(Section):
     loss is scaled, and some models exceed it. float32 is exact, but several times slower on
     a GPU. auto is bfloat16 autocast on a GPU that supports it, float16 on other GPUs if this
     model's logits are then close to those of float32, and float32 elsewhere; but on a CPU that
-    multiplies bfloat16 in hardware (lscpu lists amx_bf16), a run of all weights, with a hidden size
-    of 512 or more, takes it if the logits are close. On other CPUs it is far slower."""
+    multiplies bfloat16 in hardware (lscpu lists amx_bf16 or avx512_bf16), a run of all weights,
+    with a hidden size of 512 or more, takes it if the logits are close. Others are far slower."""
     attn_implementation: Text = "sdpa"
     """The attention kernel, by its name in transformers. Rollouts are fast with sdpa, and with
     eager, which is slow in updates (Gemma 2 needs it); flash_attention_2 needs its package."""

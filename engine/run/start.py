@@ -37,7 +37,8 @@ from engine.run.resume import make_folder, resume
 from engine.run.state import Run
 from engine.update.optimizer import AVERAGES, FP32
 
-MIN_SIZE = 512  # of the hidden states, from which on a CPU gains by products in bf16
+BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")  # by which a CPU multiplies bf16
+MIN_SIZE = 512  # of the hidden states, from which on it gains by that
 
 
 def begin(run: Run) -> None:
@@ -77,7 +78,7 @@ def choose_dtype(run: Run) -> None:
     Rank 0 decides once. Smaller matrices gain nothing, and an adapter's base would be rounded too.
     """
     policy, settings, backend = run.policy, run.config.model, run.config.sampling.backend
-    is_made_for_it = torch.cpu.get_capabilities().get("amx_bf16", False)
+    is_made_for_it = any(torch.cpu.get_capabilities().get(name) for name in BF16_INSTRUCTIONS)
     if not run.is_resumed and settings.lora is None and backend != "vllm":
         may_gain = is_made_for_it and getattr(policy.model.config, "hidden_size", 0) >= MIN_SIZE
         is_near = may_gain and supports_dtype(policy.sampler.model, torch.bfloat16)

@@ -151,6 +151,7 @@ def test_a_gpu_without_bfloat16_computes_in_float16(monkeypatch, has_bf16, dtype
         (["model.compute_dtype=float32"], "float32", 1),
         (["model.lora={r: 2}"], "float32", 1),  # its base would be rounded
         (["no hardware"], "float32", 2),
+        (["avx512_bf16"], "bfloat16", 1),
         (["another model"], "float32", 1),  # whose logits in bf16 are far off
     ],
 )
@@ -161,7 +162,8 @@ def test_a_run_keeps_the_dtype_that_was_chosen_for_its_first_processor(
     grade_by_text(monkeypatch)
     if given == ["another model"]:
         monkeypatch.setattr(engine.run.start, "supports_dtype", lambda *_: False)
-    hardware = {"amx_bf16": given != ["no hardware"]}
+    name = "avx512_bf16" if given == ["avx512_bf16"] else "amx_bf16"
+    hardware = {name: given != ["no hardware"]}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: hardware)
     monkeypatch.setattr(engine.run.start, "MIN_SIZE", 32)  # products of any size count
     sizes = ["training.num_samples_per_step=1", "training.k_best_of_n=[2,2]"]
@@ -176,7 +178,7 @@ def test_a_run_keeps_the_dtype_that_was_chosen_for_its_first_processor(
         if num_steps < num_starts:
             assert main.run_training(run) == 0
         run.lock.close()
-        hardware["amx_bf16"] = not hardware["amx_bf16"]
+        hardware[name] = not hardware[name]
 
 
 @pytest.mark.parametrize("lora", ["null", "{r: 2}"])
