@@ -38,7 +38,6 @@ CASES = {
     "nothing unpaid": (f"{ONE} {WORDS}", {"unsolved"}, None),
     "a part unweighed": (f"{ONE} {WORDS} task.prompt_style=tags", {"weight of integer"}, None),
     "a rate too low": (f"{ONE} training.learning_rate=1e-12", {"rate", "unsolved"}, None),
-    # Bug: a run in bf16 that learned well was told to raise its rate.
     "a tenth of a rounding": (f"{ONE} {BF16} training.learning_rate=1e-4", {"unsolved"}, None),
 }
 
