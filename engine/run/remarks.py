@@ -38,8 +38,7 @@ def remark_at_start(run: Run) -> None:
     some = torch.cat([p.flatten()[:: 1 + p.numel() // 10_000] for p in weights])
     median = some.abs().float().median().item()
     rates = (learning_rate_at(step, training) for step in range(1, training.num_steps + 1))
-    # AdamW moves a weight by its rate at most. Of weights that move by a tenth of their rounding, a
-    # tenth is rounded to another number: SmolLM2 learned by that (0.24 to 0.75 of the plurals).
+    # AdamW moves a weight by its rate at most; SmolLM2 learned well by a tenth of a rounding.
     total, least = sum(rates), ROUNDING.get(dtype, 0.0) * median
     if total < least / 100:
         moves = f"all learning rates together, {total:.1e}, are less than 1% of what half of the"
