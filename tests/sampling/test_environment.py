@@ -165,7 +165,7 @@ def test_all_backends_play_the_same_in_every_batch(folder):
             if "self_attn" in name:
                 weight.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    group = play_by_all(run, num_samples=24)
+    group = play_by_all(run, num_samples=96)  # one in eight has a third turn
     assert random.getstate() == states[0] and np.random.get_state()[1].tolist() == states[1]
     assert torch.get_rng_state().tolist() == states[2]
     assert max(t.completion.num_turns for t in group) > 2
