@@ -3,7 +3,7 @@
 import harness
 import pytest
 import torch
-from harness import SIZES, load_trained, make_config, peak_bytes, save_random, seed
+from harness import SIZES, load_trained, make_config, make_policy, peak_bytes, save_random, seed
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -63,6 +63,34 @@ def test_it_never_holds_all_logits(monkeypatch):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         head_log_probs(hidden, linear, token_ids, temperature=1.0).sum().backward()
     assert peak_bytes(profiler) < bound
+
+
+def test_in_bf16_many_lengths_have_few_shapes_and_the_same_gradient(
+    rotary_model_folder, monkeypatch
+):
+    """Bug: oneDNN keeps kernels of each shape, and the heap holes beside them: memory grew."""
+    model, block_logits, shapes = make_policy(rotary_model_folder).model, head.block_logits, []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, ids: note(*ids))
+
+    def note(tensor, *block):
+        shapes.append(len(tensor) if block else tensor.shape[1])
+        return block_logits(tensor, *block) if block else None
+
+    monkeypatch.setattr(head, "block_logits", note)
+    for length, num_tokens in [(7, 10), (32, 60), (33, 62), (70, 136)]:
+        ids, results = torch.randint(3, 30, (3, length)), []
+        mask = torch.arange(length) >= torch.tensor([[1], [length - 2], [5]])
+        for dtype, multiple in [(torch.float32, 32), (torch.bfloat16, 1), (torch.bfloat16, 32)]:
+            monkeypatch.setattr(head, "BF16_MULTIPLE", multiple)
+            log_probs = ChunkedScorer(model, dtype)(ids, mask, temperature=0.5)
+            (log_probs * torch.linspace(0.1, 1, length)).sum().backward()
+            parts = [log_probs, *(weight.grad for weight in model.parameters())]
+            results.append(torch.cat([part.detach().flatten() for part in parts]))
+            model.zero_grad()
+        assert shapes[:4] == 2 * [length, num_tokens]
+        assert shapes[4:] == [-(-number // 32) * 32 for number in (length, num_tokens)]
+        assert (results[1] - results[2]).norm() < 2**-6 * results[1].norm()
+        shapes.clear()
 
 
 def test_capped_logits_are_scored_by_the_plain_path_and_that_is_logged(
