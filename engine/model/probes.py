@@ -85,8 +85,7 @@ def supports_dtype(model: nn.Module, dtype: torch.dtype) -> bool:
 def supports_chunked_head(model: nn.Module, log: Callable[[str], None]) -> bool:
     """Whether the logits are exactly those of a plain linear head on the last hidden states.
 
-    If not, that is logged. Only rounding may differ: a cap hardly changes small logits, such as an
-    untrained model's.
+    If not, that is logged. Only rounding may differ: a cap hardly changes small logits.
     """
     head, is_plain = model.get_output_embeddings(), False
     if type(head) is nn.Linear:

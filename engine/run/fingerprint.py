@@ -103,8 +103,7 @@ def commit_of(name: str, revision: str | None) -> str | None:
 def of_own_code(task: Task, training: TrainingSettings) -> str:
     """A hash of the files of the task, of its reward and of an algorithm of the user's own.
 
-    With them count the modules in or below the folder of a file of the user's, or the current one,
-    which it may import.
+    With them count modules in or below the folder of a file of the user's, or the current one.
     """
     named = {task.file, *(file for file, _ in task.functions.values())}
     names = {"training.advantage": training.advantage, "training.policy_loss": training.policy_loss}

@@ -172,9 +172,7 @@ def report_evaluation(run: Run, metrics: dict[str, float], groups: Groups, greed
     answer this rank's questions. Returns the exit status, 2 where logits are not finite.
     """
     config, world, questions = run.config, run.world, run.validation_questions
-    metrics = metrics | single_answer_metrics(
-        run.task, config.task, questions, groups, greedy, world
-    )
+    metrics |= single_answer_metrics(run.task, config.task, questions, groups, greedy, world)
     samples = validation_samples(run, groups)
     title = f"evaluation of {config.model.name} on {config.task.name}"
     run.logger.print_evaluation(title, metrics, samples)

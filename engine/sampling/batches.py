@@ -90,12 +90,11 @@ def tokens_that_fit(
         return min(CPU_TOKENS, int(CPU_BYTES / row) * row_tokens)
     reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + reserved
-    size = model.dtype.itemsize
     likely = longest + 0.7 * params.max_new_tokens  # tokens: most completions end early
     decoding = states + decode_bytes_per_row(config, likely, cached=cached, top_p=top_p)
     hidden_size = getattr(config, "hidden_size", 0)
     inner_size = getattr(config, "intermediate_size", None) or 4 * hidden_size
-    layer = size * (5 * hidden_size + 3 * inner_size)  # what a prompt's token is made into
+    layer = model.dtype.itemsize * (5 * hidden_size + 3 * inner_size)  # of a prompt's token
     reading = longest * (cached + layer) / params.group_size  # of all prompts, before they grow
     return int(0.9 * free / max(decoding, reading)) * row_tokens  # a tenth for fragmentation
 

@@ -24,8 +24,7 @@ from engine.core.tensors import autocast
 # Bytes of a block's fp32 logits: a CPU's cache holds them; a GPU needs large matrices to be fast.
 CPU_BLOCK_BYTES, GPU_BLOCK_BYTES = 2**23, 2**26
 KEPT_BYTES = 2**29  # of logits kept for the backward pass; the others are computed twice
-# On a CPU, oneDNN makes a kernel of its own for each length of a bf16 sum, and keeps most of them:
-# 17 MB for each new number of columns. So columns and tokens are rounded up to multiples of this.
+# A CPU's columns and tokens in bf16 become multiples: oneDNN keeps kernels of each length of a sum.
 BF16_MULTIPLE = 32
 
 
@@ -38,19 +37,17 @@ class ChunkedScorer(nn.Module):
 
     def forward(self, input_ids: Tensor, mask: Tensor, *, temperature: float) -> Tensor:
         """Log-probabilities (B, S) of tokens input_ids (B, S) where the mask is True, else 0."""
-        num_columns, is_cpu = mask.shape[1], input_ids.device.type == "cpu"
-        multiple = BF16_MULTIPLE if is_cpu and self.compute_dtype == torch.bfloat16 else 1
-        input_ids, mask = (F.pad(x, (0, -num_columns % multiple)) for x in (input_ids, mask))
         mask, token_ids = mask[:, 1:], input_ids[:, 1:]  # nothing predicts the first column
+        multiple = BF16_MULTIPLE if mask.is_cpu and self.compute_dtype == torch.bfloat16 else 1
+        input_ids = F.pad(input_ids, (0, -input_ids.shape[1] % multiple))
         with autocast(input_ids.device, self.compute_dtype, cache_casts=False):
             output = self.model.base_model(input_ids=input_ids, use_cache=False)
-        hidden = output.last_hidden_state[:, :-1][mask].to(self.compute_dtype)  # (M, H)
+        hidden = output.last_hidden_state[:, : mask.shape[1]][mask].to(self.compute_dtype)  # (M, H)
         more = -len(hidden) % multiple  # tokens, which masked_scatter leaves over
         hidden, chosen = F.pad(hidden, (0, 0, 0, more)), F.pad(token_ids[mask], (0, more))
         head = self.model.get_output_embeddings()
         log_probs = head_log_probs(hidden, head, chosen, temperature=temperature)
-        everywhere = log_probs.new_zeros(mask.shape).masked_scatter(mask, log_probs)
-        return F.pad(everywhere, (1, 0))[:, :num_columns]
+        return F.pad(log_probs.new_zeros(mask.shape).masked_scatter(mask, log_probs), (1, 0))
 
 
 def head_log_probs(
@@ -123,9 +120,8 @@ class HeadLogProbs(torch.autograd.Function):
 
 def vocabulary_blocks(weight: Tensor, hidden: Tensor) -> Iterator[slice]:
     """Slices of the vocabulary; the fp32 logits of one, for all M tokens, fill a block's bytes."""
-    is_cpu = hidden.device.type == "cpu"
     # Tensor cores want bf16 matrices aligned, to multiples of 64.
-    num_bytes, multiple = (CPU_BLOCK_BYTES, 1) if is_cpu else (GPU_BLOCK_BYTES, 64)
+    num_bytes, multiple = (CPU_BLOCK_BYTES, 1) if hidden.is_cpu else (GPU_BLOCK_BYTES, 64)
     width = num_bytes // (4 * max(1, len(hidden)))
     width = max(multiple, width // multiple * multiple)
     for start in range(0, len(weight), width):

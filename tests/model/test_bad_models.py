@@ -106,9 +106,7 @@ def test_a_run_that_has_nothing_to_learn_goes_on(make_model, answers, train, end
     assert torch.equal(weights_of(run / "checkpoints/last"), weights_of(model))
 
 
-def test_a_model_may_have_more_embeddings_than_there_are_tokens(
-    make_model, answers, tokenizer, train
-):
+def test_a_model_may_have_more_embeddings_than_tokens(make_model, answers, tokenizer, train):
     """Qwen2.5 has 151,936 for 151,665 tokens. An id without a token has no text, but is trained."""
     known, rows = len(tokenizer), len(tokenizer) + 27
     biases = answers | dict.fromkeys(range(known, rows), 0.4) | {0: NEVER}

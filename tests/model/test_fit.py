@@ -109,9 +109,7 @@ FREE = {  # what is set; bytes that are free, the rows that fit, and whether the
 
 
 @pytest.mark.parametrize("given", FREE)
-def test_a_gpu_gets_the_micro_batches_that_fit(
-    tmp_path, rotary_model_folder, card, monkeypatch, given
-):
+def test_a_gpu_gets_micro_batches_that_fit(tmp_path, rotary_model_folder, card, monkeypatch, given):
     """And a resumed run has its own again, on such a card, whatever is free there."""
     run = load_run(load_config(arguments(tmp_path, rotary_model_folder, *given.split())))
     assert run.training.micro_batch_tokens == 2_048  # on a CPU

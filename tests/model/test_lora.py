@@ -321,9 +321,7 @@ def test_an_adapter_computes_what_peft_says_alone_and_merged(rotary_model_folder
         assert torch.allclose(model(ids[None]).logits, expected, atol=1e-4)
 
 
-def test_an_adapter_of_embeddings_that_are_the_head_too_is_not_merged(
-    absolute_model_folder, tmp_path
-):
+def test_an_adapter_of_embeddings_that_are_the_head_is_not_merged(absolute_model_folder, tmp_path):
     """Bug: the sum changed both, and its logits were off by 18."""
     adapter = save_adapter(tmp_path / "a", absolute_model_folder, target_modules=["wte"])
     with pytest.raises(ValueError, match="a: cannot be used: it adapts one of embeddings and head"):

@@ -21,9 +21,7 @@ from engine.sampling.draw import TokenBuffer
 from engine.update.optimizer import make_optimizer
 
 
-def test_weights_and_adamw_moments_are_fp32_though_the_folder_holds_bf16(
-    absolute_model_folder, tmp_path
-):
+def test_weights_and_moments_are_fp32_though_the_folder_holds_bf16(absolute_model_folder, tmp_path):
     """At a learning rate of 1e-6 bf16 weights would stay where they are; over 99% of these move."""
     folder = copy_of(absolute_model_folder, tmp_path)
     AutoModelForCausalLM.from_pretrained(folder).to(torch.bfloat16).save_pretrained(folder)
@@ -138,9 +136,7 @@ def test_the_end_of_a_turn_is_what_the_template_writes_behind_it(chat_folder):
         assert end_of_turn(tokenizer) == (token and tokenizer.convert_tokens_to_ids(token))
 
 
-def test_all_files_and_the_config_may_name_tokens_that_end_a_completion(
-    absolute_model_folder, tmp_path
-):
+def test_files_and_config_may_name_tokens_that_end_a_completion(absolute_model_folder, tmp_path):
     folder = copy_of(absolute_model_folder, tmp_path)
     change_json(folder / "generation_config.json", eos_token_id=[7])
     change_json(folder / "config.json", eos_token_id=12)

@@ -429,9 +429,7 @@ def test_the_first_lines_of_the_docs_and_the_template_train(folder, rotary_model
         assert f"train/part_{part}" in read_rows(run.folder)[1]
 
 
-def test_a_prompt_that_shows_the_right_answer_and_columns_that_rows_lack_are_told(
-    folder, tokenizer
-):
+def test_a_prompt_that_shows_the_answer_and_columns_that_rows_lack_are_told(folder, tokenizer):
     rows = [{**row, "hint": n} if n > 2 else row for n, row in enumerate(ROWS[:39])]
     rows.append({"prompt": "9?", "hint": 1})
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -25,9 +25,7 @@ def texts_of(*overrides: str) -> tuple[list, object]:
 
 
 @pytest.mark.parametrize(("backend", "calculator"), WAYS)
-def test_a_completion_is_what_it_would_be_up_to_the_token_that_completes_a_stop_text(
-    backend, calculator
-):
+def test_a_completion_is_as_it_would_be_up_to_the_token_that_ends_a_stop_text(backend, calculator):
     overrides = [f"sampling.backend={backend}", f"sampling.calculator={calculator}"]
     whole, tokenizer = texts_of(*overrides)
     stopped, _ = texts_of(*overrides, f"sampling.stop={json.dumps(STOPS)}")

@@ -139,9 +139,7 @@ STOP = 'sampling.stop=["2}}"]'  # the environment hears a turn that it ends
 
 
 @pytest.mark.parametrize(("code", "own"), [("", []), ("", [STOP]), (test_environment.ECHO, [])])
-def test_environments_get_and_give_what_they_do_with_grouped(
-    folder, code, own, tmp_path, monkeypatch
-):
+def test_environments_get_and_give_as_with_grouped(folder, code, own, tmp_path, monkeypatch):
     """Tools, and replies in several turns, which some completions have no room for."""
     monkeypatch.chdir(tmp_path)
     grouped, vllm = (test_environment.make(folder, code, *own, *some) for some in ((), VLLM))

@@ -123,9 +123,7 @@ def test_a_file_with_a_bad_answer_or_none_is_one_line(rotary_model_folder, tmp_p
     assert str(caught.value).startswith(f"{file}{line}") and "\n" not in str(caught.value)
 
 
-def test_its_gradient_is_that_of_the_cross_entropy_row_by_row(
-    rotary_model_folder, tmp_path, monkeypatch
-):
+def test_its_gradient_is_cross_entropys_row_by_row(rotary_model_folder, tmp_path, monkeypatch):
     """Over the tokens of the answers and their ends, of all rows alike, and not of the prompts."""
     texts = ["</think>\n", "7 + 8 = 15</think>\n", "5"]
     rows = [row(n, text) for n, text in zip(TRAIN, texts, strict=False)]

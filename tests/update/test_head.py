@@ -65,18 +65,12 @@ def test_it_never_holds_all_logits(monkeypatch):
     assert peak_bytes(profiler) < bound
 
 
-def test_in_bf16_many_lengths_have_few_shapes_and_the_same_gradient(
-    rotary_model_folder, monkeypatch
-):
+def test_in_bf16_many_lengths_have_few_shapes(rotary_model_folder, monkeypatch):
     """Bug: oneDNN keeps kernels of each shape, and the heap holes beside them: memory grew."""
-    model, block_logits, shapes = make_policy(rotary_model_folder).model, head.block_logits, []
-    model.get_input_embeddings().register_forward_pre_hook(lambda _, ids: note(*ids))
-
-    def note(tensor, *block):
-        shapes.append(len(tensor) if block else tensor.shape[1])
-        return block_logits(tensor, *block) if block else None
-
-    monkeypatch.setattr(head, "block_logits", note)
+    model, seen = make_policy(rotary_model_folder).model, []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, x: seen.append(x[0].shape[1]))
+    blocks = lambda weight, hidden: seen.append(len(hidden)) or [slice(0, len(weight))]  # noqa: E731
+    monkeypatch.setattr(head, "vocabulary_blocks", blocks)
     for length, num_tokens in [(7, 10), (32, 60), (33, 62), (70, 136)]:
         ids, results = torch.randint(3, 30, (3, length)), []
         mask = torch.arange(length) >= torch.tensor([[1], [length - 2], [5]])
@@ -84,18 +78,16 @@ def test_in_bf16_many_lengths_have_few_shapes_and_the_same_gradient(
             monkeypatch.setattr(head, "BF16_MULTIPLE", multiple)
             log_probs = ChunkedScorer(model, dtype)(ids, mask, temperature=0.5)
             (log_probs * torch.linspace(0.1, 1, length)).sum().backward()
-            parts = [log_probs, *(weight.grad for weight in model.parameters())]
-            results.append(torch.cat([part.detach().flatten() for part in parts]))
+            grads = (weight.grad for weight in model.parameters())
+            results.append(nn.utils.parameters_to_vector([log_probs, *grads]))
             model.zero_grad()
-        assert shapes[:4] == 2 * [length, num_tokens]
-        assert shapes[4:] == [-(-number // 32) * 32 for number in (length, num_tokens)]
+        few = [-(-number // 32) * 32 for number in (length, num_tokens, num_tokens)]
+        assert seen == 2 * [length, num_tokens, num_tokens] + few
         assert (results[1] - results[2]).norm() < 2**-6 * results[1].norm()
-        shapes.clear()
+        seen.clear()
 
 
-def test_capped_logits_are_scored_by_the_plain_path_and_that_is_logged(
-    tokenizer, tmp_path, monkeypatch
-):
+def test_capped_logits_take_the_plain_path_and_that_is_logged(tokenizer, tmp_path, monkeypatch):
     """Gemma 2 caps logits at 30, which hardly changes those of a model not trained yet."""
     settings = SIZES | {"num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.02}
     save_random("gemma2", tokenizer, tmp_path, final_logit_softcapping=30.0, **settings)

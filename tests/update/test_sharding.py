@@ -71,9 +71,7 @@ def bytes_for_a_weight(run: Run) -> dict[str, float]:
     return sizes
 
 
-def test_all_ranks_take_the_same_steps_with_whole_models_and_with_shards(
-    rotary_model_folder, tmp_path
-):
+def test_all_ranks_take_the_same_steps_with_whole_models_and_shards(rotary_model_folder, tmp_path):
     """All skip the step that is broken on one; a rank without advantages holds up no other."""
     ranks = run_on_ranks(take_steps, 3, rotary_model_folder, folder=tmp_path)
     expected = [outcome.name for *_, outcome in STEPS]
