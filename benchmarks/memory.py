@@ -5,7 +5,7 @@
 
 Twelve steps of two-digit sums, whose completions end where they like within 200 tokens, so that
 the tensors of each step have other shapes. What must be held: what is resident once all is loaded,
-the sizes of gradients and averages, and what a pass over one full micro-batch adds.
+gradients and averages, and what a pass over one full micro-batch adds to that.
 """
 
 import re
@@ -33,29 +33,27 @@ def gigabytes(field: str) -> float:
 
 
 def must_be_held(run: main.Run) -> float:
-    num_trained = sum(weight.numel() for weight in run.trained_weights)
     row = run.config.training.max_new_gen_tokens + 50  # tokens; a prompt has about 40
     ids = torch.zeros((run.training.micro_batch_tokens // row, row), dtype=torch.long)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    scores = run.policy.inner_scorer(ids, torch.ones_like(ids, dtype=torch.bool), temperature=1.0)
-    (0.0 * scores.sum()).backward()
+    for _ in range(2):  # the first one makes the gradients
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        (0.0 * run.policy.inner_scorer(ids, ids == 0, temperature=1.0).sum()).backward()
+        batches.trim_heap()
     run.optimizer.zero_grad()
-    return gigabytes("VmHWM") + 1e-9 * num_trained * AVERAGES[run.config.training.optimizer]
+    num_bytes = AVERAGES[run.training.optimizer] * sum(w.numel() for w in run.trained_weights)
+    return gigabytes("VmHWM") + 1e-9 * num_bytes
 
 
 def measure(folder: str, *untrimmed: str) -> None:
     table, log_step = [], main.log_step
-    if untrimmed:
-        batches.trim_heap = lambda: None
-
-    def note(*given: object) -> None:
-        table.append([len(table) + 1, gigabytes("VmRSS"), gigabytes("VmHWM")])
-        log_step(*given)
-
-    main.log_step = note
+    main.log_step = lambda *given: (
+        table.append([len(table) + 1, gigabytes("VmRSS"), gigabytes("VmHWM")]) or log_step(*given)
+    )
     with tempfile.TemporaryDirectory() as runs:
         run = load_run([*SETTINGS, f"model.name={folder}", f"run.dir={runs}"])
         held = must_be_held(run)
+        if untrimmed:
+            batches.trim_heap = lambda: None
         main.run_training(run)
     print_table(["step", "resident, GB", "peak, GB"], [[f"{x:.3g}" for x in row] for row in table])
     (_, third, _), (_, last, peak) = table[2], table[-1]
