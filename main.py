@@ -112,7 +112,7 @@ def wrap_policy(policy: Policy, config: Config, world: World, log: Callable[[str
         policy.shard(world)
     elif world.size > 1:  # each has the whole model; DDP averages gradients in the backward pass
         policy.scorer = DistributedDataParallel(
-            policy.scorer, broadcast_buffers=False, gradient_as_bucket_view=True
+            policy.scorer, forward_sync_buffers=False, gradient_as_bucket_view=True
         )
 
 

@@ -367,7 +367,9 @@ def one_rank(setting: Setting) -> Iterator[None]:
 
 
 def in_ddp(scorer: ChunkedScorer, setting: Setting) -> DistributedDataParallel:
-    wrapped = DistributedDataParallel(scorer, broadcast_buffers=False, gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(
+        scorer, forward_sync_buffers=False, gradient_as_bucket_view=True
+    )
     order_ddp_buckets(wrapped, setting.device)
     return wrapped
 

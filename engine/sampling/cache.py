@@ -69,7 +69,8 @@ class ReservedLayer(DynamicLayer):
 
     def __init__(self, layer: DynamicLayer, column: Tensor):
         super().__init__()
-        self.is_initialized, self.dtype, self.device = True, layer.dtype, layer.device
+        self.is_initialized = True
+        self.dtype, self.device = layer.keys.dtype, layer.keys.device
         self.column, self.num_visible = column, layer.get_seq_length()
         self.keys, self.values = layer.keys, layer.values
         self.num_dropped = self.num_visible - layer.keys.shape[2]  # columns, by a sliding window
