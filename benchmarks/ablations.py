@@ -71,6 +71,8 @@ STALE = {
     "-centered-tis": ("score centering, TIS", ["training.tis_clip=2"], ["score-centering"]),
     "-dro-0.1": ("DRO, 0.1", [OWN + "dro_01"], []),
     "-dro-1": ("DRO, 1", [OWN + "dro_1"], []),
+    "-sequence-tis": ("TIS by sequence", [OWN + "sequence_tis"], []),
+    "-sequence-mask": ("mask by sequence", [OWN + "sequence_mask"], []),
 }
 AGES = {4: [*STALE][:5], 8: [*STALE]}  # of the sampler, in updates
 AGES[16] = ["", "-ppo", "-centered", "-centered-tis", "-ipo-0.1"]  # the three best at an age of 8
@@ -124,6 +126,11 @@ LABELS = {
     "iterations-2": "2 updates a batch, PPO's clip",
     "iterations-4": "4 updates a batch, PPO's clip",
     "iterations-4-dppo": "4 updates a batch, DPPO",
+    "iterations-4-unclipped": "4 updates a batch, no clip",
+    "zscore-lr-x0.5": "standard deviation, learning rate halved",
+    "zscore-lr-x2": "standard deviation, learning rate doubled",
+    "clipped": "gradients clipped at 0.005",
+    "zscore-clipped": "standard deviation, gradients clipped at 0.005",
     "cispo": "4 updates a batch, CISPO",
     "gspo": "4 updates a batch, GSPO",
     "gspo-clip-x10": "4 updates a batch, GSPO, clip times 10",
@@ -218,6 +225,10 @@ def make_hard_rows(questions: int) -> dict[str, list[str]]:
     both = make_rows(questions, "hard")
     rows = {name: both[name] for name in IN_BOTH}
     rows["iterations-4-dppo"] = ["training.num_iterations=4", "training.policy_loss=dppo"]
+    rows["iterations-4-unclipped"] = ["training.num_iterations=4", OWN + "unclipped"]
+    clipped = "training.max_grad_norm=0.005"
+    rows |= {f"zscore-{name}": rows["zscore"] + rows[name] for name in ("lr-x0.5", "lr-x2")}
+    rows |= {"clipped": [clipped], "zscore-clipped": [*rows["zscore"], clipped]}
     for age, endings in AGES.items():
         rows |= {f"stale-{age}{ending}": STALE[ending][1] for ending in endings}
     answer = "task.reward_weights={format: 0.0, answer: 1.0}"

@@ -8,6 +8,9 @@ from functools import partial
 
 import torch
 
+CAP = 2.0  # prime-rl's seq_clip
+GEOMETRIC = (0.99, 1.01)  # SkyRL's geo_mask_low and geo_mask_high
+
 
 def ipo(log_probs, old_log_probs, advantages, mask, *, sampler_log_probs, eps, square, **kwargs):
     """-pi / mu A, 0 where |pi - mu| > eps whatever A asks; plus square (log pi / mu)^2 everywhere.
@@ -23,6 +26,26 @@ def ipo(log_probs, old_log_probs, advantages, mask, *, sampler_log_probs, eps, s
 def dro(log_probs, old_log_probs, advantages, mask, *, sampler_log_probs, beta, **kwargs):
     """-A log pi + beta / 2 (log pi / mu)^2: verl's dro (with beta 0.1 there)."""
     return -advantages * log_probs + beta / 2 * (log_probs - sampler_log_probs).square()
+
+
+def unclipped(log_probs, old_log_probs, advantages, mask, **kwargs):
+    """-pi / pi_old A: PPO's loss without its clip."""
+    return -(log_probs - old_log_probs).exp() * advantages
+
+
+def sequence_tis(log_probs, old_log_probs, advantages, mask, *, sampler_log_probs, **kwargs):
+    """-sg(min(w, 2)) A log pi, w the product of a completion's pi / mu: prime-rl's seq_tis."""
+    log_weight = (log_probs - sampler_log_probs).detach().sum(dim=1, keepdim=True)  # 0 if masked
+    return -log_weight.exp().clamp(max=CAP) * advantages * log_probs
+
+
+def sequence_mask(log_probs, old_log_probs, advantages, mask, *, sampler_log_probs, **kwargs):
+    """-A log pi, and 0 in completions whose w ** (1 / length) is not in GEOMETRIC: geo_mask."""
+    log_weight = (log_probs - sampler_log_probs).detach().sum(dim=1, keepdim=True)
+    geometric = (log_weight / mask.sum(dim=1, keepdim=True).clamp(min=1)).exp()
+    low, high = GEOMETRIC
+    is_kept = (geometric > low) & (geometric < high)
+    return -is_kept.float() * advantages * log_probs
 
 
 def with_entropy(log_probs, old_log_probs, advantages, mask, *, coef, **kwargs):
