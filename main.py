@@ -127,7 +127,8 @@ def run_training(run: Run) -> int:
     world.signals.start()  # Ctrl-C or SIGTERM: finish the step, save, leave; a second: at once
     while True:
         if run.is_evaluation_due:  # first, last, each validation.every; not twice, nor if signalled
-            evaluate(run)
+            with run.left_at_signal():  # nothing of it is kept then
+                evaluate(run)
         if run.is_checkpoint_due:  # each checkpoint.every steps, at the end, and after a signal
             save_checkpoint(run)
         if run.is_over or world.stop_signal:
@@ -486,10 +487,13 @@ def evaluate(run: Run) -> None:
 
 def measure_policy(run: Run, clock: Clock) -> tuple[dict[str, float], list[list[Trajectory]]]:
     """The metrics of all validation questions, and the completions of this rank's share."""
-    num_questions, n = len(run.validation_questions), run.config.validation.best_of_n
-    run.logger.info(f"evaluating: {num_questions:,} questions x {n} samples")
+    run.logger.info(
+        f"evaluating: {len(run.validation_questions):,} questions "
+        f"x {run.config.validation.best_of_n} samples"
+    )
     with clock("eval"):
-        groups = sample_validation(run)
+        with run.world.left_by_all():  # a signal ends it at the next token, then all ranks leave
+            groups = sample_validation(run)
         return evaluation_metrics(groups, run.task, run.config.validation, run.world), groups
 
 

@@ -15,6 +15,7 @@ import os
 import shlex
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +47,7 @@ from main import build_run, measure_policy, update_policy
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once: there is nothing to save
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once until it trains
     parser = argparse.ArgumentParser("python -m tools.imitate", description=__doc__.split("\n")[0])
     parser.add_argument("model", help="a folder or a hub id")
     parser.add_argument("answers", help="a file or a hub id")
@@ -73,16 +74,24 @@ def main() -> None:
                 shutil.rmtree(run_folder(config), ignore_errors=True)
             raise
     with crashes_name_the_fix(run.folder, run.training):
+        run.world.signals.start()
         measured = imitate(run, answers)
+    step, stop_signal = run.state.step, run.world.stop_signal
+    if stop_signal:
+        run.logger.info(f"stopped by a signal after {step} of {config.training.num_steps} steps")
     with mistakes_cost_one_line():  # such as a full disk
-        write_imitation(run, measured, options.answers)
-        given = [f"--config={options.config}"] * bool(options.config) + options.overrides
-        given += [f"model.name={run.folder}"]
-        given += [f"training.learning_rate={config.training.learning_rate:g}"]
-        again = f"{command('main.py')} {shlex.join(given)}"
-        run.logger.info(f"written: {run.folder}; train it: {again}")
+        if step > 0:
+            write_imitation(run, measured, options.answers)
+            given = [f"--config={options.config}"] * bool(options.config) + options.overrides
+            given += [f"model.name={run.folder}"]
+            given += [f"training.learning_rate={config.training.learning_rate:g}"]
+            again = f"{command('main.py')} {shlex.join(given)}"
+            run.logger.info(f"written: {run.folder}; train it: {again}")
+        elif run.world.is_main:  # an adapter's base, again
+            shutil.rmtree(run_folder(config), ignore_errors=True)
     run.policy.scorer = None  # frees DDP, which must not outlive the process group
     run.world.leave()
+    sys.exit(stop_signal and 128 + stop_signal)
 
 
 def imitating(options: argparse.Namespace) -> Config:
@@ -198,13 +207,18 @@ def make_answer(run: Run, row: dict, place: str) -> Trajectory:
 
 
 def imitate(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
-    """Train on the answers, shuffled by the seed; returns an evaluation, losses, an evaluation."""
+    """Train on the answers, shuffled by the seed; returns an evaluation, losses, an evaluation.
+
+    A signal ends it after the step, or in an evaluation, which it then lacks.
+    """
     world, state, training = run.world, run.state, run.config.training
     stream = QuestionStream(answers, training.seed, True, lambda answer: 0, 0, run.logger.info)
     questions_per_step = run.config.questions_per_step(world.size)
     per_rank = questions_per_step // world.size
-    measured = [measure_and_log(run)]
-    while not run.is_over:
+    measured: list[dict[str, float]] = []
+    with run.left_at_signal():
+        measured.append(measure_and_log(run))
+    while not run.is_over and not world.stop_signal:
         step = state.step + 1
         drawn, state.position = stream.take(state.position, questions_per_step)
         groups = [[answer] for _, answer in drawn[world.rank * per_rank :][:per_rank]]
@@ -220,7 +234,11 @@ def imitate(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
         measured.append({"step": step, "train/loss": loss, "train/lr": rate})
         run.logger.info(f"imitation {step}/{training.num_steps}  loss {loss:.4f}  lr {rate:.1e}")
         state.step = step
-    return [*measured, measure_and_log(run)]
+        world.ask_whether_to_stop()
+    if not world.stop_signal:
+        with run.left_at_signal():
+            measured.append(measure_and_log(run))
+    return measured
 
 
 def measure_and_log(run: Run) -> dict[str, float]:

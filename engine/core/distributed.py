@@ -1,8 +1,9 @@
 """What the processes of a run do together: sum numbers, broadcast rank 0's, and stop at signals."""
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from engine.core.signals import SignalWatch
+from engine.core.signals import Left, SignalWatch
 
 
 @dataclass
@@ -43,6 +44,18 @@ class World:
     def ask_whether_to_stop(self) -> None:
         """Let all ranks learn of a signal to one of them, so that they stop together."""
         self.stop_signal = max(self.gather(self.signals.first))
+
+    @contextlib.contextmanager
+    def left_by_all(self) -> Iterator[None]:
+        """A block without collectives, which a signal ends at the next token, on all ranks by Left.
+
+        Each rank looks at its own signals there. Behind the block they ask each other once.
+        """
+        with self.signals.leaves():
+            yield
+        self.ask_whether_to_stop()
+        if self.stop_signal:
+            raise Left
 
     def share(self, items: Sequence[Any]) -> Sequence[Any]:
         """This rank's share of what all ranks divide: the items rank, rank + size and so on."""

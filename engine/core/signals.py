@@ -1,11 +1,13 @@
 """Signals that end a run: a thread notes them at once, wherever the main thread is."""
 
+import contextlib
 import functools
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 HELD = (signal.SIGTERM, signal.SIGHUP)
 CAUGHT = (*HELD, signal.SIGINT)
@@ -39,6 +41,20 @@ def give_signals_back() -> None:
 os.register_at_fork(
     before=hold_signals, after_in_parent=release_signals, after_in_child=give_signals_back
 )
+
+
+LEAVABLE: dict[int, "SignalWatch"] = {}  # by thread, while it is in `SignalWatch.leaves`
+
+
+class Left(BaseException):
+    """A signal has ended a block. It is no Exception, which a task's code is asked about."""
+
+
+def leave_if_signalled() -> None:
+    """Raises `Left` in such a block. It is called at each token, and before a task's functions."""
+    watch = LEAVABLE.get(threading.get_ident())
+    if watch is not None and watch.first:
+        raise Left
 
 
 class SignalWatch:
@@ -76,6 +92,16 @@ class SignalWatch:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         os.close(self.writer)  # which ends the thread
         self.writer = None
+
+    @contextlib.contextmanager
+    def leaves(self) -> Iterator[None]:
+        """A block that a signal ends where it next calls `leave_if_signalled`."""
+        LEAVABLE[threading.get_ident()] = self
+        try:
+            with contextlib.suppress(Left):
+                yield
+        finally:
+            del LEAVABLE[threading.get_ident()]
 
     def watch(self, reader: int) -> None:
         """The thread: note signals as they come, until the pipe's other end is closed."""

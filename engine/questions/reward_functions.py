@@ -6,15 +6,17 @@ They are called as trl.GRPOTrainer 1.16 calls them, except that what belongs to 
 
 import asyncio
 import atexit
+import contextlib
 import copy
 import functools
 import inspect
 import json
 import os
+import signal
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,12 @@ import numpy as np
 from pydantic import model_validator
 
 from engine.core.config import ConfigError, Section, TaskSettings
+from engine.core.signals import leave_if_signalled
 from engine.core.user_file import RewardError, find_function, line_of, naming_mistakes
 from engine.questions.contract import Task, is_reward, pose, with_numbers
 
 TIMEOUT = "timeout"  # the part that says which calls took too long
+CLOSE_S = 5.0  # seconds for tasks to end in, at the end of a process
 
 
 @functools.cache
@@ -166,11 +170,13 @@ class RewardTask(Task):
         async def in_time(columns: dict[str, Any], example: dict) -> list[float | None] | None:
             async with free:
                 running = asyncio.ensure_future(self.call_async(name, columns, example))
-                await asyncio.wait([running], timeout=options.reward_timeout)
-                if running.done():
-                    return running.result()
-                running.cancel()
-                return None
+                try:
+                    await asyncio.wait([running], timeout=options.reward_timeout)
+                finally:  # also where a signal ends the evaluation
+                    is_late = running.cancel()
+                if not is_late and running.cancelled():
+                    raise self.error(name, "was cancelled, or something that it awaits", example)
+                return None if is_late else running.result()
 
         return await asyncio.gather(*map(in_time, columns, examples))
 
@@ -183,13 +189,17 @@ class RewardTask(Task):
 
     def checked(self, paid: Any, name: str, columns: dict, example: dict) -> list[float | None]:
         """What a function paid; RewardError if that is no list of numbers, one a completion."""
-        num, (file, function) = len(columns["completions"]), self.functions[name]
+        num = len(columns["completions"])
         is_list = isinstance(paid, list | tuple | np.ndarray) and len(paid) == num
         if not is_list or not all(value is None or is_reward(value) for value in paid):
             wanted = f"must return a list of {num} finite numbers, one a completion"
-            where = f"{line_of(file, function=function)}: {name}"
-            raise RewardError(f"{where} {wanted}, not {paid!r:.80}: question {example!r:.200}")
+            raise self.error(name, f"{wanted}, not {paid!r:.80}", example)
         return [None if value is None else float(value) for value in paid]
+
+    def error(self, name: str, problem: str, example: dict) -> RewardError:
+        file, function = self.functions[name]
+        where = f"{line_of(file, function=function)}: {name}"
+        return RewardError(f"{where} {problem}: question {example!r:.200}")
 
     def log_metric(self, name: str, value: float) -> None:
         """What TRL passes under this name: the step's metric is the mean of all values."""
@@ -202,36 +212,55 @@ class RewardTask(Task):
 
 
 class EventLoop:
-    """One for a task's life, in each process: a user's client belongs to the first it meets."""
+    """One for a task's life, in each process, in a thread of its own.
+
+    A user's client belongs to the first loop it meets, and has tasks of its own there: they go on
+    between steps too, such as to answer a server that asks whether the client is still there.
+    """
 
     def __init__(self) -> None:
         # By process: a fork's child must leave its parent's alone, whose sockets it shares.
-        self.runners: dict[int, tuple[asyncio.Runner, threading.Lock]] = {}
+        self.loops: dict[int, asyncio.AbstractEventLoop] = {}
         atexit.register(self.close)
 
     def run(self, coroutine: Coroutine) -> Any:
-        """What the coroutine returns; what it has begun and not awaited is cancelled."""
-        new = asyncio.Runner(), threading.Lock()  # nothing yet: its loop is made in its first run
-        runner, lock = self.runners.setdefault(os.getpid(), new)
-        with lock:
-            return runner.run(alone(coroutine))
+        """What the coroutine returns; it is cancelled if a signal ends an evaluation."""
+        loop = self.loops.get(os.getpid()) or self.start()
+        # A Ctrl-C reaches the processes that it starts only if it reaches those of this thread.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        loop.call_soon_threadsafe(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)
+        running = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        try:
+            while not wait([running], timeout=0.2).done:  # seconds
+                leave_if_signalled()
+            return running.result()
+        finally:
+            running.cancel()  # unless it has ended
+
+    def start(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.new_event_loop()
+        loop.set_default_executor(DaemonThreads())
+        threading.Thread(target=loop.run_forever, daemon=True).start()
+        return self.loops.setdefault(os.getpid(), loop)
+
+    @property
+    def num_open(self) -> int:
+        """How many tasks the functions have left open in this process."""
+        return sum(len(asyncio.all_tasks(loop)) for loop in self.loops.values())
 
     def close(self) -> None:
-        """Close this process's, unless a thread, or a task that heeds no end, is still in it."""
-        runner, lock = self.runners.get(os.getpid(), (None, None))
-        if runner and lock.acquire(blocking=False) and not asyncio.all_tasks(runner.get_loop()):
-            runner.close()
+        """End what is still open in this process's, but wait for no task that heeds no end."""
+        if loop := self.loops.get(os.getpid()):
+            with contextlib.suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(end_others(), loop).result(CLOSE_S)
 
 
-async def alone(coroutine: Coroutine) -> Any:
-    asyncio.get_running_loop().set_default_executor(DaemonThreads())
-    try:
-        return await coroutine
-    finally:
-        for task in (others := asyncio.all_tasks() - {asyncio.current_task()}):
-            task.cancel()
-        if others:
-            await asyncio.wait(others, timeout=1.0)  # seconds
+async def end_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others)
 
 
 class DaemonThreads(ThreadPoolExecutor):

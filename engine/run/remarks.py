@@ -13,6 +13,7 @@ from engine.run.state import Run
 from engine.update.optimizer import learning_rate_at
 
 MIN_STEPS, MIN_GROUPS = 3, 32  # before a run says that no group teaches anything
+MANY_TASKS = 1_000
 # What a weight changes by at least to be another number, as a share of it
 ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-9, torch.float32: 1e-7}
 
@@ -55,6 +56,9 @@ def remark_on_step(
         if is_unpaid and part not in default_weights(run.task):
             fix = f"set task.reward_weights='{{{part}: 1.0}}'"
             remark(run, f"weight of {part}", f"the part {part} of the reward weighs 0: {fix}")
+    if run.task.functions and (num := run.task.loop.num_open) > MANY_TASKS:
+        fix = "a step should await or cancel what it begins, but for a few that serve all steps"
+        remark(run, "tasks", f"async functions of task.reward have left {num:,} tasks open: {fix}")
     run.num_alike += len(groups) * run.world.size
     if metrics["train/zero_advantage_frac"] < 1 or run.config.training.learning_type != "grpo":
         run.num_alike = -1_000_000_000  # something can be learned

@@ -1,5 +1,7 @@
 """What a run consists of: its parts, and where it is."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -10,6 +12,7 @@ from torch import nn
 
 from engine.core.config import Config, ConfigError, TrainingSettings
 from engine.core.distributed import World
+from engine.core.signals import Left
 from engine.core.types import Groups
 from engine.model.policy import CPU_TOKENS, Policy
 from engine.questions.contract import Task
@@ -127,6 +130,15 @@ class Run:
         if num_broken > 0:
             self.logger.warning(f"{num_broken} completions ended at logits that were not finite")
         return num_broken
+
+    @contextlib.contextmanager
+    def left_at_signal(self) -> Iterator[None]:
+        """An evaluation, of which nothing stays where a signal ends it: it is due again later."""
+        try:
+            yield
+        except Left:
+            if self.task.functions:
+                self.task.take_logged()
 
     @property
     def training(self) -> TrainingSettings:

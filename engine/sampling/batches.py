@@ -1,6 +1,7 @@
 """Which questions are decoded together: as many as the memory holds."""
 
 import ctypes
+import functools
 import math
 import resource
 from dataclasses import replace
@@ -11,6 +12,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
+from engine.core.signals import leave_if_signalled
 from engine.core.types import Completion, PromptBatch, Sampler, SamplingParams
 
 # Of the rows that a CPU decodes at once; more rows than these are hardly faster, each for itself.
@@ -49,7 +51,7 @@ def decode_in_batches(
                     [token_ids[i] for i in batch],
                     [prompts.seeds[i] for i in batch],
                     replace(params, conversations=rows),
-                    on_progress=bar.update,
+                    on_progress=functools.partial(go_on, bar),
                 )
             except torch.OutOfMemoryError:
                 if len(batch) == 1 or conversations:
@@ -61,6 +63,12 @@ def decode_in_batches(
                 groups[i] = completions[j * params.group_size :][: params.group_size]
     trim_heap()
     return groups
+
+
+def go_on(bar: Any, num_ended: int) -> None:
+    """Show that so many more completions have ended, unless a signal ends the evaluation here."""
+    leave_if_signalled()
+    bar.update(num_ended)
 
 
 def trim_heap() -> None:

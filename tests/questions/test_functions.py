@@ -11,7 +11,9 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -22,8 +24,10 @@ from harness import ENVIRONMENT, ROOT, arguments, load_rows, load_run, make_conf
 
 import main
 from engine.core.config import ConfigError, TaskSettings
+from engine.core.signals import SignalWatch
 from engine.core.types import Completion, Trajectory
 from engine.core.user_file import RewardError, import_file
+from engine.questions import reward_functions
 from engine.questions.contract import CsvRow, pose, with_numbers
 from engine.questions.data import load_examples, load_questions
 from engine.questions.reward_functions import EventLoop
@@ -226,14 +230,17 @@ async def signalled(completions, **kwargs):
 
 @pytest.mark.timeout(60)
 def test_async_functions_have_one_loop_for_all_steps_which_a_hung_thread_does_not_hold(folder):
-    """Bug: a lock or client at module level ended the run in its second evaluation."""
+    """Bugs: a lock or client at module level ended the run in its second evaluation.
+
+    Then what a call had left open, here a task, was cancelled behind its step.
+    """
     (folder / "judges.py").write_text(JUDGES)
     module = import_file(folder / "judges.py")
     for _ in range(2):
         start = time.perf_counter()
         (row, _), _ = paid("judges:[client, hangs]", "task.reward_timeout=1")
         assert row == {"client": 1.0, "hangs": None, "timeout": 1.0}
-        assert all(task.cancelled() for task in module.LEFT)
+        assert not any(task.done() for task in module.LEFT)
         assert time.perf_counter() - start < 10
     assert len(module.LOOPS) == 1 and len(module.LEFT) == 4
     pool = EventLoop()
@@ -243,6 +250,63 @@ def test_async_functions_have_one_loop_for_all_steps_which_a_hung_thread_does_no
         os._exit(pool.run(asyncio.sleep(0, 7)))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert pool.run(asyncio.sleep(0, 8)) == 8
+    watch = SignalWatch(is_main=False)
+    threading.Timer(0.1, watch.note, [signal.SIGTERM]).start()
+    with watch.leaves():  # an evaluation
+        pytest.fail(pool.run(asyncio.sleep(600, "awaited in spite of the signal")))
+    deadline = time.monotonic() + 10
+    while pool.num_open:  # it is cancelled
+        assert time.monotonic() < deadline
+
+
+QUEUED = """
+import asyncio, contextlib
+QUEUE, OWN, BEATS = asyncio.Queue(), [], []
+
+async def work():
+    while True:
+        text, answer = await QUEUE.get()
+        answer.set_result(float("yes" in text))
+
+async def beat():
+    while True:
+        BEATS.append(await asyncio.sleep(0.001))
+
+async def heed_no_end():
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+
+async def judge(completions, **kwargs):
+    if not OWN:
+        OWN.extend(map(asyncio.create_task, (work(), beat(), heed_no_end())))
+    answers = [asyncio.Future() for _ in completions]
+    for one in zip(completions, answers):
+        QUEUE.put_nowait(one)
+    return await asyncio.gather(*answers)
+
+async def cancelled(completions, **kwargs):
+    task = asyncio.create_task(asyncio.sleep(60))
+    task.cancel()
+    await task
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_judges_own_tasks_go_on_from_step_to_step_and_between_them(folder, monkeypatch):
+    """Bug: the worker of a queue was cancelled behind the first step, and the second one hung."""
+    (folder / "queued.py").write_text(QUEUED)
+    module = import_file(folder / "queued.py")
+    for _ in range(2):
+        assert [row["judge"] for row in paid("queued:judge")[0]] == [1.0, 0.0]
+        num_beats = len(module.BEATS)
+        time.sleep(0.1)
+        assert len(module.BEATS) > num_beats
+    with pytest.raises(RewardError, match=r"queued.py, line \d+: cancelled was .*question {'prom"):
+        paid("queued:cancelled")
+    monkeypatch.setattr(reward_functions, "CLOSE_S", 0.5)
+    load_task("queued:judge").loop.close()  # as at the end of the process
+    assert [task.done() for task in module.OWN] == [True, True, False]
 
 
 @pytest.mark.timeout(60)
@@ -254,7 +318,7 @@ def test_a_signal_in_an_await_ends_the_run_after_its_step(folder, rotary_model_f
     given = arguments(folder, rotary_model_folder, *given, *sizes, "task.reward_timeout=0.1")
     command = [python, str(ROOT / "main.py"), *given]
     result = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
-    assert result.returncode == 143, result.stderr[-2000:]
+    assert result.returncode == 143 and not result.stderr, result.stderr[-2000:]
     assert load_state(folder / "x/checkpoints/last")["state"]["step"] == 2
     assert read_rows(folder / "x")[-1]["train/reward_timeouts"] == 1.0
 

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import signal
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -169,6 +170,7 @@ def test_each_rank_imitates_its_own_share_of_the_shuffled_answers(
     monkeypatch.setattr(imitate, "update_policy", note)
     monkeypatch.setattr(imitate, "seeded", seeded := MagicMock())
     monkeypatch.setattr(imitate, "measure_and_log", lambda run: {})
+    monkeypatch.setattr(World, "ask_whether_to_stop", lambda world: None)
     taken = []
     for run.world in (harness.alone(), World(0, 2, harness.CPU), World(1, 2, harness.CPU)):
         run.state = State()
@@ -250,3 +252,23 @@ def test_a_loss_that_is_not_finite_ends_it_with_nothing_written(tmp_path, begin,
     with pytest.raises(FloatingPointError, match=r"step 1: .*lower --learning-rate"):
         begin()
     assert [path.name for path in tmp_path.iterdir()] == ["answers.jsonl"]
+
+
+@pytest.mark.parametrize(("place", "step"), [("update_policy", 1), ("measure_policy", 0)])
+def test_after_a_signal_what_it_has_trained_is_written(tmp_path, begin, monkeypatch, place, step):
+    """Bug: a job's time limit cost all of it. In an evaluation before step 1 nothing is lost."""
+    function = getattr(imitate, place)
+
+    def signalled(run: Run, *arguments: object) -> object:
+        run.world.signals.note(signal.SIGTERM)
+        return function(run, *arguments)
+
+    monkeypatch.setattr(imitate, place, signalled)
+    status, output, _ = begin("--steps=3")
+    assert status == 143 and f"stopped by a signal after {step} of 3 steps" in output
+    folder = tmp_path / "x-imitation"
+    assert folder.exists() == ("train it: " in output) == (step > 0)
+    if step > 0:
+        assert [some["step"] for some in read_jsonl(folder / "imitation.jsonl")] == [0, 1]
+        assert "after step 1, and not measured" in (folder / "README.md").read_text()
+        assert saved_weights(folder)
