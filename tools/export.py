@@ -66,7 +66,7 @@ def export(asked: argparse.Namespace, run: Path) -> None:
         what = "adapter" if model == run else "best model"
         if model != run:
             check_base(run)
-        plain, tokenizer = merged(config, dtype=torch.bfloat16)
+        plain, tokenizer = merged(config, no_log, dtype=torch.bfloat16)
         model, card = run / "merged", merged_card(card)
         save_model(plain, tokenizer, card, model)
         print(f"the {what}, merged: {model}")

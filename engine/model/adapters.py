@@ -66,16 +66,22 @@ def add_adapter(model: nn.Module, described: Any, *, seed: int) -> None:
         if model.config.model_type in MAMBA and described.target_modules == "all-linear":
             described.exclude_modules = ["out_proj"]
         model.add_adapter(described)
-    if os.path.isdir(model.name_or_path):  # the adapter may later be loaded from another folder
-        described.base_model_name_or_path = os.path.abspath(model.name_or_path)
+    name_base(model, described)
     if isinstance(described.target_modules, set):  # its order, in the saved file, would be chance
         described.target_modules = sorted(described.target_modules)
     cast_adapter_to_fp32(model)
 
 
+def name_base(model: nn.Module, described: Any) -> None:
+    """Let an adapter name its base's folder, if it has one, wherever it may later be loaded."""
+    if os.path.isdir(model.name_or_path):
+        described.base_model_name_or_path = os.path.abspath(model.name_or_path)
+
+
 def load_adapter(model: nn.Module, settings: ModelSettings, *, is_trainable: bool) -> None:
     """Put a saved adapter into its base model, which then saves and disables it as its own."""
-    load_by_peft(model, settings, is_trainable=is_trainable)
+    peft_model = load_by_peft(model, settings, is_trainable=is_trainable)
+    name_base(model, peft_model.peft_config["default"])
     model._hf_peft_config_loaded = True  # as transformers' load_adapter sets it
     cast_adapter_to_fp32(model)
 

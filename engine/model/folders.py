@@ -1,7 +1,13 @@
 """What lies at a model's path, looked at before torch: this imports no heavy library."""
 
 import difflib
+import hashlib
 from pathlib import Path
+
+# In a model's folder: what decides on its prompts, its tokens and its arithmetic.
+FILES = ("*config.json", "*token*", "vocab*", "merges*", "chat_template*", "*.model", "*.py")
+WEIGHTS = ("*.safetensors", "*.bin")
+BLOCK, NUM_BLOCKS = 16_384, 1_024  # bytes; blocks of each weight file, spread evenly over it
 
 
 def check_folder(name: str) -> None:
@@ -28,3 +34,18 @@ def no_such_folder(name: str) -> str:
     names = [folder.name for folder in there.iterdir() if folder.is_dir()]
     close = difflib.get_close_matches(path.relative_to(there).parts[0], names, n=1)
     return f"no such folder in {there}" + (f", the nearest is {there / close[0]}" if close else "")
+
+
+def hash_of_folder(folder: Path, *, with_weights: bool) -> str:
+    """A hash of a model's files, and of blocks of its weights: training changes them everywhere."""
+    patterns, digest = FILES + WEIGHTS * with_weights, hashlib.sha256()
+    files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
+    for file in sorted(files):
+        size, is_large = file.stat().st_size, f"*{file.suffix}" in WEIGHTS
+        digest.update(f"{file.name}: {size} bytes".encode())
+        stride = max(BLOCK, size // NUM_BLOCKS) if is_large else BLOCK
+        with file.open("rb", buffering=0) as opened:
+            for start in range(0, size, stride):
+                opened.seek(start)
+                digest.update(opened.read(BLOCK))
+    return digest.hexdigest()[:16]

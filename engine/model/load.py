@@ -27,10 +27,12 @@ from engine.core.hub import reach_hub
 from engine.core.packages import import_package
 from engine.core.tensors import autocast
 from engine.core.types import Log, no_log
-from engine.model.folders import check_folder, no_such_folder
+from engine.model.folders import check_folder, hash_of_folder, no_such_folder
 from engine.model.probes import supports_dtype
 from engine.model.tokenizer import check_vocabulary, find_eos_ids, load_tokenizer
 from engine.update.optimizer import AVERAGES, FP32
+
+BASE_FILE = "base.json"  # beside an adapter: the hash of its base, on the hub its commit
 
 
 def load_model_and_tokenizer(
@@ -114,6 +116,7 @@ def load_base_tokenizer(
     base, file = find_base(settings), "tokenizer_config.json"
     if base is not None:
         reach_hub(base.name, base.revision)
+        check_base(Path(settings.name), Path(base.name), log)
         quiet = {"revision": settings.revision, "_raise_exceptions_for_missing_entries": False}
         if cached_file(settings.name, file, **quiet) is None:
             settings = base
@@ -131,9 +134,29 @@ def find_base(settings: ModelSettings) -> ModelSettings | None:
 
 
 def base_of(adapter: Path) -> tuple[str, str | None]:
-    """Name and revision of the base model of a saved adapter."""
+    """Name and revision of the base model of a saved adapter.
+
+    A run from an adapter has its base in its own folder, which may have been moved since.
+    """
     saved = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    return saved["base_model_name_or_path"], saved.get("revision")
+    name, revision = saved["base_model_name_or_path"], saved.get("revision")
+    if os.path.isabs(name) and Path(name).name == "base":
+        for folder in adapter.absolute().parents[:2]:  # of best/, of checkpoints/step-000010/
+            if (folder / "base/config.json").is_file():
+                return str(folder / "base"), revision
+    return name, revision
+
+
+def check_base(adapter: Path, base: Path, log: Log) -> None:
+    """Raise ValueError if the base's files are not those that the adapter was trained on."""
+    if not base.is_dir():  # on the hub: the adapter names its commit
+        return
+    file = adapter / BASE_FILE
+    if not file.is_file():
+        log(f"warning: {adapter} does not say what its base {base} was: used as it is")
+    elif json.loads(file.read_text("utf-8")) != hash_of_folder(base, with_weights=True):
+        fix = f"put that one there, or its path into {adapter / 'adapter_config.json'}"
+        raise ValueError(f"its base {base} is not the model that it was trained on: {fix}")
 
 
 def check_teacher(config: Config, log: Log) -> None:

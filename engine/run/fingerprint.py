@@ -24,6 +24,7 @@ from engine.core.distributed import World
 from engine.core.hub import reach_hub
 from engine.core.text import show
 from engine.core.user_file import find_function
+from engine.model.folders import hash_of_folder
 from engine.model.load import find_base, of_teacher, one_line_errors
 from engine.questions.contract import Task
 from engine.run.folder import run_name
@@ -33,10 +34,6 @@ NOT_OWN = [ROOT / name for name in ("engine", "tools", "main.py", "logger.py")]
 INSTALLED = tuple(f"{p}/" for p in (sys.prefix, sys.base_prefix, site.getusersitepackages()))
 NOT_OWN += [Path(place).resolve() for place in INSTALLED]
 MODEL_FILES = "the files of model.name"  # where a checkpoint keeps what `of_model` says
-# In a model's folder: what decides on its prompts, its tokens and its arithmetic.
-FILES = ("*config.json", "*token*", "vocab*", "merges*", "chat_template*", "*.model", "*.py")
-WEIGHTS = ("*.safetensors", "*.bin")
-BLOCK, NUM_BLOCKS = 16_384, 1_024  # bytes; blocks of each weight file, spread evenly over it
 
 
 def of_questions(*splits: list[dict]) -> str:
@@ -68,24 +65,13 @@ def of_model(config: Config, *, with_weights: bool = False) -> str:
     """A hash of the files of a model's folder; of a model on the hub its commit.
 
     The weights count where the run goes on reading them: below an adapter, as the reference of a KL
-    penalty, or as a teacher. Blocks are enough, since training changes weights everywhere.
+    penalty, or as a teacher.
     """
-    source, digest = config.model.source, hashlib.sha256()
-    folder = Path(source.name)
-    if not folder.is_dir():
+    source = config.model.source
+    if not Path(source.name).is_dir():
         return str(commit_of(source.name, source.revision))
     reads_weights = with_weights or config.model.lora is not None or config.training.has_reference
-    patterns = FILES + WEIGHTS * reads_weights
-    files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
-    for file in sorted(files):
-        size, is_large = file.stat().st_size, f"*{file.suffix}" in WEIGHTS
-        digest.update(f"{file.name}: {size} bytes".encode())
-        stride = max(BLOCK, size // NUM_BLOCKS) if is_large else BLOCK
-        with file.open("rb", buffering=0) as opened:
-            for start in range(0, size, stride):
-                opened.seek(start)
-                digest.update(opened.read(BLOCK))
-    return digest.hexdigest()[:16]
+    return hash_of_folder(Path(source.name), with_weights=reads_weights)
 
 
 def commit_of(name: str, revision: str | None) -> str | None:

@@ -87,16 +87,18 @@ def write_merged(folder: Path, config: Config, log: Log) -> None:
                 check_same_run(dotted_values(config) | made_of, config, files)
             log(f"{folder} was made of other files: it is written anew")
         with one_line_errors(config.model.name):
-            model, tokenizer = merged(config, dtype=torch.float32)
+            model, tokenizer = merged(config, log, dtype=torch.float32)
         with save_folder(folder) as unfinished:
             model.save_pretrained(unfinished)
             tokenizer.save_pretrained(unfinished)
             (unfinished / MADE_OF).write_text(json.dumps(files), encoding="utf-8")
 
 
-def merged(config: Config, *, dtype: torch.dtype) -> tuple[nn.Module, PreTrainedTokenizerFast]:
+def merged(
+    config: Config, log: Log, *, dtype: torch.dtype
+) -> tuple[nn.Module, PreTrainedTokenizerFast]:
     """The adapter's sum with its base, by peft, and its tokenizer."""
-    base, tokenizer = load_base_tokenizer(config, no_log)
+    base, tokenizer = load_base_tokenizer(config, log)
     model = AutoModelForCausalLM.from_pretrained(
         base.name,
         revision=base.revision,
