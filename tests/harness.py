@@ -53,7 +53,7 @@ from engine.model.policy import Policy
 from engine.model.sampler import LoopSampler
 from engine.questions.contract import Task
 from engine.questions.data import load_examples
-from engine.questions.tasks import load_task, task_of
+from engine.questions.tasks import load_task, schema, task_of
 from engine.run.config_file import load_config
 from engine.run.log import validation_samples
 from engine.run.mistakes import mistakes_cost_one_line
@@ -417,8 +417,8 @@ def load_rows(
 ) -> list[dict]:
     """A task's questions of a split, from a file, the hub or "generated", under its `options`."""
     how = {"num_examples": num_examples, "seed": with_seed, "held_out": held_out}
-    settings = task.Options(**options)
     task = task_of(task) if isinstance(task, ModuleType) else task
+    settings = type(schema(task)().task)(**options)
     return load_examples(task, str(source), split, options=settings, exclude=exclude, **how)
 
 

@@ -10,6 +10,7 @@ what the file of answers holds, and how many a step has.
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import shlex
@@ -30,7 +31,7 @@ from engine.core.statistics import Clock
 from engine.core.tensors import seeded
 from engine.core.types import Completion, SeedWord, Trajectory
 from engine.questions.contract import Task
-from engine.questions.data import QuestionStream, fit_to_config, load_table, parse_table
+from engine.questions.data import QuestionStream, are_others, fit_to_config, load_table, parse_table
 from engine.questions.prompts import completion_text, encode_prompts, end_of_turn, whole_characters
 from engine.questions.tasks import load_task, reward_parts
 from engine.run.card import merged_card, model_card
@@ -168,11 +169,11 @@ def choose_answers(
 ) -> list[Trajectory]:
     """The answers to questions that are not of the validation; ValueError if there are none."""
     task, log = run.task, run.logger.info
-    held_out = {task.question_key(question) for question in run.validation_questions}
+    asked, known = [row["question"] for row in rows], run.validation_questions
+    is_other = are_others(asked, known, task=task, options=run.config.task)
     answers = [
         make_answer(run, row, f"{source}, row {number}")
-        for number, row in enumerate(rows, start=1)
-        if task.question_key(row["question"]) not in held_out
+        for number, row in itertools.compress(enumerate(rows, start=1), is_other)
     ]
     if num_held_out := len(rows) - len(answers):
         log(f"{source}: {num_held_out:,} answers to validation questions are left out")

@@ -1,6 +1,7 @@
 """What a task may define, what stands for the names that it leaves out; a question as messages."""
 
 import copy
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -92,8 +93,11 @@ def pose(example: dict, *, task: Task, options: TaskSettings) -> list[dict] | st
     task.prompt replaces the plain text or the user's message. task.system_prompt becomes the system
     message, or the beginning of a plain text. An assistant prefix stays.
     """
-    with naming_mistakes(task.file, task.generate_prompt, example):
-        messages = task.generate_prompt(copy.deepcopy(example), options=options)  # it may change it
+    try:  # it is asked of all training questions at the start, so it must cost little
+        messages = task.generate_prompt(copied(example), options=options)  # it may change it
+    except (Exception, SystemExit):
+        with naming_mistakes(task.file, task.generate_prompt, example):
+            raise
     texts = (options.system_prompt, options.prompt)
     system, prompt = (None if text is None else fill(text, example) for text in texts)
     if isinstance(messages, str):
@@ -106,6 +110,14 @@ def pose(example: dict, *, task: Task, options: TaskSettings) -> list[dict] | st
     return messages
 
 
+def asked(example: dict, *, task: Task, options: TaskSettings) -> str:
+    """What the model is asked; of an Environment, which may say more, the question's key."""
+    if task.Environment is not None:
+        return task.question_key(example)
+    posed = pose(example, task=task, options=options)
+    return posed if isinstance(posed, str) else "\n".join([str(m["content"]) for m in posed])
+
+
 def question_text(example: dict, *, task: Task, options: TaskSettings) -> str:
     """What a person reads of a question; with task.reward it is what the model is asked."""
     if not task.functions:
@@ -116,8 +128,24 @@ def question_text(example: dict, *, task: Task, options: TaskSettings) -> str:
 
 def fill(text: str, example: dict) -> str:
     """The text with the values of the example's keys in place of {key}; other braces stay."""
-    names = "|".join(map(re.escape, example))
-    return re.sub(rf"\{{({names})\}}", lambda match: str(example[match[1]]), text)
+    return places_of(*example).sub(lambda match: str(example[match[1]]), text)
+
+
+@functools.cache
+def places_of(*names: str) -> re.Pattern:
+    return re.compile(rf"\{{({'|'.join(map(re.escape, names))})\}}")
+
+
+def copied(value: Any) -> Any:
+    """As copy.deepcopy does it, in less time for what JSON holds."""
+    kind = type(value)
+    if kind in (str, int, float):
+        return value
+    if kind is list:
+        return [copied(item) for item in value]
+    if kind in (dict, CsvRow):
+        return kind({name: copied(item) for name, item in value.items()})
+    return copy.deepcopy(value)
 
 
 def assistant_prefix(messages: list[dict] | str) -> str:

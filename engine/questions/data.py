@@ -23,7 +23,7 @@ from engine.core.hub import reach_hub
 from engine.core.packages import import_package
 from engine.core.types import Log, SeedWord, no_log
 from engine.core.user_file import naming_mistakes
-from engine.questions.contract import CsvRow, Task, fill, number_in, pose
+from engine.questions.contract import CsvRow, Task, asked, fill, number_in, pose
 from engine.questions.prompts import check_chat, prompt_length
 from engine.questions.tasks import Hub, hash_of, is_file_name, is_in_split, reward_parts
 
@@ -58,6 +58,8 @@ def load_questions(
         check_functions(task, validation[0], options=settings)
     except ValueError as error:  # the same on all ranks, of which one prints it
         raise ConfigError([str(error)]) from error
+    of_prompts = {asked(row, task=task, options=settings): row for row in validation}
+    validation = [*of_prompts.values()]
     check_wording(settings, validation[0], log)
     check_chat(pose(validation[0], task=task, options=settings), tokenizer)
     length = functools.partial(prompt_length, task=task, options=settings, tokenizer=tokenizer)
@@ -177,7 +179,7 @@ def load_examples(
     exclude: Iterable[dict],
     log: Log = no_log,
 ) -> list[dict]:
-    """The questions of one split, "train" or "validation", without those in `exclude`.
+    """The questions of one split, "train" or "validation", without those equal to `exclude`'s.
 
     `held_out` says that both splits have the same source: then 1 in 8 of its questions is for
     validation and the others are for training, unless the task's HUB says otherwise. `num_examples`
@@ -200,28 +202,48 @@ def load_examples(
             hub_config=hub.config if source.partition(":")[0] == hub.usual_id else None,
             hub_split="train" if split == "train" or is_divided else hub.validation_split,
         )
-        if held_out and split == "train":
-            log = no_log  # it was said of this source with the validation questions
-        rows = parse_table(table, task, source, options, log)
-        excluded = {task.question_key(row) for row in exclude}
-        rows = [row for row in rows if task.question_key(row) not in excluded]
+        is_known = held_out and split == "train"  # it was said with the validation questions
+        rows = parse_table(table, task, source, options, no_log if is_known else log)
         if is_divided:
             rows = part_of(rows, split, task, num_examples)
-        if not rows:
-            raise ValueError(f"{source}: no question left for {split}; give a file with more rows")
-        if num_examples is not None and num_examples < len(rows):
-            rows = random.Random(seed).sample(rows, num_examples)
     else:
         with naming_mistakes(task.file, load, split, passes=ValueError):  # what it says itself
             rows = load(
                 split, options=options, num_examples=num_examples, seed=seed, exclude=exclude
             )
-    if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)):
-        name = "load_examples" if task.load_examples else "generate_questions"
+    name = "load_examples" if task.load_examples else "generate_questions"
+    if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
         raise ValueError(f"{task.file}: {name} must return a list of dicts, parse_row a dict")
     if others := [key for row in rows for key in row if not isinstance(key, str)]:
         raise ValueError(f"{task.file}: a question has the key {others[0]!r}: keys must be text")
+    is_other = are_others(rows, exclude, task=task, options=options)
+    if num_equal := is_other.count(False):
+        some = f"{num_equal:,} of {len(rows):,} questions to train on"
+        log(f"{some} are asked in validation too: left out")
+    if not any(is_other):
+        fix = "give a file with more rows" if load is None else f"{name} must make others for it"
+        raise ValueError(f"{source}: no question left for {split}; {fix}")
+    rows = [*itertools.compress(rows, is_other)]
+    if load is None and num_examples is not None and num_examples < len(rows):
+        rows = random.Random(seed).sample(rows, num_examples)
     return rows
+
+
+def are_others(
+    questions: list[dict], known: Iterable[dict], *, task: Task, options: TaskSettings
+) -> list[bool]:
+    """Whether each question is none of the known ones, by its key and by what the model is asked.
+
+    Equal questions may stand in two files with other columns beside them, such as an id.
+    """
+    keys = {task.question_key(row) for row in known}
+    texts = {asked(row, task=task, options=options) for row in known}
+    if not keys:  # nothing is held out, so nothing need be asked
+        return [True] * len(questions)
+    return [
+        task.question_key(row) not in keys and asked(row, task=task, options=options) not in texts
+        for row in questions
+    ]
 
 
 def part_of(rows: list[dict], split: str, task: Task, num_examples: int) -> list[dict]:
