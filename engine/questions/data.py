@@ -221,8 +221,10 @@ def load_examples(
         some = f"{num_equal:,} of {len(rows):,} questions to train on"
         log(f"{some} are asked in validation too: left out")
     if not any(is_other):
-        fix = "give a file with more rows" if load is None else f"{name} must make others for it"
-        raise ValueError(f"{source}: no question left for {split}; {fix}")
+        place, fix = source, "give a file with more rows"
+        if load is not None:
+            place, fix = task.file, f"{name} must return some of its own"
+        raise ValueError(f"{place}: no question left for {split}; {fix}")
     rows = [*itertools.compress(rows, is_other)]
     if load is None and num_examples is not None and num_examples < len(rows):
         rows = random.Random(seed).sample(rows, num_examples)

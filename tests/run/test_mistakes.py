@@ -232,7 +232,7 @@ IN_A_TASK = {  # code at the end of the task, and what is said after the file's 
     # Nothing awaits it: the model would read `<coroutine object ...>`.
     "class Environment:\n    async def respond(self, _): ...": ": Environment.respond must not be",
     # Bug: only the validation questions were looked at; the others ended in a traceback.
-    f"{TRAINS_ON}[]": NO_LIST,
+    f"{TRAINS_ON}[]": ": no question left for train; load_examples must",
     f"{TRAINS_ON}[{{1: 2}}]": ": a question has the key 1: keys must be text",
     "def parse_row(row, *, options): return row['x']": "a.csv, row 1: HERE/own.py, line 7",
     f"{PAYS}{{'length': 1.0}}": f", line 7{NO_REWARD}, not {{'length': 1.0}}: answer is miss",

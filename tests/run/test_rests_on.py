@@ -22,12 +22,11 @@ import main
 from engine.core.config import Config
 from engine.core.distributed import World
 from engine.core.hub import reach_hub
+from engine.model.folders import BLOCK, NUM_BLOCKS
 from engine.questions.contract import Task
 from engine.questions.data import QuestionStream, load_table
 from engine.questions.tasks import load_task
 from engine.run.fingerprint import (
-    BLOCK,
-    NUM_BLOCKS,
     check_same_everywhere,
     check_same_files,
     commit_of,
