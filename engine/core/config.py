@@ -525,11 +525,15 @@ def explained(settings: Section, shared: type[Section] = Config, indent: str = "
 
 
 class ConfigError(ValueError):
-    """A user's mistake; each of `lines` names the key or the file, and the fix."""
+    """A user's mistake; each of `lines` names the key or the file, and the fix.
 
-    def __init__(self, lines: list[str]) -> None:
+    `better` is what a file of other trainers' words is in ours, as YAML.
+    """
+
+    def __init__(self, lines: list[str], better: str = "") -> None:
         super().__init__("\n".join(lines))
         self.lines = lines
+        self.better = better
 
 
 def check_world(config: Config, num_ranks: int) -> None:

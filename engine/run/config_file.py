@@ -107,7 +107,8 @@ def combine(in_file: dict[str, Any], overrides: list[str]) -> Config:
     try:
         config = full_schema.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(error_lines(error, full_schema, values)) from error
+        lines = error_lines(error, full_schema, values)
+        raise ConfigError(lines, in_our_words(merge(from_file, from_command_line))) from error
     check_world(config, num_ranks=1)  # main.py asks again when it knows the ranks
     return config
 
@@ -290,15 +291,6 @@ def error_lines(error: ValidationError, full_schema: type[Config], values: dict)
 
 def hint(key: str, value: Any, known: list[str]) -> str:
     """What an unknown key or the keys in it are called here, else the known key that is near."""
-    words = read_file(WORDS_ELSEWHERE)
-    ours = {word: name for name, theirs in words["keys"].items() for word in theirs}
-    typed = (name.lstrip("-").replace("-", "_") for name in unnest({key: value}, separator="."))
-    leaves, remarks = [f".{name}" for name in typed], words["remarks"]
-    known_words = {**ours, **remarks}
-    if foreign := [word for leaf in leaves for word in known_words if leaf.endswith(f".{word}")]:
-        named = {word: f" is {ours[word]} here" for word in foreign if word in ours}
-        notes = {word: f" ({remarks[word]})" for word in foreign if word in remarks}
-        return "".join(f", {word}{named.get(word, '')}{notes.get(word, '')}" for word in foreign)
     close, (section, _, last) = difflib.get_close_matches, key.rpartition(".")
     among = [name.rpartition(".") for name in (SECTIONS if isinstance(value, dict) else known)]
     # Of other sections only the same word: one that is merely near counts other things there.
@@ -307,4 +299,65 @@ def hint(key: str, value: Any, known: list[str]) -> str:
         for its, _, leaf in among
         if leaf == last or (its == section and close(last, [leaf], cutoff=0.8))
     ]
+    ours, remarks = words_elsewhere()
+    paths = unnest({key: value}, separator=".")
+    foreign = [*filter(None, (word_in(path, [*ours, *remarks]) for path in paths))]
+    if section in SECTIONS and not any(ours.get(w, "").startswith(section) for w in foreign):
+        foreign = [] if any(name.startswith(section) for name in near) else foreign
+    if foreign:
+        named = {word: f" is {ours[word]} here" for word in foreign if word in ours}
+        notes = {word: f" ({remarks[word]})" for word in foreign if word in remarks}
+        return "".join(f", {word}{named.get(word, '')}{notes.get(word, '')}" for word in foreign)
     return f", the nearest is {close(key, near, n=1, cutoff=0)[0]}" if near else ""
+
+
+def words_elsewhere() -> tuple[dict[str, str], dict[str, str]]:
+    """Our key for each word of other trainers that has one, and what else there is to say of it."""
+    words = read_file(WORDS_ELSEWHERE)
+    ours = {key.rpartition(".")[2]: key for key in words["same"]}
+    ours |= {word: key for key, theirs in words["keys"].items() for word in theirs}
+    return ours, words["remarks"]
+
+
+def word_in(path: str, words: Iterable[str]) -> str | None:
+    """The longest of the words that is the path's end: rollout.n in actor_rollout_ref.rollout.n."""
+    path = "." + path.lstrip("-").replace("-", "_")
+    return max((word for word in words if path.endswith(f".{word}")), key=len, default=None)
+
+
+def in_our_words(given: dict[str, Any]) -> str:
+    """YAML that loads, to paste into a file; empty unless words of other trainers are given.
+
+    It sets what means the same here. What needs a choice stands in a comment.
+    """
+    ours, remarks = words_elsewhere()
+    values, known = read_file(WORDS_ELSEWHERE)["values"], dotted_values(Config())
+    found = []
+    for path, value in unnest(given, separator=".").items():
+        word = None if path in known else word_in(path, ours)
+        found.append((ours.get(word, path), word, value))
+    if sum(word is not None for _, word, _ in found) < 2:
+        return ""
+    settings, comments = {}, []
+    # num_epochs last: whether it may be set depends on task.train.
+    for key, word, value in sorted(found, key=lambda entry: entry[0] == "training.num_epochs"):
+        meant = values.get(key, {}).get(str(value), value)
+        if key == "training.k_best_of_n" and isinstance(value, int):
+            meant = [value, value]
+        with_it = merge(settings, nest([(key, meant)]))
+        if (word not in remarks or meant != value) and loads(with_it):
+            settings = with_it
+        elif word is not None:
+            comment = f"# {key}: {show(value)} ({word}: {remarks.get(word, 'of another value')})"
+            comments.append(" ".join(comment.split()) + "\n")
+    head = "# in our words, for a file that --config names; a # needs your choice\n"
+    return "".join([head, to_yaml(settings), *comments])
+
+
+def loads(values: dict[str, Any]) -> bool:
+    """Whether they are a file's values without a mistake."""
+    try:
+        combine(values, [])
+    except ConfigError:
+        return False
+    return True
