@@ -1,6 +1,5 @@
-"""GRPO and sil, the whole algorithm in one file: read this first.
+"""GRPO and sil, the whole algorithm in one file: read this first. `python plain.py` runs it, or
 
-    python plain.py                                             # one process
     torchrun --nproc-per-node=2 plain.py [FILE.yaml] [section.key=value ...]
 
 In a step each rank (a process, on a GPU of its own if there is one) takes N questions, samples G
@@ -8,11 +7,11 @@ completions of each, pays each completion by a rule, compares it with its group,
 
     loss = -(sum of advantage * log-probability of all sampled tokens) / (rows * length limit)
 
-Settings are config.yaml's, then FILE.yaml's, then the command line's. To take it elsewhere, take
-countdown.py, config.yaml and the folder tiny/ along. It does not resume, keeps no best model, pins
-no model of the hub and trains on Countdown's generated questions alone: main.py does all that, and
-is faster. Both are equal bit for bit where they make the same passes in the same arithmetic (fp32
-on a CPU, one or two ranks, the same micro_batch_tokens, logits made at once), else up to rounding.
+Settings are config.yaml's, then FILE.yaml's, then the command line's; it needs countdown.py and
+tiny/ too. It does not resume, keeps no best model, pins no model of the hub, trains on Countdown's
+generated questions alone, and is slower: main.py is the program. Both are equal bit for bit in the
+same passes and arithmetic (fp32 on a CPU, one or two ranks, the same micro_batch_tokens, logits
+made at once), else up to rounding.
 
 Shapes: N questions, G completions of each, B rows, P longest prompt, T completion tokens, S longest
 prompt with its completion, K scored columns, V vocabulary. Masks are bool, True = keep.
@@ -33,11 +32,9 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, logging
 from transformers import PreTrainedTokenizerFast as Tokenizer
-from transformers.utils import logging
 
 import countdown
 
@@ -49,16 +46,13 @@ training.warmup_steps training.weight_decay training.max_grad_norm training.adam
 training.adam_eps validation.every validation.num_examples validation.best_of_n
 validation.temperature validation.max_new_gen_tokens"""
 # What this file makes of the other keys, where that is not null, false, 0 or an empty list
-MAKES = """{mode: train, model.attn_implementation: sdpa, task.name: countdown, task.train: generated,
-task.eval: generated, task.shuffle: true, task.concurrency: 64, sampling.top_p: 1.0,
+MAKES = """{mode: train, model.attn_implementation: sdpa, task.name: countdown, task.shuffle: true,
+task.train: generated, task.eval: generated, task.concurrency: 64, sampling.top_p: 1.0,
 sampling.max_turns: 8, training.lr_schedule: linear, training.advantage: mean,
 training.loss_normalization: dr_grpo, training.num_iterations: 1, training.policy_loss: ppo,
 training.clip_eps: 0.2, training.dppo_delta: 0.15, training.optimizer: adamw,
 training.muon_learning_rate: 0.001, training.max_skipped_steps: 10}"""
-# The first word of a seed, so that random numbers for different purposes never meet
-TRAINING = 0
-VALIDATION = 1
-ORDER = 5
+TRAINING, VALIDATION, ORDER = 0, 1, 5  # a seed's first word: these random numbers never meet
 
 
 @dataclass
@@ -73,9 +67,7 @@ class Run:
 
 
 @dataclass
-class Trajectory:
-    """One completion of one question: what was sampled, what it earned, what it teaches."""
-
+class Trajectory:  # one completion of one question
     token_ids: list  # the prompt's, then the completion's up to its first end token
     num_prompt: int  # how many of them are the prompt's
     numbers: dict  # the reward, and what else is measured
@@ -90,16 +82,19 @@ def main(arguments: list) -> None:
         fail(f"{folder} exists: give another run.name")
     run = build_run(config)
     say(f"results in {folder}; the sections checkpoint and logging are not read")
+    folder.mkdir(parents=True, exist_ok=True)
     make = partial(countdown.generate_questions, options=run.options)
     num = config["validation.num_examples"]
     validation = make("validation", num_examples=num, seed=0, exclude=[])
-    seed = config["training.seed"]
-    questions = make("train", num_examples=None, seed=seed, exclude=validation)
+    questions = make("train", num_examples=None, seed=config["training.seed"], exclude=validation)
     for step in range(config["training.num_steps"] + 1):
-        if step > 0:
-            log(folder, {"step": step} | train_step(run, questions, step))
+        rows = [train_step(run, questions, step)] if step > 0 else []
         if step % config["validation.every"] == 0 or step == config["training.num_steps"]:
-            log(folder, {"step": step} | evaluate(run, validation))
+            rows.append({"step": step} | evaluate(run, validation))
+        for row in rows:
+            say("  ".join(f"{name} {value:.4g}" for name, value in row.items()))
+            with (folder / "metrics.jsonl").open("a") as file:
+                say(json.dumps(row), file)
     if dist.get_rank() == 0:
         run.model.save_pretrained(folder / "last")
         run.tokenizer.save_pretrained(folder / "last")
@@ -145,19 +140,10 @@ def say(line: str, file=None) -> None:
         print(line, file=file, flush=True)
 
 
-def log(folder: Path, row: dict) -> None:
-    say("  ".join(f"{name} {value:.4g}" for name, value in row.items()))
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "metrics.jsonl").open("a") as file:
-        say(json.dumps(row), file)
-
-
 def build_run(config: dict) -> Run:
     """Join the other ranks, if torchrun has started any, and load the model on each."""
-    if "RANK" in os.environ:
-        dist.init_process_group()
-    else:
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(**({} if "RANK" in os.environ else alone))
     num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = "cuda" if torch.cuda.device_count() >= num_processes else "cpu"
     dtype = "float32"
@@ -174,28 +160,21 @@ def build_run(config: dict) -> Run:
     model.eval().to(device)  # never train(): dropout would score another policy than the sampled
     tokenizer = Tokenizer.from_pretrained(config["model.name"])  # ids as in its tokenizer.json
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    # The hub's generation config would leak into sampling: this one takes its place. By default
-    # top_k is 50, and the policy that is sampled would not be the one that is scored.
     end_ids = find_end_ids(model, tokenizer)
+    # In place of the hub's, which would leak into sampling, as would the default of top_k, 50.
     model.generation_config = GenerationConfig(do_sample=True, top_k=0, eos_token_id=end_ids)
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
     decay = config["training.weight_decay"]  # of matrices: it spares norms and biases
     groups = [{"params": [p], "weight_decay": decay * (p.ndim > 1)} for p in model.parameters()]
     betas = config["training.adam_betas"]
     optimizer = torch.optim.AdamW(groups, betas=betas, eps=config["training.adam_eps"])
-    policy = DistributedDataParallel(
-        model, forward_sync_buffers=False, gradient_as_bucket_view=True
-    )
+    policy = nn.parallel.DistributedDataParallel(model, forward_sync_buffers=False)
     autocast = partial(torch.autocast, device, torch.bfloat16, dtype == "bfloat16")
     own = {k[5:]: config[k] for k in config if k[5:] in countdown.Options.model_fields}
     return Run(config, countdown.Options(**own), tokenizer, model, policy, optimizer, autocast)
 
 
 def find_end_ids(model: nn.Module, tokenizer: Tokenizer) -> list:
-    """The tokens that end a completion: those that the model's files name, and its template's.
-
-    Base models such as Qwen2.5's do not name the token that ends a turn of a chat, but write it.
-    """
+    """What ends a completion: the tokens that the files name, and what a template ends turns by."""
     ids = [tokenizer.eos_token_id]
     for named in (model.config.eos_token_id, model.generation_config.eos_token_id):
         ids += named if isinstance(named, list) else [named]
@@ -214,8 +193,11 @@ def train_step(run: Run, questions: list, step: int) -> dict:
     num_mine = config["training.num_samples_per_step"]
     num_best, group_size = config["training.k_best_of_n"]
     first = ((step - 1) * dist.get_world_size() + dist.get_rank()) * num_mine
-    positions = range(first, first + num_mine)  # this rank's, in an endless order of questions
-    asked = [((TRAINING, seed, p), question_at(p, questions, seed)) for p in positions]
+    asked = []
+    for position in range(first, first + num_mine):  # this rank's, in an endless order
+        epoch, index = divmod(position, len(questions))
+        order = np.random.default_rng([ORDER, seed, epoch]).permutation(len(questions))
+        asked.append(((TRAINING, seed, position), questions[order[index]]))
     shape = (group_size, config["training.max_new_gen_tokens"])
     trajectories = sample_trajectories(run, asked, shape, config["sampling.temperature"])
     rewards = torch.tensor([t.numbers["reward"] for t in trajectories], dtype=torch.float64)
@@ -225,13 +207,7 @@ def train_step(run: Run, questions: list, step: int) -> dict:
         trajectory.advantage = advantage
     rate = learning_rate_at(step, config)
     update = update_policy(run, trajectories, num_mine * num_best, rate)
-    return means_of(trajectories, "train") | update | {"train/lr": rate}
-
-
-def question_at(position: int, questions: list, seed: int) -> dict:
-    """Each epoch is a new permutation of the questions, drawn from the seed."""
-    epoch, index = divmod(position, len(questions))
-    return questions[np.random.default_rng([ORDER, seed, epoch]).permutation(len(questions))[index]]
+    return {"step": step, "train/lr": rate} | means_of(trajectories, "train") | update
 
 
 def learning_rate_at(step: int, config: dict) -> float:
@@ -261,12 +237,10 @@ def all_sum(*values: float) -> list:
 
 @torch.no_grad()
 def sample_trajectories(run: Run, asked: list, shape: tuple, temperature: float) -> list:
-    """Completions of each (seed, question), rewarded; `shape` is (G, T).
-
-    A question's random numbers follow from its seed alone, whatever it is sampled beside.
-    """
+    """Completions of each (seed, question), by its seed's numbers, rewarded; `shape` is (G, T)."""
     draws = [np.random.default_rng(seed).random(shape, dtype=np.float32) for seed, _ in asked]
-    uniforms = torch.from_numpy(np.concatenate(draws)).to(run.model.device)  # (B, T)
+    device = run.model.device
+    uniforms = torch.from_numpy(np.concatenate(draws)).to(device)  # (B, T)
     questions = [question for _, question in asked for _ in range(shape[0])]
     prompts = [encode_prompt(run, question) for question in questions]
     longest = max(map(len, prompts)) + shape[1]
@@ -274,8 +248,7 @@ def sample_trajectories(run: Run, asked: list, shape: tuple, temperature: float)
     rows = []
     for i in range(0, len(prompts), at_once):
         batch = {"input_ids": prompts[i : i + at_once]}
-        batch = run.tokenizer.pad(batch, padding_side="left", return_tensors="pt")  # (B, P) each
-        batch = batch.to(run.model.device)
+        batch = run.tokenizer.pad(batch, padding_side="left", return_tensors="pt").to(device)
         draw = Draw(uniforms[i : i + at_once], temperature)
         with run.autocast():
             output = run.model.generate(**batch, max_new_tokens=shape[1], logits_processor=[draw])
@@ -295,27 +268,20 @@ def encode_prompt(run: Run, question: dict) -> list:
     return run.tokenizer.encode(text, add_special_tokens=is_plain)  # a template has written them
 
 
-class Draw(LogitsProcessor):
-    """Draws each token itself; generate, which draws after it, finds one token left."""
-
+class Draw(LogitsProcessor):  # draws itself: generate's own draw, behind it, finds one token
     def __init__(self, uniforms: Tensor, temperature: float):
         self.columns = iter(uniforms.split(1, dim=1))
         self.temperature = temperature
 
     def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
-        """Logits (B, V) of -inf for all but the tokens drawn."""
         probs = (logits.float() / self.temperature).softmax(dim=-1)  # (B, V)
         tokens = draw_tokens(probs, next(self.columns))  # (B, 1)
         return torch.full_like(logits, -torch.inf).scatter(1, tokens, 0.0)
 
 
 def draw_tokens(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Tokens (B, 1) drawn from probabilities (B, V) by uniform numbers (B, 1) in [0, 1).
-
-    Inverse transform sampling: the first token at which the cumulative probability exceeds the
-    uniform number. Rounding leaves the last sum a little beside 1, which scales the number.
-    """
-    cdf = probs.double().cumsum(dim=-1)
+    """Tokens (B, 1) drawn from probabilities (B, V) by uniform numbers (B, 1) in [0, 1)."""
+    cdf = probs.double().cumsum(dim=-1)  # the first that exceeds the uniform number is drawn
     return torch.searchsorted(cdf, uniforms * cdf[:, -1:], right=True)
 
 
@@ -334,14 +300,11 @@ def reward(run: Run, question: dict, prompt_ids: list, token_ids: list) -> Traje
 
 
 def assign_advantages(rewards: Tensor, learning_type: str, num_best: int) -> Tensor:
-    """What each completion teaches, by the rewards of its group; (N, G) to (N, G).
-
-    grpo: how much better it is than the mean (GRPO, arXiv:2402.03300, without its division by the
-    standard deviation: Dr. GRPO, arXiv:2503.20783). sil: 1 for the best, the first on a tie, or 0.
-    """
-    if learning_type == "sil":
+    """What each completion teaches, by the rewards of its group; (N, G) to (N, G)."""
+    if learning_type == "sil":  # 1 for the best, the first ones on a tie
         order = rewards.argsort(dim=1, descending=True, stable=True)
         return torch.zeros_like(rewards).scatter(1, order[:, :num_best], 1.0)
+    # GRPO, arXiv:2402.03300, without its division by the deviation: Dr. GRPO, arXiv:2503.20783
     advantages = rewards - rewards.mean(dim=1, keepdim=True)
     is_equal = rewards.amax(dim=1) == rewards.amin(dim=1)  # a rounded mean would not give exactly 0
     return advantages.masked_fill(is_equal[:, None], 0.0)
@@ -354,19 +317,17 @@ def update_policy(run: Run, trajectories: list, num_rows: float, rate: float) ->
     if num_trained == 0:  # on all ranks: at a gradient of 0 AdamW would still move the weights
         return {}
     if not trained:  # the other ranks wait for this one's gradient: one row, of weight 1 / inf
-        trained = trajectories[:1]
-        num_rows = torch.inf
+        trained, num_rows = trajectories[:1], torch.inf
     micro_batches = pack(trained, run.config["training.micro_batch_tokens"] or 2048)
     loss = accumulate_gradients(run.policy, micro_batches, partial(micro_batch_loss, run, num_rows))
-    limit = run.config["training.max_grad_norm"]
-    norm = nn.utils.clip_grad_norm_(run.model.parameters(), limit).item()
-    if not np.isfinite(loss + norm):
+    norm = nn.utils.clip_grad_norm_(run.model.parameters(), run.config["training.max_grad_norm"])
+    if not np.isfinite(loss + norm.item()):
         fail("the loss or its gradient is not finite: lower training.learning_rate")
     for group in run.optimizer.param_groups:
         group["lr"] = rate
     run.optimizer.step()
-    run.optimizer.zero_grad(set_to_none=False)  # gradients are views of DDP's buckets
-    return {"train/loss": loss, "train/grad_norm": norm}
+    run.optimizer.zero_grad()
+    return {"train/loss": loss, "train/grad_norm": norm.item()}
 
 
 def pack(trajectories: list, max_tokens: int) -> list:
@@ -380,13 +341,11 @@ def pack(trajectories: list, max_tokens: int) -> list:
 
 
 def accumulate_gradients(policy: nn.Module, micro_batches: list, loss_of: partial) -> float:
-    """Add up the gradient of the loss of all micro-batches of all ranks; returns that loss.
-
-    DDP averages gradients over the ranks, and ours must add up: hence the number of ranks. It does
-    so in the last micro-batch alone (`no_sync`), since ranks may have unequally many.
-    """
+    """Add up the gradient of the loss of all micro-batches of all ranks; returns that loss."""
     losses = []
     for micro_batch in micro_batches:
+        # DDP averages over the ranks, where ours must add up: hence the factor. It does so in the
+        # last micro-batch alone, since ranks may have unequally many.
         with nullcontext() if micro_batch is micro_batches[-1] else policy.no_sync():
             loss = loss_of(micro_batch)
             (dist.get_world_size() * loss).backward()
@@ -399,8 +358,7 @@ def micro_batch_loss(run: Run, num_rows: float, trajectories: list) -> Tensor:
     ids, mask, columns = (x.to(run.model.device) for x in trained_tokens(trajectories))
     with run.autocast():  # padding on the right is never seen by causal attention: no mask
         logits = run.policy(input_ids=ids, use_cache=False, logits_to_keep=columns).logits
-    temperature = run.config["sampling.temperature"]
-    log_probs = token_log_probs(logits, ids[:, columns + 1], temperature)  # (B, K)
+    log_probs = token_log_probs(logits, ids[:, columns + 1], run.config["sampling.temperature"])
     log_probs = log_probs.new_zeros(mask.shape).index_copy(1, columns + 1, log_probs)  # (B, S)
     advantages = mask.new_tensor([[t.advantage] for t in trajectories], dtype=torch.float32)
     weights = token_weights(mask, num_rows, run.config["training.max_new_gen_tokens"])  # (B, S)
@@ -408,41 +366,33 @@ def micro_batch_loss(run: Run, num_rows: float, trajectories: list) -> Tensor:
 
 
 def trained_tokens(trajectories: list) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids (B, S) of prompts and completions, a mask (B, S), and columns (K,).
-
-    The mask is True for what was sampled, the end tokens too. The model's logits at a column
-    predict the token in the next one: the columns are those whose next one any row has sampled.
-    """
+    """Token ids (B, S), a mask of what was sampled, the end token too (B, S), and columns (K,)."""
     ids = [torch.tensor(t.token_ids) for t in trajectories]
     is_sampled = [torch.arange(len(t.token_ids)) >= t.num_prompt for t in trajectories]
     mask = pad_sequence(is_sampled, batch_first=True)
+    # Logits at column c predict the token at c + 1. columns: each whose next one a row trains.
     return pad_sequence(ids, batch_first=True), mask, mask[:, 1:].any(dim=0).nonzero()[:, 0]
 
 
 def token_log_probs(logits: Tensor, token_ids: Tensor, temperature: float) -> Tensor:
     """log softmax(logits / temperature) of the given tokens; (B, K, V) and (B, K) to (B, K)."""
     logits = logits.float() / temperature
-    chosen = logits.gather(-1, token_ids[..., None])[..., 0]
-    return chosen - logits.logsumexp(dim=-1)
+    return logits.gather(-1, token_ids[..., None])[..., 0] - logits.logsumexp(dim=-1)
 
 
 def token_weights(mask: Tensor, num_rows: float, max_new_tokens: int) -> Tensor:
-    """What each token counts for in the loss, (B, S) to (B, S); 0 where the mask is False.
-
-    One divisor for all tokens of all ranks, rows * length limit (Dr. GRPO, arXiv:2503.20783):
-    neither the length of a completion nor the number of ranks or micro-batches matters.
-    """
-    return mask.float() / (num_rows * max_new_tokens)
+    """What each token counts for in the loss, (B, S) to (B, S); 0 where the mask is False."""
+    return mask.float() / (num_rows * max_new_tokens)  # whatever its row's length: Dr. GRPO
 
 
 def evaluate(run: Run, questions: list) -> dict:
     """pass@1, the share of right completions, by random numbers that are the same each time."""
     config = run.config
     limit = config["validation.max_new_gen_tokens"] or config["training.max_new_gen_tokens"]
-    asked = [((VALIDATION, i), question) for i, question in enumerate(questions)]
-    asked = asked[dist.get_rank() :: dist.get_world_size()]
     shape = (config["validation.best_of_n"], limit)
-    trajectories = sample_trajectories(run, asked, shape, config["validation.temperature"])
+    asked = [((VALIDATION, i), question) for i, question in enumerate(questions)]
+    mine = asked[dist.get_rank() :: dist.get_world_size()]
+    trajectories = sample_trajectories(run, mine, shape, config["validation.temperature"])
     return {"eval/pass@1": means_of(trajectories, "eval")["eval/solved"]}
 
 
