@@ -186,11 +186,11 @@ def answer_reward_function(completion: str, *, nums: list[int], target: int) -> 
 
 
 def extract_answer(completion: str, example: dict, *, options: Options) -> str | None:
-    """The first answer block without its spaces, or None; majority votes count these."""
+    """The first answer block without its spaces and the breaks around it, or None, for votes."""
     answer = find_answer(completion)
     if answer is None or len(answer) > MAX_ANSWER_CHARS:
         return None
-    return "".join(answer.split()) or None
+    return answer.strip().replace(" ", "") or None
 
 
 def find_answer(completion: str) -> str | None:
@@ -201,7 +201,10 @@ def find_answer(completion: str) -> str | None:
 
 
 def tokenize(answer: str) -> list[str]:
-    """The numbers, operators and parentheses of an expression; ValueError for any other text."""
-    if len(answer) > MAX_ANSWER_CHARS or TOKEN.sub("", answer).strip(" "):
+    """The numbers, operators and parentheses of an expression; ValueError for any other text.
+
+    The expression may stand on a line of its own, but a line break within it is no expression.
+    """
+    if len(answer) > MAX_ANSWER_CHARS or TOKEN.sub("", answer.strip()).strip(" "):
         raise ValueError("too long, or a number or a character that no expression has")
     return TOKEN.findall(answer)
