@@ -13,10 +13,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from pydantic import create_model
+from pydantic import BaseModel, create_model
 
 from engine import ROOT
-from engine.core.config import Config, ConfigError, Section, TaskSettings, Text, Weight, as_reward
+from engine.core.config import Config, ConfigError, TaskSettings, Text, Weight, as_reward
 from engine.core.text import show
 from engine.core.user_file import RewardError, import_file, line_of, naming_mistakes
 from engine.questions.contract import Task, is_reward
@@ -86,8 +86,8 @@ def problems_of_task(task: Task) -> Iterator[str]:
             yield f"Environment.{name} must not be async"
     if not isinstance(task.REWARD_PARTS, tuple) or "answer" not in task.REWARD_PARTS:
         yield 'REWARD_PARTS must be a tuple of names with "answer" among them, such as ("answer",)'
-    if not issubclass(task.Options, Section):
-        yield "Options must inherit from Section in engine/core/config.py"
+    if not issubclass(task.Options, BaseModel):
+        yield "Options must be a pydantic BaseModel"
         return
     for key, field in task.Options.model_fields.items():
         if field.is_required() or key in TaskSettings.model_fields:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from graphs import Graph
 from harness import ROOT, loop_of, make_policy, sample, save_random, seed, tokens_of
-from plain import ATOL, assert_plain, plain_logits
+from one_pass import ATOL, assert_plain, plain_logits
 from reference import score
 from transformers import AutoConfig, AutoModelForImageTextToText
 

@@ -17,7 +17,7 @@ import pytest
 import reference
 import torch
 from harness import SHORT_RUN, load_run, make_config, make_policy, read_jsonl, save_adapter, seed
-from plain import ATOL, assert_plain
+from one_pass import ATOL, assert_plain
 from reference import EASY, GRPO, config_of, distance, make_groups, recorded, row_log_probs, trained
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast

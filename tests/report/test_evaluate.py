@@ -8,7 +8,7 @@ import harness
 import numpy as np
 import pytest
 from harness import ROOT, alone, arguments, in_fp64, make_config, make_row, run_on_ranks, seed
-from plain import assert_plain
+from one_pass import assert_plain
 
 import main
 from engine.core.distributed import World

@@ -301,7 +301,7 @@ IN_A_TASK = {  # code at the end of the task, and what is said after the file's 
     "f(:": ", line 7: SyntaxError",
     "import sys; sys.exit(0)": ", line 7: SystemExit: 0",  # bug: that ended the run with status 0
     "REWARD_PARTS = ('length',)": ': REWARD_PARTS must be a tuple ... "answer"',
-    "class Options: low = 1": ": Options must inherit from Section in engine/core/config.py",
+    "class Options: low = 1": ": Options must be a pydantic BaseModel",
     # Nothing awaits it: the model would read `<coroutine object ...>`.
     "class Environment:\n    async def respond(self, _): ...": ": Environment.respond must not be",
     # Bug: only the validation questions were looked at; the others ended in a traceback.

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from harness import LOOPS, make_config, make_policy, make_run, read_jsonl, save_writer
-from plain import assert_plain
+from one_pass import assert_plain
 from tokenizers import AddedToken, normalizers
 
 import main

@@ -15,7 +15,7 @@ import torch
 import transformers
 from graphs import Graph
 from harness import CPU, listener, loop_of, make_policy, peak_bytes, seed
-from plain import assert_plain
+from one_pass import assert_plain
 from reference import score
 from torch.profiler import ProfilerActivity, profile
 from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
