@@ -13,7 +13,7 @@ kept in results/ablations.csv, whose column `run` has the row and the seed, and 
 Table and picture, results/ablations.md and .png, come from that file alone. What one sees in a row
 is written by hand in results/ablations.yaml, a sentence for each name. The lab "hard" also has
 results/quarrels.md, what was expected of some rows (quarrels.yaml, from before their first run)
-beside what came.
+beside what came. Rows in SHOWN_ONLY, whose code has left the tree, run at ea4c86e alone.
 
 The lab "hard" (configs/countdown-tiny-hard.yaml) has rows of its own, also of variants for which
 there is no key (switched.py); its files are named hard instead of ablations. A step of some rows is
@@ -32,7 +32,7 @@ from pathlib import Path
 
 import numpy as np
 from common import keep_run, kept_runs, questions_per_step, seeds_of  # first: modules
-from pandas import DataFrame, read_csv
+from pandas import DataFrame
 
 from engine import ROOT
 from engine.core.files import write_atomically
@@ -94,6 +94,8 @@ SWITCHES = {
     "length-reward": "length-reward",
 }
 AT_EQUAL_MINUTES = ("most-varied-half", "fresh-questions")
+SHOWN_ONLY = [*AT_EQUAL_MINUTES, "top-k-10", "bf16-weights", "sil-1-unequal", "default-processor"]
+SHOWN_ONLY += ["evolution", "stale-8-dppo-0.1", "stale-8-dppo-0.2", "stale-8-dppo-0.3"]
 # The rows of both labs: what is known to matter, and what others say does
 IN_BOTH = ("default", "zscore", "token", "sequence", "sum", "group-4", "group-32", "lr-x0.5")
 IN_BOTH += ("lr-x2", "kl-0.02", "sil-1", "lora-r8-lr-x10", "iterations-2", "iterations-4")
@@ -152,13 +154,8 @@ LABELS = {
     "only-right": "1 for each right answer (PSR)",
 }
 SIGN_RATES = {f"sign-sgd-x{factor}": factor * 3e-4 for factor in (0.25, 0.5, 1, 2)}
-# SIGMA and ALPHA of evolution.py: the noise on weights of 0.2, and of ALPHA half as in the paper
-EVOLUTIONS = {
-    f"evolution-{sigma}-x{factor}": (sigma, sigma * factor)
-    for sigma in (0.01, 0.03)
-    for factor in (0.5, 2)
-}
-EVOLUTION = EVOLUTIONS["evolution-0.03-x0.5"]  # the best of the trials
+EVOLUTIONS = [f"evolution-{sigma}-x{factor}" for sigma in (0.01, 0.03) for factor in (0.5, 2)]
+SHOWN_ONLY += EVOLUTIONS
 SWITCHES |= dict.fromkeys(SIGN_RATES, "sign-sgd")
 LABELS |= {name: name for name in (*SIGN_RATES, *EVOLUTIONS)}  # the trials
 for age, endings in AGES.items():
@@ -255,7 +252,7 @@ def make_hard_rows(questions: int) -> dict[str, list[str]]:
 
 
 def make_tuning_rows(questions: int) -> dict[str, list[str]]:
-    """The trials by which sign-SGD's rate and evolution strategies' two numbers are chosen."""
+    """The trials by which sign-SGD's rate and evolution strategies' two numbers were chosen."""
     rates = {name: [f"training.learning_rate={rate:g}"] for name, rate in SIGN_RATES.items()}
     return rates | {name: [] for name in EVOLUTIONS}
 
@@ -272,8 +269,10 @@ def main() -> None:
     options = parser.parse_args()
     make = {"hard": make_hard_rows, "hard-tuning": make_tuning_rows}.get(options.lab, make_rows)
     rows = make(2 if options.quick else questions_per_step(LABS[options.lab]))
-    if unknown := set(options.rows or ()) - set(rows):
-        parser.error(f"{', '.join(unknown)}: must be among {', '.join(rows)}")
+    can_run = [row for row in rows if row not in SHOWN_ONLY]
+    if unknown := set(options.rows or ()) - set(can_run):
+        parser.error(f"{', '.join(unknown)}: must be among {', '.join(can_run)}")
+    options.rows = options.rows or can_run
     file = options.out / f"{options.lab}.csv"
     failed = [] if options.draw else run_all(rows, file, options)
     runs = kept_runs(file)
@@ -298,7 +297,7 @@ def run_all(rows: dict[str, list[str]], file: Path, options: argparse.Namespace)
     folder.mkdir(parents=True, exist_ok=True)
     commands, kept = {}, kept_runs(file)
     for seed in options.seeds:
-        for row in options.rows or rows:
+        for row in options.rows:
             name = f"{row}-s{seed}"
             if name not in kept:
                 where = [f"run.dir={folder}", f"run.name={name}", f"training.seed={seed}"]
@@ -308,9 +307,8 @@ def run_all(rows: dict[str, list[str]], file: Path, options: argparse.Namespace)
                 if options.lab != "ablations":  # a curve over minutes needs more points
                     every = 10 if row in ("default", *AT_EQUAL_MINUTES) else NUM_STEPS
                     sizes.append(f"validation.every={every}")
-                program = program_of(row, seed, options)
-                commands[name] = [*program, *LABS[options.lab], *where, *sizes, *rows[row]]
-                if row.startswith(("stale-", "evolution")):
+                commands[name] = [*program_of(row), *LABS[options.lab], *where, *sizes, *rows[row]]
+                if row.startswith("stale-"):
                     shutil.rmtree(folder / name, ignore_errors=True)
     pool = ThreadPoolExecutor(options.jobs)
     try:
@@ -320,14 +318,7 @@ def run_all(rows: dict[str, list[str]], file: Path, options: argparse.Namespace)
         pool.shutdown(cancel_futures=True)  # Ctrl-C: those that run end by themselves
 
 
-def program_of(row: str, seed: int, options: argparse.Namespace) -> list[str]:
-    if row.startswith("evolution"):  # for the processor seconds of the default with this seed
-        seconds = 5.0
-        if not options.quick:
-            default = kept_runs(options.out / "hard.csv")[f"default-processor-s{seed}"]
-            seconds = default["time/step_s"].sum()
-        numbers = (*EVOLUTIONS.get(row, EVOLUTION), seconds)
-        return [sys.executable, "benchmarks/evolution.py", *map(str, numbers)]
+def program_of(row: str) -> list[str]:
     if row in SWITCHES:
         return [sys.executable, "benchmarks/switched.py", SWITCHES[row]]
     return [sys.executable, "main.py"]
@@ -342,8 +333,6 @@ def run_one(name: str, command: list[str], folder: Path, file: Path) -> bool:
         ).returncode
     if status == 0:
         keep_run(file, name, read_table(folder / name).rows.astype({"step": int}))
-        if (masked := folder / name / "masked.csv").exists():
-            keep_run(file.with_stem(f"{file.stem}-masked"), name, read_csv(masked))
     print(f"{name}: {'done' if status == 0 else f'status {status}'}", flush=True)
     return status == 0
 

@@ -1,30 +1,24 @@
 """main.py with one thing changed for which the config has no key, for benchmarks/ablations.py.
 
-python benchmarks/switched.py bf16-weights [section.key=value ...]
+python benchmarks/switched.py random-reward [section.key=value ...]
 python benchmarks/switched.py stale-4,ratio-to-sampler training.policy_loss=cispo
 
 SWITCHES, at the end, has them all. A switch puts a function of this file in the place of one of
-main.py's or of engine's. They are for one process.
+main.py's or of engine's. They are for one process. Those of the rows that ablations.py only
+shows are in ea4c86e.
 """
 
-import collections
 import functools
 import sys
-import time
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest import mock
 
 import common  # noqa: F401  # first: it finds the script's modules
 import numpy as np
 import torch
-from pandas import DataFrame
 from torch import Tensor
 
-import engine.core.statistics
-import engine.model.load
 import engine.model.policy
-import engine.update.losses
 import main as program
 from engine.core.config import Config, TrainingSettings
 from engine.core.distributed import World
@@ -35,12 +29,9 @@ from engine.model.sampler import DecodeLoop, LoopSampler, copy_in
 from engine.run.state import Run
 from engine.update.optimizer import Update
 
-load_model, end_step = engine.model.load.load_model, Run.end_step
+end_step, update_policy = Run.end_step, program.update_policy
 sample_trajectories, sample_validation = program.sample_trajectories, program.sample_validation
-update_policy, step_metrics = program.update_policy, program.step_metrics
-make_micro_batch, assign_advantages = program.make_micro_batch, program.assign_advantages
-apply_options = engine.update.losses.apply_options
-MASKED, ALL = collections.Counter(), collections.Counter()  # of which tokens DPPO masks how many
+make_micro_batch = program.make_micro_batch
 
 
 def main() -> None:
@@ -51,20 +42,6 @@ def main() -> None:
         for owner, attribute, replacement in SWITCHES[name]:
             setattr(owner, attribute, replacement)
     program.main(program.load_config(arguments))
-
-
-# Numbers of less precision
-
-
-def load_in_bf16(*arguments: object, **settings: object) -> torch.nn.Module:
-    """The trained weights are bf16, and with them gradients, AdamW's averages and arithmetic."""
-    return load_model(*arguments, **settings | {"dtype": torch.bfloat16})
-
-
-def sample_untruncated(run: Run, **settings: object) -> list[list[Trajectory]]:
-    """Evaluate on the whole distribution, as the other rows do, whatever training draws from."""
-    params = replace(run.policy.params, top_p=1.0, top_k=0)
-    return sample_validation(replace(run, policy=replace(run.policy, params=params)), **settings)
 
 
 # A sampler that lags behind
@@ -145,95 +122,7 @@ def centered_loss(
     return -(weights * batch.advantages[:, None] * centered.masked_fill(~is_scored, 0.0)).sum()
 
 
-def count_masked(
-    training: TrainingSettings, batch: MicroBatch, *arguments: object
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Which tokens `training.policy_loss` leaves out, and which it is asked about, by their ids."""
-    token_loss, weights, measured = apply_options(training, batch, *arguments)
-    for counter, mask in ((MASKED, measured["train/clip_frac"] > 0), (ALL, batch.completion_mask)):
-        counter.update(batch.input_ids[mask & batch.completion_mask].tolist())
-    return token_loss, weights, measured
-
-
-def measure_and_write_masked(run: Run, *arguments: object) -> dict[str, float]:
-    """masked.csv in the run's folder has the counts of the run up to here."""
-    words = [run.policy.tokenizer.decode([token]) for token in ALL]
-    counts = {"masked": [MASKED[token] for token in ALL], "of": list(ALL.values())}
-    DataFrame({"token": words, **counts}).to_csv(run.folder / "masked.csv", index=False)
-    return step_metrics(run, *arguments)
-
-
-# Other advantages
-
-
-def assign_to_half(groups: list[list[Trajectory]], training: TrainingSettings) -> None:
-    """Train on the half of each group with the largest variance of reward, and only that.
-
-    PODS (arXiv:2504.13818). An advantage is the reward minus the mean of the half, and the loss is
-    divided by the number of rows in the half.
-    """
-    rewards = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
-    is_kept = most_varied(rewards, num_kept=rewards.shape[1] // 2).tolist()
-    for group, keeps in zip(groups, is_kept, strict=True):
-        for trajectory, in_batch in zip(group, keeps, strict=True):
-            trajectory.in_batch = in_batch
-    assign_advantages([[t for t in group if t.in_batch] for group in groups], training)
-
-
-def most_varied(rewards: Tensor, *, num_kept: int) -> Tensor:
-    """True for the `num_kept` rewards of each group (N, G) whose variance is the largest.
-
-    They are some of the lowest and some of the highest; all numbers of the highest are tried.
-    """
-    order = rewards.argsort(dim=1, stable=True)  # ascending
-    size, places = rewards.shape[1], range(num_kept + 1)
-    subsets = [[*range(num_kept - k), *range(size - k, size)] for k in places]
-    subsets = order[:, torch.tensor(subsets)]  # (N, num_kept + 1, num_kept), indices of samples
-    shape = (-1, len(places), -1)
-    variances = rewards[:, None].expand(*shape).gather(2, subsets).var(dim=2, correction=0)
-    best = variances.argmax(dim=1)  # (N,)
-    chosen = subsets[torch.arange(len(rewards)), best]  # (N, num_kept)
-    return torch.zeros_like(rewards, dtype=torch.bool).scatter(1, chosen, True)
-
-
-def assign_to_unequal(groups: list[list[Trajectory]], training: TrainingSettings) -> None:
-    """sil leaves out groups whose rewards are all equal; they still count in the denominator."""
-    assign_advantages(groups, training)
-    for group in filter(is_equal, groups):
-        for trajectory in group:
-            trajectory.advantage = 0.0
-
-
-def is_equal(group: list[Trajectory]) -> bool:
-    return len({trajectory.reward for trajectory in group}) == 1
-
-
-# Other questions, other rewards
-
-
-def sample_fresh(
-    run: Run, questions: list[dict], seeds: list[Seed], params: SamplingParams, clock: Clock
-) -> list[list[Trajectory]]:
-    """Replace questions whose completions all earn the same by fresh ones, until none is left.
-
-    DAPO's dynamic sampling (arXiv:2503.14476), with at most three times as many fresh questions as
-    a step has. They come from the part of the stream that 40 steps on a few thousand questions
-    never reach, so none is asked twice. `questions` are changed in place, for the logs.
-    """
-    groups = sample_trajectories(run, questions, seeds, params, clock)
-    if params is not run.policy.params:  # an evaluation
-        return groups
-    *name, position = seeds[0]
-    position = len(run.stream.questions) // 4 + 3 * position
-    end = position + 3 * len(seeds)
-    while position < end and any(map(is_equal, groups)):
-        equal = [i for i, group in enumerate(groups) if is_equal(group)][: end - position]
-        drawn, position = run.stream.take(position, len(equal))
-        others, their_seeds = [q for _, q in drawn], [(*name, p) for p, _ in drawn]
-        fresh = sample_trajectories(run, others, their_seeds, params, clock)
-        for i, question, group in zip(equal, others, fresh, strict=True):
-            questions[i], groups[i] = question, group
-    return groups
+# Other rewards
 
 
 def sample_with_random_reward(
@@ -259,7 +148,7 @@ def sample_with_length_reward(
     return groups
 
 
-# Another optimizer, another clock
+# Another optimizer
 
 
 class SignSGD(torch.optim.Optimizer):
@@ -277,8 +166,6 @@ def make_sign_sgd(model: torch.nn.Module, training: TrainingSettings) -> SignSGD
 
 
 SWITCHES = {
-    "bf16-weights": [(engine.model.load, "load_model", load_in_bf16)],
-    "whole-evaluation": [(program, "sample_validation", sample_untruncated)],
     **{
         f"stale-{every}": [
             (engine.model.policy, "sample_by_loop", sample_a_copy),
@@ -293,17 +180,7 @@ SWITCHES = {
         (TrainingSettings, "is_reinforce", False),  # else the first update asks for no ratio
     ],
     "score-centering": [(program, "micro_batch_loss", centered_loss)],
-    "masked-tokens": [
-        (engine.update.losses, "apply_options", count_masked),
-        (program, "step_metrics", measure_and_write_masked),
-    ],
     "sign-sgd": [(program, "make_optimizer", make_sign_sgd)],
-    "processor-time": [
-        (engine.core.statistics, "time", SimpleNamespace(perf_counter=time.process_time))
-    ],
-    "most-varied-half": [(program, "assign_advantages", assign_to_half)],
-    "unequal-groups": [(program, "assign_advantages", assign_to_unequal)],
-    "fresh-questions": [(program, "sample_trajectories", sample_fresh)],
     "random-reward": [(program, "sample_trajectories", sample_with_random_reward)],
     "length-reward": [(program, "sample_trajectories", sample_with_length_reward)],
 }
