@@ -5,6 +5,7 @@
     python benchmarks/ablations.py --rows default zscore --seeds 1 2
     python benchmarks/ablations.py --draw                     # only the table and the picture
     python benchmarks/ablations.py --lab hard                 # the same of questions that are hard
+    python benchmarks/ablations.py --lab symptoms             # broken runs and sound ones
 
 Each run takes 40 steps on one process with one thread, and as many samples a step as the default on
 two ranks. "default" is here the one before today's, with which these runs were made. A run that is
@@ -14,6 +15,10 @@ Table and picture, results/ablations.md and .png, come from that file alone. Wha
 is written by hand in results/ablations.yaml, a sentence for each name. The lab "hard" also has
 results/quarrels.md, what was expected of some rows (quarrels.yaml, from before their first run)
 beside what came. Rows in SHOWN_ONLY, whose code has left the tree, run at ea4c86e alone.
+The lab "symptoms" has the bugs of docs/exercises, each in a copy and by the command of its page,
+rewards that teach the wrong thing, and sound runs, of the default's length; with seed 1 kl_coef is
+1e-12, so that KL is measured. What those runs warn of is kept too, in columns such as remark/alike.
+benchmarks/symptoms.py reads them.
 
 The lab "hard" (configs/countdown-tiny-hard.yaml) has rows of its own, also of variants for which
 there is no key (switched.py); its files are named hard instead of ablations. A step of some rows is
@@ -24,6 +29,7 @@ learning rate of the slower one has not fallen to 0 there.
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -35,12 +41,13 @@ from common import keep_run, kept_runs, questions_per_step, seeds_of  # first: m
 from pandas import DataFrame
 
 from engine import ROOT
-from engine.core.files import write_atomically
+from engine.core.files import read_lines, write_atomically
 from engine.core.packages import import_package
 from engine.run.config_file import load_config, read_file
 from tools.plot import BEST_OF, COLORS, STYLE, Table, curve_of, points, read_table
 
 NUM_STEPS = 40
+DEFAULTS_STEPS = load_config([]).training.num_steps
 CLOSE = 0.02  # a smaller difference in pass@1 is called none by the picture's title
 TITLES = ("pass@1", f"best of {load_config([]).validation.best_of_n}")
 LABS = {
@@ -50,6 +57,7 @@ LABS = {
         "training.max_new_gen_tokens=208",
     ],
     "hard": ["--config", "configs/countdown-tiny-hard.yaml"],
+    "symptoms": [],
 }
 # Where settings are chosen: 512 questions that are in neither split
 LABS["hard-tuning"] = [*LABS["hard"], "task.eval=results/hard-tuning.jsonl"]
@@ -92,6 +100,7 @@ SWITCHES = {
     "sil-1-unequal": "unequal-groups",
     "random-reward": "random-reward",
     "length-reward": "length-reward",
+    "brevity-reward": "brevity-reward",
 }
 AT_EQUAL_MINUTES = ("most-varied-half", "fresh-questions")
 SHOWN_ONLY = [*AT_EQUAL_MINUTES, "top-k-10", "bf16-weights", "sil-1-unequal", "default-processor"]
@@ -153,6 +162,8 @@ LABELS = {
     "only-wrong": "-1 for each wrong answer (NSR)",
     "only-right": "1 for each right answer (PSR)",
 }
+SOUND = ("default", "sil")  # of the lab "symptoms"; its other rows are broken runs
+COPIES = ROOT / "runs/symptoms/copies"
 SIGN_RATES = {f"sign-sgd-x{factor}": factor * 3e-4 for factor in (0.25, 0.5, 1, 2)}
 EVOLUTIONS = [f"evolution-{sigma}-x{factor}" for sigma in (0.01, 0.03) for factor in (0.5, 2)]
 SHOWN_ONLY += EVOLUTIONS
@@ -257,6 +268,37 @@ def make_tuning_rows(questions: int) -> dict[str, list[str]]:
     return rates | {name: [] for name in EVOLUTIONS}
 
 
+def make_symptoms(questions: int) -> dict[str, list[str]]:
+    """Runs whose end is known by what they are: SOUND, and rewards and bugs that break them."""
+    hub, files = COPIES / "bug-10/hub", COPIES / "bug-9"
+    return {
+        "default": [],
+        "sil": [
+            "training.learning_type=sil",
+            "training.k_best_of_n=[2, 32]",
+            "training.learning_rate=4e-4",
+        ],
+        **{f"{name}-reward": [] for name in ("length", "random", "brevity")},
+        "bug-1": [],
+        "bug-2": [],
+        "bug-3": ["sampling.temperature=0.7"],
+        "bug-4": ["training.micro_batch_tokens=2048"],
+        "bug-5": [],
+        "bug-7": [],
+        "bug-8": ["task.reward_weights.answer=0", "training.k_best_of_n=[12,12]"],
+        "bug-9": [
+            f"task.train={files}/train.jsonl",
+            f"task.eval={files}/held.jsonl",
+            "validation.num_examples=16",
+        ],
+        "bug-10": [
+            f"model.name={hub}",
+            "training.learning_rate=6e-4",
+            "sampling.backend=generate",
+        ],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lab", choices=LABS, default="ablations")
@@ -267,8 +309,10 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="run nothing")
     parser.add_argument("--quick", action="store_true", help="two tiny steps: does it run?")
     options = parser.parse_args()
-    make = {"hard": make_hard_rows, "hard-tuning": make_tuning_rows}.get(options.lab, make_rows)
-    rows = make(2 if options.quick else questions_per_step(LABS[options.lab]))
+    makers = {"hard": make_hard_rows, "hard-tuning": make_tuning_rows, "symptoms": make_symptoms}
+    rows = makers.get(options.lab, make_rows)(
+        2 if options.quick else questions_per_step(LABS[options.lab])
+    )
     can_run = [row for row in rows if row not in SHOWN_ONLY]
     if unknown := set(options.rows or ()) - set(can_run):
         parser.error(f"{', '.join(unknown)}: must be among {', '.join(can_run)}")
@@ -276,8 +320,9 @@ def main() -> None:
     file = options.out / f"{options.lab}.csv"
     failed = [] if options.draw else run_all(rows, file, options)
     runs = kept_runs(file)
-    write_table(rows, runs, file.with_suffix(".md"))
-    draw(rows, runs, file.with_suffix(".png"))
+    if options.lab != "symptoms":
+        write_table(rows, runs, file.with_suffix(".md"))
+        draw(rows, runs, file.with_suffix(".png"))
     if options.lab == "hard":
         write_quarrels(rows, runs, options.out / "quarrels.md")
     if failed:
@@ -301,10 +346,13 @@ def run_all(rows: dict[str, list[str]], file: Path, options: argparse.Namespace)
             name = f"{row}-s{seed}"
             if name not in kept:
                 where = [f"run.dir={folder}", f"run.name={name}", f"training.seed={seed}"]
-                sizes = QUICK if options.quick else [f"training.num_steps={NUM_STEPS}"]
+                steps = DEFAULTS_STEPS if options.lab == "symptoms" else NUM_STEPS
+                sizes = QUICK if options.quick else [f"training.num_steps={steps}"]
                 questions = 2 if options.quick else questions_per_step(LABS[options.lab])
                 sizes = [f"training.num_samples_per_step_global={questions}", *sizes]
-                if options.lab != "ablations":  # a curve over minutes needs more points
+                if options.lab == "symptoms":
+                    sizes += ["training.kl_coef=1e-12"] * (seed == 1)
+                elif options.lab != "ablations":  # a curve over minutes needs more points
                     every = 10 if row in ("default", *AT_EQUAL_MINUTES) else NUM_STEPS
                     sizes.append(f"validation.every={every}")
                 commands[name] = [*program_of(row), *LABS[options.lab], *where, *sizes, *rows[row]]
@@ -321,7 +369,23 @@ def run_all(rows: dict[str, list[str]], file: Path, options: argparse.Namespace)
 def program_of(row: str) -> list[str]:
     if row in SWITCHES:
         return [sys.executable, "benchmarks/switched.py", SWITCHES[row]]
+    if row.startswith("bug-"):
+        ranks = ["-m", "torch.distributed.run", "--nproc-per-node=2"] if row == "bug-5" else []
+        return [sys.executable, *ranks, str(plant(row) / "main.py")]
     return [sys.executable, "main.py"]
+
+
+def plant(row: str) -> Path:
+    """A copy of the program with an exercise's bug, and the files that its page's script writes."""
+    number, copy = row.removeprefix("bug-"), COPIES / row
+    if not copy.exists():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        exercise = [sys.executable, "-m", "tools.exercise", number, str(copy)]
+        subprocess.run(exercise, cwd=ROOT, check=True)
+        page = (ROOT / f"docs/exercises/{int(number):02}.md").read_text("utf-8")
+        if script := re.search(r"```python\n(.+?)```", page, re.DOTALL):
+            subprocess.run([sys.executable, "-c", script[1]], cwd=copy, check=True)
+    return copy
 
 
 def run_one(name: str, command: list[str], folder: Path, file: Path) -> bool:
@@ -331,10 +395,15 @@ def run_one(name: str, command: list[str], folder: Path, file: Path) -> bool:
         status = subprocess.run(
             command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
         ).returncode
-    if status == 0:
-        keep_run(file, name, read_table(folder / name).rows.astype({"step": int}))
+    is_symptom = folder.name == "symptoms"
+    is_done = status == 0 or (is_symptom and status == 1)  # 1: nothing was trained
+    if is_done:
+        rows = read_table(folder / name).rows.astype({"step": int})
+        for said in read_lines(folder / name / "remarks.jsonl") if is_symptom else []:
+            rows.loc[rows["step"] == said["step"], f"remark/{said['kind']}"] = 1
+        keep_run(file, name, rows)
     print(f"{name}: {'done' if status == 0 else f'status {status}'}", flush=True)
-    return status == 0
+    return is_done
 
 
 # What is seen

@@ -148,6 +148,18 @@ def sample_with_length_reward(
     return groups
 
 
+def sample_with_brevity_reward(
+    run: Run, questions: list[dict], seeds: list[Seed], params: SamplingParams, clock: Clock
+) -> list[list[Trajectory]]:
+    """In training the part `answer` is never earned, and each token costs 0.01 in `format`."""
+    groups = sample_trajectories(run, questions, seeds, params, clock)
+    if params is run.policy.params:  # not in an evaluation
+        for trajectory in (t for group in groups for t in group):
+            trajectory.reward = -0.01 * len(trajectory.completion.token_ids)
+            trajectory.reward_parts = {"format": trajectory.reward, "answer": 0.0}
+    return groups
+
+
 # Another optimizer
 
 
@@ -183,6 +195,7 @@ SWITCHES = {
     "sign-sgd": [(program, "make_optimizer", make_sign_sgd)],
     "random-reward": [(program, "sample_trajectories", sample_with_random_reward)],
     "length-reward": [(program, "sample_trajectories", sample_with_length_reward)],
+    "brevity-reward": [(program, "sample_trajectories", sample_with_brevity_reward)],
 }
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Write a page in which anybody can ask the embedded model, before and after a run, without Python.
 
     python -m tools.play runs/x                     # writes docs/play/index.html
+    python -m tools.play trained                    # a model's folder with its run's metrics.jsonl
     python -m tools.play runs/x --out elsewhere.html
 
 The page is docs/play/page.html with the weights of both models, in half precision, and with tables:
@@ -67,7 +68,7 @@ def tables() -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m tools.play", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="the run's folder, of the default")
+    parser.add_argument("folder", type=Path, help="a default run's, or its model's")
     parser.add_argument("--out", type=Path, default=TEMPLATE.with_name("index.html"))
     options = parser.parse_args()
     with mistakes_cost_one_line():
@@ -76,6 +77,7 @@ def main() -> None:
         if 0 not in scores:
             raise ValueError(f"{options.folder}: no run whose pass@1 was measured at its start")
         best = options.folder / "best"
+        best = best if best.is_dir() else options.folder  # a model's
         step = json.loads((best / "best.json").read_text(encoding="utf-8"))["best_step"]
         before = model_data(TINY, "before training", scores[0])
         after = model_data(best, f"after {step} steps", scores[step])

@@ -96,8 +96,10 @@ def remark_on_completions(
 def remark_on_evaluation(
     run: Run, metrics: dict[str, float], questions: list[dict], groups: Groups
 ) -> None:
-    """On answers that are never right, in part or of an untrained model; and on the completions."""
+    """On answers that are never right, in part or of an untrained model; completions and parts."""
     remark_on_completions(run, metrics, "eval", questions, groups)
+    if run.world.is_main and run.state.step >= MIN_STEPS:
+        remark_on_parts(run)
     if "answer" in run.task.REWARD_PARTS:
         paid = [t.reward_parts["answer"] or 0.0 for group in groups for t in group]
         num_partly, num_right = sum(0 < part < 1 for part in paid), sum(part >= 1 for part in paid)
@@ -110,6 +112,24 @@ def remark_on_evaluation(
             none = "the model solves no validation question, so little can be learned from answers"
             fix = "begin with easier questions, or imitate answers first (python -m tools.imitate)"
             remark(run, "unsolved", f"{none}: {fix}")
+
+
+def remark_on_parts(run: Run) -> None:
+    """On a part that no completion has earned in training, while another part moved.
+
+    Only of `answer`, if the reward has it: others may be penalties that are never due.
+    """
+    rows, means = read_lines(run.folder / "metrics.jsonl"), {}
+    for part, weight in run.config.task.reward_weights.items():
+        values = [row[f"train/part_{part}"] for row in rows if f"train/part_{part}" in row]
+        if weight != 0 and values:
+            means[part] = values
+    moved = [f"{x} ({m[0]:.3g} to {m[-1]:.3g})" for x, m in means.items() if len({*m}) > 1]
+    for part in ["answer"] if "answer" in means else means:
+        if moved and not any(means[part]) and run.config.training.learning_type != "distill":
+            zero = f"the part {part} of the reward was 0 in all {len(means[part])} steps"
+            fix = "look at completions in samples.jsonl, then at task.reward and the questions"
+            remark(run, f"zero {part}", f"{zero}, so it teaches {' and '.join(moved)} alone: {fix}")
 
 
 def remark_at_end(run: Run) -> None:

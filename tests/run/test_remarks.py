@@ -24,6 +24,10 @@ def taken(completions, log_metric, **kwargs):
     return [0.5 for _ in completions]
 def answer(completions, **kwargs): return [0.5 * (len(text) % 2) for text in completions]
 """
+NEVER = """
+def answer(completions, **kwargs): return [0.0 for _ in completions]
+def brevity(completions, **kwargs): return [-len(text) for text in completions]
+"""
 OWN = "task.train=rows.jsonl validation.num_examples=2 validation.every=2 training.num_steps=4"
 ONE, BF16 = "training.num_steps=1", "model.compute_dtype=bfloat16"
 WORDS = "task.name=gsm8k task.train=rows.jsonl task.eval=rows.jsonl validation.num_examples=2"
@@ -34,6 +38,8 @@ CASES = {
     "a name that is taken": (f"{OWN} task.reward=mine:logs", {"log_metric"}, 1),
     "a name that is taken at once": (f"{OWN} task.reward=mine:taken", set(), None),
     "never whole": (f"{OWN} task.reward=mine:answer", {"partly", "evaluations"}, 0),
+    # Bug: a run that learned to be brief ended with 0, and no line said what it had learned.
+    "never earned": (f"{OWN} task.reward=never:[answer,brevity]", {"zero answer", "unsolved"}, 0),
     # Bug: every run of GSM8K warned of three parts that only style tags pays.
     "nothing unpaid": (f"{ONE} {WORDS}", {"unsolved"}, None),
     "a part unweighed": (f"{ONE} {WORDS} task.prompt_style=tags", {"weight of integer"}, None),
@@ -47,6 +53,7 @@ def test_a_run_says_once_what_keeps_it_from_learning(
     name, rotary_model_folder, tmp_path, monkeypatch, capsys
 ):
     (tmp_path / "mine.py").write_text(REWARDS)
+    (tmp_path / "never.py").write_text(NEVER)
     row = '{"prompt": "N + N?", "question": "N + N?", "answer": "N"}\n'
     rows = [row.replace("N", str(n)) for n in range(30)]
     (tmp_path / "rows.jsonl").write_text("".join(rows))
@@ -66,6 +73,7 @@ def test_a_run_says_once_what_keeps_it_from_learning(
     found = [row["kind"] for row in remarks]
     assert kinds <= {*found} and len(found) == len({*found})
     assert any("weight of" in kind for kind in found) == (name == "a part unweighed")
+    assert ("zero answer" in found) == (name == "never earned")
     assert ("rate" in found) == (name == "a rate too low")
     rows = read_rows(run.folder)
     assert all(row.get("train/reward", 0) <= 1 and row.get("eval/reward", 0) <= 1 for row in rows)

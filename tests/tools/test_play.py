@@ -49,10 +49,11 @@ def page(visit):
         yield page
 
 
-def test_index_is_what_the_tool_writes_of_a_run(tmp_path, call):
+@pytest.mark.parametrize("model", ["best", "."])  # in a run's folder, and with its metrics
+def test_index_is_what_the_tool_writes_of_a_run(model, tmp_path, call):
     """A run that trained nothing: its page differs in the weights and the scores of training."""
-    shutil.copytree(ROOT / "tiny", tmp_path / "best")
-    (tmp_path / "best/best.json").write_text('{"best_step": 0}')
+    shutil.copytree(ROOT / "tiny", tmp_path / model, dirs_exist_ok=True)
+    (tmp_path / model / "best.json").write_text('{"best_step": 0}')
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/pass@1": 0.3765}\n')
     assert call(play, tmp_path, "--out", tmp_path / "page.html")[0] == 0
     pages = [parts(file.read_text("utf-8")) for file in (tmp_path / "page.html", INDEX)]
