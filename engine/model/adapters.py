@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.core.config import ModelSettings
 from engine.core.packages import import_package
+from engine.model.folders import version_of
 
 MAMBA = ("falcon_h1", "nemotron_h")  # a kernel passes by what is added to out_proj: peft refuses
 
@@ -73,9 +74,10 @@ def add_adapter(model: nn.Module, described: Any, *, seed: int) -> None:
 
 
 def name_base(model: nn.Module, described: Any) -> None:
-    """Let an adapter name its base's folder, if it has one, wherever it may later be loaded."""
+    """Let an adapter name its base's folder, wherever it may be loaded, and what lies in it."""
     if os.path.isdir(model.name_or_path):
         described.base_model_name_or_path = os.path.abspath(model.name_or_path)
+        described.revision = version_of(Path(model.name_or_path))
 
 
 def load_adapter(model: nn.Module, settings: ModelSettings, *, is_trainable: bool) -> None:

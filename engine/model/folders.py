@@ -7,6 +7,7 @@ from pathlib import Path
 # In a model's folder: what decides on its prompts, its tokens and its arithmetic.
 FILES = ("*config.json", "*token*", "vocab*", "merges*", "chat_template*", "*.model", "*.py")
 WEIGHTS = ("*.safetensors", "*.bin")
+FILES_OF_BASE = "files-"  # and their hash: the revision, for an adapter, of a base in a folder
 BLOCK, NUM_BLOCKS = 16_384, 1_024  # bytes; blocks of each weight file, spread evenly over it
 
 
@@ -49,3 +50,8 @@ def hash_of_folder(folder: Path, *, with_weights: bool) -> str:
                 opened.seek(start)
                 digest.update(opened.read(BLOCK))
     return digest.hexdigest()[:16]
+
+
+def version_of(base: Path) -> str:
+    """What stands in an adapter's config as the revision of its base's folder."""
+    return FILES_OF_BASE + hash_of_folder(base, with_weights=True)

@@ -27,12 +27,10 @@ from engine.core.hub import reach_hub
 from engine.core.packages import import_package
 from engine.core.tensors import autocast
 from engine.core.types import Log, no_log
-from engine.model.folders import check_folder, hash_of_folder, no_such_folder
+from engine.model.folders import FILES_OF_BASE, check_folder, no_such_folder, version_of
 from engine.model.probes import supports_dtype
 from engine.model.tokenizer import check_vocabulary, find_eos_ids, load_tokenizer
 from engine.update.optimizer import AVERAGES, FP32
-
-BASE_FILE = "base.json"  # beside an adapter: the hash of its base, on the hub its commit
 
 
 def load_model_and_tokenizer(
@@ -116,7 +114,7 @@ def load_base_tokenizer(
     base, file = find_base(settings), "tokenizer_config.json"
     if base is not None:
         reach_hub(base.name, base.revision)
-        check_base(Path(settings.name), Path(base.name), log)
+        check_base(base, log)
         quiet = {"revision": settings.revision, "_raise_exceptions_for_missing_entries": False}
         if cached_file(settings.name, file, **quiet) is None:
             settings = base
@@ -147,16 +145,16 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
     return name, revision
 
 
-def check_base(adapter: Path, base: Path, log: Log) -> None:
-    """Raise ValueError if the base's files are not those that the adapter was trained on."""
-    if not base.is_dir():  # on the hub: the adapter names its commit
+def check_base(base: ModelSettings, log: Log) -> None:
+    """Raise ValueError if a base's folder does not hold what an adapter was trained on."""
+    folder, known = Path(base.name), str(base.revision)
+    if not folder.is_dir():  # on the hub: there the revision is a commit
         return
-    file = adapter / BASE_FILE
-    if not file.is_file():
-        log(f"warning: {adapter} does not say what its base {base} was: used as it is")
-    elif json.loads(file.read_text("utf-8")) != hash_of_folder(base, with_weights=True):
-        fix = f"put that one there, or its path into {adapter / 'adapter_config.json'}"
-        raise ValueError(f"its base {base} is not the model that it was trained on: {fix}")
+    if not known.startswith(FILES_OF_BASE):
+        log(f"warning: the adapter does not say what its base {folder} was: used as it is")
+    elif known != version_of(folder):
+        problem = f"its base {folder} is not the model that it was trained on"
+        raise ValueError(f"{problem}: put that one there, or its path into adapter_config.json")
 
 
 def check_teacher(config: Config, log: Log) -> None:

@@ -30,7 +30,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from engine.core.config import dotted_values
 from engine.core.files import open_to_append, sizes_of, sync
 from engine.core.types import Log, no_log
-from engine.model.load import BASE_FILE
 from engine.run.card import model_card
 from engine.run.state import Run
 
@@ -47,7 +46,7 @@ def save_best(run: Run, measured: dict[str, float]) -> bool:
         weights = gather_weights(model, run.world)
     best = {"best": score, "best_step": run.state.step, "best_by": run.config.best_by}
     card, folder = model_card(run, measured), run.folder / "best"
-    arguments = (model, run.policy.tokenizer, card, folder, weights, best, run.base_hash)
+    arguments = (model, run.policy.tokenizer, card, folder, weights, best)
     return save_on_main(run, "best", score, save_model, *arguments)
 
 
@@ -80,9 +79,7 @@ def save_checkpoint(run: Run) -> None:
     }
     model, tokenizer, optimizer = run.policy.model, run.policy.tokenizer, run.optimizer
     name, keep = f"step-{state.step:06d}", run.config.checkpoint.keep
-    write = functools.partial(
-        write_model, model=model, tokenizer=tokenizer, optimizer=optimizer, base=run.base_hash
-    )
+    write = functools.partial(write_model, model=model, tokenizer=tokenizer, optimizer=optimizer)
     if run.config.model.shard:
         from engine.update import shards
 
@@ -150,14 +147,10 @@ def mark(root: Path, checkpoint: Path) -> None:
 
 
 def write_model(
-    folder: Path,
-    *,
-    model: PreTrainedModel,
-    tokenizer: Tokenizer,
-    optimizer: Optimizer,
-    base: str | None,
+    folder: Path, *, model: PreTrainedModel, tokenizer: Tokenizer, optimizer: Optimizer
 ) -> None:
-    save_weights(model, tokenizer, folder, None, base)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     torch.save(optimizer.state_dict(), folder / "training_state" / "optimizer.pt")
 
 
@@ -168,31 +161,17 @@ def save_model(
     folder: Path,
     weights: dict[str, torch.Tensor] | None = None,
     best: dict[str, float] | None = None,
-    base: str | None = None,
 ) -> None:
     """Write the model, its tokenizer and its card, as `from_pretrained` loads them.
 
-    `weights` are all of them where this rank's model has a part; `best` is what best.json keeps;
-    `base` is the hash of the base, if the model is an adapter.
+    `weights` are all of them where this rank's model has a part; `best` is what best.json keeps.
     """
     with save_folder(folder) as temporary:
-        save_weights(model, tokenizer, temporary, weights, base)
+        model.save_pretrained(temporary, state_dict=weights)
+        tokenizer.save_pretrained(temporary)
         (temporary / "README.md").write_text(card, encoding="utf-8")  # in the place of peft's own
         if best is not None:
             (temporary / "best.json").write_text(json.dumps(best), encoding="utf-8")
-
-
-def save_weights(
-    model: PreTrainedModel,
-    tokenizer: Tokenizer,
-    folder: Path,
-    weights: dict[str, torch.Tensor] | None,
-    base: str | None,
-) -> None:
-    model.save_pretrained(folder, state_dict=weights)
-    tokenizer.save_pretrained(folder)
-    if base is not None:
-        (folder / BASE_FILE).write_text(json.dumps(base), encoding="utf-8")
 
 
 @contextlib.contextmanager

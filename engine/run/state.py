@@ -19,7 +19,7 @@ from engine.questions.contract import Task
 from engine.questions.data import QuestionStream
 from engine.questions.tasks import built_in_tasks
 from engine.report.metrics import mean_of_last, signs_of_collapse
-from engine.run.fingerprint import MODEL_FILES, of_questions
+from engine.run.fingerprint import of_questions
 from engine.run.folder import command, run_folder
 from engine.update.optimizer import Outcome, Update
 
@@ -105,13 +105,6 @@ class Run:
     @property
     def trained_weights(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    @property
-    def base_hash(self) -> str | None:
-        """What the base of the run's adapter is known by; None without an adapter."""
-        if self.config.model.lora is None:
-            return None
-        return self.rests_on.get(f"{MODEL_FILES}'s base", self.rests_on.get(MODEL_FILES))
 
     def check_questions(self) -> None:
         """Raises ValueError if the ranks hold other questions or too few, or none can be played."""

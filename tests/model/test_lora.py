@@ -327,7 +327,7 @@ def test_an_adapter_of_a_run_stays_with_the_base_of_that_run(
     shutil.rmtree(moved / "base")
     with pytest.raises(ValueError, match="x/base is not the model that it was trained on: put th"):
         load_model_and_tokenizer(overrides, harness.CPU, print)
-    (adapter / "base.json").unlink()  # as an older version left it
+    harness.change_json(adapter / "adapter_config.json", revision=None)  # as before there was one
     load_model_and_tokenizer(overrides, harness.CPU, print)
     assert capsys.readouterr().out.count("does not say what its base") == 1
 
