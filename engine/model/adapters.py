@@ -77,7 +77,7 @@ def name_base(model: nn.Module, described: Any) -> None:
     """Let an adapter name its base's folder, wherever it may be loaded, and what lies in it."""
     if os.path.isdir(model.name_or_path):
         described.base_model_name_or_path = os.path.abspath(model.name_or_path)
-        described.revision = version_of(Path(model.name_or_path))
+        described.revision = described.revision or version_of(Path(model.name_or_path))
 
 
 def load_adapter(model: nn.Module, settings: ModelSettings, *, is_trainable: bool) -> None:
