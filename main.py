@@ -45,7 +45,7 @@ from transformers import GenerationConfig
 
 from engine.core.config import Config, TrainingSettings
 from engine.core.distributed import World, init_world
-from engine.core.statistics import Clock, add_to_mean, reduce_means
+from engine.core.measures import Clock, add_to_mean, reduce_means
 from engine.core.tensors import autocast, left_pad, pack, right_pad, seeded
 from engine.core.types import Completion, MicroBatch, SamplingParams, Seed, SeedWord, Trajectory
 from engine.model.load import load_model_and_tokenizer
@@ -53,7 +53,8 @@ from engine.model.policy import Policy, make_policy
 from engine.questions.contract import Task
 from engine.questions.data import load_questions
 from engine.questions.prompts import completion_text
-from engine.questions.tasks import load_task, reward_parts
+from engine.questions.rewards import reward_parts, total_reward
+from engine.questions.tasks import load_task
 from engine.report.metrics import evaluation_metrics
 from engine.run.checkpoint import save_best, save_checkpoint
 from engine.run.log import finish, log_evaluation, log_step, report_evaluation, step_metrics
@@ -238,7 +239,7 @@ def compute_rewards(
     rewarded: list[list[Trajectory]] = [[] for _ in groups]
     for i, group in enumerate(groups):
         for j, completion in enumerate(group):
-            reward = config.task.total_reward(parts[i][j])
+            reward = total_reward(parts[i][j], config.task.reward_weights)
             rewarded[i].append(Trajectory(prompts[i], completion, texts[i][j], parts[i][j], reward))
     return rewarded
 
@@ -255,7 +256,7 @@ def assign_advantages(groups: list[list[Trajectory]], training: TrainingSettings
     elif training.advantage in ("mean", "zscore"):
         advantages = grpo_advantages(rewards, divide_by_std=training.advantage == "zscore")
     elif training.advantage == "over_mean":
-        from engine.update.losses import over_mean
+        from engine.update.advantages import over_mean
 
         advantages = over_mean(rewards)
     else:  # a function of the user's own

@@ -48,7 +48,6 @@ from engine.core.tensors import autocast, right_pad
 from engine.core.types import PromptBatch, SamplingParams, Trajectory
 from engine.model.load import recompute
 from engine.model.policy import Policy
-from engine.model.sampler import choose_loop, sample_by_loop
 from engine.report.metrics import peak_memory_gb
 from engine.run.config_file import load_config
 from engine.run.state import Run
@@ -56,6 +55,7 @@ from engine.sampling.batches import decode_in_batches
 from engine.sampling.draw import draw_uniforms
 from engine.sampling.graphs import CapturedSteps, decode_captured
 from engine.sampling.grouped import DecodeBatch, decode_grouped
+from engine.sampling.sampler import choose_loop, sample_by_loop
 from engine.update.head import ChunkedScorer, head_log_probs
 from engine.update.optimizer import make_optimizer
 from logger import Logger

@@ -24,11 +24,11 @@ from engine import ROOT
 from engine.core.distributed import World
 from engine.core.tensors import left_pad
 from engine.core.types import Completion, PromptBatch, SamplingParams
-from engine.model.sampler import LoopSampler
 from engine.questions.prompts import encode_prompts
 from engine.questions.tasks import load_task
 from engine.run.config_file import load_config
 from engine.sampling.batches import decode_in_batches
+from engine.sampling.sampler import LoopSampler
 from logger import Logger
 from main import get_generation_config
 from tools.chat import load_policy

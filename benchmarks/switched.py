@@ -22,11 +22,11 @@ import engine.model.policy
 import main as program
 from engine.core.config import Config, TrainingSettings
 from engine.core.distributed import World
-from engine.core.statistics import Clock, add_to_mean
+from engine.core.measures import Clock, add_to_mean
 from engine.core.types import MicroBatch, SamplingParams, Seed, Trajectory
 from engine.model.policy import Policy
-from engine.model.sampler import DecodeLoop, LoopSampler, copy_in
 from engine.run.state import Run
+from engine.sampling.sampler import DecodeLoop, LoopSampler, copy_in
 from engine.update.optimizer import Update
 
 end_step, update_policy = Run.end_step, program.update_policy

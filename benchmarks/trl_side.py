@@ -9,7 +9,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 import main as program
 from engine.core.config import TrainingSettings
-from engine.core.statistics import Clock
+from engine.core.measures import Clock
 from engine.core.types import SeedWord, Trajectory
 from engine.questions.prompts import render_prompts
 from engine.run.state import Run

@@ -47,10 +47,9 @@ import engine.run.start
 import main
 from engine.core.config import Config
 from engine.core.distributed import World
-from engine.core.statistics import Clock
+from engine.core.measures import Clock
 from engine.core.types import Completion, Log, PromptBatch, Seed, Trajectory
 from engine.model.policy import Policy
-from engine.model.sampler import LoopSampler
 from engine.questions.contract import Task
 from engine.questions.data import load_examples
 from engine.questions.tasks import load_task, schema, task_of
@@ -61,6 +60,7 @@ from engine.run.state import Run
 from engine.sampling.batches import decode_in_batches
 from engine.sampling.graphs import decode_captured
 from engine.sampling.grouped import decode_grouped
+from engine.sampling.sampler import LoopSampler
 from engine.update.optimizer import make_optimizer
 from logger import Logger
 from tools.chat import load_policy

@@ -20,9 +20,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from engine.questions.contract import CsvRow, with_numbers
 from engine.questions.data import fit_to_config, load_table, number_columns
-from engine.questions.tasks import load_task, reward_parts
+from engine.questions.rewards import reward_parts
+from engine.questions.tables import CsvRow, with_numbers
+from engine.questions.tasks import load_task
 from engine.run.config_file import combine
 from engine.run.mistakes import mistakes_cost_one_line
 from tasks.grader_worker import Worker, WorkerLost, answer_requests

@@ -37,14 +37,15 @@ from transformers.generation import BaseStreamer
 from engine import ROOT
 from engine.core.config import Config, ConfigError, TaskSettings, as_reward
 from engine.core.distributed import World, init_world
-from engine.core.statistics import Clock
+from engine.core.measures import Clock
 from engine.core.text import error_line, format_reward, plain, printable
 from engine.core.types import Log, SeedWord, Trajectory
 from engine.model.load import load_model_and_tokenizer
 from engine.model.policy import Policy, make_policy
 from engine.questions.contract import Task, assistant_prefix, pose
 from engine.questions.data import fit_to_config, load_examples
-from engine.questions.tasks import built_in_tasks, load_task, read_answer
+from engine.questions.rewards import read_answer
+from engine.questions.tasks import built_in_tasks, load_task
 from engine.run import config_file
 from engine.run.config_file import combine, nest, read_file, section_of
 from engine.run.folder import run_that_made

@@ -21,7 +21,8 @@ from typing import Any
 
 from engine.core.files import json_line
 from engine.questions.contract import question_text
-from engine.questions.tasks import load_task, read_answer
+from engine.questions.rewards import read_answer
+from engine.questions.tasks import load_task
 from engine.run.config_file import read_file, section_of
 from tools import page
 

@@ -184,11 +184,6 @@ class TaskSettings(Section):
         """What `load_task` loads."""
         return self.reward or self.name
 
-    def total_reward(self, parts: dict[str, float | None]) -> float:
-        """The sum of weight times part, over the parts that apply; 0 if none does, as in TRL."""
-        weights = self.reward_weights
-        return sum(weights[name] * parts[name] for name in weights if parts[name] is not None)
-
 
 class SamplingSettings(Section):
     """How completions are sampled during training and evaluation."""

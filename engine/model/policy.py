@@ -11,13 +11,13 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.core.config import Config
 from engine.core.distributed import World
-from engine.core.statistics import Clock
+from engine.core.measures import Clock
 from engine.core.types import Log, MicroBatch, PromptBatch, Sampler, SamplingParams, Seed
 from engine.model.load import find_base, load_model_and_tokenizer, of_teacher
-from engine.model.probes import check_vllm, supports_chunked_head
-from engine.model.sampler import DecodeLoop, choose_loop, copy_in, sample_by_loop
+from engine.model.probes import supports_chunked_head
 from engine.questions.contract import Task
 from engine.questions.prompts import encode_prompts
+from engine.sampling.sampler import DecodeLoop, choose_loop, copy_in, sample_by_loop
 
 # Up to so many bytes the fp32 logits of a whole micro-batch are made at once; larger ones would be
 # most of a GPU's memory (8,192 tokens x 151,936 make 5 GB), so they are made block by block.
@@ -161,7 +161,7 @@ def make_policy(
     """What samples from the model, and how; `generate` is main.py's loop for that backend."""
     params, settings = sampling_params(config, model, tokenizer, log), config.sampling
     if settings.backend == "vllm":
-        from engine.sampling.vllm import VllmEngine
+        from engine.sampling.vllm import VllmEngine, check_vllm
 
         base = find_base(config.model.source) or config.model.source
         sampler = VllmEngine(base, model, world, compute_dtype, settings.vllm_memory_gb)

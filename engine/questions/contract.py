@@ -13,27 +13,10 @@ import numpy as np
 from engine.core.config import Section, TaskSettings
 from engine.core.text import plain
 from engine.core.user_file import naming_mistakes
+from engine.questions.tables import CsvRow, number_in
 
 NUMBER_TYPES = (int, float, np.integer, np.floating, np.bool_)
 MAX_REWARD = 1e30  # times a weight of at most 1e6 it is still finite in fp32
-DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,17})(\.[0-9]+)?")
-
-
-class CsvRow(dict):
-    """A row of a CSV file: its cells are text, whatever else is in the file."""
-
-
-def number_in(cell: str) -> int | float | str:
-    """The number that a plain decimal is; other texts stay themselves, such as 007 and 1e7."""
-    return json.loads(cell) if DECIMAL.fullmatch(cell) else cell
-
-
-def with_numbers(row: dict, columns: set[str]) -> dict:
-    """A CSV's row with numbers in these columns, None where a cell is blank."""
-    if not isinstance(row, CsvRow):
-        return row
-    numbers = {n: number_in(row[n]) if row[n].strip() else None for n in columns & row.keys()}
-    return {name: numbers.get(name, cell) for name, cell in row.items()}
 
 
 class Task:

@@ -2,11 +2,9 @@
 
 import collections
 import copy
-import csv
 import difflib
 import functools
 import glob
-import io
 import itertools
 import json
 import random
@@ -23,9 +21,11 @@ from engine.core.hub import reach_hub
 from engine.core.packages import import_package
 from engine.core.types import Log, SeedWord, no_log
 from engine.core.user_file import naming_mistakes
-from engine.questions.contract import CsvRow, Task, asked, fill, number_in, pose
+from engine.questions.contract import Task, asked, fill, pose
 from engine.questions.prompts import check_chat, prompt_length
-from engine.questions.tasks import Hub, hash_of, is_file_name, is_in_split, reward_parts
+from engine.questions.rewards import reward_parts
+from engine.questions.tables import CsvRow, is_file_name, number_in, read_text_file
+from engine.questions.tasks import Hub, hash_of, is_in_split
 
 GOLD_KEYS = ("answer", "solution", "gold", "ground_truth")  # as data sets call the right answer
 FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id (owner/name)"
@@ -294,37 +294,6 @@ def load_table(
         raise ValueError(f"{source}: cannot be loaded ({reason}); {fix}") from error
     shared = [name for name in columns if name in table.column_names]
     return table.select_columns(shared or table.column_names).to_list()
-
-
-def read_text_file(path: Path) -> list[dict] | list[str]:
-    """The rows of a .csv, .json or .jsonl file; a CSV file's cells and a .jsonl row are text.
-
-    `datasets` would guess one type for a whole column. Then a single cell of another type changes
-    the other cells, or is an error without the number of its row.
-    """
-    text = path.read_text("utf-8-sig")
-    if path.suffix.lower() != ".csv":
-        is_list = text.lstrip().startswith("[")
-        return json.loads(text) if is_list else [line for line in text.split("\n") if line.strip()]
-    rows, start, reader = [], 1, csv.DictReader(io.StringIO(text, newline=""), strict=True)
-    try:
-        names = reader.fieldnames or []
-        if twice := [name for name in filter(None, names) if names.count(name) > 1]:
-            raise ValueError(f"two columns are named {twice[0]}")
-        # A column without a name gets the one that `datasets` gives it.
-        reader.fieldnames = [name or f"Unnamed: {place}" for place, name in enumerate(names)]
-        start = reader.line_num + 1
-        for row in reader:
-            if any(row.pop(None, [])):  # cells beyond the last column
-                raise ValueError("more cells than columns: quote commas")
-            if any(row[name] is None for name in filter(None, names)):
-                raise ValueError("fewer cells than columns: an unclosed quote eats what follows")
-            rows.append(CsvRow((name, cell or "") for name, cell in row.items()))
-            start = reader.line_num + 1
-    except (csv.Error, ValueError) as error:
-        fix = ': write a quote within quotes twice, as ""' * isinstance(error, csv.Error)
-        raise ValueError(f"line {start}: {error}{fix}") from None
-    return rows
 
 
 def number_columns(rows: Iterable[CsvRow], log: Log = no_log) -> set[str]:

@@ -26,7 +26,8 @@ from pydantic import model_validator
 from engine.core.config import ConfigError, Section, TaskSettings
 from engine.core.signals import leave_if_signalled
 from engine.core.user_file import RewardError, find_function, line_of, naming_mistakes
-from engine.questions.contract import Task, is_reward, pose, with_numbers
+from engine.questions.contract import Task, is_reward, pose
+from engine.questions.tables import with_numbers
 
 TIMEOUT = "timeout"  # the part that says which calls took too long
 CLOSE_S = 5.0  # seconds for tasks to end in, at the end of a process

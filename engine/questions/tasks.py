@@ -1,7 +1,5 @@
 """The module of a task, which a config needs before torch: this imports no heavy library."""
 
-import contextlib
-import copy
 import functools
 import hashlib
 import importlib
@@ -18,10 +16,10 @@ from pydantic import BaseModel, create_model
 from engine import ROOT
 from engine.core.config import Config, ConfigError, TaskSettings, Text, Weight, as_reward
 from engine.core.text import show
-from engine.core.user_file import RewardError, import_file, line_of, naming_mistakes
-from engine.questions.contract import Task, is_reward
+from engine.core.user_file import import_file
+from engine.questions.contract import Task
+from engine.questions.rewards import default_weights
 
-FILE_FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 # How task.reward names functions: my_rewards:f, my_rewards:[f, g] or [my_rewards:f, lengths:g].
 OF_ONE_FILE = r"[\w.]+:(?:\w+|\[\s*\w+(?:\s*,\s*\w+)*\s*\])"
 REWARD_FORM = re.compile(rf"{OF_ONE_FILE}|\[\s*{OF_ONE_FILE}(?:\s*,\s*{OF_ONE_FILE})*\s*\]")
@@ -95,63 +93,6 @@ def problems_of_task(task: Task) -> Iterator[str]:
             yield f"Options.{key} needs a default, and a name other than {shared}"
 
 
-def reward_parts(
-    task: Task,
-    texts: list[list[str]],
-    examples: list[dict],
-    options: TaskSettings,
-    groups: list[list],
-) -> list[list[dict[str, float | None]]]:
-    """What a task pays for each completion of each question; RewardError if that is no number.
-
-    `groups` are the texts' Completions, [[None]] to try it. A part that does not apply is None.
-    """
-    with contextlib.chdir("."):  # a reward may go elsewhere, but all paths are relative to here
-        if task.reward_groups is not None:
-            return task.reward_groups(texts, examples, options=options, groups=groups)
-        return [
-            [parts_of(task, text, example, options, c) for text, c in zip(some, group, strict=True)]
-            for some, example, group in zip(texts, examples, groups, strict=True)
-        ]
-
-
-def parts_of(
-    task: Task, text: str, example: dict, options: TaskSettings, completion: Any
-) -> dict[str, float]:
-    """What reward_function and Environment pay for a completion; a number is the part `answer`."""
-    parts, payer = {}, "get_reward"
-    if task.reward_function is not None:
-        payer, num_tokens = "reward_function", len(completion.token_ids) if completion else 0
-        # The function gets a copy: a change of the question would stay for the whole run.
-        question = copy.deepcopy(example)
-        with naming_mistakes(task.file, task.reward_function, example):
-            parts = task.reward_function(text, question, options=options, num_tokens=num_tokens)
-        parts = {"answer": parts} if is_reward(parts) else parts
-    if completion and completion.conversation and isinstance(parts, dict):
-        parts = parts | completion.conversation.reward()
-    for name in task.REWARD_PARTS:
-        value = parts.get(name) if isinstance(parts, dict) else None
-        if not is_reward(value):
-            wanted = f"must return a dict with a number for each of {', '.join(task.REWARD_PARTS)}"
-            found = f"not {parts!r:.80}: {name} is missing or no finite number"
-            where = line_of(task.file, function=task.reward_function)
-            raise RewardError(f"{where}: {payer} {wanted}, {found}: question {example!r:.200}")
-    return {name: float(parts[name]) for name in task.REWARD_PARTS}
-
-
-def read_answer(task: Task, text: str, example: dict, options: TaskSettings) -> str | None:
-    """The answer in a completion; None if there is none, or the task reads none."""
-    if task.extract_answer is None:
-        return None
-    with naming_mistakes(task.file, task.extract_answer, example):
-        return task.extract_answer(text, copy.deepcopy(example), options=options)
-
-
-def default_weights(task: Task) -> dict[str, float]:
-    """What the parts of its reward weigh, as the task says."""
-    return dict.fromkeys(task.functions, 1.0) or TaskSettings().reward_weights
-
-
 @functools.cache
 def schema(task: Task) -> type[Config]:
     """Config with the task's own keys and the parts of its reward in the task section."""
@@ -190,8 +131,3 @@ def is_in_split(key: str, split: str) -> bool:
 
 def hash_of(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "backslashreplace")).digest()
-
-
-def is_file_name(source: str) -> bool:
-    """Whether `source` is named like a file that can be loaded; it need not exist."""
-    return Path(source).suffix.lower() in FILE_FORMATS

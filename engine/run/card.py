@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.core.config import Config, dotted_values
 from engine.core.text import show
-from engine.questions.data import is_file_name
 from engine.questions.prompts import encode_prompts, render_prompts
+from engine.questions.tables import is_file_name
 from engine.run.folder import run_name
 from engine.run.state import PASS_AT_1, Run
 

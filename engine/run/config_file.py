@@ -17,6 +17,7 @@ from engine.core.config import SECTIONS, Config, ConfigError, check_world, dotte
 from engine.core.text import Loader, show, to_yaml, unnest
 from engine.model.folders import check_folder
 from engine.questions import tasks
+from engine.questions.tables import is_file_name
 from engine.run.folder import run_that_made
 
 USAGE = """\
@@ -82,7 +83,7 @@ def check_files(config: Config) -> None:
     if tasks.load_task(config.task.code).load_examples is not None:
         sources = []  # the task says what a source is
     for key in sources:
-        if values[key] and tasks.is_file_name(values[key]) and not Path(values[key]).exists():
+        if values[key] and is_file_name(values[key]) and not Path(values[key]).exists():
             lines.append(f"{key} = {values[key]}: no such file in {Path.cwd()}")
     for key in filter(values.get, ("model.name", "model.teacher")):
         try:

@@ -15,12 +15,13 @@ import transformers
 from engine import ROOT
 from engine.core.config import Config
 from engine.core.files import json_line, sizes_of, without_nan, write_atomically
-from engine.core.statistics import Clock, reduce_means
+from engine.core.measures import Clock, reduce_means
 from engine.core.text import plain, shorten
 from engine.core.types import Groups
 from engine.core.user_file import RewardError
 from engine.questions.contract import question_text
-from engine.questions.tasks import load_task, read_answer
+from engine.questions.rewards import read_answer
+from engine.questions.tasks import load_task
 from engine.report.completions import completion_record, completion_rows
 from engine.report.metrics import peak_memory_gb, rollout_metrics, single_answer_metrics
 from engine.run.config_file import dump

@@ -8,11 +8,11 @@ import torch
 from engine.core.files import json_line, read_lines
 from engine.core.types import Groups
 from engine.questions.contract import pose
-from engine.questions.tasks import default_weights
+from engine.questions.rewards import default_weights
 from engine.run.state import Run
 from engine.update.optimizer import learning_rate_at
 
-MIN_STEPS, MIN_GROUPS = 3, 32  # before a run says that no group teaches anything
+ALIKE_STEPS, ALIKE_GROUPS = 3, 32  # before a run says that no group teaches anything
 MANY_TASKS = 1_000
 # What a weight changes by at least to be another number, as a share of it
 ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-9, torch.float32: 1e-7}
@@ -63,7 +63,7 @@ def remark_on_step(
     if metrics["train/zero_advantage_frac"] < 1 or run.config.training.learning_type != "grpo":
         run.num_alike = -1_000_000_000  # something can be learned
     trajectory = groups[0][0]
-    if run.num_alike >= MIN_GROUPS and run.state.step >= MIN_STEPS:
+    if run.num_alike >= ALIKE_GROUPS and run.state.step >= ALIKE_STEPS:
         earned = f"every group's rewards were equal so far, the last {trajectory.reward:g}"
         end = f"nothing can be learned from that; a completion ends with {trajectory.text[-60:]!r}"
         fix = "look at task.reward, task.prompt and training.max_new_gen_tokens"

@@ -16,7 +16,7 @@ from engine.core.signals import leave_if_signalled
 from engine.core.types import Completion, PromptBatch, Sampler, SamplingParams
 
 # Of the rows that a CPU decodes at once; more rows than these are hardly faster, each for itself.
-CPU_BYTES, CPU_TOKENS = 2**30, 524_288
+CPU_BATCH_BYTES, CPU_BATCH_TOKENS = 2**30, 524_288
 SMALL_PROCESS_KB = 2**20  # at its peak
 
 
@@ -89,13 +89,13 @@ def tokens_that_fit(
     """How many tokens of prompts and completions can be decoded at once; `kept` are `kept_bytes`.
 
     On a GPU as many as fit into the memory now free; on a CPU, whose caches many rows do not help,
-    as many as take `CPU_BYTES` if each row gets as long as it may.
+    as many as take `CPU_BATCH_BYTES` if each row gets as long as it may.
     """
     device, row_tokens = model.device, longest + params.max_new_tokens
     config, (cached, states), top_p = model.config.get_text_config(), kept, params.top_p
     if device.type != "cuda":
         row = states + decode_bytes_per_row(config, row_tokens, cached=cached, top_p=top_p)
-        return min(CPU_TOKENS, int(CPU_BYTES / row) * row_tokens)
+        return min(CPU_BATCH_TOKENS, int(CPU_BATCH_BYTES / row) * row_tokens)
     reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + reserved
     likely = longest + 0.7 * params.max_new_tokens  # tokens: most completions end early

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from engine.core.config import Config
-from engine.core.statistics import Clock
+from engine.core.measures import Clock
 from engine.core.tensors import seeded
 from engine.core.types import PromptBatch, SamplingParams, Seed
 from engine.core.user_file import RewardError, naming_mistakes

@@ -20,6 +20,7 @@ from engine.core.packages import import_package
 from engine.core.tensors import autocast, whole
 from engine.core.types import Completion, SamplingParams, Seed
 from engine.sampling.draw import TokenBuffer, draw_uniforms
+from engine.sampling.sampler import mismatch_of
 
 KEY = "sampling.backend = vllm"
 
@@ -176,6 +177,19 @@ class Drawing:
             return logits
         columns = [ours["start"] + len(tokens) for ours, tokens in requests]
         return self.of.draw(logits, [ours["row"] for ours, _ in requests], columns)
+
+
+@torch.no_grad()
+def check_vllm(model: nn.Module, engine: Any, token_ids: list[int]) -> None:
+    """Raise ValueError if vLLM, a VllmEngine, scores a text otherwise than the model does."""
+    # It must be text: on random tokens a chat model in bf16 rounds by half a nat.
+    tokens = torch.tensor(token_ids[1:], device=model.device)
+    log_probs = engine.score(token_ids).to(model.device)
+    with autocast(model.device, engine.dtype):
+        mismatch = mismatch_of(model, token_ids[:1], tokens, log_probs)
+    if not mismatch <= (1e-3 if engine.dtype == torch.float32 else 2**-6):
+        problem = "it computes another model than ours: write grouped"
+        raise ValueError(f"sampling.backend = vllm: {problem}")
 
 
 def import_vllm(device: torch.device) -> ModuleType:

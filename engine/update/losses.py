@@ -13,7 +13,6 @@ from torch import Tensor
 
 from engine.core.config import TrainingSettings
 from engine.core.types import MicroBatch
-from engine.core.user_file import RewardError
 
 KL_LOG_RATIO_LIMIT = 10.0  # its exponential is 22,026; an unlimited one overflows
 
@@ -132,16 +131,3 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """
     log_ratio = (ref_log_probs - log_probs).clamp(-KL_LOG_RATIO_LIMIT, KL_LOG_RATIO_LIMIT)
     return log_ratio.expm1() - log_ratio  # exp(x) - x - 1, which would round to below 0 near 0
-
-
-def over_mean(rewards: Tensor) -> Tensor:
-    """(reward - mean) / mean of each group (N, G): the rarer a right answer, the more it counts.
-
-    MaxRL (arXiv:2602.02710), for rewards of 0 and 1. Equal ones give 0, one below 0 a RewardError.
-    """
-    if (least := rewards.min()) < 0:
-        problem = f"it is for rewards of 0 and more, but one was {least:g}"
-        raise RewardError(f"training.advantage = over_mean: {problem}; write mean")
-    mean = rewards.mean(dim=1, keepdim=True)  # (N, 1)
-    is_equal = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)  # also where the mean is 0
-    return ((rewards - mean) / mean).masked_fill(is_equal, 0.0)

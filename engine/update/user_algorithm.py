@@ -15,6 +15,7 @@ from engine.core.config import Config
 from engine.core.distributed import World
 from engine.core.types import MicroBatch, Trajectory
 from engine.core.user_file import RewardError, find_function, line_of, naming_mistakes
+from engine.questions.rewards import total_reward
 
 MAX_LOG_PROB = -1e-6  # of a token, as a loss of the user's own is told
 
@@ -94,7 +95,7 @@ def try_algorithm(config: Config, world: World) -> None:
             for i, length in enumerate(lengths):
                 parts = dict.fromkeys(config.task.reward_weights, worse if i % 2 else 1.0)
                 completion = SimpleNamespace(token_ids=range(length), truncated=i == 0)
-                reward = config.task.total_reward(parts)
+                reward = total_reward(parts, config.task.reward_weights)
                 group.append(Trajectory([1], completion, "", parts, reward))
             rewards = torch.tensor([[t.reward for t in group]] * num_groups, dtype=torch.float64)
             own_advantages(training.advantage, rewards, [group] * num_groups)

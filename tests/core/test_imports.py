@@ -51,7 +51,8 @@ def imported(path) -> list[str]:
 OPTIONAL = {"vllm", "peft", "bitsandbytes", "datasets", "mlflow", "wandb", "pandas"}
 OPTIONAL |= {"engine.sampling.vllm", "engine.sampling.graphs", "engine.sampling.environment"}
 OPTIONAL |= {"engine.sampling.calculator", "engine.model.adapters", "engine.update.shards"}
-OPTIONAL |= {"engine.update.head", "engine.update.losses", "engine.report.boards"}
+OPTIONAL |= {"engine.update.head", "engine.update.losses", "engine.update.advantages"}
+OPTIONAL |= {"engine.report.boards"}
 OPTIONAL |= {"engine.questions.reward_functions", "tasks.guess"}
 OPTIONAL |= {"engine.update.user_algorithm", "engine.sampling.stop_texts"}
 OPTIONAL |= {"engine.run.merge", "tasks.lengths", "tasks.gsm8k", "engine.run.fit"}
@@ -62,7 +63,7 @@ RUNS = {
     "what is one key": (
         "training.advantage=over_mean training.micro_batch_tokens=500000 "
         "sampling.calculator=gsm8k sampling.stop=['no']",
-        {"engine.update.losses", "engine.update.head"}
+        {"engine.update.advantages", "engine.update.head"}
         | {"engine.sampling.calculator", "engine.sampling.stop_texts"},
     ),
     "an environment, and an advantage of one's own": (

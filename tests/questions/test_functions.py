@@ -23,15 +23,17 @@ import torch
 from harness import ENVIRONMENT, ROOT, arguments, load_rows, load_run, make_config, read_rows
 
 import main
-from engine.core.config import ConfigError, TaskSettings
+from engine.core.config import ConfigError
 from engine.core.signals import SignalWatch
 from engine.core.types import Completion, Trajectory
 from engine.core.user_file import RewardError, import_file
 from engine.questions import reward_functions
-from engine.questions.contract import CsvRow, pose, with_numbers
+from engine.questions.contract import pose
 from engine.questions.data import load_examples, load_questions
 from engine.questions.reward_functions import EventLoop
-from engine.questions.tasks import functions_in, load_task, read_answer, reward_parts
+from engine.questions.rewards import read_answer, reward_parts, total_reward
+from engine.questions.tables import CsvRow, with_numbers
+from engine.questions.tasks import functions_in, load_task
 from engine.run.checkpoint import load_state
 from engine.run.config_file import check_files, dump, load_config
 from engine.run.folder import run_name
@@ -198,8 +200,8 @@ def test_functions_pay_the_same_in_every_order(order, folder):
             assert row == applying | {"timeout": float(absent != ())}
             assert [name for name in row if name != "timeout"] == [*order, "long"]
             total = sum(WORTH[name] * (value or 0.0) for name, value in applying.items())
-            assert TaskSettings(reward_weights=WORTH).total_reward(row) == total
-    assert TaskSettings(reward_weights=WORTH).total_reward(dict.fromkeys(WORTH)) == 0
+            assert total_reward(row, WORTH) == total
+    assert total_reward(dict.fromkeys(WORTH), WORTH) == 0
     before = [(name, *order[:place]) for place, name in enumerate(order)]
     assert [one for one in before for _ in KINDS] == import_file(folder / "several.py").SEEN
     assert load_task(reward).take_logged() == {"judged": (4, 2)}

@@ -17,6 +17,7 @@ from engine.report.metrics import single_answer_metrics
 from engine.run.config_file import load_config
 from engine.run.folder import run_folder
 from engine.run.state import Run
+from plain import assert_plain
 
 EVALUATE = [f"training.seed={seed()}", "training.max_new_gen_tokens=64", "mode=evaluate"]
 EVALUATE += ["validation.num_examples=9", "validation.best_of_n=4"]

@@ -21,10 +21,11 @@ import torch
 from harness import ROOT, alone, arguments, make_row, read_jsonl, run_main, save_writer, seed
 from transformers import PreTrainedTokenizerFast
 
-from engine.core.statistics import confidence_interval, reduce_means
+from engine.core.measures import reduce_means
 from engine.core.types import Groups, Trajectory
 from engine.report.boards import BOARDS, Board
 from engine.report.metrics import mean_rewards, rollout_metrics
+from engine.report.pass_at_k import confidence_interval
 from logger import Logger
 
 

@@ -63,7 +63,7 @@ def test_all_ranks_learn_of_a_signal_to_one_and_of_a_mistake_of_rank_0(tmp_path)
 PLACES = {
     "engine.sampling.grouped:DecodeBatch.step": "grouped",
     "engine.sampling.draw:TokenBuffer.draw": "generate",
-    "engine.questions.tasks:parts_of": "grouped",
+    "engine.questions.rewards:parts_of": "grouped",
     "main:compute_rewards": "grouped",
 }
 

@@ -21,12 +21,13 @@ from one_pass import assert_plain
 from tokenizers import AddedToken, normalizers
 
 import main
-from engine.core.statistics import Clock
+from engine.core.measures import Clock
 from engine.core.types import Trajectory
 from engine.core.user_file import RewardError
 from engine.run.config_file import load_config
 from engine.run.state import Run
 from engine.sampling.environment import Conversation, Turns
+from plain import assert_plain
 
 # Turns end and tools are called as in Qwen2.5's chats; the words are our own.
 TEMPLATE = """{%- if tools %}<|im_start|>system

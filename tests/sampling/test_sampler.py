@@ -26,15 +26,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.core.types import Completion, PromptBatch, SamplingParams
 from engine.model.policy import Policy
-from engine.model.probes import supports_grouped
-from engine.model.sampler import copy_in
 from engine.sampling import batches
 from engine.sampling.cache import ReservedColumns
 from engine.sampling.draw import TokenBuffer, invert_cdf, sample_tokens
 from engine.sampling.graphs import CapturedSteps
 from engine.sampling.grouped import decode_grouped
+from engine.sampling.sampler import copy_in, supports_grouped
 from engine.update.head import ChunkedScorer
 from main import CompletionScorer
+from plain import assert_plain
 
 RAGGED = [[5, 9, 30], [40, 41, 42, 43, 44, 45, 46, 47, 48], [7], [60, 5, 61, 5, 62]]
 EQUAL = [[5, 9], [5, 9]]  # two questions with one text

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import main
-from engine.core.statistics import add_to_mean
+from engine.core.measures import add_to_mean
 from engine.core.user_file import RewardError
 from engine.update import losses
 from main import assign_advantages, grpo_advantages, k_best_mask

@@ -5,15 +5,15 @@ import functools
 from collections.abc import Callable
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from engine.core.config import Config
 from engine.core.distributed import World
 from engine.core.tensors import autocast, whole
 from engine.core.types import Completion, Log, SamplingParams, Seed
-from engine.model.probes import supports_grouped
 from engine.sampling.batches import kept_bytes, tokens_that_fit
-from engine.sampling.grouped import decode_grouped
+from engine.sampling.grouped import DecodeBatch, decode_grouped
 
 DecodeLoop = Callable[..., list[Completion]]  # such as main.py's `generate`, and decode_grouped
 
@@ -89,6 +89,47 @@ def choose_loop(sampler: LoopSampler, log: Log) -> LoopSampler:
             else:
                 log("this model's decode step cannot be captured in a CUDA graph: it is slower")
     return sampler
+
+
+@torch.no_grad()
+def supports_grouped(
+    model: nn.Module, replayed: Callable[[DecodeBatch], Callable[[int], None]] | None = None
+) -> bool:
+    """Whether grouped decoding computes the same log-probabilities as one plain forward.
+
+    With `replayed`, CapturedSteps, as CUDA graphs. A few tokens are decoded after two short made-up
+    prompts, one of them padded, and a row is dropped on the way.
+    """
+    prompts = [[i % model.config.vocab_size for i in ids] for ids in (range(1, 25), (25, 26))]
+    params = SamplingParams(5, 1.0, top_p=1.0, top_k=0, eos_ids=(), pad_id=0, group_size=2)
+    uniforms = torch.linspace(0.01, 0.99, 20).view(4, params.max_new_tokens)  # (B, T)
+    try:
+        batch = DecodeBatch(model, prompts, uniforms, params)
+        step = replayed(batch) if replayed else batch.step
+        step(26)
+        batch.select(torch.tensor([0, 2, 3], device=model.device))
+        for num_columns in (27, 28, 29):  # if replayed: as usual, captured, replayed once more
+            step(num_columns)
+        drawn = batch.drawn
+        mismatches = [
+            mismatch_of(model, prompts[row // 2], drawn.tokens[row], drawn.log_probs[row])
+            for row in (0, 2)
+        ]
+    except torch.OutOfMemoryError:  # a RuntimeError too
+        raise
+    except (AttributeError, NotImplementedError, TypeError, ValueError, RuntimeError):
+        return False
+    tolerance = 1e-3 if model.dtype == torch.float32 else 2**-6  # a few roundings of bf16
+    return all(mismatch <= tolerance for mismatch in mismatches)  # NaN is none
+
+
+def mismatch_of(model: nn.Module, prompt: list[int], tokens: Tensor, log_probs: Tensor) -> float:
+    """How far the log-probabilities (T,) of tokens (T,) are from a plain forward's, on average."""
+    ids = torch.cat([torch.tensor(prompt, device=model.device), tokens])
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    difference = (log_probs + F.cross_entropy(logits, tokens, reduction="none")).abs().mean()
+    # In multiples of the largest logit, whose rounding they have, or in nats if that is below 1
+    return float(difference / logits.abs().max().clamp(min=1.0))
 
 
 def copy_in(dtype: torch.dtype, model: nn.Module, device: torch.device) -> nn.Module:
