@@ -84,7 +84,7 @@ def build_run(config: Config) -> Run:
     world, notes = init_world()  # rank, number of ranks, and this rank's device
     logger = Logger(rank=world.rank)  # `settle_config` gives it the boards of logging.report_to
     config = settle_config(config, world, notes, logger)  # fills in what it leaves open
-    task = load_task(config.task.code)
+    task = load_task(config.task)
     # An AutoModelForCausalLM; what is trained of it, and AdamW's moments, are fp32. It computes in
     # `dtype`: bf16 on a GPU that has it, otherwise float16; fp32 on most CPUs. policy.sampler is a
     # copy in 16 bits, refreshed after each update; in fp32, or with LoRA, it is the model itself.
@@ -171,7 +171,7 @@ def sample_trajectories(
         )
     task.max_completion_length = params.max_new_tokens  # read by rewards for length, just below
     with clock("reward"):
-        return compute_rewards(policy, task, config, questions, prompts.token_ids, groups)
+        return compute_rewards(policy, task, questions, prompts.token_ids, groups)
 
 
 @torch.no_grad()
@@ -228,18 +228,17 @@ def get_generation_config(params: SamplingParams) -> GenerationConfig:
 def compute_rewards(
     policy: Policy,
     task: Task,
-    config: Config,
     questions: list[dict],
     prompts: list[list[int]],
     groups: list[list[Completion]],
 ) -> list[list[Trajectory]]:
     """The completions as text, each with its reward: the weighted sum of what the task pays."""
     texts = [[completion_text(c, policy.tokenizer) for c in group] for group in groups]
-    parts = reward_parts(task, texts, questions, config.task, groups)  # parts[i][j]: by name
+    parts = reward_parts(task, texts, questions, groups)  # parts[i][j]: by name
     rewarded: list[list[Trajectory]] = [[] for _ in groups]
     for i, group in enumerate(groups):
         for j, completion in enumerate(group):
-            reward = total_reward(parts[i][j], config.task.reward_weights)
+            reward = total_reward(parts[i][j], task.options.reward_weights)
             rewarded[i].append(Trajectory(prompts[i], completion, texts[i][j], parts[i][j], reward))
     return rewarded
 

@@ -116,10 +116,10 @@ def load_workload(
     config = load_config(["--config", os.devnull, *overrides])
     world = World(rank=0, size=1, device=device)
     policy = load_policy(config, world, Logger(rank=1).info)
-    task, options = load_task(config.task.name), config.task
-    how = {"options": options, "num_examples": size.questions, "seed": 0, "exclude": []}
+    task = load_task(config.task)
+    how = {"options": task.options, "num_examples": size.questions, "seed": 0, "exclude": []}
     questions = task.generate_questions("train", **how)
-    prompts = encode_prompts(questions, task=task, options=options, tokenizer=policy.tokenizer)
+    prompts = encode_prompts(questions, task=task, tokenizer=policy.tokenizer)
     params = replace(policy.params, group_size=size.samples)
     return Workload(policy.sampler, prompts, params)
 

@@ -114,9 +114,7 @@ class Schedule(TrainerCallback):
 
 
 def as_trl_row(example: dict, run: Run) -> dict:
-    (prompt,), _ = render_prompts(
-        [example], task=run.task, options=run.config.task, tokenizer=run.policy.tokenizer
-    )
+    (prompt,), _ = render_prompts([example], task=run.task, tokenizer=run.policy.tokenizer)
     return example | {"prompt": prompt}
 
 

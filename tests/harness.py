@@ -52,7 +52,7 @@ from engine.core.types import Completion, Log, PromptBatch, Seed, Trajectory
 from engine.model.policy import Policy
 from engine.questions.contract import Task
 from engine.questions.data import load_examples
-from engine.questions.tasks import load_task, schema, task_of
+from engine.questions.tasks import load_task, schema
 from engine.run.config_file import load_config
 from engine.run.log import validation_samples
 from engine.run.mistakes import mistakes_cost_one_line
@@ -91,7 +91,7 @@ ROWS = {
 }
 # What each fork would import and make anew
 for name in ROWS:
-    load_task(name)
+    schema(name)
 get_checkpoint_conversion_mapping("qwen2")
 
 
@@ -360,7 +360,7 @@ def make_run(
         world=world or alone(),
         logger=Logger(rank=1),
         folder=Path("no-folder"),
-        task=load_task(config.task.name),
+        task=load_task(config.task),
         policy=policy,
         validation_questions=questions or [],
     )
@@ -405,7 +405,7 @@ def loop_of(policy: Policy) -> str:
 
 
 def load_rows(
-    task: Task | ModuleType,
+    task: str | ModuleType,
     source: str | Path,
     split: str,
     num_examples: int | None = None,
@@ -416,10 +416,18 @@ def load_rows(
     **options: object,
 ) -> list[dict]:
     """A task's questions of a split, from a file, the hub or "generated", under its `options`."""
-    how = {"num_examples": num_examples, "seed": with_seed, "held_out": held_out}
-    task = task_of(task) if isinstance(task, ModuleType) else task
-    settings = type(schema(task)().task)(**options)
-    return load_examples(task, str(source), split, options=settings, exclude=exclude, **how)
+    source, other = str(source), str(source) if held_out else "other.jsonl"
+    train, evaluation = (source, other) if split == "train" else (other, source)
+    task = make_task(task, train=train, eval=evaluation, **options)
+    how = {"num_examples": num_examples, "seed": with_seed, "exclude": exclude}
+    return load_examples(task, split, **how)
+
+
+def make_task(code: str | ModuleType, **options: object) -> Task:
+    """A task by its name, its module or its functions, with its defaults but for `options`."""
+    code = code if isinstance(code, str) else code.__name__.rpartition(".")[2]
+    named = {"reward" if ":" in code else "name": code}
+    return load_task(type(schema(code)().task)(**named, **options))
 
 
 # Rewards by construction
@@ -460,8 +468,8 @@ def grade_by_text(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(countdown, "QUESTION", "{nums} = {target}")
     patch.setattr(countdown, "ASSISTANT_PREFIX", "<think>")
     for name in ROWS:
-        task = load_task(name)
-        patch.setattr(task, "reward_function", by_text(task.reward_function))
+        module = sys.modules[name if name == "countdown" else f"tasks.{name}"]
+        patch.setattr(module, "reward_function", by_text(module.reward_function))
 
 
 def set_rates(patch: pytest.MonkeyPatch, rates: list[float]) -> None:

@@ -46,19 +46,18 @@ def load(name: str, row: dict | None, overrides: list[str]) -> tuple[Callable[[s
     if function and row is None:
         grade = getattr(importlib.import_module(module), function)
         return lambda completion: grade(completion, "46"), "46"
-    task = load_task(name)  # of a function of task.reward, which is called as a run does
     key, is_task = "task.reward" if function else "task.name", row is None
     config = combine({}, [f"{key}={name}", *overrides])
+    task = load_task(config.task)  # of a function of task.reward, which is called as a run does
     fit_to_config(task, config)
-    options = config.task
     if is_task:
         if task.reward_function is None:
             fix = "name the function that reads: module:name"
             raise SystemExit(f"{name}: its Environment pays; {fix}")
         if not task.EXAMPLE_ROW:
             raise SystemExit(f"{name}: give it an EXAMPLE_ROW, whose completions are graded")
-        row = task.parse_row(task.EXAMPLE_ROW, options=options)
-    pay = functools.partial(reward_parts, task, examples=[row], options=options)
+        row = task.parse_row(task.EXAMPLE_ROW, options=task.options)
+    pay = functools.partial(reward_parts, task, examples=[row])
 
     def grade(text: str) -> float:
         ((parts,),) = pay(texts=[[text]], groups=[[None]])

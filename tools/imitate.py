@@ -62,7 +62,7 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     with mistakes_cost_one_line():
         config = imitating(options)
-        rows = read_answers(load_task(config.task.code), config, options.answers)
+        rows = read_answers(load_task(config.task), config, options.answers)
         try:
             run = build_run(config)
             fit_to_config(run.task, config, run.logger.info, options.answers)
@@ -137,9 +137,10 @@ def read_answers(task: Task, config: Config, source: str) -> list[dict]:
         problem = "its questions or turns stand in no file, so there is nothing to imitate"
         raise ConfigError([f"task.name = {config.task.name}: {problem}"])
     parse, table = functools.partial(parse_answer, task), load_table(source)
-    form = Task(task.file, {"EXAMPLE_ROW": {}, "parse_row": parse})  # {} is every column
+    # {} is every column
+    form = Task(task.file, {"EXAMPLE_ROW": {}, "parse_row": parse}, task.options)
     try:
-        rows = parse_table(table, form, source, config.task)
+        rows = parse_table(table, form, source)
     except ValueError as error:
         row = json.dumps(task.EXAMPLE_ROW | {"completion": "..."})
         hint = f"; rows must look like {row}" if task.EXAMPLE_ROW else ""
@@ -171,7 +172,7 @@ def choose_answers(
     """The answers to questions that are not of the validation; ValueError if there are none."""
     task, log = run.task, run.logger.info
     asked, known = [row["question"] for row in rows], run.validation_questions
-    is_other = are_others(asked, known, task=task, options=run.config.task)
+    is_other = are_others(task, asked, known)
     answers = [
         make_answer(run, row, f"{source}, row {number}")
         for number, row in itertools.compress(enumerate(rows, start=1), is_other)
@@ -189,10 +190,10 @@ def choose_answers(
 
 def make_answer(run: Run, row: dict, place: str) -> Trajectory:
     """A row as if it had been sampled; ValueError, with its place, if it cannot have been."""
-    policy, options = run.policy, run.config.task
+    policy = run.policy
     question, text = row["question"], row["completion"]
     tokenizer, end = policy.tokenizer, end_of_turn(policy.tokenizer)
-    (prompt,) = encode_prompts([question], task=run.task, options=options, tokenizer=tokenizer)
+    (prompt,) = encode_prompts([question], task=run.task, tokenizer=tokenizer)
     ids = tokenizer.encode(whole_characters(text), add_special_tokens=False)
     ids.append(tokenizer.eos_token_id if end is None else end)
     zeros = np.zeros(len(ids), np.float32)
@@ -204,7 +205,7 @@ def make_answer(run: Run, row: dict, place: str) -> Trajectory:
     if completion_text(completion, tokenizer) != text or {*ids[:-1]} & {*policy.params.eos_ids}:
         problem = "the tokenizer cannot give its completion back, or it holds an end token"
         raise ValueError(f"{place}: {problem}: {text!r:.60}")
-    ((parts,),) = reward_parts(run.task, [[text]], [question], options, [[completion]])
+    ((parts,),) = reward_parts(run.task, [[text]], [question], [[completion]])
     return Trajectory(prompt, completion, text, parts, reward=0.0, advantage=1.0)
 
 

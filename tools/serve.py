@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.files import json_line
-from engine.questions.contract import question_text
 from engine.questions.rewards import read_answer
 from engine.questions.tasks import load_task
 from engine.run.config_file import read_file, section_of
@@ -149,7 +148,7 @@ def answer_to(options: argparse.Namespace, request: dict, send: Callable[[dict],
     overrides = [f"model.revision={json.dumps(revision)}"]
     asked = argparse.Namespace(model=json.dumps(name), config=options.config, overrides=overrides)
     config = chat.chat_config(asked, run=options.folder)
-    task = load_task(config.task.code)
+    task = load_task(config.task)
     fit_to_config(task, config)
     if request.get("question") == "":
         raise ValueError(chat.how_to_ask(task))
@@ -158,7 +157,7 @@ def answer_to(options: argparse.Namespace, request: dict, send: Callable[[dict],
     else:
         held_out = chat.watched(task, config)
         example = held_out[number % len(held_out)]
-    asked = question_text(example, task=task, options=config.task)  # refuses an own row's form
+    asked = task.question_text(example)  # refuses an own row's form
     key = name, Path(name).stat().st_mtime if Path(name).is_dir() else 0  # best/ is replaced
     send({"question": asked, "is_loading": key not in LOADED})
     if key not in LOADED:
@@ -171,8 +170,8 @@ def answer_to(options: argparse.Namespace, request: dict, send: Callable[[dict],
     with policy.sampler.model.register_forward_hook(sender.keep):
         trajectory = chat.sample_answer(policy, task, config, example, number, sender)
     answered = {"row": completion_record(trajectory, policy.tokenizer, {})}
-    answered["read"] = read_answer(task, trajectory.text, example, config.task)
-    send(answered | {"paid": chat.judge(task, config.task, example, trajectory)})
+    answered["read"] = read_answer(task, trajectory.text, example)
+    send(answered | {"paid": chat.judge(task, example, trajectory)})
 
 
 class Sender:

@@ -86,8 +86,7 @@ class Policy:
     ) -> PromptBatch:
         """The prompts of questions and, if the task has an Environment, their conversations."""
         if task.Environment is None:
-            options, tokenizer = config.task, self.tokenizer
-            ids = encode_prompts(questions, task=task, options=options, tokenizer=tokenizer)
+            ids = encode_prompts(questions, task=task, tokenizer=self.tokenizer)
             return PromptBatch(ids, seeds)
         from engine.sampling.environment import start_conversations
 

@@ -19,15 +19,14 @@ NUMBER_TYPES = (int, float, np.integer, np.floating, np.bool_)
 MAX_REWARD = 1e30  # times a weight of at most 1e6 it is still finite in fp32
 
 
-class Task:
-    """A task as a run uses it: what its module defines, and these where it defines nothing.
+class Contract:
+    """What a task's module may define, and what stands for the names that it leaves out.
 
-    docs/tasks.md explains the names. Nothing is set on the module.
+    docs/tasks.md explains the names.
     """
 
     generate_prompt = None  # each task must define it, and one of the next two
     reward_function = Environment = None
-    reward_groups = None  # pays whole groups, as task.reward's functions do
     REWARD_PARTS: tuple[str, ...] = ("answer",)  # where the reward is a number
     EXAMPLE_ROW: Mapping[str, Any] = MappingProxyType({})  # every column is kept
     PACKAGES: tuple[str, ...] = ()
@@ -53,60 +52,64 @@ class Task:
             read = paid.get("read", read) if isinstance(paid, dict) else read
         return None if read is None else str(read) or None
 
-    def __init__(self, file: str, defined: Mapping[str, Any]) -> None:
+
+class Task(Contract):
+    """A task as a run uses it, with the options of its config. Nothing is set on the module."""
+
+    reward_groups = None  # pays whole groups, as task.reward's functions do
+
+    def __init__(self, file: str, defined: Mapping[str, Any], options: TaskSettings) -> None:
         """`defined` are the names of the module in the file."""
         if "Environment" in defined:
             self.extract_answer = None  # the text of a whole talk is no answer to vote for
-        names = [name for name in vars(Task) if not name.startswith("_")]
+        names = [name for name in vars(Contract) if not name.startswith("_")]
         vars(self).update({name: defined[name] for name in names if name in defined})
         self.file = file
+        self.options = options
         self.functions: dict[str, tuple[str, Callable]] = {}  # of task.reward, by name: its file
         self.number_columns: set[str] = set()  # of CSV files: the functions get their numbers
         self.max_completion_length: int | None = None  # in tokens, of the run or of an evaluation
+
+    def pose(self, example: dict) -> list[dict] | str:
+        """The prompt for a question, with the words of the config if it has any.
+
+        task.prompt replaces the plain text or the user's message. task.system_prompt becomes the
+        system message, or the beginning of a plain text. An assistant prefix stays.
+        """
+        try:  # it is asked of all training questions at the start, so it must cost little
+            messages = self.generate_prompt(copied(example), options=self.options)  # may change it
+        except (Exception, SystemExit):
+            with naming_mistakes(self.file, self.generate_prompt, example):
+                raise
+        texts = (self.options.system_prompt, self.options.prompt)
+        system, prompt = (None if text is None else fill(text, example) for text in texts)
+        if isinstance(messages, str):
+            return "\n\n".join(part for part in (system, prompt or messages) if part is not None)
+        if prompt is not None:
+            messages = [m | {"content": prompt} if m["role"] == "user" else m for m in messages]
+        if system is not None:
+            others = [m for m in messages if m["role"] != "system"]
+            messages = [{"role": "system", "content": system}, *others]
+        return messages
+
+    def asked(self, example: dict) -> str:
+        """What the model is asked; of an Environment, which may say more, the question's key."""
+        if self.Environment is not None:
+            return self.question_key(example)
+        posed = self.pose(example)
+        return posed if isinstance(posed, str) else "\n".join([str(m["content"]) for m in posed])
+
+    def question_text(self, example: dict) -> str:
+        """What a person reads of a question; with task.reward it is what the model is asked."""
+        if not self.functions:
+            return plain({key: value for key, value in example.items() if key != "answer"})
+        posed = self.pose(example)
+        return posed if isinstance(posed, str) else posed[-1]["content"]
 
 
 def is_reward(value: object) -> bool:
     """Whether it is a number that can be added up; NaN is none."""
     return isinstance(value, NUMBER_TYPES) and abs(value) <= MAX_REWARD
-
-
-def pose(example: dict, *, task: Task, options: TaskSettings) -> list[dict] | str:
-    """The task's prompt for a question, with the words of the config if it has any.
-
-    task.prompt replaces the plain text or the user's message. task.system_prompt becomes the system
-    message, or the beginning of a plain text. An assistant prefix stays.
-    """
-    try:  # it is asked of all training questions at the start, so it must cost little
-        messages = task.generate_prompt(copied(example), options=options)  # it may change it
-    except (Exception, SystemExit):
-        with naming_mistakes(task.file, task.generate_prompt, example):
-            raise
-    texts = (options.system_prompt, options.prompt)
-    system, prompt = (None if text is None else fill(text, example) for text in texts)
-    if isinstance(messages, str):
-        return "\n\n".join(part for part in (system, prompt or messages) if part is not None)
-    if prompt is not None:
-        messages = [m | {"content": prompt} if m["role"] == "user" else m for m in messages]
-    if system is not None:
-        others = [m for m in messages if m["role"] != "system"]
-        messages = [{"role": "system", "content": system}, *others]
-    return messages
-
-
-def asked(example: dict, *, task: Task, options: TaskSettings) -> str:
-    """What the model is asked; of an Environment, which may say more, the question's key."""
-    if task.Environment is not None:
-        return task.question_key(example)
-    posed = pose(example, task=task, options=options)
-    return posed if isinstance(posed, str) else "\n".join([str(m["content"]) for m in posed])
-
-
-def question_text(example: dict, *, task: Task, options: TaskSettings) -> str:
-    """What a person reads of a question; with task.reward it is what the model is asked."""
-    if not task.functions:
-        return plain({key: value for key, value in example.items() if key != "answer"})
-    posed = pose(example, task=task, options=options)
-    return posed if isinstance(posed, str) else posed[-1]["content"]
 
 
 def fill(text: str, example: dict) -> str:

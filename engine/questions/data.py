@@ -21,7 +21,7 @@ from engine.core.hub import reach_hub
 from engine.core.packages import import_package
 from engine.core.types import Log, SeedWord, no_log
 from engine.core.user_file import naming_mistakes
-from engine.questions.contract import Task, asked, fill, pose
+from engine.questions.contract import Task, fill
 from engine.questions.prompts import check_chat, prompt_length
 from engine.questions.rewards import reward_parts
 from engine.questions.tables import CsvRow, is_file_name, number_in, read_text_file
@@ -46,25 +46,51 @@ def load_questions(
     `context` is the number of tokens that the model can see, None for no limit. Questions without
     room for a completion are dropped: in training by the stream, since to render all takes long.
     """
-    settings, is_shared = config.task, config.task.train == config.task.eval
-    load = functools.partial(load_examples, task, options=settings, held_out=is_shared, log=log)
+    length = functools.partial(prompt_length, task=task, tokenizer=tokenizer)
+    most = context or 10**9
+    validation = load_validation(task, config, log)
+    check_wording(task.options, validation[0], log)
+    check_chat(task.pose(validation[0]), tokenizer)
+    fitting = those_that_fit(validation, config, length, most - config.max_validation_tokens, log)
+    if config.mode != "train":
+        return fitting, None
+    limit = task.options.max_train_examples
+    seed = config.training.seed
+    num = limit if task.options.shuffle else None  # without shuffle the first ones of the file
+    questions = load_examples(
+        task, "train", num_examples=num, seed=seed, exclude=validation, log=log
+    )
+    longest = most - config.training.max_new_gen_tokens
+    stream = QuestionStream(questions[:limit], seed, task.options.shuffle, length, longest, log)
+    stream.take(0, 1)  # ValueError if no question fits
+    log(f"{len(stream.questions):,} training questions")
+    return fitting, stream
+
+
+def load_validation(task: Task, config: Config, log: Log) -> list[dict]:
+    """The validation questions, no two of them equal; the task's functions are tried on one."""
     # Seed 0: the same questions for every training.seed, so that runs can be compared.
     num = config.validation.num_examples
-    validation = load(settings.eval, "validation", num_examples=num, seed=0, exclude=[])
+    rows = load_examples(task, "validation", num_examples=num, seed=0, exclude=[], log=log)
     # Equal questions would narrow the interval.
-    validation = [*{task.question_key(row): row for row in validation}.values()]
+    rows = [*{task.question_key(row): row for row in rows}.values()]
     fit_to_config(task, config, log)
     try:
-        check_functions(task, validation[0], options=settings)
+        check_functions(task, rows[0])
     except ValueError as error:  # the same on all ranks, of which one prints it
         raise ConfigError([str(error)]) from error
-    of_prompts = {asked(row, task=task, options=settings): row for row in validation}
-    validation = [*of_prompts.values()]
-    check_wording(settings, validation[0], log)
-    check_chat(pose(validation[0], task=task, options=settings), tokenizer)
-    length = functools.partial(prompt_length, task=task, options=settings, tokenizer=tokenizer)
+    return [*{task.asked(row): row for row in rows}.values()]
+
+
+def those_that_fit(
+    validation: list[dict],
+    config: Config,
+    length: Callable[[dict], float],
+    longest: int,
+    log: Log,
+) -> list[dict]:
+    """The validation questions whose prompts leave room; ValueError if there are none."""
     lengths = [length(question) for question in validation]
-    longest = (context or 10**9) - config.max_validation_tokens
     fitting = [row for row, num in zip(validation, lengths, strict=True) if num <= longest]
     if not fitting:
         section = "validation" if config.validation.max_new_gen_tokens else "training"
@@ -72,21 +98,12 @@ def load_questions(
     if num_long := len(validation) - len(fitting):
         some = f"{num_long} of {len(validation)} validation questions"
         log(f"{some} are too long or hold a special token: dropped")
-    if len(fitting) < num:
+    if len(fitting) < (num := config.validation.num_examples):
         log(f"warning: {len(fitting)} different validation questions, not the {num} asked for")
     kept = [num for num in lengths if num <= longest]
     means = f"{np.mean(kept):.0f} tokens on average, {max(kept)} the longest"
     log(f"prompts of validation questions: {means}")
-    if config.mode != "train":
-        return fitting, None
-    limit, seed = settings.max_train_examples, config.training.seed
-    num = limit if settings.shuffle else None  # without shuffle the first ones of the file
-    questions = load(settings.train, "train", num_examples=num, seed=seed, exclude=validation)
-    longest = (context or 10**9) - config.training.max_new_gen_tokens
-    stream = QuestionStream(questions[:limit], seed, settings.shuffle, length, longest, log)
-    stream.take(0, 1)  # ValueError if no question fits
-    log(f"{len(stream.questions):,} training questions")
-    return fitting, stream
+    return fitting
 
 
 def fit_to_config(task: Task, config: Config, log: Log = no_log, *others: str) -> None:
@@ -112,10 +129,10 @@ def check_wording(settings: TaskSettings, question: dict, log: Log) -> None:
             log(f"warning: {{{word}}} in the prompt: {shown}: leave it out, or rename the column")
 
 
-def check_functions(task: Task, example: dict, *, options: TaskSettings) -> None:
+def check_functions(task: Task, example: dict) -> None:
     """Try a task's functions on a question; ValueError if they return what no run can use."""
     with naming_mistakes(task.file, task.generate_prompt, example):
-        prompt = task.generate_prompt(copy.deepcopy(example), options=options)
+        prompt = task.generate_prompt(copy.deepcopy(example), options=task.options)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     texts = [isinstance(m, dict) and m.get("role") and m.get("content") for m in messages or [0]]
     if not all(isinstance(text, str) and text for text in texts):
@@ -123,7 +140,7 @@ def check_functions(task: Task, example: dict, *, options: TaskSettings) -> None
         problem = f"generate_prompt must return {wanted}, not {prompt!r:.80}"
         raise ValueError(f"{task.file}: {problem}")
     if task.Environment is None:
-        reward_parts(task, [[""]], [example], options, [[None]])
+        reward_parts(task, [[""]], [example], [[None]])
     if task.functions:
         task.take_logged()  # what the trial has logged does not count
 
@@ -169,23 +186,22 @@ class QuestionStream:
 
 def load_examples(
     task: Task,
-    source: str,
     split: str,
     *,
-    options: TaskSettings,
     num_examples: int | None,
     seed: int,
-    held_out: bool,
     exclude: Iterable[dict],
     log: Log = no_log,
 ) -> list[dict]:
     """The questions of one split, "train" or "validation", without those equal to `exclude`'s.
 
-    `held_out` says that both splits have the same source: then 1 in 8 of its questions is for
-    validation and the others are for training, unless the task's HUB says otherwise. `num_examples`
-    questions are drawn by `seed`; None takes all, or as many generated ones as the task chooses.
-    Raises ValueError of one line with the source and the fix in it.
+    If both splits have the same source, 1 in 8 of its questions is for validation and the others
+    are for training, unless the task's HUB says otherwise. `num_examples` questions are drawn by
+    `seed`; None takes all, or as many generated ones as the task chooses. Raises ValueError of one
+    line with the source and the fix in it.
     """
+    source = task.options.train if split == "train" else task.options.eval
+    held_out = task.options.train == task.options.eval
     for package in task.PACKAGES:
         import_package(package, key=f"task.name = {Path(task.file).stem}")
     load = task.generate_questions if source == "generated" else None
@@ -203,20 +219,19 @@ def load_examples(
             hub_split="train" if split == "train" or is_divided else hub.validation_split,
         )
         is_known = held_out and split == "train"  # it was said with the validation questions
-        rows = parse_table(table, task, source, options, no_log if is_known else log)
+        rows = parse_table(table, task, source, no_log if is_known else log)
         if is_divided:
             rows = part_of(rows, split, task, num_examples)
     else:
         with naming_mistakes(task.file, load, split, passes=ValueError):  # what it says itself
-            rows = load(
-                split, options=options, num_examples=num_examples, seed=seed, exclude=exclude
-            )
+            how = {"num_examples": num_examples, "seed": seed, "exclude": exclude}
+            rows = load(split, options=task.options, **how)
     name = "load_examples" if task.load_examples else "generate_questions"
     if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
         raise ValueError(f"{task.file}: {name} must return a list of dicts, parse_row a dict")
     if others := [key for row in rows for key in row if not isinstance(key, str)]:
         raise ValueError(f"{task.file}: a question has the key {others[0]!r}: keys must be text")
-    is_other = are_others(rows, exclude, task=task, options=options)
+    is_other = are_others(task, rows, exclude)
     if num_equal := is_other.count(False):
         some = f"{num_equal:,} of {len(rows):,} questions to train on"
         log(f"{some} are asked in validation too: left out")
@@ -231,20 +246,17 @@ def load_examples(
     return rows
 
 
-def are_others(
-    questions: list[dict], known: Iterable[dict], *, task: Task, options: TaskSettings
-) -> list[bool]:
+def are_others(task: Task, questions: list[dict], known: Iterable[dict]) -> list[bool]:
     """Whether each question is none of the known ones, by its key and by what the model is asked.
 
     Equal questions may stand in two files with other columns beside them, such as an id.
     """
     keys = {task.question_key(row) for row in known}
-    texts = {asked(row, task=task, options=options) for row in known}
+    texts = {task.asked(row) for row in known}
     if not keys:  # nothing is held out, so nothing need be asked
         return [True] * len(questions)
     return [
-        task.question_key(row) not in keys and asked(row, task=task, options=options) not in texts
-        for row in questions
+        task.question_key(row) not in keys and task.asked(row) not in texts for row in questions
     ]
 
 
@@ -306,7 +318,7 @@ def number_columns(rows: Iterable[CsvRow], log: Log = no_log) -> set[str]:
 
 
 def parse_table(
-    table: list[dict] | list[str], task: Task, source: str, options: TaskSettings, log: Log = no_log
+    table: list[dict] | list[str], task: Task, source: str, log: Log = no_log
 ) -> list[dict]:
     """The example in each row of the table; ValueError for the first row without one."""
     rows: list[dict] = []
@@ -320,7 +332,7 @@ def parse_table(
                 raise ValueError(f"no column {' and '.join(missing)} among {found}")
             row = type(row)((name, row[name]) for name in task.EXAMPLE_ROW or row)
             with naming_mistakes(task.file, task.parse_row, row, passes=ValueError):
-                row = task.parse_row(row, options=options)
+                row = task.parse_row(row, options=task.options)
         except (ValueError, RecursionError) as error:
             example = task.EXAMPLE_ROW and f"; rows must look like {json.dumps(task.EXAMPLE_ROW)}"
             raise ValueError(f"{source}, row {number}: {error}{example or ''}") from error

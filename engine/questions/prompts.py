@@ -9,18 +9,15 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerFast as Tokenizer
 from transformers.utils import get_json_schema
 
-from engine.core.config import TaskSettings
 from engine.core.types import Completion
-from engine.questions.contract import Task, assistant_prefix, pose
+from engine.questions.contract import Task, assistant_prefix
 
 QUESTION = {"role": "user", "content": "A made-up question."}
 TURN = {"role": "assistant", "content": "A made-up turn."}
 
 
-def encode_prompts(
-    examples: list[dict], *, task: Task, options: TaskSettings, tokenizer: Tokenizer
-) -> list[list[int]]:
-    texts, adds = render_prompts(examples, task=task, options=options, tokenizer=tokenizer)
+def encode_prompts(examples: list[dict], *, task: Task, tokenizer: Tokenizer) -> list[list[int]]:
+    texts, adds = render_prompts(examples, task=task, tokenizer=tokenizer)
     if not texts:  # a rank without validation questions; the tokenizer would raise IndexError
         return []
     encoded = tokenizer(texts, add_special_tokens=adds, return_special_tokens_mask=True)
@@ -29,25 +26,23 @@ def encode_prompts(
     return [ids[: len(mask) or None] for ids, mask in zip(encoded["input_ids"], masks, strict=True)]
 
 
-def prompt_length(
-    example: dict, *, task: Task, options: TaskSettings, tokenizer: Tokenizer
-) -> float:
+def prompt_length(example: dict, *, task: Task, tokenizer: Tokenizer) -> float:
     """The tokens of a question's prompt; infinite if it holds a special one, which ends a turn."""
-    prompt = pose(example, task=task, options=options)
+    prompt = task.pose(example)
     is_chat = tokenizer.chat_template is not None and not isinstance(prompt, str)
     if is_chat:  # in the ids, since a normalizer may make a special token of other characters
         text = whole_characters(" ".join(map(str, example.values())))
         if not special_ids(tokenizer).isdisjoint(tokenizer.encode(text, add_special_tokens=False)):
             return math.inf
-    (ids,) = encode_prompts([example], task=task, options=options, tokenizer=tokenizer)
+    (ids,) = encode_prompts([example], task=task, tokenizer=tokenizer)
     return len(ids)
 
 
 def render_prompts(
-    examples: list[dict], *, task: Task, options: TaskSettings, tokenizer: Tokenizer
+    examples: list[dict], *, task: Task, tokenizer: Tokenizer
 ) -> tuple[list[str], bool]:
     """The text of each question's prompt, and whether the tokenizer must add special tokens."""
-    prompts = [pose(example, task=task, options=options) for example in examples]
+    prompts = [task.pose(example) for example in examples]
     # A chat template has written them: with it, the tokenizer would add them a second time.
     is_chat = tokenizer.chat_template is not None and not any(isinstance(p, str) for p in prompts)
     tools = tool_schemas(task)

@@ -8,7 +8,6 @@ import asyncio
 import atexit
 import contextlib
 import copy
-import functools
 import inspect
 import json
 import os
@@ -17,7 +16,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,16 +24,15 @@ from pydantic import model_validator
 from engine.core.config import ConfigError, Section, TaskSettings
 from engine.core.signals import leave_if_signalled
 from engine.core.user_file import RewardError, find_function, line_of, naming_mistakes
-from engine.questions.contract import Task, is_reward, pose
+from engine.questions.contract import Task, is_reward
 from engine.questions.tables import with_numbers
 
 TIMEOUT = "timeout"  # the part that says which calls took too long
 CLOSE_S = 5.0  # seconds for tasks to end in, at the end of a process
 
 
-@functools.cache
-def make_task(folder: Path, *names: str) -> "RewardTask":
-    """The task of these functions, each given as module:function; `folder` is the current one."""
+def find_functions(names: list[str]) -> dict[str, tuple[str, Callable]]:
+    """The functions, each given as module:function, with their files, by their own names."""
     functions = {}
     for named in names:
         (file, function), name = find_function(named, "task.reward"), named.partition(":")[2]
@@ -49,7 +46,7 @@ def make_task(folder: Path, *names: str) -> "RewardTask":
         if name == TIMEOUT:
             raise ConfigError([f"{where}: {name} counts the calls that took too long: rename it"])
         functions[name] = file, function
-    return RewardTask(functions)
+    return functions
 
 
 def form_of(columns: dict[str, Any]) -> str:
@@ -71,13 +68,13 @@ class RewardTask(Task):
                 return values | {"eval": values.get("train", "generated")}
             return values
 
-    def __init__(self, functions: dict[str, tuple[str, Callable]]) -> None:
+    def __init__(self, functions: dict[str, tuple[str, Callable]], options: TaskSettings) -> None:
         (file, _), *_ = functions.values()
         called = {name: (f, type(f).__call__) for name, (_, f) in functions.items()}  # or objects
         self.awaited = [n for n in called if any(map(inspect.iscoroutinefunction, called[n]))]
-        super().__init__(file, {"REWARD_PARTS": (*functions, *[TIMEOUT] * bool(self.awaited))})
+        parts = (*functions, *[TIMEOUT] * bool(self.awaited))
+        super().__init__(file, {"REWARD_PARTS": parts}, options)
         self.functions = functions
-        self.loop = EventLoop()  # of the async functions
         self.logged: dict[str, list[float]] = defaultdict(list)  # by log_metric, since last taken
 
     def parse_row(self, row: dict, *, options: TaskSettings) -> dict:
@@ -108,8 +105,6 @@ class RewardTask(Task):
         self,
         texts: list[list[str]],
         examples: list[dict],
-        *,
-        options: TaskSettings,
         groups: list[list],
     ) -> list[list[dict[str, float | None]]]:
         """The parts of the reward of all completions, by one call of each function a question.
@@ -117,13 +112,13 @@ class RewardTask(Task):
         Each also gets, as `rewards`, what those that are named before it have paid, by name.
         """
         columns = [
-            self.columns_of(*of_question, options=options)
+            self.columns_of(*of_question)
             for of_question in zip(texts, examples, groups, strict=True)
         ]
         parts = [[{} for _ in group] for group in groups]
         for name in self.functions:
             if name in self.awaited:
-                paid = self.loop.run(self.call_together(name, columns, examples, options))
+                paid = LOOP.run(self.call_together(name, columns, examples))
             else:
                 paid = [self.call(name, *one) for one in zip(columns, examples, strict=True)]
             for of_question, values, column in zip(parts, paid, columns, strict=True):
@@ -136,14 +131,12 @@ class RewardTask(Task):
                         row[TIMEOUT] = max(row.get(TIMEOUT, 0.0), float(is_late))
         return parts
 
-    def columns_of(
-        self, texts: list[str], example: dict, completions: list, *, options: TaskSettings
-    ) -> dict[str, Any]:
+    def columns_of(self, texts: list[str], example: dict, completions: list) -> dict[str, Any]:
         """What the functions get of a question, by name: lists with an entry a completion.
 
         Prompts and completions are messages where the row holds messages, and plain text elsewhere.
         """
-        posed = pose(example, task=self, options=options)
+        posed = self.pose(example)
         if isinstance(example.get("prompt"), list):
             prompt, written = posed, [[{"role": "assistant", "content": text}] for text in texts]
         else:
@@ -163,16 +156,16 @@ class RewardTask(Task):
         return self.checked(paid, name, columns, example)
 
     async def call_together(
-        self, name: str, columns: list[dict], examples: list[dict], options: TaskSettings
+        self, name: str, columns: list[dict], examples: list[dict]
     ) -> list[list[float | None] | None]:
         """The same of all questions, by an async function; None where it took too long."""
-        free = asyncio.Semaphore(options.concurrency)
+        free = asyncio.Semaphore(self.options.concurrency)
 
         async def in_time(columns: dict[str, Any], example: dict) -> list[float | None] | None:
             async with free:
                 running = asyncio.ensure_future(self.call_async(name, columns, example))
                 try:
-                    await asyncio.wait([running], timeout=options.reward_timeout)
+                    await asyncio.wait([running], timeout=self.options.reward_timeout)
                 finally:  # also where a signal ends the evaluation
                     is_late = running.cancel()
                 if not is_late and running.cancelled():
@@ -206,6 +199,11 @@ class RewardTask(Task):
         """What TRL passes under this name: the step's metric is the mean of all values."""
         self.logged[name].append(float(value))
 
+    @property
+    def num_open(self) -> int:
+        """How many tasks the functions have left open in this process."""
+        return LOOP.num_open
+
     def take_logged(self) -> dict[str, tuple[float, float]]:
         """(sum, count) of what was logged since the last time."""
         logged, self.logged = self.logged, defaultdict(list)
@@ -213,7 +211,7 @@ class RewardTask(Task):
 
 
 class EventLoop:
-    """One for a task's life, in each process, in a thread of its own.
+    """One for all of task.reward's async functions in a process, in a thread of its own.
 
     A user's client belongs to the first loop it meets, and has tasks of its own there: they go on
     between steps too, such as to answer a server that asks whether the client is still there.
@@ -254,6 +252,9 @@ class EventLoop:
         if loop := self.loops.get(os.getpid()):
             with contextlib.suppress(TimeoutError):
                 asyncio.run_coroutine_threadsafe(end_others(), loop).result(CLOSE_S)
+
+
+LOOP = EventLoop()
 
 
 async def end_others() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 from engine.core.config import TaskSettings
@@ -10,11 +11,7 @@ from engine.questions.contract import Task, is_reward
 
 
 def reward_parts(
-    task: Task,
-    texts: list[list[str]],
-    examples: list[dict],
-    options: TaskSettings,
-    groups: list[list],
+    task: Task, texts: list[list[str]], examples: list[dict], groups: list[list]
 ) -> list[list[dict[str, float | None]]]:
     """What a task pays for each completion of each question; RewardError if that is no number.
 
@@ -22,16 +19,14 @@ def reward_parts(
     """
     with contextlib.chdir("."):  # a reward may go elsewhere, but all paths are relative to here
         if task.reward_groups is not None:
-            return task.reward_groups(texts, examples, options=options, groups=groups)
+            return task.reward_groups(texts, examples, groups)
         return [
-            [parts_of(task, text, example, options, c) for text, c in zip(some, group, strict=True)]
+            [parts_of(task, text, example, c) for text, c in zip(some, group, strict=True)]
             for some, example, group in zip(texts, examples, groups, strict=True)
         ]
 
 
-def parts_of(
-    task: Task, text: str, example: dict, options: TaskSettings, completion: Any
-) -> dict[str, float]:
+def parts_of(task: Task, text: str, example: dict, completion: Any) -> dict[str, float]:
     """What reward_function and Environment pay for a completion; a number is the part `answer`."""
     parts, payer = {}, "get_reward"
     if task.reward_function is not None:
@@ -39,7 +34,9 @@ def parts_of(
         # The function gets a copy: a change of the question would stay for the whole run.
         question = copy.deepcopy(example)
         with naming_mistakes(task.file, task.reward_function, example):
-            parts = task.reward_function(text, question, options=options, num_tokens=num_tokens)
+            parts = task.reward_function(
+                text, question, options=task.options, num_tokens=num_tokens
+            )
         parts = {"answer": parts} if is_reward(parts) else parts
     if completion and completion.conversation and isinstance(parts, dict):
         parts = parts | completion.conversation.reward()
@@ -58,14 +55,14 @@ def total_reward(parts: dict[str, float | None], weights: dict[str, float]) -> f
     return sum(weights[name] * parts[name] for name in weights if parts[name] is not None)
 
 
-def default_weights(task: Task) -> dict[str, float]:
-    """What the parts of its reward weigh, as the task says."""
-    return dict.fromkeys(task.functions, 1.0) or TaskSettings().reward_weights
+def default_weights(functions: Iterable[str]) -> dict[str, float]:
+    """What the parts of a reward weigh, by default: task.reward's functions, or a task's parts."""
+    return dict.fromkeys(functions, 1.0) or TaskSettings().reward_weights
 
 
-def read_answer(task: Task, text: str, example: dict, options: TaskSettings) -> str | None:
+def read_answer(task: Task, text: str, example: dict) -> str | None:
     """The answer in a completion; None if there is none, or the task reads none."""
     if task.extract_answer is None:
         return None
     with naming_mistakes(task.file, task.extract_answer, example):
-        return task.extract_answer(text, copy.deepcopy(example), options=options)
+        return task.extract_answer(text, copy.deepcopy(example), options=task.options)

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 from pydantic import BaseModel, create_model
@@ -25,25 +24,25 @@ OF_ONE_FILE = r"[\w.]+:(?:\w+|\[\s*\w+(?:\s*,\s*\w+)*\s*\])"
 REWARD_FORM = re.compile(rf"{OF_ONE_FILE}|\[\s*{OF_ONE_FILE}(?:\s*,\s*{OF_ONE_FILE})*\s*\]")
 
 
-def load_task(name: str) -> Task:
-    """A task of the checkout, <name>.py in the current folder, or functions (my_rewards:f)."""
+def load_task(options: TaskSettings) -> Task:
+    """A task of the checkout, <name>.py in the current folder, or functions (my_rewards:f).
+
+    ConfigError if there is none, or if it lacks what each task needs.
+    """
+    name = options.code
     own_file = Path.cwd() / f"{name}.py"
-    if name in built_in_tasks():
-        return task_of(importlib.import_module(name if name == "countdown" else f"tasks.{name}"))
     if ":" in str(name):
-        from engine.questions.reward_functions import make_task  # off by default
+        from engine.questions.reward_functions import RewardTask, find_functions  # off by default
 
-        return make_task(Path.cwd(), *functions_in(check_form(name)))
-    if own_file.stem == name and own_file.is_file():
-        return task_of(import_file(own_file))
-    choices = f"{', '.join(built_in_tasks())}, or the name of a .py file in {Path.cwd()}"
-    raise ConfigError([f"task.name = {show(name):.80}: must be one of {choices}"])
-
-
-@functools.cache
-def task_of(module: ModuleType) -> Task:
-    """The task that a module defines; ConfigError if it lacks what each task needs."""
-    task = Task(module.__file__, vars(module))
+        return RewardTask(find_functions(functions_in(check_form(name))), options)
+    if name in built_in_tasks():
+        module = importlib.import_module(name if name == "countdown" else f"tasks.{name}")
+    elif own_file.stem == name and own_file.is_file():
+        module = import_file(own_file)
+    else:
+        choices = f"{', '.join(built_in_tasks())}, or the name of a .py file in {Path.cwd()}"
+        raise ConfigError([f"task.name = {show(name):.80}: must be one of {choices}"])
+    task = Task(module.__file__, vars(module), options)
     if problems := list(problems_of_task(task)):
         raise ConfigError([f"{task.file}: {problem}" for problem in problems])
     return task
@@ -93,18 +92,23 @@ def problems_of_task(task: Task) -> Iterator[str]:
             yield f"Options.{key} needs a default, and a name other than {shared}"
 
 
+def schema(code: str) -> type[Config]:
+    """Config with the own keys of the task that `load_task` finds, and the parts of its reward."""
+    task = load_task(TaskSettings.model_construct(name=code))
+    return make_schema(task.Options, task.REWARD_PARTS, *task.functions)
+
+
 @functools.cache
-def schema(task: Task) -> type[Config]:
-    """Config with the task's own keys and the parts of its reward in the task section."""
-    weights = default_weights(task)
-    defaults = {part: weights.get(part, 0.0) for part in task.REWARD_PARTS}
+def make_schema(own: type[Section], parts: tuple[str, ...], *functions: str) -> type[Config]:
+    weights = default_weights(functions)
+    defaults = {part: weights.get(part, 0.0) for part in parts}
     # The keys' explanations are those of the bases: pydantic would search all modules for more.
     make = functools.partial(create_model, __cls_kwargs__={"use_attribute_docstrings": False})
     settings = make(
         "TaskSettings",
-        __base__=(task.Options, TaskSettings),
-        name=(Text, "+".join(task.functions) or TaskSettings().name),
-        reward_weights=(dict[Literal[task.REWARD_PARTS], Weight], defaults),
+        __base__=(own, TaskSettings),
+        name=(Text, "+".join(functions) or TaskSettings().name),
+        reward_weights=(dict[Literal[parts], Weight], defaults),
     )
     return make("Config", __base__=Config, task=(settings, settings()))
 

@@ -1,6 +1,7 @@
 """What is measured: of a step, of an evaluation, by mode=evaluate alone; signs of a collapse."""
 
 import copy
+import functools
 import math
 import resource
 import sys
@@ -8,7 +9,7 @@ import sys
 import numpy as np
 import torch
 
-from engine.core.config import TaskSettings, ValidationSettings
+from engine.core.config import ValidationSettings
 from engine.core.distributed import World
 from engine.core.measures import reduce_means
 from engine.core.types import Groups
@@ -131,12 +132,7 @@ def mean_rewards(
 
 
 def single_answer_metrics(
-    task: Task,
-    options: TaskSettings,
-    questions: list[dict],
-    groups: Groups,
-    greedy: Groups,
-    world: World,
+    task: Task, questions: list[dict], groups: Groups, greedy: Groups, world: World
 ) -> dict[str, float]:
     """Rates of one answer per question, with Wilson's interval: what the group votes for, greedy.
 
@@ -148,14 +144,15 @@ def single_answer_metrics(
     if task.extract_answer is not None:
         solved["majority"] = []
         for group, example in zip(groups, mine, strict=True):
-            votes = [read_answer(task, t.text, example, options) for t in group]
+            votes = [read_answer(task, t.text, example) for t in group]
             chosen = majority_sample(votes)
             solved["majority"].append(chosen is not None and group[chosen].is_solved)
     solved["greedy"] = [t.is_solved for t in answers]
     if task.is_lenient_solved is not None:
         solved["strict"] = solved["greedy"]
+        is_solved = functools.partial(task.is_lenient_solved, options=task.options)
         solved["lenient"] = [
-            not t.completion.is_broken and task.is_lenient_solved(t.text, example, options=options)
+            not t.completion.is_broken and is_solved(t.text, example)
             for t, example in zip(answers, copy.deepcopy(mine), strict=True)
         ]
     num_tokens = sum(len(t.completion.token_ids) for t in answers)

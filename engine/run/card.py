@@ -25,10 +25,8 @@ def model_card(run: Run, measured: dict[str, float], *, answers: str | None = No
     """The card of the model as it was measured; `answers` is where those it imitated come from."""
     config, tokenizer = run.config, run.policy.tokenizer
     question = run.validation_questions[:1]
-    (prompt,), add_special_tokens = render_prompts(
-        question, task=run.task, options=config.task, tokenizer=tokenizer
-    )
-    (ids,) = encode_prompts(question, task=run.task, options=config.task, tokenizer=tokenizer)
+    (prompt,), add_special_tokens = render_prompts(question, task=run.task, tokenizer=tokenizer)
+    (ids,) = encode_prompts(question, task=run.task, tokenizer=tokenizer)
     if tokenizer.encode(prompt, add_special_tokens=add_special_tokens) != ids:
         prompt, add_special_tokens = tokenizer.decode(ids), False  # it would add an end token too
     base = f"[{config.model.name}](https://huggingface.co/{config.model.name})"

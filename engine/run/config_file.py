@@ -80,7 +80,7 @@ def check_files(config: Config) -> None:
     """Raise ConfigError for files and folders that are missing; else say what takes seconds now."""
     values, lines = dotted_values(config), []
     sources = ["task.eval", *["task.train"] * (config.mode == "train")]
-    if tasks.load_task(config.task.code).load_examples is not None:
+    if tasks.load_task(config.task).load_examples is not None:
         sources = []  # the task says what a source is
     for key in sources:
         if values[key] and is_file_name(values[key]) and not Path(values[key]).exists():
@@ -102,7 +102,7 @@ def combine(in_file: dict[str, Any], overrides: list[str]) -> Config:
     from_command_line = nest(map(parse_override, overrides))
     values = merge(without_other_task(from_file, from_command_line), from_command_line)
     values = merge(values, replaced_length(from_file, from_command_line))
-    full_schema = tasks.schema(tasks.load_task(task_name(values)))
+    full_schema = tasks.schema(task_name(values))
     values = merge(values, nest(texts_of(overrides, full_schema)))
     values = merge(full_schema().model_dump(), values)
     try:

@@ -43,8 +43,7 @@ def fit_micro_batches(run: Run) -> None:
 def longest_row(run: Run) -> int:
     """The most tokens of a row: the longest of some prompts, and a completion of full length."""
     questions = [question for _, question in run.stream.take(0, NUM_PROMPTS)[0]]
-    task, options, tokenizer = run.task, run.config.task, run.policy.tokenizer
-    ids = encode_prompts(questions, task=task, options=options, tokenizer=tokenizer)
+    ids = encode_prompts(questions, task=run.task, tokenizer=run.policy.tokenizer)
     return max(map(len, ids)) + run.config.training.max_new_gen_tokens
 
 

@@ -19,7 +19,6 @@ from engine.core.measures import Clock, reduce_means
 from engine.core.text import plain, shorten
 from engine.core.types import Groups
 from engine.core.user_file import RewardError
-from engine.questions.contract import question_text
 from engine.questions.rewards import read_answer
 from engine.questions.tasks import load_task
 from engine.report.completions import completion_record, completion_rows
@@ -116,7 +115,7 @@ def describe_step(run: Run, questions: list[dict], groups: Groups, update: Updat
         del ordered[MAX_COMPLETIONS // 2 : -MAX_COMPLETIONS // 2]  # of a large group the middle
         record = {
             "step": step,
-            "question": shorten(text_of(run, question), MAX_HEADING),
+            "question": shorten(run.task.question_text(question), MAX_HEADING),
             "prompt": shorten(tokenizer.decode(group[0].prompt_ids), MAX_CHARACTERS),
             "gold": shorten(plain(question.get("answer", question)), MAX_CHARACTERS),
             "size": len(group),
@@ -142,17 +141,18 @@ def validation_samples(run: Run, groups: Groups) -> list[dict]:
 
 def samples_of(run: Run, groups: Groups, questions: list[dict], *, split: str) -> list[dict]:
     """The first completion of each group, then the second ones, as samples.jsonl keeps them."""
-    has_rows = bool(run.task.functions)  # of any columns: people read what the model is asked
+    task = run.task
+    has_rows = bool(task.functions)  # of any columns: people read what the model is asked
     numbered = zip(*groups, strict=True)  # the first completion of each group, then the second
     pairs = [pair for some in numbered for pair in zip(some, questions, strict=True)]
     return [
         {
             "split": split,
             "prompt": run.policy.tokenizer.decode(trajectory.prompt_ids),
-            "question": text_of(run, question),
+            "question": task.question_text(question),
             "completion": trajectory.text,
-            "gold": question.get("answer", text_of(run, question) if has_rows else question),
-            "answer": read_answer(run.task, trajectory.text, question, run.config.task),
+            "gold": question.get("answer", task.question_text(question) if has_rows else question),
+            "answer": read_answer(task, trajectory.text, question),
             "reward": trajectory.reward,
             "reward_parts": trajectory.reward_parts,
             "truncated": trajectory.completion.truncated,
@@ -162,10 +162,6 @@ def samples_of(run: Run, groups: Groups, questions: list[dict], *, split: str) -
     ]
 
 
-def text_of(run: Run, question: dict) -> str:
-    return question_text(question, task=run.task, options=run.config.task)
-
-
 def report_evaluation(run: Run, metrics: dict[str, float], groups: Groups, greedy: Groups) -> int:
     """Report mode=evaluate: as training measures, by majority votes, and greedily.
 
@@ -173,7 +169,7 @@ def report_evaluation(run: Run, metrics: dict[str, float], groups: Groups, greed
     answer this rank's questions. Returns the exit status, 2 where logits are not finite.
     """
     config, world, questions = run.config, run.world, run.validation_questions
-    metrics |= single_answer_metrics(run.task, config.task, questions, groups, greedy, world)
+    metrics |= single_answer_metrics(run.task, questions, groups, greedy, world)
     samples = validation_samples(run, groups)
     title = f"evaluation of {config.model.name} on {config.task.name}"
     run.logger.print_evaluation(title, metrics, samples)
@@ -196,7 +192,7 @@ def write_settings(folder: Path, config: Config) -> None:
         revision = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     libraries = f"torch {torch.__version__}, transformers {transformers.__version__}"
     head = f"# plain-grpo {revision or '?'}, Python {platform.python_version()}, {libraries}\n"
-    own = f"# {OWN_CODE}: {of_own_code(load_task(config.task.code), config.training)}\n"
+    own = f"# {OWN_CODE}: {of_own_code(load_task(config.task), config.training)}\n"
     write_atomically(folder / "config.yaml", head + own + dump(config))  # tools.plot reads `own`
 
 

@@ -7,7 +7,6 @@ import torch
 
 from engine.core.files import json_line, read_lines
 from engine.core.types import Groups
-from engine.questions.contract import pose
 from engine.questions.rewards import default_weights
 from engine.run.state import Run
 from engine.update.optimizer import learning_rate_at
@@ -53,10 +52,10 @@ def remark_on_step(
     """On parts of the reward that are paid but weigh 0, equal rewards, and completions."""
     for part, weight in run.config.task.reward_weights.items():
         is_unpaid = weight == 0 and metrics.get(f"train/part_{part}", 0) != 0
-        if is_unpaid and part not in default_weights(run.task):
+        if is_unpaid and part not in default_weights(run.task.functions):
             fix = f"set task.reward_weights='{{{part}: 1.0}}'"
             remark(run, f"weight of {part}", f"the part {part} of the reward weighs 0: {fix}")
-    if run.task.functions and (num := run.task.loop.num_open) > MANY_TASKS:
+    if run.task.functions and (num := run.task.num_open) > MANY_TASKS:
         fix = "a step should await or cancel what it begins, but for a few that serve all steps"
         remark(run, "tasks", f"async functions of task.reward have left {num:,} tasks open: {fix}")
     run.num_alike += len(groups) * run.world.size
@@ -76,12 +75,11 @@ def remark_on_completions(
 ) -> None:
     """On completions that were cut off, and on rewards that came too late or for nothing."""
     is_chat = run.policy.tokenizer.chat_template is not None
-    if is_chat and questions and metrics[f"{split}/truncated_frac"] > 0.5:
-        asked = pose(questions[0], task=run.task, options=run.config.task)
-        if isinstance(asked, str):
-            cut = "most completions were cut off, and this chat model was given plain text"
-            fix = "task.prompt='{prompt}' makes a user's message of it"
-            remark(run, "plain text", f"{cut}: {fix}")
+    is_cut = metrics[f"{split}/truncated_frac"] > 0.5
+    if is_chat and questions and is_cut and isinstance(run.task.pose(questions[0]), str):
+        cut = "most completions were cut off, and this chat model was given plain text"
+        fix = "task.prompt='{prompt}' makes a user's message of it"
+        remark(run, "plain text", f"{cut}: {fix}")
     if (share := metrics.get(f"{split}/reward_timeouts", 0)) > 0.1:
         fix = "raise task.reward_timeout, or lower task.concurrency"
         late = f"{share:.0%} of the rewards took too long"

@@ -19,7 +19,7 @@ from engine.core.tensors import seeded
 from engine.core.types import PromptBatch, SamplingParams, Seed
 from engine.core.user_file import RewardError, naming_mistakes
 from engine.questions import prompts
-from engine.questions.contract import Task, assistant_prefix, pose
+from engine.questions.contract import Task, assistant_prefix
 
 REPLY = "A made-up reply."
 LONGEST_TOKEN = 64  # characters; a reply that cannot fit is cut before it is tokenised
@@ -50,7 +50,7 @@ def start_conversations(
             for sample in range(1, params.group_size + 1)
         ]
         texts = {conversation.opening for conversation in group}
-        *others, last = pose(question, task=task, options=config.task)
+        *others, last = task.pose(question)
         last = last | {"content": last["content"] + turns.clean(min(texts))}
         prompt_ids += turns.encode(turns.render([*others, last]))
         if len(texts) > 1:
@@ -140,7 +140,7 @@ def problems_of_environment(
     """Why it cannot be played. The first is the one to mend: what comes later may rest on it."""
     environment, model = task.Environment(), tokenizer.name_or_path
     responds = hasattr(environment, "respond")
-    prompt = pose(question, task=task, options=config.task)
+    prompt = task.pose(question)
     if not hasattr(environment, "reset"):
         yield "has no reset: write def reset(self, **example)"
     if not hasattr(environment, "get_reward") and task.reward_function is None:

@@ -19,7 +19,6 @@ from engine.sampling.graphs import CapturedSteps
 from engine.sampling.sampler import supports_grouped
 from engine.update.head import ChunkedScorer
 from main import CompletionScorer
-from plain import ATOL, assert_plain, plain_logits
 
 PROMPTS = [[5, 9, 30], [40, 41, 42, 43, 44, 45, 46, 47, 48], [7], [60, 5, 61, 5, 62]]
 NUM_TOKENS = 10

@@ -33,7 +33,6 @@ from engine.sampling.batches import kept_bytes
 from engine.update.head import ChunkedScorer
 from logger import Logger
 from main import CompletionScorer
-from plain import ATOL, assert_plain
 from tools import export
 
 LORA = "model.lora={r: 4, alpha: 8}"

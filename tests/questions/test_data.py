@@ -10,13 +10,13 @@ import datasets
 import numpy as np
 import pandas
 import pytest
-from harness import ROWS, chatty, load_rows, make_config, seed
+from harness import ROWS, chatty, load_rows, make_config, make_task, seed
 from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from engine.model.tokenizer import load_tokenizer
-from engine.questions.contract import assistant_prefix, pose
+from engine.questions.contract import assistant_prefix
 from engine.questions.data import QuestionStream, load_questions
 from engine.questions.prompts import encode_prompts, prompt_length, render_prompt, render_prompts
 from engine.questions.tasks import load_task
@@ -37,7 +37,7 @@ def dataset_cache_in_a_temporary_folder(tmp_path, monkeypatch):
 
 
 def load(name: str, source: str | Path, split: str = "train", **how) -> list[dict]:
-    return load_rows(load_task(name), source, split, **how)
+    return load_rows(name, source, split, **how)
 
 
 def write_file(path: Path, rows: list[dict]) -> Path:
@@ -111,16 +111,14 @@ def questions_for(
 ) -> tuple[list[dict], QuestionStream | None, list[str]]:
     """The validation questions of a run, its training questions, and what it logs about them."""
     config, logged = make_config("validation.num_examples=80", *overrides), []
-    task, log = load_task(config.task.code), logged.append
+    task, log = load_task(config.task), logged.append
     questions = load_questions(task, config, tokenizer=tokenizer, context=context, log=log)
     return *questions, logged
 
 
 def of_task(name: str, **options: str) -> dict:
-    """The task and its options, as arguments."""
-    overrides = [f"task.{key}={value}" for key, value in options.items()]
-    options = make_config(f"task.name={name}", *overrides).task
-    return {"task": load_task(name), "options": options}
+    """The task, as an argument."""
+    return {"task": make_task(name, **options)}
 
 
 def test_the_validation_questions_are_the_same_for_every_seed_and_mode(tokenizer):
@@ -364,7 +362,7 @@ def test_a_question_is_never_read_as_a_template(task, key, wording):
     options = make_config(task, "task.train=rows.jsonl").task.model_copy(update=told)
 
     def posed(text: str) -> list[str]:
-        chat = pose({key: text, "answer": GOLD}, task=load_task(options.code), options=options)
+        chat = load_task(options).pose({key: text, "answer": GOLD})
         return [chat] if isinstance(chat, str) else [message["content"] for message in chat]
 
     assert posed(SPECIAL) == [text.replace(OPAQUE, SPECIAL) for text in posed(OPAQUE)]

@@ -14,13 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import CPU, ROOT, change_json, run_main, train_tokenizer
+from harness import CPU, ROOT, change_json, make_task, run_main, train_tokenizer
 
 import main
 from engine.core.config import ConfigError, check_world, dotted_values
 from engine.core.packages import import_package
 from engine.model.load import load_model_and_tokenizer
-from engine.questions.tasks import load_task
 from engine.run.config_file import load_config
 
 
@@ -271,7 +270,7 @@ def test_a_mistake_in_a_file_of_questions_is_one_line_beside_a_good_row(
     task, file, content, said, tmp_path, start
 ):
     (tmp_path / file).write_text(content)
-    good = f" ... ; rows must look like {json.dumps(load_task(task).EXAMPLE_ROW)}"
+    good = f" ... ; rows must look like {json.dumps(make_task(task).EXAMPLE_ROW)}"
     given = [f"task.name={task}", f"task.train={file}", f"task.eval={file}"]
     start(*given, says=f"{file}{said}{good if ', row' in said else ''}")
 

@@ -84,7 +84,7 @@ def test_the_example_by_numbers_is_what_main_computes():
     assert "\n".join(message["content"] for message in prompt) + "\n" in posed
     policy = make_policy(ROOT / "tiny")
     (prompt_ids,) = encode_prompts(
-        [question], task=load_task("countdown"), options=config.task, tokenizer=policy.tokenizer
+        [question], task=load_task(config.task), tokenizer=policy.tokenizer
     )
     group, log_probs = [], []
     for text in texts:

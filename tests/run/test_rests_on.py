@@ -19,7 +19,7 @@ import torch
 from harness import SHORT_RUN, alone, change_json, load_run, make_config, run_on_ranks, save_adapter
 
 import main
-from engine.core.config import Config
+from engine.core.config import Config, TaskSettings
 from engine.core.distributed import World
 from engine.core.hub import reach_hub
 from engine.model.folders import BLOCK, NUM_BLOCKS
@@ -243,7 +243,7 @@ def test_a_byte_of_any_file_of_the_users_that_was_imported_is_seen(
         (here / f"{name}.py").write_text(text)
     given = ["training.advantage=algo:h"] if "algo" in imported else []
     config = make_config(f"task.reward={reward}", "task.train=rows.jsonl", *given)
-    task = load_task(config.task.code)
+    task = load_task(config.task)
     before = of_own_code(task, config.training)
     own = {n: m for n, m in sys.modules.items() if f"{tmp_path}" in f"{vars(m).get('__file__')}"}
     monkeypatch.setattr("engine.run.fingerprint.sys", SimpleNamespace(modules=own))  # few: quick
@@ -265,7 +265,9 @@ def check_files(world: World, model: Path, teacher: Path, *, same_node: bool = F
 def check_questions(world: World, trained: list[dict], validation: list[dict]) -> None:
     how = {"seed": 0, "shuffle": True, "prompt_tokens": len, "max_prompt_tokens": 9}
     stream = QuestionStream(trained, **how, log=print)
-    run = Run(make_config(), world, Logger(rank=1), Task("", {}), None, validation, stream)
+    run = Run(
+        make_config(), world, Logger(rank=1), Task("", {}, TaskSettings()), None, validation, stream
+    )
     run.check_questions()
 
 

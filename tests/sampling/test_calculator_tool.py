@@ -14,7 +14,6 @@ from engine.core.types import Completion
 from engine.model.policy import Policy
 from engine.questions.prompts import completion_text
 from engine.sampling.calculator import STYLES
-from plain import assert_plain
 
 START, END, REPLY, REPLIED = (*STYLES["nanochat"][:2], "<|output_start|>", "<|output_end|>")
 # Which tokens may follow which, each as likely as the others. In one case of two a completion asks

@@ -27,7 +27,6 @@ from engine.core.user_file import RewardError
 from engine.run.config_file import load_config
 from engine.run.state import Run
 from engine.sampling.environment import Conversation, Turns
-from plain import assert_plain
 
 # Turns end and tools are called as in Qwen2.5's chats; the words are our own.
 TEMPLATE = """{%- if tools %}<|im_start|>system

@@ -34,7 +34,6 @@ from engine.sampling.grouped import decode_grouped
 from engine.sampling.sampler import copy_in, supports_grouped
 from engine.update.head import ChunkedScorer
 from main import CompletionScorer
-from plain import assert_plain
 
 RAGGED = [[5, 9, 30], [40, 41, 42, 43, 44, 45, 46, 47, 48], [7], [60, 5, 61, 5, 62]]
 EQUAL = [[5, 9], [5, 9]]  # two questions with one text

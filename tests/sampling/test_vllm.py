@@ -24,7 +24,6 @@ from engine.core.types import Completion
 from engine.model.policy import Policy
 from engine.run.state import Run
 from engine.sampling.vllm import VllmEngine
-from plain import assert_plain
 
 pytestmark = pytest.mark.vllm
 VLLM = ("sampling.backend=vllm", "sampling.vllm_memory_gb=0.1")

@@ -15,14 +15,23 @@ import harness
 import numpy as np
 import pytest
 import torch
-from harness import NUMBERS, make_config, make_policy, make_run, read_jsonl, saved_weights
+from harness import (
+    NUMBERS,
+    make_config,
+    make_policy,
+    make_run,
+    make_task,
+    read_jsonl,
+    saved_weights,
+)
 from huggingface_hub import ModelCard
 from reference import ROUNDING, Recorder, distance, row_log_probs
 
+from engine.core.config import TaskSettings
 from engine.core.distributed import World
 from engine.questions.contract import Task
 from engine.questions.prompts import encode_prompts
-from engine.questions.tasks import is_in_split, load_task
+from engine.questions.tasks import is_in_split
 from engine.run.config_file import load_config
 from engine.run.folder import run_folder
 from engine.run.state import Run, State
@@ -30,7 +39,7 @@ from engine.update.optimizer import Outcome, Update
 from main import build_run
 from tools import imitate
 
-COUNTDOWN = load_task("countdown")
+COUNTDOWN = make_task("countdown")
 TRAIN = [n for n in NUMBERS if is_in_split(f"[{n}] {n}", "train")]
 HELD_OUT = [n for n in NUMBERS if n not in TRAIN]
 LORA = "model.lora={r: 2, dropout: 0.1}"
@@ -74,7 +83,7 @@ def begin(rotary_model_folder, tmp_path, answers, data, call) -> partial:
 
 def test_of_a_row_with_messages_the_last_answer_is_imitated():
     asked, answered = {"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}
-    task = Task("a.py", {"parse_row": lambda row, options: row})
+    task = Task("a.py", {"parse_row": lambda row, options: row}, TaskSettings())
     read = imitate.parse_answer(task, {"messages": [asked, answered], "n": 2}, options=None)
     assert read == {"question": {"prompt": [asked], "n": 2}, "completion": "4"}
 
@@ -144,7 +153,7 @@ def test_its_gradient_is_cross_entropys_row_by_row(rotary_model_folder, tmp_path
     read = imitate.read_answers(COUNTDOWN, run.config, str(file))
     chosen = imitate.choose_answers(run, read, str(file), only_solved=False)
     imitate.imitate(run, chosen)
-    how = {"task": COUNTDOWN, "options": run.config.task, "tokenizer": run.policy.tokenizer}
+    how = {"task": run.task, "tokenizer": run.policy.tokenizer}
     assert [t.prompt_ids for t in chosen] == encode_prompts(rows, **how)  # as RL's
     num_tokens = sum(len(run.policy.tokenizer.encode(text)) + 1 for text in texts)  # and ends
     loss = -sum(row_log_probs(model, t).sum() for t in chosen)

@@ -8,16 +8,14 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from harness import ROOT, make_policy, sample
+from harness import ROOT, make_policy, make_task, sample
 
 from engine.core.types import SeedWord
 from engine.questions.prompts import completion_text, encode_prompts
-from engine.questions.tasks import load_task, schema
 from tools import play
 
 INDEX = ROOT / "docs/play/index.html"
-TASK = load_task("countdown")
-OPTIONS = schema(TASK)().task
+TASK = make_task("countdown")
 WRITE = """([number, question, draw, temperature]) => {
   const model = models[number], begun = model.begin(promptOf(question));
   const answer = new Answer(model, begun, draw, temperature);
@@ -72,7 +70,7 @@ def test_both_models_write_what_python_writes(number: int, page):
         for name, weight in policy.model.named_parameters():
             numbers = np.frombuffer(base64.b64decode(halves[name]), np.float16).astype(np.float32)
             weight.copy_(torch.from_numpy(numbers).view_as(weight))
-    question, how = {"nums": NUMS, "target": TARGET}, {"task": TASK, "options": OPTIONS}
+    question, how = {"nums": NUMS, "target": TARGET}, {"task": TASK}
     prompts = encode_prompts([question], tokenizer=policy.tokenizer, **how)
     ((greedy,),) = sample(policy, prompts, num_samples=1, backend="grouped", temperature=0.0)
     ids, log_probs, text = page.evaluate(WRITE, [number, question, 0, 0])
@@ -95,7 +93,7 @@ def test_the_rule_pays_what_countdown_pays(page, monkeypatch):
             example = {"nums": nums, "target": target}
             for text in (answer, ANSWER_BLOCK.format(answer)):
                 cases.append([text, [*map(str, nums)], str(target)])
-                paid.append(TASK.reward_function(text, example, options=OPTIONS, num_tokens=0))
+                paid.append(TASK.reward_function(text, example, options=TASK.options, num_tokens=0))
     assert page.evaluate(JUDGE, cases) == paid
     assert sum(part["answer"] for part in paid) > 10
 

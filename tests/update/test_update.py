@@ -27,7 +27,6 @@ from engine.update import head
 from engine.update.head import ChunkedScorer
 from engine.update.optimizer import Outcome, Update, make_optimizer
 from main import pack
-from plain import plain_logits
 
 SIL = "learning_type=sil k_best_of_n=[2,4]"
 DISTILL = "learning_type=distill num_iterations=2 sampling.temperature=1.3"
