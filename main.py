@@ -146,8 +146,8 @@ def run_training(run: Run) -> int:
             # Only LoRA dropout is random here (a model's own is 0): a resumed run repeats it.
             with clock("update"), seeded(seeds, world.device):
                 update = update_policy(run, groups)
+        run.end_step(update, next_position)  # counts it, also if nothing was updated
         metrics = step_metrics(run, groups, update, clock)  # means over all ranks, times
-        run.end_step(update, metrics, next_position)  # the next step, also if nothing was updated
         log_step(run, metrics, questions, groups, update)
         world.ask_whether_to_stop()  # sets `stop_signal` on all ranks if one was sent a signal
 

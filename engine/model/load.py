@@ -25,10 +25,10 @@ from transformers.utils.quantization_config import BitsAndBytesConfig
 from engine.core.config import Config, ModelSettings
 from engine.core.hub import reach_hub
 from engine.core.packages import import_package
-from engine.core.tensors import autocast
 from engine.core.types import Log, no_log
 from engine.model.folders import FILES_OF_BASE, check_folder, no_such_folder, version_of
-from engine.model.probes import supports_dtype
+from engine.model.precision import choose_compute_dtype
+from engine.model.probes import check_causal, supports_dtype
 from engine.model.tokenizer import check_vocabulary, find_eos_ids, load_tokenizer
 from engine.update.optimizer import AVERAGES, FP32
 
@@ -45,33 +45,65 @@ def load_model_and_tokenizer(
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     settings, is_training = config.model.source, config.mode == "train"
-    compute_dtype = compute_dtype or choose_compute_dtype(settings, device)
+    dtype = compute_dtype or choose_compute_dtype(settings, device)
     if is_training and settings.teacher is not None:
         check_teacher(config, log)  # its tokens, before any weights are loaded
-    adapter = in_4bit = None
     with one_line_errors(config.model.name, key=key):
         base, tokenizer = load_base_tokenizer(config, log)
-    if base is not None or settings.load_in_4bit or settings.lora is not None:
+    is_new_adapter = is_training and settings.lora is not None and base is None
+    if is_new_adapter:
+        from engine.model import adapters  # off by default
+
+        described = adapters.adapter_config(settings)
+    model = load_frozen_or_trained(config, base, tokenizer, dtype, device, log, key=key)
+    is_auto = settings.compute_dtype == "auto" and dtype == torch.float16
+    if is_auto and not supports_dtype(model, torch.float16):
+        log("in float16 this model's logits are not finite, or far off: float32 is used")
+        del model  # there may be no room for two
+        dtype = torch.float32
+        model = load_frozen_or_trained(config, base, tokenizer, dtype, device, log, key=key)
+    if is_new_adapter:
+        adapters.add_adapter(model, described, seed=config.training.seed)
+    return model, tokenizer, dtype
+
+
+def load_frozen_or_trained(
+    config: Config,
+    base: ModelSettings | None,  # if the model is an adapter
+    tokenizer: PreTrainedTokenizerFast,
+    compute_dtype: torch.dtype,
+    device: torch.device,
+    log: Log,
+    *,
+    key: str,
+) -> nn.Module:
+    """The model in fp32 if all of it is trained, else in the dtype that it computes in."""
+    settings, is_training = config.model.source, config.mode == "train"
+    is_plain = base is None and not settings.load_in_4bit
+    quantization = None
+    if not is_plain:
         from engine.model import adapters  # off by default
     if settings.load_in_4bit:
-        in_4bit = adapters.quantization_config(device, compute_dtype)
-    if is_training and settings.lora is not None and base is None:
-        adapter = adapters.adapter_config(settings)
+        quantization = adapters.quantization_config(device, compute_dtype)
+    is_trained = is_training and is_plain and settings.lora is None
+    dtype = torch.float32 if is_trained else compute_dtype
     with one_line_errors(config.model.name, key=key):
-        base_settings = base or settings
-        model_config = load_model_config(base_settings)
+        model_config = load_model_config(base or settings)
         is_quantized = bool(model_config.to_dict().get("quantization_config"))
         if is_quantized and is_training:
             raise ValueError("its weights are quantised; give the model that it was made from")
-        is_frozen = adapter is not None or base is not None or in_4bit is not None
-        dtype = compute_dtype if is_frozen or not is_training else torch.float32
-        in_host = (device.type != "cuda" or settings.shard) and in_4bit is None
-        if in_host and not is_quantized:
+        in_host = device.type != "cuda" or settings.shard
+        if in_host and quantization is None and not is_quantized:
             check_host_memory(model_config, config, dtype)
         model = load_model(
-            model_config, base_settings, dtype=dtype, quantization=in_4bit, device=device, log=log
+            model_config,
+            base or settings,
+            dtype=dtype,
+            quantization=quantization,
+            device=device,
+            log=log,
         )
-        if in_4bit is not None:
+        if quantization is not None:
             adapters.keep_4bit_layout(model)
         eos_ids = find_eos_ids(model, tokenizer, stop=config.sampling.stop)
         check_vocabulary(model, tokenizer, log)
@@ -82,23 +114,7 @@ def load_model_and_tokenizer(
         check_causal(model)
         if base is not None:
             adapters.load_adapter(model, settings, is_trainable=is_training)
-    is_auto = settings.compute_dtype == "auto" and compute_dtype == torch.float16
-    if is_auto and not supports_dtype(model, torch.float16):
-        log("in float16 this model's logits are not finite, or far off: float32 is used")
-        del model  # there may be no room for two
-        return load_model_and_tokenizer(config, device, log, compute_dtype=torch.float32, key=key)
-    if adapter is not None:
-        adapters.add_adapter(model, adapter, seed=config.training.seed)
-    return model, tokenizer, compute_dtype
-
-
-def choose_compute_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
-    """bf16 on a GPU that has it, else float16, and fp32 elsewhere, unless the config names one."""
-    if settings.compute_dtype != "auto":
-        return getattr(torch, settings.compute_dtype)
-    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-        return torch.bfloat16
-    return torch.float16 if device.type == "cuda" else torch.float32
+    return model
 
 
 def load_base_tokenizer(
@@ -283,13 +299,3 @@ def recompute(model: nn.Module) -> None:
     # transformers 5.23 has a new name for it, 5.17 only this one
     with warnings.catch_warnings(action="ignore", category=FutureWarning):
         model.gradient_checkpointing_enable({"use_reentrant": False})
-
-
-@torch.no_grad()
-def check_causal(model: nn.Module) -> None:
-    """Raise ValueError if the model sees later tokens, as BERT and other encoders do."""
-    ids = torch.tensor([[0, 1, 2, 3], [0, 1, 3, 2]], device=model.device)
-    with autocast(model.device, model.dtype):
-        one, other = model.eval()(input_ids=ids).logits[:, :2].float()
-    if not torch.allclose(one, other, rtol=1e-3, atol=1e-3, equal_nan=True):
-        raise ValueError("it sees the tokens that come later, so it cannot write text: an encoder")

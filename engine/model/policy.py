@@ -14,6 +14,7 @@ from engine.core.distributed import World
 from engine.core.measures import Clock
 from engine.core.types import Log, MicroBatch, PromptBatch, Sampler, SamplingParams, Seed
 from engine.model.load import find_base, load_model_and_tokenizer, of_teacher
+from engine.model.precision import make_grad_scaler
 from engine.model.probes import supports_chunked_head
 from engine.questions.contract import Task
 from engine.questions.prompts import encode_prompts
@@ -24,9 +25,6 @@ from engine.sampling.sampler import DecodeLoop, choose_loop, copy_in, sample_by_
 MAX_LOGITS_BYTES = 2**28
 # A micro-batch's tokens where the config says null: on a GPU it has as many as fit, up to these.
 CPU_TOKENS, MOST_TOKENS = 2_048, 32_768
-# float16's loss scale at the start: SmolLM2's gradients do not overflow at it. It doubles after so
-# many updates in a row that did not overflow; one that does throws a step away.
-INIT_SCALE, GROWTH_INTERVAL = 2.0**14, 100
 
 
 @dataclass
@@ -46,11 +44,7 @@ class Policy:
 
     @functools.cached_property
     def grad_scaler(self) -> torch.amp.GradScaler:
-        """For arithmetic in float16; else it is off, a factor of 1."""
-        is_on, device = self.compute_dtype == torch.float16, self.model.device.type
-        return torch.amp.GradScaler(
-            device, init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL, enabled=is_on
-        )
+        return make_grad_scaler(self.compute_dtype, self.model.device)
 
     @property
     def is_in_ddp(self) -> bool:

@@ -10,6 +10,16 @@ from engine.core.tensors import autocast
 
 
 @torch.no_grad()
+def check_causal(model: nn.Module) -> None:
+    """Raise ValueError if the model sees later tokens, as BERT and other encoders do."""
+    ids = torch.tensor([[0, 1, 2, 3], [0, 1, 3, 2]], device=model.device)
+    with autocast(model.device, model.dtype):
+        one, other = model.eval()(input_ids=ids).logits[:, :2].float()
+    if not torch.allclose(one, other, rtol=1e-3, atol=1e-3, equal_nan=True):
+        raise ValueError("it sees the tokens that come later, so it cannot write text: an encoder")
+
+
+@torch.no_grad()
 def supports_dtype(model: nn.Module, dtype: torch.dtype) -> bool:
     """Whether arithmetic in 16 bits gives finite logits near those in the weights' own dtype.
 

@@ -1,22 +1,64 @@
-"""How large a micro-batch a GPU holds, and whether it must recompute: found by trying.
+"""What fits: a run on its disk; on a GPU a micro-batch, and whether it must recompute for that.
 
-A pass of one row and one of two, of weight 0, show what each further row takes.
+The latter is found by trying: a pass of one row and one of two, of weight 0, show what each further
+row takes.
 """
 
 import math
+import shutil
+from pathlib import Path
 
 import torch
 
+from engine.core.config import Config
+from engine.core.files import sizes_of
 from engine.model.load import recompute
 from engine.model.policy import MOST_TOKENS
 from engine.questions.prompts import encode_prompts
 from engine.run.state import Fit, Run
-from engine.update.optimizer import AVERAGES
+from engine.update.optimizer import AVERAGES, FP32
 
 SHARE = 0.7  # of the free memory: micro-batches of several shapes leave a part of it in fragments
 NCCL_BYTES = 10**9  # of its buffers, which it takes at its first sum
 FEW_TOKENS = 8_192  # it recomputes rather than have fewer
 NUM_PROMPTS = 256
+
+
+def check_room(run: Run) -> None:
+    """Log on what the run computes and where it writes; ValueError if the disk is too small."""
+    num_weights, world = run.policy.model.num_parameters(), run.world
+    training, num_questions = run.config.training, run.config.questions_per_step(world.size)
+    num_trained = sum(parameter.numel() for parameter in run.trained_weights)
+    share = f" ({num_trained / num_weights:.2%} trained)" if num_trained < num_weights else ""
+    place = f"{world.size} x {world.device.type}"
+    run.logger.info(f"{num_weights:,} weights{share}, on {place}; results in {run.folder}")
+    if world.device.type == "cpu" and num_weights > 50_000_000:
+        held = (FP32 * num_weights + (FP32 + AVERAGES[training.optimizer]) * num_trained) / 1e9
+        run.logger.info(f"each process holds {held:.1f} GB, and caches and activations on top")
+    k, n = training.num_best, training.group_size
+    rows = f"{num_questions * k:,} rows: {num_questions // world.size} questions on each rank"
+    best = f", of which the best {k}" if k < n else ""
+    run.logger.info(f"{training.num_steps} steps of {rows}, {n} samples of each{best}")
+    if world.is_main:
+        check_disk(run.folder, run.config, num_weights=num_trained)
+
+
+def check_disk(folder: Path, config: Config, *, num_weights: int) -> None:
+    """Raises ValueError, saying what would fit, if the disk is too small for the run's `folder`."""
+    checkpoint = (FP32 + AVERAGES[config.training.optimizer]) * num_weights  # its bytes
+    twice_best = 2 * FP32 * num_weights  # the new one is written before the old one goes
+    num_checkpoints = math.ceil(config.training.num_steps / config.checkpoint.every)
+    if config.checkpoint.keep is not None:
+        num_checkpoints = config.checkpoint.keep + 1  # one more while it is written
+    needed = num_checkpoints * checkpoint + twice_best
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    room = shutil.disk_usage(there).free + sum(sizes_of(folder).values())  # a resume overwrites it
+    if needed > room:
+        keep = math.floor((room - twice_best) / checkpoint) - 1
+        fix = f"checkpoint.keep={keep} would fit" if keep > 0 else "give run.dir a larger disk"
+        what = f"{num_checkpoints} checkpoints and best/ twice need {needed / 1e6:,.0f} MB"
+        problem = f"the disk is too small: {what}, there is room for {room / 1e6:,.0f} MB"
+        raise ValueError(f"run.dir = {config.run.dir}: {problem}: {fix}")
 
 
 def fit_micro_batches(run: Run) -> None:

@@ -36,10 +36,10 @@ MAX_HEADING = 300  # and of a question
 
 
 def step_metrics(run: Run, groups: Groups, update: Update, clock: Clock) -> dict[str, float]:
-    """All that is measured of the step that ends: means over all ranks, times, memory."""
-    world = run.world
+    """All that is measured of the step that has ended: means over all ranks, times, memory."""
+    world, state = run.world, run.state
     metrics = update.metrics | reduce_means(rollout_metrics(groups, run.task.REWARD_PARTS), world)
-    metrics["train/lr"] = learning_rate_at(run.state.step + 1, run.config.training)
+    metrics["train/lr"] = learning_rate_at(state.step, run.config.training)
     if run.policy.grad_scaler.is_enabled():
         metrics["train/loss_scale"] = run.policy.grad_scaler.get_scale()  # of the next update
     metrics |= clock.read()
@@ -47,8 +47,10 @@ def step_metrics(run: Run, groups: Groups, update: Update, clock: Clock) -> dict
     num_tokens = metrics["train/completion_tokens"] * num_completions
     metrics["perf/tokens_per_s"] = num_tokens / metrics["time/step_s"]
     metrics["perf/peak_memory_gb"] = peak_memory_gb(world.device)
-    own = {*metrics, "train/skipped_steps", "train/collapsed"}  # `Run.end_step` adds these two
-    return metrics | logged_by_rewards(run, "train", own)
+    run.watch_for_collapse(metrics)
+    metrics["train/skipped_steps"] = state.skipped_steps
+    metrics["train/collapsed"] = float(bool(state.signs))
+    return metrics | logged_by_rewards(run, "train", {*metrics})
 
 
 def logged_by_rewards(run: Run, split: str, own: set[str]) -> dict[str, float]:
@@ -61,7 +63,7 @@ def logged_by_rewards(run: Run, split: str, own: set[str]) -> dict[str, float]:
             sums[name] = sums.get(name, 0.0) + np.array(pair)
     for name in (name for name in sums if f"{split}/{name}" in own):
         problem = f"log_metric: {name} is the run's own: rename the metric"
-        if run.state.step == 0:  # in the first evaluation or step: later it ends no run
+        if run.state.step <= 1:  # in the first evaluation or step: later it ends no run
             raise RewardError(problem)
         remark(run, "log_metric", problem)
     means = {f"{split}/{name}": float(total / count) for name, (total, count) in sums.items()}

@@ -13,32 +13,23 @@ A config is checked as soon as what the question needs is there:
     check_same_run           what must not have changed since the run was started
 """
 
-import math
 import os
-import shutil
 import socket
 from datetime import date
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from engine.core.config import Config, ConfigError, check_world, differences, dotted_values
 from engine.core.distributed import World, order_ddp_buckets
-from engine.core.files import sizes_of
 from engine.model.load import find_base, one_line_errors
-from engine.model.probes import supports_dtype
+from engine.model.precision import gains_by_bf16, multiplies_bf16
 from engine.run.config_file import dump, read_file, section_of
 from engine.run.fingerprint import check_same_everywhere, check_same_files, commit_of
+from engine.run.fit import check_room, fit_micro_batches
 from engine.run.folder import command, run_folder, run_name
 from engine.run.log import write_settings
 from engine.run.remarks import remark_at_start
 from engine.run.resume import make_folder, resume
 from engine.run.state import Run
-from engine.update.optimizer import AVERAGES, FP32
-
-BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")  # by which a CPU multiplies bf16
-MIN_SIZE = 512  # of the hidden states, from which on it gains by that
 
 
 def begin(run: Run) -> None:
@@ -47,8 +38,6 @@ def begin(run: Run) -> None:
     resume(run)
     order_ddp_buckets(run.policy.scorer, run.world.device)
     if run.world.device.type == "cuda":
-        from engine.run.fit import fit_micro_batches
-
         fit_micro_batches(run)
     elif run.config.model.compute_dtype == "auto":
         choose_dtype(run)
@@ -77,53 +66,13 @@ def choose_dtype(run: Run) -> None:
 
     Rank 0 decides once. Smaller matrices gain nothing, and an adapter's base would be rounded too.
     """
-    policy, settings, backend = run.policy, run.config.model, run.config.sampling.backend
-    is_made_for_it = any(torch.cpu.get_capabilities().get(name) for name in BF16_INSTRUCTIONS)
-    if not run.is_resumed and settings.lora is None and backend != "vllm":
-        may_gain = is_made_for_it and getattr(policy.model.config, "hidden_size", 0) >= MIN_SIZE
-        is_near = may_gain and supports_dtype(policy.sampler.model, torch.bfloat16)
-        run.fit.in_bf16 = run.world.broadcast(is_near)
+    may_choose = run.config.model.lora is None and run.config.sampling.backend != "vllm"
+    if may_choose and not run.is_resumed:
+        run.fit.in_bf16 = run.world.broadcast(gains_by_bf16(run.policy.sampler.model))
     if run.fit.in_bf16:
-        policy.compute_in_bf16()
-        how = "multiplies in hardware" if is_made_for_it else "has no hardware for: that is slow"
+        run.policy.compute_in_bf16()
+        how = "multiplies in hardware" if multiplies_bf16() else "has no hardware for: that is slow"
         run.logger.info(f"it computes in bfloat16, which this processor {how}")
-
-
-def check_room(run: Run) -> None:
-    """Log on what the run computes and where it writes; ValueError if the disk is too small."""
-    num_weights, world = run.policy.model.num_parameters(), run.world
-    training, num_questions = run.config.training, run.config.questions_per_step(world.size)
-    num_trained = sum(parameter.numel() for parameter in run.trained_weights)
-    share = f" ({num_trained / num_weights:.2%} trained)" if num_trained < num_weights else ""
-    place = f"{world.size} x {world.device.type}"
-    run.logger.info(f"{num_weights:,} weights{share}, on {place}; results in {run.folder}")
-    if world.device.type == "cpu" and num_weights > 50_000_000:
-        held = (FP32 * num_weights + (FP32 + AVERAGES[training.optimizer]) * num_trained) / 1e9
-        run.logger.info(f"each process holds {held:.1f} GB, and caches and activations on top")
-    k, n = training.num_best, training.group_size
-    rows = f"{num_questions * k:,} rows: {num_questions // world.size} questions on each rank"
-    best = f", of which the best {k}" if k < n else ""
-    run.logger.info(f"{training.num_steps} steps of {rows}, {n} samples of each{best}")
-    if world.is_main:
-        check_disk(run.folder, run.config, num_weights=num_trained)
-
-
-def check_disk(folder: Path, config: Config, *, num_weights: int) -> None:
-    """Raises ValueError, saying what would fit, if the disk is too small for the run's `folder`."""
-    checkpoint = (FP32 + AVERAGES[config.training.optimizer]) * num_weights  # its bytes
-    twice_best = 2 * FP32 * num_weights  # the new one is written before the old one goes
-    num_checkpoints = math.ceil(config.training.num_steps / config.checkpoint.every)
-    if config.checkpoint.keep is not None:
-        num_checkpoints = config.checkpoint.keep + 1  # one more while it is written
-    needed = num_checkpoints * checkpoint + twice_best
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    room = shutil.disk_usage(there).free + sum(sizes_of(folder).values())  # a resume overwrites it
-    if needed > room:
-        keep = math.floor((room - twice_best) / checkpoint) - 1
-        fix = f"checkpoint.keep={keep} would fit" if keep > 0 else "give run.dir a larger disk"
-        what = f"{num_checkpoints} checkpoints and best/ twice need {needed / 1e6:,.0f} MB"
-        problem = f"the disk is too small: {what}, there is room for {room / 1e6:,.0f} MB"
-        raise ValueError(f"run.dir = {config.run.dir}: {problem}: {fix}")
 
 
 def settle_config(config: Config, world: World, notes: list[str], logger: Any) -> Config:

@@ -172,8 +172,8 @@ class Run:
             fix = f"lower training.learning_rate; the best model is in {self.folder / 'best'}"
             raise FloatingPointError(f"loss or gradient not finite in {num} steps in a row: {fix}")
 
-    def end_step(self, update: Update, metrics: dict[str, float], position: int) -> None:
-        """Count a step, also in its metrics; warn of new signs of a collapse.
+    def end_step(self, update: Update, position: int) -> None:
+        """Count a step.
 
         `position` is where it ended in the stream of questions. A step that float16's loss scale
         has cost is skipped too, but is no sign that the run is broken: the scale is halved.
@@ -187,14 +187,16 @@ class Run:
         state.has_trained |= update.has_moved
         if update.has_moved or not is_skipped:
             state.changed_at = state.step
+
+    def watch_for_collapse(self, metrics: dict[str, float]) -> None:
+        """Keep the signs of a collapse in a step's metrics and those before; warn of new ones."""
+        state = self.state
         num_questions = self.config.questions_per_step(self.world.size)
         state.recent, means = mean_of_last(state.recent, metrics, num_questions=num_questions)
         before, state.signs = state.signs, {}
         if means:
             state.best_solved = max(state.best_solved, means["train/solved"])
             state.signs = signs_of_collapse(means, best_solved=state.best_solved)
-        metrics["train/skipped_steps"] = state.skipped_steps
-        metrics["train/collapsed"] = float(bool(state.signs))
         for name, sign in state.signs.items():
             if name not in before:
                 self.logger.warning(f"the model may be collapsing: {sign} (mean of the last steps)")

@@ -55,7 +55,7 @@ OPTIONAL |= {"engine.update.head", "engine.update.losses", "engine.update.advant
 OPTIONAL |= {"engine.report.boards"}
 OPTIONAL |= {"engine.questions.reward_functions", "tasks.guess"}
 OPTIONAL |= {"engine.update.user_algorithm", "engine.sampling.stop_texts"}
-OPTIONAL |= {"engine.run.merge", "tasks.lengths", "tasks.gsm8k", "engine.run.fit"}
+OPTIONAL |= {"engine.run.merge", "tasks.lengths", "tasks.gsm8k"}
 
 # In this order, in one process: what each run loads of these that no run before it has loaded
 RUNS = {
