@@ -506,13 +506,16 @@ def explained(settings: Section, shared: type[Section] = Config, indent: str = "
     """YAML with each key below its explanation; a key that `shared` lacks stands as a comment."""
     lines = []
     for key, own in type(settings).model_fields.items():
-        field, value = shared.model_fields.get(key, own), getattr(settings, key)
-        explanation, text = field.description or "", f"{key}: {show(settings.model_dump()[key])}"
+        field = shared.model_fields.get(key, own)
+        value = getattr(settings, key)
+        explanation = field.description or ""
+        text = f"{key}: {show(settings.model_dump()[key])}"
         if isinstance(value, Section):
             lines.append("")
             explanation = field.annotation.__doc__
             text = f"{key}:\n{explained(value, field.annotation, '  ')}"
-        words, width = " ".join(explanation.split()), 98 - len(indent)
+        words = " ".join(explanation.split())
+        width = 98 - len(indent)
         comment = textwrap.wrap(words, width, break_on_hyphens=False)
         lines += [f"{indent}# {line}" for line in comment]
         lines.append(f"{indent}{'' if key in shared.model_fields else '#'}{text}")
@@ -533,14 +536,17 @@ class ConfigError(ValueError):
 
 def check_world(config: Config, num_ranks: int) -> None:
     """Raises ConfigError for values that cannot work together, or not on this number of ranks."""
-    values, problems = dotted_values(config), impossible(config, num_ranks)
+    values = dotted_values(config)
+    problems = impossible(config, num_ranks)
     if lines := [f"{key} = {show(values[key])}: {problem}" for key, problem in problems]:
         raise ConfigError(lines)
 
 
 def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
     """Each key whose value cannot work beside the other values, with the fix."""
-    model, training, validation = config.model, config.training, config.validation
+    model = config.model
+    training = config.training
+    validation = config.validation
     if 0 < validation.temperature < MIN_TEMPERATURE:
         yield "validation.temperature", f"must be 0, which is greedy, or at least {MIN_TEMPERATURE}"
     if validation.temperature == 0 and validation.best_of_n > 1:
@@ -557,8 +563,11 @@ def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
         yield "sampling.backend", "vLLM would sample from weights of 16 bits, not 4; write grouped"
     if config.mode == "evaluate":
         return  # the others are only read in training
-    k, n, is_sil = training.num_best, training.group_size, training.learning_type == "sil"
-    key, is_taught = "training.k_best_of_n", training.learning_type == "distill"
+    k = training.num_best
+    n = training.group_size
+    is_sil = training.learning_type == "sil"
+    key = "training.k_best_of_n"
+    is_taught = training.learning_type == "distill"
     if is_taught != (model.teacher is not None):
         needs_one = "training.learning_type=distill needs one; give a folder or a hub id"
         yield "model.teacher", needs_one if is_taught else "only distill reads it; write null"

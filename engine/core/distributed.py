@@ -124,7 +124,9 @@ class World:
 def init_world() -> tuple[World, list[str]]:
     """Choose the device and join the process group; returns also lines for the log."""
     rank, size, local_rank, local_size = read_environment()
-    device, notes, num_gpus = torch.device("cpu"), [], torch.cuda.device_count()
+    device = torch.device("cpu")
+    notes = []
+    num_gpus = torch.cuda.device_count()
     if num_gpus >= local_size:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)

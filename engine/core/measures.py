@@ -37,6 +37,7 @@ def reduce_means(sums: dict[str, Tensor | tuple[float, float]], world: World) ->
 def add_to_mean(sums: dict[str, Tensor], name: str, values: Tensor, mask: Tensor) -> None:
     """Add the values (B, T) where the mask is True to a metric's (sum, count), a tensor (2,)."""
     if values.device.type == "mps":  # Apple's GPU, which has no float64
-        values, mask = values.cpu(), mask.cpu()
+        values = values.cpu()
+        mask = mask.cpu()
     pair = torch.where(mask, values, 0).sum(dtype=torch.float64), mask.sum(dtype=torch.float64)
     sums[name] = sums.get(name, 0.0) + torch.stack(pair)

@@ -66,7 +66,8 @@ class SignalWatch:
 
     def __init__(self, *, is_main: bool) -> None:
         self.is_main = is_main
-        self.first, self.first_at_s = 0, 0.0  # 0 for none
+        self.first = 0  # for none
+        self.first_at_s = 0.0
         self.writer: int | None = None  # the end of the pipe that signals are written to
 
     def start(self) -> None:
@@ -116,6 +117,7 @@ class SignalWatch:
         if number == signal.SIGINT and self.first and now_s - self.first_at_s > 1:
             os._exit(128 + number)
         if self.first == 0 and number in CAUGHT:
-            self.first, self.first_at_s = number, now_s
+            self.first = number
+            self.first_at_s = now_s
             if number == signal.SIGINT and self.is_main:
                 print("\nsaving after this step; Ctrl-C again to quit at once", file=sys.stderr)

@@ -42,7 +42,8 @@ def keep_4bit_layout(model: nn.Module) -> None:
 
 def adapter_config(settings: ModelSettings) -> Any:
     """The peft.LoraConfig that the config asks for. Raises ValueError if peft is missing."""
-    peft, lora = import_package("peft", key="model.lora"), settings.lora
+    peft = import_package("peft", key="model.lora")
+    lora = settings.lora
     return peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
@@ -55,7 +56,8 @@ def adapter_config(settings: ModelSettings) -> Any:
 
 def add_adapter(model: nn.Module, described: Any, *, seed: int) -> None:
     """Freeze the model and add an adapter B A, of fp32 weights; ValueError for a layer it lacks."""
-    head, targets = model.get_output_embeddings(), described.target_modules
+    head = model.get_output_embeddings()
+    targets = described.target_modules
     linear = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
     layers = [f".{name}" for name, module in linear.items() if module is not head]
     for target in targets if targets != "all-linear" else ():  # each the end of a layer's path

@@ -8,12 +8,14 @@ from pathlib import Path
 FILES = ("*config.json", "*token*", "vocab*", "merges*", "chat_template*", "*.model", "*.py")
 WEIGHTS = ("*.safetensors", "*.bin")
 FILES_OF_BASE = "files-"  # and their hash: the revision, for an adapter, of a base in a folder
-BLOCK, NUM_BLOCKS = 16_384, 1_024  # bytes; blocks of each weight file, spread evenly over it
+BLOCK = 16_384  # bytes
+NUM_BLOCKS = 1_024  # of each weight file, spread evenly over it
 
 
 def check_folder(name: str) -> None:
     """Raise ValueError if `name` is a path, not a hub id, and there is no model at it."""
-    path, pointer = Path(name), b"version https://git-lfs"  # in place of a file git has not fetched
+    path = Path(name)
+    pointer = b"version https://git-lfs"  # in place of a file git has not fetched
     if not path.exists():
         is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
         if is_path or ("/" in name and path.parent.is_dir()):
@@ -39,10 +41,12 @@ def no_such_folder(name: str) -> str:
 
 def hash_of_folder(folder: Path, *, with_weights: bool) -> str:
     """A hash of a model's files, and of blocks of its weights: training changes them everywhere."""
-    patterns, digest = FILES + WEIGHTS * with_weights, hashlib.sha256()
+    patterns = FILES + WEIGHTS * with_weights
+    digest = hashlib.sha256()
     files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
     for file in sorted(files):
-        size, is_large = file.stat().st_size, f"*{file.suffix}" in WEIGHTS
+        size = file.stat().st_size
+        is_large = f"*{file.suffix}" in WEIGHTS
         digest.update(f"{file.name}: {size} bytes".encode())
         stride = max(BLOCK, size // NUM_BLOCKS) if is_large else BLOCK
         with file.open("rb", buffering=0) as opened:

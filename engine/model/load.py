@@ -44,7 +44,8 @@ def load_model_and_tokenizer(
     """The model on the device, with any adapter; its tokenizer; the dtype that it computes in."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    settings, is_training = config.model.source, config.mode == "train"
+    settings = config.model.source
+    is_training = config.mode == "train"
     dtype = compute_dtype or choose_compute_dtype(settings, device)
     if is_training and settings.teacher is not None:
         check_teacher(config, log)  # its tokens, before any weights are loaded
@@ -78,7 +79,8 @@ def load_frozen_or_trained(
     key: str,
 ) -> nn.Module:
     """The model in fp32 if all of it is trained, else in the dtype that it computes in."""
-    settings, is_training = config.model.source, config.mode == "train"
+    settings = config.model.source
+    is_training = config.mode == "train"
     is_plain = base is None and not settings.load_in_4bit
     quantization = None
     if not is_plain:
@@ -127,7 +129,8 @@ def load_base_tokenizer(
     settings = config.model.source
     check_folder(settings.name)
     reach_hub(settings.name, settings.revision)
-    base, file = find_base(settings), "tokenizer_config.json"
+    base = find_base(settings)
+    file = "tokenizer_config.json"
     if base is not None:
         reach_hub(base.name, base.revision)
         check_base(base, log)
@@ -153,7 +156,8 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
     A run from an adapter has its base in its own folder, which may have been moved since.
     """
     saved = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    name, revision = saved["base_model_name_or_path"], saved.get("revision")
+    name = saved["base_model_name_or_path"]
+    revision = saved.get("revision")
     if os.path.isabs(name) and Path(name).name == "base":
         for folder in adapter.absolute().parents[:2]:  # of best/, of checkpoints/step-000010/
             if (folder / "base/config.json").is_file():
@@ -163,7 +167,8 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
 
 def check_base(base: ModelSettings, log: Log) -> None:
     """Raise ValueError if a base's folder does not hold what an adapter was trained on."""
-    folder, known = Path(base.name), str(base.revision)
+    folder = Path(base.name)
+    known = str(base.revision)
     if not folder.is_dir():  # on the hub: there the revision is a commit
         return
     if not known.startswith(FILES_OF_BASE):
@@ -175,7 +180,8 @@ def check_base(base: ModelSettings, log: Log) -> None:
 
 def check_teacher(config: Config, log: Log) -> None:
     """Raise ValueError unless model.teacher has each token of model.name at the same id."""
-    tokenizers, sizes = [], []
+    tokenizers = []
+    sizes = []
     for settings, key in ((config, "model.name"), (of_teacher(config), "model.teacher")):
         with one_line_errors(settings.model.name, key=key):
             base, tokenizer = load_base_tokenizer(settings, no_log)
@@ -238,7 +244,8 @@ def check_host_memory(model_config: PretrainedConfig, config: Config, dtype: tor
     Then the system would kill it without a word. Only what it cannot do without is counted: each
     rank of model.shard loads all weights; what a CPU trains has gradients and averages too.
     """
-    settings, num_bytes = config.model, dtype.itemsize  # of each weight
+    settings = config.model
+    num_bytes = dtype.itemsize  # of each weight
     if config.mode == "train" and settings.lora is None and not settings.shard:
         num_bytes += FP32 + AVERAGES[config.training.optimizer]
     with torch.device("meta"):  # shapes alone, which take no memory

@@ -24,7 +24,8 @@ from engine.sampling.sampler import DecodeLoop, choose_loop, copy_in, sample_by_
 # most of a GPU's memory (8,192 tokens x 151,936 make 5 GB), so they are made block by block.
 MAX_LOGITS_BYTES = 2**28
 # A micro-batch's tokens where the config says null: on a GPU it has as many as fit, up to these.
-CPU_TOKENS, MOST_TOKENS = 2_048, 32_768
+CPU_TOKENS = 2_048
+MOST_TOKENS = 32_768
 
 
 @dataclass
@@ -152,7 +153,8 @@ def make_policy(
     generate: DecodeLoop,
 ) -> Policy:
     """What samples from the model, and how; `generate` is main.py's loop for that backend."""
-    params, settings = sampling_params(config, model, tokenizer, log), config.sampling
+    params = sampling_params(config, model, tokenizer, log)
+    settings = config.sampling
     if settings.backend == "vllm":
         from engine.sampling.vllm import VllmEngine, check_vllm
 
@@ -186,7 +188,10 @@ def sampling_params(
     config: Config, model: nn.Module, tokenizer: PreTrainedTokenizerFast, log: Log
 ) -> SamplingParams:
     """How the completions that are trained on are sampled."""
-    training, sampling, calculator, stop = config.training, config.sampling, None, None
+    training = config.training
+    sampling = config.sampling
+    calculator = None
+    stop = None
     eos_ids = tuple(model.generation_config.eos_token_id)  # with those tokens of sampling.stop
     if texts := [text for text in sampling.stop if text not in tokenizer.get_added_vocab()]:
         from engine.sampling.stop_texts import StopTexts

@@ -39,7 +39,8 @@ def supports_chunked_head(model: nn.Module, log: Callable[[str], None]) -> bool:
 
     If not, that is logged. Only rounding may differ: a cap hardly changes small logits.
     """
-    head, is_plain = model.get_output_embeddings(), False
+    head = model.get_output_embeddings()
+    is_plain = False
     if type(head) is nn.Linear:
         ids = torch.arange(1, 7, device=model.device)[None] % head.out_features  # (1, 6)
         inputs = {"input_ids": ids, "use_cache": False}

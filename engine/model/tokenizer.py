@@ -19,7 +19,8 @@ TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # a template's c
 
 def load_tokenizer(config: Config, log: Log) -> PreTrainedTokenizerFast:
     """The model's tokenizer, checked against its own tokenizer.json."""
-    name, revision = config.model.name, config.model.revision
+    name = config.model.name
+    revision = config.model.revision
     tokenizer = AutoTokenizer.from_pretrained(
         name, revision=revision, trust_remote_code=config.model.trust_remote_code
     )

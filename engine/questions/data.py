@@ -236,9 +236,11 @@ def load_examples(
         some = f"{num_equal:,} of {len(rows):,} questions to train on"
         log(f"{some} are asked in validation too: left out")
     if not any(is_other):
-        place, fix = source, "give a file with more rows"
+        place = source
+        fix = "give a file with more rows"
         if load is not None:
-            place, fix = task.file, f"{name} must return some of its own"
+            place = task.file
+            fix = f"{name} must return some of its own"
         raise ValueError(f"{place}: no question left for {split}; {fix}")
     rows = [*itertools.compress(rows, is_other)]
     if load is None and num_examples is not None and num_examples < len(rows):
@@ -279,7 +281,9 @@ def load_table(
     hub_split: str = "train",
 ) -> list[dict] | list[str]:
     """The rows of a file or of a part of a hub dataset; ValueError if it cannot be loaded."""
-    path, is_parquet, unreachable = Path(source), source.lower().endswith(".parquet"), None
+    path = Path(source)
+    is_parquet = source.lower().endswith(".parquet")
+    unreachable = None
     # owner/name:configuration:split of a hub dataset; the last two may be left out, or empty
     hub_id, *named = source.split(":") if source.count("/") == 1 else [source]
     named_config, named_split = ([name or None for name in named] + [None, None])[:2]
@@ -296,10 +300,12 @@ def load_table(
         if is_parquet:
             table = datasets.load_dataset("parquet", data_files=glob.escape(source), split="train")
         else:
-            part, split = named_config or hub_config, named_split or hub_split
+            part = named_config or hub_config
+            split = named_split or hub_split
             table = datasets.load_dataset(hub_id, part, split=split)
     except Exception as error:  # each format has its own
-        reason, fix = str(unreachable or error.__cause__ or error), f"give {choices}"
+        reason = str(unreachable or error.__cause__ or error)
+        fix = f"give {choices}"
         if isinstance(error, OSError) and error.filename and Path(error.filename) != path:
             fix = "set HF_HOME to a folder that can be written"  # for the cache of `datasets`
         reason = reason.strip().split("\n")[0]

@@ -35,7 +35,8 @@ def find_functions(names: list[str]) -> dict[str, tuple[str, Callable]]:
     """The functions, each given as module:function, with their files, by their own names."""
     functions = {}
     for named in names:
-        (file, function), name = find_function(named, "task.reward"), named.partition(":")[2]
+        (file, function) = find_function(named, "task.reward")
+        name = named.partition(":")[2]
         where = line_of(file, function=function)
         kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
         if inspect.Parameter.VAR_KEYWORD not in kinds:
@@ -138,9 +139,11 @@ class RewardTask(Task):
         """
         posed = self.pose(example)
         if isinstance(example.get("prompt"), list):
-            prompt, written = posed, [[{"role": "assistant", "content": text}] for text in texts]
+            prompt = posed
+            written = [[{"role": "assistant", "content": text}] for text in texts]
         else:
-            prompt, written = posed if isinstance(posed, str) else posed[-1]["content"], texts
+            prompt = posed if isinstance(posed, str) else posed[-1]["content"]
+            written = texts
         row = with_numbers(example, self.number_columns)
         row = {key: row[key] for key in row if key not in ("prompt", "completion")}
         columns = {key: [value] * len(texts) for key, value in row.items()}
@@ -206,7 +209,8 @@ class RewardTask(Task):
 
     def take_logged(self) -> dict[str, tuple[float, float]]:
         """(sum, count) of what was logged since the last time."""
-        logged, self.logged = self.logged, defaultdict(list)
+        logged = self.logged
+        self.logged = defaultdict(list)
         return {name: (sum(values), len(values)) for name, values in logged.items()}
 
 

@@ -28,9 +28,11 @@ def reward_parts(
 
 def parts_of(task: Task, text: str, example: dict, completion: Any) -> dict[str, float]:
     """What reward_function and Environment pay for a completion; a number is the part `answer`."""
-    parts, payer = {}, "get_reward"
+    parts = {}
+    payer = "get_reward"
     if task.reward_function is not None:
-        payer, num_tokens = "reward_function", len(completion.token_ids) if completion else 0
+        payer = "reward_function"
+        num_tokens = len(completion.token_ids) if completion else 0
         # The function gets a copy: a change of the question would stay for the whole run.
         question = copy.deepcopy(example)
         with naming_mistakes(task.file, task.reward_function, example):

@@ -29,7 +29,9 @@ def read_text_file(path: Path) -> list[dict] | list[str]:
     if path.suffix.lower() != ".csv":
         is_list = text.lstrip().startswith("[")
         return json.loads(text) if is_list else [line for line in text.split("\n") if line.strip()]
-    rows, start, reader = [], 1, csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    rows = []
+    start = 1
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
         names = reader.fieldnames or []
         if twice := [name for name in filter(None, names) if names.count(name) > 1]:

@@ -56,7 +56,8 @@ def functions_in(reward: str) -> list[str]:
 
 def check_form(text: Any) -> str:
     """The text of a task.reward, if it names functions; else ConfigError."""
-    given, text = text, as_reward(text)
+    given = text
+    text = as_reward(text)
     if not isinstance(text, str) or not REWARD_FORM.fullmatch(text):
         forms = "my_rewards:f for the function f in my_rewards.py, 'my_rewards:[f, g]' for two, or "
         forms += "'[my_rewards:f, lengths:g]'"

@@ -20,7 +20,8 @@ from engine.report.pass_at_k import majority_sample, solve_rates, with_interval
 # A collapsed policy gives the same few answers, or rambles until it is cut off. More steps seldom
 # bring it back. The means of these metrics over the last steps show it.
 WATCHED = ("train/solved", "train/entropy", "train/truncated_frac")
-WINDOW_STEPS, WINDOW_QUESTIONS = 10, 160  # window length; a shorter window is too noisy to judge
+WINDOW_STEPS = 10  # its length: a shorter window is too noisy to judge
+WINDOW_QUESTIONS = 160
 LEAST_FALL = 0.05  # of train/solved; where little was ever solved, a smaller fall may be noise
 LOW_ENTROPY = 0.01  # nats per token: the policy has nothing left to choose between
 
@@ -40,7 +41,8 @@ def rollout_metrics(
     sampled = [t for group in groups for t in group]
     batch = [t for t in sampled if t.in_batch]
     rewards = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
-    num, num_equal = rewards.shape[1], (rewards.amax(dim=1) == rewards.amin(dim=1)).sum().item()
+    num = rewards.shape[1]
+    num_equal = (rewards.amax(dim=1) == rewards.amin(dim=1)).sum().item()
     num_tokens = sum(len(t.completion.token_ids) for t in sampled)
     num_drawn = sum(t.completion.num_sampled for t in sampled)
     metrics = {

@@ -8,7 +8,8 @@ import numpy as np
 
 def solve_rates(solved: np.ndarray, pass_k: list[int]) -> dict[str, float]:
     """pass@k, with the 95% interval of pass@1, from solved (questions, samples) of 0 and 1."""
-    num_samples, counts = solved.shape[1], solved.sum(axis=1).astype(int)
+    num_samples = solved.shape[1]
+    counts = solved.sum(axis=1).astype(int)
     low, high = confidence_interval(solved.mean(axis=1), is_binary=num_samples == 1)
     rates = {"eval/pass@1": solved.mean(), "eval/pass@1_low": low, "eval/pass@1_high": high}
     rates |= {f"eval/pass@{k}": pass_at_k(counts, num_samples, k) for k in pass_k if k != 1}
@@ -35,7 +36,9 @@ def pass_at_k(counts: np.ndarray, n: int, k: int) -> float:
 
 def confidence_interval(rates: np.ndarray, *, is_binary: bool) -> tuple[float, float]:
     """95% interval of the mean of `rates` (questions,), each the share of right samples of one."""
-    n, mean, z = len(rates), float(rates.mean()), 1.96
+    n = len(rates)
+    mean = float(rates.mean())
+    z = 1.96
     if is_binary:  # Wilson's interval
         centre = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
         half = z / (1 + z**2 / n) * math.sqrt(mean * (1 - mean) / n + z**2 / (4 * n**2))

@@ -23,12 +23,14 @@ CARD = Template(TEXT, trim_blocks=True, keep_trailing_newline=True)
 
 def model_card(run: Run, measured: dict[str, float], *, answers: str | None = None) -> str:
     """The card of the model as it was measured; `answers` is where those it imitated come from."""
-    config, tokenizer = run.config, run.policy.tokenizer
+    config = run.config
+    tokenizer = run.policy.tokenizer
     question = run.validation_questions[:1]
     (prompt,), add_special_tokens = render_prompts(question, task=run.task, tokenizer=tokenizer)
     (ids,) = encode_prompts(question, task=run.task, tokenizer=tokenizer)
     if tokenizer.encode(prompt, add_special_tokens=add_special_tokens) != ids:
-        prompt, add_special_tokens = tokenizer.decode(ids), False  # it would add an end token too
+        prompt = tokenizer.decode(ids)
+        add_special_tokens = False  # it would add an end token too
     base = f"[{config.model.name}](https://huggingface.co/{config.model.name})"
     if Path(config.model.name).is_dir():  # only its name, since paths are private
         base = f"`{Path(config.model.name).resolve().name.replace('`', '_')}` (a local model)"

@@ -63,7 +63,8 @@ def check_default_rate(config: Config) -> None:
     except ValueError:
         if not os.path.exists(config.model.name):
             return  # that there is no such model comes first: `check_files` says so
-    rate, model = config.training.learning_rate, Path(config.model.name).resolve()
+    rate = config.training.learning_rate
+    model = Path(config.model.name).resolve()
     is_tiny = model in (Path("tiny").resolve(), ROOT / "tiny")
     run = run_that_made(config.model.name)
     made_with = {} if run is None else section_of(read_file(run / "config.yaml"), "training")
@@ -78,7 +79,8 @@ def check_default_rate(config: Config) -> None:
 
 def check_files(config: Config) -> None:
     """Raise ConfigError for files and folders that are missing; else say what takes seconds now."""
-    values, lines = dotted_values(config), []
+    values = dotted_values(config)
+    lines = []
     sources = ["task.eval", *["task.train"] * (config.mode == "train")]
     if tasks.load_task(config.task).load_examples is not None:
         sources = []  # the task says what a source is
@@ -198,14 +200,16 @@ def merge(base: Any, new: Any) -> Any:
 
 def without_other_task(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """The file's values, without those for its task if the command line names another task."""
-    task, given = section_of(values, "task"), section_of(overrides, "task")
+    task = section_of(values, "task")
+    given = section_of(overrides, "task")
     is_other = not given.keys().isdisjoint({"name", "reward"})
     if not task or not is_other or task_name(values) == task_name(overrides):
         return values
     # Other functions for the file's rows leave all but the weights of those that are gone.
     if task.get("reward") is not None and given.get("reward") is not None and "train" not in given:
         before, after = (tasks.functions_in(task_name(of)) for of in (values, overrides))
-        weights, names = section_of(task, "reward_weights"), [f.split(":")[1] for f in after]
+        weights = section_of(task, "reward_weights")
+        names = [f.split(":")[1] for f in after]
         kept = task | {"reward_weights": {part: weights[part] for part in weights if part in names}}
         if task.get("name") == "+".join(f.split(":")[1] for f in before):  # it names the run itself
             del kept["name"]
@@ -246,7 +250,8 @@ def section_of(values: dict[str, Any], name: str) -> dict[str, Any]:
 def task_name(values: dict[str, Any]) -> Any:
     """The task that the values ask for, before they are checked: its name, or task.reward."""
     task = section_of(values, "task")
-    name, reward = task.get("name", Config().task.name), task.get("reward")
+    name = task.get("name", Config().task.name)
+    reward = task.get("reward")
     return name if reward is None else tasks.check_form(reward)
 
 
@@ -260,17 +265,23 @@ def dump(config: Config) -> str:
 
 def error_lines(error: ValidationError, full_schema: type[Config], values: dict) -> list[str]:
     """One line for each key that pydantic rejects: its value, and what it should be."""
-    defaults, problems, notes = full_schema(), {}, {}
-    known, theirs = [*SECTIONS, *dotted_values(defaults)], read_file(WORDS_ELSEWHERE)["values"]
+    defaults = full_schema()
+    problems = {}
+    notes = {}
+    known = [*SECTIONS, *dotted_values(defaults)]
+    theirs = read_file(WORDS_ELSEWHERE)["values"]
     for detail in error.errors():
-        names, value, kind = [], values, detail["type"]
+        names = []
+        value = values
+        kind = detail["type"]
         with suppress(LookupError, TypeError):  # the place in a union ends with names of types
             for name in detail["loc"]:
                 if isinstance(value, str):  # one word in the place of a list
                     break
                 value = value[name]
                 names.append(str(name))
-        key, problem = ".".join(names), detail["msg"].removeprefix("Value error, ")
+        key = ".".join(names)
+        problem = detail["msg"].removeprefix("Value error, ")
         if kind == "extra_forbidden":
             of_task = f" of task {values['task']['name']}" if names[0] == "task" else ""
             problem = f"unknown key{of_task}{hint(key, value, known)}; --help lists the keys"
@@ -292,7 +303,8 @@ def error_lines(error: ValidationError, full_schema: type[Config], values: dict)
 
 def hint(key: str, value: Any, known: list[str]) -> str:
     """What an unknown key or the keys in it are called here, else the known key that is near."""
-    close, (section, _, last) = difflib.get_close_matches, key.rpartition(".")
+    close = difflib.get_close_matches
+    (section, _, last) = key.rpartition(".")
     among = [name.rpartition(".") for name in (SECTIONS if isinstance(value, dict) else known)]
     # Of other sections only the same word: one that is merely near counts other things there.
     near = [
@@ -332,14 +344,16 @@ def in_our_words(given: dict[str, Any]) -> str:
     It sets what means the same here. What needs a choice stands in a comment.
     """
     ours, remarks = words_elsewhere()
-    values, known = read_file(WORDS_ELSEWHERE)["values"], dotted_values(Config())
+    values = read_file(WORDS_ELSEWHERE)["values"]
+    known = dotted_values(Config())
     found = []
     for path, value in unnest(given, separator=".").items():
         word = None if path in known else word_in(path, ours)
         found.append((ours.get(word, path), word, value))
     if sum(word is not None for _, word, _ in found) < 2:
         return ""
-    settings, comments = {}, []
+    settings = {}
+    comments = []
     # num_epochs last: whether it may be set depends on task.train.
     for key, word, value in sorted(found, key=lambda entry: entry[0] == "training.num_epochs"):
         meant = values.get(key, {}).get(str(value), value)

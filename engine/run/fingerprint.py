@@ -51,7 +51,8 @@ def of_files(
     config: Config, key: str = "model.name", *, with_weights: bool = False
 ) -> dict[str, str]:
     """What `of_model` says of the model, and of its base if it is an adapter; `key` names it."""
-    source, what = config.model.source, f"the files of {key}"
+    source = config.model.source
+    what = f"the files of {key}"
     found = {what: of_model(config, with_weights=with_weights)}
     with one_line_errors(source.name, key=key):
         base = find_base(source)

@@ -26,8 +26,10 @@ NUM_PROMPTS = 256
 
 def check_room(run: Run) -> None:
     """Log on what the run computes and where it writes; ValueError if the disk is too small."""
-    num_weights, world = run.policy.model.num_parameters(), run.world
-    training, num_questions = run.config.training, run.config.questions_per_step(world.size)
+    num_weights = run.policy.model.num_parameters()
+    world = run.world
+    training = run.config.training
+    num_questions = run.config.questions_per_step(world.size)
     num_trained = sum(parameter.numel() for parameter in run.trained_weights)
     share = f" ({num_trained / num_weights:.2%} trained)" if num_trained < num_weights else ""
     place = f"{world.size} x {world.device.type}"
@@ -35,7 +37,8 @@ def check_room(run: Run) -> None:
     if world.device.type == "cpu" and num_weights > 50_000_000:
         held = (FP32 * num_weights + (FP32 + AVERAGES[training.optimizer]) * num_trained) / 1e9
         run.logger.info(f"each process holds {held:.1f} GB, and caches and activations on top")
-    k, n = training.num_best, training.group_size
+    k = training.num_best
+    n = training.group_size
     rows = f"{num_questions * k:,} rows: {num_questions // world.size} questions on each rank"
     best = f", of which the best {k}" if k < n else ""
     run.logger.info(f"{training.num_steps} steps of {rows}, {n} samples of each{best}")
@@ -63,7 +66,9 @@ def check_disk(folder: Path, config: Config, *, num_weights: int) -> None:
 
 def fit_micro_batches(run: Run) -> None:
     """Set `run.fit` where the config leaves open what it says; a resumed run keeps its own."""
-    training, settings, fit = run.config.training, run.config.model, run.fit
+    training = run.config.training
+    settings = run.config.model
+    fit = run.fit
     may_recompute = settings.gradient_checkpointing is None
     if training.micro_batch_tokens and not may_recompute:
         return
@@ -78,7 +83,8 @@ def fit_micro_batches(run: Run) -> None:
         recompute(run.policy.model)
         if fit is not run.fit:
             fit.tokens = max(micro_batch_that_fits(run, row), row)
-    run.fit, how = fit, "with" if fit.recomputes or settings.gradient_checkpointing else "without"
+    run.fit = fit
+    how = "with" if fit.recomputes or settings.gradient_checkpointing else "without"
     run.logger.info(f"micro-batches of {fit.tokens:,} tokens on {gpus}, {how} recomputation")
 
 
@@ -91,7 +97,9 @@ def longest_row(run: Run) -> int:
 
 def micro_batch_that_fits(run: Run, row: int) -> int:
     """The tokens of the whole rows that fit on the rank with the least room; 0 if not one does."""
-    world, is_cut, num_rows = run.world, run.config.model.shard, 0
+    world = run.world
+    is_cut = run.config.model.shard
+    num_rows = 0
     weights = [weight.to_local() if is_cut else weight for weight in run.trained_weights]
     later = NCCL_BYTES * (world.size > 1)  # bytes; those of decoding's graphs are free by then
     if not run.optimizer.state:
@@ -112,7 +120,8 @@ def micro_batch_that_fits(run: Run, row: int) -> int:
 
 def bytes_of_pass(run: Run, num_rows: int, row: int) -> float:
     """The most that a pass of an update takes, one of weight 0; infinite if it does not fit."""
-    policy, device = run.policy, run.world.device
+    policy = run.policy
+    device = run.world.device
     ids = torch.zeros((num_rows, row), dtype=torch.long, device=device)
     columns = torch.arange(row, device=device) >= row - run.config.training.max_new_gen_tokens
     mask = columns.expand_as(ids)

@@ -30,14 +30,16 @@ from engine.run.state import Run, summary
 from engine.update.optimizer import Outcome, Update, learning_rate_at
 
 MAX_ROLLOUTS_BYTES = 16_000_000  # of rollouts.jsonl
-MAX_GROUPS, MAX_COMPLETIONS = 3, 16  # there, of a step and of a group
+MAX_GROUPS = 3  # there, of a step
+MAX_COMPLETIONS = 16  # there, of a group
 MAX_CHARACTERS = 4_000  # there, of a prompt and of a gold answer
 MAX_HEADING = 300  # and of a question
 
 
 def step_metrics(run: Run, groups: Groups, update: Update, clock: Clock) -> dict[str, float]:
     """All that is measured of the step that has ended: means over all ranks, times, memory."""
-    world, state = run.world, run.state
+    world = run.world
+    state = run.state
     metrics = update.metrics | reduce_means(rollout_metrics(groups, run.task.REWARD_PARTS), world)
     metrics["train/lr"] = learning_rate_at(state.step, run.config.training)
     if run.policy.grad_scaler.is_enabled():
@@ -74,7 +76,9 @@ def log_step(
     run: Run, metrics: dict[str, float], questions: list[dict], groups: Groups, update: Update
 ) -> None:
     """Print a step's line, and write its metrics, its rollouts and at times its samples."""
-    step, every, logger = run.state.step, run.config.logging.train_samples_every, run.logger
+    step = run.state.step
+    every = run.config.logging.train_samples_every
+    logger = run.logger
     clock = Clock()
     with clock("rollouts_log"):  # a few groups for tools/report.py
         rollouts = describe_step(run, questions, groups, update)
@@ -97,7 +101,8 @@ def log_step(
 
 def describe_step(run: Run, questions: list[dict], groups: Groups, update: Update) -> str:
     """The lines of rollouts.jsonl for the step that has ended; "" if it is not logged."""
-    every, step = run.config.logging.rollouts_every, run.state.step
+    every = run.config.logging.rollouts_every
+    step = run.state.step
     if not run.world.is_main or every == 0 or (step != 1 and step % every != 0):
         return ""
     # The file has a size limit. As it fills we log more rarely: every fourth of these steps once it
@@ -111,7 +116,8 @@ def describe_step(run: Run, questions: list[dict], groups: Groups, update: Updat
         row_weights = batch.token_weights.amax(dim=1).tolist()
         # A pass that `equal_passes` adds has rows, but no trajectories.
         weights |= zip(map(id, batch.trajectories), row_weights, strict=False)
-    tokenizer, lines = run.policy.tokenizer, ""
+    tokenizer = run.policy.tokenizer
+    lines = ""
     for group, question in zip(groups[:MAX_GROUPS], questions, strict=False):
         ordered = sorted(group, key=lambda t: -t.reward)  # ties in the order of sampling
         del ordered[MAX_COMPLETIONS // 2 : -MAX_COMPLETIONS // 2]  # of a large group the middle
@@ -128,7 +134,8 @@ def describe_step(run: Run, questions: list[dict], groups: Groups, update: Updat
 
 
 def log_evaluation(run: Run, metrics: dict[str, float], groups: Groups) -> None:
-    step, samples = run.state.step, validation_samples(run, groups)
+    step = run.state.step
+    samples = validation_samples(run, groups)
     metrics |= logged_by_rewards(run, "eval", {*metrics})
     run.logger.print_evaluation(f"evaluation at step {step}", metrics, samples)
     run.logger.log_samples(step, samples)
@@ -170,7 +177,9 @@ def report_evaluation(run: Run, metrics: dict[str, float], groups: Groups, greed
     The numbers are printed, and written to eval-<time>/ in the run's folder. `groups` and `greedy`
     answer this rank's questions. Returns the exit status, 2 where logits are not finite.
     """
-    config, world, questions = run.config, run.world, run.validation_questions
+    config = run.config
+    world = run.world
+    questions = run.validation_questions
     metrics |= single_answer_metrics(run.task, questions, groups, greedy, world)
     samples = validation_samples(run, groups)
     title = f"evaluation of {config.model.name} on {config.task.name}"
@@ -189,7 +198,8 @@ def report_evaluation(run: Run, metrics: dict[str, float], groups: Groups, greed
 def write_settings(folder: Path, config: Config) -> None:
     """Write every setting to config.yaml, which `pin` reads, below the versions in use."""
     # Without a tag it is the commit's hash; an edited tree is called dirty.
-    command, revision = ["git", "describe", "--always", "--dirty"], ""
+    command = ["git", "describe", "--always", "--dirty"]
+    revision = ""
     with contextlib.suppress(OSError):  # no git here
         revision = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     libraries = f"torch {torch.__version__}, transformers {transformers.__version__}"

@@ -50,7 +50,8 @@ def start_from_adapter(config: Config, world: World, log: Log) -> Config:
 
 def trained_on(described: object, config: Config) -> LoraSettings:
     """The shape of the adapter, which model.lora must have if it is given."""
-    given, targets = config.model.lora, described.target_modules
+    given = config.model.lora
+    targets = described.target_modules
     targets = targets if isinstance(targets, str) else sorted(targets)
     lora = LoraSettings.model_construct(
         r=described.r,
@@ -75,7 +76,8 @@ def write_merged(folder: Path, config: Config, log: Log) -> None:
 
     That is, if the run has saved something since: before, it begins again with this one.
     """
-    run, files = folder.parent, of_files(config, with_weights=True)
+    run = folder.parent
+    files = of_files(config, with_weights=True)
     with lock_folder(run, log):  # another first start would write there too
         if folder.is_dir() and not (folder / MADE_OF).is_file():
             return log(f"warning: {folder} does not say what it was made of: used as it is")

@@ -11,7 +11,8 @@ from engine.questions.rewards import default_weights
 from engine.run.state import Run
 from engine.update.optimizer import learning_rate_at
 
-ALIKE_STEPS, ALIKE_GROUPS = 3, 32  # before a run says that no group teaches anything
+ALIKE_STEPS = 3  # before a run says that no group teaches anything
+ALIKE_GROUPS = 32
 MANY_TASKS = 1_000
 # What a weight changes by at least to be another number, as a share of it
 ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-9, torch.float32: 1e-7}
@@ -29,7 +30,8 @@ def remark(run: Run, kind: str, line: str) -> None:
 
 def remark_at_start(run: Run) -> None:
     """On learning rates that move nothing."""
-    training, dtype = run.config.training, run.policy.compute_dtype
+    training = run.config.training
+    dtype = run.policy.compute_dtype
     if training.optimizer == "muon" or run.config.model.lora is not None:
         return  # Muon's step has another size, and half of an adapter is 0
     weights = [p.detach() for p in run.trained_weights]
@@ -39,7 +41,8 @@ def remark_at_start(run: Run) -> None:
     median = some.abs().float().median().item()
     rates = (learning_rate_at(step, training) for step in range(1, training.num_steps + 1))
     # AdamW moves a weight by its rate at most; SmolLM2 learned well by a tenth of a rounding.
-    total, least = sum(rates), ROUNDING.get(dtype, 0.0) * median
+    total = sum(rates)
+    least = ROUNDING.get(dtype, 0.0) * median
     if total < least / 100:
         moves = f"all learning rates together, {total:.1e}, are less than 1% of what half of the"
         which = f"weights are rounded by in {str(dtype).removeprefix('torch.')}, {least:.1e}"
@@ -100,7 +103,8 @@ def remark_on_evaluation(
         remark_on_parts(run)
     if "answer" in run.task.REWARD_PARTS:
         paid = [t.reward_parts["answer"] or 0.0 for group in groups for t in group]
-        num_partly, num_right = sum(0 < part < 1 for part in paid), sum(part >= 1 for part in paid)
+        num_partly = sum(0 < part < 1 for part in paid)
+        num_right = sum(part >= 1 for part in paid)
         num_partly, num_right = run.world.sum([num_partly, num_right]).tolist()
         if num_partly > 0 and num_right == 0:
             most = "the part answer was above 0 and never 1, so nothing counts as solved"
@@ -117,7 +121,8 @@ def remark_on_parts(run: Run) -> None:
 
     Only of `answer`, if the reward has it: others may be penalties that are never due.
     """
-    rows, means = read_lines(run.folder / "metrics.jsonl"), {}
+    rows = read_lines(run.folder / "metrics.jsonl")
+    means = {}
     for part, weight in run.config.task.reward_weights.items():
         values = [row[f"train/part_{part}"] for row in rows if f"train/part_{part}" in row]
         if weight != 0 and values:

@@ -41,7 +41,8 @@ def begin(run: Run) -> None:
         fit_micro_batches(run)
     elif run.config.model.compute_dtype == "auto":
         choose_dtype(run)
-    config, state = run.config, run.state
+    config = run.config
+    state = run.state
     run.logger.open(
         run.folder,
         resume_step=state.step if run.is_resumed else None,
@@ -126,9 +127,11 @@ def pin(config: Config, world: World) -> Config:
 
 def commit_and_date(config: Config) -> tuple[str | None, str]:
     """What the config gives, else what the run began with, else the newest commit, and today."""
-    file, name = run_folder(config) / "config.yaml", config.model.name
+    file = run_folder(config) / "config.yaml"
+    name = config.model.name
     began = read_file(file) if file.is_file() else {}
-    model, task = section_of(began, "model"), section_of(began, "task")
+    model = section_of(began, "model")
+    task = section_of(began, "task")
     commit = model.get("revision") if model.get("name") == name else None
     commit = config.model.revision or commit or commit_of(name, None)
     return commit, config.task.template_date or str(task.get("template_date") or date.today())

@@ -49,7 +49,9 @@ class State:
 
     def keep_scores(self, metrics: dict[str, float], score: float) -> None:
         """Keep what the summary and the model card say of the model now and before training."""
-        self.last_score, self.evaluated_at, self.is_saved = score, self.step, False
+        self.last_score = score
+        self.evaluated_at = self.step
+        self.is_saved = False
         if self.step == 0:
             self.first_score = score
             self.untrained = [metrics[name] for name in PASS_AT_1]
@@ -108,7 +110,9 @@ class Run:
 
     def check_questions(self) -> None:
         """Raises ValueError if the ranks hold other questions or too few, or none can be played."""
-        world, task, validation = self.world, self.config.task, self.validation_questions
+        world = self.world
+        task = self.config.task
+        validation = self.validation_questions
         training = self.stream.questions if self.stream else []
         mine = of_questions(validation, training)
         if world.sum([mine != world.broadcast(mine)]).item() > 0:
@@ -180,7 +184,9 @@ class Run:
         """
         state = self.state
         is_skipped = update.outcome in (Outcome.BROKEN, Outcome.OVERFLOWED)
-        state.step, state.position, state.is_saved = state.step + 1, position, False
+        state.step = state.step + 1
+        state.position = position
+        state.is_saved = False
         state.skipped_steps += is_skipped
         if update.outcome is not Outcome.OVERFLOWED:
             state.skipped_in_a_row = state.skipped_in_a_row + 1 if is_skipped else 0
@@ -193,7 +199,8 @@ class Run:
         state = self.state
         num_questions = self.config.questions_per_step(self.world.size)
         state.recent, means = mean_of_last(state.recent, metrics, num_questions=num_questions)
-        before, state.signs = state.signs, {}
+        before = state.signs
+        state.signs = {}
         if means:
             state.best_solved = max(state.best_solved, means["train/solved"])
             state.signs = signs_of_collapse(means, best_solved=state.best_solved)
@@ -204,7 +211,8 @@ class Run:
 
 def summary(run: Run) -> str:
     """How well the first, the last and the best model solve, and what can be done with the best."""
-    state, best = run.state, run.folder / "best"
+    state = run.state
+    best = run.folder / "best"
     metric = run.config.best_metric.removeprefix("eval/")
     scores = f"{metric} {state.first_score:.3f} at the start, "
     scores += f"{state.last_score:.3f} after step {state.step}"

@@ -16,7 +16,8 @@ from engine.core.signals import leave_if_signalled
 from engine.core.types import Completion, PromptBatch, Sampler, SamplingParams
 
 # Of the rows that a CPU decodes at once; more rows than these are hardly faster, each for itself.
-CPU_BATCH_BYTES, CPU_BATCH_TOKENS = 2**30, 524_288
+CPU_BATCH_BYTES = 2**30
+CPU_BATCH_TOKENS = 524_288
 SMALL_PROCESS_KB = 2**20  # at its peak
 
 
@@ -34,7 +35,8 @@ def decode_in_batches(
     take about 1 GB on a CPU. If a GPU's memory runs out all the same, they are decoded again in
     halves: the random numbers are the questions' own. Conversations cannot begin again.
     """
-    token_ids, conversations = prompts.token_ids, prompts.conversations
+    token_ids = prompts.token_ids
+    conversations = prompts.conversations
     groups: list[list[Completion]] = [[] for _ in token_ids]
     by_length = sorted(range(len(token_ids)), key=lambda i: -len(token_ids[i]))
     most = len(token_ids)
@@ -91,8 +93,11 @@ def tokens_that_fit(
     On a GPU as many as fit into the memory now free; on a CPU, whose caches many rows do not help,
     as many as take `CPU_BATCH_BYTES` if each row gets as long as it may.
     """
-    device, row_tokens = model.device, longest + params.max_new_tokens
-    config, (cached, states), top_p = model.config.get_text_config(), kept, params.top_p
+    device = model.device
+    row_tokens = longest + params.max_new_tokens
+    config = model.config.get_text_config()
+    (cached, states) = kept
+    top_p = params.top_p
     if device.type != "cuda":
         row = states + decode_bytes_per_row(config, row_tokens, cached=cached, top_p=top_p)
         return min(CPU_BATCH_TOKENS, int(CPU_BATCH_BYTES / row) * row_tokens)
@@ -124,7 +129,8 @@ def kept_bytes(model: nn.Module) -> tuple[int, int]:
     # On one token, torch 2.13 may compile a kernel for a GPU, which needs a C compiler.
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
     cache = getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)  # Mamba has none
-    keys, states = [], []
+    keys = []
+    states = []
     for layer in cache.layers if cache is not None else []:
         if isinstance(layer, DynamicLayer) and layer.is_initialized:
             keys += [layer.keys, layer.values]

@@ -40,7 +40,9 @@ def start_conversations(
     clock: Clock,
 ) -> PromptBatch:
     """The prompts, and a conversation with the task's Environment for each sample of them."""
-    turns, device, groups = Turns(policy.tokenizer, task), policy.model.device, []
+    turns = Turns(policy.tokenizer, task)
+    device = policy.model.device
+    groups = []
     room = (policy.context_length or 10**9) - params.max_new_tokens
     limits = params.max_new_tokens, config.sampling.max_turns
     for question, seed in zip(questions, seeds, strict=True):
@@ -86,7 +88,8 @@ class Conversation:
     def reply(self, token_ids: list[int]) -> list[int] | None:
         """The ids that answer the turn which ends here; None if the conversation does."""
         before = self.turns.decode(self.prompt_ids + token_ids[: self.start])
-        text, self.num_turns = self.turns.decode(token_ids[self.start : -1]), self.num_turns + 1
+        text = self.turns.decode(token_ids[self.start : -1])
+        self.num_turns = self.num_turns + 1
         calls = self.turns.read_calls(text, before=before)
         replies = [self.call(call["name"], call.get("arguments")) for call in calls]
         if not calls and hasattr(self.environment, "respond"):
@@ -138,7 +141,8 @@ def problems_of_environment(
     task: Task, config: Config, tokenizer: PreTrainedTokenizerFast, question: dict
 ) -> Iterator[str]:
     """Why it cannot be played. The first is the one to mend: what comes later may rest on it."""
-    environment, model = task.Environment(), tokenizer.name_or_path
+    environment = task.Environment()
+    model = tokenizer.name_or_path
     responds = hasattr(environment, "respond")
     prompt = task.pose(question)
     if not hasattr(environment, "reset"):
@@ -170,7 +174,8 @@ class Turns:
     """How a model's chat template writes replies, and how the model writes calls of tools."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, task: Task):
-        self.tokenizer, tools = tokenizer, prompts.tool_schemas(task)
+        self.tokenizer = tokenizer
+        tools = prompts.tool_schemas(task)
         self.end_id = prompts.end_of_turn(tokenizer)  # this token asks for a reply
         self.end = tokenizer.convert_ids_to_tokens(self.end_id)
         self.decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
@@ -187,7 +192,8 @@ class Turns:
     def clean(self, text: str) -> str:
         """The text without special tokens, with which it could end the turn that it stands in."""
         # They are found in its ids: a normalizer may make one of other characters.
-        text, special = prompts.whole_characters(text), prompts.special_ids(self.tokenizer)
+        text = prompts.whole_characters(text)
+        special = prompts.special_ids(self.tokenizer)
         while not special.isdisjoint(ids := self.encode(text)):
             text = self.decode([i for i in ids if i not in special])
         return text
@@ -200,7 +206,8 @@ class Turns:
         """
         called = [reply["name"] for reply in replies if "name" in reply]
         chat = [prompts.QUESTION, made_up_turn(called)]
-        before, text = self.render(chat), self.render(chat + replies)
+        before = self.render(chat)
+        text = self.render(chat + replies)
         rest = text.split(self.end, before.count(self.end))[-1]
         return self.encode(self.end + rest)[1:]  # some tokenizers mark the start of a text
 

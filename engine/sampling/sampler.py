@@ -22,7 +22,9 @@ class LoopSampler:
     """Samples by a decode loop on a transformers model: the policy's own or, in 16 bits, a copy."""
 
     def __init__(self, model: nn.Module, trained: nn.Module, loop: DecodeLoop) -> None:
-        self.model, self.trained, self.loop = model, trained, loop
+        self.model = model
+        self.trained = trained
+        self.loop = loop
 
     def decode(
         self,

@@ -28,7 +28,9 @@ def apply_options(
     """REINFORCE's token losses and weights with what the config switches on; metrics of tokens."""
     if is_first and training.has_reference:  # it does not move: later passes compare with the same
         batch.ref_log_probs = score_by_reference(batch.input_ids, batch.completion_mask)
-    weights, is_clipped, measured = batch.token_weights, torch.zeros_like(token_loss), {}
+    weights = batch.token_weights
+    is_clipped = torch.zeros_like(token_loss)
+    measured = {}
     advantages = batch.advantages[:, None]  # (B, 1)
     if training.learning_type == "distill":
         teaching = batch.ref_log_probs - batch.old_log_probs  # (B, S)
@@ -62,7 +64,8 @@ def off_policy_loss(
     training: TrainingSettings, batch: MicroBatch, log_probs: Tensor, advantages: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The loss of each token by `training.policy_loss`, and which tokens it clips."""
-    eps, eps_high = training.clip_eps, training.clip_eps_high or training.clip_eps
+    eps = training.clip_eps
+    eps_high = training.clip_eps_high or training.clip_eps
     old_log_probs = batch.old_log_probs
     if training.policy_loss == "cispo":
         return cispo_loss(log_probs, advantages, old_log_probs, eps_high=eps_high)
@@ -81,7 +84,8 @@ def ppo_loss(
     """
     ratio = (log_probs - old_log_probs).exp()
     clipped = ratio.clamp(1 - eps, 1 + eps_high)
-    too_high, too_low = ratio > 1 + eps_high, ratio < 1 - eps
+    too_high = ratio > 1 + eps_high
+    too_low = ratio < 1 - eps
     is_clipped = (too_high & (advantages > 0)) | (too_low & (advantages < 0))
     return -(ratio * advantages).minimum(clipped * advantages), is_clipped
 

@@ -50,7 +50,8 @@ def own_loss(name: str, batch: MicroBatch, log_probs: Tensor, advantages: Tensor
     first pass over a batch old_log_probs are log_probs without their gradient. All are at most
     MAX_LOG_PROB at drawn tokens, and 0 elsewhere.
     """
-    mask, key = batch.completion_mask, "training.policy_loss"
+    mask = batch.completion_mask
+    key = "training.policy_loss"
     given = below_certain(log_probs, mask), below_certain(batch.old_log_probs, mask)
     kwargs = {"sampler_log_probs": below_certain(batch.sampler_log_probs, mask)}
     if batch.ref_log_probs is not None:
@@ -73,7 +74,8 @@ def call(key: str, name: str, *tensors: Tensor, like: Tensor, **kwargs) -> Tenso
     written = name.partition(":")[2]
     with contextlib.chdir("."), naming_mistakes(file, function, name=written):
         result = function(*tensors, **kwargs)
-    shape, dtype = getattr(result, "shape", None), getattr(result, "dtype", None)
+    shape = getattr(result, "shape", None)
+    dtype = getattr(result, "dtype", None)
     if shape != like.shape or not isinstance(result, Tensor) or not dtype.is_floating_point:
         given = result if shape is None else f"{tuple(shape)} of {dtype}"
         wanted = f"must return a tensor of floats, {tuple(like.shape)}, not {given!s:.80}"
@@ -86,12 +88,15 @@ def try_algorithm(config: Config, world: World) -> None:
 
     An advantage is asked twice: for groups of different rewards, and for groups of equal ones.
     """
-    training, device = config.training, world.device
-    size, longest = training.group_size, training.max_new_gen_tokens
+    training = config.training
+    device = world.device
+    size = training.group_size
+    longest = training.max_new_gen_tokens
     lengths = [longest - i * longest // size for i in range(size)]  # of a group's completions
     if ":" in training.advantage:
         for worse in (0.0, 1.0):
-            group, num_groups = [], config.questions_per_step(world.size) // world.size
+            group = []
+            num_groups = config.questions_per_step(world.size) // world.size
             for i, length in enumerate(lengths):
                 parts = dict.fromkeys(config.task.reward_weights, worse if i % 2 else 1.0)
                 completion = SimpleNamespace(token_ids=range(length), truncated=i == 0)
@@ -106,7 +111,8 @@ def try_algorithm(config: Config, world: World) -> None:
         log_probs = torch.linspace(-2, -0.1, mask.numel(), device=device).reshape(mask.shape)
         log_probs[:, 8] = 0.0  # a token that was certain
         log_probs = (log_probs * mask).requires_grad_()
-        old, advantages = log_probs.detach(), torch.linspace(-1, 1, size, device=device)[:, None]
+        old = log_probs.detach()
+        advantages = torch.linspace(-1, 1, size, device=device)[:, None]
         batch = SimpleNamespace(old_log_probs=old, sampler_log_probs=old, completion_mask=mask)
         batch.ref_log_probs = old if training.has_reference else None
         loss = own_loss(training.policy_loss, batch, log_probs, advantages)
