@@ -100,7 +100,7 @@ def schema(code: str) -> type[Config]:
 
 
 @functools.cache
-def make_schema(own: type[Section], parts: tuple[str, ...], *functions: str) -> type[Config]:
+def make_schema(own: type[BaseModel], parts: tuple[str, ...], *functions: str) -> type[Config]:
     weights = default_weights(functions)
     defaults = {part: weights.get(part, 0.0) for part in parts}
     # The keys' explanations are those of the bases: pydantic would search all modules for more.

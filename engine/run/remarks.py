@@ -11,7 +11,7 @@ from engine.questions.rewards import default_weights
 from engine.run.state import Run
 from engine.update.optimizer import learning_rate_at
 
-ALIKE_STEPS = 3  # before a run says that no group teaches anything
+FEW_STEPS = 3  # before a run says that a group, or a part, teaches nothing
 ALIKE_GROUPS = 32
 MANY_TASKS = 1_000
 # What a weight changes by at least to be another number, as a share of it
@@ -65,7 +65,7 @@ def remark_on_step(
     if metrics["train/zero_advantage_frac"] < 1 or run.config.training.learning_type != "grpo":
         run.num_alike = -1_000_000_000  # something can be learned
     trajectory = groups[0][0]
-    if run.num_alike >= ALIKE_GROUPS and run.state.step >= ALIKE_STEPS:
+    if run.num_alike >= ALIKE_GROUPS and run.state.step >= FEW_STEPS:
         earned = f"every group's rewards were equal so far, the last {trajectory.reward:g}"
         end = f"nothing can be learned from that; a completion ends with {trajectory.text[-60:]!r}"
         fix = "look at task.reward, task.prompt and training.max_new_gen_tokens"
@@ -99,7 +99,7 @@ def remark_on_evaluation(
 ) -> None:
     """On answers that are never right, in part or of an untrained model; completions and parts."""
     remark_on_completions(run, metrics, "eval", questions, groups)
-    if run.world.is_main and run.state.step >= MIN_STEPS:
+    if run.world.is_main and run.state.step >= FEW_STEPS:
         remark_on_parts(run)
     if "answer" in run.task.REWARD_PARTS:
         paid = [t.reward_parts["answer"] or 0.0 for group in groups for t in group]
