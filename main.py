@@ -52,7 +52,7 @@ from engine.model.load import load_model_and_tokenizer
 from engine.model.policy import Policy, make_policy
 from engine.questions.contract import Task
 from engine.questions.data import load_questions
-from engine.questions.prompts import completion_text
+from engine.questions.prompts import completion_text, make_prompts
 from engine.questions.rewards import reward_parts, total_reward
 from engine.questions.tasks import load_task
 from engine.report.metrics import evaluation_metrics
@@ -163,11 +163,11 @@ def sample_trajectories(
     The random numbers of a question follow from its seed, whatever the batch that it is in, the
     rank, or what was sampled before. In another batch rounding may differ, and so, rarely, a token.
     """
-    policy, task, config = run.policy, run.task, run.config
-    prompts = policy.make_prompts(task, config, questions, seeds, params, clock)  # ids, seeds
+    policy, task = run.policy, run.task
+    prompts = make_prompts(policy, task, questions, seeds, params, clock)  # ids, seeds
     with clock("rollout"):  # by sampling.backend: grouped, `generate` (below) or vLLM
         groups = decode_in_batches(
-            policy.sampler, prompts, params, config.sampling.max_batch_tokens, run.logger
+            policy.sampler, prompts, params, run.config.sampling.max_batch_tokens, run.logger
         )
     task.max_completion_length = params.max_new_tokens  # read by rewards for length, just below
     with clock("reward"):

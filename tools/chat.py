@@ -44,6 +44,7 @@ from engine.model.load import load_model_and_tokenizer
 from engine.model.policy import Policy, make_policy
 from engine.questions.contract import Task, assistant_prefix
 from engine.questions.data import fit_to_config, load_examples
+from engine.questions.prompts import make_prompts
 from engine.questions.rewards import read_answer
 from engine.questions.tasks import built_in_tasks, load_task
 from engine.run import config_file
@@ -226,7 +227,7 @@ def sample_answer(
     seeds, tokenizer = [(SeedWord.TYPED, config.training.seed, number)], policy.tokenizer
     context, params = policy.context_length, replace(policy.params, group_size=1)
     num_new = params.max_new_tokens
-    prompts = policy.make_prompts(task, config, [example], seeds, params, Clock())
+    prompts = make_prompts(policy, task, [example], seeds, params, Clock())
     (prompt_ids,), conversations = prompts.token_ids, prompts.conversations
     if context is not None and len(prompt_ids) + num_new > context:
         raise ValueError(

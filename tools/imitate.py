@@ -32,9 +32,10 @@ from engine.core.tensors import seeded
 from engine.core.types import Completion, SeedWord, Trajectory
 from engine.questions.contract import Task
 from engine.questions.data import QuestionStream, are_others, fit_to_config, load_table, parse_table
-from engine.questions.prompts import completion_text, encode_prompts, end_of_turn, whole_characters
+from engine.questions.prompts import completion_text, encode_prompts
 from engine.questions.rewards import reward_parts
 from engine.questions.tasks import load_task
+from engine.questions.templates import end_of_turn, whole_characters
 from engine.run.card import merged_card, model_card
 from engine.run.checkpoint import save_model
 from engine.run.config_file import load_config

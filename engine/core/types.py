@@ -51,6 +51,7 @@ class SamplingParams:
     pad_id: int
     group_size: int  # completions of each prompt
     calculator: Tool | None = None  # writes the result where a completion asks for it
+    max_turns: int = 1  # of a conversation
     stop: Any = None  # the StopTexts (engine/sampling/stop_texts.py) that end a completion
     conversations: Sequence[Tool] = ()  # of the rows with their environments (environment.py)
 
@@ -83,7 +84,7 @@ class Completion:
     truncated: bool  # ended by the length limit instead of an EOS
     is_inserted: np.ndarray  # (T,), True for the tokens of a tool, whose two numbers are 0
     ends_in_text: bool = False  # a stop text, of which the last token is a part
-    conversation: Any = None  # the Conversation (engine/sampling/environment.py) that it was
+    conversation: Any = None  # the Conversation (engine/questions/environment.py) that it was
 
     @property
     def num_sampled(self) -> int:

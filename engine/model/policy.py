@@ -11,13 +11,10 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.core.config import Config
 from engine.core.distributed import World
-from engine.core.measures import Clock
-from engine.core.types import Log, MicroBatch, PromptBatch, Sampler, SamplingParams, Seed
+from engine.core.types import Log, MicroBatch, Sampler, SamplingParams
 from engine.model.load import find_base, load_model_and_tokenizer, of_teacher
 from engine.model.precision import make_grad_scaler
 from engine.model.probes import supports_chunked_head
-from engine.questions.contract import Task
-from engine.questions.prompts import encode_prompts
 from engine.sampling.sampler import DecodeLoop, choose_loop, copy_in, sample_by_loop
 
 # Up to so many bytes the fp32 logits of a whole micro-batch are made at once; larger ones would be
@@ -69,23 +66,6 @@ class Policy:
         tokens = map(str, self.tokenizer.convert_ids_to_tokens(self.params.eos_ids))
         texts = self.params.stop.texts if self.params.stop is not None else []
         return " or ".join([*tokens, *map(repr, texts)])
-
-    def make_prompts(
-        self,
-        task: Task,
-        config: Config,
-        questions: list[dict],
-        seeds: list[Seed],
-        params: SamplingParams,
-        clock: Clock,
-    ) -> PromptBatch:
-        """The prompts of questions and, if the task has an Environment, their conversations."""
-        if task.Environment is None:
-            ids = encode_prompts(questions, task=task, tokenizer=self.tokenizer)
-            return PromptBatch(ids, seeds)
-        from engine.sampling.environment import start_conversations
-
-        return start_conversations(self, task, config, questions, seeds, params, clock)
 
     def large_logits_scorer(
         self, config: Config, device: torch.device, log: Log
@@ -212,5 +192,6 @@ def sampling_params(
         pad_id=tokenizer.pad_token_id,
         group_size=training.group_size,
         calculator=calculator,
+        max_turns=sampling.max_turns,
         stop=stop,
     )

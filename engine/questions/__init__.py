@@ -1,1 +1,1 @@
-"""From a task to prompts: it is found, its rows are read and posed; and what completions earn."""
+"""From a task to prompts: it is found, its rows are read, posed, played; what completions earn."""

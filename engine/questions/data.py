@@ -22,10 +22,11 @@ from engine.core.packages import import_package
 from engine.core.types import Log, SeedWord, no_log
 from engine.core.user_file import naming_mistakes
 from engine.questions.contract import Task, fill
-from engine.questions.prompts import check_chat, prompt_length
+from engine.questions.prompts import prompt_length
 from engine.questions.rewards import reward_parts
 from engine.questions.tables import CsvRow, is_file_name, number_in, read_text_file
 from engine.questions.tasks import Hub, hash_of, is_in_split
+from engine.questions.templates import check_chat
 
 GOLD_KEYS = ("answer", "solution", "gold", "ground_truth")  # as data sets call the right answer
 FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id (owner/name)"

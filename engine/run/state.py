@@ -122,7 +122,7 @@ class Run:
             raise ConfigError([f"{len(validation)} validation questions for {world.size} ranks"])
         self.rests_on["the questions of task.train and task.eval"] = mine
         if self.task.Environment is not None:
-            from engine.sampling.environment import problems_of_environment
+            from engine.questions.environment import problems_of_environment
 
             asked = self.task, self.config, self.policy.tokenizer, validation[0]
             for problem in problems_of_environment(*asked):

@@ -49,7 +49,7 @@ def imported(path) -> list[str]:
 
 
 OPTIONAL = {"vllm", "peft", "bitsandbytes", "datasets", "mlflow", "wandb", "pandas"}
-OPTIONAL |= {"engine.sampling.vllm", "engine.sampling.graphs", "engine.sampling.environment"}
+OPTIONAL |= {"engine.sampling.vllm", "engine.sampling.graphs", "engine.questions.environment"}
 OPTIONAL |= {"engine.sampling.calculator", "engine.model.adapters", "engine.update.shards"}
 OPTIONAL |= {"engine.update.head", "engine.update.losses", "engine.update.advantages"}
 OPTIONAL |= {"engine.report.boards"}
@@ -68,7 +68,7 @@ RUNS = {
     ),
     "an environment, and an advantage of one's own": (
         "task.name=guess task.reward_weights={'answer':1} training.advantage=benchmarks.rloo:rloo",
-        {"engine.sampling.environment", "tasks.guess", "engine.update.user_algorithm"},
+        {"engine.questions.environment", "tasks.guess", "engine.update.user_algorithm"},
     ),
     "a reward's function": (  # and sil, which trains whatever is paid
         f"task.reward=lengths:soft_overlong task.train={ROOT}/tasks/plurals.csv "

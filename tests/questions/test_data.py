@@ -18,8 +18,9 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 from engine.model.tokenizer import load_tokenizer
 from engine.questions.contract import assistant_prefix
 from engine.questions.data import QuestionStream, load_questions
-from engine.questions.prompts import encode_prompts, prompt_length, render_prompt, render_prompts
+from engine.questions.prompts import encode_prompts, prompt_length, render_prompts
 from engine.questions.tasks import load_task
+from engine.questions.templates import render_prompt
 from tasks import gsm8k
 
 RESPELLED = {  # the fourth of the rows

@@ -18,7 +18,7 @@ from engine.core.measures import Clock
 from engine.core.tensors import seeded
 from engine.core.types import PromptBatch, SamplingParams, Seed
 from engine.core.user_file import RewardError, naming_mistakes
-from engine.questions import prompts
+from engine.questions import templates
 from engine.questions.contract import Task, assistant_prefix
 
 REPLY = "A made-up reply."
@@ -33,7 +33,6 @@ TURN_FORM = {"start_anchor_pattern": r"\A", "fields": FIELDS}
 def start_conversations(
     policy: Any,  # model/policy.py's Policy
     task: Task,
-    config: Config,
     questions: list[dict],
     seeds: list[Seed],
     params: SamplingParams,
@@ -44,7 +43,7 @@ def start_conversations(
     device = policy.model.device
     groups = []
     room = (policy.context_length or 10**9) - params.max_new_tokens
-    limits = params.max_new_tokens, config.sampling.max_turns
+    limits = params.max_new_tokens, params.max_turns
     for question, seed in zip(questions, seeds, strict=True):
         prompt_ids: list[int] = []  # filled below, once `reset` has said what it adds
         group = [
@@ -153,15 +152,15 @@ def problems_of_environment(
         yield "replies alone: write sampling.calculator=null"
     if isinstance(prompt, str) or assistant_prefix(prompt):
         yield "needs generate_prompt to return messages, the last one the user's"
-    if prompts.end_of_turn(tokenizer) is None:
+    if templates.end_of_turn(tokenizer) is None:
         yield f"needs a chat template that ends turns by a special token, which {model} lacks"
     turns = Turns(tokenizer, task)
-    if prompts.tool_schemas(task) and not turns.tools and not responds:
+    if templates.tool_schemas(task) and not turns.tools and not responds:
         yield f"has tools, of which {model}'s chat template does not tell: write respond(message)"
     replies = [{"role": "user", "content": REPLY}] if responds else []
     if turns.tools:
         turn = made_up_turn(turns.names[:1])
-        written = turns.render([prompts.QUESTION, turn]).split(turns.end)[-2]
+        written = turns.render([templates.QUESTION, turn]).split(turns.end)[-2]
         if turns.read_calls(written, before="") != [turn["tool_calls"][0]["function"]]:
             yield f"has tools, but how {model} calls them is unknown: it has no response_template"
         replies += [{"role": "tool", "name": turns.names[0], "content": REPLY}]
@@ -175,25 +174,25 @@ class Turns:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, task: Task):
         self.tokenizer = tokenizer
-        tools = prompts.tool_schemas(task)
-        self.end_id = prompts.end_of_turn(tokenizer)  # this token asks for a reply
+        tools = templates.tool_schemas(task)
+        self.end_id = templates.end_of_turn(tokenizer)  # this token asks for a reply
         self.end = tokenizer.convert_ids_to_tokens(self.end_id)
         self.decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-        render = functools.partial(prompts.apply_template, tokenizer=tokenizer)
-        plain, text = (render([prompts.QUESTION], tools=some) for some in ([], tools))
+        render = functools.partial(templates.apply_template, tokenizer=tokenizer)
+        plain, text = (render([templates.QUESTION], tools=some) for some in ([], tools))
         self.tools = tools if text != plain else []  # not every template tells the model of tools
         self.names = [tool["function"]["name"] for tool in self.tools]
         self.render = functools.partial(render, tools=self.tools)
 
     def encode(self, text: str) -> list[int]:
-        text = prompts.whole_characters(text)
+        text = templates.whole_characters(text)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def clean(self, text: str) -> str:
         """The text without special tokens, with which it could end the turn that it stands in."""
         # They are found in its ids: a normalizer may make one of other characters.
-        text = prompts.whole_characters(text)
-        special = prompts.special_ids(self.tokenizer)
+        text = templates.whole_characters(text)
+        special = templates.special_ids(self.tokenizer)
         while not special.isdisjoint(ids := self.encode(text)):
             text = self.decode([i for i in ids if i not in special])
         return text
@@ -205,7 +204,7 @@ class Turns:
         would not do: Qwen3 and Phi-3 write earlier turns in another way once a reply is there.
         """
         called = [reply["name"] for reply in replies if "name" in reply]
-        chat = [prompts.QUESTION, made_up_turn(called)]
+        chat = [templates.QUESTION, made_up_turn(called)]
         before = self.render(chat)
         text = self.render(chat + replies)
         rest = text.split(self.end, before.count(self.end))[-1]
@@ -228,4 +227,4 @@ def made_up_turn(calls: list[str]) -> dict:
     """A turn of the model that calls these tools, or that only says something."""
     functions = [{"name": name, "arguments": {"a": 1}} for name in calls]
     called = [{"type": "function", "function": function} for function in functions]
-    return prompts.TURN | ({"content": "", "tool_calls": called} if calls else {})
+    return templates.TURN | ({"content": "", "tool_calls": called} if calls else {})
