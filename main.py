@@ -48,8 +48,7 @@ from engine.core.distributed import World, init_world
 from engine.core.measures import Clock, add_to_mean, reduce_means
 from engine.core.tensors import autocast, left_pad, pack, right_pad, seeded
 from engine.core.types import Completion, MicroBatch, SamplingParams, Seed, SeedWord, Trajectory
-from engine.model.load import load_model_and_tokenizer
-from engine.model.policy import Policy, make_policy
+from engine.model.policy import Policy, load_policy
 from engine.questions.contract import Task
 from engine.questions.data import load_questions
 from engine.questions.prompts import completion_text, make_prompts
@@ -85,14 +84,14 @@ def build_run(config: Config) -> Run:
     logger = Logger(rank=world.rank)  # `settle_config` gives it the boards of logging.report_to
     config = settle_config(config, world, notes, logger)  # fills in what it leaves open
     task = load_task(config.task)
-    # An AutoModelForCausalLM; what is trained of it, and AdamW's moments, are fp32. It computes in
-    # `dtype`: bf16 on a GPU that has it, otherwise float16; fp32 on most CPUs. policy.sampler is a
-    # copy in 16 bits, refreshed after each update; in fp32, or with LoRA, it is the model itself.
-    model, tokenizer, dtype = load_model_and_tokenizer(config, world.device, logger.info)
-    policy = make_policy(config, model, tokenizer, dtype, world, logger.info, generate=generate)
+    # policy.model is an AutoModelForCausalLM; what is trained of it, and AdamW's moments, are fp32.
+    # It computes in bf16 on a GPU that has it, otherwise in float16; in fp32 on most CPUs.
+    # policy.sampler is a copy in 16 bits, refreshed after each update; in fp32, or with LoRA, it is
+    # the model itself.
+    policy = load_policy(config, world, logger.info)
     logger.info(f"a completion ends at {policy.end_tokens}")
     validation, stream = load_questions(
-        task, config, tokenizer=tokenizer, context=policy.context_length, log=logger.info
+        task, config, tokenizer=policy.tokenizer, context=policy.context_length, log=logger.info
     )
     run = Run(config, world, logger, task, policy, validation, stream)
     run.check_questions()  # at least one for each rank, and the same list on all of them
@@ -167,7 +166,12 @@ def sample_trajectories(
     prompts = make_prompts(policy, task, questions, seeds, params, clock)  # ids, seeds
     with clock("rollout"):  # by sampling.backend: grouped, `generate` (below) or vLLM
         groups = decode_in_batches(
-            policy.sampler, prompts, params, run.config.sampling.max_batch_tokens, run.logger
+            policy.sampler,
+            prompts,
+            params,
+            run.config.sampling.max_batch_tokens,
+            run.logger,
+            generate=generate,
         )
     task.max_completion_length = params.max_new_tokens  # read by rewards for length, just below
     with clock("reward"):

@@ -49,7 +49,7 @@ from engine.core.config import Config
 from engine.core.distributed import World
 from engine.core.measures import Clock
 from engine.core.types import Completion, Log, PromptBatch, Seed, Trajectory
-from engine.model.policy import Policy
+from engine.model.policy import Policy, load_policy
 from engine.questions.contract import Task
 from engine.questions.data import load_examples
 from engine.questions.tasks import load_task, schema
@@ -63,7 +63,6 @@ from engine.sampling.grouped import decode_grouped
 from engine.sampling.sampler import LoopSampler
 from engine.update.optimizer import make_optimizer
 from logger import Logger
-from tools.chat import load_policy
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -390,6 +389,7 @@ def sample(
         replace(policy.params, group_size=num_samples, **changes),
         max_batch_tokens,
         listener(on_progress),
+        generate=main.generate,
     )
 
 
@@ -401,7 +401,9 @@ def listener(on_progress: Callable[[int], None], once: Log = lambda line: None) 
 
 def loop_of(policy: Policy) -> str:
     """The name of the decode loop that samples."""
-    return next(name for name, loop in LOOPS.items() if loop is policy.sampler.loop)
+    return next(
+        name for name, loop in LOOPS.items() if loop is (policy.sampler.loop or main.generate)
+    )
 
 
 def load_rows(

@@ -36,12 +36,11 @@ from transformers.generation import BaseStreamer
 
 from engine import ROOT
 from engine.core.config import Config, ConfigError, TaskSettings, as_reward
-from engine.core.distributed import World, init_world
+from engine.core.distributed import init_world
 from engine.core.measures import Clock
 from engine.core.text import error_line, format_reward, plain, printable
-from engine.core.types import Log, SeedWord, Trajectory
-from engine.model.load import load_model_and_tokenizer
-from engine.model.policy import Policy, make_policy
+from engine.core.types import SeedWord, Trajectory
+from engine.model.policy import Policy, load_policy
 from engine.questions.contract import Task, assistant_prefix
 from engine.questions.data import fit_to_config, load_examples
 from engine.questions.prompts import make_prompts
@@ -182,12 +181,6 @@ def load_chat(config: Config, *, is_watching: bool = False) -> tuple[Policy, Tas
     return load_policy(config, world, Logger(rank=0).info), task
 
 
-def load_policy(config: Config, world: World, log: Log) -> Policy:
-    """A model that is not trained, and what samples from it."""
-    model, tokenizer, dtype = load_model_and_tokenizer(config, world.device, log)
-    return make_policy(config, model, tokenizer, dtype, world, log, generate=generate)
-
-
 def how_to_ask(task: Task) -> str:
     """How a question must be typed, in the words of the task's parse_question."""
     try:
@@ -239,8 +232,10 @@ def sample_answer(
     if streamer is None:
         begun = assistant_prefix(task.pose(example))
         print_now(tokenizer.decode(prompt_ids) if conversations else begun)
-    policy.sampler.loop = functools.partial(generate, streamer=streamer or Stream(policy))
-    group = policy.sampler.decode([prompt_ids], seeds, params, on_progress=lambda _: None)
+    streamed = functools.partial(generate, streamer=streamer or Stream(policy))
+    group = policy.sampler.decode(
+        [prompt_ids], seeds, params, on_progress=lambda _: None, generate=streamed
+    )
     ((trajectory,),) = compute_rewards(policy, task, [example], [prompt_ids], [group])
     return trajectory
 

@@ -68,7 +68,7 @@ class PromptBatch:
 class Sampler(Protocol):
     """Samples completions of the policy: a backend in engine/sampling/, found by its name."""
 
-    decode: Callable[..., "list[Completion]"]  # called as main.py's `generate`, without a model
+    decode: "DecodeLoop"  # called without a model, and with main.py's `generate` by that name
     refresh: Callable[[], None]  # takes over the trained weights, after an update
     # How many tokens, of prompts and completions, it decodes at once; given is the longest prompt
     tokens_at_once: Callable[[int, SamplingParams], int]
@@ -100,6 +100,9 @@ class Completion:
     def is_broken(self) -> bool:
         """True if some logits were not finite: the tokens drawn from them are noise."""
         return not np.isfinite(self.log_probs).all()
+
+
+DecodeLoop = Callable[..., list[Completion]]  # such as main.py's `generate`, and decode_grouped
 
 
 @dataclass

@@ -15,7 +15,7 @@ from engine.core.types import Log, MicroBatch, Sampler, SamplingParams
 from engine.model.load import find_base, load_model_and_tokenizer, of_teacher
 from engine.model.precision import make_grad_scaler
 from engine.model.probes import supports_chunked_head
-from engine.sampling.sampler import DecodeLoop, choose_loop, copy_in, sample_by_loop
+from engine.sampling.sampler import choose_loop, copy_in, sample_by_loop
 
 # Up to so many bytes the fp32 logits of a whole micro-batch are made at once; larger ones would be
 # most of a GPU's memory (8,192 tokens x 151,936 make 5 GB), so they are made block by block.
@@ -122,46 +122,43 @@ class Policy:
             self.model.enable_adapters()
 
 
-def make_policy(
-    config: Config,
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerFast,
-    compute_dtype: torch.dtype,
-    world: World,
-    log: Log,
-    *,
-    generate: DecodeLoop,
-) -> Policy:
-    """What samples from the model, and how; `generate` is main.py's loop for that backend."""
-    params = sampling_params(config, model, tokenizer, log)
+def load_policy(config: Config, world: World, log: Log) -> Policy:
+    """The model that the config names, what samples from it, and with distill its teacher."""
     settings = config.sampling
+    model, tokenizer, dtype = load_model_and_tokenizer(config, world.device, log)
+    params = sampling_params(config, model, tokenizer, log)
     if settings.backend == "vllm":
         from engine.sampling.vllm import VllmEngine, check_vllm
 
         base = find_base(config.model.source) or config.model.source
-        sampler = VllmEngine(base, model, world, compute_dtype, settings.vllm_memory_gb)
+        sampler = VllmEngine(base, model, world, dtype, settings.vllm_memory_gb)
         check_vllm(model, sampler, tokenizer.encode("12 plus 30 is 42, and Rome is in Italy."))
     else:
-        sampler = sample_by_loop(config, model, compute_dtype, world, generate)
+        sampler = sample_by_loop(config, model, dtype, world)
         sampler = choose_loop(sampler, log) if settings.backend == "grouped" else sampler
-    policy = Policy(model, sampler, tokenizer, params, compute_dtype)
+    policy = Policy(model, sampler, tokenizer, params, dtype)
     if config.mode == "train" and config.model.teacher is not None:
-        own_context = policy.context_length
-        teacher, *_ = load_model_and_tokenizer(
-            of_teacher(config),
-            world.device,
-            lambda line: log(f"teacher: {line}"),
-            compute_dtype=compute_dtype,
-            key="model.teacher",
-        )
-        policy.teacher = teacher.eval().requires_grad_(False)
-        if {*policy.teacher.generation_config.eos_token_id} != {*params.eos_ids}:
-            log("warning: the teacher's texts end at other tokens than the trained model's")
-        if policy.context_length != own_context:
-            sees = f"sees {policy.context_length:,} tokens, fewer than the trained model"
-            lost = "questions without room for a completion there are left out"
-            log(f"warning: the teacher {sees}: {lost}")
+        load_teacher(policy, config, world, log)
     return policy
+
+
+def load_teacher(policy: Policy, config: Config, world: World, log: Log) -> None:
+    """Give the policy its frozen teacher; warn of what that leaves out."""
+    own_context = policy.context_length
+    teacher, *_ = load_model_and_tokenizer(
+        of_teacher(config),
+        world.device,
+        lambda line: log(f"teacher: {line}"),
+        compute_dtype=policy.compute_dtype,
+        key="model.teacher",
+    )
+    policy.teacher = teacher.eval().requires_grad_(False)
+    if {*policy.teacher.generation_config.eos_token_id} != {*policy.params.eos_ids}:
+        log("warning: the teacher's texts end at other tokens than the trained model's")
+    if policy.context_length != own_context:
+        sees = f"sees {policy.context_length:,} tokens, fewer than the trained model"
+        lost = "questions without room for a completion there are left out"
+        log(f"warning: the teacher {sees}: {lost}")
 
 
 def sampling_params(

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from engine.core.signals import leave_if_signalled
-from engine.core.types import Completion, PromptBatch, Sampler, SamplingParams
+from engine.core.types import Completion, DecodeLoop, PromptBatch, Sampler, SamplingParams
 
 # Of the rows that a CPU decodes at once; more rows than these are hardly faster, each for itself.
 CPU_BATCH_BYTES = 2**30
@@ -27,8 +27,12 @@ def decode_in_batches(
     params: SamplingParams,
     max_batch_tokens: int | None,
     logger: Any,
+    *,
+    generate: DecodeLoop,
 ) -> list[list[Completion]]:
     """Sample a group of completions of each prompt: one list per prompt, in their order.
+
+    `generate` is main.py's loop, for a sampler that has none of its own.
 
     Questions are decoded together, longest prompts first, while rows * (longest + new tokens)
     <= `max_batch_tokens`; None is as many as the GPU holds if they end as early as most do, or as
@@ -54,6 +58,7 @@ def decode_in_batches(
                     [prompts.seeds[i] for i in batch],
                     replace(params, conversations=rows),
                     on_progress=functools.partial(go_on, bar),
+                    generate=generate,
                 )
             except torch.OutOfMemoryError:
                 if len(batch) == 1 or conversations:

@@ -11,20 +11,20 @@ from torch import Tensor, nn
 from engine.core.config import Config
 from engine.core.distributed import World
 from engine.core.tensors import autocast, whole
-from engine.core.types import Completion, Log, SamplingParams, Seed
+from engine.core.types import Completion, DecodeLoop, Log, SamplingParams, Seed
 from engine.sampling.batches import kept_bytes, tokens_that_fit
 from engine.sampling.grouped import DecodeBatch, decode_grouped
-
-DecodeLoop = Callable[..., list[Completion]]  # such as main.py's `generate`, and decode_grouped
 
 
 class LoopSampler:
     """Samples by a decode loop on a transformers model: the policy's own or, in 16 bits, a copy."""
 
-    def __init__(self, model: nn.Module, trained: nn.Module, loop: DecodeLoop) -> None:
+    def __init__(
+        self, model: nn.Module, trained: nn.Module, loop: DecodeLoop | None = None
+    ) -> None:
         self.model = model
         self.trained = trained
-        self.loop = loop
+        self.loop = loop  # faster than the one that `decode` is given, if it fits the model
 
     def decode(
         self,
@@ -33,10 +33,12 @@ class LoopSampler:
         params: SamplingParams,
         *,
         on_progress: Callable[[int], None],
+        generate: DecodeLoop,
     ) -> list[Completion]:
         """Sample a group of completions of each prompt: N * G of them, question by question."""
+        loop = self.loop or generate
         with self.autocast():
-            return self.loop(self.model.eval(), prompts, seeds, params, on_progress=on_progress)
+            return loop(self.model.eval(), prompts, seeds, params, on_progress=on_progress)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -64,7 +66,7 @@ class LoopSampler:
 
 
 def sample_by_loop(
-    config: Config, model: nn.Module, compute_dtype: torch.dtype, world: World, loop: DecodeLoop
+    config: Config, model: nn.Module, compute_dtype: torch.dtype, world: World
 ) -> LoopSampler:
     """On the model itself or on a copy in the compute dtype, on the device.
 
@@ -72,8 +74,8 @@ def sample_by_loop(
     is made before the model is cut into shards: after that no rank has all weights.
     """
     if config.model.shard or model.dtype != compute_dtype:
-        return LoopSampler(copy_in(compute_dtype, model, world.device), model, loop)
-    return LoopSampler(model.eval(), model, loop)
+        return LoopSampler(copy_in(compute_dtype, model, world.device), model)
+    return LoopSampler(model.eval(), model)
 
 
 def choose_loop(sampler: LoopSampler, log: Log) -> LoopSampler:

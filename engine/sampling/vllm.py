@@ -95,6 +95,7 @@ class VllmEngine:
         params: SamplingParams,
         *,
         on_progress: Callable[[int], None],
+        generate: object,  # not used
     ) -> list[Completion]:
         self.prompts = prompts
         self.uniforms = draw_uniforms(seeds, params).to(self.device)

@@ -278,7 +278,9 @@ def test_a_batch_has_room_for_the_prompts_and_their_new_tokens():
 
     params = replace(PLAIN, max_new_tokens=12, group_size=2)
     sampler = SimpleNamespace(decode=decode)
-    batches.decode_in_batches(sampler, PromptBatch(RAGGED, SEEDS[:4]), params, 84, listener(print))
+    batches.decode_in_batches(
+        sampler, PromptBatch(RAGGED, SEEDS[:4]), params, 84, listener(print), generate=None
+    )
     assert decoded == [[9, 5], [3, 1]]  # 4 rows of 9 + 12 tokens, then 5 of 3 + 12
 
 
@@ -311,13 +313,13 @@ def test_a_rollout_gives_back_the_memory_that_an_update_has_left(monkeypatch):
     sampler = SimpleNamespace(decode=lambda prompts, *_, **__: [None] * len(prompts))
     arguments = (PromptBatch(RAGGED, SEEDS[:4]), PLAIN, 10**6, listener(print))
     torch.ones(2**22 * 15 // 8)  # once freed, blocks of up to 30 MB come from the heap
-    batches.decode_in_batches(sampler, *arguments)
+    batches.decode_in_batches(sampler, *arguments, generate=None)
     before = held_mb()
     blocks = [(torch.ones(2**20), torch.ones(2**17)) for _ in range(100)]  # 4 and 0.5 MB each
     small = [pair[1] for pair in blocks]
     blocks.clear()
     assert held_mb() - before > 300 and len(small) == 100  # they hold what lies between them
-    batches.decode_in_batches(sampler, *arguments)
+    batches.decode_in_batches(sampler, *arguments, generate=None)
     assert held_mb() - before < 150
 
 
