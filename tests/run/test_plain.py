@@ -36,9 +36,8 @@ import main
 import plain
 from engine.core.config import dotted
 from engine.core.distributed import World
-from engine.core.statistics import Clock
+from engine.core.measures import Clock
 from engine.questions import tasks
-from engine.questions.tasks import load_task
 from engine.run.config_file import load_config, merge, nest, parse_override
 
 SHORT = "training.num_steps=2 training.warmup_steps=1 training.num_samples_per_step=4 "
@@ -131,7 +130,6 @@ def prepare(patch: pytest.MonkeyPatch, world: World, port: int, *, is_idle: bool
     graded = equal_rewards if is_idle else by_text(countdown.reward_function)
     patch.setattr(countdown, "MAX_GENERATED", 99)
     patch.setattr(countdown, "reward_function", graded)
-    patch.setattr(load_task("countdown"), "reward_function", graded)
     patch.setattr(main, "init_world", lambda: (replace(world), []))
     if world.size > 1:  # as torchrun does
         values = {"RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
@@ -281,7 +279,7 @@ def test_each_key_at_another_value_is_read_or_refused_in_one_line(tmp_path, monk
     plain_yaml = yaml.safe_dump(yaml.safe_load((ROOT / "config.yaml").read_text()))
     (tmp_path / "config.yaml").write_text(plain_yaml)  # without comments: it is read 400 times
     monkeypatch.chdir(tmp_path)
-    schema = tasks.schema(load_task("countdown"))
+    schema = tasks.schema("countdown")
     usual = schema().model_dump()
     legal = defaultdict(list)
     for key, default in dotted(usual).items():
