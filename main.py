@@ -1,10 +1,11 @@
-"""Teach a language model to reason by reinforcement learning: GRPO and SIL in one script.
+"""Teach a language model to reason by reinforcement learning, GRPO and SIL: the program.
 
     torchrun --nproc-per-node=2 main.py                                 # the default, on a laptop
     torchrun --nproc-per-node=4 main.py --config configs/countdown-qwen2.5-3b.yaml
     python main.py training.num_steps=5 training.learning_rate=1e-4     # any key, on one process
 
-One step of the algorithm (`run_training` is the loop):
+plain.py is the algorithm alone, in one file: read that first. This computes the same, faster, and
+resumes, keeps the best model, and has more tasks and losses. One step (`run_training` is the loop):
 
     1. take N questions and sample G completions of each: the groups
     2. a rule says what each completion earns: the reward
