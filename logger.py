@@ -29,7 +29,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engine.core.files import append_durably, cut_lines, json_line
+from engine.core.files import append_durably, cut_lines, json_line, read_lines
 from engine.core.text import format_reward, plain, printable, shorten
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "remarks.jsonl")
@@ -79,6 +79,9 @@ class Logger:
             cut_lines(file, lambda row: moment_of(row) <= last)
         for board in self.boards:
             board.open(folder, about, self)
+            for row in read_lines(folder / "metrics.jsonl"):  # it takes those that it has missed
+                values = {name: row[name] for name in row if isinstance(row[name], float)}
+                board.log_metrics(moment_of(row), values)
 
     def info(self, text: str) -> None:
         """Print on rank 0, above a progress bar if one is drawn, in the encoding of stdout."""

@@ -88,8 +88,10 @@ class ModelSettings(Section):
     """For training.learning_type=distill: the model that the trained one learns from, a folder or a
     hub id. It must have the same tokens; its weights stay in memory, in the compute dtype."""
     revision: str | None = None
-    """The branch, tag or commit of a model on the hub. A commit makes the run repeatable; null uses
-    the newest version when a run begins, and a resumed run keeps it."""
+    """The branch, tag or commit of a model on the hub; null is main. A run looks up its commit when
+    it begins, writes that here, and keeps it."""
+    teacher_revision: str | None = None
+    """The same for model.teacher."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The precision of the arithmetic; the trained weights are float32 in any case. bfloat16 is
     fast. float16 is as fast on a GPU and rounds 8 times less, but its largest number is 65504: the

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import dotenv
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -123,6 +124,7 @@ class World:
 
 def init_world() -> tuple[World, list[str]]:
     """Choose the device and join the process group; returns also lines for the log."""
+    dotenv.load_dotenv(".env")  # sets what the environment leaves unset, such as HF_TOKEN
     rank, size, local_rank, local_size = read_environment()
     device = torch.device("cpu")
     notes = []

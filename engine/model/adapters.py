@@ -12,6 +12,7 @@ from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
 from engine.core.config import ModelSettings
+from engine.core.hub import commit_of
 from engine.core.packages import import_package
 from engine.model.folders import version_of
 
@@ -97,6 +98,8 @@ def load_by_peft(model: nn.Module, settings: ModelSettings, *, is_trainable: boo
     """
     peft = import_package("peft", key="it is an adapter")
     described = peft.PeftConfig.from_pretrained(settings.name, revision=settings.revision)
+    base = described.base_model_name_or_path, described.revision
+    described.revision = commit_of(*base)  # an adapter that is trained on is saved with it
     described.inference_mode = not is_trainable
     with warnings.catch_warnings(action="ignore", category=FutureWarning):
         peft_model = peft.PeftModel(model, described)  # reads what transformers has renamed

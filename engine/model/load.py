@@ -7,8 +7,10 @@ tokenizer   gives the ids of its tokenizer.json, for which the model must have e
 """
 
 import contextlib
+import errno
 import json
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,13 +19,14 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.configuration_utils import PretrainedConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.generation import GenerationConfig
 from transformers.utils import cached_file, find_adapter_config_file
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import BitsAndBytesConfig
 
 from engine.core.config import Config, ModelSettings
-from engine.core.hub import reach_hub
+from engine.core.hub import commit_of, fetch_weights
 from engine.core.packages import import_package
 from engine.core.types import Log, no_log
 from engine.model.folders import FILES_OF_BASE, check_folder, no_such_folder, version_of
@@ -50,6 +53,9 @@ def load_model_and_tokenizer(
     if is_training and settings.teacher is not None:
         check_teacher(config, log)  # its tokens, before any weights are loaded
     with one_line_errors(config.model.name, key=key):
+        check_folder(settings.name)
+        config = config.model_copy(update={"model": at_commit(config.model, log)})
+        settings = config.model.source
         base, tokenizer = load_base_tokenizer(config, log)
     is_new_adapter = is_training and settings.lora is not None and base is None
     if is_new_adapter:
@@ -96,7 +102,7 @@ def load_frozen_or_trained(
             raise ValueError("its weights are quantised; give the model that it was made from")
         in_host = device.type != "cuda" or settings.shard
         if in_host and quantization is None and not is_quantized:
-            check_host_memory(model_config, config, dtype)
+            check_host_memory(model_config, base or settings, config, dtype)
         model = load_model(
             model_config,
             base or settings,
@@ -127,12 +133,9 @@ def load_base_tokenizer(
     An adapter may have one of its own, with the chat template that it was trained with.
     """
     settings = config.model.source
-    check_folder(settings.name)
-    reach_hub(settings.name, settings.revision)
-    base = find_base(settings)
+    base = find_base(settings, log)
     file = "tokenizer_config.json"
     if base is not None:
-        reach_hub(base.name, base.revision)
         check_base(base, log)
         quiet = {"revision": settings.revision, "_raise_exceptions_for_missing_entries": False}
         if cached_file(settings.name, file, **quiet) is None:
@@ -140,14 +143,20 @@ def load_base_tokenizer(
     return base, load_tokenizer(config.model_copy(update={"model": settings}), log)
 
 
-def find_base(settings: ModelSettings) -> ModelSettings | None:
+def at_commit(settings: ModelSettings, log: Log) -> ModelSettings:
+    """The settings with what their revision means now: code and weights must be of one commit."""
+    commit = commit_of(settings.name, settings.revision, log=log)
+    return settings.model_copy(update={"revision": commit})
+
+
+def find_base(settings: ModelSettings, log: Log = no_log) -> ModelSettings | None:
     """The base model's settings if model.name is an adapter, else None; ValueError without peft."""
     file = find_adapter_config_file(settings.name, revision=settings.revision)
     if file is None:
         return None
     import_package("peft", key="it is an adapter")
     base, revision = base_of(Path(file).parent)
-    return settings.model_copy(update={"name": base, "revision": revision})
+    return at_commit(settings.model_copy(update={"name": base, "revision": revision}), log)
 
 
 def base_of(adapter: Path) -> tuple[str, str | None]:
@@ -203,8 +212,9 @@ def check_teacher(config: Config, log: Log) -> None:
 
 def of_teacher(config: Config) -> Config:
     """The config that loads the teacher: as a model that is evaluated, whole and frozen."""
-    changes = {"name": config.model.teacher, "revision": None, "lora": None, "shard": False}
-    changes |= {"load_in_4bit": False, "gradient_checkpointing": False}
+    changes = {"name": config.model.teacher, "revision": config.model.teacher_revision}
+    changes |= {"load_in_4bit": False, "gradient_checkpointing": False, "lora": None}
+    changes |= {"shard": False}
     model = config.model.source.model_copy(update=changes)
     return config.model_copy(update={"mode": "evaluate", "model": model})
 
@@ -222,6 +232,8 @@ def one_line_errors(name: str, *, key: str = "model.name") -> Iterator[None]:
             problem = f"{type(error).__name__}: {problem}"
         if isinstance(error, OSError) and not Path(name).exists():
             problem = f"{no_such_folder(name)}; and from the hub: {problem}"
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            problem += ": the disk is full: set HF_HOME to a folder on a larger one"
         if "FlashAttention" in problem:
             problem += " Write model.attn_implementation=sdpa, which needs no package"
         raise ValueError(f"{key} = {name}: cannot be used: {problem}") from error
@@ -232,13 +244,20 @@ def load_model_config(settings: ModelSettings) -> PretrainedConfig:
     model_config = AutoConfig.from_pretrained(
         settings.name, revision=settings.revision, trust_remote_code=settings.trust_remote_code
     )
+    code = str(getattr(model_config, "auto_map", "")) if settings.trust_remote_code else ""
+    for other in re.findall(r"[\w.-]+/[\w.-]+(?=--)", code):
+        if other != settings.name:
+            fix = "copy model and code into one folder, and take that name out of auto_map"
+            raise ValueError(f"its code is in {other}, whose commit no run keeps: {fix}")
     for key, value in model_config.to_dict().items():
         if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
             setattr(model_config, key, 0.0)
     return model_config
 
 
-def check_host_memory(model_config: PretrainedConfig, config: Config, dtype: torch.dtype) -> None:
+def check_host_memory(
+    model_config: PretrainedConfig, base: ModelSettings, config: Config, dtype: torch.dtype
+) -> None:
     """Raises ValueError if this process's share of the host's memory is too small for the model.
 
     Then the system would kill it without a word. Only what it cannot do without is counted: each
@@ -248,12 +267,15 @@ def check_host_memory(model_config: PretrainedConfig, config: Config, dtype: tor
     num_bytes = dtype.itemsize  # of each weight
     if config.mode == "train" and settings.lora is None and not settings.shard:
         num_bytes += FP32 + AVERAGES[config.training.optimizer]
+    own_code = getattr(model_config, "auto_map", {}).get("AutoModelForCausalLM")
     with torch.device("meta"):  # shapes alone, which take no memory
-        model = AutoModelForCausalLM.from_config(
-            model_config,
-            attn_implementation=settings.attn_implementation,
-            trust_remote_code=settings.trust_remote_code,
-        )
+        if own_code and base.trust_remote_code:
+            # from_config would take the code of main, and register it for the weights too
+            how = {"revision": base.revision}
+            model = get_class_from_dynamic_module(own_code, base.name, **how)(model_config)
+        else:
+            attention = settings.attn_implementation
+            model = AutoModelForCausalLM.from_config(model_config, attn_implementation=attention)
     needed = num_bytes * model.num_parameters()  # tied embeddings count once
     num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_processes
@@ -273,6 +295,7 @@ def load_model(
     log: Log,
 ) -> nn.Module:
     """The model with all its weights, on the device; with model.shard, on the CPU."""
+    fetch_weights(settings.name, settings.revision, log)
     model, loading = AutoModelForCausalLM.from_pretrained(
         settings.name,
         config=model_config,

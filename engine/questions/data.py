@@ -17,14 +17,21 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from engine.core.config import Config, ConfigError, TaskSettings
-from engine.core.hub import reach_hub
+from engine.core.hub import commit_of
 from engine.core.packages import import_package
 from engine.core.types import Log, SeedWord, no_log
 from engine.core.user_file import naming_mistakes
 from engine.questions.contract import Task, fill
 from engine.questions.prompts import prompt_length
 from engine.questions.rewards import reward_parts
-from engine.questions.tables import CsvRow, is_file_name, number_in, read_text_file
+from engine.questions.tables import (
+    CsvRow,
+    is_file_name,
+    is_on_hub,
+    number_in,
+    read_text_file,
+    split_source,
+)
 from engine.questions.tasks import Hub, hash_of, is_in_split
 from engine.questions.templates import check_chat
 
@@ -216,8 +223,9 @@ def load_examples(
             source,
             columns=[*task.EXAMPLE_ROW],
             choices=", ".join(choices),
-            hub_config=hub.config if source.partition(":")[0] == hub.usual_id else None,
+            hub_config=hub.config if split_source(source)[0] == hub.usual_id else None,
             hub_split="train" if split == "train" or is_divided else hub.validation_split,
+            log=log,
         )
         is_known = held_out and split == "train"  # it was said with the validation questions
         rows = parse_table(table, task, source, no_log if is_known else log)
@@ -280,32 +288,32 @@ def load_table(
     choices: str = FILE_OR_HUB,
     hub_config: str | None = None,
     hub_split: str = "train",
+    log: Log = no_log,
 ) -> list[dict] | list[str]:
     """The rows of a file or of a part of a hub dataset; ValueError if it cannot be loaded."""
     path = Path(source)
     is_parquet = source.lower().endswith(".parquet")
-    unreachable = None
-    # owner/name:configuration:split of a hub dataset; the last two may be left out, or empty
-    hub_id, *named = source.split(":") if source.count("/") == 1 else [source]
-    named_config, named_split = ([name or None for name in named] + [None, None])[:2]
     is_other = path.exists() and not (is_file_name(source) and path.is_file())  # a pipe has no end
-    if is_other or (not is_file_name(source) and source.count("/") != 1):
+    if is_other or not (is_file_name(source) or is_on_hub(source)):
         raise ValueError(f"{source}: unknown kind of source; give {choices}")
     try:
         if is_file_name(source) and not is_parquet:
             return read_text_file(path)
-        unreachable = reach_hub(hub_id, None, kind="dataset")
+        # owner/name@revision:configuration:split; all but the name may be left out, or empty
+        hub_id, revision, named = split_source(source)
+        if not is_parquet:
+            revision = commit_of(hub_id, revision, kind="dataset", log=log)
         import datasets  # takes a second, so only where it is needed
 
         datasets.disable_progress_bars()  # they would fill a log file
         if is_parquet:
             table = datasets.load_dataset("parquet", data_files=glob.escape(source), split="train")
         else:
-            part = named_config or hub_config
-            split = named_split or hub_split
-            table = datasets.load_dataset(hub_id, part, split=split)
+            part, split, *_ = [*named.split(":")[1:], "", ""]
+            of_hub = {"split": split or hub_split, "revision": revision}
+            table = datasets.load_dataset(hub_id, part or hub_config, **of_hub)
     except Exception as error:  # each format has its own
-        reason = str(unreachable or error.__cause__ or error)
+        reason = str(error.__cause__ or error)
         fix = f"give {choices}"
         if isinstance(error, OSError) and error.filename and Path(error.filename) != path:
             fix = "set HF_HOME to a folder that can be written"  # for the cache of `datasets`

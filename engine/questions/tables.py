@@ -14,6 +14,17 @@ class CsvRow(dict):
     """A row of a CSV file: its cells are text, whatever else is in the file."""
 
 
+def split_source(source: str) -> tuple[str, str | None, str]:
+    """The name, the revision and the rest of owner/name@revision:configuration:split."""
+    name, colon, rest = source.partition(":")
+    name, _, revision = name.partition("@")
+    return name, revision or None, colon + rest
+
+
+def is_on_hub(source: str) -> bool:
+    return split_source(source)[0].count("/") == 1 and not is_file_name(source)
+
+
 def is_file_name(source: str) -> bool:
     """Whether `source` is named like a file that can be loaded; it need not exist."""
     return Path(source).suffix.lower() in FILE_FORMATS

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.core.config import Config, dotted_values
 from engine.core.text import show
 from engine.questions.prompts import encode_prompts, render_prompts
-from engine.questions.tables import is_file_name
+from engine.questions.tables import is_file_name, is_on_hub, split_source
 from engine.run.folder import run_name
 from engine.run.state import PASS_AT_1, Run
 
@@ -57,7 +57,7 @@ def model_card(run: Run, measured: dict[str, float], *, answers: str | None = No
 
 def metadata(config: Config, answers: str | None) -> ModelCardData:
     """What the hub reads of a card. No licence is named: that of the base model holds."""
-    source = answers or config.task.train
+    source, _, _ = split_source(answers or config.task.train)
     tags = ["sft"] if answers else ["reinforcement-learning", config.training.learning_type]
     # The hub refuses the names of a base and of data that it does not have.
     return ModelCardData(
@@ -75,12 +75,8 @@ def describe_source(name: str) -> str:
     if is_file_name(name):
         return f"`{Path(name).name.replace('`', '_')}` (a local file)"
     if is_on_hub(name):
-        return f"[{name}](https://huggingface.co/datasets/{name})"
+        return f"[{name}](https://huggingface.co/datasets/{split_source(name)[0]})"
     return f"{name} by the task"
-
-
-def is_on_hub(source: str) -> bool:
-    return source.count("/") == 1 and not is_file_name(source)
 
 
 def merged_card(card: str) -> str:

@@ -29,6 +29,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from engine.core.config import dotted_values
 from engine.core.files import open_to_append, sizes_of, sync
+from engine.core.hub import without_hub
 from engine.core.types import Log, no_log
 from engine.run.card import model_card
 from engine.run.state import Run
@@ -157,7 +158,8 @@ def mark(root: Path, checkpoint: Path) -> None:
 def write_model(
     folder: Path, *, model: PreTrainedModel, tokenizer: Tokenizer, optimizer: Optimizer
 ) -> None:
-    model.save_pretrained(folder)
+    with without_hub():
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     torch.save(optimizer.state_dict(), folder / "training_state" / "optimizer.pt")
 
@@ -175,7 +177,8 @@ def save_model(
     `weights` are all of them where this rank's model has a part; `best` is what best.json keeps.
     """
     with save_folder(folder) as temporary:
-        model.save_pretrained(temporary, state_dict=weights)
+        with without_hub():
+            model.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
         (temporary / "README.md").write_text(card, encoding="utf-8")  # in the place of peft's own
         if best is not None:

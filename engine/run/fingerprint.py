@@ -3,7 +3,6 @@
 A checkpoint keeps them, so that no run goes on with others that have the same name.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -15,18 +14,17 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers.utils import cached_file
-from transformers.utils.hub import extract_commit_hash
 
 from engine import ROOT
 from engine.core.config import Config, ConfigError, TrainingSettings, dotted_values
 from engine.core.distributed import World
-from engine.core.hub import reach_hub
+from engine.core.hub import commit_of, is_commit
 from engine.core.text import show
 from engine.core.user_file import find_function
 from engine.model.folders import hash_of_folder
 from engine.model.load import find_base, of_teacher, one_line_errors
 from engine.questions.contract import Task
+from engine.questions.tables import split_source
 from engine.run.folder import run_name
 
 COUNTDOWN = ROOT / "countdown.py"
@@ -73,18 +71,6 @@ def of_model(config: Config, *, with_weights: bool = False) -> str:
         return str(commit_of(source.name, source.revision))
     reads_weights = with_weights or config.model.lora is not None or config.training.has_reference
     return hash_of_folder(Path(source.name), with_weights=reads_weights)
-
-
-def commit_of(name: str, revision: str | None) -> str | None:
-    """The commit of a model on the hub; of a folder, and if the hub cannot tell, the revision."""
-    if Path(name).exists():
-        return revision
-    with one_line_errors(name):
-        reach_hub(name, revision)
-    for file in ("config.json", "adapter_config.json"):
-        with contextlib.suppress(OSError):  # loading the model will say it better
-            return extract_commit_hash(cached_file(name, file, revision=revision), None)
-    return revision
 
 
 def of_own_code(task: Task, training: TrainingSettings) -> str:
@@ -173,6 +159,12 @@ def check_same_run(saved: dict, config: Config, rests_on: dict | None = None) ->
     saved = now | dotted_values(type(config)()) | saved  # a run older than a key had its default
     for key, value in BEFORE_NULL.items():
         saved[key] = now[key] if (now[key], saved[key]) == (None, value) else saved[key]
+    for key in ("model.revision", "model.teacher_revision"):
+        if not is_commit(saved[key]):  # an older version kept the name of a branch, or nothing
+            saved[key] = now[key]
+    for key in ("task.train", "task.eval"):
+        if "@" not in saved[key]:
+            now[key] = "".join(split_source(now[key])[::2])
     for values in (now, saved):
         values["validation.best_by"] = values["validation.best_by"] or config.best_by
     if config.model.source is not config.model and saved["model.name"].endswith("/base"):

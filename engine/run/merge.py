@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from engine.core.config import Config, ConfigError, LoraSettings, dotted_values
 from engine.core.distributed import World
+from engine.core.hub import fetch_weights
 from engine.core.packages import import_package
 from engine.core.types import Log, no_log
 from engine.model.adapters import load_by_peft
@@ -17,10 +18,8 @@ from engine.model.tokenizer import check_vocabulary
 from engine.run.checkpoint import MARKER, list_checkpoints, save_folder
 from engine.run.config_file import read_file
 from engine.run.fingerprint import check_same_files, check_same_run, of_files
-from engine.run.folder import run_folder
+from engine.run.folder import MADE_OF, run_folder
 from engine.run.resume import lock_folder
-
-MADE_OF = "made_of.json"  # in base/: the hashes of what it was derived from
 
 
 def start_from_adapter(config: Config, world: World, log: Log) -> Config:
@@ -101,6 +100,7 @@ def merged(
 ) -> tuple[nn.Module, PreTrainedTokenizerFast]:
     """The adapter's sum with its base, by peft, and its tokenizer."""
     base, tokenizer = load_base_tokenizer(config, log)
+    fetch_weights(base.name, base.revision, log)
     model = AutoModelForCausalLM.from_pretrained(
         base.name,
         revision=base.revision,

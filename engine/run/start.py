@@ -16,16 +16,32 @@ A config is checked as soon as what the question needs is there:
 import os
 import socket
 from datetime import date
+from pathlib import Path
 from typing import Any
 
-from engine.core.config import Config, ConfigError, check_world, differences, dotted_values
+from huggingface_hub import constants, is_offline_mode
+from transformers.utils import find_adapter_config_file
+
+from engine.core.config import (
+    Config,
+    ConfigError,
+    ModelSettings,
+    check_world,
+    differences,
+    dotted_values,
+)
 from engine.core.distributed import World, order_ddp_buckets
-from engine.model.load import find_base, one_line_errors
+from engine.core.hub import COMMITS, commit_of, is_commit
+from engine.core.types import Log, no_log
+from engine.model.load import base_of, find_base, one_line_errors
 from engine.model.precision import gains_by_bf16, multiplies_bf16
+from engine.questions.tables import is_on_hub, split_source
+from engine.questions.tasks import load_task
+from engine.run.checkpoint import load_state, newest_whole
 from engine.run.config_file import dump, read_file, section_of
-from engine.run.fingerprint import check_same_everywhere, check_same_files, commit_of
+from engine.run.fingerprint import check_same_everywhere, check_same_files
 from engine.run.fit import check_room, fit_micro_batches
-from engine.run.folder import command, run_folder, run_name
+from engine.run.folder import MADE_OF, command, run_folder, run_name
 from engine.run.log import write_settings
 from engine.run.remarks import remark_at_start
 from engine.run.resume import make_folder, resume
@@ -97,7 +113,7 @@ def settle_config(config: Config, world: World, notes: list[str], logger: Any) -
         logger.boards += [board() for name, board in BOARDS.items() if name in names]
     for line in [*notes, *differences(config)]:
         logger.info(line)
-    config = pin(config, world)
+    config = pin(config, world, logger.info)
     check_same_files(config, world)
     with one_line_errors(config.model.name):
         is_adapter = config.mode == "train" and find_base(config.model) is not None
@@ -111,27 +127,76 @@ def settle_config(config: Config, world: World, notes: list[str], logger: Any) -
     return config
 
 
-def pin(config: Config, world: World) -> Config:
-    """Fill in the model's commit on the hub and the date that a chat template writes.
+def pin(config: Config, world: World, log: Log = no_log) -> Config:
+    """Fill in the commits of what is on the hub, and the date that a chat template writes.
 
     Another start would find both changed, so a run goes on with those in its config.yaml. Raises
     ValueError if an evaluation could not be written: now, not after all the work.
     """
     if config.mode == "evaluate":
         world.on_main(make_folder, run_folder(config))
-    commit, today = world.on_main(commit_and_date, config)
-    model = config.model.model_copy(update={"revision": commit})
-    task = config.task.model_copy(update={"template_date": today})
-    return config.model_copy(update={"model": model, "task": task})
+    pins, commits, constants.HF_HUB_OFFLINE = world.on_main(find_pins, config, log)
+    COMMITS.update(commits)
+    sections = {name: getattr(config, name).model_copy(update=pins[name]) for name in pins}
+    return config.model_copy(update=sections)
 
 
-def commit_and_date(config: Config) -> tuple[str | None, str]:
-    """What the config gives, else what the run began with, else the newest commit, and today."""
+def find_pins(config: Config, log: Log) -> tuple[dict[str, dict], dict, bool]:
+    """The values to fill in, by section, all commits, and whether the hub is asked no more."""
     file = run_folder(config) / "config.yaml"
-    name = config.model.name
     began = read_file(file) if file.is_file() else {}
+    newest = newest_whole(run_folder(config) / "checkpoints")
+    rests_on = load_state(newest)["config"] if newest else {}
+    if (made_of := run_folder(config) / "base" / MADE_OF).is_file():
+        rests_on |= read_file(made_of)
     model = section_of(began, "model")
     task = section_of(began, "task")
-    commit = model.get("revision") if model.get("name") == name else None
-    commit = config.model.revision or commit or commit_of(name, None)
-    return commit, config.task.template_date or str(task.get("template_date") or date.today())
+    day = config.task.template_date or str(task.get("template_date") or date.today())
+    pins = {"model": {}, "task": {"template_date": day}}
+    is_training = config.mode == "train"
+    for key, which in [("name", "revision"), ("teacher", "teacher_revision")][: 1 + is_training]:
+        name, files = getattr(config.model, key), f"the files of model.{key}"
+        if name is not None:
+            kept = rests_on | {"revision": model.get(which)} if model.get(key) == name else {}
+            known = [kept.get(files), kept.get("revision")]
+            with one_line_errors(name, key=f"model.{key}"):
+                commit = own_commit(name, getattr(config.model, which), known, log)
+                settings = config.model.model_copy(update={"name": name, "revision": commit})
+                look_up_base(settings, kept.get(f"{files}'s base"), log)
+            pins["model"][which] = commit
+    sources = ["eval", *["train"] * (is_training or config.task.train == config.task.eval)]
+    if load_task(config.task).load_examples is not None:
+        sources = []  # the task says what a source is
+    for key in sources:
+        source = getattr(config.task, key)
+        if is_on_hub(source):
+            name, revision, part = split_source(source)
+            before = split_source(str(task.get(key)))
+            known = [before[1]] if before[::2] == (name, part) else []
+            with one_line_errors(source, key=f"task.{key}"):
+                commit = own_commit(name, revision, known, log, kind="dataset")
+            pins["task"][key] = f"{name}@{commit}{part}" if commit else source
+    return pins, COMMITS, is_offline_mode()
+
+
+def own_commit(
+    name: str, given: str | None, known: list[str | None], log: Log, *, kind: str = "model"
+) -> str | None:
+    """The first commit in `known`, with which the run began, or that which `given` means now."""
+    began = next(filter(is_commit, known), None)
+    if began is None or is_commit(given):
+        return commit_of(name, given, kind=kind, log=log)
+    is_asked = given is not None and not is_offline_mode()
+    now = commit_of(name, given if is_asked else began, kind=kind, log=log)
+    if now != began:
+        log(f"{name}: {given} is now commit {now}, this run goes on with its own, {began}")
+    return began
+
+
+def look_up_base(settings: ModelSettings, began: str | None, log: Log) -> None:
+    """Put an adapter's base into COMMITS, at the commit that the run began with, if it has."""
+    described = find_adapter_config_file(settings.name, revision=settings.revision)
+    if described is not None and is_commit(began):
+        name, revision = base_of(Path(described).parent)
+        COMMITS["model", name, revision] = COMMITS["model", name, began] = began
+    find_base(settings, log)

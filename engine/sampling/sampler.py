@@ -2,16 +2,18 @@
 
 import copy
 import functools
+import traceback
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine import ROOT
 from engine.core.config import Config
 from engine.core.distributed import World
 from engine.core.tensors import autocast, whole
-from engine.core.types import Completion, DecodeLoop, Log, SamplingParams, Seed
+from engine.core.types import Completion, DecodeLoop, Log, SamplingParams, Seed, no_log
 from engine.sampling.batches import kept_bytes, tokens_that_fit
 from engine.sampling.grouped import DecodeBatch, decode_grouped
 
@@ -81,7 +83,7 @@ def sample_by_loop(
 def choose_loop(sampler: LoopSampler, log: Log) -> LoopSampler:
     """Decode grouped if a group can share the model's cache, and on a GPU in CUDA graphs."""
     with sampler.autocast():
-        if not supports_grouped(sampler.model):
+        if not supports_grouped(sampler.model, log=log):
             log("this model's cache cannot be shared by a group: sampling.backend=generate")
             return sampler
         sampler.loop = decode_grouped
@@ -97,12 +99,15 @@ def choose_loop(sampler: LoopSampler, log: Log) -> LoopSampler:
 
 @torch.no_grad()
 def supports_grouped(
-    model: nn.Module, replayed: Callable[[DecodeBatch], Callable[[int], None]] | None = None
+    model: nn.Module,
+    replayed: Callable[[DecodeBatch], Callable[[int], None]] | None = None,
+    log: Log = no_log,
 ) -> bool:
     """Whether grouped decoding computes the same log-probabilities as one plain forward.
 
     With `replayed`, CapturedSteps, as CUDA graphs. A few tokens are decoded after two short made-up
-    prompts, one of them padded, and a row is dropped on the way.
+    prompts, one of them padded, and a row is dropped on the way. An error in our own files, which
+    may be our mistake and not the model's nature, is logged with its place.
     """
     prompts = [[i % model.config.vocab_size for i in ids] for ids in (range(1, 25), (25, 26))]
     params = SamplingParams(5, 1.0, top_p=1.0, top_k=0, eos_ids=(), pad_id=0, group_size=2)
@@ -121,7 +126,11 @@ def supports_grouped(
         ]
     except torch.OutOfMemoryError:  # a RuntimeError too
         raise
-    except (AttributeError, NotImplementedError, TypeError, ValueError, RuntimeError):
+    except (AttributeError, NotImplementedError, TypeError, ValueError, RuntimeError) as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        is_ours = place.filename.startswith(str(ROOT / "engine"))
+        if is_ours and isinstance(error, AttributeError | TypeError):
+            log(f"{type(error).__name__} at {place.filename}:{place.lineno}: {error}")
         return False
     tolerance = 1e-3 if model.dtype == torch.float32 else 2**-6  # a few roundings of bf16
     return all(mismatch <= tolerance for mismatch in mismatches)  # NaN is none

@@ -51,6 +51,7 @@ class VllmEngine:
             self.llm = vllm.LLM(
                 model=settings.name,
                 revision=settings.revision,
+                code_revision=settings.revision,
                 trust_remote_code=settings.trust_remote_code,
                 dtype=str(dtype).removeprefix("torch."),
                 load_format="dummy",

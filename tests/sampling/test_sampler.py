@@ -3,6 +3,7 @@
 import ctypes
 import math
 import os
+import re
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 import torch
 import transformers
 from graphs import Graph
-from harness import CPU, listener, loop_of, make_policy, peak_bytes, seed
+from harness import CPU, alone, listener, loop_of, make_config, make_policy, peak_bytes, seed
 from one_pass import assert_plain
 from reference import score
 from torch.profiler import ProfilerActivity, profile
@@ -25,7 +26,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_atten
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.core.types import Completion, PromptBatch, SamplingParams
-from engine.model.policy import Policy
+from engine.model.policy import Policy, load_policy
 from engine.sampling import batches
 from engine.sampling.cache import ReservedColumns
 from engine.sampling.draw import TokenBuffer, invert_cdf, sample_tokens
@@ -332,3 +333,12 @@ def test_the_probe_sees_a_mask_that_is_added_instead_of_applied(rotary_model_fol
 
     monkeypatch.setattr(ReservedColumns, "visible_mask", lambda *given: reserve(*given) == 0)
     assert not supports_grouped(model)
+
+
+def test_a_mistake_of_ours_is_not_only_blamed_on_the_model(rotary_model_folder, monkeypatch):
+    """Bug: with a newer transformers an attribute was gone, and "its cache cannot be shared"."""
+    monkeypatch.delattr(ReservedColumns, "visible_mask")
+    lines, config = [], make_config(f"model.name={rotary_model_folder}")
+    load_policy(config, alone(), lines.append)
+    assert re.match(r"AttributeError at .*/engine/sampling/\w+.py:\d+: .*visible_mask", lines[-2])
+    assert lines[-1].startswith("this model's cache cannot be shared")
