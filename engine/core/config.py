@@ -413,8 +413,9 @@ class LoggingSettings(Section):
     """true is the same as mlflow in report_to."""
     experiment: Text = "plain-grpo"
     """The name of the MLflow experiment, and of the wandb project."""
-    samples: NonNegativeInt = 3
-    """How many completions samples.jsonl keeps of each evaluation; the first three are printed."""
+    samples: NonNegativeInt = 12
+    """How many completions samples.jsonl keeps of each evaluation. Step 0's first three are
+    printed, and later up to three of those that were right or wrong then and now are not."""
     train_samples_every: NonNegativeInt = 0
     """Print and keep completions of training questions too, as many as `samples` says, whenever
     this number of steps has passed; 0 is off. samples.jsonl has them with "split": "train"."""

@@ -86,7 +86,7 @@ def log_step(
     logger.print_step(step, run.config.training.num_steps, metrics)
     if every > 0 and step % every == 0:
         samples = samples_of(run, groups, questions, split="train")
-        logger.print_samples(f"training completions of step {step}", samples)
+        logger.print_samples(f"training completions of step {step}", samples, start=[])
         logger.log_samples(step, samples)
     logger.log_lines("rollouts.jsonl", rollouts)
     completions_every = run.config.logging.completions_every
@@ -137,10 +137,19 @@ def log_evaluation(run: Run, metrics: dict[str, float], groups: Groups) -> None:
     step = run.state.step
     samples = validation_samples(run, groups)
     metrics |= logged_by_rewards(run, "eval", {*metrics})
-    run.logger.print_evaluation(f"evaluation at step {step}", metrics, samples)
+    title = f"evaluation at step {step}"
+    run.logger.print_evaluation(title, metrics, samples, totals=answer_totals(run))
     run.logger.log_samples(step, samples)
     run.logger.log_metrics(step, metrics)
     remark_on_evaluation(run, metrics, run.world.share(run.validation_questions), groups)
+
+
+def answer_totals(run: Run) -> dict[str, int]:
+    """How many answers are behind each share of right ones."""
+    num_questions = len(run.validation_questions)
+    of_questions = ("majority", "greedy", "strict", "lenient")
+    totals = dict.fromkeys(of_questions, num_questions)
+    return totals | {"pass@1": num_questions * run.config.validation.best_of_n}
 
 
 def validation_samples(run: Run, groups: Groups) -> list[dict]:
@@ -164,6 +173,7 @@ def samples_of(run: Run, groups: Groups, questions: list[dict], *, split: str) -
             "answer": read_answer(task, trajectory.text, question),
             "reward": trajectory.reward,
             "reward_parts": trajectory.reward_parts,
+            "solved": trajectory.is_solved,
             "truncated": trajectory.completion.truncated,
             "tokens": len(trajectory.completion.token_ids),
         }
@@ -183,7 +193,7 @@ def report_evaluation(run: Run, metrics: dict[str, float], groups: Groups, greed
     metrics |= single_answer_metrics(run.task, questions, groups, greedy, world)
     samples = validation_samples(run, groups)
     title = f"evaluation of {config.model.name} on {config.task.name}"
-    run.logger.print_evaluation(title, metrics, samples)
+    run.logger.print_evaluation(title, metrics, samples, totals=answer_totals(run))
     if world.is_main:
         folder = run.folder / f"eval-{datetime.now():%Y%m%d-%H%M%S-%f}"
         folder.mkdir(parents=True)
