@@ -7,6 +7,7 @@ the Origin, where a browser sends one, must agree with it.
 
 import argparse
 import errno
+import importlib
 import itertools
 import json
 import os
@@ -34,7 +35,6 @@ LOADED: dict[tuple, Any] = {}  # the policies of the two models that were asked 
 
 def serve(options: argparse.Namespace) -> None:
     """Serve the run in options.folder until Ctrl-C; raises ValueError or OSError of one line."""
-    os.nice(10)  # the run that trains comes first
     os.environ["OMP_NUM_THREADS"] = "1"
     for port in itertools.count(options.port):  # the next free one
         try:
@@ -45,6 +45,9 @@ def serve(options: argparse.Namespace) -> None:
                 problem = getattr(error, "strerror", error)
                 raise ValueError(f"port {port}: {problem}; give another --port") from error
     server.options, server.files = options, page.files_of(options.folder)
+    # It imports torch. At the low priority, beside a busy run, the first question waited a minute.
+    threading.Thread(target=importlib.import_module, args=["tools.chat"]).start()
+    os.nice(10)  # the run that trains comes first
     address = f"http://127.0.0.1:{server.server_port}"
     taken = f" (port {options.port} is taken)" * (port != options.port)
     with server, suppress(KeyboardInterrupt):
@@ -133,7 +136,7 @@ def models(folder: Path) -> list[str]:
 
 def answer_to(options: argparse.Namespace, request: dict, send: Callable[[dict], None]) -> None:
     """Sample an answer to a question that was typed, or to the held-out one of that number."""
-    import torch  # it and what needs it take seconds: only where something is asked
+    import torch  # it and what needs it take seconds, in which the page is shown
 
     from engine.core.distributed import World
     from engine.core.types import no_log
@@ -159,7 +162,7 @@ def answer_to(options: argparse.Namespace, request: dict, send: Callable[[dict],
         example = held_out[number % len(held_out)]
     asked = task.question_text(example)  # refuses an own row's form
     key = name, Path(name).stat().st_mtime if Path(name).is_dir() else 0  # best/ is replaced
-    send({"question": asked, "is_loading": key not in LOADED})
+    send({"question": asked})
     if key not in LOADED:
         world = World(rank=0, size=1, device=torch.device(options.device))
         for old in [*LOADED][:-1]:
