@@ -59,8 +59,8 @@ class Handler(BaseHTTPRequestHandler):
     """GET / is the page, GET /data?VERSION its data if they are newer, POST /ask an answer."""
 
     def handle(self) -> None:
-        """Answer; a reader who has left, such as a tab that was closed, is no mistake."""
-        with suppress(ConnectionError):
+        """Answer; a reader who has left, or a server that Ctrl-C ends just now, is no mistake."""
+        with suppress(OSError):
             super().handle()
 
     def parse_request(self) -> bool:

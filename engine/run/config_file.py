@@ -312,7 +312,8 @@ def hint(key: str, value: Any, known: list[str]) -> str:
         for its, _, leaf in among
         if leaf == last or (its == section and close(last, [leaf], cutoff=0.8))
     ]
-    ours, remarks = words_elsewhere()
+    ours, words = words_elsewhere()
+    remarks = words["remarks"]
     paths = unnest({key: value}, separator=".")
     foreign = [*filter(None, (word_in(path, [*ours, *remarks]) for path in paths))]
     if section in SECTIONS and not any(ours.get(w, "").startswith(section) for w in foreign):
@@ -324,12 +325,11 @@ def hint(key: str, value: Any, known: list[str]) -> str:
     return f", the nearest is {close(key, near, n=1, cutoff=0)[0]}" if near else ""
 
 
-def words_elsewhere() -> tuple[dict[str, str], dict[str, str]]:
-    """Our key for each word of other trainers that has one, and what else there is to say of it."""
+def words_elsewhere() -> tuple[dict[str, str], dict[str, Any]]:
+    """Our key for each word of other trainers that has one, and all that we say of their words."""
     words = read_file(WORDS_ELSEWHERE)
     ours = {key.rpartition(".")[2]: key for key in words["same"]}
-    ours |= {word: key for key, theirs in words["keys"].items() for word in theirs}
-    return ours, words["remarks"]
+    return ours | {word: key for key in words["keys"] for word in words["keys"][key]}, words
 
 
 def word_in(path: str, words: Iterable[str]) -> str | None:
@@ -343,29 +343,27 @@ def in_our_words(given: dict[str, Any]) -> str:
 
     It sets what means the same here. What needs a choice stands in a comment.
     """
-    ours, remarks = words_elsewhere()
-    values = read_file(WORDS_ELSEWHERE)["values"]
+    ours, words = words_elsewhere()
+    flat = unnest(given, separator=".")
     known = dotted_values(Config())
-    found = []
-    for path, value in unnest(given, separator=".").items():
-        word = None if path in known else word_in(path, ours)
-        found.append((ours.get(word, path), word, value))
-    if sum(word is not None for _, word, _ in found) < 2:
+    theirs = {path: None if path in known else word_in(path, ours) for path in flat}
+    if sum(map(bool, theirs.values())) < 2:
         return ""
     settings = {}
     comments = []
-    # num_epochs last: whether it may be set depends on task.train.
-    for key, word, value in sorted(found, key=lambda entry: entry[0] == "training.num_epochs"):
-        meant = values.get(key, {}).get(str(value), value)
-        if key == "training.k_best_of_n" and isinstance(value, int):
-            meant = [value, value]
+    # In the order of our keys: task.train says whether there may be training.num_epochs.
+    for key, path in sorted((ours.get(theirs[path], path), path) for path in flat):
+        word = theirs[path]
+        value = flat[path]
+        meant = words["values"].get(key, {}).get(str(value), value)
         with_it = merge(settings, nest([(key, meant)]))
-        if (word not in remarks or meant != value) and loads(with_it):
+        if (word not in words["remarks"] or meant != value) and loads(with_it):
             settings = with_it
-        elif word is not None:
-            comment = f"# {key}: {show(value)} ({word}: {remarks.get(word, 'of another value')})"
+        elif word:
+            remark = words["remarks"].get(word, "it has another value here")
+            comment = f"# {key}: {show(value)} ({word}: {remark})"
             comments.append(" ".join(comment.split()) + "\n")
-    head = "# in our words, for a file that --config names; a # needs your choice\n"
+    head = "# In our words, as a file for --config; what is behind a # needs your choice:\n"
     return "".join([head, to_yaml(settings), *comments])
 
 

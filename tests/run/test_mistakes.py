@@ -220,13 +220,13 @@ FROM_VERL = {
     "validation.best_of_n": 1,
     "validation.temperature": 0,
 }
-CHOICES_OF_VERL = "task.train kl_coef checkpoint.every logging.report_to seed"
+CHOICES_OF_VERL = "checkpoint.every logging.report_to task.train kl_coef seed"
 
 
 @pytest.mark.parametrize(
     ("theirs", "ours", "choices"),
     [
-        (TRL, FROM_TRL, "num_samples_per_step warmup_steps loss_normalization"),
+        (TRL, FROM_TRL, "loss_normalization num_samples_per_step warmup_steps"),
         (VERL, FROM_VERL, CHOICES_OF_VERL),
     ],
 )
