@@ -105,8 +105,9 @@ class ModelSettings(Section):
     eager, which is slow in updates (Gemma 2 needs it); flash_attention_2 needs its package."""
     gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass instead of keeping them. The update then needs
-    much less memory and about a third more time. null does so on a GPU that would hold neither 8192
-    tokens otherwise, nor two of the longest rows, and with shard; it never does on a CPU."""
+    much less memory and about a third more time. null does so on a GPU that otherwise would not
+    hold 8192 tokens (or micro_batch_tokens) and two of the longest rows, and with shard; it never
+    does on a CPU."""
     shard: bool = False
     """false keeps the whole model, its gradients and the optimizer's averages on each GPU (DDP), 16
     bytes per weight. true splits them among the ranks (FSDP2), for a model that does not fit
