@@ -49,6 +49,7 @@ def parts(page: str) -> tuple[str, dict, str]:
 
 DATA = parts(INDEX.read_text(encoding="utf-8"))[1]
 (NUMS, TARGET), *_ = DATA["questions"]
+WEIGHTS = DATA["reward_weights"]
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +132,8 @@ def test_the_sliders_pay_what_was_written_anew(page):
     page.click("#sixteen")
     page.locator("#speed", has_text="tokens in").wait_for()
     before, _ = shown(page)
-    given = [float(page.locator(f"[name={name}]").input_value()) for name in OPTIONS.reward_weights]
-    assert given == [*OPTIONS.reward_weights.values()]
+    given = [float(page.locator(f"[name={name}]").input_value()) for name in WEIGHTS]
+    assert given == [*WEIGHTS.values()]
     page.fill("[name=length]", "-0.5")
     after, line = shown(page)
     lengths = [int(row[5]) for row in before]
@@ -146,7 +147,7 @@ def test_the_sliders_pay_what_was_written_anew(page):
     for name in ("answer", "format", "length"):
         page.fill(f"[name={name}]", "0")
     assert shown(page)[1].endswith(": nothing to learn")
-    for name, weight in OPTIONS.reward_weights.items():
+    for name, weight in WEIGHTS.items():
         page.fill(f"[name={name}]", str(weight))
 
 
