@@ -98,7 +98,7 @@ class Logger:
         is_off = None if can_draw else True  # None lets tqdm see whether it is a terminal
         return tqdm(items, description, total, False, unit=unit, dynamic_ncols=True, disable=is_off)
 
-    def track(self, items: list, description: str, unit: str) -> tqdm:
+    def with_bar(self, items: list, description: str, unit: str) -> tqdm:
         """The items, with a bar that shows how many are done."""
         return self.progress(len(items), description, unit, items)
 

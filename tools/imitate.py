@@ -76,7 +76,7 @@ def main() -> None:
             if os.environ.get("RANK", "0") == "0":
                 shutil.rmtree(run_folder(config), ignore_errors=True)
             raise
-    with crashes_name_the_fix(run.folder, run.training):
+    with crashes_name_the_fix(run.folder, run.micro_batch_tokens):
         run.world.signals.start()
         measured = imitate(run, answers)
     step, stop_signal = run.state.step, run.world.stop_signal
@@ -250,7 +250,7 @@ def measure_and_log(run: Run) -> dict[str, float]:
     clock = Clock()
     metrics, groups = measure_policy(run, clock)
     log_evaluation(run, metrics | clock.read(), groups)
-    run.state.keep_scores(metrics, metrics[run.config.best_metric])
+    run.state.remember_scores(metrics, metrics[run.config.best_metric])
     return {"step": run.state.step} | metrics
 
 

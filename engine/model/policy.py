@@ -1,7 +1,6 @@
 """The policy: the model that is trained, what samples from it, what scores it, a reference."""
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.core.config import Config
 from engine.core.distributed import World
-from engine.core.types import Log, MicroBatch, Sampler, SamplingParams
+from engine.core.types import Log, Sampler, SamplingParams
 from engine.model.load import find_base, load_model_and_tokenizer, of_teacher
 from engine.model.precision import make_grad_scaler
 from engine.model.probes import supports_chunked_head
@@ -37,8 +36,6 @@ class Policy:
     scorer: nn.Module | None = None  # main.py's CompletionScorer, perhaps in DDP, for training
     reference: nn.Module | None = None  # a scorer of the first model, or of the teacher
     teacher: nn.Module | None = None
-    # With model.shard each rank must make as many passes as the others.
-    equal_passes: Callable[[list[MicroBatch]], list[MicroBatch]] = list
 
     @functools.cached_property
     def grad_scaler(self) -> torch.amp.GradScaler:
@@ -67,10 +64,8 @@ class Policy:
         texts = self.params.stop.texts if self.params.stop is not None else []
         return " or ".join([*tokens, *map(repr, texts)])
 
-    def large_logits_scorer(
-        self, config: Config, device: torch.device, log: Log
-    ) -> type[nn.Module] | None:
-        """The scorer that makes logits block by block, if all of a micro-batch's would be large."""
+    def has_large_logits(self, config: Config, device: torch.device, log: Log) -> bool:
+        """Whether those of a whole micro-batch are large, and can be made block by block."""
         vocab_size = self.model.config.get_text_config().vocab_size
         most = MOST_TOKENS if device.type == "cuda" else CPU_TOKENS
         num_bytes = 4 * (config.training.micro_batch_tokens or most) * vocab_size
@@ -79,11 +74,7 @@ class Policy:
         in_blocks = in_blocks and all(supports_chunked_head(model, log) for model in scored)
         how = "in blocks of the vocabulary" if in_blocks else "at once"
         log(f"logits of a micro-batch: {num_bytes / 1e6:,.1f} MB, made {how}")
-        if not in_blocks:
-            return None
-        from engine.update.head import ChunkedScorer
-
-        return ChunkedScorer
+        return in_blocks
 
     def reference_model(self, config: Config) -> nn.Module:
         """The teacher, else the model that the run starts from: a frozen copy, but with LoRA."""
@@ -102,12 +93,11 @@ class Policy:
 
     def shard(self, world: World) -> None:
         """Cut the weights that are trained, and those of a reference, into a part for each rank."""
-        from engine.update.shards import equal_passes, shard_scorer
+        from engine.update.shards import shard_scorer
 
         self.scorer = shard_scorer(self.scorer, world, reshard_after_forward=False)
         if self.reference is not None:
             self.reference = shard_scorer(self.reference, world, reshard_after_forward=True)
-        self.equal_passes = functools.partial(equal_passes, world=world)
 
     @torch.no_grad()
     def score_by_reference(self, input_ids: Tensor, mask: Tensor) -> Tensor:

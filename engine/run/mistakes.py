@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from engine.core.config import ConfigError, TrainingSettings
+from engine.core.config import ConfigError
 from engine.core.text import error_line
 from engine.core.user_file import RewardError
 
@@ -62,7 +62,7 @@ def mistakes_cost_one_line() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def crashes_name_the_fix(folder: Path, training: TrainingSettings) -> Iterator[None]:
+def crashes_name_the_fix(folder: Path, micro_batch_tokens: int) -> Iterator[None]:
     """Where memory or the disk is full, or a task exits, say below the traceback what to do."""
     try:
         yield
@@ -74,7 +74,7 @@ def crashes_name_the_fix(folder: Path, training: TrainingSettings) -> Iterator[N
             sys.exit(1)
         if not is_out_of_memory(error):
             raise
-        half = f"training.micro_batch_tokens={training.micro_batch_tokens // 2}"
+        half = f"training.micro_batch_tokens={micro_batch_tokens // 2}"
         fix = f"if it was sampling, lower sampling.max_batch_tokens, else set {half}, or"
         raise RuntimeError(f"out of memory: {fix} model.gradient_checkpointing=true") from error
     except RewardError as error:

@@ -48,7 +48,7 @@ from engine.run.resume import make_folder, resume
 from engine.run.state import Run
 
 
-def begin(run: Run) -> None:
+def open_or_resume(run: Run) -> None:
     """Open a run's folder, and go on from its newest checkpoint if there is one."""
     check_room(run)
     resume(run)

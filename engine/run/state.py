@@ -10,7 +10,7 @@ import torch
 from pydantic import NonNegativeInt
 from torch import nn
 
-from engine.core.config import Config, ConfigError, TrainingSettings
+from engine.core.config import Config, ConfigError
 from engine.core.distributed import World
 from engine.core.signals import Left
 from engine.core.types import Groups
@@ -47,7 +47,7 @@ class State:
     has_trained: bool = False  # whether a step has moved the weights
     is_saved: bool = False  # whether the newest checkpoint knows all this
 
-    def keep_scores(self, metrics: dict[str, float], score: float) -> None:
+    def remember_scores(self, metrics: dict[str, float], score: float) -> None:
         """Keep what the summary and the model card say of the model now and before training."""
         self.last_score = score
         self.evaluated_at = self.step
@@ -145,10 +145,9 @@ class Run:
                 self.task.take_logged()
 
     @property
-    def training(self) -> TrainingSettings:
-        """Those of the config, with the micro-batches that were found for null."""
-        tokens = self.config.training.micro_batch_tokens or self.fit.tokens
-        return self.config.training.model_copy(update={"micro_batch_tokens": tokens})
+    def micro_batch_tokens(self) -> int:
+        """The config's, or those that were found for null."""
+        return self.config.training.micro_batch_tokens or self.fit.tokens
 
     @property
     def is_over(self) -> bool:
@@ -190,8 +189,8 @@ class Run:
         state.skipped_steps += is_skipped
         if update.outcome is not Outcome.OVERFLOWED:
             state.skipped_in_a_row = state.skipped_in_a_row + 1 if is_skipped else 0
-        state.has_trained |= update.has_moved
-        if update.has_moved or not is_skipped:
+        state.has_trained |= update.moved_weights
+        if update.moved_weights or not is_skipped:
             state.changed_at = state.step
 
     def watch_for_collapse(self, metrics: dict[str, float]) -> None:

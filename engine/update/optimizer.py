@@ -123,4 +123,4 @@ class Update:
     outcome: Outcome
     micro_batches: list[MicroBatch] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
-    has_moved: bool = False  # the weights; a later one of num_iterations may still be broken
+    moved_weights: bool = False  # the weights; a later one of num_iterations may still be broken

@@ -72,7 +72,7 @@ def test_an_update_is_the_same_at_every_loss_scale_that_fits(
             made[exponent] = numbers.tobytes(), result.metrics
         else:
             assert result.outcome is Outcome.OVERFLOWED and scaler.get_scale() == 2.0**exponent / 2
-            assert not result.has_moved and np.array_equal(before, weights)
+            assert not result.moved_weights and np.array_equal(before, weights)
             assert result.metrics["train/loss"] == made[8][1]["train/loss"]
             run.end_step(result, 0)
     assert run.state.skipped_steps == len(exponents) - len(made) > 1
