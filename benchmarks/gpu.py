@@ -65,7 +65,7 @@ from engine.sampling.sampler import choose_loop, sample_by_loop
 from engine.update.head import ChunkedScorer
 from engine.update.optimizer import make_optimizer
 from logger import Logger
-from main import assign_advantages, generate, update_policy
+from main import assign_advantages, update_policy
 
 RECIPE = ROOT / "configs/countdown-qwen2.5-3b.yaml"
 QWEN, LORA = "gsm8k-qwen2.5-0.5b", "gsm8k-qwen2.5-1.5b-lora"  # recipes for real weights
